@@ -1,0 +1,361 @@
+// The Python module: check, allocate, fill the parameter structs, launch. Nothing else includes torch.
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <torch/python.h>
+
+#include <mutex>
+
+#include "dispatch.h"
+#include "kernels/kernels.h"
+
+#include "check.h"
+
+namespace dualkv {
+namespace {
+
+using at::Tensor;
+
+// How often each kernel was launched, so that tests can tell that it was ours that ran.
+void count_launch(const std::string& kernel, std::map<std::string, int64_t>* snapshot = nullptr) {
+  static std::mutex mutex;
+  static std::map<std::string, int64_t> counts;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (snapshot) {
+    *snapshot = counts;
+  } else {
+    ++counts[kernel];
+  }
+}
+
+std::map<std::string, int64_t> launch_counts() {
+  std::map<std::string, int64_t> counts;
+  count_launch("", &counts);
+  return counts;
+}
+
+// cp.async moves 16 bytes: a tensor whose rows do not start on 16 bytes is copied once.
+Tensor aligned(const Tensor& t) {
+  const bool strides_ok = t.numel() == 0 || ((t.size(0) == 1 || t.stride(0) % 8 == 0) &&
+                                             (t.size(1) == 1 || t.stride(1) % 8 == 0) && t.stride(2) == 1);
+  const bool base_ok = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
+  return strides_ok && base_ok ? t : t.clone(at::MemoryFormat::Contiguous);
+}
+
+// The stride of a size-1 dimension is arbitrary and never used.
+template <typename T>
+TensorView<T> view_of(const Tensor& t) {
+  return {static_cast<T*>(t.data_ptr()), t.size(0) > 1 ? t.stride(0) : 0, t.size(1) > 1 ? t.stride(1) : 0};
+}
+
+int device_attribute(cudaDeviceAttr attribute) {
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, attribute, c10::cuda::current_device()));
+  return value;
+}
+
+int* int_pointer(const Tensor& t) { return static_cast<int*>(t.data_ptr()); }
+
+struct Keys {
+  Tensor k_context, v_context, k_decoded, v_decoded;
+
+  template <typename T>
+  KvRegions<T> regions() const {
+    return {{view_of<T>(k_context), view_of<T>(v_context)}, {view_of<T>(k_decoded), view_of<T>(v_decoded)}};
+  }
+};
+
+// Everything about a call that does not depend on the direction.
+struct Problem {
+  Tensor q;
+  Keys kv;
+  Tensor segments, groups;
+  ProblemShape shape;
+  Arch arch = Arch::sm80;
+  int num_sms, shared_limit;
+  cudaStream_t stream;
+
+  Problem(const Tensor& q_in, const Tensor& k_context, const Tensor& v_context, const Tensor& k_decoded,
+          const Tensor& v_decoded, const Tensor& segments_in, const Tensor& groups_in, double softmax_scale,
+          bool causal)
+      : segments(segments_in), groups(groups_in) {
+    check_argument(q_in.is_cuda(), "q", "a CUDA tensor", q_in.device());
+    TORCH_CHECK_TYPE(q_in.scalar_type() == at::kHalf || q_in.scalar_type() == at::kBFloat16,
+                     "q: expected float16 or bfloat16, got ", q_in.scalar_type());
+    check_argument(q_in.dim() == 3, "q", "3 dimensions (rows, heads, head_dim)", q_in.dim());
+    check_argument(k_context.dim() == 3, "k_context", "3 dimensions (rows, heads, head_dim)", k_context.dim());
+    const int64_t heads = q_in.size(1), kv_heads = k_context.size(1);
+    check_argument(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "k_context",
+                   "a number of heads that divides " + std::to_string(heads), kv_heads);
+    check_argument(q_in.size(2) > 0 && q_in.size(2) % 8 == 0, "q", "a head dim that is a multiple of 8", q_in.size(2));
+    check_packed(q_in, "q", q_in, -1, heads);
+    check_packed(k_context, "k_context", q_in, -1, kv_heads);
+    check_packed(v_context, "v_context", q_in, k_context.size(0), kv_heads);
+    check_packed(k_decoded, "k_decoded", q_in, -1, kv_heads);
+    check_packed(v_decoded, "v_decoded", q_in, k_decoded.size(0), kv_heads);
+    check_table(segments, "segments", q_in, kSegmentColumns);
+    check_table(groups, "groups", q_in, kGroupColumns);
+    check_argument(softmax_scale > 0, "softmax_scale", "a positive number", softmax_scale);
+
+    const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
+    TORCH_CHECK(major >= 8, "flash_attn_dualkv needs a GPU of compute capability 8.0 or newer, got ", major, ".",
+                device_attribute(cudaDevAttrComputeCapabilityMinor));
+    num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
+    shared_limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    stream = c10::cuda::getCurrentCUDAStream();
+    q = aligned(q_in);
+    kv = {aligned(k_context), aligned(v_context), aligned(k_decoded), aligned(v_decoded)};
+    shape = {static_cast<int>(q.size(0)),
+             static_cast<int>(heads),
+             static_cast<int>(kv_heads),
+             static_cast<int>(q.size(2)),
+             static_cast<float>(softmax_scale),
+             causal};
+  }
+
+  GroupLayout layout() const {
+    return {int_pointer(segments),
+            int_pointer(groups),
+            static_cast<int>(segments.size(0)),
+            static_cast<int>(groups.size(0)),
+            {shape.q_rows, static_cast<int>(kv.k_context.size(0)), static_cast<int>(kv.k_decoded.size(0))}};
+  }
+
+  Tensor ints(int64_t count) const { return at::empty({count}, segments.options()); }
+};
+
+template <typename Item>
+Tensor item_storage(const Problem& problem, int64_t count) {
+  static_assert(sizeof(Item) % sizeof(int) == 0, "items are rows of an int32 tensor");
+  return problem.ints(count * static_cast<int64_t>(sizeof(Item) / sizeof(int)));
+}
+
+// A list of query tiles, with the tensors that hold it.
+struct ForwardList {
+  Tensor offsets, items, count;
+  WorkList<ForwardItem> work;
+
+  ForwardList(const Problem& problem, const TileInfo& tiles) {
+    const GroupLayout layout = problem.layout();
+    const int capacity = problem.shape.q_rows / tiles.block_m + layout.num_segments;
+    offsets = problem.ints(layout.num_segments + 1);
+    items = item_storage<ForwardItem>(problem, capacity);
+    count = problem.ints(1);
+    work = {reinterpret_cast<ForwardItem*>(items.data_ptr()), int_pointer(count), capacity};
+    build_forward_list({layout, tiles.block_m, tiles.block_n, problem.shape.causal, capacity, int_pointer(offsets),
+                        reinterpret_cast<ForwardItem*>(items.data_ptr()), int_pointer(count)},
+                       problem.stream);
+    count_launch("dualkv_work_list_forward");
+  }
+};
+
+// The list of KV tiles, and the tiles whose queries were split.
+struct BackwardList {
+  Tensor offsets, steps, items, count, split_items, split_count;
+  WorkList<BackwardItem> work;
+  WorkList<SplitTile> splits;
+  int slots;
+
+  BackwardList(const Problem& problem, const TileInfo& tiles) {
+    const GroupLayout layout = problem.layout();
+    const ProblemShape& shape = problem.shape;
+    const int tile_capacity = layout.extents.context_rows / tiles.block_n + layout.num_groups +
+                              layout.extents.decoded_rows / tiles.block_n + layout.num_segments;
+    slots = slot_capacity(tile_capacity, layout.num_segments, shape.q_rows, tiles.block_m, shape.num_heads,
+                          problem.num_sms);
+    const int item_capacity = tile_capacity + slots / shape.num_kv_heads;
+    const int split_capacity = slots / (2 * shape.num_kv_heads);
+    offsets = problem.ints(layout.num_groups + layout.num_segments + 1);
+    steps = problem.ints(tile_capacity);
+    items = item_storage<BackwardItem>(problem, item_capacity);
+    split_items = item_storage<SplitTile>(problem, split_capacity);
+    count = problem.ints(1);
+    split_count = problem.ints(1);
+    auto* item_pointer = reinterpret_cast<BackwardItem*>(items.data_ptr());
+    auto* split_pointer = reinterpret_cast<SplitTile*>(split_items.data_ptr());
+    work = {item_pointer, int_pointer(count), item_capacity};
+    splits = {split_pointer, int_pointer(split_count), split_capacity};
+    build_backward_list({layout, tiles.block_m, tiles.block_n, shape.causal, shape.num_kv_heads,
+                         shape.heads_per_group(), problem.num_sms, tile_capacity, item_capacity, split_capacity, slots,
+                         int_pointer(offsets), int_pointer(steps), item_pointer, int_pointer(count), split_pointer,
+                         int_pointer(split_count)},
+                        problem.stream);
+    count_launch("dualkv_work_list_backward");
+  }
+};
+
+template <class Kernel>
+Selected<Kernel> select_for(const Problem& problem) {
+  try {
+    return select<Kernel>(problem.arch, problem.shape.head_dim, problem.shared_limit);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, "q: ", error.what());
+  }
+}
+
+// Runs `body(T{})` for the element type of q.
+template <class Body>
+auto with_element_type(const Tensor& q, Body body) {
+  return q.scalar_type() == at::kHalf ? body(__half{}) : body(__nv_bfloat16{});
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k_context, const Tensor& v_context,
+                                   const Tensor& k_decoded, const Tensor& v_decoded, const Tensor& segments,
+                                   const Tensor& groups, double softmax_scale, bool causal) {
+  const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
+  const Problem problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal);
+  // Rows in no sequence, and rows that see no key, are in no work item: they keep what stands here.
+  const Tensor out = at::zeros(q.sizes(), q.options());
+  const Tensor lse = at::full({problem.shape.num_heads, problem.shape.q_rows},
+                              -std::numeric_limits<float>::infinity(), q.options().dtype(at::kFloat));
+  if (problem.segments.size(0) == 0 || q.size(0) == 0) return {out, lse};
+
+  with_element_type(q, [&](auto element) {
+    using T = decltype(element);
+    const auto selected = select_for<ForwardKernel<T>>(problem);
+    const ForwardList list(problem, selected.kernel.tiles);
+    selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
+                            problem.kv.regions<const T>(), view_of<T>(out), lse.data_ptr<float>()},
+                           problem.stream);
+    count_launch("dualkv_sm80_forward");
+  });
+  return {out, lse};
+}
+
+template <typename T>
+struct BackwardCall {
+  const Problem& problem;
+  const Tensor &dout, &lse, &delta;
+
+  // dK and dV, and dQ as well unless `dq` is undefined.
+  void keys(const Keys& gradients, const Tensor& dq) const {
+    const auto selected = select_for<BackwardKernel<T>>(problem);
+    const TileInfo& tiles = selected.kernel.tiles;
+    const BackwardList list(problem, tiles);
+    const auto floats = lse.options();
+    const int64_t m_blocks = ceil_div(problem.shape.q_rows, tiles.block_m);
+    const Tensor slots = at::empty({list.slots, 2, tiles.block_n, selected.padded_head_dim}, floats);
+    const Tensor dq_sum =
+        dq.defined() ? at::zeros({problem.shape.num_heads, m_blocks, tiles.block_m, selected.padded_head_dim}, floats)
+                     : Tensor();
+    float* dq_pointer = dq.defined() ? dq_sum.data_ptr<float>() : nullptr;
+    selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
+                            view_of<const T>(dout), problem.kv.regions<const T>(), gradients.regions<T>(),
+                            lse.data_ptr<float>(), delta.data_ptr<float>(), dq_pointer, slots.data_ptr<float>()},
+                           problem.stream);
+    count_launch("dualkv_sm80_backward");
+    convert_dkv<T>({problem.shape, problem.layout(), list.splits, slots.data_ptr<float>(), gradients.regions<T>(),
+                    tiles.block_n, selected.padded_head_dim},
+                   problem.stream);
+    count_launch("convert_dkv_context");
+    if (dq.defined()) {
+      selected.kernel.convert_dq({problem.shape, dq_pointer, view_of<T>(dq)}, problem.stream);
+      count_launch("dualkv_convert_dq_sm80");
+    }
+  }
+
+  void queries(const Tensor& dq) const {
+    const auto selected = select_for<BackwardDqKernel<T>>(problem);
+    const ForwardList list(problem, selected.kernel.tiles);
+    selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
+                            view_of<const T>(dout), problem.kv.regions<const T>(), lse.data_ptr<float>(),
+                            delta.data_ptr<float>(), view_of<T>(dq)},
+                           problem.stream);
+    count_launch("dualkv_sm80_backward_dq");
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    const Tensor& dout_in, const std::optional<Tensor>& dlse_in, const Tensor& q, const Tensor& k_context,
+    const Tensor& v_context, const Tensor& k_decoded, const Tensor& v_decoded, const Tensor& out_in,
+    const Tensor& lse_in, const Tensor& segments, const Tensor& groups, double softmax_scale, bool causal,
+    bool deterministic) {
+  const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
+  const Problem problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal);
+  check_packed(dout_in, "dout", q, q.size(0), q.size(1));
+  check_packed(out_in, "out", q, q.size(0), q.size(1));
+  check_statistics(lse_in, "lse", q);
+  if (dlse_in) check_statistics(*dlse_in, "dlse", q);
+
+  const Tensor dq = deterministic ? at::zeros(q.sizes(), q.options()) : at::empty(q.sizes(), q.options());
+  // KV rows that no query sees are in no work item: they keep these zeros.
+  const Keys gradients{at::zeros(k_context.sizes(), q.options()), at::zeros(v_context.sizes(), q.options()),
+                       at::zeros(k_decoded.sizes(), q.options()), at::zeros(v_decoded.sizes(), q.options())};
+  if (problem.segments.size(0) == 0 || q.size(0) == 0) {
+    return {dq.zero_(), gradients.k_context, gradients.v_context, gradients.k_decoded, gradients.v_decoded};
+  }
+
+  const Tensor dout = aligned(dout_in), out = aligned(out_in), lse = lse_in.contiguous();
+  const Tensor dlse = dlse_in ? dlse_in->contiguous() : Tensor();
+  const Tensor delta = at::empty(lse.sizes(), lse.options());
+  with_element_type(q, [&](auto element) {
+    using T = decltype(element);
+    compute_delta<T>({problem.shape, view_of<const T>(out), view_of<const T>(dout),
+                      dlse.defined() ? dlse.data_ptr<float>() : nullptr, delta.data_ptr<float>()},
+                     problem.stream);
+    count_launch("dualkv_delta");
+    const BackwardCall<T> call{problem, dout, lse, delta};
+    call.keys(gradients, deterministic ? Tensor() : dq);
+    if (deterministic) call.queries(dq);
+  });
+  return {dq, gradients.k_context, gradients.v_context, gradients.k_decoded, gradients.v_decoded};
+}
+
+std::tuple<Tensor, Tensor> segment_tables(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k_decoded,
+                                          const std::optional<Tensor>& cu_seqlens_context,
+                                          const std::optional<Tensor>& cu_seqs_per_context, int64_t total_context) {
+  const c10::cuda::OptionalCUDAGuard guard(at::device_of(cu_seqlens_q));
+  const auto check_offsets = [&](const Tensor& t, const char* name, int64_t length) {
+    check_argument(t.is_cuda() && t.device() == cu_seqlens_q.device(), name, "a CUDA tensor beside cu_seqlens_q",
+                   t.device());
+    TORCH_CHECK_TYPE(t.scalar_type() == at::kInt, name, ": expected int32, got ", t.scalar_type());
+    check_argument(t.dim() == 1 && t.is_contiguous() && t.size(0) >= 1, name, "a contiguous vector", t.sizes());
+    check_argument(length < 0 || t.size(0) == length, name, std::to_string(length) + " entries", t.size(0));
+  };
+  check_offsets(cu_seqlens_q, "cu_seqlens_q", -1);
+  check_offsets(cu_seqlens_k_decoded, "cu_seqlens_k_decoded", cu_seqlens_q.size(0));
+  TORCH_CHECK_VALUE(cu_seqlens_context.has_value() == cu_seqs_per_context.has_value(),
+                    "cu_seqs_per_context: expected together with cu_seqlens_context, got only one of them");
+  if (cu_seqlens_context) {
+    check_offsets(*cu_seqlens_context, "cu_seqlens_context", -1);
+    check_offsets(*cu_seqs_per_context, "cu_seqs_per_context", cu_seqlens_context->size(0));
+  }
+  const int64_t num_segments = cu_seqlens_q.size(0) - 1;
+  const int64_t num_groups = cu_seqlens_context ? cu_seqlens_context->size(0) - 1 : 1;
+  check_argument(num_groups >= 1 || num_segments == 0, "cu_seqlens_context", "at least one group for the sequences",
+                 num_groups);
+  const Tensor segments = at::empty({num_segments, kSegmentColumns}, cu_seqlens_q.options());
+  const Tensor groups = at::empty({num_groups, kGroupColumns}, cu_seqlens_q.options());
+  build_segment_tables({int_pointer(cu_seqlens_q), int_pointer(cu_seqlens_k_decoded),
+                        cu_seqlens_context ? int_pointer(*cu_seqlens_context) : nullptr,
+                        cu_seqs_per_context ? int_pointer(*cu_seqs_per_context) : nullptr,
+                        static_cast<int>(num_segments), static_cast<int>(num_groups), static_cast<int>(total_context),
+                        int_pointer(segments), int_pointer(groups)},
+                       c10::cuda::getCurrentCUDAStream());
+  count_launch("dualkv_segment_tables");
+  return {segments, groups};
+}
+
+pybind11::dict build_info() {
+  pybind11::dict info, head_dims;
+  head_dims["sm80"] = built_head_dims<ForwardKernel<__nv_bfloat16>>(Arch::sm80);
+  info["archs"] = pybind11::str(DUALKV_BUILD_ARCHS).attr("split")(";");
+  info["ptx"] = DUALKV_BUILD_PTX;
+  info["head_dims"] = head_dims;
+  info["dtypes"] = std::vector<std::string>{"float16", "bfloat16"};
+  info["cuda"] = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+  return info;
+}
+
+}  // namespace
+}  // namespace dualkv
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() = "CUDA kernels of flash_attn_dualkv";
+  m.def("segment_tables", &dualkv::segment_tables);
+  m.def("forward", &dualkv::forward);
+  m.def("backward", &dualkv::backward);
+  m.def("build_info", &dualkv::build_info);
+  m.def("launch_counts", &dualkv::launch_counts);
+}

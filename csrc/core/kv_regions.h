@@ -1,0 +1,239 @@
+// The integer geometry of shared-prompt attention: which KV tiles a query tile sees, which queries see a KV tile,
+// which tiles need a mask, and where the rows of a tile are stored. Plain C++: kernels and host tests call the
+// same functions.
+//
+// Logical positions decide visibility (kv_pos <= q_pos is the whole causal rule); regions decide only where bytes
+// live. The keys of a sequence are its context, at positions [0, context_len), followed by its own decoded keys, at
+// positions [context_len, context_len + decoded_len). KV tiles are anchored at the start of each region, so the
+// tiles a row meets, and their order, do not depend on anything else in the batch.
+#pragma once
+
+#include "core/platform.h"
+
+namespace dualkv {
+
+// One run of query rows with one visibility rule. `*_begin` are packed rows (storage).
+struct Segment {
+  int q_begin, q_len;
+  int q_pos0;  // logical position of the first query row; negative when there are more queries than keys
+  int context_begin, context_len;
+  int decoded_begin, decoded_len;
+};
+
+// One shared context and the sequences [segment_begin, segment_end) of the segment table that see it.
+struct Group {
+  int context_begin, context_len;
+  int segment_begin, segment_end;
+};
+
+enum class Region : int { context, decoded };
+
+struct KvTile {
+  Region region;
+  int row;     // packed row of the first key: storage
+  int kv_pos;  // logical position of the first key: masking
+  int valid;   // keys in the tile, at most the tile size
+};
+
+// Rows of the packed tensors: what offsets are clamped to.
+struct Extents {
+  int q_rows, context_rows, decoded_rows;
+};
+
+constexpr int kSegmentColumns = 8;  // q_begin q_len q_pos0 context_begin context_len decoded_begin decoded_len group
+constexpr int kGroupColumns = 4;    // context_begin context_len segment_begin segment_end
+constexpr int kMaxPosition = 1 << 30;
+
+DUALKV_HD void clamp_run(int& begin, int& length, int rows) {
+  begin = clamp_int(begin, 0, rows);
+  length = clamp_int(length, 0, rows - begin);
+}
+
+// The device tables, read through the only place that turns their values into offsets. Their contents cannot be
+// checked without a host synchronisation, so every read is clamped: inconsistent tables give wrong numbers, never
+// an access outside a tensor or an endless loop.
+struct GroupLayout {
+  const int* segment_table;  // (num_segments, kSegmentColumns)
+  const int* group_table;    // (num_groups, kGroupColumns)
+  int num_segments, num_groups;
+  Extents extents;
+
+  DUALKV_HD Segment segment(int index) const {
+    const int* row = segment_table + static_cast<int64_t>(index) * kSegmentColumns;
+    Segment s{row[0], row[1], row[2], row[3], row[4], row[5], row[6]};
+    clamp_run(s.q_begin, s.q_len, extents.q_rows);
+    clamp_run(s.context_begin, s.context_len, extents.context_rows);
+    clamp_run(s.decoded_begin, s.decoded_len, extents.decoded_rows);
+    s.q_pos0 = clamp_int(s.q_pos0, -kMaxPosition, kMaxPosition);
+    return s;
+  }
+
+  DUALKV_HD Group group(int index) const {
+    const int* row = group_table + static_cast<int64_t>(index) * kGroupColumns;
+    Group g{row[0], row[1], row[2], row[3]};
+    clamp_run(g.context_begin, g.context_len, extents.context_rows);
+    g.segment_begin = clamp_int(g.segment_begin, 0, num_segments);
+    g.segment_end = clamp_int(g.segment_end, g.segment_begin, num_segments);
+    return g;
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// KV tiles
+
+DUALKV_HD KvTile region_tile(Region region, int begin, int length, int pos0, int n_block, int block_n) {
+  const int first = n_block * block_n;
+  return KvTile{region, begin + first, pos0 + first, min_int(block_n, length - first)};
+}
+
+DUALKV_HD KvTile context_tile(const Group& group, int n_block, int block_n) {
+  return region_tile(Region::context, group.context_begin, group.context_len, 0, n_block, block_n);
+}
+
+DUALKV_HD KvTile decoded_tile(const Segment& s, int n_block, int block_n) {
+  return region_tile(Region::decoded, s.decoded_begin, s.decoded_len, s.context_len, n_block, block_n);
+}
+
+// The n-th KV tile of a sequence in order of logical position: context tiles, then decoded ones.
+DUALKV_HD KvTile kv_tile(const Segment& s, int index, int block_n) {
+  const int context_tiles = ceil_div(s.context_len, block_n);
+  if (index < context_tiles) {
+    return region_tile(Region::context, s.context_begin, s.context_len, 0, index, block_n);
+  }
+  return decoded_tile(s, index - context_tiles, block_n);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Query tile -> KV tiles (forward, and dQ in deterministic mode). Query tiles are anchored at their segment.
+
+struct QueryTile {
+  int row;    // packed row of the first query
+  int rows;   // queries in the tile
+  int q_pos;  // logical position of the first query
+};
+
+DUALKV_HD QueryTile query_tile(const Segment& s, int m_block, int block_m) {
+  const int first = m_block * block_m;
+  return QueryTile{s.q_begin + first, min_int(block_m, s.q_len - first), s.q_pos0 + first};
+}
+
+// KV tiles [0, count) in kv_tile order hold every key that some row of the tile sees.
+DUALKV_HD int visible_kv_tiles(const Segment& s, const QueryTile& q, int block_n, bool causal) {
+  const int keys = s.context_len + s.decoded_len;
+  const int kv_end = causal ? clamp_int(q.q_pos + q.rows, 0, keys) : keys;
+  if (kv_end <= s.context_len) return ceil_div(kv_end, block_n);
+  return ceil_div(s.context_len, block_n) + ceil_div(kv_end - s.context_len, block_n);
+}
+
+DUALKV_HD bool needs_mask(const KvTile& tile, const QueryTile& q, int block_n, bool causal) {
+  return tile.valid < block_n || (causal && tile.kv_pos + block_n - 1 > q.q_pos);
+}
+
+// Columns [0, result) of the tile are visible to the query at logical position q_pos.
+DUALKV_HD int visible_columns(const KvTile& tile, int q_pos, bool causal) {
+  return causal ? min_int(tile.valid, q_pos - tile.kv_pos + 1) : tile.valid;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// KV tile -> queries (backward). Query tiles lie on one grid anchored at packed row 0, so that loops run across the
+// borders of sequences and every KV tile agrees on the borders of the dQ tiles.
+
+// Packed rows [row_begin, row_end) see at least one key of the tile; from full_row on they see all of it; before
+// that, row r is at logical position r + pos_offset.
+struct QueryRange {
+  int row_begin, row_end;
+  int full_row;
+  int pos_offset;
+
+  DUALKV_HD bool empty() const { return row_begin >= row_end; }
+};
+
+DUALKV_HD QueryRange query_range(const Segment& s, const KvTile& tile, bool causal) {
+  const int first = causal ? clamp_int(tile.kv_pos - s.q_pos0, 0, s.q_len) : 0;
+  const int full = causal ? clamp_int(tile.kv_pos + tile.valid - 1 - s.q_pos0, 0, s.q_len) : 0;
+  return QueryRange{s.q_begin + first, s.q_begin + s.q_len, s.q_begin + full, s.q_pos0 - s.q_begin};
+}
+
+// The next range of queries that see `tile`, merged with its neighbours while those see all of it: for a context
+// tile the responses of a group become one long mask-free run. Advances `segment`; empty when there is none left.
+DUALKV_HD QueryRange next_query_range(const GroupLayout& layout, int& segment, int segment_end, const KvTile& tile,
+                                      bool causal) {
+  QueryRange range{0, 0, 0, 0};
+  while (segment < segment_end && range.empty()) range = query_range(layout.segment(segment++), tile, causal);
+  for (; segment < segment_end; ++segment) {
+    const QueryRange next = query_range(layout.segment(segment), tile, causal);
+    if (next.empty()) continue;
+    if (next.row_begin != range.row_end || next.full_row != next.row_begin) break;
+    range.row_end = next.row_end;
+  }
+  return range;
+}
+
+DUALKV_HD int first_m_block(const QueryRange& range, int block_m) { return range.row_begin / block_m; }
+DUALKV_HD int end_m_block(const QueryRange& range, int block_m) { return ceil_div(range.row_end, block_m); }
+
+// Query tiles (on the grid, once per range) that an owner of `tile` visits for one query head.
+DUALKV_HD int64_t count_query_tiles(const GroupLayout& layout, int segment_begin, int segment_end, const KvTile& tile,
+                                    int block_m, bool causal) {
+  int64_t count = 0;
+  for (int segment = segment_begin; segment < segment_end;) {
+    const QueryRange range = next_query_range(layout, segment, segment_end, tile, causal);
+    if (!range.empty()) count += end_m_block(range, block_m) - first_m_block(range, block_m);
+  }
+  return count;
+}
+
+// Columns [0, result) of the tile are visible to packed row `row`; 0 for a row outside the range.
+DUALKV_HD int visible_columns(const KvTile& tile, const QueryRange& range, int row) {
+  if (row < range.row_begin || row >= range.row_end) return 0;
+  return row >= range.full_row ? tile.valid : row + range.pos_offset - tile.kv_pos + 1;
+}
+
+DUALKV_HD bool needs_mask(const KvTile& tile, const QueryRange& range, int m_block, int block_m, int block_n) {
+  const int row = m_block * block_m;
+  return tile.valid < block_n || row < range.row_begin || row < range.full_row || row + block_m > range.row_end;
+}
+
+// The walk of an owner over its steps: query tiles in packed order, and for each of them the query heads of the KV
+// group. A step is one (query tile, head).
+struct QueryWalk {
+  GroupLayout layout;
+  KvTile tile;
+  QueryRange range;
+  int segment, segment_end;
+  int block_m, heads;
+  int m_block, head;
+  int remaining;  // steps left, the current one included
+  bool causal;
+
+  // Positions the walk on step `first_step` of the owner's sequences, to end after `num_steps` steps.
+  DUALKV_HD void start(int segment_begin, int first_step, int num_steps) {
+    segment = segment_begin;
+    remaining = num_steps;
+    head = first_step % heads;
+    int skip = first_step / heads;
+    next_range();
+    while (remaining > 0 && skip >= end_m_block(range, block_m) - m_block) {
+      skip -= end_m_block(range, block_m) - m_block;
+      next_range();
+    }
+    m_block += skip;
+  }
+
+  DUALKV_HD bool done() const { return remaining <= 0; }
+
+  DUALKV_HD void next() {
+    --remaining;
+    if (++head < heads) return;
+    head = 0;
+    if (++m_block >= end_m_block(range, block_m) && remaining > 0) next_range();
+  }
+
+  DUALKV_HD void next_range() {
+    range = next_query_range(layout, segment, segment_end, tile, causal);
+    m_block = first_m_block(range, block_m);
+    if (range.empty()) remaining = 0;
+  }
+};
+
+}  // namespace dualkv

@@ -1,0 +1,102 @@
+// Softmax over KV tiles that arrive one after another, on accumulator fragments of mma m16n8: a thread holds, of
+// each 16-row block i, rows lane / 4 and lane / 4 + 8 (half 0 and 1), and of each 8-column block two neighbours.
+#pragma once
+
+#include <math_constants.h>
+
+#include "core/numerics.h"
+#include "core/platform.h"
+
+namespace dualkv {
+
+// Maximum and sum over the 4 threads that share a row.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+template <int kM16>
+struct OnlineSoftmax {
+  float row_max[kM16][2];  // of the unscaled scores
+  float row_sum[kM16][2];  // of this thread's columns; the quad is summed once, at the end
+
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int i = 0; i < kM16; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row_max[i][half] = -CUDART_INF_F;
+        row_sum[i][half] = 0.f;
+      }
+  }
+
+  // Turns scores into unnormalised probabilities exp2((s - max) * scale_log2) and brings `o` to the new maximum.
+  template <int kN8, int kO8>
+  __device__ __forceinline__ void update(float (&s)[kM16][kN8][4], float (&o)[kM16][kO8][4], float scale_log2) {
+    raise_maximum(s, o, scale_log2);
+#pragma unroll
+    for (int i = 0; i < kM16; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float shift = finite(row_max[i][half]) * scale_log2;
+#pragma unroll
+        for (int j = 0; j < kN8; ++j)
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) {
+            s[i][j][e] = exp2_approx(s[i][j][e] * scale_log2 - shift);
+            row_sum[i][half] += s[i][j][e];
+          }
+      }
+  }
+
+  // The maximum of most rows stops moving after a few tiles; a factor of exactly 1 is then not worth its
+  // multiplications, and skipping it does not change a bit of the result.
+  template <int kN8, int kO8>
+  __device__ __forceinline__ void raise_maximum(const float (&s)[kM16][kN8][4], float (&o)[kM16][kO8][4],
+                                                float scale_log2) {
+    float rescale[kM16][2];
+    bool moved = false;
+#pragma unroll
+    for (int i = 0; i < kM16; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = row_max[i][half];
+#pragma unroll
+        for (int j = 0; j < kN8; ++j) top = fmaxf(top, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
+        top = quad_max(top);
+        moved |= top > row_max[i][half];
+        rescale[i][half] = exp2_approx((row_max[i][half] - finite(top)) * scale_log2);
+        row_max[i][half] = top;
+      }
+    if (!__any_sync(0xffffffffu, moved)) return;
+#pragma unroll
+    for (int i = 0; i < kM16; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row_sum[i][half] *= rescale[i][half];
+#pragma unroll
+        for (int j = 0; j < kO8; ++j) {
+          o[i][j][2 * half] *= rescale[i][half];
+          o[i][j][2 * half + 1] *= rescale[i][half];
+        }
+      }
+  }
+
+  // A row that has seen no key yet has the maximum -inf, and -inf - -inf would be NaN.
+  static __device__ __forceinline__ float finite(float top) { return top == -CUDART_INF_F ? 0.f : top; }
+
+  // Ends the sum. Returns 1 / sum, or 0 for a row that saw no key; `lse` is the natural log of the sum.
+  __device__ __forceinline__ float finish(int i, int half, float softmax_scale, float& lse) {
+    const float sum = quad_sum(row_sum[i][half]);
+    const bool empty = row_max[i][half] == -CUDART_INF_F;
+    lse = empty ? -CUDART_INF_F : row_max[i][half] * softmax_scale + logf(sum);
+    return empty ? 0.f : 1.f / sum;
+  }
+};
+
+}  // namespace dualkv

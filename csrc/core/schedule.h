@@ -1,0 +1,93 @@
+// The unit of work of a thread block and its cost. Lists of these are built on the device (kernels/work_list.cu),
+// longest first, so that a plain grid in list order is balanced by the hardware.
+#pragma once
+
+#include "core/kv_regions.h"
+
+namespace dualkv {
+
+// A query tile of one sequence; every query head takes the same list.
+struct ForwardItem {
+  int segment;
+  int m_block;
+};
+
+// A KV tile, or a part of its queries; every KV head takes the same list.
+struct BackwardItem {
+  Region region;
+  int owner;  // the group of a context tile, the segment of a decoded one
+  int n_block;
+  int first_step, num_steps;  // of the owner's QueryWalk
+  int slot;                   // where the fp32 partial sums of a split tile go; -1: this item owns the whole tile
+};
+
+// A tile whose queries were split: `parts` slots starting at `slot`, summed in order by convert_dkv_context.
+struct SplitTile {
+  Region region;
+  int owner;
+  int n_block;
+  int slot, parts;
+};
+
+DUALKV_HD int forward_cost(const Segment& s, int m_block, int block_m, int block_n, bool causal) {
+  return visible_kv_tiles(s, query_tile(s, m_block, block_m), block_n, causal);
+}
+
+// The sequences whose queries an owner visits.
+struct Owner {
+  KvTile tile;
+  int segment_begin, segment_end;
+};
+
+DUALKV_HD Owner owner_of(const GroupLayout& layout, Region region, int owner, int n_block, int block_n) {
+  if (region == Region::context) {
+    const Group group = layout.group(owner);
+    return Owner{context_tile(group, n_block, block_n), group.segment_begin, group.segment_end};
+  }
+  return Owner{decoded_tile(layout.segment(owner), n_block, block_n), owner, owner + 1};
+}
+
+// KV tiles of owner `index`, where groups come first and segments after them.
+DUALKV_HD int owned_tiles(const GroupLayout& layout, int index, int block_n) {
+  if (index < layout.num_groups) return ceil_div(layout.group(index).context_len, block_n);
+  return ceil_div(layout.segment(index - layout.num_groups).decoded_len, block_n);
+}
+
+// No legal problem comes near this many steps an owner; overlapping hostile offsets are cut off here.
+constexpr int kMaxSteps = 1 << 30;
+
+DUALKV_HD int owner_steps(const GroupLayout& layout, const Owner& owner, int block_m, int heads_per_group,
+                          bool causal) {
+  const int64_t tiles =
+      count_query_tiles(layout, owner.segment_begin, owner.segment_end, owner.tile, block_m, causal);
+  return static_cast<int>(tiles < kMaxSteps / heads_per_group ? tiles * heads_per_group : kMaxSteps);
+}
+
+// A split part is worth its fp32 round trip only above this many steps (tens of microseconds).
+constexpr int kMinPartSteps = 32;
+// Parts of at most total / (4 x SMs) steps bring the makespan of every simulated shape within 10% of ideal.
+constexpr int kPartsPerSm = 4;
+
+DUALKV_HD int part_limit(int64_t total_steps, int num_sms) {
+  const int64_t limit = ceil_div<int64_t>(total_steps, static_cast<int64_t>(kPartsPerSm) * num_sms);
+  if (limit < kMinPartSteps) return kMinPartSteps;
+  return static_cast<int>(limit < kMaxSteps ? limit : kMaxSteps);
+}
+
+DUALKV_HD int part_count(int steps, int limit) { return steps > limit ? ceil_div(steps, limit) : 1; }
+
+DUALKV_HD int part_begin(int steps, int parts, int part) {
+  return static_cast<int>(static_cast<int64_t>(steps) * part / parts);
+}
+
+// A split tile has fewer than 2 x steps / limit parts, so all of them together, over all KV heads, need fewer than
+// 2 x total / limit slots. The total is bounded as if every sequence saw every tile with all rows: shapes are all
+// the host knows.
+inline int slot_capacity(int64_t tile_capacity, int64_t num_segments, int64_t q_rows, int block_m, int num_heads,
+                         int num_sms) {
+  const double total_steps = static_cast<double>(tile_capacity) * num_segments * (q_rows / block_m + 2) * num_heads;
+  const double by_balance = 2.0 * kPartsPerSm * num_sms, by_size = 2.0 * total_steps / kMinPartSteps;
+  return static_cast<int>(by_size < by_balance ? by_size : by_balance);
+}
+
+}  // namespace dualkv

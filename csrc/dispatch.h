@@ -1,0 +1,100 @@
+// (arch, element type, head dim) -> kernel. Every instance file registers itself when the library is loaded, so the
+// registry holds exactly what was built.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "params.h"
+
+namespace dualkv {
+
+enum class Arch : int { sm80, sm90 };
+
+inline const char* name_of(Arch arch) { return arch == Arch::sm80 ? "sm80" : "sm90"; }
+
+inline void check_cuda(cudaError_t status) {
+  if (status != cudaSuccess) throw std::runtime_error(std::string("CUDA error: ") + cudaGetErrorString(status));
+}
+
+// What the host needs to know of a kernel: the tile sizes that its work list is made of, and its footprint.
+struct TileInfo {
+  int block_m, block_n;
+  int shared_bytes;
+};
+
+template <typename T>
+struct ForwardKernel {
+  TileInfo tiles;
+  void (*launch)(const ForwardParams<T>&, cudaStream_t);
+};
+
+// dK and dV, and dQ as fp32 sums that `convert_dq` turns into rows.
+template <typename T>
+struct BackwardKernel {
+  TileInfo tiles;
+  void (*launch)(const BackwardParams<T>&, cudaStream_t);
+  void (*convert_dq)(const ConvertDqParams<T>&, cudaStream_t);
+};
+
+template <typename T>
+struct BackwardDqKernel {
+  TileInfo tiles;
+  void (*launch)(const BackwardDqParams<T>&, cudaStream_t);
+};
+
+// Kernels of one kind by (arch, head dim).
+template <class Kernel>
+std::map<std::pair<Arch, int>, Kernel>& registry() {
+  static std::map<std::pair<Arch, int>, Kernel> kernels;
+  return kernels;
+}
+
+template <class Kernel>
+struct Registration {
+  Registration(Arch arch, int head_dim, const Kernel& kernel) { registry<Kernel>()[{arch, head_dim}] = kernel; }
+};
+
+template <class Kernel>
+struct Selected {
+  Kernel kernel;
+  int padded_head_dim;  // the built head dim that serves the one asked for
+};
+
+// Head dims built for an architecture, ascending.
+template <class Kernel>
+std::vector<int> built_head_dims(Arch arch) {
+  std::vector<int> dims;
+  for (const auto& [key, kernel] : registry<Kernel>()) {
+    if (key.first == arch) dims.push_back(key.second);
+  }
+  return dims;
+}
+
+std::string describe(const std::vector<int>& head_dims);
+
+// The smallest built head dim that holds `head_dim`. `shared_limit` is what the device grants a block.
+template <class Kernel>
+Selected<Kernel> select(Arch arch, int head_dim, int shared_limit) {
+  for (int built : built_head_dims<Kernel>(arch)) {
+    if (built < head_dim) continue;
+    const Kernel& kernel = registry<Kernel>()[{arch, built}];
+    if (kernel.tiles.shared_bytes > shared_limit) {
+      throw std::invalid_argument("head dim " + std::to_string(head_dim) + " needs " +
+                                  std::to_string(kernel.tiles.shared_bytes) +
+                                  " bytes of shared memory a block in this direction; this GPU grants " +
+                                  std::to_string(shared_limit));
+    }
+    return {kernel, built};
+  }
+  throw std::invalid_argument("head dim " + std::to_string(head_dim) + " is larger than every head dim in this build (" +
+                              describe(built_head_dims<Kernel>(arch)) +
+                              "); reinstall with DUALKV_HEAD_DIMS covering it");
+}
+
+}  // namespace dualkv

@@ -1,0 +1,57 @@
+// Launches of the kernels that belong to no architecture.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "params.h"
+
+namespace dualkv {
+
+// Device pointers; the optional ones are null when there is a single group that owns all sequences.
+struct SegmentTableArgs {
+  const int* cu_seqlens_q;
+  const int* cu_seqlens_k_decoded;
+  const int* cu_seqlens_context;
+  const int* cu_seqs_per_context;
+  int num_segments, num_groups;
+  int total_context;
+  int* segment_table;
+  int* group_table;
+};
+void build_segment_tables(const SegmentTableArgs& args, cudaStream_t stream);
+
+// Capacities and scratch of a work list, known from shapes alone.
+struct ForwardListArgs {
+  GroupLayout layout;
+  int block_m, block_n;
+  bool causal;
+  int capacity;       // items
+  int* tile_offsets;  // (num_segments + 1) scratch
+  ForwardItem* items;
+  int* count;
+};
+void build_forward_list(const ForwardListArgs& args, cudaStream_t stream);
+
+struct BackwardListArgs {
+  GroupLayout layout;
+  int block_m, block_n;
+  bool causal;
+  int num_kv_heads, heads_per_group;
+  int num_sms;
+  int tile_capacity, item_capacity, split_capacity, slot_capacity;
+  int* tile_offsets;  // (num_groups + num_segments + 1) scratch
+  int* tile_steps;    // (tile_capacity) scratch
+  BackwardItem* items;
+  int* item_count;
+  SplitTile* splits;
+  int* split_count;
+};
+void build_backward_list(const BackwardListArgs& args, cudaStream_t stream);
+
+template <typename T>
+void compute_delta(const DeltaParams<T>& params, cudaStream_t stream);
+
+template <typename T>
+void convert_dkv(const ConvertDkvParams<T>& params, cudaStream_t stream);
+
+}  // namespace dualkv

@@ -1,0 +1,248 @@
+// Segment tables and work lists, built on the device from device values: no host synchronisation, and a captured
+// graph follows new contents of cu_seqlens. The lists are small (thousands of items), so one block sorts each by
+// counting, longest first.
+#include "core/schedule.h"
+#include "dispatch.h"
+#include "kernels/kernels.h"
+
+namespace dualkv {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kBins = 1024;
+
+__global__ void dualkv_segment_tables(const SegmentTableArgs a) {
+  const int index = blockIdx.x * blockDim.x + threadIdx.x;
+  if (index < a.num_groups) {
+    int* row = a.group_table + static_cast<int64_t>(index) * kGroupColumns;
+    const int begin = a.cu_seqlens_context ? a.cu_seqlens_context[index] : 0;
+    const int end = a.cu_seqlens_context ? a.cu_seqlens_context[index + 1] : a.total_context;
+    row[0] = begin;
+    row[1] = static_cast<int>(static_cast<unsigned>(end) - static_cast<unsigned>(begin));
+    row[2] = a.cu_seqs_per_context ? a.cu_seqs_per_context[index] : 0;
+    row[3] = a.cu_seqs_per_context ? a.cu_seqs_per_context[index + 1] : a.num_segments;
+  }
+  if (index >= a.num_segments) return;
+  int group = 0;
+  if (a.cu_seqs_per_context) {
+    // The last group that starts at or before this sequence.
+    int low = 0, high = a.num_groups;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (a.cu_seqs_per_context[middle] <= index ? low : high) = middle;
+    }
+    group = low;
+  }
+  const int context_begin = a.cu_seqlens_context ? a.cu_seqlens_context[group] : 0;
+  const int context_end = a.cu_seqlens_context ? a.cu_seqlens_context[group + 1] : a.total_context;
+  // Unsigned: hostile offsets may wrap, but not be undefined. Every reader clamps them.
+  const unsigned q_begin = a.cu_seqlens_q[index], q_len = a.cu_seqlens_q[index + 1] - q_begin;
+  const unsigned decoded_begin = a.cu_seqlens_k_decoded[index];
+  const unsigned decoded_len = a.cu_seqlens_k_decoded[index + 1] - decoded_begin;
+  const unsigned context_len = static_cast<unsigned>(context_end) - static_cast<unsigned>(context_begin);
+  int* row = a.segment_table + static_cast<int64_t>(index) * kSegmentColumns;
+  row[0] = static_cast<int>(q_begin);
+  row[1] = static_cast<int>(q_len);
+  row[2] = static_cast<int>(context_len + decoded_len - q_len);
+  row[3] = context_begin;
+  row[4] = static_cast<int>(context_len);
+  row[5] = static_cast<int>(decoded_begin);
+  row[6] = static_cast<int>(decoded_len);
+  row[7] = group;
+}
+
+// Inclusive sum over the threads of a block. `scratch` holds one value a warp.
+__device__ int block_inclusive_sum(int value, int* scratch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int step = 1; step < 32; step *= 2) {
+    const int left = __shfl_up_sync(0xffffffffu, value, step);
+    if (lane >= step) value += left;
+  }
+  if (lane == 31) scratch[warp] = value;
+  __syncthreads();
+  if (warp == 0) {
+    int total = scratch[lane];
+    for (int step = 1; step < 32; step *= 2) {
+      const int left = __shfl_up_sync(0xffffffffu, total, step);
+      if (lane >= step) total += left;
+    }
+    scratch[lane] = total;
+  }
+  __syncthreads();
+  const int result = value + (warp > 0 ? scratch[warp - 1] : 0);
+  __syncthreads();
+  return result;
+}
+
+// Shared state of a block that builds a list.
+struct ListBlock {
+  int warp_sums[32];
+  int bins[kBins];
+  int carry, longest, emitted, used_slots;
+  unsigned long long total_steps;
+};
+
+// offsets[i] = sum of count(0 .. i-1), capped at `capacity`: with hostile offsets segments may overlap and have more
+// tiles than the tensors.
+template <class Count>
+__device__ void exclusive_offsets(ListBlock& block, int n, int capacity, int* offsets, Count count) {
+  if (threadIdx.x == 0) block.carry = 0;
+  __syncthreads();
+  for (int first = 0; first < n; first += kThreads) {
+    const int index = first + threadIdx.x;
+    const int sum = block_inclusive_sum(index < n ? count(index) : 0, block.warp_sums);
+    const int carry = block.carry;
+    __syncthreads();
+    if (index < n) offsets[index + 1] = min(carry + sum, capacity);
+    if (threadIdx.x == kThreads - 1) block.carry = min(carry + sum, capacity);
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) offsets[0] = 0;
+  __syncthreads();
+}
+
+// The entry whose run of `offsets` contains `index`.
+__device__ int find_owner(const int* offsets, int n, int index) {
+  int low = 0, high = n;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (offsets[middle] <= index ? low : high) = middle;
+  }
+  return low;
+}
+
+// Longest first: bin 0 holds the longest.
+__device__ int bin_of(int cost, int longest) {
+  return kBins - 1 - static_cast<int>(static_cast<int64_t>(cost) * (kBins - 1) / max(longest, 1));
+}
+
+// Turns counts per bin into first places.
+__device__ void bins_to_places(ListBlock& block) {
+  const int count = block.bins[threadIdx.x];
+  const int sum = block_inclusive_sum(count, block.warp_sums);
+  block.bins[threadIdx.x] = sum - count;
+  __syncthreads();
+}
+
+__global__ void __launch_bounds__(kThreads) dualkv_work_list_forward(const ForwardListArgs a) {
+  __shared__ ListBlock block;
+  const int segments = a.layout.num_segments;
+  exclusive_offsets(block, segments, a.capacity, a.tile_offsets,
+                    [&](int i) { return ceil_div(a.layout.segment(i).q_len, a.block_m); });
+  const int tiles = a.tile_offsets[segments];
+  const auto item_at = [&](int index) {
+    const int segment = find_owner(a.tile_offsets, segments, index);
+    return ForwardItem{segment, index - a.tile_offsets[segment]};
+  };
+  const auto cost_of = [&](const ForwardItem& item) {
+    return forward_cost(a.layout.segment(item.segment), item.m_block, a.block_m, a.block_n, a.causal);
+  };
+
+  block.bins[threadIdx.x] = 0;
+  if (threadIdx.x == 0) block.longest = 0, block.emitted = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < tiles; i += kThreads) atomicMax(&block.longest, cost_of(item_at(i)));
+  __syncthreads();
+  for (int i = threadIdx.x; i < tiles; i += kThreads) {
+    const int cost = cost_of(item_at(i));
+    if (cost > 0) {
+      atomicAdd(&block.bins[bin_of(cost, block.longest)], 1);
+      atomicAdd(&block.emitted, 1);
+    }
+  }
+  __syncthreads();
+  bins_to_places(block);
+  for (int i = threadIdx.x; i < tiles; i += kThreads) {
+    const ForwardItem item = item_at(i);
+    const int cost = cost_of(item);
+    if (cost > 0) a.items[atomicAdd(&block.bins[bin_of(cost, block.longest)], 1)] = item;
+  }
+  if (threadIdx.x == 0) *a.count = block.emitted;
+}
+
+struct OwnedTile {
+  Region region;
+  int owner, n_block;
+};
+
+__global__ void __launch_bounds__(kThreads) dualkv_work_list_backward(const BackwardListArgs a) {
+  __shared__ ListBlock block;
+  const int groups = a.layout.num_groups, owners = groups + a.layout.num_segments;
+  exclusive_offsets(block, owners, a.tile_capacity, a.tile_offsets,
+                    [&](int i) { return owned_tiles(a.layout, i, a.block_n); });
+  const int tiles = a.tile_offsets[owners];
+  const auto tile_at = [&](int index) {
+    const int owner = find_owner(a.tile_offsets, owners, index), n_block = index - a.tile_offsets[owner];
+    return owner < groups ? OwnedTile{Region::context, owner, n_block}
+                          : OwnedTile{Region::decoded, owner - groups, n_block};
+  };
+
+  block.bins[threadIdx.x] = 0;
+  if (threadIdx.x == 0) block.longest = 0, block.emitted = 0, block.used_slots = 0, block.total_steps = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < tiles; i += kThreads) {
+    const OwnedTile t = tile_at(i);
+    const Owner owner = owner_of(a.layout, t.region, t.owner, t.n_block, a.block_n);
+    const int steps = owner_steps(a.layout, owner, a.block_m, a.heads_per_group, a.causal);
+    a.tile_steps[i] = steps;
+    atomicAdd(&block.total_steps, static_cast<unsigned long long>(steps) * a.num_kv_heads);
+  }
+  __syncthreads();
+
+  const int limit = part_limit(static_cast<int64_t>(block.total_steps), a.num_sms);
+  for (int i = threadIdx.x; i < tiles; i += kThreads) {
+    const int steps = a.tile_steps[i], parts = part_count(steps, limit);
+    atomicMax(&block.longest, ceil_div(steps, parts));
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < tiles; i += kThreads) {
+    const int steps = a.tile_steps[i], parts = part_count(steps, limit);
+    if (steps > 0) atomicAdd(&block.bins[bin_of(steps / parts, block.longest)], parts);
+  }
+  __syncthreads();
+  bins_to_places(block);
+  if (threadIdx.x == 0) *a.split_count = 0;
+  __syncthreads();
+
+  for (int i = threadIdx.x; i < tiles; i += kThreads) {
+    const int steps = a.tile_steps[i];
+    if (steps == 0) continue;
+    const OwnedTile t = tile_at(i);
+    int parts = part_count(steps, limit), slot = -1;
+    if (parts > 1) {
+      slot = atomicAdd(&block.used_slots, parts * a.num_kv_heads);
+      const int split = atomicAdd(a.split_count, 1);
+      a.splits[split] = SplitTile{t.region, t.owner, t.n_block, slot, parts};
+    }
+    const int place = atomicAdd(&block.bins[bin_of(steps / parts, block.longest)], parts);
+    for (int part = 0; part < parts; ++part) {
+      const int first = part_begin(steps, parts, part), end = part_begin(steps, parts, part + 1);
+      a.items[place + part] = BackwardItem{
+          t.region, t.owner, t.n_block, first, end - first, slot < 0 ? -1 : slot + part * a.num_kv_heads};
+    }
+    atomicAdd(&block.emitted, parts);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) *a.item_count = block.emitted;
+}
+
+}  // namespace
+
+void build_segment_tables(const SegmentTableArgs& args, cudaStream_t stream) {
+  const int rows = max_int(args.num_segments, args.num_groups);
+  if (rows == 0) return;
+  dualkv_segment_tables<<<ceil_div(rows, 128), 128, 0, stream>>>(args);
+  check_cuda(cudaGetLastError());
+}
+
+void build_forward_list(const ForwardListArgs& args, cudaStream_t stream) {
+  dualkv_work_list_forward<<<1, kThreads, 0, stream>>>(args);
+  check_cuda(cudaGetLastError());
+}
+
+void build_backward_list(const BackwardListArgs& args, cudaStream_t stream) {
+  dualkv_work_list_backward<<<1, kThreads, 0, stream>>>(args);
+  check_cuda(cudaGetLastError());
+}
+
+}  // namespace dualkv

@@ -1,0 +1,113 @@
+// What the kernels receive. Row and head strides are in elements; the last dimension is contiguous.
+#pragma once
+
+#include <cstdint>
+
+#include "core/schedule.h"
+
+namespace dualkv {
+
+template <typename T>
+struct TensorView {
+  T* data;
+  int64_t row_stride, head_stride;
+
+  DUALKV_HD T* at(int64_t row, int head) const { return data + row * row_stride + head * head_stride; }
+};
+
+// The keys and values (or their gradients) of one region.
+template <typename T>
+struct KvPair {
+  TensorView<T> k, v;
+};
+
+// Keys and values wherever they live: the one place where a region picks a base pointer.
+template <typename T>
+struct KvRegions {
+  KvPair<T> context, decoded;
+
+  DUALKV_HD const KvPair<T>& of(Region region) const { return region == Region::context ? context : decoded; }
+};
+
+struct ProblemShape {
+  int q_rows;
+  int num_heads, num_kv_heads;
+  int head_dim;
+  float softmax_scale;
+  bool causal;
+
+  DUALKV_HD int heads_per_group() const { return num_heads / num_kv_heads; }
+};
+
+// A work list in device memory; its length is only known there.
+template <typename Item>
+struct WorkList {
+  const Item* items;
+  const int* count;
+  int capacity;
+};
+
+template <typename T>
+struct ForwardParams {
+  ProblemShape shape;
+  GroupLayout layout;
+  WorkList<ForwardItem> work;
+  TensorView<const T> q;
+  KvRegions<const T> kv;
+  TensorView<T> out;
+  float* lse;  // (num_heads, q_rows)
+};
+
+template <typename T>
+struct BackwardParams {
+  ProblemShape shape;
+  GroupLayout layout;
+  WorkList<BackwardItem> work;
+  TensorView<const T> q, dout;
+  KvRegions<const T> kv;
+  KvRegions<T> dkv;
+  const float* lse;    // (num_heads, q_rows)
+  const float* delta;  // (num_heads, q_rows)
+  float* dq_sum;       // (num_heads, q tiles, block_m * kHeadDim) in fragment order; null: dQ is not computed here
+  float* dkv_slots;    // (slots, 2, block_n, kHeadDim): partial dK and dV of split tiles
+};
+
+// dQ by itself, one owner per query tile: the deterministic path.
+template <typename T>
+struct BackwardDqParams {
+  ProblemShape shape;
+  GroupLayout layout;
+  WorkList<ForwardItem> work;
+  TensorView<const T> q, dout;
+  KvRegions<const T> kv;
+  const float* lse;
+  const float* delta;
+  TensorView<T> dq;
+};
+
+template <typename T>
+struct ConvertDqParams {
+  ProblemShape shape;
+  const float* dq_sum;
+  TensorView<T> dq;
+};
+
+template <typename T>
+struct ConvertDkvParams {
+  ProblemShape shape;
+  GroupLayout layout;
+  WorkList<SplitTile> work;
+  const float* dkv_slots;
+  KvRegions<T> dkv;
+  int block_n, padded_head_dim;
+};
+
+template <typename T>
+struct DeltaParams {
+  ProblemShape shape;
+  TensorView<const T> out, dout;
+  const float* dlse;  // (num_heads, q_rows), or null
+  float* delta;
+};
+
+}  // namespace dualkv

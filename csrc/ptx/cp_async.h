@@ -1,0 +1,25 @@
+// cp.async: copies from global to shared memory that bypass registers. `bytes` = 0 writes zeros and reads nothing.
+#pragma once
+
+#include <cstdint>
+
+namespace dualkv::ptx {
+
+__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, bool read) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(read ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global, bool read) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(read ? 4 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace dualkv::ptx

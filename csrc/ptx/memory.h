@@ -1,0 +1,30 @@
+// Plain shared and global memory accesses that C++ cannot spell.
+#pragma once
+
+#include <cstdint>
+
+namespace dualkv::ptx {
+
+__device__ __forceinline__ void store_shared_32(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared_128(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// Four additions to 16 aligned bytes, without a result.
+__device__ __forceinline__ void reduce_add_v4(float* address, const float (&v)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]),
+               "f"(v[3])
+               : "memory");
+}
+#endif
+
+}  // namespace dualkv::ptx

@@ -1,0 +1,244 @@
+// Backward: one block owns a KV tile of one KV head and walks all queries that see it, of all query heads of the KV
+// group; dK and dV stay in registers and are written once.
+//
+//   S = Q K^T;  P = exp(S - LSE);  dP = dO V^T;  dS = P * (dP - delta)
+//   dV += P^T dO;  dK += dS^T Q;  dQ += dS K
+//
+// P and dS pass through shared memory, because the products that follow share them among other warps. dQ is added
+// in fp32 to a buffer in fragment order; with p.dq_sum null (deterministic mode) it is left to backward_dq.h.
+#pragma once
+
+#include "core/mask.h"
+#include "sm80/fragment_grid.h"
+
+namespace dualkv::sm80 {
+
+// What the warps need to know of a step. Thread 0 walks two steps ahead, in a ring of three; everybody reads.
+struct BackwardStep {
+  QueryRange range;
+  int m_block, head;
+  int valid;
+};
+
+__device__ __forceinline__ int following(int slot) { return slot == 2 ? 0 : slot + 1; }
+
+template <typename T, class Config>
+struct BackwardBlock {
+  using TileQ = typename Config::TileQ;
+  using TileKv = typename Config::TileKv;
+  using TileP = typename Config::TileP;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
+  static constexpr int kThreads = Config::kThreads;
+  using FragS = FragmentGrid<typename Config::GridS, kBlockM, kBlockN>;
+  using FragKv = FragmentGrid<typename Config::GridKv, kBlockN, kHeadDim>;
+  using FragQ = FragmentGrid<typename Config::GridQ, kBlockM, kHeadDim>;
+
+  const BackwardParams<T>& p;
+  const uint32_t shared;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  __device__ __forceinline__ uint32_t s_q(int stage) const {
+    return shared + Config::kOffsetQ + stage * TileQ::kBytes;
+  }
+  __device__ __forceinline__ uint32_t s_dout(int stage) const {
+    return shared + Config::kOffsetDo + stage * TileQ::kBytes;
+  }
+
+  __device__ __forceinline__ void start_kv(const KvTile& tile, int kv_head) const {
+    const KvPair<const T>& kv = p.kv.of(tile.region);
+    load_rows<TileKv, kBlockN, kThreads>(shared, kv.k.at(tile.row, kv_head), kv.k.row_stride, 0, tile.valid,
+                                         p.shape.head_dim);
+    load_rows<TileKv, kBlockN, kThreads>(shared + Config::kOffsetV, kv.v.at(tile.row, kv_head), kv.v.row_stride, 0,
+                                         tile.valid, p.shape.head_dim);
+  }
+
+  // Q, dO and the row statistics of a step. Rows outside the range become zero: they are operands of dK and dV.
+  __device__ __forceinline__ void start_queries(const BackwardStep& step, int stage) const {
+    const int row = step.m_block * kBlockM;
+    const int low = step.range.row_begin - row, high = step.range.row_end - row;
+    load_rows<TileQ, kBlockM, kThreads>(s_q(stage), p.q.at(row, step.head), p.q.row_stride, low, high,
+                                        p.shape.head_dim);
+    load_rows<TileQ, kBlockM, kThreads>(s_dout(stage), p.dout.at(row, step.head), p.dout.row_stride, low, high,
+                                        p.shape.head_dim);
+    if (threadIdx.x < kBlockM) {
+      const int r = threadIdx.x;
+      const bool read = r >= low && r < high;
+      const int64_t index = static_cast<int64_t>(step.head) * p.shape.q_rows + row + r;
+      const uint32_t slot = shared + stage * Config::kStatBytes + r * 4;
+      ptx::cp_async_4(slot + Config::kOffsetLse, p.lse + index, read);
+      ptx::cp_async_4(slot + Config::kOffsetDelta, p.delta + index, read);
+    }
+    ptx::cp_async_commit();
+  }
+
+  // P and dS of a step, rounded, into shared memory.
+  __device__ __forceinline__ void scores(const BackwardStep& step, const KvTile& tile, int stage) const {
+    const int warp_row = FragS::warp_row(warp), warp_col = FragS::warp_col(warp);
+    typename FragS::Accumulator s, dp;
+    matmul_nt(s, s_q(stage), shared, warp_row, warp_col);
+    matmul_nt(dp, s_dout(stage), shared + Config::kOffsetV, warp_row, warp_col);
+
+    const int row0 = warp_row + lane / 4;
+    const float scale_log2 = p.shape.softmax_scale * kLog2e;
+    const float* stats = reinterpret_cast<const float*>(shared_bytes() + stage * Config::kStatBytes);
+#pragma unroll
+    for (int i = 0; i < FragS::kM16; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float lse_log2 = stats[Config::kOffsetLse / 4 + row0 + i * 16 + half * 8] * kLog2e;
+#pragma unroll
+        for (int j = 0; j < FragS::kN8; ++j)
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e)
+            s[i][j][e] = exp2_approx(s[i][j][e] * scale_log2 - lse_log2);
+      }
+    if (needs_mask(tile, step.range, step.m_block, kBlockM, kBlockN)) {
+      const auto limit = [&](int row) { return visible_columns(tile, step.range, step.m_block * kBlockM + row); };
+      mask_fragment(s, row0, warp_col + lane % 4 * 2, 0.f, limit);
+      mask_fragment(dp, row0, warp_col + lane % 4 * 2, 0.f, limit);
+    }
+    store_accumulator<TileP, T>(shared + Config::kOffsetP, warp_row, warp_col, s, 1.f, lane);
+#pragma unroll
+    for (int i = 0; i < FragS::kM16; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float delta = stats[Config::kOffsetDelta / 4 + row0 + i * 16 + half * 8];
+#pragma unroll
+        for (int j = 0; j < FragS::kN8; ++j)
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) dp[i][j][e] = s[i][j][e] * (dp[i][j][e] - delta);
+      }
+    store_accumulator<TileP, T>(shared + Config::kOffsetDs, warp_row, warp_col, dp, 1.f, lane);
+  }
+
+  // acc = A B^T of a query tile and a KV tile, both row-major over the head dimension.
+  __device__ __forceinline__ void matmul_nt(typename FragS::Accumulator& acc, uint32_t a_tile, uint32_t b_tile,
+                                            int row, int col) const {
+    const uint32_t a_base = rows_first_address<TileQ>(a_tile + row * TileQ::kRowBytes, lane);
+    const uint32_t b_base = columns_first_address<TileKv>(b_tile + col * TileKv::kRowBytes, lane);
+    clear(acc);
+    warp_matmul<T, kHeadDim / 16>(
+        acc, [&](int k, int i, uint32_t(&a)[4]) { ptx::ldmatrix_x4(a, TileQ::at(a_base, i, k)); },
+        [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4(b, TileKv::at(b_base, j, k)); });
+  }
+
+  // acc += X^T Y: X is P or dS, Y is dO or Q.
+  __device__ __forceinline__ void accumulate_kv(typename FragKv::Accumulator& acc, uint32_t x, uint32_t y) const {
+    const int row16 = FragKv::warp_row(warp) / 16, col16 = FragKv::warp_col(warp) / 16;
+    const uint32_t x_base = columns_first_address<TileP>(x, lane);
+    const uint32_t y_base = rows_first_address<TileQ>(y, lane);
+    warp_matmul<T, kBlockM / 16>(
+        acc, [&](int k, int i, uint32_t(&a)[4]) { ptx::ldmatrix_x4_trans(a, TileP::at(x_base, k, row16 + i)); },
+        [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, TileQ::at(y_base, k, col16 + j)); });
+  }
+
+  // dQ of the step, added to the sums of its query tile.
+  __device__ __forceinline__ void add_dq(const BackwardStep& step) const {
+    const int col16 = FragQ::warp_col(warp) / 16;
+    const uint32_t ds_base = rows_first_address<TileP>(
+        shared + Config::kOffsetDs + FragQ::warp_row(warp) * TileP::kRowBytes, lane);
+    const uint32_t k_base = rows_first_address<TileKv>(shared, lane);
+    typename FragQ::Accumulator dq;
+    clear(dq);
+    warp_matmul<T, kBlockN / 16>(
+        dq, [&](int k, int i, uint32_t(&a)[4]) { ptx::ldmatrix_x4(a, TileP::at(ds_base, i, k)); },
+        [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, TileKv::at(k_base, k, col16 + j)); });
+    const int64_t m_blocks = ceil_div(p.shape.q_rows, kBlockM);
+    FragQ::template reduce_add<kThreads>(p.dq_sum + (step.head * m_blocks + step.m_block) * (kBlockM * kHeadDim), dq);
+  }
+
+  // Writes dK (scaled) or dV of a whole tile, through the shared memory of K and V, which nobody reads any more.
+  __device__ __forceinline__ void store_gradient(const typename FragKv::Accumulator& acc, float scale, uint32_t staging,
+                                                 const TensorView<T>& view, const KvTile& tile, int kv_head) const {
+    store_accumulator<TileKv, T>(staging, FragKv::warp_row(warp), FragKv::warp_col(warp), acc, scale, lane);
+    __syncthreads();
+    store_rows<TileKv, kBlockN, kThreads>(view.at(tile.row, kv_head), view.row_stride, staging, tile.valid,
+                                          p.shape.head_dim);
+  }
+
+  static __device__ __forceinline__ uint8_t* shared_bytes() {
+    extern __shared__ __align__(128) uint8_t bytes[];
+    return bytes;
+  }
+};
+
+// Neighbouring blocks take the KV heads of one item.
+template <typename T>
+__device__ __forceinline__ int kv_head_of_block(const BackwardParams<T>& p) {
+  return blockIdx.x % p.shape.num_kv_heads;
+}
+
+template <typename T, class Config, bool kComputeDq>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    dualkv_sm80_backward(const __grid_constant__ BackwardParams<T> p) {
+  using Block = BackwardBlock<T, Config>;
+  constexpr int kStages = Config::kStages;
+  const int item_index = blockIdx.x / p.shape.num_kv_heads;
+  if (item_index >= *p.work.count) return;
+
+  // The geometry stays in shared memory: accumulators and fragments need every register.
+  __shared__ KvTile tile;
+  __shared__ QueryWalk walk;
+  __shared__ BackwardStep steps[3];
+  const auto publish_step = [&](int slot) {
+    const int head = kv_head_of_block(p) * p.shape.heads_per_group() + walk.head;
+    steps[slot] = BackwardStep{walk.range, walk.m_block, head, !walk.done()};
+    if (!walk.done()) walk.next();
+  };
+  if (threadIdx.x == 0) {
+    const BackwardItem item = p.work.items[item_index];
+    const Owner owner = owner_of(p.layout, item.region, item.owner, item.n_block, Config::kBlockN);
+    tile = owner.tile;
+    walk.layout = p.layout;
+    walk.tile = owner.tile;
+    walk.segment_end = owner.segment_end;
+    walk.block_m = Config::kBlockM;
+    walk.heads = p.shape.heads_per_group();
+    walk.causal = p.shape.causal;
+    walk.start(owner.segment_begin, item.first_step, item.num_steps);
+    publish_step(0);
+    publish_step(1);
+  }
+  __syncthreads();
+
+  const Block block{p, ptx::shared_address(Block::shared_bytes())};
+  typename Block::FragKv::Accumulator dk, dv;
+  clear(dk);
+  clear(dv);
+  block.start_kv(tile, kv_head_of_block(p));
+  block.start_queries(steps[0], 0);
+  for (int now = 0, stage = 0; steps[now].valid; now = following(now)) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // the step's tiles are here; the tiles, P, dS and the slot of the step before are free
+    const BackwardStep &step = steps[now], &next = steps[following(now)];
+    if (kStages == 2 && next.valid) block.start_queries(next, stage ^ 1);
+    if (threadIdx.x == 0) publish_step(following(following(now)));
+    block.scores(step, tile, stage);
+    __syncthreads();  // P and dS are written
+    block.accumulate_kv(dv, block.shared + Config::kOffsetP, block.s_dout(stage));
+    block.accumulate_kv(dk, block.shared + Config::kOffsetDs, block.s_q(stage));
+    if (kStages == 1) {
+      __syncthreads();  // every warp has left Q and dO
+      if (next.valid) block.start_queries(next, 0);
+    }
+    if (kComputeDq) block.add_dq(step);
+    if (kStages == 2) stage ^= 1;
+  }
+  ptx::cp_async_wait<0>();
+  __syncthreads();  // every warp has left K and V
+
+  const BackwardItem item = p.work.items[item_index];
+  const int kv_head = kv_head_of_block(p);
+  if (item.slot >= 0) {
+    constexpr int kTileFloats = Config::kBlockN * Config::kHeadDim;
+    float* slot = p.dkv_slots + (static_cast<int64_t>(item.slot) + kv_head) * (2 * kTileFloats);
+    Block::FragKv::store_fp32(slot, dk, block.warp, block.lane);
+    Block::FragKv::store_fp32(slot + kTileFloats, dv, block.warp, block.lane);
+    return;
+  }
+  const KvPair<T>& out = p.dkv.of(tile.region);
+  block.store_gradient(dk, p.shape.softmax_scale, block.shared, out.k, tile, kv_head);
+  block.store_gradient(dv, 1.f, block.shared + Config::kOffsetV, out.v, tile, kv_head);
+}
+
+}  // namespace dualkv::sm80

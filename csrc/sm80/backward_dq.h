@@ -1,0 +1,100 @@
+// dQ by itself, for deterministic mode: one block owns a query tile of one head and streams K and V, so that every
+// sum has one owner and one order. It computes S and dP a second time; the alternative, ordering the additions of
+// all KV tiles to a shared fp32 dQ, makes blocks wait for each other.
+#pragma once
+
+#include "core/mask.h"
+#include "core/online_softmax.h"
+#include "sm80/query_block.h"
+
+namespace dualkv::sm80 {
+
+template <typename T, class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    dualkv_sm80_backward_dq(const __grid_constant__ BackwardDqParams<T> p) {
+  using TileQ = typename Config::TileQ;
+  using TileKv = typename Config::TileKv;
+  constexpr int kM16 = Config::kWarpM / 16, kSteps = Config::kHeadDim / 16, kN8 = Config::kBlockN / 8;
+
+  __shared__ QueryBlock work;
+  if (!work.take(p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN)) return;
+
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t s_q = ptx::shared_address(shared), s_dout = s_q + TileQ::kBytes;
+  const uint32_t s_k = s_dout + TileQ::kBytes, s_v = s_k + TileKv::kBytes;
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Config::kWarpM;
+  const uint32_t q_address = rows_first_address<TileQ>(s_q + warp_row * TileQ::kRowBytes, lane);
+  const uint32_t dout_address = q_address + TileQ::kBytes;
+  const uint32_t k_address = columns_first_address<TileKv>(s_k, lane), v_address = k_address + TileKv::kBytes;
+  const uint32_t k_rows_address = rows_first_address<TileKv>(s_k, lane);
+
+  const auto start_k = [&](int n) { start_kv<Config>(s_k, p.kv, work, n, p.shape.head_dim, &KvPair<const T>::k); };
+  const auto start_v = [&](int n) { start_kv<Config>(s_v, p.kv, work, n, p.shape.head_dim, &KvPair<const T>::v); };
+  load_rows<TileQ, Config::kBlockM, Config::kThreads>(s_q, p.q.at(work.q_tile.row, work.head), p.q.row_stride, 0,
+                                                      work.q_tile.rows, p.shape.head_dim);
+  load_rows<TileQ, Config::kBlockM, Config::kThreads>(s_dout, p.dout.at(work.q_tile.row, work.head), p.dout.row_stride,
+                                                      0, work.q_tile.rows, p.shape.head_dim);
+  start_k(0);
+  start_v(0);
+
+  float lse_log2[kM16][2], delta[kM16][2];
+#pragma unroll
+  for (int i = 0; i < kM16; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row + i * 16 + half * 8 + lane / 4;
+      const bool valid = row < work.q_tile.rows;
+      const int64_t index = static_cast<int64_t>(work.head) * p.shape.q_rows + work.q_tile.row + row;
+      // A row that sees no key has LSE -inf; all its probabilities are masked away, whatever stands here.
+      const float lse = valid ? p.lse[index] : 0.f;
+      lse_log2[i][half] = lse == -CUDART_INF_F ? 0.f : lse * kLog2e;
+      delta[i][half] = valid ? p.delta[index] : 0.f;
+    }
+
+  float dq[kM16][Config::kHeadDim / 8][4];
+  clear(dq);
+  for (int n = 0; n < work.kv_tiles; ++n) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // K_n and V_n are here
+    float s[kM16][kN8][4], dp[kM16][kN8][4];
+    clear(s);
+    warp_matmul<T, kSteps>(
+        s, [&](int k, int i, uint32_t(&a)[4]) { ptx::ldmatrix_x4(a, TileQ::at(q_address, i, k)); },
+        [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4(b, TileKv::at(k_address, j, k)); });
+    clear(dp);
+    warp_matmul<T, kSteps>(
+        dp, [&](int k, int i, uint32_t(&a)[4]) { ptx::ldmatrix_x4(a, TileQ::at(dout_address, i, k)); },
+        [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4(b, TileKv::at(v_address, j, k)); });
+    __syncthreads();  // every warp has left V_n
+    if (n + 1 < work.kv_tiles) start_v(n + 1);
+
+    const float scale_log2 = p.shape.softmax_scale * kLog2e;
+#pragma unroll
+    for (int i = 0; i < kM16; ++i)
+#pragma unroll
+      for (int j = 0; j < kN8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float probability = exp2_approx(s[i][j][e] * scale_log2 - lse_log2[i][e / 2]);
+          s[i][j][e] = probability * (dp[i][j][e] - delta[i][e / 2]);
+        }
+    const KvTile tile = kv_tile(work.segment, n, Config::kBlockN);
+    if (needs_mask(tile, work.q_tile, Config::kBlockN, p.shape.causal)) {
+      mask_fragment(s, warp_row + lane / 4, lane % 4 * 2, 0.f,
+                    [&](int row) { return visible_columns(tile, work.q_tile.q_pos + row, p.shape.causal); });
+    }
+    warp_matmul<T, Config::kBlockN / 16>(
+        dq, [&](int k, int i, uint32_t(&a)[4]) { accumulator_to_a<T>(s[i][2 * k], s[i][2 * k + 1], a); },
+        [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, TileKv::at(k_rows_address, k, j)); });
+    __syncthreads();  // every warp has left K_n
+    if (n + 1 < work.kv_tiles) start_k(n + 1);
+  }
+
+  // A warp rewrites only the rows of sQ that it alone has read.
+  store_accumulator<TileQ, T>(s_q, warp_row, 0, dq, p.shape.softmax_scale, lane);
+  __syncthreads();
+  store_rows<TileQ, Config::kBlockM, Config::kThreads>(p.dq.at(work.q_tile.row, work.head), p.dq.row_stride, s_q,
+                                                       work.q_tile.rows, p.shape.head_dim);
+}
+
+}  // namespace dualkv::sm80

@@ -1,0 +1,106 @@
+// Tile sizes per head dimension. A block of an A100 has 163 KB of shared memory; every configuration fits there.
+#pragma once
+
+#include "sm80/tile.h"
+
+namespace dualkv::sm80 {
+
+constexpr int kMaxSharedBytes = 163 * 1024;
+// At most this much of it holds the geometry of the block.
+constexpr int kStaticSharedBytes = 256;
+
+template <int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kBlocksPerSm_>
+struct ForwardTiles {
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_;
+  static constexpr int kWarps = kWarps_, kThreads = kWarps * 32, kBlocksPerSm = kBlocksPerSm_;
+  static constexpr int kWarpM = kBlockM / kWarps;
+  using TileQ = SmemTile<kBlockM, kHeadDim>;
+  using TileKv = SmemTile<kBlockN, kHeadDim>;
+  static constexpr int kSharedBytes = TileQ::kBytes + 2 * TileKv::kBytes;
+  static_assert(kWarpM % 16 == 0, "a warp owns whole 16-row blocks");
+  static_assert(kSharedBytes + kStaticSharedBytes <= kMaxSharedBytes, "must fit an A100");
+};
+
+// 32 query rows a warp where the registers allow: each K and V fragment then serves two products.
+template <int kHeadDim>
+struct ForwardConfig;
+template <>
+struct ForwardConfig<64> : ForwardTiles<64, 128, 128, 4, 2> {};
+template <>
+struct ForwardConfig<96> : ForwardTiles<96, 128, 64, 4, 2> {};
+template <>
+struct ForwardConfig<128> : ForwardTiles<128, 128, 64, 4, 2> {};
+template <>
+struct ForwardConfig<192> : ForwardTiles<192, 128, 64, 8, 1> {};
+template <>
+struct ForwardConfig<256> : ForwardTiles<256, 128, 64, 8, 1> {};
+
+// How 8 warps share a product: kRows x kCols warps over its result.
+template <int kRows_, int kCols_>
+struct WarpGrid {
+  static constexpr int kRows = kRows_, kCols = kCols_;
+};
+
+template <int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_, class GridS_, class GridKv_, class GridQ_>
+struct BackwardTiles {
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kStages = kStages_;
+  static constexpr int kWarps = GridS_::kRows * GridS_::kCols, kThreads = kWarps * 32;
+  using GridS = GridS_;    // S, dP: kBlockM x kBlockN
+  using GridKv = GridKv_;  // dK, dV: kBlockN x kHeadDim
+  using GridQ = GridQ_;    // dQ: kBlockM x kHeadDim
+  using TileQ = SmemTile<kBlockM, kHeadDim>;
+  using TileKv = SmemTile<kBlockN, kHeadDim>;
+  using TileP = SmemTile<kBlockM, kBlockN>;
+  static constexpr int kStatBytes = kBlockM * 4;
+  static constexpr int kOffsetV = TileKv::kBytes;
+  static constexpr int kOffsetQ = 2 * TileKv::kBytes;
+  static constexpr int kOffsetDo = kOffsetQ + kStages * TileQ::kBytes;
+  static constexpr int kOffsetP = kOffsetDo + kStages * TileQ::kBytes;
+  static constexpr int kOffsetDs = kOffsetP + TileP::kBytes;
+  static constexpr int kOffsetLse = kOffsetDs + TileP::kBytes;
+  static constexpr int kOffsetDelta = kOffsetLse + kStages * kStatBytes;
+  static constexpr int kSharedBytes = kOffsetDelta + kStages * kStatBytes;
+  static_assert(kSharedBytes + kStaticSharedBytes <= kMaxSharedBytes, "must fit an A100");
+  static_assert(GridKv::kRows * GridKv::kCols == kWarps && GridQ::kRows * GridQ::kCols == kWarps, "all warps work");
+};
+
+template <int kHeadDim>
+struct BackwardConfig;
+template <>
+struct BackwardConfig<64> : BackwardTiles<64, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<4, 2>, WarpGrid<2, 4>> {};
+template <>
+struct BackwardConfig<96> : BackwardTiles<96, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<8, 1>, WarpGrid<4, 2>> {};
+template <>
+struct BackwardConfig<128> : BackwardTiles<128, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<4, 2>, WarpGrid<2, 4>> {};
+template <>
+struct BackwardConfig<192> : BackwardTiles<192, 64, 64, 2, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
+template <>
+struct BackwardConfig<256> : BackwardTiles<256, 64, 64, 1, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
+
+// dQ alone keeps Q and dO and streams K and V.
+template <int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kBlocksPerSm_>
+struct BackwardDqTiles {
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_;
+  static constexpr int kWarps = kWarps_, kThreads = kWarps * 32, kBlocksPerSm = kBlocksPerSm_;
+  static constexpr int kWarpM = kBlockM / kWarps;
+  using TileQ = SmemTile<kBlockM, kHeadDim>;
+  using TileKv = SmemTile<kBlockN, kHeadDim>;
+  static constexpr int kSharedBytes = 2 * TileQ::kBytes + 2 * TileKv::kBytes;
+  static_assert(kWarpM % 16 == 0, "a warp owns whole 16-row blocks");
+  static_assert(kSharedBytes + kStaticSharedBytes <= kMaxSharedBytes, "must fit an A100");
+};
+
+template <int kHeadDim>
+struct BackwardDqConfig;
+template <>
+struct BackwardDqConfig<64> : BackwardDqTiles<64, 128, 64, 4, 2> {};
+template <>
+struct BackwardDqConfig<96> : BackwardDqTiles<96, 128, 32, 4, 2> {};
+template <>
+struct BackwardDqConfig<128> : BackwardDqTiles<128, 128, 32, 4, 2> {};
+template <>
+struct BackwardDqConfig<192> : BackwardDqTiles<192, 128, 64, 8, 1> {};
+template <>
+struct BackwardDqConfig<256> : BackwardDqTiles<256, 64, 64, 4, 1> {};
+
+}  // namespace dualkv::sm80

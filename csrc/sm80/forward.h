@@ -1,0 +1,89 @@
+// Forward: one block per (query tile, query head); K and V stream through shared memory in order of position.
+//
+//   S = Q K^T;  P = exp(S - max);  O += P V        (online softmax; O is normalised and rounded once)
+//
+// K_n+1 is loaded during softmax and P V, V_n during Q K^T; two blocks a multiprocessor fill each other's waits.
+#pragma once
+
+#include "core/mask.h"
+#include "core/online_softmax.h"
+#include "sm80/query_block.h"
+
+namespace dualkv::sm80 {
+
+template <typename T, class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    dualkv_sm80_forward(const __grid_constant__ ForwardParams<T> p) {
+  using TileQ = typename Config::TileQ;
+  using TileKv = typename Config::TileKv;
+  constexpr int kM16 = Config::kWarpM / 16, kSteps = Config::kHeadDim / 16;
+
+  __shared__ QueryBlock work;
+  if (!work.take(p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN)) return;
+
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t s_q = ptx::shared_address(shared), s_k = s_q + TileQ::kBytes, s_v = s_k + TileKv::kBytes;
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Config::kWarpM;
+  const uint32_t q_address = rows_first_address<TileQ>(s_q + warp_row * TileQ::kRowBytes, lane);
+  const uint32_t k_address = columns_first_address<TileKv>(s_k, lane);
+  const uint32_t v_address = rows_first_address<TileKv>(s_v, lane);
+
+  const auto start_k = [&](int n) { start_kv<Config>(s_k, p.kv, work, n, p.shape.head_dim, &KvPair<const T>::k); };
+  const auto start_v = [&](int n) { start_kv<Config>(s_v, p.kv, work, n, p.shape.head_dim, &KvPair<const T>::v); };
+  load_rows<TileQ, Config::kBlockM, Config::kThreads>(s_q, p.q.at(work.q_tile.row, work.head), p.q.row_stride, 0,
+                                                      work.q_tile.rows, p.shape.head_dim);
+  start_k(0);
+
+  OnlineSoftmax<kM16> softmax;
+  float o[kM16][Config::kHeadDim / 8][4];
+  clear(o);
+  for (int n = 0; n < work.kv_tiles; ++n) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // K_n is here, and every warp has left V_n-1
+    start_v(n);
+
+    float s[kM16][Config::kBlockN / 8][4];
+    clear(s);
+    warp_matmul<T, kSteps>(
+        s, [&](int k, int i, uint32_t(&a)[4]) { ptx::ldmatrix_x4(a, TileQ::at(q_address, i, k)); },
+        [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4(b, TileKv::at(k_address, j, k)); });
+
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // V_n is here, and every warp has left K_n
+    if (n + 1 < work.kv_tiles) start_k(n + 1);
+
+    const KvTile tile = kv_tile(work.segment, n, Config::kBlockN);
+    if (needs_mask(tile, work.q_tile, Config::kBlockN, p.shape.causal)) {
+      mask_fragment(s, warp_row + lane / 4, lane % 4 * 2, -CUDART_INF_F,
+                    [&](int row) { return visible_columns(tile, work.q_tile.q_pos + row, p.shape.causal); });
+    }
+    softmax.update(s, o, p.shape.softmax_scale * kLog2e);
+    warp_matmul<T, Config::kBlockN / 16>(
+        o, [&](int k, int i, uint32_t(&a)[4]) { accumulator_to_a<T>(s[i][2 * k], s[i][2 * k + 1], a); },
+        [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, TileKv::at(v_address, k, j)); });
+  }
+
+#pragma unroll
+  for (int i = 0; i < kM16; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float lse;
+      const float inverse_sum = softmax.finish(i, half, p.shape.softmax_scale, lse);
+      const int row = warp_row + i * 16 + half * 8 + lane / 4;
+      if (lane % 4 == 0 && row < work.q_tile.rows) {
+        p.lse[static_cast<int64_t>(work.head) * p.shape.q_rows + work.q_tile.row + row] = lse;
+      }
+#pragma unroll
+      for (int j = 0; j < Config::kHeadDim / 8; ++j) {
+        o[i][j][2 * half] *= inverse_sum;
+        o[i][j][2 * half + 1] *= inverse_sum;
+      }
+    }
+  // A warp rewrites only the rows of sQ that it alone has read.
+  store_accumulator<TileQ, T>(s_q, warp_row, 0, o, 1.f, lane);
+  __syncthreads();
+  store_rows<TileQ, Config::kBlockM, Config::kThreads>(p.out.at(work.q_tile.row, work.head), p.out.row_stride, s_q,
+                                                       work.q_tile.rows, p.shape.head_dim);
+}
+
+}  // namespace dualkv::sm80
