@@ -48,17 +48,17 @@ struct BackwardDqKernel {
   void (*launch)(const BackwardDqParams<T>&, cudaStream_t);
 };
 
-// Kernels of one kind by (arch, head dim).
+// Kernels of one kind by (arch, head dim), the preferred one first.
 template <class Kernel>
-std::map<std::pair<Arch, int>, Kernel>& registry() {
-  static std::map<std::pair<Arch, int>, Kernel> kernels;
+std::map<std::pair<Arch, int>, std::vector<Kernel>>& registry() {
+  static std::map<std::pair<Arch, int>, std::vector<Kernel>> kernels;
   return kernels;
 }
 
 template <class Kernel>
-struct Registration {
-  Registration(Arch arch, int head_dim, const Kernel& kernel) { registry<Kernel>()[{arch, head_dim}] = kernel; }
-};
+void add_kernel(Arch arch, int head_dim, const Kernel& kernel) {
+  registry<Kernel>()[{arch, head_dim}].push_back(kernel);
+}
 
 template <class Kernel>
 struct Selected {
@@ -70,7 +70,7 @@ struct Selected {
 template <class Kernel>
 std::vector<int> built_head_dims(Arch arch) {
   std::vector<int> dims;
-  for (const auto& [key, kernel] : registry<Kernel>()) {
+  for (const auto& [key, kernels] : registry<Kernel>()) {
     if (key.first == arch) dims.push_back(key.second);
   }
   return dims;
@@ -78,19 +78,20 @@ std::vector<int> built_head_dims(Arch arch) {
 
 std::string describe(const std::vector<int>& head_dims);
 
-// The smallest built head dim that holds `head_dim`. `shared_limit` is what the device grants a block.
+// The preferred kernel of the smallest built head dim that holds `head_dim`, among those that fit `shared_limit`, what
+// the device grants a block.
 template <class Kernel>
 Selected<Kernel> select(Arch arch, int head_dim, int shared_limit) {
   for (int built : built_head_dims<Kernel>(arch)) {
     if (built < head_dim) continue;
-    const Kernel& kernel = registry<Kernel>()[{arch, built}];
-    if (kernel.tiles.shared_bytes > shared_limit) {
-      throw std::invalid_argument("head dim " + std::to_string(head_dim) + " needs " +
-                                  std::to_string(kernel.tiles.shared_bytes) +
-                                  " bytes of shared memory a block in this direction; this GPU grants " +
-                                  std::to_string(shared_limit));
+    const std::vector<Kernel>& kernels = registry<Kernel>()[{arch, built}];
+    for (const Kernel& kernel : kernels) {
+      if (kernel.tiles.shared_bytes <= shared_limit) return {kernel, built};
     }
-    return {kernel, built};
+    throw std::invalid_argument("head dim " + std::to_string(head_dim) + " needs at least " +
+                                std::to_string(kernels.back().tiles.shared_bytes) +
+                                " bytes of shared memory a block in this direction; this GPU grants " +
+                                std::to_string(shared_limit));
   }
   throw std::invalid_argument("head dim " + std::to_string(head_dim) + " is larger than every head dim in this build (" +
                               describe(built_head_dims<Kernel>(arch)) +

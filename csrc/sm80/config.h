@@ -1,11 +1,13 @@
-// Tile sizes per head dimension. A block of an A100 has 163 KB of shared memory; every configuration fits there.
+// Tile sizes per head dimension, for two sizes of multiprocessor: a block may have 163 KB of shared memory on an A100
+// and 99 KB on sm_86, sm_89 and sm_120. Where the full configuration exceeds 99 KB there is a compact one as well.
 #pragma once
 
 #include "sm80/tile.h"
 
 namespace dualkv::sm80 {
 
-constexpr int kMaxSharedBytes = 163 * 1024;
+enum class Footprint { full, compact };
+constexpr int shared_limit(Footprint footprint) { return (footprint == Footprint::full ? 163 : 99) * 1024; }
 // At most this much of it holds the geometry of the block.
 constexpr int kStaticSharedBytes = 256;
 
@@ -18,22 +20,23 @@ struct ForwardTiles {
   using TileKv = SmemTile<kBlockN, kHeadDim>;
   static constexpr int kSharedBytes = TileQ::kBytes + 2 * TileKv::kBytes;
   static_assert(kWarpM % 16 == 0, "a warp owns whole 16-row blocks");
-  static_assert(kSharedBytes + kStaticSharedBytes <= kMaxSharedBytes, "must fit an A100");
 };
 
 // 32 query rows a warp where the registers allow: each K and V fragment then serves two products.
-template <int kHeadDim>
+template <int kHeadDim, Footprint kFootprint>
 struct ForwardConfig;
 template <>
-struct ForwardConfig<64> : ForwardTiles<64, 128, 128, 4, 2> {};
+struct ForwardConfig<64, Footprint::full> : ForwardTiles<64, 128, 128, 4, 2> {};
 template <>
-struct ForwardConfig<96> : ForwardTiles<96, 128, 64, 4, 2> {};
+struct ForwardConfig<96, Footprint::full> : ForwardTiles<96, 128, 64, 4, 2> {};
 template <>
-struct ForwardConfig<128> : ForwardTiles<128, 128, 64, 4, 2> {};
+struct ForwardConfig<128, Footprint::full> : ForwardTiles<128, 128, 64, 4, 2> {};
 template <>
-struct ForwardConfig<192> : ForwardTiles<192, 128, 64, 8, 1> {};
+struct ForwardConfig<192, Footprint::full> : ForwardTiles<192, 128, 64, 8, 1> {};
 template <>
-struct ForwardConfig<256> : ForwardTiles<256, 128, 64, 8, 1> {};
+struct ForwardConfig<256, Footprint::full> : ForwardTiles<256, 128, 64, 8, 1> {};
+template <>
+struct ForwardConfig<256, Footprint::compact> : ForwardTiles<256, 64, 64, 4, 1> {};
 
 // How 8 warps share a product: kRows x kCols warps over its result.
 template <int kRows_, int kCols_>
@@ -60,22 +63,41 @@ struct BackwardTiles {
   static constexpr int kOffsetLse = kOffsetDs + TileP::kBytes;
   static constexpr int kOffsetDelta = kOffsetLse + kStages * kStatBytes;
   static constexpr int kSharedBytes = kOffsetDelta + kStages * kStatBytes;
-  static_assert(kSharedBytes + kStaticSharedBytes <= kMaxSharedBytes, "must fit an A100");
   static_assert(GridKv::kRows * GridKv::kCols == kWarps && GridQ::kRows * GridQ::kCols == kWarps, "all warps work");
 };
 
-template <int kHeadDim>
+template <int kHeadDim, Footprint kFootprint>
 struct BackwardConfig;
 template <>
-struct BackwardConfig<64> : BackwardTiles<64, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<4, 2>, WarpGrid<2, 4>> {};
+struct BackwardConfig<64, Footprint::full>
+    : BackwardTiles<64, 128, 128, 2, WarpGrid<4, 2>, WarpGrid<4, 2>, WarpGrid<4, 2>> {};
 template <>
-struct BackwardConfig<96> : BackwardTiles<96, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<8, 1>, WarpGrid<4, 2>> {};
+struct BackwardConfig<96, Footprint::full>
+    : BackwardTiles<96, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<8, 1>, WarpGrid<4, 2>> {};
 template <>
-struct BackwardConfig<128> : BackwardTiles<128, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<4, 2>, WarpGrid<2, 4>> {};
+struct BackwardConfig<128, Footprint::full>
+    : BackwardTiles<128, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
 template <>
-struct BackwardConfig<192> : BackwardTiles<192, 64, 64, 2, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
+struct BackwardConfig<192, Footprint::full>
+    : BackwardTiles<192, 64, 64, 2, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
 template <>
-struct BackwardConfig<256> : BackwardTiles<256, 64, 64, 1, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
+struct BackwardConfig<256, Footprint::full>
+    : BackwardTiles<256, 64, 64, 1, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
+template <>
+struct BackwardConfig<64, Footprint::compact>
+    : BackwardTiles<64, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<4, 2>, WarpGrid<2, 4>> {};
+template <>
+struct BackwardConfig<96, Footprint::compact>
+    : BackwardTiles<96, 64, 64, 2, WarpGrid<4, 2>, WarpGrid<4, 2>, WarpGrid<4, 2>> {};
+template <>
+struct BackwardConfig<128, Footprint::compact>
+    : BackwardTiles<128, 64, 64, 1, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
+template <>
+struct BackwardConfig<192, Footprint::compact>
+    : BackwardTiles<192, 64, 32, 1, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
+template <>
+struct BackwardConfig<256, Footprint::compact>
+    : BackwardTiles<256, 32, 32, 1, WarpGrid<2, 2>, WarpGrid<2, 2>, WarpGrid<2, 2>> {};
 
 // dQ alone keeps Q and dO and streams K and V.
 template <int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kBlocksPerSm_>
@@ -87,20 +109,23 @@ struct BackwardDqTiles {
   using TileKv = SmemTile<kBlockN, kHeadDim>;
   static constexpr int kSharedBytes = 2 * TileQ::kBytes + 2 * TileKv::kBytes;
   static_assert(kWarpM % 16 == 0, "a warp owns whole 16-row blocks");
-  static_assert(kSharedBytes + kStaticSharedBytes <= kMaxSharedBytes, "must fit an A100");
 };
 
-template <int kHeadDim>
+template <int kHeadDim, Footprint kFootprint>
 struct BackwardDqConfig;
 template <>
-struct BackwardDqConfig<64> : BackwardDqTiles<64, 128, 64, 4, 2> {};
+struct BackwardDqConfig<64, Footprint::full> : BackwardDqTiles<64, 128, 64, 4, 2> {};
 template <>
-struct BackwardDqConfig<96> : BackwardDqTiles<96, 128, 32, 4, 2> {};
+struct BackwardDqConfig<96, Footprint::full> : BackwardDqTiles<96, 128, 32, 4, 2> {};
 template <>
-struct BackwardDqConfig<128> : BackwardDqTiles<128, 128, 32, 4, 2> {};
+struct BackwardDqConfig<128, Footprint::full> : BackwardDqTiles<128, 128, 32, 4, 2> {};
 template <>
-struct BackwardDqConfig<192> : BackwardDqTiles<192, 128, 64, 8, 1> {};
+struct BackwardDqConfig<192, Footprint::full> : BackwardDqTiles<192, 128, 64, 8, 1> {};
 template <>
-struct BackwardDqConfig<256> : BackwardDqTiles<256, 64, 64, 4, 1> {};
+struct BackwardDqConfig<256, Footprint::full> : BackwardDqTiles<256, 64, 64, 4, 1> {};
+template <>
+struct BackwardDqConfig<192, Footprint::compact> : BackwardDqTiles<192, 64, 64, 4, 1> {};
+template <>
+struct BackwardDqConfig<256, Footprint::compact> : BackwardDqTiles<256, 64, 32, 4, 1> {};
 
 }  // namespace dualkv::sm80

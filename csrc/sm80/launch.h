@@ -20,63 +20,63 @@ void launch(void (*kernel)(Params), int64_t blocks, int threads, int shared_byte
   check_cuda(cudaGetLastError());
 }
 
-template <typename T, int kHeadDim>
-struct Launch {
-  using Forward = ForwardConfig<kHeadDim>;
-  using Backward = BackwardConfig<kHeadDim>;
-  using BackwardDq = BackwardDqConfig<kHeadDim>;
-
-  static void forward(const ForwardParams<T>& p, cudaStream_t stream) {
-    launch(dualkv_sm80_forward<T, Forward>, int64_t{p.work.capacity} * p.shape.num_heads, Forward::kThreads,
-           Forward::kSharedBytes, p, stream);
-  }
-  static void backward(const BackwardParams<T>& p, cudaStream_t stream) {
-    const auto kernel =
-        p.dq_sum ? dualkv_sm80_backward<T, Backward, true> : dualkv_sm80_backward<T, Backward, false>;
-    launch(kernel, int64_t{p.work.capacity} * p.shape.num_kv_heads, Backward::kThreads, Backward::kSharedBytes, p,
-           stream);
-  }
-  static void convert_dq(const ConvertDqParams<T>& p, cudaStream_t stream) {
-    launch(dualkv_convert_dq_sm80<T, Backward>,
-           int64_t{p.shape.num_heads} * ceil_div(p.shape.q_rows, Backward::kBlockM), Backward::kThreads,
-           Backward::TileQ::kBytes, p, stream);
-  }
-  static void backward_dq(const BackwardDqParams<T>& p, cudaStream_t stream) {
-    launch(dualkv_sm80_backward_dq<T, BackwardDq>, int64_t{p.work.capacity} * p.shape.num_heads,
-           BackwardDq::kThreads, BackwardDq::kSharedBytes, p, stream);
-  }
-};
-
-template <typename T, int kHeadDim>
+template <typename T, class Config>
 ForwardKernel<T> forward_kernel() {
-  using Config = ForwardConfig<kHeadDim>;
-  return {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes},
-          Launch<T, kHeadDim>::forward};
+  const auto run = [](const ForwardParams<T>& p, cudaStream_t stream) {
+    launch(dualkv_sm80_forward<T, Config>, int64_t{p.work.capacity} * p.shape.num_heads, Config::kThreads,
+           Config::kSharedBytes, p, stream);
+  };
+  return {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes}, run};
 }
 
-template <typename T, int kHeadDim>
+template <typename T, class Config>
 BackwardKernel<T> backward_kernel() {
-  using Config = BackwardConfig<kHeadDim>;
-  return {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes},
-          Launch<T, kHeadDim>::backward,
-          Launch<T, kHeadDim>::convert_dq};
+  const auto run = [](const BackwardParams<T>& p, cudaStream_t stream) {
+    const auto kernel = p.dq_sum ? dualkv_sm80_backward<T, Config, true> : dualkv_sm80_backward<T, Config, false>;
+    launch(kernel, int64_t{p.work.capacity} * p.shape.num_kv_heads, Config::kThreads, Config::kSharedBytes, p, stream);
+  };
+  const auto convert_dq = [](const ConvertDqParams<T>& p, cudaStream_t stream) {
+    launch(dualkv_convert_dq_sm80<T, Config>, int64_t{p.shape.num_heads} * ceil_div(p.shape.q_rows, Config::kBlockM),
+           Config::kThreads, Config::TileQ::kBytes, p, stream);
+  };
+  return {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes}, run, convert_dq};
 }
 
-template <typename T, int kHeadDim>
+template <typename T, class Config>
 BackwardDqKernel<T> backward_dq_kernel() {
-  using Config = BackwardDqConfig<kHeadDim>;
-  return {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes},
-          Launch<T, kHeadDim>::backward_dq};
+  const auto run = [](const BackwardDqParams<T>& p, cudaStream_t stream) {
+    launch(dualkv_sm80_backward_dq<T, Config>, int64_t{p.work.capacity} * p.shape.num_heads, Config::kThreads,
+           Config::kSharedBytes, p, stream);
+  };
+  return {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes}, run};
+}
+
+// Registers the full configuration and, where that exceeds the small multiprocessors, the compact one.
+template <class Kernel, template <int, Footprint> class Config, int kHeadDim, class Make>
+bool register_kernels(Make make) {
+  using Full = Config<kHeadDim, Footprint::full>;
+  static_assert(Full::kSharedBytes + kStaticSharedBytes <= shared_limit(Footprint::full), "must fit an A100");
+  add_kernel<Kernel>(Arch::sm80, kHeadDim, make(Full{}));
+  if constexpr (Full::kSharedBytes + kStaticSharedBytes > shared_limit(Footprint::compact)) {
+    using Compact = Config<kHeadDim, Footprint::compact>;
+    static_assert(Compact::kSharedBytes + kStaticSharedBytes <= shared_limit(Footprint::compact),
+                  "must fit the multiprocessors with 99 KB");
+    add_kernel<Kernel>(Arch::sm80, kHeadDim, make(Compact{}));
+  }
+  return true;
 }
 
 }  // namespace dualkv::sm80
 
-#define DUALKV_SM80_FORWARD(head_dim, type)                                     \
-  static const dualkv::Registration<dualkv::ForwardKernel<type>> registration(  \
-      dualkv::Arch::sm80, head_dim, dualkv::sm80::forward_kernel<type, head_dim>())
-#define DUALKV_SM80_BACKWARD(head_dim, type)                                    \
-  static const dualkv::Registration<dualkv::BackwardKernel<type>> registration( \
-      dualkv::Arch::sm80, head_dim, dualkv::sm80::backward_kernel<type, head_dim>())
-#define DUALKV_SM80_BACKWARD_DQ(head_dim, type)                                   \
-  static const dualkv::Registration<dualkv::BackwardDqKernel<type>> registration( \
-      dualkv::Arch::sm80, head_dim, dualkv::sm80::backward_dq_kernel<type, head_dim>())
+#define DUALKV_SM80_FORWARD(head_dim, type)                                                              \
+  [[maybe_unused]] static const bool registered =                                                        \
+      dualkv::sm80::register_kernels<dualkv::ForwardKernel<type>, dualkv::sm80::ForwardConfig, head_dim>( \
+          [](auto config) { return dualkv::sm80::forward_kernel<type, decltype(config)>(); })
+#define DUALKV_SM80_BACKWARD(head_dim, type)                                                               \
+  [[maybe_unused]] static const bool registered =                                                          \
+      dualkv::sm80::register_kernels<dualkv::BackwardKernel<type>, dualkv::sm80::BackwardConfig, head_dim>( \
+          [](auto config) { return dualkv::sm80::backward_kernel<type, decltype(config)>(); })
+#define DUALKV_SM80_BACKWARD_DQ(head_dim, type)                                                                \
+  [[maybe_unused]] static const bool registered =                                                              \
+      dualkv::sm80::register_kernels<dualkv::BackwardDqKernel<type>, dualkv::sm80::BackwardDqConfig, head_dim>( \
+          [](auto config) { return dualkv::sm80::backward_dq_kernel<type, decltype(config)>(); })
