@@ -35,10 +35,30 @@ struct OnlineSoftmax {
       }
   }
 
-  // Turns scores into unnormalised probabilities exp2((s - max) * scale_log2) and brings `o` to the new maximum.
-  template <int kN8, int kO8>
-  __device__ __forceinline__ void update(float (&s)[kM16][kN8][4], float (&o)[kM16][kO8][4], float scale_log2) {
-    raise_maximum(s, o, scale_log2);
+  // Takes new scores into the maximum. `rescale` is what earlier sums and products are to be multiplied by; false
+  // where it is 1 for every row of the warp.
+  template <int kN8>
+  __device__ __forceinline__ bool raise_maximum(const float (&s)[kM16][kN8][4], float scale_log2,
+                                                float (&rescale)[kM16][2]) {
+    bool moved = false;
+#pragma unroll
+    for (int i = 0; i < kM16; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = row_max[i][half];
+#pragma unroll
+        for (int j = 0; j < kN8; ++j) top = fmaxf(top, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
+        top = quad_max(top);
+        moved |= top > row_max[i][half];
+        rescale[i][half] = exp2_approx((row_max[i][half] - finite(top)) * scale_log2);
+        row_max[i][half] = top;
+      }
+    return __any_sync(0xffffffffu, moved);
+  }
+
+  // Turns scores into unnormalised probabilities exp2((s - max) * scale_log2) and sums them.
+  template <int kN8>
+  __device__ __forceinline__ void exponentiate(float (&s)[kM16][kN8][4], float scale_log2) {
 #pragma unroll
     for (int i = 0; i < kM16; ++i)
 #pragma unroll
@@ -54,37 +74,11 @@ struct OnlineSoftmax {
       }
   }
 
-  // The maximum of most rows stops moving after a few tiles; a factor of exactly 1 is then not worth its
-  // multiplications, and skipping it does not change a bit of the result.
-  template <int kN8, int kO8>
-  __device__ __forceinline__ void raise_maximum(const float (&s)[kM16][kN8][4], float (&o)[kM16][kO8][4],
-                                                float scale_log2) {
-    float rescale[kM16][2];
-    bool moved = false;
+  __device__ __forceinline__ void rescale_sum(const float (&rescale)[kM16][2]) {
 #pragma unroll
     for (int i = 0; i < kM16; ++i)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float top = row_max[i][half];
-#pragma unroll
-        for (int j = 0; j < kN8; ++j) top = fmaxf(top, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
-        top = quad_max(top);
-        moved |= top > row_max[i][half];
-        rescale[i][half] = exp2_approx((row_max[i][half] - finite(top)) * scale_log2);
-        row_max[i][half] = top;
-      }
-    if (!__any_sync(0xffffffffu, moved)) return;
-#pragma unroll
-    for (int i = 0; i < kM16; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        row_sum[i][half] *= rescale[i][half];
-#pragma unroll
-        for (int j = 0; j < kO8; ++j) {
-          o[i][j][2 * half] *= rescale[i][half];
-          o[i][j][2 * half + 1] *= rescale[i][half];
-        }
-      }
+      for (int half = 0; half < 2; ++half) row_sum[i][half] *= rescale[i][half];
   }
 
   // A row that has seen no key yet has the maximum -inf, and -inf - -inf would be NaN.
@@ -98,5 +92,15 @@ struct OnlineSoftmax {
     return empty ? 0.f : 1.f / sum;
   }
 };
+
+template <int kM16, int kO8>
+__device__ __forceinline__ void scale_rows(float (&o)[kM16][kO8][4], const float (&factor)[kM16][2]) {
+#pragma unroll
+  for (int i = 0; i < kM16; ++i)
+#pragma unroll
+    for (int j = 0; j < kO8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[i][j][e] *= factor[i][e / 2];
+}
 
 }  // namespace dualkv

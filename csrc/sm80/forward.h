@@ -57,28 +57,32 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       mask_fragment(s, warp_row + lane / 4, lane % 4 * 2, -CUDART_INF_F,
                     [&](int row) { return visible_columns(tile, work.q_tile.q_pos + row, p.shape.causal); });
     }
-    softmax.update(s, o, p.shape.softmax_scale * kLog2e);
+    // The maximum of most rows stops moving after a few tiles; skipping a factor of exactly 1 changes no bit.
+    const float scale_log2 = p.shape.softmax_scale * kLog2e;
+    float rescale[kM16][2];
+    if (softmax.raise_maximum(s, scale_log2, rescale)) {
+      softmax.rescale_sum(rescale);
+      scale_rows(o, rescale);
+    }
+    softmax.exponentiate(s, scale_log2);
     warp_matmul<T, Config::kBlockN / 16>(
         o, [&](int k, int i, uint32_t(&a)[4]) { accumulator_to_a<T>(s[i][2 * k], s[i][2 * k + 1], a); },
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, TileKv::at(v_address, k, j)); });
   }
 
+  float inverse_sum[kM16][2];
 #pragma unroll
   for (int i = 0; i < kM16; ++i)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float lse;
-      const float inverse_sum = softmax.finish(i, half, p.shape.softmax_scale, lse);
+      inverse_sum[i][half] = softmax.finish(i, half, p.shape.softmax_scale, lse);
       const int row = warp_row + i * 16 + half * 8 + lane / 4;
       if (lane % 4 == 0 && row < work.q_tile.rows) {
         p.lse[static_cast<int64_t>(work.head) * p.shape.q_rows + work.q_tile.row + row] = lse;
       }
-#pragma unroll
-      for (int j = 0; j < Config::kHeadDim / 8; ++j) {
-        o[i][j][2 * half] *= inverse_sum;
-        o[i][j][2 * half + 1] *= inverse_sum;
-      }
     }
+  scale_rows(o, inverse_sum);
   // A warp rewrites only the rows of sQ that it alone has read.
   store_accumulator<TileQ, T>(s_q, warp_row, 0, o, 1.f, lane);
   __syncthreads();

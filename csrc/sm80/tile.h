@@ -1,46 +1,13 @@
-// Tiles in shared memory and the warp-level matrix product over them.
+// Filling tiles in shared memory with cp.async, and the warp-level matrix product over them.
 #pragma once
 
-#include "core/numerics.h"
-#include "core/platform.h"
+#include "core/smem_tile.h"
 #include "params.h"
 #include "ptx/cp_async.h"
 #include "ptx/ldmatrix.h"
-#include "ptx/memory.h"
 #include "ptx/mma.h"
 
 namespace dualkv::sm80 {
-
-// kRows x kCols 16-bit elements as panels of 64 columns (128-byte rows) or, where 64 does not divide kCols, 32
-// columns (64-byte rows). Within a panel the 16-byte chunks of a row are permuted by the row index, so that the 8
-// rows of an ldmatrix tile, or of a fragment store, fall into different banks.
-template <int kRows, int kCols>
-struct SmemTile {
-  static_assert(kCols % 32 == 0, "tiles are made of panels of 32 or 64 columns");
-  static_assert(kRows % 16 == 0, "the permutation has a period of 8 rows and products take 16");
-  static constexpr int kPanelCols = kCols % 64 == 0 ? 64 : 32;
-  static constexpr int kPanels = kCols / kPanelCols;
-  static constexpr int kPanelChunks = kPanelCols / 8;
-  static constexpr int kRowBytes = kPanelCols * 2;
-  static constexpr int kPanelBytes = kRows * kRowBytes;
-  static constexpr int kBytes = kRows * kCols * 2;
-
-  // Byte offset of 16-byte chunk `chunk` of row `row` in panel 0.
-  static __device__ __forceinline__ int chunk_offset(int row, int chunk) {
-    const int twist = kPanelCols == 64 ? row & 7 : (row >> 1) & 3;
-    return row * kRowBytes + ((chunk ^ twist) << 4);
-  }
-
-  // Moves an address in column block 0 to the 16-column block `col16`.
-  static __device__ __forceinline__ uint32_t column(uint32_t address, int col16) {
-    constexpr int kBlocks = kPanelCols / 16;
-    return (address ^ ((col16 % kBlocks) << 5)) + (col16 / kBlocks) * kPanelBytes;
-  }
-
-  static __device__ __forceinline__ uint32_t at(uint32_t address, int row16, int col16) {
-    return column(address, col16) + row16 * (16 * kRowBytes);
-  }
-};
 
 // Lane addresses of ldmatrix.x4 over a 16x16 block, in the two orders that fragments need.
 // "rows first" (tiles 0, 1 below each other): A from row-major storage, B from its transpose.
@@ -77,25 +44,6 @@ __device__ __forceinline__ void warp_matmul(float (&acc)[kM16][kN8][4], LoadA lo
   }
 }
 
-template <int kM16, int kN8>
-__device__ __forceinline__ void clear(float (&acc)[kM16][kN8][4]) {
-#pragma unroll
-  for (int i = 0; i < kM16; ++i)
-#pragma unroll
-    for (int j = 0; j < kN8; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc[i][j][e] = 0.f;
-}
-
-// An accumulator of two neighbouring n8 tiles, rounded, is the A fragment of one k16 step.
-template <typename T>
-__device__ __forceinline__ void accumulator_to_a(const float (&left)[4], const float (&right)[4], uint32_t (&a)[4]) {
-  a[0] = pack2<T>(left[0], left[1]);
-  a[1] = pack2<T>(left[2], left[3]);
-  a[2] = pack2<T>(right[0], right[1]);
-  a[3] = pack2<T>(right[2], right[3]);
-}
-
 // Starts copying packed rows [row, row + kRows) of one head into a tile. Rows outside the tile-local range
 // [low, high) and columns past head_dim become zeros without being read: a foreign row may hold anything, and
 // 0 * NaN is NaN.
@@ -121,39 +69,6 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const T* row0, int64_t 
                        global + panel * Tile::kPanelCols, read);
     }
     global += kRowsPerPass * row_stride;
-  }
-}
-
-// Rounds an accumulator into a tile. (row, col) of the warp's first element; both multiples of 16 and 8.
-template <class Tile, typename T, int kM16, int kN8>
-__device__ __forceinline__ void store_accumulator(uint32_t tile, int row, int col, const float (&acc)[kM16][kN8][4],
-                                                  float scale, int lane) {
-#pragma unroll
-  for (int i = 0; i < kM16; ++i)
-#pragma unroll
-    for (int j = 0; j < kN8; ++j) {
-      const int chunk = col / 8 + j;
-      const uint32_t panel = tile + (chunk / Tile::kPanelChunks) * Tile::kPanelBytes + (lane & 3) * 4;
-      const int r = row + i * 16 + (lane >> 2);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        ptx::store_shared_32(panel + Tile::chunk_offset(r + 8 * half, chunk % Tile::kPanelChunks),
-                             pack2<T>(acc[i][j][2 * half] * scale, acc[i][j][2 * half + 1] * scale));
-      }
-    }
-}
-
-// Writes the first `rows` rows and `head_dim` columns of a tile to packed rows, 16 bytes at a time. Never more: what
-// follows belongs to another sequence.
-template <class Tile, int kRows, int kThreads, typename T>
-__device__ __forceinline__ void store_rows(T* row0, int64_t row_stride, uint32_t tile, int rows, int head_dim) {
-  constexpr int kChunks = Tile::kPanels * Tile::kPanelChunks;
-  for (int index = threadIdx.x; index < kRows * kChunks; index += kThreads) {
-    const int row = index / kChunks, chunk = index % kChunks;
-    if (row >= rows || chunk * 8 >= head_dim) continue;
-    const uint32_t shared = tile + (chunk / Tile::kPanelChunks) * Tile::kPanelBytes +
-                            Tile::chunk_offset(row, chunk % Tile::kPanelChunks);
-    *reinterpret_cast<uint4*>(row0 + row * row_stride + chunk * 8) = ptx::load_shared_128(shared);
   }
 }
 
