@@ -80,8 +80,7 @@ struct Problem {
   Keys kv;
   Tensor segments, groups;
   ProblemShape shape;
-  Arch arch = Arch::sm80;
-  int num_sms, shared_limit;
+  int capability, num_sms, shared_limit;
   cudaStream_t stream;
 
   Problem(const Tensor& q_in, const Tensor& k_context, const Tensor& v_context, const Tensor& k_decoded,
@@ -106,9 +105,9 @@ struct Problem {
     check_table(groups, "groups", q_in, kGroupColumns);
     check_argument(softmax_scale > 0, "softmax_scale", "a positive number", softmax_scale);
 
-    const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
-    TORCH_CHECK(major >= 8, "flash_attn_dualkv needs a GPU of compute capability 8.0 or newer, got ", major, ".",
-                device_attribute(cudaDevAttrComputeCapabilityMinor));
+    capability = device_attribute(cudaDevAttrComputeCapabilityMajor);
+    TORCH_CHECK(capability >= 8, "flash_attn_dualkv needs a GPU of compute capability 8.0 or newer, got ", capability,
+                ".", device_attribute(cudaDevAttrComputeCapabilityMinor));
     num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
     shared_limit = std::min(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin), shared_limit_override());
     stream = c10::cuda::getCurrentCUDAStream();
@@ -193,13 +192,31 @@ struct BackwardList {
   }
 };
 
+// Whether the kernels written for Hopper may run: on compute capability 9.x, unless DUALKV_KERNELS=sm80 asks for the
+// portable ones (for tests and benchmarks).
+bool may_use_sm90(const Problem& problem) {
+  const char* wanted = std::getenv("DUALKV_KERNELS");
+  const bool portable = wanted && std::string(wanted) == "sm80";
+  TORCH_CHECK_VALUE(!wanted || portable || std::string(wanted) == "sm90", "DUALKV_KERNELS: expected sm80 or sm90, got ",
+                    wanted);
+  return problem.capability == 9 && !portable;
+}
+
 template <class Kernel>
 Selected<Kernel> select_for(const Problem& problem) {
   try {
-    return select<Kernel>(problem.arch, problem.shape.head_dim, problem.shared_limit);
+    if (may_use_sm90(problem) && holds_head_dim<Kernel>(Arch::sm90, problem.shape.head_dim)) {
+      return select<Kernel>(Arch::sm90, problem.shape.head_dim, problem.shared_limit);
+    }
+    return select<Kernel>(Arch::sm80, problem.shape.head_dim, problem.shared_limit);
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, "q: ", error.what());
   }
+}
+
+template <class Kernel>
+std::string kernel_name(const Selected<Kernel>& selected, const char* direction) {
+  return std::string("dualkv_") + name_of(selected.arch) + "_" + direction;
 }
 
 // Runs `body(T{})` for the element type of q.
@@ -226,7 +243,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k_context, con
     selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
                             problem.kv.regions<const T>(), view_of<T>(out), lse.data_ptr<float>()},
                            problem.stream);
-    count_launch("dualkv_sm80_forward");
+    count_launch(kernel_name(selected, "forward"));
   });
   return {out, lse};
 }
@@ -252,14 +269,14 @@ struct BackwardCall {
                             view_of<const T>(dout), problem.kv.regions<const T>(), gradients.regions<T>(),
                             lse.data_ptr<float>(), delta.data_ptr<float>(), dq_pointer, slots.data_ptr<float>()},
                            problem.stream);
-    count_launch("dualkv_sm80_backward");
+    count_launch(kernel_name(selected, "backward"));
     convert_dkv<T>({problem.shape, problem.layout(), list.splits, slots.data_ptr<float>(), gradients.regions<T>(),
                     tiles.block_n, selected.padded_head_dim},
                    problem.stream);
     count_launch("convert_dkv_context");
     if (dq.defined()) {
       selected.kernel.convert_dq({problem.shape, dq_pointer, view_of<T>(dq)}, problem.stream);
-      count_launch("dualkv_convert_dq_sm80");
+      count_launch("dualkv_convert_dq");
     }
   }
 
@@ -270,7 +287,7 @@ struct BackwardCall {
                             view_of<const T>(dout), problem.kv.regions<const T>(), lse.data_ptr<float>(),
                             delta.data_ptr<float>(), view_of<T>(dq)},
                            problem.stream);
-    count_launch("dualkv_sm80_backward_dq");
+    count_launch(kernel_name(selected, "backward_dq"));
   }
 };
 
@@ -347,7 +364,9 @@ std::tuple<Tensor, Tensor> segment_tables(const Tensor& cu_seqlens_q, const Tens
 
 pybind11::dict build_info() {
   pybind11::dict info, head_dims;
-  head_dims["sm80"] = built_head_dims<ForwardKernel<__nv_bfloat16>>(Arch::sm80);
+  for (Arch arch : {Arch::sm80, Arch::sm90}) {
+    head_dims[name_of(arch)] = built_head_dims<ForwardKernel<__nv_bfloat16>>(arch);
+  }
   info["archs"] = pybind11::str(DUALKV_BUILD_ARCHS).attr("split")(";");
   info["ptx"] = DUALKV_BUILD_PTX;
   info["head_dims"] = head_dims;

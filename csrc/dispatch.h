@@ -63,6 +63,7 @@ void add_kernel(Arch arch, int head_dim, const Kernel& kernel) {
 template <class Kernel>
 struct Selected {
   Kernel kernel;
+  Arch arch;
   int padded_head_dim;  // the built head dim that serves the one asked for
 };
 
@@ -76,6 +77,18 @@ std::vector<int> built_head_dims(Arch arch) {
   return dims;
 }
 
+// Whether an architecture serves `head_dim` with no more padding than the portable kernels.
+template <class Kernel>
+bool holds_head_dim(Arch arch, int head_dim) {
+  const auto smallest = [&](Arch of) {
+    for (int built : built_head_dims<Kernel>(of)) {
+      if (built >= head_dim) return built;
+    }
+    return 0;
+  };
+  return smallest(arch) != 0 && (smallest(Arch::sm80) == 0 || smallest(arch) <= smallest(Arch::sm80));
+}
+
 std::string describe(const std::vector<int>& head_dims);
 
 // The preferred kernel of the smallest built head dim that holds `head_dim`, among those that fit `shared_limit`, what
@@ -86,7 +99,7 @@ Selected<Kernel> select(Arch arch, int head_dim, int shared_limit) {
     if (built < head_dim) continue;
     const std::vector<Kernel>& kernels = registry<Kernel>()[{arch, built}];
     for (const Kernel& kernel : kernels) {
-      if (kernel.tiles.shared_bytes <= shared_limit) return {kernel, built};
+      if (kernel.tiles.shared_bytes <= shared_limit) return {kernel, arch, built};
     }
     throw std::invalid_argument("head dim " + std::to_string(head_dim) + " needs at least " +
                                 std::to_string(kernels.back().tiles.shared_bytes) +
