@@ -80,7 +80,7 @@ struct Problem {
   Keys kv;
   Tensor segments, groups;
   ProblemShape shape;
-  int capability, num_sms, shared_limit;
+  int capability, shared_limit;
   cudaStream_t stream;
 
   Problem(const Tensor& q_in, const Tensor& k_context, const Tensor& v_context, const Tensor& k_decoded,
@@ -108,7 +108,6 @@ struct Problem {
     capability = device_attribute(cudaDevAttrComputeCapabilityMajor);
     TORCH_CHECK(capability >= 8, "flash_attn_dualkv needs a GPU of compute capability 8.0 or newer, got ", capability,
                 ".", device_attribute(cudaDevAttrComputeCapabilityMinor));
-    num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
     shared_limit = std::min(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin), shared_limit_override());
     stream = c10::cuda::getCurrentCUDAStream();
     q = aligned(q_in);
@@ -118,7 +117,8 @@ struct Problem {
              static_cast<int>(kv_heads),
              static_cast<int>(q.size(2)),
              static_cast<float>(softmax_scale),
-             causal};
+             causal,
+             device_attribute(cudaDevAttrMultiProcessorCount)};
   }
 
   GroupLayout layout() const {
@@ -148,10 +148,11 @@ struct ForwardList {
     const int capacity = problem.shape.q_rows / tiles.block_m + layout.num_segments;
     offsets = problem.ints(layout.num_segments + 1);
     items = item_storage<ForwardItem>(problem, capacity);
-    count = problem.ints(1);
-    work = {reinterpret_cast<ForwardItem*>(items.data_ptr()), int_pointer(count), capacity};
+    count = problem.ints(2);
+    int* counters = int_pointer(count);
+    work = {reinterpret_cast<ForwardItem*>(items.data_ptr()), counters, counters + 1, capacity};
     build_forward_list({layout, tiles.block_m, tiles.block_n, problem.shape.causal, capacity, int_pointer(offsets),
-                        reinterpret_cast<ForwardItem*>(items.data_ptr()), int_pointer(count)},
+                        reinterpret_cast<ForwardItem*>(items.data_ptr()), counters, counters + 1},
                        problem.stream);
     count_launch("dualkv_work_list_forward");
   }
@@ -170,7 +171,7 @@ struct BackwardList {
     const int tile_capacity = layout.extents.context_rows / tiles.block_n + layout.num_groups +
                               layout.extents.decoded_rows / tiles.block_n + layout.num_segments;
     slots = slot_capacity(tile_capacity, layout.num_segments, shape.q_rows, tiles.block_m, shape.num_heads,
-                          problem.num_sms);
+                          shape.num_sms);
     const int item_capacity = tile_capacity + slots / shape.num_kv_heads;
     const int split_capacity = slots / (2 * shape.num_kv_heads);
     offsets = problem.ints(layout.num_groups + layout.num_segments + 1);
@@ -181,10 +182,10 @@ struct BackwardList {
     split_count = problem.ints(1);
     auto* item_pointer = reinterpret_cast<BackwardItem*>(items.data_ptr());
     auto* split_pointer = reinterpret_cast<SplitTile*>(split_items.data_ptr());
-    work = {item_pointer, int_pointer(count), item_capacity};
-    splits = {split_pointer, int_pointer(split_count), split_capacity};
+    work = {item_pointer, int_pointer(count), nullptr, item_capacity};
+    splits = {split_pointer, int_pointer(split_count), nullptr, split_capacity};
     build_backward_list({layout, tiles.block_m, tiles.block_n, shape.causal, shape.num_kv_heads,
-                         shape.heads_per_group(), problem.num_sms, tile_capacity, item_capacity, split_capacity, slots,
+                         shape.heads_per_group(), shape.num_sms, tile_capacity, item_capacity, split_capacity, slots,
                          int_pointer(offsets), int_pointer(steps), item_pointer, int_pointer(count), split_pointer,
                          int_pointer(split_count)},
                         problem.stream);

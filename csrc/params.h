@@ -35,6 +35,7 @@ struct ProblemShape {
   int head_dim;
   float softmax_scale;
   bool causal;
+  int num_sms;
 
   DUALKV_HD int heads_per_group() const { return num_heads / num_kv_heads; }
 };
@@ -44,6 +45,7 @@ template <typename Item>
 struct WorkList {
   const Item* items;
   const int* count;
+  int* next;  // counter from which persistent blocks take items; zero at launch
   int capacity;
 };
 

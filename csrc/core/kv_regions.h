@@ -129,6 +129,28 @@ DUALKV_HD bool needs_mask(const KvTile& tile, const QueryTile& q, int block_n, b
   return tile.valid < block_n || (causal && tile.kv_pos + block_n - 1 > q.q_pos);
 }
 
+// The same for all tiles of a sequence at once, for loops that cannot afford to look at each: which tiles are cut off
+// by the end of their region, and from which tile on causality matters.
+struct MaskedTiles {
+  int context_tail, decoded_tail;  // -1: the region ends with a full tile
+  int first_diagonal;
+
+  DUALKV_HD bool is_tail(int index) const { return index == context_tail || index == decoded_tail; }
+  DUALKV_HD bool needs_mask(int index) const { return index >= first_diagonal || is_tail(index); }
+};
+
+DUALKV_HD MaskedTiles masked_tiles(const Segment& s, const QueryTile& q, int block_n, bool causal) {
+  const int context_tiles = ceil_div(s.context_len, block_n), decoded_tiles = ceil_div(s.decoded_len, block_n);
+  const int seen = max_int(q.q_pos + 1, 0);  // keys that the first query sees
+  int first_diagonal = seen / block_n;
+  if (first_diagonal >= context_tiles) {
+    first_diagonal = context_tiles + max_int(seen - s.context_len, 0) / block_n;
+  }
+  return MaskedTiles{s.context_len % block_n ? context_tiles - 1 : -1,
+                     s.decoded_len % block_n ? context_tiles + decoded_tiles - 1 : -1,
+                     causal ? first_diagonal : context_tiles + decoded_tiles};
+}
+
 // Columns [0, result) of the tile are visible to the query at logical position q_pos.
 DUALKV_HD int visible_columns(const KvTile& tile, int q_pos, bool causal) {
   return causal ? min_int(tile.valid, q_pos - tile.kv_pos + 1) : tile.valid;

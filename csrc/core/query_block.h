@@ -11,20 +11,29 @@ struct QueryBlock {
   QueryTile q_tile;
   int head, kv_head, kv_tiles;
 
-  // Takes this block's entry of the list: all items of one head, then of the next, so that blocks that run together
-  // read the same K and V. False for a surplus block.
+  // Blocks of the list: all items of one head, then of the next, so that blocks that run together read the same K
+  // and V.
+  static __device__ __forceinline__ bool exists(int index, int items, const ProblemShape& shape) {
+    return items > 0 && index / items < shape.num_heads;
+  }
+
+  __device__ __forceinline__ void load(int index, int items, const WorkList<ForwardItem>& work,
+                                       const GroupLayout& layout, const ProblemShape& shape, int block_m,
+                                       int block_n) {
+    const ForwardItem item = work.items[index % items];
+    segment = layout.segment(item.segment);
+    q_tile = query_tile(segment, item.m_block, block_m);
+    head = index / items;
+    kv_head = head / shape.heads_per_group();
+    kv_tiles = visible_kv_tiles(segment, q_tile, block_n, shape.causal);
+  }
+
+  // One block a thread block: takes that of blockIdx.x. False for a surplus thread block.
   __device__ __forceinline__ bool take(const WorkList<ForwardItem>& work, const GroupLayout& layout,
                                        const ProblemShape& shape, int block_m, int block_n) {
     const int items = *work.count;
-    if (items == 0 || blockIdx.x / items >= shape.num_heads) return false;
-    if (threadIdx.x == 0) {
-      const ForwardItem item = work.items[blockIdx.x % items];
-      segment = layout.segment(item.segment);
-      q_tile = query_tile(segment, item.m_block, block_m);
-      head = blockIdx.x / items;
-      kv_head = head / shape.heads_per_group();
-      kv_tiles = visible_kv_tiles(segment, q_tile, block_n, shape.causal);
-    }
+    if (!exists(blockIdx.x, items, shape)) return false;
+    if (threadIdx.x == 0) load(blockIdx.x, items, work, layout, shape, block_m, block_n);
     __syncthreads();
     return true;
   }

@@ -29,6 +29,7 @@ struct ForwardListArgs {
   int* tile_offsets;  // (num_segments + 1) scratch
   ForwardItem* items;
   int* count;
+  int* next;  // set to zero
 };
 void build_forward_list(const ForwardListArgs& args, cudaStream_t stream);
 

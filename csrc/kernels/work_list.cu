@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads) dualkv_work_list_forward(const Forwa
     const int cost = cost_of(item);
     if (cost > 0) a.items[atomicAdd(&block.bins[bin_of(cost, block.longest)], 1)] = item;
   }
-  if (threadIdx.x == 0) *a.count = block.emitted;
+  if (threadIdx.x == 0) *a.count = block.emitted, *a.next = 0;
 }
 
 struct OwnedTile {

@@ -13,18 +13,17 @@ template <int kConsumers>
 struct RegisterShare;
 template <>
 struct RegisterShare<2> {
-  static constexpr int kProducer = 24, kConsumer = 240;
+  static constexpr int kProducer = 40, kConsumer = 232;
 };
 template <>
 struct RegisterShare<3> {
   static constexpr int kProducer = 32, kConsumer = 160;
 };
 
-template <int kHeadDim_, int kConsumers_, int kBlockN_, bool kTakeTurns_>
+template <int kHeadDim_, int kConsumers_, int kBlockN_>
 struct ForwardTiles {
   static constexpr int kHeadDim = kHeadDim_, kBlockM = 64 * kConsumers_, kBlockN = kBlockN_, kStages = 2;
   static constexpr int kConsumers = kConsumers_, kThreads = (kConsumers + 1) * kWarpgroup;
-  static constexpr bool kTakeTurns = kTakeTurns_;
   using Registers = RegisterShare<kConsumers>;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileKv = SmemTile<kBlockN, kHeadDim>;
@@ -41,12 +40,12 @@ struct ForwardTiles {
 template <int kHeadDim>
 struct ForwardConfig;
 template <>
-struct ForwardConfig<64> : ForwardTiles<64, 3, 128, true> {};
+struct ForwardConfig<64> : ForwardTiles<64, 3, 128> {};
 template <>
-struct ForwardConfig<128> : ForwardTiles<128, 2, 128, true> {};
+struct ForwardConfig<128> : ForwardTiles<128, 2, 128> {};
 template <>
-struct ForwardConfig<192> : ForwardTiles<192, 2, 96, false> {};
+struct ForwardConfig<192> : ForwardTiles<192, 2, 96> {};
 template <>
-struct ForwardConfig<256> : ForwardTiles<256, 2, 80, false> {};
+struct ForwardConfig<256> : ForwardTiles<256, 2, 80> {};
 
 }  // namespace dualkv::sm90

@@ -3,8 +3,9 @@
 //
 //   S = Q K^T;  P = exp(S - max);  O += P V        (online softmax; O is normalised and rounded once)
 //
-// Two overlaps keep the tensor cores busy: inside a warpgroup the softmax of tile n runs beside O += P V of tile n-1,
-// and the warpgroups take turns in issuing their products, so that one is in softmax while another multiplies.
+// Inside a warpgroup the softmax of tile n runs beside O += P V of tile n-1, and while one warpgroup is in softmax the
+// others multiply. Blocks are persistent: the producer takes the next item from a counter and starts loading it while
+// the consumers finish theirs.
 #pragma once
 
 #include "core/mask.h"
@@ -42,90 +43,117 @@ struct ForwardShared {
     return base + Config::kOffsetV + stage * TileKv::kBytes;
   }
   __device__ __forceinline__ uint32_t barrier(int index) const { return base + Config::kOffsetBarriers + index * 8; }
-  __device__ __forceinline__ uint32_t full_q() const { return barrier(0); }
-  __device__ __forceinline__ uint32_t full_k(int stage) const { return barrier(1 + stage); }
-  __device__ __forceinline__ uint32_t empty_k(int stage) const { return barrier(1 + Config::kStages + stage); }
-  __device__ __forceinline__ uint32_t full_v(int stage) const { return barrier(1 + 2 * Config::kStages + stage); }
-  __device__ __forceinline__ uint32_t empty_v(int stage) const { return barrier(1 + 3 * Config::kStages + stage); }
+  __device__ __forceinline__ Handshake q_ready() const { return {barrier(0)}; }
+  __device__ __forceinline__ Handshake k_ready(int stage) const { return {barrier(2 + 2 * stage)}; }
+  __device__ __forceinline__ Handshake v_ready(int stage) const { return {barrier(6 + 2 * stage)}; }
+  __device__ __forceinline__ Handshake work_ready(int slot) const { return {barrier(10 + 2 * slot)}; }
 
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kConsumerWarps = Config::kConsumers * 4;
-    ptx::mbarrier_init(full_q(), 1);
+    q_ready().init(kConsumerWarps);
     for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::mbarrier_init(full_k(stage), 1);
-      ptx::mbarrier_init(full_v(stage), 1);
-      ptx::mbarrier_init(empty_k(stage), kConsumerWarps);
-      ptx::mbarrier_init(empty_v(stage), kConsumerWarps);
+      k_ready(stage).init(kConsumerWarps);
+      v_ready(stage).init(kConsumerWarps);
     }
+    for (int slot = 0; slot < 2; ++slot) work_ready(slot).init(kConsumerWarps);
     ptx::mbarrier_init_fence();
   }
 };
 
-// The producer: K_0, Q, then K_n before V_n-1, because scores are needed one tile earlier than values.
-template <class Config>
-__device__ void produce_forward(const ForwardShared<Config>& shared, const ForwardMaps& maps, const QueryBlock& work) {
+// An item of the list on its way from the producer to the consumers.
+struct ForwardWork {
+  QueryBlock block;
+  int valid;
+};
+
+// The producer thread: per item K_0, Q, then K_n before V_n-1, because scores are needed one tile earlier than values.
+template <typename T, class Config>
+struct ForwardProducer {
   using TileQ = typename Config::TileQ;
   using TileKv = typename Config::TileKv;
-  PipelineState k_state, v_state;
-  const auto load_k = [&](int n) {
-    const KvTile tile = kv_tile(work.segment, n, Config::kBlockN);
-    ptx::mbarrier_wait(shared.empty_k(k_state.stage), k_state.phase ^ 1);
-    ptx::mbarrier_arrive_expect(shared.full_k(k_state.stage), TileKv::kBytes);
-    load_tile<TileKv>(shared.k(k_state.stage), maps.of(tile.region).k, shared.full_k(k_state.stage), work.kv_head,
-                      tile.row);
-    k_state.advance<Config::kStages>();
-  };
-  const auto load_v = [&](int n) {
-    const KvTile tile = kv_tile(work.segment, n, Config::kBlockN);
-    ptx::mbarrier_wait(shared.empty_v(v_state.stage), v_state.phase ^ 1);
-    ptx::mbarrier_arrive_expect(shared.full_v(v_state.stage), TileKv::kBytes);
-    load_tile<TileKv>(shared.v(v_state.stage), maps.of(tile.region).v, shared.full_v(v_state.stage), work.kv_head,
-                      tile.row);
-    v_state.advance<Config::kStages>();
-  };
-  load_k(0);
-  ptx::mbarrier_arrive_expect(shared.full_q(), TileQ::kBytes);
-  load_tile<TileQ>(shared.q(), maps.q, shared.full_q(), work.head, work.q_tile.row);
-  for (int n = 1; n < work.kv_tiles; ++n) {
-    load_k(n);
-    load_v(n - 1);
-  }
-  load_v(work.kv_tiles - 1);
-}
 
-// One consumer warpgroup: 64 rows of the query tile.
+  const ForwardShared<Config>& shared;
+  const ForwardParams<T>& p;
+  const ForwardMaps& maps;
+  PipelineState<Config::kStages> k_state, v_state;
+  PipelineState<1> q_state;
+  PipelineState<2> work_state;
+
+  __device__ __forceinline__ void load_k(const QueryBlock& work, int n) {
+    const KvTile tile = kv_tile(work.segment, n, Config::kBlockN);
+    const Handshake ready = shared.k_ready(k_state.stage);
+    ready.wait_empty(k_state.phase);
+    ready.expect(TileKv::kBytes);
+    load_tile<TileKv>(shared.k(k_state.stage), maps.of(tile.region).k, ready.full(), work.kv_head, tile.row);
+    k_state.advance();
+  }
+
+  __device__ __forceinline__ void load_v(const QueryBlock& work, int n) {
+    const KvTile tile = kv_tile(work.segment, n, Config::kBlockN);
+    const Handshake ready = shared.v_ready(v_state.stage);
+    ready.wait_empty(v_state.phase);
+    ready.expect(TileKv::kBytes);
+    load_tile<TileKv>(shared.v(v_state.stage), maps.of(tile.region).v, ready.full(), work.kv_head, tile.row);
+    v_state.advance();
+  }
+
+  __device__ __forceinline__ void load_q(const QueryBlock& work) {
+    const Handshake ready = shared.q_ready();
+    ready.wait_empty(q_state.phase);
+    ready.expect(TileQ::kBytes);
+    load_tile<TileQ>(shared.q(), maps.q, ready.full(), work.head, work.q_tile.row);
+    q_state.advance();
+  }
+
+  __device__ __forceinline__ void run(ForwardWork (&works)[2]) {
+    const int items = *p.work.count;
+    for (int index = blockIdx.x;; index = gridDim.x + atomicAdd(p.work.next, 1)) {
+      const Handshake ready = shared.work_ready(work_state.stage);
+      ForwardWork& work = works[work_state.stage];
+      ready.wait_empty(work_state.phase);
+      work.valid = QueryBlock::exists(index, items, p.shape);
+      if (work.valid) work.block.load(index, items, p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN);
+      ptx::mbarrier_arrive(ready.full());
+      if (!work.valid) return;
+      work_state.advance();
+
+      const QueryBlock& block = work.block;
+      load_k(block, 0);
+      load_q(block);
+      for (int n = 1; n < block.kv_tiles; ++n) {
+        load_k(block, n);
+        load_v(block, n - 1);
+      }
+      load_v(block, block.kv_tiles - 1);
+    }
+  }
+};
+
+// One consumer warpgroup: 64 rows of each query tile.
 template <typename T, class Config>
 struct ForwardConsumer {
   using TileQ = typename Config::TileQ;
   using TileKv = typename Config::TileKv;
-  static constexpr int kHeadDim = Config::kHeadDim, kBlockN = Config::kBlockN, kStages = Config::kStages;
+  static constexpr int kHeadDim = Config::kHeadDim, kBlockN = Config::kBlockN;
   static constexpr int kSteps = kHeadDim / 16;
 
   const ForwardShared<Config>& shared;
-  const QueryBlock& work;
-  const ProblemShape& shape;
-  const int group = threadIdx.x / kWarpgroup - 1, thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
+  const ForwardParams<T>& p;
+  // Broadcast, so that the compiler knows it to be uniform.
+  const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
+  const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
   const int row0 = thread / 32 * 16 + lane / 4;  // this thread's first row in the warpgroup's 64
 
-  PipelineState k_state, v_state;
-  OnlineSoftmax<1> softmax;
+  PipelineState<Config::kStages> k_state, v_state;
+  PipelineState<1> q_state;
+  MaskedTiles masked;
   float s[1][kBlockN / 8][4];
   float o[1][kHeadDim / 8][4];
   uint32_t probabilities[kBlockN / 16][4];
 
-  __device__ __forceinline__ ForwardConsumer(const ForwardShared<Config>& shared_in, const QueryBlock& work_in,
-                                             const ProblemShape& shape_in)
-      : shared(shared_in), work(work_in), shape(shape_in) {}
-
-  // Names 1 .. kConsumers: the turn of each warpgroup; the next ones: its private barrier.
-  __device__ __forceinline__ void take_turn() const {
-    if (Config::kTakeTurns) ptx::named_barrier_sync(1 + group, 2 * kWarpgroup);
-  }
-  __device__ __forceinline__ void pass_turn() const {
-    if (Config::kTakeTurns) ptx::named_barrier_arrive(1 + (group + 1) % Config::kConsumers, 2 * kWarpgroup);
-  }
-  __device__ __forceinline__ void sync_group() const {
-    ptx::named_barrier_sync(1 + Config::kConsumers + group, kWarpgroup);
+  // The part of the query tile that is this warpgroup's.
+  __device__ __forceinline__ QueryTile rows(const QueryBlock& work) const {
+    return QueryTile{work.q_tile.row + group * 64, work.q_tile.rows - group * 64, work.q_tile.q_pos + group * 64};
   }
 
   __device__ __forceinline__ void issue_scores() {
@@ -150,21 +178,17 @@ struct ForwardConsumer {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void release(uint32_t barrier) const {
-    if (lane == 0) ptx::mbarrier_arrive(barrier);
-  }
-
-  __device__ __forceinline__ void wait_k() const { ptx::mbarrier_wait(shared.full_k(k_state.stage), k_state.phase); }
+  __device__ __forceinline__ void wait_k() const { shared.k_ready(k_state.stage).wait_full(k_state.phase); }
   __device__ __forceinline__ void release_k() {
-    release(shared.empty_k(k_state.stage));
-    k_state.template advance<kStages>();
+    shared.k_ready(k_state.stage).release(lane);
+    k_state.advance();
   }
 
   // V of tile n. Rows past the region's end are foreign, and 0 * NaN is NaN: every warpgroup zeroes them for itself.
-  __device__ __forceinline__ void wait_v(int n) const {
-    ptx::mbarrier_wait(shared.full_v(v_state.stage), v_state.phase);
+  __device__ __forceinline__ void wait_v(const QueryBlock& work, int n) const {
+    shared.v_ready(v_state.stage).wait_full(v_state.phase);
+    if (!masked.is_tail(n)) return;
     const int valid = kv_tile(work.segment, n, kBlockN).valid;
-    if (valid >= kBlockN) return;
     constexpr int kChunks = TileKv::kPanels * TileKv::kPanelChunks;
     for (int index = valid * kChunks + thread; index < kBlockN * kChunks; index += kWarpgroup) {
       const int row = index / kChunks, chunk = index % kChunks;
@@ -173,20 +197,19 @@ struct ForwardConsumer {
                             make_uint4(0, 0, 0, 0));
     }
     ptx::fence_async_proxy();
-    sync_group();
+    ptx::named_barrier_sync(1 + group, kWarpgroup);
   }
   __device__ __forceinline__ void release_v() {
-    release(shared.empty_v(v_state.stage));
-    v_state.template advance<kStages>();
+    shared.v_ready(v_state.stage).release(lane);
+    v_state.advance();
   }
 
-  __device__ __forceinline__ void mask(int n) {
+  __device__ __forceinline__ void mask(const QueryBlock& work, int n) {
+    if (!masked.needs_mask(n)) return;
     const KvTile tile = kv_tile(work.segment, n, kBlockN);
-    QueryTile rows = work.q_tile;
-    rows.q_pos += group * 64;
-    if (!needs_mask(tile, rows, kBlockN, shape.causal)) return;
+    const int q_pos = rows(work).q_pos;
     mask_fragment(s, row0, lane % 4 * 2, -CUDART_INF_F,
-                  [&](int row) { return visible_columns(tile, rows.q_pos + row, shape.causal); });
+                  [&](int row) { return visible_columns(tile, q_pos + row, p.shape.causal); });
   }
 
   // Rounds P into the A fragments of the next product; the scores are free for the next tile.
@@ -196,74 +219,91 @@ struct ForwardConsumer {
       accumulator_to_a<T>(s[0][2 * step], s[0][2 * step + 1], probabilities[step]);
   }
 
-  __device__ __forceinline__ void run() {
-    const float scale_log2 = shape.softmax_scale * kLog2e;
+  __device__ __forceinline__ void attend(const QueryBlock& work) {
+    const float scale_log2 = p.shape.softmax_scale * kLog2e;
+    const int kv_tiles = work.kv_tiles;
+    OnlineSoftmax<1> softmax;
     float rescale[1][2];
-    ptx::mbarrier_wait(shared.full_q(), 0);
+    masked = masked_tiles(work.segment, rows(work), kBlockN, p.shape.causal);
+    shared.q_ready().wait_full(q_state.phase);
     wait_k();
     issue_scores();
     ptx::wgmma_wait<0>();
     ptx::pin(s[0]);
     release_k();
-    mask(0);
+    mask(work, 0);
     softmax.raise_maximum(s, scale_log2, rescale);
     softmax.exponentiate(s, scale_log2);
     pack_probabilities();
-    if (group == Config::kConsumers - 1) pass_turn();
 
-    for (int n = 1; n < work.kv_tiles; ++n) {
-      wait_k();
-      wait_v(n - 1);
-      take_turn();
+    if (kv_tiles > 1) wait_k();
+    for (int n = 1; n < kv_tiles; ++n) {
+      wait_v(work, n - 1);
       issue_scores();
       issue_output(n > 1);
-      if (n + 1 < work.kv_tiles || group + 1 < Config::kConsumers) pass_turn();
       ptx::wgmma_wait<1>();
       ptx::pin(s[0]);
       release_k();
-      mask(n);
+      mask(work, n);
       const bool moved = softmax.raise_maximum(s, scale_log2, rescale);
       softmax.rescale_sum(rescale);
       softmax.exponentiate(s, scale_log2);
+      ptx::pin(s[0]);
+      // This wait, due before the next scores, stands here because its loop keeps the compiler from sinking the
+      // softmax below the wait for the products, out of their shadow.
+      if (n + 1 < kv_tiles) wait_k();
       ptx::wgmma_wait<0>();
       ptx::pin(o[0]);
       release_v();
       if (moved) scale_rows(o, rescale);
       pack_probabilities();
     }
-    wait_v(work.kv_tiles - 1);
-    issue_output(work.kv_tiles > 1);
+    shared.q_ready().release(lane);
+    q_state.advance();
+    wait_v(work, kv_tiles - 1);
+    issue_output(kv_tiles > 1);
     ptx::wgmma_wait<0>();
     ptx::pin(o[0]);
     release_v();
+    store(work, softmax);
   }
 
-  __device__ __forceinline__ void store(const ForwardParams<T>& p) {
-    float inverse_sum[1][2];
+  // Straight from registers: a copy through shared memory would hold up the next item's Q.
+  __device__ __forceinline__ void store(const QueryBlock& work, OnlineSoftmax<1>& softmax) {
+    const QueryTile tile = rows(work);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float lse;
-      inverse_sum[0][half] = softmax.finish(0, half, shape.softmax_scale, lse);
-      const int row = group * 64 + row0 + half * 8;
-      if (lane % 4 == 0 && row < work.q_tile.rows) {
-        p.lse[static_cast<int64_t>(work.head) * shape.q_rows + work.q_tile.row + row] = lse;
+      const float inverse_sum = softmax.finish(0, half, p.shape.softmax_scale, lse);
+      const int row = row0 + half * 8;
+      if (row >= tile.rows) continue;
+      if (lane % 4 == 0) p.lse[static_cast<int64_t>(work.head) * p.shape.q_rows + tile.row + row] = lse;
+      T* out = p.out.at(tile.row + row, work.head) + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        if (j * 8 < p.shape.head_dim) {
+          *reinterpret_cast<uint32_t*>(out + j * 8) =
+              pack2<T>(o[0][j][2 * half] * inverse_sum, o[0][j][2 * half + 1] * inverse_sum);
+        }
       }
     }
-    scale_rows(o, inverse_sum);
-    sync_group();  // the whole warpgroup has left Q
-    const uint32_t rows = shared.q() + group * 64 * TileQ::kRowBytes;
-    store_accumulator<TileQ, T>(rows, thread / 32 * 16, 0, o, 1.f, lane);
-    sync_group();
-    store_rows<TileQ, 64, kWarpgroup>(p.out.at(work.q_tile.row + group * 64, work.head), p.out.row_stride, rows,
-                                      work.q_tile.rows - group * 64, shape.head_dim, thread);
+  }
+
+  __device__ __forceinline__ void run(const ForwardWork (&works)[2]) {
+    for (PipelineState<2> state;; state.advance()) {
+      const Handshake ready = shared.work_ready(state.stage);
+      ready.wait_full(state.phase);
+      if (!works[state.stage].valid) return;
+      attend(works[state.stage].block);
+      ready.release(lane);
+    }
   }
 };
 
 template <typename T, class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_forward(const __grid_constant__ ForwardParams<T> p, const __grid_constant__ ForwardMaps maps) {
-  __shared__ QueryBlock work;
-  if (!work.take(p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN)) return;
+  __shared__ ForwardWork works[2];
   extern __shared__ uint8_t bytes[];
   const ForwardShared<Config> shared{(ptx::shared_address(bytes) + 1023) & ~1023u};
   if (threadIdx.x == 0) shared.init_barriers();
@@ -271,12 +311,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (threadIdx.x < kWarpgroup) {
     ptx::give_registers<Config::Registers::kProducer>();
-    if (threadIdx.x == 0) produce_forward(shared, maps, work);
+    if (threadIdx.x == 0) ForwardProducer<T, Config>{shared, p, maps}.run(works);
   } else {
     ptx::take_registers<Config::Registers::kConsumer>();
-    ForwardConsumer<T, Config> consumer(shared, work, p.shape);
-    consumer.run();
-    consumer.store(p);
+    ForwardConsumer<T, Config>{shared, p}.run(works);
   }
 }
 

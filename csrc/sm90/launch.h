@@ -23,8 +23,9 @@ void launch_forward(const ForwardParams<T>& p, cudaStream_t stream) {
                          kv_maps(p.kv.decoded, rows.decoded_rows, p.shape, Config::kBlockN)};
   const auto kernel = dualkv_sm90_forward<T, Config>;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes));
-  kernel<<<static_cast<unsigned>(int64_t{p.work.capacity} * p.shape.num_heads), Config::kThreads, Config::kSharedBytes,
-           stream>>>(p, maps);
+  const int64_t items = int64_t{p.work.capacity} * p.shape.num_heads;
+  const int blocks = static_cast<int>(items < p.shape.num_sms ? items : p.shape.num_sms);
+  kernel<<<blocks, Config::kThreads, Config::kSharedBytes, stream>>>(p, maps);
   check_cuda(cudaGetLastError());
 }
 

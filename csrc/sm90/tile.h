@@ -9,37 +9,61 @@
 
 namespace dualkv::sm90 {
 
-// Descriptor of an operand made of 128-byte swizzled rows. Groups of 8 rows lie 1024 bytes apart; `panel_bytes` is
-// the distance of panels of 64 columns, which matters where the columns are the M or N dimension.
-__device__ __forceinline__ uint64_t descriptor(uint32_t address, int panel_bytes) {
-  return (static_cast<uint64_t>(1) << 62) | (static_cast<uint64_t>(1024 >> 4) << 32) |
-         (static_cast<uint64_t>(panel_bytes >> 4) << 16) | ((address & 0x3ffff) >> 4);
+// Descriptor of an operand made of 128-byte swizzled rows, `offset` bytes into a tile. Groups of 8 rows lie 1024 bytes
+// apart; the distance of panels matters where the columns are the M or N dimension. Only the low word varies, and by
+// an addition: a descriptor costs one instruction beyond the first of its tile.
+template <class Tile>
+__device__ __forceinline__ uint64_t descriptor(uint32_t tile, uint32_t offset) {
+  static_assert(Tile::kPanelCols == 64, "128-byte swizzle");
+  const uint32_t high = (1u << 30) | (1024 >> 4);
+  const uint32_t low = (tile >> 4) | (static_cast<uint32_t>(Tile::kPanelBytes >> 4) << 16);
+  return (static_cast<uint64_t>(high) << 32) | (low + (offset >> 4));
 }
 
 // Operand whose K dimension runs along the columns of a tile: the k-th step of 16.
 template <class Tile>
 __device__ __forceinline__ uint64_t along_columns(uint32_t tile, int k) {
-  static_assert(Tile::kPanelCols == 64, "128-byte swizzle");
-  return descriptor(tile + (k / 4) * Tile::kPanelBytes + (k % 4) * 32, Tile::kPanelBytes);
+  return descriptor<Tile>(tile, (k / 4) * Tile::kPanelBytes + (k % 4) * 32);
 }
 
 // Operand whose K dimension runs along the rows of a tile.
 template <class Tile>
 __device__ __forceinline__ uint64_t along_rows(uint32_t tile, int k) {
-  static_assert(Tile::kPanelCols == 64, "128-byte swizzle");
-  return descriptor(tile + k * (16 * Tile::kRowBytes), Tile::kPanelBytes);
+  return descriptor<Tile>(tile, k * (16 * Tile::kRowBytes));
 }
 
-// One mbarrier a stage, and the phase its user is in.
+// The stage that a user of a ring is at, and the parity of its round.
+template <int kStages>
 struct PipelineState {
   int stage = 0, phase = 0;
 
-  template <int kStages>
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) {
       stage = 0;
       phase ^= 1;
     }
+  }
+};
+
+// One buffer handed back and forth between the producer thread and the consumer warps.
+struct Handshake {
+  uint32_t barrier;  // two mbarriers: filled, emptied
+
+  __device__ __forceinline__ uint32_t full() const { return barrier; }
+  __device__ __forceinline__ uint32_t empty() const { return barrier + 8; }
+
+  __device__ __forceinline__ void init(int consumer_warps) const {
+    ptx::mbarrier_init(full(), 1);
+    ptx::mbarrier_init(empty(), consumer_warps);
+  }
+  // Producer. In the first round the buffer is empty from the start.
+  __device__ __forceinline__ void wait_empty(int phase) const { ptx::mbarrier_wait(empty(), phase ^ 1); }
+  __device__ __forceinline__ void expect(int bytes) const { ptx::mbarrier_arrive_expect(full(), bytes); }
+  // Consumers: every warp releases for itself.
+  __device__ __forceinline__ void wait_full(int phase) const { ptx::mbarrier_wait(full(), phase); }
+  __device__ __forceinline__ void release(int lane) const {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(empty());
   }
 };
 
