@@ -37,10 +37,11 @@ std::map<std::string, int64_t> launch_counts() {
   return counts;
 }
 
-// cp.async moves 16 bytes: a tensor whose rows do not start on 16 bytes is copied once.
+// Copies move 16 bytes, and tensor maps know no stride of zero: a tensor whose rows do not start on 16 bytes, or that
+// was expanded, is copied once.
 Tensor aligned(const Tensor& t) {
-  const bool strides_ok = t.numel() == 0 || ((t.size(0) == 1 || t.stride(0) % 8 == 0) &&
-                                             (t.size(1) == 1 || t.stride(1) % 8 == 0) && t.stride(2) == 1);
+  const auto stride_ok = [&](int dim) { return t.size(dim) == 1 || (t.stride(dim) > 0 && t.stride(dim) % 8 == 0); };
+  const bool strides_ok = t.numel() == 0 || (stride_ok(0) && stride_ok(1) && t.stride(2) == 1);
   const bool base_ok = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
   return strides_ok && base_ok ? t : t.clone(at::MemoryFormat::Contiguous);
 }

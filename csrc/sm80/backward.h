@@ -143,6 +143,14 @@ struct BackwardBlock {
     warp_matmul<T, kBlockN / 16>(
         dq, [&](int k, int i, uint32_t(&a)[4]) { ptx::ldmatrix_x4(a, TileP::at(ds_base, i, k)); },
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, TileKv::at(k_base, k, col16 + j)); });
+    const int first_row = step.m_block * kBlockM;
+    if (first_row < step.range.row_begin || first_row + kBlockM > step.range.row_end) {
+      // dS of foreign rows is zero, but K may hold what those rows must not see: 0 * NaN is NaN.
+      const int row0 = first_row + FragQ::warp_row(warp) + lane / 4;
+      mask_fragment(dq, row0, 0, 0.f, [&](int row) {
+        return row >= step.range.row_begin && row < step.range.row_end ? kHeadDim : 0;
+      });
+    }
     const int64_t m_blocks = ceil_div(p.shape.q_rows, kBlockM);
     FragQ::template reduce_add<kThreads>(p.dq_sum + (step.head * m_blocks + step.m_block) * (kBlockM * kHeadDim), dq);
   }

@@ -1,0 +1,291 @@
+"""Timing of several implementations on one shape, interleaved in one process, and the peak memory of each.
+
+Only one implementation's tensors exist at a time. Every round visits all of them in a different order, between two
+readings of a plain matrix product: on a power-limited card its rate says what the card gave at that moment.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from packing import Prepared, make_source
+from peers import Implementation
+from shapes import DIRECTIONS, Shape
+from torch import Tensor
+
+GIB = 1 << 30
+SAMPLED_ROWS = 2048
+SLOW_S = 1.0  # a pass of this length needs no warm-up: what is loaded once is small beside it
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# A relative Frobenius difference above this means that two implementations did not compute the same thing.
+LARGEST_DIFFERENCE = 0.02
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Config:
+    """How long to measure. Milliseconds aim at a steady clock; the limits keep slow peers from using up a lease."""
+
+    dtype: str = "bf16"
+    device: torch.device = field(default_factory=lambda: torch.device("cuda"))
+    directions: tuple[str, ...] = DIRECTIONS
+    rounds: int = 5
+    target_ms: float = 60.0  # of calls per implementation, direction and round
+    max_calls: int = 10
+    limit_s: float = (
+        20.0  # per implementation and shape, estimated: fewer rounds where they do not fit, none if one does not
+    )
+    assumed_tflops: float = 250.0  # for the estimates
+    deadline: float = math.inf  # time.monotonic() after which nothing new is started
+    seed: int = 0
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self.deadline
+
+
+def seconds_per_pass(implementation: Implementation, shape: Shape, config: Config) -> float:
+    """Estimate of one forward and backward, from the work that the implementation really does."""
+    pairs = implementation.pairs(shape)
+    return sum(shape.flops(direction, pairs) for direction in DIRECTIONS) / (config.assumed_tflops * 1e12)
+
+
+def planned_rounds(implementation: Implementation, shape: Shape, config: Config) -> int:
+    """Rounds that fit ``limit_s`` after the memory pass, up to ``rounds``; 0 leaves the implementation out."""
+    seconds = seconds_per_pass(implementation, shape, config)
+    passes_a_round = 1 if seconds >= SLOW_S else 2
+    return max(0, min(config.rounds, math.floor((config.limit_s / seconds - 1) / passes_a_round)))
+
+
+class Stopwatch:
+    """Milliseconds of calls: CUDA events on a GPU, the wall clock elsewhere."""
+
+    def __init__(self, config: Config) -> None:
+        self.is_cuda = config.is_cuda
+
+    def time(self, call: Callable[[], object], calls: int) -> list[float]:
+        if not self.is_cuda:
+            return [self._wall(call) for _ in range(calls)]
+        pairs = []
+        for _ in range(calls):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            pairs.append((begin, end))
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) for begin, end in pairs]
+
+    @staticmethod
+    def _wall(call: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin) * 1e3
+
+
+class Matmul:
+    """The yardstick: a square bf16 product on random data, in TFLOP/s."""
+
+    def __init__(self, config: Config) -> None:
+        self.size = 8192 if config.is_cuda else 64
+        generator = torch.Generator(config.device).manual_seed(config.seed)
+        self.a, self.b = (
+            torch.randn(self.size, self.size, device=config.device, generator=generator).bfloat16() for _ in range(2)
+        )
+        self.stopwatch = Stopwatch(config)
+        self.readings: list[float] = []
+        self.measure()
+        self.readings.clear()  # the first reading includes loading the library
+
+    def measure(self) -> None:
+        times = self.stopwatch.time(lambda: torch.mm(self.a, self.b), 12)[2:]
+        self.readings.append(2 * self.size**3 / statistics.median(times) / 1e9)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+
+
+def clear(config: Config, after_failure: bool) -> None:
+    """Give memory back. What a failed call leaves in its traceback needs the slow garbage collector."""
+    if after_failure:
+        gc.collect()
+    if config.is_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def backward(prepared: Prepared, out: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, prepared.leaves, prepared.dout, retain_graph=True)
+
+
+def can_differentiate(implementation: Implementation, config: Config) -> bool:
+    return "backward" in implementation.directions and "backward" in config.directions
+
+
+class ShapeRun:
+    """All measurements of one shape. ``rows`` afterwards holds one row per implementation and direction."""
+
+    def __init__(self, shape: Shape, implementations: list[Implementation], config: Config, matmul: Matmul) -> None:
+        self.shape, self.config, self.matmul = shape, config, matmul
+        self.chosen = [impl for impl in implementations if impl.refuses(shape) is None]
+        self.stopwatch = Stopwatch(config)
+        self.times: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self.facts: dict[str, Row] = {impl.name: {} for impl in self.chosen}
+        self.rounds = {impl.name: planned_rounds(impl, shape, config) for impl in self.chosen}
+        self.sample: Tensor | None = None
+        self.readings_before = 0
+
+    def __len__(self) -> int:
+        """Steps of ``run``, for a progress bar."""
+        return sum(1 + count for count in self.rounds.values() if count)
+
+    def run(self) -> Iterator[str]:
+        """Measure; yields a word before each step."""
+        self.readings_before = len(self.matmul.readings)
+        for impl in self.chosen:
+            if self.rounds[impl.name] == 0:
+                estimate = seconds_per_pass(impl, self.shape, self.config)
+                self.facts[impl.name]["skipped"] = f"about {estimate:.0f} s a pass at the assumed rate"
+            elif self.config.is_over:
+                self.facts[impl.name]["skipped"] = "the time given was used up"
+            else:
+                yield f"{impl.name} memory"
+                self.guarded(impl, self.memory_pass)
+        for index in range(self.config.rounds):
+            self.matmul.measure()
+            first = index % max(len(self.chosen), 1)
+            for impl in self.chosen[first:] + self.chosen[:first]:
+                if self.config.is_over:
+                    return
+                if index < self.rounds[impl.name] and not self.has_failed(impl):
+                    yield f"{impl.name} round {index + 1}"
+                    self.guarded(impl, self.timed_pass)
+
+    def has_failed(self, impl: Implementation) -> bool:
+        return bool(self.facts[impl.name].keys() & {"oom", "error", "skipped"})
+
+    def guarded(self, impl: Implementation, measure: Callable[[Implementation], None]) -> None:
+        """One implementation's failure is its own row, not the end of the run."""
+        try:
+            measure(impl)
+        except Exception as error:
+            if is_out_of_memory(error):
+                self.facts[impl.name]["oom"] = True
+            else:
+                first_line = (str(error).strip().splitlines() or [""])[0]
+                self.facts[impl.name]["error"] = f"{type(error).__name__}: {first_line}"
+        clear(self.config, after_failure=self.has_failed(impl))
+
+    def prepare(self, impl: Implementation) -> Prepared:
+        dtype = DTYPES[self.config.dtype]
+        return impl.build(make_source(self.shape, dtype, self.config.device, self.config.seed))
+
+    def memory_pass(self, impl: Implementation) -> None:
+        """Peak of one forward and backward with all its tensors, after a first one that compiles and loads.
+
+        Sampled rows of the output are compared with the first implementation's: one that computes something else
+        is no peer.
+        """
+        cuda = torch.cuda if self.config.is_cuda else None
+        baseline = cuda.memory_allocated() if cuda else 0
+        prepared = self.prepare(impl)
+        differentiable = can_differentiate(impl, self.config)
+        for _ in range(1 if seconds_per_pass(impl, self.shape, self.config) >= SLOW_S else 2):
+            if cuda:
+                cuda.reset_peak_memory_stats()
+            out = prepared.run()
+            gradients = backward(prepared, out) if differentiable else ()
+            if cuda:
+                cuda.synchronize()
+                self.facts[impl.name]["peak_gib"] = round((cuda.max_memory_allocated() - baseline) / GIB, 3)
+            sampled = self.take_sample(prepared, out)
+            del out, gradients
+        if self.sample is None:
+            self.sample = sampled
+        difference = ((sampled - self.sample).norm() / self.sample.norm()).item()
+        self.facts[impl.name]["rel_diff"] = round(difference, 6)
+        if not difference <= LARGEST_DIFFERENCE:
+            self.facts[impl.name]["error"] = f"output differs by {difference:.3g} from the first implementation's"
+
+    def take_sample(self, prepared: Prepared, out: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(self.config.seed)
+        total = self.shape.packed_tokens
+        which = torch.randint(total, (min(SAMPLED_ROWS, total),), generator=generator).to(self.config.device)
+        return prepared.take(out.detach(), which).float()
+
+    def timed_pass(self, impl: Implementation) -> None:
+        prepared = self.prepare(impl)
+        seconds = seconds_per_pass(impl, self.shape, self.config)
+        calls = max(1, min(self.config.max_calls, math.ceil(self.config.target_ms / (1e3 * seconds))))
+        warm_up = 1 if seconds < SLOW_S else 0
+        if "forward" in impl.directions and "forward" in self.config.directions:
+            self.stopwatch.time(prepared.run, warm_up)
+            self.times[impl.name, "forward"] += self.stopwatch.time(prepared.run, calls)
+        if can_differentiate(impl, self.config):
+            out = prepared.run()
+            self.stopwatch.time(lambda: backward(prepared, out), warm_up)
+            self.times[impl.name, "backward"] += self.stopwatch.time(lambda: backward(prepared, out), calls)
+
+    @property
+    def rows(self) -> list[Row]:
+        readings = self.matmul.readings[self.readings_before :]
+        matmul = statistics.median(readings) if readings else None
+        return [
+            self.row(impl, direction, matmul)
+            for impl in self.chosen
+            for direction in self.config.directions
+            if direction in impl.directions
+        ]
+
+    def row(self, impl: Implementation, direction: str, matmul: float | None) -> Row:
+        shape, times = self.shape, self.times[impl.name, direction]
+        facts, failed = dict(self.facts[impl.name]), self.has_failed(impl)
+        if not failed and not times:
+            facts["skipped"] = "the time given was used up"
+        ms = statistics.median(times) if times and not failed else None
+        tflops = shape.flops(direction) / ms / 1e9 if ms else None
+        return {
+            "shape": shape.name,
+            "n": shape.num_responses,
+            "p": shape.mean_prompt,
+            "r": shape.mean_response,
+            "impl": impl.name,
+            "dtype": self.config.dtype,
+            "direction": direction,
+            "ms": significant(ms),
+            "tflops": significant(tflops),
+            "peak_gib": None,
+            "oom": False,
+            "matmul_tflops": significant(matmul),
+            "fraction": significant(tflops / matmul) if tflops and matmul else None,
+            "h": shape.heads,
+            "h_k": shape.kv_heads,
+            "d": shape.head_dim,
+            "groups": len(shape.groups),
+            "packed_tokens": shape.packed_tokens,
+            "visible_pairs": shape.visible_pairs(),
+            "samples": len(times),
+            "ms_min": significant(min(times)) if ms else None,
+            "ms_max": significant(max(times)) if ms else None,
+            **facts,
+        }
+
+
+def significant(value: float | None) -> float | None:
+    """Five digits: more than any timing has."""
+    return None if value is None else float(f"{value:.5g}")

@@ -1,0 +1,187 @@
+"""The shapes that are measured, and what of their work counts as useful.
+
+A shape is one micro-batch: groups of one prompt and its responses. Visible (query, key) pairs are counted on the
+deduplicated work, whatever an implementation computes: so a TFLOP/s figure compares implementations on the same result.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+DIRECTIONS = ("forward", "backward")
+FLOPS_PER_PAIR = 4  # two products of head_dim multiply-adds each: Q K^T and P V
+BACKWARD_OVER_FORWARD = 2.5  # five products instead of two
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt and the lengths of the responses sampled from it."""
+
+    prompt: int
+    responses: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A micro-batch and the heads of the attention layer. A prompt of length 0 is the context-free case."""
+
+    name: str
+    groups: tuple[Group, ...]
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    deterministic: bool = field(default=False, kw_only=True)  # also measure deterministic=True
+
+    @property
+    def responses(self) -> list[int]:
+        """Lengths of all responses, group after group."""
+        return [length for group in self.groups for length in group.responses]
+
+    @property
+    def num_responses(self) -> int:
+        return len(self.responses)
+
+    @property
+    def mean_prompt(self) -> int:
+        return round(sum(group.prompt for group in self.groups) / len(self.groups))
+
+    @property
+    def mean_response(self) -> int:
+        return round(sum(self.responses) / max(self.num_responses, 1))
+
+    @property
+    def is_context_free(self) -> bool:
+        return all(group.prompt == 0 for group in self.groups)
+
+    @property
+    def packed_tokens(self) -> int:
+        """Tokens with every prompt stored once."""
+        return sum(group.prompt + sum(group.responses) for group in self.groups)
+
+    @property
+    def replicated_tokens(self) -> int:
+        """Tokens with the prompt in front of each of its responses."""
+        return sum(group.prompt + response for group in self.groups for response in group.responses)
+
+    def replicated_lengths(self) -> list[int]:
+        return [group.prompt + response for group in self.groups for response in group.responses]
+
+    def visible_pairs(self) -> int:
+        """Causal (query, key) pairs of one head: each prompt with itself, each response with its prompt and itself."""
+        return sum(
+            causal_pairs(group.prompt) + sum(r * group.prompt + causal_pairs(r) for r in group.responses)
+            for group in self.groups
+        )
+
+    def replicated_pairs(self) -> int:
+        """Pairs that are computed when the prompt is replicated."""
+        return sum(causal_pairs(length) for length in self.replicated_lengths())
+
+    def flops(self, direction: str, pairs: int | None = None) -> float:
+        """Floating-point operations of ``direction`` over ``pairs`` (default: the visible ones)."""
+        if direction not in DIRECTIONS:
+            raise ValueError(f"direction: expected one of {DIRECTIONS}, got {direction!r}")
+        count = self.visible_pairs() if pairs is None else pairs
+        factor = BACKWARD_OVER_FORWARD if direction == "backward" else 1.0
+        return FLOPS_PER_PAIR * factor * self.heads * self.head_dim * count
+
+
+def causal_pairs(length: int) -> int:
+    """Pairs of a causal sequence with itself."""
+    return length * (length + 1) // 2
+
+
+def equal(name: str, n: int, prompt: int, response: int, *heads: int, deterministic: bool = False) -> Shape:
+    """One group of ``n`` responses of the same length; ``heads``: (H, H_k, d) where they are not 32, 8, 128."""
+    return Shape(name, (Group(prompt, (response,) * n),), *heads, deterministic=deterministic)
+
+
+def ragged(name: str, n: int, prompt: int, low: int, high: int) -> Shape:
+    """One group of ``n`` responses with lengths drawn once and for all from U(low, high)."""
+    draw = random.Random(f"{n}-{prompt}-{low}-{high}")
+    return Shape(name, (Group(prompt, tuple(draw.randint(low, high) for _ in range(n))),))
+
+
+def split(name: str, n_groups: int, n: int, prompt: int, response: int) -> Shape:
+    """``n_groups`` groups of ``n`` responses each."""
+    return Shape(name, (Group(prompt, (response,) * n),) * n_groups)
+
+
+K = 1024
+
+PAPER = (
+    equal("28x4Kx2K", 28, 4 * K, 2 * K),
+    equal("28x16Kx2K", 28, 16 * K, 2 * K, deterministic=True),
+    equal("16x32Kx2K", 16, 32 * K, 2 * K),
+    equal("28x32Kx2K", 28, 32 * K, 2 * K),
+    equal("16x64Kx2K", 16, 64 * K, 2 * K),
+)
+
+RAGGED = (
+    ragged("32x5059xU(131,2048)", 32, 5059, 131, 2048),
+    ragged("16x8KxU(131,2048)", 16, 8 * K, 131, 2048),
+    ragged("8x16KxU(131,2048)", 8, 16 * K, 131, 2048),
+    ragged("32x8KxU(32,256)", 32, 8 * K, 32, 256),
+)
+
+HEADS = (
+    equal("28x4Kx2K-H8-Hk2", 28, 4 * K, 2 * K, 8, 2),
+    equal("28x4Kx2K-H4-Hk1", 28, 4 * K, 2 * K, 4, 1),
+    equal("28x16Kx2K-d64", 28, 16 * K, 2 * K, 32, 8, 64, deterministic=True),
+    equal("28x16Kx2K-d256", 28, 16 * K, 2 * K, 16, 4, 256, deterministic=True),
+)
+
+CONTEXT_FREE = (equal("causal-16K-MHA", 1, 0, 16 * K, 32, 32),)
+
+SCALING = (
+    equal("28x64Kx2K", 28, 64 * K, 2 * K),
+    equal("28x128Kx2K", 28, 128 * K, 2 * K),
+    split("1-group-of-32x4Kx2K", 1, 32, 4 * K, 2 * K),
+    split("4-groups-of-8x4Kx2K", 4, 8, 4 * K, 2 * K),
+)
+
+QUICK = (
+    equal("8x1Kx256", 8, K, 256),
+    ragged("8x2KxU(32,512)", 8, 2 * K, 32, 512),
+)
+
+TINY = (
+    equal("4x96x24-tiny", 4, 96, 24, 4, 2, 16),
+    Shape("ragged-tiny", (Group(70, (33, 1, 90)),), 4, 2, 16),
+    Shape("groups-tiny", (Group(50, (20, 31)), Group(64, (64,))), 4, 1, 16),
+    equal("causal-tiny", 1, 0, 128, 4, 4, 16),
+)
+
+PRESETS: dict[str, tuple[Shape, ...]] = {
+    "paper": PAPER,
+    "performance": PAPER[:2] + RAGGED + HEADS + CONTEXT_FREE + SCALING,
+    "ragged": RAGGED,
+    "heads": HEADS,
+    "scaling": SCALING,
+    "quick": QUICK,
+    "tiny": TINY,
+}
+
+SHAPES: dict[str, Shape] = {
+    shape.name: shape for shape in (*PAPER, *RAGGED, *HEADS, *CONTEXT_FREE, *SCALING, *QUICK, *TINY)
+}
+
+
+def select(presets: Iterable[str], names: Iterable[str]) -> list[Shape]:
+    """The shapes of the presets, then the named ones, each once.
+
+    Raises:
+        ValueError: a preset or a shape of that name does not exist.
+    """
+    chosen: dict[str, Shape] = {}
+    for preset in presets:
+        if preset not in PRESETS:
+            raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
+        chosen.update((shape.name, shape) for shape in PRESETS[preset])
+    for name in names:
+        if name not in SHAPES:
+            raise ValueError(f"shape: expected one of {', '.join(SHAPES)}, got {name!r}")
+        chosen[name] = SHAPES[name]
+    return list(chosen.values())

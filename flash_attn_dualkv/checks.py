@@ -1,0 +1,191 @@
+"""Argument checks: each violated precondition is an error that names the argument, what was expected and what was got.
+
+Nothing here reads the contents of a tensor, so the checks neither synchronise with a device nor break a trace.
+The values of offset tensors are checked in `layout.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 8
+# Logical positions are int32 sums of a context's and a response's rows.
+MAX_ROWS = 2**30
+
+CUDA_DTYPES = (torch.float16, torch.bfloat16)
+CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+Named = tuple[str, Tensor]
+
+
+def explain(name: str, expected: object, got: object) -> str:
+    """The wording of every argument error."""
+    return f"{name}: expected {expected}, got {got}"
+
+
+def check_are_tensors(named: Iterable[tuple[str, Any]]) -> None:
+    """TypeError unless every value is a tensor."""
+    for name, value in named:
+        if not isinstance(value, Tensor):
+            raise TypeError(explain(name, "a torch.Tensor", type(value).__name__))
+
+
+def check_device(name: str, tensor: Tensor) -> None:
+    """ValueError unless the tensor is on an NVIDIA GPU or on the CPU."""
+    kind = tensor.device.type
+    if kind == "cuda":
+        if torch.version.hip is not None:
+            raise ValueError(explain(name, "an NVIDIA CUDA or CPU tensor", f"{tensor.device} of ROCm (unsupported)"))
+    elif kind != "cpu":
+        raise ValueError(explain(name, "an NVIDIA CUDA or CPU tensor", f"device {tensor.device} (unsupported)"))
+
+
+def check_alike(named: Sequence[Named]) -> None:
+    """Check rank, dtype, device, strides and rows of q, k and v tensors; the first one sets dtype and device."""
+    first_name, first = named[0]
+    dtype, device = first.dtype, first.device
+    allowed = CUDA_DTYPES if device.type == "cuda" else CPU_DTYPES
+    if dtype not in allowed:
+        names = " or ".join(str(one) for one in allowed)
+        raise TypeError(explain(first_name, f"dtype {names} on {device.type}", dtype))
+    for name, tensor in named:
+        if tensor.dtype != dtype:
+            raise TypeError(explain(name, f"dtype {dtype} (as {first_name})", tensor.dtype))
+        if tensor.device != device:
+            raise ValueError(explain(name, f"device {device} (as {first_name})", tensor.device))
+        shape = tensor.shape
+        if len(shape) != 3:
+            raise ValueError(explain(name, "3 dimensions (rows, heads, head_dim)", f"shape {tuple(shape)}"))
+        if shape[0] >= MAX_ROWS:
+            raise ValueError(explain(name, f"fewer than {MAX_ROWS} rows", shape[0]))
+        if tensor.stride(2) != 1 and shape[2] != 1 and tensor.numel() != 0:
+            raise ValueError(explain(name, "a contiguous last dimension (stride 1)", f"stride {tensor.stride(2)}"))
+
+
+def check_query_shape(q: Tensor) -> None:
+    """Check heads and head dimension of q (total_q, H, d)."""
+    _, heads, head_dim = q.shape
+    if heads < 1:
+        raise ValueError(explain("q", "at least one head", f"shape {tuple(q.shape)}"))
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(explain("q", f"a head dimension of at most {MAX_HEAD_DIM}", head_dim))
+    if head_dim < 1 or head_dim % HEAD_DIM_MULTIPLE != 0:
+        raise ValueError(explain("q", f"a head dimension that is a multiple of {HEAD_DIM_MULTIPLE}", head_dim))
+
+
+def check_pair_shape(q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:
+    """Check one pair k (rows, H_k, d), v (rows, H_k, d) against q (total_q, H, d)."""
+    rows, kv_heads, head_dim = k.shape
+    if head_dim != q.shape[2]:
+        raise ValueError(explain(k_name, f"head dimension {q.shape[2]} (as q)", head_dim))
+    if kv_heads < 1 or q.shape[1] % kv_heads != 0:
+        expected = f"a number of heads that divides q's {q.shape[1]} heads"
+        raise ValueError(explain(k_name, expected, kv_heads))
+    if v.shape[0] != rows:
+        raise ValueError(explain(v_name, f"{rows} rows (as {k_name})", v.shape[0]))
+    if v.shape[1] != kv_heads:
+        raise ValueError(explain(v_name, f"{kv_heads} heads (as {k_name})", v.shape[1]))
+    if v.shape[2] != head_dim:
+        expected = f"head dimension {head_dim} (as q and {k_name}; another one for v is not implemented for now)"
+        raise NotImplementedError(explain(v_name, expected, v.shape[2]))
+
+
+def check_same_heads(k_name: str, k: Tensor, other_name: str, other: Tensor) -> None:
+    """Check that two key tensors have the same number of heads."""
+    if k.shape[1] != other.shape[1]:
+        raise ValueError(explain(k_name, f"{other.shape[1]} heads (as {other_name})", k.shape[1]))
+
+
+def check_offsets(name: str, offsets: Any, device: torch.device, length: int | None = None, like: str = "") -> None:
+    """Check a tensor of offsets: int32, contiguous, one dimension, on `device`, `length` elements (as `like`)."""
+    if not isinstance(offsets, Tensor):
+        raise TypeError(explain(name, "a torch.Tensor", type(offsets).__name__))
+    if offsets.dtype != torch.int32:
+        raise TypeError(explain(name, "dtype torch.int32", offsets.dtype))
+    if offsets.device != device:
+        raise ValueError(explain(name, f"device {device} (as q)", offsets.device))
+    if offsets.dim() != 1:
+        raise ValueError(explain(name, "1 dimension", f"shape {tuple(offsets.shape)}"))
+    if offsets.shape[0] < 1:
+        raise ValueError(explain(name, "at least 1 element (sequences + 1)", 0))
+    if length is not None and offsets.shape[0] != length:
+        raise ValueError(explain(name, f"{length} elements (as {like})", offsets.shape[0]))
+    if not offsets.is_contiguous():
+        raise ValueError(explain(name, "a contiguous tensor", f"stride {offsets.stride(0)}"))
+
+
+def check_grouping(cu_seqlens_context: Any, cu_seqs_per_context: Any, sequences: int, device: torch.device) -> None:
+    """Check the two optional tensors that describe several groups: both or neither, equally long."""
+    if cu_seqlens_context is None and cu_seqs_per_context is None:
+        return
+    if cu_seqs_per_context is None:
+        raise ValueError(explain("cu_seqs_per_context", "a tensor (cu_seqlens_context is given)", None))
+    if cu_seqlens_context is None:
+        raise ValueError(explain("cu_seqlens_context", "a tensor (cu_seqs_per_context is given)", None))
+    check_offsets("cu_seqlens_context", cu_seqlens_context, device)
+    groups = cu_seqlens_context.shape[0] - 1
+    check_offsets("cu_seqs_per_context", cu_seqs_per_context, device, groups + 1, "cu_seqlens_context")
+    if groups == 0 and sequences != 0:
+        raise ValueError(explain("cu_seqlens_context", f"at least one context for {sequences} sequences", 0))
+
+
+def check_length(name: str, value: Any) -> None:
+    """Check a length given as a number: an int (not a bool, not a tensor), not negative."""
+    if isinstance(value, (bool, Tensor)) or not (isinstance(value, int) or hasattr(value, "__index__")):
+        raise TypeError(explain(name, "an int", type(value).__name__))
+    if value < 0:
+        raise ValueError(explain(name, "an int >= 0", value))
+
+
+def check_context_length(context_seqlen: int, rows: int) -> None:
+    """Check that, with a single context, its length is the number of its rows."""
+    if context_seqlen != rows:
+        expected = f"{rows} (the rows of k_context, as cu_seqlens_context is not given)"
+        raise ValueError(explain("context_seqlen", expected, context_seqlen))
+
+
+def check_flag(name: str, value: Any) -> None:
+    """TypeError unless the value is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(explain(name, "a bool", type(value).__name__))
+
+
+def resolve_softmax_scale(softmax_scale: Any, head_dim: int) -> float:
+    """The scale of the scores: 1 / sqrt(head_dim) unless given, finite and positive.
+
+    The kernels take the maximum of a row before they scale it, which only a positive scale allows.
+    """
+    if softmax_scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(explain("softmax_scale", "a float or None", type(softmax_scale).__name__))
+    if not 0.0 < softmax_scale < math.inf:
+        raise ValueError(explain("softmax_scale", "a finite number > 0", softmax_scale))
+    return float(softmax_scale)
+
+
+def check_unimplemented(
+    causal: bool, dropout_p: Any, window_size: Any, softcap: Any, alibi_slopes: Any, block_table: Any
+) -> None:
+    """NotImplementedError for the options of FlashAttention that this library does not implement."""
+    if dropout_p != 0.0:
+        raise NotImplementedError(explain("dropout_p", "0.0 (dropout is not implemented)", dropout_p))
+    window = tuple(window_size)
+    if window != (-1, -1) and not (causal and window == (-1, 0)):
+        raise NotImplementedError(explain("window_size", "(-1, -1) (a sliding window is not implemented)", window))
+    if softcap != 0.0:
+        raise NotImplementedError(explain("softcap", "0.0 (softcap is not implemented)", softcap))
+    if alibi_slopes is not None:
+        raise NotImplementedError(
+            explain("alibi_slopes", "None (ALiBi is not implemented)", type(alibi_slopes).__name__)
+        )
+    if block_table is not None:
+        raise NotImplementedError(
+            explain("block_table", "None (paged KV is not implemented)", type(block_table).__name__)
+        )

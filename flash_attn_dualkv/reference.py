@@ -1,0 +1,366 @@
+"""The specification in PyTorch: exact attention over a shared context, forward and backward, block by block.
+
+For a segment with query rows Q, keys K = [K_context; K_decoded] and values V likewise (Gai et al., DualKV, 2026)
+
+    S = scale * Q K^T  where visible, else -inf        LSE = logsumexp(S)        P = exp(S - LSE)        O = P V
+    delta = rowsum(dO * O) - dLSE        dV = P^T dO        dP = dO V^T        dS = P * (dP - delta)
+    dQ = scale * dS K        dK = scale * dS^T Q
+
+with sums over the query heads of a KV head and, for a context, over all segments of its group. It follows the tables of
+`layout.py` and nothing else, runs on any device, and holds one block of scores at a time. 16-bit inputs are computed
+and summed in float32 and rounded once; float64 stays float64.
+
+The operators use it for CPU tensors; CUDA tensors reach it only when it is called directly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .layout import Group, Segment, read_tables
+
+# Bounds of the working memory: a block of scores, its keys, and the float32 sums of dK and dV (in elements).
+SCORE_ELEMENTS = 2**18
+KEY_BLOCK = 512
+ACCUMULATOR_ELEMENTS = 2**22
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which logical key positions a query at a logical position sees: the only place that knows the rule."""
+
+    causal: bool
+
+    def key_range(self, q_first: int, q_last: int, kv_len: int) -> tuple[int, int]:
+        """Keys [begin, end) outside of which no query of [q_first, q_last] sees any of the kv_len keys."""
+        return 0, max(0, min(kv_len, q_last + 1)) if self.causal else kv_len
+
+    def sees_all(self, q_first: int, kv_end: int) -> bool:
+        """Whether every query from q_first on sees every key before kv_end, so that no mask is needed."""
+        return not self.causal or kv_end <= q_first + 1
+
+    def hidden(self, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
+        """(queries, keys) bool: True where the query does not see the key."""
+        return kv_pos[None, :] > q_pos[:, None]
+
+
+class KeyBlock(NamedTuple):
+    """Keys that lie together in one region (0: context, 1: decoded)."""
+
+    region: int
+    row: int
+    position: int
+    size: int
+
+
+def key_blocks(segment: Segment, begin: int, end: int) -> Iterator[KeyBlock]:
+    """The blocks that hold the segment's keys at logical positions [begin, end); none crosses a region's border."""
+    regions = (
+        (segment.context_begin, 0, segment.context_len),
+        (segment.decoded_begin, segment.context_len, segment.decoded_len),
+    )
+    for region, (first_row, first_position, length) in enumerate(regions):
+        stop = min(end, first_position + length)
+        for position in range(max(begin, first_position), stop, KEY_BLOCK):
+            row = first_row + position - first_position
+            yield KeyBlock(region, row, position, min(KEY_BLOCK, stop - position))
+
+
+class QueryBlock(NamedTuple):
+    """Rows of one segment, for the query heads of the KV heads [head_begin, head_end)."""
+
+    segment: Segment
+    row: int
+    size: int
+    head_begin: int
+    head_end: int
+
+    @property
+    def position(self) -> int:
+        """Logical position of the first row."""
+        return self.segment.q_pos0 + self.row - self.segment.q_begin
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The inputs of one call, the two regions' tensors side by side."""
+
+    q: Tensor
+    keys: tuple[Tensor, Tensor]
+    values: tuple[Tensor, Tensor]
+    segments: list[Segment]
+    groups: list[Group]
+    scale: float
+    visibility: Visibility
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of all arithmetic and of the LSE."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys[0].shape[1]
+
+    @property
+    def heads_per_kv_head(self) -> int:
+        return self.q.shape[1] // self.kv_heads
+
+    def head_chunks(self) -> Iterator[tuple[int, int]]:
+        """KV heads to compute at once: one, unless several fit in the bounds of the working memory."""
+        queries = max((one.q_len for one in self.segments), default=0)
+        context = max((one.context_len for one in self.segments), default=0)
+        decoded = max((one.decoded_len for one in self.segments), default=0)
+        scores = self.heads_per_kv_head * queries * min(KEY_BLOCK, max(context, decoded))
+        sums = 2 * (context + decoded) * self.q.shape[2]
+        chunk = min(SCORE_ELEMENTS // max(1, scores), ACCUMULATOR_ELEMENTS // max(1, sums))
+        chunk = max(1, min(chunk, self.kv_heads))
+        for begin in range(0, self.kv_heads, chunk):
+            yield begin, min(begin + chunk, self.kv_heads)
+
+    def query_blocks(self, segment: Segment, head_begin: int, head_end: int) -> Iterator[QueryBlock]:
+        """The segment's query rows, cut so that a block of scores stays within its bound."""
+        keys = min(KEY_BLOCK, max(1, segment.context_len, segment.decoded_len))
+        size = max(1, SCORE_ELEMENTS // ((head_end - head_begin) * self.heads_per_kv_head * keys))
+        end = segment.q_begin + segment.q_len
+        for row in range(segment.q_begin, end, size):
+            yield QueryBlock(segment, row, min(size, end - row), head_begin, head_end)
+
+    def visible_blocks(self, block: QueryBlock) -> Iterator[KeyBlock]:
+        """The key blocks of which the query block sees something."""
+        kv_len = block.segment.context_len + block.segment.decoded_len
+        last = block.position + block.size - 1
+        return key_blocks(block.segment, *self.visibility.key_range(block.position, last, kv_len))
+
+    def load_queries(self, tensor: Tensor, block: QueryBlock) -> Tensor:
+        """Rows of a (total_q, H, d) tensor as (KV heads, query heads per KV head * rows, d)."""
+        per_head = self.heads_per_kv_head
+        rows = tensor[block.row : block.row + block.size, block.head_begin * per_head : block.head_end * per_head]
+        rows = rows.unflatten(1, (-1, per_head)).permute(1, 2, 0, 3)
+        return rows.to(self.dtype).reshape(rows.shape[0], -1, tensor.shape[2])
+
+    def store_queries(self, tensor: Tensor, block: QueryBlock, value: Tensor) -> None:
+        """The inverse of `load_queries`, rounding to the tensor's type."""
+        per_head = self.heads_per_kv_head
+        rows = tensor[block.row : block.row + block.size, block.head_begin * per_head : block.head_end * per_head]
+        value = value.unflatten(1, (per_head, -1)).permute(2, 0, 1, 3)
+        rows.unflatten(1, (-1, per_head)).copy_(value)
+
+    def row_values(self, tensor: Tensor, block: QueryBlock) -> Tensor:
+        """View of a (H, total_q) tensor as (query heads, rows): the block's rows in the order of `load_queries`."""
+        per_head = self.heads_per_kv_head
+        return tensor[block.head_begin * per_head : block.head_end * per_head, block.row : block.row + block.size]
+
+    def load_row_values(self, tensor: Tensor, block: QueryBlock) -> Tensor:
+        """Rows of a (H, total_q) tensor as (KV heads, query heads per KV head * rows, 1)."""
+        return self.row_values(tensor, block).reshape(block.head_end - block.head_begin, -1, 1)
+
+    def load_keys(self, tensors: tuple[Tensor, Tensor], block: KeyBlock, head_begin: int, head_end: int) -> Tensor:
+        """Rows of a region's (rows, H_k, d) tensor as (KV heads, rows, d)."""
+        rows = tensors[block.region][block.row : block.row + block.size, head_begin:head_end]
+        return rows.to(self.dtype).transpose(0, 1)
+
+    def hidden(self, queries: QueryBlock, keys: KeyBlock) -> Tensor | None:
+        """(rows, keys) bool, True where hidden; None if every row sees every key."""
+        if self.visibility.sees_all(queries.position, keys.position + keys.size):
+            return None
+        q_pos = torch.arange(queries.position, queries.position + queries.size, device=self.q.device)
+        kv_pos = torch.arange(keys.position, keys.position + keys.size, device=self.q.device)
+        return self.visibility.hidden(q_pos, kv_pos)
+
+    def fill_hidden(self, scores: Tensor, hidden: Tensor | None, value: float) -> None:
+        """Set a block of scores (or of what is computed from them) to `value` where hidden, in place."""
+        if hidden is not None:
+            scores.unflatten(1, (self.heads_per_kv_head, -1)).masked_fill_(hidden, value)
+
+
+@contextmanager
+def _plain_arithmetic(device: torch.device) -> Iterator[None]:
+    """No autograd, and no autocast that would round the float32 products."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _problem(
+    q: Tensor,
+    k_context: Tensor,
+    v_context: Tensor,
+    k_decoded: Tensor,
+    v_decoded: Tensor,
+    segments: Tensor,
+    groups: Tensor,
+    softmax_scale: float,
+    causal: bool,
+) -> Problem:
+    keys, values = (k_context, k_decoded), (v_context, v_decoded)
+    return Problem(q, keys, values, *read_tables(segments, groups), softmax_scale, Visibility(causal))
+
+
+def forward(
+    q: Tensor,
+    k_context: Tensor,
+    v_context: Tensor,
+    k_decoded: Tensor,
+    v_decoded: Tensor,
+    segments: Tensor,
+    groups: Tensor,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention of every segment of the tables.
+
+    Args:
+        q: (total_q, H, d).
+        k_context, v_context: (total_context, H_k, d).
+        k_decoded, v_decoded: (total_decoded, H_k, d).
+        segments, groups: (S, 8) and (G, 4) int32, see `layout.py`.
+        softmax_scale: factor of the scores, > 0.
+        causal: whether a row sees only keys up to its own logical position.
+
+    Returns:
+        out (total_q, H, d) in q's dtype, and lse (H, total_q) in float32 (float64 for float64). Rows that are in no
+        segment or see no key are 0 and -inf.
+    """
+    problem = _problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=problem.dtype, device=q.device)
+    with _plain_arithmetic(q.device):
+        for heads in problem.head_chunks():
+            for segment in problem.segments:
+                for block in problem.query_blocks(segment, *heads):
+                    block_out, block_lse = _attend(problem, block)
+                    problem.store_queries(out, block, block_out)
+                    rows = problem.row_values(lse, block)
+                    rows.copy_(block_lse.reshape(rows.shape))
+    return out, lse
+
+
+def _attend(problem: Problem, block: QueryBlock) -> tuple[Tensor, Tensor]:
+    """Online softmax of one query block over the keys it sees: (heads, rows, d) and (heads, rows, 1)."""
+    q = problem.load_queries(problem.q, block) * problem.scale
+    total = torch.zeros_like(q)
+    row_sum = q.new_zeros((*q.shape[:2], 1))
+    row_max = torch.full_like(row_sum, -math.inf)
+    for keys in problem.visible_blocks(block):
+        k = problem.load_keys(problem.keys, keys, block.head_begin, block.head_end)
+        v = problem.load_keys(problem.values, keys, block.head_begin, block.head_end)
+        scores = q @ k.transpose(1, 2)
+        problem.fill_hidden(scores, problem.hidden(block, keys), -math.inf)
+        new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+        # A row without a visible key so far has the maximum -inf, and -inf - -inf is not a number.
+        shift = new_max.masked_fill(new_max == -math.inf, 0.0)
+        weights = scores.sub_(shift).exp_()
+        decay = (row_max - shift).exp_()
+        row_sum = row_sum.mul_(decay).add_(weights.sum(-1, keepdim=True))
+        total = total.mul_(decay).add_(weights @ v)
+        row_max = new_max
+    out = total.div_(row_sum.masked_fill(row_sum == 0.0, 1.0))
+    return out, row_max + row_sum.log()
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k_context: Tensor,
+    v_context: Tensor,
+    k_decoded: Tensor,
+    v_decoded: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments: Tensor,
+    groups: Tensor,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `forward`.
+
+    Args:
+        dout: (total_q, H, d), any strides.
+        dlse: (H, total_q), or None if the LSE is not used.
+        out, lse: what `forward` returned; the rest are its arguments.
+
+    Returns:
+        dq, dk_context, dv_context, dk_decoded, dv_decoded: contiguous, 0 for rows that took no part.
+    """
+    problem = _problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal)
+    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    dkeys = tuple(torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in problem.keys)
+    dvalues = tuple(torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in problem.values)
+    results = (dout, dlse, out, lse)
+    with _plain_arithmetic(q.device):
+        for heads in problem.head_chunks():
+            for group in problem.groups:
+                context = _Sums(problem, dkeys[0], dvalues[0], group.context_begin, group.context_len, heads)
+                for segment in problem.segments[group.segment_begin : group.segment_end]:
+                    decoded = _Sums(problem, dkeys[1], dvalues[1], segment.decoded_begin, segment.decoded_len, heads)
+                    for block in problem.query_blocks(segment, *heads):
+                        problem.store_queries(dq, block, _differentiate(problem, block, results, (context, decoded)))
+                    decoded.finish()
+                context.finish()
+    return dq, dkeys[0], dvalues[0], dkeys[1], dvalues[1]
+
+
+class _Sums:
+    """Sums of dK and dV over a run of rows: the gradients themselves, or where those are narrower, wide copies."""
+
+    def __init__(
+        self, problem: Problem, dk: Tensor, dv: Tensor, begin: int, length: int, heads: tuple[int, int]
+    ) -> None:
+        self.begin = begin
+        self.dk_out = dk[begin : begin + length, heads[0] : heads[1]]
+        self.dv_out = dv[begin : begin + length, heads[0] : heads[1]]
+        self.dk, self.dv = self.dk_out, self.dv_out
+        if dk.dtype != problem.dtype:
+            self.dk = torch.zeros(self.dk_out.shape, dtype=problem.dtype, device=dk.device)
+            self.dv = torch.zeros_like(self.dk)
+
+    def add(self, block: KeyBlock, dk: Tensor, dv: Tensor) -> None:
+        """Add (heads, rows, d) to the block's rows."""
+        first = block.row - self.begin
+        self.dk[first : first + block.size].add_(dk.transpose(0, 1))
+        self.dv[first : first + block.size].add_(dv.transpose(0, 1))
+
+    def finish(self) -> None:
+        """Round the sums into the gradients and free them: the next ones are made while this object still lives."""
+        if self.dk is not self.dk_out:
+            self.dk_out.copy_(self.dk)
+            self.dv_out.copy_(self.dv)
+            del self.dk, self.dv
+
+
+def _differentiate(
+    problem: Problem,
+    block: QueryBlock,
+    results: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    sums: tuple[_Sums, _Sums],
+) -> Tensor:
+    """dQ of one query block as (heads, rows, d); its parts of dK and dV are added to the sums of their region."""
+    dout, dlse, out, lse = results
+    q = problem.load_queries(problem.q, block) * problem.scale
+    do = problem.load_queries(dout, block)
+    delta = (do * problem.load_queries(out, block)).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta -= problem.load_row_values(dlse, block)
+    row_lse = problem.load_row_values(lse, block)
+    # Rows that see no key are hidden everywhere; 0 only keeps exp() away from -inf - -inf.
+    row_lse = row_lse.masked_fill(row_lse == -math.inf, 0.0)
+    dq = torch.zeros_like(q)
+    for keys in problem.visible_blocks(block):
+        k = problem.load_keys(problem.keys, keys, block.head_begin, block.head_end)
+        v = problem.load_keys(problem.values, keys, block.head_begin, block.head_end)
+        hidden = problem.hidden(block, keys)
+        weights = (q @ k.transpose(1, 2)).sub_(row_lse).exp_()
+        problem.fill_hidden(weights, hidden, 0.0)
+        dscores = (do @ v.transpose(1, 2)).sub_(delta).mul_(weights)
+        problem.fill_hidden(dscores, hidden, 0.0)
+        dq += dscores @ k
+        sums[keys.region].add(keys, dscores.transpose(1, 2) @ q, weights.transpose(1, 2) @ do)
+    return dq.mul_(problem.scale)

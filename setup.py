@@ -1,0 +1,119 @@
+"""Builds the extension flash_attn_dualkv._C. All metadata is in pyproject.toml.
+
+    pip install --no-build-isolation .
+
+Settings, all environment variables:
+
+DUALKV_ARCHS        compute capabilities to build for, such as "80;90"; default: those of the visible GPUs, or
+                    "80;90" where a CUDA toolkit but no GPU is found. PTX for 8.0 is always included and serves
+                    newer GPUs.
+DUALKV_HEAD_DIMS    head dims to build, such as "64,128"; default: 64,96,128,192,256.
+DUALKV_PURE_PYTHON  1: install only the CPU implementation, whatever is found.
+MAX_JOBS            compilations at a time; default: what cores and free memory allow.
+CUDA_HOME, CXX      the CUDA toolkit and the C++ compiler to use.
+
+What is built where:
+
+torch without CUDA (macOS and MPS included)    CPU implementation only, with a notice
+no nvcc and no GPU, or only GPUs before 8.0    CPU implementation only, with a notice
+a GPU and no nvcc                              error
+nvcc and torch of different CUDA versions      error
+torch for ROCm                                 error
+torch not importable (build isolation)         error
+DUALKV_ARCHS given and no way to build         error
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from pathlib import Path
+
+import setuptools
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from build_plan import CudaBuild, PureBuild, plan_build  # noqa: E402
+from extension import EXTENSION, build  # noqa: E402
+from toolchain import BuildError  # noqa: E402
+
+MIN_SETUPTOOLS = 77
+if int(setuptools.__version__.split(".")[0]) < MIN_SETUPTOOLS:
+    raise SystemExit(
+        f"flash_attn_dualkv: setuptools {setuptools.__version__} is too old to read pyproject.toml: "
+        f'pip install "setuptools>={MIN_SETUPTOOLS}"'
+    )
+
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
+from setuptools.command.build_ext import build_ext  # noqa: E402
+from setuptools.command.build_py import build_py  # noqa: E402
+
+
+def fail(error: BuildError) -> SystemExit:
+    """An exit without a traceback: pip shows the message as it is."""
+    return SystemExit(f"\nflash_attn_dualkv cannot be installed: {error}\n")
+
+
+@functools.cache
+def current_plan() -> CudaBuild | PureBuild:
+    try:
+        return plan_build(os.environ)
+    except BuildError as error:
+        raise fail(error) from None
+
+
+def announce(text: str) -> None:
+    """Says it on stderr and, because pip hides a build's output, on the terminal."""
+    line = "*" * 100
+    banner = f"\n{line}\nflash_attn_dualkv: {text}\n{line}\n"
+    print(banner, file=sys.stderr, flush=True)
+    if not sys.stderr.isatty():
+        with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+            terminal.write(banner)
+
+
+class BuildPy(build_py):
+    """Every kind of installation copies the Python files: the place to say once what is built."""
+
+    def run(self) -> None:
+        plan = current_plan()
+        if isinstance(plan, PureBuild):
+            announce(f"installing the CPU implementation only, WITHOUT CUDA KERNELS: {plan.notice}")
+        elif plan.notice:
+            announce(plan.notice)
+        super().run()
+
+
+class BuildExt(build_ext):
+    """Compiles the extension with per-file options, which torch's own build command does not have."""
+
+    def run(self) -> None:
+        if isinstance(current_plan(), CudaBuild):
+            super().run()
+
+    def build_extension(self, ext: setuptools.Extension) -> None:
+        plan = current_plan()
+        assert isinstance(plan, CudaBuild)
+        try:
+            build(ROOT, plan, Path(self.get_ext_fullpath(ext.name)))
+        except BuildError as error:
+            raise fail(error) from None
+
+
+class BdistWheel(bdist_wheel):
+    """Plans before the wheel's tag is chosen: a wheel without kernels is pure Python."""
+
+    def finalize_options(self) -> None:
+        if isinstance(current_plan(), PureBuild):
+            self.distribution.ext_modules = []
+        super().finalize_options()
+
+
+if __name__ == "__main__":
+    setuptools.setup(
+        ext_modules=[setuptools.Extension(EXTENSION, sources=[])],
+        cmdclass={"build_py": BuildPy, "build_ext": BuildExt, "bdist_wheel": BdistWheel},
+    )

@@ -1,0 +1,34 @@
+"""Which tests can run here, and the devices that the others are run on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flash_attn_dualkv import build_info
+
+
+def _why_no_gpu() -> str | None:
+    """The reason to skip GPU tests. A compiled module that does not load is none: those tests must fail and say so."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    info = build_info()
+    if not info["compiled"] and info["compiled_error"] is None:
+        return "installed without the compiled module"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _why_no_gpu()
+    if reason is None:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Runs the test on the CPU, and marked `gpu` on a GPU."""
+    name: str = request.param
+    return name

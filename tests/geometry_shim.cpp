@@ -1,0 +1,194 @@
+// The geometry header for the tests: calls the functions that the kernels call and records what they visit. It adds
+// no geometry of its own. Every visit is checked against the tensors' extents before it is recorded.
+#include <cstdint>
+
+#include "core/kv_regions.h"
+#include "core/schedule.h"
+
+using namespace dualkv;
+
+namespace {
+
+struct Problem {
+  const int* segments;
+  const int* groups;
+  int num_segments, num_groups;
+  int q_rows, context_rows, decoded_rows;
+  int causal;
+  int block_m, block_n;
+  int heads;  // query heads of a KV head
+  int num_kv_heads, num_sms;  // for the split into parts
+
+  GroupLayout layout() const {
+    return GroupLayout{segments, groups, num_segments, num_groups, Extents{q_rows, context_rows, decoded_rows}};
+  }
+};
+
+struct Record {
+  uint8_t* seen;  // (heads, q_rows, context_rows + decoded_rows): how often each pair was visible
+  int64_t steps, masked_steps, empty_steps, needless_masks, wrong_unmasked, out_of_range;
+  int64_t ranges, tiles, parts, slots, bad_parts;
+};
+
+bool inside(const Problem& p, const KvTile& tile) {
+  const int rows = tile.region == Region::context ? p.context_rows : p.decoded_rows;
+  return tile.row >= 0 && tile.valid >= 0 && tile.valid <= p.block_n && int64_t{tile.row} + tile.valid <= rows;
+}
+
+// Counts columns [0, columns) of one row. Returns how many there were.
+int see(const Problem& p, Record& r, int head, int row, const KvTile& tile, int columns) {
+  if (columns <= 0) return 0;
+  if (row < 0 || row >= p.q_rows || columns > tile.valid) {
+    ++r.out_of_range;
+    return 0;
+  }
+  if (!r.seen) return columns;
+  const int64_t keys = int64_t{p.context_rows} + p.decoded_rows;
+  const int first = tile.row + (tile.region == Region::context ? 0 : p.context_rows);
+  uint8_t* counts = r.seen + (int64_t{head} * p.q_rows + row) * keys + first;
+  for (int c = 0; c < columns; ++c) ++counts[c];
+  return columns;
+}
+
+void forward_tile(const Problem& p, Record& r, const Segment& s, int m_block) {
+  const QueryTile q = query_tile(s, m_block, p.block_m);
+  const int tiles = visible_kv_tiles(s, q, p.block_n, p.causal);
+  if (q.row < 0 || q.rows < 1 || q.row + q.rows > p.q_rows) ++r.out_of_range;
+  if (!inside(p, kv_tile(s, 0, p.block_n))) ++r.out_of_range;  // loaded even when nothing is visible
+  if (forward_cost(s, m_block, p.block_m, p.block_n, p.causal) != tiles) ++r.bad_parts;
+  const MaskedTiles all_masked = masked_tiles(s, q, p.block_n, p.causal);
+  for (int n = 0; n < tiles; ++n) {
+    const KvTile tile = kv_tile(s, n, p.block_n);
+    const bool masked = needs_mask(tile, q, p.block_n, p.causal);
+    ++r.steps;
+    r.masked_steps += masked;
+    r.wrong_unmasked += all_masked.needs_mask(n) != masked;  // two ways to ask the same question
+    if (!inside(p, tile)) {
+      ++r.out_of_range;
+      continue;
+    }
+    if (!masked && tile.valid < p.block_n) ++r.wrong_unmasked;
+    int64_t visible = 0;
+    for (int i = 0; i < q.rows; ++i) {
+      const int columns = masked ? visible_columns(tile, q.q_pos + i, p.causal) : p.block_n;
+      for (int head = 0; head < p.heads; ++head) visible += see(p, r, head, q.row + i, tile, columns);
+    }
+    r.empty_steps += visible == 0;
+    r.needless_masks += masked && visible == int64_t{p.heads} * q.rows * p.block_n;
+  }
+}
+
+void backward_step(const Problem& p, Record& r, const QueryWalk& walk) {
+  const bool masked = needs_mask(walk.tile, walk.range, walk.m_block, p.block_m, p.block_n);
+  ++r.steps;
+  r.masked_steps += masked;
+  int64_t visible = 0;
+  for (int i = 0; i < p.block_m; ++i) {
+    const int row = walk.m_block * p.block_m + i;
+    const int columns = masked ? visible_columns(walk.tile, walk.range, row) : p.block_n;
+    visible += see(p, r, walk.head, row, walk.tile, columns);
+  }
+  r.empty_steps += visible == 0;
+  r.needless_masks += masked && visible == int64_t{p.block_m} * p.block_n;
+}
+
+QueryWalk walk_of(const Problem& p, const Owner& owner) {
+  QueryWalk walk{};
+  walk.layout = p.layout();
+  walk.tile = owner.tile;
+  walk.segment_end = owner.segment_end;
+  walk.block_m = p.block_m;
+  walk.heads = p.heads;
+  walk.causal = p.causal;
+  return walk;
+}
+
+int64_t tile_capacity(const Problem& p) {
+  return p.context_rows / p.block_n + p.num_groups + p.decoded_rows / p.block_n + p.num_segments;
+}
+
+// Calls body(owner, steps) for every tile that somebody owns, up to as many as the device list holds: overlapping
+// hostile runs have more.
+template <class Body>
+void for_each_owner(const Problem& p, Body body) {
+  const GroupLayout layout = p.layout();
+  int64_t left = tile_capacity(p);
+  for (int index = 0; index < p.num_groups + p.num_segments; ++index) {
+    const bool context = index < p.num_groups;
+    for (int n = 0; n < owned_tiles(layout, index, p.block_n) && left > 0; ++n, --left) {
+      const Region region = context ? Region::context : Region::decoded;
+      const Owner owner = owner_of(layout, region, context ? index : index - p.num_groups, n, p.block_n);
+      body(owner, owner_steps(layout, owner, p.block_m, p.heads, p.causal));
+    }
+  }
+}
+
+void backward_owner(const Problem& p, Record& r, const Owner& owner, int steps, int limit) {
+  if (!inside(p, owner.tile) || owner.tile.valid < 1) {
+    ++r.out_of_range;
+    return;
+  }
+  for (int segment = owner.segment_begin; segment < owner.segment_end;) {
+    r.ranges += !next_query_range(p.layout(), segment, owner.segment_end, owner.tile, p.causal).empty();
+  }
+  const int parts = part_count(steps, limit);
+  r.parts += parts;
+  r.slots += parts > 1 ? parts * p.num_kv_heads : 0;
+  ++r.tiles;
+  for (int part = 0; part < parts; ++part) {
+    const int first = part_begin(steps, parts, part), last = part_begin(steps, parts, part + 1);
+    int walked = 0;
+    QueryWalk walk = walk_of(p, owner);
+    for (walk.start(owner.segment_begin, first, last - first); !walk.done(); walk.next(), ++walked) {
+      backward_step(p, r, walk);
+    }
+    if (walked != last - first || last - first > limit) ++r.bad_parts;
+  }
+}
+
+int64_t total_steps(const Problem& p) {
+  int64_t total = 0;
+  for_each_owner(p, [&](const Owner&, int steps) { total += steps; });
+  return total;
+}
+
+}  // namespace
+
+extern "C" {
+
+// What every query tile visits, in the forward and in the dQ of the deterministic backward.
+void record_forward(const Problem* p, Record* r) {
+  for (int index = 0; index < p->num_segments; ++index) {
+    const Segment s = p->layout().segment(index);
+    for (int m_block = 0; m_block < ceil_div(s.q_len, p->block_m); ++m_block) forward_tile(*p, *r, s, m_block);
+  }
+}
+
+// What the owners of all KV tiles visit. limit > 0 fixes the most steps of a part; otherwise the schedule chooses.
+void record_backward(const Problem* p, Record* r, int limit) {
+  if (limit <= 0) limit = part_limit(total_steps(*p) * p->num_kv_heads, p->num_sms);
+  for_each_owner(*p, [&](const Owner& owner, int steps) { backward_owner(*p, *r, owner, steps, limit); });
+}
+
+int64_t count_steps(const Problem* p) { return total_steps(*p); }
+
+int64_t count_capacity(const Problem* p) { return tile_capacity(*p); }
+
+int count_slots(const Problem* p) {
+  return slot_capacity(tile_capacity(*p), p->num_segments, p->q_rows, p->block_m, p->heads * p->num_kv_heads,
+                       p->num_sms);
+}
+
+void read_segment(const Problem* p, int index, int* out) {
+  const Segment s = p->layout().segment(index);
+  const int values[] = {s.q_begin, s.q_len, s.q_pos0, s.context_begin, s.context_len, s.decoded_begin, s.decoded_len};
+  for (int i = 0; i < 7; ++i) out[i] = values[i];
+}
+
+void read_group(const Problem* p, int index, int* out) {
+  const Group g = p->layout().group(index);
+  const int values[] = {g.context_begin, g.context_len, g.segment_begin, g.segment_end};
+  for (int i = 0; i < 4; ++i) out[i] = values[i];
+}
+
+}  // extern "C"

@@ -1,0 +1,105 @@
+"""Evidence that the library's own kernels ran, the choice among them, and free memory that does not look like zeros."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+# "cpu" runs the kernel tests on the CPU implementation, with small sizes: a check of the tests themselves.
+DEVICE = os.environ.get("DUALKV_TEST_DEVICE", "cuda")
+GPU_MARKS = [pytest.mark.gpu] if DEVICE == "cuda" else []
+DIRECTIONS = {"forward": "forward", "backward": "backward(?!_dq)", "backward_dq": "backward_dq"}
+POISON_BYTES = [512] * 64 + [1 << 16] * 32 + [1 << 20] * 8 + [1 << 22] * 8 + [1 << 26] * 4
+CHOICE = "DUALKV_KERNELS"  # sm80: the portable kernels on any GPU; sm90: Hopper's where there are some
+
+
+def kernel_families() -> list[str]:
+    """The families of kernels that can serve a call here; one nameless family on the CPU."""
+    from flash_attn_dualkv import build_info
+
+    if DEVICE != "cuda":
+        return [""]
+    hopper = torch.cuda.get_device_capability()[0] == 9 and build_info()["head_dims"].get("sm90")
+    return ["sm80", "sm90"] if hopper else ["sm80"]
+
+
+@contextmanager
+def use_kernels(family: str) -> Iterator[None]:
+    """Calls in the block go to this family of kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        if family:
+            patch.setenv(CHOICE, family)
+        yield
+
+
+@pytest.fixture(params=["sm90", "sm80"] if DEVICE == "cuda" else [""])
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test once with each family of kernels."""
+    family: str = request.param
+    if family not in kernel_families():
+        pytest.skip(f"no {family} kernels here")
+    with use_kernels(family):
+        yield family
+
+
+def kernel_pattern(direction: str) -> re.Pattern[str]:
+    """What the names of the kernels of a direction look like, with the families that may serve it."""
+    family = "sm80" if os.environ.get(CHOICE) == "sm80" else r"sm\d+"
+    return re.compile(f"dualkv_{family}_{DIRECTIONS[direction]}")
+
+
+def launch_counts() -> dict[str, int]:
+    """Launches of each kernel since the process began, as the extension counts them."""
+    from flash_attn_dualkv import _C  # type: ignore[attr-defined, unused-ignore]
+
+    return dict(_C.launch_counts())
+
+
+def device_events(profiler: torch.profiler.profile) -> list[str]:
+    """Names of the kernels and copies that a profiler saw on the device."""
+    events = profiler.events() or []
+    return [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@contextmanager
+def profiled() -> Iterator[list[str]]:
+    """Yields a list that holds, once the block has ended, the names of what ran on the device."""
+    names: list[str] = []
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        yield names
+        torch.cuda.synchronize()
+    names += device_events(profiler)
+
+
+@contextmanager
+def kernels_ran(*directions: str) -> Iterator[None]:
+    """Asserts that the kernels of every direction ran in the block: the profiler saw them and their count went up.
+
+    On the CPU, or with no directions, nothing is checked.
+    """
+    if DEVICE != "cuda" or not directions:
+        yield
+        return
+    before = launch_counts()
+    with profiled() as names:
+        yield
+    after = launch_counts()
+    for direction in directions:
+        pattern = kernel_pattern(direction)
+        assert any(pattern.search(name) for name in names), f"no {direction} kernel among {sorted(set(names))}"
+        launched = sum(after[name] - before.get(name, 0) for name in after if pattern.search(name))
+        assert launched > 0, f"launch_counts() says that no {direction} kernel was launched: {after}"
+
+
+def poison_free_memory() -> None:
+    """Leaves NaN (in every floating-point type) in the GPU memory that the allocator will hand out next."""
+    if DEVICE != "cuda":
+        return
+    blocks = [torch.full((size,), 255, dtype=torch.uint8, device=DEVICE) for size in POISON_BYTES]
+    del blocks

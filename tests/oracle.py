@@ -1,0 +1,298 @@
+"""What the kernels are measured against.
+
+`reference` is dense attention in fp64 computed sequence by sequence from a table of row ranges; `plain` is the same
+mathematics as ordinary PyTorch operations in the input type, differentiated by autograd; `compare` is the accuracy
+rule: at most twice the error of the plain computation, and a bound on the relative Frobenius error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from groups import Batch, Results, SequenceRows
+from torch import Tensor
+
+FROBENIUS_BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
+LSE_BOUND = 1e-4  # fp32 scores and sums, whatever the input type
+SCORES_AT_ONCE = 1 << 27  # elements of one score matrix: 1 GiB in fp64
+CPU_SCORES_AT_ONCE = 1 << 22
+ELEMENTS_AT_ONCE = 1 << 28  # elements of one tensor: 2 GiB in fp64
+
+
+def _budget(device: torch.device) -> int:
+    return SCORES_AT_ONCE if device.type == "cuda" else CPU_SCORES_AT_ONCE
+
+
+def visible(rows: SequenceRows, first: int, last: int, causal: bool, device: torch.device | str) -> Tensor:
+    """(last - first, keys) bool: the keys that query rows [first, last) of the sequence see."""
+    keys = torch.arange(rows.context_len + rows.decoded_len, device=device)
+    positions = torch.arange(rows.q_pos0 + first, rows.q_pos0 + last, device=device)
+    if not causal:
+        return torch.ones(len(positions), len(keys), dtype=torch.bool, device=device)
+    return keys[None, :] <= positions[:, None]
+
+
+def _keys(batch: Batch, rows: SequenceRows) -> tuple[Tensor, Tensor]:
+    """(keys, H_k, d): K and V of the sequence, context first."""
+    context = slice(rows.context_begin, rows.context_begin + rows.context_len)
+    decoded = slice(rows.decoded_begin, rows.decoded_begin + rows.decoded_len)
+    k = torch.cat([batch.k_context[context], batch.k_decoded[decoded]])
+    return k, torch.cat([batch.v_context[context], batch.v_decoded[decoded]])
+
+
+def _seeing_rows(rows: SequenceRows, causal: bool) -> tuple[int, int]:
+    """The query rows of the sequence that see at least one key: all, none, or all but the first few."""
+    if rows.context_len + rows.decoded_len == 0:
+        return rows.q_len, rows.q_len
+    return (min(max(-rows.q_pos0, 0), rows.q_len) if causal else 0), rows.q_len
+
+
+def _empty_results(batch: Batch, dtype: torch.dtype) -> Results:
+    """No row sees anything: zeros, and -inf for the LSE."""
+    zeros = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in batch.inputs]
+    total_q, heads, _ = batch.q.shape
+    lse = torch.full((heads, total_q), float("-inf"), dtype=torch.float64, device=batch.q.device)
+    return Results(torch.zeros_like(zeros[0]), lse, *zeros)
+
+
+def _add_kv(results: Results, rows: SequenceRows, heads: slice, dk: Tensor, dv: Tensor) -> None:
+    """Adds (heads, keys, d) gradients of one sequence's keys to the rows they came from."""
+    context = slice(rows.context_begin, rows.context_begin + rows.context_len)
+    decoded = slice(rows.decoded_begin, rows.decoded_begin + rows.decoded_len)
+    for total, own, grad in (
+        (results.dk_context, results.dk_decoded, dk),
+        (results.dv_context, results.dv_decoded, dv),
+    ):
+        grad = grad.transpose(0, 1)
+        total[context, heads] += grad[: rows.context_len]
+        own[decoded, heads] += grad[rows.context_len :]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Query rows [first, last) of a sequence for KV heads [kv_first, kv_last), seeing `keys` keys at most."""
+
+    first: int
+    last: int
+    kv_first: int
+    kv_last: int
+    keys: int
+
+
+def _blocks(rows: SequenceRows, batch: Batch) -> Iterator[_Block]:
+    """Cuts a sequence so that a score matrix of a block stays within the budget."""
+    first, end = _seeing_rows(rows, batch.causal)
+    kv_heads, ratio = batch.k_context.shape[1], batch.q.shape[1] // batch.k_context.shape[1]
+    keys = rows.context_len + rows.decoded_len
+    budget = _budget(batch.q.device)
+    kv_step = max(1, min(kv_heads, budget // max(1, ratio * keys * min(end - first, 1024))))
+    row_step = max(1, budget // max(1, ratio * keys * kv_step))
+    for row in range(first, end, row_step):
+        last = min(row + row_step, end)
+        seen = min(keys, rows.q_pos0 + last) if batch.causal else keys
+        for kv in range(0, kv_heads, kv_step):
+            yield _Block(row, last, kv, min(kv + kv_step, kv_heads), seen)
+
+
+def _reference_block(
+    batch: Batch, rows: SequenceRows, block: _Block, k: Tensor, v: Tensor, dlse: Tensor | None, results: Results
+) -> None:
+    ratio = batch.q.shape[1] // batch.k_context.shape[1]
+    length, head_dim = block.last - block.first, batch.q.shape[2]
+    kv_heads = slice(block.kv_first, block.kv_last)
+    heads = slice(block.kv_first * ratio, block.kv_last * ratio)
+    packed = slice(rows.q_begin + block.first, rows.q_begin + block.last)
+
+    def stacked(x: Tensor) -> Tensor:  # (rows, H, d) -> (H_k, ratio * rows, d)
+        x = x[packed, heads].double().transpose(0, 1)
+        return x.reshape(-1, ratio * length, head_dim)
+
+    def unstacked(x: Tensor) -> Tensor:
+        return x.reshape(-1, length, head_dim).transpose(0, 1)
+
+    q, dout = stacked(batch.q), stacked(batch.dout)
+    k, v = (x[: block.keys, kv_heads].double().transpose(0, 1) for x in (k, v))
+    scores = torch.matmul(q, k.transpose(1, 2)).mul_(batch.scale)
+    if batch.causal and rows.q_pos0 + block.first + 1 < block.keys:
+        hidden = ~visible(rows, block.first, block.last, True, q.device)[:, : block.keys]
+        scores.view(-1, ratio, length, block.keys).masked_fill_(hidden, float("-inf"))
+    lse = scores.logsumexp(-1, keepdim=True)
+    p = scores.sub_(lse).exp_()
+    out = torch.matmul(p, v)
+    dv = torch.matmul(p.transpose(1, 2), dout)
+    delta = (out * dout).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta -= dlse[heads, packed].double().reshape(delta.shape)
+    ds = torch.matmul(dout, v.transpose(1, 2)).sub_(delta).mul_(p).mul_(batch.scale)
+    results.out[packed, heads] = unstacked(out)
+    results.lse[heads, packed] = lse.reshape(-1, length)
+    results.dq[packed, heads] = unstacked(torch.matmul(ds, k))
+    dk, dv = (_pad_keys(x, rows) for x in (torch.matmul(ds.transpose(1, 2), q), dv))
+    _add_kv(results, rows, kv_heads, dk, dv)
+
+
+def _pad_keys(grad: Tensor, rows: SequenceRows) -> Tensor:
+    missing = rows.context_len + rows.decoded_len - grad.shape[1]
+    return torch.nn.functional.pad(grad, (0, 0, 0, missing)) if missing else grad
+
+
+@torch.no_grad()
+def reference(batch: Batch, dlse: Tensor | None = None) -> Results:
+    """Attention and gradients in fp64, each sequence by itself, in blocks of bounded memory."""
+    results = _empty_results(batch, torch.float64)
+    for rows in batch.table:
+        k, v = _keys(batch, rows)
+        for block in _blocks(rows, batch):
+            _reference_block(batch, rows, block, k, v, dlse, results)
+    return results
+
+
+def _plain_heads(
+    batch: Batch, rows: SequenceRows, kv_heads: slice, k: Tensor, v: Tensor, dlse: Tensor | None, results: Results
+) -> None:
+    """One sequence and some KV heads in the input type; the gradient of every query head's copy of K, V is rounded."""
+    first, last = _seeing_rows(rows, batch.causal)
+    ratio = batch.q.shape[1] // batch.k_context.shape[1]
+    heads = slice(kv_heads.start * ratio, kv_heads.stop * ratio)
+    packed = slice(rows.q_begin + first, rows.q_begin + last)
+    q, dout = (x[packed, heads].transpose(0, 1).contiguous() for x in (batch.q, batch.dout))
+    k, v = (x[:, kv_heads].transpose(0, 1).repeat_interleave(ratio, dim=0) for x in (k, v))
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        scores = torch.matmul(leaves[0], leaves[1].transpose(1, 2)) * batch.scale
+        if batch.causal:
+            scores = scores.masked_fill(~visible(rows, first, last, True, q.device), float("-inf"))
+        out = torch.matmul(scores.softmax(-1), leaves[2])
+        outputs, upstream = [out], [dout]
+        if dlse is not None:
+            outputs.append(scores.to(dlse.dtype).logsumexp(-1))
+            upstream.append(dlse[heads, packed])
+    dq, dk, dv = torch.autograd.grad(outputs, leaves, upstream)
+    results.out[packed, heads] = out.detach().transpose(0, 1).to(results.out.dtype)
+    results.lse[heads, packed] = scores.detach().double().logsumexp(-1)
+    results.dq[packed, heads] = dq.transpose(0, 1).to(results.dq.dtype)
+    dk, dv = (x.to(results.dq.dtype).unflatten(0, (-1, ratio)).sum(1) for x in (dk, dv))
+    _add_kv(results, rows, kv_heads, dk, dv)
+
+
+def plain(batch: Batch, dlse: Tensor | None = None) -> Results:
+    """The same in the input type by ordinary PyTorch operations, the prompt taken through `expand`.
+
+    Autograd's gradient of an expanded tensor is one fp32 sum of the copies' rounded gradients, rounded once; a
+    loop over the copies that sums them in fp32 is the same computation in bounded memory.
+    """
+    dtype = batch.q.dtype
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    results = _empty_results(batch, sums)
+    kv_heads, ratio = batch.k_context.shape[1], batch.q.shape[1] // batch.k_context.shape[1]
+    for rows in batch.table:
+        first, last = _seeing_rows(rows, batch.causal)
+        if first == last:
+            continue
+        k, v = _keys(batch, rows)
+        step = max(1, 2 * _budget(batch.q.device) // max(1, ratio * (last - first) * k.shape[0]))
+        for kv in range(0, kv_heads, step):
+            _plain_heads(batch, rows, slice(kv, min(kv + step, kv_heads)), k, v, dlse, results)
+    return Results(*(x if name == "lse" else x.to(dtype) for name, x in results._asdict().items()))
+
+
+def rounding_floor(expected: Tensor, dtype: torch.dtype) -> float:
+    """Errors below this say nothing: twice what a trip through `+ 0.3 - 0.3` costs in the type, plus 1e-5."""
+    x = expected.to(dtype)
+    return 2 * (x + 0.3 - 0.3 - x).abs().max().item() + 1e-5
+
+
+def max_error(actual: Tensor, expected: Tensor) -> float:
+    return (actual.double() - expected).abs().max().item()
+
+
+def violations(name: str, actual: Tensor, plain_value: Tensor, expected: Tensor, dtype: torch.dtype) -> list[str]:
+    """How `actual` breaks the accuracy rule; `expected` is fp64, `dtype` the input type."""
+    if actual.shape != expected.shape:
+        return [f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"]
+    if expected.numel() == 0:
+        return []
+    if not bool(actual.isfinite().all()):
+        return [f"{name}: {int((~actual.isfinite()).sum())} of {actual.numel()} values are not finite"]
+    problems = []
+    error, limit = max_error(actual, expected), 2 * max_error(plain_value, expected) + rounding_floor(expected, dtype)
+    if not error <= limit:
+        problems.append(f"{name}: max error {error:.3g} > {limit:.3g}")
+    size = expected.norm().item()
+    relative = (actual.double() - expected).norm().item() / max(size, 1e-300)
+    if size > 1e-3 * expected.numel() ** 0.5 and not relative <= FROBENIUS_BOUND[dtype]:
+        problems.append(f"{name}: relative Frobenius error {relative:.3g} > {FROBENIUS_BOUND[dtype]:.3g}")
+    return problems
+
+
+def lse_violations(actual: Tensor, expected: Tensor) -> list[str]:
+    """-inf exactly where the reference has it, and within LSE_BOUND elsewhere."""
+    if actual.shape != expected.shape:
+        return [f"lse: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"]
+    empty = expected.isneginf()
+    if not torch.equal(actual.isneginf(), empty):
+        return [f"lse: -inf in {int(actual.isneginf().sum())} rows, expected in {int(empty.sum())}"]
+    error = (actual.double() - expected)[~empty].abs()
+    bound = LSE_BOUND + 1e-6 * expected[~empty].abs()
+    return [] if bool((error <= bound).all()) else [f"lse: max error {error.max().item():.3g} > {LSE_BOUND}"]
+
+
+def compare(actual: Results, plain_values: Results, expected: Results, dtype: torch.dtype) -> list[str]:
+    """Every violation of the accuracy rule in a result."""
+    problems = lse_violations(actual.lse, expected.lse)
+    for name in Results._fields:
+        if name != "lse":
+            value, plain_value, right = (getattr(results, name) for results in (actual, plain_values, expected))
+            problems += violations(name, value, plain_value, right, dtype)
+    return problems
+
+
+def _head_slices(batch: Batch) -> Iterator[tuple[slice, slice]]:
+    """(query heads, KV heads) in portions whose fp64 copies are a few GiB: heads do not know of each other."""
+    kv_heads, ratio = batch.k_context.shape[1], batch.q.shape[1] // batch.k_context.shape[1]
+    elements = max(batch.q.shape[0] * ratio, batch.k_context.shape[0], batch.k_decoded.shape[0]) * batch.q.shape[2]
+    step = max(1, ELEMENTS_AT_ONCE // max(1, elements))
+    for first in range(0, kv_heads, step):
+        last = min(first + step, kv_heads)
+        yield slice(first * ratio, last * ratio), slice(first, last)
+
+
+def _of_heads(batch: Batch, heads: slice, kv: slice) -> Batch:
+    q, k_context, v_context, k_decoded, v_decoded = batch.inputs
+    return batch.replace(
+        q=q[:, heads], dout=batch.dout[:, heads], k_context=k_context[:, kv], v_context=v_context[:, kv],
+        k_decoded=k_decoded[:, kv], v_decoded=v_decoded[:, kv],
+    )  # fmt: skip
+
+
+def _results_of_heads(results: Results, heads: slice, kv: slice) -> Results:
+    of_keys = (x[:, kv] for x in results[3:])
+    return Results(results.out[:, heads], results.lse[heads], results.dq[:, heads], *of_keys)
+
+
+def check(batch: Batch, *candidates: Results, dlse: Tensor | None = None) -> None:
+    """Raises AssertionError with every violation of the accuracy rule by results of this batch."""
+    for results in candidates:
+        for name, expected in zip(("out", *Results._fields[2:]), (batch.q, *batch.inputs)):
+            actual = getattr(results, name)
+            same = actual.dtype == expected.dtype and actual.shape == expected.shape and actual.is_contiguous()
+            assert same, f"{name}: {actual.dtype} {tuple(actual.shape)} with strides {actual.stride()}"
+    problems = []
+    for heads, kv in _head_slices(batch):
+        part = _of_heads(batch, heads, kv)
+        part_dlse = None if dlse is None else dlse[heads]
+        expected_values, plain_values = reference(part, part_dlse), plain(part, part_dlse)
+        for results in candidates:
+            own = _results_of_heads(results, heads, kv)
+            problems += compare(own, plain_values, expected_values, batch.q.dtype)
+    assert not problems, "; ".join(problems)
+
+
+def assert_bits_equal(name: str, actual: Tensor, expected: Tensor) -> None:
+    """Same shape, type and bit patterns (so that -0 differs from 0 and a NaN equals itself)."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype, f"{name}: {actual.shape} {actual.dtype}"
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
+    same = actual.contiguous().view(integers) == expected.contiguous().view(integers)
+    assert bool(same.all()), f"{name}: {int((~same).sum())} of {same.numel()} elements differ"

@@ -1,0 +1,350 @@
+"""What must hold of results whatever the numbers: invariances, determinism, borders, and which kernels run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from groups import Batch, Group, Results, assemble, build_groups, cumulative, one_large_advantage, pack, run
+from launches import (
+    CHOICE,
+    DEVICE,
+    DIRECTIONS,
+    GPU_MARKS,
+    kernel_pattern,
+    kernels,  # noqa: F401
+    kernels_ran,
+    poison_free_memory,
+    profiled,
+)
+
+pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
+needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="about the device")
+
+# Lengths on both sides of tile borders, a prompt, queries without keys, an empty sequence, a context without owners.
+MIXED = (
+    Group(150, ((150, 0), (70, 70), (1, 1), (0, 0), (129, 129), (33, 65))),
+    Group(0, ((40, 40), (9, 4))),
+    Group(37, ()),
+    Group(65, ((85, 20), (0, 30), (10, 0), (64, 64))),
+)
+CONFIGURATIONS = [
+    (64, (8, 2), torch.bfloat16),
+    (80, (4, 4), torch.float16),
+    (96, (6, 2), torch.bfloat16),
+    (128, (8, 1), torch.bfloat16),
+    (128, (4, 4), torch.float16),
+    (192, (4, 2), torch.float16),
+    (256, (4, 2), torch.bfloat16),
+]
+if DEVICE != "cuda":
+    CONFIGURATIONS = [(16, (4, 2), torch.bfloat16), (8, (2, 2), torch.float16)]
+configurations = pytest.mark.parametrize(("head_dim", "heads", "dtype"), CONFIGURATIONS)
+both_masks = pytest.mark.parametrize("causal", [True, False])
+
+Options = dict[str, Any]
+
+
+def options_of(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> Options:
+    return dict(head_dim=head_dim, heads=heads, dtype=dtype, device=DEVICE)
+
+
+def rows(begin: int, length: int) -> slice:
+    return slice(begin, begin + length)
+
+
+def check_both_modes(batch: Batch) -> None:
+    poison_free_memory()
+    with kernels_ran(*(("forward", "backward") if batch.pairs else ())):
+        default = run(batch)
+    oracle.check(batch, default, run(batch, deterministic=True))
+
+
+@both_masks
+@configurations
+def test_mixed_groups_in_one_launch(head_dim: int, heads: tuple[int, int], dtype: torch.dtype, causal: bool) -> None:
+    """Rows that see no key, an empty context, an ownerless one: 0, -inf and zero gradients where nothing is seen."""
+    batch = build_groups(MIXED, causal=causal, **options_of(head_dim, heads, dtype))
+    check_both_modes(batch)
+    results = run(batch)
+    blind = batch.table[7]  # 9 queries, 4 keys
+    assert blind.q_len == 9
+    assert bool(results.lse[:, blind.q_begin : blind.q_begin + 5].isneginf().all()) == causal
+    assert bool(results.dk_context[150:187].any()) is False
+
+
+@both_masks
+@configurations
+def test_rows_are_bit_identical_in_any_batch(
+    head_dim: int, heads: tuple[int, int], dtype: torch.dtype, causal: bool
+) -> None:
+    batch = build_groups(MIXED, causal=causal, **options_of(head_dim, heads, dtype))
+    whole = run(batch, backward=False)
+    owners = [[0, 1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11]]
+    everyone = list(range(len(batch.table)))
+    arrangements = [[[index]] for index in everyone]
+    arrangements += [[[index] for index in reversed(everyone)], [own[::-1] for own in owners[::-1]], owners[:1] * 3]
+    for arrangement, slack in itertools.product(arrangements, [(0, 0), (5, 70)]):
+        new = assemble(batch, arrangement, slack)
+        other = run(new, backward=False)
+        for index, to in zip((i for own in arrangement for i in own), new.table):
+            source, target = rows(batch.table[index].q_begin, to.q_len), rows(to.q_begin, to.q_len)
+            oracle.assert_bits_equal(f"out of sequence {index}", other.out[target], whole.out[source])
+            oracle.assert_bits_equal(f"lse of sequence {index}", other.lse[:, target], whole.lse[:, source])
+
+
+@configurations
+def test_groups_in_one_launch_equal_separate_launches(
+    head_dim: int, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    batch = build_groups(MIXED, **options_of(head_dim, heads, dtype))
+    whole = run(batch)
+    for indices in ([0, 1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11]):
+        one = assemble(batch, [indices])
+        alone, table = run(one), [batch.table[index] for index in indices]
+        queries, keys = ([rows(row[i], row[i + 1]) for row in table] for i in (0, 4))
+        context = rows(table[0].context_begin, table[0].context_len)
+        oracle.assert_bits_equal("out", alone.out, torch.cat([whole.out[s] for s in queries]))
+        oracle.assert_bits_equal("lse", alone.lse, torch.cat([whole.lse[:, s] for s in queries], 1))
+        part = Results(
+            alone.out, alone.lse, torch.cat([whole.dq[s] for s in queries]),
+            whole.dk_context[context], whole.dv_context[context],
+            torch.cat([whole.dk_decoded[s] for s in keys]), torch.cat([whole.dv_decoded[s] for s in keys]),
+        )  # fmt: skip
+        oracle.check(one, alone, part)
+
+
+def split_owner_batch(options: Options, causal: bool = True) -> Batch:
+    """A short context and one KV head, so that the queries of a context tile are split among blocks."""
+    responses = ((64, 64),) * (48 if DEVICE == "cuda" else 4)
+    return build_groups([Group(200, ((200, 0), *responses))], causal=causal, **options | {"heads": (8, 1)})
+
+
+@both_masks
+@configurations
+def test_split_owners(head_dim: int, heads: tuple[int, int], dtype: torch.dtype, causal: bool) -> None:
+    check_both_modes(split_owner_batch(options_of(head_dim, heads, dtype), causal))
+
+
+@configurations
+def test_deterministic_gradients_repeat_bit_for_bit(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    options = options_of(head_dim, heads, dtype)
+    for batch in (split_owner_batch(options), build_groups(MIXED, **options)):
+        for deterministic in (True, False):
+            first = run(batch, deterministic=deterministic)
+            for _ in range(9):
+                poison_free_memory()
+                again = run(batch, deterministic=deterministic)
+                for name, value in again._asdict().items():
+                    if deterministic or name != "dq":  # by default the additions to dQ come in any order
+                        oracle.assert_bits_equal(name, value, getattr(first, name))
+
+
+@pytest.mark.parametrize("switch", ["argument", "torch", "environment"])
+def test_every_switch_makes_dq_deterministic(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = build_groups(MIXED, **options_of(64, (8, 2), torch.bfloat16))
+    expected = run(batch, deterministic=True)
+    if switch == "environment":
+        monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
+    torch.use_deterministic_algorithms(switch == "torch")  # also fills every new tensor with NaN
+    try:
+        with kernels_ran("backward", "backward_dq"):
+            results = run(batch, deterministic=switch == "argument")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, value in results._asdict().items():
+        oracle.assert_bits_equal(name, value, getattr(expected, name))
+
+
+@both_masks
+def test_results_do_not_depend_on_the_longest_lengths(causal: bool) -> None:
+    batch = build_groups(MIXED, causal=causal, **options_of(64, (8, 2), torch.bfloat16))
+    expected = run(batch, deterministic=True)
+    for length in (0, 1, 2**31 - 1):
+        lengths: Options = dict(max_seqlen_q=length, max_seqlen_k_decoded=length, context_seqlen=length)
+        results = run(batch, deterministic=True, **lengths)
+        for name, value in results._asdict().items():
+            oracle.assert_bits_equal(name, value, getattr(expected, name))
+
+
+@configurations
+def test_gradient_of_the_lse(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    batch = build_groups(MIXED, **options_of(head_dim, heads, dtype))
+    dlse = torch.randn(batch.q.shape[1], batch.q.shape[0], device=DEVICE)
+    oracle.check(batch, run(batch, dlse=dlse), run(batch, dlse=dlse, deterministic=True), dlse=dlse)
+    strided = torch.stack([dlse, dlse], -1)[..., 0]
+    silent = batch.replace(dout=torch.zeros_like(batch.dout))
+    oracle.check(silent, run(silent, dlse=strided), dlse=dlse)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.2, 0.5])
+@configurations
+def test_rising_scores(head_dim: int, heads: tuple[int, int], dtype: torch.dtype, scale: float) -> None:
+    """Keys that grow with their position: the running maximum changes in every tile."""
+    batch = build_groups(MIXED, **options_of(head_dim, heads, dtype))
+    for keys in (batch.k_context, batch.k_decoded):
+        keys *= torch.linspace(0.1, 1.5, len(keys), device=DEVICE).to(dtype)[:, None, None]
+    check_both_modes(batch.replace(softmax_scale=scale * 8 * head_dim**-0.5))
+
+
+@both_masks
+def test_prompt_rides_along_in_the_same_launch(causal: bool) -> None:
+    """One launch for prompt and responses gives what two launches give; the context's gradients are their sum."""
+    options = options_of(128, (8, 2), torch.bfloat16)
+    batch = build_groups([Group(300, ((300, 0), (50, 50), (77, 77)))], causal=causal, **options)
+    prompt, responses = assemble(batch, [[0]]), assemble(batch, [[1, 2]])
+    together, first, second = run(batch), run(prompt), run(responses)
+    oracle.assert_bits_equal("prompt", together.out[:300], first.out)
+    oracle.assert_bits_equal("responses", together.out[300:], second.out)
+    for name in ("dk_context", "dv_context"):
+        parts = getattr(first, name).double() + getattr(second, name).double()
+        difference = (getattr(together, name).double() - parts).norm() / parts.norm()
+        assert difference < oracle.FROBENIUS_BOUND[torch.bfloat16]
+    oracle.check(batch, together)
+
+
+EMPTY = {
+    "no sequences": (),
+    "no sequences in a group": (Group(0, ()),),
+    "a context alone": (Group(20, ()),),
+    "empty sequences": (Group(0, ((0, 0), (0, 0))),),
+    "empty sequences of a context": (Group(20, ((0, 0), (0, 0))), Group(0, ((0, 0),))),
+    "queries without keys": (Group(0, ((5, 0), (3, 0))),),
+    "keys without queries": (Group(20, ((0, 7), (0, 1))),),
+    "a context for one row": (Group(20, ((1, 0),)),),
+    "one key for one row": (Group(0, ((1, 1),)),),
+}
+
+
+@both_masks
+@pytest.mark.parametrize("name", EMPTY)
+def test_empty_inputs(name: str, causal: bool) -> None:
+    options = options_of(64, (4, 2), torch.bfloat16)
+    for grouped in {len(EMPTY[name]) != 1, True}:
+        batch = build_groups(EMPTY[name], causal=causal, grouped=grouped, **options)
+        check_both_modes(batch)
+        results = run(batch)
+        if not batch.pairs:
+            assert not any(bool(x.any()) for x in (results.out, *results[2:])) and bool(results.lse.isneginf().all())
+        outputs = [x.untyped_storage().data_ptr() for x in results if x.numel()]
+        inputs = [x.untyped_storage().data_ptr() for x in batch.inputs if x.numel()]
+        assert not set(outputs) & set(inputs)
+
+
+def test_context_free_function() -> None:
+    from flash_attn_dualkv import flash_attn_varlen_func
+
+    batch = build_groups([Group(0, ((70, 70), (5, 200), (0, 0), (33, 33)))], **options_of(128, (8, 2), torch.bfloat16))
+    expected = run(batch, deterministic=True)
+    leaves = [x.detach().requires_grad_() for x in (batch.q, batch.k_decoded, batch.v_decoded)]
+    q, k, v = leaves
+    cu_q, cu_k = batch.cu_seqlens_q, batch.cu_seqlens_k_decoded
+    options: Options = dict(causal=True, deterministic=True, return_attn_probs=True)
+    with kernels_ran("forward", "backward"):
+        out, lse, _ = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 70, 200, **options)
+        gradients = torch.autograd.grad(out, leaves, batch.dout)
+    names = ("out", "lse", "dq", "dk_decoded", "dv_decoded")
+    for name, value in zip(names, (out, lse, *gradients)):
+        oracle.assert_bits_equal(name, value, getattr(expected, name))
+
+
+# --- what runs on the device --------------------------------------------------------------------------------------
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+def test_profiler_sees_our_kernels_and_no_copies(head_dim: int, dtype: torch.dtype) -> None:
+    batch = pack(build_groups(MIXED, **options_of(head_dim, (8, 2), dtype)))
+    for deterministic in (False, True):
+        with profiled() as names:
+            run(batch, deterministic=deterministic)
+        seen = {one for one in DIRECTIONS if any(kernel_pattern(one).search(name) for name in names)}
+        assert seen == {"forward", "backward"} | ({"backward_dq"} if deterministic else set()), names
+        foreign = [name for name in names if any(word in name.lower() for word in ("copy", "index", "gather", "gemm"))]
+        assert not foreign, "strided views are read in place"
+
+
+@needs_gpu
+def test_no_synchronisation_with_the_host() -> None:
+    batch = build_groups(MIXED, **options_of(64, (8, 2), torch.bfloat16))
+    run(batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(batch)
+        run(batch, deterministic=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+def test_streams_do_not_disturb_each_other() -> None:
+    """Calls on two streams at once; every tensor in between belongs to its own stream."""
+    batches = [build_groups(MIXED, seed=seed, **options_of(64, (8, 2), torch.bfloat16)) for seed in (1, 2)]
+    expected = [run(batch, deterministic=True) for batch in batches]
+    streams = [torch.cuda.Stream() for _ in batches]
+    results: list[list[Results]] = [[], []]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        for batch, stream, own in zip(batches, streams, results):
+            with torch.cuda.stream(stream):
+                own.append(run(batch, deterministic=True))
+    torch.cuda.synchronize()
+    for own, right in zip(results, expected):
+        for result in own:
+            for name, value in result._asdict().items():
+                oracle.assert_bits_equal(name, value, getattr(right, name))
+
+
+@needs_gpu
+def test_graph_replays_with_other_lengths() -> None:
+    """Captured once with one split of the rows into sequences and groups, replayed with others."""
+    groups = [Group(100, ((64, 64), (64, 64))), Group(30, ((20, 20), (20, 20)))]
+    batch = build_groups(groups, **options_of(64, (8, 2), torch.bfloat16))
+    run(batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(batch)
+    others = [
+        [Group(70, ((1, 1), (100, 100))), Group(60, ((60, 60), (7, 7)))],
+        [Group(130, ((168, 168), (0, 0), (0, 0))), Group(0, ((0, 0),))],
+        [Group(0, ((50, 50),)), Group(99, ((10, 10), (10, 10), (0, 0)))],
+    ]
+    for other in (*others, groups):
+        new = build_groups(other, **options_of(64, (8, 2), torch.bfloat16))
+        for name in ("cu_seqlens_q", "cu_seqlens_k_decoded", "cu_seqlens_context", "cu_seqs_per_context"):
+            getattr(batch, name).copy_(getattr(new, name))
+        graph.replay()
+        oracle.check(batch.replace(table=new.table), captured)
+
+
+@needs_gpu
+@configurations
+def test_kernels_for_small_shared_memory(
+    head_dim: int, heads: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configurations of GPUs that grant a block 99 KB, run on this one."""
+    if os.environ.get(CHOICE) != "sm80":
+        pytest.skip("such GPUs run the portable kernels")
+    monkeypatch.setenv("DUALKV_MAX_SHARED_BYTES", str(99 * 1024))
+    for make in (mixed_batch, split_owner_batch, many_copies_batch):
+        check_both_modes(make(options_of(head_dim, heads, dtype)))
+
+
+def mixed_batch(options: Options) -> Batch:
+    return build_groups(MIXED, **options)
+
+
+def many_copies_batch(options: Options) -> Batch:
+    return one_large_advantage(64, **options)
+
+
+def test_offsets_of_one_sequence_without_group_arguments() -> None:
+    batch = build_groups([Group(33, ((20, 20),))], grouped=False, **options_of(64, (4, 2), torch.bfloat16))
+    grouped = batch.replace(cu_seqlens_context=cumulative([33], DEVICE), cu_seqs_per_context=cumulative([1], DEVICE))
+    for name, value in run(batch, deterministic=True)._asdict().items():
+        oracle.assert_bits_equal(name, value, getattr(run(grouped, deterministic=True), name))

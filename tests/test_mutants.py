@@ -1,0 +1,58 @@
+"""The mutants of mutants.py fit the sources, and the tests that need no GPU catch theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mutants import GEOMETRY_MUTANTS, MUTANTS, ROOT, Mutant, Tree
+from test_geometry import COMPILER
+
+# One of each kind; the others are run by -m slow, and all of them by mutants.py.
+QUICK = (
+    "forward: no causal mask within a tile",
+    "backward: a foreign row behind a sequence is taken for its own",
+    "ranges that see a part of the tile are merged",
+    "an owner skips the first sequence of its group",
+    "parts overlap by a step",
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_fits_the_sources(mutant: Mutant) -> None:
+    assert mutant.broken(ROOT) != (ROOT / mutant.file).read_text()
+    assert (ROOT / mutant.tests).is_file()
+
+
+def test_names_are_unique() -> None:
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(set(names)) == len(names)
+    assert set(QUICK) <= set(names)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    return Tree(tmp_path_factory.mktemp("mutants"))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(one, marks=() if one.name in QUICK else pytest.mark.slow, id=one.name) for one in GEOMETRY_MUTANTS],
+)
+def test_geometry_tests_catch_their_mutants(mutant: Mutant, tree: Tree) -> None:
+    assert tree.verdict(mutant) == "caught"
+
+
+def test_a_mutant_that_changes_nothing_survives(tree: Tree) -> None:
+    harmless = Mutant(
+        "harmless", "csrc/core/kv_regions.h", "#pragma once\n", "#pragma once\n\n", "tests/test_geometry.py", "border"
+    )
+    assert tree.verdict(harmless) == "SURVIVED"
+
+
+def test_a_text_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a a")
+    for old in ("a", "b"):
+        with pytest.raises(ValueError, match="expected 1"):
+            Mutant("x", "file", old, "c", "tests").broken(tmp_path)

@@ -1,0 +1,165 @@
+"""The tests' own tools: the covering array, the fp64 reference, and an accuracy rule that tells right from wrong."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+from groups import (
+    AXES,
+    Batch,
+    Case,
+    Group,
+    Results,
+    all_pairs,
+    build,
+    build_groups,
+    cost,
+    covering_array,
+    full_product,
+    one_large_advantage,
+    pack,
+    pairs_of,
+    shrink,
+)
+from torch import Tensor
+
+
+def test_covering_array_holds_every_pair() -> None:
+    missing = set(all_pairs())
+    for case in covering_array():
+        missing.difference_update(pairs_of(vars(case)))
+    assert not missing
+    assert len(covering_array()) < 260
+    assert sum(cost(vars(case)) for case in covering_array()) < 2e13
+
+
+def test_covering_array_is_the_same_in_every_process() -> None:
+    first = covering_array()
+    covering_array.cache_clear()
+    assert covering_array() == first
+    assert len({case.id for case in first}) == len(first)
+
+
+def test_full_product_is_lazy_and_complete() -> None:
+    fixed = {"context": 33, "decoded": 7, "head_dim": 64, "heads": (8, 2), "sequences": 3}
+    cases = list(full_product(**fixed))
+    assert len(cases) == len(set(cases)) == 2 * 2 * len(AXES["query"]) * 2 * 2 * 2
+    assert next(full_product()).context == AXES["context"][0]
+
+
+@pytest.mark.parametrize("query", AXES["query"])
+@pytest.mark.parametrize("layout", AXES["layout"])
+def test_cases_own_every_row(query: str, layout: str) -> None:
+    batch = build(Case(context=20, decoded=9, sequences=5, query=query, ragged=True, groups="several", layout=layout))
+    assert sum(row.q_len for row in batch.table) == batch.q.shape[0] == int(batch.cu_seqlens_q[-1])
+    decoded = sum(row.decoded_len for row in batch.table)
+    assert decoded == batch.k_decoded.shape[0] == int(batch.cu_seqlens_k_decoded[-1])
+    assert batch.cu_seqlens_context is not None and batch.cu_seqs_per_context is not None
+    assert int(batch.cu_seqlens_context[-1]) == batch.k_context.shape[0]
+    assert int(batch.cu_seqs_per_context[-1]) == len(batch.table)
+    assert all(not x.isnan().any() for x in (*batch.inputs, batch.dout))
+    strides = {stride % 8 for x in (*batch.inputs, batch.dout) for stride in x.stride()[:-1]}
+    assert strides == {0} and all(x.stride(-1) == 1 and x.data_ptr() % 16 == 0 for x in batch.inputs)
+
+
+def _dense(batch: Batch, dlse: Tensor) -> Results:
+    """Independent fp64 attention: one (rows x all keys) mask over the whole batch, differentiated by autograd."""
+    leaves = [x.double().detach().requires_grad_() for x in batch.inputs]
+    ratio = batch.q.shape[1] // batch.k_context.shape[1]
+    rows, context, decoded = (leaves[i].shape[0] for i in (0, 1, 3))
+    mask = torch.zeros(rows, context + decoded, dtype=torch.bool)
+    for s in batch.table:
+        for r in range(s.q_len):
+            for key in range(s.context_len + s.decoded_len):
+                if not batch.causal or key <= s.q_pos0 + r:
+                    own = key - s.context_len
+                    column = s.context_begin + key if own < 0 else context + s.decoded_begin + own
+                    mask[s.q_begin + r, column] = True
+    k = torch.cat([leaves[1], leaves[3]]).repeat_interleave(ratio, 1)
+    v = torch.cat([leaves[2], leaves[4]]).repeat_interleave(ratio, 1)
+    scores = torch.einsum("qhd,khd->hqk", leaves[0], k) * batch.scale
+    seeing = mask.any(1)
+    scores = scores[:, seeing].masked_fill(~mask[seeing], float("-inf"))
+    out = torch.zeros_like(leaves[0])
+    out[seeing] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    lse = torch.full((batch.q.shape[1], rows), float("-inf"), dtype=torch.float64)
+    lse[:, seeing] = scores.logsumexp(-1)
+    total = (out * batch.dout.double()).sum() + (lse[:, seeing] * dlse[:, seeing]).sum()
+    return Results(out.detach(), lse.detach(), *torch.autograd.grad(total, leaves))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("query", AXES["query"])
+def test_reference_equals_autograd_through_one_dense_mask(
+    causal: bool, query: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oracle, "CPU_SCORES_AT_ONCE", 256)
+    case = Case(13, 6, 3, 8, (6, 2), causal=causal, query=query, ragged=True, groups="several")
+    batch = build(case, dtype=torch.float64)
+    dlse = torch.randn(6, batch.q.shape[0], dtype=torch.float64)
+    expected = _dense(batch, dlse)
+    for results in (oracle.reference(batch, dlse), oracle.plain(batch, dlse)):
+        for name, value in results._asdict().items():
+            torch.testing.assert_close(value, getattr(expected, name), rtol=1e-10, atol=1e-10, msg=name)
+
+
+def test_rows_without_keys() -> None:
+    batch = build_groups([Group(0, ((3, 1), (2, 0)))], dtype=torch.float64)
+    results = oracle.reference(batch)
+    assert results.lse.isneginf().all(0).tolist() == [True, True, False, True, True]
+    assert not results.out[[0, 1, 3, 4]].any() and not results.dq[[0, 1, 3, 4]].any()
+
+
+@pytest.mark.parametrize("case", [shrink(case) for case in covering_array()[::16]], ids=lambda case: case.id)
+def test_plain_computation_passes_its_own_rule(case: Case) -> None:
+    batch = build(case)
+    expected, plain = oracle.reference(batch), oracle.plain(batch)
+    assert not oracle.compare(plain._replace(lse=expected.lse), plain, expected, batch.q.dtype)
+
+
+def _sum_of_copies(batch: Batch, right: Results, dtype: torch.dtype) -> Results:
+    """The results with the context gradients summed copy by copy in the given type."""
+    sums = [torch.zeros_like(batch.k_context, dtype=dtype) for _ in range(2)]
+    for rows in batch.table:
+        one = batch.replace(table=[rows])
+        part = oracle.plain(one)
+        sums[0] += part.dk_context
+        sums[1] += part.dv_context
+    return right._replace(dk_context=sums[0].to(batch.q.dtype), dv_context=sums[1].to(batch.q.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_in_16_bit_fail_the_rule(dtype: torch.dtype) -> None:
+    batch = one_large_advantage(64, dtype=dtype)
+    expected, plain = oracle.reference(batch), oracle.plain(batch)
+    right = plain._replace(lse=expected.lse)
+    assert not oracle.compare(_sum_of_copies(batch, right, torch.float32), plain, expected, dtype)
+    problems = oracle.compare(_sum_of_copies(batch, right, dtype), plain, expected, dtype)
+    assert any("dk_context: relative" in p for p in problems) and any("dv_context: relative" in p for p in problems)
+    assert any("dk_context: max" in p for p in problems) and any("dv_context: max" in p for p in problems)
+
+
+def _wrong_results(batch: Batch, right: Results) -> dict[str, Results]:
+    open_mask = oracle.plain(batch.replace(causal=False))
+    skipped = oracle.plain(batch.replace(table=batch.table[:-1]))
+    swapped = right.dk_context.flip(1)
+    nan = right.out.clone()
+    nan[0, 0, 0] = float("nan")
+    return {
+        "no mask": right._replace(out=open_mask.out),
+        "a skipped sequence": right._replace(dk_context=skipped.dk_context),
+        "the wrong head": right._replace(dk_context=swapped),
+        "a NaN": right._replace(out=nan),
+        "an unscaled lse": right._replace(lse=right.lse * 1.001),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rule_rejects_wrong_results(dtype: torch.dtype) -> None:
+    batch = pack(build_groups([Group(40, ((9, 9), (12, 12), (5, 5)))], dtype=dtype, heads=(4, 2)))
+    expected, plain = oracle.reference(batch), oracle.plain(batch)
+    right = plain._replace(lse=expected.lse)
+    assert not oracle.compare(right, plain, expected, dtype)
+    for name, wrong in _wrong_results(batch, right).items():
+        assert oracle.compare(wrong, plain, expected, dtype), name

@@ -1,0 +1,524 @@
+"""What gets built and installed, tested without a GPU: plan, search for nvcc, archives, check of the kernels."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import check_kernels
+import extension
+import pytest
+import toolchain
+from build_plan import CudaBuild, PureBuild, TorchBuild, plan_build
+from readme_commands import readme_command
+from sass import parse_sass
+from toolchain import BuildError, CompileStep, KernelSource, Nvcc
+
+ROOT = Path(__file__).resolve().parent.parent
+NVCC13 = Nvcc(Path("/cuda-13.0/bin/nvcc"), (13, 0))
+NVCC13.__dict__["archs"] = frozenset({"75", "80", "86", "89", "90", "100", "103", "120"})
+
+
+def torch_build(
+    cuda: str | None = "13.0", gpus: tuple[tuple[int, int], ...] = (), hip: str | None = None
+) -> TorchBuild:
+    return TorchBuild("2.11.0", cuda, hip, True, Path("/torch"), gpus)
+
+
+def plan(
+    env: dict[str, str], torch: TorchBuild | None, nvcc: Nvcc | None = NVCC13, platform: str = "linux"
+) -> CudaBuild | PureBuild:
+    return plan_build(env, lambda: torch, lambda cuda: nvcc, platform)
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("env", "gpus", "archs"),
+    [
+        ({}, ((9, 0),), ("90",)),
+        ({}, ((8, 0), (8, 6), (9, 0)), ("80", "86", "90")),
+        ({}, ((7, 5), (8, 9)), ("89",)),
+        ({}, ((12, 1),), ("120",)),
+        ({}, ((13, 0),), ()),
+        ({}, (), ("80", "90")),
+        ({"DUALKV_ARCHS": "90;80"}, (), ("80", "90")),
+        ({"DUALKV_ARCHS": "8.0, 9.0"}, ((12, 0),), ("80", "90")),
+        ({"DUALKV_ARCHS": "80"}, ((7, 5),), ("80",)),
+    ],
+)
+def test_archs_are_those_of_the_gpus_or_the_requested_ones(env, gpus, archs):
+    result = plan(env, torch_build(gpus=gpus))
+    assert isinstance(result, CudaBuild)
+    assert result.archs == archs
+    assert result.head_dims == toolchain.HEAD_DIMS
+
+
+def test_a_choice_that_nobody_made_is_announced():
+    assert "no GPU is visible" in plan({}, torch_build()).notice
+    assert "compute capability 13.0" in plan({}, torch_build(gpus=((13, 0),))).notice
+    assert plan({"DUALKV_ARCHS": "90"}, torch_build()).notice == ""
+
+
+@pytest.mark.parametrize(
+    ("env", "torch", "nvcc", "platform", "reason"),
+    [
+        ({}, torch_build(cuda=None), NVCC13, "linux", "built without CUDA.*install a CUDA build of torch"),
+        ({}, torch_build(cuda=None), None, "darwin", "built without CUDA"),
+        ({}, torch_build(), None, "linux", r'no nvcc found.*no GPU.*"cuda-toolkit\[nvcc,nvvm,crt,cccl\]==13\.0\.\*"'),
+        ({}, torch_build(cuda="12.8"), None, "linux", "CUDA 12.8 toolkit.*pip has no nvcc for CUDA 12.8"),
+        ({}, torch_build(gpus=((7, 5),)), NVCC13, "linux", "compute capability 7.5; the kernels need 8.0"),
+        ({}, torch_build(), NVCC13, "win32", "Linux only"),
+        ({"DUALKV_PURE_PYTHON": "1"}, torch_build(gpus=((9, 0),)), NVCC13, "linux", "Unset it"),
+        ({"DUALKV_PURE_PYTHON": "1"}, None, None, "linux", "Unset it"),
+    ],
+)
+def test_a_pure_python_installation_says_why_and_how_to_change_it(env, torch, nvcc, platform, reason):
+    result = plan(env, torch, nvcc, platform)
+    assert isinstance(result, PureBuild)
+    assert re.search(reason, result.notice)
+
+
+@pytest.mark.parametrize(
+    ("env", "torch", "nvcc", "message"),
+    [
+        ({}, None, NVCC13, "torch cannot be imported.*pip install --no-build-isolation"),
+        ({}, torch_build(cuda=None, hip="6.4"), NVCC13, "ROCm.*DUALKV_PURE_PYTHON=1"),
+        ({}, torch_build(gpus=((9, 0),)), None, "GPU of compute capability 9.0 is visible, but no nvcc.*cuda-toolkit"),
+        ({"DUALKV_ARCHS": "90"}, torch_build(), None, "DUALKV_ARCHS=90 asks for CUDA kernels, but no nvcc"),
+        ({"DUALKV_ARCHS": "90"}, torch_build(cuda=None), NVCC13, "DUALKV_ARCHS=90 .* but torch .* without CUDA"),
+        ({"DUALKV_ARCHS": "88"}, torch_build(), NVCC13, "cannot build for 88; it knows 80, 86, 89, 90, 100, 103, 120"),
+        ({"DUALKV_ARCHS": "90a"}, torch_build(), NVCC13, "expected compute capabilities .* got '90a'"),
+        ({"DUALKV_ARCHS": "80;75"}, torch_build(), NVCC13, "need 80 .* got 75"),
+        ({"DUALKV_HEAD_DIMS": "64,80"}, torch_build(), NVCC13, "expected some of 64, 96, 128, 192, 256, got '64,80'"),
+        ({"DUALKV_HEAD_DIMS": "x"}, torch_build(cuda=None), None, "DUALKV_HEAD_DIMS: expected"),
+        ({"DUALKV_ARCHS": "90", "DUALKV_PURE_PYTHON": "1"}, torch_build(), NVCC13, "unset one of them"),
+    ],
+)
+def test_what_cannot_be_built_is_an_error_that_names_the_fix(env, torch, nvcc, message):
+    with pytest.raises(BuildError, match=message):
+        plan(env, torch, nvcc)
+
+
+@pytest.mark.parametrize("text", ["9", "sm_90", "90+PTX", "80;;x", "native", "-80", "8.0.0"])
+def test_malformed_archs(text):
+    with pytest.raises(BuildError, match="DUALKV_ARCHS: expected"):
+        toolchain.parse_archs(text)
+
+
+def test_head_dims():
+    assert toolchain.parse_head_dims("") == [64, 96, 128, 192, 256]
+    assert toolchain.parse_head_dims("128;64, 64") == [64, 128]
+
+
+def test_max_jobs():
+    assert toolchain.parallel_jobs({"MAX_JOBS": "7"}) == 7
+    assert toolchain.parallel_jobs({}) >= 1
+    with pytest.raises(BuildError, match="MAX_JOBS"):
+        toolchain.parallel_jobs({"MAX_JOBS": "0"})
+
+
+# --- the search for nvcc ----------------------------------------------------------------------------------------------
+
+
+def fake_nvcc(path: Path, release: str) -> Path:
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def toolkits(tmp_path):
+    """One nvcc in each place that is searched, and the candidates in the order found."""
+    paths = {
+        "home": fake_nvcc(tmp_path / "home/bin/nvcc", "12.4"),
+        "path": fake_nvcc(tmp_path / "path/nvcc", "12.6"),
+        "local": fake_nvcc(tmp_path / "local/cuda-12.8/bin/nvcc", "12.8"),
+        "pip": fake_nvcc(tmp_path / "site/nvidia/cu13/bin/nvcc", "13.0"),
+    }
+    env = {"CUDA_HOME": str(tmp_path / "home"), "PATH": f"/nowhere{os.pathsep}{tmp_path / 'path'}"}
+    return paths, toolchain.nvcc_candidates(env, tmp_path / "local", [tmp_path / "site"])
+
+
+def test_nvcc_is_searched_in_the_documented_order(toolkits):
+    paths, candidates = toolkits
+    assert candidates == [paths["home"], paths["path"], paths["local"], paths["pip"]]
+
+
+def test_the_first_nvcc_of_torchs_major_version_is_taken(toolkits):
+    paths, candidates = toolkits
+    assert toolchain.find_nvcc("12.9", candidates) == Nvcc(paths["home"], (12, 4))
+    assert toolchain.find_nvcc("13.0", candidates) == Nvcc(paths["pip"], (13, 0))
+    assert toolchain.find_nvcc(None, candidates) == Nvcc(paths["home"], (12, 4))
+
+
+def test_only_nvccs_of_other_major_versions_is_an_error_that_lists_them(toolkits):
+    _, candidates = toolkits
+    with pytest.raises(BuildError, match=r"torch is built for CUDA 11\.8.*nvcc \(CUDA 12\.4\).*CUDA 13\.0.*CUDA_HOME"):
+        toolchain.find_nvcc("11.8", candidates)
+
+
+def test_no_nvcc_at_all(tmp_path):
+    broken = tmp_path / "nvcc"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    assert toolchain.find_nvcc("13.0", []) is None
+    assert toolchain.find_nvcc("13.0", [broken]) is None
+
+
+# --- sources, options and incremental compiles ------------------------------------------------------------------------
+
+
+def source_tree(root: Path, names: list[str]) -> Path:
+    for name in names:
+        path = root / "csrc" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    return root
+
+
+def test_head_dims_select_the_instances(tmp_path):
+    names = ["kernels/delta.cu", "instances/sm80_forward_d64_fp16.cu", "instances/sm80_backward_d128_bf16.cu"]
+    source_tree(tmp_path, names)
+    assert [s.path.stem for s in toolchain.kernel_sources(tmp_path)] == [
+        "sm80_backward_d128_bf16",
+        "sm80_forward_d64_fp16",
+        "delta",
+    ]
+    assert [s.path.stem for s in toolchain.kernel_sources(tmp_path, [64])] == ["sm80_forward_d64_fp16", "delta"]
+
+
+def test_an_instance_with_an_unknown_name_is_not_skipped(tmp_path):
+    with pytest.raises(BuildError, match="expected a name such as"):
+        toolchain.kernel_sources(source_tree(tmp_path, ["instances/sm70_forward_d64_fp16.cu"]))
+
+
+def test_each_family_of_sources_gets_its_own_targets():
+    portable, hopper = (KernelSource(Path("x.cu"), family, 64) for family in ("sm80", "sm90"))
+    ptx = ["-gencode", "arch=compute_80,code=compute_80"]
+    assert portable.gencode(["90"]) == ["-gencode", "arch=compute_90,code=sm_90", *ptx]
+    assert portable.gencode([]) == ptx
+    assert hopper.gencode(["80", "90"]) == ["-gencode", "arch=compute_90a,code=sm_90a"]
+    assert hopper.gencode(["80"]) == []
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_a_source_is_compiled_again_only_when_something_changed(tmp_path):
+    (tmp_path / "a.h").write_text("int f();\n")
+    (tmp_path / "a.cpp").write_text('#include "a.h"\nint f() { return 1; }\n')
+
+    def compile_with(*options: str, version: str = "1") -> bool:
+        command = ("g++", "-c", *options, str(tmp_path / "a.cpp"))
+        return CompileStep(command, tmp_path / "out/a.o", tmp_path, version).run()
+
+    assert compile_with()
+    assert not compile_with()
+    assert compile_with("-O1")
+    (tmp_path / "a.h").write_text("int f();\nint g();\n")
+    assert compile_with("-O1")
+    assert compile_with("-O1", version="2")
+    assert not compile_with("-O1", version="2")
+    (tmp_path / "a.h").write_text("int f()\n")
+    for _ in range(2):
+        with pytest.raises(BuildError, match="error"):
+            compile_with("-O1", version="2")
+
+
+# --- archives and installation ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of the sources, because building leaves its traces beside them."""
+    copy = tmp_path_factory.mktemp("checkout") / "source"
+    ignored = shutil.ignore_patterns(
+        ".git", "build", "*.egg-info", "__pycache__", ".*cache", ".hypothesis", ".venv*", "*.so"
+    )
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    return copy
+
+
+def run_python(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """In a session of its own: no terminal, so nothing is written past the captured output."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_the_sdist_contains_everything(checkout, tmp_path):
+    backend = f"import setuptools.build_meta as backend; backend.build_sdist({str(tmp_path)!r})"
+    result = run_python(checkout, "-c", backend, DUALKV_ARCHS="", DUALKV_HEAD_DIMS="")
+    assert result.returncode == 0, result.stderr
+    (archive,) = tmp_path.glob("flash_attn_dualkv-*.tar.gz")
+    with tarfile.open(archive) as tar:
+        packed = {name.partition("/")[2] for name in tar.getnames()}
+    folders = ("csrc", "tests", "benchmarks", "tools", "docs", "flash_attn_dualkv")
+    files = [path for folder in folders for path in (checkout / folder).rglob("*") if path.is_file()]
+    expected = {str(path.relative_to(checkout)) for path in files if path.suffix != ".pyc"}
+    expected |= {"LICENSE", "README.md", "setup.py", "pyproject.toml", "MANIFEST.in", ".ci/run"}
+    assert expected <= packed, sorted(expected - packed)
+
+
+@pytest.fixture(scope="module")
+def installed(checkout, tmp_path_factory):
+    """The folder that `pip install` fills; without kernels even where they could be built: they take minutes."""
+    pytest.importorskip("pip")
+    import torch
+
+    target = tmp_path_factory.mktemp("installed")
+    options = ["install", "--no-build-isolation", "--no-deps", "--no-index", "-v", "--target", str(target)]
+    knobs = {"DUALKV_ARCHS": "", "DUALKV_PURE_PYTHON": "1" if torch.version.cuda or torch.version.hip else ""}
+    result = run_python(checkout, "-m", "pip", *options, ".", **knobs)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "WITHOUT CUDA KERNELS" in result.stdout + result.stderr
+    return target
+
+
+def test_an_installation_contains_the_package_and_nothing_else(checkout, installed):
+    package = checkout / "flash_attn_dualkv"
+    sources = {path.relative_to(checkout) for path in package.rglob("*.py")} | {Path("flash_attn_dualkv/py.typed")}
+    files = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    metadata = {path for path in files if ".dist-info" in path.parts[0]}
+    assert files - metadata == sources
+    assert any(path.name == "LICENSE" for path in metadata)
+    (wheel,) = (installed / path for path in metadata if path.name == "WHEEL")
+    assert "Tag: py3-none-any" in wheel.read_text()
+
+
+def test_the_version_is_the_same_everywhere(installed):
+    code = (
+        "import flash_attn_dualkv, importlib.metadata as metadata\n"
+        "print(flash_attn_dualkv.__version__, metadata.version('flash-attn-dualkv'), flash_attn_dualkv.__file__)"
+    )
+    result = run_python(installed, "-c", code)
+    assert result.returncode == 0, result.stderr
+    version, recorded, file = result.stdout.split()
+    declared = re.search(r'__version__ = "(.+)"', (ROOT / "flash_attn_dualkv/_version.py").read_text())
+    assert declared is not None
+    assert version == recorded == declared.group(1)
+    assert Path(file).is_relative_to(installed)
+
+
+def test_an_error_is_a_sentence_and_no_traceback(checkout):
+    result = run_python(checkout, "setup.py", "build_ext", DUALKV_ARCHS="ninety")
+    assert result.returncode != 0
+    assert "flash_attn_dualkv cannot be installed: DUALKV_ARCHS: expected" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_extension_compiles_every_source_and_knows_what_it_contains(tmp_path, monkeypatch):
+    names = ["api.cpp", "dispatch.cpp", "kernels/delta.cu", "instances/sm80_forward_d64_fp16.cu"]
+    other_builds = ["instances/sm90_forward_d64_fp16.cu", "instances/sm80_forward_d96_fp16.cu"]
+    root = source_tree(tmp_path, [*names, *other_builds])
+    monkeypatch.setattr(Nvcc, "home", Path("/cuda-13.0"))
+    monkeypatch.setattr(Nvcc, "include_dirs", lambda self: [Path("/cuda-13.0/include")])
+    build = CudaBuild(torch_build(), NVCC13, ("80",), (64,))
+    commands = {Path(step.command[-1]).name: " ".join(step.command) for step in extension.compile_steps(root, build)}
+    assert sorted(commands) == sorted(Path(name).name for name in names)
+    assert '-DDUALKV_BUILD_ARCHS="80"' in commands["api.cpp"]
+    assert "-DTORCH_EXTENSION_NAME=_C" in commands["api.cpp"]
+    assert re.findall(r"code=\w+", commands["delta.cu"]) == ["code=sm_80", "code=compute_80"]
+    assert "/torch" not in commands["delta.cu"]
+
+
+def test_no_sources_for_the_chosen_head_dims_is_an_error(tmp_path):
+    root = source_tree(tmp_path, ["instances/sm80_forward_d64_fp16.cu"])
+    with pytest.raises(BuildError, match="no kernel sources .* head dims 128"):
+        extension.compile_steps(root, CudaBuild(torch_build(), NVCC13, ("80",), (128,)))
+
+
+# --- the README's commands --------------------------------------------------------------------------------------------
+
+
+def test_readme_command():
+    install = "<!-- command: install -->\n```bash\npip install . &&\n  run\n```\n"
+    text = f"words\n{install}\n<!-- command: test -->\n```bash\npytest\n```\n"
+    assert readme_command(text, "install") == "pip install . &&\n  run"
+    assert readme_command(text, "test") == "pytest"
+    with pytest.raises(ValueError, match="expected one .* after <!-- command: other -->, found 0"):
+        readme_command(text, "other")
+    with pytest.raises(ValueError, match="found 2"):
+        readme_command(text + install, "install")
+    with pytest.raises(ValueError, match="expected one bash block"):
+        readme_command(text.replace("pytest", ""), "test")
+
+
+def test_the_readme_has_both_commands():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "python -m flash_attn_dualkv.demo" in readme_command(text, "install")
+    assert "pytest" in readme_command(text, "test")
+
+
+# --- the check of the compiled kernels --------------------------------------------------------------------------------
+
+LOG = """\
+nvcc warning : something of nvcc
+x.cu(3): warning #177-D: variable "y" was declared but never referenced
+ptxas info    : 24 bytes gmem
+ptxas info    : Compiling entry function '_ZN6dualkv4mainIfEEvPT_' for 'sm_80'
+ptxas info    : Function properties for _ZN6dualkv4mainIfEEvPT_
+    40 bytes stack frame, 36 bytes spill stores, 44 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 40 bytes cumulative stack size, 1024 bytes smem, 376 bytes cmem[0]
+ptxas info    : Function properties for _Z6helperf
+    8 bytes stack frame, 4 bytes spill stores, 0 bytes spill loads
+ptxas info    : Compiling entry function '_Z5otherv' for 'sm_80'
+ptxas info    : Function properties for _Z5otherv
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 32 registers, used 0 barriers, 376 bytes cmem[0]
+"""
+
+
+def listing(*lines: str, name: str = "_Z6kernelv") -> str:
+    """nvdisasm's format: a line ending in a colon is a label, every other one an instruction."""
+    text = [f'\t.section\t.text.{name},"ax",@progbits', f".text.{name}:"]
+    address = 0
+    for line in lines:
+        label = line.endswith(":")
+        text.append(line if label else f"        /*{address:04x}*/                   {line} ;")
+        address += 0 if label else 16
+    return "\n".join(text)
+
+
+def loop_accesses(*lines: str) -> list[str]:
+    (kernel,) = parse_sass(listing(*lines))
+    return [access.opcode for access in kernel.local_accesses(set().union(*kernel.main_loops()))]
+
+
+def test_ptxas_figures():
+    main, other = check_kernels.parse_usage(LOG)
+    assert main == check_kernels.Usage("_ZN6dualkv4mainIfEEvPT_", "sm_80", 255, 48, 40, 44, 1024)
+    assert main.spilled == 48
+    assert other == check_kernels.Usage("_Z5otherv", "sm_80", 32)
+    assert check_kernels.short_name(main.name) == "main"
+    assert check_kernels.short_name("kernel") == "kernel"
+
+
+def test_ptxas_warnings():
+    assert check_kernels.ptxas_warnings(LOG) == []
+    allowed = "ptxas info    : (C7519) Potential Performance Loss: allowed"
+    coded = "ptxas info    : (C7510) Potential Performance Loss: wgmma serialized"
+    plain = "ptxas warning : Registers are spilled to local memory"
+    assert check_kernels.ptxas_warnings("\n".join([LOG, allowed, coded, plain])) == [coded, plain]
+
+
+def test_accesses_outside_a_main_loop_do_not_count():
+    loop = (".L_x_0:", "HMMA.16816.F32 R4, R4, R2, R4", "@P0 BRA `(.L_x_0)")
+    scalar_loop = (".L_x_1:", "LDL R0, [R1]", "@P1 BRA `(.L_x_1)")
+    assert loop_accesses("STL [R1], R0", *loop, "LDL R0, [R1]", *scalar_loop, "EXIT") == []
+
+
+def test_accesses_in_a_main_loop_count():
+    loop = (".L_x_0:", "LDL.64 R2, [R1+0x8]", "HGMMA.64x64x16.F32 R24, gdesc[UR4]", "STL [R1], R0", "@P0 BRA `(.L_x_0)")
+    assert loop_accesses(*loop, "EXIT") == ["LDL.64", "STL"]
+
+
+def test_a_cold_block_behind_the_loop_belongs_to_it_and_the_epilogue_does_not():
+    hot = (".L_x_0:", "@P1 BRA `(.L_x_2)", ".L_x_1:", "HMMA.16816.F32 R4, R4, R2, R4", "@P0 BRA `(.L_x_0)")
+    epilogue = ("LDL R0, [R1]", "EXIT")
+    cold = (".L_x_2:", "STL.64 [R1], R0", "BRA `(.L_x_1)")
+    assert loop_accesses(*hot, *epilogue, *cold) == ["STL.64"]
+
+
+def test_a_loop_through_a_jump_table_a_barrier_or_a_conditional_branch_is_found():
+    table = 'BRX R2 -0x10 (*"BRANCH_TARGETS .L_x_0,.L_x_1"*)'
+    assert loop_accesses(".L_x_0:", "HMMA.1 R4", "LDL R0, [R1]", table, ".L_x_1:", "EXIT") == ["LDL"]
+    barrier = ("BSSY B0, `(.L_x_0)", ".L_x_0:", "HMMA.1 R4", "LDL R0, [R1]", "@P0 EXIT", "BSYNC B0")
+    assert loop_accesses(*barrier, "EXIT") == ["LDL"]
+    operand = (".L_x_0:", "HMMA.1 R4", "LDL R0, [R1]", "BRA.U !UP0, `(.L_x_1)", "BRA `(.L_x_0)", ".L_x_1:", "EXIT")
+    assert loop_accesses(*operand) == ["LDL"]
+
+
+def test_a_barrier_register_used_again_behind_the_loop_does_not_lengthen_it():
+    loop = (".L_x_0:", "BSSY B0, `(.L_x_1)", "HMMA.1 R4", "BSYNC B0", ".L_x_1:", "@P0 BRA `(.L_x_0)")
+    assert loop_accesses(*loop, "BSSY B0, `(.L_x_2)", "LDL R0, [R1]", "BSYNC B0", ".L_x_2:", "EXIT") == []
+
+
+def test_a_function_called_in_the_loop_counts_and_one_called_before_it_does_not():
+    loop = (".L_x_0:", "HMMA.1 R4", "CALL.REL.NOINC `($k$inside)", "@P0 BRA `(.L_x_0)", "EXIT")
+    functions = (
+        "$k$inside:",
+        "LDL R0, [R1]",
+        "RET.REL.NODEC R2 `(k)",
+        "$k$before:",
+        "STL [R1], R0",
+        "RET.REL.NODEC R2",
+    )
+    assert loop_accesses("CALL.REL.NOINC `($k$before)", *loop, *functions) == ["LDL"]
+
+
+@pytest.mark.parametrize(
+    ("body", "frame", "head_dim", "problem"),
+    [
+        (("HMMA.1 R4",), (0, 0, 0), 64, None),
+        (("HMMA.1 R4",), (32, 32, 32), 128, None),
+        (("HMMA.1 R4",), (40, 36, 36), 128, "40 bytes of stack, 36 of spill stores"),
+        (("HMMA.1 R4", "LDL R0, [R1]"), (8, 4, 4), 64, "1 local-memory accesses in a main loop: 0x0010 LDL"),
+        (("HMMA.1 R4", "LDL R0, [R1]"), (400, 400, 400), 96, None),
+        (("FFMA R4, R4, R4, R4",), (0, 0, 0), 256, "no main loop"),
+    ],
+)
+def test_the_verdict_on_a_kernel(body, frame, head_dim, problem):
+    log = (
+        "ptxas info    : Compiling entry function '_Z6kernelv' for 'sm_80'\n"
+        "    {} bytes stack frame, {} bytes spill stores, {} bytes spill loads\n"
+        "ptxas info    : Used 255 registers\n"
+    ).format(*frame)
+    sass = listing(".L_x_0:", *body, "@P0 BRA `(.L_x_0)", "EXIT")
+    _, problems = check_kernels.judge(KernelSource(Path("x.cu"), "sm80", head_dim), log, sass)
+    assert len(problems) == (problem is not None)
+    assert problem is None or problem in problems[0]
+
+
+def test_what_cannot_be_seen_is_a_problem():
+    source = KernelSource(Path("x.cu"), "sm80", None)
+    assert check_kernels.judge(source, "", "")[1] == ["no kernel found in ptxas' messages"]
+    assert "_Z5otherv: not found in the disassembly" in check_kernels.judge(source, LOG, "")[1]
+
+
+def test_no_nvcc_fails_unless_allowed(monkeypatch, capsys):
+    monkeypatch.setattr(check_kernels, "find_nvcc", lambda cuda: None)
+    assert check_kernels.main([]) == 2
+    assert check_kernels.main(["--allow-missing-nvcc"]) == 0
+    assert capsys.readouterr().out.count("no nvcc") == 2
+
+
+KERNEL = """
+__global__ void __launch_bounds__(512, 2) kernel(float* out, const unsigned* in, int steps) {
+  float sum[TILES][4] = {};
+  for (int step = 0; step < steps; ++step) {
+    const unsigned* x = in + step * 64 + threadIdx.x;
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+      asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                   "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                   : "+f"(sum[tile][0]), "+f"(sum[tile][1]), "+f"(sum[tile][2]), "+f"(sum[tile][3])
+                   : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(x[tile]), "r"(x[tile + 1]));
+  }
+  for (int tile = 0; tile < TILES; ++tile)
+    for (int i = 0; i < 4; ++i) out[(tile * 4 + i) * 512 + threadIdx.x] = sum[tile][i];
+}
+"""
+
+
+@pytest.mark.parametrize(("tiles", "status"), [(4, 0), (24, 1)])
+def test_a_real_kernel_that_spills_fails_the_check(tiles, status, tmp_path, monkeypatch, capsys):
+    nvcc = toolchain.find_nvcc(None)
+    if nvcc is None or check_kernels.find_nvdisasm(nvcc) is None:
+        pytest.skip("needs nvcc and nvdisasm")
+    monkeypatch.setattr(check_kernels, "ARCHS", ("80",))
+    source = source_tree(tmp_path, ["instances/sm80_forward_d64_fp16.cu"]) / "csrc/instances/sm80_forward_d64_fp16.cu"
+    source.write_text(KERNEL.replace("TILES", str(tiles)))
+    assert check_kernels.main(["--root", str(tmp_path)]) == status
+    assert ("local-memory accesses in a main loop" in capsys.readouterr().out) == bool(status)

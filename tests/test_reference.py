@@ -1,0 +1,258 @@
+"""The specification: the CPU implementation against dense attention, by finite differences, and in bounded memory."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from groups import Batch, Group, build_groups, cumulative, run
+from torch import Tensor
+
+from flash_attn_dualkv import flash_attn_dualkv_varlen_func, layout, reference
+
+FLOAT64: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def random_groups(rng: random.Random) -> list[Group]:
+    """One to three contexts with up to four sequences each; any length may be 0, queries of every kind."""
+    groups = []
+    for _ in range(rng.randint(1, 3)):
+        context = rng.choice((0, 1, 2, 7, 16, 33))
+        sequences = []
+        for _ in range(rng.randint(0, 4)):
+            decoded = rng.choice((0, 1, 3, 8, 17))
+            queries = rng.choice((decoded, decoded // 2, context + decoded, context + decoded + 2, 0, 5))
+            sequences.append((queries, decoded))
+        groups.append(Group(context, tuple(sequences)))
+    return groups
+
+
+def random_batch(seed: int) -> tuple[Batch, Tensor]:
+    """Float64 data for random groups, with rows of NaN around those in use, and a gradient for the LSE."""
+    rng = random.Random(seed)
+    batch = build_groups(
+        random_groups(rng),
+        head_dim=rng.choice((8, 16, 40)),
+        heads=rng.choice(((1, 1), (2, 2), (4, 2), (6, 2), (3, 1), (5, 1), (7, 7))),
+        dtype=torch.float64,
+        causal=rng.random() < 0.5,
+        seed=seed,
+        slack=rng.choice(((0, 0), (1, 2), (3, 0))),
+    )
+    return batch, torch.randn(batch.q.shape[1], batch.q.shape[0], dtype=torch.float64)
+
+
+def check_against_dense(batch: Batch, dlse: Tensor | None) -> None:
+    actual, expected = run(batch, dlse=dlse), oracle.reference(batch, dlse)
+    for name, value in actual._asdict().items():
+        torch.testing.assert_close(value, getattr(expected, name), **FLOAT64, msg=partial("{}: {}".format, name))
+
+
+@pytest.mark.parametrize("seeds", [range(first, first + 50) for first in range(0, 200, 50)], ids=str)
+def test_random_groups_against_dense_attention(seeds: range) -> None:
+    for seed in seeds:
+        check_against_dense(*random_batch(seed))
+
+
+@pytest.mark.parametrize("bounds", [(64, 16, 1), (300, 5, 2000), (1, 1, 1)], ids=str)
+def test_any_block_size(bounds: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of keys, of queries and of heads that begin and end anywhere."""
+    for name, bound in zip(("SCORE_ELEMENTS", "KEY_BLOCK", "ACCUMULATOR_ELEMENTS"), bounds):
+        monkeypatch.setattr(reference, name, bound)
+    for seed in range(1000, 1010):
+        check_against_dense(*random_batch(seed))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_more_than_one_block_of_each_kind(causal: bool) -> None:
+    groups = [Group(600, ((530, 530), (40, 600), (603, 3)))]
+    check_against_dense(build_groups(groups, head_dim=8, heads=(4, 2), dtype=torch.float64, causal=causal), None)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [(2, 1), (1, 1)])
+def test_gradcheck(causal: bool, heads: tuple[int, int]) -> None:
+    """Finite differences of the output and of the LSE, with rows that see nothing and rows that nobody owns."""
+    groups = [Group(2, ((2, 2), (0, 1), (3, 0))), Group(0, ((2, 1),)), Group(1, ())]
+    batch = build_groups(
+        groups, head_dim=8, heads=heads, dtype=torch.float64, causal=causal, slack=(1, 1), grouped=True
+    )
+
+    lengths: list[Any] = [batch.cu_seqlens_q, batch.cu_seqlens_k_decoded, 3, 2, 2]
+    grouping = {"cu_seqlens_context": batch.cu_seqlens_context, "cu_seqs_per_context": batch.cu_seqs_per_context}
+    options: dict[str, Any] = {**grouping, "softmax_scale": 0.4, "causal": causal, "return_lse": True}
+
+    def attention(*inputs: Any) -> tuple[Tensor, Tensor]:
+        out, lse = flash_attn_dualkv_varlen_func(*inputs, *lengths, **options)
+        return out, lse.nan_to_num(neginf=0.0)
+
+    inputs = [one.nan_to_num().requires_grad_() for one in batch.inputs]
+    assert torch.autograd.gradcheck(attention, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_accuracy_rule(dtype: torch.dtype) -> None:
+    """Gradients of a context sum in float32 over its sequences and heads: the rule that the kernels have to meet."""
+    sequences = tuple((length, length) for length in (20, 0, 7, 33) * 16)
+    batch = build_groups([Group(40, ((40, 0), *sequences))], head_dim=16, heads=(4, 2), dtype=dtype)
+    dlse = torch.randn(batch.q.shape[1], batch.q.shape[0])
+    expected, plain, ours = (one(batch, dlse) for one in (oracle.reference, oracle.plain, lambda b, g: run(b, dlse=g)))
+    assert not oracle.compare(ours, plain, expected, dtype)
+
+
+def test_upstream_gradient_of_any_strides() -> None:
+    batch = build_groups([Group(6, ((4, 4), (5, 5)))], head_dim=16, heads=(4, 2), dtype=torch.float64)
+    check_against_dense(batch.replace(dout=torch.ones((), dtype=torch.float64).expand(batch.q.shape)), None)
+    check_against_dense(batch.replace(dout=batch.dout.transpose(0, 2).contiguous().transpose(0, 2)), None)
+
+
+def test_inputs_are_not_changed() -> None:
+    """For float64 and one query head a KV head, blocks are views of the inputs."""
+    batch = build_groups([Group(6, ((4, 4), (1, 5)))], head_dim=16, heads=(1, 1), dtype=torch.float64)
+    before = [one.clone() for one in batch.inputs]
+    run(batch)
+    assert all(one.equal(copy) for one, copy in zip(batch.inputs, before))
+
+
+def tables_of(batch: Batch, order: list[int]) -> tuple[Tensor, Tensor]:
+    """The tables of a batch with one group, its segments in another order."""
+    segments, groups = layout.build_segment_tables(
+        batch.cu_seqlens_q, batch.cu_seqlens_k_decoded, None, None, batch.k_context.shape[0]
+    )
+    return segments[order], groups
+
+
+def test_order_of_the_table_is_free() -> None:
+    sequences = ((3, 3), (5, 5), (9, 0), (2, 4))
+    batch = build_groups([Group(9, sequences)], head_dim=16, heads=(4, 2), dtype=torch.float64)
+    results = []
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
+        tables = tables_of(batch, order)
+        out, lse = reference.forward(*batch.inputs, *tables, 0.25, True)
+        grads = reference.backward(batch.dout, None, *batch.inputs, out, lse, *tables, 0.25, True)
+        results.append((out, lse, *grads))
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, **FLOAT64)
+
+
+def test_responses_packed_before_their_prompts() -> None:
+    """Two groups whose prompts come last in q: a table that no cumulative lengths give."""
+    contexts, decoded = (4, 6), (3, 5)
+    batch = build_groups(
+        [Group(4, ((3, 3), (4, 0))), Group(6, ((5, 5), (6, 0)))], head_dim=16, heads=(4, 2), dtype=torch.float64
+    )
+    expected = run(batch.replace(softmax_scale=0.25))
+    assert batch.cu_seqlens_context is not None and batch.cu_seqs_per_context is not None
+    segments, groups = layout.build_segment_tables(
+        batch.cu_seqlens_q,
+        batch.cu_seqlens_k_decoded,
+        batch.cu_seqlens_context,
+        batch.cu_seqs_per_context,
+        sum(contexts),
+    )
+    lengths = [decoded[0], contexts[0], decoded[1], contexts[1]]
+    blocks = torch.arange(sum(lengths)).split(lengths)
+    order = torch.cat([blocks[0], blocks[2], blocks[1], blocks[3]])
+    segments[:, 0] = torch.tensor([0, 8, 3, 12])
+    out, lse = reference.forward(batch.q[order], *batch.inputs[1:], segments, groups, 0.25, True)
+    torch.testing.assert_close(out, expected.out[order], **FLOAT64)
+    torch.testing.assert_close(lse, expected.lse[:, order], **FLOAT64)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_only_visible_blocks_are_computed(causal: bool) -> None:
+    """Query blocks ask for no block of keys that they do not see anything of."""
+    segment = layout.Segment(0, 512, 512, 0, 1024, 0, 0, 0)
+    visibility = reference.Visibility(causal)
+    begin, end = visibility.key_range(512, 512 + 99, 1024)
+    assert (begin, end) == ((0, 612) if causal else (0, 1024))
+    blocks = list(reference.key_blocks(segment, begin, end))
+    assert sum(block.size for block in blocks) == end
+    assert visibility.key_range(-7, -3, 1024) == ((0, 0) if causal else (0, 1024))
+
+
+def test_columns_of_the_tables() -> None:
+    contexts = torch.tensor([1, 5, 5, 8], dtype=torch.int32)
+    owned = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    segments, groups = layout.build_segment_tables(
+        cumulative([3, 6, 2], start=4), cumulative([3, 1, 5]), contexts, owned, 9
+    )
+    assert segments.dtype == groups.dtype == torch.int32
+    assert segments.tolist() == [[4, 3, 4, 1, 4, 0, 3, 0], [7, 6, -1, 1, 4, 3, 1, 0], [13, 2, 6, 5, 3, 4, 5, 2]]
+    assert groups.tolist() == [[1, 4, 0, 2], [5, 0, 2, 2], [5, 3, 2, 3]]
+
+
+MEMORY_CHILD = """
+    import sys, torch
+    from flash_attn_dualkv import flash_attn_dualkv_varlen_func, reference
+
+    dtype, sequences = getattr(torch, sys.argv[1]), 4
+    heads, kv_heads, head_dim, reference.SCORE_ELEMENTS, reference.KEY_BLOCK = map(int, sys.argv[2:])
+
+    def rows(total, heads):
+        tensor = torch.empty(total, heads, head_dim, dtype=dtype)
+        for block in tensor.split(256):
+            block.normal_()
+        return tensor.requires_grad_()
+
+    def peak():
+        # Not getrusage(): its maximum begins with the size of the process that started this one.
+        with open("/proc/self/status") as status:
+            (line,) = [line for line in status if line.startswith("VmHWM")]
+        return int(line.split()[1])
+
+    def peak_growth(context, decoded):
+        total = sequences * decoded
+        q, dout = rows(total, heads), rows(total, heads).detach()
+        kv = [rows(n, kv_heads) for n in (context, context, total, total)]
+        # As much memory as the output, the LSE and the gradients will take, each page of it touched once.
+        results = [torch.ones_like(one) for one in (q, q, *kv)] + [torch.ones(heads, total)]
+        before = peak()
+        del results
+        offsets = torch.arange(0, total + 1, decoded, dtype=torch.int32)
+        out = flash_attn_dualkv_varlen_func(q, *kv, offsets, offsets, decoded, context, decoded)
+        out.backward(dout)
+        return (peak() - before) / 1024
+
+    peak_growth(64, 32)  # loads libraries and starts threads
+    print(peak_growth(16384, 1024))
+"""
+
+
+def peak_growth_mib(dtype: str, heads: tuple[int, int], head_dim: int, score_elements: int, key_block: int) -> float:
+    """MiB beyond inputs, outputs and gradients at 16K context rows and 4 x 1K decoded rows, in a fresh process."""
+    numbers = (*heads, head_dim, score_elements, key_block)
+    command = [sys.executable, "-c", textwrap.dedent(MEMORY_CHILD), dtype, *map(str, numbers)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("dtype", "heads", "head_dim"),
+    [
+        ("bfloat16", (1, 1), 128),
+        pytest.param("bfloat16", (8, 2), 64, marks=pytest.mark.slow),
+        pytest.param("bfloat16", (8, 8), 128, marks=pytest.mark.slow),
+        pytest.param("float32", (8, 2), 128, marks=pytest.mark.slow),
+        pytest.param("float64", (8, 8), 64, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_is_bounded(dtype: str, heads: tuple[int, int], head_dim: int) -> None:
+    """Heads are computed one after the other, so that one takes as much as eight do."""
+    assert peak_growth_mib(dtype, heads, head_dim, reference.SCORE_ELEMENTS, reference.KEY_BLOCK) < 64
+
+
+@linux_only
+def test_memory_test_can_fail() -> None:
+    """Whole rows of scores at once, of a thousand queries, take more than the bound."""
+    assert peak_growth_mib("bfloat16", (1, 1), 128, 2**24, 2**14) > 64
