@@ -144,15 +144,16 @@ struct ForwardList {
   Tensor offsets, items, count;
   WorkList<ForwardItem> work;
 
-  ForwardList(const Problem& problem, const TileInfo& tiles) {
+  // `queries` of a sequence make a tile.
+  ForwardList(const Problem& problem, int queries, int block_n) {
     const GroupLayout layout = problem.layout();
-    const int capacity = problem.shape.q_rows / tiles.block_m + layout.num_segments;
+    const int capacity = problem.shape.q_rows / queries + layout.num_segments;
     offsets = problem.ints(layout.num_segments + 1);
     items = item_storage<ForwardItem>(problem, capacity);
     count = problem.ints(2);
     int* counters = int_pointer(count);
     work = {reinterpret_cast<ForwardItem*>(items.data_ptr()), counters, counters + 1, capacity};
-    build_forward_list({layout, tiles.block_m, tiles.block_n, problem.shape.causal, capacity, int_pointer(offsets),
+    build_forward_list({layout, queries, block_n, problem.shape.causal, capacity, int_pointer(offsets),
                         reinterpret_cast<ForwardItem*>(items.data_ptr()), counters, counters + 1},
                        problem.stream);
     count_launch("dualkv_work_list_forward");
@@ -241,9 +242,11 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k_context, con
   with_element_type(q, [&](auto element) {
     using T = decltype(element);
     const auto selected = select_for<ForwardKernel<T>>(problem);
-    const ForwardList list(problem, selected.kernel.tiles);
+    const TileInfo& tiles = selected.kernel.tiles;
+    const int pack = tiles.packs_heads ? packed_heads(problem.shape.heads_per_group(), tiles.block_m) : 1;
+    const ForwardList list(problem, tiles.block_m / pack, tiles.block_n);
     selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
-                            problem.kv.regions<const T>(), view_of<T>(out), lse.data_ptr<float>()},
+                            problem.kv.regions<const T>(), view_of<T>(out), lse.data_ptr<float>(), pack},
                            problem.stream);
     count_launch(kernel_name(selected, "forward"));
   });
@@ -284,7 +287,7 @@ struct BackwardCall {
 
   void queries(const Tensor& dq) const {
     const auto selected = select_for<BackwardDqKernel<T>>(problem);
-    const ForwardList list(problem, selected.kernel.tiles);
+    const ForwardList list(problem, selected.kernel.tiles.block_m, selected.kernel.tiles.block_n);
     selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
                             view_of<const T>(dout), problem.kv.regions<const T>(), lse.data_ptr<float>(),
                             delta.data_ptr<float>(), view_of<T>(dq)},

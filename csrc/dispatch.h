@@ -26,6 +26,7 @@ inline void check_cuda(cudaError_t status) {
 struct TileInfo {
   int block_m, block_n;
   int shared_bytes;
+  bool packs_heads = false;  // a tile may hold several query heads of a KV head
 };
 
 template <typename T>

@@ -58,6 +58,7 @@ struct ForwardParams {
   KvRegions<const T> kv;
   TensorView<T> out;
   float* lse;  // (num_heads, q_rows)
+  int packed_heads;  // query heads that share a tile
 };
 
 template <typename T>

@@ -7,7 +7,7 @@ The values of offset tensors are checked in `layout.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,17 +21,15 @@ MAX_ROWS = 2**30
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-Named = tuple[str, Tensor]
-
 
 def explain(name: str, expected: object, got: object) -> str:
     """The wording of every argument error."""
     return f"{name}: expected {expected}, got {got}"
 
 
-def check_are_tensors(named: Iterable[tuple[str, Any]]) -> None:
+def check_are_tensors(names: Sequence[str], values: Sequence[Any]) -> None:
     """TypeError unless every value is a tensor."""
-    for name, value in named:
+    for name, value in zip(names, values):
         if not isinstance(value, Tensor):
             raise TypeError(explain(name, "a torch.Tensor", type(value).__name__))
 
@@ -46,19 +44,18 @@ def check_device(name: str, tensor: Tensor) -> None:
         raise ValueError(explain(name, "an NVIDIA CUDA or CPU tensor", f"device {tensor.device} (unsupported)"))
 
 
-def check_alike(named: Sequence[Named]) -> None:
+def check_alike(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
     """Check rank, dtype, device, strides and rows of q, k and v tensors; the first one sets dtype and device."""
-    first_name, first = named[0]
-    dtype, device = first.dtype, first.device
+    dtype, device = tensors[0].dtype, tensors[0].device
     allowed = CUDA_DTYPES if device.type == "cuda" else CPU_DTYPES
     if dtype not in allowed:
-        names = " or ".join(str(one) for one in allowed)
-        raise TypeError(explain(first_name, f"dtype {names} on {device.type}", dtype))
-    for name, tensor in named:
+        expected = " or ".join(str(one) for one in allowed)
+        raise TypeError(explain(names[0], f"dtype {expected} on {device.type}", dtype))
+    for name, tensor in zip(names, tensors):
         if tensor.dtype != dtype:
-            raise TypeError(explain(name, f"dtype {dtype} (as {first_name})", tensor.dtype))
+            raise TypeError(explain(name, f"dtype {dtype} (as {names[0]})", tensor.dtype))
         if tensor.device != device:
-            raise ValueError(explain(name, f"device {device} (as {first_name})", tensor.device))
+            raise ValueError(explain(name, f"device {device} (as {names[0]})", tensor.device))
         shape = tensor.shape
         if len(shape) != 3:
             raise ValueError(explain(name, "3 dimensions (rows, heads, head_dim)", f"shape {tuple(shape)}"))
@@ -176,7 +173,7 @@ def check_unimplemented(
     """NotImplementedError for the options of FlashAttention that this library does not implement."""
     if dropout_p != 0.0:
         raise NotImplementedError(explain("dropout_p", "0.0 (dropout is not implemented)", dropout_p))
-    window = tuple(window_size)
+    window = tuple(window_size) if isinstance(window_size, (tuple, list)) else window_size
     if window != (-1, -1) and not (causal and window == (-1, 0)):
         raise NotImplementedError(explain("window_size", "(-1, -1) (a sliding window is not implemented)", window))
     if softcap != 0.0:

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from . import checks, ops
 
+_SHARED_NAMES = ("q", "k_context", "v_context", "k_decoded", "v_decoded")
+_PLAIN_NAMES = ("q", "k", "v")
+
 
 def flash_attn_dualkv_varlen_func(
     q: Tensor,
@@ -78,26 +81,11 @@ def flash_attn_dualkv_varlen_func(
         NotImplementedError: the head dimension of v is not that of q and k.
         RuntimeError: CUDA tensors in an installation without the compiled module.
     """
-    checks.check_are_tensors(
-        (
-            ("q", q),
-            ("k_context", k_context),
-            ("v_context", v_context),
-            ("k_decoded", k_decoded),
-            ("v_decoded", v_decoded),
-        )
-    )
+    tensors: tuple[Tensor, ...] = (q, k_context, v_context, k_decoded, v_decoded)
+    checks.check_are_tensors(_SHARED_NAMES, tensors)
     checks.check_device("q", q)
-    q, k_context, v_context, k_decoded, v_decoded = _autocast(q, k_context, v_context, k_decoded, v_decoded)
-    checks.check_alike(
-        (
-            ("q", q),
-            ("k_context", k_context),
-            ("v_context", v_context),
-            ("k_decoded", k_decoded),
-            ("v_decoded", v_decoded),
-        )
-    )
+    q, k_context, v_context, k_decoded, v_decoded = tensors = _autocast(tensors)
+    checks.check_alike(_SHARED_NAMES, tensors)
     checks.check_query_shape(q)
     checks.check_pair_shape(q, "k_context", k_context, "v_context", v_context)
     checks.check_pair_shape(q, "k_decoded", k_decoded, "v_decoded", v_decoded)
@@ -168,10 +156,11 @@ def flash_attn_varlen_func(
     checks.check_flag("deterministic", deterministic)
     checks.check_flag("return_attn_probs", return_attn_probs)
     checks.check_unimplemented(causal, dropout_p, window_size, softcap, alibi_slopes, block_table)
-    checks.check_are_tensors((("q", q), ("k", k), ("v", v)))
+    tensors: tuple[Tensor, ...] = (q, k, v)
+    checks.check_are_tensors(_PLAIN_NAMES, tensors)
     checks.check_device("q", q)
-    q, k, v = _autocast(q, k, v)
-    checks.check_alike((("q", q), ("k", k), ("v", v)))
+    q, k, v = tensors = _autocast(tensors)
+    checks.check_alike(_PLAIN_NAMES, tensors)
     checks.check_query_shape(q)
     checks.check_pair_shape(q, "k", k, "v", v)
     checks.check_offsets("cu_seqlens_q", cu_seqlens_q, q.device)
@@ -187,7 +176,7 @@ def flash_attn_varlen_func(
     return (out, lse, None) if return_attn_probs else out
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Cast as autocast does for PyTorch's own attention: floating point, other than float64, to its lower precision."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):

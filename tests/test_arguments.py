@@ -199,6 +199,7 @@ PLAIN_ROWS: list[Row] = [
     ("int", replace_by("return_attn_probs", 1), TypeError, "return_attn_probs", "int"),
     ("used", replace_by("dropout_p", 0.1), NotImplementedError, "dropout_p", "0.1"),
     ("used", replace_by("window_size", (128, 0)), NotImplementedError, "window_size", "(128, 0)"),
+    ("an int", replace_by("window_size", 128), NotImplementedError, "window_size", "128"),
     ("only causal", replace_by("window_size", (-1, 0)), NotImplementedError, "window_size", "(-1, 0)"),
     ("used", replace_by("softcap", 30.0), NotImplementedError, "softcap", "30.0"),
     ("used", replace_by("alibi_slopes", torch.ones(4)), NotImplementedError, "alibi_slopes", "Tensor"),

@@ -5,25 +5,31 @@
 
 namespace dualkv {
 
+// How a kernel cuts queries: `queries` of each sequence times `heads` query heads make the rows of a tile.
+struct QueryTiling {
+  int queries, heads;
+};
+
 // Lives in shared memory: it changes only from block to block, and accumulators and fragments need every register.
 struct QueryBlock {
   Segment segment;
   QueryTile q_tile;
-  int head, kv_head, kv_tiles;
+  int head;  // the first of the tile
+  int kv_head, kv_tiles;
 
-  // Blocks of the list: all items of one head, then of the next, so that blocks that run together read the same K
-  // and V.
-  static __device__ __forceinline__ bool exists(int index, int items, const ProblemShape& shape) {
-    return items > 0 && index / items < shape.num_heads;
+  // Blocks of the list: all items of one head (or pack), then of the next, so that blocks that run together read the
+  // same K and V.
+  static __device__ __forceinline__ bool exists(int index, int items, const ProblemShape& shape, int heads) {
+    return items > 0 && index / items * heads < shape.num_heads;
   }
 
   __device__ __forceinline__ void load(int index, int items, const WorkList<ForwardItem>& work,
-                                       const GroupLayout& layout, const ProblemShape& shape, int block_m,
+                                       const GroupLayout& layout, const ProblemShape& shape, QueryTiling tiling,
                                        int block_n) {
     const ForwardItem item = work.items[index % items];
     segment = layout.segment(item.segment);
-    q_tile = query_tile(segment, item.m_block, block_m);
-    head = index / items;
+    q_tile = query_tile(segment, item.m_block, tiling.queries);
+    head = index / items * tiling.heads;
     kv_head = head / shape.heads_per_group();
     kv_tiles = visible_kv_tiles(segment, q_tile, block_n, shape.causal);
   }
@@ -32,8 +38,8 @@ struct QueryBlock {
   __device__ __forceinline__ bool take(const WorkList<ForwardItem>& work, const GroupLayout& layout,
                                        const ProblemShape& shape, int block_m, int block_n) {
     const int items = *work.count;
-    if (!exists(blockIdx.x, items, shape)) return false;
-    if (threadIdx.x == 0) load(blockIdx.x, items, work, layout, shape, block_m, block_n);
+    if (!exists(blockIdx.x, items, shape, 1)) return false;
+    if (threadIdx.x == 0) load(blockIdx.x, items, work, layout, shape, QueryTiling{block_m, 1}, block_n);
     __syncthreads();
     return true;
   }

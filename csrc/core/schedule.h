@@ -6,7 +6,7 @@
 
 namespace dualkv {
 
-// A query tile of one sequence; every query head takes the same list.
+// A query tile of one sequence; every query head, or pack of heads, takes the same list.
 struct ForwardItem {
   int segment;
   int m_block;
@@ -28,6 +28,19 @@ struct SplitTile {
   int n_block;
   int slot, parts;
 };
+
+// Query heads of one KV head that share a query tile of `tile_rows` rows, row r being query r / pack of head r % pack:
+// short responses then waste few rows. The pack divides the heads of the group and leaves at most an eighth of the
+// rows unused.
+DUALKV_HD int packed_heads(int heads_per_group, int tile_rows) {
+  constexpr int kMaxPack = 16;
+  int best = 1;
+  for (int pack = 2; pack <= kMaxPack && pack <= heads_per_group; ++pack) {
+    const bool fits = heads_per_group % pack == 0 && tile_rows % pack <= tile_rows / 8;
+    if (fits) best = pack;
+  }
+  return best;
+}
 
 DUALKV_HD int forward_cost(const Segment& s, int m_block, int block_m, int block_n, bool causal) {
   return visible_kv_tiles(s, query_tile(s, m_block, block_m), block_n, causal);

@@ -100,31 +100,40 @@ struct ForwardProducer {
   __device__ __forceinline__ void load_q(const QueryBlock& work) {
     const Handshake ready = shared.q_ready();
     ready.wait_empty(q_state.phase);
-    ready.expect(TileQ::kBytes);
+    const int rows = Config::kBlockM / p.packed_heads * p.packed_heads;
+    ready.expect(rows * Config::kHeadDim * static_cast<int>(sizeof(T)));
     load_tile<TileQ>(shared.q(), maps.q, ready.full(), work.head, work.q_tile.row);
     q_state.advance();
   }
 
+  // Publishes item `index` to the consumers. Null where the list ends.
+  __device__ __forceinline__ const QueryBlock* publish(ForwardWork (&works)[2], int index, int items) {
+    const Handshake ready = shared.work_ready(work_state.stage);
+    ForwardWork& work = works[work_state.stage];
+    ready.wait_empty(work_state.phase);
+    work.valid = QueryBlock::exists(index, items, p.shape, p.packed_heads);
+    if (work.valid) {
+      const QueryTiling tiling{Config::kBlockM / p.packed_heads, p.packed_heads};
+      work.block.load(index, items, p.work, p.layout, p.shape, tiling, Config::kBlockN);
+    }
+    ptx::mbarrier_arrive(ready.full());
+    work_state.advance();
+    return work.valid ? &work.block : nullptr;
+  }
+
   __device__ __forceinline__ void run(ForwardWork (&works)[2]) {
     const int items = *p.work.count;
-    for (int index = blockIdx.x;; index = gridDim.x + atomicAdd(p.work.next, 1)) {
-      const Handshake ready = shared.work_ready(work_state.stage);
-      ForwardWork& work = works[work_state.stage];
-      ready.wait_empty(work_state.phase);
-      work.valid = QueryBlock::exists(index, items, p.shape);
-      if (work.valid) work.block.load(index, items, p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN);
-      ptx::mbarrier_arrive(ready.full());
-      if (!work.valid) return;
-      work_state.advance();
-
-      const QueryBlock& block = work.block;
-      load_k(block, 0);
-      load_q(block);
-      for (int n = 1; n < block.kv_tiles; ++n) {
-        load_k(block, n);
-        load_v(block, n - 1);
+    const QueryBlock* next = publish(works, blockIdx.x, items);
+    while (const QueryBlock* work = next) {
+      load_k(*work, 0);
+      load_q(*work);
+      // Taking the next item costs three dependent reads: early, while the consumers have tiles to work on.
+      next = publish(works, gridDim.x + atomicAdd(p.work.next, 1), items);
+      for (int n = 1; n < work->kv_tiles; ++n) {
+        load_k(*work, n);
+        load_v(*work, n - 1);
       }
-      load_v(block, block.kv_tiles - 1);
+      load_v(*work, work->kv_tiles - 1);
     }
   }
 };
@@ -151,10 +160,9 @@ struct ForwardConsumer {
   float o[1][kHeadDim / 8][4];
   uint32_t probabilities[kBlockN / 16][4];
 
-  // The part of the query tile that is this warpgroup's.
-  __device__ __forceinline__ QueryTile rows(const QueryBlock& work) const {
-    return QueryTile{work.q_tile.row + group * 64, work.q_tile.rows - group * 64, work.q_tile.q_pos + group * 64};
-  }
+  // The query, counted from the first of the tile, and the head that row `row` of this warpgroup holds.
+  __device__ __forceinline__ int query_of(int row) const { return (group * 64 + row) / p.packed_heads; }
+  __device__ __forceinline__ int head_of(int row) const { return (group * 64 + row) % p.packed_heads; }
 
   __device__ __forceinline__ void issue_scores() {
     const uint32_t q = shared.q() + group * 64 * TileQ::kRowBytes, k = shared.k(k_state.stage);
@@ -207,9 +215,9 @@ struct ForwardConsumer {
   __device__ __forceinline__ void mask(const QueryBlock& work, int n) {
     if (!masked.needs_mask(n)) return;
     const KvTile tile = kv_tile(work.segment, n, kBlockN);
-    const int q_pos = rows(work).q_pos;
-    mask_fragment(s, row0, lane % 4 * 2, -CUDART_INF_F,
-                  [&](int row) { return visible_columns(tile, q_pos + row, p.shape.causal); });
+    mask_fragment(s, row0, lane % 4 * 2, -CUDART_INF_F, [&](int row) {
+      return visible_columns(tile, work.q_tile.q_pos + query_of(row), p.shape.causal);
+    });
   }
 
   // Rounds P into the A fragments of the next product; the scores are free for the next tile.
@@ -224,7 +232,9 @@ struct ForwardConsumer {
     const int kv_tiles = work.kv_tiles;
     OnlineSoftmax<1> softmax;
     float rescale[1][2];
-    masked = masked_tiles(work.segment, rows(work), kBlockN, p.shape.causal);
+    QueryTile first = work.q_tile;
+    first.q_pos += query_of(0);
+    masked = masked_tiles(work.segment, first, kBlockN, p.shape.causal);
     shared.q_ready().wait_full(q_state.phase);
     wait_k();
     issue_scores();
@@ -270,15 +280,14 @@ struct ForwardConsumer {
 
   // Straight from registers: a copy through shared memory would hold up the next item's Q.
   __device__ __forceinline__ void store(const QueryBlock& work, OnlineSoftmax<1>& softmax) {
-    const QueryTile tile = rows(work);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float lse;
       const float inverse_sum = softmax.finish(0, half, p.shape.softmax_scale, lse);
-      const int row = row0 + half * 8;
-      if (row >= tile.rows) continue;
-      if (lane % 4 == 0) p.lse[static_cast<int64_t>(work.head) * p.shape.q_rows + tile.row + row] = lse;
-      T* out = p.out.at(tile.row + row, work.head) + lane % 4 * 2;
+      const int query = query_of(row0 + half * 8), head = work.head + head_of(row0 + half * 8);
+      if (query >= work.q_tile.rows) continue;
+      if (lane % 4 == 0) p.lse[static_cast<int64_t>(head) * p.shape.q_rows + work.q_tile.row + query] = lse;
+      T* out = p.out.at(work.q_tile.row + query, head) + lane % 4 * 2;
 #pragma unroll
       for (int j = 0; j < kHeadDim / 8; ++j) {
         if (j * 8 < p.shape.head_dim) {

@@ -18,12 +18,13 @@ KvMaps kv_maps(const KvPair<const T>& kv, int rows, const ProblemShape& shape, i
 template <typename T, class Config>
 void launch_forward(const ForwardParams<T>& p, cudaStream_t stream) {
   const Extents& rows = p.layout.extents;
-  const ForwardMaps maps{make_tensor_map(p.q, rows.q_rows, p.shape.num_heads, p.shape.head_dim, Config::kBlockM),
+  const ForwardMaps maps{make_tensor_map(p.q, rows.q_rows, p.shape.num_heads, p.shape.head_dim,
+                                         Config::kBlockM / p.packed_heads, p.packed_heads),
                          kv_maps(p.kv.context, rows.context_rows, p.shape, Config::kBlockN),
                          kv_maps(p.kv.decoded, rows.decoded_rows, p.shape, Config::kBlockN)};
   const auto kernel = dualkv_sm90_forward<T, Config>;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes));
-  const int64_t items = int64_t{p.work.capacity} * p.shape.num_heads;
+  const int64_t items = int64_t{p.work.capacity} * (p.shape.num_heads / p.packed_heads);
   const int blocks = static_cast<int>(items < p.shape.num_sms ? items : p.shape.num_sms);
   kernel<<<blocks, Config::kThreads, Config::kSharedBytes, stream>>>(p, maps);
   check_cuda(cudaGetLastError());
@@ -33,7 +34,7 @@ template <typename T, int kHeadDim>
 bool register_forward() {
   using Config = ForwardConfig<kHeadDim>;
   add_kernel<ForwardKernel<T>>(Arch::sm90, kHeadDim,
-                               {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes}, launch_forward<T, Config>});
+                               {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true}, launch_forward<T, Config>});
   return true;
 }
 

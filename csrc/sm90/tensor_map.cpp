@@ -26,7 +26,8 @@ decltype(&cuTensorMapEncodeTiled) encode_function() {
 }  // namespace
 
 template <typename T>
-CUtensorMap make_tensor_map(const TensorView<const T>& view, int rows, int heads, int head_dim, int box_rows) {
+CUtensorMap make_tensor_map(const TensorView<const T>& view, int rows, int heads, int head_dim, int box_rows,
+                            int box_heads) {
   CUtensorMap map{};
   if (rows == 0) return map;
   // The stride of a dimension of size 1 is zero here, which a map does not accept and never uses.
@@ -34,7 +35,8 @@ CUtensorMap make_tensor_map(const TensorView<const T>& view, int rows, int heads
   const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(heads),
                                static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[2] = {bytes(view.head_stride), bytes(view.row_stride)};
-  const cuuint32_t box[3] = {kPanelCols, 1, static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t box[3] = {kPanelCols, static_cast<cuuint32_t>(box_heads),
+                             static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t steps[3] = {1, 1, 1};
   const CUresult status = encode_function()(
       &map, std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
@@ -44,7 +46,7 @@ CUtensorMap make_tensor_map(const TensorView<const T>& view, int rows, int heads
   return map;
 }
 
-template CUtensorMap make_tensor_map(const TensorView<const __half>&, int, int, int, int);
-template CUtensorMap make_tensor_map(const TensorView<const __nv_bfloat16>&, int, int, int, int);
+template CUtensorMap make_tensor_map(const TensorView<const __half>&, int, int, int, int, int);
+template CUtensorMap make_tensor_map(const TensorView<const __nv_bfloat16>&, int, int, int, int, int);
 
 }  // namespace dualkv::sm90
