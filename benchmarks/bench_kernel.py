@@ -28,7 +28,7 @@ from typing import Any
 import report
 import torch
 from measure import DTYPES, Config, Matmul, ShapeRun, significant
-from peers import Implementation, cpu_implementations, cuda_implementations, own_name
+from peers import Implementation, cpu_implementations, cuda_implementations, own_families
 from schema import gpu_folder, is_ours
 from shapes import DIRECTIONS, PRESETS, SHAPES, Shape, select
 
@@ -107,7 +107,7 @@ def implementations(options: argparse.Namespace, device: torch.device) -> list[I
         import flash_attn_dualkv
 
         build = dict(flash_attn_dualkv.build_info())
-        found = cuda_implementations(own_name(build, torch.cuda.get_device_capability(device)))
+        found = cuda_implementations(own_families(build, torch.cuda.get_device_capability(device)))
     words = options.impls or [""]
     return [implementation for implementation in found if any(word in implementation.name for word in words)]
 

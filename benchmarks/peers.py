@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -52,10 +53,15 @@ class Implementation:
     directions: tuple[str, ...] = ("forward", "backward")
 
 
-def build_ours(source: Source, deterministic: bool = False) -> Prepared:
-    """One call: every prompt is a sequence with no decoded keys, every response one with its own."""
+def build_ours(source: Source, family: str | None = None, deterministic: bool = False) -> Prepared:
+    """One call: every prompt is a sequence with no decoded keys, every response one with its own.
+
+    ``family`` names the kernels: every call from here on, backward included, goes to them.
+    """
     import flash_attn_dualkv
 
+    if family is not None:
+        os.environ["DUALKV_KERNELS"] = family
     shape, device = source.shape, source.device
     if shape.is_context_free:
         return build_varlen(source, flash_attn_dualkv.flash_attn_varlen_func, causal=True, deterministic=deterministic)
@@ -222,8 +228,8 @@ def refuses_gathered(shape: Shape) -> str | None:
     return None if len(shape.groups) == 1 else "written for one group"
 
 
-def own_name(build: dict[str, Any], capability: tuple[int, int]) -> str:
-    """``dualkv_sm80`` or ``dualkv_sm90``: the newest of the built kernel families that this GPU runs.
+def own_families(build: dict[str, Any], capability: tuple[int, int]) -> dict[str, tuple[str, ...]]:
+    """The families of built kernels that this GPU runs, and the directions that each has kernels of its own for.
 
     Args:
         build: what ``flash_attn_dualkv.build_info`` returns.
@@ -234,31 +240,44 @@ def own_name(build: dict[str, Any], capability: tuple[int, int]) -> str:
     """
     if not build["compiled"]:
         raise RuntimeError(f"the CUDA kernels are not installed: {build['compiled_error'] or 'a pure-Python install'}")
-    ours = capability[0] * 10 + capability[1]
-    # sm90 kernels use instructions that exist on compute capability 9.x alone
-    usable = [
-        arch
-        for arch in (int(name.removeprefix("sm")) for name in build["head_dims"])
-        if arch <= ours and (arch < 90 or arch // 10 == capability[0])
-    ]
-    if not usable:
-        raise RuntimeError(f"this build has kernels for {sorted(build['head_dims'])}, the GPU is sm_{ours}")
-    return f"dualkv_sm{max(usable)}"
+    built = {"forward": build["head_dims"], "backward": build["backward_head_dims"]}
+    families = {}
+    for family in sorted(build["head_dims"]):
+        arch = int(family.removeprefix("sm"))
+        # sm90 kernels use instructions that exist on compute capability 9.x alone
+        usable = capability >= (arch // 10, arch % 10) and (arch < 90 or arch // 10 == capability[0])
+        directions = tuple(direction for direction, head_dims in built.items() if usable and head_dims.get(family))
+        if directions:
+            families[family] = directions
+    if not families:
+        raise RuntimeError(f"this build has kernels for {sorted(build['head_dims'])}, the GPU is sm_{capability}")
+    return families
 
 
-def cuda_implementations(own: str) -> list[Implementation]:
-    """All implementations that this machine can import, ours first; ``own`` is our kernels' name."""
-    found = [
-        Implementation(own, build_ours, is_ours=True),
-        Implementation(
-            f"{own}_deterministic",
-            lambda source: build_ours(source, deterministic=True),
-            lambda shape: None if shape.deterministic else "not in this shape's list",
-            is_ours=True,
-            directions=("backward",),
-        ),
-        Implementation("flex_packed", build_flex),
-    ]
+def own_implementations(families: dict[str, tuple[str, ...]]) -> list[Implementation]:
+    """Each family in the directions that it has kernels for; deterministic mode is a matter of the backward."""
+    found = []
+    for family, directions in families.items():
+        name = f"dualkv_{family}"
+        found.append(
+            Implementation(name, lambda source, f=family: build_ours(source, f), is_ours=True, directions=directions)  # type: ignore[misc]
+        )
+        if "backward" in directions:
+            found.append(
+                Implementation(
+                    f"{name}_deterministic",
+                    lambda source, f=family: build_ours(source, f, deterministic=True),  # type: ignore[misc]
+                    lambda shape: None if shape.deterministic else "not in this shape's list",
+                    is_ours=True,
+                    directions=("backward",),
+                )
+            )
+    return found
+
+
+def cuda_implementations(families: dict[str, tuple[str, ...]]) -> list[Implementation]:
+    """All implementations that this machine can import, ours first."""
+    found = [*own_implementations(families), Implementation("flex_packed", build_flex)]
     kernels: dict[str, Callable[[], VarlenKernel]] = {"fa2": torch_varlen}
     for label, module in (("flash_attn", "flash_attn"), ("fa3", "flash_attn_interface")):
         if importlib.util.find_spec(module) is not None:

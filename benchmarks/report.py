@@ -32,9 +32,9 @@ LABELS = {
 }
 COLORS = {
     "dualkv_sm80": "#2a78d6",
-    "dualkv_sm90": "#2a78d6",
+    "dualkv_sm90": "#0b3d91",
     "dualkv_sm80_deterministic": "#86b6ef",
-    "dualkv_sm90_deterministic": "#86b6ef",
+    "dualkv_sm90_deterministic": "#5f86c9",
     "flex_packed": "#1baf7a",
     "fa2_gathered": "#eda100",
     "fa2_replicated": "#e34948",

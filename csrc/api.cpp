@@ -368,13 +368,15 @@ std::tuple<Tensor, Tensor> segment_tables(const Tensor& cu_seqlens_q, const Tens
 }
 
 pybind11::dict build_info() {
-  pybind11::dict info, head_dims;
+  pybind11::dict info, head_dims, backward_head_dims;
   for (Arch arch : {Arch::sm80, Arch::sm90}) {
     head_dims[name_of(arch)] = built_head_dims<ForwardKernel<__nv_bfloat16>>(arch);
+    backward_head_dims[name_of(arch)] = built_head_dims<BackwardKernel<__nv_bfloat16>>(arch);
   }
   info["archs"] = pybind11::str(DUALKV_BUILD_ARCHS).attr("split")(";");
   info["ptx"] = DUALKV_BUILD_PTX;
   info["head_dims"] = head_dims;
+  info["backward_head_dims"] = backward_head_dims;
   info["dtypes"] = std::vector<std::string>{"float16", "bfloat16"};
   info["cuda"] = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
   return info;

@@ -179,6 +179,8 @@ int count_slots(const Problem* p) {
                        p->num_sms);
 }
 
+int pack_of(int heads_per_group, int tile_rows) { return packed_heads(heads_per_group, tile_rows); }
+
 void read_segment(const Problem* p, int index, int* out) {
   const Segment s = p->layout().segment(index);
   const int values[] = {s.q_begin, s.q_len, s.q_pos0, s.context_begin, s.context_len, s.decoded_begin, s.decoded_len};

@@ -248,6 +248,14 @@ KERNEL_MUTANTS = [
         PADDING,
     ),
     Mutant(
+        "backward: dQ of foreign rows is added",
+        BACKWARD,
+        "if (first_row < step.range.row_begin || first_row + kBlockM > step.range.row_end) {",
+        "if (false) {",
+        MEMORY,
+        "nan_in_a_sequence and 64-heads0",
+    ),
+    Mutant(
         "backward: dK is summed in 16 bits",
         BACKWARD,
         "    block.accumulate_kv(dk, block.shared + Config::kOffsetDs, block.s_q(stage));\n",

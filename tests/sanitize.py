@@ -27,6 +27,7 @@ from groups import Batch, Group, build_groups, pack, run
 from launches import CHOICE, DEVICE, kernel_families, use_kernels
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+HOSTILE_HEAD_DIMS = (64, 256)  # one of each shape of kernel: what happens to offsets does not depend on it
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 UNSUPPORTED = ("Device not supported", "No attachable process", "InitializationError")
@@ -142,6 +143,8 @@ def run_call(call: Call) -> None:
 def run_part(part: str, head_dims: tuple[int, ...]) -> None:
     """Every call of a part in this process, by the family of kernels that the environment asks for, or by each."""
     families = [os.environ[CHOICE]] if CHOICE in os.environ else kernel_families()
+    if part == "hostile":
+        head_dims = tuple(dim for dim in head_dims if dim in HOSTILE_HEAD_DIMS) or head_dims
     for family, head_dim in product(families, head_dims):
         with use_kernels(family):
             for call in PARTS[part](head_dim):
@@ -169,7 +172,9 @@ def command_for(tool: str, path: str, parts: list[str], head_dims: tuple[int, ..
     # initcheck must see every write to memory; the others look at this library's kernels alone.
     which = [] if tool == "initcheck" else ["--kernel-regex", "kns=dualkv"]
     script = [sys.executable, str(Path(__file__).resolve())]
-    run_these = [word for part in parts for word in ("--run", part)]
+    # Hostile offsets are a question of memory, and by far the most calls.
+    chosen = [part for part in parts if part != "hostile" or tool == "memcheck"] or parts
+    run_these = [word for part in chosen for word in ("--run", part)]
     dims = [word for dim in head_dims for word in ("--head-dim", str(dim))]
     return [path, "--tool", tool, "--error-exitcode", "99", *which, *script, *run_these, *dims]
 

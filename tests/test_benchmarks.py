@@ -171,31 +171,47 @@ def test_gathering_refuses_several_groups_and_none() -> None:
         packing.gathered_rows(groups)
 
 
+BOTH = ("forward", "backward")
+
+
 @pytest.mark.parametrize(
     ("families", "capability", "expected"),
     [
-        (("sm80",), (8, 0), "dualkv_sm80"),
-        (("sm80",), (9, 0), "dualkv_sm80"),
-        (("sm80", "sm90"), (9, 0), "dualkv_sm90"),
-        (("sm80", "sm90"), (8, 9), "dualkv_sm80"),
-        (("sm80", "sm90"), (12, 0), "dualkv_sm80"),
+        (("sm80",), (8, 0), {"sm80": BOTH}),
+        (("sm80",), (9, 0), {"sm80": BOTH}),
+        (("sm80", "sm90"), (9, 0), {"sm80": BOTH, "sm90": ("forward",)}),
+        (("sm80", "sm90"), (8, 9), {"sm80": BOTH}),
+        (("sm80", "sm90"), (12, 0), {"sm80": BOTH}),
     ],
 )
-def test_own_name(families: tuple[str, ...], capability: tuple[int, int], expected: str) -> None:
-    build = {"compiled": True, "compiled_error": None, "head_dims": {family: [128] for family in families}}
-    assert peers.own_name(build, capability) == expected
-    assert schema.OURS.fullmatch(expected)
+def test_own_families(
+    families: tuple[str, ...], capability: tuple[int, int], expected: dict[str, tuple[str, ...]]
+) -> None:
+    build = {
+        "compiled": True,
+        "compiled_error": None,
+        "head_dims": {family: [128] for family in families},
+        "backward_head_dims": {"sm80": [128], "sm90": []},
+    }
+    found = peers.own_families(build, capability)
+    assert found == expected
+    for implementation in peers.own_implementations(found):
+        assert schema.OURS.fullmatch(implementation.name)
 
 
-def test_own_name_without_kernels() -> None:
+def test_own_families_without_kernels() -> None:
+    nothing: dict[str, list[int]] = {}
+    broken = {"compiled": False, "compiled_error": "broken library", "head_dims": nothing}
     with pytest.raises(RuntimeError, match="not installed: broken library"):
-        peers.own_name({"compiled": False, "compiled_error": "broken library", "head_dims": {}}, (9, 0))
-    with pytest.raises(RuntimeError, match=r"\['sm90'\], the GPU is sm_80"):
-        peers.own_name({"compiled": True, "compiled_error": None, "head_dims": {"sm90": [128]}}, (8, 0))
+        peers.own_families(broken, (9, 0))
+    built = {"sm90": [128]}
+    hopper = {"compiled": True, "compiled_error": None, "head_dims": built, "backward_head_dims": built}
+    with pytest.raises(RuntimeError, match=r"\['sm90'\], the GPU is sm_"):
+        peers.own_families(hopper, (8, 0))
 
 
 def test_every_implementation_has_a_known_name() -> None:
-    for implementation in peers.cuda_implementations("dualkv_sm80"):
+    for implementation in peers.cuda_implementations({"sm80": BOTH}):
         assert schema.OURS.fullmatch(implementation.name) or schema.PEERS.fullmatch(implementation.name)
         assert implementation.name in report.LABELS
         assert implementation.name in report.COLORS
@@ -301,7 +317,7 @@ def test_one_direction_alone() -> None:
 @pytest.mark.parametrize("name", ["8x1Kx256", "8x2KxU(32,512)"])
 def test_peers_on_the_gpu(name: str) -> None:
     """All but FlexAttention, whose compilation takes longer than all of these; cuDNN may be missing."""
-    found = [one for one in peers.cuda_implementations("dualkv_sm80") if one.name != "flex_packed"]
+    found = [one for one in peers.cuda_implementations({"sm80": BOTH}) if one.name != "flex_packed"]
     settings = measure.Config(rounds=1, target_ms=1.0)
     run = measure.ShapeRun(shapes.SHAPES[name], found, settings, measure.Matmul(settings))
     list(run.run())

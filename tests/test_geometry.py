@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 INCLUDE = HERE.parent / "csrc"
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 KERNEL_TILES = [(128, 128), (128, 64), (128, 32), (64, 128), (64, 64)]
-SMALL_TILES = [(16, 16), (32, 16), (16, 32), (8, 64)]
+SMALL_TILES = [(16, 16), (32, 16), (16, 32), (8, 64), (21, 16)]
 BATCHES = 500  # random tables for each choice of causality and small tiles
 
 Ints = NDArray[np.int32]
@@ -225,6 +226,13 @@ def test_schedule_splits_within_its_capacities(shim: ctypes.CDLL, num_sms: int) 
         problem = tables.problem(True, (16, 16), heads=12, kv_heads=kv_heads, num_sms=num_sms)
         split += check_capacities(shim, problem).slots > 0
     assert split > 20
+
+
+def test_packs_of_heads_leave_few_rows_unused(shim: ctypes.CDLL) -> None:
+    for heads, tile_rows in itertools.product(range(1, 65), (64, 128, 192)):
+        pack = shim.pack_of(heads, tile_rows)
+        assert 1 <= pack <= heads and heads % pack == 0
+        assert tile_rows - tile_rows // pack * pack <= tile_rows / 8
 
 
 @pytest.mark.parametrize("prompt", [True, False])
