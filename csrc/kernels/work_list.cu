@@ -51,32 +51,33 @@ __global__ void dualkv_segment_tables(const SegmentTableArgs a) {
   row[7] = group;
 }
 
-// Inclusive sum over the threads of a block. `scratch` holds one value a warp.
-__device__ int block_inclusive_sum(int value, int* scratch) {
+// Inclusive sum over the threads of a block. `scratch` holds one value a warp. 64 bits: with hostile offsets every
+// sequence may span all rows.
+__device__ int64_t block_inclusive_sum(int64_t value, int64_t* scratch) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int step = 1; step < 32; step *= 2) {
-    const int left = __shfl_up_sync(0xffffffffu, value, step);
+    const int64_t left = __shfl_up_sync(0xffffffffu, value, step);
     if (lane >= step) value += left;
   }
   if (lane == 31) scratch[warp] = value;
   __syncthreads();
   if (warp == 0) {
-    int total = scratch[lane];
+    int64_t total = scratch[lane];
     for (int step = 1; step < 32; step *= 2) {
-      const int left = __shfl_up_sync(0xffffffffu, total, step);
+      const int64_t left = __shfl_up_sync(0xffffffffu, total, step);
       if (lane >= step) total += left;
     }
     scratch[lane] = total;
   }
   __syncthreads();
-  const int result = value + (warp > 0 ? scratch[warp - 1] : 0);
+  const int64_t result = value + (warp > 0 ? scratch[warp - 1] : 0);
   __syncthreads();
   return result;
 }
 
 // Shared state of a block that builds a list.
 struct ListBlock {
-  int warp_sums[32];
+  int64_t warp_sums[32];
   int bins[kBins];
   int carry, longest, emitted, used_slots;
   unsigned long long total_steps;
@@ -90,11 +91,11 @@ __device__ void exclusive_offsets(ListBlock& block, int n, int capacity, int* of
   __syncthreads();
   for (int first = 0; first < n; first += kThreads) {
     const int index = first + threadIdx.x;
-    const int sum = block_inclusive_sum(index < n ? count(index) : 0, block.warp_sums);
-    const int carry = block.carry;
+    const int64_t sum = block.carry + block_inclusive_sum(index < n ? count(index) : 0, block.warp_sums);
+    const int offset = static_cast<int>(min(sum, static_cast<int64_t>(capacity)));
     __syncthreads();
-    if (index < n) offsets[index + 1] = min(carry + sum, capacity);
-    if (threadIdx.x == kThreads - 1) block.carry = min(carry + sum, capacity);
+    if (index < n) offsets[index + 1] = offset;
+    if (threadIdx.x == kThreads - 1) block.carry = offset;
     __syncthreads();
   }
   if (threadIdx.x == 0) offsets[0] = 0;
@@ -119,8 +120,7 @@ __device__ int bin_of(int cost, int longest) {
 // Turns counts per bin into first places.
 __device__ void bins_to_places(ListBlock& block) {
   const int count = block.bins[threadIdx.x];
-  const int sum = block_inclusive_sum(count, block.warp_sums);
-  block.bins[threadIdx.x] = sum - count;
+  block.bins[threadIdx.x] = static_cast<int>(block_inclusive_sum(count, block.warp_sums)) - count;
   __syncthreads();
 }
 
