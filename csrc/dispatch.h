@@ -107,7 +107,7 @@ Selected<Kernel> select(Arch arch, int head_dim, int shared_limit) {
                                 " bytes of shared memory a block in this direction; this GPU grants " +
                                 std::to_string(shared_limit));
   }
-  throw std::invalid_argument("head dim " + std::to_string(head_dim) + " is larger than every head dim in this build (" +
+  throw std::invalid_argument("head dim " + std::to_string(head_dim) + " is larger than every one in this build (" +
                               describe(built_head_dims<Kernel>(arch)) +
                               "); reinstall with DUALKV_HEAD_DIMS covering it");
 }

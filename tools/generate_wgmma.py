@@ -53,7 +53,7 @@ def statement(size: int, dtype: str, a_in_registers: bool) -> str:
         '    asm volatile(\n        "{\\n.reg .pred p;\\nsetp.ne.b32 p, %' + f'{predicate}, 0;\\n"',
         f'        "wgmma.mma_async.sync.aligned.m64n{size}k16.f32.{dtype}.{dtype} {{"',
     ]
-    chunk = 24
+    chunk = 20
     for first in range(0, count, chunk):
         last = first + chunk >= count
         text.append('        "' + ", ".join(accumulators[first : first + chunk]) + ("" if last else ", ") + '"')

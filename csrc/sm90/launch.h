@@ -33,8 +33,8 @@ void launch_forward(const ForwardParams<T>& p, cudaStream_t stream) {
 template <typename T, int kHeadDim>
 bool register_forward() {
   using Config = ForwardConfig<kHeadDim>;
-  add_kernel<ForwardKernel<T>>(Arch::sm90, kHeadDim,
-                               {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true}, launch_forward<T, Config>});
+  const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true};
+  add_kernel<ForwardKernel<T>>(Arch::sm90, kHeadDim, {tiles, launch_forward<T, Config>});
   return true;
 }
 
