@@ -218,7 +218,8 @@ def gpu_section(gpu: str, runs: list[tuple[Path, Result]], folder: Path) -> str:
     impls = [impl for impl in figures.impls if not impl.endswith("_deterministic")]
     head = ["N x P x R", *(LABELS.get(impl, impl) for impl in impls)]
     times = [[shape, *(time_cell(figures, shape, impl) for impl in impls)] for shape in figures.shapes]
-    peaks = [[shape, *(number(figures.peak(shape, impl), 1) for impl in impls)] for shape in figures.shapes]
+    trained = [impl for impl in impls if any(figures.both_ms(shape, impl) for shape in figures.shapes)]
+    peaks = [[shape, *(number(figures.peak(shape, impl), 1) for impl in trained)] for shape in figures.shapes]
     base = folder.parent.parent
     links = ", ".join(
         f"[{path.stem}]({path.with_suffix('.md').relative_to(base).as_posix()})"
@@ -230,7 +231,7 @@ def gpu_section(gpu: str, runs: list[tuple[Path, Result]], folder: Path) -> str:
         "Forward + backward, milliseconds (useful TFLOP/s forward / backward):",
         markdown(head, times),
         "Peak memory of forward + backward with inputs, outputs and gradients, GiB:",
-        markdown(head, peaks),
+        markdown(["N x P x R", *(LABELS.get(impl, impl) for impl in trained)], peaks),
         *deterministic_lines(figures),
         f"All figures: {links}.",
     ]
@@ -239,10 +240,13 @@ def gpu_section(gpu: str, runs: list[tuple[Path, Result]], folder: Path) -> str:
 
 def time_cell(figures: Figures, shape: str, impl: str) -> str:
     total = figures.both_ms(shape, impl)
-    if total is None:
-        return figures.reason(shape, impl)
     forward, backward = (number(figures.get(shape, impl, direction, "tflops"), 0) for direction in DIRECTIONS)
-    return f"{milliseconds(total)} ({forward} / {backward})"
+    if total is not None:
+        return f"{milliseconds(total)} ({forward} / {backward})"
+    for direction, rate in zip(DIRECTIONS, (forward, backward)):
+        if rate:
+            return f"{direction} {milliseconds(figures.get(shape, impl, direction, 'ms'))} ({rate})"
+    return figures.reason(shape, impl)
 
 
 def deterministic_lines(figures: Figures) -> list[str]:
