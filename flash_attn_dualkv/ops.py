@@ -111,8 +111,9 @@ def _compiled() -> ModuleType:
         problem = "it was installed without its compiled module"
     raise RuntimeError(
         f"flash_attn_dualkv cannot run on CUDA tensors: {problem}. To fix it, install the CUDA compiler nvcc for CUDA "
-        f"{torch.version.cuda}, the version of this PyTorch (a CUDA toolkit, with CUDA_HOME set to it, or 'pip install "
-        "nvidia-cuda-nvcc'), then reinstall from the source directory with 'pip install --no-build-isolation --no-deps "
+        f"{torch.version.cuda}, the version of this PyTorch (a CUDA toolkit, with CUDA_HOME set to it, or pip install "
+        f"'cuda-toolkit[nvcc,nvvm,crt,cccl]=={torch.version.cuda}.*'), then reinstall from the source directory with "
+        "'pip install --no-build-isolation --no-deps "
         "--force-reinstall .'. CPU tensors work without it."
     )
 
