@@ -98,8 +98,8 @@ def right_panel(x: int) -> list[str]:
 
 def legend(x: int, y: int) -> list[str]:
     lines = (
-        ("prompt", "prompt with itself: computed once"),
-        ("context", "responses with the prompt: k_context, v_context, stored once"),
+        ("prompt", "prompt with itself: k_context, v_context, stored once"),
+        ("context", "responses with the prompt: k_context, v_context"),
         ("response", "each response with itself: k_decoded, v_decoded"),
     )
     shapes = []
@@ -111,7 +111,7 @@ def legend(x: int, y: int) -> list[str]:
 
 def draw() -> str:
     left, bottom = left_panel(60)
-    right_x = 330
+    right_x = 390
     total_replicated, total_packed = sum(map(len, replicated())), len(packed())
     shapes = [
         *left,
@@ -123,7 +123,7 @@ def draw() -> str:
         *legend(right_x - 28, TOP + CELL * total_packed + 40),
         text(right_x - 28, TOP + CELL * total_packed + 108, "rows: queries, columns: keys", 12, MUTED),
     ]
-    size = f'width="650" height="{bottom + 6}" viewBox="0 0 650 {bottom + 6}"'
+    size = f'width="760" height="{bottom + 6}" viewBox="0 0 760 {bottom + 6}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="system-ui, sans-serif">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="#fcfcfb"/>', *shapes, "</svg>", ""])
 
