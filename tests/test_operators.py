@@ -5,65 +5,32 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
-from groups import Batch, Group, build_groups, cumulative, run
+from calls import (
+    NAMES,
+    NO_KEYS,
+    NO_ROWS,
+    NOTHING,
+    ONE_GROUP,
+    TWO_GROUPS,
+    assert_close,
+    attend,
+    batch_of,
+    leaves_of,
+    options_of,
+)
+from groups import Batch, Group, cumulative, run
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flash_attn_dualkv
 from flash_attn_dualkv import build_info, flash_attn_dualkv_varlen_func, flash_attn_varlen_func, ops
-
-NAMES = ("q", "k_context", "v_context", "k_decoded", "v_decoded")
-TWO_GROUPS = (Group(5, ((3, 3), (0, 0), (4, 4), (5, 0))), Group(9, ((6, 2), (2, 5))))
-ONE_GROUP = (Group(7, ((3, 3), (4, 6))),)
-OTHER_GROUPS = (Group(3, ((2, 2),)), Group(11, ((1, 4), (5, 5), (2, 0))))
-NOTHING = (Group(0, ()),)
-NO_ROWS = (Group(0, ((0, 0), (0, 0))), Group(0, ()))
-NO_KEYS = (Group(0, ((3, 0),)),)
-
-
-def batch_of(groups: Sequence[Group], device: str, **options: Any) -> Batch:
-    dtype = torch.float64 if device == "cpu" else torch.bfloat16
-    return build_groups(groups, **{"head_dim": 64, "heads": (4, 2), "dtype": dtype, "device": device, **options})
-
-
-def assert_close(actual: Tensor | None, expected: Tensor | None) -> None:
-    """Equal on the CPU; on a GPU the order of atomic additions may differ from one call to the next."""
-    if actual is None or expected is None:
-        assert actual is expected
-    elif actual.is_cuda:
-        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
-    else:
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-def options_of(batch: Batch) -> dict[str, Any]:
-    return {
-        "cu_seqlens_q": batch.cu_seqlens_q,
-        "cu_seqlens_k_decoded": batch.cu_seqlens_k_decoded,
-        "max_seqlen_q": 6,
-        "context_seqlen": batch.longest_context,
-        "max_seqlen_k_decoded": 6,
-        "cu_seqlens_context": batch.cu_seqlens_context,
-        "cu_seqs_per_context": batch.cu_seqs_per_context,
-    }
-
-
-def leaves_of(batch: Batch) -> list[Tensor]:
-    return [one.detach().clone().requires_grad_() for one in batch.inputs]
-
-
-def attend(batch: Batch, inputs: Any, **options: Any) -> Any:
-    return flash_attn_dualkv_varlen_func(*inputs, **options_of(batch) | options)
 
 
 def tables_of(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -414,105 +381,6 @@ def test_version_is_that_of_the_installed_package() -> None:
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("running from the source directory")
     assert installed == flash_attn_dualkv.__version__
-
-
-# torch.compile
-
-
-@pytest.fixture
-def dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def shared(inputs: Any, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    return (flash_attn_dualkv_varlen_func(*inputs, **options),)
-
-
-def shared_with_lse(inputs: Any, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    more = {"softmax_scale": 0.3, "causal": False, "return_lse": True}
-    out, lse = flash_attn_dualkv_varlen_func(*inputs, **options | more)
-    return out, lse.nan_to_num(neginf=0.0)
-
-
-def context_free(inputs: Any, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    q, _, _, k, v = inputs
-    offsets = options["cu_seqlens_q"], options["cu_seqlens_k_decoded"]
-    out, lse, _ = flash_attn_varlen_func(q, k, v, *offsets, 6, 6, causal=True, return_attn_probs=True)
-    return out, lse.nan_to_num(neginf=0.0)
-
-
-def outputs_and_gradients(function: Any, batch: Batch) -> list[Tensor | None]:
-    leaves = leaves_of(batch)
-    outputs = function(leaves, options_of(batch))
-    total = sum((one * torch.arange(one.numel(), device=one.device).view_as(one).sin()).sum() for one in outputs)
-    return [*outputs, *torch.autograd.grad(total, leaves, allow_unused=True)]
-
-
-FUNCTIONS = pytest.mark.parametrize("function", [shared, shared_with_lse, context_free])
-
-
-def check_compiled(function: Any, device: str, **options: Any) -> None:
-    """Compiled once and called with several shapes, which make the compiler recompile with symbolic ones."""
-    compiled = torch.compile(function, fullgraph=True, **options)
-    for groups in (TWO_GROUPS, OTHER_GROUPS, NO_ROWS, ONE_GROUP):
-        batch = batch_of(groups, device)
-        actual, expected = (outputs_and_gradients(one, batch) for one in (compiled, function))
-        for one, other in zip(actual, expected):
-            assert_close(one, other)
-
-
-@FUNCTIONS
-@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
-def test_compile_without_a_graph_break(function: Any, dynamic: bool | None, device: str, dynamo: None) -> None:
-    check_compiled(function, device, backend="aot_eager", dynamic=dynamic)
-
-
-@FUNCTIONS
-@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
-def test_compile_with_inductor(function: Any, device: str, dynamo: None) -> None:
-    check_compiled(function, device, backend="inductor")
-
-
-def test_compile_under_autocast(device: str, dynamo: None) -> None:
-    batch = batch_of(TWO_GROUPS, device, dtype=torch.float32)
-    compiled = torch.compile(shared, fullgraph=True, backend="aot_eager")
-    with torch.autocast(device, torch.bfloat16):
-        (actual,), (expected,) = (one(batch.inputs, options_of(batch)) for one in (compiled, shared))
-    assert actual.dtype == torch.bfloat16
-    assert_close(actual, expected)
-
-
-def test_compile_keeps_value_checks(dynamo: None) -> None:
-    batch = batch_of(ONE_GROUP, "cpu")
-    compiled = torch.compile(shared, fullgraph=True, backend="aot_eager")
-    compiled(batch.inputs, options_of(batch))
-    with pytest.raises(ValueError, match="^cu_seqlens_q"):
-        compiled(batch.inputs, options_of(batch) | {"cu_seqlens_q": batch.cu_seqlens_q.flip(0)})
-
-
-def test_compile_keeps_the_deterministic_argument(dynamo: None) -> None:
-    batch = batch_of(ONE_GROUP, "cpu")
-    flags: list[Any] = []
-
-    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
-        flags.extend(node.args[-1] for node in graph.graph.nodes if node.target is ops.backward)
-        return make_boxed_func(graph)
-
-    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
-    compiled = torch.compile(shared, fullgraph=True, backend=backend)
-    compiled(leaves_of(batch), options_of(batch) | {"deterministic": True})[0].sum().backward()
-    assert flags == [True]
-
-
-def test_compiled_autograd(device: str, dynamo: None) -> None:
-    batch = batch_of(TWO_GROUPS, device)
-    leaves = leaves_of(batch)
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
-        attend(batch, leaves).backward(batch.dout)
-    for leaf, gradient in zip(leaves, run(batch)[2:]):
-        assert_close(leaf.grad, gradient)
 
 
 # The FlashAttention-2 function
