@@ -17,7 +17,6 @@ from torch._dynamo.backends.common import aot_autograd
 from flash_attn_dualkv import flash_attn_dualkv_varlen_func, flash_attn_varlen_func, ops
 
 
-
 @pytest.fixture
 def dynamo() -> Iterator[None]:
     torch._dynamo.reset()
