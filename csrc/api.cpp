@@ -187,8 +187,8 @@ struct BackwardList {
     work = {item_pointer, int_pointer(count), nullptr, item_capacity};
     splits = {split_pointer, int_pointer(split_count), nullptr, split_capacity};
     build_backward_list({layout, tiles.block_m, tiles.block_n, shape.causal, shape.num_kv_heads,
-                         shape.heads_per_group(), shape.num_sms, tile_capacity, item_capacity, split_capacity, slots,
-                         int_pointer(offsets), int_pointer(steps), item_pointer, int_pointer(count), split_pointer,
+                         shape.heads_per_group(), shape.num_sms, tile_capacity, int_pointer(offsets),
+                         int_pointer(steps), item_pointer, int_pointer(count), split_pointer,
                          int_pointer(split_count)},
                         problem.stream);
     count_launch("dualkv_work_list_backward");

@@ -39,7 +39,7 @@ struct BackwardListArgs {
   bool causal;
   int num_kv_heads, heads_per_group;
   int num_sms;
-  int tile_capacity, item_capacity, split_capacity, slot_capacity;
+  int tile_capacity;  // caps the tiles; slot_capacity (core/schedule.h) bounds everything else by proof
   int* tile_offsets;  // (num_groups + num_segments + 1) scratch
   int* tile_steps;    // (tile_capacity) scratch
   BackwardItem* items;
