@@ -1,0 +1,1 @@
+"""Shared-prompt attention inside other libraries' models; each module needs the library that it is named after."""

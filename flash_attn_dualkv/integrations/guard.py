@@ -1,0 +1,98 @@
+"""The guard against a layout that gets lost on its way to the attention layers.
+
+Models accept keyword arguments that they do not know and may drop them. Attention without its layout is still
+attention, over the wrong tokens: no error, only wrong numbers. So whoever passes a layout says how many attention
+layers must consume it, and every layer that does reports so here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ..checks import explain
+from ..packing import SharedPromptLayout, SharedPromptLayoutError
+
+
+@dataclass
+class Expectation:
+    """A layout that is on its way through a model, and which attention layers have consumed it so far."""
+
+    layout: SharedPromptLayout
+    num_layers: int
+    # Identities of modules: activation checkpointing may run a layer a second time, which must not count twice.
+    consumers: set[int] = field(default_factory=set)
+
+    def check(self) -> None:
+        """SharedPromptLayoutError unless every attention layer has consumed the layout."""
+        if len(self.consumers) != self.num_layers:
+            expected = f"consumed by {self.num_layers} attention layers"
+            got = (
+                f"{len(self.consumers)}: the others attended without it, so the results of this forward are wrong. "
+                "Either the model does not run on a registered or wrapped attention, or something on the way drops "
+                "unknown keyword arguments (install_layout_hook passes the layout to the backbone itself)"
+            )
+            raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, got))
+
+
+_expectation: ContextVar[Expectation | None] = ContextVar("dualkv_expectation", default=None)
+
+
+def current() -> Expectation | None:
+    """The innermost expectation of this thread or task."""
+    return _expectation.get()
+
+
+def begin(layout: SharedPromptLayout, num_layers: int) -> tuple[Expectation, Token[Expectation | None]]:
+    """Start to expect that the layout is consumed; `end` takes the token."""
+    if num_layers < 1:
+        raise ValueError(explain("num_layers", "an int >= 1", num_layers))
+    expectation = Expectation(layout, num_layers)
+    return expectation, _expectation.set(expectation)
+
+
+def end(token: Token[Expectation | None]) -> None:
+    """Go back to what was expected before."""
+    _expectation.reset(token)
+
+
+def consume(module: nn.Module, layout: SharedPromptLayout) -> None:
+    """Record that an attention layer has got `layout`; SharedPromptLayoutError if another one is expected."""
+    expectation = _expectation.get()
+    if expectation is None:
+        return
+    # Not identity: wrappers such as FSDP rebuild dataclasses among the arguments.
+    expected, got = (
+        (one.context_lens, one.group_offsets, one.max_decoded, one.num_tokens) for one in (expectation.layout, layout)
+    )
+    if expected != got:
+        raise SharedPromptLayoutError(
+            explain("shared_prompt_layout", "the layout of the enclosing expect_shared_prompt", "another one")
+        )
+    expectation.consumers.add(id(module))
+
+
+@contextmanager
+def expect_shared_prompt(layout: SharedPromptLayout, num_layers: int) -> Iterator[None]:
+    """Raise unless the forward inside consumes `layout` in `num_layers` attention layers.
+
+    Leave it before the backward. A backbone that has `install_layout_hook` takes the layout from here when it is not
+    among its arguments.
+
+    Args:
+        layout: what the model gets as `shared_prompt_layout`.
+        num_layers: attention layers of the model, >= 1.
+
+    Raises:
+        SharedPromptLayoutError: on leaving, if any layer attended without the layout; inside, if a layer gets another.
+    """
+    expectation, token = begin(layout, num_layers)
+    try:
+        yield
+    finally:
+        end(token)
+    expectation.check()

@@ -1,0 +1,112 @@
+"""Which models are exact on shared prompts: what makes a model unsupported is decided here, and only here.
+
+One copy of the prompt stands for all of them if a token's hidden state depends on the tokens that it attends to and on
+nothing else. Layers that mix tokens in another way (recurrence, convolution) or that see keys by another rule than
+causality and a sliding window break that silently; dropout draws one mask for the prompt instead of one per response.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+from ..checks import explain
+from ..packing import SharedPromptError
+
+EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+# Where configurations name the kinds of their layers.
+_LAYER_TYPE_FIELDS = ("layer_types", "layers_block_type", "block_types")
+# Fields of configurations whose models mix tokens by something else than attention, and do not say so in layer_types.
+_MIXER_FIELDS = re.compile(r"^(mamba|ssm|rwkv|conv_L_cache|linear_conv|lru|hybrid_override_pattern|use_rg_lru)")
+_MIXER_CLASSES = re.compile(
+    r"mamba|deltanet|linearattention|lightningattention|shortconv|rwkv|rglru|retention|mlstm|slstm|indexer", re.I
+)
+# Random numbers that stock training draws for every copy of the prompt.
+_NOISE_FIELDS = re.compile(r"(dropout|_pdrop|layerdrop|drop_path|jitter_noise)")
+_NOISE_OF_OTHER_HEADS = re.compile(r"^(classifier|summary)_")
+
+
+def text_config(config: Any) -> Any:
+    """The part of a configuration that describes the decoder of text tokens."""
+    return config.get_text_config(decoder=True)
+
+
+def check_supported(config: Any) -> None:
+    """Refuse a model, by its configuration, whose layers are not exact on shared prompts.
+
+    Args:
+        config: of a transformers model (`model.config`).
+
+    Raises:
+        SharedPromptError: names what is not supported.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise SharedPromptError(explain("model", "a decoder-only model", "an encoder-decoder"))
+    text = text_config(config)
+    if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise SharedPromptError(explain("model", "causal attention", f"bidirectional attention ({text.model_type})"))
+    layer_types = _layer_types(text)
+    if layer_types is not None:
+        inexact = sorted(set(layer_types) - EXACT_LAYER_TYPES)
+        if inexact:
+            expected = "layers that are exact on shared prompts (full or sliding-window attention)"
+            raise SharedPromptError(explain("layer_types", expected, f"{', '.join(inexact)} ({text.model_type})"))
+    else:
+        mixers = sorted(name for name in text.to_dict() if _MIXER_FIELDS.match(name))
+        if mixers:
+            got = f"{text.model_type}, which has {', '.join(mixers)}"
+            raise SharedPromptError(explain("model", "attention as the only mixer of tokens", got))
+    chunk = getattr(text, "attention_chunk_size", None)
+    if chunk and (layer_types is None or "chunked_attention" in layer_types):
+        raise SharedPromptError(explain("attention_chunk_size", "None (chunked attention is not exact)", chunk))
+    if not getattr(text, "num_attention_heads", None) or not getattr(text, "num_hidden_layers", None):
+        raise SharedPromptError(explain("model", "a transformer with attention heads and layers", text.model_type))
+
+
+def _layer_types(config: Any) -> list[str] | None:
+    for name in _LAYER_TYPE_FIELDS:
+        value = getattr(config, name, None)
+        if value:
+            return [str(one) for one in value]
+    return None
+
+
+def num_attention_layers(config: Any) -> int:
+    """How many attention layers a supported model has: all of its layers."""
+    return int(text_config(config).num_hidden_layers)
+
+
+def check_modules(model: nn.Module) -> None:
+    """Refuse a model that draws random numbers per token in this mode, or has modules that mix tokens.
+
+    Args:
+        model: a transformers model, adapters included. In eval mode dropout does nothing and is accepted.
+
+    Raises:
+        SharedPromptError: names the module or the field of the configuration.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            raise SharedPromptError(explain(f"dropout of {name}", "0 in training mode", module.p) + _NO_NOISE)
+        if isinstance(module, nn.modules.conv._ConvNd) and module.kernel_size[-1] > 1 and _is_text_layer(name):
+            raise SharedPromptError(explain(name, "a module that does not mix tokens", type(module).__name__))
+        if _MIXER_CLASSES.search(type(module).__name__):
+            raise SharedPromptError(explain(name, "a module that does not mix tokens", type(module).__name__))
+    if model.training:
+        for field, value in text_config(model.config).to_dict().items():
+            is_noise = _NOISE_FIELDS.search(field) and not _NOISE_OF_OTHER_HEADS.match(field)
+            if is_noise and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+                raise SharedPromptError(explain(f"config.{field}", "0 in training mode", value) + _NO_NOISE)
+
+
+_NO_NOISE = (
+    ". One copy of the prompt cannot have a dropout mask per response; set it to 0 before the model is made, or use "
+    "model.eval()"
+)
+
+
+def _is_text_layer(name: str) -> bool:
+    """Whether a module lies in a decoder layer; the patch embeddings of vision towers are convolutions too."""
+    return "layers." in name and "vision" not in name and "visual" not in name and "audio" not in name

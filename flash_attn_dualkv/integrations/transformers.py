@@ -1,0 +1,423 @@
+"""Shared prompts in stock Hugging Face models: any causal LM whose attention runs through transformers' interface.
+
+    register()  # once, before the model is made
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="dualkv")
+    batch = pack_shared_prompts(prompts, responses)
+    logps, entropy = shared_prompt_forward(model, batch)
+
+`model(...)` itself works too: it passes `shared_prompt_layout=batch.layout` on to every attention layer. Without a
+layout (generate, evaluation, padded batches) the same model attends as a stock one. Needs transformers 4.57 or newer.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+
+from ..checks import HEAD_DIM_MULTIPLE, explain
+from ..packing import SharedPromptError, SharedPromptLayout, shared_prompt_attention
+from . import guard
+from .forward import backbone_name, causal_lm_of, shared_prompt_forward
+from .guard import expect_shared_prompt
+from .support import check_supported, num_attention_layers
+
+__all__ = [
+    "check_supported",
+    "expect_shared_prompt",
+    "install_layout_hook",
+    "register",
+    "shared_prompt_forward",
+    "wrap",
+]
+
+FALLBACKS = ("auto", "sdpa", "eager")
+BACKENDS = ("auto", "cuda", "reference")
+# Keyword arguments of attention functions that do not change what a token attends to. Others are refused: an argument
+# that is ignored here might be a mask or a bias of the model.
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "config",
+        "labels",
+        "layer_idx",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+def register(name: str = "dualkv", fallback: str = "auto", *, backend: str = "auto") -> None:
+    """Make `attn_implementation=name` available to all models of this process, under every transformers version.
+
+    Args:
+        name: must not contain "flash": transformers takes such names for packages of kernels.
+        fallback: attention of calls without a layout: "sdpa", "eager" (the model's own), or "auto": sdpa, but eager
+            where the model has a softcap or attention sinks, which sdpa lacks. Results are those of the stock one.
+        backend: of `shared_prompt_attention`: "reference" computes in PyTorch what the kernels do not offer.
+
+    Raises:
+        SharedPromptError: an argument is not as described.
+    """
+    if not isinstance(name, str) or not name or "flash" in name:
+        raise SharedPromptError(explain("name", 'a name without "flash" in it', repr(name)))
+    if name in ("eager", "sdpa", "flex_attention"):
+        raise SharedPromptError(explain("name", "a name of its own (wrap() extends a stock attention)", repr(name)))
+    _check_choice("fallback", fallback, FALLBACKS)
+    _check_choice("backend", backend, BACKENDS)
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *,
+        shared_prompt_layout: SharedPromptLayout | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if shared_prompt_layout is None:
+            return _attend_without_layout(module, query, key, value, attention_mask, fallback, kwargs)
+        return _attend(module, query, key, value, attention_mask, shared_prompt_layout, backend, kwargs)
+
+    _mark(attention, backend)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, _mask)
+
+
+def wrap(
+    names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa"), *, backend: str = "auto"
+) -> None:
+    """Let stock attention implementations take a layout, for programs that insist on their names.
+
+    Calls without a layout go to the stock function unchanged. With "sdpa", pass the layout through
+    `shared_prompt_forward`, `expect_shared_prompt` or a backbone that has `install_layout_hook`: transformers would
+    build a mask of T x T elements for packed positions, and only these can tell that none is needed. Wrapping twice
+    changes nothing but the backend.
+
+    Args:
+        names: registered attention implementations; not "eager", which every model file defines for itself.
+        backend: of `shared_prompt_attention`.
+
+    Raises:
+        SharedPromptError: a name is not registered, or is "eager"; an unknown backend.
+    """
+    _check_choice("backend", backend, BACKENDS)
+    names = (names,) if isinstance(names, str) else tuple(names)
+    known = AttentionInterface._global_mapping
+    for name in names:
+        if name == "eager" or name not in known:
+            expected = f"one of {', '.join(sorted(set(known) - {'eager'}))}"
+            raise SharedPromptError(explain("names", expected, repr(name)))
+    for name in names:
+        AttentionInterface.register(name, _wrapped_attention(known[name], backend))
+        stock_mask = AttentionMaskInterface._global_mapping.get(name)
+        if stock_mask is not None:
+            AttentionMaskInterface.register(name, _wrapped_mask(stock_mask))
+
+
+def is_registered(name: str | None) -> bool:
+    """Whether the attention implementation of this name takes a layout."""
+    return hasattr(AttentionInterface._global_mapping.get(name or ""), "dualkv_backend")
+
+
+def install_layout_hook(model: nn.Module) -> RemovableHandle:
+    """Guard every forward of a model's backbone that has a layout, and pass the layout on to it.
+
+    The backbone (`model.model` of a causal LM) takes the layout from its keyword argument `shared_prompt_layout` or, if
+    something between the caller and the backbone drops unknown arguments, from the enclosing `expect_shared_prompt`.
+    Install it before the model is wrapped or sharded.
+
+    Args:
+        model: a causal LM or its backbone, adapters included.
+
+    Returns:
+        A handle whose `remove()` takes the hook away.
+
+    Raises:
+        SharedPromptError: the model is not supported; see `check_supported`.
+        SharedPromptLayoutError: from the backbone's forward, when an attention layer has not consumed the layout.
+    """
+    stock = causal_lm_of(model)
+    check_supported(stock.config)
+    layers = num_attention_layers(stock.config)
+    name = backbone_name(stock)
+    backbone: nn.Module = stock if name is None else getattr(stock, name)
+    tokens: list[Any] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        layout, outer = kwargs.get("shared_prompt_layout"), guard.current()
+        # One entry per forward, whether or not it has a layout: `after` takes it off again.
+        tokens.append(guard.begin(layout, layers) if layout is not None and outer is None else None)
+        if layout is None and outer is not None:
+            return args, {**kwargs, "shared_prompt_layout": outer.layout}
+        return None
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        begun = tokens.pop() if tokens else None
+        if begun is None:
+            return
+        expectation, token = begun
+        guard.end(token)
+        # Without an output the forward has raised; its error says more than the count.
+        if output is not None:
+            expectation.check()
+
+    first = backbone.register_forward_pre_hook(before, with_kwargs=True)
+    second = backbone.register_forward_hook(after, always_call=True)
+    return _Handles(first, second)
+
+
+class _Handles(RemovableHandle):
+    """Removes two hooks as one."""
+
+    def __init__(self, *handles: RemovableHandle) -> None:
+        super().__init__({})
+        self._handles = handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+# --- with a layout ----------------------------------------------------------------------------------------------------
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    layout: SharedPromptLayout,
+    backend: str,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Attention of one layer: query (1, H, T, d), key and value (1, H_k, T, d) -> (1, T, H, d_v)."""
+    scaling, softcap, s_aux = (kwargs.pop(name, None) for name in ("scaling", "softcap", "s_aux"))
+    window = _window(attention_mask, kwargs.pop("sliding_window", None))
+    _check_call(module, query, key, layout, attention_mask, kwargs)
+    guard.consume(module, layout)
+    q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
+    if not q.dtype == k.dtype == v.dtype:
+        # Norms kept in float32, after the projections of q and k; v has the type that the model computes in.
+        q, k = q.to(v.dtype), k.to(v.dtype)
+    scaling = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    widest, value_dim = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    # Zeros beyond the head dimension change no score; those of v are columns of the output that are cut off.
+    head_dim = -(-widest // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+    out = shared_prompt_attention(
+        _widen(q, head_dim),
+        _widen(k, head_dim),
+        _widen(v, head_dim),
+        layout,
+        softmax_scale=scaling,
+        sliding_window=window,
+        softcap=softcap,
+        sinks=s_aux,
+        backend=backend,
+    )
+    return out[None, :, :, :value_dim], None
+
+
+def _widen(tensor: Tensor, head_dim: int) -> Tensor:
+    missing = head_dim - tensor.shape[-1]
+    return functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _window(attention_mask: Any, sliding_window: int | None) -> int | None:
+    """The layer's window: what the model passes, or where it has the window only in its mask, that of the mask."""
+    if not isinstance(attention_mask, _DeferredMask) or attention_mask.window is None:
+        return sliding_window
+    if sliding_window is not None and sliding_window != attention_mask.window:
+        raise SharedPromptError(explain("sliding_window", f"{attention_mask.window} (as the mask)", sliding_window))
+    return attention_mask.window
+
+
+def _check_call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    layout: SharedPromptLayout,
+    attention_mask: Any,
+    kwargs: dict[str, Any],
+) -> None:
+    """SharedPromptError if the call is anything but plain causal attention of the layout's packed row."""
+    if query.shape[0] != 1 or query.shape[2] != layout.num_tokens:
+        expected = f"1 row of {layout.num_tokens} tokens (as the layout)"
+        raise SharedPromptError(explain("input_ids", expected, f"{query.shape[0]} of {query.shape[2]}"))
+    if key.shape[2] != query.shape[2]:
+        got = f"{key.shape[2]} keys for {query.shape[2]} queries"
+        raise SharedPromptError(explain("shared_prompt_layout", "no KV cache and no virtual tokens", got))
+    if isinstance(attention_mask, Tensor):
+        expected = (
+            "None with a layout (under a wrapped sdpa: a call through shared_prompt_forward, expect_shared_prompt or "
+            "install_layout_hook)"
+        )
+        raise SharedPromptError(explain("attention_mask", expected, f"shape {tuple(attention_mask.shape)}"))
+    dropout = kwargs.pop("dropout", 0.0)
+    if dropout:
+        raise SharedPromptError(explain("dropout of attention", "0 with a shared prompt", dropout))
+    if kwargs.pop("is_causal", None) not in (None, True) or not getattr(module, "is_causal", True):
+        raise SharedPromptError(explain("is_causal", "True with a shared prompt", False))
+    if kwargs.get("output_attentions"):
+        raise SharedPromptError(explain("output_attentions", "False (weights are never formed)", True))
+    unknown = sorted(name for name, value in kwargs.items() if name not in _HARMLESS and not _is_unset(value))
+    if unknown:
+        expected = "no arguments of attention that this library does not implement"
+        raise SharedPromptError(explain(type(module).__name__, expected, ", ".join(unknown)))
+
+
+def _is_unset(value: Any) -> bool:
+    return value is None or value is False
+
+
+# --- without a layout -------------------------------------------------------------------------------------------------
+
+
+class _DeferredMask:
+    """The mask of a packed row, T x T elements, built when an attention layer needs it: with a layout none does."""
+
+    def __init__(self, builder: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        self._builder = builder
+        self._arguments = arguments
+        self._mask: Tensor | None = None
+        self._is_built = False
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window, or None."""
+        return self._arguments.get("local_size")
+
+    def build(self) -> Tensor | None:
+        """What the builder makes, for sdpa (1, 1, T, T) bool or None if it is plainly causal; once for all layers."""
+        if not self._is_built:
+            self._mask = self._builder(**self._arguments)
+            self._is_built = True
+        return self._mask
+
+
+def _mask(
+    batch_size: int,
+    *,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Mask function of a registered name: sdpa's mask, later if the call might have a layout.
+
+    Only a forward of one row without padding and cache can have one; then transformers gives no 2-D mask.
+    """
+    arguments = dict(batch_size=batch_size, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
+    if batch_size == 1 and attention_mask is None:
+        return _DeferredMask(sdpa_mask, arguments)
+    return sdpa_mask(**arguments)
+
+
+def _attend_without_layout(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    fallback: str,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Stock attention on the mask that `_mask` has made: None, bool, or a caller's own 4-D mask."""
+    if isinstance(attention_mask, _DeferredMask):
+        attention_mask = attention_mask.build()
+    beyond_sdpa = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    if fallback == "sdpa" and beyond_sdpa:
+        expected = 'attention that sdpa offers (or register(fallback="eager"))'
+        raise SharedPromptError(explain("fallback", expected, ", ".join(beyond_sdpa)))
+    if fallback == "sdpa" or (fallback == "auto" and not beyond_sdpa):
+        stock = AttentionInterface._global_mapping["sdpa"]
+        return stock(module, query, key, value, attention_mask, **kwargs)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        expected = f"a model file with an eager attention ({type(module).__module__} has none)"
+        raise SharedPromptError(explain("fallback", expected, repr(fallback)))
+    return eager(module, query, key, value, _additive(attention_mask, query, key), **kwargs)
+
+
+def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """sdpa's mask as eager attention takes it. None stands for causal there, unless there is one query."""
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None:
+        if queries == 1:
+            return None
+        mask = torch.ones((1, 1, queries, keys), dtype=torch.bool, device=query.device).tril()
+    if mask.dtype != torch.bool:
+        return mask
+    hidden = torch.finfo(query.dtype).min
+    return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, hidden)
+
+
+# --- stock names ------------------------------------------------------------------------------------------------------
+
+
+def _wrapped_attention(stock: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    stock = getattr(stock, "dualkv_stock", stock)
+
+    @functools.wraps(stock)
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *args: Any,
+        shared_prompt_layout: SharedPromptLayout | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if shared_prompt_layout is None:
+            if isinstance(attention_mask, _DeferredMask):
+                attention_mask = attention_mask.build()
+            return stock(module, query, key, value, attention_mask, *args, **kwargs)
+        if args:
+            raise SharedPromptError(explain("attention", "options as keyword arguments", f"{len(args)} by position"))
+        return _attend(module, query, key, value, attention_mask, shared_prompt_layout, backend, kwargs)
+
+    _mark(attention, backend, stock)
+    return attention
+
+
+def _wrapped_mask(stock: Callable[..., Any]) -> Callable[..., Any]:
+    if hasattr(stock, "dualkv_stock"):
+        return stock
+
+    @functools.wraps(stock)
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        if not args and guard.current() is not None and kwargs.get("attention_mask") is None:
+            return _DeferredMask(stock, kwargs)
+        return stock(*args, **kwargs)
+
+    mask.dualkv_stock = stock  # type: ignore[attr-defined]
+    return mask
+
+
+def _mark(attention: Any, backend: str, stock: Callable[..., Any] | None = None) -> None:
+    """Attributes by which this module knows its own functions again."""
+    attention.dualkv_backend = backend
+    if stock is not None:
+        attention.dualkv_stock = stock
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise SharedPromptError(explain(name, f"one of {', '.join(choices)}", repr(value)))
