@@ -44,10 +44,16 @@ def check_device(name: str, tensor: Tensor) -> None:
         raise ValueError(explain(name, "an NVIDIA CUDA or CPU tensor", f"device {tensor.device} (unsupported)"))
 
 
-def check_alike(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Check rank, dtype, device, strides and rows of q, k and v tensors; the first one sets dtype and device."""
+def check_alike(
+    names: Sequence[str], tensors: Sequence[Tensor], allowed: Sequence[torch.dtype] | None = None
+) -> None:
+    """Check rank, dtype, device, strides and rows of q, k and v tensors; the first one sets dtype and device.
+
+    `allowed` are the dtypes of whoever computes; None for those of the device's own implementation.
+    """
     dtype, device = tensors[0].dtype, tensors[0].device
-    allowed = CUDA_DTYPES if device.type == "cuda" else CPU_DTYPES
+    if allowed is None:
+        allowed = CUDA_DTYPES if device.type == "cuda" else CPU_DTYPES
     if dtype not in allowed:
         expected = " or ".join(str(one) for one in allowed)
         raise TypeError(explain(names[0], f"dtype {expected} on {device.type}", dtype))

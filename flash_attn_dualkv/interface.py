@@ -84,7 +84,7 @@ def flash_attn_dualkv_varlen_func(
     tensors: tuple[Tensor, ...] = (q, k_context, v_context, k_decoded, v_decoded)
     checks.check_are_tensors(_SHARED_NAMES, tensors)
     checks.check_device("q", q)
-    q, k_context, v_context, k_decoded, v_decoded = tensors = _autocast(tensors)
+    q, k_context, v_context, k_decoded, v_decoded = tensors = autocast(tensors)
     checks.check_alike(_SHARED_NAMES, tensors)
     checks.check_query_shape(q)
     checks.check_pair_shape(q, "k_context", k_context, "v_context", v_context)
@@ -159,7 +159,7 @@ def flash_attn_varlen_func(
     tensors: tuple[Tensor, ...] = (q, k, v)
     checks.check_are_tensors(_PLAIN_NAMES, tensors)
     checks.check_device("q", q)
-    q, k, v = tensors = _autocast(tensors)
+    q, k, v = tensors = autocast(tensors)
     checks.check_alike(_PLAIN_NAMES, tensors)
     checks.check_query_shape(q)
     checks.check_pair_shape(q, "k", k, "v", v)
@@ -176,7 +176,7 @@ def flash_attn_varlen_func(
     return (out, lse, None) if return_attn_probs else out
 
 
-def _autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Cast as autocast does for PyTorch's own attention: floating point, other than float64, to its lower precision."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):

@@ -24,6 +24,8 @@ Tables = tuple[Tensor, Tensor]
 Results = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
+DIFFERENTIABLE_ONCE = "flash_attn_dualkv is differentiable once: its gradients cannot be differentiated again"
+
 
 def _load_compiled() -> tuple[ModuleType | None, str | None]:
     """The compiled module, or None and why it is not there."""
@@ -227,7 +229,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *_: Any) -> Any:
-        raise RuntimeError("flash_attn_dualkv is differentiable once: its gradients cannot be differentiated again")
+        raise RuntimeError(DIFFERENTIABLE_ONCE)
 
 
 def _requires_grad(arguments: tuple[Any, ...]) -> bool:

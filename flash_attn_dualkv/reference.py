@@ -10,6 +10,9 @@ with sums over the query heads of a KV head and, for a context, over all segment
 `layout.py` and nothing else, runs on any device, and holds one block of scores at a time. 16-bit inputs are computed
 and summed in float32 and rounded once; float64 stays float64.
 
+What some models change in it is in `Variant`: a softcap c replaces S by c * tanh(S / c) before the mask, a window hides
+the keys that lie too far back, and sinks are one more score in every row's LSE, of a key whose value is 0.
+
 The operators use it for CPU tensors; CUDA tensors reach it only when it is called directly.
 """
 
@@ -34,21 +37,44 @@ ACCUMULATOR_ELEMENTS = 2**22
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which logical key positions a query at a logical position sees: the only place that knows the rule."""
+    """Which logical key positions a query at a logical position sees: the only place that knows the rule.
+
+    With `causal` none behind its own; with a `window` none that is `window` or more positions before its own.
+    """
 
     causal: bool
+    window: int | None = None
 
     def key_range(self, q_first: int, q_last: int, kv_len: int) -> tuple[int, int]:
         """Keys [begin, end) outside of which no query of [q_first, q_last] sees any of the kv_len keys."""
-        return 0, max(0, min(kv_len, q_last + 1)) if self.causal else kv_len
+        begin = 0 if self.window is None else max(0, q_first - self.window + 1)
+        return begin, max(0, min(kv_len, q_last + 1)) if self.causal else kv_len
 
-    def sees_all(self, q_first: int, kv_end: int) -> bool:
-        """Whether every query from q_first on sees every key before kv_end, so that no mask is needed."""
-        return not self.causal or kv_end <= q_first + 1
+    def sees_all(self, q_first: int, q_last: int, kv_begin: int, kv_end: int) -> bool:
+        """Whether every query of [q_first, q_last] sees every key of [kv_begin, kv_end): no mask is needed."""
+        near = self.window is None or q_last - kv_begin < self.window
+        return near and (not self.causal or kv_end <= q_first + 1)
 
     def hidden(self, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
         """(queries, keys) bool: True where the query does not see the key."""
-        return kv_pos[None, :] > q_pos[:, None]
+        distance = q_pos[:, None] - kv_pos[None, :]
+        hidden = distance < 0 if self.causal else torch.zeros_like(distance, dtype=torch.bool)
+        return hidden if self.window is None else hidden | (distance >= self.window)
+
+
+class Variant(NamedTuple):
+    """What models change in the attention of a row; the default is none of it.
+
+    window: the row sees this many positions, its own the last of them. softcap: bound of the scores' magnitude, > 0.
+    sinks: (H,), a score of each query head that joins the softmax but carries no value.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+PLAIN = Variant()
 
 
 class KeyBlock(NamedTuple):
@@ -99,6 +125,8 @@ class Problem:
     groups: list[Group]
     scale: float
     visibility: Visibility
+    softcap: float | None
+    sinks: Tensor | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,7 +197,8 @@ class Problem:
 
     def hidden(self, queries: QueryBlock, keys: KeyBlock) -> Tensor | None:
         """(rows, keys) bool, True where hidden; None if every row sees every key."""
-        if self.visibility.sees_all(queries.position, keys.position + keys.size):
+        last, end = queries.position + queries.size - 1, keys.position + keys.size
+        if self.visibility.sees_all(queries.position, last, keys.position, end):
             return None
         q_pos = torch.arange(queries.position, queries.position + queries.size, device=self.q.device)
         kv_pos = torch.arange(keys.position, keys.position + keys.size, device=self.q.device)
@@ -179,6 +208,22 @@ class Problem:
         """Set a block of scores (or of what is computed from them) to `value` where hidden, in place."""
         if hidden is not None:
             scores.unflatten(1, (self.heads_per_kv_head, -1)).masked_fill_(hidden, value)
+
+    def load_sinks(self, block: QueryBlock) -> Tensor | None:
+        """The sinks of the block's heads as (KV heads, query heads per KV head * rows, 1)."""
+        if self.sinks is None:
+            return None
+        per_head = self.heads_per_kv_head
+        own = self.sinks[block.head_begin * per_head : block.head_end * per_head].to(self.dtype)
+        return own[:, None].expand(-1, block.size).reshape(block.head_end - block.head_begin, -1, 1)
+
+    def cap(self, scores: Tensor) -> Tensor:
+        """The scores within the softcap, in place."""
+        return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def cap_slope(self, capped: Tensor) -> Tensor | None:
+        """Derivative of `cap` where it gave `capped`; None for 1."""
+        return None if self.softcap is None else (capped / self.softcap).square_().neg_().add_(1.0)
 
 
 @contextmanager
@@ -198,9 +243,12 @@ def _problem(
     groups: Tensor,
     softmax_scale: float,
     causal: bool,
+    variant: Variant,
 ) -> Problem:
     keys, values = (k_context, k_decoded), (v_context, v_decoded)
-    return Problem(q, keys, values, *read_tables(segments, groups), softmax_scale, Visibility(causal))
+    rule = Visibility(causal, variant.window)
+    tables = read_tables(segments, groups)
+    return Problem(q, keys, values, *tables, softmax_scale, rule, variant.softcap, variant.sinks)
 
 
 def forward(
@@ -213,6 +261,7 @@ def forward(
     groups: Tensor,
     softmax_scale: float,
     causal: bool,
+    variant: Variant = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every segment of the tables.
 
@@ -223,12 +272,13 @@ def forward(
         segments, groups: (S, 8) and (G, 4) int32, see `layout.py`.
         softmax_scale: factor of the scores, > 0.
         causal: whether a row sees only keys up to its own logical position.
+        variant: what the model changes in it.
 
     Returns:
         out (total_q, H, d) in q's dtype, and lse (H, total_q) in float32 (float64 for float64). Rows that are in no
-        segment or see no key are 0 and -inf.
+        segment or see no key are 0 and -inf (with sinks, a row that sees no key has its sink as LSE).
     """
-    problem = _problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal)
+    problem = _problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal, variant)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=problem.dtype, device=q.device)
     with _plain_arithmetic(q.device):
@@ -246,12 +296,13 @@ def _attend(problem: Problem, block: QueryBlock) -> tuple[Tensor, Tensor]:
     """Online softmax of one query block over the keys it sees: (heads, rows, d) and (heads, rows, 1)."""
     q = problem.load_queries(problem.q, block) * problem.scale
     total = torch.zeros_like(q)
-    row_sum = q.new_zeros((*q.shape[:2], 1))
-    row_max = torch.full_like(row_sum, -math.inf)
+    sinks = problem.load_sinks(block)
+    row_sum = q.new_full((*q.shape[:2], 1), 0.0 if sinks is None else 1.0)
+    row_max = torch.full_like(row_sum, -math.inf) if sinks is None else sinks
     for keys in problem.visible_blocks(block):
         k = problem.load_keys(problem.keys, keys, block.head_begin, block.head_end)
         v = problem.load_keys(problem.values, keys, block.head_begin, block.head_end)
-        scores = q @ k.transpose(1, 2)
+        scores = problem.cap(q @ k.transpose(1, 2))
         problem.fill_hidden(scores, problem.hidden(block, keys), -math.inf)
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
         # A row without a visible key so far has the maximum -inf, and -inf - -inf is not a number.
@@ -263,6 +314,20 @@ def _attend(problem: Problem, block: QueryBlock) -> tuple[Tensor, Tensor]:
         row_max = new_max
     out = total.div_(row_sum.masked_fill(row_sum == 0.0, 1.0))
     return out, row_max + row_sum.log()
+
+
+class KeyGradients(NamedTuple):
+    """Gradients of the keys and values of both regions."""
+
+    k_context: Tensor
+    v_context: Tensor
+    k_decoded: Tensor
+    v_decoded: Tensor
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    """Contiguous, whatever the tensor's strides."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def backward(
@@ -279,6 +344,8 @@ def backward(
     groups: Tensor,
     softmax_scale: float,
     causal: bool,
+    variant: Variant = PLAIN,
+    key_gradients: KeyGradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `forward`.
 
@@ -286,14 +353,18 @@ def backward(
         dout: (total_q, H, d), any strides.
         dlse: (H, total_q), or None if the LSE is not used.
         out, lse: what `forward` returned; the rest are its arguments.
+        key_gradients: zeros of the shapes of k_context, v_context, k_decoded, v_decoded to write into; None: fresh.
 
     Returns:
-        dq, dk_context, dv_context, dk_decoded, dv_decoded: contiguous, 0 for rows that took no part.
+        dq, dk_context, dv_context, dk_decoded, dv_decoded: 0 for rows that took no part; contiguous unless given. The
+        gradient of the sinks is not among them: it follows from these arguments without a look at the keys.
     """
-    problem = _problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal)
-    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    dkeys = tuple(torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in problem.keys)
-    dvalues = tuple(torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in problem.values)
+    problem = _problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal, variant)
+    dq = _zeros_like(q)
+    if key_gradients is None:
+        key_gradients = KeyGradients(*map(_zeros_like, (k_context, v_context, k_decoded, v_decoded)))
+    dkeys = key_gradients.k_context, key_gradients.k_decoded
+    dvalues = key_gradients.v_context, key_gradients.v_decoded
     results = (dout, dlse, out, lse)
     with _plain_arithmetic(q.device):
         for heads in problem.head_chunks():
@@ -305,7 +376,7 @@ def backward(
                         problem.store_queries(dq, block, _differentiate(problem, block, results, (context, decoded)))
                     decoded.finish()
                 context.finish()
-    return dq, dkeys[0], dvalues[0], dkeys[1], dvalues[1]
+    return dq, *key_gradients
 
 
 class _Sums:
@@ -357,9 +428,13 @@ def _differentiate(
         k = problem.load_keys(problem.keys, keys, block.head_begin, block.head_end)
         v = problem.load_keys(problem.values, keys, block.head_begin, block.head_end)
         hidden = problem.hidden(block, keys)
-        weights = (q @ k.transpose(1, 2)).sub_(row_lse).exp_()
+        scores = problem.cap(q @ k.transpose(1, 2))
+        slope = problem.cap_slope(scores)
+        weights = scores.sub_(row_lse).exp_()
         problem.fill_hidden(weights, hidden, 0.0)
         dscores = (do @ v.transpose(1, 2)).sub_(delta).mul_(weights)
+        if slope is not None:
+            dscores.mul_(slope)
         problem.fill_hidden(dscores, hidden, 0.0)
         dq += dscores @ k
         sums[keys.region].add(keys, dscores.transpose(1, 2) @ q, weights.transpose(1, 2) @ do)

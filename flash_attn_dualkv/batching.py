@@ -1,0 +1,149 @@
+"""Which samples go into which micro-batch and onto which rank, so that samples with one prompt stay together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from .checks import explain
+from .shared_prompt import SharedPromptError
+
+
+def _packed_tokens(prompt_len: int, response_lens: Sequence[int]) -> int:
+    """Rows of a group in the packed row (boundary "replicate", the larger one)."""
+    return prompt_len - 1 + sum(response_lens) + len(response_lens)
+
+
+def split_by_token_budget(
+    groups: Sequence[Sequence[int]],
+    prompt_lens: Sequence[int],
+    response_lens: Sequence[int],
+    max_tokens: int,
+    *,
+    dp_group: Any = None,
+) -> list[list[int]]:
+    """Micro-batches of at most `max_tokens` packed tokens each, with as few copies of prompts as that allows.
+
+    A group that fits stays whole; one that does not is split between its responses. Groups are put, longest first, into
+    the first micro-batch that has room.
+
+    Args:
+        groups: the samples of each prompt, as `group_by_prompt` gives them.
+        prompt_lens, response_lens: (B,) of the samples.
+        max_tokens: bound of a packed micro-batch without padding.
+        dp_group: a torch.distributed process group whose ranks must get equally many micro-batches; the ranks with
+            fewer split theirs further. Every rank must call.
+
+    Returns:
+        The sample indices of each micro-batch.
+
+    Raises:
+        SharedPromptError: a single sample is longer than the budget; with dp_group, on every rank, if one of them fails
+            or has fewer samples than another needs micro-batches.
+    """
+    micro_batches, error = _fill(groups, prompt_lens, response_lens, max_tokens)
+    if dp_group is None:
+        if error is not None:
+            raise SharedPromptError(error)
+        return micro_batches
+    samples = sum(map(len, groups))
+    wanted, fewest, failed = _largest([len(micro_batches), -samples, error is not None], dp_group)
+    if failed:
+        raise SharedPromptError(error or explain("max_tokens", "a budget that every rank can keep", "one that cannot"))
+    if wanted > -fewest:
+        expected = f"at least {wanted} samples on each rank, as many as another has micro-batches"
+        raise SharedPromptError(explain("groups", expected, -fewest))
+    while len(micro_batches) < wanted:
+        longest = max((one for one in micro_batches if len(one) > 1), key=len)
+        at = micro_batches.index(longest)
+        half = len(longest) // 2
+        micro_batches[at : at + 1] = [longest[:half], longest[half:]]
+    return micro_batches
+
+
+def _fill(
+    groups: Sequence[Sequence[int]], prompt_lens: Sequence[int], response_lens: Sequence[int], max_tokens: int
+) -> tuple[list[list[int]], str | None]:
+    """The micro-batches, or what is wrong."""
+    pieces: list[tuple[int, list[int]]] = []
+    for members in groups:
+        prompt_len = prompt_lens[members[0]]
+        piece: list[int] = []
+        size = prompt_len - 1
+        for index in members:
+            rows = response_lens[index] + 1
+            if prompt_len - 1 + rows > max_tokens:
+                needed = f"at least {prompt_len + response_lens[index]}, the tokens of sample {index}"
+                return [], explain("max_tokens", needed, max_tokens)
+            if size + rows > max_tokens:
+                pieces.append((size, piece))
+                piece, size = [], prompt_len - 1
+            piece.append(index)
+            size += rows
+        pieces.append((size, piece))
+    filled: list[tuple[int, list[int]]] = []
+    for size, piece in sorted(pieces, key=lambda one: -one[0]):
+        for at, (used, content) in enumerate(filled):
+            if used + size <= max_tokens:
+                filled[at] = (used + size, content + piece)
+                break
+        else:
+            filled.append((size, piece))
+    return [content for _, content in filled], None
+
+
+def _largest(values: Sequence[int], dp_group: Any) -> list[int]:
+    """The maximum of each value over the ranks of the group."""
+    backend = torch.distributed.get_backend(dp_group)
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=dp_group)
+    largest: list[int] = tensor.tolist()
+    return largest
+
+
+def balance_groups(
+    prompt_lens: Sequence[int], response_lens: Sequence[int], group_ids: Sequence[Hashable], num_ranks: int
+) -> list[list[int]]:
+    """Samples for each rank: equally many, about equal attention costs, and groups whole where that is possible.
+
+    The cost of a group is P^2 + sum R (P + R / 2). Groups go, most expensive first, to the rank with the least cost
+    that has room for all of their samples; one for which there is no such rank is divided among those with most room.
+
+    Args:
+        prompt_lens, response_lens, group_ids: (B,) of the samples; B is a multiple of num_ranks.
+        num_ranks: how many lists to make.
+
+    Raises:
+        SharedPromptError: unequal lengths, or a B that cannot be divided.
+    """
+    samples = len(prompt_lens)
+    for name, values in (("response_lens", response_lens), ("group_ids", group_ids)):
+        if len(values) != samples:
+            raise SharedPromptError(explain(name, f"{samples} of them (as prompt_lens)", len(values)))
+    if num_ranks < 1 or samples % num_ranks != 0:
+        raise SharedPromptError(explain("num_ranks", f"a divisor of the {samples} samples", num_ranks))
+    members: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(group_ids):
+        members.setdefault(group, []).append(index)
+
+    def cost(chosen: Sequence[int]) -> float:
+        prompt = prompt_lens[chosen[0]]
+        return prompt**2 + sum(response_lens[i] * (prompt + response_lens[i] / 2) for i in chosen)
+
+    share = samples // num_ranks
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    costs = [0.0] * num_ranks
+    for rest in sorted(members.values(), key=cost, reverse=True):
+        while rest:
+            roomy = [rank for rank in range(num_ranks) if share - len(ranks[rank]) >= len(rest)]
+            if roomy:
+                rank = min(roomy, key=costs.__getitem__)
+            else:
+                rank = min(range(num_ranks), key=lambda one: (len(ranks[one]), costs[one]))
+            taken, rest = rest[: share - len(ranks[rank])], rest[share - len(ranks[rank]) :]
+            ranks[rank] += taken
+            costs[rank] += cost(taken)
+    return ranks

@@ -1,0 +1,43 @@
+"""Copies of many small tensors between host and device in one go: each copy by itself costs more than its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Flat int64 copies of integer tensors of one device on the host; one device-to-host copy if they are on a GPU."""
+    flat = [one.reshape(-1) for one in tensors]
+    host = torch.cat(flat).to("cpu", torch.int64)
+    return list(host.split([one.numel() for one in flat]))
+
+
+def to_device(long: Sequence[Tensor], short: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies of the `long` (int64) and then the `short` (int32) tensors of the host, in one host-to-device copy.
+
+    They share one buffer. A copy to a GPU starts from pinned memory: the host does not wait for it.
+    """
+    sizes = [one.numel() for one in long]
+    halves = [one.numel() for one in short]
+    words = sum(sizes)
+    buffer = torch.empty(
+        words + (sum(halves) + 1) // 2, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+    )
+    _fill(buffer[:words], long)
+    _fill(buffer[words:].view(torch.int32)[: sum(halves)], short)
+    moved = buffer.to(device, non_blocking=True)
+    parts = [*_parts(moved, sizes), *_parts(moved[words:].view(torch.int32), halves)]
+    return [part.view(one.shape) for part, one in zip(parts, (*long, *short))]
+
+
+def _fill(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+    if tensors:
+        torch.cat([one.reshape(-1) for one in tensors], out=buffer)
+
+
+def _parts(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    return [buffer[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
