@@ -30,7 +30,9 @@ import torch
 from measure import DTYPES, Config, Matmul, ShapeRun, significant
 from peers import Implementation, cpu_implementations, cuda_implementations, own_families
 from schema import gpu_folder, is_ours
-from shapes import DIRECTIONS, PRESETS, SHAPES, Shape, select
+from shapes import PRESETS, SHAPES, Shape, select
+
+from flash_attn_dualkv.predict import DIRECTIONS
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -11,15 +11,17 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from packing import Prepared, make_source
 from peers import Implementation
-from shapes import DIRECTIONS, Shape
+from shapes import Shape
 from torch import Tensor
+
+from flash_attn_dualkv.predict import DIRECTIONS
 
 GIB = 1 << 30
 SAMPLED_ROWS = 2048
@@ -60,8 +62,8 @@ class Config:
 
 def seconds_per_pass(implementation: Implementation, shape: Shape, config: Config) -> float:
     """Estimate of one forward and backward, from the work that the implementation really does."""
-    pairs = implementation.pairs(shape)
-    return sum(shape.flops(direction, pairs) for direction in DIRECTIONS) / (config.assumed_tflops * 1e12)
+    flops = sum(implementation.executed_flops(shape, direction) for direction in DIRECTIONS)
+    return flops / (config.assumed_tflops * 1e12)
 
 
 def planned_rounds(implementation: Implementation, shape: Shape, config: Config) -> int:
@@ -78,23 +80,30 @@ class Stopwatch:
         self.is_cuda = config.is_cuda
 
     def time(self, call: Callable[[], object], calls: int) -> list[float]:
-        if not self.is_cuda:
-            return [self._wall(call) for _ in range(calls)]
-        pairs = []
-        for _ in range(calls):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            call()
-            end.record()
-            pairs.append((begin, end))
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) for begin, end in pairs]
+        return self.laps((call,), calls)[0]
 
-    @staticmethod
-    def _wall(call: Callable[[], object]) -> float:
-        begin = time.perf_counter()
-        call()
-        return (time.perf_counter() - begin) * 1e3
+    def laps(self, steps: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+        """Of every step its times, when all steps are called in order, ``rounds`` times."""
+        rounds_of_marks = []
+        for _ in range(rounds):
+            marks = [self._mark()]
+            for step in steps:
+                step()
+                marks.append(self._mark())
+            rounds_of_marks.append(marks)
+        if self.is_cuda:
+            torch.cuda.synchronize()
+        return [[self._between(marks[i], marks[i + 1]) for marks in rounds_of_marks] for i in range(len(steps))]
+
+    def _mark(self) -> Any:
+        if not self.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end) if self.is_cuda else (end - begin) * 1e3)
 
 
 class Matmul:
@@ -129,8 +138,9 @@ def clear(config: Config, after_failure: bool) -> None:
         torch.cuda.empty_cache()
 
 
-def backward(prepared: Prepared, out: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(out, prepared.leaves, prepared.dout, retain_graph=True)
+def backward(prepared: Prepared, out: Tensor, retain_graph: bool = True) -> tuple[Tensor, ...]:
+    """Gradients of the leaves. Only to be called again does it need ``retain_graph``, which training does without."""
+    return torch.autograd.grad(out, prepared.leaves, prepared.dout, retain_graph=retain_graph)
 
 
 def can_differentiate(implementation: Implementation, config: Config) -> bool:
@@ -209,7 +219,7 @@ class ShapeRun:
             if cuda:
                 cuda.reset_peak_memory_stats()
             out = prepared.run()
-            gradients = backward(prepared, out) if differentiable else ()
+            gradients = backward(prepared, out, retain_graph=False) if differentiable else ()
             if cuda:
                 cuda.synchronize()
                 self.facts[impl.name]["peak_gib"] = round((cuda.max_memory_allocated() - baseline) / GIB, 3)
@@ -258,7 +268,7 @@ class ShapeRun:
         if not failed and not times:
             facts["skipped"] = "the time given was used up"
         ms = statistics.median(times) if times and not failed else None
-        tflops = shape.flops(direction) / ms / 1e9 if ms else None
+        tflops = self.counted_flops(impl, direction) / ms / 1e9 if ms else None
         return {
             "shape": shape.name,
             "n": shape.num_responses,
@@ -282,8 +292,17 @@ class ShapeRun:
             "samples": len(times),
             "ms_min": significant(min(times)) if ms else None,
             "ms_max": significant(max(times)) if ms else None,
+            **self.more(impl, direction),
             **facts,
         }
+
+    def counted_flops(self, impl: Implementation, direction: str) -> float:
+        """The work that a row's TFLOP/s count: the same for all implementations."""
+        return self.shape.flops(direction)
+
+    def more(self, impl: Implementation, direction: str) -> Row:
+        """Further fields of a row."""
+        return {}
 
 
 def significant(value: float | None) -> float | None:

@@ -37,14 +37,15 @@ class Prepared:
 
     ``run`` computes the output from ``leaves``; ``dout`` has the output's shape. ``take`` reads packed rows of the
     output as (rows, H, d). ``fold`` sums gradients of the leaves into (dq, dk, dv) of the packed layout, at least in
-    fp32.
+    fp32. For a decoder layer the leaves are its input and its weights: rows are (rows, hidden), and ``fold`` gives the
+    gradients of both.
     """
 
     leaves: tuple[Tensor, ...]
     dout: Tensor
     run: Callable[[], Tensor]
     take: Callable[[Tensor, Tensor], Tensor]
-    fold: Callable[[Gradients], tuple[Tensor, Tensor, Tensor]]
+    fold: Callable[[Gradients], tuple[Tensor, ...]]
 
 
 def make_source(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Source:

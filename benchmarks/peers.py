@@ -43,14 +43,29 @@ VarlenKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tens
 
 @dataclass(frozen=True)
 class Implementation:
-    """A row of the tables. ``refuses`` says why a shape cannot be measured; ``pairs`` is the work it really does."""
+    """A row of the tables.
+
+    ``refuses`` says why a shape cannot be measured; ``pairs`` and ``tokens`` are the work it really does.
+    """
 
     name: str
-    build: Callable[[Source], Prepared]
+    build: Callable[[Any], Prepared]
     refuses: Callable[[Shape], str | None] = lambda shape: None
     pairs: Callable[[Shape], int] = Shape.visible_pairs
     is_ours: bool = False
     directions: tuple[str, ...] = ("forward", "backward")
+    tokens: Callable[[Shape], int] = lambda shape: shape.packed_tokens
+
+    def executed_flops(self, shape: Shape, direction: str) -> float:
+        return shape.flops(direction, self.pairs(shape)) + shape.token_flops(direction, self.tokens(shape))
+
+
+# Packages that are measured where they can be imported, by the first word of an implementation's name.
+PACKAGES = {"flash_attn": "flash_attn", "fa3": "flash_attn_interface", "prefix_grouper": "prefix_grouper"}
+
+
+def is_importable(label: str) -> bool:
+    return importlib.util.find_spec(PACKAGES[label]) is not None
 
 
 def build_ours(source: Source, family: str | None = None, deterministic: bool = False) -> Prepared:
@@ -60,8 +75,7 @@ def build_ours(source: Source, family: str | None = None, deterministic: bool = 
     """
     import flash_attn_dualkv
 
-    if family is not None:
-        os.environ["DUALKV_KERNELS"] = family
+    choose_family(family)
     shape, device = source.shape, source.device
     if shape.is_context_free:
         return build_varlen(source, flash_attn_dualkv.flash_attn_varlen_func, causal=True, deterministic=deterministic)
@@ -102,6 +116,12 @@ def build_ours(source: Source, family: str | None = None, deterministic: bool = 
         return wide(dq), scatter_sum(order, dk, len(dk)), scatter_sum(order, dv, len(dv))
 
     return Prepared((q, *kv), source.dout, run, lambda out, which: out[which], fold)
+
+
+def choose_family(family: str | None) -> None:
+    """From here on every call of this library goes to the kernels of that name; None leaves the choice to it."""
+    if family is not None:
+        os.environ["DUALKV_KERNELS"] = family
 
 
 def build_replicated(source: Source, kernel: VarlenKernel) -> Prepared:
@@ -177,6 +197,12 @@ def package_varlen(module: str) -> VarlenKernel:
         return out[0] if isinstance(out, tuple) else out
 
     return kernel
+
+
+def varlen_kernels() -> dict[str, VarlenKernel]:
+    """FlashAttention's packed kernels for CUDA tensors, those that can be imported."""
+    packages = [label for label in ("flash_attn", "fa3") if is_importable(label)]
+    return {"fa2": torch_varlen(), **{label: package_varlen(PACKAGES[label]) for label in packages}}
 
 
 def math_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
@@ -278,12 +304,8 @@ def own_implementations(families: dict[str, tuple[str, ...]]) -> list[Implementa
 def cuda_implementations(families: dict[str, tuple[str, ...]]) -> list[Implementation]:
     """All implementations that this machine can import, ours first."""
     found = [*own_implementations(families), Implementation("flex_packed", build_flex)]
-    kernels: dict[str, Callable[[], VarlenKernel]] = {"fa2": torch_varlen}
-    for label, module in (("flash_attn", "flash_attn"), ("fa3", "flash_attn_interface")):
-        if importlib.util.find_spec(module) is not None:
-            kernels[label] = lambda module=module: package_varlen(module)  # type: ignore[misc]
-    for label, load in kernels.items():
-        found += varlen_implementations(label, load())
+    for label, kernel in varlen_kernels().items():
+        found += varlen_implementations(label, kernel)
     found.append(
         Implementation(
             "cudnn_replicated",

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from schema import Result, Row
-from shapes import DIRECTIONS
+
+from flash_attn_dualkv.predict import DIRECTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

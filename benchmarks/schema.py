@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-from shapes import BACKWARD_OVER_FORWARD, DIRECTIONS, FLOPS_PER_PAIR
+from flash_attn_dualkv.predict import DIRECTIONS, attention_flops
 
 Result = dict[str, Any]
 Row = dict[str, Any]
@@ -83,14 +83,15 @@ def problems_of_row(row: Any, where: str) -> list[str]:
         problems.append(f"{where}: direction must be one of {DIRECTIONS}, got {row['direction']!r}")
     if row["dtype"] not in ("bf16", "fp16"):
         problems.append(f"{where}: dtype must be bf16 or fp16, got {row['dtype']!r}")
-    if row.get("error"):
-        problems.append(f"{where}: {row['impl']} failed: {row['error']}" if is_ours(row) else "")
-    if row["ms"] is None:
-        if not (row.get("oom") or row.get("skipped") or row.get("error")):
-            problems.append(f"{where}: no time, and neither oom, skipped nor error says why")
-    else:
-        problems += problems_of_figures(row, where)
-    return [problem for problem in problems if problem]
+    if problems:
+        return problems
+    if row.get("error") and is_ours(row):
+        problems.append(f"{where}: {row['impl']} failed: {row['error']}")
+    if row["ms"] is not None:
+        return problems + problems_of_figures(row, where)
+    if not (row.get("oom") or row.get("skipped") or row.get("error")):
+        problems.append(f"{where}: no time, and neither oom, skipped nor error says why")
+    return problems
 
 
 def problems_of_figures(row: Row, where: str) -> list[str]:
@@ -100,8 +101,7 @@ def problems_of_figures(row: Row, where: str) -> list[str]:
     problems = []
     if not (row["ms"] > 0 and row["peak_gib"] > 0 and row["matmul_tflops"] > 0):
         problems.append(f"{where}: ms, peak_gib and matmul_tflops must be positive")
-    factor = BACKWARD_OVER_FORWARD if row["direction"] == "backward" else 1.0
-    flops = FLOPS_PER_PAIR * factor * row["h"] * row["d"] * row["visible_pairs"]
+    flops = attention_flops(row["h"], row["d"], row["visible_pairs"], row["direction"])
     if row["ms"] > 0 and not math.isclose(row["tflops"], flops / row["ms"] / 1e9, rel_tol=0.01, abs_tol=0.02):
         problems.append(f"{where}: tflops {row['tflops']} does not follow from ms and the visible pairs")
     return problems

@@ -7,12 +7,10 @@ deduplicated work, whatever an implementation computes: so a TFLOP/s figure comp
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-DIRECTIONS = ("forward", "backward")
-FLOPS_PER_PAIR = 4  # two products of head_dim multiply-adds each: Q K^T and P V
-BACKWARD_OVER_FORWARD = 2.5  # five products instead of two
+from flash_attn_dualkv.predict import MODELS, ModelShape, attention_flops, replicated_pairs, shared_pairs
 
 
 @dataclass(frozen=True)
@@ -70,32 +68,46 @@ class Shape:
 
     def visible_pairs(self) -> int:
         """Causal (query, key) pairs of one head: each prompt with itself, each response with its prompt and itself."""
-        return sum(
-            causal_pairs(group.prompt) + sum(r * group.prompt + causal_pairs(r) for r in group.responses)
-            for group in self.groups
-        )
+        return sum(shared_pairs(group.prompt, group.responses) for group in self.groups)
 
     def replicated_pairs(self) -> int:
         """Pairs that are computed when the prompt is replicated."""
-        return sum(causal_pairs(length) for length in self.replicated_lengths())
+        return sum(replicated_pairs(group.prompt, group.responses) for group in self.groups)
 
     def flops(self, direction: str, pairs: int | None = None) -> float:
-        """Floating-point operations of ``direction`` over ``pairs`` (default: the visible ones)."""
-        if direction not in DIRECTIONS:
-            raise ValueError(f"direction: expected one of {DIRECTIONS}, got {direction!r}")
+        """Floating-point operations of the attention over ``pairs`` (default: the visible ones)."""
         count = self.visible_pairs() if pairs is None else pairs
-        factor = BACKWARD_OVER_FORWARD if direction == "backward" else 1.0
-        return FLOPS_PER_PAIR * factor * self.heads * self.head_dim * count
+        return attention_flops(self.heads, self.head_dim, count, direction)
+
+    def token_flops(self, direction: str, tokens: int) -> float:
+        """Floating-point operations beside attention: none, attention alone is measured."""
+        return 0.0
 
 
-def causal_pairs(length: int) -> int:
-    """Pairs of a causal sequence with itself."""
-    return length * (length + 1) // 2
+@dataclass(frozen=True)
+class LayerShape(Shape):
+    """A micro-batch and the decoder layer that it goes through; the heads are the model's."""
+
+    model: ModelShape = field(kw_only=True)
+
+    def token_flops(self, direction: str, tokens: int) -> float:
+        """Floating-point operations of projections and MLP over ``tokens``."""
+        return self.model.token_flops(tokens, direction)
+
+
+def in_layer(shape: Shape, model: ModelShape) -> LayerShape:
+    """The micro-batch of ``shape``, for a layer of ``model``."""
+    return LayerShape(shape.name, shape.groups, model.heads, model.kv_heads, model.head_dim, model=model)
 
 
 def equal(name: str, n: int, prompt: int, response: int, *heads: int, deterministic: bool = False) -> Shape:
     """One group of ``n`` responses of the same length; ``heads``: (H, H_k, d) where they are not 32, 8, 128."""
     return Shape(name, (Group(prompt, (response,) * n),), *heads, deterministic=deterministic)
+
+
+def label(tokens: int) -> str:
+    """8192 as 8K, 5059 as it is."""
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
 def ragged(name: str, n: int, prompt: int, low: int, high: int) -> Shape:
@@ -164,24 +176,70 @@ PRESETS: dict[str, tuple[Shape, ...]] = {
     "tiny": TINY,
 }
 
-SHAPES: dict[str, Shape] = {
-    shape.name: shape for shape in (*PAPER, *RAGGED, *HEADS, *CONTEXT_FREE, *SCALING, *QUICK, *TINY)
+PAPER_PROMPTS = (5059, 8 * K, 16 * K, 32 * K, 64 * K, 128 * K)
+PAPER_MICRO_BATCHES = (4, 8, 16, 32)
+TINY_MODEL = ModelShape(layers=2, hidden=48, intermediate=80, heads=4, kv_heads=2, head_dim=16)
+
+
+def layer_grid(prompts: Iterable[int], micro_batches: Iterable[int]) -> tuple[LayerShape, ...]:
+    """One Qwen3-8B layer over every pair: one group of responses with lengths from U(131, 2048)."""
+    return tuple(
+        in_layer(ragged(f"{n}x{label(prompt)}xU(131,2048)", n, prompt, 131, 2048), MODELS["qwen3-8b"])
+        for prompt in prompts
+        for n in micro_batches
+    )
+
+
+LAYER_TINY = tuple(
+    in_layer(shape, TINY_MODEL)
+    for shape in (Shape("ragged-layer-tiny", (Group(70, (33, 1, 90)),)), equal("4x64x24-layer-tiny", 4, 64, 24))
+)
+
+LAYER_PRESETS: dict[str, tuple[LayerShape, ...]] = {
+    "table11": layer_grid(PAPER_PROMPTS, PAPER_MICRO_BATCHES),
+    "quick": (*layer_grid([8 * K], [16]), *layer_grid([16 * K], [8])),
+    "tiny": LAYER_TINY,
+}
+
+MEMORY_PRESETS: dict[str, tuple[LayerShape, ...]] = {
+    "grid": layer_grid([4 * K, 8 * K, 16 * K, 32 * K], [4, 8, 16]),
+    "paper": layer_grid(PAPER_PROMPTS, PAPER_MICRO_BATCHES),
+    "tiny": tuple(
+        in_layer(ragged(f"{n}x{prompt}xU(8,48)-tiny", n, prompt, 8, 48), TINY_MODEL)
+        for prompt in (32, 64, 96)
+        for n in (2, 4)
+    ),
 }
 
 
-def select(presets: Iterable[str], names: Iterable[str]) -> list[Shape]:
+def by_name(presets: Mapping[str, Iterable[Shape]]) -> dict[str, Shape]:
+    """Every shape of the presets, each once."""
+    return {shape.name: shape for shapes in presets.values() for shape in shapes}
+
+
+SHAPES = by_name(PRESETS)
+
+
+def select(
+    presets: Iterable[str], names: Iterable[str], known: Mapping[str, tuple[Shape, ...]] = PRESETS
+) -> list[Shape]:
     """The shapes of the presets, then the named ones, each once.
+
+    Args:
+        presets: names of presets among ``known``.
+        names: names of shapes in any preset of ``known``.
 
     Raises:
         ValueError: a preset or a shape of that name does not exist.
     """
+    shapes = by_name(known)
     chosen: dict[str, Shape] = {}
     for preset in presets:
-        if preset not in PRESETS:
-            raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
-        chosen.update((shape.name, shape) for shape in PRESETS[preset])
+        if preset not in known:
+            raise ValueError(f"preset: expected one of {', '.join(known)}, got {preset!r}")
+        chosen.update((shape.name, shape) for shape in known[preset])
     for name in names:
-        if name not in SHAPES:
-            raise ValueError(f"shape: expected one of {', '.join(SHAPES)}, got {name!r}")
-        chosen[name] = SHAPES[name]
+        if name not in shapes:
+            raise ValueError(f"shape: expected one of {', '.join(shapes)}, got {name!r}")
+        chosen[name] = shapes[name]
     return list(chosen.values())

@@ -60,6 +60,15 @@ def replicated_tokens(prompt: int, responses: Sequence[int]) -> int:
     return len(responses) * prompt + sum(responses)
 
 
+def attention_flops(heads: int, head_dim: int, pairs: int, direction: str) -> float:
+    """Operations of attention over `pairs` visible pairs of each of `heads` query heads.
+
+    Raises:
+        ValueError: `direction` is neither "forward" nor "backward".
+    """
+    return FLOPS_PER_PAIR * heads * head_dim * pairs * _factor(direction, BACKWARD_OVER_FORWARD)
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """A decoder of equal layers: attention with H query and H_k KV heads of dimension d, and a gated MLP.
@@ -104,12 +113,8 @@ class ModelShape:
         return self.layers * self.layer_parameters + self.hidden + embeddings
 
     def attention_flops(self, pairs: int, direction: str) -> float:
-        """Operations of one layer's attention over `pairs` visible pairs of each head.
-
-        Raises:
-            ValueError: `direction` is neither "forward" nor "backward".
-        """
-        return FLOPS_PER_PAIR * self.heads * self.head_dim * pairs * _factor(direction, BACKWARD_OVER_FORWARD)
+        """Operations of one layer's attention: `attention_flops` of its heads."""
+        return attention_flops(self.heads, self.head_dim, pairs, direction)
 
     def token_flops(self, tokens: int, direction: str) -> float:
         """Operations of one layer's matrix products over `tokens`; what is element-wise is not counted.

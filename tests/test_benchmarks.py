@@ -23,6 +23,8 @@ import schema  # noqa: E402
 import shapes  # noqa: E402
 from shapes import Group, Shape  # noqa: E402
 
+from flash_attn_dualkv.predict import causal_pairs  # noqa: E402
+
 CPU = torch.device("cpu")
 SMALL = (
     *shapes.TINY,
@@ -93,7 +95,7 @@ def test_names_are_unique_and_lengths_repeatable() -> None:
 def test_the_same_pairs_in_one_group_and_in_several() -> None:
     one, several = (shapes.SHAPES[name] for name in ("1-group-of-32x4Kx2K", "4-groups-of-8x4Kx2K"))
     assert one.responses == several.responses
-    assert several.visible_pairs() - one.visible_pairs() == 3 * shapes.causal_pairs(4096)
+    assert several.visible_pairs() - one.visible_pairs() == 3 * causal_pairs(4096)
 
 
 def test_select() -> None:
