@@ -296,25 +296,22 @@ struct BackwardCall {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    const Tensor& dout_in, const std::optional<Tensor>& dlse_in, const Tensor& q, const Tensor& k_context,
-    const Tensor& v_context, const Tensor& k_decoded, const Tensor& v_decoded, const Tensor& out_in,
-    const Tensor& lse_in, const Tensor& segments, const Tensor& groups, double softmax_scale, bool causal,
-    bool deterministic) {
+// Returns dq. The gradients of keys and values go to `gradients`, which hold zeros: KV rows that no query sees are in no
+// work item and keep them.
+Tensor backward_into(const Keys& gradients, const Tensor& dout_in, const std::optional<Tensor>& dlse_in,
+                     const Tensor& q, const Keys& kv, const Tensor& out_in, const Tensor& lse_in,
+                     const Tensor& segments, const Tensor& groups, double softmax_scale, bool causal,
+                     bool deterministic) {
   const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
-  const Problem problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal);
+  const Problem problem(q, kv.k_context, kv.v_context, kv.k_decoded, kv.v_decoded, segments, groups, softmax_scale,
+                        causal);
   check_packed(dout_in, "dout", q, q.size(0), q.size(1));
   check_packed(out_in, "out", q, q.size(0), q.size(1));
   check_statistics(lse_in, "lse", q);
   if (dlse_in) check_statistics(*dlse_in, "dlse", q);
 
   const Tensor dq = deterministic ? at::zeros(q.sizes(), q.options()) : at::empty(q.sizes(), q.options());
-  // KV rows that no query sees are in no work item: they keep these zeros.
-  const Keys gradients{at::zeros(k_context.sizes(), q.options()), at::zeros(v_context.sizes(), q.options()),
-                       at::zeros(k_decoded.sizes(), q.options()), at::zeros(v_decoded.sizes(), q.options())};
-  if (problem.segments.size(0) == 0 || q.size(0) == 0) {
-    return {dq.zero_(), gradients.k_context, gradients.v_context, gradients.k_decoded, gradients.v_decoded};
-  }
+  if (problem.segments.size(0) == 0 || q.size(0) == 0) return dq.zero_();
 
   const Tensor dout = aligned(dout_in), out = aligned(out_in), lse = lse_in.contiguous();
   const Tensor dlse = dlse_in ? dlse_in->contiguous() : Tensor();
@@ -329,7 +326,46 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     call.keys(gradients, deterministic ? Tensor() : dq);
     if (deterministic) call.queries(dq);
   });
+  return dq;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k_context,
+    const Tensor& v_context, const Tensor& k_decoded, const Tensor& v_decoded, const Tensor& out, const Tensor& lse,
+    const Tensor& segments, const Tensor& groups, double softmax_scale, bool causal, bool deterministic) {
+  const Keys gradients{at::zeros(k_context.sizes(), q.options()), at::zeros(v_context.sizes(), q.options()),
+                       at::zeros(k_decoded.sizes(), q.options()), at::zeros(v_decoded.sizes(), q.options())};
+  const Tensor dq = backward_into(gradients, dout, dlse, q, {k_context, v_context, k_decoded, v_decoded}, out, lse,
+                                  segments, groups, softmax_scale, causal, deterministic);
   return {dq, gradients.k_context, gradients.v_context, gradients.k_decoded, gradients.v_decoded};
+}
+
+// Keys and values of prompts and responses in one tensor each, of which the first `context_rows` rows are the contexts.
+Keys split_rows(const Tensor& k, const Tensor& v, int64_t context_rows) {
+  check_argument(k.dim() == 3, "k", "3 dimensions (rows, heads, head_dim)", k.dim());
+  check_argument(v.sizes() == k.sizes(), "v", "the shape of k", v.sizes());
+  const int64_t rows = k.size(0), decoded_rows = rows - context_rows;
+  check_argument(context_rows >= 0 && decoded_rows >= 0, "context_rows", "at most the rows of k", context_rows);
+  return {k.narrow(0, 0, context_rows), v.narrow(0, 0, context_rows), k.narrow(0, context_rows, decoded_rows),
+          v.narrow(0, context_rows, decoded_rows)};
+}
+
+std::tuple<Tensor, Tensor> packed_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& segments,
+                                          const Tensor& groups, int64_t context_rows, double softmax_scale) {
+  const Keys kv = split_rows(k, v, context_rows);
+  return forward(q, kv.k_context, kv.v_context, kv.k_decoded, kv.v_decoded, segments, groups, softmax_scale, true);
+}
+
+std::tuple<Tensor, Tensor, Tensor> packed_backward(const Tensor& dout, const std::optional<Tensor>& dlse,
+                                                   const Tensor& q, const Tensor& k, const Tensor& v,
+                                                   const Tensor& out, const Tensor& lse, const Tensor& segments,
+                                                   const Tensor& groups, int64_t context_rows, double softmax_scale,
+                                                   bool deterministic) {
+  const Keys kv = split_rows(k, v, context_rows);
+  const Tensor dk = at::zeros(k.sizes(), q.options()), dv = at::zeros(v.sizes(), q.options());
+  const Tensor dq = backward_into(split_rows(dk, dv, context_rows), dout, dlse, q, kv, out, lse, segments, groups,
+                                  softmax_scale, true, deterministic);
+  return {dq, dk, dv};
 }
 
 std::tuple<Tensor, Tensor> segment_tables(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k_decoded,
@@ -390,6 +426,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("segment_tables", &dualkv::segment_tables);
   m.def("forward", &dualkv::forward);
   m.def("backward", &dualkv::backward);
+  m.def("packed_forward", &dualkv::packed_forward);
+  m.def("packed_backward", &dualkv::packed_backward);
   m.def("build_info", &dualkv::build_info);
   m.def("launch_counts", &dualkv::launch_counts);
 }
