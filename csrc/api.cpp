@@ -256,14 +256,15 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k_context, con
 template <typename T>
 struct BackwardCall {
   const Problem& problem;
-  const Tensor &dout, &lse, &delta;
+  const Tensor& dout;
+  const RowStatistics& statistics;
 
   // dK and dV, and dQ as well unless `dq` is undefined.
   void keys(const Keys& gradients, const Tensor& dq) const {
     const auto selected = select_for<BackwardKernel<T>>(problem);
     const TileInfo& tiles = selected.kernel.tiles;
     const BackwardList list(problem, tiles);
-    const auto floats = lse.options();
+    const auto floats = problem.q.options().dtype(at::kFloat);
     const int64_t m_blocks = ceil_div(problem.shape.q_rows, tiles.block_m);
     const Tensor slots = at::empty({list.slots, 2, tiles.block_n, selected.padded_head_dim}, floats);
     const Tensor dq_sum =
@@ -272,7 +273,7 @@ struct BackwardCall {
     float* dq_pointer = dq.defined() ? dq_sum.data_ptr<float>() : nullptr;
     selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
                             view_of<const T>(dout), problem.kv.regions<const T>(), gradients.regions<T>(),
-                            lse.data_ptr<float>(), delta.data_ptr<float>(), dq_pointer, slots.data_ptr<float>()},
+                            statistics, dq_pointer, slots.data_ptr<float>()},
                            problem.stream);
     count_launch(kernel_name(selected, "backward"));
     convert_dkv<T>({problem.shape, problem.layout(), list.splits, slots.data_ptr<float>(), gradients.regions<T>(),
@@ -289,8 +290,8 @@ struct BackwardCall {
     const auto selected = select_for<BackwardDqKernel<T>>(problem);
     const ForwardList list(problem, selected.kernel.tiles.block_m, selected.kernel.tiles.block_n);
     selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
-                            view_of<const T>(dout), problem.kv.regions<const T>(), lse.data_ptr<float>(),
-                            delta.data_ptr<float>(), view_of<T>(dq)},
+                            view_of<const T>(dout), problem.kv.regions<const T>(), statistics,
+                            view_of<T>(dq)},
                            problem.stream);
     count_launch(kernel_name(selected, "backward_dq"));
   }
@@ -315,14 +316,17 @@ Tensor backward_into(const Keys& gradients, const Tensor& dout_in, const std::op
 
   const Tensor dout = aligned(dout_in), out = aligned(out_in), lse = lse_in.contiguous();
   const Tensor dlse = dlse_in ? dlse_in->contiguous() : Tensor();
-  const Tensor delta = at::empty(lse.sizes(), lse.options());
+  const int64_t padded_rows = ceil_div<int64_t>(q.size(0), RowStatistics::kPadding) * RowStatistics::kPadding;
+  const Tensor rows = at::empty({2, problem.shape.num_heads, padded_rows}, lse.options());
+  float* lse_log2 = rows.data_ptr<float>();
+  const RowStatistics statistics{lse_log2, lse_log2 + problem.shape.num_heads * padded_rows, padded_rows};
   with_element_type(q, [&](auto element) {
     using T = decltype(element);
     compute_delta<T>({problem.shape, view_of<const T>(out), view_of<const T>(dout),
-                      dlse.defined() ? dlse.data_ptr<float>() : nullptr, delta.data_ptr<float>()},
+                      lse.data_ptr<float>(), dlse.defined() ? dlse.data_ptr<float>() : nullptr, statistics},
                      problem.stream);
     count_launch("dualkv_delta");
-    const BackwardCall<T> call{problem, dout, lse, delta};
+    const BackwardCall<T> call{problem, dout, statistics};
     call.keys(gradients, deterministic ? Tensor() : dq);
     if (deterministic) call.queries(dq);
   });

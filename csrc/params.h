@@ -61,6 +61,18 @@ struct ForwardParams {
   int packed_heads;  // query heads that share a tile
 };
 
+// What the backward needs of every query row, padded to whole query tiles: lse_log2 is LSE * log2(e), or 0 for a row
+// that sees no key; `delta` is rowsum(dO * O) - dLSE. Both are 0 in the padding.
+struct RowStatistics {
+  float* lse_log2;  // (num_heads, padded_rows)
+  float* delta;     // (num_heads, padded_rows)
+  int64_t padded_rows;
+
+  static constexpr int kPadding = 128;
+
+  DUALKV_HD int64_t index(int head, int64_t row) const { return head * padded_rows + row; }
+};
+
 template <typename T>
 struct BackwardParams {
   ProblemShape shape;
@@ -69,10 +81,9 @@ struct BackwardParams {
   TensorView<const T> q, dout;
   KvRegions<const T> kv;
   KvRegions<T> dkv;
-  const float* lse;    // (num_heads, q_rows)
-  const float* delta;  // (num_heads, q_rows)
-  float* dq_sum;       // (num_heads, q tiles, block_m * kHeadDim) in fragment order; null: dQ is not computed here
-  float* dkv_slots;    // (slots, 2, block_n, kHeadDim): partial dK and dV of split tiles
+  RowStatistics statistics;
+  float* dq_sum;     // (num_heads, q tiles, block_m * kHeadDim) in fragment order; null: dQ is not computed here
+  float* dkv_slots;  // (slots, 2, block_n, kHeadDim): partial dK and dV of split tiles
 };
 
 // dQ by itself, one owner per query tile: the deterministic path.
@@ -83,8 +94,7 @@ struct BackwardDqParams {
   WorkList<ForwardItem> work;
   TensorView<const T> q, dout;
   KvRegions<const T> kv;
-  const float* lse;
-  const float* delta;
+  RowStatistics statistics;
   TensorView<T> dq;
 };
 
@@ -109,8 +119,9 @@ template <typename T>
 struct DeltaParams {
   ProblemShape shape;
   TensorView<const T> out, dout;
+  const float* lse;   // (num_heads, q_rows)
   const float* dlse;  // (num_heads, q_rows), or null
-  float* delta;
+  RowStatistics statistics;
 };
 
 }  // namespace dualkv

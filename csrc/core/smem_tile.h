@@ -38,14 +38,18 @@ struct SmemTile {
   }
 };
 
+template <int kN8>
+__device__ __forceinline__ void clear(float (&acc)[kN8][4]) {
+#pragma unroll
+  for (int j = 0; j < kN8; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) acc[j][e] = 0.f;
+}
+
 template <int kM16, int kN8>
 __device__ __forceinline__ void clear(float (&acc)[kM16][kN8][4]) {
 #pragma unroll
-  for (int i = 0; i < kM16; ++i)
-#pragma unroll
-    for (int j = 0; j < kN8; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc[i][j][e] = 0.f;
+  for (int i = 0; i < kM16; ++i) clear(acc[i]);
 }
 
 // An accumulator of two neighbouring n8 tiles, rounded, is the A fragment of one k16 step.

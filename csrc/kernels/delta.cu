@@ -1,4 +1,7 @@
-// delta = rowsum(dO * O) - dLSE: what every dP of a row is measured against.
+// The row statistics of the backward: delta = rowsum(dO * O) - dLSE, what every dP of a row is measured against, and the
+// LSE in units of log 2.
+#include <math_constants.h>
+
 #include "core/numerics.h"
 #include "dispatch.h"
 #include "kernels/kernels.h"
@@ -29,14 +32,20 @@ __global__ void __launch_bounds__(kThreads) dualkv_delta(const __grid_constant__
   }
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-  if (row >= p.shape.q_rows || lane != 0) return;
-  const int64_t at = head * static_cast<int64_t>(p.shape.q_rows) + row;
-  p.delta[at] = p.dlse ? sum - p.dlse[at] : sum;
+  if (row >= p.statistics.padded_rows || lane != 0) return;
+  float lse_log2 = 0.f;
+  if (row < p.shape.q_rows) {
+    const int64_t at = head * static_cast<int64_t>(p.shape.q_rows) + row;
+    if (p.dlse) sum -= p.dlse[at];
+    if (p.lse[at] != -CUDART_INF_F) lse_log2 = p.lse[at] * kLog2e;
+  }
+  p.statistics.lse_log2[p.statistics.index(head, row)] = lse_log2;
+  p.statistics.delta[p.statistics.index(head, row)] = sum;
 }
 
 template <typename T, int kLanes>
 void launch(const DeltaParams<T>& p, cudaStream_t stream) {
-  const int64_t threads = static_cast<int64_t>(p.shape.q_rows) * p.shape.num_heads * kLanes;
+  const int64_t threads = p.statistics.padded_rows * p.shape.num_heads * kLanes;
   if (threads == 0) return;
   dualkv_delta<T, kLanes><<<static_cast<unsigned>(ceil_div<int64_t>(threads, kThreads)), kThreads, 0, stream>>>(p);
   check_cuda(cudaGetLastError());

@@ -27,6 +27,17 @@ __device__ __forceinline__ uint4 load_shared_128(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_shared_float4(uint32_t address, const float (&v)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+               : "memory");
+}
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 // Four additions to 16 aligned bytes, without a result.
 __device__ __forceinline__ void reduce_add_v4(float* address, const float (&v)[4]) {

@@ -21,4 +21,23 @@ __device__ __forceinline__ void tma_load_3d(uint32_t shared, const CUtensorMap& 
       : "memory");
 }
 
+// Loads `bytes` contiguous bytes; addresses and size are multiples of 16.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(reinterpret_cast<uint64_t>(global)), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// Adds `bytes` contiguous bytes of floats to global memory, as part of this thread's current group of bulk copies.
+__device__ __forceinline__ void bulk_reduce_add(float* global, uint32_t shared, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                   reinterpret_cast<uint64_t>(global)),
+               "r"(shared), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Returns once this thread's groups have read their shared memory.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 }  // namespace dualkv::ptx

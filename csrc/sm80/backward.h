@@ -8,18 +8,13 @@
 // in fp32 to a buffer in fragment order; with p.dq_sum null (deterministic mode) it is left to backward_dq.h.
 #pragma once
 
+#include "core/kv_block.h"
 #include "core/mask.h"
 #include "sm80/fragment_grid.h"
 
 namespace dualkv::sm80 {
 
-// What the warps need to know of a step. Thread 0 walks two steps ahead, in a ring of three; everybody reads.
-struct BackwardStep {
-  QueryRange range;
-  int m_block, head;
-  int valid;
-};
-
+// Steps lie in a ring of three: thread 0 walks two steps ahead.
 __device__ __forceinline__ int following(int slot) { return slot == 2 ? 0 : slot + 1; }
 
 template <typename T, class Config>
@@ -55,7 +50,7 @@ struct BackwardBlock {
   // Q, dO and the row statistics of a step. Rows outside the range become zero: they are operands of dK and dV.
   __device__ __forceinline__ void start_queries(const BackwardStep& step, int stage) const {
     const int row = step.m_block * kBlockM;
-    const int low = step.range.row_begin - row, high = step.range.row_end - row;
+    const int low = step.first_row(kBlockM), high = step.end_row(kBlockM);
     load_rows<TileQ, kBlockM, kThreads>(s_q(stage), p.q.at(row, step.head), p.q.row_stride, low, high,
                                         p.shape.head_dim);
     load_rows<TileQ, kBlockM, kThreads>(s_dout(stage), p.dout.at(row, step.head), p.dout.row_stride, low, high,
@@ -63,10 +58,10 @@ struct BackwardBlock {
     if (threadIdx.x < kBlockM) {
       const int r = threadIdx.x;
       const bool read = r >= low && r < high;
-      const int64_t index = static_cast<int64_t>(step.head) * p.shape.q_rows + row + r;
+      const int64_t index = p.statistics.index(step.head, row + r);
       const uint32_t slot = shared + stage * Config::kStatBytes + r * 4;
-      ptx::cp_async_4(slot + Config::kOffsetLse, p.lse + index, read);
-      ptx::cp_async_4(slot + Config::kOffsetDelta, p.delta + index, read);
+      ptx::cp_async_4(slot + Config::kOffsetLse, p.statistics.lse_log2 + index, read);
+      ptx::cp_async_4(slot + Config::kOffsetDelta, p.statistics.delta + index, read);
     }
     ptx::cp_async_commit();
   }
@@ -85,7 +80,7 @@ struct BackwardBlock {
     for (int i = 0; i < FragS::kM16; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float lse_log2 = stats[Config::kOffsetLse / 4 + row0 + i * 16 + half * 8] * kLog2e;
+        const float lse_log2 = stats[Config::kOffsetLse / 4 + row0 + i * 16 + half * 8];
 #pragma unroll
         for (int j = 0; j < FragS::kN8; ++j)
 #pragma unroll
@@ -143,12 +138,10 @@ struct BackwardBlock {
     warp_matmul<T, kBlockN / 16>(
         dq, [&](int k, int i, uint32_t(&a)[4]) { ptx::ldmatrix_x4(a, TileP::at(ds_base, i, k)); },
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, TileKv::at(k_base, k, col16 + j)); });
-    const int first_row = step.m_block * kBlockM;
-    if (first_row < step.range.row_begin || first_row + kBlockM > step.range.row_end) {
+    if (step.has_foreign_rows(kBlockM)) {
       // dS of foreign rows is zero, but K may hold what those rows must not see: 0 * NaN is NaN.
-      const int row0 = first_row + FragQ::warp_row(warp) + lane / 4;
-      mask_fragment(dq, row0, 0, 0.f, [&](int row) {
-        return row >= step.range.row_begin && row < step.range.row_end ? kHeadDim : 0;
+      mask_fragment(dq, FragQ::warp_row(warp) + lane / 4, 0, 0.f, [&](int row) {
+        return row >= step.first_row(kBlockM) && row < step.end_row(kBlockM) ? kHeadDim : 0;
       });
     }
     const int64_t m_blocks = ceil_div(p.shape.q_rows, kBlockM);
@@ -170,42 +163,19 @@ struct BackwardBlock {
   }
 };
 
-// Neighbouring blocks take the KV heads of one item.
-template <typename T>
-__device__ __forceinline__ int kv_head_of_block(const BackwardParams<T>& p) {
-  return blockIdx.x % p.shape.num_kv_heads;
-}
-
 template <typename T, class Config, bool kComputeDq>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm80_backward(const __grid_constant__ BackwardParams<T> p) {
   using Block = BackwardBlock<T, Config>;
   constexpr int kStages = Config::kStages;
-  const int item_index = blockIdx.x / p.shape.num_kv_heads;
-  if (item_index >= *p.work.count) return;
+  if (!KvBlock::exists(p.work, p.shape)) return;
 
-  // The geometry stays in shared memory: accumulators and fragments need every register.
-  __shared__ KvTile tile;
-  __shared__ QueryWalk walk;
+  __shared__ KvBlock work;
   __shared__ BackwardStep steps[3];
-  const auto publish_step = [&](int slot) {
-    const int head = kv_head_of_block(p) * p.shape.heads_per_group() + walk.head;
-    steps[slot] = BackwardStep{walk.range, walk.m_block, head, !walk.done()};
-    if (!walk.done()) walk.next();
-  };
   if (threadIdx.x == 0) {
-    const BackwardItem item = p.work.items[item_index];
-    const Owner owner = owner_of(p.layout, item.region, item.owner, item.n_block, Config::kBlockN);
-    tile = owner.tile;
-    walk.layout = p.layout;
-    walk.tile = owner.tile;
-    walk.segment_end = owner.segment_end;
-    walk.block_m = Config::kBlockM;
-    walk.heads = p.shape.heads_per_group();
-    walk.causal = p.shape.causal;
-    walk.start(owner.segment_begin, item.first_step, item.num_steps);
-    publish_step(0);
-    publish_step(1);
+    work.load(p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN);
+    work.take_step(steps[0]);
+    work.take_step(steps[1]);
   }
   __syncthreads();
 
@@ -213,15 +183,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   typename Block::FragKv::Accumulator dk, dv;
   clear(dk);
   clear(dv);
-  block.start_kv(tile, kv_head_of_block(p));
+  block.start_kv(work.tile, work.kv_head);
   block.start_queries(steps[0], 0);
   for (int now = 0, stage = 0; steps[now].valid; now = following(now)) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // the step's tiles are here; the tiles, P, dS and the slot of the step before are free
     const BackwardStep &step = steps[now], &next = steps[following(now)];
     if (kStages == 2 && next.valid) block.start_queries(next, stage ^ 1);
-    if (threadIdx.x == 0) publish_step(following(following(now)));
-    block.scores(step, tile, stage);
+    if (threadIdx.x == 0) work.take_step(steps[following(following(now))]);
+    block.scores(step, work.tile, stage);
     __syncthreads();  // P and dS are written
     block.accumulate_kv(dv, block.shared + Config::kOffsetP, block.s_dout(stage));
     block.accumulate_kv(dk, block.shared + Config::kOffsetDs, block.s_q(stage));
@@ -235,18 +205,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   ptx::cp_async_wait<0>();
   __syncthreads();  // every warp has left K and V
 
-  const BackwardItem item = p.work.items[item_index];
-  const int kv_head = kv_head_of_block(p);
-  if (item.slot >= 0) {
+  if (work.slot >= 0) {
     constexpr int kTileFloats = Config::kBlockN * Config::kHeadDim;
-    float* slot = p.dkv_slots + (static_cast<int64_t>(item.slot) + kv_head) * (2 * kTileFloats);
+    float* slot = p.dkv_slots + int64_t{work.slot} * (2 * kTileFloats);
     Block::FragKv::store_fp32(slot, dk, block.warp, block.lane);
     Block::FragKv::store_fp32(slot + kTileFloats, dv, block.warp, block.lane);
     return;
   }
-  const KvPair<T>& out = p.dkv.of(tile.region);
-  block.store_gradient(dk, p.shape.softmax_scale, block.shared, out.k, tile, kv_head);
-  block.store_gradient(dv, 1.f, block.shared + Config::kOffsetV, out.v, tile, kv_head);
+  const KvPair<T>& out = p.dkv.of(work.tile.region);
+  block.store_gradient(dk, p.shape.softmax_scale, block.shared, out.k, work.tile, work.kv_head);
+  block.store_gradient(dv, 1.f, block.shared + Config::kOffsetV, out.v, work.tile, work.kv_head);
 }
 
 }  // namespace dualkv::sm80

@@ -44,11 +44,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     for (int half = 0; half < 2; ++half) {
       const int row = warp_row + i * 16 + half * 8 + lane / 4;
       const bool valid = row < work.q_tile.rows;
-      const int64_t index = static_cast<int64_t>(work.head) * p.shape.q_rows + work.q_tile.row + row;
-      // A row that sees no key has LSE -inf; all its probabilities are masked away, whatever stands here.
-      const float lse = valid ? p.lse[index] : 0.f;
-      lse_log2[i][half] = lse == -CUDART_INF_F ? 0.f : lse * kLog2e;
-      delta[i][half] = valid ? p.delta[index] : 0.f;
+      const int64_t index = p.statistics.index(work.head, work.q_tile.row + row);
+      lse_log2[i][half] = valid ? p.statistics.lse_log2[index] : 0.f;
+      delta[i][half] = valid ? p.statistics.delta[index] : 0.f;
     }
 
   float dq[kM16][Config::kHeadDim / 8][4];

@@ -48,4 +48,48 @@ struct ForwardConfig<192> : ForwardTiles<192, 2, 96> {};
 template <>
 struct ForwardConfig<256> : ForwardTiles<256, 2, 80> {};
 
+// Backward with a stationary KV tile of 128 rows, 64 a consumer warpgroup.
+template <int kHeadDim_, int kBlockM_>
+struct BackwardTiles {
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = 128;
+  static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
+  // Q serves S of the next step and dK of this one while the one after is loaded.
+  static constexpr int kStagesQ = 3, kStagesDo = 2, kStagesDs = 2;
+  // Whether dK waits until the next scores are issued. Then dS stays in registers beside S and dP of the next step, for
+  // which 128 queries a tile leave no room.
+  static constexpr bool kLateDk = kBlockM == 64;
+  struct Registers {
+    static constexpr int kProducer = 24, kConsumer = 240;
+  };
+  using TileQ = SmemTile<kBlockM, kHeadDim>;
+  using TileKv = SmemTile<kBlockN, kHeadDim>;
+  using TileDs = SmemTile<kBlockN, kBlockM>;  // transposed: rows are keys
+  // dQ of a query tile: a warpgroup computes 64 rows of it, or all rows and half of the columns.
+  static constexpr bool kSplitRows = kBlockM == 128;
+  static constexpr int kDqCols = kHeadDim * kBlockM / 128;
+  static constexpr int kDqBytes = 64 * kDqCols * 4;  // a warpgroup's share, fp32
+  static_assert(kBlockM == 64 || kBlockM == 128, "two warpgroups share a dQ tile");
+  static_assert(kDqCols % 64 == 0, "a warpgroup's columns of dQ are whole panels of K");
+
+  static constexpr int kOffsetV = TileKv::kBytes;
+  static constexpr int kOffsetQ = kOffsetV + TileKv::kBytes;
+  static constexpr int kOffsetDo = kOffsetQ + kStagesQ * TileQ::kBytes;
+  static constexpr int kOffsetDs = kOffsetDo + kStagesDo * TileQ::kBytes;
+  static constexpr int kOffsetDq = kOffsetDs + kStagesDs * TileDs::kBytes;
+  static constexpr int kOffsetLse = kOffsetDq + kConsumers * kDqBytes;
+  static constexpr int kOffsetDelta = kOffsetLse + kStagesQ * kBlockM * 4;
+  static constexpr int kOffsetBarriers = kOffsetDelta + kStagesDo * kBlockM * 4;
+  static constexpr int kSharedBytes = kOffsetBarriers + 128 + 1024;
+  static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
+  static_assert((Registers::kProducer + kConsumers * Registers::kConsumer) * kWarpgroup <= 64 * 1024,
+                "setmaxnreg would wait for ever");
+};
+
+template <int kHeadDim>
+struct BackwardConfig;
+template <>
+struct BackwardConfig<64> : BackwardTiles<64, 128> {};
+template <>
+struct BackwardConfig<128> : BackwardTiles<128, 64> {};
+
 }  // namespace dualkv::sm90

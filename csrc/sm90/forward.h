@@ -12,21 +12,14 @@
 #include "core/online_softmax.h"
 #include "core/query_block.h"
 #include "sm90/config.h"
+#include "sm90/maps.h"
 #include "sm90/tile.h"
 
 namespace dualkv::sm90 {
 
-struct KvMaps {
-  CUtensorMap k, v;
-};
-
 struct ForwardMaps {
   CUtensorMap q;
-  KvMaps context, decoded;
-
-  __device__ __forceinline__ const KvMaps& of(Region region) const {
-    return region == Region::context ? context : decoded;
-  }
+  RegionMaps kv;
 };
 
 // Addresses in shared memory.
@@ -84,7 +77,7 @@ struct ForwardProducer {
     const Handshake ready = shared.k_ready(k_state.stage);
     ready.wait_empty(k_state.phase);
     ready.expect(TileKv::kBytes);
-    load_tile<TileKv>(shared.k(k_state.stage), maps.of(tile.region).k, ready.full(), work.kv_head, tile.row);
+    load_tile<TileKv>(shared.k(k_state.stage), maps.kv.of(tile.region).k, ready.full(), work.kv_head, tile.row);
     k_state.advance();
   }
 
@@ -93,7 +86,7 @@ struct ForwardProducer {
     const Handshake ready = shared.v_ready(v_state.stage);
     ready.wait_empty(v_state.phase);
     ready.expect(TileKv::kBytes);
-    load_tile<TileKv>(shared.v(v_state.stage), maps.of(tile.region).v, ready.full(), work.kv_head, tile.row);
+    load_tile<TileKv>(shared.v(v_state.stage), maps.kv.of(tile.region).v, ready.full(), work.kv_head, tile.row);
     v_state.advance();
   }
 

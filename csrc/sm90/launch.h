@@ -4,6 +4,8 @@
 #include <cuda_runtime.h>
 
 #include "dispatch.h"
+#include "sm90/backward.h"
+#include "sm90/convert_dq.h"
 #include "sm90/forward.h"
 #include "sm90/tensor_map.h"
 
@@ -15,19 +17,46 @@ KvMaps kv_maps(const KvPair<const T>& kv, int rows, const ProblemShape& shape, i
           make_tensor_map(kv.v, rows, shape.num_kv_heads, shape.head_dim, block_n)};
 }
 
+template <typename T>
+RegionMaps region_maps(const KvRegions<const T>& kv, const Extents& rows, const ProblemShape& shape, int block_n) {
+  return {kv_maps(kv.context, rows.context_rows, shape, block_n),
+          kv_maps(kv.decoded, rows.decoded_rows, shape, block_n)};
+}
+
+template <class Kernel, typename... Params>
+void launch(Kernel kernel, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
+            const Params&... params) {
+  if (blocks == 0) return;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(params...);
+  check_cuda(cudaGetLastError());
+}
+
 template <typename T, class Config>
 void launch_forward(const ForwardParams<T>& p, cudaStream_t stream) {
-  const Extents& rows = p.layout.extents;
-  const ForwardMaps maps{make_tensor_map(p.q, rows.q_rows, p.shape.num_heads, p.shape.head_dim,
+  const ForwardMaps maps{make_tensor_map(p.q, p.shape.q_rows, p.shape.num_heads, p.shape.head_dim,
                                          Config::kBlockM / p.packed_heads, p.packed_heads),
-                         kv_maps(p.kv.context, rows.context_rows, p.shape, Config::kBlockN),
-                         kv_maps(p.kv.decoded, rows.decoded_rows, p.shape, Config::kBlockN)};
-  const auto kernel = dualkv_sm90_forward<T, Config>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes));
+                         region_maps(p.kv, p.layout.extents, p.shape, Config::kBlockN)};
   const int64_t items = int64_t{p.work.capacity} * (p.shape.num_heads / p.packed_heads);
-  const int blocks = static_cast<int>(items < p.shape.num_sms ? items : p.shape.num_sms);
-  kernel<<<blocks, Config::kThreads, Config::kSharedBytes, stream>>>(p, maps);
-  check_cuda(cudaGetLastError());
+  launch(dualkv_sm90_forward<T, Config>, items < p.shape.num_sms ? items : p.shape.num_sms, Config::kThreads,
+         Config::kSharedBytes, stream, p, maps);
+}
+
+template <typename T, class Config>
+void launch_backward(const BackwardParams<T>& p, cudaStream_t stream) {
+  const auto query_map = [&](const TensorView<const T>& view) {
+    return make_tensor_map(view, p.shape.q_rows, p.shape.num_heads, p.shape.head_dim, Config::kBlockM);
+  };
+  const BackwardMaps maps{query_map(p.q), query_map(p.dout),
+                          region_maps(p.kv, p.layout.extents, p.shape, Config::kBlockN)};
+  launch(p.dq_sum ? dualkv_sm90_backward<T, Config, true> : dualkv_sm90_backward<T, Config, false>,
+         int64_t{p.work.capacity} * p.shape.num_kv_heads, Config::kThreads, Config::kSharedBytes, stream, p, maps);
+}
+
+template <typename T, class Config>
+void launch_convert_dq(const ConvertDqParams<T>& p, cudaStream_t stream) {
+  launch(dualkv_convert_dq_sm90<T, Config>, int64_t{p.shape.num_heads} * ceil_div(p.shape.q_rows, Config::kBlockM),
+         Config::kConsumers * kWarpgroup, Config::TileQ::kBytes, stream, p);
 }
 
 template <typename T, int kHeadDim>
@@ -38,7 +67,18 @@ bool register_forward() {
   return true;
 }
 
+template <typename T, int kHeadDim>
+bool register_backward() {
+  using Config = BackwardConfig<kHeadDim>;
+  const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes};
+  add_kernel<BackwardKernel<T>>(Arch::sm90, kHeadDim,
+                                {tiles, launch_backward<T, Config>, launch_convert_dq<T, Config>});
+  return true;
+}
+
 }  // namespace dualkv::sm90
 
 #define DUALKV_SM90_FORWARD(head_dim, type) \
   [[maybe_unused]] static const bool registered = dualkv::sm90::register_forward<type, head_dim>()
+#define DUALKV_SM90_BACKWARD(head_dim, type) \
+  [[maybe_unused]] static const bool registered = dualkv::sm90::register_backward<type, head_dim>()

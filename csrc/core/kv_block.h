@@ -1,0 +1,60 @@
+// A block that owns a KV tile of one KV head and walks the queries that see it.
+#pragma once
+
+#include "params.h"
+
+namespace dualkv {
+
+// One query tile of one head, seen from the KV tile of the block.
+struct BackwardStep {
+  QueryRange range;
+  int m_block, head;
+  bool valid;  // false behind the last step, or if there is none
+  bool last;
+
+  // Rows of the tile, counted from its first, that belong to the range: the others are foreign.
+  DUALKV_HD int first_row(int block_m) const { return max_int(range.row_begin - m_block * block_m, 0); }
+  DUALKV_HD int end_row(int block_m) const { return min_int(range.row_end - m_block * block_m, block_m); }
+  DUALKV_HD bool has_foreign_rows(int block_m) const { return first_row(block_m) > 0 || end_row(block_m) < block_m; }
+};
+
+// Lives in shared memory: accumulators and fragments need every register. One thread walks, the others read.
+struct KvBlock {
+  KvTile tile;
+  int kv_head;
+  int slot;  // where the fp32 partial sums of a split tile go; -1: the block owns the whole tile
+  QueryWalk walk;
+
+  // Neighbouring blocks take the KV heads of one item.
+  static __device__ __forceinline__ bool exists(const WorkList<BackwardItem>& work, const ProblemShape& shape) {
+    return static_cast<int>(blockIdx.x / shape.num_kv_heads) < *work.count;
+  }
+
+  __device__ __forceinline__ void load(const WorkList<BackwardItem>& work, const GroupLayout& layout,
+                                       const ProblemShape& shape, int block_m, int block_n) {
+    const BackwardItem item = work.items[blockIdx.x / shape.num_kv_heads];
+    const Owner owner = owner_of(layout, item.region, item.owner, item.n_block, block_n);
+    tile = owner.tile;
+    kv_head = blockIdx.x % shape.num_kv_heads;
+    slot = item.slot < 0 ? -1 : item.slot + kv_head;
+    walk.layout = layout;
+    walk.tile = owner.tile;
+    walk.segment_end = owner.segment_end;
+    walk.block_m = block_m;
+    walk.heads = shape.heads_per_group();
+    walk.causal = shape.causal;
+    walk.start(owner.segment_begin, item.first_step, item.num_steps);
+  }
+
+  // Writes the step that the walk is at; moves on.
+  __device__ __forceinline__ void take_step(BackwardStep& step) {
+    step.range = walk.range;
+    step.m_block = walk.m_block;
+    step.head = kv_head * walk.heads + walk.head;
+    step.valid = !walk.done();
+    if (!walk.done()) walk.next();
+    step.last = walk.done();
+  }
+};
+
+}  // namespace dualkv
