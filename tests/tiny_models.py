@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -128,7 +128,8 @@ def tiny_model(name: str, *, dtype: torch.dtype | None = None, attention: str = 
     """A causal LM with random parameters, the same ones in every call, in eval mode."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = transformers.AutoModelForCausalLM.from_config(tiny_config(name, **options), attn_implementation=attention)
+        config = tiny_config(name, **options)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
         with torch.no_grad():
             for parameter in model.parameters():
                 # Biases, norms and sinks: not the 0 or 1 that they begin with.
@@ -179,7 +180,7 @@ class Samples:
     def split(self, values: Tensor) -> list[Tensor]:
         """Values of all response tokens, sample by sample."""
         begins = [0, *accumulate(map(len, self.responses))]
-        return [values[begin:end] for begin, end in zip(begins, begins[1:])]
+        return [values[begin:end] for begin, end in pairwise(begins)]
 
 
 # Three groups in mixed order: a long prompt, one of two tokens, one of one token; responses of 0 and 1 tokens too.
