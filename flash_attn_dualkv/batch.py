@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -60,8 +61,9 @@ class SharedPromptBatch:
 
     @property
     def dedup_ratio(self) -> float:
-        """rho = sum(P_i + R_i) / T: how many times fewer tokens the model sees."""
-        return self.num_replicated_tokens / self.layout.num_tokens
+        """rho = sum(P_i + R_i) / T: how many times fewer tokens the model sees; inf where it sees none."""
+        rows = self.layout.num_tokens
+        return self.num_replicated_tokens / rows if rows else math.inf
 
     def metrics(self) -> dict[str, float]:
         """What sharing saves in this micro-batch, for a logger."""

@@ -88,9 +88,8 @@ def pack_shared_prompts(
         for index, pair in enumerate(zip(prompts, responses))
         for name, one in zip(("prompts", "responses"), pair)
     ]
-    host, ids, device = _fetch(given, group_ids)
-    lengths = [one.numel() for one in given]
-    tokens = torch.cat(host) if host else torch.empty(0, dtype=torch.int64, device="cpu")
+    (tokens,), ids, device = _fetch([_joined(given)], group_ids)
+    lengths = [one.shape[0] for one in given]
     return _pack(Samples(tokens, lengths[::2], lengths[1::2], device), ids, **options)
 
 
@@ -192,9 +191,8 @@ def group_by_prompt(
     if group_ids is not None and not verify:
         _, ids, _ = _fetch([], group_ids)
         return _groups(_check_group_ids(ids, len(given)))
-    host, ids, device = _fetch(given, group_ids)
-    tokens = torch.cat(host) if host else torch.empty(0, dtype=torch.int64, device="cpu")
-    lengths = [one.numel() for one in given]
+    (tokens,), ids, device = _fetch([_joined(given)], group_ids)
+    lengths = [one.shape[0] for one in given]
     return _group(Samples(tokens, lengths, [0] * len(lengths), device), ids)
 
 
@@ -293,14 +291,24 @@ def _check_prompt_lens(prompt_lens: Sequence[int], totals: Sequence[int]) -> Non
             raise SharedPromptError(explain(f"prompt_lens[{index}]", f"0 .. {total}, its sequence's tokens", length))
 
 
-def _fetch(
-    tensors: Sequence[Tensor], group_ids: Iterable[Hashable] | Tensor | None
-) -> tuple[list[Tensor], list[Hashable] | None, torch.device]:
-    """Host copies of the tensors (flat int64) and of the group ids, and the tensors' device; one copy from a GPU."""
+def _common_device(tensors: Sequence[Tensor]) -> torch.device:
     device = tensors[0].device if tensors else torch.device("cpu")
     for one in tensors:
         if one.device != device:
             raise SharedPromptError(explain("device", f"{device} for all tensors, as the first", one.device))
+    return device
+
+
+def _joined(tokens: Sequence[Tensor]) -> Tensor:
+    _common_device(tokens)
+    return torch.cat(list(tokens)) if tokens else torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+def _fetch(
+    tensors: Sequence[Tensor], group_ids: Iterable[Hashable] | Tensor | None
+) -> tuple[list[Tensor], list[Hashable] | None, torch.device]:
+    """The tensors (flat int64) and the group ids on the host, and the tensors' device; one copy from a GPU."""
+    device = _common_device(tensors)
     ids: list[Hashable] | None = None
     if isinstance(group_ids, Tensor):
         _check_ids("group_ids", group_ids, 1)

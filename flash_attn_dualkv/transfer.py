@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Flat int64 copies of integer tensors of one device on the host; one device-to-host copy if they are on a GPU."""
+    """Integer tensors of one device as flat int64 tensors of the host; one device-to-host copy if they are on a GPU."""
     flat = [one.reshape(-1) for one in tensors]
-    host = torch.cat(flat).to("cpu", torch.int64)
-    return list(host.split([one.numel() for one in flat]))
+    together = flat[0] if len(flat) == 1 else torch.cat(flat)
+    return list(together.to("cpu", torch.int64).split([one.numel() for one in flat]))
 
 
 def to_device(long: Sequence[Tensor], short: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -1,0 +1,659 @@
+"""Packing prompts with their responses: every row, label and index against the samples themselves, and the way back."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import math
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launches import profiled
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash_attn_dualkv
+from flash_attn_dualkv import packing
+from flash_attn_dualkv.packing import (
+    SharedPromptBatch,
+    SharedPromptError,
+    SharedPromptLayout,
+    SharedPromptLayoutError,
+    balance_groups,
+    group_by_prompt,
+    pack_jagged,
+    pack_padded,
+    pack_shared_prompts,
+    split_by_token_budget,
+    unpack_logprobs,
+    unpack_to_jagged,
+)
+
+Lists = list[list[int]]
+BOUNDARIES = ("replicate", "gather")
+# One prompt at a distance, a strict prefix of another, a single token, an empty response; 0 is a token like others.
+PROMPTS = [[5, 0, 7], [5, 0], [5, 0, 7], [3], [5, 0, 7, 0], [3]]
+RESPONSES = [[1, 2], [3], [], [4, 5, 6], [0, 0], [9]]
+DISTINCT = 4
+
+
+def tensors(lists: Lists, **options: Any) -> list[Tensor]:
+    return [torch.tensor(one, dtype=torch.int64, **options) for one in lists]
+
+
+# --- the packed row against the samples ----------------------------------------------------------------------------
+
+
+def rows_of_samples(batch: SharedPromptBatch) -> list[list[int]]:
+    """Of each sample in original order, the packed rows of its context and then of its response."""
+    layout = batch.layout
+    contexts, decoded = layout.cu_seqlens_context.tolist(), layout.cu_seqlens_decoded.tolist()
+    rows: list[list[int]] = [[] for _ in batch.order]
+    for g, (first, end) in enumerate(itertools.pairwise(layout.group_offsets)):
+        for s in range(first, end):
+            own = range(contexts[-1] + decoded[s], contexts[-1] + decoded[s + 1])
+            rows[batch.order[s]] = [*range(contexts[g], contexts[g + 1]), *own]
+    return rows
+
+
+def check(batch: SharedPromptBatch, prompts: Lists, responses: Lists, boundary: str, drop_last: bool) -> None:
+    """Every field of the batch, from the samples alone."""
+    layout = batch.layout
+    layout.validate()
+    assert sorted(batch.order) == list(range(len(prompts)))
+    assert batch.prompt_lens == tuple(map(len, prompts)) and batch.response_lens == tuple(map(len, responses))
+    input_ids, position_ids, labels = batch.input_ids.tolist(), batch.position_ids.tolist(), batch.labels.tolist()
+    token_index, targets = iter(batch.token_index.tolist()), iter(batch.targets.tolist())
+    contexts = set(range(layout.num_context_tokens))
+    for rows, prompt, response in zip(rows_of_samples(batch), prompts, responses):
+        tokens = prompt + response
+        shift = 1 if boundary == "replicate" else 0
+        kept = len(tokens) - 1 if drop_last and (response or shift) else len(tokens)
+        assert [input_ids[row] for row in rows] == tokens[:kept]
+        assert [position_ids[row] for row in rows] == list(range(kept))
+        own = [row for row in rows if row not in contexts]
+        assert len(rows) - len(own) == len(prompt) - shift
+        following = [*tokens[len(prompt) - shift + 1 :], -100][: len(own)]
+        assert [labels[row] for row in own] == following
+        assert [next(token_index) for _ in response] == rows[len(prompt) - 1 : len(tokens) - 1]
+        assert [next(targets) for _ in response] == response
+    assert next(token_index, None) is None and next(targets, None) is None
+    assert all(labels[row] == -100 for row in contexts)
+    used = list(itertools.chain.from_iterable(rows_of_samples(batch)))
+    assert batch.multiplicity.tolist() == [used.count(row) for row in range(layout.num_tokens)]
+    end = layout.num_tokens - layout.pad
+    assert input_ids[end:] == position_ids[end:] == [0] * layout.pad and labels[end:] == [-100] * layout.pad
+    replicated = sum(map(len, prompts + responses))
+    assert batch.dedup_ratio == pytest.approx(replicated / len(input_ids) if input_ids else math.inf)
+
+
+def check_way_back(batch: SharedPromptBatch) -> None:
+    """Every value returns to its sample and token, with its gradient."""
+    total, rows = sum(batch.response_lens), batch.layout.num_tokens
+    values = torch.arange(1.0, total + 1, requires_grad=True)
+    per_row = torch.zeros(rows).index_put((batch.token_index,), values.detach())
+    padded = unpack_logprobs(values, batch, fill=-7.0, per_row=False)
+    jagged: Any = unpack_to_jagged(values, batch, per_row=False)
+    expected = iter(range(1, total + 1))
+    parts = jagged.unbind()
+    assert padded.shape == (len(batch.order), max(batch.response_lens)) and len(parts) == len(batch.order)
+    for line, part, prompt_len, length in zip(padded.tolist(), parts, batch.prompt_lens, batch.response_lens):
+        own = [next(expected) for _ in range(length)]
+        assert line == own + [-7.0] * (len(line) - length)
+        assert part.tolist() == [0.0] * (prompt_len - 1) + own + [0.0]
+    weights = torch.rand(total)
+    for unpacked in (unpack_logprobs(values * weights, batch), unpack_to_jagged(values * weights, batch).values()):
+        (gradient,) = torch.autograd.grad(unpacked.sum(), values)
+        assert gradient.equal(weights)
+    if torch.unique(batch.token_index).numel() == total:  # no row scores two tokens
+        assert unpack_logprobs(per_row, batch, fill=-7.0, per_row=True).equal(padded)
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> tuple[Lists, Lists]:
+    """A few prompts, some of them prefixes of each other, each in any number of samples in any order."""
+    stem = draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
+    prefixes = [stem[: draw(st.integers(1, len(stem)))] for _ in range(draw(st.integers(1, 4)))]
+    others = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), max_size=2))
+    prompts = draw(st.lists(st.sampled_from([*prefixes, *others]), min_size=1, max_size=9))
+    response = st.lists(st.integers(0, 9), max_size=4)
+    return prompts, draw(st.lists(response, min_size=len(prompts), max_size=len(prompts)))
+
+
+@settings(deadline=None, max_examples=150)
+@given(samples(), st.sampled_from(BOUNDARIES), st.booleans(), st.sampled_from([None, 1, 2]), st.sampled_from([None, 8]))
+def test_round_trip(
+    lists: tuple[Lists, Lists], boundary: str, drop_last: bool, limit: int | None, multiple: int | None
+) -> None:
+    prompts, responses = lists
+    batch = pack_shared_prompts(
+        prompts,
+        responses,
+        boundary=boundary,
+        drop_last=drop_last,
+        max_responses_per_group=limit,
+        pad_to_multiple_of=multiple,
+    )
+    check(batch, prompts, responses, boundary, drop_last)
+    distinct = {tuple(one) for one in prompts}
+    copies = [prompts.count(list(one)) for one in distinct]
+    assert batch.layout.num_groups == sum(-(-count // (limit or count)) for count in copies)
+    assert multiple is None or (batch.layout.num_tokens % multiple == 0 and batch.layout.pad < multiple)
+    ambiguous = sum(batch.response_lens) == batch.layout.num_tokens
+    if max(batch.response_lens) > 0 and not ambiguous:
+        check_way_back(batch)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_the_example(boundary: str, drop_last: bool) -> None:
+    batch = pack_shared_prompts(PROMPTS, RESPONSES, boundary=boundary, drop_last=drop_last)
+    check(batch, PROMPTS, RESPONSES, boundary, drop_last)
+    check_way_back(batch)
+    assert batch.layout.num_groups == DISTINCT
+    assert batch.order == (0, 2, 1, 3, 5, 4)
+
+
+def test_values_by_hand() -> None:
+    """One group in which every number can be read."""
+    batch = pack_shared_prompts([[11, 12, 13], [11, 12, 13]], [[21, 22], [31]])
+    assert batch.input_ids.tolist() == [11, 12, 13, 21, 22, 13, 31]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 2, 3]
+    assert batch.labels.tolist() == [-100, -100, 21, 22, -100, 31, -100]
+    assert batch.token_index.tolist() == [2, 3, 5]
+    assert batch.multiplicity.tolist() == [2, 2, 1, 1, 1, 1, 1]
+    layout = batch.layout
+    assert layout.segments.tolist() == [[0, 2, 0, 0, 2, 0, 0, 0], [2, 3, 2, 0, 2, 0, 3, 0], [5, 2, 2, 0, 2, 3, 2, 0]]
+    assert layout.groups.tolist() == [[0, 2, 0, 3]]
+    assert (layout.max_context, layout.max_decoded, layout.max_sequence, layout.num_context_tokens) == (2, 3, 5, 2)
+    gathered = pack_shared_prompts([[11, 12, 13], [11, 12, 13]], [[21, 22], [31]], boundary="gather", drop_last=True)
+    assert gathered.input_ids.tolist() == [11, 12, 13, 21]
+    assert gathered.token_index.tolist() == [2, 3, 2]
+    assert gathered.targets.tolist() == [21, 22, 31]
+    assert gathered.labels.tolist() == [-100, -100, -100, 22]
+    assert batch.metrics() == {
+        "shared_prompt/dedup_ratio": 9 / 7,
+        "shared_prompt/tokens": 7,
+        "shared_prompt/tokens_saved": 2,
+        "shared_prompt/num_prompts": 1,
+        "shared_prompt/responses_per_prompt": 2.0,
+    }
+
+
+def test_order_of_the_samples_does_not_matter() -> None:
+    """Permuted samples give the same groups, and their values come back permuted."""
+    rng = random.Random(0)
+    batch = pack_shared_prompts(PROMPTS, RESPONSES)
+    for _ in range(5):
+        places = rng.sample(range(len(PROMPTS)), len(PROMPTS))
+        other = pack_shared_prompts([PROMPTS[i] for i in places], [RESPONSES[i] for i in places])
+        assert other.layout.num_tokens == batch.layout.num_tokens
+        tokens, permuted = (unpack_logprobs(one.input_ids.double(), one) for one in (batch, other))
+        assert permuted.equal(tokens[places])
+
+
+def test_tensors_of_any_integer_type_and_lists() -> None:
+    expected = pack_shared_prompts(PROMPTS, RESPONSES)
+    for dtype in (torch.int32, torch.int64, torch.uint8):
+        prompts, responses = ([one.to(dtype) for one in tensors(lists)] for lists in (PROMPTS, RESPONSES))
+        batch = pack_shared_prompts(prompts, responses)
+        assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
+        assert batch.input_ids.equal(expected.input_ids) and batch.order == expected.order
+
+
+# --- padded and jagged batches -------------------------------------------------------------------------------------
+
+
+def padded(prompts: Lists, responses: Lists, sides: tuple[str, str], pad: int) -> tuple[Tensor, Tensor, int]:
+    """ids, mask and prompt columns, the prompts and the responses each padded on their side."""
+    columns, ids, mask = max(map(len, prompts)), [], []
+    longest = max(map(len, responses))
+    for prompt, response in zip(prompts, responses):
+        line, own = [], []
+        for tokens, width, side in ((prompt, columns, sides[0]), (response, longest, sides[1])):
+            fill = [pad] * (width - len(tokens))
+            line += fill + tokens if side == "left" else tokens + fill
+            own += [0] * len(fill) + [1] * len(tokens) if side == "left" else [1] * len(tokens) + [0] * len(fill)
+        ids.append(line)
+        mask.append(own)
+    return torch.tensor(ids), torch.tensor(mask), columns
+
+
+def assert_same_batch(batch: SharedPromptBatch, expected: SharedPromptBatch) -> None:
+    for name in ("input_ids", "position_ids", "labels", "token_index", "targets", "multiplicity", "jagged_offsets"):
+        assert getattr(batch, name).equal(getattr(expected, name)), name
+    assert batch.order == expected.order and batch.layout.segments.equal(expected.layout.segments)
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.uint8], ids=str)
+@pytest.mark.parametrize("sides", list(itertools.product(("left", "right"), repeat=2)), ids="-".join)
+def test_pack_padded(sides: tuple[str, str], kind: torch.dtype) -> None:
+    """Token 0, with which the rows are padded, is a token of prompts and responses, too."""
+    ids, mask, columns = padded(PROMPTS, RESPONSES, sides, pad=0)
+    for boundary in BOUNDARIES:
+        batch = pack_padded(ids, mask.to(kind), columns, boundary=boundary)
+        assert_same_batch(batch, pack_shared_prompts(PROMPTS, RESPONSES, boundary=boundary))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("form", [list, tuple, torch.tensor])
+def test_pack_padded_with_a_prompt_length_for_each_row(side: str, form: Any) -> None:
+    whole = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES)]
+    ids, mask, _ = padded(whole, [[]] * len(whole), (side, side), pad=0)
+    batch = pack_padded(ids, mask, form([len(one) for one in PROMPTS]), drop_last=True)
+    assert_same_batch(batch, pack_shared_prompts(PROMPTS, RESPONSES, drop_last=True))
+
+
+@pytest.mark.parametrize("form", [list, torch.tensor])
+def test_pack_jagged(form: Any) -> None:
+    whole = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES)]
+    nested = torch.nested.nested_tensor(tensors(whole), layout=torch.jagged)
+    batch = pack_jagged(nested, form([len(one) for one in PROMPTS]), boundary="gather")
+    assert_same_batch(batch, pack_shared_prompts(PROMPTS, RESPONSES, boundary="gather"))
+    back: Any = unpack_to_jagged(torch.ones(sum(batch.response_lens)), batch)
+    assert back.offsets().equal(nested.offsets())  # type: ignore[operator]
+
+
+# --- grouping ------------------------------------------------------------------------------------------------------
+
+
+def test_group_by_prompt() -> None:
+    assert group_by_prompt(PROMPTS) == [[0, 2], [1], [3, 5], [4]]
+    assert group_by_prompt(tensors(PROMPTS)) == [[0, 2], [1], [3, 5], [4]]
+
+
+@pytest.mark.parametrize("form", [list, tuple, torch.tensor])
+def test_group_ids_divide_equal_prompts(form: Any) -> None:
+    """Equal tokens are not enough where, for instance, images differ."""
+    ids = form([7, 1, 8, 2, 3, 2])
+    groups = [[0], [1], [2], [3, 5], [4]]
+    assert group_by_prompt(PROMPTS, group_ids=ids) == groups
+    assert group_by_prompt(PROMPTS, group_ids=ids, verify=False) == groups
+    batch = pack_shared_prompts(PROMPTS, RESPONSES, group_ids=ids)
+    assert batch.layout.group_offsets == (0, 1, 2, 3, 5, 6)
+    check(batch, PROMPTS, RESPONSES, "replicate", False)
+
+
+def test_wrong_group_ids() -> None:
+    ids = ["a", "b", "b", "c", "d", "c"]
+    with pytest.raises(SharedPromptError, match="^group_ids: expected equal prompts .*'b'.*samples 1 and 2 differ"):
+        group_by_prompt(PROMPTS, group_ids=ids)
+    with pytest.raises(SharedPromptError, match="^group_ids"):
+        pack_shared_prompts(PROMPTS, RESPONSES, group_ids=ids)
+    assert group_by_prompt(PROMPTS, group_ids=ids, verify=False) == [[0], [1, 2], [3, 5], [4]]
+    for verify in (True, False):
+        with pytest.raises(SharedPromptError, match="^group_ids: expected 6 of them"):
+            group_by_prompt(PROMPTS, group_ids=ids[:-1], verify=verify)
+
+
+def test_strict_prefixes_of_equal_bytes_do_not_merge() -> None:
+    """Neither do prompts whose tokens agree as far as the shorter goes, nor those that differ in the last one."""
+    prompts = [[0], [0, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0]]
+    assert group_by_prompt(prompts) == [[0], [1], [2], [3], [4]]
+    large = [[2**40], [2**40 + 1], [0]]  # and those that differ in the high or the low half of a token
+    assert group_by_prompt(large) == [[0], [1], [2]]
+
+
+# --- errors --------------------------------------------------------------------------------------------------------
+
+ONES = torch.ones(2, 4, dtype=torch.int64)
+ERRORS: list[tuple[str, Any, str]] = [
+    ("no samples", lambda: pack_shared_prompts([], []), "^prompts: expected at least one, got 0"),
+    ("empty prompt", lambda: pack_shared_prompts([[1], []], [[2], [3]]), r"^prompts\[1\]: expected at least one token"),
+    ("counts", lambda: pack_shared_prompts([[1], [2]], [[3]]), "^responses: expected 2 of them .* got 1"),
+    ("float ids", lambda: pack_shared_prompts([torch.ones(2)], [[1]]), r"^prompts\[0\]: expected integers"),
+    ("bool ids", lambda: pack_shared_prompts([[1]], [torch.ones(2) > 0]), r"^responses\[0\]: expected integers"),
+    ("float list", lambda: pack_shared_prompts([[1.5]], [[1]]), r"^prompts\[0\]: expected integers"),
+    ("2-D ids", lambda: pack_shared_prompts([ONES], [[1]]), r"^prompts\[0\]: expected 1 dimension"),
+    ("no ids", lambda: pack_shared_prompts(["text"], [[1]]), r"^prompts\[0\]: expected a 1-D integer tensor"),
+    ("devices", lambda: pack_shared_prompts([ONES[0], ONES[0].to("meta")], [[1], [1]]), "^device: expected cpu"),
+    ("boundary", lambda: pack_shared_prompts([[1]], [[1]], boundary="both"), "^boundary: expected 'replicate' or"),
+    ("limit", lambda: pack_shared_prompts([[1]], [[1]], max_responses_per_group=0), "^max_responses_per_group"),
+    ("multiple", lambda: pack_shared_prompts([[1]], [[1]], pad_to_multiple_of=0), "^pad_to_multiple_of"),
+    ("mask shape", lambda: pack_padded(ONES, ONES[:, :3], 2), "^attention_mask: expected shape"),
+    ("mask values", lambda: pack_padded(ONES, 2 * ONES, 2), "^attention_mask: expected 0 and 1"),
+    ("float mask", lambda: pack_padded(ONES, ONES.float(), 2), "^attention_mask: expected integers"),
+    ("1-D batch", lambda: pack_padded(ONES[0], ONES[0], 2), "^input_ids: expected 2 dimension"),
+    ("columns", lambda: pack_padded(ONES, ONES, 5), "^prompt_length: expected 0 .. 4"),
+    ("no prompts", lambda: pack_padded(ONES, ONES, 0), r"^prompts\[0\]: expected at least one token"),
+    ("prompt lengths", lambda: pack_padded(ONES, ONES, [2, 5]), r"^prompt_lens\[1\]: expected 0 .. 4"),
+    ("how many lengths", lambda: pack_padded(ONES, ONES, [2]), "^prompt_lens: expected 2 of them"),
+    ("not nested", lambda: pack_jagged(ONES, [1, 1]), "^input_ids: expected a nested tensor"),
+    ("ranks", lambda: balance_groups([1] * 3, [1] * 3, [0] * 3, 2), "^num_ranks: expected a divisor of the 3"),
+    ("rank inputs", lambda: balance_groups([1] * 3, [1] * 2, [0] * 3, 1), "^response_lens: expected 3"),
+    ("budget", lambda: split_by_token_budget([[0, 1]], [5, 5], [2, 4], 8), "^max_tokens: expected at least 9.* got 8"),
+]
+
+
+@pytest.mark.parametrize("call", [pytest.param(one[1:], id=one[0]) for one in ERRORS])
+def test_errors(call: Any) -> None:
+    function, message = call
+    with pytest.raises(SharedPromptError, match=message):
+        function()
+
+
+@pytest.mark.parametrize("part", ["prompts", "responses", "row"])
+def test_a_mask_with_a_hole(part: str) -> None:
+    ids = torch.arange(16).view(2, 8)
+    mask = torch.ones_like(ids)
+    mask[1, 1 if part == "prompts" else 6] = 0
+    with pytest.raises(SharedPromptError, match="^attention_mask.*got a hole in row 1"):
+        pack_padded(ids, mask, [2, 2] if part == "row" else 4)
+
+
+def test_unknown_options_are_errors() -> None:
+    with pytest.raises(TypeError, match="drop_lst"):
+        pack_shared_prompts([[1]], [[1]], drop_lst=True)
+
+
+def test_errors_are_value_errors() -> None:
+    assert issubclass(SharedPromptError, ValueError) and issubclass(SharedPromptLayoutError, SharedPromptError)
+
+
+def test_unpacking_values_of_another_batch() -> None:
+    batch = pack_shared_prompts(PROMPTS, RESPONSES)
+    for function in (unpack_logprobs, unpack_to_jagged):
+        with pytest.raises(SharedPromptError, match=r"^values: expected 9 \(response tokens\) or"):
+            function(torch.zeros(10), batch)
+        with pytest.raises(SharedPromptError, match="^values: expected .* one for each row"):
+            function(torch.zeros(9), batch, per_row=True)
+
+
+def test_unpacking_asks_where_lengths_cannot_tell() -> None:
+    """As many rows as response tokens, but in another order."""
+    batch = pack_shared_prompts([[1], [2], [1]], [[5], [6], [7]], drop_last=True)
+    assert batch.layout.num_tokens == 3 and batch.token_index.tolist() == [0, 2, 1]
+    values = torch.tensor([1.0, 2.0, 3.0])
+    with pytest.raises(SharedPromptError, match="^per_row: expected a bool"):
+        unpack_logprobs(values, batch)
+    assert unpack_logprobs(values, batch, per_row=False)[:, 0].tolist() == [1.0, 2.0, 3.0]
+    assert unpack_logprobs(values, batch, per_row=True)[:, 0].tolist() == [1.0, 3.0, 2.0]
+    assert unpack_logprobs(values[None], batch, per_row=True)[:, 0].tolist() == [1.0, 3.0, 2.0]
+
+
+# --- the layout ----------------------------------------------------------------------------------------------------
+
+
+def test_layout_is_integers_and_init_fields_only() -> None:
+    """FSDP rebuilds the dataclasses that it finds among a model's arguments, and casts their floating point tensors."""
+    layout = pack_shared_prompts(PROMPTS, RESPONSES, pad_to_multiple_of=16).layout
+    assert all(field.init for field in dataclasses.fields(layout))
+    for value in vars(layout).values():
+        if isinstance(value, Tensor):
+            assert value.dtype == torch.int32
+        else:
+            assert all(type(one) is int for one in (value if isinstance(value, tuple) else (value,)))
+    copy = dataclasses.replace(layout)
+    assert copy is not layout and all(getattr(copy, name) is value for name, value in vars(layout).items())
+    copy.validate()
+    batch = pack_shared_prompts(PROMPTS, RESPONSES)
+    assert dataclasses.replace(batch, labels=batch.labels).layout is batch.layout
+
+
+def test_pad_to() -> None:
+    layout = pack_shared_prompts(PROMPTS, RESPONSES).layout
+    tokens = layout.num_tokens
+    for multiple in (1, 2, 7, 64, tokens):
+        longer = layout.pad_to(multiple)
+        longer.validate()
+        assert longer.num_tokens % multiple == 0 and longer.num_tokens - longer.pad == tokens
+        assert longer.pad < multiple and longer.segments is layout.segments
+        assert longer.pad_to(1).num_tokens == tokens
+    with pytest.raises(SharedPromptError, match="^multiple"):
+        layout.pad_to(0)
+
+
+def test_padding_tokens() -> None:
+    batch = pack_shared_prompts(PROMPTS, RESPONSES, pad_to_multiple_of=16)
+    plain = pack_shared_prompts(PROMPTS, RESPONSES)
+    assert batch.layout.pad == 16 * 2 - plain.layout.num_tokens > 0
+    assert batch.input_ids[: -batch.layout.pad].equal(plain.input_ids)
+    assert batch.token_index.equal(plain.token_index)
+
+
+CORRUPTIONS: list[tuple[str, Any]] = [
+    ("segments", lambda one: one.segments.index_fill(1, torch.tensor(2), 1)),
+    ("groups", lambda one: one.groups.flip(0)),
+    ("cu_seqlens_context", lambda one: one.cu_seqlens_context + 1),
+    ("cu_seqlens_decoded", lambda one: one.cu_seqlens_decoded.flip(0)),
+    ("max_context", lambda one: one.max_context + 1),
+    ("max_decoded", lambda one: one.max_decoded - 1),
+    ("max_sequence", lambda one: one.max_sequence + 1),
+    ("num_context_tokens", lambda one: one.num_context_tokens - 1),
+    ("num_tokens", lambda one: one.num_tokens + 1),
+    ("context_lens", lambda one: (*one.context_lens[:-1], one.context_lens[-1] + 1)),
+    ("group_offsets", lambda one: (0, 0, *one.group_offsets[2:])),
+    ("pad", lambda one: 1),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), CORRUPTIONS, ids=[one[0] for one in CORRUPTIONS])
+def test_validate(name: str, change: Any) -> None:
+    layout = pack_shared_prompts(PROMPTS, RESPONSES).layout
+    layout.validate()
+    with pytest.raises(SharedPromptLayoutError):
+        dataclasses.replace(layout, **{name: change(layout)}).validate()
+
+
+def test_layout_on_another_device(device: str) -> None:
+    layout = pack_shared_prompts(PROMPTS, RESPONSES).layout
+    assert layout.to("cpu") is layout
+    moved = layout.to(device)
+    back = moved.to("cpu")
+    moved.validate()
+    for name in ("cu_seqlens_context", "cu_seqlens_decoded", "segments", "groups"):
+        assert getattr(moved, name).device.type == device and getattr(back, name).equal(getattr(layout, name))
+    meta = layout.to("meta")
+    assert meta.segments.shape == layout.segments.shape and meta.device.type == "meta"
+
+
+def test_default_device_and_inference_mode() -> None:
+    """Neither finds its way into a batch: it can be saved for a backward later."""
+    expected = pack_shared_prompts(PROMPTS, RESPONSES)
+    with torch.device("meta"):
+        assert_same_batch(pack_shared_prompts(PROMPTS, RESPONSES), expected)
+    with torch.inference_mode():
+        prompts, responses = tensors(PROMPTS), tensors(RESPONSES)
+        batch = pack_shared_prompts(prompts, responses)
+    assert not any(one.is_inference() for one in vars(batch).values() if isinstance(one, Tensor))
+    assert not batch.layout.segments.is_inference()
+    assert_same_batch(batch, expected)
+
+
+# --- micro-batches and ranks ---------------------------------------------------------------------------------------
+
+
+def packed_tokens(chosen: Sequence[int], prompts: Lists, responses: Lists) -> int:
+    return pack_shared_prompts([prompts[i] for i in chosen], [responses[i] for i in chosen]).layout.num_tokens
+
+
+@settings(deadline=None, max_examples=100)
+@given(samples(), st.integers(0, 30))
+def test_split_by_token_budget(lists: tuple[Lists, Lists], slack: int) -> None:
+    prompts, responses = lists
+    lens = [len(one) for one in prompts], [len(one) for one in responses]
+    budget = max(map(int.__add__, *lens)) + slack
+    groups = group_by_prompt(prompts)
+    micro_batches = split_by_token_budget(groups, *lens, budget)
+    assert sorted(itertools.chain(*micro_batches)) == list(range(len(prompts)))
+    assert all(one and packed_tokens(one, prompts, responses) <= budget for one in micro_batches)
+    for members in groups:
+        if packed_tokens(members, prompts, responses) <= budget:
+            assert any(set(members) <= set(one) for one in micro_batches), "a group that fits was split"
+
+
+def test_a_group_over_the_budget_is_split_in_full_parts() -> None:
+    assert split_by_token_budget([list(range(6))], [10] * 6, [4] * 6, 20) == [[0, 1], [2, 3], [4, 5]]
+    assert split_by_token_budget([[0, 2], [1]], [10] * 3, [4] * 3, 40) == [[0, 2, 1]]
+
+
+def _budget_on_rank(rank: int, world: int, address: str, results: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    group = torch.distributed.group.WORLD
+    samples = 4
+    results[rank, "split"] = split_by_token_budget(
+        [list(range(samples))], [10] * samples, [4] * samples, (30, 20)[rank], dp_group=group
+    )
+    for name, budgets, counts in (("budget", (30, 13), (4, 4)), ("samples", (14, 40), (4, 2))):
+        try:
+            lens = [10] * counts[rank], [4] * counts[rank]
+            split_by_token_budget([list(range(counts[rank]))], *lens, budgets[rank], dp_group=group)
+        except SharedPromptError as error:
+            results[rank, name] = str(error)
+    torch.distributed.destroy_process_group()
+
+
+def test_equally_many_micro_batches_on_every_rank(tmp_path: Any) -> None:
+    """Ranks with fewer split theirs; what fails on one fails on all, so that none waits for another."""
+    context = torch.multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(_budget_on_rank, (2, f"file://{tmp_path}/store", results), nprocs=2)
+        assert [len(results[rank, "split"]) for rank in (0, 1)] == [2, 2]
+        assert all(sorted(itertools.chain(*results[rank, "split"])) == [0, 1, 2, 3] for rank in (0, 1))
+        assert "one that cannot" in results[0, "budget"] and "at least 14" in results[1, "budget"]
+        assert all("at least 4 samples on each rank" in results[rank, "samples"] for rank in (0, 1))
+
+
+def test_balance_keeps_groups_whole() -> None:
+    prompt_lens = [100] * 4 + [80] * 4 + [90] * 4 + [85] * 4
+    ids = [g for g in range(4) for _ in range(4)]
+    ranks = balance_groups(prompt_lens, [10] * 16, ids, 4)
+    assert sorted(itertools.chain(*ranks)) == list(range(16))
+    assert all(len({ids[i] for i in rank}) == 1 and len(rank) == 4 for rank in ranks)
+    ranks = balance_groups(prompt_lens, [10] * 16, ids, 2)
+    prompts = [{ids[i] for i in rank} for rank in ranks]
+    assert sorted(map(sorted, prompts)) == [[0, 1], [2, 3]]  # the most expensive with the cheapest
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_balance_gives_equal_counts(sizes: list[int], num_ranks: int, rng: random.Random) -> None:
+    ids = [g for g, size in enumerate(sizes) for _ in range(size)]
+    ids += [len(sizes)] * (-len(ids) % num_ranks)
+    rng.shuffle(ids)
+    prompt_lens = [10 * (one + 1) for one in ids]
+    ranks = balance_groups(prompt_lens, [rng.randint(0, 50) for _ in ids], ids, num_ranks)
+    assert sorted(itertools.chain(*ranks)) == list(range(len(ids)))
+    assert {len(rank) for rank in ranks} == {len(ids) // num_ranks}
+
+
+# --- what packing costs --------------------------------------------------------------------------------------------
+
+
+class Counter(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def large_batch(samples: int, device: str = "cpu", length: int = 20) -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    own = [torch.randint(0, 1000, (length,), generator=generator) for _ in range(4)]
+    responses = [torch.randint(0, 1000, (length // 2 + i % 5,), generator=generator) for i in range(samples)]
+    return [own[i % 4].to(device) for i in range(samples)], [one.to(device) for one in responses]
+
+
+def form_of(name: str, prompts: list[Tensor], responses: list[Tensor]) -> Any:
+    """A call that packs the samples in one of the three forms."""
+    if name == "lists":
+        return lambda: pack_shared_prompts(prompts, responses)
+    whole = [torch.cat(pair) for pair in zip(prompts, responses)]
+    lengths = torch.tensor([len(one) for one in prompts], device=prompts[0].device)
+    if name == "jagged":
+        nested = torch.nested.nested_tensor(whole, layout=torch.jagged)
+        return lambda: pack_jagged(nested, lengths)
+    ids = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in whole], batch_first=True)
+    return lambda: pack_padded(ids, mask, lengths)
+
+
+FORMS = pytest.mark.parametrize("form", ["lists", "padded", "jagged"])
+
+
+@FORMS
+def test_no_synchronisation_for_each_sample(form: str) -> None:
+    """As many operators for 64 samples as for 8, and reads of single values are none, or (of a mask) a handful."""
+    counts = []
+    for samples in (8, 64):
+        call = form_of(form, *large_batch(samples))
+        with Counter() as counter:
+            call()
+        counts.append(counter.calls)
+    assert counts[0] == counts[1]
+    assert counts[0].get("aten::_local_scalar_dense", 0) <= (0 if form == "lists" else 3)
+    assert counts[0].get("aten::_to_copy", 0) <= 2
+
+
+@pytest.mark.gpu
+@FORMS
+def test_one_copy_each_way(form: str) -> None:
+    call = form_of(form, *large_batch(16, "cuda"))
+    call()
+    with profiled() as names:
+        batch = call()
+    assert sum("DtoH" in name for name in names) == 1, names
+    assert sum("HtoD" in name for name in names) == 1, names
+    assert batch.input_ids.device.type == batch.layout.segments.device.type == "cuda"
+    expected = form_of(form, *large_batch(16))()
+    assert batch.input_ids.cpu().equal(expected.input_ids)
+    assert batch.layout.segments.cpu().equal(expected.layout.segments)
+    check_way_back(expected)
+
+
+@pytest.mark.gpu
+@FORMS
+def test_packing_64k_tokens_takes_under_5_ms(form: str) -> None:
+    """64K packed tokens: 4 prompts of 8K with 32 responses of 1K."""
+    prompts, responses = large_batch(32, "cuda", length=8192)
+    call = form_of(form, prompts, [one[:1024] for one in responses])
+    assert 60_000 < call().layout.num_tokens < 70_000
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    assert min(times) < 5e-3, f"{1e3 * min(times):.2f} ms"
+
+
+@pytest.mark.gpu
+def test_unpacking_does_not_wait_for_the_gpu() -> None:
+    batch = pack_shared_prompts(*large_batch(16, "cuda"))
+    values = torch.rand(sum(batch.response_lens), device="cuda", requires_grad=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        unpack_logprobs(values, batch).sum().backward()
+        unpack_to_jagged(values, batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# --- the public names ----------------------------------------------------------------------------------------------
+
+
+def test_public_names() -> None:
+    wanted = {
+        "SharedPromptBatch", "SharedPromptError", "SharedPromptLayout", "SharedPromptLayoutError", "balance_groups",
+        "group_by_prompt", "pack_jagged", "pack_padded", "pack_shared_prompts", "shared_prompt_attention",
+        "split_by_token_budget", "unpack_logprobs", "unpack_to_jagged",
+    }  # fmt: skip
+    for module in (packing, flash_attn_dualkv):
+        assert wanted <= set(module.__all__)
+        assert all(inspect.getdoc(getattr(module, name)) for name in wanted)
+    assert isinstance(pack_shared_prompts([[1]], [[]]).layout, SharedPromptLayout)
