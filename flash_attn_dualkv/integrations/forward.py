@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ..checks import explain
 from ..packing import SharedPromptBatch, SharedPromptError
 from .guard import expect_shared_prompt
-from .support import check_modules, check_supported, num_attention_layers
+from .support import check_mixers, check_noise, check_supported, num_attention_layers
 
 # Logits that exist at once: 256 MiB in float32, and a few times that while they are turned into log-probabilities.
 LOGIT_ELEMENTS = 2**26
@@ -126,7 +126,8 @@ def _check_model(causal_lm: Any) -> str:
     if hasattr(causal_lm.get_output_embeddings(), "set_reshard_after_forward"):
         expected = "an LM head in the root's FSDP unit"
         raise SharedPromptError(explain("model", expected, "an LM head that is an FSDP unit of its own"))
-    check_modules(causal_lm)
+    check_mixers(causal_lm)
+    check_noise(causal_lm)
     return name
 
 

@@ -16,9 +16,10 @@ from ..checks import explain
 from ..packing import SharedPromptError
 
 EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
-# Where configurations name the kinds of their layers.
-_LAYER_TYPE_FIELDS = ("layer_types", "layers_block_type", "block_types")
-# Fields of configurations whose models mix tokens by something else than attention, and do not say so in layer_types.
+# Where older configurations name the kinds of their layers. A layer that has both attention and a recurrence may be
+# called "attention" there.
+_OLDER_LAYER_TYPES = ("layers_block_type", "block_types")
+# Fields of configurations whose models mix tokens by something else than attention too, unless layer_types says not.
 _MIXER_FIELDS = re.compile(r"^(mamba|ssm|rwkv|conv_L_cache|linear_conv|lru|hybrid_override_pattern|use_rg_lru)")
 _MIXER_CLASSES = re.compile(
     r"mamba|deltanet|linearattention|lightningattention|shortconv|rwkv|rglru|retention|mlstm|slstm|indexer", re.I
@@ -47,30 +48,22 @@ def check_supported(config: Any) -> None:
     text = text_config(config)
     if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise SharedPromptError(explain("model", "causal attention", f"bidirectional attention ({text.model_type})"))
-    layer_types = _layer_types(text)
-    if layer_types is not None:
-        inexact = sorted(set(layer_types) - EXACT_LAYER_TYPES)
-        if inexact:
-            expected = "layers that are exact on shared prompts (full or sliding-window attention)"
-            raise SharedPromptError(explain("layer_types", expected, f"{', '.join(inexact)} ({text.model_type})"))
-    else:
+    layer_types = getattr(text, "layer_types", None)
+    named = [one for name in ("layer_types", *_OLDER_LAYER_TYPES) for one in getattr(text, name, None) or ()]
+    inexact = sorted(set(map(str, named)) - EXACT_LAYER_TYPES)
+    if inexact:
+        expected = "layers that are exact on shared prompts (full or sliding-window attention)"
+        raise SharedPromptError(explain("layer_types", expected, f"{', '.join(inexact)} ({text.model_type})"))
+    if not layer_types:
         mixers = sorted(name for name in text.to_dict() if _MIXER_FIELDS.match(name))
         if mixers:
             got = f"{text.model_type}, which has {', '.join(mixers)}"
             raise SharedPromptError(explain("model", "attention as the only mixer of tokens", got))
     chunk = getattr(text, "attention_chunk_size", None)
-    if chunk and (layer_types is None or "chunked_attention" in layer_types):
+    if chunk and not layer_types:
         raise SharedPromptError(explain("attention_chunk_size", "None (chunked attention is not exact)", chunk))
     if not getattr(text, "num_attention_heads", None) or not getattr(text, "num_hidden_layers", None):
         raise SharedPromptError(explain("model", "a transformer with attention heads and layers", text.model_type))
-
-
-def _layer_types(config: Any) -> list[str] | None:
-    for name in _LAYER_TYPE_FIELDS:
-        value = getattr(config, name, None)
-        if value:
-            return [str(one) for one in value]
-    return None
 
 
 def num_attention_layers(config: Any) -> int:
@@ -78,35 +71,42 @@ def num_attention_layers(config: Any) -> int:
     return int(text_config(config).num_hidden_layers)
 
 
-def check_modules(model: nn.Module) -> None:
-    """Refuse a model that draws random numbers per token in this mode, or has modules that mix tokens.
-
-    Args:
-        model: a transformers model, adapters included. In eval mode dropout does nothing and is accepted.
+def check_mixers(model: nn.Module) -> None:
+    """Refuse a model with modules that mix tokens by something else than attention, whatever its configuration says.
 
     Raises:
-        SharedPromptError: names the module or the field of the configuration.
+        SharedPromptError: names the module.
     """
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-            raise SharedPromptError(explain(f"dropout of {name}", "0 in training mode", module.p) + _NO_NOISE)
-        if isinstance(module, nn.modules.conv._ConvNd) and module.kernel_size[-1] > 1 and _is_text_layer(name):
+        is_convolution = isinstance(module, nn.modules.conv._ConvNd) and module.kernel_size[-1] > 1
+        if (is_convolution and _is_text_layer(name)) or _MIXER_CLASSES.search(type(module).__name__):
             raise SharedPromptError(explain(name, "a module that does not mix tokens", type(module).__name__))
-        if _MIXER_CLASSES.search(type(module).__name__):
-            raise SharedPromptError(explain(name, "a module that does not mix tokens", type(module).__name__))
-    if model.training:
-        for field, value in text_config(model.config).to_dict().items():
-            is_noise = _NOISE_FIELDS.search(field) and not _NOISE_OF_OTHER_HEADS.match(field)
-            if is_noise and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-                raise SharedPromptError(explain(f"config.{field}", "0 in training mode", value) + _NO_NOISE)
-
-
-_NO_NOISE = (
-    ". One copy of the prompt cannot have a dropout mask per response; set it to 0 before the model is made, or use "
-    "model.eval()"
-)
 
 
 def _is_text_layer(name: str) -> bool:
     """Whether a module lies in a decoder layer; the patch embeddings of vision towers are convolutions too."""
-    return "layers." in name and "vision" not in name and "visual" not in name and "audio" not in name
+    return "layers." in name and not any(tower in name for tower in ("vision", "visual", "audio"))
+
+
+def check_noise(model: Any) -> None:
+    """Refuse a model that draws random numbers per token in its present mode; in eval mode dropout does nothing.
+
+    Args:
+        model: a transformers model, adapters included.
+
+    Raises:
+        SharedPromptError: names the module or the field of the configuration.
+    """
+    advice = (
+        ". One copy of the prompt cannot have a dropout mask per response; set it to 0 before the model is made, or "
+        "use model.eval()"
+    )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            raise SharedPromptError(explain(f"dropout of {name}", "0 in training mode", module.p) + advice)
+    if not model.training:
+        return
+    for field, value in text_config(model.config).to_dict().items():
+        is_noise = _NOISE_FIELDS.search(field) and not _NOISE_OF_OTHER_HEADS.match(field)
+        if is_noise and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            raise SharedPromptError(explain(f"config.{field}", "0 in training mode", value) + advice)

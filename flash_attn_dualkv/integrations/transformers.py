@@ -28,7 +28,7 @@ from ..packing import SharedPromptError, SharedPromptLayout, shared_prompt_atten
 from . import guard
 from .forward import backbone_name, causal_lm_of, shared_prompt_forward
 from .guard import expect_shared_prompt
-from .support import check_supported, num_attention_layers
+from .support import check_mixers, check_noise, check_supported, num_attention_layers
 
 __all__ = [
     "check_supported",
@@ -136,12 +136,12 @@ def is_registered(name: str | None) -> bool:
     return hasattr(AttentionInterface._global_mapping.get(name or ""), "dualkv_backend")
 
 
-def install_layout_hook(model: nn.Module) -> RemovableHandle:
-    """Guard every forward of a model's backbone that has a layout, and pass the layout on to it.
+def install_layout_hook(model: nn.Module) -> LayoutHook:
+    """Guard every forward of a model that has a layout, and pass the layout on to its backbone.
 
-    The backbone (`model.model` of a causal LM) takes the layout from its keyword argument `shared_prompt_layout` or, if
-    something between the caller and the backbone drops unknown arguments, from the enclosing `expect_shared_prompt`.
-    Install it before the model is wrapped or sharded.
+    The layout is the keyword argument `shared_prompt_layout` or, if something between the caller and the model drops
+    unknown arguments, that of the enclosing `expect_shared_prompt`. The backbone (`model.model` of a causal LM) gets it
+    even if the causal LM around it drops it. Install it before the model is wrapped or sharded.
 
     Args:
         model: a causal LM or its backbone, adapters included.
@@ -150,20 +150,23 @@ def install_layout_hook(model: nn.Module) -> RemovableHandle:
         A handle whose `remove()` takes the hook away.
 
     Raises:
-        SharedPromptError: the model is not supported; see `check_supported`.
-        SharedPromptLayoutError: from the backbone's forward, when an attention layer has not consumed the layout.
+        SharedPromptError: the model is not supported; see `check_supported`. From a forward: dropout.
+        SharedPromptLayoutError: from a forward, when an attention layer has not consumed the layout.
     """
     stock = causal_lm_of(model)
     check_supported(stock.config)
+    check_mixers(stock)
     layers = num_attention_layers(stock.config)
     name = backbone_name(stock)
-    backbone: nn.Module = stock if name is None else getattr(stock, name)
+    modules = [stock] if name is None else [stock, getattr(stock, name)]
     tokens: list[Any] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         layout, outer = kwargs.get("shared_prompt_layout"), guard.current()
         # One entry per forward, whether or not it has a layout: `after` takes it off again.
         tokens.append(guard.begin(layout, layers) if layout is not None and outer is None else None)
+        if layout is not None or outer is not None:
+            check_noise(stock)
         if layout is None and outer is not None:
             return args, {**kwargs, "shared_prompt_layout": outer.layout}
         return None
@@ -178,19 +181,19 @@ def install_layout_hook(model: nn.Module) -> RemovableHandle:
         if output is not None:
             expectation.check()
 
-    first = backbone.register_forward_pre_hook(before, with_kwargs=True)
-    second = backbone.register_forward_hook(after, always_call=True)
-    return _Handles(first, second)
+    handles = [one.register_forward_pre_hook(before, with_kwargs=True) for one in modules]
+    handles += [one.register_forward_hook(after, always_call=True) for one in modules]
+    return LayoutHook(*handles)
 
 
-class _Handles(RemovableHandle):
-    """Removes two hooks as one."""
+class LayoutHook:
+    """What `install_layout_hook` has installed."""
 
     def __init__(self, *handles: RemovableHandle) -> None:
-        super().__init__({})
         self._handles = handles
 
     def remove(self) -> None:
+        """Take it away again."""
         for handle in self._handles:
             handle.remove()
 
@@ -273,7 +276,13 @@ def _check_call(
     dropout = kwargs.pop("dropout", 0.0)
     if dropout:
         raise SharedPromptError(explain("dropout of attention", "0 with a shared prompt", dropout))
-    if kwargs.pop("is_causal", None) not in (None, True) or not getattr(module, "is_causal", True):
+    is_causal = kwargs.pop("is_causal", None)
+    if isinstance(attention_mask, _DeferredMask):
+        # The mask decides: beside one, some models pass is_causal=False for the sake of sdpa.
+        is_causal = attention_mask.is_causal
+    elif is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal:
         raise SharedPromptError(explain("is_causal", "True with a shared prompt", False))
     if kwargs.get("output_attentions"):
         raise SharedPromptError(explain("output_attentions", "False (weights are never formed)", True))
@@ -303,6 +312,11 @@ class _DeferredMask:
     def window(self) -> int | None:
         """The sliding window, or None."""
         return self._arguments.get("local_size")
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is a causal mask; transformers makes bidirectional ones through the same function."""
+        return "allow_is_bidirectional_skip" not in self._arguments
 
     def build(self) -> Tensor | None:
         """What the builder makes, for sdpa (1, 1, T, T) bool or None if it is plainly causal; once for all layers."""

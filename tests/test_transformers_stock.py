@@ -1,0 +1,166 @@
+"""Without a layout a model on the registered attention is a stock model; so is one whose stock attention is wrapped."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny_models import (
+    FAMILIES,
+    MIXED,
+    SUPPORTED,
+    TOLERANCES,
+    VERSION,
+    check_equal,
+    check_gradients,
+    dualkv,
+    gradients,
+    replicated_logps,
+    stock_twin,
+    tiny_model,
+    transformers,
+)
+from transformers_registry import restored_registry  # noqa: F401
+
+from flash_attn_dualkv.packing import SharedPromptError
+
+PROMPTS = torch.tensor([[0, 0, 0, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [0, 0, 3, 4, 5, 6, 7]])
+PADDING = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_generate(name, cache):
+    """Greedy tokens and their scores, from a left-padded batch, with a KV cache."""
+    if cache == "static" and name == "deepseek_v3" and VERSION < (5, 0):
+        pytest.skip("this transformers has no static cache for values narrower than keys")
+    model = tiny_model(name, dtype=torch.float32)
+    options = dict(
+        attention_mask=PADDING,
+        max_new_tokens=8,
+        do_sample=False,
+        cache_implementation=None if cache == "dynamic" else cache,
+        disable_compile=True,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    got = model.generate(PROMPTS, **options)
+    expected = stock_twin(model).generate(PROMPTS, **options)
+    assert torch.equal(got.sequences, expected.sequences)
+    for one, other in zip(got.scores, expected.scores):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("fallback", ["auto", "sdpa", "eager"])
+@pytest.mark.parametrize("name", [name for name in SUPPORTED if name != "deepseek_v3"])
+def test_padded_batches(name, fallback, restored_registry):  # noqa: F811
+    """Logits and gradients of real tokens are bit-equal to those of the implementation that is fallen back to."""
+    dualkv.register("fallback_of_a_test", fallback=fallback)
+    # float32: in float64 the stock eager attention makes NaN of rows that see nothing, which padding has.
+    model = tiny_model(name, attention="fallback_of_a_test", dtype=torch.float32)
+    if fallback == "sdpa" and FAMILIES[name].stock == "eager":
+        with pytest.raises(SharedPromptError, match="fallback: expected attention that sdpa offers"):
+            model(PROMPTS, attention_mask=PADDING)
+        return
+    twin = stock_twin(model, FAMILIES[name].stock if fallback == "auto" else fallback)
+    results = []
+    for one in (model, twin):
+        logits = one(PROMPTS, attention_mask=PADDING, use_cache=False).logits[PADDING.bool()]
+        logits.square().sum().backward()
+        results.append((logits.detach(), gradients(one)))
+    assert torch.equal(results[0][0], results[1][0])
+    check_gradients(results[0][1], results[1][1], 0.0)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_packed_sequences_without_a_layout(name):
+    """Padding-free training as transformers knows it: position ids that start again tell the sequences apart."""
+    model = tiny_model(name)
+    ids = torch.arange(3, 20)[None]
+    positions = torch.tensor([[*range(9), *range(8)]])
+    with torch.no_grad():
+        got = model(ids, position_ids=positions, use_cache=False).logits
+        expected = stock_twin(model)(ids, position_ids=positions, use_cache=False).logits
+        alone = model(ids[:, 9:], use_cache=False).logits
+    assert torch.equal(got, expected)
+    check_equal(got[:, 9:], alone, 1e-6)
+
+
+def test_a_mask_of_ones_own():
+    model = tiny_model("llama")
+    mask = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril().logical_and(torch.rand(7, 7) < 0.7)
+    mask |= torch.eye(7, dtype=torch.bool)
+    with torch.no_grad():
+        got = model(PROMPTS[1:2], attention_mask=mask, use_cache=False).logits
+        expected = stock_twin(model)(PROMPTS[1:2], attention_mask=mask, use_cache=False).logits
+    assert torch.equal(got, expected)
+
+
+def test_saved_and_loaded(tmp_path):
+    model = tiny_model("qwen3", dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    assert "dualkv" not in (tmp_path / "config.json").read_text()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="dualkv")
+    with torch.no_grad():
+        got, expected = (dualkv.shared_prompt_forward(one.eval(), MIXED.pack())[0] for one in (loaded, model))
+    assert torch.equal(got, expected)
+
+
+def test_stock_model_switched_over():
+    model = tiny_model("qwen3", attention="sdpa")
+    with pytest.raises(SharedPromptError, match=r"model: expected a registered or wrapped attention.*'sdpa'"):
+        dualkv.shared_prompt_forward(model, MIXED.pack())
+    model.set_attn_implementation("dualkv")
+    with torch.no_grad():
+        got, _ = dualkv.shared_prompt_forward(model, MIXED.pack())
+        expected, _ = replicated_logps(stock_twin(model), MIXED)
+    check_equal(got, expected, TOLERANCES[torch.float64].value)
+
+
+# --- wrapped names ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_wrapped_sdpa(name, restored_registry):  # noqa: F811
+    """With a layout it is this library's attention, and no mask of T x T elements is built; without one it is stock."""
+    model = tiny_model(name, attention="sdpa")
+    stock = copy.deepcopy(model)(PROMPTS, attention_mask=PADDING, use_cache=False).logits
+    expected, _ = replicated_logps(model, MIXED)
+    dualkv.wrap()
+    dualkv.wrap(["sdpa"])  # once more changes nothing
+    assert torch.equal(model(PROMPTS, attention_mask=PADDING, use_cache=False).logits, stock)
+    again, _ = replicated_logps(model, MIXED)
+    assert torch.equal(again, expected)
+    got, _ = dualkv.shared_prompt_forward(model, MIXED.pack())
+    check_equal(got, expected, TOLERANCES[torch.float64].value)
+
+
+def test_wrapped_sdpa_with_the_hook(restored_registry):  # noqa: F811
+    """A caller that cannot pass the layout through the model: the backbone takes it from the enclosing expectation."""
+    dualkv.wrap("sdpa")
+    model = tiny_model("qwen3", attention="sdpa")
+    batch = MIXED.pack()
+    inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
+    with pytest.raises(SharedPromptError, match="attention_mask: expected None with a layout"):
+        model(**inputs, shared_prompt_layout=batch.layout)
+    handle = dualkv.install_layout_hook(model)
+    with dualkv.expect_shared_prompt(batch.layout, 2):
+        injected = model(**inputs).logits
+    passed = model(**inputs, shared_prompt_layout=batch.layout).logits
+    assert torch.equal(injected, passed)
+    handle.remove()
+    assert not model.model._forward_hooks
+    assert not model.model._forward_pre_hooks
+
+
+def test_only_known_names_are_wrapped(restored_registry):  # noqa: F811
+    for name in ("eager", "no_such_attention"):
+        with pytest.raises(SharedPromptError, match="names: expected one of"):
+            dualkv.wrap([name])
+
+
+def test_the_backend_is_the_registered_one(restored_registry):  # noqa: F811
+    dualkv.register("kernels_only", backend="cuda")
+    with pytest.raises(SharedPromptError, match="backend"):
+        dualkv.shared_prompt_forward(tiny_model("llama", attention="kernels_only"), MIXED.pack())
