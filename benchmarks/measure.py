@@ -150,6 +150,8 @@ def can_differentiate(implementation: Implementation, config: Config) -> bool:
 class ShapeRun:
     """All measurements of one shape. ``rows`` afterwards holds one row per implementation and direction."""
 
+    out_of_time = "the time given was used up"
+
     def __init__(self, shape: Shape, implementations: list[Implementation], config: Config, matmul: Matmul) -> None:
         self.shape, self.config, self.matmul = shape, config, matmul
         self.chosen = [impl for impl in implementations if impl.refuses(shape) is None]
@@ -167,15 +169,21 @@ class ShapeRun:
     def run(self) -> Iterator[str]:
         """Measure; yields a word before each step."""
         self.readings_before = len(self.matmul.readings)
+        yield from self.memory_passes()
+        yield from self.timed_rounds()
+
+    def memory_passes(self) -> Iterator[str]:
         for impl in self.chosen:
             if self.rounds[impl.name] == 0:
                 estimate = seconds_per_pass(impl, self.shape, self.config)
                 self.facts[impl.name]["skipped"] = f"about {estimate:.0f} s a pass at the assumed rate"
             elif self.config.is_over:
-                self.facts[impl.name]["skipped"] = "the time given was used up"
+                self.facts[impl.name]["skipped"] = self.out_of_time
             else:
                 yield f"{impl.name} memory"
                 self.guarded(impl, self.memory_pass)
+
+    def timed_rounds(self) -> Iterator[str]:
         for index in range(self.config.rounds):
             self.matmul.measure()
             first = index % max(len(self.chosen), 1)
@@ -266,7 +274,7 @@ class ShapeRun:
         shape, times = self.shape, self.times[impl.name, direction]
         facts, failed = dict(self.facts[impl.name]), self.has_failed(impl)
         if not failed and not times:
-            facts["skipped"] = "the time given was used up"
+            facts["skipped"] = self.out_of_time
         ms = statistics.median(times) if times and not failed else None
         tflops = self.counted_flops(impl, direction) / ms / 1e9 if ms else None
         return {

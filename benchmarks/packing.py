@@ -134,10 +134,10 @@ def first_copy(rows: Tensor, total: int) -> Tensor:
     return position
 
 
-def shared_dout(source: Source) -> Tensor:
+def shared_dout(shape: Shape, dout: Tensor) -> Tensor:
     """dout with a prompt's rows divided by its responses: the copies of a replicated prompt then add up to ``dout``."""
-    dout = source.dout.clone()
-    all_spans = spans(source.shape)
+    dout = dout.clone()
+    all_spans = spans(shape)
     for index, span in enumerate(all_spans):
         if index == span.prompt:
             dout[span.begin : span.end] /= sum(other.prompt == index for other in all_spans) - 1

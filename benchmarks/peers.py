@@ -131,7 +131,7 @@ def build_replicated(source: Source, kernel: VarlenKernel) -> Prepared:
     lengths = source.shape.replicated_lengths()
     cu_seqlens, longest = cumulative(lengths, source.device), max(lengths)
     q, k, v = (leaf(tensor[rows]) for tensor in (source.q, source.k, source.v))
-    dout = shared_dout(source)[rows]
+    dout = shared_dout(source.shape, source.dout)[rows]
 
     def fold(gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (scatter_sum(rows, gradient, total) for gradient in gradients)
@@ -226,7 +226,7 @@ def build_dense(source: Source, backend: SDPBackend) -> Prepared:
     n, length = shape.num_responses, shape.replicated_lengths()[0]
     grouped: dict[str, Any] = {"enable_gqa": True} if shape.heads != shape.kv_heads else {}
     q, k, v = (leaf(tensor[rows].unflatten(0, (n, length))) for tensor in (source.q, source.k, source.v))
-    dout = shared_dout(source)[rows].unflatten(0, (n, length)).transpose(1, 2)
+    dout = shared_dout(source.shape, source.dout)[rows].unflatten(0, (n, length)).transpose(1, 2)
 
     def run() -> Tensor:
         with sdpa_kernel(backend):

@@ -14,11 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench_kernel  # noqa: E402
+import command  # noqa: E402
+import figures  # noqa: E402
 import flex  # noqa: E402
 import measure  # noqa: E402
 import packing  # noqa: E402
 import peers  # noqa: E402
-import report  # noqa: E402
 import schema  # noqa: E402
 import shapes  # noqa: E402
 from shapes import Group, Shape  # noqa: E402
@@ -215,8 +216,8 @@ def test_own_families_without_kernels() -> None:
 def test_every_implementation_has_a_known_name() -> None:
     for implementation in peers.cuda_implementations({"sm80": BOTH}):
         assert schema.OURS.fullmatch(implementation.name) or schema.PEERS.fullmatch(implementation.name)
-        assert implementation.name in report.LABELS
-        assert implementation.name in report.COLORS
+        assert implementation.name in figures.LABELS
+        assert implementation.name in figures.COLORS
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------
@@ -383,12 +384,10 @@ def test_commit_and_dirtiness(
     expected: tuple[str, bool],
 ) -> None:
     answers = {"rev-parse HEAD": head, "rev-parse --show-toplevel": str(ROOT)}
-    monkeypatch.setattr(bench_kernel, "git", lambda *words: answers.get(" ".join(words), status))
-    assert bench_kernel.tree_state(commit, is_clean) == expected
+    monkeypatch.setattr(command, "git", lambda *words: answers.get(" ".join(words), status))
+    assert command.tree_state(commit, is_clean) == expected
 
 
 def test_a_copy_inside_another_repository_has_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        bench_kernel, "git", lambda *words: str(ROOT.parent) if "--show-toplevel" in words else "a" * 40
-    )
-    assert bench_kernel.tree_state(None, False) == ("unknown", True)
+    monkeypatch.setattr(command, "git", lambda *words: str(ROOT.parent) if "--show-toplevel" in words else "a" * 40)
+    assert command.tree_state(None, False) == ("unknown", True)

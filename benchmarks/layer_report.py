@@ -1,0 +1,178 @@
+"""Table, plot and README section of the layer benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from figures import (
+    LABELS,
+    Figures,
+    Runs,
+    bars,
+    describe,
+    introduction,
+    links,
+    markdown,
+    milliseconds,
+    not_importable,
+    number,
+    percent,
+    two_panels,
+)
+from schema import Result, is_ours
+
+from flash_attn_dualkv.predict import DIRECTIONS
+
+BASELINES = ("fa2_replicated", "flex_packed")
+
+
+class LayerFigures(Figures):
+    """What is derived from the rows of a layer: throughput, and ratios to other implementations."""
+
+    def fact(self, shape: str, impl: str, what: str) -> float | None:
+        """A figure that both directions have in common."""
+        return self.get(shape, impl, "forward", what)
+
+    def tokens_per_ms(self, shape: str, impl: str, what: str) -> float | None:
+        """Thousands of tokens per second; ``what``: executed_tokens, or replicated_tokens for the effective rate."""
+        ms, tokens = self.both_ms(shape, impl), self.fact(shape, impl, what)
+        return tokens / ms if ms and tokens else None
+
+    def executed_tflops(self, shape: str, impl: str) -> float | None:
+        ms = self.both_ms(shape, impl)
+        flops = [self.get(shape, impl, direction, "executed_flops") for direction in DIRECTIONS]
+        return sum(one for one in flops if one is not None) / ms / 1e9 if ms and None not in flops else None
+
+    def of_matmul(self, shape: str, impl: str) -> float | None:
+        rate, matmul = self.executed_tflops(shape, impl), self.fact(shape, impl, "matmul_tflops")
+        return rate / matmul if rate and matmul else None
+
+    def speedup(self, shape: str, impl: str, baseline: str) -> float | None:
+        own, other = self.both_ms(shape, impl), self.both_ms(shape, baseline)
+        return other / own if own and other else None
+
+    def memory_ratio(self, shape: str, impl: str, baseline: str) -> float | None:
+        own, other = self.peak(shape, impl), self.peak(shape, baseline)
+        return own / other if own and other else None
+
+    def data_share(self, shape: str, impl: str) -> float | None:
+        """Packing and unpacking as a share of the forward and backward of all of the model's layers."""
+        parts = [self.fact(shape, impl, what) for what in ("pack_ms", "unpack_ms", "layers")]
+        ms = self.both_ms(shape, impl)
+        if ms is None or None in parts:
+            return None
+        pack, unpack, layers = (one for one in parts if one is not None)
+        return (pack + unpack) / (layers * ms)
+
+
+def times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def table(result: Result) -> str:
+    """Everything in one result file, as Markdown."""
+    figures = LayerFigures(result["rows"])
+    head = ["shape (N x P x R)", "implementation", "forward ms", "backward ms", "both ms"]
+    head += ["executed ktok/s", "effective ktok/s", "executed TFLOP/s", "of matmul", "peak GiB"]
+    head += [f"speed against {LABELS[baseline]}" for baseline in BASELINES]
+    head += [f"memory against {LABELS[BASELINES[0]]}", "note"]
+    body = []
+    for shape in figures.shapes:
+        for impl in figures.impls:
+            if any(figures.all(shape, impl, direction) for direction in DIRECTIONS):
+                cells = [shape, LABELS.get(impl, impl)]
+                cells += [milliseconds(figures.get(shape, impl, direction, "ms")) for direction in DIRECTIONS]
+                cells.append(milliseconds(figures.both_ms(shape, impl)))
+                for what in ("executed_tokens", "replicated_tokens"):
+                    cells.append(number(figures.tokens_per_ms(shape, impl, what), 0))
+                cells += [number(figures.executed_tflops(shape, impl), 0), percent(figures.of_matmul(shape, impl))]
+                cells.append(number(figures.peak(shape, impl), 2))
+                cells += [times(figures.speedup(shape, impl, baseline)) for baseline in BASELINES]
+                cells.append(times(figures.memory_ratio(shape, impl, BASELINES[0])))
+                body.append([*cells, figures.reason(shape, impl)])
+    header = result["header"]
+    parts = [
+        "# Layer benchmark",
+        f"{describe(header)}.",
+        "Executed: tokens and operations that the implementation computes. Effective: the tokens of the replicated "
+        "batch, for all the same. Rates are those of forward and backward together.",
+        markdown(head, body, left=2),
+        *data_side(figures),
+    ]
+    return "\n\n".join(parts) + "\n" + not_importable(header)
+
+
+def data_side(figures: LayerFigures) -> list[str]:
+    """A second table: packing and unpacking against the layers of the model, host time of the attention call."""
+    head = ["shape (N x P x R)", "implementation", "packing ms", "unpacking ms", "share of all layers"]
+    head += ["host, forward us", "host, backward us"]
+    body = []
+    for shape in figures.shapes:
+        for impl in figures.impls:
+            if figures.fact(shape, impl, "pack_ms") is not None:
+                share = figures.data_share(shape, impl)
+                cells = [milliseconds(figures.fact(shape, impl, what)) for what in ("pack_ms", "unpack_ms")]
+                cells.append("" if share is None else f"{100 * share:.2f}%")
+                cells += [number(figures.fact(shape, impl, f"host_{direction}_us"), 0) for direction in DIRECTIONS]
+                body.append([shape, LABELS.get(impl, impl), *cells])
+    if not body:
+        return []
+    text = (
+        "Once per micro-batch: packing token ids (with the layout), and unpacking log-probabilities forward and "
+        "backward. Host: what one call of the attention takes on the CPU, with a few groups of a few tokens."
+    )
+    return [text, markdown(head, body, left=2)]
+
+
+def plot(result: Result, path: Path) -> None:
+    """Bars of effective throughput and of peak memory per shape, as a PNG."""
+    measured = LayerFigures(row for row in result["rows"] if row["ms"])
+    figures = LayerFigures(result["rows"])
+
+    def draw(axes: Any, _: Figures, impls: list[str]) -> None:
+        def throughput(shape: str, impl: str) -> float | None:
+            return figures.tokens_per_ms(shape, impl, "replicated_tokens")
+
+        bars(axes[0], figures, impls, throughput, "effective thousand tokens/s")
+        bars(axes[1], figures, impls, figures.peak, "peak memory, GiB")
+
+    two_panels(result, path, draw, measured.impls)
+
+
+def section(gpu: str, runs: Runs, folder: Path) -> str:
+    """The README's part on one GPU: the layer's times and memory, and their ratios to the baselines."""
+    figures = LayerFigures(row for _, result in runs for row in result["rows"])
+    ours = [impl for impl in figures.impls if is_ours({"impl": impl})]
+    head = ["N x P x R", *(LABELS.get(impl, impl) for impl in figures.impls)]
+    cells = [[shape, *(cell(figures, shape, impl) for impl in figures.impls)] for shape in figures.shapes]
+    ratio_head = ["N x P x R", "implementation", *(f"speed against {LABELS[baseline]}" for baseline in BASELINES)]
+    ratios = [
+        [
+            shape,
+            LABELS.get(impl, impl),
+            *(times(figures.speedup(shape, impl, baseline)) for baseline in BASELINES),
+            times(figures.memory_ratio(shape, impl, BASELINES[0])),
+        ]
+        for shape in figures.shapes
+        for impl in ours
+    ]
+    parts = [
+        "One Qwen3-8B decoder layer, forward and backward, plain PyTorch around the attention.",
+        introduction(gpu, runs),
+        "Milliseconds (thousand tokens/s executed / effective; peak GiB). Effective throughput counts the tokens of "
+        "the replicated batch for every implementation.",
+        markdown(head, cells),
+        markdown([*ratio_head, f"memory against {LABELS[BASELINES[0]]}"], ratios, left=2),
+        links(runs, folder),
+    ]
+    return "\n\n".join(parts)
+
+
+def cell(figures: LayerFigures, shape: str, impl: str) -> str:
+    ms = figures.both_ms(shape, impl)
+    if ms is None:
+        return figures.reason(shape, impl)
+    rates = (figures.tokens_per_ms(shape, impl, what) for what in ("executed_tokens", "replicated_tokens"))
+    executed, effective = (number(rate, 0) for rate in rates)
+    return f"{milliseconds(ms)} ({executed} / {effective}; {number(figures.peak(shape, impl), 1)})"

@@ -1,0 +1,177 @@
+"""Measuring a decoder layer: time and memory as in training, the data side of a batch, the host's part of a call."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from layer import make_layer_source, samples
+from measure import DTYPES, SLOW_S, Config, Row, ShapeRun, backward, can_differentiate, seconds_per_pass, significant
+from packing import Prepared, leaf
+from peers import Implementation
+from shapes import Group, LayerShape, Shape
+from torch import Tensor
+
+from flash_attn_dualkv.packing import pack_shared_prompts, shared_prompt_attention, unpack_logprobs
+from flash_attn_dualkv.predict import ModelShape
+
+# Small, so that the GPU is always done before the host: what is measured is the host's time alone.
+HOST_SHAPE = Shape("host", (Group(200, (50, 60, 70, 80)),) * 4)
+HOST_CALLS = 50
+DATA_CALLS = 5
+
+
+class LayerRun(ShapeRun):
+    """All measurements of one layer over one micro-batch."""
+
+    shape: LayerShape
+
+    def prepare(self, impl: Implementation) -> Prepared:
+        dtype = DTYPES[self.config.dtype]
+        return impl.build(make_layer_source(self.shape, dtype, self.config.device, self.config.seed))
+
+    def memory_pass(self, impl: Implementation) -> None:
+        """As for a kernel; for this library also what happens once per micro-batch, and the host's time of a call."""
+        super().memory_pass(impl)
+        if impl.is_ours:
+            self.facts[impl.name].update(data_side(self.shape, self.config))
+            self.facts[impl.name].update(host_time(self.shape.model, self.config))
+
+    def timed_pass(self, impl: Implementation) -> None:
+        """A forward and its backward, which frees what the forward kept: there is memory for one of them only."""
+        prepared = self.prepare(impl)
+        held: list[Tensor] = []
+
+        def run() -> None:
+            held.clear()
+            held.append(prepared.run())
+
+        def run_backward() -> None:
+            backward(prepared, held.pop(), retain_graph=False)
+
+        steps: dict[str, Callable[[], None]] = {"forward": run}
+        if can_differentiate(impl, self.config):
+            steps["backward"] = run_backward
+        seconds = seconds_per_pass(impl, self.shape, self.config)
+        if seconds < SLOW_S:
+            self.stopwatch.laps(tuple(steps.values()), 1)
+        calls = max(1, min(self.config.max_calls, round(self.config.target_ms / (1e3 * seconds))))
+        for direction, laps in zip(steps, self.stopwatch.laps(tuple(steps.values()), calls), strict=True):
+            self.times[impl.name, direction] += laps
+
+    def counted_flops(self, impl: Implementation, direction: str) -> float:
+        return impl.executed_flops(self.shape, direction)
+
+    def more(self, impl: Implementation, direction: str) -> Row:
+        return {
+            **model_fields(self.shape.model),
+            "executed_tokens": impl.tokens(self.shape),
+            "executed_pairs": impl.pairs(self.shape),
+            "executed_flops": impl.executed_flops(self.shape, direction),
+            "replicated_tokens": self.shape.replicated_tokens,
+        }
+
+
+class MemoryRun(LayerRun):
+    """Peak memory alone. ``rows`` holds one row per implementation."""
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def memory_pass(self, impl: Implementation) -> None:
+        ShapeRun.memory_pass(self, impl)
+
+    def timed_rounds(self) -> Iterator[str]:
+        self.matmul.measure()
+        yield from ()
+
+    @property
+    def rows(self) -> list[Row]:
+        return [self.peak_row(impl) for impl in self.chosen]
+
+    def peak_row(self, impl: Implementation) -> Row:
+        shape = self.shape
+        responses = sum(shape.responses)
+        facts: dict[str, Any] = {"peak_gib": None, "oom": False, **self.facts[impl.name]}
+        if self.has_failed(impl):
+            facts["peak_gib"] = None
+        elif facts["peak_gib"] is None:
+            facts["skipped"] = "no GPU memory is counted here" if not self.config.is_cuda else self.out_of_time
+        return {
+            "shape": shape.name,
+            "n": shape.num_responses,
+            "p": shape.mean_prompt,
+            "r": shape.mean_response,
+            "impl": impl.name,
+            "dtype": self.config.dtype,
+            "h": shape.heads,
+            "h_k": shape.kv_heads,
+            "d": shape.head_dim,
+            **model_fields(shape.model),
+            "prompt_tokens": impl.tokens(shape) - responses,
+            "response_tokens": responses,
+            **facts,
+        }
+
+
+def model_fields(model: ModelShape) -> Row:
+    return {"layers": model.layers, "hidden": model.hidden, "intermediate": model.intermediate}
+
+
+def wall_ms(call: Callable[[], object], calls: int, config: Config) -> float:
+    """Median milliseconds of a call until the GPU has done its part, after a first one."""
+    readings = []
+    for _ in range(1 + calls):
+        synchronize(config)
+        begin = time.perf_counter()
+        call()
+        synchronize(config)
+        readings.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(readings[1:])
+
+
+def synchronize(config: Config) -> None:
+    if config.is_cuda:
+        torch.cuda.synchronize()
+
+
+def data_side(shape: Shape, config: Config) -> Row:
+    """Milliseconds of packing token ids on the device, and of unpacking log-probabilities and their gradient."""
+    prompts, responses = samples(shape, config.device)
+    batch = pack_shared_prompts(prompts, responses)
+    values = torch.zeros(sum(shape.responses), device=config.device, requires_grad=True)
+
+    def unpack() -> None:
+        torch.autograd.grad(unpack_logprobs(values, batch).sum(), values)
+
+    return {
+        "pack_ms": significant(wall_ms(lambda: pack_shared_prompts(prompts, responses), DATA_CALLS, config)),
+        "unpack_ms": significant(wall_ms(unpack, DATA_CALLS, config)),
+    }
+
+
+def host_time(model: ModelShape, config: Config) -> Row:
+    """Microseconds until a call of the attention, and of its backward, returns to Python: medians of many calls."""
+    dtype = DTYPES[config.dtype]
+    layout = pack_shared_prompts(*samples(HOST_SHAPE, config.device), boundary="gather").layout
+
+    def normal(heads: int) -> Tensor:
+        return torch.randn(layout.num_tokens, heads, model.head_dim, dtype=dtype, device=config.device)
+
+    q, k, v = (leaf(normal(heads)) for heads in (model.heads, model.kv_heads, model.kv_heads))
+    dout = normal(model.heads)
+    readings: list[tuple[float, float]] = []
+    for _ in range(HOST_CALLS + 5):
+        synchronize(config)
+        begin = time.perf_counter()
+        out = shared_prompt_attention(q, k, v, layout)
+        end = time.perf_counter()
+        synchronize(config)
+        begin_backward = time.perf_counter()
+        torch.autograd.grad(out, (q, k, v), dout)
+        readings.append((end - begin, time.perf_counter() - begin_backward))
+    forward, backward_ = (statistics.median(column) * 1e6 for column in zip(*readings[5:], strict=True))
+    return {"host_forward_us": significant(forward), "host_backward_us": significant(backward_)}
