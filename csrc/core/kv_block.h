@@ -15,7 +15,7 @@ struct BackwardStep {
   // Rows of the tile, counted from its first, that belong to the range: the others are foreign.
   DUALKV_HD int first_row(int block_m) const { return max_int(range.row_begin - m_block * block_m, 0); }
   DUALKV_HD int end_row(int block_m) const { return min_int(range.row_end - m_block * block_m, block_m); }
-  DUALKV_HD bool has_foreign_rows(int block_m) const { return first_row(block_m) > 0 || end_row(block_m) < block_m; }
+  DUALKV_HD bool has_foreign_rows(int block_m) const { return dualkv::has_foreign_rows(range, m_block, block_m); }
 };
 
 // Lives in shared memory: accumulators and fragments need every register. One thread walks, the others read.

@@ -216,6 +216,10 @@ DUALKV_HD bool needs_mask(const KvTile& tile, const QueryRange& range, int m_blo
   return tile.valid < block_n || row < range.row_begin || row < range.full_row || row + block_m > range.row_end;
 }
 
+DUALKV_HD bool has_foreign_rows(const QueryRange& range, int m_block, int block_m) {
+  return m_block * block_m < range.row_begin || (m_block + 1) * block_m > range.row_end;
+}
+
 // The walk of an owner over its steps: query tiles in packed order, and for each of them the query heads of the KV
 // group. A step is one (query tile, head).
 struct QueryWalk {

@@ -68,6 +68,14 @@ constexpr int kBarrierWarpgroup = 1;  // and 2: of one warpgroup
 constexpr int kBarrierDs = 3;         // dS of both warpgroups is written
 constexpr int kBarrierZeroed = 4;     // foreign rows are zero
 
+// A step as the consumers read it: `flags` is all that they need to know of most steps, in one word that they can load
+// long before it is needed. Shared memory is busy with operands; a load that somebody waits for costs 3% of the loop.
+struct FlaggedStep : BackwardStep {
+  static constexpr uint32_t kLast = 1, kForeign = 2, kNextForeign = 4, kNextMasked = 8;
+  uint32_t flags;
+  int dq_tile;
+};
+
 // The producer thread: Q_0, K and V, then dO_m before Q_m+1. A step's geometry travels with its Q.
 template <typename T, class Config>
 struct BackwardProducer {
@@ -79,16 +87,32 @@ struct BackwardProducer {
   const BackwardParams<T>& p;
   const BackwardMaps& maps;
   KvBlock& block;
-  BackwardStep (&steps)[Config::kStagesQ];
+  FlaggedStep (&steps)[Config::kStagesQ];
   PipelineState<Config::kStagesQ> q_state;
   PipelineState<Config::kStagesDo> dout_state;
+
+  // The walk stands at the step after this one.
+  __device__ __forceinline__ void flag(FlaggedStep& step) const {
+    const QueryWalk& next = block.walk;
+    step.dq_tile = step.head * ceil_div(p.shape.q_rows, kBlockM) + step.m_block;
+    step.flags = step.has_foreign_rows(kBlockM) ? FlaggedStep::kForeign : 0;
+    if (step.last) {
+      step.flags |= FlaggedStep::kLast;
+      return;
+    }
+    if (has_foreign_rows(next.range, next.m_block, kBlockM)) step.flags |= FlaggedStep::kNextForeign;
+    if (needs_mask(next.tile, next.range, next.m_block, kBlockM, Config::kBlockN)) {
+      step.flags |= FlaggedStep::kNextMasked;
+    }
+  }
 
   // Publishes the next step, with its Q and LSE.
   __device__ __forceinline__ const BackwardStep& load_q() {
     const Handshake ready = shared.q_ready(q_state.stage);
     ready.wait_empty(q_state.phase);
-    BackwardStep& step = steps[q_state.stage];
+    FlaggedStep& step = steps[q_state.stage];
     block.take_step(step);
+    flag(step);
     if (!step.valid) {
       ptx::mbarrier_arrive(ready.full());
       return step;
@@ -144,7 +168,7 @@ struct BackwardConsumer {
   const BackwardShared<Config>& shared;
   const BackwardParams<T>& p;
   const KvBlock& block;
-  const BackwardStep (&steps)[Config::kStagesQ];
+  const FlaggedStep (&steps)[Config::kStagesQ];
   // Broadcast, so that the compiler knows it to be uniform.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
   const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
@@ -197,31 +221,32 @@ struct BackwardConsumer {
     ptx::wgmma_commit();
   }
 
+  // A row statistic of this thread's queries. Loaded before the wait for the scores, whose products keep shared memory
+  // busy.
+  using Statistic = float2[kBlockM / 8];
+  __device__ __forceinline__ void load_statistic(Statistic& x, uint32_t address) const {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j) x[j] = ptx::load_shared_float2(address + (col0 + j * 8) * 4);
+  }
+
   // P^T = exp2(S^T * scale - LSE).
-  __device__ __forceinline__ void exponentiate(int stage) {
+  __device__ __forceinline__ void exponentiate(const Statistic& lse) {
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
-    const uint32_t address = shared.lse(stage) + col0 * 4;
 #pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-      const float2 lse = ptx::load_shared_float2(address + j * 32);
+    for (int j = 0; j < kBlockM / 8; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[j][e] = exp2_approx(s[j][e] * scale_log2 - (e % 2 ? lse.y : lse.x));
-    }
+      for (int e = 0; e < 4; ++e) s[j][e] = exp2_approx(s[j][e] * scale_log2 - (e % 2 ? lse[j].y : lse[j].x));
   }
 
   // dS^T = P^T * (dP^T - delta).
-  __device__ __forceinline__ void differentiate(int stage) {
-    const uint32_t address = shared.delta(stage) + col0 * 4;
+  __device__ __forceinline__ void differentiate(const Statistic& delta) {
 #pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) {
-      const float2 delta = ptx::load_shared_float2(address + j * 32);
+    for (int j = 0; j < kBlockM / 8; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) dp[j][e] = s[j][e] * (dp[j][e] - (e % 2 ? delta.y : delta.x));
-    }
+      for (int e = 0; e < 4; ++e) dp[j][e] = s[j][e] * (dp[j][e] - (e % 2 ? delta[j].y : delta[j].x));
   }
 
-  __device__ __forceinline__ void mask(float (&x)[kBlockM / 8][4], const BackwardStep& step) {
-    if (!needs_mask(block.tile, step.range, step.m_block, kBlockM, kBlockN)) return;
+  __device__ __forceinline__ void mask(float (&x)[kBlockM / 8][4], const BackwardStep& step) const {
     const QueryRange range = step.range;
     const KvTile tile = block.tile;
     const int first_row = step.m_block * kBlockM;
@@ -265,7 +290,6 @@ struct BackwardConsumer {
   // Foreign rows of Q and dO are operands of dK and dV, and 0 * NaN is NaN.
   __device__ __forceinline__ void zero_foreign_rows(const BackwardStep& step, int q_stage, int dout_stage,
                                                     int dout_phase) const {
-    if (!step.has_foreign_rows(kBlockM)) return;
     shared.dout_ready(dout_stage).wait_full(dout_phase);
     zero_rows<TileQ, kBlockM>(shared.q(q_stage), step.first_row(kBlockM), step.end_row(kBlockM));
     zero_rows<TileQ, kBlockM>(shared.dout(dout_stage), step.first_row(kBlockM), step.end_row(kBlockM));
@@ -274,8 +298,8 @@ struct BackwardConsumer {
   }
 
   // Adds dQ of a step to the sums of its query tile: 16-byte chunks in fragment order, one bulk reduction a warpgroup.
-  __device__ __forceinline__ void store_dq(const BackwardStep& step) {
-    if (step.has_foreign_rows(kBlockM)) {
+  __device__ __forceinline__ void store_dq(const FlaggedStep& step, uint32_t flags) {
+    if (flags & FlaggedStep::kForeign) {
       // dS of foreign rows is zero, but K may hold what those rows must not see.
       const int first = step.first_row(kBlockM), end = step.end_row(kBlockM);
 #pragma unroll
@@ -295,8 +319,7 @@ struct BackwardConsumer {
     ptx::fence_async_proxy();
     ptx::named_barrier_sync(kBarrierWarpgroup + group, kWarpgroup);
     if (thread == 0) {
-      const int64_t m_blocks = ceil_div(p.shape.q_rows, kBlockM);
-      float* sum = p.dq_sum + (step.head * m_blocks + step.m_block) * (kBlockM * kHeadDim);
+      float* sum = p.dq_sum + int64_t{step.dq_tile} * (kBlockM * kHeadDim);
       ptx::bulk_reduce_add(sum + group * (Config::kDqBytes / 4), shared.dq(group), Config::kDqBytes);
       ptx::bulk_commit();
     }
@@ -319,22 +342,26 @@ struct BackwardConsumer {
     wait_kv();
     shared.q_ready(q.stage).wait_full(q.phase);
     if (!steps[q.stage].valid) return;
-    zero_foreign_rows(steps[q.stage], q.stage, dout.stage, dout.phase);
+    uint32_t flags = steps[q.stage].flags;
+    if (flags & FlaggedStep::kForeign) zero_foreign_rows(steps[q.stage], q.stage, dout.stage, dout.phase);
     issue_transposed(s, k_tile(), shared.q(q.stage));
     shared.dout_ready(dout.stage).wait_full(dout.phase);
     issue_transposed(dp, v_tile(), shared.dout(dout.stage));
+    Statistic lse, delta;
+    load_statistic(lse, shared.lse(q.stage));
     ptx::wgmma_wait<1>();
     ptx::pin(s);
-    exponentiate(q.stage);
-    mask(s, steps[q.stage]);
+    exponentiate(lse);
+    load_statistic(delta, shared.delta(dout.stage));
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
-    differentiate(dout.stage);
+    differentiate(delta);
+    mask(s, steps[q.stage]);
     mask(dp, steps[q.stage]);
     pack();
     if (kComputeDq) store_ds(buffer);
 
-    while (!steps[q.stage].last) {
+    while (!(flags & FlaggedStep::kLast)) {
       next_q = q;
       next_q.advance();
       next_dout = dout;
@@ -346,29 +373,35 @@ struct BackwardConsumer {
         issue_dq(buffer);
       }
       shared.q_ready(next_q.stage).wait_full(next_q.phase);
-      zero_foreign_rows(steps[next_q.stage], next_q.stage, next_dout.stage, next_dout.phase);
+      if (flags & FlaggedStep::kNextForeign) {
+        zero_foreign_rows(steps[next_q.stage], next_q.stage, next_dout.stage, next_dout.phase);
+      }
       ptx::wgmma_wait<kComputeDq ? 1 : 0>();
       shared.dout_ready(dout.stage).release(lane);
       issue_transposed(s, k_tile(), shared.q(next_q.stage));
+      if (kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
       if (kComputeDq) {
-        ptx::wgmma_wait<1>();
+        ptx::wgmma_wait<kLateDk ? 2 : 1>();
         ptx::pin(dq);
-        store_dq(steps[q.stage]);
+        store_dq(steps[q.stage], flags);
       }
       if (!kLateDk) shared.q_ready(q.stage).release(lane);
       shared.dout_ready(next_dout.stage).wait_full(next_dout.phase);
       issue_transposed(dp, v_tile(), shared.dout(next_dout.stage));
-      if (kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
+      Statistic lse, delta;
+      load_statistic(lse, shared.lse(next_q.stage));
+      const uint32_t next_flags = steps[next_q.stage].flags;
       ptx::wgmma_wait<kLateDk ? 2 : 1>();
       ptx::pin(s);
-      exponentiate(next_q.stage);
+      exponentiate(lse);
       ptx::pin(s);
       // This branch keeps the compiler from sinking the exponentials below the wait for dP, out of its shadow.
-      mask(s, steps[next_q.stage]);
-      ptx::wgmma_wait<kLateDk ? 1 : 0>();
+      if (flags & FlaggedStep::kNextMasked) mask(s, steps[next_q.stage]);
+      load_statistic(delta, shared.delta(next_dout.stage));
+      ptx::wgmma_wait<0>();
       ptx::pin(dp);
-      differentiate(next_dout.stage);
-      mask(dp, steps[next_q.stage]);
+      differentiate(delta);
+      if (flags & FlaggedStep::kNextMasked) mask(dp, steps[next_q.stage]);
       if (kLateDk) {
         ptx::wgmma_wait<0>();
         shared.q_ready(q.stage).release(lane);
@@ -378,6 +411,7 @@ struct BackwardConsumer {
       if (kComputeDq) store_ds(buffer);
       q = next_q;
       dout = next_dout;
+      flags = next_flags;
       ++steps_done;
     }
     issue_accumulate(dv, probabilities, shared.dout(dout.stage));
@@ -387,7 +421,7 @@ struct BackwardConsumer {
       issue_dq(buffer);
       ptx::wgmma_wait<0>();
       ptx::pin(dq);
-      store_dq(steps[q.stage]);
+      store_dq(steps[q.stage], flags);
       if (thread == 0) ptx::bulk_wait_read();  // shared memory must outlive its readers
     }
     ptx::wgmma_wait<0>();
@@ -435,7 +469,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_backward(const __grid_constant__ BackwardParams<T> p, const __grid_constant__ BackwardMaps maps) {
   if (!KvBlock::exists(p.work, p.shape)) return;
   __shared__ KvBlock block;
-  __shared__ BackwardStep steps[Config::kStagesQ];
+  __shared__ FlaggedStep steps[Config::kStagesQ];
   extern __shared__ uint8_t bytes[];
   const BackwardShared<Config> shared{(ptx::shared_address(bytes) + 1023) & ~1023u};
   if (threadIdx.x == 0) {
