@@ -1,0 +1,110 @@
+"""Small packed micro-batches for the tests of shared_prompt_attention, and the same computed in two calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_dualkv import flash_attn_dualkv_varlen_func
+from flash_attn_dualkv.packing import SharedPromptLayout, pack_shared_prompts
+
+# (prompt tokens, response tokens of each sample)
+Groups = Sequence[tuple[int, Sequence[int]]]
+GROUPS: dict[str, Groups] = {
+    "one": [(5, [3, 1])],
+    "several": [(6, [4, 0, 7]), (9, [5]), (2, [3, 3, 1, 2])],
+    "short prompts": [(1, [3, 0]), (1, [0]), (2, [4])],
+    "long": [(40, [20, 31]), (33, [17])],
+    "large": [(300, [129, 64, 0, 65]), (1, [70]), (129, [1, 200]), (64, [64] * 5)],
+}
+
+
+class Inputs(NamedTuple):
+    """Arguments of a call and its upstream gradient."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    sinks: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that have gradients."""
+        return (self.q, self.k, self.v) if self.sinks is None else (self.q, self.k, self.v, self.sinks)
+
+    def leaves(self) -> Inputs:
+        """The same values (and strides) as leaves that require gradients."""
+        fresh = [one.detach().requires_grad_() for one in self.tensors]
+        return Inputs(*fresh[:3], self.dout, *fresh[3:])
+
+
+def layout_of(groups: Groups, device: str = "cpu", **options: Any) -> SharedPromptLayout:
+    """Layout of the groups, whatever their tokens are."""
+    prompts = [[0] * prompt for prompt, responses in groups for _ in responses]
+    responses = [[0] * length for _, responses in groups for length in responses]
+    ids = [g for g, (_, lengths) in enumerate(groups) for _ in lengths]
+    return pack_shared_prompts(prompts, responses, group_ids=ids, device=device, **options).layout
+
+
+def inputs_of(
+    layout: SharedPromptLayout,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float64,
+    device: str | torch.device | None = None,
+    sinks: bool = False,
+    seed: int = 0,
+) -> Inputs:
+    """Standard normal data for the layout, on its device."""
+    device = layout.device if device is None else device
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    q, dout = (normal(layout.num_tokens, heads[0], head_dim) for _ in range(2))
+    k, v = (normal(layout.num_tokens, heads[1], head_dim) for _ in range(2))
+    return Inputs(q, k, v, dout, normal(heads[0]) if sinks else None)
+
+
+def segment_rows(layout: SharedPromptLayout) -> list[tuple[list[int], list[int]]]:
+    """(rows of the prompt, rows of its own) of every sequence with rows: of each prompt alone, then of its responses."""
+    contexts, decoded = layout.cu_seqlens_context.tolist(), layout.cu_seqlens_decoded.tolist()
+    rows: list[tuple[list[int], list[int]]] = []
+    for g, (first, end) in enumerate(pairwise(layout.group_offsets)):
+        prompt = list(range(contexts[g], contexts[g + 1]))
+        rows.append((prompt, []))
+        for s in range(first, end):
+            own = list(range(contexts[-1] + decoded[s], contexts[-1] + decoded[s + 1]))
+            if own:
+                rows.append((prompt, own))
+    return rows
+
+
+def two_calls(inputs: Inputs, layout: SharedPromptLayout, **options: Any) -> Tensor:
+    """The prompts in one call of the core function, the responses in another, put together."""
+    rows, end = layout.num_context_tokens, layout.num_tokens
+    q, k, v = inputs.q, inputs.k, inputs.v
+
+    def offsets(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=q.device)
+
+    groups = len(layout.context_lens)
+    prompts = flash_attn_dualkv_varlen_func(
+        q[:rows], k[:rows], v[:rows], k[:0], v[:0],
+        layout.cu_seqlens_context, offsets([0] * (groups + 1)), layout.max_context, layout.max_context, 0,
+        cu_seqlens_context=layout.cu_seqlens_context, cu_seqs_per_context=offsets(range(groups + 1)), **options,
+    )  # fmt: skip
+    responses = flash_attn_dualkv_varlen_func(
+        q[rows:end], k[:rows], v[:rows], k[rows:end], v[rows:end],
+        layout.cu_seqlens_decoded, layout.cu_seqlens_decoded, layout.max_decoded, layout.max_context,
+        layout.max_decoded, cu_seqlens_context=layout.cu_seqlens_context,
+        cu_seqs_per_context=offsets(layout.group_offsets), **options,
+    )  # fmt: skip
+    return torch.cat([prompts, responses])

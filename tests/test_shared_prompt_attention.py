@@ -1,0 +1,604 @@
+"""shared_prompt_attention against dense attention of every sequence by itself, and how it lives with PyTorch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from launches import kernel_pattern, launch_counts
+from shared_prompts import GROUPS, Inputs, inputs_of, layout_of, segment_rows, two_calls
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flash_attn_dualkv import ops, packed_ops, reference, shared_prompt
+from flash_attn_dualkv.packing import (
+    SharedPromptError,
+    SharedPromptLayout,
+    SharedPromptLayoutError,
+    SharedPromptUnsupportedError,
+    pack_shared_prompts,
+    shared_prompt_attention,
+)
+
+Gradients = tuple[Tensor, ...]
+ALL_GROUPS = pytest.mark.parametrize("name", list(GROUPS))
+
+
+def attend(inputs: Inputs, layout: SharedPromptLayout, **options: Any) -> Tensor:
+    return shared_prompt_attention(inputs.q, inputs.k, inputs.v, layout, sinks=inputs.sinks, **options)
+
+
+def run(inputs: Inputs, function: Any) -> tuple[Tensor, Gradients]:
+    """Output and gradients of a function of leaves with the inputs' values."""
+    leaves = inputs.leaves()
+    out = function(leaves)
+    return out.detach(), torch.autograd.grad(out, leaves.tensors, inputs.dout)
+
+
+# --- against dense attention ---------------------------------------------------------------------------------------
+
+
+def dense(
+    inputs: Inputs, layout: SharedPromptLayout, scale: float, window: int | None = None, softcap: float | None = None
+) -> Tensor:
+    """Every sequence by itself, with a copy of its prompt, in ordinary differentiable operations."""
+    ratio = inputs.q.shape[1] // inputs.k.shape[1]
+    out = torch.zeros_like(inputs.q)
+    for prompt, own in segment_rows(layout):
+        rows = torch.tensor(prompt + own, dtype=torch.int64)
+        q, k, v = (one[rows].transpose(0, 1) for one in (inputs.q, inputs.k, inputs.v))
+        k, v = (one.repeat_interleave(ratio, dim=0) for one in (k, v))
+        scores = scale * q @ k.transpose(1, 2)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        distance = torch.arange(len(rows))[:, None] - torch.arange(len(rows))[None, :]
+        hidden = (distance < 0) | (distance >= (window or math.inf))
+        scores = scores.masked_fill(hidden, -math.inf)
+        if inputs.sinks is not None:
+            scores = torch.cat([scores, inputs.sinks[:, None, None].expand(-1, len(rows), 1)], dim=-1)
+        values = scores.softmax(-1)[..., : len(rows)] @ v
+        first = len(prompt) if own else 0  # a prompt has its own rows once
+        out = out.index_put((rows[first:],), values.transpose(0, 1)[first:])
+    return out
+
+
+def check_dense(name: str, sinks: bool = False, rtol: float = 1e-10, **options: Any) -> None:
+    layout = layout_of(GROUPS[name], pad_to_multiple_of=16)
+    inputs = inputs_of(layout, sinks=sinks)
+    scale = options.get("softmax_scale", inputs.q.shape[2] ** -0.5)
+    out, gradients = run(inputs, lambda leaves: attend(leaves, layout, **options))
+    own = {"window": options.get("sliding_window"), "softcap": options.get("softcap")}
+    expected, right = run(inputs, lambda leaves: dense(leaves, layout, scale, **own))
+    assert out.is_contiguous() and all(one.is_contiguous() for one in gradients)
+    for actual, wanted in zip((out, *gradients), (expected, *right)):
+        torch.testing.assert_close(actual, wanted, rtol=rtol, atol=rtol)
+
+
+@ALL_GROUPS
+def test_against_dense_attention(name: str) -> None:
+    check_dense(name)
+    check_dense(name, softmax_scale=0.7)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 1000])
+@ALL_GROUPS
+def test_sliding_window(name: str, window: int) -> None:
+    check_dense(name, sliding_window=window)
+
+
+@pytest.mark.parametrize("softcap", [0.3, 20.0])
+@ALL_GROUPS
+def test_softcap(name: str, softcap: float) -> None:
+    check_dense(name, softcap=softcap)
+
+
+@ALL_GROUPS
+def test_sinks(name: str) -> None:
+    check_dense(name, sinks=True)
+
+
+def test_window_softcap_and_sinks_together() -> None:
+    check_dense("several", sinks=True, sliding_window=4, softcap=1.5, softmax_scale=0.9)
+
+
+def test_long_sequences_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows and softcaps across the borders of the reference's blocks of keys and of queries."""
+    monkeypatch.setattr(reference, "KEY_BLOCK", 8)
+    monkeypatch.setattr(reference, "SCORE_ELEMENTS", 64)
+    for window in (None, 1, 5, 8, 9, 30):
+        check_dense("long", sinks=window == 5, sliding_window=window, softcap=2.0 if window == 9 else None)
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    layout = layout_of(GROUPS["several"])
+    inputs = inputs_of(layout)
+    without = attend(inputs, layout)
+    sinks = torch.full((inputs.q.shape[1],), -math.inf, dtype=inputs.q.dtype)
+    torch.testing.assert_close(attend(inputs._replace(sinks=sinks), layout), without, rtol=1e-13, atol=1e-13)
+
+
+def test_16_bit_inputs_are_rounded_once() -> None:
+    """Also with sinks: the result is that of float64, rounded."""
+    layout = layout_of(GROUPS["several"])
+    inputs = inputs_of(layout, dtype=torch.bfloat16, sinks=True)
+    exact = Inputs(*(one.double() for one in inputs if one is not None))
+    torch.testing.assert_close(attend(inputs, layout).double(), attend(exact, layout), rtol=2**-8, atol=1e-6)
+
+
+# --- against the two-call form -------------------------------------------------------------------------------------
+
+
+@ALL_GROUPS
+def test_equals_a_call_for_the_prompts_and_one_for_the_responses(name: str) -> None:
+    layout = layout_of(GROUPS[name], pad_to_multiple_of=8)
+    inputs = inputs_of(layout)
+    out, gradients = run(inputs, lambda leaves: attend(leaves, layout))
+    expected, right = run(inputs, lambda leaves: two_calls(leaves, layout))
+    assert out.equal(expected)
+    for actual, wanted in zip(gradients, right):
+        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+
+
+# --- isolation -----------------------------------------------------------------------------------------------------
+
+
+def test_a_response_is_not_seen_by_others() -> None:
+    """Other tokens in one response change no bit of what prompts and other responses give, nor of their gradients."""
+    layout = layout_of(GROUPS["several"])
+    inputs = inputs_of(layout)
+    prompt, own = segment_rows(layout)[2]
+    changed = inputs._replace(**{name: getattr(inputs, name).clone() for name in ("q", "k", "v")})
+    for one in (changed.q, changed.k, changed.v):
+        one[own] = torch.randn_like(one[own])
+    rest = torch.ones(layout.num_tokens, dtype=torch.bool)
+    rest[own] = False
+    assert own and prompt
+    out, other = attend(inputs, layout), attend(changed, layout)
+    assert out[rest].equal(other[rest]) and not out[own].equal(other[own])
+    inputs.dout[own] = 0.0
+    for actual, expected in zip(*(run(one, lambda leaves: attend(leaves, layout))[1] for one in (inputs, changed))):
+        assert actual[rest].equal(expected[rest])
+
+
+def test_padding_rows_take_no_part() -> None:
+    """Whatever stands there, NaN included; their outputs and gradients are 0."""
+    layout = layout_of(GROUPS["several"])
+    padded = layout.pad_to(64)
+    inputs = inputs_of(padded, sinks=True)
+    assert padded.pad > 0
+    for one in (inputs.q, inputs.k, inputs.v, inputs.dout):
+        one[-padded.pad :] = math.nan
+    short = Inputs(*(one[: layout.num_tokens] for one in (inputs.q, inputs.k, inputs.v, inputs.dout)), inputs.sinks)
+    out, gradients = run(inputs, lambda leaves: attend(leaves, padded))
+    expected, right = run(short, lambda leaves: attend(leaves, layout))
+    for actual, wanted in zip((out, *gradients[:3]), (expected, *right[:3])):
+        assert actual[: layout.num_tokens].equal(wanted) and not actual[layout.num_tokens :].any()
+    torch.testing.assert_close(gradients[3], right[3], rtol=1e-12, atol=1e-12)
+
+
+# --- one operator, one node ----------------------------------------------------------------------------------------
+
+
+def test_one_node_on_the_packed_tensors(device: str) -> None:
+    """q, k and v are the direct inputs of the node: nothing is sliced or put together for autograd."""
+    layout = layout_of(GROUPS["several"], device=device)
+    leaves = inputs_of(layout, **small(device)).leaves()
+    out = attend(leaves, layout)
+    assert out.grad_fn is not None and out.grad_fn.name() == "_PackedAttentionBackward"
+    inputs = [None if node is None else getattr(node, "variable", None) for node, _ in out.grad_fn.next_functions]
+    assert all(one is other for one, other in zip(inputs, leaves.tensors))
+    assert [one for one in inputs[3:] if one is not None] == []
+
+
+def small(device: str) -> dict[str, Any]:
+    return {"dtype": torch.float64 if device == "cpu" else torch.bfloat16, "head_dim": 16 if device == "cpu" else 64}
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@ALL_GROUPS
+def test_operators_pass_opcheck(name: str, sinks: bool, device: str) -> None:
+    layout = layout_of(GROUPS[name], device=device)
+    inputs = inputs_of(layout, sinks=sinks, **small(device))
+    leaves = inputs.leaves()
+    tables, options = (layout.segments, layout.groups), (layout.num_context_tokens, 0.25, None, None, False, True)
+    torch.library.opcheck(packed_ops.packed_forward, (leaves.q, leaves.k, leaves.v, leaves.sinks, *tables, *options))
+    out, lse = packed_ops.packed_forward(inputs.q, inputs.k, inputs.v, inputs.sinks, *tables, *options)
+    for dlse in (None, torch.randn_like(lse)):
+        arguments = (inputs.dout, dlse, inputs.q, inputs.k, inputs.v, out, lse, *tables, *options)
+        torch.library.opcheck(packed_ops.packed_backward, arguments)
+        gradients = packed_ops.packed_backward(*arguments)
+        assert [one.shape for one in gradients] == [inputs.q.shape, inputs.k.shape, inputs.v.shape]
+        assert len({one.untyped_storage()._cdata for one in (*gradients, *arguments[2:7])}) == 8
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_gradient_of_the_lse(sinks: bool) -> None:
+    """The operator's second output, for callers that merge partial results; gradients of the sinks included."""
+    layout = layout_of(GROUPS["one"])
+    inputs = inputs_of(layout, sinks=sinks, head_dim=8)
+
+    def outputs(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, *rest = tensors
+        given = (q, k, v, rest[0] if rest else None, layout.segments, layout.groups)
+        result: tuple[Tensor, Tensor] = packed_ops.packed_forward(
+            *given, layout.num_context_tokens, 0.3, 5, 2.0, False, False
+        )
+        return result
+
+    assert torch.autograd.gradcheck(outputs, inputs.leaves().tensors)
+
+
+@pytest.mark.parametrize("chosen", [(0,), (1,), (2,), (3,), (0, 2)], ids=str)
+def test_only_some_inputs_require_grad(chosen: tuple[int, ...]) -> None:
+    layout = layout_of(GROUPS["several"])
+    inputs = inputs_of(layout, sinks=True)
+    _, expected = run(inputs, lambda leaves: attend(leaves, layout))
+    tensors = [one.clone().requires_grad_(index in chosen) for index, one in enumerate(inputs.tensors)]
+    attend(Inputs(*tensors[:3], inputs.dout, tensors[3]), layout).backward(inputs.dout)
+    for index, one in enumerate(tensors):
+        assert (one.grad is not None and one.grad.equal(expected[index])) if index in chosen else one.grad is None
+
+
+def test_nothing_is_saved_without_need() -> None:
+    layout = layout_of(GROUPS["one"])
+    inputs = inputs_of(layout)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+        assert not attend(inputs, layout).requires_grad
+        with torch.no_grad():
+            attend(inputs.leaves(), layout)
+        with torch.inference_mode():
+            attend(inputs, layout)
+        assert not saved
+        attend(inputs.leaves(), layout)
+        assert saved
+
+
+def test_differentiable_once() -> None:
+    layout = layout_of(GROUPS["one"])
+    leaves = inputs_of(layout).leaves()
+    gradient, *_ = torch.autograd.grad(attend(leaves, layout).square().sum(), leaves.tensors, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(use_reentrant: bool, device: str) -> None:
+    layout = layout_of(GROUPS["several"], device=device)
+    inputs = inputs_of(layout, **small(device))
+    _, expected = run(inputs, lambda leaves: attend(leaves, layout, deterministic=True))
+    leaves = inputs.leaves()
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return shared_prompt_attention(q * 1.0, k * 1.0, v * 1.0, layout, deterministic=True)
+
+    checkpoint(layer, *leaves.tensors, use_reentrant=use_reentrant).backward(inputs.dout)
+    assert all(leaf.grad is not None and leaf.grad.equal(wanted) for leaf, wanted in zip(leaves.tensors, expected))
+
+
+def test_views_of_one_packed_tensor(device: str) -> None:
+    layout = layout_of(GROUPS["several"], device=device)
+    inputs = inputs_of(layout, **small(device))
+    heads = [one.shape[1] for one in (inputs.q, inputs.k, inputs.v)]
+    views = torch.cat([inputs.q, inputs.k, inputs.v], dim=1).split(heads, dim=1)
+    assert not views[0].is_contiguous()
+    out, gradients = run(inputs, lambda leaves: attend(leaves, layout, deterministic=True))
+    viewed = inputs._replace(q=views[0], k=views[1], v=views[2])
+    other, same = run(viewed, lambda leaves: attend(leaves, layout, deterministic=True))
+    assert all(one.equal(right) for one, right in zip((other, *same), (out, *gradients)))
+
+
+def test_autocast(device: str) -> None:
+    layout = layout_of(GROUPS["several"], device=device)
+    inputs = inputs_of(layout, sinks=True, dtype=torch.float32, head_dim=64, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        out = attend(inputs, layout)
+    low = inputs._replace(q=inputs.q.bfloat16(), k=inputs.k.bfloat16(), v=inputs.v.bfloat16())
+    assert out.dtype == torch.bfloat16 and out.equal(attend(low, layout))
+
+
+# --- torch.compile -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_compile_without_a_graph_break(sinks: bool, device: str, dynamo: None) -> None:
+    """Called with several layouts, which make the compiler recompile with symbolic sizes."""
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for name in ("several", "one", "short prompts", "one"):
+        layout = layout_of(GROUPS[name], device=device)
+        check_compiled(compiled, inputs_of(layout, sinks=sinks, **small(device)), layout, deterministic=True)
+
+
+def check_compiled(compiled: Any, inputs: Inputs, layout: SharedPromptLayout, **options: Any) -> None:
+    out, gradients = run(inputs, lambda leaves: compiled(leaves, layout, **options))
+    expected, right = run(inputs, lambda leaves: attend(leaves, layout, **options))
+    for actual, wanted in zip((out, *gradients), (expected, *right)):
+        torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_compile_in_the_reference(device: str, dynamo: None) -> None:
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    layout = layout_of(GROUPS["several"], device=device)
+    options = {"backend": "reference", "sliding_window": 3, "softcap": 2.0}
+    check_compiled(compiled, inputs_of(layout, sinks=True, dtype=torch.float64), layout, **options)
+
+
+# --- backends ------------------------------------------------------------------------------------------------------
+
+
+class ReferenceAsModule:
+    """Stands for the compiled module: the same signatures, computed by the reference, the calls recorded."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def packed_forward(self, *arguments: Any) -> Any:
+        self.calls.append(("packed_forward", arguments))
+        q, k, v, segments, groups, context_rows, scale = arguments
+        options = (context_rows, scale, None, None, False, False)
+        return packed_ops._forward_reference(q, k, v, None, segments, groups, *options)
+
+    def packed_backward(self, *arguments: Any) -> Any:
+        self.calls.append(("packed_backward", arguments))
+        *tensors, context_rows, scale, _ = arguments
+        return packed_ops._backward_reference(*tensors, context_rows, scale, None, None, False, False)
+
+
+def cuda_forward(inputs: Inputs, layout: SharedPromptLayout, **changes: Any) -> Any:
+    options = packed_ops.Options(layout.num_context_tokens, 0.25, None, None, False, False)._replace(**changes)
+    tables = layout.segments, layout.groups
+    return packed_ops._forward_cuda(inputs.q, inputs.k, inputs.v, inputs.sinks, *tables, *options)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_what_the_compiled_module_gets(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that sinks, which it does not know, join its results exactly, padding rows excepted."""
+    module = ReferenceAsModule()
+    monkeypatch.setattr(ops, "_C", module)
+    monkeypatch.delenv("DUALKV_DEBUG", raising=False)
+    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
+    layout = layout_of(GROUPS["several"], pad_to_multiple_of=16)
+    inputs = inputs_of(layout, sinks=sinks)
+    tables, rows = (layout.segments, layout.groups), layout.num_context_tokens
+    out, lse = cuda_forward(inputs, layout)
+    expected = packed_ops.packed_forward(
+        inputs.q, inputs.k, inputs.v, inputs.sinks, *tables, rows, 0.25, None, None, True, False
+    )
+    for actual, wanted in zip((out, lse), expected):
+        torch.testing.assert_close(actual, wanted, rtol=1e-13, atol=1e-13)
+    assert lse[:, -layout.pad :].isneginf().all() and not out[-layout.pad :].any()
+    given = (inputs.dout, None, inputs.q, inputs.k, inputs.v, out, lse, *tables)
+    packed_ops._backward_cuda(*given, rows, 0.25, None, None, False, True)
+    name, arguments = module.calls.pop()
+    assert name == "packed_backward" and arguments[9:] == (rows, 0.25, True)
+    assert all(one is other for one, other in zip(arguments, given))
+    name, arguments = module.calls.pop()
+    assert name == "packed_forward" and arguments[5:] == (rows, 0.25)
+
+
+def test_the_cuda_operators_refuse_what_the_kernels_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_C", ReferenceAsModule())
+    layout = layout_of(GROUPS["one"])
+    inputs = inputs_of(layout)
+    for name, value in (("window", 2), ("softcap", 1.0)):
+        with pytest.raises(NotImplementedError, match=f"^{name}"):
+            cuda_forward(inputs, layout, **{name: value})
+        out, lse = cuda_forward(inputs, layout, reference=True, **{name: value})
+        options = packed_ops.Options(layout.num_context_tokens, 0.25, None, None, False, False)._replace(
+            **{name: value}
+        )
+        given = (inputs.dout, None, inputs.q, inputs.k, inputs.v, out, lse, layout.segments, layout.groups)
+        with pytest.raises(NotImplementedError, match=f"^{name}"):
+            packed_ops._backward_cuda(*given, *options)
+        packed_ops._backward_cuda(*given, *options._replace(reference=True))
+
+
+@pytest.mark.parametrize(("name", "value"), [("sliding_window", 3), ("softcap", 20.0)])
+def test_options_that_the_kernels_lack(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prompt, "_is_reference", lambda backend, q: False)  # as for CUDA tensors
+    layout = layout_of(GROUPS["several"])
+    inputs = inputs_of(layout)
+    with pytest.raises(SharedPromptUnsupportedError, match=f'^{name}: expected None .*backend="reference".*{value}'):
+        attend(inputs, layout, **{name: value})
+    assert issubclass(SharedPromptUnsupportedError, (SharedPromptError, NotImplementedError))
+    # What restricts nothing is accepted.
+    attend(inputs, layout, sliding_window=layout.max_sequence, softcap=0.0)
+    with pytest.raises(SharedPromptUnsupportedError, match="^sliding_window"):
+        attend(inputs, layout, sliding_window=layout.max_sequence - 1)
+
+
+def test_a_window_of_the_longest_sequence_hides_nothing() -> None:
+    """The longest sequence is no longer than the window, although prompt and response of different groups are."""
+    layout = layout_of([(40, [1]), (2, [30])])
+    assert layout.max_sequence == 41 < layout.max_context + layout.max_decoded
+    inputs = inputs_of(layout)
+    assert attend(inputs, layout, sliding_window=41).equal(attend(inputs, layout))
+    assert not attend(inputs, layout, sliding_window=40).equal(attend(inputs, layout))
+
+
+def test_backends_of_cpu_tensors() -> None:
+    layout = layout_of(GROUPS["one"])
+    inputs = inputs_of(layout)
+    assert attend(inputs, layout, backend="auto").equal(attend(inputs, layout, backend="reference"))
+    with pytest.raises(SharedPromptError, match="^backend: expected 'auto' or 'reference' for cpu tensors, got 'cuda'"):
+        attend(inputs, layout, backend="cuda")
+    with pytest.raises(SharedPromptError, match="^backend: expected 'auto' or 'cuda' or 'reference', got 'triton'"):
+        attend(inputs, layout, backend="triton")
+
+
+# --- errors --------------------------------------------------------------------------------------------------------
+
+
+def valid() -> dict[str, Any]:
+    layout = layout_of(GROUPS["several"])
+    inputs = inputs_of(layout)
+    return {"q": inputs.q, "k": inputs.k, "v": inputs.v, "layout": layout}
+
+
+ERRORS: list[tuple[str, type[Exception], Any]] = [
+    ("layout: expected .* rows, its num_tokens", SharedPromptLayoutError, lambda a: a | {"q": a["q"][1:]}),
+    ("layout: .* in k", SharedPromptLayoutError, lambda a: a | {"k": a["k"][1:], "v": a["v"][1:]}),
+    ("layout: expected tensors on cpu", SharedPromptLayoutError, lambda a: a | {"layout": a["layout"].to("meta")}),
+    ("layout: expected a SharedPromptLayout", TypeError, lambda a: a | {"layout": None}),
+    ("v: expected .* rows", ValueError, lambda a: a | {"v": a["v"][1:]}),
+    ("k: expected a number of heads that divides", ValueError, lambda a: a | {"q": a["q"][:, :3]}),
+    ("v: expected head dimension", NotImplementedError, lambda a: a | {"v": a["v"][..., :8]}),
+    ("k: expected dtype", TypeError, lambda a: a | {"k": a["k"].float()}),
+    ("q: expected a torch.Tensor", TypeError, lambda a: a | {"q": None}),
+    ("q: expected 3 dimensions", ValueError, lambda a: a | {"q": a["q"][None]}),
+    ("softmax_scale", ValueError, lambda a: a | {"softmax_scale": 0.0}),
+    ("sliding_window: expected an int >= 1", SharedPromptError, lambda a: a | {"sliding_window": 0}),
+    ("sliding_window: expected an int", TypeError, lambda a: a | {"sliding_window": 2.0}),
+    ("softcap: expected a finite", SharedPromptError, lambda a: a | {"softcap": -1.0}),
+    ("softcap: expected a finite", SharedPromptError, lambda a: a | {"softcap": math.nan}),
+    ("softcap: expected a float", TypeError, lambda a: a | {"softcap": "1"}),
+    ("sinks: expected a torch.Tensor", TypeError, lambda a: a | {"sinks": [0.0] * 4}),
+    ("sinks: expected a floating point", TypeError, lambda a: a | {"sinks": torch.ones(4, dtype=torch.int64)}),
+    ("sinks: expected shape .4,.", SharedPromptError, lambda a: a | {"sinks": torch.ones(2)}),
+    ("sinks: expected device cpu", SharedPromptError, lambda a: a | {"sinks": torch.ones(4, device="meta")}),
+    ("deterministic: expected a bool", TypeError, lambda a: a | {"deterministic": 1}),
+]
+
+
+@pytest.mark.parametrize(("message", "kind", "change"), ERRORS, ids=[one[0] for one in ERRORS])
+def test_errors(message: str, kind: type[Exception], change: Any) -> None:
+    shared_prompt_attention(**valid())
+    with pytest.raises(kind, match=f"^{message}"):
+        shared_prompt_attention(**change(valid()))
+
+
+def test_inconsistent_tables_are_found_in_the_reference() -> None:
+    arguments = valid()
+    arguments["layout"].segments[1, 1] += 10**6
+    with pytest.raises(ValueError, match="^cu_seqlens_q"):
+        shared_prompt_attention(**arguments)
+
+
+# --- GPUs: how it lives there; accuracy is in test_shared_prompt_kernels.py ------------------------------------------
+
+
+@pytest.mark.gpu
+def test_one_launch_for_all_groups() -> None:
+    layout = layout_of(GROUPS["large"], device="cuda")
+    inputs = inputs_of(layout, **small("cuda"))
+
+    def launches(deterministic: bool) -> dict[str, int]:
+        before = launch_counts()
+        run(inputs, lambda leaves: attend(leaves, layout, deterministic=deterministic))
+        counts = {name: count - before.get(name, 0) for name, count in launch_counts().items()}
+        return {name: count for name, count in counts.items() if count}
+
+    for deterministic in (False, True):
+        counts = launches(deterministic)
+        assert "dualkv_segment_tables" not in counts, "the layout carries the tables"
+        for direction in ("forward", "backward"):
+            pattern = kernel_pattern(direction)
+            assert sum(count for name, count in counts.items() if pattern.search(name)) == 1, counts
+
+
+@pytest.mark.gpu
+def test_no_synchronisation() -> None:
+    layout = layout_of(GROUPS["several"], device="cuda")
+    inputs = inputs_of(layout, sinks=True, **small("cuda"))
+    run(inputs, lambda leaves: attend(leaves, layout))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(inputs, lambda leaves: attend(leaves, layout))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_the_reference_on_cuda_tensors() -> None:
+    """When it is asked for, with all that the kernels lack and any floating point type."""
+    layout = layout_of(GROUPS["several"], device="cuda")
+    options = {"sliding_window": 4, "softcap": 1.5, "backend": "reference"}
+    inputs = inputs_of(layout, sinks=True, dtype=torch.float64, head_dim=16)
+    out, gradients = run(inputs, lambda leaves: attend(leaves, layout, **options))
+    on_cpu = Inputs(*(one.cpu() for one in inputs if one is not None))
+    expected, right = run(on_cpu, lambda leaves: attend(leaves, layout.to("cpu"), **options))
+    for actual, wanted in zip((out, *gradients), (expected, *right)):
+        torch.testing.assert_close(actual.cpu(), wanted, rtol=1e-10, atol=1e-10)
+    with pytest.raises(TypeError, match="^q: expected dtype"):
+        attend(inputs, layout)
+
+
+def copy_layout(target: SharedPromptLayout, source: SharedPromptLayout) -> None:
+    for name in ("cu_seqlens_context", "cu_seqlens_decoded", "segments", "groups"):
+        getattr(target, name).copy_(getattr(source, name))
+
+
+@pytest.mark.gpu
+def test_cuda_graph_follows_another_layout() -> None:
+    """Captured once, forward and backward; replayed with other lengths of the same totals and other data."""
+    first = layout_of([(41, [64, 16]), (25, [48])], device="cuda")
+    second = layout_of([(9, [1, 100]), (57, [27])], device="cuda")
+    assert (first.num_context_tokens, first.num_tokens) == (second.num_context_tokens, second.num_tokens)
+    buffers = inputs_of(first, **small("cuda"))
+    leaves = buffers.leaves()
+    layout = layout_of([(41, [64, 16]), (25, [48])], device="cuda")
+
+    def step() -> tuple[Tensor, ...]:
+        out = attend(leaves, layout, deterministic=True)
+        return (out.detach(), *torch.autograd.grad(out, leaves.tensors, buffers.dout))
+
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed, source in ((1, second), (2, first)):
+        inputs = inputs_of(source, seed=seed, **small("cuda"))
+        with torch.no_grad():
+            for to, value in zip((*leaves.tensors, buffers.dout), (*inputs.tensors, inputs.dout)):
+                to.copy_(value)
+        copy_layout(layout, source)
+        graph.replay()
+        out, gradients = run(inputs, lambda leaves, source=source: attend(leaves, source, deterministic=True))
+        assert all(map(torch.equal, captured, (out, *gradients)))
+
+
+@pytest.mark.gpu
+def test_host_time() -> None:
+    """Eager calls of a few groups cost the host less than 100 microseconds in each direction."""
+    layout = layout_of(GROUPS["several"], device="cuda")
+    inputs = inputs_of(layout, **small("cuda"))
+    leaves = inputs.leaves()
+
+    def timed(repeats: int = 50) -> tuple[float, float]:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        outs = [attend(leaves, layout) for _ in range(repeats)]
+        middle = time.perf_counter()
+        torch.cuda.synchronize()
+        resumed = time.perf_counter()
+        for out in outs:
+            torch.autograd.grad(out, leaves.tensors, inputs.dout)
+        return (middle - began) / repeats, (time.perf_counter() - resumed) / repeats
+
+    times = [timed() for _ in range(10)]
+    forward, backward = (1e6 * min(one[at] for one in times) for at in (0, 1))
+    assert forward < 100 and backward < 100, f"{forward:.0f} us forward, {backward:.0f} us backward"
+
+
+def test_pack_and_attend_as_documented() -> None:
+    """From lists of tokens to attention in three lines."""
+    batch = pack_shared_prompts([[1, 2, 3], [1, 2, 3]], [[4], [5, 6]])
+    q = torch.randn(batch.layout.num_tokens, 4, 16)
+    k = v = torch.randn(batch.layout.num_tokens, 2, 16)
+    assert shared_prompt_attention(q, k, v, batch.layout).shape == q.shape

@@ -1,0 +1,152 @@
+"""Results of the kernels for packed micro-batches: the accuracy rule of oracle.py, the two-call form, isolation, sinks.
+
+DUALKV_TEST_DEVICE=cpu runs the same code on the CPU implementation with small sizes: a check of the tests themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from groups import Batch, Results, SequenceRows
+from launches import DEVICE, GPU_MARKS, kernels, kernels_ran, poison_free_memory  # noqa: F401
+from shared_prompts import GROUPS, Groups, Inputs, inputs_of, layout_of, segment_rows, two_calls
+from torch import Tensor
+
+from flash_attn_dualkv import packed_ops
+from flash_attn_dualkv.packing import SharedPromptLayout, shared_prompt_attention
+
+pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
+
+# Many responses of one prompt, whose gradients sum over all of them; and borders of tiles on all sides.
+SHAPES: dict[str, Groups] = {
+    **{name: GROUPS[name] for name in ("several", "short prompts", "large")},
+    "many responses": [(200, [33] * 64)],
+    "many groups": [(64 + g, [g, 128, 64 - g]) for g in range(16)],
+}
+CONFIGURATIONS = [
+    (64, (8, 2), torch.bfloat16),
+    (80, (4, 4), torch.float16),
+    (96, (6, 2), torch.bfloat16),
+    (128, (8, 1), torch.bfloat16),
+    (128, (4, 4), torch.float16),
+    (192, (4, 2), torch.float16),
+    (256, (4, 2), torch.bfloat16),
+]
+if DEVICE != "cuda":
+    SHAPES = {name: GROUPS[name] for name in ("several", "short prompts", "long")}
+    CONFIGURATIONS = [(16, (4, 2), torch.bfloat16), (8, (2, 2), torch.float16)]
+configurations = pytest.mark.parametrize(("head_dim", "heads", "dtype"), CONFIGURATIONS)
+shapes = pytest.mark.parametrize("shape", list(SHAPES))
+boundaries = pytest.mark.parametrize("boundary", ["replicate", "gather"])
+
+
+def data(shape: str, head_dim: int, heads: tuple[int, int], dtype: torch.dtype, **options: Any) -> Any:
+    layout = layout_of(SHAPES[shape], DEVICE, boundary=options.pop("boundary", "replicate"), pad_to_multiple_of=32)
+    return layout, inputs_of(layout, heads=heads, head_dim=head_dim, dtype=dtype, **options)
+
+
+def as_batch(inputs: Inputs, layout: SharedPromptLayout) -> Batch:
+    """What the oracle reads: the packed tensors' regions, and a table with the prompts among the sequences."""
+    rows = layout.num_context_tokens
+    segments = layout.segments.tolist()
+    table = [SequenceRows(q_begin, q_len, *region) for q_begin, q_len, _, *region, _ in segments]
+    return Batch(
+        inputs.q, inputs.k[:rows], inputs.v[:rows], inputs.k[rows:], inputs.v[rows:], inputs.dout,
+        layout.cu_seqlens_decoded, layout.cu_seqlens_decoded, layout.cu_seqlens_context, None,
+        table, layout.max_context,
+    )  # fmt: skip
+
+
+def run(inputs: Inputs, layout: SharedPromptLayout, deterministic: bool = False) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """out, lse and the gradients; free memory holds NaN before."""
+    leaves = inputs.leaves()
+    poison_free_memory()
+    scale = inputs.q.shape[2] ** -0.5
+    out, lse = packed_ops.packed_forward(
+        leaves.q, leaves.k, leaves.v, leaves.sinks, layout.segments, layout.groups,
+        layout.num_context_tokens, scale, None, None, False, deterministic,
+    )  # fmt: skip
+    return out.detach(), lse.detach(), list(torch.autograd.grad(out, leaves.tensors, inputs.dout))
+
+
+def as_results(layout: SharedPromptLayout, out: Tensor, lse: Tensor, gradients: list[Tensor]) -> Results:
+    dq, dk, dv = gradients
+    rows = layout.num_context_tokens
+    return Results(out, lse, dq, dk[:rows], dv[:rows], dk[rows:], dv[rows:])
+
+
+@configurations
+@shapes
+def test_accuracy(shape: str, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    layout, inputs = data(shape, head_dim, heads, dtype)
+    with kernels_ran("forward", "backward"):
+        results = run(inputs, layout)
+    deterministic = run(inputs, layout, deterministic=True)
+    oracle.check(as_batch(inputs, layout), *(as_results(layout, *one) for one in (results, deterministic)))
+
+
+@boundaries
+@shapes
+def test_boundaries(shape: str, boundary: str) -> None:
+    layout, inputs = data(shape, *CONFIGURATIONS[0], boundary=boundary)
+    oracle.check(as_batch(inputs, layout), as_results(layout, *run(inputs, layout)))
+
+
+@configurations
+@shapes
+def test_equals_the_two_call_form(shape: str, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """Bit by bit: what a row gives does not depend on what else is in the call."""
+    layout, inputs = data(shape, head_dim, heads, dtype)
+    out = shared_prompt_attention(inputs.q, inputs.k, inputs.v, layout)
+    oracle.assert_bits_equal("out", out, two_calls(inputs, layout))
+
+
+@configurations
+def test_deterministic_gradients_repeat(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    layout, inputs = data(list(SHAPES)[-1], head_dim, heads, dtype)
+    first = run(inputs, layout, deterministic=True)[2]
+    for _ in range(3):
+        for name, one, other in zip(("dq", "dk", "dv"), run(inputs, layout, deterministic=True)[2], first):
+            oracle.assert_bits_equal(name, one, other)
+
+
+@configurations
+def test_isolation(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """NaN in one response changes no bit of any other row's output, nor of the gradients of other rows."""
+    layout, inputs = data("several" if DEVICE != "cuda" else "large", head_dim, heads, dtype)
+    _, own = segment_rows(layout)[2]
+    rest = torch.ones(layout.num_tokens, dtype=torch.bool, device=DEVICE)
+    rest[own] = False
+    inputs.dout[own] = 0.0
+    changed = inputs._replace(**{name: getattr(inputs, name).clone() for name in ("q", "k", "v")})
+    for one in (changed.q, changed.k, changed.v):
+        one[own] = float("nan")
+    (out, *_), (other, *_) = (run(one, layout, deterministic=True) for one in (inputs, changed))
+    oracle.assert_bits_equal("out", other[rest], out[rest])
+    assert bool(other[own].isnan().any())
+    for one in (changed.q, changed.k, changed.v):  # finite this time: NaN * 0 would reach the prompt's gradients
+        one[own] = 3.0
+    _, _, gradients = run(inputs, layout, deterministic=True)
+    for name, one, wanted in zip(("dq", "dk", "dv"), run(changed, layout, deterministic=True)[2], gradients):
+        oracle.assert_bits_equal(name, one[rest], wanted[rest])
+
+
+@configurations
+def test_sinks(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """Against the reference in float64: as accurate as 16-bit outputs and gradients are."""
+    layout, inputs = data("several" if DEVICE != "cuda" else "large", head_dim, heads, dtype, sinks=True)
+    assert inputs.sinks is not None
+    out, _, gradients = run(inputs._replace(sinks=inputs.sinks.float()), layout)
+    exact = Inputs(*(one.double().cpu() for one in inputs if one is not None))
+    leaves = exact.leaves()
+    expected = shared_prompt_attention(leaves.q, leaves.k, leaves.v, layout.to("cpu"), sinks=leaves.sinks)
+    right = torch.autograd.grad(expected, leaves.tensors, exact.dout)
+    bound = 2 * oracle.FROBENIUS_BOUND[dtype]
+    for name, actual, wanted in zip(("out", "dq", "dk", "dv", "dsinks"), (out, *gradients), (expected, *right)):
+        error = (actual.cpu().double() - wanted.detach()).norm() / wanted.detach().norm()
+        assert actual.isfinite().all() and error <= bound, f"{name}: {error:.3g} > {bound:.3g}"
+    without = inputs._replace(sinks=torch.full_like(inputs.sinks, float("-inf")))
+    oracle.assert_bits_equal("out", run(without, layout)[0], run(inputs._replace(sinks=None), layout)[0])
