@@ -379,15 +379,15 @@ struct BackwardConsumer {
       ptx::wgmma_wait<kComputeDq ? 1 : 0>();
       shared.dout_ready(dout.stage).release(lane);
       issue_transposed(s, k_tile(), shared.q(next_q.stage));
-      if (kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
       if (kComputeDq) {
-        ptx::wgmma_wait<kLateDk ? 2 : 1>();
+        ptx::wgmma_wait<1>();
         ptx::pin(dq);
         store_dq(steps[q.stage], flags);
       }
       if (!kLateDk) shared.q_ready(q.stage).release(lane);
       shared.dout_ready(next_dout.stage).wait_full(next_dout.phase);
       issue_transposed(dp, v_tile(), shared.dout(next_dout.stage));
+      if (kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
       Statistic lse, delta;
       load_statistic(lse, shared.lse(next_q.stage));
       const uint32_t next_flags = steps[next_q.stage].flags;
@@ -398,7 +398,7 @@ struct BackwardConsumer {
       // This branch keeps the compiler from sinking the exponentials below the wait for dP, out of its shadow.
       if (flags & FlaggedStep::kNextMasked) mask(s, steps[next_q.stage]);
       load_statistic(delta, shared.delta(next_dout.stage));
-      ptx::wgmma_wait<0>();
+      ptx::wgmma_wait<kLateDk ? 1 : 0>();
       ptx::pin(dp);
       differentiate(delta);
       if (flags & FlaggedStep::kNextMasked) mask(dp, steps[next_q.stage]);
