@@ -106,7 +106,7 @@ def test_another_layout_than_the_expected_one():
 def test_expectations_end_with_their_block():
     model = tiny_model("llama")
     with contextlib.suppress(ZeroDivisionError), dualkv.expect_shared_prompt(BATCH.layout, 2):
-        1 / 0  # the error of the block itself is the one that is seen
+        raise ZeroDivisionError  # the error of the block itself is the one that is seen
     assert guard.current() is None
     dualkv.install_layout_hook(model)
     with pytest.raises(SharedPromptError):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from ..checks import explain
 from ..packing import SharedPromptBatch, SharedPromptError
@@ -78,7 +79,7 @@ def causal_lm_of(model: nn.Module) -> Any:
         SharedPromptError: there is none.
     """
     inner: Any = model
-    while not hasattr(inner, "base_model_prefix"):
+    while not isinstance(inner, PreTrainedModel):
         get_base_model = getattr(inner, "get_base_model", None)
         wrapped = [getattr(inner, name) for name in _WRAPPED_AS if isinstance(getattr(inner, name, None), nn.Module)]
         if callable(get_base_model):
@@ -165,7 +166,8 @@ class _Scorer:
         backbone = getattr(self.causal_lm, self.backbone)
         handle = backbone.register_forward_hook(lambda module, args, output: outputs.append(output))
         try:
-            self.stock_forward(**inputs, logits_to_keep=1, return_dict=True)
+            # Wrappers add arguments of their own, return_dict among them.
+            self.stock_forward(**{**inputs, "logits_to_keep": 1, "return_dict": True})
         finally:
             handle.remove()
         if len(outputs) != 1 or not hasattr(outputs[0], "last_hidden_state"):

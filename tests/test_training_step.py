@@ -1,0 +1,190 @@
+"""A training step does not depend on how its samples are grouped and spread over micro-batches.
+
+The step's gradient is a sum over samples, and a shared prompt only reorders that sum: for the same multiset of samples,
+any grouping and any micro-batches give the gradient of replicated prompts (Gai et al., DualKV, 2026, Appendix B).
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from losses import LOSSES, Targets, norm_of
+from tiny_models import (
+    TOLERANCES,
+    Samples,
+    check_gradients,
+    dualkv,
+    gradients,
+    replicated_logps,
+    stock_twin,
+    tiny_model,
+)
+
+from flash_attn_dualkv.packing import group_by_prompt, split_by_token_budget, unpack_logprobs
+
+SAMPLES = Samples.random([(7, [4, 6, 2, 1]), (3, [5, 0, 3]), (1, [2])])
+TOLERANCE = TOLERANCES[torch.float64]
+# Sums in another order; the float32 inside norms and rotary embeddings is the same.
+REORDERED = 1e-6
+
+
+def padded(samples: Samples, values: torch.Tensor) -> torch.Tensor:
+    width = max(map(len, samples.responses))
+    rows = [torch.nn.functional.pad(one, (0, width - len(one))) for one in samples.split(values)]
+    return torch.stack(rows)
+
+
+def make_targets(model) -> Targets:
+    """Old and reference policies: perturbed copies of the model, far enough that some ratios are clipped."""
+    others = []
+    for scale, seed in ((0.03, 3), (0.05, 4)):
+        other = stock_twin(model)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for one in other.parameters():
+                one.add_(scale * torch.randn(one.shape, generator=generator, dtype=one.dtype))
+            others.append(padded(SAMPLES, replicated_logps(other, SAMPLES)[0]))
+    mask = padded(SAMPLES, torch.ones(sum(map(len, SAMPLES.responses)), dtype=torch.float64))
+    advantages = torch.randn(len(SAMPLES), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return Targets(*others, advantages, mask)
+
+
+class Step:
+    """One optimiser step on SAMPLES with a given loss: dense, and in shared-prompt micro-batches."""
+
+    def __init__(self, loss: str) -> None:
+        self.model = tiny_model("qwen3")
+        self.targets = make_targets(self.model)
+        self.loss = LOSSES[loss]
+        self.norm = norm_of(loss, self.targets)
+
+    def dense(self) -> tuple[float, dict[str, torch.Tensor]]:
+        twin = stock_twin(self.model)
+        logps, entropy = (padded(SAMPLES, one) for one in replicated_logps(twin, SAMPLES))
+        ratios = (logps - self.targets.old).exp()[self.targets.mask.bool()]
+        assert ((ratios - 1).abs() > 0.2).any()
+        loss = self.loss(logps, entropy, self.targets, self.norm)
+        loss.backward()
+        return loss.item(), gradients(twin)
+
+    def shared(self, micro_batches: list[list[int]], **options) -> tuple[float, dict[str, torch.Tensor]]:
+        total = 0.0
+        for indices in micro_batches:
+            samples = SAMPLES.take(indices)
+            batch = samples.pack(**options)
+            results = dualkv.shared_prompt_forward(self.model, batch, with_entropy=True)
+            logps, entropy = (unpack_logprobs(one, batch, per_row=False) for one in results)
+            targets = self.targets.take(indices)
+            width = logps.shape[1]
+            targets = Targets(
+                targets.old[:, :width], targets.reference[:, :width], targets.advantages, targets.mask[:, :width]
+            )
+            loss = self.loss(logps, entropy, targets, self.norm)
+            loss.backward()
+            total += loss.item()
+        return total, gradients(self.model)
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_losses_and_gradients_equal_the_dense_ones(loss):
+    """In one micro-batch, and accumulated over two that cut through a group."""
+    step = Step(loss)
+    expected_loss, expected = step.dense()
+    everything = list(range(len(SAMPLES)))
+    for micro_batches in ([everything], [everything[::2], everything[1::2]]):
+        got_loss, got = step.shared(micro_batches)
+        assert got_loss == pytest.approx(expected_loss, abs=10 * TOLERANCE.value)
+        check_gradients(got, expected, TOLERANCE.gradient)
+
+
+@pytest.fixture(scope="module")
+def grpo_step():
+    step = Step("grpo")
+    return step, step.shared([list(range(len(SAMPLES)))])
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_grouping_and_micro_batching_has_the_same_summed_gradient(grpo_step, data):
+    step, (expected_loss, expected) = grpo_step
+    order = data.draw(st.permutations(range(len(SAMPLES))))
+    cuts = data.draw(st.sets(st.integers(1, len(SAMPLES) - 1), max_size=3))
+    edges = [0, *sorted(cuts), len(SAMPLES)]
+    micro_batches = [list(order[begin:end]) for begin, end in pairwise(edges)]
+    # A micro-batch of empty responses only has nothing to train on, and is legal.
+    options = dict(
+        boundary=data.draw(st.sampled_from(["replicate", "gather"])),
+        max_responses_per_group=data.draw(st.sampled_from([None, 1, 2])),
+        pad_to_multiple_of=data.draw(st.sampled_from([None, 8])),
+    )
+    got_loss, got = step.shared(micro_batches, **options)
+    assert got_loss == pytest.approx(expected_loss, abs=1e-9)
+    check_gradients(got, expected, REORDERED)
+
+
+def test_micro_batches_of_a_token_budget(grpo_step):
+    step, (expected_loss, expected) = grpo_step
+    groups = group_by_prompt(SAMPLES.prompts)
+    lengths = [list(map(len, one)) for one in (SAMPLES.prompts, SAMPLES.responses)]
+    micro_batches = split_by_token_budget(groups, *lengths, 16)
+    assert len(micro_batches) > 2
+    random.Random(0).shuffle(micro_batches)
+    got_loss, got = step.shared(micro_batches)
+    assert got_loss == pytest.approx(expected_loss, abs=1e-9)
+    check_gradients(got, expected, REORDERED)
+
+
+# --- ratios -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss"])
+def test_the_first_ratio_is_one(name, dtype):
+    """Old log-probabilities without gradients, new ones with: in the same packing the ratio is 1 to the last bit."""
+    model = tiny_model(name, dtype=dtype).train()
+    batch = SAMPLES.pack()
+    with torch.no_grad():
+        old, _ = dualkv.shared_prompt_forward(model, batch)
+    new, _ = dualkv.shared_prompt_forward(model, batch, with_entropy=True)
+    assert torch.equal((new - old).exp(), torch.ones_like(old))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ratios_between_packings_are_as_close_to_one_as_between_dense_batches(dtype):
+    """Old log-probabilities from another micro-batching: no farther from 1 than the dense path is by its own means.
+
+    That is, than a padded batch is from single sequences, or these from exact arithmetic.
+    """
+    model = tiny_model("qwen3", dtype=dtype)
+    everything = list(range(len(SAMPLES)))
+    with torch.no_grad():
+        old, _ = dualkv.shared_prompt_forward(model, SAMPLES.pack())
+        parts: dict[int, torch.Tensor] = {}
+        for indices in (everything[::2], everything[1::2]):
+            samples = SAMPLES.take(indices)
+            values = samples.split(dualkv.shared_prompt_forward(model, samples.pack())[0])
+            parts |= dict(zip(indices, values))
+        shared = (torch.cat([parts[i] for i in everything]) - old).exp()
+        alone, _ = replicated_logps(stock_twin(model), SAMPLES)
+        exact, _ = replicated_logps(stock_twin(model).double(), SAMPLES)
+        dense = [(dense_batch_logps(stock_twin(model), SAMPLES) - alone).exp(), (alone - exact).exp()]
+    deviation, *dense_deviations = ((one - 1).abs().max().item() for one in (shared, *dense))
+    assert deviation <= max(dense_deviations)
+
+
+def dense_batch_logps(model, samples: Samples) -> torch.Tensor:
+    """As trainers do without a shared prompt: all samples in one right-padded batch."""
+    rows = [torch.tensor(prompt + response) for prompt, response in zip(samples.prompts, samples.responses)]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    all_logps = model(ids, attention_mask=mask, use_cache=False).logits.float().log_softmax(-1)
+    values = []
+    for row, prompt, response in zip(all_logps, samples.prompts, samples.responses):
+        scored = row[len(prompt) - 1 : len(prompt) - 1 + len(response)]
+        values.append(scored.gather(-1, torch.tensor(response, dtype=torch.int64)[:, None])[:, 0])
+    return torch.cat(values)
