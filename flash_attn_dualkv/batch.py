@@ -175,8 +175,11 @@ class PackedRow:
         last = following == ends
         labels = torch.full_like(source, IGNORED_LABEL)
         labels[contexts:] = samples.tokens[following.masked_fill(last, 0)].masked_fill_(last, IGNORED_LABEL)
-        padding = ((samples.tokens[source], PADDING_TOKEN), (positions, 0), (labels, IGNORED_LABEL), (multiplicity, 0))
-        return tuple(torch.nn.functional.pad(one, (0, self.pad), value=fill) for one, fill in padding)
+        by_row = samples.tokens[source], positions, labels, multiplicity
+        if self.pad == 0:
+            return by_row
+        fills = PADDING_TOKEN, 0, IGNORED_LABEL, 0
+        return tuple(torch.nn.functional.pad(one, (0, self.pad), value=fill) for one, fill in zip(by_row, fills))
 
     def _by_token(self, samples: Samples, order: list[int]) -> tuple[Tensor, ...]:
         """token_index, targets, padded_index, jagged_index: (sum R,) each, in original order; jagged_offsets (B+1,)."""

@@ -13,7 +13,11 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Integer tensors of one device as flat int64 tensors of the host; one device-to-host copy if they are on a GPU."""
     flat = [one.reshape(-1) for one in tensors]
     together = flat[0] if len(flat) == 1 else torch.cat(flat)
-    return list(together.to("cpu", torch.int64).split([one.numel() for one in flat]))
+    if together.is_cuda:  # several times faster into pinned memory
+        host = torch.empty(together.shape, dtype=torch.int64, device="cpu", pin_memory=True).copy_(together)
+    else:
+        host = together.to("cpu", torch.int64)
+    return list(host.split([one.numel() for one in flat]))
 
 
 def to_device(long: Sequence[Tensor], short: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -74,7 +74,7 @@ def inputs_of(
 
 
 def segment_rows(layout: SharedPromptLayout) -> list[tuple[list[int], list[int]]]:
-    """(rows of the prompt, rows of its own) of every sequence with rows: of each prompt alone, then of its responses."""
+    """(rows of the prompt, rows of its own) of every sequence that has rows: each prompt alone, then its responses."""
     contexts, decoded = layout.cu_seqlens_context.tolist(), layout.cu_seqlens_decoded.tolist()
     rows: list[tuple[list[int], list[int]]] = []
     for g, (first, end) in enumerate(pairwise(layout.group_offsets)):
