@@ -1,7 +1,7 @@
 """Breaks the sources on purpose, one line at a time, and demands that the named tests notice.
 
     python tests/mutants.py              all mutants; those of the kernels need a GPU and a compiler
-    python tests/mutants.py --cpu        the mutants that the geometry tests must catch on any machine
+    python tests/mutants.py --cpu        the mutants of geometry and Python that tests must catch on any machine
     python tests/mutants.py --list
 
 The tree is copied to a temporary folder first. For the kernels it is built there with head dim 64 alone, and again
@@ -29,6 +29,9 @@ GEOMETRY = "tests/test_geometry.py"
 PROPERTIES = "tests/test_kernels_properties.py"
 MEMORY = "tests/test_kernels_memory.py"
 KERNELS = "tests/test_kernels.py"
+PACKING = "tests/test_packing.py"
+PACKED_ATTENTION = "tests/test_shared_prompt_attention.py"
+ANY_MACHINE = (GEOMETRY, PACKING, PACKED_ATTENTION)
 TEST_SECONDS = 600  # a mutant that hangs is caught, too
 
 
@@ -45,7 +48,7 @@ class Mutant:
 
     @property
     def needs_gpu(self) -> bool:
-        return self.tests != GEOMETRY
+        return self.tests not in ANY_MACHINE
 
     def broken(self, root: Path) -> str:
         """The file's text with the change. ValueError unless the old text stands there exactly once."""
@@ -57,6 +60,7 @@ class Mutant:
 
 REGIONS, SCHEDULE = "csrc/core/kv_regions.h", "csrc/core/schedule.h"
 FORWARD, BACKWARD, DQ = "csrc/sm80/forward.h", "csrc/sm80/backward.h", "csrc/sm80/backward_dq.h"
+LAYOUT, REFERENCE = "flash_attn_dualkv/shared_prompt.py", "flash_attn_dualkv/reference.py"
 SOFTMAX, BLOCK, API = "csrc/core/online_softmax.h", "csrc/core/query_block.h", "csrc/api.cpp"
 
 GEOMETRY_MUTANTS = [
@@ -349,7 +353,82 @@ KERNEL_MUTANTS = [
     ),
 ]
 
-MUTANTS = [*GEOMETRY_MUTANTS, *KERNEL_MUTANTS]
+PYTHON_MUTANTS = [
+    Mutant(
+        "prompts do not attend to themselves",
+        LAYOUT,
+        "segments.append(Segment(begin, length, 0, begin, length, 0, 0, g))",
+        "segments.append(Segment(begin, 0, 0, begin, length, 0, 0, g))",
+        PACKED_ATTENTION,
+        "test_against_dense",
+    ),
+    Mutant(
+        "responses stand one position too late",
+        LAYOUT,
+        "segments.append(Segment(contexts[-1] + row, size, length, begin, length, row, size, g))",
+        "segments.append(Segment(contexts[-1] + row, size, length + 1, begin, length, row, size, g))",
+        PACKED_ATTENTION,
+        "test_against_dense",
+    ),
+    Mutant(
+        "prompts that begin alike are merged",
+        "flash_attn_dualkv/packing.py",
+        "ctypes.string_at(start + begin * _WORD, length * _WORD)",
+        "ctypes.string_at(start + begin * _WORD, min(samples.prompt_lens) * _WORD)",
+        PACKING,
+        "strict_prefixes",
+    ),
+    Mutant(
+        "the first token of a response is scored by another response's row",
+        "flash_attn_dualkv/batch.py",
+        "        if self.shift == 0:\n",
+        "        if False:\n",
+        PACKING,
+        "test_the_example",
+    ),
+    Mutant(
+        "a response's last label is the next sample's first token",
+        "flash_attn_dualkv/batch.py",
+        "last = following == ends",
+        "last = following == len(samples.tokens)",
+        PACKING,
+        "test_the_example",
+    ),
+    Mutant(
+        "a window is one position too wide",
+        REFERENCE,
+        "hidden | (distance >= self.window)",
+        "hidden | (distance > self.window)",
+        PACKED_ATTENTION,
+        "test_sliding_window",
+    ),
+    Mutant(
+        "blocks of keys that a window hides in part go unmasked",
+        REFERENCE,
+        "near = self.window is None or q_last - kv_begin < self.window",
+        "near = True",
+        PACKED_ATTENTION,
+        "test_long_sequences",
+    ),
+    Mutant(
+        "the slope of the softcap is left out",
+        REFERENCE,
+        "        if slope is not None:\n",
+        "        if False:\n",
+        PACKED_ATTENTION,
+        "test_softcap",
+    ),
+    Mutant(
+        "sinks join the rows of padding",
+        "flash_attn_dualkv/packed_ops.py",
+        "    empty = lse == -math.inf\n",
+        "    empty = torch.zeros_like(lse, dtype=torch.bool)\n",
+        PACKED_ATTENTION,
+        "test_what_the_compiled_module_gets",
+    ),
+]
+
+MUTANTS = [*GEOMETRY_MUTANTS, *PYTHON_MUTANTS, *KERNEL_MUTANTS]
 
 
 class Tree:

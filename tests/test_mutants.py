@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mutants import GEOMETRY_MUTANTS, MUTANTS, ROOT, Mutant, Tree
+from mutants import GEOMETRY_MUTANTS, MUTANTS, PYTHON_MUTANTS, ROOT, Mutant, Tree
 from test_geometry import COMPILER
 
 # One of each kind; the others are run by -m slow, and all of them by mutants.py.
@@ -15,6 +15,8 @@ QUICK = (
     "ranges that see a part of the tile are merged",
     "an owner skips the first sequence of its group",
     "parts overlap by a step",
+    "prompts do not attend to themselves",
+    "prompts that begin alike are merged",
 )
 
 
@@ -35,12 +37,21 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
     return Tree(tmp_path_factory.mktemp("mutants"))
 
 
+def each_of(mutants: list[Mutant]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "mutant",
+        [pytest.param(one, marks=() if one.name in QUICK else pytest.mark.slow, id=one.name) for one in mutants],
+    )
+
+
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-@pytest.mark.parametrize(
-    "mutant",
-    [pytest.param(one, marks=() if one.name in QUICK else pytest.mark.slow, id=one.name) for one in GEOMETRY_MUTANTS],
-)
+@each_of(GEOMETRY_MUTANTS)
 def test_geometry_tests_catch_their_mutants(mutant: Mutant, tree: Tree) -> None:
+    assert tree.verdict(mutant) == "caught"
+
+
+@each_of(PYTHON_MUTANTS)
+def test_python_tests_catch_their_mutants(mutant: Mutant, tree: Tree) -> None:
     assert tree.verdict(mutant) == "caught"
 
 
