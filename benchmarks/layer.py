@@ -170,7 +170,7 @@ def build_layer(source: LayerSource, rows: Tensor, dout: Tensor, attention: Atte
     rows = rows.to(source.device)
     x = leaf(source.x[rows])
     weights = Weights(*map(leaf, source.weights))
-    cos, sin = rope_tables(source.positions[rows], model.head_dim, x.dtype)
+    cos, sin = (table[rows] for table in rope_tables(source.positions, model.head_dim, x.dtype))
     copies = first_copy(rows, total)
 
     def take(out: Tensor, which: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from flash_attn_dualkv.predict import ModelShape
 # Small, so that the GPU is always done before the host: what is measured is the host's time alone.
 HOST_SHAPE = Shape("host", (Group(200, (50, 60, 70, 80)),) * 4)
 HOST_CALLS = 50
+WARM_UP_CALLS = 3
 DATA_CALLS = 5
 
 
@@ -164,7 +165,7 @@ def host_time(model: ModelShape, config: Config) -> Row:
     q, k, v = (leaf(normal(heads)) for heads in (model.heads, model.kv_heads, model.kv_heads))
     dout = normal(model.heads)
     readings: list[tuple[float, float]] = []
-    for _ in range(HOST_CALLS + 5):
+    for _ in range(WARM_UP_CALLS + (HOST_CALLS if config.is_cuda else 1)):
         synchronize(config)
         begin = time.perf_counter()
         out = shared_prompt_attention(q, k, v, layout)
@@ -173,5 +174,5 @@ def host_time(model: ModelShape, config: Config) -> Row:
         begin_backward = time.perf_counter()
         torch.autograd.grad(out, (q, k, v), dout)
         readings.append((end - begin, time.perf_counter() - begin_backward))
-    forward, backward_ = (statistics.median(column) * 1e6 for column in zip(*readings[5:], strict=True))
+    forward, backward_ = (statistics.median(column) * 1e6 for column in zip(*readings[WARM_UP_CALLS:], strict=True))
     return {"host_forward_us": significant(forward), "host_backward_us": significant(backward_)}

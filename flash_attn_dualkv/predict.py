@@ -131,6 +131,7 @@ class ModelShape:
     def saved_bytes_per_token(self, element_bytes: int = 2) -> int:
         """What one layer in plain PyTorch keeps of a token between forward and backward, without checkpointing.
 
+        Norms are PyTorch's fused ones for GPUs, which keep their input and one statistic.
         The inputs of both norms, of the projections and of the MLP (4 hidden); queries, keys and values as attention
         gets them, queries and keys before their norm, and the attention's output; gate, silu(gate), up and their
         product (4 intermediate). Statistics are float32: one of each norm, and the attention's LSE.
