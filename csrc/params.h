@@ -70,7 +70,11 @@ struct RowStatistics {
 
   static constexpr int kPadding = 128;
 
-  DUALKV_HD int64_t index(int head, int64_t row) const { return head * padded_rows + row; }
+  // Of 16 rows, the four that a thread holds as columns of two neighbouring accumulator tiles lie together: one load.
+  DUALKV_HD int64_t index(int head, int64_t row) const {
+    const int within = row % 16;
+    return head * padded_rows + (row - within) + within % 8 / 2 * 4 + within / 8 * 2 + within % 2;
+  }
 };
 
 template <typename T>

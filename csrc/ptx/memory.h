@@ -27,10 +27,11 @@ __device__ __forceinline__ uint4 load_shared_128(uint32_t address) {
   return v;
 }
 
-__device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-  return v;
+__device__ __forceinline__ void load_shared_float4(float (&v)[4], uint32_t address) {
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "r"(address)
+               : "memory");
 }
 
 __device__ __forceinline__ void store_shared_float4(uint32_t address, const float (&v)[4]) {

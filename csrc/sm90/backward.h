@@ -221,12 +221,12 @@ struct BackwardConsumer {
     ptx::wgmma_commit();
   }
 
-  // A row statistic of this thread's queries. Loaded before the wait for the scores, whose products keep shared memory
-  // busy.
-  using Statistic = float2[kBlockM / 8];
+  // A row statistic of this thread's queries: [j][e] of queries 16 j + {0, 1, 8, 9} + col0. Loaded before the wait for
+  // the scores, whose products keep shared memory busy.
+  using Statistic = float[kBlockM / 16][4];
   __device__ __forceinline__ void load_statistic(Statistic& x, uint32_t address) const {
 #pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j) x[j] = ptx::load_shared_float2(address + (col0 + j * 8) * 4);
+    for (int j = 0; j < kBlockM / 16; ++j) ptx::load_shared_float4(x[j], address + j * 64 + col0 * 8);
   }
 
   // P^T = exp2(S^T * scale - LSE).
@@ -235,7 +235,7 @@ struct BackwardConsumer {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[j][e] = exp2_approx(s[j][e] * scale_log2 - (e % 2 ? lse[j].y : lse[j].x));
+      for (int e = 0; e < 4; ++e) s[j][e] = exp2_approx(s[j][e] * scale_log2 - lse[j / 2][j % 2 * 2 + e % 2]);
   }
 
   // dS^T = P^T * (dP^T - delta).
@@ -243,7 +243,7 @@ struct BackwardConsumer {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) dp[j][e] = s[j][e] * (dp[j][e] - (e % 2 ? delta[j].y : delta[j].x));
+      for (int e = 0; e < 4; ++e) dp[j][e] = s[j][e] * (dp[j][e] - delta[j / 2][j % 2 * 2 + e % 2]);
   }
 
   __device__ __forceinline__ void mask(float (&x)[kBlockM / 8][4], const BackwardStep& step) const {
