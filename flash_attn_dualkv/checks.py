@@ -44,9 +44,7 @@ def check_device(name: str, tensor: Tensor) -> None:
         raise ValueError(explain(name, "an NVIDIA CUDA or CPU tensor", f"device {tensor.device} (unsupported)"))
 
 
-def check_alike(
-    names: Sequence[str], tensors: Sequence[Tensor], allowed: Sequence[torch.dtype] | None = None
-) -> None:
+def check_alike(names: Sequence[str], tensors: Sequence[Tensor], allowed: Sequence[torch.dtype] | None = None) -> None:
     """Check rank, dtype, device, strides and rows of q, k and v tensors; the first one sets dtype and device.
 
     `allowed` are the dtypes of whoever computes; None for those of the device's own implementation.

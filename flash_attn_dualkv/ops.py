@@ -41,28 +41,28 @@ def _load_compiled() -> tuple[ModuleType | None, str | None]:
 
 _C, _load_error = _load_compiled()
 
-_library = torch.library.Library("flash_attn_dualkv", "DEF")
+library = torch.library.Library("flash_attn_dualkv", "DEF")
 # Compilers must not hand the kernels a tensor whose last dimension they have made strided.
-_tags = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
+TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 
 _INPUTS = (
     "Tensor q, Tensor k_context, Tensor v_context, Tensor k_decoded, Tensor v_decoded",
     "Tensor segments, Tensor groups, float softmax_scale, bool causal",
 )
-_library.define(
+library.define(
     "segment_tables(Tensor cu_seqlens_q, Tensor cu_seqlens_k_decoded, Tensor? cu_seqlens_context, "
     "Tensor? cu_seqs_per_context, SymInt total_context) -> (Tensor segments, Tensor groups)",
-    tags=_tags,
+    tags=TAGS,
 )
 # `deterministic` is for the backward of this call: autograd has no other way to it.
-_library.define(
+library.define(
     f"forward({_INPUTS[0]}, {_INPUTS[1]}, bool deterministic=False) -> (Tensor out, Tensor lse)",
-    tags=_tags,
+    tags=TAGS,
 )
-_library.define(
+library.define(
     f"backward(Tensor dout, Tensor? dlse, {_INPUTS[0]}, Tensor out, Tensor lse, {_INPUTS[1]}, bool deterministic) "
     "-> (Tensor dq, Tensor dk_context, Tensor dv_context, Tensor dk_decoded, Tensor dv_decoded)",
-    tags=_tags,
+    tags=TAGS,
 )
 
 segment_tables = torch.ops.flash_attn_dualkv.segment_tables.default
@@ -96,15 +96,16 @@ def _backward_cpu(*arguments: Any) -> Gradients:
     return reference.backward(*arguments[:13])
 
 
-_library.impl("segment_tables", layout.build_segment_tables, "CPU")
-_library.impl("forward", _forward_cpu, "CPU")
-_library.impl("backward", _backward_cpu, "CPU")
+library.impl("segment_tables", layout.build_segment_tables, "CPU")
+library.impl("forward", _forward_cpu, "CPU")
+library.impl("backward", _backward_cpu, "CPU")
 
 
 # CUDA: the compiled module
 
 
-def _compiled() -> ModuleType:
+def compiled_module() -> ModuleType:
+    """The compiled module; RuntimeError, with the fix, where there is none."""
     if _C is not None:
         return _C
     if _load_error is not None:
@@ -120,7 +121,7 @@ def _compiled() -> ModuleType:
     )
 
 
-def _checks_values() -> bool:
+def checks_values() -> bool:
     """Whether to read back offsets from the GPU and check them; impossible while a CUDA graph is captured."""
     return os.environ.get("DUALKV_DEBUG") == "1" and not torch.cuda.is_current_stream_capturing()
 
@@ -141,35 +142,35 @@ def _segment_tables_cuda(
     cu_seqs_per_context: Tensor | None,
     total_context: int,
 ) -> Tables:
-    compiled = _compiled()
+    compiled = compiled_module()
     offsets = (cu_seqlens_q, cu_seqlens_k_decoded, cu_seqlens_context, cu_seqs_per_context)
-    if _checks_values():
+    if checks_values():
         context, owned = (None if one is None else one.cpu() for one in offsets[2:])
         layout.build_segment_tables(cu_seqlens_q.cpu(), cu_seqlens_k_decoded.cpu(), context, owned, total_context)
     return cast(Tables, compiled.segment_tables(*offsets, total_context))
 
 
 def _forward_cuda(*arguments: Any) -> Results:
-    compiled = _compiled()
+    compiled = compiled_module()
     inputs = arguments[:9]
-    if _checks_values():
+    if checks_values():
         _check_tables(*inputs)
     return cast(Results, compiled.forward(*inputs))
 
 
 def _backward_cuda(*arguments: Any) -> Gradients:
-    return cast(Gradients, _compiled().backward(*arguments[:13], is_deterministic(arguments[13])))
+    return cast(Gradients, compiled_module().backward(*arguments[:13], is_deterministic(arguments[13])))
 
 
-_library.impl("segment_tables", _segment_tables_cuda, "CUDA")
-_library.impl("forward", _forward_cuda, "CUDA")
-_library.impl("backward", _backward_cuda, "CUDA")
+library.impl("segment_tables", _segment_tables_cuda, "CUDA")
+library.impl("forward", _forward_cuda, "CUDA")
+library.impl("backward", _backward_cuda, "CUDA")
 
 
 # Shapes: what compilers need to know of the operators
 
 
-@torch.library.register_fake("flash_attn_dualkv::segment_tables", lib=_library)
+@torch.library.register_fake("flash_attn_dualkv::segment_tables", lib=library)
 def _segment_tables_fake(
     cu_seqlens_q: Tensor,
     cu_seqlens_k_decoded: Tensor,
@@ -182,13 +183,13 @@ def _segment_tables_fake(
     return segments, cu_seqlens_q.new_empty((groups, layout.GROUP_COLUMNS))
 
 
-@torch.library.register_fake("flash_attn_dualkv::forward", lib=_library)
-def _forward_fake(q: Tensor, *_: Any) -> Results:
+@torch.library.register_fake("flash_attn_dualkv::forward", lib=library)
+def forward_fake(q: Tensor, *_: Any) -> Results:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
 
 
-@torch.library.register_fake("flash_attn_dualkv::backward", lib=_library)
+@torch.library.register_fake("flash_attn_dualkv::backward", lib=library)
 def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     return tuple(one.new_empty(one.shape) for one in arguments[:5])
 
@@ -232,7 +233,8 @@ class _Gradient(torch.autograd.Function):
         raise RuntimeError(DIFFERENTIABLE_ONCE)
 
 
-def _requires_grad(arguments: tuple[Any, ...]) -> bool:
+def requires_grad(arguments: tuple[Any, ...]) -> bool:
+    """Whether autograd must record the call: below its own formula it must not look at the call again."""
     return torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in arguments)
 
 
@@ -240,21 +242,21 @@ def _forward_autograd(*arguments: Any) -> Results:
     # The dispatcher leaves out a last argument that has its default value.
     if len(arguments) == 9:
         arguments = (*arguments, False)
-    if _requires_grad(arguments):
+    if requires_grad(arguments):
         return cast(Results, _Attention.apply(*arguments))
     with torch._C._AutoDispatchBelowAutograd():
         return cast(Results, forward(*arguments))
 
 
 def _backward_autograd(*arguments: Any) -> Gradients:
-    if _requires_grad(arguments):
+    if requires_grad(arguments):
         return cast(Gradients, _Gradient.apply(*arguments))
     with torch._C._AutoDispatchBelowAutograd():
         return cast(Gradients, backward(*arguments))
 
 
-_library.impl("forward", _forward_autograd, "Autograd")
-_library.impl("backward", _backward_autograd, "Autograd")
+library.impl("forward", _forward_autograd, "Autograd")
+library.impl("backward", _backward_autograd, "Autograd")
 
 
 def build_info() -> dict[str, Any]:

@@ -21,16 +21,16 @@ PackedGradients = tuple[Tensor, Tensor, Tensor]
 
 _OPTIONS = "SymInt context_rows, float softmax_scale, int? window, float? softcap, bool reference, bool deterministic"
 # No argument has a default: the dispatcher would leave it out of what it hands to the implementations.
-ops._library.define(
+ops.library.define(
     f"packed_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor segments, Tensor groups, {_OPTIONS}) "
     "-> (Tensor out, Tensor lse)",
-    tags=ops._tags,
+    tags=ops.TAGS,
 )
 # The sinks are in the LSE, and their gradient needs no kernel.
-ops._library.define(
+ops.library.define(
     "packed_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"Tensor segments, Tensor groups, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
-    tags=ops._tags,
+    tags=ops.TAGS,
 )
 
 packed_forward = torch.ops.flash_attn_dualkv.packed_forward.default
@@ -92,8 +92,8 @@ def _backward_reference(
     return dq, dk, dv
 
 
-ops._library.impl("packed_forward", _forward_reference, "CPU")
-ops._library.impl("packed_backward", _backward_reference, "CPU")
+ops.library.impl("packed_forward", _forward_reference, "CPU")
+ops.library.impl("packed_backward", _backward_reference, "CPU")
 
 
 # CUDA: the compiled module, or the reference for those who ask for it
@@ -111,9 +111,9 @@ def _forward_cuda(
     options = Options(*rest)
     if options.reference:
         return _forward_reference(q, k, v, sinks, segments, groups, *rest)
-    compiled = ops._compiled()
+    compiled = ops.compiled_module()
     _refuse_variants(options)
-    if ops._checks_values():
+    if ops.checks_values():
         _check_tables(q, segments, groups, options.context_rows)
     out, lse = compiled.packed_forward(q, k, v, segments, groups, options.context_rows, options.softmax_scale)
     return (out, lse) if sinks is None else _join_sinks(out, lse, sinks)
@@ -134,26 +134,26 @@ def _backward_cuda(*arguments: Any) -> PackedGradients:
     options = Options(*arguments[9:])
     if options.reference:
         return _backward_reference(*arguments)
-    compiled = ops._compiled()
+    compiled = ops.compiled_module()
     _refuse_variants(options)
     deterministic = ops.is_deterministic(options.deterministic)
     gradients = compiled.packed_backward(*arguments[:9], options.context_rows, options.softmax_scale, deterministic)
     return cast(PackedGradients, gradients)
 
 
-ops._library.impl("packed_forward", _forward_cuda, "CUDA")
-ops._library.impl("packed_backward", _backward_cuda, "CUDA")
+ops.library.impl("packed_forward", _forward_cuda, "CUDA")
+ops.library.impl("packed_backward", _backward_cuda, "CUDA")
 
 
 # Shapes: what compilers need to know of the operators
 
 
-@torch.library.register_fake("flash_attn_dualkv::packed_forward", lib=ops._library)
+@torch.library.register_fake("flash_attn_dualkv::packed_forward", lib=ops.library)
 def _forward_fake(q: Tensor, *_: Any) -> ops.Results:
-    return ops._forward_fake(q)
+    return ops.forward_fake(q)
 
 
-@torch.library.register_fake("flash_attn_dualkv::packed_backward", lib=ops._library)
+@torch.library.register_fake("flash_attn_dualkv::packed_backward", lib=ops.library)
 def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     return tuple(one.new_empty(one.shape) for one in arguments[:3])
 
@@ -210,18 +210,18 @@ class _PackedGradient(torch.autograd.Function):
 
 
 def _forward_autograd(*arguments: Any) -> ops.Results:
-    if ops._requires_grad(arguments):
+    if ops.requires_grad(arguments):
         return cast(ops.Results, _PackedAttention.apply(*arguments))
     with torch._C._AutoDispatchBelowAutograd():
         return cast(ops.Results, packed_forward(*arguments))
 
 
 def _backward_autograd(*arguments: Any) -> PackedGradients:
-    if ops._requires_grad(arguments):
+    if ops.requires_grad(arguments):
         return cast(PackedGradients, _PackedGradient.apply(*arguments))
     with torch._C._AutoDispatchBelowAutograd():
         return cast(PackedGradients, packed_backward(*arguments))
 
 
-ops._library.impl("packed_forward", _forward_autograd, "Autograd")
-ops._library.impl("packed_backward", _backward_autograd, "Autograd")
+ops.library.impl("packed_forward", _forward_autograd, "Autograd")
+ops.library.impl("packed_backward", _backward_autograd, "Autograd")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import checks, packed_ops
 from .interface import autocast
-from .layout import GROUP_COLUMNS, SEGMENT_COLUMNS, Group, Segment, check_tables
+from .layout import GROUP_COLUMNS, SEGMENT_COLUMNS, Group, Segment
 from .transfer import to_device
 
 _NAMES = ("q", "k", "v")
@@ -104,27 +104,33 @@ class SharedPromptLayout:
 
     def validate(self) -> None:
         """SharedPromptLayoutError unless the tensors and the host's numbers agree. It reads the tensors back."""
-        context, decoded = self.cu_seqlens_context.tolist(), self.cu_seqlens_decoded.tolist()
-        lengths = [end - begin for begin, end in pairwise(decoded)]
-        expected = HostLayout.build(self.context_lens, lengths, self.group_offsets)
-        found = HostLayout(
-            tuple(context), tuple(decoded), *(tuple(map(tuple, one.tolist())) for one in (self.segments, self.groups))
-        )
-        for name, right, got in zip(HostLayout.__dataclass_fields__, vars(expected).values(), vars(found).values()):
-            if right != got:
-                raise SharedPromptLayoutError(checks.explain(name, f"{right} (from context_lens and lengths)", got))
+        lengths = [end - begin for begin, end in pairwise(self.cu_seqlens_decoded.tolist())]
+        bounds = (0, *self.group_offsets[1:-1], len(lengths))
+        if len(self.group_offsets) != len(self.context_lens) + 1 or sorted(bounds) != list(self.group_offsets):
+            expected = f"{len(self.context_lens) + 1} offsets that rise from 0 to {len(lengths)}"
+            raise SharedPromptLayoutError(checks.explain("group_offsets", expected, self.group_offsets))
+        shortest = min((*self.context_lens, *lengths, self.pad))
+        if shortest < 0:
+            raise SharedPromptLayoutError(checks.explain("layout", "lengths >= 0 and a pad >= 0", shortest))
+        rebuilt = HostLayout.build(self.context_lens, lengths, self.group_offsets)
+        for name, values in vars(rebuilt).items():
+            found = getattr(self, name).tolist()
+            if len(found) != len(values):
+                raise SharedPromptLayoutError(checks.explain(name, f"{len(values)} rows", len(found)))
+            for index, (right, got) in enumerate(zip(values, found)):
+                if (list(right) if isinstance(right, tuple) else right) != got:
+                    raise SharedPromptLayoutError(checks.explain(f"{name}[{index}]", right, got))
+        contexts, decoded = rebuilt.cu_seqlens_context[-1], rebuilt.cu_seqlens_decoded[-1]
         numbers = {
             "max_context": max(self.context_lens, default=0),
             "max_decoded": max(lengths, default=0),
-            "max_sequence": expected.max_sequence,
-            "num_context_tokens": context[-1],
-            "num_tokens": context[-1] + decoded[-1] + self.pad,
+            "max_sequence": rebuilt.max_sequence,
+            "num_context_tokens": contexts,
+            "num_tokens": contexts + decoded + self.pad,
         }
         for name, number in numbers.items():
             if getattr(self, name) != number:
                 raise SharedPromptLayoutError(checks.explain(name, number, getattr(self, name)))
-        rows = self.num_tokens, self.num_context_tokens, self.num_tokens - self.num_context_tokens
-        check_tables(self.segments, self.groups, *rows)
 
 
 @dataclass(frozen=True)

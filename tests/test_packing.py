@@ -430,7 +430,13 @@ CORRUPTIONS: list[tuple[str, Any]] = [
     ("num_tokens", lambda one: one.num_tokens + 1),
     ("context_lens", lambda one: (*one.context_lens[:-1], one.context_lens[-1] + 1)),
     ("group_offsets", lambda one: (0, 0, *one.group_offsets[2:])),
+    ("group_offsets", lambda one: one.group_offsets[1:]),
+    ("group_offsets", lambda one: (*one.group_offsets[:-1], one.group_offsets[-1] - 1)),
+    ("group_offsets", lambda one: (0, 3, 2, *one.group_offsets[3:])),
+    ("segments", lambda one: one.segments[:-1]),
     ("pad", lambda one: 1),
+    ("pad", lambda one: -1),
+    ("context_lens", lambda one: (-1, *one.context_lens[1:])),
 ]
 
 
