@@ -39,13 +39,11 @@ __device__ __forceinline__ void store_shared_float4(uint32_t address, const floa
                : "memory");
 }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-// Four additions to 16 aligned bytes, without a result.
+// Four additions to 16 aligned bytes, without a result. From sm_90 on.
 __device__ __forceinline__ void reduce_add_v4(float* address, const float (&v)[4]) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]),
                "f"(v[3])
                : "memory");
 }
-#endif
 
 }  // namespace dualkv::ptx
