@@ -15,6 +15,7 @@ computes. Times are medians of CUDA events. Results are written after every shap
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 
 import command
@@ -57,13 +58,8 @@ BENCHMARK = command.Benchmark(
 )
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    return command.parse(BENCHMARK, arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return command.main(BENCHMARK, arguments)
-
+parse = functools.partial(command.parse, BENCHMARK)
+main = functools.partial(command.main, BENCHMARK)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,7 +15,7 @@ FlexAttention is compiled anew for every shape, which takes longer than measurin
 
 from __future__ import annotations
 
-import argparse
+import functools
 import sys
 
 import command
@@ -54,13 +54,8 @@ BENCHMARK = command.Benchmark(
 )
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    return command.parse(BENCHMARK, arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return command.main(BENCHMARK, arguments)
-
+parse = functools.partial(command.parse, BENCHMARK)
+main = functools.partial(command.main, BENCHMARK)
 
 if __name__ == "__main__":
     sys.exit(main())

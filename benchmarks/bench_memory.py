@@ -15,8 +15,8 @@ fitted to what has been measured by then.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import sys
 
 import command
@@ -68,13 +68,8 @@ BENCHMARK = command.Benchmark(
 )
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    return command.parse(BENCHMARK, arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return command.main(BENCHMARK, arguments)
-
+parse = functools.partial(command.parse, BENCHMARK)
+main = functools.partial(command.main, BENCHMARK)
 
 if __name__ == "__main__":
     sys.exit(main())

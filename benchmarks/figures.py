@@ -106,9 +106,11 @@ def markdown(header: list[str], body: list[list[str]], left: int = 1) -> str:
 
 
 def describe(header: Row) -> str:
+    matmul = header["matmul_tflops"]
     return (
         f"{header['gpu']}, torch {header['torch']}, CUDA {header['cuda']}, commit `{header['commit'][:12]}`, "
-        f"{header['date'][:10]}; 8192^3 bf16 matrix product of the same run: {header['matmul_tflops']:.0f} TFLOP/s"
+        f"{header['date'][:10]}; 8192^3 bf16 matrix product of the same run: "
+        f"{'not measured' if matmul is None else f'{matmul:.0f} TFLOP/s'}"
     )
 
 

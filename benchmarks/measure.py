@@ -185,7 +185,8 @@ class ShapeRun:
 
     def timed_rounds(self) -> Iterator[str]:
         for index in range(self.config.rounds):
-            self.matmul.measure()
+            if not self.config.is_over:
+                self.matmul.measure()
             first = index % max(len(self.chosen), 1)
             for impl in self.chosen[first:] + self.chosen[:first]:
                 if self.config.is_over:
@@ -278,12 +279,7 @@ class ShapeRun:
         ms = statistics.median(times) if times and not failed else None
         tflops = self.counted_flops(impl, direction) / ms / 1e9 if ms else None
         return {
-            "shape": shape.name,
-            "n": shape.num_responses,
-            "p": shape.mean_prompt,
-            "r": shape.mean_response,
-            "impl": impl.name,
-            "dtype": self.config.dtype,
+            **self.identity(impl),
             "direction": direction,
             "ms": significant(ms),
             "tflops": significant(tflops),
@@ -291,9 +287,6 @@ class ShapeRun:
             "oom": False,
             "matmul_tflops": significant(matmul),
             "fraction": significant(tflops / matmul) if tflops and matmul else None,
-            "h": shape.heads,
-            "h_k": shape.kv_heads,
-            "d": shape.head_dim,
             "groups": len(shape.groups),
             "packed_tokens": shape.packed_tokens,
             "visible_pairs": shape.visible_pairs(),
@@ -302,6 +295,21 @@ class ShapeRun:
             "ms_max": significant(max(times)) if ms else None,
             **self.more(impl, direction),
             **facts,
+        }
+
+    def identity(self, impl: Implementation) -> Row:
+        """What a row is about."""
+        shape = self.shape
+        return {
+            "shape": shape.name,
+            "n": shape.num_responses,
+            "p": shape.mean_prompt,
+            "r": shape.mean_response,
+            "impl": impl.name,
+            "dtype": self.config.dtype,
+            "h": shape.heads,
+            "h_k": shape.kv_heads,
+            "d": shape.head_dim,
         }
 
     def counted_flops(self, impl: Implementation, direction: str) -> float:

@@ -63,12 +63,16 @@ class LayerRun(ShapeRun):
         for direction, laps in zip(steps, self.stopwatch.laps(tuple(steps.values()), calls), strict=True):
             self.times[impl.name, direction] += laps
 
+    def identity(self, impl: Implementation) -> Row:
+        model = self.shape.model
+        sizes = {"layers": model.layers, "hidden": model.hidden, "intermediate": model.intermediate}
+        return {**super().identity(impl), **sizes}
+
     def counted_flops(self, impl: Implementation, direction: str) -> float:
         return impl.executed_flops(self.shape, direction)
 
     def more(self, impl: Implementation, direction: str) -> Row:
         return {
-            **model_fields(self.shape.model),
             "executed_tokens": impl.tokens(self.shape),
             "executed_pairs": impl.pairs(self.shape),
             "executed_flops": impl.executed_flops(self.shape, direction),
@@ -86,7 +90,8 @@ class MemoryRun(LayerRun):
         ShapeRun.memory_pass(self, impl)
 
     def timed_rounds(self) -> Iterator[str]:
-        self.matmul.measure()
+        if not self.config.is_over:
+            self.matmul.measure()
         yield from ()
 
     @property
@@ -102,24 +107,11 @@ class MemoryRun(LayerRun):
         elif facts["peak_gib"] is None:
             facts["skipped"] = "no GPU memory is counted here" if not self.config.is_cuda else self.out_of_time
         return {
-            "shape": shape.name,
-            "n": shape.num_responses,
-            "p": shape.mean_prompt,
-            "r": shape.mean_response,
-            "impl": impl.name,
-            "dtype": self.config.dtype,
-            "h": shape.heads,
-            "h_k": shape.kv_heads,
-            "d": shape.head_dim,
-            **model_fields(shape.model),
+            **self.identity(impl),
             "prompt_tokens": impl.tokens(shape) - responses,
             "response_tokens": responses,
             **facts,
         }
-
-
-def model_fields(model: ModelShape) -> Row:
-    return {"layers": model.layers, "hidden": model.hidden, "intermediate": model.intermediate}
 
 
 def wall_ms(call: Callable[[], object], calls: int, config: Config) -> float:

@@ -467,6 +467,16 @@ def test_the_layer_command_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixt
     assert str(out) in capsys.readouterr().out
 
 
+def test_shapes_that_time_does_not_reach_are_recorded(tmp_path: Path) -> None:
+    pytest.importorskip("tqdm")
+    out = tmp_path / "layer.json"
+    assert bench_layer.main(["--device", "cpu", "--budget-s", "1e-9", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["shape"] for row in rows} == {shape.name for shape in shapes.LAYER_TINY}
+    assert {row["skipped"] for row in rows} == {"the time given was used up"}
+    assert "| not timed |" in out.with_suffix(".md").read_text()
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_memory_command_on_the_cpu(tmp_path: Path) -> None:
     """Runs to the end, but has no peaks: a CPU's allocations are not counted."""
