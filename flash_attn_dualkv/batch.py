@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,18 @@ class SharedPromptBatch:
         """rho = sum(P_i + R_i) / T: how many times fewer tokens the model sees; inf where it sees none."""
         rows = self.layout.num_tokens
         return self.num_replicated_tokens / rows if rows else math.inf
+
+    def to(self, device: torch.device | str) -> SharedPromptBatch:
+        """The batch on another device, in one copy: for batches that were packed in a data loader."""
+        device = torch.device(device)
+        if device == self.layout.device:
+            return self
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        long = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        moved = to_device(list(long.values()), self.layout.tensors, device)
+        layout = self.layout.with_tensors(moved[len(long) :])
+        changes: dict[str, Any] = dict(zip(long, moved))
+        return replace(self, layout=layout, **changes)
 
     def metrics(self) -> dict[str, float]:
         """What sharing saves in this micro-batch, for a logger."""

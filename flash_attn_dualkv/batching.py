@@ -11,11 +11,6 @@ from .checks import explain
 from .shared_prompt import SharedPromptError
 
 
-def _packed_tokens(prompt_len: int, response_lens: Sequence[int]) -> int:
-    """Rows of a group in the packed row (boundary "replicate", the larger one)."""
-    return prompt_len - 1 + sum(response_lens) + len(response_lens)
-
-
 def split_by_token_budget(
     groups: Sequence[Sequence[int]],
     prompt_lens: Sequence[int],
@@ -24,15 +19,15 @@ def split_by_token_budget(
     *,
     dp_group: Any = None,
 ) -> list[list[int]]:
-    """Micro-batches of at most `max_tokens` packed tokens each, with as few copies of prompts as that allows.
+    """Micro-batches of at most `max_tokens` packed tokens each.
 
-    A group that fits stays whole; one that does not is split between its responses. Groups are put, longest first, into
-    the first micro-batch that has room.
+    A group that fits stays whole; one that does not is split between its responses, each part with its own copy of the
+    prompt. Groups are put, longest first, into the first micro-batch that has room.
 
     Args:
         groups: the samples of each prompt, as `group_by_prompt` gives them.
         prompt_lens, response_lens: (B,) of the samples.
-        max_tokens: bound of a packed micro-batch without padding.
+        max_tokens: bound of a packed micro-batch without padding, whichever boundary it is packed with.
         dp_group: a torch.distributed process group whose ranks must get equally many micro-batches; the ranks with
             fewer split theirs further. Every rank must call.
 
@@ -66,7 +61,7 @@ def split_by_token_budget(
 def _fill(
     groups: Sequence[Sequence[int]], prompt_lens: Sequence[int], response_lens: Sequence[int], max_tokens: int
 ) -> tuple[list[list[int]], str | None]:
-    """The micro-batches, or what is wrong."""
+    """The micro-batches, or what is wrong. Rows are those of the boundary "replicate", which has more."""
     pieces: list[tuple[int, list[int]]] = []
     for members in groups:
         prompt_len = prompt_lens[members[0]]

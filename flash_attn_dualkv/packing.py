@@ -12,6 +12,7 @@ there, and one copy brings the result to the device.
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -119,23 +120,22 @@ def pack_padded(
     if attention_mask.shape != input_ids.shape:
         expected = f"shape {tuple(input_ids.shape)} (as input_ids)"
         raise SharedPromptError(explain("attention_mask", expected, tuple(attention_mask.shape)))
-    own_lengths = [prompt_length] if isinstance(prompt_length, Tensor) else []
-    (ids, mask, *fetched), labels, device = _fetch([input_ids, attention_mask, *own_lengths], group_ids)
+    given = _given_lengths("prompt_length", prompt_length)
+    (ids, mask, *fetched), labels, device = _fetch([input_ids, attention_mask, *given], group_ids)
     ids, mask = ids.view(input_ids.shape), mask.view(input_ids.shape)
     if bool(((mask != 0) & (mask != 1)).any()):
         raise SharedPromptError(explain("attention_mask", "0 and 1", "other values"))
-    if isinstance(prompt_length, Tensor) or not isinstance(prompt_length, int):
+    totals = mask.sum(1).tolist()
+    if isinstance(prompt_length, (Tensor, Sequence)):
         _check_runs("attention_mask", mask)
-        totals = mask.sum(1).tolist()
-        prompt_lens = fetched[0].tolist() if fetched else list(prompt_length)
-        _check_prompt_lens(prompt_lens, totals)
+        prompt_lens = _lengths("prompt_length", prompt_length, fetched, totals)
     else:
-        columns = int(prompt_length)
+        columns = operator.index(prompt_length)
         if not 0 <= columns <= mask.shape[1]:
             raise SharedPromptError(explain("prompt_length", f"0 .. {mask.shape[1]} columns", columns))
         _check_runs("attention_mask (prompts)", mask[:, :columns])
         _check_runs("attention_mask (responses)", mask[:, columns:])
-        prompt_lens, totals = mask[:, :columns].sum(1).tolist(), mask.sum(1).tolist()
+        prompt_lens = mask[:, :columns].sum(1).tolist()
     response_lens = [total - length for total, length in zip(totals, prompt_lens)]
     return _pack(Samples(ids[mask != 0], prompt_lens, response_lens, device), labels, **options)
 
@@ -165,11 +165,10 @@ def pack_jagged(
         got = f"{nested.dim()} dimensions, {'no ' if nested.lengths() is None else ''}gaps"
         raise SharedPromptError(explain("input_ids", "2 dimensions and no gaps between the sequences", got))
     _check_ids("input_ids", nested.values(), 1)
-    own_lengths = [prompt_lens] if isinstance(prompt_lens, Tensor) else []
-    (tokens, offsets, *fetched), labels, device = _fetch([nested.values(), nested.offsets(), *own_lengths], group_ids)
+    given = _given_lengths("prompt_lens", prompt_lens)
+    (tokens, offsets, *fetched), labels, device = _fetch([nested.values(), nested.offsets(), *given], group_ids)
     totals = offsets.diff().tolist()
-    lengths = fetched[0].tolist() if fetched else list(prompt_lens)
-    _check_prompt_lens(lengths, totals)
+    lengths = _lengths("prompt_lens", prompt_lens, fetched, totals)
     begin, end = (int(offsets[at]) for at in (0, -1))
     response_lens = [total - length for total, length in zip(totals, lengths)]
     return _pack(Samples(tokens[begin:end], lengths, response_lens, device), labels, **options)
@@ -185,8 +184,10 @@ def group_by_prompt(
         verify: whether to check that the prompts of a group id are equal; without it their tokens are not looked at.
 
     Raises:
-        SharedPromptError: samples of one group id have different prompts.
+        SharedPromptError: an empty prompt; samples of one group id with different prompts.
     """
+    if not prompts:
+        return []
     given = [_tokens(f"prompts[{index}]", one) for index, one in enumerate(prompts)]
     if group_ids is not None and not verify:
         _, ids, _ = _fetch([], group_ids)
@@ -283,12 +284,23 @@ def _check_runs(name: str, mask: Tensor) -> None:
         raise SharedPromptError(explain(name, "ones that stand together in each row", f"a hole in row {row}"))
 
 
-def _check_prompt_lens(prompt_lens: Sequence[int], totals: Sequence[int]) -> None:
-    if len(prompt_lens) != len(totals):
-        raise SharedPromptError(explain("prompt_lens", f"{len(totals)} of them (as samples)", len(prompt_lens)))
-    for index, (length, total) in enumerate(zip(prompt_lens, totals)):
-        if not 0 <= length <= total:
-            raise SharedPromptError(explain(f"prompt_lens[{index}]", f"0 .. {total}, its sequence's tokens", length))
+def _given_lengths(name: str, lengths: Any) -> list[Tensor]:
+    """The lengths if they are a tensor, to be fetched with the tokens."""
+    if not isinstance(lengths, Tensor):
+        return []
+    _check_ids(name, lengths, 1)
+    return [lengths]
+
+
+def _lengths(name: str, lengths: Any, fetched: Sequence[Tensor], totals: Sequence[int]) -> list[int]:
+    """Numbers of prompt tokens, one for each sequence and no longer than that."""
+    lengths = fetched[0].tolist() if fetched else lengths
+    if len(lengths) != len(totals):
+        raise SharedPromptError(explain(name, f"{len(totals)} of them (as samples)", len(lengths)))
+    for index, (length, total) in enumerate(zip(lengths, totals)):
+        if not hasattr(length, "__index__") or not 0 <= length <= total:
+            raise SharedPromptError(explain(f"{name}[{index}]", f"0 .. {total}, its sequence's tokens", length))
+    return list(map(operator.index, lengths))
 
 
 def _common_device(tensors: Sequence[Tensor]) -> torch.device:
@@ -300,6 +312,7 @@ def _common_device(tensors: Sequence[Tensor]) -> torch.device:
 
 
 def _joined(tokens: Sequence[Tensor]) -> Tensor:
+    """All in one, contiguous."""
     _common_device(tokens)
     return torch.cat(list(tokens)) if tokens else torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -318,6 +331,8 @@ def _fetch(
         ids = group_ids.tolist()
     elif group_ids is not None:
         ids = list(group_ids)
+        if any(isinstance(one, Tensor) for one in ids):  # equal ones have different hashes
+            raise SharedPromptError(explain("group_ids", "hashable values or one integer tensor", "tensors"))
     return to_host(tensors) if tensors else [], ids, device
 
 

@@ -78,6 +78,21 @@ class SharedPromptLayout:
     def device(self) -> torch.device:
         return self.segments.device
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.cu_seqlens_context, self.cu_seqlens_decoded, self.segments, self.groups
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> SharedPromptLayout:
+        """The layout with other copies of its `tensors`, in their order."""
+        cu_seqlens_context, cu_seqlens_decoded, segments, groups = tensors
+        return replace(
+            self,
+            cu_seqlens_context=cu_seqlens_context,
+            cu_seqlens_decoded=cu_seqlens_decoded,
+            segments=segments,
+            groups=groups,
+        )
+
     def pad_to(self, multiple: int) -> SharedPromptLayout:
         """The layout of the row with as little padding behind it as makes its length a multiple of `multiple`."""
         if multiple < 1:
@@ -91,16 +106,7 @@ class SharedPromptLayout:
         device = torch.device(device)
         if device == self.device:
             return self
-        tensors = (self.cu_seqlens_context, self.cu_seqlens_decoded, self.segments, self.groups)
-        if self.device.type == "cpu":
-            moved = to_device((), tensors, device)
-        else:
-            flat = torch.cat([one.reshape(-1) for one in tensors]).to(device)
-            parts = flat.split([one.numel() for one in tensors])
-            moved = [part.view(one.shape) for part, one in zip(parts, tensors)]
-        return replace(
-            self, cu_seqlens_context=moved[0], cu_seqlens_decoded=moved[1], segments=moved[2], groups=moved[3]
-        )
+        return self.with_tensors(to_device((), self.tensors, device))
 
     def validate(self) -> None:
         """SharedPromptLayoutError unless the tensors and the host's numbers agree. It reads the tensors back."""

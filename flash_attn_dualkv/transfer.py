@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Integer tensors of one device as flat int64 tensors of the host; one device-to-host copy if they are on a GPU."""
+    """Integer tensors of one device as flat, contiguous int64 tensors of the host; from a GPU in one copy."""
     flat = [one.reshape(-1) for one in tensors]
-    together = flat[0] if len(flat) == 1 else torch.cat(flat)
+    together = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
     if together.is_cuda:  # several times faster into pinned memory
         host = torch.empty(together.shape, dtype=torch.int64, device="cpu", pin_memory=True).copy_(together)
     else:
@@ -21,19 +21,24 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def to_device(long: Sequence[Tensor], short: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies of the `long` (int64) and then the `short` (int32) tensors of the host, in one host-to-device copy.
+    """The `long` (int64) and then the `short` (int32) tensors of one device on another, in one copy.
 
-    They share one buffer. A copy to a GPU starts from pinned memory: the host does not wait for it.
+    They share one buffer. A copy from the host to a GPU starts from pinned memory: the host does not wait for it.
     """
+    source = (*long, *short)[0].device
+    to_gpu = device.type == "cuda"
     sizes = [one.numel() for one in long]
     halves = [one.numel() for one in short]
     words = sum(sizes)
     buffer = torch.empty(
-        words + (sum(halves) + 1) // 2, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+        words + (sum(halves) + 1) // 2,
+        dtype=torch.int64,
+        device=source,
+        pin_memory=to_gpu and source.type == "cpu",
     )
     _fill(buffer[:words], long)
     _fill(buffer[words:].view(torch.int32)[: sum(halves)], short)
-    moved = buffer.to(device, non_blocking=True)
+    moved = buffer.to(device, non_blocking=to_gpu)
     parts = [*_parts(moved, sizes), *_parts(moved[words:].view(torch.int32), halves)]
     return [part.view(one.shape) for part, one in zip(parts, (*long, *short))]
 

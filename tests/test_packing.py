@@ -254,11 +254,11 @@ def test_pack_padded_with_a_prompt_length_for_each_row(side: str, form: Any) -> 
 @pytest.mark.parametrize("form", [list, torch.tensor])
 def test_pack_jagged(form: Any) -> None:
     whole = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES)]
-    nested = torch.nested.nested_tensor(tensors(whole), layout=torch.jagged)
-    batch = pack_jagged(nested, form([len(one) for one in PROMPTS]), boundary="gather")
+    given = nested(tensors(whole))
+    batch = pack_jagged(given, form([len(one) for one in PROMPTS]), boundary="gather")
     assert_same_batch(batch, pack_shared_prompts(PROMPTS, RESPONSES, boundary="gather"))
     back: Any = unpack_to_jagged(torch.ones(sum(batch.response_lens)), batch)
-    assert back.offsets().equal(nested.offsets())  # type: ignore[operator]
+    assert back.offsets().equal(given.offsets())  # type: ignore[operator]
 
 
 # --- grouping ------------------------------------------------------------------------------------------------------
@@ -267,6 +267,17 @@ def test_pack_jagged(form: Any) -> None:
 def test_group_by_prompt() -> None:
     assert group_by_prompt(PROMPTS) == [[0, 2], [1], [3, 5], [4]]
     assert group_by_prompt(tensors(PROMPTS)) == [[0, 2], [1], [3, 5], [4]]
+    assert group_by_prompt([]) == []
+
+
+def test_strided_tokens() -> None:
+    """Rows and columns of larger tensors."""
+    table = torch.tensor([[1, 9, 2, 9], [3, 9, 2, 9], [1, 9, 2, 8]])
+    assert group_by_prompt(list(table[:, ::2])) == [[0, 2], [1]]
+    assert group_by_prompt([table[0, ::2]]) == [[0]]
+    batch = pack_padded(table.t().contiguous().t(), torch.ones(3, 8)[:, ::2] > 0, 3)
+    assert_same_batch(batch, pack_shared_prompts(table[:, :3].tolist(), table[:, 3:].tolist()))
+    assert batch.layout.num_groups == 2
 
 
 @pytest.mark.parametrize("form", [list, tuple, torch.tensor])
@@ -304,6 +315,12 @@ def test_strict_prefixes_of_equal_bytes_do_not_merge() -> None:
 # --- errors --------------------------------------------------------------------------------------------------------
 
 ONES = torch.ones(2, 4, dtype=torch.int64)
+
+
+def nested(rows: Sequence[Tensor]) -> Tensor:
+    return torch.nested.nested_tensor(list(rows), layout=torch.jagged)
+
+
 ERRORS: list[tuple[str, Any, str]] = [
     ("no samples", lambda: pack_shared_prompts([], []), "^prompts: expected at least one, got 0"),
     ("empty prompt", lambda: pack_shared_prompts([[1], []], [[2], [3]]), r"^prompts\[1\]: expected at least one token"),
@@ -323,8 +340,13 @@ ERRORS: list[tuple[str, Any, str]] = [
     ("1-D batch", lambda: pack_padded(ONES[0], ONES[0], 2), "^input_ids: expected 2 dimension"),
     ("columns", lambda: pack_padded(ONES, ONES, 5), "^prompt_length: expected 0 .. 4"),
     ("no prompts", lambda: pack_padded(ONES, ONES, 0), r"^prompts\[0\]: expected at least one token"),
-    ("prompt lengths", lambda: pack_padded(ONES, ONES, [2, 5]), r"^prompt_lens\[1\]: expected 0 .. 4"),
-    ("how many lengths", lambda: pack_padded(ONES, ONES, [2]), "^prompt_lens: expected 2 of them"),
+    ("prompt lengths", lambda: pack_padded(ONES, ONES, [2, 5]), r"^prompt_length\[1\]: expected 0 .. 4"),
+    ("half a token", lambda: pack_padded(ONES, ONES, [2, 2.5]), r"^prompt_length\[1\]: expected 0 .. 4"),
+    ("how many lengths", lambda: pack_padded(ONES, ONES, [2]), "^prompt_length: expected 2 of them"),
+    ("0-D length", lambda: pack_padded(ONES, ONES, torch.tensor(2)), "^prompt_length: expected 1 dimension"),
+    ("jagged lengths", lambda: pack_jagged(nested(ONES), [2, 5]), r"^prompt_lens\[1\]: expected 0 .. 4"),
+    ("jagged tensor of lengths", lambda: pack_jagged(nested(ONES), torch.ones(2)), "^prompt_lens: expected integers"),
+    ("ids in tensors", lambda: group_by_prompt([[1], [1]], group_ids=list(torch.ones(2))), "^group_ids: .* tensors"),
     ("not nested", lambda: pack_jagged(ONES, [1, 1]), "^input_ids: expected a nested tensor"),
     ("ranks", lambda: balance_groups([1] * 3, [1] * 3, [0] * 3, 2), "^num_ranks: expected a divisor of the 3"),
     ("rank inputs", lambda: balance_groups([1] * 3, [1] * 2, [0] * 3, 1), "^response_lens: expected 3"),
@@ -456,6 +478,12 @@ def test_layout_on_another_device(device: str) -> None:
     moved.validate()
     for name in ("cu_seqlens_context", "cu_seqlens_decoded", "segments", "groups"):
         assert getattr(moved, name).device.type == device and getattr(back, name).equal(getattr(layout, name))
+    batch = pack_shared_prompts(PROMPTS, RESPONSES)
+    assert batch.to("cpu") is batch
+    returned = batch.to(device).to("cpu")
+    assert_same_batch(returned, batch)
+    assert returned.padded_index.equal(batch.padded_index) and returned.jagged_index.equal(batch.jagged_index)
+    assert all(one.device.type == device for one in vars(batch.to(device)).values() if isinstance(one, Tensor))
     meta = layout.to("meta")
     assert meta.segments.shape == layout.segments.shape and meta.device.type == "meta"
 
@@ -581,8 +609,8 @@ def form_of(name: str, prompts: list[Tensor], responses: list[Tensor]) -> Any:
     whole = [torch.cat(pair) for pair in zip(prompts, responses)]
     lengths = torch.tensor([len(one) for one in prompts], device=prompts[0].device)
     if name == "jagged":
-        nested = torch.nested.nested_tensor(whole, layout=torch.jagged)
-        return lambda: pack_jagged(nested, lengths)
+        given = nested(whole)
+        return lambda: pack_jagged(given, lengths)
     ids = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in whole], batch_first=True)
     return lambda: pack_padded(ids, mask, lengths)
