@@ -14,7 +14,7 @@ import extension
 import pytest
 import toolchain
 from build_plan import CudaBuild, PureBuild, TorchBuild, plan_build
-from readme_commands import readme_command
+from readme_commands import readme_command, readme_example
 from toolchain import BuildError, CompileStep, KernelSource, Nvcc
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -351,6 +351,9 @@ def test_readme_command():
         readme_command(text + install, "install")
     with pytest.raises(ValueError, match="expected one bash block"):
         readme_command(text.replace("pytest", ""), "test")
+    with pytest.raises(ValueError, match="expected one python block.* found 0"):
+        readme_example(text, "test")
+    assert readme_example(f"{text}<!-- example: test -->\n```python\nx = 1\n```\n", "test") == "x = 1"
 
 
 def test_the_readme_has_both_commands():

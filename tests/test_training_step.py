@@ -20,6 +20,7 @@ from tiny_models import (
     check_gradients,
     dualkv,
     gradients,
+    padded_logps,
     replicated_logps,
     stock_twin,
     tiny_model,
@@ -172,19 +173,6 @@ def test_ratios_between_packings_are_as_close_to_one_as_between_dense_batches(dt
         shared = (torch.cat([parts[i] for i in everything]) - old).exp()
         alone, _ = replicated_logps(stock_twin(model), SAMPLES)
         exact, _ = replicated_logps(stock_twin(model).double(), SAMPLES)
-        dense = [(dense_batch_logps(stock_twin(model), SAMPLES) - alone).exp(), (alone - exact).exp()]
+        dense = [(padded_logps(stock_twin(model), SAMPLES)[0] - alone).exp(), (alone - exact).exp()]
     deviation, *dense_deviations = ((one - 1).abs().max().item() for one in (shared, *dense))
     assert deviation <= max(dense_deviations)
-
-
-def dense_batch_logps(model, samples: Samples) -> torch.Tensor:
-    """As trainers do without a shared prompt: all samples in one right-padded batch."""
-    rows = [torch.tensor(prompt + response) for prompt, response in zip(samples.prompts, samples.responses)]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    all_logps = model(ids, attention_mask=mask, use_cache=False).logits.float().log_softmax(-1)
-    values = []
-    for row, prompt, response in zip(all_logps, samples.prompts, samples.responses):
-        scored = row[len(prompt) - 1 : len(prompt) - 1 + len(response)]
-        values.append(scored.gather(-1, torch.tensor(response, dtype=torch.int64)[:, None])[:, 0])
-    return torch.cat(values)

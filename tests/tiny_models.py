@@ -208,12 +208,33 @@ def replicated_logps(model: Any, samples: Samples, temperature: float = 1.0) -> 
             continue
         with wide_softmax():
             logits = model(torch.tensor([prompt + response], device=device), use_cache=False).logits[0]
-        logits = logits[len(prompt) - 1 : -1]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        all_logps = logits.log_softmax(-1)
-        logps.append(all_logps.gather(-1, torch.tensor(response, device=device)[:, None])[:, 0])
-        entropies.append(-(all_logps.exp() * all_logps).sum(-1))
+        scores = _score(logits[len(prompt) - 1 : -1] / temperature, response)
+        logps.append(scores[0])
+        entropies.append(scores[1])
     return torch.cat(logps), torch.cat(entropies)
+
+
+def padded_logps(model: Any, samples: Samples) -> tuple[Tensor, Tensor]:
+    """The same, as trainers do without a shared prompt: all sequences in one batch, padded on the right."""
+    device = next(model.parameters()).device
+    rows = [torch.tensor(prompt + response) for prompt, response in zip(samples.prompts, samples.responses)]
+    ids, mask = (
+        nn.utils.rnn.pad_sequence(one, batch_first=True).to(device)
+        for one in (rows, [torch.ones_like(row) for row in rows])
+    )
+    logits = model(ids, attention_mask=mask, use_cache=False).logits
+    scores = [
+        _score(row[len(prompt) - 1 : len(prompt) - 1 + len(response)], response)
+        for row, prompt, response in zip(logits, samples.prompts, samples.responses)
+    ]
+    logps, entropies = zip(*scores)
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def _score(logits: Tensor, response: list[int]) -> tuple[Tensor, Tensor]:
+    all_logps = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    targets = torch.tensor(response, dtype=torch.int64, device=logits.device)
+    return all_logps.gather(-1, targets[:, None])[:, 0], -(all_logps.exp() * all_logps).sum(-1)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,200 @@
+"""Transformers models on the kernels, 16-bit, against replicated prompts on PyTorch's FlashAttention and float32."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import (
+    Samples,
+    dualkv,
+    gradients,
+    padded_logps,
+    replicated_logps,
+    stock_twin,
+    tiny_model,
+)
+from transformers_registry import restored_registry  # noqa: F401
+
+from flash_attn_dualkv.packing import SharedPromptUnsupportedError
+
+pytestmark = pytest.mark.gpu
+
+SAMPLES = Samples.random([(700, [130, 65, 1, 200]), (129, [300, 64]), (1, [90])]).take([4, 0, 6, 1, 5, 2, 3])
+_SHAPE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=8)
+# Every expert is chosen: a choice that rounding can turn over would hide what is measured.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": dict(head_dim=64),
+    "qwen3": dict(head_dim=128),
+    "phi3": dict(),
+    "olmo2": dict(),
+    "qwen3_moe": dict(head_dim=64, num_experts=4, num_experts_per_tok=4),
+    "gpt_oss": dict(head_dim=64, num_local_experts=4, num_experts_per_tok=4, sliding_window=1024),
+    "deepseek_v3": dict(
+        num_key_value_heads=8, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, first_k_dense_replace=2
+    ),
+}
+# Gradients of a handful of independent numbers, sums that nearly cancel: the error of either side is a matter of chance.
+OF_FEW_NUMBERS = ("router", "sinks")
+
+
+def run(model: Any, shared: bool) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probabilities, a loss of them and its gradients, all in float32."""
+    if shared:
+        logps, entropy = dualkv.shared_prompt_forward(model, SAMPLES.pack(device="cuda"), with_entropy=True)
+    else:
+        logps, entropy = padded_logps(model, SAMPLES)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(len(logps), generator=generator).to(logps)
+    loss = (weights * logps).mean() - 0.1 * entropy.mean()
+    loss.backward()
+    return logps.detach().float(), loss.detach().float(), {k: v.float() for k, v in gradients(model).items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_less_accurate_than_replicated_prompts(name):
+    """The errors against float32 are at most 1.5 times those of replicated prompts in the same 16-bit type."""
+    model = tiny_model(name, dtype=torch.bfloat16, **_SHAPE, **MODELS[name]).cuda()
+    stock = stock_twin(model)
+    exact = run(stock_twin(model).float(), shared=False)
+    dense = run(stock, shared=False)
+    got = run(model, shared=True)
+
+    def error(one: torch.Tensor, other: torch.Tensor) -> float:
+        return (one - other).norm().item()
+
+    logp_error = error(dense[0], exact[0])
+    assert error(got[0], exact[0]) <= 1.5 * logp_error
+    # The error of a single number may be small by chance: three times that of a mean of independent errors is none.
+    loss_error = max(error(dense[1], exact[1]), 3 * logp_error / len(exact[0]))
+    assert error(got[1], exact[1]) <= 1.5 * loss_error
+    assert got[2].keys() == exact[2].keys()
+    for parameter, one in exact[2].items():
+        factor = 5.0 if any(word in parameter for word in OF_FEW_NUMBERS) else 1.5
+        assert error(got[2][parameter], one) <= factor * error(dense[2][parameter], one), parameter
+    whole, whole_exact, whole_dense = (torch.cat([v.flatten() for v in one[2].values()]) for one in (got, exact, dense))
+    for other in (whole_exact, whole_dense):
+        assert torch.cosine_similarity(whole, other, dim=0) > 0.999
+
+
+def test_ratios():
+    """1 to the last bit in the same packing; elsewhere as close to 1 as dense batches of different composition."""
+    model = tiny_model("qwen3", dtype=torch.bfloat16, **_SHAPE, head_dim=128).cuda()
+    stock = stock_twin(model)
+    everything = list(range(len(SAMPLES)))
+    with torch.no_grad():
+        old, _ = dualkv.shared_prompt_forward(model, SAMPLES.pack(device="cuda"))
+        parts: dict[int, torch.Tensor] = {}
+        for indices in (everything[::2], everything[1::2]):
+            samples = SAMPLES.take(indices)
+            logps, _ = dualkv.shared_prompt_forward(model, samples.pack(device="cuda"))
+            parts |= dict(zip(indices, samples.split(logps)))
+        alone, _ = replicated_logps(stock, SAMPLES)
+        batched, _ = padded_logps(stock, SAMPLES)
+        exact, _ = replicated_logps(stock_twin(model).float(), SAMPLES)
+    new, _ = dualkv.shared_prompt_forward(model, SAMPLES.pack(device="cuda"))
+    assert torch.equal((new - old).exp(), torch.ones_like(old))
+
+    def deviation(one: torch.Tensor, other: torch.Tensor) -> float:
+        return ((one - other).exp() - 1).abs().max().item()
+
+    # By its own means: between batches of different composition, and from exact arithmetic.
+    dense = max(deviation(batched, alone), deviation(alone, exact))
+    assert deviation(torch.cat([parts[i] for i in everything]), old) <= dense
+    # Two roundings of the same numbers, each as far from exact as the other.
+    assert deviation(old, alone) <= 2 * dense
+
+
+def test_gradient_checkpointing_and_16_bit_lora():
+    peft = pytest.importorskip("peft", reason="needs peft")
+    model = tiny_model("qwen3", dtype=torch.bfloat16, **_SHAPE, head_dim=64).cuda().train()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(model, config)
+    batch = SAMPLES.pack(device="cuda")
+
+    def run_once() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logps, _ = dualkv.shared_prompt_forward(model, batch)
+        logps.mean().backward()
+        return logps.detach(), gradients(model)
+
+    expected = run_once()
+    model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    got = run_once()
+    assert torch.equal(got[0], expected[0])
+    for name, one in expected[1].items():
+        assert (got[1][name] - one).norm() <= 0.02 * one.norm()
+
+
+def test_windows_and_softcaps_are_refused_by_the_kernels(restored_registry):  # noqa: F811
+    """Unless the reference is asked for, which has them and runs on the GPU too."""
+    for name in ("mistral", "gemma2"):
+        model = tiny_model(name, dtype=torch.float32).cuda()
+        bfloat16 = tiny_model(name, dtype=torch.bfloat16).cuda()
+        with pytest.raises(SharedPromptUnsupportedError, match="sliding_window|softcap"):
+            dualkv.shared_prompt_forward(bfloat16, SAMPLES.pack(device="cuda"))
+        dualkv.register("slow_but_exact", backend="reference")
+        model.set_attn_implementation("slow_but_exact")
+        with torch.no_grad():
+            got, _ = dualkv.shared_prompt_forward(model, SAMPLES.pack(device="cuda"))
+            expected, _ = replicated_logps(stock_twin(model), SAMPLES)
+        assert (got - expected).abs().max() < 1e-4
+
+
+def test_layers_neither_synchronise_nor_copy():
+    """What the host waits for does not grow with the number of layers: the layout is on the device already."""
+    batch = SAMPLES.pack(device="cuda")
+    counts = []
+    for layers in (2, 5):
+        model = tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=layers, **_SHAPE, head_dim=64).cuda()
+        dualkv.shared_prompt_forward(model, batch)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                dualkv.shared_prompt_forward(model, batch)[0].sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        counts.append(sum("synchronizing" in str(one.message) for one in caught))
+    assert counts[0] == counts[1]
+
+
+def test_memory_of_the_head_does_not_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch):
+    """A vocabulary as large as real ones: the logits of all rows would take 1.5 GB in float32 alone."""
+    from flash_attn_dualkv.integrations import forward
+
+    vocabulary, tokens = 150_000, 2560
+    monkeypatch.setattr(forward, "LOGIT_ELEMENTS", 256 * vocabulary)
+    model = tiny_model("llama", dtype=torch.bfloat16, vocab_size=vocabulary, **_SHAPE, head_dim=64).cuda()
+    samples = Samples.random([(64, [tokens // 4] * 4)])
+    batch = samples.pack(device="cuda")
+    gradient_bytes = 2 * sum(one.numel() for one in model.parameters())
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    logps, entropy = dualkv.shared_prompt_forward(model, batch, with_entropy=True)
+    (logps.mean() + entropy.mean()).backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    chunk = 256 * vocabulary * 4
+    # Gradients (twice while parts are added), some float32 copies of a chunk, and activations of a tiny backbone.
+    assert peak < 2 * gradient_bytes + 8 * chunk + 200 * 2**20
+    assert peak < tokens * vocabulary * 4 + gradient_bytes
+
+
+def test_generate_is_stock():
+    model = tiny_model("qwen3", dtype=torch.bfloat16, **_SHAPE, head_dim=64).cuda()
+    prompts = torch.tensor([[0, 0, 5, 6, 7], [9, 10, 11, 12, 13]], device="cuda")
+    options = dict(attention_mask=(prompts > 0).long(), max_new_tokens=16, do_sample=False, pad_token_id=0)
+    assert torch.equal(model.generate(prompts, **options), stock_twin(model).generate(prompts, **options))
+
+
+@pytest.mark.slow
+def test_compiled_model():
+    model = tiny_model("qwen3", dtype=torch.bfloat16, **_SHAPE, head_dim=64).cuda()
+    batch = SAMPLES.pack(device="cuda")
+    expected, _ = dualkv.shared_prompt_forward(model, batch)
+    got, _ = dualkv.shared_prompt_forward(torch.compile(model), batch)
+    got.sum().backward()
+    assert (got - expected).abs().max() < 0.1
