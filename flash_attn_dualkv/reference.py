@@ -13,7 +13,7 @@ and summed in float32 and rounded once; float64 stays float64.
 What some models change in it is in `Variant`: a softcap c replaces S by c * tanh(S / c) before the mask, a window hides
 the keys that lie too far back, and sinks are one more score in every row's LSE, of a key whose value is 0.
 
-The operators use it for CPU tensors; CUDA tensors reach it only when it is called directly.
+The operators use it for CPU tensors; CUDA tensors reach it only where the caller asks for it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ACCUMULATOR_ELEMENTS = 2**22
 class Visibility:
     """Which logical key positions a query at a logical position sees: the only place that knows the rule.
 
-    With `causal` none behind its own; with a `window` none that is `window` or more positions before its own.
+    With `causal` none after its own; with a `window` none that is `window` or more positions before its own.
     """
 
     causal: bool
@@ -272,7 +272,7 @@ def forward(
         segments, groups: (S, 8) and (G, 4) int32, see `layout.py`.
         softmax_scale: factor of the scores, > 0.
         causal: whether a row sees only keys up to its own logical position.
-        variant: what the model changes in it.
+        variant: what the model changes in it; the default is nothing.
 
     Returns:
         out (total_q, H, d) in q's dtype, and lse (H, total_q) in float32 (float64 for float64). Rows that are in no
