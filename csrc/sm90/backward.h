@@ -267,11 +267,11 @@ struct BackwardConsumer {
     const uint32_t address = shared.ds(buffer) + TileDs::chunk_offset(row, lane / 16);
 #pragma unroll
     for (int step = 0; step < kBlockM / 16; ++step) ptx::stmatrix_x4(TileDs::column(address, step), ds[step]);
-    ptx::fence_async_proxy();
   }
 
   // Passes once dS of both warpgroups is written, and the buffer of dQ has been read.
   __device__ __forceinline__ void exchange_ds() const {
+    ptx::fence_async_proxy();
     if (thread == 0) ptx::bulk_wait_read();
     ptx::named_barrier_sync(kBarrierDs, kConsumerThreads);
   }
@@ -297,8 +297,8 @@ struct BackwardConsumer {
     ptx::named_barrier_sync(kBarrierZeroed, kConsumerThreads);
   }
 
-  // Adds dQ of a step to the sums of its query tile: 16-byte chunks in fragment order, one bulk reduction a warpgroup.
-  __device__ __forceinline__ void store_dq(const FlaggedStep& step, uint32_t flags) {
+  // Writes dQ of a step to shared memory, 16-byte chunks in fragment order.
+  __device__ __forceinline__ void stage_dq(const FlaggedStep& step, uint32_t flags) {
     if (flags & FlaggedStep::kForeign) {
       // dS of foreign rows is zero, but K may hold what those rows must not see.
       const int first = step.first_row(kBlockM), end = step.end_row(kBlockM);
@@ -316,7 +316,16 @@ struct BackwardConsumer {
     const uint32_t address = shared.dq(group) + thread * 16;
 #pragma unroll
     for (int j = 0; j < Config::kDqCols / 8; ++j) ptx::store_shared_float4(address + j * kWarpgroup * 16, dq[j]);
+  }
+
+  // Adds it to the sums of its query tile, one bulk reduction a warpgroup. Products are issued between the two, because
+  // the fence waits for the writes. Only the first warp waits for the others: they write again behind exchange_ds.
+  __device__ __forceinline__ void send_dq(const FlaggedStep& step) {
     ptx::fence_async_proxy();
+    if (thread >= 32) {
+      ptx::named_barrier_arrive(kBarrierWarpgroup + group, kWarpgroup);
+      return;
+    }
     ptx::named_barrier_sync(kBarrierWarpgroup + group, kWarpgroup);
     if (thread == 0) {
       float* sum = p.dq_sum + int64_t{step.dq_tile} * (kBlockM * kHeadDim);
@@ -379,17 +388,18 @@ struct BackwardConsumer {
       ptx::wgmma_wait<kComputeDq ? 1 : 0>();
       shared.dout_ready(dout.stage).release(lane);
       issue_transposed(s, k_tile(), shared.q(next_q.stage));
+      Statistic lse, delta;
+      load_statistic(lse, shared.lse(next_q.stage));
       if (kComputeDq) {
         ptx::wgmma_wait<1>();
         ptx::pin(dq);
-        store_dq(steps[q.stage], flags);
+        stage_dq(steps[q.stage], flags);
       }
-      if (!kLateDk) shared.q_ready(q.stage).release(lane);
       shared.dout_ready(next_dout.stage).wait_full(next_dout.phase);
       issue_transposed(dp, v_tile(), shared.dout(next_dout.stage));
       if (kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
-      Statistic lse, delta;
-      load_statistic(lse, shared.lse(next_q.stage));
+      if (kComputeDq) send_dq(steps[q.stage]);
+      if (!kLateDk) shared.q_ready(q.stage).release(lane);
       const uint32_t next_flags = steps[next_q.stage].flags;
       ptx::wgmma_wait<kLateDk ? 2 : 1>();
       ptx::pin(s);
@@ -421,7 +431,8 @@ struct BackwardConsumer {
       issue_dq(buffer);
       ptx::wgmma_wait<0>();
       ptx::pin(dq);
-      store_dq(steps[q.stage], flags);
+      stage_dq(steps[q.stage], flags);
+      send_dq(steps[q.stage]);
       if (thread == 0) ptx::bulk_wait_read();  // shared memory must outlive its readers
     }
     ptx::wgmma_wait<0>();
