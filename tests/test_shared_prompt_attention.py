@@ -12,6 +12,7 @@ import torch
 from launches import kernel_pattern, launch_counts
 from shared_prompts import GROUPS, Inputs, inputs_of, layout_of, segment_rows, two_calls
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn_dualkv import ops, packed_ops, reference, shared_prompt
@@ -192,6 +193,32 @@ def test_one_node_on_the_packed_tensors(device: str) -> None:
     inputs = [None if node is None else getattr(node, "variable", None) for node, _ in out.grad_fn.next_functions]
     assert all(one is other for one, other in zip(inputs, leaves.tensors))
     assert [one for one in inputs[3:] if one is not None] == []
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of all operators that are called, but for autograd's own bookkeeping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name != "aten::detach":
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_operator_in_each_direction(device: str) -> None:
+    """Nothing else runs: no slice, no concatenation, no copy of tables."""
+    layout = layout_of(GROUPS["several"], device=device)
+    inputs = inputs_of(layout, **small(device))
+    leaves = inputs.leaves()
+    with Operators() as forward:
+        out = attend(leaves, layout)
+    with Operators() as backward:
+        torch.autograd.grad(out, leaves.tensors, inputs.dout)
+    assert forward.names == ["flash_attn_dualkv::packed_forward"]
+    assert backward.names == ["flash_attn_dualkv::packed_backward"]
 
 
 def small(device: str) -> dict[str, Any]:
