@@ -27,14 +27,7 @@ from packing import (
     spans,
     wide,
 )
-from peers import (
-    Implementation,
-    VarlenKernel,
-    choose_family,
-    is_importable,
-    math_varlen,
-    varlen_kernels,
-)
+from peers import Implementation, VarlenKernel, choose_family, is_importable, math_varlen, varlen_kernels
 from shapes import LayerShape, Shape
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
@@ -44,8 +37,8 @@ from flash_attn_dualkv.predict import ModelShape
 ROPE_BASE = 1e6
 EPS = 1e-6
 WEIGHT_STD = 0.02
-# Of the norms of query and key heads. At 1 the scores of random tokens are nearly equal and attention is an average
-# of values, which hides errors; the weights of trained models are above 1 too.
+# Of the norms of query and key heads. At 1 the scores of random tokens are nearly equal and attention is close to an
+# average of all values, in which an error would be lost.
 HEAD_NORM = 1.6
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (T, H, d), k and v (T, H_k, d) -> (T, H, d)
@@ -339,8 +332,7 @@ def replicated(name: str, kernel: VarlenKernel) -> Implementation:
 def prefix_grouper(kernel: VarlenKernel) -> list[Implementation]:
     if not is_importable("prefix_grouper"):
         return []
-    build = lambda source: build_prefix_grouper(source, kernel)  # noqa: E731
-    return [Implementation("prefix_grouper", build, refuses_groups)]
+    return [Implementation("prefix_grouper", lambda source: build_prefix_grouper(source, kernel), refuses_groups)]
 
 
 def cuda_layers(families: dict[str, tuple[str, ...]]) -> list[Implementation]:
