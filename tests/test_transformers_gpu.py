@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
         num_key_value_heads=8, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, first_k_dense_replace=2
     ),
 }
-# Gradients of a handful of independent numbers, sums that nearly cancel: the error of either side is a matter of chance.
+# Gradients of a handful of independent numbers, sums that nearly cancel: the error of either side is chance.
 OF_FEW_NUMBERS = ("router", "sinks")
 
 

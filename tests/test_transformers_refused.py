@@ -177,6 +177,18 @@ def test_modules_that_mix_tokens_are_refused_whatever_the_configuration_says():
         dualkv.shared_prompt_forward(model, BATCH)
 
 
+def test_positions_that_do_not_begin_at_zero_are_refused():
+    config = transformers.AutoConfig.for_model(
+        "roberta", hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=97,
+        is_decoder=True,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.config._attn_implementation = "dualkv"
+    for function in (dualkv.install_layout_hook, lambda one: dualkv.shared_prompt_forward(one, BATCH)):
+        with pytest.raises(SharedPromptError, match="positions that begin at 0|logits_to_keep"):
+            function(model)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

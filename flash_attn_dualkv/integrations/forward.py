@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ..checks import explain
 from ..packing import SharedPromptBatch, SharedPromptError
 from .guard import expect_shared_prompt
-from .support import check_mixers, check_noise, check_supported, num_attention_layers
+from .support import check_modules, check_noise, check_supported, num_attention_layers
 
 # Logits that exist at once: 256 MiB in float32, and a few times that while they are turned into log-probabilities.
 LOGIT_ELEMENTS = 2**26
@@ -127,7 +127,7 @@ def _check_model(causal_lm: Any) -> str:
     if hasattr(causal_lm.get_output_embeddings(), "set_reshard_after_forward"):
         expected = "an LM head in the root's FSDP unit"
         raise SharedPromptError(explain("model", expected, "an LM head that is an FSDP unit of its own"))
-    check_mixers(causal_lm)
+    check_modules(causal_lm)
     check_noise(causal_lm)
     return name
 

@@ -71,13 +71,18 @@ def num_attention_layers(config: Any) -> int:
     return int(text_config(config).num_hidden_layers)
 
 
-def check_mixers(model: nn.Module) -> None:
+def check_modules(model: nn.Module) -> None:
     """Refuse a model with modules that mix tokens by something else than attention, whatever its configuration says.
+
+    And one whose positions do not begin at 0, as those of packed batches do.
 
     Raises:
         SharedPromptError: names the module.
     """
     for name, module in model.named_modules():
+        # RoBERTa and its like: padding has a position of its own, and the first token the one behind it.
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None and "position" in name:
+            raise SharedPromptError(explain(name, "positions that begin at 0", f"{module.padding_idx + 1}"))
         is_convolution = isinstance(module, nn.modules.conv._ConvNd) and module.kernel_size[-1] > 1
         if (is_convolution and _is_text_layer(name)) or _MIXER_CLASSES.search(type(module).__name__):
             raise SharedPromptError(explain(name, "a module that does not mix tokens", type(module).__name__))

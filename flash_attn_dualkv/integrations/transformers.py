@@ -28,7 +28,7 @@ from ..packing import SharedPromptError, SharedPromptLayout, shared_prompt_atten
 from . import guard
 from .forward import backbone_name, causal_lm_of, shared_prompt_forward
 from .guard import expect_shared_prompt
-from .support import check_mixers, check_noise, check_supported, num_attention_layers
+from .support import check_modules, check_noise, check_supported, num_attention_layers
 
 __all__ = [
     "check_supported",
@@ -155,7 +155,7 @@ def install_layout_hook(model: nn.Module) -> LayoutHook:
     """
     stock = causal_lm_of(model)
     check_supported(stock.config)
-    check_mixers(stock)
+    check_modules(stock)
     layers = num_attention_layers(stock.config)
     name = backbone_name(stock)
     modules = [stock] if name is None else [stock, getattr(stock, name)]
