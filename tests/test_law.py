@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-import law  # noqa: E402
+import law
 
 
 def test_the_law_recovers_known_coefficients() -> None:
