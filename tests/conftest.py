@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -32,3 +34,17 @@ def device(request: pytest.FixtureRequest) -> str:
     """Runs the test on the CPU, and marked `gpu` on a GPU."""
     name: str = request.param
     return name
+
+
+@pytest.fixture
+def restored_registry() -> Iterator[None]:
+    """For tests that register or wrap attention implementations of transformers: takes that back."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    mappings = [one._global_mapping for one in (AttentionInterface, AttentionMaskInterface)]
+    before = [dict(one) for one in mappings]
+    yield
+    for mapping, items in zip(mappings, before):
+        mapping.clear()
+        mapping.update(items)

@@ -16,7 +16,6 @@ from tiny_models import (
     stock_twin,
     tiny_model,
 )
-from transformers_registry import restored_registry  # noqa: F401
 
 from flash_attn_dualkv.packing import SharedPromptUnsupportedError
 
@@ -127,7 +126,7 @@ def test_gradient_checkpointing_and_16_bit_lora():
         assert (got[1][name] - one).norm() <= 0.02 * one.norm()
 
 
-def test_windows_and_softcaps_are_refused_by_the_kernels(restored_registry):  # noqa: F811
+def test_windows_and_softcaps_are_refused_by_the_kernels(restored_registry):
     """Unless the reference is asked for, which has them and runs on the GPU too."""
     for name in ("mistral", "gemma2"):
         model = tiny_model(name, dtype=torch.float32).cuda()

@@ -19,7 +19,6 @@ from tiny_models import (
     tiny_model,
     transformers,
 )
-from transformers_registry import restored_registry  # noqa: F401
 
 from flash_attn_dualkv.integrations import guard
 from flash_attn_dualkv.packing import SharedPromptError, SharedPromptLayoutError
@@ -275,6 +274,6 @@ def test_padding_of_the_row_changes_nothing():
         (dict(backend="gpu"), "backend: expected one of auto, cuda, reference"),
     ],
 )
-def test_what_can_be_registered(options, message, restored_registry):  # noqa: F811
+def test_what_can_be_registered(options, message, restored_registry):
     with pytest.raises(SharedPromptError, match=message):
         dualkv.register(**options)

@@ -21,7 +21,6 @@ from tiny_models import (
     tiny_model,
     transformers,
 )
-from transformers_registry import restored_registry  # noqa: F401
 
 from flash_attn_dualkv.packing import SharedPromptError
 
@@ -54,7 +53,7 @@ def test_generate(name, cache):
 
 @pytest.mark.parametrize("fallback", ["auto", "sdpa", "eager"])
 @pytest.mark.parametrize("name", [name for name in SUPPORTED if name != "deepseek_v3"])
-def test_padded_batches(name, fallback, restored_registry):  # noqa: F811
+def test_padded_batches(name, fallback, restored_registry):
     """Logits and gradients of real tokens are bit-equal to those of the implementation that is fallen back to."""
     dualkv.register("fallback_of_a_test", fallback=fallback)
     # float32: in float64 the stock eager attention makes NaN of rows that see nothing, which padding has.
@@ -122,7 +121,7 @@ def test_stock_model_switched_over():
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_wrapped_sdpa(name, restored_registry):  # noqa: F811
+def test_wrapped_sdpa(name, restored_registry):
     """With a layout it is this library's attention, and no mask of T x T elements is built; without one it is stock."""
     model = tiny_model(name, attention="sdpa")
     stock = copy.deepcopy(model)(PROMPTS, attention_mask=PADDING, use_cache=False).logits
@@ -136,7 +135,7 @@ def test_wrapped_sdpa(name, restored_registry):  # noqa: F811
     check_equal(got, expected, TOLERANCES[torch.float64].value)
 
 
-def test_wrapped_sdpa_with_the_hook(restored_registry):  # noqa: F811
+def test_wrapped_sdpa_with_the_hook(restored_registry):
     """A caller that cannot pass the layout through the model: the backbone takes it from the enclosing expectation."""
     dualkv.wrap("sdpa")
     model = tiny_model("qwen3", attention="sdpa")
@@ -154,13 +153,13 @@ def test_wrapped_sdpa_with_the_hook(restored_registry):  # noqa: F811
     assert not model.model._forward_pre_hooks
 
 
-def test_only_known_names_are_wrapped(restored_registry):  # noqa: F811
+def test_only_known_names_are_wrapped(restored_registry):
     for name in ("eager", "no_such_attention"):
         with pytest.raises(SharedPromptError, match="names: expected one of"):
             dualkv.wrap([name])
 
 
-def test_the_backend_is_the_registered_one(restored_registry):  # noqa: F811
+def test_the_backend_is_the_registered_one(restored_registry):
     dualkv.register("kernels_only", backend="cuda")
     with pytest.raises(SharedPromptError, match="backend"):
         dualkv.shared_prompt_forward(tiny_model("llama", attention="kernels_only"), MIXED.pack())
