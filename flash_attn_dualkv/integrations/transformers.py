@@ -245,9 +245,10 @@ def _widen(tensor: Tensor, head_dim: int) -> Tensor:
 
 def _window(attention_mask: Any, sliding_window: int | None) -> int | None:
     """The layer's window: what the model passes, or where it has the window only in its mask, that of the mask."""
-    if not isinstance(attention_mask, _DeferredMask) or attention_mask.window is None:
+    if not isinstance(attention_mask, _DeferredMask):
         return sliding_window
     if sliding_window is not None and sliding_window != attention_mask.window:
+        # Stock implementations would disagree here: some look at the argument, others at the mask.
         raise SharedPromptError(explain("sliding_window", f"{attention_mask.window} (as the mask)", sliding_window))
     return attention_mask.window
 
