@@ -1,4 +1,5 @@
 // The Python module: check, allocate, fill the parameter structs, launch. Nothing else includes torch.
+#include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_bf16.h>
@@ -35,6 +36,18 @@ std::map<std::string, int64_t> launch_counts() {
   std::map<std::string, int64_t> counts;
   count_launch("", &counts);
   return counts;
+}
+
+// New tensors, straight from the caching allocator: going through the dispatcher costs several microseconds each, and a
+// call makes a dozen.
+Tensor uninitialised(const Tensor& beside, at::IntArrayRef sizes, at::ScalarType type) {
+  return Tensor(at::detail::empty_cuda(sizes, type, beside.device(), std::nullopt));
+}
+
+Tensor zeros(const Tensor& beside, at::IntArrayRef sizes, at::ScalarType type) {
+  const Tensor t = uninitialised(beside, sizes, type);
+  check_cuda(cudaMemsetAsync(t.data_ptr(), 0, t.nbytes(), c10::cuda::getCurrentCUDAStream()));
+  return t;
 }
 
 // Copies move 16 bytes, and tensor maps know no stride of zero: a tensor whose rows do not start on 16 bytes, or that
@@ -130,7 +143,7 @@ struct Problem {
             {shape.q_rows, static_cast<int>(kv.k_context.size(0)), static_cast<int>(kv.k_decoded.size(0))}};
   }
 
-  Tensor ints(int64_t count) const { return at::empty({count}, segments.options()); }
+  Tensor ints(int64_t count) const { return uninitialised(segments, {count}, at::kInt); }
 };
 
 template <typename Item>
@@ -152,7 +165,7 @@ struct ForwardList {
     items = item_storage<ForwardItem>(problem, capacity);
     count = problem.ints(2);
     int* counters = int_pointer(count);
-    work = {reinterpret_cast<ForwardItem*>(items.data_ptr()), counters, counters + 1, capacity};
+    work = {reinterpret_cast<ForwardItem*>(items.data_ptr()), counters, capacity, counters + 1};
     build_forward_list({layout, queries, block_n, problem.shape.causal, capacity, int_pointer(offsets),
                         reinterpret_cast<ForwardItem*>(items.data_ptr()), counters, counters + 1},
                        problem.stream);
@@ -162,7 +175,7 @@ struct ForwardList {
 
 // The list of KV tiles, and the tiles whose queries were split.
 struct BackwardList {
-  Tensor offsets, steps, items, count, split_items, split_count;
+  Tensor offsets, steps, items, class_begin, split_items, split_count;
   WorkList<BackwardItem> work;
   WorkList<SplitTile> splits;
   int slots;
@@ -180,15 +193,15 @@ struct BackwardList {
     steps = problem.ints(tile_capacity);
     items = item_storage<BackwardItem>(problem, item_capacity);
     split_items = item_storage<SplitTile>(problem, split_capacity);
-    count = problem.ints(1);
+    class_begin = problem.ints(kCostClasses + 1);
     split_count = problem.ints(1);
     auto* item_pointer = reinterpret_cast<BackwardItem*>(items.data_ptr());
     auto* split_pointer = reinterpret_cast<SplitTile*>(split_items.data_ptr());
-    work = {item_pointer, int_pointer(count), nullptr, item_capacity};
-    splits = {split_pointer, int_pointer(split_count), nullptr, split_capacity};
+    work = {item_pointer, int_pointer(class_begin) + kCostClasses, item_capacity, nullptr, int_pointer(class_begin)};
+    splits = {split_pointer, int_pointer(split_count), split_capacity};
     build_backward_list({layout, tiles.block_m, tiles.block_n, shape.causal, shape.num_kv_heads,
                          shape.heads_per_group(), shape.num_sms, tile_capacity, int_pointer(offsets),
-                         int_pointer(steps), item_pointer, int_pointer(count), split_pointer,
+                         int_pointer(steps), item_pointer, int_pointer(class_begin), split_pointer,
                          int_pointer(split_count)},
                         problem.stream);
     count_launch("dualkv_work_list_backward");
@@ -234,7 +247,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k_context, con
   const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
   const Problem problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal);
   // Rows in no sequence, and rows that see no key, are in no work item: they keep what stands here.
-  const Tensor out = at::zeros(q.sizes(), q.options());
+  const Tensor out = zeros(q, q.sizes(), q.scalar_type());
   const Tensor lse = at::full({problem.shape.num_heads, problem.shape.q_rows},
                               -std::numeric_limits<float>::infinity(), q.options().dtype(at::kFloat));
   if (problem.segments.size(0) == 0 || q.size(0) == 0) return {out, lse};
@@ -264,11 +277,12 @@ struct BackwardCall {
     const auto selected = select_for<BackwardKernel<T>>(problem);
     const TileInfo& tiles = selected.kernel.tiles;
     const BackwardList list(problem, tiles);
-    const auto floats = problem.q.options().dtype(at::kFloat);
     const int64_t m_blocks = ceil_div(problem.shape.q_rows, tiles.block_m);
-    const Tensor slots = at::empty({list.slots, 2, tiles.block_n, selected.padded_head_dim}, floats);
+    const Tensor slots =
+        uninitialised(problem.q, {list.slots, 2, tiles.block_n, selected.padded_head_dim}, at::kFloat);
     const Tensor dq_sum =
-        dq.defined() ? at::zeros({problem.shape.num_heads, m_blocks, tiles.block_m, selected.padded_head_dim}, floats)
+        dq.defined() ? zeros(problem.q, {problem.shape.num_heads, m_blocks, tiles.block_m, selected.padded_head_dim},
+                             at::kFloat)
                      : Tensor();
     float* dq_pointer = dq.defined() ? dq_sum.data_ptr<float>() : nullptr;
     selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
@@ -311,13 +325,15 @@ Tensor backward_into(const Keys& gradients, const Tensor& dout_in, const std::op
   check_statistics(lse_in, "lse", q);
   if (dlse_in) check_statistics(*dlse_in, "dlse", q);
 
-  const Tensor dq = deterministic ? at::zeros(q.sizes(), q.options()) : at::empty(q.sizes(), q.options());
-  if (problem.segments.size(0) == 0 || q.size(0) == 0) return dq.zero_();
+  const bool is_empty = problem.segments.size(0) == 0 || q.size(0) == 0;
+  const Tensor dq = deterministic || is_empty ? zeros(q, q.sizes(), q.scalar_type())
+                                              : uninitialised(q, q.sizes(), q.scalar_type());
+  if (is_empty) return dq;
 
   const Tensor dout = aligned(dout_in), out = aligned(out_in), lse = lse_in.contiguous();
   const Tensor dlse = dlse_in ? dlse_in->contiguous() : Tensor();
   const int64_t padded_rows = ceil_div<int64_t>(q.size(0), RowStatistics::kPadding) * RowStatistics::kPadding;
-  const Tensor rows = at::empty({2, problem.shape.num_heads, padded_rows}, lse.options());
+  const Tensor rows = uninitialised(q, {2, problem.shape.num_heads, padded_rows}, at::kFloat);
   float* lse_log2 = rows.data_ptr<float>();
   const RowStatistics statistics{lse_log2, lse_log2 + problem.shape.num_heads * padded_rows, padded_rows};
   with_element_type(q, [&](auto element) {
@@ -337,8 +353,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k_context,
     const Tensor& v_context, const Tensor& k_decoded, const Tensor& v_decoded, const Tensor& out, const Tensor& lse,
     const Tensor& segments, const Tensor& groups, double softmax_scale, bool causal, bool deterministic) {
-  const Keys gradients{at::zeros(k_context.sizes(), q.options()), at::zeros(v_context.sizes(), q.options()),
-                       at::zeros(k_decoded.sizes(), q.options()), at::zeros(v_decoded.sizes(), q.options())};
+  const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
+  const auto zeros_like = [&](const Tensor& t) { return zeros(q, t.sizes(), q.scalar_type()); };
+  const Keys gradients{zeros_like(k_context), zeros_like(v_context), zeros_like(k_decoded), zeros_like(v_decoded)};
   const Tensor dq = backward_into(gradients, dout, dlse, q, {k_context, v_context, k_decoded, v_decoded}, out, lse,
                                   segments, groups, softmax_scale, causal, deterministic);
   return {dq, gradients.k_context, gradients.v_context, gradients.k_decoded, gradients.v_decoded};
@@ -366,7 +383,8 @@ std::tuple<Tensor, Tensor, Tensor> packed_backward(const Tensor& dout, const std
                                                    const Tensor& groups, int64_t context_rows, double softmax_scale,
                                                    bool deterministic) {
   const Keys kv = split_rows(k, v, context_rows);
-  const Tensor dk = at::zeros(k.sizes(), q.options()), dv = at::zeros(v.sizes(), q.options());
+  const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
+  const Tensor dk = zeros(q, k.sizes(), q.scalar_type()), dv = zeros(q, v.sizes(), q.scalar_type());
   const Tensor dq = backward_into(split_rows(dk, dv, context_rows), dout, dlse, q, kv, out, lse, segments, groups,
                                   softmax_scale, true, deterministic);
   return {dq, dk, dv};
@@ -395,8 +413,8 @@ std::tuple<Tensor, Tensor> segment_tables(const Tensor& cu_seqlens_q, const Tens
   const int64_t num_groups = cu_seqlens_context ? cu_seqlens_context->size(0) - 1 : 1;
   check_argument(num_groups >= 1 || num_segments == 0, "cu_seqlens_context", "at least one group for the sequences",
                  num_groups);
-  const Tensor segments = at::empty({num_segments, kSegmentColumns}, cu_seqlens_q.options());
-  const Tensor groups = at::empty({num_groups, kGroupColumns}, cu_seqlens_q.options());
+  const Tensor segments = uninitialised(cu_seqlens_q, {num_segments, kSegmentColumns}, at::kInt);
+  const Tensor groups = uninitialised(cu_seqlens_q, {num_groups, kGroupColumns}, at::kInt);
   build_segment_tables({int_pointer(cu_seqlens_q), int_pointer(cu_seqlens_k_decoded),
                         cu_seqlens_context ? int_pointer(*cu_seqlens_context) : nullptr,
                         cu_seqs_per_context ? int_pointer(*cu_seqs_per_context) : nullptr,

@@ -45,8 +45,9 @@ template <typename Item>
 struct WorkList {
   const Item* items;
   const int* count;
-  int* next;  // counter from which persistent blocks take items; zero at launch
   int capacity;
+  int* next = nullptr;  // counter from which persistent blocks take items; zero at launch
+  const int* class_begin = nullptr;  // (kCostClasses + 1): see backward_place
 };
 
 template <typename T>

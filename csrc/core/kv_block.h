@@ -25,17 +25,15 @@ struct KvBlock {
   int slot;  // where the fp32 partial sums of a split tile go; -1: the block owns the whole tile
   QueryWalk walk;
 
-  // Neighbouring blocks take the KV heads of one item.
-  static __device__ __forceinline__ bool exists(const WorkList<BackwardItem>& work, const ProblemShape& shape) {
-    return static_cast<int>(blockIdx.x / shape.num_kv_heads) < *work.count;
-  }
-
-  __device__ __forceinline__ void load(const WorkList<BackwardItem>& work, const GroupLayout& layout,
+  // False for a surplus thread block.
+  __device__ __forceinline__ bool load(const WorkList<BackwardItem>& work, const GroupLayout& layout,
                                        const ProblemShape& shape, int block_m, int block_n) {
-    const BackwardItem item = work.items[blockIdx.x / shape.num_kv_heads];
+    const BackwardPlace place = backward_place(blockIdx.x, work.class_begin, shape.num_kv_heads);
+    if (place.item < 0) return false;
+    kv_head = place.kv_head;
+    const BackwardItem item = work.items[place.item];
     const Owner owner = owner_of(layout, item.region, item.owner, item.n_block, block_n);
     tile = owner.tile;
-    kv_head = blockIdx.x % shape.num_kv_heads;
     slot = item.slot < 0 ? -1 : item.slot + kv_head;
     walk.layout = layout;
     walk.tile = owner.tile;
@@ -44,6 +42,7 @@ struct KvBlock {
     walk.heads = shape.heads_per_group();
     walk.causal = shape.causal;
     walk.start(owner.segment_begin, item.first_step, item.num_steps);
+    return true;
   }
 
   // Writes the step that the walk is at; moves on.

@@ -12,7 +12,9 @@ struct ForwardItem {
   int m_block;
 };
 
-// A KV tile, or a part of its queries; every KV head takes the same list.
+// A KV tile, or a part of its queries; every KV head takes the same list. The list falls into classes of cost, each
+// half as long as the one before.
+constexpr int kCostClasses = 8;
 struct BackwardItem {
   Region region;
   int owner;  // the group of a context tile, the segment of a decoded one
@@ -44,6 +46,22 @@ DUALKV_HD int packed_heads(int heads_per_group, int tile_rows) {
 
 DUALKV_HD int forward_cost(const Segment& s, int m_block, int block_m, int block_n, bool causal) {
   return visible_kv_tiles(s, query_tile(s, m_block, block_m), block_n, causal);
+}
+
+// The item and KV head of a thread block. Within a class the items of one head come first, then those of the next:
+// blocks that run together then walk the same Q, dO and dQ, which stay in L2. Item by item, with the heads side by side,
+// two thirds of that traffic went to DRAM.
+struct BackwardPlace {
+  int item, kv_head;  // item -1: a surplus block
+};
+
+// class_begin[c] is the first item of class c, class_begin[kCostClasses] the number of items.
+DUALKV_HD BackwardPlace backward_place(int block, const int* class_begin, int num_kv_heads) {
+  for (int c = 0; c < kCostClasses; ++c) {
+    const int begin = class_begin[c], items = class_begin[c + 1] - begin, index = block - begin * num_kv_heads;
+    if (index < items * num_kv_heads) return BackwardPlace{begin + index % items, index / items};
+  }
+  return BackwardPlace{-1, 0};
 }
 
 // The sequences whose queries an owner visits.

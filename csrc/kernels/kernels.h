@@ -43,7 +43,7 @@ struct BackwardListArgs {
   int* tile_offsets;  // (num_groups + num_segments + 1) scratch
   int* tile_steps;    // (tile_capacity) scratch
   BackwardItem* items;
-  int* item_count;
+  int* class_begin;  // (kCostClasses + 1)
   SplitTile* splits;
   int* split_count;
 };

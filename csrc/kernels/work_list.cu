@@ -117,6 +117,9 @@ __device__ int bin_of(int cost, int longest) {
   return kBins - 1 - static_cast<int>(static_cast<int64_t>(cost) * (kBins - 1) / max(longest, 1));
 }
 
+// The first bin of a class of cost: classes halve.
+__device__ int first_bin(int cost_class) { return kBins - (kBins >> cost_class); }
+
 // Turns counts per bin into first places.
 __device__ void bins_to_places(ListBlock& block) {
   const int count = block.bins[threadIdx.x];
@@ -202,6 +205,7 @@ __global__ void __launch_bounds__(kThreads) dualkv_work_list_backward(const Back
   __syncthreads();
   bins_to_places(block);
   if (threadIdx.x == 0) *a.split_count = 0;
+  if (threadIdx.x < kCostClasses) a.class_begin[threadIdx.x] = block.bins[first_bin(threadIdx.x)];
   __syncthreads();
 
   for (int i = threadIdx.x; i < tiles; i += kThreads) {
@@ -223,7 +227,7 @@ __global__ void __launch_bounds__(kThreads) dualkv_work_list_backward(const Back
     atomicAdd(&block.emitted, parts);
   }
   __syncthreads();
-  if (threadIdx.x == 0) *a.item_count = block.emitted;
+  if (threadIdx.x == 0) a.class_begin[kCostClasses] = block.emitted;
 }
 
 }  // namespace

@@ -168,16 +168,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm80_backward(const __grid_constant__ BackwardParams<T> p) {
   using Block = BackwardBlock<T, Config>;
   constexpr int kStages = Config::kStages;
-  if (!KvBlock::exists(p.work, p.shape)) return;
-
   __shared__ KvBlock work;
   __shared__ BackwardStep steps[3];
+  bool exists = false;
   if (threadIdx.x == 0) {
-    work.load(p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN);
-    work.take_step(steps[0]);
-    work.take_step(steps[1]);
+    exists = work.load(p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN);
+    if (exists) {
+      work.take_step(steps[0]);
+      work.take_step(steps[1]);
+    }
   }
-  __syncthreads();
+  if (!__syncthreads_or(exists)) return;
 
   const Block block{p, ptx::shared_address(Block::shared_bytes())};
   typename Block::FragKv::Accumulator dk, dv;

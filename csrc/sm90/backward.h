@@ -478,16 +478,16 @@ struct BackwardConsumer {
 template <typename T, class Config, bool kComputeDq>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_backward(const __grid_constant__ BackwardParams<T> p, const __grid_constant__ BackwardMaps maps) {
-  if (!KvBlock::exists(p.work, p.shape)) return;
   __shared__ KvBlock block;
   __shared__ FlaggedStep steps[Config::kStagesQ];
   extern __shared__ uint8_t bytes[];
   const BackwardShared<Config> shared{(ptx::shared_address(bytes) + 1023) & ~1023u};
+  bool exists = false;
   if (threadIdx.x == 0) {
     shared.init_barriers();
-    block.load(p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN);
+    exists = block.load(p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN);
   }
-  __syncthreads();
+  if (!__syncthreads_or(exists)) return;
 
   if (threadIdx.x < kWarpgroup) {
     ptx::give_registers<Config::Registers::kProducer>();
