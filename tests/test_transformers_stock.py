@@ -24,6 +24,9 @@ from tiny_models import (
 
 from flash_attn_dualkv.packing import SharedPromptError
 
+AttentionMaskInterface = transformers.masking_utils.AttentionMaskInterface
+sdpa_mask = transformers.masking_utils.sdpa_mask
+
 PROMPTS = torch.tensor([[0, 0, 0, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [0, 0, 3, 4, 5, 6, 7]])
 PADDING = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]])
 
@@ -122,7 +125,7 @@ def test_stock_model_switched_over():
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_wrapped_sdpa(name, restored_registry):
-    """With a layout it is this library's attention, and no mask of T x T elements is built; without one it is stock."""
+    """With a layout it is this library's attention, without one it is stock."""
     model = tiny_model(name, attention="sdpa")
     stock = copy.deepcopy(model)(PROMPTS, attention_mask=PADDING, use_cache=False).logits
     expected, _ = replicated_logps(model, MIXED)
@@ -133,6 +136,26 @@ def test_wrapped_sdpa(name, restored_registry):
     assert torch.equal(again, expected)
     got, _ = dualkv.shared_prompt_forward(model, MIXED.pack())
     check_equal(got, expected, TOLERANCES[torch.float64].value)
+
+
+@pytest.mark.parametrize("attention", ["dualkv", "sdpa"])
+def test_no_mask_is_built_with_a_layout(attention, restored_registry, monkeypatch):
+    """transformers makes one of T x T elements for packed positions: 4 GB at 64K tokens."""
+    built = []
+
+    def watched(*args, **kwargs):
+        built.append(kwargs)
+        return sdpa_mask(*args, **kwargs)
+
+    monkeypatch.setattr(dualkv, "sdpa_mask", watched)
+    AttentionMaskInterface.register("sdpa", watched)
+    dualkv.wrap("sdpa")
+    model = tiny_model("gemma3_text", attention=attention)
+    dualkv.shared_prompt_forward(model, MIXED.pack())
+    assert not built
+    batch = MIXED.pack()
+    model(batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
+    assert len(built) == 2  # one for windows and one for full attention, shared by the layers
 
 
 def test_wrapped_sdpa_with_the_hook(restored_registry):

@@ -22,7 +22,14 @@ from transformers import PreTrainedModel
 from ..checks import explain
 from ..packing import SharedPromptBatch, SharedPromptError
 from .guard import expect_shared_prompt
-from .support import check_modules, check_noise, check_supported, num_attention_layers
+from .support import (
+    check_attention,
+    check_modules,
+    check_noise,
+    check_supported,
+    num_attention_layers,
+    text_config,
+)
 
 # Logits that exist at once: 256 MiB in float32, and a few times that while they are turned into log-probabilities.
 LOGIT_ELEMENTS = 2**26
@@ -109,14 +116,8 @@ def _holds(module: nn.Module, other: nn.Module) -> bool:
 
 def _check_model(causal_lm: Any) -> str:
     """Check everything that can be known before the forward; returns the name of the backbone."""
-    # Here, because that module imports this one.
-    from .transformers import is_registered
-
     check_supported(causal_lm.config)
-    implementation = causal_lm.config.get_text_config(decoder=True)._attn_implementation
-    if not is_registered(implementation):
-        expected = 'a registered or wrapped attention (attn_implementation="dualkv" after register())'
-        raise SharedPromptError(explain("model", expected, repr(implementation)))
+    check_attention(causal_lm.config)
     name = backbone_name(causal_lm)
     if name is None or causal_lm.get_output_embeddings() is None:
         raise SharedPromptError(explain("model", "a causal LM (a backbone with a head)", type(causal_lm).__name__))
@@ -152,7 +153,7 @@ class _Scorer:
         # One gather for all rows: a gather per chunk would have a backward as large as the whole pack.
         hidden = output.last_hidden_state[0].index_select(0, self.batch.token_index)
         targets = _targets(self.batch)
-        rows = max(1, LOGIT_ELEMENTS // text_vocabulary(self.causal_lm))
+        rows = max(1, LOGIT_ELEMENTS // text_config(self.causal_lm.config).vocab_size)
         scores = [
             checkpoint(self._score, *chunk, type(output), use_reentrant=False, preserve_rng_state=False)
             for chunk in zip(hidden.split(rows), targets.split(rows))
@@ -212,11 +213,6 @@ def _targets(batch: SharedPromptBatch) -> Tensor:
             row += length - is_shortened
     index = torch.tensor([places, rows], dtype=torch.int64).to(targets.device)
     return targets.index_copy(0, index[0], batch.input_ids[index[1]])
-
-
-def text_vocabulary(causal_lm: Any) -> int:
-    """Columns of the logits."""
-    return int(causal_lm.config.get_text_config(decoder=True).vocab_size)
 
 
 @contextmanager

@@ -11,9 +11,13 @@ import re
 from typing import Any
 
 from torch import nn
+from transformers import AttentionInterface
 
 from ..checks import explain
 from ..packing import SharedPromptError
+
+# The attribute by which attention functions that take a layout are known.
+TAKES_LAYOUT = "dualkv_takes_layout"
 
 EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 # Where older configurations name the kinds of their layers. A layer that has both attention and a recurrence may be
@@ -64,6 +68,14 @@ def check_supported(config: Any) -> None:
         raise SharedPromptError(explain("attention_chunk_size", "None (chunked attention is not exact)", chunk))
     if not getattr(text, "num_attention_heads", None) or not getattr(text, "num_hidden_layers", None):
         raise SharedPromptError(explain("model", "a transformer with attention heads and layers", text.model_type))
+
+
+def check_attention(config: Any) -> None:
+    """SharedPromptError unless the model runs on an attention implementation that takes a layout."""
+    implementation = text_config(config)._attn_implementation
+    if not hasattr(AttentionInterface._global_mapping.get(implementation), TAKES_LAYOUT):
+        expected = 'a registered or wrapped attention (attn_implementation="dualkv" after register())'
+        raise SharedPromptError(explain("model", expected, repr(implementation)))
 
 
 def num_attention_layers(config: Any) -> int:

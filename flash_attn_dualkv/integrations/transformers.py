@@ -28,7 +28,7 @@ from ..packing import SharedPromptError, SharedPromptLayout, shared_prompt_atten
 from . import guard
 from .forward import backbone_name, causal_lm_of, shared_prompt_forward
 from .guard import expect_shared_prompt
-from .support import check_modules, check_noise, check_supported, num_attention_layers
+from .support import TAKES_LAYOUT, check_modules, check_noise, check_supported, num_attention_layers
 
 __all__ = [
     "check_supported",
@@ -95,7 +95,7 @@ def register(name: str = "dualkv", fallback: str = "auto", *, backend: str = "au
             return _attend_without_layout(module, query, key, value, attention_mask, fallback, kwargs)
         return _attend(module, query, key, value, attention_mask, shared_prompt_layout, backend, kwargs)
 
-    _mark(attention, backend)
+    setattr(attention, TAKES_LAYOUT, True)
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, _mask)
 
@@ -129,11 +129,6 @@ def wrap(
         stock_mask = AttentionMaskInterface._global_mapping.get(name)
         if stock_mask is not None:
             AttentionMaskInterface.register(name, _wrapped_mask(stock_mask))
-
-
-def is_registered(name: str | None) -> bool:
-    """Whether the attention implementation of this name takes a layout."""
-    return hasattr(AttentionInterface._global_mapping.get(name or ""), "dualkv_backend")
 
 
 def install_layout_hook(model: nn.Module) -> LayoutHook:
@@ -408,7 +403,8 @@ def _wrapped_attention(stock: Callable[..., Any], backend: str) -> Callable[...,
             raise SharedPromptError(explain("attention", "options as keyword arguments", f"{len(args)} by position"))
         return _attend(module, query, key, value, attention_mask, shared_prompt_layout, backend, kwargs)
 
-    _mark(attention, backend, stock)
+    setattr(attention, TAKES_LAYOUT, True)
+    attention.dualkv_stock = stock  # type: ignore[attr-defined]
     return attention
 
 
@@ -424,13 +420,6 @@ def _wrapped_mask(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     mask.dualkv_stock = stock  # type: ignore[attr-defined]
     return mask
-
-
-def _mark(attention: Any, backend: str, stock: Callable[..., Any] | None = None) -> None:
-    """Attributes by which this module knows its own functions again."""
-    attention.dualkv_backend = backend
-    if stock is not None:
-        attention.dualkv_stock = stock
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
