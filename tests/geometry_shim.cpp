@@ -18,6 +18,7 @@ struct Problem {
   int block_m, block_n;
   int heads;  // query heads of a KV head
   int num_kv_heads, num_sms;  // for the split into parts
+  int reversed;  // direction of the walks
 
   GroupLayout layout() const {
     return GroupLayout{segments, groups, num_segments, num_groups, Extents{q_rows, context_rows, decoded_rows}};
@@ -96,7 +97,6 @@ QueryWalk walk_of(const Problem& p, const Owner& owner) {
   QueryWalk walk{};
   walk.layout = p.layout();
   walk.tile = owner.tile;
-  walk.segment_end = owner.segment_end;
   walk.block_m = p.block_m;
   walk.heads = p.heads;
   walk.causal = p.causal;
@@ -128,20 +128,19 @@ void backward_owner(const Problem& p, Record& r, const Owner& owner, int steps, 
     ++r.out_of_range;
     return;
   }
-  for (int segment = owner.segment_begin; segment < owner.segment_end;) {
-    r.ranges += !next_query_range(p.layout(), segment, owner.segment_end, owner.tile, p.causal).empty();
+  for (SegmentCursor cursor{owner.segment_begin, owner.segment_end, p.reversed != 0}; !cursor.done();) {
+    r.ranges += !next_query_range(p.layout(), cursor, owner.tile, p.causal).empty();
   }
   const int parts = part_count(steps, limit);
   r.parts += parts;
   r.slots += parts > 1 ? parts * p.num_kv_heads : 0;
   ++r.tiles;
+  const SegmentCursor segments{owner.segment_begin, owner.segment_end, p.reversed != 0};
   for (int part = 0; part < parts; ++part) {
     const int first = part_begin(steps, parts, part), last = part_begin(steps, parts, part + 1);
     int walked = 0;
     QueryWalk walk = walk_of(p, owner);
-    for (walk.start(owner.segment_begin, first, last - first); !walk.done(); walk.next(), ++walked) {
-      backward_step(p, r, walk);
-    }
+    for (walk.start(segments, first, last - first); !walk.done(); walk.next(), ++walked) backward_step(p, r, walk);
     if (walked != last - first || last - first > limit) ++r.bad_parts;
   }
 }
@@ -177,6 +176,13 @@ int64_t count_capacity(const Problem* p) { return tile_capacity(*p); }
 int count_slots(const Problem* p) {
   return slot_capacity(tile_capacity(*p), p->num_segments, p->q_rows, p->block_m, p->heads * p->num_kv_heads,
                        p->num_sms);
+}
+
+// Item, KV head and direction of a thread block; false for a surplus one.
+int place_of(int block, const int* class_begin, int num_kv_heads, int num_sms, int* out) {
+  const BackwardPlace place = backward_place(block, class_begin, num_kv_heads, num_sms);
+  out[0] = place.item, out[1] = place.kv_head, out[2] = place.reversed;
+  return place.item >= 0;
 }
 
 int pack_of(int heads_per_group, int tile_rows) { return packed_heads(heads_per_group, tile_rows); }

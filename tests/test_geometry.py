@@ -34,6 +34,7 @@ class Problem(ctypes.Structure):
         ("groups", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("num_segments", "num_groups", "q_rows", "context_rows", "decoded_rows")),
         *((name, ctypes.c_int) for name in ("causal", "block_m", "block_n", "heads", "num_kv_heads", "num_sms")),
+        ("reversed", ctypes.c_int),
     ]
 
 
@@ -188,10 +189,12 @@ def check_tables(
     expected = tables.dense(causal)
     seen = np.zeros((heads, *expected.shape), np.uint8)
     assert_sound(record(shim.record_forward, problem, seen), seen, expected)
-    seen[:] = 0
-    backward = record(shim.record_backward, problem, seen, limit)
-    assert_sound(backward, seen, expected)
-    assert backward.steps == shim.count_steps(ctypes.byref(problem))
+    for direction in (False, True):
+        seen[:] = 0
+        problem.reversed = direction
+        backward = record(shim.record_backward, problem, seen, limit)
+        assert_sound(backward, seen, expected)
+        assert backward.steps == shim.count_steps(ctypes.byref(problem))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -226,6 +229,30 @@ def test_schedule_splits_within_its_capacities(shim: ctypes.CDLL, num_sms: int) 
         problem = tables.problem(True, (16, 16), heads=12, kv_heads=kv_heads, num_sms=num_sms)
         split += check_capacities(shim, problem).slots > 0
     assert split > 20
+
+
+def place_of(shim: ctypes.CDLL, block: int, begins: Ints, kv_heads: int, num_sms: int) -> tuple[int, ...] | None:
+    place = (ctypes.c_int * 3)()
+    exists = shim.place_of(block, begins.ctypes.data_as(ctypes.c_void_p), kv_heads, num_sms, place)
+    return tuple(place) if exists else None
+
+
+def test_every_item_has_one_block_a_head(shim: ctypes.CDLL) -> None:
+    """In every class of cost the items of one head lie together, and a head's items are walked in one direction."""
+    rng = np.random.default_rng(0)
+    directions = set()
+    for _ in range(100):
+        kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
+        begins = np.concatenate([[0], np.cumsum(rng.integers(0, 40, 8) * rng.integers(0, 2, 8))]).astype(np.int32)
+        blocks = int(begins[-1]) * kv_heads
+        places = [place_of(shim, block, begins, kv_heads, num_sms) for block in range(blocks)]
+        expected = []
+        for begin, end in itertools.pairwise(begins.tolist()):
+            expected += [(item, head) for head in range(kv_heads) for item in range(begin, end)]
+        assert [one and one[:2] for one in places] == expected
+        assert all(place_of(shim, blocks + more, begins, kv_heads, num_sms) is None for more in (0, 7))
+        directions |= {one[2] for one in places if one}
+    assert directions == {0, 1}
 
 
 def test_packs_of_heads_leave_few_rows_unused(shim: ctypes.CDLL) -> None:

@@ -28,7 +28,7 @@ struct KvBlock {
   // False for a surplus thread block.
   __device__ __forceinline__ bool load(const WorkList<BackwardItem>& work, const GroupLayout& layout,
                                        const ProblemShape& shape, int block_m, int block_n) {
-    const BackwardPlace place = backward_place(blockIdx.x, work.class_begin, shape.num_kv_heads);
+    const BackwardPlace place = backward_place(blockIdx.x, work.class_begin, shape.num_kv_heads, shape.num_sms);
     if (place.item < 0) return false;
     kv_head = place.kv_head;
     const BackwardItem item = work.items[place.item];
@@ -37,11 +37,10 @@ struct KvBlock {
     slot = item.slot < 0 ? -1 : item.slot + kv_head;
     walk.layout = layout;
     walk.tile = owner.tile;
-    walk.segment_end = owner.segment_end;
     walk.block_m = block_m;
     walk.heads = shape.heads_per_group();
     walk.causal = shape.causal;
-    walk.start(owner.segment_begin, item.first_step, item.num_steps);
+    walk.start(SegmentCursor{owner.segment_begin, owner.segment_end, place.reversed}, item.first_step, item.num_steps);
     return true;
   }
 

@@ -176,17 +176,34 @@ DUALKV_HD QueryRange query_range(const Segment& s, const KvTile& tile, bool caus
   return QueryRange{s.q_begin + first, s.q_begin + s.q_len, s.q_begin + full, s.q_pos0 - s.q_begin};
 }
 
+// Segments whose queries are still to be visited, from the front or, `reversed`, from the back.
+struct SegmentCursor {
+  int begin, end;
+  bool reversed;
+
+  DUALKV_HD bool done() const { return begin >= end; }
+  DUALKV_HD int next() const { return reversed ? end - 1 : begin; }
+  DUALKV_HD void advance() { reversed ? --end : ++begin; }
+};
+
 // The next range of queries that see `tile`, merged with its neighbours while those see all of it: for a context
-// tile the responses of a group become one long mask-free run. Advances `segment`; empty when there is none left.
-DUALKV_HD QueryRange next_query_range(const GroupLayout& layout, int& segment, int segment_end, const KvTile& tile,
+// tile the responses of a group become one long mask-free run. Both directions make the same ranges. Moves the cursor;
+// empty when there is none left.
+DUALKV_HD QueryRange next_query_range(const GroupLayout& layout, SegmentCursor& cursor, const KvTile& tile,
                                       bool causal) {
   QueryRange range{0, 0, 0, 0};
-  while (segment < segment_end && range.empty()) range = query_range(layout.segment(segment++), tile, causal);
-  for (; segment < segment_end; ++segment) {
-    const QueryRange next = query_range(layout.segment(segment), tile, causal);
+  for (; !cursor.done(); cursor.advance()) {
+    const QueryRange next = query_range(layout.segment(cursor.next()), tile, causal);
     if (next.empty()) continue;
-    if (next.row_begin != range.row_end || next.full_row != next.row_begin) break;
-    range.row_end = next.row_end;
+    if (range.empty()) {
+      range = next;
+    } else if (cursor.reversed) {
+      if (next.row_end != range.row_begin || range.full_row != range.row_begin) break;
+      range = QueryRange{next.row_begin, range.row_end, next.full_row, next.pos_offset};
+    } else {
+      if (next.row_begin != range.row_end || next.full_row != next.row_begin) break;
+      range.row_end = next.row_end;
+    }
   }
   return range;
 }
@@ -198,8 +215,8 @@ DUALKV_HD int end_m_block(const QueryRange& range, int block_m) { return ceil_di
 DUALKV_HD int64_t count_query_tiles(const GroupLayout& layout, int segment_begin, int segment_end, const KvTile& tile,
                                     int block_m, bool causal) {
   int64_t count = 0;
-  for (int segment = segment_begin; segment < segment_end;) {
-    const QueryRange range = next_query_range(layout, segment, segment_end, tile, causal);
+  for (SegmentCursor cursor{segment_begin, segment_end, false}; !cursor.done();) {
+    const QueryRange range = next_query_range(layout, cursor, tile, causal);
     if (!range.empty()) count += end_m_block(range, block_m) - first_m_block(range, block_m);
   }
   return count;
@@ -220,30 +237,30 @@ DUALKV_HD bool has_foreign_rows(const QueryRange& range, int m_block, int block_
   return m_block * block_m < range.row_begin || (m_block + 1) * block_m > range.row_end;
 }
 
-// The walk of an owner over its steps: query tiles in packed order, and for each of them the query heads of the KV
-// group. A step is one (query tile, head).
+// The walk of an owner over its steps: query tiles in packed order, or in reverse, and for each of them the query heads
+// of the KV group. A step is one (query tile, head).
 struct QueryWalk {
   GroupLayout layout;
   KvTile tile;
   QueryRange range;
-  int segment, segment_end;
+  SegmentCursor cursor;
   int block_m, heads;
   int m_block, head;
   int remaining;  // steps left, the current one included
   bool causal;
 
-  // Positions the walk on step `first_step` of the owner's sequences, to end after `num_steps` steps.
-  DUALKV_HD void start(int segment_begin, int first_step, int num_steps) {
-    segment = segment_begin;
+  // Positions the walk on step `first_step` of the segments of the cursor, to end after `num_steps` steps.
+  DUALKV_HD void start(const SegmentCursor& segments, int first_step, int num_steps) {
+    cursor = segments;
     remaining = num_steps;
     head = first_step % heads;
     int skip = first_step / heads;
     next_range();
-    while (remaining > 0 && skip >= end_m_block(range, block_m) - m_block) {
-      skip -= end_m_block(range, block_m) - m_block;
+    while (remaining > 0 && skip >= tiles_left()) {
+      skip -= tiles_left();
       next_range();
     }
-    m_block += skip;
+    m_block += cursor.reversed ? -skip : skip;
   }
 
   DUALKV_HD bool done() const { return remaining <= 0; }
@@ -252,12 +269,19 @@ struct QueryWalk {
     --remaining;
     if (++head < heads) return;
     head = 0;
-    if (++m_block >= end_m_block(range, block_m) && remaining > 0) next_range();
+    const bool last = tiles_left() == 1;
+    m_block += cursor.reversed ? -1 : 1;
+    if (last && remaining > 0) next_range();
+  }
+
+  // Query tiles of the range from the current one on.
+  DUALKV_HD int tiles_left() const {
+    return cursor.reversed ? m_block - first_m_block(range, block_m) + 1 : end_m_block(range, block_m) - m_block;
   }
 
   DUALKV_HD void next_range() {
-    range = next_query_range(layout, segment, segment_end, tile, causal);
-    m_block = first_m_block(range, block_m);
+    range = next_query_range(layout, cursor, tile, causal);
+    m_block = cursor.reversed ? end_m_block(range, block_m) - 1 : first_m_block(range, block_m);
     if (range.empty()) remaining = 0;
   }
 };

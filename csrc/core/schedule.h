@@ -53,15 +53,21 @@ DUALKV_HD int forward_cost(const Segment& s, int m_block, int block_m, int block
 // two thirds of that traffic went to DRAM.
 struct BackwardPlace {
   int item, kv_head;  // item -1: a surplus block
+  // Owners whose queries end together should also begin together. Longest first, blocks that begin together (a first
+  // wave) do so if they walk back from the common end, and then finish one after another; blocks that take their
+  // places begin in that order, as causality makes their queries begin: they walk forward, and end together.
+  bool reversed;
 };
 
 // class_begin[c] is the first item of class c, class_begin[kCostClasses] the number of items.
-DUALKV_HD BackwardPlace backward_place(int block, const int* class_begin, int num_kv_heads) {
+DUALKV_HD BackwardPlace backward_place(int block, const int* class_begin, int num_kv_heads, int num_sms) {
   for (int c = 0; c < kCostClasses; ++c) {
     const int begin = class_begin[c], items = class_begin[c + 1] - begin, index = block - begin * num_kv_heads;
-    if (index < items * num_kv_heads) return BackwardPlace{begin + index % items, index / items};
+    if (index >= items * num_kv_heads) continue;
+    const int kv_head = index / items, wave = (kv_head * items + items / 2) / num_sms;
+    return BackwardPlace{begin + index % items, kv_head, wave % 2 == 0};
   }
-  return BackwardPlace{-1, 0};
+  return BackwardPlace{-1, 0, false};
 }
 
 // The sequences whose queries an owner visits.
