@@ -115,6 +115,18 @@ def test_expectations_end_with_their_block():
     assert plain.logits.shape[1] == 6
 
 
+def test_a_layer_that_runs_twice_counts_once():
+    """Else a recomputation would stand in for a layer that never got the layout."""
+    model = tiny_model("llama").train()
+    model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    with dualkv.expect_shared_prompt(BATCH.layout, 2):
+        # The backward belongs outside; on the CPU it recomputes in this very thread.
+        model(**inputs(shared_prompt_layout=BATCH.layout)).logits.sum().backward()
+    with pytest.raises(SharedPromptLayoutError, match=LOST + "1"), dualkv.expect_shared_prompt(BATCH.layout, 2):
+        for _ in range(2):
+            guard.consume(model.model.layers[0].self_attn, BATCH.layout)
+
+
 @pytest.mark.parametrize("layers", [0, -1])
 def test_layers_are_counted_from_one(layers):
     with pytest.raises(ValueError, match="num_layers: expected"), dualkv.expect_shared_prompt(BATCH.layout, layers):
@@ -156,6 +168,15 @@ def test_bidirectional_attention_is_refused():
             is_causal=False,
             shared_prompt_layout=BATCH.layout,
         )
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="this transformers has no bidirectional masks for decoders")
+def test_bidirectional_masks_are_refused():
+    """A model that is made bidirectional by its configuration says so in its mask only."""
+    model = tiny_model("llama")
+    model.config.is_causal = False
+    with pytest.raises(SharedPromptError, match="is_causal: expected True"):
+        model(**inputs(shared_prompt_layout=BATCH.layout))
 
 
 def test_inexact_models_are_refused_before_they_run():
