@@ -122,9 +122,9 @@ def test_a_layer_that_runs_twice_counts_once():
     with dualkv.expect_shared_prompt(BATCH.layout, 2):
         # The backward belongs outside; on the CPU it recomputes in this very thread.
         model(**inputs(shared_prompt_layout=BATCH.layout)).logits.sum().backward()
+    attention = model.model.layers[0].self_attn
     with pytest.raises(SharedPromptLayoutError, match=LOST + "1"), dualkv.expect_shared_prompt(BATCH.layout, 2):
-        for _ in range(2):
-            guard.consume(model.model.layers[0].self_attn, BATCH.layout)
+        _ = [guard.consume(attention, BATCH.layout) for _ in range(2)]
 
 
 @pytest.mark.parametrize("layers", [0, -1])
