@@ -243,7 +243,7 @@ def test_every_item_has_one_block_a_head(shim: ctypes.CDLL) -> None:
     directions = set()
     for _ in range(100):
         kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
-        begins = np.concatenate([[0], np.cumsum(rng.integers(0, 40, 8) * rng.integers(0, 2, 8))]).astype(np.int32)
+        begins = np.concatenate([[0], np.cumsum(rng.integers(0, 40, 17) * rng.integers(0, 2, 17))]).astype(np.int32)
         blocks = int(begins[-1]) * kv_heads
         places = [place_of(shim, block, begins, kv_heads, num_sms) for block in range(blocks)]
         expected = []

@@ -117,8 +117,12 @@ __device__ int bin_of(int cost, int longest) {
   return kBins - 1 - static_cast<int>(static_cast<int64_t>(cost) * (kBins - 1) / max(longest, 1));
 }
 
-// The first bin of a class of cost: classes halve.
-__device__ int first_bin(int cost_class) { return kBins - (kBins >> cost_class); }
+// The first bin of a class of cost: bins are linear, bounds of classes 2^(-class / 4) of the longest.
+__device__ int first_bin(int cost_class) {
+  constexpr int kQuarters[4] = {1024, 861, 724, 609};
+  return kBins - (kQuarters[cost_class % 4] >> cost_class / 4);
+}
+static_assert(kBins == 1024, "the bounds are counted in 1024ths");
 
 // Turns counts per bin into first places.
 __device__ void bins_to_places(ListBlock& block) {
