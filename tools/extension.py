@@ -41,11 +41,12 @@ def build(root: Path, plan: CudaBuild, output: Path) -> None:
 def compile_steps(root: Path, plan: CudaBuild) -> list[CompileStep]:
     """Every compilation of the extension; the host sources come first, because torch's headers make them long."""
     steps = []
+    defines = ["-DDUALKV_JITTER"] if plan.jitter else []
     for source in kernel_sources(root, plan.head_dims):
         gencode = source.gencode(plan.archs)
         if gencode:
             output = root / OBJECTS / f"{source.path.name}.o"
-            steps.append(nvcc_step(plan.nvcc, source.path, output, root, ["-c", *gencode]))
+            steps.append(nvcc_step(plan.nvcc, source.path, output, root, ["-c", *defines, *gencode]))
     if not steps:
         raise BuildError(f"no kernel sources in {root / 'csrc'} for head dims {', '.join(map(str, plan.head_dims))}.")
     return [host_step(root, plan, path) for path in sorted((root / "csrc").rglob("*.cpp"))] + steps

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "ptx/jitter.h"
+
 namespace dualkv::ptx {
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
@@ -15,11 +17,13 @@ __device__ __forceinline__ void mbarrier_init_fence() {
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  jitter();
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
 }
 
 // Arrives, and adds `bytes` that copies still have to deliver before the phase ends.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
+  jitter();
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier),
                "r"(bytes)
                : "memory");
@@ -27,6 +31,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int byt
 
 // Returns once the phase of the given parity is over.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
+  jitter();
   asm volatile(
       "{\n.reg .pred done;\n"
       "retry:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"

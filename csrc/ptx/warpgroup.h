@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "ptx/jitter.h"
+
 namespace dualkv::ptx {
 
 // Before the first wgmma that reads registers or accumulators written by ordinary instructions.
@@ -34,10 +36,12 @@ __device__ __forceinline__ void take_registers() {
 }
 
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  jitter();
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  jitter();
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
