@@ -203,11 +203,9 @@ struct BackwardConsumer {
     ptx::wgmma_commit();
   }
 
-  // Zero, but the compiler does not know: without it the descriptors of K and V, which never change, are computed once,
-  // before the loop, and spilled.
   int steps_done = 0;
-  __device__ __forceinline__ uint32_t k_tile() const { return shared.k() + (steps_done >> 30); }
-  __device__ __forceinline__ uint32_t v_tile() const { return shared.v() + (steps_done >> 30); }
+  __device__ __forceinline__ uint32_t k_tile() const { return varying(shared.k(), steps_done); }
+  __device__ __forceinline__ uint32_t v_tile() const { return varying(shared.v(), steps_done); }
 
   __device__ __forceinline__ void issue_dq(int buffer) {
     const uint32_t a = shared.ds(buffer) + (kSplitRows ? group * TileDs::kPanelBytes : 0);

@@ -48,6 +48,13 @@ struct ForwardConfig<192> : ForwardTiles<192, 2, 96> {};
 template <>
 struct ForwardConfig<256> : ForwardTiles<256, 2, 80> {};
 
+// The backward kernels of two consumer warpgroups need every register.
+struct BackwardRegisters {
+  static constexpr int kProducer = 24, kConsumer = 240;
+};
+static_assert((BackwardRegisters::kProducer + 2 * BackwardRegisters::kConsumer) * kWarpgroup <= 64 * 1024,
+              "setmaxnreg would wait for ever");
+
 // Backward with a stationary KV tile of 128 rows, 64 a consumer warpgroup.
 template <int kHeadDim_, int kBlockM_>
 struct BackwardTiles {
@@ -58,9 +65,7 @@ struct BackwardTiles {
   // Whether dK waits until the next scores are issued. Then dS stays in registers beside S and dP of the next step, for
   // which 128 queries a tile leave no room.
   static constexpr bool kLateDk = kBlockM == 64;
-  struct Registers {
-    static constexpr int kProducer = 24, kConsumer = 240;
-  };
+  using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileKv = SmemTile<kBlockN, kHeadDim>;
   using TileDs = SmemTile<kBlockN, kBlockM>;  // transposed: rows are keys
@@ -81,9 +86,36 @@ struct BackwardTiles {
   static constexpr int kOffsetBarriers = kOffsetDelta + kStagesDo * kBlockM * 4;
   static constexpr int kSharedBytes = kOffsetBarriers + 128 + 1024;
   static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
-  static_assert((Registers::kProducer + kConsumers * Registers::kConsumer) * kWarpgroup <= 64 * 1024,
-                "setmaxnreg would wait for ever");
 };
+
+// dQ by itself: a block owns 128 queries of one head and streams K and V. K serves S of its own step and dQ, which is
+// issued with S of the next.
+template <int kHeadDim_, int kBlockN_, int kStagesK_, int kStagesV_>
+struct BackwardDqTiles {
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = 128, kBlockN = kBlockN_;
+  static constexpr int kStagesK = kStagesK_, kStagesV = kStagesV_;
+  static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
+  using Registers = BackwardRegisters;
+  using TileQ = SmemTile<kBlockM, kHeadDim>;
+  using TileKv = SmemTile<kBlockN, kHeadDim>;
+  static constexpr int kOffsetDo = TileQ::kBytes;
+  static constexpr int kOffsetK = kOffsetDo + TileQ::kBytes;
+  static constexpr int kOffsetV = kOffsetK + kStagesK * TileKv::kBytes;
+  static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileKv::kBytes;
+  static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
+  static_assert(kSharedBytes + 256 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
+};
+
+template <int kHeadDim>
+struct BackwardDqConfig;
+template <>
+struct BackwardDqConfig<64> : BackwardDqTiles<64, 128, 3, 2> {};
+template <>
+struct BackwardDqConfig<128> : BackwardDqTiles<128, 128, 3, 2> {};
+template <>
+struct BackwardDqConfig<192> : BackwardDqTiles<192, 80, 2, 2> {};
+template <>
+struct BackwardDqConfig<256> : BackwardDqTiles<256, 64, 2, 1> {};
 
 template <int kHeadDim>
 struct BackwardConfig;

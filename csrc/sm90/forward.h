@@ -10,9 +10,9 @@
 
 #include "core/mask.h"
 #include "core/online_softmax.h"
-#include "core/query_block.h"
 #include "sm90/config.h"
 #include "sm90/maps.h"
+#include "sm90/query_work.h"
 #include "sm90/tile.h"
 
 namespace dualkv::sm90 {
@@ -53,12 +53,6 @@ struct ForwardShared {
   }
 };
 
-// An item of the list on its way from the producer to the consumers.
-struct ForwardWork {
-  QueryBlock block;
-  int valid;
-};
-
 // The producer thread: per item K_0, Q, then K_n before V_n-1, because scores are needed one tile earlier than values.
 template <typename T, class Config>
 struct ForwardProducer {
@@ -74,20 +68,14 @@ struct ForwardProducer {
 
   __device__ __forceinline__ void load_k(const QueryBlock& work, int n) {
     const KvTile tile = kv_tile(work.segment, n, Config::kBlockN);
-    const Handshake ready = shared.k_ready(k_state.stage);
-    ready.wait_empty(k_state.phase);
-    ready.expect(TileKv::kBytes);
-    load_tile<TileKv>(shared.k(k_state.stage), maps.kv.of(tile.region).k, ready.full(), work.kv_head, tile.row);
-    k_state.advance();
+    load_kv_tile<TileKv>(shared.k(k_state.stage), maps.kv.of(tile.region).k, shared.k_ready(k_state.stage), k_state,
+                         work.kv_head, tile.row);
   }
 
   __device__ __forceinline__ void load_v(const QueryBlock& work, int n) {
     const KvTile tile = kv_tile(work.segment, n, Config::kBlockN);
-    const Handshake ready = shared.v_ready(v_state.stage);
-    ready.wait_empty(v_state.phase);
-    ready.expect(TileKv::kBytes);
-    load_tile<TileKv>(shared.v(v_state.stage), maps.kv.of(tile.region).v, ready.full(), work.kv_head, tile.row);
-    v_state.advance();
+    load_kv_tile<TileKv>(shared.v(v_state.stage), maps.kv.of(tile.region).v, shared.v_ready(v_state.stage), v_state,
+                         work.kv_head, tile.row);
   }
 
   __device__ __forceinline__ void load_q(const QueryBlock& work) {
@@ -99,22 +87,12 @@ struct ForwardProducer {
     q_state.advance();
   }
 
-  // Publishes item `index` to the consumers. Null where the list ends.
-  __device__ __forceinline__ const QueryBlock* publish(ForwardWork (&works)[2], int index, int items) {
-    const Handshake ready = shared.work_ready(work_state.stage);
-    ForwardWork& work = works[work_state.stage];
-    ready.wait_empty(work_state.phase);
-    work.valid = QueryBlock::exists(index, items, p.shape, p.packed_heads);
-    if (work.valid) {
-      const QueryTiling tiling{Config::kBlockM / p.packed_heads, p.packed_heads};
-      work.block.load(index, items, p.work, p.layout, p.shape, tiling, Config::kBlockN);
-    }
-    ptx::mbarrier_arrive(ready.full());
-    work_state.advance();
-    return work.valid ? &work.block : nullptr;
+  __device__ __forceinline__ const QueryBlock* publish(QueryWork (&works)[2], int index, int items) {
+    const QueryTiling tiling{Config::kBlockM / p.packed_heads, p.packed_heads};
+    return publish_work<Config>(shared, p, works, work_state, index, items, tiling);
   }
 
-  __device__ __forceinline__ void run(ForwardWork (&works)[2]) {
+  __device__ __forceinline__ void run(QueryWork (&works)[2]) {
     const int items = *p.work.count;
     const QueryBlock* next = publish(works, blockIdx.x, items);
     while (const QueryBlock* work = next) {
@@ -185,20 +163,11 @@ struct ForwardConsumer {
     k_state.advance();
   }
 
-  // V of tile n. Rows past the region's end are foreign, and 0 * NaN is NaN: every warpgroup zeroes them for itself.
+  // V of tile n, without foreign rows.
   __device__ __forceinline__ void wait_v(const QueryBlock& work, int n) const {
     shared.v_ready(v_state.stage).wait_full(v_state.phase);
     if (!masked.is_tail(n)) return;
-    const int valid = kv_tile(work.segment, n, kBlockN).valid;
-    constexpr int kChunks = TileKv::kPanels * TileKv::kPanelChunks;
-    for (int index = valid * kChunks + thread; index < kBlockN * kChunks; index += kWarpgroup) {
-      const int row = index / kChunks, chunk = index % kChunks;
-      ptx::store_shared_128(shared.v(v_state.stage) + (chunk / TileKv::kPanelChunks) * TileKv::kPanelBytes +
-                                row * TileKv::kRowBytes + chunk % TileKv::kPanelChunks * 16,
-                            make_uint4(0, 0, 0, 0));
-    }
-    ptx::fence_async_proxy();
-    ptx::named_barrier_sync(1 + group, kWarpgroup);
+    zero_tail<TileKv, kBlockN>(shared.v(v_state.stage), kv_tile(work.segment, n, kBlockN).valid, group, thread);
   }
   __device__ __forceinline__ void release_v() {
     shared.v_ready(v_state.stage).release(lane);
@@ -291,21 +260,15 @@ struct ForwardConsumer {
     }
   }
 
-  __device__ __forceinline__ void run(const ForwardWork (&works)[2]) {
-    for (PipelineState<2> state;; state.advance()) {
-      const Handshake ready = shared.work_ready(state.stage);
-      ready.wait_full(state.phase);
-      if (!works[state.stage].valid) return;
-      attend(works[state.stage].block);
-      ready.release(lane);
-    }
+  __device__ __forceinline__ void run(const QueryWork (&works)[2]) {
+    for_each_work(shared, works, lane, [&](const QueryBlock& work) { attend(work); });
   }
 };
 
 template <typename T, class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_forward(const __grid_constant__ ForwardParams<T> p, const __grid_constant__ ForwardMaps maps) {
-  __shared__ ForwardWork works[2];
+  __shared__ QueryWork works[2];
   extern __shared__ uint8_t bytes[];
   const ForwardShared<Config> shared{(ptx::shared_address(bytes) + 1023) & ~1023u};
   if (threadIdx.x == 0) shared.init_barriers();

@@ -5,6 +5,7 @@
 
 #include "dispatch.h"
 #include "sm90/backward.h"
+#include "sm90/backward_dq.h"
 #include "sm90/convert_dq.h"
 #include "sm90/forward.h"
 #include "sm90/tensor_map.h"
@@ -42,15 +43,26 @@ void launch_forward(const ForwardParams<T>& p, cudaStream_t stream) {
          Config::kSharedBytes, stream, p, maps);
 }
 
+template <typename T>
+CUtensorMap query_map(const TensorView<const T>& view, const ProblemShape& shape, int block_m) {
+  return make_tensor_map(view, shape.q_rows, shape.num_heads, shape.head_dim, block_m);
+}
+
 template <typename T, class Config>
 void launch_backward(const BackwardParams<T>& p, cudaStream_t stream) {
-  const auto query_map = [&](const TensorView<const T>& view) {
-    return make_tensor_map(view, p.shape.q_rows, p.shape.num_heads, p.shape.head_dim, Config::kBlockM);
-  };
-  const BackwardMaps maps{query_map(p.q), query_map(p.dout),
+  const BackwardMaps maps{query_map(p.q, p.shape, Config::kBlockM), query_map(p.dout, p.shape, Config::kBlockM),
                           region_maps(p.kv, p.layout.extents, p.shape, Config::kBlockN)};
   launch(p.dq_sum ? dualkv_sm90_backward<T, Config, true> : dualkv_sm90_backward<T, Config, false>,
          int64_t{p.work.capacity} * p.shape.num_kv_heads, Config::kThreads, Config::kSharedBytes, stream, p, maps);
+}
+
+template <typename T, class Config>
+void launch_backward_dq(const BackwardDqParams<T>& p, cudaStream_t stream) {
+  const BackwardDqMaps maps{query_map(p.q, p.shape, Config::kBlockM), query_map(p.dout, p.shape, Config::kBlockM),
+                            region_maps(p.kv, p.layout.extents, p.shape, Config::kBlockN)};
+  const int64_t items = int64_t{p.work.capacity} * p.shape.num_heads;
+  launch(dualkv_sm90_backward_dq<T, Config>, items < p.shape.num_sms ? items : p.shape.num_sms, Config::kThreads,
+         Config::kSharedBytes, stream, p, maps);
 }
 
 template <typename T, class Config>
@@ -76,9 +88,19 @@ bool register_backward() {
   return true;
 }
 
+template <typename T, int kHeadDim>
+bool register_backward_dq() {
+  using Config = BackwardDqConfig<kHeadDim>;
+  const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes};
+  add_kernel<BackwardDqKernel<T>>(Arch::sm90, kHeadDim, {tiles, launch_backward_dq<T, Config>});
+  return true;
+}
+
 }  // namespace dualkv::sm90
 
 #define DUALKV_SM90_FORWARD(head_dim, type) \
   [[maybe_unused]] static const bool registered = dualkv::sm90::register_forward<type, head_dim>()
 #define DUALKV_SM90_BACKWARD(head_dim, type) \
   [[maybe_unused]] static const bool registered = dualkv::sm90::register_backward<type, head_dim>()
+#define DUALKV_SM90_BACKWARD_DQ(head_dim, type) \
+  [[maybe_unused]] static const bool registered = dualkv::sm90::register_backward_dq<type, head_dim>()

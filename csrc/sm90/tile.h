@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/smem_tile.h"
+#include "sm90/config.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
 #include "ptx/warpgroup.h"
@@ -31,6 +32,10 @@ template <class Tile>
 __device__ __forceinline__ uint64_t along_rows(uint32_t tile, int k) {
   return descriptor<Tile>(tile, k * (16 * Tile::kRowBytes));
 }
+
+// `address`, in a way that depends on the step of a loop: the descriptors of a tile that never changes would otherwise be
+// computed once, before the loop, and spilled.
+__device__ __forceinline__ uint32_t varying(uint32_t address, int step) { return address + (step >> 30); }
 
 // The stage that a user of a ring is at, and the parity of its round.
 template <int kStages>
@@ -74,6 +79,16 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const CUtensorMap& map,
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
     ptx::tma_load_3d(tile + panel * Tile::kPanelBytes, map, barrier, panel * Tile::kPanelCols, head, row);
   }
+}
+
+// The producer fills the stage that it is at, once the consumers have left it.
+template <class Tile, int kStages>
+__device__ __forceinline__ void load_kv_tile(uint32_t tile, const CUtensorMap& map, const Handshake& ready,
+                                             PipelineState<kStages>& state, int kv_head, int row) {
+  ready.wait_empty(state.phase);
+  ready.expect(Tile::kBytes);
+  load_tile<Tile>(tile, map, ready.full(), kv_head, row);
+  state.advance();
 }
 
 }  // namespace dualkv::sm90

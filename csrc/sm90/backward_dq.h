@@ -1,0 +1,271 @@
+// dQ by itself on Hopper, for deterministic mode: a block owns a query tile of one head and streams K and V, so that
+// every sum has one owner and one order. S and dP are computed a second time.
+//
+//   S = Q K^T;  P = exp(S - LSE);  dP = dO V^T;  dS = P * (dP - delta);  dQ += dS K
+//
+// Nothing but the tiles passes through shared memory: dS is the register operand of dQ. The warpgroups never wait for
+// each other. Blocks are persistent, as in forward.h.
+#pragma once
+
+#include "core/mask.h"
+#include "sm90/config.h"
+#include "sm90/maps.h"
+#include "sm90/query_work.h"
+#include "sm90/tile.h"
+
+namespace dualkv::sm90 {
+
+struct BackwardDqMaps {
+  CUtensorMap q, dout;
+  RegionMaps kv;
+};
+
+// Addresses in shared memory.
+template <class Config>
+struct BackwardDqShared {
+  using TileKv = typename Config::TileKv;
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t q() const { return base; }
+  __device__ __forceinline__ uint32_t dout() const { return base + Config::kOffsetDo; }
+  __device__ __forceinline__ uint32_t k(int stage) const {
+    return base + Config::kOffsetK + stage * TileKv::kBytes;
+  }
+  __device__ __forceinline__ uint32_t v(int stage) const {
+    return base + Config::kOffsetV + stage * TileKv::kBytes;
+  }
+  __device__ __forceinline__ uint32_t barrier(int index) const { return base + Config::kOffsetBarriers + index * 8; }
+  __device__ __forceinline__ Handshake queries_ready() const { return {barrier(0)}; }
+  __device__ __forceinline__ Handshake k_ready(int stage) const { return {barrier(2 + 2 * stage)}; }
+  __device__ __forceinline__ Handshake v_ready(int stage) const { return {barrier(8 + 2 * stage)}; }
+  __device__ __forceinline__ Handshake work_ready(int slot) const { return {barrier(12 + 2 * slot)}; }
+
+  __device__ __forceinline__ void init_barriers() const {
+    constexpr int kConsumerWarps = Config::kConsumers * 4;
+    queries_ready().init(kConsumerWarps);
+    for (int stage = 0; stage < Config::kStagesK; ++stage) k_ready(stage).init(kConsumerWarps);
+    for (int stage = 0; stage < Config::kStagesV; ++stage) v_ready(stage).init(kConsumerWarps);
+    for (int slot = 0; slot < 2; ++slot) work_ready(slot).init(kConsumerWarps);
+    ptx::mbarrier_init_fence();
+  }
+};
+
+// The producer thread.
+template <typename T, class Config>
+struct BackwardDqProducer {
+  using TileQ = typename Config::TileQ;
+  using TileKv = typename Config::TileKv;
+
+  const BackwardDqShared<Config>& shared;
+  const BackwardDqParams<T>& p;
+  const BackwardDqMaps& maps;
+  PipelineState<Config::kStagesK> k_state;
+  PipelineState<Config::kStagesV> v_state;
+  PipelineState<1> query_state;
+  PipelineState<2> work_state;
+
+  __device__ __forceinline__ void load_kv(const QueryBlock& work, int n) {
+    const KvTile tile = kv_tile(work.segment, n, Config::kBlockN);
+    const KvMaps& kv = maps.kv.of(tile.region);
+    load_kv_tile<TileKv>(shared.k(k_state.stage), kv.k, shared.k_ready(k_state.stage), k_state, work.kv_head, tile.row);
+    load_kv_tile<TileKv>(shared.v(v_state.stage), kv.v, shared.v_ready(v_state.stage), v_state, work.kv_head, tile.row);
+  }
+
+  __device__ __forceinline__ void load_queries(const QueryBlock& work) {
+    const Handshake ready = shared.queries_ready();
+    ready.wait_empty(query_state.phase);
+    ready.expect(2 * TileQ::kBytes);
+    load_tile<TileQ>(shared.q(), maps.q, ready.full(), work.head, work.q_tile.row);
+    load_tile<TileQ>(shared.dout(), maps.dout, ready.full(), work.head, work.q_tile.row);
+    query_state.advance();
+  }
+
+  __device__ __forceinline__ const QueryBlock* publish(QueryWork (&works)[2], int index, int items) {
+    return publish_work<Config>(shared, p, works, work_state, index, items, QueryTiling{Config::kBlockM, 1});
+  }
+
+  __device__ __forceinline__ void run(QueryWork (&works)[2]) {
+    const int items = *p.work.count;
+    const QueryBlock* next = publish(works, blockIdx.x, items);
+    while (const QueryBlock* work = next) {
+      load_queries(*work);
+      load_kv(*work, 0);
+      // Taking the next item costs three dependent reads: early, while the consumers have tiles to work on.
+      next = publish(works, gridDim.x + atomicAdd(p.work.next, 1), items);
+      for (int n = 1; n < work->kv_tiles; ++n) load_kv(*work, n);
+    }
+  }
+};
+
+// One consumer warpgroup: 64 rows of each query tile.
+template <typename T, class Config>
+struct BackwardDqConsumer {
+  using TileQ = typename Config::TileQ;
+  using TileKv = typename Config::TileKv;
+  static constexpr int kHeadDim = Config::kHeadDim, kBlockN = Config::kBlockN;
+
+  const BackwardDqShared<Config>& shared;
+  const BackwardDqParams<T>& p;
+  // Broadcast, so that the compiler knows it to be uniform.
+  const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
+  const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
+  const int row0 = group * 64 + thread / 32 * 16 + lane / 4;  // this thread's first row
+
+  PipelineState<Config::kStagesK> k_state;
+  PipelineState<Config::kStagesV> v_state;
+  PipelineState<1> query_state;
+  MaskedTiles masked;
+  float lse_log2[2], delta[2];
+  float s[1][kBlockN / 8][4], dp[1][kBlockN / 8][4];
+  float dq[1][kHeadDim / 8][4];
+  uint32_t ds[kBlockN / 16][4];
+
+  // acc = X Y^T of this warpgroup's rows of Q or dO, and K or V.
+  __device__ __forceinline__ void issue_product(float (&acc)[1][kBlockN / 8][4], uint32_t q_tile, uint32_t kv_tile) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      ptx::Wgmma<T, kBlockN>::template ss<0, 0>(acc[0],
+                                                along_columns<TileQ>(q_tile + group * 64 * TileQ::kRowBytes, step),
+                                                along_columns<TileKv>(kv_tile, step), step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void issue_dq(uint32_t k) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+      ptx::Wgmma<T, kHeadDim>::template rs<1>(dq[0], ds[step], along_rows<TileKv>(k, step), true);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // K of tile n, without foreign rows: it is an operand of dQ.
+  __device__ __forceinline__ void wait_k(const QueryBlock& work, int n, const PipelineState<Config::kStagesK>& state) {
+    shared.k_ready(state.stage).wait_full(state.phase);
+    if (!masked.is_tail(n)) return;
+    zero_tail<TileKv, kBlockN>(shared.k(state.stage), kv_tile(work.segment, n, kBlockN).valid, group, thread);
+  }
+
+  __device__ __forceinline__ void mask(float (&x)[1][kBlockN / 8][4], const QueryBlock& work, int n) const {
+    const KvTile tile = kv_tile(work.segment, n, kBlockN);
+    const int q_pos = work.q_tile.q_pos;
+    mask_fragment(x, row0, lane % 4 * 2, 0.f,
+                  [&](int row) { return visible_columns(tile, q_pos + row, p.shape.causal); });
+  }
+
+  __device__ __forceinline__ void load_statistics(const QueryBlock& work) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row0 + half * 8;
+      const bool valid = row < work.q_tile.rows;
+      const int64_t index = p.statistics.index(work.head, work.q_tile.row + row);
+      lse_log2[half] = valid ? p.statistics.lse_log2[index] : 0.f;
+      delta[half] = valid ? p.statistics.delta[index] : 0.f;
+    }
+  }
+
+  // P = exp2(S * scale - LSE), while dP is computed; then dS into `s`, and rounded into the A fragments of dQ.
+  __device__ __forceinline__ void finish_step(const QueryBlock& work, int n) {
+    const float scale_log2 = p.shape.softmax_scale * kLog2e;
+    const bool is_masked = masked.needs_mask(n);
+    ptx::wgmma_wait<1>();
+    ptx::pin(s[0]);
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[0][j][e] = exp2_approx(s[0][j][e] * scale_log2 - lse_log2[e / 2]);
+    ptx::pin(s[0]);
+    // This branch keeps the compiler from sinking the exponentials below the wait for dP, out of its shadow.
+    if (is_masked) mask(s, work, n);
+    ptx::wgmma_wait<0>();
+    ptx::pin(dp[0]);
+    shared.v_ready(v_state.stage).release(lane);
+    v_state.advance();
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[0][j][e] *= dp[0][j][e] - delta[e / 2];
+    if (is_masked) mask(s, work, n);
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step)
+      accumulator_to_a<T>(s[0][2 * step], s[0][2 * step + 1], ds[step]);
+  }
+
+  __device__ __forceinline__ void issue_dp(int n) {
+    shared.v_ready(v_state.stage).wait_full(v_state.phase);
+    issue_product(dp, varying(shared.dout(), n), shared.v(v_state.stage));
+  }
+
+  __device__ __forceinline__ void attend(const QueryBlock& work) {
+    const int kv_tiles = work.kv_tiles;
+    QueryTile first = work.q_tile;
+    first.q_pos += group * 64;
+    masked = masked_tiles(work.segment, first, kBlockN, p.shape.causal);
+    load_statistics(work);
+    clear(dq);
+    shared.queries_ready().wait_full(query_state.phase);
+    wait_k(work, 0, k_state);
+    issue_product(s, shared.q(), shared.k(k_state.stage));
+    issue_dp(0);
+    finish_step(work, 0);
+    for (int n = 1; n < kv_tiles; ++n) {
+      PipelineState<Config::kStagesK> next_k = k_state;
+      next_k.advance();
+      wait_k(work, n, next_k);
+      issue_dq(shared.k(k_state.stage));
+      issue_product(s, varying(shared.q(), n), shared.k(next_k.stage));
+      ptx::wgmma_wait<1>();  // dQ: its operands are overwritten below
+      shared.k_ready(k_state.stage).release(lane);
+      k_state = next_k;
+      issue_dp(n);
+      finish_step(work, n);
+    }
+    shared.queries_ready().release(lane);
+    query_state.advance();
+    issue_dq(shared.k(k_state.stage));
+    ptx::wgmma_wait<0>();
+    ptx::pin(dq[0]);
+    shared.k_ready(k_state.stage).release(lane);
+    k_state.advance();
+    store(work);
+  }
+
+  __device__ __forceinline__ void store(const QueryBlock& work) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row0 + half * 8;
+      if (row >= work.q_tile.rows) continue;
+      T* out = p.dq.at(work.q_tile.row + row, work.head) + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        if (j * 8 < p.shape.head_dim) {
+          *reinterpret_cast<uint32_t*>(out + j * 8) =
+              pack2<T>(dq[0][j][2 * half] * p.shape.softmax_scale, dq[0][j][2 * half + 1] * p.shape.softmax_scale);
+        }
+      }
+    }
+  }
+};
+
+template <typename T, class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    dualkv_sm90_backward_dq(const __grid_constant__ BackwardDqParams<T> p, const __grid_constant__ BackwardDqMaps maps) {
+  __shared__ QueryWork works[2];
+  extern __shared__ uint8_t bytes[];
+  const BackwardDqShared<Config> shared{(ptx::shared_address(bytes) + 1023) & ~1023u};
+  if (threadIdx.x == 0) shared.init_barriers();
+  __syncthreads();
+
+  if (threadIdx.x < kWarpgroup) {
+    ptx::give_registers<Config::Registers::kProducer>();
+    if (threadIdx.x == 0) BackwardDqProducer<T, Config>{shared, p, maps}.run(works);
+  } else {
+    ptx::take_registers<Config::Registers::kConsumer>();
+    BackwardDqConsumer<T, Config> consumer{shared, p};
+    for_each_work(shared, works, consumer.lane, [&](const QueryBlock& work) { consumer.attend(work); });
+  }
+}
+
+}  // namespace dualkv::sm90

@@ -1,0 +1,56 @@
+// How a producer thread of a persistent block hands query tiles to its consumers.
+#pragma once
+
+#include "core/query_block.h"
+#include "sm90/tile.h"
+
+namespace dualkv::sm90 {
+
+struct QueryWork {
+  QueryBlock block;
+  int valid;
+};
+
+// Publishes item `index` of the list. Null where the list ends.
+template <class Config, class Shared, class Params>
+__device__ __forceinline__ const QueryBlock* publish_work(const Shared& shared, const Params& p,
+                                                          QueryWork (&works)[2], PipelineState<2>& state, int index,
+                                                          int items, QueryTiling tiling) {
+  const Handshake ready = shared.work_ready(state.stage);
+  QueryWork& work = works[state.stage];
+  ready.wait_empty(state.phase);
+  work.valid = QueryBlock::exists(index, items, p.shape, tiling.heads);
+  if (work.valid) work.block.load(index, items, p.work, p.layout, p.shape, tiling, Config::kBlockN);
+  ptx::mbarrier_arrive(ready.full());
+  state.advance();
+  return work.valid ? &work.block : nullptr;
+}
+
+// Consumers: calls body(block) for every item.
+template <class Shared, class Body>
+__device__ __forceinline__ void for_each_work(const Shared& shared, const QueryWork (&works)[2], int lane, Body body) {
+  for (PipelineState<2> state;; state.advance()) {
+    const Handshake ready = shared.work_ready(state.stage);
+    ready.wait_full(state.phase);
+    if (!works[state.stage].valid) return;
+    body(works[state.stage].block);
+    ready.release(lane);
+  }
+}
+
+// Rows [valid, kRows) of a KV tile are foreign, and where they are an operand 0 * NaN is NaN. Every warpgroup zeroes them
+// for itself: two that write the same zeros need not wait for each other.
+template <class Tile, int kRows>
+__device__ __forceinline__ void zero_tail(uint32_t tile, int valid, int group, int thread) {
+  constexpr int kChunks = Tile::kPanels * Tile::kPanelChunks;
+  for (int index = valid * kChunks + thread; index < kRows * kChunks; index += kWarpgroup) {
+    const int row = index / kChunks, chunk = index % kChunks;
+    ptx::store_shared_128(tile + (chunk / Tile::kPanelChunks) * Tile::kPanelBytes + row * Tile::kRowBytes +
+                              chunk % Tile::kPanelChunks * 16,
+                          make_uint4(0, 0, 0, 0));
+  }
+  ptx::fence_async_proxy();
+  ptx::named_barrier_sync(1 + group, kWarpgroup);
+}
+
+}  // namespace dualkv::sm90
