@@ -273,8 +273,7 @@ struct BackwardCall {
   const RowStatistics& statistics;
 
   // dK and dV, and dQ as well unless `dq` is undefined.
-  void keys(const Keys& gradients, const Tensor& dq) const {
-    const auto selected = select_for<BackwardKernel<T>>(problem);
+  void keys(const Selected<BackwardKernel<T>>& selected, const Keys& gradients, const Tensor& dq) const {
     const TileInfo& tiles = selected.kernel.tiles;
     const BackwardList list(problem, tiles);
     const int64_t m_blocks = ceil_div(problem.shape.q_rows, tiles.block_m);
@@ -326,9 +325,7 @@ Tensor backward_into(const Keys& gradients, const Tensor& dout_in, const std::op
   if (dlse_in) check_statistics(*dlse_in, "dlse", q);
 
   const bool is_empty = problem.segments.size(0) == 0 || q.size(0) == 0;
-  const Tensor dq = deterministic || is_empty ? zeros(q, q.sizes(), q.scalar_type())
-                                              : uninitialised(q, q.sizes(), q.scalar_type());
-  if (is_empty) return dq;
+  if (is_empty) return zeros(q, q.sizes(), q.scalar_type());
 
   const Tensor dout = aligned(dout_in), out = aligned(out_in), lse = lse_in.contiguous();
   const Tensor dlse = dlse_in ? dlse_in->contiguous() : Tensor();
@@ -336,17 +333,22 @@ Tensor backward_into(const Keys& gradients, const Tensor& dout_in, const std::op
   const Tensor rows = uninitialised(q, {2, problem.shape.num_heads, padded_rows}, at::kFloat);
   float* lse_log2 = rows.data_ptr<float>();
   const RowStatistics statistics{lse_log2, lse_log2 + problem.shape.num_heads * padded_rows, padded_rows};
-  with_element_type(q, [&](auto element) {
+  return with_element_type(q, [&](auto element) {
     using T = decltype(element);
+    const auto selected = select_for<BackwardKernel<T>>(problem);
+    // A kernel of its own computes dQ of the rows that see a key; the others are zero.
+    const bool separate_dq = deterministic || !selected.kernel.convert_dq;
+    const Tensor dq = separate_dq ? zeros(q, q.sizes(), q.scalar_type())
+                                  : uninitialised(q, q.sizes(), q.scalar_type());
     compute_delta<T>({problem.shape, view_of<const T>(out), view_of<const T>(dout),
                       lse.data_ptr<float>(), dlse.defined() ? dlse.data_ptr<float>() : nullptr, statistics},
                      problem.stream);
     count_launch("dualkv_delta");
     const BackwardCall<T> call{problem, dout, statistics};
-    call.keys(gradients, deterministic ? Tensor() : dq);
-    if (deterministic) call.queries(dq);
+    call.keys(selected, gradients, separate_dq ? Tensor() : dq);
+    if (separate_dq) call.queries(dq);
+    return dq;
   });
-  return dq;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(

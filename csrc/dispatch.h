@@ -35,7 +35,8 @@ struct ForwardKernel {
   void (*launch)(const ForwardParams<T>&, cudaStream_t);
 };
 
-// dK and dV, and dQ as fp32 sums that `convert_dq` turns into rows.
+// dK and dV, and dQ as fp32 sums that `convert_dq` turns into rows; without a `convert_dq`, dQ is always left to the
+// BackwardDqKernel.
 template <typename T>
 struct BackwardKernel {
   TileInfo tiles;
@@ -78,16 +79,11 @@ std::vector<int> built_head_dims(Arch arch) {
   return dims;
 }
 
-// Whether an architecture serves `head_dim` with no more padding than the portable kernels.
+// Whether an architecture serves `head_dim`, with whatever padding.
 template <class Kernel>
 bool holds_head_dim(Arch arch, int head_dim) {
-  const auto smallest = [&](Arch of) {
-    for (int built : built_head_dims<Kernel>(of)) {
-      if (built >= head_dim) return built;
-    }
-    return 0;
-  };
-  return smallest(arch) != 0 && (smallest(Arch::sm80) == 0 || smallest(arch) <= smallest(Arch::sm80));
+  const std::vector<int> dims = built_head_dims<Kernel>(arch);
+  return !dims.empty() && dims.back() >= head_dim;
 }
 
 std::string describe(const std::vector<int>& head_dims);

@@ -88,6 +88,27 @@ struct BackwardTiles {
   static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
 };
 
+// dK and dV of wide heads: a KV tile of 64 rows, one warpgroup for each of the two sums.
+template <int kHeadDim_, int kStages_>
+struct BackwardWideTiles {
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = 64, kBlockN = 64;
+  static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
+  static constexpr int kStagesQ = kStages_, kStagesDo = kStages_;
+  using Registers = BackwardRegisters;
+  using TileQ = SmemTile<kBlockM, kHeadDim>;
+  using TileKv = SmemTile<kBlockN, kHeadDim>;
+  static constexpr int kBytesP = kBlockM * kBlockN * 2;  // of two buffers
+  static constexpr int kOffsetV = TileKv::kBytes;
+  static constexpr int kOffsetQ = kOffsetV + TileKv::kBytes;
+  static constexpr int kOffsetDo = kOffsetQ + kStagesQ * TileQ::kBytes;
+  static constexpr int kOffsetP = kOffsetDo + kStagesDo * TileQ::kBytes;
+  static constexpr int kOffsetLse = kOffsetP + 2 * kBytesP;
+  static constexpr int kOffsetDelta = kOffsetLse + kStagesQ * kBlockM * 4;
+  static constexpr int kOffsetBarriers = kOffsetDelta + kStagesDo * kBlockM * 4;
+  static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
+  static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
+};
+
 // dQ by itself: a block owns 128 queries of one head and streams K and V. K serves S of its own step and dQ, which is
 // issued with S of the next.
 template <int kHeadDim_, int kBlockN_, int kStagesK_, int kStagesV_>
@@ -123,5 +144,9 @@ template <>
 struct BackwardConfig<64> : BackwardTiles<64, 128> {};
 template <>
 struct BackwardConfig<128> : BackwardTiles<128, 64> {};
+template <>
+struct BackwardConfig<192> : BackwardWideTiles<192, 3> {};
+template <>
+struct BackwardConfig<256> : BackwardWideTiles<256, 2> {};
 
 }  // namespace dualkv::sm90

@@ -6,6 +6,7 @@
 #include "dispatch.h"
 #include "sm90/backward.h"
 #include "sm90/backward_dq.h"
+#include "sm90/backward_wide.h"
 #include "sm90/convert_dq.h"
 #include "sm90/forward.h"
 #include "sm90/tensor_map.h"
@@ -49,11 +50,12 @@ CUtensorMap query_map(const TensorView<const T>& view, const ProblemShape& shape
 }
 
 template <typename T, class Config>
-void launch_backward(const BackwardParams<T>& p, cudaStream_t stream) {
+void launch_backward(void (*kernel)(BackwardParams<T>, BackwardMaps), const BackwardParams<T>& p,
+                     cudaStream_t stream) {
   const BackwardMaps maps{query_map(p.q, p.shape, Config::kBlockM), query_map(p.dout, p.shape, Config::kBlockM),
                           region_maps(p.kv, p.layout.extents, p.shape, Config::kBlockN)};
-  launch(p.dq_sum ? dualkv_sm90_backward<T, Config, true> : dualkv_sm90_backward<T, Config, false>,
-         int64_t{p.work.capacity} * p.shape.num_kv_heads, Config::kThreads, Config::kSharedBytes, stream, p, maps);
+  launch(kernel, int64_t{p.work.capacity} * p.shape.num_kv_heads, Config::kThreads, Config::kSharedBytes, stream, p,
+         maps);
 }
 
 template <typename T, class Config>
@@ -82,9 +84,19 @@ bool register_forward() {
 template <typename T, int kHeadDim>
 bool register_backward() {
   using Config = BackwardConfig<kHeadDim>;
-  const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes};
-  add_kernel<BackwardKernel<T>>(Arch::sm90, kHeadDim,
-                                {tiles, launch_backward<T, Config>, launch_convert_dq<T, Config>});
+  BackwardKernel<T> kernel{{Config::kBlockM, Config::kBlockN, Config::kSharedBytes}, nullptr, nullptr};
+  if constexpr (kHeadDim <= 128) {
+    kernel.launch = [](const BackwardParams<T>& p, cudaStream_t stream) {
+      launch_backward<T, Config>(
+          p.dq_sum ? dualkv_sm90_backward<T, Config, true> : dualkv_sm90_backward<T, Config, false>, p, stream);
+    };
+    kernel.convert_dq = launch_convert_dq<T, Config>;
+  } else {
+    kernel.launch = [](const BackwardParams<T>& p, cudaStream_t stream) {
+      launch_backward<T, Config>(dualkv_sm90_backward_wide<T, Config>, p, stream);
+    };
+  }
+  add_kernel<BackwardKernel<T>>(Arch::sm90, kHeadDim, kernel);
   return true;
 }
 

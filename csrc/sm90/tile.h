@@ -57,8 +57,8 @@ struct Handshake {
   __device__ __forceinline__ uint32_t full() const { return barrier; }
   __device__ __forceinline__ uint32_t empty() const { return barrier + 8; }
 
-  __device__ __forceinline__ void init(int consumer_warps) const {
-    ptx::mbarrier_init(full(), 1);
+  __device__ __forceinline__ void init(int consumer_warps, int producers = 1) const {
+    ptx::mbarrier_init(full(), producers);
     ptx::mbarrier_init(empty(), consumer_warps);
   }
   // Producer. In the first round the buffer is empty from the start.

@@ -1,0 +1,224 @@
+// dK and dV on Hopper for head dims 192 and 256, where no warpgroup has registers for both: a block owns 64 keys of one
+// KV head, one consumer warpgroup sums dV and the other dK. dQ is left to backward_dq.h.
+//
+//   values:  S^T = K Q^T;   P^T = exp(S^T - LSE);             dV += P^T dO
+//   keys:    dP^T = V dO^T;  dS^T = P^T * (dP^T - delta);      dK += dS^T Q
+//
+// The fragments of S^T and dP^T have one layout, so that a thread hands its P, rounded, to the thread with its number in
+// the other warpgroup.
+#pragma once
+
+#include "sm90/kv_walk.h"
+
+namespace dualkv::sm90 {
+
+template <class Config>
+struct BackwardWideShared : KvShared<Config> {
+  __device__ __forceinline__ uint32_t probabilities(int buffer) const {
+    return this->base + Config::kOffsetP + buffer * Config::kBytesP;
+  }
+  __device__ __forceinline__ Handshake probabilities_ready(int buffer) const {
+    return {this->barrier(2 + 2 * (Config::kStagesQ + Config::kStagesDo + buffer))};
+  }
+
+  __device__ __forceinline__ void init_barriers() const {
+    for (int buffer = 0; buffer < 2; ++buffer) probabilities_ready(buffer).init(4, 4);
+    KvShared<Config>::init_barriers();
+  }
+};
+
+// A consumer warpgroup: calls either values() or keys(), and finds dV or dK in `sum`.
+template <typename T, class Config>
+struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>> {
+  using Base = KvWarpgroup<T, Config, BackwardWideShared<Config>>;
+  using Base::k_tile, Base::lane, Base::p, Base::shared, Base::steps, Base::steps_done, Base::thread, Base::v_tile;
+  using Base::issue_accumulate, Base::issue_transposed, Base::load_statistic, Base::mask, Base::kBlockM;
+  using typename Base::Operand, typename Base::Statistic;
+
+  typename Base::Gradient sum;
+  typename Base::Scores x;  // S^T and P^T, or dP^T and dS^T
+  Operand operand;
+  PipelineState<Config::kStagesQ> q, next_q;
+  PipelineState<Config::kStagesDo> dout, next_dout;
+  PipelineState<2> probabilities;
+
+  __device__ __forceinline__ void look_ahead() {
+    next_q = q;
+    next_q.advance();
+    next_dout = dout;
+    next_dout.advance();
+  }
+  __device__ __forceinline__ void advance() {
+    q = next_q;
+    dout = next_dout;
+    ++steps_done;
+  }
+
+  __device__ __forceinline__ void wait_q(const PipelineState<Config::kStagesQ>& state) const {
+    shared.q_ready(state.stage).wait_full(state.phase);
+  }
+  __device__ __forceinline__ void wait_dout(const PipelineState<Config::kStagesDo>& state) const {
+    shared.dout_ready(state.stage).wait_full(state.phase);
+  }
+
+  __device__ __forceinline__ void pack() {
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) accumulator_to_a<T>(x[2 * step], x[2 * step + 1], operand[step]);
+  }
+
+  // P^T from the scores, into `operand` and to the other warpgroup.
+  __device__ __forceinline__ void send_probabilities(const Statistic& lse, bool is_masked, const FlaggedStep& step) {
+    this->exponentiate(x, lse);
+    if (is_masked) mask(x, step);
+    pack();
+    const Handshake ready = shared.probabilities_ready(probabilities.stage);
+    ready.wait_empty(probabilities.phase);
+    const uint32_t address = shared.probabilities(probabilities.stage) + thread * 16;
+#pragma unroll
+    for (int i = 0; i < kBlockM / 16; ++i) {
+      ptx::store_shared_128(address + i * kWarpgroup * 16,
+                            make_uint4(operand[i][0], operand[i][1], operand[i][2], operand[i][3]));
+    }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ready.full());
+    probabilities.advance();
+  }
+
+  // dS^T from dP^T and the other warpgroup's P^T, into `operand`.
+  __device__ __forceinline__ void differentiate(const Statistic& delta, bool is_masked, const FlaggedStep& step) {
+    const Handshake ready = shared.probabilities_ready(probabilities.stage);
+    ready.wait_full(probabilities.phase);
+    const uint32_t address = shared.probabilities(probabilities.stage) + thread * 16;
+#pragma unroll
+    for (int i = 0; i < kBlockM / 16; ++i) {
+      const uint4 packed = ptx::load_shared_128(address + i * kWarpgroup * 16);
+      const uint32_t pairs[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        const float2 probability = unpack2<T>(pairs[pair]);
+        float(&row)[4] = x[2 * i + pair / 2];
+        const int e = pair % 2 * 2;
+        row[e] = probability.x * (row[e] - delta[i][pair / 2 * 2]);
+        row[e + 1] = probability.y * (row[e + 1] - delta[i][pair / 2 * 2 + 1]);
+      }
+    }
+    ready.release(lane);
+    probabilities.advance();
+    if (is_masked) mask(x, step);
+    pack();
+  }
+
+  __device__ __forceinline__ void values() {
+    Statistic lse;
+    clear(sum);
+    shared.kv_ready().wait_full(0);
+    wait_q(q);
+    if (!steps[q.stage].valid) return;
+    uint32_t flags = steps[q.stage].flags;
+    if (flags & FlaggedStep::kForeign) this->zero_foreign_rows(steps[q.stage], q.stage, dout.stage, dout.phase);
+    issue_transposed(x, k_tile(), shared.q(q.stage));
+    load_statistic(lse, shared.lse(q.stage));
+    ptx::wgmma_wait<0>();
+    ptx::pin(x);
+    shared.q_ready(q.stage).release(lane);
+    send_probabilities(lse, true, steps[q.stage]);
+    while (!(flags & FlaggedStep::kLast)) {
+      look_ahead();
+      wait_dout(dout);
+      issue_accumulate(sum, operand, shared.dout(dout.stage));
+      wait_q(next_q);
+      if (flags & FlaggedStep::kNextForeign) {
+        this->zero_foreign_rows(steps[next_q.stage], next_q.stage, next_dout.stage, next_dout.phase);
+      }
+      issue_transposed(x, k_tile(), shared.q(next_q.stage));
+      load_statistic(lse, shared.lse(next_q.stage));
+      const uint32_t next_flags = steps[next_q.stage].flags;
+      ptx::wgmma_wait<1>();
+      shared.dout_ready(dout.stage).release(lane);
+      ptx::wgmma_wait<0>();
+      ptx::pin(x);
+      // The other warpgroup still holds the stage, so that the step stays readable.
+      shared.q_ready(next_q.stage).release(lane);
+      send_probabilities(lse, flags & FlaggedStep::kNextMasked, steps[next_q.stage]);
+      flags = next_flags;
+      advance();
+    }
+    wait_dout(dout);
+    issue_accumulate(sum, operand, shared.dout(dout.stage));
+    ptx::wgmma_wait<0>();
+    ptx::pin(sum);
+  }
+
+  __device__ __forceinline__ void keys() {
+    Statistic delta;
+    clear(sum);
+    shared.kv_ready().wait_full(0);
+    wait_q(q);
+    if (!steps[q.stage].valid) return;
+    uint32_t flags = steps[q.stage].flags;
+    if (flags & FlaggedStep::kForeign) this->zero_foreign_rows(steps[q.stage], q.stage, dout.stage, dout.phase);
+    wait_dout(dout);
+    issue_transposed(x, v_tile(), shared.dout(dout.stage));
+    load_statistic(delta, shared.delta(dout.stage));
+    ptx::wgmma_wait<0>();
+    ptx::pin(x);
+    shared.dout_ready(dout.stage).release(lane);
+    differentiate(delta, true, steps[q.stage]);
+    while (!(flags & FlaggedStep::kLast)) {
+      look_ahead();
+      issue_accumulate(sum, operand, shared.q(q.stage));
+      wait_q(next_q);
+      if (flags & FlaggedStep::kNextForeign) {
+        this->zero_foreign_rows(steps[next_q.stage], next_q.stage, next_dout.stage, next_dout.phase);
+      }
+      wait_dout(next_dout);
+      issue_transposed(x, v_tile(), shared.dout(next_dout.stage));
+      load_statistic(delta, shared.delta(next_dout.stage));
+      const uint32_t next_flags = steps[next_q.stage].flags;
+      ptx::wgmma_wait<1>();
+      shared.q_ready(q.stage).release(lane);
+      ptx::wgmma_wait<0>();
+      ptx::pin(x);
+      shared.dout_ready(next_dout.stage).release(lane);
+      differentiate(delta, flags & FlaggedStep::kNextMasked, steps[next_q.stage]);
+      flags = next_flags;
+      advance();
+    }
+    issue_accumulate(sum, operand, shared.q(q.stage));
+    ptx::wgmma_wait<0>();
+    ptx::pin(sum);
+  }
+};
+
+template <typename T, class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    dualkv_sm90_backward_wide(const __grid_constant__ BackwardParams<T> p, const __grid_constant__ BackwardMaps maps) {
+  __shared__ KvBlock block;
+  __shared__ FlaggedStep steps[Config::kStagesQ];
+  extern __shared__ uint8_t bytes[];
+  const BackwardWideShared<Config> shared{{(ptx::shared_address(bytes) + 1023) & ~1023u}};
+  bool exists = false;
+  if (threadIdx.x == 0) {
+    shared.init_barriers();
+    exists = block.load(p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN);
+  }
+  if (!__syncthreads_or(exists)) return;
+
+  if (threadIdx.x < kWarpgroup) {
+    ptx::give_registers<Config::Registers::kProducer>();
+    if (threadIdx.x == 0) BackwardProducer<T, Config>{shared, p, maps, block, steps}.run();
+    return;
+  }
+  ptx::take_registers<Config::Registers::kConsumer>();
+  BackwardWideConsumer<T, Config> consumer{{shared, p, block, steps, 0}};
+  const KvPair<T>& out = p.dkv.of(block.tile.region);
+  if (threadIdx.x < 2 * kWarpgroup) {
+    consumer.values();
+    consumer.store(consumer.sum, 1, 1.f, out.v);
+  } else {
+    consumer.keys();
+    consumer.store(consumer.sum, 0, p.shape.softmax_scale, out.k);
+  }
+}
+
+}  // namespace dualkv::sm90

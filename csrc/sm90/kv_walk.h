@@ -1,0 +1,258 @@
+// What the backward kernels that own a KV tile share: the producer that walks the queries, and what a consumer warpgroup
+// does with 64 keys in the transposed form, whose rows are keys and whose columns are queries.
+#pragma once
+
+#include "core/kv_block.h"
+#include "core/mask.h"
+#include "sm90/config.h"
+#include "sm90/maps.h"
+#include "sm90/tile.h"
+
+namespace dualkv::sm90 {
+
+struct BackwardMaps {
+  CUtensorMap q, dout;
+  RegionMaps kv;
+};
+
+// Addresses in shared memory.
+template <class Config>
+struct KvShared {
+  using TileQ = typename Config::TileQ;
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t k() const { return base; }
+  __device__ __forceinline__ uint32_t v() const { return base + Config::kOffsetV; }
+  __device__ __forceinline__ uint32_t q(int stage) const { return base + Config::kOffsetQ + stage * TileQ::kBytes; }
+  __device__ __forceinline__ uint32_t dout(int stage) const { return base + Config::kOffsetDo + stage * TileQ::kBytes; }
+  __device__ __forceinline__ uint32_t lse(int stage) const {
+    return base + Config::kOffsetLse + stage * Config::kBlockM * 4;
+  }
+  __device__ __forceinline__ uint32_t delta(int stage) const {
+    return base + Config::kOffsetDelta + stage * Config::kBlockM * 4;
+  }
+  __device__ __forceinline__ uint32_t barrier(int index) const { return base + Config::kOffsetBarriers + index * 8; }
+  __device__ __forceinline__ Handshake kv_ready() const { return {barrier(0)}; }
+  __device__ __forceinline__ Handshake q_ready(int stage) const { return {barrier(2 + 2 * stage)}; }
+  __device__ __forceinline__ Handshake dout_ready(int stage) const {
+    return {barrier(2 + 2 * (Config::kStagesQ + stage))};
+  }
+
+  __device__ __forceinline__ void init_barriers() const {
+    constexpr int kConsumerWarps = Config::kConsumers * 4;
+    kv_ready().init(kConsumerWarps);
+    for (int stage = 0; stage < Config::kStagesQ; ++stage) q_ready(stage).init(kConsumerWarps);
+    for (int stage = 0; stage < Config::kStagesDo; ++stage) dout_ready(stage).init(kConsumerWarps);
+    ptx::mbarrier_init_fence();
+  }
+};
+
+// Named barriers of the consumers; 0 is __syncthreads.
+constexpr int kBarrierWarpgroup = 1;  // and 2: of one warpgroup
+constexpr int kBarrierDs = 3;         // dS of both warpgroups is written
+constexpr int kBarrierZeroed = 4;     // foreign rows are zero
+
+// A step as the consumers read it: `flags` is all that they need to know of most steps, in one word that they can load
+// long before it is needed. Shared memory is busy with operands; a load that somebody waits for costs 3% of the loop.
+struct FlaggedStep : BackwardStep {
+  static constexpr uint32_t kLast = 1, kForeign = 2, kNextForeign = 4, kNextMasked = 8;
+  uint32_t flags;
+  int dq_tile;
+};
+
+// The producer thread: Q_0, K and V, then dO_m before Q_m+1. A step's geometry travels with its Q.
+template <typename T, class Config>
+struct BackwardProducer {
+  using TileQ = typename Config::TileQ;
+  using TileKv = typename Config::TileKv;
+  static constexpr int kBlockM = Config::kBlockM;
+
+  const KvShared<Config>& shared;
+  const BackwardParams<T>& p;
+  const BackwardMaps& maps;
+  KvBlock& block;
+  FlaggedStep (&steps)[Config::kStagesQ];
+  PipelineState<Config::kStagesQ> q_state;
+  PipelineState<Config::kStagesDo> dout_state;
+
+  // The walk stands at the step after this one.
+  __device__ __forceinline__ void flag(FlaggedStep& step) const {
+    const QueryWalk& next = block.walk;
+    step.dq_tile = step.head * ceil_div(p.shape.q_rows, kBlockM) + step.m_block;
+    step.flags = step.has_foreign_rows(kBlockM) ? FlaggedStep::kForeign : 0;
+    if (step.last) {
+      step.flags |= FlaggedStep::kLast;
+      return;
+    }
+    if (has_foreign_rows(next.range, next.m_block, kBlockM)) step.flags |= FlaggedStep::kNextForeign;
+    if (needs_mask(next.tile, next.range, next.m_block, kBlockM, Config::kBlockN)) {
+      step.flags |= FlaggedStep::kNextMasked;
+    }
+  }
+
+  // Publishes the next step, with its Q and LSE.
+  __device__ __forceinline__ const BackwardStep& load_q() {
+    const Handshake ready = shared.q_ready(q_state.stage);
+    ready.wait_empty(q_state.phase);
+    FlaggedStep& step = steps[q_state.stage];
+    block.take_step(step);
+    flag(step);
+    if (!step.valid) {
+      ptx::mbarrier_arrive(ready.full());
+      return step;
+    }
+    const int row = step.m_block * kBlockM;
+    ready.expect(TileQ::kBytes + kBlockM * 4);
+    load_tile<TileQ>(shared.q(q_state.stage), maps.q, ready.full(), step.head, row);
+    ptx::bulk_load(shared.lse(q_state.stage), p.statistics.lse_log2 + p.statistics.index(step.head, row), kBlockM * 4,
+                   ready.full());
+    q_state.advance();
+    return step;
+  }
+
+  __device__ __forceinline__ void load_dout(const BackwardStep& step) {
+    const Handshake ready = shared.dout_ready(dout_state.stage);
+    ready.wait_empty(dout_state.phase);
+    const int row = step.m_block * kBlockM;
+    ready.expect(TileQ::kBytes + kBlockM * 4);
+    load_tile<TileQ>(shared.dout(dout_state.stage), maps.dout, ready.full(), step.head, row);
+    ptx::bulk_load(shared.delta(dout_state.stage), p.statistics.delta + p.statistics.index(step.head, row),
+                   kBlockM * 4, ready.full());
+    dout_state.advance();
+  }
+
+  __device__ __forceinline__ void load_kv() {
+    const KvMaps& kv = maps.kv.of(block.tile.region);
+    shared.kv_ready().expect(2 * TileKv::kBytes);
+    load_tile<TileKv>(shared.k(), kv.k, shared.kv_ready().full(), block.kv_head, block.tile.row);
+    load_tile<TileKv>(shared.v(), kv.v, shared.kv_ready().full(), block.kv_head, block.tile.row);
+  }
+
+  __device__ __forceinline__ void run() {
+    const BackwardStep* step = &load_q();
+    load_kv();
+    while (step->valid) {
+      load_dout(*step);
+      if (step->last) return;
+      step = &load_q();
+    }
+  }
+};
+
+// A consumer warpgroup and its 64 keys.
+template <typename T, class Config, class Shared>
+struct KvWarpgroup {
+  using TileQ = typename Config::TileQ;
+  using TileKv = typename Config::TileKv;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
+  static constexpr int kConsumerThreads = Config::kConsumers * kWarpgroup;
+  using Scores = float[kBlockM / 8][4];
+  using Operand = uint32_t[kBlockM / 16][4];  // scores as the A operand of a product
+  using Gradient = float[kHeadDim / 8][4];
+
+  const Shared& shared;
+  const BackwardParams<T>& p;
+  const KvBlock& block;
+  const FlaggedStep (&steps)[Config::kStagesQ];
+  const int first_key;  // of the tile's
+  const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
+  const int row0 = first_key + thread / 32 * 16 + lane / 4;  // this thread's first key
+  const int col0 = lane % 4 * 2;                             // and its first query
+
+  int steps_done = 0;
+  __device__ __forceinline__ uint32_t k_tile() const { return varying(shared.k(), steps_done); }
+  __device__ __forceinline__ uint32_t v_tile() const { return varying(shared.v(), steps_done); }
+
+  // acc = X Y^T of this warpgroup's keys of K or V, and Q or dO.
+  __device__ __forceinline__ void issue_transposed(Scores& acc, uint32_t kv_tile, uint32_t q_tile) const {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      ptx::Wgmma<T, kBlockM>::template ss<0, 0>(
+          acc, along_columns<TileKv>(kv_tile + first_key * TileKv::kRowBytes, step),
+          along_columns<TileQ>(q_tile, step), step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // acc += A Y: A is P^T or dS^T, Y is dO or Q.
+  __device__ __forceinline__ void issue_accumulate(Gradient& acc, const Operand& a, uint32_t q_tile) const {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) {
+      ptx::Wgmma<T, kHeadDim>::template rs<1>(acc, a[step], along_rows<TileQ>(q_tile, step), true);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // A row statistic of this thread's queries: [j][e] of queries 16 j + {0, 1, 8, 9} + col0. Loaded before the wait for
+  // the scores, whose products keep shared memory busy.
+  using Statistic = float[kBlockM / 16][4];
+  __device__ __forceinline__ void load_statistic(Statistic& x, uint32_t address) const {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 16; ++j) ptx::load_shared_float4(x[j], address + j * 64 + col0 * 8);
+  }
+
+  // P^T = exp2(S^T * scale - LSE).
+  __device__ __forceinline__ void exponentiate(Scores& s, const Statistic& lse) const {
+    const float scale_log2 = p.shape.softmax_scale * kLog2e;
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[j][e] = exp2_approx(s[j][e] * scale_log2 - lse[j / 2][j % 2 * 2 + e % 2]);
+  }
+
+  __device__ __forceinline__ void mask(Scores& x, const BackwardStep& step) const {
+    const QueryRange range = step.range;
+    const KvTile tile = block.tile;
+    const int first_row = step.m_block * kBlockM;
+    mask_transposed(x, row0, col0, [&](int column) { return visible_columns(tile, range, first_row + column); });
+  }
+
+  // Rows outside [first, end) of a tile become zero, by all threads of the consumers.
+  template <class Tile, int kRows>
+  __device__ __forceinline__ void zero_rows(uint32_t tile, int first, int end) const {
+    constexpr int kPanelChunks = kRows * Tile::kPanelChunks;
+#pragma unroll 1
+    for (int index = threadIdx.x - kWarpgroup; index < Tile::kPanels * kPanelChunks; index += kConsumerThreads) {
+      const int row = index % kPanelChunks / Tile::kPanelChunks;
+      if (row < first || row >= end) ptx::store_shared_128(tile + index * 16, make_uint4(0, 0, 0, 0));
+    }
+  }
+
+  // Foreign rows of Q and dO are operands of dK and dV, and 0 * NaN is NaN.
+  __device__ __forceinline__ void zero_foreign_rows(const BackwardStep& step, int q_stage, int dout_stage,
+                                                    int dout_phase) const {
+    shared.dout_ready(dout_stage).wait_full(dout_phase);
+    zero_rows<TileQ, kBlockM>(shared.q(q_stage), step.first_row(kBlockM), step.end_row(kBlockM));
+    zero_rows<TileQ, kBlockM>(shared.dout(dout_stage), step.first_row(kBlockM), step.end_row(kBlockM));
+    ptx::fence_async_proxy();
+    ptx::named_barrier_sync(kBarrierZeroed, kConsumerThreads);
+  }
+
+  // Straight from registers: a thread holds two neighbouring columns of two rows.
+  template <typename Store>
+  __device__ __forceinline__ void for_each_pair(const Gradient& acc, Store store) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) store(row0 + half * 8, col0 + j * 8, acc[j][2 * half], acc[j][2 * half + 1]);
+  }
+
+  // dK (scaled; `index` 0) or dV (1) of this warpgroup's keys, or this block's part of it.
+  __device__ __forceinline__ void store(const Gradient& acc, int index, float scale, const TensorView<T>& view) const {
+    if (block.slot >= 0) {
+      float* slot = p.dkv_slots + (int64_t{block.slot} * 2 + index) * (Config::kBlockN * kHeadDim);
+      for_each_pair(acc, [&](int row, int col, float x, float y) {
+        *reinterpret_cast<float2*>(slot + row * kHeadDim + col) = make_float2(x, y);
+      });
+      return;
+    }
+    for_each_pair(acc, [&](int row, int col, float x, float y) {
+      if (row >= block.tile.valid || col >= p.shape.head_dim) return;
+      *reinterpret_cast<uint32_t*>(view.at(block.tile.row + row, block.kv_head) + col) = pack2<T>(x * scale, y * scale);
+    });
+  }
+};
+
+}  // namespace dualkv::sm90
