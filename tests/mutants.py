@@ -432,16 +432,15 @@ MUTANTS = [*GEOMETRY_MUTANTS, *PYTHON_MUTANTS, *KERNEL_MUTANTS]
 
 
 class Tree:
-    """A copy of the repository that is changed, built and tested."""
+    """A copy of the repository that is changed, built and tested, with `settings` in its environment."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: str) -> None:
         self.root = folder / "tree"
         for name in FOLDERS:
             shutil.copytree(ROOT / name, self.root / name, ignore=IGNORED)
         for name in FILES:
             shutil.copy(ROOT / name, self.root / name)
-        # The portable kernels are what the mutants change, whatever else this GPU could run.
-        self.environment = {**os.environ, "DUALKV_HEAD_DIMS": "64", "DUALKV_KERNELS": "sm80"}
+        self.environment = {**os.environ, "DUALKV_HEAD_DIMS": "64", **settings}
         self.environment["PYTHONPATH"] = os.pathsep.join([str(self.root), str(self.root / "tests")])
 
     def build(self) -> None:
