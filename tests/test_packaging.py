@@ -347,6 +347,7 @@ def test_the_jitter_reaches_every_kernel_source_and_what_was_compiled_without_it
     names = ["api.cpp", "kernels/delta.cu", "instances/sm90_forward_d64_fp16.cu", "instances/sm80_forward_d64_fp16.cu"]
     root = source_tree(tmp_path, names)
     compiler = fake_nvcc(tmp_path / "cuda/bin/nvcc", "13.0")
+    monkeypatch.setattr(Nvcc, "home", tmp_path / "cuda")
     compiler.write_text('#!/bin/sh\nfor last; do :; done\necho "$@" >"$last"\nexec touch "${last%.o}.d"\n')
     nvcc = Nvcc(compiler, (13, 0))
     monkeypatch.setattr(Nvcc, "include_dirs", lambda self: [tmp_path])
