@@ -25,7 +25,7 @@ struct KvBlock {
   int slot;  // where the fp32 partial sums of a split tile go; -1: the block owns the whole tile
   QueryWalk walk;
 
-  // False for a surplus thread block.
+  // Everything but the walk, which reads the segments one by one. False for a surplus thread block.
   __device__ __forceinline__ bool load(const WorkList<BackwardItem>& work, const GroupLayout& layout,
                                        const ProblemShape& shape, int block_m, int block_n) {
     const BackwardPlace place = backward_place(blockIdx.x, work.class_begin, shape.num_kv_heads, shape.num_sms);
@@ -40,8 +40,15 @@ struct KvBlock {
     walk.block_m = block_m;
     walk.heads = shape.heads_per_group();
     walk.causal = shape.causal;
-    walk.start(SegmentCursor{owner.segment_begin, owner.segment_end, place.reversed}, item.first_step, item.num_steps);
+    walk.cursor = SegmentCursor{owner.segment_begin, owner.segment_end, place.reversed};
+    walk.head = item.first_step;
+    walk.remaining = item.num_steps;
     return true;
+  }
+
+  __device__ __forceinline__ void start_walk() {
+    const SegmentCursor segments = walk.cursor;
+    walk.start(segments, walk.head, walk.remaining);
   }
 
   // Writes the step that the walk is at; moves on.

@@ -174,6 +174,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x == 0) {
     exists = work.load(p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN);
     if (exists) {
+      work.start_walk();
       work.take_step(steps[0]);
       work.take_step(steps[1]);
     }

@@ -187,8 +187,8 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
       }
       shared.dout_ready(next_dout.stage).wait_full(next_dout.phase);
       issue_transposed(dp, v_tile(), shared.dout(next_dout.stage));
-      if (kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
       if (kComputeDq) send_dq(steps[q.stage]);
+      if (kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
       if (!kLateDk) shared.q_ready(q.stage).release(lane);
       const uint32_t next_flags = steps[next_q.stage].flags;
       ptx::wgmma_wait<kLateDk ? 2 : 1>();

@@ -60,7 +60,7 @@ struct FlaggedStep : BackwardStep {
   int dq_tile;
 };
 
-// The producer thread: Q_0, K and V, then dO_m before Q_m+1. A step's geometry travels with its Q.
+// The producer thread: K and V, Q_0, then dO_m before Q_m+1. A step's geometry travels with its Q.
 template <typename T, class Config>
 struct BackwardProducer {
   using TileQ = typename Config::TileQ;
