@@ -251,7 +251,11 @@ def test_every_item_has_one_block_a_head(shim: ctypes.CDLL) -> None:
             expected += [(item, head) for head in range(kv_heads) for item in range(begin, end)]
         assert [one and one[:2] for one in places] == expected
         assert all(place_of(shim, blocks + more, begins, kv_heads, num_sms) is None for more in (0, 7))
-        directions |= {one[2] for one in places if one}
+        found = [one for one in places if one]
+        classes = np.searchsorted(begins, [item for item, _, _ in found], "right")
+        of_head = {(index, head): direction for index, (_, head, direction) in zip(classes.tolist(), found)}
+        assert [of_head[index, one[1]] for index, one in zip(classes.tolist(), found)] == [one[2] for one in found]
+        directions |= set(of_head.values())
     assert directions == {0, 1}
 
 

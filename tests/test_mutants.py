@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ QUICK = (
     "forward: no causal mask within a tile",
     "backward: a foreign row behind a sequence is taken for its own",
     "ranges that see a part of the tile are merged",
+    "backwards: a merged range has the positions of its last sequence",
     "an owner skips the first sequence of its group",
     "parts overlap by a step",
     "prompts do not attend to themselves",
@@ -30,6 +33,31 @@ def test_names_are_unique() -> None:
     names = [mutant.name for mutant in MUTANTS]
     assert len(set(names)) == len(names)
     assert set(QUICK) <= set(names)
+
+
+@pytest.fixture(scope="module")
+def collected() -> dict[str, list[str]]:
+    """Ids of the tests in each file that GPU mutants name."""
+    files = sorted({mutant.tests for mutant in MUTANTS if mutant.needs_gpu})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    return {file: [line for line in result.stdout.splitlines() if line.startswith(file)] for file in files}
+
+
+@pytest.mark.parametrize("mutant", [one for one in MUTANTS if one.needs_gpu], ids=lambda mutant: mutant.name)
+def test_the_selection_of_a_kernel_mutant_is_some_tests_of_its_family(
+    mutant: Mutant, collected: dict[str, list[str]]
+) -> None:
+    words = mutant.select.split(" and ")
+    assert not any(" " in word for word in words), "more than words with `and` between them"
+    selected = [test for test in collected[mutant.tests] if all(word in test for word in words)]
+    assert selected
+    assert mutant.head_dim == 64 or any(word.startswith(f"{mutant.head_dim}-") for word in words)
+    if mutant.file.startswith("csrc/sm90"):
+        assert mutant.needs_hopper and not any("sm80" in test for test in selected)
+    if mutant.file.startswith("csrc/sm80"):
+        assert not any("sm90" in test for test in selected)
 
 
 @pytest.fixture(scope="module")

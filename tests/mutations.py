@@ -1,0 +1,317 @@
+"""A mutant, and those of geometry and Python, which tests must catch on any machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+GEOMETRY = "tests/test_geometry.py"
+PACKING = "tests/test_packing.py"
+PACKED_ATTENTION = "tests/test_shared_prompt_attention.py"
+ANY_MACHINE = (GEOMETRY, PACKING, PACKED_ATTENTION)
+
+REGIONS, SCHEDULE = "csrc/core/kv_regions.h", "csrc/core/schedule.h"
+LAYOUT, REFERENCE = "flash_attn_dualkv/shared_prompt.py", "flash_attn_dualkv/reference.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old`, which stands once in `file`, becomes `new`; then the tests selected in `tests` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str  # a file
+    select: str = ""  # pytest's -k
+    head_dim: int = 64  # the one that is built, for a mutant that needs a build
+
+    @property
+    def needs_gpu(self) -> bool:
+        return self.tests not in ANY_MACHINE
+
+    @property
+    def needs_hopper(self) -> bool:
+        return "sm90" in self.select
+
+    def broken(self, root: Path) -> str:
+        """The file's text with the change. ValueError unless the old text stands there exactly once."""
+        text = (root / self.file).read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {text.count(self.old)} places in {self.file} have the text, expected 1")
+        return text.replace(self.old, self.new)
+
+
+GEOMETRY_MUTANTS = [
+    Mutant(
+        "forward: no causal mask within a tile",
+        REGIONS,
+        "return causal ? min_int(tile.valid, q_pos - tile.kv_pos + 1) : tile.valid;",
+        "return tile.valid;",
+        GEOMETRY,
+    ),
+    Mutant(
+        "forward: the diagonal tile is taken for a full one",
+        REGIONS,
+        "(causal && tile.kv_pos + block_n - 1 > q.q_pos)",
+        "(causal && tile.kv_pos > q.q_pos)",
+        GEOMETRY,
+    ),
+    Mutant(
+        "forward: the tail tile is taken for a full one",
+        REGIONS,
+        "return tile.valid < block_n || (causal",
+        "return (causal",
+        GEOMETRY,
+    ),
+    Mutant(
+        "forward: the last key is not visited",
+        REGIONS,
+        "clamp_int(q.q_pos + q.rows, 0, keys)",
+        "clamp_int(q.q_pos + q.rows - 1, 0, keys)",
+        GEOMETRY,
+    ),
+    Mutant(
+        "decoded keys stand at positions from 0",
+        REGIONS,
+        "s.decoded_begin, s.decoded_len, s.context_len, n_block, block_n)",
+        "s.decoded_begin, s.decoded_len, 0, n_block, block_n)",
+        GEOMETRY,
+    ),
+    Mutant("backward: the diagonal tile is taken for a full one", REGIONS, "row < range.full_row || ", "", GEOMETRY),
+    Mutant(
+        "backward: a foreign row behind a sequence is taken for its own",
+        REGIONS,
+        " || row + block_m > range.row_end",
+        "",
+        GEOMETRY,
+    ),
+    Mutant(
+        "backward: one key too many before the diagonal",
+        REGIONS,
+        "row + range.pos_offset - tile.kv_pos + 1;",
+        "row + range.pos_offset - tile.kv_pos + 2;",
+        GEOMETRY,
+    ),
+    Mutant(
+        "ranges that see a part of the tile are merged",
+        REGIONS,
+        "next.row_begin != range.row_end || next.full_row != next.row_begin",
+        "next.row_begin != range.row_end",
+        GEOMETRY,
+    ),
+    Mutant(
+        "ranges with a gap between them are merged",
+        REGIONS,
+        "next.row_begin != range.row_end || next.full_row != next.row_begin",
+        "next.full_row != next.row_begin",
+        GEOMETRY,
+    ),
+    Mutant(
+        "backwards: ranges that see a part of the tile are merged",
+        REGIONS,
+        "next.row_end != range.row_begin || range.full_row != range.row_begin",
+        "next.row_end != range.row_begin",
+        GEOMETRY,
+    ),
+    Mutant(
+        "backwards: ranges with a gap between them are merged",
+        REGIONS,
+        "next.row_end != range.row_begin || range.full_row != range.row_begin",
+        "range.full_row != range.row_begin",
+        GEOMETRY,
+    ),
+    Mutant(
+        "backwards: a merged range begins where its last sequence does",
+        REGIONS,
+        "QueryRange{next.row_begin, range.row_end, next.full_row, next.pos_offset};",
+        "QueryRange{range.row_begin, range.row_end, next.full_row, next.pos_offset};",
+        GEOMETRY,
+    ),
+    Mutant(
+        "backwards: a merged range has the positions of its last sequence",
+        REGIONS,
+        "range.row_end, next.full_row, next.pos_offset};",
+        "range.row_end, next.full_row, range.pos_offset};",
+        GEOMETRY,
+    ),
+    Mutant(
+        "backwards: a range begins with its first query tile",
+        REGIONS,
+        "m_block = cursor.reversed ? end_m_block(range, block_m) - 1 : first_m_block(range, block_m);",
+        "m_block = first_m_block(range, block_m);",
+        GEOMETRY,
+    ),
+    Mutant(
+        "backwards: the next query tile is the one behind",
+        REGIONS,
+        "m_block += cursor.reversed ? -1 : 1;",
+        "m_block += 1;",
+        GEOMETRY,
+    ),
+    Mutant(
+        "backwards: a part skips query tiles in the other direction",
+        REGIONS,
+        "m_block += cursor.reversed ? -skip : skip;",
+        "m_block += skip;",
+        GEOMETRY,
+    ),
+    Mutant(
+        "backwards: one query tile too few is left",
+        REGIONS,
+        "m_block - first_m_block(range, block_m) + 1",
+        "m_block - first_m_block(range, block_m)",
+        GEOMETRY,
+    ),
+    Mutant(
+        "backwards: the sequences come from the front",
+        REGIONS,
+        "return reversed ? end - 1 : begin;",
+        "return begin;",
+        GEOMETRY,
+    ),
+    Mutant(
+        "a part starts with the first head",
+        REGIONS,
+        "head = first_step % heads;",
+        "head = 0;",
+        GEOMETRY,
+    ),
+    Mutant(
+        "query offsets are not clamped",
+        REGIONS,
+        "    clamp_run(s.q_begin, s.q_len, extents.q_rows);\n",
+        "",
+        GEOMETRY,
+        "clamped",
+    ),
+    Mutant(
+        "an owner skips the first sequence of its group",
+        SCHEDULE,
+        "group.segment_begin, group.segment_end};",
+        "group.segment_begin + 1, group.segment_end};",
+        GEOMETRY,
+    ),
+    Mutant(
+        "the heads of an item lie side by side",
+        SCHEDULE,
+        "return BackwardPlace{begin + index % items, kv_head,",
+        "return BackwardPlace{begin + index / num_kv_heads, index % num_kv_heads,",
+        GEOMETRY,
+        "one_block_a_head",
+    ),
+    Mutant(
+        "a head's items are walked in both directions",
+        SCHEDULE,
+        "wave = (kv_head * items + items / 2) / num_sms;",
+        "wave = index / num_sms;",
+        GEOMETRY,
+        "one_block_a_head",
+    ),
+    Mutant(
+        "all owners walk in one direction",
+        SCHEDULE,
+        "wave % 2 == 0}",
+        "true}",
+        GEOMETRY,
+        "one_block_a_head",
+    ),
+    Mutant(
+        "surplus blocks take the last class",
+        SCHEDULE,
+        "if (index >= items * num_kv_heads) continue;",
+        "if (index >= items * num_kv_heads && c + 1 < kCostClasses) continue;",
+        GEOMETRY,
+        "one_block_a_head",
+    ),
+    Mutant(
+        "parts overlap by a step",
+        SCHEDULE,
+        "return static_cast<int>(static_cast<int64_t>(steps) * part / parts);",
+        "return static_cast<int>(static_cast<int64_t>(steps) * part / parts) - (part > 0 && part < parts);",
+        GEOMETRY,
+    ),
+    Mutant(
+        "fewer slots than parts",
+        SCHEDULE,
+        "by_balance = 2.0 * kPartsPerSm * num_sms",
+        "by_balance = 0.2 * kPartsPerSm * num_sms",
+        GEOMETRY,
+        "capacities",
+    ),
+]
+
+PYTHON_MUTANTS = [
+    Mutant(
+        "prompts do not attend to themselves",
+        LAYOUT,
+        "segments.append(Segment(begin, length, 0, begin, length, 0, 0, g))",
+        "segments.append(Segment(begin, 0, 0, begin, length, 0, 0, g))",
+        PACKED_ATTENTION,
+        "test_against_dense",
+    ),
+    Mutant(
+        "responses stand one position too late",
+        LAYOUT,
+        "segments.append(Segment(contexts[-1] + row, size, length, begin, length, row, size, g))",
+        "segments.append(Segment(contexts[-1] + row, size, length + 1, begin, length, row, size, g))",
+        PACKED_ATTENTION,
+        "test_against_dense",
+    ),
+    Mutant(
+        "prompts that begin alike are merged",
+        "flash_attn_dualkv/packing.py",
+        "ctypes.string_at(start + begin * _WORD, length * _WORD)",
+        "ctypes.string_at(start + begin * _WORD, min(samples.prompt_lens) * _WORD)",
+        PACKING,
+        "strict_prefixes",
+    ),
+    Mutant(
+        "the first token of a response is scored by another response's row",
+        "flash_attn_dualkv/batch.py",
+        "        if self.shift == 0:\n",
+        "        if False:\n",
+        PACKING,
+        "test_the_example",
+    ),
+    Mutant(
+        "a response's last label is the next sample's first token",
+        "flash_attn_dualkv/batch.py",
+        "last = following == ends",
+        "last = following == len(samples.tokens)",
+        PACKING,
+        "test_the_example",
+    ),
+    Mutant(
+        "a window is one position too wide",
+        REFERENCE,
+        "hidden | (distance >= self.window)",
+        "hidden | (distance > self.window)",
+        PACKED_ATTENTION,
+        "test_sliding_window",
+    ),
+    Mutant(
+        "blocks of keys that a window hides in part go unmasked",
+        REFERENCE,
+        "near = self.window is None or q_last - kv_begin < self.window",
+        "near = True",
+        PACKED_ATTENTION,
+        "test_long_sequences",
+    ),
+    Mutant(
+        "the slope of the softcap is left out",
+        REFERENCE,
+        "        if slope is not None:\n",
+        "        if False:\n",
+        PACKED_ATTENTION,
+        "test_softcap",
+    ),
+    Mutant(
+        "sinks join the rows of padding",
+        "flash_attn_dualkv/packed_ops.py",
+        "    empty = lse == -math.inf\n",
+        "    empty = torch.zeros_like(lse, dtype=torch.bool)\n",
+        PACKED_ATTENTION,
+        "test_what_the_compiled_module_gets",
+    ),
+]
