@@ -126,6 +126,17 @@ def test_the_calls_are_ragged_and_of_several_groups() -> None:
     assert any(not call.batch.q.is_contiguous() for call in calls)
 
 
+def test_the_kernels_for_hopper_must_do_the_work() -> None:
+    names = ("dualkv_sm90_forward", "dualkv_sm90_backward", "dualkv_sm90_backward_dq", "dualkv_convert_dq")
+    before = {"dualkv_sm80_forward": 3}
+    jitter.assert_kernels(before, before | dict.fromkeys(names, 1))
+    for missing in names[:3]:
+        with pytest.raises(AssertionError, match="launched: "):
+            jitter.assert_kernels(before, before | {name: 1 for name in names if name != missing})
+    with pytest.raises(AssertionError, match="launched: "):
+        jitter.assert_kernels(before, dict.fromkeys((*names, "dualkv_sm80_forward"), 4))
+
+
 # --- what is noticed --------------------------------------------------------------------------------------------------
 
 
