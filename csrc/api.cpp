@@ -363,14 +363,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {dq, gradients.k_context, gradients.v_context, gradients.k_decoded, gradients.v_decoded};
 }
 
+// Rows [begin, begin + rows) as a tensor: Tensor::narrow without the dispatcher, as above.
+Tensor rows_of(const Tensor& t, int64_t begin, int64_t rows) {
+  auto view = t.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
+  const int64_t sizes[3] = {rows, t.size(1), t.size(2)}, strides[3] = {t.stride(0), t.stride(1), t.stride(2)};
+  view->set_sizes_and_strides(sizes, strides, t.storage_offset() + begin * t.stride(0));
+  return Tensor(std::move(view));
+}
+
 // Keys and values of prompts and responses in one tensor each, of which the first `context_rows` rows are the contexts.
 Keys split_rows(const Tensor& k, const Tensor& v, int64_t context_rows) {
   check_argument(k.dim() == 3, "k", "3 dimensions (rows, heads, head_dim)", k.dim());
   check_argument(v.sizes() == k.sizes(), "v", "the shape of k", v.sizes());
   const int64_t rows = k.size(0), decoded_rows = rows - context_rows;
   check_argument(context_rows >= 0 && decoded_rows >= 0, "context_rows", "at most the rows of k", context_rows);
-  return {k.narrow(0, 0, context_rows), v.narrow(0, 0, context_rows), k.narrow(0, context_rows, decoded_rows),
-          v.narrow(0, context_rows, decoded_rows)};
+  return {rows_of(k, 0, context_rows), rows_of(v, 0, context_rows), rows_of(k, context_rows, decoded_rows),
+          rows_of(v, context_rows, decoded_rows)};
 }
 
 std::tuple<Tensor, Tensor> packed_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& segments,
