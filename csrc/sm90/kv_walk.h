@@ -129,8 +129,9 @@ struct BackwardProducer {
   }
 
   __device__ __forceinline__ void run() {
-    const BackwardStep* step = &load_q();
     load_kv();
+    block.start_walk();
+    const BackwardStep* step = &load_q();
     while (step->valid) {
       load_dout(*step);
       if (step->last) return;
