@@ -105,6 +105,64 @@ def test_a_function_called_in_the_loop_counts_and_one_called_before_it_does_not(
     assert loop_accesses("CALL.REL.NOINC `($k$before)", *loop, *functions) == ["LDL"]
 
 
+def persistent(inner: str = "FADD R0, R0, R0", outer: str = "FADD R1, R1, R1", store: str = "STG.E [R2], R24") -> str:
+    """The loop of a block over its items, in which a loop with matrix instructions waits for a barrier at its end."""
+    items = (".L_x_0:", outer, "HGMMA.64x64x16.F32 R24, gdesc[UR4]")
+    tiles = (".L_x_1:", "HGMMA.64x64x16.F32 R24, gdesc[UR4]", inner)
+    wait = (".L_x_2:", "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR6], R3", "@!P1 BRA `(.L_x_2)")
+    return listing(*items, *tiles, *wait, "@P0 BRA `(.L_x_1)", store, "@P2 BRA `(.L_x_0)", "EXIT")
+
+
+def accesses_of(text: str) -> list[str]:
+    (kernel,) = parse_sass(text)
+    (loop,) = kernel.main_loops()
+    return [access.opcode for access in kernel.local_accesses(loop)]
+
+
+def test_a_persistent_block_has_its_main_loop_inside_the_loop_over_its_items():
+    assert accesses_of(persistent(inner="LDL R0, [R1]")) == ["LDL"]
+    assert accesses_of(persistent(outer="LDL R0, [R1]")) == []
+    assert accesses_of(persistent(inner="STL [R1], R0", outer="LDL R0, [R1]")) == ["STL"]
+
+
+def test_a_loop_that_stores_nothing_is_a_main_loop_with_all_that_it_contains():
+    assert accesses_of(persistent(outer="LDL R0, [R1]", store="FADD R2, R2, R2")) == ["LDL"]
+
+
+def test_a_loop_that_stores_but_contains_no_other_is_a_main_loop():
+    assert loop_accesses(".L_x_0:", "HMMA.1 R4", "LDL R0, [R1]", "STG.E [R2], R4", "@P0 BRA `(.L_x_0)") == ["LDL"]
+
+
+def test_both_roles_of_a_kernel_have_a_main_loop():
+    first = (".L_x_0:", "HGMMA.1 R24", "LDL R0, [R1]", "@P0 BRA `(.L_x_0)", "EXIT")
+    second = (".L_x_1:", "HGMMA.1 R24", "STL [R1], R0", "@P0 BRA `(.L_x_1)", "EXIT")
+    (kernel,) = parse_sass(listing("@P3 BRA `(.L_x_1)", *first, *second))
+    assert len(kernel.main_loops()) == 2
+    assert loop_accesses("@P3 BRA `(.L_x_1)", *first, *second) == ["LDL", "STL"]
+
+
+@pytest.mark.parametrize(("family", "head_dim"), [("sm80", 96), ("sm90", 96), ("sm90", 192), ("sm90", 256)])
+def test_every_kernel_for_hopper_must_be_free_of_spills(family, head_dim):
+    _, problems = judge_listing(listing(".L_x_0:", "HGMMA.1 R4", "LDL R0, [R1]", "@P0 BRA `(.L_x_0)"), family, head_dim)
+    assert len(problems) == (family == "sm90")
+
+
+def test_a_kernel_whose_main_loop_is_not_seen_is_a_problem():
+    straight, loop = ("HGMMA.1 R4", "EXIT"), (".L_x_0:", "HGMMA.1 R4", "@P0 BRA `(.L_x_0)", "EXIT")
+    both = "\n".join([listing(*straight), listing(*loop, name="_Z5otherv")])
+    _, problems = judge_listing(both, "sm90", 64)
+    assert problems == ["kernel: matrix instructions, but no main loop found"]
+
+
+def judge_listing(sass: str, family: str, head_dim: int):
+    log = "".join(
+        f"ptxas info    : Compiling entry function '{name}' for 'sm_90a'\n"
+        for name in ("_Z6kernelv", "_Z5otherv")
+        if f".text.{name}:" in sass
+    )
+    return check_kernels.judge(KernelSource(Path("x.cu"), family, head_dim), log, sass)
+
+
 @pytest.mark.parametrize(
     ("body", "frame", "head_dim", "problem"),
     [

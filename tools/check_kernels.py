@@ -5,9 +5,10 @@
 Prints registers, spills and static shared memory of every kernel. Fails on
 
 - a compile error, or a ptxas warning other than C7519;
-- in the kernels for head dims 64 and 128: a local-memory access in a main loop, or more than 32 bytes of spills or
-  stack elsewhere;
-- a kernel of csrc/instances in which no main loop is found: the check would be blind.
+- in the kernels for Hopper, and in the portable ones for head dims 64 and 128: a local-memory access in a main loop,
+  or more than 32 bytes of spills or stack elsewhere;
+- a kernel with matrix instructions, or a source of csrc/instances, in which no main loop is found: the check would be
+  blind.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from toolchain import (
 )
 
 ARCHS = ("80", "90")
-SPILL_FREE_HEAD_DIMS = (64, 128)
+SPILL_FREE_HEAD_DIMS = (64, 128)  # of the portable kernels
 SPILL_BYTES_OUTSIDE_LOOPS = 32
 ALLOWED_PTXAS_CODES = ("C7519",)
 
@@ -112,7 +113,9 @@ def judge(source: KernelSource, log: str, sass: str) -> tuple[list[tuple[Usage, 
         loops_seen += len(loops)
         accesses = kernel.local_accesses(set().union(*loops))
         rows.append((usage, len(accesses)))
-        if source.head_dim not in SPILL_FREE_HEAD_DIMS:
+        if kernel.has_matrix_instructions() and not loops:
+            problems.append(f"{short_name(usage.name)}: matrix instructions, but no main loop found")
+        if source.family != "sm90" and source.head_dim not in SPILL_FREE_HEAD_DIMS:
             continue
         if accesses:
             listed = ", ".join(map(str, accesses[:4])) + (", ..." if len(accesses) > 4 else "")

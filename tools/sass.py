@@ -1,7 +1,8 @@
 """Reads the output of `nvdisasm -c`: finds each kernel's main loops and the local-memory accesses in them.
 
 A main loop is a cycle of the control flow that contains matrix instructions. Cycles are found on the flow graph, not by
-position: the compiler moves cold blocks of a loop far behind it.
+position: the compiler moves cold blocks of a loop far behind it. A persistent block has a cycle around it, over its
+items, which differs from a main loop in that it stores results.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 
 MATRIX_OPCODES = ("HMMA", "HGMMA")
 LOCAL_OPCODES = ("LDL", "STL")
+RESULT_OPCODES = ("STG",)
 INDIRECT_JUMPS = ("BRX", "BRXU", "JMX", "JMXU")
 DIRECT_JUMPS = ("BRA", "BRA.U", "JMP")
 
@@ -60,13 +62,34 @@ class Kernel:
     labels: dict[str, int] = field(default_factory=dict)
 
     def main_loops(self) -> list[set[int]]:
-        """The instruction numbers of every outermost cycle with matrix instructions, called functions included."""
+        """The instruction numbers of every main loop, called functions included.
+
+        These are the outermost cycles with matrix instructions, but for a cycle that stores results: there the cycles
+        with matrix instructions inside it, if there are any.
+        """
         edges = [self._successors(number) for number in range(len(self.code))]
-        loops = [self._with_callees(cycle, edges) for cycle in cycles(edges)]
-        return [loop for loop in loops if any(self.code[number].operation in MATRIX_OPCODES for number in loop)]
+        found, pending = [], self._matrix_cycles(edges, edges)
+        while pending:
+            cycle = pending.pop()
+            inner = self._matrix_cycles(edges_inside(cycle, edges), edges) if self._any(RESULT_OPCODES, cycle) else []
+            if inner:
+                pending += inner
+            else:
+                found.append(self._with_callees(cycle, edges))
+        return found
+
+    def has_matrix_instructions(self) -> bool:
+        return self._any(MATRIX_OPCODES, range(len(self.code)))
 
     def local_accesses(self, numbers: Iterable[int]) -> list[Instruction]:
         return [self.code[number] for number in sorted(numbers) if self.code[number].operation in LOCAL_OPCODES]
+
+    def _any(self, operations: tuple[str, ...], numbers: Iterable[int]) -> bool:
+        return any(self.code[number].operation in operations for number in numbers)
+
+    def _matrix_cycles(self, edges: list[list[int]], all_edges: list[list[int]]) -> list[set[int]]:
+        """The outermost cycles of `edges` that contain matrix instructions or call a function that does."""
+        return [one for one in cycles(edges) if self._any(MATRIX_OPCODES, self._with_callees(one, all_edges))]
 
     def _successors(self, number: int) -> list[int]:
         """Where control can go next; a call continues behind it, a return ends the path."""
@@ -130,6 +153,18 @@ def parse_sass(text: str) -> list[Kernel]:
     for kernel in kernels:
         kernel.labels = {name: number for name, number in kernel.labels.items() if number < len(kernel.code)}
     return kernels
+
+
+def edges_inside(cycle: set[int], edges: list[list[int]]) -> list[list[int]]:
+    """The edges of a cycle without those back to where it is entered: what is left of it are the cycles inside.
+
+    Instruction 0 is an entry, too; where nothing leads into a cycle, its first instruction is taken for one.
+    """
+    entries = {target for node, targets in enumerate(edges) if node not in cycle for target in targets} | {0}
+    entries = entries & cycle or {min(cycle)}
+    inside = cycle - entries
+    return [[target for target in targets if target in inside] if node in cycle else []
+            for node, targets in enumerate(edges)]  # fmt: skip
 
 
 def cycles(edges: list[list[int]]) -> list[set[int]]:
