@@ -60,6 +60,16 @@ def launch_counts() -> dict[str, int]:
     return dict(_C.launch_counts())
 
 
+@contextmanager
+def only_kernels_of(family: str) -> Iterator[None]:
+    """Asserts that the family's kernels of every direction ran in the block, and none of another family."""
+    before = launch_counts()
+    yield
+    after = launch_counts()
+    ran = {name for name in after if after[name] > before.get(name, 0) and name.startswith("dualkv_sm")}
+    assert ran == {f"dualkv_{family}_{direction}" for direction in DIRECTIONS}, f"launched: {', '.join(sorted(ran))}"
+
+
 def device_events(profiler: torch.profiler.profile) -> list[str]:
     """Names of the kernels and copies that a profiler saw on the device."""
     events = profiler.events() or []

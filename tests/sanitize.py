@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 import torch
 from groups import Batch, Group, build_groups, pack, run
-from launches import CHOICE, DEVICE, kernel_families, use_kernels
+from launches import CHOICE, DEVICE, kernel_families, only_kernels_of, use_kernels
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-HOSTILE_HEAD_DIMS = (64, 256)  # one of each shape of kernel: what happens to offsets does not depend on it
+HOSTILE_HEAD_DIMS = (64, 128, 256)  # one of each shape of kernel: what happens to offsets does not depend on it
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 UNSUPPORTED = ("Device not supported", "No attachable process", "InitializationError")
@@ -141,12 +141,15 @@ def run_call(call: Call) -> None:
 
 
 def run_part(part: str, head_dims: tuple[int, ...]) -> None:
-    """Every call of a part in this process, by the family of kernels that the environment asks for, or by each."""
+    """Every call of a part in this process, by the family of kernels that the environment asks for, or by each.
+
+    Raises AssertionError if the kernels of another family took over some of the work.
+    """
     families = [os.environ[CHOICE]] if CHOICE in os.environ else kernel_families()
     if part == "hostile":
         head_dims = tuple(dim for dim in head_dims if dim in HOSTILE_HEAD_DIMS) or head_dims
     for family, head_dim in product(families, head_dims):
-        with use_kernels(family):
+        with use_kernels(family), only_kernels_of(family):
             for call in PARTS[part](head_dim):
                 print(f"{family} d={head_dim} {call.name}", flush=True)
                 run_call(call)
