@@ -72,7 +72,11 @@ def section(gpu: str, runs: Runs, folder: Path) -> str:
     head = ["N x P x R", *(LABELS.get(impl, impl) for impl in impls)]
     times = [[shape, *(time_cell(figures, shape, impl) for impl in impls)] for shape in figures.shapes]
     trained = [impl for impl in impls if any(figures.both_ms(shape, impl) for shape in figures.shapes)]
-    peaks = [[shape, *(number(figures.peak(shape, impl), 1) for impl in trained)] for shape in figures.shapes]
+    # Where only one direction was measured, the peak is that direction's.
+    peaks = [
+        [shape, *(number(figures.peak(shape, impl), 1) if figures.both_ms(shape, impl) else "" for impl in trained)]
+        for shape in figures.shapes
+    ]
     parts = [
         introduction(gpu, runs),
         "Forward + backward, milliseconds (useful TFLOP/s forward / backward):",
@@ -97,12 +101,18 @@ def time_cell(figures: Figures, shape: str, impl: str) -> str:
 
 
 def deterministic_lines(figures: Figures) -> list[str]:
-    """One sentence: what ``deterministic=True`` costs in the backward."""
-    costs = []
+    """One sentence for each family: what ``deterministic=True`` costs in the backward."""
+    lines = []
     for impl in figures.impls:
-        for shape in figures.shapes if impl.endswith("_deterministic") else ():
-            ordered = figures.get(shape, impl, "backward", "ms")
-            default = figures.get(shape, impl.removesuffix("_deterministic"), "backward", "ms")
-            if ordered and default:
-                costs.append(f"{ordered / default:.2f}x at {shape}")
-    return [f"`deterministic=True`, backward time against the default: {', '.join(costs)}."] if costs else []
+        if not impl.endswith("_deterministic"):
+            continue
+        default = impl.removesuffix("_deterministic")
+        costs = []
+        for shape in figures.shapes:
+            ordered, usual = (figures.get(shape, one, "backward", "ms") for one in (impl, default))
+            if ordered and usual:
+                costs.append(f"{ordered / usual:.2f}x at {shape}")
+        if costs:
+            label = LABELS.get(default, default)
+            lines.append(f"`deterministic=True`, backward time against the default, {label}: {', '.join(costs)}.")
+    return lines

@@ -180,14 +180,14 @@ class Rates:
                 raise ValueError(f"{field.name}: expected a rate > 0, got {getattr(self, field.name)}")
 
 
-# `h200` is bf16, head dimension 128, prompts from 4K on: this library's Hopper forward and portable backward, and
-# FlashAttention-2. Measure your own with benchmarks/bench_kernel.py and benchmarks/bench_layer.py.
+# `h200` is bf16, head dimension 128, prompts from 4K on: this library's Hopper kernels, and FlashAttention-2.
+# Measure your own with benchmarks/bench_kernel.py and benchmarks/bench_layer.py.
 RATES = {
     "equal": Rates(1.0, 1.0, 1.0, 1.0, 1.0),
     "h200": Rates(
         token_wise=550.0,
         shared_forward=650.0,
-        shared_backward=300.0,
+        shared_backward=510.0,
         replicated_forward=340.0,
         replicated_backward=290.0,
     ),

@@ -264,7 +264,9 @@ def test_profiler_sees_our_kernels_and_no_copies(head_dim: int, dtype: torch.dty
         with profiled() as names:
             run(batch, deterministic=deterministic)
         seen = {one for one in DIRECTIONS if any(kernel_pattern(one).search(name) for name in names)}
-        assert seen == {"forward", "backward"} | ({"backward_dq"} if deterministic else set()), names
+        # On Hopper dQ of wide heads is always computed by a kernel of its own.
+        separate_dq = deterministic or (os.environ.get(CHOICE) == "sm90" and head_dim > 128)
+        assert seen == {"forward", "backward"} | ({"backward_dq"} if separate_dq else set()), names
         foreign = [name for name in names if any(word in name.lower() for word in ("copy", "index", "gather", "gemm"))]
         assert not foreign, "strided views are read in place"
 
