@@ -135,12 +135,11 @@ def test_temperature_is_a_positive_number(temperature, error):
         dualkv.shared_prompt_forward(tiny_model("llama"), MIXED.pack(), temperature=temperature)
 
 
-def test_gather_and_drop_last_lose_a_token_that_is_alone():
+def test_gather_and_drop_last():
+    """The first token of a response is scored by a row of the prompt, its last one needs no row of its own."""
     model = tiny_model("llama")
-    with pytest.raises(SharedPromptError, match="no response of one token"):
-        dualkv.shared_prompt_forward(model, MIXED.pack(boundary="gather", drop_last=True))
-    longer = MIXED.take([i for i, one in enumerate(MIXED.responses) if len(one) != 1])
+    assert any(len(one) == 1 for one in MIXED.responses)
     with torch.no_grad():
-        got, _ = dualkv.shared_prompt_forward(model, longer.pack(boundary="gather", drop_last=True))
-        expected, _ = dualkv.shared_prompt_forward(model, longer.pack())
+        got, _ = dualkv.shared_prompt_forward(model, MIXED.pack(boundary="gather", drop_last=True))
+        expected, _ = dualkv.shared_prompt_forward(model, MIXED.pack())
     check_equal(got, expected, 1e-12)

@@ -11,7 +11,6 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -152,11 +151,10 @@ class _Scorer:
         output = self._run_backbone(inputs)
         # One gather for all rows: a gather per chunk would have a backward as large as the whole pack.
         hidden = output.last_hidden_state[0].index_select(0, self.batch.token_index)
-        targets = _targets(self.batch)
         rows = max(1, LOGIT_ELEMENTS // text_config(self.causal_lm.config).vocab_size)
         scores = [
             checkpoint(self._score, *chunk, type(output), use_reentrant=False, preserve_rng_state=False)
-            for chunk in zip(hidden.split(rows), targets.split(rows))
+            for chunk in zip(hidden.split(rows), self.batch.targets.split(rows))
         ]
         logps, entropy = (torch.cat(one) for one in zip(*scores))
         return logps, entropy
@@ -189,30 +187,6 @@ class _Scorer:
         weights = logits.softmax(-1)
         entropy = log_normalizer - (weights * logits.masked_fill(logits == -math.inf, 0.0)).sum(-1)
         return logps, entropy
-
-
-def _targets(batch: SharedPromptBatch) -> Tensor:
-    """(sum R,) the response tokens themselves, in the order of `token_index`."""
-    targets = batch.labels[batch.token_index]
-    heads = [batch.order[begin] for begin in batch.layout.group_offsets[:-1]]
-    if all(batch.prompt_lens[head] > length for head, length in zip(heads, batch.layout.context_lens)):
-        return targets
-    # Boundary "gather": the row that scores a first token stands for several responses and has no label. The token
-    # itself stands in the first row of its response.
-    layout, begins = batch.layout, [0, *accumulate(batch.response_lens)]
-    is_shortened = layout.num_tokens - layout.pad - layout.num_context_tokens < begins[-1]
-    places, rows, row = [], [], layout.num_context_tokens
-    for sample in batch.order:
-        length = batch.response_lens[sample]
-        if length > 0:
-            if is_shortened and length == 1:
-                expected = 'no response of one token with boundary "gather" and drop_last'
-                raise SharedPromptError(explain("batch", expected, f"sample {sample}"))
-            places.append(begins[sample])
-            rows.append(row)
-            row += length - is_shortened
-    index = torch.tensor([places, rows], dtype=torch.int64).to(targets.device)
-    return targets.index_copy(0, index[0], batch.input_ids[index[1]])
 
 
 @contextmanager
