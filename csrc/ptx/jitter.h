@@ -8,29 +8,30 @@ namespace dualkv::ptx {
 
 #ifdef DUALKV_JITTER
 
-constexpr uint32_t kJitterEpoch = 1 << 13;  // ns
+// Both sleep up to 2 microseconds: of an argument t of __nanosleep, 0 to 2 t. How long depends on the warp, never on the
+// lane, because what follows may need whole warps. There are no branches and few registers: products are in flight here,
+// and where registers run out the compiler lets products wait for each other, so that a race with them cannot show.
 
-__device__ __forceinline__ uint32_t scramble(uint32_t x) {
-  x = (x ^ (x >> 16)) * 0x7feb352du;
-  x = (x ^ (x >> 15)) * 0x846ca68bu;
-  return x ^ (x >> 16);
+// Every warp is quick in some epochs of 8192 cycles and slow in others, so that each role at times lags far behind the
+// others, which pauses drawn one by one would average out.
+__device__ __forceinline__ void jitter() {
+  uint32_t now, warp;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(now)::"memory");
+  asm volatile("mov.u32 %0, %%warpid;" : "=r"(warp));
+  const uint32_t mood = ((now >> 13) + warp) * 0x9e3779b1u >> 29;
+  __nanosleep(now * 0xc2b2ae3du >> 22 >> mood);
 }
 
-// Sleeps up to 2 microseconds. How long depends on the warp, never on the lane: what follows may need whole warps.
-// Every warp is quick in some epochs and slow in others, so that each role at times lags far behind the others, which
-// pauses drawn one by one would average out. No branches: products are in flight here.
-__device__ __forceinline__ void jitter() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-  const uint32_t warp = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-  const uint32_t mood = scramble(static_cast<uint32_t>(now / kJitterEpoch) ^ scramble(warp));
-  const uint32_t draw = scramble(static_cast<uint32_t>(clock64()) ^ mood);
-  __nanosleep((draw & 1023) >> (mood % 8));  // of an argument t, 0 to 2 t are slept
+// Where the clock cannot be read without spills: as long as block, warp, barrier and parity say.
+__device__ __forceinline__ void jitter(uint32_t barrier, int parity) {
+  const uint32_t seed = blockIdx.x * 57 + threadIdx.x / 32 * 97 + barrier * 5 + parity * 389;
+  __nanosleep(seed * 0xc2b2ae3du >> 22);
 }
 
 #else
 
 __device__ __forceinline__ void jitter() {}
+__device__ __forceinline__ void jitter(uint32_t, int) {}
 
 #endif
 

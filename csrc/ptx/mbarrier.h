@@ -31,7 +31,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int byt
 
 // Returns once the phase of the given parity is over.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
-  jitter();
+  jitter(barrier, parity);
   asm volatile(
       "{\n.reg .pred done;\n"
       "retry:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
