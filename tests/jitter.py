@@ -29,6 +29,7 @@ from mutants import ROOT, Tree
 
 HEAD_DIMS = (64, 128, 192, 256)
 DEFAULT_HEAD_DIMS = (64, 128)
+OBJECTS = "build/objects"  # where tools/extension.py puts the compiler's messages
 
 # Lengths on both sides of tile borders, a prompt, rows without keys, an empty sequence, a context without owners.
 RAGGED = (
@@ -117,6 +118,13 @@ def settings(head_dims: tuple[int, ...]) -> dict[str, str]:
     return {"DUALKV_JITTER": "1", "DUALKV_ARCHS": "90", "DUALKV_HEAD_DIMS": ",".join(map(str, head_dims))}
 
 
+def serialised(objects: Path) -> list[str]:
+    """What the compiler says of products that wait for each other: a race with one of them cannot show."""
+    logs = sorted(objects.glob("sm90_*.log"))
+    assert logs, f"no messages of the compiler in {objects}"
+    return [f"{log.stem}: {line}" for log in logs for line in log.read_text().splitlines() if "(C75" in line]
+
+
 def build_and_run(head_dims: tuple[int, ...], runs: int, timeout: float) -> int:
     """Builds the kernels that pause and repeats the calls with them, in a process of its own: races can also hang."""
     with tempfile.TemporaryDirectory() as folder:
@@ -127,7 +135,7 @@ def build_and_run(head_dims: tuple[int, ...], runs: int, timeout: float) -> int:
         except subprocess.CalledProcessError as error:
             print(f"FAILED: the build\n{error.stdout}{error.stderr}"[-6000:])
             return 1
-        print(f"{time.monotonic() - started:5.1f} s  build", flush=True)
+        print("\n".join([f"{time.monotonic() - started:5.1f} s  build", *serialised(tree.root / OBJECTS)]), flush=True)
         command = [sys.executable, str(tree.root / "tests/jitter.py"), "--run", "--runs", str(runs)]
         command += [word for head_dim in head_dims for word in ("--head-dim", str(head_dim))]
         try:

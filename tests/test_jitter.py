@@ -8,6 +8,7 @@ from collections.abc import Callable
 from ctypes import CDLL
 from pathlib import Path
 
+import extension
 import jitter
 import launches
 import numpy as np
@@ -82,6 +83,16 @@ def test_the_settings_make_a_build_that_pauses() -> None:
     assert isinstance(plan, CudaBuild)
     assert plan.jitter and plan.archs == ("90",) and plan.head_dims == (64, 128)
     assert set(jitter.DEFAULT_HEAD_DIMS) <= set(jitter.HEAD_DIMS) <= set(toolchain.HEAD_DIMS)
+
+
+def test_products_that_wait_for_each_other_are_reported(tmp_path: Path) -> None:
+    assert Path(jitter.OBJECTS) == extension.OBJECTS
+    with pytest.raises(AssertionError, match="no messages"):
+        jitter.serialised(tmp_path)
+    line = "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    (tmp_path / "sm90_forward_d64_bf16.log").write_text("")
+    (tmp_path / "sm90_backward_d64_bf16.log").write_text(f"something else\n{line}\n")
+    assert jitter.serialised(tmp_path) == [f"sm90_backward_d64_bf16: {line}"]
 
 
 # --- the calls --------------------------------------------------------------------------------------------------------
