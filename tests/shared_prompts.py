@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from flash_attn_dualkv import flash_attn_dualkv_varlen_func
-from flash_attn_dualkv.packing import SharedPromptLayout, pack_shared_prompts
+from flash_attn_dualkv.packing import SharedPromptLayout, pack_shared_prompts, shared_prompt_attention
 
+Gradients = tuple[Tensor, ...]
 # (prompt tokens, response tokens of each sample)
 Groups = Sequence[tuple[int, Sequence[int]]]
 GROUPS: dict[str, Groups] = {
@@ -108,3 +109,18 @@ def two_calls(inputs: Inputs, layout: SharedPromptLayout, **options: Any) -> Ten
         cu_seqs_per_context=offsets(layout.group_offsets), **options,
     )  # fmt: skip
     return torch.cat([prompts, responses])
+
+
+def attend(inputs: Inputs, layout: SharedPromptLayout, **options: Any) -> Tensor:
+    return shared_prompt_attention(inputs.q, inputs.k, inputs.v, layout, sinks=inputs.sinks, **options)
+
+
+def run(inputs: Inputs, function: Any) -> tuple[Tensor, Gradients]:
+    """Output and gradients of a function of leaves with the inputs' values."""
+    leaves = inputs.leaves()
+    out = function(leaves)
+    return out.detach(), torch.autograd.grad(out, leaves.tensors, inputs.dout)
+
+
+def small(device: str) -> dict[str, Any]:
+    return {"dtype": torch.float64 if device == "cpu" else torch.bfloat16, "head_dim": 16 if device == "cpu" else 64}

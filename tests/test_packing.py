@@ -7,17 +7,14 @@ import inspect
 import itertools
 import math
 import random
-import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launches import profiled
+from samples import Lists, check_way_back, nested, samples, tensors
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_attn_dualkv
 from flash_attn_dualkv import packing
@@ -36,16 +33,11 @@ from flash_attn_dualkv.packing import (
     unpack_to_jagged,
 )
 
-Lists = list[list[int]]
 BOUNDARIES = ("replicate", "gather")
 # One prompt at a distance, a strict prefix of another, a single token, an empty response; 0 is a token like others.
 PROMPTS = [[5, 0, 7], [5, 0], [5, 0, 7], [3], [5, 0, 7, 0], [3]]
 RESPONSES = [[1, 2], [3], [], [4, 5, 6], [0, 0], [9]]
 DISTINCT = 4
-
-
-def tensors(lists: Lists, **options: Any) -> list[Tensor]:
-    return [torch.tensor(one, dtype=torch.int64, **options) for one in lists]
 
 
 # --- the packed row against the samples ----------------------------------------------------------------------------
@@ -92,39 +84,6 @@ def check(batch: SharedPromptBatch, prompts: Lists, responses: Lists, boundary: 
     assert input_ids[end:] == position_ids[end:] == [0] * layout.pad and labels[end:] == [-100] * layout.pad
     replicated = sum(map(len, prompts + responses))
     assert batch.dedup_ratio == pytest.approx(replicated / len(input_ids) if input_ids else math.inf)
-
-
-def check_way_back(batch: SharedPromptBatch) -> None:
-    """Every value returns to its sample and token, with its gradient."""
-    total, rows = sum(batch.response_lens), batch.layout.num_tokens
-    values = torch.arange(1.0, total + 1, requires_grad=True)
-    per_row = torch.zeros(rows).index_put((batch.token_index,), values.detach())
-    padded = unpack_logprobs(values, batch, fill=-7.0, per_row=False)
-    jagged: Any = unpack_to_jagged(values, batch, per_row=False)
-    expected = iter(range(1, total + 1))
-    parts = jagged.unbind()
-    assert padded.shape == (len(batch.order), max(batch.response_lens)) and len(parts) == len(batch.order)
-    for line, part, prompt_len, length in zip(padded.tolist(), parts, batch.prompt_lens, batch.response_lens):
-        own = [next(expected) for _ in range(length)]
-        assert line == own + [-7.0] * (len(line) - length)
-        assert part.tolist() == [0.0] * (prompt_len - 1) + own + [0.0]
-    weights = torch.rand(total)
-    for unpacked in (unpack_logprobs(values * weights, batch), unpack_to_jagged(values * weights, batch).values()):
-        (gradient,) = torch.autograd.grad(unpacked.sum(), values)
-        assert gradient.equal(weights)
-    if torch.unique(batch.token_index).numel() == total:  # no row scores two tokens
-        assert unpack_logprobs(per_row, batch, fill=-7.0, per_row=True).equal(padded)
-
-
-@st.composite
-def samples(draw: st.DrawFn) -> tuple[Lists, Lists]:
-    """A few prompts, some of them prefixes of each other, each in any number of samples in any order."""
-    stem = draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
-    prefixes = [stem[: draw(st.integers(1, len(stem)))] for _ in range(draw(st.integers(1, 4)))]
-    others = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), max_size=2))
-    prompts = draw(st.lists(st.sampled_from([*prefixes, *others]), min_size=1, max_size=9))
-    response = st.lists(st.integers(0, 9), max_size=4)
-    return prompts, draw(st.lists(response, min_size=len(prompts), max_size=len(prompts)))
 
 
 @settings(deadline=None, max_examples=150)
@@ -317,10 +276,6 @@ def test_strict_prefixes_of_equal_bytes_do_not_merge() -> None:
 ONES = torch.ones(2, 4, dtype=torch.int64)
 
 
-def nested(rows: Sequence[Tensor]) -> Tensor:
-    return torch.nested.nested_tensor(list(rows), layout=torch.jagged)
-
-
 ERRORS: list[tuple[str, Any, str]] = [
     ("no samples", lambda: pack_shared_prompts([], []), "^prompts: expected at least one, got 0"),
     ("empty prompt", lambda: pack_shared_prompts([[1], []], [[2], [3]]), r"^prompts\[1\]: expected at least one token"),
@@ -499,183 +454,6 @@ def test_default_device_and_inference_mode() -> None:
     assert not any(one.is_inference() for one in vars(batch).values() if isinstance(one, Tensor))
     assert not batch.layout.segments.is_inference()
     assert_same_batch(batch, expected)
-
-
-# --- micro-batches and ranks ---------------------------------------------------------------------------------------
-
-
-def packed_tokens(chosen: Sequence[int], prompts: Lists, responses: Lists) -> int:
-    return pack_shared_prompts([prompts[i] for i in chosen], [responses[i] for i in chosen]).layout.num_tokens
-
-
-@settings(deadline=None, max_examples=100)
-@given(samples(), st.integers(0, 30))
-def test_split_by_token_budget(lists: tuple[Lists, Lists], slack: int) -> None:
-    prompts, responses = lists
-    lens = [len(one) for one in prompts], [len(one) for one in responses]
-    budget = max(map(int.__add__, *lens)) + slack
-    groups = group_by_prompt(prompts)
-    micro_batches = split_by_token_budget(groups, *lens, budget)
-    assert sorted(itertools.chain(*micro_batches)) == list(range(len(prompts)))
-    assert all(one and packed_tokens(one, prompts, responses) <= budget for one in micro_batches)
-    for members in groups:
-        if packed_tokens(members, prompts, responses) <= budget:
-            assert any(set(members) <= set(one) for one in micro_batches), "a group that fits was split"
-
-
-def test_a_group_over_the_budget_is_split_in_full_parts() -> None:
-    assert split_by_token_budget([list(range(6))], [10] * 6, [4] * 6, 20) == [[0, 1], [2, 3], [4, 5]]
-    assert split_by_token_budget([[0, 2], [1]], [10] * 3, [4] * 3, 40) == [[0, 2, 1]]
-
-
-def _budget_on_rank(rank: int, world: int, address: str, results: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
-    group = torch.distributed.group.WORLD
-    samples = 4
-    results[rank, "split"] = split_by_token_budget(
-        [list(range(samples))], [10] * samples, [4] * samples, (30, 20)[rank], dp_group=group
-    )
-    for name, budgets, counts in (("budget", (30, 13), (4, 4)), ("samples", (14, 40), (4, 2))):
-        try:
-            lens = [10] * counts[rank], [4] * counts[rank]
-            split_by_token_budget([list(range(counts[rank]))], *lens, budgets[rank], dp_group=group)
-        except SharedPromptError as error:
-            results[rank, name] = str(error)
-    torch.distributed.destroy_process_group()
-
-
-def test_equally_many_micro_batches_on_every_rank(tmp_path: Any) -> None:
-    """Ranks with fewer split theirs; what fails on one fails on all, so that none waits for another."""
-    context = torch.multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(_budget_on_rank, (2, f"file://{tmp_path}/store", results), nprocs=2)
-        assert [len(results[rank, "split"]) for rank in (0, 1)] == [2, 2]
-        assert all(sorted(itertools.chain(*results[rank, "split"])) == [0, 1, 2, 3] for rank in (0, 1))
-        assert "one that cannot" in results[0, "budget"] and "at least 14" in results[1, "budget"]
-        assert all("at least 4 samples on each rank" in results[rank, "samples"] for rank in (0, 1))
-
-
-def test_balance_keeps_groups_whole() -> None:
-    prompt_lens = [100] * 4 + [80] * 4 + [90] * 4 + [85] * 4
-    ids = [g for g in range(4) for _ in range(4)]
-    ranks = balance_groups(prompt_lens, [10] * 16, ids, 4)
-    assert sorted(itertools.chain(*ranks)) == list(range(16))
-    assert all(len({ids[i] for i in rank}) == 1 and len(rank) == 4 for rank in ranks)
-    ranks = balance_groups(prompt_lens, [10] * 16, ids, 2)
-    prompts = [{ids[i] for i in rank} for rank in ranks]
-    assert sorted(map(sorted, prompts)) == [[0, 1], [2, 3]]  # the most expensive with the cheapest
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_balance_gives_equal_counts(sizes: list[int], num_ranks: int, rng: random.Random) -> None:
-    ids = [g for g, size in enumerate(sizes) for _ in range(size)]
-    ids += [len(sizes)] * (-len(ids) % num_ranks)
-    rng.shuffle(ids)
-    prompt_lens = [10 * (one + 1) for one in ids]
-    ranks = balance_groups(prompt_lens, [rng.randint(0, 50) for _ in ids], ids, num_ranks)
-    assert sorted(itertools.chain(*ranks)) == list(range(len(ids)))
-    assert {len(rank) for rank in ranks} == {len(ids) // num_ranks}
-
-
-# --- what packing costs --------------------------------------------------------------------------------------------
-
-
-class Counter(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        self.calls[name] = self.calls.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
-def large_batch(samples: int, device: str = "cpu", length: int = 20) -> tuple[list[Tensor], list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    own = [torch.randint(0, 1000, (length,), generator=generator) for _ in range(4)]
-    responses = [torch.randint(0, 1000, (length // 2 + i % 5,), generator=generator) for i in range(samples)]
-    return [own[i % 4].to(device) for i in range(samples)], [one.to(device) for one in responses]
-
-
-def form_of(name: str, prompts: list[Tensor], responses: list[Tensor]) -> Any:
-    """A call that packs the samples in one of the three forms."""
-    if name == "lists":
-        return lambda: pack_shared_prompts(prompts, responses)
-    whole = [torch.cat(pair) for pair in zip(prompts, responses)]
-    lengths = torch.tensor([len(one) for one in prompts], device=prompts[0].device)
-    if name == "jagged":
-        given = nested(whole)
-        return lambda: pack_jagged(given, lengths)
-    ids = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in whole], batch_first=True)
-    return lambda: pack_padded(ids, mask, lengths)
-
-
-FORMS = pytest.mark.parametrize("form", ["lists", "padded", "jagged"])
-
-
-@FORMS
-def test_no_synchronisation_for_each_sample(form: str) -> None:
-    """As many operators for 64 samples as for 8, and reads of single values are none, or (of a mask) a handful."""
-    counts = []
-    for samples in (8, 64):
-        call = form_of(form, *large_batch(samples))
-        with Counter() as counter:
-            call()
-        counts.append(counter.calls)
-    assert counts[0] == counts[1]
-    assert counts[0].get("aten::_local_scalar_dense", 0) <= (0 if form == "lists" else 3)
-    assert counts[0].get("aten::_to_copy", 0) <= 2
-
-
-@pytest.mark.gpu
-@FORMS
-def test_one_copy_each_way(form: str) -> None:
-    call = form_of(form, *large_batch(16, "cuda"))
-    call()
-    with profiled() as names:
-        batch = call()
-    assert sum("DtoH" in name for name in names) == 1, names
-    assert sum("HtoD" in name for name in names) == 1, names
-    assert batch.input_ids.device.type == batch.layout.segments.device.type == "cuda"
-    expected = form_of(form, *large_batch(16))()
-    assert batch.input_ids.cpu().equal(expected.input_ids)
-    assert batch.layout.segments.cpu().equal(expected.layout.segments)
-    check_way_back(expected)
-
-
-@pytest.mark.gpu
-@FORMS
-def test_packing_64k_tokens_takes_under_5_ms(form: str) -> None:
-    """64K packed tokens: 4 prompts of 8K with 32 responses of 1K."""
-    prompts, responses = large_batch(32, "cuda", length=8192)
-    call = form_of(form, prompts, [one[:1024] for one in responses])
-    assert 60_000 < call().layout.num_tokens < 70_000
-    times = []
-    for _ in range(20):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    assert min(times) < 5e-3, f"{1e3 * min(times):.2f} ms"
-
-
-@pytest.mark.gpu
-def test_unpacking_does_not_wait_for_the_gpu() -> None:
-    batch = pack_shared_prompts(*large_batch(16, "cuda"))
-    values = torch.rand(sum(batch.response_lens), device="cuda", requires_grad=True)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        unpack_logprobs(values, batch).sum().backward()
-        unpack_to_jagged(values, batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # --- the public names ----------------------------------------------------------------------------------------------

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from launches import kernel_pattern, launch_counts
-from shared_prompts import GROUPS, Inputs, inputs_of, layout_of, segment_rows, two_calls
+from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of, run, segment_rows, small, two_calls
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -21,23 +19,10 @@ from flash_attn_dualkv.packing import (
     SharedPromptLayout,
     SharedPromptLayoutError,
     SharedPromptUnsupportedError,
-    pack_shared_prompts,
     shared_prompt_attention,
 )
 
-Gradients = tuple[Tensor, ...]
 ALL_GROUPS = pytest.mark.parametrize("name", list(GROUPS))
-
-
-def attend(inputs: Inputs, layout: SharedPromptLayout, **options: Any) -> Tensor:
-    return shared_prompt_attention(inputs.q, inputs.k, inputs.v, layout, sinks=inputs.sinks, **options)
-
-
-def run(inputs: Inputs, function: Any) -> tuple[Tensor, Gradients]:
-    """Output and gradients of a function of leaves with the inputs' values."""
-    leaves = inputs.leaves()
-    out = function(leaves)
-    return out.detach(), torch.autograd.grad(out, leaves.tensors, inputs.dout)
 
 
 # --- against dense attention ---------------------------------------------------------------------------------------
@@ -219,10 +204,6 @@ def test_one_operator_in_each_direction(device: str) -> None:
         torch.autograd.grad(out, leaves.tensors, inputs.dout)
     assert forward.names == ["flash_attn_dualkv::packed_forward"]
     assert backward.names == ["flash_attn_dualkv::packed_backward"]
-
-
-def small(device: str) -> dict[str, Any]:
-    return {"dtype": torch.float64 if device == "cpu" else torch.bfloat16, "head_dim": 16 if device == "cpu" else 64}
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -510,122 +491,3 @@ def test_inconsistent_tables_are_found_in_the_reference() -> None:
     arguments["layout"].segments[1, 1] += 10**6
     with pytest.raises(ValueError, match="^cu_seqlens_q"):
         shared_prompt_attention(**arguments)
-
-
-# --- GPUs: how it lives there; accuracy is in test_shared_prompt_kernels.py ------------------------------------------
-
-
-@pytest.mark.gpu
-def test_one_launch_for_all_groups() -> None:
-    layout = layout_of(GROUPS["large"], device="cuda")
-    inputs = inputs_of(layout, **small("cuda"))
-
-    def launches(deterministic: bool) -> dict[str, int]:
-        before = launch_counts()
-        run(inputs, lambda leaves: attend(leaves, layout, deterministic=deterministic))
-        counts = {name: count - before.get(name, 0) for name, count in launch_counts().items()}
-        return {name: count for name, count in counts.items() if count}
-
-    for deterministic in (False, True):
-        counts = launches(deterministic)
-        assert "dualkv_segment_tables" not in counts, "the layout carries the tables"
-        for direction in ("forward", "backward"):
-            pattern = kernel_pattern(direction)
-            assert sum(count for name, count in counts.items() if pattern.search(name)) == 1, counts
-
-
-@pytest.mark.gpu
-def test_no_synchronisation() -> None:
-    layout = layout_of(GROUPS["several"], device="cuda")
-    inputs = inputs_of(layout, sinks=True, **small("cuda"))
-    run(inputs, lambda leaves: attend(leaves, layout))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run(inputs, lambda leaves: attend(leaves, layout))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_the_reference_on_cuda_tensors() -> None:
-    """When it is asked for, with all that the kernels lack and any floating point type."""
-    layout = layout_of(GROUPS["several"], device="cuda")
-    options = {"sliding_window": 4, "softcap": 1.5, "backend": "reference"}
-    inputs = inputs_of(layout, sinks=True, dtype=torch.float64, head_dim=16)
-    out, gradients = run(inputs, lambda leaves: attend(leaves, layout, **options))
-    on_cpu = Inputs(*(one.cpu() for one in inputs if one is not None))
-    expected, right = run(on_cpu, lambda leaves: attend(leaves, layout.to("cpu"), **options))
-    for actual, wanted in zip((out, *gradients), (expected, *right)):
-        torch.testing.assert_close(actual.cpu(), wanted, rtol=1e-10, atol=1e-10)
-    with pytest.raises(TypeError, match="^q: expected dtype"):
-        attend(inputs, layout)
-
-
-def copy_layout(target: SharedPromptLayout, source: SharedPromptLayout) -> None:
-    for name in ("cu_seqlens_context", "cu_seqlens_decoded", "segments", "groups"):
-        getattr(target, name).copy_(getattr(source, name))
-
-
-@pytest.mark.gpu
-def test_cuda_graph_follows_another_layout() -> None:
-    """Captured once, forward and backward; replayed with other lengths of the same totals and other data."""
-    first = layout_of([(41, [64, 16]), (25, [48])], device="cuda")
-    second = layout_of([(9, [1, 100]), (57, [27])], device="cuda")
-    assert (first.num_context_tokens, first.num_tokens) == (second.num_context_tokens, second.num_tokens)
-    buffers = inputs_of(first, **small("cuda"))
-    leaves = buffers.leaves()
-    layout = layout_of([(41, [64, 16]), (25, [48])], device="cuda")
-
-    def step() -> tuple[Tensor, ...]:
-        out = attend(leaves, layout, deterministic=True)
-        return (out.detach(), *torch.autograd.grad(out, leaves.tensors, buffers.dout))
-
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for seed, source in ((1, second), (2, first)):
-        inputs = inputs_of(source, seed=seed, **small("cuda"))
-        with torch.no_grad():
-            for to, value in zip((*leaves.tensors, buffers.dout), (*inputs.tensors, inputs.dout)):
-                to.copy_(value)
-        copy_layout(layout, source)
-        graph.replay()
-        out, gradients = run(inputs, lambda leaves, source=source: attend(leaves, source, deterministic=True))
-        assert all(map(torch.equal, captured, (out, *gradients)))
-
-
-@pytest.mark.gpu
-def test_host_time() -> None:
-    """Eager calls of a few groups cost the host less than 100 microseconds in each direction."""
-    layout = layout_of(GROUPS["several"], device="cuda")
-    inputs = inputs_of(layout, **small("cuda"))
-    leaves = inputs.leaves()
-
-    def timed(repeats: int = 50) -> tuple[float, float]:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        outs = [attend(leaves, layout) for _ in range(repeats)]
-        middle = time.perf_counter()
-        torch.cuda.synchronize()
-        resumed = time.perf_counter()
-        for out in outs:
-            torch.autograd.grad(out, leaves.tensors, inputs.dout)
-        return (middle - began) / repeats, (time.perf_counter() - resumed) / repeats
-
-    times = [timed() for _ in range(10)]
-    forward, backward = (1e6 * min(one[at] for one in times) for at in (0, 1))
-    assert forward < 100 and backward < 100, f"{forward:.0f} us forward, {backward:.0f} us backward"
-
-
-def test_pack_and_attend_as_documented() -> None:
-    """From lists of tokens to attention in three lines."""
-    batch = pack_shared_prompts([[1, 2, 3], [1, 2, 3]], [[4], [5, 6]])
-    q = torch.randn(batch.layout.num_tokens, 4, 16)
-    k = v = torch.randn(batch.layout.num_tokens, 2, 16)
-    assert shared_prompt_attention(q, k, v, batch.layout).shape == q.shape

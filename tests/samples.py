@@ -1,0 +1,59 @@
+"""Prompts and responses for the tests of packing, and the way back to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flash_attn_dualkv.packing import (
+    SharedPromptBatch,
+    unpack_logprobs,
+    unpack_to_jagged,
+)
+
+Lists = list[list[int]]
+
+
+def tensors(lists: Lists, **options: Any) -> list[Tensor]:
+    return [torch.tensor(one, dtype=torch.int64, **options) for one in lists]
+
+
+def nested(rows: Sequence[Tensor]) -> Tensor:
+    return torch.nested.nested_tensor(list(rows), layout=torch.jagged)
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> tuple[Lists, Lists]:
+    """A few prompts, some of them prefixes of each other, each in any number of samples in any order."""
+    stem = draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
+    prefixes = [stem[: draw(st.integers(1, len(stem)))] for _ in range(draw(st.integers(1, 4)))]
+    others = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), max_size=2))
+    prompts = draw(st.lists(st.sampled_from([*prefixes, *others]), min_size=1, max_size=9))
+    response = st.lists(st.integers(0, 9), max_size=4)
+    return prompts, draw(st.lists(response, min_size=len(prompts), max_size=len(prompts)))
+
+
+def check_way_back(batch: SharedPromptBatch) -> None:
+    """Every value returns to its sample and token, with its gradient."""
+    total, rows = sum(batch.response_lens), batch.layout.num_tokens
+    values = torch.arange(1.0, total + 1, requires_grad=True)
+    per_row = torch.zeros(rows).index_put((batch.token_index,), values.detach())
+    padded = unpack_logprobs(values, batch, fill=-7.0, per_row=False)
+    jagged: Any = unpack_to_jagged(values, batch, per_row=False)
+    expected = iter(range(1, total + 1))
+    parts = jagged.unbind()
+    assert padded.shape == (len(batch.order), max(batch.response_lens)) and len(parts) == len(batch.order)
+    for line, part, prompt_len, length in zip(padded.tolist(), parts, batch.prompt_lens, batch.response_lens):
+        own = [next(expected) for _ in range(length)]
+        assert line == own + [-7.0] * (len(line) - length)
+        assert part.tolist() == [0.0] * (prompt_len - 1) + own + [0.0]
+    weights = torch.rand(total)
+    for unpacked in (unpack_logprobs(values * weights, batch), unpack_to_jagged(values * weights, batch).values()):
+        (gradient,) = torch.autograd.grad(unpacked.sum(), values)
+        assert gradient.equal(weights)
+    if torch.unique(batch.token_index).numel() == total:  # no row scores two tokens
+        assert unpack_logprobs(per_row, batch, fill=-7.0, per_row=True).equal(padded)

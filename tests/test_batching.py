@@ -1,0 +1,96 @@
+"""Micro-batches within a token budget, and prompts balanced over ranks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import Lists, samples
+
+from flash_attn_dualkv.packing import (
+    SharedPromptError,
+    balance_groups,
+    group_by_prompt,
+    pack_shared_prompts,
+    split_by_token_budget,
+)
+
+
+def packed_tokens(chosen: Sequence[int], prompts: Lists, responses: Lists) -> int:
+    return pack_shared_prompts([prompts[i] for i in chosen], [responses[i] for i in chosen]).layout.num_tokens
+
+
+@settings(deadline=None, max_examples=100)
+@given(samples(), st.integers(0, 30))
+def test_split_by_token_budget(lists: tuple[Lists, Lists], slack: int) -> None:
+    prompts, responses = lists
+    lens = [len(one) for one in prompts], [len(one) for one in responses]
+    budget = max(map(int.__add__, *lens)) + slack
+    groups = group_by_prompt(prompts)
+    micro_batches = split_by_token_budget(groups, *lens, budget)
+    assert sorted(itertools.chain(*micro_batches)) == list(range(len(prompts)))
+    assert all(one and packed_tokens(one, prompts, responses) <= budget for one in micro_batches)
+    for members in groups:
+        if packed_tokens(members, prompts, responses) <= budget:
+            assert any(set(members) <= set(one) for one in micro_batches), "a group that fits was split"
+
+
+def test_a_group_over_the_budget_is_split_in_full_parts() -> None:
+    assert split_by_token_budget([list(range(6))], [10] * 6, [4] * 6, 20) == [[0, 1], [2, 3], [4, 5]]
+    assert split_by_token_budget([[0, 2], [1]], [10] * 3, [4] * 3, 40) == [[0, 2, 1]]
+
+
+def _budget_on_rank(rank: int, world: int, address: str, results: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    group = torch.distributed.group.WORLD
+    samples = 4
+    results[rank, "split"] = split_by_token_budget(
+        [list(range(samples))], [10] * samples, [4] * samples, (30, 20)[rank], dp_group=group
+    )
+    for name, budgets, counts in (("budget", (30, 13), (4, 4)), ("samples", (14, 40), (4, 2))):
+        try:
+            lens = [10] * counts[rank], [4] * counts[rank]
+            split_by_token_budget([list(range(counts[rank]))], *lens, budgets[rank], dp_group=group)
+        except SharedPromptError as error:
+            results[rank, name] = str(error)
+    torch.distributed.destroy_process_group()
+
+
+def test_equally_many_micro_batches_on_every_rank(tmp_path: Any) -> None:
+    """Ranks with fewer split theirs; what fails on one fails on all, so that none waits for another."""
+    context = torch.multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(_budget_on_rank, (2, f"file://{tmp_path}/store", results), nprocs=2)
+        assert [len(results[rank, "split"]) for rank in (0, 1)] == [2, 2]
+        assert all(sorted(itertools.chain(*results[rank, "split"])) == [0, 1, 2, 3] for rank in (0, 1))
+        assert "one that cannot" in results[0, "budget"] and "at least 14" in results[1, "budget"]
+        assert all("at least 4 samples on each rank" in results[rank, "samples"] for rank in (0, 1))
+
+
+def test_balance_keeps_groups_whole() -> None:
+    prompt_lens = [100] * 4 + [80] * 4 + [90] * 4 + [85] * 4
+    ids = [g for g in range(4) for _ in range(4)]
+    ranks = balance_groups(prompt_lens, [10] * 16, ids, 4)
+    assert sorted(itertools.chain(*ranks)) == list(range(16))
+    assert all(len({ids[i] for i in rank}) == 1 and len(rank) == 4 for rank in ranks)
+    ranks = balance_groups(prompt_lens, [10] * 16, ids, 2)
+    prompts = [{ids[i] for i in rank} for rank in ranks]
+    assert sorted(map(sorted, prompts)) == [[0, 1], [2, 3]]  # the most expensive with the cheapest
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_balance_gives_equal_counts(sizes: list[int], num_ranks: int, rng: random.Random) -> None:
+    ids = [g for g, size in enumerate(sizes) for _ in range(size)]
+    ids += [len(sizes)] * (-len(ids) % num_ranks)
+    rng.shuffle(ids)
+    prompt_lens = [10 * (one + 1) for one in ids]
+    ranks = balance_groups(prompt_lens, [rng.randint(0, 50) for _ in ids], ids, num_ranks)
+    assert sorted(itertools.chain(*ranks)) == list(range(len(ids)))
+    assert {len(rank) for rank in ranks} == {len(ids) // num_ranks}

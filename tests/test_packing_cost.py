@@ -1,0 +1,117 @@
+"""What packing costs: operators, copies between host and device, time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from launches import profiled
+from samples import check_way_back, nested
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flash_attn_dualkv.packing import (
+    pack_jagged,
+    pack_padded,
+    pack_shared_prompts,
+    unpack_logprobs,
+    unpack_to_jagged,
+)
+
+
+class Counter(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def large_batch(samples: int, device: str = "cpu", length: int = 20) -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    own = [torch.randint(0, 1000, (length,), generator=generator) for _ in range(4)]
+    responses = [torch.randint(0, 1000, (length // 2 + i % 5,), generator=generator) for i in range(samples)]
+    return [own[i % 4].to(device) for i in range(samples)], [one.to(device) for one in responses]
+
+
+def form_of(name: str, prompts: list[Tensor], responses: list[Tensor]) -> Any:
+    """A call that packs the samples in one of the three forms."""
+    if name == "lists":
+        return lambda: pack_shared_prompts(prompts, responses)
+    whole = [torch.cat(pair) for pair in zip(prompts, responses)]
+    lengths = torch.tensor([len(one) for one in prompts], device=prompts[0].device)
+    if name == "jagged":
+        given = nested(whole)
+        return lambda: pack_jagged(given, lengths)
+    ids = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in whole], batch_first=True)
+    return lambda: pack_padded(ids, mask, lengths)
+
+
+FORMS = pytest.mark.parametrize("form", ["lists", "padded", "jagged"])
+
+
+@FORMS
+def test_no_synchronisation_for_each_sample(form: str) -> None:
+    """As many operators for 64 samples as for 8, and reads of single values are none, or (of a mask) a handful."""
+    counts = []
+    for samples in (8, 64):
+        call = form_of(form, *large_batch(samples))
+        with Counter() as counter:
+            call()
+        counts.append(counter.calls)
+    assert counts[0] == counts[1]
+    assert counts[0].get("aten::_local_scalar_dense", 0) <= (0 if form == "lists" else 3)
+    assert counts[0].get("aten::_to_copy", 0) <= 2
+
+
+@pytest.mark.gpu
+@FORMS
+def test_one_copy_each_way(form: str) -> None:
+    call = form_of(form, *large_batch(16, "cuda"))
+    call()
+    with profiled() as names:
+        batch = call()
+    assert sum("DtoH" in name for name in names) == 1, names
+    assert sum("HtoD" in name for name in names) == 1, names
+    assert batch.input_ids.device.type == batch.layout.segments.device.type == "cuda"
+    expected = form_of(form, *large_batch(16))()
+    assert batch.input_ids.cpu().equal(expected.input_ids)
+    assert batch.layout.segments.cpu().equal(expected.layout.segments)
+    check_way_back(expected)
+
+
+@pytest.mark.gpu
+@FORMS
+def test_packing_64k_tokens_takes_under_5_ms(form: str) -> None:
+    """64K packed tokens: 4 prompts of 8K with 32 responses of 1K."""
+    prompts, responses = large_batch(32, "cuda", length=8192)
+    call = form_of(form, prompts, [one[:1024] for one in responses])
+    assert 60_000 < call().layout.num_tokens < 70_000
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    assert min(times) < 5e-3, f"{1e3 * min(times):.2f} ms"
+
+
+@pytest.mark.gpu
+def test_unpacking_does_not_wait_for_the_gpu() -> None:
+    batch = pack_shared_prompts(*large_batch(16, "cuda"))
+    values = torch.rand(sum(batch.response_lens), device="cuda", requires_grad=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        unpack_logprobs(values, batch).sum().backward()
+        unpack_to_jagged(values, batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
