@@ -28,7 +28,7 @@ struct Problem {
 struct Record {
   uint8_t* seen;  // (heads, q_rows, context_rows + decoded_rows): how often each pair was visible
   int64_t steps, masked_steps, empty_steps, needless_masks, wrong_unmasked, out_of_range;
-  int64_t ranges, tiles, parts, slots, bad_parts;
+  int64_t ranges, tiles, parts, slots, bad_parts, wrong_own_rows;
 };
 
 bool inside(const Problem& p, const KvTile& tile) {
@@ -84,11 +84,18 @@ void backward_step(const Problem& p, Record& r, const QueryWalk& walk) {
   ++r.steps;
   r.masked_steps += masked;
   int64_t visible = 0;
+  int own_rows = 0;
   for (int i = 0; i < p.block_m; ++i) {
     const int row = walk.m_block * p.block_m + i;
     const int columns = masked ? visible_columns(walk.tile, walk.range, row) : p.block_n;
     visible += see(p, r, walk.head, row, walk.tile, columns);
+    // A range's own rows are those that see something.
+    const bool own = i >= first_own_row(walk.range, walk.m_block, p.block_m) &&
+                     i < end_own_row(walk.range, walk.m_block, p.block_m);
+    r.wrong_own_rows += own != (columns > 0);
+    own_rows += own;
   }
+  r.wrong_own_rows += has_foreign_rows(walk.range, walk.m_block, p.block_m) != (own_rows < p.block_m);
   r.empty_steps += visible == 0;
   r.needless_masks += masked && visible == int64_t{p.block_m} * p.block_n;
 }

@@ -43,7 +43,7 @@ class Record(ctypes.Structure):
 
     NAMES = (
         "steps", "masked_steps", "empty_steps", "needless_masks", "wrong_unmasked", "out_of_range",
-        "ranges", "tiles", "parts", "slots", "bad_parts",
+        "ranges", "tiles", "parts", "slots", "bad_parts", "wrong_own_rows",
     )  # fmt: skip
     _fields_ = [("seen", ctypes.c_void_p), *((name, ctypes.c_int64) for name in NAMES)]
 
@@ -180,6 +180,7 @@ def assert_sound(result: Record, seen: NDArray[np.uint8], expected: NDArray[np.u
     assert result.needless_masks == 0
     assert result.empty_steps == 0, "a step without a visible pair is wasted work"
     assert result.bad_parts == 0
+    assert result.wrong_own_rows == 0
 
 
 def check_tables(

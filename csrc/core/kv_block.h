@@ -12,9 +12,8 @@ struct BackwardStep {
   bool valid;  // false behind the last step, or if there is none
   bool last;
 
-  // Rows of the tile, counted from its first, that belong to the range: the others are foreign.
-  DUALKV_HD int first_row(int block_m) const { return max_int(range.row_begin - m_block * block_m, 0); }
-  DUALKV_HD int end_row(int block_m) const { return min_int(range.row_end - m_block * block_m, block_m); }
+  DUALKV_HD int first_row(int block_m) const { return first_own_row(range, m_block, block_m); }
+  DUALKV_HD int end_row(int block_m) const { return end_own_row(range, m_block, block_m); }
   DUALKV_HD bool has_foreign_rows(int block_m) const { return dualkv::has_foreign_rows(range, m_block, block_m); }
 };
 

@@ -233,6 +233,13 @@ DUALKV_HD bool needs_mask(const KvTile& tile, const QueryRange& range, int m_blo
   return tile.valid < block_n || row < range.row_begin || row < range.full_row || row + block_m > range.row_end;
 }
 
+// Rows [first_own_row, end_own_row) of a query tile, counted from its first, belong to the range: the others are foreign.
+DUALKV_HD int first_own_row(const QueryRange& range, int m_block, int block_m) {
+  return max_int(range.row_begin - m_block * block_m, 0);
+}
+DUALKV_HD int end_own_row(const QueryRange& range, int m_block, int block_m) {
+  return min_int(range.row_end - m_block * block_m, block_m);
+}
 DUALKV_HD bool has_foreign_rows(const QueryRange& range, int m_block, int block_m) {
   return m_block * block_m < range.row_begin || (m_block + 1) * block_m > range.row_end;
 }

@@ -13,7 +13,7 @@ struct ForwardItem {
 };
 
 // A list of owners falls into classes of cost: four make a factor of two, and the last holds whatever is shorter. Classes
-// twice as wide cost up to 4% of the makespan.
+// twice as wide cost up to 4% of the makespan (simulated: 32 responses of 32 to 256 tokens to a prompt of 8K).
 constexpr int kCostClasses = 17;
 
 // A KV tile, or a part of its queries; every KV head takes the same list.
@@ -51,13 +51,14 @@ DUALKV_HD int forward_cost(const Segment& s, int m_block, int block_m, int block
 }
 
 // The item and KV head of a thread block. Within a class the items of one head come first, then those of the next:
-// blocks that run together then walk the same Q, dO and dQ, which stay in L2: 84% of the accesses hit it, against 70%
-// with the heads of each item side by side, and 46% fewer bytes came from DRAM (8 x 4K x 2K on an H200).
+// blocks that run together then walk the same Q, dO and dQ, which stay in L2. With the heads of each item side by side,
+// 72% of the accesses hit L2 instead of 82%, and DRAM moved 11.1 GB instead of 7.0 (8 x 4K x 2K on an H200).
 struct BackwardPlace {
   int item, kv_head;  // item -1: a surplus block
   // Owners whose queries end together should also begin together. Longest first, blocks that begin together (a first
   // wave) do so if they walk back from the common end, and then finish one after another; blocks that take their
-  // places begin in that order, as causality makes their queries begin: they walk forward, and end together.
+  // places begin in that order, as causality makes their queries begin: they walk forward, and end together. Of the
+  // 7.0 GB this saves another 0.9.
   bool reversed;
 };
 

@@ -13,7 +13,7 @@ constexpr int kThreads = 256;
 constexpr int kElements = 8;  // 16 bytes a thread and load
 
 // kLanes neighbouring threads share a row of one head; a block takes whole rows, so that finding row and head costs no
-// 64-bit division: with one a thread, the division took longer than the memory.
+// 64-bit division.
 template <typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads) dualkv_delta(const __grid_constant__ DeltaParams<T> p, int rows_per_block) {
   const int heads = p.shape.num_heads, lane = threadIdx.x % kLanes;

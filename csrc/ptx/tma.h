@@ -7,10 +7,6 @@
 
 namespace dualkv::ptx {
 
-__device__ __forceinline__ void tma_prefetch_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
-}
-
 // Loads the box at (column, head, row) of a packed (row, head, column) tensor; zeros outside the tensor.
 __device__ __forceinline__ void tma_load_3d(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int column,
                                             int head, int row) {

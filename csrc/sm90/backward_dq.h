@@ -20,34 +20,9 @@ struct BackwardDqMaps {
   RegionMaps kv;
 };
 
-// Addresses in shared memory.
 template <class Config>
-struct BackwardDqShared {
-  using TileKv = typename Config::TileKv;
-  uint32_t base;
-
-  __device__ __forceinline__ uint32_t q() const { return base; }
-  __device__ __forceinline__ uint32_t dout() const { return base + Config::kOffsetDo; }
-  __device__ __forceinline__ uint32_t k(int stage) const {
-    return base + Config::kOffsetK + stage * TileKv::kBytes;
-  }
-  __device__ __forceinline__ uint32_t v(int stage) const {
-    return base + Config::kOffsetV + stage * TileKv::kBytes;
-  }
-  __device__ __forceinline__ uint32_t barrier(int index) const { return base + Config::kOffsetBarriers + index * 8; }
-  __device__ __forceinline__ Handshake queries_ready() const { return {barrier(0)}; }
-  __device__ __forceinline__ Handshake k_ready(int stage) const { return {barrier(2 + 2 * stage)}; }
-  __device__ __forceinline__ Handshake v_ready(int stage) const { return {barrier(8 + 2 * stage)}; }
-  __device__ __forceinline__ Handshake work_ready(int slot) const { return {barrier(12 + 2 * slot)}; }
-
-  __device__ __forceinline__ void init_barriers() const {
-    constexpr int kConsumerWarps = Config::kConsumers * 4;
-    queries_ready().init(kConsumerWarps);
-    for (int stage = 0; stage < Config::kStagesK; ++stage) k_ready(stage).init(kConsumerWarps);
-    for (int stage = 0; stage < Config::kStagesV; ++stage) v_ready(stage).init(kConsumerWarps);
-    for (int slot = 0; slot < 2; ++slot) work_ready(slot).init(kConsumerWarps);
-    ptx::mbarrier_init_fence();
-  }
+struct BackwardDqShared : QueryShared<Config> {
+  __device__ __forceinline__ uint32_t dout() const { return this->base + Config::kOffsetDo; }
 };
 
 // The producer thread.
@@ -254,7 +229,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_backward_dq(const __grid_constant__ BackwardDqParams<T> p, const __grid_constant__ BackwardDqMaps maps) {
   __shared__ QueryWork works[2];
   extern __shared__ uint8_t bytes[];
-  const BackwardDqShared<Config> shared{(ptx::shared_address(bytes) + 1023) & ~1023u};
+  const BackwardDqShared<Config> shared{{(ptx::shared_address(bytes) + 1023) & ~1023u}};
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
 

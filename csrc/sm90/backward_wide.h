@@ -197,12 +197,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __shared__ FlaggedStep steps[Config::kStagesQ];
   extern __shared__ uint8_t bytes[];
   const BackwardWideShared<Config> shared{{(ptx::shared_address(bytes) + 1023) & ~1023u}};
-  bool exists = false;
-  if (threadIdx.x == 0) {
-    shared.init_barriers();
-    exists = block.load(p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN);
-  }
-  if (!__syncthreads_or(exists)) return;
+  if (!start_block<Config>(shared, block, p)) return;
 
   if (threadIdx.x < kWarpgroup) {
     ptx::give_registers<Config::Registers::kProducer>();

@@ -22,14 +22,15 @@ struct RegisterShare<3> {
 
 template <int kHeadDim_, int kConsumers_, int kBlockN_>
 struct ForwardTiles {
-  static constexpr int kHeadDim = kHeadDim_, kBlockM = 64 * kConsumers_, kBlockN = kBlockN_, kStages = 2;
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = 64 * kConsumers_, kBlockN = kBlockN_;
+  static constexpr int kStagesK = 2, kStagesV = 2;
   static constexpr int kConsumers = kConsumers_, kThreads = (kConsumers + 1) * kWarpgroup;
   using Registers = RegisterShare<kConsumers>;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileKv = SmemTile<kBlockN, kHeadDim>;
   static constexpr int kOffsetK = TileQ::kBytes;
-  static constexpr int kOffsetV = kOffsetK + kStages * TileKv::kBytes;
-  static constexpr int kOffsetBarriers = kOffsetV + kStages * TileKv::kBytes;
+  static constexpr int kOffsetV = kOffsetK + kStagesK * TileKv::kBytes;
+  static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileKv::kBytes;
   // The block aligns its tiles to 1024 bytes itself.
   static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
   static_assert(kSharedBytes + 256 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");

@@ -22,47 +22,16 @@ struct ForwardMaps {
   RegionMaps kv;
 };
 
-// Addresses in shared memory.
-template <class Config>
-struct ForwardShared {
-  using TileKv = typename Config::TileKv;
-  uint32_t base;
-
-  __device__ __forceinline__ uint32_t q() const { return base; }
-  __device__ __forceinline__ uint32_t k(int stage) const {
-    return base + Config::kOffsetK + stage * TileKv::kBytes;
-  }
-  __device__ __forceinline__ uint32_t v(int stage) const {
-    return base + Config::kOffsetV + stage * TileKv::kBytes;
-  }
-  __device__ __forceinline__ uint32_t barrier(int index) const { return base + Config::kOffsetBarriers + index * 8; }
-  __device__ __forceinline__ Handshake q_ready() const { return {barrier(0)}; }
-  __device__ __forceinline__ Handshake k_ready(int stage) const { return {barrier(2 + 2 * stage)}; }
-  __device__ __forceinline__ Handshake v_ready(int stage) const { return {barrier(6 + 2 * stage)}; }
-  __device__ __forceinline__ Handshake work_ready(int slot) const { return {barrier(10 + 2 * slot)}; }
-
-  __device__ __forceinline__ void init_barriers() const {
-    constexpr int kConsumerWarps = Config::kConsumers * 4;
-    q_ready().init(kConsumerWarps);
-    for (int stage = 0; stage < Config::kStages; ++stage) {
-      k_ready(stage).init(kConsumerWarps);
-      v_ready(stage).init(kConsumerWarps);
-    }
-    for (int slot = 0; slot < 2; ++slot) work_ready(slot).init(kConsumerWarps);
-    ptx::mbarrier_init_fence();
-  }
-};
-
 // The producer thread: per item K_0, Q, then K_n before V_n-1, because scores are needed one tile earlier than values.
 template <typename T, class Config>
 struct ForwardProducer {
   using TileQ = typename Config::TileQ;
   using TileKv = typename Config::TileKv;
 
-  const ForwardShared<Config>& shared;
+  const QueryShared<Config>& shared;
   const ForwardParams<T>& p;
   const ForwardMaps& maps;
-  PipelineState<Config::kStages> k_state, v_state;
+  PipelineState<Config::kStagesK> k_state, v_state;
   PipelineState<1> q_state;
   PipelineState<2> work_state;
 
@@ -79,7 +48,7 @@ struct ForwardProducer {
   }
 
   __device__ __forceinline__ void load_q(const QueryBlock& work) {
-    const Handshake ready = shared.q_ready();
+    const Handshake ready = shared.queries_ready();
     ready.wait_empty(q_state.phase);
     const int rows = Config::kBlockM / p.packed_heads * p.packed_heads;
     ready.expect(rows * Config::kHeadDim * static_cast<int>(sizeof(T)));
@@ -117,14 +86,14 @@ struct ForwardConsumer {
   static constexpr int kHeadDim = Config::kHeadDim, kBlockN = Config::kBlockN;
   static constexpr int kSteps = kHeadDim / 16;
 
-  const ForwardShared<Config>& shared;
+  const QueryShared<Config>& shared;
   const ForwardParams<T>& p;
   // Broadcast, so that the compiler knows it to be uniform.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
   const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
   const int row0 = thread / 32 * 16 + lane / 4;  // this thread's first row in the warpgroup's 64
 
-  PipelineState<Config::kStages> k_state, v_state;
+  PipelineState<Config::kStagesK> k_state, v_state;
   PipelineState<1> q_state;
   MaskedTiles masked;
   float s[1][kBlockN / 8][4];
@@ -197,7 +166,7 @@ struct ForwardConsumer {
     QueryTile first = work.q_tile;
     first.q_pos += query_of(0);
     masked = masked_tiles(work.segment, first, kBlockN, p.shape.causal);
-    shared.q_ready().wait_full(q_state.phase);
+    shared.queries_ready().wait_full(q_state.phase);
     wait_k();
     issue_scores();
     ptx::wgmma_wait<0>();
@@ -230,7 +199,7 @@ struct ForwardConsumer {
       if (moved) scale_rows(o, rescale);
       pack_probabilities();
     }
-    shared.q_ready().release(lane);
+    shared.queries_ready().release(lane);
     q_state.advance();
     wait_v(work, kv_tiles - 1);
     issue_output(kv_tiles > 1);
@@ -270,7 +239,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_forward(const __grid_constant__ ForwardParams<T> p, const __grid_constant__ ForwardMaps maps) {
   __shared__ QueryWork works[2];
   extern __shared__ uint8_t bytes[];
-  const ForwardShared<Config> shared{(ptx::shared_address(bytes) + 1023) & ~1023u};
+  const QueryShared<Config> shared{(ptx::shared_address(bytes) + 1023) & ~1023u};
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
 

@@ -140,6 +140,17 @@ struct BackwardProducer {
   }
 };
 
+// What every block that owns keys does first. False for a surplus block.
+template <class Config, class Shared, typename T>
+__device__ __forceinline__ bool start_block(const Shared& shared, KvBlock& block, const BackwardParams<T>& p) {
+  bool exists = false;
+  if (threadIdx.x == 0) {
+    shared.init_barriers();
+    exists = block.load(p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN);
+  }
+  return __syncthreads_or(exists);
+}
+
 // A consumer warpgroup and its 64 keys.
 template <typename T, class Config, class Shared>
 struct KvWarpgroup {

@@ -6,6 +6,36 @@
 
 namespace dualkv::sm90 {
 
+// Addresses in shared memory: the queries first, then rings of K and V.
+template <class Config>
+struct QueryShared {
+  using TileKv = typename Config::TileKv;
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t q() const { return base; }
+  __device__ __forceinline__ uint32_t k(int stage) const {
+    return base + Config::kOffsetK + stage * TileKv::kBytes;
+  }
+  __device__ __forceinline__ uint32_t v(int stage) const {
+    return base + Config::kOffsetV + stage * TileKv::kBytes;
+  }
+  __device__ __forceinline__ Handshake handshake(int index) const {
+    return {base + Config::kOffsetBarriers + index * 16};
+  }
+  __device__ __forceinline__ Handshake queries_ready() const { return handshake(0); }
+  __device__ __forceinline__ Handshake k_ready(int stage) const { return handshake(1 + stage); }
+  __device__ __forceinline__ Handshake v_ready(int stage) const { return handshake(1 + Config::kStagesK + stage); }
+  __device__ __forceinline__ Handshake work_ready(int slot) const {
+    return handshake(1 + Config::kStagesK + Config::kStagesV + slot);
+  }
+
+  __device__ __forceinline__ void init_barriers() const {
+    constexpr int kHandshakes = 1 + Config::kStagesK + Config::kStagesV + 2;
+    for (int index = 0; index < kHandshakes; ++index) handshake(index).init(Config::kConsumers * 4);
+    ptx::mbarrier_init_fence();
+  }
+};
+
 struct QueryWork {
   QueryBlock block;
   int valid;
