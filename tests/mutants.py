@@ -20,7 +20,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from kernel_mutations import HOPPER_MUTANTS, PORTABLE_MUTANTS, SHARED_MUTANTS
+from hopper_mutations import HOPPER_MUTANTS
+from kernel_mutations import PORTABLE_MUTANTS, SHARED_MUTANTS
 from mutations import GEOMETRY_MUTANTS, PYTHON_MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
