@@ -6,9 +6,11 @@
 #include <cuda_fp16.h>
 #include <torch/python.h>
 
+#include <array>
 #include <cstdlib>
 #include <limits>
 #include <mutex>
+#include <optional>
 
 #include "dispatch.h"
 #include "kernels/kernels.h"
@@ -44,9 +46,14 @@ Tensor uninitialised(const Tensor& beside, at::IntArrayRef sizes, at::ScalarType
   return Tensor(at::detail::empty_cuda(sizes, type, beside.device(), std::nullopt));
 }
 
+void fill_zeros(const Tensor& t) {
+  check_cuda(cudaMemsetAsync(t.data_ptr(), 0, t.nbytes(), c10::cuda::getCurrentCUDAStream()));
+}
+
+// For calls without work: otherwise the launches write every element.
 Tensor zeros(const Tensor& beside, at::IntArrayRef sizes, at::ScalarType type) {
   const Tensor t = uninitialised(beside, sizes, type);
-  check_cuda(cudaMemsetAsync(t.data_ptr(), 0, t.nbytes(), c10::cuda::getCurrentCUDAStream()));
+  fill_zeros(t);
   return t;
 }
 
@@ -143,44 +150,72 @@ struct Problem {
             {shape.q_rows, static_cast<int>(kv.k_context.size(0)), static_cast<int>(kv.k_decoded.size(0))}};
   }
 
-  Tensor ints(int64_t count) const { return uninitialised(segments, {count}, at::kInt); }
+  bool is_empty() const { return segments.size(0) == 0 || q.size(0) == 0; }
 };
 
-template <typename Item>
-Tensor item_storage(const Problem& problem, int64_t count) {
-  static_assert(sizeof(Item) % sizeof(int) == 0, "items are rows of an int32 tensor");
-  return problem.ints(count * static_cast<int64_t>(sizeof(Item) / sizeof(int)));
+// One allocation of int32 for all arrays of a list.
+class IntArrays {
+ public:
+  // How many ints `count` items take.
+  template <typename Item>
+  static int64_t size_of(int64_t count) {
+    static_assert(sizeof(Item) % sizeof(int) == 0 && alignof(Item) == alignof(int), "items are made of ints");
+    return count * static_cast<int64_t>(sizeof(Item) / sizeof(int));
+  }
+
+  IntArrays(const Problem& problem, int64_t ints)
+      : storage_(uninitialised(problem.segments, {ints}, at::kInt)), next_(int_pointer(storage_)) {}
+
+  template <typename Item = int>
+  Item* take(int64_t count) {
+    int* taken = next_;
+    next_ += size_of<Item>(count);
+    return reinterpret_cast<Item*>(taken);
+  }
+
+ private:
+  Tensor storage_;
+  int* next_;
+};
+
+ClearedRows cleared_rows(const Tensor& t) {
+  return {t.data_ptr(), t.size(1) * t.size(2) * static_cast<int64_t>(t.element_size())};
 }
 
-// A list of query tiles, with the tensors that hold it.
+// A list of query tiles. Building it clears the rows of `out` (and of `lse`, where defined) that are in none of them.
 struct ForwardList {
-  Tensor offsets, items, count;
+  IntArrays arrays;
   WorkList<ForwardItem> work;
 
   // `queries` of a sequence make a tile.
-  ForwardList(const Problem& problem, int queries, int block_n) {
+  ForwardList(const Problem& problem, int queries, int block_n, const Tensor& out, const Tensor& lse)
+      : ForwardList(problem, queries, block_n, out, lse, problem.shape.q_rows / queries + problem.segments.size(0)) {}
+
+ private:
+  ForwardList(const Problem& problem, int queries, int block_n, const Tensor& out, const Tensor& lse, int64_t capacity)
+      : arrays(problem, problem.segments.size(0) + 1 + IntArrays::size_of<ForwardItem>(capacity) + 2) {
     const GroupLayout layout = problem.layout();
-    const int capacity = problem.shape.q_rows / queries + layout.num_segments;
-    offsets = problem.ints(layout.num_segments + 1);
-    items = item_storage<ForwardItem>(problem, capacity);
-    count = problem.ints(2);
-    int* counters = int_pointer(count);
-    work = {reinterpret_cast<ForwardItem*>(items.data_ptr()), counters, capacity, counters + 1};
-    build_forward_list({layout, queries, block_n, problem.shape.causal, capacity, int_pointer(offsets),
-                        reinterpret_cast<ForwardItem*>(items.data_ptr()), counters, counters + 1},
+    int* offsets = arrays.take(layout.num_segments + 1);
+    auto* items = arrays.take<ForwardItem>(capacity);
+    int* counters = arrays.take(2);
+    work = {items, counters, static_cast<int>(capacity), counters + 1};
+    build_forward_list({layout, queries, block_n, problem.shape.causal, work.capacity, offsets, items, counters,
+                        counters + 1, cleared_rows(out), lse.defined() ? lse.data_ptr<float>() : nullptr,
+                        problem.shape.num_heads},
                        problem.stream);
     count_launch("dualkv_work_list_forward");
   }
 };
 
-// The list of KV tiles, and the tiles whose queries were split.
+// The list of KV tiles, and the tiles whose queries were split. Building it clears the rows of the gradients that are in
+// none of them, and dq_sum where it is defined.
 struct BackwardList {
-  Tensor offsets, steps, items, class_begin, split_items, split_count;
+  std::optional<IntArrays> arrays;
   WorkList<BackwardItem> work;
   WorkList<SplitTile> splits;
   int slots;
 
-  BackwardList(const Problem& problem, const TileInfo& tiles) {
+  BackwardList(const Problem& problem, const TileInfo& tiles, const Keys& gradients, const Tensor& dq_sum) {
     const GroupLayout layout = problem.layout();
     const ProblemShape& shape = problem.shape;
     const int tile_capacity = layout.extents.context_rows / tiles.block_n + layout.num_groups +
@@ -189,20 +224,24 @@ struct BackwardList {
                           shape.num_sms);
     const int item_capacity = tile_capacity + slots / shape.num_kv_heads;
     const int split_capacity = slots / (2 * shape.num_kv_heads);
-    offsets = problem.ints(layout.num_groups + layout.num_segments + 1);
-    steps = problem.ints(tile_capacity);
-    items = item_storage<BackwardItem>(problem, item_capacity);
-    split_items = item_storage<SplitTile>(problem, split_capacity);
-    class_begin = problem.ints(kCostClasses + 1);
-    split_count = problem.ints(1);
-    auto* item_pointer = reinterpret_cast<BackwardItem*>(items.data_ptr());
-    auto* split_pointer = reinterpret_cast<SplitTile*>(split_items.data_ptr());
-    work = {item_pointer, int_pointer(class_begin) + kCostClasses, item_capacity, nullptr, int_pointer(class_begin)};
-    splits = {split_pointer, int_pointer(split_count), split_capacity};
+    const int owners = layout.num_groups + layout.num_segments;
+    arrays.emplace(problem, (owners + 1) + tile_capacity + IntArrays::size_of<BackwardItem>(item_capacity) +
+                                IntArrays::size_of<SplitTile>(split_capacity) + (kCostClasses + 1) + 1);
+    int* offsets = arrays->take(owners + 1);
+    int* steps = arrays->take(tile_capacity);
+    auto* items = arrays->take<BackwardItem>(item_capacity);
+    auto* split_items = arrays->take<SplitTile>(split_capacity);
+    int* class_begin = arrays->take(kCostClasses + 1);
+    int* split_count = arrays->take(1);
+    work = {items, class_begin + kCostClasses, item_capacity, nullptr, class_begin};
+    splits = {split_items, split_count, split_capacity};
+    const int64_t dq_bytes = dq_sum.defined() ? static_cast<int64_t>(dq_sum.nbytes()) : 0;
     build_backward_list({layout, tiles.block_m, tiles.block_n, shape.causal, shape.num_kv_heads,
-                         shape.heads_per_group(), shape.num_sms, tile_capacity, int_pointer(offsets),
-                         int_pointer(steps), item_pointer, int_pointer(class_begin), split_pointer,
-                         int_pointer(split_count)},
+                         shape.heads_per_group(), shape.num_sms, tile_capacity, offsets, steps, items, class_begin,
+                         split_items, split_count,
+                         {cleared_rows(gradients.k_context), cleared_rows(gradients.v_context)},
+                         {cleared_rows(gradients.k_decoded), cleared_rows(gradients.v_decoded)},
+                         {dq_bytes ? dq_sum.data_ptr() : nullptr, dq_bytes}},
                         problem.stream);
     count_launch("dualkv_work_list_backward");
   }
@@ -221,7 +260,7 @@ bool may_use_sm90(const Problem& problem) {
 template <class Kernel>
 Selected<Kernel> select_for(const Problem& problem) {
   try {
-    if (may_use_sm90(problem) && holds_head_dim<Kernel>(Arch::sm90, problem.shape.head_dim)) {
+    if (may_use_sm90(problem) && find_kernels<Kernel>(Arch::sm90, problem.shape.head_dim)) {
       return select<Kernel>(Arch::sm90, problem.shape.head_dim, problem.shared_limit);
     }
     return select<Kernel>(Arch::sm80, problem.shape.head_dim, problem.shared_limit);
@@ -246,18 +285,20 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k_context, con
                                    const Tensor& groups, double softmax_scale, bool causal) {
   const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
   const Problem problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal);
-  // Rows in no sequence, and rows that see no key, are in no work item: they keep what stands here.
-  const Tensor out = zeros(q, q.sizes(), q.scalar_type());
-  const Tensor lse = at::full({problem.shape.num_heads, problem.shape.q_rows},
-                              -std::numeric_limits<float>::infinity(), q.options().dtype(at::kFloat));
-  if (problem.segments.size(0) == 0 || q.size(0) == 0) return {out, lse};
+  const at::IntArrayRef sizes = q.sizes();
+  const std::array<int64_t, 2> lse_sizes{q.size(1), q.size(0)};
+  if (problem.is_empty()) {
+    return {zeros(q, sizes, q.scalar_type()),
+            at::full(lse_sizes, -std::numeric_limits<float>::infinity(), q.options().dtype(at::kFloat))};
+  }
+  const Tensor out = uninitialised(q, sizes, q.scalar_type()), lse = uninitialised(q, lse_sizes, at::kFloat);
 
   with_element_type(q, [&](auto element) {
     using T = decltype(element);
     const auto selected = select_for<ForwardKernel<T>>(problem);
     const TileInfo& tiles = selected.kernel.tiles;
     const int pack = tiles.packs_heads ? packed_heads(problem.shape.heads_per_group(), tiles.block_m) : 1;
-    const ForwardList list(problem, tiles.block_m / pack, tiles.block_n);
+    const ForwardList list(problem, tiles.block_m / pack, tiles.block_n, out, lse);
     selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
                             problem.kv.regions<const T>(), view_of<T>(out), lse.data_ptr<float>(), pack},
                            problem.stream);
@@ -275,14 +316,15 @@ struct BackwardCall {
   // dK and dV, and dQ as well unless `dq` is undefined.
   void keys(const Selected<BackwardKernel<T>>& selected, const Keys& gradients, const Tensor& dq) const {
     const TileInfo& tiles = selected.kernel.tiles;
-    const BackwardList list(problem, tiles);
     const int64_t m_blocks = ceil_div(problem.shape.q_rows, tiles.block_m);
+    const Tensor dq_sum =
+        dq.defined() ? uninitialised(problem.q,
+                                     {problem.shape.num_heads, m_blocks, tiles.block_m, selected.padded_head_dim},
+                                     at::kFloat)
+                     : Tensor();
+    const BackwardList list(problem, tiles, gradients, dq_sum);
     const Tensor slots =
         uninitialised(problem.q, {list.slots, 2, tiles.block_n, selected.padded_head_dim}, at::kFloat);
-    const Tensor dq_sum =
-        dq.defined() ? zeros(problem.q, {problem.shape.num_heads, m_blocks, tiles.block_m, selected.padded_head_dim},
-                             at::kFloat)
-                     : Tensor();
     float* dq_pointer = dq.defined() ? dq_sum.data_ptr<float>() : nullptr;
     selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
                             view_of<const T>(dout), problem.kv.regions<const T>(), gradients.regions<T>(),
@@ -301,7 +343,7 @@ struct BackwardCall {
 
   void queries(const Tensor& dq) const {
     const auto selected = select_for<BackwardDqKernel<T>>(problem);
-    const ForwardList list(problem, selected.kernel.tiles.block_m, selected.kernel.tiles.block_n);
+    const ForwardList list(problem, selected.kernel.tiles.block_m, selected.kernel.tiles.block_n, dq, Tensor());
     selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
                             view_of<const T>(dout), problem.kv.regions<const T>(), statistics,
                             view_of<T>(dq)},
@@ -310,8 +352,7 @@ struct BackwardCall {
   }
 };
 
-// Returns dq. The gradients of keys and values go to `gradients`, which hold zeros: KV rows that no query sees are in no
-// work item and keep them.
+// Returns dq. The gradients of keys and values go to `gradients`, of contiguous rows.
 Tensor backward_into(const Keys& gradients, const Tensor& dout_in, const std::optional<Tensor>& dlse_in,
                      const Tensor& q, const Keys& kv, const Tensor& out_in, const Tensor& lse_in,
                      const Tensor& segments, const Tensor& groups, double softmax_scale, bool causal,
@@ -324,8 +365,12 @@ Tensor backward_into(const Keys& gradients, const Tensor& dout_in, const std::op
   check_statistics(lse_in, "lse", q);
   if (dlse_in) check_statistics(*dlse_in, "dlse", q);
 
-  const bool is_empty = problem.segments.size(0) == 0 || q.size(0) == 0;
-  if (is_empty) return zeros(q, q.sizes(), q.scalar_type());
+  if (problem.is_empty()) {
+    for (const Tensor& t : {gradients.k_context, gradients.v_context, gradients.k_decoded, gradients.v_decoded}) {
+      fill_zeros(t);
+    }
+    return zeros(q, q.sizes(), q.scalar_type());
+  }
 
   const Tensor dout = aligned(dout_in), out = aligned(out_in), lse = lse_in.contiguous();
   const Tensor dlse = dlse_in ? dlse_in->contiguous() : Tensor();
@@ -336,10 +381,8 @@ Tensor backward_into(const Keys& gradients, const Tensor& dout_in, const std::op
   return with_element_type(q, [&](auto element) {
     using T = decltype(element);
     const auto selected = select_for<BackwardKernel<T>>(problem);
-    // A kernel of its own computes dQ of the rows that see a key; the others are zero.
     const bool separate_dq = deterministic || !selected.kernel.convert_dq;
-    const Tensor dq = separate_dq ? zeros(q, q.sizes(), q.scalar_type())
-                                  : uninitialised(q, q.sizes(), q.scalar_type());
+    const Tensor dq = uninitialised(q, q.sizes(), q.scalar_type());
     compute_delta<T>({problem.shape, view_of<const T>(out), view_of<const T>(dout),
                       lse.data_ptr<float>(), dlse.defined() ? dlse.data_ptr<float>() : nullptr, statistics},
                      problem.stream);
@@ -356,8 +399,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& v_context, const Tensor& k_decoded, const Tensor& v_decoded, const Tensor& out, const Tensor& lse,
     const Tensor& segments, const Tensor& groups, double softmax_scale, bool causal, bool deterministic) {
   const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
-  const auto zeros_like = [&](const Tensor& t) { return zeros(q, t.sizes(), q.scalar_type()); };
-  const Keys gradients{zeros_like(k_context), zeros_like(v_context), zeros_like(k_decoded), zeros_like(v_decoded)};
+  const auto like = [&](const Tensor& t) { return uninitialised(q, t.sizes(), q.scalar_type()); };
+  const Keys gradients{like(k_context), like(v_context), like(k_decoded), like(v_decoded)};
   const Tensor dq = backward_into(gradients, dout, dlse, q, {k_context, v_context, k_decoded, v_decoded}, out, lse,
                                   segments, groups, softmax_scale, causal, deterministic);
   return {dq, gradients.k_context, gradients.v_context, gradients.k_decoded, gradients.v_decoded};
@@ -394,7 +437,7 @@ std::tuple<Tensor, Tensor, Tensor> packed_backward(const Tensor& dout, const std
                                                    bool deterministic) {
   const Keys kv = split_rows(k, v, context_rows);
   const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
-  const Tensor dk = zeros(q, k.sizes(), q.scalar_type()), dv = zeros(q, v.sizes(), q.scalar_type());
+  const Tensor dk = uninitialised(q, k.sizes(), q.scalar_type()), dv = uninitialised(q, v.sizes(), q.scalar_type());
   const Tensor dq = backward_into(split_rows(dk, dv, context_rows), dout, dlse, q, kv, out, lse, segments, groups,
                                   softmax_scale, true, deterministic);
   return {dq, dk, dv};

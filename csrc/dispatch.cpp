@@ -1,11 +1,25 @@
 #include "dispatch.h"
 
+#include <mutex>
+#include <set>
+
 namespace dualkv {
 
 std::string describe(const std::vector<int>& head_dims) {
   std::string text;
   for (int dim : head_dims) text += (text.empty() ? "" : ", ") + std::to_string(dim);
   return text.empty() ? "none" : text;
+}
+
+void allow_shared_bytes(const void* kernel, int bytes) {
+  static std::mutex mutex;
+  static std::set<std::pair<int, const void*>> allowed;
+  int device = 0;
+  check_cuda(cudaGetDevice(&device));
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (allowed.count({device, kernel})) return;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  allowed.insert({device, kernel});
 }
 
 }  // namespace dualkv

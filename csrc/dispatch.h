@@ -79,33 +79,36 @@ std::vector<int> built_head_dims(Arch arch) {
   return dims;
 }
 
-// Whether an architecture serves `head_dim`, with whatever padding.
+// The entry of the smallest built head dim that holds `head_dim`; null if there is none.
 template <class Kernel>
-bool holds_head_dim(Arch arch, int head_dim) {
-  const std::vector<int> dims = built_head_dims<Kernel>(arch);
-  return !dims.empty() && dims.back() >= head_dim;
+const std::pair<const std::pair<Arch, int>, std::vector<Kernel>>* find_kernels(Arch arch, int head_dim) {
+  const auto& kernels = registry<Kernel>();
+  const auto found = kernels.lower_bound({arch, head_dim});
+  return found != kernels.end() && found->first.first == arch ? &*found : nullptr;
 }
 
 std::string describe(const std::vector<int>& head_dims);
+
+// Lets a kernel take `bytes` of dynamic shared memory a block on the current device. The driver is asked once.
+void allow_shared_bytes(const void* kernel, int bytes);
 
 // The preferred kernel of the smallest built head dim that holds `head_dim`, among those that fit `shared_limit`, what
 // the device grants a block.
 template <class Kernel>
 Selected<Kernel> select(Arch arch, int head_dim, int shared_limit) {
-  for (int built : built_head_dims<Kernel>(arch)) {
-    if (built < head_dim) continue;
-    const std::vector<Kernel>& kernels = registry<Kernel>()[{arch, built}];
-    for (const Kernel& kernel : kernels) {
-      if (kernel.tiles.shared_bytes <= shared_limit) return {kernel, arch, built};
-    }
-    throw std::invalid_argument("head dim " + std::to_string(head_dim) + " needs at least " +
-                                std::to_string(kernels.back().tiles.shared_bytes) +
-                                " bytes of shared memory a block in this direction; this GPU grants " +
-                                std::to_string(shared_limit));
+  const auto* found = find_kernels<Kernel>(arch, head_dim);
+  if (!found) {
+    throw std::invalid_argument("head dim " + std::to_string(head_dim) + " is larger than every one in this build (" +
+                                describe(built_head_dims<Kernel>(arch)) +
+                                "); reinstall with DUALKV_HEAD_DIMS covering it");
   }
-  throw std::invalid_argument("head dim " + std::to_string(head_dim) + " is larger than every one in this build (" +
-                              describe(built_head_dims<Kernel>(arch)) +
-                              "); reinstall with DUALKV_HEAD_DIMS covering it");
+  for (const Kernel& kernel : found->second) {
+    if (kernel.tiles.shared_bytes <= shared_limit) return {kernel, arch, found->first.second};
+  }
+  throw std::invalid_argument("head dim " + std::to_string(head_dim) + " needs at least " +
+                              std::to_string(found->second.back().tiles.shared_bytes) +
+                              " bytes of shared memory a block in this direction; this GPU grants " +
+                              std::to_string(shared_limit));
 }
 
 }  // namespace dualkv

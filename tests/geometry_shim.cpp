@@ -192,6 +192,16 @@ int place_of(int block, const int* class_begin, int num_kv_heads, int num_sms, i
   return place.item >= 0;
 }
 
+int cost_classes() { return kCostClasses; }
+
+// [begin, end) of the queries of a segment that see a key, and of the context and decoded keys that are seen.
+void read_runs(const Problem* p, int index, int* out) {
+  const Segment s = p->layout().segment(index);
+  const RowRun runs[] = {seeing_queries(s, p->causal), seen_keys(s, Region::context, p->causal),
+                         seen_keys(s, Region::decoded, p->causal)};
+  for (const RowRun& run : runs) *out++ = run.begin, *out++ = run.end;
+}
+
 int pack_of(int heads_per_group, int tile_rows) { return packed_heads(heads_per_group, tile_rows); }
 
 void read_segment(const Problem* p, int index, int* out) {

@@ -71,18 +71,19 @@ SHARED_MUTANTS = [
     Mutant(
         "the first part of a split tile is lost",
         "csrc/kernels/convert.cu",
-        "for (int part = 0; part < split.parts; ++part) {",
-        "for (int part = 1; part < split.parts; ++part) {",
+        "for (int part = 0; part < split.parts; ++part, source += stride) {",
+        "source += stride;\n"
+        "    for (int part = 1; part < split.parts; ++part, source += stride) {",
         PROPERTIES,
         "split_owners and 64-heads0",
     ),
     Mutant(
         "parts of a split tile are summed in any order",
         "csrc/kernels/convert.cu",
-        "for (int part = 0; part < split.parts; ++part) {",
+        "for (int part = 0; part < split.parts; ++part, source += stride) {",
         "const bool backwards = clock64() & 1;\n"
-        "    for (int turn = 0; turn < split.parts; ++turn) {\n"
-        "      const int part = backwards ? split.parts - 1 - turn : turn;",
+        "    if (backwards) source += (split.parts - 1) * stride;\n"
+        "    for (int part = 0; part < split.parts; ++part, source += backwards ? -stride : stride) {",
         PROPERTIES,
         "repeat_bit_for_bit and 64-heads0",
     ),
@@ -95,10 +96,18 @@ SHARED_MUTANTS = [
         "every_switch",
     ),
     Mutant(
+        "keys that no query sees keep what was in memory",
+        "csrc/kernels/work_list.cu",
+        "clear_row(cleared, row, threadIdx.x % 32, 32);",
+        "if (row < 0) clear_row(cleared, row, threadIdx.x % 32, 32);",
+        MEMORY,
+        padding(),
+    ),
+    Mutant(
         "rows of no sequence keep what was in memory",
-        API,
-        "const Tensor out = zeros(q, q.sizes(), q.scalar_type());",
-        "const Tensor out = uninitialised(q, q.sizes(), q.scalar_type());",
+        "csrc/kernels/work_list.cu",
+        "if (!owned[i]) clear(first + i);",
+        "if (!owned[i] && layout.num_segments == 0) clear(first + i);",
         MEMORY,
         padding(),
     ),

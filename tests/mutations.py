@@ -219,10 +219,26 @@ GEOMETRY_MUTANTS = [
     Mutant(
         "surplus blocks take the last class",
         SCHEDULE,
-        "if (index >= items * num_kv_heads) continue;",
-        "if (index >= items * num_kv_heads && c + 1 < kCostClasses) continue;",
+        "if (index >= items * num_kv_heads) return",
+        "if (items == 0) return",
         GEOMETRY,
         "one_block_a_head",
+    ),
+    Mutant(
+        "queries that see no key are thought to see one",
+        REGIONS,
+        "(causal ? clamp_int(-s.q_pos0, 0, s.q_len) : 0), end};",
+        "0, end};",
+        GEOMETRY,
+        "rows_that_take_part",
+    ),
+    Mutant(
+        "keys behind the last query are thought to be seen",
+        REGIONS,
+        "causal ? clamp_int(s.q_pos0 + s.q_len, 0, keys) : keys;",
+        "keys;",
+        GEOMETRY,
+        "rows_that_take_part",
     ),
     Mutant(
         "parts overlap by a step",

@@ -232,6 +232,8 @@ def main() -> int:
     if arguments.run:
         for part in arguments.run:
             run_part(part, head_dims)
+        # Autograd's worker thread may still be letting go of the last graph, and dies if the interpreter goes first.
+        time.sleep(0.5)
         return 0
     path = sanitizer_path()
     if path is None:

@@ -232,6 +232,25 @@ def test_schedule_splits_within_its_capacities(shim: ctypes.CDLL, num_sms: int) 
     assert split > 20
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_rows_that_take_part(shim: ctypes.CDLL, causal: bool) -> None:
+    """All other rows are cleared: queries that see no key, and keys that no query sees."""
+    rng = np.random.default_rng(0)
+    for index in range(BATCHES):
+        tables = random_tables(rng, (16, 16)) if index % 3 else hostile_tables(rng)
+        problem = tables.problem(causal, (16, 16))
+        part = [np.zeros(rows, bool) for rows in (tables.q_rows, tables.context_rows, tables.decoded_rows)]
+        runs = (ctypes.c_int * 6)()
+        for segment in range(len(tables.segments)):
+            shim.read_runs(ctypes.byref(problem), segment, runs)
+            for rows, begin, end in zip(part, runs[::2], runs[1::2]):
+                rows[begin:end] = True
+        if index % 3:
+            dense = tables.dense(causal)
+            assert np.array_equal(part[0], dense.any(1))
+            assert np.array_equal(np.concatenate(part[1:]), dense.any(0))
+
+
 def place_of(shim: ctypes.CDLL, block: int, begins: Ints, kv_heads: int, num_sms: int) -> tuple[int, ...] | None:
     place = (ctypes.c_int * 3)()
     exists = shim.place_of(block, begins.ctypes.data_as(ctypes.c_void_p), kv_heads, num_sms, place)
@@ -244,7 +263,8 @@ def test_every_item_has_one_block_a_head(shim: ctypes.CDLL) -> None:
     directions = set()
     for _ in range(100):
         kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
-        begins = np.concatenate([[0], np.cumsum(rng.integers(0, 40, 17) * rng.integers(0, 2, 17))]).astype(np.int32)
+        sizes = rng.integers(0, 40, shim.cost_classes()) * rng.integers(0, 2, shim.cost_classes())
+        begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         blocks = int(begins[-1]) * kv_heads
         places = [place_of(shim, block, begins, kv_heads, num_sms) for block in range(blocks)]
         expected = []

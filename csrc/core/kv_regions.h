@@ -117,6 +117,26 @@ DUALKV_HD QueryTile query_tile(const Segment& s, int m_block, int block_m) {
   return QueryTile{s.q_begin + first, min_int(block_m, s.q_len - first), s.q_pos0 + first};
 }
 
+// Packed rows [begin, end).
+struct RowRun {
+  int begin, end;
+};
+
+// The queries of a sequence that see a key: none where there is none, and causality may hide them from the first ones.
+DUALKV_HD RowRun seeing_queries(const Segment& s, bool causal) {
+  const int end = s.q_begin + s.q_len;
+  if (s.context_len + s.decoded_len == 0) return RowRun{end, end};
+  return RowRun{s.q_begin + (causal ? clamp_int(-s.q_pos0, 0, s.q_len) : 0), end};
+}
+
+// The keys of a region that some query of the sequence sees.
+DUALKV_HD RowRun seen_keys(const Segment& s, Region region, bool causal) {
+  const int keys = s.context_len + s.decoded_len;
+  const int seen = s.q_len == 0 ? 0 : causal ? clamp_int(s.q_pos0 + s.q_len, 0, keys) : keys;
+  if (region == Region::context) return RowRun{s.context_begin, s.context_begin + min_int(seen, s.context_len)};
+  return RowRun{s.decoded_begin, s.decoded_begin + max_int(seen - s.context_len, 0)};
+}
+
 // KV tiles [0, count) in kv_tile order hold every key that some row of the tile sees.
 DUALKV_HD int visible_kv_tiles(const Segment& s, const QueryTile& q, int block_n, bool causal) {
   const int keys = s.context_len + s.decoded_len;

@@ -8,44 +8,47 @@ namespace dualkv {
 namespace {
 
 constexpr int kThreads = 256;
+// Of a tile, by one block: a few split tiles then keep all multiprocessors reading.
+constexpr int kRows = 16;
 
-template <typename T>
-__device__ void sum_parts(const ConvertDkvParams<T>& p, const SplitTile& split, const KvTile& tile, int kv_head,
-                          int which, const TensorView<T>& view, float scale) {
-  const int64_t tile_floats = static_cast<int64_t>(p.block_n) * p.padded_head_dim;
-  const int pairs = p.shape.head_dim / 2;
-  for (int index = threadIdx.x; index < tile.valid * pairs; index += kThreads) {
-    const int row = index / pairs, col = index % pairs * 2;
-    float2 sum = make_float2(0.f, 0.f);
-    for (int part = 0; part < split.parts; ++part) {
-      const int64_t slot = split.slot + static_cast<int64_t>(part) * p.shape.num_kv_heads + kv_head;
-      const float* source = p.dkv_slots + (2 * slot + which) * tile_floats + row * p.padded_head_dim + col;
-      const float2 v = *reinterpret_cast<const float2*>(source);
-      sum.x += v.x;
-      sum.y += v.y;
-    }
-    *reinterpret_cast<uint32_t*>(view.at(tile.row + row, kv_head) + col) = pack2<T>(sum.x * scale, sum.y * scale);
-  }
-}
-
+// Rows of dK (blockIdx.y 0) or dV (1) of one tile and KV head.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) convert_dkv_context(const __grid_constant__ ConvertDkvParams<T> p) {
-  const int index = blockIdx.x / p.shape.num_kv_heads, kv_head = blockIdx.x % p.shape.num_kv_heads;
+  const int row_blocks = ceil_div(p.block_n, kRows), place = blockIdx.x / row_blocks;
+  const int index = place / p.shape.num_kv_heads, kv_head = place % p.shape.num_kv_heads;
   if (index >= *p.work.count) return;
   const SplitTile split = p.work.items[index];
   const KvTile tile = owner_of(p.layout, split.region, split.owner, split.n_block, p.block_n).tile;
   const KvPair<T>& out = p.dkv.of(tile.region);
-  sum_parts(p, split, tile, kv_head, 0, out.k, p.shape.softmax_scale);
-  sum_parts(p, split, tile, kv_head, 1, out.v, 1.f);
+  const TensorView<T>& view = blockIdx.y == 0 ? out.k : out.v;
+  const float scale = blockIdx.y == 0 ? p.shape.softmax_scale : 1.f;
+
+  const int64_t tile_floats = static_cast<int64_t>(p.block_n) * p.padded_head_dim;
+  const float* first_part = p.dkv_slots + (2 * (int64_t{split.slot} + kv_head) + blockIdx.y) * tile_floats;
+  const int64_t stride = 2 * tile_floats * p.shape.num_kv_heads;  // of parts
+  const int quads = p.shape.head_dim / 4, first_row = blockIdx.x % row_blocks * kRows;
+  const int rows = min(kRows, tile.valid - first_row);
+  for (int i = threadIdx.x; i < rows * quads; i += kThreads) {
+    const int row = first_row + i / quads, col = i % quads * 4;
+    const float* source = first_part + row * p.padded_head_dim + col;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+    for (int part = 0; part < split.parts; ++part, source += stride) {
+      const float4 v = *reinterpret_cast<const float4*>(source);
+      sum = make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
+    }
+    *reinterpret_cast<uint2*>(view.at(tile.row + row, kv_head) + col) =
+        make_uint2(pack2<T>(sum.x * scale, sum.y * scale), pack2<T>(sum.z * scale, sum.w * scale));
+  }
 }
 
 }  // namespace
 
 template <typename T>
 void convert_dkv(const ConvertDkvParams<T>& p, cudaStream_t stream) {
-  const int64_t blocks = static_cast<int64_t>(p.work.capacity) * p.shape.num_kv_heads;
+  const int64_t blocks = int64_t{p.work.capacity} * p.shape.num_kv_heads * ceil_div(p.block_n, kRows);
   if (blocks == 0) return;
-  convert_dkv_context<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
+  convert_dkv_context<T><<<dim3(static_cast<unsigned>(blocks), 2), kThreads, 0, stream>>>(p);
   check_cuda(cudaGetLastError());
 }
 

@@ -1,6 +1,8 @@
 // Segment tables and work lists, built on the device from device values: no host synchronisation, and a captured
 // graph follows new contents of cu_seqlens. The lists are small (thousands of items), so one block sorts each by
-// counting, longest first.
+// counting, longest first; the other blocks of the launch clear what no item of the list will write.
+#include <math_constants.h>
+
 #include "core/schedule.h"
 #include "dispatch.h"
 #include "kernels/kernels.h"
@@ -131,7 +133,56 @@ __device__ void bins_to_places(ListBlock& block) {
   __syncthreads();
 }
 
+// What a block that clears looks after. Every row asks every sequence whether it owns it.
+constexpr int kClearedRows = 256;
+int clearing_blocks(int rows) { return ceil_div(rows, kClearedRows); }
+
+// Calls clear(row) for those of rows [first, first + kClearedRows) that are in owned_by(segment) of no segment. A warp
+// takes a row.
+template <class OwnedBy, class Clear>
+__device__ void clear_unowned(const GroupLayout& layout, int first, int rows, OwnedBy owned_by, Clear clear) {
+  __shared__ bool owned[kClearedRows];
+  for (int i = threadIdx.x; i < kClearedRows; i += kThreads) owned[i] = false;
+  __syncthreads();
+  for (int i = threadIdx.x; i < layout.num_segments; i += kThreads) {
+    const RowRun run = owned_by(layout.segment(i));
+    for (int row = max(run.begin, first); row < min(run.end, first + kClearedRows); ++row) owned[row - first] = true;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x / 32; i < min(kClearedRows, rows - first); i += kThreads / 32) {
+    if (!owned[i]) clear(first + i);
+  }
+}
+
+// By `threads` threads, of which this is number `thread`.
+__device__ void clear_row(const ClearedRows& rows, int row, int64_t thread, int64_t threads) {
+  uint4* data = reinterpret_cast<uint4*>(static_cast<char*>(rows.data) + row * rows.row_bytes);
+  for (int64_t i = thread; i < rows.row_bytes / 16; i += threads) data[i] = make_uint4(0, 0, 0, 0);
+}
+
+__device__ void clear_queries(const ForwardListArgs& a, int first) {
+  const auto owned_by = [&](const Segment& s) { return seeing_queries(s, a.causal); };
+  const int rows = a.layout.extents.q_rows;
+  clear_unowned(a.layout, first, rows, owned_by, [&](int row) {
+    clear_row(a.rows, row, threadIdx.x % 32, 32);
+    if (!a.lse) return;
+    for (int head = threadIdx.x % 32; head < a.num_heads; head += 32) {
+      a.lse[static_cast<int64_t>(head) * rows + row] = -CUDART_INF_F;
+    }
+  });
+}
+
+__device__ void clear_keys(const BackwardListArgs& a, Region region, int first) {
+  const bool context = region == Region::context;
+  const auto owned_by = [&](const Segment& s) { return seen_keys(s, region, a.causal); };
+  const int rows = context ? a.layout.extents.context_rows : a.layout.extents.decoded_rows;
+  clear_unowned(a.layout, first, rows, owned_by, [&](int row) {
+    for (const ClearedRows& cleared : context ? a.context : a.decoded) clear_row(cleared, row, threadIdx.x % 32, 32);
+  });
+}
+
 __global__ void __launch_bounds__(kThreads) dualkv_work_list_forward(const ForwardListArgs a) {
+  if (blockIdx.x > 0) return clear_queries(a, (blockIdx.x - 1) * kClearedRows);
   __shared__ ListBlock block;
   const int segments = a.layout.num_segments;
   exclusive_offsets(block, segments, a.capacity, a.tile_offsets,
@@ -172,7 +223,17 @@ struct OwnedTile {
   int owner, n_block;
 };
 
-__global__ void __launch_bounds__(kThreads) dualkv_work_list_backward(const BackwardListArgs a) {
+__global__ void __launch_bounds__(kThreads) dualkv_work_list_backward(const BackwardListArgs a, int context_blocks,
+                                                                      int decoded_blocks) {
+  if (blockIdx.x > 0) {
+    const int index = blockIdx.x - 1;
+    if (index < context_blocks) {
+      clear_keys(a, Region::context, index * kClearedRows);
+    } else if (index < context_blocks + decoded_blocks) {
+      clear_keys(a, Region::decoded, (index - context_blocks) * kClearedRows);
+    }
+    return clear_row(a.dq_sum, 0, int64_t{index} * kThreads + threadIdx.x, int64_t{gridDim.x - 1} * kThreads);
+  }
   __shared__ ListBlock block;
   const int groups = a.layout.num_groups, owners = groups + a.layout.num_segments;
   exclusive_offsets(block, owners, a.tile_capacity, a.tile_offsets,
@@ -244,12 +305,16 @@ void build_segment_tables(const SegmentTableArgs& args, cudaStream_t stream) {
 }
 
 void build_forward_list(const ForwardListArgs& args, cudaStream_t stream) {
-  dualkv_work_list_forward<<<1, kThreads, 0, stream>>>(args);
+  dualkv_work_list_forward<<<1 + clearing_blocks(args.layout.extents.q_rows), kThreads, 0, stream>>>(args);
   check_cuda(cudaGetLastError());
 }
 
 void build_backward_list(const BackwardListArgs& args, cudaStream_t stream) {
-  dualkv_work_list_backward<<<1, kThreads, 0, stream>>>(args);
+  const int context_blocks = clearing_blocks(args.layout.extents.context_rows);
+  const int decoded_blocks = clearing_blocks(args.layout.extents.decoded_rows);
+  // Enough for dq_sum to be written at the speed of the memory.
+  const int blocks = max_int(context_blocks + decoded_blocks, args.dq_sum.row_bytes > 0 ? 4 * args.num_sms : 0);
+  dualkv_work_list_backward<<<1 + blocks, kThreads, 0, stream>>>(args, context_blocks, decoded_blocks);
   check_cuda(cudaGetLastError());
 }
 

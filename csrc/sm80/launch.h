@@ -15,7 +15,7 @@ template <typename Params>
 void launch(void (*kernel)(Params), int64_t blocks, int threads, int shared_bytes, const Params& params,
             cudaStream_t stream) {
   if (blocks == 0) return;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
   kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(params);
   check_cuda(cudaGetLastError());
 }

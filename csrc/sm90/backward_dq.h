@@ -173,7 +173,23 @@ struct BackwardDqConsumer {
     issue_product(dp, varying(shared.dout(), n), shared.v(v_state.stage));
   }
 
+  // The last tile of a sequence may leave a warpgroup without a query: it lets the keys pass.
+  __device__ __forceinline__ void pass(const QueryBlock& work) {
+    shared.queries_ready().wait_full(query_state.phase);
+    shared.queries_ready().release(lane);
+    query_state.advance();
+    for (int n = 0; n < work.kv_tiles; ++n) {
+      shared.k_ready(k_state.stage).wait_full(k_state.phase);
+      shared.k_ready(k_state.stage).release(lane);
+      k_state.advance();
+      shared.v_ready(v_state.stage).wait_full(v_state.phase);
+      shared.v_ready(v_state.stage).release(lane);
+      v_state.advance();
+    }
+  }
+
   __device__ __forceinline__ void attend(const QueryBlock& work) {
+    if (group * 64 >= work.q_tile.rows) return pass(work);
     const int kv_tiles = work.kv_tiles;
     QueryTile first = work.q_tile;
     first.q_pos += group * 64;

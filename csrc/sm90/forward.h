@@ -158,7 +158,22 @@ struct ForwardConsumer {
       accumulator_to_a<T>(s[0][2 * step], s[0][2 * step + 1], probabilities[step]);
   }
 
+  // The last tile of a sequence may leave a warpgroup without a query: it lets the keys pass, and the tensor cores to
+  // the others.
+  __device__ __forceinline__ void pass(const QueryBlock& work) {
+    shared.queries_ready().wait_full(q_state.phase);
+    shared.queries_ready().release(lane);
+    q_state.advance();
+    for (int n = 0; n < work.kv_tiles; ++n) {
+      wait_k();
+      release_k();
+      shared.v_ready(v_state.stage).wait_full(v_state.phase);
+      release_v();
+    }
+  }
+
   __device__ __forceinline__ void attend(const QueryBlock& work) {
+    if (query_of(0) >= work.q_tile.rows) return pass(work);
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
     const int kv_tiles = work.kv_tiles;
     OnlineSoftmax<1> softmax;

@@ -29,7 +29,7 @@ template <class Kernel, typename... Params>
 void launch(Kernel kernel, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
             const Params&... params) {
   if (blocks == 0) return;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
   kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(params...);
   check_cuda(cudaGetLastError());
 }
