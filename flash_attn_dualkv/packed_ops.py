@@ -92,10 +92,6 @@ def _backward_reference(
     return dq, dk, dv
 
 
-ops.library.impl("packed_forward", _forward_reference, "CPU")
-ops.library.impl("packed_backward", _backward_reference, "CPU")
-
-
 # CUDA: the compiled module, or the reference for those who ask for it
 
 
@@ -141,8 +137,11 @@ def _backward_cuda(*arguments: Any) -> PackedGradients:
     return cast(PackedGradients, gradients)
 
 
-ops.library.impl("packed_forward", _forward_cuda, "CUDA")
-ops.library.impl("packed_backward", _backward_cuda, "CUDA")
+_FORWARD = {"cpu": _forward_reference, "cuda": _forward_cuda}
+_BACKWARD = {"cpu": _backward_reference, "cuda": _backward_cuda}
+for _device in _FORWARD:
+    ops.library.impl("packed_forward", _FORWARD[_device], _device.upper())
+    ops.library.impl("packed_backward", _BACKWARD[_device], _device.upper())
 
 
 # Shapes: what compilers need to know of the operators
@@ -161,13 +160,28 @@ def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[
 # Autograd: above the device's implementations
 
 
+def _forward_below(*arguments: Any) -> ops.Results:
+    q = arguments[0]
+    if not ops.is_watched(q) and q.device.type in _FORWARD:
+        return _FORWARD[q.device.type](*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return cast(ops.Results, packed_forward(*arguments))
+
+
+def _backward_below(*arguments: Any) -> PackedGradients:
+    q = arguments[2]
+    if not ops.is_watched(q) and q.device.type in _BACKWARD:
+        return _BACKWARD[q.device.type](*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return cast(PackedGradients, packed_backward(*arguments))
+
+
 class _PackedAttention(torch.autograd.Function):
     """Joins `packed_forward` and `packed_backward`: one node for the prompts and responses of all groups."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> ops.Results:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = packed_forward(*arguments)
+        out, lse = _forward_below(*arguments)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*arguments[:6], out, lse)
         ctx.options = arguments[6:]
@@ -178,7 +192,8 @@ class _PackedAttention(torch.autograd.Function):
         q, k, v, sinks, segments, groups, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv = packed_backward(dout, dlse, q, k, v, out, lse, segments, groups, *ctx.options)
+        arguments = (dout, dlse, q, k, v, out, lse, segments, groups, *ctx.options)
+        dq, dk, dv = _backward_autograd(*arguments)
         needs = ctx.needs_input_grad
         dsinks = _sink_gradient(dout, dlse, out, lse, sinks) if needs[3] else None
         kept = (one if need else None for one, need in zip((dq, dk, dv), needs))
@@ -201,8 +216,7 @@ class _PackedGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, *arguments: Any) -> PackedGradients:
-        with torch._C._AutoDispatchBelowAutograd():
-            return cast(PackedGradients, packed_backward(*arguments))
+        return _backward_below(*arguments)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *_: Any) -> Any:
@@ -212,16 +226,21 @@ class _PackedGradient(torch.autograd.Function):
 def _forward_autograd(*arguments: Any) -> ops.Results:
     if ops.requires_grad(arguments):
         return cast(ops.Results, _PackedAttention.apply(*arguments))
-    with torch._C._AutoDispatchBelowAutograd():
-        return cast(ops.Results, packed_forward(*arguments))
+    return _forward_below(*arguments)
 
 
 def _backward_autograd(*arguments: Any) -> PackedGradients:
     if ops.requires_grad(arguments):
         return cast(PackedGradients, _PackedGradient.apply(*arguments))
-    with torch._C._AutoDispatchBelowAutograd():
-        return cast(PackedGradients, packed_backward(*arguments))
+    return _backward_below(*arguments)
 
 
 ops.library.impl("packed_forward", _forward_autograd, "Autograd")
 ops.library.impl("packed_backward", _backward_autograd, "Autograd")
+
+
+def attend(*arguments: Any) -> ops.Results:
+    """`packed_forward`, past the dispatcher where nobody watches it."""
+    if ops.is_watched(arguments[0]):
+        return cast(ops.Results, packed_forward(*arguments))
+    return _forward_autograd(*arguments)

@@ -240,7 +240,7 @@ def shared_prompt_attention(
         _refuse("softcap", cap)
     if sinks is not None:
         _check_sinks(sinks, q)
-    out, _ = packed_ops.packed_forward(
+    out, _ = packed_ops.attend(
         q, k, v, sinks, layout.segments, layout.groups,
         layout.num_context_tokens, scale, window, cap, in_reference, deterministic,
     )  # fmt: skip
