@@ -43,7 +43,7 @@ class Config:
     directions: tuple[str, ...] = DIRECTIONS
     rounds: int = 5
     target_ms: float = 60.0  # of calls per implementation, direction and round
-    max_calls: int = 50
+    max_calls: int = 10
     limit_s: float = (
         20.0  # per implementation and shape, estimated: fewer rounds where they do not fit, none if one does not
     )
@@ -71,9 +71,6 @@ def planned_rounds(implementation: Implementation, shape: Shape, config: Config)
     seconds = seconds_per_pass(implementation, shape, config)
     passes_a_round = 1 if seconds >= SLOW_S else 2
     return max(0, min(config.rounds, math.floor((config.limit_s / seconds - 1) / passes_a_round)))
-
-
-MATMUL_RATE = 700e12  # assumed, operations a second
 
 
 class Stopwatch:
@@ -110,15 +107,10 @@ class Stopwatch:
 
 
 class Matmul:
-    """The yardstick: a square bf16 product on random data, in TFLOP/s.
-
-    A reading lasts as long as one of an implementation: under its power limit a GPU soon lowers its clock, and a
-    shorter one would show a rate that nothing reaches for long (on an H200 790 TFLOP/s for 20 ms, 700 for 100 ms).
-    """
+    """The yardstick: a square bf16 product on random data, in TFLOP/s."""
 
     def __init__(self, config: Config) -> None:
         self.size = 8192 if config.is_cuda else 64
-        self.calls = math.ceil(config.target_ms * 1e-3 * MATMUL_RATE / (2 * self.size**3)) if config.is_cuda else 10
         generator = torch.Generator(config.device).manual_seed(config.seed)
         self.a, self.b = (
             torch.randn(self.size, self.size, device=config.device, generator=generator).bfloat16() for _ in range(2)
@@ -129,7 +121,7 @@ class Matmul:
         self.readings.clear()  # the first reading includes loading the library
 
     def measure(self) -> None:
-        times = self.stopwatch.time(lambda: torch.mm(self.a, self.b), self.calls + 2)[2:]
+        times = self.stopwatch.time(lambda: torch.mm(self.a, self.b), 12)[2:]
         self.readings.append(2 * self.size**3 / statistics.median(times) / 1e9)
 
 
