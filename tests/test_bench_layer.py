@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -202,6 +203,17 @@ def test_executed_work() -> None:
         assert impl.executed_flops(shape, "forward") == model.layer_flops(tokens, pairs, "forward")
 
 
+def test_replicated_rows_beyond_32_bits_are_refused() -> None:
+    """By FlashAttention-2, which would end the process and with it all other measurements."""
+    grid = shapes.by_name(shapes.LAYER_PRESETS)
+    for name, impl, fits in (
+        ("16x16KxU(131,2048)", "fa2_replicated", True),
+        ("32x16KxU(131,2048)", "fa2_replicated", False),
+        ("32x16KxU(131,2048)", "math_replicated", True),
+    ):
+        assert (layer.replicated(impl, peers.math_varlen).refuses(grid[name]) is None) is fits
+
+
 def test_families_that_cannot_train_are_left_out() -> None:
     found = layer.cuda_layers({"sm80": ("forward", "backward"), "sm90": ("forward",)})
     assert [one.name for one in found if one.is_ours] == ["dualkv_sm80"]
@@ -290,7 +302,11 @@ HEADER = {
     "matmul_tflops": 750.0,
     "dirty": False,
 }
-LAYERS = {one.name: one for one in layer.cuda_layers({"sm90": ("forward", "backward")})}
+# Nothing is run: the longest rows need no refusal.
+LAYERS = {
+    one.name: dataclasses.replace(one, refuses=lambda shape: None)
+    for one in layer.cuda_layers({"sm90": ("forward", "backward")})
+}
 MILLISECONDS = {"dualkv_sm90": 72.0, "flex_packed": 90.0, "fa2_replicated": 432.0}
 
 
