@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .checks import explain
 from .shared_prompt import HostLayout, SharedPromptError, SharedPromptLayout
-from .transfer import to_device
+from .transfer import ints, to_device
 
 IGNORED_LABEL = -100
 PADDING_TOKEN = 0  # any id that every vocabulary has
@@ -119,7 +119,7 @@ def _ranges(begins: Tensor, lengths: Tensor, total: int) -> Tensor:
 
 
 def _ints(values: Iterable[int]) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.int64, device="cpu")
+    return ints(values, torch.int64)
 
 
 @dataclass(frozen=True)

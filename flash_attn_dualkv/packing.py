@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ __all__ = [
 
 BOUNDARIES = ("replicate", "gather")
 _WORD = torch.int64.itemsize
+_INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 
 Tokens = Tensor | Sequence[int]
 
@@ -85,7 +86,7 @@ def pack_shared_prompts(
     if len(prompts) != len(responses):
         raise SharedPromptError(explain("responses", f"{len(prompts)} of them (as prompts)", len(responses)))
     given = [
-        _tokens(f"{name}[{index}]", one)
+        one if _is_tokens(one) else _tokens(f"{name}[{index}]", one)
         for index, pair in enumerate(zip(prompts, responses))
         for name, one in zip(("prompts", "responses"), pair)
     ]
@@ -123,8 +124,10 @@ def pack_padded(
     given = _given_lengths("prompt_length", prompt_length)
     (ids, mask, *fetched), labels, device = _fetch([input_ids, attention_mask, *given], group_ids)
     ids, mask = ids.view(input_ids.shape), mask.view(input_ids.shape)
-    if bool(((mask != 0) & (mask != 1)).any()):
+    lowest, highest = torch.stack(mask.aminmax()).tolist() if mask.numel() > 0 else (0, 0)
+    if lowest < 0 or highest > 1:
         raise SharedPromptError(explain("attention_mask", "0 and 1", "other values"))
+    mask = mask.bool()
     totals = mask.sum(1).tolist()
     if isinstance(prompt_length, (Tensor, Sequence)):
         _check_runs("attention_mask", mask)
@@ -137,7 +140,7 @@ def pack_padded(
         _check_runs("attention_mask (responses)", mask[:, columns:])
         prompt_lens = mask[:, :columns].sum(1).tolist()
     response_lens = [total - length for total, length in zip(totals, prompt_lens)]
-    return _pack(Samples(ids[mask != 0], prompt_lens, response_lens, device), labels, **options)
+    return _pack(Samples(ids[mask], prompt_lens, response_lens, device), labels, **options)
 
 
 def pack_jagged(
@@ -188,7 +191,7 @@ def group_by_prompt(
     """
     if not prompts:
         return []
-    given = [_tokens(f"prompts[{index}]", one) for index, one in enumerate(prompts)]
+    given = [one if _is_tokens(one) else _tokens(f"prompts[{index}]", one) for index, one in enumerate(prompts)]
     if group_ids is not None and not verify:
         _, ids, _ = _fetch([], group_ids)
         return _groups(_check_group_ids(ids, len(given)))
@@ -265,6 +268,11 @@ def _check_ids(name: str, ids: Any, dimensions: int, also: tuple[torch.dtype, ..
         raise SharedPromptError(explain(name, f"{dimensions} dimension(s)", f"shape {tuple(ids.shape)}"))
 
 
+def _is_tokens(tokens: Any) -> TypeGuard[Tensor]:
+    """Of most samples the answer is yes, and then no message is needed: for thousands, that is milliseconds."""
+    return isinstance(tokens, Tensor) and tokens.dtype in _INTEGERS and tokens.dim() == 1
+
+
 def _tokens(name: str, tokens: Any) -> Tensor:
     """A 1-D integer tensor; Python sequences become one on the CPU."""
     if not isinstance(tokens, Tensor):
@@ -278,7 +286,7 @@ def _tokens(name: str, tokens: Any) -> Tensor:
 
 def _check_runs(name: str, mask: Tensor) -> None:
     """SharedPromptError unless the ones of every row stand together."""
-    rises = (mask.diff(dim=1, prepend=mask.new_zeros(mask.shape[0], 1)) > 0).sum(1)
+    rises = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, :1].sum(1)
     if bool((rises > 1).any()):
         row = int((rises > 1).nonzero()[0, 0])
         raise SharedPromptError(explain(name, "ones that stand together in each row", f"a hole in row {row}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from . import checks, packed_ops
 from .interface import autocast
 from .layout import GROUP_COLUMNS, SEGMENT_COLUMNS, Group, Segment
-from .transfer import to_device
+from .transfer import ints, to_device
 
 _NAMES = ("q", "k", "v")
 BACKENDS = ("auto", "cuda", "reference")
@@ -171,9 +171,12 @@ class HostLayout:
 
     def tensors(self) -> list[Tensor]:
         """int32 on the host, in the order of the layout's fields."""
-        columns = (None, None, SEGMENT_COLUMNS, GROUP_COLUMNS)
-        made = (torch.tensor(values, dtype=torch.int32, device="cpu") for values in vars(self).values())
-        return [one if width is None else one.view(-1, width) for one, width in zip(made, columns)]
+        tables = ((self.segments, SEGMENT_COLUMNS), (self.groups, GROUP_COLUMNS))
+        return [
+            ints(self.cu_seqlens_context, torch.int32),
+            ints(self.cu_seqlens_decoded, torch.int32),
+            *(ints(chain.from_iterable(rows), torch.int32).view(-1, width) for rows, width in tables),
+        ]
 
 
 def shared_prompt_attention(

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+
+_CODES = {torch.int32: "i", torch.int64: "q"}
+
+
+def ints(values: Iterable[int], dtype: torch.dtype) -> Tensor:
+    """A host tensor of int32 or int64; of thousands of values several times faster than `torch.tensor`."""
+    numbers = array(_CODES[dtype], values)
+    return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
