@@ -29,7 +29,7 @@ def split_by_token_budget(
         prompt_lens, response_lens: (B,) of the samples.
         max_tokens: bound of a packed micro-batch without padding, whichever boundary it is packed with.
         dp_group: a torch.distributed process group whose ranks must get equally many micro-batches; the ranks with
-            fewer split theirs further. Every rank must call.
+            fewer split theirs further, between groups where they can. Every rank must call.
 
     Returns:
         The sample indices of each micro-batch.
@@ -50,11 +50,23 @@ def split_by_token_budget(
     if wanted > -fewest:
         expected = f"at least {wanted} samples on each rank, as many as another has micro-batches"
         raise SharedPromptError(explain("groups", expected, -fewest))
+    return _split_further(micro_batches, groups, wanted)
+
+
+def _split_further(micro_batches: list[list[int]], groups: Sequence[Sequence[int]], wanted: int) -> list[list[int]]:
+    """Cuts micro-batches in two until there are `wanted`: between groups while there are any, nearest to the middle."""
+    group_of = {index: number for number, members in enumerate(groups) for index in members}
+
+    def cuts(one: list[int]) -> list[int]:
+        return [at for at in range(1, len(one)) if group_of[one[at - 1]] != group_of[one[at]]]
+
+    micro_batches = list(micro_batches)
     while len(micro_batches) < wanted:
-        longest = max((one for one in micro_batches if len(one) > 1), key=len)
-        at = micro_batches.index(longest)
-        half = len(longest) // 2
-        micro_batches[at : at + 1] = [longest[:half], longest[half:]]
+        chosen = max(micro_batches, key=lambda one: (len(one) > 1, bool(cuts(one)), len(one)))
+        middle = len(chosen) / 2
+        cut = min(cuts(chosen) or range(1, len(chosen)), key=lambda at: abs(at - middle))
+        at = micro_batches.index(chosen)
+        micro_batches[at : at + 1] = [chosen[:cut], chosen[cut:]]
     return micro_batches
 
 

@@ -52,6 +52,8 @@ def _budget_on_rank(rank: int, world: int, address: str, results: Any) -> None:
     results[rank, "split"] = split_by_token_budget(
         [list(range(samples))], [10] * samples, [4] * samples, (30, 20)[rank], dp_group=group
     )
+    mixed = [[0, 1, 2, 3, 4], [5], [6, 7]], [10] * 8, [4] * 8
+    results[rank, "mixed"] = split_by_token_budget(*mixed, (200, 50)[rank], dp_group=group)
     for name, budgets, counts in (("budget", (30, 13), (4, 4)), ("samples", (14, 40), (4, 2))):
         try:
             lens = [10] * counts[rank], [4] * counts[rank]
@@ -69,6 +71,8 @@ def test_equally_many_micro_batches_on_every_rank(tmp_path: Any) -> None:
         torch.multiprocessing.spawn(_budget_on_rank, (2, f"file://{tmp_path}/store", results), nprocs=2)
         assert [len(results[rank, "split"]) for rank in (0, 1)] == [2, 2]
         assert all(sorted(itertools.chain(*results[rank, "split"])) == [0, 1, 2, 3] for rank in (0, 1))
+        assert len(results[0, "mixed"]) == len(results[1, "mixed"]) == 2
+        assert sorted(map(sorted, results[0, "mixed"])) == [[0, 1, 2, 3, 4], [5, 6, 7]]  # no group in both
         assert "one that cannot" in results[0, "budget"] and "at least 14" in results[1, "budget"]
         assert all("at least 4 samples on each rank" in results[rank, "samples"] for rank in (0, 1))
 
