@@ -206,6 +206,15 @@ def test_one_operator_in_each_direction(device: str) -> None:
     assert backward.names == ["flash_attn_dualkv::packed_backward"]
 
 
+def test_the_profiler_sees_the_operators() -> None:
+    """Whoever watches sees operators, although calls that nobody watches go past the dispatcher."""
+    layout = layout_of(GROUPS["several"])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        run(inputs_of(layout), lambda leaves: attend(leaves, layout))
+    names = {event.key for event in profiler.key_averages()}
+    assert {"flash_attn_dualkv::packed_forward", "flash_attn_dualkv::packed_backward"} <= names
+
+
 @pytest.mark.parametrize("sinks", [False, True])
 @ALL_GROUPS
 def test_operators_pass_opcheck(name: str, sinks: bool, device: str) -> None:
