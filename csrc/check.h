@@ -3,8 +3,9 @@
 
 #include <torch/python.h>
 
-#include <optional>
 #include <string>
+
+#include "core/kv_regions.h"
 
 namespace dualkv {
 

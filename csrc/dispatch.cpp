@@ -11,6 +11,30 @@ std::string describe(const std::vector<int>& head_dims) {
   return text.empty() ? "none" : text;
 }
 
+namespace {
+
+struct LaunchCounts {
+  std::mutex mutex;
+  std::map<std::string, int64_t> of_kernel;
+};
+
+LaunchCounts& counts() {
+  static LaunchCounts all;
+  return all;
+}
+
+}  // namespace
+
+void count_launch(const std::string& kernel) {
+  const std::lock_guard<std::mutex> lock(counts().mutex);
+  ++counts().of_kernel[kernel];
+}
+
+std::map<std::string, int64_t> launch_counts() {
+  const std::lock_guard<std::mutex> lock(counts().mutex);
+  return counts().of_kernel;
+}
+
 void allow_shared_bytes(const void* kernel, int bytes) {
   static std::mutex mutex;
   static std::set<std::pair<int, const void*>> allowed;

@@ -89,6 +89,10 @@ const std::pair<const std::pair<Arch, int>, std::vector<Kernel>>* find_kernels(A
 
 std::string describe(const std::vector<int>& head_dims);
 
+// How often each kernel was launched, so that tests can tell that it was ours that ran.
+void count_launch(const std::string& kernel);
+std::map<std::string, int64_t> launch_counts();
+
 // Lets a kernel take `bytes` of dynamic shared memory a block on the current device. The driver is asked once.
 void allow_shared_bytes(const void* kernel, int bytes);
 

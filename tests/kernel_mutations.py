@@ -8,7 +8,8 @@ PROPERTIES = "tests/test_kernels_properties.py"
 MEMORY = "tests/test_kernels_memory.py"
 KERNELS = "tests/test_kernels.py"
 
-SOFTMAX, BLOCK, API = "csrc/core/online_softmax.h", "csrc/core/query_block.h", "csrc/api.cpp"
+SOFTMAX, BLOCK = "csrc/core/online_softmax.h", "csrc/core/query_block.h"
+API, PROBLEM = "csrc/api.cpp", "csrc/problem.h"
 FORWARD, BACKWARD, DQ = "csrc/sm80/forward.h", "csrc/sm80/backward.h", "csrc/sm80/backward_dq.h"
 
 SMALL = "64-heads0"  # the only configuration of the tests that a build for head dim 64 serves
@@ -113,7 +114,7 @@ SHARED_MUTANTS = [
     ),
     Mutant(
         "misaligned tensors are not copied",
-        API,
+        PROBLEM,
         "return strides_ok && base_ok ? t",
         "return strides_ok ? t",
         MEMORY,

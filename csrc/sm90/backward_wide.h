@@ -61,6 +61,25 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>>
     shared.dout_ready(state.stage).wait_full(state.phase);
   }
 
+  // Q of the next step, without foreign rows; `flags` are those of the current one.
+  __device__ __forceinline__ void wait_next_q(uint32_t flags) const {
+    wait_q(next_q);
+    if (flags & FlaggedStep::kNextForeign) {
+      this->zero_foreign_rows(steps[next_q.stage], next_q.stage, next_dout.stage, next_dout.phase);
+    }
+  }
+
+  // Waits for the keys and Q of the first step, whose flags it reads. False if there is no step.
+  __device__ __forceinline__ bool begin(uint32_t& flags) {
+    clear(sum);
+    shared.kv_ready().wait_full(0);
+    wait_q(q);
+    if (!steps[q.stage].valid) return false;
+    flags = steps[q.stage].flags;
+    if (flags & FlaggedStep::kForeign) this->zero_foreign_rows(steps[q.stage], q.stage, dout.stage, dout.phase);
+    return true;
+  }
+
   __device__ __forceinline__ void pack() {
 #pragma unroll
     for (int step = 0; step < kBlockM / 16; ++step) accumulator_to_a<T>(x[2 * step], x[2 * step + 1], operand[step]);
@@ -110,12 +129,8 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>>
 
   __device__ __forceinline__ void values() {
     Statistic lse;
-    clear(sum);
-    shared.kv_ready().wait_full(0);
-    wait_q(q);
-    if (!steps[q.stage].valid) return;
-    uint32_t flags = steps[q.stage].flags;
-    if (flags & FlaggedStep::kForeign) this->zero_foreign_rows(steps[q.stage], q.stage, dout.stage, dout.phase);
+    uint32_t flags;
+    if (!begin(flags)) return;
     issue_transposed(x, k_tile(), shared.q(q.stage));
     load_statistic(lse, shared.lse(q.stage));
     ptx::wgmma_wait<0>();
@@ -126,10 +141,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>>
       look_ahead();
       wait_dout(dout);
       issue_accumulate(sum, operand, shared.dout(dout.stage));
-      wait_q(next_q);
-      if (flags & FlaggedStep::kNextForeign) {
-        this->zero_foreign_rows(steps[next_q.stage], next_q.stage, next_dout.stage, next_dout.phase);
-      }
+      wait_next_q(flags);
       issue_transposed(x, k_tile(), shared.q(next_q.stage));
       load_statistic(lse, shared.lse(next_q.stage));
       const uint32_t next_flags = steps[next_q.stage].flags;
@@ -151,12 +163,8 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>>
 
   __device__ __forceinline__ void keys() {
     Statistic delta;
-    clear(sum);
-    shared.kv_ready().wait_full(0);
-    wait_q(q);
-    if (!steps[q.stage].valid) return;
-    uint32_t flags = steps[q.stage].flags;
-    if (flags & FlaggedStep::kForeign) this->zero_foreign_rows(steps[q.stage], q.stage, dout.stage, dout.phase);
+    uint32_t flags;
+    if (!begin(flags)) return;
     wait_dout(dout);
     issue_transposed(x, v_tile(), shared.dout(dout.stage));
     load_statistic(delta, shared.delta(dout.stage));
@@ -167,10 +175,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>>
     while (!(flags & FlaggedStep::kLast)) {
       look_ahead();
       issue_accumulate(sum, operand, shared.q(q.stage));
-      wait_q(next_q);
-      if (flags & FlaggedStep::kNextForeign) {
-        this->zero_foreign_rows(steps[next_q.stage], next_q.stage, next_dout.stage, next_dout.phase);
-      }
+      wait_next_q(flags);
       wait_dout(next_dout);
       issue_transposed(x, v_tile(), shared.dout(next_dout.stage));
       load_statistic(delta, shared.delta(next_dout.stage));
