@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import Tensor
 
 # "cpu" runs the kernel tests on the CPU implementation, with small sizes: a check of the tests themselves.
 DEVICE = os.environ.get("DUALKV_TEST_DEVICE", "cuda")
@@ -105,6 +106,20 @@ def kernels_ran(*directions: str) -> Iterator[None]:
         assert any(pattern.search(name) for name in names), f"no {direction} kernel among {sorted(set(names))}"
         launched = sum(after[name] - before.get(name, 0) for name in after if pattern.search(name))
         assert launched > 0, f"launch_counts() says that no {direction} kernel was launched: {after}"
+
+
+def captured(step: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    """A CUDA graph of `step`, after a warm-up on a stream of its own, and the tensors that replays write."""
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
 
 
 def poison_free_memory() -> None:

@@ -244,6 +244,7 @@ def test_rows_that_take_part(shim: ctypes.CDLL, causal: bool) -> None:
         for segment in range(len(tables.segments)):
             shim.read_runs(ctypes.byref(problem), segment, runs)
             for rows, begin, end in zip(part, runs[::2], runs[1::2]):
+                assert begin >= end or 0 <= begin < end <= len(rows)
                 rows[begin:end] = True
         if index % 3:
             dense = tables.dense(causal)

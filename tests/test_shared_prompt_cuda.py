@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from launches import kernel_pattern, launch_counts
+from launches import captured, kernel_pattern, launch_counts
 from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of, run, small
 from torch import Tensor
 
@@ -84,15 +84,7 @@ def test_cuda_graph_follows_another_layout() -> None:
         out = attend(leaves, layout, deterministic=True)
         return (out.detach(), *torch.autograd.grad(out, leaves.tensors, buffers.dout))
 
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for seed, source in ((1, second), (2, first)):
         inputs = inputs_of(source, seed=seed, **small("cuda"))
         with torch.no_grad():
@@ -101,7 +93,7 @@ def test_cuda_graph_follows_another_layout() -> None:
         copy_layout(layout, source)
         graph.replay()
         out, gradients = run(inputs, lambda leaves, source=source: attend(leaves, source, deterministic=True))
-        assert all(map(torch.equal, captured, (out, *gradients)))
+        assert all(map(torch.equal, results, (out, *gradients)))
 
 
 class Nothing(torch.autograd.Function):
@@ -137,8 +129,10 @@ def host_times(call: Callable[[], Tensor], tensors: Sequence[Tensor], dout: Tens
 
 @pytest.mark.gpu
 def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
-    """Eager calls of a few groups cost the host less than 100 microseconds in each direction, beside what PyTorch takes
-    for a node that computes nothing: waking autograd's thread alone takes it 20 to 60."""
+    """Eager calls of a few groups cost the host less than 100 microseconds in each direction.
+
+    Beside it is what PyTorch takes for the backward of a node that computes nothing.
+    """
     layout = layout_of(GROUPS["several"], device="cuda")
     inputs = inputs_of(layout, **small("cuda"))
     leaves = inputs.leaves()
@@ -147,7 +141,7 @@ def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
     measured = f"{forward:.0f} us forward, {backward:.0f} us backward, {empty:.0f} us an empty backward"
     with capsys.disabled():
         print(measured)
-    assert forward < 100 and backward - empty < 100, measured
+    assert forward < 100 and backward < 100, measured
 
 
 def test_pack_and_attend_as_documented() -> None:
