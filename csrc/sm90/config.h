@@ -43,7 +43,7 @@ struct ForwardConfig;
 template <>
 struct ForwardConfig<64> : ForwardTiles<64, 3, 128> {};
 template <>
-struct ForwardConfig<128> : ForwardTiles<128, 2, 128> {};
+struct ForwardConfig<128> : ForwardTiles<128, 3, 80> {};
 template <>
 struct ForwardConfig<192> : ForwardTiles<192, 2, 96> {};
 template <>
