@@ -64,7 +64,7 @@ SHARED_MUTANTS = [
     Mutant(
         "delta ignores the gradient of the LSE",
         "csrc/kernels/delta.cu",
-        "if (p.dlse) sum -= p.dlse[at];",
+        "if (p.dlse) delta -= p.dlse[at];",
         "",
         PROPERTIES,
         "gradient_of_the_lse and 64-heads0",

@@ -11,50 +11,58 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kElements = 8;  // 16 bytes a thread and load
+constexpr int kHeads = 8;     // a block's, of which 4 are in flight at a time
 
-// kLanes neighbouring threads share a row of one head; a block takes whole rows, so that finding row and head costs no
-// 64-bit division.
+// kLanes neighbouring threads share a row of one head. A block takes a few rows, so that what it writes, head after head,
+// is contiguous.
 template <typename T, int kLanes>
-__global__ void __launch_bounds__(kThreads) dualkv_delta(const __grid_constant__ DeltaParams<T> p, int rows_per_block) {
-  const int heads = p.shape.num_heads, lane = threadIdx.x % kLanes;
-  // The threads of a row leave the loop together, those of a warp need not.
-  const unsigned lanes = (0xffffffffu >> (32 - kLanes)) << (threadIdx.x % 32 / kLanes * kLanes);
-  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_per_block;
-  for (int index = threadIdx.x / kLanes; index < rows_per_block * heads; index += kThreads / kLanes) {
-    const int64_t row = first_row + index / heads;
-    const int head = index % heads;
+__global__ void __launch_bounds__(kThreads) dualkv_delta(const __grid_constant__ DeltaParams<T> p) {
+  constexpr int kRows = kThreads / kLanes;
+  __shared__ float sums[kHeads][kRows];
+  const int lane = threadIdx.x % kLanes, own_row = threadIdx.x / kLanes, first_head = blockIdx.y * kHeads;
+  const int heads = min(kHeads, p.shape.num_heads - first_head);
+  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kRows;
+  const bool inside = first_row + own_row < p.shape.q_rows && lane * kElements < p.shape.head_dim;
+#pragma unroll 4
+  for (int i = 0; i < heads; ++i) {
     float sum = 0.f;
-    if (row < p.shape.q_rows && lane * kElements < p.shape.head_dim) {
-      const uint4 out = *reinterpret_cast<const uint4*>(p.out.at(row, head) + lane * kElements);
-      const uint4 dout = *reinterpret_cast<const uint4*>(p.dout.at(row, head) + lane * kElements);
+    if (inside) {
+      const int64_t row = first_row + own_row;
+      const uint4 out = *reinterpret_cast<const uint4*>(p.out.at(row, first_head + i) + lane * kElements);
+      const uint4 dout = *reinterpret_cast<const uint4*>(p.dout.at(row, first_head + i) + lane * kElements);
       const uint32_t a[4] = {out.x, out.y, out.z, out.w}, b[4] = {dout.x, dout.y, dout.z, dout.w};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 x = unpack2<T>(a[i]), y = unpack2<T>(b[i]);
+      for (int j = 0; j < 4; ++j) {
+        const float2 x = unpack2<T>(a[j]), y = unpack2<T>(b[j]);
         sum += x.x * y.x + x.y * y.y;
       }
     }
 #pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(lanes, sum, step);
-    if (row >= p.statistics.padded_rows || lane != 0) continue;
-    float lse_log2 = 0.f;
+    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    if (lane == 0) sums[i][own_row] = sum;
+  }
+  __syncthreads();
+  for (int index = threadIdx.x; index < heads * kRows; index += kThreads) {
+    const int head = first_head + index / kRows;
+    const int64_t row = first_row + index % kRows;
+    float delta = sums[index / kRows][index % kRows], lse_log2 = 0.f;
     if (row < p.shape.q_rows) {
       const int64_t at = head * static_cast<int64_t>(p.shape.q_rows) + row;
-      if (p.dlse) sum -= p.dlse[at];
+      if (p.dlse) delta -= p.dlse[at];
       if (p.lse[at] != -CUDART_INF_F) lse_log2 = p.lse[at] * kLog2e;
     }
     p.statistics.lse_log2[p.statistics.index(head, row)] = lse_log2;
-    p.statistics.delta[p.statistics.index(head, row)] = sum;
+    p.statistics.delta[p.statistics.index(head, row)] = delta;
   }
 }
 
 template <typename T, int kLanes>
 void launch(const DeltaParams<T>& p, cudaStream_t stream) {
-  // Every thread gets two rows of a head at least, and its loads are in flight together.
-  const int rows_per_block = ceil_div(2 * kThreads / kLanes, p.shape.num_heads);
-  const int64_t blocks = ceil_div<int64_t>(p.statistics.padded_rows, rows_per_block);
-  if (blocks == 0) return;
-  dualkv_delta<T, kLanes><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p, rows_per_block);
+  constexpr int kRows = kThreads / kLanes;
+  static_assert(RowStatistics::kPadding % kRows == 0, "blocks end where the statistics do");
+  const dim3 blocks(static_cast<unsigned>(p.statistics.padded_rows / kRows), ceil_div(p.shape.num_heads, kHeads));
+  if (blocks.x == 0) return;
+  dualkv_delta<T, kLanes><<<blocks, kThreads, 0, stream>>>(p);
   check_cuda(cudaGetLastError());
 }
 
