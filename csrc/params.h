@@ -47,7 +47,7 @@ struct WorkList {
   const int* count;
   int capacity;
   int* next = nullptr;  // counter from which persistent blocks take items; zero at launch
-  const int* class_begin = nullptr;  // (kCostClasses + 1): see backward_place
+  const BackwardOrder* order = nullptr;  // of a list of BackwardItem
 };
 
 template <typename T>

@@ -81,18 +81,18 @@ struct BackwardList {
     const int split_capacity = slots / (2 * shape.num_kv_heads);
     const int owners = layout.num_groups + layout.num_segments;
     arrays.emplace(problem, (owners + 1) + tile_capacity + IntArrays::size_of<BackwardItem>(item_capacity) +
-                                IntArrays::size_of<SplitTile>(split_capacity) + (kCostClasses + 1) + 1);
+                                IntArrays::size_of<SplitTile>(split_capacity) + IntArrays::size_of<BackwardOrder>(1) + 1);
     int* offsets = arrays->take(owners + 1);
     int* steps = arrays->take(tile_capacity);
     auto* items = arrays->take<BackwardItem>(item_capacity);
     auto* split_items = arrays->take<SplitTile>(split_capacity);
-    int* class_begin = arrays->take(kCostClasses + 1);
+    auto* order = arrays->take<BackwardOrder>(1);
     int* split_count = arrays->take(1);
-    work = {items, class_begin + kCostClasses, item_capacity, nullptr, class_begin};
+    work = {items, order->begin + kCostClasses, item_capacity, nullptr, order};
     splits = {split_items, split_count, split_capacity};
     const int64_t dq_bytes = dq_sum.defined() ? static_cast<int64_t>(dq_sum.nbytes()) : 0;
     build_backward_list({layout, tiles.block_m, tiles.block_n, shape.causal, shape.num_kv_heads,
-                         shape.heads_per_group(), shape.num_sms, tile_capacity, offsets, steps, items, class_begin,
+                         shape.heads_per_group(), shape.num_sms, tile_capacity, slots, offsets, steps, items, order,
                          split_items, split_count,
                          {cleared_rows(gradients.k_context), cleared_rows(gradients.v_context)},
                          {cleared_rows(gradients.k_decoded), cleared_rows(gradients.v_decoded)},

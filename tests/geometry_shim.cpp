@@ -28,7 +28,7 @@ struct Problem {
 struct Record {
   uint8_t* seen;  // (heads, q_rows, context_rows + decoded_rows): how often each pair was visible
   int64_t steps, masked_steps, empty_steps, needless_masks, wrong_unmasked, out_of_range;
-  int64_t ranges, tiles, parts, slots, bad_parts, wrong_own_rows;
+  int64_t ranges, tiles, parts, slots, bad_parts, wrong_own_rows, own_splits;
 };
 
 bool inside(const Problem& p, const KvTile& tile) {
@@ -114,23 +114,26 @@ int64_t tile_capacity(const Problem& p) {
   return p.context_rows / p.block_n + p.num_groups + p.decoded_rows / p.block_n + p.num_segments;
 }
 
-// Calls body(owner, steps) for every tile that somebody owns, up to as many as the device list holds: overlapping
-// hostile runs have more.
+// Calls body(owner, steps, leading) for every tile that somebody owns, up to as many as the device list holds:
+// overlapping hostile runs have more. `leading`: steps of the tile by which it is split.
 template <class Body>
 void for_each_owner(const Problem& p, Body body) {
   const GroupLayout layout = p.layout();
   int64_t left = tile_capacity(p);
   for (int index = 0; index < p.num_groups + p.num_segments; ++index) {
     const bool context = index < p.num_groups;
+    int first_steps = 0;
     for (int n = 0; n < owned_tiles(layout, index, p.block_n) && left > 0; ++n, --left) {
       const Region region = context ? Region::context : Region::decoded;
       const Owner owner = owner_of(layout, region, context ? index : index - p.num_groups, n, p.block_n);
-      body(owner, owner_steps(layout, owner, p.block_m, p.heads, p.causal));
+      const int steps = owner_steps(layout, owner, p.block_m, p.heads, p.causal);
+      if (n == 0) first_steps = steps;
+      body(owner, steps, context ? first_steps : steps);
     }
   }
 }
 
-void backward_owner(const Problem& p, Record& r, const Owner& owner, int steps, int limit) {
+void backward_owner(const Problem& p, Record& r, const Owner& owner, int steps, int leading, int limit) {
   if (!inside(p, owner.tile) || owner.tile.valid < 1) {
     ++r.out_of_range;
     return;
@@ -138,7 +141,7 @@ void backward_owner(const Problem& p, Record& r, const Owner& owner, int steps, 
   for (SegmentCursor cursor{owner.segment_begin, owner.segment_end, p.reversed != 0}; !cursor.done();) {
     r.ranges += !next_query_range(p.layout(), cursor, owner.tile, p.causal).empty();
   }
-  const int parts = part_count(steps, limit);
+  const int parts = share_of(steps, leading, limit).parts;
   r.parts += parts;
   r.slots += parts > 1 ? parts * p.num_kv_heads : 0;
   ++r.tiles;
@@ -148,13 +151,13 @@ void backward_owner(const Problem& p, Record& r, const Owner& owner, int steps, 
     int walked = 0;
     QueryWalk walk = walk_of(p, owner);
     for (walk.start(segments, first, last - first); !walk.done(); walk.next(), ++walked) backward_step(p, r, walk);
-    if (walked != last - first || last - first > limit) ++r.bad_parts;
+    if (walked != last - first || last - first > limit || (walked == 0 && steps > 0)) ++r.bad_parts;
   }
 }
 
 int64_t total_steps(const Problem& p) {
   int64_t total = 0;
-  for_each_owner(p, [&](const Owner&, int steps) { total += steps; });
+  for_each_owner(p, [&](const Owner&, int steps, int) { total += steps; });
   return total;
 }
 
@@ -170,29 +173,49 @@ void record_forward(const Problem* p, Record* r) {
   }
 }
 
+int count_slots(const Problem* p) {
+  return slot_capacity(tile_capacity(*p), p->num_segments, p->q_rows, p->block_m, p->heads * p->num_kv_heads,
+                       p->num_sms);
+}
+
 // What the owners of all KV tiles visit. limit > 0 fixes the most steps of a part; otherwise the schedule chooses.
 void record_backward(const Problem* p, Record* r, int limit) {
-  if (limit <= 0) limit = part_limit(total_steps(*p) * p->num_kv_heads, p->num_sms);
-  for_each_owner(*p, [&](const Owner& owner, int steps) { backward_owner(*p, *r, owner, steps, limit); });
+  const bool forced = limit > 0;
+  if (!forced) limit = part_limit(total_steps(*p) * p->num_kv_heads, p->num_sms);
+  // As dualkv_work_list_backward decides it.
+  int64_t slots = 0;
+  for_each_owner(*p, [&](const Owner&, int steps, int leading) {
+    const int parts = share_of(steps, leading, limit).parts;
+    slots += parts > 1 ? parts * p->num_kv_heads : 0;
+  });
+  const bool fits = forced || slots <= count_slots(p);
+  r->own_splits = !fits;
+  for_each_owner(*p, [&](const Owner& owner, int steps, int leading) {
+    backward_owner(*p, *r, owner, steps, fits ? leading : steps, limit);
+  });
 }
 
 int64_t count_steps(const Problem* p) { return total_steps(*p); }
 
 int64_t count_capacity(const Problem* p) { return tile_capacity(*p); }
 
-int count_slots(const Problem* p) {
-  return slot_capacity(tile_capacity(*p), p->num_segments, p->q_rows, p->block_m, p->heads * p->num_kv_heads,
-                       p->num_sms);
-}
-
 // Item, KV head and direction of a thread block; false for a surplus one.
-int place_of(int block, const int* class_begin, int num_kv_heads, int num_sms, int* out) {
-  const BackwardPlace place = backward_place(block, class_begin, num_kv_heads, num_sms);
+int place_of(int block, const BackwardOrder* order, int num_kv_heads, int num_sms, int* out) {
+  const BackwardPlace place = backward_place(block, *order, num_kv_heads, num_sms);
   out[0] = place.item, out[1] = place.kv_head, out[2] = place.reversed;
   return place.item >= 0;
 }
 
 int cost_classes() { return kCostClasses; }
+
+int class_of(int cost, int longest_here, int longest) { return cost_class_within(cost, longest_here, longest); }
+
+// {KV heads, waves, free multiprocessors} of a round of the first class, and the blocks that fill it.
+int read_round(int items, int shortest, int mean, int64_t supply, int num_kv_heads, int num_sms, int* out) {
+  const Round round = round_of(items, num_sms);
+  out[0] = round.heads, out[1] = round.waves, out[2] = round.free;
+  return fillers_of(items, shortest, mean, supply, num_kv_heads, num_sms);
+}
 
 // [begin, end) of the queries of a segment that see a key, and of the context and decoded keys that are seen.
 void read_runs(const Problem* p, int index, int* out) {

@@ -11,6 +11,7 @@ PACKED_ATTENTION = "tests/test_shared_prompt_attention.py"
 ANY_MACHINE = (GEOMETRY, PACKING, PACKED_ATTENTION)
 
 REGIONS, SCHEDULE = "csrc/core/kv_regions.h", "csrc/core/schedule.h"
+ORDER = "csrc/core/block_order.h"
 LAYOUT, REFERENCE = "flash_attn_dualkv/shared_prompt.py", "flash_attn_dualkv/reference.py"
 
 
@@ -194,33 +195,56 @@ GEOMETRY_MUTANTS = [
     ),
     Mutant(
         "the heads of an item lie side by side",
-        SCHEDULE,
+        ORDER,
         "return BackwardPlace{begin + index % items, kv_head,",
-        "return BackwardPlace{begin + index / num_kv_heads, index % num_kv_heads,",
+        "return BackwardPlace{begin + index / items, index % items,",
         GEOMETRY,
         "one_block_a_head",
     ),
     Mutant(
         "a head's items are walked in both directions",
-        SCHEDULE,
+        ORDER,
         "wave = (kv_head * items + items / 2) / num_sms;",
         "wave = index / num_sms;",
         GEOMETRY,
-        "one_block_a_head",
+        "direction_of_walks",
     ),
     Mutant(
         "all owners walk in one direction",
-        SCHEDULE,
-        "wave % 2 == 0}",
-        "true}",
+        ORDER,
+        "|| wave % 2 == 0}",
+        "|| true}",
+        GEOMETRY,
+        "direction_of_walks",
+    ),
+    Mutant(
+        "the last round has fillers too, and blocks are left over",
+        ORDER,
+        "this_round * order.fillers + index - heads * items;",
+        "(this_round + 1) * order.fillers + index - heads * items;",
         GEOMETRY,
         "one_block_a_head",
     ),
     Mutant(
-        "surplus blocks take the last class",
+        "fillers run out before the last round",
+        ORDER,
+        "fillers * ceil_div(num_kv_heads, round.heads) <= supply",
+        "fillers <= supply",
+        GEOMETRY,
+        "rounds_and_their_fillers",
+    ),
+    Mutant(
+        "a tile is split by fewer steps than it has",
         SCHEDULE,
-        "if (index >= items * num_kv_heads) return",
-        "if (items == 0) return",
+        "  leading = max_int(leading, steps);",
+        "  if (leading == 0) leading = steps;",
+        GEOMETRY,
+    ),
+    Mutant(
+        "surplus blocks take the last class",
+        ORDER,
+        "if (block >= order.begin[kCostClasses] * num_kv_heads) return",
+        "if (order.begin[kCostClasses] == 0) return",
         GEOMETRY,
         "one_block_a_head",
     ),

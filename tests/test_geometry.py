@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE.parent / "csrc"
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-KERNEL_TILES = [(128, 128), (128, 64), (128, 32), (64, 128), (64, 64)]
+KERNEL_TILES = [(192, 80), (128, 128), (128, 64), (128, 32), (64, 128), (64, 64)]
 SMALL_TILES = [(16, 16), (32, 16), (16, 32), (8, 64), (21, 16)]
 BATCHES = 500  # random tables for each choice of causality and small tiles
 
@@ -44,6 +44,7 @@ class Record(ctypes.Structure):
     NAMES = (
         "steps", "masked_steps", "empty_steps", "needless_masks", "wrong_unmasked", "out_of_range",
         "ranges", "tiles", "parts", "slots", "bad_parts", "wrong_own_rows",
+        "own_splits",
     )  # fmt: skip
     _fields_ = [("seen", ctypes.c_void_p), *((name, ctypes.c_int64) for name in NAMES)]
 
@@ -232,6 +233,16 @@ def test_schedule_splits_within_its_capacities(shim: ctypes.CDLL, num_sms: int) 
     assert split > 20
 
 
+def test_tiles_of_a_context_are_split_alike(shim: ctypes.CDLL) -> None:
+    """As its first tile is; unless that takes more slots than there are, where few queries see most of them."""
+    with_responses = usual_tables(16 * 40, True, [16 * 20] * 8)
+    result = check_capacities(shim, with_responses.problem(True, (16, 16), heads=12, kv_heads=8, num_sms=132))
+    assert result.slots > 0 and not result.own_splits
+    alone = usual_tables(16 * 60, True, [])
+    result = check_capacities(shim, alone.problem(True, (16, 16), heads=64, kv_heads=4, num_sms=132))
+    assert result.slots > 0 and result.own_splits
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_rows_that_take_part(shim: ctypes.CDLL, causal: bool) -> None:
     """All other rows are cleared: queries that see no key, and keys that no query sees."""
@@ -252,33 +263,114 @@ def test_rows_that_take_part(shim: ctypes.CDLL, causal: bool) -> None:
             assert np.array_equal(np.concatenate(part[1:]), dense.any(0))
 
 
-def place_of(shim: ctypes.CDLL, block: int, begins: Ints, kv_heads: int, num_sms: int) -> tuple[int, ...] | None:
+class Order(ctypes.Structure):
+    """Mirror of BackwardOrder."""
+
+    _fields_ = [("begin", ctypes.c_int * 13), ("alternating", ctypes.c_int), ("fillers", ctypes.c_int)]
+
+    def classes(self) -> Iterator[range]:
+        """The items of each class."""
+        return itertools.starmap(range, itertools.pairwise(self.begin))
+
+
+Place = tuple[int, int, bool]  # item, KV head, reversed
+
+
+def place_of(shim: ctypes.CDLL, block: int, order: Order, kv_heads: int, num_sms: int) -> Place | None:
     place = (ctypes.c_int * 3)()
-    exists = shim.place_of(block, begins.ctypes.data_as(ctypes.c_void_p), kv_heads, num_sms, place)
-    return tuple(place) if exists else None
+    exists = shim.place_of(block, ctypes.byref(order), kv_heads, num_sms, place)
+    return (place[0], place[1], bool(place[2])) if exists else None
+
+
+def round_of(shim: ctypes.CDLL, items: int, num_sms: int) -> tuple[int, int, int]:
+    """KV heads, waves and free multiprocessors of a round of the first class."""
+    found = (ctypes.c_int * 3)()
+    shim.read_round(items, 1, 1, ctypes.c_int64(0), 1, num_sms, found)
+    return found[0], found[1], found[2]
+
+
+def expected_places(order: Order, kv_heads: int, heads_a_round: int) -> list[tuple[int, int]]:
+    """Every (item, KV head): class by class and head by head, but with fillers behind each round of the first class."""
+    first, *later = ([[(item, head) for item in items] for head in range(kv_heads)] for items in order.classes())
+    rest = list(itertools.chain(*itertools.chain(*later)))
+    places = []
+    for head in range(0, kv_heads, heads_a_round):
+        places += list(itertools.chain(*first[head : head + heads_a_round]))
+        count = order.fillers if head + heads_a_round < kv_heads else len(rest)
+        places, rest = places + rest[:count], rest[count:]
+    return places
+
+
+def random_order(rng: np.random.Generator, shim: ctypes.CDLL, kv_heads: int, num_sms: int) -> Order:
+    assert shim.cost_classes() == 12
+    sizes = rng.integers(0, 40, 12) * rng.integers(0, 2, 12)
+    sizes[0] = rng.integers(1, 200)  # the longest item is in the first class
+    order = Order((ctypes.c_int * 13)(*np.concatenate([[0], np.cumsum(sizes)]).tolist()), int(rng.integers(0, 1 << 12)))
+    rounds = -(-kv_heads // round_of(shim, int(sizes[0]), num_sms)[0])
+    order.fillers = int(rng.integers(0, 2)) * int(sizes[1:].sum()) * kv_heads // rounds
+    return order
 
 
 def test_every_item_has_one_block_a_head(shim: ctypes.CDLL) -> None:
-    """In every class of cost the items of one head lie together, and a head's items are walked in one direction."""
     rng = np.random.default_rng(0)
-    directions = set()
-    for _ in range(100):
+    for _ in range(200):
         kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
-        sizes = rng.integers(0, 40, shim.cost_classes()) * rng.integers(0, 2, shim.cost_classes())
-        begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-        blocks = int(begins[-1]) * kv_heads
-        places = [place_of(shim, block, begins, kv_heads, num_sms) for block in range(blocks)]
-        expected = []
-        for begin, end in itertools.pairwise(begins.tolist()):
-            expected += [(item, head) for head in range(kv_heads) for item in range(begin, end)]
-        assert [one and one[:2] for one in places] == expected
-        assert all(place_of(shim, blocks + more, begins, kv_heads, num_sms) is None for more in (0, 7))
-        found = [one for one in places if one]
-        classes = np.searchsorted(begins, [item for item, _, _ in found], "right")
-        of_head = {(index, head): direction for index, (_, head, direction) in zip(classes.tolist(), found)}
-        assert [of_head[index, one[1]] for index, one in zip(classes.tolist(), found)] == [one[2] for one in found]
-        directions |= set(of_head.values())
-    assert directions == {0, 1}
+        order = random_order(rng, shim, kv_heads, num_sms)
+        heads = round_of(shim, order.begin[1], num_sms)[0]
+        expected = expected_places(order, kv_heads, heads)
+        places = [place_of(shim, block, order, kv_heads, num_sms) for block in range(len(expected))]
+        assert [place and place[:2] for place in places] == expected
+        assert len(set(expected)) == len(expected) == order.begin[12] * kv_heads
+        assert all(place_of(shim, len(expected) + more, order, kv_heads, num_sms) is None for more in (0, 7))
+
+
+def test_direction_of_walks(shim: ctypes.CDLL) -> None:
+    """Back from the end where blocks begin together; else a head, or with fillers a wave, walks in one direction."""
+    rng = np.random.default_rng(1)
+    seen = set()
+    for _ in range(200):
+        kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
+        order = random_order(rng, shim, kv_heads, num_sms)
+        heads, waves, _ = round_of(shim, order.begin[1], num_sms)
+        directions: dict[tuple[int, int], set[bool]] = {}
+        for block in range(order.begin[12] * kv_heads):
+            place = place_of(shim, block, order, kv_heads, num_sms)
+            assert place is not None
+            item, head, is_reversed = place
+            index = next(c for c, items in enumerate(order.classes()) if item in items)
+            if not order.alternating >> index & 1:
+                assert is_reversed
+                continue
+            if index == 0 and order.fillers:
+                place_in_round = head % heads * order.begin[1] + item
+                directions.setdefault((-1, head // heads * waves + place_in_round // num_sms), set()).add(is_reversed)
+            else:
+                directions.setdefault((index, head), set()).add(is_reversed)
+        assert all(len(found) == 1 for found in directions.values())
+        assert all(found == {wave % 2 == 0} for (index, wave), found in directions.items() if index == -1)
+        seen |= {(index == -1, *found) for (index, _), found in directions.items()}
+    assert seen == set(itertools.product((True, False), (True, False)))
+
+
+def test_rounds_and_their_fillers(shim: ctypes.CDLL) -> None:
+    def fillers(items: int, shortest: int, mean: int, supply: int, kv_heads: int = 8) -> int:
+        return int(shim.read_round(items, shortest, mean, ctypes.c_int64(supply), kv_heads, 132, (ctypes.c_int * 3)()))
+
+    assert round_of(shim, 128, 132) == (1, 1, 4)
+    assert round_of(shim, 64, 132) == (2, 1, 4)
+    assert round_of(shim, 256, 132) == (1, 2, 8)
+    assert fillers(128, 3600, 96, 3584) == 4 * 3600 // 100
+    assert fillers(128, 3600, 96, 8 * 144) == 144
+    assert fillers(128, 3600, 96, 8 * 144 - 1) == 0, "there are too few for all rounds"
+    assert fillers(132, 3600, 96, 3584) == 0, "no multiprocessor is free"
+    assert fillers(26, 3600, 96, 100000) == 0, "five heads and more run together anyway"
+    assert fillers(80, 3600, 96, 100000) == 0, "too many multiprocessors are free"
+
+
+def test_classes_are_a_factor_of_two_wide(shim: ctypes.CDLL) -> None:
+    assert [shim.class_of(cost, 64, 64) for cost in (64, 33, 32, 17, 16, 1)] == [0, 0, 1, 1, 2, 6]
+    assert [shim.class_of(cost, 60, 1000) for cost in (60, 31, 30, 15, 1)] == [4, 4, 5, 6, 9]
+    assert shim.class_of(1, 1 << 20, 1 << 20) == shim.class_of(1, 8, 1 << 20) == 11
 
 
 def test_packs_of_heads_leave_few_rows_unused(shim: ctypes.CDLL) -> None:

@@ -27,7 +27,7 @@ struct KvBlock {
   // Everything but the walk, which reads the segments one by one. False for a surplus thread block.
   __device__ __forceinline__ bool load(const WorkList<BackwardItem>& work, const GroupLayout& layout,
                                        const ProblemShape& shape, int block_m, int block_n) {
-    const BackwardPlace place = backward_place(blockIdx.x, work.class_begin, shape.num_kv_heads, shape.num_sms);
+    const BackwardPlace place = backward_place(blockIdx.x, *work.order, shape.num_kv_heads, shape.num_sms);
     if (place.item < 0) return false;
     kv_head = place.kv_head;
     const BackwardItem item = work.items[place.item];

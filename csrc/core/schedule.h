@@ -2,6 +2,7 @@
 // longest first, so that a plain grid in list order is balanced by the hardware.
 #pragma once
 
+#include "core/block_order.h"
 #include "core/kv_regions.h"
 
 namespace dualkv {
@@ -11,11 +12,6 @@ struct ForwardItem {
   int segment;
   int m_block;
 };
-
-// A list of owners falls into classes of cost: four make a factor of two, and the last holds whatever is shorter. Classes
-// twice as wide cost up to 4% of the makespan (simulated: 32 responses of 32 to 256 tokens to a prompt of 8K); half as
-// wide, they win 2% there in the simulation and nothing on an H200, and at 28 x 16K x 2K lose 0.5%.
-constexpr int kCostClasses = 17;
 
 // A KV tile, or a part of its queries; every KV head takes the same list.
 struct BackwardItem {
@@ -49,31 +45,6 @@ DUALKV_HD int packed_heads(int heads_per_group, int tile_rows) {
 
 DUALKV_HD int forward_cost(const Segment& s, int m_block, int block_m, int block_n, bool causal) {
   return visible_kv_tiles(s, query_tile(s, m_block, block_m), block_n, causal);
-}
-
-// The item and KV head of a thread block. Within a class the items of one head come first, then those of the next:
-// blocks that run together then walk the same Q, dO and dQ, which stay in L2. With the heads of each item side by side,
-// 72% of the accesses hit L2 instead of 82%, and DRAM moved 11.1 GB instead of 7.0 (8 x 4K x 2K on an H200).
-struct BackwardPlace {
-  int item, kv_head;  // item -1: a surplus block
-  // Owners whose queries end together should also begin together. Longest first, blocks that begin together (a first
-  // wave) do so if they walk back from the common end, and then finish one after another; blocks that take their
-  // places begin in that order, as causality makes their queries begin: they walk forward, and end together. Of the
-  // 7.0 GB this saves another 0.9.
-  bool reversed;
-};
-
-// class_begin[c] is the first item of class c, class_begin[kCostClasses] the number of items.
-DUALKV_HD BackwardPlace backward_place(int block, const int* class_begin, int num_kv_heads, int num_sms) {
-  int low = 0, high = kCostClasses;  // the last class that begins at or before this block
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (class_begin[middle] * num_kv_heads <= block ? low : high) = middle;
-  }
-  const int begin = class_begin[low], items = class_begin[low + 1] - begin, index = block - begin * num_kv_heads;
-  if (index >= items * num_kv_heads) return BackwardPlace{-1, 0, false};
-  const int kv_head = index / items, wave = (kv_head * items + items / 2) / num_sms;
-  return BackwardPlace{begin + index % items, kv_head, wave % 2 == 0};
 }
 
 // The sequences whose queries an owner visits.
@@ -117,14 +88,25 @@ DUALKV_HD int part_limit(int64_t total_steps, int num_sms) {
   return static_cast<int>(limit < kMaxSteps ? limit : kMaxSteps);
 }
 
-DUALKV_HD int part_count(int steps, int limit) { return steps > limit ? ceil_div(steps, limit) : 1; }
+// How a tile is split, and what its class of cost goes by. The tiles of a context have as many parts as the first of them,
+// which the most queries see (`leading` steps), and fall into its class, because they are to run together. No part is
+// shorter than is worth it.
+struct Share {
+  int parts, cost;
+};
+
+DUALKV_HD Share share_of(int steps, int leading, int limit) {
+  leading = max_int(leading, steps);  // a query tile on the border of two sequences may count twice further on
+  const int parts = ceil_div(leading, limit), worth = ceil_div(steps, min_int(limit, kMinPartSteps));
+  return Share{max_int(min_int(parts, worth), 1), leading / max_int(parts, 1)};
+}
 
 DUALKV_HD int part_begin(int steps, int parts, int part) {
   return static_cast<int>(static_cast<int64_t>(steps) * part / parts);
 }
 
-// A split tile has fewer than 2 x steps / limit parts, so all of them together, over all KV heads, need fewer than
-// 2 x total / limit slots. The total is bounded as if every sequence saw every tile with all rows: shapes are all
+// A tile split for itself (leading == steps) has fewer than 2 x steps / limit parts, so all of them together, over all KV heads, need fewer
+// than 2 x total / limit slots. The total is bounded as if every sequence saw every tile with all rows: shapes are all
 // the host knows.
 inline int slot_capacity(int64_t tile_capacity, int64_t num_segments, int64_t q_rows, int block_m, int num_heads,
                          int num_sms) {

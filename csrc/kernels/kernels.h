@@ -50,11 +50,11 @@ struct BackwardListArgs {
   bool causal;
   int num_kv_heads, heads_per_group;
   int num_sms;
-  int tile_capacity;  // caps the tiles; slot_capacity (core/schedule.h) bounds everything else by proof
+  int tile_capacity, slot_capacity;  // cap the tiles, and the slots of split ones
   int* tile_offsets;  // (num_groups + num_segments + 1) scratch
   int* tile_steps;    // (tile_capacity) scratch
   BackwardItem* items;
-  int* class_begin;  // (kCostClasses + 1)
+  BackwardOrder* order;
   SplitTile* splits;
   int* split_count;
   ClearedRows context[2], decoded[2];  // dK and dV

@@ -11,7 +11,10 @@ namespace dualkv {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kBins = 1024;
+constexpr int kBins = 1024;  // of the forward list
+// Bins of the backward list: of every class one for every 32 tiles, a warp's. With more than 16 K tiles (2 M keys) warps
+// share a bin, and the order of items within it is left to chance.
+constexpr int kTileBins = 512;
 
 __global__ void dualkv_segment_tables(const SegmentTableArgs a) {
   const int index = blockIdx.x * blockDim.x + threadIdx.x;
@@ -80,9 +83,9 @@ __device__ int64_t block_inclusive_sum(int64_t value, int64_t* scratch) {
 // Shared state of a block that builds a list.
 struct ListBlock {
   int64_t warp_sums[32];
-  int bins[kBins];
-  int carry, longest, emitted, used_slots;
-  unsigned long long total_steps;
+  int bins[max_int(kBins, kCostClasses * kTileBins)];
+  int carry, longest, longest_decoded, shortest, emitted, used_slots, alternating;
+  unsigned long long total_steps, shared_slots, class_steps[kCostClasses];
 };
 
 // offsets[i] = sum of count(0 .. i-1), capped at `capacity`: with hostile offsets segments may overlap and have more
@@ -119,17 +122,20 @@ __device__ int bin_of(int cost, int longest) {
   return kBins - 1 - static_cast<int>(static_cast<int64_t>(cost) * (kBins - 1) / max(longest, 1));
 }
 
-// The first bin of a class of cost: bins are linear, bounds of classes 2^(-class / 4) of the longest.
-__device__ int first_bin(int cost_class) {
-  constexpr int kQuarters[4] = {1024, 861, 724, 609};
-  return kBins - (kQuarters[cost_class % 4] >> cost_class / 4);
-}
-static_assert(kBins == 1024, "the bounds are counted in 1024ths");
-
 // Turns counts per bin into first places.
+template <int kCount>
 __device__ void bins_to_places(ListBlock& block) {
-  const int count = block.bins[threadIdx.x];
-  block.bins[threadIdx.x] = static_cast<int>(block_inclusive_sum(count, block.warp_sums)) - count;
+  static_assert(kCount % kThreads == 0, "every thread takes as many bins");
+  constexpr int kOwn = kCount / kThreads;
+  int* own = block.bins + threadIdx.x * kOwn;
+  int sum = 0;
+  for (int i = 0; i < kOwn; ++i) sum += own[i];
+  int place = static_cast<int>(block_inclusive_sum(sum, block.warp_sums)) - sum;
+  for (int i = 0; i < kOwn; ++i) {
+    const int count = own[i];
+    own[i] = place;
+    place += count;
+  }
   __syncthreads();
 }
 
@@ -209,7 +215,7 @@ __global__ void __launch_bounds__(kThreads) dualkv_work_list_forward(const Forwa
     }
   }
   __syncthreads();
-  bins_to_places(block);
+  bins_to_places<kBins>(block);
   for (int i = threadIdx.x; i < tiles; i += kThreads) {
     const ForwardItem item = item_at(i);
     const int cost = cost_of(item);
@@ -220,7 +226,7 @@ __global__ void __launch_bounds__(kThreads) dualkv_work_list_forward(const Forwa
 
 struct OwnedTile {
   Region region;
-  int owner, n_block;
+  int owner, n_block, owner_tiles;
 };
 
 __global__ void __launch_bounds__(kThreads) dualkv_work_list_backward(const BackwardListArgs a, int context_blocks,
@@ -241,12 +247,17 @@ __global__ void __launch_bounds__(kThreads) dualkv_work_list_backward(const Back
   const int tiles = a.tile_offsets[owners];
   const auto tile_at = [&](int index) {
     const int owner = find_owner(a.tile_offsets, owners, index), n_block = index - a.tile_offsets[owner];
-    return owner < groups ? OwnedTile{Region::context, owner, n_block}
-                          : OwnedTile{Region::decoded, owner - groups, n_block};
+    const int owner_tiles = a.tile_offsets[owner + 1] - a.tile_offsets[owner];
+    return owner < groups ? OwnedTile{Region::context, owner, n_block, owner_tiles}
+                          : OwnedTile{Region::decoded, owner - groups, n_block, owner_tiles};
   };
 
-  block.bins[threadIdx.x] = 0;
-  if (threadIdx.x == 0) block.longest = 0, block.emitted = 0, block.used_slots = 0, block.total_steps = 0;
+  for (int i = threadIdx.x; i < kCostClasses * kTileBins; i += kThreads) block.bins[i] = 0;
+  if (threadIdx.x < kCostClasses) block.class_steps[threadIdx.x] = 0;
+  if (threadIdx.x == 0) {
+    block.longest = 0, block.longest_decoded = 0, block.shortest = kMaxSteps, block.alternating = 0;
+    block.used_slots = 0, block.shared_slots = 0, block.total_steps = 0;
+  }
   __syncthreads();
   for (int i = threadIdx.x; i < tiles; i += kThreads) {
     const OwnedTile t = tile_at(i);
@@ -258,41 +269,93 @@ __global__ void __launch_bounds__(kThreads) dualkv_work_list_backward(const Back
   __syncthreads();
 
   const int limit = part_limit(static_cast<int64_t>(block.total_steps), a.num_sms);
+  const auto leading_steps = [&](const OwnedTile& t, int index) {
+    return a.tile_steps[t.region == Region::context ? index - t.n_block : index];
+  };
   for (int i = threadIdx.x; i < tiles; i += kThreads) {
-    const int steps = a.tile_steps[i], parts = part_count(steps, limit);
-    atomicMax(&block.longest, ceil_div(steps, parts));
+    const int parts = share_of(a.tile_steps[i], leading_steps(tile_at(i), i), limit).parts;
+    if (parts > 1) atomicAdd(&block.shared_slots, static_cast<unsigned long long>(parts) * a.num_kv_heads);
   }
   __syncthreads();
+  // Where few queries see most tiles of a context this may take more slots than there are: then every tile is its own.
+  const bool fits = block.shared_slots <= static_cast<unsigned long long>(a.slot_capacity);
+  const auto share_at = [&](const OwnedTile& t, int index) {
+    const int steps = a.tile_steps[index];
+    return share_of(steps, fits ? leading_steps(t, index) : steps, limit);
+  };
   for (int i = threadIdx.x; i < tiles; i += kThreads) {
-    const int steps = a.tile_steps[i], parts = part_count(steps, limit);
-    if (steps > 0) atomicAdd(&block.bins[bin_of(steps / parts, block.longest)], parts);
+    const OwnedTile t = tile_at(i);
+    const int cost = share_at(t, i).cost;
+    atomicMax(&block.longest, cost);
+    if (t.region == Region::decoded) atomicMax(&block.longest_decoded, cost);
   }
-  __syncthreads();
-  bins_to_places(block);
-  if (threadIdx.x == 0) *a.split_count = 0;
-  if (threadIdx.x < kCostClasses) a.class_begin[threadIdx.x] = block.bins[first_bin(threadIdx.x)];
   __syncthreads();
 
+  const int tiles_a_bin = 32 * max(1, ceil_div(tiles, 32 * kTileBins));
+  const auto bin_of_tile = [&](const OwnedTile& t, int cost, int index) {
+    const int longest_here = t.region == Region::decoded ? block.longest_decoded : block.longest;
+    return cost_class_within(cost, longest_here, block.longest) * kTileBins + index / tiles_a_bin;
+  };
   for (int i = threadIdx.x; i < tiles; i += kThreads) {
     const int steps = a.tile_steps[i];
     if (steps == 0) continue;
     const OwnedTile t = tile_at(i);
-    int parts = part_count(steps, limit), slot = -1;
-    if (parts > 1) {
-      slot = atomicAdd(&block.used_slots, parts * a.num_kv_heads);
-      const int split = atomicAdd(a.split_count, 1);
-      a.splits[split] = SplitTile{t.region, t.owner, t.n_block, slot, parts};
-    }
-    const int place = atomicAdd(&block.bins[bin_of(steps / parts, block.longest)], parts);
-    for (int part = 0; part < parts; ++part) {
-      const int first = part_begin(steps, parts, part), end = part_begin(steps, parts, part + 1);
-      a.items[place + part] = BackwardItem{
-          t.region, t.owner, t.n_block, first, end - first, slot < 0 ? -1 : slot + part * a.num_kv_heads};
-    }
-    atomicAdd(&block.emitted, parts);
+    const Share share = share_at(t, i);
+    const int bin = bin_of_tile(t, share.cost, i), index = bin / kTileBins;
+    atomicAdd(&block.bins[bin], share.parts);
+    atomicAdd(&block.class_steps[index], static_cast<unsigned long long>(steps));
+    if (index == 0) atomicMin(&block.shortest, steps / share.parts);
+    if (begins_in_waves(t.owner_tiles * share.parts, a.num_sms)) atomicOr(&block.alternating, 1 << index);
   }
   __syncthreads();
-  if (threadIdx.x == 0) a.class_begin[kCostClasses] = block.emitted;
+  bins_to_places<kCostClasses * kTileBins>(block);
+  BackwardOrder& order = *a.order;
+  if (threadIdx.x < kCostClasses) order.begin[threadIdx.x] = block.bins[threadIdx.x * kTileBins];
+  if (threadIdx.x == 0) *a.split_count = 0;
+  __syncthreads();
+
+  // A warp takes 32 tiles in a row, so that those of a class keep their order.
+  for (int first = 0; first < tiles; first += kThreads) {
+    const int i = first + threadIdx.x, lane = threadIdx.x % 32;
+    const int steps = i < tiles ? a.tile_steps[i] : 0;
+    const OwnedTile t = tile_at(min(i, tiles - 1));
+    const Share share = steps > 0 ? share_at(t, i) : Share{0, 0};
+    const int bin = steps > 0 ? bin_of_tile(t, share.cost, i) : -1;
+    const unsigned peers = __match_any_sync(0xffffffffu, bin);
+    int before = 0, together = 0;
+    for (unsigned rest = peers; rest; rest &= rest - 1) {
+      const int peer = __ffs(rest) - 1, parts = __shfl_sync(peers, share.parts, peer);
+      if (peer < lane) before += parts;
+      together += parts;
+    }
+    int place = 0;
+    if (steps > 0 && before == 0) place = atomicAdd(&block.bins[bin], together);
+    place = __shfl_sync(peers, place, __ffs(peers) - 1) + before;
+    if (steps == 0) continue;
+    int slot = -1;
+    if (share.parts > 1) {
+      slot = atomicAdd(&block.used_slots, share.parts * a.num_kv_heads);
+      a.splits[atomicAdd(a.split_count, 1)] = SplitTile{t.region, t.owner, t.n_block, slot, share.parts};
+    }
+    for (int part = 0; part < share.parts; ++part) {
+      const int begin = part_begin(steps, share.parts, part), end = part_begin(steps, share.parts, part + 1);
+      a.items[place + part] = BackwardItem{
+          t.region, t.owner, t.n_block, begin, end - begin, slot < 0 ? -1 : slot + part * a.num_kv_heads};
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    // Behind the last bin stands the end of the list.
+    const int items = block.bins[kCostClasses * kTileBins - 1];
+    order.begin[kCostClasses] = items;
+    order.alternating = block.alternating;
+    int second = 1;  // the class that the fillers come from
+    while (second < kCostClasses - 1 && block.class_steps[second] == 0) ++second;
+    const int second_end = second + 1 < kCostClasses ? order.begin[second + 1] : items;
+    const int mean = static_cast<int>(block.class_steps[second] / max(1, second_end - order.begin[second]));
+    order.fillers = fillers_of(order.begin[1], block.shortest, mean,
+                               static_cast<int64_t>(items - order.begin[1]) * a.num_kv_heads, a.num_kv_heads, a.num_sms);
+  }
 }
 
 }  // namespace

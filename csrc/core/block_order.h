@@ -1,0 +1,98 @@
+// The order of the thread blocks of a backward kernel. What it must bring about: long blocks first, so that the last to end
+// end together; and side by side those that walk the same Q, dO and dQ, which then stay in L2. The card runs at its power
+// limit, and DRAM takes a part of it.
+#pragma once
+
+#include "core/platform.h"
+
+namespace dualkv {
+
+// A list of owners falls into classes of cost, each a factor of two wide; the last holds whatever is shorter. Within a
+// class items keep their order, owner after owner.
+constexpr int kCostClasses = 12;
+
+DUALKV_HD int cost_class(int cost, int longest) {
+  int index = 0;
+  while (index < kCostClasses - 1 && cost <= longest >> (index + 1)) ++index;
+  return index;
+}
+
+// The same where the bounds of classes are fractions of `longest_here`: the tiles of responses then fall into few classes,
+// of which each reads all queries of the responses once.
+DUALKV_HD int cost_class_within(int cost, int longest_here, int longest) {
+  return min_int(cost_class(longest_here, longest) + cost_class(cost, longest_here), kCostClasses - 1);
+}
+
+// A list in this order, beside its items.
+struct BackwardOrder {
+  int begin[kCostClasses + 1];  // begin[c] is the first item of class c, begin[kCostClasses] the number of items
+  int alternating;              // bit c: walks in class c change their direction from wave to wave
+  int fillers;                  // blocks of the later classes behind every round of the first
+};
+
+// The first class holds the long walks, as a rule those of the contexts. It runs in rounds of a few whole KV heads.
+struct Round {
+  int heads, waves;  // a wave is a block a multiprocessor
+  int free;          // multiprocessors that it leaves without a block, over all its waves
+};
+
+DUALKV_HD Round round_of(int items, int num_sms) {
+  const int heads = max_int(1, num_sms / max_int(items, 1)), waves = ceil_div(heads * items, num_sms);
+  return Round{heads, waves, waves * num_sms - heads * items};
+}
+
+// As many blocks of the later classes as keep the free multiprocessors busy for a round, so that the KV heads of the next
+// begin together; otherwise a few of its blocks begin a wave early, and everything is read twice. `shortest` is the cost of
+// an item of the first class, `mean` of one of the second, `supply` the number of blocks of all later classes.
+DUALKV_HD int fillers_of(int items, int shortest, int mean, int64_t supply, int num_kv_heads, int num_sms) {
+  constexpr int kBlockCost = 4;  // what a block takes beside its steps, in steps
+  const Round round = round_of(items, num_sms);
+  // A few blocks a head need no rounds, and there is never enough to do for many free multiprocessors.
+  if (5 * items < num_sms || 3 * round.free > num_sms) return 0;
+  const int64_t fillers = static_cast<int64_t>(round.free) * shortest / (mean + kBlockCost);
+  return fillers * ceil_div(num_kv_heads, round.heads) <= supply ? static_cast<int>(fillers) : 0;
+}
+
+// Whether the items of an owner are so many that they begin one after another.
+DUALKV_HD bool begins_in_waves(int items, int num_sms) { return 3 * items >= num_sms; }
+
+// The item and KV head of a thread block. Within a class the items of one head come first, then those of the next.
+struct BackwardPlace {
+  int item, kv_head;  // item -1: a surplus block
+  // Blocks that walk the same queries should be at the same ones. These have a common end, and causality lets them begin
+  // later for every next tile. Blocks that begin together, a first wave or the few tiles of a short owner, walk back from
+  // the end. They finish one after another, so that those that take their places begin in the order in which their
+  // queries do: they walk forward.
+  bool reversed;
+};
+
+// Place `index` among the blocks of class `c`; its wave is that of the middle of its head, unless given.
+DUALKV_HD BackwardPlace place_in_class(const BackwardOrder& order, int c, int index, int num_sms, int wave = -1) {
+  const int begin = order.begin[c], items = order.begin[c + 1] - begin, kv_head = index / items;
+  if (wave < 0) wave = (kv_head * items + items / 2) / num_sms;
+  return BackwardPlace{begin + index % items, kv_head, !(order.alternating >> c & 1) || wave % 2 == 0};
+}
+
+DUALKV_HD BackwardPlace backward_place(int block, const BackwardOrder& order, int num_kv_heads, int num_sms) {
+  if (block >= order.begin[kCostClasses] * num_kv_heads) return BackwardPlace{-1, 0, false};
+  const int items = order.begin[1];
+  const Round round = round_of(items, num_sms);
+  const int rounds = ceil_div(num_kv_heads, round.heads);
+  const int this_round = min_int(block / (round.heads * items + order.fillers), rounds - 1);
+  const int index = block - this_round * (round.heads * items + order.fillers);
+  const int heads_before = this_round * round.heads, heads = min_int(round.heads, num_kv_heads - heads_before);
+  if (index < heads * items) {
+    const int wave = order.fillers > 0 ? this_round * round.waves + index / num_sms : -1;
+    return place_in_class(order, 0, heads_before * items + index, num_sms, wave);
+  }
+  // Behind the last round comes whatever is left.
+  const int later = num_kv_heads * items + this_round * order.fillers + index - heads * items;
+  int low = 1, high = kCostClasses;  // the last class that begins at or before it
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (order.begin[middle] * num_kv_heads <= later ? low : high) = middle;
+  }
+  return place_in_class(order, low, later - order.begin[low] * num_kv_heads, num_sms);
+}
+
+}  // namespace dualkv
