@@ -252,13 +252,13 @@ class ShapeRun:
         seconds = seconds_per_pass(impl, self.shape, self.config)
         calls = max(1, min(self.config.max_calls, math.ceil(self.config.target_ms / (1e3 * seconds))))
         warm_up = 1 if seconds < SLOW_S else 0
+        # Without a pause behind the warm-up: the first call's time would include what the host takes to launch it.
         if "forward" in impl.directions and "forward" in self.config.directions:
-            self.stopwatch.time(prepared.run, warm_up)
-            self.times[impl.name, "forward"] += self.stopwatch.time(prepared.run, calls)
+            self.times[impl.name, "forward"] += self.stopwatch.time(prepared.run, warm_up + calls)[warm_up:]
         if can_differentiate(impl, self.config):
             out = prepared.run()
-            self.stopwatch.time(lambda: backward(prepared, out), warm_up)
-            self.times[impl.name, "backward"] += self.stopwatch.time(lambda: backward(prepared, out), calls)
+            times = self.stopwatch.time(lambda: backward(prepared, out), warm_up + calls)
+            self.times[impl.name, "backward"] += times[warm_up:]
 
     @property
     def rows(self) -> list[Row]:
