@@ -55,7 +55,7 @@ HOPPER_MUTANTS = [
         "      if (moved) scale_rows(o, rescale);\n",
         "",
         PROPERTIES,
-        "rising and sm90 and 64-heads0",
+        "moves_with_every_tile and sm90 and 64-heads0",
     ),
     Mutant(
         "Hopper forward: the values of another tile",

@@ -146,7 +146,7 @@ PORTABLE_MUTANTS = [
         "      scale_rows(o, rescale);\n",
         "",
         PROPERTIES,
-        "rising and sm80 and 64-heads0",
+        "moves_with_every_tile and sm80 and 64-heads0",
     ),
     Mutant(
         "forward: K and V rows behind a region are read",

@@ -8,7 +8,8 @@ from pathlib import Path
 GEOMETRY = "tests/test_geometry.py"
 PACKING = "tests/test_packing.py"
 PACKED_ATTENTION = "tests/test_shared_prompt_attention.py"
-ANY_MACHINE = (GEOMETRY, PACKING, PACKED_ATTENTION)
+BACKENDS = "tests/test_shared_prompt_backends.py"
+ANY_MACHINE = (GEOMETRY, PACKING, PACKED_ATTENTION, BACKENDS)
 
 REGIONS, SCHEDULE = "csrc/core/kv_regions.h", "csrc/core/schedule.h"
 ORDER = "csrc/core/block_order.h"
@@ -351,7 +352,7 @@ PYTHON_MUTANTS = [
         "flash_attn_dualkv/packed_ops.py",
         "    empty = lse == -math.inf\n",
         "    empty = torch.zeros_like(lse, dtype=torch.bool)\n",
-        PACKED_ATTENTION,
+        BACKENDS,
         "test_what_the_compiled_module_gets",
     ),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from typing import Any
 
@@ -189,6 +190,26 @@ def test_rising_scores(head_dim: int, heads: tuple[int, int], dtype: torch.dtype
     for keys in (batch.k_context, batch.k_decoded):
         keys *= torch.linspace(0.1, 1.5, len(keys), device=DEVICE).to(dtype)[:, None, None]
     check_both_modes(batch.replace(softmax_scale=scale * 8 * head_dim**-0.5))
+
+
+@pytest.mark.parametrize("rise", [2.0, 7.0, 60.0, -60.0])
+@configurations
+def test_a_maximum_that_moves_with_every_tile(
+    head_dim: int, heads: tuple[int, int], dtype: torch.dtype, rise: float
+) -> None:
+    """Scores rise by `rise` powers of 2 every 64 keys: by less, and by more, than the forward lets the maximum lag."""
+    batch = build_groups(MIXED, **options_of(head_dim, heads, dtype))
+    batch.q *= 0.1
+    batch.q[..., 0] = 1
+    for keys, first in ((batch.k_context, 0), (batch.k_decoded, 150)):
+        keys[..., 0] = (torch.arange(len(keys), device=DEVICE) + first)[:, None].to(dtype) * (rise / 64)
+    batch = batch.replace(softmax_scale=math.log(2))
+    with kernels_ran("forward"):
+        results = run(batch, backward=False)
+    # Of the forward alone: dQ would be a difference of such keys, and as good as the rounding of dS.
+    expected, plain = oracle.reference(batch, None), oracle.plain(batch, None)
+    problems = oracle.lse_violations(results.lse, expected.lse)
+    assert not problems + oracle.violations("out", results.out, plain.out, expected.out, dtype)
 
 
 @both_masks

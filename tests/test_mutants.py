@@ -37,12 +37,18 @@ def test_names_are_unique() -> None:
 
 @pytest.fixture(scope="module")
 def collected() -> dict[str, list[str]]:
-    """Ids of the tests in each file that GPU mutants name."""
-    files = sorted({mutant.tests for mutant in MUTANTS if mutant.needs_gpu})
+    """Ids of the tests in each file that mutants name."""
+    files = sorted({mutant.tests for mutant in MUTANTS})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     return {file: [line for line in result.stdout.splitlines() if line.startswith(file)] for file in files}
+
+
+@pytest.mark.parametrize("mutant", [one for one in MUTANTS if not one.needs_gpu], ids=lambda mutant: mutant.name)
+def test_the_selection_of_a_mutant_is_some_tests(mutant: Mutant, collected: dict[str, list[str]]) -> None:
+    words = mutant.select.split(" and ")
+    assert any(all(word in test for word in words) for test in collected[mutant.tests])
 
 
 @pytest.mark.parametrize("mutant", [one for one in MUTANTS if one.needs_gpu], ids=lambda mutant: mutant.name)
