@@ -249,6 +249,8 @@ def test_rows_that_take_part(shim: ctypes.CDLL, causal: bool) -> None:
     rng = np.random.default_rng(0)
     for index in range(BATCHES):
         tables = random_tables(rng, (16, 16)) if index % 3 else hostile_tables(rng)
+        if index % 3 == 1:
+            tables.segments[:, 2] -= rng.integers(0, 40, len(tables.segments))  # keys behind the last query
         problem = tables.problem(causal, (16, 16))
         part = [np.zeros(rows, bool) for rows in (tables.q_rows, tables.context_rows, tables.decoded_rows)]
         runs = (ctypes.c_int * 6)()
