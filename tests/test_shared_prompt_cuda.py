@@ -96,6 +96,18 @@ def test_cuda_graph_follows_another_layout() -> None:
         assert all(map(torch.equal, results, (out, *gradients)))
 
 
+@pytest.mark.gpu
+def test_gradients_of_some_inputs() -> None:
+    layout = layout_of(GROUPS["several"], device="cuda")
+    inputs = inputs_of(layout, **small("cuda"))
+    _, all_gradients = run(inputs, lambda leaves: attend(leaves, layout, deterministic=True))
+    for which in range(3):
+        q, k, v = tensors = [one.detach().requires_grad_(index == which) for index, one in enumerate(inputs.tensors)]
+        shared_prompt_attention(q, k, v, layout, deterministic=True).backward(inputs.dout)
+        assert [one.grad is not None for one in tensors] == [index == which for index in range(3)]
+        assert torch.equal(tensors[which].grad, all_gradients[which])
+
+
 class Nothing(torch.autograd.Function):
     """A node of the same tensors that computes nothing: what PyTorch itself takes."""
 
