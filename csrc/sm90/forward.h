@@ -158,13 +158,9 @@ struct ForwardConsumer {
       accumulator_to_a<T>(s[0][2 * step], s[0][2 * step + 1], probabilities[step]);
   }
 
-  // The last tile of a sequence may leave a warpgroup without a query: it lets the keys pass, and the tensor cores to
-  // the others.
-  __device__ __forceinline__ void pass(const QueryBlock& work) {
-    shared.queries_ready().wait_full(q_state.phase);
-    shared.queries_ready().release(lane);
-    q_state.advance();
-    for (int n = 0; n < work.kv_tiles; ++n) {
+  // Lets the keys pass from tile n on, and the tensor cores to the others.
+  __device__ __forceinline__ void pass(const QueryBlock& work, int n) {
+    for (; n < work.kv_tiles; ++n) {
       wait_k();
       release_k();
       shared.v_ready(v_state.stage).wait_full(v_state.phase);
@@ -172,10 +168,23 @@ struct ForwardConsumer {
     }
   }
 
+  // Tiles that some row of this warpgroup sees: those of the last queries of the block see more.
+  __device__ __forceinline__ int own_kv_tiles(const QueryBlock& work) const {
+    QueryTile own = work.q_tile;
+    own.rows = min_int(own.rows, query_of(63) + 1);
+    return max_int(visible_kv_tiles(work.segment, own, kBlockN, p.shape.causal), 1);
+  }
+
   __device__ __forceinline__ void attend(const QueryBlock& work) {
-    if (query_of(0) >= work.q_tile.rows) return pass(work);
+    if (query_of(0) >= work.q_tile.rows) {
+      // The last tile of a sequence may leave a warpgroup without a query.
+      shared.queries_ready().wait_full(q_state.phase);
+      shared.queries_ready().release(lane);
+      q_state.advance();
+      return pass(work, 0);
+    }
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
-    const int kv_tiles = work.kv_tiles;
+    const int kv_tiles = own_kv_tiles(work);
     OnlineSoftmax<1> softmax;
     float rescale[1][2];
     QueryTile first = work.q_tile;
@@ -221,6 +230,7 @@ struct ForwardConsumer {
     ptx::wgmma_wait<0>();
     ptx::pin(o[0]);
     release_v();
+    pass(work, kv_tiles);
     store(work, softmax);
   }
 
