@@ -183,6 +183,15 @@ void record_backward(const Problem* p, Record* r, int limit) {
   const bool forced = limit > 0;
   if (!forced) limit = part_limit(total_steps(*p) * p->num_kv_heads, p->num_sms);
   // As dualkv_work_list_backward decides it.
+  int64_t long_tiles = 0;
+  int longest = 0;
+  for_each_owner(*p, [&](const Owner&, int steps, int leading) {
+    const int most = max_int(steps, leading);
+    if (most <= limit) return;
+    ++long_tiles;
+    longest = max_int(longest, most);
+  });
+  if (!forced) limit = final_part_limit(limit, long_tiles * p->num_kv_heads, longest, p->num_sms);
   int64_t slots = 0;
   for_each_owner(*p, [&](const Owner&, int steps, int leading) {
     const int parts = share_of(steps, leading, limit).parts;
@@ -207,6 +216,10 @@ int place_of(int block, const BackwardOrder* order, int num_kv_heads, int num_sm
 }
 
 int cost_classes() { return kCostClasses; }
+
+int limit_of(int limit, int64_t tiles, int longest, int num_sms) {
+  return final_part_limit(limit, tiles, longest, num_sms);
+}
 
 int class_of(int cost, int longest_here, int longest) { return cost_class_within(cost, longest_here, longest); }
 

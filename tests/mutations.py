@@ -235,6 +235,14 @@ GEOMETRY_MUTANTS = [
         "rounds_and_their_fillers",
     ),
     Mutant(
+        "the last multiprocessor gets a tile less",
+        SCHEDULE,
+        "ceil_div<int64_t>(tiles, num_sms) * longest",
+        "tiles / num_sms * longest",
+        GEOMETRY,
+        "fit_their_multiprocessors",
+    ),
+    Mutant(
         "a tile is split by fewer steps than it has",
         SCHEDULE,
         "  leading = max_int(leading, steps);",

@@ -221,7 +221,7 @@ def check_capacities(shim: ctypes.CDLL, problem: Problem) -> Record:
     return result
 
 
-@pytest.mark.parametrize("num_sms", [1, 8, 132])
+@pytest.mark.parametrize("num_sms", [3, 8, 132])
 def test_schedule_splits_within_its_capacities(shim: ctypes.CDLL, num_sms: int) -> None:
     rng = np.random.default_rng(num_sms)
     split = 0
@@ -231,6 +231,19 @@ def test_schedule_splits_within_its_capacities(shim: ctypes.CDLL, num_sms: int) 
         problem = tables.problem(True, (16, 16), heads=12, kv_heads=kv_heads, num_sms=num_sms)
         split += check_capacities(shim, problem).slots > 0
     assert split > 20
+
+
+def test_tiles_that_fit_their_multiprocessors_are_not_split(shim: ctypes.CDLL) -> None:
+    """Some tiles at 28 x 4K x 2K, with short responses, and with one KV head; the last where the bound is exact."""
+    for limit, tiles, longest, expected in (
+        (2256, 256, 3840, 3840),
+        (538, 512, 800, 538),
+        (285, 32, 3840, 285),
+        (1000, 132, 4000, 4000),
+        (1000, 132, 4001, 1000),
+    ):
+        assert shim.limit_of(limit, ctypes.c_int64(tiles), longest, 132) == expected
+    assert shim.limit_of(50, ctypes.c_int64(0), 0, 132) == 50
 
 
 def test_tiles_of_a_context_are_split_alike(shim: ctypes.CDLL) -> None:

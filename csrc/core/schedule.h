@@ -88,6 +88,14 @@ DUALKV_HD int part_limit(int64_t total_steps, int num_sms) {
   return static_cast<int>(limit < kMaxSteps ? limit : kMaxSteps);
 }
 
+// The limit that stands, where `tiles` of `longest` steps at most would be split by `limit`. They need not be if as many
+// of them as a multiprocessor gets fit in its share of the total: what is shorter fills the rest. At 28 x 4K x 2K this
+// is worth 1.3%.
+DUALKV_HD int final_part_limit(int limit, int64_t tiles, int longest, int num_sms) {
+  const bool fit = ceil_div<int64_t>(tiles, num_sms) * longest <= int64_t{kPartsPerSm} * limit;
+  return fit ? max_int(limit, longest) : limit;
+}
+
 // How a tile is split, and what its class of cost goes by. The tiles of a context have as many parts as the first of them,
 // which the most queries see (`leading` steps), and fall into its class, because they are to run together. No part is
 // shorter than is worth it.

@@ -84,7 +84,7 @@ __device__ int64_t block_inclusive_sum(int64_t value, int64_t* scratch) {
 struct ListBlock {
   int64_t warp_sums[32];
   int bins[max_int(kBins, kCostClasses * kTileBins)];
-  int carry, longest, longest_decoded, shortest, emitted, used_slots, alternating;
+  int carry, long_tiles, longest_tile, longest, longest_decoded, shortest, emitted, used_slots, alternating;
   unsigned long long total_steps, shared_slots, class_steps[kCostClasses];
 };
 
@@ -255,6 +255,7 @@ __global__ void __launch_bounds__(kThreads) dualkv_work_list_backward(const Back
   for (int i = threadIdx.x; i < kCostClasses * kTileBins; i += kThreads) block.bins[i] = 0;
   if (threadIdx.x < kCostClasses) block.class_steps[threadIdx.x] = 0;
   if (threadIdx.x == 0) {
+    block.long_tiles = 0, block.longest_tile = 0;
     block.longest = 0, block.longest_decoded = 0, block.shortest = kMaxSteps, block.alternating = 0;
     block.used_slots = 0, block.shared_slots = 0, block.total_steps = 0;
   }
@@ -268,10 +269,20 @@ __global__ void __launch_bounds__(kThreads) dualkv_work_list_backward(const Back
   }
   __syncthreads();
 
-  const int limit = part_limit(static_cast<int64_t>(block.total_steps), a.num_sms);
   const auto leading_steps = [&](const OwnedTile& t, int index) {
     return a.tile_steps[t.region == Region::context ? index - t.n_block : index];
   };
+  const int first_limit = part_limit(static_cast<int64_t>(block.total_steps), a.num_sms);
+  for (int i = threadIdx.x; i < tiles; i += kThreads) {
+    const int steps = max(a.tile_steps[i], leading_steps(tile_at(i), i));
+    if (steps > first_limit) {
+      atomicAdd(&block.long_tiles, 1);
+      atomicMax(&block.longest_tile, steps);
+    }
+  }
+  __syncthreads();
+  const int limit = final_part_limit(first_limit, static_cast<int64_t>(block.long_tiles) * a.num_kv_heads,
+                                     block.longest_tile, a.num_sms);
   for (int i = threadIdx.x; i < tiles; i += kThreads) {
     const int parts = share_of(a.tile_steps[i], leading_steps(tile_at(i), i), limit).parts;
     if (parts > 1) atomicAdd(&block.shared_slots, static_cast<unsigned long long>(parts) * a.num_kv_heads);
