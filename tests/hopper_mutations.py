@@ -36,8 +36,8 @@ HOPPER_MUTANTS = [
     Mutant(
         "Hopper forward: a warpgroup with few queries is thought to have none",
         SM90_FORWARD,
-        "if (query_of(0) >= work.q_tile.rows) return",
-        "if (query_of(63) >= work.q_tile.rows) return",
+        "if (query_of(0) >= work.q_tile.rows) {",
+        "if (query_of(63) >= work.q_tile.rows) {",
         PROPERTIES,
         mixed("sm90"),
     ),
