@@ -22,11 +22,12 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-constexpr float kSlackLog2 = 8.f;
-
-template <int kM16>
+// The maximum may lag behind the scores by a factor of 2^kSlackLog2. Any number near it serves: it divides out, and
+// probabilities of up to 2^8 round as well as those of up to 1. One that follows every score moves in 3 of 4 tiles of 16
+// rows where a sequence has 40 tiles, and with it all sums are rescaled. 0: it follows.
+template <int kM16, int kSlackLog2 = 0>
 struct OnlineSoftmax {
-  float row_max[kM16][2];  // of the unscaled scores, or up to kSlackLog2 (scaled) below their maximum
+  float row_max[kM16][2];  // of the unscaled scores, as far as it has followed
   float row_sum[kM16][2];  // of this thread's columns; the quad is summed once, at the end
 
   __device__ __forceinline__ OnlineSoftmax() {
@@ -40,13 +41,11 @@ struct OnlineSoftmax {
   }
 
   // Raises the maximum where new scores exceed it by more than the slack. `rescale` is what earlier sums and products are
-  // to be multiplied by; false where it is 1 for every row of the warp. Any number near the maximum serves: it divides
-  // out, and probabilities of up to 2^8 round as well as those of up to 1. A maximum that follows every score moves in 3
-  // of 4 tiles of 16 rows where a sequence has 40.
+  // to be multiplied by; false where it is 1 for every row of the warp.
   template <int kN8>
   __device__ __forceinline__ bool raise_maximum(const float (&s)[kM16][kN8][4], float scale_log2,
                                                 float (&rescale)[kM16][2]) {
-    const float slack = fminf(kSlackLog2 / scale_log2, FLT_MAX);  // finite where the scale is 0
+    const float slack = fminf(kSlackLog2 / scale_log2, FLT_MAX);  // finite where the scale underflows
     bool moved = false;
 #pragma unroll
     for (int i = 0; i < kM16; ++i)
@@ -56,9 +55,9 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int j = 0; j < kN8; ++j) top = fmaxf(top, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
         top = quad_max(top);
-        const bool raised = top > row_max[i][half] + slack;
+        const bool raised = top > (kSlackLog2 > 0 ? row_max[i][half] + slack : row_max[i][half]);
         moved |= raised;
-        top = raised ? top : row_max[i][half];
+        if (kSlackLog2 > 0) top = raised ? top : row_max[i][half];
         rescale[i][half] = exp2_approx((row_max[i][half] - finite(top)) * scale_log2);
         row_max[i][half] = top;
       }

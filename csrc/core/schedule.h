@@ -113,8 +113,8 @@ DUALKV_HD int part_begin(int steps, int parts, int part) {
   return static_cast<int>(static_cast<int64_t>(steps) * part / parts);
 }
 
-// A tile split for itself (leading == steps) has fewer than 2 x steps / limit parts, so all of them together, over all KV heads, need fewer
-// than 2 x total / limit slots. The total is bounded as if every sequence saw every tile with all rows: shapes are all
+// A tile split for itself (leading == steps) has fewer than 2 x steps / limit parts, so all of them together, over all KV
+// heads, need fewer than 2 x total / limit slots. The total is bounded as if every sequence saw every tile with all rows: shapes are all
 // the host knows.
 inline int slot_capacity(int64_t tile_capacity, int64_t num_segments, int64_t q_rows, int block_m, int num_heads,
                          int num_sms) {

@@ -85,6 +85,7 @@ struct ForwardConsumer {
   using TileKv = typename Config::TileKv;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockN = Config::kBlockN;
   static constexpr int kSteps = kHeadDim / 16;
+  using Softmax = OnlineSoftmax<1, 8>;
 
   const QueryShared<Config>& shared;
   const ForwardParams<T>& p;
@@ -185,7 +186,7 @@ struct ForwardConsumer {
     }
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
     const int kv_tiles = own_kv_tiles(work);
-    OnlineSoftmax<1> softmax;
+    Softmax softmax;
     float rescale[1][2];
     QueryTile first = work.q_tile;
     first.q_pos += query_of(0);
@@ -235,7 +236,7 @@ struct ForwardConsumer {
   }
 
   // Straight from registers: a copy through shared memory would hold up the next item's Q.
-  __device__ __forceinline__ void store(const QueryBlock& work, OnlineSoftmax<1>& softmax) {
+  __device__ __forceinline__ void store(const QueryBlock& work, Softmax& softmax) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float lse;
