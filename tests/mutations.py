@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GEOMETRY = "tests/test_geometry.py"
+BLOCK_ORDER = "tests/test_block_order.py"
 PACKING = "tests/test_packing.py"
 PACKED_ATTENTION = "tests/test_shared_prompt_attention.py"
 BACKENDS = "tests/test_shared_prompt_backends.py"
-ANY_MACHINE = (GEOMETRY, PACKING, PACKED_ATTENTION, BACKENDS)
+ANY_MACHINE = (GEOMETRY, BLOCK_ORDER, PACKING, PACKED_ATTENTION, BACKENDS)
 
 REGIONS, SCHEDULE = "csrc/core/kv_regions.h", "csrc/core/schedule.h"
 ORDER = "csrc/core/block_order.h"
@@ -199,7 +200,7 @@ GEOMETRY_MUTANTS = [
         ORDER,
         "return BackwardPlace{begin + index % items, kv_head,",
         "return BackwardPlace{begin + index / items, index % items,",
-        GEOMETRY,
+        BLOCK_ORDER,
         "one_block_a_head",
     ),
     Mutant(
@@ -207,7 +208,7 @@ GEOMETRY_MUTANTS = [
         ORDER,
         "wave = (kv_head * items + items / 2) / num_sms;",
         "wave = index / num_sms;",
-        GEOMETRY,
+        BLOCK_ORDER,
         "direction_of_walks",
     ),
     Mutant(
@@ -215,7 +216,7 @@ GEOMETRY_MUTANTS = [
         ORDER,
         "|| wave % 2 == 0}",
         "|| true}",
-        GEOMETRY,
+        BLOCK_ORDER,
         "direction_of_walks",
     ),
     Mutant(
@@ -223,7 +224,7 @@ GEOMETRY_MUTANTS = [
         ORDER,
         "this_round * order.fillers + index - heads * items;",
         "(this_round + 1) * order.fillers + index - heads * items;",
-        GEOMETRY,
+        BLOCK_ORDER,
         "one_block_a_head",
     ),
     Mutant(
@@ -231,7 +232,7 @@ GEOMETRY_MUTANTS = [
         ORDER,
         "fillers * ceil_div(num_kv_heads, round.heads) <= supply",
         "fillers <= supply",
-        GEOMETRY,
+        BLOCK_ORDER,
         "rounds_and_their_fillers",
     ),
     Mutant(
@@ -254,7 +255,7 @@ GEOMETRY_MUTANTS = [
         ORDER,
         "if (block >= order.begin[kCostClasses] * num_kv_heads) return",
         "if (order.begin[kCostClasses] == 0) return",
-        GEOMETRY,
+        BLOCK_ORDER,
         "one_block_a_head",
     ),
     Mutant(

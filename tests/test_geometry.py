@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -276,116 +276,6 @@ def test_rows_that_take_part(shim: ctypes.CDLL, causal: bool) -> None:
             dense = tables.dense(causal)
             assert np.array_equal(part[0], dense.any(1))
             assert np.array_equal(np.concatenate(part[1:]), dense.any(0))
-
-
-class Order(ctypes.Structure):
-    """Mirror of BackwardOrder."""
-
-    _fields_ = [("begin", ctypes.c_int * 13), ("alternating", ctypes.c_int), ("fillers", ctypes.c_int)]
-
-    def classes(self) -> Iterator[range]:
-        """The items of each class."""
-        return itertools.starmap(range, itertools.pairwise(self.begin))
-
-
-Place = tuple[int, int, bool]  # item, KV head, reversed
-
-
-def place_of(shim: ctypes.CDLL, block: int, order: Order, kv_heads: int, num_sms: int) -> Place | None:
-    place = (ctypes.c_int * 3)()
-    exists = shim.place_of(block, ctypes.byref(order), kv_heads, num_sms, place)
-    return (place[0], place[1], bool(place[2])) if exists else None
-
-
-def round_of(shim: ctypes.CDLL, items: int, num_sms: int) -> tuple[int, int, int]:
-    """KV heads, waves and free multiprocessors of a round of the first class."""
-    found = (ctypes.c_int * 3)()
-    shim.read_round(items, 1, 1, ctypes.c_int64(0), 1, num_sms, found)
-    return found[0], found[1], found[2]
-
-
-def expected_places(order: Order, kv_heads: int, heads_a_round: int) -> list[tuple[int, int]]:
-    """Every (item, KV head): class by class and head by head, but with fillers behind each round of the first class."""
-    first, *later = ([[(item, head) for item in items] for head in range(kv_heads)] for items in order.classes())
-    rest = list(itertools.chain(*itertools.chain(*later)))
-    places = []
-    for head in range(0, kv_heads, heads_a_round):
-        places += list(itertools.chain(*first[head : head + heads_a_round]))
-        count = order.fillers if head + heads_a_round < kv_heads else len(rest)
-        places, rest = places + rest[:count], rest[count:]
-    return places
-
-
-def random_order(rng: np.random.Generator, shim: ctypes.CDLL, kv_heads: int, num_sms: int) -> Order:
-    assert shim.cost_classes() == 12
-    sizes = rng.integers(0, 40, 12) * rng.integers(0, 2, 12)
-    sizes[0] = rng.integers(1, 200)  # the longest item is in the first class
-    order = Order((ctypes.c_int * 13)(*np.concatenate([[0], np.cumsum(sizes)]).tolist()), int(rng.integers(0, 1 << 12)))
-    rounds = -(-kv_heads // round_of(shim, int(sizes[0]), num_sms)[0])
-    order.fillers = int(rng.integers(0, 2)) * int(sizes[1:].sum()) * kv_heads // rounds
-    return order
-
-
-def test_every_item_has_one_block_a_head(shim: ctypes.CDLL) -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
-        order = random_order(rng, shim, kv_heads, num_sms)
-        heads = round_of(shim, order.begin[1], num_sms)[0]
-        expected = expected_places(order, kv_heads, heads)
-        places = [place_of(shim, block, order, kv_heads, num_sms) for block in range(len(expected))]
-        assert [place and place[:2] for place in places] == expected
-        assert len(set(expected)) == len(expected) == order.begin[12] * kv_heads
-        assert all(place_of(shim, len(expected) + more, order, kv_heads, num_sms) is None for more in (0, 7))
-
-
-def test_direction_of_walks(shim: ctypes.CDLL) -> None:
-    """Back from the end where blocks begin together; else a head, or with fillers a wave, walks in one direction."""
-    rng = np.random.default_rng(1)
-    seen = set()
-    for _ in range(200):
-        kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
-        order = random_order(rng, shim, kv_heads, num_sms)
-        heads, waves, _ = round_of(shim, order.begin[1], num_sms)
-        directions: dict[tuple[int, int], set[bool]] = {}
-        for block in range(order.begin[12] * kv_heads):
-            place = place_of(shim, block, order, kv_heads, num_sms)
-            assert place is not None
-            item, head, is_reversed = place
-            index = next(c for c, items in enumerate(order.classes()) if item in items)
-            if not order.alternating >> index & 1:
-                assert is_reversed
-                continue
-            if index == 0 and order.fillers:
-                place_in_round = head % heads * order.begin[1] + item
-                directions.setdefault((-1, head // heads * waves + place_in_round // num_sms), set()).add(is_reversed)
-            else:
-                directions.setdefault((index, head), set()).add(is_reversed)
-        assert all(len(found) == 1 for found in directions.values())
-        assert all(found == {wave % 2 == 0} for (index, wave), found in directions.items() if index == -1)
-        seen |= {(index == -1, *found) for (index, _), found in directions.items()}
-    assert seen == set(itertools.product((True, False), (True, False)))
-
-
-def test_rounds_and_their_fillers(shim: ctypes.CDLL) -> None:
-    def fillers(items: int, shortest: int, mean: int, supply: int, kv_heads: int = 8) -> int:
-        return int(shim.read_round(items, shortest, mean, ctypes.c_int64(supply), kv_heads, 132, (ctypes.c_int * 3)()))
-
-    assert round_of(shim, 128, 132) == (1, 1, 4)
-    assert round_of(shim, 64, 132) == (2, 1, 4)
-    assert round_of(shim, 256, 132) == (1, 2, 8)
-    assert fillers(128, 3600, 96, 3584) == 4 * 3600 // 100
-    assert fillers(128, 3600, 96, 8 * 144) == 144
-    assert fillers(128, 3600, 96, 8 * 144 - 1) == 0, "there are too few for all rounds"
-    assert fillers(132, 3600, 96, 3584) == 0, "no multiprocessor is free"
-    assert fillers(26, 3600, 96, 100000) == 0, "five heads and more run together anyway"
-    assert fillers(80, 3600, 96, 100000) == 0, "too many multiprocessors are free"
-
-
-def test_classes_are_a_factor_of_two_wide(shim: ctypes.CDLL) -> None:
-    assert [shim.class_of(cost, 64, 64) for cost in (64, 33, 32, 17, 16, 1)] == [0, 0, 1, 1, 2, 6]
-    assert [shim.class_of(cost, 60, 1000) for cost in (60, 31, 30, 15, 1)] == [4, 4, 5, 6, 9]
-    assert shim.class_of(1, 1 << 20, 1 << 20) == shim.class_of(1, 8, 1 << 20) == 11
 
 
 def test_packs_of_heads_leave_few_rows_unused(shim: ctypes.CDLL) -> None:

@@ -23,8 +23,8 @@ __device__ __forceinline__ float quad_sum(float x) {
 }
 
 // The maximum may lag behind the scores by a factor of 2^kSlackLog2. Any number near it serves: it divides out, and
-// probabilities of up to 2^8 round as well as those of up to 1. One that follows every score moves in 3 of 4 tiles of 16
-// rows where a sequence has 40 tiles, and with it all sums are rescaled. 0: it follows.
+// probabilities of up to 2^8 round as well as those of up to 1. One that follows every score moves, where scores are
+// random, for one of 16 rows in 3 of 4 tiles of a sequence that has 40, and with it all sums are rescaled. 0: it follows.
 template <int kM16, int kSlackLog2 = 0>
 struct OnlineSoftmax {
   float row_max[kM16][2];  // of the unscaled scores, as far as it has followed
