@@ -89,7 +89,7 @@ struct BackwardCall {
     const Tensor slots =
         uninitialised(problem.q, {list.slots, 2, tiles.block_n, selected.padded_head_dim}, at::kFloat);
     float* dq_pointer = dq.defined() ? dq_sum.data_ptr<float>() : nullptr;
-    selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
+    selected.kernel.launch({problem.shape, list.layout, list.work, view_of<const T>(problem.q),
                             view_of<const T>(dout), problem.kv.regions<const T>(), gradients.regions<T>(),
                             statistics, dq_pointer, slots.data_ptr<float>()},
                            problem.stream);

@@ -66,12 +66,13 @@ struct ForwardList {
 // none of them, and dq_sum where it is defined.
 struct BackwardList {
   std::optional<IntArrays> arrays;
+  GroupLayout layout;  // with the runs of segments
   WorkList<BackwardItem> work;
   WorkList<SplitTile> splits;
   int slots;
 
-  BackwardList(const Problem& problem, const TileInfo& tiles, const Keys& gradients, const Tensor& dq_sum) {
-    const GroupLayout layout = problem.layout();
+  BackwardList(const Problem& problem, const TileInfo& tiles, const Keys& gradients, const Tensor& dq_sum)
+      : layout(problem.layout()) {
     const ProblemShape& shape = problem.shape;
     const int tile_capacity = layout.extents.context_rows / tiles.block_n + layout.num_groups +
                               layout.extents.decoded_rows / tiles.block_n + layout.num_segments;
@@ -80,8 +81,13 @@ struct BackwardList {
     const int item_capacity = tile_capacity + slots / shape.num_kv_heads;
     const int split_capacity = slots / (2 * shape.num_kv_heads);
     const int owners = layout.num_groups + layout.num_segments;
-    arrays.emplace(problem, (owners + 1) + tile_capacity + IntArrays::size_of<BackwardItem>(item_capacity) +
+    const int segments = layout.num_segments;
+    arrays.emplace(problem, 2 * (segments + 1) + (owners + 1) + tile_capacity +
+                                IntArrays::size_of<BackwardItem>(item_capacity) +
                                 IntArrays::size_of<SplitTile>(split_capacity) + IntArrays::size_of<BackwardOrder>(1) + 1);
+    int* run_counts = arrays->take(segments + 1);
+    int* run_begins = arrays->take(segments + 1);
+    layout.runs = {run_counts, run_begins};
     int* offsets = arrays->take(owners + 1);
     int* steps = arrays->take(tile_capacity);
     auto* items = arrays->take<BackwardItem>(item_capacity);
@@ -91,9 +97,9 @@ struct BackwardList {
     work = {items, order->begin + kCostClasses, item_capacity, nullptr, order};
     splits = {split_items, split_count, split_capacity};
     const int64_t dq_bytes = dq_sum.defined() ? static_cast<int64_t>(dq_sum.nbytes()) : 0;
-    build_backward_list({layout, tiles.block_m, tiles.block_n, shape.causal, shape.num_kv_heads,
-                         shape.heads_per_group(), shape.num_sms, tile_capacity, slots, offsets, steps, items, order,
-                         split_items, split_count,
+    build_backward_list({layout, run_counts, run_begins, tiles.block_m, tiles.block_n, shape.causal,
+                         shape.num_kv_heads, shape.heads_per_group(), shape.num_sms, tile_capacity, slots, offsets,
+                         steps, items, order, split_items, split_count,
                          {cleared_rows(gradients.k_context), cleared_rows(gradients.v_context)},
                          {cleared_rows(gradients.k_decoded), cleared_rows(gradients.v_decoded)},
                          {dq_bytes ? dq_sum.data_ptr() : nullptr, dq_bytes}},

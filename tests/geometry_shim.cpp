@@ -1,6 +1,7 @@
 // The geometry header for the tests: calls the functions that the kernels call and records what they visit. It adds
 // no geometry of its own. Every visit is checked against the tensors' extents before it is recorded.
 #include <cstdint>
+#include <initializer_list>
 
 #include "core/kv_regions.h"
 #include "core/schedule.h"
@@ -19,9 +20,11 @@ struct Problem {
   int heads;  // query heads of a KV head
   int num_kv_heads, num_sms;  // for the split into parts
   int reversed;  // direction of the walks
+  const int *run_counts, *run_begins;  // or null
 
   GroupLayout layout() const {
-    return GroupLayout{segments, groups, num_segments, num_groups, Extents{q_rows, context_rows, decoded_rows}};
+    return GroupLayout{segments, groups, num_segments, num_groups, Extents{q_rows, context_rows, decoded_rows},
+                       SegmentRuns{run_counts, run_begins}};
   }
 };
 
@@ -183,15 +186,16 @@ void record_backward(const Problem* p, Record* r, int limit) {
   const bool forced = limit > 0;
   if (!forced) limit = part_limit(total_steps(*p) * p->num_kv_heads, p->num_sms);
   // As dualkv_work_list_backward decides it.
-  int64_t long_tiles = 0;
-  int longest = 0;
+  LongTiles tiles{0, 0, 0, kMaxSteps};
   for_each_owner(*p, [&](const Owner&, int steps, int leading) {
     const int most = max_int(steps, leading);
     if (most <= limit) return;
-    ++long_tiles;
-    longest = max_int(longest, most);
+    tiles.count += p->num_kv_heads;
+    tiles.steps += int64_t{steps} * p->num_kv_heads;
+    tiles.longest = max_int(tiles.longest, most);
+    tiles.shortest = min_int(tiles.shortest, steps);
   });
-  if (!forced) limit = final_part_limit(limit, long_tiles * p->num_kv_heads, longest, p->num_sms);
+  if (!forced) limit = final_part_limit(limit, tiles, p->num_sms);
   int64_t slots = 0;
   for_each_owner(*p, [&](const Owner&, int steps, int leading) {
     const int parts = share_of(steps, leading, limit).parts;
@@ -202,6 +206,27 @@ void record_backward(const Problem* p, Record* r, int limit) {
   for_each_owner(*p, [&](const Owner& owner, int steps, int leading) {
     backward_owner(*p, *r, owner, steps, fits ? leading : steps, limit);
   });
+}
+
+// Whether each segment but the first continues the run of the one before.
+void read_continued(const Problem* p, int* out) {
+  for (int i = 1; i < p->num_segments; ++i) out[i] = continues_run(p->layout().segment(i - 1), p->layout().segment(i));
+}
+
+// {row_begin, row_end, full_row, pos_offset} of each range of queries that see context tile n_block of a group, if it has
+// so many.
+int read_ranges(const Problem* p, int group, int n_block, int* out) {
+  const GroupLayout layout = p->layout();
+  const Owner owner = owner_of(layout, Region::context, group, n_block, p->block_n);
+  int count = 0;
+  if (n_block >= owned_tiles(layout, group, p->block_n)) return 0;
+  for (SegmentCursor cursor{owner.segment_begin, owner.segment_end, p->reversed != 0}; !cursor.done();) {
+    const QueryRange range = next_query_range(layout, cursor, owner.tile, p->causal);
+    if (range.empty()) continue;
+    for (int x : {range.row_begin, range.row_end, range.full_row, range.pos_offset}) *out++ = x;
+    ++count;
+  }
+  return count;
 }
 
 int64_t count_steps(const Problem* p) { return total_steps(*p); }
@@ -217,8 +242,8 @@ int place_of(int block, const BackwardOrder* order, int num_kv_heads, int num_sm
 
 int cost_classes() { return kCostClasses; }
 
-int limit_of(int limit, int64_t tiles, int longest, int num_sms) {
-  return final_part_limit(limit, tiles, longest, num_sms);
+int limit_of(int limit, int64_t tiles, int64_t steps, int longest, int shortest, int num_sms) {
+  return final_part_limit(limit, {tiles, steps, longest, shortest}, num_sms);
 }
 
 int class_of(int cost, int longest_here, int longest) { return cost_class_within(cost, longest_here, longest); }

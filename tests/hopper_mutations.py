@@ -132,8 +132,8 @@ HOPPER_MUTANTS = [
     Mutant(
         "Hopper backward: dK and dV rows behind a region are written",
         SM90_WALK,
-        "if (row >= block.tile.valid || col >= p.shape.head_dim) return;",
-        "if (col >= p.shape.head_dim) return;",
+        "staging + first_key * TileKv::kRowBytes, block.tile.valid - first_key,",
+        "staging + first_key * TileKv::kRowBytes, 64,",
         MEMORY,
         leak("sm90"),
     ),
@@ -156,7 +156,7 @@ HOPPER_MUTANTS = [
     Mutant(
         "Hopper backward: dS is not masked",
         SM90_BACKWARD,
-        "if (flags & FlaggedStep::kNextMasked) mask(dp, steps[next_q.stage]);",
+        "if (flags & FlaggedStep::kNextMasked) mask_ds();",
         "",
         MEMORY,
         padding("sm90"),
@@ -196,8 +196,8 @@ HOPPER_MUTANTS = [
     Mutant(
         "Hopper backward: dK is not scaled",
         SM90_BACKWARD,
-        "Base::store(dk, 0, p.shape.softmax_scale, out.k);",
-        "Base::store(dk, 0, 1.f, out.k);",
+        "Base::store(dk, 0, p.shape.softmax_scale, out.k, v_tile());",
+        "Base::store(dk, 0, 1.f, out.k, v_tile());",
         PROPERTIES,
         mixed("sm90"),
     ),
@@ -296,8 +296,8 @@ HOPPER_MUTANTS = [
     Mutant(
         "Hopper wide backward: dK is not scaled",
         SM90_WIDE,
-        "consumer.store(consumer.sum, 0, p.shape.softmax_scale, out.k);",
-        "consumer.store(consumer.sum, 0, 1.f, out.k);",
+        "consumer.store(consumer.sum, 0, p.shape.softmax_scale, out.k, shared.v());",
+        "consumer.store(consumer.sum, 0, 1.f, out.k, shared.v());",
         PROPERTIES,
         mixed("sm90", WIDE),
         head_dim=256,

@@ -43,12 +43,12 @@ def round_of(shim: ctypes.CDLL, items: int, num_sms: int) -> tuple[int, int, int
 
 
 def expected_places(order: Order, kv_heads: int, heads_a_round: int) -> list[tuple[int, int]]:
-    """Every (item, KV head): class by class and head by head, but with fillers behind each round of the first class."""
-    first, *later = ([[(item, head) for item in items] for head in range(kv_heads)] for items in order.classes())
-    rest = list(itertools.chain(*itertools.chain(*later)))
+    """Every (item, KV head): rounds of the first class, item by item; fillers behind each; then head by head."""
+    first, *later = order.classes()
+    rest = [(item, head) for items in later for head in range(kv_heads) for item in items]
     places = []
     for head in range(0, kv_heads, heads_a_round):
-        places += list(itertools.chain(*first[head : head + heads_a_round]))
+        places += [(item, h) for item in first for h in range(head, min(head + heads_a_round, kv_heads))]
         count = order.fillers if head + heads_a_round < kv_heads else len(rest)
         places, rest = places + rest[:count], rest[count:]
     return places
@@ -95,7 +95,7 @@ def test_direction_of_walks(shim: ctypes.CDLL) -> None:
                 assert is_reversed
                 continue
             if index == 0 and order.fillers:
-                place_in_round = head % heads * order.begin[1] + item
+                place_in_round = item * min(heads, kv_heads - head // heads * heads) + head % heads
                 directions.setdefault((-1, head // heads * waves + place_in_round // num_sms), set()).add(is_reversed)
             else:
                 directions.setdefault((index, head), set()).add(is_reversed)
@@ -112,9 +112,9 @@ def test_rounds_and_their_fillers(shim: ctypes.CDLL) -> None:
     assert round_of(shim, 128, 132) == (1, 1, 4)
     assert round_of(shim, 64, 132) == (2, 1, 4)
     assert round_of(shim, 256, 132) == (1, 2, 8)
-    assert fillers(128, 3600, 96, 3584) == 4 * 3600 // 100
-    assert fillers(128, 3600, 96, 8 * 144) == 144
-    assert fillers(128, 3600, 96, 8 * 144 - 1) == 0, "there are too few for all rounds"
+    assert fillers(128, 3600, 96, 3584) == 4 * (3600 // 104)
+    assert fillers(128, 3600, 96, 8 * 136) == 136
+    assert fillers(128, 3600, 96, 8 * 136 - 1) == 0, "there are too few for all rounds"
     assert fillers(132, 3600, 96, 3584) == 0, "no multiprocessor is free"
     assert fillers(26, 3600, 96, 100000) == 0, "five heads and more run together anyway"
     assert fillers(80, 3600, 96, 100000) == 0, "too many multiprocessors are free"

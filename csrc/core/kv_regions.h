@@ -49,6 +49,18 @@ DUALKV_HD void clamp_run(int& begin, int& length, int rows) {
   length = clamp_int(length, 0, rows - begin);
 }
 
+// Neighbouring segments are a run if the rows of each follow those of the one before, and the first queries of all are at one
+// position: if one sees all of a tile, all do. Walks then take the run in one step; a block that asks 32 responses one by
+// one begins 10 us later.
+struct SegmentRuns {
+  const int* counts = nullptr;  // (num_segments + 1): runs that begin before a segment; null if runs were not looked for
+  const int* begins = nullptr;  // (runs + 1): the first segment of each run, and the end of the last
+};
+
+DUALKV_HD bool continues_run(const Segment& before, const Segment& s) {
+  return s.q_begin == before.q_begin + before.q_len && s.q_pos0 == before.q_pos0;
+}
+
 // The device tables, read through the only place that turns their values into offsets. Their contents cannot be
 // checked without a host synchronisation, so every read is clamped: inconsistent tables give wrong numbers, never
 // an access outside a tensor or an endless loop.
@@ -57,6 +69,7 @@ struct GroupLayout {
   const int* group_table;    // (num_groups, kGroupColumns)
   int num_segments, num_groups;
   Extents extents;
+  SegmentRuns runs;
 
   DUALKV_HD Segment segment(int index) const {
     const int* row = segment_table + static_cast<int64_t>(index) * kSegmentColumns;
@@ -206,24 +219,39 @@ struct SegmentCursor {
   DUALKV_HD void advance() { reversed ? --end : ++begin; }
 };
 
+// The queries that see `tile`, of the next segment or, where they see all of it, of the rest of its run. Moves the cursor.
+DUALKV_HD QueryRange take_segments(const GroupLayout& layout, SegmentCursor& cursor, const KvTile& tile, bool causal) {
+  const int index = cursor.next();
+  const Segment s = layout.segment(index);
+  cursor.advance();
+  if (!layout.runs.counts || (causal && tile.kv_pos + tile.valid - 1 > s.q_pos0)) return query_range(s, tile, causal);
+  const int run = layout.runs.counts[index + 1] - 1;
+  const int begin = max_int(layout.runs.begins[run], cursor.reversed ? cursor.begin : index);
+  const int end = min_int(layout.runs.begins[run + 1], cursor.reversed ? index + 1 : cursor.end);
+  (cursor.reversed ? cursor.end : cursor.begin) = cursor.reversed ? begin : end;
+  const Segment first = layout.segment(begin), last = layout.segment(end - 1);
+  return QueryRange{first.q_begin, last.q_begin + last.q_len, first.q_begin, first.q_pos0 - first.q_begin};
+}
+
 // The next range of queries that see `tile`, merged with its neighbours while those see all of it: for a context
 // tile the responses of a group become one long mask-free run. Both directions make the same ranges. Moves the cursor;
 // empty when there is none left.
 DUALKV_HD QueryRange next_query_range(const GroupLayout& layout, SegmentCursor& cursor, const KvTile& tile,
                                       bool causal) {
   QueryRange range{0, 0, 0, 0};
-  for (; !cursor.done(); cursor.advance()) {
-    const QueryRange next = query_range(layout.segment(cursor.next()), tile, causal);
-    if (next.empty()) continue;
-    if (range.empty()) {
+  while (!cursor.done()) {
+    SegmentCursor behind = cursor;
+    const QueryRange next = take_segments(layout, behind, tile, causal);
+    if (!next.empty() && range.empty()) {
       range = next;
-    } else if (cursor.reversed) {
+    } else if (!next.empty() && cursor.reversed) {
       if (next.row_end != range.row_begin || range.full_row != range.row_begin) break;
       range = QueryRange{next.row_begin, range.row_end, next.full_row, next.pos_offset};
-    } else {
+    } else if (!next.empty()) {
       if (next.row_begin != range.row_end || next.full_row != next.row_begin) break;
       range.row_end = next.row_end;
     }
+    cursor = behind;
   }
   return range;
 }

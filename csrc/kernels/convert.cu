@@ -11,23 +11,18 @@ constexpr int kThreads = 256;
 // Of a tile, by one block: a few split tiles then keep all multiprocessors reading.
 constexpr int kRows = 16;
 
-// Rows of dK (blockIdx.y 0) or dV (1) of one tile and KV head.
+// Rows of dK (`index` 0) or dV (1) of one tile and KV head.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) convert_dkv_context(const __grid_constant__ ConvertDkvParams<T> p) {
-  const int row_blocks = ceil_div(p.block_n, kRows), place = blockIdx.x / row_blocks;
-  const int index = place / p.shape.num_kv_heads, kv_head = place % p.shape.num_kv_heads;
-  if (index >= *p.work.count) return;
-  const SplitTile split = p.work.items[index];
+__device__ void sum_parts(const ConvertDkvParams<T>& p, const SplitTile& split, int index, int kv_head, int first_row) {
   const KvTile tile = owner_of(p.layout, split.region, split.owner, split.n_block, p.block_n).tile;
   const KvPair<T>& out = p.dkv.of(tile.region);
-  const TensorView<T>& view = blockIdx.y == 0 ? out.k : out.v;
-  const float scale = blockIdx.y == 0 ? p.shape.softmax_scale : 1.f;
+  const TensorView<T>& view = index == 0 ? out.k : out.v;
+  const float scale = index == 0 ? p.shape.softmax_scale : 1.f;
 
   const int64_t tile_floats = static_cast<int64_t>(p.block_n) * p.padded_head_dim;
-  const float* first_part = p.dkv_slots + (2 * (int64_t{split.slot} + kv_head) + blockIdx.y) * tile_floats;
+  const float* first_part = p.dkv_slots + (2 * (int64_t{split.slot} + kv_head) + index) * tile_floats;
   const int64_t stride = 2 * tile_floats * p.shape.num_kv_heads;  // of parts
-  const int quads = p.shape.head_dim / 4, first_row = blockIdx.x % row_blocks * kRows;
-  const int rows = min(kRows, tile.valid - first_row);
+  const int quads = p.shape.head_dim / 4, rows = min(kRows, tile.valid - first_row);
   for (int i = threadIdx.x; i < rows * quads; i += kThreads) {
     const int row = first_row + i / quads, col = i % quads * 4;
     const float* source = first_part + row * p.padded_head_dim + col;
@@ -42,13 +37,26 @@ __global__ void __launch_bounds__(kThreads) convert_dkv_context(const __grid_con
   }
 }
 
+template <typename T>
+__global__ void __launch_bounds__(kThreads) convert_dkv_context(const __grid_constant__ ConvertDkvParams<T> p) {
+  const int row_blocks = ceil_div(p.block_n, kRows), heads = p.shape.num_kv_heads;
+  const int64_t places = int64_t{*p.work.count} * heads * row_blocks * 2;
+  for (int64_t place = blockIdx.x; place < places; place += gridDim.x) {
+    const int64_t tile = place / 2 / row_blocks;
+    sum_parts(p, p.work.items[tile / heads], static_cast<int>(place % 2), static_cast<int>(tile % heads),
+              static_cast<int>(place / 2 % row_blocks) * kRows);
+  }
+}
+
 }  // namespace
 
 template <typename T>
 void convert_dkv(const ConvertDkvParams<T>& p, cudaStream_t stream) {
-  const int64_t blocks = int64_t{p.work.capacity} * p.shape.num_kv_heads * ceil_div(p.block_n, kRows);
-  if (blocks == 0) return;
-  convert_dkv_context<T><<<dim3(static_cast<unsigned>(blocks), 2), kThreads, 0, stream>>>(p);
+  const int64_t most = int64_t{p.work.capacity} * p.shape.num_kv_heads * ceil_div(p.block_n, kRows) * 2;
+  if (most == 0) return;
+  // Only the device knows how many tiles are split: often none, and then a grid for the most possible takes 7 us to exit.
+  const int64_t resident = int64_t{p.shape.num_sms} * (2048 / kThreads);
+  convert_dkv_context<T><<<static_cast<unsigned>(most < resident ? most : resident), kThreads, 0, stream>>>(p);
   check_cuda(cudaGetLastError());
 }
 

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kElements = 8;  // 16 bytes a thread and load
-constexpr int kHeads = 8;     // a block's, of which 4 are in flight at a time
+constexpr int kHeads = 4;     // a block's, all in flight at a time
 
 // kLanes neighbouring threads share a row of one head. A block takes a few rows, so that what it writes, head after head,
 // is contiguous.

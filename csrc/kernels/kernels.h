@@ -45,7 +45,9 @@ struct ForwardListArgs {
 void build_forward_list(const ForwardListArgs& args, cudaStream_t stream);
 
 struct BackwardListArgs {
-  GroupLayout layout;
+  GroupLayout layout;  // `runs` points into run_counts and run_begins
+  int* run_counts;     // (num_segments + 1), found here
+  int* run_begins;     // (num_segments + 1)
   int block_m, block_n;
   bool causal;
   int num_kv_heads, heads_per_group;

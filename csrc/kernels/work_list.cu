@@ -84,8 +84,8 @@ __device__ int64_t block_inclusive_sum(int64_t value, int64_t* scratch) {
 struct ListBlock {
   int64_t warp_sums[32];
   int bins[max_int(kBins, kCostClasses * kTileBins)];
-  int carry, long_tiles, longest_tile, longest, longest_decoded, shortest, emitted, used_slots, alternating;
-  unsigned long long total_steps, shared_slots, class_steps[kCostClasses];
+  int carry, long_tiles, longest_tile, shortest_tile, longest, longest_decoded, shortest, widest, emitted, used_slots, alternating;
+  unsigned long long total_steps, long_steps, shared_slots, class_steps[kCostClasses];
 };
 
 // offsets[i] = sum of count(0 .. i-1), capped at `capacity`: with hostile offsets segments may overlap and have more
@@ -224,6 +224,20 @@ __global__ void __launch_bounds__(kThreads) dualkv_work_list_forward(const Forwa
   if (threadIdx.x == 0) *a.count = block.emitted, *a.next = 0;
 }
 
+// The runs of segments, before anything walks along them.
+__device__ void find_runs(const BackwardListArgs& a, ListBlock& block) {
+  const int segments = a.layout.num_segments;
+  const auto begins_run = [&](int i) {
+    return i == 0 || !continues_run(a.layout.segment(i - 1), a.layout.segment(i));
+  };
+  exclusive_offsets(block, segments, segments, a.run_counts, begins_run);
+  for (int i = threadIdx.x; i < segments; i += kThreads) {
+    if (a.run_counts[i + 1] > a.run_counts[i]) a.run_begins[a.run_counts[i]] = i;
+  }
+  if (threadIdx.x == 0) a.run_begins[a.run_counts[segments]] = segments;
+  __syncthreads();
+}
+
 struct OwnedTile {
   Region region;
   int owner, n_block, owner_tiles;
@@ -263,8 +277,8 @@ struct BackwardTiles {
     for (int i = threadIdx.x; i < kCostClasses * kTileBins; i += kThreads) block.bins[i] = 0;
     if (threadIdx.x < kCostClasses) block.class_steps[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
-      block.long_tiles = 0, block.longest_tile = 0;
-      block.longest = 0, block.longest_decoded = 0, block.shortest = kMaxSteps, block.alternating = 0;
+      block.long_tiles = 0, block.longest_tile = 0, block.shortest_tile = kMaxSteps, block.long_steps = 0;
+      block.longest = 0, block.longest_decoded = 0, block.shortest = kMaxSteps, block.widest = 0, block.alternating = 0;
       block.used_slots = 0, block.shared_slots = 0, block.total_steps = 0;
     }
     __syncthreads();
@@ -284,15 +298,18 @@ struct BackwardTiles {
   __device__ void choose_parts() {
     const int first_limit = part_limit(static_cast<int64_t>(block.total_steps), a.num_sms);
     for (int i = threadIdx.x; i < tiles; i += kThreads) {
-      const int steps = max(a.tile_steps[i], leading_steps(at(i), i));
-      if (steps > first_limit) {
+      const int steps = a.tile_steps[i], most = max(steps, leading_steps(at(i), i));
+      if (most > first_limit) {
         atomicAdd(&block.long_tiles, 1);
-        atomicMax(&block.longest_tile, steps);
+        atomicAdd(&block.long_steps, static_cast<unsigned long long>(steps));
+        atomicMax(&block.longest_tile, most);
+        atomicMin(&block.shortest_tile, steps);
       }
     }
     __syncthreads();
-    limit = final_part_limit(first_limit, static_cast<int64_t>(block.long_tiles) * a.num_kv_heads, block.longest_tile,
-                             a.num_sms);
+    const int64_t heads = a.num_kv_heads, long_steps = static_cast<int64_t>(block.long_steps);
+    limit = final_part_limit(
+        first_limit, {block.long_tiles * heads, long_steps * heads, block.longest_tile, block.shortest_tile}, a.num_sms);
     for (int i = threadIdx.x; i < tiles; i += kThreads) {
       const int parts = share_of(a.tile_steps[i], leading_steps(at(i), i), limit).parts;
       if (parts > 1) atomicAdd(&block.shared_slots, static_cast<unsigned long long>(parts) * a.num_kv_heads);
@@ -319,8 +336,13 @@ struct BackwardTiles {
       const int bin = bin_of(t, share.cost, i), index = bin / kTileBins;
       atomicAdd(&block.bins[bin], share.parts);
       atomicAdd(&block.class_steps[index], static_cast<unsigned long long>(steps));
-      if (index == 0) atomicMin(&block.shortest, steps / share.parts);
-      if (begins_in_waves(t.owner_tiles * share.parts, a.num_sms)) atomicOr(&block.alternating, 1 << index);
+      const int owner_items = t.owner_tiles * share.parts;
+      if (index == 0) {
+        atomicMin(&block.shortest, steps / share.parts);
+        atomicMax(&block.widest, owner_items);
+      } else if (begins_in_waves(owner_items, a.num_sms)) {
+        atomicOr(&block.alternating, 1 << index);
+      }
     }
     __syncthreads();
     bins_to_places<kCostClasses * kTileBins>(block);
@@ -368,7 +390,8 @@ struct BackwardTiles {
     // Behind the last bin stands the end of the list.
     const int items = block.bins[kCostClasses * kTileBins - 1];
     order.begin[kCostClasses] = items;
-    order.alternating = block.alternating;
+    const int heads_a_round = min(round_of(order.begin[1], a.num_sms).heads, a.num_kv_heads);
+    order.alternating = block.alternating | begins_in_waves(block.widest * heads_a_round, a.num_sms);
     int second = 1;  // the class that the fillers come from
     while (second < kCostClasses - 1 && block.class_steps[second] == 0) ++second;
     const int second_end = second + 1 < kCostClasses ? order.begin[second + 1] : items;
@@ -391,6 +414,7 @@ __global__ void __launch_bounds__(kThreads) dualkv_work_list_backward(const Back
   }
   __shared__ ListBlock block;
   const int groups = a.layout.num_groups, owners = groups + a.layout.num_segments;
+  find_runs(a, block);
   exclusive_offsets(block, owners, a.tile_capacity, a.tile_offsets,
                     [&](int i) { return owned_tiles(a.layout, i, a.block_n); });
   BackwardTiles list{a, block, groups, owners, a.tile_offsets[owners]};

@@ -25,6 +25,13 @@ __device__ __forceinline__ void pin(float (&x)[kN8][4]) {
     for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(x[j][e])::"memory");
 }
 
+// threadIdx.x, which the compiler cannot keep from an earlier reading.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

@@ -64,6 +64,14 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
       for (int e = 0; e < 4; ++e) dp[j][e] = s[j][e] * (dp[j][e] - delta[j / 2][j % 2 * 2 + e % 2]);
   }
 
+  // dS of what is not seen: P is zero there, but dP may be anything.
+  __device__ __forceinline__ void mask_ds() {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dp[j][e] = s[j][e] == 0.f ? 0.f : dp[j][e];
+  }
+
   // Rounds P^T and dS^T into the A fragments of the next products.
   __device__ __forceinline__ void pack() {
 #pragma unroll
@@ -156,7 +164,7 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
     ptx::pin(dp);
     differentiate(delta);
     mask(s, steps[q.stage]);
-    mask(dp, steps[q.stage]);
+    mask_ds();
     pack();
     if (kComputeDq) store_ds(buffer);
 
@@ -201,7 +209,7 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
       ptx::wgmma_wait<kLateDk ? 1 : 0>();
       ptx::pin(dp);
       differentiate(delta);
-      if (flags & FlaggedStep::kNextMasked) mask(dp, steps[next_q.stage]);
+      if (flags & FlaggedStep::kNextMasked) mask_ds();
       if (kLateDk) {
         ptx::wgmma_wait<0>();
         shared.q_ready(q.stage).release(lane);
@@ -230,10 +238,12 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
     ptx::pin(dk);
   }
 
+  // Through the rows of V: of K, the other warpgroup may still read these. By v_tile(), or ptxas spends 15 instructions
+  // more on the descriptors of every step.
   __device__ __forceinline__ void store() const {
     const KvPair<T>& out = p.dkv.of(block.tile.region);
-    Base::store(dk, 0, p.shape.softmax_scale, out.k);
-    Base::store(dv, 1, 1.f, out.v);
+    Base::store(dk, 0, p.shape.softmax_scale, out.k, v_tile());
+    Base::store(dv, 1, 1.f, out.v, v_tile());
   }
 };
 

@@ -214,10 +214,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const KvPair<T>& out = p.dkv.of(block.tile.region);
   if (threadIdx.x < 2 * kWarpgroup) {
     consumer.values();
-    consumer.store(consumer.sum, 1, 1.f, out.v);
+    consumer.store(consumer.sum, 1, 1.f, out.v, shared.k());
   } else {
     consumer.keys();
-    consumer.store(consumer.sum, 0, p.shape.softmax_scale, out.k);
+    consumer.store(consumer.sum, 0, p.shape.softmax_scale, out.k, shared.v());
   }
 }
 

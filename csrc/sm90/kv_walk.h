@@ -51,6 +51,7 @@ struct KvShared {
 constexpr int kBarrierWarpgroup = 1;  // and 2: of one warpgroup
 constexpr int kBarrierDs = 3;         // dS of both warpgroups is written
 constexpr int kBarrierZeroed = 4;     // foreign rows are zero
+constexpr int kBarrierStored = 5;     // and 6: a gradient of one warpgroup is in shared memory, or has left it
 
 // A step as the consumers read it: `flags` is all that they need to know of most steps, in one word that they can load
 // long before it is needed. Shared memory is busy with operands; a load that somebody waits for costs 3% of the loop.
@@ -242,28 +243,33 @@ struct KvWarpgroup {
     ptx::named_barrier_sync(kBarrierZeroed, kConsumerThreads);
   }
 
+  // dK (scaled; `index` 0) or dV (1) of this warpgroup's keys, or this block's part of it. `staging`: a tile of K or V whose
+  // rows of these keys nobody will read. Whole rows leave it: from registers a store would write half sectors, 5 us a block.
+  __device__ __forceinline__ void store(const Gradient& acc, int index, float scale, const TensorView<T>& view,
+                                        uint32_t staging) const {
+    if (block.slot >= 0) return store_part(acc, index);
+    // Read anew: what depends on it would otherwise be computed before the loop, and kept for it.
+    const int index_in_block = ptx::thread_index(), thread = index_in_block % kWarpgroup;
+    const int barrier = kBarrierStored + index_in_block / kWarpgroup - 1;
+    store_accumulator<TileKv, T>(staging, first_key + thread / 32 * 16, 0,
+                                 reinterpret_cast<const float(&)[1][kHeadDim / 8][4]>(acc), scale, thread % 32);
+    ptx::named_barrier_sync(barrier, kWarpgroup);
+    store_rows<TileKv, 64, kWarpgroup>(view.at(block.tile.row + first_key, block.kv_head), view.row_stride,
+                                       staging + first_key * TileKv::kRowBytes, block.tile.valid - first_key,
+                                       p.shape.head_dim, thread);
+    ptx::named_barrier_sync(barrier, kWarpgroup);
+  }
+
   // Straight from registers: a thread holds two neighbouring columns of two rows.
-  template <typename Store>
-  __device__ __forceinline__ void for_each_pair(const Gradient& acc, Store store) const {
+  __device__ __forceinline__ void store_part(const Gradient& acc, int index) const {
+    float* slot = p.dkv_slots + (int64_t{block.slot} * 2 + index) * (Config::kBlockN * kHeadDim);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) store(row0 + half * 8, col0 + j * 8, acc[j][2 * half], acc[j][2 * half + 1]);
-  }
-
-  // dK (scaled; `index` 0) or dV (1) of this warpgroup's keys, or this block's part of it.
-  __device__ __forceinline__ void store(const Gradient& acc, int index, float scale, const TensorView<T>& view) const {
-    if (block.slot >= 0) {
-      float* slot = p.dkv_slots + (int64_t{block.slot} * 2 + index) * (Config::kBlockN * kHeadDim);
-      for_each_pair(acc, [&](int row, int col, float x, float y) {
-        *reinterpret_cast<float2*>(slot + row * kHeadDim + col) = make_float2(x, y);
-      });
-      return;
-    }
-    for_each_pair(acc, [&](int row, int col, float x, float y) {
-      if (row >= block.tile.valid || col >= p.shape.head_dim) return;
-      *reinterpret_cast<uint32_t*>(view.at(block.tile.row + row, block.kv_head) + col) = pack2<T>(x * scale, y * scale);
-    });
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        *reinterpret_cast<float2*>(slot + (row0 + half * 8) * kHeadDim + col0 + j * 8) =
+            make_float2(acc[j][2 * half], acc[j][2 * half + 1]);
+      }
   }
 };
 
