@@ -2,6 +2,10 @@
 
 Only one implementation's tensors exist at a time. Every round visits all of them in a different order, between two
 readings of a plain matrix product: on a power-limited card its rate says what the card gave at that moment.
+
+Everything is timed as it runs under load. After a rest the card holds its highest clock for 50 to 100 ms, then its limit of
+power tells: an H200's product falls from 785 to 670 TFLOP/s. Without a warm-up of that length a short call is measured in
+one state, a long one in the other, and what ran before decides.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from flash_attn_dualkv.predict import DIRECTIONS
 
 GIB = 1 << 30
 SAMPLED_ROWS = 2048
-SLOW_S = 1.0  # a pass of this length needs no warm-up: what is loaded once is small beside it
+SLOW_S = 1.0  # a pass of this length needs no warm-up: what is loaded once, and the card's rest, are small beside it
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # A relative Frobenius difference above this means that two implementations did not compute the same thing.
@@ -36,12 +40,13 @@ Row = dict[str, Any]
 
 @dataclass
 class Config:
-    """How long to measure. Milliseconds aim at a steady clock; the limits keep slow peers from using up a lease."""
+    """How long to measure. Milliseconds aim at a steady clock; the limits keep slow peers from using up the time."""
 
     dtype: str = "bf16"
     device: torch.device = field(default_factory=lambda: torch.device("cuda"))
     directions: tuple[str, ...] = DIRECTIONS
     rounds: int = 5
+    warm_ms: float = 150.0  # of calls in front of those that are timed
     target_ms: float = 60.0  # of calls per implementation, direction and round
     max_calls: int = 10
     limit_s: float = (
@@ -82,6 +87,16 @@ class Stopwatch:
     def time(self, call: Callable[[], object], calls: int) -> list[float]:
         return self.laps((call,), calls)[0]
 
+    def time_under_load(self, call: Callable[[], object], config: Config) -> list[float]:
+        """Of the calls that take ``target_ms`` behind those that take ``warm_ms``, without a pause between them.
+
+        A pause would show in the first timed call: what the host takes to launch it.
+        """
+        one = max(self.time(call, 1)[0], 1e-3)
+        warm_up = math.ceil(max(0.0, config.warm_ms - one) / one)
+        calls = max(1, min(config.max_calls, math.ceil(config.target_ms / one)))
+        return self.time(call, warm_up + calls)[warm_up:]
+
     def laps(self, steps: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
         """Of every step its times, when all steps are called in order, ``rounds`` times."""
         rounds_of_marks = []
@@ -115,13 +130,12 @@ class Matmul:
         self.a, self.b = (
             torch.randn(self.size, self.size, device=config.device, generator=generator).bfloat16() for _ in range(2)
         )
-        self.stopwatch = Stopwatch(config)
+        self.stopwatch, self.config = Stopwatch(config), config
         self.readings: list[float] = []
-        self.measure()
-        self.readings.clear()  # the first reading includes loading the library
+        torch.mm(self.a, self.b)  # loads the library
 
     def measure(self) -> None:
-        times = self.stopwatch.time(lambda: torch.mm(self.a, self.b), 12)[2:]
+        times = self.stopwatch.time_under_load(lambda: torch.mm(self.a, self.b), self.config)
         self.readings.append(2 * self.size**3 / statistics.median(times) / 1e9)
 
 
@@ -249,16 +263,16 @@ class ShapeRun:
 
     def timed_pass(self, impl: Implementation) -> None:
         prepared = self.prepare(impl)
-        seconds = seconds_per_pass(impl, self.shape, self.config)
-        calls = max(1, min(self.config.max_calls, math.ceil(self.config.target_ms / (1e3 * seconds))))
-        warm_up = 1 if seconds < SLOW_S else 0
-        # Without a pause behind the warm-up: the first call's time would include what the host takes to launch it.
+        is_slow = seconds_per_pass(impl, self.shape, self.config) >= SLOW_S
+
+        def timed(call: Callable[[], object]) -> list[float]:
+            return self.stopwatch.time(call, 1) if is_slow else self.stopwatch.time_under_load(call, self.config)
+
         if "forward" in impl.directions and "forward" in self.config.directions:
-            self.times[impl.name, "forward"] += self.stopwatch.time(prepared.run, warm_up + calls)[warm_up:]
+            self.times[impl.name, "forward"] += timed(prepared.run)
         if can_differentiate(impl, self.config):
             out = prepared.run()
-            times = self.stopwatch.time(lambda: backward(prepared, out), warm_up + calls)
-            self.times[impl.name, "backward"] += times[warm_up:]
+            self.times[impl.name, "backward"] += timed(lambda: backward(prepared, out))
 
     @property
     def rows(self) -> list[Row]:
