@@ -49,9 +49,9 @@ DUALKV_HD void clamp_run(int& begin, int& length, int rows) {
   length = clamp_int(length, 0, rows - begin);
 }
 
-// Neighbouring segments are a run if the rows of each follow those of the one before, and the first queries of all are at one
-// position: if one sees all of a tile, all do. Walks then take the run in one step; a block that asks 32 responses one by
-// one begins 10 us later.
+// Neighbouring segments are a run if the rows of each follow those of the one before and the first queries of all are at
+// one position: if one sees all of a tile, all do. Walks take a run in one step; a block that asks 32 responses one by one
+// begins 10 us later.
 struct SegmentRuns {
   const int* counts = nullptr;  // (num_segments + 1): runs that begin before a segment; null if runs were not looked for
   const int* begins = nullptr;  // (runs + 1): the first segment of each run, and the end of the last
@@ -219,7 +219,8 @@ struct SegmentCursor {
   DUALKV_HD void advance() { reversed ? --end : ++begin; }
 };
 
-// The queries that see `tile`, of the next segment or, where they see all of it, of the rest of its run. Moves the cursor.
+// The queries that see `tile`: of the next segment or, where they see all of it, of the rest of its run. Moves the
+// cursor.
 DUALKV_HD QueryRange take_segments(const GroupLayout& layout, SegmentCursor& cursor, const KvTile& tile, bool causal) {
   const int index = cursor.next();
   const Segment s = layout.segment(index);

@@ -84,7 +84,9 @@ __device__ int64_t block_inclusive_sum(int64_t value, int64_t* scratch) {
 struct ListBlock {
   int64_t warp_sums[32];
   int bins[max_int(kBins, kCostClasses * kTileBins)];
-  int carry, long_tiles, longest_tile, shortest_tile, longest, longest_decoded, shortest, widest, emitted, used_slots, alternating;
+  int carry, emitted, used_slots, alternating;
+  int long_tiles, longest_tile, shortest_tile;     // of the tiles that would be split
+  int longest, longest_decoded, shortest, widest;  // of the parts; the last two of the first class
   unsigned long long total_steps, long_steps, shared_slots, class_steps[kCostClasses];
 };
 
@@ -308,8 +310,8 @@ struct BackwardTiles {
     }
     __syncthreads();
     const int64_t heads = a.num_kv_heads, long_steps = static_cast<int64_t>(block.long_steps);
-    limit = final_part_limit(
-        first_limit, {block.long_tiles * heads, long_steps * heads, block.longest_tile, block.shortest_tile}, a.num_sms);
+    const LongTiles long_tiles{block.long_tiles * heads, long_steps * heads, block.longest_tile, block.shortest_tile};
+    limit = final_part_limit(first_limit, long_tiles, a.num_sms);
     for (int i = threadIdx.x; i < tiles; i += kThreads) {
       const int parts = share_of(a.tile_steps[i], leading_steps(at(i), i), limit).parts;
       if (parts > 1) atomicAdd(&block.shared_slots, static_cast<unsigned long long>(parts) * a.num_kv_heads);

@@ -243,8 +243,9 @@ struct KvWarpgroup {
     ptx::named_barrier_sync(kBarrierZeroed, kConsumerThreads);
   }
 
-  // dK (scaled; `index` 0) or dV (1) of this warpgroup's keys, or this block's part of it. `staging`: a tile of K or V whose
-  // rows of these keys nobody will read. Whole rows leave it: from registers a store would write half sectors, 5 us a block.
+  // dK (scaled; `index` 0) or dV (1) of this warpgroup's keys, or this block's part of it. `staging`: a tile of K or V
+  // whose rows of these keys nobody will read. Whole rows leave it: from registers a store writes half sectors, which
+  // takes 5 us a block instead of 2.5.
   __device__ __forceinline__ void store(const Gradient& acc, int index, float scale, const TensorView<T>& view,
                                         uint32_t staging) const {
     if (block.slot >= 0) return store_part(acc, index);
