@@ -3,9 +3,9 @@
 Only one implementation's tensors exist at a time. Every round visits all of them in a different order, between two
 readings of a plain matrix product: on a power-limited card its rate says what the card gave at that moment.
 
-Everything is timed as it runs under load. After a rest the card holds its highest clock for 50 to 100 ms, then its limit
-of power tells: an H200's product falls from 785 to 670 TFLOP/s. Without a warm-up of that length a short call is measured
-in one state, a long one in the other, and what ran before decides.
+Everything is timed as it runs under load. After a rest the card holds its highest clock for 50 to 100 ms, then its
+limit of power tells: an H200's product falls from 785 to 670 TFLOP/s. Without a warm-up of that length a short call is
+measured in one state, a long one in the other, and what ran before decides.
 """
 
 from __future__ import annotations
