@@ -248,11 +248,19 @@ int limit_of(int limit, int64_t tiles, int64_t steps, int longest, int shortest,
 
 int class_of(int cost, int longest_here, int longest) { return cost_class_within(cost, longest_here, longest); }
 
-// {KV heads, waves, free multiprocessors} of a round of the first class, and the blocks that fill it.
-int read_round(int items, int shortest, int mean, int64_t supply, int num_kv_heads, int num_sms, int* out) {
-  const Round round = round_of(items, num_sms);
-  out[0] = round.heads, out[1] = round.waves, out[2] = round.free;
-  return fillers_of(items, shortest, mean, supply, num_kv_heads, num_sms);
+// {sets of walks, waves, free multiprocessors} of a round of the first class, and the blocks that fill it.
+int read_round(int tiles, int shortest, int mean, int64_t supply, int num_walks, int num_sms, int* out) {
+  const Round round = round_of(tiles, num_sms);
+  out[0] = round.walks, out[1] = round.waves, out[2] = round.free;
+  return fillers_of(tiles, shortest, mean, supply, num_walks, num_sms);
+}
+
+bool do_rounds_fit(int tiles, int num_walks, int longest, int64_t total_steps, int num_sms) {
+  return rounds_fit(tiles, num_walks, longest, total_steps, num_sms);
+}
+
+bool does_first_class_alternate(int tiles, int widest, bool split, int num_walks, int num_sms) {
+  return first_class_alternates(tiles, widest, split, num_walks, num_sms);
 }
 
 // [begin, end) of the queries of a segment that see a key, and of the context and decoded keys that are seen.

@@ -19,7 +19,10 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 class Order(ctypes.Structure):
     """Mirror of BackwardOrder."""
 
-    _fields_ = [("begin", ctypes.c_int * 13), ("alternating", ctypes.c_int), ("fillers", ctypes.c_int)]
+    _fields_ = [
+        ("begin", ctypes.c_int * 13),
+        *((name, ctypes.c_int) for name in ("alternating", "fillers", "parts")),
+    ]
 
     def classes(self) -> Iterator[range]:
         """The items of each class."""
@@ -35,21 +38,27 @@ def place_of(shim: ctypes.CDLL, block: int, order: Order, kv_heads: int, num_sms
     return (place[0], place[1], bool(place[2])) if exists else None
 
 
-def round_of(shim: ctypes.CDLL, items: int, num_sms: int) -> tuple[int, int, int]:
-    """KV heads, waves and free multiprocessors of a round of the first class."""
+def round_of(shim: ctypes.CDLL, tiles: int, num_sms: int) -> tuple[int, int, int]:
+    """Sets of walks, waves and free multiprocessors of a round of the first class."""
     found = (ctypes.c_int * 3)()
-    shim.read_round(items, 1, 1, ctypes.c_int64(0), 1, num_sms, found)
+    shim.read_round(tiles, 1, 1, ctypes.c_int64(0), 1, num_sms, found)
     return found[0], found[1], found[2]
 
 
-def expected_places(order: Order, kv_heads: int, heads_a_round: int) -> list[tuple[int, int]]:
-    """Every (item, KV head): rounds of the first class, item by item; fillers behind each; then head by head."""
+def expected_places(order: Order, kv_heads: int, walks_a_round: int) -> list[tuple[int, int]]:
+    """Every (item, KV head).
+
+    Rounds of the first class, in which all sets of walks take a tile before the next; fillers behind each round; then
+    class by class and head by head.
+    """
     first, *later = order.classes()
     rest = [(item, head) for items in later for head in range(kv_heads) for item in items]
+    walks = list(itertools.product(range(kv_heads), range(order.parts)))
     places = []
-    for head in range(0, kv_heads, heads_a_round):
-        places += [(item, h) for item in first for h in range(head, min(head + heads_a_round, kv_heads))]
-        count = order.fillers if head + heads_a_round < kv_heads else len(rest)
+    for begin in range(0, len(walks), walks_a_round):
+        chosen = walks[begin : begin + walks_a_round]
+        places += [(tile + part, head) for tile in first[:: order.parts] for head, part in chosen]
+        count = order.fillers if begin + walks_a_round < len(walks) else len(rest)
         places, rest = places + rest[:count], rest[count:]
     return places
 
@@ -57,9 +66,11 @@ def expected_places(order: Order, kv_heads: int, heads_a_round: int) -> list[tup
 def random_order(rng: np.random.Generator, shim: ctypes.CDLL, kv_heads: int, num_sms: int) -> Order:
     assert shim.cost_classes() == 12
     sizes = rng.integers(0, 40, 12) * rng.integers(0, 2, 12)
-    sizes[0] = rng.integers(1, 200)  # the longest item is in the first class
+    tiles, parts = int(rng.integers(1, 200)), int(rng.choice([1, 1, 2, 7]))
+    sizes[0] = tiles * parts  # the longest item is in the first class
     order = Order((ctypes.c_int * 13)(*np.concatenate([[0], np.cumsum(sizes)]).tolist()), int(rng.integers(0, 1 << 12)))
-    rounds = -(-kv_heads // round_of(shim, int(sizes[0]), num_sms)[0])
+    order.parts = parts
+    rounds = -(-kv_heads * parts // round_of(shim, tiles, num_sms)[0])
     order.fillers = int(rng.integers(0, 2)) * int(sizes[1:].sum()) * kv_heads // rounds
     return order
 
@@ -69,8 +80,7 @@ def test_every_item_has_one_block_a_head(shim: ctypes.CDLL) -> None:
     for _ in range(200):
         kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
         order = random_order(rng, shim, kv_heads, num_sms)
-        heads = round_of(shim, order.begin[1], num_sms)[0]
-        expected = expected_places(order, kv_heads, heads)
+        expected = expected_places(order, kv_heads, round_of(shim, order.begin[1] // order.parts, num_sms)[0])
         places = [place_of(shim, block, order, kv_heads, num_sms) for block in range(len(expected))]
         assert [place and place[:2] for place in places] == expected
         assert len(set(expected)) == len(expected) == order.begin[12] * kv_heads
@@ -81,10 +91,12 @@ def test_direction_of_walks(shim: ctypes.CDLL) -> None:
     """Back from the end where blocks begin together; else a head, or with fillers a wave, walks in one direction."""
     rng = np.random.default_rng(1)
     seen = set()
-    for _ in range(200):
+    for _ in range(300):
         kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
         order = random_order(rng, shim, kv_heads, num_sms)
-        heads, waves, _ = round_of(shim, order.begin[1], num_sms)
+        if order.parts > 1:
+            order.alternating &= ~1  # as first_class_alternates() has it
+        a_round, waves, _ = round_of(shim, order.begin[1] // order.parts, num_sms)
         directions: dict[tuple[int, int], set[bool]] = {}
         for block in range(order.begin[12] * kv_heads):
             place = place_of(shim, block, order, kv_heads, num_sms)
@@ -95,8 +107,8 @@ def test_direction_of_walks(shim: ctypes.CDLL) -> None:
                 assert is_reversed
                 continue
             if index == 0 and order.fillers:
-                place_in_round = item * min(heads, kv_heads - head // heads * heads) + head % heads
-                directions.setdefault((-1, head // heads * waves + place_in_round // num_sms), set()).add(is_reversed)
+                place_in_round = item * min(a_round, kv_heads - head // a_round * a_round) + head % a_round
+                directions.setdefault((-1, head // a_round * waves + place_in_round // num_sms), set()).add(is_reversed)
             else:
                 directions.setdefault((index, head), set()).add(is_reversed)
         assert all(len(found) == 1 for found in directions.values())
@@ -105,9 +117,37 @@ def test_direction_of_walks(shim: ctypes.CDLL) -> None:
     assert seen == set(itertools.product((True, False), (True, False)))
 
 
+def test_parts_of_a_tile_are_walked_in_one_direction(shim: ctypes.CDLL) -> None:
+    """They are counted along the walk: in two directions some queries would be visited twice, and others never."""
+    rng = np.random.default_rng(2)
+    for _ in range(300):
+        kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
+        order = random_order(rng, shim, kv_heads, num_sms)
+        tiles, walks = order.begin[1] // order.parts, kv_heads * order.parts
+        alternates = shim.does_first_class_alternate(tiles, tiles, order.parts > 1, walks, num_sms)
+        order.alternating = order.alternating & ~1 | alternates
+        directions: dict[tuple[int, int], set[bool]] = {}
+        for block in range(order.begin[12] * kv_heads):
+            place = place_of(shim, block, order, kv_heads, num_sms)
+            assert place is not None
+            item, head, is_reversed = place
+            if item < order.begin[1]:
+                directions.setdefault((item // order.parts, head), set()).add(is_reversed)
+        assert all(len(found) == 1 for found in directions.values())
+
+
+def test_the_first_class_alternates_where_its_walks_begin_in_waves(shim: ctypes.CDLL) -> None:
+    alternates = shim.does_first_class_alternate
+    assert alternates(32, 32, False, 8, 132), "28 x 4K x 2K: four heads of 32 tiles a wave"
+    assert not alternates(32, 32, False, 1, 132), "one head of 32 tiles begins at once"
+    assert not alternates(128, 16, False, 8, 132), "as each of many short owners does"
+    assert alternates(128, 44, False, 8, 132)
+    assert not alternates(32, 32, True, 14, 132), "parts"
+
+
 def test_rounds_and_their_fillers(shim: ctypes.CDLL) -> None:
-    def fillers(items: int, shortest: int, mean: int, supply: int, kv_heads: int = 8) -> int:
-        return int(shim.read_round(items, shortest, mean, ctypes.c_int64(supply), kv_heads, 132, (ctypes.c_int * 3)()))
+    def fillers(tiles: int, shortest: int, mean: int, supply: int, walks: int = 8) -> int:
+        return int(shim.read_round(tiles, shortest, mean, ctypes.c_int64(supply), walks, 132, (ctypes.c_int * 3)()))
 
     assert round_of(shim, 128, 132) == (1, 1, 4)
     assert round_of(shim, 64, 132) == (2, 1, 4)
@@ -118,6 +158,13 @@ def test_rounds_and_their_fillers(shim: ctypes.CDLL) -> None:
     assert fillers(132, 3600, 96, 3584) == 0, "no multiprocessor is free"
     assert fillers(26, 3600, 96, 100000) == 0, "five heads and more run together anyway"
     assert fillers(80, 3600, 96, 100000) == 0, "too many multiprocessors are free"
+
+
+def test_rounds_go_by_parts_where_they_fit(shim: ctypes.CDLL) -> None:
+    """14 parts of 32 tiles at 28 x 4K x 2K with 2 KV heads; 16 of 40 at 32 x 5059, whose last round would be late."""
+    assert shim.do_rounds_fit(32, 14, 549, ctypes.c_int64(2263 * 132), 132)
+    assert not shim.do_rounds_fit(40, 16, 1350, ctypes.c_int64(7139 * 132), 132)
+    assert shim.do_rounds_fit(40, 15, 1350, ctypes.c_int64(7139 * 132), 132)
 
 
 def test_classes_are_a_factor_of_two_wide(shim: ctypes.CDLL) -> None:

@@ -131,6 +131,27 @@ def test_split_owners(head_dim: int, heads: tuple[int, int], dtype: torch.dtype,
     check_both_modes(split_owner_batch(options_of(head_dim, heads, dtype), causal))
 
 
+@needs_gpu
+def test_heads_of_a_long_batch_have_the_gradients_of_heads_alone() -> None:
+    """28 x 4K x 2K: with 2 KV heads a head has more blocks than there are multiprocessors, and others between them.
+
+    The oracle would take minutes; a KV head by itself is split and ordered differently.
+    """
+    group = Group(4096, ((4096, 0), *(((2048, 2048),) * 28)))
+    batch = build_groups([group], **options_of(128, (8, 2), torch.bfloat16))
+    together = run(batch)
+    for kv_head in range(2):
+        own = {"q": slice(4 * kv_head, 4 * kv_head + 4), "dout": slice(4 * kv_head, 4 * kv_head + 4)}
+        names = ("q", "k_context", "v_context", "k_decoded", "v_decoded", "dout")
+        heads = {name: own.get(name, slice(kv_head, kv_head + 1)) for name in names}
+        alone = run(batch.replace(**{name: getattr(batch, name)[:, heads[name]].contiguous() for name in names}))
+        for name in ("dq", "dk_context", "dv_context", "dk_decoded", "dv_decoded"):
+            expected = getattr(alone, name).float()
+            found = getattr(together, name)[:, heads[name[1:]]].float()
+            error = (found - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2)).clamp_min(expected.norm() * 1e-4)
+            assert error.max() < 0.02, f"{name} of row {error.argmax()}: off by {error.max():.3f}"
+
+
 @configurations
 def test_deterministic_gradients_repeat_bit_for_bit(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
     options = options_of(head_dim, heads, dtype)

@@ -86,7 +86,8 @@ struct ListBlock {
   int bins[max_int(kBins, kCostClasses * kTileBins)];
   int carry, emitted, used_slots, alternating;
   int long_tiles, longest_tile, shortest_tile;     // of the tiles that would be split
-  int longest, longest_decoded, shortest, widest;  // of the parts; the last two of the first class
+  int longest, longest_decoded, shortest;          // of the parts; the last of the first class
+  int widest, fewest_parts, most_parts;            // of the first class: tiles of an owner, parts of a tile
   unsigned long long total_steps, long_steps, shared_slots, class_steps[kCostClasses];
 };
 
@@ -280,7 +281,8 @@ struct BackwardTiles {
     if (threadIdx.x < kCostClasses) block.class_steps[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
       block.long_tiles = 0, block.longest_tile = 0, block.shortest_tile = kMaxSteps, block.long_steps = 0;
-      block.longest = 0, block.longest_decoded = 0, block.shortest = kMaxSteps, block.widest = 0, block.alternating = 0;
+      block.longest = 0, block.longest_decoded = 0, block.shortest = kMaxSteps, block.alternating = 0;
+      block.widest = 0, block.fewest_parts = kMaxSteps, block.most_parts = 1;
       block.used_slots = 0, block.shared_slots = 0, block.total_steps = 0;
     }
     __syncthreads();
@@ -338,11 +340,12 @@ struct BackwardTiles {
       const int bin = bin_of(t, share.cost, i), index = bin / kTileBins;
       atomicAdd(&block.bins[bin], share.parts);
       atomicAdd(&block.class_steps[index], static_cast<unsigned long long>(steps));
-      const int owner_items = t.owner_tiles * share.parts;
       if (index == 0) {
         atomicMin(&block.shortest, steps / share.parts);
-        atomicMax(&block.widest, owner_items);
-      } else if (begins_in_waves(owner_items, a.num_sms)) {
+        atomicMax(&block.widest, t.owner_tiles);
+        atomicMin(&block.fewest_parts, share.parts);
+        atomicMax(&block.most_parts, share.parts);
+      } else if (begins_in_waves(t.owner_tiles * share.parts, a.num_sms)) {
         atomicOr(&block.alternating, 1 << index);
       }
     }
@@ -392,14 +395,20 @@ struct BackwardTiles {
     // Behind the last bin stands the end of the list.
     const int items = block.bins[kCostClasses * kTileBins - 1];
     order.begin[kCostClasses] = items;
-    const int heads_a_round = min(round_of(order.begin[1], a.num_sms).heads, a.num_kv_heads);
-    order.alternating = block.alternating | begins_in_waves(block.widest * heads_a_round, a.num_sms);
+    const int parts = block.most_parts;
+    const bool by_parts = block.fewest_parts == parts &&
+                          rounds_fit(order.begin[1] / parts, a.num_kv_heads * parts, block.longest,
+                                     static_cast<int64_t>(block.total_steps), a.num_sms);
+    order.parts = by_parts ? parts : 1;
+    const int tiles_of_first = order.begin[1] / order.parts, walks = a.num_kv_heads * order.parts;
+    order.alternating = block.alternating | first_class_alternates(tiles_of_first, block.widest, parts > 1, walks,
+                                                                   a.num_sms);
     int second = 1;  // the class that the fillers come from
     while (second < kCostClasses - 1 && block.class_steps[second] == 0) ++second;
     const int second_end = second + 1 < kCostClasses ? order.begin[second + 1] : items;
     const int mean = static_cast<int>(block.class_steps[second] / max(1, second_end - order.begin[second]));
-    order.fillers = fillers_of(order.begin[1], block.shortest, mean,
-                               static_cast<int64_t>(items - order.begin[1]) * a.num_kv_heads, a.num_kv_heads, a.num_sms);
+    const int64_t supply = static_cast<int64_t>(items - order.begin[1]) * a.num_kv_heads;
+    order.fillers = fillers_of(tiles_of_first, block.shortest, mean, supply, walks, a.num_sms);
   }
 };
 
