@@ -5,7 +5,7 @@
     python tests/sanitize.py --run hostile        part of the matrix in this process, without a sanitizer
 
 Memory is allocated tensor by tensor (no caching allocator), so that an access past a tensor is an access past an
-allocation.
+allocation. racecheck looks at a build of its own on Hopper, see FOLLOWED.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -25,12 +27,54 @@ from typing import NamedTuple
 import torch
 from groups import Batch, Group, build_groups, pack, run
 from launches import CHOICE, DEVICE, kernel_families, only_kernels_of, use_kernels
+from mutants import Tree, has_hopper
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 HOSTILE_HEAD_DIMS = (64, 128, 256)  # one of each shape of kernel: what happens to offsets does not depend on it
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 UNSUPPORTED = ("Device not supported", "No attachable process", "InitializationError")
+
+
+class Change(NamedTuple):
+    """Text that stands exactly once in a file, and what takes its place."""
+
+    file: str
+    old: str
+    new: str
+
+    def apply(self, root: Path) -> None:
+        text = (root / self.file).read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.file}: {text.count(self.old)} places have the text {self.old!r}, expected 1")
+        (root / self.file).write_text(text.replace(self.old, self.new))
+
+
+# racecheck knows neither that __syncwarp orders the accesses of a warp before the arrival of its first lane, nor what
+# bar.arrive orders: it reports hazards between accesses that these separate. For it every lane arrives, all warps wait.
+FOLLOWED = (
+    Change(
+        "csrc/sm90/tile.h",
+        "ptx::mbarrier_init(empty(), consumer_warps);",
+        "ptx::mbarrier_init(empty(), consumer_warps * 32);",
+    ),
+    Change("csrc/sm90/tile.h", "if (lane == 0) ptx::mbarrier_arrive(empty());", "ptx::mbarrier_arrive(empty());"),
+    Change(
+        "csrc/sm90/backward.h",
+        "ptx::named_barrier_arrive(kBarrierWarpgroup + group, kWarpgroup);",
+        "ptx::named_barrier_sync(kBarrierWarpgroup + group, kWarpgroup);",
+    ),
+    Change(
+        "csrc/sm90/backward_wide.h",
+        "probabilities_ready(buffer).init(4, 4);",
+        "probabilities_ready(buffer).init(4, 128);",
+    ),
+    Change(
+        "csrc/sm90/backward_wide.h",
+        "if (lane == 0) ptx::mbarrier_arrive(ready.full());",
+        "ptx::mbarrier_arrive(ready.full());",
+    ),
+)
 
 RAGGED = (
     Group(70, ((70, 0), (33, 33), (1, 1), (0, 0), (65, 65))),
@@ -159,7 +203,7 @@ def run_part(part: str, head_dims: tuple[int, ...]) -> None:
 
 class Outcome(NamedTuple):
     tool: str
-    verdict: str  # "clean", "N errors", "timeout", "unsupported", "failed"
+    verdict: str  # "clean", "N errors", "timeout", "unsupported", "no build", "failed"
     seconds: float
     log: str
 
@@ -171,15 +215,14 @@ def sanitizer_path() -> str | None:
     return shutil.which("compute-sanitizer") or next((path for path in candidates if Path(path).exists()), None)
 
 
-def command_for(tool: str, path: str, parts: list[str], head_dims: tuple[int, ...]) -> list[str]:
+def command_for(tool: str, path: str, script: Path, parts: list[str], head_dims: tuple[int, ...]) -> list[str]:
     # initcheck must see every write to memory; the others look at this library's kernels alone.
     which = [] if tool == "initcheck" else ["--kernel-regex", "kns=dualkv"]
-    script = [sys.executable, str(Path(__file__).resolve())]
     # Hostile offsets are a question of memory, and by far the most calls.
     chosen = [part for part in parts if part != "hostile" or tool == "memcheck"] or parts
     run_these = [word for part in chosen for word in ("--run", part)]
     dims = [word for dim in head_dims for word in ("--head-dim", str(dim))]
-    return [path, "--tool", tool, "--error-exitcode", "99", *which, *script, *run_these, *dims]
+    return [path, "--tool", tool, "--error-exitcode", "99", *which, sys.executable, str(script), *run_these, *dims]
 
 
 def judge(text: str, returncode: int) -> str:
@@ -194,18 +237,35 @@ def judge(text: str, returncode: int) -> str:
     return "clean" if returncode == 0 else "failed"
 
 
+@contextmanager
+def script_for(tool: str) -> Iterator[tuple[Path, Mapping[str, str]]]:
+    """This script, with the build that the tool is to look at, and the environment in which it finds that build."""
+    if tool != "racecheck" or not has_hopper():
+        yield Path(__file__).resolve(), {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Tree(Path(folder), DUALKV_ARCHS="90")
+        for change in FOLLOWED:
+            change.apply(tree.root)
+        tree.build()
+        yield tree.root / "tests/sanitize.py", tree.environment
+
+
 def run_tool(tool: str, path: str, parts: list[str], head_dims: tuple[int, ...], timeout: float) -> Outcome:
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment.pop("DUALKV_DEBUG", None)
     started = time.monotonic()
     try:
-        result = subprocess.run(
-            command_for(tool, path, parts, head_dims), env=environment, timeout=timeout, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        with script_for(tool) as (script, settings):
+            environment = {**settings, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+            environment.pop("DUALKV_DEBUG", None)
+            result = subprocess.run(
+                command_for(tool, path, script, parts, head_dims), env=environment, timeout=timeout, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
     except subprocess.TimeoutExpired as expired:
         text = expired.stdout.decode(errors="replace") if isinstance(expired.stdout, bytes) else expired.stdout or ""
         return Outcome(tool, "timeout", time.monotonic() - started, text)
+    except subprocess.CalledProcessError as error:
+        return Outcome(tool, "no build", time.monotonic() - started, f"{error.stdout}{error.stderr}")
     return Outcome(tool, judge(result.stdout, result.returncode), time.monotonic() - started, result.stdout)
 
 
