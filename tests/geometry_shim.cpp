@@ -3,30 +3,12 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "core/kv_regions.h"
 #include "core/schedule.h"
+#include "problem.h"
 
 using namespace dualkv;
 
 namespace {
-
-struct Problem {
-  const int* segments;
-  const int* groups;
-  int num_segments, num_groups;
-  int q_rows, context_rows, decoded_rows;
-  int causal;
-  int block_m, block_n;
-  int heads;  // query heads of a KV head
-  int num_kv_heads, num_sms;  // for the split into parts
-  int reversed;  // direction of the walks
-  const int *run_counts, *run_begins;  // or null
-
-  GroupLayout layout() const {
-    return GroupLayout{segments, groups, num_segments, num_groups, Extents{q_rows, context_rows, decoded_rows},
-                       SegmentRuns{run_counts, run_begins}};
-  }
-};
 
 struct Record {
   uint8_t* seen;  // (heads, q_rows, context_rows + decoded_rows): how often each pair was visible
@@ -113,16 +95,12 @@ QueryWalk walk_of(const Problem& p, const Owner& owner) {
   return walk;
 }
 
-int64_t tile_capacity(const Problem& p) {
-  return p.context_rows / p.block_n + p.num_groups + p.decoded_rows / p.block_n + p.num_segments;
-}
-
 // Calls body(owner, steps, leading) for every tile that somebody owns, up to as many as the device list holds:
 // overlapping hostile runs have more. `leading`: steps of the tile by which it is split.
 template <class Body>
 void for_each_owner(const Problem& p, Body body) {
   const GroupLayout layout = p.layout();
-  int64_t left = tile_capacity(p);
+  int64_t left = p.tile_capacity();
   for (int index = 0; index < p.num_groups + p.num_segments; ++index) {
     const bool context = index < p.num_groups;
     int first_steps = 0;
@@ -177,7 +155,7 @@ void record_forward(const Problem* p, Record* r) {
 }
 
 int count_slots(const Problem* p) {
-  return slot_capacity(tile_capacity(*p), p->num_segments, p->q_rows, p->block_m, p->heads * p->num_kv_heads,
+  return slot_capacity(p->tile_capacity(), p->num_segments, p->q_rows, p->block_m, p->heads * p->num_kv_heads,
                        p->num_sms);
 }
 
@@ -231,7 +209,7 @@ int read_ranges(const Problem* p, int group, int n_block, int* out) {
 
 int64_t count_steps(const Problem* p) { return total_steps(*p); }
 
-int64_t count_capacity(const Problem* p) { return tile_capacity(*p); }
+int64_t count_capacity(const Problem* p) { return p->tile_capacity(); }
 
 // Item, KV head and direction of a thread block; false for a surplus one.
 int place_of(int block, const BackwardOrder* order, int num_kv_heads, int num_sms, int* out) {

@@ -7,13 +7,14 @@ from pathlib import Path
 
 GEOMETRY = "tests/test_geometry.py"
 BLOCK_ORDER = "tests/test_block_order.py"
+WORK_LIST = "tests/test_work_list.py"
 PACKING = "tests/test_packing.py"
 PACKED_ATTENTION = "tests/test_shared_prompt_attention.py"
 BACKENDS = "tests/test_shared_prompt_backends.py"
-ANY_MACHINE = (GEOMETRY, BLOCK_ORDER, PACKING, PACKED_ATTENTION, BACKENDS)
+ANY_MACHINE = (GEOMETRY, BLOCK_ORDER, WORK_LIST, PACKING, PACKED_ATTENTION, BACKENDS)
 
 REGIONS, SCHEDULE = "csrc/core/kv_regions.h", "csrc/core/schedule.h"
-ORDER = "csrc/core/block_order.h"
+ORDER, LIST = "csrc/core/block_order.h", "csrc/kernels/work_list.cu"
 LAYOUT, REFERENCE = "flash_attn_dualkv/shared_prompt.py", "flash_attn_dualkv/reference.py"
 
 
@@ -294,6 +295,38 @@ GEOMETRY_MUTANTS = [
         "return begins_in_waves(",
         BLOCK_ORDER,
         "walked_in_one_direction",
+    ),
+    Mutant(
+        "the list of split tiles is ordered as if they were whole",
+        LIST,
+        "block.widest, parts > 1, walks,",
+        "block.widest, false, walks,",
+        WORK_LIST,
+        "long_shapes",
+    ),
+    Mutant(
+        "all parts of a tile write to the slot of the first",
+        LIST,
+        "slot < 0 ? -1 : slot + part * a.num_kv_heads",
+        "slot < 0 ? -1 : slot",
+        WORK_LIST,
+        "walk_is_complete",
+    ),
+    Mutant(
+        "tiles of one bin lie upon each other",
+        LIST,
+        "if (peer < lane) before += parts;",
+        "if (peer < lane) before += 1;",
+        WORK_LIST,
+        "walk_is_complete",
+    ),
+    Mutant(
+        "a run ends where the next begins but one",
+        LIST,
+        "a.run_begins[a.run_counts[i]] = i;",
+        "a.run_begins[a.run_counts[i]] = i + (i > 0);",
+        WORK_LIST,
+        "walk_is_complete",
     ),
     Mutant(
         "a tile is split by fewer steps than it has",
