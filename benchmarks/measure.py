@@ -2,10 +2,6 @@
 
 Only one implementation's tensors exist at a time. Every round visits all of them in a different order, between two
 readings of a plain matrix product: on a power-limited card its rate says what the card gave at that moment.
-
-Everything is timed as it runs under load. After a rest the card holds its highest clock for 50 to 100 ms, then its
-limit of power tells: an H200's product falls from 785 to 670 TFLOP/s. Without a warm-up of that length a short call is
-measured in one state, a long one in the other, and what ran before decides.
 """
 
 from __future__ import annotations
@@ -90,7 +86,10 @@ class Stopwatch:
     def time_under_load(self, call: Callable[[], object], config: Config) -> list[float]:
         """Of the calls that take ``target_ms`` behind those that take ``warm_ms``, without a pause between them.
 
-        A pause would show in the first timed call: what the host takes to launch it.
+        After a rest the card holds its highest clock for 50 to 100 ms, then its limit of power tells: an H200's product
+        falls from 785 to 670 TFLOP/s. Without a warm-up of that length a short call is measured in one state, a long
+        one in the other, and what ran before decides. A pause would show in the first timed call: what the host takes
+        to launch it.
         """
         one = max(self.time(call, 1)[0], 1e-3)
         warm_up = math.ceil(max(0.0, config.warm_ms - one) / one)

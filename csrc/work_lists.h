@@ -44,7 +44,7 @@ struct ForwardList {
 
   // `queries` of a sequence make a tile.
   ForwardList(const Problem& problem, int queries, int block_n, const Tensor& out, const Tensor& lse)
-      : ForwardList(problem, queries, block_n, out, lse, problem.shape.q_rows / queries + problem.segments.size(0)) {}
+      : ForwardList(problem, queries, block_n, out, lse, forward_capacity(problem.layout(), queries)) {}
 
  private:
   ForwardList(const Problem& problem, int queries, int block_n, const Tensor& out, const Tensor& lse, int64_t capacity)
@@ -74,31 +74,28 @@ struct BackwardList {
   BackwardList(const Problem& problem, const TileInfo& tiles, const Keys& gradients, const Tensor& dq_sum)
       : layout(problem.layout()) {
     const ProblemShape& shape = problem.shape;
-    const int tile_capacity = layout.extents.context_rows / tiles.block_n + layout.num_groups +
-                              layout.extents.decoded_rows / tiles.block_n + layout.num_segments;
-    slots = slot_capacity(tile_capacity, layout.num_segments, shape.q_rows, tiles.block_m, shape.num_heads,
-                          shape.num_sms);
-    const int item_capacity = tile_capacity + slots / shape.num_kv_heads;
-    const int split_capacity = slots / (2 * shape.num_kv_heads);
+    const BackwardCapacities most = backward_capacities(layout, tiles.block_m, tiles.block_n, shape.num_heads,
+                                                        shape.num_kv_heads, shape.num_sms);
+    slots = most.slots;
     const int owners = layout.num_groups + layout.num_segments;
     const int segments = layout.num_segments;
-    arrays.emplace(problem, 2 * (segments + 1) + (owners + 1) + tile_capacity +
-                                IntArrays::size_of<BackwardItem>(item_capacity) +
-                                IntArrays::size_of<SplitTile>(split_capacity) + IntArrays::size_of<BackwardOrder>(1) + 1);
+    arrays.emplace(problem, 2 * (segments + 1) + (owners + 1) + most.tiles +
+                                IntArrays::size_of<BackwardItem>(most.items) +
+                                IntArrays::size_of<SplitTile>(most.splits) + IntArrays::size_of<BackwardOrder>(1) + 1);
     int* run_counts = arrays->take(segments + 1);
     int* run_begins = arrays->take(segments + 1);
     layout.runs = {run_counts, run_begins};
     int* offsets = arrays->take(owners + 1);
-    int* steps = arrays->take(tile_capacity);
-    auto* items = arrays->take<BackwardItem>(item_capacity);
-    auto* split_items = arrays->take<SplitTile>(split_capacity);
+    int* steps = arrays->take(most.tiles);
+    auto* items = arrays->take<BackwardItem>(most.items);
+    auto* split_items = arrays->take<SplitTile>(most.splits);
     auto* order = arrays->take<BackwardOrder>(1);
     int* split_count = arrays->take(1);
-    work = {items, order->begin + kCostClasses, item_capacity, nullptr, order};
-    splits = {split_items, split_count, split_capacity};
+    work = {items, order->begin + kCostClasses, most.items, nullptr, order};
+    splits = {split_items, split_count, most.splits};
     const int64_t dq_bytes = dq_sum.defined() ? static_cast<int64_t>(dq_sum.nbytes()) : 0;
     build_backward_list({layout, run_counts, run_begins, tiles.block_m, tiles.block_n, shape.causal,
-                         shape.num_kv_heads, shape.heads_per_group(), shape.num_sms, tile_capacity, slots, offsets,
+                         shape.num_kv_heads, shape.heads_per_group(), shape.num_sms, most.tiles, slots, offsets,
                          steps, items, order, split_items, split_count,
                          {cleared_rows(gradients.k_context), cleared_rows(gradients.v_context)},
                          {cleared_rows(gradients.k_decoded), cleared_rows(gradients.v_decoded)},

@@ -3,8 +3,7 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "core/schedule.h"
-#include "problem.h"
+#include "shim_problem.h"
 
 using namespace dualkv;
 
@@ -100,7 +99,7 @@ QueryWalk walk_of(const Problem& p, const Owner& owner) {
 template <class Body>
 void for_each_owner(const Problem& p, Body body) {
   const GroupLayout layout = p.layout();
-  int64_t left = p.tile_capacity();
+  int64_t left = p.capacities().tiles;
   for (int index = 0; index < p.num_groups + p.num_segments; ++index) {
     const bool context = index < p.num_groups;
     int first_steps = 0;
@@ -154,10 +153,7 @@ void record_forward(const Problem* p, Record* r) {
   }
 }
 
-int count_slots(const Problem* p) {
-  return slot_capacity(p->tile_capacity(), p->num_segments, p->q_rows, p->block_m, p->heads * p->num_kv_heads,
-                       p->num_sms);
-}
+int count_slots(const Problem* p) { return p->capacities().slots; }
 
 // What the owners of all KV tiles visit. limit > 0 fixes the most steps of a part; otherwise the schedule chooses.
 void record_backward(const Problem* p, Record* r, int limit) {
@@ -209,7 +205,7 @@ int read_ranges(const Problem* p, int group, int n_block, int* out) {
 
 int64_t count_steps(const Problem* p) { return total_steps(*p); }
 
-int64_t count_capacity(const Problem* p) { return p->tile_capacity(); }
+int64_t count_capacity(const Problem* p) { return p->capacities().tiles; }
 
 // Item, KV head and direction of a thread block; false for a surplus one.
 int place_of(int block, const BackwardOrder* order, int num_kv_heads, int num_sms, int* out) {

@@ -374,6 +374,13 @@ GEOMETRY_MUTANTS = [
         GEOMETRY,
         "capacities",
     ),
+    Mutant(
+        "the list of the backward holds no parts",
+        SCHEDULE,
+        "BackwardCapacities{tiles, tiles + slots / num_kv_heads,",
+        "BackwardCapacities{tiles, tiles,",
+        WORK_LIST,
+    ),
 ]
 
 PYTHON_MUTANTS = [

@@ -283,16 +283,16 @@ def test_runs_of_segments_make_the_same_ranges(shim: ctypes.CDLL, causal: bool) 
     assert joined > 100
 
 
-@pytest.mark.parametrize("num_sms", [3, 8, 132])
+@pytest.mark.parametrize("num_sms", [1, 3, 8, 132])
 def test_schedule_splits_within_its_capacities(shim: ctypes.CDLL, num_sms: int) -> None:
     rng = np.random.default_rng(num_sms)
     split = 0
     for index in range(300):
         tables = random_tables(rng, (16, 16)) if index % 3 else hostile_tables(rng)
         kv_heads = int(rng.choice([1, 2, 7]))
-        problem = tables.problem(True, (16, 16), heads=12, kv_heads=kv_heads, num_sms=num_sms)
+        problem = tables.problem(True, (16, 16), heads=48, kv_heads=kv_heads, num_sms=num_sms)
         split += check_capacities(shim, problem).slots > 0
-    assert split > 5
+    assert split > (0 if num_sms == 1 else 20)  # one multiprocessor has nobody to share with, but for hostile tables
 
 
 def test_tiles_that_fit_their_multiprocessors_are_not_split(shim: ctypes.CDLL) -> None:

@@ -67,20 +67,34 @@ class Backward(NamedTuple):
         return found
 
 
-def capacities(shim: ctypes.CDLL, problem: Problem) -> tuple[int, int, int]:
-    out = (ctypes.c_int * 3)()
+class Capacities(NamedTuple):
+    items: int
+    splits: int
+    slots: int
+    forward: int  # items of the forward list
+
+
+def capacities(shim: ctypes.CDLL, problem: Problem) -> Capacities:
+    out = (ctypes.c_int * 4)()
     shim.read_capacities(ctypes.byref(problem), out)
-    return out[0], out[1], out[2]
+    return Capacities(*out)
+
+
+UNTOUCHED = -12345  # what stands behind the rows that an array holds
 
 
 def backward_list(shim: ctypes.CDLL, problem: Problem) -> Backward:
-    most_items, slots, _ = capacities(shim, problem)
-    items, splits = np.zeros((most_items + 1, 6), np.int32), np.zeros((slots // 2 + 1, 5), np.int32)
-    blocks = np.full(((most_items + 1) * problem.num_kv_heads, 3), -1, np.int32)
+    most = capacities(shim, problem)
+    guard = most.slots + 8  # rows: more than could be written behind an array
+    items, splits = (
+        np.full((rows + guard, columns), UNTOUCHED, np.int32) for rows, columns in ((most.items, 6), (most.splits, 5))
+    )
+    blocks = np.full(((most.items + guard) * problem.num_kv_heads, 3), -1, np.int32)
     runs = np.zeros((2, problem.num_segments + 1), np.int32)
     counts = (ctypes.c_int * 4)()
     pointers = [ctypes.c_void_p(array.ctypes.data) for array in (items, splits, runs[0], runs[1], blocks)]
     count = shim.build_backward(ctypes.byref(problem), *pointers, counts)
+    assert (items[most.items :] == UNTOUCHED).all() and (splits[most.splits :] == UNTOUCHED).all()
     return Backward(
         items[:count], splits[: counts[0]], blocks[: count * problem.num_kv_heads],
         runs[0], runs[1], counts[1], counts[2], counts[3],
@@ -103,8 +117,7 @@ def expected_steps(shim: ctypes.CDLL, problem: Problem) -> dict[Tile, int]:
 
 def check_backward(shim: ctypes.CDLL, tables: Tables, problem: Problem) -> Backward:
     made = backward_list(shim, problem)
-    most_items, slots, _ = capacities(shim, problem)
-    assert len(made.items) <= most_items
+    slots = capacities(shim, problem).slots
     runs = tables.run_begins
     np.testing.assert_array_equal(made.run_counts, tables.run_counts)
     np.testing.assert_array_equal(made.run_begins[: len(runs)], runs)
@@ -175,10 +188,9 @@ def test_hostile_tables_keep_to_their_arrays(shim: ctypes.CDLL) -> None:
     rng = np.random.default_rng(6)
     for _ in range(6):
         problem = hostile_tables(rng).problem(True, (16, 16), heads=12, kv_heads=2, num_sms=8)
-        most_items, slots, _ = capacities(shim, problem)
-        made = backward_list(shim, problem)
-        assert len(made.items) <= most_items and len(made.splits) <= slots // 4
-        assert all(-1 <= slot < slots for slot in made.items[:, 5].tolist())
+        most, made = capacities(shim, problem), backward_list(shim, problem)
+        assert len(made.items) <= most.items and len(made.splits) <= most.splits
+        assert all(-1 <= slot < most.slots for slot in made.items[:, 5].tolist())
 
 
 def test_forward_items_come_longest_first(shim: ctypes.CDLL) -> None:
@@ -186,7 +198,7 @@ def test_forward_items_come_longest_first(shim: ctypes.CDLL) -> None:
     for index in range(6):
         tables = run_tables(rng) if index % 2 else random_tables(rng, (16, 16))
         problem = tables.problem(index % 3 > 0, (16, 16))
-        most = problem.q_rows // 16 + problem.num_segments
+        most = capacities(shim, problem).forward
         items, costs = np.zeros((most + 1, 2), np.int32), np.zeros(most + 1, np.int32)
         pointers = [ctypes.c_void_p(array.ctypes.data) for array in (items, costs)]
         count = shim.build_forward(ctypes.byref(problem), *pointers)

@@ -1,5 +1,5 @@
 // The kernels that build work lists, run on the host. `work_list.inc` is kernels/work_list.cu without its launches.
-#include "problem.h"
+#include "shim_problem.h"
 
 #include "work_list.inc"
 
@@ -7,11 +7,11 @@ using namespace dualkv;
 
 extern "C" {
 
-// {items, slots, tiles} that the device's arrays hold.
+// {items, splits, slots} that the device's arrays hold, and {items} of the forward list.
 void read_capacities(const Problem* p, int* out) {
-  const int slots = slot_capacity(p->tile_capacity(), p->num_segments, p->q_rows, p->block_m,
-                                  p->num_kv_heads * p->heads, p->num_sms);
-  out[0] = p->tile_capacity() + slots / p->num_kv_heads, out[1] = slots, out[2] = p->tile_capacity();
+  const BackwardCapacities most = p->capacities();
+  out[0] = most.items, out[1] = most.splits, out[2] = most.slots;
+  out[3] = forward_capacity(p->layout(), p->block_m);
 }
 
 // Steps of KV tile n_block of owner `index`, where groups come first.
@@ -30,9 +30,8 @@ int steps_of(const Problem* p, int index, int n_block) {
 // alternating} in `counts`.
 int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int* run_counts, int* run_begins, int* blocks,
                    int* counts) {
-  int capacities[3];
-  read_capacities(p, capacities);
-  std::vector<int> offsets(p->num_groups + p->num_segments + 1), steps(capacities[2]);
+  const BackwardCapacities most = p->capacities();
+  std::vector<int> offsets(p->num_groups + p->num_segments + 1), steps(most.tiles);
   BackwardOrder order{};
   BackwardListArgs args{};
   args.layout = p->layout();
@@ -40,7 +39,7 @@ int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int
   args.run_counts = run_counts, args.run_begins = run_begins;
   args.block_m = p->block_m, args.block_n = p->block_n, args.causal = p->causal;
   args.num_kv_heads = p->num_kv_heads, args.heads_per_group = p->heads, args.num_sms = p->num_sms;
-  args.tile_capacity = capacities[2], args.slot_capacity = capacities[1];
+  args.tile_capacity = most.tiles, args.slot_capacity = most.slots;
   args.tile_offsets = offsets.data(), args.tile_steps = steps.data();
   args.items = items, args.order = &order, args.splits = splits, args.split_count = counts;
   host_cuda::run_block(kThreads, [&] { dualkv_work_list_backward(args, 0, 0); });
@@ -60,7 +59,7 @@ int build_forward(const Problem* p, ForwardItem* items, int* costs) {
   ForwardListArgs args{};
   args.layout = p->layout();
   args.block_m = p->block_m, args.block_n = p->block_n, args.causal = p->causal;
-  args.capacity = p->q_rows / p->block_m + p->num_segments;
+  args.capacity = forward_capacity(args.layout, p->block_m);
   args.tile_offsets = offsets.data(), args.items = items, args.count = counters, args.next = counters + 1;
   host_cuda::run_block(kThreads, [&] { dualkv_work_list_forward(args); });
   for (int i = 0; i < counters[0]; ++i) {

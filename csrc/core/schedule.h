@@ -123,13 +123,32 @@ DUALKV_HD int part_begin(int steps, int parts, int part) {
 }
 
 // A tile split for itself (leading == steps) has fewer than 2 x steps / limit parts, so all of them together, over all KV
-// heads, need fewer than 2 x total / limit slots. The total is bounded as if every sequence saw every tile with all rows: shapes are all
-// the host knows.
+// heads, need fewer than 2 x total / limit slots. The total is bounded as if every sequence saw every tile with all rows:
+// shapes are all the host knows.
 inline int slot_capacity(int64_t tile_capacity, int64_t num_segments, int64_t q_rows, int block_m, int num_heads,
                          int num_sms) {
   const double total_steps = static_cast<double>(tile_capacity) * num_segments * (q_rows / block_m + 2) * num_heads;
   const double by_balance = 2.0 * kPartsPerSm * num_sms, by_size = 2.0 * total_steps / kMinPartSteps;
   return static_cast<int>(by_size < by_balance ? by_size : by_balance);
+}
+
+// What the arrays of a list hold, known from shapes alone. A run of rows has at most one tile that is not full.
+inline int forward_capacity(const GroupLayout& layout, int block_m) {
+  return layout.extents.q_rows / block_m + layout.num_segments;
+}
+
+struct BackwardCapacities {
+  int tiles, items, splits;
+  int slots;  // for fp32 parts
+};
+
+inline BackwardCapacities backward_capacities(const GroupLayout& layout, int block_m, int block_n, int num_heads,
+                                              int num_kv_heads, int num_sms) {
+  const Extents& rows = layout.extents;
+  const int tiles =
+      rows.context_rows / block_n + layout.num_groups + rows.decoded_rows / block_n + layout.num_segments;
+  const int slots = slot_capacity(tiles, layout.num_segments, rows.q_rows, block_m, num_heads, num_sms);
+  return BackwardCapacities{tiles, tiles + slots / num_kv_heads, slots / (2 * num_kv_heads), slots};
 }
 
 }  // namespace dualkv

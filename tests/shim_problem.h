@@ -1,7 +1,7 @@
 // A problem as the tests pass it to the shims.
 #pragma once
 
-#include "core/kv_regions.h"
+#include "core/schedule.h"
 
 struct Problem {
   const int* segments;
@@ -20,7 +20,7 @@ struct Problem {
             {run_counts, run_begins}};
   }
 
-  int tile_capacity() const {
-    return context_rows / block_n + num_groups + decoded_rows / block_n + num_segments;
+  dualkv::BackwardCapacities capacities() const {
+    return dualkv::backward_capacities(layout(), block_m, block_n, heads * num_kv_heads, num_kv_heads, num_sms);
   }
 };
