@@ -1,10 +1,11 @@
 // The Python module: check, allocate, fill the parameter structs, launch. Nothing but this file and the headers beside it
-// that it includes (check.h, problem.h, work_lists.h) sees torch.
+// that it includes (check.h, problem.h, work_lists.h, packed_node.h) sees torch.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <array>
 
+#include "packed_node.h"
 #include "work_lists.h"
 
 namespace dualkv {
@@ -43,11 +44,10 @@ auto with_element_type(const Tensor& q, Body body) {
   return q.scalar_type() == at::kHalf ? body(__half{}) : body(__nv_bfloat16{});
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k_context, const Tensor& v_context,
-                                   const Tensor& k_decoded, const Tensor& v_decoded, const Tensor& segments,
-                                   const Tensor& groups, double softmax_scale, bool causal) {
+std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Keys& kv, const Tensor& segments, const Tensor& groups,
+                                      double softmax_scale, bool causal) {
   const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
-  const Problem problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal);
+  const Problem problem(q, kv, segments, groups, softmax_scale, causal);
   const at::IntArrayRef sizes = q.sizes();
   const std::array<int64_t, 2> lse_sizes{q.size(1), q.size(0)};
   if (problem.is_empty()) {
@@ -71,90 +71,61 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k_context, con
 }
 
 template <typename T>
-struct BackwardCall {
-  const Problem& problem;
-  const Tensor& dout;
-  const RowStatistics& statistics;
-
-  // dK and dV, and dQ as well unless `dq` is undefined.
-  void keys(const Selected<BackwardKernel<T>>& selected, const Keys& gradients, const Tensor& dq) const {
-    const TileInfo& tiles = selected.kernel.tiles;
-    const int64_t m_blocks = ceil_div(problem.shape.q_rows, tiles.block_m);
-    const Tensor dq_sum =
-        dq.defined() ? uninitialised(problem.q,
-                                     {problem.shape.num_heads, m_blocks, tiles.block_m, selected.padded_head_dim},
-                                     at::kFloat)
-                     : Tensor();
-    const BackwardList list(problem, tiles, gradients, dq_sum);
-    const Tensor slots =
-        uninitialised(problem.q, {list.slots, 2, tiles.block_n, selected.padded_head_dim}, at::kFloat);
-    float* dq_pointer = dq.defined() ? dq_sum.data_ptr<float>() : nullptr;
-    selected.kernel.launch({problem.shape, list.layout, list.work, view_of<const T>(problem.q),
-                            view_of<const T>(dout), problem.kv.regions<const T>(), gradients.regions<T>(),
-                            statistics, dq_pointer, slots.data_ptr<float>()},
-                           problem.stream);
-    count_launch(kernel_name(selected, "backward"));
-    convert_dkv<T>({problem.shape, problem.layout(), list.splits, slots.data_ptr<float>(), gradients.regions<T>(),
-                    tiles.block_n, selected.padded_head_dim},
-                   problem.stream);
-    count_launch("convert_dkv_context");
-    if (dq.defined()) {
-      selected.kernel.convert_dq({problem.shape, dq_pointer, view_of<T>(dq)}, problem.stream);
-      count_launch("dualkv_convert_dq");
-    }
-  }
-
-  void queries(const Tensor& dq) const {
-    const auto selected = select_for<BackwardDqKernel<T>>(problem);
-    const ForwardList list(problem, selected.kernel.tiles.block_m, selected.kernel.tiles.block_n, dq, Tensor());
-    selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
-                            view_of<const T>(dout), problem.kv.regions<const T>(), statistics,
-                            view_of<T>(dq)},
-                           problem.stream);
-    count_launch(kernel_name(selected, "backward_dq"));
-  }
-};
+void backward_dq(const Problem& problem, const Tensor& dout, const RowStatistics& statistics, const Tensor& dq) {
+  const auto selected = select_for<BackwardDqKernel<T>>(problem);
+  const ForwardList list(problem, selected.kernel.tiles.block_m, selected.kernel.tiles.block_n, dq, Tensor());
+  selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
+                          view_of<const T>(dout), problem.kv.regions<const T>(), statistics, view_of<T>(dq)},
+                         problem.stream);
+  count_launch(kernel_name(selected, "backward_dq"));
+}
 
 // Returns dq. The gradients of keys and values go to `gradients`, of contiguous rows.
 Tensor backward_into(const Keys& gradients, const Tensor& dout_in, const std::optional<Tensor>& dlse_in,
                      const Tensor& q, const Keys& kv, const Tensor& out_in, const Tensor& lse_in,
                      const Tensor& segments, const Tensor& groups, double softmax_scale, bool causal,
                      bool deterministic) {
-  const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
-  const Problem problem(q, kv.k_context, kv.v_context, kv.k_decoded, kv.v_decoded, segments, groups, softmax_scale,
-                        causal);
+  const Problem problem(q, kv, segments, groups, softmax_scale, causal);
   check_packed(dout_in, "dout", q, q.size(0), q.size(1));
   check_packed(out_in, "out", q, q.size(0), q.size(1));
   check_statistics(lse_in, "lse", q);
   if (dlse_in) check_statistics(*dlse_in, "dlse", q);
 
   if (problem.is_empty()) {
-    for (const Tensor& t : {gradients.k_context, gradients.v_context, gradients.k_decoded, gradients.v_decoded}) {
-      fill_zeros(t);
+    for (const Rows* rows : {&gradients.k_context, &gradients.v_context, &gradients.k_decoded, &gradients.v_decoded}) {
+      fill_zeros(rows->tensor);
     }
     return zeros(q, q.sizes(), q.scalar_type());
   }
 
   const Tensor dout = aligned(dout_in), out = aligned(out_in), lse = lse_in.contiguous();
   const Tensor dlse = dlse_in ? dlse_in->contiguous() : Tensor();
-  const int64_t padded_rows = ceil_div<int64_t>(q.size(0), RowStatistics::kPadding) * RowStatistics::kPadding;
-  const Tensor rows = uninitialised(q, {2, problem.shape.num_heads, padded_rows}, at::kFloat);
-  float* lse_log2 = rows.data_ptr<float>();
-  const RowStatistics statistics{lse_log2, lse_log2 + problem.shape.num_heads * padded_rows, padded_rows};
-  return with_element_type(q, [&](auto element) {
+  const Tensor dq = uninitialised(q, q.sizes(), q.scalar_type());
+  with_element_type(q, [&](auto element) {
     using T = decltype(element);
     const auto selected = select_for<BackwardKernel<T>>(problem);
-    const bool separate_dq = deterministic || !selected.kernel.convert_dq;
-    const Tensor dq = uninitialised(q, q.sizes(), q.scalar_type());
-    compute_delta<T>({problem.shape, view_of<const T>(out), view_of<const T>(dout),
-                      lse.data_ptr<float>(), dlse.defined() ? dlse.data_ptr<float>() : nullptr, statistics},
-                     problem.stream);
-    count_launch("dualkv_delta");
-    const BackwardCall<T> call{problem, dout, statistics};
-    call.keys(selected, gradients, separate_dq ? Tensor() : dq);
-    if (separate_dq) call.queries(dq);
-    return dq;
+    const bool separate_dq = deterministic || !selected.kernel.sums_dq;
+    const TileInfo& tiles = selected.kernel.tiles;
+    BackwardList list(problem, tiles, selected.padded_head_dim, !separate_dq);
+    list.prepare<T>(problem, gradients, out, dout, lse, dlse);
+    selected.kernel.launch({problem.shape, list.layout, list.work, view_of<const T>(problem.q),
+                            view_of<const T>(dout), problem.kv.regions<const T>(), gradients.regions<T>(),
+                            list.statistics, list.dq_sum, list.dkv_slots},
+                           problem.stream);
+    count_launch(kernel_name(selected, "backward"));
+    selected.kernel.convert({problem.shape, list.layout, list.dq_sum, view_of<T>(dq), list.splits, list.dkv_slots,
+                             gradients.regions<T>(), tiles.block_n, selected.padded_head_dim},
+                            problem.stream);
+    count_launch("dualkv_convert");
+    if (separate_dq) backward_dq<T>(problem, dout, list.statistics, dq);
   });
+  return dq;
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k_context, const Tensor& v_context,
+                                   const Tensor& k_decoded, const Tensor& v_decoded, const Tensor& segments,
+                                   const Tensor& groups, double softmax_scale, bool causal) {
+  return forward_of(q, {k_context, v_context, k_decoded, v_decoded}, segments, groups, softmax_scale, causal);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
@@ -163,34 +134,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& segments, const Tensor& groups, double softmax_scale, bool causal, bool deterministic) {
   const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
   const auto like = [&](const Tensor& t) { return uninitialised(q, t.sizes(), q.scalar_type()); };
-  const Keys gradients{like(k_context), like(v_context), like(k_decoded), like(v_decoded)};
-  const Tensor dq = backward_into(gradients, dout, dlse, q, {k_context, v_context, k_decoded, v_decoded}, out, lse,
-                                  segments, groups, softmax_scale, causal, deterministic);
-  return {dq, gradients.k_context, gradients.v_context, gradients.k_decoded, gradients.v_decoded};
-}
-
-// Rows [begin, begin + rows) as a tensor: Tensor::narrow without the dispatcher, as above.
-Tensor rows_of(const Tensor& t, int64_t begin, int64_t rows) {
-  auto view = t.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
-  const int64_t sizes[3] = {rows, t.size(1), t.size(2)}, strides[3] = {t.stride(0), t.stride(1), t.stride(2)};
-  view->set_sizes_and_strides(sizes, strides, t.storage_offset() + begin * t.stride(0));
-  return Tensor(std::move(view));
+  const Tensor dk_context = like(k_context), dv_context = like(v_context);
+  const Tensor dk_decoded = like(k_decoded), dv_decoded = like(v_decoded);
+  const Tensor dq = backward_into({dk_context, dv_context, dk_decoded, dv_decoded}, dout, dlse, q,
+                                  {k_context, v_context, k_decoded, v_decoded}, out, lse, segments, groups,
+                                  softmax_scale, causal, deterministic);
+  return {dq, dk_context, dv_context, dk_decoded, dv_decoded};
 }
 
 // Keys and values of prompts and responses in one tensor each, of which the first `context_rows` rows are the contexts.
 Keys split_rows(const Tensor& k, const Tensor& v, int64_t context_rows) {
-  check_argument(k.dim() == 3, "k", "3 dimensions (rows, heads, head_dim)", k.dim());
-  check_argument(v.sizes() == k.sizes(), "v", "the shape of k", v.sizes());
-  const int64_t rows = k.size(0), decoded_rows = rows - context_rows;
-  check_argument(context_rows >= 0 && decoded_rows >= 0, "context_rows", "at most the rows of k", context_rows);
-  return {rows_of(k, 0, context_rows), rows_of(v, 0, context_rows), rows_of(k, context_rows, decoded_rows),
-          rows_of(v, context_rows, decoded_rows)};
+  check_argument(k.dim() == 3, "k", k.dim(), "3 dimensions (rows, heads, head_dim)");
+  check_argument(v.sizes() == k.sizes(), "v", v.sizes(), "the shape of k");
+  const int64_t decoded_rows = k.size(0) - context_rows;
+  check_argument(context_rows >= 0 && decoded_rows >= 0, "context_rows", context_rows, "at most the rows of k");
+  return {{k, 0, context_rows}, {v, 0, context_rows}, {k, context_rows, decoded_rows}, {v, context_rows, decoded_rows}};
 }
 
 std::tuple<Tensor, Tensor> packed_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& segments,
                                           const Tensor& groups, int64_t context_rows, double softmax_scale) {
-  const Keys kv = split_rows(k, v, context_rows);
-  return forward(q, kv.k_context, kv.v_context, kv.k_decoded, kv.v_decoded, segments, groups, softmax_scale, true);
+  return forward_of(q, split_rows(aligned(k), aligned(v), context_rows), segments, groups, softmax_scale, true);
 }
 
 std::tuple<Tensor, Tensor, Tensor> packed_backward(const Tensor& dout, const std::optional<Tensor>& dlse,
@@ -198,12 +161,24 @@ std::tuple<Tensor, Tensor, Tensor> packed_backward(const Tensor& dout, const std
                                                    const Tensor& out, const Tensor& lse, const Tensor& segments,
                                                    const Tensor& groups, int64_t context_rows, double softmax_scale,
                                                    bool deterministic) {
-  const Keys kv = split_rows(k, v, context_rows);
   const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
+  const Keys kv = split_rows(aligned(k), aligned(v), context_rows);
   const Tensor dk = uninitialised(q, k.sizes(), q.scalar_type()), dv = uninitialised(q, v.sizes(), q.scalar_type());
   const Tensor dq = backward_into(split_rows(dk, dv, context_rows), dout, dlse, q, kv, out, lse, segments, groups,
                                   softmax_scale, true, deterministic);
   return {dq, dk, dv};
+}
+
+// packed_forward, differentiable where a gradient is wanted.
+std::tuple<Tensor, Tensor> packed_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& segments,
+                                            const Tensor& groups, int64_t context_rows, double softmax_scale,
+                                            bool deterministic) {
+  if (!at::GradMode::is_enabled() || !(q.requires_grad() || k.requires_grad() || v.requires_grad())) {
+    return packed_forward(q, k, v, segments, groups, context_rows, softmax_scale);
+  }
+  const auto results = PackedNode<packed_forward, packed_backward>::apply(q, k, v, segments, groups, context_rows,
+                                                                          softmax_scale, deterministic);
+  return {results[0], results[1]};
 }
 
 std::tuple<Tensor, Tensor> segment_tables(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k_decoded,
@@ -211,11 +186,11 @@ std::tuple<Tensor, Tensor> segment_tables(const Tensor& cu_seqlens_q, const Tens
                                           const std::optional<Tensor>& cu_seqs_per_context, int64_t total_context) {
   const c10::cuda::OptionalCUDAGuard guard(at::device_of(cu_seqlens_q));
   const auto check_offsets = [&](const Tensor& t, const char* name, int64_t length) {
-    check_argument(t.is_cuda() && t.device() == cu_seqlens_q.device(), name, "a CUDA tensor beside cu_seqlens_q",
-                   t.device());
+    check_argument(t.is_cuda() && t.device() == cu_seqlens_q.device(), name, t.device(),
+                   "a CUDA tensor beside cu_seqlens_q");
     TORCH_CHECK_TYPE(t.scalar_type() == at::kInt, name, ": expected int32, got ", t.scalar_type());
-    check_argument(t.dim() == 1 && t.is_contiguous() && t.size(0) >= 1, name, "a contiguous vector", t.sizes());
-    check_argument(length < 0 || t.size(0) == length, name, std::to_string(length) + " entries", t.size(0));
+    check_argument(t.dim() == 1 && t.is_contiguous() && t.size(0) >= 1, name, t.sizes(), "a contiguous vector");
+    check_argument(length < 0 || t.size(0) == length, name, t.size(0), length, " entries");
   };
   check_offsets(cu_seqlens_q, "cu_seqlens_q", -1);
   check_offsets(cu_seqlens_k_decoded, "cu_seqlens_k_decoded", cu_seqlens_q.size(0));
@@ -227,8 +202,8 @@ std::tuple<Tensor, Tensor> segment_tables(const Tensor& cu_seqlens_q, const Tens
   }
   const int64_t num_segments = cu_seqlens_q.size(0) - 1;
   const int64_t num_groups = cu_seqlens_context ? cu_seqlens_context->size(0) - 1 : 1;
-  check_argument(num_groups >= 1 || num_segments == 0, "cu_seqlens_context", "at least one group for the sequences",
-                 num_groups);
+  check_argument(num_groups >= 1 || num_segments == 0, "cu_seqlens_context", num_groups,
+                 "at least one group for the sequences");
   const Tensor segments = uninitialised(cu_seqlens_q, {num_segments, kSegmentColumns}, at::kInt);
   const Tensor groups = uninitialised(cu_seqlens_q, {num_groups, kGroupColumns}, at::kInt);
   build_segment_tables({int_pointer(cu_seqlens_q), int_pointer(cu_seqlens_k_decoded),
@@ -264,6 +239,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("segment_tables", &dualkv::segment_tables);
   m.def("forward", &dualkv::forward);
   m.def("backward", &dualkv::backward);
+  m.def("packed_attention", &dualkv::packed_attention);
   m.def("packed_forward", &dualkv::packed_forward);
   m.def("packed_backward", &dualkv::packed_backward);
   m.def("build_info", &dualkv::build_info);

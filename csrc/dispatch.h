@@ -35,13 +35,14 @@ struct ForwardKernel {
   void (*launch)(const ForwardParams<T>&, cudaStream_t);
 };
 
-// dK and dV, and dQ as fp32 sums that `convert_dq` turns into rows; without a `convert_dq`, dQ is always left to the
-// BackwardDqKernel.
+// dK and dV, in part as fp32 sums that `convert` rounds to rows, and so dQ if asked to and if `sums_dq`; otherwise dQ is
+// left to the BackwardDqKernel.
 template <typename T>
 struct BackwardKernel {
   TileInfo tiles;
   void (*launch)(const BackwardParams<T>&, cudaStream_t);
-  void (*convert_dq)(const ConvertDqParams<T>&, cudaStream_t);
+  void (*convert)(const ConvertParams<T>&, cudaStream_t);
+  bool sums_dq;
 };
 
 template <typename T>

@@ -103,25 +103,21 @@ struct BackwardDqParams {
   TensorView<T> dq;
 };
 
+// What the backward leaves in fp32: the sums of dQ (null: there are none) and the parts of split tiles.
 template <typename T>
-struct ConvertDqParams {
-  ProblemShape shape;
-  const float* dq_sum;
-  TensorView<T> dq;
-};
-
-template <typename T>
-struct ConvertDkvParams {
+struct ConvertParams {
   ProblemShape shape;
   GroupLayout layout;
-  WorkList<SplitTile> work;
+  const float* dq_sum;
+  TensorView<T> dq;
+  WorkList<SplitTile> splits;
   const float* dkv_slots;
   KvRegions<T> dkv;
   int block_n, padded_head_dim;
 };
 
 template <typename T>
-struct DeltaParams {
+struct RowStatisticsParams {
   ProblemShape shape;
   TensorView<const T> out, dout;
   const float* lse;   // (num_heads, q_rows)

@@ -8,6 +8,8 @@
 
 #include <cstdlib>
 #include <limits>
+#include <map>
+#include <mutex>
 
 #include "check.h"
 #include "dispatch.h"
@@ -42,17 +44,52 @@ inline Tensor aligned(const Tensor& t) {
   return strides_ok && base_ok ? t : t.clone(at::MemoryFormat::Contiguous);
 }
 
-// The stride of a size-1 dimension is arbitrary and never used.
+// Rows [begin, begin + count) of a tensor (rows, heads, head_dim). Prompts and responses may share one: a view of a
+// tensor costs the host a microsecond, and a backward would make eight.
+struct Rows {
+  Tensor tensor;
+  int64_t begin, count;
+
+  Rows(const Tensor& t) : Rows(t, 0, t.dim() > 0 ? t.size(0) : 0) {}
+  Rows(const Tensor& t, int64_t begin, int64_t count) : tensor(t), begin(begin), count(count) {}
+
+  // The stride of a size-1 dimension is arbitrary and never used.
+  template <typename T>
+  TensorView<T> view() const {
+    const int64_t row_stride = tensor.size(0) > 1 ? tensor.stride(0) : 0;
+    return {static_cast<T*>(tensor.data_ptr()) + begin * row_stride, row_stride,
+            tensor.size(1) > 1 ? tensor.stride(1) : 0};
+  }
+  Rows aligned() const { return {dualkv::aligned(tensor), begin, count}; }
+};
+
 template <typename T>
 TensorView<T> view_of(const Tensor& t) {
-  return {static_cast<T*>(t.data_ptr()), t.size(0) > 1 ? t.stride(0) : 0, t.size(1) > 1 ? t.stride(1) : 0};
+  return Rows(t).view<T>();
 }
 
-inline int device_attribute(cudaDeviceAttr attribute) {
-  int value = 0;
-  check_cuda(cudaDeviceGetAttribute(&value, attribute, c10::cuda::current_device()));
-  return value;
-}
+// What kernels need to know of a GPU; the driver is asked once.
+struct Device {
+  int major, minor, num_sms, shared_bytes;  // `shared_bytes`: the most that a block may have
+
+  static const Device& current() {
+    static std::mutex mutex;
+    static std::map<int, Device> known;
+    const int index = c10::cuda::current_device();
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = known.find(index);
+    if (found != known.end()) return found->second;
+    const auto attribute = [&](cudaDeviceAttr which) {
+      int value = 0;
+      check_cuda(cudaDeviceGetAttribute(&value, which, index));
+      return value;
+    };
+    const Device device{attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrComputeCapabilityMinor),
+                        attribute(cudaDevAttrMultiProcessorCount),
+                        attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+    return known.emplace(index, device).first->second;
+  }
+};
 
 // DUALKV_MAX_SHARED_BYTES lets a large GPU run the kernels of a small one: for tests.
 inline int shared_limit_override() {
@@ -63,11 +100,11 @@ inline int shared_limit_override() {
 inline int* int_pointer(const Tensor& t) { return static_cast<int*>(t.data_ptr()); }
 
 struct Keys {
-  Tensor k_context, v_context, k_decoded, v_decoded;
+  Rows k_context, v_context, k_decoded, v_decoded;
 
   template <typename T>
   KvRegions<T> regions() const {
-    return {{view_of<T>(k_context), view_of<T>(v_context)}, {view_of<T>(k_decoded), view_of<T>(v_decoded)}};
+    return {{k_context.view<T>(), v_context.view<T>()}, {k_decoded.view<T>(), v_decoded.view<T>()}};
   }
 };
 
@@ -80,42 +117,41 @@ struct Problem {
   int capability, shared_limit;
   cudaStream_t stream;
 
-  Problem(const Tensor& q_in, const Tensor& k_context, const Tensor& v_context, const Tensor& k_decoded,
-          const Tensor& v_decoded, const Tensor& segments_in, const Tensor& groups_in, double softmax_scale,
-          bool causal)
-      : segments(segments_in), groups(groups_in) {
-    check_argument(q_in.is_cuda(), "q", "a CUDA tensor", q_in.device());
-    TORCH_CHECK_TYPE(q_in.scalar_type() == at::kHalf || q_in.scalar_type() == at::kBFloat16,
-                     "q: expected float16 or bfloat16, got ", q_in.scalar_type());
-    check_argument(q_in.dim() == 3, "q", "3 dimensions (rows, heads, head_dim)", q_in.dim());
-    check_argument(k_context.dim() == 3, "k_context", "3 dimensions (rows, heads, head_dim)", k_context.dim());
-    const int64_t heads = q_in.size(1), kv_heads = k_context.size(1);
-    check_argument(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "k_context",
-                   "a number of heads that divides " + std::to_string(heads), kv_heads);
-    check_argument(q_in.size(2) > 0 && q_in.size(2) % 8 == 0, "q", "a head dim that is a multiple of 8", q_in.size(2));
-    check_packed(q_in, "q", q_in, -1, heads);
-    check_packed(k_context, "k_context", q_in, -1, kv_heads);
-    check_packed(v_context, "v_context", q_in, k_context.size(0), kv_heads);
-    check_packed(k_decoded, "k_decoded", q_in, -1, kv_heads);
-    check_packed(v_decoded, "v_decoded", q_in, k_decoded.size(0), kv_heads);
-    check_table(segments, "segments", q_in, kSegmentColumns);
-    check_table(groups, "groups", q_in, kGroupColumns);
-    check_argument(softmax_scale > 0, "softmax_scale", "a positive number", softmax_scale);
+  Problem(const Tensor& q_in, const Keys& kv_in, const Tensor& segments_in, const Tensor& groups_in,
+          double softmax_scale, bool causal)
+      : q(q_in), kv(kv_in), segments(segments_in), groups(groups_in) {
+    check_argument(q.is_cuda(), "q", q.device(), "a CUDA tensor");
+    TORCH_CHECK_TYPE(q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16,
+                     "q: expected float16 or bfloat16, got ", q.scalar_type());
+    check_argument(q.dim() == 3, "q", q.dim(), "3 dimensions (rows, heads, head_dim)");
+    const Tensor& keys = kv.k_context.tensor;
+    check_argument(keys.dim() == 3, "k_context", keys.dim(), "3 dimensions (rows, heads, head_dim)");
+    const int64_t heads = q.size(1), kv_heads = keys.size(1);
+    check_argument(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "k_context", kv_heads,
+                   "a number of heads that divides ", heads);
+    check_argument(q.size(2) > 0 && q.size(2) % 8 == 0, "q", q.size(2), "a head dim that is a multiple of 8");
+    check_packed(q, "q", q, -1, heads);
+    check_pair("k_context", kv.k_context, "v_context", kv.v_context, kv_heads);
+    check_pair("k_decoded", kv.k_decoded, "v_decoded", kv.v_decoded, kv_heads);
+    check_table(segments, "segments", q, kSegmentColumns);
+    check_table(groups, "groups", q, kGroupColumns);
+    check_argument(softmax_scale > 0, "softmax_scale", softmax_scale, "a positive number");
 
-    capability = device_attribute(cudaDevAttrComputeCapabilityMajor);
-    TORCH_CHECK(capability >= 8, "flash_attn_dualkv needs a GPU of compute capability 8.0 or newer, got ", capability,
-                ".", device_attribute(cudaDevAttrComputeCapabilityMinor));
-    shared_limit = std::min(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin), shared_limit_override());
+    const Device& device = Device::current();
+    capability = device.major;
+    TORCH_CHECK(capability >= 8, "flash_attn_dualkv needs a GPU of compute capability 8.0 or newer, got ",
+                device.major, ".", device.minor);
+    shared_limit = std::min(device.shared_bytes, shared_limit_override());
     stream = c10::cuda::getCurrentCUDAStream();
-    q = aligned(q_in);
-    kv = {aligned(k_context), aligned(v_context), aligned(k_decoded), aligned(v_decoded)};
+    q = aligned(q);
+    kv = {kv.k_context.aligned(), kv.v_context.aligned(), kv.k_decoded.aligned(), kv.v_decoded.aligned()};
     shape = {static_cast<int>(q.size(0)),
              static_cast<int>(heads),
              static_cast<int>(kv_heads),
              static_cast<int>(q.size(2)),
              static_cast<float>(softmax_scale),
              causal,
-             device_attribute(cudaDevAttrMultiProcessorCount)};
+             device.num_sms};
   }
 
   GroupLayout layout() const {
@@ -123,10 +159,17 @@ struct Problem {
             int_pointer(groups),
             static_cast<int>(segments.size(0)),
             static_cast<int>(groups.size(0)),
-            {shape.q_rows, static_cast<int>(kv.k_context.size(0)), static_cast<int>(kv.k_decoded.size(0))}};
+            {shape.q_rows, static_cast<int>(kv.k_context.count), static_cast<int>(kv.k_decoded.count)}};
   }
 
   bool is_empty() const { return segments.size(0) == 0 || q.size(0) == 0; }
+
+ private:
+  void check_pair(const char* k_name, const Rows& k, const char* v_name, const Rows& v, int64_t heads) const {
+    check_packed(k.tensor, k_name, q, -1, heads);
+    check_packed(v.tensor, v_name, q, -1, heads);
+    check_argument(v.count == k.count, v_name, v.count, k.count, " rows");
+  }
 };
 
 }  // namespace dualkv

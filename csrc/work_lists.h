@@ -1,108 +1,139 @@
-// Work lists with the memory that holds them; kernels/work_list.cu fills it on the device.
+// Work lists with the memory that holds them; the kernels of kernels/ fill it on the device.
 #pragma once
 
-#include <optional>
+#include <utility>
 
 #include "kernels/kernels.h"
 #include "problem.h"
 
 namespace dualkv {
 
-// One allocation of int32 for all arrays of a list.
-class IntArrays {
+// The arrays of a call in one allocation, each on a boundary of 128 bytes. `place(*this)` takes them: once to learn how
+// much they need, and once for good.
+class Scratch {
  public:
-  // How many ints `count` items take.
-  template <typename Item>
-  static int64_t size_of(int64_t count) {
-    static_assert(sizeof(Item) % sizeof(int) == 0 && alignof(Item) == alignof(int), "items are made of ints");
-    return count * static_cast<int64_t>(sizeof(Item) / sizeof(int));
+  template <class Place>
+  Scratch(const Tensor& beside, Place place) {
+    place(*this);
+    storage_ = uninitialised(beside, {std::exchange(used_, 0)}, at::kByte);
+    begin_ = reinterpret_cast<uintptr_t>(storage_.data_ptr());
+    place(*this);
   }
-
-  IntArrays(const Problem& problem, int64_t ints)
-      : storage_(uninitialised(problem.segments, {ints}, at::kInt)), next_(int_pointer(storage_)) {}
 
   template <typename Item = int>
   Item* take(int64_t count) {
-    int* taken = next_;
-    next_ += size_of<Item>(count);
+    const uintptr_t taken = begin_ + used_;
+    used_ += ceil_div<int64_t>(count * static_cast<int64_t>(sizeof(Item)), kAlignment) * kAlignment;
     return reinterpret_cast<Item*>(taken);
   }
 
  private:
+  static constexpr int64_t kAlignment = 128;
   Tensor storage_;
-  int* next_;
+  uintptr_t begin_ = 0;
+  int64_t used_ = 0;
 };
 
-inline ClearedRows cleared_rows(const Tensor& t) {
-  return {t.data_ptr(), t.size(1) * t.size(2) * static_cast<int64_t>(t.element_size())};
+inline ClearedRows cleared_rows(const Rows& rows) {
+  const Tensor& t = rows.tensor;
+  const int64_t row_bytes = t.size(1) * t.size(2) * static_cast<int64_t>(t.element_size());
+  return {static_cast<char*>(t.data_ptr()) + rows.begin * row_bytes, row_bytes};
 }
 
-// A list of query tiles. Building it clears the rows of `out` (and of `lse`, where defined) that are in none of them.
+// A list of query tiles, `queries` of a sequence each. Building it clears the rows of `out` (and of `lse`, where defined)
+// that are in none of them.
 struct ForwardList {
-  IntArrays arrays;
   WorkList<ForwardItem> work;
 
-  // `queries` of a sequence make a tile.
   ForwardList(const Problem& problem, int queries, int block_n, const Tensor& out, const Tensor& lse)
-      : ForwardList(problem, queries, block_n, out, lse, forward_capacity(problem.layout(), queries)) {}
+      : scratch_(problem.q, [&](Scratch& scratch) { place(problem, queries, scratch); }) {
+    args_.block_m = queries, args_.block_n = block_n, args_.causal = problem.shape.causal;
+    args_.rows = cleared_rows(out), args_.lse = lse.defined() ? lse.data_ptr<float>() : nullptr;
+    args_.num_heads = problem.shape.num_heads;
+    prepare_forward(args_, problem.stream);
+    count_launch("dualkv_prepare_forward");
+    work = {args_.items, args_.count, args_.capacity, args_.next};
+  }
 
  private:
-  ForwardList(const Problem& problem, int queries, int block_n, const Tensor& out, const Tensor& lse, int64_t capacity)
-      : arrays(problem, problem.segments.size(0) + 1 + IntArrays::size_of<ForwardItem>(capacity) + 2) {
-    const GroupLayout layout = problem.layout();
-    int* offsets = arrays.take(layout.num_segments + 1);
-    auto* items = arrays.take<ForwardItem>(capacity);
-    int* counters = arrays.take(2);
-    work = {items, counters, static_cast<int>(capacity), counters + 1};
-    build_forward_list({layout, queries, block_n, problem.shape.causal, work.capacity, offsets, items, counters,
-                        counters + 1, cleared_rows(out), lse.defined() ? lse.data_ptr<float>() : nullptr,
-                        problem.shape.num_heads},
-                       problem.stream);
-    count_launch("dualkv_work_list_forward");
+  void place(const Problem& problem, int queries, Scratch& scratch) {
+    args_.layout = problem.layout();
+    args_.capacity = forward_capacity(args_.layout, queries);
+    args_.tile_offsets = scratch.take(args_.layout.num_segments + 1);
+    args_.items = scratch.take<ForwardItem>(args_.capacity);
+    args_.count = scratch.take(1), args_.next = scratch.take(1);
   }
+
+  ForwardListArgs args_{};
+  Scratch scratch_;
 };
 
-// The list of KV tiles, and the tiles whose queries were split. Building it clears the rows of the gradients that are in
-// none of them, and dq_sum where it is defined.
+// What the kernels of the backward share: the list of KV tiles, the tiles whose queries were split and the slots for their
+// parts, the row statistics and, if asked for, the fp32 sums of dQ.
 struct BackwardList {
-  std::optional<IntArrays> arrays;
   GroupLayout layout;  // with the runs of segments
   WorkList<BackwardItem> work;
   WorkList<SplitTile> splits;
-  int slots;
+  RowStatistics statistics{};
+  float* dq_sum = nullptr;
+  float* dkv_slots = nullptr;
 
-  BackwardList(const Problem& problem, const TileInfo& tiles, const Keys& gradients, const Tensor& dq_sum)
-      : layout(problem.layout()) {
+  BackwardList(const Problem& problem, const TileInfo& tiles, int padded_head_dim, bool sums_dq)
+      : scratch_(problem.q,
+                 [&](Scratch& scratch) { place(problem, tiles, padded_head_dim, sums_dq, scratch); }) {
     const ProblemShape& shape = problem.shape;
-    const BackwardCapacities most = backward_capacities(layout, tiles.block_m, tiles.block_n, shape.num_heads,
-                                                        shape.num_kv_heads, shape.num_sms);
-    slots = most.slots;
-    const int owners = layout.num_groups + layout.num_segments;
-    const int segments = layout.num_segments;
-    arrays.emplace(problem, 2 * (segments + 1) + (owners + 1) + most.tiles +
-                                IntArrays::size_of<BackwardItem>(most.items) +
-                                IntArrays::size_of<SplitTile>(most.splits) + IntArrays::size_of<BackwardOrder>(1) + 1);
-    int* run_counts = arrays->take(segments + 1);
-    int* run_begins = arrays->take(segments + 1);
-    layout.runs = {run_counts, run_begins};
-    int* offsets = arrays->take(owners + 1);
-    int* steps = arrays->take(most.tiles);
-    auto* items = arrays->take<BackwardItem>(most.items);
-    auto* split_items = arrays->take<SplitTile>(most.splits);
-    auto* order = arrays->take<BackwardOrder>(1);
-    int* split_count = arrays->take(1);
-    work = {items, order->begin + kCostClasses, most.items, nullptr, order};
-    splits = {split_items, split_count, most.splits};
-    const int64_t dq_bytes = dq_sum.defined() ? static_cast<int64_t>(dq_sum.nbytes()) : 0;
-    build_backward_list({layout, run_counts, run_begins, tiles.block_m, tiles.block_n, shape.causal,
-                         shape.num_kv_heads, shape.heads_per_group(), shape.num_sms, most.tiles, slots, offsets,
-                         steps, items, order, split_items, split_count,
-                         {cleared_rows(gradients.k_context), cleared_rows(gradients.v_context)},
-                         {cleared_rows(gradients.k_decoded), cleared_rows(gradients.v_decoded)},
-                         {dq_bytes ? dq_sum.data_ptr() : nullptr, dq_bytes}},
-                        problem.stream);
-    count_launch("dualkv_work_list_backward");
+    layout = args_.layout;
+    work = {args_.items, args_.order->begin + kCostClasses, capacity_.items, nullptr, args_.order};
+    splits = {args_.splits, args_.split_count, capacity_.splits};
+    args_.block_m = tiles.block_m, args_.block_n = tiles.block_n, args_.causal = shape.causal;
+    args_.num_kv_heads = shape.num_kv_heads, args_.heads_per_group = shape.heads_per_group();
+    args_.num_sms = shape.num_sms;
+    args_.tile_capacity = capacity_.tiles, args_.slot_capacity = capacity_.slots;
   }
+
+  // Fills it, and clears the rows of `gradients` that are in no tile of the list.
+  template <typename T>
+  void prepare(const Problem& problem, const Keys& gradients, const Tensor& out, const Tensor& dout, const Tensor& lse,
+               const Tensor& dlse) {
+    args_.context[0] = cleared_rows(gradients.k_context), args_.context[1] = cleared_rows(gradients.v_context);
+    args_.decoded[0] = cleared_rows(gradients.k_decoded), args_.decoded[1] = cleared_rows(gradients.v_decoded);
+    const float* dlse_pointer = dlse.defined() ? dlse.data_ptr<float>() : nullptr;
+    prepare_backward<T>(args_,
+                        {problem.shape, view_of<const T>(out), view_of<const T>(dout), lse.data_ptr<float>(),
+                         dlse_pointer, statistics},
+                        problem.stream);
+    count_launch("dualkv_prepare_backward");
+  }
+
+ private:
+  void place(const Problem& problem, const TileInfo& tiles, int padded_head_dim, bool sums_dq, Scratch& scratch) {
+    const ProblemShape& shape = problem.shape;
+    args_.layout = problem.layout();
+    capacity_ = backward_capacities(args_.layout, tiles.block_m, tiles.block_n, shape.num_heads, shape.num_kv_heads,
+                                    shape.num_sms);
+    statistics.padded_rows = ceil_div<int64_t>(shape.q_rows, RowStatistics::kPadding) * RowStatistics::kPadding;
+    statistics.lse_log2 = scratch.take<float>(shape.num_heads * statistics.padded_rows);
+    statistics.delta = scratch.take<float>(shape.num_heads * statistics.padded_rows);
+    if (sums_dq) {
+      const int64_t rows = int64_t{ceil_div(shape.q_rows, tiles.block_m)} * tiles.block_m;
+      const int64_t sums = shape.num_heads * rows * padded_head_dim;
+      dq_sum = scratch.take<float>(sums);
+      args_.dq_sum = {dq_sum, sums * static_cast<int64_t>(sizeof(float))};
+    }
+    dkv_slots = scratch.take<float>(int64_t{capacity_.slots} * 2 * tiles.block_n * padded_head_dim);
+
+    const int segments = args_.layout.num_segments, owners = args_.layout.num_groups + segments;
+    args_.run_counts = scratch.take(segments + 1), args_.run_begins = scratch.take(segments + 1);
+    args_.layout.runs = {args_.run_counts, args_.run_begins};
+    args_.tile_offsets = scratch.take(owners + 1), args_.tile_steps = scratch.take(capacity_.tiles);
+    args_.items = scratch.take<BackwardItem>(capacity_.items);
+    args_.order = scratch.take<BackwardOrder>(1);
+    args_.splits = scratch.take<SplitTile>(capacity_.splits), args_.split_count = scratch.take(1);
+  }
+
+  BackwardListArgs args_{};
+  BackwardCapacities capacity_{};
+  Scratch scratch_;
 };
 
 }  // namespace dualkv

@@ -241,6 +241,16 @@ ops.library.impl("packed_backward", _backward_autograd, "Autograd")
 
 def attend(*arguments: Any) -> ops.Results:
     """`packed_forward`, past the dispatcher where nobody watches it."""
-    if ops.is_watched(arguments[0]):
+    q, k, v, sinks, segments, groups = arguments[:6]
+    if ops.is_watched(q):
         return cast(ops.Results, packed_forward(*arguments))
-    return _forward_autograd(*arguments)
+    options = Options(*arguments[6:])
+    is_plain = sinks is options.window is options.softcap is None and not options.reference
+    if not (is_plain and q.is_cuda):
+        return _forward_autograd(*arguments)
+    # The same node as _PackedAttention, but compiled: the engine then runs no Python for it.
+    compiled = ops.compiled_module()
+    if ops.checks_values():
+        _check_tables(q, segments, groups, options.context_rows)
+    scalars = (options.context_rows, options.softmax_scale, options.deterministic)
+    return cast(ops.Results, compiled.packed_attention(q, k, v, segments, groups, *scalars))

@@ -159,7 +159,7 @@ int count_slots(const Problem* p) { return p->capacities().slots; }
 void record_backward(const Problem* p, Record* r, int limit) {
   const bool forced = limit > 0;
   if (!forced) limit = part_limit(total_steps(*p) * p->num_kv_heads, p->num_sms);
-  // As dualkv_work_list_backward decides it.
+  // As kernels/backward_list.h decides it.
   LongTiles tiles{0, 0, 0, kMaxSteps};
   for_each_owner(*p, [&](const Owner&, int steps, int leading) {
     const int most = max_int(steps, leading);

@@ -203,7 +203,7 @@ HOPPER_MUTANTS = [
     ),
     Mutant(
         "Hopper backward: dQ is not scaled",
-        "csrc/sm90/convert_dq.h",
+        "csrc/sm90/convert.h",
         "col, dq, p.shape.softmax_scale, thread % 32);",
         "col, dq, 1.f, thread % 32);",
         PROPERTIES,

@@ -63,7 +63,7 @@ SHARED_MUTANTS = [
     ),
     Mutant(
         "delta ignores the gradient of the LSE",
-        "csrc/kernels/delta.cu",
+        "csrc/kernels/row_statistics.h",
         "if (p.dlse) delta -= p.dlse[at];",
         "",
         PROPERTIES,
@@ -71,16 +71,15 @@ SHARED_MUTANTS = [
     ),
     Mutant(
         "the first part of a split tile is lost",
-        "csrc/kernels/convert.cu",
+        "csrc/kernels/convert_dkv.h",
         "for (int part = 0; part < split.parts; ++part, source += stride) {",
-        "source += stride;\n"
-        "    for (int part = 1; part < split.parts; ++part, source += stride) {",
+        "source += stride;\n    for (int part = 1; part < split.parts; ++part, source += stride) {",
         PROPERTIES,
         "split_owners and 64-heads0",
     ),
     Mutant(
         "parts of a split tile are summed in any order",
-        "csrc/kernels/convert.cu",
+        "csrc/kernels/convert_dkv.h",
         "for (int part = 0; part < split.parts; ++part, source += stride) {",
         "const bool backwards = clock64() & 1;\n"
         "    if (backwards) source += (split.parts - 1) * stride;\n"
@@ -91,14 +90,14 @@ SHARED_MUTANTS = [
     Mutant(
         "deterministic mode takes the default path",
         API,
-        "const bool separate_dq = deterministic || !selected.kernel.convert_dq;",
-        "const bool separate_dq = !selected.kernel.convert_dq;",
+        "const bool separate_dq = deterministic || !selected.kernel.sums_dq;",
+        "const bool separate_dq = !selected.kernel.sums_dq;",
         PROPERTIES,
         "every_switch",
     ),
     Mutant(
         "keys that no query sees keep what was in memory",
-        "csrc/kernels/work_list.cu",
+        "csrc/kernels/prepare_backward.cu",
         "clear_row(cleared, row, threadIdx.x % 32, 32);",
         "if (row < 0) clear_row(cleared, row, threadIdx.x % 32, 32);",
         MEMORY,
@@ -106,7 +105,7 @@ SHARED_MUTANTS = [
     ),
     Mutant(
         "rows of no sequence keep what was in memory",
-        "csrc/kernels/work_list.cu",
+        "csrc/kernels/clear_rows.h",
         "if (!owned[i]) clear(first + i);",
         "if (!owned[i] && layout.num_segments == 0) clear(first + i);",
         MEMORY,

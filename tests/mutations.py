@@ -14,7 +14,7 @@ BACKENDS = "tests/test_shared_prompt_backends.py"
 ANY_MACHINE = (GEOMETRY, BLOCK_ORDER, WORK_LIST, PACKING, PACKED_ATTENTION, BACKENDS)
 
 REGIONS, SCHEDULE = "csrc/core/kv_regions.h", "csrc/core/schedule.h"
-ORDER, LIST = "csrc/core/block_order.h", "csrc/kernels/work_list.cu"
+ORDER, LIST = "csrc/core/block_order.h", "csrc/kernels/backward_list.h"
 LAYOUT, REFERENCE = "flash_attn_dualkv/shared_prompt.py", "flash_attn_dualkv/reference.py"
 
 

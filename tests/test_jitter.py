@@ -139,7 +139,7 @@ def test_the_calls_are_ragged_and_of_several_groups() -> None:
 
 
 def test_the_kernels_for_hopper_must_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("dualkv_sm90_forward", "dualkv_sm90_backward", "dualkv_sm90_backward_dq", "dualkv_convert_dq")
+    names = ("dualkv_sm90_forward", "dualkv_sm90_backward", "dualkv_sm90_backward_dq", "dualkv_convert")
     before = {"dualkv_sm80_forward": 3}
 
     def pretend(after: dict[str, int]) -> None:

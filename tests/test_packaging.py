@@ -193,14 +193,17 @@ def source_tree(root: Path, names: list[str]) -> Path:
 
 
 def test_head_dims_select_the_instances(tmp_path):
-    names = ["kernels/delta.cu", "instances/sm80_forward_d64_fp16.cu", "instances/sm80_backward_d128_bf16.cu"]
+    names = ["kernels/segment_tables.cu", "instances/sm80_forward_d64_fp16.cu", "instances/sm80_backward_d128_bf16.cu"]
     source_tree(tmp_path, names)
     assert [s.path.stem for s in toolchain.kernel_sources(tmp_path)] == [
         "sm80_backward_d128_bf16",
         "sm80_forward_d64_fp16",
-        "delta",
+        "segment_tables",
     ]
-    assert [s.path.stem for s in toolchain.kernel_sources(tmp_path, [64])] == ["sm80_forward_d64_fp16", "delta"]
+    assert [s.path.stem for s in toolchain.kernel_sources(tmp_path, [64])] == [
+        "sm80_forward_d64_fp16",
+        "segment_tables",
+    ]
 
 
 def test_an_instance_with_an_unknown_name_is_not_skipped(tmp_path):
@@ -327,7 +330,7 @@ def test_an_error_is_a_sentence_and_no_traceback(checkout):
 
 
 def test_the_extension_compiles_every_source_and_knows_what_it_contains(tmp_path, monkeypatch):
-    names = ["api.cpp", "dispatch.cpp", "kernels/delta.cu", "instances/sm80_forward_d64_fp16.cu"]
+    names = ["api.cpp", "dispatch.cpp", "kernels/segment_tables.cu", "instances/sm80_forward_d64_fp16.cu"]
     other_builds = ["instances/sm90_forward_d64_fp16.cu", "instances/sm80_forward_d96_fp16.cu"]
     root = source_tree(tmp_path, [*names, *other_builds])
     monkeypatch.setattr(Nvcc, "home", Path("/cuda-13.0"))
@@ -337,14 +340,19 @@ def test_the_extension_compiles_every_source_and_knows_what_it_contains(tmp_path
     assert sorted(commands) == sorted(Path(name).name for name in names)
     assert '-DDUALKV_BUILD_ARCHS="80"' in commands["api.cpp"]
     assert "-DTORCH_EXTENSION_NAME=_C" in commands["api.cpp"]
-    assert re.findall(r"code=\w+", commands["delta.cu"]) == ["code=sm_80", "code=compute_80"]
-    assert "/torch" not in commands["delta.cu"]
+    assert re.findall(r"code=\w+", commands["segment_tables.cu"]) == ["code=sm_80", "code=compute_80"]
+    assert "/torch" not in commands["segment_tables.cu"]
 
 
 def test_the_jitter_reaches_every_kernel_source_and_what_was_compiled_without_it_is_compiled_again(
     tmp_path, monkeypatch
 ):
-    names = ["api.cpp", "kernels/delta.cu", "instances/sm90_forward_d64_fp16.cu", "instances/sm80_forward_d64_fp16.cu"]
+    names = [
+        "api.cpp",
+        "kernels/segment_tables.cu",
+        "instances/sm90_forward_d64_fp16.cu",
+        "instances/sm80_forward_d64_fp16.cu",
+    ]
     root = source_tree(tmp_path, names)
     compiler = fake_nvcc(tmp_path / "cuda/bin/nvcc", "13.0")
     monkeypatch.setattr(Nvcc, "home", tmp_path / "cuda")

@@ -1,9 +1,8 @@
-"""The kernels that build work lists, run on the host: every step of every walk exactly once, by parts that agree."""
+"""The blocks that build work lists, run on the host: every step of every walk exactly once, by parts that agree."""
 
 from __future__ import annotations
 
 import ctypes
-import re
 import subprocess
 from collections import Counter, defaultdict
 from typing import NamedTuple
@@ -23,21 +22,15 @@ from test_geometry import (
     usual_tables,
 )
 
-LAUNCH = re.compile(r"\w+<<<.*?>>>\(.*?\);", re.DOTALL)
-
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The source of the kernels, without the statements that launch them."""
+    """The source of the blocks that build the lists, with a thread of the host for each of theirs."""
     if COMPILER is None:
         pytest.skip("no C++ compiler")
-    folder = tmp_path_factory.mktemp("work_list")
-    source, launches = LAUNCH.subn("", (INCLUDE / "kernels/work_list.cu").read_text())
-    assert launches == 3
-    (folder / "work_list.inc").write_text(source)
-    library = folder / "work_list.so"
+    library = tmp_path_factory.mktemp("work_list") / "work_list.so"
     command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", f"-I{HERE / 'host_cuda'}"]
-    command += [f"-I{folder}", f"-I{INCLUDE}", str(HERE / "work_list_shim.cpp"), "-o", str(library)]
+    command += [f"-I{INCLUDE}", str(HERE / "work_list_shim.cpp"), "-o", str(library)]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))
 

@@ -1,7 +1,8 @@
-// The kernels that build work lists, run on the host. `work_list.inc` is kernels/work_list.cu without its launches.
+// The blocks that build work lists, run on the host.
 #include "shim_problem.h"
 
-#include "work_list.inc"
+#include "kernels/backward_list.h"
+#include "kernels/forward_list.h"
 
 using namespace dualkv;
 
@@ -42,7 +43,7 @@ int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int
   args.tile_capacity = most.tiles, args.slot_capacity = most.slots;
   args.tile_offsets = offsets.data(), args.tile_steps = steps.data();
   args.items = items, args.order = &order, args.splits = splits, args.split_count = counts;
-  host_cuda::run_block(kThreads, [&] { dualkv_work_list_backward(args, 0, 0); });
+  host_cuda::run_block(kThreads, [&] { build_backward_list(args); });
   const int count = order.begin[kCostClasses];
   for (int block = 0; block < count * p->num_kv_heads; ++block) {
     const BackwardPlace place = backward_place(block, order, p->num_kv_heads, p->num_sms);
@@ -61,7 +62,7 @@ int build_forward(const Problem* p, ForwardItem* items, int* costs) {
   args.block_m = p->block_m, args.block_n = p->block_n, args.causal = p->causal;
   args.capacity = forward_capacity(args.layout, p->block_m);
   args.tile_offsets = offsets.data(), args.items = items, args.count = counters, args.next = counters + 1;
-  host_cuda::run_block(kThreads, [&] { dualkv_work_list_forward(args); });
+  host_cuda::run_block(kThreads, [&] { build_forward_list(args); });
   for (int i = 0; i < counters[0]; ++i) {
     costs[i] = forward_cost(args.layout.segment(items[i].segment), items[i].m_block, p->block_m, p->block_n, p->causal);
   }

@@ -1,4 +1,4 @@
-// The unit of work of a thread block and its cost. Lists of these are built on the device (kernels/work_list.cu),
+// The unit of work of a thread block and its cost. Lists of these are built on the device (kernels/*_list.h),
 // longest first, so that a plain grid in list order is balanced by the hardware.
 #pragma once
 

@@ -42,7 +42,7 @@ struct ForwardListArgs {
   float* lse;        // (num_heads, q_rows), set to -inf in the cleared rows; or null
   int num_heads;
 };
-void build_forward_list(const ForwardListArgs& args, cudaStream_t stream);
+void prepare_forward(const ForwardListArgs& args, cudaStream_t stream);
 
 struct BackwardListArgs {
   GroupLayout layout;  // `runs` points into run_counts and run_begins
@@ -62,12 +62,9 @@ struct BackwardListArgs {
   ClearedRows context[2], decoded[2];  // dK and dV
   ClearedRows dq_sum;                  // all of it: one "row"
 };
-void build_backward_list(const BackwardListArgs& args, cudaStream_t stream);
 
+// The list, the cleared rows and the row statistics.
 template <typename T>
-void compute_delta(const DeltaParams<T>& params, cudaStream_t stream);
-
-template <typename T>
-void convert_dkv(const ConvertDkvParams<T>& params, cudaStream_t stream);
+void prepare_backward(const BackwardListArgs& args, const RowStatisticsParams<T>& rows, cudaStream_t stream);
 
 }  // namespace dualkv

@@ -6,17 +6,17 @@
 #include "dispatch.h"
 #include "sm80/backward.h"
 #include "sm80/backward_dq.h"
-#include "sm80/convert_dq.h"
+#include "sm80/convert.h"
 #include "sm80/forward.h"
 
 namespace dualkv::sm80 {
 
-template <typename Params>
-void launch(void (*kernel)(Params), int64_t blocks, int threads, int shared_bytes, const Params& params,
-            cudaStream_t stream) {
+template <class Kernel, typename... Params>
+void launch(Kernel kernel, int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
+            const Params&... params) {
   if (blocks == 0) return;
   allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
-  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(params);
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(params...);
   check_cuda(cudaGetLastError());
 }
 
@@ -24,7 +24,7 @@ template <typename T, class Config>
 ForwardKernel<T> forward_kernel() {
   const auto run = [](const ForwardParams<T>& p, cudaStream_t stream) {
     launch(dualkv_sm80_forward<T, Config>, int64_t{p.work.capacity} * p.shape.num_heads, Config::kThreads,
-           Config::kSharedBytes, p, stream);
+           Config::kSharedBytes, stream, p);
   };
   return {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes}, run};
 }
@@ -33,20 +33,22 @@ template <typename T, class Config>
 BackwardKernel<T> backward_kernel() {
   const auto run = [](const BackwardParams<T>& p, cudaStream_t stream) {
     const auto kernel = p.dq_sum ? dualkv_sm80_backward<T, Config, true> : dualkv_sm80_backward<T, Config, false>;
-    launch(kernel, int64_t{p.work.capacity} * p.shape.num_kv_heads, Config::kThreads, Config::kSharedBytes, p, stream);
+    launch(kernel, int64_t{p.work.capacity} * p.shape.num_kv_heads, Config::kThreads, Config::kSharedBytes, stream, p);
   };
-  const auto convert_dq = [](const ConvertDqParams<T>& p, cudaStream_t stream) {
-    launch(dualkv_convert_dq_sm80<T, Config>, int64_t{p.shape.num_heads} * ceil_div(p.shape.q_rows, Config::kBlockM),
-           Config::kThreads, Config::TileQ::kBytes, p, stream);
+  const auto convert = [](const ConvertParams<T>& p, cudaStream_t stream) {
+    const int dkv_blocks = convert_dkv_blocks(p, Config::kThreads);
+    const int64_t dq_blocks = p.dq_sum ? int64_t{p.shape.num_heads} * ceil_div(p.shape.q_rows, Config::kBlockM) : 0;
+    launch(dualkv_convert_sm80<T, Config>, dkv_blocks + dq_blocks, Config::kThreads, Config::TileQ::kBytes, stream, p,
+           dkv_blocks);
   };
-  return {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes}, run, convert_dq};
+  return {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes}, run, convert, true};
 }
 
 template <typename T, class Config>
 BackwardDqKernel<T> backward_dq_kernel() {
   const auto run = [](const BackwardDqParams<T>& p, cudaStream_t stream) {
     launch(dualkv_sm80_backward_dq<T, Config>, int64_t{p.work.capacity} * p.shape.num_heads, Config::kThreads,
-           Config::kSharedBytes, p, stream);
+           Config::kSharedBytes, stream, p);
   };
   return {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes}, run};
 }

@@ -61,6 +61,7 @@ template <int kHeadDim_, int kBlockM_>
 struct BackwardTiles {
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = 128;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
+  static constexpr bool kSumsDq = true;
   // Q serves S of the next step and dK of this one while the one after is loaded.
   static constexpr int kStagesQ = 3, kStagesDo = 2, kStagesDs = 2;
   // Whether dK waits until the next scores are issued. Then dS stays in registers beside S and dP of the next step, for
@@ -94,6 +95,7 @@ template <int kHeadDim_, int kStages_>
 struct BackwardWideTiles {
   static constexpr int kHeadDim = kHeadDim_, kBlockM = 64, kBlockN = 64;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
+  static constexpr bool kSumsDq = false;
   static constexpr int kStagesQ = kStages_, kStagesDo = kStages_;
   using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;

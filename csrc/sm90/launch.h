@@ -7,7 +7,7 @@
 #include "sm90/backward.h"
 #include "sm90/backward_dq.h"
 #include "sm90/backward_wide.h"
-#include "sm90/convert_dq.h"
+#include "sm90/convert.h"
 #include "sm90/forward.h"
 #include "sm90/tensor_map.h"
 
@@ -68,9 +68,12 @@ void launch_backward_dq(const BackwardDqParams<T>& p, cudaStream_t stream) {
 }
 
 template <typename T, class Config>
-void launch_convert_dq(const ConvertDqParams<T>& p, cudaStream_t stream) {
-  launch(dualkv_convert_dq_sm90<T, Config>, int64_t{p.shape.num_heads} * ceil_div(p.shape.q_rows, Config::kBlockM),
-         Config::kConsumers * kWarpgroup, Config::TileQ::kBytes, stream, p);
+void launch_convert(const ConvertParams<T>& p, cudaStream_t stream) {
+  constexpr int kThreads = Config::kConsumers * kWarpgroup;
+  const int dkv_blocks = convert_dkv_blocks(p, kThreads);
+  const int64_t dq_blocks = p.dq_sum ? int64_t{p.shape.num_heads} * ceil_div(p.shape.q_rows, Config::kBlockM) : 0;
+  launch(dualkv_convert_sm90<T, Config>, dkv_blocks + dq_blocks, kThreads, Config::kSumsDq ? Config::TileQ::kBytes : 0,
+         stream, p, dkv_blocks);
 }
 
 template <typename T, int kHeadDim>
@@ -84,13 +87,13 @@ bool register_forward() {
 template <typename T, int kHeadDim>
 bool register_backward() {
   using Config = BackwardConfig<kHeadDim>;
-  BackwardKernel<T> kernel{{Config::kBlockM, Config::kBlockN, Config::kSharedBytes}, nullptr, nullptr};
-  if constexpr (kHeadDim <= 128) {
+  BackwardKernel<T> kernel{{Config::kBlockM, Config::kBlockN, Config::kSharedBytes}, nullptr, launch_convert<T, Config>,
+                           Config::kSumsDq};
+  if constexpr (Config::kSumsDq) {
     kernel.launch = [](const BackwardParams<T>& p, cudaStream_t stream) {
       launch_backward<T, Config>(
           p.dq_sum ? dualkv_sm90_backward<T, Config, true> : dualkv_sm90_backward<T, Config, false>, p, stream);
     };
-    kernel.convert_dq = launch_convert_dq<T, Config>;
   } else {
     kernel.launch = [](const BackwardParams<T>& p, cudaStream_t stream) {
       launch_backward<T, Config>(dualkv_sm90_backward_wide<T, Config>, p, stream);

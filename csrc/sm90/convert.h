@@ -1,24 +1,26 @@
-// dQ: fp32 sums in the fragment order of backward.h -> rows in the element type, scaled and rounded once.
+// What the backward left in fp32 -> rows in the element type, scaled and rounded once: dQ, whose sums are in the fragment
+// order of backward.h, and the parts of split tiles of dK and dV.
 #pragma once
 
+#include "kernels/convert_dkv.h"
 #include "params.h"
 #include "sm90/config.h"
 
 namespace dualkv::sm90 {
 
+// Of tile `index`, where those of a head follow each other.
 template <typename T, class Config>
-__global__ void __launch_bounds__(Config::kConsumers* kWarpgroup)
-    dualkv_convert_dq_sm90(const __grid_constant__ ConvertDqParams<T> p) {
+__device__ __forceinline__ void convert_dq(const ConvertParams<T>& p, int index) {
   using TileQ = typename Config::TileQ;
   constexpr int kThreads = Config::kConsumers * kWarpgroup;
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t tile = ptx::shared_address(shared);
   const int m_blocks = ceil_div(p.shape.q_rows, Config::kBlockM);
-  const int head = blockIdx.x / m_blocks, m_block = blockIdx.x % m_blocks;
+  const int head = index / m_blocks, m_block = index % m_blocks;
   const int group = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
 
   float dq[1][Config::kDqCols / 8][4];
-  const float* sum = p.dq_sum + static_cast<int64_t>(blockIdx.x) * (Config::kBlockM * Config::kHeadDim) +
+  const float* sum = p.dq_sum + static_cast<int64_t>(index) * (Config::kBlockM * Config::kHeadDim) +
                      group * (Config::kDqBytes / 4) + thread * 4;
 #pragma unroll
   for (int j = 0; j < Config::kDqCols / 8; ++j) {
@@ -31,6 +33,14 @@ __global__ void __launch_bounds__(Config::kConsumers* kWarpgroup)
   const int first = m_block * Config::kBlockM;
   store_rows<TileQ, Config::kBlockM, kThreads>(p.dq.at(first, head), p.dq.row_stride, tile, p.shape.q_rows - first,
                                                p.shape.head_dim);
+}
+
+template <typename T, class Config>
+__global__ void __launch_bounds__(Config::kConsumers* kWarpgroup)
+    dualkv_convert_sm90(const __grid_constant__ ConvertParams<T> p, int dkv_blocks) {
+  const int index = blockIdx.x;
+  if (index < dkv_blocks) return convert_dkv_context(p, index, dkv_blocks);
+  if constexpr (Config::kSumsDq) convert_dq<T, Config>(p, index - dkv_blocks);
 }
 
 }  // namespace dualkv::sm90

@@ -1,0 +1,208 @@
+// The list of KV tiles: which are split and how, and their order.
+#pragma once
+
+#include "kernels/list_block.h"
+
+namespace dualkv {
+
+// The runs of segments, before anything walks along them.
+__device__ inline void find_runs(const BackwardListArgs& a, ListBlock& block) {
+  const int segments = a.layout.num_segments;
+  const auto begins_run = [&](int i) {
+    return i == 0 || !continues_run(a.layout.segment(i - 1), a.layout.segment(i));
+  };
+  exclusive_offsets(block, segments, segments, a.run_counts, begins_run);
+  for (int i = threadIdx.x; i < segments; i += kThreads) {
+    if (a.run_counts[i + 1] > a.run_counts[i]) a.run_begins[a.run_counts[i]] = i;
+  }
+  if (threadIdx.x == 0) a.run_begins[a.run_counts[segments]] = segments;
+  __syncthreads();
+}
+
+struct OwnedTile {
+  Region region;
+  int owner, n_block, owner_tiles;
+};
+
+// The tiles of all owners, and the stages in which a block makes the backward list of them.
+struct BackwardTiles {
+  const BackwardListArgs& a;
+  ListBlock& block;
+  int groups, owners, tiles;
+  int limit;   // steps of a part
+  bool alike;  // whether the tiles of a context are split as the first of them is
+
+  __device__ OwnedTile at(int index) const {
+    const int owner = find_owner(a.tile_offsets, owners, index), n_block = index - a.tile_offsets[owner];
+    const int owner_tiles = a.tile_offsets[owner + 1] - a.tile_offsets[owner];
+    return owner < groups ? OwnedTile{Region::context, owner, n_block, owner_tiles}
+                          : OwnedTile{Region::decoded, owner - groups, n_block, owner_tiles};
+  }
+
+  __device__ int leading_steps(const OwnedTile& t, int index) const {
+    return a.tile_steps[t.region == Region::context ? index - t.n_block : index];
+  }
+
+  __device__ Share share_at(const OwnedTile& t, int index) const {
+    const int steps = a.tile_steps[index];
+    return share_of(steps, alike ? leading_steps(t, index) : steps, limit);
+  }
+
+  __device__ int bin_of(const OwnedTile& t, int cost, int index) const {
+    const int tiles_a_bin = 32 * max(1, ceil_div(tiles, 32 * kTileBins));
+    const int longest_here = t.region == Region::decoded ? block.longest_decoded : block.longest;
+    return cost_class_within(cost, longest_here, block.longest) * kTileBins + index / tiles_a_bin;
+  }
+
+  __device__ void clear_sums() const {
+    for (int i = threadIdx.x; i < kCostClasses * kTileBins; i += kThreads) block.bins[i] = 0;
+    if (threadIdx.x < kCostClasses) block.class_steps[threadIdx.x] = 0;
+    if (threadIdx.x == 0) {
+      block.long_tiles = 0, block.longest_tile = 0, block.shortest_tile = kMaxSteps, block.long_steps = 0;
+      block.longest = 0, block.longest_decoded = 0, block.shortest = kMaxSteps, block.alternating = 0;
+      block.widest = 0, block.fewest_parts = kMaxSteps, block.most_parts = 1;
+      block.used_slots = 0, block.shared_slots = 0, block.total_steps = 0;
+    }
+    __syncthreads();
+  }
+
+  __device__ void count_steps() const {
+    for (int i = threadIdx.x; i < tiles; i += kThreads) {
+      const OwnedTile t = at(i);
+      const Owner owner = owner_of(a.layout, t.region, t.owner, t.n_block, a.block_n);
+      const int steps = owner_steps(a.layout, owner, a.block_m, a.heads_per_group, a.causal);
+      a.tile_steps[i] = steps;
+      atomicAdd(&block.total_steps, static_cast<unsigned long long>(steps) * a.num_kv_heads);
+    }
+    __syncthreads();
+  }
+
+  __device__ void choose_parts() {
+    const int first_limit = part_limit(static_cast<int64_t>(block.total_steps), a.num_sms);
+    for (int i = threadIdx.x; i < tiles; i += kThreads) {
+      const int steps = a.tile_steps[i], most = max(steps, leading_steps(at(i), i));
+      if (most > first_limit) {
+        atomicAdd(&block.long_tiles, 1);
+        atomicAdd(&block.long_steps, static_cast<unsigned long long>(steps));
+        atomicMax(&block.longest_tile, most);
+        atomicMin(&block.shortest_tile, steps);
+      }
+    }
+    __syncthreads();
+    const int64_t heads = a.num_kv_heads, long_steps = static_cast<int64_t>(block.long_steps);
+    const LongTiles long_tiles{block.long_tiles * heads, long_steps * heads, block.longest_tile, block.shortest_tile};
+    limit = final_part_limit(first_limit, long_tiles, a.num_sms);
+    for (int i = threadIdx.x; i < tiles; i += kThreads) {
+      const int parts = share_of(a.tile_steps[i], leading_steps(at(i), i), limit).parts;
+      if (parts > 1) atomicAdd(&block.shared_slots, static_cast<unsigned long long>(parts) * a.num_kv_heads);
+    }
+    __syncthreads();
+    // Where few queries see most tiles of a context this may take more slots than there are: then every tile is its own.
+    alike = block.shared_slots <= static_cast<unsigned long long>(a.slot_capacity);
+  }
+
+  // Where each bin of each class begins.
+  __device__ void sort() const {
+    for (int i = threadIdx.x; i < tiles; i += kThreads) {
+      const OwnedTile t = at(i);
+      const int cost = share_at(t, i).cost;
+      atomicMax(&block.longest, cost);
+      if (t.region == Region::decoded) atomicMax(&block.longest_decoded, cost);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < tiles; i += kThreads) {
+      const int steps = a.tile_steps[i];
+      if (steps == 0) continue;
+      const OwnedTile t = at(i);
+      const Share share = share_at(t, i);
+      const int bin = bin_of(t, share.cost, i), index = bin / kTileBins;
+      atomicAdd(&block.bins[bin], share.parts);
+      atomicAdd(&block.class_steps[index], static_cast<unsigned long long>(steps));
+      if (index == 0) {
+        atomicMin(&block.shortest, steps / share.parts);
+        atomicMax(&block.widest, t.owner_tiles);
+        atomicMin(&block.fewest_parts, share.parts);
+        atomicMax(&block.most_parts, share.parts);
+      } else if (begins_in_waves(t.owner_tiles * share.parts, a.num_sms)) {
+        atomicOr(&block.alternating, 1 << index);
+      }
+    }
+    __syncthreads();
+    bins_to_places<kCostClasses * kTileBins>(block);
+    if (threadIdx.x < kCostClasses) a.order->begin[threadIdx.x] = block.bins[threadIdx.x * kTileBins];
+    if (threadIdx.x == 0) *a.split_count = 0;
+    __syncthreads();
+  }
+
+  // A warp takes 32 tiles in a row, so that those of a class keep their order.
+  __device__ void write_items() const {
+    for (int first = 0; first < tiles; first += kThreads) {
+      const int i = first + threadIdx.x, lane = threadIdx.x % 32;
+      const int steps = i < tiles ? a.tile_steps[i] : 0;
+      const OwnedTile t = at(min(i, tiles - 1));
+      const Share share = steps > 0 ? share_at(t, i) : Share{0, 0};
+      const int bin = steps > 0 ? bin_of(t, share.cost, i) : -1;
+      const unsigned peers = __match_any_sync(0xffffffffu, bin);
+      int before = 0, together = 0;
+      for (unsigned rest = peers; rest; rest &= rest - 1) {
+        const int peer = __ffs(rest) - 1, parts = __shfl_sync(peers, share.parts, peer);
+        if (peer < lane) before += parts;
+        together += parts;
+      }
+      int place = 0;
+      if (steps > 0 && before == 0) place = atomicAdd(&block.bins[bin], together);
+      place = __shfl_sync(peers, place, __ffs(peers) - 1) + before;
+      if (steps == 0) continue;
+      int slot = -1;
+      if (share.parts > 1) {
+        slot = atomicAdd(&block.used_slots, share.parts * a.num_kv_heads);
+        a.splits[atomicAdd(a.split_count, 1)] = SplitTile{t.region, t.owner, t.n_block, slot, share.parts};
+      }
+      for (int part = 0; part < share.parts; ++part) {
+        const int begin = part_begin(steps, share.parts, part), end = part_begin(steps, share.parts, part + 1);
+        a.items[place + part] = BackwardItem{
+            t.region, t.owner, t.n_block, begin, end - begin, slot < 0 ? -1 : slot + part * a.num_kv_heads};
+      }
+    }
+    __syncthreads();
+  }
+
+  __device__ void finish_order() const {
+    if (threadIdx.x > 0) return;
+    BackwardOrder& order = *a.order;
+    // Behind the last bin stands the end of the list.
+    const int items = block.bins[kCostClasses * kTileBins - 1];
+    order.begin[kCostClasses] = items;
+    const int parts = block.most_parts;
+    const bool by_parts = block.fewest_parts == parts &&
+                          rounds_fit(order.begin[1] / parts, a.num_kv_heads * parts, block.longest,
+                                     static_cast<int64_t>(block.total_steps), a.num_sms);
+    order.parts = by_parts ? parts : 1;
+    const int tiles_of_first = order.begin[1] / order.parts, walks = a.num_kv_heads * order.parts;
+    order.alternating = block.alternating | first_class_alternates(tiles_of_first, block.widest, parts > 1, walks,
+                                                                   a.num_sms);
+    int second = 1;  // the class that the fillers come from
+    while (second < kCostClasses - 1 && block.class_steps[second] == 0) ++second;
+    const int second_end = second + 1 < kCostClasses ? order.begin[second + 1] : items;
+    const int mean = static_cast<int>(block.class_steps[second] / max(1, second_end - order.begin[second]));
+    const int64_t supply = static_cast<int64_t>(items - order.begin[1]) * a.num_kv_heads;
+    order.fillers = fillers_of(tiles_of_first, block.shortest, mean, supply, walks, a.num_sms);
+  }
+};
+
+__device__ inline void build_backward_list(const BackwardListArgs& a) {
+  __shared__ ListBlock block;
+  const int groups = a.layout.num_groups, owners = groups + a.layout.num_segments;
+  find_runs(a, block);
+  exclusive_offsets(block, owners, a.tile_capacity, a.tile_offsets,
+                    [&](int i) { return owned_tiles(a.layout, i, a.block_n); });
+  BackwardTiles list{a, block, groups, owners, a.tile_offsets[owners]};
+  list.clear_sums();
+  list.count_steps();
+  list.choose_parts();
+  list.sort();
+  list.write_items();
+  list.finish_order();
+}
+
+}  // namespace dualkv

@@ -1,0 +1,97 @@
+// What builds a work list on the device, from device values. The lists are small (thousands of items), so one block of a
+// launch makes each of them: it counts, sums and sorts by counting, longest first.
+#pragma once
+
+#include "core/schedule.h"
+#include "kernels/kernels.h"
+
+namespace dualkv {
+
+constexpr int kThreads = 1024;
+constexpr int kBins = 1024;  // of the forward list
+// Bins of the backward list: of every class one for every 32 tiles, a warp's. With more than 16 K tiles (2 M keys) warps
+// share a bin, and the order of items within it is left to chance.
+constexpr int kTileBins = 512;
+
+// Inclusive sum over the threads of a block. `scratch` holds one value a warp. 64 bits: with hostile offsets every
+// sequence may span all rows.
+__device__ inline int64_t block_inclusive_sum(int64_t value, int64_t* scratch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int step = 1; step < 32; step *= 2) {
+    const int64_t left = __shfl_up_sync(0xffffffffu, value, step);
+    if (lane >= step) value += left;
+  }
+  if (lane == 31) scratch[warp] = value;
+  __syncthreads();
+  if (warp == 0) {
+    int64_t total = scratch[lane];
+    for (int step = 1; step < 32; step *= 2) {
+      const int64_t left = __shfl_up_sync(0xffffffffu, total, step);
+      if (lane >= step) total += left;
+    }
+    scratch[lane] = total;
+  }
+  __syncthreads();
+  const int64_t result = value + (warp > 0 ? scratch[warp - 1] : 0);
+  __syncthreads();
+  return result;
+}
+
+// Shared state of a block that builds a list.
+struct ListBlock {
+  int64_t warp_sums[32];
+  int bins[max_int(kBins, kCostClasses * kTileBins)];
+  int carry, emitted, used_slots, alternating;
+  int long_tiles, longest_tile, shortest_tile;     // of the tiles that would be split
+  int longest, longest_decoded, shortest;          // of the parts; the last of the first class
+  int widest, fewest_parts, most_parts;            // of the first class: tiles of an owner, parts of a tile
+  unsigned long long total_steps, long_steps, shared_slots, class_steps[kCostClasses];
+};
+
+// offsets[i] = sum of count(0 .. i-1), capped at `capacity`: with hostile offsets segments may overlap and have more
+// tiles than the tensors.
+template <class Count>
+__device__ inline void exclusive_offsets(ListBlock& block, int n, int capacity, int* offsets, Count count) {
+  if (threadIdx.x == 0) block.carry = 0;
+  __syncthreads();
+  for (int first = 0; first < n; first += kThreads) {
+    const int index = first + threadIdx.x;
+    const int64_t sum = block.carry + block_inclusive_sum(index < n ? count(index) : 0, block.warp_sums);
+    const int offset = static_cast<int>(min(sum, static_cast<int64_t>(capacity)));
+    __syncthreads();
+    if (index < n) offsets[index + 1] = offset;
+    if (threadIdx.x == kThreads - 1) block.carry = offset;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) offsets[0] = 0;
+  __syncthreads();
+}
+
+// The entry whose run of `offsets` contains `index`.
+__device__ inline int find_owner(const int* offsets, int n, int index) {
+  int low = 0, high = n;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (offsets[middle] <= index ? low : high) = middle;
+  }
+  return low;
+}
+
+// Turns counts per bin into first places.
+template <int kCount>
+__device__ inline void bins_to_places(ListBlock& block) {
+  static_assert(kCount % kThreads == 0, "every thread takes as many bins");
+  constexpr int kOwn = kCount / kThreads;
+  int* own = block.bins + threadIdx.x * kOwn;
+  int sum = 0;
+  for (int i = 0; i < kOwn; ++i) sum += own[i];
+  int place = static_cast<int>(block_inclusive_sum(sum, block.warp_sums)) - sum;
+  for (int i = 0; i < kOwn; ++i) {
+    const int count = own[i];
+    own[i] = place;
+    place += count;
+  }
+  __syncthreads();
+}
+
+}  // namespace dualkv

@@ -1,0 +1,55 @@
+// Before the backward, in one launch: its list of KV tiles, the rows that are in none of them, the sums of dQ, which start
+// from zero, and the row statistics. The list is the work of one block, which the others hide.
+#include <algorithm>
+
+#include "dispatch.h"
+#include "kernels/backward_list.h"
+#include "kernels/clear_rows.h"
+#include "kernels/row_statistics.h"
+
+namespace dualkv {
+namespace {
+
+__device__ void clear_keys(const BackwardListArgs& a, Region region, int first) {
+  const bool context = region == Region::context;
+  const auto owned_by = [&](const Segment& s) { return seen_keys(s, region, a.causal); };
+  const int rows = context ? a.layout.extents.context_rows : a.layout.extents.decoded_rows;
+  clear_unowned(a.layout, first, rows, owned_by, [&](int row) {
+    for (const ClearedRows& cleared : context ? a.context : a.decoded) clear_row(cleared, row, threadIdx.x % 32, 32);
+  });
+}
+
+// Block 0 makes the list; the others, one on every other multiprocessor, share the rest.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    dualkv_prepare_backward(const __grid_constant__ BackwardListArgs a,
+                            const __grid_constant__ RowStatisticsParams<T> rows, int context_blocks,
+                            int decoded_blocks) {
+  if (blockIdx.x == 0) return build_backward_list(a);
+  const int index = blockIdx.x - 1, blocks = gridDim.x - 1;
+  for (int i = index; i < context_blocks + decoded_blocks; i += blocks) {
+    const bool context = i < context_blocks;
+    clear_keys(a, context ? Region::context : Region::decoded, (context ? i : i - context_blocks) * kClearedRows);
+  }
+  clear_row(a.dq_sum, 0, int64_t{index} * kThreads + threadIdx.x, int64_t{blocks} * kThreads);
+  constexpr int kWarps = kThreads / 32;
+  store_statistics(rows, int64_t{index} * kWarps + threadIdx.x / 32, int64_t{blocks} * kWarps);
+}
+
+}  // namespace
+
+template <typename T>
+void prepare_backward(const BackwardListArgs& args, const RowStatisticsParams<T>& rows, cudaStream_t stream) {
+  const int context_blocks = clearing_blocks(args.layout.extents.context_rows);
+  const int decoded_blocks = clearing_blocks(args.layout.extents.decoded_rows);
+  const int64_t wanted = ceil_div<int64_t>(statistics_warps(rows.shape, rows.statistics), kThreads / 32);
+  const int64_t blocks = std::clamp<int64_t>(wanted, 1, max_int(args.num_sms - 1, 1));
+  dualkv_prepare_backward<T>
+      <<<1 + static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, rows, context_blocks, decoded_blocks);
+  check_cuda(cudaGetLastError());
+}
+
+template void prepare_backward(const BackwardListArgs&, const RowStatisticsParams<__half>&, cudaStream_t);
+template void prepare_backward(const BackwardListArgs&, const RowStatisticsParams<__nv_bfloat16>&, cudaStream_t);
+
+}  // namespace dualkv

@@ -1,0 +1,35 @@
+// Before the forward, in one launch: its list of query tiles, and the rows that are in none of them.
+#include <math_constants.h>
+
+#include "dispatch.h"
+#include "kernels/clear_rows.h"
+#include "kernels/forward_list.h"
+
+namespace dualkv {
+namespace {
+
+__device__ void clear_queries(const ForwardListArgs& a, int first) {
+  const auto owned_by = [&](const Segment& s) { return seeing_queries(s, a.causal); };
+  const int rows = a.layout.extents.q_rows;
+  clear_unowned(a.layout, first, rows, owned_by, [&](int row) {
+    clear_row(a.rows, row, threadIdx.x % 32, 32);
+    if (!a.lse) return;
+    for (int head = threadIdx.x % 32; head < a.num_heads; head += 32) {
+      a.lse[static_cast<int64_t>(head) * rows + row] = -CUDART_INF_F;
+    }
+  });
+}
+
+__global__ void __launch_bounds__(kThreads) dualkv_prepare_forward(const ForwardListArgs a) {
+  if (blockIdx.x == 0) return build_forward_list(a);
+  clear_queries(a, (blockIdx.x - 1) * kClearedRows);
+}
+
+}  // namespace
+
+void prepare_forward(const ForwardListArgs& args, cudaStream_t stream) {
+  dualkv_prepare_forward<<<1 + clearing_blocks(args.layout.extents.q_rows), kThreads, 0, stream>>>(args);
+  check_cuda(cudaGetLastError());
+}
+
+}  // namespace dualkv

@@ -1,0 +1,89 @@
+// The row statistics of the backward: delta = rowsum(dO * O) - dLSE, what every dP of a row is measured against, and the
+// LSE in units of log 2.
+#pragma once
+
+#include <math_constants.h>
+
+#include "core/numerics.h"
+#include "params.h"
+
+namespace dualkv {
+
+// A warp takes this many rows of one head, what it writes of them being contiguous. No warp waits for another.
+constexpr int kStatisticsRows = 16;
+static_assert(RowStatistics::kPadding % kStatisticsRows == 0, "warps end where the statistics do");
+
+inline int64_t statistics_warps(const ProblemShape& shape, const RowStatistics& statistics) {
+  return statistics.padded_rows / kStatisticsRows * shape.num_heads;
+}
+
+// Of 8 elements each.
+template <typename T>
+__device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
+  const uint32_t a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 u = unpack2<T>(a[i]), v = unpack2<T>(b[i]);
+    sum += u.x * v.x + u.y * v.y;
+  }
+  return sum;
+}
+
+// Of rows first_row .. first_row + 15 of a head. kLanes neighbouring threads share a row, 16 bytes each.
+template <int kLanes, typename T>
+__device__ __forceinline__ void store_warp_statistics(const RowStatisticsParams<T>& p, int head, int64_t first_row) {
+  constexpr int kElements = 8, kRowsAtATime = 32 / kLanes, kPasses = kStatisticsRows / kRowsAtATime;
+  constexpr int kInFlight = 4;  // passes whose loads are on their way together
+  const int lane = threadIdx.x % 32, element = lane % kLanes * kElements;
+  float delta = 0.f;  // of row first_row + lane
+#pragma unroll 1
+  for (int first = 0; first < kPasses; first += kInFlight) {
+    uint4 out[kInFlight], dout[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int64_t row = first_row + (first + i) * kRowsAtATime + lane / kLanes;
+      const bool inside = row < p.shape.q_rows && element < p.shape.head_dim;
+      out[i] = inside ? *reinterpret_cast<const uint4*>(p.out.at(row, head) + element) : make_uint4(0, 0, 0, 0);
+      dout[i] = inside ? *reinterpret_cast<const uint4*>(p.dout.at(row, head) + element) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      float sum = dot<T>(out[i], dout[i]);
+#pragma unroll
+      for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+      const float mine = __shfl_sync(0xffffffffu, sum, lane % kRowsAtATime * kLanes);
+      if (lane / kRowsAtATime == first + i) delta = mine;
+    }
+  }
+  if (lane >= kStatisticsRows) return;
+  const int64_t row = first_row + lane;
+  float lse_log2 = 0.f;
+  if (row < p.shape.q_rows) {
+    const int64_t at = head * static_cast<int64_t>(p.shape.q_rows) + row;
+    if (p.dlse) delta -= p.dlse[at];
+    if (p.lse[at] != -CUDART_INF_F) lse_log2 = p.lse[at] * kLog2e;
+  }
+  p.statistics.lse_log2[p.statistics.index(head, row)] = lse_log2;
+  p.statistics.delta[p.statistics.index(head, row)] = delta;
+}
+
+// All of them, by `warps` warps of which this is number `warp`. Neighbours take the heads of the same rows, which are
+// neighbours in memory.
+template <typename T>
+__device__ void store_statistics(const RowStatisticsParams<T>& p, int64_t warp, int64_t warps) {
+  const int64_t all = p.statistics.padded_rows / kStatisticsRows * p.shape.num_heads;
+  for (; warp < all; warp += warps) {
+    const int head = static_cast<int>(warp % p.shape.num_heads);
+    const int64_t first_row = warp / p.shape.num_heads * kStatisticsRows;
+    if (p.shape.head_dim <= 64) {
+      store_warp_statistics<8>(p, head, first_row);
+    } else if (p.shape.head_dim <= 128) {
+      store_warp_statistics<16>(p, head, first_row);
+    } else {
+      store_warp_statistics<32>(p, head, first_row);
+    }
+  }
+}
+
+}  // namespace dualkv
