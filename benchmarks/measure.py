@@ -84,17 +84,20 @@ class Stopwatch:
         return self.laps((call,), calls)[0]
 
     def time_under_load(self, call: Callable[[], object], config: Config) -> list[float]:
-        """Of the calls that take ``target_ms`` behind those that take ``warm_ms``, without a pause between them.
+        return self.laps_under_load((call,), config)[0]
+
+    def laps_under_load(self, steps: Sequence[Callable[[], object]], config: Config) -> list[list[float]]:
+        """Laps that take ``target_ms`` behind others that take ``warm_ms``, without a pause between them.
 
         After a rest the card holds its highest clock for 50 to 100 ms, then its limit of power tells: an H200's product
         falls from 785 to 670 TFLOP/s. Without a warm-up of that length a short call is measured in one state, a long
         one in the other, and what ran before decides. A pause would show in the first timed call: what the host takes
         to launch it.
         """
-        one = max(self.time(call, 1)[0], 1e-3)
+        one = max(sum(times[0] for times in self.laps(steps, 1)), 1e-3)
         warm_up = math.ceil(max(0.0, config.warm_ms - one) / one)
         calls = max(1, min(config.max_calls, math.ceil(config.target_ms / one)))
-        return self.time(call, warm_up + calls)[warm_up:]
+        return [times[warm_up:] for times in self.laps(steps, warm_up + calls)]
 
     def laps(self, steps: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
         """Of every step its times, when all steps are called in order, ``rounds`` times."""

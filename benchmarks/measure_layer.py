@@ -56,12 +56,12 @@ class LayerRun(ShapeRun):
         steps: dict[str, Callable[[], None]] = {"forward": run}
         if can_differentiate(impl, self.config):
             steps["backward"] = run_backward
-        seconds = seconds_per_pass(impl, self.shape, self.config)
-        if seconds < SLOW_S:
-            self.stopwatch.laps(tuple(steps.values()), 1)
-        calls = max(1, min(self.config.max_calls, round(self.config.target_ms / (1e3 * seconds))))
-        for direction, laps in zip(steps, self.stopwatch.laps(tuple(steps.values()), calls), strict=True):
-            self.times[impl.name, direction] += laps
+        if seconds_per_pass(impl, self.shape, self.config) >= SLOW_S:
+            laps = self.stopwatch.laps(tuple(steps.values()), 1)
+        else:
+            laps = self.stopwatch.laps_under_load(tuple(steps.values()), self.config)
+        for direction, times in zip(steps, laps, strict=True):
+            self.times[impl.name, direction] += times
 
     def identity(self, impl: Implementation) -> Row:
         model = self.shape.model

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -35,21 +36,33 @@ MODELS: dict[str, dict[str, Any]] = {
         num_key_value_heads=8, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, first_k_dense_replace=2
     ),
 }
-# Gradients of a handful of independent numbers, sums that nearly cancel: the error of either side is chance.
-OF_FEW_NUMBERS = ("router", "sinks")
+# Losses. The gradients of sinks and routers are a handful of independent numbers, sums that nearly cancel: of one loss
+# the error of either side is chance, of several it is a measure.
+DRAWS = 16
 
 
-def run(model: Any, shared: bool) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probabilities, a loss of them and its gradients, all in float32."""
+class Run(NamedTuple):
+    """Log-probabilities, losses of them and the gradients of each, all in float32."""
+
+    logps: torch.Tensor
+    losses: torch.Tensor  # (DRAWS,)
+    gradients: dict[str, torch.Tensor]  # (DRAWS, ...)
+
+
+def run(model: Any, shared: bool) -> Run:
     if shared:
         logps, entropy = dualkv.shared_prompt_forward(model, SAMPLES.pack(device="cuda"), with_entropy=True)
     else:
         logps, entropy = padded_logps(model, SAMPLES)
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(len(logps), generator=generator).to(logps)
-    loss = (weights * logps).mean() - 0.1 * entropy.mean()
-    loss.backward()
-    return logps.detach().float(), loss.detach().float(), {k: v.float() for k, v in gradients(model).items()}
+    weights = torch.randn(DRAWS, len(logps), generator=torch.Generator().manual_seed(0)).to(logps)
+    losses = (weights * logps).mean(1) - 0.1 * entropy.mean()
+    found: dict[str, list[torch.Tensor]] = {}
+    for loss in losses:
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        for name, one in gradients(model).items():
+            found.setdefault(name, []).append(one.float())
+    return Run(logps.detach().float(), losses.detach().float(), {k: torch.stack(v) for k, v in found.items()})
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -61,21 +74,17 @@ def test_no_less_accurate_than_replicated_prompts(name):
     dense = run(stock, shared=False)
     got = run(model, shared=True)
 
-    def error(one: torch.Tensor, other: torch.Tensor) -> float:
-        return (one - other).norm().item()
+    def ratio(of: Callable[[Run], torch.Tensor]) -> float:
+        ours, theirs = ((of(one) - of(exact)).norm().item() for one in (got, dense))
+        return ours / theirs
 
-    logp_error = error(dense[0], exact[0])
-    assert error(got[0], exact[0]) <= 1.5 * logp_error
-    # The error of a single number may be small by chance: three times that of a mean of independent errors is none.
-    loss_error = max(error(dense[1], exact[1]), 3 * logp_error / len(exact[0]))
-    assert error(got[1], exact[1]) <= 1.5 * loss_error
-    assert got[2].keys() == exact[2].keys()
-    for parameter, one in exact[2].items():
-        factor = 5.0 if any(word in parameter for word in OF_FEW_NUMBERS) else 1.5
-        assert error(got[2][parameter], one) <= factor * error(dense[2][parameter], one), parameter
-    whole, whole_exact, whole_dense = (torch.cat([v.flatten() for v in one[2].values()]) for one in (got, exact, dense))
-    for other in (whole_exact, whole_dense):
-        assert torch.cosine_similarity(whole, other, dim=0) > 0.999
+    assert ratio(lambda one: one.logps) <= 1.5
+    assert ratio(lambda one: one.losses) <= 1.5
+    assert got.gradients.keys() == exact.gradients.keys()
+    ratios = {name: ratio(lambda one, name=name: one.gradients[name]) for name in exact.gradients}
+    assert max(ratios.values()) <= 1.5, sorted(ratios.items(), key=lambda one: -one[1])[:5]
+    whole, *others = (torch.cat([v.flatten() for v in one.gradients.values()]) for one in (got, exact, dense))
+    assert all(torch.cosine_similarity(whole, other, dim=0) > 0.999 for other in others)
 
 
 def test_ratios():
