@@ -44,10 +44,17 @@ auto with_element_type(const Tensor& q, Body body) {
   return q.scalar_type() == at::kHalf ? body(__half{}) : body(__nv_bfloat16{});
 }
 
-std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Keys& kv, const Tensor& segments, const Tensor& groups,
-                                      double softmax_scale, bool causal) {
+std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Keys& kv, const std::optional<Tensor>& sinks_in,
+                                      const Tensor& segments, const Tensor& groups, double softmax_scale,
+                                      bool causal) {
   const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
   const Problem problem(q, kv, segments, groups, softmax_scale, causal);
+  if (sinks_in) {
+    check_argument(sinks_in->device() == q.device(), "sinks", sinks_in->device(), "a tensor on the device of q");
+    check_argument(sinks_in->dim() == 1 && sinks_in->size(0) == q.size(1), "sinks", sinks_in->sizes(),
+                   "one for each of ", q.size(1), " heads");
+  }
+  const Tensor sinks = sinks_in ? sinks_in->to(at::kFloat).contiguous() : Tensor();
   const at::IntArrayRef sizes = q.sizes();
   const std::array<int64_t, 2> lse_sizes{q.size(1), q.size(0)};
   if (problem.is_empty()) {
@@ -63,7 +70,8 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Keys& kv, const Ten
     const int pack = tiles.packs_heads ? packed_heads(problem.shape.heads_per_group(), tiles.block_m) : 1;
     const ForwardList list(problem, tiles.block_m / pack, tiles.block_n, out, lse);
     selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
-                            problem.kv.regions<const T>(), view_of<T>(out), lse.data_ptr<float>(), pack},
+                            problem.kv.regions<const T>(), view_of<T>(out), lse.data_ptr<float>(),
+                            sinks.defined() ? sinks.data_ptr<float>() : nullptr, pack},
                            problem.stream);
     count_launch(kernel_name(selected, "forward"));
   });
@@ -125,7 +133,8 @@ Tensor backward_into(const Keys& gradients, const Tensor& dout_in, const std::op
 std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k_context, const Tensor& v_context,
                                    const Tensor& k_decoded, const Tensor& v_decoded, const Tensor& segments,
                                    const Tensor& groups, double softmax_scale, bool causal) {
-  return forward_of(q, {k_context, v_context, k_decoded, v_decoded}, segments, groups, softmax_scale, causal);
+  return forward_of(q, {k_context, v_context, k_decoded, v_decoded}, std::nullopt, segments, groups, softmax_scale,
+                    causal);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
@@ -151,9 +160,10 @@ Keys split_rows(const Tensor& k, const Tensor& v, int64_t context_rows) {
   return {{k, 0, context_rows}, {v, 0, context_rows}, {k, context_rows, decoded_rows}, {v, context_rows, decoded_rows}};
 }
 
-std::tuple<Tensor, Tensor> packed_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& segments,
+std::tuple<Tensor, Tensor> packed_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                          const std::optional<Tensor>& sinks, const Tensor& segments,
                                           const Tensor& groups, int64_t context_rows, double softmax_scale) {
-  return forward_of(q, split_rows(aligned(k), aligned(v), context_rows), segments, groups, softmax_scale, true);
+  return forward_of(q, split_rows(aligned(k), aligned(v), context_rows), sinks, segments, groups, softmax_scale, true);
 }
 
 std::tuple<Tensor, Tensor, Tensor> packed_backward(const Tensor& dout, const std::optional<Tensor>& dlse,
@@ -169,12 +179,12 @@ std::tuple<Tensor, Tensor, Tensor> packed_backward(const Tensor& dout, const std
   return {dq, dk, dv};
 }
 
-// packed_forward, differentiable where a gradient is wanted.
+// packed_forward without sinks, differentiable where a gradient is wanted.
 std::tuple<Tensor, Tensor> packed_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& segments,
                                             const Tensor& groups, int64_t context_rows, double softmax_scale,
                                             bool deterministic) {
   if (!at::GradMode::is_enabled() || !(q.requires_grad() || k.requires_grad() || v.requires_grad())) {
-    return packed_forward(q, k, v, segments, groups, context_rows, softmax_scale);
+    return packed_forward(q, k, v, std::nullopt, segments, groups, context_rows, softmax_scale);
   }
   const auto results = PackedNode<packed_forward, packed_backward>::apply(q, k, v, segments, groups, context_rows,
                                                                           softmax_scale, deterministic);

@@ -1,5 +1,5 @@
-// Autograd's node of packed attention, for callers whom nobody watches. In Python it costs the host 20 us more a backward,
-// because the engine's thread then runs an interpreter; in a stack of layers that is every layer's.
+// Autograd's node of packed attention without sinks, for callers whom nobody watches. In Python it costs the host 20 us
+// more a backward, because the engine's thread then runs an interpreter; in a stack of layers that is every layer's.
 #pragma once
 
 #include <ATen/Context.h>
@@ -14,8 +14,8 @@
 
 namespace dualkv {
 
-// kForward(q, k, v, segments, groups, context_rows, softmax_scale) gives O and LSE; kBackward(dout, dlse, q, k, v, out, lse,
-// segments, groups, context_rows, softmax_scale, deterministic) the gradients of q, k and v.
+// kForward(q, k, v, sinks, segments, groups, context_rows, softmax_scale) gives O and LSE; kBackward(dout, dlse, q, k,
+// v, out, lse, segments, groups, context_rows, softmax_scale, deterministic) the gradients of q, k and v.
 template <auto kForward, auto kBackward>
 struct PackedNode : torch::autograd::Function<PackedNode<kForward, kBackward>> {
   using Context = torch::autograd::AutogradContext;
@@ -23,7 +23,7 @@ struct PackedNode : torch::autograd::Function<PackedNode<kForward, kBackward>> {
 
   static Variables forward(Context* context, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& segments,
                            const Tensor& groups, int64_t context_rows, double softmax_scale, bool deterministic) {
-    const auto [out, lse] = kForward(q, k, v, segments, groups, context_rows, softmax_scale);
+    const auto [out, lse] = kForward(q, k, v, std::nullopt, segments, groups, context_rows, softmax_scale);
     // Of a result that nobody used, no gradient is made up.
     context->set_materialize_grads(false);
     context->save_for_backward({q, k, v, out, lse, segments, groups});

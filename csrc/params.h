@@ -1,6 +1,7 @@
 // What the kernels receive. Row and head strides are in elements; the last dimension is contiguous.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "core/schedule.h"
@@ -58,8 +59,11 @@ struct ForwardParams {
   TensorView<const T> q;
   KvRegions<const T> kv;
   TensorView<T> out;
-  float* lse;  // (num_heads, q_rows)
-  int packed_heads;  // query heads that share a tile
+  float* lse;          // (num_heads, q_rows)
+  const float* sinks;  // (num_heads): a score for every row of a head that joins its softmax and has no value; or null
+  int packed_heads;    // query heads that share a tile
+
+  DUALKV_HD float sink(int head) const { return sinks ? sinks[head] : -INFINITY; }
 };
 
 // What the backward needs of every query row, padded to whole query tiles: lse_log2 is LSE * log2(e), or 0 for a row

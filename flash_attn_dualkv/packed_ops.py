@@ -26,7 +26,7 @@ ops.library.define(
     "-> (Tensor out, Tensor lse)",
     tags=ops.TAGS,
 )
-# The sinks are in the LSE, and their gradient needs no kernel.
+# The sinks are in the LSE, by which the kernels compute P = exp(S - LSE), and their gradient needs no kernel.
 ops.library.define(
     "packed_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"Tensor segments, Tensor groups, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
@@ -111,19 +111,8 @@ def _forward_cuda(
     _refuse_variants(options)
     if ops.checks_values():
         _check_tables(q, segments, groups, options.context_rows)
-    out, lse = compiled.packed_forward(q, k, v, segments, groups, options.context_rows, options.softmax_scale)
-    return (out, lse) if sinks is None else _join_sinks(out, lse, sinks)
-
-
-def _join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> ops.Results:
-    """The results with one more score in each row, of a key whose value is 0; rows of no segment stay 0 and -inf.
-
-    The backward kernels compute P = exp(S - LSE), which needs no more than this LSE.
-    """
-    empty = lse == -math.inf
-    joined = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None]).masked_fill_(empty, -math.inf)
-    share = (lse - joined).exp_().masked_fill_(empty, 0.0)
-    return out.mul_(share.transpose(0, 1)[:, :, None]), joined
+    scalars = (options.context_rows, options.softmax_scale)
+    return cast(ops.Results, compiled.packed_forward(q, k, v, sinks, segments, groups, *scalars))
 
 
 def _backward_cuda(*arguments: Any) -> PackedGradients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_mutations import MEMORY, PROPERTIES, WIDE, leak, mixed, padding
+from kernel_mutations import MEMORY, PACKED, PROPERTIES, WIDE, leak, mixed, padding
 from mutations import Mutant
 
 SM90_FORWARD, SM90_DQ = "csrc/sm90/forward.h", "csrc/sm90/backward_dq.h"
@@ -24,6 +24,14 @@ HOPPER_MUTANTS = [
         "    return;\n",
         MEMORY,
         padding("sm90"),
+    ),
+    Mutant(
+        "Hopper forward: the heads of a pack have one sink",
+        SM90_FORWARD,
+        "p.sink(head), lse);",
+        "p.sink(work.head), lse);",
+        PACKED,
+        "test_sinks and sm90 and 64-heads0",
     ),
     Mutant(
         "Hopper forward: a pack has but one head",

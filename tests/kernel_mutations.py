@@ -7,6 +7,7 @@ from mutations import Mutant
 PROPERTIES = "tests/test_kernels_properties.py"
 MEMORY = "tests/test_kernels_memory.py"
 KERNELS = "tests/test_kernels.py"
+PACKED, PACKED_CUDA = "tests/test_shared_prompt_kernels.py", "tests/test_shared_prompt_cuda.py"
 
 SOFTMAX, BLOCK = "csrc/core/online_softmax.h", "csrc/core/query_block.h"
 API, PROBLEM = "csrc/api.cpp", "csrc/problem.h"
@@ -48,10 +49,34 @@ SHARED_MUTANTS = [
     Mutant(
         "a row that sees no key is divided by its sum",
         SOFTMAX,
-        "return empty ? 0.f : 1.f / sum;",
-        "return 1.f / sum;",
+        "return empty ? 0.f : share / sum;",
+        "return share / sum;",
         PROPERTIES,
         mixed(),
+    ),
+    Mutant(
+        "a sink is not in the LSE",
+        SOFTMAX,
+        "joined_top + logf(sum);",
+        "joined_top + logf(sum - expf(sink - joined_top));",
+        PACKED,
+        "test_sinks and 64-heads0",
+    ),
+    Mutant(
+        "autograd's node forgets that gradients are to be deterministic",
+        "csrc/packed_node.h",
+        "deterministic || wants_determinism());",
+        "wants_determinism());",
+        PACKED_CUDA,
+        "what_makes_a_backward_deterministic and argument",
+    ),
+    Mutant(
+        "autograd's node hands V's gradient to K",
+        "csrc/packed_node.h",
+        "std::tie(result[0], result[1], result[2]) =",
+        "std::tie(result[0], result[2], result[1]) =",
+        PACKED,
+        "is_the_operator and 64-heads0",
     ),
     Mutant(
         "the wrong head of the keys",

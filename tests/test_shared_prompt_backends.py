@@ -27,9 +27,8 @@ class ReferenceAsModule:
 
     def packed_forward(self, *arguments: Any) -> Any:
         self.calls.append(("packed_forward", arguments))
-        q, k, v, segments, groups, context_rows, scale = arguments
-        options = (context_rows, scale, None, None, False, False)
-        return packed_ops._forward_reference(q, k, v, None, segments, groups, *options)
+        *tensors, context_rows, scale = arguments
+        return packed_ops._forward_reference(*tensors, context_rows, scale, None, None, False, False)
 
     def packed_backward(self, *arguments: Any) -> Any:
         self.calls.append(("packed_backward", arguments))
@@ -45,7 +44,7 @@ def cuda_forward(inputs: Inputs, layout: SharedPromptLayout, **changes: Any) -> 
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_what_the_compiled_module_gets(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And that sinks, which it does not know, join its results exactly, padding rows excepted."""
+    """Everything but what concerns Python alone."""
     module = ReferenceAsModule()
     monkeypatch.setattr(ops, "_C", module)
     monkeypatch.delenv("DUALKV_DEBUG", raising=False)
@@ -66,7 +65,8 @@ def test_what_the_compiled_module_gets(sinks: bool, monkeypatch: pytest.MonkeyPa
     assert name == "packed_backward" and arguments[9:] == (rows, 0.25, True)
     assert all(one is other for one, other in zip(arguments, given))
     name, arguments = module.calls.pop()
-    assert name == "packed_forward" and arguments[5:] == (rows, 0.25)
+    assert name == "packed_forward" and arguments[6:] == (rows, 0.25)
+    assert all(one is other for one, other in zip(arguments, (inputs.q, inputs.k, inputs.v, inputs.sinks, *tables)))
 
 
 def test_the_cuda_operators_refuse_what_the_kernels_lack(monkeypatch: pytest.MonkeyPatch) -> None:

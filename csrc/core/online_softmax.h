@@ -92,12 +92,15 @@ struct OnlineSoftmax {
   // A row that has seen no key yet has the maximum -inf, and -inf - -inf would be NaN.
   static __device__ __forceinline__ float finite(float top) { return top == -CUDART_INF_F ? 0.f : top; }
 
-  // Ends the sum. Returns 1 / sum, or 0 for a row that saw no key; `lse` is the natural log of the sum.
-  __device__ __forceinline__ float finish(int i, int half, float softmax_scale, float& lse) {
-    const float sum = quad_sum(row_sum[i][half]);
-    const bool empty = row_max[i][half] == -CUDART_INF_F;
-    lse = empty ? -CUDART_INF_F : row_max[i][half] * softmax_scale + logf(sum);
-    return empty ? 0.f : 1.f / sum;
+  // Ends the sum, which the scaled score `sink` joins (-inf: none does). Returns what the output is to be multiplied by, 0
+  // for a row that saw no key; `lse` is the natural log of the sum, of a sink alone where there was no key.
+  __device__ __forceinline__ float finish(int i, int half, float softmax_scale, float sink, float& lse) {
+    const float top = row_max[i][half] * softmax_scale, joined_top = fmaxf(top, sink);
+    const bool empty = joined_top == -CUDART_INF_F;
+    const float share = expf(top - joined_top);  // 1 unless the sink is larger
+    const float sum = quad_sum(row_sum[i][half]) * share + expf(sink - joined_top);
+    lse = empty ? -CUDART_INF_F : joined_top + logf(sum);
+    return empty ? 0.f : share / sum;
   }
 };
 

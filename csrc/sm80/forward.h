@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float lse;
-      inverse_sum[i][half] = softmax.finish(i, half, p.shape.softmax_scale, lse);
+      inverse_sum[i][half] = softmax.finish(i, half, p.shape.softmax_scale, p.sink(work.head), lse);
       const int row = warp_row + i * 16 + half * 8 + lane / 4;
       if (lane % 4 == 0 && row < work.q_tile.rows) {
         p.lse[static_cast<int64_t>(work.head) * p.shape.q_rows + work.q_tile.row + row] = lse;

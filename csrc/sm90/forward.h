@@ -239,9 +239,9 @@ struct ForwardConsumer {
   __device__ __forceinline__ void store(const QueryBlock& work, Softmax& softmax) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float lse;
-      const float inverse_sum = softmax.finish(0, half, p.shape.softmax_scale, lse);
       const int query = query_of(row0 + half * 8), head = work.head + head_of(row0 + half * 8);
+      float lse;
+      const float inverse_sum = softmax.finish(0, half, p.shape.softmax_scale, p.sink(head), lse);
       if (query >= work.q_tile.rows) continue;
       if (lane % 4 == 0) p.lse[static_cast<int64_t>(head) * p.shape.q_rows + work.q_tile.row + query] = lse;
       T* out = p.out.at(work.q_tile.row + query, head) + lane % 4 * 2;
