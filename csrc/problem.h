@@ -44,8 +44,8 @@ inline Tensor aligned(const Tensor& t) {
   return strides_ok && base_ok ? t : t.clone(at::MemoryFormat::Contiguous);
 }
 
-// Rows [begin, begin + count) of a tensor (rows, heads, head_dim). Prompts and responses may share one: a view of a
-// tensor costs the host a microsecond, and a backward would make eight.
+// Rows [begin, begin + count) of a tensor (rows, heads, head_dim). Prompts and responses may share one: a view of each
+// would be a tensor of its own, and a backward would make eight.
 struct Rows {
   Tensor tensor;
   int64_t begin, count;

@@ -178,8 +178,9 @@ def host_times(
 def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
     """Eager calls of a few groups cost the host less than 100 microseconds in each direction.
 
-    Beside it is what PyTorch takes for the backward of a node that computes nothing, and what a layer of sixteen takes,
-    where the way into the backward, which wakes a thread, is gone once.
+    That is the time of a backward by itself and of a layer of sixteen, where the way into the backward, which wakes a
+    thread, is gone once. Beside it is what PyTorch takes for a node that computes nothing, as a rule 50 to 70: where it
+    takes more the host is slow at the moment, and what comes on top of it must be less than 40.
     """
     layout = layout_of(GROUPS["several"], device="cuda")
     inputs = inputs_of(layout, **small("cuda"))
@@ -191,9 +192,10 @@ def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
     _, of_a_stack = host_times(call, inputs, layers=16, repeats=10)
     _, empty = host_times(Nothing.apply, inputs)
     measured = f"{forward:.0f} us forward, {backward:.0f} us backward, {of_a_stack:.0f} us in a stack of layers"
+    measured += f", {empty:.0f} us an empty backward"
     with capsys.disabled():
-        print(f"{measured}, {empty:.0f} us an empty backward")
-    assert forward < 100 and backward < 100, measured
+        print(measured)
+    assert max(forward, of_a_stack) < 100 and backward < max(100, empty + 40), measured
 
 
 def test_pack_and_attend_as_documented() -> None:
