@@ -43,7 +43,7 @@ int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int
   args.tile_capacity = most.tiles, args.slot_capacity = most.slots;
   args.tile_offsets = offsets.data(), args.tile_steps = steps.data();
   args.items = items, args.order = &order, args.splits = splits, args.split_count = counts;
-  host_cuda::run_block(kThreads, [&] { build_backward_list(args); });
+  host_cuda::run_block(kListThreads, [&] { build_backward_list(args); });
   const int count = order.begin[kCostClasses];
   for (int block = 0; block < count * p->num_kv_heads; ++block) {
     const BackwardPlace place = backward_place(block, order, p->num_kv_heads, p->num_sms);
@@ -62,7 +62,7 @@ int build_forward(const Problem* p, ForwardItem* items, int* costs) {
   args.block_m = p->block_m, args.block_n = p->block_n, args.causal = p->causal;
   args.capacity = forward_capacity(args.layout, p->block_m);
   args.tile_offsets = offsets.data(), args.items = items, args.count = counters, args.next = counters + 1;
-  host_cuda::run_block(kThreads, [&] { build_forward_list(args); });
+  host_cuda::run_block(kListThreads, [&] { build_forward_list(args); });
   for (int i = 0; i < counters[0]; ++i) {
     costs[i] = forward_cost(args.layout.segment(items[i].segment), items[i].m_block, p->block_m, p->block_n, p->causal);
   }

@@ -12,7 +12,7 @@ __device__ inline void find_runs(const BackwardListArgs& a, ListBlock& block) {
     return i == 0 || !continues_run(a.layout.segment(i - 1), a.layout.segment(i));
   };
   exclusive_offsets(block, segments, segments, a.run_counts, begins_run);
-  for (int i = threadIdx.x; i < segments; i += kThreads) {
+  for (int i = threadIdx.x; i < segments; i += kListThreads) {
     if (a.run_counts[i + 1] > a.run_counts[i]) a.run_begins[a.run_counts[i]] = i;
   }
   if (threadIdx.x == 0) a.run_begins[a.run_counts[segments]] = segments;
@@ -55,7 +55,7 @@ struct BackwardTiles {
   }
 
   __device__ void clear_sums() const {
-    for (int i = threadIdx.x; i < kCostClasses * kTileBins; i += kThreads) block.bins[i] = 0;
+    for (int i = threadIdx.x; i < kCostClasses * kTileBins; i += kListThreads) block.bins[i] = 0;
     if (threadIdx.x < kCostClasses) block.class_steps[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
       block.long_tiles = 0, block.longest_tile = 0, block.shortest_tile = kMaxSteps, block.long_steps = 0;
@@ -67,7 +67,7 @@ struct BackwardTiles {
   }
 
   __device__ void count_steps() const {
-    for (int i = threadIdx.x; i < tiles; i += kThreads) {
+    for (int i = threadIdx.x; i < tiles; i += kListThreads) {
       const OwnedTile t = at(i);
       const Owner owner = owner_of(a.layout, t.region, t.owner, t.n_block, a.block_n);
       const int steps = owner_steps(a.layout, owner, a.block_m, a.heads_per_group, a.causal);
@@ -79,7 +79,7 @@ struct BackwardTiles {
 
   __device__ void choose_parts() {
     const int first_limit = part_limit(static_cast<int64_t>(block.total_steps), a.num_sms);
-    for (int i = threadIdx.x; i < tiles; i += kThreads) {
+    for (int i = threadIdx.x; i < tiles; i += kListThreads) {
       const int steps = a.tile_steps[i], most = max(steps, leading_steps(at(i), i));
       if (most > first_limit) {
         atomicAdd(&block.long_tiles, 1);
@@ -92,7 +92,7 @@ struct BackwardTiles {
     const int64_t heads = a.num_kv_heads, long_steps = static_cast<int64_t>(block.long_steps);
     const LongTiles long_tiles{block.long_tiles * heads, long_steps * heads, block.longest_tile, block.shortest_tile};
     limit = final_part_limit(first_limit, long_tiles, a.num_sms);
-    for (int i = threadIdx.x; i < tiles; i += kThreads) {
+    for (int i = threadIdx.x; i < tiles; i += kListThreads) {
       const int parts = share_of(a.tile_steps[i], leading_steps(at(i), i), limit).parts;
       if (parts > 1) atomicAdd(&block.shared_slots, static_cast<unsigned long long>(parts) * a.num_kv_heads);
     }
@@ -103,14 +103,14 @@ struct BackwardTiles {
 
   // Where each bin of each class begins.
   __device__ void sort() const {
-    for (int i = threadIdx.x; i < tiles; i += kThreads) {
+    for (int i = threadIdx.x; i < tiles; i += kListThreads) {
       const OwnedTile t = at(i);
       const int cost = share_at(t, i).cost;
       atomicMax(&block.longest, cost);
       if (t.region == Region::decoded) atomicMax(&block.longest_decoded, cost);
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < tiles; i += kThreads) {
+    for (int i = threadIdx.x; i < tiles; i += kListThreads) {
       const int steps = a.tile_steps[i];
       if (steps == 0) continue;
       const OwnedTile t = at(i);
@@ -136,7 +136,7 @@ struct BackwardTiles {
 
   // A warp takes 32 tiles in a row, so that those of a class keep their order.
   __device__ void write_items() const {
-    for (int first = 0; first < tiles; first += kThreads) {
+    for (int first = 0; first < tiles; first += kListThreads) {
       const int i = first + threadIdx.x, lane = threadIdx.x % 32;
       const int steps = i < tiles ? a.tile_steps[i] : 0;
       const OwnedTile t = at(min(i, tiles - 1));

@@ -14,14 +14,14 @@ inline int clearing_blocks(int rows) { return ceil_div(rows, kClearedRows); }
 template <class OwnedBy, class Clear>
 __device__ inline void clear_unowned(const GroupLayout& layout, int first, int rows, OwnedBy owned_by, Clear clear) {
   __shared__ bool owned[kClearedRows];
-  for (int i = threadIdx.x; i < kClearedRows; i += kThreads) owned[i] = false;
+  for (int i = threadIdx.x; i < kClearedRows; i += kListThreads) owned[i] = false;
   __syncthreads();
-  for (int i = threadIdx.x; i < layout.num_segments; i += kThreads) {
+  for (int i = threadIdx.x; i < layout.num_segments; i += kListThreads) {
     const RowRun run = owned_by(layout.segment(i));
     for (int row = max(run.begin, first); row < min(run.end, first + kClearedRows); ++row) owned[row - first] = true;
   }
   __syncthreads();
-  for (int i = threadIdx.x / 32; i < min(kClearedRows, rows - first); i += kThreads / 32) {
+  for (int i = threadIdx.x / 32; i < min(kClearedRows, rows - first); i += kListThreads / 32) {
     if (!owned[i]) clear(first + i);
   }
   __syncthreads();

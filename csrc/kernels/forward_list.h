@@ -27,9 +27,9 @@ __device__ inline void build_forward_list(const ForwardListArgs& a) {
   block.bins[threadIdx.x] = 0;
   if (threadIdx.x == 0) block.longest = 0, block.emitted = 0;
   __syncthreads();
-  for (int i = threadIdx.x; i < tiles; i += kThreads) atomicMax(&block.longest, cost_of(item_at(i)));
+  for (int i = threadIdx.x; i < tiles; i += kListThreads) atomicMax(&block.longest, cost_of(item_at(i)));
   __syncthreads();
-  for (int i = threadIdx.x; i < tiles; i += kThreads) {
+  for (int i = threadIdx.x; i < tiles; i += kListThreads) {
     const int cost = cost_of(item_at(i));
     if (cost > 0) {
       atomicAdd(&block.bins[bin_of(cost, block.longest)], 1);
@@ -38,7 +38,7 @@ __device__ inline void build_forward_list(const ForwardListArgs& a) {
   }
   __syncthreads();
   bins_to_places<kBins>(block);
-  for (int i = threadIdx.x; i < tiles; i += kThreads) {
+  for (int i = threadIdx.x; i < tiles; i += kListThreads) {
     const ForwardItem item = item_at(i);
     const int cost = cost_of(item);
     if (cost > 0) a.items[atomicAdd(&block.bins[bin_of(cost, block.longest)], 1)] = item;

@@ -7,7 +7,7 @@
 
 namespace dualkv {
 
-constexpr int kThreads = 1024;
+constexpr int kListThreads = 1024;  // of every block of such a launch
 constexpr int kBins = 1024;  // of the forward list
 // Bins of the backward list: of every class one for every 32 tiles, a warp's. With more than 16 K tiles (2 M keys) warps
 // share a bin, and the order of items within it is left to chance.
@@ -54,13 +54,13 @@ template <class Count>
 __device__ inline void exclusive_offsets(ListBlock& block, int n, int capacity, int* offsets, Count count) {
   if (threadIdx.x == 0) block.carry = 0;
   __syncthreads();
-  for (int first = 0; first < n; first += kThreads) {
+  for (int first = 0; first < n; first += kListThreads) {
     const int index = first + threadIdx.x;
     const int64_t sum = block.carry + block_inclusive_sum(index < n ? count(index) : 0, block.warp_sums);
     const int offset = static_cast<int>(min(sum, static_cast<int64_t>(capacity)));
     __syncthreads();
     if (index < n) offsets[index + 1] = offset;
-    if (threadIdx.x == kThreads - 1) block.carry = offset;
+    if (threadIdx.x == kListThreads - 1) block.carry = offset;
     __syncthreads();
   }
   if (threadIdx.x == 0) offsets[0] = 0;
@@ -80,8 +80,8 @@ __device__ inline int find_owner(const int* offsets, int n, int index) {
 // Turns counts per bin into first places.
 template <int kCount>
 __device__ inline void bins_to_places(ListBlock& block) {
-  static_assert(kCount % kThreads == 0, "every thread takes as many bins");
-  constexpr int kOwn = kCount / kThreads;
+  static_assert(kCount % kListThreads == 0, "every thread takes as many bins");
+  constexpr int kOwn = kCount / kListThreads;
   int* own = block.bins + threadIdx.x * kOwn;
   int sum = 0;
   for (int i = 0; i < kOwn; ++i) sum += own[i];

@@ -21,7 +21,7 @@ __device__ void clear_keys(const BackwardListArgs& a, Region region, int first) 
 
 // Block 0 makes the list; the others, one on every other multiprocessor, share the rest.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kListThreads)
     dualkv_prepare_backward(const __grid_constant__ BackwardListArgs a,
                             const __grid_constant__ RowStatisticsParams<T> rows, int context_blocks,
                             int decoded_blocks) {
@@ -31,8 +31,8 @@ __global__ void __launch_bounds__(kThreads)
     const bool context = i < context_blocks;
     clear_keys(a, context ? Region::context : Region::decoded, (context ? i : i - context_blocks) * kClearedRows);
   }
-  clear_row(a.dq_sum, 0, int64_t{index} * kThreads + threadIdx.x, int64_t{blocks} * kThreads);
-  constexpr int kWarps = kThreads / 32;
+  clear_row(a.dq_sum, 0, int64_t{index} * kListThreads + threadIdx.x, int64_t{blocks} * kListThreads);
+  constexpr int kWarps = kListThreads / 32;
   store_statistics(rows, int64_t{index} * kWarps + threadIdx.x / 32, int64_t{blocks} * kWarps);
 }
 
@@ -42,10 +42,10 @@ template <typename T>
 void prepare_backward(const BackwardListArgs& args, const RowStatisticsParams<T>& rows, cudaStream_t stream) {
   const int context_blocks = clearing_blocks(args.layout.extents.context_rows);
   const int decoded_blocks = clearing_blocks(args.layout.extents.decoded_rows);
-  const int64_t wanted = ceil_div<int64_t>(statistics_warps(rows.shape, rows.statistics), kThreads / 32);
+  const int64_t wanted = ceil_div<int64_t>(statistics_warps(rows.shape, rows.statistics), kListThreads / 32);
   const int64_t blocks = std::clamp<int64_t>(wanted, 1, max_int(args.num_sms - 1, 1));
   dualkv_prepare_backward<T>
-      <<<1 + static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, rows, context_blocks, decoded_blocks);
+      <<<1 + static_cast<unsigned>(blocks), kListThreads, 0, stream>>>(args, rows, context_blocks, decoded_blocks);
   check_cuda(cudaGetLastError());
 }
 

@@ -20,7 +20,7 @@ __device__ void clear_queries(const ForwardListArgs& a, int first) {
   });
 }
 
-__global__ void __launch_bounds__(kThreads) dualkv_prepare_forward(const ForwardListArgs a) {
+__global__ void __launch_bounds__(kListThreads) dualkv_prepare_forward(const ForwardListArgs a) {
   if (blockIdx.x == 0) return build_forward_list(a);
   clear_queries(a, (blockIdx.x - 1) * kClearedRows);
 }
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads) dualkv_prepare_forward(const Forward
 }  // namespace
 
 void prepare_forward(const ForwardListArgs& args, cudaStream_t stream) {
-  dualkv_prepare_forward<<<1 + clearing_blocks(args.layout.extents.q_rows), kThreads, 0, stream>>>(args);
+  dualkv_prepare_forward<<<1 + clearing_blocks(args.layout.extents.q_rows), kListThreads, 0, stream>>>(args);
   check_cuda(cudaGetLastError());
 }
 
