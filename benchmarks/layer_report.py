@@ -25,6 +25,8 @@ from schema import Result, is_ours
 from flash_attn_dualkv.predict import DIRECTIONS
 
 BASELINES = ("fa2_replicated", "flex_packed")
+# Facts host_*_us. Older results have the first alone.
+HOST = {"": "host", "stack_": "host, a layer of a stack", "empty_": "host, a node that computes nothing"}
 
 
 class LayerFigures(Figures):
@@ -105,17 +107,22 @@ def table(result: Result) -> str:
 
 def data_side(figures: LayerFigures) -> list[str]:
     """A second table: packing and unpacking against the layers of the model, host time of the attention call."""
-    head = ["shape (N x P x R)", "implementation", "packing ms", "unpacking ms", "share of all layers"]
-    head += ["host, forward us", "host, backward us"]
+    measured = [(shape, impl) for shape in figures.shapes for impl in figures.impls]
+    host = {
+        f"host_{what}{direction}_us": f"{title}, {direction} us"
+        for what, title in HOST.items()
+        for direction in DIRECTIONS
+        if any(figures.fact(*one, f"host_{what}{direction}_us") for one in measured)
+    }
+    head = ["shape (N x P x R)", "implementation", "packing ms", "unpacking ms", "share of all layers", *host.values()]
     body = []
-    for shape in figures.shapes:
-        for impl in figures.impls:
-            if figures.fact(shape, impl, "pack_ms") is not None:
-                share = figures.data_share(shape, impl)
-                cells = [milliseconds(figures.fact(shape, impl, what)) for what in ("pack_ms", "unpack_ms")]
-                cells.append("" if share is None else f"{100 * share:.2f}%")
-                cells += [number(figures.fact(shape, impl, f"host_{direction}_us"), 0) for direction in DIRECTIONS]
-                body.append([shape, LABELS.get(impl, impl), *cells])
+    for shape, impl in measured:
+        if figures.fact(shape, impl, "pack_ms") is not None:
+            share = figures.data_share(shape, impl)
+            cells = [milliseconds(figures.fact(shape, impl, what)) for what in ("pack_ms", "unpack_ms")]
+            cells.append("" if share is None else f"{100 * share:.2f}%")
+            cells += [number(figures.fact(shape, impl, what), 0) for what in host]
+            body.append([shape, LABELS.get(impl, impl), *cells])
     if not body:
         return []
     text = (

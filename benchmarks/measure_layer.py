@@ -21,6 +21,7 @@ from flash_attn_dualkv.predict import ModelShape
 # Small, so that the GPU is always done before the host: what is measured is the host's time alone.
 HOST_SHAPE = Shape("host", (Group(200, (50, 60, 70, 80)),) * 4)
 HOST_CALLS = 50
+HOST_LAYERS = 16
 WARM_UP_CALLS = 3
 DATA_CALLS = 5
 
@@ -146,25 +147,57 @@ def data_side(shape: Shape, config: Config) -> Row:
     }
 
 
+class Nothing(torch.autograd.Function):
+    """A node of the same tensors that computes nothing: what PyTorch itself takes."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return q.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return ctx.saved_tensors
+
+
 def host_time(model: ModelShape, config: Config) -> Row:
-    """Microseconds until a call of the attention, and of its backward, returns to Python: medians of many calls."""
+    """Microseconds until a call of the attention, and of its backward, returns to Python: medians of many calls.
+
+    By itself, where the way into the backward, which wakes a thread, is a part of it; as a layer of a stack, where that
+    is paid once; and beside it the same of a node that computes nothing.
+    """
     dtype = DTYPES[config.dtype]
     layout = pack_shared_prompts(*samples(HOST_SHAPE, config.device), boundary="gather").layout
 
     def normal(heads: int) -> Tensor:
         return torch.randn(layout.num_tokens, heads, model.head_dim, dtype=dtype, device=config.device)
 
-    q, k, v = (leaf(normal(heads)) for heads in (model.heads, model.kv_heads, model.kv_heads))
-    dout = normal(model.heads)
-    readings: list[tuple[float, float]] = []
-    for _ in range(WARM_UP_CALLS + (HOST_CALLS if config.is_cuda else 1)):
-        synchronize(config)
-        begin = time.perf_counter()
-        out = shared_prompt_attention(q, k, v, layout)
-        end = time.perf_counter()
-        synchronize(config)
-        begin_backward = time.perf_counter()
-        torch.autograd.grad(out, (q, k, v), dout)
-        readings.append((end - begin, time.perf_counter() - begin_backward))
-    forward, backward_ = (statistics.median(column) * 1e6 for column in zip(*readings[WARM_UP_CALLS:], strict=True))
-    return {"host_forward_us": significant(forward), "host_backward_us": significant(backward_)}
+    stack = HOST_LAYERS if config.is_cuda else 2
+    q, dout = leaf(normal(model.heads)), normal(model.heads)
+    keys = [leaf(normal(model.kv_heads)) for _ in range(2 * stack)]
+
+    def times(call: Callable[[Tensor, Tensor, Tensor], Any], layers: int = 1) -> list[float | None]:
+        readings: list[tuple[float, float]] = []
+        for _ in range(WARM_UP_CALLS + (HOST_CALLS if config.is_cuda else 1)):
+            synchronize(config)
+            begin = time.perf_counter()
+            out = q
+            for k, v in zip(keys[: 2 * layers : 2], keys[1::2]):
+                out = call(out, k, v)
+            end = time.perf_counter()
+            synchronize(config)
+            begin_backward = time.perf_counter()
+            torch.autograd.grad(out, (q, *keys[: 2 * layers]), dout)
+            readings.append((end - begin, time.perf_counter() - begin_backward))
+        columns = zip(*readings[WARM_UP_CALLS:], strict=True)
+        return [significant(1e6 * statistics.median(column) / layers) for column in columns]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return shared_prompt_attention(q, k, v, layout)
+
+    measured = {"": times(attend), "stack_": times(attend, stack), "empty_": times(Nothing.apply)}
+    return {
+        f"host_{name}{direction}_us": one
+        for name, both in measured.items()
+        for direction, one in zip(("forward", "backward"), both, strict=True)
+    }

@@ -30,6 +30,8 @@ import schema  # noqa: E402
 import shapes  # noqa: E402
 from shapes import Group, Shape, in_layer  # noqa: E402
 
+from flash_attn_dualkv.predict import DIRECTIONS  # noqa: E402
+
 CPU = torch.device("cpu")
 SMALL = (
     *shapes.LAYER_TINY,
@@ -255,7 +257,8 @@ def test_rows_of_a_measured_layer() -> None:
         )
         assert [one for one in schema.problems_of_row(row, "row", "layer") if "tflops" not in one] == []
     ours = rows[0]
-    for what in ("pack_ms", "unpack_ms", "host_forward_us", "host_backward_us"):
+    host = [f"host_{what}{direction}_us" for what in layer_report.HOST for direction in DIRECTIONS]
+    for what in ("pack_ms", "unpack_ms", *host):
         assert ours[what] > 0
         assert what not in rows[2]
 
