@@ -40,6 +40,7 @@ WEIGHT_STD = 0.02
 # Of the norms of query and key heads. At 1 the scores of random tokens are nearly equal and attention is close to an
 # average of all values, in which an error would be lost.
 HEAD_NORM = 1.6
+MOST_ELEMENTS = 1 << 31  # of Q, in a call of a peer's kernel
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (T, H, d), k and v (T, H_k, d) -> (T, H, d)
 
@@ -214,15 +215,50 @@ def contexts_first_rows(shape: Shape) -> Tensor:
 
 def build_replicated(source: LayerSource, kernel: VarlenKernel) -> Prepared:
     """Standard packing: the whole layer over N (P + R) tokens."""
-    rows = replicated_rows(source.shape).to(source.device)
-    lengths = source.shape.replicated_lengths()
-    cu_seqlens, longest = cumulative(lengths, source.device), max(lengths)
-    return build_layer(
-        source,
-        rows,
-        shared_dout(source.shape, source.dout)[rows],
-        lambda q, k, v: kernel(q, k, v, cu_seqlens, cu_seqlens, longest, longest),
-    )
+    shape = source.shape
+    rows = replicated_rows(shape).to(source.device)
+    calls = [VarlenCall.of(lengths, source.device) for lengths in in_pieces(shape)]
+    tokens = [call.tokens for call in calls]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if len(calls) == 1:  # splitting would cost the backward a copy
+            return kernel(*calls[0].arguments(q, k, v))
+        parts = zip(calls, q.split(tokens), k.split(tokens), v.split(tokens), strict=True)
+        return torch.cat([kernel(*one.arguments(queries, keys, values)) for one, queries, keys, values in parts])
+
+    return build_layer(source, rows, shared_dout(shape, source.dout)[rows], attention)
+
+
+@dataclass(frozen=True)
+class VarlenCall:
+    """Sequences of one call of a kernel."""
+
+    tokens: int
+    offsets: Tensor
+    longest: int
+
+    def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
+        return q, k, v, self.offsets, self.offsets, self.longest, self.longest
+
+    @staticmethod
+    def of(lengths: list[int], device: torch.device) -> VarlenCall:
+        return VarlenCall(sum(lengths), cumulative(lengths, device), max(lengths))
+
+
+def in_pieces(shape: LayerShape) -> list[list[int]]:
+    """Lengths of the replicated sequences, call by call: one call where all queries fit one.
+
+    With 2.28e9 elements of Q (32 x 16K) the backward of PyTorch's FlashAttention-2 met an illegal memory access.
+    """
+    lengths, a_row = shape.replicated_lengths(), shape.heads * shape.head_dim
+    if sum(lengths) * a_row < MOST_ELEMENTS:
+        return [lengths]
+    pieces: list[list[int]] = [[]]
+    for length in lengths:
+        if pieces[-1] and (sum(pieces[-1]) + length) * a_row > MOST_ELEMENTS // 2:
+            pieces.append([])
+        pieces[-1].append(length)
+    return pieces
 
 
 def build_flex(source: LayerSource) -> Prepared:
@@ -320,17 +356,10 @@ def refuses_groups(shape: Shape) -> str | None:
     return None if len(shape.groups) == 1 else "written for one group"
 
 
-def refuses_long_queries(shape: Shape) -> str | None:
-    """With 2.28e9 elements of Q (32 x 16K) the backward of PyTorch's FlashAttention-2 met an illegal memory access."""
-    elements = shape.replicated_tokens * shape.heads * shape.head_dim
-    return None if elements < 1 << 31 else "2^31 elements of Q or more"
-
-
 def replicated(name: str, kernel: VarlenKernel) -> Implementation:
     return Implementation(
         name,
         lambda source: build_replicated(source, kernel),
-        refuses_long_queries if name == "fa2_replicated" else Implementation.refuses,
         pairs=Shape.replicated_pairs,
         tokens=lambda shape: shape.replicated_tokens,
     )

@@ -205,15 +205,25 @@ def test_executed_work() -> None:
         assert impl.executed_flops(shape, "forward") == model.layer_flops(tokens, pairs, "forward")
 
 
-def test_replicated_rows_beyond_32_bits_are_refused() -> None:
-    """By FlashAttention-2, which would end the process and with it all other measurements."""
+def test_replicated_rows_beyond_32_bits_go_to_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of FlashAttention-2, which would end the process and with it all other measurements; the result is the same."""
     grid = shapes.by_name(shapes.LAYER_PRESETS)
-    for name, impl, fits in (
-        ("16x16KxU(131,2048)", "fa2_replicated", True),
-        ("32x16KxU(131,2048)", "fa2_replicated", False),
-        ("32x16KxU(131,2048)", "math_replicated", True),
-    ):
-        assert (layer.replicated(impl, peers.math_varlen).refuses(grid[name]) is None) is fits
+    for name, calls in (("16x16KxU(131,2048)", 1), ("32x16KxU(131,2048)", 3)):
+        pieces = layer.in_pieces(grid[name])
+        assert len(pieces) == calls and [one for piece in pieces for one in piece] == grid[name].replicated_lengths()
+        assert all(sum(piece) * 4096 < (1 << 31) // (1 if calls == 1 else 2) for piece in pieces)
+    shape = in_layer(Shape("four responses", (Group(20, (5, 6, 7, 8)),)), shapes.TINY_MODEL)
+    source = layer.make_layer_source(shape, torch.float64, CPU)
+    results = []
+    for tokens, calls in ((1000, 1), (shape.replicated_tokens, 3), (1, 4)):
+        monkeypatch.setattr(layer, "MOST_ELEMENTS", tokens * shape.heads * shape.head_dim)
+        assert len(layer.in_pieces(shape)) == calls
+        prepared = layer.build_replicated(source, peers.math_varlen)
+        out = prepared.run()
+        results.append((out, *torch.autograd.grad(out, prepared.leaves, prepared.dout)))
+    for result in results[1:]:
+        for one, other in zip(result, results[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_families_that_cannot_train_are_left_out() -> None:
