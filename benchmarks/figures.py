@@ -114,10 +114,11 @@ def describe(header: Row) -> str:
     )
 
 
-def not_importable(header: Row) -> str:
-    """A paragraph on the packages that could not be measured, '' if there are none."""
+def remarks(header: Row) -> str:
+    """A paragraph on the packages that could not be measured, and one on what was put right by hand; '' if neither."""
     names = ", ".join(f"`{name}`" for name in header.get("not_importable", []))
-    return f"\nNot importable where this was measured: {names}.\n" if names else ""
+    text = f"\nNot importable where this was measured: {names}.\n" if names else ""
+    return text + (f"\nCorrected by hand: {header['remark']}.\n" if "remark" in header else "")
 
 
 Runs = list[tuple[Path, Result]]  # result files of one benchmark on one GPU

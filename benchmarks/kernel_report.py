@@ -15,9 +15,9 @@ from figures import (
     links,
     markdown,
     milliseconds,
-    not_importable,
     number,
     percent,
+    remarks,
     two_panels,
 )
 from schema import Result
@@ -45,7 +45,7 @@ def table(result: Result) -> str:
                 body.append([*cells, figures.reason(shape, impl)])
     header = result["header"]
     text = f"# Kernel benchmark\n\n{describe(header)}.\n\n{markdown(head, body, left=2)}\n"
-    return text + not_importable(header)
+    return text + remarks(header)
 
 
 def plot(result: Result, path: Path) -> None:

@@ -15,9 +15,9 @@ from figures import (
     links,
     markdown,
     milliseconds,
-    not_importable,
     number,
     percent,
+    remarks,
     two_panels,
 )
 from schema import Result, is_ours
@@ -25,7 +25,7 @@ from schema import Result, is_ours
 from flash_attn_dualkv.predict import DIRECTIONS
 
 BASELINES = ("fa2_replicated", "flex_packed")
-# Facts host_*_us. Older results have the first alone.
+# Facts host_*_us, of which a result may lack some.
 HOST = {"": "host", "stack_": "host, a layer of a stack", "empty_": "host, a node that computes nothing"}
 
 
@@ -102,7 +102,7 @@ def table(result: Result) -> str:
         markdown(head, body, left=2),
         *data_side(figures),
     ]
-    return "\n\n".join(parts) + "\n" + not_importable(header)
+    return "\n\n".join(parts) + "\n" + remarks(header)
 
 
 def data_side(figures: LayerFigures) -> list[str]:

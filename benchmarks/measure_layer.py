@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from host_time import Nothing, host_times
 from layer import make_layer_source, samples
 from measure import DTYPES, SLOW_S, Config, Row, ShapeRun, backward, can_differentiate, seconds_per_pass, significant
-from packing import Prepared, leaf
+from packing import Prepared
 from peers import Implementation
 from shapes import Group, LayerShape, Shape
 from torch import Tensor
 
 from flash_attn_dualkv.packing import pack_shared_prompts, shared_prompt_attention, unpack_logprobs
-from flash_attn_dualkv.predict import ModelShape
+from flash_attn_dualkv.predict import DIRECTIONS, ModelShape
 
 # Small, so that the GPU is always done before the host: what is measured is the host's time alone.
 HOST_SHAPE = Shape("host", (Group(200, (50, 60, 70, 80)),) * 4)
@@ -40,7 +41,7 @@ class LayerRun(ShapeRun):
         super().memory_pass(impl)
         if impl.is_ours:
             self.facts[impl.name].update(data_side(self.shape, self.config))
-            self.facts[impl.name].update(host_time(self.shape.model, self.config))
+            self.facts[impl.name].update(host_side(self.shape.model, self.config))
 
     def timed_pass(self, impl: Implementation) -> None:
         """A forward and its backward, which frees what the forward kept: there is memory for one of them only."""
@@ -147,57 +148,26 @@ def data_side(shape: Shape, config: Config) -> Row:
     }
 
 
-class Nothing(torch.autograd.Function):
-    """A node of the same tensors that computes nothing: what PyTorch itself takes."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        return q.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        return ctx.saved_tensors
-
-
-def host_time(model: ModelShape, config: Config) -> Row:
-    """Microseconds until a call of the attention, and of its backward, returns to Python: medians of many calls.
+def host_side(model: ModelShape, config: Config) -> Row:
+    """Microseconds of a call of the attention, and of its backward, on the host: medians of calls with a pause before.
 
     By itself, where the way into the backward, which wakes a thread, is a part of it; as a layer of a stack, where that
     is paid once; and beside it the same of a node that computes nothing.
     """
-    dtype = DTYPES[config.dtype]
     layout = pack_shared_prompts(*samples(HOST_SHAPE, config.device), boundary="gather").layout
-
-    def normal(heads: int) -> Tensor:
-        return torch.randn(layout.num_tokens, heads, model.head_dim, dtype=dtype, device=config.device)
-
-    stack = HOST_LAYERS if config.is_cuda else 2
-    q, dout = leaf(normal(model.heads)), normal(model.heads)
-    keys = [leaf(normal(model.kv_heads)) for _ in range(2 * stack)]
-
-    def times(call: Callable[[Tensor, Tensor, Tensor], Any], layers: int = 1) -> list[float | None]:
-        readings: list[tuple[float, float]] = []
-        for _ in range(WARM_UP_CALLS + (HOST_CALLS if config.is_cuda else 1)):
-            synchronize(config)
-            begin = time.perf_counter()
-            out = q
-            for k, v in zip(keys[: 2 * layers : 2], keys[1::2]):
-                out = call(out, k, v)
-            end = time.perf_counter()
-            synchronize(config)
-            begin_backward = time.perf_counter()
-            torch.autograd.grad(out, (q, *keys[: 2 * layers]), dout)
-            readings.append((end - begin, time.perf_counter() - begin_backward))
-        columns = zip(*readings[WARM_UP_CALLS:], strict=True)
-        return [significant(1e6 * statistics.median(column) / layers) for column in columns]
+    calls, stack = (HOST_CALLS, HOST_LAYERS) if config.is_cuda else (1, 2)
+    q, k, v = (
+        torch.randn(layout.num_tokens, heads, model.head_dim, dtype=DTYPES[config.dtype], device=config.device)
+        for heads in (model.heads, model.kv_heads, model.kv_heads)
+    )
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return shared_prompt_attention(q, k, v, layout)
 
-    measured = {"": times(attend), "stack_": times(attend, stack), "empty_": times(Nothing.apply)}
-    return {
-        f"host_{name}{direction}_us": one
-        for name, both in measured.items()
-        for direction, one in zip(("forward", "backward"), both, strict=True)
-    }
+    facts: Row = {}
+    for name, call, layers in (("", attend, 1), ("stack_", attend, stack), ("empty_", Nothing.apply, 1)):
+        times = host_times(call, q, k, v, layers=layers, readings=WARM_UP_CALLS + calls)
+        for direction in DIRECTIONS:
+            readings = getattr(times, direction)[WARM_UP_CALLS:]
+            facts[f"host_{name}{direction}_us"] = significant(statistics.median(readings))
+    return facts

@@ -15,9 +15,9 @@ from figures import (
     introduction,
     links,
     markdown,
-    not_importable,
     number,
     plain_axis,
+    remarks,
 )
 from law import Law, fit
 from schema import Result, Row
@@ -74,7 +74,7 @@ def table(result: Result) -> str:
         law_table(figures, found),
         markdown(head, body, left=2),
     ]
-    return "\n\n".join(parts) + "\n" + not_importable(header)
+    return "\n\n".join(parts) + "\n" + remarks(header)
 
 
 def plot(result: Result, path: Path) -> None:

@@ -83,6 +83,9 @@ def problems_of_header(header: Any) -> list[str]:
         return problems
     if benchmark_of(header) not in BENCHMARKS:
         problems.append(f"header: benchmark must be one of {BENCHMARKS}, got {header['benchmark']!r}")
+    # What was put right by hand in a header, and why: everybody must be able to read it.
+    if not isinstance(header.get("remark", ""), str):
+        problems.append(f"header: remark must be text, got {header['remark']!r}")
     if header["dirty"]:
         problems.append("header: measured on a dirty tree")
     if not re.fullmatch(r"[0-9a-f]{7,40}", header["commit"]):

@@ -81,6 +81,7 @@ DAMAGES: list[tuple[str, Damage]] = [
     ("header: matmul_tflops has the wrong type", lambda result: result["header"].update(matmul_tflops=None)),
     ("matmul_tflops must be positive", lambda result: result["header"].update(matmul_tflops=0)),
     ("commit is no commit hash", lambda result: result["header"].update(commit="unknown")),
+    ("remark must be text", lambda result: result["header"].update(remark=None)),
     ("date is not ISO 8601", lambda result: result["header"].update(date="yesterday")),
     ("keys header and rows", lambda result: result.update(comment="")),
     ("keys header and rows", lambda result: result.pop("rows")),
@@ -123,6 +124,14 @@ def test_committed_results_may_be_published(path: Path) -> None:
     schema.validate(result, path.parent.name)
     assert path.with_suffix(".md").read_text() == report.table(result), "render it again"
     assert path.with_suffix(".png").exists()
+
+
+def test_what_was_put_right_by_hand_is_said_beside_the_figures() -> None:
+    result = synthetic()
+    assert "by hand" not in report.table(result)
+    result["header"]["remark"] = "the date, which was that of another clock"
+    schema.validate(result, "NVIDIA-H200")
+    assert report.table(result).endswith("\nCorrected by hand: the date, which was that of another clock.\n")
 
 
 # --- tables, plot, README -------------------------------------------------------------------------------------------

@@ -155,11 +155,16 @@ def test_sinks(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> Non
     """Against the reference in float64: as accurate as 16-bit outputs and gradients are."""
     layout, inputs = data("several" if DEVICE != "cuda" else "large", head_dim, heads, dtype, sinks=True)
     assert inputs.sinks is not None
-    out, _, gradients = run(inputs._replace(sinks=inputs.sinks.float()), layout)
+    out, lse, gradients = run(inputs._replace(sinks=inputs.sinks.float()), layout)
     exact = Inputs(*(one.double().cpu() for one in inputs if one is not None))
     leaves = exact.leaves()
-    expected = shared_prompt_attention(leaves.q, leaves.k, leaves.v, layout.to("cpu"), sinks=leaves.sinks)
+    tables, scale = layout.to("cpu").tensors[2:], head_dim**-0.5
+    expected, right_lse = packed_ops.packed_forward(
+        *leaves.tensors, *tables, layout.num_context_tokens, scale, None, None, True, False
+    )
     right = torch.autograd.grad(expected, leaves.tensors, exact.dout)
+    assert oracle.lse_violations(lse.cpu(), right_lse.detach()) == []
+    assert layout.pad and not out[-layout.pad :].any()
     bound = oracle.FROBENIUS_BOUND[dtype]
     for name, actual, wanted in zip(("out", "dq", "dk", "dv", "dsinks"), (out, *gradients), (expected, *right)):
         error = (actual.cpu().double() - wanted.detach()).norm() / wanted.detach().norm()

@@ -13,7 +13,7 @@ namespace dualkv {
 constexpr int kStatisticsRows = 16;
 static_assert(RowStatistics::kPadding % kStatisticsRows == 0, "warps end where the statistics do");
 
-inline int64_t statistics_warps(const ProblemShape& shape, const RowStatistics& statistics) {
+DUALKV_HD int64_t statistics_warps(const ProblemShape& shape, const RowStatistics& statistics) {
   return statistics.padded_rows / kStatisticsRows * shape.num_heads;
 }
 
@@ -72,7 +72,7 @@ __device__ __forceinline__ void store_warp_statistics(const RowStatisticsParams<
 // neighbours in memory.
 template <typename T>
 __device__ void store_statistics(const RowStatisticsParams<T>& p, int64_t warp, int64_t warps) {
-  const int64_t all = p.statistics.padded_rows / kStatisticsRows * p.shape.num_heads;
+  const int64_t all = statistics_warps(p.shape, p.statistics);
   for (; warp < all; warp += warps) {
     const int head = static_cast<int>(warp % p.shape.num_heads);
     const int64_t first_row = warp / p.shape.num_heads * kStatisticsRows;
