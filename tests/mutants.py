@@ -25,9 +25,9 @@ from kernel_mutations import PORTABLE_MUTANTS, SHARED_MUTANTS
 from mutations import GEOMETRY_MUTANTS, PYTHON_MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("csrc", "flash_attn_dualkv", "tests", "tools")
+FOLDERS = ("benchmarks", "csrc", "flash_attn_dualkv", "tests", "tools")
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
-IGNORED = shutil.ignore_patterns("*.so", "__pycache__")
+IGNORED = shutil.ignore_patterns("*.so", "__pycache__", "results")
 TEST_SECONDS = 600  # a mutant that hangs is caught, too
 
 MUTANTS = [*GEOMETRY_MUTANTS, *PYTHON_MUTANTS, *SHARED_MUTANTS, *PORTABLE_MUTANTS, *HOPPER_MUTANTS]

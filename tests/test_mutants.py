@@ -36,11 +36,16 @@ def test_names_are_unique() -> None:
 
 
 @pytest.fixture(scope="module")
-def collected() -> dict[str, list[str]]:
-    """Ids of the tests in each file that mutants name."""
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    return Tree(tmp_path_factory.mktemp("mutants"))
+
+
+@pytest.fixture(scope="module")
+def collected(tree: Tree) -> dict[str, list[str]]:
+    """Ids of the tests in each file that mutants name, found in a tree as mutants are built in."""
     files = sorted({mutant.tests for mutant in MUTANTS})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=tree.root, env=tree.environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     return {file: [line for line in result.stdout.splitlines() if line.startswith(file)] for file in files}
 
@@ -64,11 +69,6 @@ def test_the_selection_of_a_kernel_mutant_is_some_tests_of_its_family(
         assert mutant.needs_hopper and not any("sm80" in test for test in selected)
     if mutant.file.startswith("csrc/sm80"):
         assert not any("sm90" in test for test in selected)
-
-
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    return Tree(tmp_path_factory.mktemp("mutants"))
 
 
 def each_of(mutants: list[Mutant]) -> pytest.MarkDecorator:
