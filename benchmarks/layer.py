@@ -215,9 +215,14 @@ def contexts_first_rows(shape: Shape) -> Tensor:
 
 def build_replicated(source: LayerSource, kernel: VarlenKernel) -> Prepared:
     """Standard packing: the whole layer over N (P + R) tokens."""
-    shape = source.shape
-    rows = replicated_rows(shape).to(source.device)
-    calls = [VarlenCall.of(lengths, source.device) for lengths in in_pieces(shape)]
+    rows = replicated_rows(source.shape).to(source.device)
+    attention = replicated_attention(source.shape, kernel, source.device)
+    return build_layer(source, rows, shared_dout(source.shape, source.dout)[rows], attention)
+
+
+def replicated_attention(shape: LayerShape, kernel: VarlenKernel, device: torch.device) -> Attention:
+    """Causal attention of the packed row ``[P R_1][P R_2]...``."""
+    calls = [VarlenCall.of(lengths, device) for lengths in in_pieces(shape)]
     tokens = [call.tokens for call in calls]
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -226,7 +231,7 @@ def build_replicated(source: LayerSource, kernel: VarlenKernel) -> Prepared:
         parts = zip(calls, q.split(tokens), k.split(tokens), v.split(tokens), strict=True)
         return torch.cat([kernel(*one.arguments(queries, keys, values)) for one, queries, keys, values in parts])
 
-    return build_layer(source, rows, shared_dout(shape, source.dout)[rows], attention)
+    return attention
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,24 @@ def times(value: float | None) -> str:
 def table(result: Result) -> str:
     """Everything in one result file, as Markdown."""
     figures = LayerFigures(result["rows"])
+    header = result["header"]
+    parts = [
+        "# Layer benchmark",
+        f"{describe(header)}.",
+        "Executed: tokens and operations that the implementation computes. Effective: the tokens of the replicated "
+        "batch, for all the same. Rates are those of forward and backward together.",
+        measured(figures, BASELINES),
+        *data_side(figures),
+    ]
+    return "\n\n".join(parts) + "\n" + remarks(header)
+
+
+def measured(figures: LayerFigures, baselines: Sequence[str]) -> str:
+    """A table of times, throughput and memory; ratios of memory are those to the first of the baselines."""
     head = ["shape (N x P x R)", "implementation", "forward ms", "backward ms", "both ms"]
     head += ["executed ktok/s", "effective ktok/s", "executed TFLOP/s", "of matmul", "peak GiB"]
-    head += [f"speed against {LABELS[baseline]}" for baseline in BASELINES]
-    head += [f"memory against {LABELS[BASELINES[0]]}", "note"]
+    head += [f"speed against {LABELS[baseline]}" for baseline in baselines]
+    head += [f"memory against {LABELS[baselines[0]]}", "note"]
     body = []
     for shape in figures.shapes:
         for impl in figures.impls:
@@ -90,33 +105,28 @@ def table(result: Result) -> str:
                     cells.append(number(figures.tokens_per_ms(shape, impl, what), 0))
                 cells += [number(figures.executed_tflops(shape, impl), 0), percent(figures.of_matmul(shape, impl))]
                 cells.append(number(figures.peak(shape, impl), 2))
-                cells += [times(figures.speedup(shape, impl, baseline)) for baseline in BASELINES]
-                cells.append(times(figures.memory_ratio(shape, impl, BASELINES[0])))
-                body.append([*cells, figures.reason(shape, impl)])
-    header = result["header"]
-    parts = [
-        "# Layer benchmark",
-        f"{describe(header)}.",
-        "Executed: tokens and operations that the implementation computes. Effective: the tokens of the replicated "
-        "batch, for all the same. Rates are those of forward and backward together.",
-        markdown(head, body, left=2),
-        *data_side(figures),
-    ]
-    return "\n\n".join(parts) + "\n" + remarks(header)
+                body.append([*cells, *ratios(figures, shape, impl, baselines), figures.reason(shape, impl)])
+    return markdown(head, body, left=2)
+
+
+def ratios(figures: LayerFigures, shape: str, impl: str, baselines: Sequence[str]) -> list[str]:
+    """Speed against each of the baselines, then memory against the first."""
+    speed = [times(figures.speedup(shape, impl, baseline)) for baseline in baselines]
+    return [*speed, times(figures.memory_ratio(shape, impl, baselines[0]))]
 
 
 def data_side(figures: LayerFigures) -> list[str]:
     """A second table: packing and unpacking against the layers of the model, host time of the attention call."""
-    measured = [(shape, impl) for shape in figures.shapes for impl in figures.impls]
+    pairs = [(shape, impl) for shape in figures.shapes for impl in figures.impls]
     host = {
         f"host_{what}{direction}_us": f"{title}, {direction} us"
         for what, title in HOST.items()
         for direction in DIRECTIONS
-        if any(figures.fact(*one, f"host_{what}{direction}_us") for one in measured)
+        if any(figures.fact(*one, f"host_{what}{direction}_us") for one in pairs)
     }
     head = ["shape (N x P x R)", "implementation", "packing ms", "unpacking ms", "share of all layers", *host.values()]
     body = []
-    for shape, impl in measured:
+    for shape, impl in pairs:
         if figures.fact(shape, impl, "pack_ms") is not None:
             share = figures.data_share(shape, impl)
             cells = [milliseconds(figures.fact(shape, impl, what)) for what in ("pack_ms", "unpack_ms")]
@@ -134,7 +144,7 @@ def data_side(figures: LayerFigures) -> list[str]:
 
 def plot(result: Result, path: Path) -> None:
     """Bars of effective throughput and of peak memory per shape, as a PNG."""
-    measured = LayerFigures(row for row in result["rows"] if row["ms"])
+    with_times = LayerFigures(row for row in result["rows"] if row["ms"])
     figures = LayerFigures(result["rows"])
 
     def draw(axes: Any, _: Figures, impls: list[str]) -> None:
@@ -144,36 +154,40 @@ def plot(result: Result, path: Path) -> None:
         bars(axes[0], figures, impls, throughput, "effective thousand tokens/s")
         bars(axes[1], figures, impls, figures.peak, "peak memory, GiB")
 
-    two_panels(result, path, draw, measured.impls)
+    two_panels(result, path, draw, with_times.impls)
 
 
 def section(gpu: str, runs: Runs, folder: Path) -> str:
     """The README's part on one GPU: the layer's times and memory, and their ratios to the baselines."""
-    figures = LayerFigures(row for _, result in runs for row in result["rows"])
-    ours = [impl for impl in figures.impls if is_ours({"impl": impl})]
-    head = ["N x P x R", *(LABELS.get(impl, impl) for impl in figures.impls)]
-    cells = [[shape, *(cell(figures, shape, impl) for impl in figures.impls)] for shape in figures.shapes]
-    ratio_head = ["N x P x R", "implementation", *(f"speed against {LABELS[baseline]}" for baseline in BASELINES)]
-    ratios = [
-        [
-            shape,
-            LABELS.get(impl, impl),
-            *(times(figures.speedup(shape, impl, baseline)) for baseline in BASELINES),
-            times(figures.memory_ratio(shape, impl, BASELINES[0])),
-        ]
-        for shape in figures.shapes
-        for impl in ours
-    ]
     parts = [
         "One Qwen3-8B decoder layer, forward and backward, plain PyTorch around the attention.",
         introduction(gpu, runs),
         "Milliseconds (thousand tokens/s executed / effective; peak GiB). Effective throughput counts the tokens of "
         "the replicated batch for every implementation.",
-        markdown(head, cells),
-        markdown([*ratio_head, f"memory against {LABELS[BASELINES[0]]}"], ratios, left=2),
+        *comparison(runs, BASELINES),
         links(runs, folder),
     ]
     return "\n\n".join(parts)
+
+
+def comparison(runs: Runs, baselines: Sequence[str]) -> list[str]:
+    """Two tables over all runs, longer prompts further down: a cell per implementation, and this library's ratios."""
+    rows = [row for _, result in runs for row in result["rows"]]
+    figures = LayerFigures(sorted(rows, key=lambda row: (row["p"], row["n"])))
+    ours = [impl for impl in figures.impls if is_ours({"impl": impl})]
+    head = ["N x P x R", *(LABELS.get(impl, impl) for impl in figures.impls)]
+    cells = [[shape, *(cell(figures, shape, impl) for impl in figures.impls)] for shape in figures.shapes]
+    ratio_head = ["N x P x R", "implementation", *(f"speed against {LABELS[baseline]}" for baseline in baselines)]
+    body = [
+        [shape, LABELS.get(impl, impl), *ratios(figures, shape, impl, baselines)]
+        for shape in figures.shapes
+        for impl in ours
+        if any(ratios(figures, shape, impl, baselines))
+    ]
+    return [
+        markdown(head, cells),
+        markdown([*ratio_head, f"memory against {LABELS[baselines[0]]}"], body, left=2),
+    ]
 
 
 def cell(figures: LayerFigures, shape: str, impl: str) -> str:

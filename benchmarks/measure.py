@@ -167,6 +167,7 @@ class ShapeRun:
     """All measurements of one shape. ``rows`` afterwards holds one row per implementation and direction."""
 
     out_of_time = "the time given was used up"
+    largest_difference = LARGEST_DIFFERENCE
 
     def __init__(self, shape: Shape, implementations: list[Implementation], config: Config, matmul: Matmul) -> None:
         self.shape, self.config, self.matmul = shape, config, matmul
@@ -254,7 +255,7 @@ class ShapeRun:
             self.sample = sampled
         difference = ((sampled - self.sample).norm() / self.sample.norm()).item()
         self.facts[impl.name]["rel_diff"] = round(difference, 6)
-        if not difference <= LARGEST_DIFFERENCE:
+        if not difference <= self.largest_difference:
             self.facts[impl.name]["error"] = f"output differs by {difference:.3g} from the first implementation's"
 
     def take_sample(self, prepared: Prepared, out: Tensor) -> Tensor:

@@ -37,11 +37,14 @@ class LayerRun(ShapeRun):
         return impl.build(make_layer_source(self.shape, dtype, self.config.device, self.config.seed))
 
     def memory_pass(self, impl: Implementation) -> None:
-        """As for a kernel; for this library also what happens once per micro-batch, and the host's time of a call."""
+        """As for a kernel; of this library also what lies beside the layer."""
         super().memory_pass(impl)
         if impl.is_ours:
-            self.facts[impl.name].update(data_side(self.shape, self.config))
-            self.facts[impl.name].update(host_side(self.shape.model, self.config))
+            self.facts[impl.name].update(self.beside())
+
+    def beside(self) -> Row:
+        """What happens once per micro-batch, and the host's time of a call."""
+        return {**data_side(self.shape, self.config), **host_side(self.shape.model, self.config)}
 
     def timed_pass(self, impl: Implementation) -> None:
         """A forward and its backward, which frees what the forward kept: there is memory for one of them only."""

@@ -9,6 +9,7 @@ from types import ModuleType
 import kernel_report
 import layer_report
 import memory_report
+import model_report
 from figures import Runs
 from schema import Result, benchmark_of
 
@@ -19,7 +20,12 @@ README_BEGIN = "<!-- results: begin -->"
 README_END = "<!-- results: end -->"
 
 # In the order of the README. Each has table(result), plot(result, path) and section(gpu, runs, folder).
-REPORTS: dict[str, ModuleType] = {"kernel": kernel_report, "layer": layer_report, "memory": memory_report}
+REPORTS: dict[str, ModuleType] = {
+    "kernel": kernel_report,
+    "model": model_report,
+    "layer": layer_report,
+    "memory": memory_report,
+}
 
 
 def report_of(result: Result) -> ModuleType:

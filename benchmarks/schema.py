@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import Any
+
+from shapes import step_flops
 
 from flash_attn_dualkv.predict import DIRECTIONS, ModelShape, attention_flops
 
 Result = dict[str, Any]
 Row = dict[str, Any]
 
-BENCHMARKS = ("kernel", "layer", "memory")
+BENCHMARKS = ("kernel", "model", "layer", "memory")
 HEADER_TYPES: dict[str, type | tuple[type, ...]] = {
     "gpu": str,
     "torch": str,
@@ -51,6 +54,7 @@ ROW_TYPES: dict[str, Types] = {
     },
     "memory": {**SHAPE_TYPES, **LAYER_TYPES, "prompt_tokens": int, "response_tokens": int},
 }
+ROW_TYPES["model"] = {**ROW_TYPES["layer"], "vocab": int, "response_tokens": int}
 OURS = re.compile(r"dualkv_sm(80|90)(_deterministic)?")
 PEERS = re.compile(r"(fa2|flash_attn|fa3)_(replicated|gathered)|cudnn_replicated|flex_packed|prefix_grouper")
 
@@ -132,7 +136,11 @@ def counted_flops(row: Row, benchmark: str) -> float:
     if benchmark == "kernel":
         return attention_flops(row["h"], row["d"], row["visible_pairs"], row["direction"])
     model = ModelShape(row["layers"], row["hidden"], row["intermediate"], row["h"], row["h_k"], row["d"])
-    return model.layer_flops(row["executed_tokens"], row["executed_pairs"], row["direction"])
+    tokens, pairs = row["executed_tokens"], row["executed_pairs"]
+    if benchmark == "layer":
+        return model.layer_flops(tokens, pairs, row["direction"])
+    model = dataclasses.replace(model, vocab=row["vocab"])
+    return step_flops(model, tokens, pairs, row["response_tokens"], row["direction"])
 
 
 def problems_of_figures(row: Row, where: str, benchmark: str) -> list[str]:
@@ -143,7 +151,7 @@ def problems_of_figures(row: Row, where: str, benchmark: str) -> list[str]:
     if not (row["ms"] > 0 and row["peak_gib"] > 0 and row["matmul_tflops"] > 0):
         problems.append(f"{where}: ms, peak_gib and matmul_tflops must be positive")
     flops = counted_flops(row, benchmark)
-    if benchmark == "layer" and not math.isclose(row["executed_flops"], flops, rel_tol=1e-4):
+    if benchmark != "kernel" and not math.isclose(row["executed_flops"], flops, rel_tol=1e-4):
         problems.append(f"{where}: executed_flops {row['executed_flops']} do not follow from tokens and pairs")
     if row["ms"] > 0 and not math.isclose(row["tflops"], flops / row["ms"] / 1e9, rel_tol=0.01, abs_tol=0.02):
         problems.append(f"{where}: tflops {row['tflops']} does not follow from ms and the visible pairs or the tokens")

@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from flash_attn_dualkv.predict import MODELS, ModelShape, attention_flops, replicated_pairs, shared_pairs
+from flash_attn_dualkv.predict import (
+    MODELS,
+    TOKEN_BACKWARD_OVER_FORWARD,
+    ModelShape,
+    attention_flops,
+    replicated_pairs,
+    shared_pairs,
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,38 @@ class LayerShape(Shape):
 def in_layer(shape: Shape, model: ModelShape) -> LayerShape:
     """The micro-batch of ``shape``, for a layer of ``model``."""
     return LayerShape(shape.name, shape.groups, model.heads, model.kv_heads, model.head_dim, model=model)
+
+
+def step_flops(model: ModelShape, tokens: int, pairs: int, scored: int, direction: str) -> float:
+    """Operations of all layers, and of the LM head over ``scored`` rows, in a step with activation checkpointing.
+
+    Its backward computes the forward again, of the layers and of the head.
+    """
+    head = 2.0 * model.hidden * model.vocab * scored
+    forward = model.layers * model.layer_flops(tokens, pairs, "forward") + head
+    if direction == "forward":
+        return forward
+    return forward + model.layers * model.layer_flops(tokens, pairs, direction) + TOKEN_BACKWARD_OVER_FORWARD * head
+
+
+@dataclass(frozen=True)
+class StepShape(LayerShape):
+    """A micro-batch and the whole model that a training step takes it through."""
+
+    def flops(self, direction: str, pairs: int | None = None) -> float:
+        """Floating-point operations of the attention of all layers."""
+        count = self.visible_pairs() if pairs is None else pairs
+        return step_flops(self.model, 0, count, 0, direction)
+
+    def token_flops(self, direction: str, tokens: int) -> float:
+        """Floating-point operations of projections, MLPs and the LM head."""
+        return step_flops(self.model, tokens, 0, sum(self.responses), direction)
+
+
+def in_model(shape: LayerShape) -> StepShape:
+    """The micro-batch of ``shape``, for all of its model."""
+    model = shape.model
+    return StepShape(shape.name, shape.groups, model.heads, model.kv_heads, model.head_dim, model=model)
 
 
 def equal(name: str, n: int, prompt: int, response: int, *heads: int, deterministic: bool = False) -> Shape:
@@ -209,6 +248,13 @@ MEMORY_PRESETS: dict[str, tuple[LayerShape, ...]] = {
         for prompt in (32, 64, 96)
         for n in (2, 4)
     ),
+}
+
+
+STEP_TINY_MODEL = replace(TINY_MODEL, vocab=97)
+STEP_PRESETS: dict[str, tuple[StepShape, ...]] = {
+    "qwen3-8b": tuple(map(in_model, (*LAYER_PRESETS["quick"], *layer_grid([K], [8])))),
+    "tiny": tuple(in_model(in_layer(shape, STEP_TINY_MODEL)) for shape in LAYER_TINY),
 }
 
 

@@ -415,7 +415,7 @@ Damage = Callable[[dict[str, Any]], object]
 @pytest.mark.parametrize(
     ("make", "message", "damage"),
     [
-        (layer_result, "benchmark must be one of", lambda result: result["header"].update(benchmark="model")),
+        (layer_result, "benchmark must be one of", lambda result: result["header"].update(benchmark="nothing")),
         (layer_result, "executed_tokens is missing", lambda result: result["rows"][0].pop("executed_tokens")),
         (layer_result, "executed_flops .* do not follow", lambda result: result["rows"][0].update(executed_pairs=1)),
         (layer_result, "tflops .* does not follow", lambda result: result["rows"][0].update(ms=1.0)),
