@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, Qwen3Config
 
-from flash_attn_dualkv.integrations.forward import LOGIT_ELEMENTS
+from flash_attn_dualkv.integrations.scores import rows_of_a_chunk
 from flash_attn_dualkv.integrations.transformers import register, shared_prompt_forward
 from flash_attn_dualkv.packing import pack_shared_prompts
 
@@ -134,7 +134,7 @@ def build_replicated(source: StepSource, kernel: VarlenKernel) -> Prepared:
 
     def log_probabilities() -> Tensor:
         hidden = model.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).last_hidden_state[0]
-        size = max(1, LOGIT_ELEMENTS // source.shape.model.vocab)
+        size = rows_of_a_chunk(source.shape.model.vocab)
         chunks = zip(hidden.index_select(0, scored).split(size), targets.split(size), strict=True)
         return torch.cat([checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks])
 

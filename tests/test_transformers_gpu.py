@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tiny_models import (
+    VOCABULARY,
     Samples,
     dualkv,
     gradients,
@@ -18,6 +19,7 @@ from tiny_models import (
     tiny_model,
 )
 
+from flash_attn_dualkv.integrations import scores
 from flash_attn_dualkv.packing import SharedPromptUnsupportedError
 
 pytestmark = pytest.mark.gpu
@@ -65,9 +67,12 @@ def run(model: Any, shared: bool) -> Run:
     return Run(logps.detach().float(), losses.detach().float(), {k: torch.stack(v) for k, v in found.items()})
 
 
+@pytest.mark.parametrize("chunks", [1, 128])
 @pytest.mark.parametrize("name", MODELS)
-def test_no_less_accurate_than_replicated_prompts(name):
+def test_no_less_accurate_than_replicated_prompts(name, chunks, monkeypatch):
     """The errors against float32 are at most 1.5 times those of replicated prompts in the same 16-bit type."""
+    rows = -(-sum(map(len, SAMPLES.responses)) // chunks)
+    monkeypatch.setattr(scores, "LOGIT_ELEMENTS", rows * VOCABULARY)
     model = tiny_model(name, dtype=torch.bfloat16, **_SHAPE, **MODELS[name]).cuda()
     stock = stock_twin(model)
     exact = run(stock_twin(model).float(), shared=False)
@@ -82,7 +87,7 @@ def test_no_less_accurate_than_replicated_prompts(name):
     assert ratio(lambda one: one.losses) <= 1.5
     assert got.gradients.keys() == exact.gradients.keys()
     ratios = {name: ratio(lambda one, name=name: one.gradients[name]) for name in exact.gradients}
-    assert max(ratios.values()) <= 1.5, sorted(ratios.items(), key=lambda one: -one[1])[:5]
+    assert not {name: one for name, one in ratios.items() if not one <= 1.5}
     whole, *others = (torch.cat([v.flatten() for v in one.gradients.values()]) for one in (got, exact, dense))
     assert all(torch.cosine_similarity(whole, other, dim=0) > 0.999 for other in others)
 
@@ -171,10 +176,10 @@ def test_layers_neither_synchronise_nor_copy():
 
 def test_memory_of_the_head_does_not_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch):
     """A vocabulary as large as real ones: the logits of all rows would take 1.5 GB in float32 alone."""
-    from flash_attn_dualkv.integrations import forward
+    from flash_attn_dualkv.integrations import scores
 
     vocabulary, tokens = 150_000, 2560
-    monkeypatch.setattr(forward, "LOGIT_ELEMENTS", 256 * vocabulary)
+    monkeypatch.setattr(scores, "LOGIT_ELEMENTS", 256 * vocabulary)
     model = tiny_model("llama", dtype=torch.bfloat16, vocab_size=vocabulary, **_SHAPE, head_dim=64).cuda()
     samples = Samples.random([(64, [tokens // 4] * 4)])
     batch = samples.pack(device="cuda")

@@ -18,7 +18,7 @@ from tiny_models import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attn_dualkv.integrations import forward as module
+from flash_attn_dualkv.integrations import forward, scores
 from flash_attn_dualkv.packing import SharedPromptError
 
 TOKENS = sum(map(len, MIXED.responses))
@@ -61,7 +61,7 @@ def test_chunks_change_nothing(name, monkeypatch):
         return logps.detach(), entropy.detach(), gradients(model)
 
     whole = run()
-    monkeypatch.setattr(module, "LOGIT_ELEMENTS", 4 * VOCABULARY + 1)
+    monkeypatch.setattr(scores, "LOGIT_ELEMENTS", 4 * VOCABULARY + 1)
     chunked = run()
     check_equal(chunked[0], whole[0], 1e-12)
     check_equal(chunked[1], whole[1], 1e-12)
@@ -71,7 +71,7 @@ def test_chunks_change_nothing(name, monkeypatch):
 def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
     """Neither forward nor backward holds logits of more rows than a chunk has, and none outlive their chunk."""
     rows = 4
-    monkeypatch.setattr(module, "LOGIT_ELEMENTS", rows * VOCABULARY)
+    monkeypatch.setattr(scores, "LOGIT_ELEMENTS", rows * VOCABULARY)
     model = tiny_model("llama")
     # The weight's gradient has the other orientation, (vocabulary, hidden): it is not counted.
     with Logits() as watched:
@@ -86,8 +86,12 @@ def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
 
 def test_the_watch_sees_logits_that_stay(monkeypatch):
     """What the test before would say of a head without recomputation."""
-    monkeypatch.setattr(module, "LOGIT_ELEMENTS", 4 * VOCABULARY)
-    monkeypatch.setattr(module, "checkpoint", lambda function, *args, **options: function(*args))
+
+    def score(head, hidden, targets, **_):
+        logps = head(hidden).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        return logps, logps
+
+    monkeypatch.setattr(forward, "score_in_chunks", score)
     with Logits() as watched:
         logps, _ = dualkv.shared_prompt_forward(tiny_model("llama"), MIXED.pack())
         assert watched.alive() > 0
@@ -123,8 +127,10 @@ def test_a_forward_that_something_has_wrapped_is_called_as_wrapped():
         return stock(*args, **kwargs)
 
     model.forward = wrapped
-    dualkv.shared_prompt_forward(model, MIXED.pack())
-    assert len(calls) == 2  # the backbone, and one chunk of the head
+    logps, _ = dualkv.shared_prompt_forward(model, MIXED.pack())
+    assert len(calls) == 3  # the backbone, a row of the head to see its parameters, and its only chunk
+    logps.sum().backward()
+    assert len(calls) == 4
     assert model.forward is wrapped
 
 

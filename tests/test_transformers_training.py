@@ -23,7 +23,7 @@ from tiny_models import (
     tiny_model,
 )
 
-from flash_attn_dualkv.integrations import forward
+from flash_attn_dualkv.integrations import scores
 from flash_attn_dualkv.packing import SharedPromptError
 
 
@@ -162,7 +162,7 @@ def share(rank: int) -> Samples:
 def run_rank(rank: int, store: str, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(SHARES))
-    forward.LOGIT_ELEMENTS = 97 * 8
+    scores.LOGIT_ELEMENTS = 97 * 8
     for wrapper in WRAPPERS:
         model = tiny_model("qwen3", dtype=torch.float32).train()
         model.gradient_checkpointing_enable(dict(use_reentrant=False))

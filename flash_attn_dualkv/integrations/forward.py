@@ -1,37 +1,36 @@
 """Log-probabilities of packed responses: the backbone over every token once, the LM head over the rows that are scored.
 
 The head is whatever the model's own forward does after its backbone (projection, softcapping, scaling of logits): it is
-run with the backbone replaced by one that returns ready hidden states, so no model needs to be known here. It runs over
-chunks of rows whose logits are recomputed in the backward, so memory does not grow with rows x vocabulary.
+run with the backbone replaced by one that returns ready hidden states, so no model needs to be known here.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..checks import explain
 from ..packing import SharedPromptBatch, SharedPromptError
 from .guard import expect_shared_prompt
+from .scores import rows_of_a_chunk, score_in_chunks
 from .support import (
     check_attention,
     check_modules,
     check_noise,
+    check_positions,
     check_supported,
     num_attention_layers,
     text_config,
 )
 
-# Logits that exist at once: 256 MiB in float32, and a few times that while they are turned into log-probabilities.
-LOGIT_ELEMENTS = 2**26
 # Where wrappers (DDP, FSDP1, torch.compile, accelerate, DeepSpeed) keep what they wrap.
 _WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "module")
 
@@ -63,7 +62,6 @@ def shared_prompt_forward(
     if not 0.0 < temperature < math.inf:
         raise SharedPromptError(explain("temperature", "a finite number > 0", temperature))
     causal_lm = causal_lm_of(model)
-    backbone = _check_model(causal_lm)
     inputs = {
         "input_ids": batch.input_ids[None],
         "position_ids": batch.position_ids[None],
@@ -71,10 +69,12 @@ def shared_prompt_forward(
         "use_cache": False,
         "shared_prompt_layout": batch.layout,
     }
-    scorer = _Scorer(causal_lm, backbone, batch, temperature, with_entropy)
-    with expect_shared_prompt(batch.layout, num_attention_layers(causal_lm.config)), _replaced_forward(scorer):
-        # Through the outermost module, so that wrappers see one forward with the log-probabilities as its output.
-        logps, entropy = model(**inputs)
+    with _lock_of(causal_lm):
+        scorer = _Scorer(causal_lm, _check_model(causal_lm), batch, temperature, with_entropy)
+        expected = expect_shared_prompt(batch.layout, num_attention_layers(causal_lm.config))
+        with expected, _replaced_forward(scorer):
+            # Through the outermost module, so that wrappers see one forward with the log-probabilities as its output.
+            logps, entropy = model(**inputs)
     return logps, entropy if with_entropy else None
 
 
@@ -128,6 +128,7 @@ def _check_model(causal_lm: Any) -> str:
         expected = "an LM head in the root's FSDP unit"
         raise SharedPromptError(explain("model", expected, "an LM head that is an FSDP unit of its own"))
     check_modules(causal_lm)
+    check_positions(getattr(causal_lm, name))
     check_noise(causal_lm)
     return name
 
@@ -145,28 +146,45 @@ class _Scorer:
         self.with_entropy = with_entropy
         # Bound, with whatever a library has put around it (autocast, for example).
         self.stock_forward = causal_lm.forward
+        self.thread = threading.get_ident()
 
-    def __call__(self, **inputs: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
         """The model's inputs -> log-probabilities and entropies, (sum R,) each."""
+        if threading.get_ident() != self.thread:  # a plain forward of the same model
+            return self.stock_forward(*args, **inputs)
         output = self._run_backbone(inputs)
         # One gather for all rows: a gather per chunk would have a backward as large as the whole pack.
         hidden = output.last_hidden_state[0].index_select(0, self.batch.token_index)
-        rows = max(1, LOGIT_ELEMENTS // text_config(self.causal_lm.config).vocab_size)
-        scores = [
-            checkpoint(self._score, *chunk, type(output), use_reentrant=False, preserve_rng_state=False)
-            for chunk in zip(hidden.split(rows), self.batch.targets.split(rows))
-        ]
-        logps, entropy = (torch.cat(one) for one in zip(*scores))
+        rows = rows_of_a_chunk(text_config(self.causal_lm.config).vocab_size)
+
+        def logits(hidden: Tensor) -> Tensor:
+            """(rows, D) -> (rows, vocabulary)."""
+            ready = type(output)(last_hidden_state=hidden[None])
+            with _lock_of(self.causal_lm), _ready_backbone(self.causal_lm, self.backbone, ready):
+                # Some heads look at the length of the input; nobody looks into it, since the backbone is ready.
+                inputs = {"inputs_embeds": hidden.detach()[None], "use_cache": False, "return_dict": True}
+                result: Tensor = self.stock_forward(**inputs).logits[0]
+            return result
+
+        logps, entropy = score_in_chunks(
+            logits, hidden, self.batch.targets, rows=rows, temperature=self.temperature, with_entropy=self.with_entropy
+        )
         return logps, entropy
 
     def _run_backbone(self, inputs: dict[str, Any]) -> Any:
         """The backbone's output, from a stock forward whose head sees a single row."""
         outputs: list[Any] = []
-        backbone = getattr(self.causal_lm, self.backbone)
-        handle = backbone.register_forward_hook(lambda module, args, output: outputs.append(output))
+
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            if threading.get_ident() == self.thread:
+                outputs.append(output)
+
+        handle = getattr(self.causal_lm, self.backbone).register_forward_hook(keep)
         try:
             # Wrappers add arguments of their own, return_dict among them.
-            self.stock_forward(**{**inputs, "logits_to_keep": 1, "return_dict": True})
+            # A tensor: given a number, models whose last layers share keys compute these for the last rows alone.
+            one_row = self.batch.token_index.new_zeros(1)
+            self.stock_forward(**{**inputs, "logits_to_keep": one_row, "return_dict": True})
         finally:
             handle.remove()
         if len(outputs) != 1 or not hasattr(outputs[0], "last_hidden_state"):
@@ -174,19 +192,18 @@ class _Scorer:
             raise SharedPromptError(explain("model", expected, f"{len(outputs)} calls"))
         return outputs[0]
 
-    def _score(self, hidden: Tensor, targets: Tensor, output_type: type) -> tuple[Tensor, Tensor]:
-        """hidden (rows, D), targets (rows,) -> log-probability of each target, entropy of each row."""
-        with _ready_backbone(self.causal_lm, self.backbone, output_type(last_hidden_state=hidden[None])):
-            logits = self.stock_forward(use_cache=False, return_dict=True).logits[0]
-        logits = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32) / self.temperature
-        log_normalizer = logits.logsumexp(-1)
-        logps = logits.gather(-1, targets[:, None])[:, 0] - log_normalizer
-        if not self.with_entropy:
-            return logps, logps.detach()
-        # H = log Z - sum p x: the products p x of masked logits (-inf) are 0.
-        weights = logits.softmax(-1)
-        entropy = log_normalizer - (weights * logits.masked_fill(logits == -math.inf, 0.0)).sum(-1)
-        return logps, entropy
+
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_locks_lock = threading.Lock()
+
+
+def _lock_of(causal_lm: nn.Module) -> threading.RLock:
+    """What a thread must hold while it replaces parts of the model, which another one would put back too early.
+
+    Plain forwards of other threads need no lock: to them the replacements are what they replace.
+    """
+    with _locks_lock:
+        return _locks.setdefault(causal_lm, threading.RLock())
 
 
 @contextmanager
@@ -223,9 +240,12 @@ class _ReadyBackbone(nn.Module):
         # Not as a submodule: this object lives for one call and must not claim the parameters.
         self.__dict__["backbone"] = backbone
         self.__dict__["output"] = output
+        self.__dict__["thread"] = threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["backbone"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self.__dict__["thread"]:
+            return self.__dict__["backbone"](*args, **kwargs)
         return self.__dict__["output"]

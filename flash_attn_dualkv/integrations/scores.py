@@ -1,0 +1,238 @@
+"""Log-probabilities and entropies of tokens from an LM head that runs over some rows at a time.
+
+The logits of a chunk are computed again in the backward, so memory does not grow with rows x vocabulary. The gradients
+of the head's parameters are summed over the chunks in float32: of 149 chunks (64K tokens of a vocabulary of 152K) a sum
+in bf16 has three times the error of one product over all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import explain
+from ..ops import DIFFERENTIABLE_ONCE
+
+# Logits that exist at once: 512 MiB in float32, and two to three times that with what is computed from them.
+LOGIT_ELEMENTS = 2**27
+ROW_TILE = 128  # of matrix products: a chunk that is no multiple of it wastes a part of its last tile
+
+
+def rows_of_a_chunk(vocabulary: int) -> int:
+    """How many rows of logits exist at once."""
+    rows = max(1, LOGIT_ELEMENTS // vocabulary)
+    return rows if rows < ROW_TILE else rows - rows % ROW_TILE
+
+
+def score_in_chunks(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    rows: int,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of tokens and entropies of their distributions, `rows` rows of logits at a time.
+
+    Args:
+        head: hidden states (n, D) to logits (n, vocabulary), for every n; called again in the backward.
+        hidden: (T, D). targets: (T,) int64.
+
+    Returns:
+        logps, entropy: (T,) each, float32, or float64 if the logits are; differentiable once, in `hidden` and in every
+        parameter that `head` depends on. entropy is zeros unless asked for.
+    """
+    # Whatever the head is, its parameters are the leaves of what it computes of one row.
+    parameters = _leaves(head, hidden[:1].detach()) if torch.is_grad_enabled() and len(hidden) else []
+    settings = _Settings(head, rows, temperature, with_entropy, _autocast(hidden.device.type))
+    logps, entropy = _ChunkedScores.apply(settings, targets, hidden, *parameters)
+    return logps, entropy
+
+
+class _Settings(NamedTuple):
+    head: Callable[[Tensor], Tensor]
+    rows: int
+    temperature: float
+    with_entropy: bool
+    autocast: Callable[[], Any]  # the state of the forward, which the backward takes again
+
+
+def _autocast(device_type: str) -> Callable[[], Any]:
+    """A context manager that sets autocast as it is now."""
+    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled)
+
+
+def _leaves(head: Callable[[Tensor], Tensor], hidden: Tensor) -> list[Tensor]:
+    """The parameters that the head's output depends on."""
+    with torch.enable_grad():
+        return _leaves_of(head(hidden))
+
+
+def _leaves_of(output: Tensor) -> list[Tensor]:
+    """The leaves of a tensor's graph, in a fixed order."""
+    found: dict[int, Tensor] = {}
+    pending, seen = [output.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.setdefault(id(leaf), leaf)
+        pending += [following for following, _ in node.next_functions]
+    return list(found.values())
+
+
+class _ChunkedScores(torch.autograd.Function):
+    """One node for all chunks, so that the sums over chunks are made here and not, in 16 bits, by autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, settings: _Settings, targets: Tensor, hidden: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        chunks = zip(hidden.split(settings.rows), targets.split(settings.rows))
+        scores = [_score(settings, settings.head(part), wanted) for part, wanted in chunks]
+        logps, entropy, normalizer = (torch.cat(one) for one in zip(*scores))
+        ctx.settings = settings
+        # Not saved: what hooks for saved tensors give back is not what the head computes with.
+        ctx.parameters = parameters
+        ctx.save_for_backward(targets, hidden, entropy, normalizer)
+        ctx.set_materialize_grads(False)
+        if not settings.with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logps, entropy
+
+    @staticmethod
+    def backward(ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            gradients = _ChunkedScores._gradients(ctx, d_logps, d_entropy)
+        if torch.is_grad_enabled():  # create_graph=True
+            anchor = next(one for one in (ctx.saved_tensors[1], *ctx.parameters) if one.requires_grad)
+            gradients = _DifferentiableOnce.apply(anchor, *gradients)
+        return None, None, *gradients
+
+    @staticmethod
+    def _gradients(ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Of hidden and of every parameter."""
+        settings: _Settings = ctx.settings
+        targets, hidden, entropy, normalizer = ctx.saved_tensors
+        d_logps = torch.zeros_like(entropy) if d_logps is None else d_logps
+        _, _, needs_hidden, *needs_parameter = ctx.needs_input_grad
+        wanted = [one for one, needed in zip(ctx.parameters, needs_parameter) if needed]
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        sums = [_Sum() for _ in wanted]
+        for begin in range(0, len(hidden), settings.rows):
+            chunk = slice(begin, begin + settings.rows)
+            with torch.enable_grad(), settings.autocast():
+                part = hidden[chunk].detach().requires_grad_(needs_hidden)
+                logits = settings.head(part)
+            _check_leaves(logits, (part, *ctx.parameters))
+            d_logits = _score_gradient(
+                settings,
+                logits.detach(),
+                targets[chunk],
+                entropy[chunk],
+                normalizer[chunk],
+                d_logps[chunk],
+                None if d_entropy is None else d_entropy[chunk],
+            )
+            inputs = [*wanted, part] if needs_hidden else wanted
+            found = torch.autograd.grad(logits, inputs, d_logits, allow_unused=True)
+            del logits, d_logits
+            for total, one in zip(sums, found):
+                total.add(one)
+            if d_hidden is not None:
+                d_hidden[chunk] = found[-1]
+        results = iter(sums)
+        return d_hidden, *(next(results).rounded() if needed else None for needed in needs_parameter)
+
+
+class _DifferentiableOnce(torch.autograd.Function):
+    """Gradients under create_graph=True: they have a history, which cannot be followed."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if one is None else one.view_as(one) for one in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(DIFFERENTIABLE_ONCE)
+
+
+class _Sum:
+    """A sum of gradients, in float32 where they have 16 bits."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+        self._dtype: torch.dtype | None = None  # of the gradients, once the total is a tensor of its own
+
+    def add(self, one: Tensor | None) -> None:
+        if one is None:
+            return
+        if self._total is None:
+            self._total = one
+        elif self._dtype is None:
+            self._dtype = one.dtype
+            self._total = self._total.to(torch.promote_types(one.dtype, torch.float32), copy=True).add_(one)
+        else:
+            self._total.add_(one)
+
+    def rounded(self) -> Tensor | None:
+        """The sum in the type of the gradients; None if there were none."""
+        return self._total if self._total is None or self._dtype is None else self._total.to(self._dtype)
+
+
+def _score(settings: _Settings, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of each target, entropy, and the logarithm of the normaliser of each row."""
+    scaled = _scaled(settings, logits)
+    normalizer = scaled.logsumexp(-1)
+    logps = scaled.gather(-1, targets[:, None])[:, 0] - normalizer
+    if not settings.with_entropy:
+        return logps, torch.zeros_like(logps), normalizer
+    # -p log p, which is 0 where a masked logit (-inf) makes p 0.
+    entropy = torch.special.entr(scaled.sub_(normalizer[:, None]).exp_()).sum(-1)
+    return logps, entropy, normalizer
+
+
+def _score_gradient(
+    settings: _Settings,
+    logits: Tensor,
+    targets: Tensor,
+    entropy: Tensor,
+    normalizer: Tensor,
+    d_logps: Tensor,
+    d_entropy: Tensor | None,
+) -> Tensor:
+    """The gradient of logits: with z = logits / temperature and p = softmax(z), the entropy's is -p (log p + H)."""
+    weights = _scaled(settings, logits).sub_(normalizer[:, None]).exp_()
+    if d_entropy is None:
+        gradient = weights.mul_(-d_logps[:, None])
+    else:
+        gradient = torch.special.entr(weights).mul_(d_entropy[:, None])
+        gradient.addcmul_(weights, (d_logps + d_entropy * entropy)[:, None], value=-1.0)
+    gradient.scatter_add_(-1, targets[:, None], d_logps[:, None])
+    if settings.temperature != 1.0:
+        gradient.div_(settings.temperature)
+    return gradient.to(logits.dtype)
+
+
+def _scaled(settings: _Settings, logits: Tensor) -> Tensor:
+    """logits / temperature in a tensor of its own, at least float32."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    scaled = logits.to(dtype, copy=True)
+    return scaled if settings.temperature == 1.0 else scaled.div_(settings.temperature)
+
+
+def _check_leaves(logits: Tensor, inputs: Sequence[Tensor]) -> None:
+    """RuntimeError if the head depends on a parameter now that it did not depend on in the forward."""
+    known = {id(one) for one in inputs}
+    for one in _leaves_of(logits):
+        if id(one) not in known:
+            got = f"one of {tuple(one.shape)} that the forward has not seen"
+            raise RuntimeError(explain("parameters of the LM head", "the same in forward and backward", got))
