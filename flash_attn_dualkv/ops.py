@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from . import layout, reference
@@ -238,13 +239,13 @@ def requires_grad(arguments: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in arguments)
 
 
-def is_watched(tensor: Tensor) -> bool:
-    """Whether somebody may want to see a call as an operator: a compiler, a mode, a transform, the profiler.
+def is_watched(*tensors: Tensor | None) -> bool:
+    """Whether somebody may want to see a call of these as an operator: a subclass, a compiler, a mode, the profiler.
 
     Where nobody does, one implementation may call the next: each way through the dispatcher costs the host 10 us.
     """
     return (
-        type(tensor) is not Tensor
+        any(type(one) is not Tensor for one in tensors if one is not None)
         or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -252,7 +253,17 @@ def is_watched(tensor: Tensor) -> bool:
     )
 
 
+def refuse_tangents(arguments: tuple[Any, ...]) -> None:
+    """NotImplementedError if a forward-mode derivative is asked for, which would be lost without a word."""
+    if forward_ad._current_level < 0:
+        return
+    for one in arguments:
+        if isinstance(one, Tensor) and forward_ad.unpack_dual(one).tangent is not None:
+            raise NotImplementedError("flash_attn_dualkv has no forward-mode derivatives (torch.func.jvp, forward_ad)")
+
+
 def _forward_autograd(*arguments: Any) -> Results:
+    refuse_tangents(arguments)
     # The dispatcher leaves out a last argument that has its default value.
     if len(arguments) == 9:
         arguments = (*arguments, False)

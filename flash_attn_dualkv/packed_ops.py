@@ -151,7 +151,7 @@ def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[
 
 def _forward_below(*arguments: Any) -> ops.Results:
     q = arguments[0]
-    if not ops.is_watched(q) and q.device.type in _FORWARD:
+    if not ops.is_watched(*arguments[:4]) and q.device.type in _FORWARD:
         return _FORWARD[q.device.type](*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return cast(ops.Results, packed_forward(*arguments))
@@ -159,7 +159,7 @@ def _forward_below(*arguments: Any) -> ops.Results:
 
 def _backward_below(*arguments: Any) -> PackedGradients:
     q = arguments[2]
-    if not ops.is_watched(q) and q.device.type in _BACKWARD:
+    if not ops.is_watched(arguments[0], *arguments[2:7]) and q.device.type in _BACKWARD:
         return _BACKWARD[q.device.type](*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return cast(PackedGradients, packed_backward(*arguments))
@@ -213,6 +213,7 @@ class _PackedGradient(torch.autograd.Function):
 
 
 def _forward_autograd(*arguments: Any) -> ops.Results:
+    ops.refuse_tangents(arguments)
     if ops.requires_grad(arguments):
         return cast(ops.Results, _PackedAttention.apply(*arguments))
     return _forward_below(*arguments)
@@ -231,12 +232,13 @@ ops.library.impl("packed_backward", _backward_autograd, "Autograd")
 def attend(*arguments: Any) -> ops.Results:
     """`packed_forward`, past the dispatcher where nobody watches it."""
     q, k, v, sinks, segments, groups = arguments[:6]
-    if ops.is_watched(q):
+    if ops.is_watched(q, k, v, sinks):
         return cast(ops.Results, packed_forward(*arguments))
     options = Options(*arguments[6:])
     is_plain = sinks is options.window is options.softcap is None and not options.reference
     if not (is_plain and q.is_cuda):
         return _forward_autograd(*arguments)
+    ops.refuse_tangents((q, k, v))
     # The same node as _PackedAttention, but compiled: the engine then runs no Python for it.
     compiled = ops.compiled_module()
     if ops.checks_values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -372,3 +372,54 @@ def test_compiled_autograd(device: str, dynamo: None) -> None:
         attend(leaves, layout, deterministic=True).backward(inputs.dout)
     for leaf, wanted in zip(leaves.tensors, expected):
         torch.testing.assert_close(leaf.grad, wanted, rtol=1e-6, atol=1e-6)
+
+
+# --- forward-mode derivatives, subclasses -----------------------------------------------------------------------------
+
+
+def test_forward_mode_derivatives_are_refused() -> None:
+    """Of inputs without requires_grad they would be zeros, without a word."""
+    layout = layout_of(GROUPS["several"])
+    q, k, v = inputs_of(layout).tensors[:3]
+
+    def call(q: Tensor) -> Tensor:
+        return shared_prompt_attention(q, k, v, layout)
+
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+            call(dual)
+        call(q)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+        torch.func.jvp(call, (q,), (torch.ones_like(q),))
+
+
+class Watcher(Tensor):
+    """A subclass that wraps a tensor and sees every operator that it is an argument of."""
+
+    seen: ClassVar[list[str]] = []
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Watcher:
+        wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)  # type: ignore[attr-defined]
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(str(func))
+        plain = [one.inner if isinstance(one, cls) else one for one in args]
+        return func(*plain, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_any_input_that_is_a_subclass_sees_the_operator(which: int) -> None:
+    """The kernels would read a wrapper's own memory, of which there is none."""
+    layout = layout_of(GROUPS["several"])
+    tensors = list(inputs_of(layout).tensors[:3])
+    expected = shared_prompt_attention(*tensors, layout)
+    tensors[which] = Watcher(tensors[which].detach())
+    Watcher.seen.clear()
+    assert torch.equal(shared_prompt_attention(*tensors, layout), expected)
+    assert any("packed_forward" in one for one in Watcher.seen)
