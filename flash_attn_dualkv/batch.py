@@ -13,14 +13,14 @@ from torch import Tensor
 
 from .checks import explain
 from .shared_prompt import HostLayout, SharedPromptError, SharedPromptLayout
-from .transfer import ints, to_device
+from .transfer import SeparatelyPickled, ints, same_device, to_device
 
 IGNORED_LABEL = -100
 PADDING_TOKEN = 0  # any id that every vocabulary has
 
 
 @dataclass(frozen=True, eq=False)
-class SharedPromptBatch:
+class SharedPromptBatch(SeparatelyPickled):
     """A packed micro-batch. T rows; B samples, of which sample i has P_i prompt and R_i response tokens.
 
     Attributes:
@@ -69,7 +69,7 @@ class SharedPromptBatch:
     def to(self, device: torch.device | str) -> SharedPromptBatch:
         """The batch on another device, in one copy: for batches that were packed in a data loader."""
         device = torch.device(device)
-        if device == self.layout.device:
+        if same_device(device, self.layout.device):
             return self
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         long = {name: value for name, value in own.items() if isinstance(value, Tensor)}
@@ -158,6 +158,7 @@ class PackedRow:
             groups,
             group_offsets=tuple(accumulate(map(len, self.groups), initial=0)),
             context_lens=tuple(self.context_lens),
+            decoded_lens=tuple(self.decoded_lens),
             max_context=max(self.context_lens),
             max_decoded=max(self.decoded_lens),
             max_sequence=self.host.max_sequence,

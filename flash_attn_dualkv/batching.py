@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -22,7 +23,8 @@ def split_by_token_budget(
     """Micro-batches of at most `max_tokens` packed tokens each.
 
     A group that fits stays whole; one that does not is split between its responses, each part with its own copy of the
-    prompt. Groups are put, longest first, into the first micro-batch that has room.
+    prompt. Parts of a group and micro-batches are filled in the same way: the longest first, each into the fullest one
+    that has room.
 
     Args:
         groups: the samples of each prompt, as `group_by_prompt` gives them.
@@ -74,37 +76,45 @@ def _fill(
     groups: Sequence[Sequence[int]], prompt_lens: Sequence[int], response_lens: Sequence[int], max_tokens: int
 ) -> tuple[list[list[int]], str | None]:
     """The micro-batches, or what is wrong. Rows are those of the boundary "replicate", which has more."""
-    pieces: list[tuple[int, list[int]]] = []
+    pieces: list[list[int]] = []
+    sizes: list[int] = []
     for members in groups:
         prompt_len = prompt_lens[members[0]]
-        piece: list[int] = []
-        size = prompt_len - 1
-        for index in members:
-            rows = response_lens[index] + 1
-            if prompt_len - 1 + rows > max_tokens:
+        rows = [response_lens[index] + 1 for index in members]
+        for index, own in zip(members, rows):
+            if prompt_len - 1 + own > max_tokens:
                 needed = f"at least {prompt_len + response_lens[index]}, the tokens of sample {index}"
                 return [], explain("max_tokens", needed, max_tokens)
-            if size + rows > max_tokens:
-                pieces.append((size, piece))
-                piece, size = [], prompt_len - 1
-            piece.append(index)
-            size += rows
-        pieces.append((size, piece))
-    filled: list[tuple[int, list[int]]] = []
-    for size, piece in sorted(pieces, key=lambda one: -one[0]):
-        for at, (used, content) in enumerate(filled):
-            if used + size <= max_tokens:
-                filled[at] = (used + size, content + piece)
-                break
+        for part in _best_fit(rows, max_tokens - (prompt_len - 1)):
+            pieces.append([members[at] for at in sorted(part)])
+            sizes.append(prompt_len - 1 + sum(rows[at] for at in part))
+    return [[index for at in part for index in pieces[at]] for part in _best_fit(sizes, max_tokens)], None
+
+
+def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of the sizes by bin, each of at most `capacity`: best fit, decreasing. No size is above the capacity."""
+    if sum(sizes) <= capacity:
+        return [list(range(len(sizes)))]
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room left, number of the bin), rising
+    for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+        at = bisect_left(rooms, (sizes[index], -1))
+        if at < len(rooms):
+            room, number = rooms.pop(at)
         else:
-            filled.append((size, piece))
-    return [content for _, content in filled], None
+            room, number = capacity, len(bins)
+            bins.append([])
+        bins[number].append(index)
+        insort(rooms, (room - sizes[index], number))
+    return bins
 
 
 def _largest(values: Sequence[int], dp_group: Any) -> list[int]:
     """The maximum of each value over the ranks of the group."""
-    backend = torch.distributed.get_backend(dp_group)
-    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    backend = str(torch.distributed.get_backend(dp_group))  # a name, or pairs such as "cpu:gloo,cuda:nccl"
+    device = torch.device("cpu")
+    if "nccl" in backend and "cpu:" not in backend:
+        device = torch.device("cuda", torch.cuda.current_device())
     tensor = torch.tensor(values, dtype=torch.int64, device=device)
     torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=dp_group)
     largest: list[int] = tensor.tolist()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .batch import PackedRow, Samples, SharedPromptBatch
 from .batching import balance_groups, split_by_token_budget
-from .checks import explain
+from .checks import check_flag, explain
 from .shared_prompt import (
     SharedPromptError,
     SharedPromptLayout,
@@ -129,7 +129,7 @@ def pack_padded(
         raise SharedPromptError(explain("attention_mask", "0 and 1", "other values"))
     mask = mask.bool()
     totals = mask.sum(1).tolist()
-    if isinstance(prompt_length, (Tensor, Sequence)):
+    if not hasattr(prompt_length, "__index__") or isinstance(prompt_length, Tensor):
         _check_runs("attention_mask", mask)
         prompt_lens = _lengths("prompt_length", prompt_length, fetched, totals)
     else:
@@ -189,7 +189,7 @@ def group_by_prompt(
     Raises:
         SharedPromptError: an empty prompt; samples of one group id with different prompts.
     """
-    if not prompts:
+    if len(prompts) == 0:
         return []
     given = [one if _is_tokens(one) else _tokens(f"prompts[{index}]", one) for index, one in enumerate(prompts)]
     if group_ids is not None and not verify:
@@ -246,7 +246,7 @@ def _of_response_tokens(values: Tensor, batch: SharedPromptBatch, per_row: bool 
         values = values[0]
     tokens, rows = sum(batch.response_lens), batch.layout.num_tokens
     if per_row is None:
-        if tokens == rows and values.shape == (rows,):
+        if tokens == rows > 0 and values.shape == (rows,):
             raise SharedPromptError(explain("per_row", f"a bool, as {rows} values fit rows and response tokens", None))
         per_row = values.shape == (rows,)
     if values.shape != (rows if per_row else tokens,):
@@ -303,6 +303,8 @@ def _given_lengths(name: str, lengths: Any) -> list[Tensor]:
 def _lengths(name: str, lengths: Any, fetched: Sequence[Tensor], totals: Sequence[int]) -> list[int]:
     """Numbers of prompt tokens, one for each sequence and no longer than that."""
     lengths = fetched[0].tolist() if fetched else lengths
+    if not hasattr(lengths, "__len__"):
+        raise SharedPromptError(explain(name, "ints, one for each sequence", repr(lengths)))
     if len(lengths) != len(totals):
         raise SharedPromptError(explain(name, f"{len(totals)} of them (as samples)", len(lengths)))
     for index, (length, total) in enumerate(zip(lengths, totals)):
@@ -338,6 +340,8 @@ def _fetch(
             return host, copied.tolist(), device
         ids = group_ids.tolist()
     elif group_ids is not None:
+        if not isinstance(group_ids, Iterable):
+            raise SharedPromptError(explain("group_ids", "hashable values or one integer tensor", repr(group_ids)))
         ids = list(group_ids)
         if any(isinstance(one, Tensor) for one in ids):  # equal ones have different hashes
             raise SharedPromptError(explain("group_ids", "hashable values or one integer tensor", "tensors"))
@@ -354,7 +358,10 @@ def _check_group_ids(group_ids: Sequence[Hashable] | None, samples: int) -> Sequ
 def _groups(keys: Iterable[Hashable]) -> list[list[int]]:
     groups: dict[Hashable, list[int]] = {}
     for index, key in enumerate(keys):
-        groups.setdefault(key, []).append(index)
+        try:
+            groups.setdefault(key, []).append(index)
+        except TypeError:
+            raise SharedPromptError(explain(f"group_ids[{index}]", "a hashable value", repr(key))) from None
     return list(groups.values())
 
 
@@ -396,8 +403,9 @@ def _pack(
         ("max_responses_per_group", max_responses_per_group),
         ("pad_to_multiple_of", pad_to_multiple_of),
     ):
-        if value is not None and value < 1:
-            raise SharedPromptError(explain(name, "an int >= 1 or None", value))
+        if value is not None and (not hasattr(value, "__index__") or value < 1):
+            raise SharedPromptError(explain(name, "an int >= 1 or None", repr(value)))
+    check_flag("drop_last", drop_last)
     groups = _group(samples, group_ids)
     if max_responses_per_group is not None:
         step = max_responses_per_group

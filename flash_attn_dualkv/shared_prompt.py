@@ -13,7 +13,7 @@ from torch import Tensor
 from . import checks, packed_ops
 from .interface import autocast
 from .layout import GROUP_COLUMNS, SEGMENT_COLUMNS, Group, Segment
-from .transfer import ints, to_device
+from .transfer import SeparatelyPickled, ints, same_device, to_device
 
 _NAMES = ("q", "k", "v")
 BACKENDS = ("auto", "cuda", "reference")
@@ -32,7 +32,7 @@ class SharedPromptUnsupportedError(SharedPromptError, NotImplementedError):
 
 
 @dataclass(frozen=True, eq=False)
-class SharedPromptLayout:
+class SharedPromptLayout(SeparatelyPickled):
     """Where the prompts and responses of a micro-batch lie in its packed row, for every attention layer to use.
 
     The row is [context_1 .. context_G][decoded_11 .. decoded_GN][padding]: the contexts first, then all responses,
@@ -45,7 +45,7 @@ class SharedPromptLayout:
         segments: (S+G, 8) int32, the prompt of each group followed by its responses, see `layout.Segment`.
         groups: (G, 4) int32, see `layout.Group`.
         group_offsets: (G+1,), responses [g] .. [g+1] - 1 belong to prompt g.
-        context_lens: (G,), rows of each context.
+        context_lens: (G,), rows of each context. decoded_lens: (S,), rows of each response.
         max_context, max_decoded: the most rows of a context and of a response.
         max_sequence: the most rows of a response together with its context.
         num_context_tokens: rows of all contexts.
@@ -59,6 +59,7 @@ class SharedPromptLayout:
     groups: Tensor
     group_offsets: tuple[int, ...]
     context_lens: tuple[int, ...]
+    decoded_lens: tuple[int, ...]
     max_context: int
     max_decoded: int
     max_sequence: int
@@ -82,6 +83,15 @@ class SharedPromptLayout:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.cu_seqlens_context, self.cu_seqlens_decoded, self.segments, self.groups
 
+    def is_like(self, other: SharedPromptLayout) -> bool:
+        """Whether both describe the same row; their tensors may be different copies."""
+        return (
+            self.context_lens == other.context_lens
+            and self.decoded_lens == other.decoded_lens
+            and self.group_offsets == other.group_offsets
+            and self.num_tokens == other.num_tokens
+        )
+
     def with_tensors(self, tensors: Sequence[Tensor]) -> SharedPromptLayout:
         """The layout with other copies of its `tensors`, in their order."""
         cu_seqlens_context, cu_seqlens_decoded, segments, groups = tensors
@@ -104,13 +114,15 @@ class SharedPromptLayout:
     def to(self, device: torch.device | str) -> SharedPromptLayout:
         """The layout on another device, in one copy."""
         device = torch.device(device)
-        if device == self.device:
+        if same_device(device, self.device):
             return self
         return self.with_tensors(to_device((), self.tensors, device))
 
     def validate(self) -> None:
         """SharedPromptLayoutError unless the tensors and the host's numbers agree. It reads the tensors back."""
         lengths = [end - begin for begin, end in pairwise(self.cu_seqlens_decoded.tolist())]
+        if tuple(lengths) != self.decoded_lens:
+            raise SharedPromptLayoutError(checks.explain("decoded_lens", tuple(lengths), self.decoded_lens))
         bounds = (0, *self.group_offsets[1:-1], len(lengths))
         if len(self.group_offsets) != len(self.context_lens) + 1 or sorted(bounds) != list(self.group_offsets):
             expected = f"{len(self.context_lens) + 1} offsets that rise from 0 to {len(lengths)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +30,12 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(host.split([one.numel() for one in flat]))
 
 
+@torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
 def to_device(long: Sequence[Tensor], short: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The `long` (int64) and then the `short` (int32) tensors of one device on another, in one copy.
 
-    They share one buffer. A copy from the host to a GPU starts from pinned memory: the host does not wait for it.
+    They share one buffer, but are no views of each other: to write to one does not spoil what autograd has saved of
+    another. A copy from the host to a GPU starts from pinned memory: the host does not wait for it.
     """
     source = (*long, *short)[0].device
     to_gpu = device.type == "cuda"
@@ -49,7 +52,24 @@ def to_device(long: Sequence[Tensor], short: Sequence[Tensor], device: torch.dev
     _fill(buffer[words:].view(torch.int32)[: sum(halves)], short)
     moved = buffer.to(device, non_blocking=to_gpu)
     parts = [*_parts(moved, sizes), *_parts(moved[words:].view(torch.int32), halves)]
-    return [part.view(one.shape) for part, one in zip(parts, (*long, *short))]
+    return [part.view(one.shape).data for part, one in zip(parts, (*long, *short))]
+
+
+class SeparatelyPickled:
+    """A dataclass whose tensors share a buffer, of which each takes only its own part along when it is pickled.
+
+    Otherwise the buffer would be pickled with every one of them, and `torch.save` refuses storage of two types.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: one.clone() if isinstance(one, Tensor) else one for name, one in self.__dict__.items()}
+
+
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether they are one; "cuda" without an index is the current GPU."""
+    if one.type == other.type == "cuda":
+        return len({torch.cuda.current_device() if each.index is None else each.index for each in (one, other)}) == 1
+    return one == other
 
 
 def _fill(buffer: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,20 @@ def test_split_by_token_budget(lists: tuple[Lists, Lists], slack: int) -> None:
 def test_a_group_over_the_budget_is_split_in_full_parts() -> None:
     assert split_by_token_budget([list(range(6))], [10] * 6, [4] * 6, 20) == [[0, 1], [2, 3], [4, 5]]
     assert split_by_token_budget([[0, 2], [1]], [10] * 3, [4] * 3, 40) == [[0, 2, 1]]
+
+
+def test_parts_of_a_group_are_filled_well() -> None:
+    """One after the other, the long responses would fill eight parts and the short ones four."""
+    parts = split_by_token_budget([list(range(16))], [41] * 16, [34] * 8 + [24] * 8, 100)
+    assert len(parts) == 8
+    draw = random.Random(0)
+    responses = [draw.randint(100, 4000) for _ in range(5000)]
+    groups = [list(range(at, at + 50)) for at in range(0, 5000, 50)]
+    began = time.perf_counter()
+    parts = split_by_token_budget(groups, [1000] * 5000, responses, 8192)
+    assert time.perf_counter() - began < 2.0
+    least = sum(sum(responses[i] + 1 for i in members) / (8192 - 999) for members in groups)
+    assert len(parts) <= 1.08 * least
 
 
 def _budget_on_rank(rank: int, world: int, address: str, results: Any) -> None:
