@@ -8,6 +8,8 @@ from pathlib import Path
 GEOMETRY = "tests/test_geometry.py"
 BLOCK_ORDER = "tests/test_block_order.py"
 WORK_LIST = "tests/test_work_list.py"
+SCORES = "tests/test_scores.py"
+REFUSED = "tests/test_transformers_refused.py"
 PACKING = "tests/test_packing.py"
 PACKED_ATTENTION = "tests/test_shared_prompt_attention.py"
 ANY_MACHINE = (GEOMETRY, BLOCK_ORDER, WORK_LIST, PACKING, PACKED_ATTENTION)
@@ -446,5 +448,37 @@ PYTHON_MUTANTS = [
         "        if False:\n",
         PACKED_ATTENTION,
         "test_softcap",
+    ),
+    Mutant(
+        "the head's gradients are summed over chunks in 16 bits",
+        "flash_attn_dualkv/integrations/scores.py",
+        "self._total.to(torch.promote_types(one.dtype, torch.float32), copy=True).add_(one)",
+        "self._total + one",
+        SCORES,
+        "test_sums_over_chunks",
+    ),
+    Mutant(
+        "the entropy's gradient forgets the entropy",
+        "flash_attn_dualkv/integrations/scores.py",
+        "(d_logps + d_entropy * entropy)[:, None]",
+        "d_logps[:, None]",
+        SCORES,
+        "test_scores_and_gradients",
+    ),
+    Mutant(
+        "layouts with responses of other lengths are taken for the same",
+        "flash_attn_dualkv/shared_prompt.py",
+        "            and self.decoded_lens == other.decoded_lens\n",
+        "",
+        REFUSED,
+        "test_a_layout_of_the_same_size",
+    ),
+    Mutant(
+        "masks of images are taken for causal ones",
+        "flash_attn_dualkv/integrations/transformers.py",
+        "if others and attention_mask.is_causal:",
+        "if False:",
+        REFUSED,
+        "test_masks_that_are_not_causal",
     ),
 ]

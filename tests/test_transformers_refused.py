@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import threading
 
 import pytest
 import torch
@@ -127,6 +129,86 @@ def test_a_layer_that_runs_twice_counts_once():
         _ = [guard.consume(attention, BATCH.layout) for _ in range(2)]
 
 
+def test_a_layout_of_the_same_size_is_another_one():
+    """Three responses in another order have the same tokens and the same longest one."""
+    first, second = (Samples.random([(3, lengths)]).pack() for lengths in ([5, 3, 1], [3, 5, 1]))
+    with (
+        pytest.raises(SharedPromptLayoutError, match="the layout of the enclosing expect_shared_prompt"),
+        dualkv.expect_shared_prompt(first.layout, 2),
+    ):
+        tiny_model("llama")(**inputs(second, shared_prompt_layout=second.layout))
+
+
+class Interruption(BaseException):
+    """As Ctrl-C: PyTorch does not run the hooks behind a forward that it ends."""
+
+
+@pytest.mark.parametrize("through", ["model", "backbone"])
+def test_a_forward_that_was_interrupted_leaves_nothing_behind(through):
+    model = tiny_model("llama")
+    expected = model(**inputs()).logits
+    dualkv.install_layout_hook(model)
+    last = model.model.layers[1]
+
+    def interrupt(*_):
+        raise Interruption
+
+    handle = last.register_forward_pre_hook(interrupt)
+    with pytest.raises(Interruption):
+        (model if through == "model" else model.model)(**inputs(shared_prompt_layout=BATCH.layout))
+    handle.remove()
+    assert torch.equal(model(**inputs()).logits, expected)
+    assert guard.current() is None
+    model.generate(torch.arange(3, 9)[None], max_new_tokens=2, do_sample=False)
+    model(**inputs(shared_prompt_layout=BATCH.layout))
+
+
+def test_threads_wait_for_each_other():
+    """Parts of the model are replaced while it scores; a plain forward of another thread must not notice."""
+    model = tiny_model("llama")
+    expected, _ = dualkv.shared_prompt_forward(model, BATCH)
+    parameters = list(model.parameters())
+    expected_gradients = torch.autograd.grad(expected.sum(), parameters)
+    plain = model(**inputs(shared_prompt_layout=BATCH.layout)).logits
+    dualkv.install_layout_hook(model)
+    failures = []
+
+    def work():
+        try:
+            for _ in range(5):
+                logps, _ = dualkv.shared_prompt_forward(model, BATCH)
+                assert torch.equal(logps, expected)
+                for one, other in zip(torch.autograd.grad(logps.sum(), parameters), expected_gradients, strict=True):
+                    assert torch.equal(one, other)
+                assert torch.equal(model(**inputs(shared_prompt_layout=BATCH.layout)).logits, plain)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_the_hook_of_a_copy_looks_at_the_copy():
+    model = tiny_model("gpt2", resid_pdrop=0.1) if VERSION >= (5, 0) else tiny_model("phi3", resid_pdrop=0.1)
+    dualkv.install_layout_hook(model)
+    twin = copy.deepcopy(model).train()
+    with pytest.raises(SharedPromptError, match="0 in training mode, got 0.1"):
+        twin(**inputs(shared_prompt_layout=BATCH.layout))
+    model(**inputs(shared_prompt_layout=BATCH.layout))
+
+
+def test_more_layers_than_expected():
+    with (
+        pytest.raises(SharedPromptLayoutError, match="consumed by 1 attention layers, got 2$"),
+        dualkv.expect_shared_prompt(BATCH.layout, 1),
+    ):
+        tiny_model("llama")(**inputs(shared_prompt_layout=BATCH.layout))
+
+
 @pytest.mark.parametrize("layers", [0, -1])
 def test_layers_are_counted_from_one(layers):
     with pytest.raises(ValueError, match="num_layers: expected"), dualkv.expect_shared_prompt(BATCH.layout, layers):
@@ -204,9 +286,50 @@ def test_positions_that_do_not_begin_at_zero_are_refused():
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     model.config._attn_implementation = "dualkv"
+    with pytest.raises(SharedPromptError, match="positions that begin at 0"):
+        dualkv.install_layout_hook(model)
+    # 4.57's forward takes no logits_to_keep either, which is looked at first.
+    message = "positions that begin at 0" if VERSION >= (5, 0) else "logits_to_keep"
+    with pytest.raises(SharedPromptError, match=message):
+        dualkv.shared_prompt_forward(model, BATCH)
+
+
+def test_positions_that_the_model_counts_itself_are_refused():
+    """BART's decoder takes no position_ids: its positions are those of the packed row."""
+    config = transformers.BartConfig(
+        d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=97,
+        encoder_attention_heads=2, decoder_attention_heads=2, is_decoder=True, is_encoder_decoder=False, dropout=0.0,
+    )  # fmt: skip
+    model = transformers.BartForCausalLM._from_config(config, attn_implementation="dualkv").eval()
     for function in (dualkv.install_layout_hook, lambda one: dualkv.shared_prompt_forward(one, BATCH)):
-        with pytest.raises(SharedPromptError, match="positions that begin at 0|logits_to_keep"):
+        with pytest.raises(SharedPromptError, match="a backbone whose forward takes position_ids|a forward that takes"):
             function(model)
+
+
+def test_a_temperature_of_rows_is_refused():
+    """Llama 4's layers without RoPE scale queries by the index of their row; its other kinds of layers are known."""
+    options = dict(
+        hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=97, num_local_experts=2, no_rope_layers=[0, 0], floor_scale=4,
+        layer_types=["full_attention"] * 2, pad_token_id=0,
+    )  # fmt: skip
+    dualkv.check_supported(transformers.Llama4TextConfig(**options, attn_temperature_tuning=False))
+    with pytest.raises(SharedPromptError, match="attn_temperature_tuning: expected False"):
+        dualkv.check_supported(transformers.Llama4TextConfig(**options))
+
+
+def test_masks_that_are_not_causal_are_refused():
+    """The tokens of an image see each other: the mask says so, and a layout does not."""
+    text = tiny_config("gemma3_text", layer_types=["full_attention"] * 2)
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    config = transformers.Gemma3Config(text_config=text.to_dict(), vision_config=vision)
+    model = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation="dualkv").eval()
+    images = torch.zeros_like(BATCH.input_ids)
+    with dualkv.expect_shared_prompt(BATCH.layout, 2):
+        model(**inputs(shared_prompt_layout=BATCH.layout))
+    images[:3] = 1
+    with pytest.raises(SharedPromptError, match="causal or sliding-window one with a layout"):
+        model(**inputs(shared_prompt_layout=BATCH.layout, token_type_ids=images[None]))
 
 
 @pytest.mark.parametrize(

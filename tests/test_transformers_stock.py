@@ -176,6 +176,31 @@ def test_wrapped_sdpa_with_the_hook(restored_registry):
     assert not model.model._forward_pre_hooks
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_masks_of_models_that_look_at_theirs(name):
+    """Without a layout it is the stock mask, also for one row; with one they are refused."""
+    model, seen = tiny_model(name), []
+
+    def look(module, args, kwargs):
+        mask = kwargs["attention_mask"]
+        if mask is not None:
+            seen.append((mask.shape, mask[:, :, -1:], torch.where(mask, 0.0, 1.0), mask.dtype))
+
+    model.model.layers[0].self_attn.register_forward_pre_hook(look, with_kwargs=True)
+    batch = MIXED.pack()
+    ids = dict(input_ids=batch.input_ids[None], use_cache=False)
+    model(**ids)
+    # One plainly causal row needs no mask, here and in stock models; 4.57 makes one.
+    assert len(seen) == (name != "llama" or VERSION < (5, 0))
+    model(**ids, position_ids=batch.position_ids[None])
+    shape, last, hidden, dtype = seen[-1]
+    tokens = batch.layout.num_tokens
+    assert (shape, dtype) == ((1, 1, tokens, tokens), torch.bool)
+    assert torch.equal(last, hidden[:, :, -1:] == 0)
+    with pytest.raises(SharedPromptError, match="one that computes with the mask itself"):
+        dualkv.shared_prompt_forward(model, batch)
+
+
 def test_only_known_names_are_wrapped(restored_registry):
     for name in ("eager", "no_such_attention"):
         with pytest.raises(SharedPromptError, match="names: expected one of"):

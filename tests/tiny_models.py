@@ -77,6 +77,14 @@ FAMILIES = {
     "gemma3_text": Family(
         dict(head_dim=16, sliding_window=_WINDOW, query_pre_attn_scalar=16, layer_types=_MIXED)
     ),
+    # The last two layers have the keys and values of the two before them, full attention has other head dims.
+    "gemma4_text": Family(
+        dict(
+            num_hidden_layers=4, head_dim=16, global_head_dim=32, num_global_key_value_heads=1, layer_types=_MIXED * 2,
+            sliding_window=_WINDOW, num_kv_shared_layers=2, hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=VOCABULARY, final_logit_softcapping=0.5,
+        )
+    ),
     "phi3": Family(),
     "olmo2": Family(),
     "granite": Family(
@@ -117,7 +125,7 @@ FAMILIES = {
     ),
 }  # fmt: skip
 # 4.57's GPT-2 drops the layout: see test_transformers_refused.py.
-SUPPORTED = [name for name in FAMILIES if VERSION >= (5, 0) or name != "gpt2"]
+SUPPORTED = [name for name in FAMILIES if name in transformers.CONFIG_MAPPING and (VERSION >= (5, 0) or name != "gpt2")]
 
 
 def tiny_config(name: str, **options: Any) -> Any:
@@ -275,5 +283,6 @@ def check_equal(got: Tensor, expected: Tensor, tolerance: float) -> None:
 def check_gradients(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     errors = gradient_errors(got, expected)
     assert errors
-    worst = max(errors, key=lambda name: errors[name])
-    assert errors[worst] <= tolerance, worst
+    # Not the largest of them: a NaN is smaller than nothing and larger than nothing.
+    too_large = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not too_large

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -24,6 +24,8 @@ class Expectation:
 
     layout: SharedPromptLayout
     num_layers: int
+    outer: Expectation | None
+    owner: object = None  # what is to end it, where that is not a with statement
     # Identities of modules: activation checkpointing may run a layer a second time, which must not count twice.
     consumers: set[int] = field(default_factory=set)
 
@@ -31,6 +33,8 @@ class Expectation:
         """SharedPromptLayoutError unless every attention layer has consumed the layout."""
         if len(self.consumers) != self.num_layers:
             expected = f"consumed by {self.num_layers} attention layers"
+            if len(self.consumers) > self.num_layers:
+                raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, f"{len(self.consumers)}"))
             got = (
                 f"{len(self.consumers)}: the others attended without it, so the results of this forward are wrong. "
                 "Either the model does not run on a registered or wrapped attention, or something on the way drops "
@@ -47,17 +51,18 @@ def current() -> Expectation | None:
     return _expectation.get()
 
 
-def begin(layout: SharedPromptLayout, num_layers: int) -> tuple[Expectation, Token[Expectation | None]]:
-    """Start to expect that the layout is consumed; `end` takes the token."""
+def begin(layout: SharedPromptLayout, num_layers: int, owner: object = None) -> Expectation:
+    """Start to expect that the layout is consumed, until `end`."""
     if num_layers < 1:
         raise ValueError(explain("num_layers", "an int >= 1", num_layers))
-    expectation = Expectation(layout, num_layers)
-    return expectation, _expectation.set(expectation)
+    expectation = Expectation(layout, num_layers, current(), owner)
+    _expectation.set(expectation)
+    return expectation
 
 
-def end(token: Token[Expectation | None]) -> None:
+def end(expectation: Expectation) -> None:
     """Go back to what was expected before."""
-    _expectation.reset(token)
+    _expectation.set(expectation.outer)
 
 
 def consume(module: nn.Module, layout: SharedPromptLayout) -> None:
@@ -66,10 +71,7 @@ def consume(module: nn.Module, layout: SharedPromptLayout) -> None:
     if expectation is None:
         return
     # Not identity: wrappers such as FSDP rebuild dataclasses among the arguments.
-    expected, got = (
-        (one.context_lens, one.group_offsets, one.max_decoded, one.num_tokens) for one in (expectation.layout, layout)
-    )
-    if expected != got:
+    if not layout.is_like(expectation.layout):
         raise SharedPromptLayoutError(
             explain("shared_prompt_layout", "the layout of the enclosing expect_shared_prompt", "another one")
         )
@@ -80,8 +82,9 @@ def consume(module: nn.Module, layout: SharedPromptLayout) -> None:
 def expect_shared_prompt(layout: SharedPromptLayout, num_layers: int) -> Iterator[None]:
     """Raise unless the forward inside consumes `layout` in `num_layers` attention layers.
 
-    Leave it before the backward. A backbone that has `install_layout_hook` takes the layout from here when it is not
-    among its arguments.
+    Leave it before the backward. It counts layers and does not look at the model: `check_supported` and
+    `install_layout_hook` say whether that is exact on shared prompts. A backbone that has `install_layout_hook` takes
+    the layout from here when it is not among its arguments.
 
     Args:
         layout: what the model gets as `shared_prompt_layout`.
@@ -90,9 +93,9 @@ def expect_shared_prompt(layout: SharedPromptLayout, num_layers: int) -> Iterato
     Raises:
         SharedPromptLayoutError: on leaving, if any layer attended without the layout; inside, if a layer gets another.
     """
-    expectation, token = begin(layout, num_layers)
+    expectation = begin(layout, num_layers)
     try:
         yield
     finally:
-        end(token)
+        end(expectation)
     expectation.check()

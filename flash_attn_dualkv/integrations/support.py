@@ -7,6 +7,7 @@ causality and a sliding window break that silently; dropout draws one mask for t
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -66,6 +67,10 @@ def check_supported(config: Any) -> None:
     chunk = getattr(text, "attention_chunk_size", None)
     if chunk and not layer_types:
         raise SharedPromptError(explain("attention_chunk_size", "None (chunked attention is not exact)", chunk))
+    # Llama 4: where there is no RoPE, queries grow with the index of their row, not with their position.
+    if getattr(text, "attn_temperature_tuning", None) and 0 in (getattr(text, "no_rope_layers", None) or ()):
+        expected = "False (it counts the rows before a token instead of its position)"
+        raise SharedPromptError(explain("attn_temperature_tuning", expected, text.attn_temperature_tuning))
     if not getattr(text, "num_attention_heads", None) or not getattr(text, "num_hidden_layers", None):
         raise SharedPromptError(explain("model", "a transformer with attention heads and layers", text.model_type))
 
@@ -98,6 +103,17 @@ def check_modules(model: nn.Module) -> None:
         is_convolution = isinstance(module, nn.modules.conv._ConvNd) and module.kernel_size[-1] > 1
         if (is_convolution and _is_text_layer(name)) or _MIXER_CLASSES.search(type(module).__name__):
             raise SharedPromptError(explain(name, "a module that does not mix tokens", type(module).__name__))
+
+
+def check_positions(backbone: nn.Module) -> None:
+    """Refuse a backbone that counts positions itself, from 0 to the end of the packed row.
+
+    Raises:
+        SharedPromptError: its forward does not take position_ids.
+    """
+    if "position_ids" not in inspect.signature(type(backbone).forward).parameters:
+        expected = "a backbone whose forward takes position_ids"
+        raise SharedPromptError(explain("model", expected, f"that of {type(backbone).__name__}"))
 
 
 def _is_text_layer(name: str) -> bool:

@@ -28,7 +28,14 @@ from ..packing import SharedPromptError, SharedPromptLayout, shared_prompt_atten
 from . import guard
 from .forward import backbone_name, causal_lm_of, shared_prompt_forward
 from .guard import expect_shared_prompt
-from .support import TAKES_LAYOUT, check_modules, check_noise, check_supported, num_attention_layers
+from .support import (
+    TAKES_LAYOUT,
+    check_modules,
+    check_noise,
+    check_positions,
+    check_supported,
+    num_attention_layers,
+)
 
 __all__ = [
     "check_supported",
@@ -39,6 +46,17 @@ __all__ = [
     "wrap",
 ]
 
+# What masks of causal and sliding-window attention of packed rows are made of in transformers. Anything else (blocks,
+# images that see themselves both ways, chunks) is no mask that a layout stands for.
+_CAUSAL_MASKS = frozenset(
+    {
+        "and_masks.<locals>.and_mask",
+        "causal_mask_function",
+        "packed_sequence_mask_function.<locals>.inner_mask",
+        "remap_positions_for_packed_sequence.<locals>.inner_mask",
+        "sliding_window_overlay.<locals>.inner_mask",
+    }
+)
 FALLBACKS = ("auto", "sdpa", "eager")
 BACKENDS = ("auto", "cuda", "reference")
 # Keyword arguments of attention functions that do not change what a token attends to. Others are refused: an argument
@@ -57,6 +75,8 @@ _HARMLESS = frozenset(
         "position_embeddings",
         "position_ids",
         "return_dict",
+        "return_loss",
+        "shift_labels",
         "use_cache",
     }
 )
@@ -100,9 +120,7 @@ def register(name: str = "dualkv", fallback: str = "auto", *, backend: str = "au
     AttentionMaskInterface.register(name, _mask)
 
 
-def wrap(
-    names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa"), *, backend: str = "auto"
-) -> None:
+def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa"), *, backend: str = "auto") -> None:
     """Let stock attention implementations take a layout, for programs that insist on their names.
 
     Calls without a layout go to the stock function unchanged. With "sdpa", pass the layout through
@@ -154,38 +172,55 @@ def install_layout_hook(model: nn.Module) -> LayoutHook:
     layers = num_attention_layers(stock.config)
     name = backbone_name(stock)
     modules = [stock] if name is None else [stock, getattr(stock, name)]
-    tokens: list[Any] = []
+    check_positions(modules[-1])
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        hook.end_interrupted(module)
         layout, outer = kwargs.get("shared_prompt_layout"), guard.current()
-        # One entry per forward, whether or not it has a layout: `after` takes it off again.
-        tokens.append(guard.begin(layout, layers) if layout is not None and outer is None else None)
+        if layout is not None and outer is None:
+            guard.begin(layout, layers, owner=(hook, module))
         if layout is not None or outer is not None:
-            check_noise(stock)
+            check_noise(module)
         if layout is None and outer is not None:
             return args, {**kwargs, "shared_prompt_layout": outer.layout}
         return None
 
-    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        begun = tokens.pop() if tokens else None
-        if begun is None:
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        expectation = guard.current()
+        if expectation is None or expectation.owner != (hook, module):
             return
-        expectation, token = begun
-        guard.end(token)
+        guard.end(expectation)
         # Without an output the forward has raised; its error says more than the count.
         if output is not None:
             expectation.check()
 
-    handles = [one.register_forward_pre_hook(before, with_kwargs=True) for one in modules]
-    handles += [one.register_forward_hook(after, always_call=True) for one in modules]
-    return LayoutHook(*handles)
+    hook = LayoutHook()
+    for one in modules:
+        hook.add(one.register_forward_pre_hook(before, with_kwargs=True))
+        hook.add(one.register_forward_hook(after, always_call=True))
+    return hook
 
 
 class LayoutHook:
     """What `install_layout_hook` has installed."""
 
-    def __init__(self, *handles: RemovableHandle) -> None:
-        self._handles = handles
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def add(self, handle: RemovableHandle) -> None:
+        self._handles.append(handle)
+
+    def end_interrupted(self, module: nn.Module) -> None:
+        """Forget the expectations of forwards that have not come to their end: PyTorch runs no hook after Ctrl-C.
+
+        `module` begins a forward; it cannot be inside another one of its own, nor of a module that lies within it.
+        """
+        while (expectation := guard.current()) is not None:
+            owner = expectation.owner
+            is_own = isinstance(owner, tuple) and owner[0] is self and any(one is owner[1] for one in module.modules())
+            if not is_own:
+                return
+            guard.end(expectation)
 
     def remove(self) -> None:
         """Take it away again."""
@@ -274,6 +309,10 @@ def _check_call(
         raise SharedPromptError(explain("dropout of attention", "0 with a shared prompt", dropout))
     is_causal = kwargs.pop("is_causal", None)
     if isinstance(attention_mask, _DeferredMask):
+        others = sorted(attention_mask.parts - _CAUSAL_MASKS)
+        if others and attention_mask.is_causal:
+            expected = "a causal or sliding-window one with a layout"
+            raise SharedPromptError(explain("attention_mask", expected, f"one made of {', '.join(others)}"))
         # The mask decides: beside one, some models pass is_causal=False for the sake of sdpa.
         is_causal = attention_mask.is_causal
     elif is_causal is None:
@@ -295,8 +334,15 @@ def _is_unset(value: Any) -> bool:
 # --- without a layout -------------------------------------------------------------------------------------------------
 
 
+class _MaskError(SharedPromptError, AttributeError):
+    """A mask that is not there is read. To `hasattr`, with which wrappers look at arguments, it is a no."""
+
+
 class _DeferredMask:
-    """The mask of a packed row, T x T elements, built when an attention layer needs it: with a layout none does."""
+    """The mask of a packed row, T x T elements, built when an attention layer needs it: with a layout none does.
+
+    To a model that computes with its mask itself it is that mask.
+    """
 
     def __init__(self, builder: Callable[..., Any], arguments: dict[str, Any]) -> None:
         self._builder = builder
@@ -310,6 +356,18 @@ class _DeferredMask:
         return self._arguments.get("local_size")
 
     @property
+    def parts(self) -> set[str]:
+        """The names of the functions that the mask is made of."""
+        pending, found = [self._arguments["mask_function"]], set()
+        while pending:
+            function = pending.pop()
+            found.add(getattr(function, "__qualname__", type(function).__name__))
+            for cell in getattr(function, "__closure__", None) or ():
+                inner = cell.cell_contents
+                pending += [one for one in (inner if isinstance(inner, tuple) else (inner,)) if callable(one)]
+        return found
+
+    @property
     def is_causal(self) -> bool:
         """Whether it is a causal mask; transformers makes bidirectional ones through the same function."""
         return "allow_is_bidirectional_skip" not in self._arguments
@@ -320,6 +378,31 @@ class _DeferredMask:
             self._mask = self._builder(**self._arguments)
             self._is_built = True
         return self._mask
+
+    def _tensor(self) -> Tensor:
+        """The mask for a model that reads it: there is one, even if it is plainly causal."""
+        if guard.current() is not None:
+            expected = "a model that leaves its mask to its attention layers"
+            raise _MaskError(explain("model", expected, "one that computes with the mask itself"))
+        mask: Tensor = self._builder(**{**self._arguments, "allow_is_causal_skip": False})
+        return mask
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # wrappers ask so what an argument is
+            raise AttributeError(name)
+        return getattr(self._tensor(), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._tensor()[index]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def plain(one: Any) -> Any:
+            return one._tensor() if isinstance(one, cls) else one
+
+        return function(*map(plain, args), **{name: plain(one) for name, one in (kwargs or {}).items()})
 
 
 def _mask(
@@ -334,9 +417,15 @@ def _mask(
     Only a forward of one row without padding and cache can have one; then transformers gives no 2-D mask.
     """
     arguments = dict(batch_size=batch_size, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
-    if batch_size == 1 and attention_mask is None:
+    if batch_size == 1 and attention_mask is None and not _is_skipped(arguments):
         return _DeferredMask(sdpa_mask, arguments)
     return sdpa_mask(**arguments)
+
+
+def _is_skipped(arguments: dict[str, Any]) -> bool:
+    """Whether sdpa_mask builds nothing of T x T elements: of one plainly causal sequence, unless it is compiled."""
+    is_plain = arguments["mask_function"] is causal_mask_function and arguments.get("local_size") is None
+    return is_plain and bool(arguments.get("allow_is_causal_skip", True)) and not torch.compiler.is_compiling()
 
 
 def _attend_without_layout(
