@@ -118,6 +118,11 @@ def _ranges(begins: Tensor, lengths: Tensor, total: int) -> Tensor:
     return torch.repeat_interleave(firsts, lengths, output_size=total) + torch.arange(total, device="cpu")
 
 
+def _take(values: Tensor, index: Tensor) -> Tensor:
+    """values[index], which itself takes four times as long on the CPU."""
+    return values.index_select(0, index)
+
+
 def _ints(values: Iterable[int]) -> Tensor:
     return ints(values, torch.int64)
 
@@ -188,8 +193,8 @@ class PackedRow:
         following = source[contexts:] + 1
         last = following == ends
         labels = torch.full_like(source, IGNORED_LABEL)
-        labels[contexts:] = samples.tokens[following.masked_fill(last, 0)].masked_fill_(last, IGNORED_LABEL)
-        by_row = samples.tokens[source], positions, labels, multiplicity
+        labels[contexts:] = _take(samples.tokens, following.masked_fill(last, 0)).masked_fill_(last, IGNORED_LABEL)
+        by_row = _take(samples.tokens, source), positions, labels, multiplicity
         if self.pad == 0:
             return by_row
         fills = PADDING_TOKEN, 0, IGNORED_LABEL, 0
@@ -214,4 +219,4 @@ class PackedRow:
         offsets = _ints(samples.begins)
         jagged = _ranges(offsets[:-1] + _ints(samples.prompt_lens) - 1, lengths, total)
         # The row that predicts a token stands one before it in its sequence.
-        return token_index, samples.tokens[jagged + 1], padded, jagged, offsets
+        return token_index, _take(samples.tokens, jagged + 1), padded, jagged, offsets

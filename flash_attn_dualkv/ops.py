@@ -244,9 +244,11 @@ def is_watched(*tensors: Tensor | None) -> bool:
 
     Where nobody does, one implementation may call the next: each way through the dispatcher costs the host 10 us.
     """
+    for one in tensors:  # any() over a generator takes the host a microsecond more
+        if type(one) is not Tensor and one is not None:
+            return True
     return (
-        any(type(one) is not Tensor for one in tensors if one is not None)
-        or torch.compiler.is_compiling()
+        torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.profiler._is_profiler_enabled
