@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -106,16 +107,16 @@ class Samples:
             if length < 1:
                 raise SharedPromptError(explain(f"prompts[{index}]", "at least one token", length))
 
-    @property
+    @cached_property
     def begins(self) -> list[int]:
         lengths = map(int.__add__, self.prompt_lens, self.response_lens)
         return list(accumulate(lengths, initial=0))
 
 
-def _ranges(begins: Tensor, lengths: Tensor, total: int) -> Tensor:
-    """The integers of the ranges [begin, begin + length), one range after the other: `total` of them."""
+def _ranges(begins: Tensor, lengths: Tensor, places: Tensor) -> Tensor:
+    """The integers of the ranges [begin, begin + length), one range after the other; `places` counts all of them."""
     firsts = begins - (lengths.cumsum(0) - lengths)
-    return torch.repeat_interleave(firsts, lengths, output_size=total) + torch.arange(total, device="cpu")
+    return torch.repeat_interleave(firsts, lengths, output_size=len(places)).add_(places)
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
@@ -184,12 +185,15 @@ class PackedRow:
         sources += [begins[index] + position for index, position in zip(order, decoded_positions)]
         lengths = _ints([*self.context_lens, *self.decoded_lens])
         rows, contexts = self.host.cu_seqlens_decoded[-1], self.host.cu_seqlens_context[-1]
-        source = _ranges(_ints(sources), lengths, contexts + rows)
-        positions = _ranges(_ints([*(0 for _ in self.groups), *decoded_positions]), lengths, contexts + rows)
-        multiplicity = _ints([*map(len, self.groups), *(1 for _ in order)]).repeat_interleave(lengths)
+        places = torch.arange(contexts + rows, device="cpu")
+        source = _ranges(_ints(sources), lengths, places)
+        positions = _ranges(_ints([0] * len(self.groups) + decoded_positions), lengths, places)
+        multiplicity = _ints([*map(len, self.groups), *([1] * len(order))])
+        multiplicity = multiplicity.repeat_interleave(lengths, output_size=contexts + rows)
 
         # The next token of a response's row stands behind it among the samples' tokens, unless its sample ends there.
-        ends = _ints(begins[index + 1] for index in order).repeat_interleave(lengths[len(self.groups) :])
+        ends = _ints([begins[index + 1] for index in order])
+        ends = ends.repeat_interleave(lengths[len(self.groups) :], output_size=rows)
         following = source[contexts:] + 1
         last = following == ends
         labels = torch.full_like(source, IGNORED_LABEL)
@@ -203,20 +207,22 @@ class PackedRow:
     def _by_token(self, samples: Samples, order: list[int]) -> tuple[Tensor, ...]:
         """token_index, targets, padded_index, jagged_index: (sum R,) each, in original order; jagged_offsets (B+1,)."""
         contexts = self.host.cu_seqlens_context
-        first_rows, last_context_rows = [0] * len(order), [0] * len(order)
-        for place, index in enumerate(order):
-            first_rows[index] = contexts[-1] + self.host.cu_seqlens_decoded[place]
-        for g, members in enumerate(self.groups):
-            for index in members:
-                last_context_rows[index] = contexts[g + 1] - 1
+        first_rows = [0] * len(order)
+        for index, row in zip(order, self.host.cu_seqlens_decoded):
+            first_rows[index] = contexts[-1] + row - (1 - self.shift)
         lengths, total = _ints(samples.response_lens), sum(samples.response_lens)
-        token_index = _ranges(_ints(first_rows) - (1 - self.shift), lengths, total)
+        places = torch.arange(total, device="cpu")
+        token_index = _ranges(_ints(first_rows), lengths, places)
         if self.shift == 0:
+            last_context_rows = [0] * len(order)
+            for members, end in zip(self.groups, contexts[1:]):
+                for index in members:
+                    last_context_rows[index] = end - 1
             some = lengths > 0
             token_index[(lengths.cumsum(0) - lengths)[some]] = _ints(last_context_rows)[some]
         longest = max(samples.response_lens)
-        padded = _ranges(torch.arange(len(order), device="cpu") * longest, lengths, total)
+        padded = _ranges(torch.arange(len(order), device="cpu") * longest, lengths, places)
         offsets = _ints(samples.begins)
-        jagged = _ranges(offsets[:-1] + _ints(samples.prompt_lens) - 1, lengths, total)
+        jagged = _ranges(offsets[:-1] + _ints(samples.prompt_lens) - 1, lengths, places)
         # The row that predicts a token stands one before it in its sequence.
         return token_index, _take(samples.tokens, jagged + 1), padded, jagged, offsets
