@@ -26,6 +26,7 @@ from schema import Result, is_ours
 from flash_attn_dualkv.predict import DIRECTIONS
 
 BASELINES = ("fa2_replicated", "flex_packed")
+TOKENS = ("executed_tokens", "replicated_tokens")
 # Facts host_*_us, of which a result may lack some.
 HOST = {"": "host", "stack_": "host, a layer of a stack", "empty_": "host, a node that computes nothing"}
 
@@ -69,6 +70,11 @@ class LayerFigures(Figures):
         return (pack + unpack) / (layers * ms)
 
 
+def rate(value: float | None) -> str:
+    """Thousands of tokens per second."""
+    return number(value, 0 if value is None or value >= 100 else 1)
+
+
 def times(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
 
@@ -101,8 +107,7 @@ def measured(figures: LayerFigures, baselines: Sequence[str]) -> str:
                 cells = [shape, LABELS.get(impl, impl)]
                 cells += [milliseconds(figures.get(shape, impl, direction, "ms")) for direction in DIRECTIONS]
                 cells.append(milliseconds(figures.both_ms(shape, impl)))
-                for what in ("executed_tokens", "replicated_tokens"):
-                    cells.append(number(figures.tokens_per_ms(shape, impl, what), 0))
+                cells += [rate(figures.tokens_per_ms(shape, impl, what)) for what in TOKENS]
                 cells += [number(figures.executed_tflops(shape, impl), 0), percent(figures.of_matmul(shape, impl))]
                 cells.append(number(figures.peak(shape, impl), 2))
                 body.append([*cells, *ratios(figures, shape, impl, baselines), figures.reason(shape, impl)])
@@ -194,6 +199,5 @@ def cell(figures: LayerFigures, shape: str, impl: str) -> str:
     ms = figures.both_ms(shape, impl)
     if ms is None:
         return figures.reason(shape, impl)
-    rates = (figures.tokens_per_ms(shape, impl, what) for what in ("executed_tokens", "replicated_tokens"))
-    executed, effective = (number(rate, 0) for rate in rates)
+    executed, effective = (rate(figures.tokens_per_ms(shape, impl, what)) for what in TOKENS)
     return f"{milliseconds(ms)} ({executed} / {effective}; {number(figures.peak(shape, impl), 1)})"
