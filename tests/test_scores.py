@@ -60,6 +60,15 @@ def test_sums_over_chunks_are_as_accurate_as_one_product(chunks):
     assert got <= 1.3 * whole
 
 
+def test_no_rows():
+    """Every parameter has a gradient all the same: processes that train together wait for it."""
+    head, hidden, targets = problem(rows=0)
+    logps, entropy = score_in_chunks(head, hidden, targets, rows=4, with_entropy=True)
+    assert logps.shape == entropy.shape == (0,)
+    for gradient in torch.autograd.grad(logps.sum(), (hidden, head.weight, head.bias)):
+        assert not gradient.any()
+
+
 def test_masked_logits():
     """A logit of -inf has probability 0 and no gradient."""
     _, hidden, targets = problem(columns=6)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -150,7 +151,7 @@ class _Scorer:
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """The model's inputs -> log-probabilities and entropies, (sum R,) each."""
-        if threading.get_ident() != self.thread:  # a plain forward of the same model
+        if _is_elsewhere(self.thread):  # a plain forward of the same model
             return self.stock_forward(*args, **inputs)
         output = self._run_backbone(inputs)
         # One gather for all rows: a gather per chunk would have a backward as large as the whole pack.
@@ -176,7 +177,7 @@ class _Scorer:
         outputs: list[Any] = []
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
-            if threading.get_ident() == self.thread:
+            if not _is_elsewhere(self.thread):
                 outputs.append(output)
 
         handle = getattr(self.causal_lm, self.backbone).register_forward_hook(keep)
@@ -204,6 +205,11 @@ def _lock_of(causal_lm: nn.Module) -> threading.RLock:
     """
     with _locks_lock:
         return _locks.setdefault(causal_lm, threading.RLock())
+
+
+def _is_elsewhere(thread: int) -> bool:
+    """Whether this runs in another thread. Compilers cannot trace the question, and trace in one thread."""
+    return not torch.compiler.is_compiling() and threading.get_ident() != thread
 
 
 @contextmanager
@@ -246,6 +252,6 @@ class _ReadyBackbone(nn.Module):
         return getattr(self.__dict__["backbone"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != self.__dict__["thread"]:
+        if _is_elsewhere(self.__dict__["thread"]):
             return self.__dict__["backbone"](*args, **kwargs)
         return self.__dict__["output"]

@@ -47,7 +47,7 @@ def score_in_chunks(
         parameter that `head` depends on. entropy is zeros unless asked for.
     """
     # Whatever the head is, its parameters are the leaves of what it computes of one row.
-    parameters = _leaves(head, hidden[:1].detach()) if torch.is_grad_enabled() and len(hidden) else []
+    parameters = _leaves(head, hidden.new_zeros(1, hidden.shape[1])) if torch.is_grad_enabled() else []
     settings = _Settings(head, rows, temperature, with_entropy, _autocast(hidden.device.type))
     logps, entropy = _ChunkedScores.apply(settings, targets, hidden, *parameters)
     return logps, entropy
@@ -127,7 +127,8 @@ class _ChunkedScores(torch.autograd.Function):
         wanted = [one for one, needed in zip(ctx.parameters, needs_parameter) if needed]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         sums = [_Sum() for _ in wanted]
-        for begin in range(0, len(hidden), settings.rows):
+        # Without rows once too: processes that train together wait for every gradient.
+        for begin in range(0, len(hidden) or 1, settings.rows):
             chunk = slice(begin, begin + settings.rows)
             with torch.enable_grad(), settings.autocast():
                 part = hidden[chunk].detach().requires_grad_(needs_hidden)
