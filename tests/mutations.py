@@ -476,7 +476,7 @@ PYTHON_MUTANTS = [
     Mutant(
         "masks of images are taken for causal ones",
         "flash_attn_dualkv/integrations/transformers.py",
-        "if others and attention_mask.is_causal:",
+        "if attention_mask.others and attention_mask.is_causal:",
         "if False:",
         REFUSED,
         "test_masks_that_are_not_causal",

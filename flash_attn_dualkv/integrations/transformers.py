@@ -309,10 +309,9 @@ def _check_call(
         raise SharedPromptError(explain("dropout of attention", "0 with a shared prompt", dropout))
     is_causal = kwargs.pop("is_causal", None)
     if isinstance(attention_mask, _DeferredMask):
-        others = sorted(attention_mask.parts - _CAUSAL_MASKS)
-        if others and attention_mask.is_causal:
-            expected = "a causal or sliding-window one with a layout"
-            raise SharedPromptError(explain("attention_mask", expected, f"one made of {', '.join(others)}"))
+        if attention_mask.others and attention_mask.is_causal:
+            expected, others = "a causal or sliding-window one with a layout", ", ".join(attention_mask.others)
+            raise SharedPromptError(explain("attention_mask", expected, f"one made of {others}"))
         # The mask decides: beside one, some models pass is_causal=False for the sake of sdpa.
         is_causal = attention_mask.is_causal
     elif is_causal is None:
@@ -347,6 +346,8 @@ class _DeferredMask:
     def __init__(self, builder: Callable[..., Any], arguments: dict[str, Any]) -> None:
         self._builder = builder
         self._arguments = arguments
+        # What it is made of beside causality and windows; once for all layers.
+        self.others = sorted(_parts(arguments.get("mask_function", causal_mask_function)) - _CAUSAL_MASKS)
         self._mask: Tensor | None = None
         self._is_built = False
 
@@ -354,18 +355,6 @@ class _DeferredMask:
     def window(self) -> int | None:
         """The sliding window, or None."""
         return self._arguments.get("local_size")
-
-    @property
-    def parts(self) -> set[str]:
-        """The names of the functions that the mask is made of."""
-        pending, found = [self._arguments["mask_function"]], set()
-        while pending:
-            function = pending.pop()
-            found.add(getattr(function, "__qualname__", type(function).__name__))
-            for cell in getattr(function, "__closure__", None) or ():
-                inner = cell.cell_contents
-                pending += [one for one in (inner if isinstance(inner, tuple) else (inner,)) if callable(one)]
-        return found
 
     @property
     def is_causal(self) -> bool:
@@ -403,6 +392,18 @@ class _DeferredMask:
             return one._tensor() if isinstance(one, cls) else one
 
         return function(*map(plain, args), **{name: plain(one) for name, one in (kwargs or {}).items()})
+
+
+def _parts(mask_function: Callable[..., Any]) -> set[str]:
+    """The names of the functions that a mask function is made of."""
+    pending, found = [mask_function], set()
+    while pending:
+        function = pending.pop()
+        found.add(getattr(function, "__qualname__", type(function).__name__))
+        for cell in getattr(function, "__closure__", None) or ():
+            inner = cell.cell_contents
+            pending += [one for one in (inner if isinstance(inner, tuple) else (inner,)) if callable(one)]
+    return found
 
 
 def _mask(
