@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from tiny_models import (
     stock_twin,
     tiny_model,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from flash_attn_dualkv.integrations import scores
 from flash_attn_dualkv.packing import SharedPromptError
@@ -152,7 +155,7 @@ def test_norms_in_float32():
 
 # Ranks with different prompts and different numbers of chunks of the head.
 SHARES = [[0, 1, 2, 3], [4, 5]]
-WRAPPERS = ["ddp", "fsdp2", "fsdp2, mixed precision"]
+WRAPPERS = ["ddp", "fsdp1", "fsdp1, flat parameters", "fsdp2", "fsdp2, mixed precision"]
 
 
 def share(rank: int) -> Samples:
@@ -172,15 +175,17 @@ def run_rank(rank: int, store: str, results: Any) -> None:
             old, _ = dualkv.shared_prompt_forward(wrapped, batch)
         logps, _ = dualkv.shared_prompt_forward(wrapped, batch)
         logps.sum().backward()
-        found = gradients(model)
-        whole = {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in found.items()}
-        results[rank, wrapper] = (old, logps.detach(), whole)
+        results[rank, wrapper] = (old, logps.detach(), whole_gradients(wrapped, model))
     dist.destroy_process_group()
 
 
 def wrap(model: Any, wrapper: str) -> Any:
     if wrapper == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
+    if "fsdp1" in wrapper:
+        layers = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={type(model.model.layers[0])})
+        device = torch.device("cpu")
+        return Fsdp1(model, auto_wrap_policy=layers, device_id=device, use_orig_params="flat" not in wrapper)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (len(SHARES),))
@@ -188,6 +193,23 @@ def wrap(model: Any, wrapper: str) -> Any:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def whole_gradients(wrapped: Any, model: Any) -> dict[str, torch.Tensor]:
+    """The gradients of all parameters, unsharded."""
+    if not isinstance(wrapped, Fsdp1):
+        found = gradients(model)
+        return {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in found.items()}
+
+    def parameters() -> dict[str, torch.Tensor]:
+        with Fsdp1.summon_full_params(wrapped):
+            clean = ((name.replace("_fsdp_wrapped_module.", ""), one) for name, one in wrapped.named_parameters())
+            return {name: one.detach().clone() for name, one in clean}
+
+    # What a step of length 1 takes away: FSDP1 does not unshard the gradients of flat parameters.
+    before = parameters()
+    torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
+    return {name: before[name] - after for name, after in parameters().items()}
 
 
 @pytest.fixture(scope="module")
