@@ -31,7 +31,7 @@ class StepRun(LayerRun):
     """All measurements of one model's step over one micro-batch."""
 
     shape: StepShape
-    # In bf16 two orders of summation differ by 1 to 2% of the spread of log-probabilities after 36 layers.
+    # Roundings to bf16 over 36 layers: shared and replicated prompts differ by 6 to 8% of the spread on an H200.
     largest_difference = 0.1
 
     def prepare(self, impl: Implementation) -> Prepared:

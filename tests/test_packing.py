@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
-import io
 import itertools
 import math
-import pickle
 import random
 from typing import Any
 
@@ -472,65 +469,3 @@ def test_public_names() -> None:
         assert wanted <= set(module.__all__)
         assert all(inspect.getdoc(getattr(module, name)) for name in wanted)
     assert isinstance(pack_shared_prompts([[1]], [[]]).layout, SharedPromptLayout)
-
-
-# --- copies of a batch ------------------------------------------------------------------------------------------------
-
-
-def all_tensors(batch: SharedPromptBatch) -> list[Tensor]:
-    return [one for one in (*vars(batch).values(), *batch.layout.tensors) if isinstance(one, Tensor)]
-
-
-@pytest.mark.parametrize("how", ["pickle", "save", "deepcopy"])
-def test_copies(how: str) -> None:
-    """Of the size of their tensors, which share a buffer: once for each would be 13 times as much."""
-    batch = pack_shared_prompts([[5] * 500] * 4, [[1] * 300] * 4)
-    stream = io.BytesIO()
-    if how == "deepcopy":
-        other = copy.deepcopy(batch)
-    elif how == "pickle":
-        pickle.dump(batch, stream)
-        other = pickle.loads(stream.getvalue())
-    else:
-        torch.save(batch, stream)
-        stream.seek(0)
-        other = torch.load(stream, weights_only=False)
-    assert other.layout.is_like(batch.layout) and other.order == batch.order
-    for one, two in zip(all_tensors(batch), all_tensors(other), strict=True):
-        assert torch.equal(one, two) and one.dtype == two.dtype
-    size = sum(one.nbytes for one in all_tensors(batch))
-    assert stream.tell() < 1.5 * size + 20_000
-    other.layout.validate()
-
-
-def test_batches_of_a_data_loader() -> None:
-    class Batches(torch.utils.data.Dataset[SharedPromptBatch]):
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, index: int) -> SharedPromptBatch:
-            return pack_shared_prompts([[5, 6]] * 2, [[1] * index, [2]])
-
-    loader = torch.utils.data.DataLoader(Batches(), batch_size=None, num_workers=1)
-    for index, batch in enumerate(loader):
-        expected = Batches()[index]
-        assert all(torch.equal(*pair) for pair in zip(all_tensors(batch), all_tensors(expected), strict=True))
-
-
-def test_writing_to_a_tensor_of_a_batch_does_not_spoil_the_others() -> None:
-    """They lie in one buffer, but what autograd has saved of the layout is not what was written to."""
-    batch = pack_shared_prompts([[5, 6, 7]] * 2, [[1, 2], [3]])
-    q, k, v = (torch.randn(batch.layout.num_tokens, 1, 8, requires_grad=True) for _ in range(3))
-    out = packing.shared_prompt_attention(q, k, v, batch.layout)
-    batch.labels.clamp_(min=0)
-    out.sum().backward()
-    assert q.grad is not None
-
-
-def test_batches_that_are_moved_in_inference_mode_can_train() -> None:
-    """For the log-probabilities of an old policy, say, and then for the new one."""
-    batch = pack_shared_prompts([[5, 6, 7]] * 2, [[1, 2], [3]])
-    with torch.inference_mode():
-        moved, layout = batch.to("meta"), batch.layout.to("meta")
-        packed = pack_shared_prompts([[5, 6, 7]] * 2, [[1, 2], [3]])
-    assert not any(one.is_inference() for one in (*all_tensors(moved), *layout.tensors, *all_tensors(packed)))

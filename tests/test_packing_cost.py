@@ -89,10 +89,10 @@ def test_one_copy_each_way(form: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("samples", "prompt", "response", "ms"), [(32, 8192, 1024, 5), (512, 240, 120, 10)])
+@pytest.mark.parametrize(("samples", "prompt", "response"), [(32, 8192, 1024), (512, 240, 120)])
 @FORMS
-def test_packing_64k_tokens_takes_a_few_ms(form: str, samples: int, prompt: int, response: int, ms: float) -> None:
-    """64K packed tokens of 4 prompts: under 5 ms with 32 responses; of 512 short ones each takes the host 6 us more."""
+def test_packing_64k_tokens_takes_under_5_ms(form: str, samples: int, prompt: int, response: int) -> None:
+    """64K packed tokens, with 4 prompts: few long responses, or many short ones."""
     prompts, responses = large_batch(samples, "cuda", length=prompt)
     call = form_of(form, prompts, [one[:response] for one in responses])
     assert 60_000 < call().layout.num_tokens < 70_000
@@ -103,7 +103,7 @@ def test_packing_64k_tokens_takes_a_few_ms(form: str, samples: int, prompt: int,
         call()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    assert 1e3 * min(times) < ms
+    assert min(times) < 5e-3, f"{1e3 * min(times):.2f} ms"
 
 
 @pytest.mark.gpu

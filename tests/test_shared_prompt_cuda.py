@@ -139,9 +139,9 @@ def test_what_makes_a_backward_deterministic(asked: str, monkeypatch: pytest.Mon
 def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
     """Eager calls of a few groups cost the host less than 100 microseconds in each direction.
 
-    Measured of a layer among sixteen, as models have them, and of a call by itself. The way into the backward of a call
-    by itself wakes a thread: of a node that computes nothing that takes 50 to 85 us, depending on the host, which is
-    not counted.
+    That is the time of a call by itself and of a layer of sixteen, where the way into the backward, which wakes a
+    thread, is gone once. Beside it is what PyTorch takes for the backward of a node that computes nothing: 50 to 85 us,
+    depending on the host.
     """
     layout = layout_of(GROUPS["several"], device="cuda")
     inputs = inputs_of(layout, **small("cuda"))
@@ -159,7 +159,7 @@ def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
     measured += f"{nothing:.0f} us an empty backward"
     with capsys.disabled():
         print(measured)
-    assert max(forward, layer, backward - nothing) < 100, measured
+    assert max(forward, backward, layer) < 100, measured
 
 
 def test_pack_and_attend_as_documented() -> None:

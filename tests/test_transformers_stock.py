@@ -22,6 +22,7 @@ from tiny_models import (
     transformers,
 )
 
+from flash_attn_dualkv.integrations import masks
 from flash_attn_dualkv.packing import SharedPromptError
 
 AttentionMaskInterface = transformers.masking_utils.AttentionMaskInterface
@@ -147,7 +148,7 @@ def test_no_mask_is_built_with_a_layout(attention, restored_registry, monkeypatc
         built.append(kwargs)
         return sdpa_mask(*args, **kwargs)
 
-    monkeypatch.setattr(dualkv, "sdpa_mask", watched)
+    monkeypatch.setattr(masks, "sdpa_mask", watched)
     AttentionMaskInterface.register("sdpa", watched)
     dualkv.wrap("sdpa")
     model = tiny_model("gemma3_text", attention=attention)

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
 
-from ..checks import HEAD_DIM_MULTIPLE, explain
-from ..packing import SharedPromptError, SharedPromptLayout, shared_prompt_attention
+from ..checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, explain
+from ..packing import SharedPromptError, SharedPromptLayout, SharedPromptUnsupportedError, shared_prompt_attention
 from . import guard
 from .forward import backbone_name, causal_lm_of, shared_prompt_forward
 from .guard import expect_shared_prompt
+from .masks import DeferredMask, deferred_mask
 from .support import (
     TAKES_LAYOUT,
     check_modules,
@@ -46,17 +47,6 @@ __all__ = [
     "wrap",
 ]
 
-# What masks of causal and sliding-window attention of packed rows are made of in transformers. Anything else (blocks,
-# images that see themselves both ways, chunks) is no mask that a layout stands for.
-_CAUSAL_MASKS = frozenset(
-    {
-        "and_masks.<locals>.and_mask",
-        "causal_mask_function",
-        "packed_sequence_mask_function.<locals>.inner_mask",
-        "remap_positions_for_packed_sequence.<locals>.inner_mask",
-        "sliding_window_overlay.<locals>.inner_mask",
-    }
-)
 FALLBACKS = ("auto", "sdpa", "eager")
 BACKENDS = ("auto", "cuda", "reference")
 # Keyword arguments of attention functions that do not change what a token attends to. Others are refused: an argument
@@ -117,7 +107,7 @@ def register(name: str = "dualkv", fallback: str = "auto", *, backend: str = "au
 
     setattr(attention, TAKES_LAYOUT, True)
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, _mask)
+    AttentionMaskInterface.register(name, deferred_mask)
 
 
 def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa"), *, backend: str = "auto") -> None:
@@ -252,6 +242,8 @@ def _attend(
         q, k = q.to(v.dtype), k.to(v.dtype)
     scaling = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     widest, value_dim = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    if widest > MAX_HEAD_DIM:
+        raise SharedPromptUnsupportedError(explain("head_dim", f"at most {MAX_HEAD_DIM} with a shared prompt", widest))
     # Zeros beyond the head dimension change no score; those of v are columns of the output that are cut off.
     head_dim = -(-widest // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
     out = shared_prompt_attention(
@@ -275,7 +267,7 @@ def _widen(tensor: Tensor, head_dim: int) -> Tensor:
 
 def _window(attention_mask: Any, sliding_window: int | None) -> int | None:
     """The layer's window: what the model passes, or where it has the window only in its mask, that of the mask."""
-    if not isinstance(attention_mask, _DeferredMask):
+    if not isinstance(attention_mask, DeferredMask):
         return sliding_window
     if sliding_window is not None and sliding_window != attention_mask.window:
         # Stock implementations would disagree here: some look at the argument, others at the mask.
@@ -308,7 +300,7 @@ def _check_call(
     if dropout:
         raise SharedPromptError(explain("dropout of attention", "0 with a shared prompt", dropout))
     is_causal = kwargs.pop("is_causal", None)
-    if isinstance(attention_mask, _DeferredMask):
+    if isinstance(attention_mask, DeferredMask):
         if attention_mask.others and attention_mask.is_causal:
             expected, others = "a causal or sliding-window one with a layout", ", ".join(attention_mask.others)
             raise SharedPromptError(explain("attention_mask", expected, f"one made of {others}"))
@@ -333,102 +325,6 @@ def _is_unset(value: Any) -> bool:
 # --- without a layout -------------------------------------------------------------------------------------------------
 
 
-class _MaskError(SharedPromptError, AttributeError):
-    """A mask that is not there is read. To `hasattr`, with which wrappers look at arguments, it is a no."""
-
-
-class _DeferredMask:
-    """The mask of a packed row, T x T elements, built when an attention layer needs it: with a layout none does.
-
-    To a model that computes with its mask itself it is that mask.
-    """
-
-    def __init__(self, builder: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        self._builder = builder
-        self._arguments = arguments
-        # What it is made of beside causality and windows; once for all layers.
-        self.others = sorted(_parts(arguments.get("mask_function", causal_mask_function)) - _CAUSAL_MASKS)
-        self._mask: Tensor | None = None
-        self._is_built = False
-
-    @property
-    def window(self) -> int | None:
-        """The sliding window, or None."""
-        return self._arguments.get("local_size")
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether it is a causal mask; transformers makes bidirectional ones through the same function."""
-        return "allow_is_bidirectional_skip" not in self._arguments
-
-    def build(self) -> Tensor | None:
-        """What the builder makes, for sdpa (1, 1, T, T) bool or None if it is plainly causal; once for all layers."""
-        if not self._is_built:
-            self._mask = self._builder(**self._arguments)
-            self._is_built = True
-        return self._mask
-
-    def _tensor(self) -> Tensor:
-        """The mask for a model that reads it: there is one, even if it is plainly causal."""
-        if guard.current() is not None:
-            expected = "a model that leaves its mask to its attention layers"
-            raise _MaskError(explain("model", expected, "one that computes with the mask itself"))
-        mask: Tensor = self._builder(**{**self._arguments, "allow_is_causal_skip": False})
-        return mask
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # wrappers ask so what an argument is
-            raise AttributeError(name)
-        return getattr(self._tensor(), name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._tensor()[index]
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        def plain(one: Any) -> Any:
-            return one._tensor() if isinstance(one, cls) else one
-
-        return function(*map(plain, args), **{name: plain(one) for name, one in (kwargs or {}).items()})
-
-
-def _parts(mask_function: Callable[..., Any]) -> set[str]:
-    """The names of the functions that a mask function is made of."""
-    pending, found = [mask_function], set()
-    while pending:
-        function = pending.pop()
-        found.add(getattr(function, "__qualname__", type(function).__name__))
-        for cell in getattr(function, "__closure__", None) or ():
-            inner = cell.cell_contents
-            pending += [one for one in (inner if isinstance(inner, tuple) else (inner,)) if callable(one)]
-    return found
-
-
-def _mask(
-    batch_size: int,
-    *,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Mask function of a registered name: sdpa's mask, later if the call might have a layout.
-
-    Only a forward of one row without padding and cache can have one; then transformers gives no 2-D mask.
-    """
-    arguments = dict(batch_size=batch_size, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
-    if batch_size == 1 and attention_mask is None and not _is_skipped(arguments):
-        return _DeferredMask(sdpa_mask, arguments)
-    return sdpa_mask(**arguments)
-
-
-def _is_skipped(arguments: dict[str, Any]) -> bool:
-    """Whether sdpa_mask builds nothing of T x T elements: of one plainly causal sequence, unless it is compiled."""
-    is_plain = arguments["mask_function"] is causal_mask_function and arguments.get("local_size") is None
-    return is_plain and bool(arguments.get("allow_is_causal_skip", True)) and not torch.compiler.is_compiling()
-
-
 def _attend_without_layout(
     module: nn.Module,
     query: Tensor,
@@ -439,7 +335,7 @@ def _attend_without_layout(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Stock attention on the mask that `_mask` has made: None, bool, or a caller's own 4-D mask."""
-    if isinstance(attention_mask, _DeferredMask):
+    if isinstance(attention_mask, DeferredMask):
         attention_mask = attention_mask.build()
     beyond_sdpa = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     if fallback == "sdpa" and beyond_sdpa:
@@ -486,7 +382,7 @@ def _wrapped_attention(stock: Callable[..., Any], backend: str) -> Callable[...,
         **kwargs: Any,
     ) -> Any:
         if shared_prompt_layout is None:
-            if isinstance(attention_mask, _DeferredMask):
+            if isinstance(attention_mask, DeferredMask):
                 attention_mask = attention_mask.build()
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
         if args:
@@ -505,7 +401,7 @@ def _wrapped_mask(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def mask(*args: Any, **kwargs: Any) -> Any:
         if not args and guard.current() is not None and kwargs.get("attention_mask") is None:
-            return _DeferredMask(stock, kwargs)
+            return DeferredMask(stock, kwargs)
         return stock(*args, **kwargs)
 
     mask.dualkv_stock = stock  # type: ignore[attr-defined]

@@ -1,0 +1,122 @@
+"""The masks of models on a registered attention: built only for attention layers that have no layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from ..checks import explain
+from ..packing import SharedPromptError
+from . import guard
+
+# What masks of causal and sliding-window attention of packed rows are made of in transformers. Anything else (blocks,
+# images that see themselves both ways, chunks) is no mask that a layout stands for.
+_CAUSAL_MASKS = frozenset(
+    {
+        "and_masks.<locals>.and_mask",
+        "causal_mask_function",
+        "packed_sequence_mask_function.<locals>.inner_mask",
+        "remap_positions_for_packed_sequence.<locals>.inner_mask",
+        "sliding_window_overlay.<locals>.inner_mask",
+    }
+)
+
+
+class _MaskError(SharedPromptError, AttributeError):
+    """A mask that is not there is read. To `hasattr`, with which wrappers look at arguments, it is a no."""
+
+
+class DeferredMask:
+    """The mask of a packed row, T x T elements, built when an attention layer needs it: with a layout none does.
+
+    To a model that computes with its mask itself it is that mask.
+    """
+
+    def __init__(self, builder: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        self._builder = builder
+        self._arguments = arguments
+        # What it is made of beside causality and windows; once for all layers.
+        self.others = sorted(_parts(arguments.get("mask_function", causal_mask_function)) - _CAUSAL_MASKS)
+        self._mask: Tensor | None = None
+        self._is_built = False
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window, or None."""
+        return self._arguments.get("local_size")
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is a causal mask; transformers makes bidirectional ones through the same function."""
+        return "allow_is_bidirectional_skip" not in self._arguments
+
+    def build(self) -> Tensor | None:
+        """What the builder makes, for sdpa (1, 1, T, T) bool or None if it is plainly causal; once for all layers."""
+        if not self._is_built:
+            self._mask = self._builder(**self._arguments)
+            self._is_built = True
+        return self._mask
+
+    def _tensor(self) -> Tensor:
+        """The mask for a model that reads it: there is one, even if it is plainly causal."""
+        if guard.current() is not None:
+            expected = "a model that leaves its mask to its attention layers"
+            raise _MaskError(explain("model", expected, "one that computes with the mask itself"))
+        mask: Tensor = self._builder(**{**self._arguments, "allow_is_causal_skip": False})
+        return mask
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # wrappers ask so what an argument is
+            raise AttributeError(name)
+        return getattr(self._tensor(), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._tensor()[index]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def plain(one: Any) -> Any:
+            return one._tensor() if isinstance(one, cls) else one
+
+        return function(*map(plain, args), **{name: plain(one) for name, one in (kwargs or {}).items()})
+
+
+def _parts(mask_function: Callable[..., Any]) -> set[str]:
+    """The names of the functions that a mask function is made of."""
+    pending, found = [mask_function], set()
+    while pending:
+        function = pending.pop()
+        found.add(getattr(function, "__qualname__", type(function).__name__))
+        for cell in getattr(function, "__closure__", None) or ():
+            inner = cell.cell_contents
+            pending += [one for one in (inner if isinstance(inner, tuple) else (inner,)) if callable(one)]
+    return found
+
+
+def deferred_mask(
+    batch_size: int,
+    *,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Mask function of a registered name: sdpa's mask, later if the call might have a layout.
+
+    Only a forward of one row without padding and cache can have one; then transformers gives no 2-D mask.
+    """
+    arguments = dict(batch_size=batch_size, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
+    if batch_size == 1 and attention_mask is None and not _is_skipped(arguments):
+        return DeferredMask(sdpa_mask, arguments)
+    return sdpa_mask(**arguments)
+
+
+def _is_skipped(arguments: dict[str, Any]) -> bool:
+    """Whether sdpa_mask builds nothing of T x T elements: of one plainly causal sequence, unless it is compiled."""
+    is_plain = arguments["mask_function"] is causal_mask_function and arguments.get("local_size") is None
+    return is_plain and bool(arguments.get("allow_is_causal_skip", True)) and not torch.compiler.is_compiling()
