@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from typing import Any
 
 import pytest
+import ranks
 import torch
-import torch.distributed as dist
 from tiny_models import (
     FAMILIES,
     MIXED,
     TOLERANCES,
-    Samples,
+    Tolerance,
     check_equal,
     check_gradients,
     dualkv,
@@ -23,10 +22,7 @@ from tiny_models import (
     stock_twin,
     tiny_model,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from flash_attn_dualkv.integrations import scores
 from flash_attn_dualkv.packing import SharedPromptError
 
 
@@ -153,92 +149,31 @@ def test_norms_in_float32():
 
 # --- several processes ------------------------------------------------------------------------------------------------
 
-# Ranks with different prompts and different numbers of chunks of the head.
-SHARES = [[0, 1, 2, 3], [4, 5]]
-WRAPPERS = ["ddp", "fsdp1", "fsdp1, flat parameters", "fsdp2", "fsdp2, mixed precision"]
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], ranks.Found]:
+    return ranks.run(ranks.CPU, tmp_path_factory.mktemp("ranks"))
 
 
-def share(rank: int) -> Samples:
-    return MIXED.take(SHARES[rank])
-
-
-def run_rank(rank: int, store: str, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(SHARES))
-    scores.LOGIT_ELEMENTS = 97 * 8
-    for wrapper in WRAPPERS:
-        model = tiny_model("qwen3", dtype=torch.float32).train()
-        model.gradient_checkpointing_enable(dict(use_reentrant=False))
-        wrapped = wrap(model, wrapper)
-        batch = share(rank).pack()
-        with torch.no_grad():
-            old, _ = dualkv.shared_prompt_forward(wrapped, batch)
-        logps, _ = dualkv.shared_prompt_forward(wrapped, batch)
-        logps.sum().backward()
-        results[rank, wrapper] = (old, logps.detach(), whole_gradients(wrapped, model))
-    dist.destroy_process_group()
-
-
-def wrap(model: Any, wrapper: str) -> Any:
-    if wrapper == "ddp":
-        return torch.nn.parallel.DistributedDataParallel(model)
-    if "fsdp1" in wrapper:
-        layers = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={type(model.model.layers[0])})
-        device = torch.device("cpu")
-        return Fsdp1(model, auto_wrap_policy=layers, device_id=device, use_orig_params="flat" not in wrapper)
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = dist.device_mesh.init_device_mesh("cpu", (len(SHARES),))
-    policy = MixedPrecisionPolicy(torch.bfloat16) if "mixed" in wrapper else MixedPrecisionPolicy()
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def whole_gradients(wrapped: Any, model: Any) -> dict[str, torch.Tensor]:
-    """The gradients of all parameters, unsharded."""
-    if not isinstance(wrapped, Fsdp1):
-        found = gradients(model)
-        return {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in found.items()}
-
-    def parameters() -> dict[str, torch.Tensor]:
-        with Fsdp1.summon_full_params(wrapped):
-            clean = ((name.replace("_fsdp_wrapped_module.", ""), one) for name, one in wrapped.named_parameters())
-            return {name: one.detach().clone() for name, one in clean}
-
-    # What a step of length 1 takes away: FSDP1 does not unshard the gradients of flat parameters.
-    before = parameters()
-    torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
-    return {name: before[name] - after for name, after in parameters().items()}
+@pytest.mark.parametrize("wrapper", ranks.CPU.wrappers)
+def test_wrapped_models(on_cpu, wrapper):
+    """Log-probabilities of each rank's own samples, and the mean of the ranks' gradients."""
+    exact = TOLERANCES[torch.float32]
+    ranks.check(ranks.CPU, on_cpu, wrapper, Tolerance(0.05, 0.1) if "mixed" in wrapper else exact)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Any]:
-    """What all ranks computed under all wrappers, in one start of the processes."""
-    context = torch.multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        results = manager.dict()
-        store = tmp_path_factory.mktemp("ranks") / "store"
-        torch.multiprocessing.spawn(run_rank, (str(store), results), nprocs=len(SHARES))
-        return dict(results)
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], ranks.Found]:
+    if torch.cuda.device_count() < len(ranks.SHARES):
+        pytest.skip(f"needs {len(ranks.SHARES)} GPUs")
+    return ranks.run(ranks.GPUS, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrapped_models(ranks, wrapper):
-    """Log-probabilities of each rank's own samples, and the mean of the ranks' gradients."""
-    model = tiny_model("qwen3", dtype=torch.float32).train()
-    expected: dict[str, torch.Tensor] = {}
-    is_mixed = "mixed" in wrapper
-    for rank in range(len(SHARES)):
-        old, got, _ = ranks[rank, wrapper]
-        assert torch.equal(old, got)
-        assert got.dtype == torch.float32
-        logps, _ = dualkv.shared_prompt_forward(model, share(rank).pack())
-        check_equal(got, logps.detach(), 0.05 if is_mixed else TOLERANCES[torch.float32].value)
-        (logps.sum() / len(SHARES)).backward()
-    expected = gradients(model)
-    for rank in range(len(SHARES)):
-        check_gradients(ranks[rank, wrapper][2], expected, 0.1 if is_mixed else TOLERANCES[torch.float32].gradient)
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrapper", ranks.GPUS.wrappers)
+def test_wrapped_models_on_gpus(on_gpus, wrapper):
+    """The same with a GPU for each rank, bfloat16 and NCCL, against one GPU that has all samples."""
+    ranks.check(ranks.GPUS, on_gpus, wrapper, Tolerance(0.05, 0.1) if "mixed" in wrapper else Tolerance(0.02, 0.02))
 
 
 def test_layouts_that_a_wrapper_rebuilds():
