@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,24 +113,65 @@ class Samples:
         return list(accumulate(lengths, initial=0))
 
 
-def _ranges(begins: Tensor, lengths: Tensor, places: Tensor) -> Tensor:
-    """The integers of the ranges [begin, begin + length), one range after the other; `places` counts all of them."""
-    firsts = begins - (lengths.cumsum(0) - lengths)
-    return torch.repeat_interleave(firsts, lengths, output_size=len(places)).add_(places)
-
-
 def _take(values: Tensor, index: Tensor) -> Tensor:
     """values[index], which itself takes four times as long on the CPU."""
     return values.index_select(0, index)
+
+
+def _expand(lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Which run each of the `count` places of runs one after the other belongs to, and the places themselves."""
+    return torch.repeat_interleave(lengths, output_size=count), torch.arange(count, device=lengths.device)
 
 
 def _ints(values: Iterable[int]) -> Tensor:
     return ints(values, torch.int64)
 
 
+class Runs(NamedTuple):
+    """The packed row as runs of the samples' tokens, a number for each; what a row adds to is that of its place."""
+
+    lengths: Tensor
+    token_offsets: Tensor
+    position_offsets: Tensor
+    multiplicities: Tensor
+    label_ends: Tensor  # the place behind the last row that has a label
+
+    def rows(self, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
+        """input_ids, position_ids, labels, multiplicity: (count,) each."""
+        run, place = _expand(self.lengths, count)
+        source = _take(self.token_offsets, run).add_(place)
+        positions = _take(self.position_offsets, run).add_(place)
+        # The next token of a row stands behind its own among the samples' tokens.
+        labels = _take(tokens, (source + 1).clamp_(max=len(tokens) - 1))
+        labels.masked_fill_(place >= _take(self.label_ends, run), IGNORED_LABEL)
+        return _take(tokens, source), positions, labels, _take(self.multiplicities, run)
+
+
+class Responses(NamedTuple):
+    """The samples' responses in their original order, a number for each; offsets are from the place of a token."""
+
+    lengths: Tensor
+    first_tokens: Tensor  # the place of the first token of each response
+    first_rows: Tensor  # the row that scores it
+    row_offsets: Tensor  # to the rows that score the others
+    padded_offsets: Tensor
+    jagged_offsets: Tensor
+
+    def by_token(self, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
+        """token_index, targets, padded_index, jagged_index: (count,) each."""
+        response, place = _expand(self.lengths, count)
+        is_first = place == _take(self.first_tokens, response)
+        following = _take(self.row_offsets, response).add_(place)
+        token_index = torch.where(is_first, _take(self.first_rows, response), following)
+        padded = _take(self.padded_offsets, response).add_(place)
+        jagged = _take(self.jagged_offsets, response).add_(place)
+        # The row that predicts a token stands one before it in its sequence.
+        return token_index, _take(tokens, jagged + 1), padded, jagged
+
+
 @dataclass(frozen=True)
 class PackedRow:
-    """The packed row as runs of the samples' tokens: those of the contexts, then those of the responses."""
+    """The contexts and the responses in the order of the packed row."""
 
     groups: list[list[int]]
     shift: int  # prompt tokens before each response: 1 or 0
@@ -150,13 +191,15 @@ class PackedRow:
         return PackedRow(groups, shift, context_lens, decoded_lens, host, -rows % multiple)
 
     def to_batch(self, samples: Samples, device: torch.device) -> SharedPromptBatch:
-        """Everything on the device, in one copy."""
+        """Everything on the device: one copy of the tokens and of a few numbers for each sample, expanded there."""
         order = [index for members in self.groups for index in members]
-        long = [*self._by_row(samples, order), *self._by_token(samples, order)]
-        moved = to_device(long, self.host.tensors(), device)
-        input_ids, position_ids, labels, multiplicity, token_index, targets, padded, jagged, offsets = moved[:9]
-        cu_seqlens_context, cu_seqlens_decoded, segments, groups = moved[9:]
-        contexts, rows = self.host.cu_seqlens_context[-1], self.host.cu_seqlens_decoded[-1]
+        small = [*self._runs(samples, order), *self._responses(samples, order), *map(_ints, [samples.begins])]
+        tokens, *moved = to_device([samples.tokens, *small], self.host.tensors(), device)
+        runs, responses = Runs(*moved[:5]), Responses(*moved[5:11])
+        jagged_offsets, cu_seqlens_context, cu_seqlens_decoded, segments, groups = moved[11:]
+        contexts, decoded = self.host.cu_seqlens_context[-1], self.host.cu_seqlens_decoded[-1]
+        input_ids, position_ids, labels, multiplicity = self._padded(runs.rows(tokens, contexts + decoded))
+        token_index, targets, padded, jagged = responses.by_token(tokens, sum(samples.response_lens))
         layout = SharedPromptLayout(
             cu_seqlens_context,
             cu_seqlens_decoded,
@@ -169,60 +212,56 @@ class PackedRow:
             max_decoded=max(self.decoded_lens),
             max_sequence=self.host.max_sequence,
             num_context_tokens=contexts,
-            num_tokens=contexts + rows + self.pad,
+            num_tokens=contexts + decoded + self.pad,
             pad=self.pad,
         )
         return SharedPromptBatch(
             input_ids, position_ids, layout, labels, token_index, targets, tuple(samples.response_lens),
-            tuple(samples.prompt_lens), tuple(order), multiplicity, padded, jagged, offsets,
+            tuple(samples.prompt_lens), tuple(order), multiplicity, padded, jagged, jagged_offsets,
         )  # fmt: skip
 
-    def _by_row(self, samples: Samples, order: list[int]) -> tuple[Tensor, ...]:
-        """input_ids, position_ids, labels, multiplicity: (T,) each."""
+    def _runs(self, samples: Samples, order: list[int]) -> Runs:
         begins = samples.begins
-        decoded_positions = [samples.prompt_lens[index] - self.shift for index in order]
-        sources = [begins[members[0]] for members in self.groups]
-        sources += [begins[index] + position for index, position in zip(order, decoded_positions)]
-        lengths = _ints([*self.context_lens, *self.decoded_lens])
-        rows, contexts = self.host.cu_seqlens_decoded[-1], self.host.cu_seqlens_context[-1]
-        places = torch.arange(contexts + rows, device="cpu")
-        source = _ranges(_ints(sources), lengths, places)
-        positions = _ranges(_ints([0] * len(self.groups) + decoded_positions), lengths, places)
-        multiplicity = _ints([*map(len, self.groups), *([1] * len(order))])
-        multiplicity = multiplicity.repeat_interleave(lengths, output_size=contexts + rows)
+        lengths = [*self.context_lens, *self.decoded_lens]
+        rows = [*accumulate(lengths, initial=0)]
+        positions = [0] * len(self.groups) + [samples.prompt_lens[index] - self.shift for index in order]
+        owners = [*(members[0] for members in self.groups), *order]
+        tokens = [begins[index] + position for index, position in zip(owners, positions)]
+        # All but the last token of a response, and the prompt tokens before it, are followed by another.
+        labelled = [samples.response_lens[index] + self.shift - 1 for index in order]
+        return Runs(
+            _ints(lengths),
+            _ints(map(int.__sub__, tokens, rows)),
+            _ints(map(int.__sub__, positions, rows)),
+            _ints([*map(len, self.groups), *([1] * len(order))]),
+            _ints([*([0] * len(self.groups)), *map(int.__add__, rows[len(self.groups) :], labelled)]),
+        )
 
-        # The next token of a response's row stands behind it among the samples' tokens, unless its sample ends there.
-        ends = _ints([begins[index + 1] for index in order])
-        ends = ends.repeat_interleave(lengths[len(self.groups) :], output_size=rows)
-        following = source[contexts:] + 1
-        last = following == ends
-        labels = torch.full_like(source, IGNORED_LABEL)
-        labels[contexts:] = _take(samples.tokens, following.masked_fill(last, 0)).masked_fill_(last, IGNORED_LABEL)
-        by_row = _take(samples.tokens, source), positions, labels, multiplicity
+    def _responses(self, samples: Samples, order: list[int]) -> Responses:
+        contexts = self.host.cu_seqlens_context
+        rows = [0] * len(order)  # of the first response token
+        for index, row in zip(order, self.host.cu_seqlens_decoded):
+            rows[index] = contexts[-1] + row + self.shift
+        first_rows = [row - 1 for row in rows]
+        if self.shift == 0:  # the row before it is that of the context's last token
+            for members, end in zip(self.groups, contexts[1:]):
+                for index in members:
+                    first_rows[index] = end - 1
+        lengths = samples.response_lens
+        first_tokens = [*accumulate(lengths, initial=0)]
+        places = range(0, len(order) * max(lengths) + 1, max(lengths)) if max(lengths) > 0 else [0] * len(order)
+        jagged = map(int.__add__, samples.begins, samples.prompt_lens)
+        return Responses(
+            _ints(lengths),
+            _ints(first_tokens[:-1]),
+            _ints(first_rows),
+            _ints([row - token - 1 for row, token in zip(rows, first_tokens)]),
+            _ints(map(int.__sub__, places, first_tokens[:-1])),
+            _ints([place - token - 1 for place, token in zip(jagged, first_tokens)]),
+        )
+
+    def _padded(self, by_row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.pad == 0:
             return by_row
         fills = PADDING_TOKEN, 0, IGNORED_LABEL, 0
         return tuple(torch.nn.functional.pad(one, (0, self.pad), value=fill) for one, fill in zip(by_row, fills))
-
-    def _by_token(self, samples: Samples, order: list[int]) -> tuple[Tensor, ...]:
-        """token_index, targets, padded_index, jagged_index: (sum R,) each, in original order; jagged_offsets (B+1,)."""
-        contexts = self.host.cu_seqlens_context
-        first_rows = [0] * len(order)
-        for index, row in zip(order, self.host.cu_seqlens_decoded):
-            first_rows[index] = contexts[-1] + row - (1 - self.shift)
-        lengths, total = _ints(samples.response_lens), sum(samples.response_lens)
-        places = torch.arange(total, device="cpu")
-        token_index = _ranges(_ints(first_rows), lengths, places)
-        if self.shift == 0:
-            last_context_rows = [0] * len(order)
-            for members, end in zip(self.groups, contexts[1:]):
-                for index in members:
-                    last_context_rows[index] = end - 1
-            some = lengths > 0
-            token_index[(lengths.cumsum(0) - lengths)[some]] = _ints(last_context_rows)[some]
-        longest = max(samples.response_lens)
-        padded = _ranges(torch.arange(len(order), device="cpu") * longest, lengths, places)
-        offsets = _ints(samples.begins)
-        jagged = _ranges(offsets[:-1] + _ints(samples.prompt_lens) - 1, lengths, places)
-        # The row that predicts a token stands one before it in its sequence.
-        return token_index, _take(samples.tokens, jagged + 1), padded, jagged, offsets
