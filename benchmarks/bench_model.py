@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""Measure a training step of Qwen3-8B in stock transformers: log-probabilities of all responses, and all gradients.
+"""Measure a training step of Qwen3 in stock transformers: log-probabilities of all responses, and all gradients.
 
-    python benchmarks/bench_model.py                                        # 16 x 8K, 8 x 16K and 8 x 1K
+    python benchmarks/bench_model.py                              # Qwen3-8B at 16 x 8K, 8 x 16K and 8 x 1K
+    python benchmarks/bench_model.py --preset qwen3-0.6b
     python benchmarks/bench_model.py --shape "8x1KxU(131,2048)" --rounds 5
     python benchmarks/bench_model.py --render benchmarks/results/NVIDIA-H200/model-qwen3-8b.json
 
-All 36 layers, bf16, random weights, activation checkpointing, the LM head in chunks over the response tokens; without
+All layers, bf16, random weights, activation checkpointing, the LM head in chunks over the response tokens; without
 an optimizer. Shared prompts go through `shared_prompt_forward`, replicated ones in one packed row through the same
 model on FlashAttention. Peak memory includes weights and gradients. Executed operations include those that
 checkpointing repeats; effective throughput counts the replicated tokens for every implementation.

@@ -176,9 +176,12 @@ def section(gpu: str, runs: Runs, folder: Path) -> str:
 
 
 def comparison(runs: Runs, baselines: Sequence[str]) -> list[str]:
-    """Two tables over all runs, longer prompts further down: a cell per implementation, and this library's ratios."""
+    """Two tables over all runs, smaller models and longer prompts further down.
+
+    The first has a cell per implementation, the second this library's ratios.
+    """
     rows = [row for _, result in runs for row in result["rows"]]
-    figures = LayerFigures(sorted(rows, key=lambda row: (row["p"], row["n"])))
+    figures = LayerFigures(sorted(rows, key=lambda row: (-row["hidden"], row["p"], row["n"])))
     ours = [impl for impl in figures.impls if is_ours({"impl": impl})]
     head = ["N x P x R", *(LABELS.get(impl, impl) for impl in figures.impls)]
     cells = [[shape, *(cell(figures, shape, impl) for impl in figures.impls)] for shape in figures.shapes]

@@ -31,8 +31,9 @@ def table(result: Result) -> str:
 def section(gpu: str, runs: Runs, folder: Path) -> str:
     """The README's part on one GPU: the step's times and memory, and their ratios to replicated prompts."""
     parts = [
-        "Qwen3-8B in stock transformers, all 36 layers with activation checkpointing: log-probabilities of all "
-        "responses (`shared_prompt_forward`) and the gradients of all parameters, without an optimizer.",
+        "Qwen3 in stock transformers, 8B where the row names no other size, all layers with activation "
+        "checkpointing: log-probabilities of all responses (`shared_prompt_forward`) and the gradients of all "
+        "parameters, without an optimizer.",
         introduction(gpu, runs),
         "Milliseconds (thousand tokens/s executed / effective; peak GiB, weights and gradients included).",
         *comparison(runs, BASELINES),

@@ -220,10 +220,11 @@ PAPER_MICRO_BATCHES = (4, 8, 16, 32)
 TINY_MODEL = ModelShape(layers=2, hidden=48, intermediate=80, heads=4, kv_heads=2, head_dim=16)
 
 
-def layer_grid(prompts: Iterable[int], micro_batches: Iterable[int]) -> tuple[LayerShape, ...]:
-    """One Qwen3-8B layer over every pair: one group of responses with lengths from U(131, 2048)."""
+def layer_grid(prompts: Iterable[int], micro_batches: Iterable[int], model: str = "qwen3-8b") -> tuple[LayerShape, ...]:
+    """One layer of the model over every pair: one group of responses with lengths from U(131, 2048)."""
+    of = "" if model == "qwen3-8b" else f"{model}-"
     return tuple(
-        in_layer(ragged(f"{n}x{label(prompt)}xU(131,2048)", n, prompt, 131, 2048), MODELS["qwen3-8b"])
+        in_layer(ragged(f"{of}{n}x{label(prompt)}xU(131,2048)", n, prompt, 131, 2048), MODELS[model])
         for prompt in prompts
         for n in micro_batches
     )
@@ -254,6 +255,7 @@ MEMORY_PRESETS: dict[str, tuple[LayerShape, ...]] = {
 STEP_TINY_MODEL = replace(TINY_MODEL, vocab=97)
 STEP_PRESETS: dict[str, tuple[StepShape, ...]] = {
     "qwen3-8b": tuple(map(in_model, (*LAYER_PRESETS["quick"], *layer_grid([K], [8])))),
+    "qwen3-0.6b": tuple(map(in_model, layer_grid([K, 8 * K, 32 * K], [4, 16], "qwen3-0.6b"))),
     "tiny": tuple(in_model(in_layer(shape, STEP_TINY_MODEL)) for shape in LAYER_TINY),
 }
 

@@ -78,6 +78,11 @@ def test_executed_work() -> None:
     assert [one.name for one in shapes.STEP_PRESETS["qwen3-8b"]] == [
         "16x8KxU(131,2048)", "8x16KxU(131,2048)", "8x1KxU(131,2048)",
     ]  # fmt: skip
+    small = shapes.STEP_PRESETS["qwen3-0.6b"]
+    assert [one.name for one in small][1:3] == ["qwen3-0.6b-16x1KxU(131,2048)", "qwen3-0.6b-4x8KxU(131,2048)"]
+    assert {(one.model.layers, one.model.hidden, one.heads, one.kv_heads, one.head_dim) for one in small} == {
+        (28, 1024, 16, 8, 128)
+    }
     by_impl = {one.name: one for one in model.cuda_steps({"sm80": ("forward",), "sm90": ("forward", "backward")})}
     assert "dualkv_sm80" not in by_impl
     weights = 4096 * 128 * (32 + 32 + 8 + 8) + 3 * 4096 * 12288
