@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -85,13 +86,9 @@ def pack_shared_prompts(
     """
     if len(prompts) != len(responses):
         raise SharedPromptError(explain("responses", f"{len(prompts)} of them (as prompts)", len(responses)))
-    given = [
-        one if _is_tokens(one) else _tokens(f"{name}[{index}]", one)
-        for index, pair in enumerate(zip(prompts, responses))
-        for name, one in zip(("prompts", "responses"), pair)
-    ]
+    given = _all_tokens([*chain.from_iterable(zip(prompts, responses))], ("prompts", "responses"))
     (tokens,), ids, device = _fetch([_joined(given)], group_ids)
-    lengths = [one.shape[0] for one in given]
+    lengths = [*map(Tensor.numel, given)]
     return _pack(Samples(tokens, lengths[::2], lengths[1::2], device), ids, **options)
 
 
@@ -191,12 +188,12 @@ def group_by_prompt(
     """
     if len(prompts) == 0:
         return []
-    given = [one if _is_tokens(one) else _tokens(f"prompts[{index}]", one) for index, one in enumerate(prompts)]
+    given = _all_tokens(prompts, ("prompts",))
     if group_ids is not None and not verify:
         _, ids, _ = _fetch([], group_ids)
         return _groups(_check_group_ids(ids, len(given)))
     (tokens,), ids, device = _fetch([_joined(given)], group_ids)
-    lengths = [one.shape[0] for one in given]
+    lengths = [*map(Tensor.numel, given)]
     return _group(Samples(tokens, lengths, [0] * len(lengths), device), ids)
 
 
@@ -266,6 +263,15 @@ def _check_ids(name: str, ids: Any, dimensions: int, also: tuple[torch.dtype, ..
         raise SharedPromptError(explain(name, "integers", ids.dtype))
     if ids.dim() != dimensions:
         raise SharedPromptError(explain(name, f"{dimensions} dimension(s)", f"shape {tuple(ids.shape)}"))
+
+
+def _all_tokens(given: Sequence[Tokens], names: Sequence[str]) -> list[Tensor]:
+    """1-D integer tensors of what was given; the names of what it is take turns."""
+    count = len(names)
+    return [
+        one if _is_tokens(one) else _tokens(f"{names[index % count]}[{index // count}]", one)
+        for index, one in enumerate(given)
+    ]
 
 
 def _is_tokens(tokens: Any) -> TypeGuard[Tensor]:
@@ -367,9 +373,9 @@ def _groups(keys: Iterable[Hashable]) -> list[list[int]]:
 
 def _group(samples: Samples, group_ids: Sequence[Hashable] | None) -> list[list[int]]:
     """Samples with the same prompt bytes, or with the same id, whose prompts must then be equal."""
-    start = samples.tokens.data_ptr()
+    tokens = memoryview((ctypes.c_char * (len(samples.tokens) * _WORD)).from_address(samples.tokens.data_ptr()))
     keys = [
-        ctypes.string_at(start + begin * _WORD, length * _WORD)
+        tokens[begin * _WORD : (begin + length) * _WORD].tobytes()
         for begin, length in zip(samples.begins, samples.prompt_lens)
     ]
     if group_ids is None:

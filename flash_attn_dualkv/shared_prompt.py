@@ -165,7 +165,7 @@ class HostLayout:
         """From the rows of every context and of every response, and the offsets of the groups' responses."""
         contexts = tuple(accumulate(context_lens, initial=0))
         decoded = tuple(accumulate(decoded_lens, initial=0))
-        segments: list[Segment] = []
+        segments: list[tuple[int, ...]] = []  # a `Segment` each; thousands of these objects would take a millisecond
         groups: list[Group] = []
         for g, (begin, length) in enumerate(zip(contexts, context_lens)):
             first = len(segments)
@@ -173,7 +173,7 @@ class HostLayout:
             for s in range(group_offsets[g], group_offsets[g + 1]):
                 # The same rows of q, counted from the first context, and of k_decoded, counted from the first response.
                 row, size = decoded[s], decoded_lens[s]
-                segments.append(Segment(contexts[-1] + row, size, length, begin, length, row, size, g))
+                segments.append((contexts[-1] + row, size, length, begin, length, row, size, g))
             groups.append(Group(begin, length, first, len(segments)))
         return HostLayout(contexts, decoded, tuple(segments), tuple(groups))
 
