@@ -93,12 +93,12 @@ class SharedPromptBatch(SeparatelyPickled):
 
 @dataclass(frozen=True)
 class Samples:
-    """The tokens of all samples on the host, prompt then response, one sample after the other (flat int64)."""
+    """The tokens of all samples, prompt then response, one sample after the other."""
 
-    tokens: Tensor
+    tokens: Tensor  # flat int64 on the host
+    source: Tensor  # the same where they came from, of any integer type
     prompt_lens: list[int]
     response_lens: list[int]
-    device: torch.device  # where they came from
 
     def __post_init__(self) -> None:
         if not self.prompt_lens:
@@ -191,12 +191,15 @@ class PackedRow:
         return PackedRow(groups, shift, context_lens, decoded_lens, host, -rows % multiple)
 
     def to_batch(self, samples: Samples, device: torch.device) -> SharedPromptBatch:
-        """Everything on the device: one copy of the tokens and of a few numbers for each sample, expanded there."""
+        """Everything on the device: a few numbers a sample are copied, and the tokens if they are elsewhere."""
         order = [index for members in self.groups for index in members]
         small = [*self._runs(samples, order), *self._responses(samples, order), *map(_ints, [samples.begins])]
-        tokens, *moved = to_device([samples.tokens, *small], self.host.tensors(), device)
-        runs, responses = Runs(*moved[:5]), Responses(*moved[5:11])
-        jagged_offsets, cu_seqlens_context, cu_seqlens_decoded, segments, groups = moved[11:]
+        is_there = same_device(samples.source.device, device)
+        long = small if is_there else [*small, samples.tokens]
+        moved = to_device(long, self.host.tensors(), device)
+        runs, responses, jagged_offsets = Runs(*moved[:5]), Responses(*moved[5:11]), moved[11]
+        tokens = samples.source.long() if is_there else moved[12]
+        cu_seqlens_context, cu_seqlens_decoded, segments, groups = moved[len(long) :]
         contexts, decoded = self.host.cu_seqlens_context[-1], self.host.cu_seqlens_decoded[-1]
         input_ids, position_ids, labels, multiplicity = self._padded(runs.rows(tokens, contexts + decoded))
         token_index, targets, padded, jagged = responses.by_token(tokens, sum(samples.response_lens))

@@ -5,8 +5,8 @@
     logprobs = unpack_logprobs(values_of_the_response_tokens, batch)
 
 Samples are grouped by the equality of their prompts' tokens, in whatever order they come, and everything that comes
-back is in their original order. The tokens are copied to the host once, for grouping; all index arithmetic happens
-there, and one copy brings the result to the device.
+back is in their original order. The tokens are copied to the host once, for grouping; a few numbers for each sample go
+back in one copy, and what they mean for each token is worked out on the device.
 """
 
 from __future__ import annotations
@@ -87,9 +87,10 @@ def pack_shared_prompts(
     if len(prompts) != len(responses):
         raise SharedPromptError(explain("responses", f"{len(prompts)} of them (as prompts)", len(responses)))
     given = _all_tokens([*chain.from_iterable(zip(prompts, responses))], ("prompts", "responses"))
-    (tokens,), ids, device = _fetch([_joined(given)], group_ids)
+    tokens = _joined(given)
+    (fetched,), ids = _fetch([tokens], group_ids)
     lengths = [*map(Tensor.numel, given)]
-    return _pack(Samples(tokens, lengths[::2], lengths[1::2], device), ids, **options)
+    return _pack(Samples(fetched, tokens, lengths[::2], lengths[1::2]), ids, **options)
 
 
 def pack_padded(
@@ -119,7 +120,7 @@ def pack_padded(
         expected = f"shape {tuple(input_ids.shape)} (as input_ids)"
         raise SharedPromptError(explain("attention_mask", expected, tuple(attention_mask.shape)))
     given = _given_lengths("prompt_length", prompt_length)
-    (ids, mask, *fetched), labels, device = _fetch([input_ids, attention_mask, *given], group_ids)
+    (ids, mask, *fetched), labels = _fetch([input_ids, attention_mask, *given], group_ids)
     ids, mask = ids.view(input_ids.shape), mask.view(input_ids.shape)
     lowest, highest = torch.stack(mask.aminmax()).tolist() if mask.numel() > 0 else (0, 0)
     if lowest < 0 or highest > 1:
@@ -137,7 +138,9 @@ def pack_padded(
         _check_runs("attention_mask (responses)", mask[:, columns:])
         prompt_lens = mask[:, :columns].sum(1).tolist()
     response_lens = [total - length for total, length in zip(totals, prompt_lens)]
-    return _pack(Samples(ids[mask], prompt_lens, response_lens, device), labels, **options)
+    tokens = ids[mask]
+    source = tokens if input_ids.device.type == "cpu" else _selected(input_ids, attention_mask, len(tokens))
+    return _pack(Samples(tokens, source, prompt_lens, response_lens), labels, **options)
 
 
 def pack_jagged(
@@ -166,12 +169,12 @@ def pack_jagged(
         raise SharedPromptError(explain("input_ids", "2 dimensions and no gaps between the sequences", got))
     _check_ids("input_ids", nested.values(), 1)
     given = _given_lengths("prompt_lens", prompt_lens)
-    (tokens, offsets, *fetched), labels, device = _fetch([nested.values(), nested.offsets(), *given], group_ids)
+    (tokens, offsets, *fetched), labels = _fetch([nested.values(), nested.offsets(), *given], group_ids)
     totals = offsets.diff().tolist()
     lengths = _lengths("prompt_lens", prompt_lens, fetched, totals)
     begin, end = (int(offsets[at]) for at in (0, -1))
     response_lens = [total - length for total, length in zip(totals, lengths)]
-    return _pack(Samples(tokens[begin:end], lengths, response_lens, device), labels, **options)
+    return _pack(Samples(tokens[begin:end], nested.values()[begin:end], lengths, response_lens), labels, **options)
 
 
 def group_by_prompt(
@@ -190,11 +193,11 @@ def group_by_prompt(
         return []
     given = _all_tokens(prompts, ("prompts",))
     if group_ids is not None and not verify:
-        _, ids, _ = _fetch([], group_ids)
+        _, ids = _fetch([], group_ids)
         return _groups(_check_group_ids(ids, len(given)))
-    (tokens,), ids, device = _fetch([_joined(given)], group_ids)
+    (tokens,), ids = _fetch([_joined(given)], group_ids)
     lengths = [*map(Tensor.numel, given)]
-    return _group(Samples(tokens, lengths, [0] * len(lengths), device), ids)
+    return _group(Samples(tokens, tokens, lengths, [0] * len(lengths)), ids)
 
 
 def unpack_logprobs(
@@ -335,15 +338,15 @@ def _joined(tokens: Sequence[Tensor]) -> Tensor:
 
 def _fetch(
     tensors: Sequence[Tensor], group_ids: Iterable[Hashable] | Tensor | None
-) -> tuple[list[Tensor], list[Hashable] | None, torch.device]:
-    """The tensors (flat int64) and the group ids on the host, and the tensors' device; one copy from a GPU."""
+) -> tuple[list[Tensor], list[Hashable] | None]:
+    """The tensors (flat int64) and the group ids on the host; one copy from a GPU."""
     device = _common_device(tensors)
     ids: list[Hashable] | None = None
     if isinstance(group_ids, Tensor):
         _check_ids("group_ids", group_ids, 1)
         if group_ids.device == device:
             *host, copied = to_host([*tensors, group_ids])
-            return host, copied.tolist(), device
+            return host, copied.tolist()
         ids = group_ids.tolist()
     elif group_ids is not None:
         if not isinstance(group_ids, Iterable):
@@ -351,7 +354,15 @@ def _fetch(
         ids = list(group_ids)
         if any(isinstance(one, Tensor) for one in ids):  # equal ones have different hashes
             raise SharedPromptError(explain("group_ids", "hashable values or one integer tensor", "tensors"))
-    return to_host(tensors) if tensors else [], ids, device
+    return to_host(tensors) if tensors else [], ids
+
+
+def _selected(values: Tensor, mask: Tensor, count: int) -> Tensor:
+    """values[mask] of `count` elements, which by itself would ask the GPU for their number."""
+    mask = mask.reshape(-1).bool()
+    places = torch.where(mask, mask.cumsum(0) - 1, count)  # what is left out shares the last one
+    chosen = values.new_empty(count + 1).scatter_(0, places, values.reshape(-1))
+    return chosen[:count]
 
 
 def _check_group_ids(group_ids: Sequence[Hashable] | None, samples: int) -> Sequence[Hashable]:
@@ -417,5 +428,5 @@ def _pack(
         step = max_responses_per_group
         groups = [members[at : at + step] for members in groups for at in range(0, len(members), step)]
     row = PackedRow.build(samples, groups, 1 if boundary == "replicate" else 0, drop_last, pad_to_multiple_of or 1)
-    device = samples.device if device is None else torch.device(device)
+    device = samples.source.device if device is None else torch.device(device)
     return row.to_batch(samples, device)

@@ -33,7 +33,11 @@ class Setup:
     shape: dict[str, Any] = field(default_factory=dict)
 
     def model(self, rank: int, dtype: torch.dtype) -> Any:
-        return tiny_model("qwen3", dtype=dtype, **self.shape).to(self.device(rank)).train()
+        """As `from_pretrained` makes it: what is no parameter, the frequencies of RoPE, stays float32."""
+        model = tiny_model("qwen3", dtype=torch.float32, **self.shape).to(self.device(rank)).train()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return model
 
     def device(self, rank: int) -> torch.device:
         return torch.device(self.device_type, rank) if self.device_type == "cuda" else torch.device("cpu")

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn_dualkv.packing import (
+    _selected,
     pack_jagged,
     pack_padded,
     pack_shared_prompts,
@@ -70,6 +71,13 @@ def test_no_synchronisation_for_each_sample(form: str) -> None:
     assert counts[0] == counts[1]
     assert counts[0].get("aten::_local_scalar_dense", 0) <= (0 if form == "lists" else 3)
     assert counts[0].get("aten::_to_copy", 0) <= 2
+
+
+def test_selection_of_a_known_number() -> None:
+    """What packing does on a GPU, where values[mask] would wait."""
+    values = torch.randint(0, 1000, (7, 11), generator=torch.Generator().manual_seed(0))
+    for mask in (values % 3 == 0, (values % 2).int(), values < 0, values >= 0):
+        assert torch.equal(_selected(values, mask, int(mask.sum())), values[mask.bool()])
 
 
 @pytest.mark.gpu
