@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import explain
-from .shared_prompt import HostLayout, SharedPromptError, SharedPromptLayout
+from .shared_prompt import HostLayout, SharedPromptLayout
 from .transfer import SeparatelyPickled, ints, same_device, to_device
 
 IGNORED_LABEL = -100
@@ -93,19 +92,12 @@ class SharedPromptBatch(SeparatelyPickled):
 
 @dataclass(frozen=True)
 class Samples:
-    """The tokens of all samples, prompt then response, one sample after the other."""
+    """All samples of a micro-batch."""
 
-    tokens: Tensor  # flat int64 on the host
-    source: Tensor  # the same where they came from, of any integer type
+    tokens: Tensor  # prompt then response, one sample after the other; any integer type, where they came from
+    prompts: list[bytes]  # of the tokens, to tell which are equal
     prompt_lens: list[int]
     response_lens: list[int]
-
-    def __post_init__(self) -> None:
-        if not self.prompt_lens:
-            raise SharedPromptError(explain("prompts", "at least one", 0))
-        for index, length in enumerate(self.prompt_lens):
-            if length < 1:
-                raise SharedPromptError(explain(f"prompts[{index}]", "at least one token", length))
 
     @cached_property
     def begins(self) -> list[int]:
@@ -194,11 +186,11 @@ class PackedRow:
         """Everything on the device: a few numbers a sample are copied, and the tokens if they are elsewhere."""
         order = [index for members in self.groups for index in members]
         small = [*self._runs(samples, order), *self._responses(samples, order), *map(_ints, [samples.begins])]
-        is_there = same_device(samples.source.device, device)
-        long = small if is_there else [*small, samples.tokens]
+        is_there = same_device(samples.tokens.device, device)
+        long = small if is_there else [*small, samples.tokens.cpu()]
         moved = to_device(long, self.host.tensors(), device)
         runs, responses, jagged_offsets = Runs(*moved[:5]), Responses(*moved[5:11]), moved[11]
-        tokens = samples.source.long() if is_there else moved[12]
+        tokens = samples.tokens.long() if is_there else moved[12]
         cu_seqlens_context, cu_seqlens_decoded, segments, groups = moved[len(long) :]
         contexts, decoded = self.host.cu_seqlens_context[-1], self.host.cu_seqlens_decoded[-1]
         input_ids, position_ids, labels, multiplicity = self._padded(runs.rows(tokens, contexts + decoded))

@@ -14,8 +14,8 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import chain
-from typing import Any, TypeGuard
+from itertools import accumulate, chain
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -90,7 +90,9 @@ def pack_shared_prompts(
     tokens = _joined(given)
     (fetched,), ids = _fetch([tokens], group_ids)
     lengths = [*map(Tensor.numel, given)]
-    return _pack(Samples(fetched, tokens, lengths[::2], lengths[1::2]), ids, **options)
+    prompt_lens, response_lens = lengths[::2], lengths[1::2]
+    keys = _bytes(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens)
+    return _pack(Samples(tokens, keys, prompt_lens, response_lens), ids, **options)
 
 
 def pack_padded(
@@ -120,27 +122,28 @@ def pack_padded(
         expected = f"shape {tuple(input_ids.shape)} (as input_ids)"
         raise SharedPromptError(explain("attention_mask", expected, tuple(attention_mask.shape)))
     given = _given_lengths("prompt_length", prompt_length)
-    (ids, mask, *fetched), labels = _fetch([input_ids, attention_mask, *given], group_ids)
-    ids, mask = ids.view(input_ids.shape), mask.view(input_ids.shape)
-    lowest, highest = torch.stack(mask.aminmax()).tolist() if mask.numel() > 0 else (0, 0)
-    if lowest < 0 or highest > 1:
-        raise SharedPromptError(explain("attention_mask", "0 and 1", "other values"))
-    mask = mask.bool()
-    totals = mask.sum(1).tolist()
-    if not hasattr(prompt_length, "__index__") or isinstance(prompt_length, Tensor):
-        _check_runs("attention_mask", mask)
-        prompt_lens = _lengths("prompt_length", prompt_length, fetched, totals)
-    else:
+    parts = {"attention_mask": attention_mask}
+    if not given and hasattr(prompt_length, "__index__"):
         columns = operator.index(prompt_length)
-        if not 0 <= columns <= mask.shape[1]:
-            raise SharedPromptError(explain("prompt_length", f"0 .. {mask.shape[1]} columns", columns))
-        _check_runs("attention_mask (prompts)", mask[:, :columns])
-        _check_runs("attention_mask (responses)", mask[:, columns:])
-        prompt_lens = mask[:, :columns].sum(1).tolist()
-    response_lens = [total - length for total, length in zip(totals, prompt_lens)]
-    tokens = ids[mask]
-    source = tokens if input_ids.device.type == "cpu" else _selected(input_ids, attention_mask, len(tokens))
-    return _pack(Samples(tokens, source, prompt_lens, response_lens), labels, **options)
+        if not 0 <= columns <= input_ids.shape[1]:
+            raise SharedPromptError(explain("prompt_length", f"0 .. {input_ids.shape[1]} columns", columns))
+        prompts, responses = attention_mask[:, :columns], attention_mask[:, columns:]
+        parts = {"attention_mask (prompts)": prompts, "attention_mask (responses)": responses}
+    # The host needs some numbers of each row, not the mask.
+    counts = torch.stack([one for mask in parts.values() for one in Ones.numbers(mask)])
+    (ids, counted, *fetched), labels = _fetch([input_ids, counts, *given], group_ids)
+    ones = [Ones(*numbers) for numbers in counted.view(len(parts), len(Ones._fields), len(input_ids)).tolist()]
+    for name, one in zip(parts, ones):
+        one.check(name)
+    totals = ones[0].lengths
+    if len(ones) == 2:
+        prompt_lens, response_lens = totals, ones[1].lengths
+    else:
+        prompt_lens = _lengths("prompt_length", prompt_length, fetched, totals)
+        response_lens = [total - length for total, length in zip(totals, prompt_lens)]
+    keys = _bytes(ids, [row * input_ids.shape[1] + begin for row, begin in enumerate(ones[0].begins)], prompt_lens)
+    tokens = _selected(input_ids, attention_mask, sum(prompt_lens) + sum(response_lens))
+    return _pack(Samples(tokens, keys, prompt_lens, response_lens), labels, **options)
 
 
 def pack_jagged(
@@ -174,7 +177,8 @@ def pack_jagged(
     lengths = _lengths("prompt_lens", prompt_lens, fetched, totals)
     begin, end = (int(offsets[at]) for at in (0, -1))
     response_lens = [total - length for total, length in zip(totals, lengths)]
-    return _pack(Samples(tokens[begin:end], nested.values()[begin:end], lengths, response_lens), labels, **options)
+    keys = _bytes(tokens, offsets.tolist(), lengths)
+    return _pack(Samples(nested.values()[begin:end], keys, lengths, response_lens), labels, **options)
 
 
 def group_by_prompt(
@@ -197,7 +201,7 @@ def group_by_prompt(
         return _groups(_check_group_ids(ids, len(given)))
     (tokens,), ids = _fetch([_joined(given)], group_ids)
     lengths = [*map(Tensor.numel, given)]
-    return _group(Samples(tokens, tokens, lengths, [0] * len(lengths)), ids)
+    return _group(_bytes(tokens, [*accumulate(lengths, initial=0)], lengths), ids)
 
 
 def unpack_logprobs(
@@ -293,12 +297,27 @@ def _tokens(name: str, tokens: Any) -> Tensor:
     return tokens
 
 
-def _check_runs(name: str, mask: Tensor) -> None:
-    """SharedPromptError unless the ones of every row stand together."""
-    rises = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, :1].sum(1)
-    if bool((rises > 1).any()):
-        row = int((rises > 1).nonzero()[0, 0])
-        raise SharedPromptError(explain(name, "ones that stand together in each row", f"a hole in row {row}"))
+class Ones(NamedTuple):
+    """Of every row of a mask: where its ones begin, their number, that of their runs, and that of what is no 0 or 1."""
+
+    begins: list[int]
+    lengths: list[int]
+    runs: list[int]
+    others: list[int]
+
+    @staticmethod
+    def numbers(mask: Tensor) -> tuple[Tensor, ...]:
+        """On the device of the mask."""
+        ones = mask == 1
+        rises = (ones[:, 1:] & ~ones[:, :-1]).sum(1) + ones[:, :1].sum(1)
+        return (ones.cumsum(1) == 0).sum(1), ones.sum(1), rises, (~ones & (mask != 0)).sum(1)
+
+    def check(self, name: str) -> None:
+        if any(self.others):
+            raise SharedPromptError(explain("attention_mask", "0 and 1", "other values"))
+        for row, runs in enumerate(self.runs):
+            if runs > 1:
+                raise SharedPromptError(explain(name, "ones that stand together in each row", f"a hole in row {row}"))
 
 
 def _given_lengths(name: str, lengths: Any) -> list[Tensor]:
@@ -359,7 +378,7 @@ def _fetch(
 
 def _selected(values: Tensor, mask: Tensor, count: int) -> Tensor:
     """values[mask] of `count` elements, which by itself would ask the GPU for their number."""
-    mask = mask.reshape(-1).bool()
+    mask = mask.reshape(-1) == 1
     places = torch.where(mask, mask.cumsum(0) - 1, count)  # what is left out shares the last one
     chosen = values.new_empty(count + 1).scatter_(0, places, values.reshape(-1))
     return chosen[:count]
@@ -382,19 +401,25 @@ def _groups(keys: Iterable[Hashable]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _group(samples: Samples, group_ids: Sequence[Hashable] | None) -> list[list[int]]:
-    """Samples with the same prompt bytes, or with the same id, whose prompts must then be equal."""
-    tokens = memoryview((ctypes.c_char * (len(samples.tokens) * _WORD)).from_address(samples.tokens.data_ptr()))
-    keys = [
-        tokens[begin * _WORD : (begin + length) * _WORD].tobytes()
-        for begin, length in zip(samples.begins, samples.prompt_lens)
-    ]
+def _bytes(tokens: Tensor, begins: Iterable[int], lengths: Sequence[int]) -> list[bytes]:
+    """Of each prompt among the tokens (int64 on the host)."""
+    if not lengths:
+        raise SharedPromptError(explain("prompts", "at least one", 0))
+    for index, length in enumerate(lengths):
+        if length < 1:
+            raise SharedPromptError(explain(f"prompts[{index}]", "at least one token", length))
+    words = memoryview((ctypes.c_char * (len(tokens) * _WORD)).from_address(tokens.data_ptr()))
+    return [words[begin * _WORD : (begin + length) * _WORD].tobytes() for begin, length in zip(begins, lengths)]
+
+
+def _group(prompts: Sequence[bytes], group_ids: Sequence[Hashable] | None) -> list[list[int]]:
+    """Samples with the same prompt, or with the same id, whose prompts must then be equal."""
     if group_ids is None:
-        return _groups(keys)
-    groups = _groups(_check_group_ids(group_ids, len(keys)))
+        return _groups(prompts)
+    groups = _groups(_check_group_ids(group_ids, len(prompts)))
     for members in groups:
         for other in members[1:]:
-            if keys[other] != keys[members[0]]:
+            if prompts[other] != prompts[members[0]]:
                 expected = f"equal prompts of the samples with the id {group_ids[other]!r}"
                 raise SharedPromptError(explain("group_ids", expected, f"samples {members[0]} and {other} differ"))
     return groups
@@ -423,10 +448,10 @@ def _pack(
         if value is not None and (not hasattr(value, "__index__") or value < 1):
             raise SharedPromptError(explain(name, "an int >= 1 or None", repr(value)))
     check_flag("drop_last", drop_last)
-    groups = _group(samples, group_ids)
+    groups = _group(samples.prompts, group_ids)
     if max_responses_per_group is not None:
         step = max_responses_per_group
         groups = [members[at : at + step] for members in groups for at in range(0, len(members), step)]
     row = PackedRow.build(samples, groups, 1 if boundary == "replicate" else 0, drop_last, pad_to_multiple_of or 1)
-    device = samples.source.device if device is None else torch.device(device)
+    device = samples.tokens.device if device is None else torch.device(device)
     return row.to_batch(samples, device)
