@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -99,11 +98,6 @@ class Samples:
     prompt_lens: list[int]
     response_lens: list[int]
 
-    @cached_property
-    def begins(self) -> list[int]:
-        lengths = map(int.__add__, self.prompt_lens, self.response_lens)
-        return list(accumulate(lengths, initial=0))
-
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
     """values[index], which itself takes four times as long on the CPU."""
@@ -113,6 +107,11 @@ def _take(values: Tensor, index: Tensor) -> Tensor:
 def _expand(lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Which run each of the `count` places of runs one after the other belongs to, and the places themselves."""
     return torch.repeat_interleave(lengths, output_size=count), torch.arange(count, device=lengths.device)
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    """(n+1,): where n runs one after the other begin, and where the last of them ends."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
 def _ints(values: Iterable[int]) -> Tensor:
@@ -185,14 +184,14 @@ class PackedRow:
     def to_batch(self, samples: Samples, device: torch.device) -> SharedPromptBatch:
         """Everything on the device: a few numbers a sample are copied, and the tokens if they are elsewhere."""
         order = [index for members in self.groups for index in members]
-        small = [*self._runs(samples, order), *self._responses(samples, order), *map(_ints, [samples.begins])]
+        small = self._numbers(samples, _ints(order))
         is_there = same_device(samples.tokens.device, device)
         long = small if is_there else [*small, samples.tokens.cpu()]
         moved = to_device(long, self.host.tensors(), device)
         runs, responses, jagged_offsets = Runs(*moved[:5]), Responses(*moved[5:11]), moved[11]
         tokens = samples.tokens.long() if is_there else moved[12]
         cu_seqlens_context, cu_seqlens_decoded, segments, groups = moved[len(long) :]
-        contexts, decoded = self.host.cu_seqlens_context[-1], self.host.cu_seqlens_decoded[-1]
+        contexts, decoded = sum(self.context_lens), sum(self.decoded_lens)
         input_ids, position_ids, labels, multiplicity = self._padded(runs.rows(tokens, contexts + decoded))
         token_index, targets, padded, jagged = responses.by_token(tokens, sum(samples.response_lens))
         layout = SharedPromptLayout(
@@ -215,45 +214,44 @@ class PackedRow:
             tuple(samples.prompt_lens), tuple(order), multiplicity, padded, jagged, jagged_offsets,
         )  # fmt: skip
 
-    def _runs(self, samples: Samples, order: list[int]) -> Runs:
-        begins = samples.begins
-        lengths = [*self.context_lens, *self.decoded_lens]
-        rows = [*accumulate(lengths, initial=0)]
-        positions = [0] * len(self.groups) + [samples.prompt_lens[index] - self.shift for index in order]
-        owners = [*(members[0] for members in self.groups), *order]
-        tokens = [begins[index] + position for index, position in zip(owners, positions)]
+    def _numbers(self, samples: Samples, order: Tensor) -> list[Tensor]:
+        """`Runs`, `Responses` and jagged_offsets of the batch, on the host."""
+        prompt_lens, response_lens = _ints(samples.prompt_lens), _ints(samples.response_lens)
+        begins = _offsets(prompt_lens + response_lens)  # of the samples among the tokens
+        sizes, of_context = _ints(map(len, self.groups)), torch.zeros(len(self.groups), dtype=torch.int64, device="cpu")
+        first_members = _ints(members[0] for members in self.groups)
+
+        lengths = _ints([*self.context_lens, *self.decoded_lens])
+        rows = lengths.cumsum(0) - lengths
+        decoded_rows = rows[len(sizes) :]
+        positions = torch.cat([of_context, prompt_lens[order] - self.shift])
+        tokens = begins[torch.cat([first_members, order])] + positions
         # All but the last token of a response, and the prompt tokens before it, are followed by another.
-        labelled = [samples.response_lens[index] + self.shift - 1 for index in order]
-        return Runs(
-            _ints(lengths),
-            _ints(map(int.__sub__, tokens, rows)),
-            _ints(map(int.__sub__, positions, rows)),
-            _ints([*map(len, self.groups), *([1] * len(order))]),
-            _ints([*([0] * len(self.groups)), *map(int.__add__, rows[len(self.groups) :], labelled)]),
+        label_ends = decoded_rows + response_lens[order] + self.shift - 1
+        runs = Runs(
+            lengths,
+            tokens - rows,
+            positions - rows,
+            torch.cat([sizes, torch.ones_like(order)]),
+            torch.cat([of_context, label_ends]),
         )
 
-    def _responses(self, samples: Samples, order: list[int]) -> Responses:
-        contexts = self.host.cu_seqlens_context
-        rows = [0] * len(order)  # of the first response token
-        for index, row in zip(order, self.host.cu_seqlens_decoded):
-            rows[index] = contexts[-1] + row + self.shift
-        first_rows = [row - 1 for row in rows]
+        places = torch.arange(len(order), device="cpu")
+        first_tokens = response_lens.cumsum(0) - response_lens
+        own_rows = torch.empty_like(order).index_copy_(0, order, decoded_rows + self.shift)  # of its first token
+        first_rows = own_rows - 1
         if self.shift == 0:  # the row before it is that of the context's last token
-            for members, end in zip(self.groups, contexts[1:]):
-                for index in members:
-                    first_rows[index] = end - 1
-        lengths = samples.response_lens
-        first_tokens = [*accumulate(lengths, initial=0)]
-        places = range(0, len(order) * max(lengths) + 1, max(lengths)) if max(lengths) > 0 else [0] * len(order)
-        jagged = map(int.__add__, samples.begins, samples.prompt_lens)
-        return Responses(
-            _ints(lengths),
-            _ints(first_tokens[:-1]),
-            _ints(first_rows),
-            _ints([row - token - 1 for row, token in zip(rows, first_tokens)]),
-            _ints(map(int.__sub__, places, first_tokens[:-1])),
-            _ints([place - token - 1 for place, token in zip(jagged, first_tokens)]),
+            last_rows = rows[: len(sizes)] + lengths[: len(sizes)] - 1
+            first_rows[order] = last_rows.repeat_interleave(sizes, output_size=len(order))
+        responses = Responses(
+            response_lens,
+            first_tokens,
+            first_rows,
+            own_rows - first_tokens - 1,
+            places * max(samples.response_lens) - first_tokens,
+            begins[:-1] + prompt_lens - first_tokens - 1,
         )
+        return [*runs, *responses, begins]
 
     def _padded(self, by_row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.pad == 0:

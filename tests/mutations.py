@@ -420,8 +420,8 @@ PYTHON_MUTANTS = [
     Mutant(
         "a response's last label is the next sample's first token",
         "flash_attn_dualkv/batch.py",
-        "labelled = [samples.response_lens[index] + self.shift - 1 for index in order]",
-        "labelled = [samples.response_lens[index] + self.shift for index in order]",
+        "label_ends = decoded_rows + response_lens[order] + self.shift - 1",
+        "label_ends = decoded_rows + response_lens[order] + self.shift",
         PACKING,
         "test_the_example",
     ),
