@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -131,14 +131,14 @@ class SharedPromptLayout(SeparatelyPickled):
         if shortest < 0:
             raise SharedPromptLayoutError(checks.explain("layout", "lengths >= 0 and a pad >= 0", shortest))
         rebuilt = HostLayout.build(self.context_lens, lengths, self.group_offsets)
-        for name, values in vars(rebuilt).items():
-            found = getattr(self, name).tolist()
-            if len(found) != len(values):
-                raise SharedPromptLayoutError(checks.explain(name, f"{len(values)} rows", len(found)))
-            for index, (right, got) in enumerate(zip(values, found)):
-                if (list(right) if isinstance(right, tuple) else right) != got:
+        for name in HostLayout.TENSORS:
+            rows, found = getattr(rebuilt, name).tolist(), getattr(self, name).tolist()
+            if len(found) != len(rows):
+                raise SharedPromptLayoutError(checks.explain(name, f"{len(rows)} rows", len(found)))
+            for index, (right, got) in enumerate(zip(rows, found)):
+                if right != got:
                     raise SharedPromptLayoutError(checks.explain(f"{name}[{index}]", right, got))
-        contexts, decoded = rebuilt.cu_seqlens_context[-1], rebuilt.cu_seqlens_decoded[-1]
+        contexts, decoded = sum(self.context_lens), sum(lengths)
         numbers = {
             "max_context": max(self.context_lens, default=0),
             "max_decoded": max(lengths, default=0),
@@ -153,42 +153,45 @@ class SharedPromptLayout(SeparatelyPickled):
 
 @dataclass(frozen=True)
 class HostLayout:
-    """The values of a layout's tensors."""
+    """A layout's tensors on the host, and the most rows of a response together with its context."""
 
-    cu_seqlens_context: tuple[int, ...]
-    cu_seqlens_decoded: tuple[int, ...]
-    segments: tuple[tuple[int, ...], ...]
-    groups: tuple[tuple[int, ...], ...]
+    TENSORS: ClassVar = ("cu_seqlens_context", "cu_seqlens_decoded", "segments", "groups")
+
+    cu_seqlens_context: Tensor
+    cu_seqlens_decoded: Tensor
+    segments: Tensor
+    groups: Tensor
+    max_sequence: int
 
     @staticmethod
     def build(context_lens: Sequence[int], decoded_lens: Sequence[int], group_offsets: Sequence[int]) -> HostLayout:
         """From the rows of every context and of every response, and the offsets of the groups' responses."""
-        contexts = tuple(accumulate(context_lens, initial=0))
-        decoded = tuple(accumulate(decoded_lens, initial=0))
-        segments: list[tuple[int, ...]] = []  # a `Segment` each; thousands of these objects would take a millisecond
-        groups: list[Group] = []
+        contexts = [*accumulate(context_lens, initial=0)]
+        decoded = [*accumulate(decoded_lens, initial=0)]
+        # `Segment` by `Segment`, `Group` by `Group`: an object for each of thousands would take a millisecond.
+        segments: list[int] = []
+        groups: list[int] = []
+        longest = 0
         for g, (begin, length) in enumerate(zip(contexts, context_lens)):
-            first = len(segments)
-            segments.append(Segment(begin, length, 0, begin, length, 0, 0, g))
-            for s in range(group_offsets[g], group_offsets[g + 1]):
+            first, end = group_offsets[g], group_offsets[g + 1]
+            sizes = decoded_lens[first:end]
+            longest = max(longest, length + max(sizes, default=0))
+            groups += Group(begin, length, first + g, end + g + 1)
+            segments += Segment(begin, length, 0, begin, length, 0, 0, g)
+            for row, size in zip(decoded[first:end], sizes):
                 # The same rows of q, counted from the first context, and of k_decoded, counted from the first response.
-                row, size = decoded[s], decoded_lens[s]
-                segments.append((contexts[-1] + row, size, length, begin, length, row, size, g))
-            groups.append(Group(begin, length, first, len(segments)))
-        return HostLayout(contexts, decoded, tuple(segments), tuple(groups))
-
-    @property
-    def max_sequence(self) -> int:
-        return max((one[4] + one[6] for one in self.segments), default=0)
+                segments += (contexts[-1] + row, size, length, begin, length, row, size, g)
+        return HostLayout(
+            ints(contexts, torch.int32),
+            ints(decoded, torch.int32),
+            ints(segments, torch.int32).view(-1, SEGMENT_COLUMNS),
+            ints(groups, torch.int32).view(-1, GROUP_COLUMNS),
+            longest,
+        )
 
     def tensors(self) -> list[Tensor]:
-        """int32 on the host, in the order of the layout's fields."""
-        tables = ((self.segments, SEGMENT_COLUMNS), (self.groups, GROUP_COLUMNS))
-        return [
-            ints(self.cu_seqlens_context, torch.int32),
-            ints(self.cu_seqlens_decoded, torch.int32),
-            *(ints(chain.from_iterable(rows), torch.int32).view(-1, width) for rows, width in tables),
-        ]
+        """In the order of the layout's fields."""
+        return [getattr(self, name) for name in self.TENSORS]
 
 
 def shared_prompt_attention(
