@@ -28,7 +28,7 @@ from packing import (
     wide,
 )
 from peers import Implementation, VarlenKernel, choose_family, is_importable, math_varlen, varlen_kernels
-from shapes import LayerShape, Shape
+from shapes import LayerShape, Shape, fits_one_call
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
@@ -40,7 +40,6 @@ WEIGHT_STD = 0.02
 # Of the norms of query and key heads. At 1 the scores of random tokens are nearly equal and attention is close to an
 # average of all values, in which an error would be lost.
 HEAD_NORM = 1.6
-MOST_ELEMENTS = 1 << 31  # of Q, in a call of a peer's kernel
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (T, H, d), k and v (T, H_k, d) -> (T, H, d)
 
@@ -256,11 +255,11 @@ def in_pieces(shape: LayerShape) -> list[list[int]]:
     With 2.28e9 elements of Q (32 x 16K) the backward of PyTorch's FlashAttention-2 met an illegal memory access.
     """
     lengths, a_row = shape.replicated_lengths(), shape.heads * shape.head_dim
-    if sum(lengths) * a_row < MOST_ELEMENTS:
+    if fits_one_call(sum(lengths) * a_row):
         return [lengths]
     pieces: list[list[int]] = [[]]
     for length in lengths:
-        if pieces[-1] and (sum(pieces[-1]) + length) * a_row > MOST_ELEMENTS // 2:
+        if pieces[-1] and not fits_one_call(2 * (sum(pieces[-1]) + length) * a_row):
             pieces.append([])
         pieces[-1].append(length)
     return pieces

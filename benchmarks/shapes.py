@@ -91,6 +91,14 @@ class Shape:
         return 0.0
 
 
+MOST_ELEMENTS = 1 << 31  # of Q, in a call of a peer's kernel
+
+
+def fits_one_call(elements: int) -> bool:
+    """Whether a peer's kernel can take so many elements of Q."""
+    return elements < MOST_ELEMENTS
+
+
 @dataclass(frozen=True)
 class LayerShape(Shape):
     """A micro-batch and the decoder layer that it goes through; the heads are the model's."""

@@ -216,7 +216,7 @@ def test_replicated_rows_beyond_32_bits_go_to_several_calls(monkeypatch: pytest.
     source = layer.make_layer_source(shape, torch.float64, CPU)
     results = []
     for tokens, calls in ((1000, 1), (shape.replicated_tokens, 3), (1, 4)):
-        monkeypatch.setattr(layer, "MOST_ELEMENTS", tokens * shape.heads * shape.head_dim)
+        monkeypatch.setattr(shapes, "MOST_ELEMENTS", tokens * shape.heads * shape.head_dim)
         assert len(layer.in_pieces(shape)) == calls
         prepared = layer.build_replicated(source, peers.math_varlen)
         out = prepared.run()
@@ -343,7 +343,7 @@ def layer_result() -> dict[str, Any]:
 
 def memory_result() -> dict[str, Any]:
     """Peaks on a law, one out of memory."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for shape in shapes.MEMORY_PRESETS["grid"]:
         for impl in ("dualkv_sm90", "fa2_replicated"):
             settings = measure.Config(device=CPU, dtype="bf16")
@@ -477,6 +477,22 @@ def test_the_memory_command_on_the_cpu(tmp_path: Path) -> None:
     names = [shape.name for shape in shapes.MEMORY_PRESETS["tiny"]]
     assert flex == {names[0], names[1], names[-2], names[-1]}
     assert memory_report.laws(result["rows"]) == dict.fromkeys(["dualkv_reference", "math_replicated", "flex_packed"])
+
+
+def test_peaks_of_several_calls_are_not_in_the_law() -> None:
+    """32K x 16 replicated rows of FlashAttention-2 do not fit one call; ours are far fewer."""
+    rows: list[dict[str, Any]] = []
+    for shape in shapes.MEMORY_PRESETS["grid"]:
+        for impl, tokens in (("dualkv_sm90", shape.packed_tokens), ("fa2_replicated", shape.replicated_tokens)):
+            responses = sum(shape.responses)
+            row = {"shape": shape.name, "impl": impl, "h": 32, "d": 128, "peak_gib": 1 + 1e-4 * tokens}
+            rows.append({**row, "prompt_tokens": tokens - responses, "response_tokens": responses})
+    split = [row for row in rows if memory_report.is_in_pieces(row)]
+    assert [(row["shape"], row["impl"]) for row in split] == [("16x32KxU(131,2048)", "fa2_replicated")]
+    split[0]["peak_gib"] += 5
+    laws = memory_report.laws(rows)
+    assert {impl: one.points for impl, one in laws.items() if one} == {"dualkv_sm90": 12, "fa2_replicated": 11}
+    assert all(one.m0_gib == pytest.approx(1) for one in laws.values() if one)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
