@@ -141,7 +141,8 @@ def pack_padded(
     else:
         prompt_lens = _lengths("prompt_length", prompt_length, fetched, totals)
         response_lens = [total - length for total, length in zip(totals, prompt_lens)]
-    keys = _bytes(ids, [row * input_ids.shape[1] + begin for row, begin in enumerate(ones[0].begins)], prompt_lens)
+    rows = range(0, ids.numel(), max(1, input_ids.shape[1]))
+    keys = _bytes(ids, map(int.__add__, rows, ones[0].begins), prompt_lens)
     tokens = _selected(input_ids, attention_mask, sum(prompt_lens) + sum(response_lens))
     return _pack(Samples(tokens, keys, prompt_lens, response_lens), labels, **options)
 

@@ -428,8 +428,8 @@ PYTHON_MUTANTS = [
     Mutant(
         "prompts in columns are compared from the left of their row on, padding or not",
         "flash_attn_dualkv/packing.py",
-        "[row * input_ids.shape[1] + begin for row, begin in enumerate(ones[0].begins)]",
-        "[row * input_ids.shape[1] for row, begin in enumerate(ones[0].begins)]",
+        "map(int.__add__, rows, ones[0].begins)",
+        "rows",
         PACKING,
         "",
     ),
