@@ -119,13 +119,13 @@ def _ints(values: Iterable[int]) -> Tensor:
 
 
 class Runs(NamedTuple):
-    """The packed row as runs of the samples' tokens, a number for each; what a row adds to is that of its place."""
+    """The packed row as runs of the samples' tokens, (runs,) each; offsets are added to a row's place in the row."""
 
     lengths: Tensor
     token_offsets: Tensor
     position_offsets: Tensor
     multiplicities: Tensor
-    label_ends: Tensor  # the place behind the last row that has a label
+    label_ends: Tensor  # the place behind the run's last row that has a label
 
     def rows(self, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
         """input_ids, position_ids, labels, multiplicity: (count,) each."""
@@ -139,7 +139,7 @@ class Runs(NamedTuple):
 
 
 class Responses(NamedTuple):
-    """The samples' responses in their original order, a number for each; offsets are from the place of a token."""
+    """The responses in original order, (samples,) each; offsets are added to a token's place among all of theirs."""
 
     lengths: Tensor
     first_tokens: Tensor  # the place of the first token of each response
@@ -188,8 +188,10 @@ class PackedRow:
         is_there = same_device(samples.tokens.device, device)
         long = small if is_there else [*small, samples.tokens.cpu()]
         moved = to_device(long, self.host.tensors(), device)
-        runs, responses, jagged_offsets = Runs(*moved[:5]), Responses(*moved[5:11]), moved[11]
-        tokens = samples.tokens.long() if is_there else moved[12]
+        middle = len(Runs._fields)
+        end = middle + len(Responses._fields)
+        runs, responses, jagged_offsets = Runs(*moved[:middle]), Responses(*moved[middle:end]), moved[end]
+        tokens = samples.tokens.long() if is_there else moved[end + 1]
         cu_seqlens_context, cu_seqlens_decoded, segments, groups = moved[len(long) :]
         contexts, decoded = sum(self.context_lens), sum(self.decoded_lens)
         input_ids, position_ids, labels, multiplicity = self._padded(runs.rows(tokens, contexts + decoded))
