@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,21 @@ def nested(rows: Sequence[Tensor]) -> Tensor:
     return torch.nested.nested_tensor(list(rows), layout=torch.jagged)
 
 
+def padded(prompts: Lists, responses: Lists, sides: tuple[str, str], pad: int) -> tuple[Tensor, Tensor, int]:
+    """ids, mask and prompt columns, the prompts and the responses each padded on their side."""
+    columns, ids, mask = max(map(len, prompts)), [], []
+    longest = max(map(len, responses))
+    for prompt, response in zip(prompts, responses):
+        line, own = [], []
+        for tokens, width, side in ((prompt, columns, sides[0]), (response, longest, sides[1])):
+            fill = [pad] * (width - len(tokens))
+            line += fill + tokens if side == "left" else tokens + fill
+            own += [0] * len(fill) + [1] * len(tokens) if side == "left" else [1] * len(tokens) + [0] * len(fill)
+        ids.append(line)
+        mask.append(own)
+    return torch.tensor(ids), torch.tensor(mask), columns
+
+
 @st.composite
 def samples(draw: st.DrawFn) -> tuple[Lists, Lists]:
     """A few prompts, some of them prefixes of each other, each in any number of samples in any order."""
@@ -35,6 +51,17 @@ def samples(draw: st.DrawFn) -> tuple[Lists, Lists]:
     prompts = draw(st.lists(st.sampled_from([*prefixes, *others]), min_size=1, max_size=9))
     response = st.lists(st.integers(0, 9), max_size=4)
     return prompts, draw(st.lists(response, min_size=len(prompts), max_size=len(prompts)))
+
+
+def assert_same_batch(batch: SharedPromptBatch, expected: SharedPromptBatch) -> None:
+    """Every field, those of the layout too."""
+    for one, other in ((batch, expected), (batch.layout, expected.layout)):
+        for field in dataclasses.fields(one):
+            got, wanted = getattr(one, field.name), getattr(other, field.name)
+            if isinstance(wanted, Tensor):
+                assert got.dtype == wanted.dtype and got.equal(wanted), field.name
+            elif field.name != "layout":
+                assert got == wanted, field.name
 
 
 def check_way_back(batch: SharedPromptBatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import Lists, check_way_back, nested, samples, tensors
+from samples import Lists, assert_same_batch, check_way_back, nested, padded, samples, tensors
 from torch import Tensor
 
 import flash_attn_dualkv
@@ -170,27 +170,6 @@ def test_tensors_of_any_integer_type_and_lists() -> None:
 # --- padded and jagged batches -------------------------------------------------------------------------------------
 
 
-def padded(prompts: Lists, responses: Lists, sides: tuple[str, str], pad: int) -> tuple[Tensor, Tensor, int]:
-    """ids, mask and prompt columns, the prompts and the responses each padded on their side."""
-    columns, ids, mask = max(map(len, prompts)), [], []
-    longest = max(map(len, responses))
-    for prompt, response in zip(prompts, responses):
-        line, own = [], []
-        for tokens, width, side in ((prompt, columns, sides[0]), (response, longest, sides[1])):
-            fill = [pad] * (width - len(tokens))
-            line += fill + tokens if side == "left" else tokens + fill
-            own += [0] * len(fill) + [1] * len(tokens) if side == "left" else [1] * len(tokens) + [0] * len(fill)
-        ids.append(line)
-        mask.append(own)
-    return torch.tensor(ids), torch.tensor(mask), columns
-
-
-def assert_same_batch(batch: SharedPromptBatch, expected: SharedPromptBatch) -> None:
-    for name in ("input_ids", "position_ids", "labels", "token_index", "targets", "multiplicity", "jagged_offsets"):
-        assert getattr(batch, name).equal(getattr(expected, name)), name
-    assert batch.order == expected.order and batch.layout.segments.equal(expected.layout.segments)
-
-
 @pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.uint8], ids=str)
 @pytest.mark.parametrize("sides", list(itertools.product(("left", "right"), repeat=2)), ids="-".join)
 def test_pack_padded(sides: tuple[str, str], kind: torch.dtype) -> None:
@@ -218,6 +197,34 @@ def test_pack_jagged(form: Any) -> None:
     assert_same_batch(batch, pack_shared_prompts(PROMPTS, RESPONSES, boundary="gather"))
     back: Any = unpack_to_jagged(torch.ones(sum(batch.response_lens)), batch)
     assert back.offsets().equal(given.offsets())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_all_forms_on_a_device(device: str, boundary: str, dtype: torch.dtype) -> None:
+    """The same batch wherever the tokens are and wherever it is wanted, of any integers, in deterministic mode too."""
+    options: Any = dict(boundary=boundary, drop_last=True, pad_to_multiple_of=8, max_responses_per_group=1)
+    expected = pack_shared_prompts(PROMPTS, RESPONSES, **options)
+    prompts, responses = ([one.to(device, dtype) for one in tensors(lists)] for lists in (PROMPTS, RESPONSES))
+    whole = [torch.cat(pair) for pair in zip(prompts, responses)]
+    lengths = torch.tensor([len(one) for one in PROMPTS], device=device)
+    ids, mask, columns = padded(PROMPTS, RESPONSES, ("right", "left"), pad=0)
+    ids, mask = ids.to(device, dtype), mask.to(device, torch.bool)
+    rows, own, _ = padded([[*one] for one in map(Tensor.tolist, whole)], [[]] * len(whole), ("left", "left"), pad=1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for wanted in {device, "cpu"}:
+            batches = [
+                pack_shared_prompts(prompts, responses, device=wanted, **options),
+                pack_padded(ids, mask, columns, device=wanted, **options),
+                pack_padded(rows.to(device, dtype), own.to(device), lengths, device=wanted, **options),
+                pack_jagged(nested(whole), lengths, device=wanted, **options),
+            ]
+            for batch in batches:
+                assert batch.input_ids.device.type == batch.layout.device.type == wanted
+                assert_same_batch(batch.to("cpu"), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # --- grouping ------------------------------------------------------------------------------------------------------
