@@ -140,8 +140,8 @@ def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
     """Eager calls of a few groups cost the host less than 100 microseconds in each direction.
 
     That is the time of a call by itself and of a layer of sixteen, where the way into the backward, which wakes a
-    thread, is gone once. Beside it is what PyTorch takes for the backward of a node that computes nothing: 50 to 85 us,
-    depending on the host.
+    thread, is gone once. Beside it is what PyTorch takes for the backward of a node that computes nothing: 50 to 110
+    us, depending on the host.
     """
     layout = layout_of(GROUPS["several"], device="cuda")
     inputs = inputs_of(layout, **small("cuda"))
