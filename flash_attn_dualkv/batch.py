@@ -175,8 +175,8 @@ class PackedRow:
     def build(samples: Samples, groups: list[list[int]], shift: int, drop_last: bool, multiple: int) -> PackedRow:
         context_lens = [samples.prompt_lens[members[0]] - shift for members in groups]
         added = shift - 1 if drop_last else shift
-        order = (index for members in groups for index in members)
-        decoded_lens = [max(0, samples.response_lens[index] + added) for index in order]
+        own = [samples.response_lens[index] for members in groups for index in members]
+        decoded_lens = [length + added if length + added > 0 else 0 for length in own]
         host = HostLayout.build(context_lens, decoded_lens, [*accumulate(map(len, groups), initial=0)])
         rows = sum(context_lens) + sum(decoded_lens)
         return PackedRow(groups, shift, context_lens, decoded_lens, host, -rows % multiple)

@@ -196,7 +196,7 @@ def group_by_prompt(
     """
     if len(prompts) == 0:
         return []
-    given = _all_tokens(prompts, ("prompts",))
+    given = _all_tokens([*prompts], ("prompts",))
     if group_ids is not None and not verify:
         _, ids = _fetch([], group_ids)
         return _groups(_check_group_ids(ids, len(given)))
@@ -273,18 +273,19 @@ def _check_ids(name: str, ids: Any, dimensions: int, also: tuple[torch.dtype, ..
         raise SharedPromptError(explain(name, f"{dimensions} dimension(s)", f"shape {tuple(ids.shape)}"))
 
 
-def _all_tokens(given: Sequence[Tokens], names: Sequence[str]) -> list[Tensor]:
+def _all_tokens(given: list[Tokens], names: Sequence[str]) -> list[Tensor]:
     """1-D integer tensors of what was given; the names of what it is take turns."""
+    if _are_tokens(given):
+        return given
     count = len(names)
-    return [
-        one if _is_tokens(one) else _tokens(f"{names[index % count]}[{index // count}]", one)
-        for index, one in enumerate(given)
-    ]
+    return [_tokens(f"{names[index % count]}[{index // count}]", one) for index, one in enumerate(given)]
 
 
-def _is_tokens(tokens: Any) -> TypeGuard[Tensor]:
-    """Of most samples the answer is yes, and then no message is needed: for thousands, that is milliseconds."""
-    return isinstance(tokens, Tensor) and tokens.dtype in _INTEGERS and tokens.dim() == 1
+def _are_tokens(given: list[Any]) -> TypeGuard[list[Tensor]]:
+    """Mostly the answer is yes: to look at one after the other would take a millisecond for thousands."""
+    if not set(map(type, given)) <= {Tensor}:
+        return False
+    return {one.dtype for one in given} <= _INTEGERS and set(map(Tensor.dim, given)) <= {1}
 
 
 def _tokens(name: str, tokens: Any) -> Tensor:
