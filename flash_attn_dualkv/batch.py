@@ -165,6 +165,8 @@ class PackedRow:
     """The contexts and the responses in the order of the packed row."""
 
     groups: list[list[int]]
+    group_offsets: list[int]
+    order: list[int]  # the samples, group by group
     shift: int  # prompt tokens before each response: 1 or 0
     context_lens: list[int]
     decoded_lens: list[int]
@@ -175,19 +177,20 @@ class PackedRow:
     def build(samples: Samples, groups: list[list[int]], shift: int, drop_last: bool, multiple: int) -> PackedRow:
         context_lens = [samples.prompt_lens[members[0]] - shift for members in groups]
         added = shift - 1 if drop_last else shift
-        own = [samples.response_lens[index] for members in groups for index in members]
+        order = [index for members in groups for index in members]
+        own = [samples.response_lens[index] for index in order]
         decoded_lens = [length + added if length + added > 0 else 0 for length in own]
-        host = HostLayout.build(context_lens, decoded_lens, [*accumulate(map(len, groups), initial=0)])
-        rows = sum(context_lens) + sum(decoded_lens)
-        return PackedRow(groups, shift, context_lens, decoded_lens, host, -rows % multiple)
+        group_offsets = [*accumulate(map(len, groups), initial=0)]
+        host = HostLayout.build(context_lens, decoded_lens, group_offsets)
+        pad = -(sum(context_lens) + sum(decoded_lens)) % multiple
+        return PackedRow(groups, group_offsets, order, shift, context_lens, decoded_lens, host, pad)
 
     def to_batch(self, samples: Samples, device: torch.device) -> SharedPromptBatch:
         """Everything on the device: a few numbers a sample are copied, and the tokens if they are elsewhere."""
-        order = [index for members in self.groups for index in members]
-        small = self._numbers(samples, _ints(order))
+        small = self._numbers(samples, _ints(self.order))
         is_there = same_device(samples.tokens.device, device)
         long = small if is_there else [*small, samples.tokens.cpu()]
-        moved = to_device(long, self.host.tensors(), device)
+        moved = to_device(long, self.host.tensors, device)
         middle = len(Runs._fields)
         end = middle + len(Responses._fields)
         runs, responses, jagged_offsets = Runs(*moved[:middle]), Responses(*moved[middle:end]), moved[end]
@@ -201,7 +204,7 @@ class PackedRow:
             cu_seqlens_decoded,
             segments,
             groups,
-            group_offsets=tuple(accumulate(map(len, self.groups), initial=0)),
+            group_offsets=tuple(self.group_offsets),
             context_lens=tuple(self.context_lens),
             decoded_lens=tuple(self.decoded_lens),
             max_context=max(self.context_lens),
@@ -213,7 +216,7 @@ class PackedRow:
         )
         return SharedPromptBatch(
             input_ids, position_ids, layout, labels, token_index, targets, tuple(samples.response_lens),
-            tuple(samples.prompt_lens), tuple(order), multiplicity, padded, jagged, jagged_offsets,
+            tuple(samples.prompt_lens), tuple(self.order), multiplicity, padded, jagged, jagged_offsets,
         )  # fmt: skip
 
     def _numbers(self, samples: Samples, order: Tensor) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from .layout import GROUP_COLUMNS, SEGMENT_COLUMNS, Group, Segment
 from .transfer import SeparatelyPickled, ints, same_device, to_device
 
 _NAMES = ("q", "k", "v")
+_TENSORS = ("cu_seqlens_context", "cu_seqlens_decoded", "segments", "groups")  # of a layout
 BACKENDS = ("auto", "cuda", "reference")
 
 
@@ -80,8 +81,8 @@ class SharedPromptLayout(SeparatelyPickled):
         return self.segments.device
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.cu_seqlens_context, self.cu_seqlens_decoded, self.segments, self.groups
+    def tensors(self) -> list[Tensor]:
+        return [getattr(self, name) for name in _TENSORS]
 
     def is_like(self, other: SharedPromptLayout) -> bool:
         """Whether both describe the same row; their tensors may be different copies."""
@@ -94,14 +95,8 @@ class SharedPromptLayout(SeparatelyPickled):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> SharedPromptLayout:
         """The layout with other copies of its `tensors`, in their order."""
-        cu_seqlens_context, cu_seqlens_decoded, segments, groups = tensors
-        return replace(
-            self,
-            cu_seqlens_context=cu_seqlens_context,
-            cu_seqlens_decoded=cu_seqlens_decoded,
-            segments=segments,
-            groups=groups,
-        )
+        changes: dict[str, Any] = dict(zip(_TENSORS, tensors, strict=True))
+        return replace(self, **changes)
 
     def pad_to(self, multiple: int) -> SharedPromptLayout:
         """The layout of the row with as little padding behind it as makes its length a multiple of `multiple`."""
@@ -131,7 +126,7 @@ class SharedPromptLayout(SeparatelyPickled):
         if shortest < 0:
             raise SharedPromptLayoutError(checks.explain("layout", "lengths >= 0 and a pad >= 0", shortest))
         rebuilt = HostLayout.build(self.context_lens, lengths, self.group_offsets)
-        for name in HostLayout.TENSORS:
+        for name in _TENSORS:
             rows, found = getattr(rebuilt, name).tolist(), getattr(self, name).tolist()
             if len(found) != len(rows):
                 raise SharedPromptLayoutError(checks.explain(name, f"{len(rows)} rows", len(found)))
@@ -154,8 +149,6 @@ class SharedPromptLayout(SeparatelyPickled):
 @dataclass(frozen=True)
 class HostLayout:
     """A layout's tensors on the host, and the most rows of a response together with its context."""
-
-    TENSORS: ClassVar = ("cu_seqlens_context", "cu_seqlens_decoded", "segments", "groups")
 
     cu_seqlens_context: Tensor
     cu_seqlens_decoded: Tensor
@@ -189,9 +182,10 @@ class HostLayout:
             longest,
         )
 
+    @property
     def tensors(self) -> list[Tensor]:
         """In the order of the layout's fields."""
-        return [getattr(self, name) for name in self.TENSORS]
+        return [getattr(self, name) for name in _TENSORS]
 
 
 def shared_prompt_attention(

@@ -334,7 +334,7 @@ def _attend_without_layout(
     fallback: str,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """Stock attention on the mask that `_mask` has made: None, bool, or a caller's own 4-D mask."""
+    """Stock attention on the mask that `deferred_mask` has made: None, bool, or a caller's own 4-D mask."""
     if isinstance(attention_mask, DeferredMask):
         attention_mask = attention_mask.build()
     beyond_sdpa = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
