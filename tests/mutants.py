@@ -22,7 +22,8 @@ from pathlib import Path
 
 from hopper_mutations import HOPPER_MUTANTS
 from kernel_mutations import PORTABLE_MUTANTS, SHARED_MUTANTS
-from mutations import GEOMETRY_MUTANTS, PYTHON_MUTANTS, Mutant
+from mutations import GEOMETRY_MUTANTS, Mutant
+from python_mutations import PYTHON_MUTANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("benchmarks", "csrc", "flash_attn_dualkv", "tests", "tools")
