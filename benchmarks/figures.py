@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from schema import Result, Row
+from shapes import fits_one_call
 
 from flash_attn_dualkv.predict import DIRECTIONS
 
@@ -85,6 +86,11 @@ class Figures:
                 if row.get("skipped"):
                     return "not timed"
         return ""
+
+
+def is_in_pieces(row: Row, tokens: int) -> bool:
+    """Whether a peer computes the row's `tokens` of a layer in several calls."""
+    return row["impl"].endswith("_replicated") and not fits_one_call(tokens * row["h"] * row["d"])
 
 
 def number(value: float | None, digits: int = 1) -> str:

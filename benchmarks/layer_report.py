@@ -13,6 +13,7 @@ from figures import (
     bars,
     describe,
     introduction,
+    is_in_pieces,
     links,
     markdown,
     milliseconds,
@@ -69,6 +70,12 @@ class LayerFigures(Figures):
         pack, unpack, layers = (one for one in parts if one is not None)
         return (pack + unpack) / (layers * ms)
 
+    def note(self, shape: str, impl: str) -> str:
+        """Why there is no figure, or what it was measured with."""
+        rows = [row for row in self.rows if (row["shape"], row["impl"]) == (shape, impl) and row["ms"]]
+        in_pieces = any(is_in_pieces(row, row["executed_tokens"]) for row in rows)
+        return self.reason(shape, impl) or ("in several calls, their outputs joined" if in_pieces else "")
+
 
 def rate(value: float | None) -> str:
     """Thousands of tokens per second."""
@@ -110,7 +117,7 @@ def measured(figures: LayerFigures, baselines: Sequence[str]) -> str:
                 cells += [rate(figures.tokens_per_ms(shape, impl, what)) for what in TOKENS]
                 cells += [number(figures.executed_tflops(shape, impl), 0), percent(figures.of_matmul(shape, impl))]
                 cells.append(number(figures.peak(shape, impl), 2))
-                body.append([*cells, *ratios(figures, shape, impl, baselines), figures.reason(shape, impl)])
+                body.append([*cells, *ratios(figures, shape, impl, baselines), figures.note(shape, impl)])
     return markdown(head, body, left=2)
 
 
@@ -192,7 +199,12 @@ def comparison(runs: Runs, baselines: Sequence[str]) -> list[str]:
         for impl in ours
         if any(ratios(figures, shape, impl, baselines))
     ]
+    in_pieces = any(row["ms"] and is_in_pieces(row, row["executed_tokens"]) for row in rows)
+    joined = (
+        "FlashAttention-2 takes 2^31 and more elements of Q in several calls: their joined outputs are in its peak."
+    )
     return [
+        *([joined] if in_pieces else []),
         markdown(head, cells),
         markdown([*ratio_head, f"memory against {LABELS[baselines[0]]}"], body, left=2),
     ]

@@ -13,6 +13,7 @@ from figures import (
     describe,
     finish,
     introduction,
+    is_in_pieces,
     links,
     markdown,
     number,
@@ -21,13 +22,6 @@ from figures import (
 )
 from law import Law, fit
 from schema import Result, Row
-from shapes import fits_one_call
-
-
-def is_in_pieces(row: Row) -> bool:
-    """Whether a peer took the row in several calls, whose joined outputs need memory of their own."""
-    elements = (row["prompt_tokens"] + row["response_tokens"]) * row["h"] * row["d"]
-    return row["impl"].endswith("_replicated") and not fits_one_call(elements)
 
 
 def laws(rows: Iterable[Row]) -> dict[str, Law | None]:
@@ -35,7 +29,7 @@ def laws(rows: Iterable[Row]) -> dict[str, Law | None]:
     points: dict[str, list[tuple[int, int, float]]] = {}
     for row in rows:
         own = points.setdefault(row["impl"], [])
-        if row["peak_gib"] is not None and not is_in_pieces(row):
+        if row["peak_gib"] is not None and not is_in_pieces(row, row["prompt_tokens"] + row["response_tokens"]):
             own.append((row["prompt_tokens"], row["response_tokens"], row["peak_gib"]))
     return {impl: fit(own) for impl, own in points.items()}
 
@@ -72,7 +66,7 @@ def table(result: Result) -> str:
         cells += [str(row["prompt_tokens"]), str(row["response_tokens"])]
         cells += [number(row["peak_gib"], 2), number(expected, 2)]
         note = figures.reason(row["shape"], row["impl"]).replace("timed", "measured")
-        if row["peak_gib"] is not None and is_in_pieces(row):
+        if row["peak_gib"] is not None and is_in_pieces(row, row["prompt_tokens"] + row["response_tokens"]):
             note = "in several calls: not in the fit"
         body.append([*cells, note])
     header = result["header"]

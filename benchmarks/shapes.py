@@ -95,7 +95,7 @@ MOST_ELEMENTS = 1 << 31  # of Q, in a call of a peer's kernel
 
 
 def fits_one_call(elements: int) -> bool:
-    """Whether a peer's kernel can take so many elements of Q."""
+    """Whether a peer's kernel can take so many elements of Q. Several calls need memory for their joined outputs."""
     return elements < MOST_ELEMENTS
 
 

@@ -23,7 +23,6 @@ import layer  # noqa: E402
 import layer_report  # noqa: E402
 import measure  # noqa: E402
 import measure_layer  # noqa: E402
-import memory_report  # noqa: E402
 import peers  # noqa: E402
 import report  # noqa: E402
 import schema  # noqa: E402
@@ -375,6 +374,18 @@ def test_table_of_a_layer() -> None:
     assert "Not importable where this was measured: `prefix_grouper`." in table
 
 
+def test_several_calls_are_noted() -> None:
+    """Of replicated rows that are too many for one call, not of ours on the same shape."""
+    result = layer_result()
+    assert "in several calls" not in report.table(result)
+    for row in result["rows"]:
+        if row["executed_tokens"] == row["replicated_tokens"]:
+            row["d"] = 1 << 13
+    note = "| in several calls, their outputs joined |"
+    noted = [line for line in report.table(result).splitlines() if line.endswith(note)]
+    assert len(noted) == 2 and all("FlashAttention-2" in line for line in noted)
+
+
 def test_table_of_peaks() -> None:
     result = memory_result()
     schema.validate(result, "NVIDIA-H200")
@@ -462,37 +473,6 @@ def test_shapes_that_time_does_not_reach_are_recorded(tmp_path: Path) -> None:
     assert {row["shape"] for row in rows} == {shape.name for shape in shapes.LAYER_TINY}
     assert {row["skipped"] for row in rows} == {"the time given was used up"}
     assert "| not timed |" in out.with_suffix(".md").read_text()
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_the_memory_command_on_the_cpu(tmp_path: Path) -> None:
-    """Runs to the end, but has no peaks: a CPU's allocations are not counted."""
-    pytest.importorskip("tqdm")
-    out = tmp_path / "memory.json"
-    assert bench_memory.main(["--device", "cpu", "--out", str(out)]) == 0
-    result = json.loads(out.read_text())
-    assert result["header"]["benchmark"] == "memory"
-    assert {row["skipped"] for row in result["rows"]} == {"no GPU memory is counted here"}
-    flex = {row["shape"] for row in result["rows"] if row["impl"] == "flex_packed"}
-    names = [shape.name for shape in shapes.MEMORY_PRESETS["tiny"]]
-    assert flex == {names[0], names[1], names[-2], names[-1]}
-    assert memory_report.laws(result["rows"]) == dict.fromkeys(["dualkv_reference", "math_replicated", "flex_packed"])
-
-
-def test_peaks_of_several_calls_are_not_in_the_law() -> None:
-    """32K x 16 replicated rows of FlashAttention-2 do not fit one call; ours are far fewer."""
-    rows: list[dict[str, Any]] = []
-    for shape in shapes.MEMORY_PRESETS["grid"]:
-        for impl, tokens in (("dualkv_sm90", shape.packed_tokens), ("fa2_replicated", shape.replicated_tokens)):
-            responses = sum(shape.responses)
-            row = {"shape": shape.name, "impl": impl, "h": 32, "d": 128, "peak_gib": 1 + 1e-4 * tokens}
-            rows.append({**row, "prompt_tokens": tokens - responses, "response_tokens": responses})
-    split = [row for row in rows if memory_report.is_in_pieces(row)]
-    assert [(row["shape"], row["impl"]) for row in split] == [("16x32KxU(131,2048)", "fa2_replicated")]
-    split[0]["peak_gib"] += 5
-    laws = memory_report.laws(rows)
-    assert {impl: one.points for impl, one in laws.items() if one} == {"dualkv_sm90": 12, "fa2_replicated": 11}
-    assert all(one.m0_gib == pytest.approx(1) for one in laws.values() if one)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
