@@ -191,7 +191,7 @@ def samples(shape: Shape, device: torch.device) -> tuple[list[Tensor], list[Tens
 
 def build_shared(source: LayerSource, family: str | None = None) -> Prepared:
     """This library: one call on the packed row, in which all contexts come before all responses."""
-    from flash_attn_dualkv.packing import pack_shared_prompts, shared_prompt_attention
+    from flash_attn_dualkv import pack_shared_prompts, shared_prompt_attention
 
     choose_family(family)
     # boundary="gather" keeps a prompt whole, so that the tokens are those of every other implementation

@@ -16,7 +16,7 @@ from peers import Implementation
 from shapes import Group, LayerShape, Shape
 from torch import Tensor
 
-from flash_attn_dualkv.packing import pack_shared_prompts, shared_prompt_attention, unpack_logprobs
+from flash_attn_dualkv import pack_shared_prompts, shared_prompt_attention, unpack_logprobs
 from flash_attn_dualkv.predict import DIRECTIONS, ModelShape
 
 # Small, so that the GPU is always done before the host: what is measured is the host's time alone.

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, Qwen3Config
 
-from flash_attn_dualkv.integrations.scores import rows_of_a_chunk
+from flash_attn_dualkv import pack_shared_prompts
+from flash_attn_dualkv.integrations.lm_head import rows_of_a_chunk
 from flash_attn_dualkv.integrations.transformers import register, shared_prompt_forward
-from flash_attn_dualkv.packing import pack_shared_prompts
 
 # Of the norms of query and key heads, for the reason that layer.HEAD_NORM has.
 HEAD_NORM = 1.6

@@ -1,24 +1,21 @@
 """Exact attention over a shared prompt: one copy of the prompt's keys and values serves all of its responses."""
 
+import sys
+
+from . import attention, packing
 from ._version import __version__
-from .interface import flash_attn_dualkv_varlen_func, flash_attn_varlen_func
+from .attention import flash_attn_dualkv_varlen_func, flash_attn_varlen_func, shared_prompt_attention
+from .data.batch import SharedPromptBatch
+from .data.pack import group_by_prompt, pack_jagged, pack_padded, pack_shared_prompts
+from .data.split import balance_groups, split_by_token_budget
+from .data.unpack import unpack_logprobs, unpack_to_jagged
+from .errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
+from .layout import SharedPromptLayout
 from .ops import build_info
-from .packing import (
-    SharedPromptBatch,
-    SharedPromptError,
-    SharedPromptLayout,
-    SharedPromptLayoutError,
-    SharedPromptUnsupportedError,
-    balance_groups,
-    group_by_prompt,
-    pack_jagged,
-    pack_padded,
-    pack_shared_prompts,
-    shared_prompt_attention,
-    split_by_token_budget,
-    unpack_logprobs,
-    unpack_to_jagged,
-)
+
+# Former names of modules with public functions; `packing` is one too.
+sys.modules[f"{__name__}.interface"] = attention
+sys.modules.update(dict.fromkeys((f"{__name__}.{name}" for name in ("batch", "batching", "shared_prompt")), packing))
 
 __all__ = [
     "SharedPromptBatch",

@@ -1,7 +1,7 @@
 """Argument checks: each violated precondition is an error that names the argument, what was expected and what was got.
 
 Nothing here reads the contents of a tensor, so the checks neither synchronise with a device nor break a trace.
-The values of offset tensors are checked in `layout.py`.
+The values of offset tensors are checked in `segments.py`.
 """
 
 from __future__ import annotations

@@ -1,170 +1,174 @@
-"""Segment tables: which rows of the packed tensors belong to which sequence, and at which logical position they stand.
-
-Two int32 tables describe a packed batch to the operators. Their columns are the fields of `Segment` and `Group`; both
-are contiguous and lie on the device of the tensors they describe. A segment's query row r stands at logical position
-q_pos0 + r, its context's row i at position i, and its decoded row j at position context_len + j. A causal query sees
-the keys of its own segment that do not stand beyond it.
-
-The order of the table is free: a segment may lie anywhere in the packed tensors. A prompt that attends to itself is the
-segment of its group with decoded_len = 0 and q_len = context_len.
-"""
+"""Where prompts and responses lie in a packed row: built once for a micro-batch, read by every attention layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checks import explain
+from . import checks
+from .data.transfer import SeparatelyPickled, ints, same_device, to_device
+from .errors import SharedPromptError, SharedPromptLayoutError
+from .segments import GROUP_COLUMNS, SEGMENT_COLUMNS, Group, Segment
+
+_TENSORS = ("cu_seqlens_context", "cu_seqlens_decoded", "segments", "groups")  # of a layout
 
 
-class Segment(NamedTuple):
-    """One sequence: a row of the (S, 8) table. The `*_begin` are rows of the packed tensors."""
+@dataclass(frozen=True, eq=False)
+class SharedPromptLayout(SeparatelyPickled):
+    """Where the prompts and responses of a micro-batch lie in its packed row, for every attention layer to use.
 
-    q_begin: int
-    q_len: int
-    q_pos0: int
-    context_begin: int
-    context_len: int
-    decoded_begin: int
-    decoded_len: int
-    group: int
+    The row is [context_1 .. context_G][decoded_11 .. decoded_GN][padding]: the contexts first, then all responses,
+    group by group. It holds integer tensors and host integers only and is built once per micro-batch; what the
+    attention operators read on the device is in `segments` and `groups`.
 
-
-class Group(NamedTuple):
-    """One context with the segments [segment_begin, segment_end) that share it: a row of the (G, 4) table."""
-
-    context_begin: int
-    context_len: int
-    segment_begin: int
-    segment_end: int
-
-
-SEGMENT_COLUMNS = len(Segment._fields)
-GROUP_COLUMNS = len(Group._fields)
-
-
-def read_tables(segments: Tensor, groups: Tensor) -> tuple[list[Segment], list[Group]]:
-    """The rows of both tables as Python values; synchronises when they lie on a GPU."""
-    return [Segment(*row) for row in segments.tolist()], [Group(*row) for row in groups.tolist()]
-
-
-def build_segment_tables(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k_decoded: Tensor,
-    cu_seqlens_context: Tensor | None,
-    cu_seqs_per_context: Tensor | None,
-    total_context: int,
-) -> tuple[Tensor, Tensor]:
-    """Tables of a batch in packed order, from offsets whose values are checked here.
-
-    Args:
-        cu_seqlens_q: (N+1,) int32, rows of q at which the sequences begin.
-        cu_seqlens_k_decoded: (N+1,) int32, the same for their decoded rows.
-        cu_seqlens_context: (G+1,) int32, the same for the contexts; None for one context of all rows.
-        cu_seqs_per_context: (G+1,) int32, group g owns sequences [g] .. [g+1] - 1; None for one group.
-        total_context: rows of k_context.
-
-    Returns:
-        segments (N, 8) and groups (G, 4), int32.
-
-    Raises:
-        ValueError: offsets that are negative, decrease, or do not cover the sequences.
+    Attributes:
+        cu_seqlens_context: (G+1,) int32, group g has the rows [g] .. [g+1] - 1.
+        cu_seqlens_decoded: (S+1,) int32, response s has the rows [s] .. [s+1] - 1 behind the contexts.
+        segments: (S+G, 8) int32, the prompt of each group followed by its responses, see `segments.Segment`.
+        groups: (G, 4) int32, see `segments.Group`.
+        group_offsets: (G+1,), responses [g] .. [g+1] - 1 belong to prompt g.
+        context_lens: (G,), rows of each context. decoded_lens: (S,), rows of each response.
+        max_context, max_decoded: the most rows of a context and of a response.
+        max_sequence: the most rows of a response together with its context.
+        num_context_tokens: rows of all contexts.
+        num_tokens: rows T of the packed tensors, padding included.
+        pad: how many of them, at the end, are padding.
     """
-    q_starts = _offsets("cu_seqlens_q", cu_seqlens_q)
-    decoded_starts = _offsets("cu_seqlens_k_decoded (cu_seqlens_k)", cu_seqlens_k_decoded)
-    sequences = len(q_starts) - 1
-    if cu_seqlens_context is None or cu_seqs_per_context is None:
-        context_starts, owned = [0, total_context], [0, sequences]
-    else:
-        context_starts = _offsets("cu_seqlens_context", cu_seqlens_context)
-        owned = _offsets("cu_seqs_per_context", cu_seqs_per_context)
-        _check_end("cu_seqlens_context", context_starts[-1], total_context, "rows of k_context")
-        _check_covers("cu_seqs_per_context", owned, sequences)
 
-    group_rows: list[Group] = []
-    segment_rows: list[Segment] = []
-    for index, (context_begin, context_end) in enumerate(pairwise(context_starts)):
-        context_len = context_end - context_begin
-        group_rows.append(Group(context_begin, context_len, owned[index], owned[index + 1]))
-        for i in range(owned[index], owned[index + 1]):
-            q_len = q_starts[i + 1] - q_starts[i]
-            decoded_len = decoded_starts[i + 1] - decoded_starts[i]
-            q_pos0 = context_len + decoded_len - q_len
-            region = (context_begin, context_len, decoded_starts[i], decoded_len)
-            segment_rows.append(Segment(q_starts[i], q_len, q_pos0, *region, index))
+    cu_seqlens_context: Tensor
+    cu_seqlens_decoded: Tensor
+    segments: Tensor
+    groups: Tensor
+    group_offsets: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    decoded_lens: tuple[int, ...]
+    max_context: int
+    max_decoded: int
+    max_sequence: int
+    num_context_tokens: int
+    num_tokens: int
+    pad: int = 0
 
-    device = cu_seqlens_q.device
-    return _table(segment_rows, SEGMENT_COLUMNS, device), _table(group_rows, GROUP_COLUMNS, device)
+    @property
+    def num_groups(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def num_responses(self) -> int:
+        return self.group_offsets[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.segments.device
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [getattr(self, name) for name in _TENSORS]
+
+    def is_like(self, other: SharedPromptLayout) -> bool:
+        """Whether both describe the same row; their tensors may be different copies."""
+        return (
+            self.context_lens == other.context_lens
+            and self.decoded_lens == other.decoded_lens
+            and self.group_offsets == other.group_offsets
+            and self.num_tokens == other.num_tokens
+        )
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> SharedPromptLayout:
+        """The layout with other copies of its `tensors`, in their order."""
+        changes: dict[str, Any] = dict(zip(_TENSORS, tensors, strict=True))
+        return replace(self, **changes)
+
+    def pad_to(self, multiple: int) -> SharedPromptLayout:
+        """The layout of the row with as little padding behind it as makes its length a multiple of `multiple`."""
+        if multiple < 1:
+            raise SharedPromptError(checks.explain("multiple", "an int >= 1", multiple))
+        tokens = self.num_tokens - self.pad
+        pad = -tokens % multiple
+        return replace(self, num_tokens=tokens + pad, pad=pad)
+
+    def to(self, device: torch.device | str) -> SharedPromptLayout:
+        """The layout on another device, in one copy."""
+        device = torch.device(device)
+        if same_device(device, self.device):
+            return self
+        return self.with_tensors(to_device((), self.tensors, device))
+
+    def validate(self) -> None:
+        """SharedPromptLayoutError unless the tensors and the host's numbers agree. It reads the tensors back."""
+        lengths = [end - begin for begin, end in pairwise(self.cu_seqlens_decoded.tolist())]
+        if tuple(lengths) != self.decoded_lens:
+            raise SharedPromptLayoutError(checks.explain("decoded_lens", tuple(lengths), self.decoded_lens))
+        bounds = (0, *self.group_offsets[1:-1], len(lengths))
+        if len(self.group_offsets) != len(self.context_lens) + 1 or sorted(bounds) != list(self.group_offsets):
+            expected = f"{len(self.context_lens) + 1} offsets that rise from 0 to {len(lengths)}"
+            raise SharedPromptLayoutError(checks.explain("group_offsets", expected, self.group_offsets))
+        shortest = min((*self.context_lens, *lengths, self.pad))
+        if shortest < 0:
+            raise SharedPromptLayoutError(checks.explain("layout", "lengths >= 0 and a pad >= 0", shortest))
+        rebuilt = HostLayout.build(self.context_lens, lengths, self.group_offsets)
+        for name in _TENSORS:
+            rows, found = getattr(rebuilt, name).tolist(), getattr(self, name).tolist()
+            if len(found) != len(rows):
+                raise SharedPromptLayoutError(checks.explain(name, f"{len(rows)} rows", len(found)))
+            for index, (right, got) in enumerate(zip(rows, found)):
+                if right != got:
+                    raise SharedPromptLayoutError(checks.explain(f"{name}[{index}]", right, got))
+        contexts, decoded = sum(self.context_lens), sum(lengths)
+        numbers = {
+            "max_context": max(self.context_lens, default=0),
+            "max_decoded": max(lengths, default=0),
+            "max_sequence": rebuilt.max_sequence,
+            "num_context_tokens": contexts,
+            "num_tokens": contexts + decoded + self.pad,
+        }
+        for name, number in numbers.items():
+            if getattr(self, name) != number:
+                raise SharedPromptLayoutError(checks.explain(name, number, getattr(self, name)))
 
 
-def check_tables(segments: Tensor, groups: Tensor, q_rows: int, context_rows: int, decoded_rows: int) -> None:
-    """ValueError unless every row that the tables name exists and has one owner, and segments and groups agree."""
-    segment_rows, group_rows = read_tables(segments, groups)
-    for group in group_rows:
-        if not 0 <= group.segment_begin <= group.segment_end <= len(segment_rows):
-            got = f"[{group.segment_begin}, {group.segment_end})"
-            raise ValueError(explain("groups", f"segments within [0, {len(segment_rows)})", got))
-        _check_rows("cu_seqlens_context", group.context_begin, group.context_len, context_rows, "k_context")
-    for index, segment in enumerate(segment_rows):
-        decoded_name = "cu_seqlens_k_decoded (cu_seqlens_k)"
-        _check_rows("cu_seqlens_q", segment.q_begin, segment.q_len, q_rows, "q")
-        _check_rows(decoded_name, segment.decoded_begin, segment.decoded_len, decoded_rows, "k_decoded")
-        if not 0 <= segment.group < len(group_rows):
-            raise ValueError(explain("segments", f"groups below {len(group_rows)}", f"{segment.group} in row {index}"))
-        group = group_rows[segment.group]
-        if not group.segment_begin <= index < group.segment_end:
-            expected = f"segment {index} among the segments of its group {segment.group}"
-            raise ValueError(explain("groups", expected, f"[{group.segment_begin}, {group.segment_end})"))
-        if segment[3:5] != group[0:2]:
-            raise ValueError(explain("segments", f"the context {group[0:2]} of its group", f"{segment[3:5]}"))
-    _check_disjoint("q", [(one.q_begin, one.q_len) for one in segment_rows])
-    _check_disjoint("k_decoded", [(one.decoded_begin, one.decoded_len) for one in segment_rows])
-    _check_disjoint("k_context", [(one.context_begin, one.context_len) for one in group_rows])
+@dataclass(frozen=True)
+class HostLayout:
+    """A layout's tensors on the host, and the most rows of a response together with its context."""
 
+    cu_seqlens_context: Tensor
+    cu_seqlens_decoded: Tensor
+    segments: Tensor
+    groups: Tensor
+    max_sequence: int
 
-def _offsets(name: str, tensor: Tensor) -> list[int]:
-    values: list[int] = tensor.tolist()
-    if values[0] < 0:
-        raise ValueError(explain(name, "a first offset >= 0", values[0]))
-    for index in range(1, len(values)):
-        if values[index] < values[index - 1]:
-            got = f"{values[index]} after {values[index - 1]} at index {index}"
-            raise ValueError(explain(name, "offsets that do not decrease", got))
-    return values
+    @staticmethod
+    def build(context_lens: Sequence[int], decoded_lens: Sequence[int], group_offsets: Sequence[int]) -> HostLayout:
+        """From the rows of every context and of every response, and the offsets of the groups' responses."""
+        contexts = [*accumulate(context_lens, initial=0)]
+        decoded = [*accumulate(decoded_lens, initial=0)]
+        # `Segment` by `Segment`, `Group` by `Group`: an object for each of thousands would take a millisecond.
+        segments: list[int] = []
+        groups: list[int] = []
+        longest = 0
+        for g, (begin, length) in enumerate(zip(contexts, context_lens)):
+            first, end = group_offsets[g], group_offsets[g + 1]
+            sizes = decoded_lens[first:end]
+            longest = max(longest, length + max(sizes, default=0))
+            groups += Group(begin, length, first + g, end + g + 1)
+            segments += Segment(begin, length, 0, begin, length, 0, 0, g)
+            for row, size in zip(decoded[first:end], sizes):
+                # The same rows of q, counted from the first context, and of k_decoded, counted from the first response.
+                segments += (contexts[-1] + row, size, length, begin, length, row, size, g)
+        return HostLayout(
+            ints(contexts, torch.int32),
+            ints(decoded, torch.int32),
+            ints(segments, torch.int32).view(-1, SEGMENT_COLUMNS),
+            ints(groups, torch.int32).view(-1, GROUP_COLUMNS),
+            longest,
+        )
 
-
-def _check_end(name: str, end: int, rows: int, of: str) -> None:
-    if end > rows:
-        raise ValueError(explain(name, f"offsets of at most {rows} ({of})", end))
-
-
-def _check_covers(name: str, owned: Sequence[int], sequences: int) -> None:
-    if owned[0] != 0:
-        raise ValueError(explain(name, "a first offset of 0", owned[0]))
-    if owned[-1] != sequences:
-        raise ValueError(explain(name, f"a last offset of {sequences} (the number of sequences)", owned[-1]))
-
-
-def _check_rows(name: str, begin: int, length: int, rows: int, of: str) -> None:
-    if begin < 0 or length < 0:
-        raise ValueError(explain(name, "a first row and a length >= 0", f"{begin} and {length}"))
-    _check_end(name, begin + length, rows, f"rows of {of}")
-
-
-def _check_disjoint(of: str, runs: Sequence[tuple[int, int]]) -> None:
-    end = 0
-    for begin, length in sorted(run for run in runs if run[1] > 0):
-        if begin < end:
-            raise ValueError(explain("segments", f"each row of {of} at most once", f"row {begin} twice"))
-        end = begin + length
-
-
-def _table(rows: Sequence[tuple[int, ...]], columns: int, device: torch.device) -> Tensor:
-    table = torch.empty((len(rows), columns), dtype=torch.int32, device=device)
-    if rows:
-        table.copy_(torch.tensor(rows, dtype=torch.int32, device="cpu"))
-    return table
+    @property
+    def tensors(self) -> list[Tensor]:
+        """In the order of the layout's fields."""
+        return [getattr(self, name) for name in _TENSORS]

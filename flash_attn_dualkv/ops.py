@@ -1,7 +1,8 @@
 """The operators that PyTorch sees: segment_tables, forward and backward, in the namespace `flash_attn_dualkv`.
 
-CPU tensors go to `layout.py` and `reference.py`, CUDA tensors to the compiled module. `forward` is differentiable: its
-autograd formula is registered with the dispatcher, so that compilers trace through it and eager code pays for one call.
+CPU tensors go to `segments.py` and `reference.py`, CUDA tensors to the compiled module. `forward` is differentiable:
+its autograd formula is registered with the dispatcher, so that compilers trace through it and eager code pays for one
+call.
 `torch.library`'s low-level interface keeps that call cheap: a `custom_op` costs the host more than twice as much.
 """
 
@@ -18,7 +19,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
-from . import layout, reference
+from . import reference
+from . import segments as tables
 from ._version import __version__
 
 Tables = tuple[Tensor, Tensor]
@@ -81,7 +83,7 @@ def _check_tables(
     groups: Tensor,
     *_: Any,
 ) -> None:
-    layout.check_tables(segments, groups, q.shape[0], k_context.shape[0], k_decoded.shape[0])
+    tables.check_tables(segments, groups, q.shape[0], k_context.shape[0], k_decoded.shape[0])
 
 
 # CPU: the reference
@@ -97,7 +99,7 @@ def _backward_cpu(*arguments: Any) -> Gradients:
     return reference.backward(*arguments[:13])
 
 
-library.impl("segment_tables", layout.build_segment_tables, "CPU")
+library.impl("segment_tables", tables.build_segment_tables, "CPU")
 library.impl("forward", _forward_cpu, "CPU")
 library.impl("backward", _backward_cpu, "CPU")
 
@@ -147,7 +149,7 @@ def _segment_tables_cuda(
     offsets = (cu_seqlens_q, cu_seqlens_k_decoded, cu_seqlens_context, cu_seqs_per_context)
     if checks_values():
         context, owned = (None if one is None else one.cpu() for one in offsets[2:])
-        layout.build_segment_tables(cu_seqlens_q.cpu(), cu_seqlens_k_decoded.cpu(), context, owned, total_context)
+        tables.build_segment_tables(cu_seqlens_q.cpu(), cu_seqlens_k_decoded.cpu(), context, owned, total_context)
     return cast(Tables, compiled.segment_tables(*offsets, total_context))
 
 
@@ -180,8 +182,8 @@ def _segment_tables_fake(
     total_context: int,
 ) -> Tables:
     groups = 1 if cu_seqlens_context is None else cu_seqlens_context.shape[0] - 1
-    segments = cu_seqlens_q.new_empty((cu_seqlens_q.shape[0] - 1, layout.SEGMENT_COLUMNS))
-    return segments, cu_seqlens_q.new_empty((groups, layout.GROUP_COLUMNS))
+    segments = cu_seqlens_q.new_empty((cu_seqlens_q.shape[0] - 1, tables.SEGMENT_COLUMNS))
+    return segments, cu_seqlens_q.new_empty((groups, tables.GROUP_COLUMNS))
 
 
 @torch.library.register_fake("flash_attn_dualkv::forward", lib=library)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from . import layout, ops, reference
+from . import ops, reference
+from . import segments as tables
 
 PackedGradients = tuple[Tensor, Tensor, Tensor]
 
@@ -54,7 +55,7 @@ def _split(k: Tensor, v: Tensor, context_rows: int) -> tuple[Tensor, Tensor, Ten
 
 
 def _check_tables(q: Tensor, segments: Tensor, groups: Tensor, context_rows: int) -> None:
-    layout.check_tables(segments, groups, q.shape[0], context_rows, q.shape[0] - context_rows)
+    tables.check_tables(segments, groups, q.shape[0], context_rows, q.shape[0] - context_rows)
 
 
 # The reference, on any device

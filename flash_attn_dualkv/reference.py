@@ -7,7 +7,7 @@ For a segment with query rows Q, keys K = [K_context; K_decoded] and values V li
     dQ = scale * dS K        dK = scale * dS^T Q
 
 with sums over the query heads of a KV head and, for a context, over all segments of its group. It follows the tables of
-`layout.py` and nothing else, runs on any device, and holds one block of scores at a time. 16-bit inputs are computed
+`segments.py` and nothing else, runs on any device, and holds one block of scores at a time. 16-bit inputs are computed
 and summed in float32 and rounded once; float64 stays float64.
 
 What some models change in it is in `Variant`: a softcap c replaces S by c * tanh(S / c) before the mask, a window hides
@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layout import Group, Segment, read_tables
+from .segments import Group, Segment, read_tables
 
 # Bounds of the working memory: a block of scores, its keys, and the float32 sums of dK and dV (in elements).
 SCORE_ELEMENTS = 2**18
@@ -269,7 +269,7 @@ def forward(
         q: (total_q, H, d).
         k_context, v_context: (total_context, H_k, d).
         k_decoded, v_decoded: (total_decoded, H_k, d).
-        segments, groups: (S, 8) and (G, 4) int32, see `layout.py`.
+        segments, groups: (S, 8) and (G, 4) int32, see `segments.py`.
         softmax_scale: factor of the scores, > 0.
         causal: whether a row sees only keys up to its own logical position.
         variant: what the model changes in it; the default is nothing.

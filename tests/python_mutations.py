@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutations import PACKED_ATTENTION, PACKING, REFUSED, SCORES, Mutant
 
-LAYOUT, REFERENCE = "flash_attn_dualkv/shared_prompt.py", "flash_attn_dualkv/reference.py"
+LAYOUT, REFERENCE = "flash_attn_dualkv/layout.py", "flash_attn_dualkv/reference.py"
 
 PYTHON_MUTANTS = [
     Mutant(
@@ -25,7 +25,7 @@ PYTHON_MUTANTS = [
     ),
     Mutant(
         "prompts that begin alike are merged",
-        "flash_attn_dualkv/packing.py",
+        "flash_attn_dualkv/data/samples.py",
         "words[begin * _WORD : (begin + length) * _WORD]",
         "words[begin * _WORD : (begin + min(lengths)) * _WORD]",
         PACKING,
@@ -33,7 +33,7 @@ PYTHON_MUTANTS = [
     ),
     Mutant(
         "the first token of a response is scored by another response's row",
-        "flash_attn_dualkv/batch.py",
+        "flash_attn_dualkv/data/batch.py",
         "        if self.shift == 0:  #",
         "        if False:  #",
         PACKING,
@@ -41,7 +41,7 @@ PYTHON_MUTANTS = [
     ),
     Mutant(
         "a response's last label is the next sample's first token",
-        "flash_attn_dualkv/batch.py",
+        "flash_attn_dualkv/data/batch.py",
         "label_ends = decoded_rows + response_lens[order] + self.shift - 1",
         "label_ends = decoded_rows + response_lens[order] + self.shift",
         PACKING,
@@ -49,7 +49,7 @@ PYTHON_MUTANTS = [
     ),
     Mutant(
         "prompts in columns are compared from the left of their row on, padding or not",
-        "flash_attn_dualkv/packing.py",
+        "flash_attn_dualkv/data/pack.py",
         "map(int.__add__, rows, ones[0].begins)",
         "rows",
         PACKING,
@@ -57,7 +57,7 @@ PYTHON_MUTANTS = [
     ),
     Mutant(
         "a mask may have a hole",
-        "flash_attn_dualkv/packing.py",
+        "flash_attn_dualkv/data/samples.py",
         "rises = (ones[:, 1:] & ~ones[:, :-1]).sum(1) + ones[:, :1].sum(1)",
         "rises = (ones[:, 1:] & ~ones[:, :-1]).sum(1)",
         PACKING,
@@ -89,7 +89,7 @@ PYTHON_MUTANTS = [
     ),
     Mutant(
         "the head's gradients are summed over chunks in 16 bits",
-        "flash_attn_dualkv/integrations/scores.py",
+        "flash_attn_dualkv/integrations/lm_head.py",
         "self._total.to(torch.promote_types(one.dtype, torch.float32), copy=True).add_(one)",
         "self._total + one",
         SCORES,
@@ -97,7 +97,7 @@ PYTHON_MUTANTS = [
     ),
     Mutant(
         "the entropy's gradient forgets the entropy",
-        "flash_attn_dualkv/integrations/scores.py",
+        "flash_attn_dualkv/integrations/lm_head.py",
         "(d_logps + d_entropy * entropy)[:, None]",
         "d_logps[:, None]",
         SCORES,
@@ -105,7 +105,7 @@ PYTHON_MUTANTS = [
     ),
     Mutant(
         "layouts with responses of other lengths are taken for the same",
-        "flash_attn_dualkv/shared_prompt.py",
+        "flash_attn_dualkv/layout.py",
         "            and self.decoded_lens == other.decoded_lens\n",
         "",
         REFUSED,
@@ -113,7 +113,7 @@ PYTHON_MUTANTS = [
     ),
     Mutant(
         "masks of images are taken for causal ones",
-        "flash_attn_dualkv/integrations/transformers.py",
+        "flash_attn_dualkv/integrations/transformers/attention.py",
         "if attention_mask.others and attention_mask.is_causal:",
         "if False:",
         REFUSED,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_attn_dualkv.packing import (
+from flash_attn_dualkv import (
     SharedPromptBatch,
     unpack_logprobs,
     unpack_to_jagged,

@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_dualkv import flash_attn_dualkv_varlen_func
-from flash_attn_dualkv.packing import SharedPromptLayout, pack_shared_prompts, shared_prompt_attention
+from flash_attn_dualkv import (
+    SharedPromptLayout,
+    flash_attn_dualkv_varlen_func,
+    pack_shared_prompts,
+    shared_prompt_attention,
+)
 
 Gradients = tuple[Tensor, ...]
 # (prompt tokens, response tokens of each sample)

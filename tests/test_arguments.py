@@ -12,7 +12,8 @@ from groups import cumulative
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_attn_dualkv import checks, flash_attn_dualkv_varlen_func, flash_attn_varlen_func, interface, layout, ops
+from flash_attn_dualkv import attention, checks, flash_attn_dualkv_varlen_func, flash_attn_varlen_func, ops
+from flash_attn_dualkv import segments as tables
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], Arguments]
@@ -226,7 +227,7 @@ def test_shared_context_function(
 ) -> None:
     arguments = shared_arguments()
     flash_attn_dualkv_varlen_func(**arguments)
-    monkeypatch.setattr(interface, "ops", None)  # nothing may be launched
+    monkeypatch.setattr(attention, "ops", None)  # nothing may be launched
     check_raises(flash_attn_dualkv_varlen_func, arguments | change(arguments), error, name, got)
 
 
@@ -236,7 +237,7 @@ def test_context_free_function(
 ) -> None:
     arguments = plain_arguments()
     flash_attn_varlen_func(**arguments)
-    monkeypatch.setattr(interface, "ops", None)
+    monkeypatch.setattr(attention, "ops", None)
     check_raises(flash_attn_varlen_func, arguments | change(arguments), error, name, got)
 
 
@@ -361,7 +362,7 @@ def test_tables_given_to_the_operator(table: str, change: tuple[int, int, int], 
     arguments = shared_arguments()
     offsets_q = arguments["cu_seqlens_q"]
     segments, groups = ops.segment_tables(offsets_q, offsets_q, offsets(0, 2, 5), offsets(0, 1, 2), 5)
-    layout.check_tables(segments, groups, 6, 5, 6)
+    tables.check_tables(segments, groups, 6, 5, 6)
     row, column, value = change
     {"segments": segments, "groups": groups}[table][row, column] = value
     with pytest.raises(ValueError, match=f"^{name}") as caught:

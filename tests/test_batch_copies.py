@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_dualkv import packing
-from flash_attn_dualkv.packing import SharedPromptBatch, pack_shared_prompts
+from flash_attn_dualkv import SharedPromptBatch, pack_shared_prompts, shared_prompt_attention
 
 
 def all_tensors(batch: SharedPromptBatch) -> list[Tensor]:
@@ -58,7 +57,7 @@ def test_writing_to_a_tensor_of_a_batch_does_not_spoil_the_others() -> None:
     """They lie in one buffer, but what autograd has saved of the layout is not what was written to."""
     batch = pack_shared_prompts([[5, 6, 7]] * 2, [[1, 2], [3]])
     q, k, v = (torch.randn(batch.layout.num_tokens, 1, 8, requires_grad=True) for _ in range(3))
-    out = packing.shared_prompt_attention(q, k, v, batch.layout)
+    out = shared_prompt_attention(q, k, v, batch.layout)
     batch.labels.clamp_(min=0)
     out.sum().backward()
     assert q.grad is not None

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import Lists, samples
 
-from flash_attn_dualkv.packing import (
+from flash_attn_dualkv import (
     SharedPromptError,
     balance_groups,
     group_by_prompt,

@@ -106,7 +106,7 @@ def test_all_implementations_compute_the_same_layer(
 
 def test_the_packed_row_of_the_library() -> None:
     """Its positions are those that the benchmark gives its rows, for several groups too."""
-    from flash_attn_dualkv.packing import pack_shared_prompts
+    from flash_attn_dualkv import pack_shared_prompts
 
     for shape in SMALL:
         batch = pack_shared_prompts(*layer.samples(shape, CPU), boundary="gather")

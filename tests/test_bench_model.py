@@ -24,7 +24,7 @@ import schema  # noqa: E402
 import shapes  # noqa: E402
 from shapes import Group, Shape, in_layer, in_model  # noqa: E402
 
-from flash_attn_dualkv.packing import pack_shared_prompts  # noqa: E402
+from flash_attn_dualkv import pack_shared_prompts  # noqa: E402
 
 CPU = torch.device("cpu")
 TWO_GROUPS = in_model(in_layer(Shape("two groups", (Group(50, (20, 31)), Group(64, (64,)))), shapes.STEP_TINY_MODEL))

@@ -17,8 +17,7 @@ from samples import Lists, assert_same_batch, check_way_back, nested, padded, sa
 from torch import Tensor
 
 import flash_attn_dualkv
-from flash_attn_dualkv import packing
-from flash_attn_dualkv.packing import (
+from flash_attn_dualkv import (
     SharedPromptBatch,
     SharedPromptError,
     SharedPromptLayout,
@@ -28,6 +27,7 @@ from flash_attn_dualkv.packing import (
     pack_jagged,
     pack_padded,
     pack_shared_prompts,
+    packing,
     split_by_token_budget,
     unpack_logprobs,
     unpack_to_jagged,

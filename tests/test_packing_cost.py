@@ -12,14 +12,14 @@ from samples import check_way_back, nested
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attn_dualkv.packing import (
-    _selected,
+from flash_attn_dualkv import (
     pack_jagged,
     pack_padded,
     pack_shared_prompts,
     unpack_logprobs,
     unpack_to_jagged,
 )
+from flash_attn_dualkv.data.samples import selected
 
 
 class Counter(TorchDispatchMode):
@@ -77,7 +77,7 @@ def test_selection_of_a_known_number() -> None:
     """What packing does on a GPU, where values[mask] would wait."""
     values = torch.randint(0, 1000, (7, 11), generator=torch.Generator().manual_seed(0))
     for mask in (values % 3 == 0, (values % 2).int(), values < 0, values >= 0):
-        assert torch.equal(_selected(values, mask, int(mask.sum())), values[mask.bool()])
+        assert torch.equal(selected(values, mask, int(mask.sum())), values[mask.bool()])
 
 
 @pytest.mark.gpu

@@ -15,7 +15,8 @@ import torch
 from groups import Batch, Group, build_groups, cumulative, run
 from torch import Tensor
 
-from flash_attn_dualkv import flash_attn_dualkv_varlen_func, layout, reference
+from flash_attn_dualkv import flash_attn_dualkv_varlen_func, reference
+from flash_attn_dualkv import segments as tables
 
 FLOAT64: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -123,7 +124,7 @@ def test_inputs_are_not_changed() -> None:
 
 def tables_of(batch: Batch, order: list[int]) -> tuple[Tensor, Tensor]:
     """The tables of a batch with one group, its segments in another order."""
-    segments, groups = layout.build_segment_tables(
+    segments, groups = tables.build_segment_tables(
         batch.cu_seqlens_q, batch.cu_seqlens_k_decoded, None, None, batch.k_context.shape[0]
     )
     return segments[order], groups
@@ -150,7 +151,7 @@ def test_responses_packed_before_their_prompts() -> None:
     )
     expected = run(batch.replace(softmax_scale=0.25))
     assert batch.cu_seqlens_context is not None and batch.cu_seqs_per_context is not None
-    segments, groups = layout.build_segment_tables(
+    segments, groups = tables.build_segment_tables(
         batch.cu_seqlens_q,
         batch.cu_seqlens_k_decoded,
         batch.cu_seqlens_context,
@@ -169,7 +170,7 @@ def test_responses_packed_before_their_prompts() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_only_visible_blocks_are_computed(causal: bool) -> None:
     """Query blocks ask for no block of keys that they do not see anything of."""
-    segment = layout.Segment(0, 512, 512, 0, 1024, 0, 0, 0)
+    segment = tables.Segment(0, 512, 512, 0, 1024, 0, 0, 0)
     visibility = reference.Visibility(causal)
     begin, end = visibility.key_range(512, 512 + 99, 1024)
     assert (begin, end) == ((0, 612) if causal else (0, 1024))
@@ -181,7 +182,7 @@ def test_only_visible_blocks_are_computed(causal: bool) -> None:
 def test_columns_of_the_tables() -> None:
     contexts = torch.tensor([1, 5, 5, 8], dtype=torch.int32)
     owned = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
-    segments, groups = layout.build_segment_tables(
+    segments, groups = tables.build_segment_tables(
         cumulative([3, 6, 2], start=4), cumulative([3, 1, 5]), contexts, owned, 9
     )
     assert segments.dtype == groups.dtype == torch.int32

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flash_attn_dualkv.integrations.scores import score_in_chunks
+from flash_attn_dualkv.integrations.lm_head import score_in_chunks
 
 
 def scores_of(logits, targets, temperature=1.0):

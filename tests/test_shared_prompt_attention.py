@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn_dualkv import packed_ops, reference
-from flash_attn_dualkv.packing import (
+from flash_attn_dualkv import (
     SharedPromptLayout,
+    packed_ops,
+    reference,
     shared_prompt_attention,
 )
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of
 
-from flash_attn_dualkv import ops, packed_ops, shared_prompt
-from flash_attn_dualkv.packing import (
+from flash_attn_dualkv import (
     SharedPromptError,
     SharedPromptLayout,
     SharedPromptLayoutError,
     SharedPromptUnsupportedError,
+    attention,
+    ops,
+    packed_ops,
     shared_prompt_attention,
 )
 
@@ -88,7 +90,7 @@ def test_the_cuda_operators_refuse_what_the_kernels_lack(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("name", "value"), [("sliding_window", 3), ("softcap", 20.0)])
 def test_options_that_the_kernels_lack(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prompt, "_is_reference", lambda backend, q: False)  # as for CUDA tensors
+    monkeypatch.setattr(attention, "_is_reference", lambda backend, q: False)  # as for CUDA tensors
     layout = layout_of(GROUPS["several"])
     inputs = inputs_of(layout)
     with pytest.raises(SharedPromptUnsupportedError, match=f'^{name}: expected None .*backend="reference".*{value}'):

@@ -11,7 +11,7 @@ from launches import captured, kernel_pattern, launch_counts
 from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of, run, small
 from torch import Tensor
 
-from flash_attn_dualkv.packing import (
+from flash_attn_dualkv import (
     SharedPromptLayout,
     pack_shared_prompts,
     shared_prompt_attention,

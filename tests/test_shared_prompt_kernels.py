@@ -15,8 +15,7 @@ from launches import DEVICE, GPU_MARKS, kernels, kernels_ran, poison_free_memory
 from shared_prompts import GROUPS, Groups, Inputs, inputs_of, layout_of, segment_rows, two_calls
 from torch import Tensor
 
-from flash_attn_dualkv import packed_ops
-from flash_attn_dualkv.packing import SharedPromptLayout, shared_prompt_attention
+from flash_attn_dualkv import SharedPromptLayout, packed_ops, shared_prompt_attention
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
 

@@ -26,7 +26,7 @@ from tiny_models import (
     tiny_model,
 )
 
-from flash_attn_dualkv.packing import group_by_prompt, split_by_token_budget, unpack_logprobs
+from flash_attn_dualkv import group_by_prompt, split_by_token_budget, unpack_logprobs
 
 SAMPLES = Samples.random([(7, [4, 6, 2, 1]), (3, [5, 0, 3]), (1, [2])])
 TOLERANCE = TOLERANCES[torch.float64]

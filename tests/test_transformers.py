@@ -21,7 +21,7 @@ from tiny_models import (
     transformers,
 )
 
-from flash_attn_dualkv.packing import pack_padded, unpack_logprobs
+from flash_attn_dualkv import pack_padded, unpack_logprobs
 
 PACKINGS = {
     "replicate": {},

@@ -19,8 +19,8 @@ from tiny_models import (
     tiny_model,
 )
 
-from flash_attn_dualkv.integrations import scores
-from flash_attn_dualkv.packing import SharedPromptUnsupportedError
+from flash_attn_dualkv import SharedPromptUnsupportedError
+from flash_attn_dualkv.integrations import lm_head
 
 pytestmark = pytest.mark.gpu
 
@@ -72,7 +72,7 @@ def run(model: Any, shared: bool) -> Run:
 def test_no_less_accurate_than_replicated_prompts(name, chunks, monkeypatch):
     """The errors against float32 are at most 1.5 times those of replicated prompts in the same 16-bit type."""
     rows = -(-sum(map(len, SAMPLES.responses)) // chunks)
-    monkeypatch.setattr(scores, "LOGIT_ELEMENTS", rows * VOCABULARY)
+    monkeypatch.setattr(lm_head, "LOGIT_ELEMENTS", rows * VOCABULARY)
     model = tiny_model(name, dtype=torch.bfloat16, **_SHAPE, **MODELS[name]).cuda()
     stock = stock_twin(model)
     exact = run(stock_twin(model).float(), shared=False)
@@ -176,10 +176,10 @@ def test_layers_neither_synchronise_nor_copy():
 
 def test_memory_of_the_head_does_not_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch):
     """A vocabulary as large as real ones: the logits of all rows would take 1.5 GB in float32 alone."""
-    from flash_attn_dualkv.integrations import scores
+    from flash_attn_dualkv.integrations import lm_head
 
     vocabulary, tokens = 150_000, 2560
-    monkeypatch.setattr(scores, "LOGIT_ELEMENTS", 256 * vocabulary)
+    monkeypatch.setattr(lm_head, "LOGIT_ELEMENTS", 256 * vocabulary)
     model = tiny_model("llama", dtype=torch.bfloat16, vocab_size=vocabulary, **_SHAPE, head_dim=64).cuda()
     samples = Samples.random([(64, [tokens // 4] * 4)])
     batch = samples.pack(device="cuda")

@@ -18,8 +18,9 @@ from tiny_models import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attn_dualkv.integrations import forward, scores
-from flash_attn_dualkv.packing import SharedPromptError
+from flash_attn_dualkv import SharedPromptError
+from flash_attn_dualkv.integrations import lm_head
+from flash_attn_dualkv.integrations.transformers import forward
 
 TOKENS = sum(map(len, MIXED.responses))
 
@@ -61,7 +62,7 @@ def test_chunks_change_nothing(name, monkeypatch):
         return logps.detach(), entropy.detach(), gradients(model)
 
     whole = run()
-    monkeypatch.setattr(scores, "LOGIT_ELEMENTS", 4 * VOCABULARY + 1)
+    monkeypatch.setattr(lm_head, "LOGIT_ELEMENTS", 4 * VOCABULARY + 1)
     chunked = run()
     check_equal(chunked[0], whole[0], 1e-12)
     check_equal(chunked[1], whole[1], 1e-12)
@@ -71,7 +72,7 @@ def test_chunks_change_nothing(name, monkeypatch):
 def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
     """Neither forward nor backward holds logits of more rows than a chunk has, and none outlive their chunk."""
     rows = 4
-    monkeypatch.setattr(scores, "LOGIT_ELEMENTS", rows * VOCABULARY)
+    monkeypatch.setattr(lm_head, "LOGIT_ELEMENTS", rows * VOCABULARY)
     model = tiny_model("llama")
     # The weight's gradient has the other orientation, (vocabulary, hidden): it is not counted.
     with Logits() as watched:

@@ -20,7 +20,7 @@ from tiny_models import (
     tiny_model,
 )
 
-from flash_attn_dualkv.packing import pack_shared_prompts
+from flash_attn_dualkv import pack_shared_prompts
 
 # Sums in another order; the float32 inside norms and rotary embeddings is the same.
 ROUNDING = 1e-12

@@ -22,8 +22,8 @@ from tiny_models import (
     transformers,
 )
 
-from flash_attn_dualkv.integrations import guard
-from flash_attn_dualkv.packing import SharedPromptError, SharedPromptLayoutError
+from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError
+from flash_attn_dualkv.integrations.transformers import guard
 
 BATCH = MIXED.pack()
 LOST = "shared_prompt_layout: expected consumed by 2 attention layers, got "

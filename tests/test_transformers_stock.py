@@ -22,8 +22,8 @@ from tiny_models import (
     transformers,
 )
 
-from flash_attn_dualkv.integrations import masks
-from flash_attn_dualkv.packing import SharedPromptError
+from flash_attn_dualkv import SharedPromptError
+from flash_attn_dualkv.integrations.transformers import masks
 
 AttentionMaskInterface = transformers.masking_utils.AttentionMaskInterface
 sdpa_mask = transformers.masking_utils.sdpa_mask

@@ -15,7 +15,7 @@ from tiny_models import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from flash_attn_dualkv.packing import SharedPromptError
+from flash_attn_dualkv import SharedPromptError
 
 # Sizes and switches by the names that configurations have for them; those that a model does not know are ignored.
 OPTIONS = dict(

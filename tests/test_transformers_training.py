@@ -23,7 +23,7 @@ from tiny_models import (
     tiny_model,
 )
 
-from flash_attn_dualkv.packing import SharedPromptError
+from flash_attn_dualkv import SharedPromptError
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, ops
+from . import checks, ops, packed_ops
+from .errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
+from .layout import SharedPromptLayout
 
 _SHARED_NAMES = ("q", "k_context", "v_context", "k_decoded", "v_decoded")
 _PLAIN_NAMES = ("q", "k", "v")
+BACKENDS = ("auto", "cuda", "reference")
 
 
 def flash_attn_dualkv_varlen_func(
@@ -174,6 +177,134 @@ def flash_attn_varlen_func(
     segments, groups = ops.segment_tables(cu_seqlens_q, cu_seqlens_k, None, None, 0)
     out, lse = ops.forward(q, no_context, no_context, k, v, segments, groups, scale, causal, deterministic)
     return (out, lse, None) if return_attn_probs else out
+
+
+def shared_prompt_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SharedPromptLayout,
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+) -> Tensor:
+    """Causal attention of all prompts and all responses of a packed micro-batch; exact and differentiable.
+
+    A prompt's row sees the rows of its prompt up to itself, a response's row its whole prompt (the context of its
+    group) and the rows of its response up to itself: what every sequence would see with a copy of the prompt of its
+    own. One launch computes all groups, and autograd records one node. The gradients of a context's keys and values sum
+    over the prompt's own rows and all of its responses in float32 and are rounded once.
+
+    Args:
+        q: (T, H, d), float16 or bfloat16 (in the reference also float32 or float64); d a multiple of 8, at most 256.
+        k, v: (T, H_k, d); H is a multiple of H_k.
+        layout: where prompts and responses lie among the T rows, on the device of q.
+        softmax_scale: finite and > 0; 1 / sqrt(d) if None.
+        sliding_window: a row sees this many positions of its sequence, its own the last of them; None for all.
+        softcap: c > 0 replaces every scaled score s by c * tanh(s / c); None or 0 leaves them.
+        sinks: (H,) floating point, one score of each head that joins the softmax of every row and carries no value (the
+            `s_aux` of transformers); differentiable.
+        backend: "cuda" for the kernels, "reference" for the implementation in PyTorch, which is exact and bounded in
+            memory, but slow, and reads the layout back from a GPU; "auto" for the kernels on CUDA tensors and for the
+            reference on CPU tensors.
+        deterministic: gradients bit-identical from run to run, as in `flash_attn_dualkv_varlen_func`.
+
+    q, k and v have a contiguous last dimension, and views of one packed tensor are used without a copy, as in
+    `flash_attn_dualkv_varlen_func`; so is autocast.
+
+    Returns:
+        out (T, H, d), contiguous, in the dtype of q; 0 in padding rows.
+
+    Raises:
+        SharedPromptError (a ValueError), TypeError, ValueError: an argument is not as described.
+        SharedPromptUnsupportedError (also a NotImplementedError): a sliding window or a softcap with the CUDA kernels.
+            A window that is not smaller than the longest sequence restricts nothing and is accepted.
+        NotImplementedError: the head dimension of v is not that of q and k.
+        RuntimeError: CUDA tensors in an installation without the compiled module.
+    """
+    checks.check_are_tensors(_PLAIN_NAMES, (q, k, v))
+    checks.check_device("q", q)
+    q, k, v = autocast((q, k, v))
+    in_reference = _is_reference(backend, q)
+    checks.check_alike(_PLAIN_NAMES, (q, k, v), checks.CPU_DTYPES if in_reference else None)
+    checks.check_query_shape(q)
+    checks.check_pair_shape(q, "k", k, "v", v)
+    _check_layout(layout, q, k)
+    checks.check_flag("deterministic", deterministic)
+    scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
+    window = _resolve_window(sliding_window, layout)
+    cap = _resolve_softcap(softcap)
+    if not in_reference:
+        _refuse("sliding_window", window)
+        _refuse("softcap", cap)
+    if sinks is not None:
+        _check_sinks(sinks, q)
+    out, _ = packed_ops.attend(
+        q, k, v, sinks, layout.segments, layout.groups,
+        layout.num_context_tokens, scale, window, cap, in_reference, deterministic,
+    )  # fmt: skip
+    return out
+
+
+def _is_reference(backend: Any, q: Tensor) -> bool:
+    if backend not in BACKENDS:
+        raise SharedPromptError(checks.explain("backend", " or ".join(map(repr, BACKENDS)), repr(backend)))
+    if backend == "cuda" and not q.is_cuda:
+        raise SharedPromptError(checks.explain("backend", f"'auto' or 'reference' for {q.device} tensors", "'cuda'"))
+    return backend == "reference" or not q.is_cuda
+
+
+def _check_layout(layout: Any, q: Tensor, k: Tensor) -> None:
+    if not isinstance(layout, SharedPromptLayout):
+        raise TypeError(checks.explain("layout", "a SharedPromptLayout", type(layout).__name__))
+    tokens = layout.num_tokens
+    if q.shape[0] != tokens or k.shape[0] != tokens:
+        got = f"{q.shape[0]} in q, {k.shape[0]} in k"
+        raise SharedPromptLayoutError(checks.explain("layout", f"{tokens} rows, its num_tokens, in q and k", got))
+    if layout.segments.device != q.device:
+        expected = f"tensors on {q.device} as q, see layout.to()"
+        raise SharedPromptLayoutError(checks.explain("layout", expected, layout.segments.device))
+
+
+def _resolve_window(sliding_window: Any, layout: SharedPromptLayout) -> int | None:
+    """None for a window that hides nothing."""
+    if sliding_window is None:
+        return None
+    checks.check_length("sliding_window", sliding_window)
+    if sliding_window < 1:
+        raise SharedPromptError(checks.explain("sliding_window", "an int >= 1 or None", sliding_window))
+    return None if sliding_window >= layout.max_sequence else int(sliding_window)
+
+
+def _resolve_softcap(softcap: Any) -> float | None:
+    """None for no cap, which FlashAttention writes as 0."""
+    if softcap is None or softcap == 0.0:
+        return None
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        raise TypeError(checks.explain("softcap", "a float or None", type(softcap).__name__))
+    if not 0.0 < softcap < float("inf"):
+        raise SharedPromptError(checks.explain("softcap", "a finite number >= 0", softcap))
+    return float(softcap)
+
+
+def _refuse(name: str, value: object) -> None:
+    if value is not None:
+        expected = 'None for the CUDA kernels, which do not have it (backend="reference" does)'
+        raise SharedPromptUnsupportedError(checks.explain(name, expected, value))
+
+
+def _check_sinks(sinks: Any, q: Tensor) -> None:
+    checks.check_are_tensors(("sinks",), (sinks,))
+    if not sinks.is_floating_point():
+        raise TypeError(checks.explain("sinks", "a floating point tensor", sinks.dtype))
+    if sinks.shape != (q.shape[1],):
+        raise SharedPromptError(checks.explain("sinks", f"shape ({q.shape[1]},), the heads of q", tuple(sinks.shape)))
+    if sinks.device != q.device:
+        raise SharedPromptError(checks.explain("sinks", f"device {q.device} (as q)", sinks.device))
 
 
 def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

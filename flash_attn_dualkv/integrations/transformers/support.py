@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 from transformers import AttentionInterface
 
-from ..checks import explain
-from ..packing import SharedPromptError
+from ...checks import explain
+from ...errors import SharedPromptError
 
 # The attribute by which attention functions that take a layout are known.
 TAKES_LAYOUT = "dualkv_takes_layout"

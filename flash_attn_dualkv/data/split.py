@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .checks import explain
-from .shared_prompt import SharedPromptError
+from ..checks import explain
+from ..errors import SharedPromptError
 
 
 def split_by_token_budget(

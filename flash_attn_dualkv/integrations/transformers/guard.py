@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..checks import explain
-from ..packing import SharedPromptLayout, SharedPromptLayoutError
+from ...checks import explain
+from ...errors import SharedPromptLayoutError
+from ...layout import SharedPromptLayout
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .shared_prompt import HostLayout, SharedPromptLayout
+from ..layout import HostLayout, SharedPromptLayout
 from .transfer import SeparatelyPickled, ints, same_device, to_device
 
 IGNORED_LABEL = -100

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from ..checks import explain
-from ..packing import SharedPromptError
+from ...checks import explain
+from ...errors import SharedPromptError
 from . import guard
 
 # What masks of causal and sliding-window attention of packed rows are made of in transformers. Anything else (blocks,

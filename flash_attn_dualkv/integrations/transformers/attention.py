@@ -1,13 +1,4 @@
-"""Shared prompts in stock Hugging Face models: any causal LM whose attention runs through transformers' interface.
-
-    register()  # once, before the model is made
-    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="dualkv")
-    batch = pack_shared_prompts(prompts, responses)
-    logps, entropy = shared_prompt_forward(model, batch)
-
-`model(...)` itself works too: it passes `shared_prompt_layout=batch.layout` on to every attention layer. Without a
-layout (generate, evaluation, padded batches) the same model attends as a stock one. Needs transformers 4.57 or newer.
-"""
+"""Attention functions of transformers' interface that take a layout: names of our own, and stock names wrapped."""
 
 from __future__ import annotations
 
@@ -19,36 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, explain
-from ..packing import SharedPromptError, SharedPromptLayout, SharedPromptUnsupportedError, shared_prompt_attention
+from ...attention import BACKENDS, shared_prompt_attention
+from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, explain
+from ...errors import SharedPromptError, SharedPromptUnsupportedError
+from ...layout import SharedPromptLayout
 from . import guard
-from .forward import backbone_name, causal_lm_of, shared_prompt_forward
-from .guard import expect_shared_prompt
 from .masks import DeferredMask, deferred_mask
-from .support import (
-    TAKES_LAYOUT,
-    check_modules,
-    check_noise,
-    check_positions,
-    check_supported,
-    num_attention_layers,
-)
-
-__all__ = [
-    "check_supported",
-    "expect_shared_prompt",
-    "install_layout_hook",
-    "register",
-    "shared_prompt_forward",
-    "wrap",
-]
+from .support import TAKES_LAYOUT
 
 FALLBACKS = ("auto", "sdpa", "eager")
-BACKENDS = ("auto", "cuda", "reference")
 # Keyword arguments of attention functions that do not change what a token attends to. Others are refused: an argument
 # that is ignored here might be a mask or a bias of the model.
 _HARMLESS = frozenset(
@@ -137,85 +110,6 @@ def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa
         stock_mask = AttentionMaskInterface._global_mapping.get(name)
         if stock_mask is not None:
             AttentionMaskInterface.register(name, _wrapped_mask(stock_mask))
-
-
-def install_layout_hook(model: nn.Module) -> LayoutHook:
-    """Guard every forward of a model that has a layout, and pass the layout on to its backbone.
-
-    The layout is the keyword argument `shared_prompt_layout` or, if something between the caller and the model drops
-    unknown arguments, that of the enclosing `expect_shared_prompt`. The backbone (`model.model` of a causal LM) gets it
-    even if the causal LM around it drops it. Install it before the model is wrapped or sharded.
-
-    Args:
-        model: a causal LM or its backbone, adapters included.
-
-    Returns:
-        A handle whose `remove()` takes the hook away.
-
-    Raises:
-        SharedPromptError: the model is not supported; see `check_supported`. From a forward: dropout.
-        SharedPromptLayoutError: from a forward, when an attention layer has not consumed the layout.
-    """
-    stock = causal_lm_of(model)
-    check_supported(stock.config)
-    check_modules(stock)
-    layers = num_attention_layers(stock.config)
-    name = backbone_name(stock)
-    modules = [stock] if name is None else [stock, getattr(stock, name)]
-    check_positions(modules[-1])
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        hook.end_interrupted(module)
-        layout, outer = kwargs.get("shared_prompt_layout"), guard.current()
-        if layout is not None and outer is None:
-            guard.begin(layout, layers, owner=(hook, module))
-        if layout is not None or outer is not None:
-            check_noise(module)
-        if layout is None and outer is not None:
-            return args, {**kwargs, "shared_prompt_layout": outer.layout}
-        return None
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        expectation = guard.current()
-        if expectation is None or expectation.owner != (hook, module):
-            return
-        guard.end(expectation)
-        # Without an output the forward has raised; its error says more than the count.
-        if output is not None:
-            expectation.check()
-
-    hook = LayoutHook()
-    for one in modules:
-        hook.add(one.register_forward_pre_hook(before, with_kwargs=True))
-        hook.add(one.register_forward_hook(after, always_call=True))
-    return hook
-
-
-class LayoutHook:
-    """What `install_layout_hook` has installed."""
-
-    def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
-
-    def add(self, handle: RemovableHandle) -> None:
-        self._handles.append(handle)
-
-    def end_interrupted(self, module: nn.Module) -> None:
-        """Forget the expectations of forwards that have not come to their end: PyTorch runs no hook after Ctrl-C.
-
-        `module` begins a forward; it cannot be inside another one of its own, nor of a module that lies within it.
-        """
-        while (expectation := guard.current()) is not None:
-            owner = expectation.owner
-            is_own = isinstance(owner, tuple) and owner[0] is self and any(one is owner[1] for one in module.modules())
-            if not is_own:
-                return
-            guard.end(expectation)
-
-    def remove(self) -> None:
-        """Take it away again."""
-        for handle in self._handles:
-            handle.remove()
 
 
 # --- with a layout ----------------------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..checks import explain
-from ..packing import SharedPromptBatch, SharedPromptError
+from ...checks import explain
+from ...data.batch import SharedPromptBatch
+from ...errors import SharedPromptError
+from ..lm_head import rows_of_a_chunk, score_in_chunks
 from .guard import expect_shared_prompt
-from .scores import rows_of_a_chunk, score_in_chunks
 from .support import (
     check_attention,
     check_modules,

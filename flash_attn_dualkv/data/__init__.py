@@ -1,0 +1,1 @@
+"""Samples into packed micro-batches and back: packing, unpacking, and which samples go into which micro-batch."""

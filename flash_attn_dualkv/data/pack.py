@@ -1,0 +1,219 @@
+"""Packing of prompts with many responses into one row that holds each prompt once, and the way back.
+
+    batch = pack_shared_prompts(prompts, responses)     # or pack_padded, pack_jagged
+    logits = model(batch.input_ids, batch.position_ids, ...)      # attention: shared_prompt_attention(.., batch.layout)
+    logprobs = unpack_logprobs(values_of_the_response_tokens, batch)
+
+Samples are grouped by the equality of their prompts' tokens, in whatever order they come, and everything that comes
+back is in their original order. The tokens are copied to the host once, for grouping; a few numbers for each sample go
+back in one copy, and what they mean for each token is worked out on the device.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import check_flag, explain
+from ..errors import SharedPromptError
+from .batch import PackedRow, Samples, SharedPromptBatch
+from .samples import (
+    Ones,
+    Tokens,
+    all_tokens,
+    check_group_ids,
+    check_ids,
+    fetch,
+    given_lengths,
+    group,
+    groups_of,
+    joined,
+    prompt_bytes,
+    prompt_lengths,
+    selected,
+)
+
+BOUNDARIES = ("replicate", "gather")
+
+
+def pack_shared_prompts(
+    prompts: Sequence[Tokens],
+    responses: Sequence[Tokens],
+    *,
+    group_ids: Iterable[Hashable] | None = None,
+    **options: Any,
+) -> SharedPromptBatch:
+    """Pack one prompt and one response per sample, each prompt once for all samples that have it.
+
+    Args:
+        prompts: B sequences of token ids, 1-D integer tensors of one device or Python sequences; none empty.
+        responses: B of them; a response may be empty.
+        group_ids: (B,) hashable values or an integer tensor: samples share a prompt where their ids are equal, and
+            their prompts are then checked to be equal. Needed where equal tokens do not mean equal prompts (images).
+            None: by the tokens. A prompt that is only the beginning of another is another prompt.
+        boundary: "replicate" puts the last prompt token before each response instead of at the context's end, so that a
+            response's rows score all of its tokens (context = prompt[:-1], decoded = prompt[-1:] + response). "gather"
+            keeps the prompt whole (context = prompt, decoded = response); its last row scores every first token.
+        drop_last: leave out the last token of each response, whose logits nobody reads. It still has its label, but a
+            model that shifts input_ids itself would not see it.
+        max_responses_per_group: groups with more are split into several; None for no limit.
+        pad_to_multiple_of: pad the row to a multiple of this; None for no padding.
+        device: of the batch; None for that of the tokens.
+
+    Raises:
+        SharedPromptError: an empty prompt, unequal numbers of prompts and responses, ids that are no 1-D integers,
+            samples of one group id with different prompts, or an option that is not as described.
+    """
+    if len(prompts) != len(responses):
+        raise SharedPromptError(explain("responses", f"{len(prompts)} of them (as prompts)", len(responses)))
+    given = all_tokens([*chain.from_iterable(zip(prompts, responses))], ("prompts", "responses"))
+    tokens = joined(given)
+    (fetched,), ids = fetch([tokens], group_ids)
+    lengths = [*map(Tensor.numel, given)]
+    prompt_lens, response_lens = lengths[::2], lengths[1::2]
+    keys = prompt_bytes(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens)
+    return _pack(Samples(tokens, keys, prompt_lens, response_lens), ids, **options)
+
+
+def pack_padded(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    prompt_length: int | Sequence[int] | Tensor,
+    *,
+    group_ids: Iterable[Hashable] | None = None,
+    **options: Any,
+) -> SharedPromptBatch:
+    """Pack a padded (B, S) batch as Hugging Face and TRL make it. Padding is what the mask says, whatever the token.
+
+    Args:
+        input_ids: (B, S) integers.
+        attention_mask: (B, S) of 0 and 1 (or bool), 0 for padding.
+        prompt_length: the number of leading columns that hold the prompts, in each of which, and in the columns behind
+            them, the real tokens stand together on either side; or (B,) numbers of prompt tokens, for rows whose real
+            tokens stand together and begin with the prompt.
+        group_ids, options: as for `pack_shared_prompts`.
+
+    Raises:
+        SharedPromptError: as there; a mask with holes.
+    """
+    check_ids("input_ids", input_ids, 2)
+    check_ids("attention_mask", attention_mask, 2, (torch.bool,))
+    if attention_mask.shape != input_ids.shape:
+        expected = f"shape {tuple(input_ids.shape)} (as input_ids)"
+        raise SharedPromptError(explain("attention_mask", expected, tuple(attention_mask.shape)))
+    given = given_lengths("prompt_length", prompt_length)
+    parts = {"attention_mask": attention_mask}
+    if not given and hasattr(prompt_length, "__index__"):
+        columns = operator.index(prompt_length)
+        if not 0 <= columns <= input_ids.shape[1]:
+            raise SharedPromptError(explain("prompt_length", f"0 .. {input_ids.shape[1]} columns", columns))
+        prompts, responses = attention_mask[:, :columns], attention_mask[:, columns:]
+        parts = {"attention_mask (prompts)": prompts, "attention_mask (responses)": responses}
+    # The host needs some numbers of each row, not the mask.
+    counts = torch.stack([one for mask in parts.values() for one in Ones.numbers(mask)])
+    (ids, counted, *fetched), labels = fetch([input_ids, counts, *given], group_ids)
+    ones = [Ones(*numbers) for numbers in counted.view(len(parts), len(Ones._fields), len(input_ids)).tolist()]
+    for name, one in zip(parts, ones):
+        one.check(name)
+    totals = ones[0].lengths
+    if len(ones) == 2:
+        prompt_lens, response_lens = totals, ones[1].lengths
+    else:
+        prompt_lens = prompt_lengths("prompt_length", prompt_length, fetched, totals)
+        response_lens = [total - length for total, length in zip(totals, prompt_lens)]
+    rows = range(0, ids.numel(), max(1, input_ids.shape[1]))
+    keys = prompt_bytes(ids, map(int.__add__, rows, ones[0].begins), prompt_lens)
+    tokens = selected(input_ids, attention_mask, sum(prompt_lens) + sum(response_lens))
+    return _pack(Samples(tokens, keys, prompt_lens, response_lens), labels, **options)
+
+
+def pack_jagged(
+    input_ids: Tensor,
+    prompt_lens: Sequence[int] | Tensor,
+    *,
+    group_ids: Iterable[Hashable] | None = None,
+    **options: Any,
+) -> SharedPromptBatch:
+    """Pack a nested tensor of sequences that begin with their prompts, as verl keeps them.
+
+    Args:
+        input_ids: nested (B, P_i + R_i) integers in the jagged layout, contiguous.
+        prompt_lens: (B,) P_i.
+        group_ids, options: as for `pack_shared_prompts`.
+
+    Raises:
+        SharedPromptError: as there; no jagged tensor; a prompt longer than its sequence.
+    """
+    if not isinstance(input_ids, Tensor) or not input_ids.is_nested or input_ids.layout != torch.jagged:
+        got = type(input_ids).__name__
+        raise SharedPromptError(explain("input_ids", "a nested tensor with torch.jagged layout", got))
+    nested: Any = input_ids  # a type checker knows nothing of its methods
+    if nested.dim() != 2 or nested.lengths() is not None:
+        got = f"{nested.dim()} dimensions, {'no ' if nested.lengths() is None else ''}gaps"
+        raise SharedPromptError(explain("input_ids", "2 dimensions and no gaps between the sequences", got))
+    check_ids("input_ids", nested.values(), 1)
+    given = given_lengths("prompt_lens", prompt_lens)
+    (tokens, offsets, *fetched), labels = fetch([nested.values(), nested.offsets(), *given], group_ids)
+    totals = offsets.diff().tolist()
+    lengths = prompt_lengths("prompt_lens", prompt_lens, fetched, totals)
+    begin, end = (int(offsets[at]) for at in (0, -1))
+    response_lens = [total - length for total, length in zip(totals, lengths)]
+    keys = prompt_bytes(tokens, offsets.tolist(), lengths)
+    return _pack(Samples(nested.values()[begin:end], keys, lengths, response_lens), labels, **options)
+
+
+def group_by_prompt(
+    prompts: Sequence[Tokens], *, group_ids: Iterable[Hashable] | None = None, verify: bool = True
+) -> list[list[int]]:
+    """Which samples have the same prompt: lists of their indices, in the order of their first samples.
+
+    Args:
+        prompts, group_ids: as for `pack_shared_prompts`.
+        verify: whether to check that the prompts of a group id are equal; without it their tokens are not looked at.
+
+    Raises:
+        SharedPromptError: an empty prompt; samples of one group id with different prompts.
+    """
+    if len(prompts) == 0:
+        return []
+    given = all_tokens([*prompts], ("prompts",))
+    if group_ids is not None and not verify:
+        _, ids = fetch([], group_ids)
+        return groups_of(check_group_ids(ids, len(given)))
+    (tokens,), ids = fetch([joined(given)], group_ids)
+    lengths = [*map(Tensor.numel, given)]
+    return group(prompt_bytes(tokens, [*accumulate(lengths, initial=0)], lengths), ids)
+
+
+@torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
+def _pack(
+    samples: Samples,
+    group_ids: Sequence[Hashable] | None,
+    *,
+    boundary: str = "replicate",
+    drop_last: bool = False,
+    max_responses_per_group: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    device: torch.device | str | None = None,
+) -> SharedPromptBatch:
+    if boundary not in BOUNDARIES:
+        raise SharedPromptError(explain("boundary", " or ".join(map(repr, BOUNDARIES)), repr(boundary)))
+    for name, value in (
+        ("max_responses_per_group", max_responses_per_group),
+        ("pad_to_multiple_of", pad_to_multiple_of),
+    ):
+        if value is not None and (not hasattr(value, "__index__") or value < 1):
+            raise SharedPromptError(explain(name, "an int >= 1 or None", repr(value)))
+    check_flag("drop_last", drop_last)
+    groups = group(samples.prompts, group_ids)
+    if max_responses_per_group is not None:
+        step = max_responses_per_group
+        groups = [members[at : at + step] for members in groups for at in range(0, len(members), step)]
+    row = PackedRow.build(samples, groups, 1 if boundary == "replicate" else 0, drop_last, pad_to_multiple_of or 1)
+    device = samples.tokens.device if device is None else torch.device(device)
+    return row.to_batch(samples, device)

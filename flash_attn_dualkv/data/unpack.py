@@ -1,0 +1,65 @@
+"""Values of response tokens from the packed order into the shapes that trainers hold them in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import explain
+from ..errors import SharedPromptError
+from .batch import SharedPromptBatch
+
+
+def unpack_logprobs(
+    values: Tensor, batch: SharedPromptBatch, *, fill: float = 0.0, per_row: bool | None = None
+) -> Tensor:
+    """Values of the response tokens as a padded tensor in the samples' original order; differentiable.
+
+    Args:
+        values: (sum R,) one for each response token, in the order of `token_index`; or (T,) one for each packed row, of
+            which a response token takes that of the row that scores it. A leading dimension of size 1 is ignored.
+        batch: where they come from.
+        fill: what stands behind the responses.
+        per_row: which of the two `values` is; None: as its length says.
+
+    Returns:
+        (B, max R) in the dtype of `values`.
+
+    Raises:
+        SharedPromptError: `values` has neither length, or has both and per_row is None.
+    """
+    values = _of_response_tokens(values, batch, per_row)
+    samples, longest = len(batch.response_lens), max(batch.response_lens)
+    filled = values.new_full((samples * longest,), fill)
+    return filled.index_put((batch.padded_index,), values).view(samples, longest)
+
+
+def unpack_to_jagged(values: Tensor, batch: SharedPromptBatch, *, per_row: bool | None = None) -> Tensor:
+    """Values of the response tokens as a nested tensor of whole sequences, as verl's losses read them; differentiable.
+
+    Args:
+        values, batch, per_row: as for `unpack_logprobs`.
+
+    Returns:
+        nested (B, P_i + R_i): the value of response token j stands at P_i - 1 + j, where a model's unshifted output
+        scores it; 0 elsewhere.
+    """
+    values = _of_response_tokens(values, batch, per_row)
+    rows = values.new_zeros((batch.num_replicated_tokens,)).index_put((batch.jagged_index,), values)
+    longest = max(map(int.__add__, batch.prompt_lens, batch.response_lens))
+    shortest = min(map(int.__add__, batch.prompt_lens, batch.response_lens))
+    return torch.nested.nested_tensor_from_jagged(rows, batch.jagged_offsets, min_seqlen=shortest, max_seqlen=longest)
+
+
+def _of_response_tokens(values: Tensor, batch: SharedPromptBatch, per_row: bool | None) -> Tensor:
+    if values.dim() == 2 and values.shape[0] == 1:
+        values = values[0]
+    tokens, rows = sum(batch.response_lens), batch.layout.num_tokens
+    if per_row is None:
+        if tokens == rows > 0 and values.shape == (rows,):
+            raise SharedPromptError(explain("per_row", f"a bool, as {rows} values fit rows and response tokens", None))
+        per_row = values.shape == (rows,)
+    if values.shape != (rows if per_row else tokens,):
+        expected = f"{rows} values, one for each row" if per_row else f"{tokens} (response tokens) or {rows} (rows)"
+        raise SharedPromptError(explain("values", expected, f"shape {tuple(values.shape)}"))
+    return values[batch.token_index] if per_row else values

@@ -1,0 +1,15 @@
+"""What the shared-prompt functions raise."""
+
+from __future__ import annotations
+
+
+class SharedPromptError(ValueError):
+    """An argument of the shared-prompt functions is not as described; the message says what was expected and got."""
+
+
+class SharedPromptLayoutError(SharedPromptError):
+    """A layout does not fit the tensors or the model that it was passed to."""
+
+
+class SharedPromptUnsupportedError(SharedPromptError, NotImplementedError):
+    """The chosen backend does not have an option; the message names both."""

@@ -1,0 +1,25 @@
+"""Shared prompts in stock Hugging Face models: any causal LM whose attention runs through transformers' interface.
+
+    register()  # once, before the model is made
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="dualkv")
+    batch = pack_shared_prompts(prompts, responses)
+    logps, entropy = shared_prompt_forward(model, batch)
+
+`model(...)` itself works too: it passes `shared_prompt_layout=batch.layout` on to every attention layer. Without a
+layout (generate, evaluation, padded batches) the same model attends as a stock one. Needs transformers 4.57 or newer.
+"""
+
+from .attention import register, wrap
+from .forward import shared_prompt_forward
+from .guard import expect_shared_prompt
+from .hook import install_layout_hook
+from .support import check_supported
+
+__all__ = [
+    "check_supported",
+    "expect_shared_prompt",
+    "install_layout_hook",
+    "register",
+    "shared_prompt_forward",
+    "wrap",
+]

@@ -1,0 +1,91 @@
+"""The hook that brings a layout to a model's backbone and sees that every attention layer has got it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from . import guard
+from .forward import backbone_name, causal_lm_of
+from .support import check_modules, check_noise, check_positions, check_supported, num_attention_layers
+
+
+def install_layout_hook(model: nn.Module) -> LayoutHook:
+    """Guard every forward of a model that has a layout, and pass the layout on to its backbone.
+
+    The layout is the keyword argument `shared_prompt_layout` or, if something between the caller and the model drops
+    unknown arguments, that of the enclosing `expect_shared_prompt`. The backbone (`model.model` of a causal LM) gets it
+    even if the causal LM around it drops it. Install it before the model is wrapped or sharded.
+
+    Args:
+        model: a causal LM or its backbone, adapters included.
+
+    Returns:
+        A handle whose `remove()` takes the hook away.
+
+    Raises:
+        SharedPromptError: the model is not supported; see `check_supported`. From a forward: dropout.
+        SharedPromptLayoutError: from a forward, when an attention layer has not consumed the layout.
+    """
+    stock = causal_lm_of(model)
+    check_supported(stock.config)
+    check_modules(stock)
+    layers = num_attention_layers(stock.config)
+    name = backbone_name(stock)
+    modules = [stock] if name is None else [stock, getattr(stock, name)]
+    check_positions(modules[-1])
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        hook.end_interrupted(module)
+        layout, outer = kwargs.get("shared_prompt_layout"), guard.current()
+        if layout is not None and outer is None:
+            guard.begin(layout, layers, owner=(hook, module))
+        if layout is not None or outer is not None:
+            check_noise(module)
+        if layout is None and outer is not None:
+            return args, {**kwargs, "shared_prompt_layout": outer.layout}
+        return None
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        expectation = guard.current()
+        if expectation is None or expectation.owner != (hook, module):
+            return
+        guard.end(expectation)
+        # Without an output the forward has raised; its error says more than the count.
+        if output is not None:
+            expectation.check()
+
+    hook = LayoutHook()
+    for one in modules:
+        hook.add(one.register_forward_pre_hook(before, with_kwargs=True))
+        hook.add(one.register_forward_hook(after, always_call=True))
+    return hook
+
+
+class LayoutHook:
+    """What `install_layout_hook` has installed."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def add(self, handle: RemovableHandle) -> None:
+        self._handles.append(handle)
+
+    def end_interrupted(self, module: nn.Module) -> None:
+        """Forget the expectations of forwards that have not come to their end: PyTorch runs no hook after Ctrl-C.
+
+        `module` begins a forward; it cannot be inside another one of its own, nor of a module that lies within it.
+        """
+        while (expectation := guard.current()) is not None:
+            owner = expectation.owner
+            is_own = isinstance(owner, tuple) and owner[0] is self and any(one is owner[1] for one in module.modules())
+            if not is_own:
+                return
+            guard.end(expectation)
+
+    def remove(self) -> None:
+        """Take it away again."""
+        for handle in self._handles:
+            handle.remove()
