@@ -1,8 +1,15 @@
-"""Breaks the sources on purpose, one line at a time, and demands that the named tests notice.
+"""Breaks the sources on purpose, one place at a time, and demands that the named tests notice.
 
     python tests/mutants.py              all mutants; those of the kernels need a GPU and a compiler
-    python tests/mutants.py --cpu        the mutants of geometry and Python that tests must catch on any machine
-    python tests/mutants.py --list
+    python tests/mutants.py --cpu        those that tests must catch on any machine
+    python tests/mutants.py --only TEXT  those with this in their name or file, such as csrc/sm90
+
+The mutants are in mutants.txt:
+
+    @ a file of tests | pytest's -k (or neither), for those that follow
+    # source: what the change does
+    - text that stands once in the source
+    + what takes its place (without such a line nothing)
 
 The tree is copied to a temporary folder first. For the kernels it is built there with one head dim alone, and again
 after each change; the unchanged build must pass the same tests.
@@ -17,21 +24,66 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from hopper_mutations import HOPPER_MUTANTS
-from kernel_mutations import PORTABLE_MUTANTS, SHARED_MUTANTS
-from mutations import GEOMETRY_MUTANTS, Mutant
-from python_mutations import PYTHON_MUTANTS
-
 ROOT = Path(__file__).resolve().parent.parent
+TABLE = Path(__file__).with_suffix(".txt")
 FOLDERS = ("benchmarks", "csrc", "flash_attn_dualkv", "tests", "tools")
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
 IGNORED = shutil.ignore_patterns("*.so", "__pycache__", "results")
+COMPILED_FOR_THE_HOST = ("tests/test_geometry.py", "tests/test_block_order.py", "tests/test_work_list.py")
 TEST_SECONDS = 600  # a mutant that hangs is caught, too
 
-MUTANTS = [*GEOMETRY_MUTANTS, *PYTHON_MUTANTS, *SHARED_MUTANTS, *PORTABLE_MUTANTS, *HOPPER_MUTANTS]
+
+@dataclass
+class Mutant:
+    """`old`, which stands once in `file`, becomes `new`; then the tests selected in the file `tests` must fail."""
+
+    name: str
+    file: str
+    tests: str
+    select: str = ""  # pytest's -k
+    old: str = ""
+    new: str = ""
+
+    @property
+    def needs_gpu(self) -> bool:
+        return not self.file.endswith(".py") and self.tests not in COMPILED_FOR_THE_HOST
+
+    @property
+    def head_dim(self) -> int:
+        """The one to build for tests of kernels: configurations are named after theirs."""
+        return 256 if "256-" in self.select else 64
+
+    def apply(self, root: Path) -> str:
+        """Changes the file and returns its former text. ValueError unless the old text stands there exactly once."""
+        path = root / self.file
+        text = path.read_text()
+        if not self.old or text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {text.count(self.old)} places in {self.file} have the text, expected 1")
+        path.write_text(text.replace(self.old, self.new))
+        return text
+
+
+def read_mutants(text: str) -> list[Mutant]:
+    """The mutants of a table in the format of mutants.txt."""
+    mutants: list[Mutant] = []
+    tests = select = ""
+    for line in text.splitlines():
+        kind, rest = line[:2], line[2:]
+        if kind == "@ ":
+            tests, _, select = rest.partition(" | ")
+        elif kind == "# ":
+            file, _, name = rest.partition(": ")
+            mutants.append(Mutant(name, file, tests, select))
+        elif kind == "- ":
+            mutants[-1].old = "\n".join(filter(None, [mutants[-1].old, rest]))
+        elif kind == "+ ":
+            mutants[-1].new = "\n".join(filter(None, [mutants[-1].new, rest]))
+        elif line:
+            raise ValueError(f"expected a line with @, #, - or +, got {line!r}")
+    return mutants
 
 
 class Tree:
@@ -54,6 +106,7 @@ class Tree:
     def test(self, tests: str, select: str) -> str:
         """What pytest says: "passed", "failed", "hung", or "broken" where it could not run the tests at all."""
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests]
+        command += ["--noconftest"] if tests in COMPILED_FOR_THE_HOST else []  # these need no torch
         command += ["-k", select] if select else []
         try:
             result = subprocess.run(
@@ -68,9 +121,7 @@ class Tree:
 
     def verdict(self, mutant: Mutant) -> str:
         """Applies the mutant, builds, tests, and takes it back."""
-        path = self.root / mutant.file
-        original = path.read_text()
-        path.write_text(mutant.broken(self.root))
+        original = mutant.apply(self.root)
         try:
             if mutant.needs_gpu:
                 self.build()
@@ -79,13 +130,8 @@ class Tree:
             print(f"{error.stdout}{error.stderr}"[-3000:], file=sys.stderr)
             outcome = "does not compile"
         finally:
-            path.write_text(original)
+            (self.root / mutant.file).write_text(original)
         return {"failed": "caught", "hung": "caught", "passed": "SURVIVED"}.get(outcome, outcome.upper())
-
-    def baseline(self, mutants: Iterable[Mutant]) -> list[str]:
-        """Selections of tests that the unchanged tree does not pass."""
-        selections = sorted({(mutant.tests, mutant.select) for mutant in mutants})
-        return [f"{tests} -k '{select}'" for tests, select in selections if self.test(tests, select) != "passed"]
 
 
 def has_hopper() -> bool:
@@ -101,45 +147,35 @@ def count_missed(mutants: list[Mutant], head_dim: int) -> int:
         if any(mutant.needs_gpu for mutant in mutants):
             print(f"building the unchanged tree for head dim {head_dim}", flush=True)
             tree.build()
-        failing = tree.baseline(mutants)
-        if failing:
-            print("the unchanged tree does not pass: " + "; ".join(failing))
-            return len(mutants)
+        for tests, select in sorted({(mutant.tests, mutant.select) for mutant in mutants}):
+            if tree.test(tests, select) != "passed":
+                print(f"the unchanged tree does not pass {tests} -k '{select}'")
+                return len(mutants)
         missed = 0
         for mutant in mutants:
             started = time.monotonic()
             verdict = tree.verdict(mutant)
             missed += verdict != "caught"
-            print(f"{verdict:<18}{time.monotonic() - started:6.0f} s  {mutant.name}", flush=True)
+            print(f"{verdict:<18}{time.monotonic() - started:6.0f} s  {mutant.file}: {mutant.name}", flush=True)
         return missed
-
-
-def run_mutants(mutants: list[Mutant]) -> int:
-    """The mutants that this machine can run, by the head dim that they need. Returns the exit status."""
-    hopper = has_hopper()
-    chosen = [mutant for mutant in mutants if hopper or not mutant.needs_hopper]
-    if len(chosen) < len(mutants):
-        print(f"{len(mutants) - len(chosen)} mutants need a GPU of compute capability 9.x and are left out")
-    missed = 0
-    for head_dim in sorted({mutant.head_dim for mutant in chosen}):
-        missed += count_missed([mutant for mutant in chosen if mutant.head_dim == head_dim], head_dim)
-    print(f"{len(chosen) - missed} of {len(chosen)} mutants caught")
-    return int(missed > 0)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="only what needs no GPU")
-    parser.add_argument("--list", action="store_true", help="print the names and stop")
-    parser.add_argument("--only", metavar="TEXT", help="mutants with this in their name or file, such as csrc/sm90")
+    parser.add_argument("--only", metavar="TEXT", default="", help="mutants with this in their name or file")
     arguments = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if not (arguments.cpu and mutant.needs_gpu)]
-    if arguments.only:
-        chosen = [mutant for mutant in chosen if arguments.only in f"{mutant.file} {mutant.name}"]
-    if arguments.list:
-        print("\n".join(f"{'gpu' if mutant.needs_gpu else 'cpu'}  {mutant.name}" for mutant in chosen))
-        return 0
-    return run_mutants(chosen)
+    mutants = [one for one in read_mutants(TABLE.read_text()) if arguments.only in f"{one.file}: {one.name}"]
+    if arguments.cpu:
+        mutants = [mutant for mutant in mutants if not mutant.needs_gpu]
+    elif not has_hopper():
+        print("no GPU of compute capability 9.x: without the mutants of its kernels")
+        mutants = [mutant for mutant in mutants if "sm90" not in mutant.select]
+    missed = 0
+    for head_dim in sorted({mutant.head_dim for mutant in mutants}):
+        missed += count_missed([mutant for mutant in mutants if mutant.head_dim == head_dim], head_dim)
+    print(f"{len(mutants) - missed} of {len(mutants)} mutants caught")
+    return int(missed > 0)
 
 
 if __name__ == "__main__":
