@@ -9,8 +9,6 @@ DUALKV_ARCHS        compute capabilities to build for, such as "80;90"; default:
                     newer GPUs.
 DUALKV_HEAD_DIMS    head dims to build, such as "64,128"; default: 64,96,128,192,256.
 DUALKV_PURE_PYTHON  1: install only the CPU implementation, whatever is found.
-DUALKV_JITTER       1: kernels that pause at random in front of their barriers; tests/jitter.py looks for races with
-                    such a build.
 MAX_JOBS            compilations at a time; default: what cores and free memory allow.
 CUDA_HOME, CXX      the CUDA toolkit and the C++ compiler to use.
 

@@ -64,15 +64,6 @@ def test_a_choice_that_nobody_made_is_announced():
     assert plan({"DUALKV_ARCHS": "90"}, torch_build()).notice == ""
 
 
-def test_kernels_that_pause_at_random_are_announced():
-    for value in ("", "0"):
-        quiet = plan({"DUALKV_ARCHS": "90", "DUALKV_JITTER": value}, torch_build())
-        assert isinstance(quiet, CudaBuild) and not quiet.jitter and quiet.notice == ""
-    result = plan({"DUALKV_ARCHS": "90", "DUALKV_JITTER": "1"}, torch_build())
-    assert isinstance(result, CudaBuild) and result.jitter
-    assert "Unset it for all other uses" in result.notice
-
-
 @pytest.mark.parametrize(
     ("env", "torch", "nvcc", "platform", "reason"),
     [
@@ -106,7 +97,6 @@ def test_a_pure_python_installation_says_why_and_how_to_change_it(env, torch, nv
         ({"DUALKV_HEAD_DIMS": "64,80"}, torch_build(), NVCC13, "expected some of 64, 96, 128, 192, 256, got '64,80'"),
         ({"DUALKV_HEAD_DIMS": "x"}, torch_build(cuda=None), None, "DUALKV_HEAD_DIMS: expected"),
         ({"DUALKV_ARCHS": "90", "DUALKV_PURE_PYTHON": "1"}, torch_build(), NVCC13, "unset one of them"),
-        ({"DUALKV_JITTER": "1"}, torch_build(cuda=None), NVCC13, "DUALKV_JITTER asks for CUDA kernels, but .* without"),
     ],
 )
 def test_what_cannot_be_built_is_an_error_that_names_the_fix(env, torch, nvcc, message):
@@ -344,34 +334,17 @@ def test_the_extension_compiles_every_source_and_knows_what_it_contains(tmp_path
     assert "/torch" not in commands["segment_tables.cu"]
 
 
-def test_the_jitter_reaches_every_kernel_source_and_what_was_compiled_without_it_is_compiled_again(
-    tmp_path, monkeypatch
-):
-    names = [
-        "api.cpp",
-        "kernels/segment_tables.cu",
-        "instances/sm90_forward_d64_fp16.cu",
-        "instances/sm80_forward_d64_fp16.cu",
-    ]
-    root = source_tree(tmp_path, names)
+def test_flags_that_nvcc_takes_from_the_environment_compile_a_kernel_again(tmp_path, monkeypatch):
+    """As tests/jitter.py builds with them."""
+    root = source_tree(tmp_path, ["instances/sm90_forward_d64_fp16.cu"])
     compiler = fake_nvcc(tmp_path / "cuda/bin/nvcc", "13.0")
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\ntouch "$last" "${last%.o}.d"\n')
     monkeypatch.setattr(Nvcc, "home", tmp_path / "cuda")
-    compiler.write_text('#!/bin/sh\nfor last; do :; done\necho "$@" >"$last"\nexec touch "${last%.o}.d"\n')
-    nvcc = Nvcc(compiler, (13, 0))
-    monkeypatch.setattr(Nvcc, "include_dirs", lambda self: [tmp_path])
-
-    def kernel_steps(jitter: bool) -> list[CompileStep]:
-        steps = extension.compile_steps(root, CudaBuild(torch_build(), nvcc, ("90",), (64,), jitter=jitter))
-        assert not any("JITTER" in part for part in steps[0].command), "the host sources have nothing to do with it"
-        return [step for step in steps if step.command[-1].endswith(".cu")]
-
-    assert len(kernel_steps(True)) == 3
-    for jitter in (False, True, False):
-        for step in kernel_steps(jitter):
-            assert ("-DDUALKV_JITTER" in step.command) == jitter
-            assert step.run(), "compiled without the flag, or with it, is not compiled"
-            assert ("-DDUALKV_JITTER" in step.output.read_text()) == jitter
-            assert not step.run()
+    for flags in ("", "-DDUALKV_JITTER", ""):
+        monkeypatch.setenv("NVCC_APPEND_FLAGS", flags)
+        ((_, step),) = extension.kernel_steps(root, Nvcc(compiler, (13, 0)), ("90",))
+        assert step.run()
+        assert not step.run()
 
 
 def test_no_sources_for_the_chosen_head_dims_is_an_error(tmp_path):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from toolchain import BuildError, Nvcc, arch_for_gpu, find_nvcc, parse_archs, parse_head_dims, pip_toolkit
 
 DEFAULT_ARCHS = ("80", "90")
 PURE_KNOB = "DUALKV_PURE_PYTHON"
-JITTER_KNOB = "DUALKV_JITTER"
 
 
 @dataclass(frozen=True)
@@ -28,17 +27,13 @@ class TorchBuild:
 
 @dataclass(frozen=True)
 class CudaBuild:
-    """Build the extension: machine code for `archs` (empty: only PTX) and `head_dims`.
-
-    `jitter` makes the Hopper kernels pause at random in front of their barriers (csrc/ptx/jitter.h).
-    """
+    """Build the extension: machine code for `archs` (empty: only PTX) and `head_dims`."""
 
     torch: TorchBuild
     nvcc: Nvcc
     archs: tuple[str, ...]
     head_dims: tuple[int, ...]
     notice: str = ""
-    jitter: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,29 +71,9 @@ def plan_build(
     platform: str = sys.platform,
 ) -> CudaBuild | PureBuild:
     """What to build on this machine with these settings. Raises BuildError, whose message says what to do."""
-    plan = _plan(env, probe, locate, platform)
-    if not _is_set(env, JITTER_KNOB):
-        return plan
-    if isinstance(plan, PureBuild):
-        raise BuildError(f"{JITTER_KNOB} asks for CUDA kernels, but there will be none: {plan.notice}")
-    warning = f"{JITTER_KNOB} is set: these kernels pause at random, to find races. Unset it for all other uses."
-    return replace(plan, jitter=True, notice=f"{plan.notice} {warning}".strip())
-
-
-def _is_set(env: Mapping[str, str], knob: str) -> bool:
-    return env.get(knob, "") not in ("", "0")
-
-
-def _plan(
-    env: Mapping[str, str],
-    probe: Callable[[], TorchBuild | None],
-    locate: Callable[[str], Nvcc | None],
-    platform: str,
-) -> CudaBuild | PureBuild:
-    """The plan without the jitter."""
     head_dims = tuple(parse_head_dims(env.get("DUALKV_HEAD_DIMS", "")))
     requested = tuple(parse_archs(env["DUALKV_ARCHS"])) if env.get("DUALKV_ARCHS", "").strip() else ()
-    if _is_set(env, PURE_KNOB):
+    if env.get(PURE_KNOB, "") not in ("", "0"):
         if requested:
             raise BuildError(f"DUALKV_ARCHS asks for CUDA kernels and {PURE_KNOB} for none: unset one of them.")
         return PureBuild(f"{PURE_KNOB} is set. Unset it and install again to get the CUDA kernels.")

@@ -10,13 +10,17 @@ import os
 import shlex
 import subprocess
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 from build_plan import CudaBuild
 from toolchain import (
+    HEAD_DIMS,
     PTX_ARCH,
     BuildError,
     CompileStep,
+    KernelSource,
+    Nvcc,
     host_compiler,
     kernel_sources,
     nvcc_step,
@@ -40,16 +44,22 @@ def build(root: Path, plan: CudaBuild, output: Path) -> None:
 
 def compile_steps(root: Path, plan: CudaBuild) -> list[CompileStep]:
     """Every compilation of the extension; the host sources come first, because torch's headers make them long."""
-    steps = []
-    defines = ["-DDUALKV_JITTER"] if plan.jitter else []
-    for source in kernel_sources(root, plan.head_dims):
-        gencode = source.gencode(plan.archs)
-        if gencode:
-            output = root / OBJECTS / f"{source.path.name}.o"
-            steps.append(nvcc_step(plan.nvcc, source.path, output, root, ["-c", *defines, *gencode]))
-    if not steps:
+    kernels = [step for _, step in kernel_steps(root, plan.nvcc, plan.archs, plan.head_dims)]
+    if not kernels:
         raise BuildError(f"no kernel sources in {root / 'csrc'} for head dims {', '.join(map(str, plan.head_dims))}.")
-    return [host_step(root, plan, path) for path in sorted((root / "csrc").rglob("*.cpp"))] + steps
+    return [host_step(root, plan, path) for path in sorted((root / "csrc").rglob("*.cpp"))] + kernels
+
+
+def kernel_steps(
+    root: Path, nvcc: Nvcc, archs: Iterable[str], head_dims: Iterable[int] = HEAD_DIMS
+) -> list[tuple[KernelSource, CompileStep]]:
+    """The compilation of every source with kernels for the requested architectures."""
+    steps = []
+    for source in kernel_sources(root, head_dims):
+        if gencode := source.gencode(archs):
+            output = root / OBJECTS / f"{source.path.name}.o"
+            steps.append((source, nvcc_step(nvcc, source.path, output, root, gencode)))
+    return steps
 
 
 def host_step(root: Path, plan: CudaBuild, source: Path) -> CompileStep:

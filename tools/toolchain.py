@@ -1,4 +1,4 @@
-"""What the build and the kernel checks share: which nvcc, which flags, which sources, and an incremental compile."""
+"""What the build and the check of the kernels share: which nvcc, flags and sources, and an incremental compile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from pathlib import Path
 
 PTX_ARCH = "80"
 HEAD_DIMS = (64, 96, 128, 192, 256)
-NVCC_FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden")
+# -v: ptxas reports what tools/check_kernels.py reads.
+NVCC_FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas=-v")
 GIB_PER_COMPILE = 3.0
 
 
@@ -270,10 +271,11 @@ class CompileStep:
 
 
 def nvcc_step(nvcc: Nvcc, source: Path, output: Path, root: Path, options: Sequence[str]) -> CompileStep:
-    """The nvcc call for one source file with the flags that the build and the checks share."""
+    """The nvcc call for one source file."""
     host = ("-ccbin", os.environ["CXX"]) if os.environ.get("CXX") else ()
-    command = (str(nvcc.path), *NVCC_FLAGS, *host, f"-I{root / 'csrc'}", *options, str(source))
-    return CompileStep(command, output, root, f"nvcc {nvcc.release} {nvcc.home}")
+    command = (str(nvcc.path), "-c", *NVCC_FLAGS, *host, f"-I{root / 'csrc'}", *options, str(source))
+    more_flags = [os.environ.get(f"NVCC_{place}_FLAGS", "") for place in ("PREPEND", "APPEND")]  # nvcc reads them
+    return CompileStep(command, output, root, f"nvcc {nvcc.release} {nvcc.home} {more_flags}")
 
 
 def host_compiler() -> str:
