@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from calls import Call, packed, packed_with_sinks, separate
 
 from flash_attn_dualkv import build_info
 
@@ -34,6 +35,13 @@ def device(request: pytest.FixtureRequest) -> str:
     """Runs the test on the CPU, and marked `gpu` on a GPU."""
     name: str = request.param
     return name
+
+
+@pytest.fixture(params=[separate, packed, packed_with_sinks], ids=lambda make: make.__name__)
+def call(request: pytest.FixtureRequest, device: str) -> Call:
+    """A small call of each of the public functions."""
+    made: Call = request.param(device=device)
+    return made
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ class Tree:
     """A copy of the repository that is changed, built and tested, with `settings` in its environment."""
 
     def __init__(self, folder: Path, **settings: str) -> None:
-        self.root = folder / "tree"
+        self.root, self.output = folder / "tree", ""
         for name in FOLDERS:
             shutil.copytree(ROOT / name, self.root / name, ignore=IGNORED)
         for name in FILES:
@@ -104,7 +104,10 @@ class Tree:
         subprocess.run(command, cwd=self.root, env=self.environment, check=True, capture_output=True, text=True)
 
     def test(self, tests: str, select: str) -> str:
-        """What pytest says: "passed", "failed", "hung", or "broken" where it could not run the tests at all."""
+        """What pytest says: "passed", "failed", "hung", or "broken" where it could not run the tests at all.
+
+        The end of all that it says is in `output`.
+        """
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests]
         command += ["--noconftest"] if tests in COMPILED_FOR_THE_HOST else []  # these need no torch
         command += ["-k", select] if select else []
@@ -114,6 +117,7 @@ class Tree:
             )
         except subprocess.TimeoutExpired:
             return "hung"
+        self.output = result.stdout[-6000:]
         summary = result.stdout.strip().rpartition("\n")[2]
         if " error" in summary or result.returncode not in (0, 1):
             return "broken"
@@ -149,7 +153,7 @@ def count_missed(mutants: list[Mutant], head_dim: int) -> int:
             tree.build()
         for tests, select in sorted({(mutant.tests, mutant.select) for mutant in mutants}):
             if tree.test(tests, select) != "passed":
-                print(f"the unchanged tree does not pass {tests} -k '{select}'")
+                print(f"{tree.output}the unchanged tree does not pass {tests} -k '{select}'")
                 return len(mutants)
         missed = 0
         for mutant in mutants:

@@ -296,3 +296,10 @@ def assert_bits_equal(name: str, actual: Tensor, expected: Tensor) -> None:
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
     same = actual.contiguous().view(integers) == expected.contiguous().view(integers)
     assert bool(same.all()), f"{name}: {int((~same).sum())} of {same.numel()} elements differ"
+
+
+def assert_same_results(actual: Results, expected: Results, but: str = "") -> None:
+    """Bit by bit, but for the named one."""
+    for name, value in actual._asdict().items():
+        if name != but:
+            assert_bits_equal(name, value, getattr(expected, name))

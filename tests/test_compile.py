@@ -3,111 +3,136 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from calls import NO_ROWS, ONE_GROUP, OTHER_GROUPS, TWO_GROUPS, assert_close, attend, batch_of, leaves_of, options_of
+import torch._inductor.config
+from calls import Call, attend_packed, attend_separate, packed, packed_with_sinks, separate
 from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
-from groups import Batch, run
+from shared_prompts import GROUPS
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from flash_attn_dualkv import flash_attn_dualkv_varlen_func, flash_attn_varlen_func, ops
+from flash_attn_dualkv import flash_attn_dualkv_varlen_func, flash_attn_varlen_func
 
 
-@pytest.fixture
-def dynamo() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
-def shared(inputs: Any, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    return (flash_attn_dualkv_varlen_func(*inputs, **options),)
-
-
-def shared_with_lse(inputs: Any, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    more = {"softmax_scale": 0.3, "causal": False, "return_lse": True}
-    out, lse = flash_attn_dualkv_varlen_func(*inputs, **options | more)
+def with_lse(tensors: Sequence[Tensor], rest: dict[str, Any]) -> tuple[Tensor, ...]:
+    more = {"softmax_scale": 0.3, "causal": False, "return_lse": True, "deterministic": True}
+    out, lse = flash_attn_dualkv_varlen_func(*tensors, **rest | more)
     return out, lse.nan_to_num(neginf=0.0)
 
 
-def context_free(inputs: Any, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    q, _, _, k, v = inputs
-    offsets = options["cu_seqlens_q"], options["cu_seqlens_k_decoded"]
-    out, lse, _ = flash_attn_varlen_func(q, k, v, *offsets, 6, 6, causal=True, return_attn_probs=True)
+def context_free(tensors: Sequence[Tensor], rest: dict[str, Any]) -> tuple[Tensor, ...]:
+    q, _, _, k, v = tensors
+    offsets = rest["cu_seqlens_q"], rest["cu_seqlens_k_decoded"]
+    options = {"causal": True, "deterministic": True, "return_attn_probs": True}
+    out, lse, _ = flash_attn_varlen_func(q, k, v, *offsets, 6, 6, **options)
     return out, lse.nan_to_num(neginf=0.0)
 
 
-def outputs_and_gradients(function: Any, batch: Batch) -> list[Tensor | None]:
-    leaves = leaves_of(batch)
-    outputs = function(leaves, options_of(batch))
+def repeatable(attend: Callable[..., Tensor], **options: Any) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda tensors, rest: (attend(tensors, rest, deterministic=True, **options),)
+
+
+def outputs_and_gradients(function: Any, call: Call) -> list[Tensor | None]:
+    leaves = call.leaves()
+    outputs = function(leaves, call.rest)
     total = sum((one * torch.arange(one.numel(), device=one.device).view_as(one).sin()).sum() for one in outputs)
     return [*outputs, *torch.autograd.grad(total, leaves, allow_unused=True)]
 
 
-FUNCTIONS = pytest.mark.parametrize("function", [shared, shared_with_lse, context_free])
+def check_compiled(compiled: Any, function: Any, call: Call) -> None:
+    actual, expected = (outputs_and_gradients(one, call) for one in (compiled, function))
+    for one, other in zip(actual, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def check_compiled(function: Any, device: str, **options: Any) -> None:
+# (function, how its arguments are made, options of the compiler)
+FUNCTIONS: dict[str, tuple[Any, Callable[..., Call], dict[str, Any]]] = {
+    "separate": (repeatable(attend_separate), separate, {}),
+    "separate, dynamic": (repeatable(attend_separate), separate, {"dynamic": True}),
+    "LSE": (with_lse, separate, {}),
+    "context free": (context_free, separate, {}),
+    "packed": (repeatable(attend_packed), packed, {}),
+    "packed, dynamic": (repeatable(attend_packed), packed, {"dynamic": True}),
+    "sinks": (repeatable(attend_packed), packed_with_sinks, {}),
+    "reference": (repeatable(attend_packed, backend="reference", sliding_window=3, softcap=2.0), packed_with_sinks, {}),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compile_without_a_graph_break(name: str, device: str) -> None:
     """Compiled once and called with several shapes, which make the compiler recompile with symbolic ones."""
-    compiled = torch.compile(function, fullgraph=True, **options)
-    for groups in (TWO_GROUPS, OTHER_GROUPS, NO_ROWS, ONE_GROUP):
-        batch = batch_of(groups, device)
-        actual, expected = (outputs_and_gradients(one, batch) for one in (compiled, function))
-        for one, other in zip(actual, expected):
-            assert_close(one, other)
+    function, make, options = FUNCTIONS[name]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+    for groups in ("several", "one", "short prompts", "one"):
+        check_compiled(compiled, function, make(GROUPS[groups], device))
 
 
-@FUNCTIONS
-@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
-def test_compile_without_a_graph_break(function: Any, dynamic: bool | None, device: str, dynamo: None) -> None:
-    check_compiled(function, device, backend="aot_eager", dynamic=dynamic)
-
-
-@FUNCTIONS
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
-def test_compile_with_inductor(function: Any, device: str, dynamo: None) -> None:
-    check_compiled(function, device, backend="inductor")
+@pytest.mark.parametrize("make", [separate, packed])
+def test_inductor(make: Callable[..., Call], device: str) -> None:
+    """Code of its own around the operators, which chooses strides as it likes."""
+    call = make(device=device)
+
+    def layer(tensors: Sequence[Tensor], rest: Any) -> tuple[Tensor, ...]:
+        return (call.function([one * 2 for one in tensors], rest, deterministic=True) * 0.5,)  # exact in any type
+
+    once = "cpp_cache_precompile_headers"  # costs more than it saves here
+    options = {once: False} if hasattr(torch._inductor.config, once) else None
+    check_compiled(torch.compile(layer, fullgraph=True, options=options), layer, call)
 
 
-def test_compile_under_autocast(device: str, dynamo: None) -> None:
-    batch = batch_of(TWO_GROUPS, device, dtype=torch.float32)
-    compiled = torch.compile(shared, fullgraph=True, backend="aot_eager")
+@pytest.mark.parametrize("make", [separate, packed])
+def test_compile_under_autocast(make: Callable[..., Call], device: str) -> None:
+    call = make(device=device, dtype=torch.float32, head_dim=64)
+    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
     with torch.autocast(device, torch.bfloat16):
-        (actual,), (expected,) = (one(batch.inputs, options_of(batch)) for one in (compiled, shared))
+        actual, expected = (one(call.tensors, call.rest) for one in (compiled, call.function))
     assert actual.dtype == torch.bfloat16
-    assert_close(actual, expected)
+    assert torch.equal(actual, expected)
 
 
-def test_compile_keeps_value_checks(dynamo: None) -> None:
-    batch = batch_of(ONE_GROUP, "cpu")
-    compiled = torch.compile(shared, fullgraph=True, backend="aot_eager")
-    compiled(batch.inputs, options_of(batch))
+def test_compile_keeps_value_checks() -> None:
+    call = separate()
+    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
+    compiled(call.tensors, call.rest)
     with pytest.raises(ValueError, match="^cu_seqlens_q"):
-        compiled(batch.inputs, options_of(batch) | {"cu_seqlens_q": batch.cu_seqlens_q.flip(0)})
+        compiled(call.tensors, call.rest | {"cu_seqlens_q": call.rest["cu_seqlens_q"].flip(0)})
 
 
-def test_compile_keeps_the_deterministic_argument(dynamo: None) -> None:
-    batch = batch_of(ONE_GROUP, "cpu")
+@pytest.mark.parametrize("make", [separate, packed])
+def test_compile_keeps_the_deterministic_argument(make: Callable[..., Call]) -> None:
+    call = make()
     flags: list[Any] = []
 
     def record(graph: torch.fx.GraphModule, _: Any) -> Any:
-        flags.extend(node.args[-1] for node in graph.graph.nodes if node.target is ops.backward)
+        flags.extend(node.args[-1] for node in graph.graph.nodes if node.target is call.operators[1])
         return make_boxed_func(graph)
 
     backend = aot_autograd(fw_compiler=record, bw_compiler=record)
-    compiled = torch.compile(shared, fullgraph=True, backend=backend)
-    compiled(leaves_of(batch), options_of(batch) | {"deterministic": True})[0].sum().backward()
+    compiled = torch.compile(call.function, fullgraph=True, backend=backend)
+    compiled(call.leaves(), call.rest, deterministic=True).sum().backward()
     assert flags == [True]
 
 
-def test_compiled_autograd(device: str, dynamo: None) -> None:
-    batch = batch_of(TWO_GROUPS, device)
-    leaves = leaves_of(batch)
+@pytest.mark.parametrize("make", [separate, packed])
+def test_compiled_autograd(make: Callable[..., Call], device: str) -> None:
+    """A compiler for the backward alone meets the node of an eager forward."""
+    call = make([(2, [1])], device)  # on the CPU it traces into the reference, tile by tile
+    leaves = call.leaves()
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
-        attend(batch, leaves).backward(batch.dout)
-    for leaf, gradient in zip(leaves, run(batch)[2:]):
-        assert_close(leaf.grad, gradient)
+        call(leaves, deterministic=True).backward(call.dout)
+    for leaf, gradient in zip(leaves, call.results()[1:]):
+        torch.testing.assert_close(leaf.grad, gradient, rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""How the functions live with the rest of PyTorch: autograd, torch.compile, checkpointing, autocast."""
+"""The operators of separate keys: what PyTorch and the compiled module get; and the function of FlashAttention-2."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from calls import (
     NOTHING,
     ONE_GROUP,
     TWO_GROUPS,
+    Operators,
     assert_close,
     attend,
     batch_of,
@@ -25,8 +26,6 @@ from calls import (
 )
 from groups import Batch, Group, cumulative, run
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flash_attn_dualkv
 from flash_attn_dualkv import build_info, flash_attn_dualkv_varlen_func, flash_attn_varlen_func, ops
@@ -41,27 +40,6 @@ def tables_of(batch: Batch) -> tuple[Tensor, Tensor]:
         batch.k_context.shape[0],
     )
     return tables
-
-
-class Calls(TorchDispatchMode):
-    """Records the calls of this library's operators, by name with their arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[tuple[str, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "flash_attn_dualkv":
-            self.made.append((func._schema.name.split("::")[1], args))
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def names(self) -> list[str]:
-        return [name for name, _ in self.made]
-
-    def arguments(self, name: str) -> tuple[Any, ...]:
-        (arguments,) = [args for made, args in self.made if made == name]
-        return arguments
 
 
 # Operators
@@ -115,160 +93,14 @@ def test_lse_dtype(device: str) -> None:
 # Autograd
 
 
-def test_lse_is_differentiable_and_free_when_unused(device: str) -> None:
+def test_lse_is_differentiable(device: str) -> None:
     batch = batch_of(ONE_GROUP, device)
-    leaves = leaves_of(batch)
-    with Calls() as calls:
-        attend(batch, leaves).sum().backward()
-    assert calls.names == ["segment_tables", "forward", "backward"]
-    assert calls.arguments("backward")[1] is None
     leaves = leaves_of(batch)
     out, lse = attend(batch, leaves, return_lse=True)
     assert out.requires_grad and lse.requires_grad
     lse.sum().backward()
     assert leaves[0].grad is not None and leaves[0].grad.any()
     assert leaves[2].grad is not None and not leaves[2].grad.any()  # the LSE does not depend on values
-
-
-@pytest.mark.parametrize("chosen", [(0,), (1,), (2, 4), (3,), (0, 1, 2)], ids=str)
-def test_only_some_inputs_require_grad(chosen: tuple[int, ...], device: str) -> None:
-    batch = batch_of(TWO_GROUPS, device)
-    expected = run(batch)[2:]
-    leaves = [one.detach().clone().requires_grad_(index in chosen) for index, one in enumerate(batch.inputs)]
-    attend(batch, leaves).backward(batch.dout)
-    for index, leaf in enumerate(leaves):
-        assert_close(leaf.grad, expected[index] if index in chosen else None)
-
-
-def test_nothing_is_saved_without_need(device: str) -> None:
-    batch = batch_of(ONE_GROUP, device)
-    saved: list[Tensor] = []
-
-    def save(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda one: one):
-        assert not attend(batch, batch.inputs).requires_grad
-        with torch.no_grad():
-            assert not attend(batch, leaves_of(batch)).requires_grad
-        with torch.inference_mode():
-            attend(batch, batch.inputs)
-        assert not saved
-        attend(batch, leaves_of(batch))
-        assert saved
-
-
-@pytest.mark.parametrize("loss", [torch.sum, lambda out: out.square().sum()], ids=["constant", "differentiable"])
-def test_differentiable_once(loss: Callable[[Tensor], Tensor], device: str) -> None:
-    """Also where the upstream gradient is a constant, for which autograd's own decorator would stay silent."""
-    batch = batch_of(ONE_GROUP, device)
-    leaves = leaves_of(batch)
-    gradient, *_ = torch.autograd.grad(loss(attend(batch, leaves)), leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        gradient.sum().backward()
-
-
-def test_upstream_gradient_of_any_strides(device: str) -> None:
-    batch = batch_of(TWO_GROUPS, device)
-    ones = torch.ones_like(batch.dout)
-    for dout in (ones[:1, :1, :1].expand_as(ones), ones.transpose(0, 2).contiguous().transpose(0, 2)):
-        for actual, expected in zip(run(batch.replace(dout=dout)), run(batch.replace(dout=ones))):
-            assert_close(actual, expected)
-
-
-def test_views_of_one_packed_tensor(device: str) -> None:
-    batch = batch_of(ONE_GROUP, device, head_dim=64)
-    packed = torch.cat([batch.k_decoded, batch.v_decoded], dim=1)
-    k, v = packed[:, :2], packed[:, 2:]
-    assert not k.is_contiguous()
-    for actual, expected in zip(run(batch.replace(k_decoded=k, v_decoded=v)), run(batch)):
-        assert_close(actual, expected)
-
-
-def test_default_device_is_not_used(device: str) -> None:
-    batch = batch_of(TWO_GROUPS, device)
-    expected = run(batch)
-    with torch.device("meta"):
-        actual = run(batch)
-    for one, other in zip(actual, expected):
-        assert_close(one, other)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing(use_reentrant: bool, device: str) -> None:
-    batch = batch_of(TWO_GROUPS, device)
-    expected = run(batch)
-    leaves = leaves_of(batch)
-
-    def layer(*inputs: Tensor) -> Tensor:
-        out: Tensor = attend(batch, [one * 1.0 for one in inputs])
-        return out
-
-    with Calls() as calls:
-        checkpoint(layer, *leaves, use_reentrant=use_reentrant).backward(batch.dout)
-    assert calls.names.count("forward") == 2
-    for leaf, gradient in zip(leaves, expected[2:]):
-        assert_close(leaf.grad, gradient)
-
-
-def test_selective_checkpointing_can_keep_the_output(device: str) -> None:
-    batch = batch_of(TWO_GROUPS, device)
-    leaves = leaves_of(batch)
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op is ops.forward else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def layer(*inputs: Tensor) -> Tensor:
-        out: Tensor = attend(batch, [one * 1.0 for one in inputs])
-        return out
-
-    def contexts() -> Any:
-        return create_selective_checkpoint_contexts(policy)
-
-    with Calls() as calls:
-        checkpoint(layer, *leaves, use_reentrant=False, context_fn=contexts).backward(batch.dout)
-    assert calls.names.count("forward") == 1
-    for leaf, gradient in zip(leaves, run(batch)[2:]):
-        assert_close(leaf.grad, gradient)
-
-
-def test_saved_tensors_can_be_offloaded(device: str) -> None:
-    batch = batch_of(TWO_GROUPS, device)
-    leaves = leaves_of(batch)
-    with torch.autograd.graph.save_on_cpu():
-        out = attend(batch, leaves)
-    out.backward(batch.dout)
-    for leaf, gradient in zip(leaves, run(batch)[2:]):
-        assert_close(leaf.grad, gradient)
-
-
-# Autocast
-
-
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_casts_as_for_sdpa(kind: torch.dtype, device: str) -> None:
-    batch = batch_of(TWO_GROUPS, device, dtype=torch.float32)
-    leaves = leaves_of(batch)
-    with torch.autocast(device, kind):
-        out = attend(batch, leaves)
-        q = batch.q[None].transpose(1, 2)
-        assert out.dtype == torch.nn.functional.scaled_dot_product_attention(q, q, q).dtype == kind
-        out.backward(batch.dout.to(kind))
-    low = batch.replace(**{name: getattr(batch, name).to(kind) for name in (*NAMES, "dout")})
-    expected = run(low)
-    assert_close(out, expected.out)  # in particular, no product of the reference was rounded to 16 bits
-    for leaf, gradient in zip(leaves, expected[2:]):
-        assert leaf.grad is not None and leaf.grad.dtype == torch.float32
-        assert_close(leaf.grad.to(kind), gradient)
-
-
-def test_autocast_leaves_float64_alone() -> None:
-    batch = batch_of(ONE_GROUP, "cpu")
-    with torch.autocast("cpu", torch.bfloat16):
-        assert attend(batch, batch.inputs).dtype == torch.float64
-        with pytest.raises(TypeError, match="^k_context: expected dtype torch.float64"):
-            attend(batch, [batch.q, *(one.float() for one in batch.inputs[1:])])
 
 
 # Determinism
@@ -300,12 +132,15 @@ def deterministic_algorithms() -> Iterator[None]:
 @pytest.mark.parametrize("flag", [True, False])
 def test_argument_reaches_the_backward_operator(flag: bool, device: str) -> None:
     batch = batch_of(ONE_GROUP, device)
-    with Calls() as calls:
-        attend(batch, leaves_of(batch), deterministic=flag).sum().backward()
-        q, _, _, k, v = leaves_of(batch)
-        offsets = batch.cu_seqlens_q, batch.cu_seqlens_k_decoded
-        flash_attn_varlen_func(q, k, v, *offsets, 4, 6, deterministic=flag).sum().backward()
-    assert [args[-1] for name, args in calls.made if name == "backward"] == [flag, flag]
+    q, _, _, k, v = leaves_of(batch)
+    offsets = batch.cu_seqlens_q, batch.cu_seqlens_k_decoded
+    for function in (
+        lambda: attend(batch, leaves_of(batch), deterministic=flag),
+        lambda: flash_attn_varlen_func(q, k, v, *offsets, 4, 6, deterministic=flag),
+    ):
+        with Operators() as operators:
+            function().sum().backward()
+        assert operators.of_ours()["backward"][-1] is flag
 
 
 def test_what_makes_the_kernels_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,14 +162,6 @@ def test_what_makes_the_kernels_deterministic(monkeypatch: pytest.MonkeyPatch) -
     assert not asked(False)
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
     assert asked(False)
-
-
-@pytest.mark.gpu
-def test_deterministic_gradients_are_equal_bit_for_bit() -> None:
-    batch = batch_of([Group(300, tuple((n, n) for n in range(1, 200, 3)))], "cuda")
-    first = run(batch, deterministic=True)
-    with deterministic_algorithms():
-        assert all(all(map(torch.equal, run(batch), first)) for _ in range(5))
 
 
 # The compiled module

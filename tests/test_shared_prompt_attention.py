@@ -1,17 +1,14 @@
-"""shared_prompt_attention against dense attention of every sequence by itself, and how it lives with PyTorch."""
+"""shared_prompt_attention against dense attention of every sequence by itself, and its operators."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of, run, segment_rows, small, two_calls
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from flash_attn_dualkv import (
     SharedPromptLayout,
@@ -164,62 +161,11 @@ def test_padding_rows_take_no_part() -> None:
     torch.testing.assert_close(gradients[3], right[3], rtol=1e-12, atol=1e-12)
 
 
-# --- one operator, one node ----------------------------------------------------------------------------------------
-
-
-NODES = {"cpu": "_PackedAttentionBackward", "cuda": "PackedNode"}
-
-
-def test_one_node_on_the_packed_tensors(device: str) -> None:
-    """q, k and v are the direct inputs of the node: nothing is sliced or put together for autograd."""
-    layout = layout_of(GROUPS["several"], device=device)
-    leaves = inputs_of(layout, **small(device)).leaves()
-    out = attend(leaves, layout)
-    # On CUDA tensors the node is compiled.
-    assert out.grad_fn is not None and NODES[device] in out.grad_fn.name()
-    inputs = [None if node is None else getattr(node, "variable", None) for node, _ in out.grad_fn.next_functions]
-    assert all(one is other for one, other in zip(inputs, leaves.tensors))
-    assert [one for one in inputs[3:] if one is not None] == []
-
-
-class Operators(TorchDispatchMode):
-    """Records the names of all operators that are called, but for autograd's own bookkeeping."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name != "aten::detach":
-            self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
-def test_one_operator_in_each_direction(device: str) -> None:
-    """Nothing else runs: no slice, no concatenation, no copy of tables."""
-    layout = layout_of(GROUPS["several"], device=device)
-    inputs = inputs_of(layout, **small(device))
-    leaves = inputs.leaves()
-    with Operators() as forward:
-        out = attend(leaves, layout)
-    with Operators() as backward:
-        torch.autograd.grad(out, leaves.tensors, inputs.dout)
-    assert forward.names == ["flash_attn_dualkv::packed_forward"]
-    assert backward.names == ["flash_attn_dualkv::packed_backward"]
-
-
-def test_the_profiler_sees_the_operators(device: str) -> None:
-    """Whoever watches sees operators, although calls that nobody watches go past the dispatcher."""
-    layout = layout_of(GROUPS["several"], device=device)
-    inputs = inputs_of(layout, **small(device))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        run(inputs, lambda leaves: attend(leaves, layout))
-    names = {event.key for event in profiler.key_averages()}
-    assert {"flash_attn_dualkv::packed_forward", "flash_attn_dualkv::packed_backward"} <= names
+# --- the operators ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-@ALL_GROUPS
+@pytest.mark.parametrize("name", ["several", "short prompts"])
 def test_operators_pass_opcheck(name: str, sinks: bool, device: str) -> None:
     layout = layout_of(GROUPS[name], device=device)
     inputs = inputs_of(layout, sinks=sinks, **small(device))
@@ -250,129 +196,6 @@ def test_gradient_of_the_lse(sinks: bool) -> None:
         return result
 
     assert torch.autograd.gradcheck(outputs, inputs.leaves().tensors)
-
-
-@pytest.mark.parametrize("chosen", [(0,), (1,), (2,), (3,), (0, 2)], ids=str)
-def test_only_some_inputs_require_grad(chosen: tuple[int, ...]) -> None:
-    layout = layout_of(GROUPS["several"])
-    inputs = inputs_of(layout, sinks=True)
-    _, expected = run(inputs, lambda leaves: attend(leaves, layout))
-    tensors = [one.clone().requires_grad_(index in chosen) for index, one in enumerate(inputs.tensors)]
-    attend(Inputs(*tensors[:3], inputs.dout, tensors[3]), layout).backward(inputs.dout)
-    for index, one in enumerate(tensors):
-        assert (one.grad is not None and one.grad.equal(expected[index])) if index in chosen else one.grad is None
-
-
-def test_nothing_is_saved_without_need(device: str) -> None:
-    layout = layout_of(GROUPS["one"], device=device)
-    inputs = inputs_of(layout, **small(device))
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
-        assert not attend(inputs, layout).requires_grad
-        with torch.no_grad():
-            attend(inputs.leaves(), layout)
-        with torch.inference_mode():
-            attend(inputs, layout)
-        assert not saved
-        attend(inputs.leaves(), layout)
-        assert saved
-
-
-def test_differentiable_once(device: str) -> None:
-    layout = layout_of(GROUPS["one"], device=device)
-    leaves = inputs_of(layout, **small(device)).leaves()
-    gradient, *_ = torch.autograd.grad(attend(leaves, layout).square().sum(), leaves.tensors, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        gradient.sum().backward()
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing(use_reentrant: bool, device: str) -> None:
-    layout = layout_of(GROUPS["several"], device=device)
-    inputs = inputs_of(layout, **small(device))
-    _, expected = run(inputs, lambda leaves: attend(leaves, layout, deterministic=True))
-    leaves = inputs.leaves()
-
-    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return shared_prompt_attention(q * 1.0, k * 1.0, v * 1.0, layout, deterministic=True)
-
-    checkpoint(layer, *leaves.tensors, use_reentrant=use_reentrant).backward(inputs.dout)
-    assert all(leaf.grad is not None and leaf.grad.equal(wanted) for leaf, wanted in zip(leaves.tensors, expected))
-
-
-def test_saved_tensors_can_be_offloaded(device: str) -> None:
-    layout = layout_of(GROUPS["several"], device=device)
-    inputs = inputs_of(layout, **small(device))
-    _, expected = run(inputs, lambda leaves: attend(leaves, layout, deterministic=True))
-    with torch.autograd.graph.save_on_cpu():
-        _, gradients = run(inputs, lambda leaves: attend(leaves, layout, deterministic=True))
-    assert all(map(torch.equal, gradients, expected))
-
-
-def test_views_of_one_packed_tensor(device: str) -> None:
-    layout = layout_of(GROUPS["several"], device=device)
-    inputs = inputs_of(layout, **small(device))
-    heads = [one.shape[1] for one in (inputs.q, inputs.k, inputs.v)]
-    views = torch.cat([inputs.q, inputs.k, inputs.v], dim=1).split(heads, dim=1)
-    assert not views[0].is_contiguous()
-    out, gradients = run(inputs, lambda leaves: attend(leaves, layout, deterministic=True))
-    viewed = inputs._replace(q=views[0], k=views[1], v=views[2])
-    other, same = run(viewed, lambda leaves: attend(leaves, layout, deterministic=True))
-    assert all(one.equal(right) for one, right in zip((other, *same), (out, *gradients)))
-
-
-def test_autocast(device: str) -> None:
-    layout = layout_of(GROUPS["several"], device=device)
-    inputs = inputs_of(layout, sinks=True, dtype=torch.float32, head_dim=64, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        out = attend(inputs, layout)
-    low = inputs._replace(q=inputs.q.bfloat16(), k=inputs.k.bfloat16(), v=inputs.v.bfloat16())
-    assert out.dtype == torch.bfloat16 and out.equal(attend(low, layout))
-
-
-# --- torch.compile -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-def test_compile_without_a_graph_break(sinks: bool, device: str, dynamo: None) -> None:
-    """Called with several layouts, which make the compiler recompile with symbolic sizes."""
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for name in ("several", "one", "short prompts", "one"):
-        layout = layout_of(GROUPS[name], device=device)
-        check_compiled(compiled, inputs_of(layout, sinks=sinks, **small(device)), layout, deterministic=True)
-
-
-def check_compiled(compiled: Any, inputs: Inputs, layout: SharedPromptLayout, **options: Any) -> None:
-    out, gradients = run(inputs, lambda leaves: compiled(leaves, layout, **options))
-    expected, right = run(inputs, lambda leaves: attend(leaves, layout, **options))
-    for actual, wanted in zip((out, *gradients), (expected, *right)):
-        torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-6)
-
-
-def test_compile_in_the_reference(device: str, dynamo: None) -> None:
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    layout = layout_of(GROUPS["several"], device=device)
-    options = {"backend": "reference", "sliding_window": 3, "softcap": 2.0}
-    check_compiled(compiled, inputs_of(layout, sinks=True, dtype=torch.float64), layout, **options)
-
-
-def test_compiled_autograd(device: str, dynamo: None) -> None:
-    """A compiler for the backward alone meets the node of an eager forward."""
-    layout = layout_of(GROUPS["several"], device=device)
-    inputs = inputs_of(layout, **small(device))
-    _, expected = run(inputs, lambda leaves: attend(leaves, layout, deterministic=True))
-    leaves = inputs.leaves()
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
-        attend(leaves, layout, deterministic=True).backward(inputs.dout)
-    for leaf, wanted in zip(leaves.tensors, expected):
-        torch.testing.assert_close(leaf.grad, wanted, rtol=1e-6, atol=1e-6)
 
 
 # --- forward-mode derivatives, subclasses -----------------------------------------------------------------------------

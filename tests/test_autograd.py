@@ -1,0 +1,173 @@
+"""How the public functions live with autograd: nodes, checkpoints, offloading, views and autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from calls import Call, Operators, assert_close, packed, separate
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+
+def assert_equal(actual: list[Tensor | None], expected: list[Tensor]) -> None:
+    assert all(one is not None and torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+def forwards(call: Call, operators: Operators) -> int:
+    return operators.names.count(call.operators[0]._schema.name)
+
+
+def layer(call: Call) -> Callable[..., Tensor]:
+    """The call on results of other operations, as a model has it."""
+    return lambda *tensors: call([one * 1.0 for one in tensors], deterministic=True)
+
+
+def test_one_operator_in_each_direction(call: Call) -> None:
+    """An LSE that nobody uses has no gradient."""
+    leaves = call.leaves()
+    with Operators() as forward:
+        out = call(leaves)
+    with Operators() as backward:
+        torch.autograd.grad(out, leaves, call.dout)
+    names = [one._schema.name.partition("::")[2] for one in call.operators]
+    assert [name for name in forward.of_ours() if name != "segment_tables"] == names[:1]
+    assert list(backward.of_ours()) == names[1:]
+    assert backward.of_ours()[names[1]][1] is None
+
+
+NODES = {"cpu": "_PackedAttentionBackward", "cuda": "PackedNode"}
+
+
+def test_one_node_on_the_packed_tensors(device: str) -> None:
+    """q, k and v are its direct inputs; no slice, no concatenation and no copy of a table is called for them."""
+    call = packed(device=device)
+    leaves = call.leaves()
+    with Operators() as forward:
+        out = call(leaves)
+    assert out.grad_fn is not None and NODES[device] in out.grad_fn.name()  # on CUDA tensors the node is compiled
+    inputs = [None if node is None else getattr(node, "variable", None) for node, _ in out.grad_fn.next_functions]
+    assert all(one is other for one, other in zip(inputs, leaves))
+    assert [one for one in inputs[3:] if one is not None] == []
+    with Operators() as backward:
+        torch.autograd.grad(out, leaves, call.dout)
+    assert forward.names + backward.names == [one._schema.name for one in call.operators]
+
+
+def test_the_profiler_sees_the_operators(call: Call) -> None:
+    """Whoever watches sees operators, although calls that nobody watches go past the dispatcher."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        call.results()
+    assert {one._schema.name for one in call.operators} <= {event.key for event in profiler.key_averages()}
+
+
+def test_only_some_inputs_require_grad(call: Call) -> None:
+    _, *expected = call.results()
+    count = len(expected)
+    for chosen in (*({index} for index in range(count)), {0, 2}, set(range(count - 1))):
+        leaves = [one.detach().clone().requires_grad_(index in chosen) for index, one in enumerate(call.tensors)]
+        call(leaves, deterministic=True).backward(call.dout)
+        assert [index for index, one in enumerate(leaves) if one.grad is not None] == sorted(chosen)
+        assert_equal([leaves[index].grad for index in chosen], [expected[index] for index in chosen])
+
+
+def test_nothing_is_saved_without_need(call: Call) -> None:
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+        assert not call(call.tensors).requires_grad
+        with torch.no_grad():
+            assert not call(call.leaves()).requires_grad
+        with torch.inference_mode():
+            call(call.tensors)
+        assert not saved
+        call(call.leaves())
+        assert saved
+
+
+@pytest.mark.parametrize("loss", [torch.sum, lambda out: out.square().sum()], ids=["constant", "differentiable"])
+def test_differentiable_once(loss: Callable[[Tensor], Tensor], call: Call) -> None:
+    """Also where the upstream gradient is a constant, for which autograd's own decorator would stay silent."""
+    leaves = call.leaves()
+    gradient, *_ = torch.autograd.grad(loss(call(leaves)), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        gradient.sum().backward()
+
+
+def test_upstream_gradient_of_any_strides(call: Call) -> None:
+    ones = torch.ones_like(call.dout)
+    expected = call.replace(dout=ones).results()
+    for dout in (ones[:1, :1, :1].expand_as(ones), ones.transpose(0, 2).contiguous().transpose(0, 2)):
+        for one, other in zip(call.replace(dout=dout).results(), expected):
+            assert_close(one, other)  # sums of other strides may take another order
+
+
+def test_views_of_one_tensor(call: Call) -> None:
+    """Heads side by side, as one projection gives them."""
+    tensors = list(call.tensors)
+    for rows in {one.shape[0] for one in tensors if one.dim() == 3}:
+        indices = [index for index, one in enumerate(tensors) if one.dim() == 3 and one.shape[0] == rows]
+        views = torch.cat([tensors[i] for i in indices], 1).split([tensors[i].shape[1] for i in indices], 1)
+        for index, view in zip(indices, views):
+            tensors[index] = view
+    assert not tensors[1].is_contiguous()
+    assert_equal(call.replace(tensors=tensors).results(), call.results())
+
+
+def test_default_device_is_not_used(call: Call) -> None:
+    expected = call.results()
+    with torch.device("meta"):
+        assert_equal(call.results(), expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(use_reentrant: bool, call: Call) -> None:
+    leaves = call.leaves()
+    with Operators() as operators:
+        checkpoint(layer(call), *leaves, use_reentrant=use_reentrant).backward(call.dout)
+    assert forwards(call, operators) == 2
+    assert_equal([one.grad for one in leaves], call.results()[1:])
+
+
+def test_selective_checkpointing_can_keep_the_output(call: Call) -> None:
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op is call.operators[0] else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(policy)
+
+    leaves = call.leaves()
+    with Operators() as operators:
+        checkpoint(layer(call), *leaves, use_reentrant=False, context_fn=contexts).backward(call.dout)
+    assert forwards(call, operators) == 1
+    assert_equal([one.grad for one in leaves], call.results()[1:])
+
+
+def test_saved_tensors_can_be_offloaded(call: Call) -> None:
+    expected = call.results()
+    with torch.autograd.graph.save_on_cpu():
+        assert_equal(call.results(), expected)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("make", [separate, packed])
+def test_autocast_casts_as_for_sdpa(make: Callable[..., Call], kind: torch.dtype, device: str) -> None:
+    call = make(device=device, dtype=torch.float32, head_dim=64)
+    leaves = call.leaves()
+    with torch.autocast(device, kind):
+        out = call(leaves, deterministic=True)
+        q = call.tensors[0][None].transpose(1, 2)
+        assert out.dtype == torch.nn.functional.scaled_dot_product_attention(q, q, q).dtype == kind
+        out.backward(call.dout.to(kind))
+    low = call.replace(tensors=[one.to(kind) for one in call.tensors], dout=call.dout.to(kind))
+    # In particular, no product of the reference was rounded to 16 bits.
+    assert_equal([out, *(one.grad for one in leaves)], [low.results()[0], *(one.float() for one in low.results()[1:])])
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    call = separate()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(call.tensors).dtype == torch.float64
+        with pytest.raises(TypeError, match="^k_context: expected dtype torch.float64"):
+            call([call.tensors[0], *(one.float() for one in call.tensors[1:])])

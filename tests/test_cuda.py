@@ -1,0 +1,213 @@
+"""How the public functions live on a GPU, with each family of kernels: CUDA graphs, streams, devices, host time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from calls import Call, packed, packed_with_sinks, separate
+from launches import captured, kernel_pattern, kernels, launch_counts, poison_free_memory  # noqa: F401
+from shared_prompts import GROUPS, Groups
+from torch import Tensor
+
+from flash_attn_dualkv import SharedPromptLayout, shared_prompt_attention
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
+both_functions = pytest.mark.parametrize("make", [separate, packed])
+both_modes = pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+
+Make = Callable[..., Call]
+
+
+def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor], deterministic: bool = True) -> None:
+    """Output and gradients; the additions to dQ come in any order by default."""
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        if deterministic or index != 1:
+            assert torch.equal(one.cpu(), other.cpu())
+        else:
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+# The same numbers of rows and of responses.
+LENGTHS: list[Groups] = [[(41, [64, 16]), (25, [48])], [(9, [1, 100]), (57, [27])], [(65, [128, 0]), (1, [0])]]
+
+
+@both_modes
+@both_functions
+def test_cuda_graph_follows_new_offsets(make: Make, deterministic: bool) -> None:
+    """Captured once, forward and backward; replayed with other lengths and other data."""
+    buffers = make(LENGTHS[0], "cuda")
+    leaves = buffers.leaves()
+
+    def step() -> tuple[Tensor, ...]:
+        out = buffers(leaves, deterministic=deterministic)
+        return (out.detach(), *torch.autograd.grad(out, leaves, buffers.dout))
+
+    graph, results = captured(step)
+    targets = [*leaves, *buffers.all_tensors[len(leaves) :]]
+    for seed, lengths in enumerate((*LENGTHS[1:], LENGTHS[0])):
+        source = make(lengths, "cuda", seed=seed)
+        with torch.no_grad():
+            for to, value in zip(targets, source.all_tensors, strict=True):
+                to.copy_(value)
+        graph.replay()
+        assert_equal(results, source.results(deterministic), deterministic)
+
+
+@pytest.mark.parametrize("make", [separate, packed, packed_with_sinks])
+def test_no_synchronisation_with_the_host(make: Make) -> None:
+    call = make(device="cuda")
+    call.results()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for deterministic in (False, True):
+            call.results(deterministic)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@both_functions
+def test_kernels_run_on_the_current_stream(make: Make) -> None:
+    """They see what it wrote just before, however late that was."""
+    call = make([(400, [200] * 8)], "cuda")
+    expected = call.results()
+    q, *keys = call.tensors
+    late = call.replace(tensors=(torch.zeros_like(q), *keys))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        late.tensors[0].copy_(q)
+        actual = late.results()
+    stream.synchronize()
+    assert_equal(actual, expected)
+
+
+@both_functions
+def test_streams_do_not_disturb_each_other(make: Make) -> None:
+    """Calls on two streams at once; every tensor in between belongs to its own stream."""
+    calls = [make(device="cuda", seed=seed) for seed in (1, 2)]
+    expected = [call.results() for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(5):
+        for call, stream in zip(calls, streams):
+            with torch.cuda.stream(stream):
+                found.append(call.results())
+    torch.cuda.synchronize()
+    for index, results in enumerate(found):
+        assert_equal(results, expected[index % 2])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@both_functions
+def test_device_that_is_not_the_current_one(make: Make) -> None:
+    call = make(device="cuda:0")
+    if isinstance(call.rest, SharedPromptLayout):
+        rest = call.rest.to("cuda:1")
+    else:
+        rest = {name: one.to("cuda:1") if isinstance(one, Tensor) else one for name, one in call.rest.items()}
+    moved = call.replace(tensors=[one.to("cuda:1") for one in call.tensors], dout=call.dout.to("cuda:1"), rest=rest)
+    with torch.cuda.device(0):
+        actual = moved.results()
+    assert all(one.device == torch.device("cuda:1") for one in actual)
+    assert_equal(actual, call.results())
+
+
+@both_functions
+def test_values_are_not_read_back_during_capture(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUALKV_DEBUG", "1")
+    call = make(device="cuda")
+    expected = call(call.tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(call.tensors)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+def launched(function: Callable[[], object]) -> dict[str, int]:
+    """How often each kernel is launched by a function."""
+    before = launch_counts()
+    function()
+    counts = {name: count - before.get(name, 0) for name, count in launch_counts().items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+@both_modes
+@both_functions
+def test_one_launch_for_all_groups(make: Make, deterministic: bool) -> None:
+    call = make(GROUPS["large"], "cuda")
+    counts = launched(lambda: call.results(deterministic))
+    for direction in ("forward", "backward"):
+        pattern = kernel_pattern(direction)
+        assert sum(count for name, count in counts.items() if pattern.search(name)) == 1, counts
+    assert make is separate or "dualkv_segment_tables" not in counts, "the layout carries the tables"
+
+
+@pytest.mark.parametrize("asked", ["argument", "setting", "environment"])
+@both_functions
+def test_what_makes_a_backward_deterministic(make: Make, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argument of the forward; PyTorch's setting and the environment as they are at the time of the backward."""
+    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
+    call = make(device="cuda")
+
+    def backward(deterministic: bool) -> list[Tensor]:
+        leaves = call.leaves()
+        out = call(leaves, deterministic=deterministic and asked == "argument")
+        if deterministic and asked == "environment":
+            monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
+        torch.use_deterministic_algorithms(deterministic and asked == "setting")  # also fills new tensors with NaN
+        try:
+            gradients = torch.autograd.grad(out, leaves, call.dout)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        return [out.detach(), *gradients]
+
+    expected = call.results()
+    assert not any("backward_dq" in name for name in launched(lambda: backward(False)))
+    poison_free_memory()
+    results: list[Tensor] = []
+    assert any("backward_dq" in name for name in launched(lambda: results.extend(backward(True))))
+    assert_equal(results, expected)
+
+
+def test_the_reference_on_cuda_tensors() -> None:
+    """When it is asked for, with all that the kernels lack and any floating point type."""
+    options = {"sliding_window": 4, "softcap": 1.5, "backend": "reference"}
+    call = packed_with_sinks(device="cuda", dtype=torch.float64, head_dim=16)
+    on_cpu = call.replace(
+        tensors=[one.cpu() for one in call.tensors], dout=call.dout.cpu(), rest=call.rest.to("cpu")
+    )  # fmt: skip
+    for actual, wanted in zip(call.results(**options), on_cpu.results(**options)):
+        torch.testing.assert_close(actual.cpu(), wanted, rtol=1e-10, atol=1e-10)
+    with pytest.raises(TypeError, match="^q: expected dtype"):
+        call(call.tensors)
+
+
+def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eager calls of a few groups cost the host less than 100 microseconds in each direction.
+
+    That is the time of a call by itself and of a layer of sixteen, where the way into the backward, which wakes a
+    thread, is gone once. Beside it is what PyTorch takes for the backward of a node that computes nothing: 50 to 110
+    us, depending on the host.
+    """
+    import host_time
+
+    call = packed(device="cuda")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return shared_prompt_attention(q, k, v, call.rest)
+
+    alone = host_time.host_times(attend, *call.tensors, calls=50, readings=10)
+    stack = host_time.host_times(attend, *call.tensors, layers=16, calls=10, readings=10)
+    empty = host_time.host_times(host_time.Nothing.apply, *call.tensors, calls=50, readings=10)
+    forward, backward, nothing = map(min, (alone.forward, alone.backward, empty.backward))
+    layer = min(stack.backward)
+    measured = f"{forward:.0f} us forward, {backward:.0f} us backward, {layer:.0f} us backward in a stack, "
+    measured += f"{nothing:.0f} us an empty backward"
+    with capsys.disabled():
+        print(measured)
+    assert max(forward, backward, layer) < 100, measured
