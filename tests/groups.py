@@ -374,37 +374,19 @@ def all_pairs() -> list[Pair]:
     return [((a, x), (b, y)) for a, b in itertools.combinations(AXES, 2) for x in AXES[a] for y in AXES[b]]
 
 
-_ORDER = {name: index for index, name in enumerate(AXES)}
-
-
-def _pair(one: Setting, other: Setting) -> Pair:
-    return (one, other) if _ORDER[one[0]] < _ORDER[other[0]] else (other, one)
-
-
-def _affordable(values: dict[str, Any], name: str) -> list[Any]:
-    costs = {value: cost(values | {name: value}) for value in AXES[name]}
-    limit = max(COST_CAP, min(costs.values()))
-    return [value for value, price in costs.items() if price <= limit]
-
-
-def _complete(seed_pair: Pair, uncovered: set[Pair], rng: random.Random) -> tuple[int, dict[str, Any]]:
-    """A case around the pair, each further axis (in random order) set to the value that covers the most new pairs."""
-    values: dict[str, Any] = dict(seed_pair)
-    names = [name for name in AXES if name not in values]
-    rng.shuffle(names)
-    gained = 1
-    for name in names:
-        gains = []
-        for value in _affordable(values, name):
-            gain = sum(_pair((name, value), other) in uncovered for other in values.items())
-            gains.append((gain, rng.random(), value))
-        gain, _, values[name] = max(gains, key=lambda entry: entry[:2])
-        gained += gain
-    return gained, values
+def random_case(rng: random.Random, settings: Sequence[Setting] = ()) -> dict[str, Any]:
+    """The settings, and each further axis (in random order) at a random value that keeps the cost below the cap."""
+    values = dict(settings)
+    for name in rng.sample(list(AXES), len(AXES)):
+        if name not in values:
+            costs = {value: cost(values | {name: value}) for value in AXES[name]}
+            limit = max(COST_CAP, min(costs.values()))
+            values[name] = rng.choice([value for value, price in costs.items() if price <= limit])
+    return values
 
 
 @lru_cache(maxsize=1)
-def covering_array(seed: int = 0, candidates: int = 6) -> tuple[Case, ...]:
+def covering_array(seed: int = 0, candidates: int = 30) -> tuple[Case, ...]:
     """Cases that hold every pair of values of every two axes; the same ones in every process."""
     rng = random.Random(seed)
     order = all_pairs()
@@ -412,19 +394,12 @@ def covering_array(seed: int = 0, candidates: int = 6) -> tuple[Case, ...]:
     uncovered = set(order)
     cases = []
     for pair in order:
-        if pair not in uncovered:
-            continue
-        _, best = max((_complete(pair, uncovered, rng) for _ in range(candidates)), key=lambda entry: entry[0])
-        uncovered.difference_update(pairs_of(best))
-        cases.append(Case(**best))
+        if pair in uncovered:
+            tried = (random_case(rng, pair) for _ in range(candidates))
+            best = max(tried, key=lambda values: len(uncovered.intersection(pairs_of(values))))
+            uncovered.difference_update(pairs_of(best))
+            cases.append(Case(**best))
     return tuple(cases)
-
-
-def full_product(**fixed: Any) -> Iterator[Case]:
-    """Every case with the given values, lazily."""
-    axes = {name: (fixed[name],) if name in fixed else values for name, values in AXES.items()}
-    for values in itertools.product(*axes.values()):
-        yield Case(**dict(zip(axes, values)))
 
 
 def shrink(case: Case) -> Case:

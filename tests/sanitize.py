@@ -1,6 +1,6 @@
 """Runs a small matrix of calls under compute-sanitizer.
 
-    python tests/sanitize.py                      every tool; prints a table, exit status 1 if one found something
+    python tests/sanitize.py                      every tool; exit status 1 if one found something
     python tests/sanitize.py --tools memcheck     some of the tools
     python tests/sanitize.py --run hostile        part of the matrix in this process, without a sanitizer
 
@@ -18,63 +18,43 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from groups import Batch, Group, build_groups, pack, run
 from launches import CHOICE, DEVICE, kernel_families, only_kernels_of, use_kernels
-from mutants import Tree, has_hopper
+from mutants import Tree, has_hopper, read_mutants
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 HOSTILE_HEAD_DIMS = (64, 128, 256)  # one of each shape of kernel: what happens to offsets does not depend on it
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+PARTS = ("ragged", "split", "hostile")
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
-UNSUPPORTED = ("Device not supported", "No attachable process", "InitializationError")
-
-
-class Change(NamedTuple):
-    """Text that stands exactly once in a file, and what takes its place."""
-
-    file: str
-    old: str
-    new: str
-
-    def apply(self, root: Path) -> None:
-        text = (root / self.file).read_text()
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.file}: {text.count(self.old)} places have the text {self.old!r}, expected 1")
-        (root / self.file).write_text(text.replace(self.old, self.new))
-
+TOOL_SECONDS = 1800
 
 # racecheck knows neither that __syncwarp orders the accesses of a warp before the arrival of its first lane, nor what
 # bar.arrive orders: it reports hazards between accesses that these separate. For it every lane arrives, all warps wait.
-FOLLOWED = (
-    Change(
-        "csrc/sm90/tile.h",
-        "ptx::mbarrier_init(empty(), consumer_warps);",
-        "ptx::mbarrier_init(empty(), consumer_warps * 32);",
-    ),
-    Change("csrc/sm90/tile.h", "if (lane == 0) ptx::mbarrier_arrive(empty());", "ptx::mbarrier_arrive(empty());"),
-    Change(
-        "csrc/sm90/backward.h",
-        "ptx::named_barrier_arrive(kBarrierWarpgroup + group, kWarpgroup);",
-        "ptx::named_barrier_sync(kBarrierWarpgroup + group, kWarpgroup);",
-    ),
-    Change(
-        "csrc/sm90/backward_wide.h",
-        "probabilities_ready(buffer).init(4, 4);",
-        "probabilities_ready(buffer).init(4, 128);",
-    ),
-    Change(
-        "csrc/sm90/backward_wide.h",
-        "if (lane == 0) ptx::mbarrier_arrive(ready.full());",
-        "ptx::mbarrier_arrive(ready.full());",
-    ),
-)
+FOLLOWED = read_mutants("""
+# csrc/sm90/tile.h: a stage is empty when all lanes say so
+- ptx::mbarrier_init(empty(), consumer_warps);
++ ptx::mbarrier_init(empty(), consumer_warps * 32);
+# csrc/sm90/tile.h: all lanes say so
+- if (lane == 0) ptx::mbarrier_arrive(empty());
++ ptx::mbarrier_arrive(empty());
+# csrc/sm90/backward.h: warpgroups wait for each other
+- ptx::named_barrier_arrive(kBarrierWarpgroup + group, kWarpgroup);
++ ptx::named_barrier_sync(kBarrierWarpgroup + group, kWarpgroup);
+# csrc/sm90/backward_wide.h: probabilities are ready when all lanes say so
+- probabilities_ready(buffer).init(4, 4);
++ probabilities_ready(buffer).init(4, 128);
+# csrc/sm90/backward_wide.h: all lanes say so
+- if (lane == 0) ptx::mbarrier_arrive(ready.full());
++ ptx::mbarrier_arrive(ready.full());
+""")
+
+# --- the matrix -------------------------------------------------------------------------------------------------------
 
 RAGGED = (
     Group(70, ((70, 0), (33, 33), (1, 1), (0, 0), (65, 65))),
@@ -82,76 +62,54 @@ RAGGED = (
     Group(5, ()),
     Group(129, ((140, 11), (0, 30), (64, 64))),
 )
-
-
-class Call(NamedTuple):
-    name: str
-    batch: Batch
-    trusted: bool  # offsets are honest, so that results must be finite
-
-
-def dtype_of(index: int) -> torch.dtype:
-    return (torch.bfloat16, torch.float16)[index % 2]
-
-
-def ragged_calls(head_dim: int) -> Iterator[Call]:
-    for index, (causal, packed) in enumerate(product((True, False), (False, True))):
-        batch = build_groups(
-            RAGGED, head_dim=head_dim, heads=(4, 2), dtype=dtype_of(index), causal=causal, device=DEVICE, slack=(3, 70)
-        )
-        yield Call(f"ragged, causal={causal}, packed={packed}", pack(batch) if packed else batch, True)
-
-
-def split_calls(head_dim: int) -> Iterator[Call]:
-    """Enough queries of one KV head that the owners of the context are split."""
-    groups = [Group(40, ((40, 0), *(((16, 16),) * 40)))]
-    for index, causal in enumerate((True, False)):
-        batch = build_groups(
-            groups, head_dim=head_dim, heads=(8, 1), dtype=dtype_of(index), causal=causal, device=DEVICE
-        )
-        yield Call(f"split owners, causal={causal}", batch, True)
-
-
+# Enough queries of one KV head that the owners of the context are split.
+SPLIT = (Group(40, ((40, 0), *(((16, 16),) * 40))),)
+INT = torch.iinfo(torch.int32)
 HOSTILE_OFFSETS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "negative": lambda cu, rows: cu - rows - 7,
-    "huge": lambda cu, rows: cu * 0 + torch.iinfo(torch.int32).max,
-    "most negative": lambda cu, rows: cu * 0 + torch.iinfo(torch.int32).min,
-    "alternating extremes": lambda cu, rows: torch.where(
-        torch.arange(len(cu), device=cu.device) % 2 == 0, torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
-    ).to(torch.int32),
+    "huge": lambda cu, rows: torch.full_like(cu, INT.max),
+    "most negative": lambda cu, rows: torch.full_like(cu, INT.min),
+    "alternating extremes": lambda cu, rows: torch.tensor([INT.min, INT.max] * len(cu), dtype=cu.dtype)[: len(cu)],
     "decreasing": lambda cu, rows: cu.flip(0),
     "past the end": lambda cu, rows: cu + rows // 2,
-    "everything each time": lambda cu, rows: (torch.arange(len(cu), device=cu.device) % 2 * rows).to(torch.int32),
-    "random": lambda cu, rows: torch.randint(-2 * rows - 2, 3 * rows + 3, cu.shape, dtype=torch.int32).to(cu.device),
+    "everything each time": lambda cu, rows: torch.arange(len(cu), dtype=cu.dtype) % 2 * rows,
+    "random": lambda cu, rows: torch.randint(-2 * rows - 2, 3 * rows + 3, cu.shape, dtype=cu.dtype),
 }
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k_decoded", "cu_seqlens_context", "cu_seqs_per_context")
 
 
-def hostile_calls(head_dim: int) -> Iterator[Call]:
-    """Each kind of hostile offsets in every single argument, and in all of them at once."""
+def calls(part: str, head_dim: int) -> Iterator[tuple[str, Batch]]:
+    """Names and batches: both types and masks, strided tensors; hostile offsets in one argument and in all at once."""
     torch.manual_seed(0)
-    for index, (kind, names) in enumerate(product(HOSTILE_OFFSETS, (*((name,) for name in OFFSETS), OFFSETS))):
-        batch = build_groups(
-            RAGGED, head_dim=head_dim, heads=(4, 2), dtype=dtype_of(index), causal=index % 3 != 0, device=DEVICE
-        )
-        limits = dict(zip(OFFSETS, (len(batch.q), len(batch.k_decoded), len(batch.k_context), len(batch.table))))
-        changed = {name: HOSTILE_OFFSETS[kind](getattr(batch, name), limits[name]) for name in names}
-        yield Call(f"hostile, {kind} {' '.join(names)}", batch.replace(**changed), False)
+
+    def batch(groups: tuple[Group, ...], index: int, causal: bool, **options: object) -> Batch:
+        dtype = (torch.bfloat16, torch.float16)[index % 2]
+        return build_groups(groups, head_dim=head_dim, dtype=dtype, causal=causal, device=DEVICE, **options)
+
+    if part == "ragged":
+        for index, (causal, packed) in enumerate(product((True, False), (False, True))):
+            made = batch(RAGGED, index, causal, heads=(4, 2), slack=(3, 70))
+            yield f"ragged, causal={causal}, packed={packed}", pack(made) if packed else made
+    elif part == "split":
+        for index, causal in enumerate((True, False)):
+            yield f"split owners, causal={causal}", batch(SPLIT, index, causal, heads=(8, 1))
+    else:
+        for index, (kind, names) in enumerate(product(HOSTILE_OFFSETS, (*((name,) for name in OFFSETS), OFFSETS))):
+            made = batch(RAGGED, index, index % 3 != 0, heads=(4, 2))
+            rows = dict(zip(OFFSETS, (len(made.q), len(made.k_decoded), len(made.k_context), len(made.table))))
+            changes = {name: HOSTILE_OFFSETS[kind](getattr(made, name).cpu(), rows[name]) for name in names}
+            yield f"hostile, {kind} {' '.join(names)}", made.replace(**{k: v.to(DEVICE) for k, v in changes.items()})
 
 
-PARTS: dict[str, Callable[[int], Iterator[Call]]] = {
-    "ragged": ragged_calls,
-    "split": split_calls,
-    "hostile": hostile_calls,
-}
-
-
-def check_finite(call: Call) -> None:
-    for name, value in run(call.batch)._asdict().items():
-        host = value.cpu()  # a device-side check would be one more kernel under the sanitizer
-        good = host.isfinite() | host.isneginf() if name == "lse" else host.isfinite()
-        if not bool(good.all()):
-            raise AssertionError(f"{call.name}: {int((~good).sum())} of {good.numel()} values of {name} are not finite")
+def run_call(name: str, batch: Batch, is_honest: bool) -> None:
+    """Default and deterministic."""
+    for result_name, value in run(batch)._asdict().items():
+        host = value.cpu()  # a check on the device would be one more kernel under the sanitizer
+        good = host.isfinite() | host.isneginf() if result_name == "lse" else host.isfinite()
+        if is_honest and not bool(good.all()):
+            raise AssertionError(f"{name}: {int((~good).sum())} of {good.numel()} values of {result_name} not finite")
+    run(batch, deterministic=True)
+    torch.cuda.synchronize()
 
 
 def run_hostile_tables(head_dim: int) -> None:
@@ -160,27 +118,12 @@ def run_hostile_tables(head_dim: int) -> None:
 
     operators = torch.ops.flash_attn_dualkv
     batch = build_groups(RAGGED, head_dim=head_dim, heads=(4, 2), device=DEVICE)
-    for bits in (4, 9, 31):
+    for bits, causal in product((4, 9, 31), (True, False)):
         size = 2**bits - 1
-        segments = torch.randint(-size, size, (9, 8), dtype=torch.int32, device=DEVICE)
-        groups = torch.randint(-size, size, (4, 4), dtype=torch.int32, device=DEVICE)
-        for causal in (True, False):
-            arguments = (*batch.inputs, segments, groups, 0.1, causal)
-            out, lse = operators.forward(*arguments)
-            for deterministic in (True, False):
-                operators.backward(
-                    batch.dout, None, *batch.inputs, out, lse, segments, groups, 0.1, causal, deterministic
-                )
-    torch.cuda.synchronize()
-
-
-def run_call(call: Call) -> None:
-    """Default and deterministic."""
-    if call.trusted:
-        check_finite(call)
-    else:
-        run(call.batch)
-    run(call.batch, deterministic=True)
+        tables = [torch.randint(-size, size, shape, dtype=torch.int32, device=DEVICE) for shape in ((9, 8), (4, 4))]
+        out, lse = operators.forward(*batch.inputs, *tables, 0.1, causal)
+        for deterministic in (True, False):
+            operators.backward(batch.dout, None, *batch.inputs, out, lse, *tables, 0.1, causal, deterministic)
     torch.cuda.synchronize()
 
 
@@ -194,116 +137,77 @@ def run_part(part: str, head_dims: tuple[int, ...]) -> None:
         head_dims = tuple(dim for dim in head_dims if dim in HOSTILE_HEAD_DIMS) or head_dims
     for family, head_dim in product(families, head_dims):
         with use_kernels(family), only_kernels_of(family):
-            for call in PARTS[part](head_dim):
-                print(f"{family} d={head_dim} {call.name}", flush=True)
-                run_call(call)
+            for name, batch in calls(part, head_dim):
+                print(f"{family} d={head_dim} {name}", flush=True)
+                run_call(name, batch, part != "hostile")
             if part == "hostile":
                 run_hostile_tables(head_dim)
 
 
-class Outcome(NamedTuple):
-    tool: str
-    verdict: str  # "clean", "N errors", "timeout", "unsupported", "no build", "failed"
-    seconds: float
-    log: str
-
-
-def sanitizer_path() -> str | None:
-    """compute-sanitizer from PATH, CUDA_HOME or the usual place."""
-    folders = [folder for folder in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if folder]
-    candidates = [f"{folder}/bin/compute-sanitizer" for folder in folders]
-    return shutil.which("compute-sanitizer") or next((path for path in candidates if Path(path).exists()), None)
-
-
-def command_for(tool: str, path: str, script: Path, parts: list[str], head_dims: tuple[int, ...]) -> list[str]:
-    # initcheck must see every write to memory; the others look at this library's kernels alone.
-    which = [] if tool == "initcheck" else ["--kernel-regex", "kns=dualkv"]
-    # Hostile offsets are a question of memory, and by far the most calls.
-    chosen = [part for part in parts if part != "hostile" or tool == "memcheck"] or parts
-    run_these = [word for part in chosen for word in ("--run", part)]
-    dims = [word for dim in head_dims for word in ("--head-dim", str(dim))]
-    return [path, "--tool", tool, "--error-exitcode", "99", *which, sys.executable, str(script), *run_these, *dims]
+# --- the tools --------------------------------------------------------------------------------------------------------
 
 
 def judge(text: str, returncode: int) -> str:
     """What a tool's output says."""
-    if any(phrase in text for phrase in UNSUPPORTED):
-        return "unsupported"
     counts = [int(first or second) for first, second in SUMMARY.findall(text)]
-    if not counts:
-        return "failed"
     if sum(counts):
         return f"{sum(counts)} errors"
-    return "clean" if returncode == 0 else "failed"
+    return "clean" if counts and returncode == 0 else "failed"
 
 
-@contextmanager
-def script_for(tool: str) -> Iterator[tuple[Path, Mapping[str, str]]]:
-    """This script, with the build that the tool is to look at, and the environment in which it finds that build."""
-    if tool != "racecheck" or not has_hopper():
-        yield Path(__file__).resolve(), {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        return
+def run_tool(tool: str, sanitizer: str, head_dims: list[int]) -> str:
+    """Runs the matrix under a tool and returns its verdict; prints what the tool says unless that is `clean`."""
+    # initcheck must see every write to memory; the others look at this library's kernels alone.
+    which = [] if tool == "initcheck" else ["--kernel-regex", "kns=dualkv"]
+    # Hostile offsets are a question of memory, and by far the most calls.
+    arguments = [f"--run={part}" for part in PARTS if part != "hostile" or tool == "memcheck"]
+    arguments += [f"--head-dim={head_dim}" for head_dim in head_dims]
     with tempfile.TemporaryDirectory() as folder:
-        tree = Tree(Path(folder), DUALKV_ARCHS="90")
-        for change in FOLLOWED:
-            change.apply(tree.root)
-        tree.build()
-        yield tree.root / "tests/sanitize.py", tree.environment
-
-
-def run_tool(tool: str, path: str, parts: list[str], head_dims: tuple[int, ...], timeout: float) -> Outcome:
-    started = time.monotonic()
-    try:
-        with script_for(tool) as (script, settings):
-            environment = {**settings, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-            environment.pop("DUALKV_DEBUG", None)
-            result = subprocess.run(
-                command_for(tool, path, script, parts, head_dims), env=environment, timeout=timeout, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-    except subprocess.TimeoutExpired as expired:
-        text = expired.stdout.decode(errors="replace") if isinstance(expired.stdout, bytes) else expired.stdout or ""
-        return Outcome(tool, "timeout", time.monotonic() - started, text)
-    except subprocess.CalledProcessError as error:
-        return Outcome(tool, "no build", time.monotonic() - started, f"{error.stdout}{error.stderr}")
-    return Outcome(tool, judge(result.stdout, result.returncode), time.monotonic() - started, result.stdout)
-
-
-def report(outcomes: list[Outcome]) -> int:
-    """Prints the table, and the end of the log of every tool that is not content. Returns the exit status."""
-    for outcome in outcomes:
-        if outcome.verdict != "clean":
-            print(f"--- {outcome.tool} ---\n{outcome.log[-6000:]}")
-    print(f"{'tool':<12}{'verdict':<16}{'seconds':>8}")
-    for outcome in outcomes:
-        print(f"{outcome.tool:<12}{outcome.verdict:<16}{outcome.seconds:>8.0f}")
-    return 0 if all(outcome.verdict == "clean" for outcome in outcomes) else 1
+        script, settings = Path(__file__).resolve(), {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        if tool == "racecheck" and has_hopper():
+            tree = Tree(Path(folder), DUALKV_ARCHS="90")
+            for change in FOLLOWED:
+                change.apply(tree.root)
+            tree.build()
+            script, settings = tree.root / "tests/sanitize.py", tree.environment
+        environment = {**settings, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "DUALKV_DEBUG": "0"}
+        command = [sanitizer, "--tool", tool, "--error-exitcode", "99", *which, sys.executable, str(script), *arguments]
+        result = subprocess.run(
+            ["timeout", str(TOOL_SECONDS), *command],
+            env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    verdict = judge(result.stdout, result.returncode)
+    if verdict != "clean":
+        print(result.stdout[-6000:])
+    return verdict
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="of the matrix")
     parser.add_argument("--head-dim", type=int, action="append", choices=HEAD_DIMS, help="may be repeated")
-    parser.add_argument("--run", action="append", choices=list(PARTS), help="in this process, without a sanitizer")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds a tool may take")
+    parser.add_argument("--run", action="append", choices=PARTS, help="in this process, without a sanitizer")
     arguments = parser.parse_args()
-    head_dims = tuple(arguments.head_dim or HEAD_DIMS)
+    head_dims = arguments.head_dim or list(HEAD_DIMS)
     if arguments.run:
         for part in arguments.run:
-            run_part(part, head_dims)
+            run_part(part, tuple(head_dims))
         # Autograd's worker thread may still be letting go of the last graph, and dies if the interpreter goes first.
         time.sleep(0.5)
         return 0
-    path = sanitizer_path()
-    if path is None:
+    folders = [folder for folder in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if folder]
+    sanitizer = shutil.which(
+        "compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *(f"{one}/bin" for one in folders)])
+    )
+    if sanitizer is None:
         print("compute-sanitizer is neither in PATH nor in CUDA_HOME/bin; it comes with the CUDA toolkit")
         return 1
-    outcomes = []
+    verdicts = []
     for tool in arguments.tools:
-        print(f"{tool} ...", flush=True)
-        outcomes.append(run_tool(tool, path, arguments.parts, head_dims, arguments.timeout))
-    return report(outcomes)
+        started = time.monotonic()
+        verdicts.append(run_tool(tool, sanitizer, head_dims))
+        print(f"{tool:<12}{verdicts[-1]:<16}{time.monotonic() - started:>8.0f} s", flush=True)
+    return int(any(verdict != "clean" for verdict in verdicts))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from groups import (
     build_groups,
     cost,
     covering_array,
-    full_product,
     one_large_advantage,
     pack,
     pairs_of,
@@ -39,13 +38,6 @@ def test_covering_array_is_the_same_in_every_process() -> None:
     covering_array.cache_clear()
     assert covering_array() == first
     assert len({case.id for case in first}) == len(first)
-
-
-def test_full_product_is_lazy_and_complete() -> None:
-    fixed = {"context": 33, "decoded": 7, "head_dim": 64, "heads": (8, 2), "sequences": 3}
-    cases = list(full_product(**fixed))
-    assert len(cases) == len(set(cases)) == 2 * 2 * len(AXES["query"]) * 2 * 2 * 2
-    assert next(full_product()).context == AXES["context"][0]
 
 
 @pytest.mark.parametrize("query", AXES["query"])
