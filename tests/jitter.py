@@ -46,7 +46,7 @@ def main() -> int:
             print(f"FAILED: the build\n{error.stdout}{error.stderr}"[-6000:])
             return 1
         print("\n".join(serialised(tree.root / "build/objects")), flush=True)
-        chosen = " or ".join(f"{head_dim}-heads" for head_dim in head_dims)
+        chosen = " or ".join(f"d{head_dim}-" for head_dim in head_dims)
         verdict = tree.test("tests/test_kernels_properties.py", f"repeat_bit_for_bit and sm90 and ({chosen})")
     print(f"{tree.output if verdict != 'passed' else ''}{arguments.runs} runs of every call: {verdict}")
     return int(verdict != "passed")

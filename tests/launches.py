@@ -1,4 +1,4 @@
-"""Evidence that the library's own kernels ran, the choice among them, and free memory that does not look like zeros."""
+"""Device, configurations and families of kernels for their tests, evidence that these ran, and poisoned memory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,25 @@ from torch import Tensor
 DEVICE = os.environ.get("DUALKV_TEST_DEVICE", "cuda")
 GPU_MARKS = [pytest.mark.gpu] if DEVICE == "cuda" else []
 DIRECTIONS = {"forward": "forward", "backward": "backward(?!_dq)", "backward_dq": "backward_dq"}
+# One for each instance, both types, groups of several sizes.
+CONFIGURATIONS = [
+    dict(head_dim=head_dim, heads=heads, dtype=dtype, device=DEVICE)
+    for head_dim, heads, dtype in (
+        (64, (8, 2), torch.bfloat16),
+        (80, (4, 4), torch.float16),
+        (96, (6, 2), torch.bfloat16),
+        (128, (8, 1), torch.bfloat16),
+        (128, (4, 4), torch.float16),
+        (192, (4, 2), torch.float16),
+        (256, (4, 2), torch.bfloat16),
+    )
+]
+if DEVICE != "cuda":
+    sizes = ((16, (4, 2), torch.bfloat16), (8, (2, 2), torch.float16))
+    CONFIGURATIONS = [dict(head_dim=d, heads=heads, dtype=dtype, device=DEVICE) for d, heads, dtype in sizes]
+configurations = pytest.mark.parametrize(
+    "options", CONFIGURATIONS, ids=lambda one: "d{head_dim}-H{heads[0]}-{heads[1]}-{dtype}".format(**one)
+)
 POISON_BYTES = [512] * 64 + [1 << 16] * 32 + [1 << 20] * 8 + [1 << 22] * 8 + [1 << 26] * 4
 CHOICE = "DUALKV_KERNELS"  # sm80: the portable kernels on any GPU; sm90: Hopper's where there are some
 

@@ -54,7 +54,7 @@ class Mutant:
     @property
     def head_dim(self) -> int:
         """The one to build for tests of kernels: configurations are named after theirs."""
-        return 256 if "256-" in self.select else 64
+        return 256 if "d256-" in self.select else 64
 
     def apply(self, root: Path) -> str:
         """Changes the file and returns its former text. ValueError unless the old text stands there exactly once."""

@@ -5,23 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 import oracle
 import pytest
 import torch
 from groups import Batch, Group, Results, build_groups, pack, run
-from launches import DEVICE, GPU_MARKS, kernels, poison_free_memory  # noqa: F401
-from test_kernels_properties import (
-    CONFIGURATIONS,
-    MIXED,
-    both_masks,
-    configurations,
-    needs_gpu,
-    options_of,
-    split_owner_batch,
-)
+from launches import CONFIGURATIONS, DEVICE, GPU_MARKS, configurations, kernels, poison_free_memory  # noqa: F401
+from test_kernels_properties import MIXED, SMALL, Options, both_masks, needs_gpu, split_owner_batch
 from torch import Tensor
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
@@ -53,11 +45,9 @@ def unowned(batch: Batch) -> dict[str, Tensor]:
 @pytest.mark.parametrize("packed", [False, True])
 @both_masks
 @configurations
-def test_nan_in_bytes_of_no_sequence(
-    head_dim: int, heads: tuple[int, int], dtype: torch.dtype, causal: bool, packed: bool
-) -> None:
+def test_nan_in_bytes_of_no_sequence(options: Options, causal: bool, packed: bool) -> None:
     """Rows before, after and between the sequences, keys without queries, and all else of strided parents hold NaN."""
-    batch = build_groups(MIXED, causal=causal, slack=(3, 130), **options_of(head_dim, heads, dtype))
+    batch = build_groups(MIXED, causal=causal, slack=(3, 130), **options)
     free = unowned(batch)
     assert all(bool(rows.any()) for rows in free.values())
     for name in INPUTS:
@@ -97,9 +87,9 @@ def assert_others_unchanged(batch: Batch, poisoned: Container[int], actual: Resu
 
 @both_masks
 @configurations
-def test_nan_in_a_sequence_stays_there(head_dim: int, heads: tuple[int, int], dtype: torch.dtype, causal: bool) -> None:
+def test_nan_in_a_sequence_stays_there(options: Options, causal: bool) -> None:
     """Sequences are neighbours within query tiles, so a leak shows in the rows next to the poisoned ones."""
-    batch = build_groups(MIXED, causal=causal, **options_of(head_dim, heads, dtype))
+    batch = build_groups(MIXED, causal=causal, **options)
     for deterministic in (False, True):
         expected = run(batch, deterministic=deterministic)
         for index in range(len(batch.table)):
@@ -109,10 +99,8 @@ def test_nan_in_a_sequence_stays_there(head_dim: int, heads: tuple[int, int], dt
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @configurations
-def test_nan_in_a_context_stays_in_its_group(
-    head_dim: int, heads: tuple[int, int], dtype: torch.dtype, deterministic: bool
-) -> None:
-    batch = build_groups(MIXED, **options_of(head_dim, heads, dtype))
+def test_nan_in_a_context_stays_in_its_group(options: Options, deterministic: bool) -> None:
+    batch = build_groups(MIXED, **options)
     expected = run(batch, deterministic=deterministic)
     copies = {name: getattr(batch, name).clone() for name in ("k_context", "v_context")}
     for x in copies.values():
@@ -150,10 +138,8 @@ def every_other_row(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("strided", [off_by_one, odd_rows, heads_outermost, every_other_row])
 @configurations
-def test_strides_do_not_change_results(
-    head_dim: int, heads: tuple[int, int], dtype: torch.dtype, strided: Callable[[Tensor], Tensor]
-) -> None:
-    batch = build_groups(MIXED, **options_of(head_dim, heads, dtype))
+def test_strides_do_not_change_results(options: Options, strided: Callable[[Tensor], Tensor]) -> None:
+    batch = build_groups(MIXED, **options)
     expected = run(batch, deterministic=True)
     for names in (INPUTS, ("q",), ("k_context",), ("v_decoded",), ("dout",)):
         other = batch.replace(**{name: strided(getattr(batch, name)) for name in names})
@@ -161,9 +147,9 @@ def test_strides_do_not_change_results(
 
 
 @configurations
-def test_expanded_inputs(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+def test_expanded_inputs(options: Options) -> None:
     """Strides of zero, and an upstream gradient whose last dimension is not contiguous."""
-    batch = build_groups(MIXED, **options_of(head_dim, heads, dtype))
+    batch = build_groups(MIXED, **options)
     keys = batch.k_decoded[:, :1].expand_as(batch.k_decoded)
     columns_apart = batch.dout.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     for dout in (batch.dout[:1, :1, :1].expand_as(batch.dout), columns_apart):
@@ -175,9 +161,9 @@ def test_expanded_inputs(head_dim: int, heads: tuple[int, int], dtype: torch.dty
 
 def test_single_rows_and_heads_may_have_any_stride() -> None:
     """The stride of a dimension of size one is arbitrary."""
-    batch = build_groups([Group(1, ((1, 1),))], **options_of(64, (1, 1), torch.bfloat16))
+    batch = build_groups([Group(1, ((1, 1),))], **SMALL | {"heads": (1, 1)})
     expected = run(batch, deterministic=True)
-    other = batch.replace(**{name: getattr(batch, name).as_strided((1, 1, 64), (3, 5, 1)) for name in INPUTS})
+    other = batch.replace(**{name: getattr(batch, name).as_strided(batch.q.shape, (3, 5, 1)) for name in INPUTS})
     oracle.assert_same_results(run(other, deterministic=True), expected)
 
 
@@ -208,9 +194,22 @@ def far_batch(batch: Batch, names: tuple[str, ...]) -> Batch:
     )
 
 
-def check_far(names: tuple[str, ...], deterministic: bool) -> None:
+@pytest.fixture
+def much_memory() -> Iterator[None]:
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] < 40 << 30:
+            pytest.skip("needs 40 GiB of GPU memory")
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.usefixtures("much_memory")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("names", [("q", "dout"), ("k_context", "v_context"), ("k_decoded", "v_decoded")], ids="+".join)
+def test_tensors_past_2_31_elements(names: tuple[str, ...], deterministic: bool) -> None:
     """Active rows equal those of the small tensors; every other row of every result is 0 or -inf."""
-    batch = build_groups(FAR_GROUPS, **options_of(64, (16, 16), torch.bfloat16))
+    batch = build_groups(FAR_GROUPS, **SMALL | {"heads": (16, 16)})
     expected = run(batch)
     far = run(far_batch(batch, names), deterministic=deterministic)
     sizes = {name: getattr(expected, name).shape[0] for name in Results._fields}
@@ -224,23 +223,6 @@ def check_far(names: tuple[str, ...], deterministic: bool) -> None:
             assert bool(x[:, : -sizes[name]].isneginf().all())
         else:
             assert not bool(x[: -sizes[name]].any()), f"{name}: values in rows of no sequence"
-
-
-@needs_gpu
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("names", [("q", "dout"), ("k_context", "v_context"), ("k_decoded", "v_decoded")], ids="+".join)
-def test_tensors_past_2_31_elements(names: tuple[str, ...], deterministic: bool) -> None:
-    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    if free < 40 << 30:
-        pytest.skip("needs 40 GiB of GPU memory")
-    check_far(names, deterministic)
-    torch.cuda.empty_cache()
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="the large sizes are tested instead")
-@pytest.mark.parametrize("names", [("q", "dout"), ("k_context", "v_context"), ("k_decoded", "v_decoded")], ids="+".join)
-def test_far_rows(names: tuple[str, ...]) -> None:
-    check_far(names, False)
 
 
 # --- hostile offsets ----------------------------------------------------------------------------------------------
@@ -257,13 +239,13 @@ def test_hostile_offsets_neither_crash_nor_hang() -> None:
 
 def test_every_head_dimension_is_among_the_configurations() -> None:
     if DEVICE == "cuda":
-        assert {64, 80, 96, 128, 192, 256} == {head_dim for head_dim, _, _ in CONFIGURATIONS}
+        assert {64, 80, 96, 128, 192, 256} == {options["head_dim"] for options in CONFIGURATIONS}
 
 
 @needs_gpu
 def test_results_after_hostile_offsets() -> None:
     """Overlapping and reversed offsets within one process: numbers are wrong, the next call is right."""
-    batch = split_owner_batch(options_of(64, (8, 1), torch.bfloat16))
+    batch = split_owner_batch(SMALL)
     expected = run(batch, deterministic=True)
     run(batch.replace(cu_seqlens_q=batch.cu_seqlens_q.flip(0), cu_seqlens_k_decoded=batch.cu_seqlens_k_decoded.flip(0)))
     oracle.assert_same_results(run(batch, deterministic=True), expected)

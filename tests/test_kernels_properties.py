@@ -13,9 +13,11 @@ import torch
 from groups import Batch, Group, Results, assemble, build_groups, cumulative, one_large_advantage, pack, run
 from launches import (
     CHOICE,
+    CONFIGURATIONS,
     DEVICE,
     DIRECTIONS,
     GPU_MARKS,
+    configurations,
     kernel_pattern,
     kernels,  # noqa: F401
     kernels_ran,
@@ -34,25 +36,10 @@ MIXED = (
     Group(37, ()),
     Group(65, ((85, 20), (0, 30), (10, 0), (64, 64))),
 )
-CONFIGURATIONS = [
-    (64, (8, 2), torch.bfloat16),
-    (80, (4, 4), torch.float16),
-    (96, (6, 2), torch.bfloat16),
-    (128, (8, 1), torch.bfloat16),
-    (128, (4, 4), torch.float16),
-    (192, (4, 2), torch.float16),
-    (256, (4, 2), torch.bfloat16),
-]
-if DEVICE != "cuda":
-    CONFIGURATIONS = [(16, (4, 2), torch.bfloat16), (8, (2, 2), torch.float16)]
-configurations = pytest.mark.parametrize(("head_dim", "heads", "dtype"), CONFIGURATIONS)
 both_masks = pytest.mark.parametrize("causal", [True, False])
+SMALL = CONFIGURATIONS[0]
 
 Options = dict[str, Any]
-
-
-def options_of(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> Options:
-    return dict(head_dim=head_dim, heads=heads, dtype=dtype, device=DEVICE)
 
 
 def rows(begin: int, length: int) -> slice:
@@ -68,9 +55,9 @@ def check_both_modes(batch: Batch) -> None:
 
 @both_masks
 @configurations
-def test_mixed_groups_in_one_launch(head_dim: int, heads: tuple[int, int], dtype: torch.dtype, causal: bool) -> None:
+def test_mixed_groups_in_one_launch(options: Options, causal: bool) -> None:
     """Rows that see no key, an empty context, an ownerless one: 0, -inf and zero gradients where nothing is seen."""
-    batch = build_groups(MIXED, causal=causal, **options_of(head_dim, heads, dtype))
+    batch = build_groups(MIXED, causal=causal, **options)
     check_both_modes(batch)
     results = run(batch)
     blind = batch.table[7]  # 9 queries, 4 keys
@@ -81,10 +68,8 @@ def test_mixed_groups_in_one_launch(head_dim: int, heads: tuple[int, int], dtype
 
 @both_masks
 @configurations
-def test_rows_are_bit_identical_in_any_batch(
-    head_dim: int, heads: tuple[int, int], dtype: torch.dtype, causal: bool
-) -> None:
-    batch = build_groups(MIXED, causal=causal, **options_of(head_dim, heads, dtype))
+def test_rows_are_bit_identical_in_any_batch(options: Options, causal: bool) -> None:
+    batch = build_groups(MIXED, causal=causal, **options)
     whole = run(batch, backward=False)
     owners = [[0, 1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11]]
     everyone = list(range(len(batch.table)))
@@ -100,10 +85,8 @@ def test_rows_are_bit_identical_in_any_batch(
 
 
 @configurations
-def test_groups_in_one_launch_equal_separate_launches(
-    head_dim: int, heads: tuple[int, int], dtype: torch.dtype
-) -> None:
-    batch = build_groups(MIXED, **options_of(head_dim, heads, dtype))
+def test_groups_in_one_launch_equal_separate_launches(options: Options) -> None:
+    batch = build_groups(MIXED, **options)
     whole = run(batch)
     for indices in ([0, 1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11]):
         one = assemble(batch, [indices])
@@ -128,8 +111,8 @@ def split_owner_batch(options: Options, causal: bool = True) -> Batch:
 
 @both_masks
 @configurations
-def test_split_owners(head_dim: int, heads: tuple[int, int], dtype: torch.dtype, causal: bool) -> None:
-    check_both_modes(split_owner_batch(options_of(head_dim, heads, dtype), causal))
+def test_split_owners(options: Options, causal: bool) -> None:
+    check_both_modes(split_owner_batch(options, causal))
 
 
 @needs_gpu
@@ -139,7 +122,7 @@ def test_heads_of_a_long_batch_have_the_gradients_of_heads_alone() -> None:
     The oracle would take minutes; a KV head by itself is split and ordered differently.
     """
     group = Group(4096, ((4096, 0), *(((2048, 2048),) * 28)))
-    batch = build_groups([group], **options_of(128, (8, 2), torch.bfloat16))
+    batch = build_groups([group], **SMALL | {"head_dim": 128})
     together = run(batch)
     for kv_head in range(2):
         own = {"q": slice(4 * kv_head, 4 * kv_head + 4), "dout": slice(4 * kv_head, 4 * kv_head + 4)}
@@ -176,12 +159,9 @@ def check_repeats(batch: Batch, runs: int) -> None:
 
 @configurations
 def test_results_repeat_bit_for_bit(
-    head_dim: int,
-    heads: tuple[int, int],
-    dtype: torch.dtype,
+    options: Options,
     kernels: str,  # noqa: F811
 ) -> None:
-    options = options_of(head_dim, heads, dtype)
     mixed, full = (build_groups(MIXED, causal=causal, **options) for causal in (True, False))
     long = build_groups(LONG, **options | {"heads": (8, 2)})
     for batch in (mixed, pack(full), long, split_owner_batch(options)):
@@ -191,7 +171,7 @@ def test_results_repeat_bit_for_bit(
 
 @both_masks
 def test_results_do_not_depend_on_the_longest_lengths(causal: bool) -> None:
-    batch = build_groups(MIXED, causal=causal, **options_of(64, (8, 2), torch.bfloat16))
+    batch = build_groups(MIXED, causal=causal, **SMALL)
     expected = run(batch, deterministic=True)
     for length in (0, 1, 2**31 - 1):
         lengths: Options = dict(max_seqlen_q=length, max_seqlen_k_decoded=length, context_seqlen=length)
@@ -200,8 +180,8 @@ def test_results_do_not_depend_on_the_longest_lengths(causal: bool) -> None:
 
 
 @configurations
-def test_gradient_of_the_lse(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    batch = build_groups(MIXED, **options_of(head_dim, heads, dtype))
+def test_gradient_of_the_lse(options: Options) -> None:
+    batch = build_groups(MIXED, **options)
     dlse = torch.randn(batch.q.shape[1], batch.q.shape[0], device=DEVICE)
     oracle.check(batch, run(batch, dlse=dlse), run(batch, dlse=dlse, deterministic=True), dlse=dlse)
     strided = torch.stack([dlse, dlse], -1)[..., 0]
@@ -211,38 +191,36 @@ def test_gradient_of_the_lse(head_dim: int, heads: tuple[int, int], dtype: torch
 
 @pytest.mark.parametrize("scale", [1e-3, 0.2, 0.5])
 @configurations
-def test_rising_scores(head_dim: int, heads: tuple[int, int], dtype: torch.dtype, scale: float) -> None:
+def test_rising_scores(options: Options, scale: float) -> None:
     """Keys that grow with their position: the running maximum changes in every tile."""
-    batch = build_groups(MIXED, **options_of(head_dim, heads, dtype))
+    batch = build_groups(MIXED, **options)
     for keys in (batch.k_context, batch.k_decoded):
-        keys *= torch.linspace(0.1, 1.5, len(keys), device=DEVICE).to(dtype)[:, None, None]
-    check_both_modes(batch.replace(softmax_scale=scale * 8 * head_dim**-0.5))
+        keys *= torch.linspace(0.1, 1.5, len(keys), device=DEVICE).to(keys.dtype)[:, None, None]
+    check_both_modes(batch.replace(softmax_scale=scale * 8 * batch.scale))
 
 
 @pytest.mark.parametrize("rise", [2.0, 7.0, 60.0, -60.0])
 @configurations
-def test_a_maximum_that_moves_with_every_tile(
-    head_dim: int, heads: tuple[int, int], dtype: torch.dtype, rise: float
-) -> None:
+def test_a_maximum_that_moves_with_every_tile(options: Options, rise: float) -> None:
     """Scores rise by `rise` powers of 2 every 64 keys: by less, and by more, than the forward lets the maximum lag."""
-    batch = build_groups(MIXED, **options_of(head_dim, heads, dtype))
+    batch = build_groups(MIXED, **options)
     batch.q *= 0.1
     batch.q[..., 0] = 1
     for keys, first in ((batch.k_context, 0), (batch.k_decoded, 150)):
-        keys[..., 0] = (torch.arange(len(keys), device=DEVICE) + first)[:, None].to(dtype) * (rise / 64)
+        keys[..., 0] = (torch.arange(len(keys), device=DEVICE) + first)[:, None].to(keys.dtype) * (rise / 64)
     batch = batch.replace(softmax_scale=math.log(2))
     with kernels_ran("forward"):
         results = run(batch, backward=False)
     # Of the forward alone: dQ would be a difference of such keys, and as good as the rounding of dS.
     expected, plain = oracle.reference(batch, None), oracle.plain(batch, None)
     problems = oracle.lse_violations(results.lse, expected.lse)
-    assert not problems + oracle.violations("out", results.out, plain.out, expected.out, dtype)
+    assert not problems + oracle.violations("out", results.out, plain.out, expected.out, batch.q.dtype)
 
 
 @both_masks
 def test_prompt_rides_along_in_the_same_launch(causal: bool) -> None:
     """One launch for prompt and responses gives what two launches give; the context's gradients are their sum."""
-    options = options_of(128, (8, 2), torch.bfloat16)
+    options = SMALL | {"head_dim": 128}
     batch = build_groups([Group(300, ((300, 0), (50, 50), (77, 77)))], causal=causal, **options)
     prompt, responses = assemble(batch, [[0]]), assemble(batch, [[1, 2]])
     together, first, second = run(batch), run(prompt), run(responses)
@@ -271,9 +249,8 @@ EMPTY = {
 @both_masks
 @pytest.mark.parametrize("name", EMPTY)
 def test_empty_inputs(name: str, causal: bool) -> None:
-    options = options_of(64, (4, 2), torch.bfloat16)
     for grouped in {len(EMPTY[name]) != 1, True}:
-        batch = build_groups(EMPTY[name], causal=causal, grouped=grouped, **options)
+        batch = build_groups(EMPTY[name], causal=causal, grouped=grouped, **SMALL)
         check_both_modes(batch)
         results = run(batch)
         if not batch.pairs:
@@ -286,7 +263,7 @@ def test_empty_inputs(name: str, causal: bool) -> None:
 def test_context_free_function() -> None:
     from flash_attn_dualkv import flash_attn_varlen_func
 
-    batch = build_groups([Group(0, ((70, 70), (5, 200), (0, 0), (33, 33)))], **options_of(128, (8, 2), torch.bfloat16))
+    batch = build_groups([Group(0, ((70, 70), (5, 200), (0, 0), (33, 33)))], **SMALL | {"head_dim": 128})
     expected = run(batch, deterministic=True)
     leaves = [x.detach().requires_grad_() for x in (batch.q, batch.k_decoded, batch.v_decoded)]
     q, k, v = leaves
@@ -304,16 +281,15 @@ def test_context_free_function() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
-def test_profiler_sees_our_kernels_and_no_copies(head_dim: int, dtype: torch.dtype) -> None:
-    batch = pack(build_groups(MIXED, **options_of(head_dim, (8, 2), dtype)))
+@configurations
+def test_profiler_sees_our_kernels_and_no_copies(options: Options) -> None:
+    batch = pack(build_groups(MIXED, **options))
     for deterministic in (False, True):
         with profiled() as names:
             run(batch, deterministic=deterministic)
         seen = {one for one in DIRECTIONS if any(kernel_pattern(one).search(name) for name in names)}
         # On Hopper dQ of wide heads is always computed by a kernel of its own.
-        separate_dq = deterministic or (os.environ.get(CHOICE) == "sm90" and head_dim > 128)
+        separate_dq = deterministic or (os.environ.get(CHOICE) == "sm90" and options["head_dim"] > 128)
         assert seen == {"forward", "backward"} | ({"backward_dq"} if separate_dq else set()), names
         foreign = [name for name in names if any(word in name.lower() for word in ("copy", "index", "gather", "gemm"))]
         assert not foreign, "strided views are read in place"
@@ -321,26 +297,16 @@ def test_profiler_sees_our_kernels_and_no_copies(head_dim: int, dtype: torch.dty
 
 @needs_gpu
 @configurations
-def test_kernels_for_small_shared_memory(
-    head_dim: int, heads: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_for_small_shared_memory(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     """The configurations of GPUs that grant a block 99 KB, run on this one."""
     if os.environ.get(CHOICE) != "sm80":
         pytest.skip("such GPUs run the portable kernels")
     monkeypatch.setenv("DUALKV_MAX_SHARED_BYTES", str(99 * 1024))
-    for make in (mixed_batch, split_owner_batch, many_copies_batch):
-        check_both_modes(make(options_of(head_dim, heads, dtype)))
-
-
-def mixed_batch(options: Options) -> Batch:
-    return build_groups(MIXED, **options)
-
-
-def many_copies_batch(options: Options) -> Batch:
-    return one_large_advantage(64, **options)
+    for batch in (build_groups(MIXED, **options), split_owner_batch(options), one_large_advantage(64, **options)):
+        check_both_modes(batch)
 
 
 def test_offsets_of_one_sequence_without_group_arguments() -> None:
-    batch = build_groups([Group(33, ((20, 20),))], grouped=False, **options_of(64, (4, 2), torch.bfloat16))
+    batch = build_groups([Group(33, ((20, 20),))], grouped=False, **SMALL)
     grouped = batch.replace(cu_seqlens_context=cumulative([33], DEVICE), cu_seqs_per_context=cumulative([1], DEVICE))
     oracle.assert_same_results(run(batch, deterministic=True), run(grouped, deterministic=True))
