@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from tiny_models import (
@@ -21,7 +23,7 @@ from tiny_models import (
     transformers,
 )
 
-from flash_attn_dualkv import pack_padded, unpack_logprobs
+from flash_attn_dualkv import unpack_logprobs
 
 PACKINGS = {
     "replicate": {},
@@ -83,53 +85,75 @@ def test_attention_sinks_matter():
     assert (after - before).abs().max() > 100 * TOLERANCES[torch.float32].value
 
 
-@pytest.mark.parametrize("length", [511, 512, 513])
-def test_prompt_lengths_around_a_block(length):
-    samples = Samples.random([(length, [3, 1])])
-    model = tiny_model("llama")
+# A strict prefix of another prompt, one prompt at distant places and the padding token inside a prompt only look alike.
+EDGES = {
+    **{f"a prompt of {length} tokens": Samples.random([(length, [3, 1])]) for length in (511, 512, 513)},
+    "prompts that only look alike": Samples(
+        [[7, 8, 9], [7, 8], [0, 7, 0, 8], [7, 8, 9], [7, 8]], [[5, 6], [9, 5, 6], [0, 4], [6], [5, 5, 5]]
+    ),
+    "one sample": Samples.random([(6, [4])]),
+    "unique prompts": Samples.random([(6, [4]), (3, [2]), (9, [5])]),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_edges(name, edge):
+    model = tiny_model(name)
     with torch.no_grad():
-        got, _ = dualkv.shared_prompt_forward(model, samples.pack())
-        expected, _ = replicated_logps(stock_twin(model), samples)
-    check_equal(got, expected, TOLERANCES[torch.float64].value)
+        got, _ = dualkv.shared_prompt_forward(model, EDGES[edge].pack())
+        expected, _ = replicated_logps(stock_twin(model), EDGES[edge])
+    check_equal(got, expected, TOLERANCES[FAMILIES[name].dtype].value)
 
 
-def test_prompts_that_only_look_alike_stay_apart():
-    """A strict prefix of another prompt, one prompt at distant places, and the padding token inside a prompt."""
-    samples = Samples(
-        [[7, 8, 9], [7, 8], [0, 7, 0, 8], [7, 8, 9], [7, 8]],
-        [[5, 6], [9, 5, 6], [0, 4], [6], [5, 5, 5]],
-    )
-    model = tiny_model("qwen3")
-    batch = samples.pack()
-    assert batch.layout.num_groups == 3
+# --- isolation -------------------------------------------------------------------------------------------------------
+
+# So that as many tokens go to an expert whatever the others are: a product over other rows may be rounded otherwise.
+EVERY_EXPERT = {
+    "qwen3_moe": dict(num_experts_per_tok=4),
+    "gpt_oss": dict(num_experts_per_tok=4),
+    "deepseek_v3": dict(num_experts_per_tok=4, topk_group=2),
+}
+
+
+def logps_of(model, samples: Samples) -> list[torch.Tensor]:
     with torch.no_grad():
-        got, _ = dualkv.shared_prompt_forward(model, batch)
-        expected, _ = replicated_logps(stock_twin(model), samples)
-    check_equal(got, expected, TOLERANCES[torch.float64].value)
+        return samples.split(dualkv.shared_prompt_forward(model, samples.pack())[0])
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_batches(side):
-    """Prompts padded on the left as for generation, or on the right; responses on the right."""
-    samples = MIXED
-    width, length = max(map(len, samples.prompts)), max(map(len, samples.responses))
-    rows, masks = [], []
-    for prompt, response in zip(samples.prompts, samples.responses):
-        gap, rest = [0] * (width - len(prompt)), [0] * (length - len(response))
-        rows.append((gap + prompt if side == "left" else prompt + gap) + response + rest)
-        real = [1] * len(prompt)
-        masks.append((gap + real if side == "left" else real + gap) + [1] * len(response) + rest)
-    model = tiny_model("qwen2")
-    batch = pack_padded(torch.tensor(rows), torch.tensor(masks), width)
-    with torch.no_grad():
-        got, _ = dualkv.shared_prompt_forward(model, batch)
-        expected, _ = replicated_logps(stock_twin(model), samples)
-    check_equal(got, expected, TOLERANCES[torch.float64].value)
-    padded = unpack_logprobs(got, batch, fill=-1.0)
-    assert padded.shape == (len(samples), length)
-    for row, values in zip(padded, samples.split(got)):
-        assert torch.equal(row[: len(values)], values)
-        assert (row[len(values) :] == -1.0).all()
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_a_response_does_not_see_the_others(name):
+    """Other tokens in one response: the log-probabilities of all others stay equal to the last bit."""
+    model = tiny_model(name, **EVERY_EXPERT.get(name, {}))
+    before = logps_of(model, MIXED)
+    changed = Samples(MIXED.prompts, [list(one) for one in MIXED.responses])
+    changed.responses[2] = [(token + 1) % 90 + 3 for token in changed.responses[2]]
+    after = logps_of(model, changed)
+    for index, (one, other) in enumerate(zip(before, after)):
+        assert torch.equal(one, other) == (index != 2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_gradients_reach_only_what_a_response_depends_on(name):
+    """Loss on one response: no gradient at the embeddings of the others; the prompt's is the replicated one's."""
+    model = tiny_model(name)
+    chosen = 2
+    batch = MIXED.pack(boundary="gather")
+    embedded = []
+    handle = model.get_input_embeddings().register_forward_hook(lambda module, args, out: embedded.append(out))
+    logps = MIXED.split(dualkv.shared_prompt_forward(model, batch)[0])
+    handle.remove()
+    (gradient,) = torch.autograd.grad(logps[chosen].sum(), embedded[0])
+    gradient = gradient[0]
+    begins = [batch.layout.num_context_tokens + begin for begin in batch.layout.cu_seqlens_decoded.tolist()]
+    for place, (begin, end) in enumerate(pairwise(begins)):
+        # The last token of the response itself scores nothing.
+        is_seen = gradient[begin:end].abs().sum(-1) > 0
+        expected = [batch.order[place] == chosen] * (end - begin - 1) + [False]
+        assert is_seen.tolist() == (expected if end > begin else [])
+
+
+# --- what comes out ---------------------------------------------------------------------------------------------------
 
 
 def test_the_loss_of_a_plain_forward():
