@@ -10,6 +10,8 @@ from calls import Call, packed, packed_with_sinks, separate
 
 from flash_attn_dualkv import build_info
 
+torch.set_num_threads(1)  # tensors are small: threads that wait for each other would cost more than they compute
+
 
 def _why_no_gpu() -> str | None:
     """The reason to skip GPU tests. A compiled module that does not load is none: those tests must fail and say so."""

@@ -1,23 +1,26 @@
 """What the kernels are measured against.
 
-`reference` is dense attention in fp64 computed sequence by sequence from a table of row ranges; `plain` is the same
-mathematics as ordinary PyTorch operations in the input type, differentiated by autograd; `compare` is the accuracy
-rule: at most twice the error of the plain computation, and a bound on the relative Frobenius error.
+`reference` is the package's specification in fp64; `plain` is the same mathematics as ordinary PyTorch operations in
+the input type, sequence by sequence, differentiated by autograd; `compare` is the accuracy rule: at most twice the
+error of the plain computation, and a bound on the relative Frobenius error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from groups import Batch, Results, SequenceRows
 from torch import Tensor
 
+from flash_attn_dualkv import reference as specification
+
 FROBENIUS_BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 LSE_BOUND = 1e-4  # fp32 scores and sums, whatever the input type
 SCORES_AT_ONCE = 1 << 27  # elements of one score matrix: 1 GiB in fp64
 CPU_SCORES_AT_ONCE = 1 << 22
+KEYS_AT_ONCE = 1 << 13
 ELEMENTS_AT_ONCE = 1 << 28  # elements of one tensor: 2 GiB in fp64
 
 
@@ -70,83 +73,22 @@ def _add_kv(results: Results, rows: SequenceRows, heads: slice, dk: Tensor, dv: 
         own[decoded, heads] += grad[rows.context_len :]
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Query rows [first, last) of a sequence for KV heads [kv_first, kv_last), seeing `keys` keys at most."""
-
-    first: int
-    last: int
-    kv_first: int
-    kv_last: int
-    keys: int
-
-
-def _blocks(rows: SequenceRows, batch: Batch) -> Iterator[_Block]:
-    """Cuts a sequence so that a score matrix of a block stays within the budget."""
-    first, end = _seeing_rows(rows, batch.causal)
-    kv_heads, ratio = batch.k_context.shape[1], batch.q.shape[1] // batch.k_context.shape[1]
-    keys = rows.context_len + rows.decoded_len
-    budget = _budget(batch.q.device)
-    kv_step = max(1, min(kv_heads, budget // max(1, ratio * keys * min(end - first, 1024))))
-    row_step = max(1, budget // max(1, ratio * keys * kv_step))
-    for row in range(first, end, row_step):
-        last = min(row + row_step, end)
-        seen = min(keys, rows.q_pos0 + last) if batch.causal else keys
-        for kv in range(0, kv_heads, kv_step):
-            yield _Block(row, last, kv, min(kv + kv_step, kv_heads), seen)
-
-
-def _reference_block(
-    batch: Batch, rows: SequenceRows, block: _Block, k: Tensor, v: Tensor, dlse: Tensor | None, results: Results
-) -> None:
-    ratio = batch.q.shape[1] // batch.k_context.shape[1]
-    length, head_dim = block.last - block.first, batch.q.shape[2]
-    kv_heads = slice(block.kv_first, block.kv_last)
-    heads = slice(block.kv_first * ratio, block.kv_last * ratio)
-    packed = slice(rows.q_begin + block.first, rows.q_begin + block.last)
-
-    def stacked(x: Tensor) -> Tensor:  # (rows, H, d) -> (H_k, ratio * rows, d)
-        x = x[packed, heads].double().transpose(0, 1)
-        return x.reshape(-1, ratio * length, head_dim)
-
-    def unstacked(x: Tensor) -> Tensor:
-        return x.reshape(-1, length, head_dim).transpose(0, 1)
-
-    q, dout = stacked(batch.q), stacked(batch.dout)
-    k, v = (x[: block.keys, kv_heads].double().transpose(0, 1) for x in (k, v))
-    scores = torch.matmul(q, k.transpose(1, 2)).mul_(batch.scale)
-    if batch.causal and rows.q_pos0 + block.first + 1 < block.keys:
-        hidden = ~visible(rows, block.first, block.last, True, q.device)[:, : block.keys]
-        scores.view(-1, ratio, length, block.keys).masked_fill_(hidden, float("-inf"))
-    lse = scores.logsumexp(-1, keepdim=True)
-    p = scores.sub_(lse).exp_()
-    out = torch.matmul(p, v)
-    dv = torch.matmul(p.transpose(1, 2), dout)
-    delta = (out * dout).sum(-1, keepdim=True)
-    if dlse is not None:
-        delta -= dlse[heads, packed].double().reshape(delta.shape)
-    ds = torch.matmul(dout, v.transpose(1, 2)).sub_(delta).mul_(p).mul_(batch.scale)
-    results.out[packed, heads] = unstacked(out)
-    results.lse[heads, packed] = lse.reshape(-1, length)
-    results.dq[packed, heads] = unstacked(torch.matmul(ds, k))
-    dk, dv = (_pad_keys(x, rows) for x in (torch.matmul(ds.transpose(1, 2), q), dv))
-    _add_kv(results, rows, kv_heads, dk, dv)
-
-
-def _pad_keys(grad: Tensor, rows: SequenceRows) -> Tensor:
-    missing = rows.context_len + rows.decoded_len - grad.shape[1]
-    return torch.nn.functional.pad(grad, (0, 0, 0, missing)) if missing else grad
-
-
 @torch.no_grad()
 def reference(batch: Batch, dlse: Tensor | None = None) -> Results:
-    """Attention and gradients in fp64, each sequence by itself, in blocks of bounded memory."""
-    results = _empty_results(batch, torch.float64)
-    for rows in batch.table:
-        k, v = _keys(batch, rows)
-        for block in _blocks(rows, batch):
-            _reference_block(batch, rows, block, k, v, dlse, results)
-    return results
+    """Attention and gradients in fp64: the package's own reference, with blocks as large as the device can hold."""
+    segments = [(*row[:2], row.q_pos0, *row[2:], index) for index, row in enumerate(batch.table)]
+    groups = [(row.context_begin, row.context_len, index, index + 1) for index, row in enumerate(batch.table)]
+    tables = [
+        torch.tensor(rows, dtype=torch.int32, device=batch.q.device).reshape(-1, columns)
+        for rows, columns in ((segments, 8), (groups, 4))
+    ]
+    inputs = [x.double() for x in batch.inputs]
+    sizes = {"SCORE_ELEMENTS": _budget(batch.q.device), "KEY_BLOCK": KEYS_AT_ONCE, "ACCUMULATOR_ELEMENTS": 1 << 40}
+    with patch.multiple(specification, **sizes):
+        out, lse = specification.forward(*inputs, *tables, batch.scale, batch.causal)
+        upstream = batch.dout.double(), None if dlse is None else dlse.double()
+        gradients = specification.backward(*upstream, *inputs, out, lse, *tables, batch.scale, batch.causal)
+    return Results(out, lse, *gradients)
 
 
 def _plain_heads(
