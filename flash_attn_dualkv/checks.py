@@ -97,6 +97,26 @@ def check_pair_shape(q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tensor) 
         raise NotImplementedError(explain(v_name, expected, v.shape[2]))
 
 
+def check_apart(k_name: str, k: Tensor, context_name: str, context: Tensor) -> None:
+    """ValueError for keys that begin with the context's own rows: `k` where `k[context_seqlen:]` is meant.
+
+    Offsets may end before the tensors do, so the rows behind would pass for padding.
+    """
+    if k.shape[0] and context.shape[0] and address(k) == address(context) is not None:
+        expected = f"the rows behind the context, such as k[{context.shape[0]}:]"
+        raise ValueError(explain(k_name, expected, f"a tensor that begins with the rows of {context_name}"))
+
+
+def address(tensor: Tensor) -> int | None:
+    """Where a tensor lies in memory; None where that cannot be known: in traces, and for wrappers."""
+    if type(tensor) is not Tensor or torch.compiler.is_compiling():
+        return None
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # function transforms wrap tensors without memory of their own
+        return None
+
+
 def check_same_heads(k_name: str, k: Tensor, other_name: str, other: Tensor) -> None:
     """Check that two key tensors have the same number of heads."""
     if k.shape[1] != other.shape[1]:

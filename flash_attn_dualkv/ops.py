@@ -9,7 +9,6 @@ call.
 from __future__ import annotations
 
 import importlib
-import os
 import platform
 from types import ModuleType
 from typing import Any, cast
@@ -22,6 +21,7 @@ from torch.autograd.function import FunctionCtx
 from . import reference
 from . import segments as tables
 from ._version import __version__
+from .arguments import environment_flag
 
 Tables = tuple[Tensor, Tensor]
 Results = tuple[Tensor, Tensor]
@@ -126,7 +126,7 @@ def compiled_module() -> ModuleType:
 
 def checks_values() -> bool:
     """Whether to read back offsets from the GPU and check them; impossible while a CUDA graph is captured."""
-    return os.environ.get("DUALKV_DEBUG") == "1" and not torch.cuda.is_current_stream_capturing()
+    return environment_flag("DUALKV_DEBUG") and not torch.cuda.is_current_stream_capturing()
 
 
 def is_deterministic(deterministic: bool) -> bool:
@@ -134,7 +134,7 @@ def is_deterministic(deterministic: bool) -> bool:
     return (
         deterministic
         or torch.are_deterministic_algorithms_enabled()
-        or os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1"
+        or environment_flag("FLASH_ATTENTION_DETERMINISTIC")
     )
 
 

@@ -414,8 +414,8 @@ def test_padding_of_the_row_changes_nothing():
         (dict(name="dualkv_flash"), 'name: expected a name without "flash"'),
         (dict(name="sdpa"), "name: expected a name of its own"),
         (dict(name=""), "name: expected"),
-        (dict(fallback="flash_attention_2"), "fallback: expected one of auto, sdpa, eager"),
-        (dict(backend="gpu"), "backend: expected one of auto, cuda, reference"),
+        (dict(fallback="flash_attention_2"), "fallback: expected 'auto' or 'sdpa' or 'eager'"),
+        (dict(backend="gpu"), "backend: expected 'auto' or 'cuda' or 'reference'"),
     ],
 )
 def test_what_can_be_registered(options, message, restored_registry):

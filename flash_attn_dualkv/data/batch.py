@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import arguments
 from ..layout import HostLayout, SharedPromptLayout
 from .transfer import SeparatelyPickled, ints, same_device, to_device
 
@@ -38,6 +39,7 @@ class SharedPromptBatch(SeparatelyPickled):
         padded_index: (sum R,) int64, place of each response token in a flattened (B, max R) tensor.
         jagged_index: (sum R,) int64, place of the row that scores each response token in the B sequences of P_i + R_i.
         jagged_offsets: (B+1,) int64, where those sequences begin.
+        max_token: the largest token id.
     """
 
     input_ids: Tensor
@@ -53,6 +55,12 @@ class SharedPromptBatch(SeparatelyPickled):
     padded_index: Tensor
     jagged_index: Tensor
     jagged_offsets: Tensor
+    max_token: int
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # The two were pickled apart.
+        self.__dict__["layout"] = replace(self.layout, position_ids=self.position_ids)
 
     @property
     def num_replicated_tokens(self) -> int:
@@ -66,15 +74,19 @@ class SharedPromptBatch(SeparatelyPickled):
         return self.num_replicated_tokens / rows if rows else math.inf
 
     def to(self, device: torch.device | str) -> SharedPromptBatch:
-        """The batch on another device, in one copy: for batches that were packed in a data loader."""
-        device = torch.device(device)
+        """The batch on another device, in one copy: for batches that were packed in a data loader.
+
+        Raises:
+            SharedPromptError: there is no such device.
+        """
+        device = arguments.device(device)
         if same_device(device, self.layout.device):
             return self
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         long = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         moved = to_device(list(long.values()), self.layout.tensors, device)
-        layout = self.layout.with_tensors(moved[len(long) :])
         changes: dict[str, Any] = dict(zip(long, moved))
+        layout = self.layout.with_tensors(moved[len(long) :], changes["position_ids"])
         return replace(self, layout=layout, **changes)
 
     def metrics(self) -> dict[str, float]:
@@ -94,9 +106,10 @@ class Samples:
     """All samples of a micro-batch."""
 
     tokens: Tensor  # prompt then response, one sample after the other; any integer type, where they came from
-    prompts: list[bytes]  # of the tokens, to tell which are equal
+    groups: list[list[int]]  # the samples of each prompt
     prompt_lens: list[int]
     response_lens: list[int]
+    max_token: int
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
@@ -213,10 +226,12 @@ class PackedRow:
             num_context_tokens=contexts,
             num_tokens=contexts + decoded + self.pad,
             pad=self.pad,
+            position_ids=position_ids,
         )
         return SharedPromptBatch(
             input_ids, position_ids, layout, labels, token_index, targets, tuple(samples.response_lens),
             tuple(samples.prompt_lens), tuple(self.order), multiplicity, padded, jagged, jagged_offsets,
+            samples.max_token,
         )  # fmt: skip
 
     def _numbers(self, samples: Samples, order: Tensor) -> list[Tensor]:
