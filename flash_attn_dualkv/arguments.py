@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import reprlib
 from collections.abc import Hashable, Iterable, Sequence, Sized
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ from .checks import explain
 from .errors import SharedPromptError, SharedPromptTypeError
 
 T = TypeVar("T")
+
+_WITHOUT_OPERATORS = (torch.uint16, torch.uint32, torch.uint64)
 
 # Iterable, but not a list of samples: their elements have no order, or are no samples.
 _NOT_LISTS = (str, bytes, bytearray, dict, set, frozenset)
@@ -31,9 +34,11 @@ _SPELLINGS = {
 def describe(value: object) -> str:
     """A value in an error message: never longer than a line."""
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and {value.dtype} on {value.device}"
-    text = repr(value)
-    return f"{text[:60]}... ({type(value).__name__})" if len(text) > 80 else text
+        kind = "nested" if value.is_nested else f"of shape {tuple(value.shape)}"
+        return f"a tensor {kind} and {value.dtype} on {value.device}"
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, list, tuple)):
+        return reprlib.repr(value)
+    return f"a {type(value).__name__}" if not isinstance(value, type) else f"the class {value.__name__}"
 
 
 def integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
@@ -93,7 +98,7 @@ def items(name: str, values: Any, of: str) -> Sequence[Any]:
 
 
 def integers(name: str, tensor: Any, dimensions: int, also: Sequence[torch.dtype] = ()) -> Tensor:
-    """A dense integer tensor with numbers in it, of that many dimensions."""
+    """A dense integer tensor with numbers in it, of that many dimensions; int64 for types that lack operators."""
     if not isinstance(tensor, Tensor):
         raise SharedPromptTypeError(explain(name, "an integer tensor", describe(tensor)))
     if tensor.layout != torch.strided or tensor.is_nested:
@@ -105,7 +110,7 @@ def integers(name: str, tensor: Any, dimensions: int, also: Sequence[torch.dtype
         raise SharedPromptTypeError(explain(name, "integers", tensor.dtype))
     if tensor.dim() != dimensions:
         raise SharedPromptError(explain(name, f"{dimensions} dimension(s)", f"shape {tuple(tensor.shape)}"))
-    return tensor
+    return tensor.to(torch.int64) if tensor.dtype in _WITHOUT_OPERATORS else tensor
 
 
 def lengths(name: str, values: Any, count: int | None = None, like: str = "", least: int = 0) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import checks, ops, packed_ops
+from . import arguments, checks, ops, packed_ops
 from .errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from .layout import SharedPromptLayout
 
@@ -373,8 +373,7 @@ def shared_prompt_attention(
 
 
 def _is_reference(backend: Any, q: Tensor) -> bool:
-    if backend not in BACKENDS:
-        raise SharedPromptError(checks.explain("backend", " or ".join(map(repr, BACKENDS)), repr(backend)))
+    arguments.choice("backend", backend, BACKENDS)
     if backend == "cuda" and not q.is_cuda:
         raise SharedPromptError(checks.explain("backend", f"'auto' or 'reference' for {q.device} tensors", "'cuda'"))
     return backend == "reference" or not q.is_cuda
@@ -404,10 +403,12 @@ def _resolve_window(sliding_window: Any, layout: SharedPromptLayout) -> int | No
 
 def _resolve_softcap(softcap: Any) -> float | None:
     """None for no cap, which FlashAttention writes as 0."""
-    if softcap is None or softcap == 0.0:
+    if softcap is None:
         return None
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
         raise TypeError(checks.explain("softcap", "a float or None", type(softcap).__name__))
+    if softcap == 0.0:
+        return None
     if not 0.0 < softcap < float("inf"):
         raise SharedPromptError(checks.explain("softcap", "a finite number >= 0", softcap))
     return float(softcap)

@@ -97,7 +97,7 @@ class SharedPromptLayout(SeparatelyPickled):
         Raises:
             SharedPromptError: `multiple` is no int >= 1.
         """
-        multiple = arguments.integer("multiple", multiple, 1)
+        multiple = arguments.integer("multiple", multiple, 1, checks.MAX_ROWS)
         tokens = self.num_tokens - self.pad
         pad = -tokens % multiple
         position_ids = self.position_ids if pad == self.pad else None

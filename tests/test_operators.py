@@ -337,6 +337,28 @@ def test_deterministic_gradients_are_equal_bit_for_bit() -> None:
         assert all(all(map(torch.equal, run(batch), first)) for _ in range(5))
 
 
+@pytest.mark.parametrize("name", ["DUALKV_DEBUG", "FLASH_ATTENTION_DETERMINISTIC"])
+def test_switches_in_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_on = ops.checks_values if name == "DUALKV_DEBUG" else lambda: ops.is_deterministic(False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.delenv(name, raising=False)
+    assert not is_on()
+    for text, wanted in (
+        ("1", True),
+        ("true", True),
+        ("Yes", True),
+        ("ON", True),
+        ("0", False),
+        ("no", False),
+        ("", False),
+    ):
+        monkeypatch.setenv(name, text)
+        assert is_on() is wanted
+    monkeypatch.setenv(name, "maybe")
+    with pytest.raises(ValueError, match=f"the environment's {name}: expected 1 or 0 .*, got 'maybe'"):
+        is_on()
+
+
 # The compiled module
 
 

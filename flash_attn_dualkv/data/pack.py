@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import arguments
-from ..checks import explain
+from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError
 from .batch import PackedRow, Samples, SharedPromptBatch
 from .samples import (
@@ -119,8 +119,8 @@ def pack_padded(
         SharedPromptError: as there; a mask with holes.
     """
     options = _Options.checked(boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device)
-    arguments.integers("input_ids", input_ids, 2)
-    arguments.integers("attention_mask", attention_mask, 2, (torch.bool,))
+    input_ids = arguments.integers("input_ids", input_ids, 2)
+    attention_mask = arguments.integers("attention_mask", attention_mask, 2, (torch.bool,))
     if attention_mask.shape != input_ids.shape:
         expected = f"shape {tuple(input_ids.shape)} (as input_ids)"
         raise SharedPromptError(explain("attention_mask", expected, tuple(attention_mask.shape)))
@@ -181,9 +181,9 @@ def pack_jagged(
     if nested.dim() != 2 or nested.lengths() is not None:
         got = f"{nested.dim()} dimensions, {'no ' if nested.lengths() is None else ''}gaps"
         raise SharedPromptError(explain("input_ids", "2 dimensions and no gaps between the sequences", got))
-    arguments.integers("input_ids", nested.values(), 1)
+    values = arguments.integers("input_ids", nested.values(), 1)
     given = as_fetched("prompt_lens", prompt_lens)
-    (tokens, offsets, *fetched), labels = fetch([nested.values(), nested.offsets(), *given], group_ids)
+    (tokens, offsets, *fetched), labels = fetch([values, nested.offsets(), *given], group_ids)
     totals = offsets.diff().tolist()
     lengths = prompt_lengths("prompt_lens", prompt_lens, fetched, totals)
     begin, end = (int(offsets[at]) for at in (0, -1))
@@ -191,7 +191,7 @@ def pack_jagged(
     check_token_ids("input_ids", smallest)
     response_lens = [total - length for total, length in zip(totals, lengths)]
     keys = prompt_bytes(tokens, offsets.tolist(), lengths)
-    return _pack(Samples(nested.values()[begin:end], group(keys, labels), lengths, response_lens, largest), options)
+    return _pack(Samples(values[begin:end], group(keys, labels), lengths, response_lens, largest), options)
 
 
 def group_by_prompt(
@@ -235,7 +235,7 @@ class _Options(NamedTuple):
             arguments.choice("boundary", boundary, BOUNDARIES),
             arguments.flag("drop_last", drop_last),
             None if most_responses is None else arguments.integer("max_responses_per_group", most_responses, 1),
-            1 if multiple is None else arguments.integer("pad_to_multiple_of", multiple, 1),
+            1 if multiple is None else arguments.integer("pad_to_multiple_of", multiple, 1, MAX_ROWS),
             None if device is None else arguments.device(device),
         )
 

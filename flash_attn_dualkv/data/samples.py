@@ -50,9 +50,7 @@ def _tokens(name: str, tokens: Any) -> Tensor:
             tokens = torch.tensor(tokens, device="cpu", dtype=None if len(tokens) else torch.int64)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise SharedPromptTypeError(explain(name, expected, f"{arguments.describe(tokens)} ({error})")) from None
-    tokens = arguments.integers(name, tokens, 1)
-    # The other unsigned types lack most operators.
-    return tokens if tokens.dtype in _INTEGERS else tokens.to(torch.int64)
+    return arguments.integers(name, tokens, 1)
 
 
 def joined(tokens: Sequence[Tensor]) -> Tensor:

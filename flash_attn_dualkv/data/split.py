@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import arguments
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
-from .samples import GroupIds, check_count, fetch, groups_of
+from .samples import GroupIds, check_count, groups_of
 
 
 def split_by_token_budget(
@@ -46,7 +46,8 @@ def split_by_token_budget(
     """
     _check_process_group(dp_group)
     micro_batches: list[list[int]] = []
-    error: SharedPromptError | None = None
+    # Not the exception: it holds this frame, and with it the process group beyond its end.
+    error: str | None = None
     try:
         budget = arguments.integer("max_tokens", max_tokens, 1)
         groups, prompts, responses = _checked_groups(groups, prompt_lens, response_lens)
@@ -54,15 +55,13 @@ def split_by_token_budget(
     except SharedPromptError as own:
         if dp_group is None:
             raise
-        error = own  # the other ranks wait for this one
+        error = str(own)  # the other ranks wait for this one
     if dp_group is None:
         return micro_batches
     samples = sum(map(len, micro_batches))
     wanted, fewest, failed = _largest([len(micro_batches), -samples, error is not None], dp_group)
-    if error is not None:
-        raise error
     if failed:
-        raise SharedPromptError(explain("max_tokens", "a budget that every rank can keep", "one that cannot"))
+        raise SharedPromptError(error or explain("max_tokens", "a budget that every rank can keep", "one that cannot"))
     if wanted > -fewest:
         expected = f"at least {wanted} samples on each rank, as many as another has micro-batches"
         raise SharedPromptError(explain("groups", expected, -fewest))
@@ -201,8 +200,8 @@ def balance_groups(
     ranks_wanted = arguments.integer("num_ranks", num_ranks, 1)
     if samples % ranks_wanted != 0:
         raise SharedPromptError(explain("num_ranks", f"a divisor of the {samples} samples", num_ranks))
-    _, ids = fetch([], group_ids)
-    assert ids is not None
+    given = arguments.group_ids(group_ids)
+    ids = given.tolist() if isinstance(given, Tensor) else given
     check_count(ids, samples)
     groups = groups_of(ids)
     for members in groups:

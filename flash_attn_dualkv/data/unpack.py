@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import arguments
-from ..checks import explain
+from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError, SharedPromptTypeError
 from .batch import SharedPromptBatch
 
@@ -38,9 +38,8 @@ def unpack_logprobs(
     """
     values = _of_response_tokens(values, batch, per_row)
     samples, longest = len(batch.response_lens), max(batch.response_lens)
-    columns = longest if width is None else arguments.integer("width", width, longest)
-    if isinstance(fill, bool) or not isinstance(fill, (int, float)):
-        raise SharedPromptTypeError(explain("fill", "a float", arguments.describe(fill)))
+    columns = longest if width is None else arguments.integer("width", width, longest, MAX_ROWS)
+    check_fill(fill, values.dtype)
     filled = values.new_full((samples * longest,), fill).index_put((batch.padded_index,), values).view(samples, longest)
     return filled if columns == longest else torch.nn.functional.pad(filled, (0, columns - longest), value=fill)
 
@@ -60,6 +59,16 @@ def unpack_to_jagged(values: Tensor, batch: SharedPromptBatch, *, per_row: bool 
     longest = max(map(int.__add__, batch.prompt_lens, batch.response_lens))
     shortest = min(map(int.__add__, batch.prompt_lens, batch.response_lens))
     return torch.nested.nested_tensor_from_jagged(rows, batch.jagged_offsets, min_seqlen=shortest, max_seqlen=longest)
+
+
+def check_fill(fill: float, dtype: torch.dtype) -> None:
+    """SharedPromptError for what is no number of that type."""
+    if isinstance(fill, bool) or not isinstance(fill, (int, float)):
+        raise SharedPromptTypeError(explain("fill", "a float", arguments.describe(fill)))
+    try:
+        torch.full((), fill, dtype=dtype, device="cpu")
+    except (RuntimeError, OverflowError):
+        raise SharedPromptError(explain("fill", f"a number of {dtype} (as values)", fill)) from None
 
 
 def _of_response_tokens(values: Tensor, batch: SharedPromptBatch, per_row: bool | None) -> Tensor:

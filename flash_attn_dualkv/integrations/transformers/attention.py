@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from ... import arguments
 from ...attention import BACKENDS, shared_prompt_attention
 from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, explain
-from ...errors import SharedPromptError, SharedPromptUnsupportedError
+from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ...layout import SharedPromptLayout
 from . import base_class, guard
 from .masks import DeferredMask, deferred_mask
@@ -84,6 +84,7 @@ def register(name: str = "dualkv", fallback: str = "auto", *, backend: str = "au
     AttentionMaskInterface.register(name, deferred_mask)
     base_class.own_names.add(name)
     base_class.install()
+    _refuse_layouts_elsewhere()
 
 
 def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa"), *, backend: str = "auto") -> None:
@@ -114,6 +115,7 @@ def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa
         if stock_mask is not None:
             AttentionMaskInterface.register(name, _wrapped_mask(stock_mask))
     base_class.install()
+    _refuse_layouts_elsewhere()
 
 
 # --- with a layout ----------------------------------------------------------------------------------------------------
@@ -201,6 +203,7 @@ def _check_call(
         raise SharedPromptError(explain("dropout of attention", "0 with a shared prompt", dropout))
     is_causal = kwargs.pop("is_causal", None)
     if isinstance(attention_mask, DeferredMask):
+        attention_mask.replace()
         if attention_mask.others and attention_mask.is_causal:
             expected, others = "a causal or sliding-window one with a layout", ", ".join(attention_mask.others)
             raise SharedPromptError(explain("attention_mask", expected, f"one made of {others}"))
@@ -265,6 +268,25 @@ def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 # --- stock names ------------------------------------------------------------------------------------------------------
+
+
+def _refuse_layouts_elsewhere() -> None:
+    """Let stock attention raise when it gets a layout, which it would drop: of a layer that was left on it, say."""
+    for name, stock in list(AttentionInterface._global_mapping.items()):
+        if not hasattr(stock, TAKES_LAYOUT) and not hasattr(stock, "dualkv_stock"):
+            AttentionInterface.register(name, _refusing_attention(name, stock))
+
+
+def _refusing_attention(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("shared_prompt_layout") is not None:
+            expected = "a registered or wrapped attention in every layer that gets a layout"
+            raise SharedPromptLayoutError(explain(type(module).__name__, expected, repr(name)))
+        return stock(module, *args, **kwargs)
+
+    attention.dualkv_stock = stock  # type: ignore[attr-defined]
+    return attention
 
 
 def _wrapped_attention(stock: Callable[..., Any], backend: str) -> Callable[..., Any]:
