@@ -291,8 +291,8 @@ library.impl("backward", _backward_autograd, "Autograd")
 class BuildInfo(TypedDict):
     """What `build_info` tells. What was built is empty or None where there is no compiled module.
 
-    version: of this package. compiled: whether the CUDA kernels are there. compiled_error: why they do not load, or None.
-    archs, ptx: compute capabilities with machine code, and that of the PTX for newer GPUs. head_dims,
+    version: of this package. compiled: whether the CUDA kernels are there. compiled_error: why they do not load, or
+    None. archs, ptx: compute capabilities with machine code, and that of the PTX for newer GPUs. head_dims,
     backward_head_dims: those that are built, by family of kernels. dtypes: of tensors. cuda: its version.
     torch, torch_cuda, python, platform: what it runs in.
     """
