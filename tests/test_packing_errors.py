@@ -31,7 +31,7 @@ ERRORS: list[tuple[str, Any, str]] = [
     ("float list", lambda: pack_shared_prompts([[1.5]], [[1]]), r"^prompts\[0\]: expected integers"),
     ("2-D ids", lambda: pack_shared_prompts([ONES], [[1]]), r"^prompts\[0\]: expected 1 dimension"),
     ("no ids", lambda: pack_shared_prompts(["text"], [[1]]), r"^prompts\[0\]: expected a 1-D integer tensor"),
-    ("devices", lambda: pack_shared_prompts([ONES[0], ONES[0].to("meta")], [[1], [1]]), "^device: expected cpu"),
+    ("devices", lambda: pack_shared_prompts([ONES[0], ONES[0].to("meta")], [*ONES]), "^device: expected cpu"),
     ("meta", lambda: pack_shared_prompts([ONES[0].to("meta")], [ONES[0].to("meta")]), "^prompts and .* on meta"),
     ("boundary", lambda: pack_shared_prompts([[1]], [[1]], boundary="both"), "^boundary: expected 'replicate' or"),
     ("limit", lambda: pack_shared_prompts([[1]], [[1]], max_responses_per_group=0), "^max_responses_per_group"),
