@@ -113,12 +113,12 @@ class Samples:
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
-    """values[index], which itself takes four times as long on the CPU."""
+    """values[index]; indexing takes four times as long on the CPU."""
     return values.index_select(0, index)
 
 
 def _expand(lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Which run each of the `count` places of runs one after the other belongs to, and the places themselves."""
+    """Of runs that lie one after the other, `count` places in all: the run of each place, and the places themselves."""
     return torch.repeat_interleave(lengths, output_size=count), torch.arange(count, device=lengths.device)
 
 
@@ -132,13 +132,17 @@ def _ints(values: Iterable[int]) -> Tensor:
 
 
 class Runs(NamedTuple):
-    """The packed row as runs of the samples' tokens, (runs,) each; offsets are added to a row's place in the row."""
+    """The packed row as runs of neighbouring tokens: the contexts, then the responses. (runs,) each.
+
+    Row r, which lies in run i, holds token r + token_offsets[i] of all samples' tokens, at the position
+    r + position_offsets[i], and has a label if r < label_ends[i].
+    """
 
     lengths: Tensor
     token_offsets: Tensor
     position_offsets: Tensor
     multiplicities: Tensor
-    label_ends: Tensor  # the place behind the run's last row that has a label
+    label_ends: Tensor
 
     def rows(self, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
         """input_ids, position_ids, labels, multiplicity: (count,) each."""
@@ -152,12 +156,17 @@ class Runs(NamedTuple):
 
 
 class Responses(NamedTuple):
-    """The responses in original order, (samples,) each; offsets are added to a token's place among all of theirs."""
+    """The responses in original order, (samples,) each.
+
+    Response token t (counted over all responses), which lies in response i, is scored by row t + row_offsets[i]; the
+    first one of a response, t = first_tokens[i], by first_rows[i]. Its place among the padded responses is
+    t + padded_offsets[i], that among the whole sequences t + jagged_offsets[i].
+    """
 
     lengths: Tensor
-    first_tokens: Tensor  # the place of the first token of each response
-    first_rows: Tensor  # the row that scores it
-    row_offsets: Tensor  # to the rows that score the others
+    first_tokens: Tensor
+    first_rows: Tensor
+    row_offsets: Tensor
     padded_offsets: Tensor
     jagged_offsets: Tensor
 

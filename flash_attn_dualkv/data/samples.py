@@ -25,7 +25,7 @@ GroupIds = Iterable[Hashable] | Tensor
 
 
 def all_tokens(given: list[Any], names: Sequence[str]) -> list[Tensor]:
-    """1-D integer tensors of what was given; the names of what it is take turns."""
+    """1-D integer tensors of token sequences, of which prompts and responses may come in turns, as `names` do."""
     if _are_tokens(given):
         return given
     count = len(names)
@@ -33,7 +33,7 @@ def all_tokens(given: list[Any], names: Sequence[str]) -> list[Tensor]:
 
 
 def _are_tokens(given: list[Any]) -> TypeGuard[list[Tensor]]:
-    """Mostly the answer is yes: to look at one after the other would take a millisecond for thousands."""
+    """Whether all are such tensors already. To check thousands one by one would take a millisecond."""
     if not set(map(type, given)) <= {Tensor}:
         return False
     return {one.dtype for one in given} <= _INTEGERS and set(map(Tensor.dim, given)) <= {1}
@@ -74,9 +74,9 @@ def extremes(tokens: Tensor) -> Tensor:
 
 
 def selected(values: Tensor, mask: Tensor, count: int) -> Tensor:
-    """values[mask] of `count` elements, which by itself would ask the GPU for their number."""
+    """values[mask], of which there are `count`. Indexing with a mask would wait for the GPU to count them."""
     mask = mask.reshape(-1) == 1
-    places = torch.where(mask, mask.cumsum(0) - 1, count)  # what is left out shares the last one
+    places = torch.where(mask, mask.cumsum(0) - 1, count)  # all that is left out goes to one place behind the others
     chosen = values.new_empty(count + 1).scatter_(0, places, values.reshape(-1))
     return chosen[:count]
 
@@ -85,7 +85,7 @@ def selected(values: Tensor, mask: Tensor, count: int) -> Tensor:
 
 
 class Ones(NamedTuple):
-    """Of every row of a mask: where its ones begin, their number, that of their runs, and that of what is no 0 or 1."""
+    """Of every row of a mask: where its ones begin, how many ones, how many runs of ones, how many other values."""
 
     begins: list[int]
     lengths: list[int]

@@ -27,13 +27,14 @@ _CAUSAL_MASKS = frozenset(
 
 
 class _MaskError(SharedPromptError, AttributeError):
-    """A mask that is not there is read. To `hasattr`, with which wrappers look at arguments, it is a no."""
+    """The mask of a forward with a layout is read. An AttributeError too, so that a wrapper's `hasattr` answers no."""
 
 
 class DeferredMask:
-    """The mask of a packed row, T x T elements, built when an attention layer needs it: with a layout none does.
+    """Stands for the mask of a packed row, T x T elements, which is built only when something reads it.
 
-    To a model that computes with its mask itself it is that mask.
+    Attention layers with a layout do not. To stock attention, and to models that compute with their mask themselves,
+    this object is the mask.
     """
 
     def __init__(self, builder: Callable[..., Any], arguments: dict[str, Any]) -> None:
