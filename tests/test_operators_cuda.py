@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import ONE_GROUP, TWO_GROUPS, attend, batch_of, leaves_of, options_of
+from calls import NAMES, ONE_GROUP, TWO_GROUPS, attend, batch_of, leaves_of, options_of
 from groups import Group, run
 from launches import captured
 from torch import Tensor
@@ -79,3 +79,28 @@ def test_values_are_not_read_back_during_capture(monkeypatch: pytest.MonkeyPatch
         out = attend(batch, batch.inputs)
     graph.replay()
     assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["forward", "backward", "packed_forward", "packed_backward"])
+def test_raw_operators_refuse_tensors_of_the_wrong_rank(name: str) -> None:
+    """Whatever reads sizes or strides comes after the check."""
+    batch, operators = batch_of(ONE_GROUP, "cuda"), torch.ops.flash_attn_dualkv
+    offsets = (batch.cu_seqlens_q, batch.cu_seqlens_k_decoded, batch.cu_seqlens_context, batch.cu_seqs_per_context)
+    segments, groups = operators.segment_tables(*offsets, len(batch.k_context))
+    rest = {"segments": segments, "groups": groups, "softmax_scale": 0.25, "deterministic": False}
+    if name.startswith("packed"):
+        tensors = {"q": batch.q, "k": batch.k_decoded, "v": batch.v_decoded}
+        rest |= {"context_rows": 0, "window": None, "softcap": None, "reference": False}
+    else:
+        tensors = dict(zip(NAMES, batch.inputs))
+        rest |= {"causal": True}
+    if name.endswith("backward"):
+        tensors |= {"dout": batch.q, "out": batch.q}
+        rest |= {"dlse": None, "lse": torch.zeros(batch.q.shape[1::-1], device="cuda")}
+    elif name.startswith("packed"):
+        rest |= {"sinks": None}
+    for wrong, one in tensors.items():
+        for given in (one[0, 0, 0], one.flatten(), one[0], one[None]):
+            with pytest.raises(ValueError, match=rf"^{wrong}: expected 3 dimensions .*, got {given.dim()}$"):
+                getattr(operators, name)(**{**rest, **tensors, wrong: given})
