@@ -1,5 +1,5 @@
-// The Python module: check, allocate, fill the parameter structs, launch. Nothing but this file and the headers beside it
-// that it includes (check.h, problem.h, work_lists.h, packed_node.h) sees torch.
+// The Python module: check, allocate, fill the parameter structs, launch. Nothing but this file and the headers beside
+// it that it includes (check.h, problem.h, work_lists.h, packed_node.h) sees torch.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

@@ -40,8 +40,8 @@ inline ClearedRows cleared_rows(const Rows& rows) {
   return {static_cast<char*>(t.data_ptr()) + rows.begin * row_bytes, row_bytes};
 }
 
-// A list of query tiles, `queries` of a sequence each. Building it clears the rows of `out` (and of `lse`, where defined)
-// that are in none of them.
+// A list of query tiles, `queries` of a sequence each. Building it clears the rows of `out` (and of `lse`, where
+// defined) that are in none of them.
 struct ForwardList {
   WorkList<ForwardItem> work;
 
@@ -68,8 +68,8 @@ struct ForwardList {
   Scratch scratch_;
 };
 
-// What the kernels of the backward share: the list of KV tiles, the tiles whose queries were split and the slots for their
-// parts, the row statistics and, if asked for, the fp32 sums of dQ.
+// What the kernels of the backward share: the list of KV tiles, the tiles whose queries were split and the slots for
+// their parts, the row statistics and, if asked for, the fp32 sums of dQ.
 struct BackwardList {
   GroupLayout layout;  // with the runs of segments
   WorkList<BackwardItem> work;

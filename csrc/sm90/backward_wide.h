@@ -4,8 +4,8 @@
 //   values:  S^T = K Q^T;   P^T = exp(S^T - LSE);             dV += P^T dO
 //   keys:    dP^T = V dO^T;  dS^T = P^T * (dP^T - delta);      dK += dS^T Q
 //
-// The fragments of S^T and dP^T have one layout, so that a thread hands its P, rounded, to the thread with its number in
-// the other warpgroup.
+// S^T and dP^T have the same fragment layout. So P goes from one warpgroup to the other thread by thread: thread i
+// writes its elements, rounded, and thread i of the other reads them.
 #pragma once
 
 #include "sm90/kv_walk.h"
@@ -27,7 +27,7 @@ struct BackwardWideShared : KvShared<Config> {
   }
 };
 
-// A consumer warpgroup: calls either values() or keys(), and finds dV or dK in `sum`.
+// A consumer warpgroup. It calls either values(), which leaves dV in `sum`, or keys(), which leaves dK there.
 template <typename T, class Config>
 struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>> {
   using Base = KvWarpgroup<T, Config, BackwardWideShared<Config>>;
@@ -61,7 +61,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>>
     shared.dout_ready(state.stage).wait_full(state.phase);
   }
 
-  // Q of the next step, without foreign rows; `flags` are those of the current one.
+  // Waits for Q of the next step, and zeroes foreign rows of its Q and dO; `flags` are those of the current step.
   __device__ __forceinline__ void wait_next_q(uint32_t flags) const {
     wait_q(next_q);
     if (flags & FlaggedStep::kNextForeign) {
