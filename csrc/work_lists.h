@@ -8,8 +8,8 @@
 
 namespace dualkv {
 
-// The arrays of a call in one allocation, each on a boundary of 128 bytes. `place(*this)` takes them: once to learn how
-// much they need, and once for good.
+// The arrays of a call in one allocation, each on a boundary of 128 bytes. `place(*this)` takes them, and is called
+// twice: first to learn how much memory they need, then with that memory.
 class Scratch {
  public:
   template <class Place>
@@ -68,7 +68,7 @@ struct ForwardList {
   Scratch scratch_;
 };
 
-// What the kernels of the backward share: the list of KV tiles, the tiles whose queries were split and the slots for
+// What passes between the kernels of the backward: the list of KV tiles, the tiles that were split and the slots for
 // their parts, the row statistics and, if asked for, the fp32 sums of dQ.
 struct BackwardList {
   GroupLayout layout;  // with the runs of segments
