@@ -29,7 +29,8 @@ def number(low: float, high: float, whole: bool = True) -> Callable[[str], Any]:
     """Reads a number in [low, high], an int or else a float; 8K is 8192 and 1M is 1024K."""
 
     def read(text: str) -> float:
-        found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([KkMm]?)", text)
+        # No leading zeros: 1,024 is not two lengths.
+        found = re.fullmatch(r"((?:0|[1-9][0-9]{0,11})(?:\.[0-9]{1,6})?)([KkMm]?)", text)
         exact = Fraction(found[1]) * UNITS[found[2].upper()] if found else Fraction(-1)
         value = int(exact) if whole else float(exact)
         if not low <= value <= high or (whole and value != exact):

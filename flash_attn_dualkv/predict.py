@@ -343,7 +343,7 @@ def table(prediction: Prediction, has_rates: bool) -> str:
     lines = [f"{'':<48}{'replicated':>20}{'shared':>20}{'ratio':>9}"]
     for name, field, digits in rows:
         before, after = (float(getattr(packing, field)) for packing in (prediction.replicated, prediction.shared))
-        lines.append(f"{name:<48}{before:>20,.{digits}f}{after:>20,.{digits}f}{before / after:>8.2f}x")
+        lines.append(f"{name:<48} {before:>19,.{digits}f} {after:>19,.{digits}f} {before / after:>7.2f}x")
     names = ("K and V", "Q", "LSE", "together")
     saved = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in zip(names, prediction.saved.values()))
     lines.append(f"copies of the prompt that attention need not hold, MB a layer: {saved}")

@@ -252,6 +252,7 @@ def test_a_range_has_the_mean_of_its_distribution() -> None:
         (predict, "--responses 1000000000 --response 1", "--responses: expected .* 1 to 65,536 .*, got '1000000000'"),
         (predict, "--response 9", "--responses: expected how many, got nothing"),
         (predict, "--response 9,10 --responses 3", "--responses: expected 2, the lengths of --response, got 3"),
+        (predict, "--response 1,024", "--response: expected a whole number .*, got '024'"),
         (predict, "--response 9,,10", "--response: expected a whole number .*, got ''"),
         (predict, "--response 10..9", "--response: expected .* A..B with A <= B.*, got '10..9'"),
         (predict, "--response 9..", "--response: expected .*, got ''"),
