@@ -1,5 +1,5 @@
-// The Python module: check, allocate, fill the parameter structs, launch. Nothing but this file and the headers beside it
-// that it includes (check.h, problem.h, work_lists.h, packed_node.h) sees torch.
+// The Python module: check, allocate, fill the parameter structs, launch. Nothing but this file and the headers beside
+// it that it includes (check.h, problem.h, work_lists.h, packed_node.h) sees torch.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -44,13 +44,11 @@ auto with_element_type(const Tensor& q, Body body) {
   return q.scalar_type() == at::kHalf ? body(__half{}) : body(__nv_bfloat16{});
 }
 
-std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Keys& kv, const std::optional<Tensor>& sinks_in,
-                                      const Tensor& segments, const Tensor& groups, double softmax_scale,
-                                      bool causal) {
-  const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
-  const Problem problem(q, kv, segments, groups, softmax_scale, causal);
+std::tuple<Tensor, Tensor> forward_of(const Problem& problem, const std::optional<Tensor>& sinks_in) {
+  const Tensor& q = problem.q;
   if (sinks_in) {
     check_argument(sinks_in->device() == q.device(), "sinks", sinks_in->device(), "a tensor on the device of q");
+    TORCH_CHECK_TYPE(sinks_in->is_floating_point(), "sinks: expected floating point, got ", sinks_in->scalar_type());
     check_argument(sinks_in->dim() == 1 && sinks_in->size(0) == q.size(1), "sinks", sinks_in->sizes(),
                    "one for each of ", q.size(1), " heads");
   }
@@ -89,11 +87,10 @@ void backward_dq(const Problem& problem, const Tensor& dout, const RowStatistics
 }
 
 // Returns dq. The gradients of keys and values go to `gradients`, of contiguous rows.
-Tensor backward_into(const Keys& gradients, const Tensor& dout_in, const std::optional<Tensor>& dlse_in,
-                     const Tensor& q, const Keys& kv, const Tensor& out_in, const Tensor& lse_in,
-                     const Tensor& segments, const Tensor& groups, double softmax_scale, bool causal,
+Tensor backward_into(const Problem& problem, const Keys& gradients, const Tensor& dout_in,
+                     const std::optional<Tensor>& dlse_in, const Tensor& out_in, const Tensor& lse_in,
                      bool deterministic) {
-  const Problem problem(q, kv, segments, groups, softmax_scale, causal);
+  const Tensor& q = problem.q;
   check_packed(dout_in, "dout", q, q.size(0), q.size(1));
   check_packed(out_in, "out", q, q.size(0), q.size(1));
   check_statistics(lse_in, "lse", q);
@@ -133,37 +130,46 @@ Tensor backward_into(const Keys& gradients, const Tensor& dout_in, const std::op
 std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k_context, const Tensor& v_context,
                                    const Tensor& k_decoded, const Tensor& v_decoded, const Tensor& segments,
                                    const Tensor& groups, double softmax_scale, bool causal) {
-  return forward_of(q, {k_context, v_context, k_decoded, v_decoded}, std::nullopt, segments, groups, softmax_scale,
-                    causal);
+  const auto guard = device_guard(q);
+  return forward_of({q, {k_context, v_context, k_decoded, v_decoded}, segments, groups, softmax_scale, causal},
+                    std::nullopt);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k_context,
     const Tensor& v_context, const Tensor& k_decoded, const Tensor& v_decoded, const Tensor& out, const Tensor& lse,
     const Tensor& segments, const Tensor& groups, double softmax_scale, bool causal, bool deterministic) {
-  const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
+  const auto guard = device_guard(q);
+  const Problem problem(q, {k_context, v_context, k_decoded, v_decoded}, segments, groups, softmax_scale, causal);
   const auto like = [&](const Tensor& t) { return uninitialised(q, t.sizes(), q.scalar_type()); };
   const Tensor dk_context = like(k_context), dv_context = like(v_context);
   const Tensor dk_decoded = like(k_decoded), dv_decoded = like(v_decoded);
-  const Tensor dq = backward_into({dk_context, dv_context, dk_decoded, dv_decoded}, dout, dlse, q,
-                                  {k_context, v_context, k_decoded, v_decoded}, out, lse, segments, groups,
-                                  softmax_scale, causal, deterministic);
+  const Tensor dq = backward_into(problem, {dk_context, dv_context, dk_decoded, dv_decoded}, dout, dlse, out, lse,
+                                  deterministic);
   return {dq, dk_context, dv_context, dk_decoded, dv_decoded};
 }
 
-// Keys and values of prompts and responses in one tensor each, of which the first `context_rows` rows are the contexts.
+// Prompts and responses in one tensor each of keys and values, of which the first `context_rows` rows are the contexts.
 Keys split_rows(const Tensor& k, const Tensor& v, int64_t context_rows) {
-  check_argument(k.dim() == 3, "k", k.dim(), "3 dimensions (rows, heads, head_dim)");
-  check_argument(v.sizes() == k.sizes(), "v", v.sizes(), "the shape of k");
   const int64_t decoded_rows = k.size(0) - context_rows;
-  check_argument(context_rows >= 0 && decoded_rows >= 0, "context_rows", context_rows, "at most the rows of k");
   return {{k, 0, context_rows}, {v, 0, context_rows}, {k, context_rows, decoded_rows}, {v, context_rows, decoded_rows}};
+}
+
+// The same of a caller's tensors: checked, and copied where they are not aligned, once for both parts.
+Keys packed_keys(const Tensor& q, const Tensor& k, const Tensor& v, int64_t context_rows) {
+  check_beside(k, "k", q);
+  check_beside(v, "v", q);
+  check_argument(v.sizes() == k.sizes(), "v", v.sizes(), "the shape of k, ", k.sizes());
+  check_argument(context_rows >= 0 && context_rows <= k.size(0), "context_rows", context_rows, "0 to the rows of k, ",
+                 k.size(0));
+  return split_rows(aligned(k), aligned(v), context_rows);
 }
 
 std::tuple<Tensor, Tensor> packed_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                           const std::optional<Tensor>& sinks, const Tensor& segments,
                                           const Tensor& groups, int64_t context_rows, double softmax_scale) {
-  return forward_of(q, split_rows(aligned(k), aligned(v), context_rows), sinks, segments, groups, softmax_scale, true);
+  const auto guard = device_guard(q);
+  return forward_of({q, packed_keys(q, k, v, context_rows), segments, groups, softmax_scale, true}, sinks);
 }
 
 std::tuple<Tensor, Tensor, Tensor> packed_backward(const Tensor& dout, const std::optional<Tensor>& dlse,
@@ -171,11 +177,10 @@ std::tuple<Tensor, Tensor, Tensor> packed_backward(const Tensor& dout, const std
                                                    const Tensor& out, const Tensor& lse, const Tensor& segments,
                                                    const Tensor& groups, int64_t context_rows, double softmax_scale,
                                                    bool deterministic) {
-  const c10::cuda::OptionalCUDAGuard guard(at::device_of(q));
-  const Keys kv = split_rows(aligned(k), aligned(v), context_rows);
+  const auto guard = device_guard(q);
+  const Problem problem(q, packed_keys(q, k, v, context_rows), segments, groups, softmax_scale, true);
   const Tensor dk = uninitialised(q, k.sizes(), q.scalar_type()), dv = uninitialised(q, v.sizes(), q.scalar_type());
-  const Tensor dq = backward_into(split_rows(dk, dv, context_rows), dout, dlse, q, kv, out, lse, segments, groups,
-                                  softmax_scale, true, deterministic);
+  const Tensor dq = backward_into(problem, split_rows(dk, dv, context_rows), dout, dlse, out, lse, deterministic);
   return {dq, dk, dv};
 }
 
@@ -194,7 +199,6 @@ std::tuple<Tensor, Tensor> packed_attention(const Tensor& q, const Tensor& k, co
 std::tuple<Tensor, Tensor> segment_tables(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k_decoded,
                                           const std::optional<Tensor>& cu_seqlens_context,
                                           const std::optional<Tensor>& cu_seqs_per_context, int64_t total_context) {
-  const c10::cuda::OptionalCUDAGuard guard(at::device_of(cu_seqlens_q));
   const auto check_offsets = [&](const Tensor& t, const char* name, int64_t length) {
     check_argument(t.is_cuda() && t.device() == cu_seqlens_q.device(), name, t.device(),
                    "a CUDA tensor beside cu_seqlens_q");
@@ -210,6 +214,7 @@ std::tuple<Tensor, Tensor> segment_tables(const Tensor& cu_seqlens_q, const Tens
     check_offsets(*cu_seqlens_context, "cu_seqlens_context", -1);
     check_offsets(*cu_seqs_per_context, "cu_seqs_per_context", cu_seqlens_context->size(0));
   }
+  const c10::cuda::CUDAGuard guard(cu_seqlens_q.device());
   const int64_t num_segments = cu_seqlens_q.size(0) - 1;
   const int64_t num_groups = cu_seqlens_context ? cu_seqlens_context->size(0) - 1 : 1;
   check_argument(num_groups >= 1 || num_segments == 0, "cu_seqlens_context", num_groups,

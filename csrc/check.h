@@ -15,11 +15,23 @@ void check_argument(bool ok, const char* name, const Got& got, const Expected&..
   TORCH_CHECK_VALUE(ok, name, ": expected ", expected..., ", got ", got);
 }
 
-inline void check_packed(const at::Tensor& t, const char* name, const at::Tensor& like, int64_t rows, int64_t heads) {
-  check_argument(t.is_cuda() && t.device() == like.device(), name, t.device(), "a tensor on the device of q");
-  TORCH_CHECK_TYPE(t.scalar_type() == like.scalar_type(), name, ": expected ", like.scalar_type(), " like q, got ",
+// Device, type and rank: what must hold before anything reads sizes, strides or data.
+inline void check_queries(const at::Tensor& q) {
+  check_argument(q.is_cuda(), "q", q.device(), "a CUDA tensor");
+  TORCH_CHECK_TYPE(q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16,
+                   "q: expected float16 or bfloat16, got ", q.scalar_type());
+  check_argument(q.dim() == 3, "q", q.dim(), "3 dimensions (rows, heads, head_dim)");
+}
+
+inline void check_beside(const at::Tensor& t, const char* name, const at::Tensor& q) {
+  check_argument(t.device() == q.device(), name, t.device(), "a tensor on the device of q");
+  TORCH_CHECK_TYPE(t.scalar_type() == q.scalar_type(), name, ": expected ", q.scalar_type(), " like q, got ",
                    t.scalar_type());
   check_argument(t.dim() == 3, name, t.dim(), "3 dimensions (rows, heads, head_dim)");
+}
+
+inline void check_packed(const at::Tensor& t, const char* name, const at::Tensor& like, int64_t rows, int64_t heads) {
+  check_beside(t, name, like);
   check_argument(rows < 0 || t.size(0) == rows, name, t.size(0), rows, " rows");
   check_argument(t.size(1) == heads, name, t.size(1), heads, " heads");
   check_argument(t.size(2) == like.size(2), name, t.size(2), "the head dim of q, ", like.size(2));

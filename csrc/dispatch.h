@@ -35,8 +35,8 @@ struct ForwardKernel {
   void (*launch)(const ForwardParams<T>&, cudaStream_t);
 };
 
-// dK and dV, in part as fp32 sums that `convert` rounds to rows, and so dQ if asked to and if `sums_dq`; otherwise dQ is
-// left to the BackwardDqKernel.
+// dK and dV. A kernel with `sums_dq` also adds up dQ in fp32, if asked to; else dQ is left to the BackwardDqKernel.
+// `convert` comes behind it and rounds what is left in fp32: the sums of dQ, and the parts of split tiles.
 template <typename T>
 struct BackwardKernel {
   TileInfo tiles;

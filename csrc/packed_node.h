@@ -75,10 +75,13 @@ struct PackedNode : torch::autograd::Function<PackedNode<kForward, kBackward>> {
            torch::profiler::impl::profilerEnabled();
   }
 
-  // As ops.is_deterministic, at the time of the backward.
+  // As ops.is_deterministic, at the time of the backward. The forward has refused what is no spelling of a bool.
   static bool wants_determinism() {
-    const char* wanted = std::getenv("FLASH_ATTENTION_DETERMINISTIC");
-    return at::globalContext().deterministicAlgorithms() || (wanted && std::string(wanted) == "1");
+    if (at::globalContext().deterministicAlgorithms()) return true;
+    const char* text = std::getenv("FLASH_ATTENTION_DETERMINISTIC");
+    std::string wanted(text ? text : "");
+    for (char& letter : wanted) letter = std::tolower(static_cast<unsigned char>(letter));
+    return wanted == "1" || wanted == "true" || wanted == "yes" || wanted == "on";
   }
 };
 

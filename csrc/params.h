@@ -66,8 +66,8 @@ struct ForwardParams {
   DUALKV_HD float sink(int head) const { return sinks ? sinks[head] : -INFINITY; }
 };
 
-// What the backward needs of every query row, padded to whole query tiles: lse_log2 is LSE * log2(e), or 0 for a row
-// that sees no key; `delta` is rowsum(dO * O) - dLSE. Both are 0 in the padding.
+// What the backward needs of every query row: lse_log2 is LSE * log2(e), or 0 for a row that sees no key; `delta` is
+// rowsum(dO * O) - dLSE. Rows are padded to whole query tiles, and both are 0 in the padding.
 struct RowStatistics {
   float* lse_log2;  // (num_heads, padded_rows)
   float* delta;     // (num_heads, padded_rows)
@@ -75,7 +75,8 @@ struct RowStatistics {
 
   static constexpr int kPadding = 128;
 
-  // Of 16 rows, the four that a thread holds as columns of two neighbouring accumulator tiles lie together: one load.
+  // Every 16 rows are stored in the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15: where queries are the columns of an
+  // accumulator, these are the four of one thread, and it reads them with one load.
   DUALKV_HD int64_t index(int head, int64_t row) const {
     const int within = row % 16;
     return head * padded_rows + (row - within) + within % 8 / 2 * 4 + within / 8 * 2 + within % 2;
@@ -91,7 +92,7 @@ struct BackwardParams {
   KvRegions<const T> kv;
   KvRegions<T> dkv;
   RowStatistics statistics;
-  float* dq_sum;     // (num_heads, q tiles, block_m * kHeadDim) in fragment order; null: dQ is not computed here
+  float* dq_sum;     // (num_heads, q tiles, block_m * kHeadDim) in fragment order; null: the kernel leaves dQ out
   float* dkv_slots;  // (slots, 2, block_n, kHeadDim): partial dK and dV of split tiles
 };
 

@@ -18,6 +18,12 @@ namespace dualkv {
 
 using at::Tensor;
 
+// Every entry begins with it: a guard for a q that is not on a GPU would fail with an error that names no argument.
+inline c10::cuda::CUDAGuard device_guard(const Tensor& q) {
+  check_queries(q);
+  return c10::cuda::CUDAGuard(q.device());
+}
+
 // New tensors, straight from the caching allocator: going through the dispatcher costs several microseconds each, and a
 // call makes a dozen.
 inline Tensor uninitialised(const Tensor& beside, at::IntArrayRef sizes, at::ScalarType type) {
@@ -36,7 +42,7 @@ inline Tensor zeros(const Tensor& beside, at::IntArrayRef sizes, at::ScalarType 
 }
 
 // Copies move 16 bytes, and tensor maps know no stride of zero: a tensor whose rows do not start on 16 bytes, or that
-// was expanded, is copied once.
+// was expanded, is copied once. The tensor has been checked to have 3 dimensions.
 inline Tensor aligned(const Tensor& t) {
   const auto stride_ok = [&](int dim) { return t.size(dim) == 1 || (t.stride(dim) > 0 && t.stride(dim) % 8 == 0); };
   const bool strides_ok = t.numel() == 0 || (stride_ok(0) && stride_ok(1) && t.stride(2) == 1);
@@ -108,7 +114,7 @@ struct Keys {
   }
 };
 
-// Everything about a call that does not depend on the direction.
+// Everything about a call that does not depend on the direction. Whoever makes one has a device_guard: q is checked.
 struct Problem {
   Tensor q;
   Keys kv;
@@ -120,12 +126,8 @@ struct Problem {
   Problem(const Tensor& q_in, const Keys& kv_in, const Tensor& segments_in, const Tensor& groups_in,
           double softmax_scale, bool causal)
       : q(q_in), kv(kv_in), segments(segments_in), groups(groups_in) {
-    check_argument(q.is_cuda(), "q", q.device(), "a CUDA tensor");
-    TORCH_CHECK_TYPE(q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16,
-                     "q: expected float16 or bfloat16, got ", q.scalar_type());
-    check_argument(q.dim() == 3, "q", q.dim(), "3 dimensions (rows, heads, head_dim)");
     const Tensor& keys = kv.k_context.tensor;
-    check_argument(keys.dim() == 3, "k_context", keys.dim(), "3 dimensions (rows, heads, head_dim)");
+    check_beside(keys, "k_context", q);
     const int64_t heads = q.size(1), kv_heads = keys.size(1);
     check_argument(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "k_context", kv_heads,
                    "a number of heads that divides ", heads);

@@ -8,8 +8,8 @@
 
 namespace dualkv {
 
-// The arrays of a call in one allocation, each on a boundary of 128 bytes. `place(*this)` takes them: once to learn how
-// much they need, and once for good.
+// The arrays of a call in one allocation, each on a boundary of 128 bytes. `place(*this)` takes them, and is called
+// twice: first to learn how much memory they need, then with that memory.
 class Scratch {
  public:
   template <class Place>
@@ -40,8 +40,8 @@ inline ClearedRows cleared_rows(const Rows& rows) {
   return {static_cast<char*>(t.data_ptr()) + rows.begin * row_bytes, row_bytes};
 }
 
-// A list of query tiles, `queries` of a sequence each. Building it clears the rows of `out` (and of `lse`, where defined)
-// that are in none of them.
+// A list of query tiles, `queries` of a sequence each. Building it clears the rows of `out` (and of `lse`, where
+// defined) that are in none of them.
 struct ForwardList {
   WorkList<ForwardItem> work;
 
@@ -68,8 +68,8 @@ struct ForwardList {
   Scratch scratch_;
 };
 
-// What the kernels of the backward share: the list of KV tiles, the tiles whose queries were split and the slots for their
-// parts, the row statistics and, if asked for, the fp32 sums of dQ.
+// What passes between the kernels of the backward: the list of KV tiles, the tiles that were split and the slots for
+// their parts, the row statistics and, if asked for, the fp32 sums of dQ.
 struct BackwardList {
   GroupLayout layout;  // with the runs of segments
   WorkList<BackwardItem> work;

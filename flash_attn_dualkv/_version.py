@@ -1,3 +1,3 @@
 """The single source of the package's version."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

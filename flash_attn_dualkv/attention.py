@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from . import checks, ops, packed_ops
+from . import arguments, checks, ops, packed_ops
 from .errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from .layout import SharedPromptLayout
 
@@ -16,6 +16,66 @@ _PLAIN_NAMES = ("q", "k", "v")
 BACKENDS = ("auto", "cuda", "reference")
 
 
+@overload
+def flash_attn_dualkv_varlen_func(
+    q: Tensor,
+    k_context: Tensor,
+    v_context: Tensor,
+    k_decoded: Tensor,
+    v_decoded: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k_decoded: Tensor,
+    max_seqlen_q: int,
+    context_seqlen: int,
+    max_seqlen_k_decoded: int,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    *,
+    cu_seqlens_context: Tensor | None = None,
+    cu_seqs_per_context: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def flash_attn_dualkv_varlen_func(
+    q: Tensor,
+    k_context: Tensor,
+    v_context: Tensor,
+    k_decoded: Tensor,
+    v_decoded: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k_decoded: Tensor,
+    max_seqlen_q: int,
+    context_seqlen: int,
+    max_seqlen_k_decoded: int,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    *,
+    cu_seqlens_context: Tensor | None = None,
+    cu_seqs_per_context: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_dualkv_varlen_func(
+    q: Tensor,
+    k_context: Tensor,
+    v_context: Tensor,
+    k_decoded: Tensor,
+    v_decoded: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k_decoded: Tensor,
+    max_seqlen_q: int,
+    context_seqlen: int,
+    max_seqlen_k_decoded: int,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    *,
+    cu_seqlens_context: Tensor | None = None,
+    cu_seqs_per_context: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def flash_attn_dualkv_varlen_func(
     q: Tensor,
     k_context: Tensor,
@@ -34,7 +94,7 @@ def flash_attn_dualkv_varlen_func(
     cu_seqs_per_context: Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of many sequences to a shared context and to their own keys; exact and differentiable.
 
     Sequence i attends with its queries q_i to the keys [k_context; k_decoded_i]:
@@ -56,7 +116,8 @@ def flash_attn_dualkv_varlen_func(
     Args:
         q: (total_q, H, d), float16 or bfloat16 (on the CPU also float32 or float64); d a multiple of 8, at most 256.
         k_context, v_context: (total_context, H_k, d); H is a multiple of H_k.
-        k_decoded, v_decoded: (total_decoded, H_k, d).
+        k_decoded, v_decoded: (total_decoded, H_k, d), of one packed tensor the rows behind the context. That offsets
+            end before these rows do is no error, so it is not noticed if other rows are given.
         cu_seqlens_q: (N+1,) int32, sequence i has the rows [i] .. [i+1] - 1 of q.
         cu_seqlens_k_decoded: (N+1,) int32, the same for k_decoded and v_decoded.
         max_seqlen_q, max_seqlen_k_decoded: the longest lengths, >= 0. Results do not depend on them.
@@ -93,6 +154,8 @@ def flash_attn_dualkv_varlen_func(
     checks.check_pair_shape(q, "k_context", k_context, "v_context", v_context)
     checks.check_pair_shape(q, "k_decoded", k_decoded, "v_decoded", v_decoded)
     checks.check_same_heads("k_decoded", k_decoded, "k_context", k_context)
+    checks.check_apart("k_decoded", k_decoded, "k_context", k_context)
+    checks.check_apart("v_decoded", v_decoded, "v_context", v_context)
     checks.check_offsets("cu_seqlens_q", cu_seqlens_q, q.device)
     sequences = cu_seqlens_q.shape[0] - 1
     checks.check_offsets("cu_seqlens_k_decoded", cu_seqlens_k_decoded, q.device, sequences + 1, "cu_seqlens_q")
@@ -116,6 +179,65 @@ def flash_attn_dualkv_varlen_func(
     return (out, lse) if return_lse else out
 
 
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: Literal[False] = False,
+    block_table: Tensor | None = None,
+) -> Tensor: ...
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    return_attn_probs: Literal[True],
+    block_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor, None]: ...
+@overload
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    return_attn_probs: bool,
+    block_table: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor, None]: ...
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -133,7 +255,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor, None]:
     """Attention of packed sequences without a shared context, called as FlashAttention 2's function of this name.
 
     The context-free case of `flash_attn_dualkv_varlen_func`, which see for everything not said here.
@@ -251,8 +373,7 @@ def shared_prompt_attention(
 
 
 def _is_reference(backend: Any, q: Tensor) -> bool:
-    if backend not in BACKENDS:
-        raise SharedPromptError(checks.explain("backend", " or ".join(map(repr, BACKENDS)), repr(backend)))
+    arguments.choice("backend", backend, BACKENDS)
     if backend == "cuda" and not q.is_cuda:
         raise SharedPromptError(checks.explain("backend", f"'auto' or 'reference' for {q.device} tensors", "'cuda'"))
     return backend == "reference" or not q.is_cuda
@@ -282,10 +403,12 @@ def _resolve_window(sliding_window: Any, layout: SharedPromptLayout) -> int | No
 
 def _resolve_softcap(softcap: Any) -> float | None:
     """None for no cap, which FlashAttention writes as 0."""
-    if softcap is None or softcap == 0.0:
+    if softcap is None:
         return None
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
         raise TypeError(checks.explain("softcap", "a float or None", type(softcap).__name__))
+    if softcap == 0.0:
+        return None
     if not 0.0 < softcap < float("inf"):
         raise SharedPromptError(checks.explain("softcap", "a finite number >= 0", softcap))
     return float(softcap)

@@ -7,6 +7,7 @@ The values of offset tensors are checked in `segments.py`.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,6 +98,26 @@ def check_pair_shape(q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tensor) 
         raise NotImplementedError(explain(v_name, expected, v.shape[2]))
 
 
+def check_apart(k_name: str, k: Tensor, context_name: str, context: Tensor) -> None:
+    """ValueError for keys that begin with the context's own rows: `k` where `k[context_seqlen:]` is meant.
+
+    Offsets may end before the tensors do, so the rows behind would pass for padding.
+    """
+    if k.shape[0] and context.shape[0] and address(k) == address(context) is not None:
+        expected = f"the rows behind the context, such as k[{context.shape[0]}:]"
+        raise ValueError(explain(k_name, expected, f"a tensor that begins with the rows of {context_name}"))
+
+
+def address(tensor: Tensor) -> int | None:
+    """Where a tensor lies in memory; None where that cannot be known: in traces, and for wrappers."""
+    if type(tensor) is not Tensor or torch.compiler.is_compiling():
+        return None
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # function transforms wrap tensors without memory of their own
+        return None
+
+
 def check_same_heads(k_name: str, k: Tensor, other_name: str, other: Tensor) -> None:
     """Check that two key tensors have the same number of heads."""
     if k.shape[1] != other.shape[1]:
@@ -138,8 +159,12 @@ def check_grouping(cu_seqlens_context: Any, cu_seqs_per_context: Any, sequences:
 
 def check_length(name: str, value: Any) -> None:
     """Check a length given as a number: an int (not a bool, not a tensor), not negative."""
-    if isinstance(value, (bool, Tensor)) or not (isinstance(value, int) or hasattr(value, "__index__")):
-        raise TypeError(explain(name, "an int", type(value).__name__))
+    try:
+        if isinstance(value, (bool, Tensor)):
+            raise TypeError
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(explain(name, "an int", type(value).__name__)) from None
     if value < 0:
         raise ValueError(explain(name, "an int >= 0", value))
 
@@ -175,13 +200,17 @@ def check_unimplemented(
     causal: bool, dropout_p: Any, window_size: Any, softcap: Any, alibi_slopes: Any, block_table: Any
 ) -> None:
     """NotImplementedError for the options of FlashAttention that this library does not implement."""
-    if dropout_p != 0.0:
-        raise NotImplementedError(explain("dropout_p", "0.0 (dropout is not implemented)", dropout_p))
-    window = tuple(window_size) if isinstance(window_size, (tuple, list)) else window_size
+    for name, value, option in (("dropout_p", dropout_p, "dropout"), ("softcap", softcap, "softcap")):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(explain(name, "a float", type(value).__name__))
+        if value != 0.0:
+            raise NotImplementedError(explain(name, f"0.0 ({option} is not implemented)", value))
+    is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not is_pair or any(isinstance(one, bool) or not isinstance(one, int) for one in window_size):
+        raise TypeError(explain("window_size", "two ints", type(window_size).__name__))
+    window = tuple(window_size)
     if window != (-1, -1) and not (causal and window == (-1, 0)):
         raise NotImplementedError(explain("window_size", "(-1, -1) (a sliding window is not implemented)", window))
-    if softcap != 0.0:
-        raise NotImplementedError(explain("softcap", "0.0 (softcap is not implemented)", softcap))
     if alibi_slopes is not None:
         raise NotImplementedError(
             explain("alibi_slopes", "None (ALiBi is not implemented)", type(alibi_slopes).__name__)

@@ -7,8 +7,12 @@ class SharedPromptError(ValueError):
     """An argument of the shared-prompt functions is not as described; the message says what was expected and got."""
 
 
+class SharedPromptTypeError(SharedPromptError, TypeError):
+    """An argument of the shared-prompt functions has another type than described."""
+
+
 class SharedPromptLayoutError(SharedPromptError):
-    """A layout does not fit the tensors or the model that it was passed to."""
+    """A layout does not fit the tensors, the positions or the model that it was passed with."""
 
 
 class SharedPromptUnsupportedError(SharedPromptError, NotImplementedError):

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks
+from . import arguments, checks
 from .data.transfer import SeparatelyPickled, ints, same_device, to_device
-from .errors import SharedPromptError, SharedPromptLayoutError
+from .errors import SharedPromptLayoutError
 from .segments import GROUP_COLUMNS, SEGMENT_COLUMNS, Group, Segment
 
 _TENSORS = ("cu_seqlens_context", "cu_seqlens_decoded", "segments", "groups")  # of a layout
@@ -38,6 +38,9 @@ class SharedPromptLayout(SeparatelyPickled):
         num_context_tokens: rows of all contexts.
         num_tokens: rows T of the packed tensors, padding included.
         pad: how many of them, at the end, are padding.
+        position_ids: (T,) int64, those of the batch that the layout belongs to. A model's attention refuses the layout
+            with others, which it knows by where they lie in memory: to compare values would wait for the GPU. None for
+            a layout that was copied without its batch: then nothing is known of them.
     """
 
     cu_seqlens_context: Tensor
@@ -53,6 +56,10 @@ class SharedPromptLayout(SeparatelyPickled):
     num_context_tokens: int
     num_tokens: int
     pad: int = 0
+    position_ids: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "position_ids": None}
 
     @property
     def num_groups(self) -> int:
@@ -79,25 +86,51 @@ class SharedPromptLayout(SeparatelyPickled):
             and self.num_tokens == other.num_tokens
         )
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> SharedPromptLayout:
-        """The layout with other copies of its `tensors`, in their order."""
+    def with_tensors(self, tensors: Sequence[Tensor], position_ids: Tensor | None = None) -> SharedPromptLayout:
+        """The layout with other copies of its `tensors`, in their order, and the positions that lie beside them."""
         changes: dict[str, Any] = dict(zip(_TENSORS, tensors, strict=True))
-        return replace(self, **changes)
+        return replace(self, position_ids=position_ids, **changes)
 
     def pad_to(self, multiple: int) -> SharedPromptLayout:
-        """The layout of the row with as little padding behind it as makes its length a multiple of `multiple`."""
-        if multiple < 1:
-            raise SharedPromptError(checks.explain("multiple", "an int >= 1", multiple))
+        """The layout of the row with as little padding behind it as makes its length a multiple of `multiple`.
+
+        Raises:
+            SharedPromptError: `multiple` is no int >= 1.
+        """
+        multiple = arguments.integer("multiple", multiple, 1, checks.MAX_ROWS)
         tokens = self.num_tokens - self.pad
         pad = -tokens % multiple
-        return replace(self, num_tokens=tokens + pad, pad=pad)
+        position_ids = self.position_ids if pad == self.pad else None
+        return replace(self, num_tokens=tokens + pad, pad=pad, position_ids=position_ids)
 
     def to(self, device: torch.device | str) -> SharedPromptLayout:
-        """The layout on another device, in one copy."""
-        device = torch.device(device)
+        """The layout on another device, in one copy.
+
+        Raises:
+            SharedPromptError: there is no such device.
+        """
+        device = arguments.device(device)
         if same_device(device, self.device):
             return self
         return self.with_tensors(to_device((), self.tensors, device))
+
+    def check_positions(self, position_ids: Tensor | None) -> None:
+        """SharedPromptLayoutError if a model runs on other positions than those of the layout's batch.
+
+        Nothing can be said of positions of another length (a rank's slice of them), of those of images (three or more
+        dimensions), of what a compiler traces, and in a recomputation, which had its forward before.
+        """
+        own = self.position_ids
+        if own is None or position_ids is None or position_ids.dim() > 2 or position_ids.numel() != len(own):
+            return
+        places = checks.address(own), checks.address(position_ids)
+        if None in places or _is_in_backward():
+            return
+        is_own = places[0] == places[1] and position_ids.dtype == own.dtype
+        if not is_own or (len(own) > 1 and position_ids.stride(-1) != own.stride(-1)):
+            expected = "those of the layout's batch, batch.position_ids[None], and no copy of them"
+            got = "others (a model that is given none makes its own, which are wrong for a packed row)"
+            raise SharedPromptLayoutError(checks.explain("position_ids", expected, got))
 
     def validate(self) -> None:
         """SharedPromptLayoutError unless the tensors and the host's numbers agree. It reads the tensors back."""
@@ -130,6 +163,11 @@ class SharedPromptLayout(SeparatelyPickled):
         for name, number in numbers.items():
             if getattr(self, name) != number:
                 raise SharedPromptLayoutError(checks.explain(name, number, getattr(self, name)))
+
+
+def _is_in_backward() -> bool:
+    """Whether autograd runs a backward in this thread, which may compute a checkpointed layer again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ call.
 from __future__ import annotations
 
 import importlib
-import os
 import platform
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch.autograd.function import FunctionCtx
 from . import reference
 from . import segments as tables
 from ._version import __version__
+from .arguments import environment_flag
 
 Tables = tuple[Tensor, Tensor]
 Results = tuple[Tensor, Tensor]
@@ -126,7 +126,7 @@ def compiled_module() -> ModuleType:
 
 def checks_values() -> bool:
     """Whether to read back offsets from the GPU and check them; impossible while a CUDA graph is captured."""
-    return os.environ.get("DUALKV_DEBUG") == "1" and not torch.cuda.is_current_stream_capturing()
+    return environment_flag("DUALKV_DEBUG") and not torch.cuda.is_current_stream_capturing()
 
 
 def is_deterministic(deterministic: bool) -> bool:
@@ -134,7 +134,7 @@ def is_deterministic(deterministic: bool) -> bool:
     return (
         deterministic
         or torch.are_deterministic_algorithms_enabled()
-        or os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1"
+        or environment_flag("FLASH_ATTENTION_DETERMINISTIC")
     )
 
 
@@ -288,24 +288,45 @@ library.impl("forward", _forward_autograd, "Autograd")
 library.impl("backward", _backward_autograd, "Autograd")
 
 
-def build_info() -> dict[str, Any]:
-    """What this installation is; paste it into bug reports.
+class BuildInfo(TypedDict):
+    """What `build_info` tells. What was built is empty or None where there is no compiled module.
 
-    Returns:
-        version: of this package. compiled: whether the CUDA kernels are there. compiled_error: why they do not load, or
-        None. archs, ptx, head_dims, dtypes, cuda (and whatever else the compiled module says of itself): what was
-        built; empty or None without it. torch, torch_cuda, python, platform: what it runs in.
+    version: of this package. compiled: whether the CUDA kernels are there. compiled_error: why they do not load, or
+    None. archs, ptx: compute capabilities with machine code, and that of the PTX for newer GPUs. head_dims,
+    backward_head_dims: those that are built, by family of kernels. dtypes: of tensors. cuda: its version.
+    torch, torch_cuda, python, platform: what it runs in.
     """
-    built: dict[str, Any] = {"archs": [], "ptx": None, "head_dims": {}, "dtypes": [], "cuda": None}
-    if _C is not None:
-        built |= _C.build_info()
-    return {
-        "version": __version__,
-        "compiled": _C is not None,
-        "compiled_error": _load_error,
-        **built,
-        "torch": torch.__version__,
-        "torch_cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }
+
+    version: str
+    compiled: bool
+    compiled_error: str | None
+    archs: list[str]
+    ptx: str | None
+    head_dims: dict[str, list[int]]
+    backward_head_dims: dict[str, list[int]]
+    dtypes: list[str]
+    cuda: str | None
+    torch: str
+    torch_cuda: str | None
+    python: str
+    platform: str
+
+
+def build_info() -> BuildInfo:
+    """What this installation is; paste it into bug reports."""
+    built = {} if _C is None else _C.build_info()
+    return BuildInfo(
+        version=__version__,
+        compiled=_C is not None,
+        compiled_error=_load_error,
+        archs=built.get("archs", []),
+        ptx=built.get("ptx"),
+        head_dims=built.get("head_dims", {}),
+        backward_head_dims=built.get("backward_head_dims", {}),
+        dtypes=built.get("dtypes", []),
+        cuda=built.get("cuda"),
+        torch=str(torch.__version__),
+        torch_cuda=torch.version.cuda,
+        python=platform.python_version(),
+        platform=platform.platform(),
+    )

@@ -244,5 +244,7 @@ def attend(*arguments: Any) -> ops.Results:
     compiled = ops.compiled_module()
     if ops.checks_values():
         _check_tables(q, segments, groups, options.context_rows)
-    scalars = (options.context_rows, options.softmax_scale, options.deterministic)
+    # The node asks the environment again, in the backward; here a misspelt switch is an error.
+    deterministic = ops.is_deterministic(options.deterministic)
+    scalars = (options.context_rows, options.softmax_scale, deterministic)
     return cast(ops.Results, compiled.packed_attention(q, k, v, segments, groups, *scalars))

@@ -1,26 +1,33 @@
 """What sharing a prompt saves in training: tokens, operations, time and memory, computed before anything is run.
 
-    python -m flash_attn_dualkv.predict --responses 16 --prompt 8192 --response 1024 --model qwen3-8b
-    python -m flash_attn_dualkv.predict --responses 8 --prompt 600 --response 900 --rates h200 --json
+    python -m flash_attn_dualkv.predict --responses 16 --prompt 8K --response 131..2048 --model qwen3-8b
+    python -m flash_attn_dualkv.predict --prompt 600 --response 500,900,1200 --rates h200 --json
 
 For N responses R to one prompt P, replicated packing computes N (P + R) tokens and shared packing P + N R; their ratio
 is rho (Gai et al., DualKV, 2026). A decoder layer has two kinds of work. Token-wise work (norms, projections, MLP) is
 proportional to tokens, so it shrinks by rho. Attention is proportional to visible (query, key) pairs; these shrink by
 less than rho, since every response still attends to the whole prompt.
 
-Tokens, pairs and operations are exact counts. Times divide operations by rates. Rates belong to a GPU and the kernels
-on it: they are an argument (`Rates`), never a constant of the prediction. With the default, `equal`, every operation
-takes equally long, so that time ratios are ratios of operations.
+Tokens, pairs and operations are exact counts. The paper contradicts itself here: for N = 16, P = 32K, R = 2K attention
+shrinks by 8.76 according to its Eq. 34, N (P + R)^2 / (P^2 + N R (P + R)), and by 6.1 according to its text. Counting
+pair by pair gives 5.90, and this module trusts the count. Eq. 34 takes half of the pairs of a response with its prompt,
+as if they were causal; all of them are visible, so that the denominator should be P^2 + N R (2 P + R).
+
+Times divide operations by rates. Rates belong to a GPU and the kernels on it: they are an argument (`Rates`), never a
+constant of the prediction. With the default, `equal`, every operation takes equally long, so that time ratios are
+ratios of operations.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from ._command import CommandLine, add_group, name_or_values, number, spread
 
 FLOPS_PER_PAIR = 4  # two products of head_dim multiply-adds each: Q K^T and P V
 BACKWARD_OVER_FORWARD = 2.5  # attention: five products instead of two, since S is computed again
@@ -50,23 +57,15 @@ def replicated_pairs(prompt: int, responses: Sequence[int]) -> int:
     return sum(causal_pairs(prompt + length) for length in responses)
 
 
-def shared_tokens(prompt: int, responses: Sequence[int]) -> int:
-    """P + sum of R_i."""
-    return prompt + sum(responses)
-
-
-def replicated_tokens(prompt: int, responses: Sequence[int]) -> int:
-    """Sum of P + R_i."""
-    return len(responses) * prompt + sum(responses)
-
-
 def attention_flops(heads: int, head_dim: int, pairs: int, direction: str) -> float:
-    """Operations of attention over `pairs` visible pairs of each of `heads` query heads.
-
-    Raises:
-        ValueError: `direction` is neither "forward" nor "backward".
-    """
+    """Operations of attention over `pairs` visible pairs of each of `heads` query heads. `direction`: in DIRECTIONS."""
     return FLOPS_PER_PAIR * heads * head_dim * pairs * _factor(direction, BACKWARD_OVER_FORWARD)
+
+
+def _factor(direction: str, backward: float) -> float:
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction: expected one of {DIRECTIONS}, got {direction!r}")
+    return backward if direction == "backward" else 1.0
 
 
 @dataclass(frozen=True)
@@ -112,21 +111,13 @@ class ModelShape:
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.layers * self.layer_parameters + self.hidden + embeddings
 
-    def attention_flops(self, pairs: int, direction: str) -> float:
-        """Operations of one layer's attention: `attention_flops` of its heads."""
-        return attention_flops(self.heads, self.head_dim, pairs, direction)
-
     def token_flops(self, tokens: int, direction: str) -> float:
-        """Operations of one layer's matrix products over `tokens`; what is element-wise is not counted.
-
-        Raises:
-            ValueError: `direction` is neither "forward" nor "backward".
-        """
+        """Operations of one layer's matrix products over `tokens`; what is element-wise is not counted."""
         return 2 * self.layer_weights * tokens * _factor(direction, TOKEN_BACKWARD_OVER_FORWARD)
 
     def layer_flops(self, tokens: int, pairs: int, direction: str) -> float:
-        """Operations of one layer: `token_flops` and `attention_flops`."""
-        return self.token_flops(tokens, direction) + self.attention_flops(pairs, direction)
+        """Operations of one layer: `token_flops`, and `attention_flops` of its heads."""
+        return self.token_flops(tokens, direction) + attention_flops(self.heads, self.head_dim, pairs, direction)
 
     def saved_bytes_per_token(self, element_bytes: int = 2) -> int:
         """What one layer in plain PyTorch keeps of a token between forward and backward, without checkpointing.
@@ -175,9 +166,9 @@ class Rates:
     replicated_backward: float
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if not getattr(self, field.name) > 0:
-                raise ValueError(f"{field.name}: expected a rate > 0, got {getattr(self, field.name)}")
+        for name, rate in dataclasses.asdict(self).items():
+            if not 0 < rate < math.inf:
+                raise ValueError(f"{name}: expected a rate > 0, got {rate}")
 
 
 # GPUs by name are bf16, head dimension 128, prompts from 4K on: this library's Hopper kernels, and FlashAttention-2.
@@ -185,21 +176,23 @@ class Rates:
 # Measure your own with benchmarks/bench_kernel.py and benchmarks/bench_layer.py.
 RATES = {
     "equal": Rates(1.0, 1.0, 1.0, 1.0, 1.0),
-    "h200": Rates(
-        token_wise=550.0,
-        shared_forward=650.0,
-        shared_backward=540.0,
-        replicated_forward=350.0,
-        replicated_backward=305.0,
-    ),
-    "h100": Rates(
-        token_wise=550.0,
-        shared_forward=665.0,
-        shared_backward=545.0,
-        replicated_forward=335.0,
-        replicated_backward=305.0,
-    ),
+    "h200": Rates(550.0, 650.0, 540.0, 350.0, 305.0),
+    "h100": Rates(550.0, 665.0, 545.0, 335.0, 305.0),
 }
+
+
+def prompt_bytes(prompt: int, copies: int, model: ModelShape) -> dict[str, int]:
+    """What the attention of one layer holds of copies of the prompt, 16-bit: K and V, Q, the LSE (float32), and all.
+
+    Sharing saves N - 1 copies: Table 6 of the paper.
+    """
+    positions = prompt * copies
+    sizes = {
+        "keys_and_values": 2 * positions * model.kv_heads * model.head_dim * 2,
+        "queries": positions * model.heads * model.head_dim * 2,
+        "lse": positions * model.heads * 4,
+    }
+    return {**sizes, "total": sum(sizes.values())}
 
 
 @dataclass(frozen=True)
@@ -234,6 +227,7 @@ class Prediction:
         rho: replicated tokens / shared tokens.
         attention_speedup, layer_speedup: replicated time / shared time of forward and backward.
         memory_ratio: shared `layer_gib` / replicated `layer_gib`.
+        saved: of that memory, `prompt_bytes` of N - 1 copies.
         warnings: why sharing does not pay here, if it does not.
     """
 
@@ -241,6 +235,7 @@ class Prediction:
     attention_speedup: float
     layer_speedup: float
     memory_ratio: float
+    saved: dict[str, int]
     replicated: Packing
     shared: Packing
     warnings: tuple[str, ...]
@@ -267,7 +262,7 @@ def predict(
         Counts, times and memory of both packings, and their ratios.
 
     Raises:
-        ValueError: a length is below 1, there is no response, or `bytes_per_parameter` is negative.
+        ValueError: a length is below 1, there is no response, or `bytes_per_parameter` is negative or not finite.
     """
     if prompt < 1:
         raise ValueError(f"prompt: expected at least 1 token, got {prompt}")
@@ -275,67 +270,49 @@ def predict(
         raise ValueError("responses: expected at least one, got none")
     if min(responses) < 1:
         raise ValueError(f"responses: expected at least 1 token each, got {min(responses)}")
-    if not bytes_per_parameter >= 0:
+    if not 0 <= bytes_per_parameter < math.inf:
         raise ValueError(f"bytes_per_parameter: expected a number >= 0, got {bytes_per_parameter}")
-    replicated = _packing(
-        replicated_tokens(prompt, responses),
-        replicated_pairs(prompt, responses),
-        model,
-        (rates.token_wise, rates.replicated_forward, rates.replicated_backward),
-        bytes_per_parameter,
-    )
-    shared = _packing(
-        shared_tokens(prompt, responses),
-        shared_pairs(prompt, responses),
-        model,
-        (rates.token_wise, rates.shared_forward, rates.shared_backward),
-        bytes_per_parameter,
-    )
+
+    def packing(copies: int, pairs: int, forward: float, backward: float) -> Packing:
+        tokens = copies * prompt + sum(responses)
+        token_wise = sum(model.token_flops(tokens, direction) for direction in DIRECTIONS)
+        attention = [attention_flops(model.heads, model.head_dim, pairs, direction) for direction in DIRECTIONS]
+        attention_ms = (attention[0] / forward + attention[1] / backward) / 1e9
+        activations = tokens * model.saved_bytes_per_token()
+        # During the backward one layer at a time has all its activations again.
+        checkpointed = 2 * tokens * model.hidden * model.layers + activations
+        model_bytes = bytes_per_parameter * model.parameters
+        return Packing(
+            tokens=tokens,
+            pairs=pairs,
+            attention_tflop=sum(attention) / 1e12,
+            layer_tflop=(sum(attention) + token_wise) / 1e12,
+            attention_ms=attention_ms,
+            layer_ms=attention_ms + token_wise / rates.token_wise / 1e9,
+            layer_gib=(activations + bytes_per_parameter * model.layer_parameters) / GIB,
+            model_gib=(model.layers * activations + model_bytes) / GIB,
+            checkpointed_gib=(checkpointed + model_bytes) / GIB,
+        )
+
+    n, pairs = len(responses), replicated_pairs(prompt, responses)
+    replicated = packing(n, pairs, rates.replicated_forward, rates.replicated_backward)
+    shared = packing(1, shared_pairs(prompt, responses), rates.shared_forward, rates.shared_backward)
     return Prediction(
         rho=replicated.tokens / shared.tokens,
         attention_speedup=replicated.attention_ms / shared.attention_ms,
         layer_speedup=replicated.layer_ms / shared.layer_ms,
         memory_ratio=shared.layer_gib / replicated.layer_gib,
+        saved=prompt_bytes(prompt, n - 1, model),
         replicated=replicated,
         shared=shared,
-        warnings=tuple(_warnings(prompt, responses, replicated, shared)),
+        warnings=tuple(_warnings(prompt, n, replicated, shared)),
     )
 
 
-def _factor(direction: str, backward: float) -> float:
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction: expected one of {DIRECTIONS}, got {direction!r}")
-    return backward if direction == "backward" else 1.0
-
-
-def _packing(
-    tokens: int, pairs: int, model: ModelShape, rates: tuple[float, float, float], bytes_per_parameter: float
-) -> Packing:
-    """`rates`: of token-wise work, and of attention forward and backward."""
-    token_wise = sum(model.token_flops(tokens, direction) for direction in DIRECTIONS)
-    attention = [model.attention_flops(pairs, direction) for direction in DIRECTIONS]
-    attention_ms = sum(flops / rate for flops, rate in zip(attention, rates[1:])) / 1e9
-    activations = tokens * model.saved_bytes_per_token()
-    # During the backward one layer at a time has all its activations again.
-    checkpointed = 2 * tokens * model.hidden * model.layers + activations
-    model_bytes = bytes_per_parameter * model.parameters
-    return Packing(
-        tokens=tokens,
-        pairs=pairs,
-        attention_tflop=sum(attention) / 1e12,
-        layer_tflop=(sum(attention) + token_wise) / 1e12,
-        attention_ms=attention_ms,
-        layer_ms=attention_ms + token_wise / rates[0] / 1e9,
-        layer_gib=(activations + bytes_per_parameter * model.layer_parameters) / GIB,
-        model_gib=(model.layers * activations + model_bytes) / GIB,
-        checkpointed_gib=(checkpointed + model_bytes) / GIB,
-    )
-
-
-def _warnings(prompt: int, responses: Sequence[int], replicated: Packing, shared: Packing) -> list[str]:
+def _warnings(prompt: int, num_responses: int, replicated: Packing, shared: Packing) -> list[str]:
     found = []
-    rho = replicated.tokens / shared.tokens
-    if len(responses) == 1:
+    rho, speedup = replicated.tokens / shared.tokens, replicated.layer_ms / shared.layer_ms
+    if num_responses == 1:
         found.append("there is one response, so nothing is shared: use plain packing")
     elif rho < LOWEST_RHO:
         found.append(f"rho is {rho:.2f}: the prompt is a small part of the tokens, sharing it saves little")
@@ -346,118 +323,61 @@ def _warnings(prompt: int, responses: Sequence[int], replicated: Packing, shared
         )
     if shared.attention_ms > replicated.attention_ms:
         found.append("at these rates the attention alone is slower with a shared prompt")
-    if replicated.layer_ms / shared.layer_ms < LOWEST_LAYER_SPEEDUP:
-        found.append(
-            f"a layer becomes only {replicated.layer_ms / shared.layer_ms:.2f}x as fast: packing may cost what it saves"
-        )
+    if speedup < LOWEST_LAYER_SPEEDUP:
+        found.append(f"a layer becomes only {speedup:.2f}x as fast: packing may cost what it saves")
     return found
 
 
 def table(prediction: Prediction, has_rates: bool) -> str:
     """The prediction as text; without measured rates (`has_rates`) there are no milliseconds."""
-    replicated, shared = prediction.replicated, prediction.shared
-
-    def row(name: str, digits: int, what: str) -> tuple[str, str, str, str]:
-        before, after = (float(getattr(packing, what)) for packing in (replicated, shared))
-        return name, f"{before:,.{digits}f}", f"{after:,.{digits}f}", f"{before / after:.2f}x"
-
     rows = [
-        ("", "replicated", "shared", "ratio"),
-        row("tokens (the ratio is rho)", 0, "tokens"),
-        row("visible pairs per head", 0, "pairs"),
-        row("attention, TFLOP a layer", 2, "attention_tflop"),
-        row("layer, TFLOP", 2, "layer_tflop"),
+        ("tokens (the ratio is rho)", "tokens", 0),
+        ("visible pairs per head", "pairs", 0),
+        ("attention, TFLOP a layer", "attention_tflop", 2),
+        ("layer, TFLOP", "layer_tflop", 2),
+        *([("attention, ms a layer", "attention_ms", 2), ("layer, ms", "layer_ms", 2)] if has_rates else []),
+        ("memory between forward and backward, GiB a layer", "layer_gib", 2),
+        ("the same, whole model", "model_gib", 1),
+        ("the same, layers checkpointed", "checkpointed_gib", 1),
     ]
-    if has_rates:
-        rows += [row("attention, ms a layer", 2, "attention_ms"), row("layer, ms", 2, "layer_ms")]
-    rows += [
-        row("memory between forward and backward, GiB a layer", 2, "layer_gib"),
-        row("the same, whole model", 1, "model_gib"),
-        row("the same, layers checkpointed", 1, "checkpointed_gib"),
-    ]
-    widths = [max(len(cells[column]) for cells in rows) for column in range(4)]
-    lines = [
-        "  ".join([cells[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:]))])
-        for cells in rows
-    ]
+    lines = [f"{'':<48}{'replicated':>20}{'shared':>20}{'ratio':>9}"]
+    for name, field, digits in rows:
+        before, after = (float(getattr(packing, field)) for packing in (prediction.replicated, prediction.shared))
+        lines.append(f"{name:<48} {before:>19,.{digits}f} {after:>19,.{digits}f} {before / after:>7.2f}x")
+    names = ("K and V", "Q", "LSE", "together")
+    saved = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in zip(names, prediction.saved.values()))
+    lines.append(f"copies of the prompt that attention need not hold, MB a layer: {saved}")
     return "\n".join([*lines, *(f"warning: {text}" for text in prediction.warnings)])
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m flash_attn_dualkv.predict", description="What sharing a prompt saves in training."
-    )
-    parser.add_argument("--responses", type=int, required=True, metavar="N", help="responses to the prompt")
-    parser.add_argument("--prompt", type=int, required=True, metavar="P", help="tokens of the prompt")
-    parser.add_argument("--response", type=int, required=True, metavar="R", help="tokens of a response")
-    parser.add_argument("--model", choices=[*MODELS, "custom"], default="qwen3-8b", help="default: %(default)s")
-    for name in ("layers", "hidden", "intermediate", "heads", "kv-heads", "head-dim"):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help="for a custom model; replaces a named model's")
-    parser.add_argument("--no-qk-norm", action="store_true", help="queries and keys have no norm of their own")
-    parser.add_argument(
-        "--rates",
-        choices=RATES,
-        default="equal",
-        help="what the GPU sustains; equal: time ratios are ratios of operations (default)",
-    )
-    for field in dataclasses.fields(Rates):
-        name = field.name.replace("_", "-")
-        parser.add_argument(f"--{name}", type=float, metavar="TFLOPS", help="replaces the one of --rates")
-    parser.add_argument(
-        "--bytes-per-parameter",
-        type=float,
-        default=BYTES_PER_PARAMETER,
-        metavar="BYTES",
-        help="of weight, gradient and optimizer on one GPU (default: %(default)s, a 16-bit weight and gradient)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    return parser.parse_args(arguments)
-
-
-def _model(options: argparse.Namespace) -> ModelShape:
-    names = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    if options.no_qk_norm:
-        given["qk_norm"] = False
-    if options.model != "custom":
-        return dataclasses.replace(MODELS[options.model], **given)
-    missing = [f"--{name.replace('_', '-')}" for name in names if name not in given]
-    if missing:
-        raise ValueError(f"a custom model needs {', '.join(missing)}")
-    return ModelShape(**given)
-
-
-def _rates(options: argparse.Namespace) -> tuple[Rates, bool]:
-    """The rates, and whether they are a GPU's: rates on top of `equal` must be given all together."""
-    names = [field.name for field in dataclasses.fields(Rates)]
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    if options.rates == "equal" and 0 < len(given) < len(names):
-        missing = ", ".join(f"--{name.replace('_', '-')}" for name in names if name not in given)
-        raise ValueError(f"rates without --rates of a GPU must be complete: {missing} missing")
-    return dataclasses.replace(RATES[options.rates], **given), options.rates != "equal" or bool(given)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: prints the prediction; 2 if an argument makes no sense."""
-    options = _parse(arguments)
-    try:
-        if options.responses < 1:
-            raise ValueError(f"responses: expected at least one, got {options.responses}")
-        model, (rates, has_rates) = _model(options), _rates(options)
-        responses = [options.response] * options.responses
-        prediction = predict(options.prompt, responses, model, rates, options.bytes_per_parameter)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """The command: prints the prediction. Where an argument makes no sense it exits with 2 and one line."""
+    parser = CommandLine("predict", __doc__)
+    add_group(parser, required=True)
+    add, ratio = parser.add_argument, number(0.001, 1_000_000, whole=False)
+    model = "a name or layers,hidden,intermediate,heads,kv_heads,head_dim; names: " + ", ".join(MODELS)
+    rates = "TFLOP/s: equal (the default: times are operations), h200, h100, or one number for each field of Rates"
+    states = "a GPU holds of weight, gradient and optimizer (default: %(default)s, a 16-bit weight and gradient)"
+    add("--model", type=name_or_values(MODELS, 6, number(1, 1 << 24)), default="qwen3-8b", help=model)
+    add("--no-qk-norm", action="store_true", help="queries and keys have no norm of their own")
+    add("--rates", type=name_or_values(RATES, 5, ratio), default="equal", help=rates)
+    add("--bytes-per-parameter", type=number(0, 1000, whole=False), default=BYTES_PER_PARAMETER, help=states)
+    add("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args(arguments)
+
+    responses = spread(parser, options.response, options.responses)
+    shape = dataclasses.replace(options.model, qk_norm=options.model.qk_norm and not options.no_qk_norm)
+    prediction = predict(options.prompt, responses, shape, options.rates, options.bytes_per_parameter)
+    assumed = {"model": dataclasses.asdict(shape), "rates": dataclasses.asdict(options.rates)}
     if options.json:
-        assumed = {"model": dataclasses.asdict(model), "rates": dataclasses.asdict(rates)}
         print(json.dumps({**dataclasses.asdict(prediction), **assumed}, indent=1))
         return 0
-    print(
-        f"{options.model}, {options.responses} responses of {options.response:,} tokens to a prompt of "
-        f"{options.prompt:,}; forward and backward; rates: {options.rates}\n"
-    )
-    print(table(prediction, has_rates))
+    shortest, longest = min(responses), max(responses)
+    lengths = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
+    print(f"{len(responses)} responses of {lengths} tokens to a prompt of {options.prompt:,}; forward and backward")
+    for what, values in assumed.items():
+        print(f"{what}: {', '.join(f'{name} {value}' for name, value in values.items())}")
+    print(f"\n{table(prediction, options.rates != RATES['equal'])}")
     return 0
 
 

@@ -121,7 +121,7 @@ void backward_owner(const Problem& p, Record& r, const Owner& owner, int steps, 
   for (SegmentCursor cursor{owner.segment_begin, owner.segment_end, p.reversed != 0}; !cursor.done();) {
     r.ranges += !next_query_range(p.layout(), cursor, owner.tile, p.causal).empty();
   }
-  const int parts = share_of(steps, leading, limit).parts;
+  const int parts = split_of(steps, leading, limit).parts;
   r.parts += parts;
   r.slots += parts > 1 ? parts * p.num_kv_heads : 0;
   ++r.tiles;
@@ -172,7 +172,7 @@ void record_backward(const Problem* p, Record* r, int limit) {
   if (!forced) limit = final_part_limit(limit, tiles, p->num_sms);
   int64_t slots = 0;
   for_each_owner(*p, [&](const Owner&, int steps, int leading) {
-    const int parts = share_of(steps, leading, limit).parts;
+    const int parts = split_of(steps, leading, limit).parts;
     slots += parts > 1 ? parts * p->num_kv_heads : 0;
   });
   const bool fits = forced || slots <= count_slots(p);

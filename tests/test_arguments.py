@@ -200,7 +200,7 @@ PLAIN_ROWS: list[Row] = [
     ("int", replace_by("return_attn_probs", 1), TypeError, "return_attn_probs", "int"),
     ("used", replace_by("dropout_p", 0.1), NotImplementedError, "dropout_p", "0.1"),
     ("used", replace_by("window_size", (128, 0)), NotImplementedError, "window_size", "(128, 0)"),
-    ("an int", replace_by("window_size", 128), NotImplementedError, "window_size", "128"),
+    ("an int", replace_by("window_size", 128), TypeError, "window_size", "int"),
     ("only causal", replace_by("window_size", (-1, 0)), NotImplementedError, "window_size", "(-1, 0)"),
     ("used", replace_by("softcap", 30.0), NotImplementedError, "softcap", "30.0"),
     ("used", replace_by("alibi_slopes", torch.ones(4)), NotImplementedError, "alibi_slopes", "Tensor"),
@@ -239,6 +239,22 @@ def test_context_free_function(
     flash_attn_varlen_func(**arguments)
     monkeypatch.setattr(attention, "ops", None)
     check_raises(flash_attn_varlen_func, arguments | change(arguments), error, name, got)
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_all_keys_for_those_behind_the_context(which: str) -> None:
+    """Offsets may end early, so `k` for `k[prompt:]` would pass for padding."""
+    arguments = shared_arguments()
+    packed = torch.cat([arguments[f"{which}_context"], arguments[f"{which}_decoded"]])
+    prompt = len(arguments[f"{which}_context"])
+    arguments |= {f"{which}_context": packed[:prompt], f"{which}_decoded": packed[prompt:]}
+    flash_attn_dualkv_varlen_func(**arguments)
+    behind = {"k_decoded": packed, "v_decoded": arguments["v_decoded"].new_zeros(packed.shape)}
+    wrong = {**behind, f"{which}_decoded": packed}
+    if which == "v":
+        wrong["k_decoded"] = packed.clone()
+    with pytest.raises(ValueError, match=rf"^{which}_decoded: expected the rows behind the context, such as k\["):
+        flash_attn_dualkv_varlen_func(**{**arguments, **wrong})
 
 
 LEGAL: list[tuple[str, Change]] = [

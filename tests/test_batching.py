@@ -113,3 +113,17 @@ def test_balance_gives_equal_counts(sizes: list[int], num_ranks: int, rng: rando
     ranks = balance_groups(prompt_lens, [rng.randint(0, 50) for _ in ids], ids, num_ranks)
     assert sorted(itertools.chain(*ranks)) == list(range(len(ids)))
     assert {len(rank) for rank in ranks} == {len(ids) // num_ranks}
+
+
+def test_nothing_to_split() -> None:
+    assert split_by_token_budget([], [5], [2], 8) == []
+
+
+def test_ids_and_lengths_may_be_tensors() -> None:
+    """Ids in a tensor are compared by value, as everywhere."""
+    lens = torch.tensor([5, 5, 7, 7]), torch.tensor([1, 2, 3, 4])
+    for ids in (torch.tensor([0, 0, 1, 1]), ["a", "a", "b", "b"], iter([0, 0, 1, 1])):
+        assert balance_groups(*lens, ids, 2) == [[2, 3], [0, 1]]
+    assert split_by_token_budget([[0, 1], [2, 3]], *lens, 20) == split_by_token_budget(
+        [[0, 1], [2, 3]], *(one.tolist() for one in lens), 20
+    )

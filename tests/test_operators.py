@@ -164,6 +164,28 @@ def test_what_makes_the_kernels_deterministic(monkeypatch: pytest.MonkeyPatch) -
     assert asked(False)
 
 
+@pytest.mark.parametrize("name", ["DUALKV_DEBUG", "FLASH_ATTENTION_DETERMINISTIC"])
+def test_switches_in_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_on = ops.checks_values if name == "DUALKV_DEBUG" else lambda: ops.is_deterministic(False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.delenv(name, raising=False)
+    assert not is_on()
+    for text, wanted in (
+        ("1", True),
+        ("true", True),
+        ("Yes", True),
+        ("ON", True),
+        ("0", False),
+        ("no", False),
+        ("", False),
+    ):
+        monkeypatch.setenv(name, text)
+        assert is_on() is wanted
+    monkeypatch.setenv(name, "maybe")
+    with pytest.raises(ValueError, match=f"the environment's {name}: expected 1 or 0 .*, got 'maybe'"):
+        is_on()
+
+
 # The compiled module
 
 
@@ -207,6 +229,31 @@ def test_version_is_that_of_the_installed_package() -> None:
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("running from the source directory")
     assert installed == flash_attn_dualkv.__version__
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["forward", "backward", "packed_forward", "packed_backward"])
+def test_raw_operators_refuse_tensors_of_the_wrong_rank(name: str) -> None:
+    """Whatever reads sizes or strides comes after the check."""
+    batch, operators = batch_of(ONE_GROUP, "cuda"), torch.ops.flash_attn_dualkv
+    offsets = (batch.cu_seqlens_q, batch.cu_seqlens_k_decoded, batch.cu_seqlens_context, batch.cu_seqs_per_context)
+    segments, groups = operators.segment_tables(*offsets, len(batch.k_context))
+    rest = {"segments": segments, "groups": groups, "softmax_scale": 0.25, "deterministic": False}
+    if name.startswith("packed"):
+        tensors = {"q": batch.q, "k": batch.k_decoded, "v": batch.v_decoded}
+        rest |= {"context_rows": 0, "window": None, "softcap": None, "reference": False}
+    else:
+        tensors = dict(zip(NAMES, batch.inputs))
+        rest |= {"causal": True}
+    if name.endswith("backward"):
+        tensors |= {"dout": batch.q, "out": batch.q}
+        rest |= {"dlse": None, "lse": torch.zeros(batch.q.shape[1::-1], device="cuda")}
+    elif name.startswith("packed"):
+        rest |= {"sinks": None}
+    for wrong, one in tensors.items():
+        for given in (one[0, 0, 0], one.flatten(), one[0], one[None]):
+            with pytest.raises(ValueError, match=rf"^{wrong}: expected 3 dimensions .*, got {given.dim()}$"):
+                getattr(operators, name)(**{**rest, **tensors, wrong: given})
 
 
 # The FlashAttention-2 function

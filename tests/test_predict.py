@@ -1,27 +1,27 @@
-"""The prediction: its counts against enumeration, its times against measured layers, its warnings, its command."""
+"""The prediction: counts against enumeration and the paper, times against measured layers; and its command."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import statistics
-import sys
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flash_attn_dualkv import predict
+from flash_attn_dualkv import demo, predict
+from flash_attn_dualkv._command import CommandLine, spread
 from flash_attn_dualkv.predict import MODELS, RATES, ModelShape, Rates
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import shapes  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results"
-FOLDERS = {"h200": "NVIDIA-H200", "h100": "NVIDIA-H100-80GB-HBM3"}
+GPUS = {"h200": "H200", "h100": "H100"}  # in the name of a result's GPU
+K = 1024
+QWEN = MODELS["qwen3-8b"]
 TINY = ModelShape(layers=2, hidden=6, intermediate=10, heads=4, kv_heads=2, head_dim=3, vocab=7)
 GROUPS = [(1, [1]), (3, [2, 5]), (7, [1, 1, 1]), (20, [9]), (5, [4, 6, 1, 3])]
 
@@ -34,183 +34,130 @@ def visible_by_token(prompt: int, responses: list[int]) -> int:
     return sum(key[0] in (None, query[0]) and key[1] <= query[1] for query in tokens for key in tokens)
 
 
-def linear_flops(model: ModelShape, tokens: int) -> int:
-    """Two operations per multiply-add of each matrix product of a layer, written out one by one."""
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    products = [(model.hidden, queries), (model.hidden, keys), (model.hidden, keys), (queries, model.hidden)]
-    products += [(model.hidden, model.intermediate)] * 2 + [(model.intermediate, model.hidden)]
-    return sum(2 * tokens * rows * columns for rows, columns in products)
-
-
 # --- counts ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("prompt", "responses"), GROUPS)
-def test_pairs_and_tokens_against_enumeration(prompt: int, responses: list[int]) -> None:
-    assert predict.shared_pairs(prompt, responses) == visible_by_token(prompt, responses)
-    alone = [visible_by_token(prompt + length, []) for length in responses]
-    assert predict.replicated_pairs(prompt, responses) == sum(alone)
-    found = predict.predict(prompt, responses, TINY)
+def test_counts_against_enumeration(prompt: int, responses: list[int]) -> None:
+    found = predict.predict(prompt, responses, TINY, bytes_per_parameter=16)
+    pairs = [visible_by_token(prompt + length, []) for length in responses]
+    assert found.shared.pairs == visible_by_token(prompt, responses) and found.replicated.pairs == sum(pairs)
     assert found.shared.tokens == prompt + sum(responses)
     assert found.replicated.tokens == sum(prompt + length for length in responses)
-    assert found.rho == pytest.approx(found.replicated.tokens / found.shared.tokens)
-
-
-@pytest.mark.parametrize(("prompt", "responses"), GROUPS)
-def test_operations_against_enumeration(prompt: int, responses: list[int]) -> None:
-    found = predict.predict(prompt, responses, TINY)
+    # Every matrix product of a layer: two operations per multiply-add
+    queries, keys = TINY.heads * TINY.head_dim, TINY.kv_heads * TINY.head_dim
+    products = [(TINY.hidden, queries), (TINY.hidden, keys), (TINY.hidden, keys), (queries, TINY.hidden)]
+    products += [(TINY.hidden, TINY.intermediate)] * 2 + [(TINY.intermediate, TINY.hidden)]
     for packing in (found.shared, found.replicated):
         # Q K^T and P V forward; S again, dP, dV, dK and dQ backward: seven products over visible pairs
-        attention = 7 * sum(2 * TINY.head_dim * packing.pairs for _ in range(TINY.heads))
+        attention = 7 * 2 * TINY.head_dim * TINY.heads * packing.pairs
+        linear = sum(2 * packing.tokens * rows * columns for rows, columns in products)
         assert packing.attention_tflop == pytest.approx(attention / 1e12)
-        linear = linear_flops(TINY, packing.tokens)
         assert packing.layer_tflop == pytest.approx((attention + 3 * linear) / 1e12)
         assert TINY.token_flops(packing.tokens, "backward") == 2 * linear
         assert TINY.layer_flops(packing.tokens, packing.pairs, "forward") == pytest.approx(linear + attention / 3.5)
-    assert found.layer_speedup == pytest.approx(found.replicated.layer_tflop / found.shared.layer_tflop)
-    assert found.attention_speedup == pytest.approx(found.replicated.pairs / found.shared.pairs)
-
-
-def test_attention_shrinks_by_less_than_tokens() -> None:
-    for prompt, responses in GROUPS:
-        found = predict.predict(prompt, responses, TINY)
-        assert found.attention_speedup <= found.layer_speedup + 1e-12 <= found.rho + 2e-12
-
-
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [
-        ("qwen3-0.6b", 0.596),
-        ("qwen3-1.7b", 1.72),
-        ("qwen3-4b", 4.02),
-        ("qwen3-8b", 8.19),
-        ("qwen3-14b", 14.77),
-        ("qwen3-32b", 32.76),
-        ("llama3-8b", 8.03),
-        ("llama3-70b", 70.55),
-    ],
-)
-def test_named_models_have_their_size(name: str, billions: float) -> None:
-    assert MODELS[name].parameters == pytest.approx(billions * 1e9, rel=2e-3)
-
-
-def test_memory_grows_with_tokens_and_parameters() -> None:
-    prompt, responses = 5, [4, 6]
-    found = predict.predict(prompt, responses, TINY, bytes_per_parameter=16)
-    for packing in (found.shared, found.replicated):
         activations = packing.tokens * TINY.saved_bytes_per_token()
         assert packing.layer_gib * predict.GIB == pytest.approx(activations + 16 * TINY.layer_parameters)
         assert packing.model_gib * predict.GIB == pytest.approx(2 * activations + 16 * TINY.parameters)
         inputs = 2 * 2 * 6 * packing.tokens  # two layers, 16 bits, hidden 6
         assert packing.checkpointed_gib * predict.GIB == pytest.approx(inputs + activations + 16 * TINY.parameters)
+    assert found.attention_speedup == pytest.approx(found.replicated.pairs / found.shared.pairs)
+    assert found.layer_speedup == pytest.approx(found.replicated.layer_tflop / found.shared.layer_tflop)
+    assert found.attention_speedup <= found.layer_speedup + 1e-12 <= found.rho + 2e-12
     assert found.memory_ratio == pytest.approx(found.shared.layer_gib / found.replicated.layer_gib)
-    none = predict.predict(prompt, responses, TINY, bytes_per_parameter=0)
-    assert none.memory_ratio == pytest.approx(1 / none.rho)
+
+
+def test_named_models_have_their_size() -> None:
+    billions = {"qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77}
+    billions |= {"qwen3-32b": 32.76, "llama3-8b": 8.03, "llama3-70b": 70.55}
+    assert {name: model.parameters / 1e9 for name, model in MODELS.items()} == pytest.approx(billions, rel=2e-3)
+
+
+# --- the paper ------------------------------------------------------------------------------------------------------
+
+
+def test_table_6() -> None:
+    """Bytes that one copy of the prompt saves, and MB as printed: the paper rounds some and cuts others off."""
+    saved = predict.predict(16 * K, [2 * K] * 8, QWEN).saved
+    counts = {"keys_and_values": 469_762_048, "queries": 939_524_096, "lse": 14_680_064, "total": 1_423_966_208}
+    assert saved == counts
+    assert [count / 1e6 for count in saved.values()] == pytest.approx([469, 940, 14, 1423], abs=0.99)
+
+
+@pytest.mark.parametrize(
+    ("n", "prompt", "response", "printed"),
+    [(8, 2 * K, 2 * K, 1.8), (8, 16 * K, 2 * K, 4.5), (8, 64 * K, 512, 7.6), (16, 16 * K, 2 * K, 6.0),
+     (32, 4 * K, 2 * K, 2.8), (32, 16 * K, 2 * K, 7.2), (16, 32 * K, 2 * K, 8.5), (16, 64 * K, 512, 14.3)],
+)  # fmt: skip
+def test_table_7(n: int, prompt: int, response: int, printed: float) -> None:
+    assert round(predict.predict(prompt, [response] * n, QWEN).rho, 1) == printed
+
+
+def test_limits_and_attention_of_the_paper() -> None:
+    assert predict.predict(4 * K, [2 * K] * 60_000, QWEN).rho == pytest.approx(1 + 4 / 2, rel=1e-4)  # N -> inf
+    assert predict.predict(1 << 40, [2 * K] * 8, QWEN).rho == pytest.approx(8, rel=1e-6)  # P -> inf
+    n, p, r = 16, 32 * K, 2 * K
+    assert n * (p + r) ** 2 / (p**2 + n * r * (p + r)) == pytest.approx(8.76, abs=5e-3), "Eq. 34"
+    found = predict.predict(p, [r] * n, QWEN).attention_speedup
+    assert found == pytest.approx(n * (p + r) ** 2 / (p**2 + n * r * (2 * p + r)), rel=1e-4)
+    assert found == pytest.approx(5.90, abs=5e-3), "the text has 6.1"
 
 
 # --- times ----------------------------------------------------------------------------------------------------------
 
-# One Qwen3-8B layer, forward and backward in plain PyTorch on one H200, R_i ~ U(131, 2048): milliseconds with
-# FlashAttention-2 and the prompt replicated, with a published shared-prompt kernel, with FlexAttention packed; and the
-# milliseconds of the attention alone.
-MEASURED = [
-    ((16, 8192), {"replicated": (424, 127.1), "published": (102, 44.3), "flex": (93, 36.2)}),
-    ((8, 16384), {"replicated": (490, 213.3), "published": (110, 58.9), "flex": (98, 48.4)}),
-    ((32, 5059), {"replicated": (515, 117.6), "published": (140, 52.2), "flex": (132, 45.8)}),
-]
+
+def measured_rows(gpu: str, of_layer: bool) -> list[dict[str, Any]]:
+    """All committed times on a GPU: of layers, whose rows have the model's sizes, or of attention alone."""
+    results = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("**/*.json"))]
+    rows = [row for one in results if GPUS[gpu] in one["header"]["gpu"] for row in one["rows"]]
+    # Rows of whole models have a vocabulary, too; those of the memory benchmark have no time.
+    return [row for row in rows if row.get("ms") and "vocab" not in row and ("hidden" in row) == of_layer]
 
 
-@pytest.mark.parametrize(("group", "measured"), MEASURED)
-@pytest.mark.parametrize("peer", ["published", "flex"])
-def test_measured_layers(group: tuple[int, int], measured: dict[str, tuple[float, float]], peer: str) -> None:
-    """Times and their ratio within 10%.
-
-    Of the measured responses only the distribution is known, whose mean stands here for each length.
-    """
-    n, prompt = group
-    counts = predict.predict(prompt, [1090] * n, MODELS["qwen3-8b"])
-    layers = {name: measured[name][0] for name in ("replicated", peer)}
-    # Only the attention's rate is taken from the measurement of the attention alone; token-wise work has the preset's.
-    rates = [
-        packing.attention_tflop * 1e3 / measured[name][1]
-        for name, packing in (("replicated", counts.replicated), (peer, counts.shared))
-    ]
-    own = Rates(RATES["h200"].token_wise, rates[1], rates[1], rates[0], rates[0])
-    found = predict.predict(prompt, [1090] * n, MODELS["qwen3-8b"], own)
-    assert found.replicated.attention_ms == pytest.approx(measured["replicated"][1])
-    assert found.replicated.layer_ms == pytest.approx(layers["replicated"], rel=0.1)
-    assert found.shared.layer_ms == pytest.approx(layers[peer], rel=0.1)
-    assert found.layer_speedup == pytest.approx(layers["replicated"] / layers[peer], rel=0.1)
-
-
-def committed_rows(gpu: str, benchmark: str) -> list[dict[str, Any]]:
-    results = [json.loads(path.read_text()) for path in sorted((RESULTS / FOLDERS[gpu]).glob("*.json"))]
-    wanted = (one for one in results if one["header"].get("benchmark", "kernel") == benchmark)
-    return [row for result in wanted for row in result["rows"]]
-
-
-def median_rate(gpu: str, impl: str, direction: str, executed: bool) -> float | None:
-    """Of all committed results on a GPU with this head dimension and long prompts, TFLOP/s; None without any."""
-    rates = []
-    for row in committed_rows(gpu, "kernel"):
-        is_it = row["impl"] == impl and row["direction"] == direction and row["groups"] == 1
-        if is_it and row["tflops"] and row["p"] >= 4096 and (row["h"], row["h_k"], row["d"]) == (32, 8, 128):
-            responses = [row["r"]] * row["n"]
-            pairs = predict.replicated_pairs(row["p"], responses) if executed else row["visible_pairs"]
-            rates.append(row["tflops"] * pairs / row["visible_pairs"])
-    return statistics.median(rates) if rates else None
-
-
-@pytest.mark.parametrize("gpu", FOLDERS)
+@pytest.mark.parametrize("gpu", GPUS)
 def test_the_rates_of_a_gpu_are_those_of_the_results(gpu: str) -> None:
-    rates = dataclasses.asdict(RATES[gpu])
-    for direction in predict.DIRECTIONS:
-        shared = median_rate(gpu, "dualkv_sm90", direction, False)
-        replicated = median_rate(gpu, "fa2_replicated", direction, True)
-        for name, measured in (("shared", shared), ("replicated", replicated)):
-            assert rates[f"{name}_{direction}"] == pytest.approx(measured, rel=0.05), "bring predict.RATES up to date"
+    """The median of the attention benchmarks with this head dimension and long prompts."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for row in measured_rows(gpu, of_layer=False):
+        if row["groups"] == 1 and row["p"] >= 4096 and (row["h"], row["h_k"], row["d"]) == (32, 8, 128):
+            pairs = predict.replicated_pairs(row["p"], [row["r"]] * row["n"])
+            executed = pairs / row["visible_pairs"] if row["impl"] == "fa2_replicated" else 1
+            found[row["impl"], row["direction"]].append(row["tflops"] * executed)
+    for name, impl in (("shared", "dualkv_sm90"), ("replicated", "fa2_replicated")):
+        for direction in predict.DIRECTIONS:
+            rate, measured = getattr(RATES[gpu], f"{name}_{direction}"), statistics.median(found[impl, direction])
+            assert rate == pytest.approx(measured, rel=0.05), "bring predict.RATES up to date"
 
 
-@pytest.mark.parametrize("gpu", FOLDERS)
+@pytest.mark.parametrize("gpu", GPUS)
 def test_the_layers_of_the_results(gpu: str) -> None:
     """Times of every measured layer and their ratio: prompts of 5059 to 131072 tokens, 4 to 32 responses."""
-    milliseconds: dict[tuple[str, str], list[float]] = {}
-    for row in committed_rows(gpu, "layer"):
-        if row["ms"] is not None:
-            milliseconds.setdefault((row["shape"], row["impl"]), []).append(row["ms"])
-
-    def measured(shape: str, impl: str) -> float | None:
-        """Forward and backward, the mean of the results that have the shape."""
-        return 2 * statistics.mean(found) if (found := milliseconds.get((shape, impl))) else None
-
-    grid = shapes.by_name(shapes.LAYER_PRESETS)
-    names = sorted({shape for shape, impl in milliseconds if impl == "dualkv_sm90"})
-    assert names
-    for name in names:
-        (group,) = grid[name].groups
-        found = predict.predict(group.prompt, list(group.responses), MODELS["qwen3-8b"], RATES[gpu])
-        ours, theirs = measured(name, "dualkv_sm90"), measured(name, "fa2_replicated")
-        assert found.shared.layer_ms == pytest.approx(ours, rel=0.06), name
-        if theirs is not None:
-            assert found.replicated.layer_ms == pytest.approx(theirs, rel=0.06), name
-            assert found.layer_speedup == pytest.approx(theirs / ours, rel=0.06), name
-    assert sum(measured(name, "fa2_replicated") is not None for name in names) >= 2
+    found: dict[tuple[int, int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in measured_rows(gpu, of_layer=True):
+        if (row["hidden"], row["intermediate"]) == (QWEN.hidden, QWEN.intermediate):
+            found[row["n"], row["p"], row["r"]][row["impl"]].append(row["ms"])
+    packings, compared = {"dualkv_sm90": "shared", "fa2_replicated": "replicated"}, 0
+    for (n, prompt, response), milliseconds in found.items():
+        predicted = predict.predict(prompt, [response] * n, QWEN, RATES[gpu])  # of unequal ones the row has the mean
+        times = {name: 2 * statistics.mean(milliseconds[one]) for one, name in packings.items() if one in milliseconds}
+        for name, both in times.items():  # forward and backward
+            assert getattr(predicted, name).layer_ms == pytest.approx(both, rel=0.06), (n, prompt)
+        if len(times) == 2:
+            compared += 1
+            assert predicted.layer_speedup == pytest.approx(times["replicated"] / times["shared"], rel=0.06), (
+                n,
+                prompt,
+            )
+    assert compared >= 2
 
 
 def test_times_follow_the_rates() -> None:
-    prompt, responses = 4096, [1000] * 4
-    base = predict.predict(prompt, responses, MODELS["qwen3-8b"], Rates(500, 400, 300, 200, 100))
-    one = base.shared.attention_tflop / 3.5
-    assert base.shared.attention_ms == pytest.approx(1e3 * (one / 400 + 2.5 * one / 300))
-    token_wise = base.shared.layer_tflop - base.shared.attention_tflop
-    assert base.shared.layer_ms - base.shared.attention_ms == pytest.approx(1e3 * token_wise / 500)
-    twice = predict.predict(prompt, responses, MODELS["qwen3-8b"], Rates(500, 800, 600, 200, 100))
-    assert twice.shared.attention_ms == pytest.approx(base.shared.attention_ms / 2)
-    assert twice.replicated == base.replicated
-    assert twice.layer_speedup > base.layer_speedup
-
-
-# --- warnings and errors --------------------------------------------------------------------------------------------
+    found = predict.predict(4096, [1000] * 4, QWEN, Rates(500, 400, 300, 200, 100))
+    for packing, forward, backward in ((found.shared, 400, 300), (found.replicated, 200, 100)):
+        one, token_wise = packing.attention_tflop / 3.5, packing.layer_tflop - packing.attention_tflop
+        assert packing.attention_ms == pytest.approx(1e3 * (one / forward + 2.5 * one / backward))
+        assert packing.layer_ms - packing.attention_ms == pytest.approx(1e3 * token_wise / 500)
+    assert found.attention_speedup == found.replicated.attention_ms / found.shared.attention_ms
 
 
 @pytest.mark.parametrize(
@@ -226,105 +173,120 @@ def test_times_follow_the_rates() -> None:
     ],
 )
 def test_warnings(prompt: int, responses: list[int], rates: Rates, expected: list[str]) -> None:
-    found = predict.predict(prompt, responses, MODELS["qwen3-8b"], rates).warnings
-    assert len(found) == len(expected), found
-    for warning, part in zip(found, expected):
-        assert part in warning
+    found = predict.predict(prompt, responses, QWEN, rates).warnings
+    assert len(found) == len(expected) and all(map(str.__contains__, found, expected)), found
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("call", "message"),
     [
-        ((0, [1]), "prompt: expected at least 1 token, got 0"),
-        ((5, []), "responses: expected at least one, got none"),
-        ((5, [3, 0]), "responses: expected at least 1 token each, got 0"),
+        (lambda: predict.predict(0, [1], TINY), "prompt: expected at least 1 token, got 0"),
+        (lambda: predict.predict(5, [], TINY), "responses: expected at least one, got none"),
+        (lambda: predict.predict(5, [3, 0], TINY), "responses: expected at least 1 token each, got 0"),
+        (lambda: predict.predict(5, [3], TINY, RATES["h200"], -1), "bytes_per_parameter: expected .* >= 0, got -1"),
+        (lambda: dataclasses.replace(TINY, hidden=0), "hidden: expected at least 1, got 0"),
+        (lambda: dataclasses.replace(TINY, kv_heads=3), r"heads: expected a multiple of kv_heads \(3\), got 4"),
+        (lambda: dataclasses.replace(RATES["h200"], token_wise=math.nan), "token_wise: expected a rate > 0, got nan"),
+        (lambda: TINY.layer_flops(1, 1, "sideways"), "direction: expected one of"),
     ],
 )
-def test_bad_lengths(arguments: tuple[int, list[int]], message: str) -> None:
+def test_bad_arguments(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        predict.predict(*arguments, TINY)
-
-
-def test_bad_models_and_rates() -> None:
-    with pytest.raises(ValueError, match="hidden: expected at least 1, got 0"):
-        dataclasses.replace(TINY, hidden=0)
-    with pytest.raises(ValueError, match=r"heads: expected a multiple of kv_heads \(3\), got 4"):
-        dataclasses.replace(TINY, kv_heads=3)
-    with pytest.raises(ValueError, match="token_wise: expected a rate > 0, got 0"):
-        dataclasses.replace(RATES["h200"], token_wise=0)
-    with pytest.raises(ValueError, match="direction: expected one of"):
-        TINY.layer_flops(1, 1, "sideways")
-    with pytest.raises(ValueError, match="bytes_per_parameter: expected a number >= 0, got -1"):
-        predict.predict(5, [3], TINY, bytes_per_parameter=-1)
+        call()
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
 
-GROUP = ["--responses", "16", "--prompt", "8192", "--response", "1024"]
+GROUP = ["--responses", "16", "--prompt", "8K", "--response", "1K"]
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert predict.main([*GROUP, "--rates", "h200"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "qwen3-8b, 16 responses of 1,024 tokens to a prompt of 8,192" in lines[0]
-    found = predict.predict(8192, [1024] * 16, MODELS["qwen3-8b"], RATES["h200"])
-    (tokens,) = (line for line in lines if line.startswith("tokens"))
-    assert tokens.split()[-3:] == ["147,456", "24,576", "6.00x"]
-    (layer,) = (line for line in lines if line.startswith("layer, ms"))
-    assert layer.split()[-3:] == [
-        f"{found.replicated.layer_ms:.2f}",
-        f"{found.shared.layer_ms:.2f}",
-        f"{found.layer_speedup:.2f}x",
-    ]
-    assert not any(line.startswith("warning") for line in lines)
-
-
-def test_no_milliseconds_without_rates_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert predict.main(["--responses", "1", "--prompt", "8192", "--response", "1024"]) == 0
     out = capsys.readouterr().out
-    assert " ms" not in out
-    assert "warning: there is one response" in out
+    assert "16 responses of 1,024 tokens to a prompt of 8,192" in out and "warning" not in out
+    assert "MB a layer: K and V 503.3, Q 1,006.6, LSE 15.7, together 1,525.7" in out
+    cells = {line.partition("  ")[0]: line.split()[-3:] for line in out.splitlines()}
+    assert cells["tokens (the ratio is rho)"] == ["147,456", "24,576", "6.00x"]
+    found = predict.predict(8192, [1024] * 16, QWEN, RATES["h200"])
+    milliseconds = [f"{one.layer_ms:.2f}" for one in (found.replicated, found.shared)]
+    assert cells["layer, ms"] == [*milliseconds, f"{found.layer_speedup:.2f}x"]
+    assert predict.main([*GROUP[2:], "--responses", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "warning: there is one response" in out and " ms" not in out, "there are none without a GPU's rates"
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert predict.main([*GROUP, "--rates", "h200", "--shared-backward", "500", "--json"]) == 0
-    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
-    rates = dataclasses.replace(RATES["h200"], shared_backward=500.0)
-    found = predict.predict(8192, [1024] * 16, MODELS["qwen3-8b"], rates)
-    assert printed["layer_speedup"] == found.layer_speedup
-    assert printed["shared"] == dataclasses.asdict(found.shared)
-    assert printed["rates"] == dataclasses.asdict(rates)
-
-
-def test_custom_and_changed_models(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--layers", "2", "--hidden", "6", "--intermediate", "10", "--heads", "4", "--kv-heads", "2"]
-    custom = [*GROUP, "--model", "custom", *sizes, "--head-dim", "3", "--json"]
-    assert predict.main([*custom, "--no-qk-norm", "--bytes-per-parameter", "18"]) == 0
-    model = dataclasses.replace(TINY, vocab=0, qk_norm=False)
-    expected = predict.predict(8192, [1024] * 16, model, bytes_per_parameter=18)
-    assert json.loads(capsys.readouterr().out)["shared"] == dataclasses.asdict(expected.shared)
-    assert predict.main([*GROUP, "--heads", "64", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["model"]["heads"] == 64
-
-
-def test_the_readmes_command(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^python -m flash_attn_dualkv\.predict (.*)$", readme, re.M)
-    assert commands
-    for command in commands:
-        assert predict.main(command.split()) == 0
-        assert "tokens (the ratio is rho)" in capsys.readouterr().out
+MODEL, FIVE_RATES = dataclasses.replace(TINY, vocab=0, qk_norm=False), Rates(500, 400, 300, 200.5, 100)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "lengths", "assumptions"),
     [
-        ([*GROUP, "--model", "custom", "--layers", "2"], "a custom model needs --hidden, --intermediate"),
-        (["--responses", "0", "--prompt", "1", "--response", "1"], "responses: expected at least one, got 0"),
-        ([*GROUP, "--token-wise", "500"], "must be complete: --shared-forward"),
-        ([*GROUP, "--rates", "h200", "--token-wise", "-1"], "token_wise: expected a rate > 0"),
+        ("--responses 3 --response 1.5K", [1536] * 3, ()),
+        ("--response 500,2K,1200 --rates h100", [500, 2048, 1200], (QWEN, RATES["h100"])),
+        ("--responses 2 --response 500,900 --model llama3-8b", [500, 900], (MODELS["llama3-8b"],)),
+        ("--responses 10 --response 1..10", [*range(1, 11)], ()),
+        ("--responses 5 --response 1..10", [2, 4, 6, 8, 10], ()),
+        ("--responses 1 --response 100..201 --model 2,6,10,4,2,3 --no-qk-norm --rates 500,400,300,200.5,100 "
+         "--bytes-per-parameter 18", [151], (MODEL, FIVE_RATES, 18)),
     ],
-)
-def test_errors_of_the_command(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert predict.main(arguments) == 2
-    assert message in capsys.readouterr().err
+)  # fmt: skip
+def test_json(arguments: str, lengths: list[int], assumptions: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert predict.main(["--prompt", "1000", *arguments.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model, rates, *_ = (*assumptions, *(QWEN, RATES["equal"])[len(assumptions) :])
+    assert found.pop("model") == dataclasses.asdict(model) and found.pop("rates") == dataclasses.asdict(rates)
+    expected = predict.predict(1000, lengths, *(assumptions or (QWEN,)))
+    assert found == {**dataclasses.asdict(expected), "warnings": list(expected.warnings)}
+
+
+def test_a_range_has_the_mean_of_its_distribution() -> None:
+    for n in (1, 2, 7, 16, 1917, 65536):
+        responses = spread(CommandLine("", ""), range(131, 2049), n)
+        assert abs(statistics.mean(responses) - (131 + 2048) / 2) <= 0.5 and len(responses) == n
+        assert min(responses) >= 131 and max(responses) <= 2048 and responses == sorted(responses)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (predict, "--responses 1000000000 --response 1", "--responses: expected .* 1 to 65,536 .*, got '1000000000'"),
+        (predict, "--response 9", "--responses: expected how many, got nothing"),
+        (predict, "--response 9,10 --responses 3", "--responses: expected 2, the lengths of --response, got 3"),
+        (predict, "--response 1,024", "--response: expected a whole number .*, got '024'"),
+        (predict, "--response 9,,10", "--response: expected a whole number .*, got ''"),
+        (predict, "--response 10..9", "--response: expected .* A..B with A <= B.*, got '10..9'"),
+        (predict, "--response 9..", "--response: expected .*, got ''"),
+        (predict, "--response 9 --responses 0", "--responses: expected .*, got '0'"),
+        (predict, "--response 9 --model gpt", "--model: expected qwen3-0.6b, .*, got 'gpt'"),
+        (predict, "--response 9 --model 1,1,1,3,2,1", "--model: heads: expected a multiple .*, got 3"),
+        (predict, "--response 9 --rates 1,2", "--rates: expected equal, .* or token_wise.*, got '1,2'"),
+        (predict, "--response 9 --rates nan,1,1,1,1", "--rates: expected a number .*, got 'nan'"),
+        (predict, "--response 9 --bytes-per-parameter inf", "--bytes-per-parameter: expected a number .*, got 'inf'"),
+        (predict, "", "arguments are required: --response"),
+        (demo, "--prompt 100000000", "--prompt, .* expected a group that fits in [0-9,]+ GiB, got one .* [0-9,]+ GiB"),
+        (demo, "--device tpu", "--device: invalid choice: 'tpu' .choose from"),
+        (demo, "--responses 64K --response 1M", "--responses, .* expected a group that fits"),
+        *((one, f"--prompt {text} --responses 2 --response 9", "--prompt: expected a whole number from 1 to .*, got ")
+          for one in (predict, demo) for text in ("-5", "0", "1e3", "nan", "inf", "ten", "8G", "1.3K", "9" * 40)),
+    ],
+)  # fmt: skip
+def test_hostile_command_lines(command: Any, arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that says what was expected and what was got, and status 2."""
+    prompt = [] if "--prompt" in arguments else ["--prompt", "8"]
+    with pytest.raises(SystemExit) as caught:
+        command.main([*prompt, *arguments.split()])
+    streams = capsys.readouterr()
+    assert caught.value.code == 2 and not streams.out
+    assert re.fullmatch(f"error: .*{message}.*\n", streams.err)
+
+
+def test_the_documented_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = [
+        predict.__doc__ or "",
+        *(path.read_text("utf-8") for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))),
+    ]
+    commands = re.findall(r"^ *python -m flash_attn_dualkv\.predict (.*)$", "\n".join(pages), re.M)
+    assert len(commands) >= 3
+    for command in commands:
+        assert predict.main(command.split()) == 0
+        assert "rho" in capsys.readouterr().out

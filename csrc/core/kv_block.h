@@ -9,7 +9,7 @@ namespace dualkv {
 struct BackwardStep {
   QueryRange range;
   int m_block, head;
-  bool valid;  // false behind the last step, or if there is none
+  bool valid;  // false: the walk was over before this step
   bool last;
 
   DUALKV_HD int first_row(int block_m) const { return first_own_row(range, m_block, block_m); }
@@ -17,14 +17,17 @@ struct BackwardStep {
   DUALKV_HD bool has_foreign_rows(int block_m) const { return dualkv::has_foreign_rows(range, m_block, block_m); }
 };
 
-// Lives in shared memory: accumulators and fragments need every register. One thread walks, the others read.
+// The block's work. It lives in shared memory, because accumulators and fragments need every register: one thread
+// walks, the others read.
 struct KvBlock {
   KvTile tile;
   int kv_head;
   int slot;  // where the fp32 partial sums of a split tile go; -1: the block owns the whole tile
   QueryWalk walk;
 
-  // Everything but the walk, which reads the segments one by one. False for a surplus thread block.
+  // Finds the block's item and everything but the first step of its walk, for which start_walk() reads segments one
+  // after another: that takes time in which K and V can already be on their way. False where the grid is larger than
+  // the list.
   __device__ __forceinline__ bool load(const WorkList<BackwardItem>& work, const GroupLayout& layout,
                                        const ProblemShape& shape, int block_m, int block_n) {
     const BackwardPlace place = backward_place(blockIdx.x, *work.order, shape.num_kv_heads, shape.num_sms);
@@ -50,7 +53,7 @@ struct KvBlock {
     walk.start(segments, walk.head, walk.remaining);
   }
 
-  // Writes the step that the walk is at; moves on.
+  // Writes the current step of the walk and moves on to the next.
   __device__ __forceinline__ void take_step(BackwardStep& step) {
     step.range = walk.range;
     step.m_block = walk.m_block;

@@ -49,11 +49,11 @@ DUALKV_HD void clamp_run(int& begin, int& length, int rows) {
   length = clamp_int(length, 0, rows - begin);
 }
 
-// Neighbouring segments are a run if the rows of each follow those of the one before and the first queries of all are at
-// one position: if one sees all of a tile, all do. Walks take a run in one step; a block that asks 32 responses one by one
-// begins 10 us later.
+// A run: neighbouring segments whose query rows follow one another and whose first queries are at the same logical
+// position, such as the responses of a group. If one of them sees all of a tile, all of them do, and a walk takes the
+// whole run at once. A block that asks 32 responses one by one begins 10 us later.
 struct SegmentRuns {
-  const int* counts = nullptr;  // (num_segments + 1): runs that begin before a segment; null if runs were not looked for
+  const int* counts = nullptr;  // (num_segments + 1): runs that begin before segment i; null: runs were not looked for
   const int* begins = nullptr;  // (runs + 1): the first segment of each run, and the end of the last
 };
 
@@ -135,7 +135,8 @@ struct RowRun {
   int begin, end;
 };
 
-// The queries of a sequence that see a key: none where there is none, and causality may hide them from the first ones.
+// The queries of a sequence that see a key: none if it has no key, and not the first ones if causality aligns more
+// queries than keys at their ends.
 DUALKV_HD RowRun seeing_queries(const Segment& s, bool causal) {
   const int end = s.q_begin + s.q_len;
   if (s.context_len + s.decoded_len == 0) return RowRun{end, end};
@@ -162,8 +163,8 @@ DUALKV_HD bool needs_mask(const KvTile& tile, const QueryTile& q, int block_n, b
   return tile.valid < block_n || (causal && tile.kv_pos + block_n - 1 > q.q_pos);
 }
 
-// The same for all tiles of a sequence at once, for loops that cannot afford to look at each: which tiles are cut off
-// by the end of their region, and from which tile on causality matters.
+// The same for all tiles of a sequence at once, for loops in which asking each tile is too slow: which tiles the end of
+// their region cuts off, and from which tile on causality matters.
 struct MaskedTiles {
   int context_tail, decoded_tail;  // -1: the region ends with a full tile
   int first_diagonal;
@@ -234,9 +235,9 @@ DUALKV_HD QueryRange take_segments(const GroupLayout& layout, SegmentCursor& cur
   return QueryRange{first.q_begin, last.q_begin + last.q_len, first.q_begin, first.q_pos0 - first.q_begin};
 }
 
-// The next range of queries that see `tile`, merged with its neighbours while those see all of it: for a context
-// tile the responses of a group become one long mask-free run. Both directions make the same ranges. Moves the cursor;
-// empty when there is none left.
+// The next range of queries that see `tile`, merged with the ranges behind it as long as these see all of it: for a
+// context tile the responses of a group become one long range without masks. Both directions give the same ranges.
+// Moves the cursor; empty when there is none left.
 DUALKV_HD QueryRange next_query_range(const GroupLayout& layout, SegmentCursor& cursor, const KvTile& tile,
                                       bool causal) {
   QueryRange range{0, 0, 0, 0};
@@ -282,7 +283,8 @@ DUALKV_HD bool needs_mask(const KvTile& tile, const QueryRange& range, int m_blo
   return tile.valid < block_n || row < range.row_begin || row < range.full_row || row + block_m > range.row_end;
 }
 
-// Rows [first_own_row, end_own_row) of a query tile, counted from its first, belong to the range: the others are foreign.
+// Of a query tile on the grid, rows [first_own_row, end_own_row) belong to the range; all others are foreign. Rows are
+// counted from the first of the tile.
 DUALKV_HD int first_own_row(const QueryRange& range, int m_block, int block_m) {
   return max_int(range.row_begin - m_block * block_m, 0);
 }
@@ -305,7 +307,7 @@ struct QueryWalk {
   int remaining;  // steps left, the current one included
   bool causal;
 
-  // Positions the walk on step `first_step` of the segments of the cursor, to end after `num_steps` steps.
+  // Puts the walk on step `first_step` of those over all queries of `segments`; it ends after `num_steps` steps.
   DUALKV_HD void start(const SegmentCursor& segments, int first_step, int num_steps) {
     cursor = segments;
     remaining = num_steps;

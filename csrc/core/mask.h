@@ -1,4 +1,4 @@
-// Masks on accumulator fragments: the elements of a row from its first invisible column on are selected away.
+// Masks on accumulator fragments: in each row, all elements from the first invisible column on are replaced.
 #pragma once
 
 #include "core/platform.h"

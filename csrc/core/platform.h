@@ -1,4 +1,4 @@
-// The few words that let one header serve the device compiler and the host compiler.
+// What lets one header serve the device compiler and the host compiler.
 #pragma once
 
 #include <cstdint>

@@ -5,20 +5,20 @@
 
 namespace dualkv {
 
-// How a kernel cuts queries: `queries` of each sequence times `heads` query heads make the rows of a tile.
+// What a query tile holds: `queries` queries of a sequence, each for `heads` query heads.
 struct QueryTiling {
   int queries, heads;
 };
 
-// Lives in shared memory: it changes only from block to block, and accumulators and fragments need every register.
+// The block's work. It lives in shared memory, because accumulators and fragments need every register.
 struct QueryBlock {
   Segment segment;
   QueryTile q_tile;
   int head;  // the first of the tile
   int kv_head, kv_tiles;
 
-  // Blocks of the list: all items of one head (or pack), then of the next, so that blocks that run together read the
-  // same K and V.
+  // Block `index` of a grid of all items of the first head (or pack of heads), then all of the next, and so on: blocks
+  // that run at the same time read the same K and V. Whether there is one.
   static __device__ __forceinline__ bool exists(int index, int items, const ProblemShape& shape, int heads) {
     return items > 0 && index / items * heads < shape.num_heads;
   }
@@ -34,7 +34,7 @@ struct QueryBlock {
     kv_tiles = visible_kv_tiles(segment, q_tile, block_n, shape.causal);
   }
 
-  // One block a thread block: takes that of blockIdx.x. False for a surplus thread block.
+  // For kernels with a thread block for each: takes number blockIdx.x. False where the grid is larger than the list.
   __device__ __forceinline__ bool take(const WorkList<ForwardItem>& work, const GroupLayout& layout,
                                        const ProblemShape& shape, int block_m, int block_n) {
     const int items = *work.count;

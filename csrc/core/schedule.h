@@ -1,5 +1,20 @@
-// The unit of work of a thread block and its cost. Lists of these are built on the device (kernels/*_list.h),
-// longest first, so that a plain grid in list order is balanced by the hardware.
+// The unit of work of a thread block and its cost. Lists of these are built on the device (kernels/*_list.h), longest
+// first: the hardware starts blocks in the order of the grid, so that short ones fill the gaps at the end.
+//
+// Forward: an item is a query tile; its cost is the KV tiles that it sees.
+//
+// Backward: a KV tile has an owner, the group of a context tile or the segment of a decoded one. A step is one query
+// tile of one query head; the owner's steps are all that see the tile, so that long contexts with many responses make
+// items of very unequal cost. A tile with too many steps is split into parts, each an item of its own:
+//
+//     context tile 0    |== part 0 ==|== part 1 ==|== part 2 ==|    each sums dK and dV into its fp32 slot
+//     context tile 1      |= part 0 ==|= part 1 ==|= part 2 ===|    of the tile; convert_dkv_context adds the slots
+//     context tile 2        |- whole --------------------------|    a whole tile writes its dK and dV itself
+//     response 0                    |- tile 0 -|
+//                       steps ->
+//
+// A part costs a round trip through fp32, so that tiles stay whole where the list is balanced without splitting them
+// (final_part_limit).
 #pragma once
 
 #include "core/block_order.h"
@@ -30,9 +45,9 @@ struct SplitTile {
   int slot, parts;
 };
 
-// Query heads of one KV head that share a query tile of `tile_rows` rows, row r being query r / pack of head r % pack:
-// short responses then waste few rows. The pack divides the heads of the group and leaves at most an eighth of the
-// rows unused.
+// Query heads of one KV head that share a query tile of `tile_rows` rows: with pack = 4, rows 0 to 3 are query 0 of
+// heads 0 to 3, row 4 is query 1 of head 0. A response of 20 queries then fills 80 rows of a tile instead of 20. The
+// largest pack that divides the heads of the group and leaves at most an eighth of the tile's rows unused.
 DUALKV_HD int packed_heads(int heads_per_group, int tile_rows) {
   constexpr int kMaxPack = 16;
   int best = 1;
@@ -77,9 +92,10 @@ DUALKV_HD int owner_steps(const GroupLayout& layout, const Owner& owner, int blo
   return static_cast<int>(tiles < kMaxSteps / heads_per_group ? tiles * heads_per_group : kMaxSteps);
 }
 
-// A split part is worth its fp32 round trip only above this many steps (tens of microseconds).
+// A shorter part is not worth its fp32 round trip: 32 steps take tens of microseconds.
 constexpr int kMinPartSteps = 32;
-// Parts of at most total / (4 x SMs) steps bring the makespan of every simulated shape within 10% of ideal.
+// With parts of at most total / (4 x SMs) steps the last block of every simulated shape ends within 10% of the ideal
+// time.
 constexpr int kPartsPerSm = 4;
 
 DUALKV_HD int part_limit(int64_t total_steps, int num_sms) {
@@ -88,15 +104,18 @@ DUALKV_HD int part_limit(int64_t total_steps, int num_sms) {
   return static_cast<int>(limit < kMaxSteps ? limit : kMaxSteps);
 }
 
-// The tiles longer than a limit, over all KV heads, and their steps.
+// The tiles with more steps than a limit.
 struct LongTiles {
-  int64_t count, steps;
+  int64_t count, steps;  // over all KV heads
   int longest, shortest;
 };
 
-// The limit that stands, where `tiles` would be split by `limit`. They need not be if as many of them as a multiprocessor
-// gets fit in its share of the total: what is shorter fills the rest. Of two waves the longest follow the shortest, where
-// half of all are short (the tiles of a causal context). Whole tiles need no sum of parts: 1.3% at 28 x 4K x 2K.
+// The limit after a second look: `limit`, or that of the longest tile, so that none is split. `tiles` are those that
+// `limit` would split. They may stay whole if those that one multiprocessor gets, one a wave, take no more steps than
+// its part of the total, kPartsPerSm x limit; shorter items fill the rest. How many steps these are: a wave takes
+// `longest`, but where costs are spread evenly (the tiles of a causal context: the mean is no more than that of longest
+// and shortest) the longest of every second wave follow the shortest of the wave before, and two waves take longest +
+// shortest. Whole tiles save the sum of parts: 1.3% at 28 x 4K x 2K.
 DUALKV_HD int final_part_limit(int limit, const LongTiles& tiles, int num_sms) {
   const int64_t waves = ceil_div<int64_t>(tiles.count, num_sms), pair = int64_t{tiles.longest} + tiles.shortest;
   const auto about = [](int64_t most) { return most + most / 64; };
@@ -105,26 +124,28 @@ DUALKV_HD int final_part_limit(int limit, const LongTiles& tiles, int num_sms) {
   return end <= about(int64_t{kPartsPerSm} * limit) ? max_int(limit, tiles.longest) : limit;
 }
 
-// How a tile is split, and what its class of cost goes by. The tiles of a context have as many parts as the first of them,
-// which the most queries see (`leading` steps), and fall into its class, because they are to run together. No part is
-// shorter than is worth it.
-struct Share {
+// How many parts a tile has, and the cost by which it is put into a class.
+struct TileSplit {
   int parts, cost;
 };
 
-DUALKV_HD Share share_of(int steps, int leading, int limit) {
-  leading = max_int(leading, steps);  // a query tile on the border of two sequences may count twice further on
+// The tiles of a context run together, as one set of a round (core/block_order.h). So all of them are split, and
+// classed, as the first is, which the most queries see: `leading` is the steps of that one. A tile of its own has
+// leading == steps. No part becomes shorter than kMinPartSteps.
+DUALKV_HD TileSplit split_of(int steps, int leading, int limit) {
+  leading = max_int(leading, steps);  // the first may have fewer: it counts a query tile on a border once, others twice
   const int parts = ceil_div(leading, limit), worth = ceil_div(steps, min_int(limit, kMinPartSteps));
-  return Share{max_int(min_int(parts, worth), 1), leading / max_int(parts, 1)};
+  return TileSplit{max_int(min_int(parts, worth), 1), leading / max_int(parts, 1)};
 }
 
 DUALKV_HD int part_begin(int steps, int parts, int part) {
   return static_cast<int>(static_cast<int64_t>(steps) * part / parts);
 }
 
-// A tile split for itself (leading == steps) has fewer than 2 x steps / limit parts, so all of them together, over all KV
-// heads, need fewer than 2 x total / limit slots. The total is bounded as if every sequence saw every tile with all rows:
-// shapes are all the host knows.
+// Slots that suffice, from what the host knows: shapes. A tile that is split by its own steps has fewer than 2 x steps
+// / limit parts, so that all tiles and KV heads need fewer than 2 x total / limit slots, and `limit` is at least total
+// / (kPartsPerSm x SMs) and at least kMinPartSteps. The total is at most what it would be if every sequence saw every
+// tile with all rows.
 inline int slot_capacity(int64_t tile_capacity, int64_t num_segments, int64_t q_rows, int block_m, int num_heads,
                          int num_sms) {
   const double total_steps = static_cast<double>(tile_capacity) * num_segments * (q_rows / block_m + 2) * num_heads;

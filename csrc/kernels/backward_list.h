@@ -1,11 +1,12 @@
-// The list of KV tiles: which are split and how, and their order.
+// Builds the list of KV tiles: which are split into how many parts (core/schedule.h), and their order
+// (core/block_order.h).
 #pragma once
 
 #include "kernels/list_block.h"
 
 namespace dualkv {
 
-// The runs of segments, before anything walks along them.
+// Finds the runs of segments, which walks need: it comes first.
 __device__ inline void find_runs(const BackwardListArgs& a, ListBlock& block) {
   const int segments = a.layout.num_segments;
   const auto begins_run = [&](int i) {
@@ -24,13 +25,13 @@ struct OwnedTile {
   int owner, n_block, owner_tiles;
 };
 
-// The tiles of all owners, and the stages in which a block makes the backward list of them.
+// The tiles of all owners. One block calls the stages, from clear_sums() to finish_order(), in their order.
 struct BackwardTiles {
   const BackwardListArgs& a;
   ListBlock& block;
   int groups, owners, tiles;
-  int limit;   // steps of a part
-  bool alike;  // whether the tiles of a context are split as the first of them is
+  int limit;   // the most steps of a part
+  bool alike;  // all tiles of a context are split as the first of them is
 
   __device__ OwnedTile at(int index) const {
     const int owner = find_owner(a.tile_offsets, owners, index), n_block = index - a.tile_offsets[owner];
@@ -43,9 +44,9 @@ struct BackwardTiles {
     return a.tile_steps[t.region == Region::context ? index - t.n_block : index];
   }
 
-  __device__ Share share_at(const OwnedTile& t, int index) const {
+  __device__ TileSplit split_at(const OwnedTile& t, int index) const {
     const int steps = a.tile_steps[index];
-    return share_of(steps, alike ? leading_steps(t, index) : steps, limit);
+    return split_of(steps, alike ? leading_steps(t, index) : steps, limit);
   }
 
   __device__ int bin_of(const OwnedTile& t, int cost, int index) const {
@@ -93,19 +94,20 @@ struct BackwardTiles {
     const LongTiles long_tiles{block.long_tiles * heads, long_steps * heads, block.longest_tile, block.shortest_tile};
     limit = final_part_limit(first_limit, long_tiles, a.num_sms);
     for (int i = threadIdx.x; i < tiles; i += kListThreads) {
-      const int parts = share_of(a.tile_steps[i], leading_steps(at(i), i), limit).parts;
+      const int parts = split_of(a.tile_steps[i], leading_steps(at(i), i), limit).parts;
       if (parts > 1) atomicAdd(&block.shared_slots, static_cast<unsigned long long>(parts) * a.num_kv_heads);
     }
     __syncthreads();
-    // Where few queries see most tiles of a context this may take more slots than there are: then every tile is its own.
+    // Where few queries see most tiles of a context, splitting all of them like the first may need more slots than
+    // there are. Then each tile is split by its own steps.
     alike = block.shared_slots <= static_cast<unsigned long long>(a.slot_capacity);
   }
 
-  // Where each bin of each class begins.
+  // Counts the parts in each bin of each class, and finds where each bin begins.
   __device__ void sort() const {
     for (int i = threadIdx.x; i < tiles; i += kListThreads) {
       const OwnedTile t = at(i);
-      const int cost = share_at(t, i).cost;
+      const int cost = split_at(t, i).cost;
       atomicMax(&block.longest, cost);
       if (t.region == Region::decoded) atomicMax(&block.longest_decoded, cost);
     }
@@ -114,16 +116,16 @@ struct BackwardTiles {
       const int steps = a.tile_steps[i];
       if (steps == 0) continue;
       const OwnedTile t = at(i);
-      const Share share = share_at(t, i);
-      const int bin = bin_of(t, share.cost, i), index = bin / kTileBins;
-      atomicAdd(&block.bins[bin], share.parts);
+      const TileSplit split = split_at(t, i);
+      const int bin = bin_of(t, split.cost, i), index = bin / kTileBins;
+      atomicAdd(&block.bins[bin], split.parts);
       atomicAdd(&block.class_steps[index], static_cast<unsigned long long>(steps));
       if (index == 0) {
-        atomicMin(&block.shortest, steps / share.parts);
+        atomicMin(&block.shortest, steps / split.parts);
         atomicMax(&block.widest, t.owner_tiles);
-        atomicMin(&block.fewest_parts, share.parts);
-        atomicMax(&block.most_parts, share.parts);
-      } else if (begins_in_waves(t.owner_tiles * share.parts, a.num_sms)) {
+        atomicMin(&block.fewest_parts, split.parts);
+        atomicMax(&block.most_parts, split.parts);
+      } else if (begins_in_waves(t.owner_tiles * split.parts, a.num_sms)) {
         atomicOr(&block.alternating, 1 << index);
       }
     }
@@ -134,18 +136,19 @@ struct BackwardTiles {
     __syncthreads();
   }
 
-  // A warp takes 32 tiles in a row, so that those of a class keep their order.
+  // Each warp writes 32 neighbouring tiles, those of one bin in order, with one place in the list from a shared
+  // counter.
   __device__ void write_items() const {
     for (int first = 0; first < tiles; first += kListThreads) {
       const int i = first + threadIdx.x, lane = threadIdx.x % 32;
       const int steps = i < tiles ? a.tile_steps[i] : 0;
       const OwnedTile t = at(min(i, tiles - 1));
-      const Share share = steps > 0 ? share_at(t, i) : Share{0, 0};
-      const int bin = steps > 0 ? bin_of(t, share.cost, i) : -1;
+      const TileSplit split = steps > 0 ? split_at(t, i) : TileSplit{0, 0};
+      const int bin = steps > 0 ? bin_of(t, split.cost, i) : -1;
       const unsigned peers = __match_any_sync(0xffffffffu, bin);
       int before = 0, together = 0;
       for (unsigned rest = peers; rest; rest &= rest - 1) {
-        const int peer = __ffs(rest) - 1, parts = __shfl_sync(peers, share.parts, peer);
+        const int peer = __ffs(rest) - 1, parts = __shfl_sync(peers, split.parts, peer);
         if (peer < lane) before += parts;
         together += parts;
       }
@@ -154,12 +157,12 @@ struct BackwardTiles {
       place = __shfl_sync(peers, place, __ffs(peers) - 1) + before;
       if (steps == 0) continue;
       int slot = -1;
-      if (share.parts > 1) {
-        slot = atomicAdd(&block.used_slots, share.parts * a.num_kv_heads);
-        a.splits[atomicAdd(a.split_count, 1)] = SplitTile{t.region, t.owner, t.n_block, slot, share.parts};
+      if (split.parts > 1) {
+        slot = atomicAdd(&block.used_slots, split.parts * a.num_kv_heads);
+        a.splits[atomicAdd(a.split_count, 1)] = SplitTile{t.region, t.owner, t.n_block, slot, split.parts};
       }
-      for (int part = 0; part < share.parts; ++part) {
-        const int begin = part_begin(steps, share.parts, part), end = part_begin(steps, share.parts, part + 1);
+      for (int part = 0; part < split.parts; ++part) {
+        const int begin = part_begin(steps, split.parts, part), end = part_begin(steps, split.parts, part + 1);
         a.items[place + part] = BackwardItem{
             t.region, t.owner, t.n_block, begin, end - begin, slot < 0 ? -1 : slot + part * a.num_kv_heads};
       }
@@ -170,7 +173,7 @@ struct BackwardTiles {
   __device__ void finish_order() const {
     if (threadIdx.x > 0) return;
     BackwardOrder& order = *a.order;
-    // Behind the last bin stands the end of the list.
+    // write_items() has moved the begin of every bin to its end: that of the last bin is the end of the list.
     const int items = block.bins[kCostClasses * kTileBins - 1];
     order.begin[kCostClasses] = items;
     const int parts = block.most_parts;

@@ -1,16 +1,16 @@
-// The rows that no item of a work list writes: blocks beside the one that builds the list clear them.
+// Clears the rows of an output that no item of a work list writes, in blocks beside the one that builds the list.
 #pragma once
 
 #include "kernels/list_block.h"
 
 namespace dualkv {
 
-// What a block that clears looks after. Every row asks every sequence whether it owns it.
+// Rows that a block looks after. It asks every sequence which of them it owns.
 constexpr int kClearedRows = 256;
 inline int clearing_blocks(int rows) { return ceil_div(rows, kClearedRows); }
 
-// Calls clear(row) for those of rows [first, first + kClearedRows) that are in owned_by(segment) of no segment. A warp
-// takes a row.
+// Calls clear(row), by a whole warp, for each of the rows [first, first + kClearedRows) that is in no
+// owned_by(segment).
 template <class OwnedBy, class Clear>
 __device__ inline void clear_unowned(const GroupLayout& layout, int first, int rows, OwnedBy owned_by, Clear clear) {
   __shared__ bool owned[kClearedRows];
@@ -27,7 +27,7 @@ __device__ inline void clear_unowned(const GroupLayout& layout, int first, int r
   __syncthreads();
 }
 
-// By `threads` threads, of which this is number `thread`.
+// Clears a row by `threads` threads, of which this is number `thread`.
 __device__ inline void clear_row(const ClearedRows& rows, int row, int64_t thread, int64_t threads) {
   uint4* data = reinterpret_cast<uint4*>(static_cast<char*>(rows.data) + row * rows.row_bytes);
   for (int64_t i = thread; i < rows.row_bytes / 16; i += threads) data[i] = make_uint4(0, 0, 0, 0);

@@ -1,5 +1,5 @@
-// dK and dV of the tiles whose queries were split among several blocks: fp32 parts, summed in a fixed order, scaled
-// and rounded once.
+// dK and dV of split tiles: adds the fp32 parts that several blocks left in slots, in a fixed order, scales the sum and
+// rounds it once.
 #pragma once
 
 #include "core/numerics.h"
@@ -7,7 +7,8 @@
 
 namespace dualkv {
 
-// Of a tile, by one block: a few split tiles then keep all multiprocessors reading.
+// Rows of a tile that one block converts. Few, so that even a few split tiles give all multiprocessors something to
+// read.
 constexpr int kConvertedRows = 16;
 
 // Rows of dK (`index` 0) or dV (1) of one tile and KV head.
@@ -36,8 +37,8 @@ __device__ void sum_parts(const ConvertParams<T>& p, const SplitTile& split, int
   }
 }
 
-// Blocks for all split tiles. Only the device knows how many there are: often none, and then a grid for the most possible
-// takes 7 us to exit, so that there are at most as many blocks as run at a time.
+// The size of the grid for all split tiles, of which only the device knows the number. Often there are none, and a grid
+// for the most possible would take 7 us to exit: so no more blocks than run at a time, each in a loop.
 template <typename T>
 int convert_dkv_blocks(const ConvertParams<T>& p, int threads) {
   const int64_t most = int64_t{p.splits.capacity} * p.shape.num_kv_heads * ceil_div(p.block_n, kConvertedRows) * 2;
@@ -45,7 +46,7 @@ int convert_dkv_blocks(const ConvertParams<T>& p, int threads) {
   return static_cast<int>(most < resident ? most : resident);
 }
 
-// The share of block number `block` of `blocks`.
+// What block number `block` of `blocks` converts.
 template <typename T>
 __device__ void convert_dkv_context(const ConvertParams<T>& p, int block, int blocks) {
   const int row_blocks = ceil_div(p.block_n, kConvertedRows), heads = p.shape.num_kv_heads;

@@ -21,8 +21,8 @@ struct SegmentTableArgs {
 void build_segment_tables(const SegmentTableArgs& args, cudaStream_t stream);
 
 // Contiguous rows of a tensor. The launch that builds a work list also clears the rows that are in no item of it: a
-// memset of all of them costs the forward 1.5% of its time. Offsets that contradict each other may leave rows as they were
-// allocated: wrong numbers, as everywhere.
+// memset of all of them costs the forward 1.5% of its time. Offsets that contradict each other may leave rows as they
+// were allocated: wrong numbers, as everywhere.
 struct ClearedRows {
   void* data;
   int64_t row_bytes;  // a multiple of 16

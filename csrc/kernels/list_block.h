@@ -1,5 +1,6 @@
-// What builds a work list on the device, from device values. The lists are small (thousands of items), so one block of a
-// launch makes each of them: it counts, sums and sorts by counting, longest first.
+// What builds a work list on the device, where the lengths are. The lists are small (thousands of items), so that one
+// block makes a list, by a counting sort: it counts the items of each bin, turns counts into first places, and writes
+// the items, longest first.
 #pragma once
 
 #include "core/schedule.h"
@@ -8,9 +9,9 @@
 namespace dualkv {
 
 constexpr int kListThreads = 1024;  // of every block of such a launch
-constexpr int kBins = 1024;  // of the forward list
-// Bins of the backward list: of every class one for every 32 tiles, a warp's. With more than 16 K tiles (2 M keys) warps
-// share a bin, and the order of items within it is left to chance.
+constexpr int kBins = 1024;  // of the forward list, by cost
+// Bins of the backward list, for each class of cost: one for 32 neighbouring tiles, which one warp writes in order.
+// With more than 16K tiles (2M keys) several warps write into a bin, and the order of their items is left to chance.
 constexpr int kTileBins = 512;
 
 // Inclusive sum over the threads of a block. `scratch` holds one value a warp. 64 bits: with hostile offsets every
@@ -42,13 +43,13 @@ struct ListBlock {
   int64_t warp_sums[32];
   int bins[max_int(kBins, kCostClasses * kTileBins)];
   int carry, emitted, used_slots, alternating;
-  int long_tiles, longest_tile, shortest_tile;     // of the tiles that would be split
-  int longest, longest_decoded, shortest;          // of the parts; the last of the first class
-  int widest, fewest_parts, most_parts;            // of the first class: tiles of an owner, parts of a tile
+  int long_tiles, longest_tile, shortest_tile;     // of the tiles that would be split: number, steps
+  int longest, longest_decoded;                    // costs of items
+  int shortest, widest, fewest_parts, most_parts;  // of class 0: steps of a part, tiles of an owner, parts of a tile
   unsigned long long total_steps, long_steps, shared_slots, class_steps[kCostClasses];
 };
 
-// offsets[i] = sum of count(0 .. i-1), capped at `capacity`: with hostile offsets segments may overlap and have more
+// offsets[i] = sum of count(0 .. i-1), but at most `capacity`: with hostile offsets segments overlap and may have more
 // tiles than the tensors.
 template <class Count>
 __device__ inline void exclusive_offsets(ListBlock& block, int n, int capacity, int* offsets, Count count) {
@@ -67,7 +68,7 @@ __device__ inline void exclusive_offsets(ListBlock& block, int n, int capacity, 
   __syncthreads();
 }
 
-// The entry whose run of `offsets` contains `index`.
+// The i with offsets[i] <= index < offsets[i + 1].
 __device__ inline int find_owner(const int* offsets, int n, int index) {
   int low = 0, high = n;
   while (high - low > 1) {

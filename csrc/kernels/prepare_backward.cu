@@ -1,5 +1,5 @@
-// Before the backward, in one launch: its list of KV tiles, the rows that are in none of them, the sums of dQ, which start
-// from zero, and the row statistics. The list is the work of one block, which the others hide.
+// Before the backward, in one launch: its list of KV tiles, the rows that are in none of them, the sums of dQ, which
+// start from zero, and the row statistics. The list is the work of one block, which the others hide.
 #include <algorithm>
 
 #include "dispatch.h"

@@ -25,7 +25,7 @@ __device__ __forceinline__ void pin(float (&x)[kN8][4]) {
     for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(x[j][e])::"memory");
 }
 
-// threadIdx.x, which the compiler cannot keep from an earlier reading.
+// threadIdx.x, read anew: the compiler cannot take it from a register that holds it since an earlier reading.
 __device__ __forceinline__ int thread_index() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));

@@ -4,8 +4,8 @@
 //   S = Q K^T;  P = exp(S - LSE);  dP = dO V^T;  dS = P * (dP - delta)
 //   dV += P^T dO;  dK += dS^T Q;  dQ += dS K
 //
-// P and dS pass through shared memory, because the products that follow share them among other warps. dQ is added
-// in fp32 to a buffer in fragment order; with p.dq_sum null (deterministic mode) it is left to backward_dq.h.
+// P and dS pass through shared memory, because the products that follow cut them into other parts for the warps. dQ is
+// added in fp32 to a buffer in fragment order; with p.dq_sum null (deterministic mode) it is left to backward_dq.h.
 #pragma once
 
 #include "core/kv_block.h"
@@ -14,7 +14,7 @@
 
 namespace dualkv::sm80 {
 
-// Steps lie in a ring of three: thread 0 walks two steps ahead.
+// A ring of three steps: one is computed, the next is being loaded, and thread 0 finds the one after that.
 __device__ __forceinline__ int following(int slot) { return slot == 2 ? 0 : slot + 1; }
 
 template <typename T, class Config>

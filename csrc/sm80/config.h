@@ -8,7 +8,7 @@ namespace dualkv::sm80 {
 
 enum class Footprint { full, compact };
 constexpr int shared_limit(Footprint footprint) { return (footprint == Footprint::full ? 163 : 99) * 1024; }
-// At most this much of it holds the geometry of the block.
+// A bound of the static part: the geometry of the block.
 constexpr int kStaticSharedBytes = 256;
 
 template <int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kBlocksPerSm_>

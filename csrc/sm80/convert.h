@@ -1,5 +1,5 @@
-// What the backward left in fp32 -> rows in the element type, scaled and rounded once: dQ, whose sums are in the fragment
-// order of backward.h, and the parts of split tiles of dK and dV.
+// Turns what the backward left in fp32 into rows of the element type, scaled and rounded once: the sums of dQ, which
+// are in fragment order (fragment_grid.h), and the parts of split tiles of dK and dV.
 #pragma once
 
 #include "kernels/convert_dkv.h"
@@ -7,7 +7,7 @@
 
 namespace dualkv::sm80 {
 
-// Of tile `index`, where those of a head follow each other.
+// Tile `index`, counted over the tiles of the first head, then of the next.
 template <typename T, class Config>
 __device__ __forceinline__ void convert_dq(const ConvertParams<T>& p, int index) {
   using Frag = FragmentGrid<typename Config::GridQ, Config::kBlockM, Config::kHeadDim>;

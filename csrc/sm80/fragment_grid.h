@@ -15,8 +15,9 @@ struct FragmentGrid {
   static __device__ __forceinline__ int warp_row(int warp) { return warp / Grid::kCols * kWarpRows; }
   static __device__ __forceinline__ int warp_col(int warp) { return warp % Grid::kCols * kWarpCols; }
 
-  // An accumulator in a private order that makes every access of a warp contiguous: one 4-vector a thread and
-  // fragment. sm_90 adds 4 floats an instruction; elsewhere single floats of neighbouring threads are neighbours.
+  // Adds an accumulator to sums that lie in "fragment order", in which every access of a warp is contiguous: on sm_90,
+  // which adds 4 floats an instruction, the 4 floats of a thread's fragment are neighbours; elsewhere the same float of
+  // neighbouring threads.
   template <int kThreads>
   static __device__ __forceinline__ void reduce_add(float* sum, const Accumulator& acc) {
 #pragma unroll

@@ -9,13 +9,13 @@
 
 namespace dualkv::sm80 {
 
-// Lane addresses of ldmatrix.x4 over a 16x16 block, in the two orders that fragments need.
-// "rows first" (tiles 0, 1 below each other): A from row-major storage, B from its transpose.
+// Lane addresses of ldmatrix.x4, which reads a 16x16 block as four 8x8 tiles, in the two orders that fragments need.
+// "Rows first", tile 1 below tile 0: A from row-major storage, B from its transpose.
 template <class Tile>
 __device__ __forceinline__ uint32_t rows_first_address(uint32_t tile, int lane) {
   return tile + Tile::chunk_offset(lane & 15, lane >> 4);
 }
-// "columns first" (tiles 0, 1 beside each other): B from row-major [n][k] storage, A from its transpose.
+// "Columns first", tile 1 to the right of tile 0: B from row-major [n][k] storage, A from its transpose.
 template <class Tile>
 __device__ __forceinline__ uint32_t columns_first_address(uint32_t tile, int lane) {
   return tile + Tile::chunk_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);

@@ -7,8 +7,9 @@
 // The transposed form makes P^T and dS^T register operands of dV and dK; only dS passes through shared memory, because
 // dQ sums over both warpgroups' keys. dQ leaves by a bulk reduction into an fp32 buffer in fragment order.
 //
-// The loop is rotated so that products are always queued behind the arithmetic: the scores of the next step are issued
-// before dQ of this one is stored, dP of the next and dK of this one run beside the exponentials.
+// The loop is rotated, so that the tensor cores have work while a warpgroup does arithmetic: S of the next step is
+// issued before dQ of this one is stored, and dP of the next step and dK of this one run during the exponentials.
+// README.md has a picture.
 #pragma once
 
 #include "ptx/stmatrix.h"
@@ -64,7 +65,7 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
       for (int e = 0; e < 4; ++e) dp[j][e] = s[j][e] * (dp[j][e] - delta[j / 2][j % 2 * 2 + e % 2]);
   }
 
-  // dS of what is not seen: P is zero there, but dP may be anything.
+  // Zeroes dS where a key is not seen: P is zero there, but dP may be anything, and 0 * NaN is NaN.
   __device__ __forceinline__ void mask_ds() {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j)
@@ -88,7 +89,7 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
     for (int step = 0; step < kBlockM / 16; ++step) ptx::stmatrix_x4(TileDs::column(address, step), ds[step]);
   }
 
-  // Passes once dS of both warpgroups is written, and the buffer of dQ has been read.
+  // Returns once dS of both warpgroups is in shared memory, and the reduction before has read the buffer of dQ.
   __device__ __forceinline__ void exchange_ds() const {
     ptx::fence_async_proxy();
     if (thread == 0) ptx::bulk_wait_read();
@@ -116,8 +117,10 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
     for (int j = 0; j < Config::kDqCols / 8; ++j) ptx::store_shared_float4(address + j * kWarpgroup * 16, dq[j]);
   }
 
-  // Adds it to the sums of its query tile, one bulk reduction a warpgroup. Products are issued between the two, because
-  // the fence waits for the writes. Only the first warp waits for the others: they write again behind exchange_ds.
+  // Adds the dQ that stage_dq() wrote to the sums of its query tile, by one bulk reduction a warpgroup. Products are
+  // issued between the two calls: the fence waits for the writes, and meanwhile the tensor cores work. Only the first
+  // warp waits for the other three; these write to the buffer again only behind exchange_ds(), which waits for the
+  // reduction.
   __device__ __forceinline__ void send_dq(const FlaggedStep& step) {
     ptx::fence_async_proxy();
     if (thread >= 32) {
@@ -203,7 +206,8 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
       ptx::pin(s);
       this->exponentiate(s, lse);
       ptx::pin(s);
-      // This branch keeps the compiler from sinking the exponentials below the wait for dP, out of its shadow.
+      // The compiler moves nothing across this branch: else it would move the exponentials behind the wait for dP, and
+      // the two would no longer run at the same time.
       if (flags & FlaggedStep::kNextMasked) mask(s, steps[next_q.stage]);
       load_statistic(delta, shared.delta(next_dout.stage));
       ptx::wgmma_wait<kLateDk ? 1 : 0>();
@@ -238,8 +242,8 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
     ptx::pin(dk);
   }
 
-  // Through the rows of V: of K, the other warpgroup may still read these. By v_tile(), or ptxas spends 15 instructions
-  // more on the descriptors of every step.
+  // Both go through this warpgroup's rows of V. Those of K will not do: the other warpgroup may still read them, for
+  // dQ. The address is v_tile() and not shared.v(), with which ptxas spends 15 more instructions a step on descriptors.
   __device__ __forceinline__ void store() const {
     const KvPair<T>& out = p.dkv.of(block.tile.region);
     Base::store(dk, 0, p.shape.softmax_scale, out.k, v_tile());

@@ -55,18 +55,18 @@ struct BackwardDqProducer {
     query_state.advance();
   }
 
-  __device__ __forceinline__ const QueryBlock* publish(QueryWork (&works)[2], int index, int items) {
-    return publish_work<Config>(shared, p, works, work_state, index, items, QueryTiling{Config::kBlockM, 1});
+  __device__ __forceinline__ const QueryBlock* hand_out(QueryWork (&works)[2], int index, int items) {
+    return hand_out_work<Config>(shared, p, works, work_state, index, items, QueryTiling{Config::kBlockM, 1});
   }
 
   __device__ __forceinline__ void run(QueryWork (&works)[2]) {
     const int items = *p.work.count;
-    const QueryBlock* next = publish(works, blockIdx.x, items);
+    const QueryBlock* next = hand_out(works, blockIdx.x, items);
     while (const QueryBlock* work = next) {
       load_queries(*work);
       load_kv(*work, 0);
       // Taking the next item costs three dependent reads: early, while the consumers have tiles to work on.
-      next = publish(works, gridDim.x + atomicAdd(p.work.next, 1), items);
+      next = hand_out(works, gridDim.x + atomicAdd(p.work.next, 1), items);
       for (int n = 1; n < work->kv_tiles; ++n) load_kv(*work, n);
     }
   }
@@ -81,7 +81,7 @@ struct BackwardDqConsumer {
 
   const BackwardDqShared<Config>& shared;
   const BackwardDqParams<T>& p;
-  // Broadcast, so that the compiler knows it to be uniform.
+  // Number of the warpgroup. Broadcast, so that the compiler knows it to be uniform.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
   const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
   const int row0 = group * 64 + thread / 32 * 16 + lane / 4;  // this thread's first row
@@ -116,7 +116,7 @@ struct BackwardDqConsumer {
     ptx::wgmma_commit();
   }
 
-  // K of tile n, without foreign rows: it is an operand of dQ.
+  // Waits for K of tile n, and zeroes its foreign rows: it is an operand of dQ.
   __device__ __forceinline__ void wait_k(const QueryBlock& work, int n, const PipelineState<Config::kStagesK>& state) {
     shared.k_ready(state.stage).wait_full(state.phase);
     if (!masked.is_tail(n)) return;
@@ -141,7 +141,7 @@ struct BackwardDqConsumer {
     }
   }
 
-  // P = exp2(S * scale - LSE), while dP is computed; then dS into `s`, and rounded into the A fragments of dQ.
+  // P = exp2(S * scale - LSE), while dP is still computed; then dS, in `s`, and rounded in the A fragments of dQ.
   __device__ __forceinline__ void finish_step(const QueryBlock& work, int n) {
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
     const bool is_masked = masked.needs_mask(n);
@@ -152,7 +152,8 @@ struct BackwardDqConsumer {
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[0][j][e] = exp2_approx(s[0][j][e] * scale_log2 - lse_log2[e / 2]);
     ptx::pin(s[0]);
-    // This branch keeps the compiler from sinking the exponentials below the wait for dP, out of its shadow.
+    // The compiler moves nothing across this branch: else it would move the exponentials behind the wait for dP, and
+    // the two would no longer run at the same time.
     if (is_masked) mask(s, work, n);
     ptx::wgmma_wait<0>();
     ptx::pin(dp[0]);
@@ -173,8 +174,9 @@ struct BackwardDqConsumer {
     issue_product(dp, varying(shared.dout(), n), shared.v(v_state.stage));
   }
 
-  // The last tile of a sequence may leave a warpgroup without a query: it lets the keys pass.
-  __device__ __forceinline__ void pass(const QueryBlock& work) {
+  // The last tile of a sequence may leave a warpgroup without a query. It then releases all tiles unread: the producer
+  // loads them for the other warpgroup, and reuses a stage only when both have released it.
+  __device__ __forceinline__ void skip_tiles(const QueryBlock& work) {
     shared.queries_ready().wait_full(query_state.phase);
     shared.queries_ready().release(lane);
     query_state.advance();
@@ -189,7 +191,7 @@ struct BackwardDqConsumer {
   }
 
   __device__ __forceinline__ void attend(const QueryBlock& work) {
-    if (group * 64 >= work.q_tile.rows) return pass(work);
+    if (group * 64 >= work.q_tile.rows) return skip_tiles(work);
     const int kv_tiles = work.kv_tiles;
     QueryTile first = work.q_tile;
     first.q_pos += group * 64;

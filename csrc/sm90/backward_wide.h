@@ -1,11 +1,11 @@
 // dK and dV on Hopper for head dims 192 and 256, where no warpgroup has registers for both: a block owns 64 keys of one
 // KV head, one consumer warpgroup sums dV and the other dK. dQ is left to backward_dq.h.
 //
-//   values:  S^T = K Q^T;   P^T = exp(S^T - LSE);             dV += P^T dO
-//   keys:    dP^T = V dO^T;  dS^T = P^T * (dP^T - delta);      dK += dS^T Q
+//   sum_dv:  S^T = K Q^T;   P^T = exp(S^T - LSE);             dV += P^T dO
+//   sum_dk:  dP^T = V dO^T;  dS^T = P^T * (dP^T - delta);      dK += dS^T Q
 //
-// The fragments of S^T and dP^T have one layout, so that a thread hands its P, rounded, to the thread with its number in
-// the other warpgroup.
+// S^T and dP^T have the same fragment layout. So P goes from one warpgroup to the other thread by thread: thread i
+// writes its elements, rounded, and thread i of the other reads them.
 #pragma once
 
 #include "sm90/kv_walk.h"
@@ -27,7 +27,7 @@ struct BackwardWideShared : KvShared<Config> {
   }
 };
 
-// A consumer warpgroup: calls either values() or keys(), and finds dV or dK in `sum`.
+// A consumer warpgroup. It calls either sum_dv() or sum_dk(), which leaves dV or dK in `sum`.
 template <typename T, class Config>
 struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>> {
   using Base = KvWarpgroup<T, Config, BackwardWideShared<Config>>;
@@ -61,7 +61,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>>
     shared.dout_ready(state.stage).wait_full(state.phase);
   }
 
-  // Q of the next step, without foreign rows; `flags` are those of the current one.
+  // Waits for Q of the next step, and zeroes foreign rows of its Q and dO; `flags` are those of the current step.
   __device__ __forceinline__ void wait_next_q(uint32_t flags) const {
     wait_q(next_q);
     if (flags & FlaggedStep::kNextForeign) {
@@ -127,7 +127,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>>
     pack();
   }
 
-  __device__ __forceinline__ void values() {
+  __device__ __forceinline__ void sum_dv() {
     Statistic lse;
     uint32_t flags;
     if (!begin(flags)) return;
@@ -161,7 +161,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>>
     ptx::pin(sum);
   }
 
-  __device__ __forceinline__ void keys() {
+  __device__ __forceinline__ void sum_dk() {
     Statistic delta;
     uint32_t flags;
     if (!begin(flags)) return;
@@ -213,10 +213,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   BackwardWideConsumer<T, Config> consumer{{shared, p, block, steps, 0}};
   const KvPair<T>& out = p.dkv.of(block.tile.region);
   if (threadIdx.x < 2 * kWarpgroup) {
-    consumer.values();
+    consumer.sum_dv();
     consumer.store(consumer.sum, 1, 1.f, out.v, shared.k());
   } else {
-    consumer.keys();
+    consumer.sum_dk();
     consumer.store(consumer.sum, 0, p.shape.softmax_scale, out.k, shared.v());
   }
 }

@@ -8,7 +8,7 @@ namespace dualkv::sm90 {
 constexpr int kMaxSharedBytes = 227 * 1024;
 constexpr int kWarpgroup = 128;
 
-// Registers a thread after the producer's warpgroup has given its share away.
+// Registers a thread, after the producer's warpgroup has given some of its own to the consumers.
 template <int kConsumers>
 struct RegisterShare;
 template <>
@@ -64,8 +64,8 @@ struct BackwardTiles {
   static constexpr bool kSumsDq = true;
   // Q serves S of the next step and dK of this one while the one after is loaded.
   static constexpr int kStagesQ = 3, kStagesDo = 2, kStagesDs = 2;
-  // Whether dK waits until the next scores are issued. Then dS stays in registers beside S and dP of the next step, for
-  // which 128 queries a tile leave no room.
+  // dK is issued behind S and dP of the next step. dS then stays in registers beside them, for which 128 queries a tile
+  // leave no room.
   static constexpr bool kLateDk = kBlockM == 64;
   using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
@@ -112,8 +112,8 @@ struct BackwardWideTiles {
   static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
 };
 
-// dQ by itself: a block owns 128 queries of one head and streams K and V. K serves S of its own step and dQ, which is
-// issued with S of the next.
+// dQ by itself: a block owns 128 queries of one head and streams K and V. A tile of K is held longer than one of V: it
+// serves S of its step and dQ, which is issued together with S of the next.
 template <int kHeadDim_, int kBlockN_, int kStagesK_, int kStagesV_>
 struct BackwardDqTiles {
   static constexpr int kHeadDim = kHeadDim_, kBlockM = 128, kBlockN = kBlockN_;

@@ -1,5 +1,5 @@
-// What the backward left in fp32 -> rows in the element type, scaled and rounded once: dQ, whose sums are in the fragment
-// order of backward.h, and the parts of split tiles of dK and dV.
+// Turns what the backward left in fp32 into rows of the element type, scaled and rounded once: the sums of dQ, which
+// are in the fragment order of backward.h, and the parts of split tiles of dK and dV.
 #pragma once
 
 #include "kernels/convert_dkv.h"
@@ -8,7 +8,7 @@
 
 namespace dualkv::sm90 {
 
-// Of tile `index`, where those of a head follow each other.
+// Tile `index`, counted over the tiles of the first head, then of the next.
 template <typename T, class Config>
 __device__ __forceinline__ void convert_dq(const ConvertParams<T>& p, int index) {
   using TileQ = typename Config::TileQ;

@@ -22,7 +22,7 @@ struct ForwardMaps {
   RegionMaps kv;
 };
 
-// The producer thread: per item K_0, Q, then K_n before V_n-1, because scores are needed one tile earlier than values.
+// The producer thread. For each item it loads K_0 and Q, then K_n before V_n-1: scores are one tile ahead of values.
 template <typename T, class Config>
 struct ForwardProducer {
   using TileQ = typename Config::TileQ;
@@ -56,19 +56,19 @@ struct ForwardProducer {
     q_state.advance();
   }
 
-  __device__ __forceinline__ const QueryBlock* publish(QueryWork (&works)[2], int index, int items) {
+  __device__ __forceinline__ const QueryBlock* hand_out(QueryWork (&works)[2], int index, int items) {
     const QueryTiling tiling{Config::kBlockM / p.packed_heads, p.packed_heads};
-    return publish_work<Config>(shared, p, works, work_state, index, items, tiling);
+    return hand_out_work<Config>(shared, p, works, work_state, index, items, tiling);
   }
 
   __device__ __forceinline__ void run(QueryWork (&works)[2]) {
     const int items = *p.work.count;
-    const QueryBlock* next = publish(works, blockIdx.x, items);
+    const QueryBlock* next = hand_out(works, blockIdx.x, items);
     while (const QueryBlock* work = next) {
       load_k(*work, 0);
       load_q(*work);
       // Taking the next item costs three dependent reads: early, while the consumers have tiles to work on.
-      next = publish(works, gridDim.x + atomicAdd(p.work.next, 1), items);
+      next = hand_out(works, gridDim.x + atomicAdd(p.work.next, 1), items);
       for (int n = 1; n < work->kv_tiles; ++n) {
         load_k(*work, n);
         load_v(*work, n - 1);
@@ -89,7 +89,7 @@ struct ForwardConsumer {
 
   const QueryShared<Config>& shared;
   const ForwardParams<T>& p;
-  // Broadcast, so that the compiler knows it to be uniform.
+  // Number of the warpgroup. Broadcast, so that the compiler knows it to be uniform.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
   const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
   const int row0 = thread / 32 * 16 + lane / 4;  // this thread's first row in the warpgroup's 64
@@ -101,7 +101,7 @@ struct ForwardConsumer {
   float o[1][kHeadDim / 8][4];
   uint32_t probabilities[kBlockN / 16][4];
 
-  // The query, counted from the first of the tile, and the head that row `row` of this warpgroup holds.
+  // What row `row` of this warpgroup's 64 holds: a query, counted from the first of the tile, and a head of the pack.
   __device__ __forceinline__ int query_of(int row) const { return (group * 64 + row) / p.packed_heads; }
   __device__ __forceinline__ int head_of(int row) const { return (group * 64 + row) % p.packed_heads; }
 
@@ -133,7 +133,7 @@ struct ForwardConsumer {
     k_state.advance();
   }
 
-  // V of tile n, without foreign rows.
+  // Waits for V of tile n, and zeroes its foreign rows.
   __device__ __forceinline__ void wait_v(const QueryBlock& work, int n) const {
     shared.v_ready(v_state.stage).wait_full(v_state.phase);
     if (!masked.is_tail(n)) return;
@@ -159,8 +159,9 @@ struct ForwardConsumer {
       accumulator_to_a<T>(s[0][2 * step], s[0][2 * step + 1], probabilities[step]);
   }
 
-  // Lets the keys pass from tile n on, and the tensor cores to the others.
-  __device__ __forceinline__ void pass(const QueryBlock& work, int n) {
+  // Releases tiles n, n + 1, ... of the block unread, because no row of this warpgroup sees them. The producer loads
+  // them for the other warpgroups, and it reuses a stage only when every consumer has released it.
+  __device__ __forceinline__ void skip_tiles(const QueryBlock& work, int n) {
     for (; n < work.kv_tiles; ++n) {
       wait_k();
       release_k();
@@ -169,7 +170,7 @@ struct ForwardConsumer {
     }
   }
 
-  // Tiles that some row of this warpgroup sees: those of the last queries of the block see more.
+  // How many tiles the rows of this warpgroup see, but at least one. Later queries of the block may see more: kv_tiles.
   __device__ __forceinline__ int own_kv_tiles(const QueryBlock& work) const {
     QueryTile own = work.q_tile;
     own.rows = min_int(own.rows, query_of(63) + 1);
@@ -182,7 +183,7 @@ struct ForwardConsumer {
       shared.queries_ready().wait_full(q_state.phase);
       shared.queries_ready().release(lane);
       q_state.advance();
-      return pass(work, 0);
+      return skip_tiles(work, 0);
     }
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
     const int kv_tiles = own_kv_tiles(work);
@@ -215,8 +216,8 @@ struct ForwardConsumer {
       softmax.rescale_sum(rescale);
       softmax.exponentiate(s, scale_log2);
       ptx::pin(s[0]);
-      // This wait, due before the next scores, stands here because its loop keeps the compiler from sinking the
-      // softmax below the wait for the products, out of their shadow.
+      // The next scores need this wait; it stands here because of its loop, across which the compiler moves nothing:
+      // else it would move the softmax behind the wait for P V, and the two would no longer run at the same time.
       if (n + 1 < kv_tiles) wait_k();
       ptx::wgmma_wait<0>();
       ptx::pin(o[0]);
@@ -231,7 +232,7 @@ struct ForwardConsumer {
     ptx::wgmma_wait<0>();
     ptx::pin(o[0]);
     release_v();
-    pass(work, kv_tiles);
+    skip_tiles(work, kv_tiles);
     store(work, softmax);
   }
 

@@ -1,5 +1,5 @@
-// What the backward kernels that own a KV tile share: the producer that walks the queries, and what a consumer warpgroup
-// does with 64 keys in the transposed form, whose rows are keys and whose columns are queries.
+// What the backward kernels that own a KV tile share: the producer that walks the queries, and what a consumer
+// warpgroup does with 64 keys in the transposed form, whose rows are keys and whose columns are queries.
 #pragma once
 
 #include "core/kv_block.h"
@@ -53,8 +53,9 @@ constexpr int kBarrierDs = 3;         // dS of both warpgroups is written
 constexpr int kBarrierZeroed = 4;     // foreign rows are zero
 constexpr int kBarrierStored = 5;     // and 6: a gradient of one warpgroup is in shared memory, or has left it
 
-// A step as the consumers read it: `flags` is all that they need to know of most steps, in one word that they can load
-// long before it is needed. Shared memory is busy with operands; a load that somebody waits for costs 3% of the loop.
+// A step as the consumers read it. `flags` is all that they need to know of most steps, in one word that they load long
+// before they use it: shared memory is busy with operands, and waiting for a load from it costs 3% of the loop. Some
+// flags are about the next step, so that nobody waits for that step's own word either.
 struct FlaggedStep : BackwardStep {
   static constexpr uint32_t kLast = 1, kForeign = 2, kNextForeign = 4, kNextMasked = 8;
   uint32_t flags;
@@ -76,7 +77,7 @@ struct BackwardProducer {
   PipelineState<Config::kStagesQ> q_state;
   PipelineState<Config::kStagesDo> dout_state;
 
-  // The walk stands at the step after this one.
+  // Fills flags and dq_tile of a step; the walk is already at the step after it.
   __device__ __forceinline__ void flag(FlaggedStep& step) const {
     const QueryWalk& next = block.walk;
     step.dq_tile = step.head * ceil_div(p.shape.q_rows, kBlockM) + step.m_block;
@@ -91,7 +92,7 @@ struct BackwardProducer {
     }
   }
 
-  // Publishes the next step, with its Q and LSE.
+  // Hands out the next step, with its Q and LSE, once the consumers have left the stage.
   __device__ __forceinline__ const BackwardStep& load_q() {
     const Handshake ready = shared.q_ready(q_state.stage);
     ready.wait_empty(q_state.phase);
@@ -141,7 +142,7 @@ struct BackwardProducer {
   }
 };
 
-// What every block that owns keys does first. False for a surplus block.
+// What every block that owns keys does first. False where the grid is larger than the list.
 template <class Config, class Shared, typename T>
 __device__ __forceinline__ bool start_block(const Shared& shared, KvBlock& block, const BackwardParams<T>& p) {
   bool exists = false;
@@ -243,13 +244,13 @@ struct KvWarpgroup {
     ptx::named_barrier_sync(kBarrierZeroed, kConsumerThreads);
   }
 
-  // dK (scaled; `index` 0) or dV (1) of this warpgroup's keys, or this block's part of it. `staging`: a tile of K or V
-  // whose rows of these keys nobody will read. Whole rows leave it: from registers a store writes half sectors, which
-  // takes 5 us a block instead of 2.5.
+  // Stores dK (`index` 0, scaled) or dV (`index` 1) of this warpgroup's keys or, of a split tile, this block's part of
+  // it. It goes through `staging`, a tile of K or V of which nobody reads the rows of these keys any more, and leaves
+  // it in whole rows: straight from registers a store writes half sectors, which takes 5 us a block instead of 2.5.
   __device__ __forceinline__ void store(const Gradient& acc, int index, float scale, const TensorView<T>& view,
                                         uint32_t staging) const {
     if (block.slot >= 0) return store_part(acc, index);
-    // Read anew: what depends on it would otherwise be computed before the loop, and kept for it.
+    // Read anew: else the compiler computes what depends on it before the loop and keeps it in registers all the time.
     const int index_in_block = ptx::thread_index(), thread = index_in_block % kWarpgroup;
     const int barrier = kBarrierStored + index_in_block / kWarpgroup - 1;
     store_accumulator<TileKv, T>(staging, first_key + thread / 32 * 16, 0,

@@ -1,4 +1,5 @@
-// How a producer thread of a persistent block hands query tiles to its consumers.
+// How the producer thread of a persistent block hands items of the work list (query tiles) to its consumers: through
+// two slots in shared memory, each with a barrier for "filled" and one for "emptied".
 #pragma once
 
 #include "core/query_block.h"
@@ -38,12 +39,13 @@ struct QueryShared {
 
 struct QueryWork {
   QueryBlock block;
-  int valid;
+  int valid;  // 0: the list has ended
 };
 
-// Publishes item `index` of the list. Null where the list ends.
+// Producer: writes item `index` of the list into the next slot, once the consumers have left it, and lets them have it.
+// Behind the end of the list it tells them so and returns null.
 template <class Config, class Shared, class Params>
-__device__ __forceinline__ const QueryBlock* publish_work(const Shared& shared, const Params& p,
+__device__ __forceinline__ const QueryBlock* hand_out_work(const Shared& shared, const Params& p,
                                                           QueryWork (&works)[2], PipelineState<2>& state, int index,
                                                           int items, QueryTiling tiling) {
   const Handshake ready = shared.work_ready(state.stage);
@@ -56,7 +58,7 @@ __device__ __forceinline__ const QueryBlock* publish_work(const Shared& shared, 
   return work.valid ? &work.block : nullptr;
 }
 
-// Consumers: calls body(block) for every item.
+// Consumers: calls body(block) for every item, until the list ends.
 template <class Shared, class Body>
 __device__ __forceinline__ void for_each_work(const Shared& shared, const QueryWork (&works)[2], int lane, Body body) {
   for (PipelineState<2> state;; state.advance()) {
@@ -68,8 +70,8 @@ __device__ __forceinline__ void for_each_work(const Shared& shared, const QueryW
   }
 }
 
-// Rows [valid, kRows) of a KV tile are foreign, and where they are an operand 0 * NaN is NaN. Every warpgroup zeroes them
-// for itself: two that write the same zeros need not wait for each other.
+// Zeroes rows [valid, kRows) of a KV tile. They are foreign and may hold NaN, and where a tile is an operand 0 * NaN is
+// NaN. Every warpgroup zeroes them for itself: two that write the same zeros need not wait for each other.
 template <class Tile, int kRows>
 __device__ __forceinline__ void zero_tail(uint32_t tile, int valid, int group, int thread) {
   constexpr int kChunks = Tile::kPanels * Tile::kPanelChunks;

@@ -33,11 +33,12 @@ __device__ __forceinline__ uint64_t along_rows(uint32_t tile, int k) {
   return descriptor<Tile>(tile, k * (16 * Tile::kRowBytes));
 }
 
-// `address`, in a way that depends on the step of a loop: the descriptors of a tile that never changes would otherwise be
-// computed once, before the loop, and spilled.
+// `address` itself, since step >> 30 is 0, but the compiler does not know that. Otherwise it computes the descriptors
+// of a tile that never changes once, before the loop, and spills them.
 __device__ __forceinline__ uint32_t varying(uint32_t address, int step) { return address + (step >> 30); }
 
-// The stage that a user of a ring is at, and the parity of its round.
+// Where a user of a ring of buffers is: the stage, and the parity of its turns around the ring, which mbarriers ask
+// for.
 template <int kStages>
 struct PipelineState {
   int stage = 0, phase = 0;
@@ -61,7 +62,7 @@ struct Handshake {
     ptx::mbarrier_init(full(), producers);
     ptx::mbarrier_init(empty(), consumer_warps);
   }
-  // Producer. In the first round the buffer is empty from the start.
+  // Producer. In the first turn the buffer is empty from the start.
   __device__ __forceinline__ void wait_empty(int phase) const { ptx::mbarrier_wait(empty(), phase ^ 1); }
   __device__ __forceinline__ void expect(int bytes) const { ptx::mbarrier_arrive_expect(full(), bytes); }
   // Consumers: every warp releases for itself.
@@ -81,7 +82,7 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const CUtensorMap& map,
   }
 }
 
-// The producer fills the stage that it is at, once the consumers have left it.
+// The producer: waits until the consumers have left the stage, fills it, and moves on to the next.
 template <class Tile, int kStages>
 __device__ __forceinline__ void load_kv_tile(uint32_t tile, const CUtensorMap& map, const Handshake& ready,
                                              PipelineState<kStages>& state, int kv_head, int row) {

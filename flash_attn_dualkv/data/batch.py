@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import arguments
 from ..layout import HostLayout, SharedPromptLayout
 from .transfer import SeparatelyPickled, ints, same_device, to_device
 
@@ -38,6 +39,7 @@ class SharedPromptBatch(SeparatelyPickled):
         padded_index: (sum R,) int64, place of each response token in a flattened (B, max R) tensor.
         jagged_index: (sum R,) int64, place of the row that scores each response token in the B sequences of P_i + R_i.
         jagged_offsets: (B+1,) int64, where those sequences begin.
+        max_token: the largest token id.
     """
 
     input_ids: Tensor
@@ -53,6 +55,12 @@ class SharedPromptBatch(SeparatelyPickled):
     padded_index: Tensor
     jagged_index: Tensor
     jagged_offsets: Tensor
+    max_token: int
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # The two were pickled apart.
+        self.__dict__["layout"] = replace(self.layout, position_ids=self.position_ids)
 
     @property
     def num_replicated_tokens(self) -> int:
@@ -66,15 +74,19 @@ class SharedPromptBatch(SeparatelyPickled):
         return self.num_replicated_tokens / rows if rows else math.inf
 
     def to(self, device: torch.device | str) -> SharedPromptBatch:
-        """The batch on another device, in one copy: for batches that were packed in a data loader."""
-        device = torch.device(device)
+        """The batch on another device, in one copy: for batches that were packed in a data loader.
+
+        Raises:
+            SharedPromptError: there is no such device.
+        """
+        device = arguments.device(device)
         if same_device(device, self.layout.device):
             return self
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         long = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         moved = to_device(list(long.values()), self.layout.tensors, device)
-        layout = self.layout.with_tensors(moved[len(long) :])
         changes: dict[str, Any] = dict(zip(long, moved))
+        layout = self.layout.with_tensors(moved[len(long) :], changes["position_ids"])
         return replace(self, layout=layout, **changes)
 
     def metrics(self) -> dict[str, float]:
@@ -94,18 +106,19 @@ class Samples:
     """All samples of a micro-batch."""
 
     tokens: Tensor  # prompt then response, one sample after the other; any integer type, where they came from
-    prompts: list[bytes]  # of the tokens, to tell which are equal
+    groups: list[list[int]]  # the samples of each prompt
     prompt_lens: list[int]
     response_lens: list[int]
+    max_token: int
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
-    """values[index], which itself takes four times as long on the CPU."""
+    """values[index]; indexing takes four times as long on the CPU."""
     return values.index_select(0, index)
 
 
 def _expand(lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Which run each of the `count` places of runs one after the other belongs to, and the places themselves."""
+    """Of runs that lie one after the other, `count` places in all: the run of each place, and the places themselves."""
     return torch.repeat_interleave(lengths, output_size=count), torch.arange(count, device=lengths.device)
 
 
@@ -119,13 +132,17 @@ def _ints(values: Iterable[int]) -> Tensor:
 
 
 class Runs(NamedTuple):
-    """The packed row as runs of the samples' tokens, (runs,) each; offsets are added to a row's place in the row."""
+    """The packed row as runs of neighbouring tokens: the contexts, then the responses. (runs,) each.
+
+    Row r, which lies in run i, holds token r + token_offsets[i] of all samples' tokens, at the position
+    r + position_offsets[i], and has a label if r < label_ends[i].
+    """
 
     lengths: Tensor
     token_offsets: Tensor
     position_offsets: Tensor
     multiplicities: Tensor
-    label_ends: Tensor  # the place behind the run's last row that has a label
+    label_ends: Tensor
 
     def rows(self, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
         """input_ids, position_ids, labels, multiplicity: (count,) each."""
@@ -139,12 +156,17 @@ class Runs(NamedTuple):
 
 
 class Responses(NamedTuple):
-    """The responses in original order, (samples,) each; offsets are added to a token's place among all of theirs."""
+    """The responses in original order, (samples,) each.
+
+    Response token t (counted over all responses), which lies in response i, is scored by row t + row_offsets[i]; the
+    first one of a response, t = first_tokens[i], by first_rows[i]. Its place among the padded responses is
+    t + padded_offsets[i], that among the whole sequences t + jagged_offsets[i].
+    """
 
     lengths: Tensor
-    first_tokens: Tensor  # the place of the first token of each response
-    first_rows: Tensor  # the row that scores it
-    row_offsets: Tensor  # to the rows that score the others
+    first_tokens: Tensor
+    first_rows: Tensor
+    row_offsets: Tensor
     padded_offsets: Tensor
     jagged_offsets: Tensor
 
@@ -213,10 +235,12 @@ class PackedRow:
             num_context_tokens=contexts,
             num_tokens=contexts + decoded + self.pad,
             pad=self.pad,
+            position_ids=position_ids,
         )
         return SharedPromptBatch(
             input_ids, position_ids, layout, labels, token_index, targets, tuple(samples.response_lens),
             tuple(samples.prompt_lens), tuple(self.order), multiplicity, padded, jagged, jagged_offsets,
+            samples.max_token,
         )  # fmt: skip
 
     def _numbers(self, samples: Samples, order: Tensor) -> list[Tensor]:

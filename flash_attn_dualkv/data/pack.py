@@ -11,25 +11,27 @@ back in one copy, and what they mean for each token is worked out on the device.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import check_flag, explain
+from .. import arguments
+from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError
 from .batch import PackedRow, Samples, SharedPromptBatch
 from .samples import (
+    GroupIds,
     Ones,
     Tokens,
     all_tokens,
-    check_group_ids,
-    check_ids,
+    as_fetched,
+    check_count,
+    check_token_ids,
+    extremes,
     fetch,
-    given_lengths,
     group,
     groups_of,
     joined,
@@ -38,6 +40,7 @@ from .samples import (
     selected,
 )
 
+Boundary = Literal["replicate", "gather"]
 BOUNDARIES = ("replicate", "gather")
 
 
@@ -45,8 +48,12 @@ def pack_shared_prompts(
     prompts: Sequence[Tokens],
     responses: Sequence[Tokens],
     *,
-    group_ids: Iterable[Hashable] | None = None,
-    **options: Any,
+    group_ids: GroupIds | None = None,
+    boundary: Boundary = "replicate",
+    drop_last: bool = False,
+    max_responses_per_group: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    device: torch.device | str | None = None,
 ) -> SharedPromptBatch:
     """Pack one prompt and one response per sample, each prompt once for all samples that have it.
 
@@ -66,18 +73,23 @@ def pack_shared_prompts(
         device: of the batch; None for that of the tokens.
 
     Raises:
-        SharedPromptError: an empty prompt, unequal numbers of prompts and responses, ids that are no 1-D integers,
-            samples of one group id with different prompts, or an option that is not as described.
+        SharedPromptError: an empty prompt, unequal numbers of prompts and responses, tokens that are no integers >= 0
+            in one dimension, samples of one group id with different prompts, or an option that is not as described.
     """
+    options = _Options.checked(boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device)
+    prompts = arguments.items("prompts", prompts, "token sequences")
+    responses = arguments.items("responses", responses, "token sequences")
     if len(prompts) != len(responses):
         raise SharedPromptError(explain("responses", f"{len(prompts)} of them (as prompts)", len(responses)))
     given = all_tokens([*chain.from_iterable(zip(prompts, responses))], ("prompts", "responses"))
     tokens = joined(given)
     (fetched,), ids = fetch([tokens], group_ids)
+    smallest, largest = extremes(fetched).tolist()
+    check_token_ids("prompts and responses", smallest)
     lengths = [*map(Tensor.numel, given)]
     prompt_lens, response_lens = lengths[::2], lengths[1::2]
     keys = prompt_bytes(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens)
-    return _pack(Samples(tokens, keys, prompt_lens, response_lens), ids, **options)
+    return _pack(Samples(tokens, group(keys, ids), prompt_lens, response_lens, largest), options)
 
 
 def pack_padded(
@@ -85,8 +97,12 @@ def pack_padded(
     attention_mask: Tensor,
     prompt_length: int | Sequence[int] | Tensor,
     *,
-    group_ids: Iterable[Hashable] | None = None,
-    **options: Any,
+    group_ids: GroupIds | None = None,
+    boundary: Boundary = "replicate",
+    drop_last: bool = False,
+    max_responses_per_group: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    device: torch.device | str | None = None,
 ) -> SharedPromptBatch:
     """Pack a padded (B, S) batch as Hugging Face and TRL make it. Padding is what the mask says, whatever the token.
 
@@ -96,27 +112,30 @@ def pack_padded(
         prompt_length: the number of leading columns that hold the prompts, in each of which, and in the columns behind
             them, the real tokens stand together on either side; or (B,) numbers of prompt tokens, for rows whose real
             tokens stand together and begin with the prompt.
-        group_ids, options: as for `pack_shared_prompts`.
+        group_ids, boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device: as for
+            `pack_shared_prompts`.
 
     Raises:
         SharedPromptError: as there; a mask with holes.
     """
-    check_ids("input_ids", input_ids, 2)
-    check_ids("attention_mask", attention_mask, 2, (torch.bool,))
+    options = _Options.checked(boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device)
+    input_ids = arguments.integers("input_ids", input_ids, 2)
+    attention_mask = arguments.integers("attention_mask", attention_mask, 2, (torch.bool,))
     if attention_mask.shape != input_ids.shape:
         expected = f"shape {tuple(input_ids.shape)} (as input_ids)"
         raise SharedPromptError(explain("attention_mask", expected, tuple(attention_mask.shape)))
-    given = given_lengths("prompt_length", prompt_length)
+    given = as_fetched("prompt_length", prompt_length)
     parts = {"attention_mask": attention_mask}
-    if not given and hasattr(prompt_length, "__index__"):
-        columns = operator.index(prompt_length)
-        if not 0 <= columns <= input_ids.shape[1]:
-            raise SharedPromptError(explain("prompt_length", f"0 .. {input_ids.shape[1]} columns", columns))
+    if not given and (hasattr(prompt_length, "__index__") or not hasattr(prompt_length, "__len__")):
+        columns = arguments.integer("prompt_length", prompt_length, 0, input_ids.shape[1])
         prompts, responses = attention_mask[:, :columns], attention_mask[:, columns:]
         parts = {"attention_mask (prompts)": prompts, "attention_mask (responses)": responses}
     # The host needs some numbers of each row, not the mask.
     counts = torch.stack([one for mask in parts.values() for one in Ones.numbers(mask)])
-    (ids, counted, *fetched), labels = fetch([input_ids, counts, *given], group_ids)
+    bounds = extremes(torch.where(attention_mask == 1, input_ids, 0))
+    (ids, counted, found, *fetched), labels = fetch([input_ids, counts, bounds, *given], group_ids)
+    smallest, largest = found.tolist()
+    check_token_ids("input_ids", smallest)
     ones = [Ones(*numbers) for numbers in counted.view(len(parts), len(Ones._fields), len(input_ids)).tolist()]
     for name, one in zip(parts, ones):
         one.check(name)
@@ -129,46 +148,54 @@ def pack_padded(
     rows = range(0, ids.numel(), max(1, input_ids.shape[1]))
     keys = prompt_bytes(ids, map(int.__add__, rows, ones[0].begins), prompt_lens)
     tokens = selected(input_ids, attention_mask, sum(prompt_lens) + sum(response_lens))
-    return _pack(Samples(tokens, keys, prompt_lens, response_lens), labels, **options)
+    return _pack(Samples(tokens, group(keys, labels), prompt_lens, response_lens, largest), options)
 
 
 def pack_jagged(
     input_ids: Tensor,
     prompt_lens: Sequence[int] | Tensor,
     *,
-    group_ids: Iterable[Hashable] | None = None,
-    **options: Any,
+    group_ids: GroupIds | None = None,
+    boundary: Boundary = "replicate",
+    drop_last: bool = False,
+    max_responses_per_group: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    device: torch.device | str | None = None,
 ) -> SharedPromptBatch:
     """Pack a nested tensor of sequences that begin with their prompts, as verl keeps them.
 
     Args:
         input_ids: nested (B, P_i + R_i) integers in the jagged layout, contiguous.
         prompt_lens: (B,) P_i.
-        group_ids, options: as for `pack_shared_prompts`.
+        group_ids, boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device: as for
+            `pack_shared_prompts`.
 
     Raises:
         SharedPromptError: as there; no jagged tensor; a prompt longer than its sequence.
     """
+    options = _Options.checked(boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device)
     if not isinstance(input_ids, Tensor) or not input_ids.is_nested or input_ids.layout != torch.jagged:
-        got = type(input_ids).__name__
-        raise SharedPromptError(explain("input_ids", "a nested tensor with torch.jagged layout", got))
+        expected, got = "a nested tensor with torch.jagged layout", arguments.describe(input_ids)
+        raise SharedPromptError(explain("input_ids", expected, "another one" if isinstance(input_ids, Tensor) else got))
     nested: Any = input_ids  # a type checker knows nothing of its methods
     if nested.dim() != 2 or nested.lengths() is not None:
         got = f"{nested.dim()} dimensions, {'no ' if nested.lengths() is None else ''}gaps"
         raise SharedPromptError(explain("input_ids", "2 dimensions and no gaps between the sequences", got))
-    check_ids("input_ids", nested.values(), 1)
-    given = given_lengths("prompt_lens", prompt_lens)
-    (tokens, offsets, *fetched), labels = fetch([nested.values(), nested.offsets(), *given], group_ids)
+    values = arguments.integers("input_ids", nested.values(), 1)
+    given = as_fetched("prompt_lens", prompt_lens)
+    (tokens, offsets, *fetched), labels = fetch([values, nested.offsets(), *given], group_ids)
     totals = offsets.diff().tolist()
     lengths = prompt_lengths("prompt_lens", prompt_lens, fetched, totals)
     begin, end = (int(offsets[at]) for at in (0, -1))
+    smallest, largest = extremes(tokens[begin:end]).tolist()
+    check_token_ids("input_ids", smallest)
     response_lens = [total - length for total, length in zip(totals, lengths)]
     keys = prompt_bytes(tokens, offsets.tolist(), lengths)
-    return _pack(Samples(nested.values()[begin:end], keys, lengths, response_lens), labels, **options)
+    return _pack(Samples(values[begin:end], group(keys, labels), lengths, response_lens, largest), options)
 
 
 def group_by_prompt(
-    prompts: Sequence[Tokens], *, group_ids: Iterable[Hashable] | None = None, verify: bool = True
+    prompts: Sequence[Tokens], *, group_ids: GroupIds | None = None, verify: bool = True
 ) -> list[list[int]]:
     """Which samples have the same prompt: lists of their indices, in the order of their first samples.
 
@@ -177,43 +204,48 @@ def group_by_prompt(
         verify: whether to check that the prompts of a group id are equal; without it their tokens are not looked at.
 
     Raises:
-        SharedPromptError: an empty prompt; samples of one group id with different prompts.
+        SharedPromptError: an empty prompt; samples of one group id with different prompts; an argument that is not as
+            described.
     """
-    if len(prompts) == 0:
+    arguments.flag("verify", verify)
+    given = all_tokens([*arguments.items("prompts", prompts, "token sequences")], ("prompts",))
+    tokens = [] if group_ids is not None and not verify else [joined(given)]
+    fetched, ids = fetch(tokens, group_ids)
+    if ids is not None:
+        check_count(ids, len(given))
+    if not given:
         return []
-    given = all_tokens([*prompts], ("prompts",))
-    if group_ids is not None and not verify:
-        _, ids = fetch([], group_ids)
-        return groups_of(check_group_ids(ids, len(given)))
-    (tokens,), ids = fetch([joined(given)], group_ids)
+    if ids is not None and not verify:
+        return groups_of(ids)
     lengths = [*map(Tensor.numel, given)]
-    return group(prompt_bytes(tokens, [*accumulate(lengths, initial=0)], lengths), ids)
+    return group(prompt_bytes(fetched[0], [*accumulate(lengths, initial=0)], lengths), ids)
+
+
+class _Options(NamedTuple):
+    boundary: str
+    drop_last: bool
+    max_responses_per_group: int | None
+    pad_to_multiple_of: int
+    device: torch.device | None
+
+    @staticmethod
+    def checked(boundary: Any, drop_last: Any, most_responses: Any, multiple: Any, device: Any) -> _Options:
+        """The options of all forms of packing."""
+        return _Options(
+            arguments.choice("boundary", boundary, BOUNDARIES),
+            arguments.flag("drop_last", drop_last),
+            None if most_responses is None else arguments.integer("max_responses_per_group", most_responses, 1),
+            1 if multiple is None else arguments.integer("pad_to_multiple_of", multiple, 1, MAX_ROWS),
+            None if device is None else arguments.device(device),
+        )
 
 
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
-def _pack(
-    samples: Samples,
-    group_ids: Sequence[Hashable] | None,
-    *,
-    boundary: str = "replicate",
-    drop_last: bool = False,
-    max_responses_per_group: int | None = None,
-    pad_to_multiple_of: int | None = None,
-    device: torch.device | str | None = None,
-) -> SharedPromptBatch:
-    if boundary not in BOUNDARIES:
-        raise SharedPromptError(explain("boundary", " or ".join(map(repr, BOUNDARIES)), repr(boundary)))
-    for name, value in (
-        ("max_responses_per_group", max_responses_per_group),
-        ("pad_to_multiple_of", pad_to_multiple_of),
-    ):
-        if value is not None and (not hasattr(value, "__index__") or value < 1):
-            raise SharedPromptError(explain(name, "an int >= 1 or None", repr(value)))
-    check_flag("drop_last", drop_last)
-    groups = group(samples.prompts, group_ids)
-    if max_responses_per_group is not None:
-        step = max_responses_per_group
+def _pack(samples: Samples, options: _Options) -> SharedPromptBatch:
+    groups = samples.groups
+    if options.max_responses_per_group is not None:
+        step = options.max_responses_per_group
         groups = [members[at : at + step] for members in groups for at in range(0, len(members), step)]
-    row = PackedRow.build(samples, groups, 1 if boundary == "replicate" else 0, drop_last, pad_to_multiple_of or 1)
-    device = samples.tokens.device if device is None else torch.device(device)
-    return row.to_batch(samples, device)
+    shift = 1 if options.boundary == "replicate" else 0
+    row = PackedRow.build(samples, groups, shift, options.drop_last, options.pad_to_multiple_of)
+    return row.to_batch(samples, samples.tokens.device if options.device is None else options.device)

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import ctypes
-import operator
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
+from .. import arguments
 from ..checks import explain
-from ..errors import SharedPromptError
+from ..errors import SharedPromptError, SharedPromptTypeError
 from .transfer import to_host
 
 _WORD = torch.int64.itemsize
 _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 
 Tokens = Tensor | Sequence[int]
+GroupIds = Iterable[Hashable] | Tensor
 
 
-def check_ids(name: str, ids: Any, dimensions: int, also: tuple[torch.dtype, ...] = ()) -> None:
-    if not isinstance(ids, Tensor):
-        raise SharedPromptError(explain(name, "an integer tensor", type(ids).__name__))
-    integers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    if not integers and ids.dtype not in also:
-        raise SharedPromptError(explain(name, "integers", ids.dtype))
-    if ids.dim() != dimensions:
-        raise SharedPromptError(explain(name, f"{dimensions} dimension(s)", f"shape {tuple(ids.shape)}"))
+# Tokens
 
 
-def all_tokens(given: list[Tokens], names: Sequence[str]) -> list[Tensor]:
-    """1-D integer tensors of what was given; the names of what it is take turns."""
+def all_tokens(given: list[Any], names: Sequence[str]) -> list[Tensor]:
+    """1-D integer tensors of token sequences, of which prompts and responses may come in turns, as `names` do."""
     if _are_tokens(given):
         return given
     count = len(names)
@@ -39,7 +33,7 @@ def all_tokens(given: list[Tokens], names: Sequence[str]) -> list[Tensor]:
 
 
 def _are_tokens(given: list[Any]) -> TypeGuard[list[Tensor]]:
-    """Mostly the answer is yes: to look at one after the other would take a millisecond for thousands."""
+    """Whether all are such tensors already. To check thousands one by one would take a millisecond."""
     if not set(map(type, given)) <= {Tensor}:
         return False
     return {one.dtype for one in given} <= _INTEGERS and set(map(Tensor.dim, given)) <= {1}
@@ -48,16 +42,50 @@ def _are_tokens(given: list[Any]) -> TypeGuard[list[Tensor]]:
 def _tokens(name: str, tokens: Any) -> Tensor:
     """A 1-D integer tensor; Python sequences become one on the CPU."""
     if not isinstance(tokens, Tensor):
+        expected = "a 1-D integer tensor or a sequence of ints"
+        if isinstance(tokens, (str, bytes, dict, set, frozenset)):
+            raise SharedPromptTypeError(explain(name, expected, arguments.describe(tokens)))
         try:
             tokens = torch.tensor(tokens, device="cpu", dtype=None if len(tokens) else torch.int64)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise SharedPromptError(explain(name, "a 1-D integer tensor or a sequence of ints", str(error))) from None
-    check_ids(name, tokens, 1)
-    return tokens
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise SharedPromptTypeError(explain(name, expected, f"{arguments.describe(tokens)} ({error})")) from None
+    return arguments.integers(name, tokens, 1)
+
+
+def joined(tokens: Sequence[Tensor]) -> Tensor:
+    """All in one, contiguous."""
+    _common_device(tokens)
+    if not tokens:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    return arguments.integers("prompts and responses", torch.cat(list(tokens)), 1)
+
+
+def check_token_ids(name: str, smallest: int) -> None:
+    """SharedPromptError for negative ones: what marks padding or ignored labels elsewhere is no token."""
+    if smallest < 0:
+        raise SharedPromptError(explain(name, "token ids >= 0", smallest))
+
+
+def extremes(tokens: Tensor) -> Tensor:
+    """(2,) int64: the smallest and the largest of tokens, where they are; of none 0 and 0."""
+    if tokens.numel() == 0:
+        return tokens.new_zeros(2, dtype=torch.int64)
+    return torch.stack([*torch.aminmax(tokens)]).long()
+
+
+def selected(values: Tensor, mask: Tensor, count: int) -> Tensor:
+    """values[mask], of which there are `count`. Indexing with a mask would wait for the GPU to count them."""
+    mask = mask.reshape(-1) == 1
+    places = torch.where(mask, mask.cumsum(0) - 1, count)  # all that is left out goes to one place behind the others
+    chosen = values.new_empty(count + 1).scatter_(0, places, values.reshape(-1))
+    return chosen[:count]
+
+
+# Lengths
 
 
 class Ones(NamedTuple):
-    """Of every row of a mask: where its ones begin, their number, that of their runs, and that of what is no 0 or 1."""
+    """Of every row of a mask: where its ones begin, how many ones, how many runs of ones, how many other values."""
 
     begins: list[int]
     lengths: list[int]
@@ -79,25 +107,21 @@ class Ones(NamedTuple):
                 raise SharedPromptError(explain(name, "ones that stand together in each row", f"a hole in row {row}"))
 
 
-def given_lengths(name: str, lengths: Any) -> list[Tensor]:
+def as_fetched(name: str, lengths: Any) -> list[Tensor]:
     """The lengths if they are a tensor, to be fetched with the tokens."""
-    if not isinstance(lengths, Tensor):
-        return []
-    check_ids(name, lengths, 1)
-    return [lengths]
+    return [arguments.integers(name, lengths, 1)] if isinstance(lengths, Tensor) else []
 
 
 def prompt_lengths(name: str, lengths: Any, fetched: Sequence[Tensor], totals: Sequence[int]) -> list[int]:
     """Numbers of prompt tokens, one for each sequence and no longer than that."""
-    lengths = fetched[0].tolist() if fetched else lengths
-    if not hasattr(lengths, "__len__"):
-        raise SharedPromptError(explain(name, "ints, one for each sequence", repr(lengths)))
-    if len(lengths) != len(totals):
-        raise SharedPromptError(explain(name, f"{len(totals)} of them (as samples)", len(lengths)))
-    for index, (length, total) in enumerate(zip(lengths, totals)):
-        if not hasattr(length, "__index__") or not 0 <= length <= total:
+    given = arguments.lengths(name, fetched[0].tolist() if fetched else lengths, len(totals), "samples")
+    for index, (length, total) in enumerate(zip(given, totals)):
+        if length > total:
             raise SharedPromptError(explain(f"{name}[{index}]", f"0 .. {total}, its sequence's tokens", length))
-    return list(map(operator.index, lengths))
+    return given
+
+
+# The copy to the host
 
 
 def _common_device(tensors: Sequence[Tensor]) -> torch.device:
@@ -108,60 +132,23 @@ def _common_device(tensors: Sequence[Tensor]) -> torch.device:
     return device
 
 
-def joined(tokens: Sequence[Tensor]) -> Tensor:
-    """All in one, contiguous."""
-    _common_device(tokens)
-    return torch.cat(list(tokens)) if tokens else torch.empty(0, dtype=torch.int64, device="cpu")
-
-
-def fetch(
-    tensors: Sequence[Tensor], group_ids: Iterable[Hashable] | Tensor | None
-) -> tuple[list[Tensor], list[Hashable] | None]:
+def fetch(tensors: Sequence[Tensor], group_ids: GroupIds | None) -> tuple[list[Tensor], list[Hashable] | None]:
     """The tensors (flat int64) and the group ids on the host; one copy from a GPU."""
     device = _common_device(tensors)
-    ids: list[Hashable] | None = None
-    if isinstance(group_ids, Tensor):
-        check_ids("group_ids", group_ids, 1)
-        if group_ids.device == device:
-            *host, copied = to_host([*tensors, group_ids])
+    ids = None if group_ids is None else arguments.group_ids(group_ids)
+    if isinstance(ids, Tensor):
+        if ids.device == device:
+            *host, copied = to_host([*tensors, ids])
             return host, copied.tolist()
-        ids = group_ids.tolist()
-    elif group_ids is not None:
-        if not isinstance(group_ids, Iterable):
-            raise SharedPromptError(explain("group_ids", "hashable values or one integer tensor", repr(group_ids)))
-        ids = list(group_ids)
-        if any(isinstance(one, Tensor) for one in ids):  # equal ones have different hashes
-            raise SharedPromptError(explain("group_ids", "hashable values or one integer tensor", "tensors"))
+        ids = ids.tolist()
     return to_host(tensors) if tensors else [], ids
 
 
-def selected(values: Tensor, mask: Tensor, count: int) -> Tensor:
-    """values[mask] of `count` elements, which by itself would ask the GPU for their number."""
-    mask = mask.reshape(-1) == 1
-    places = torch.where(mask, mask.cumsum(0) - 1, count)  # what is left out shares the last one
-    chosen = values.new_empty(count + 1).scatter_(0, places, values.reshape(-1))
-    return chosen[:count]
-
-
-def check_group_ids(group_ids: Sequence[Hashable] | None, samples: int) -> Sequence[Hashable]:
-    if group_ids is None or len(group_ids) != samples:
-        got = None if group_ids is None else len(group_ids)
-        raise SharedPromptError(explain("group_ids", f"{samples} of them (as prompts)", got))
-    return group_ids
-
-
-def groups_of(keys: Iterable[Hashable]) -> list[list[int]]:
-    groups: dict[Hashable, list[int]] = {}
-    for index, key in enumerate(keys):
-        try:
-            groups.setdefault(key, []).append(index)
-        except TypeError:
-            raise SharedPromptError(explain(f"group_ids[{index}]", "a hashable value", repr(key))) from None
-    return list(groups.values())
+# Groups
 
 
 def prompt_bytes(tokens: Tensor, begins: Iterable[int], lengths: Sequence[int]) -> list[bytes]:
-    """Of each prompt among the tokens (int64 on the host)."""
+    """Of each prompt among the tokens (int64 on the host), to tell which are equal."""
     if not lengths:
         raise SharedPromptError(explain("prompts", "at least one", 0))
     for index, length in enumerate(lengths):
@@ -171,11 +158,26 @@ def prompt_bytes(tokens: Tensor, begins: Iterable[int], lengths: Sequence[int]) 
     return [words[begin * _WORD : (begin + length) * _WORD].tobytes() for begin, length in zip(begins, lengths)]
 
 
+def groups_of(keys: Iterable[Hashable]) -> list[list[int]]:
+    """The places of equal keys, in the order of the first of them."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
+
+
+def check_count(group_ids: Sequence[Hashable], samples: int) -> None:
+    """One id for each sample."""
+    if len(group_ids) != samples:
+        raise SharedPromptError(explain("group_ids", f"{samples} of them (as prompts)", len(group_ids)))
+
+
 def group(prompts: Sequence[bytes], group_ids: Sequence[Hashable] | None) -> list[list[int]]:
     """Samples with the same prompt, or with the same id, whose prompts must then be equal."""
     if group_ids is None:
         return groups_of(prompts)
-    groups = groups_of(check_group_ids(group_ids, len(prompts)))
+    check_count(group_ids, len(prompts))
+    groups = groups_of(group_ids)
     for members in groups:
         for other in members[1:]:
             if prompts[other] != prompts[members[0]]:

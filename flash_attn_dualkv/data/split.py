@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from .. import arguments
 from ..checks import explain
-from ..errors import SharedPromptError
+from ..errors import SharedPromptError, SharedPromptTypeError
+from .samples import GroupIds, check_count, groups_of
 
 
 def split_by_token_budget(
     groups: Sequence[Sequence[int]],
-    prompt_lens: Sequence[int],
-    response_lens: Sequence[int],
+    prompt_lens: Sequence[int] | Tensor,
+    response_lens: Sequence[int] | Tensor,
     max_tokens: int,
     *,
     dp_group: Any = None,
@@ -27,25 +30,35 @@ def split_by_token_budget(
     that has room.
 
     Args:
-        groups: the samples of each prompt, as `group_by_prompt` gives them.
-        prompt_lens, response_lens: (B,) of the samples.
+        groups: the samples of each prompt, as `group_by_prompt` gives them; no sample twice. Samples of no group are
+            left out.
+        prompt_lens, response_lens: (B,) of the samples, lists or integer tensors; equal prompts within a group.
         max_tokens: bound of a packed micro-batch without padding, whichever boundary it is packed with.
         dp_group: a torch.distributed process group whose ranks must get equally many micro-batches; the ranks with
             fewer split theirs further, between groups where they can. Every rank must call.
 
     Returns:
-        The sample indices of each micro-batch.
+        The sample indices of each micro-batch; no micro-batch for no groups.
 
     Raises:
-        SharedPromptError: a single sample is longer than the budget; with dp_group, on every rank, if one of them fails
-            or has fewer samples than another needs micro-batches.
+        SharedPromptError: an argument is not as described; a single sample is longer than the budget; with dp_group, on
+            every rank, if one of them fails or has fewer samples than another needs micro-batches.
     """
-    micro_batches, error = _fill(groups, prompt_lens, response_lens, max_tokens)
+    _check_process_group(dp_group)
+    micro_batches: list[list[int]] = []
+    # Not the exception: it holds this frame, and with it the process group beyond its end.
+    error: str | None = None
+    try:
+        budget = arguments.integer("max_tokens", max_tokens, 1)
+        groups, prompts, responses = _checked_groups(groups, prompt_lens, response_lens)
+        micro_batches = _fill(groups, prompts, responses, budget)
+    except SharedPromptError as own:
+        if dp_group is None:
+            raise
+        error = str(own)  # the other ranks wait for this one
     if dp_group is None:
-        if error is not None:
-            raise SharedPromptError(error)
         return micro_batches
-    samples = sum(map(len, groups))
+    samples = sum(map(len, micro_batches))
     wanted, fewest, failed = _largest([len(micro_batches), -samples, error is not None], dp_group)
     if failed:
         raise SharedPromptError(error or explain("max_tokens", "a budget that every rank can keep", "one that cannot"))
@@ -72,10 +85,49 @@ def _split_further(micro_batches: list[list[int]], groups: Sequence[Sequence[int
     return micro_batches
 
 
+def _check_process_group(dp_group: Any) -> None:
+    if dp_group is None:
+        return
+    is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not is_running or not isinstance(dp_group, torch.distributed.ProcessGroup):
+        expected = "a process group of an initialised torch.distributed, or None"
+        raise SharedPromptTypeError(explain("dp_group", expected, arguments.describe(dp_group)))
+
+
+def _checked_groups(groups: Any, prompt_lens: Any, response_lens: Any) -> tuple[list[list[int]], list[int], list[int]]:
+    """Groups of samples that exist, each once, with one prompt a group."""
+    prompts = arguments.lengths("prompt_lens", prompt_lens, least=1)
+    responses = arguments.lengths("response_lens", response_lens, len(prompts), "prompt_lens")
+    checked: list[list[int]] = []
+    seen: set[int] = set()
+    for number, members in enumerate(arguments.items("groups", groups, "lists of sample indices")):
+        name = f"groups[{number}]"
+        indices = [
+            arguments.integer(f"{name}[{at}]", one, 0, len(prompts) - 1)
+            for at, one in enumerate(arguments.items(name, members, "sample indices"))
+        ]
+        if not indices:
+            raise SharedPromptError(explain(name, "at least one sample", "none"))
+        for one in indices:
+            if one in seen:
+                raise SharedPromptError(explain(name, "samples that are in no group yet", f"sample {one} again"))
+            seen.add(one)
+        _check_one_prompt(name, indices, prompts)
+        checked.append(indices)
+    return checked, prompts, responses
+
+
+def _check_one_prompt(name: str, members: Sequence[int], prompt_lens: Sequence[int]) -> None:
+    for other in members[1:]:
+        if prompt_lens[other] != prompt_lens[members[0]]:
+            expected = f"samples with one prompt, of {prompt_lens[members[0]]} tokens as that of sample {members[0]}"
+            raise SharedPromptError(explain(name, expected, f"{prompt_lens[other]} of sample {other}"))
+
+
 def _fill(
     groups: Sequence[Sequence[int]], prompt_lens: Sequence[int], response_lens: Sequence[int], max_tokens: int
-) -> tuple[list[list[int]], str | None]:
-    """The micro-batches, or what is wrong. Rows are those of the boundary "replicate", which has more."""
+) -> list[list[int]]:
+    """The micro-batches. Rows are those of the boundary "replicate", which has more."""
     pieces: list[list[int]] = []
     sizes: list[int] = []
     for members in groups:
@@ -84,15 +136,17 @@ def _fill(
         for index, own in zip(members, rows):
             if prompt_len - 1 + own > max_tokens:
                 needed = f"at least {prompt_len + response_lens[index]}, the tokens of sample {index}"
-                return [], explain("max_tokens", needed, max_tokens)
+                raise SharedPromptError(explain("max_tokens", needed, max_tokens))
         for part in _best_fit(rows, max_tokens - (prompt_len - 1)):
             pieces.append([members[at] for at in sorted(part)])
             sizes.append(prompt_len - 1 + sum(rows[at] for at in part))
-    return [[index for at in part for index in pieces[at]] for part in _best_fit(sizes, max_tokens)], None
+    return [[index for at in part for index in pieces[at]] for part in _best_fit(sizes, max_tokens)]
 
 
 def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Indices of the sizes by bin, each of at most `capacity`: best fit, decreasing. No size is above the capacity."""
+    if not sizes:
+        return []
     if sum(sizes) <= capacity:
         return [list(range(len(sizes)))]
     bins: list[list[int]] = []
@@ -122,7 +176,10 @@ def _largest(values: Sequence[int], dp_group: Any) -> list[int]:
 
 
 def balance_groups(
-    prompt_lens: Sequence[int], response_lens: Sequence[int], group_ids: Sequence[Hashable], num_ranks: int
+    prompt_lens: Sequence[int] | Tensor,
+    response_lens: Sequence[int] | Tensor,
+    group_ids: GroupIds,
+    num_ranks: int,
 ) -> list[list[int]]:
     """Samples for each rank: equally many, about equal attention costs, and groups whole where that is possible.
 
@@ -130,36 +187,40 @@ def balance_groups(
     that has room for all of their samples; one for which there is no such rank is divided among those with most room.
 
     Args:
-        prompt_lens, response_lens, group_ids: (B,) of the samples; B is a multiple of num_ranks.
+        prompt_lens, response_lens: (B,) of the samples, lists or integer tensors; B is a multiple of num_ranks.
+        group_ids: (B,) as for `pack_shared_prompts`.
         num_ranks: how many lists to make.
 
     Raises:
-        SharedPromptError: unequal lengths, or a B that cannot be divided.
+        SharedPromptError: an argument is not as described, unequal prompts in a group, a B that cannot be divided.
     """
-    samples = len(prompt_lens)
-    for name, values in (("response_lens", response_lens), ("group_ids", group_ids)):
-        if len(values) != samples:
-            raise SharedPromptError(explain(name, f"{samples} of them (as prompt_lens)", len(values)))
-    if num_ranks < 1 or samples % num_ranks != 0:
+    prompts = arguments.lengths("prompt_lens", prompt_lens, least=1)
+    samples = len(prompts)
+    responses = arguments.lengths("response_lens", response_lens, samples, "prompt_lens")
+    ranks_wanted = arguments.integer("num_ranks", num_ranks, 1)
+    if samples % ranks_wanted != 0:
         raise SharedPromptError(explain("num_ranks", f"a divisor of the {samples} samples", num_ranks))
-    members: dict[Hashable, list[int]] = {}
-    for index, group in enumerate(group_ids):
-        members.setdefault(group, []).append(index)
+    given = arguments.group_ids(group_ids)
+    ids = given.tolist() if isinstance(given, Tensor) else given
+    check_count(ids, samples)
+    groups = groups_of(ids)
+    for members in groups:
+        _check_one_prompt(f"group_ids {ids[members[0]]!r}", members, prompts)
 
     def cost(chosen: Sequence[int]) -> float:
-        prompt = prompt_lens[chosen[0]]
-        return prompt**2 + sum(response_lens[i] * (prompt + response_lens[i] / 2) for i in chosen)
+        prompt = prompts[chosen[0]]
+        return prompt**2 + sum(responses[i] * (prompt + responses[i] / 2) for i in chosen)
 
-    share = samples // num_ranks
-    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    costs = [0.0] * num_ranks
-    for rest in sorted(members.values(), key=cost, reverse=True):
+    share = samples // ranks_wanted
+    ranks: list[list[int]] = [[] for _ in range(ranks_wanted)]
+    costs = [0.0] * ranks_wanted
+    for rest in sorted(groups, key=cost, reverse=True):
         while rest:
-            roomy = [rank for rank in range(num_ranks) if share - len(ranks[rank]) >= len(rest)]
+            roomy = [rank for rank in range(ranks_wanted) if share - len(ranks[rank]) >= len(rest)]
             if roomy:
                 rank = min(roomy, key=costs.__getitem__)
             else:
-                rank = min(range(num_ranks), key=lambda one: (len(ranks[one]), costs[one]))
+                rank = min(range(ranks_wanted), key=lambda one: (len(ranks[one]), costs[one]))
             taken, rest = rest[: share - len(ranks[rank])], rest[share - len(ranks[rank]) :]
             ranks[rank] += taken
             costs[rank] += cost(taken)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import explain
-from ..errors import SharedPromptError
+from .. import arguments
+from ..checks import MAX_ROWS, explain
+from ..errors import SharedPromptError, SharedPromptTypeError
 from .batch import SharedPromptBatch
 
 
 def unpack_logprobs(
-    values: Tensor, batch: SharedPromptBatch, *, fill: float = 0.0, per_row: bool | None = None
+    values: Tensor,
+    batch: SharedPromptBatch,
+    *,
+    width: int | None = None,
+    fill: float = 0.0,
+    per_row: bool | None = None,
 ) -> Tensor:
     """Values of the response tokens as a padded tensor in the samples' original order; differentiable.
 
@@ -19,19 +25,23 @@ def unpack_logprobs(
         values: (sum R,) one for each response token, in the order of `token_index`; or (T,) one for each packed row, of
             which a response token takes that of the row that scores it. A leading dimension of size 1 is ignored.
         batch: where they come from.
+        width: columns of the result, for a trainer's mask of (B, width); None for the longest response of this batch.
         fill: what stands behind the responses.
         per_row: which of the two `values` is; None: as its length says.
 
     Returns:
-        (B, max R) in the dtype of `values`.
+        (B, width) in the dtype of `values`.
 
     Raises:
-        SharedPromptError: `values` has neither length, or has both and per_row is None.
+        SharedPromptError: `values` has neither length, or has both and per_row is None; a width below the longest
+            response.
     """
     values = _of_response_tokens(values, batch, per_row)
     samples, longest = len(batch.response_lens), max(batch.response_lens)
-    filled = values.new_full((samples * longest,), fill)
-    return filled.index_put((batch.padded_index,), values).view(samples, longest)
+    columns = longest if width is None else arguments.integer("width", width, longest, MAX_ROWS)
+    check_fill(fill, values.dtype)
+    filled = values.new_full((samples * longest,), fill).index_put((batch.padded_index,), values).view(samples, longest)
+    return filled if columns == longest else torch.nn.functional.pad(filled, (0, columns - longest), value=fill)
 
 
 def unpack_to_jagged(values: Tensor, batch: SharedPromptBatch, *, per_row: bool | None = None) -> Tensor:
@@ -51,7 +61,25 @@ def unpack_to_jagged(values: Tensor, batch: SharedPromptBatch, *, per_row: bool 
     return torch.nested.nested_tensor_from_jagged(rows, batch.jagged_offsets, min_seqlen=shortest, max_seqlen=longest)
 
 
+def check_fill(fill: float, dtype: torch.dtype) -> None:
+    """SharedPromptError for what is no number of that type."""
+    if isinstance(fill, bool) or not isinstance(fill, (int, float)):
+        raise SharedPromptTypeError(explain("fill", "a float", arguments.describe(fill)))
+    try:
+        torch.full((), fill, dtype=dtype, device="cpu")
+    except (RuntimeError, OverflowError):
+        raise SharedPromptError(explain("fill", f"a number of {dtype} (as values)", fill)) from None
+
+
 def _of_response_tokens(values: Tensor, batch: SharedPromptBatch, per_row: bool | None) -> Tensor:
+    arguments.instance("values", values, Tensor)
+    arguments.instance("batch", batch, SharedPromptBatch)
+    if per_row is not None:
+        arguments.flag("per_row", per_row)
+    if values.is_nested or values.layout != torch.strided:
+        raise SharedPromptTypeError(explain("values", "a dense tensor", f"one of layout {values.layout}"))
+    if values.device != batch.token_index.device:
+        raise SharedPromptError(explain("values", f"device {batch.token_index.device} (as the batch)", values.device))
     if values.dim() == 2 and values.shape[0] == 1:
         values = values[0]
     tokens, rows = sum(batch.response_lens), batch.layout.num_tokens

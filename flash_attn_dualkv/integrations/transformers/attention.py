@@ -13,11 +13,12 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from ... import arguments
 from ...attention import BACKENDS, shared_prompt_attention
 from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, explain
-from ...errors import SharedPromptError, SharedPromptUnsupportedError
+from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ...layout import SharedPromptLayout
-from . import guard
+from . import base_class, guard
 from .masks import DeferredMask, deferred_mask
 from .support import TAKES_LAYOUT
 
@@ -61,8 +62,8 @@ def register(name: str = "dualkv", fallback: str = "auto", *, backend: str = "au
         raise SharedPromptError(explain("name", 'a name without "flash" in it', repr(name)))
     if name in ("eager", "sdpa", "flex_attention"):
         raise SharedPromptError(explain("name", "a name of its own (wrap() extends a stock attention)", repr(name)))
-    _check_choice("fallback", fallback, FALLBACKS)
-    _check_choice("backend", backend, BACKENDS)
+    arguments.choice("fallback", fallback, FALLBACKS)
+    arguments.choice("backend", backend, BACKENDS)
 
     def attention(
         module: nn.Module,
@@ -81,6 +82,9 @@ def register(name: str = "dualkv", fallback: str = "auto", *, backend: str = "au
     setattr(attention, TAKES_LAYOUT, True)
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, deferred_mask)
+    base_class.own_names.add(name)
+    base_class.install()
+    _refuse_layouts_elsewhere()
 
 
 def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa"), *, backend: str = "auto") -> None:
@@ -98,11 +102,11 @@ def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa
     Raises:
         SharedPromptError: a name is not registered, or is "eager"; an unknown backend.
     """
-    _check_choice("backend", backend, BACKENDS)
-    names = (names,) if isinstance(names, str) else tuple(names)
+    arguments.choice("backend", backend, BACKENDS)
+    names = (names,) if isinstance(names, str) else tuple(arguments.items("names", names, "names"))
     known = AttentionInterface._global_mapping
     for name in names:
-        if name == "eager" or name not in known:
+        if not isinstance(name, str) or name == "eager" or name not in known:
             expected = f"one of {', '.join(sorted(set(known) - {'eager'}))}"
             raise SharedPromptError(explain("names", expected, repr(name)))
     for name in names:
@@ -110,6 +114,8 @@ def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa
         stock_mask = AttentionMaskInterface._global_mapping.get(name)
         if stock_mask is not None:
             AttentionMaskInterface.register(name, _wrapped_mask(stock_mask))
+    base_class.install()
+    _refuse_layouts_elsewhere()
 
 
 # --- with a layout ----------------------------------------------------------------------------------------------------
@@ -129,6 +135,7 @@ def _attend(
     scaling, softcap, s_aux = (kwargs.pop(name, None) for name in ("scaling", "softcap", "s_aux"))
     window = _window(attention_mask, kwargs.pop("sliding_window", None))
     _check_call(module, query, key, layout, attention_mask, kwargs)
+    layout.check_positions(kwargs.get("position_ids"))
     guard.consume(module, layout)
     q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
     if not q.dtype == k.dtype == v.dtype:
@@ -178,6 +185,7 @@ def _check_call(
     kwargs: dict[str, Any],
 ) -> None:
     """SharedPromptError if the call is anything but plain causal attention of the layout's packed row."""
+    arguments.instance("shared_prompt_layout", layout, SharedPromptLayout, " (batch.layout)")
     if query.shape[0] != 1 or query.shape[2] != layout.num_tokens:
         expected = f"1 row of {layout.num_tokens} tokens (as the layout)"
         raise SharedPromptError(explain("input_ids", expected, f"{query.shape[0]} of {query.shape[2]}"))
@@ -195,6 +203,7 @@ def _check_call(
         raise SharedPromptError(explain("dropout of attention", "0 with a shared prompt", dropout))
     is_causal = kwargs.pop("is_causal", None)
     if isinstance(attention_mask, DeferredMask):
+        attention_mask.replace()
         if attention_mask.others and attention_mask.is_causal:
             expected, others = "a causal or sliding-window one with a layout", ", ".join(attention_mask.others)
             raise SharedPromptError(explain("attention_mask", expected, f"one made of {others}"))
@@ -236,8 +245,8 @@ def _attend_without_layout(
         expected = 'attention that sdpa offers (or register(fallback="eager"))'
         raise SharedPromptError(explain("fallback", expected, ", ".join(beyond_sdpa)))
     if fallback == "sdpa" or (fallback == "auto" and not beyond_sdpa):
-        stock = AttentionInterface._global_mapping["sdpa"]
-        return stock(module, query, key, value, attention_mask, **kwargs)
+        sdpa = AttentionInterface._global_mapping["sdpa"]
+        return sdpa(module, query, key, value, attention_mask, **kwargs)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         expected = f"a model file with an eager attention ({type(module).__module__} has none)"
@@ -259,6 +268,25 @@ def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 # --- stock names ------------------------------------------------------------------------------------------------------
+
+
+def _refuse_layouts_elsewhere() -> None:
+    """Let stock attention raise when it gets a layout, which it would drop: of a layer that was left on it, say."""
+    for name, stock in list(AttentionInterface._global_mapping.items()):
+        if not hasattr(stock, TAKES_LAYOUT) and not hasattr(stock, "dualkv_stock"):
+            AttentionInterface.register(name, _refusing_attention(name, stock))
+
+
+def _refusing_attention(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("shared_prompt_layout") is not None:
+            expected = "a registered or wrapped attention in every layer that gets a layout"
+            raise SharedPromptLayoutError(explain(type(module).__name__, expected, repr(name)))
+        return stock(module, *args, **kwargs)
+
+    attention.dualkv_stock = stock  # type: ignore[attr-defined]
+    return attention
 
 
 def _wrapped_attention(stock: Callable[..., Any], backend: str) -> Callable[..., Any]:
@@ -300,8 +328,3 @@ def _wrapped_mask(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     mask.dualkv_stock = stock  # type: ignore[attr-defined]
     return mask
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise SharedPromptError(explain(name, f"one of {', '.join(choices)}", repr(value)))

@@ -7,17 +7,17 @@ run with the backbone replaced by one that returns ready hidden states, so no mo
 from __future__ import annotations
 
 import inspect
-import math
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ... import arguments
 from ...checks import explain
 from ...data.batch import SharedPromptBatch
 from ...errors import SharedPromptError
@@ -37,6 +37,18 @@ from .support import (
 _WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "module")
 
 
+@overload
+def shared_prompt_forward(
+    model: nn.Module, batch: SharedPromptBatch, *, temperature: float = 1.0, with_entropy: Literal[False] = False
+) -> tuple[Tensor, None]: ...
+@overload
+def shared_prompt_forward(
+    model: nn.Module, batch: SharedPromptBatch, *, temperature: float = 1.0, with_entropy: Literal[True]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def shared_prompt_forward(
+    model: nn.Module, batch: SharedPromptBatch, *, temperature: float = 1.0, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]: ...
 def shared_prompt_forward(
     model: nn.Module, batch: SharedPromptBatch, *, temperature: float = 1.0, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
@@ -55,14 +67,14 @@ def shared_prompt_forward(
         entropy is None unless asked for.
 
     Raises:
-        SharedPromptError: the model is not exact on shared prompts (see `check_supported`), draws dropout in training
-            mode, runs on another attention, or shards its LM head as an FSDP unit of its own.
+        SharedPromptError: an argument is not as described; a token id is not in the vocabulary; the model is not exact
+            on shared prompts (see `check_supported`), draws dropout in training mode, runs on another attention, or
+            shards its LM head as an FSDP unit of its own.
         SharedPromptLayoutError: an attention layer has not got the layout; nothing is returned then.
     """
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
-        raise TypeError(explain("temperature", "a float", type(temperature).__name__))
-    if not 0.0 < temperature < math.inf:
-        raise SharedPromptError(explain("temperature", "a finite number > 0", temperature))
+    arguments.instance("batch", batch, SharedPromptBatch, " (of pack_shared_prompts)")
+    temperature = arguments.positive("temperature", temperature)
+    arguments.flag("with_entropy", with_entropy)
     causal_lm = causal_lm_of(model)
     inputs = {
         "input_ids": batch.input_ids[None],
@@ -72,7 +84,9 @@ def shared_prompt_forward(
         "shared_prompt_layout": batch.layout,
     }
     with _lock_of(causal_lm):
-        scorer = _Scorer(causal_lm, _check_model(causal_lm), batch, temperature, with_entropy)
+        backbone = _check_model(causal_lm)
+        _check_vocabulary(causal_lm, batch)
+        scorer = _Scorer(causal_lm, backbone, batch, temperature, with_entropy)
         expected = expect_shared_prompt(batch.layout, num_attention_layers(causal_lm.config))
         with expected, _replaced_forward(scorer):
             # Through the outermost module, so that wrappers see one forward with the log-probabilities as its output.
@@ -133,6 +147,14 @@ def _check_model(causal_lm: Any) -> str:
     check_positions(getattr(causal_lm, name))
     check_noise(causal_lm)
     return name
+
+
+def _check_vocabulary(causal_lm: Any, batch: SharedPromptBatch) -> None:
+    """SharedPromptError for token ids that have no row: on a GPU the embedding would only say "device-side assert"."""
+    ends = (causal_lm.get_input_embeddings(), "num_embeddings"), (causal_lm.get_output_embeddings(), "out_features")
+    sizes = [size for module, name in ends if isinstance(size := getattr(module, name, None), int)]
+    if sizes and batch.max_token >= min(sizes):
+        raise SharedPromptError(explain("batch", f"token ids below {min(sizes)}, the vocabulary", batch.max_token))
 
 
 class _Scorer:

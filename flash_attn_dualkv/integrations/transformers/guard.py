@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from ... import arguments
 from ...checks import explain
 from ...errors import SharedPromptLayoutError
 from ...layout import SharedPromptLayout
@@ -54,8 +55,8 @@ def current() -> Expectation | None:
 
 def begin(layout: SharedPromptLayout, num_layers: int, owner: object = None) -> Expectation:
     """Start to expect that the layout is consumed, until `end`."""
-    if num_layers < 1:
-        raise ValueError(explain("num_layers", "an int >= 1", num_layers))
+    arguments.instance("layout", layout, SharedPromptLayout, " (batch.layout)")
+    arguments.integer("num_layers", num_layers, 1)
     expectation = Expectation(layout, num_layers, current(), owner)
     _expectation.set(expectation)
     return expectation
@@ -92,6 +93,7 @@ def expect_shared_prompt(layout: SharedPromptLayout, num_layers: int) -> Iterato
         num_layers: attention layers of the model, >= 1.
 
     Raises:
+        SharedPromptError: an argument is not as described.
         SharedPromptLayoutError: on leaving, if any layer attended without the layout; inside, if a layer gets another.
     """
     expectation = begin(layout, num_layers)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ... import arguments
+from ...checks import explain
+from ...errors import SharedPromptLayoutError
+from ...layout import SharedPromptLayout
 from . import guard
+from .base_class import check_labels
 from .forward import backbone_name, causal_lm_of
 from .support import check_modules, check_noise, check_positions, check_supported, num_attention_layers
 
@@ -27,7 +33,9 @@ def install_layout_hook(model: nn.Module) -> LayoutHook:
 
     Raises:
         SharedPromptError: the model is not supported; see `check_supported`. From a forward: dropout.
-        SharedPromptLayoutError: from a forward, when an attention layer has not consumed the layout.
+            Labels without shift_labels, which the model would shift by a row.
+        SharedPromptLayoutError: from a forward, when an attention layer has not consumed the layout, or when the
+            positions are not those of the layout's batch.
     """
     stock = causal_lm_of(model)
     check_supported(stock.config)
@@ -36,17 +44,19 @@ def install_layout_hook(model: nn.Module) -> LayoutHook:
     name = backbone_name(stock)
     modules = [stock] if name is None else [stock, getattr(stock, name)]
     check_positions(modules[-1])
+    parameters = {type(one): tuple(inspect.signature(type(one).forward).parameters)[1:] for one in modules}
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         hook.end_interrupted(module)
-        layout, outer = kwargs.get("shared_prompt_layout"), guard.current()
-        if layout is not None and outer is None:
+        given, outer = kwargs.get("shared_prompt_layout"), guard.current()
+        layout = given if given is not None or outer is None else outer.layout
+        if layout is None:
+            return None
+        _check_inputs(layout, {**dict(zip(parameters[type(module)], args)), **kwargs})
+        check_noise(module)
+        if outer is None:
             guard.begin(layout, layers, owner=(hook, module))
-        if layout is not None or outer is not None:
-            check_noise(module)
-        if layout is None and outer is not None:
-            return args, {**kwargs, "shared_prompt_layout": outer.layout}
-        return None
+        return (args, {**kwargs, "shared_prompt_layout": layout}) if given is None else None
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         expectation = guard.current()
@@ -62,6 +72,17 @@ def install_layout_hook(model: nn.Module) -> LayoutHook:
         hook.add(one.register_forward_pre_hook(before, with_kwargs=True))
         hook.add(one.register_forward_hook(after, always_call=True))
     return hook
+
+
+def _check_inputs(layout: Any, inputs: dict[str, Any]) -> None:
+    """Refuse a forward with a layout whose positions or labels the model would make or shift by itself."""
+    arguments.instance("shared_prompt_layout", layout, SharedPromptLayout, " (batch.layout)")
+    position_ids = inputs.get("position_ids")
+    if position_ids is None:
+        expected = "batch.position_ids[None] with a shared prompt"
+        raise SharedPromptLayoutError(explain("position_ids", expected, "none, so that the model would count rows"))
+    layout.check_positions(position_ids)
+    check_labels(inputs.get("labels"), inputs.get("shift_labels"))
 
 
 class LayoutHook:

@@ -27,13 +27,14 @@ _CAUSAL_MASKS = frozenset(
 
 
 class _MaskError(SharedPromptError, AttributeError):
-    """A mask that is not there is read. To `hasattr`, with which wrappers look at arguments, it is a no."""
+    """The mask of a forward with a layout is read. An AttributeError too, so that a wrapper's `hasattr` answers no."""
 
 
 class DeferredMask:
-    """The mask of a packed row, T x T elements, built when an attention layer needs it: with a layout none does.
+    """Stands for the mask of a packed row, T x T elements, which is built only when something reads it.
 
-    To a model that computes with its mask itself it is that mask.
+    Attention layers with a layout do not. To stock attention, and to models that compute with their mask themselves,
+    this object is the mask.
     """
 
     def __init__(self, builder: Callable[..., Any], arguments: dict[str, Any]) -> None:
@@ -43,6 +44,8 @@ class DeferredMask:
         self.others = sorted(_parts(arguments.get("mask_function", causal_mask_function)) - _CAUSAL_MASKS)
         self._mask: Tensor | None = None
         self._is_built = False
+        self._is_read = False  # by something that is no attention of ours
+        self._is_replaced = False  # by a layout, in at least one layer
 
     @property
     def window(self) -> int | None:
@@ -61,11 +64,22 @@ class DeferredMask:
             self._is_built = True
         return self._mask
 
+    def replace(self) -> None:
+        """Note that an attention layer takes a layout in its stead; an error if another layer has read it."""
+        self._is_replaced = True
+        if self._is_read:
+            raise self._error()
+
+    @staticmethod
+    def _error() -> _MaskError:
+        expected = "a model that leaves its mask to its attention layers, which all run on a registered attention"
+        return _MaskError(explain("model", expected, "one that computes with the mask itself"))
+
     def _tensor(self) -> Tensor:
         """The mask for a model that reads it: there is one, even if it is plainly causal."""
-        if guard.current() is not None:
-            expected = "a model that leaves its mask to its attention layers"
-            raise _MaskError(explain("model", expected, "one that computes with the mask itself"))
+        self._is_read = True
+        if guard.current() is not None or self._is_replaced:
+            raise self._error()
         mask: Tensor = self._builder(**{**self._arguments, "allow_is_causal_skip": False})
         return mask
 

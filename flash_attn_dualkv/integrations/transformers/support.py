@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 from transformers import AttentionInterface
 
+from ...arguments import describe
 from ...checks import explain
-from ...errors import SharedPromptError
+from ...errors import SharedPromptError, SharedPromptTypeError
 
 # The attribute by which attention functions that take a layout are known.
 TAKES_LAYOUT = "dualkv_takes_layout"
@@ -48,6 +49,8 @@ def check_supported(config: Any) -> None:
     Raises:
         SharedPromptError: names what is not supported.
     """
+    if not hasattr(config, "get_text_config"):
+        raise SharedPromptTypeError(explain("config", "a transformers configuration (model.config)", describe(config)))
     if getattr(config, "is_encoder_decoder", False):
         raise SharedPromptError(explain("model", "a decoder-only model", "an encoder-decoder"))
     text = text_config(config)

@@ -1,0 +1,83 @@
+"""README and docs: examples run as they stand, links lead somewhere, commands do what they say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+MOST_LINES = 220
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Fenced blocks, but for marked ones, which have tests of their own."""
+    text = re.sub(r"^<!-- \w+: \w+ -->\n```\w+\n.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.S | re.M)
+
+
+def run_examples(page: Path) -> dict[str, Any]:
+    """All python blocks of a page, one after the other in one namespace."""
+    names: dict[str, Any] = {"__name__": page.stem}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), names)
+    return names
+
+
+def test_the_readme_stays_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_examples_of_the_attention_function() -> None:
+    names = run_examples(ROOT / "docs/attention.md")
+    out, lse = names["out"], names["lse"]
+    assert out.shape == (sum(names["lengths"]), names["heads"], names["head_dim"])
+    assert lse.shape == (names["heads"], len(out))
+    assert torch.isfinite(out).all()
+    assert all(names[name].grad.abs().sum(dim=(1, 2)).all() for name in "kv")
+
+
+def test_examples_of_the_training_guide(restored_registry: None) -> None:
+    names = run_examples(ROOT / "docs/training.md")
+    labels, logits = names["batch"].targets, names["logits"][0]
+    loss = torch.nn.functional.cross_entropy(logits.float(), labels)
+    assert names["loss"].item() == pytest.approx(loss.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8"))
+
+    for link in links:
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.M)
+            assert anchor in [re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings], link
+
+
+def test_predictions_in_the_pages_run() -> None:
+    commands = [
+        line for page in PAGES for line in re.findall(r"python -m flash_attn_dualkv\.predict[^`\n]*", page.read_text())
+    ]
+    assert commands
+    for command in commands:
+        words = [sys.executable, *shlex.split(command)[1:]]
+        result = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
+        assert result.returncode == 0, result.stderr
+        assert "x" in result.stdout
+
+
+def test_the_picture_is_what_its_script_draws(tmp_path: Path) -> None:
+    out = tmp_path / "picture.svg"
+    subprocess.run([sys.executable, ROOT / "docs" / "picture.py", out], check=True)
+    assert out.read_text() == (ROOT / "docs" / "shared_prompt.svg").read_text(), "run docs/picture.py again"

@@ -1,0 +1,196 @@
+"""A layout reaches a model together with the positions and labels of its batch, or the forward raises."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import pickle
+
+import pytest
+import torch
+from test_packing_cost import Counter
+from tiny_models import (
+    MIXED,
+    check_equal,
+    dualkv,
+    replicated_logps,
+    stock_twin,
+    tiny_model,
+    transformers,
+)
+
+from flash_attn_dualkv import (
+    SharedPromptError,
+    SharedPromptLayoutError,
+    pack_jagged,
+    pack_padded,
+    pack_shared_prompts,
+)
+
+BATCH = MIXED.pack()
+POSITIONS = "position_ids: expected (those of the layout's batch|batch.position_ids)"
+LABELS = "labels: expected shift_labels=batch.labels"
+
+
+def call(model, batch=BATCH, **inputs):
+    return model(batch.input_ids[None], use_cache=False, shared_prompt_layout=batch.layout, **inputs)
+
+
+@pytest.fixture(params=["nothing", "hook", "expectation", "both"])
+def guarded(request):
+    """Makes a call under one of the guards, or under none."""
+
+    def run(model, *args, **inputs):
+        if request.param in ("hook", "both"):
+            dualkv.install_layout_hook(model)
+        if request.param in ("nothing", "hook"):
+            return call(model, *args, **inputs)
+        with dualkv.expect_shared_prompt(BATCH.layout, 2):
+            return call(model, *args, **inputs)
+
+    return run
+
+
+def test_no_positions(guarded):
+    """The model counts the rows of the pack: log-probabilities would be off by several nats."""
+    with pytest.raises(SharedPromptLayoutError, match=POSITIONS):
+        guarded(tiny_model("llama"))
+
+
+def test_positions_of_another_batch_of_equal_length(guarded):
+    """The same lengths in another order have the same number of rows; the same lengths even the same positions."""
+    others = MIXED.take([5, 4, 3, 2, 1, 0]).pack(), MIXED.pack()
+    for other in others:
+        assert other.layout.num_tokens == BATCH.layout.num_tokens
+        with pytest.raises(SharedPromptLayoutError, match=POSITIONS):
+            guarded(tiny_model("llama"), position_ids=other.position_ids[None])
+    assert torch.equal(others[1].position_ids, BATCH.position_ids)
+
+
+def test_labels_that_the_model_would_shift(guarded):
+    model = tiny_model("llama")
+    positions = dict(position_ids=BATCH.position_ids[None])
+    with pytest.raises(SharedPromptError, match=LABELS):
+        guarded(model, **positions, labels=BATCH.labels[None])
+    loss = guarded(model, **positions, labels=BATCH.labels[None], shift_labels=BATCH.labels[None]).loss
+    expected, _ = replicated_logps(stock_twin(model), MIXED)
+    # The first tokens of responses have a label too: the batch is packed with boundary "replicate".
+    assert loss.item() == pytest.approx(-expected.mean().item(), abs=1e-6)
+    assert isinstance(model.loss_function(torch.zeros(1, 3, 97), torch.zeros(1, 3).long(), 97), torch.Tensor)
+
+
+def test_positions_given_by_position(guarded):
+    """The hook looks at arguments without names too."""
+    model = tiny_model("llama")
+    dualkv.install_layout_hook(model)
+    inputs = dict(use_cache=False, shared_prompt_layout=BATCH.layout)
+    model(BATCH.input_ids[None], None, BATCH.position_ids[None], **inputs)
+    with pytest.raises(SharedPromptLayoutError, match=POSITIONS):
+        model(BATCH.input_ids[None], None, BATCH.position_ids[None] + 0, **inputs)
+
+
+# --- no false alarm ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation(reentrant, guarded):
+    """A checkpointed layer runs again in the backward; what hooks for saved tensors give it there may be copies."""
+    model = tiny_model("llama").train()
+    model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    model.enable_input_require_grads()
+    with torch.autograd.graph.save_on_cpu():
+        guarded(model, position_ids=BATCH.position_ids[None]).logits.sum().backward()
+    assert all(one.grad is not None for one in model.model.parameters())
+
+
+def test_compiled_model(guarded):
+    model = tiny_model("llama", dtype=torch.float32)
+    torch._dynamo.reset()
+    expected = call(model, position_ids=BATCH.position_ids[None]).logits
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    with torch.no_grad():
+        got = call(compiled, position_ids=BATCH.position_ids[None]).logits
+    check_equal(got, expected, 1e-5)
+
+
+def test_copied_batches():
+    """A batch takes its positions along, wherever it goes; a layout that goes alone says nothing of positions."""
+    model = tiny_model("llama")
+    saved = io.BytesIO()
+    torch.save(BATCH, saved)
+    saved.seek(0)
+    copies = [
+        copy.deepcopy(BATCH),
+        pickle.loads(pickle.dumps(BATCH)),
+        torch.load(saved, weights_only=False),
+        dataclasses.replace(BATCH, labels=BATCH.labels.clone()),
+    ]
+    for batch in copies:
+        call(model, batch, position_ids=batch.position_ids[None])
+        if batch.position_ids is not BATCH.position_ids:
+            with pytest.raises(SharedPromptLayoutError, match=POSITIONS):
+                call(model, batch, position_ids=BATCH.position_ids[None])
+    rebuilt = dataclasses.replace(BATCH, layout=dataclasses.replace(BATCH.layout))  # as FSDP1 does
+    call(model, rebuilt, position_ids=BATCH.position_ids.view(1, -1))
+    alone = dataclasses.replace(BATCH, layout=pickle.loads(pickle.dumps(BATCH.layout)))
+    call(model, alone, position_ids=BATCH.position_ids[None].clone())
+    padded = BATCH.layout.pad_to(64)
+    assert padded.num_tokens == 64 and padded.position_ids is None
+
+
+def test_slices_of_positions():
+    """Sequence parallelism gives every rank a part of the positions, and attention all rows."""
+    half = BATCH.layout.num_tokens // 2
+    for positions in (BATCH.position_ids[None, :half], BATCH.position_ids[None, half:].clone(), None):
+        BATCH.layout.check_positions(positions)
+    # Models with images have positions of three dimensions, which are not the batch's.
+    BATCH.layout.check_positions(BATCH.position_ids.expand(3, 1, -1).clone())
+
+
+def test_the_check_reads_no_values():
+    """On a GPU it would wait for all that was launched before."""
+    with Counter() as counter:
+        BATCH.layout.check_positions(BATCH.position_ids)
+        with pytest.raises(SharedPromptLayoutError, match=POSITIONS):
+            BATCH.layout.check_positions(MIXED.pack().position_ids)
+    assert "aten::_local_scalar_dense" not in counter.calls and "aten::equal" not in counter.calls
+
+
+# --- what else does not reach the attention functions -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("attention", "layers"), [("sdpa", [0]), ("sdpa", [1]), ("eager", [0]), ("eager", [1])])
+def test_layers_that_were_left_on_stock_attention(layers, attention):
+    model = tiny_model("llama")
+    for index in layers:
+        module = model.model.layers[index].self_attn
+        module.config = copy.deepcopy(module.config)
+        module.config._attn_implementation = attention
+    expected = "every layer that gets a layout, got 'sdpa'" if attention == "sdpa" else "model: expected a model that"
+    with pytest.raises(SharedPromptError, match=expected):
+        call(model, position_ids=BATCH.position_ids[None])
+    with pytest.raises(SharedPromptError, match=expected):
+        dualkv.shared_prompt_forward(model, BATCH)
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "falcon"])
+def test_models_without_the_attention_interface(model_type):
+    options = dict(n_embd=32, n_layer=2, n_head=4, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    config = transformers.AutoConfig.for_model(model_type, vocab_size=97, **options)
+    with pytest.raises(SharedPromptError, match="attn_implementation: expected a model whose attention goes through"):
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dualkv")
+
+
+def test_tokens_outside_the_vocabulary():
+    """Where they are is known from packing: on a GPU the embedding would only say "device-side assert"."""
+    model = tiny_model("llama")
+    forms = (
+        pack_shared_prompts([[96]], [[97, 2]]),
+        pack_padded(torch.tensor([[500, 96, 97]]), torch.tensor([[0, 1, 1]]), 2),
+        pack_jagged(torch.nested.nested_tensor([torch.tensor([96, 97])], layout=torch.jagged), [1]),
+    )
+    for batch in forms:
+        assert batch.max_token == 97
+        with pytest.raises(SharedPromptError, match="batch: expected token ids below 97, the vocabulary, got 97"):
+            dualkv.shared_prompt_forward(model, batch)
