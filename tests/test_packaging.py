@@ -1,4 +1,4 @@
-"""What gets built and installed, tested without a GPU: plan, search for nvcc, archives, README."""
+"""What gets built and installed, tested without a GPU: plan, search for nvcc, archives and wheels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import extension
 import pytest
 import toolchain
 from build_plan import CudaBuild, PureBuild, TorchBuild, plan_build
-from readme_commands import readme_command, readme_example
 from toolchain import BuildError, CompileStep, KernelSource, Nvcc
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,18 +104,12 @@ def test_what_cannot_be_built_is_an_error_that_names_the_fix(env, torch, nvcc, m
         plan(env, torch, nvcc)
 
 
-@pytest.mark.parametrize("text", ["9", "sm_90", "90+PTX", "80;;x", "native", "-80", "8.0.0"])
-def test_malformed_archs(text):
-    with pytest.raises(BuildError, match="DUALKV_ARCHS: expected"):
-        toolchain.parse_archs(text)
-
-
-def test_head_dims():
+def test_numbers_in_settings():
+    for text in ("9", "sm_90", "90+PTX", "80;;x", "native", "-80", "8.0.0"):
+        with pytest.raises(BuildError, match="DUALKV_ARCHS: expected"):
+            toolchain.parse_archs(text)
     assert toolchain.parse_head_dims("") == [64, 96, 128, 192, 256]
     assert toolchain.parse_head_dims("128;64, 64") == [64, 128]
-
-
-def test_max_jobs():
     assert toolchain.parallel_jobs({"MAX_JOBS": "7"}) == 7
     assert toolchain.parallel_jobs({}) >= 1
     with pytest.raises(BuildError, match="MAX_JOBS"):
@@ -132,43 +126,20 @@ def fake_nvcc(path: Path, release: str) -> Path:
     return path
 
 
-@pytest.fixture
-def toolkits(tmp_path):
-    """One nvcc in each place that is searched, and the candidates in the order found."""
-    paths = {
-        "home": fake_nvcc(tmp_path / "home/bin/nvcc", "12.4"),
-        "path": fake_nvcc(tmp_path / "path/nvcc", "12.6"),
-        "local": fake_nvcc(tmp_path / "local/cuda-12.8/bin/nvcc", "12.8"),
-        "pip": fake_nvcc(tmp_path / "site/nvidia/cu13/bin/nvcc", "13.0"),
-    }
+def test_the_search_for_nvcc(tmp_path):
+    """In the documented order, with the major version of torch's CUDA; without a match an error lists what there is."""
+    places = {"home/bin": "12.4", "path": "12.6", "local/cuda-12.8/bin": "12.8", "site/nvidia/cu13/bin": "13.0"}
+    paths = [fake_nvcc(tmp_path / place / "nvcc", release) for place, release in places.items()]
     env = {"CUDA_HOME": str(tmp_path / "home"), "PATH": f"/nowhere{os.pathsep}{tmp_path / 'path'}"}
-    return paths, toolchain.nvcc_candidates(env, tmp_path / "local", [tmp_path / "site"])
-
-
-def test_nvcc_is_searched_in_the_documented_order(toolkits):
-    paths, candidates = toolkits
-    assert candidates == [paths["home"], paths["path"], paths["local"], paths["pip"]]
-
-
-def test_the_first_nvcc_of_torchs_major_version_is_taken(toolkits):
-    paths, candidates = toolkits
-    assert toolchain.find_nvcc("12.9", candidates) == Nvcc(paths["home"], (12, 4))
-    assert toolchain.find_nvcc("13.0", candidates) == Nvcc(paths["pip"], (13, 0))
-    assert toolchain.find_nvcc(None, candidates) == Nvcc(paths["home"], (12, 4))
-
-
-def test_only_nvccs_of_other_major_versions_is_an_error_that_lists_them(toolkits):
-    _, candidates = toolkits
+    candidates = toolchain.nvcc_candidates(env, tmp_path / "local", [tmp_path / "site"])
+    assert candidates == paths
+    assert toolchain.find_nvcc("12.9", candidates) == Nvcc(paths[0], (12, 4))
+    assert toolchain.find_nvcc("13.0", candidates) == Nvcc(paths[-1], (13, 0))
+    assert toolchain.find_nvcc(None, candidates) == Nvcc(paths[0], (12, 4))
     with pytest.raises(BuildError, match=r"torch is built for CUDA 11\.8.*nvcc \(CUDA 12\.4\).*CUDA 13\.0.*CUDA_HOME"):
         toolchain.find_nvcc("11.8", candidates)
-
-
-def test_no_nvcc_at_all(tmp_path):
-    broken = tmp_path / "nvcc"
-    broken.write_text("#!/bin/sh\nexit 1\n")
-    broken.chmod(0o755)
-    assert toolchain.find_nvcc("13.0", []) is None
-    assert toolchain.find_nvcc("13.0", [broken]) is None
+    paths[0].write_text("#!/bin/sh\nexit 1\n")
+    assert toolchain.find_nvcc("13.0", []) is toolchain.find_nvcc("13.0", paths[:1]) is None
 
 
 # --- sources, options and incremental compiles ------------------------------------------------------------------------
@@ -185,15 +156,9 @@ def source_tree(root: Path, names: list[str]) -> Path:
 def test_head_dims_select_the_instances(tmp_path):
     names = ["kernels/segment_tables.cu", "instances/sm80_forward_d64_fp16.cu", "instances/sm80_backward_d128_bf16.cu"]
     source_tree(tmp_path, names)
-    assert [s.path.stem for s in toolchain.kernel_sources(tmp_path)] == [
-        "sm80_backward_d128_bf16",
-        "sm80_forward_d64_fp16",
-        "segment_tables",
-    ]
-    assert [s.path.stem for s in toolchain.kernel_sources(tmp_path, [64])] == [
-        "sm80_forward_d64_fp16",
-        "segment_tables",
-    ]
+    slowest_first = [Path(name).name for name in reversed(names)]
+    assert [source.path.name for source in toolchain.kernel_sources(tmp_path)] == slowest_first
+    assert [source.path.name for source in toolchain.kernel_sources(tmp_path, [64])] == slowest_first[1:]
 
 
 def test_an_instance_with_an_unknown_name_is_not_skipped(tmp_path):
@@ -275,7 +240,6 @@ def test_the_sdist_contains_everything(checkout, tmp_path):
 @pytest.fixture(scope="module")
 def installed(checkout, tmp_path_factory):
     """The folder that `pip install` fills; without kernels even where they could be built: they take minutes."""
-    pytest.importorskip("pip")
     import torch
 
     target = tmp_path_factory.mktemp("installed")
@@ -310,6 +274,59 @@ def test_the_version_is_the_same_everywhere(installed):
     assert declared is not None
     assert version == recorded == declared.group(1)
     assert Path(file).is_relative_to(installed)
+
+
+@pytest.fixture
+def cuda_torch(tmp_path):
+    """Settings under which the build takes the installed torch for one with CUDA, also where it is not.
+
+    What torch for the CPU lacks are a generated header and two libraries, of which the module needs the names and, to
+    be loaded, one variable: functions are looked up when they are called.
+    """
+    import torch
+
+    nvcc = toolchain.find_nvcc(torch.version.cuda)
+    if nvcc is None or not shutil.which("g++"):
+        pytest.skip("needs nvcc and g++")
+    if torch.version.cuda:
+        return {}
+    (tmp_path / "include/c10/cuda/impl").mkdir(parents=True)
+    (tmp_path / "include/c10/cuda/impl/cuda_cmake_macros.h").touch()
+    (tmp_path / "variable.c").write_text("void* _ZN3c104cuda20CUDACachingAllocator9allocatorE;\n")
+    (tmp_path / "sitecustomize.py").write_text(f'import torch\n\ntorch.version.cuda = "{nvcc.release}"\n')
+    for name in ("c10_cuda", "torch_cuda"):
+        command = ["g++", "-shared", "-o", tmp_path / f"lib{name}.so", "-x", "c", tmp_path / "variable.c"]
+        subprocess.run(command, check=True)
+    return {
+        "CPATH": str(tmp_path / "include"),
+        "LIBRARY_PATH": str(tmp_path),
+        "LD_LIBRARY_PATH": f"{tmp_path}{os.pathsep}{nvcc.runtime_library().parent}",
+        "PYTHONPATH": str(tmp_path),
+    }
+
+
+@pytest.mark.slow
+def test_one_wheel_serves_a_cluster(checkout, cuda_torch, tmp_path):
+    """Built once for two architectures; installed in seconds where there is neither nvcc nor any other compiler."""
+    options = ["--no-build-isolation", "--no-deps", "--no-index", "-w", str(tmp_path)]
+    archs = {"DUALKV_ARCHS": "80;90", "DUALKV_HEAD_DIMS": "64"}
+    result = run_python(checkout, "-m", "pip", "wheel", *options, ".", **archs, **cuda_torch)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "linux" in wheel.name
+
+    target, started = tmp_path / "installed", time.monotonic()
+    options = ["--no-deps", "--no-index", "--target", str(target)]
+    result = run_python(tmp_path, "-m", "pip", "install", *options, str(wheel), PATH="/nowhere", CUDA_HOME="")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert time.monotonic() - started < 30
+    code = (
+        "import os, sys; sys.setdlopenflags(os.RTLD_LAZY)\n"
+        "import flash_attn_dualkv; info = flash_attn_dualkv.build_info()\n"
+        "print(info['compiled_error'], info['archs'], info['head_dims'])"
+    )
+    result = run_python(target, "-c", code, **(cuda_torch | {"PYTHONPATH": "", "PATH": "/nowhere"}))
+    assert result.stdout.split("\n")[0] == "None ['80', '90'] {'sm80': [64], 'sm90': [64]}", result.stderr
 
 
 def test_an_error_is_a_sentence_and_no_traceback(checkout):
@@ -351,28 +368,3 @@ def test_no_sources_for_the_chosen_head_dims_is_an_error(tmp_path):
     root = source_tree(tmp_path, ["instances/sm80_forward_d64_fp16.cu"])
     with pytest.raises(BuildError, match="no kernel sources .* head dims 128"):
         extension.compile_steps(root, CudaBuild(torch_build(), NVCC13, ("80",), (128,)))
-
-
-# --- the README's commands --------------------------------------------------------------------------------------------
-
-
-def test_readme_command():
-    install = "<!-- command: install -->\n```bash\npip install . &&\n  run\n```\n"
-    text = f"words\n{install}\n<!-- command: test -->\n```bash\npytest\n```\n"
-    assert readme_command(text, "install") == "pip install . &&\n  run"
-    assert readme_command(text, "test") == "pytest"
-    with pytest.raises(ValueError, match="expected one .* after <!-- command: other -->, found 0"):
-        readme_command(text, "other")
-    with pytest.raises(ValueError, match="found 2"):
-        readme_command(text + install, "install")
-    with pytest.raises(ValueError, match="expected one bash block"):
-        readme_command(text.replace("pytest", ""), "test")
-    with pytest.raises(ValueError, match="expected one python block.* found 0"):
-        readme_example(text, "test")
-    assert readme_example(f"{text}<!-- example: test -->\n```python\nx = 1\n```\n", "test") == "x = 1"
-
-
-def test_the_readme_has_both_commands():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "python -m flash_attn_dualkv.demo" in readme_command(text, "install")
-    assert "pytest" in readme_command(text, "test")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from readme_commands import readme_example
 from tiny_models import Samples, check_equal, dualkv, replicated_logps
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -16,7 +16,8 @@ MOST_LINES = 40
 
 def test_the_training_example(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Under 40 lines of code; parameters move; what it scores equals replicated prompts."""
-    source = readme_example(README.read_text(encoding="utf-8"), "training")
+    marked = r"^<!-- example: training -->\n```python\n(.*?)^```$"
+    (source,) = re.findall(marked, README.read_text(encoding="utf-8"), re.M | re.S)
     code = [line for line in source.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     assert len(code) < MOST_LINES
     if device == "cpu":
