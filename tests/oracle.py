@@ -18,29 +18,26 @@ from flash_attn_dualkv import reference as specification
 
 FROBENIUS_BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 LSE_BOUND = 1e-4  # fp32 scores and sums, whatever the input type
-SCORES_AT_ONCE = 1 << 27  # elements of one score matrix: 1 GiB in fp64
-CPU_SCORES_AT_ONCE = 1 << 22
+SCORES_AT_ONCE = 1 << 27  # elements of a matrix of scores of the reference: 1 GiB in fp64
 KEYS_AT_ONCE = 1 << 13
-ELEMENTS_AT_ONCE = 1 << 28  # elements of one tensor: 2 GiB in fp64
+ELEMENTS_AT_ONCE = 1 << 28  # elements of a tensor, scores of a sequence included: 2 GiB in fp64
 
 
-def _budget(device: torch.device) -> int:
-    return SCORES_AT_ONCE if device.type == "cuda" else CPU_SCORES_AT_ONCE
-
-
-def visible(rows: SequenceRows, first: int, last: int, causal: bool, device: torch.device | str) -> Tensor:
-    """(last - first, keys) bool: the keys that query rows [first, last) of the sequence see."""
+def visible(rows: SequenceRows, first: int, last: int, device: torch.device) -> Tensor:
+    """(last - first, keys) bool: the keys that query rows [first, last) of the sequence see under a causal mask."""
     keys = torch.arange(rows.context_len + rows.decoded_len, device=device)
-    positions = torch.arange(rows.q_pos0 + first, rows.q_pos0 + last, device=device)
-    if not causal:
-        return torch.ones(len(positions), len(keys), dtype=torch.bool, device=device)
-    return keys[None, :] <= positions[:, None]
+    return keys[None, :] <= torch.arange(rows.q_pos0 + first, rows.q_pos0 + last, device=device)[:, None]
+
+
+def _key_rows(rows: SequenceRows) -> tuple[slice, slice]:
+    """The sequence's rows in both regions."""
+    context = slice(rows.context_begin, rows.context_begin + rows.context_len)
+    return context, slice(rows.decoded_begin, rows.decoded_begin + rows.decoded_len)
 
 
 def _keys(batch: Batch, rows: SequenceRows) -> tuple[Tensor, Tensor]:
     """(keys, H_k, d): K and V of the sequence, context first."""
-    context = slice(rows.context_begin, rows.context_begin + rows.context_len)
-    decoded = slice(rows.decoded_begin, rows.decoded_begin + rows.decoded_len)
+    context, decoded = _key_rows(rows)
     k = torch.cat([batch.k_context[context], batch.k_decoded[decoded]])
     return k, torch.cat([batch.v_context[context], batch.v_decoded[decoded]])
 
@@ -60,19 +57,6 @@ def _empty_results(batch: Batch, dtype: torch.dtype) -> Results:
     return Results(torch.zeros_like(zeros[0]), lse, *zeros)
 
 
-def _add_kv(results: Results, rows: SequenceRows, heads: slice, dk: Tensor, dv: Tensor) -> None:
-    """Adds (heads, keys, d) gradients of one sequence's keys to the rows they came from."""
-    context = slice(rows.context_begin, rows.context_begin + rows.context_len)
-    decoded = slice(rows.decoded_begin, rows.decoded_begin + rows.decoded_len)
-    for total, own, grad in (
-        (results.dk_context, results.dk_decoded, dk),
-        (results.dv_context, results.dv_decoded, dv),
-    ):
-        grad = grad.transpose(0, 1)
-        total[context, heads] += grad[: rows.context_len]
-        own[decoded, heads] += grad[rows.context_len :]
-
-
 @torch.no_grad()
 def reference(batch: Batch, dlse: Tensor | None = None) -> Results:
     """Attention and gradients in fp64: the package's own reference, with blocks as large as the device can hold."""
@@ -83,40 +67,12 @@ def reference(batch: Batch, dlse: Tensor | None = None) -> Results:
         for rows, columns in ((segments, 8), (groups, 4))
     ]
     inputs = [x.double() for x in batch.inputs]
-    sizes = {"SCORE_ELEMENTS": _budget(batch.q.device), "KEY_BLOCK": KEYS_AT_ONCE, "ACCUMULATOR_ELEMENTS": 1 << 40}
+    sizes = {"SCORE_ELEMENTS": SCORES_AT_ONCE, "KEY_BLOCK": KEYS_AT_ONCE, "ACCUMULATOR_ELEMENTS": 1 << 40}
     with patch.multiple(specification, **sizes):
         out, lse = specification.forward(*inputs, *tables, batch.scale, batch.causal)
         upstream = batch.dout.double(), None if dlse is None else dlse.double()
         gradients = specification.backward(*upstream, *inputs, out, lse, *tables, batch.scale, batch.causal)
     return Results(out, lse, *gradients)
-
-
-def _plain_heads(
-    batch: Batch, rows: SequenceRows, kv_heads: slice, k: Tensor, v: Tensor, dlse: Tensor | None, results: Results
-) -> None:
-    """One sequence and some KV heads in the input type; the gradient of every query head's copy of K, V is rounded."""
-    first, last = _seeing_rows(rows, batch.causal)
-    ratio = batch.q.shape[1] // batch.k_context.shape[1]
-    heads = slice(kv_heads.start * ratio, kv_heads.stop * ratio)
-    packed = slice(rows.q_begin + first, rows.q_begin + last)
-    q, dout = (x[packed, heads].transpose(0, 1).contiguous() for x in (batch.q, batch.dout))
-    k, v = (x[:, kv_heads].transpose(0, 1).repeat_interleave(ratio, dim=0) for x in (k, v))
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    with torch.enable_grad():
-        scores = torch.matmul(leaves[0], leaves[1].transpose(1, 2)) * batch.scale
-        if batch.causal:
-            scores = scores.masked_fill(~visible(rows, first, last, True, q.device), float("-inf"))
-        out = torch.matmul(scores.softmax(-1), leaves[2])
-        outputs, upstream = [out], [dout]
-        if dlse is not None:
-            outputs.append(scores.to(dlse.dtype).logsumexp(-1))
-            upstream.append(dlse[heads, packed])
-    dq, dk, dv = torch.autograd.grad(outputs, leaves, upstream)
-    results.out[packed, heads] = out.detach().transpose(0, 1).to(results.out.dtype)
-    results.lse[heads, packed] = scores.detach().double().logsumexp(-1)
-    results.dq[packed, heads] = dq.transpose(0, 1).to(results.dq.dtype)
-    dk, dv = (x.to(results.dq.dtype).unflatten(0, (-1, ratio)).sum(1) for x in (dk, dv))
-    _add_kv(results, rows, kv_heads, dk, dv)
 
 
 def plain(batch: Batch, dlse: Tensor | None = None) -> Results:
@@ -125,18 +81,36 @@ def plain(batch: Batch, dlse: Tensor | None = None) -> Results:
     Autograd's gradient of an expanded tensor is one fp32 sum of the copies' rounded gradients, rounded once; a
     loop over the copies that sums them in fp32 is the same computation in bounded memory.
     """
-    dtype = batch.q.dtype
-    sums = torch.float64 if dtype == torch.float64 else torch.float32
-    results = _empty_results(batch, sums)
-    kv_heads, ratio = batch.k_context.shape[1], batch.q.shape[1] // batch.k_context.shape[1]
+    dtype, ratio = batch.q.dtype, batch.q.shape[1] // batch.k_context.shape[1]
+    results = _empty_results(batch, torch.promote_types(dtype, torch.float32))
     for rows in batch.table:
         first, last = _seeing_rows(rows, batch.causal)
         if first == last:
             continue
-        k, v = _keys(batch, rows)
-        step = max(1, 2 * _budget(batch.q.device) // max(1, ratio * (last - first) * k.shape[0]))
-        for kv in range(0, kv_heads, step):
-            _plain_heads(batch, rows, slice(kv, min(kv + step, kv_heads)), k, v, dlse, results)
+        packed = slice(rows.q_begin + first, rows.q_begin + last)
+        k, v = (x.repeat_interleave(ratio, dim=1) for x in _keys(batch, rows))
+        leaves = [x.transpose(0, 1).contiguous().requires_grad_() for x in (batch.q[packed].detach(), k, v)]
+        scores = torch.matmul(leaves[0], leaves[1].transpose(1, 2)) * batch.scale
+        if batch.causal:
+            scores = scores.masked_fill(~visible(rows, first, last, scores.device), float("-inf"))
+        out = torch.matmul(scores.softmax(-1), leaves[2])
+        outputs, upstream = [out], [batch.dout[packed].transpose(0, 1).contiguous()]
+        if dlse is not None:
+            outputs.append(scores.to(dlse.dtype).logsumexp(-1))
+            upstream.append(dlse[:, packed])
+        dq, *dkv = torch.autograd.grad(outputs, leaves, upstream)
+        results.out[packed] = out.detach().transpose(0, 1).to(results.out.dtype)
+        results.lse[:, packed] = scores.detach().double().logsumexp(-1)
+        results.dq[packed] = dq.transpose(0, 1).to(results.dq.dtype)
+        # The gradient of every query head's copy of K, V is rounded.
+        dk, dv = (x.to(results.dq.dtype).unflatten(0, (-1, ratio)).sum(1).transpose(0, 1) for x in dkv)
+        context, decoded = _key_rows(rows)
+        for total, own, grad in (
+            (results.dk_context, results.dk_decoded, dk),
+            (results.dv_context, results.dv_decoded, dv),
+        ):
+            total[context] += grad[: rows.context_len]
+            own[decoded] += grad[rows.context_len :]
     return Results(*(x if name == "lse" else x.to(dtype) for name, x in results._asdict().items()))
 
 
@@ -194,8 +168,9 @@ def compare(actual: Results, plain_values: Results, expected: Results, dtype: to
 def _head_slices(batch: Batch) -> Iterator[tuple[slice, slice]]:
     """(query heads, KV heads) in portions whose fp64 copies are a few GiB: heads do not know of each other."""
     kv_heads, ratio = batch.k_context.shape[1], batch.q.shape[1] // batch.k_context.shape[1]
-    elements = max(batch.q.shape[0] * ratio, batch.k_context.shape[0], batch.k_decoded.shape[0]) * batch.q.shape[2]
-    step = max(1, ELEMENTS_AT_ONCE // max(1, elements))
+    rows = max(batch.q.shape[0] * ratio, batch.k_context.shape[0], batch.k_decoded.shape[0])
+    scores = max((row.q_len * (row.context_len + row.decoded_len) for row in batch.table), default=0)
+    step = max(1, ELEMENTS_AT_ONCE // max(1, rows * batch.q.shape[2], scores * ratio))
     for first in range(0, kv_heads, step):
         last = min(first + step, kv_heads)
         yield slice(first * ratio, last * ratio), slice(first, last)

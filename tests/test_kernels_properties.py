@@ -10,7 +10,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from groups import Batch, Group, Results, assemble, build_groups, cumulative, one_large_advantage, pack, run
+from groups import Batch, Group, assemble, build_groups, one_large_advantage, pack, run
 from launches import (
     CHOICE,
     CONFIGURATIONS,
@@ -82,25 +82,6 @@ def test_rows_are_bit_identical_in_any_batch(options: Options, causal: bool) -> 
             source, target = rows(batch.table[index].q_begin, to.q_len), rows(to.q_begin, to.q_len)
             oracle.assert_bits_equal(f"out of sequence {index}", other.out[target], whole.out[source])
             oracle.assert_bits_equal(f"lse of sequence {index}", other.lse[:, target], whole.lse[:, source])
-
-
-@configurations
-def test_groups_in_one_launch_equal_separate_launches(options: Options) -> None:
-    batch = build_groups(MIXED, **options)
-    whole = run(batch)
-    for indices in ([0, 1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11]):
-        one = assemble(batch, [indices])
-        alone, table = run(one), [batch.table[index] for index in indices]
-        queries, keys = ([rows(row[i], row[i + 1]) for row in table] for i in (0, 4))
-        context = rows(table[0].context_begin, table[0].context_len)
-        oracle.assert_bits_equal("out", alone.out, torch.cat([whole.out[s] for s in queries]))
-        oracle.assert_bits_equal("lse", alone.lse, torch.cat([whole.lse[:, s] for s in queries], 1))
-        part = Results(
-            alone.out, alone.lse, torch.cat([whole.dq[s] for s in queries]),
-            whole.dk_context[context], whole.dv_context[context],
-            torch.cat([whole.dk_decoded[s] for s in keys]), torch.cat([whole.dv_decoded[s] for s in keys]),
-        )  # fmt: skip
-        oracle.check(one, alone, part)
 
 
 def split_owner_batch(options: Options, causal: bool = True) -> Batch:
@@ -217,22 +198,6 @@ def test_a_maximum_that_moves_with_every_tile(options: Options, rise: float) -> 
     assert not problems + oracle.violations("out", results.out, plain.out, expected.out, batch.q.dtype)
 
 
-@both_masks
-def test_prompt_rides_along_in_the_same_launch(causal: bool) -> None:
-    """One launch for prompt and responses gives what two launches give; the context's gradients are their sum."""
-    options = SMALL | {"head_dim": 128}
-    batch = build_groups([Group(300, ((300, 0), (50, 50), (77, 77)))], causal=causal, **options)
-    prompt, responses = assemble(batch, [[0]]), assemble(batch, [[1, 2]])
-    together, first, second = run(batch), run(prompt), run(responses)
-    oracle.assert_bits_equal("prompt", together.out[:300], first.out)
-    oracle.assert_bits_equal("responses", together.out[300:], second.out)
-    for name in ("dk_context", "dv_context"):
-        parts = getattr(first, name).double() + getattr(second, name).double()
-        difference = (getattr(together, name).double() - parts).norm() / parts.norm()
-        assert difference < oracle.FROBENIUS_BOUND[torch.bfloat16]
-    oracle.check(batch, together)
-
-
 EMPTY = {
     "no sequences": (),
     "no sequences in a group": (Group(0, ()),),
@@ -258,23 +223,6 @@ def test_empty_inputs(name: str, causal: bool) -> None:
         outputs = [x.untyped_storage().data_ptr() for x in results if x.numel()]
         inputs = [x.untyped_storage().data_ptr() for x in batch.inputs if x.numel()]
         assert not set(outputs) & set(inputs)
-
-
-def test_context_free_function() -> None:
-    from flash_attn_dualkv import flash_attn_varlen_func
-
-    batch = build_groups([Group(0, ((70, 70), (5, 200), (0, 0), (33, 33)))], **SMALL | {"head_dim": 128})
-    expected = run(batch, deterministic=True)
-    leaves = [x.detach().requires_grad_() for x in (batch.q, batch.k_decoded, batch.v_decoded)]
-    q, k, v = leaves
-    cu_q, cu_k = batch.cu_seqlens_q, batch.cu_seqlens_k_decoded
-    options: Options = dict(causal=True, deterministic=True, return_attn_probs=True)
-    with kernels_ran("forward", "backward"):
-        out, lse, _ = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 70, 200, **options)
-        gradients = torch.autograd.grad(out, leaves, batch.dout)
-    names = ("out", "lse", "dq", "dk_decoded", "dv_decoded")
-    for name, value in zip(names, (out, lse, *gradients)):
-        oracle.assert_bits_equal(name, value, getattr(expected, name))
 
 
 # --- what runs on the device --------------------------------------------------------------------------------------
@@ -304,9 +252,3 @@ def test_kernels_for_small_shared_memory(options: Options, monkeypatch: pytest.M
     monkeypatch.setenv("DUALKV_MAX_SHARED_BYTES", str(99 * 1024))
     for batch in (build_groups(MIXED, **options), split_owner_batch(options), one_large_advantage(64, **options)):
         check_both_modes(batch)
-
-
-def test_offsets_of_one_sequence_without_group_arguments() -> None:
-    batch = build_groups([Group(33, ((20, 20),))], grouped=False, **SMALL)
-    grouped = batch.replace(cu_seqlens_context=cumulative([33], DEVICE), cu_seqs_per_context=cumulative([1], DEVICE))
-    oracle.assert_same_results(run(batch, deterministic=True), run(grouped, deterministic=True))

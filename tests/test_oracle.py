@@ -57,7 +57,7 @@ def test_cases_own_every_row(query: str, layout: str) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("query", AXES["query"])
 def test_reference_equals_autograd(causal: bool, query: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oracle, "CPU_SCORES_AT_ONCE", 256)
+    monkeypatch.setattr(oracle, "SCORES_AT_ONCE", 256)
     monkeypatch.setattr(oracle, "KEYS_AT_ONCE", 5)
     case = Case(13, 6, 3, 8, (6, 2), causal=causal, query=query, ragged=True, groups="several")
     batch = build(case, dtype=torch.float64)

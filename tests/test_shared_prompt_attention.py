@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of, run, segment_rows, small, two_calls
+from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of, run, segment_rows, small
 from torch import Tensor
 
 from flash_attn_dualkv import (
@@ -108,41 +108,6 @@ def test_16_bit_inputs_are_rounded_once() -> None:
     inputs = inputs_of(layout, dtype=torch.bfloat16, sinks=True)
     exact = Inputs(*(one.double() for one in inputs if one is not None))
     torch.testing.assert_close(attend(inputs, layout).double(), attend(exact, layout), rtol=2**-8, atol=1e-6)
-
-
-# --- against the two-call form -------------------------------------------------------------------------------------
-
-
-@ALL_GROUPS
-def test_equals_a_call_for_the_prompts_and_one_for_the_responses(name: str) -> None:
-    layout = layout_of(GROUPS[name], pad_to_multiple_of=8)
-    inputs = inputs_of(layout)
-    out, gradients = run(inputs, lambda leaves: attend(leaves, layout))
-    expected, right = run(inputs, lambda leaves: two_calls(leaves, layout))
-    assert out.equal(expected)
-    for actual, wanted in zip(gradients, right):
-        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
-
-
-# --- isolation -----------------------------------------------------------------------------------------------------
-
-
-def test_a_response_is_not_seen_by_others() -> None:
-    """Other tokens in one response change no bit of what prompts and other responses give, nor of their gradients."""
-    layout = layout_of(GROUPS["several"])
-    inputs = inputs_of(layout)
-    prompt, own = segment_rows(layout)[2]
-    changed = inputs._replace(**{name: getattr(inputs, name).clone() for name in ("q", "k", "v")})
-    for one in (changed.q, changed.k, changed.v):
-        one[own] = torch.randn_like(one[own])
-    rest = torch.ones(layout.num_tokens, dtype=torch.bool)
-    rest[own] = False
-    assert own and prompt
-    out, other = attend(inputs, layout), attend(changed, layout)
-    assert out[rest].equal(other[rest]) and not out[own].equal(other[own])
-    inputs.dout[own] = 0.0
-    for actual, expected in zip(*(run(one, lambda leaves: attend(leaves, layout))[1] for one in (inputs, changed))):
-        assert actual[rest].equal(expected[rest])
 
 
 def test_padding_rows_take_no_part() -> None:
