@@ -25,17 +25,19 @@ def layer(call: Call) -> Callable[..., Tensor]:
     return lambda *tensors: call([one * 1.0 for one in tensors], deterministic=True)
 
 
-def test_one_operator_in_each_direction(call: Call) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_operator_in_each_direction(deterministic: bool, call: Call) -> None:
     """An LSE that nobody uses has no gradient."""
     leaves = call.leaves()
     with Operators() as forward:
-        out = call(leaves)
+        out = call(leaves, deterministic=deterministic)
     with Operators() as backward:
         torch.autograd.grad(out, leaves, call.dout)
     names = [one._schema.name.partition("::")[2] for one in call.operators]
     assert [name for name in forward.of_ours() if name != "segment_tables"] == names[:1]
     assert list(backward.of_ours()) == names[1:]
-    assert backward.of_ours()[names[1]][1] is None
+    _, dlse, *_, flag = backward.of_ours()[names[1]]
+    assert dlse is None and flag is deterministic
 
 
 NODES = {"cpu": "_PackedAttentionBackward", "cuda": "PackedNode"}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -105,62 +104,42 @@ def test_lse_is_differentiable(device: str) -> None:
 # Determinism
 
 
-class RecordingModule:
-    """Stands for the compiled module: remembers its last arguments."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, tuple[Any, ...]] = {}
-
-    def __getattr__(self, name: str) -> Callable[..., str]:
-        def function(*arguments: Any) -> str:
-            self.calls[name] = arguments
-            return name
-
-        return function
-
-
-@contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("flag", [True, False])
-def test_argument_reaches_the_backward_operator(flag: bool, device: str) -> None:
+def test_argument_of_the_context_free_function_reaches_the_operator(flag: bool, device: str) -> None:
     batch = batch_of(ONE_GROUP, device)
     q, _, _, k, v = leaves_of(batch)
-    offsets = batch.cu_seqlens_q, batch.cu_seqlens_k_decoded
-    for function in (
-        lambda: attend(batch, leaves_of(batch), deterministic=flag),
-        lambda: flash_attn_varlen_func(q, k, v, *offsets, 4, 6, deterministic=flag),
-    ):
-        with Operators() as operators:
-            function().sum().backward()
-        assert operators.of_ours()["backward"][-1] is flag
+    with Operators() as operators:
+        offsets = batch.cu_seqlens_q, batch.cu_seqlens_k_decoded
+        flash_attn_varlen_func(q, k, v, *offsets, 4, 6, deterministic=flag).sum().backward()
+    assert operators.of_ours()["backward"][-1] is flag
 
 
-def test_what_makes_the_kernels_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = RecordingModule()
-    monkeypatch.setattr(ops, "_C", module)
-    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
-    inputs = tuple(range(13))
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Stands for the compiled module."""
+    for name in ("DUALKV_DEBUG", "FLASH_ATTENTION_DETERMINISTIC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(ops, "_C", Mock())
+    made: Mock = ops._C
+    return made
 
+
+def test_what_makes_the_kernels_deterministic(module: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(flag: bool) -> bool:
-        ops._backward_cuda(*inputs, flag)
-        *given, deterministic = module.calls["backward"]
-        assert tuple(given) == inputs
+        ops._backward_cuda(*range(13), flag)
+        *given, deterministic = module.backward.call_args.args
+        assert given == list(range(13))
         return bool(deterministic)
 
     assert asked(True) and not asked(False)
-    with deterministic_algorithms():
+    torch.use_deterministic_algorithms(True)
+    try:
         assert asked(False)
-    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")
-    assert not asked(False)
-    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
-    assert asked(False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for value, wanted in (("0", False), ("1", True)):
+        monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", value)
+        assert asked(False) == wanted
 
 
 @pytest.mark.parametrize("name", ["DUALKV_DEBUG", "FLASH_ATTENTION_DETERMINISTIC"])
@@ -188,17 +167,12 @@ def test_switches_in_the_environment(name: str, monkeypatch: pytest.MonkeyPatch)
 # The compiled module
 
 
-def test_compiled_module_gets_the_operators_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = RecordingModule()
-    monkeypatch.setattr(ops, "_C", module)
-    monkeypatch.delenv("DUALKV_DEBUG", raising=False)
-    tables: tuple[Any, ...] = ("a", "b", "c", "d", 5)
-    ops._segment_tables_cuda(*tables)
-    ops._forward_cuda(*range(9))
-    assert module.calls["segment_tables"] == tables
-    assert module.calls["forward"] == tuple(range(9))
-    ops._forward_cuda(*range(9), True)  # `deterministic` is no business of the forward kernel's
-    assert module.calls["forward"] == tuple(range(9))
+def test_compiled_module_gets_the_operators_arguments(module: Mock) -> None:
+    ops._segment_tables_cuda("a", "b", "c", "d", 5)
+    module.segment_tables.assert_called_once_with("a", "b", "c", "d", 5)
+    for deterministic in ((), (True,)):  # no business of the forward kernel's
+        ops._forward_cuda(*range(9), *deterministic)
+        module.forward.assert_called_with(*range(9))
 
 
 @pytest.mark.parametrize("reason", [None, "undefined symbol: _ZN2at4_ops"])
