@@ -247,16 +247,4 @@ void read_runs(const Problem* p, int index, int* out) {
 
 int pack_of(int heads_per_group, int tile_rows) { return packed_heads(heads_per_group, tile_rows); }
 
-void read_segment(const Problem* p, int index, int* out) {
-  const Segment s = p->layout().segment(index);
-  const int values[] = {s.q_begin, s.q_len, s.q_pos0, s.context_begin, s.context_len, s.decoded_begin, s.decoded_len};
-  for (int i = 0; i < 7; ++i) out[i] = values[i];
-}
-
-void read_group(const Problem* p, int index, int* out) {
-  const Group g = p->layout().group(index);
-  const int values[] = {g.context_begin, g.context_len, g.segment_begin, g.segment_end};
-  for (int i = 0; i < 4; ++i) out[i] = values[i];
-}
-
 }  // extern "C"

@@ -430,25 +430,6 @@ def test_hostile_tables_stay_inside_the_tensors(shim: ctypes.CDLL) -> None:
     walk_far_rows(shim)
 
 
-def test_reads_of_the_tables_are_clamped(shim: ctypes.CDLL) -> None:
-    rng = np.random.default_rng(3)
-    for _ in range(300):
-        tables = hostile_tables(rng)
-        problem = tables.problem(True, (16, 16))
-        segment, group = np.zeros(7, np.int32), np.zeros(4, np.int32)
-        for index in range(len(tables.segments)):
-            shim.read_segment(ctypes.byref(problem), index, segment.ctypes.data_as(ctypes.c_void_p))
-            q, q_len, _, context, context_len, decoded, decoded_len = segment.tolist()
-            assert min(q, q_len, context, context_len, decoded, decoded_len) >= 0
-            assert q + q_len <= tables.q_rows
-            assert context + context_len <= tables.context_rows and decoded + decoded_len <= tables.decoded_rows
-        for index in range(len(tables.groups)):
-            shim.read_group(ctypes.byref(problem), index, group.ctypes.data_as(ctypes.c_void_p))
-            context, context_len, first, end = group.tolist()
-            assert 0 <= context <= context + context_len <= tables.context_rows
-            assert 0 <= first <= end <= len(tables.segments)
-
-
 def test_no_undefined_behaviour(tmp_path: Path) -> None:
     """Honest, hostile and huge tables under the undefined-behaviour sanitizer."""
     try:

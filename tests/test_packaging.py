@@ -341,7 +341,7 @@ def test_the_extension_compiles_every_source_and_knows_what_it_contains(tmp_path
     other_builds = ["instances/sm90_forward_d64_fp16.cu", "instances/sm80_forward_d96_fp16.cu"]
     root = source_tree(tmp_path, [*names, *other_builds])
     monkeypatch.setattr(Nvcc, "home", Path("/cuda-13.0"))
-    monkeypatch.setattr(Nvcc, "include_dirs", lambda self: [Path("/cuda-13.0/include")])
+    monkeypatch.setattr(Nvcc, "include_dir", lambda self: Path("/cuda-13.0/include"))
     build = CudaBuild(torch_build(), NVCC13, ("80",), (64,))
     commands = {Path(step.command[-1]).name: " ".join(step.command) for step in extension.compile_steps(root, build)}
     assert sorted(commands) == sorted(Path(name).name for name in names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,71 +22,47 @@ from flash_attn_dualkv import (
 )
 
 
-class ReferenceAsModule:
-    """Stands for the compiled module: the same signatures, computed by the reference, the calls recorded."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-
-    def packed_forward(self, *arguments: Any) -> Any:
-        self.calls.append(("packed_forward", arguments))
-        *tensors, context_rows, scale = arguments
-        return packed_ops._forward_reference(*tensors, context_rows, scale, None, None, False, False)
-
-    def packed_backward(self, *arguments: Any) -> Any:
-        self.calls.append(("packed_backward", arguments))
-        *tensors, context_rows, scale, _ = arguments
-        return packed_ops._backward_reference(*tensors, context_rows, scale, None, None, False, False)
+def given_to(operator: str, layout: SharedPromptLayout, inputs: Inputs) -> tuple[Any, ...]:
+    """Tensors that an operator takes."""
+    if operator == "forward":
+        return inputs.q, inputs.k, inputs.v, inputs.sinks, layout.segments, layout.groups
+    lse = inputs.q.new_zeros(inputs.q.shape[1::-1])
+    return inputs.dout, None, inputs.q, inputs.k, inputs.v, inputs.q, lse, layout.segments, layout.groups
 
 
-def cuda_forward(inputs: Inputs, layout: SharedPromptLayout, **changes: Any) -> Any:
-    options = packed_ops.Options(layout.num_context_tokens, 0.25, None, None, False, False)._replace(**changes)
-    tables = layout.segments, layout.groups
-    return packed_ops._forward_cuda(inputs.q, inputs.k, inputs.v, inputs.sinks, *tables, *options)
+OPERATORS = pytest.mark.parametrize("operator", ["forward", "backward"])
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-def test_what_the_compiled_module_gets(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@OPERATORS
+def test_what_the_compiled_module_gets(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything but what concerns Python alone."""
-    module = ReferenceAsModule()
-    monkeypatch.setattr(ops, "_C", module)
-    monkeypatch.delenv("DUALKV_DEBUG", raising=False)
-    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
-    layout = layout_of(GROUPS["several"], pad_to_multiple_of=16)
-    inputs = inputs_of(layout, sinks=sinks)
-    tables, rows = (layout.segments, layout.groups), layout.num_context_tokens
-    out, lse = cuda_forward(inputs, layout)
-    expected = packed_ops.packed_forward(
-        inputs.q, inputs.k, inputs.v, inputs.sinks, *tables, rows, 0.25, None, None, True, False
-    )
-    for actual, wanted in zip((out, lse), expected):
-        torch.testing.assert_close(actual, wanted, rtol=1e-13, atol=1e-13)
-    assert lse[:, -layout.pad :].isneginf().all() and not out[-layout.pad :].any()
-    given = (inputs.dout, None, inputs.q, inputs.k, inputs.v, out, lse, *tables)
-    packed_ops._backward_cuda(*given, rows, 0.25, None, None, False, True)
-    name, arguments = module.calls.pop()
-    assert name == "packed_backward" and arguments[9:] == (rows, 0.25, True)
-    assert all(one is other for one, other in zip(arguments, given))
-    name, arguments = module.calls.pop()
-    assert name == "packed_forward" and arguments[6:] == (rows, 0.25)
-    assert all(one is other for one, other in zip(arguments, (inputs.q, inputs.k, inputs.v, inputs.sinks, *tables)))
+    monkeypatch.setattr(ops, "_C", Mock())
+    for name in ("DUALKV_DEBUG", "FLASH_ATTENTION_DETERMINISTIC"):
+        monkeypatch.delenv(name, raising=False)
+    layout = layout_of(GROUPS["several"])
+    given, rows = given_to(operator, layout, inputs_of(layout, sinks=True)), layout.num_context_tokens
+    for deterministic in (False, True):
+        getattr(packed_ops, f"_{operator}_cuda")(*given, rows, 0.25, None, None, False, deterministic)
+        *tensors, context_rows, scale = getattr(ops._C, f"packed_{operator}").call_args.args[: len(given) + 2]
+        assert all(one is other for one, other in zip(tensors, given, strict=True))
+        assert (context_rows, scale) == (rows, 0.25)
+        rest = getattr(ops._C, f"packed_{operator}").call_args.args[len(given) + 2 :]
+        assert rest == ((deterministic,) if operator == "backward" else ())
 
 
-def test_the_cuda_operators_refuse_what_the_kernels_lack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_C", ReferenceAsModule())
+@pytest.mark.parametrize(("name", "options"), [("window", (2, None)), ("softcap", (None, 1.0))])
+@OPERATORS
+def test_the_cuda_operators_refuse_what_the_kernels_lack(
+    operator: str, name: str, options: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the reference is asked for."""
+    monkeypatch.setattr(ops, "_C", Mock())
     layout = layout_of(GROUPS["one"])
-    inputs = inputs_of(layout)
-    for name, value in (("window", 2), ("softcap", 1.0)):
-        with pytest.raises(NotImplementedError, match=f"^{name}"):
-            cuda_forward(inputs, layout, **{name: value})
-        out, lse = cuda_forward(inputs, layout, reference=True, **{name: value})
-        options = packed_ops.Options(layout.num_context_tokens, 0.25, None, None, False, False)._replace(
-            **{name: value}
-        )
-        given = (inputs.dout, None, inputs.q, inputs.k, inputs.v, out, lse, layout.segments, layout.groups)
-        with pytest.raises(NotImplementedError, match=f"^{name}"):
-            packed_ops._backward_cuda(*given, *options)
-        packed_ops._backward_cuda(*given, *options._replace(reference=True))
+    given = *given_to(operator, layout, inputs_of(layout)), layout.num_context_tokens, 0.25, *options
+    function = getattr(packed_ops, f"_{operator}_cuda")
+    with pytest.raises(NotImplementedError, match=f"^{name}"):
+        function(*given, False, False)
+    assert all(isinstance(one, torch.Tensor) for one in function(*given, True, False))
 
 
 @pytest.mark.parametrize(("name", "value"), [("sliding_window", 3), ("softcap", 20.0)])

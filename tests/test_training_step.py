@@ -20,7 +20,6 @@ from tiny_models import (
     check_gradients,
     dualkv,
     gradients,
-    padded_logps,
     replicated_logps,
     stock_twin,
     tiny_model,
@@ -163,26 +162,3 @@ def test_the_first_ratio_is_one(name, dtype):
         old, _ = dualkv.shared_prompt_forward(model, batch)
     new, _ = dualkv.shared_prompt_forward(model, batch, with_entropy=True)
     assert torch.equal((new - old).exp(), torch.ones_like(old))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ratios_between_packings_are_as_close_to_one_as_between_dense_batches(dtype):
-    """Old log-probabilities from another micro-batching: no farther from 1 than the dense path is by its own means.
-
-    That is, than a padded batch is from single sequences, or these from exact arithmetic.
-    """
-    model = tiny_model("qwen3", dtype=dtype)
-    everything = list(range(len(SAMPLES)))
-    with torch.no_grad():
-        old, _ = dualkv.shared_prompt_forward(model, SAMPLES.pack())
-        parts: dict[int, torch.Tensor] = {}
-        for indices in (everything[::2], everything[1::2]):
-            samples = SAMPLES.take(indices)
-            values = samples.split(dualkv.shared_prompt_forward(model, samples.pack())[0])
-            parts |= dict(zip(indices, values))
-        shared = (torch.cat([parts[i] for i in everything]) - old).exp()
-        alone, _ = replicated_logps(stock_twin(model), SAMPLES)
-        exact, _ = replicated_logps(stock_twin(model).double(), SAMPLES)
-        dense = [(padded_logps(stock_twin(model), SAMPLES)[0] - alone).exp(), (alone - exact).exp()]
-    deviation, *dense_deviations = ((one - 1).abs().max().item() for one in (shared, *dense))
-    assert deviation <= max(dense_deviations)

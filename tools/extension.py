@@ -68,7 +68,7 @@ def host_step(root: Path, plan: CudaBuild, source: Path) -> CompileStep:
         root / "csrc",
         plan.torch.folder / "include",
         plan.torch.folder / "include/torch/csrc/api/include",
-        *plan.nvcc.include_dirs(),
+        plan.nvcc.include_dir(),
         python_include(),
     ]
     defines = {

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,11 +51,11 @@ class Nvcc:
         """The real architectures that this nvcc can target, such as "80" and "90"."""
         return frozenset(re.findall(r"\bsm_(\d+)\b", run_text([self.path, "--list-gpu-code"])))
 
-    def include_dirs(self) -> list[Path]:
+    def include_dir(self) -> Path:
         """Where cuda_runtime_api.h lives, for sources that the host compiler sees."""
         for directory in (self.home / "include", *sorted(self.home.glob("targets/*/include"))):
             if (directory / "cuda_runtime_api.h").is_file():
-                return [directory]
+                return directory
         raise BuildError(
             f"{self.path} has no CUDA headers beside it (no cuda_runtime_api.h under {self.home}). Install the "
             f"complete CUDA {self.release} toolkit, or with pip: {pip_toolkit(self.release)}"
@@ -313,9 +313,8 @@ def run_parallel(steps: Sequence[CompileStep], jobs: int) -> None:
             print(f"compiled {step.output.name} in {time.monotonic() - start:.0f} s", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(run, step) for step in steps]
-        done, pending = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in pending:
-            future.cancel()
-        for future in done:
-            future.result()
+        try:
+            list(pool.map(run, steps))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
