@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import host_time
 import pytest
 import torch
 from launches import captured, kernel_pattern, launch_counts
@@ -16,10 +14,6 @@ from flash_attn_dualkv import (
     pack_shared_prompts,
     shared_prompt_attention,
 )
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import host_time
 
 
 @pytest.mark.gpu
