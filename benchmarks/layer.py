@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from packing import Arrangement, Attention, Prepared, first_copy, leaf, packed_positions, scatter_sum, shared_dout, wide
+from packing import Arrangement, Attention, Prepared, first_copy, folded, leaf, packed_positions, shared_dout, wide
 from shapes import LayerShape
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
@@ -134,5 +134,5 @@ def prepare_layer(shape: LayerShape, dtype: torch.dtype, device: torch.device, s
         shared_dout(all_dout, rows),
         lambda: decoder_layer(x, weights, cos, sin, how.attention, model),
         take,
-        lambda gradients: (scatter_sum(rows, gradients[0], total), *map(wide, gradients[1:])),
+        lambda gradients, which: (folded(gradients[0], rows, which, total),),
     )

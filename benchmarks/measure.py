@@ -150,8 +150,10 @@ def backward(prepared: Prepared, out: Tensor, retain_graph: bool = True) -> tupl
 class ShapeRun:
     """All measurements of one shape. ``rows`` afterwards holds one row per implementation and direction."""
 
-    # A relative Frobenius difference above this means that two implementations did not compute the same thing.
+    # Relative Frobenius differences above these mean that two implementations did not compute the same thing.
+    # Gradients of replicated rows are rounded to 16 bits before they are summed.
     largest_difference = 0.02
+    largest_gradient_difference = 0.1
 
     def __init__(self, shape: Shape, implementations: list[Implementation], config: Config, matmul: Matmul) -> None:
         self.shape, self.config, self.matmul = shape, config, matmul
@@ -162,7 +164,7 @@ class ShapeRun:
         self.facts: dict[str, Row] = {impl.name: {} for impl in self.chosen}
         self.seconds = {impl.name: self.estimate(impl) for impl in self.chosen}  # of a pass; measured after the first
         self.rounds = {impl.name: self.planned_rounds(impl) for impl in self.chosen}
-        self.sample: Tensor | None = None
+        self.sample: list[Tensor] = []
         self.readings_before = 0
 
     def estimate(self, impl: Implementation) -> float:
@@ -231,13 +233,15 @@ class ShapeRun:
     def memory_pass(self, impl: Implementation) -> None:
         """Peak of one forward and backward with all its tensors, after a first one that compiles and loads.
 
-        Sampled rows of the output are compared with the first implementation's: one that computes something else
-        is no peer.
+        Sampled rows of the output and of its gradients are compared with the first implementation's: one that computes
+        something else is no peer.
         """
-        cuda = torch.cuda if self.config.is_cuda else None
+        cuda, facts = (torch.cuda if self.config.is_cuda else None), self.facts[impl.name]
         baseline = cuda.memory_allocated() if cuda else 0
         prepared = self.prepare(impl)
         is_slow = self.seconds[impl.name] >= SLOW_S
+        which = torch.randperm(self.shape.packed_tokens, generator=torch.Generator().manual_seed(self.config.seed))
+        which = which[:SAMPLED_ROWS].to(self.config.device)
         for _ in range(1 if is_slow else 2):
             if cuda:
                 cuda.reset_peak_memory_stats()
@@ -247,23 +251,25 @@ class ShapeRun:
             synchronize(self.config)
             seconds = time.perf_counter() - begin
             if cuda:
-                self.facts[impl.name]["peak_gib"] = round((cuda.max_memory_allocated() - baseline) / GIB, 3)
-            sampled = self.take_sample(prepared, out)
+                facts["peak_gib"] = round((cuda.max_memory_allocated() - baseline) / GIB, 3)
+            sampled = [prepared.take(out.detach(), which), *(prepared.fold(gradients, which) if gradients else ())]
             del out, gradients
         if not (is_slow and impl.compile_s):
             self.seconds[impl.name] = seconds
-        if self.sample is None:
-            self.sample = sampled
-        difference = relative_difference(sampled, self.sample)
-        self.facts[impl.name]["rel_diff"] = round(difference, 6)
-        if not difference <= self.largest_difference:
-            self.facts[impl.name]["error"] = f"output differs by {difference:.3g} from the first implementation's"
+        self.sample = self.sample or sampled
+        facts["rel_diff"], facts["gradient_rel_diff"] = compared(sampled, self.sample)
+        facts.update(self.verdict(facts["rel_diff"], facts["gradient_rel_diff"]))
 
-    def take_sample(self, prepared: Prepared, out: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(self.config.seed)
-        total = self.shape.packed_tokens
-        which = torch.randint(total, (min(SAMPLED_ROWS, total),), generator=generator).to(self.config.device)
-        return prepared.take(out.detach(), which)
+    @classmethod
+    def verdict(cls, output: float, gradient: float | None) -> Row:
+        """An error where differences are too large."""
+        for what, difference, largest in (
+            ("output", output, cls.largest_difference),
+            ("gradient", gradient or 0.0, cls.largest_gradient_difference),
+        ):
+            if not difference <= largest:
+                return {"error": f"{what} differs by {difference:.3g} from the first implementation's"}
+        return {}
 
     def laps(self, impl: Implementation, *steps: Callable[[], object]) -> list[list[float]]:
         is_slow = self.seconds[impl.name] >= SLOW_S
@@ -363,7 +369,14 @@ def identity(shape: Shape, impl: Implementation, config: Config) -> Row:
 
 
 def relative_difference(one: Tensor, other: Tensor) -> float:
-    return ((one.float() - other.float()).norm() / other.float().norm()).item()
+    difference = ((one.float() - other.float()).norm() / other.float().norm()).item()
+    return math.inf if math.isnan(difference) else round(difference, 6)
+
+
+def compared(sample: list[Tensor], expected: list[Tensor]) -> tuple[float, float | None]:
+    """Differences of an output, and the largest of its gradients, from those expected; None without gradients."""
+    output, *gradients = map(relative_difference, sample, expected)
+    return output, max(gradients, default=None)
 
 
 def significant(value: float | None) -> float | None:

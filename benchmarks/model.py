@@ -153,7 +153,7 @@ class StepRun(LayerRun):
             # The common part, the logarithm of the vocabulary's size, would hide what attention adds.
             return (out - out.mean())[which % len(out)]
 
-        return Prepared(tuple(model.parameters()), dout, run, take, lambda gradients: tuple(map(wide, gradients)))
+        return Prepared(tuple(model.parameters()), dout, run, take, lambda gradients, which: ())
 
 
 def implementations(families: list[str] | None) -> list[Implementation]:

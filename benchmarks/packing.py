@@ -33,14 +33,14 @@ class Prepared:
     """One implementation, ready to be called on one source.
 
     ``run`` computes the output from ``leaves``; ``dout`` has the output's shape. ``take`` reads packed rows of the
-    output. ``fold`` sums gradients of the leaves into those of the packed layout, at least in fp32.
+    output. ``fold`` gives packed rows of the gradients of those leaves that have rows, summed over their copies.
     """
 
     leaves: tuple[Tensor, ...]
     dout: Tensor
     run: Callable[[], Tensor]
     take: Callable[[Tensor, Tensor], Tensor]
-    fold: Callable[[Gradients], tuple[Tensor, ...]]
+    fold: Callable[[Gradients, Tensor], tuple[Tensor, ...]]
 
 
 def prepare_attention(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, how: Arrangement) -> Prepared:
@@ -54,7 +54,7 @@ def prepare_attention(shape: Shape, dtype: torch.dtype, device: torch.device, se
         shared_dout(source[3], rows),
         lambda: how.attention(q, k, v),
         lambda out, which: out[copies[which]],
-        lambda gradients: tuple(scatter_sum(rows, one, shape.packed_tokens) for one in gradients),
+        lambda gradients, which: tuple(folded(one, rows, which, shape.packed_tokens) for one in gradients),
     )
 
 
@@ -141,10 +141,13 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def scatter_sum(rows: Tensor, gradient: Tensor, total: int) -> Tensor:
-    """Sum of the gradient's rows that stand for each of ``total`` packed rows."""
-    gradient = wide(gradient)
-    return gradient.new_zeros((total, *gradient.shape[1:])).index_add_(0, rows, gradient)
+def folded(gradient: Tensor, rows: Tensor, which: Tensor, total: int) -> Tensor:
+    """Sums, at least in fp32, of the gradient's rows that stand for each of the packed rows ``which``."""
+    place = torch.full((total,), -1, device=rows.device)
+    place[which] = torch.arange(len(which), device=rows.device)
+    at = place[rows]
+    chosen = wide(gradient[at >= 0])
+    return chosen.new_zeros((len(which), *chosen.shape[1:])).index_add_(0, at[at >= 0], chosen)
 
 
 def first_copy(rows: Tensor, total: int) -> Tensor:

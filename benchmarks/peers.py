@@ -21,7 +21,6 @@ from packing import (
     heads_first,
     packed_rows,
     replicated_rows,
-    spans,
 )
 from shapes import DETERMINISTIC, Shape, fits_one_call
 from torch import Tensor
@@ -212,23 +211,7 @@ def arrange_replicated(shape: Shape, device: torch.device, load: Callable[[], Va
     return Arrangement(replicated_rows(shape), varlen_attention(load(), calls))
 
 
-def arrange_gathered(shape: Shape, device: torch.device, load: Callable[[], VarlenKernel]) -> Arrangement:
-    """Prompt packed once; K and V replicated by index_select for the call, gradients summed by autograd's index_add."""
-    kernel, prompt = load(), spans(shape)[0]
-    rows = torch.cat([prompt.rows(), replicated_rows(shape)]).to(device)
-    queries = VarlenCall.of([one.length for one in spans(shape)], device)
-    keys = VarlenCall.of([prompt.length, *shape.replicated_lengths], device)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = k.index_select(0, rows), v.index_select(0, rows)
-        return kernel(q, k, v, queries.offsets, keys.offsets, queries.longest, keys.longest)
-
-    return Arrangement(packed_rows(shape), attention)
-
-
 def refuses_groups(shape: Shape) -> str | None:
-    if shape.is_context_free:
-        return "no prompt"
     return None if len(shape.groups) == 1 else "written for one group"
 
 
@@ -251,13 +234,8 @@ def package_varlen(label: str) -> VarlenKernel:
     function = importlib.import_module(PACKAGES[label][0]).flash_attn_varlen_func
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
-        lengths: dict[str, Any] = {
-            "cu_seqlens_q": cu_q,
-            "cu_seqlens_k": cu_k,
-            "max_seqlen_q": max_q,
-            "max_seqlen_k": max_k,
-        }
-        out = function(q, k, v, causal=True, **lengths)
+        offsets, longest = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}, {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+        out = function(q, k, v, **offsets, **longest, causal=True)
         return out[0] if isinstance(out, tuple) else out
 
     return kernel
@@ -274,24 +252,18 @@ def math_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max
     return torch.cat(outs)
 
 
-def varlen_implementations(label: str, load: Callable[[], VarlenKernel], gathered: bool) -> list[Implementation]:
-    needs = {"package": label if label in PACKAGES else None, "compile_s": 20.0 if label == "fa4" else 0.0}
-    replicated = partial(arrange_replicated, load=load)
-    found = [Implementation(f"{label}_replicated", replicated, is_replicated=True, **needs)]  # type: ignore[arg-type]
-    if gathered:
-        rows = partial(arrange_gathered, load=load)
-        found.append(Implementation(f"{label}_gathered", rows, refuses_groups, **needs))  # type: ignore[arg-type]
-    return found
+def replicated(label: str, load: Callable[[], VarlenKernel] | None = None) -> Implementation:
+    """``load`` gives the kernel; None: that of the package of that label."""
+    return Implementation(
+        f"{label}_replicated",
+        partial(arrange_replicated, load=load or partial(package_varlen, label)),
+        is_replicated=True,
+        package=None if load else label,
+        compile_s=20.0 if label == "fa4" else 0.0,
+    )
 
 
 # --- others ---------------------------------------------------------------------------------------------------------
-
-
-def flex_implementations() -> list[Implementation]:
-    return [
-        Implementation("flex_fa4", partial(arrange_flex, on_fa4=True), package="fa4", compile_s=40.0),
-        Implementation("flex_packed", arrange_flex, compile_s=20.0),
-    ]
 
 
 def arrange_dense(shape: Shape, device: torch.device, backend: SDPBackend) -> Arrangement:
@@ -354,49 +326,44 @@ def prefix_grouper(load: Callable[[], VarlenKernel]) -> Implementation:
 # --- what is measured where -----------------------------------------------------------------------------------------
 
 
-def varlen_peers(gathered: bool = False) -> list[Implementation]:
-    found = []
-    for label, load in (("fa4", None), ("fa2", torch_varlen), ("flash_attn", None), ("fa3", None)):
-        found += varlen_implementations(label, load or partial(package_varlen, label), gathered)
-    return found
-
-
-def on_cpu(gathered: bool = False) -> list[Implementation]:
-    """Plain PyTorch in the places of the kernels: for tests, never for results."""
+def peers() -> list[Implementation]:
+    """What attention, a layer and a model are measured against."""
     return [
-        Implementation("dualkv_reference", arrange_ours, is_ours=True),
-        *varlen_implementations("math", lambda: math_varlen, gathered),
+        Implementation("flex_fa4", partial(arrange_flex, on_fa4=True), package="fa4", compile_s=40.0),
+        Implementation("flex_packed", arrange_flex, compile_s=20.0),
+        replicated("fa4"),
+        replicated("fa2", torch_varlen),
+        replicated("flash_attn"),
+        replicated("fa3"),
     ]
 
 
-def flex_on_cpu() -> Implementation:
-    """FlexAttention uncompiled: no backward, and all pairs are computed."""
-    return Implementation(
-        "flex_packed",
-        arrange_flex,
-        directions=("forward",),
-        work=lambda shape: (shape.packed_tokens, shape.packed_tokens**2),
-    )
+def on_cpu(flex: bool) -> list[Implementation]:
+    """Plain PyTorch in the places of the kernels: for tests, never for results.
+
+    FlexAttention is not compiled there: it has no backward, and computes all pairs.
+    """
+    ours = Implementation("dualkv_reference", arrange_ours, is_ours=True)
+    work = lambda shape: (shape.packed_tokens, shape.packed_tokens**2)  # noqa: E731
+    eager = Implementation("flex_packed", arrange_flex, directions=("forward",), work=work)
+    return [ours, *([eager] if flex else []), replicated("math", lambda: math_varlen)]
 
 
 def kernel_implementations(families: list[str] | None) -> list[Implementation]:
     """Attention alone, ours first. ``families``: what ``own_families`` returns, None on the CPU."""
     if families is None:
-        return [*on_cpu(gathered=True), flex_on_cpu(), dense("sdpa_replicated", SDPBackend.MATH)]
-    own = own_implementations(families)
+        return [*on_cpu(flex=True), dense("sdpa_replicated", SDPBackend.MATH)]
     cudnn = dense("cudnn_replicated", SDPBackend.CUDNN_ATTENTION)
-    return [*own, *map(deterministic, families), *flex_implementations(), *varlen_peers(gathered=True), cudnn]
+    return [*own_implementations(families), *map(deterministic, families), *peers(), cudnn]
 
 
 def layer_implementations(families: list[str] | None) -> list[Implementation]:
     """What a layer is measured with, ours first."""
     if families is None:
-        return [*on_cpu(), flex_on_cpu(), prefix_grouper(lambda: math_varlen)]
-    return [*model_implementations(families), prefix_grouper(torch_varlen)]
+        return [*on_cpu(flex=True), prefix_grouper(lambda: math_varlen)]
+    return [*own_implementations(families), *peers(), prefix_grouper(torch_varlen)]
 
 
 def model_implementations(families: list[str] | None) -> list[Implementation]:
     """What a whole model is measured with, ours first."""
-    if families is None:
-        return on_cpu()
-    return [*own_implementations(families), *flex_implementations(), *varlen_peers()]
+    return on_cpu(flex=False) if families is None else [*own_implementations(families), *peers()]

@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 import plots
 from command import RESULTS
-from results import LABELS, ResultError, check, in_pieces, load, medians, result_files
+from results import LABELS, OURS, ResultError, check, in_pieces, load, medians, result_files
 from shapes import title
 
 GIB = 1 << 30
@@ -36,7 +36,10 @@ HEADLINE = {
     "layer": ("One layer of Qwen3-8B", ("16x8Kx131-2048",)),
     "model": ("Qwen3-8B, all layers", ("16x8Kx131-2048",)),
 }
-HEADLINE_IMPLS = ("dualkv_sm90", "flex_fa4", "flex_packed", "fa2_replicated")
+HEADLINE_IMPLS = (OURS, "flex_fa4", "flex_packed", "fa2_replicated")
+
+
+RATIOS = "Ratios to this library's time are those of the same process where both were measured in one."
 
 
 def number(value: Any, digits: int = 0) -> str:
@@ -58,23 +61,6 @@ def markdown(table: pd.DataFrame, left: int = 2) -> str:
     return str(table.to_markdown(index=False, disable_numparse=True, colalign=align))
 
 
-def named(figures: pd.DataFrame) -> pd.DataFrame:
-    """The columns that say what a row is about; a shape is named once."""
-    names = figures["shape"].map(title)
-    return pd.DataFrame(
-        {
-            "N x P x R": names.where(names != names.shift(), ""),
-            "implementation": figures["impl"].map(lambda name: LABELS.get(name, name)),
-        }
-    )
-
-
-def against_ours(figures: pd.DataFrame) -> pd.Series:
-    """Times as multiples of this library's at the same shape, on the kernels that it takes by itself."""
-    ours = figures[figures["impl"] == "dualkv_sm90"].set_index("shape")["ms"]
-    return (figures["ms"] / figures["shape"].map(ours)).map(lambda ratio: number(ratio, 2))
-
-
 def kernel_section(frame: pd.DataFrame, folder: Path) -> list[str]:
     figures = medians(frame)
     kind = [next(name for name, is_it in KINDS_OF_SHAPES.items() if is_it(row)) for row in figures.itertuples()]
@@ -82,45 +68,35 @@ def kernel_section(frame: pd.DataFrame, folder: Path) -> list[str]:
         "## Attention",
         "![Useful TFLOP/s](attention.png)",
         "Useful work over time: 4 H d operations a visible (query, key) pair forward, 2.5 times that backward, "
-        "whatever an implementation computes. Replicated: standard packing. Gathered: the prompt packed once, its keys "
-        "and values replicated for the call. Peak memory: forward and backward with inputs, outputs and gradients.",
+        "whatever an implementation computes. Replicated: standard packing. Peak memory: forward and backward with "
+        "inputs, outputs and gradients.",
     ]
     for name in reversed(KINDS_OF_SHAPES):
         chosen = figures[[one == name for one in kind]]
         if len(chosen):
-            parts += [f"### {name}", markdown(kernel_table(chosen))]
+            parts += [f"### {name}", markdown(table_of(chosen, "kernel"))]
     is_usual = figures[["h", "h_k", "d"]].apply(tuple, axis=1) == USUAL_HEADS
     with_peers = figures[~figures["impl"].str.startswith("dualkv") & figures["ms"].notna()]["shape"]
     plots.bars_by_direction(figures[is_usual & figures["shape"].isin(with_peers)], folder / "attention.png")
     return parts
 
 
-def kernel_table(figures: pd.DataFrame) -> pd.DataFrame:
-    table = named(figures)
+def table_of(figures: pd.DataFrame, benchmark: str) -> pd.DataFrame:
+    """A row per shape and implementation; a shape is named once. Attention alone has no throughput in tokens."""
+    names = figures["shape"].map(title)
+    table = pd.DataFrame({"N x P x R": names.where(names != names.shift(), "")})
+    table["implementation"] = figures["impl"].map(lambda name: LABELS.get(name, name))
     for direction in ("forward", "backward"):
         table[f"{direction} ms"] = figures[f"{direction}_ms"].map(milliseconds)
-        table[f"{direction} TFLOP/s"] = figures[f"{direction}_tflops"].map(number)
-        table[f"{direction}, of matmul"] = figures[f"{direction}_fraction"].map(percent)
+        if benchmark == "kernel":
+            table[f"{direction} TFLOP/s"] = figures[f"{direction}_tflops"].map(number)
+            table[f"{direction}, of matmul"] = figures[f"{direction}_fraction"].map(percent)
     table["both ms"] = figures["ms"].map(milliseconds).where(figures["why"] == "", figures["why"])
-    table["time, ours = 1"] = against_ours(figures)
+    table["time, ours = 1"] = figures["ratio"].map(lambda value: number(value, 2))
     table["peak GiB"] = figures["peak_gib"].map(lambda value: number(value, 1))
-    return table
-
-
-def layer_table(figures: pd.DataFrame) -> pd.DataFrame:
-    """Of a layer or a model, executed and effective throughput included."""
-    table = named(figures)
-    table["forward ms"] = figures["forward_ms"].map(milliseconds)
-    table["backward ms"] = figures["backward_ms"].map(milliseconds)
-    table["both ms"] = figures["ms"].map(milliseconds).where(figures["why"] == "", figures["why"])
-    table["time, ours = 1"] = against_ours(figures)
-    rates = {"executed": figures["executed_tokens"], "effective": figures["replicated_tokens"]}
-    for name, tokens in rates.items():
-        table[f"{name} ktok/s"] = (tokens / figures["ms"]).map(lambda rate: number(rate, 0 if rate >= 100 else 1))
-    table["peak GiB"] = figures["peak_gib"].map(lambda value: number(value, 1))
-    ours = figures[figures["impl"] == "dualkv_sm90"].set_index("shape")["peak_gib"]
-    ratio = figures["peak_gib"] / figures["shape"].map(ours)
-    table["memory, ours = 1"] = ratio.map(lambda value: number(value, 2))
+    if benchmark != "kernel":
+        for name, tokens in (("executed", figures["executed_tokens"]), ("effective", figures["replicated_tokens"])):
+            table[f"{name} ktok/s"] = (tokens / figures["ms"]).map(lambda rate: number(rate, 0 if rate >= 100 else 1))
     return table
 
 
@@ -135,7 +111,7 @@ def layer_section(frame: pd.DataFrame, folder: Path) -> list[str]:
         "## One layer of Qwen3-8B",
         "![One layer: throughput and memory](layer.png)",
         f"Forward and backward, plain PyTorch around the attention, no checkpointing. {EFFECTIVE}",
-        markdown(layer_table(timed)),
+        markdown(table_of(timed, "layer")),
     ]
     if any(in_pieces(row) for row in timed[timed["ms"].notna()].itertuples()):
         parts.append("FlashAttention-2 takes 2^31 and more elements of Q in several calls; outputs are joined.")
@@ -200,7 +176,7 @@ def model_section(frame: pd.DataFrame, folder: Path) -> list[str]:
         "![A whole model: throughput and memory](model.png)",
         "Qwen3 in stock transformers, 8B where no other size is named: log-probabilities of all responses and the "
         f"gradients of all parameters, every layer checkpointed, without an optimizer. {EFFECTIVE}",
-        markdown(layer_table(figures)),
+        markdown(table_of(figures, "model")),
     ]
 
 
@@ -252,6 +228,7 @@ def page(frame: pd.DataFrame, folder: Path) -> str:
         f"# {gpu}",
         f"{versions['dtype']}, torch {versions['torch']}, CUDA {versions['cuda']}. Under load: everything is warmed up "
         "by 150 ms of itself, implementations are interleaved in one process; medians of rounds and runs. "
+        f"{RATIOS} "
         f'"Of matmul": of an 8192^3 bf16 matrix product in the same process, {matmul.min():.0f} to {matmul.max():.0f} '
         "TFLOP/s.",
         "A shape is N x P x R: N responses of R tokens to each prompt of P tokens, K = 1024; a..b: lengths drawn "
@@ -278,20 +255,19 @@ def headline(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     wanted = [
         (name, shape, impl) for name, (_, shapes) in HEADLINE.items() for shape in shapes for impl in HEADLINE_IMPLS
     ]
-    table = pd.concat(parts).set_index(["benchmark", "shape", "impl"])[["ms", "why"]].reindex(wanted).reset_index()
+    table = (
+        pd.concat(parts).set_index(["benchmark", "shape", "impl"])[["ms", "ratio", "why"]].reindex(wanted).reset_index()
+    )
     table["why"] = table["why"].fillna("not run")
     table["what"] = [f"{HEADLINE[row.benchmark][0]}, {title(row.shape)}" for row in table.itertuples()]
-    ours = table[table["impl"] == HEADLINE_IMPLS[0]].set_index("what")["ms"]
-    table["ratio"] = table["ms"] / table["what"].map(ours)
-    table = table[table["what"].map(ours).notna()].reset_index(drop=True)
-    ratios = [
-        f" ({ratio:.2f}x)" if impl != HEADLINE_IMPLS[0] else "" for impl, ratio in zip(table["impl"], table["ratio"])
-    ]
+    measured = table[(table["impl"] == OURS) & table["ms"].notna()]["what"]
+    table = table[table["what"].isin(measured)].reset_index(drop=True)
+    ratios = ["" if row.impl == OURS else f" ({row.ratio:.2f}x)" for row in table.itertuples()]
     table["cell"] = (table["ms"].map(milliseconds) + ratios).where(table["ms"].notna(), table["why"])
     wide = table.pivot(index="what", columns="impl", values="cell").loc[list(dict.fromkeys(table["what"]))]
     columns = [impl for impl in HEADLINE_IMPLS if (wide[impl] != "not run").any()]
     wide = wide[columns].rename(columns=LABELS).rename_axis("forward + backward, ms").reset_index()
-    return table, markdown(wide, left=1)
+    return table, f"{markdown(wide, left=1)}\n\n{RATIOS}"
 
 
 INDEX = """# Results
@@ -352,11 +328,8 @@ def main(arguments: list[str] | None = None) -> int:
         frame = load(files)
     except ResultError as error:
         parser.error(str(error))
-    tables = {"kernel": kernel_table, "layer": layer_table, "model": layer_table}
-    for benchmark, rows in frame.groupby("benchmark", sort=False):
-        print(
-            stream_section(rows, RESULTS)[-1] if benchmark == "stream" else markdown(tables[benchmark](medians(rows)))
-        )
+    for name, rows in frame.groupby("benchmark", sort=False):
+        print(stream_section(rows, RESULTS)[-1] if name == "stream" else markdown(table_of(medians(rows), str(name))))
     return 0
 
 

@@ -19,6 +19,7 @@ HEADER = {"benchmark": str, "gpu": str, "torch": str, "cuda": str, "commit": str
 ROW = {"shape", "impl", "direction", "dtype", "n", "p", "r", "groups", "h", "h_k", "d", "ms", "tflops", "fraction"}
 ROW |= {"matmul_tflops", "packed_tokens", "visible_pairs"}
 EXECUTED = {"executed_tokens", "executed_pairs", "replicated_tokens", "peak_gib"}
+OURS = "dualkv_sm90"  # on the kernels that a Hopper GPU takes by itself
 LABELS = {
     "dualkv_sm90": "this library",
     "dualkv_sm90_deterministic": "this library, deterministic",
@@ -29,13 +30,9 @@ LABELS = {
     "flex_packed": "FlexAttention",
     "flex_packed_static": "FlexAttention, compiled for each length",
     "fa4_replicated": "FlashAttention-4, prompt replicated",
-    "fa4_gathered": "FlashAttention-4, keys gathered",
     "fa3_replicated": "FlashAttention-3, prompt replicated",
-    "fa3_gathered": "FlashAttention-3, keys gathered",
     "flash_attn_replicated": "FlashAttention-2 (its package), prompt replicated",
-    "flash_attn_gathered": "FlashAttention-2 (its package), keys gathered",
     "fa2_replicated": "FlashAttention-2, prompt replicated",
-    "fa2_gathered": "FlashAttention-2, keys gathered",
     "cudnn_replicated": "cuDNN, prompt replicated",
     "prefix_grouper": "prefix_grouper, FlashAttention-2",
 }
@@ -138,26 +135,41 @@ def why(row: Any) -> str:
     return "not timed"
 
 
+FACTS = (
+    "n",
+    "p",
+    "r",
+    "groups",
+    "h",
+    "h_k",
+    "d",
+    "packed_tokens",
+    "visible_pairs",
+    "executed_tokens",
+    "replicated_tokens",
+)
+
+
 def medians(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per shape and implementation: the medians of all runs, both directions side by side."""
-    frame = frame.assign(why=[why(row) for row in frame.itertuples()])
+    """One row per shape and implementation: the medians of all runs, both directions side by side.
+
+    ``ratio`` is the time of both directions as a multiple of this library's: of runs that have both, else of medians.
+    """
     keys = ["shape", "impl"]
-    facts = frame.groupby(keys, sort=False).agg(
-        **{
-            name: (name, "first")
-            for name in ("n", "p", "r", "groups", "h", "h_k", "d", "packed_tokens", "visible_pairs")
-        },
-        executed_tokens=("executed_tokens", "first"),
-        replicated_tokens=("replicated_tokens", "first"),
-        peak_gib=("peak_gib", "max"),
-        why=("why", "min"),  # '' comes first: one run that timed it is enough
-    )
-    times = frame.pivot_table(index=keys, columns="direction", values=["ms", "tflops", "fraction"], aggfunc="median")
+    frame = frame.assign(why=[why(row) for row in frame.itertuples()])
+    # '' comes first: one run that timed it is enough
+    facts = frame.groupby(keys, sort=False).agg({**dict.fromkeys(FACTS, "first"), "peak_gib": "max", "why": "min"})
     for name in ("ms", "tflops", "fraction"):
+        found = frame.pivot_table(index=keys, columns="direction", values=name, aggfunc="median")
         for direction in DIRECTIONS:
-            known = (name, direction) in times
-            facts[f"{direction}_{name}"] = times[(name, direction)] if known else float("nan")
+            facts[f"{direction}_{name}"] = found[direction] if direction in found else float("nan")
     facts["ms"] = facts["forward_ms"] + facts["backward_ms"]
+    runs = frame.pivot_table(index=["file", *keys], columns="direction", values="ms", aggfunc="median")
+    runs = runs.reindex(columns=DIRECTIONS).sum(axis=1, skipna=False).unstack()
+    for times in (runs, facts["ms"].unstack()):
+        if OURS in times:
+            ratio = times.div(times[OURS], axis=0).stack().groupby(keys).median()
+            facts["ratio"] = facts["ratio"].fillna(ratio) if "ratio" in facts else ratio
     facts["size"] = facts["visible_pairs"] * facts["h"] * facts["d"]
     facts["order"] = [list(LABELS).index(impl) if impl in LABELS else len(LABELS) for _, impl in facts.index]
     return facts.reset_index().sort_values(["size", "shape", "order"], ignore_index=True)

@@ -24,9 +24,9 @@ from measure import (
     ShapeRun,
     Stopwatch,
     clear,
+    compared,
     explain,
     identity,
-    relative_difference,
     significant,
     synchronize,
 )
@@ -155,7 +155,7 @@ class StreamRun:
         self.warm_up = replace(stream, name=f"{stream.name}-warm-up", micro_batches=WARM_UP).shapes()
         self.measured: dict[str, list[Row]] = {impl.name: [] for impl in implementations}
         self.facts: dict[str, Row] = {impl.name: {} for impl in implementations}
-        self.samples: dict[str, Tensor] = {}  # of the first implementation's outputs
+        self.samples: dict[str, list[Tensor]] = {}  # of the first implementation
 
     def __len__(self) -> int:
         return len(self.chosen) * (WARM_UP + len(self.shapes))
@@ -203,17 +203,16 @@ class StreamRun:
         values = torch.zeros(sum(shape.responses), device=config.device, requires_grad=True)
         graphs = graphs_compiled()
 
-        def attend() -> Tensor:
+        def attend() -> list[Tensor]:
             out = attention(q, k, v)
-            if "backward" in impl.directions:
-                torch.autograd.grad(out, (q, k, v), dout)
-            return out.detach()
+            has_backward = "backward" in impl.directions
+            return [out.detach(), *(torch.autograd.grad(out, (q, k, v), dout) if has_backward else ())]
 
         synchronize(config)
         marks = [time.perf_counter()]
         attention = steps.pack(shape, prompts, responses)
         marks.append(time.perf_counter())
-        out = attend()
+        outcome = attend()
         marks.append(time.perf_counter())
         unpack_both_ways(steps, values)
         marks.append(time.perf_counter())
@@ -221,10 +220,12 @@ class StreamRun:
         wall = 1e3 * (time.perf_counter() - marks[0])
         graphs = graphs_compiled() - graphs
 
-        sample = out[first_copy(rows, len(rows))[:: len(rows) // 512 + 1]]
-        difference = relative_difference(sample, self.samples.setdefault(shape.name, sample))
-        if not difference <= ShapeRun.largest_difference:
-            raise RuntimeError(f"output differs by {difference:.3g} from the first implementation's")
+        which = first_copy(rows, len(rows))[:: len(rows) // 512 + 1]
+        sample = [one[which] for one in outcome]
+        verdict = ShapeRun.verdict(*compared(sample, self.samples.setdefault(shape.name, sample)))
+        if verdict:
+            raise RuntimeError(verdict["error"])
+        del outcome
         alone = self.attention_ms(attend)
         flops = sum(shape.flops(one, shape.packed_tokens, shape.visible_pairs) for one in impl.directions)
         return {
@@ -237,11 +238,11 @@ class StreamRun:
             "graphs": graphs,
         }
 
-    def attention_ms(self, attend: Callable[[], Tensor]) -> float:
+    def attention_ms(self, attend: Callable[[], object]) -> float:
         """Of the kernels alone: products in front keep the GPU busy while the host launches them."""
         times = []
         for _ in range(REPEATS):
-            for _ in range(2):
+            for _ in range(4):
                 self.matmul.run()
             times += Stopwatch(self.config).laps((attend,), 1)[0]
         return statistics.median(times)

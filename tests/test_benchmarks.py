@@ -134,7 +134,7 @@ def test_all_implementations_do_the_same_work(shape: Shape, fa4: None) -> None:
     leaves = [packing.leaf(one) for one in qkv]
     out = dense_attention(*leaves, dense_mask(shape))
     expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    found = [*peers.kernel_implementations(None), *(one for one in peers.varlen_peers(True) if one.package == "fa4")]
+    found = [*peers.kernel_implementations(None), peers.replicated("fa4")]
     compared = set()
     for impl in found:
         assert impl.missing() is None
@@ -144,17 +144,17 @@ def test_all_implementations_do_the_same_work(shape: Shape, fa4: None) -> None:
             got = [prepared.take(out, torch.arange(shape.packed_tokens))]
             assert prepared.dout.shape == out.shape and len(out) == impl.executed(shape)[0]
             if "backward" in impl.directions:
-                got += prepared.fold(torch.autograd.grad(out, prepared.leaves, prepared.dout))
+                gradients = torch.autograd.grad(out, prepared.leaves, prepared.dout)
+                got += prepared.fold(gradients, torch.arange(shape.packed_tokens))
             for value, reference in zip(got, expected):
                 torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-10, msg=impl.name)
             compared.add(impl.name)
     assert {"dualkv_reference", "flex_packed", "math_replicated", "fa4_replicated"} <= compared
-    assert ("fa4_gathered" in compared) == (len(shape.groups) == 1 and not shape.is_context_free)
 
 
 def test_packages_that_are_not_there(fa4: None) -> None:
     """flash-attn-4 alone must not be taken for the flash_attn package."""
-    by_name = {one.name: one for one in (*peers.varlen_peers(), *peers.flex_implementations())}
+    by_name = {one.name: one for one in peers.peers()}
     assert by_name["fa4_replicated"].missing() is by_name["flex_fa4"].missing() is None
     assert by_name["flash_attn_replicated"].missing() == "flash-attn is not installed"
     assert by_name["fa2_replicated"].missing() is None
@@ -171,7 +171,7 @@ def test_flex_on_fa4_asks_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(flex, "flex_function", lambda *_: compiled)
     q, k, v, _ = packing.make_source(RAGGED, torch.float64, CPU)
-    for impl in peers.flex_implementations():
+    for impl in peers.peers()[:2]:
         out = impl.arrange(RAGGED, CPU).attention(q, k, v)
         torch.testing.assert_close(out, dense_attention(q, k, v, dense_mask(RAGGED)))
     assert asked == [({"BACKEND": "FLASH"}, (128, 128)), (None, (128, 128))]
@@ -248,7 +248,7 @@ def measured(implementations: list[Implementation], shape: Shape = RAGGED, **cha
     return run.rows
 
 
-OURS = peers.on_cpu()[0]
+OURS = peers.on_cpu(flex=False)[0]
 
 
 def test_rows_of_a_measured_shape() -> None:
@@ -280,14 +280,21 @@ def test_a_failure_is_a_row(error: Exception, fact: dict[str, Any]) -> None:
     assert all(row["ms"] is row["tflops"] is None and fact.items() <= row.items() for row in rows[2:])
 
 
-def test_an_implementation_that_computes_something_else_is_refused() -> None:
-    def louder(shape: Shape, device: torch.device) -> packing.Arrangement:
+@pytest.mark.parametrize("what", ["output", "gradient"])
+def test_an_implementation_that_computes_something_else_is_refused(what: str) -> None:
+    def wrong(shape: Shape, device: torch.device) -> packing.Arrangement:
         how = OURS.arrange(shape, device)
-        return packing.Arrangement(how.rows, lambda q, k, v: 1.1 * how.attention(q, k, v))
 
-    rows = measured([OURS, Implementation("louder", louder)])
-    assert rows[0]["rel_diff"] == 0
-    assert "output differs by 0.1" in rows[2]["error"] and rows[2]["ms"] is None
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if what == "output":
+                return 1.2 * how.attention(q, k, v)
+            return how.attention(q, k.detach() + 0.8 * (k - k.detach()), v)  # four fifths of the gradient of k
+
+        return packing.Arrangement(how.rows, attention)
+
+    rows = measured([OURS, Implementation("wrong", wrong)])
+    assert rows[0]["rel_diff"] == rows[0]["gradient_rel_diff"] == 0
+    assert f"{what} differs by 0.2" in rows[2]["error"] and rows[2]["ms"] is None
 
 
 def test_slow_peers_get_fewer_rounds_or_none() -> None:
