@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import DTYPES, Config, Matmul, Row, significant
+from measure import DTYPES, LEFT_OUT, Config, Matmul, Row, significant
 from peers import PACKAGES, Implementation, is_importable, own_families
 from shapes import title
 
@@ -176,18 +176,25 @@ def run(benchmark: Benchmark, options: argparse.Namespace, config: Config, heade
     with tqdm(total=sum(map(len, runs)), unit="step", dynamic_ncols=True, disable=None) as bar:
         for measured in runs:
             torch._dynamo.reset()  # one compilation per shape; otherwise a limit on their number ends in eager mode
-            for step in measured.run():
-                bar.set_description(f"{measured.name} {step}")
-                bar.update()
-                if time.monotonic() - written > 10:
-                    write(measured.rows)
-                    written = time.monotonic()
+            failure = None
+            try:
+                for step in measured.run():
+                    bar.set_description(f"{measured.name} {step}")
+                    bar.update()
+                    if time.monotonic() - written > 10:
+                        write(measured.rows)
+                        written = time.monotonic()
+            except Exception as error:  # a peer's kernel can leave the GPU unusable: no reason to lose what there is
+                failure = f"a failure before: {type(error).__name__}"
             finished += len(measured)
             bar.update(finished - bar.n)  # the steps of what failed or had no time left
-            rows += measured.rows
-            write([])
-            for row in measured.rows:
+            found = measured.rows
+            for row in found:
+                if failure and row.get("skipped") == LEFT_OUT:
+                    row["skipped"] = failure
                 bar.write(summary(row))
+            rows += found
+            write([])
     return rows
 
 

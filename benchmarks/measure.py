@@ -153,7 +153,7 @@ class ShapeRun:
     # Relative Frobenius differences above these mean that two implementations did not compute the same thing.
     # Gradients of replicated rows are rounded to 16 bits before they are summed.
     largest_difference = 0.02
-    largest_gradient_difference = 0.1
+    largest_gradient_difference = 0.05
 
     def __init__(self, shape: Shape, implementations: list[Implementation], config: Config, matmul: Matmul) -> None:
         self.shape, self.config, self.matmul = shape, config, matmul

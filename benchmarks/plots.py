@@ -77,27 +77,30 @@ def finish(figure: Any, axes: Any, heading: str, path: Path) -> None:
     plt.close(figure)
 
 
-def panels(figures: pd.DataFrame, columns: dict[str, str], heading: str, path: Path) -> None:
-    """Bars of several columns side by side; ``columns``: labels of the axes."""
+def panels(figures: pd.DataFrame, columns: dict[str, str], heading: str, path: Path) -> list[str]:
+    """Bars of several columns side by side; ``columns``: labels of the axes. Returns what a page shows it with."""
+    if not shown(figures):
+        return []
     rows = figures["shape"].nunique() * len(shown(figures))
     figure, axes = plt.subplots(1, len(columns), figsize=(11, 1.7 + 0.135 * rows), sharey=True, layout="constrained")
     for axis, (column, label) in zip(axes, columns.items()):
         bars(axis, figures, column, label)
     finish(figure, axes, heading, path)
+    return [f"![{heading}]({path.name})"]
 
 
-def bars_by_direction(figures: pd.DataFrame, path: Path) -> None:
+def bars_by_direction(figures: pd.DataFrame, path: Path) -> list[str]:
     columns = {f"{one}_tflops": f"{one}, useful TFLOP/s" for one in ("forward", "backward")}
-    panels(figures, columns, "Attention: useful TFLOP/s (longer is faster)", path)
+    return panels(figures, columns, "Attention: useful TFLOP/s (longer is faster)", path)
 
 
-def layer_bars(figures: pd.DataFrame, path: Path, heading: str) -> None:
+def layer_bars(figures: pd.DataFrame, path: Path, heading: str) -> list[str]:
     """Effective throughput and peak memory; of many shapes those with 16 responses."""
     if figures["shape"].nunique() > LARGEST_PLOT:
         figures = figures[figures["n"] == 16]
     figures = figures.assign(rate=figures["replicated_tokens"] / figures["ms"])
     columns = {"rate": "effective thousand tokens/s (longer is faster)", "peak_gib": "peak memory, GiB"}
-    panels(figures, columns, heading, path)
+    return panels(figures, columns, heading, path)
 
 
 def memory_law(figures: pd.DataFrame, laws: dict[str, dict[str, float]], path: Path) -> None:

@@ -64,9 +64,12 @@ def markdown(table: pd.DataFrame, left: int = 2) -> str:
 def kernel_section(frame: pd.DataFrame, folder: Path) -> list[str]:
     figures = medians(frame)
     kind = [next(name for name, is_it in KINDS_OF_SHAPES.items() if is_it(row)) for row in figures.itertuples()]
+    is_usual = figures[["h", "h_k", "d"]].apply(tuple, axis=1) == USUAL_HEADS
+    with_peers = figures[~figures["impl"].str.startswith("dualkv") & figures["ms"].notna()]["shape"]
+    plot = plots.bars_by_direction(figures[is_usual & figures["shape"].isin(with_peers)], folder / "attention.png")
     parts = [
         "## Attention",
-        "![Useful TFLOP/s](attention.png)",
+        *plot,
         "Useful work over time: 4 H d operations a visible (query, key) pair forward, 2.5 times that backward, "
         "whatever an implementation computes. Replicated: standard packing. Peak memory: forward and backward with "
         "inputs, outputs and gradients.",
@@ -75,9 +78,6 @@ def kernel_section(frame: pd.DataFrame, folder: Path) -> list[str]:
         chosen = figures[[one == name for one in kind]]
         if len(chosen):
             parts += [f"### {name}", markdown(table_of(chosen, "kernel"))]
-    is_usual = figures[["h", "h_k", "d"]].apply(tuple, axis=1) == USUAL_HEADS
-    with_peers = figures[~figures["impl"].str.startswith("dualkv") & figures["ms"].notna()]["shape"]
-    plots.bars_by_direction(figures[is_usual & figures["shape"].isin(with_peers)], folder / "attention.png")
     return parts
 
 
@@ -106,10 +106,10 @@ EFFECTIVE = "Executed: the tokens that are computed. Effective: those of the rep
 def layer_section(frame: pd.DataFrame, folder: Path) -> list[str]:
     figures = medians(frame)
     timed = figures[figures.groupby("shape")["ms"].transform("count") > 0]  # of others the memory alone was measured
-    plots.layer_bars(timed, folder / "layer.png", "One layer of Qwen3-8B, forward and backward")
+    plot = plots.layer_bars(timed, folder / "layer.png", "One layer of Qwen3-8B, forward and backward")
     parts = [
         "## One layer of Qwen3-8B",
-        "![One layer: throughput and memory](layer.png)",
+        *plot,
         f"Forward and backward, plain PyTorch around the attention, no checkpointing. {EFFECTIVE}",
         markdown(table_of(timed, "layer")),
     ]
@@ -170,10 +170,12 @@ def prompt_tokens(rows: pd.DataFrame) -> pd.Series:
 
 def model_section(frame: pd.DataFrame, folder: Path) -> list[str]:
     figures = medians(frame).sort_values(["h", "size"], ascending=[False, True], kind="stable", ignore_index=True)
-    plots.layer_bars(figures, folder / "model.png", "Qwen3 in stock transformers, log-probabilities and gradients")
+    plot = plots.layer_bars(
+        figures, folder / "model.png", "Qwen3 in stock transformers, log-probabilities and gradients"
+    )
     return [
         "## A whole model",
-        "![A whole model: throughput and memory](model.png)",
+        *plot,
         "Qwen3 in stock transformers, 8B where no other size is named: log-probabilities of all responses and the "
         f"gradients of all parameters, every layer checkpointed, without an optimizer. {EFFECTIVE}",
         markdown(table_of(figures, "model")),
@@ -182,31 +184,30 @@ def model_section(frame: pd.DataFrame, folder: Path) -> list[str]:
 
 def stream_section(frame: pd.DataFrame, folder: Path) -> list[str]:
     """Medians and sums over the micro-batches of a stream."""
-    failed = frame[frame["ms"].isna()]
-    reasons = (
-        failed.groupby("impl")["error"].first().map(lambda text: f"failed: {text}" if isinstance(text, str) else "")
-    )
-    done = frame[frame["ms"].notna()].groupby("impl", sort=False)
-    total = frame.groupby("impl", sort=False)["shape"].nunique()
-    order = [impl for impl in LABELS if impl in total.index]
+    columns = {"ms": ["count", "median", "sum"], "host_ms": "median", "device_ms": "mean", "attention_ms": "median"}
+    numbers = frame.reindex(columns=[*columns, "graphs"]).apply(pd.to_numeric)
+    found = numbers.where(numbers["ms"].notna()).groupby(frame["impl"]).agg({**columns, "graphs": "sum"})
+    errors = frame.groupby("impl")["error"].first()
+    total = frame["shape"].nunique()
     table = pd.DataFrame(
         {
             "implementation": LABELS[impl],
-            "micro-batches": f"{done['shape'].nunique().get(impl, 0)} of {total[impl]}",
-            "beside the attention, median ms": milliseconds(done["ms"].median().get(impl, float("nan"))),
-            "sum ms": number(done["ms"].sum().get(impl)),
-            "host, median ms": milliseconds(done["host_ms"].median().get(impl, float("nan"))),
-            "device, mean ms": milliseconds(done["device_ms"].mean().get(impl, float("nan"))),
-            "attention, median ms": milliseconds(done["attention_ms"].median().get(impl, float("nan"))),
-            "graphs compiled": number(done["graphs"].sum().get(impl)),
-            "note": reasons.get(impl, ""),
+            "micro-batches": f"{found.loc[impl, ('ms', 'count')]:.0f} of {total}",
+            "beside the attention, median ms": milliseconds(found.loc[impl, ("ms", "median")]),
+            "sum ms": number(found.loc[impl, ("ms", "sum")] or None),
+            "host, median ms": milliseconds(found.loc[impl, ("host_ms", "median")]),
+            "device, mean ms": milliseconds(found.loc[impl, ("device_ms", "mean")]),
+            "attention, median ms": milliseconds(found.loc[impl, ("attention_ms", "median")]),
+            "graphs compiled": number(found.loc[impl, ("graphs", "sum")]),
+            "note": f"failed: {errors[impl]}" if isinstance(errors[impl], str) else "",
         }
-        for impl in order
+        for impl in LABELS
+        if impl in found.index
     )
     tokens = frame.drop_duplicates("shape")["packed_tokens"].mean() / 1024
     return [
         "## A stream of micro-batches",
-        f"{frame['shape'].nunique()} micro-batches of different lengths, {tokens:.0f}K packed tokens each on average. "
+        f"{total} micro-batches of different lengths, {tokens:.0f}K packed tokens each on average. "
         "Beside the attention: wall time from the tokens of samples to gradients of one attention layer and values by "
         "sample, less the time of the attention's kernels (packing and layout against joining tokens and "
         "create_block_mask, compilation, launches, unpacking). Host, device: packing, mask and unpacking alone. "

@@ -372,6 +372,17 @@ def test_a_stream_that_fails_or_has_no_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert {row["skipped"] for row in late.rows} == {"left out: budget"}
 
 
+def test_a_gpu_that_fails_does_not_end_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def synchronize(config: measure.Config, after_failure: bool) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(measure, "clear", synchronize)
+    assert bench_kernel.main(["--device", "cpu", "--impls", "dualkv", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "kernel-tiny.json").read_text())["rows"]
+    assert {row["shape"] for row in rows} == set(shapes.KERNEL_PRESETS["tiny"])
+    assert {row["skipped"] for row in rows} == {"a failure before: RuntimeError"}
+
+
 def test_a_budget_ends_a_command_before_large_shapes(tmp_path: Path) -> None:
     begin = time.monotonic()
     arguments = ["--device", "cpu", "--preset", "paper", "--budget-s", "2", "--limit-s", "1e9", "--out", str(tmp_path)]
