@@ -22,7 +22,8 @@ def mask_function(shape: Shape, device: torch.device) -> MaskFunction:
     table = torch.tensor([(index, one.prompt) for index, one in enumerate(found)], dtype=torch.int32).to(device)
     lengths = torch.tensor([one.length for one in found]).to(device)
     # Of every row its own span and that of its group's prompt.
-    span, prompt = table.repeat_interleave(lengths, dim=0, output_size=shape.packed_tokens).T.contiguous()
+    rows = table.repeat_interleave(lengths, dim=0, output_size=shape.packed_tokens)
+    span, prompt = rows[:, 0].contiguous(), rows[:, 1].contiguous()
 
     def mask(b: Tensor, h: Tensor, q_row: Tensor, kv_row: Tensor) -> Tensor:
         kv_span = span[kv_row]

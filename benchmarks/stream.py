@@ -42,7 +42,7 @@ from flash_attn_dualkv.predict import DIRECTIONS
 WARM_UP = 2  # micro-batches in front of those that are measured
 REPEATS = 3  # of the attention alone
 ROOM_S = 1.0  # that a micro-batch must have left, beside what the slowest before took
-COMPILE_S = 60.0  # the first may take
+RESERVE_S = 30.0  # of the time, for each implementation that is still to come on a GPU
 
 
 class Steps(Protocol):
@@ -134,8 +134,12 @@ def implementations(families: list[str] | None) -> list[Implementation]:
     named = partial(Implementation, arrange=of_steps)
     if families is None:
         return [named("dualkv_reference", is_ours=True), named("flex_packed", directions=("forward",))]
-    static = [named("flex_packed_static"), named("flex_fa4_static", package="fa4")]
-    return [*own_implementations(families), named("flex_packed"), named("flex_fa4", package="fa4"), *static]
+    flex = [
+        named(f"{name}{how}", package=package)
+        for how in ("", "_static")
+        for name, package in (("flex_fa4", "fa4"), ("flex_packed", None))
+    ]
+    return [*own_implementations(families), *flex]
 
 
 def steps_of(impl: Implementation) -> Steps:
@@ -161,10 +165,9 @@ class StreamRun:
         return len(self.chosen) * (WARM_UP + len(self.shapes))
 
     def run(self) -> Iterator[str]:
-        """Measure; yields a word before each step. What is left of the time is shared by those still to come."""
-        for index, impl in enumerate(self.chosen):
-            begin = time.monotonic()
-            deadline = begin + (self.config.deadline - begin) / (len(self.chosen) - index)
+        """Measure; yields a word before each step."""
+        for index, impl in enumerate(self.chosen, 1):
+            deadline = self.config.deadline - RESERVE_S * self.config.is_cuda * (len(self.chosen) - index)
             if missing := impl.missing():
                 self.facts[impl.name]["skipped"] = missing
                 continue
@@ -176,18 +179,20 @@ class StreamRun:
 
     def visits(self, impl: Implementation, deadline: float) -> Iterator[str]:
         torch._dynamo.reset()
-        # A static function is compiled for every length, far more often than the default limit.
+        # A static function is compiled for every length, far more often than the default limit; nothing warms it up.
+        warm_up = [] if impl.name.endswith("_static") else self.warm_up
         with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
-            steps, longest = steps_of(impl), COMPILE_S if self.config.is_cuda and not impl.is_ours else 0.0
-            for index, shape in enumerate([*self.warm_up, *self.shapes]):
+            steps, longest = steps_of(impl), 0.0
+            for index, shape in enumerate([*warm_up, *self.shapes]):
                 begin = time.monotonic()
                 if begin + longest + ROOM_S > deadline:
                     break
                 yield f"{impl.name} {index + 1}"
                 row = self.visit(steps, impl, shape)
-                if index >= WARM_UP:
+                if index >= len(warm_up):
                     self.measured[impl.name].append(row)
-                longest = max(longest, time.monotonic() - begin) if index else 0.0
+                if index or not warm_up:  # the first loads and compiles
+                    longest = max(longest, time.monotonic() - begin)
             visited = self.shapes[: len(self.measured[impl.name])]
             mean = self.device_ms(steps, visited) if self.config.is_cuda and visited else None
             for row in self.measured[impl.name]:
