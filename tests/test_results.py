@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,33 +226,3 @@ def test_readme_figures_come_from_the_result_files() -> None:
         assert table in README, "copy benchmarks/results/headline.md into README.md"
     figures = re.findall(r"\d[\d.,]* ?(?:TFLOP/s|ms\b|GiB\b|times as fast|x faster)", README.replace(table, ""))
     assert figures == []
-
-
-def test_readme_example_runs() -> None:
-    # marked examples have tests of their own
-    text = re.sub(r"^<!-- example: \w+ -->\n```python\n.*?^```$", "", README, flags=re.S | re.M)
-    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    assert len(blocks) == 2
-    names: dict[str, Any] = {"__name__": "readme"}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-    out, lse = names["out"], names["lse"]
-    assert out.shape == (sum(names["lengths"]), names["heads"], names["head_dim"])
-    assert lse.shape == (names["heads"], len(out))
-    assert torch.isfinite(out).all()
-    assert all(names[name].grad.abs().sum(dim=(1, 2)).all() for name in "kv")
-
-
-@pytest.mark.parametrize(
-    "page", ["README.md", "benchmarks/results/README.md", "benchmarks/results/NVIDIA-H200/README.md"]
-)
-def test_pages_link_files_that_exist(page: str) -> None:
-    links = re.findall(r"\]\((?!https?:|#)([^)]+)\)", (ROOT / page).read_text(encoding="utf-8"))
-    assert links
-    assert [link for link in links if not ((ROOT / page).parent / link.partition("#")[0]).exists()] == []
-
-
-def test_the_picture_is_what_its_script_draws(tmp_path: Path) -> None:
-    out = tmp_path / "picture.svg"
-    subprocess.run([sys.executable, ROOT / "docs" / "picture.py", out], check=True)
-    assert out.read_text() == (ROOT / "docs" / "shared_prompt.svg").read_text(), "run docs/picture.py again"
