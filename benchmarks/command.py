@@ -5,24 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import report
 import torch
-from measure import DTYPES, Config, Matmul, ShapeRun, significant
+from measure import DTYPES, LEFT_OUT, Config, Matmul, Row, significant
 from peers import PACKAGES, Implementation, is_importable, own_families
-from schema import Row, gpu_folder, is_ours
-from shapes import Shape, by_name, select
+from shapes import title
 
-Families = dict[str, tuple[str, ...]]
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)
@@ -32,81 +32,102 @@ class Benchmark:
     Attributes:
         name: as in the header of its results.
         description: of the command, for --help.
-        presets: lists of shapes by name.
+        presets: names of what is measured, by the name of the list.
         default: the preset on a GPU when none is asked for; on the CPU it is "tiny".
+        parse: what a name stands for; a ValueError says why it is none.
         implementations: all that can be measured here; its argument is what ``peers.own_families`` returns, None on the
             CPU.
-        run_type: what measures one shape.
-        summary: a line about one row.
-        packages: peers that are measured where they can be imported, keys of ``peers.PACKAGES``.
-        add_arguments: adds the command's own arguments.
-        settings: for the ``Config``, from the parsed arguments.
-        choose: which implementations are measured on which of the chosen shapes.
+        run_type: measures one thing with ``(parsed, implementations, config, matmul)``: ``len`` and ``run()`` for a
+            progress bar, then ``rows``.
+        settings: for the ``Config``.
     """
 
     name: str
     description: str
-    presets: Mapping[str, tuple[Shape, ...]]
+    presets: Mapping[str, Sequence[str]]
     default: str
-    implementations: Callable[[Families | None], list[Implementation]]
-    run_type: type[ShapeRun]
-    summary: Callable[[Row], str]
-    packages: tuple[str, ...]
-    add_arguments: Callable[[argparse.ArgumentParser], object] = lambda parser: None
-    settings: Callable[[argparse.Namespace], dict[str, Any]] = lambda options: {}
-    choose: Callable[[list[Implementation], list[Shape]], list[Implementation]] = lambda found, shapes: found
+    parse: Callable[[str], Any]
+    implementations: Callable[[list[str] | None], list[Implementation]]
+    run_type: Callable[[Any, list[Implementation], Config, Matmul], Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 5
     limit_s: float = 20.0
-    budget_s: float | None = None
-    shapes: dict[str, Shape] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shapes", by_name(self.presets))
 
 
-def parse(benchmark: Benchmark, arguments: list[str] | None = None) -> argparse.Namespace:
+def gpu_folder(gpu: str) -> str:
+    """A GPU's name as a folder name."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", gpu).strip("-")
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return value
+
+
+def parse_arguments(benchmark: Benchmark, arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options, with `shapes` parsed."""
     parser = argparse.ArgumentParser(
         description=benchmark.description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--preset", action="append", default=[], choices=benchmark.presets, help="a list of shapes; repeatable"
-    )
-    names = ", ".join(benchmark.shapes)
-    parser.add_argument("--shape", nargs="+", default=[], metavar="NAME", help=f"any of {names}".replace("%", "%%"))
-    parser.add_argument("--impls", nargs="+", metavar="WORD", help="only implementations whose name contains a word")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bf16, on the CPU fp32")
-    parser.add_argument(
-        "--rounds", type=int, default=benchmark.rounds, help="visits of every implementation (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--limit-s", type=float, default=benchmark.limit_s, help="per implementation and shape (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--budget-s",
-        type=float,
-        default=benchmark.budget_s,
-        help="stop cleanly after this many seconds and write what there is (default: %(default)s)",
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial run, never a result")
-    parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/<gpu>/<name>.json)")
-    parser.add_argument("--commit", default=os.environ.get("DUALKV_COMMIT"), help="where git cannot tell")
-    parser.add_argument("--clean", action="store_true", help="the tree is that commit's, where git cannot tell")
-    parser.add_argument("--list", action="store_true", help="print the shapes and leave")
-    parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="make table and plot of result files")
-    parser.add_argument("--readme", action="store_true", help="fill the README's results section and leave")
-    benchmark.add_arguments(parser)
+    add = parser.add_argument
+    add("--preset", action="append", default=[], choices=benchmark.presets, help="a list of shapes; repeatable")
+    add("--shape", nargs="+", default=[], metavar="NAME", help="shapes by name, see --list")
+    add("--impls", nargs="+", default=[], metavar="WORD", help="only implementations whose name contains a word")
+    add("--dtype", choices=DTYPES, help="default: bf16, on the CPU fp32")
+    add("--rounds", type=int, default=benchmark.rounds, help="visits of every implementation (default: %(default)s)")
+    add("--limit-s", type=positive, default=benchmark.limit_s, help="per implementation and shape (%(default)s)")
+    add("--budget-s", type=positive, help="stop cleanly after this many seconds and write what there is")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial run, never a result")
+    add("--out", type=Path, metavar="FOLDER", help="where the result is written (default: benchmarks/results/<gpu>)")
+    add("--name", help="of the result file (default: the benchmark and its presets)")
+    add("--commit", default=os.environ.get("DUALKV_COMMIT"), help="where git cannot tell")
+    add("--clean", action="store_true", help="the tree is that commit's, where git cannot tell")
+    add("--list", action="store_true", help="print the presets and leave")
     options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error(f"argument --rounds: expected at least 1, got {options.rounds}")
-    for name in options.shape:
-        if name not in benchmark.shapes:
-            parser.error(f"argument --shape: expected one of {names}, got {name}")
+    if options.rounds < 0:
+        parser.error(f"--rounds: expected at least 0, got {options.rounds}")
+    default = [] if options.shape else ["tiny" if options.device == "cpu" else benchmark.default]
+    options.preset = options.preset or default
+    names = [name for preset in options.preset for name in benchmark.presets[preset]] + options.shape
+    try:
+        options.shapes = [benchmark.parse(name) for name in dict.fromkeys(names)]
+    except ValueError as error:
+        parser.error(str(error))
+    if not options.list and (options.device == "cpu" or torch.cuda.is_available()):
+        try:
+            options.implementations = chosen_implementations(benchmark, options)
+        except (ValueError, RuntimeError) as error:
+            parser.error(str(error))
     return options
+
+
+def chosen_implementations(benchmark: Benchmark, options: argparse.Namespace) -> list[Implementation]:
+    """What can be measured here, or with --impls what was asked for, whether its package is there or not.
+
+    Raises:
+        ValueError: a word of --impls fits no implementation.
+        RuntimeError: on a GPU, if this library has no compiled kernels for it.
+    """
+    families = None
+    if options.device == "cuda":
+        from flash_attn_dualkv import build_info
+
+        families = own_families(dict(build_info()), torch.cuda.get_device_capability())
+    found = benchmark.implementations(families)
+    unknown = [word for word in options.impls if not any(word in one.name for one in found)]
+    if unknown:
+        known = ", ".join(one.name for one in found)
+        raise ValueError(f"--impls: expected parts of the names {known}, got {' '.join(unknown)}")
+    if options.impls:
+        return [one for one in found if any(word in one.name for word in options.impls)]
+    return [one for one in found if one.missing() is None]
 
 
 def git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(("git", *arguments), cwd=report.ROOT, capture_output=True, text=True, check=True)
+        done = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
@@ -116,18 +137,17 @@ def tree_state(commit: str | None, is_clean: bool) -> tuple[str, bool]:
     """(commit, dirty): what git says, without it what the caller states. Result files do not make a tree dirty."""
     head = git("rev-parse", "HEAD")
     # A copy of the tree inside another repository is not that repository's commit.
-    if head is None or Path(git("rev-parse", "--show-toplevel") or "/").resolve() != report.ROOT:
+    if head is None or Path(git("rev-parse", "--show-toplevel") or "/").resolve() != ROOT:
         return commit or "unknown", not (commit and is_clean)
     changes = git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
     return head, changes != ""
 
 
-def make_header(benchmark: Benchmark, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def make_header(benchmark: Benchmark, options: argparse.Namespace) -> Row:
     commit, is_dirty = tree_state(options.commit, options.clean)
-    is_cuda = device.type == "cuda"
     return {
         "benchmark": benchmark.name,
-        "gpu": torch.cuda.get_device_name(device) if is_cuda else "cpu",
+        "gpu": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
         "commit": commit,
@@ -136,108 +156,94 @@ def make_header(benchmark: Benchmark, options: argparse.Namespace, device: torch
         "matmul_tflops": None,
         "rounds": options.rounds,
         "limit_s": options.limit_s,
-        "not_importable": [PACKAGES[label] for label in benchmark.packages if not is_importable(label)],
+        "not_installed": [package for label, (_, package) in PACKAGES.items() if not is_importable(label)],
     }
 
 
-def implementations(
-    benchmark: Benchmark, options: argparse.Namespace, device: torch.device, shapes: list[Shape]
-) -> list[Implementation]:
-    """What can be measured here and was asked for.
-
-    Raises:
-        RuntimeError: on a GPU, if this library has no compiled kernels for it.
-    """
-    families = None
-    if device.type != "cpu":
-        import flash_attn_dualkv
-
-        build = dict(flash_attn_dualkv.build_info())
-        families = own_families(build, torch.cuda.get_device_capability(device))
-    words = options.impls or [""]
-    found = benchmark.choose(benchmark.implementations(families), shapes)
-    return [implementation for implementation in found if any(word in implementation.name for word in words)]
-
-
-def run(
-    benchmark: Benchmark,
-    shapes: list[Shape],
-    options: argparse.Namespace,
-    path: Path,
-    header: dict[str, Any],
-    config: Config,
-) -> None:
-    """Measure shape after shape; the file is complete after each. What time does not reach has rows that say so."""
+def run(benchmark: Benchmark, options: argparse.Namespace, config: Config, header: Row, path: Path) -> list[Row]:
+    """Measure shape after shape; the file is written again and again. What time does not reach has rows that say so."""
     from tqdm import tqdm
 
-    chosen = implementations(benchmark, options, config.device, shapes)
     matmul = Matmul(config)
-    runs = [benchmark.run_type(shape, chosen, config, matmul) for shape in shapes]
+    runs = [benchmark.run_type(shape, options.implementations, config, matmul) for shape in options.shapes]
     rows: list[Row] = []
-    finished = 0
-    with tqdm(total=sum(map(len, runs)), unit="step", dynamic_ncols=True) as bar:
+
+    def write(unfinished: list[Row]) -> None:
+        header["matmul_tflops"] = significant(statistics.median(matmul.readings)) if matmul.readings else None
+        path.write_text(json.dumps({"header": header, "rows": [*rows, *unfinished]}, indent=1) + "\n")
+
+    finished, written = 0, time.monotonic()
+    with tqdm(total=sum(map(len, runs)), unit="step", dynamic_ncols=True, disable=None) as bar:
         for measured in runs:
             torch._dynamo.reset()  # one compilation per shape; otherwise a limit on their number ends in eager mode
-            for step in measured.run():
-                bar.set_description(f"{measured.shape.name} {step}")
-                bar.update()
+            failure = None
+            try:
+                for step in measured.run():
+                    bar.set_description(f"{measured.name} {step}")
+                    bar.update()
+                    if time.monotonic() - written > 10:
+                        write(measured.rows)
+                        written = time.monotonic()
+            except Exception as error:  # a peer's kernel can leave the GPU unusable: no reason to lose what there is
+                failure = f"a failure before: {type(error).__name__}"
             finished += len(measured)
             bar.update(finished - bar.n)  # the steps of what failed or had no time left
-            rows += measured.rows
-            header["matmul_tflops"] = significant(statistics.median(matmul.readings)) if matmul.readings else None
-            path.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
-            for row in measured.rows:
-                bar.write(benchmark.summary(row))
+            found = measured.rows
+            for row in found:
+                if failure and row.get("skipped") == LEFT_OUT:
+                    row["skipped"] = failure
+                bar.write(summary(row))
+            rows += found
+            write([])
+    return rows
 
 
-def print_shapes(benchmark: Benchmark) -> None:
-    for shape in benchmark.shapes.values():
-        rho = shape.replicated_tokens / shape.packed_tokens
-        heads = f"H={shape.heads} H_k={shape.kv_heads} d={shape.head_dim}"
-        print(f"{shape.name:<24} {heads:<18} {shape.packed_tokens:>8} tokens, replicated {rho:5.2f}x as many")
+def summary(row: Row) -> str:
+    """A line about one row."""
+    name = f"{title(row['shape']):<32} {row['impl']:<26} {row['direction']:<8}"
+    peak = "" if row.get("peak_gib") is None else f"{row['peak_gib']:8.2f} GiB"
+    if row["ms"] is None:
+        return f"{name} {why_no_time(row)} {peak}"
+    rate = "" if row["tflops"] is None else f"{row['tflops']:8.1f} TFLOP/s"
+    share = "" if row["fraction"] is None else f"{100 * row['fraction']:5.1f}% of matmul"
+    return f"{name} {row['ms']:10.3f} ms {rate} {share} {peak}"
 
 
-def why_no_figure(row: Row) -> str:
+def why_no_time(row: Row) -> str:
     return "out of memory" if row.get("oom") else str(row.get("error") or row.get("skipped"))
 
 
 def main(benchmark: Benchmark, arguments: list[str] | None = None) -> int:
     """The command: 1 if an implementation of this library failed, 2 if there is no GPU."""
-    options = parse(benchmark, arguments)
+    begin = time.monotonic()
+    options = parse_arguments(benchmark, arguments)
     if options.list:
-        print_shapes(benchmark)
-        return 0
-    for path in options.render or ():
-        print(*report.render(path), sep="\n")
-    if options.readme:
-        report.update_readme()
-    if options.render or options.readme:
+        for preset, names in benchmark.presets.items():
+            print(f"{preset}:", *(f"  {name:<32} {title(name)}" for name in names), sep="\n")
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         print("There is no CUDA GPU here. --device cpu makes a trial run with plain PyTorch.", file=sys.stderr)
         return 2
-
-    device = torch.device(options.device)
-    default = [] if options.shape else ["tiny" if device.type == "cpu" else benchmark.default]
-    presets = options.preset or default
-    shapes = select(presets, options.shape, benchmark.presets)
-    header = make_header(benchmark, options, device)
-    # Kernel results are named by their shapes alone.
-    prefix = [] if benchmark.name == "kernel" else [benchmark.name]
-    name = "-".join([*prefix, *(presets or ["shapes"])])
-    path = options.out or report.RESULTS / gpu_folder(header["gpu"]) / f"{name}.json"
+    header = make_header(benchmark, options)
+    name = options.name or "-".join([benchmark.name, *(options.preset or ["shapes"])])
+    path = (options.out or RESULTS / gpu_folder(header["gpu"])) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
+    device = torch.device(options.device)
+    # A CPU's rate in plain PyTorch.
+    settings = benchmark.settings if options.device == "cuda" else {**benchmark.settings, "assumed_tflops": 0.01}
     config = Config(
-        dtype=options.dtype or ("fp32" if device.type == "cpu" else "bf16"),
+        dtype=options.dtype or ("bf16" if options.device == "cuda" else "fp32"),
         device=device,
         rounds=options.rounds,
         limit_s=options.limit_s,
-        deadline=time.monotonic() + options.budget_s if options.budget_s else float("inf"),
-        **benchmark.settings(options),
+        deadline=begin + options.budget_s if options.budget_s else float("inf"),
+        **settings,
     )
     if header["dirty"]:
         print("The tree is dirty or unknown to git: this result will be refused.", file=sys.stderr)
-    run(benchmark, shapes, options, path, header, config)
-    print(path, *report.render(path), sep="\n")
-    failed = [row for row in json.loads(path.read_text())["rows"] if row.get("error") and is_ours(row)]
-    return 1 if failed else 0
+    for one in options.implementations:
+        if missing := one.missing():
+            print(f"{one.name} is left out: {missing}.", file=sys.stderr)
+    rows = run(benchmark, options, config, header, path)
+    print(path)
+    return 1 if any(row.get("error") and row["impl"].startswith("dualkv") for row in rows) else 0

@@ -1,91 +1,56 @@
-"""FlexAttention with the packed shared-prompt mask."""
+"""FlexAttention with the packed shared-prompt mask, on its own Triton kernels or on FlashAttention-4's."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from packing import Prepared, Source, fold_packed, heads_first, leaf, spans
+from packing import Arrangement, Attention, heads_first, packed_rows, spans
 from shapes import Shape
 from torch import Tensor
 from torch.nn.functional import pad
 
 FLEX_BLOCK = 128
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class PackedMask:
-    """Visibility in the packed layout, per row: its own span and its group's prompt. All int32 (T,)."""
+def mask_function(shape: Shape, device: torch.device) -> MaskFunction:
+    """Visibility in the packed layout in FlexAttention's form: (batch, head, query row, key row) -> visible."""
+    found = spans(shape)
+    table = torch.tensor([(index, one.prompt) for index, one in enumerate(found)], dtype=torch.int32).to(device)
+    lengths = torch.tensor([one.length for one in found]).to(device)
+    # Of every row its own span and that of its group's prompt.
+    rows = table.repeat_interleave(lengths, dim=0, output_size=shape.packed_tokens)
+    span, prompt = rows[:, 0].contiguous(), rows[:, 1].contiguous()
 
-    span: Tensor
-    prompt: Tensor
-    begin: Tensor
-    prompt_begin: Tensor
-    prompt_end: Tensor
+    def mask(b: Tensor, h: Tensor, q_row: Tensor, kv_row: Tensor) -> Tensor:
+        kv_span = span[kv_row]
+        return ((kv_span == span[q_row]) | (kv_span == prompt[q_row])) & (kv_row <= q_row)
 
-    def function(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """The mask function in FlexAttention's form: (batch, head, query row, key row) -> visible."""
-        span, prompt = self.span, self.prompt
-
-        def mask(b: Tensor, h: Tensor, q_row: Tensor, kv_row: Tensor) -> Tensor:
-            kv_span = span[kv_row]
-            return ((kv_span == span[q_row]) | (kv_span == prompt[q_row])) & (kv_row <= q_row)
-
-        return mask
-
-    @staticmethod
-    def of(shape: Shape, device: torch.device) -> PackedMask:
-        all_spans = spans(shape)
-        columns = torch.tensor(
-            [
-                (index, span.prompt, span.begin, all_spans[span.prompt].begin, all_spans[span.prompt].end)
-                for index, span in enumerate(all_spans)
-            ],
-            dtype=torch.int32,
-        )
-        lengths = torch.tensor([span.end - span.begin for span in all_spans])
-        return PackedMask(*(column.to(device) for column in columns.repeat_interleave(lengths, dim=0).T.contiguous()))
-
-    def visible_in_blocks(self, rows: Tensor, block: int) -> Tensor:
-        """Keys that each row sees in each block of keys, (rows, blocks) int64."""
-        low = torch.arange(0, self.span.numel(), block, device=rows.device)
-
-        def overlap(begin: Tensor, end: Tensor) -> Tensor:
-            left, right = torch.maximum(begin[:, None], low), torch.minimum(end[:, None], low + block)
-            return (right - left).clamp_min_(0)
-
-        own = overlap(self.begin[rows], rows + 1)
-        is_response = self.span[rows] != self.prompt[rows]
-        return own + overlap(self.prompt_begin[rows], self.prompt_end[rows]) * is_response[:, None]
-
-    def block_mask(self, block: int = FLEX_BLOCK) -> Any:
-        """The BlockMask that create_block_mask would return, without ever holding T x T elements."""
-        from torch.nn.attention.flex_attention import BlockMask
-
-        total = self.span.numel()
-        partial, full = [], []
-        for begin in range(0, total, 64 * block):
-            rows = torch.arange(begin, min(begin + 64 * block, total), device=self.span.device)
-            counts = self.visible_in_blocks(rows, block)
-            missing = -len(rows) % block  # rows after the last are hidden: a ragged last block is never full
-            counts = pad(counts, (0, 0, 0, missing)).unflatten(0, (-1, block))
-            is_full = (counts == block).all(dim=1)
-            full.append(is_full)
-            partial.append(counts.any(dim=1) & ~is_full)
-        lists = [ordered_blocks(torch.cat(kind)) for kind in (partial, full)]
-        (partial_count, partial_index), (full_count, full_index) = lists
-        return BlockMask.from_kv_blocks(
-            partial_count, partial_index, full_count, full_index, block, self.function(), seq_lengths=(total, total)
-        )
+    return mask
 
 
 @functools.lru_cache(maxsize=1)
-def packed_block_mask(shape: Shape, device: torch.device) -> Any:
-    """One BlockMask (and one mask function, so one compilation) for all rounds of a shape."""
-    return PackedMask.of(shape, device).block_mask()
+def packed_block_mask(shape: Shape, device: torch.device, block: int = FLEX_BLOCK) -> Any:
+    """The BlockMask that create_block_mask would return, without ever holding T x T elements.
+
+    One for all rounds of a shape: with it there is one mask function, so one compilation.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    total, mask = shape.packed_tokens, mask_function(shape, device)
+    keys, zero = torch.arange(total, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    parts = []
+    for rows in keys.split(16 * block):
+        visible = mask(zero, zero, rows[:, None], keys)
+        visible = pad(visible, (0, -total % block, 0, -len(rows) % block))  # a ragged last block is never full
+        parts.append(visible.unflatten(1, (-1, block)).unflatten(0, (-1, block)).sum(dim=(1, 3)))
+    counts = torch.cat(parts)
+    full = counts == block * block
+    partial = ordered_blocks((counts > 0) & ~full)
+    return BlockMask.from_kv_blocks(*partial, *ordered_blocks(full), block, mask, seq_lengths=(total, total))
 
 
 def ordered_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,29 +61,31 @@ def ordered_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def compiled_flex_attention() -> Any:
-    """FlexAttention compiled for each shape by itself, as its users are told to."""
+def flex_function(is_cuda: bool, is_dynamic: bool = False) -> Any:
+    """FlexAttention: compiled on a GPU, by default for each shape by itself, as its users are told to."""
     from torch._functorch import config as functorch_config
     from torch.nn.attention.flex_attention import flex_attention
 
+    if not is_cuda:
+        return flex_attention
     functorch_config.donated_buffer = False  # otherwise the backward cannot be timed alone, several times
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention, dynamic=is_dynamic)
 
 
-def build_flex(source: Source) -> Prepared:
-    """FlexAttention with the packed shared-prompt mask; compiled on a GPU, eager elsewhere."""
-    from torch.nn.attention.flex_attention import flex_attention
+def flex_attend(block_mask: Any, on_fa4: bool, is_dynamic: bool = False) -> Attention:
+    """Attention over packed rows; ``on_fa4``: on FlashAttention-4's kernels instead of Triton's."""
+    options: dict[str, Any] = {"kernel_options": {"BACKEND": "FLASH"}} if on_fa4 else {}
 
-    is_cuda = source.device.type == "cuda"
-    flex: Any = compiled_flex_attention() if is_cuda else flex_attention
-    block_mask = packed_block_mask(source.shape, source.device)
-    is_grouped = source.shape.heads != source.shape.kv_heads
-    # on the CPU it has no backward and refuses inputs that ask for one
-    q, k, v = (leaf(tensor).requires_grad_(is_cuda) for tensor in (source.q, source.k, source.v))
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        flex = flex_function(q.is_cuda, is_dynamic)
+        if not q.is_cuda:  # there it has no backward and refuses inputs that ask for one
+            q, k, v = (one.detach() for one in (q, k, v))
+        is_grouped = q.shape[1] != k.shape[1]
+        out: Tensor = flex(*map(heads_first, (q, k, v)), block_mask=block_mask, enable_gqa=is_grouped, **options)
+        return out[0].transpose(0, 1)
 
-    def run() -> Tensor:
-        return flex(*map(heads_first, (q, k, v)), block_mask=block_mask, enable_gqa=is_grouped)
+    return attention
 
-    return Prepared(
-        (q, k, v), heads_first(source.dout), run, lambda out, which: out[0, :, which].transpose(0, 1), fold_packed
-    )
+
+def arrange_flex(shape: Shape, device: torch.device, on_fa4: bool = False) -> Arrangement:
+    return Arrangement(packed_rows(shape), flex_attend(packed_block_mask(shape, device), on_fa4))

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from packing import Prepared, make_source
+from layer import prepare_layer
+from packing import Prepared, prepare_attention
 from peers import Implementation
-from shapes import Shape
+from shapes import LayerShape, Shape
 from torch import Tensor
 
 from flash_attn_dualkv.predict import DIRECTIONS
@@ -27,9 +28,8 @@ GIB = 1 << 30
 SAMPLED_ROWS = 2048
 SLOW_S = 1.0  # a pass of this length needs no warm-up: what is loaded once, and the card's rest, are small beside it
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-# A relative Frobenius difference above this means that two implementations did not compute the same thing.
-LARGEST_DIFFERENCE = 0.02
+LEFT_OUT = "left out: budget"
+ROUND_S = 1.0  # about what a round of one implementation takes on a GPU
 
 Row = dict[str, Any]
 
@@ -40,53 +40,30 @@ class Config:
 
     dtype: str = "bf16"
     device: torch.device = field(default_factory=lambda: torch.device("cuda"))
-    directions: tuple[str, ...] = DIRECTIONS
     rounds: int = 5
     warm_ms: float = 150.0  # of calls in front of those that are timed
     target_ms: float = 60.0  # of calls per implementation, direction and round
     max_calls: int = 10
-    limit_s: float = (
-        20.0  # per implementation and shape, estimated: fewer rounds where they do not fit, none if one does not
-    )
+    limit_s: float = 20.0  # per implementation and shape, estimated: fewer rounds where they do not fit, or none
     assumed_tflops: float = 250.0  # for the estimates
-    deadline: float = math.inf  # time.monotonic() after which nothing new is started
+    deadline: float = math.inf  # time.monotonic() at which everything must be over
     seed: int = 0
 
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() > self.deadline
-
-
-def seconds_per_pass(implementation: Implementation, shape: Shape, config: Config) -> float:
-    """Estimate of one forward and backward, from the work that the implementation really does."""
-    flops = sum(implementation.executed_flops(shape, direction) for direction in DIRECTIONS)
-    return flops / (config.assumed_tflops * 1e12)
-
-
-def planned_rounds(implementation: Implementation, shape: Shape, config: Config) -> int:
-    """Rounds that fit ``limit_s`` after the memory pass, up to ``rounds``; 0 leaves the implementation out."""
-    seconds = seconds_per_pass(implementation, shape, config)
-    passes_a_round = 1 if seconds >= SLOW_S else 2
-    return max(0, min(config.rounds, math.floor((config.limit_s / seconds - 1) / passes_a_round)))
+    def fits(self, seconds: float) -> bool:
+        return time.monotonic() + seconds <= self.deadline
 
 
 class Stopwatch:
     """Milliseconds of calls: CUDA events on a GPU, the wall clock elsewhere."""
 
     def __init__(self, config: Config) -> None:
-        self.is_cuda = config.is_cuda
+        self.config = config
 
-    def time(self, call: Callable[[], object], calls: int) -> list[float]:
-        return self.laps((call,), calls)[0]
-
-    def time_under_load(self, call: Callable[[], object], config: Config) -> list[float]:
-        return self.laps_under_load((call,), config)[0]
-
-    def laps_under_load(self, steps: Sequence[Callable[[], object]], config: Config) -> list[list[float]]:
+    def laps_under_load(self, steps: Sequence[Callable[[], object]]) -> list[list[float]]:
         """Laps that take ``target_ms`` behind others that take ``warm_ms``, without a pause between them.
 
         After a rest the card holds its highest clock for 50 to 100 ms, then its limit of power tells: an H200's product
@@ -94,6 +71,7 @@ class Stopwatch:
         one in the other, and what ran before decides. A pause would show in the first timed call: what the host takes
         to launch it.
         """
+        config = self.config
         one = max(sum(times[0] for times in self.laps(steps, 1)), 1e-3)
         warm_up = math.ceil(max(0.0, config.warm_ms - one) / one)
         calls = max(1, min(config.max_calls, math.ceil(config.target_ms / one)))
@@ -108,19 +86,18 @@ class Stopwatch:
                 step()
                 marks.append(self._mark())
             rounds_of_marks.append(marks)
-        if self.is_cuda:
-            torch.cuda.synchronize()
+        synchronize(self.config)
         return [[self._between(marks[i], marks[i + 1]) for marks in rounds_of_marks] for i in range(len(steps))]
 
     def _mark(self) -> Any:
-        if not self.is_cuda:
+        if not self.config.is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def _between(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end) if self.is_cuda else (end - begin) * 1e3)
+        return float(begin.elapsed_time(end) if self.config.is_cuda else (end - begin) * 1e3)
 
 
 class Matmul:
@@ -132,17 +109,29 @@ class Matmul:
         self.a, self.b = (
             torch.randn(self.size, self.size, device=config.device, generator=generator).bfloat16() for _ in range(2)
         )
-        self.stopwatch, self.config = Stopwatch(config), config
+        self.stopwatch = Stopwatch(config)
         self.readings: list[float] = []
-        torch.mm(self.a, self.b)  # loads the library
+        self.run()  # loads the library
+
+    def run(self) -> Tensor:
+        return torch.mm(self.a, self.b)
 
     def measure(self) -> None:
-        times = self.stopwatch.time_under_load(lambda: torch.mm(self.a, self.b), self.config)
+        (times,) = self.stopwatch.laps_under_load((self.run,))
         self.readings.append(2 * self.size**3 / statistics.median(times) / 1e9)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+def synchronize(config: Config) -> None:
+    if config.is_cuda:
+        torch.cuda.synchronize()
+
+
+def explain(error: BaseException) -> Row:
+    """What a row says of a failure."""
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+        return {"oom": True}
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return {"error": f"{type(error).__name__}: {first_line}"}
 
 
 def clear(config: Config, after_failure: bool) -> None:
@@ -159,29 +148,41 @@ def backward(prepared: Prepared, out: Tensor, retain_graph: bool = True) -> tupl
     return torch.autograd.grad(out, prepared.leaves, prepared.dout, retain_graph=retain_graph)
 
 
-def can_differentiate(implementation: Implementation, config: Config) -> bool:
-    return "backward" in implementation.directions and "backward" in config.directions
-
-
 class ShapeRun:
     """All measurements of one shape. ``rows`` afterwards holds one row per implementation and direction."""
 
-    out_of_time = "the time given was used up"
-    largest_difference = LARGEST_DIFFERENCE
+    # Relative Frobenius differences above these mean that two implementations did not compute the same thing.
+    # Gradients of replicated rows are rounded to 16 bits before they are summed.
+    largest_difference = 0.02
+    largest_gradient_difference = 0.05
 
     def __init__(self, shape: Shape, implementations: list[Implementation], config: Config, matmul: Matmul) -> None:
         self.shape, self.config, self.matmul = shape, config, matmul
+        self.name = shape.name
         self.chosen = [impl for impl in implementations if impl.refuses(shape) is None]
         self.stopwatch = Stopwatch(config)
         self.times: dict[tuple[str, str], list[float]] = defaultdict(list)
         self.facts: dict[str, Row] = {impl.name: {} for impl in self.chosen}
-        self.rounds = {impl.name: planned_rounds(impl, shape, config) for impl in self.chosen}
-        self.sample: Tensor | None = None
+        self.seconds = {impl.name: self.estimate(impl) for impl in self.chosen}  # of a pass; measured after the first
+        self.rounds = {impl.name: self.planned_rounds(impl) for impl in self.chosen}
+        self.sample: list[Tensor] = []
         self.readings_before = 0
+
+    def estimate(self, impl: Implementation) -> float:
+        """Seconds of a forward and backward, from the work that the implementation really does."""
+        flops = sum(self.shape.flops(direction, *impl.executed(self.shape)) for direction in DIRECTIONS)
+        return flops / (self.config.assumed_tflops * 1e12)
+
+    def planned_rounds(self, impl: Implementation) -> int | None:
+        """Rounds that fit ``limit_s`` after the memory pass, up to ``rounds``; None leaves the implementation out."""
+        seconds = self.seconds[impl.name]
+        passes_a_round = 1 if seconds >= SLOW_S else 2
+        rounds = math.floor((self.config.limit_s / seconds - 1) / passes_a_round)
+        return None if rounds < min(1, self.config.rounds) else min(self.config.rounds, rounds)
 
     def __len__(self) -> int:
         """Steps of ``run``, for a progress bar."""
-        return sum(1 + count for count in self.rounds.values() if count)
+        return sum(1 + count for count in self.rounds.values() if count is not None)
 
     def run(self) -> Iterator[str]:
         """Measure; yields a word before each step."""
@@ -190,25 +191,28 @@ class ShapeRun:
         yield from self.timed_rounds()
 
     def memory_passes(self) -> Iterator[str]:
+        room = ROUND_S * len(self.chosen) if self.config.is_cuda else 0.0  # for what has compiled to be timed
         for impl in self.chosen:
-            if self.rounds[impl.name] == 0:
-                estimate = seconds_per_pass(impl, self.shape, self.config)
-                self.facts[impl.name]["skipped"] = f"about {estimate:.0f} s a pass at the assumed rate"
-            elif self.config.is_over:
-                self.facts[impl.name]["skipped"] = self.out_of_time
+            facts, seconds = self.facts[impl.name], self.seconds[impl.name]
+            if missing := impl.missing():
+                facts["skipped"] = missing
+            elif self.rounds[impl.name] is None:
+                facts["skipped"] = f"left out: about {seconds:.0f} s a pass at the assumed rate"
+            elif not self.config.fits(seconds * (1 if seconds >= SLOW_S else 2) + impl.compile_s + room):
+                facts["skipped"] = LEFT_OUT
             else:
                 yield f"{impl.name} memory"
                 self.guarded(impl, self.memory_pass)
 
     def timed_rounds(self) -> Iterator[str]:
         for index in range(self.config.rounds):
-            if not self.config.is_over:
+            if self.config.fits(0.5):
                 self.matmul.measure()
             first = index % max(len(self.chosen), 1)
             for impl in self.chosen[first:] + self.chosen[:first]:
-                if self.config.is_over:
-                    return
-                if index < self.rounds[impl.name] and not self.has_failed(impl):
+                is_due = index < (self.rounds[impl.name] or 0) and not self.has_failed(impl)
+                # A round makes the tensors again, and warms up in both directions.
+                if is_due and self.config.fits(0.5 + 4 * self.seconds[impl.name]):
                     yield f"{impl.name} round {index + 1}"
                     self.guarded(impl, self.timed_pass)
 
@@ -220,122 +224,161 @@ class ShapeRun:
         try:
             measure(impl)
         except Exception as error:
-            if is_out_of_memory(error):
-                self.facts[impl.name]["oom"] = True
-            else:
-                first_line = (str(error).strip().splitlines() or [""])[0]
-                self.facts[impl.name]["error"] = f"{type(error).__name__}: {first_line}"
+            self.facts[impl.name].update(explain(error))
         clear(self.config, after_failure=self.has_failed(impl))
 
     def prepare(self, impl: Implementation) -> Prepared:
-        dtype = DTYPES[self.config.dtype]
-        return impl.build(make_source(self.shape, dtype, self.config.device, self.config.seed))
+        config = self.config
+        how = impl.arrange(self.shape, config.device)
+        return prepare_attention(self.shape, DTYPES[config.dtype], config.device, config.seed, how)
 
     def memory_pass(self, impl: Implementation) -> None:
         """Peak of one forward and backward with all its tensors, after a first one that compiles and loads.
 
-        Sampled rows of the output are compared with the first implementation's: one that computes something else
-        is no peer.
+        Sampled rows of the output and of its gradients are compared with the first implementation's: one that computes
+        something else is no peer.
         """
-        cuda = torch.cuda if self.config.is_cuda else None
+        cuda, facts = (torch.cuda if self.config.is_cuda else None), self.facts[impl.name]
         baseline = cuda.memory_allocated() if cuda else 0
         prepared = self.prepare(impl)
-        differentiable = can_differentiate(impl, self.config)
-        for _ in range(1 if seconds_per_pass(impl, self.shape, self.config) >= SLOW_S else 2):
+        is_slow = self.seconds[impl.name] >= SLOW_S
+        which = torch.randperm(self.shape.packed_tokens, generator=torch.Generator().manual_seed(self.config.seed))
+        which = which[:SAMPLED_ROWS].to(self.config.device)
+        for _ in range(1 if is_slow else 2):
             if cuda:
                 cuda.reset_peak_memory_stats()
+            begin = time.perf_counter()
             out = prepared.run()
-            gradients = backward(prepared, out, retain_graph=False) if differentiable else ()
+            gradients = backward(prepared, out, retain_graph=False) if "backward" in impl.directions else ()
+            synchronize(self.config)
+            seconds = time.perf_counter() - begin
             if cuda:
-                cuda.synchronize()
-                self.facts[impl.name]["peak_gib"] = round((cuda.max_memory_allocated() - baseline) / GIB, 3)
-            sampled = self.take_sample(prepared, out)
+                facts["peak_gib"] = round((cuda.max_memory_allocated() - baseline) / GIB, 3)
+            sampled = [prepared.take(out.detach(), which), *(prepared.fold(gradients, which) if gradients else ())]
             del out, gradients
-        if self.sample is None:
-            self.sample = sampled
-        difference = ((sampled - self.sample).norm() / self.sample.norm()).item()
-        self.facts[impl.name]["rel_diff"] = round(difference, 6)
-        if not difference <= self.largest_difference:
-            self.facts[impl.name]["error"] = f"output differs by {difference:.3g} from the first implementation's"
+        if not (is_slow and impl.compile_s):
+            self.seconds[impl.name] = seconds
+        self.sample = self.sample or sampled
+        facts["rel_diff"], facts["gradient_rel_diff"] = compared(sampled, self.sample)
+        facts.update(self.verdict(facts["rel_diff"], facts["gradient_rel_diff"]))
 
-    def take_sample(self, prepared: Prepared, out: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(self.config.seed)
-        total = self.shape.packed_tokens
-        which = torch.randint(total, (min(SAMPLED_ROWS, total),), generator=generator).to(self.config.device)
-        return prepared.take(out.detach(), which).float()
+    @classmethod
+    def verdict(cls, output: float, gradient: float | None) -> Row:
+        """An error where differences are too large."""
+        for what, difference, largest in (
+            ("output", output, cls.largest_difference),
+            ("gradient", gradient or 0.0, cls.largest_gradient_difference),
+        ):
+            if not difference <= largest:
+                return {"error": f"{what} differs by {difference:.3g} from the first implementation's"}
+        return {}
+
+    def laps(self, impl: Implementation, *steps: Callable[[], object]) -> list[list[float]]:
+        is_slow = self.seconds[impl.name] >= SLOW_S
+        return self.stopwatch.laps(steps, 1) if is_slow else self.stopwatch.laps_under_load(steps)
 
     def timed_pass(self, impl: Implementation) -> None:
         prepared = self.prepare(impl)
-        is_slow = seconds_per_pass(impl, self.shape, self.config) >= SLOW_S
-
-        def timed(call: Callable[[], object]) -> list[float]:
-            return self.stopwatch.time(call, 1) if is_slow else self.stopwatch.time_under_load(call, self.config)
-
-        if "forward" in impl.directions and "forward" in self.config.directions:
-            self.times[impl.name, "forward"] += timed(prepared.run)
-        if can_differentiate(impl, self.config):
+        if "forward" in impl.directions:
+            self.times[impl.name, "forward"] += self.laps(impl, prepared.run)[0]
+        if "backward" in impl.directions:
             out = prepared.run()
-            self.times[impl.name, "backward"] += timed(lambda: backward(prepared, out))
+            self.times[impl.name, "backward"] += self.laps(impl, lambda: backward(prepared, out))[0]
 
     @property
     def rows(self) -> list[Row]:
         readings = self.matmul.readings[self.readings_before :]
         matmul = statistics.median(readings) if readings else None
-        return [
-            self.row(impl, direction, matmul)
-            for impl in self.chosen
-            for direction in self.config.directions
-            if direction in impl.directions
-        ]
+        return [self.row(impl, one, matmul) for impl in self.chosen for one in DIRECTIONS if one in impl.directions]
 
     def row(self, impl: Implementation, direction: str, matmul: float | None) -> Row:
         shape, times = self.shape, self.times[impl.name, direction]
         facts, failed = dict(self.facts[impl.name]), self.has_failed(impl)
         if not failed and not times:
-            facts["skipped"] = self.out_of_time
+            facts["skipped"] = LEFT_OUT if self.config.rounds else "peak memory alone was measured"
+        tokens, pairs = impl.executed(shape)
         ms = statistics.median(times) if times and not failed else None
-        tflops = self.counted_flops(impl, direction) / ms / 1e9 if ms else None
+        tflops = shape.flops(direction, *self.counted(impl)) / ms / 1e9 if ms else None
         return {
-            **self.identity(impl),
+            **identity(shape, impl, self.config),
             "direction": direction,
             "ms": significant(ms),
             "tflops": significant(tflops),
+            "fraction": significant(tflops / matmul) if tflops and matmul else None,
+            "matmul_tflops": significant(matmul),
             "peak_gib": None,
             "oom": False,
-            "matmul_tflops": significant(matmul),
-            "fraction": significant(tflops / matmul) if tflops and matmul else None,
-            "groups": len(shape.groups),
-            "packed_tokens": shape.packed_tokens,
-            "visible_pairs": shape.visible_pairs(),
+            "executed_tokens": tokens,
+            "executed_pairs": pairs,
             "samples": len(times),
             "ms_min": significant(min(times)) if ms else None,
             "ms_max": significant(max(times)) if ms else None,
-            **self.more(impl, direction),
             **facts,
         }
 
-    def identity(self, impl: Implementation) -> Row:
-        """What a row is about."""
-        shape = self.shape
-        return {
-            "shape": shape.name,
-            "n": shape.num_responses,
-            "p": shape.mean_prompt,
-            "r": shape.mean_response,
-            "impl": impl.name,
-            "dtype": self.config.dtype,
-            "h": shape.heads,
-            "h_k": shape.kv_heads,
-            "d": shape.head_dim,
-        }
+    def counted(self, impl: Implementation) -> tuple[int, int]:
+        """Tokens and pairs that a row's TFLOP/s count: the useful ones, the same for all implementations."""
+        return self.shape.packed_tokens, self.shape.visible_pairs
 
-    def counted_flops(self, impl: Implementation, direction: str) -> float:
-        """The work that a row's TFLOP/s count: the same for all implementations."""
-        return self.shape.flops(direction)
 
-    def more(self, impl: Implementation, direction: str) -> Row:
-        """Further fields of a row."""
-        return {}
+class LayerRun(ShapeRun):
+    """All measurements of one layer, or of a whole model, over one micro-batch."""
+
+    shape: LayerShape
+
+    def prepare(self, impl: Implementation) -> Prepared:
+        config = self.config
+        how = impl.arrange(self.shape, config.device)
+        return prepare_layer(self.shape, DTYPES[config.dtype], config.device, config.seed, how)
+
+    def timed_pass(self, impl: Implementation) -> None:
+        """A forward and its backward, which frees what the forward kept: there is memory for one of them only."""
+        prepared = self.prepare(impl)
+        held: list[Tensor] = []
+
+        def run() -> None:
+            held.clear()
+            held.append(prepared.run())
+
+        def run_backward() -> None:
+            backward(prepared, held.pop(), retain_graph=False)
+
+        steps = (run, run_backward) if "backward" in impl.directions else (run,)
+        for direction, times in zip(DIRECTIONS, self.laps(impl, *steps)):
+            self.times[impl.name, direction] += times
+
+    def counted(self, impl: Implementation) -> tuple[int, int]:
+        return impl.executed(self.shape)
+
+
+def identity(shape: Shape, impl: Implementation, config: Config) -> Row:
+    """What a row is about."""
+    return {
+        "shape": shape.name,
+        "n": len(shape.responses),
+        "p": shape.mean_prompt,
+        "r": shape.mean_response,
+        "groups": len(shape.groups),
+        "impl": impl.name,
+        "dtype": config.dtype,
+        "h": shape.heads,
+        "h_k": shape.kv_heads,
+        "d": shape.head_dim,
+        "packed_tokens": shape.packed_tokens,
+        "replicated_tokens": shape.replicated_tokens,
+        "visible_pairs": shape.visible_pairs,
+    }
+
+
+def relative_difference(one: Tensor, other: Tensor) -> float:
+    difference = ((one.float() - other.float()).norm() / other.float().norm()).item()
+    return math.inf if math.isnan(difference) else round(difference, 6)
+
+
+def compared(sample: list[Tensor], expected: list[Tensor]) -> tuple[float, float | None]:
+    """Differences of an output, and the largest of its gradients, from those expected; None without gradients."""
+    output, *gradients = map(relative_difference, sample, expected)
+    return output, max(gradients, default=None)
 
 
 def significant(value: float | None) -> float | None:

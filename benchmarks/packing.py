@@ -1,4 +1,4 @@
-"""The deduplicated micro-batch that every implementation starts from, and the row bookkeeping between packed layouts.
+"""The deduplicated micro-batch that every implementation starts from, and the rows that each computes of it.
 
 Packed means ``[P][R_1]...[R_N]``, group after group. A row is an index into a packed tensor.
 """
@@ -13,22 +13,19 @@ import torch
 from shapes import Shape
 from torch import Tensor
 
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (T, H, d), k and v (T, H_k, d) -> (T, H, d)
 Gradients = Sequence[Tensor]
 
 
-@dataclass
-class Source:
-    """q, dout: (T, H, d); k, v: (T, H_k, d), rows packed ``[P][R_1]...[R_N]`` for each group."""
+@dataclass(frozen=True)
+class Arrangement:
+    """How an implementation lays out a micro-batch: the packed row of each of its tokens, and attention over those.
 
-    shape: Shape
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
+    What has to be done in every layer of a model (gathering keys, for one) is part of ``attention``.
+    """
 
-    @property
-    def device(self) -> torch.device:
-        return self.q.device
+    rows: Tensor
+    attention: Attention
 
 
 @dataclass
@@ -36,27 +33,37 @@ class Prepared:
     """One implementation, ready to be called on one source.
 
     ``run`` computes the output from ``leaves``; ``dout`` has the output's shape. ``take`` reads packed rows of the
-    output as (rows, H, d). ``fold`` sums gradients of the leaves into (dq, dk, dv) of the packed layout, at least in
-    fp32. For a decoder layer the leaves are its input and its weights: rows are (rows, hidden), and ``fold`` gives the
-    gradients of both.
+    output. ``fold`` gives packed rows of the gradients of those leaves that have rows, summed over their copies.
     """
 
     leaves: tuple[Tensor, ...]
     dout: Tensor
     run: Callable[[], Tensor]
     take: Callable[[Tensor, Tensor], Tensor]
-    fold: Callable[[Gradients], tuple[Tensor, ...]]
+    fold: Callable[[Gradients, Tensor], tuple[Tensor, ...]]
 
 
-def make_source(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Source:
-    """Random normal data (zeros would draw less power and run faster)."""
+def prepare_attention(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, how: Arrangement) -> Prepared:
+    """Attention alone, on random normal data (zeros would draw less power and run faster). Leaves are q, k and v."""
+    source = make_source(shape, dtype, device, seed)
+    rows = how.rows.to(device)
+    q, k, v = (leaf(one[rows]) for one in source[:3])
+    copies = first_copy(rows, shape.packed_tokens)
+    return Prepared(
+        (q, k, v),
+        shared_dout(source[3], rows),
+        lambda: how.attention(q, k, v),
+        lambda out, which: out[copies[which]],
+        lambda gradients, which: tuple(folded(one, rows, which, shape.packed_tokens) for one in gradients),
+    )
+
+
+def make_source(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+    """q, k, v and dout of the packed rows."""
     generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(heads: int) -> Tensor:
-        size = (shape.packed_tokens, heads, shape.head_dim)
-        return torch.randn(size, dtype=dtype, device=device, generator=generator)
-
-    return Source(shape, normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads), normal(shape.heads))
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    sizes = [(shape.packed_tokens, one, shape.head_dim) for one in heads]
+    return tuple(torch.randn(size, dtype=dtype, device=device, generator=generator) for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,10 @@ class Span:
     begin: int
     end: int
     prompt: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
 
     def rows(self) -> Tensor:
         return torch.arange(self.begin, self.end)
@@ -83,23 +94,32 @@ def spans(shape: Shape) -> list[Span]:
     return out
 
 
+def response_spans(shape: Shape) -> list[tuple[Span, Span]]:
+    """The prompt and the response of every sample."""
+    found = spans(shape)
+    return [(found[one.prompt], one) for index, one in enumerate(found) if index != one.prompt]
+
+
+def packed_rows(shape: Shape) -> Tensor:
+    return torch.arange(shape.packed_tokens)
+
+
 def replicated_rows(shape: Shape) -> Tensor:
     """Packed row of every token of ``[P R_1][P R_2]...``, (sum of P + R_i,) int64."""
-    all_spans = spans(shape)
-    pieces = [
-        torch.cat([all_spans[span.prompt].rows(), span.rows()])
-        for index, span in enumerate(all_spans)
-        if index != span.prompt
-    ]
-    return torch.cat(pieces)
+    return torch.cat([one.rows() for pair in response_spans(shape) for one in pair])
 
 
-def gathered_rows(shape: Shape) -> Tensor:
-    """Packed row of every key when each sequence gets keys of its own: ``[P][P R_1][P R_2]...``, int64."""
-    prompts = [span.rows() for index, span in enumerate(spans(shape)) if index == span.prompt]
-    if len(prompts) > 1:
-        raise ValueError(f"{shape.name}: gathering is written for one group, got {len(prompts)}")
-    return torch.cat([prompts[0], replicated_rows(shape)])
+def contexts_first_rows(shape: Shape) -> Tensor:
+    """Packed row of each row of this library's layout: all prompts, then all responses."""
+    prompts = [one.rows() for index, one in enumerate(spans(shape)) if index == one.prompt]
+    return torch.cat([*prompts, *(response.rows() for _, response in response_spans(shape))])
+
+
+def packed_positions(shape: Shape) -> Tensor:
+    """Position of every packed row in its sequence: responses count on from the end of their prompt."""
+    found = spans(shape)
+    starts = [0 if index == one.prompt else found[one.prompt].length for index, one in enumerate(found)]
+    return torch.cat([torch.arange(start, start + one.length) for start, one in zip(starts, found)])
 
 
 def cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -121,10 +141,13 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def scatter_sum(rows: Tensor, gradient: Tensor, total: int) -> Tensor:
-    """Sum of the gradient's rows that stand for each of ``total`` packed rows."""
-    gradient = wide(gradient)
-    return gradient.new_zeros((total, *gradient.shape[1:])).index_add_(0, rows, gradient)
+def folded(gradient: Tensor, rows: Tensor, which: Tensor, total: int) -> Tensor:
+    """Sums, at least in fp32, of the gradient's rows that stand for each of the packed rows ``which``."""
+    place = torch.full((total,), -1, device=rows.device)
+    place[which] = torch.arange(len(which), device=rows.device)
+    at = place[rows]
+    chosen = wide(gradient[at >= 0])
+    return chosen.new_zeros((len(which), *chosen.shape[1:])).index_add_(0, at[at >= 0], chosen)
 
 
 def first_copy(rows: Tensor, total: int) -> Tensor:
@@ -134,16 +157,7 @@ def first_copy(rows: Tensor, total: int) -> Tensor:
     return position
 
 
-def shared_dout(shape: Shape, dout: Tensor) -> Tensor:
-    """dout with a prompt's rows divided by its responses: the copies of a replicated prompt then add up to ``dout``."""
-    dout = dout.clone()
-    all_spans = spans(shape)
-    for index, span in enumerate(all_spans):
-        if index == span.prompt:
-            dout[span.begin : span.end] /= sum(other.prompt == index for other in all_spans) - 1
-    return dout
-
-
-def fold_packed(gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (wide(gradient) for gradient in gradients)
-    return dq, dk, dv
+def shared_dout(dout: Tensor, rows: Tensor) -> Tensor:
+    """``dout`` of the packed rows for ``rows``, so that the copies of a row add up to it."""
+    copies = rows.bincount(minlength=len(dout)).to(dout.dtype)
+    return (dout / copies.view(-1, *[1] * (dout.dim() - 1)))[rows]

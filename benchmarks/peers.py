@@ -1,8 +1,4 @@
-"""Every implementation that is measured, on the same tokens: its inputs, one call, the way back to the packed layout.
-
-Nothing of the preparation is timed. What an implementation has to do in every layer of a model (gathering K and V, for
-one) is part of ``run`` and is timed.
-"""
+"""Every implementation of the attention that is measured: the rows it computes, and a call."""
 
 from __future__ import annotations
 
@@ -12,110 +8,88 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
-from flex import build_flex
+from flex import arrange_flex
 from packing import (
-    Gradients,
-    Prepared,
-    Source,
-    Span,
+    Arrangement,
+    Attention,
+    contexts_first_rows,
     cumulative,
-    first_copy,
-    fold_packed,
-    gathered_rows,
     heads_first,
-    leaf,
+    packed_rows,
     replicated_rows,
-    scatter_sum,
-    shared_dout,
-    spans,
-    wide,
 )
-from shapes import Shape
+from shapes import DETERMINISTIC, Shape, fits_one_call
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from flash_attn_dualkv.predict import DIRECTIONS
+
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+
+# By the word that names of implementations have: the module that is imported, and what is installed for it.
+PACKAGES = {
+    "fa4": ("flash_attn.cute", "flash-attn-4"),
+    "flash_attn": ("flash_attn", "flash-attn"),
+    "fa3": ("flash_attn_interface", "FlashAttention-3"),
+    "prefix_grouper": ("prefix_grouper", "prefix-grouper"),
+}
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """A row of the tables.
+    """What a row of the tables is about.
 
-    ``refuses`` says why a shape cannot be measured; ``pairs`` and ``tokens`` are the work it really does.
+    Attributes:
+        arrange: its rows and its attention for a shape on a device.
+        refuses: why a shape cannot be measured.
+        is_replicated: every response has its own copy of the prompt.
+        package: the key of ``PACKAGES`` that it needs.
+        compile_s: about how long the first call of a shape compiles.
+        work: tokens and pairs that it really computes, where these do not follow from ``is_replicated``.
     """
 
     name: str
-    build: Callable[[Any], Prepared]
+    arrange: Callable[[Shape, torch.device], Arrangement]
     refuses: Callable[[Shape], str | None] = lambda shape: None
-    pairs: Callable[[Shape], int] = Shape.visible_pairs
+    is_replicated: bool = False
     is_ours: bool = False
-    directions: tuple[str, ...] = ("forward", "backward")
-    tokens: Callable[[Shape], int] = lambda shape: shape.packed_tokens
+    package: str | None = None
+    directions: tuple[str, ...] = DIRECTIONS
+    compile_s: float = 0.0
+    work: Callable[[Shape], tuple[int, int]] | None = None
 
-    def executed_flops(self, shape: Shape, direction: str) -> float:
-        return shape.flops(direction, self.pairs(shape)) + shape.token_flops(direction, self.tokens(shape))
+    def executed(self, shape: Shape) -> tuple[int, int]:
+        """Tokens and pairs that it computes."""
+        if self.work is not None:
+            return self.work(shape)
+        replicated, packed = (
+            (shape.replicated_tokens, shape.replicated_pairs),
+            (shape.packed_tokens, shape.visible_pairs),
+        )
+        return replicated if self.is_replicated else packed
 
-
-# Packages that are measured where they can be imported, by the first word of an implementation's name.
-PACKAGES = {"flash_attn": "flash_attn", "fa3": "flash_attn_interface", "prefix_grouper": "prefix_grouper"}
+    def missing(self) -> str | None:
+        """Why it cannot run in this environment."""
+        if self.package is None or is_importable(self.package):
+            return None
+        return f"{PACKAGES[self.package][1]} is not installed"
 
 
 def is_importable(label: str) -> bool:
-    return importlib.util.find_spec(PACKAGES[label]) is not None
+    """Whether the module is there: flash-attn-4 alone leaves a folder flash_attn that is not the flash_attn package."""
+    try:
+        spec = importlib.util.find_spec(PACKAGES[label][0])
+    except ModuleNotFoundError:
+        return False
+    return spec is not None and spec.origin is not None
 
 
-def build_ours(source: Source, family: str | None = None, deterministic: bool = False) -> Prepared:
-    """One call: every prompt is a sequence with no decoded keys, every response one with its own.
-
-    ``family`` names the kernels: every call from here on, backward included, goes to them.
-    """
-    import flash_attn_dualkv
-
-    choose_family(family)
-    shape, device = source.shape, source.device
-    if shape.is_context_free:
-        return build_varlen(source, flash_attn_dualkv.flash_attn_varlen_func, causal=True, deterministic=deterministic)
-    all_spans = spans(shape)
-    prompts = [span for index, span in enumerate(all_spans) if index == span.prompt]
-    responses = [span for index, span in enumerate(all_spans) if index != span.prompt]
-
-    def rows(tensor: Tensor, parts: list[Span]) -> Tensor:
-        if len(prompts) == 1:
-            return tensor[parts[0].begin : parts[-1].end]
-        return torch.cat([tensor[part.begin : part.end] for part in parts])
-
-    q = leaf(source.q)
-    kv = [leaf(rows(tensor, parts)) for parts in (prompts, responses) for tensor in (source.k, source.v)]
-    decoded = [0 if index == span.prompt else span.end - span.begin for index, span in enumerate(all_spans)]
-    prompt_lengths = [group.prompt for group in shape.groups]
-    arguments = (
-        cumulative([span.end - span.begin for span in all_spans], device),
-        cumulative(decoded, device),
-        max(span.end - span.begin for span in all_spans),
-        max(prompt_lengths),
-        max(decoded),
-    )
-    groups: dict[str, Any] = {}
-    if len(prompts) > 1:
-        groups["cu_seqlens_context"] = cumulative(prompt_lengths, device)
-        groups["cu_seqs_per_context"] = cumulative([1 + len(group.responses) for group in shape.groups], device)
-
-    function: Callable[..., Any] = flash_attn_dualkv.flash_attn_dualkv_varlen_func
-
-    def run() -> Tensor:
-        return function(q, *kv, *arguments, causal=True, deterministic=deterministic, **groups)
-
-    def fold(gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk_context, dv_context, dk_decoded, dv_decoded = gradients
-        order = torch.cat([span.rows() for span in (*prompts, *responses)]).to(device)
-        dk, dv = torch.cat([dk_context, dk_decoded]), torch.cat([dv_context, dv_decoded])
-        return wide(dq), scatter_sum(order, dk, len(dk)), scatter_sum(order, dv, len(dv))
-
-    return Prepared((q, *kv), source.dout, run, lambda out, which: out[which], fold)
+# --- this library ---------------------------------------------------------------------------------------------------
 
 
 def choose_family(family: str | None) -> None:
@@ -124,54 +98,121 @@ def choose_family(family: str | None) -> None:
         os.environ["DUALKV_KERNELS"] = family
 
 
-def build_replicated(source: Source, kernel: VarlenKernel) -> Prepared:
-    """Standard packing: N (P + R) tokens, every response with its own copy of the prompt in q, k and v."""
-    rows = replicated_rows(source.shape).to(source.device)
-    total = source.shape.packed_tokens
-    lengths = source.shape.replicated_lengths()
-    cu_seqlens, longest = cumulative(lengths, source.device), max(lengths)
-    q, k, v = (leaf(tensor[rows]) for tensor in (source.q, source.k, source.v))
-    dout = shared_dout(source.shape, source.dout)[rows]
+def samples(shape: Shape, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """Prompts and responses as a sampler gives them, one of each per sample, 1-D int64; prompts of groups differ."""
+    prompts = [torch.arange(group.prompt, device=device) + index for index, group in enumerate(shape.groups)]
+    repeated = [prompt for prompt, group in zip(prompts, shape.groups) for _ in group.responses]
+    return repeated, [torch.arange(length, device=device) for length in shape.responses]
 
-    def fold(gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (scatter_sum(rows, gradient, total) for gradient in gradients)
-        return dq, dk, dv
 
-    return Prepared(
-        (q, k, v),
-        dout,
-        lambda: kernel(q, k, v, cu_seqlens, cu_seqlens, longest, longest),
-        lambda out, which: out[first_copy(rows, total)[which]],
-        fold,
+def arrange_ours(
+    shape: Shape, device: torch.device, family: str | None = None, deterministic: bool = False
+) -> Arrangement:
+    """One call on the packed row, in which all contexts come before all responses."""
+    from flash_attn_dualkv import flash_attn_varlen_func, pack_shared_prompts, shared_prompt_attention
+
+    choose_family(family)
+    if shape.is_context_free:
+        options: dict[str, Any] = {"causal": True, "deterministic": deterministic}
+        calls = [VarlenCall.of(shape.responses, device)]
+        return Arrangement(packed_rows(shape), varlen_attention(partial(flash_attn_varlen_func, **options), calls))
+    # boundary="gather" keeps a prompt whole, so that the tokens are those of every other implementation
+    layout = pack_shared_prompts(*samples(shape, device), boundary="gather").layout
+    return Arrangement(
+        contexts_first_rows(shape),
+        lambda q, k, v: shared_prompt_attention(q, k, v, layout, deterministic=deterministic),
     )
 
 
-def build_gathered(source: Source, kernel: VarlenKernel) -> Prepared:
-    """Prompt packed once; K and V replicated by index_select for the call, gradients summed by autograd's index_add."""
-    rows = gathered_rows(source.shape).to(source.device)
-    lengths_q = [span.end - span.begin for span in spans(source.shape)]
-    lengths_k = [source.shape.groups[0].prompt, *source.shape.replicated_lengths()]
-    cu_q, cu_k = cumulative(lengths_q, source.device), cumulative(lengths_k, source.device)
-    q, k, v = leaf(source.q), leaf(source.k), leaf(source.v)
+def own_families(build: dict[str, Any], capability: tuple[int, int]) -> list[str]:
+    """The families of built kernels that this GPU runs.
 
-    def run() -> Tensor:
-        return kernel(q, k.index_select(0, rows), v.index_select(0, rows), cu_q, cu_k, max(lengths_q), max(lengths_k))
+    Args:
+        build: what ``flash_attn_dualkv.build_info`` returns.
+        capability: the GPU's compute capability.
 
-    return Prepared((q, k, v), source.dout, run, lambda out, which: out[which], fold_packed)
+    Raises:
+        RuntimeError: there are no kernels for the GPU, or none at all.
+    """
+    if not build["compiled"]:
+        raise RuntimeError(f"the CUDA kernels are not installed: {build['compiled_error'] or 'a pure-Python install'}")
+    usable = {"sm80": capability >= (8, 0), "sm90": capability[0] == 9}  # sm90 has instructions of 9.x alone
+    families = [family for family, dims in sorted(build["head_dims"].items()) if dims and usable[family]]
+    if not families:
+        raise RuntimeError(f"this build has kernels for {sorted(build['head_dims'])}, the GPU is sm_{capability}")
+    return families
 
 
-def build_varlen(source: Source, function: Callable[..., Any], **options: Any) -> Prepared:
-    """Any function with FlashAttention 2's signature, on a source without prompts."""
-    lengths = source.shape.responses
-    cu_seqlens, longest = cumulative(lengths, source.device), max(lengths)
-    q, k, v = leaf(source.q), leaf(source.k), leaf(source.v)
-    return Prepared(
-        (q, k, v),
-        source.dout,
-        lambda: function(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options),
-        lambda out, which: out[which],
-        fold_packed,
+def own_implementations(families: list[str]) -> list[Implementation]:
+    return [Implementation(f"dualkv_{one}", partial(arrange_ours, family=one), is_ours=True) for one in families]
+
+
+def deterministic(family: str) -> Implementation:
+    """The same in deterministic mode, which is a matter of the backward."""
+    return Implementation(
+        f"dualkv_{family}_deterministic",
+        partial(arrange_ours, family=family, deterministic=True),
+        lambda shape: None if shape.name in DETERMINISTIC else "measured at other shapes",
+        is_ours=True,
+        directions=("backward",),
     )
+
+
+# --- FlashAttention's kernels for packed sequences ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VarlenCall:
+    """Sequences of one call of a kernel."""
+
+    tokens: int
+    offsets: Tensor
+    longest: int
+
+    @staticmethod
+    def of(lengths: list[int], device: torch.device) -> VarlenCall:
+        return VarlenCall(sum(lengths), cumulative(lengths, device), max(lengths))
+
+
+def varlen_attention(kernel: VarlenKernel, calls: list[VarlenCall]) -> Attention:
+    """Causal attention of each sequence with itself, in one call or in several one after another."""
+    tokens = [call.tokens for call in calls]
+
+    def one(call: VarlenCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernel(q, k, v, call.offsets, call.offsets, call.longest, call.longest)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if len(calls) == 1:  # splitting would cost the backward a copy
+            return one(calls[0], q, k, v)
+        return torch.cat([one(*call) for call in zip(calls, q.split(tokens), k.split(tokens), v.split(tokens))])
+
+    return attention
+
+
+def in_pieces(shape: Shape) -> list[list[int]]:
+    """Lengths of the replicated sequences, call by call: one call where all queries fit one.
+
+    With 2.28e9 elements of Q (32 x 16K) the backward of PyTorch's FlashAttention-2 met an illegal memory access.
+    """
+    lengths = shape.replicated_lengths
+    if fits_one_call(shape, sum(lengths)):
+        return [lengths]
+    pieces: list[list[int]] = [[]]
+    for length in lengths:
+        if pieces[-1] and not fits_one_call(shape, 2 * (sum(pieces[-1]) + length)):
+            pieces.append([])
+        pieces[-1].append(length)
+    return pieces
+
+
+def arrange_replicated(shape: Shape, device: torch.device, load: Callable[[], VarlenKernel]) -> Arrangement:
+    """Standard packing: N (P + R) tokens, every response with its own copy of the prompt."""
+    calls = [VarlenCall.of(lengths, device) for lengths in in_pieces(shape)]
+    return Arrangement(replicated_rows(shape), varlen_attention(load(), calls))
+
+
+def refuses_groups(shape: Shape) -> str | None:
+    return None if len(shape.groups) == 1 else "written for one group"
 
 
 def torch_varlen() -> VarlenKernel:
@@ -188,154 +229,141 @@ def torch_varlen() -> VarlenKernel:
     return kernel
 
 
-def package_varlen(module: str) -> VarlenKernel:
-    """``flash_attn_varlen_func`` of the ``flash_attn`` or ``flash_attn_interface`` (FlashAttention-3) package."""
-    function = importlib.import_module(module).flash_attn_varlen_func
+def package_varlen(label: str) -> VarlenKernel:
+    """``flash_attn_varlen_func`` of a package: FlashAttention-2, -3 or -4, which name these arguments alike."""
+    function = importlib.import_module(PACKAGES[label][0]).flash_attn_varlen_func
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
-        out = function(q, k, v, cu_q, cu_k, max_q, max_k, causal=True)
+        offsets, longest = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}, {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+        out = function(q, k, v, **offsets, **longest, causal=True)
         return out[0] if isinstance(out, tuple) else out
 
     return kernel
 
 
-def varlen_kernels() -> dict[str, VarlenKernel]:
-    """FlashAttention's packed kernels for CUDA tensors, those that can be imported."""
-    packages = [label for label in ("flash_attn", "fa3") if is_importable(label)]
-    return {"fa2": torch_varlen(), **{label: package_varlen(PACKAGES[label]) for label in packages}}
-
-
 def math_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
     """The same contract in plain PyTorch, sequence by sequence, for machines without a GPU."""
-    bounds_q, bounds_k = cu_q.tolist(), cu_k.tolist()
     outs = []
-    for begin_q, end_q, begin_k, end_k in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:], strict=False):
-        len_q, len_k = end_q - begin_q, end_k - begin_k
-        mask = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
-        parts = (q[begin_q:end_q], k[begin_k:end_k], v[begin_k:end_k])
-        query, key, value = map(heads_first, parts)
+    for query, key, value in zip(*(one.split(cu.diff().tolist()) for one, cu in ((q, cu_q), (k, cu_k), (v, cu_k)))):
+        mask = torch.ones(len(query), len(key), dtype=torch.bool, device=q.device).tril(len(key) - len(query))
+        query, key, value = map(heads_first, (query, key, value))
         out = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
         outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)
 
 
-def build_dense(source: Source, backend: SDPBackend) -> Prepared:
-    """scaled_dot_product_attention on (N, H, P + R, d): the prompt replicated, equal lengths."""
-    shape, total = source.shape, source.shape.packed_tokens
-    rows = replicated_rows(shape).to(source.device)
-    n, length = shape.num_responses, shape.replicated_lengths()[0]
-    grouped: dict[str, Any] = {"enable_gqa": True} if shape.heads != shape.kv_heads else {}
-    q, k, v = (leaf(tensor[rows].unflatten(0, (n, length))) for tensor in (source.q, source.k, source.v))
-    dout = shared_dout(source.shape, source.dout)[rows].unflatten(0, (n, length)).transpose(1, 2)
-
-    def run() -> Tensor:
-        with sdpa_kernel(backend):
-            query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
-            return scaled_dot_product_attention(query, key, value, is_causal=True, **grouped)
-
-    def fold(gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (scatter_sum(rows, gradient.flatten(0, 1), total) for gradient in gradients)
-        return dq, dk, dv
-
-    def take(out: Tensor, which: Tensor) -> Tensor:
-        copy = first_copy(rows, total)[which]
-        return out[copy // length, :, copy % length]
-
-    return Prepared((q, k, v), dout, run, take, fold)
-
-
-def refuses_dense(shape: Shape) -> str | None:
-    return None if len(set(shape.replicated_lengths())) == 1 else "needs equal lengths"
-
-
-def refuses_gathered(shape: Shape) -> str | None:
-    if shape.is_context_free:
-        return "no prompt to gather"
-    return None if len(shape.groups) == 1 else "written for one group"
-
-
-def own_families(build: dict[str, Any], capability: tuple[int, int]) -> dict[str, tuple[str, ...]]:
-    """The families of built kernels that this GPU runs, and the directions that each has kernels of its own for.
-
-    Args:
-        build: what ``flash_attn_dualkv.build_info`` returns.
-        capability: the GPU's compute capability.
-
-    Raises:
-        RuntimeError: there are no kernels for the GPU, or none at all.
-    """
-    if not build["compiled"]:
-        raise RuntimeError(f"the CUDA kernels are not installed: {build['compiled_error'] or 'a pure-Python install'}")
-    built = {"forward": build["head_dims"], "backward": build["backward_head_dims"]}
-    families = {}
-    for family in sorted(build["head_dims"]):
-        arch = int(family.removeprefix("sm"))
-        # sm90 kernels use instructions that exist on compute capability 9.x alone
-        usable = capability >= (arch // 10, arch % 10) and (arch < 90 or arch // 10 == capability[0])
-        directions = tuple(direction for direction, head_dims in built.items() if usable and head_dims.get(family))
-        if directions:
-            families[family] = directions
-    if not families:
-        raise RuntimeError(f"this build has kernels for {sorted(build['head_dims'])}, the GPU is sm_{capability}")
-    return families
-
-
-def own_implementations(families: dict[str, tuple[str, ...]]) -> list[Implementation]:
-    """Each family in the directions that it has kernels for; deterministic mode is a matter of the backward."""
-    found = []
-    for family, directions in families.items():
-        name = f"dualkv_{family}"
-        found.append(
-            Implementation(name, lambda source, f=family: build_ours(source, f), is_ours=True, directions=directions)  # type: ignore[misc]
-        )
-        if "backward" in directions:
-            found.append(
-                Implementation(
-                    f"{name}_deterministic",
-                    lambda source, f=family: build_ours(source, f, deterministic=True),  # type: ignore[misc]
-                    lambda shape: None if shape.deterministic else "not in this shape's list",
-                    is_ours=True,
-                    directions=("backward",),
-                )
-            )
-    return found
-
-
-def cuda_implementations(families: dict[str, tuple[str, ...]]) -> list[Implementation]:
-    """All implementations that this machine can import, ours first."""
-    found = [*own_implementations(families), Implementation("flex_packed", build_flex)]
-    for label, kernel in varlen_kernels().items():
-        found += varlen_implementations(label, kernel)
-    found.append(
-        Implementation(
-            "cudnn_replicated",
-            lambda source: build_dense(source, SDPBackend.CUDNN_ATTENTION),
-            refuses_dense,
-            Shape.replicated_pairs,
-        )
+def replicated(label: str, load: Callable[[], VarlenKernel] | None = None) -> Implementation:
+    """``load`` gives the kernel; None: that of the package of that label."""
+    return Implementation(
+        f"{label}_replicated",
+        partial(arrange_replicated, load=load or partial(package_varlen, label)),
+        is_replicated=True,
+        package=None if load else label,
+        compile_s=20.0 if label == "fa4" else 0.0,
     )
-    return found
 
 
-def varlen_implementations(label: str, kernel: VarlenKernel) -> list[Implementation]:
+# --- others ---------------------------------------------------------------------------------------------------------
+
+
+def arrange_dense(shape: Shape, device: torch.device, backend: SDPBackend) -> Arrangement:
+    """scaled_dot_product_attention on (N, H, P + R, d): the prompt replicated, equal lengths."""
+    n = len(shape.responses)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            query, key, value = (one.unflatten(0, (n, -1)).transpose(1, 2) for one in (q, k, v))
+            out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return Arrangement(replicated_rows(shape), attention)
+
+
+def dense(name: str, backend: SDPBackend) -> Implementation:
+    def refuses(shape: Shape) -> str | None:
+        return None if len(set(shape.replicated_lengths)) == 1 else "needs equal lengths"
+
+    return Implementation(name, partial(arrange_dense, backend=backend), refuses, is_replicated=True)
+
+
+def arrange_prefix_grouper(shape: Shape, device: torch.device, load: Callable[[], VarlenKernel]) -> Arrangement:
+    """The prefix_grouper package: prompt attention, then responses over a copy of the prompt's K and V each.
+
+    It pads responses to the longest; the attention function it is given here removes the padding, as that of
+    transformers does, but with the tables of both of its calls made once per micro-batch.
+    """
+    (group,), kernel = shape.groups, load()
+    module: Any = importlib.import_module("prefix_grouper")
+    grouper = module.PrefixGrouper([[group.prompt, *group.responses]], device=device)
+    is_key = grouper.suffix_attn_mask  # (responses, prompt and longest response) bool
+    (keys,), (queries,) = (one.flatten().nonzero(as_tuple=True) for one in (is_key, is_key[:, group.prompt :]))
+    of_prompt = VarlenCall.of([group.prompt], device)
+    of_queries, of_keys = VarlenCall.of(shape.responses, device), VarlenCall.of(shape.replicated_lengths, device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """(sequences, H, length, d) each -> (sequences, length, H, d), 0 in padding."""
+        size = (q.shape[0], q.shape[2])
+        q, k, v = (one.transpose(1, 2).flatten(0, 1) for one in (q, k, v))
+        if mask is grouper.prefix_attn_mask:
+            return varlen_attention(kernel, [of_prompt])(q, k, v)[None]
+        lengths = of_queries.offsets, of_keys.offsets, of_queries.longest, of_keys.longest
+        out = kernel(q[queries], k[keys], v[keys], *lengths)
+        return out.new_zeros((q.shape[0], *out.shape[1:])).index_copy(0, queries, out).unflatten(0, size)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = grouper.forward(attend, *map(heads_first, (q, k, v)))
+        return out[0]
+
+    return Arrangement(packed_rows(shape), attention)
+
+
+def prefix_grouper(load: Callable[[], VarlenKernel]) -> Implementation:
+    return Implementation(
+        "prefix_grouper", partial(arrange_prefix_grouper, load=load), refuses_groups, package="prefix_grouper"
+    )
+
+
+# --- what is measured where -----------------------------------------------------------------------------------------
+
+
+def peers() -> list[Implementation]:
+    """What attention, a layer and a model are measured against."""
     return [
-        Implementation(f"{label}_gathered", lambda source: build_gathered(source, kernel), refuses_gathered),
-        Implementation(
-            f"{label}_replicated", lambda source: build_replicated(source, kernel), pairs=Shape.replicated_pairs
-        ),
+        Implementation("flex_fa4", partial(arrange_flex, on_fa4=True), package="fa4", compile_s=40.0),
+        Implementation("flex_packed", arrange_flex, compile_s=20.0),
+        replicated("fa4"),
+        replicated("fa2", torch_varlen),
+        replicated("flash_attn"),
+        replicated("fa3"),
     ]
 
 
-def cpu_implementations() -> list[Implementation]:
-    """The same preparations over plain PyTorch: for tests, never for results."""
-    return [
-        Implementation("dualkv_reference", build_ours, is_ours=True),
-        Implementation("flex_packed", build_flex, directions=("forward",)),
-        *varlen_implementations("math", math_varlen),
-        Implementation(
-            "sdpa_replicated",
-            lambda source: build_dense(source, SDPBackend.MATH),
-            refuses_dense,
-            Shape.replicated_pairs,
-        ),
-    ]
+def on_cpu(flex: bool) -> list[Implementation]:
+    """Plain PyTorch in the places of the kernels: for tests, never for results.
+
+    FlexAttention is not compiled there: it has no backward, and computes all pairs.
+    """
+    ours = Implementation("dualkv_reference", arrange_ours, is_ours=True)
+    work = lambda shape: (shape.packed_tokens, shape.packed_tokens**2)  # noqa: E731
+    eager = Implementation("flex_packed", arrange_flex, directions=("forward",), work=work)
+    return [ours, *([eager] if flex else []), replicated("math", lambda: math_varlen)]
+
+
+def kernel_implementations(families: list[str] | None) -> list[Implementation]:
+    """Attention alone, ours first. ``families``: what ``own_families`` returns, None on the CPU."""
+    if families is None:
+        return [*on_cpu(flex=True), dense("sdpa_replicated", SDPBackend.MATH)]
+    cudnn = dense("cudnn_replicated", SDPBackend.CUDNN_ATTENTION)
+    return [*own_implementations(families), *map(deterministic, families), *peers(), cudnn]
+
+
+def layer_implementations(families: list[str] | None) -> list[Implementation]:
+    """What a layer is measured with, ours first."""
+    if families is None:
+        return [*on_cpu(flex=True), prefix_grouper(lambda: math_varlen)]
+    return [*own_implementations(families), *peers(), prefix_grouper(torch_varlen)]
+
+
+def model_implementations(families: list[str] | None) -> list[Implementation]:
+    """What a whole model is measured with, ours first."""
+    return on_cpu(flex=False) if families is None else [*own_implementations(families), *peers()]

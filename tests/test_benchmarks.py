@@ -1,42 +1,42 @@
-"""The benchmarks: the work that is counted, that all peers do the same work, and how it is measured."""
+"""The benchmarks: the work that is counted, that all peers do the same work, how it is measured, and the commands."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bench_kernel
+import bench_layer
+import bench_stream
+import command
+import flex
+import measure
+import packing
+import peers
 import pytest
+import results
+import shapes
+import stream
 import torch
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import bench_kernel  # noqa: E402
-import command  # noqa: E402
-import figures  # noqa: E402
-import flex  # noqa: E402
-import measure  # noqa: E402
-import packing  # noqa: E402
-import peers  # noqa: E402
-import schema  # noqa: E402
-import shapes  # noqa: E402
-from shapes import Group, Shape  # noqa: E402
-
-from flash_attn_dualkv.predict import causal_pairs  # noqa: E402
+from peers import Implementation
+from shapes import Group, Shape
 
 CPU = torch.device("cpu")
+RAGGED = Shape("ragged", (Group(70, (33, 1, 90)),), 4, 2, 16)
 SMALL = (
-    *shapes.TINY,
+    RAGGED,
+    shapes.parse("4x96x24-H4-Hk2-d16"),
+    Shape("two groups", (Group(50, (20, 31)), Group(64, (64,))), 4, 1, 16),
+    Shape("no prompt", (Group(0, (70, 3, 128)),), 4, 4, 16),
     Shape("one token", (Group(1, (1,)),), 2, 1, 8),
-    Shape("three responses", (Group(37, (5, 9, 130)),), 4, 2, 16),
     Shape("mqa", (Group(130, (2, 2, 2)),), 6, 1, 8),
 )
-
-
-def by_name(shape: Shape) -> str:
-    return shape.name
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
 def dense_mask(shape: Shape) -> torch.Tensor:
@@ -55,313 +55,368 @@ def dense_mask(shape: Shape) -> torch.Tensor:
 # --- the work that is counted ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SMALL, ids=by_name)
+@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
 def test_pairs_against_brute_force(shape: Shape) -> None:
-    assert shape.visible_pairs() == dense_mask(shape).sum()
+    assert shape.visible_pairs == dense_mask(shape).sum()
     assert shape.packed_tokens == len(dense_mask(shape))
-    assert shape.replicated_pairs() == sum(sum(range(1, length + 1)) for length in shape.replicated_lengths())
-    assert shape.replicated_tokens == sum(shape.replicated_lengths())
+    assert shape.replicated_pairs == sum(sum(range(1, length + 1)) for length in shape.replicated_lengths)
+    assert shape.flops("forward", 0, 3) == 4 * shape.heads * shape.head_dim * 3
+    assert shape.flops("backward", 0, 3) == 2.5 * shape.flops("forward", 0, 3)
 
 
-def test_flops_of_both_directions() -> None:
-    shape = Shape("two tokens", (Group(1, (1,)),), 3, 1, 5)
-    assert shape.visible_pairs() == 3
-    assert shape.flops("forward") == 4 * 3 * 5 * 3
-    assert shape.flops("backward") == 2.5 * shape.flops("forward")
-    with pytest.raises(ValueError, match="direction"):
-        shape.flops("sideways")
+@pytest.mark.parametrize(
+    ("name", "title", "groups", "heads"),
+    [
+        ("28x16Kx2K", "28 x 16K x 2K", [(16384, [2048] * 28)], (32, 8, 128)),
+        ("3x5059x7-H8-Hk2-d64", "3 x 5059 x 7, H = 8, H_k = 2, d = 64", [(5059, [7] * 3)], (8, 2, 64)),
+        ("2-groups-of-1x2Kx2K", "2 groups of 1 x 2K x 2K", [(2048, [2048])] * 2, (32, 8, 128)),
+        ("causal-2x4K", "causal, 2 x 4K", [(0, [4096] * 2)], (32, 8, 128)),
+    ],
+)
+def test_names_of_shapes(name: str, title: str, groups: Any, heads: tuple[int, ...]) -> None:
+    shape = shapes.parse(name)
+    assert [(group.prompt, list(group.responses)) for group in shape.groups] == groups
+    assert (shape.heads, shape.kv_heads, shape.head_dim) == heads
+    assert shapes.title(name) == title
 
 
-def test_the_papers_table() -> None:
-    table = [(shape.num_responses, shape.mean_prompt, shape.mean_response) for shape in shapes.PRESETS["paper"]]
-    k = 1024
-    assert table == [
-        (28, 4 * k, 2 * k),
-        (28, 16 * k, 2 * k),
-        (16, 32 * k, 2 * k),
-        (28, 32 * k, 2 * k),
-        (16, 64 * k, 2 * k),
-    ]
-    assert {(shape.heads, shape.kv_heads, shape.head_dim) for shape in shapes.PRESETS["paper"]} == {(32, 8, 128)}
+def test_drawn_lengths_are_those_of_the_results() -> None:
+    ragged = shapes.parse("16x8Kx131-2048")
+    assert ragged.responses[:4] == [820, 357, 1481, 1722] and ragged.packed_tokens == 27088
+    assert shapes.title(ragged.name) == "16 x 8K x 131..2048"
+    layer = shapes.parse("qwen3-0.6b-16x8Kx131-2048", shapes.LayerShape)
+    assert layer.groups == ragged.groups and (layer.heads, layer.kv_heads) == (16, 8)
+    assert shapes.title(layer.name) == "Qwen3-0.6B: 16 x 8K x 131..2048"
+    many = shapes.parse("4-groups-of-8x200x4K-16K")
+    assert len(many.groups) == 4 and all(4096 <= length <= 16384 for length in many.responses)
 
 
-def test_names_are_unique_and_lengths_repeatable() -> None:
-    everything = [shape for preset in shapes.PRESETS.values() for shape in preset]
-    assert all(shapes.SHAPES[shape.name] == shape for shape in everything)
-    again = shapes.ragged("again", 32, 5059, 131, 2048)
-    assert again.groups == shapes.SHAPES["32x5059xU(131,2048)"].groups
-    assert all(131 <= length <= 2048 for length in again.responses)
-
-
-def test_the_same_pairs_in_one_group_and_in_several() -> None:
-    one, several = (shapes.SHAPES[name] for name in ("1-group-of-32x4Kx2K", "4-groups-of-8x4Kx2K"))
-    assert one.responses == several.responses
-    assert several.visible_pairs() - one.visible_pairs() == 3 * causal_pairs(4096)
-
-
-def test_select() -> None:
-    assert [shape.name for shape in shapes.select(["quick"], ["28x4Kx2K", "8x1Kx256"])] == [
-        *(shape.name for shape in shapes.QUICK),
-        "28x4Kx2K",
-    ]
-    with pytest.raises(ValueError, match="preset: expected one of .*paper.*, got 'large'"):
-        shapes.select(["large"], [])
-    with pytest.raises(ValueError, match="shape: expected one of .*, got '1x1x1'"):
-        shapes.select([], ["1x1x1"])
+def test_presets_parse_and_nonsense_does_not() -> None:
+    for presets, kind in ((shapes.KERNEL_PRESETS, Shape), (shapes.MODEL_PRESETS, shapes.StepShape)):
+        assert all(shapes.parse(name, kind).name == name for names in presets.values() for name in names)
+    assert len(shapes.LAYER_PRESETS["table11"]) == 24
+    for name in ("4x5", "causal-4x5x6", "4x5x6-d", "8-groups-of-4x5", "U(1,2)"):
+        with pytest.raises(ValueError, match=f"expected a name like .* got {re.escape(repr(name))}"):
+            shapes.parse(name)
 
 
 # --- the peers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SMALL, ids=by_name)
-def test_flex_mask_against_the_dense_relation(shape: Shape) -> None:
+@pytest.fixture
+def fa4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package flash-attn-4 with a function of its signature that computes on the CPU."""
+    package = tmp_path / "flash_attn" / "cute"  # as in the wheel, nothing makes flash_attn itself a package
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "from peers import math_varlen\n"
+        "def flash_attn_varlen_func(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,\n"
+        "                           max_seqlen_k=None, min_seqlen_k=None, softmax_scale=None, causal=False):\n"
+        "    assert qv is None and causal is True and max_seqlen_q == cu_seqlens_q.diff().max()\n"
+        "    return math_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), None\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name in ("flash_attn", "flash_attn.cute"):
+        sys.modules.pop(name, None)
+
+
+def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
+def test_all_implementations_do_the_same_work(shape: Shape, fa4: None) -> None:
+    """Output and gradients, folded into the packed layout, against a dense softmax."""
+    *qkv, dout = packing.make_source(shape, torch.float64, CPU)
+    leaves = [packing.leaf(one) for one in qkv]
+    out = dense_attention(*leaves, dense_mask(shape))
+    expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    found = [*peers.kernel_implementations(None), peers.replicated("fa4")]
+    compared = set()
+    for impl in found:
+        assert impl.missing() is None
+        if impl.refuses(shape) is None:
+            prepared = packing.prepare_attention(shape, torch.float64, CPU, 0, impl.arrange(shape, CPU))
+            out = prepared.run()
+            got = [prepared.take(out, torch.arange(shape.packed_tokens))]
+            assert prepared.dout.shape == out.shape and len(out) == impl.executed(shape)[0]
+            if "backward" in impl.directions:
+                gradients = torch.autograd.grad(out, prepared.leaves, prepared.dout)
+                got += prepared.fold(gradients, torch.arange(shape.packed_tokens))
+            for value, reference in zip(got, expected):
+                torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-10, msg=impl.name)
+            compared.add(impl.name)
+    assert {"dualkv_reference", "flex_packed", "math_replicated", "fa4_replicated"} <= compared
+
+
+def test_packages_that_are_not_there(fa4: None) -> None:
+    """flash-attn-4 alone must not be taken for the flash_attn package."""
+    by_name = {one.name: one for one in peers.peers()}
+    assert by_name["fa4_replicated"].missing() is by_name["flex_fa4"].missing() is None
+    assert by_name["flash_attn_replicated"].missing() == "flash-attn is not installed"
+    assert by_name["fa2_replicated"].missing() is None
+
+
+def test_flex_on_fa4_asks_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    asked = []
+
+    def compiled(*qkv: torch.Tensor, kernel_options: Any = None, **options: Any) -> Any:
+        asked.append((kernel_options, options["block_mask"].BLOCK_SIZE))
+        return flex_attention(*qkv, **options)
+
+    monkeypatch.setattr(flex, "flex_function", lambda *_: compiled)
+    q, k, v, _ = packing.make_source(RAGGED, torch.float64, CPU)
+    for impl in peers.peers()[:2]:
+        out = impl.arrange(RAGGED, CPU).attention(q, k, v)
+        torch.testing.assert_close(out, dense_attention(q, k, v, dense_mask(RAGGED)))
+    assert asked == [({"BACKEND": "FLASH"}, (128, 128)), (None, (128, 128))]
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("block", [16, flex.FLEX_BLOCK])
+def test_the_block_mask_is_that_of_pytorch(shape: Shape, block: int) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    packed = flex.PackedMask.of(shape, CPU)
     total = shape.packed_tokens
-    rows = torch.arange(total)
-    assert torch.equal(packed.function()(rows[:0], rows[:0], rows[:, None], rows[None]), dense_mask(shape))
-    for block in (16, flex.FLEX_BLOCK):
-        ours = packed.block_mask(block)
-        theirs = create_block_mask(packed.function(), 1, 1, total, total, device="cpu", BLOCK_SIZE=block)
-        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
-            assert torch.equal(getattr(ours, name), getattr(theirs, name)), (block, name)
-        for name in ("kv", "full_kv", "q", "full_q"):
-            used = torch.arange(getattr(ours, f"{name}_indices").shape[-1])
-            used = used < getattr(ours, f"{name}_num_blocks")[..., None]
-            mine, other = (getattr(mask, f"{name}_indices") for mask in (ours, theirs))
-            assert torch.equal(mine[used], other[used]), (block, name)
+    mask, rows = flex.mask_function(shape, CPU), torch.arange(total)
+    assert torch.equal(mask(rows[:0], rows[:0], rows[:, None], rows[None]), dense_mask(shape))
+    ours = flex.packed_block_mask(shape, CPU, block)
+    theirs = create_block_mask(mask, 1, 1, total, total, device="cpu", BLOCK_SIZE=block)
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, expected = (getattr(one, f"{name}_num_blocks") for one in (ours, theirs))
+        assert torch.equal(counts, expected), name
+        mine, other = (getattr(one, f"{name}_indices") for one in (ours, theirs))
+        used = torch.arange(mine.shape[-1]) < counts[..., None]
+        assert torch.equal(mine[used], other[used]), name
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("shape", SMALL, ids=by_name)
-def test_all_implementations_do_the_same_work(shape: Shape) -> None:
-    """Output and gradients, folded into the packed layout, against a dense softmax."""
-    source = packing.make_source(shape, torch.float64, CPU)
-    expected = dense_attention(source)
-    rows = torch.arange(shape.packed_tokens)
-    compared = []
-    for implementation in peers.cpu_implementations():
-        if implementation.refuses(shape) is None:
-            prepared = implementation.build(source)
-            out = prepared.run()
-            got = [prepared.take(out, rows)]
-            assert prepared.dout.shape == out.shape
-            if "backward" in implementation.directions:
-                got += prepared.fold(torch.autograd.grad(out, prepared.leaves, prepared.dout))
-            for value, reference in zip(got, expected, strict=False):
-                torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-10, msg=implementation.name)
-            compared.append(implementation.name)
-    assert {"dualkv_reference", "flex_packed", "math_replicated"} <= set(compared)
-
-
-def dense_attention(source: packing.Source) -> list[torch.Tensor]:
-    q, k, v = (tensor.detach().requires_grad_() for tensor in (source.q, source.k, source.v))
-    ratio = source.shape.heads // source.shape.kv_heads
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(ratio, 1)) / source.shape.head_dim**0.5
-    weights = scores.masked_fill(~dense_mask(source.shape), -torch.inf).softmax(-1)
-    out = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(ratio, 1))
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), source.dout)]
-
-
-def test_gathering_refuses_several_groups_and_none() -> None:
-    ragged, groups, free = (shapes.SHAPES[name] for name in ("ragged-tiny", "groups-tiny", "causal-tiny"))
-    assert peers.refuses_gathered(ragged) is None
-    assert peers.refuses_gathered(groups)
-    assert peers.refuses_gathered(free)
-    assert peers.refuses_dense(ragged)
-    with pytest.raises(ValueError, match="one group, got 2"):
-        packing.gathered_rows(groups)
-
-
-BOTH = ("forward", "backward")
+def test_replicated_rows_beyond_32_bits_go_to_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of FlashAttention-2, which would end the process and with it all other measurements; the result is the same."""
+    shape = Shape("four responses", (Group(20, (5, 6, 7, 8)),), 4, 2, 16)
+    outs = []
+    for tokens, calls in ((1000, 1), (shape.replicated_tokens, 3), (1, 4)):
+        monkeypatch.setattr(shapes, "MOST_ELEMENTS", tokens * shape.heads * shape.head_dim)
+        assert len(peers.in_pieces(shape)) == calls
+        assert [one for piece in peers.in_pieces(shape) for one in piece] == shape.replicated_lengths
+        how = peers.arrange_replicated(shape, CPU, lambda: peers.math_varlen)
+        outs.append(packing.prepare_attention(shape, torch.float64, CPU, 0, how).run())
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
 @pytest.mark.parametrize(
-    ("families", "capability", "expected"),
+    ("built", "capability", "expected"),
     [
-        (("sm80",), (8, 0), {"sm80": BOTH}),
-        (("sm80",), (9, 0), {"sm80": BOTH}),
-        (("sm80", "sm90"), (9, 0), {"sm80": BOTH, "sm90": ("forward",)}),
-        (("sm80", "sm90"), (8, 9), {"sm80": BOTH}),
-        (("sm80", "sm90"), (12, 0), {"sm80": BOTH}),
+        (("sm80",), (9, 0), ["sm80"]),
+        (("sm80", "sm90"), (9, 0), ["sm80", "sm90"]),
+        (("sm80", "sm90"), (8, 9), ["sm80"]),
+        (("sm80", "sm90"), (12, 0), ["sm80"]),
+        (("sm90",), (8, 0), r"\['sm90'\], the GPU is sm_"),
+        ((), (9, 0), "not installed: broken library"),
     ],
 )
-def test_own_families(
-    families: tuple[str, ...], capability: tuple[int, int], expected: dict[str, tuple[str, ...]]
-) -> None:
-    build = {
-        "compiled": True,
-        "compiled_error": None,
-        "head_dims": {family: [128] for family in families},
-        "backward_head_dims": {"sm80": [128], "sm90": []},
-    }
-    found = peers.own_families(build, capability)
-    assert found == expected
-    for implementation in peers.own_implementations(found):
-        assert schema.OURS.fullmatch(implementation.name)
+def test_own_families(built: tuple[str, ...], capability: tuple[int, int], expected: Any) -> None:
+    head_dims = {family: [128] for family in built}
+    build = {"compiled": bool(built), "compiled_error": "broken library", "head_dims": head_dims}
+    if isinstance(expected, str):
+        with pytest.raises(RuntimeError, match=expected):
+            peers.own_families(build, capability)
+    else:
+        assert peers.own_families(build, capability) == expected
 
 
-def test_own_families_without_kernels() -> None:
-    nothing: dict[str, list[int]] = {}
-    broken = {"compiled": False, "compiled_error": "broken library", "head_dims": nothing}
-    with pytest.raises(RuntimeError, match="not installed: broken library"):
-        peers.own_families(broken, (9, 0))
-    built = {"sm90": [128]}
-    hopper = {"compiled": True, "compiled_error": None, "head_dims": built, "backward_head_dims": built}
-    with pytest.raises(RuntimeError, match=r"\['sm90'\], the GPU is sm_"):
-        peers.own_families(hopper, (8, 0))
-
-
-def test_every_implementation_has_a_known_name() -> None:
-    for implementation in peers.cuda_implementations({"sm80": BOTH}):
-        assert schema.OURS.fullmatch(implementation.name) or schema.PEERS.fullmatch(implementation.name)
-        assert implementation.name in figures.LABELS
-        assert implementation.name in figures.COLORS
+def test_every_implementation_has_a_label() -> None:
+    families = ["sm80", "sm90"]
+    found = (*peers.kernel_implementations(families), *peers.layer_implementations(families))
+    assert {one.name for one in (*found, *stream.implementations(families))} <= set(results.LABELS)
+    assert all(one.name.startswith("dualkv") == one.is_ours for one in found)
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------
 
 
-def config(**changes: Any) -> measure.Config:
+def measured(implementations: list[Implementation], shape: Shape = RAGGED, **changes: Any) -> list[dict[str, Any]]:
     # The assumed rate is a CPU's, so that the plan for these shapes is what it would be for real ones on a GPU.
-    return measure.Config(
-        **{"dtype": "fp32", "device": CPU, "rounds": 2, "max_calls": 2, "assumed_tflops": 0.01, **changes}
-    )
-
-
-def measured(implementations: list[peers.Implementation], **changes: Any) -> list[dict[str, Any]]:
-    settings = config(**changes)
-    run = measure.ShapeRun(shapes.SHAPES["ragged-tiny"], implementations, settings, measure.Matmul(settings))
-    steps = list(run.run())
-    assert len(steps) <= len(run)
+    settings = {"dtype": "fp32", "device": CPU, "rounds": 2, "max_calls": 2, "assumed_tflops": 0.01, **changes}
+    config = measure.Config(**settings)
+    run = measure.ShapeRun(shape, implementations, config, measure.Matmul(config))
+    assert len(list(run.run())) <= len(run)
     return run.rows
 
 
-def reference() -> peers.Implementation:
-    return peers.cpu_implementations()[0]
-
-
-def broken(error: Exception) -> peers.Implementation:
-    def build(source: packing.Source) -> packing.Prepared:
-        raise error
-
-    return peers.Implementation("broken", build)
+OURS = peers.on_cpu(flex=False)[0]
 
 
 def test_rows_of_a_measured_shape() -> None:
-    shape = shapes.SHAPES["ragged-tiny"]
-    rows = measured([reference()])
+    rows = measured([OURS])
     assert [row["direction"] for row in rows] == ["forward", "backward"]
     for row in rows:
         assert (row["n"], row["p"], row["r"]) == (3, 70, round((33 + 1 + 90) / 3))
-        assert row["tflops"] == pytest.approx(shape.flops(row["direction"]) / row["ms"] / 1e9, rel=1e-3)
-        assert row["ms_min"] <= row["ms"] <= row["ms_max"]
-        assert row["matmul_tflops"] > 0
-        assert row["oom"] is False
-        assert row["samples"] >= 2
+        flops = RAGGED.flops(row["direction"], 0, RAGGED.visible_pairs)
+        assert row["tflops"] == pytest.approx(flops / row["ms"] / 1e9, rel=1e-3)
+        assert row["fraction"] == pytest.approx(row["tflops"] / row["matmul_tflops"], rel=1e-3)
+        assert row["ms_min"] <= row["ms"] <= row["ms_max"] and row["samples"] >= 2
 
 
 @pytest.mark.parametrize(
-    ("error", "key", "value"),
+    ("error", "fact"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40 GiB"), "oom", True),
-        (RuntimeError("cudnn: out of memory"), "oom", True),
-        (RuntimeError("No available kernel.\nAborting."), "error", "RuntimeError: No available kernel."),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40 GiB"), {"oom": True}),
+        (RuntimeError("cudnn: out of memory"), {"oom": True}),
+        (RuntimeError("No available kernel.\nAborting."), {"error": "RuntimeError: No available kernel."}),
+        (ImportError("no such symbol"), {"error": "ImportError: no such symbol"}),
     ],
 )
-def test_a_failure_is_a_row(error: Exception, key: str, value: object) -> None:
-    rows = measured([reference(), broken(error)])
+def test_a_failure_is_a_row(error: Exception, fact: dict[str, Any]) -> None:
+    def arrange(shape: Shape, device: torch.device) -> packing.Arrangement:
+        raise error
+
+    rows = measured([OURS, Implementation("broken", arrange)])
     assert all(row["ms"] > 0 for row in rows[:2])
-    assert [row["impl"] for row in rows[2:]] == ["broken", "broken"]
-    for row in rows[2:]:
-        assert row[key] == value
-        assert row["ms"] is None
-        assert row["tflops"] is None
+    assert all(row["ms"] is row["tflops"] is None and fact.items() <= row.items() for row in rows[2:])
 
 
-def test_an_implementation_that_computes_something_else_is_refused() -> None:
-    def build(source: packing.Source) -> packing.Prepared:
-        prepared = reference().build(source)
-        right = prepared.run
-        prepared.run = lambda: 1.1 * right()
-        return prepared
+@pytest.mark.parametrize("what", ["output", "gradient"])
+def test_an_implementation_that_computes_something_else_is_refused(what: str) -> None:
+    def wrong(shape: Shape, device: torch.device) -> packing.Arrangement:
+        how = OURS.arrange(shape, device)
 
-    rows = measured([reference(), peers.Implementation("louder", build)])
-    assert rows[0]["rel_diff"] == 0
-    assert "output differs by 0.1" in rows[2]["error"]
-    assert rows[2]["ms"] is None
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if what == "output":
+                return 1.2 * how.attention(q, k, v)
+            return how.attention(q, k.detach() + 0.8 * (k - k.detach()), v)  # four fifths of the gradient of k
+
+        return packing.Arrangement(how.rows, attention)
+
+    rows = measured([OURS, Implementation("wrong", wrong)])
+    assert rows[0]["rel_diff"] == rows[0]["gradient_rel_diff"] == 0
+    assert f"{what} differs by 0.2" in rows[2]["error"] and rows[2]["ms"] is None
 
 
 def test_slow_peers_get_fewer_rounds_or_none() -> None:
-    shape, slow = (
-        shapes.SHAPES["16x64Kx2K"],
-        peers.Implementation("slow", reference().build, pairs=Shape.replicated_pairs),
-    )
-    seconds = measure.seconds_per_pass(slow, shape, config(assumed_tflops=300.0))
-    assert seconds == pytest.approx(3.5 * 4 * 32 * 128 * shape.replicated_pairs() / 300e12)
-    assert measure.planned_rounds(slow, shape, config(assumed_tflops=300.0, limit_s=2.1 * seconds)) == 1
-    assert measure.planned_rounds(slow, shape, config(assumed_tflops=300.0, limit_s=1.9 * seconds)) == 0
-    assert measure.planned_rounds(reference(), shape, config(assumed_tflops=1e6)) == 2
-    rows = measured([slow], limit_s=1e-9)
-    assert "s a pass at the assumed rate" in rows[0]["skipped"]
+    shape, slow = shapes.parse("16x64Kx2K"), Implementation("slow", OURS.arrange, is_replicated=True)
+    seconds = 3.5 * 4 * 32 * 128 * shape.replicated_pairs / 300e12
+    for limit_s, rounds in ((2.1 * seconds, 1), (1.9 * seconds, None), (1e9, 5)):
+        config = measure.Config(device=CPU, assumed_tflops=300.0, limit_s=limit_s)
+        run = measure.ShapeRun(shape, [slow], config, measure.Matmul(config))
+        assert run.seconds["slow"] == pytest.approx(seconds) and run.rounds["slow"] == rounds
+    assert "s a pass at the assumed rate" in measured([slow], limit_s=1e-9)[0]["skipped"]
 
 
-def test_nothing_is_started_when_the_time_is_over() -> None:
-    rows = measured([reference()], deadline=0.0)
-    assert all(row["skipped"] == "the time given was used up" and row["ms"] is None for row in rows)
+def test_nothing_is_started_that_the_budget_does_not_hold() -> None:
+    slow = Implementation("slow", OURS.arrange, compile_s=1e6)
+    rows = measured([OURS, slow], deadline=time.monotonic() + 60)
+    assert all(row["ms"] for row in rows[:2]) and {row.get("skipped") for row in rows[2:]} == {"left out: budget"}
+    assert {row["skipped"] for row in measured([OURS], deadline=0.0)} == {"left out: budget"}
 
 
-def test_one_direction_alone() -> None:
-    assert [row["direction"] for row in measured([reference()], directions=("forward",))] == ["forward"]
+def test_the_budget_holds_within_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that turns out slower than was assumed is not repeated."""
+
+    def slow(shape: Shape, device: torch.device) -> packing.Arrangement:
+        how = OURS.arrange(shape, device)
+        return packing.Arrangement(how.rows, lambda q, k, v: (time.sleep(0.3), how.attention(q, k, v))[1])
+
+    begin = time.monotonic()
+    rows = measured([Implementation("slow", slow)], deadline=begin + 1.5, rounds=100, limit_s=1e9)
+    assert time.monotonic() - begin < 4
+    assert {row["skipped"] for row in rows} == {"left out: budget"}
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["8x1Kx256", "8x2KxU(32,512)"])
-def test_peers_on_the_gpu(name: str) -> None:
-    """All but FlexAttention, whose compilation takes longer than all of these; cuDNN may be missing."""
-    found = [one for one in peers.cuda_implementations({"sm80": BOTH}) if one.name != "flex_packed"]
-    settings = measure.Config(rounds=1, target_ms=1.0)
-    run = measure.ShapeRun(shapes.SHAPES[name], found, settings, measure.Matmul(settings))
-    list(run.run())
-    for row in run.rows:
-        if row["impl"] != "cudnn_replicated":
-            assert row["ms"], row
-            assert row["peak_gib"] > 0
-            assert schema.problems_of_row(row, row["impl"]) == []
-    assert any(row["impl"] == "fa2_gathered" for row in run.rows)
+# --- the commands ---------------------------------------------------------------------------------------------------
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
-
-
-def test_the_whole_command_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tqdm")
-    out = tmp_path / "results" / "trial.json"
-    arguments = ["--device", "cpu", "--shape", "ragged-tiny", "--impls", "dualkv", "replicated", "--rounds", "1"]
-    assert bench_kernel.main([*arguments, "--out", str(out)]) == 0
-    result = json.loads(out.read_text())
+def test_the_kernel_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--device", "cpu", "--shape", "3x70x1-90-H4-Hk2-d16", "--impls", "dualkv", "replicated"]
+    assert bench_kernel.main([*arguments, "--rounds", "1", "--out", str(tmp_path / "cpu"), "--name", "trial"]) == 0
+    path = tmp_path / "cpu" / "trial.json"
+    result = json.loads(path.read_text())
     assert {row["impl"] for row in result["rows"]} == {"dualkv_reference", "math_replicated"}
-    assert result["header"]["matmul_tflops"] > 0
-    assert set(schema.HEADER_TYPES) <= set(result["header"])
-    assert "ragged-tiny" in out.with_suffix(".md").read_text()
-    assert str(out) in capsys.readouterr().out
-    with pytest.raises(ValueError, match="unknown impl 'dualkv_reference'"):
-        schema.validate(result)
+    assert result["header"]["matmul_tflops"] > 0 and str(path) in capsys.readouterr().out
+    with pytest.raises(ValueError, match="unknown impl dualkv_reference|dirty tree"):
+        results.check(path)
 
 
-def test_list_and_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_kernel.main(["--list"]) == 0
-    assert "28x16Kx2K" in capsys.readouterr().out
-    for arguments in (["--shape", "nothing"], ["--rounds", "0"], ["--preset", "nothing"]):
-        with pytest.raises(SystemExit):
-            bench_kernel.main(arguments)
+def test_the_stream_command(tmp_path: Path) -> None:
+    assert bench_stream.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "stream-tiny.json").read_text())["rows"]
+    assert [row["impl"] for row in rows] == ["dualkv_reference"] * 4 + ["flex_packed"] * 4
+    assert len({row["packed_tokens"] for row in rows}) == 4
+    for row in rows:
+        assert "error" not in row and row["wall_ms"] > row["host_ms"] > 0
+        assert row["ms"] == pytest.approx(row["wall_ms"] - row["attention_ms"], abs=1e-2)
+        assert results.problems_of({**row, "dtype": "bf16", "impl": "flex_packed"}, "stream") == []
+
+
+def test_a_stream_that_fails_or_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, (ours, peer) = stream.parse("tiny"), stream.implementations(None)
+    pack = stream.Flex.pack
+
+    def doubled(self: stream.Flex, *micro_batch: Any) -> packing.Attention:
+        attention = pack(self, *micro_batch)
+        return lambda q, k, v: 2 * attention(q, k, v)
+
+    monkeypatch.setattr(stream.Flex, "pack", doubled)
+    config = measure.Config(dtype="fp32", device=CPU)
+    run = partial(stream.StreamRun, tiny, matmul=measure.Matmul(config))
+    wrong = run([ours, peer], config)
+    list(wrong.run())
+    assert all(row["ms"] for row in wrong.rows[:4])
+    assert all("output differs by" in row["error"] and row["ms"] is None for row in wrong.rows[4:])
+    late = run([ours], measure.Config(dtype="fp32", device=CPU, deadline=time.monotonic() + 0.5))
+    list(late.run())
+    assert {row["skipped"] for row in late.rows} == {"left out: budget"}
+
+
+def test_a_gpu_that_fails_does_not_end_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def synchronize(config: measure.Config, after_failure: bool) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(measure, "clear", synchronize)
+    assert bench_kernel.main(["--device", "cpu", "--impls", "dualkv", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "kernel-tiny.json").read_text())["rows"]
+    assert {row["shape"] for row in rows} == set(shapes.KERNEL_PRESETS["tiny"])
+    assert {row["skipped"] for row in rows} == {"a failure before: RuntimeError"}
+
+
+def test_a_budget_ends_a_command_before_large_shapes(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    arguments = ["--device", "cpu", "--preset", "paper", "--budget-s", "2", "--limit-s", "1e9", "--out", str(tmp_path)]
+    assert bench_kernel.main(arguments) == 0
+    assert time.monotonic() - begin < 10
+    rows = json.loads((tmp_path / "kernel-paper.json").read_text())["rows"]
+    assert {row["skipped"] for row in rows} == {"left out: budget"}
+    assert {row["shape"] for row in rows} == set(shapes.PAPER)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "nothing"], "expected a name like"),
+        (["--rounds", "-1"], "at least 0"),
+        (["--budget-s", "0"], "above 0"),
+        (["--preset", "nothing"], "invalid choice"),
+        (["--impls", "nothing"], "dualkv_reference, .*flex_packed.*, got nothing"),
+    ],
+)
+@pytest.mark.parametrize("main", [bench_kernel.main, bench_layer.main, bench_stream.main])
+def test_bad_arguments(main: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu", *arguments])
+    expected = "expected one of" if main is bench_stream.main and arguments[0] == "--shape" else message
+    assert re.search(expected, capsys.readouterr().err)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_kernel.main(["--preset", "quick"]) == 2
+    assert bench_layer.main([]) == 2
     assert "no CUDA GPU" in capsys.readouterr().err
+    assert bench_layer.main(["--list"]) == 0
+    assert re.search(r"16x8Kx131-2048 +16 x 8K x 131..2048", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -376,18 +431,37 @@ def test_no_gpu_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_commit_and_dirtiness(
-    monkeypatch: pytest.MonkeyPatch,
-    head: str | None,
-    status: str | None,
-    commit: str | None,
-    is_clean: bool,
-    expected: tuple[str, bool],
+    monkeypatch: pytest.MonkeyPatch, head: Any, status: Any, commit: Any, is_clean: bool, expected: Any
 ) -> None:
-    answers = {"rev-parse HEAD": head, "rev-parse --show-toplevel": str(ROOT)}
+    answers = {"rev-parse HEAD": head, "rev-parse --show-toplevel": str(command.ROOT)}
     monkeypatch.setattr(command, "git", lambda *words: answers.get(" ".join(words), status))
     assert command.tree_state(commit, is_clean) == expected
-
-
-def test_a_copy_inside_another_repository_has_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "git", lambda *words: str(ROOT.parent) if "--show-toplevel" in words else "a" * 40)
+    # A copy inside another repository has no commit.
+    answers["rev-parse --show-toplevel"] = str(command.ROOT.parent)
     assert command.tree_state(None, False) == ("unknown", True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["kernel", "layer", "model"])
+def test_on_the_gpu(kind: str) -> None:
+    """All but FlexAttention, whose compilation takes longer than all of these; cuDNN may be missing."""
+    import flash_attn_dualkv
+
+    families = peers.own_families(dict(flash_attn_dualkv.build_info()), torch.cuda.get_device_capability())
+    group = (Group(1000, (131, 700, 64)),)
+    shape, run_type, found = Shape("3x1000x64-700", group), measure.ShapeRun, peers.kernel_implementations(families)
+    if kind != "kernel":
+        sizes = shapes.ModelShape(2, 512, 1024, 32, 8, 128, vocab=1024)
+        model = pytest.importorskip("model") if kind == "model" else None
+        shape = shapes.of_model(shape, sizes, shapes.StepShape if model else shapes.LayerShape)
+        run_type = model.StepRun if model else measure.LayerRun
+        found = model.implementations(families) if model else peers.layer_implementations(families)
+    found = [one for one in found if one.missing() is None and not one.name.startswith("flex")]
+    config = measure.Config(rounds=1, target_ms=1.0)
+    run = run_type(shape, found, config, measure.Matmul(config))
+    list(run.run())
+    peaks = {}
+    for row in run.rows:
+        assert (row["ms"] and row["peak_gib"] > 0 and row["rel_diff"] < 0.1) or row["impl"] == "cudnn_replicated", row
+        peaks[row["impl"]] = row["peak_gib"]
+    assert all(peaks[one.name] < peaks["fa2_replicated"] for one in found if one.is_ours)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import host_time
 import pytest
 import torch
 from calls import Call, packed, packed_with_sinks, separate
@@ -194,8 +195,6 @@ def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
     thread, is gone once. Beside it is what PyTorch takes for the backward of a node that computes nothing: 50 to 110
     us, depending on the host.
     """
-    import host_time
-
     call = packed(device="cuda")
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -106,36 +106,32 @@ def test_limits_and_attention_of_the_paper() -> None:
 # --- times ----------------------------------------------------------------------------------------------------------
 
 
-def measured_rows(gpu: str, of_layer: bool) -> list[dict[str, Any]]:
-    """All committed times on a GPU: of layers, whose rows have the model's sizes, or of attention alone."""
+def measured_rows(gpu: str, benchmark: str) -> list[dict[str, Any]]:
+    """All committed times of a benchmark on a GPU."""
     results = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("**/*.json"))]
-    rows = [row for one in results if GPUS[gpu] in one["header"]["gpu"] for row in one["rows"]]
-    # Rows of whole models have a vocabulary, too; those of the memory benchmark have no time.
-    return [row for row in rows if row.get("ms") and "vocab" not in row and ("hidden" in row) == of_layer]
+    wanted = [one for one in results if GPUS[gpu] in one["header"]["gpu"] and one["header"]["benchmark"] == benchmark]
+    return [row for one in wanted for row in one["rows"] if row["ms"]]
 
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_the_rates_of_a_gpu_are_those_of_the_results(gpu: str) -> None:
     """The median of the attention benchmarks with this head dimension and long prompts."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for row in measured_rows(gpu, of_layer=False):
+    for row in measured_rows(gpu, "kernel"):
         if row["groups"] == 1 and row["p"] >= 4096 and (row["h"], row["h_k"], row["d"]) == (32, 8, 128):
-            pairs = predict.replicated_pairs(row["p"], [row["r"]] * row["n"])
-            executed = pairs / row["visible_pairs"] if row["impl"] == "fa2_replicated" else 1
-            found[row["impl"], row["direction"]].append(row["tflops"] * executed)
+            found[row["impl"], row["direction"]].append(row["tflops"] * row["executed_pairs"] / row["visible_pairs"])
     for name, impl in (("shared", "dualkv_sm90"), ("replicated", "fa2_replicated")):
         for direction in predict.DIRECTIONS:
-            rate, measured = getattr(RATES[gpu], f"{name}_{direction}"), statistics.median(found[impl, direction])
-            assert rate == pytest.approx(measured, rel=0.05), "bring predict.RATES up to date"
+            rate, measured = getattr(RATES[gpu], f"{name}_{direction}"), found[impl, direction]
+            assert rate == pytest.approx(statistics.median(measured), rel=0.05), "bring predict.RATES up to date"
 
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_the_layers_of_the_results(gpu: str) -> None:
     """Times of every measured layer and their ratio: prompts of 5059 to 131072 tokens, 4 to 32 responses."""
     found: dict[tuple[int, int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in measured_rows(gpu, of_layer=True):
-        if (row["hidden"], row["intermediate"]) == (QWEN.hidden, QWEN.intermediate):
-            found[row["n"], row["p"], row["r"]][row["impl"]].append(row["ms"])
+    for row in measured_rows(gpu, "layer"):
+        found[row["n"], row["p"], row["r"]][row["impl"]].append(row["ms"])
     packings, compared = {"dualkv_sm90": "shared", "fa2_replicated": "replicated"}, 0
     for (n, prompt, response), milliseconds in found.items():
         predicted = predict.predict(prompt, [response] * n, QWEN, RATES[gpu])  # of unequal ones the row has the mean

@@ -1,228 +1,228 @@
-"""Results: what may be published, the tables and plots made of it, and that the README says what the files say."""
+"""Results: what may be published, the pages made of it, and that the README says what the files say."""
 
 from __future__ import annotations
 
 import copy
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import measure
+import numpy as np
 import pytest
+import report
+import results
+import shapes
 import torch
+from command import RESULTS, ROOT
+from peers import Implementation, kernel_implementations, layer_implementations
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import bench_kernel  # noqa: E402
-import report  # noqa: E402
-import schema  # noqa: E402
-import shapes  # noqa: E402
-from shapes import Shape  # noqa: E402
-
-# --- schema ---------------------------------------------------------------------------------------------------------
-
-
-def synthetic_row(shape: Shape, impl: str, direction: str, ms: float | None, **extra: Any) -> dict[str, Any]:
-    tflops = shape.flops(direction) / ms / 1e9 if ms else None
-    return {
-        "shape": shape.name,
-        "n": shape.num_responses,
-        "p": shape.mean_prompt,
-        "r": shape.mean_response,
-        "impl": impl,
-        "dtype": "bf16",
-        "direction": direction,
-        "ms": ms,
-        "tflops": tflops,
-        "peak_gib": 4.5 if ms else None,
-        "matmul_tflops": 750.0,
-        "fraction": tflops / 750 if tflops else None,
-        "h": shape.heads,
-        "h_k": shape.kv_heads,
-        "d": shape.head_dim,
-        "visible_pairs": shape.visible_pairs(),
-        **extra,
-    }
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+HEADER = {
+    "benchmark": "kernel",
+    "gpu": "NVIDIA H200",
+    "torch": "2.11.0",
+    "cuda": "13.0",
+    "commit": "0123456789abcdef0123456789abcdef01234567",
+    "date": "2026-11-21T08:00:00+00:00",
+    "dirty": False,
+    "matmul_tflops": 750.0,
+}
 
 
-def synthetic(speed: float = 1.0) -> dict[str, Any]:
-    """A result as a GPU would give it, one peer out of memory at one shape and left out at another."""
+def rows_of(run_type: Any, shape: shapes.Shape, impl: Implementation, ms: float, **facts: Any) -> list[dict[str, Any]]:
+    """As a GPU would give them: a forward of ``ms``, a backward of twice that."""
+    config = measure.Config(device=torch.device("cpu"))
+    run = run_type(shape, [impl], config, measure.Matmul(config))
+    run.facts[impl.name] = {"peak_gib": 4.5, **facts}
+    run.times = {(impl.name, "forward"): [ms], (impl.name, "backward"): [2 * ms]}
+    run.matmul.readings.append(750.0)
+    return run.rows
+
+
+def kernel_result(speed: float = 1.0) -> dict[str, Any]:
+    """One peer was out of memory at one shape and left out at another."""
+    found = {one.name: one for one in kernel_implementations(["sm80", "sm90"])}
     rows = []
-    for shape in shapes.PAPER[:3]:
-        for impl, forward in (("dualkv_sm80", 40.0), ("flex_packed", 44.0), ("fa2_replicated", 200.0)):
-            failed = impl == "fa2_replicated" and shape != shapes.PAPER[0]
-            note = {"oom": True} if shape == shapes.PAPER[1] else {"skipped": "about 30 s a pass at the assumed rate"}
-            for direction, factor in (("forward", 1.0), ("backward", 2.8)):
-                ms = None if failed else forward * factor / speed
-                rows.append(synthetic_row(shape, impl, direction, ms, **(note if failed else {})))
-        if shape.deterministic:
-            rows.append(synthetic_row(shape, "dualkv_sm80_deterministic", "backward", 140.0 / speed))
-    header = {
-        "gpu": "NVIDIA H200",
-        "torch": "2.11.0",
-        "cuda": "13.0",
-        "commit": "0123456789abcdef0123456789abcdef01234567",
-        "date": "2026-11-21T08:00:00+00:00",
-        "matmul_tflops": 750.0 * speed,
-        "dirty": False,
+    for name in shapes.PAPER[:3]:
+        for impl, ms in (
+            ("dualkv_sm90", 10.0),
+            ("flex_fa4", 11.0),
+            ("fa2_replicated", 50.0),
+            ("cudnn_replicated", 30.0),
+        ):
+            facts = {}
+            if impl == "fa2_replicated" and name != "28x4Kx2K":
+                facts = {"oom": True} if name == "28x16Kx2K" else {"skipped": "left out: budget"}
+            rows += rows_of(measure.ShapeRun, shapes.parse(name), found[impl], ms / speed, **facts)
+    rows += rows_of(measure.ShapeRun, shapes.parse("28x16Kx2K"), found["dualkv_sm90_deterministic"], 12.0)
+    return {"header": HEADER, "rows": rows}
+
+
+def layer_result() -> dict[str, Any]:
+    """Peaks on a law, the largest out of memory."""
+    found = {one.name: one for one in layer_implementations(["sm90"])}
+    rows = []
+    for name in shapes.LAYER_PRESETS["memory"]:
+        shape = shapes.parse(name, shapes.LayerShape)
+        responses = sum(shape.responses)
+        for impl, ms in (("dualkv_sm90", 24.0), ("fa2_replicated", 144.0)):
+            prompts = found[impl].executed(shape)[0] - responses
+            peak = 1.5 + (200 * 1024 * prompts + 250 * 1024 * responses) / report.GIB
+            facts = {"peak_gib": peak} if peak < 100 else {"oom": True, "peak_gib": None}
+            rows += rows_of(measure.LayerRun, shape, found[impl], ms, **facts)
+    return {"header": {**HEADER, "benchmark": "layer"}, "rows": rows}
+
+
+def model_result() -> dict[str, Any]:
+    found = {one.name: one for one in layer_implementations(["sm90"])}
+    shape = shapes.parse("16x8Kx131-2048", shapes.StepShape)
+    rows = rows_of(measure.LayerRun, shape, found["dualkv_sm90"], 1000.0)
+    return {
+        "header": {**HEADER, "benchmark": "model"},
+        "rows": rows + rows_of(measure.LayerRun, shape, found["flex_fa4"], 1100.0),
     }
-    return {"header": header, "rows": rows}
 
 
-Damage = Callable[[dict[str, Any]], object]
-DAMAGES: list[tuple[str, Damage]] = [
-    ("dirty tree", lambda result: result["header"].update(dirty=True)),
-    ("dirty is missing", lambda result: result["header"].pop("dirty")),
-    ("header: matmul_tflops is missing", lambda result: result["header"].pop("matmul_tflops")),
-    ("header: matmul_tflops has the wrong type", lambda result: result["header"].update(matmul_tflops=None)),
-    ("matmul_tflops must be positive", lambda result: result["header"].update(matmul_tflops=0)),
-    ("commit is no commit hash", lambda result: result["header"].update(commit="unknown")),
-    ("remark must be text", lambda result: result["header"].update(remark=None)),
-    ("date is not ISO 8601", lambda result: result["header"].update(date="yesterday")),
-    ("keys header and rows", lambda result: result.update(comment="")),
-    ("keys header and rows", lambda result: result.pop("rows")),
-    ("a list that is not empty", lambda result: result["rows"].clear()),
-    (r"rows\[0\]: matmul_tflops is null", lambda result: result["rows"][0].update(matmul_tflops=None)),
-    (r"rows\[1\]: n is missing", lambda result: result["rows"][1].pop("n")),
-    (r"rows\[0\]: n has the wrong type, got True", lambda result: result["rows"][0].update(n=True)),
-    (r"rows\[0\]: expected an object", lambda result: result["rows"].insert(0, 3)),
-    ("direction must be one of", lambda result: result["rows"][0].update(direction="both")),
-    ("dtype must be", lambda result: result["rows"][0].update(dtype="fp32")),
-    ("ours must name sm80 or sm90", lambda result: result["rows"][0].update(impl="dualkv")),
-    ("unknown impl 'magic'", lambda result: result["rows"][2].update(impl="magic")),
-    ("tflops .* does not follow", lambda result: result["rows"][0].update(tflops=999.0)),
-    ("must be positive", lambda result: result["rows"][0].update(peak_gib=0)),
-    ("peak_gib is null", lambda result: result["rows"][0].update(peak_gib=None)),
-    ("neither oom, skipped nor error", lambda result: result["rows"][0].update(ms=None)),
-    ("dualkv_sm80 failed: RuntimeError", lambda result: result["rows"][0].update(ms=None, error="RuntimeError: x")),
-    ("none of this library", lambda result: result.update(rows=[r for r in result["rows"] if "flex" in r["impl"]])),
-]
+def stream_result() -> dict[str, Any]:
+    row = {**kernel_result()["rows"][0], "direction": "both", "wall_ms": 20.0, "attention_ms": 19.0, "host_ms": 0.5}
+    row |= {"device_ms": 0.2, "graphs": 0}
+    rows = [{**row, "shape": f"stream-64K-{index:02d}", "ms": ms} for index, ms in enumerate((1.0, 2.0, 9.0))]
+    rows += [{**one, "impl": "flex_fa4", "ms": 40.0, "graphs": 1, "device_ms": None} for one in rows[:2]]
+    rows.append({**rows[2], "impl": "flex_fa4", "ms": None, "error": "RuntimeError: no dynamic shapes"})
+    return {"header": {**HEADER, "benchmark": "stream"}, "rows": rows}
 
 
-@pytest.mark.parametrize(("message", "damage"), DAMAGES)
-def test_a_damaged_result_is_refused(message: str, damage: Damage) -> None:
-    result = copy.deepcopy(synthetic())
-    schema.validate(result, "NVIDIA-H200")
-    damage(result)
-    with pytest.raises(ValueError, match=message):
-        schema.validate(result, "NVIDIA-H200")
+def write(folder: Path, **files: dict[str, Any]) -> Path:
+    machine = folder / "NVIDIA-H200"
+    machine.mkdir(parents=True, exist_ok=True)
+    for name, result in files.items():
+        (machine / f"{name}.json").write_text(json.dumps(result))
+    return machine
 
 
-def test_the_folder_is_the_gpus() -> None:
-    assert schema.gpu_folder("NVIDIA A100-SXM4-80GB") == "NVIDIA-A100-SXM4-80GB"
-    with pytest.raises(ValueError, match="folder: expected NVIDIA-H200, got NVIDIA-H100"):
-        schema.validate(synthetic(), "NVIDIA-H100")
+# --- what may be published ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", report.result_files(), ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_committed_results_may_be_published(path: Path) -> None:
-    result = json.loads(path.read_text())
-    schema.validate(result, path.parent.name)
-    assert path.with_suffix(".md").read_text() == report.table(result), "render it again"
-    assert path.with_suffix(".png").exists()
+Damage = Callable[[dict[str, Any], dict[str, Any]], object]  # of a header and of a row
 
 
-def test_what_was_put_right_by_hand_is_said_beside_the_figures() -> None:
-    result = synthetic()
-    assert "by hand" not in report.table(result)
-    result["header"]["remark"] = "the date, which was that of another clock"
-    schema.validate(result, "NVIDIA-H200")
-    assert report.table(result).endswith("\nCorrected by hand: the date, which was that of another clock.\n")
+@pytest.mark.parametrize("make", [kernel_result, layer_result, model_result, stream_result])
+@pytest.mark.parametrize(
+    ("message", "damage"),
+    [
+        ("header: torch", lambda header, row: header.pop("torch")),
+        ("header: dirty", lambda header, row: header.update(dirty=None)),
+        ("dirty tree", lambda header, row: header.update(dirty=True)),
+        ("without a commit", lambda header, row: header.update(commit="unknown")),
+        ("another folder", lambda header, row: header.update(gpu="NVIDIA H100")),
+        ("benchmark nothing", lambda header, row: header.update(benchmark="nothing")),
+        (r"rows\[0\]: h_k, n missing", lambda header, row: (row.pop("n"), row.pop("h_k"))),
+        ("unknown impl dualkv_reference", lambda header, row: row.update(impl="dualkv_reference")),
+        ("direction sideways", lambda header, row: row.update(direction="sideways")),
+        ("dtype fp32", lambda header, row: row.update(dtype="fp32")),
+        ("neither oom, skipped nor error", lambda header, row: row.update(ms=None)),
+        ("dualkv_sm90 failed: Error: x", lambda header, row: row.update(ms=None, error="Error: x")),
+        ("pairs are not those", lambda header, row: row.update(visible_pairs=1)),
+        ("tflops .* does not follow", lambda header, row: row.update(ms=row["ms"] * 2)),
+        ("fraction .* does not follow", lambda header, row: row.update(matmul_tflops=1.0)),
+        ("must be positive", lambda header, row: row.update(peak_gib=None)),
+    ],
+)
+def test_a_damaged_result_is_refused(make: Any, message: str, damage: Damage, tmp_path: Path) -> None:
+    result = copy.deepcopy(make())
+    (path,) = [write(tmp_path, result=result) / "result.json"]
+    results.check(path)
+    damage(result["header"], result["rows"][0])
+    write(tmp_path, result=result)
+    if make is stream_result and re.search("follow|positive|pairs", message):
+        return  # a stream's rows have no such figures
+    with pytest.raises(results.ResultError, match=message):
+        results.check(path)
 
 
-# --- tables, plot, README -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("text", ["", "{}", '{"header": {}, "rows": []}', '{"header": {}, "rows": [3]}'])
+def test_what_is_no_result(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    for wrong in (path, tmp_path / "missing.json"):
+        with pytest.raises(SystemExit):
+            report.main([str(wrong)])
+        assert f"error: {wrong}: expected" in capsys.readouterr().err
 
 
-def test_table() -> None:
-    table = report.table(synthetic())
-    lines = [line for line in table.splitlines() if line.startswith("| 28x16Kx2K")]
-    assert len(lines) == 4
-    assert "| out of memory |" in lines[3]
-    rate = shapes.PAPER[1].flops("forward") / 40.0 / 1e9
-    assert f"| 40.0 | {rate:.0f} | {100 * rate / 750:.0f}% | 112.0 |" in lines[0]
-    assert "| 152.0 | 4.50 |" in lines[0]
-    assert "not timed" in table
-    assert "750 TFLOP/s" in table
+# --- pages ----------------------------------------------------------------------------------------------------------
 
 
-def test_render_makes_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "paper.json"
-    path.write_text(json.dumps(synthetic()))
-    assert bench_kernel.main(["--render", str(path)]) == 0
-    assert path.with_suffix(".md").read_text() == report.table(synthetic())
-    pytest.importorskip("matplotlib")
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert str(path.with_suffix(".png")) in capsys.readouterr().out
+def test_pages_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    runs = {f"kernel-{index}": kernel_result(speed) for index, speed in enumerate((0.5, 1.0, 2.0))}
+    machine = write(tmp_path, **runs, layer=layer_result(), model=model_result(), stream=stream_result())
+    report.render(tmp_path)
+    page = re.sub(" +", " ", (machine / "README.md").read_text())
+    shape, layer = shapes.parse("28x16Kx2K"), shapes.parse("16x8Kx131-2048", shapes.LayerShape)
+    rate = round(shape.flops("forward", 0, shape.visible_pairs) / 10.0 / 1e9)
+    for line in (
+        rf"\| 28 x 16K x 2K \| this library \| 10.0 \| {rate // 10}\d \| 247% \| 20.0 .* 30.0 \| 1.00 \| 4.5 \|",
+        r"\| \| this library, deterministic \| \| \| \| 24.0 \|.*\| \| \| 4.5 \|",
+        r"\| \| FlexAttention on FlashAttention-4 \|.*\| 33.0 \| 1.10 \| 4.5 \|",
+        r"\| \| FlashAttention-2, prompt replicated \|.*\| out of memory \|.*",
+        r"\| \| FlashAttention-2, prompt replicated \|.*\| not timed \|.*",
+        rf".* 48.0 \| 72.0 \| 1.00 \| 7.6 \| {layer.packed_tokens / 72:.0f} \| {layer.replicated_tokens / 72:.0f} \|.*",
+        r"\| this library \| M0 \+ cP P \+ cR \(sum of R\) \| 1.50 \| 200.0 \| 250.0 \| 1.00000 \| 12 \|",
+        r"\| this library \| 3 of 3 \| 2.00 \| 12 \| 0.50 \| 0.20 \| 19.0 \| 0 \| \|",
+        r".*\| 2 of 3 \| 40.0 \| 80 \|.* failed: RuntimeError: no dynamic shapes \|",
+    ):
+        assert re.search(f"^{line}$", page, re.M), line
+    text = re.sub(" +", " ", (tmp_path / "headline.md").read_text())
+    assert "| Attention, 28 x 16K x 2K | 30.0 | 33.0 (1.10x) | out of memory |" in text
+    assert "| One layer of Qwen3-8B, 16 x 8K x 131..2048 | 72.0 | not run | 432.0 (6.00x) |" in text
+    assert text in re.sub(" +", " ", (tmp_path / "README.md").read_text())
+    for image in ("headline.png", *(f"NVIDIA-H200/{name}.png" for name in ("attention", "layer", "memory", "model"))):
+        assert (tmp_path / image).read_bytes().startswith(b"\x89PNG")
+    assert report.main([str(path) for path in sorted(machine.glob("*.json"))]) == 0
+    assert "FlexAttention on FlashAttention-4" in capsys.readouterr().out
 
 
-def test_readme_section_takes_the_median_of_runs(tmp_path: Path) -> None:
-    folder = tmp_path / "benchmarks" / "results"
-    (folder / "NVIDIA-H200").mkdir(parents=True)
-    for index, speed in enumerate((0.5, 1.0, 2.0)):
-        (folder / "NVIDIA-H200" / f"paper-{index}.json").write_text(json.dumps(synthetic(speed)))
-    section = report.readme_section(folder)
-    forward, backward = (shapes.PAPER[0].flops(d) / ms / 1e9 for d, ms in (("forward", 40.0), ("backward", 112.0)))
-    assert f"| 28x4Kx2K | 152.0 ({forward:.0f} / {backward:.0f}) |" in section
-    assert "3 runs of commit `0123456789ab`" in section
-    assert "375-1500 TFLOP/s" in section
-    assert "1.25x at 28x16Kx2K" in section
-    assert "[paper-2](benchmarks/results/NVIDIA-H200/paper-2.md)" in section
-    assert "out of memory" in section
+def test_the_law_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says how well it fits, leaves out peaks of several calls, and is not made of too few points."""
+    frame = results.load_rows(layer_result())
+    figures = results.medians(frame)
+    ours, theirs = (figures[figures["impl"] == name].copy() for name in ("dualkv_sm90", "fa2_replicated"))
+    in_pieces = theirs.apply(results.in_pieces, axis=1)
+    assert list(theirs[in_pieces]["shape"]) == ["16x32Kx131-2048"] and not ours.apply(results.in_pieces, axis=1).any()
+    theirs.loc[in_pieces, "peak_gib"] = 1000.0
+    law = report.fit(theirs)
+    assert law is not None and law["m0"] == pytest.approx(1.5, abs=1e-3) and law["r2"] == pytest.approx(1)
+    ours["peak_gib"] += np.resize([0.2, -0.2, 0.1], len(ours))
+    law = report.fit(ours)
+    assert law is not None and 0.9 < law["r2"] < 0.9999 and law["points"] == 12
+    assert report.fit(ours[:3]) is None and report.fit(ours[ours["p"] == 8192]) is None
 
 
-def test_readme_without_results(tmp_path: Path) -> None:
-    section = report.readme_section(tmp_path)
-    assert section.startswith("No results yet")
-    command = re.search(r"`python (benchmarks/bench_kernel.py .*)`", section)
-    assert command
-    assert bench_kernel.parse(command[1].split()[1:]).preset == ["paper", "performance"]
+def test_committed_results_and_their_pages(tmp_path: Path) -> None:
+    """Every file may be published, and pages are what would be made of them now."""
+    for path in results.result_files():
+        target = tmp_path / path.relative_to(RESULTS)
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    written = report.render(tmp_path)
+    for page in written:
+        committed = RESULTS / page.relative_to(tmp_path)
+        assert committed.read_text() == page.read_text(), "run benchmarks/report.py"
+    images = {path.relative_to(RESULTS) for path in RESULTS.rglob("*.png")}
+    assert images == {path.relative_to(tmp_path) for path in tmp_path.rglob("*.png")}
 
 
-def test_fill_readme() -> None:
-    text = f"a\n{report.README_BEGIN}\nold\n{report.README_END}\nz\n"
-    assert report.fill_readme(text, "new") == f"a\n{report.README_BEGIN}\nnew\n{report.README_END}\nz\n"
-    with pytest.raises(ValueError, match="markers"):
-        report.fill_readme("nothing", "new")
-
-
-def readme_outside_results() -> str:
-    before, _, rest = report.README.read_text(encoding="utf-8").partition(report.README_BEGIN)
-    return before + rest.partition(report.README_END)[2]
+# --- the README -----------------------------------------------------------------------------------------------------
 
 
 def test_readme_figures_come_from_the_result_files() -> None:
-    text = report.README.read_text(encoding="utf-8")
-    assert report.fill_readme(text, report.readme_section()) == text, "python benchmarks/bench_kernel.py --readme"
-    figures = re.findall(r"\d[\d.,]* ?(?:TFLOP/s|ms\b|GiB\b|times as fast|x faster)", readme_outside_results())
+    """Its table is the headline's; there are no other figures."""
+    table = (RESULTS / "headline.md").read_text()
+    if "headline.png" in README:
+        assert table in README, "copy benchmarks/results/headline.md into README.md"
+    figures = re.findall(r"\d[\d.,]* ?(?:TFLOP/s|ms\b|GiB\b|times as fast|x faster)", README.replace(table, ""))
     assert figures == []
-
-
-def test_readme_example_runs() -> None:
-    # marked examples have tests of their own
-    text = re.sub(r"^<!-- example: \w+ -->\n```python\n.*?^```$", "", readme_outside_results(), flags=re.S | re.M)
-    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    assert len(blocks) == 2
-    names: dict[str, Any] = {"__name__": "readme"}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-    out, lse = names["out"], names["lse"]
-    assert out.shape == (sum(names["lengths"]), names["heads"], names["head_dim"])
-    assert lse.shape == (names["heads"], len(out))
-    assert torch.isfinite(out).all()
-    assert all(names[name].grad.abs().sum(dim=(1, 2)).all() for name in "kv")
-
-
-def test_readme_names_files_that_exist() -> None:
-    links = re.findall(r"\]\((?!https?:|#)([^)]+)\)", report.README.read_text(encoding="utf-8"))
-    assert links
-    assert [link for link in links if not (ROOT / link.partition("#")[0]).exists()] == []
-
-
-def test_the_picture_is_what_its_script_draws(tmp_path: Path) -> None:
-    out = tmp_path / "picture.svg"
-    subprocess.run([sys.executable, ROOT / "docs" / "picture.py", out], check=True)
-    assert out.read_text() == (ROOT / "docs" / "shared_prompt.svg").read_text(), "run docs/picture.py again"
