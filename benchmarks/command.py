@@ -82,8 +82,8 @@ def parse_arguments(benchmark: Benchmark, arguments: list[str] | None = None) ->
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial run, never a result")
     add("--out", type=Path, metavar="FOLDER", help="where the result is written (default: benchmarks/results/<gpu>)")
     add("--name", help="of the result file (default: the benchmark and its presets)")
-    add("--commit", default=os.environ.get("DUALKV_COMMIT"), help="where git cannot tell")
-    add("--clean", action="store_true", help="the tree is that commit's, where git cannot tell")
+    add("--commit", default=os.environ.get("DUALKV_COMMIT"), help="what is measured, where git cannot tell: a copy of the tree")
+    add("--clean", action="store_true", help="the tree is that commit's, without changes")
     add("--list", action="store_true", help="print the presets and leave")
     options = parser.parse_args(arguments)
     if options.rounds < 0:
@@ -134,11 +134,13 @@ def git(*arguments: str) -> str | None:
 
 
 def tree_state(commit: str | None, is_clean: bool) -> tuple[str, bool]:
-    """(commit, dirty): what git says, without it what the caller states. Result files do not make a tree dirty."""
+    """(commit, dirty): what the caller states, else what git says. Result files do not make a tree dirty."""
+    if commit:
+        return commit, not is_clean
     head = git("rev-parse", "HEAD")
     # A copy of the tree inside another repository is not that repository's commit.
     if head is None or Path(git("rev-parse", "--show-toplevel") or "/").resolve() != ROOT:
-        return commit or "unknown", not (commit and is_clean)
+        return "unknown", True
     changes = git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
     return head, changes != ""
 

@@ -423,7 +423,7 @@ def test_no_gpu_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     ("head", "status", "commit", "is_clean", "expected"),
     [
         ("a" * 40, "", None, False, ("a" * 40, False)),
-        ("a" * 40, " M setup.py", "b" * 40, True, ("a" * 40, True)),
+        ("a" * 40, " M setup.py", "b" * 40, True, ("b" * 40, False)),
         ("a" * 40, None, None, True, ("a" * 40, True)),
         (None, None, "b" * 40, True, ("b" * 40, False)),
         (None, None, "b" * 40, False, ("b" * 40, True)),
