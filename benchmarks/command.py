@@ -82,7 +82,7 @@ def parse_arguments(benchmark: Benchmark, arguments: list[str] | None = None) ->
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial run, never a result")
     add("--out", type=Path, metavar="FOLDER", help="where the result is written (default: benchmarks/results/<gpu>)")
     add("--name", help="of the result file (default: the benchmark and its presets)")
-    add("--commit", default=os.environ.get("DUALKV_COMMIT"), help="what is measured, where git cannot tell: a copy of the tree")
+    add("--commit", default=os.environ.get("DUALKV_COMMIT"), help="what is measured, for a copy that git does not know")
     add("--clean", action="store_true", help="the tree is that commit's, without changes")
     add("--list", action="store_true", help="print the presets and leave")
     options = parser.parse_args(arguments)

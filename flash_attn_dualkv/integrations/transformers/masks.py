@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -106,7 +107,8 @@ def _parts(mask_function: Callable[..., Any]) -> set[str]:
     pending, found = [mask_function], set()
     while pending:
         function = pending.pop()
-        found.add(getattr(function, "__qualname__", type(function).__name__))
+        # No getattr() with a default: TorchDynamo of PyTorch 2.11 answers it with the default.
+        found.add(function.__qualname__ if isinstance(function, FunctionType) else type(function).__name__)
         for cell in getattr(function, "__closure__", None) or ():
             inner = cell.cell_contents
             pending += [one for one in (inner if isinstance(inner, tuple) else (inner,)) if callable(one)]
