@@ -25,11 +25,11 @@ from test_geometry import (
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The source of the blocks that build the lists, with a thread of the host for each of theirs."""
+    """The source of the blocks that build the lists, with a context for each of their threads."""
     if COMPILER is None:
         pytest.skip("no C++ compiler")
     library = tmp_path_factory.mktemp("work_list") / "work_list.so"
-    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", f"-I{HERE / 'host_cuda'}"]
+    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{HERE / 'host_cuda'}"]
     command += [f"-I{INCLUDE}", str(HERE / "work_list_shim.cpp"), "-o", str(library)]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))

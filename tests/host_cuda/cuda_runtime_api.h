@@ -1,13 +1,13 @@
-// Enough of CUDA to run one block of a kernel on the host, for tests: a thread for each of its threads, which the barriers,
-// shuffles and atomics of the kernel synchronise as on the device. Stands in for the toolkit's header of this name.
+// Enough of CUDA to run one block of a kernel on the host, for tests: a context for each of its threads, which take turns at
+// the barriers and shuffles of the kernel. Stands in for the toolkit's header of this name.
 #pragma once
 
+#include <ucontext.h>
+
 #include <algorithm>
-#include <atomic>
-#include <barrier>
 #include <cstdint>
 #include <functional>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -29,52 +29,67 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 struct HostIndex {
   unsigned x = 0, y = 0, z = 0;
 };
-inline thread_local HostIndex threadIdx, blockIdx, blockDim, gridDim;
+inline HostIndex threadIdx, blockIdx, blockDim, gridDim;
 
 namespace host_cuda {
 
-inline std::barrier<>* block_barrier;
+constexpr int kStackBytes = 1 << 16;
+inline ucontext_t scheduler;
+inline std::vector<ucontext_t> contexts;
+inline std::vector<bool> done;
+inline const std::function<void()>* body;
 
-// The lanes of a mask meet. Disjoint masks of a warp may be in flight together: the lowest lane tells them apart.
+// Lets the others run: whoever comes back has all of them behind it that do not wait.
+inline void give_way() { swapcontext(&contexts[threadIdx.x], &scheduler); }
+
 struct Meeting {
-  std::atomic<int> arrived{0}, round{0};
+  unsigned arrived = 0, round = 0;
+
+  void wait_for(unsigned count) {
+    const unsigned now = round;
+    if (++arrived == count) {
+      arrived = 0;
+      ++round;
+    }
+    while (round == now) give_way();
+  }
 };
-inline Meeting meetings[32][32];
+inline Meeting block_meeting;
+inline Meeting meetings[32][32];  // disjoint masks of a warp may be in flight together: the lowest lane tells them apart
 inline int64_t lane_values[32][32];
 
 inline int warp() { return threadIdx.x / 32; }
 inline int lane() { return threadIdx.x % 32; }
+inline void meet(unsigned mask) { meetings[warp()][__builtin_ctz(mask)].wait_for(__builtin_popcount(mask)); }
 
-inline void meet(unsigned mask) {
-  Meeting& meeting = meetings[warp()][__builtin_ctz(mask)];
-  const int round = meeting.round.load();
-  if (meeting.arrived.fetch_add(1) + 1 == __builtin_popcount(mask)) {
-    meeting.arrived = 0;
-    ++meeting.round;
-    meeting.round.notify_all();
-  } else {
-    meeting.round.wait(round);
-  }
+inline void run_thread() {
+  (*body)();
+  done[threadIdx.x] = true;
 }
 
-// Runs `kernel` as the only block, of `threads` threads.
+// Runs `kernel` as the only block, of `threads` threads. They take turns, forwards and backwards, so that one which does
+// not wait for another reads before that has written, or the other way round.
 inline void run_block(int threads, const std::function<void()>& kernel) {
-  std::barrier<> all(threads);
-  block_barrier = &all;
-  std::vector<std::thread> running;
+  std::vector<char> stacks(size_t{kStackBytes} * threads);
+  body = &kernel, blockDim = {static_cast<unsigned>(threads), 1, 1};
+  contexts.assign(threads, {}), done.assign(threads, false);
   for (int i = 0; i < threads; ++i) {
-    running.emplace_back([&, i] {
-      threadIdx = {static_cast<unsigned>(i)}, blockIdx = {}, gridDim = {1, 1, 1};
-      blockDim = {static_cast<unsigned>(threads), 1, 1};
-      kernel();
-    });
+    getcontext(&contexts[i]);
+    contexts[i].uc_stack.ss_sp = &stacks[size_t{kStackBytes} * i], contexts[i].uc_stack.ss_size = kStackBytes;
+    contexts[i].uc_link = &scheduler;
+    makecontext(&contexts[i], run_thread, 0);
   }
-  for (std::thread& thread : running) thread.join();
+  for (bool forwards = true; std::count(done.begin(), done.end(), false); forwards = !forwards) {
+    for (int turn = 0; turn < threads; ++turn) {
+      threadIdx.x = forwards ? turn : threads - 1 - turn;
+      if (!done[threadIdx.x]) swapcontext(&scheduler, &contexts[threadIdx.x]);
+    }
+  }
 }
 
 }  // namespace host_cuda
 
-inline void __syncthreads() { host_cuda::block_barrier->arrive_and_wait(); }
+inline void __syncthreads() { host_cuda::block_meeting.wait_for(blockDim.x); }
 
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int source) {
@@ -104,31 +119,22 @@ inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); 
 
 template <typename T, typename U>
 T atomicAdd(T* address, U value) {
-  return std::atomic_ref<T>(*address).fetch_add(static_cast<T>(value));
+  return std::exchange(*address, *address + static_cast<T>(value));
 }
 
 template <typename T, typename U>
 T atomicOr(T* address, U value) {
-  return std::atomic_ref<T>(*address).fetch_or(static_cast<T>(value));
-}
-
-template <typename T, class Better>
-T host_cuda_replace(T* address, T value, Better better) {
-  std::atomic_ref<T> target(*address);
-  T old = target.load();
-  while (better(value, old) && !target.compare_exchange_weak(old, value)) {
-  }
-  return old;
+  return std::exchange(*address, *address | static_cast<T>(value));
 }
 
 template <typename T, typename U>
 T atomicMax(T* address, U value) {
-  return host_cuda_replace(address, static_cast<T>(value), std::greater<T>());
+  return std::exchange(*address, std::max(*address, static_cast<T>(value)));
 }
 
 template <typename T, typename U>
 T atomicMin(T* address, U value) {
-  return host_cuda_replace(address, static_cast<T>(value), std::less<T>());
+  return std::exchange(*address, std::min(*address, static_cast<T>(value)));
 }
 
 using std::max;
