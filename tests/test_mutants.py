@@ -11,8 +11,11 @@ from test_geometry import COMPILER
 
 MUTANTS = read_mutants(TABLE.read_text())
 ON_ANY_MACHINE = [mutant for mutant in MUTANTS if not mutant.needs_gpu]
-# One for each file of tests; -m slow runs the others.
-QUICK = {mutant.tests: mutant for mutant in reversed(ON_ANY_MACHINE)}.values()
+# One of Python and one for each file of tests that are compiled; -m slow runs the others.
+FIRST_OF_KIND: dict[str, Mutant] = {}
+for one in ON_ANY_MACHINE:
+    FIRST_OF_KIND.setdefault(one.tests if one.tests in COMPILED_FOR_THE_HOST else "Python", one)
+QUICK = FIRST_OF_KIND.values()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
