@@ -231,11 +231,10 @@ def host_times(attend: Callable[..., Tensor], q: Tensor, *kv: Tensor, layers: in
 
 
 def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
-    """Eager calls of a few groups cost the host less than 100 microseconds in each direction.
+    """Eager calls of a few groups cost the host 100 microseconds forward and 110 backward, as a layer of sixteen.
 
-    That is the time of a call by itself and of a layer of sixteen, where the way into the backward, which wakes a
-    thread, is gone once. Beside it is what PyTorch takes for the backward of a node that computes nothing: 50 to 110
-    us, depending on the host.
+    A lone backward wakes a thread. PyTorch takes 50 to 110 us for that alone, depending on the host, so what counts
+    there is the time beside a node that computes nothing.
     """
     call = packed(device="cuda")
 
@@ -249,4 +248,4 @@ def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
     measured += f"{nothing:.0f} us an empty backward"
     with capsys.disabled():
         print(measured)
-    assert max(forward, backward, layer) < 100, measured
+    assert forward < 100 and layer < 110 and backward - nothing < 75, measured

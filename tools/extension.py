@@ -26,6 +26,7 @@ from toolchain import (
     nvcc_step,
     parallel_jobs,
     run_parallel,
+    run_text,
 )
 
 EXTENSION = "flash_attn_dualkv._C"
@@ -95,12 +96,22 @@ def python_include() -> Path:
     return folder
 
 
+def shared_cxx_library() -> list[str]:
+    """The C++ library that torch has loaded, where the compiler knows it.
+
+    A compiler without its development link takes the static one. Two copies in a process share some of their state: the
+    first number in an error message of the extension was a segmentation fault.
+    """
+    found = run_text([*shlex.split(host_compiler()), "-print-file-name=libstdc++.so.6"]).strip()
+    return [found] if Path(found).is_absolute() else []
+
+
 def link(plan: CudaBuild, objects: list[Path], output: Path) -> None:
     """Links torch and the CUDA runtime without an rpath: importing torch has loaded both before the extension."""
     libraries = [f"-l{name}" for name in ("c10", "torch", "torch_cpu", "torch_python", "c10_cuda", "torch_cuda")]
     libraries.append(str(plan.nvcc.runtime_library()))
     command = [*shlex.split(host_compiler()), "-shared", "-o", str(output), *map(str, objects)]
-    command += [f"-L{plan.torch.folder / 'lib'}", *libraries]
+    command += [f"-L{plan.torch.folder / 'lib'}", *libraries, *shared_cxx_library()]
     output.parent.mkdir(parents=True, exist_ok=True)
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:

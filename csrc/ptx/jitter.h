@@ -1,4 +1,4 @@
-// Random pauses in front of every barrier, in builds that look for races (DUALKV_JITTER=1, tests/jitter.py). Code that
+// Random pauses in front of every barrier, in builds that look for races (-DDUALKV_JITTER, tests/jitter.py). Code that
 // is right only because some warp happens to be early or late then soon gives wrong results.
 #pragma once
 
