@@ -66,6 +66,11 @@ class SharedPromptLayout(SeparatelyPickled):
         return len(self.context_lens)
 
     @property
+    def num_local_tokens(self) -> int:
+        """Rows of this process: all of them, unless a group of processes divides the row."""
+        return self.num_tokens
+
+    @property
     def num_responses(self) -> int:
         return self.group_offsets[-1]
 

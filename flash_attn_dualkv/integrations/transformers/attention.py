@@ -18,6 +18,7 @@ from ...attention import BACKENDS, shared_prompt_attention
 from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, explain
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ...layout import SharedPromptLayout
+from ..ulysses import UlyssesLayout, ulysses_attention
 from . import base_class, guard
 from .masks import DeferredMask, deferred_mask
 from .support import TAKES_LAYOUT
@@ -147,7 +148,8 @@ def _attend(
         raise SharedPromptUnsupportedError(explain("head_dim", f"at most {MAX_HEAD_DIM} with a shared prompt", widest))
     # Zeros beyond the head dimension change no score; those of v are columns of the output that are cut off.
     head_dim = -(-widest // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
-    out = shared_prompt_attention(
+    attend: Callable[..., Tensor] = ulysses_attention if isinstance(layout, UlyssesLayout) else shared_prompt_attention
+    out = attend(
         _widen(q, head_dim),
         _widen(k, head_dim),
         _widen(v, head_dim),
@@ -186,8 +188,8 @@ def _check_call(
 ) -> None:
     """SharedPromptError if the call is anything but plain causal attention of the layout's packed row."""
     arguments.instance("shared_prompt_layout", layout, SharedPromptLayout, " (batch.layout)")
-    if query.shape[0] != 1 or query.shape[2] != layout.num_tokens:
-        expected = f"1 row of {layout.num_tokens} tokens (as the layout)"
+    if query.shape[0] != 1 or query.shape[2] != layout.num_local_tokens:
+        expected = f"1 row of {layout.num_local_tokens} tokens (as the layout)"
         raise SharedPromptError(explain("input_ids", expected, f"{query.shape[0]} of {query.shape[2]}"))
     if key.shape[2] != query.shape[2]:
         got = f"{key.shape[2]} keys for {query.shape[2]} queries"

@@ -1,0 +1,197 @@
+"""Ulysses sequence parallelism: each rank of a group holds a slice of the packed row, and attends to all of it.
+
+Around attention, an all-to-all exchanges slices of rows for slices of heads: every rank gets all rows of some heads,
+attends with the layout of the whole row, and sends the output back (Jacobs et al., DeepSpeed Ulysses, 2023). Where
+there are fewer KV heads than ranks, heads are repeated side by side, so that each rank gets those of its own query
+heads; the gradients of the copies are summed in float32.
+
+    batch = pack_shared_prompts(..., pad_to_multiple_of=dist.get_world_size(group))
+    layout = UlyssesLayout.of(batch.layout, group)
+    model(shard_rows(batch.input_ids, group)[None], position_ids=shard_rows(batch.position_ids, group)[None],
+          shared_prompt_layout=layout, ...)
+
+Works with any process group; needs no other library.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import arguments
+from ..attention import shared_prompt_attention
+from ..checks import explain
+from ..errors import SharedPromptError, SharedPromptLayoutError, SharedPromptTypeError
+from ..layout import SharedPromptLayout
+
+
+@dataclass(frozen=True, eq=False)
+class UlyssesLayout(SharedPromptLayout):
+    """A layout whose rows are divided among the ranks of `group`, in rank order: rank r has the r-th slice.
+
+    Models of transformers take it as they take a `SharedPromptLayout`.
+    """
+
+    group: Any = None
+
+    @property
+    def num_local_tokens(self) -> int:
+        return self.num_tokens // dist.get_world_size(self.group)
+
+    @staticmethod
+    def of(layout: SharedPromptLayout, group: dist.ProcessGroup) -> UlyssesLayout:
+        """The layout of a whole packed row, divided among the ranks of a group.
+
+        Args:
+            layout: with a number of rows that the ranks divide; see `SharedPromptLayout.pad_to`.
+            group: of torch.distributed.
+
+        Raises:
+            SharedPromptError: an argument is not as described.
+        """
+        arguments.instance("layout", layout, SharedPromptLayout, " (batch.layout)")
+        _check_group(group)
+        ranks = dist.get_world_size(group)
+        if layout.num_tokens % ranks:
+            expected = f"a multiple of the {ranks} ranks as number of rows (pad_to_multiple_of={ranks})"
+            raise SharedPromptLayoutError(explain("layout", expected, layout.num_tokens))
+        return UlyssesLayout(**{one.name: getattr(layout, one.name) for one in fields(SharedPromptLayout)}, group=group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a UlyssesLayout holds a process group and cannot be pickled; pickle what it is made of")
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: UlyssesLayout,
+    *,
+    sinks: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """`shared_prompt_attention` of a packed row whose slices lie on the ranks of the layout's group.
+
+    Every rank must call. The result does not depend on the number of ranks.
+
+    Args:
+        q: (T / ranks, H, d), this rank's slice of the row; H is a multiple of the ranks.
+        k, v: (T / ranks, H_k, d); H is a multiple of H_k. There may be fewer KV heads than ranks.
+        layout: of the whole row.
+        sinks: (H,), all heads'; a rank's gradient is that of its own heads, zero for others.
+        options: of `shared_prompt_attention`.
+
+    Returns:
+        out (T / ranks, H, d): this rank's slice.
+
+    Raises:
+        SharedPromptError: heads that cannot be divided, or what `shared_prompt_attention` raises.
+    """
+    arguments.instance("layout", layout, UlyssesLayout)
+    group = layout.group
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads % ranks:
+        raise SharedPromptError(explain("q", f"a number of heads that the {ranks} ranks divide", heads))
+    if kv_heads < 1 or heads % kv_heads:
+        raise SharedPromptError(explain("k", f"a number of heads that divides q's {heads} heads", kv_heads))
+    rows = layout.num_local_tokens
+    if any(one.shape[0] != rows for one in (q, k, v)):
+        got = ", ".join(str(one.shape[0]) for one in (q, k, v))
+        raise SharedPromptLayoutError(explain("layout", f"{rows} rows a rank in q, k and v", got))
+    copies = math.lcm(kv_heads, ranks) // kv_heads
+    k, v = (_Repeat.apply(one, copies) if copies > 1 else one for one in (k, v))
+    parts = [one.unflatten(1, (ranks, -1)) for one in (q, k, v)]
+    sizes = [part.shape[2] for part in parts]
+    # One exchange for all three: their heads side by side, rank by rank.
+    exchanged = _Exchange.apply(torch.cat(parts, 2).transpose(0, 1), group).flatten(0, 1)
+    own_sinks = None if sinks is None else sinks.unflatten(0, (ranks, -1))[rank]
+    own_q, own_k, own_v = exchanged.split(sizes, 1)
+    out = shared_prompt_attention(own_q, own_k, own_v, layout, sinks=own_sinks, **options)
+    return _Exchange.apply(out.unflatten(0, (ranks, rows)), group).transpose(0, 1).flatten(1, 2)
+
+
+def shard_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's slice of (T, ...) values that every rank has; T is a multiple of the ranks. A view.
+
+    Raises:
+        SharedPromptError: an argument is not as described.
+    """
+    _check_group(group)
+    ranks = dist.get_world_size(group)
+    arguments.instance("values", values, Tensor)
+    if values.dim() < 1 or values.shape[0] % ranks:
+        raise SharedPromptError(explain("values", f"a multiple of the {ranks} ranks as rows", tuple(values.shape)))
+    return values.unflatten(0, (ranks, -1))[dist.get_rank(group)]
+
+
+def gather_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All ranks' slices one after the other: the inverse of `shard_rows`. Every rank must call.
+
+    Differentiable: a rank's gradient is that of its slice, summed over what every rank does with the whole. Where all
+    ranks compute the same loss of the whole, divide it by the number of ranks.
+
+    Args:
+        values: (T / ranks, ...), equally many rows on every rank.
+    """
+    _check_group(group)
+    arguments.instance("values", values, Tensor)
+    return _Gather.apply(values, group)
+
+
+def _check_group(group: Any) -> None:
+    if not dist.is_available() or not dist.is_initialized() or not isinstance(group, dist.ProcessGroup):
+        expected = "a process group of an initialised torch.distributed"
+        raise SharedPromptTypeError(explain("group", expected, arguments.describe(group)))
+
+
+class _Exchange(torch.autograd.Function):
+    """Block i of (ranks, ...) goes to rank i and block i of the result comes from there: its own inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        blocks = blocks.contiguous()
+        result = torch.empty_like(blocks)
+        dist.all_to_all_single(result, blocks, group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(gradient, ctx.group), None
+
+
+class _Repeat(torch.autograd.Function):
+    """Every head of (rows, heads, d) several times side by side; gradients of the copies are summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, copies: int) -> Tensor:
+        ctx.copies = copies
+        return heads.repeat_interleave(copies, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        return gradient.unflatten(1, (-1, ctx.copies)).sum(2, dtype=wide).to(gradient.dtype), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        ranks = dist.get_world_size(group)
+        whole = values.new_empty((ranks * values.shape[0], *values.shape[1:]))
+        dist.all_gather_into_tensor(whole, values.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # Few numbers a row; not every backend has a reduce_scatter.
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.group)
+        return shard_rows(gradient, ctx.group), None

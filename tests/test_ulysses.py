@@ -1,0 +1,170 @@
+"""Sequence parallelism over heads: on any number of ranks the same output and gradients as in one process."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_models import MIXED, check_equal, check_gradients, dualkv, gradients, tiny_model
+from torch import Tensor
+
+from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, pack_shared_prompts, shared_prompt_attention
+from flash_attn_dualkv.integrations.ulysses import UlyssesLayout, gather_rows, shard_rows, ulysses_attention
+
+# Query and KV heads, and which numbers of ranks divide the query heads.
+HEADS = {(8, 8): (2, 4, 8), (8, 2): (2, 4, 8), (8, 1): (2, 4, 8), (12, 6): (2, 4), (12, 4): (2, 3, 6)}
+RANKS = (2, 3, 4, 6, 8)
+MODELS = {"qwen3": (2, 4), "gpt_oss": (2, 4), "gemma2": (2, 4)}  # sinks and windows; softcaps
+
+
+class Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor
+
+
+def layout_for(ranks: int) -> SharedPromptLayout:
+    return MIXED.pack(pad_to_multiple_of=ranks).layout
+
+
+def inputs_for(layout: SharedPromptLayout, heads: tuple[int, int]) -> tuple[Inputs, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    rows = layout.num_tokens
+    shapes = (rows, heads[0], 8), (rows, heads[1], 8), (rows, heads[1], 8), (heads[0],)
+    return Inputs(*(normal(*shape) for shape in shapes)), normal(rows, heads[0], 8)
+
+
+def attend(inputs: Inputs, dout: Tensor, attention: Any, layout: SharedPromptLayout) -> list[Tensor]:
+    """The output and the gradients of all inputs."""
+    q, k, v, sinks = leaves = [one.detach().clone().requires_grad_() for one in inputs]
+    out = attention(q, k, v, layout, sinks=sinks, softcap=3.0)
+    out.backward(dout)
+    return [out.detach(), *(one.grad for one in leaves if one.grad is not None)]
+
+
+def model_step(name: str, group: Any, ranks: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities of all response tokens, and gradients of their sum; on one rank with no group."""
+    model = tiny_model(name).train()
+    model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    batch = MIXED.pack(pad_to_multiple_of=ranks)
+    ids, positions, labels, layout = batch.input_ids, batch.position_ids, batch.labels, batch.layout
+    if group is not None:
+        ids, positions, labels = (shard_rows(one, group) for one in (ids, positions, labels))
+        layout = UlyssesLayout.of(layout, group)
+    inputs = dict(input_ids=ids[None], position_ids=positions[None], use_cache=False, shared_prompt_layout=layout)
+    dualkv.install_layout_hook(model)
+    logits = model(**inputs).logits[0].double()
+    rows = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    if group is not None:
+        rows = gather_rows(rows, group)
+    logps = rows[batch.token_index]
+    (logps.sum() / (1 if group is None else ranks)).backward()
+    return logps.detach(), gradients(model)
+
+
+def _run_rank(rank: int, ranks: int, store: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    group = dist.group.WORLD
+    layout = layout_for(ranks)
+    for heads, able in HEADS.items():
+        if ranks not in able:
+            continue
+        inputs, dout = inputs_for(layout, heads)
+        own = Inputs(*(shard_rows(one, group) for one in inputs[:3]), inputs.sinks)
+        found = attend(own, shard_rows(dout, group), ulysses_attention, UlyssesLayout.of(layout, group))
+        results[rank, heads] = found
+    for name, able in MODELS.items():
+        if ranks in able:
+            results[rank, name] = model_step(name, group, ranks)
+    if ranks == 2:
+        results[rank, "errors"] = [message(call) for call in wrong_calls(layout, group)]
+    dist.destroy_process_group()
+
+
+def wrong_calls(layout: SharedPromptLayout, group: Any) -> list[Any]:
+    own = UlyssesLayout.of(layout, group)
+    rows = own.num_local_tokens
+    q, k = torch.zeros(rows, 4, 8), torch.zeros(rows, 2, 8)
+    return [
+        lambda: UlyssesLayout.of(pack_shared_prompts([[1, 2]], [[1, 2, 3]]).layout, group),
+        lambda: UlyssesLayout.of(layout, "all"),
+        lambda: ulysses_attention(q[:, :3], k[:, :1], k[:, :1], own),
+        lambda: ulysses_attention(q, q[:, :3], q[:, :3], own),
+        lambda: ulysses_attention(q[1:], k, k, own),
+        lambda: ulysses_attention(q, k, k, layout),
+        lambda: shard_rows(torch.zeros(3), group),
+        lambda: pickle.dumps(own),
+    ]
+
+
+MESSAGES = [
+    r"layout: expected a multiple of the 2 ranks as number of rows \(pad_to_multiple_of=2\), got 5",
+    "group: expected a process group .*, got 'all'",
+    "q: expected a number of heads that the 2 ranks divide, got 3",
+    "k: expected a number of heads that divides q's 4 heads, got 3",
+    r"layout: expected \d+ rows a rank in q, k and v, got \d+, \d+, \d+",
+    "layout: expected a UlyssesLayout, got a SharedPromptLayout",
+    r"values: expected a multiple of the 2 ranks as rows, got \(3,\)",
+    "a UlyssesLayout holds a process group",
+]
+
+
+def message(call: Any) -> str:
+    try:
+        call()
+    except (SharedPromptError, TypeError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.fixture(scope="module", params=RANKS)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[Any, Any]]:
+    """What all ranks of a group of this size have found."""
+    ranks, store = request.param, tmp_path_factory.mktemp("ranks") / "store"
+    context = torch.multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(_run_rank, (ranks, str(store), results), nprocs=ranks)
+        return ranks, dict(results)
+
+
+def test_attention(world: tuple[int, dict[Any, Any]]) -> None:
+    ranks, results = world
+    layout = layout_for(ranks)
+    for heads in (one for one, able in HEADS.items() if ranks in able):
+        inputs, dout = inputs_for(layout, heads)
+        expected = attend(inputs, dout, shared_prompt_attention, layout)
+        found = [results[rank, heads] for rank in range(ranks)]
+        for index, name in enumerate(("out", "dq", "dk", "dv")):
+            whole = torch.cat([one[index] for one in found])
+            torch.testing.assert_close(whole, expected[index], rtol=0, atol=1e-12, msg=f"{name}, heads {heads}")
+        # Of the sinks every rank has its own heads' gradients.
+        torch.testing.assert_close(sum(one[4] for one in found), expected[4], rtol=0, atol=1e-12)
+
+
+def test_models(world: tuple[int, dict[Any, Any]]) -> None:
+    ranks, results = world
+    for name in (one for one, able in MODELS.items() if ranks in able):
+        expected, expected_gradients = model_step(name, None, ranks)
+        found = [results[rank, name] for rank in range(ranks)]
+        for logps, _ in found:
+            check_equal(logps, expected, 1e-7)
+        total = {key: sum(one[key] for _, one in found) for key in expected_gradients}
+        check_gradients(total, expected_gradients, 2e-6)
+
+
+def test_errors(world: tuple[int, dict[Any, Any]]) -> None:
+    ranks, results = world
+    for rank in range(ranks if ranks == 2 else 0):
+        for found, expected in zip(results[rank, "errors"], MESSAGES, strict=True):
+            assert re.match(expected, found), found
