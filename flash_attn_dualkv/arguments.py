@@ -166,9 +166,12 @@ def device(value: Any) -> torch.device:
 def environment_flag(name: str) -> bool:
     """A switch in the environment, off where it is not set."""
     text = os.environ.get(name)
-    if text is None:
-        return False
+    return False if text is None else spelled_flag(f"the environment's {name}", text)
+
+
+def spelled_flag(name: str, text: str) -> bool:
+    """A bool in one of its usual spellings."""
     value = _SPELLINGS.get(text.strip().lower())
     if value is None:
-        raise ValueError(explain(f"the environment's {name}", "1 or 0 (true, false, yes, no, on, off)", repr(text)))
+        raise ValueError(explain(name, "1 or 0 (true, false, yes, no, on, off)", repr(text)))
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Any
@@ -180,16 +181,20 @@ def balance_groups(
     response_lens: Sequence[int] | Tensor,
     group_ids: GroupIds,
     num_ranks: int,
+    *,
+    token_cost: float = 0.0,
 ) -> list[list[int]]:
-    """Samples for each rank: equally many, about equal attention costs, and groups whole where that is possible.
+    """Samples for each rank: equally many, about equal costs, and groups whole where that is possible.
 
-    The cost of a group is P^2 + sum R (P + R / 2). Groups go, most expensive first, to the rank with the least cost
+    The cost of a group is its visible pairs, P^2 / 2 + sum R (P + R / 2), and `token_cost` for each of its P + sum R
+    tokens. Groups go, most expensive first, to the rank with the least cost
     that has room for all of their samples; one for which there is no such rank is divided among those with most room.
 
     Args:
         prompt_lens, response_lens: (B,) of the samples, lists or integer tensors; B is a multiple of num_ranks.
         group_ids: (B,) as for `pack_shared_prompts`.
         num_ranks: how many lists to make.
+        token_cost: of the work that is done token by token, in pairs; 0 balances attention alone.
 
     Raises:
         SharedPromptError: an argument is not as described, unequal prompts in a group, a B that cannot be divided.
@@ -198,6 +203,8 @@ def balance_groups(
     samples = len(prompts)
     responses = arguments.lengths("response_lens", response_lens, samples, "prompt_lens")
     ranks_wanted = arguments.integer("num_ranks", num_ranks, 1)
+    if isinstance(token_cost, bool) or not isinstance(token_cost, (int, float)) or not 0 <= token_cost < math.inf:
+        raise SharedPromptTypeError(explain("token_cost", "a finite number >= 0", arguments.describe(token_cost)))
     if samples % ranks_wanted != 0:
         raise SharedPromptError(explain("num_ranks", f"a divisor of the {samples} samples", num_ranks))
     given = arguments.group_ids(group_ids)
@@ -208,8 +215,9 @@ def balance_groups(
         _check_one_prompt(f"group_ids {ids[members[0]]!r}", members, prompts)
 
     def cost(chosen: Sequence[int]) -> float:
-        prompt = prompts[chosen[0]]
-        return prompt**2 + sum(responses[i] * (prompt + responses[i] / 2) for i in chosen)
+        prompt, own = prompts[chosen[0]], [responses[i] for i in chosen]
+        pairs = prompt**2 / 2 + sum(length * (prompt + length / 2) for length in own)
+        return pairs + token_cost * (prompt + sum(own))
 
     share = samples // ranks_wanted
     ranks: list[list[int]] = [[] for _ in range(ranks_wanted)]

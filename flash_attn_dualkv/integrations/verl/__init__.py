@@ -1,0 +1,22 @@
+"""Shared prompts in verl: actor update, log-probabilities, reference and critic, without a fork.
+
+    actor_rollout_ref.model.external_lib=flash_attn_dualkv.integrations.verl
+
+is all: verl imports this module in every worker, before it builds the engine, and takes these engines for FSDP instead
+of its own. Where a micro-batch cannot be shared (images, for example) they do what verl's own engines do. docs/verl.md
+has the options, the metrics and what is done when.
+
+In the driver, `VERL_USE_EXTERNAL_MODULES=flash_attn_dualkv.integrations.verl` also keeps the responses to a prompt on
+one rank, where verl's balancing would scatter them; without it there is less to share.
+
+Made for verl 0.9.
+"""
+
+from .balance import install as install_balance
+from .engine import SharedPromptFSDPEngine, SharedPromptFSDPValueEngine, install
+from .options import Options
+
+__all__ = ["Options", "SharedPromptFSDPEngine", "SharedPromptFSDPValueEngine", "install"]
+
+install()
+install_balance()

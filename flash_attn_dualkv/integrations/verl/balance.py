@@ -1,0 +1,109 @@
+"""Samples to ranks by groups: verl's trainers balance by length, which scatters the responses to a prompt."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...data.split import balance_groups
+from .options import Options
+
+# What the matrix products of a token cost, in visible pairs of attention: about so many in models of 1B to 30B.
+TOKEN_COST = 16384.0
+
+
+def partitions(prompts: Sequence[int], responses: Sequence[int], uids: Sequence[str], ranks: int) -> list[list[int]]:
+    """Equally many samples for each rank, the responses to a prompt together."""
+    # Samples that only fill up a batch may have another prompt under the same uid.
+    ids = [(uid, prompt) for uid, prompt in zip(uids, prompts)]
+    return balance_groups(list(prompts), list(responses), ids, ranks, token_cost=TOKEN_COST)
+
+
+def _balance_v1(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def _balance_batch(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        from verl.utils.seqlen_balancing import log_seqlen_unbalance
+
+        batch = stock(self, batch, metrics, *args, **kwargs)
+        if not Options.of({}).enabled or len(set(map(_uid, batch.keys))) == len(batch.keys):
+            return batch
+        prompts, totals = ([int(tag[name]) for tag in batch.tags] for name in ("prompt_len", "seq_len"))
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        chosen = partitions(prompts, list(map(int.__sub__, totals, prompts)), list(map(_uid, batch.keys)), ranks)
+        metrics.update(log_seqlen_unbalance(seqlen_list=totals, partitions=chosen, prefix="global_seqlen"))
+        batch.reorder([index for part in chosen for index in part])
+        return batch
+
+    return _balance_batch
+
+
+def _uid(key: str) -> str:
+    """Of a key {uid}_{session}_{index}."""
+    return key.rsplit("_", 2)[0]
+
+
+def _balance_v0(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def _balance_batch(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        import torch
+        from verl.utils.seqlen_balancing import log_seqlen_unbalance
+
+        keeps_minibatch = kwargs.get("keep_minibatch", args[1] if len(args) > 1 else False)
+        stock(self, batch, metrics, *args, **kwargs)
+        uids = list(batch.non_tensor_batch.get("uid", ()))
+        if not Options.of({}).enabled or keeps_minibatch or len(set(uids)) == len(uids):
+            return
+        mask, columns = batch.batch["attention_mask"], batch.batch["prompts"].shape[1]
+        prompts, responses = mask[:, :columns].sum(1).tolist(), mask[:, columns:].sum(1).tolist()
+        chosen = partitions(prompts, responses, uids, self._get_dp_size(self.actor_rollout_wg, "actor"))
+        totals = list(map(int.__add__, prompts, responses))
+        metrics.update(log_seqlen_unbalance(seqlen_list=totals, partitions=chosen, prefix="global_seqlen"))
+        batch.reorder(torch.tensor([index for part in chosen for index in part]))
+
+    return _balance_batch
+
+
+_TRAINERS = {
+    "verl.trainer.ppo.v1.trainer_base": ("PPOTrainer", _balance_v1),
+    "verl.trainer.ppo.ray_trainer": ("RayPPOTrainer", _balance_v0),
+}
+
+
+def install() -> None:
+    """Balance by groups in the trainers of this process; those that are not imported yet, when they are."""
+    for name in _TRAINERS:
+        if name in sys.modules:
+            _patch(name)
+    if not any(isinstance(one, _OnImport) for one in sys.meta_path):
+        sys.meta_path.insert(0, _OnImport())
+
+
+def _patch(name: str) -> None:
+    kind, make = _TRAINERS[name]
+    trainer = getattr(sys.modules[name], kind)
+    stock = trainer._balance_batch
+    if not hasattr(stock, "dualkv_stock"):
+        balance = make(stock)
+        balance.dualkv_stock = stock  # type: ignore[attr-defined]
+        trainer._balance_batch = balance
+
+
+class _OnImport(importlib.abc.MetaPathFinder):
+    """Patches the trainers' modules behind their import: to import them here takes seconds in every worker."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name not in _TRAINERS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        stock_exec = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            stock_exec(module)
+            _patch(name)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

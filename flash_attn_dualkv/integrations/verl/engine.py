@@ -1,0 +1,216 @@
+"""verl's FSDP engines, on packed micro-batches that hold every prompt once."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.utils.device import get_device_id, get_torch_device
+from verl.utils.flops_counter import FlopsCounter
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp import transformer_impl
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+
+from ...data.unpack import unpack_to_jagged
+from ...errors import SharedPromptError
+from ..transformers import expect_shared_prompt, install_layout_hook, wrap
+from ..transformers.support import check_noise, num_attention_layers, text_config
+from ..ulysses import UlyssesLayout
+from .micro_batches import Lengths, Plan, grouped_micro_batches, pack_micro_batch, why_not
+from .options import Options
+from .statistics import Statistics
+from .verify import Verifier
+
+logger = logging.getLogger(__name__)
+
+# The engine whose forward_backward_batch runs: verl's function for micro-batches knows no engine.
+_running: ContextVar[_SharedPrompts | None] = ContextVar("dualkv_verl_engine", default=None)
+
+
+class _SharedPrompts:
+    """What both engines add to verl's; mixed in front of one."""
+
+    def _build_module(self) -> Any:
+        module = super()._build_module()  # type: ignore[misc]
+        self.options = Options.of(self.model_config.override_config)
+        self.plan: Plan | None = None
+        self.order: list[int] | None = None
+        self.verifiers = {kind: Verifier(self.options.verify_first_steps) for kind in ("train", "infer")}
+        self.stock_module = module
+        self.refusal = self._attach(module) if self.options.enabled else "switched off"
+        self.noise: dict[bool, str | None] = {}
+        self.statistics = Statistics(FlopsCounter(self.model_config.hf_config), self.ulysses_sequence_parallel_size)
+        if self.options.enabled:
+            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+            if rank == 0:
+                state = "are shared" if self.refusal is None else f"are NOT shared: {self.refusal}"
+                logger.warning("flash_attn_dualkv: prompts of %s %s", type(module).__name__, state)
+        return module
+
+    def _attach(self, module: Any) -> str | None:
+        """Let the model take layouts; or why it does not."""
+        try:
+            wrap([text_config(module.config)._attn_implementation])
+            install_layout_hook(module)
+        except SharedPromptError as error:
+            return str(error)
+        self.layers = num_attention_layers(module.config)
+        return None
+
+    def refuses(self) -> bool:
+        """Whether the model cannot be shared in its present mode (dropout draws in training)."""
+        training = bool(self.stock_module.training)
+        if training not in self.noise:
+            try:
+                check_noise(self.stock_module)
+                self.noise[training] = None
+            except SharedPromptError as error:
+                self.noise[training] = str(error)
+                logger.warning("flash_attn_dualkv: prompts are NOT shared: %s", error)
+        return self.refusal is not None or self.noise[training] is not None
+
+    # The engine's steps, in the order in which verl calls them
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
+        verifier = self.verifiers["infer" if forward_only else "train"]
+
+        def run(shares: bool) -> Any:
+            return self._run(data, loss_function, forward_only, shares)
+
+        if not self.options.enabled:
+            return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
+        if verifier.is_due():
+            return verifier.run(self, data, forward_only, run)
+        return run(not verifier.has_failed)
+
+    def _run(self, data: TensorDict, loss_function: Any, forward_only: bool, shares: bool) -> Any:
+        self.statistics.begin()
+        self.order = None
+        token = _running.set(self if shares else None)
+        begin = time.perf_counter()
+        try:
+            output = super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
+        finally:
+            _running.reset(token)
+        get_torch_device().synchronize()
+        if self.order is not None:  # of fixed micro-batches, which verl takes for the batch's own order
+            back = torch.tensor(self.order).argsort().tolist()
+            for name, values in output["model_output"].items():
+                rows = values.unbind()
+                output["model_output"][name] = torch.nested.as_nested_tensor(
+                    [rows[i] for i in back], layout=torch.jagged
+                )
+        seconds = time.perf_counter() - begin
+        output["metrics"].update(self.statistics.metrics(seconds, forward_only))
+        return output
+
+    def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
+        if not self.options.enabled or _running.get() is not self:
+            return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
+        micro_batch = micro_batch.to(get_device_id())
+        found = self._plan_of(micro_batch)
+        if isinstance(found, str):
+            self.statistics.count_stock(Lengths.of(micro_batch), found)
+            return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
+        self.statistics.count_shared(found.batch)
+        with self._planned(found), expect_shared_prompt(found.layout, self.layers):
+            return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> Any:
+        return super().prepare_model_inputs(micro_batch if self.plan is None else self.plan.micro_batch)  # type: ignore[misc]
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
+    ) -> Any:
+        if self.plan is None:
+            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)  # type: ignore[misc]
+        batch = self.plan.batch
+        rows = super().prepare_model_outputs(output, output_args, self.plan.micro_batch, logits_processor_func)  # type: ignore[misc]
+        return {name: unpack_to_jagged(one.values(), batch, per_row=True) for name, one in rows.items()}
+
+    # Plans
+
+    def _plan_of(self, micro_batch: TensorDict) -> Plan | str:
+        """The packed form of a micro-batch, or the word for why it stays as it is."""
+        reason = "model" if self.refuses() else why_not(micro_batch)
+        if reason is not None:
+            return reason
+        ranks = self.ulysses_sequence_parallel_size if self.use_ulysses_sp else 1
+        if ranks > 1 and hasattr(self.stock_module.config, "vision_config"):
+            return "multimodal"  # verl slices such a model's inputs behind its embeddings
+        bucket = self.pad_to_length_bucket if self.pad_to_length else 1
+        plan = pack_micro_batch(micro_batch, math.lcm(ranks, bucket), self.options)
+        # A micro-batch was filled by packed tokens: replicated ones must fit, too, for the way back.
+        if plan.batch.dedup_ratio < self.options.min_dedup_ratio and self._fits(plan.batch.num_replicated_tokens):
+            return "ratio"
+        if ranks > 1:
+            group = transformer_impl.get_ulysses_sequence_parallel_group()
+            plan = replace(plan, layout=UlyssesLayout.of(plan.layout, group))
+        return plan
+
+    def _fits(self, tokens: int) -> bool:
+        return self.budget is None or tokens <= self.budget
+
+    @contextmanager
+    def _planned(self, plan: Plan) -> Iterator[None]:
+        self.plan = plan
+        try:
+            yield
+        finally:
+            self.plan = None
+
+    budget: int | None = None
+
+    def micro_batches(self, data: TensorDict, dp_group: Any, stock: Callable[[], Any]) -> Any:
+        """Micro-batches and their samples' indices, as verl's function gives them."""
+        self.budget = None
+        reason = "model" if self.refuses() else why_not(data)
+        found = grouped_micro_batches(data, dp_group, self.options, reason)
+        if found is None:
+            return stock()
+        self.budget, self.order = found.budget, found.order
+        return found.micro_batches, found.indices
+
+
+class SharedPromptFSDPEngine(_SharedPrompts, FSDPEngineWithLMHead):  # type: ignore[misc]
+    """verl's FSDP engine for actors and references."""
+
+
+class SharedPromptFSDPValueEngine(_SharedPrompts, FSDPEngineWithValueHead):  # type: ignore[misc]
+    """verl's FSDP engine for critics."""
+
+
+def install() -> None:
+    """Make verl take these engines for FSDP; once."""
+    for model_type, engine in (
+        ("language_model", SharedPromptFSDPEngine),
+        ("value_model", SharedPromptFSDPValueEngine),
+    ):
+        known = EngineRegistry._engines.get(model_type, {})
+        for backend in ("fsdp", "fsdp2"):
+            # A vendor's engine is preferred to one for all; in tests on the CPU the vendor is called so.
+            for vendor in ("nvidia", "cpu"):
+                if ("cuda", vendor) not in known.get(backend, {}):
+                    EngineRegistry.register(model_type=model_type, backend=backend, device="cuda", vendor=vendor)(
+                        engine
+                    )
+    stock = transformer_impl.prepare_micro_batches
+    if hasattr(stock, "dualkv_stock"):
+        return
+
+    def prepare_micro_batches(data: TensorDict, dp_group: Any = None, **options: Any) -> Any:
+        engine = _running.get()
+        if engine is None:
+            return stock(data=data, dp_group=dp_group, **options)
+        return engine.micro_batches(data, dp_group, lambda: stock(data=data, dp_group=dp_group, **options))
+
+    prepare_micro_batches.dualkv_stock = stock  # type: ignore[attr-defined]
+    transformer_impl.prepare_micro_batches = prepare_micro_batches

@@ -1,0 +1,173 @@
+"""Which samples share a micro-batch, and its packed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.utils.model import extract_multi_modal_inputs
+
+from ...checks import explain
+from ...data.batch import SharedPromptBatch
+from ...data.pack import group_by_prompt, pack_jagged
+from ...data.split import split_by_token_budget
+from ...errors import SharedPromptError
+from ...layout import SharedPromptLayout
+from .options import Options
+
+# Why a micro-batch runs on verl's own path, as its metrics call it.
+REASONS = (
+    "model",
+    "multimodal",
+    "positions",
+    "temperature",
+    "distillation",
+    "routing_replay",
+    "forced_groups",
+    "ratio",
+)
+
+
+class Lengths(NamedTuple):
+    """Tokens of prompts and responses, of each sample."""
+
+    prompts: list[int]
+    responses: list[int]
+
+    @staticmethod
+    def of(data: TensorDict) -> Lengths:
+        totals = data["input_ids"].offsets().diff()
+        prompts = prompt_lengths(data)
+        return Lengths(prompts.tolist(), (totals.to(prompts.device) - prompts).tolist())
+
+
+def prompt_lengths(data: TensorDict) -> Tensor:
+    """(B,): of jagged prompts by their offsets, of padded ones by the mask over their columns."""
+    prompts = data["prompts"]
+    if prompts.is_nested:
+        lengths: Tensor = prompts.offsets().diff()
+        return lengths
+    return data["attention_mask"][:, : prompts.shape[1]].sum(1)
+
+
+def why_not(data: TensorDict) -> str | None:
+    """What in the samples cannot be shared, if anything."""
+    if extract_multi_modal_inputs(data.get("multi_modal_inputs", [])):
+        return "multimodal"  # equal tokens are not equal prompts, and positions are those of images
+    if data["position_ids"].dim() != 2:
+        return "positions"
+    temperature = data["temperature"]
+    if isinstance(temperature, Tensor) and temperature.numel() > 1 and temperature.min() != temperature.max():
+        return "temperature"
+    if any(tu.get_non_tensor_data(data, key, False) for key in ("distillation_use_topk", "distillation_only")):
+        return "distillation"
+    if "routed_experts" in data or tu.get_non_tensor_data(data, "enable_routing_replay", False):
+        return "routing_replay"
+    if tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
+        return "forced_groups"
+    return None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A micro-batch that is shared: how it is packed, the layout for attention, the packed row as verl holds one."""
+
+    batch: SharedPromptBatch
+    layout: SharedPromptLayout
+    micro_batch: TensorDict
+
+
+def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options) -> Plan:
+    """The micro-batch as one sequence: with the last prompt token before each response, rolled labels are right."""
+    batch = pack_jagged(
+        micro_batch["input_ids"],
+        prompt_lengths(micro_batch),
+        pad_to_multiple_of=multiple,
+        max_responses_per_group=options.max_responses_per_group,
+    )
+    offsets = torch.tensor([0, batch.layout.num_tokens], device=batch.input_ids.device)
+    row = {
+        name: torch.nested.nested_tensor_from_jagged(values, offsets)
+        for name, values in (("input_ids", batch.input_ids), ("position_ids", batch.position_ids))
+    }
+    flags = {}
+    for name in micro_batch.keys():  # noqa: SIM118, of tensors that are no mapping
+        value = tu.get(micro_batch, name)
+        if not isinstance(value, (Tensor, TensorDict, list)):
+            flags[name] = value
+    temperature = micro_batch["temperature"]
+    flags["temperature"] = float(temperature.reshape(-1)[0]) if isinstance(temperature, Tensor) else temperature
+    flags["use_remove_padding"] = True
+    # Positions and layout are made here together; verl may pad and slice the positions, which makes copies.
+    layout = replace(batch.layout, position_ids=None)
+    return Plan(batch, layout, tu.get_tensordict(row, flags))
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Micro-batches that keep groups together; `order` of the samples where verl does not restore it."""
+
+    micro_batches: list[TensorDict]
+    indices: list[list[int]] | None
+    order: list[int] | None
+    budget: int | None
+
+
+def grouped_micro_batches(data: TensorDict, dp_group: Any, options: Options, reason: str | None) -> Grouped | None:
+    """Micro-batches by unique tokens; None where verl's own are to be used, on all ranks alike."""
+    groups: list[list[int]] = []
+    wants = False
+    lengths = Lengths.of(data)
+    if reason is None:
+        groups = _groups(data, lengths, options)
+        rows = sum(lengths.prompts[group[0]] - 1 for group in groups) + sum(lengths.responses) + len(lengths.responses)
+        wants = sum(lengths.prompts) + sum(lengths.responses) >= options.min_dedup_ratio * rows
+    if not tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
+        if not wants:
+            return None
+        order = [index for group in groups for index in group]
+        size = data["micro_batch_size_per_gpu"]
+        if len(order) % size:
+            expected = f"a divisor of the {len(order)} samples of a mini-batch and GPU"
+            raise ValueError(explain("micro_batch_size_per_gpu", expected, size))
+        parts = [order[at : at + size] for at in range(0, len(order), size)]
+        return Grouped([tu.index_select_tensor_dict(data, part) for part in parts], None, order, None)
+    able, any_wants = _agree([reason is None, wants], dp_group)
+    if not able or not any_wants:
+        return None
+    budget = int(data["max_token_len_per_gpu"]) * tu.get_non_tensor_data(data, "sp_size", 1)
+    try:
+        parts = split_by_token_budget(groups, lengths.prompts, lengths.responses, budget, dp_group=dp_group)
+    except SharedPromptError as error:
+        setting = "ppo_max_token_len_per_gpu (of log-probabilities log_prob_max_token_len_per_gpu), times the sequence-"
+        raise ValueError(f"{setting}parallel ranks, must hold the longest sequence: {error}") from None
+    return Grouped([tu.index_select_tensor_dict(data, part) for part in parts], parts, None, budget)
+
+
+def _groups(data: TensorDict, lengths: Lengths, options: Options) -> list[list[int]]:
+    """The samples of each prompt, at most so many in one list."""
+    tokens = data["input_ids"].values().cpu()
+    begins = accumulate(map(int.__add__, lengths.prompts, lengths.responses), initial=0)
+    prompts = [tokens[begin : begin + count] for (begin, _), count in zip(pairwise(begins), lengths.prompts)]
+    groups = group_by_prompt(prompts)
+    most = options.max_responses_per_group
+    if most is None:
+        return groups
+    return [group[at : at + most] for group in groups for at in range(0, len(group), most)]
+
+
+def _agree(values: list[bool], dp_group: Any) -> list[bool]:
+    """[first on every rank, second on any rank]."""
+    if dp_group is None or not torch.distributed.is_initialized():
+        return values
+    every, any_rank = values
+    tensor = torch.tensor([-int(every), int(any_rank)], device=get_device_name())
+    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=dp_group)
+    found = tensor.tolist()
+    return [found[0] == -1, found[1] == 1]
