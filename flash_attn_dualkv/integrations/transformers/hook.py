@@ -52,7 +52,9 @@ def install_layout_hook(model: nn.Module) -> LayoutHook:
         layout = given if given is not None or outer is None else outer.layout
         if layout is None:
             return None
-        _check_inputs(layout, {**dict(zip(parameters[type(module)], args)), **kwargs})
+        # FSDP2 puts a class of its own in front of the model's.
+        names = next(parameters[kind] for kind in type(module).__mro__ if kind in parameters)
+        _check_inputs(layout, {**dict(zip(names, args)), **kwargs})
         check_noise(module)
         if outer is None:
             guard.begin(layout, layers, owner=(hook, module))
