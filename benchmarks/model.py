@@ -14,14 +14,7 @@ from typing import Any
 
 import torch
 from measure import DTYPES, LayerRun
-from packing import (
-    Arrangement,
-    Prepared,
-    first_copy,
-    packed_positions,
-    response_spans,
-    wide,
-)
+from packing import Arrangement, Prepared, first_copy, packed_positions, response_spans, wide
 from peers import Implementation, model_implementations
 from shapes import Group, Shape, StepShape
 from torch import Tensor, nn

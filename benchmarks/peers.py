@@ -13,15 +13,7 @@ from typing import Any, cast
 
 import torch
 from flex import arrange_flex
-from packing import (
-    Arrangement,
-    Attention,
-    contexts_first_rows,
-    cumulative,
-    heads_first,
-    packed_rows,
-    replicated_rows,
-)
+from packing import Arrangement, Attention, contexts_first_rows, cumulative, heads_first, packed_rows, replicated_rows
 from shapes import DETERMINISTIC, Shape, fits_one_call
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -19,10 +19,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 class Order(ctypes.Structure):
     """Mirror of BackwardOrder."""
 
-    _fields_ = [
-        ("begin", ctypes.c_int * 13),
-        *((name, ctypes.c_int) for name in ("alternating", "fillers", "parts")),
-    ]
+    _fields_ = [("begin", ctypes.c_int * 13), *((name, ctypes.c_int) for name in ("alternating", "fillers", "parts"))]
 
     def classes(self) -> Iterator[range]:
         """The items of each class."""

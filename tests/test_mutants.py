@@ -36,8 +36,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
 
 
 @pytest.mark.parametrize(
-    "mutant",
-    [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow, id=one.name) for one in ON_ANY_MACHINE],
+    "mutant", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow, id=one.name) for one in ON_ANY_MACHINE]
 )
 def test_tests_catch_their_mutants(mutant: Mutant, tree: Tree) -> None:
     if COMPILER is None and mutant.tests in COMPILED_FOR_THE_HOST:

@@ -12,13 +12,7 @@ from samples import check_way_back, nested
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attn_dualkv import (
-    pack_jagged,
-    pack_padded,
-    pack_shared_prompts,
-    unpack_logprobs,
-    unpack_to_jagged,
-)
+from flash_attn_dualkv import pack_jagged, pack_padded, pack_shared_prompts, unpack_logprobs, unpack_to_jagged
 from flash_attn_dualkv.data.samples import selected
 
 

@@ -8,16 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tiny_models import (
-    VOCABULARY,
-    Samples,
-    dualkv,
-    gradients,
-    padded_logps,
-    replicated_logps,
-    stock_twin,
-    tiny_model,
-)
+from tiny_models import VOCABULARY, Samples, dualkv, gradients, padded_logps, replicated_logps, stock_twin, tiny_model
 
 from flash_attn_dualkv import SharedPromptUnsupportedError
 from flash_attn_dualkv.integrations import lm_head

@@ -7,15 +7,7 @@ import weakref
 
 import pytest
 import torch
-from tiny_models import (
-    MIXED,
-    VOCABULARY,
-    check_equal,
-    check_gradients,
-    dualkv,
-    gradients,
-    tiny_model,
-)
+from tiny_models import MIXED, VOCABULARY, check_equal, check_gradients, dualkv, gradients, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn_dualkv import SharedPromptError

@@ -10,23 +10,9 @@ import pickle
 import pytest
 import torch
 from test_packing_cost import Counter
-from tiny_models import (
-    MIXED,
-    check_equal,
-    dualkv,
-    replicated_logps,
-    stock_twin,
-    tiny_model,
-    transformers,
-)
+from tiny_models import MIXED, check_equal, dualkv, replicated_logps, stock_twin, tiny_model, transformers
 
-from flash_attn_dualkv import (
-    SharedPromptError,
-    SharedPromptLayoutError,
-    pack_jagged,
-    pack_padded,
-    pack_shared_prompts,
-)
+from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, pack_jagged, pack_padded, pack_shared_prompts
 
 BATCH = MIXED.pack()
 POSITIONS = "position_ids: expected (those of the layout's batch|batch.position_ids)"

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import (
-    _COMMON,
-    Samples,
-    check_equal,
-    dualkv,
-    replicated_logps,
-    stock_twin,
-    transformers,
-)
+from tiny_models import _COMMON, Samples, check_equal, dualkv, replicated_logps, stock_twin, transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from flash_attn_dualkv import SharedPromptError
