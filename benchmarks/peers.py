@@ -37,7 +37,7 @@ class Implementation:
     """What a row of the tables is about.
 
     Attributes:
-        arrange: its rows and its attention for a shape on a device.
+        arrange: its rows and its attention for a shape on a device: an Arrangement, or the Steps of a stream.
         refuses: why a shape cannot be measured.
         is_replicated: every response has its own copy of the prompt.
         package: the key of ``PACKAGES`` that it needs.
@@ -46,7 +46,7 @@ class Implementation:
     """
 
     name: str
-    arrange: Callable[[Shape, torch.device], Arrangement]
+    arrange: Callable[[Shape, torch.device], Any]
     refuses: Callable[[Shape], str | None] = lambda shape: None
     is_replicated: bool = False
     is_ours: bool = False
@@ -59,11 +59,9 @@ class Implementation:
         """Tokens and pairs that it computes."""
         if self.work is not None:
             return self.work(shape)
-        replicated, packed = (
-            (shape.replicated_tokens, shape.replicated_pairs),
-            (shape.packed_tokens, shape.visible_pairs),
-        )
-        return replicated if self.is_replicated else packed
+        if self.is_replicated:
+            return shape.replicated_tokens, shape.replicated_pairs
+        return shape.packed_tokens, shape.visible_pairs
 
     def missing(self) -> str | None:
         """Why it cannot run in this environment."""

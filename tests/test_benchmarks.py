@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -352,18 +353,21 @@ def test_the_stream_command(tmp_path: Path) -> None:
         assert results.problems_of({**row, "dtype": "bf16", "impl": "flex_packed"}, "stream") == []
 
 
-def test_a_stream_that_fails_or_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_fails_or_has_no_time() -> None:
     tiny, (ours, peer) = stream.parse("tiny"), stream.implementations(None)
-    pack = stream.Flex.pack
 
-    def doubled(self: stream.Flex, *micro_batch: Any) -> packing.Attention:
-        attention = pack(self, *micro_batch)
-        return lambda q, k, v: 2 * attention(q, k, v)
+    def doubled(shape: Shape, device: torch.device) -> stream.Steps:
+        steps = peer.arrange(shape, device)
 
-    monkeypatch.setattr(stream.Flex, "pack", doubled)
+        def pack() -> tuple[packing.Attention, stream.Unpack]:
+            attention, unpack = steps.pack()
+            return lambda q, k, v: 2 * attention(q, k, v), unpack
+
+        return stream.Steps(steps.rows, pack)
+
     config = measure.Config(dtype="fp32", device=CPU)
     run = partial(stream.StreamRun, tiny, matmul=measure.Matmul(config))
-    wrong = run([ours, peer], config)
+    wrong = run([ours, replace(peer, arrange=doubled)], config)
     list(wrong.run())
     assert all(row["ms"] for row in wrong.rows[:4])
     assert all("output differs by" in row["error"] and row["ms"] is None for row in wrong.rows[4:])
