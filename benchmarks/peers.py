@@ -209,12 +209,13 @@ def torch_varlen() -> VarlenKernel:
     """PyTorch's own FlashAttention-2 kernels."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # Newer versions want to be told about grouped heads, older ones do not know the argument.
-    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"enable_gqa": True} if has_flag else {}
+    # Newer versions want to be told about grouped heads, older ones do not know the argument, or no window.
+    parameters = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in parameters else {}
+    options |= {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
-        return cast(Tensor, varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, window_size=(-1, 0), **options))
+        return cast(Tensor, varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options))
 
     return kernel
 

@@ -128,6 +128,17 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: tor
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
 
 
+def outcome(impl: Implementation, prepared: packing.Prepared, shape: Shape) -> list[torch.Tensor]:
+    """Output and gradients of the packed rows, then gradients of what has no rows."""
+    out, rows = prepared.run(), torch.arange(shape.packed_tokens)
+    assert prepared.dout.shape == out.shape and len(out) == impl.executed(shape)[0]
+    if "backward" not in impl.directions:
+        return [prepared.take(out, rows)]
+    gradients = torch.autograd.grad(out, prepared.leaves, prepared.dout)
+    folded = prepared.fold(gradients, rows)
+    return [prepared.take(out, rows), *folded, *gradients[len(folded) :]]
+
+
 @pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
 def test_all_implementations_do_the_same_work(shape: Shape, fa4: None) -> None:
     """Output and gradients, folded into the packed layout, against a dense softmax."""
@@ -141,13 +152,7 @@ def test_all_implementations_do_the_same_work(shape: Shape, fa4: None) -> None:
         assert impl.missing() is None
         if impl.refuses(shape) is None:
             prepared = packing.prepare_attention(shape, torch.float64, CPU, 0, impl.arrange(shape, CPU))
-            out = prepared.run()
-            got = [prepared.take(out, torch.arange(shape.packed_tokens))]
-            assert prepared.dout.shape == out.shape and len(out) == impl.executed(shape)[0]
-            if "backward" in impl.directions:
-                gradients = torch.autograd.grad(out, prepared.leaves, prepared.dout)
-                got += prepared.fold(gradients, torch.arange(shape.packed_tokens))
-            for value, reference in zip(got, expected):
+            for value, reference in zip(outcome(impl, prepared, shape), expected):
                 torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-10, msg=impl.name)
             compared.add(impl.name)
     assert {"dualkv_reference", "flex_packed", "math_replicated", "fa4_replicated"} <= compared

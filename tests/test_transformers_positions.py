@@ -90,13 +90,14 @@ def test_recomputation(reentrant, guarded):
     assert all(one.grad is not None for one in model.model.parameters())
 
 
+@pytest.mark.parametrize("guarded", ["nothing", "both"], indirect=True)
 def test_compiled_model(guarded):
     model = tiny_model("llama", dtype=torch.float32)
     torch._dynamo.reset()
     expected = call(model, position_ids=BATCH.position_ids[None]).logits
     compiled = torch.compile(model, backend="eager", dynamic=True)
     with torch.no_grad():
-        got = call(compiled, position_ids=BATCH.position_ids[None]).logits
+        got = guarded(compiled, position_ids=BATCH.position_ids[None]).logits
     check_equal(got, expected, 1e-5)
 
 
