@@ -11,6 +11,7 @@ import pytest
 import test_kernels_properties as properties
 import torch
 from groups import Batch, Group, Results, build_groups
+from mutants import has_hopper
 from test_geometry import Tables, record, shim  # noqa: F401
 
 from flash_attn_dualkv.segments import build_segment_tables
@@ -81,3 +82,12 @@ def test_one_bit_that_differs_is_noticed(name: str, deterministic: bool, monkeyp
     monkeypatch.setattr(properties, "run", faulty_run)
     with pytest.raises(AssertionError, match=name):
         properties.check_repeats(batch, runs)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_no_races(head_dim: int, tmp_path: Path) -> None:
+    if not has_hopper():
+        pytest.skip("needs a GPU of compute capability 9.x")
+    assert jitter.search(tmp_path, head_dim, runs=200) == "passed"

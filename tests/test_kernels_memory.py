@@ -231,7 +231,7 @@ def test_tensors_past_2_31_elements(names: tuple[str, ...], deterministic: bool)
 @needs_gpu
 def test_hostile_offsets_neither_crash_nor_hang() -> None:
     """In another process, because an access outside a tensor would spoil this one. sanitize.py looks closer."""
-    command = [sys.executable, str(SANITIZE), "--run", "hostile", "--head-dim", "64", "--head-dim", "256"]
+    command = [sys.executable, str(SANITIZE), "hostile", "--head-dim", "64", "--head-dim", "256"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]

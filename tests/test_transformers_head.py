@@ -132,13 +132,3 @@ def test_a_forward_that_something_has_wrapped_is_called_as_wrapped():
 def test_temperature_is_a_positive_number(temperature, error):
     with pytest.raises(error, match="temperature: expected"):
         dualkv.shared_prompt_forward(tiny_model("llama"), MIXED.pack(), temperature=temperature)
-
-
-def test_gather_and_drop_last():
-    """The first token of a response is scored by a row of the prompt, its last one needs no row of its own."""
-    model = tiny_model("llama")
-    assert any(len(one) == 1 for one in MIXED.responses)
-    with torch.no_grad():
-        got, _ = dualkv.shared_prompt_forward(model, MIXED.pack(boundary="gather", drop_last=True))
-        expected, _ = dualkv.shared_prompt_forward(model, MIXED.pack())
-    check_equal(got, expected, 1e-12)
