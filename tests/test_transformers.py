@@ -148,18 +148,6 @@ def test_gradients_reach_only_what_a_response_depends_on(name):
 # --- what comes out ---------------------------------------------------------------------------------------------------
 
 
-def test_the_loss_of_a_plain_forward():
-    """Labels are those of the next token already: transformers must not shift them again."""
-    model = tiny_model("llama")
-    batch = MIXED.pack()
-    ids = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
-    labels = batch.labels[None]
-    loss = model(**ids, labels=labels, shift_labels=labels, shared_prompt_layout=batch.layout).loss
-    logps, _ = dualkv.shared_prompt_forward(model, batch)
-    check_equal(loss.double(), -logps.mean(), 1e-6)  # transformers takes the loss of float32 logits
-    loss.backward()
-
-
 def test_errors_that_are_not_numbers_are_seen():
     """By the comparison on which these tests rely."""
     good = {name: torch.ones(3) for name in "abc"}

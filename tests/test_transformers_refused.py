@@ -90,6 +90,8 @@ def test_a_model_that_drops_the_layout():
 def test_a_model_on_stock_attention_does_not_take_a_layout():
     """Unknown arguments are swallowed there: without an error there would be numbers, and wrong ones."""
     model = tiny_model("llama", attention="sdpa")
+    with pytest.raises(SharedPromptError, match=r"model: expected a registered or wrapped attention.*'sdpa'"):
+        dualkv.shared_prompt_forward(model, BATCH)
     with pytest.raises(SharedPromptLayoutError, match="a registered or wrapped attention in every layer"):
         model(**inputs(shared_prompt_layout=BATCH.layout))
     eager = tiny_model("llama", attention="eager")  # which lies in the model's own file
@@ -364,14 +366,6 @@ def test_the_layout_is_that_of_the_row():
     other = Samples([[5, 6]], [[7]]).pack()
     with pytest.raises(SharedPromptError, match="input_ids: expected 1 row of 3 tokens"):
         model(**inputs(shared_prompt_layout=other.layout))
-
-
-def test_padding_of_the_row_changes_nothing():
-    model = tiny_model("llama")
-    with torch.no_grad():
-        padded, _ = dualkv.shared_prompt_forward(model, MIXED.pack(pad_to_multiple_of=64))
-        expected, _ = dualkv.shared_prompt_forward(model, BATCH)
-    check_equal(padded, expected, 1e-12)
 
 
 @pytest.mark.parametrize(
