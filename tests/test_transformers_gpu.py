@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tiny_models import VOCABULARY, Samples, dualkv, gradients, padded_logps, replicated_logps, stock_twin, tiny_model
+from tiny_models import VOCABULARY, Samples, dualkv, gradients, padded_logps, stock_twin, tiny_model
 
-from flash_attn_dualkv import SharedPromptUnsupportedError
 from flash_attn_dualkv.integrations import lm_head
 
 pytestmark = pytest.mark.gpu
@@ -81,21 +80,6 @@ def test_no_less_accurate_than_replicated_prompts(name, chunks, monkeypatch):
     assert not {name: one for name, one in ratios.items() if not one <= 1.5}
     whole, *others = (torch.cat([v.flatten() for v in one.gradients.values()]) for one in (got, exact, dense))
     assert all(torch.cosine_similarity(whole, other, dim=0) > 0.999 for other in others)
-
-
-def test_windows_and_softcaps_are_refused_by_the_kernels(restored_registry):
-    """Unless the reference is asked for, which has them and runs on the GPU too."""
-    for name in ("mistral", "gemma2"):
-        model = tiny_model(name, dtype=torch.float32).cuda()
-        bfloat16 = tiny_model(name, dtype=torch.bfloat16).cuda()
-        with pytest.raises(SharedPromptUnsupportedError, match="sliding_window|softcap"):
-            dualkv.shared_prompt_forward(bfloat16, SAMPLES.pack(device="cuda"))
-        dualkv.register("slow_but_exact", backend="reference")
-        model.set_attn_implementation("slow_but_exact")
-        with torch.no_grad():
-            got, _ = dualkv.shared_prompt_forward(model, SAMPLES.pack(device="cuda"))
-            expected, _ = replicated_logps(stock_twin(model), SAMPLES)
-        assert (got - expected).abs().max() < 1e-4
 
 
 def test_layers_neither_synchronise_nor_copy():
