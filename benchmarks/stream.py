@@ -5,17 +5,16 @@ The columns of a row are explained in bench_stream.py.
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from flex import flex_attend, mask_function
+from flex import flex_attend, packed_block_mask
 from measure import (
     DTYPES,
     LEFT_OUT,
@@ -69,14 +68,6 @@ def steps_of_ours(shape: Shape, device: torch.device, family: str | None = None)
     return Steps(contexts_first_rows(shape), pack)
 
 
-@functools.cache
-def block_mask_function(is_cuda: bool) -> Any:
-    """create_block_mask, compiled on a GPU: uncompiled it makes tensors of all pairs of tokens."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return torch.compile(create_block_mask, dynamic=True) if is_cuda else create_block_mask
-
-
 def steps_of_flex(shape: Shape, device: torch.device, on_fa4: bool = False, is_dynamic: bool = True) -> Steps:
     prompts, responses = samples(shape, device)
     lengths = shape.responses
@@ -84,10 +75,8 @@ def steps_of_flex(shape: Shape, device: torch.device, on_fa4: bool = False, is_d
 
     def pack() -> tuple[Attention, Unpack]:
         parts = [part for first, end in groups for part in (prompts[first], *responses[first:end])]
-        total = len(torch.cat(parts))
-        make = block_mask_function(device.type == "cuda")
-        mask = make(mask_function(shape, device), 1, 1, total, total, device.type)
-        return flex_attend(mask, on_fa4, is_dynamic), unpack
+        torch.cat(parts)
+        return flex_attend(packed_block_mask(shape, device), on_fa4, is_dynamic), unpack
 
     def unpack(values: Tensor) -> Tensor:
         return pad_sequence(list(values.split(lengths)), batch_first=True)

@@ -183,24 +183,6 @@ def test_flex_on_fa4_asks_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked == [({"BACKEND": "FLASH"}, (128, 128)), (None, (128, 128))]
 
 
-@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
-@pytest.mark.parametrize("block", [16, flex.FLEX_BLOCK])
-def test_the_block_mask_is_that_of_pytorch(shape: Shape, block: int) -> None:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    total = shape.packed_tokens
-    mask, rows = flex.mask_function(shape, CPU), torch.arange(total)
-    assert torch.equal(mask(rows[:0], rows[:0], rows[:, None], rows[None]), dense_mask(shape))
-    ours = flex.packed_block_mask(shape, CPU, block)
-    theirs = create_block_mask(mask, 1, 1, total, total, device="cpu", BLOCK_SIZE=block)
-    for name in ("kv", "full_kv", "q", "full_q"):
-        counts, expected = (getattr(one, f"{name}_num_blocks") for one in (ours, theirs))
-        assert torch.equal(counts, expected), name
-        mine, other = (getattr(one, f"{name}_indices") for one in (ours, theirs))
-        used = torch.arange(mine.shape[-1]) < counts[..., None]
-        assert torch.equal(mine[used], other[used]), name
-
-
 def test_replicated_rows_beyond_32_bits_go_to_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of FlashAttention-2, which would end the process and with it all other measurements; the result is the same."""
     shape = Shape("four responses", (Group(20, (5, 6, 7, 8)),), 4, 2, 16)
