@@ -75,7 +75,7 @@ def steps_of_flex(shape: Shape, device: torch.device, on_fa4: bool = False, is_d
 
     def pack() -> tuple[Attention, Unpack]:
         parts = [part for first, end in groups for part in (prompts[first], *responses[first:end])]
-        torch.cat(parts)
+        torch.cat(parts)  # the row of tokens that a model would be given
         return flex_attend(packed_block_mask(shape, device), on_fa4, is_dynamic), unpack
 
     def unpack(values: Tensor) -> Tensor:
