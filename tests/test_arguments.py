@@ -294,17 +294,11 @@ def test_cuda_takes_16_bit_tensors_only(dtype: torch.dtype) -> None:
         assert flash_attn_dualkv_varlen_func(**arguments).device == torch.device("cuda:0")
 
 
-def test_rocm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "hip", "7.0")
+@pytest.mark.parametrize("kind", ["ROCm", "mps", "xpu"])
+def test_other_devices_are_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0" if kind == "ROCm" else None)
     with FakeTensorMode():
-        arguments = shared_arguments("cuda:0", torch.bfloat16)
-        check_raises(flash_attn_dualkv_varlen_func, arguments, ValueError, "q", "ROCm")
-
-
-@pytest.mark.parametrize("kind", ["mps", "xpu"])
-def test_other_devices_are_named(kind: str) -> None:
-    with FakeTensorMode():
-        arguments = shared_arguments(kind, torch.bfloat16)
+        arguments = shared_arguments("cuda:0" if kind == "ROCm" else kind, torch.bfloat16)
         check_raises(flash_attn_dualkv_varlen_func, arguments, ValueError, "q", kind)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import jitter
 import pytest
 from mutants import has_hopper
-from test_geometry import Tables, record, shim  # noqa: F401
 
 PTX = Path(__file__).resolve().parent.parent / "csrc/ptx"
 BARRIER = re.compile(r"mbarrier\.(?:arrive|try_wait|test_wait)|bar\.(?:sync|arrive|red)|barrier\.(?:sync|arrive|red)")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from groups import Batch, Group, Results, build_groups, pack, run
 from launches import CONFIGURATIONS, DEVICE, GPU_MARKS, configurations, kernels, poison_free_memory  # noqa: F401
-from test_kernels_properties import MIXED, SMALL, Options, both_masks, needs_gpu, split_owner_batch
+from test_kernels_properties import MIXED, SMALL, Options, both_masks, check_both_modes, needs_gpu, split_owner_batch
 from torch import Tensor
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
@@ -21,13 +21,6 @@ SANITIZE = Path(__file__).with_name("sanitize.py")
 NAN = float("nan")
 
 INPUTS = ("q", "k_context", "v_context", "k_decoded", "v_decoded", "dout")
-
-
-def check_both_modes(batch: Batch) -> tuple[Results, Results]:
-    poison_free_memory()
-    results = run(batch), run(batch, deterministic=True)
-    oracle.check(batch, *results)
-    return results
 
 
 def unowned(batch: Batch) -> dict[str, Tensor]:
