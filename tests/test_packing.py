@@ -387,15 +387,16 @@ def test_layout_on_another_device(device: str) -> None:
 
 
 def test_default_device_and_inference_mode() -> None:
-    """Neither finds its way into a batch: it can be saved for a backward later."""
+    """Neither finds its way into a batch, or one that is moved: it can be saved for a backward later."""
     expected = pack_shared_prompts(PROMPTS, RESPONSES)
     with torch.device("meta"):
         assert_same_batch(pack_shared_prompts(PROMPTS, RESPONSES), expected)
     with torch.inference_mode():
         prompts, responses = tensors(PROMPTS), tensors(RESPONSES)
         batch = pack_shared_prompts(prompts, responses)
-    assert not any(one.is_inference() for one in vars(batch).values() if isinstance(one, Tensor))
-    assert not batch.layout.segments.is_inference()
+        moved, layout = expected.to("meta"), expected.layout.to("meta")
+    for one in (*vars(batch).values(), *vars(moved).values(), *batch.layout.tensors, *layout.tensors):
+        assert not (isinstance(one, Tensor) and one.is_inference())
     assert_same_batch(batch, expected)
 
 
