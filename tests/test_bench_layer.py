@@ -16,20 +16,13 @@ import pytest
 import results
 import shapes
 import torch
-from shapes import Group, Shape, of_model
+from shapes import of_model
+from test_benchmarks import SMALL as SHAPES
 from test_benchmarks import dense_attention, dense_mask, outcome
 
 CPU = torch.device("cpu")
 TINY = shapes.ALL_MODELS["tiny"]
-SMALL = tuple(
-    of_model(Shape(name, groups), TINY)
-    for name, groups in (
-        ("ragged", (Group(70, (33, 1, 90)),)),
-        ("equal", (Group(64, (24,) * 4),)),
-        ("two groups", (Group(50, (20, 31)), Group(64, (64,)))),
-        ("one response", (Group(37, (5,)),)),
-    )
-)
+SMALL = [of_model(shape, TINY) for shape in SHAPES if not shape.is_context_free]
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
@@ -76,7 +69,7 @@ def test_the_packed_row_of_the_library() -> None:
 
 def test_hidden_prompts_would_be_noticed() -> None:
     """The check between implementations fails an attention that forgets the prompt, with a wide margin."""
-    shape = SMALL[0]
+    shape = SMALL[0]  # three responses of one group
     alone = peers.varlen_attention(peers.math_varlen, [peers.VarlenCall.of([70, 33, 1, 90], CPU)])
     hows = peers.arrange_ours(shape, CPU), packing.Arrangement(packing.packed_rows(shape), alone)
     prepared = [layer.prepare_layer(shape, torch.float32, CPU, 0, how) for how in hows]
