@@ -10,9 +10,7 @@ import torch
 from packing import Arrangement, Attention, heads_first, packed_rows, spans
 from shapes import Shape
 from torch import Tensor
-from torch.nn.functional import pad
 
-FLEX_BLOCK = 128
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -32,32 +30,23 @@ def mask_function(shape: Shape, device: torch.device) -> MaskFunction:
     return mask
 
 
+@functools.cache
+def block_mask_function(is_cuda: bool) -> Any:
+    """create_block_mask, compiled on a GPU: uncompiled it makes tensors of all pairs of tokens."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=True) if is_cuda else create_block_mask
+
+
+def packed_block_mask(shape: Shape, device: torch.device) -> Any:
+    make, total = block_mask_function(device.type == "cuda"), shape.packed_tokens
+    return make(mask_function(shape, device), 1, 1, total, total, device.type)
+
+
 @functools.lru_cache(maxsize=1)
-def packed_block_mask(shape: Shape, device: torch.device, block: int = FLEX_BLOCK) -> Any:
-    """The BlockMask that create_block_mask would return, without ever holding T x T elements.
-
-    One for all rounds of a shape: with it there is one mask function, so one compilation.
-    """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    total, mask = shape.packed_tokens, mask_function(shape, device)
-    keys, zero = torch.arange(total, device=device), torch.zeros((), dtype=torch.int64, device=device)
-    parts = []
-    for rows in keys.split(16 * block):
-        visible = mask(zero, zero, rows[:, None], keys)
-        visible = pad(visible, (0, -total % block, 0, -len(rows) % block))  # a ragged last block is never full
-        parts.append(visible.unflatten(1, (-1, block)).unflatten(0, (-1, block)).sum(dim=(1, 3)))
-    counts = torch.cat(parts)
-    full = counts == block * block
-    partial = ordered_blocks((counts > 0) & ~full)
-    return BlockMask.from_kv_blocks(*partial, *ordered_blocks(full), block, mask, seq_lengths=(total, total))
-
-
-def ordered_blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """(Q blocks, KV blocks) bool to FlexAttention's counts and index lists, each with leading (1, 1)."""
-    counts = chosen.sum(dim=-1, dtype=torch.int32)
-    indices = chosen.int().argsort(dim=-1, descending=True, stable=True).int()
-    return counts[None, None], indices.contiguous()[None, None]
+def block_mask_of_rounds(shape: Shape, device: torch.device) -> Any:
+    """One for all rounds of a shape: with it there is one mask function, so one compilation of the attention."""
+    return packed_block_mask(shape, device)
 
 
 @functools.cache
@@ -88,4 +77,4 @@ def flex_attend(block_mask: Any, on_fa4: bool, is_dynamic: bool = False) -> Atte
 
 
 def arrange_flex(shape: Shape, device: torch.device, on_fa4: bool = False) -> Arrangement:
-    return Arrangement(packed_rows(shape), flex_attend(packed_block_mask(shape, device), on_fa4))
+    return Arrangement(packed_rows(shape), flex_attend(block_mask_of_rounds(shape, device), on_fa4))

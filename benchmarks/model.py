@@ -14,14 +14,7 @@ from typing import Any
 
 import torch
 from measure import DTYPES, LayerRun
-from packing import (
-    Arrangement,
-    Prepared,
-    first_copy,
-    packed_positions,
-    response_spans,
-    wide,
-)
+from packing import Arrangement, Prepared, first_copy, packed_positions, response_spans, wide
 from peers import Implementation, model_implementations
 from shapes import Group, Shape, StepShape
 from torch import Tensor, nn
@@ -49,17 +42,10 @@ def make_model(shape: StepShape, attention: str, dtype: torch.dtype, device: tor
     """The model on an attention of that registered name; its weights depend on the seed alone."""
     sizes = shape.model
     config = Qwen3Config(
-        vocab_size=sizes.vocab,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        tie_word_embeddings=sizes.tied,
-        max_position_embeddings=1 << 18,
-        use_cache=False,
-    )
+        vocab_size=sizes.vocab, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim, tie_word_embeddings=sizes.tied, max_position_embeddings=1 << 18, use_cache=False,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)

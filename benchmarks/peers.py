@@ -13,15 +13,7 @@ from typing import Any, cast
 
 import torch
 from flex import arrange_flex
-from packing import (
-    Arrangement,
-    Attention,
-    contexts_first_rows,
-    cumulative,
-    heads_first,
-    packed_rows,
-    replicated_rows,
-)
+from packing import Arrangement, Attention, contexts_first_rows, cumulative, heads_first, packed_rows, replicated_rows
 from shapes import DETERMINISTIC, Shape, fits_one_call
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -45,7 +37,7 @@ class Implementation:
     """What a row of the tables is about.
 
     Attributes:
-        arrange: its rows and its attention for a shape on a device.
+        arrange: its rows and its attention for a shape on a device: an Arrangement, or the Steps of a stream.
         refuses: why a shape cannot be measured.
         is_replicated: every response has its own copy of the prompt.
         package: the key of ``PACKAGES`` that it needs.
@@ -54,7 +46,7 @@ class Implementation:
     """
 
     name: str
-    arrange: Callable[[Shape, torch.device], Arrangement]
+    arrange: Callable[[Shape, torch.device], Any]
     refuses: Callable[[Shape], str | None] = lambda shape: None
     is_replicated: bool = False
     is_ours: bool = False
@@ -67,11 +59,9 @@ class Implementation:
         """Tokens and pairs that it computes."""
         if self.work is not None:
             return self.work(shape)
-        replicated, packed = (
-            (shape.replicated_tokens, shape.replicated_pairs),
-            (shape.packed_tokens, shape.visible_pairs),
-        )
-        return replicated if self.is_replicated else packed
+        if self.is_replicated:
+            return shape.replicated_tokens, shape.replicated_pairs
+        return shape.packed_tokens, shape.visible_pairs
 
     def missing(self) -> str | None:
         """Why it cannot run in this environment."""
@@ -219,12 +209,13 @@ def torch_varlen() -> VarlenKernel:
     """PyTorch's own FlashAttention-2 kernels."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # Newer versions want to be told about grouped heads, older ones do not know the argument.
-    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"enable_gqa": True} if has_flag else {}
+    # Newer versions want to be told about grouped heads, older ones do not know the argument, or no window.
+    parameters = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in parameters else {}
+    options |= {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
-        return cast(Tensor, varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, window_size=(-1, 0), **options))
+        return cast(Tensor, varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options))
 
     return kernel
 

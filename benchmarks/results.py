@@ -136,18 +136,9 @@ def why(row: Any) -> str:
 
 
 FACTS = (
-    "n",
-    "p",
-    "r",
-    "groups",
-    "h",
-    "h_k",
-    "d",
-    "packed_tokens",
-    "visible_pairs",
-    "executed_tokens",
-    "replicated_tokens",
-)
+    "n", "p", "r", "groups", "h", "h_k", "d",
+    "packed_tokens", "visible_pairs", "executed_tokens", "replicated_tokens",
+)  # fmt: skip
 
 
 def medians(frame: pd.DataFrame) -> pd.DataFrame:

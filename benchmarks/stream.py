@@ -5,16 +5,16 @@ The columns of a row are explained in bench_stream.py.
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
-from flex import flex_attend, mask_function
+from flex import flex_attend, packed_block_mask
 from measure import (
     DTYPES,
     LEFT_OUT,
@@ -31,12 +31,12 @@ from measure import (
     synchronize,
 )
 from packing import Attention, contexts_first_rows, first_copy, leaf, make_source, packed_rows
-from peers import Implementation, choose_family, own_implementations, samples
+from peers import Implementation, choose_family, samples
 from shapes import STREAMS, Shape, Stream
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from flash_attn_dualkv import SharedPromptBatch, pack_shared_prompts, shared_prompt_attention, unpack_logprobs
+from flash_attn_dualkv import pack_shared_prompts, shared_prompt_attention, unpack_logprobs
 from flash_attn_dualkv.predict import DIRECTIONS
 
 WARM_UP = 2  # micro-batches in front of those that are measured
@@ -44,78 +44,44 @@ REPEATS = 3  # of the attention alone
 ROOM_S = 1.0  # that a micro-batch must have left, beside what the slowest before took
 RESERVE_S = 30.0  # of the time, for each implementation that is still to come on a GPU
 
-
-class Steps(Protocol):
-    """What an implementation does with a micro-batch beside the attention."""
-
-    def rows(self, shape: Shape) -> Tensor:
-        """The packed row of each row that attention is given."""
-
-    def pack(self, shape: Shape, prompts: list[Tensor], responses: list[Tensor]) -> Attention:
-        """From tokens of samples to attention over their packed rows."""
-
-    def unpack(self, values: Tensor) -> Tensor:
-        """Values of response tokens, one after another, as (samples, longest response)."""
+Unpack = Callable[[Tensor], Tensor]  # values of response tokens, one after another, as (samples, longest response)
 
 
-@dataclass
-class Ours:
-    family: str | None
-    batch: SharedPromptBatch = field(init=False)
+class Steps(NamedTuple):
+    """What an implementation does with one micro-batch.
 
-    def rows(self, shape: Shape) -> Tensor:
-        return contexts_first_rows(shape)
+    ``rows``: the packed row of each row that attention is given; ``pack``: from tokens of samples to that attention.
+    """
 
-    def pack(self, shape: Shape, prompts: list[Tensor], responses: list[Tensor]) -> Attention:
-        choose_family(self.family)
-        self.batch = pack_shared_prompts(prompts, responses, boundary="gather")
-        layout = self.batch.layout
-        return lambda q, k, v: shared_prompt_attention(q, k, v, layout)
-
-    def unpack(self, values: Tensor) -> Tensor:
-        return unpack_logprobs(values, self.batch)
+    rows: Tensor
+    pack: Callable[[], tuple[Attention, Unpack]]
 
 
-@functools.cache
-def block_mask_function(is_cuda: bool) -> Any:
-    """create_block_mask, compiled on a GPU: uncompiled it makes tensors of all pairs of tokens."""
-    from torch.nn.attention.flex_attention import create_block_mask
+def steps_of_ours(shape: Shape, device: torch.device, family: str | None = None) -> Steps:
+    tokens = samples(shape, device)
 
-    return torch.compile(create_block_mask, dynamic=True) if is_cuda else create_block_mask
+    def pack() -> tuple[Attention, Unpack]:
+        choose_family(family)
+        batch = pack_shared_prompts(*tokens, boundary="gather")
+        return partial(shared_prompt_attention, layout=batch.layout), partial(unpack_logprobs, batch=batch)
 
-
-@dataclass
-class Flex:
-    on_fa4: bool
-    is_dynamic: bool
-    lengths: list[int] = field(init=False)
-    tokens: Tensor = field(init=False)
-
-    def rows(self, shape: Shape) -> Tensor:
-        return packed_rows(shape)
-
-    def pack(self, shape: Shape, prompts: list[Tensor], responses: list[Tensor]) -> Attention:
-        self.lengths = shape.responses
-        parts: list[Tensor] = []
-        of_samples = iter(zip(prompts, responses))
-        for group in shape.groups:
-            own = [next(of_samples) for _ in group.responses]
-            parts += [own[0][0], *(response for _, response in own)]
-        self.tokens = torch.cat(parts)
-        device, total = self.tokens.device, len(self.tokens)
-        make = block_mask_function(device.type == "cuda")
-        mask = make(mask_function(shape, device), 1, 1, total, total, device.type)
-        return flex_attend(mask, self.on_fa4, self.is_dynamic)
-
-    def unpack(self, values: Tensor) -> Tensor:
-        return pad_sequence(list(values.split(self.lengths)), batch_first=True)
+    return Steps(contexts_first_rows(shape), pack)
 
 
-def graphs_compiled() -> int:
-    """Graphs that torch.compile has made in this process."""
-    from torch._dynamo.utils import counters
+def steps_of_flex(shape: Shape, device: torch.device, on_fa4: bool = False, is_dynamic: bool = True) -> Steps:
+    prompts, responses = samples(shape, device)
+    lengths = shape.responses
+    groups = list(pairwise(accumulate((len(group.responses) for group in shape.groups), initial=0)))
 
-    return int(counters["stats"]["unique_graphs"])
+    def pack() -> tuple[Attention, Unpack]:
+        parts = [part for first, end in groups for part in (prompts[first], *responses[first:end])]
+        torch.cat(parts)  # the row of tokens that a model would be given
+        return flex_attend(packed_block_mask(shape, device), on_fa4, is_dynamic), unpack
+
+    def unpack(values: Tensor) -> Tensor:
+        return pad_sequence(list(values.split(lengths)), batch_first=True)
+
+    return Steps(packed_rows(shape), pack)
 
 
 def parse(name: str) -> Stream:
@@ -126,27 +92,23 @@ def parse(name: str) -> Stream:
 
 
 def implementations(families: list[str] | None) -> list[Implementation]:
-    """Names, and what they need; `steps_of` says what each does. The last are the slowest: time may end before them."""
-
-    def of_steps(shape: Shape, device: torch.device) -> Any:
-        raise NotImplementedError("a stream has steps of its own")
-
-    named = partial(Implementation, arrange=of_steps)
+    """Each with its `Steps`. The last are the slowest: time may end before them."""
     if families is None:
-        return [named("dualkv_reference", is_ours=True), named("flex_packed", directions=("forward",))]
-    flex = [
-        named(f"{name}{how}", package=package)
-        for how in ("", "_static")
-        for name, package in (("flex_fa4", "fa4"), ("flex_packed", None))
-    ]
-    return [*own_implementations(families), *flex]
+        ours = Implementation("dualkv_reference", steps_of_ours, is_ours=True)
+        return [ours, Implementation("flex_packed", steps_of_flex, directions=("forward",))]
+    found = [Implementation(f"dualkv_{one}", partial(steps_of_ours, family=one), is_ours=True) for one in families]
+    for how in ("", "_static"):
+        for name, package in (("flex_fa4", "fa4"), ("flex_packed", None)):
+            steps = partial(steps_of_flex, on_fa4=package is not None, is_dynamic=not how)
+            found.append(Implementation(name + how, steps, package=package))
+    return found
 
 
-def steps_of(impl: Implementation) -> Steps:
-    if impl.is_ours:
-        family = impl.name.removeprefix("dualkv_")
-        return Ours(None if family == "reference" else family)
-    return Flex("fa4" in impl.name, not impl.name.endswith("_static"))
+def graphs_compiled() -> int:
+    """Graphs that torch.compile has made in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 class StreamRun:
@@ -158,7 +120,7 @@ class StreamRun:
         # Other lengths than any that is measured.
         self.warm_up = replace(stream, name=f"{stream.name}-warm-up", micro_batches=WARM_UP).shapes()
         self.measured: dict[str, list[Row]] = {impl.name: [] for impl in implementations}
-        self.facts: dict[str, Row] = {impl.name: {} for impl in implementations}
+        self.unmeasured: dict[str, Row] = {impl.name: {"skipped": LEFT_OUT} for impl in implementations}  # and why
         self.samples: dict[str, list[Tensor]] = {}  # of the first implementation
 
     def __len__(self) -> int:
@@ -169,42 +131,41 @@ class StreamRun:
         for index, impl in enumerate(self.chosen, 1):
             deadline = self.config.deadline - RESERVE_S * self.config.is_cuda * (len(self.chosen) - index)
             if missing := impl.missing():
-                self.facts[impl.name]["skipped"] = missing
+                self.unmeasured[impl.name] = {"skipped": missing}
                 continue
+            failure = None
             try:
                 yield from self.visits(impl, deadline)
             except Exception as error:
-                self.facts[impl.name].update(explain(error))
-            clear(self.config, after_failure=bool(self.facts[impl.name]))
+                failure = self.unmeasured[impl.name] = explain(error)
+            clear(self.config, after_failure=failure is not None)
 
     def visits(self, impl: Implementation, deadline: float) -> Iterator[str]:
         torch._dynamo.reset()
         # A static function is compiled for every length, far more often than the default limit; nothing warms it up.
         warm_up = [] if impl.name.endswith("_static") else self.warm_up
+        rows, longest = self.measured[impl.name], 0.0
         with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
-            steps, longest = steps_of(impl), 0.0
             for index, shape in enumerate([*warm_up, *self.shapes]):
                 begin = time.monotonic()
                 if begin + longest + ROOM_S > deadline:
                     break
                 yield f"{impl.name} {index + 1}"
-                row = self.visit(steps, impl, shape)
+                row = self.visit(impl, shape)
                 if index >= len(warm_up):
-                    self.measured[impl.name].append(row)
+                    rows.append(row)
                 if index or not warm_up:  # the first loads and compiles
                     longest = max(longest, time.monotonic() - begin)
-            visited = self.shapes[: len(self.measured[impl.name])]
-            mean = self.device_ms(steps, visited) if self.config.is_cuda and visited else None
-            for row in self.measured[impl.name]:
+            mean = self.device_ms(impl, self.shapes[: len(rows)]) if self.config.is_cuda and rows else None
+            for row in rows:
                 row["device_ms"] = mean
 
-    def visit(self, steps: Steps, impl: Implementation, shape: Shape) -> Row:
+    def visit(self, impl: Implementation, shape: Shape) -> Row:
         """One micro-batch, as bench_stream.py describes it."""
-        config = self.config
-        rows = steps.rows(shape).to(config.device)
+        config, steps = self.config, impl.arrange(shape, self.config.device)
+        rows = steps.rows.to(config.device)
         source = make_source(shape, DTYPES[config.dtype], config.device, config.seed)
         q, k, v, dout = (leaf(one[rows]) for one in source)
-        prompts, responses = samples(shape, config.device)
         values = torch.zeros(sum(shape.responses), device=config.device, requires_grad=True)
         graphs = graphs_compiled()
 
@@ -215,11 +176,11 @@ class StreamRun:
 
         synchronize(config)
         marks = [time.perf_counter()]
-        attention = steps.pack(shape, prompts, responses)
+        attention, unpack = steps.pack()
         marks.append(time.perf_counter())
         outcome = attend()
         marks.append(time.perf_counter())
-        unpack_both_ways(steps, values)
+        unpack_both_ways(unpack, values)
         marks.append(time.perf_counter())
         synchronize(config)
         wall = 1e3 * (time.perf_counter() - marks[0])
@@ -234,7 +195,7 @@ class StreamRun:
         alone = self.attention_ms(attend)
         flops = sum(shape.flops(one, shape.packed_tokens, shape.visible_pairs) for one in impl.directions)
         return {
-            **self.unmeasured(impl, shape),
+            **self.row_without_times(impl, shape),
             "ms": significant(wall - alone),
             "tflops": significant(flops / alone / 1e9),
             "wall_ms": significant(wall),
@@ -252,24 +213,23 @@ class StreamRun:
             times += Stopwatch(self.config).laps((attend,), 1)[0]
         return statistics.median(times)
 
-    def device_ms(self, steps: Steps, visited: list[Shape]) -> float | None:
+    def device_ms(self, impl: Implementation, visited: list[Shape]) -> float | None:
         """Of what packing, mask and unpacking launch, a micro-batch; None where the profiler gives nothing."""
         from torch.profiler import ProfilerActivity, profile
 
-        batches = [(shape, *samples(shape, self.config.device)) for shape in visited]
+        device = self.config.device
+        visits = [(impl.arrange(shape, device), torch.zeros(sum(shape.responses), device=device)) for shape in visited]
         try:
             with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-                for shape, prompts, responses in batches:
-                    steps.pack(shape, prompts, responses)
-                    values = torch.zeros(sum(shape.responses), device=self.config.device, requires_grad=True)
-                    unpack_both_ways(steps, values)
+                for steps, values in visits:
+                    unpack_both_ways(steps.pack()[1], values.requires_grad_())
                 synchronize(self.config)
             total = sum(one.self_device_time_total for one in profiled.key_averages())
         except RuntimeError:
             return None
         return significant(total / 1e3 / len(visited)) if total else None
 
-    def unmeasured(self, impl: Implementation, shape: Shape) -> Row:
+    def row_without_times(self, impl: Implementation, shape: Shape) -> Row:
         direction = "both" if impl.directions == DIRECTIONS else impl.directions[0]
         nothing = dict.fromkeys(("ms", "tflops", "fraction", "matmul_tflops"))
         return {**identity(shape, impl, self.config), "direction": direction, **nothing}
@@ -280,10 +240,10 @@ class StreamRun:
         rows: list[Row] = []
         for impl in self.chosen:
             found = self.measured[impl.name]
-            why = self.facts[impl.name] or {"skipped": LEFT_OUT}
-            rows += [*found, *({**self.unmeasured(impl, one), **why} for one in self.shapes[len(found) :])]
+            rest = [self.row_without_times(impl, shape) | self.unmeasured[impl.name] for shape in self.shapes]
+            rows += [*found, *rest[len(found) :]]
         return rows
 
 
-def unpack_both_ways(steps: Steps, values: Tensor) -> None:
-    torch.autograd.grad(steps.unpack(values).sum(), values)
+def unpack_both_ways(unpack: Unpack, values: Tensor) -> None:
+    torch.autograd.grad(unpack(values).sum(), values)

@@ -12,7 +12,7 @@ namespace {
 struct Record {
   uint8_t* seen;  // (heads, q_rows, context_rows + decoded_rows): how often each pair was visible
   int64_t steps, masked_steps, empty_steps, needless_masks, wrong_unmasked, out_of_range;
-  int64_t ranges, tiles, parts, slots, bad_parts, wrong_own_rows, own_splits;
+  int64_t ranges, bad_parts, wrong_own_rows;
 };
 
 bool inside(const Problem& p, const KvTile& tile) {
@@ -122,9 +122,6 @@ void backward_owner(const Problem& p, Record& r, const Owner& owner, int steps, 
     r.ranges += !next_query_range(p.layout(), cursor, owner.tile, p.causal).empty();
   }
   const int parts = split_of(steps, leading, limit).parts;
-  r.parts += parts;
-  r.slots += parts > 1 ? parts * p.num_kv_heads : 0;
-  ++r.tiles;
   const SegmentCursor segments{owner.segment_begin, owner.segment_end, p.reversed != 0};
   for (int part = 0; part < parts; ++part) {
     const int first = part_begin(steps, parts, part), last = part_begin(steps, parts, part + 1);
@@ -133,12 +130,6 @@ void backward_owner(const Problem& p, Record& r, const Owner& owner, int steps, 
     for (walk.start(segments, first, last - first); !walk.done(); walk.next(), ++walked) backward_step(p, r, walk);
     if (walked != last - first || last - first > limit || (walked == 0 && steps > 0)) ++r.bad_parts;
   }
-}
-
-int64_t total_steps(const Problem& p) {
-  int64_t total = 0;
-  for_each_owner(p, [&](const Owner&, int steps, int) { total += steps; });
-  return total;
 }
 
 }  // namespace
@@ -153,32 +144,10 @@ void record_forward(const Problem* p, Record* r) {
   }
 }
 
-int count_slots(const Problem* p) { return p->capacities().slots; }
-
-// What the owners of all KV tiles visit. limit > 0 fixes the most steps of a part; otherwise the schedule chooses.
+// What the owners of all KV tiles visit, in parts of at most `limit` steps.
 void record_backward(const Problem* p, Record* r, int limit) {
-  const bool forced = limit > 0;
-  if (!forced) limit = part_limit(total_steps(*p) * p->num_kv_heads, p->num_sms);
-  // As kernels/backward_list.h decides it.
-  LongTiles tiles{0, 0, 0, kMaxSteps};
-  for_each_owner(*p, [&](const Owner&, int steps, int leading) {
-    const int most = max_int(steps, leading);
-    if (most <= limit) return;
-    tiles.count += p->num_kv_heads;
-    tiles.steps += int64_t{steps} * p->num_kv_heads;
-    tiles.longest = max_int(tiles.longest, most);
-    tiles.shortest = min_int(tiles.shortest, steps);
-  });
-  if (!forced) limit = final_part_limit(limit, tiles, p->num_sms);
-  int64_t slots = 0;
-  for_each_owner(*p, [&](const Owner&, int steps, int leading) {
-    const int parts = split_of(steps, leading, limit).parts;
-    slots += parts > 1 ? parts * p->num_kv_heads : 0;
-  });
-  const bool fits = forced || slots <= count_slots(p);
-  r->own_splits = !fits;
   for_each_owner(*p, [&](const Owner& owner, int steps, int leading) {
-    backward_owner(*p, *r, owner, steps, fits ? leading : steps, limit);
+    backward_owner(*p, *r, owner, steps, leading, limit);
   });
 }
 
@@ -203,9 +172,11 @@ int read_ranges(const Problem* p, int group, int n_block, int* out) {
   return count;
 }
 
-int64_t count_steps(const Problem* p) { return total_steps(*p); }
-
-int64_t count_capacity(const Problem* p) { return p->capacities().tiles; }
+int64_t count_steps(const Problem* p) {
+  int64_t total = 0;
+  for_each_owner(*p, [&](const Owner&, int steps, int) { total += steps; });
+  return total;
+}
 
 // Item, KV head and direction of a thread block; false for a surplus one.
 int place_of(int block, const BackwardOrder* order, int num_kv_heads, int num_sms, int* out) {

@@ -81,16 +81,23 @@ def launch_counts() -> dict[str, int]:
 
 
 @contextmanager
+def counted_launches() -> Iterator[dict[str, int]]:
+    """Yields a dictionary that holds, once the block has ended, how often each kernel was launched in it."""
+    counts: dict[str, int] = {}
+    before = launch_counts() if DEVICE == "cuda" else {}
+    yield counts
+    after = launch_counts() if DEVICE == "cuda" else {}
+    counts |= {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
+
+
+@contextmanager
 def only_kernels_of(family: str) -> Iterator[None]:
     """Asserts that the family's kernels of every direction ran in the block, and none of another family."""
-    if DEVICE != "cuda":
+    with counted_launches() as counts:
         yield
-        return
-    before = launch_counts()
-    yield
-    after = launch_counts()
-    ran = {name for name in after if after[name] > before.get(name, 0) and name.startswith("dualkv_sm")}
-    assert ran == {f"dualkv_{family}_{direction}" for direction in DIRECTIONS}, f"launched: {', '.join(sorted(ran))}"
+    ran = {name for name in counts if name.startswith("dualkv_sm")}
+    wanted = {f"dualkv_{family}_{direction}" for direction in DIRECTIONS} if DEVICE == "cuda" else set()
+    assert ran == wanted, f"launched: {', '.join(sorted(ran))}"
 
 
 @contextmanager
@@ -108,14 +115,10 @@ def profiled() -> Iterator[list[str]]:
 @contextmanager
 def kernels_ran(*directions: str) -> Iterator[None]:
     """Asserts that kernels of every direction were launched in the block. On the CPU nothing is checked."""
-    before = launch_counts() if DEVICE == "cuda" else {}
-    yield
-    after = launch_counts() if DEVICE == "cuda" else {}
+    with counted_launches() as counts:
+        yield
     for direction in directions if DEVICE == "cuda" else ():
-        pattern = kernel_pattern(direction)
-        assert any(pattern.search(name) and after[name] > before.get(name, 0) for name in after), (
-            f"no {direction}: {after}"
-        )
+        assert any(map(kernel_pattern(direction).search, counts)), f"no {direction}: {counts}"
 
 
 def captured(step: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:

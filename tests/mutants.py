@@ -1,8 +1,4 @@
-"""Breaks the sources on purpose, one place at a time, and demands that the named tests notice.
-
-    python tests/mutants.py              all mutants; those of the kernels need a GPU and a compiler
-    python tests/mutants.py --cpu        those that tests must catch on any machine
-    python tests/mutants.py --only TEXT  those with this in their name or file, such as csrc/sm90
+"""Breaks the sources on purpose, one place at a time; test_mutants.py demands that the named tests notice.
 
 The mutants are in mutants.txt:
 
@@ -12,18 +8,15 @@ The mutants are in mutants.txt:
     + what takes its place (without such a line nothing)
 
 The tree is copied to a temporary folder first. For the kernels it is built there with one head dim alone, and again
-after each change; the unchanged build must pass the same tests.
+after each change.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,45 +135,3 @@ def has_hopper() -> bool:
     import torch
 
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-
-
-def count_missed(mutants: list[Mutant], head_dim: int) -> int:
-    """Prints a line for each mutant. Returns how many were not caught; all, if the unchanged tree fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Tree(Path(folder), DUALKV_HEAD_DIMS=str(head_dim))
-        if any(mutant.needs_gpu for mutant in mutants):
-            print(f"building the unchanged tree for head dim {head_dim}", flush=True)
-            tree.build()
-        for tests, select in sorted({(mutant.tests, mutant.select) for mutant in mutants}):
-            if tree.test(tests, select) != "passed":
-                print(f"{tree.output}the unchanged tree does not pass {tests} -k '{select}'")
-                return len(mutants)
-        missed = 0
-        for mutant in mutants:
-            started = time.monotonic()
-            verdict = tree.verdict(mutant)
-            missed += verdict != "caught"
-            print(f"{verdict:<18}{time.monotonic() - started:6.0f} s  {mutant.file}: {mutant.name}", flush=True)
-        return missed
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", help="only what needs no GPU")
-    parser.add_argument("--only", metavar="TEXT", default="", help="mutants with this in their name or file")
-    arguments = parser.parse_args()
-    mutants = [one for one in read_mutants(TABLE.read_text()) if arguments.only in f"{one.file}: {one.name}"]
-    if arguments.cpu:
-        mutants = [mutant for mutant in mutants if not mutant.needs_gpu]
-    elif not has_hopper():
-        print("no GPU of compute capability 9.x: without the mutants of its kernels")
-        mutants = [mutant for mutant in mutants if "sm90" not in mutant.select]
-    missed = 0
-    for head_dim in sorted({mutant.head_dim for mutant in mutants}):
-        missed += count_missed([mutant for mutant in mutants if mutant.head_dim == head_dim], head_dim)
-    print(f"{len(mutants) - missed} of {len(mutants)} mutants caught")
-    return int(missed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

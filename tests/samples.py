@@ -10,11 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_attn_dualkv import (
-    SharedPromptBatch,
-    unpack_logprobs,
-    unpack_to_jagged,
-)
+from flash_attn_dualkv import SharedPromptBatch, unpack_logprobs, unpack_to_jagged
 
 Lists = list[list[int]]
 

@@ -1,8 +1,7 @@
-"""Runs a small matrix of calls under compute-sanitizer.
+"""A small matrix of calls, and compute-sanitizer over them.
 
-    python tests/sanitize.py                      every tool; exit status 1 if one found something
-    python tests/sanitize.py --tools memcheck     some of the tools
-    python tests/sanitize.py --run hostile        part of the matrix in this process, without a sanitizer
+    pytest -m slow tests/test_sanitize.py         every tool
+    python tests/sanitize.py hostile              a part of the matrix in this process, without a sanitizer
 
 Memory is allocated tensor by tensor (no caching allocator), so that an access past a tensor is an access past an
 allocation. racecheck looks at a build of its own on Hopper, see FOLLOWED.
@@ -16,7 +15,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -155,60 +153,46 @@ def judge(text: str, returncode: int) -> str:
     return "clean" if counts and returncode == 0 else "failed"
 
 
-def run_tool(tool: str, sanitizer: str, head_dims: list[int]) -> str:
+def find_sanitizer() -> str | None:
+    folders = [f"{one}/bin" for one in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if one]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *folders]))
+
+
+def run_tool(tool: str, sanitizer: str, folder: Path) -> str:
     """Runs the matrix under a tool and returns its verdict; prints what the tool says unless that is `clean`."""
     # initcheck must see every write to memory; the others look at this library's kernels alone.
     which = [] if tool == "initcheck" else ["--kernel-regex", "kns=dualkv"]
     # Hostile offsets are a question of memory, and by far the most calls.
-    arguments = [f"--run={part}" for part in PARTS if part != "hostile" or tool == "memcheck"]
-    arguments += [f"--head-dim={head_dim}" for head_dim in head_dims]
-    with tempfile.TemporaryDirectory() as folder:
-        script, settings = Path(__file__).resolve(), {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        if tool == "racecheck" and has_hopper():
-            tree = Tree(Path(folder), DUALKV_ARCHS="90")
-            for change in FOLLOWED:
-                change.apply(tree.root)
-            tree.build()
-            script, settings = tree.root / "tests/sanitize.py", tree.environment
-        environment = {**settings, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "DUALKV_DEBUG": "0"}
-        command = [sanitizer, "--tool", tool, "--error-exitcode", "99", *which, sys.executable, str(script), *arguments]
-        result = subprocess.run(
-            ["timeout", str(TOOL_SECONDS), *command],
-            env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+    parts = [part for part in PARTS if part != "hostile" or tool == "memcheck"]
+    script, settings = Path(__file__).resolve(), {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    if tool == "racecheck" and has_hopper():
+        tree = Tree(folder, DUALKV_ARCHS="90")
+        for change in FOLLOWED:
+            change.apply(tree.root)
+        tree.build()
+        script, settings = tree.root / "tests/sanitize.py", tree.environment
+    environment = {**settings, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "DUALKV_DEBUG": "0"}
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "99", *which, sys.executable, str(script), *parts]
+    result = subprocess.run(
+        ["timeout", str(TOOL_SECONDS), *command],
+        env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
     verdict = judge(result.stdout, result.returncode)
     if verdict != "clean":
         print(result.stdout[-6000:])
     return verdict
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--head-dim", type=int, action="append", choices=HEAD_DIMS, help="may be repeated")
-    parser.add_argument("--run", action="append", choices=PARTS, help="in this process, without a sanitizer")
     arguments = parser.parse_args()
-    head_dims = arguments.head_dim or list(HEAD_DIMS)
-    if arguments.run:
-        for part in arguments.run:
-            run_part(part, tuple(head_dims))
-        # Autograd's worker thread may still be letting go of the last graph, and dies if the interpreter goes first.
-        time.sleep(0.5)
-        return 0
-    folders = [folder for folder in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if folder]
-    sanitizer = shutil.which(
-        "compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *(f"{one}/bin" for one in folders)])
-    )
-    if sanitizer is None:
-        print("compute-sanitizer is neither in PATH nor in CUDA_HOME/bin; it comes with the CUDA toolkit")
-        return 1
-    verdicts = []
-    for tool in arguments.tools:
-        started = time.monotonic()
-        verdicts.append(run_tool(tool, sanitizer, head_dims))
-        print(f"{tool:<12}{verdicts[-1]:<16}{time.monotonic() - started:>8.0f} s", flush=True)
-    return int(any(verdict != "clean" for verdict in verdicts))
+    for part in arguments.parts:
+        run_part(part, tuple(arguments.head_dim or HEAD_DIMS))
+    # Autograd's worker thread may still be letting go of the last graph, and dies if the interpreter goes first.
+    time.sleep(0.5)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -61,12 +61,3 @@ def test_writing_to_a_tensor_of_a_batch_does_not_spoil_the_others() -> None:
     batch.labels.clamp_(min=0)
     out.sum().backward()
     assert q.grad is not None
-
-
-def test_batches_that_are_moved_in_inference_mode_can_train() -> None:
-    """For the log-probabilities of an old policy, say, and then for the new one."""
-    batch = pack_shared_prompts([[5, 6, 7]] * 2, [[1, 2], [3]])
-    with torch.inference_mode():
-        moved, layout = batch.to("meta"), batch.layout.to("meta")
-        packed = pack_shared_prompts([[5, 6, 7]] * 2, [[1, 2], [3]])
-    assert not any(one.is_inference() for one in (*all_tensors(moved), *layout.tensors, *all_tensors(packed)))

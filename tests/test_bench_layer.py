@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,48 +16,23 @@ import pytest
 import results
 import shapes
 import torch
-from shapes import Group, Shape, of_model
+from shapes import of_model
+from test_benchmarks import SMALL as SHAPES
+from test_benchmarks import dense_attention, dense_mask, outcome
 
 CPU = torch.device("cpu")
 TINY = shapes.ALL_MODELS["tiny"]
-SMALL = tuple(
-    of_model(Shape(name, groups), TINY)
-    for name, groups in (
-        ("ragged", (Group(70, (33, 1, 90)),)),
-        ("equal", (Group(64, (24,) * 4),)),
-        ("two groups", (Group(50, (20, 31)), Group(64, (64,)))),
-        ("one response", (Group(37, (5,)),)),
-    )
-)
+SMALL = [of_model(shape, TINY) for shape in SHAPES if not shape.is_context_free]
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
-def sequence_by_sequence(shape: shapes.LayerShape, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Output (packed) and gradients of x and of every weight: each sequence alone, with attention written out."""
+def dense_layer(shape: shapes.LayerShape, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Output and gradients of x and of every weight, with attention written out under the mask of all tokens."""
     source, dout, all_weights = layer.make_layer_source(shape, dtype, CPU)
-    x, model = packing.leaf(source), shape.model
-    weights = layer.Weights(*map(packing.leaf, all_weights))
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k, v = (one.repeat_interleave(model.heads // model.kv_heads, 1) for one in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) / model.head_dim**0.5
-        hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
-
-    def alone(rows: torch.Tensor) -> torch.Tensor:
-        cos, sin = layer.rope_tables(torch.arange(len(rows)), model.head_dim, x.dtype)
-        return layer.decoder_layer(x[rows], weights, cos, sin, attention, model)
-
-    parts = []
-    begin = 0
-    for group in shape.groups:
-        prompt = torch.arange(begin, begin + group.prompt)
-        parts.append(alone(prompt))
-        begin += group.prompt
-        for length in group.responses:
-            parts.append(alone(torch.cat([prompt, torch.arange(begin, begin + length)]))[group.prompt :])
-            begin += length
-    out = torch.cat(parts)
+    x, weights = packing.leaf(source), layer.Weights(*map(packing.leaf, all_weights))
+    tables = layer.rope_tables(packing.packed_positions(shape), shape.model.head_dim, dtype)
+    attention = partial(dense_attention, mask=dense_mask(shape))
+    out = layer.decoder_layer(x, weights, *tables, attention, shape.model)
     return [out.detach() - source, *torch.autograd.grad(out, (x, *weights), dout)]
 
 
@@ -65,19 +41,13 @@ def sequence_by_sequence(shape: shapes.LayerShape, dtype: torch.dtype) -> list[t
 def test_all_implementations_compute_the_same_layer(
     shape: shapes.LayerShape, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Output, gradients of the hidden states and of every parameter, against each sequence by itself."""
-    expected = sequence_by_sequence(shape, dtype)
+    """Output, gradients of the hidden states and of every parameter."""
+    expected = dense_layer(shape, dtype)
     compared = set()
     for impl in peers.layer_implementations(None):
         if impl.refuses(shape) is None and impl.missing() is None:
-            prepared = layer.prepare_layer(shape, dtype, CPU, 0, impl.arrange(shape, CPU))
-            out = prepared.run()
-            got = [prepared.take(out, torch.arange(shape.packed_tokens))]
-            assert prepared.dout.shape == out.shape and len(out) == impl.executed(shape)[0]
-            if "backward" in impl.directions:
-                gradients = torch.autograd.grad(out, prepared.leaves, prepared.dout)
-                got += [*prepared.fold(gradients, torch.arange(shape.packed_tokens)), *gradients[1:]]
-                assert len(got) == len(expected)
+            got = outcome(impl, layer.prepare_layer(shape, dtype, CPU, 0, impl.arrange(shape, CPU)), shape)
+            assert len(got) == (len(expected) if "backward" in impl.directions else 1)
             for value, reference in zip(got, expected):
                 assert (value - reference).abs().max() < tolerance * reference.abs().max(), impl.name
             compared.add(impl.name)
@@ -99,7 +69,7 @@ def test_the_packed_row_of_the_library() -> None:
 
 def test_hidden_prompts_would_be_noticed() -> None:
     """The check between implementations fails an attention that forgets the prompt, with a wide margin."""
-    shape = SMALL[0]
+    shape = SMALL[0]  # three responses of one group
     alone = peers.varlen_attention(peers.math_varlen, [peers.VarlenCall.of([70, 33, 1, 90], CPU)])
     hows = peers.arrange_ours(shape, CPU), packing.Arrangement(packing.packed_rows(shape), alone)
     prepared = [layer.prepare_layer(shape, torch.float32, CPU, 0, how) for how in hows]

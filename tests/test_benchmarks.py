@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,17 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: tor
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
 
 
+def outcome(impl: Implementation, prepared: packing.Prepared, shape: Shape) -> list[torch.Tensor]:
+    """Output and gradients of the packed rows, then gradients of what has no rows."""
+    out, rows = prepared.run(), torch.arange(shape.packed_tokens)
+    assert prepared.dout.shape == out.shape and len(out) == impl.executed(shape)[0]
+    if "backward" not in impl.directions:
+        return [prepared.take(out, rows)]
+    gradients = torch.autograd.grad(out, prepared.leaves, prepared.dout)
+    folded = prepared.fold(gradients, rows)
+    return [prepared.take(out, rows), *folded, *gradients[len(folded) :]]
+
+
 @pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
 def test_all_implementations_do_the_same_work(shape: Shape, fa4: None) -> None:
     """Output and gradients, folded into the packed layout, against a dense softmax."""
@@ -140,13 +152,7 @@ def test_all_implementations_do_the_same_work(shape: Shape, fa4: None) -> None:
         assert impl.missing() is None
         if impl.refuses(shape) is None:
             prepared = packing.prepare_attention(shape, torch.float64, CPU, 0, impl.arrange(shape, CPU))
-            out = prepared.run()
-            got = [prepared.take(out, torch.arange(shape.packed_tokens))]
-            assert prepared.dout.shape == out.shape and len(out) == impl.executed(shape)[0]
-            if "backward" in impl.directions:
-                gradients = torch.autograd.grad(out, prepared.leaves, prepared.dout)
-                got += prepared.fold(gradients, torch.arange(shape.packed_tokens))
-            for value, reference in zip(got, expected):
+            for value, reference in zip(outcome(impl, prepared, shape), expected):
                 torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-10, msg=impl.name)
             compared.add(impl.name)
     assert {"dualkv_reference", "flex_packed", "math_replicated", "fa4_replicated"} <= compared
@@ -175,24 +181,6 @@ def test_flex_on_fa4_asks_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> No
         out = impl.arrange(RAGGED, CPU).attention(q, k, v)
         torch.testing.assert_close(out, dense_attention(q, k, v, dense_mask(RAGGED)))
     assert asked == [({"BACKEND": "FLASH"}, (128, 128)), (None, (128, 128))]
-
-
-@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
-@pytest.mark.parametrize("block", [16, flex.FLEX_BLOCK])
-def test_the_block_mask_is_that_of_pytorch(shape: Shape, block: int) -> None:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    total = shape.packed_tokens
-    mask, rows = flex.mask_function(shape, CPU), torch.arange(total)
-    assert torch.equal(mask(rows[:0], rows[:0], rows[:, None], rows[None]), dense_mask(shape))
-    ours = flex.packed_block_mask(shape, CPU, block)
-    theirs = create_block_mask(mask, 1, 1, total, total, device="cpu", BLOCK_SIZE=block)
-    for name in ("kv", "full_kv", "q", "full_q"):
-        counts, expected = (getattr(one, f"{name}_num_blocks") for one in (ours, theirs))
-        assert torch.equal(counts, expected), name
-        mine, other = (getattr(one, f"{name}_indices") for one in (ours, theirs))
-        used = torch.arange(mine.shape[-1]) < counts[..., None]
-        assert torch.equal(mine[used], other[used]), name
 
 
 def test_replicated_rows_beyond_32_bits_go_to_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,18 +340,21 @@ def test_the_stream_command(tmp_path: Path) -> None:
         assert results.problems_of({**row, "dtype": "bf16", "impl": "flex_packed"}, "stream") == []
 
 
-def test_a_stream_that_fails_or_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_fails_or_has_no_time() -> None:
     tiny, (ours, peer) = stream.parse("tiny"), stream.implementations(None)
-    pack = stream.Flex.pack
 
-    def doubled(self: stream.Flex, *micro_batch: Any) -> packing.Attention:
-        attention = pack(self, *micro_batch)
-        return lambda q, k, v: 2 * attention(q, k, v)
+    def doubled(shape: Shape, device: torch.device) -> stream.Steps:
+        steps = peer.arrange(shape, device)
 
-    monkeypatch.setattr(stream.Flex, "pack", doubled)
+        def pack() -> tuple[packing.Attention, stream.Unpack]:
+            attention, unpack = steps.pack()
+            return lambda q, k, v: 2 * attention(q, k, v), unpack
+
+        return stream.Steps(steps.rows, pack)
+
     config = measure.Config(dtype="fp32", device=CPU)
     run = partial(stream.StreamRun, tiny, matmul=measure.Matmul(config))
-    wrong = run([ours, peer], config)
+    wrong = run([ours, replace(peer, arrange=doubled)], config)
     list(wrong.run())
     assert all(row["ms"] for row in wrong.rows[:4])
     assert all("output differs by" in row["error"] and row["ms"] is None for row in wrong.rows[4:])

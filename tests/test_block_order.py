@@ -19,10 +19,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 class Order(ctypes.Structure):
     """Mirror of BackwardOrder."""
 
-    _fields_ = [
-        ("begin", ctypes.c_int * 13),
-        *((name, ctypes.c_int) for name in ("alternating", "fillers", "parts")),
-    ]
+    _fields_ = [("begin", ctypes.c_int * 13), *((name, ctypes.c_int) for name in ("alternating", "fillers", "parts"))]
 
     def classes(self) -> Iterator[range]:
         """The items of each class."""
@@ -115,25 +112,6 @@ def test_direction_of_walks(shim: ctypes.CDLL) -> None:
         assert all(found == {wave % 2 == 0} for (index, wave), found in directions.items() if index == -1)
         seen |= {(index == -1, *found) for (index, _), found in directions.items()}
     assert seen == set(itertools.product((True, False), (True, False)))
-
-
-def test_parts_of_a_tile_are_walked_in_one_direction(shim: ctypes.CDLL) -> None:
-    """They are counted along the walk: in two directions some queries would be visited twice, and others never."""
-    rng = np.random.default_rng(2)
-    for _ in range(300):
-        kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
-        order = random_order(rng, shim, kv_heads, num_sms)
-        tiles, walks = order.begin[1] // order.parts, kv_heads * order.parts
-        alternates = shim.does_first_class_alternate(tiles, tiles, order.parts > 1, walks, num_sms)
-        order.alternating = order.alternating & ~1 | alternates
-        directions: dict[tuple[int, int], set[bool]] = {}
-        for block in range(order.begin[12] * kv_heads):
-            place = place_of(shim, block, order, kv_heads, num_sms)
-            assert place is not None
-            item, head, is_reversed = place
-            if item < order.begin[1]:
-                directions.setdefault((item // order.parts, head), set()).add(is_reversed)
-        assert all(len(found) == 1 for found in directions.values())
 
 
 def test_the_first_class_alternates_where_its_walks_begin_in_waves(shim: ctypes.CDLL) -> None:

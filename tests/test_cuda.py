@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from calls import Call, packed, packed_with_sinks, separate
-from launches import captured, kernel_pattern, kernels, launch_counts, poison_free_memory  # noqa: F401
+from launches import captured, counted_launches, kernel_pattern, kernels, poison_free_memory  # noqa: F401
 from shared_prompts import GROUPS, Groups
 from torch import Tensor
 
@@ -130,19 +130,12 @@ def test_values_are_not_read_back_during_capture(make: Make, monkeypatch: pytest
     assert torch.equal(out, expected)
 
 
-def launched(function: Callable[[], object]) -> dict[str, int]:
-    """How often each kernel is launched by a function."""
-    before = launch_counts()
-    function()
-    counts = {name: count - before.get(name, 0) for name, count in launch_counts().items()}
-    return {name: count for name, count in counts.items() if count}
-
-
 @both_modes
 @both_functions
 def test_one_launch_for_all_groups(make: Make, deterministic: bool) -> None:
     call = make(GROUPS["large"], "cuda")
-    counts = launched(lambda: call.results(deterministic))
+    with counted_launches() as counts:
+        call.results(deterministic)
     for direction in ("forward", "backward"):
         pattern = kernel_pattern(direction)
         assert sum(count for name, count in counts.items() if pattern.search(name)) == 1, counts
@@ -169,10 +162,13 @@ def test_what_makes_a_backward_deterministic(make: Make, asked: str, monkeypatch
         return [out.detach(), *gradients]
 
     expected = call.results()
-    assert not any("backward_dq" in name for name in launched(lambda: backward(False)))
+    with counted_launches() as counts:
+        backward(False)
+    assert not any("backward_dq" in name for name in counts)
     poison_free_memory()
-    results: list[Tensor] = []
-    assert any("backward_dq" in name for name in launched(lambda: results.extend(backward(True))))
+    with counted_launches() as counts:
+        results = backward(True)
+    assert any("backward_dq" in name for name in counts)
     assert_equal(results, expected)
 
 

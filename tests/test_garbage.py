@@ -15,26 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import dualkv, tiny_model
 
-import flash_attn_dualkv
-from flash_attn_dualkv import (
-    SharedPromptBatch,
-    SharedPromptLayout,
-    balance_groups,
-    flash_attn_dualkv_varlen_func,
-    flash_attn_varlen_func,
-    group_by_prompt,
-    pack_jagged,
-    pack_padded,
-    pack_shared_prompts,
-    shared_prompt_attention,
-    split_by_token_budget,
-    unpack_logprobs,
-    unpack_to_jagged,
-)
+import flash_attn_dualkv as api
 
 OWN_WORDS = re.compile(r"^[\w .'\"()\[\]-]+: expected .+, got .*", re.DOTALL)
 PROMPTS, RESPONSES = [[5, 6, 7], [5, 6, 7], [8]], [[1, 2], [3], [4, 5, 6]]
-BATCH = pack_shared_prompts(PROMPTS, RESPONSES)
+BATCH = api.pack_shared_prompts(PROMPTS, RESPONSES)
 TOKENS = BATCH.layout.num_tokens
 IDS = torch.tensor([[5, 6, 7, 1], [5, 6, 7, 2], [0, 8, 9, 3]])
 MODEL = tiny_model("llama")
@@ -56,7 +41,7 @@ def ragged() -> torch.Tensor:
 LENS = dict(prompt_lens=[3, 3, 1], response_lens=[2, 1, 3])
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "flash_attn_dualkv_varlen_func": (
-        flash_attn_dualkv_varlen_func,
+        api.flash_attn_dualkv_varlen_func,
         dict(
             q=rows(7), k_context=rows(4), v_context=rows(4), k_decoded=rows(3), v_decoded=rows(3),
             cu_seqlens_q=offsets(4, 3), cu_seqlens_k_decoded=offsets(0, 3), max_seqlen_q=4, context_seqlen=4,
@@ -65,7 +50,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         ),
     ),
     "flash_attn_varlen_func": (
-        flash_attn_varlen_func,
+        api.flash_attn_varlen_func,
         dict(
             q=rows(7), k=rows(7), v=rows(7), cu_seqlens_q=offsets(4, 3), cu_seqlens_k=offsets(4, 3), max_seqlen_q=4,
             max_seqlen_k=4, dropout_p=0.0, softmax_scale=1.0, causal=True, window_size=(-1, -1), softcap=0.0,
@@ -73,33 +58,33 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         ),
     ),
     "shared_prompt_attention": (
-        shared_prompt_attention,
+        api.shared_prompt_attention,
         dict(
             q=rows(TOKENS), k=rows(TOKENS), v=rows(TOKENS), layout=BATCH.layout, softmax_scale=1.0, sliding_window=3,
             softcap=2.0, sinks=torch.zeros(2), backend="auto", deterministic=False,
         ),
     ),
     "pack_shared_prompts": (
-        pack_shared_prompts,
+        api.pack_shared_prompts,
         dict(
             prompts=PROMPTS, responses=RESPONSES, group_ids=[0, 0, 1], boundary="gather", drop_last=True,
             max_responses_per_group=2, pad_to_multiple_of=4, device="cpu",
         ),
     ),
     "pack_padded": (
-        pack_padded,
+        api.pack_padded,
         dict(input_ids=IDS, attention_mask=(IDS > 0).long(), prompt_length=[3, 3, 1], group_ids=[0, 0, 1]),
     ),
-    "pack_jagged": (pack_jagged, dict(input_ids=ragged(), prompt_lens=[2, 2], group_ids=[0, 0])),
-    "group_by_prompt": (group_by_prompt, dict(prompts=PROMPTS, group_ids=[0, 0, 1], verify=True)),
+    "pack_jagged": (api.pack_jagged, dict(input_ids=ragged(), prompt_lens=[2, 2], group_ids=[0, 0])),
+    "group_by_prompt": (api.group_by_prompt, dict(prompts=PROMPTS, group_ids=[0, 0, 1], verify=True)),
     "split_by_token_budget": (
-        split_by_token_budget, dict(groups=[[0, 1], [2]], **LENS, max_tokens=9, dp_group=None),
+        api.split_by_token_budget, dict(groups=[[0, 1], [2]], **LENS, max_tokens=9, dp_group=None),
     ),
-    "balance_groups": (balance_groups, dict(**LENS, group_ids=[0, 0, 1], num_ranks=3)),
+    "balance_groups": (api.balance_groups, dict(**LENS, group_ids=[0, 0, 1], num_ranks=3)),
     "unpack_logprobs": (
-        unpack_logprobs, dict(values=torch.zeros(6), batch=BATCH, width=5, fill=0.0, per_row=False),
+        api.unpack_logprobs, dict(values=torch.zeros(6), batch=BATCH, width=5, fill=0.0, per_row=False),
     ),
-    "unpack_to_jagged": (unpack_to_jagged, dict(values=torch.zeros(6), batch=BATCH, per_row=False)),
+    "unpack_to_jagged": (api.unpack_to_jagged, dict(values=torch.zeros(6), batch=BATCH, per_row=False)),
     "SharedPromptLayout.pad_to": (BATCH.layout.pad_to, dict(multiple=8)),
     "SharedPromptLayout.to": (BATCH.layout.to, dict(device="cpu")),
     "SharedPromptBatch.to": (BATCH.to, dict(device="cpu")),
@@ -137,7 +122,7 @@ JUNK: list[Any] = [
     np.array(["a", "b", "c"]),
     np.float32(1.0), np.int64(2), np.bool_(True), np.zeros((3, 4)), np.array(3), BATCH, BATCH.layout, MODEL,
     MODEL.config,
-    torch.nn.Linear(2, 2), SharedPromptBatch, SharedPromptLayout,
+    torch.nn.Linear(2, 2), api.SharedPromptBatch, api.SharedPromptLayout,
 ]  # fmt: skip
 
 
@@ -179,13 +164,11 @@ def test_several_arguments_are_garbage(name: str, data: st.DataObject, restored_
 
 
 def test_every_public_function_is_here() -> None:
-    functions = {name for name in flash_attn_dualkv.__all__ if inspect.isfunction(getattr(flash_attn_dualkv, name))}
+    functions = {name for name in api.__all__ if inspect.isfunction(getattr(api, name))}
     functions |= {name for name in dualkv.__all__ if inspect.isfunction(getattr(dualkv, name))}
     without_arguments_to_check = {"build_info", "expect_shared_prompt"}  # the latter: test_transformers_refused
     assert functions - without_arguments_to_check <= set(CALLS)
     for name, (function, valid) in CALLS.items():
         if name in functions:
             optional = {"boundary", "drop_last", "max_responses_per_group", "pad_to_multiple_of", "device"}
-            assert set(valid) | optional >= set(
-                inspect.signature(getattr(flash_attn_dualkv, name, function)).parameters
-            ) - {"model"}
+            assert set(valid) | optional >= set(inspect.signature(getattr(api, name, function)).parameters) - {"model"}

@@ -22,6 +22,7 @@ COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") o
 KERNEL_TILES = [(192, 80), (128, 128), (128, 64), (128, 32), (64, 128), (64, 64)]
 SMALL_TILES = [(16, 16), (32, 16), (16, 32), (8, 64), (21, 16)]
 BATCHES = 500  # random tables for each choice of causality and small tiles
+UNSPLIT = 1 << 20  # steps of a part
 
 Ints = NDArray[np.int32]
 
@@ -44,8 +45,7 @@ class Record(ctypes.Structure):
 
     NAMES = (
         "steps", "masked_steps", "empty_steps", "needless_masks", "wrong_unmasked", "out_of_range",
-        "ranges", "tiles", "parts", "slots", "bad_parts", "wrong_own_rows",
-        "own_splits",
+        "ranges", "bad_parts", "wrong_own_rows",
     )  # fmt: skip
     _fields_ = [("seen", ctypes.c_void_p), *((name, ctypes.c_int64) for name in NAMES)]
 
@@ -113,7 +113,6 @@ def build_shim(folder: Path, *flags: str) -> Path:
 def load(library: Path) -> ctypes.CDLL:
     shim = ctypes.CDLL(str(library))
     shim.count_steps.restype = ctypes.c_int64
-    shim.count_capacity.restype = ctypes.c_int64
     return shim
 
 
@@ -242,19 +241,8 @@ def test_every_visible_pair_is_visited_once(shim: ctypes.CDLL, tiles: tuple[int,
     for _ in range(BATCHES if tiles in SMALL_TILES else BATCHES // 20):
         tables = random_tables(rng, tiles)
         heads = int(rng.integers(1, 4))
-        limit = int(rng.choice([0, 1, 2, 3, 5, 8]))  # 0: as the schedule splits; else far more parts than it would make
+        limit = int(rng.choice([1, 2, 3, 5, 8, UNSPLIT]))  # far more parts than the schedule would make
         check_tables(shim, tables, causal, tiles, heads, limit)
-
-
-def check_capacities(shim: ctypes.CDLL, problem: Problem) -> Record:
-    """The device's lists, sized from shapes alone, hold what the schedule makes of the tables."""
-    result = record(shim.record_backward, problem, None, 0)
-    total, slots = shim.count_steps(ctypes.byref(problem)), shim.count_slots(ctypes.byref(problem))
-    assert result.steps == total and result.bad_parts == 0
-    assert result.tiles <= shim.count_capacity(ctypes.byref(problem))
-    assert result.slots <= slots <= 8 * problem.num_sms
-    assert result.parts <= result.tiles + slots // problem.num_kv_heads
-    return result
 
 
 def ranges_of(shim: ctypes.CDLL, problem: Problem, group: int, n_block: int) -> list[int]:
@@ -283,18 +271,6 @@ def test_runs_of_segments_make_the_same_ranges(shim: ctypes.CDLL, causal: bool) 
     assert joined > 100
 
 
-@pytest.mark.parametrize("num_sms", [1, 3, 8, 132])
-def test_schedule_splits_within_its_capacities(shim: ctypes.CDLL, num_sms: int) -> None:
-    rng = np.random.default_rng(num_sms)
-    split = 0
-    for index in range(300):
-        tables = random_tables(rng, (16, 16)) if index % 3 else hostile_tables(rng)
-        kv_heads = int(rng.choice([1, 2, 7]))
-        problem = tables.problem(True, (16, 16), heads=48, kv_heads=kv_heads, num_sms=num_sms)
-        split += check_capacities(shim, problem).slots > 0
-    assert split > (0 if num_sms == 1 else 20)  # one multiprocessor has nobody to share with, but for hostile tables
-
-
 def test_tiles_that_fit_their_multiprocessors_are_not_split(shim: ctypes.CDLL) -> None:
     """Context tiles at 28 x 4K x 2K, there with one KV head, with short responses; where the bounds are exact."""
     for limit, tiles, mean, longest, shortest, expected in (
@@ -312,16 +288,6 @@ def test_tiles_that_fit_their_multiprocessors_are_not_split(shim: ctypes.CDLL) -
         steps = ctypes.c_int64(tiles * mean)
         assert shim.limit_of(limit, ctypes.c_int64(tiles), steps, longest, shortest, 132) == expected
     assert shim.limit_of(50, ctypes.c_int64(0), ctypes.c_int64(0), 0, 1 << 30, 132) == 50
-
-
-def test_tiles_of_a_context_are_split_alike(shim: ctypes.CDLL) -> None:
-    """As its first tile is; unless that takes more slots than there are, where few queries see most of them."""
-    with_responses = usual_tables(16 * 40, True, [16 * 20] * 8)
-    result = check_capacities(shim, with_responses.problem(True, (16, 16), heads=12, kv_heads=8, num_sms=132))
-    assert result.slots > 0 and not result.own_splits
-    alone = usual_tables(16 * 60, True, [])
-    result = check_capacities(shim, alone.problem(True, (16, 16), heads=64, kv_heads=4, num_sms=132))
-    assert result.slots > 0 and result.own_splits
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -357,7 +323,7 @@ def test_packs_of_heads_leave_few_rows_unused(shim: ctypes.CDLL) -> None:
 def test_responses_of_a_group_merge_into_one_run(shim: ctypes.CDLL, prompt: bool) -> None:
     responses = [100, 1, 64, 37, 0, 128, 70]
     tables = usual_tables(256, prompt, responses)
-    result = record(shim.record_backward, tables.problem(True, (64, 128)), None, 1 << 20)
+    result = record(shim.record_backward, tables.problem(True, (64, 128)), None, UNSPLIT)
     decoded_tiles = sum(-(-r // 128) for r in responses)
     assert result.ranges == 2 + decoded_tiles, "a context tile has one range, the prompt's own rows included"
     context_steps = sum(-(-400 // 64) + (prompt and 5) for _ in range(2))
@@ -367,7 +333,7 @@ def test_responses_of_a_group_merge_into_one_run(shim: ctypes.CDLL, prompt: bool
 
 def test_long_context_is_mostly_unmasked(shim: ctypes.CDLL) -> None:
     tables = usual_tables(4096, True, [512] * 16)
-    for function, arguments in ((shim.record_forward, ()), (shim.record_backward, (0,))):
+    for function, arguments in ((shim.record_forward, ()), (shim.record_backward, (UNSPLIT,))):
         result = record(function, tables.problem(True, (64, 64), num_sms=132), None, *arguments)
         pairs = 4096 * 4097 // 2 + 16 * (512 * 4096 + 512 * 513 // 2)
         assert result.steps * 64 * 64 < 1.02 * pairs + 64 * 64 * 64 * 3
@@ -408,7 +374,7 @@ def walk_hostile(shim: ctypes.CDLL, seed: int, count: int) -> None:
         seen = np.zeros((problem.heads, tables.q_rows, tables.context_rows + tables.decoded_rows), np.uint8)
         for result in (
             record(shim.record_forward, problem, seen),
-            record(shim.record_backward, problem, seen, int(rng.choice([0, 1, 7]))),
+            record(shim.record_backward, problem, seen, int(rng.choice([1, 7, UNSPLIT]))),
         ):
             assert result.out_of_range == 0 and result.wrong_unmasked == 0 and result.bad_parts == 0
 
@@ -439,7 +405,7 @@ def test_no_undefined_behaviour(tmp_path: Path) -> None:
     program = (
         "import sys, numpy as np, test_geometry as t; from pathlib import Path; shim = t.load(Path(sys.argv[1]))\n"
         "t.walk_hostile(shim, 1, 300); t.walk_far_rows(shim); rng = np.random.default_rng(2)\n"
-        "for _ in range(100): t.check_tables(shim, t.random_tables(rng, (16, 16)), True, (16, 16), 2, 0)\n"
+        "for _ in range(100): t.check_tables(shim, t.random_tables(rng, (16, 16)), True, (16, 16), 2, t.UNSPLIT)\n"
     )
     command = [sys.executable, "-c", program, str(library)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=HERE, timeout=300)

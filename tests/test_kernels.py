@@ -5,13 +5,13 @@ DUALKV_TEST_DEVICE=cpu runs the same code on the CPU implementation with small s
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import oracle
+import peers
 import pytest
 import torch
 from groups import (
@@ -100,34 +100,6 @@ def test_shared_context_gradient(copies: int, head_dim: int, heads: tuple[int, i
 
 # --- FlashAttention-2 with the prompt replicated ------------------------------------------------------------------
 
-# Of q, k, v, their cumulative lengths and the longest ones; `causal` aligns the mask to the bottom right.
-Attend = Callable[..., Tensor]
-
-
-def pytorch_flash_attention() -> Attend:
-    """The FlashAttention-2 kernels inside PyTorch."""
-    varlen_attn = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
-    parameters = inspect.signature(varlen_attn).parameters
-
-    def attend(q: Tensor, *arguments: Any, causal: bool, scale: float) -> Tensor:
-        options: dict[str, Any] = {"scale": scale}
-        if "scale" not in parameters:
-            q, options = q * (scale * q.shape[-1] ** 0.5), {}
-        if "window_size" in parameters:
-            options["window_size"] = (-1, 0) if causal else (-1, -1)
-        else:
-            options["is_causal"] = causal
-        out: Tensor = varlen_attn(q, *arguments, **options)
-        return out
-
-    return attend
-
-
-def flash_attn_package() -> Attend:
-    """The flash_attn package, where it is installed."""
-    function = pytest.importorskip("flash_attn").flash_attn_varlen_func
-    return lambda *arguments, causal, scale: function(*arguments, softmax_scale=scale, causal=causal)
-
 
 def key_rows(batch: Batch) -> tuple[Tensor, list[int]]:
     """Rows of cat([context, decoded]) in the order of the replicated keys, and the number of keys of each sequence."""
@@ -140,15 +112,14 @@ def key_rows(batch: Batch) -> tuple[Tensor, list[int]]:
     return torch.cat(runs).to(batch.q.device), lengths
 
 
-def replicated(batch: Batch, attend: Attend) -> Results:
+def replicated(batch: Batch, attend: peers.VarlenKernel) -> Results:
     """The batch through a peer. Its gradients of the copies of a key are summed in fp64 and rounded once."""
     rows, lengths = key_rows(batch)
     ratio = batch.q.shape[1] // batch.k_context.shape[1]
     k, v = (torch.cat(pair)[rows].repeat_interleave(ratio, 1) for pair in (batch.inputs[1::2], batch.inputs[2::2]))
     leaves = [x.detach().contiguous().requires_grad_() for x in (batch.q, k, v)]
     cu_k = cumulative(lengths, batch.q.device)
-    max_q = max(row.q_len for row in batch.table)
-    out = attend(*leaves, batch.cu_seqlens_q, cu_k, max_q, max(lengths), causal=batch.causal, scale=batch.scale)
+    out = attend(*leaves, batch.cu_seqlens_q, cu_k, max(row.q_len for row in batch.table), max(lengths))
     dq, dk, dv = torch.autograd.grad(out, leaves, batch.dout)
     sums = []
     for grad in (dk, dv):
@@ -162,27 +133,38 @@ def replicated(batch: Batch, attend: Attend) -> Results:
 
 def peer_cases() -> Iterator[Case]:
     """Every sequence has keys for each of its rows: what a peer does with the others is not our subject."""
-    for head_dim, dtype, causal in itertools.product(AXES["head_dim"], AXES["dtype"], (True, False)):
-        yield Case(129, 65, 5, head_dim, (8, 2), dtype, causal, groups="several")
+    for head_dim, dtype in itertools.product(AXES["head_dim"], AXES["dtype"]):
+        yield Case(129, 65, 5, head_dim, (8, 2), dtype, groups="several")
     yield Case(1024, 256, 16, 128, (32, 8), query="prompt")
     yield Case(257, 128, 64, 64, (12, 4), "float16", query="shorter", layout="packed")
     yield Case(1000, 64, 64, 128, (40, 8), query="longer")
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="the peers need a GPU")
-@pytest.mark.parametrize("case", list(peer_cases()), ids=lambda case: case.id)
-@pytest.mark.parametrize("peer", [pytorch_flash_attention, flash_attn_package], ids=lambda peer: peer.__name__)
-def test_as_accurate_as_flash_attention_2(peer: Callable[[], Attend], case: Case) -> None:
+PEERS: dict[str, Callable[[], peers.VarlenKernel]] = {
+    "PyTorch": peers.torch_varlen,
+    "flash_attn": partial(peers.package_varlen, "flash_attn"),
+}
+if DEVICE != "cuda":
+    PEERS = {"math": lambda: peers.math_varlen}
+
+
+@pytest.mark.parametrize("case", sized(tuple(peer_cases())), ids=lambda case: case.id)
+@pytest.mark.parametrize("peer", PEERS)
+def test_as_accurate_as_flash_attention_2(peer: str, case: Case) -> None:
     """Errors against fp64 are at most twice the peer's; a peer that is far off computes something else."""
+    if peer == "flash_attn" and not peers.is_importable(peer):
+        pytest.skip("flash_attn is not installed")
+    if peer == "PyTorch":
+        pytest.importorskip("torch.nn.attention.varlen")
     batch = build(case, DEVICE)
     results = list(results_of_all_kernels(batch))
-    theirs, expected = replicated(batch, peer()), oracle.reference(batch)
+    theirs, expected = replicated(batch, PEERS[peer]()), oracle.reference(batch)
     for name in Results._fields:
         if name == "lse":
             continue
-        reference, peers = getattr(expected, name), getattr(theirs, name)
-        relative = (peers.double() - reference).norm() / reference.norm()
+        reference, of_peer = getattr(expected, name), getattr(theirs, name)
+        relative = (of_peer.double() - reference).norm() / reference.norm()
         assert relative < 3 * oracle.FROBENIUS_BOUND[batch.q.dtype], f"the peer's {name} is off by {relative:.3g}"
         for ours in results:
-            problems = oracle.violations(name, getattr(ours, name), peers, reference, batch.q.dtype)
+            problems = oracle.violations(name, getattr(ours, name), of_peer, reference, batch.q.dtype)
             assert not problems, "; ".join(problems)

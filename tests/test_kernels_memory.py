@@ -13,7 +13,7 @@ import pytest
 import torch
 from groups import Batch, Group, Results, build_groups, pack, run
 from launches import CONFIGURATIONS, DEVICE, GPU_MARKS, configurations, kernels, poison_free_memory  # noqa: F401
-from test_kernels_properties import MIXED, SMALL, Options, both_masks, needs_gpu, split_owner_batch
+from test_kernels_properties import MIXED, SMALL, Options, both_masks, check_both_modes, needs_gpu, split_owner_batch
 from torch import Tensor
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
@@ -21,13 +21,6 @@ SANITIZE = Path(__file__).with_name("sanitize.py")
 NAN = float("nan")
 
 INPUTS = ("q", "k_context", "v_context", "k_decoded", "v_decoded", "dout")
-
-
-def check_both_modes(batch: Batch) -> tuple[Results, Results]:
-    poison_free_memory()
-    results = run(batch), run(batch, deterministic=True)
-    oracle.check(batch, *results)
-    return results
 
 
 def unowned(batch: Batch) -> dict[str, Tensor]:
@@ -231,7 +224,7 @@ def test_tensors_past_2_31_elements(names: tuple[str, ...], deterministic: bool)
 @needs_gpu
 def test_hostile_offsets_neither_crash_nor_hang() -> None:
     """In another process, because an access outside a tensor would spoil this one. sanitize.py looks closer."""
-    command = [sys.executable, str(SANITIZE), "--run", "hostile", "--head-dim", "64", "--head-dim", "256"]
+    command = [sys.executable, str(SANITIZE), "hostile", "--head-dim", "64", "--head-dim", "256"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]

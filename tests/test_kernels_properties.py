@@ -10,7 +10,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from groups import Batch, Group, assemble, build_groups, one_large_advantage, pack, run
+from groups import Batch, Group, Results, assemble, build_groups, one_large_advantage, pack, run
 from launches import (
     CHOICE,
     CONFIGURATIONS,
@@ -46,11 +46,13 @@ def rows(begin: int, length: int) -> slice:
     return slice(begin, begin + length)
 
 
-def check_both_modes(batch: Batch) -> None:
+def check_both_modes(batch: Batch) -> tuple[Results, Results]:
     poison_free_memory()
     with kernels_ran(*(("forward", "backward") if batch.pairs else ())):
         default = run(batch)
-    oracle.check(batch, default, run(batch, deterministic=True))
+    results = default, run(batch, deterministic=True)
+    oracle.check(batch, *results)
+    return results
 
 
 @both_masks

@@ -1,21 +1,25 @@
-"""The mutants of mutants.txt fit the sources, and the tests that need no GPU catch theirs."""
+"""The mutants of mutants.txt fit the sources, and the tests catch theirs.
+
+Quick are one of Python and one for each file of tests that are compiled for the host; -m slow runs the others. Those of
+the kernels need a GPU and nvcc, and a build each: -m slow -k csrc/sm90 are those of a folder.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
-from mutants import COMPILED_FOR_THE_HOST, ROOT, TABLE, Mutant, Tree, read_mutants
+from mutants import COMPILED_FOR_THE_HOST, ROOT, TABLE, Mutant, Tree, has_hopper, read_mutants
 from test_geometry import COMPILER
 
 MUTANTS = read_mutants(TABLE.read_text())
-ON_ANY_MACHINE = [mutant for mutant in MUTANTS if not mutant.needs_gpu]
-# One of Python and one for each file of tests that are compiled; -m slow runs the others.
 FIRST_OF_KIND: dict[str, Mutant] = {}
-for one in ON_ANY_MACHINE:
-    FIRST_OF_KIND.setdefault(one.tests if one.tests in COMPILED_FOR_THE_HOST else "Python", one)
-QUICK = FIRST_OF_KIND.values()
+for one in MUTANTS:
+    if not one.needs_gpu:
+        FIRST_OF_KIND.setdefault(one.tests if one.tests in COMPILED_FOR_THE_HOST else "Python", one)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -30,25 +34,40 @@ def test_mutant_fits_sources_and_tests(mutant: Mutant, tmp_path: Path) -> None:
             assert family in mutant.select or "64-64" in mutant.select
 
 
+def marks(mutant: Mutant) -> list[pytest.MarkDecorator]:
+    slow = [] if mutant in FIRST_OF_KIND.values() else [pytest.mark.slow]
+    return [*slow, pytest.mark.gpu] if mutant.needs_gpu else slow
+
+
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    return Tree(tmp_path_factory.mktemp("mutants"))
+def trees(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Tree]:
+    """Of a head dim the tree that is built for it."""
+    return cache(lambda head_dim: Tree(tmp_path_factory.mktemp("mutants"), DUALKV_HEAD_DIMS=str(head_dim)))
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow, id=one.name) for one in ON_ANY_MACHINE],
-)
-def test_tests_catch_their_mutants(mutant: Mutant, tree: Tree) -> None:
+@cache
+def unchanged(tree: Tree, tests: str, select: str) -> str:
+    """What the tests say of the kernels as they are."""
+    tree.build()
+    return tree.test(tests, select)
+
+
+@pytest.mark.parametrize("mutant", [pytest.param(m, marks=marks(m), id=f"{m.file}: {m.name}") for m in MUTANTS])
+def test_tests_catch_their_mutants(mutant: Mutant, trees: Callable[[int], Tree]) -> None:
     if COMPILER is None and mutant.tests in COMPILED_FOR_THE_HOST:
         pytest.skip("no C++ compiler")
+    if "sm90" in mutant.select and not has_hopper():
+        pytest.skip("needs a GPU of compute capability 9.x")
+    tree = trees(mutant.head_dim)
+    if mutant.needs_gpu:
+        assert unchanged(tree, mutant.tests, mutant.select) == "passed", tree.output
     assert tree.verdict(mutant) == "caught"
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-def test_a_mutant_that_changes_nothing_survives(tree: Tree) -> None:
+def test_a_mutant_that_changes_nothing_survives(trees: Callable[[int], Tree]) -> None:
     harmless = Mutant("harmless", "csrc/core/kv_regions.h", "tests/test_geometry.py", "border", "#pragma", "#pragma ")
-    assert tree.verdict(harmless) == "SURVIVED"
+    assert trees(harmless.head_dim).verdict(harmless) == "SURVIVED"
 
 
 def test_a_text_that_does_not_stand_once_is_an_error(tmp_path: Path) -> None:

@@ -368,3 +368,8 @@ def test_no_sources_for_the_chosen_head_dims_is_an_error(tmp_path):
     root = source_tree(tmp_path, ["instances/sm80_forward_d64_fp16.cu"])
     with pytest.raises(BuildError, match="no kernel sources .* head dims 128"):
         extension.compile_steps(root, CudaBuild(torch_build(), NVCC13, ("80",), (128,)))
+
+
+def test_what_a_script_wrote_is_what_it_would_write_now():
+    result = run_python(ROOT, "tools/generate_wgmma.py")
+    assert (ROOT / "csrc/ptx/wgmma.h").read_text() == result.stdout

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from calls import Operators
 from launches import profiled
 from samples import check_way_back, nested
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attn_dualkv import (
-    pack_jagged,
-    pack_padded,
-    pack_shared_prompts,
-    unpack_logprobs,
-    unpack_to_jagged,
-)
+from flash_attn_dualkv import pack_jagged, pack_padded, pack_shared_prompts, unpack_logprobs, unpack_to_jagged
 from flash_attn_dualkv.data.samples import selected
-
-
-class Counter(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        self.calls[name] = self.calls.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
 
 
 def large_batch(samples: int, device: str = "cpu", length: int = 20) -> tuple[list[Tensor], list[Tensor]]:
@@ -65,12 +47,12 @@ def test_no_synchronisation_for_each_sample(form: str) -> None:
     counts = []
     for samples in (8, 64):
         call = form_of(form, *large_batch(samples))
-        with Counter() as counter:
+        with Operators() as operators:
             call()
-        counts.append(counter.calls)
+        counts.append(Counter(operators.names))
     assert counts[0] == counts[1]
-    assert counts[0].get("aten::_local_scalar_dense", 0) <= (0 if form == "lists" else 3)
-    assert counts[0].get("aten::_to_copy", 0) <= 2
+    assert counts[0]["aten::_local_scalar_dense"] <= (0 if form == "lists" else 3)
+    assert counts[0]["aten::_to_copy"] <= 2
 
 
 def test_selection_of_a_known_number() -> None:

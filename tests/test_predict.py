@@ -277,11 +277,8 @@ def test_hostile_command_lines(command: Any, arguments: str, message: str, capsy
 
 
 def test_the_documented_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    pages = [
-        predict.__doc__ or "",
-        *(path.read_text("utf-8") for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))),
-    ]
-    commands = re.findall(r"^ *python -m flash_attn_dualkv\.predict (.*)$", "\n".join(pages), re.M)
+    pages = [path.read_text("utf-8") for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))]
+    commands = re.findall(r"python -m flash_attn_dualkv\.predict ([^`\n]*)", "\n".join([predict.__doc__ or "", *pages]))
     assert len(commands) >= 3
     for command in commands:
         assert predict.main(command.split()) == 0

@@ -114,29 +114,8 @@ def test_inputs_are_not_changed() -> None:
     assert all(one.equal(copy) for one, copy in zip(batch.inputs, before))
 
 
-def tables_of(batch: Batch, order: list[int]) -> tuple[Tensor, Tensor]:
-    """The tables of a batch with one group, its segments in another order."""
-    segments, groups = tables.build_segment_tables(
-        batch.cu_seqlens_q, batch.cu_seqlens_k_decoded, None, None, batch.k_context.shape[0]
-    )
-    return segments[order], groups
-
-
-def test_order_of_the_table_is_free() -> None:
-    sequences = ((3, 3), (5, 5), (9, 0), (2, 4))
-    batch = build_groups([Group(9, sequences)], head_dim=16, heads=(4, 2), dtype=torch.float64)
-    results = []
-    for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
-        tables = tables_of(batch, order)
-        out, lse = reference.forward(*batch.inputs, *tables, 0.25, True)
-        grads = reference.backward(batch.dout, None, *batch.inputs, out, lse, *tables, 0.25, True)
-        results.append((out, lse, *grads))
-    for one, other in zip(*results):
-        torch.testing.assert_close(one, other, **FLOAT64)
-
-
-def test_responses_packed_before_their_prompts() -> None:
-    """Two groups whose prompts come last in q: a table that no cumulative lengths give."""
+def test_tables_that_no_cumulative_lengths_give() -> None:
+    """Of two groups, whose prompts come last in q; their segments come in another order."""
     contexts, decoded = (4, 6), (3, 5)
     batch = build_groups(
         [Group(4, ((3, 3), (4, 0))), Group(6, ((5, 5), (6, 0)))], head_dim=16, heads=(4, 2), dtype=torch.float64
@@ -154,9 +133,12 @@ def test_responses_packed_before_their_prompts() -> None:
     blocks = torch.arange(sum(lengths)).split(lengths)
     order = torch.cat([blocks[0], blocks[2], blocks[1], blocks[3]])
     segments[:, 0] = torch.tensor([0, 8, 3, 12])
-    out, lse = reference.forward(batch.q[order], *batch.inputs[1:], segments, groups, 0.25, True)
-    torch.testing.assert_close(out, expected.out[order], **FLOAT64)
-    torch.testing.assert_close(lse, expected.lse[:, order], **FLOAT64)
+    inputs, tables_ = (batch.q[order], *batch.inputs[1:]), (segments[[1, 0, 3, 2]], groups)
+    out, lse = reference.forward(*inputs, *tables_, 0.25, True)
+    gradients = reference.backward(batch.dout[order], None, *inputs, out, lse, *tables_, 0.25, True)
+    wanted = (expected.out[order], expected.lse[:, order], expected.dq[order], *expected[3:])
+    for one, other in zip((out, lse, *gradients), wanted, strict=True):
+        torch.testing.assert_close(one, other, **FLOAT64)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -31,3 +31,13 @@ def test_no_arrival_of_one_lane_is_left_for_racecheck(tmp_path: Path) -> None:
 )
 def test_verdicts(text: str, returncode: int, verdict: str) -> None:
     assert sanitize.judge(text, returncode) == verdict
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", sanitize.TOOLS)
+def test_the_tools_find_nothing(tool: str, tmp_path: Path) -> None:
+    sanitizer = sanitize.find_sanitizer()
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is neither in PATH nor in CUDA_HOME/bin; it comes with the CUDA toolkit")
+    assert sanitize.run_tool(tool, sanitizer, tmp_path) == "clean"

@@ -10,12 +10,7 @@ import torch
 from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of, run, segment_rows, small
 from torch import Tensor
 
-from flash_attn_dualkv import (
-    SharedPromptLayout,
-    packed_ops,
-    reference,
-    shared_prompt_attention,
-)
+from flash_attn_dualkv import SharedPromptLayout, packed_ops, reference, shared_prompt_attention
 
 ALL_GROUPS = pytest.mark.parametrize("name", list(GROUPS))
 

@@ -8,18 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tiny_models import (
-    VOCABULARY,
-    Samples,
-    dualkv,
-    gradients,
-    padded_logps,
-    replicated_logps,
-    stock_twin,
-    tiny_model,
-)
+from tiny_models import VOCABULARY, Samples, dualkv, gradients, padded_logps, stock_twin, tiny_model
 
-from flash_attn_dualkv import SharedPromptUnsupportedError
 from flash_attn_dualkv.integrations import lm_head
 
 pytestmark = pytest.mark.gpu
@@ -92,49 +82,6 @@ def test_no_less_accurate_than_replicated_prompts(name, chunks, monkeypatch):
     assert all(torch.cosine_similarity(whole, other, dim=0) > 0.999 for other in others)
 
 
-def test_ratios():
-    """1 to the last bit in the same packing; elsewhere as close to 1 as dense batches of different composition."""
-    model = tiny_model("qwen3", dtype=torch.bfloat16, **_SHAPE, head_dim=128).cuda()
-    stock = stock_twin(model)
-    everything = list(range(len(SAMPLES)))
-    with torch.no_grad():
-        old, _ = dualkv.shared_prompt_forward(model, SAMPLES.pack(device="cuda"))
-        parts: dict[int, torch.Tensor] = {}
-        for indices in (everything[::2], everything[1::2]):
-            samples = SAMPLES.take(indices)
-            logps, _ = dualkv.shared_prompt_forward(model, samples.pack(device="cuda"))
-            parts |= dict(zip(indices, samples.split(logps)))
-        alone, _ = replicated_logps(stock, SAMPLES)
-        batched, _ = padded_logps(stock, SAMPLES)
-        exact, _ = replicated_logps(stock_twin(model).float(), SAMPLES)
-    new, _ = dualkv.shared_prompt_forward(model, SAMPLES.pack(device="cuda"))
-    assert torch.equal((new - old).exp(), torch.ones_like(old))
-
-    def deviation(one: torch.Tensor, other: torch.Tensor) -> float:
-        return ((one - other).exp() - 1).abs().max().item()
-
-    # By its own means: between batches of different composition, and from exact arithmetic.
-    dense = max(deviation(batched, alone), deviation(alone, exact))
-    assert deviation(torch.cat([parts[i] for i in everything]), old) <= dense
-    # Two roundings of the same numbers, each as far from exact as the other.
-    assert deviation(old, alone) <= 2 * dense
-
-
-def test_windows_and_softcaps_are_refused_by_the_kernels(restored_registry):
-    """Unless the reference is asked for, which has them and runs on the GPU too."""
-    for name in ("mistral", "gemma2"):
-        model = tiny_model(name, dtype=torch.float32).cuda()
-        bfloat16 = tiny_model(name, dtype=torch.bfloat16).cuda()
-        with pytest.raises(SharedPromptUnsupportedError, match="sliding_window|softcap"):
-            dualkv.shared_prompt_forward(bfloat16, SAMPLES.pack(device="cuda"))
-        dualkv.register("slow_but_exact", backend="reference")
-        model.set_attn_implementation("slow_but_exact")
-        with torch.no_grad():
-            got, _ = dualkv.shared_prompt_forward(model, SAMPLES.pack(device="cuda"))
-            expected, _ = replicated_logps(stock_twin(model), SAMPLES)
-        assert (got - expected).abs().max() < 1e-4
-
-
 def test_layers_neither_synchronise_nor_copy():
     """What the host waits for does not grow with the number of layers: the layout is on the device already."""
     batch = SAMPLES.pack(device="cuda")
@@ -152,28 +99,6 @@ def test_layers_neither_synchronise_nor_copy():
             torch.cuda.set_sync_debug_mode("default")
         counts.append(sum("synchronizing" in str(one.message) for one in caught))
     assert counts[0] == counts[1]
-
-
-def test_memory_of_the_head_does_not_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch):
-    """A vocabulary as large as real ones: the logits of all rows would take 1.5 GB in float32 alone."""
-    from flash_attn_dualkv.integrations import lm_head
-
-    vocabulary, tokens = 150_000, 2560
-    monkeypatch.setattr(lm_head, "LOGIT_ELEMENTS", 256 * vocabulary)
-    model = tiny_model("llama", dtype=torch.bfloat16, vocab_size=vocabulary, **_SHAPE, head_dim=64).cuda()
-    samples = Samples.random([(64, [tokens // 4] * 4)])
-    batch = samples.pack(device="cuda")
-    gradient_bytes = 2 * sum(one.numel() for one in model.parameters())
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    logps, entropy = dualkv.shared_prompt_forward(model, batch, with_entropy=True)
-    (logps.mean() + entropy.mean()).backward()
-    peak = torch.cuda.max_memory_allocated() - before
-    chunk = 256 * vocabulary * 4
-    # Gradients (twice while parts are added), some float32 copies of a chunk, and activations of a tiny backbone.
-    assert peak < 2 * gradient_bytes + 8 * chunk + 200 * 2**20
-    assert peak < tokens * vocabulary * 4 + gradient_bytes
 
 
 @pytest.mark.slow

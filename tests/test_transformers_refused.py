@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from test_transformers_sweep import any_model
 from tiny_models import (
     MIXED,
     TOLERANCES,
@@ -89,6 +90,8 @@ def test_a_model_that_drops_the_layout():
 def test_a_model_on_stock_attention_does_not_take_a_layout():
     """Unknown arguments are swallowed there: without an error there would be numbers, and wrong ones."""
     model = tiny_model("llama", attention="sdpa")
+    with pytest.raises(SharedPromptError, match=r"model: expected a registered or wrapped attention.*'sdpa'"):
+        dualkv.shared_prompt_forward(model, BATCH)
     with pytest.raises(SharedPromptLayoutError, match="a registered or wrapped attention in every layer"):
         model(**inputs(shared_prompt_layout=BATCH.layout))
     eager = tiny_model("llama", attention="eager")  # which lies in the model's own file
@@ -97,14 +100,20 @@ def test_a_model_on_stock_attention_does_not_take_a_layout():
         eager(**inputs(shared_prompt_layout=BATCH.layout))
 
 
-def test_another_layout_than_the_expected_one():
-    model = tiny_model("llama")
-    other = MIXED.take([0, 1]).pack()
-    with (
-        pytest.raises(SharedPromptLayoutError, match="the layout of the enclosing expect_shared_prompt"),
-        dualkv.expect_shared_prompt(BATCH.layout, 2),
-    ):
-        model(**inputs(other, shared_prompt_layout=other.layout))
+EQUALLY_LONG = [Samples.random([(3, lengths)]).pack() for lengths in ([5, 3, 1], [3, 5, 1])]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "layers", "message"),
+    [
+        (MIXED.take([0, 1]).pack(), BATCH, 2, "the layout of the enclosing expect_shared_prompt"),
+        (*EQUALLY_LONG, 2, "the layout of the enclosing expect_shared_prompt"),
+        (BATCH, BATCH, 1, "consumed by 1 attention layers, got 2$"),
+    ],
+)
+def test_another_forward_than_the_expected_one(given, expected, layers, message):
+    with pytest.raises(SharedPromptLayoutError, match=message), dualkv.expect_shared_prompt(expected.layout, layers):
+        tiny_model("llama")(**inputs(given, shared_prompt_layout=given.layout))
 
 
 def test_expectations_end_with_their_block():
@@ -130,16 +139,6 @@ def test_a_layer_that_runs_twice_counts_once():
     attention = model.model.layers[0].self_attn
     with pytest.raises(SharedPromptLayoutError, match=LOST + "1"), dualkv.expect_shared_prompt(BATCH.layout, 2):
         _ = [guard.consume(attention, BATCH.layout) for _ in range(2)]
-
-
-def test_a_layout_of_the_same_size_is_another_one():
-    """Three responses in another order have the same tokens and the same longest one."""
-    first, second = (Samples.random([(3, lengths)]).pack() for lengths in ([5, 3, 1], [3, 5, 1]))
-    with (
-        pytest.raises(SharedPromptLayoutError, match="the layout of the enclosing expect_shared_prompt"),
-        dualkv.expect_shared_prompt(first.layout, 2),
-    ):
-        tiny_model("llama")(**inputs(second, shared_prompt_layout=second.layout))
 
 
 class Interruption(BaseException):
@@ -204,14 +203,6 @@ def test_the_hook_of_a_copy_looks_at_the_copy():
     model(**inputs(shared_prompt_layout=BATCH.layout))
 
 
-def test_more_layers_than_expected():
-    with (
-        pytest.raises(SharedPromptLayoutError, match="consumed by 1 attention layers, got 2$"),
-        dualkv.expect_shared_prompt(BATCH.layout, 1),
-    ):
-        tiny_model("llama")(**inputs(shared_prompt_layout=BATCH.layout))
-
-
 @pytest.mark.parametrize("layers", [0, -1])
 def test_layers_are_counted_from_one(layers):
     with pytest.raises(ValueError, match="num_layers: expected"), dualkv.expect_shared_prompt(BATCH.layout, layers):
@@ -264,14 +255,18 @@ def test_bidirectional_masks_are_refused():
         model(**inputs(shared_prompt_layout=BATCH.layout))
 
 
-def test_inexact_models_are_refused_before_they_run():
-    config = transformers.AutoConfig.for_model(
-        "lfm2", hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=97, full_attn_idxs=[0], pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dualkv")
+@pytest.mark.parametrize(
+    ("model_type", "options", "message"),
+    [
+        ("lfm2", dict(full_attn_idxs=[0]), "conv"),
+        ("roberta", {}, "positions that begin at 0|a forward that takes .*logits_to_keep"),
+        ("bart", {}, "a backbone whose forward takes position_ids|a forward that takes"),  # it counts rows by itself
+    ],
+)
+def test_inexact_models_are_refused_before_they_run(model_type, options, message):
+    model = any_model(model_type, **options)
     for function in (dualkv.install_layout_hook, lambda one: dualkv.shared_prompt_forward(one, BATCH)):
-        with pytest.raises(SharedPromptError, match="conv"):
+        with pytest.raises(SharedPromptError, match=message):
             function(model)
 
 
@@ -280,33 +275,6 @@ def test_modules_that_mix_tokens_are_refused_whatever_the_configuration_says():
     model.model.layers[0].mlp.extra = torch.nn.Conv1d(32, 32, 4)
     with pytest.raises(SharedPromptError, match=r"layers\.0\.mlp\.extra: expected a module that does not mix tokens"):
         dualkv.shared_prompt_forward(model, BATCH)
-
-
-def test_positions_that_do_not_begin_at_zero_are_refused():
-    config = transformers.AutoConfig.for_model(
-        "roberta", hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=97,
-        is_decoder=True,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    model.config._attn_implementation = "dualkv"
-    with pytest.raises(SharedPromptError, match="positions that begin at 0"):
-        dualkv.install_layout_hook(model)
-    # 4.57's forward takes no logits_to_keep either, which is looked at first.
-    message = "positions that begin at 0" if VERSION >= (5, 0) else "logits_to_keep"
-    with pytest.raises(SharedPromptError, match=message):
-        dualkv.shared_prompt_forward(model, BATCH)
-
-
-def test_positions_that_the_model_counts_itself_are_refused():
-    """BART's decoder takes no position_ids: its positions are those of the packed row."""
-    config = transformers.BartConfig(
-        d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=97,
-        encoder_attention_heads=2, decoder_attention_heads=2, is_decoder=True, is_encoder_decoder=False, dropout=0.0,
-    )  # fmt: skip
-    model = transformers.BartForCausalLM._from_config(config, attn_implementation="dualkv").eval()
-    for function in (dualkv.install_layout_hook, lambda one: dualkv.shared_prompt_forward(one, BATCH)):
-        with pytest.raises(SharedPromptError, match="a backbone whose forward takes position_ids|a forward that takes"):
-            function(model)
 
 
 def test_a_temperature_of_rows_is_refused():
@@ -347,16 +315,13 @@ def test_dropout_is_refused_in_training(name, options, message):
     model = tiny_model(name, **options).train()
     with pytest.raises(SharedPromptError, match=message):
         dualkv.shared_prompt_forward(model, BATCH)
+    if "attention_dropout" in options:
+        with pytest.raises(SharedPromptError, match="dropout of attention"):
+            model(**inputs(shared_prompt_layout=BATCH.layout))
     dualkv.install_layout_hook(model)
     with pytest.raises(SharedPromptError, match=message):
         model(**inputs(shared_prompt_layout=BATCH.layout))
     dualkv.shared_prompt_forward(model.eval(), BATCH)
-
-
-def test_dropout_of_attention_is_refused_without_the_hook_too():
-    model = tiny_model("llama", attention_dropout=0.1).train()
-    with pytest.raises(SharedPromptError, match="dropout of attention"):
-        model(**inputs(shared_prompt_layout=BATCH.layout))
 
 
 def test_only_causal_lms_are_scored():
@@ -401,14 +366,6 @@ def test_the_layout_is_that_of_the_row():
     other = Samples([[5, 6]], [[7]]).pack()
     with pytest.raises(SharedPromptError, match="input_ids: expected 1 row of 3 tokens"):
         model(**inputs(shared_prompt_layout=other.layout))
-
-
-def test_padding_of_the_row_changes_nothing():
-    model = tiny_model("llama")
-    with torch.no_grad():
-        padded, _ = dualkv.shared_prompt_forward(model, MIXED.pack(pad_to_multiple_of=64))
-        expected, _ = dualkv.shared_prompt_forward(model, BATCH)
-    check_equal(padded, expected, 1e-12)
 
 
 @pytest.mark.parametrize(

@@ -110,17 +110,6 @@ def test_saved_and_loaded(tmp_path):
     assert torch.equal(got, expected)
 
 
-def test_stock_model_switched_over():
-    model = tiny_model("qwen3", attention="sdpa")
-    with pytest.raises(SharedPromptError, match=r"model: expected a registered or wrapped attention.*'sdpa'"):
-        dualkv.shared_prompt_forward(model, MIXED.pack())
-    model.set_attn_implementation("dualkv")
-    with torch.no_grad():
-        got, _ = dualkv.shared_prompt_forward(model, MIXED.pack())
-        expected, _ = replicated_logps(stock_twin(model), MIXED)
-    check_equal(got, expected, TOLERANCES[torch.float64].value)
-
-
 # --- wrapped names ----------------------------------------------------------------------------------------------------
 
 

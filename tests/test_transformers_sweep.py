@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import (
-    _COMMON,
-    Samples,
-    check_equal,
-    dualkv,
-    replicated_logps,
-    stock_twin,
-    transformers,
-)
+from tiny_models import _COMMON, Samples, check_equal, dualkv, replicated_logps, stock_twin, transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from flash_attn_dualkv import SharedPromptError
@@ -32,11 +24,11 @@ OPTIONS = dict(
 SAMPLES = Samples.random([(40, [12, 3]), (9, [5, 9, 0]), (2, [7])]).take([0, 2, 1, 5, 3, 4])
 
 
-def tiny(model_type: str):
+def any_model(model_type: str, **options):
     """A model, or a skip: some configurations want to be told more."""
 
     def make():
-        config = transformers.AutoConfig.for_model(model_type, **OPTIONS)
+        config = transformers.AutoConfig.for_model(model_type, **OPTIONS, **options)
         return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dualkv")
 
     try:
@@ -53,7 +45,7 @@ def tiny(model_type: str):
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_exact_or_refused(model_type):
-    model = tiny(model_type)
+    model = any_model(model_type)
     for dtype in (torch.float64, torch.float32):  # experts are multiplied by kernels that have no float64
         model = model.to(dtype)
         own: Exception | None = None

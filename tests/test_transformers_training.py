@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
 import pytest
@@ -174,21 +173,3 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], r
 def test_wrapped_models_on_gpus(on_gpus, wrapper):
     """The same with a GPU for each rank, bfloat16 and NCCL, against one GPU that has all samples."""
     ranks.check(ranks.GPUS, on_gpus, wrapper, Tolerance(0.05, 0.1) if "mixed" in wrapper else Tolerance(0.02, 0.02))
-
-
-def test_layouts_that_a_wrapper_rebuilds():
-    """FSDP1 replaces dataclasses among the arguments: the layout stays the same one to the guard."""
-    model = tiny_model("llama")
-    batch = MIXED.pack()
-    for layer in model.model.layers:
-        layer.register_forward_pre_hook(
-            lambda module, args, kwargs: (
-                args,
-                {**kwargs, "shared_prompt_layout": dataclasses.replace(kwargs["shared_prompt_layout"])},
-            ),
-            with_kwargs=True,
-        )
-    with torch.no_grad():
-        got, _ = dualkv.shared_prompt_forward(model, batch)
-        expected, _ = dualkv.shared_prompt_forward(tiny_model("llama"), batch)
-    assert torch.equal(got, expected)

@@ -27,20 +27,10 @@ dualkv.register()
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 VOCABULARY = 97
 _COMMON = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=2048,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-    attention_dropout=0.0,
-    initializer_range=0.06,
-    tie_word_embeddings=False,
-)
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    attention_dropout=0.0, initializer_range=0.06, tie_word_embeddings=False,
+)  # fmt: skip
 _WINDOW = 5
 _MIXED = ["sliding_attention", "full_attention"]
 
@@ -66,10 +56,7 @@ FAMILIES = {
     "gemma": Family(dict(head_dim=16)),
     "gemma2": Family(
         dict(
-            head_dim=16,
-            sliding_window=_WINDOW,
-            query_pre_attn_scalar=16,
-            attn_logit_softcapping=1.5,
+            head_dim=16, sliding_window=_WINDOW, query_pre_attn_scalar=16, attn_logit_softcapping=1.5,
             final_logit_softcapping=0.5,
         ),
         stock="eager",
@@ -105,17 +92,8 @@ FAMILIES = {
     ),
     "deepseek_v3": Family(
         dict(
-            num_key_value_heads=4,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=12,
-            v_head_dim=16,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=2,
-            topk_group=1,
-            moe_intermediate_size=16,
+            num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=12,
+            v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=16,
             first_k_dense_replace=1,
         ),
         torch.float32,

@@ -1,6 +1,6 @@
 """Writes csrc/ptx/wgmma.h: inline PTX needs one statement per accumulator size, spelled operand by operand.
 
-    python tools/generate_wgmma.py > csrc/ptx/wgmma.h
+python tools/generate_wgmma.py > csrc/ptx/wgmma.h
 """
 
 from __future__ import annotations

@@ -113,9 +113,7 @@ def inspect_nvcc(path: Path) -> Nvcc | None:
 
 
 def find_nvcc(
-    cuda: str | None,
-    candidates: Iterable[Path] | None = None,
-    inspect: Callable[[Path], Nvcc | None] = inspect_nvcc,
+    cuda: str | None, candidates: Iterable[Path] | None = None, inspect: Callable[[Path], Nvcc | None] = inspect_nvcc
 ) -> Nvcc | None:
     """The first nvcc with the major version of `cuda` (any if None), such as "13.0"; None if there is no nvcc at all.
 
