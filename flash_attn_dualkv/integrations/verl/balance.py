@@ -23,43 +23,51 @@ def partitions(prompts: Sequence[int], responses: Sequence[int], uids: Sequence[
     return balance_groups(list(prompts), list(responses), ids, ranks, token_cost=TOKEN_COST)
 
 
+def _is_on(trainer: Any) -> bool:
+    return Options.of(trainer.config.actor_rollout_ref.model.get("override_config") or {}).enabled
+
+
 def _balance_v1(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def _balance_batch(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def _balance_batch(
+        self: Any, batch: Any, metrics: dict[str, Any], logging_prefix: str = "global_seqlen", *args: Any, **kwargs: Any
+    ) -> Any:
         from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-        batch = stock(self, batch, metrics, *args, **kwargs)
-        if not Options.of({}).enabled or len(set(map(_uid, batch.keys))) == len(batch.keys):
+        # Fills up the batch, and asks the workers how many ranks there are.
+        batch = stock(self, batch, metrics, logging_prefix, *args, **kwargs)
+        uids = [key.rsplit("_", 2)[0] for key in batch.keys]  # of {uid}_{session}_{index}
+        if not _is_on(self) or len(set(uids)) == len(uids):
             return batch
         prompts, totals = ([int(tag[name]) for tag in batch.tags] for name in ("prompt_len", "seq_len"))
         ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-        chosen = partitions(prompts, list(map(int.__sub__, totals, prompts)), list(map(_uid, batch.keys)), ranks)
-        metrics.update(log_seqlen_unbalance(seqlen_list=totals, partitions=chosen, prefix="global_seqlen"))
+        chosen = partitions(prompts, list(map(int.__sub__, totals, prompts)), uids, ranks)
+        metrics.update(log_seqlen_unbalance(seqlen_list=totals, partitions=chosen, prefix=logging_prefix))
         batch.reorder([index for part in chosen for index in part])
         return batch
 
     return _balance_batch
 
 
-def _uid(key: str) -> str:
-    """Of a key {uid}_{session}_{index}."""
-    return key.rsplit("_", 2)[0]
-
-
 def _balance_v0(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def _balance_batch(self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def _balance_batch(
+        self: Any,
+        batch: Any,
+        metrics: dict[str, Any],
+        logging_prefix: str = "global_seqlen",
+        keep_minibatch: bool = False,
+    ) -> None:
         import torch
         from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-        keeps_minibatch = kwargs.get("keep_minibatch", args[1] if len(args) > 1 else False)
-        stock(self, batch, metrics, *args, **kwargs)
+        stock(self, batch, metrics, logging_prefix, keep_minibatch)
         uids = list(batch.non_tensor_batch.get("uid", ()))
-        if not Options.of({}).enabled or keeps_minibatch or len(set(uids)) == len(uids):
+        if not _is_on(self) or keep_minibatch or len(set(uids)) == len(uids):
             return
         mask, columns = batch.batch["attention_mask"], batch.batch["prompts"].shape[1]
         prompts, responses = mask[:, :columns].sum(1).tolist(), mask[:, columns:].sum(1).tolist()
         chosen = partitions(prompts, responses, uids, self._get_dp_size(self.actor_rollout_wg, "actor"))
         totals = list(map(int.__add__, prompts, responses))
-        metrics.update(log_seqlen_unbalance(seqlen_list=totals, partitions=chosen, prefix="global_seqlen"))
+        metrics.update(log_seqlen_unbalance(seqlen_list=totals, partitions=chosen, prefix=logging_prefix))
         batch.reorder(torch.tensor([index for part in chosen for index in part]))
 
     return _balance_batch

@@ -38,11 +38,20 @@ _running: ContextVar[_SharedPrompts | None] = ContextVar("dualkv_verl_engine", d
 class _SharedPrompts:
     """What both engines add to verl's; mixed in front of one."""
 
+    # verl's
+    model_config: Any
+    use_ulysses_sp: bool
+    ulysses_sequence_parallel_size: int
+    pad_to_length: bool
+    pad_to_length_bucket: int
+
+    budget: int | None = None  # of tokens, for the micro-batches of the call that runs
+
     def _build_module(self) -> Any:
         module = super()._build_module()  # type: ignore[misc]
         self.options = Options.of(self.model_config.override_config)
         self.plan: Plan | None = None
-        self.order: list[int] | None = None
+        self.order: list[int] = []
         self.verifiers = {kind: Verifier(self.options.verify_first_steps) for kind in ("train", "infer")}
         self.stock_module = module
         self.refusal = self._attach(module) if self.options.enabled else "switched off"
@@ -93,7 +102,7 @@ class _SharedPrompts:
 
     def _run(self, data: TensorDict, loss_function: Any, forward_only: bool, shares: bool) -> Any:
         self.statistics.begin()
-        self.order = None
+        self.order = []
         token = _running.set(self if shares else None)
         begin = time.perf_counter()
         try:
@@ -101,7 +110,7 @@ class _SharedPrompts:
         finally:
             _running.reset(token)
         get_torch_device().synchronize()
-        if self.order is not None:  # of fixed micro-batches, which verl takes for the batch's own order
+        if self.order:  # of fixed micro-batches, which verl takes for the batch's own order
             back = torch.tensor(self.order).argsort().tolist()
             for name, values in output["model_output"].items():
                 rows = values.unbind()
@@ -167,8 +176,6 @@ class _SharedPrompts:
         finally:
             self.plan = None
 
-    budget: int | None = None
-
     def micro_batches(self, data: TensorDict, dp_group: Any, stock: Callable[[], Any]) -> Any:
         """Micro-batches and their samples' indices, as verl's function gives them."""
         self.budget = None
@@ -176,15 +183,15 @@ class _SharedPrompts:
         found = grouped_micro_batches(data, dp_group, self.options, reason)
         if found is None:
             return stock()
-        self.budget, self.order = found.budget, found.order
+        self.budget, self.order = found.budget, found.order or []
         return found.micro_batches, found.indices
 
 
-class SharedPromptFSDPEngine(_SharedPrompts, FSDPEngineWithLMHead):  # type: ignore[misc]
+class SharedPromptFSDPEngine(_SharedPrompts, FSDPEngineWithLMHead):
     """verl's FSDP engine for actors and references."""
 
 
-class SharedPromptFSDPValueEngine(_SharedPrompts, FSDPEngineWithValueHead):  # type: ignore[misc]
+class SharedPromptFSDPValueEngine(_SharedPrompts, FSDPEngineWithValueHead):
     """verl's FSDP engine for critics."""
 
 

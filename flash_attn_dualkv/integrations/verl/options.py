@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -53,7 +53,7 @@ class Options:
                     expected = "one of " + ", ".join(f"{PREFIX}_{one}" for one in sorted(names))
                     raise ValueError(explain("override_config", expected, key))
                 given[name] = (f"override_config.{key}", value)
-        readers = {
+        readers: dict[str, Callable[[str, Any], Any]] = {
             "enabled": _flag,
             "min_dedup_ratio": _ratio,
             "max_responses_per_group": lambda where, value: None if value in (None, "") else _count(where, value, 1),

@@ -81,10 +81,10 @@ def _difference(shared: dict[str, Any], stock: dict[str, Any], lengths: Lengths)
 
 def _gradient_norm(engine: Any) -> float:
     """Of all parameters on all ranks; the gradients stay as they are."""
-    module = engine.module
-    if isinstance(module, Fsdp1):
+    module: Any = engine.module
+    if isinstance(engine.module, Fsdp1):
         norm = module.clip_grad_norm_(float("inf"))
-    elif isinstance(module, FSDPModule):
+    elif isinstance(engine.module, FSDPModule):
         norm = fsdp2_clip_grad_norm_(module.parameters(), max_norm=float("inf"))
     else:
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), float("inf"))

@@ -1,0 +1,653 @@
+"""verl's policy update on random weights and a random batch: its config, worker, engine, loss and dispatch.
+
+`run` starts one process a rank, all cases one after another in each, and returns what they found; `Batch` and `Model`
+say what is random. What verl's trainer does around its workers is done here: the batch is made in the form that its v1
+trainer (jagged) or v0 trainer (padded) hands to workers, balanced over ranks, and cut into their shares.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+EXTERNAL_LIB = "flash_attn_dualkv.integrations.verl"
+FIRST_TOKEN = 3  # below are padding, end and unknown
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of random weights (seed 0, bf16), with a tokenizer that nothing here calls."""
+
+    family: str = "qwen3"
+    layers: int = 2
+    hidden: int = 64
+    intermediate: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    vocabulary: int = 512
+    tied: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+
+    def save(self, folder: Path) -> None:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+        experts: dict[str, Any] = {}
+        if self.experts:
+            experts = dict(
+                num_experts=self.experts,
+                num_experts_per_tok=self.experts_per_token,
+                moe_intermediate_size=self.intermediate,
+                norm_topk_prob=True,
+            )
+        config = AutoConfig.for_model(
+            self.family,
+            num_hidden_layers=self.layers,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocabulary,
+            tie_word_embeddings=self.tied,
+            max_position_embeddings=1 << 17,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+            **experts,
+        )
+        torch.manual_seed(0)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        words = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
+        words |= {byte: FIRST_TOKEN + i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+        ).save_pretrained(folder)
+
+
+class Sample(NamedTuple):
+    uid: str
+    prompt: Tensor
+    response: Tensor
+    mask: Tensor  # of the response tokens that are trained
+    advantage: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`prompts` times `responses` samples, lengths L uniform in [shortest * L, L]; `trained`: share of their tokens."""
+
+    prompts: int = 2
+    responses: int = 4
+    prompt_tokens: int = 48
+    response_tokens: int = 24
+    shortest: float = 0.3
+    trained: float = 1.0
+    shuffled: bool = False
+    seed: int = 0
+
+    def samples(self, vocabulary: int) -> list[Sample]:
+        source = torch.Generator().manual_seed(self.seed)
+
+        def length(most: int) -> int:
+            return int(torch.randint(max(1, int(self.shortest * most)), most + 1, (), generator=source))
+
+        def tokens(count: int) -> Tensor:
+            return torch.randint(FIRST_TOKEN, vocabulary, (count,), generator=source)
+
+        found = []
+        for index in range(self.prompts):
+            prompt = tokens(length(self.prompt_tokens))
+            for _ in range(self.responses):
+                response = tokens(length(self.response_tokens))
+                mask = (torch.rand(len(response), generator=source) < self.trained).long()
+                mask[-1] = 1
+                advantage = float(torch.randn((), generator=source))
+                found.append(Sample(f"prompt{index}", prompt, response, mask, advantage))
+        if not self.shuffled:
+            return found
+        return [found[i] for i in torch.randperm(len(found), generator=source)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of verl and what it is given.
+
+    Attributes:
+        shares: whether the plug-in is on. A process that has loaded it never runs verl's own engines again.
+        micro, tokens: samples a micro-batch, or its token budget (dynamic micro-batches).
+        role: actor, ref or critic.
+        balance: of samples over ranks: "groups" as the plug-in does, "lengths" as verl's v1 trainer does, "none".
+        trainer: v1 (jagged) or v0 (padded) form of the batch.
+        overrides: of verl's config, as on its command line.
+        extra: what a test puts into the batch: "temperatures", "images", "positions".
+    """
+
+    name: str
+    shares: bool = False
+    model: Model = Model()
+    batch: Batch = Batch()
+    micro: int | None = None
+    tokens: int | None = None
+    engine: str = "fsdp2"
+    sp: int = 1
+    role: str = "actor"
+    balance: str = "lengths"
+    trainer: str = "v1"
+    attention: str = "flash_attention_2"
+    overrides: tuple[str, ...] = ()
+    extra: str | None = None
+    updates: int = 3
+    minis: int = 1  # optimizer steps an update
+    learning_rate: float = 1e-3
+    inferences: int = 1
+
+
+@dataclass
+class Found:
+    """Of one case: values by sample in the batch's order, metrics and times of the slowest rank."""
+
+    engine: str = ""
+    tokens: int = 0
+    values: list[dict[str, list[Tensor]]] = field(default_factory=list)  # before the updates and behind them
+    infer_s: list[float] = field(default_factory=list)
+    infer_gib: float = 0.0
+    infer_metrics: list[dict[str, Any]] = field(default_factory=list)
+    update_s: list[float] = field(default_factory=list)
+    update_gib: float = 0.0
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+
+
+def run(
+    cases: Sequence[Case], ranks: int, environment: dict[str, str], timeout_s: float, on_ray: bool = False
+) -> dict[str, Found]:
+    """All cases, in this order, in processes of one start; on GPUs one each. Their output goes to this process's.
+
+    `on_ray`: each case in actors of its own under verl's RayWorkerGroup, which then cuts the batch into shares.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for index, model in enumerate(dict.fromkeys(case.model for case in cases)):
+            # In a process of its own, so that its memory is freed.
+            _python(["model", str(Path(folder) / f"model{index}"), json.dumps(asdict(model))], environment, timeout_s)
+        torch.save(list(cases), Path(folder) / "cases.pt")
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+        children = []
+        for rank in range(1 if on_ray else ranks):
+            own = dict(RANK=rank, WORLD_SIZE=ranks, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, MASTER_ADDR="127.0.0.1")
+            own |= dict(MASTER_PORT=port, CUDA_VISIBLE_DEVICES=visible[rank] if visible else rank)
+            if on_ray:
+                own = dict(RIG_RANKS=ranks, RAY_USAGE_STATS_ENABLED=0, RAY_memory_monitor_refresh_ms=0)
+            own |= dict(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", VERL_LOGGING_LEVEL="WARN")
+            command = [sys.executable, __file__, "ray" if on_ray else "rank", folder]
+            children.append(subprocess.Popen(command, env={**os.environ, **_text(own), **environment}))
+        end = time.monotonic() + timeout_s
+        codes: list[int | None] = [None]
+        try:
+            # One that failed leaves the others waiting for it.
+            while None in codes and not any(codes) and time.monotonic() < end:
+                time.sleep(0.2)
+                codes = [child.poll() for child in children]
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+        path = Path(folder) / "found.pt"
+        found: dict[str, Found] = torch.load(path, weights_only=False) if path.exists() else {}
+        if any(code != 0 for code in codes):
+            raise RuntimeError(f"verl's ranks ended with {codes} behind {list(found)}")
+        return found
+
+
+def _text(values: dict[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in values.items()}
+
+
+def _python(arguments: list[str], environment: dict[str, str], timeout_s: float) -> None:
+    command = [sys.executable, __file__, *arguments]
+    subprocess.run(command, env={**os.environ, **environment}, check=True, timeout=timeout_s)
+
+
+# What follows runs in the ranks
+
+
+def configuration(case: Case, folder: str, ranks: int) -> Any:
+    """verl's own, of its ppo_trainer.yaml."""
+    import verl
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    tokens, micro = case.tokens or 16384, case.micro if case.tokens is None else "null"
+    settings = [
+        f"actor_rollout_ref.model.path={folder}",
+        f"+actor_rollout_ref.model.override_config.attn_implementation={case.attention}",
+        "actor_rollout_ref.model.use_remove_padding=True",
+        f"{actor}.strategy={case.engine}",
+        f"{actor}.fsdp_config.ulysses_sequence_parallel_size={case.sp}",
+        f"{actor}.optim.lr={case.learning_rate}",
+        f"{actor}.optim.total_training_steps={max(1, case.updates)}",
+        f"{actor}.ppo_mini_batch_size={case.batch.prompts // case.minis}",
+        f"{rollout}.n={case.batch.responses}",
+        f"trainer.n_gpus_per_node={ranks}",
+    ]
+    for prefix in (f"{actor}.ppo", f"{rollout}.log_prob", "actor_rollout_ref.ref.log_prob", "critic.ppo"):
+        where, _, name = prefix.rpartition(".")
+        flag = f"{where}.use_dynamic_bsz" if name == "ppo" else f"{prefix}_use_dynamic_bsz"
+        settings += [
+            f"{flag}={case.tokens is not None}",
+            f"{prefix}_micro_batch_size_per_gpu={micro}",
+            f"{prefix}_max_token_len_per_gpu={tokens}",
+        ]
+    if case.role == "critic":
+        settings += [
+            f"critic.strategy={case.engine}",
+            f"critic.fsdp.ulysses_sequence_parallel_size={case.sp}",
+            f"critic.model.path={folder}",
+            f"+critic.model.override_config.attn_implementation={case.attention}",
+            f"critic.optim.lr={case.learning_rate}",
+            f"critic.optim.total_training_steps={max(1, case.updates)}",
+            f"+critic.ppo_infer_max_token_len_per_gpu={tokens}",
+            "critic.model.use_remove_padding=True",
+        ]
+    if case.shares:
+        settings += [f"{one}.model.external_lib={EXTERNAL_LIB}" for one in ("actor_rollout_ref", "critic")]
+    config_folder = Path(verl.__file__).parent / "trainer" / "config"
+    with initialize_config_dir(str(config_folder), version_base=None):
+        config = compose("ppo_trainer", overrides=[*settings, *case.overrides])
+    OmegaConf.resolve(config)
+    return config
+
+
+def worker_of(case: Case, config: Any) -> tuple[Any, dict[str, str]]:
+    """verl's worker with its model, and the names of its calls."""
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker, TrainingWorkerConfig
+
+    if case.role == "critic":
+        from functools import partial
+
+        from verl.workers.utils.losses import value_loss
+
+        critic = omega_conf_to_dataclass(config.critic)
+        critic.engine.use_dynamic_bsz = case.tokens is not None
+        critic.engine.infer_max_token_len_per_gpu = critic.engine.max_token_len_per_gpu = case.tokens
+        critic.engine.infer_micro_batch_size_per_gpu = critic.engine.micro_batch_size_per_gpu = case.micro
+        worker = TrainingWorker(
+            config=TrainingWorkerConfig(
+                model_type="value_model",
+                model_config=critic.model,
+                engine_config=critic.engine,
+                optimizer_config=critic.optim,
+                checkpoint_config=critic.checkpoint,
+            )
+        )
+        worker.reset()
+        worker.set_loss_fn(partial(value_loss, config=critic))
+        return worker, {"infer": "infer_batch", "update": "train_mini_batch"}
+    worker = ActorRolloutRefWorker(config=config.actor_rollout_ref, role=case.role)
+    worker.init_model()
+    return worker, {
+        "infer": {"actor": "compute_log_prob", "ref": "compute_ref_log_prob"}[case.role],
+        "update": "update_actor",
+    }
+
+
+def balanced(case: Case, samples: list[Sample], ranks: int) -> list[int]:
+    """The order in which the samples go to the ranks, an equal number to each."""
+    if case.balance == "none" or ranks == 1:
+        return list(range(len(samples)))
+    prompts, responses = [len(one.prompt) for one in samples], [len(one.response) for one in samples]
+    if case.balance == "groups":
+        from flash_attn_dualkv.integrations.verl.balance import partitions
+
+        parts = partitions(prompts, responses, [one.uid for one in samples], ranks)
+    else:
+        from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+
+        work = calculate_workload(torch.tensor(prompts) + torch.tensor(responses))
+        parts = get_seqlen_balanced_partitions(work, k_partitions=ranks, equal_size=True)
+    return [index for part in parts for index in part]
+
+
+def worker_input(case: Case, samples: list[Sample], known: dict[str, list[Tensor]], **settings: Any) -> Any:
+    """What a worker is given; `known`: values of response tokens, by sample."""
+    from tensordict import TensorDict
+    from tensordict.tensorclass import NonTensorData, NonTensorStack
+    from verl.utils import tensordict_utils as tu
+
+    data = _padded(samples, known) if case.trainer == "v0" else _jagged(samples, known)
+    if isinstance(data, dict):
+        data["uid"] = NonTensorStack.from_list([NonTensorData(one.uid) for one in samples])
+        data = TensorDict(data, batch_size=len(samples))
+    settings["temperature"] = 1.0
+    if case.extra == "temperatures":
+        data["temperature"] = torch.linspace(0.7, 1.3, len(samples))
+        del settings["temperature"]
+    if case.extra == "images":
+        images = [NonTensorData({"grid": torch.ones(1)}) for _ in samples]
+        data["multi_modal_inputs"] = NonTensorStack.from_list(images)
+    tu.assign_non_tensor(data, **settings)
+    return data
+
+
+def _jagged(samples: list[Sample], known: dict[str, list[Tensor]]) -> dict[str, Any]:
+    lists: dict[str, list[Tensor]] = {
+        "prompts": [one.prompt for one in samples],
+        "responses": [one.response for one in samples],
+        "input_ids": [torch.cat((one.prompt, one.response)) for one in samples],
+        "position_ids": [torch.arange(len(one.prompt) + len(one.response)) for one in samples],
+        "response_mask": [one.mask for one in samples],
+        "loss_mask": [one.mask for one in samples],
+        **known,
+    }
+    return {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in lists.items()}
+
+
+def _padded(samples: list[Sample], known: dict[str, list[Tensor]]) -> Any:
+    import numpy
+    from verl import DataProto
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    def left(rows: list[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+
+    def right(rows: list[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    prompts, responses = left([one.prompt for one in samples]), right([one.response for one in samples])
+    ones = [torch.ones_like(one.prompt) for one in samples], [torch.ones_like(one.response) for one in samples]
+    mask = torch.cat((left(ones[0]), right(ones[1])), 1)
+    tensors = dict(
+        prompts=prompts,
+        responses=responses,
+        input_ids=torch.cat((prompts, responses), 1),
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+        response_mask=right([one.mask for one in samples]),
+        **{name: right(rows) for name, rows in known.items()},
+    )
+    uids = numpy.array([one.uid for one in samples], dtype=object)
+    info = {"temperature": 1.0, "global_token_num": mask.sum(1).tolist()}
+    batch = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids}, meta_info=info)
+    return left_right_2_no_padding(batch.to_tensordict())
+
+
+class Processes:
+    """The workers of --launch by `run`: one in this process, the others do the same in theirs."""
+
+    def __init__(self, case: Case, config: Any, ranks: int) -> None:
+        self.parallel, self.ranks = ranks // case.sp, ranks
+        self.position = int(os.environ["RANK"]) // case.sp
+        self.worker, self.calls = worker_of(case, config)
+
+    def engine(self) -> str:
+        return engine_name(self.worker)
+
+    def share(self, data: Any) -> Any:
+        from verl.utils import tensordict_utils as tu
+
+        return data if self.parallel == 1 else tu.chunk_tensordict(data, self.parallel)[self.position]
+
+    def every(self, mine: Any) -> list[Any]:
+        found: list[Any] = [None] * self.ranks
+        torch.distributed.all_gather_object(found, mine)
+        return found
+
+    def call(self, kind: str, data: Any) -> Any:
+        return getattr(self.worker, self.calls[kind])(data)
+
+    def memory(self) -> float:
+        """The peak since the last call, in GiB."""
+        from verl.utils.device import get_torch_device
+
+        device = get_torch_device()
+        device.synchronize()
+        peak = device.max_memory_allocated() / 2**30
+        device.reset_peak_memory_stats()
+        return peak
+
+
+class Ray:
+    """Workers that are actors of Ray; this process is verl's driver. For actors only."""
+
+    def __init__(self, case: Case, config: Any, ranks: int) -> None:
+        import ray
+        from verl.single_controller.base.decorator import Dispatch, register
+        from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+        from verl.utils.device import get_device_name
+        from verl.workers.engine_workers import ActorRolloutRefWorker
+
+        class Worker(ActorRolloutRefWorker):
+            @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+            def prepare(self) -> None:
+                join_ranks(self.rank, self.world_size)
+
+            @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+            def engine(self) -> str:
+                return engine_name(self)
+
+        pool = RayResourcePool([ranks], use_gpu=get_device_name() != "cpu", max_colocate_count=1)
+        made = RayClassWithInitArgs(ray.remote(Worker), config=config.actor_rollout_ref, role="actor")
+        self.group = RayWorkerGroup(pool, made, device_name=get_device_name())
+        self.group.prepare()
+        self.group.init_model()
+
+    def engine(self) -> str:
+        return str(self.group.engine()[0])
+
+    def share(self, data: Any) -> Any:
+        return data
+
+    def every(self, mine: Any) -> list[Any]:
+        return [mine]
+
+    def call(self, kind: str, data: Any) -> Any:
+        return {"infer": self.group.compute_log_prob, "update": self.group.update_actor}[kind](data)
+
+    def memory(self) -> float:
+        return 0.0
+
+
+def engine_name(worker: Any) -> str:
+    parts = [one for name in ("actor", "ref") if (one := getattr(worker, name, None)) is not None]
+    engine = (parts[0] if parts else worker).engine
+    return f"{type(engine).__module__}.{type(engine).__name__}"
+
+
+def join_ranks(rank: int, ranks: int) -> None:
+    """On the CPU; verl, which does it elsewhere, would ask for two backends of one device."""
+    from verl.utils.device import get_device_name
+
+    if get_device_name() == "cpu":
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
+        torch.set_num_threads(1)
+
+
+class Session:
+    """One case: its workers and its batch."""
+
+    def __init__(self, case: Case, folder: str, ranks: int, kind: type[Processes] | type[Ray]) -> None:
+        self.case = case
+        torch.manual_seed(0)  # of LoRA's weights
+        self.config = configuration(case, folder, ranks)
+        self.group = kind(case, self.config, ranks)
+        samples = case.batch.samples(case.model.vocabulary)
+        self.order = balanced(case, samples, ranks // case.sp)
+        self.samples = [samples[index] for index in self.order]
+        tokens = sum(len(one.prompt) + len(one.response) for one in samples)
+        self.found = Found(self.group.engine(), tokens)
+        self.known: dict[str, list[Tensor]] = {}
+
+    def run(self) -> Found:
+        first = self.infer()
+        scores = first["log_probs" if "log_probs" in first else "values"]
+        ones = [torch.full_like(old, one.advantage) for old, one in zip(scores, self.samples)]
+        self.known = {"old_log_probs": scores, "ref_log_prob": [old - 0.1 for old in scores], "advantages": ones}
+        if self.case.role == "critic":
+            self.known = {"values": scores, "returns": ones}
+        for _ in range(self.case.inferences - 1):
+            self.infer()
+        if self.case.role != "ref":
+            for _ in range(self.case.updates):
+                self.update()
+            self.infer()
+        return self.found
+
+    def infer(self) -> dict[str, list[Tensor]]:
+        """Values of response tokens, of all ranks' samples."""
+        from verl.utils import tensordict_utils as tu
+        from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
+
+        v0 = {"calculate_sum_pi_squared": False} if self.case.trainer == "v0" else {}
+        data = worker_input(
+            self.case, self.samples, {}, calculate_entropy=self.case.role == "actor", compute_loss=False, **v0
+        )
+        if "loss_mask" not in data:
+            data["loss_mask"] = data["response_mask"]
+        data = self.group.share(data)
+        output, seconds, memory = self._timed("infer", data.clone())
+        self.found.infer_gib = max(self.found.infer_gib, memory)
+        mine: dict[str, list[Tensor]] | None = None
+        if output is not None:
+            mine = {}
+            for name in ("log_probs", "entropy", "values"):
+                if name in output:
+                    if self.case.trainer == "v0":
+                        rows = no_padding_2_padding(output[name], data).unbind()
+                    else:
+                        rows = response_from_nested(output[name], data["response_mask"]).unbind()
+                    mine[name] = [row.float().cpu().clone() for row in rows]
+            self.found.infer_metrics.append(_numbers(tu.get(output, "metrics")))
+        parts = [part for part in self.group.every(mine) if part is not None]
+        whole = {}
+        for name in parts[0]:
+            rows = [row for part in parts for row in part[name]]
+            whole[name] = [row[: len(one.response)] for row, one in zip(rows, self.samples, strict=True)]
+        back = torch.tensor(self.order).argsort().tolist()
+        self.found.values.append({name: [rows[i] for i in back] for name, rows in whole.items()})
+        self.found.infer_s.append(seconds)
+        return whole
+
+    def update(self) -> None:
+        from verl.utils import tensordict_utils as tu
+
+        actor = self.config.actor_rollout_ref.actor
+        mini = len(self.samples) // self.case.minis
+        v0 = {"compute_loss": True, "multi_turn": False} if self.case.trainer == "v0" else {}
+        data = worker_input(
+            self.case,
+            self.samples,
+            self.known,
+            calculate_entropy=actor.calculate_entropy or actor.entropy_coeff != 0.0,
+            distillation_use_topk=False,
+            distillation_only=False,
+            global_batch_size=mini,
+            mini_batch_size=mini,
+            epochs=1,
+            seed=actor.data_loader_seed,
+            dataloader_kwargs={"shuffle": actor.shuffle},
+            **v0,
+        )
+        output, seconds, memory = self._timed("update", self.group.share(data))
+        self.found.update_s.append(seconds)
+        self.found.update_gib = max(self.found.update_gib, memory)
+        if output is not None:
+            self.found.metrics.append(_numbers(tu.get(output, "metrics")))
+
+    def _timed(self, kind: str, data: Any) -> tuple[Any, float, float]:
+        """The output, and of the slowest rank seconds and peak memory in GiB."""
+        self.group.memory()
+        self.group.every(None)  # all begin together
+        begin = time.perf_counter()
+        output = self.group.call(kind, data)
+        if hasattr(output, "get") and hasattr(output, "futures"):  # of Ray
+            output = output.get()
+        peak = self.group.memory()
+        mine = (time.perf_counter() - begin, peak)
+        every = self.group.every(mine)
+        return output, max(one[0] for one in every), max(one[1] for one in every)
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The mean of each, as verl's trainer logs it."""
+
+    def number(value: Any) -> float:
+        return float(value.aggregate() if hasattr(value, "aggregate") else value)
+
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        flat = value if isinstance(value, list) else [value]
+        while flat and isinstance(flat[0], list):
+            flat = [one for part in flat for one in part]
+        if flat and all(isinstance(one, (int, float)) or hasattr(one, "aggregate") for one in flat):
+            found[name] = sum(map(number, flat)) / len(flat)
+    return found
+
+
+def _run_rank(folder: str, on_ray: bool) -> None:
+    cases: list[Case] = torch.load(Path(folder) / "cases.pt", weights_only=False)
+    models = {model: f"{folder}/model{i}" for i, model in enumerate(dict.fromkeys(case.model for case in cases))}
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("RIG_RANKS") or os.environ["WORLD_SIZE"])
+    if on_ray:
+        import ray
+
+        ray.init(num_cpus=2 * ranks + 2, include_dashboard=False, logging_level="warning")
+    else:
+        join_ranks(rank, ranks)
+    found: dict[str, Found] = {}
+    for case in cases:
+        begin = time.perf_counter()
+        session = None
+        try:
+            session = Session(case, models[case.model], ranks, Ray if on_ray else Processes)
+            found[case.name] = session.run()
+        except Exception as error:
+            if ranks > 1:  # the others wait for this one
+                raise
+            found[case.name] = replace(session.found if session else Found(), error=f"{type(error).__name__}: {error}")
+        del session
+        gc.collect()
+        if torch.cuda.is_available() and not on_ray:
+            torch.cuda.empty_cache()
+        if rank == 0:
+            torch.save(found, Path(folder) / "found.pt")
+            one = found[case.name]
+            times = [round(value, 3) for value in (*one.infer_s, *one.update_s)]
+            print(f"{case.name}: {time.perf_counter() - begin:.1f} s, {times}", one.error or "", flush=True)
+    if on_ray:
+        ray.shutdown()
+    else:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "model":
+        Model(**json.loads(sys.argv[3])).save(Path(sys.argv[2]))
+    else:
+        import verl_rig  # so that pickled cases are of this module's classes
+
+        verl_rig._run_rank(sys.argv[2], sys.argv[1] == "ray")

@@ -1,0 +1,268 @@
+"""The plug-in in real verl 0.9, its config, worker, engine, loss and dispatch, beside verl's own engines."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
+
+import torch
+import verl_rig
+from verl_rig import Batch, Case, Found, Model
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    "VERL_USE_EXTERNAL_MODULES": "cpu_platform",
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",  # for which the FSDP engines are registered
+    "VERL_ENGINE_VENDOR": "nvidia",
+    "VERL_DISABLE_FLASH_ATTN_CE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "TQDM_DISABLE": "1",
+    "PYTHONWARNINGS": "ignore",
+    "PYTHONPATH": os.pathsep.join(str(ROOT / one) for one in (".", "benchmarks", "tests/verl")),
+}
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "+actor_rollout_ref.model.override_config"
+FP32 = tuple(
+    f"+{role}.mixed_precision.{name}_dtype=fp32"
+    for role in (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
+    for name in ("param", "reduce", "buffer")
+) + tuple(f"{role}.fsdp_config.use_torch_compile=False" for role in (ACTOR, "actor_rollout_ref.ref"))
+UNEQUAL = Batch(prompts=3, responses=4, shuffled=True, trained=0.7)
+
+
+def case(name: str, *overrides: str, **settings: Any) -> Case:
+    if "micro" not in settings:
+        settings.setdefault("tokens", 200)
+    return Case(name, overrides=(*FP32, *overrides), **settings)
+
+
+EQUAL = [
+    case("dynamic, v1"),
+    case("dynamic, v0", trainer="v0"),
+    case("fixed, v1", micro=4),
+    case("fixed, v0", micro=2, trainer="v0"),
+    case("fixed, several prompts, any order", micro=6, batch=UNEQUAL),
+    case("dynamic, several prompts, any order", tokens=150, batch=UNEQUAL),
+    case("a group over the budget", tokens=100),
+    case("at most two of a group", f"{MODEL}.shared_prompt_max_responses_per_group=2"),
+    case("two optimizer steps", batch=Batch(prompts=4), minis=2),
+    case("fsdp1", engine="fsdp"),
+    case("padded inputs", "actor_rollout_ref.model.use_remove_padding=False", attention="sdpa", micro=4),
+    case("packed inputs rounded up", f"{ACTOR}.pad_to_length=True", f"{ACTOR}.fsdp_config.pad_to_length_bucket=64"),
+    case("entropy in the loss", f"{ACTOR}.entropy_coeff=0.1"),
+    case("KL in the loss", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1"),
+    case("DAPO", f"{ACTOR}.clip_ratio_high=0.28", f"{ACTOR}.loss_agg_mode=token-mean", batch=UNEQUAL),
+    case("GSPO", f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", batch=UNEQUAL),
+    case("Dr. GRPO", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", micro=4),
+    case("without checkpointing", "actor_rollout_ref.model.enable_gradient_checkpointing=False"),
+    case("LoRA", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16"),
+    case("MoE", model=Model("qwen3_moe", experts=4, experts_per_token=2)),
+    case("Llama", model=Model("llama")),
+    case("eager positions", attention="sdpa"),
+    case("reference", role="ref", engine="fsdp"),
+    case("critic, dynamic", role="critic"),
+    case("critic, fixed, v0", role="critic", micro=4, trainer="v0"),
+]
+FUSED = ["actor_rollout_ref.model.use_fused_kernels=True"]
+EQUAL_FUSED = [
+    case("fused head, dynamic", *FUSED, engine="fsdp"),
+    case("fused head, fixed", *FUSED, micro=4, batch=UNEQUAL, engine="fsdp"),
+]
+APART = Batch(prompts=6, responses=2, shuffled=True)
+EQUAL_RANKS = [
+    case("2 ranks, dynamic", batch=UNEQUAL),
+    case("2 ranks, fixed", batch=UNEQUAL, micro=2),
+    case("2 ranks, fsdp1, v0", engine="fsdp", batch=UNEQUAL, trainer="v0"),
+    case("2 ranks, siblings apart", batch=APART, balance="none"),
+    case("2 ranks, critic", role="critic", batch=UNEQUAL),
+]
+EQUAL_ULYSSES = [
+    case("Ulysses", sp=2, tokens=100),
+    case("Ulysses, fixed, v0, fsdp1", sp=2, micro=4, engine="fsdp", trainer="v0", batch=UNEQUAL),
+    case("Ulysses, more ranks than KV heads", sp=2, model=Model(kv_heads=1), batch=UNEQUAL),
+    case("Ulysses, critic", sp=2, role="critic"),
+]
+
+# Cases that verl's own path computes, and what the metrics call the reason.
+FALLBACKS = [
+    (case("images", extra="images"), "multimodal"),
+    (case("temperatures", extra="temperatures"), "temperature"),
+    (case("nothing to share", batch=Batch(prompts=8, responses=1)), "ratio"),
+    (case("a high threshold", f"{MODEL}.shared_prompt_min_dedup_ratio=9", micro=4), "ratio"),
+    (case("dropout", f"{MODEL}.attention_dropout=0.1"), "model"),
+]
+SWITCHED_OFF = case("switched off", f"{MODEL}.shared_prompt=false")
+VERIFIED = case("verified", f"{MODEL}.shared_prompt_verify_first_steps=2")
+SPOILED = case(
+    "spoiled",
+    f"{MODEL}.shared_prompt_verify_first_steps=1",
+    batch=UNEQUAL,
+)
+WITH_SPOILED = "actor_rollout_ref.model.external_lib=[flash_attn_dualkv.integrations.verl,spoiled]"
+ERRORS = [
+    (
+        case("no option", f"{MODEL}.shared_prompt_ratio=2"),
+        "override_config.*shared_prompt_min_dedup_ratio.*got shared_prompt_ratio",
+    ),
+    (
+        case("no number", f"{MODEL}.shared_prompt_min_dedup_ratio=much"),
+        "override_config.shared_prompt_min_dedup_ratio.*a number > 0.*'much'",
+    ),
+    (case("budget too small", tokens=40), "ppo_max_token_len_per_gpu.*longest sequence"),
+    (case("micro-batch size", micro=3), "micro_batch_size_per_gpu.*a divisor of the 8 samples"),
+]
+
+
+def stock_and_ours(cases: list[Case], ranks: int) -> tuple[dict[str, Found], dict[str, Found]]:
+    ours = []
+    for one in cases:
+        overrides = (*one.overrides, WITH_SPOILED) if one is SPOILED else one.overrides
+        balance = "groups" if one.balance == "lengths" else "none"
+        ours.append(replace(one, name=f"ours, {one.name}", shares=True, balance=balance, overrides=overrides))
+    found = verl_rig.run([*cases, *ours], ranks, ENVIRONMENT, timeout_s=400.0)
+    return {one.name: found[one.name] for one in cases}, {one.name: found[f"ours, {one.name}"] for one in cases}
+
+
+def check_equal(stock: Found, ours: Found) -> None:
+    assert (stock.error, ours.error) == (None, None)
+    assert stock.engine.startswith("verl.") and ours.engine.startswith("flash_attn_dualkv.")
+    # Behind the updates parameters differ by what Adam makes of gradients that are nearly zero.
+    for before, after, tolerance in zip(stock.values, ours.values, (1e-5, 5e-4)):
+        assert before.keys() == after.keys() and before
+        for name in before:
+            for one, other in zip(before[name], after[name], strict=True):
+                torch.testing.assert_close(other, one, rtol=0, atol=tolerance)
+    assert len(stock.metrics) == len(ours.metrics)
+    for step, (one, other) in enumerate(zip(stock.metrics, ours.metrics)):
+        compared = [name for name in one if name in LOSSES]
+        assert compared
+        for name in compared:
+            assert other[name] == pytest.approx(one[name], rel=3e-5 * (1 + 9 * step), abs=3e-6), (step, name)
+        assert {name for name in other if not name.startswith("shared_prompt/")} == set(one)
+
+
+# Equal for any micro-batches; others are means over micro-batches.
+LOSSES = ["loss", "grad_norm", "actor/pg_loss", "kl_loss", "actor/entropy_loss", "critic/vf_loss"]
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Any:
+    return stock_and_ours([*EQUAL, *(one for one, _ in FALLBACKS), SWITCHED_OFF, VERIFIED], 1)
+
+
+@pytest.fixture(scope="module")
+def fused() -> Any:
+    """verl's patches of the model's class last as long as the process."""
+    return stock_and_ours(EQUAL_FUSED, 1)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Any:
+    return stock_and_ours([*EQUAL_RANKS, SPOILED], 2)
+
+
+@pytest.fixture(scope="module")
+def ulysses() -> Any:
+    return stock_and_ours(EQUAL_ULYSSES, 2)
+
+
+def names(cases: list[Case]) -> Any:
+    return pytest.mark.parametrize("name", [one.name for one in cases])
+
+
+def check_shared(pair: Any, name: str, least_ratio: float = 1.2) -> tuple[Found, Found]:
+    stock, ours = (found[name] for found in pair)
+    check_equal(stock, ours)
+    for metrics in (*ours.infer_metrics, *ours.metrics):
+        assert metrics["shared_prompt/dedup_ratio"] > least_ratio
+    return stock, ours
+
+
+@names(EQUAL)
+def test_one_rank(one_rank: Any, name: str) -> None:
+    _, ours = check_shared(one_rank, name)
+    # The same micro-batches for both: no difference at all.
+    if ours.metrics and "actor/ppo_kl" in ours.metrics[0] and name != "two optimizer steps":
+        assert ours.metrics[0]["actor/ppo_kl"] == 0.0
+
+
+@names(EQUAL_FUSED)
+def test_fused_heads(fused: Any, name: str) -> None:
+    check_shared(fused, name)
+
+
+@names(EQUAL_RANKS)
+def test_two_ranks(two_ranks: Any, name: str) -> None:
+    check_shared(two_ranks, name)
+
+
+@names(EQUAL_ULYSSES)
+def test_ulysses(ulysses: Any, name: str) -> None:
+    check_shared(ulysses, name)
+
+
+def test_ray() -> None:
+    """Under Ray, verl's dispatch cuts the batch for two workers."""
+    one = case("Ray", batch=UNEQUAL)
+    found = verl_rig.run([one, replace(one, name="ours", shares=True)], 2, ENVIRONMENT, 300.0, on_ray=True)
+    check_shared(({"Ray": found["Ray"]}, {"Ray": found["ours"]}), "Ray")
+
+
+@pytest.mark.parametrize(("name", "reason"), [(one.name, reason) for one, reason in FALLBACKS])
+def test_fallbacks(one_rank: Any, name: str, reason: str) -> None:
+    """To the bit what verl computes, counted under its reason."""
+    stock, ours = (found[name] for found in one_rank)
+    assert ours.error is None
+    for one, other in zip(stock.metrics, ours.metrics, strict=True):
+        same = (one["loss"], one["grad_norm"])
+        # Dropout draws in training only: old log-probabilities are shared.
+        assert (other["loss"], other["grad_norm"]) == (same if name != "dropout" else pytest.approx(same, rel=1e-5))
+        assert other["shared_prompt/dedup_ratio"] == 1.0
+        assert other[f"shared_prompt/fallback/{reason}"] == other["shared_prompt/micro_batches"] > 0
+    assert (ours.infer_metrics[0]["shared_prompt/dedup_ratio"] > 1.0) == (name == "dropout")
+
+
+def test_switched_off(one_rank: Any) -> None:
+    stock, ours = (found["switched off"] for found in one_rank)
+    assert ours.error is None
+    assert [one["grad_norm"] for one in ours.metrics] == [one["grad_norm"] for one in stock.metrics]
+    assert not any(name.startswith("shared_prompt/") for name in ours.metrics[0])
+
+
+def test_verified(one_rank: Any) -> None:
+    """The first two steps are verl's to the bit; then the plug-in goes on alone."""
+    stock, ours = (found["verified"] for found in one_rank)
+    check_equal(stock, ours)
+    assert [one["grad_norm"] for one in ours.metrics[:2]] == [one["grad_norm"] for one in stock.metrics[:2]]
+    for metrics in (*ours.infer_metrics, *ours.metrics[:2]):
+        assert 0 <= metrics["shared_prompt/verify_max_difference"] < 1e-5
+        assert metrics["shared_prompt/verify_failed"] == 0
+    assert "shared_prompt/verify_failed" not in ours.metrics[2]
+    assert ours.metrics[2]["shared_prompt/dedup_ratio"] > 1.2
+
+
+def test_verification_fails(two_ranks: Any) -> None:
+    """One rank is wrong: all take verl's results, then and later."""
+    stock, ours = (found["spoiled"] for found in two_ranks)
+    check_equal(stock, ours)
+    assert ours.infer_metrics[0]["shared_prompt/verify_failed"] == 1
+    assert ours.metrics[0]["shared_prompt/verify_failed"] == 1
+    for metrics in (ours.infer_metrics[1], *ours.metrics):
+        assert metrics["shared_prompt/dedup_ratio"] == 1.0
+
+
+def test_errors() -> None:
+    cases = [replace(one, shares=True) for one, _ in ERRORS]
+    found = verl_rig.run(cases, 1, ENVIRONMENT, timeout_s=100.0)
+    for one, expected in ERRORS:
+        assert re.search(expected, found[one.name].error or "", re.DOTALL), found[one.name].error

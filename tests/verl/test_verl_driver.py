@@ -1,0 +1,153 @@
+"""The plug-in where verl's trainers run: which samples go to which rank; and its figures and options."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
+
+import torch
+from verl import DataProto
+from verl.utils.flops_counter import FlopsCounter
+
+import flash_attn_dualkv.integrations.verl as plugin
+from flash_attn_dualkv import pack_shared_prompts
+from flash_attn_dualkv.integrations.verl.micro_batches import Lengths
+from flash_attn_dualkv.integrations.verl.statistics import Statistics
+
+UIDS = [f"uid_{index % 4}" for index in range(16)]  # a prompt's responses lie apart
+PROMPTS = [(5, 40, 300, 90)[index % 4] for index in range(16)]
+RESPONSES = [7 * (index % 5) + 1 for index in range(16)]
+
+
+def trainer(**override_config: Any) -> Any:
+    model = {"override_config": override_config}
+    return SimpleNamespace(
+        config=SimpleNamespace(actor_rollout_ref=SimpleNamespace(model=model)),
+        actor_rollout_wg=SimpleNamespace(_dispatch_info={"actor": [0, 1]}),
+        tokenizer=SimpleNamespace(eos_token_id=1),
+        use_prefix_grouper=False,
+        _get_required_batch_multiple=lambda size: size,
+        _get_dp_size=lambda *args: 2,
+    )
+
+
+def v1(**override_config: Any) -> tuple[list[str], dict[str, Any]]:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.utils.transferqueue_utils import KVBatchMeta
+
+    tags = [{"prompt_len": p, "response_len": r, "seq_len": p + r} for p, r in zip(PROMPTS, RESPONSES)]
+    keys = [f"{uid}_0_{index}" for index, uid in enumerate(UIDS)]
+    batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
+    metrics: dict[str, Any] = {}
+    found = PPOTrainer._balance_batch(trainer(**override_config), batch, metrics)
+    assert sorted(found.keys) == sorted(keys)
+    return [key.rsplit("_", 2)[0] for key in found.keys], metrics
+
+
+def v0(**override_config: Any) -> tuple[list[str], dict[str, Any]]:
+    import numpy
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    left = torch.tensor([[column >= 300 - p for column in range(300)] for p in PROMPTS])
+    right = torch.tensor([[column < r for column in range(32)] for r in RESPONSES])
+    batch = DataProto.from_dict(
+        tensors={"prompts": torch.zeros(16, 300), "attention_mask": torch.cat((left, right), 1).long()},
+        non_tensors={"uid": numpy.array(UIDS, dtype=object)},
+    )
+    metrics: dict[str, Any] = {}
+    RayPPOTrainer._balance_batch(trainer(**override_config), batch, metrics)
+    return list(batch.non_tensor_batch["uid"]), metrics
+
+
+@pytest.mark.parametrize("balance", [v1, v0])
+def test_balance(balance: Any) -> None:
+    """Groups stay whole, ranks have as many samples, verl's own figures are those of the new order."""
+    uids, metrics = balance()
+    assert sorted(uids) == sorted(UIDS)
+    first, second = set(uids[:8]), set(uids[8:])
+    assert first.isdisjoint(second) and len(first) == 2
+    tokens = {uid: sum(p + r for u, p, r in zip(UIDS, PROMPTS, RESPONSES) if u == uid) for uid in set(UIDS)}
+    parts = sorted(sum(tokens[uid] for uid in part) for part in (first, second))
+    assert [metrics["global_seqlen/balanced_min"], metrics["global_seqlen/balanced_max"]] == parts
+
+
+@pytest.mark.parametrize("balance", [v1, v0])
+def test_balance_switched_off(balance: Any) -> None:
+    uids, _ = balance(shared_prompt=False)
+    assert not set(uids[:8]).isdisjoint(uids[8:])
+
+
+def statistics(config: Any) -> Statistics:
+    return Statistics(FlopsCounter(config), 2)
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from transformers import Qwen3Config
+
+    monkeypatch.setattr("verl.utils.flops_counter.get_device_flops", lambda *args: 400.0)
+    return Qwen3Config(num_hidden_layers=2, hidden_size=64, intermediate_size=128, head_dim=16, num_attention_heads=4)
+
+
+def test_executed_mfu(config: Any) -> None:
+    """Without sharing it is verl's own; with it, that of a causal mask over the tokens and pairs that are computed."""
+    counted = statistics(config)
+    counted.count_stock(Lengths([300, 50], [20, 30]), "multimodal")
+    flops, promised = FlopsCounter(config).estimate_flops([320, 80], 2.0)
+    found = counted.metrics(2.0, forward_only=False)
+    # verl takes T * T for twice the pairs, of which there are T * (T + 1).
+    assert found["shared_prompt/mfu_executed"][0] == pytest.approx(flops / promised / 2, rel=1e-2)
+    assert found["shared_prompt/fallback/multimodal"] == [1.0]
+
+    shared = statistics(config)
+    prompt = torch.arange(300)
+    batch = pack_shared_prompts([prompt] * 8, [torch.arange(20)] * 8)
+    shared.count_shared(batch)
+    metrics = {name.removeprefix("shared_prompt/"): value[0] for name, value in shared.metrics(2.0, True).items()}
+    assert metrics["dedup_ratio"] == pytest.approx(8 * 320 / (299 + 8 * 21))
+    assert metrics["effective_tokens_per_s"] == 8 * 320 / 2
+    assert metrics["tokens_saved"] == 8 * 320 - (299 + 8 * 21)
+    one, _ = FlopsCounter(config).estimate_flops([320], 2.0)
+    assert metrics["mfu_executed"] < 8 * one / promised / 2 / 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "expected"),
+    [
+        ({}, {}, plugin.Options()),
+        ({"shared_prompt": False}, {}, plugin.Options(enabled=False)),
+        ({"shared_prompt_min_dedup_ratio": 1.5, "other": 3}, {}, plugin.Options(min_dedup_ratio=1.5)),
+        ({"shared_prompt_max_responses_per_group": 4}, {}, plugin.Options(max_responses_per_group=4)),
+        ({}, {"ENABLED": "no", "VERIFY_FIRST_STEPS": "2"}, plugin.Options(enabled=False, verify_first_steps=2)),
+        ({"shared_prompt_enabled": True}, {"ENABLED": "0"}, plugin.Options()),
+    ],
+)
+def test_options(monkeypatch: Any, settings: Any, environment: Any, expected: plugin.Options) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(f"DUALKV_VERL_{name}", value)
+    assert plugin.Options.of(settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "message"),
+    [
+        ({"shared_prompt_mode": 1}, {}, "override_config: expected one of .*, got shared_prompt_mode"),
+        ({"shared_prompt": "maybe"}, {}, "override_config.shared_prompt: .*maybe"),
+        (
+            {"shared_prompt_min_dedup_ratio": 0},
+            {},
+            "override_config.shared_prompt_min_dedup_ratio: expected a number > 0",
+        ),
+        ({"shared_prompt_max_responses_per_group": 0}, {}, "max_responses_per_group: expected an int >= 1, got 0"),
+        ({}, {"VERIFY_FIRST_STEPS": "all"}, "the environment's DUALKV_VERL_VERIFY_FIRST_STEPS: expected an int >= 0"),
+    ],
+)
+def test_wrong_options(monkeypatch: Any, settings: Any, environment: Any, message: str) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(f"DUALKV_VERL_{name}", value)
+    with pytest.raises(ValueError, match=message):
+        plugin.Options.of(settings)
