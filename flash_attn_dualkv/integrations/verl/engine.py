@@ -45,6 +45,7 @@ class _SharedPrompts:
     pad_to_length: bool
     pad_to_length_bucket: int
 
+    shares = True  # unless verl's own path is to run
     budget: int | None = None  # of tokens, for the micro-batches of the call that runs
 
     def _build_module(self) -> Any:
@@ -103,7 +104,8 @@ class _SharedPrompts:
     def _run(self, data: TensorDict, loss_function: Any, forward_only: bool, shares: bool) -> Any:
         self.statistics.begin()
         self.order = []
-        token = _running.set(self if shares else None)
+        self.shares = shares
+        token = _running.set(self)
         begin = time.perf_counter()
         try:
             output = super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
@@ -147,10 +149,14 @@ class _SharedPrompts:
 
     # Plans
 
+    def _why_not(self, data: TensorDict) -> str | None:
+        if not self.shares:
+            return "verification"
+        return "model" if self.refuses() else why_not(data)
+
     def _plan_of(self, micro_batch: TensorDict) -> Plan | str:
         """The packed form of a micro-batch, or the word for why it stays as it is."""
-        reason = "model" if self.refuses() else why_not(micro_batch)
-        if reason is not None:
+        if (reason := self._why_not(micro_batch)) is not None:
             return reason
         ranks = self.ulysses_sequence_parallel_size if self.use_ulysses_sp else 1
         if ranks > 1 and hasattr(self.stock_module.config, "vision_config"):
@@ -179,8 +185,7 @@ class _SharedPrompts:
     def micro_batches(self, data: TensorDict, dp_group: Any, stock: Callable[[], Any]) -> Any:
         """Micro-batches and their samples' indices, as verl's function gives them."""
         self.budget = None
-        reason = "model" if self.refuses() else why_not(data)
-        found = grouped_micro_batches(data, dp_group, self.options, reason)
+        found = grouped_micro_batches(data, dp_group, self.options, self._why_not(data))
         if found is None:
             return stock()
         self.budget, self.order = found.budget, found.order or []

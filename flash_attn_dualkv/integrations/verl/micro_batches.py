@@ -31,6 +31,7 @@ REASONS = (
     "routing_replay",
     "forced_groups",
     "ratio",
+    "verification",
 )
 
 
