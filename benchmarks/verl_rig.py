@@ -160,6 +160,7 @@ class Case:
     minis: int = 1  # optimizer steps an update
     learning_rate: float = 1e-3
     inferences: int = 1
+    infers_at_the_end: bool = True
 
 
 @dataclass
@@ -179,11 +180,20 @@ class Found:
 
 
 def run(
-    cases: Sequence[Case], ranks: int, environment: dict[str, str], timeout_s: float, on_ray: bool = False
+    cases: Sequence[Case],
+    ranks: int,
+    environment: dict[str, str],
+    timeout_s: float,
+    on_ray: bool = False,
+    partial: bool = False,
 ) -> dict[str, Found]:
     """All cases, in this order, in processes of one start; on GPUs one each. Their output goes to this process's.
 
     `on_ray`: each case in actors of its own under verl's RayWorkerGroup, which then cuts the batch into shares.
+    `partial`: what there was before a failure or the end of the time is enough.
+
+    Raises:
+        RuntimeError: a rank has failed; its output says why.
     """
     with tempfile.TemporaryDirectory() as folder:
         for index, model in enumerate(dict.fromkeys(case.model for case in cases)):
@@ -217,7 +227,10 @@ def run(
         path = Path(folder) / "found.pt"
         found: dict[str, Found] = torch.load(path, weights_only=False) if path.exists() else {}
         if any(code != 0 for code in codes):
-            raise RuntimeError(f"verl's ranks ended with {codes} behind {list(found)}")
+            message = f"verl's ranks ended with {codes} behind {list(found)}"
+            if not found or not partial:
+                raise RuntimeError(message)
+            print(message, file=sys.stderr)
         return found
 
 
@@ -513,7 +526,8 @@ class Session:
         if self.case.role != "ref":
             for _ in range(self.case.updates):
                 self.update()
-            self.infer()
+            if self.case.infers_at_the_end:
+                self.infer()
         return self.found
 
     def infer(self) -> dict[str, list[Tensor]]:
