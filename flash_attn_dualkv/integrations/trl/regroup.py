@@ -1,0 +1,80 @@
+"""The slices that a generation batch is divided into, with the completions of one prompt in the same slice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def keep_siblings_together(slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Move rows between equally large slices so that rows with equal prompts meet.
+
+    TRL shuffles the completions before it divides them. The order of the prompts after the shuffle, which is random,
+    is kept, and no random number is drawn: the trainer's next one is what it is without this.
+
+    Args:
+        slices: of one generation batch: tensors whose first dimension is the rows, lists of rows, or values that all
+            rows have in common. Others (the pixels of images) leave the slices as they are.
+    """
+    rows = _rows(slices)
+    if len(slices) < 2 or rows is None:
+        return slices
+    merged = {name: _join([one[name] for one in slices]) for name in slices[0]}
+    padding = merged["prompt_mask"] == 0
+    prompts = merged["prompt_ids"].masked_fill(padding, -1).tolist()
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        groups.setdefault(tuple(prompt), []).append(row)
+    return [{name: _select(value, part) for name, value in merged.items()} for part in fill(groups.values(), rows)]
+
+
+def fill(groups: Any, rows: int) -> list[list[int]]:
+    """Divide the members of the groups among slices of `rows` each, with as few groups cut as first fit finds.
+
+    Groups are looked at in their order, so are the slices; what is larger than a slice is cut into whole slices first.
+    """
+    pieces = [group[at : at + rows] for group in groups for at in range(0, len(group), rows)]
+    slices: list[list[int]] = [[] for _ in range(sum(map(len, pieces)) // rows)]
+    left: list[int] = []
+    # The largest first: where groups are equally large, as a rule, that is their own order.
+    for piece in sorted(pieces, key=len, reverse=True):
+        room = next((one for one in slices if rows - len(one) >= len(piece)), None)
+        if room is None:
+            left += piece
+        else:
+            room += piece
+    for one in slices:
+        missing = rows - len(one)
+        one += left[:missing]
+        left = left[missing:]
+    # Where a slice stands depends on the shuffle, not on how large its groups are.
+    return sorted(slices, key=min)
+
+
+def _rows(slices: Sequence[dict[str, Any]]) -> int | None:
+    """How many rows each slice has; None if they are not alike, or hold something that is not divided by rows."""
+    counts = {len(one["prompt_ids"]) for one in slices}
+    for one in slices:
+        if one.keys() != slices[0].keys():
+            return None
+        counts |= {len(value) for value in one.values() if _is_divided(value)}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _is_divided(value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, Tensor) and value.ndim > 0)
+
+
+def _join(values: list[Any]) -> Any:
+    if not _is_divided(values[0]):
+        return values[0]
+    return torch.cat(values) if isinstance(values[0], Tensor) else [row for value in values for row in value]
+
+
+def _select(value: Any, rows: list[int]) -> Any:
+    if not _is_divided(value):
+        return value
+    return value[rows] if isinstance(value, Tensor) else [value[row] for row in rows]

@@ -1,0 +1,308 @@
+"""The forward that scores completions, on a packed row instead of a padded batch.
+
+TRL gives a causal LM a forward that returns log-probabilities instead of logits: `model(input_ids, attention_mask,
+labels, fused_lm_head=True)`. All of its trainers score their completions with it, policy and reference alike. Here that
+forward is replaced by one that packs the same samples, each prompt once, calls TRL's forward on the packed row, and puts
+what comes back where it stands in the padded batch. It runs below DDP, FSDP and PEFT, once for each of their forwards:
+ranks may differ in whether they share, since collectives are the same either way.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+from transformers import AttentionInterface
+
+from ...checks import CUDA_DTYPES
+from ...data.batch import IGNORED_LABEL, SharedPromptBatch
+from ...data.pack import pack_padded
+from ...errors import SharedPromptError, SharedPromptUnsupportedError
+from ..transformers import check_supported, expect_shared_prompt, register, wrap
+from ..transformers.forward import backbone_name, causal_lm_of
+from ..transformers.support import (
+    TAKES_LAYOUT,
+    check_attention,
+    check_modules,
+    check_noise,
+    check_positions,
+    num_attention_layers,
+    text_config,
+)
+
+logger = get_logger(__name__)
+
+EAGER = "dualkv_eager"  # what takes a layout and, without one, is the model's own eager attention
+# Why a forward runs on stock attention, in the order in which it is looked at; names of metrics.
+REASONS = (
+    "switched_off",
+    "liger",
+    "unsupported",
+    "multimodal",
+    "dropout",
+    "dtype",
+    "arguments",
+    "samples",
+    "dedup_ratio",
+    "kernels",
+)
+_SAMPLES = {"input_ids", "attention_mask", "labels"}
+_PASSED_ON = {"num_items_in_batch", "output_router_logits"}
+_WITHOUT_EFFECT = {"return_dict", "use_cache"}
+_IMAGES = ("pixel", "image", "token_type_ids", "spatial_shapes", "video", "audio")
+
+
+class Options(NamedTuple):
+    min_dedup_ratio: float
+    max_responses_per_group: int | None
+
+
+class Refused(Exception):  # noqa: N818: not an error
+    """A forward that cannot or need not share."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass
+class Tally:
+    """What has been run."""
+
+    calls: int = 0
+    replicated: Any = 0  # tokens that stock attention runs, without padding: an int, or a tensor where it stays on a GPU
+    tokens: Any = 0  # tokens that were run
+    fallbacks: Counter[str] = field(default_factory=Counter)
+
+    def add(self, replicated: Any, tokens: Any, reason: str | None = None) -> None:
+        self.calls += 1
+        self.replicated = self.replicated + replicated
+        self.tokens = self.tokens + tokens
+        if reason is not None:
+            self.fallbacks[reason] += 1
+
+    def vector(self, device: torch.device) -> Tensor:
+        """calls, replicated, tokens and the fallbacks by reason."""
+        numbers = [self.calls, self.replicated, self.tokens, *(self.fallbacks[reason] for reason in REASONS)]
+        return torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device) for one in numbers])
+
+
+class Sharing:
+    """What the models of one trainer have in common."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.tally = Tally()
+        self.off: Refused | None = None
+        self._announced: set[str] = set()
+
+    def take(self, device: torch.device) -> Tensor:
+        """What has been run since this was last asked."""
+        tally, self.tally = self.tally, Tally()
+        return tally.vector(device)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Forwards inside are stock ones and are not counted."""
+        off, tally, announced = self.off, self.tally, self._announced
+        self.off, self.tally, self._announced = Refused("switched_off", "paused"), Tally(), {"switched_off"}
+        try:
+            yield
+        finally:
+            self.off, self.tally, self._announced = off, tally, announced
+
+    def fall_back(self, refused: Refused, inputs: dict[str, Any]) -> None:
+        """Count a stock forward, and say why when a reason comes up for the first time."""
+        mask, ids = inputs.get("attention_mask"), inputs.get("input_ids")
+        tokens = mask.sum() if isinstance(mask, Tensor) else 0 if ids is None else ids.numel()
+        self.tally.add(tokens, tokens, refused.reason)
+        # Few shared tokens are no mistake of anyone's.
+        if refused.reason not in self._announced and refused.reason != "dedup_ratio":
+            self._announced.add(refused.reason)
+            logger.warning(f"Prompts are not shared where this holds ({refused.reason}): {refused}")
+
+    def install(self, model: Any) -> None:
+        """Let a model that has TRL's forward share prompts."""
+        causal_lm = causal_lm_of(model)
+        _switch_attention(causal_lm)
+        SharedForward(self, causal_lm).install()
+
+
+def _switch_attention(causal_lm: Any) -> None:
+    """Let the attention that the model runs on take a layout; where that is impossible, `check_attention` will say so."""
+    name = text_config(causal_lm.config)._attn_implementation
+    known = AttentionInterface._global_mapping
+    if name in known and not hasattr(known[name], TAKES_LAYOUT):
+        wrap((name,))
+    elif name == "eager" and causal_lm._supports_attention_backend:
+        # Every model file has an eager attention of its own: there is nothing to wrap.
+        register(EAGER, fallback="eager")
+        causal_lm.set_attn_implementation(EAGER)
+
+
+class SharedForward:
+    """Takes the place of the forward that TRL has given to one causal LM."""
+
+    def __init__(self, sharing: Sharing, causal_lm: Any) -> None:
+        self.sharing = sharing
+        self.causal_lm = causal_lm
+        self.stock: Callable[..., Any] = causal_lm.forward
+        self._verdicts: dict[bool, Refused | None] = {}  # by whether the model is in training mode
+
+    def install(self) -> None:
+        # `generate` looks at the signature; accelerate expects a method.
+        @functools.wraps(type(self.causal_lm).forward)
+        def forward(_model: Any, *args: Any, fused_lm_head: bool = False, **inputs: Any) -> Any:
+            if not fused_lm_head:
+                return self.stock(*args, **inputs)
+            return self.score(*args, **inputs)
+
+        self.causal_lm.forward = types.MethodType(forward, self.causal_lm)
+
+    def score(self, *args: Any, **inputs: Any) -> Any:
+        """TRL's output for a padded batch: per-token fields (B, S - 1), zero where the next token has no label."""
+        try:
+            is_scored, batch = self._pack(args, inputs)
+            output = self._run(batch, {name: inputs[name] for name in _PASSED_ON if name in inputs})
+        except Refused as refused:
+            self.sharing.fall_back(refused, inputs)
+            return self.stock(*args, fused_lm_head=True, **inputs)
+        self.sharing.tally.add(batch.num_replicated_tokens, batch.layout.num_tokens)
+        return _unpack(output, is_scored[:, 1:], batch)
+
+    def _pack(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Tensor, SharedPromptBatch]:
+        """Which tokens of the padded batch are scored, and the packed batch. Raises Refused."""
+        if self.sharing.off is not None:
+            raise self.sharing.off
+        self._check_model()
+        given = {name for name, value in inputs.items() if value is not None and value is not False}
+        others = sorted(given - _SAMPLES - _PASSED_ON - _WITHOUT_EFFECT)
+        images = [name for name in others if any(word in name for word in _IMAGES)]
+        if images:
+            raise Refused("multimodal", f"the model is given {', '.join(images)}")
+        if args or others or not given >= _SAMPLES:
+            raise Refused("arguments", f"the model is given {', '.join(others) or sorted(given)} (needs {_SAMPLES})")
+        ids, attention_mask, labels = (inputs[name] for name in ("input_ids", "attention_mask", "labels"))
+        is_scored = labels != IGNORED_LABEL
+        is_prompt = attention_mask.bool() & ~is_scored
+        # What is scored must be the end of its row, and be labelled with itself.
+        is_odd = is_scored & ((attention_mask == 0) | (labels != ids))
+        is_odd[:, 1:] |= is_scored[:, :-1] & is_prompt[:, 1:]
+        if is_odd.any():
+            raise Refused("samples", "the tokens that are scored are not one completion at the end of each sample")
+        most = self.sharing.options.max_responses_per_group
+        try:
+            batch = pack_padded(ids, attention_mask, is_prompt.sum(1), max_responses_per_group=most)
+        except SharedPromptError as error:
+            raise Refused("samples", str(error)) from None
+        if batch.dedup_ratio < self.sharing.options.min_dedup_ratio:
+            raise Refused("dedup_ratio", f"{batch.dedup_ratio:.3f} is below min_dedup_ratio")
+        if ids.is_cuda:
+            _check_kernels(self.causal_lm, batch)
+        return is_scored, batch
+
+    def _check_model(self) -> None:
+        """Raise Refused if the model does not allow to share; looked at once for training and once for evaluation."""
+        training = self.causal_lm.training
+        if training not in self._verdicts:
+            self._verdicts[training] = _verdict(self.causal_lm)
+        verdict = self._verdicts[training]
+        if verdict is not None:
+            raise verdict
+
+    def _run(self, batch: SharedPromptBatch, passed_on: dict[str, Any]) -> Any:
+        """TRL's output for the packed row."""
+        config = self.causal_lm.config
+        wants_router = passed_on.get("output_router_logits") or getattr(text_config(config), "output_router_logits", 0)
+        inputs = dict(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            attention_mask=None,
+            shift_labels=batch.labels[None],
+            shared_prompt_layout=batch.layout,
+            **passed_on,
+        )
+        without_mask: Any = nullcontext()
+        if wants_router:
+            # The loss that balances experts is a mean over tokens, weighted by what it is given as the mask.
+            inputs["attention_mask"] = batch.multiplicity[None]
+            without_mask = _without_mask(getattr(self.causal_lm, backbone_name(self.causal_lm) or ""))
+        try:
+            with expect_shared_prompt(batch.layout, num_attention_layers(config)), without_mask:
+                return self.stock(fused_lm_head=True, **inputs)
+        except SharedPromptUnsupportedError as error:
+            # An option of the model that no configuration tells: the first layer of the first forward finds it.
+            self._verdicts = dict.fromkeys((True, False), Refused("unsupported", str(error)))
+            raise Refused("unsupported", str(error)) from None
+
+
+def _verdict(causal_lm: Any) -> Refused | None:
+    """Why a model cannot share, in its present mode."""
+    config = causal_lm.config
+    if text_config(config) is not config:
+        return Refused("multimodal", f"{config.model_type} is a model of more than text")
+    name = backbone_name(causal_lm)
+    try:
+        check_supported(config)
+        check_attention(config)
+        check_modules(causal_lm)
+        check_positions(getattr(causal_lm, name or ""))
+    except (SharedPromptError, AttributeError) as error:
+        return Refused("unsupported", str(error))
+    try:
+        check_noise(causal_lm)
+    except SharedPromptError as error:
+        return Refused("dropout", f"{error} (TRL's disable_dropout=True does so for all but LoRA's lora_dropout)")
+    return None
+
+
+def _check_kernels(causal_lm: Any, batch: SharedPromptBatch) -> None:
+    """Raise Refused for what the CUDA kernels lack, before any layer has run: other ranks may have nothing to refuse."""
+    dtype = causal_lm.get_input_embeddings().weight.dtype
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+    if dtype not in CUDA_DTYPES:
+        raise Refused("dtype", f"the kernels compute in 16 bits; the model has {dtype} (set bf16=True)")
+    text = text_config(causal_lm.config)
+    if getattr(text, "attn_logit_softcapping", None):
+        raise Refused("kernels", "they have no softcap")
+    layer_types = getattr(text, "layer_types", None)
+    has_window = layer_types is None or "sliding_attention" in layer_types
+    window = getattr(text, "sliding_window", None) if has_window else None
+    if window is not None and window < batch.layout.max_sequence:
+        raise Refused("kernels", f"a sequence is longer than the sliding window of {window}, which they do not have")
+
+
+@contextmanager
+def _without_mask(backbone: torch.nn.Module) -> Iterator[None]:
+    """Keep from a backbone the mask that is meant for what comes after it."""
+
+    def drop(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "attention_mask": None}
+
+    handle = backbone.register_forward_pre_hook(drop, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _unpack(output: Any, is_scored: Tensor, batch: SharedPromptBatch) -> Any:
+    """The output for a padded batch: what was said of the rows that score tokens, where these tokens stand."""
+
+    def placed(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape != (1, batch.layout.num_tokens):
+            return value
+        # Row by row, the tokens that are scored are the responses in their original order.
+        values = value[0].index_select(0, batch.token_index)
+        return values.new_zeros(is_scored.shape).masked_scatter(is_scored, values)
+
+    return type(output)(**{name: placed(value) for name, value in output.items()})

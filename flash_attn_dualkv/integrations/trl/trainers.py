@@ -1,0 +1,140 @@
+"""Trainers of TRL whose forwards share prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
+
+from ... import arguments
+from ...checks import explain
+from ...errors import SharedPromptError
+from .regroup import keep_siblings_together
+from .sharing import REASONS, Options, Refused, Sharing
+
+logger = get_logger(__name__)
+
+# Mean differences of log-probabilities that rounding cannot explain.
+TOLERANCES = {32: 1e-4, 16: 0.05}
+
+
+class SiblingsTogetherMixin:
+    """A trainer that generates: the completions of one prompt go into one micro-batch where its size allows."""
+
+    def _prepare_inputs(self: Any, inputs: Any) -> Any:
+        before = getattr(self, "_buffered_inputs", None)
+        prepared = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        slices = getattr(self, "_buffered_inputs", None)
+        if slices is None or slices is before:
+            return prepared
+        self._buffered_inputs = keep_siblings_together(slices)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+
+class SharedPromptMixin(SiblingsTogetherMixin):
+    """Put before a trainer of TRL: `class MyTrainer(SharedPromptMixin, MyGRPOTrainer)`.
+
+    Args:
+        min_dedup_ratio: share in forwards whose tokens become at least this many times fewer; > 0.
+        max_responses_per_group: larger groups are divided, each part with a prompt of its own; None for no limit.
+        verify_first_steps: in that many forwards of the policy, compare the log-probabilities with stock attention's;
+            where they differ by more than rounding, stay with stock attention, on all ranks alike.
+
+    Everything else is the trainer's.
+
+    Raises:
+        SharedPromptError: an argument is not as described.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        min_dedup_ratio: float = 1.1,
+        max_responses_per_group: int | None = None,
+        verify_first_steps: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        if max_responses_per_group is not None:
+            max_responses_per_group = arguments.integer("max_responses_per_group", max_responses_per_group, 1)
+        options = Options(arguments.positive("min_dedup_ratio", min_dedup_ratio), max_responses_per_group)
+        self._verifications_left = arguments.integer("verify_first_steps", verify_first_steps, 0)
+        if verify_first_steps and not hasattr(super(), "_get_per_token_logps_and_entropies"):
+            got = f"{verify_first_steps} for a {type(self).__name__}"
+            raise SharedPromptError(explain("verify_first_steps", "0 for a trainer without rollouts", got))
+        super().__init__(*args, **kwargs)
+        self._sharing = Sharing(options)
+        self._known_reasons: set[str] = set()
+        trainer: Any = self
+        if trainer.args.use_liger_kernel:
+            self._sharing.off = Refused("liger", "use_liger_kernel=True replaces layers of the model")
+        for model in (trainer.model, getattr(trainer, "ref_model", None)):
+            if model is not None:
+                self._sharing.install(model)
+
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+        self._log_sharing()
+        return loss
+
+    def _get_per_token_logps_and_entropies(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        stock = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        if self._verifications_left == 0 or not torch.is_grad_enabled():
+            return stock(model, *args, **kwargs)
+        self._verifications_left -= 1
+        with torch.no_grad(), self._sharing.paused():
+            expected, *_ = stock(model, *args, **kwargs)
+        scores = stock(model, *args, **kwargs)
+        return scores if self._agrees(scores[0], expected) else stock(model, *args, **kwargs)
+
+    def _agrees(self: Any, logps: Tensor, expected: Tensor) -> bool:
+        """Whether log-probabilities are those of stock attention on all ranks; if not, switch off."""
+        difference = (logps.detach() - expected).abs().float()
+        scored = (expected != 0).sum().clamp(min=1)
+        # Of the rank where they are largest; not a number if they are on any rank.
+        own = torch.stack([difference.max(), difference.sum() / scored])
+        largest, mean = self.accelerator.gather(own).view(-1, 2).max(0).values.tolist()
+        self._metrics["train"]["shared_prompt/logp_difference"].append(largest)
+        is_precise = self.accelerator.mixed_precision == "no" and self.model.dtype == torch.float32
+        tolerance = TOLERANCES[32 if is_precise else 16]
+        if mean <= tolerance:
+            return True
+        message = f"log-probabilities differ by {mean:.2g} on average from those of stock attention (at most {tolerance})"
+        self._sharing.off = Refused("switched_off", message)
+        return False
+
+    def _log_sharing(self: Any) -> None:
+        """Into the trainer's own metrics, what all ranks have run since the last time."""
+        numbers = self._sharing.take(self.accelerator.device)
+        if self.accelerator.num_processes > 1:
+            numbers = self.accelerator.reduce(numbers, reduction="sum")
+        calls, replicated, tokens, *fallbacks = numbers.tolist()
+        if calls == 0:
+            return
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        values = {
+            "dedup_ratio": replicated / tokens if tokens else 1.0,
+            "tokens": tokens,
+            "tokens_saved": replicated - tokens,
+            "fallbacks": sum(fallbacks) / calls,
+        }
+        for reason, count in zip(REASONS, fallbacks):
+            if count or reason in self._known_reasons:
+                self._known_reasons.add(reason)
+                values[f"fallbacks/{reason}"] = count / calls
+        for name, value in values.items():
+            metrics[f"shared_prompt/{name}"].append(value)
+
+
+class SharedPromptGRPOTrainer(SharedPromptMixin, GRPOTrainer):
+    """GRPOTrainer with every prompt computed once; see `SharedPromptMixin` for its three arguments."""
+
+
+class SharedPromptRLOOTrainer(SharedPromptMixin, RLOOTrainer):
+    """RLOOTrainer with every prompt computed once; see `SharedPromptMixin` for its three arguments."""
+
+
+class SharedPromptDPOTrainer(SharedPromptMixin, DPOTrainer):
+    """DPOTrainer whose chosen and rejected completions share their prompt; see `SharedPromptMixin`."""
