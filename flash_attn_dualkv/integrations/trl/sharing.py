@@ -98,8 +98,9 @@ class Tally:
 class Sharing:
     """What the models of one trainer have in common."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, args: Any) -> None:
         self.options = options
+        self.args = args  # of the trainer
         self.tally = Tally()
         self.off: Refused | None = None
         self._announced: set[str] = set()
@@ -182,6 +183,8 @@ class SharedForward:
         """Which tokens of the padded batch are scored, and the packed batch. Raises Refused."""
         if self.sharing.off is not None:
             raise self.sharing.off
+        if self.sharing.args.use_liger_kernel:
+            raise Refused("liger", "use_liger_kernel=True replaces layers of the model")
         self._check_model()
         given = {name for name, value in inputs.items() if value is not None and value is not False}
         others = sorted(given - _SAMPLES - _PASSED_ON - _WITHOUT_EFFECT)

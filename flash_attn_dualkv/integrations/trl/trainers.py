@@ -59,20 +59,28 @@ class SharedPromptMixin(SiblingsTogetherMixin):
     ) -> None:
         if max_responses_per_group is not None:
             max_responses_per_group = arguments.integer("max_responses_per_group", max_responses_per_group, 1)
-        options = Options(arguments.positive("min_dedup_ratio", min_dedup_ratio), max_responses_per_group)
+        self._sharing_options = Options(arguments.positive("min_dedup_ratio", min_dedup_ratio), max_responses_per_group)
         self._verifications_left = arguments.integer("verify_first_steps", verify_first_steps, 0)
         if verify_first_steps and not hasattr(super(), "_get_per_token_logps_and_entropies"):
             got = f"{verify_first_steps} for a {type(self).__name__}"
             raise SharedPromptError(explain("verify_first_steps", "0 for a trainer without rollouts", got))
-        super().__init__(*args, **kwargs)
-        self._sharing = Sharing(options)
+        self._sharing: Sharing | None = None
         self._known_reasons: set[str] = set()
-        trainer: Any = self
-        if trainer.args.use_liger_kernel:
-            self._sharing.off = Refused("liger", "use_liger_kernel=True replaces layers of the model")
-        for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        super().__init__(*args, **kwargs)
+        self._share()
+
+    def _share(self: Any) -> None:
+        """Let the policy and the reference share prompts, as soon as TRL has prepared them."""
+        if self._sharing is not None:
+            return
+        self._sharing = Sharing(self._sharing_options, self.args)
+        for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
                 self._sharing.install(model)
+
+    def _precompute_ref_logps(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._share()  # DPOTrainer does this while it is made
+        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
     def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)  # type: ignore[misc]

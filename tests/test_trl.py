@@ -1,0 +1,393 @@
+"""TRL's trainers on shared prompts train as the stock ones do: the same rollouts, losses, gradients, parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_trl
+import torch
+import trl
+from tiny_models import check_equal, check_gradients, gradients, tiny_config, tiny_model
+from tiny_trl import StockInGroups, check_parameters, check_runs, model_on_disk, score, shared, train, trainer
+from torch import Tensor
+
+from flash_attn_dualkv import SharedPromptError
+from flash_attn_dualkv.errors import SharedPromptLayoutError
+
+pytestmark = pytest.mark.usefixtures("restored_registry")
+GRPO = shared.SharedPromptGRPOTrainer
+VALUE, GRADIENT = 1e-5, 5e-6
+
+
+def lora(**options: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM", **options)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+RUNS: dict[str, dict[str, Any]] = {
+    "grpo": dict(loss_type="grpo", beta=0.1),
+    "dapo": dict(
+        loss_type="dapo", steps_per_generation=4, gradient_accumulation_steps=2, per_device_train_batch_size=4
+    ),
+    "bnpo": dict(loss_type="bnpo", temperature=0.7, mask_truncated_completions=True),
+    "dr_grpo": dict(loss_type="dr_grpo", num_iterations=2, per_device_train_batch_size=4),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", num_iterations=2, beta=0.05),
+    "entropy": dict(loss_type="cispo", entropy_coef=0.01, top_entropy_quantile=0.5),
+    "no activation checkpointing": dict(gradient_checkpointing=False, steps_per_generation=2),
+    "fp32 head": dict(cast_lm_head_to_fp32=True, pad_to_multiple_of=16),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_training_equals_stock(name: str, tmp_path: Path) -> None:
+    model = model_on_disk(tmp_path)
+    stock = train(trainer(StockInGroups, model, tmp_path, **RUNS[name]))
+    got = train(trainer(GRPO, model, tmp_path, **RUNS[name]))
+    check_runs(got, stock)
+    assert sum(got.metric("fallbacks")) == 0
+    assert min(got.metric("dedup_ratio")) > 1.2
+    assert min(got.metric("tokens_saved")) > 0
+
+
+@pytest.mark.parametrize("adapter", ["new", "trained"])
+def test_training_with_lora_equals_stock(adapter: str, tmp_path: Path) -> None:
+    """The reference is the model without its adapter, or with a copy of the one that training starts from."""
+    path = model_on_disk(tmp_path)
+
+    def run(cls: Any) -> Any:
+        arguments: dict[str, Any] = dict(peft_config=lora())
+        model: Any = path
+        if adapter == "trained":
+            import peft
+
+            torch.manual_seed(5)
+            plain = tiny_model("qwen3", dtype=torch.float32, attention="sdpa")
+            model = peft.get_peft_model(plain, lora(init_lora_weights=False))
+            arguments = {}
+        return train(trainer(cls, model, tmp_path, arguments=arguments, beta=0.1, num_iterations=2))
+
+    stock, got = run(trl.GRPOTrainer), run(GRPO)
+    # The embeddings and all that is frozen have not moved.
+    frozen = [name for name, one in got.before.items() if torch.equal(one, got.after[name])]
+    assert not any("lora_B" in name and ".ref." not in name for name in frozen)
+    assert any("embed_tokens" in name for name in frozen)
+    check_runs(got, stock)
+    assert sum(got.metric("fallbacks")) == 0
+
+
+def test_the_order_of_micro_batches_does_not_matter_to_an_accumulated_step(tmp_path: Path) -> None:
+    """Against the stock trainer's own shuffle: DAPO's loss sums over the window, however it is divided."""
+    model = model_on_disk(tmp_path)
+    config = dict(loss_type="dapo", gradient_accumulation_steps=4, per_device_train_batch_size=4)
+    stock = train(trainer(trl.GRPOTrainer, model, tmp_path, **config))
+    got = train(trainer(GRPO, model, tmp_path, **config))
+    assert sum(got.metric("fallbacks")) == 0
+    for ours, theirs in zip(got.logs, stock.logs):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+        assert ours["reward"] == theirs["reward"]
+    check_parameters(got, stock)
+
+
+def test_mixture_of_experts_with_its_auxiliary_loss(tmp_path: Path) -> None:
+    """Experts are balanced over the tokens of replicated prompts, although each prompt is computed once."""
+    model = model_on_disk(tmp_path, "mixtral", router_aux_loss_coef=0.1)
+    stock = train(trainer(StockInGroups, model, tmp_path, steps_per_generation=2))
+    got = train(trainer(GRPO, model, tmp_path, steps_per_generation=2))
+    assert all(one["aux_loss"] > 0 for one in stock.logs)
+    check_runs(got, stock)
+    assert sum(got.metric("fallbacks")) == 0
+
+
+def test_rloo_equals_stock(tmp_path: Path) -> None:
+    model = model_on_disk(tmp_path)
+    stock = train(trainer(trl.RLOOTrainer, model, tmp_path, beta=0.1))
+    got = train(trainer(shared.SharedPromptRLOOTrainer, model, tmp_path, beta=0.1))
+    check_runs(got, stock)
+    assert sum(got.metric("fallbacks")) == 0
+
+
+@pytest.mark.parametrize("options", [{}, dict(precompute_ref_log_probs=True), dict(ld_alpha=0.5, max_length=20)], ids=str)
+def test_dpo_equals_stock(options: dict[str, Any], tmp_path: Path) -> None:
+    model = model_on_disk(tmp_path)
+    stock = train(trainer(trl.DPOTrainer, model, tmp_path, per_device_train_batch_size=4, **options))
+    got = train(trainer(shared.SharedPromptDPOTrainer, model, tmp_path, per_device_train_batch_size=4, **options))
+    check_runs(got, stock)
+    assert sum(got.metric("fallbacks")) == 0
+    assert min(got.metric("dedup_ratio")) > 1.1
+
+
+def test_a_trainer_of_ones_own(tmp_path: Path) -> None:
+    class Mine(trl.GRPOTrainer):
+        def __init__(self, *args: Any, bonus: float, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.bonus = bonus
+
+        def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+            return super()._compute_loss(model, inputs) * self.bonus
+
+    class Shared(shared.SharedPromptMixin, Mine):
+        pass
+
+    model = model_on_disk(tmp_path)
+    stock = train(trainer(Mine, model, tmp_path, arguments=dict(bonus=2.0)))
+    got = train(trainer(Shared, model, tmp_path, arguments=dict(bonus=2.0, verify_first_steps=2)))
+    check_runs(got, stock)
+    assert got.trainer.bonus == 2.0
+    assert sum(got.metric("fallbacks")) == 0
+    assert [one.get("shared_prompt/logp_difference", 1.0) < VALUE for one in got.logs] == [True, True, False]
+
+
+def test_evaluation_and_generation_are_stock(tmp_path: Path) -> None:
+    model = model_on_disk(tmp_path)
+    results = []
+    for cls in (trl.GRPOTrainer, GRPO):
+        made = trainer(cls, model, tmp_path, arguments=dict(eval_dataset=tiny_trl.prompts()))
+        with tiny_trl.quiet():
+            torch.manual_seed(1)
+            metrics = made.evaluate()
+            ids = torch.randint(3, 90, (3, 6))
+            generated = made.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+            logits = made.model(ids).logits
+        results.append((metrics, generated, logits))
+    (stock, expected, stock_logits), (metrics, generated, logits) = results
+    assert torch.equal(generated, expected)
+    assert torch.equal(logits, stock_logits)
+    assert metrics["eval_loss"] == pytest.approx(stock["eval_loss"], abs=1e-6)
+    assert metrics["eval_entropy"] == pytest.approx(stock["eval_entropy"], rel=1e-5)
+    assert metrics["eval_shared_prompt/fallbacks"] == 0
+
+
+# --- one forward ------------------------------------------------------------------------------------------------------
+
+
+def batch(
+    groups: list[tuple[int, list[int]]], order: list[int] | None = None, padding: int = 0
+) -> tuple[Tensor, Tensor, int]:
+    """input_ids, attention_mask and the width of the completions as TRL pads them; (prompt, completions) lengths."""
+    generator = torch.Generator().manual_seed(9)
+    rows = [
+        (prompt, torch.randint(3, 90, (length,), generator=generator))
+        for prompt_length, lengths in groups
+        for prompt in [torch.randint(0, 90, (prompt_length,), generator=generator)]  # pad tokens too
+        for length in lengths
+    ]
+    rows = [rows[at] for at in order or range(len(rows))]
+    left, right = max(len(prompt) for prompt, _ in rows), max(len(one) for _, one in rows) + padding
+    ids, mask = torch.zeros((2, len(rows), left + right), dtype=torch.int64)
+    for row, (prompt, completion) in enumerate(rows):
+        span = slice(left - len(prompt), left + len(completion))
+        ids[row, span] = torch.cat([prompt, completion])
+        mask[row, span] = 1
+    return ids, mask, right
+
+
+CASES = {
+    "mixed": (batch([(9, [5, 9, 0]), (2, [1, 7]), (1, [4])], [0, 3, 1, 5, 2, 4]), {}),
+    "chunks": (batch([(9, [5, 9, 3]), (6, [1, 7])]), dict(batch_size=2)),
+    "a prompt that begins another": (batch([(4, [3, 3]), (5, [2, 2])]), {}),
+    "all of them truncated and masked": (batch([(7, [0, 0, 0])], padding=5), {}),
+}
+FAMILIES = ["llama", "qwen2", "gemma2", "gemma3_text", "cohere2", "granite", "gpt_oss", "deepseek_v3", "qwen3_moe"]
+
+
+def compare(stock: Any, ours: Any, ids: Tensor, mask: Tensor, width: int, **options: Any) -> None:
+    """Values and gradients of one call, with losses that weigh every token differently."""
+    weights = torch.rand((2, len(ids), width), generator=torch.Generator().manual_seed(2))
+    found = []
+    for made in (stock, ours):
+        made.model.train()
+        logps, entropies, _ = score(made, ids, mask, width, compute_entropy=True, **options)
+        ((logps * weights[0]).sum() + (entropies * weights[1]).sum()).backward()
+        found.append((logps.detach(), entropies.detach(), gradients(made.model)))
+    (logps, entropies, expected), (got_logps, got_entropies, got) = found
+    assert got_logps.shape == (len(ids), width)
+    check_equal(got_logps, logps, VALUE)
+    check_equal(got_entropies, entropies, VALUE)
+    check_gradients(got, expected, GRADIENT)
+    with torch.no_grad():
+        again, nothing, aux_loss = score(ours, ids, mask, width, **options)
+    assert torch.equal(again, got_logps) and nothing is aux_loss is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_forward(case: str, tmp_path: Path) -> None:
+    (ids, mask, width), options = CASES[case]
+    model = model_on_disk(tmp_path)
+    stock, ours = (trainer(cls, model, tmp_path, temperature=0.8) for cls in (trl.GRPOTrainer, GRPO))
+    ours._sharing.options = ours._sharing.options._replace(min_dedup_ratio=0.1)
+    compare(stock, ours, ids, mask, width, **options)
+    assert not ours._sharing.tally.fallbacks
+    assert ours._sharing.tally.calls == 2 * -(-len(ids) // options.get("batch_size", len(ids)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_model_families(family: str, tmp_path: Path) -> None:
+    """Windows, softcaps, scales of logits, sinks, experts; on eager attention where the family's stock is that."""
+    attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
+    options = dict(router_aux_loss_coef=0.0) if family in ("gpt_oss", "qwen3_moe") else {}
+    stock, ours = (
+        trainer(cls, tiny_model(family, dtype=torch.float32, attention=attention), tmp_path, **options)
+        for cls in (trl.GRPOTrainer, GRPO)
+    )
+    compare(stock, ours, *batch([(9, [5, 9, 3]), (12, [1, 7])]))
+    assert ours._sharing.tally.calls == 2
+    assert not ours._sharing.tally.fallbacks
+
+
+def test_a_layout_that_gets_lost_is_an_error(tmp_path: Path) -> None:
+    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
+    made.model.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "shared_prompt_layout": None}), with_kwargs=True
+    )
+    with pytest.raises(SharedPromptLayoutError, match="consumed by 2 attention layers"):
+        score(made, *batch([(9, [5, 9])]))
+
+
+# --- what is not shared -----------------------------------------------------------------------------------------------
+
+
+def refused(made: Any, *call: Any, **options: Any) -> tuple[str, Any]:
+    """The reason for which a call has run on stock attention, and what it gives."""
+    made._sharing.take(torch.device("cpu"))
+    scores = score(made, *call, **options)
+    ((reason, count),) = made._sharing.tally.fallbacks.items()
+    assert count == made._sharing.tally.calls
+    assert made._sharing.tally.tokens == made._sharing.tally.replicated == call[1].sum()
+    return reason, scores
+
+
+def test_calls_that_are_not_shared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_on_disk(tmp_path)
+    stock, ours = (trainer(cls, model, tmp_path) for cls in (trl.GRPOTrainer, GRPO))
+    single = batch([(9, [5]), (7, [2])])
+    ids, mask, width = batch([(9, [5, 9, 3])])
+    holes = mask.clone()
+    holes[1, 4] = 0
+    empty = mask.clone()
+    empty[0, :9] = 0
+    calls: dict[str, tuple[str, tuple[Any, ...]]] = {
+        "unique prompts": ("dedup_ratio", single),
+        "holes": ("samples", (ids, holes, width)),
+        "no prompt": ("samples", (ids, empty, width)),
+    }
+    for reason, call in calls.values():
+        got, scores = refused(ours, *call, compute_entropy=True)
+        assert got == reason
+        for one, expected in zip(scores, score(stock, *call, compute_entropy=True)):
+            assert one is expected is None or torch.equal(one, expected)
+    assert "samples" in caplog.text
+    assert "dedup_ratio" not in caplog.text
+
+
+def test_token_types_are_of_models_that_see_images(tmp_path: Path) -> None:
+    ours = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
+    forward = ours.model.forward
+    ids, mask, _ = batch([(9, [5, 9, 3])])
+    forward(input_ids=ids, attention_mask=mask, labels=ids, token_type_ids=mask, fused_lm_head=True)
+    assert ours._sharing.tally.fallbacks == {"multimodal": 1}
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :9] = -100
+    wrong = labels.clone()
+    wrong[0, 10] += 1
+    forward(input_ids=ids, attention_mask=mask, labels=wrong, fused_lm_head=True)
+    forward(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, position_ids=mask.cumsum(1) - 1)
+    assert ours._sharing.tally.fallbacks == {"multimodal": 1, "samples": 1, "arguments": 1}
+
+
+def test_dropout_is_not_shared_in_training_mode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    call = batch([(9, [5, 9, 3])])
+    config = dict(lora_dropout=0.1)
+    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path, arguments=dict(peft_config=lora(**config)))
+    made.model.train()
+    assert refused(made, *call)[0] == "dropout"
+    assert "lora_dropout" in caplog.text
+    made.model.eval()
+    made._sharing.take(torch.device("cpu"))
+    score(made, *call)
+    assert not made._sharing.tally.fallbacks
+
+
+def test_models_that_are_not_shared(tmp_path: Path) -> None:
+    """Layers that are not exact, and models of more than text; the numbers are the stock trainer's."""
+    call = batch([(9, [5, 9, 3])])
+    reasons = []
+    for change in (dict(use_bidirectional_attention=True), dict(get_text_config=lambda **_: tiny_config("qwen3"))):
+        made = trainer(GRPO, tiny_model("qwen3", dtype=torch.float32, attention="sdpa"), tmp_path)
+        made.model.config.__dict__.update(change)
+        reason, (logps, _, _) = refused(made, *call)
+        reasons.append(reason)
+        expected, _, _ = score(trainer(trl.GRPOTrainer, model_on_disk(tmp_path), tmp_path), *call)
+        assert torch.equal(logps, expected)
+    assert reasons == ["unsupported", "multimodal"]
+
+
+def test_liger_is_not_shared(tmp_path: Path) -> None:
+    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
+    made.args.use_liger_kernel = True
+    assert refused(made, *batch([(9, [5, 9, 3])]))[0] == "liger"
+
+
+def test_reasons_are_metrics_from_when_they_come_up(tmp_path: Path) -> None:
+    """Shares of forwards, beside the trainer's own metrics; steps without a reason that was seen before count as 0."""
+    run = train(trainer(GRPO, model_on_disk(tmp_path), tmp_path, arguments=dict(min_dedup_ratio=1.8)))
+    ratios = run.metric("dedup_ratio")
+    shares = run.metric("fallbacks")
+    assert {0.0, 1.0} == set(shares)
+    for ratio, share in zip(ratios, shares):
+        assert (ratio == 1.0) == (share == 1.0)
+    first = shares.index(1.0)
+    assert [one.get("shared_prompt/fallbacks/dedup_ratio") for one in run.logs[first:]] == shares[first:]
+    assert not any("shared_prompt/fallbacks/dedup_ratio" in one for one in run.logs[:first])
+    assert not any(f"shared_prompt/fallbacks/{name}" in one for one in run.logs for name in ("samples", "liger"))
+
+
+def test_verification_switches_off_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed row with other tokens: the loss of that very step is stock's already."""
+    from flash_attn_dualkv.integrations.trl import sharing
+
+    call = batch([(9, [5, 9, 3])])
+    model = model_on_disk(tmp_path)
+    made = trainer(GRPO, model, tmp_path, arguments=dict(verify_first_steps=1))
+    pack = sharing.pack_padded
+    monkeypatch.setattr(sharing, "pack_padded", lambda ids, *rest, **kw: pack(ids.clamp(max=50), *rest, **kw))
+    logps, _, _ = score(made, *call)
+    expected, _, _ = score(trainer(trl.GRPOTrainer, model, tmp_path), *call)
+    assert torch.equal(logps, expected)
+    assert made._metrics["train"]["shared_prompt/logp_difference"][0] > 0.01
+    assert refused(made, *call)[0] == "switched_off"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(min_dedup_ratio=0), "min_dedup_ratio: expected a finite number > 0, got 0"),
+        (dict(min_dedup_ratio="2"), "min_dedup_ratio: expected a float > 0, got '2'"),
+        (dict(max_responses_per_group=0), "max_responses_per_group: expected an int >= 1, got 0"),
+        (dict(verify_first_steps=True), "verify_first_steps: expected an int >= 0, got True"),
+    ],
+    ids=str,
+)
+def test_wrong_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(SharedPromptError) as caught:
+        trainer(GRPO, "nowhere", tmp_path, arguments=options)
+    assert str(caught.value) == message
+
+
+def test_dpo_has_no_steps_to_verify(tmp_path: Path) -> None:
+    with pytest.raises(SharedPromptError, match="verify_first_steps: expected 0 for a trainer without rollouts, got 1"):
+        trainer(shared.SharedPromptDPOTrainer, "nowhere", tmp_path, arguments=dict(verify_first_steps=1))
+
+
+def test_large_groups_are_divided(tmp_path: Path) -> None:
+    model = model_on_disk(tmp_path)
+    ids, mask, width = batch([(20, [5, 9, 3, 4])])
+    tokens = []
+    for most in (None, 2, 1):
+        made = trainer(GRPO, model, tmp_path, arguments=dict(max_responses_per_group=most, min_dedup_ratio=0.5))
+        score(made, ids, mask, width)
+        tokens.append(made._sharing.tally.tokens)
+    assert tokens == [19 + 25, 2 * 19 + 25, 4 * 19 + 25]

@@ -1,0 +1,86 @@
+"""TRL's trainers on two processes: what is shared differs between the ranks, what comes out does not."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_trl
+import torch
+from tiny_trl import StockInGroups, check_runs, model_on_disk, shared, train, trainer
+
+RANKS = 2
+SETUPS: dict[str, dict[str, Any]] = {
+    "ddp": dict(beta=0.1, steps_per_generation=2, per_device_train_batch_size=4, num_iterations=2),
+    "ddp, groups across ranks": dict(num_generations=8, per_device_train_batch_size=4, gradient_accumulation_steps=2),
+    "fsdp2": dict(
+        fsdp="full_shard",
+        fsdp_config=dict(version=2, transformer_layer_cls_to_wrap=["Qwen3DecoderLayer"]),
+        steps_per_generation=2,
+        per_device_train_batch_size=4,
+    ),
+}
+
+
+class SomeRanks(shared.SharedPromptGRPOTrainer):
+    """The first rank refuses to share every other forward: the other one goes on sharing."""
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        self.forwards = getattr(self, "forwards", 0) + 1
+        if self.accelerator.process_index == 0:
+            ratio = 99.0 if self.forwards % 2 else 1.1
+            self._sharing.options = self._sharing.options._replace(min_dedup_ratio=ratio)
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+
+def _run_rank(rank: int, port: int, model: str, folder: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    environment = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=RANKS)
+    os.environ.update({name: str(value) for name, value in {**environment, "LOCAL_WORLD_SIZE": RANKS}.items()})
+    for name, config in SETUPS.items():
+        for cls in (StockInGroups, shared.SharedPromptGRPOTrainer, SomeRanks):
+            arguments = {} if cls is StockInGroups else dict(arguments=dict(verify_first_steps=1))
+            run = train(trainer(cls, model, Path(folder), **arguments, **config))
+            whole = {one: value.full_tensor() if hasattr(value, "full_tensor") else value for one, value in run.after.items()}
+            results[rank, name, cls.__name__] = (run.logs, whole)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What all trainers do on both ranks, in one start of the processes; and the model that they begin with."""
+    folder = tmp_path_factory.mktemp("ranks")
+    model = model_on_disk(folder)
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    with torch.multiprocessing.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(_run_rank, (port, model, str(folder), results), nprocs=RANKS)
+        start = trainer(tiny_trl.trl.GRPOTrainer, model, folder).model.state_dict()
+        return dict(results), {name: one.clone() for name, one in start.items()}
+
+
+@pytest.mark.parametrize("cls", ["SharedPromptGRPOTrainer", "SomeRanks"])
+@pytest.mark.parametrize("setup", SETUPS)
+def test_two_ranks_equal_stock(setup: str, cls: str, found: Any) -> None:
+    results, start = found
+    for rank in range(RANKS):
+        runs = [tiny_trl.Run(None, *_parts(results[rank, setup, name], start)) for name in (cls, "StockInGroups")]
+        got, stock = runs
+        check_runs(got, stock)
+        shares = got.metric("fallbacks")
+        assert got.metric("dedup_ratio")[0] > 1.0
+        # Of the forwards of both ranks: on one of them, every other one.
+        assert max(shares) <= 0.5
+        assert (sum(shares) > 0) == (cls == "SomeRanks")
+        assert got.logs[0]["shared_prompt/logp_difference"] < 1e-5
+
+
+def _parts(result: Any, start: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    logs, after = result
+    after = {name.removeprefix("module."): one for name, one in after.items()}
+    return logs, {name: start[name] for name in after}, after

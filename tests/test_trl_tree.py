@@ -1,0 +1,212 @@
+"""The tree attention of TRL's AsyncGRPO on this library: exact for every tree, and with each prompt's keys once."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny_trl
+import torch
+from tiny_models import check_equal, check_gradients, gradients, replicated_logps, stock_twin, tiny_model
+from tiny_models import Samples as Sequences
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from trl.experimental.async_grpo import packing
+from trl.trainer.utils import add_fused_lm_head
+
+tree = tiny_trl.importlib.import_module("flash_attn_dualkv.integrations.trl.tree")
+
+# Token sequences; what they begin with in common is shared.
+TREES = {
+    "one level": [[7, 8, 9, 10, *end] for end in ([11, 12], [13], [14, 15, 16, 17])],
+    "two trees": [[7, 8, 9, 11, 12], [7, 8, 9, 13], [20, 21, 22, 23], [20, 21, 30]],
+    "no sharing": [[7, 8, 9], [20, 21, 22, 23]],
+    "chain": [[7, 8, 9, 10, 11]],
+    "completions that begin alike": [[7, 8, 9, 10, 11, *end] for end in ([12, 13], [12, 14, 15], [16])],
+    "prompts that begin alike": [[5, 6, *prompt, *end] for prompt in ([7] * 9, [8] * 12) for end in ([1, 2], [3], [4])],
+    "a sample that ends where another goes on": [[7, 8, 9], [7, 8, 9, 10, 11], [7, 8, 9, 12]],
+    "deep": [[1, 2, 3], [1, 2, 4, 5, 6], [1, 2, 4, 5, 7, 8], [1, 2, 4, 9, 10], [1, 30, 31, 32]],
+}
+
+
+@pytest.fixture
+def hook(restored_registry: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The hook for the length of a test, without kernels to fall back to."""
+    monkeypatch.setattr(packing, "tree_attention", packing.tree_attention)
+    monkeypatch.setattr(packing, "_flash_attn", lambda: pytest.fail("TRL's own attention was called"))
+    tree.use_dualkv_for_tree_attention()
+    packing.register_tree_attention()  # as the trainer does when it is made
+    yield
+
+
+def pack(sequences: list[list[int]]) -> dict[str, Any]:
+    """TRL's row of the samples, whose tokens are trained from the third on."""
+    row = packing.TreeRow()
+    for one in sequences:
+        row.add(
+            dict(
+                input_ids=torch.tensor(one),
+                completion_mask=torch.tensor([0, 0] + [1] * (len(one) - 2)),
+                old_log_probs=torch.zeros(len(one)),
+                advantage=1.0,
+                group_id=0,
+            )
+        )
+    return dict(row.pack())
+
+
+def tree_kwargs(packed: dict[str, Any]) -> dict[str, Any]:
+    """As the trainer's compute_loss passes them to the model."""
+    kwargs = {name: packed[name] for name in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")}
+    kwargs["tree_max_seqlen_q"], kwargs["tree_max_seqlen_k"] = packed["tree_max_seqlens"].tolist()
+    return kwargs
+
+
+def by_path(q: Tensor, k: Tensor, v: Tensor, packed: dict[str, Any], scale: float) -> Tensor:
+    """Each segment's queries against the keys of its path, one segment after the other."""
+    bounds_q, bounds_k = packed["tree_cu_seqlens_q"].tolist(), packed["tree_cu_seqlens_k"].tolist()
+    outs = []
+    for segment in range(len(bounds_q) - 1):
+        rows = packed["tree_kv_index"][bounds_k[segment] : bounds_k[segment + 1]]
+        own = slice(bounds_q[segment], bounds_q[segment + 1])
+        count = own.stop - own.start
+        visible = torch.ones(count, len(rows), dtype=torch.bool).tril(len(rows) - count)
+        outs.append(
+            scaled_dot_product_attention(
+                q[:, :, own], k[:, :, rows], v[:, :, rows], attn_mask=visible, scale=scale, enable_gqa=True
+            )
+        )
+    return torch.cat(outs, 2).transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_attention_and_its_gradients(name: str, hook: None) -> None:
+    packed = pack(TREES[name])
+    tokens = len(packed["input_ids"])
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, heads, tokens, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    attention = AttentionInterface._global_mapping["tree_fa3"]
+    got, nothing = attention(None, *tensors, None, **tree_kwargs(packed), scaling=0.3)
+    assert nothing is None
+    expected = by_path(*tensors, packed, 0.3)
+    check_equal(got, expected, 1e-13)
+    weights = torch.randn_like(expected)
+    found = torch.autograd.grad((got * weights).sum(), tensors)
+    for one, wanted in zip(found, torch.autograd.grad((expected * weights).sum(), tensors)):
+        check_equal(one, wanted, 1e-13)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_keys_that_are_read(name: str, hook: None) -> None:
+    """One level: every row of keys once. Deeper trees: never more than TRL's paths, and prompts still once."""
+    packed = pack(TREES[name])
+    kwargs = tree_kwargs(packed)
+    plan = tree.Plan.build(*(kwargs[one] for one in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")))
+    copies = torch.bincount(plan.rows, minlength=len(packed["input_ids"]))
+    stock = torch.bincount(kwargs["tree_kv_index"], minlength=len(packed["input_ids"]))
+    assert copies.min() == 1 and len(plan.rows) <= kwargs["tree_cu_seqlens_k"][-1]
+    if name in ("one level", "two trees", "no sharing", "chain"):
+        assert copies.max() == 1
+    if name == "prompts that begin alike":
+        # Two prompts with three completions each; what they have in common, a token, is read with both and by itself.
+        assert copies.tolist().count(1) == len(copies) - 1
+        assert stock.max() > copies.max()
+    if name == "completions that begin alike":
+        assert (copies > 1).sum() < 3 < (stock > 1).sum()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["one level", "deep", "prompts that begin alike"])
+def test_a_model_as_the_trainer_runs_it(name: str, checkpointing: bool, hook: None) -> None:
+    """Log-probabilities and gradients are those of each sample alone; the plan is made once for all layers."""
+    sequences = TREES[name]
+    model = tiny_model("qwen3", dtype=torch.float32, attention="tree_fa3").train()
+    samples = Sequences([one[:2] for one in sequences], [one[2:] for one in sequences])
+    twin = stock_twin(model, "sdpa")
+    expected, _ = replicated_logps(twin, samples)
+    expected.sum().backward()
+    add_fused_lm_head(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    packed = pack(sequences)
+    builds: list[int] = []
+    build = tree.Plan.build
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree.Plan, "build", lambda *args: builds.append(1) or build(*args))
+        inputs = {one: packed[one][None] for one in ("input_ids", "position_ids", "shift_labels")}
+        output = model(**inputs, fused_lm_head=True, **tree_kwargs(packed))
+        logps = output.log_probs.flatten()[packed["token_index"]]
+        logps.sum().backward()
+    assert len(builds) == 1
+    check_equal(logps, expected, 5e-6)
+    check_gradients(gradients(model), gradients(twin), 5e-6)
+
+
+def test_plans_end_with_their_micro_batch(hook: None) -> None:
+    packed = pack(TREES["one level"])
+    q = torch.randn(1, 2, len(packed["input_ids"]), 8)
+    packing.tree_attention(None, q, q, q, None, **tree_kwargs(packed))
+    cells = dict(zip(packing.tree_attention.__code__.co_freevars, packing.tree_attention.__closure__))
+    plans = cells["plans"].cell_contents
+    assert len(plans) == 1
+    alive = weakref.ref(packed["tree_cu_seqlens_q"])
+    del packed
+    gc.collect()
+    assert alive() is None and len(plans) == 0
+
+
+def test_sums_of_16_bit_gradients_are_rounded_once() -> None:
+    """256 additions of 1 to 256 in bf16 would change nothing."""
+    source = torch.zeros(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.tensor([0] * 257 + [1])
+    gradient = torch.ones(258, 1, 1, dtype=torch.bfloat16)
+    gradient[0] = 256.0
+    tree._Gather.apply(source, index).backward(gradient)
+    assert source.grad is not None
+    assert source.grad.flatten().tolist() == [512.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "head_dim"), [(dict(softcap=30.0), 8), (dict(sliding_window=3), 8), ({}, 12), ({}, 264)], ids=str
+)
+def test_what_the_kernels_lack_goes_to_the_original(
+    options: dict[str, Any], head_dim: int, hook: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class Kernels:
+        @staticmethod
+        def flash_attn_varlen_func(q: Tensor, k: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+            calls.append((len(k), kwargs["window_size"], kwargs.get("softcap")))
+            return q
+
+    monkeypatch.setattr(packing, "_flash_attn", lambda: Kernels)
+    packed = pack(TREES["one level"])
+    q = torch.randn(1, 2, len(packed["input_ids"]), head_dim, dtype=torch.bfloat16)
+    packing.tree_attention(None, q, q, q, None, **tree_kwargs(packed), **options)
+    window = options.get("sliding_window")
+    assert calls == [(len(packed["tree_kv_index"]), (2, 0) if window else (-1, -1), options.get("softcap"))]
+
+
+def test_a_window_wider_than_every_path_hides_nothing(hook: None) -> None:
+    packed = pack(TREES["deep"])
+    q = torch.randn(1, 2, len(packed["input_ids"]), 8)
+    got, _ = packing.tree_attention(None, q, q, q, None, **tree_kwargs(packed), sliding_window=6)
+    check_equal(got, by_path(q, q, q, packed, 8**-0.5), 1e-6)
+
+
+def test_before_or_after_the_trainer_and_twice(restored_registry: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = packing.tree_attention
+    monkeypatch.setattr(packing, "tree_attention", stock)
+    packing.register_tree_attention()
+    assert AttentionInterface._global_mapping["tree_fa3"] is stock
+    tree.use_dualkv_for_tree_attention()
+    tree.use_dualkv_for_tree_attention()
+    ours = AttentionInterface._global_mapping["tree_fa3"]
+    assert ours is packing.tree_attention and ours.dualkv_stock is stock
+    packing.register_tree_attention()
+    assert AttentionInterface._global_mapping["tree_fa3"] is ours
