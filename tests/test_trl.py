@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,9 @@ from flash_attn_dualkv import SharedPromptError
 from flash_attn_dualkv.errors import SharedPromptLayoutError
 
 pytestmark = pytest.mark.usefixtures("restored_registry")
+ROOT = Path(__file__).resolve().parent.parent
 GRPO = shared.SharedPromptGRPOTrainer
+sharing = tiny_trl.importlib.import_module("flash_attn_dualkv.integrations.trl.sharing")
 VALUE, GRADIENT = 1e-5, 5e-6
 
 
@@ -110,7 +116,9 @@ def test_rloo_equals_stock(tmp_path: Path) -> None:
     assert sum(got.metric("fallbacks")) == 0
 
 
-@pytest.mark.parametrize("options", [{}, dict(precompute_ref_log_probs=True), dict(ld_alpha=0.5, max_length=20)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(precompute_ref_log_probs=True), dict(ld_alpha=0.5, max_length=20)], ids=str
+)
 def test_dpo_equals_stock(options: dict[str, Any], tmp_path: Path) -> None:
     model = model_on_disk(tmp_path)
     stock = train(trainer(trl.DPOTrainer, model, tmp_path, per_device_train_batch_size=4, **options))
@@ -347,8 +355,6 @@ def test_reasons_are_metrics_from_when_they_come_up(tmp_path: Path) -> None:
 
 def test_verification_switches_off_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A packed row with other tokens: the loss of that very step is stock's already."""
-    from flash_attn_dualkv.integrations.trl import sharing
-
     call = batch([(9, [5, 9, 3])])
     model = model_on_disk(tmp_path)
     made = trainer(GRPO, model, tmp_path, arguments=dict(verify_first_steps=1))
@@ -391,3 +397,39 @@ def test_large_groups_are_divided(tmp_path: Path) -> None:
         score(made, ids, mask, width)
         tokens.append(made._sharing.tally.tokens)
     assert tokens == [19 + 25, 2 * 19 + 25, 4 * 19 + 25]
+
+
+# --- documentation ----------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_all_options_reasons_and_metrics() -> None:
+    page = (ROOT / "docs/trl.md").read_text(encoding="utf-8")
+    options = [
+        one.name
+        for one in inspect.signature(shared.SharedPromptMixin.__init__).parameters.values()
+        if one.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    assert len(options) == 3
+    for name in (*options, *sharing.REASONS):
+        assert f"| `{name}` |" in page
+    for name in ("dedup_ratio", "tokens", "tokens_saved", "fallbacks", "fallbacks/<reason>", "logp_difference"):
+        assert f"`shared_prompt/{name}`" in page
+
+
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same rollouts and rewards in both runs, a table in the end, and a file for each."""
+    command = [str(ROOT / "examples/trl_grpo.py"), "--out", str(tmp_path), "--steps", "3", "--preset", "cpu"]
+    found = []
+    for switch in (["--stock"], []):
+        monkeypatch.setattr(sys, "argv", command + switch)
+        with tiny_trl.quiet():
+            runpy.run_path(command[0], run_name="__main__")
+        found.append(json.loads((tmp_path / f"{'stock' if switch else 'shared'}.json").read_text()))
+    stock, got = found
+    table = capsys.readouterr().out
+    assert got["rewards"] == pytest.approx(stock["rewards"], abs=1e-6)
+    assert got["grad_norms"] == pytest.approx(stock["grad_norms"], rel=1e-3)
+    assert len(got["rewards"]) == 3 and min(got["dedup_ratio"]) > 3 and stock["dedup_ratio"] == [None] * 3
+    for name, seconds in got["phases"].items():
+        assert len(seconds) == 3 and min(seconds) > 0
+        assert f"\n{name} " in table

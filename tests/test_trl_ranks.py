@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 import tiny_trl
 import torch
+from tiny_models import check_equal, check_gradients, gradients
 from tiny_trl import StockInGroups, check_runs, model_on_disk, shared, train, trainer
+from torch.distributed.fsdp import fully_shard
 
 RANKS = 2
 SETUPS: dict[str, dict[str, Any]] = {
     "ddp": dict(beta=0.1, steps_per_generation=2, per_device_train_batch_size=4, num_iterations=2),
     "ddp, groups across ranks": dict(num_generations=8, per_device_train_batch_size=4, gradient_accumulation_steps=2),
-    "fsdp2": dict(
-        fsdp="full_shard",
-        fsdp_config=dict(version=2, transformer_layer_cls_to_wrap=["Qwen3DecoderLayer"]),
-        steps_per_generation=2,
-        per_device_train_batch_size=4,
-    ),
 }
 
 
@@ -40,13 +36,32 @@ def _run_rank(rank: int, port: int, model: str, folder: str, results: Any) -> No
     torch.set_num_threads(1)
     environment = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=RANKS)
     os.environ.update({name: str(value) for name, value in {**environment, "LOCAL_WORLD_SIZE": RANKS}.items()})
-    for name, config in SETUPS.items():
-        for cls in (StockInGroups, shared.SharedPromptGRPOTrainer, SomeRanks):
-            arguments = {} if cls is StockInGroups else dict(arguments=dict(verify_first_steps=1))
+    for cls in (StockInGroups, shared.SharedPromptGRPOTrainer, SomeRanks):
+        arguments = {} if cls is StockInGroups else dict(arguments=dict(verify_first_steps=1))
+        for name, config in SETUPS.items():
             run = train(trainer(cls, model, Path(folder), **arguments, **config))
-            whole = {one: value.full_tensor() if hasattr(value, "full_tensor") else value for one, value in run.after.items()}
-            results[rank, name, cls.__name__] = (run.logs, whole)
+            results[rank, name, cls.__name__] = (run.logs, run.after)
+        made = trainer(cls, model, Path(folder), **arguments)
+        results[rank, "fsdp2", cls.__name__] = _sharded_step(made, rank)
     torch.distributed.destroy_process_group()
+
+
+def _sharded_step(made: Any, rank: int) -> Any:
+    """Log-probabilities, and the whole gradients, of two forwards; accelerate shards with FSDP2 on GPUs only."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (RANKS,))
+    for layer in made.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(made.model, mesh=mesh)
+    made.model.train()
+    ids = torch.randint(3, 90, (3, 20 + 5 * rank), generator=torch.Generator().manual_seed(rank))
+    ids[:, :12] = ids[0, :12]
+    logps = []
+    for _ in range(2):
+        scores = tiny_trl.score(made, ids, torch.ones_like(ids), ids.shape[1] - 12)[0]
+        (scores * torch.linspace(-1, 1, scores.shape[1])).sum().backward()
+        logps.append(scores.detach())
+    calls = made._sharing.tally if hasattr(made, "_sharing") else None
+    return logps, {name: one.full_tensor() for name, one in gradients(made.model).items()}, calls
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +93,20 @@ def test_two_ranks_equal_stock(setup: str, cls: str, found: Any) -> None:
         assert max(shares) <= 0.5
         assert (sum(shares) > 0) == (cls == "SomeRanks")
         assert got.logs[0]["shared_prompt/logp_difference"] < 1e-5
+
+
+@pytest.mark.parametrize("cls", ["SharedPromptGRPOTrainer", "SomeRanks"])
+def test_fsdp2_equals_stock(cls: str, found: Any) -> None:
+    """One rank shares and the other does not, or both do: no one waits, and gradients are the same."""
+    results, _ = found
+    for rank in range(RANKS):
+        logps, whole, tally = results[rank, "fsdp2", cls]
+        expected, wanted, _ = results[rank, "fsdp2", "StockInGroups"]
+        assert tally.calls == 2
+        assert sum(tally.fallbacks.values()) == (rank == 0 and cls == "SomeRanks")
+        for one, stock in zip(logps, expected):
+            check_equal(one, stock, 1e-5)
+        check_gradients(whole, wanted, 5e-6)
 
 
 def _parts(result: Any, start: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any], dict[str, Any]]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import tiny_trl
 import torch
-from tiny_models import check_equal, check_gradients, gradients, replicated_logps, stock_twin, tiny_model
 from tiny_models import Samples as Sequences
+from tiny_models import check_equal, check_gradients, gradients, replicated_logps, stock_twin, tiny_model
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -34,13 +33,12 @@ TREES = {
 
 
 @pytest.fixture
-def hook(restored_registry: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hook(restored_registry: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hook for the length of a test, without kernels to fall back to."""
     monkeypatch.setattr(packing, "tree_attention", packing.tree_attention)
     monkeypatch.setattr(packing, "_flash_attn", lambda: pytest.fail("TRL's own attention was called"))
     tree.use_dualkv_for_tree_attention()
     packing.register_tree_attention()  # as the trainer does when it is made
-    yield
 
 
 def pack(sequences: list[list[int]]) -> dict[str, Any]:

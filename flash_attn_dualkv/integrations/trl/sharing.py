@@ -2,9 +2,9 @@
 
 TRL gives a causal LM a forward that returns log-probabilities instead of logits: `model(input_ids, attention_mask,
 labels, fused_lm_head=True)`. All of its trainers score their completions with it, policy and reference alike. Here that
-forward is replaced by one that packs the same samples, each prompt once, calls TRL's forward on the packed row, and puts
-what comes back where it stands in the padded batch. It runs below DDP, FSDP and PEFT, once for each of their forwards:
-ranks may differ in whether they share, since collectives are the same either way.
+forward is replaced by one that packs the same samples, each prompt once, calls TRL's forward on the packed row, and
+puts what comes back where it stands in the padded batch. It runs below DDP, FSDP and PEFT, once for each of their
+forwards: some ranks may share and others not, their collectives are the same.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Options(NamedTuple):
     max_responses_per_group: int | None
 
 
-class Refused(Exception):  # noqa: N818: not an error
+class Refused(Exception):  # noqa: N818 (stock attention is no error)
     """A forward that cannot or need not share."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -78,7 +78,8 @@ class Tally:
     """What has been run."""
 
     calls: int = 0
-    replicated: Any = 0  # tokens that stock attention runs, without padding: an int, or a tensor where it stays on a GPU
+    # Ints, or tensors that stay on their GPU.
+    replicated: Any = 0  # tokens that stock attention runs, without padding
     tokens: Any = 0  # tokens that were run
     fallbacks: Counter[str] = field(default_factory=Counter)
 
@@ -138,7 +139,7 @@ class Sharing:
 
 
 def _switch_attention(causal_lm: Any) -> None:
-    """Let the attention that the model runs on take a layout; where that is impossible, `check_attention` will say so."""
+    """Let the attention of the model take a layout; where that is impossible, `check_attention` will say so."""
     name = text_config(causal_lm.config)._attn_implementation
     known = AttentionInterface._global_mapping
     if name in known and not hasattr(known[name], TAKES_LAYOUT):
@@ -268,7 +269,7 @@ def _verdict(causal_lm: Any) -> Refused | None:
 
 
 def _check_kernels(causal_lm: Any, batch: SharedPromptBatch) -> None:
-    """Raise Refused for what the CUDA kernels lack, before any layer has run: other ranks may have nothing to refuse."""
+    """Raise Refused for what the kernels lack, before any layer has run: other ranks may have nothing to refuse."""
     dtype = causal_lm.get_input_embeddings().weight.dtype
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")

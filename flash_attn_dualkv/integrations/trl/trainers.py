@@ -109,7 +109,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         tolerance = TOLERANCES[32 if is_precise else 16]
         if mean <= tolerance:
             return True
-        message = f"log-probabilities differ by {mean:.2g} on average from those of stock attention (at most {tolerance})"
+        message = f"log-probabilities differ from stock attention's by {mean:.2g} on average (at most {tolerance})"
         self._sharing.off = Refused("switched_off", message)
         return False
 

@@ -9,6 +9,7 @@ for completions of one prompt that is the prompt; completions that begin alike, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -115,8 +116,8 @@ class Plan(NamedTuple):
         """From TRL's description of the tree, which is copied to the host."""
         device = kv_index.device
         bounds_q, bounds_k = torch.stack([cu_seqlens_q, cu_seqlens_k]).tolist()
-        own = [end - begin for begin, end in zip(bounds_q, bounds_q[1:])]
-        paths = [end - begin for begin, end in zip(bounds_k, bounds_k[1:])]
+        own = [end - begin for begin, end in pairwise(bounds_q)]
+        paths = [end - begin for begin, end in pairwise(bounds_k)]
         context_of = choose_contexts(own, paths)
         contexts, groups, decoded = [0], [], [0]
         context_rows, decoded_rows = [], []
