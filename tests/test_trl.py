@@ -149,10 +149,11 @@ def test_a_trainer_of_ones_own(tmp_path: Path) -> None:
     assert [one.get("shared_prompt/logp_difference", 1.0) < VALUE for one in got.logs] == [True, True, False]
 
 
-def test_evaluation_and_generation_are_stock(tmp_path: Path) -> None:
-    model = model_on_disk(tmp_path)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_evaluation_and_generation_are_stock(attention: str, tmp_path: Path) -> None:
     results = []
     for cls in (trl.GRPOTrainer, GRPO):
+        model = tiny_model("qwen3", dtype=torch.float32, attention=attention)
         made = trainer(cls, model, tmp_path, arguments=dict(eval_dataset=tiny_trl.prompts()))
         with tiny_trl.quiet():
             torch.manual_seed(1)
@@ -291,19 +292,31 @@ def test_calls_that_are_not_shared(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "dedup_ratio" not in caplog.text
 
 
-def test_token_types_are_of_models_that_see_images(tmp_path: Path) -> None:
+def test_what_else_a_model_may_be_given(tmp_path: Path) -> None:
+    """Not by GRPOTrainer today: the models have no arguments of these names, or drop them."""
     ours = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
-    forward = ours.model.forward
     ids, mask, _ = batch([(9, [5, 9, 3])])
-    forward(input_ids=ids, attention_mask=mask, labels=ids, token_type_ids=mask, fused_lm_head=True)
-    assert ours._sharing.tally.fallbacks == {"multimodal": 1}
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :9] = -100
-    wrong = labels.clone()
+    wrong, goes_on, behind = labels.clone(), labels.clone(), labels.clone()
     wrong[0, 10] += 1
-    forward(input_ids=ids, attention_mask=mask, labels=wrong, fused_lm_head=True)
-    forward(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, position_ids=mask.cumsum(1) - 1)
-    assert ours._sharing.tally.fallbacks == {"multimodal": 1, "samples": 1, "arguments": 1}
+    goes_on[1, -1] = -100
+    behind[0, -1] = ids[0, -1]
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("multimodal", dict(token_type_ids=mask)),
+        ("arguments", dict(position_ids=mask.cumsum(1) - 1)),
+        ("arguments", dict(labels=None, shift_labels=labels[:, 1:])),
+        ("samples", dict(labels=wrong)),
+        ("samples", dict(labels=goes_on)),
+        ("samples", dict(labels=behind)),
+    ]
+    for reason, changes in calls:
+        ours._sharing.take(torch.device("cpu"))
+        inputs = {**dict(input_ids=ids, attention_mask=mask, labels=labels), **changes}
+        if inputs["labels"] is None:
+            inputs["input_ids"], inputs["attention_mask"] = ids[:, :-1], mask[:, :-1]
+        ours.model(**inputs, fused_lm_head=True)
+        assert ours._sharing.tally.fallbacks == {reason: 1}
 
 
 def test_dropout_is_not_shared_in_training_mode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -81,6 +81,12 @@ def test_groups_larger_than_a_slice_fill_whole_slices(parts: int, rows: int, gro
         assert len({owner[row] for row in one}) == 1
 
 
+def test_small_groups_do_not_cut_larger_ones() -> None:
+    """In their own order they would: of 1, 2, 3 and 2 rows, the last finds no slice of four with room for both."""
+    made = [[0], [1, 2], [3, 4, 5], [6, 7]]
+    assert [sorted(one) for one in regroup.fill(made, 4)] == [[0, 3, 4, 5], [1, 2, 6, 7]]
+
+
 def test_ends_of_groups_of_other_ranks_share_a_slice() -> None:
     """A rank begins and ends within a group: its two halves go together, and the whole group stays whole."""
     rows = [[1], [2], [1], [2], [2], [3], [2], [3]]
