@@ -149,6 +149,18 @@ def test_a_trainer_of_ones_own(tmp_path: Path) -> None:
     assert [one.get("shared_prompt/logp_difference", 1.0) < VALUE for one in got.logs] == [True, True, False]
 
 
+@pytest.mark.gpu
+def test_training_on_a_gpu(tmp_path: Path) -> None:
+    """In bf16 on the kernels, compared with stock attention in every step; in 32 bits on stock attention."""
+    model = model_on_disk(tmp_path, hidden_size=256, head_dim=64)
+    options = dict(arguments=dict(verify_first_steps=3), beta=0.1, use_cpu=False)
+    got = train(trainer(GRPO, model, tmp_path, bf16=True, **options))
+    assert sum(got.metric("fallbacks")) == 0
+    assert 0 < max(got.metric("logp_difference")) < 0.1
+    in_32_bits = train(trainer(GRPO, model, tmp_path, **options))
+    assert in_32_bits.metric("fallbacks/dtype") == [1.0] * 3
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_evaluation_and_generation_are_stock(attention: str, tmp_path: Path) -> None:
     results = []
