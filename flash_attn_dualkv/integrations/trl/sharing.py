@@ -65,12 +65,19 @@ class Options(NamedTuple):
     max_responses_per_group: int | None
 
 
+class Refusal(NamedTuple):
+    """Why a forward cannot or need not share."""
+
+    reason: str  # one of REASONS
+    message: str
+
+
 class Refused(Exception):  # noqa: N818 (stock attention is no error)
-    """A forward that cannot or need not share."""
+    """Raised anew each time, never kept: an exception holds the tensors of all frames that it has passed."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
-        self.reason = reason
+        self.refusal = Refusal(reason, message)
 
 
 @dataclass
@@ -103,7 +110,7 @@ class Sharing:
         self.options = options
         self.args = args  # of the trainer
         self.tally = Tally()
-        self.off: Refused | None = None
+        self.off: Refusal | None = None
         self._announced: set[str] = set()
 
     def take(self, device: torch.device) -> Tensor:
@@ -115,21 +122,21 @@ class Sharing:
     def paused(self) -> Iterator[None]:
         """Forwards inside are stock ones and are not counted."""
         off, tally, announced = self.off, self.tally, self._announced
-        self.off, self.tally, self._announced = Refused("switched_off", "paused"), Tally(), {"switched_off"}
+        self.off, self.tally, self._announced = Refusal("switched_off", "paused"), Tally(), {"switched_off"}
         try:
             yield
         finally:
             self.off, self.tally, self._announced = off, tally, announced
 
-    def fall_back(self, refused: Refused, inputs: dict[str, Any]) -> None:
+    def fall_back(self, refusal: Refusal, inputs: dict[str, Any]) -> None:
         """Count a stock forward, and say why when a reason comes up for the first time."""
         mask, ids = inputs.get("attention_mask"), inputs.get("input_ids")
         tokens = mask.sum() if isinstance(mask, Tensor) else 0 if ids is None else ids.numel()
-        self.tally.add(tokens, tokens, refused.reason)
+        self.tally.add(tokens, tokens, refusal.reason)
         # Few shared tokens are no mistake of anyone's.
-        if refused.reason not in self._announced and refused.reason != "dedup_ratio":
-            self._announced.add(refused.reason)
-            logger.warning(f"Prompts are not shared where this holds ({refused.reason}): {refused}")
+        if refusal.reason not in self._announced and refusal.reason != "dedup_ratio":
+            self._announced.add(refusal.reason)
+            logger.warning(f"Prompts are not shared where this holds ({refusal.reason}): {refusal.message}")
 
     def install(self, model: Any) -> None:
         """Let a model that has TRL's forward share prompts."""
@@ -157,7 +164,7 @@ class SharedForward:
         self.sharing = sharing
         self.causal_lm = causal_lm
         self.stock: Callable[..., Any] = causal_lm.forward
-        self._verdicts: dict[bool, Refused | None] = {}  # by whether the model is in training mode
+        self._verdicts: dict[bool, Refusal | None] = {}  # by whether the model is in training mode
 
     def install(self) -> None:
         # `generate` looks at the signature; accelerate expects a method.
@@ -175,7 +182,7 @@ class SharedForward:
             is_scored, batch = self._pack(args, inputs)
             output = self._run(batch, {name: inputs[name] for name in _PASSED_ON if name in inputs})
         except Refused as refused:
-            self.sharing.fall_back(refused, inputs)
+            self.sharing.fall_back(refused.refusal, inputs)
             return self.stock(*args, fused_lm_head=True, **inputs)
         self.sharing.tally.add(batch.num_replicated_tokens, batch.layout.num_tokens)
         return _unpack(output, is_scored[:, 1:], batch)
@@ -183,7 +190,7 @@ class SharedForward:
     def _pack(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Tensor, SharedPromptBatch]:
         """Which tokens of the padded batch are scored, and the packed batch. Raises Refused."""
         if self.sharing.off is not None:
-            raise self.sharing.off
+            raise Refused(*self.sharing.off)
         if self.sharing.args.use_liger_kernel:
             raise Refused("liger", "use_liger_kernel=True replaces layers of the model")
         self._check_model()
@@ -220,7 +227,7 @@ class SharedForward:
             self._verdicts[training] = _verdict(self.causal_lm)
         verdict = self._verdicts[training]
         if verdict is not None:
-            raise verdict
+            raise Refused(*verdict)
 
     def _run(self, batch: SharedPromptBatch, passed_on: dict[str, Any]) -> Any:
         """TRL's output for the packed row."""
@@ -244,15 +251,15 @@ class SharedForward:
                 return self.stock(fused_lm_head=True, **inputs)
         except SharedPromptUnsupportedError as error:
             # An option of the model that no configuration tells: the first layer of the first forward finds it.
-            self._verdicts = dict.fromkeys((True, False), Refused("unsupported", str(error)))
+            self._verdicts = dict.fromkeys((True, False), Refusal("unsupported", str(error)))
             raise Refused("unsupported", str(error)) from None
 
 
-def _verdict(causal_lm: Any) -> Refused | None:
+def _verdict(causal_lm: Any) -> Refusal | None:
     """Why a model cannot share, in its present mode."""
     config = causal_lm.config
     if text_config(config) is not config:
-        return Refused("multimodal", f"{config.model_type} is a model of more than text")
+        return Refusal("multimodal", f"{config.model_type} is a model of more than text")
     name = backbone_name(causal_lm)
     try:
         check_supported(config)
@@ -260,11 +267,11 @@ def _verdict(causal_lm: Any) -> Refused | None:
         check_modules(causal_lm)
         check_positions(getattr(causal_lm, name or ""))
     except (SharedPromptError, AttributeError) as error:
-        return Refused("unsupported", str(error))
+        return Refusal("unsupported", str(error))
     try:
         check_noise(causal_lm)
     except SharedPromptError as error:
-        return Refused("dropout", f"{error} (TRL's disable_dropout=True does so for all but LoRA's lora_dropout)")
+        return Refusal("dropout", f"{error} (TRL's disable_dropout=True does so for all but LoRA's lora_dropout)")
     return None
 
 

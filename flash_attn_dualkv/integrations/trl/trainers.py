@@ -13,7 +13,7 @@ from ... import arguments
 from ...checks import explain
 from ...errors import SharedPromptError
 from .regroup import keep_siblings_together
-from .sharing import REASONS, Options, Refused, Sharing
+from .sharing import REASONS, Options, Refusal, Sharing
 
 logger = get_logger(__name__)
 
@@ -110,7 +110,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         if mean <= tolerance:
             return True
         message = f"log-probabilities differ from stock attention's by {mean:.2g} on average (at most {tolerance})"
-        self._sharing.off = Refused("switched_off", message)
+        self._sharing.off = Refusal("switched_off", message)
         return False
 
     def _log_sharing(self: Any) -> None:
