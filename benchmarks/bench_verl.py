@@ -19,8 +19,9 @@ import statistics
 import sys
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -36,79 +37,92 @@ QWEN3 = {
     "tiny": Model(),
 }
 PAPER = Batch(prompts=1, responses=32, prompt_tokens=8192, response_tokens=2048, shortest=0.5)
-# Prompts are those of one GPU. Configurations: (the plug-in's, of micro-batch, of token budget, ranks of Ulysses).
-OWN, PLUGIN = False, True
-PRESETS: dict[str, tuple[str, Batch, list[tuple[bool, int | None, int | None, int]]]] = {
+
+
+class Setting(NamedTuple):
+    """Of verl: the plug-in or not, micro-batches of so many sequences or tokens, ranks of Ulysses, precision."""
+
+    shares: bool
+    micro: int | None = None
+    tokens: int | None = None
+    sp: int = 1
+    fp32: bool = False  # padded, on PyTorch's attention: what bf16 is compared with
+
+    @property
+    def title(self) -> str:
+        how = f"micro {self.micro}" if self.micro else f"tokens {self.tokens}"
+        return f"{'plug-in' if self.shares else 'verl'}/{how}{' in fp32' if self.fp32 else ''}/SP {self.sp}"
+
+
+OWN, PLUGIN = partial(Setting, False), partial(Setting, True)
+TOKENS = 40960
+# Prompts are those of one GPU.
+PRESETS: dict[str, tuple[str, Batch, list[Setting]]] = {
     "paper": (
         "Qwen3-1.7B",
         PAPER,
-        [
-            (OWN, 4, None, 1),
-            (OWN, 8, None, 1),
-            (OWN, None, 40960, 1),
-            (PLUGIN, 4, None, 1),
-            (PLUGIN, 8, None, 1),
-            (PLUGIN, None, 40960, 1),
-        ],
+        [OWN(4), OWN(8), OWN(None, TOKENS), PLUGIN(4), PLUGIN(8), PLUGIN(None, TOKENS)],
     ),
-    "paper-8b": (
-        "Qwen3-8B",
-        PAPER,
-        [
-            (OWN, 4, None, 1),
-            (OWN, None, 40960, 1),
-            (PLUGIN, 4, None, 1),
-            (PLUGIN, 8, None, 1),
-            (PLUGIN, None, 40960, 1),
-        ],
-    ),
+    "paper-8b": ("Qwen3-8B", PAPER, [OWN(4), OWN(None, TOKENS), PLUGIN(4), PLUGIN(8), PLUGIN(None, TOKENS)]),
     "math-1k": (
         "Qwen3-1.7B",
         Batch(prompts=2, responses=16, prompt_tokens=1024, response_tokens=4096, shortest=0.25),
-        [(OWN, None, 32768, 1), (PLUGIN, None, 32768, 1)],
+        [OWN(None, 32768), PLUGIN(None, 32768)],
     ),
     "math-300": (
         "Qwen3-1.7B",
         Batch(prompts=2, responses=16, prompt_tokens=300, response_tokens=4096, shortest=0.25),
-        [(OWN, None, 32768, 1), (PLUGIN, None, 32768, 1)],
+        [OWN(None, 32768), PLUGIN(None, 32768)],
     ),
     "moe": (
         "Qwen3-30B-A3B, 12 layers",
         PAPER,
-        [(OWN, None, 40960, 2), (OWN, None, 40960, 1), (PLUGIN, None, 40960, 2), (PLUGIN, None, 40960, 1)],
+        [OWN(None, TOKENS, 2), OWN(None, TOKENS), PLUGIN(None, TOKENS, 2), PLUGIN(None, TOKENS)],
     ),
-    "ulysses": ("Qwen3-1.7B", PAPER, [(OWN, None, 20480, 2), (PLUGIN, None, 20480, 2)]),
-    "memory": ("Qwen3-1.7B", PAPER, [(OWN, 32, None, 1), (PLUGIN, 32, None, 1)]),
+    "ulysses": ("Qwen3-1.7B", PAPER, [OWN(None, 20480, 2), PLUGIN(None, 20480, 2)]),
+    "memory": ("Qwen3-1.7B", PAPER, [OWN(32), PLUGIN(32)]),
     "steps": (
         "Qwen3-0.6B",
         Batch(prompts=1, responses=16, prompt_tokens=2048, response_tokens=512, shortest=0.5),
-        [(OWN, 4, None, 1), (OWN, 8, None, 1), (PLUGIN, 8, None, 1)],
+        [OWN(4), OWN(8), PLUGIN(8)],
     ),
-    "tiny": ("tiny", Batch(), [(OWN, None, 200, 1), (PLUGIN, None, 200, 1), (OWN, 4, None, 1), (PLUGIN, 4, None, 1)]),
+    "accuracy": (
+        "Qwen3-0.6B",
+        Batch(prompts=1, responses=16, prompt_tokens=2048, response_tokens=512, shortest=0.5),
+        [OWN(2, fp32=True), OWN(4), OWN(8), PLUGIN(4), PLUGIN(8)],
+    ),
+    "tiny": ("tiny", Batch(), [OWN(4, fp32=True), OWN(None, 200), OWN(4), PLUGIN(None, 200), PLUGIN(4)]),
 }
 STEPS = {"steps": 20}
-DAPO = ("actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.actor.loss_agg_mode=token-mean")
+ACTOR = "actor_rollout_ref.actor"
+FP32 = (
+    *(f"+{ACTOR}.fsdp_config.mixed_precision.{name}_dtype=fp32" for name in ("param", "reduce", "buffer")),
+    "actor_rollout_ref.model.use_remove_padding=False",
+)
+NOT_COMPILED = (f"{ACTOR}.fsdp_config.use_torch_compile=False",)
+DAPO = (f"{ACTOR}.clip_ratio_high=0.28", f"{ACTOR}.loss_agg_mode=token-mean")
 
 
 def cases_of(preset: str, gpus: int, is_cpu: bool) -> list[Case]:
     """verl's own first: a process that has loaded the plug-in never runs them again."""
     model, batch, configurations = PRESETS[preset]
     found = []
-    for shares, micro, tokens, sp in sorted(configurations, key=lambda one: one[0]):
-        if gpus % sp:
+    for setting in sorted(configurations, key=lambda one: one.shares):
+        if gpus % setting.sp:
             continue
-        how = f"micro {micro}" if micro else f"tokens {tokens}"
+        overrides = (*DAPO, *(FP32 if setting.fp32 else ()), *(NOT_COMPILED if is_cpu else ()))
         found.append(
             Case(
-                f"{preset}/{'plug-in' if shares else 'verl'}/{how}/SP {sp}",
-                shares=shares,
+                f"{preset}/{setting.title}",
+                shares=setting.shares,
                 model=QWEN3[model],
                 batch=replace(batch, prompts=batch.prompts * gpus),
-                micro=micro,
-                tokens=tokens,
-                sp=sp,
-                balance="groups" if shares else "lengths",
-                overrides=(*DAPO, "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False") if is_cpu else DAPO,
+                micro=setting.micro,
+                tokens=setting.tokens,
+                sp=setting.sp,
+                attention="sdpa" if setting.fp32 else "flash_attention_2",
+                balance="groups" if setting.shares else "lengths",
+                overrides=overrides,
                 updates=STEPS.get(preset, 2),
                 inferences=2,
                 infers_at_the_end=False,
@@ -139,6 +153,7 @@ def row_of(case: Case, found: Found, gpus: int) -> dict[str, Any]:
         "infer_s": found.infer_s[-1] if found.infer_s else None,
         "update_gib": found.update_gib or None,
         "infer_gib": found.infer_gib or None,
+        "left_gib": found.left_gib,
         "losses": [one["loss"] for one in found.metrics],
         "grad_norms": [one["grad_norm"] for one in found.metrics],
         "ppo_kl": [one["actor/ppo_kl"] for one in found.metrics],
@@ -200,8 +215,8 @@ micro-batches and GPU, for the plug-in with every prompt once. Peaks include wei
 
 {tables}
 
-verl beside itself: the largest and mean difference of log-probabilities in bf16 to the first row of the same setup, and
-loss and gradient norm of the first update.
+Differences in bf16: the largest and mean one of log-probabilities to the first row of the same setup ("accuracy": to
+fp32), and loss and gradient norm of the first update.
 
 {differences}
 

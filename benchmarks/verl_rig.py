@@ -177,6 +177,7 @@ class Found:
     update_gib: float = 0.0
     metrics: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
+    left_gib: float = 0.0  # allocated when the case began: of the cases before
 
 
 def run(
@@ -432,6 +433,10 @@ class Processes:
     def call(self, kind: str, data: Any) -> Any:
         return getattr(self.worker, self.calls[kind])(data)
 
+    def close(self) -> None:
+        """Off the GPU: something of PyTorch's may hold the first model of a process until its end."""
+        engine_of(self.worker).to(device="cpu", model=True, optimizer=True, grad=True)
+
     def memory(self) -> float:
         """The peak since the last call, in GiB."""
         from verl.utils.device import get_torch_device
@@ -480,14 +485,20 @@ class Ray:
     def call(self, kind: str, data: Any) -> Any:
         return {"infer": self.group.compute_log_prob, "update": self.group.update_actor}[kind](data)
 
+    def close(self) -> None: ...  # the actors end with the case
+
     def memory(self) -> float:
         return 0.0
 
 
-def engine_name(worker: Any) -> str:
+def engine_of(worker: Any) -> Any:
     parts = [one for name in ("actor", "ref") if (one := getattr(worker, name, None)) is not None]
-    engine = (parts[0] if parts else worker).engine
-    return f"{type(engine).__module__}.{type(engine).__name__}"
+    return (parts[0] if parts else worker).engine
+
+
+def engine_name(worker: Any) -> str:
+    engine = type(engine_of(worker))
+    return f"{engine.__module__}.{engine.__name__}"
 
 
 def join_ranks(rank: int, ranks: int) -> None:
@@ -634,14 +645,18 @@ def _run_rank(folder: str, on_ray: bool) -> None:
     found: dict[str, Found] = {}
     for case in cases:
         begin = time.perf_counter()
+        left = torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() and not on_ray else 0.0
         session = None
         try:
             session = Session(case, models[case.model], ranks, Ray if on_ray else Processes)
             found[case.name] = session.run()
+            found[case.name].left_gib = left
         except Exception as error:
             if ranks > 1:  # the others wait for this one
                 raise
             found[case.name] = replace(session.found if session else Found(), error=f"{type(error).__name__}: {error}")
+        if session is not None and torch.cuda.is_available():
+            session.group.close()
         del session
         gc.collect()
         if torch.cuda.is_available() and not on_ray:

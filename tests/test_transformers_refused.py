@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tiny_models import (
 )
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError
-from flash_attn_dualkv.integrations.transformers import guard
+from flash_attn_dualkv.integrations.transformers import guard, support
 
 BATCH = MIXED.pack()
 LOST = "shared_prompt_layout: expected consumed by 2 attention layers, got "
@@ -381,3 +382,25 @@ def test_the_layout_is_that_of_the_row():
 def test_what_can_be_registered(options, message, restored_registry):
     with pytest.raises(SharedPromptError, match=message):
         dualkv.register(**options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest", "lack"),
+    [
+        (dict(attn_logit_softcapping=50.0), 10, "a softcap"),
+        (dict(sliding_window=8), 9, "a sliding window of 8, shorter than a sequence of 9 tokens"),
+        (dict(sliding_window=8), 8, None),
+        (dict(sliding_window=8, layer_types=["full_attention"] * 2), 9, None),
+        (dict(sliding_window=8, layer_types=["full_attention", "sliding_attention"]), 9, "a sliding window of 8"),
+        (dict(head_dim=512), 9, "a head dim of 512"),
+        (dict(head_dim=20), 9, "a head dim of 20"),
+        ({}, 10**6, None),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_lack(settings: dict[str, Any], longest: int, lack: str | None) -> None:
+    config = tiny_config("llama")
+    for name, value in settings.items():
+        setattr(config, name, value)
+    found = support.kernels_lack(config, longest)
+    assert found is None if lack is None else found is not None and found.startswith(lack)

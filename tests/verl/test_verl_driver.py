@@ -10,7 +10,9 @@ import pytest
 pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
 
 import torch
+from tensordict import TensorDict
 from verl import DataProto
+from verl.utils import tensordict_utils as tu
 from verl.utils.flops_counter import FlopsCounter
 
 import flash_attn_dualkv.integrations.verl as plugin
@@ -151,3 +153,26 @@ def test_wrong_options(monkeypatch: Any, settings: Any, environment: Any, messag
         monkeypatch.setenv(f"DUALKV_VERL_{name}", value)
     with pytest.raises(ValueError, match=message):
         plugin.Options.of(settings)
+
+
+def test_what_the_kernels_lack(monkeypatch: pytest.MonkeyPatch, config: Any) -> None:
+    """On a GPU what they cannot run is left to verl before any layer runs: other ranks may have nothing to refuse."""
+    from flash_attn_dualkv.integrations.verl import engine as module
+
+    ids = torch.nested.as_nested_tensor([torch.arange(30), torch.arange(20)], layout=torch.jagged)
+    data = TensorDict({"input_ids": ids, "position_ids": ids}, batch_size=2)
+    tu.assign_non_tensor(data, temperature=1.0)
+    engine = module.SharedPromptFSDPEngine.__new__(module.SharedPromptFSDPEngine)
+    engine.refusal = None
+    engine.noise = {False: None}
+    engine.stock_module = SimpleNamespace(training=False, config=config)
+    assert engine._why_not(data) is None
+    config.sliding_window = 29
+    assert engine._why_not(data) is None  # on the CPU the reference has windows
+    monkeypatch.setattr(module, "get_device_name", lambda: "cuda")
+    config.layer_types = ["sliding_attention"] * 2
+    assert engine._why_not(data) == "kernels"
+    config.sliding_window = 30
+    assert engine._why_not(data) is None
+    engine._autocast_dtype = torch.float32
+    assert engine._why_not(data) == "dtype"

@@ -34,6 +34,7 @@ from ..transformers.support import (
     check_modules,
     check_noise,
     check_positions,
+    kernels_lack,
     num_attention_layers,
     text_config,
 )
@@ -282,14 +283,8 @@ def _check_kernels(causal_lm: Any, batch: SharedPromptBatch) -> None:
         dtype = torch.get_autocast_dtype("cuda")
     if dtype not in CUDA_DTYPES:
         raise Refused("dtype", f"the kernels compute in 16 bits; the model has {dtype} (set bf16=True)")
-    text = text_config(causal_lm.config)
-    if getattr(text, "attn_logit_softcapping", None):
-        raise Refused("kernels", "they have no softcap")
-    layer_types = getattr(text, "layer_types", None)
-    has_window = layer_types is None or "sliding_attention" in layer_types
-    window = getattr(text, "sliding_window", None) if has_window else None
-    if window is not None and window < batch.layout.max_sequence:
-        raise Refused("kernels", f"a sequence is longer than the sliding window of {window}, which they do not have")
+    if lack := kernels_lack(causal_lm.config, batch.layout.max_sequence):
+        raise Refused("kernels", f"they do not have {lack}")
 
 
 @contextmanager

@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from verl.utils.device import get_device_id, get_torch_device
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
+from ...checks import CUDA_DTYPES
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
 from ..transformers import expect_shared_prompt, install_layout_hook, wrap
-from ..transformers.support import check_noise, num_attention_layers, text_config
+from ..transformers.support import check_noise, kernels_lack, num_attention_layers, text_config
 from ..ulysses import UlyssesLayout
 from .micro_batches import Lengths, Plan, grouped_micro_batches, pack_micro_batch, why_not
 from .options import Options
@@ -152,7 +153,15 @@ class _SharedPrompts:
     def _why_not(self, data: TensorDict) -> str | None:
         if not self.shares:
             return "verification"
-        return "model" if self.refuses() else why_not(data)
+        if self.refuses():
+            return "model"
+        return why_not(data) or (self._kernels_lack(data) if get_device_name() == "cuda" else None)
+
+    def _kernels_lack(self, data: TensorDict) -> str | None:
+        if getattr(self, "_autocast_dtype", torch.bfloat16) not in CUDA_DTYPES:
+            return "dtype"
+        longest = int(data["input_ids"].offsets().diff().max())
+        return "kernels" if kernels_lack(self.stock_module.config, longest) else None
 
     def _plan_of(self, micro_batch: TensorDict) -> Plan | str:
         """The packed form of a micro-batch, or the word for why it stays as it is."""

@@ -30,6 +30,8 @@ REASONS = (
     "distillation",
     "routing_replay",
     "forced_groups",
+    "dtype",
+    "kernels",
     "ratio",
     "verification",
 )
