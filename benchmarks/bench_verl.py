@@ -177,6 +177,7 @@ def differences(rows: list[dict[str, Any]], cases: list[Case], found: dict[str, 
 
 def measure(options: argparse.Namespace) -> Path:
     cases = [case for preset in options.preset for case in cases_of(preset, options.gpus, options.cpu)]
+    cases = [case for case in cases if not options.only or any(word in case.name for word in options.only)]
     cases.sort(key=lambda one: one.shares)
     commit, is_dirty = tree_state(options.commit, options.clean)
     is_cuda = torch.cuda.is_available() and not options.cpu
@@ -359,6 +360,7 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--preset", action="append", choices=PRESETS, help="what is measured; repeatable (default: paper)")
     add("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="processes, one a GPU (default: all)")
+    add("--only", nargs="+", metavar="WORD", help="only rows whose names (preset/plug-in/micro 4/SP 1) contain a word")
     add("--cpu", action="store_true", help="a trial run in the environment of tests/verl, never a result")
     add("--limit-s", type=float, default=3600.0, help="end then, with what there is")
     add(

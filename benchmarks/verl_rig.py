@@ -434,8 +434,13 @@ class Processes:
         return getattr(self.worker, self.calls[kind])(data)
 
     def close(self) -> None:
-        """Off the GPU: something of PyTorch's may hold the first model of a process until its end."""
-        engine_of(self.worker).to(device="cpu", model=True, optimizer=True, grad=True)
+        """Free what the model takes: something of PyTorch's may hold the first one of a process until its end."""
+        engine = engine_of(self.worker)
+        for tensor in (*engine.module.parameters(), *engine.module.buffers()):
+            tensor.grad = None
+            getattr(tensor, "_local_tensor", tensor).untyped_storage().resize_(0)
+        if engine.optimizer is not None:
+            engine.optimizer.state.clear()
 
     def memory(self) -> float:
         """The peak since the last call, in GiB."""
@@ -655,7 +660,7 @@ def _run_rank(folder: str, on_ray: bool) -> None:
             if ranks > 1:  # the others wait for this one
                 raise
             found[case.name] = replace(session.found if session else Found(), error=f"{type(error).__name__}: {error}")
-        if session is not None and torch.cuda.is_available():
+        if session is not None:
             session.group.close()
         del session
         gc.collect()
