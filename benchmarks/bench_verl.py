@@ -208,7 +208,8 @@ PAGE = """# Trainers
 ## verl
 
 verl 0.9.1's policy update and old log-probabilities (with entropies), its own engines beside the plug-in on the same
-batch: FSDP 2, bf16, activation checkpointing, DAPO's loss, random weights. {attention}
+batch: FSDP 2, bf16, activation checkpointing, DAPO's loss, random weights.
+{attention}
 Token ratio: of the batch's tokens to those with every prompt once, the most that sharing can save. "x": the time of the
 setup's first row over that of the row. N x P x R: N responses of at most R tokens to each prompt of at most P; lengths
 are uniform from the share of P and R that is named. "micro": sequences a micro-batch and GPU; "tokens": of dynamic
@@ -216,8 +217,10 @@ micro-batches and GPU, for the plug-in with every prompt once. Peaks include wei
 
 {tables}
 
-Differences in bf16: the largest and mean one of log-probabilities to the first row of the same setup ("accuracy": to
-fp32), and loss and gradient norm of the first update.
+### Differences in bf16
+
+The largest and mean difference of a log-probability to verl's first row of the same setup; "accuracy": to verl in fp32,
+{accuracy}.
 
 {differences}
 
@@ -238,13 +241,16 @@ def render() -> list[Path]:
         frames.append(frame.assign(attention=result["header"]["attention_of_verl"]))
         files.append(f"- [{path.stem}](verl/{path.name}): {result['header']['gpu']} x {result['header']['gpus']}, ")
         files[-1] += f"commit `{result['header']['commit'][:12]}`, torch {result['header']['torch']}"
-    rows = pd.concat(frames, ignore_index=True)
+    rows = pd.concat(frames, ignore_index=True).sort_values("who", ascending=False, kind="stable")  # verl's own first
     steps = curves(rows, FOLDER.parent / "steps.png")
     page = FOLDER.parent / "README.md"
     page.write_text(
         PAGE.format(
             attention=" ".join(rows["attention"].unique()),
-            tables=timings(rows[rows["preset"] != "steps"]),
+            tables=timings(rows[~rows["preset"].isin(("steps", "accuracy"))]),
+            accuracy=setup_name(rows[rows["preset"] == "accuracy"].iloc[0])
+            if "accuracy" in set(rows["preset"])
+            else "",
             differences=markdown(difference_table(rows)),
             steps=steps,
             files="\n".join(files),
@@ -281,6 +287,8 @@ def timings(rows: pd.DataFrame) -> str:
                     "x": ratio(first.update_s, row.update_s),
                     "log-probs s": figure(row.infer_s, row.error),
                     "x ": ratio(first.infer_s, row.infer_s),
+                    "loss": f"{row.losses[0]:.6f}" if row.losses else "",
+                    "gradient norm": f"{row.grad_norms[0]:.4f}" if row.grad_norms else "",
                     "peak GiB, update": figure(row.update_gib, "", 1),
                     "log-probs": figure(row.infer_gib, "", 1),
                     "ktok/s a GPU, of the batch": figure(
@@ -310,15 +318,13 @@ def ratio(first: float | None, value: float | None) -> str:
 
 
 def difference_table(rows: pd.DataFrame) -> pd.DataFrame:
-    known = rows[rows["log_prob_max_difference"].notna()]
+    known = rows[rows["log_prob_max_difference"] > 0]
     return pd.DataFrame(
         {
             "setup": f"{row.preset}, {row.gpus} GPUs",
             "": configuration(row),
             "log-probs, max": f"{row.log_prob_max_difference:.1e}",
             "mean": f"{row.log_prob_mean_difference:.1e}",
-            "loss": f"{row.losses[0]:.6f}" if row.losses else "",
-            "gradient norm": f"{row.grad_norms[0]:.5f}" if row.grad_norms else "",
         }
         for row in known.itertuples()
     )

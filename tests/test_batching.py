@@ -127,3 +127,11 @@ def test_ids_and_lengths_may_be_tensors() -> None:
     assert split_by_token_budget([[0, 1], [2, 3]], *lens, 20) == split_by_token_budget(
         [[0, 1], [2, 3]], *(one.tolist() for one in lens), 20
     )
+
+
+def test_micro_batches_are_filled_evenly() -> None:
+    """A group of 64K rows within a budget of 40K: two micro-batches of 35K, not of 40K and 30K."""
+    micro_batches = split_by_token_budget([list(range(30))], [6000] * 30, [1949] * 30, 40960)
+    assert [len(one) for one in micro_batches] == [15, 15]
+    # Not at the price of a split, nor of one more micro-batch.
+    assert split_by_token_budget([[0, 1], [2]], [100] * 3, [50] * 3, 250) == [[0, 1], [2]]

@@ -28,7 +28,8 @@ def split_by_token_budget(
 
     A group that fits stays whole; one that does not is split between its responses, each part with its own copy of the
     prompt. Parts of a group and micro-batches are filled in the same way: the longest first, each into the fullest one
-    that has room.
+    that has room. Of the ways to fill as few micro-batches, one is taken whose largest is small: it sets the peak of
+    memory.
 
     Args:
         groups: the samples of each prompt, as `group_by_prompt` gives them; no sample twice. Samples of no group are
@@ -52,7 +53,7 @@ def split_by_token_budget(
     try:
         budget = arguments.integer("max_tokens", max_tokens, 1)
         groups, prompts, responses = _checked_groups(groups, prompt_lens, response_lens)
-        micro_batches = _fill(groups, prompts, responses, budget)
+        micro_batches = _fill_evenly(groups, prompts, responses, budget)
     except SharedPromptError as own:
         if dp_group is None:
             raise
@@ -125,10 +126,32 @@ def _check_one_prompt(name: str, members: Sequence[int], prompt_lens: Sequence[i
             raise SharedPromptError(explain(name, expected, f"{prompt_lens[other]} of sample {other}"))
 
 
-def _fill(
+def _fill_evenly(
     groups: Sequence[Sequence[int]], prompt_lens: Sequence[int], response_lens: Sequence[int], max_tokens: int
 ) -> list[list[int]]:
-    """The micro-batches. Rows are those of the boundary "replicate", which has more."""
+    """As few micro-batches as within the budget, with no more rows, within a budget that is as small as that allows."""
+    micro_batches, rows = _fill(groups, prompt_lens, response_lens, max_tokens)
+    if len(micro_batches) < 2:
+        return micro_batches
+    longest = max(prompt_lens[index] + response_lens[index] for members in groups for index in members)
+    whole = [prompt_lens[members[0]] - 1 + sum(response_lens[index] + 1 for index in members) for members in groups]
+    # Groups that fit stay whole.
+    low = max(longest, -(-rows // len(micro_batches)), *(size for size in whole if size <= max_tokens))
+    high = max_tokens
+    while high - low > max(1, max_tokens // 64):
+        middle = (low + high) // 2
+        found, found_rows = _fill(groups, prompt_lens, response_lens, middle)
+        if len(found) <= len(micro_batches) and found_rows <= rows:
+            micro_batches, high = found, middle
+        else:
+            low = middle
+    return micro_batches
+
+
+def _fill(
+    groups: Sequence[Sequence[int]], prompt_lens: Sequence[int], response_lens: Sequence[int], max_tokens: int
+) -> tuple[list[list[int]], int]:
+    """The micro-batches, and the rows of all of them. Rows are those of the boundary "replicate", which has more."""
     pieces: list[list[int]] = []
     sizes: list[int] = []
     for members in groups:
@@ -141,7 +164,7 @@ def _fill(
         for part in _best_fit(rows, max_tokens - (prompt_len - 1)):
             pieces.append([members[at] for at in sorted(part)])
             sizes.append(prompt_len - 1 + sum(rows[at] for at in part))
-    return [[index for at in part for index in pieces[at]] for part in _best_fit(sizes, max_tokens)]
+    return [[index for at in part for index in pieces[at]] for part in _best_fit(sizes, max_tokens)], sum(sizes)
 
 
 def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
