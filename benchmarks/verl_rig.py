@@ -139,7 +139,7 @@ class Case:
         balance: of samples over ranks: "groups" as the plug-in does, "lengths" as verl's v1 trainer does, "none".
         trainer: v1 (jagged) or v0 (padded) form of the batch.
         overrides: of verl's config, as on its command line.
-        extra: what a test puts into the batch: "temperatures", "images", "positions".
+        extra: what a test puts into the batch: "temperatures", "images".
     """
 
     name: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from flash_attn_dualkv.integrations.ulysses import UlyssesLayout, gather_rows, s
 # Query and KV heads, and which numbers of ranks divide the query heads.
 HEADS = {(8, 8): (2, 4, 8), (8, 2): (2, 4, 8), (8, 1): (2, 4, 8), (12, 6): (2, 4), (12, 4): (2, 3)}
 RANKS = (2, 3, 4, 8)
+PAGE = Path(__file__).resolve().parent.parent / "docs/training.md"
 MODELS = {"qwen3": (2, 4), "gpt_oss": (2, 4), "gemma2": (2, 4)}  # sinks and windows; softcaps
 
 
@@ -71,6 +73,18 @@ def model_step(name: str, group: Any, ranks: int) -> tuple[Tensor, dict[str, Ten
     return logps.detach(), gradients(model)
 
 
+def page_step() -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Loss and gradients of the training guide's own forward, and of its forward on several ranks."""
+    names: dict[str, Any] = {}
+    found = []
+    torch.manual_seed(0)
+    for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.S | re.M):
+        if "model(" in block:
+            exec(compile(block, str(PAGE), "exec"), names)
+            found.append((names["loss"].detach(), gradients(names["model"])))
+    return found
+
+
 def _run_rank(rank: int, ranks: int, store: str, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
@@ -87,6 +101,7 @@ def _run_rank(rank: int, ranks: int, store: str, results: Any) -> None:
         if ranks in able:
             results[rank, name] = model_step(name, group, ranks)
     if ranks == 2:
+        results[rank, "page"] = page_step()
         results[rank, "errors"] = [message(call) for call in wrong_calls(layout, group)]
     dist.destroy_process_group()
 
@@ -161,6 +176,14 @@ def test_models(world: tuple[int, dict[Any, Any]]) -> None:
             check_equal(logps, expected, 1e-6)  # parts of the models compute in float32
         total = {key: sum(one[key] for _, one in found) for key in expected_gradients}
         check_gradients(total, expected_gradients, 2e-6)
+
+
+def test_the_training_guide(world: tuple[int, dict[Any, Any]]) -> None:
+    ranks, results = world
+    for rank in range(ranks if ranks == 2 else 0):
+        (expected, expected_gradients), (loss, found) = results[rank, "page"]
+        check_equal(loss, expected, 1e-6)
+        check_gradients(found, expected_gradients, 2e-6)
 
 
 def test_errors(world: tuple[int, dict[Any, Any]]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
+# Not "verl": without the package that is this folder.
+pytest.importorskip("verl.workers", reason="verl is not installed: see docs/verl.md")
 
 import torch
 import verl_rig
@@ -40,16 +41,16 @@ FP32 = tuple(
 UNEQUAL = Batch(prompts=3, responses=4, shuffled=True, trained=0.7)
 
 
-def case(name: str, *overrides: str, **settings: Any) -> Case:
+def case(name: str, *overrides: str, updates: int = 2, **settings: Any) -> Case:
     if "micro" not in settings:
         settings.setdefault("tokens", 200)
-    return Case(name, overrides=(*FP32, *overrides), **settings)
+    return Case(name, overrides=(*FP32, *overrides), updates=updates, **settings)
 
 
 EQUAL = [
-    case("dynamic, v1"),
+    case("dynamic, v1", updates=3),
     case("dynamic, v0", trainer="v0"),
-    case("fixed, v1", micro=4),
+    case("fixed, v1", micro=4, updates=3),
     case("fixed, v0", micro=2, trainer="v0"),
     case("fixed, several prompts, any order", micro=6, batch=UNEQUAL),
     case("dynamic, several prompts, any order", tokens=150, batch=UNEQUAL),
@@ -65,29 +66,28 @@ EQUAL = [
     case("GSPO", f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", batch=UNEQUAL),
     case("Dr. GRPO", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", micro=4),
     case("without checkpointing", "actor_rollout_ref.model.enable_gradient_checkpointing=False"),
-    case("LoRA", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16"),
+    case("LoRA", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16", updates=3),
     case("MoE", model=Model("qwen3_moe", experts=4, experts_per_token=2)),
     case("Llama", model=Model("llama")),
-    case("eager positions", attention="sdpa"),
+    case("sdpa", attention="sdpa"),
     case("reference", role="ref", engine="fsdp"),
-    case("critic, dynamic", role="critic"),
+    case("critic, dynamic", role="critic", updates=3),
     case("critic, fixed, v0", role="critic", micro=4, trainer="v0"),
 ]
-FUSED = ["actor_rollout_ref.model.use_fused_kernels=True"]
-EQUAL_FUSED = [
-    case("fused head, dynamic", *FUSED, engine="fsdp"),
-    case("fused head, fixed", *FUSED, micro=4, batch=UNEQUAL, engine="fsdp"),
+# verl patches the model's class, for as long as the process lives: of no other case.
+FUSED: dict[str, Any] = dict(engine="fsdp", model=Model("qwen2"))
+EQUAL += [
+    case("fused head, dynamic", "actor_rollout_ref.model.use_fused_kernels=True", **FUSED),
+    case("fused head, fixed", "actor_rollout_ref.model.use_fused_kernels=True", micro=4, batch=UNEQUAL, **FUSED),
 ]
 APART = Batch(prompts=6, responses=2, shuffled=True)
 EQUAL_RANKS = [
-    case("2 ranks, dynamic", batch=UNEQUAL),
+    case("2 ranks, dynamic", batch=UNEQUAL, updates=3),
     case("2 ranks, fixed", batch=UNEQUAL, micro=2),
     case("2 ranks, fsdp1, v0", engine="fsdp", batch=UNEQUAL, trainer="v0"),
     case("2 ranks, siblings apart", batch=APART, balance="none"),
     case("2 ranks, critic", role="critic", batch=UNEQUAL),
-]
-EQUAL_ULYSSES = [
-    case("Ulysses", sp=2, tokens=100),
+    case("Ulysses", sp=2, tokens=100, updates=3),
     case("Ulysses, fixed, v0, fsdp1", sp=2, micro=4, engine="fsdp", trainer="v0", batch=UNEQUAL),
     case("Ulysses, more ranks than KV heads", sp=2, model=Model(kv_heads=1), batch=UNEQUAL),
     case("Ulysses, critic", sp=2, role="critic"),
@@ -102,12 +102,8 @@ FALLBACKS = [
     (case("dropout", f"{MODEL}.attention_dropout=0.1"), "model"),
 ]
 SWITCHED_OFF = case("switched off", f"{MODEL}.shared_prompt=false")
-VERIFIED = case("verified", f"{MODEL}.shared_prompt_verify_first_steps=2")
-SPOILED = case(
-    "spoiled",
-    f"{MODEL}.shared_prompt_verify_first_steps=1",
-    batch=UNEQUAL,
-)
+VERIFIED = case("verified", f"{MODEL}.shared_prompt_verify_first_steps=2", updates=3)
+SPOILED = case("spoiled", f"{MODEL}.shared_prompt_verify_first_steps=1", batch=UNEQUAL)
 WITH_SPOILED = "actor_rollout_ref.model.external_lib=[flash_attn_dualkv.integrations.verl,spoiled]"
 ERRORS = [
     (
@@ -123,14 +119,15 @@ ERRORS = [
 ]
 
 
-def stock_and_ours(cases: list[Case], ranks: int) -> tuple[dict[str, Found], dict[str, Found]]:
+def start(cases: list[Case], ranks: int, wrong: list[Case] | None = None) -> dict[str, Found]:
+    """Of cases that verl computes and then, under "ours, ...", the plug-in; `wrong` ones only the plug-in."""
     ours = []
     for one in cases:
         overrides = (*one.overrides, WITH_SPOILED) if one is SPOILED else one.overrides
         balance = "groups" if one.balance == "lengths" else "none"
         ours.append(replace(one, name=f"ours, {one.name}", shares=True, balance=balance, overrides=overrides))
-    found = verl_rig.run([*cases, *ours], ranks, ENVIRONMENT, timeout_s=400.0)
-    return {one.name: found[one.name] for one in cases}, {one.name: found[f"ours, {one.name}"] for one in cases}
+    ours += [replace(one, shares=True) for one in wrong or ()]
+    return verl_rig.run([*cases, *ours], ranks, ENVIRONMENT, timeout_s=400.0)
 
 
 def check_equal(stock: Found, ours: Found) -> None:
@@ -156,72 +153,55 @@ LOSSES = ["loss", "grad_norm", "actor/pg_loss", "kl_loss", "actor/entropy_loss",
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> Any:
-    return stock_and_ours([*EQUAL, *(one for one, _ in FALLBACKS), SWITCHED_OFF, VERIFIED], 1)
+def one_rank() -> dict[str, Found]:
+    cases = [*EQUAL, *(one for one, _ in FALLBACKS), SWITCHED_OFF, VERIFIED]
+    return start(cases, 1, wrong=[one for one, _ in ERRORS])
 
 
 @pytest.fixture(scope="module")
-def fused() -> Any:
-    """verl's patches of the model's class last as long as the process."""
-    return stock_and_ours(EQUAL_FUSED, 1)
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Any:
-    return stock_and_ours([*EQUAL_RANKS, SPOILED], 2)
-
-
-@pytest.fixture(scope="module")
-def ulysses() -> Any:
-    return stock_and_ours(EQUAL_ULYSSES, 2)
+def two_ranks() -> dict[str, Found]:
+    return start([*EQUAL_RANKS, SPOILED], 2)
 
 
 def names(cases: list[Case]) -> Any:
     return pytest.mark.parametrize("name", [one.name for one in cases])
 
 
-def check_shared(pair: Any, name: str, least_ratio: float = 1.2) -> tuple[Found, Found]:
-    stock, ours = (found[name] for found in pair)
+def both(found: dict[str, Found], name: str) -> tuple[Found, Found]:
+    return found[name], found[f"ours, {name}"]
+
+
+def check_shared(stock: Found, ours: Found, least_ratio: float = 1.2) -> None:
     check_equal(stock, ours)
     for metrics in (*ours.infer_metrics, *ours.metrics):
         assert metrics["shared_prompt/dedup_ratio"] > least_ratio
-    return stock, ours
 
 
 @names(EQUAL)
-def test_one_rank(one_rank: Any, name: str) -> None:
-    _, ours = check_shared(one_rank, name)
+def test_one_rank(one_rank: dict[str, Found], name: str) -> None:
+    stock, ours = both(one_rank, name)
+    check_shared(stock, ours)
     # The same micro-batches for both: no difference at all.
     if ours.metrics and "actor/ppo_kl" in ours.metrics[0] and name != "two optimizer steps":
         assert ours.metrics[0]["actor/ppo_kl"] == 0.0
 
 
-@names(EQUAL_FUSED)
-def test_fused_heads(fused: Any, name: str) -> None:
-    check_shared(fused, name)
-
-
 @names(EQUAL_RANKS)
-def test_two_ranks(two_ranks: Any, name: str) -> None:
-    check_shared(two_ranks, name)
+def test_two_ranks(two_ranks: dict[str, Found], name: str) -> None:
+    check_shared(*both(two_ranks, name))
 
 
-@names(EQUAL_ULYSSES)
-def test_ulysses(ulysses: Any, name: str) -> None:
-    check_shared(ulysses, name)
-
-
-def test_ray() -> None:
-    """Under Ray, verl's dispatch cuts the batch for two workers."""
-    one = case("Ray", batch=UNEQUAL)
-    found = verl_rig.run([one, replace(one, name="ours", shares=True)], 2, ENVIRONMENT, 300.0, on_ray=True)
-    check_shared(({"Ray": found["Ray"]}, {"Ray": found["ours"]}), "Ray")
+def test_ray(two_ranks: dict[str, Found]) -> None:
+    """Under Ray, where verl's dispatch cuts the batch for two workers, what verl computes without Ray."""
+    stock = "2 ranks, dynamic"
+    ours = next(replace(one, name="Ray", shares=True) for one in EQUAL_RANKS if one.name == stock)
+    check_shared(two_ranks[stock], verl_rig.run([ours], 2, ENVIRONMENT, 300.0, on_ray=True)["Ray"])
 
 
 @pytest.mark.parametrize(("name", "reason"), [(one.name, reason) for one, reason in FALLBACKS])
-def test_fallbacks(one_rank: Any, name: str, reason: str) -> None:
+def test_fallbacks(one_rank: dict[str, Found], name: str, reason: str) -> None:
     """To the bit what verl computes, counted under its reason."""
-    stock, ours = (found[name] for found in one_rank)
+    stock, ours = both(one_rank, name)
     assert ours.error is None
     for one, other in zip(stock.metrics, ours.metrics, strict=True):
         same = (one["loss"], one["grad_norm"])
@@ -232,16 +212,16 @@ def test_fallbacks(one_rank: Any, name: str, reason: str) -> None:
     assert (ours.infer_metrics[0]["shared_prompt/dedup_ratio"] > 1.0) == (name == "dropout")
 
 
-def test_switched_off(one_rank: Any) -> None:
-    stock, ours = (found["switched off"] for found in one_rank)
+def test_switched_off(one_rank: dict[str, Found]) -> None:
+    stock, ours = both(one_rank, "switched off")
     assert ours.error is None
     assert [one["grad_norm"] for one in ours.metrics] == [one["grad_norm"] for one in stock.metrics]
     assert not any(name.startswith("shared_prompt/") for name in ours.metrics[0])
 
 
-def test_verified(one_rank: Any) -> None:
+def test_verified(one_rank: dict[str, Found]) -> None:
     """The first two steps are verl's to the bit; then the plug-in goes on alone."""
-    stock, ours = (found["verified"] for found in one_rank)
+    stock, ours = both(one_rank, "verified")
     check_equal(stock, ours)
     assert [one["grad_norm"] for one in ours.metrics[:2]] == [one["grad_norm"] for one in stock.metrics[:2]]
     for metrics in (*ours.infer_metrics, *ours.metrics[:2]):
@@ -251,9 +231,9 @@ def test_verified(one_rank: Any) -> None:
     assert ours.metrics[2]["shared_prompt/dedup_ratio"] > 1.2
 
 
-def test_verification_fails(two_ranks: Any) -> None:
+def test_verification_fails(two_ranks: dict[str, Found]) -> None:
     """One rank is wrong: all take verl's results, then and later."""
-    stock, ours = (found["spoiled"] for found in two_ranks)
+    stock, ours = both(two_ranks, "spoiled")
     check_equal(stock, ours)
     assert ours.infer_metrics[0]["shared_prompt/verify_failed"] == 1
     assert ours.metrics[0]["shared_prompt/verify_failed"] == 1
@@ -262,8 +242,7 @@ def test_verification_fails(two_ranks: Any) -> None:
         assert metrics["shared_prompt/fallback/verification"] == metrics["shared_prompt/micro_batches"] > 0
 
 
-def test_errors() -> None:
-    cases = [replace(one, shares=True) for one, _ in ERRORS]
-    found = verl_rig.run(cases, 1, ENVIRONMENT, timeout_s=100.0)
-    for one, expected in ERRORS:
-        assert re.search(expected, found[one.name].error or "", re.DOTALL), found[one.name].error
+@pytest.mark.parametrize(("name", "message"), [(one.name, message) for one, message in ERRORS])
+def test_errors(one_rank: dict[str, Found], name: str, message: str) -> None:
+    error = one_rank[name].error or ""
+    assert re.search(message, error, re.DOTALL), error

@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
+# Not "verl": without the package that is this folder.
+pytest.importorskip("verl.workers", reason="verl is not installed: see docs/verl.md")
 
 import torch
 from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorData, NonTensorStack
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
 from verl.utils.flops_counter import FlopsCounter
 
 import flash_attn_dualkv.integrations.verl as plugin
 from flash_attn_dualkv import pack_shared_prompts
-from flash_attn_dualkv.integrations.verl.micro_batches import Lengths
+from flash_attn_dualkv.integrations.verl.balance import partitions
+from flash_attn_dualkv.integrations.verl.micro_batches import Lengths, why_not
 from flash_attn_dualkv.integrations.verl.statistics import Statistics
 
 UIDS = [f"uid_{index % 4}" for index in range(16)]  # a prompt's responses lie apart
@@ -75,6 +78,13 @@ def test_balance(balance: Any) -> None:
     tokens = {uid: sum(p + r for u, p, r in zip(UIDS, PROMPTS, RESPONSES) if u == uid) for uid in set(UIDS)}
     parts = sorted(sum(tokens[uid] for uid in part) for part in (first, second))
     assert [metrics["global_seqlen/balanced_min"], metrics["global_seqlen/balanced_max"]] == parts
+
+
+def test_prompts_stay_in_the_order_of_the_batch() -> None:
+    """A rank's mini-batches are cut from its list: sorted by length, the first would have all long prompts."""
+    for part in partitions(PROMPTS, RESPONSES, UIDS, 2):
+        assert [UIDS[index] for index in part] == sorted(UIDS[index] for index in part)
+        assert part[:4] == sorted(part[:4]) and part[4:] == sorted(part[4:])
 
 
 @pytest.mark.parametrize("balance", [v1, v0])
@@ -153,6 +163,30 @@ def test_wrong_options(monkeypatch: Any, settings: Any, environment: Any, messag
         monkeypatch.setenv(f"DUALKV_VERL_{name}", value)
     with pytest.raises(ValueError, match=message):
         plugin.Options.of(settings)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "multimodal": dict(multi_modal_inputs=[{"grid": torch.ones(1)}, {"grid": torch.ones(1)}]),
+    "positions": dict(position_ids=torch.zeros(2, 4, 3)),
+    "temperature": dict(temperature=torch.tensor([0.7, 1.3])),
+    "distillation": dict(distillation_only=True),
+    "routing_replay": dict(enable_routing_replay=True),
+    "forced_groups": dict(force_group_size=2),
+}
+
+
+@pytest.mark.parametrize("reason", [None, *REFUSED])
+def test_what_in_the_samples_is_left_to_verl(reason: str | None) -> None:
+    given: dict[str, Any] = dict(
+        temperature=torch.ones(2), position_ids=torch.zeros(2, 3), distillation_use_topk=False, force_group_size=1
+    )
+    given |= REFUSED.get(reason or "", {})
+    data = TensorDict({name: one for name, one in given.items() if isinstance(one, torch.Tensor)}, batch_size=2)
+    if images := given.get("multi_modal_inputs"):
+        data["multi_modal_inputs"] = NonTensorStack.from_list([NonTensorData(one) for one in images])
+    settings = {name: one for name, one in given.items() if isinstance(one, (bool, int))}
+    tu.assign_non_tensor(data, **settings)
+    assert why_not(data) == reason
 
 
 def test_what_the_kernels_lack(monkeypatch: pytest.MonkeyPatch, config: Any) -> None:

@@ -17,10 +17,14 @@ TOKEN_COST = 16384.0
 
 
 def partitions(prompts: Sequence[int], responses: Sequence[int], uids: Sequence[str], ranks: int) -> list[list[int]]:
-    """Equally many samples for each rank, the responses to a prompt together."""
+    """Equally many samples for each rank, the responses to a prompt together, prompts in the order of the batch."""
     # Samples that only fill up a batch may have another prompt under the same uid.
     ids = [(uid, prompt) for uid, prompt in zip(uids, prompts)]
-    return balance_groups(list(prompts), list(responses), ids, ranks, token_cost=TOKEN_COST)
+    parts = balance_groups(list(prompts), list(responses), ids, ranks, token_cost=TOKEN_COST)
+    # These begin with what is most expensive, and a rank's mini-batches are cut from its list: the first would have all
+    # long prompts.
+    first = {one: index for index, one in reversed(list(enumerate(ids)))}
+    return [sorted(part, key=lambda index: (first[ids[index]], index)) for part in parts]
 
 
 def _is_on(trainer: Any) -> bool:

@@ -11,7 +11,7 @@ from ... import arguments
 from ...checks import explain
 
 PREFIX = "shared_prompt"
-_ENVIRONMENT = "DUALKV_VERL"
+ENVIRONMENT = "DUALKV_VERL"
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Options:
         names = {one.name for one in fields(Options)}
         given: dict[str, Any] = {}
         for name in names:
-            if (text := os.environ.get(f"{_ENVIRONMENT}_{name.upper()}")) is not None:
-                given[name] = (f"the environment's {_ENVIRONMENT}_{name.upper()}", text)
+            if (text := os.environ.get(f"{ENVIRONMENT}_{name.upper()}")) is not None:
+                given[name] = (f"the environment's {ENVIRONMENT}_{name.upper()}", text)
         for key, value in override_config.items():
             if key == PREFIX or key.startswith(f"{PREFIX}_"):
                 name = key.removeprefix(PREFIX).removeprefix("_") or "enabled"
