@@ -51,9 +51,10 @@ class Setting(NamedTuple):
     @property
     def title(self) -> str:
         how = f"micro {self.micro}" if self.micro else f"tokens {self.tokens}"
-        return f"{'plug-in' if self.shares else 'verl'}/{how}{' in fp32' if self.fp32 else ''}/SP {self.sp}"
+        return f"{WHO[self.shares]}/{how}{' in fp32' if self.fp32 else ''}/SP {self.sp}"
 
 
+WHO = ("verl", "plug-in")
 OWN, PLUGIN = partial(Setting, False), partial(Setting, True)
 TOKENS = 40960
 # Prompts are those of one GPU.
@@ -256,17 +257,52 @@ def render() -> list[Path]:
             files="\n".join(files),
         )
     )
-    return [page]
+    short = FOLDER.parent / "headline.md"
+    short.write_text(headline(rows) + "\n")
+    return [page, short]
+
+
+# Of the README: setups, verl's own configuration and the plug-in's.
+HEADLINE = {
+    "micro-batches of 4": ("paper", "micro 4", "micro 4"),
+    "micro-batches of 40K tokens": ("paper", "tokens 40960", "tokens 40960"),
+    "experts, Ulysses over 2 GPUs": ("moe", "tokens 40960", "tokens 40960"),
+    "short prompts": ("math-300", "tokens 32768", "tokens 32768"),
+}
+
+
+def headline(rows: pd.DataFrame) -> str:
+    """Seconds and peaks of a few setups, verl's own and the plug-in's."""
+    table = []
+    for what, (preset, own, plugin) in HEADLINE.items():
+        of_setup = rows[rows["preset"] == preset]
+        pair = [of_setup[(of_setup["who"] == who) & (of_setup["how"] == how)] for who, how in zip(WHO, (own, plugin))]
+        if not all(map(len, pair)):
+            continue
+        verl, ours = (one.iloc[0] for one in pair)
+        batch = verl.batch
+        table.append(
+            {
+                "": f"{verl.model}, {shape_of(batch)}, {what}",
+                "update, s": f"{verl.update_s:.1f} → {ours.update_s:.1f} ({verl.update_s / ours.update_s:.2f}x)",
+                "log-probs, s": f"{verl.infer_s:.2f} → {ours.infer_s:.2f} ({verl.infer_s / ours.infer_s:.2f}x)",
+                "peak, GiB": "" if pd.isna(verl.update_gib) else f"{verl.update_gib:.1f} → {ours.update_gib:.1f}",
+            }
+        )
+    return markdown(pd.DataFrame(table))
 
 
 def markdown(table: pd.DataFrame) -> str:
     return str(table.to_markdown(index=False, disable_numparse=True))
 
 
+def shape_of(batch: dict[str, Any]) -> str:
+    return f"{batch['responses']} x {batch['prompt_tokens']} x {batch['response_tokens']}"
+
+
 def setup_name(row: Any) -> str:
     batch = row.batch
-    shape = f"{batch['responses']} x {batch['prompt_tokens']} x {batch['response_tokens']}"
-    return f"{row.model}, {shape}, from {batch['shortest']:.2f}, {batch['prompts']} prompts, {row.gpus} GPUs"
+    return f"{row.model}, {shape_of(batch)}, from {batch['shortest']:.2f}, {batch['prompts']} prompts, {row.gpus} GPUs"
 
 
 def configuration(row: Any) -> str:

@@ -80,7 +80,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "split_by_token_budget": (
         api.split_by_token_budget, dict(groups=[[0, 1], [2]], **LENS, max_tokens=9, dp_group=None),
     ),
-    "balance_groups": (api.balance_groups, dict(**LENS, group_ids=[0, 0, 1], num_ranks=3)),
+    "balance_groups": (api.balance_groups, dict(**LENS, group_ids=[0, 0, 1], num_ranks=3, token_cost=0.0)),
     "unpack_logprobs": (
         api.unpack_logprobs, dict(values=torch.zeros(6), batch=BATCH, width=5, fill=0.0, per_row=False),
     ),

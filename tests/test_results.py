@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_verl
 import measure
 import numpy as np
 import pytest
@@ -212,7 +214,7 @@ def test_committed_results_and_their_pages(tmp_path: Path) -> None:
     for page in written:
         committed = RESULTS / page.relative_to(tmp_path)
         assert committed.read_text() == page.read_text(), "run benchmarks/report.py"
-    images = {path.relative_to(RESULTS) for path in RESULTS.rglob("*.png")}
+    images = {path.relative_to(RESULTS) for path in RESULTS.rglob("*.png") if path.parent != bench_verl.FOLDER.parent}
     assert images == {path.relative_to(tmp_path) for path in tmp_path.rglob("*.png")}
 
 
@@ -226,3 +228,16 @@ def test_readme_figures_come_from_the_result_files() -> None:
         assert table in README, "copy benchmarks/results/headline.md into README.md"
     figures = re.findall(r"\d[\d.,]* ?(?:TFLOP/s|ms\b|GiB\b|times as fast|x faster)", README.replace(table, ""))
     assert figures == []
+
+
+def test_pages_of_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page and the README's table are those of the committed files."""
+    committed = bench_verl.FOLDER
+    assert list(committed.glob("*.json"))
+    shutil.copytree(committed, tmp_path / committed.name)
+    monkeypatch.setattr(bench_verl, "FOLDER", tmp_path / committed.name)
+    page, short = bench_verl.render()
+    assert page.read_text() == (committed.parent / page.name).read_text(), (
+        "run python benchmarks/bench_verl.py --render"
+    )
+    assert short.read_text() in README, "copy benchmarks/results/trainers/headline.md into README.md"

@@ -236,7 +236,6 @@ def test_verification_fails(two_ranks: dict[str, Found]) -> None:
     stock, ours = both(two_ranks, "spoiled")
     check_equal(stock, ours)
     assert ours.infer_metrics[0]["shared_prompt/verify_failed"] == 1
-    assert ours.metrics[0]["shared_prompt/verify_failed"] == 1
     for metrics in (ours.infer_metrics[1], *ours.metrics):
         assert metrics["shared_prompt/dedup_ratio"] == 1.0
         assert metrics["shared_prompt/fallback/verification"] == metrics["shared_prompt/micro_batches"] > 0

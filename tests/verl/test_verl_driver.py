@@ -20,7 +20,7 @@ from verl.utils.flops_counter import FlopsCounter
 import flash_attn_dualkv.integrations.verl as plugin
 from flash_attn_dualkv import pack_shared_prompts
 from flash_attn_dualkv.integrations.verl.balance import partitions
-from flash_attn_dualkv.integrations.verl.micro_batches import Lengths, why_not
+from flash_attn_dualkv.integrations.verl.micro_batches import Lengths, grouped_micro_batches, why_not
 from flash_attn_dualkv.integrations.verl.statistics import Statistics
 
 UIDS = [f"uid_{index % 4}" for index in range(16)]  # a prompt's responses lie apart
@@ -172,6 +172,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "distillation": dict(distillation_only=True),
     "routing_replay": dict(enable_routing_replay=True),
     "forced_groups": dict(force_group_size=2),
+    "no_prompts": {},
 }
 
 
@@ -180,6 +181,7 @@ def test_what_in_the_samples_is_left_to_verl(reason: str | None) -> None:
     given: dict[str, Any] = dict(
         temperature=torch.ones(2), position_ids=torch.zeros(2, 3), distillation_use_topk=False, force_group_size=1
     )
+    given |= dict(prompts=torch.ones(2, 3)) if reason != "no_prompts" else {}
     given |= REFUSED.get(reason or "", {})
     data = TensorDict({name: one for name, one in given.items() if isinstance(one, torch.Tensor)}, batch_size=2)
     if images := given.get("multi_modal_inputs"):
@@ -194,7 +196,7 @@ def test_what_the_kernels_lack(monkeypatch: pytest.MonkeyPatch, config: Any) -> 
     from flash_attn_dualkv.integrations.verl import engine as module
 
     ids = torch.nested.as_nested_tensor([torch.arange(30), torch.arange(20)], layout=torch.jagged)
-    data = TensorDict({"input_ids": ids, "position_ids": ids}, batch_size=2)
+    data = TensorDict({"input_ids": ids, "position_ids": ids, "prompts": ids}, batch_size=2)
     tu.assign_non_tensor(data, temperature=1.0)
     engine = module.SharedPromptFSDPEngine.__new__(module.SharedPromptFSDPEngine)
     engine.refusal = None
@@ -210,3 +212,11 @@ def test_what_the_kernels_lack(monkeypatch: pytest.MonkeyPatch, config: Any) -> 
     assert engine._why_not(data) is None
     engine._autocast_dtype = torch.float32
     assert engine._why_not(data) == "dtype"
+
+
+def test_samples_without_prompts() -> None:
+    """verl's SFT trainer has none: its micro-batches are its own, and count."""
+    ids = torch.nested.as_nested_tensor([torch.arange(30), torch.arange(20)], layout=torch.jagged)
+    data = TensorDict({"input_ids": ids}, batch_size=2)
+    assert Lengths.of(data) == Lengths([0, 0], [30, 20])
+    assert grouped_micro_batches(data, None, plugin.Options(), "no_prompts") is None

@@ -98,9 +98,10 @@ class _SharedPrompts:
 
         if not self.options.enabled:
             return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
-        if verifier.is_due():
+        has_failed = any(one.has_failed for one in self.verifiers.values())
+        if verifier.left and not has_failed:
             return verifier.run(self, data, forward_only, run)
-        return run(not verifier.has_failed)
+        return run(not has_failed)
 
     def _run(self, data: TensorDict, loss_function: Any, forward_only: bool, shares: bool) -> Any:
         self.statistics.begin()

@@ -24,6 +24,7 @@ from .options import Options
 # Why a micro-batch runs on verl's own path, as its metrics call it.
 REASONS = (
     "model",
+    "no_prompts",
     "multimodal",
     "positions",
     "temperature",
@@ -51,7 +52,9 @@ class Lengths(NamedTuple):
 
 
 def prompt_lengths(data: TensorDict) -> Tensor:
-    """(B,): of jagged prompts by their offsets, of padded ones by the mask over their columns."""
+    """(B,): of jagged prompts by their offsets, of padded ones by the mask over their columns; 0 if there are none."""
+    if "prompts" not in data:
+        return torch.zeros_like(data["input_ids"].offsets().diff())
     prompts = data["prompts"]
     if prompts.is_nested:
         lengths: Tensor = prompts.offsets().diff()
@@ -61,6 +64,8 @@ def prompt_lengths(data: TensorDict) -> Tensor:
 
 def why_not(data: TensorDict) -> str | None:
     """What in the samples cannot be shared, if anything."""
+    if "prompts" not in data:
+        return "no_prompts"  # of verl's SFT trainer
     if extract_multi_modal_inputs(data.get("multi_modal_inputs", [])):
         return "multimodal"  # equal tokens are not equal prompts, and positions are those of images
     if data["position_ids"].dim() != 2:
@@ -126,7 +131,7 @@ def grouped_micro_batches(data: TensorDict, dp_group: Any, options: Options, rea
     """Micro-batches by unique tokens; None where verl's own are to be used, on all ranks alike."""
     groups: list[list[int]] = []
     wants = False
-    lengths = Lengths.of(data)
+    lengths = Lengths.of(data) if reason is None else Lengths([], [])
     if reason is None:
         groups = _groups(data, lengths, options)
         rows = sum(lengths.prompts[group[0]] - 1 for group in groups) + sum(lengths.responses) + len(lengths.responses)
@@ -148,8 +153,11 @@ def grouped_micro_batches(data: TensorDict, dp_group: Any, options: Options, rea
     try:
         parts = split_by_token_budget(groups, lengths.prompts, lengths.responses, budget, dp_group=dp_group)
     except SharedPromptError as error:
-        setting = "ppo_max_token_len_per_gpu (of log-probabilities log_prob_max_token_len_per_gpu), times the sequence-"
-        raise ValueError(f"{setting}parallel ranks, must hold the longest sequence: {error}") from None
+        settings = (
+            "ppo_max_token_len_per_gpu (of log-probabilities log_prob_max_token_len_per_gpu, of critics "
+            "ppo_infer_max_token_len_per_gpu), times the sequence-parallel ranks"
+        )
+        raise ValueError(f"{settings}, must hold the longest sequence: {error}") from None
     return Grouped([tu.index_select_tensor_dict(data, part) for part in parts], parts, None, budget)
 
 

@@ -19,8 +19,8 @@ from .micro_batches import Lengths
 
 logger = logging.getLogger(__name__)
 
-# A wrong layout is off by 0.15 nats a token and more; bf16 over 36 layers by 0.01 on average, and 0.02 in the norm.
-MOST_MEAN_DIFFERENCE = 0.05
+# A wrong layout is off by 0.15 nats a token and more; bf16 over 28 layers by 0.03 on average, and by 0.001 in the norm.
+MOST_MEAN_DIFFERENCE = 0.08
 MOST_NORM_DIFFERENCE = 0.1
 METRICS = tuple(
     f"shared_prompt/verify_{name}" for name in ("max_difference", "mean_difference", "grad_norm_difference", "failed")
@@ -33,9 +33,6 @@ class Verifier:
     def __init__(self, steps: int) -> None:
         self.left = steps
         self.has_failed = False
-
-    def is_due(self) -> bool:
-        return self.left > 0 and not self.has_failed
 
     def run(self, engine: Any, data: TensorDict, forward_only: bool, run: Callable[[bool], Any]) -> Any:
         """Both paths; the output and the gradients that stay are those of verl's."""
@@ -55,8 +52,10 @@ class Verifier:
         largest, mean, off = _largest([largest, mean, off])
         # Not a number differs from everything.
         self.has_failed = not (mean <= MOST_MEAN_DIFFERENCE and off <= MOST_NORM_DIFFERENCE)
-        text = f"largest difference of a log-probability {largest:.2e}, mean {mean:.2e}, gradient norm {off:.2%}"
-        if self.has_failed:
+        text = f"largest difference of a score {largest:.2e}, mean {mean:.2e}, gradient norm {off:.2%}"
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
+            pass  # the first rank says it for all
+        elif self.has_failed:
             logger.error("flash_attn_dualkv: prompts are no longer shared, the results differ: %s", text)
         else:
             logger.warning("flash_attn_dualkv: verified, %s", text)
@@ -67,14 +66,22 @@ class Verifier:
 
 
 def _difference(shared: dict[str, Any], stock: dict[str, Any], lengths: Lengths) -> tuple[float, float]:
-    """Largest and mean absolute difference where responses are scored; what stands elsewhere is never read."""
+    """Largest and mean difference where responses are scored; what stands elsewhere is never read.
+
+    Of log-probabilities in nats, of a critic's values as a share of their mean size.
+    """
     name = "log_probs" if "log_probs" in stock else "values"
-    differences = []
+    differences, sizes = [], []
     for one, other, prompt, response in zip(shared[name].unbind(), stock[name].unbind(), *lengths):
         rows = slice(prompt - 1, prompt - 1 + response)
         differences.append((one[rows].float() - other[rows].float()).abs())
+        sizes.append(other[rows].float().abs())
     together = torch.cat(differences)
-    return (together.max().item(), together.mean().item()) if len(together) else (0.0, 0.0)
+    if not len(together):
+        return 0.0, 0.0
+    if name == "values":
+        together = together / torch.cat(sizes).mean().clamp(min=1e-6)
+    return together.max().item(), together.mean().item()
 
 
 def _gradient_norm(engine: Any) -> float:
