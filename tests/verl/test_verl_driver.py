@@ -220,3 +220,27 @@ def test_samples_without_prompts() -> None:
     data = TensorDict({"input_ids": ids}, batch_size=2)
     assert Lengths.of(data) == Lengths([0, 0], [30, 20])
     assert grouped_micro_batches(data, None, plugin.Options(), "no_prompts") is None
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_head_computes_the_rows_that_score(keeps: bool) -> None:
+    """Of 3 x (8 + 4) tokens there are 7 + 3 x 5 rows, and logits for 3 x 4 of them."""
+    from flash_attn_dualkv.integrations.verl.engine import SharedPromptFSDPEngine
+    from flash_attn_dualkv.integrations.verl.micro_batches import pack_micro_batch
+
+    samples = [torch.cat((torch.arange(8), torch.tensor([20, 30, 40, 50]) + index)) for index in range(3)]
+    jagged = lambda rows: torch.nested.as_nested_tensor(rows, layout=torch.jagged)  # noqa: E731
+    lists = {"input_ids": samples, "prompts": [one[:8] for one in samples], "position_ids": [torch.arange(12)] * 3}
+    data = TensorDict({name: jagged(rows) for name, rows in lists.items()}, batch_size=3)
+    tu.assign_non_tensor(data, temperature=1.0, use_fused_kernels=False, calculate_entropy=False)
+    engine = SharedPromptFSDPEngine.__new__(SharedPromptFSDPEngine)
+    engine.use_ulysses_sp = engine.pad_to_length = False
+    engine.plan = pack_micro_batch(data, 1, plugin.Options(), keeps)
+    inputs, output_args = engine.prepare_model_inputs(data)
+    assert inputs["input_ids"].shape == (1, 22)
+    labels = output_args["input_ids_rmpad_rolled"]
+    if keeps:
+        assert torch.equal(labels, torch.cat([one[8:] for one in samples]))
+        assert inputs["logits_to_keep"].shape == labels.shape == output_args["temperature_rmpad"].shape == (12,)
+    else:
+        assert "logits_to_keep" not in inputs and labels.shape == (22,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.engine import EngineRegistry
@@ -23,6 +25,7 @@ from ...checks import CUDA_DTYPES
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
 from ..transformers import expect_shared_prompt, install_layout_hook, wrap
+from ..transformers.forward import causal_lm_of
 from ..transformers.support import check_noise, kernels_lack, num_attention_layers, text_config
 from ..ulysses import UlyssesLayout
 from .micro_batches import Lengths, Plan, grouped_micro_batches, pack_micro_batch, why_not
@@ -46,6 +49,8 @@ class _SharedPrompts:
     pad_to_length: bool
     pad_to_length_bucket: int
 
+    has_lm_head = True
+    keeps_logits = False  # whether the model takes the rows that its LM head is to compute
     shares = True  # unless verl's own path is to run
     budget: int | None = None  # of tokens, for the micro-batches of the call that runs
 
@@ -74,6 +79,8 @@ class _SharedPrompts:
         except SharedPromptError as error:
             return str(error)
         self.layers = num_attention_layers(module.config)
+        head = causal_lm_of(module)
+        self.keeps_logits = self.has_lm_head and "logits_to_keep" in inspect.signature(type(head).forward).parameters
         return None
 
     def refuses(self) -> bool:
@@ -138,16 +145,28 @@ class _SharedPrompts:
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> Any:
-        return super().prepare_model_inputs(micro_batch if self.plan is None else self.plan.micro_batch)  # type: ignore[misc]
+        plan = self.plan
+        if plan is None:
+            return super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
+        inputs, output_args = super().prepare_model_inputs(plan.micro_batch)  # type: ignore[misc]
+        if plan.scored is not None:
+            rows = plan.batch.token_index
+            inputs["logits_to_keep"] = rows
+            for name in ("input_ids_rmpad_rolled", "temperature_rmpad"):
+                output_args[name] = output_args[name][rows]
+            output_args["pad_size"] = 0  # padding is not among them
+        return inputs, output_args
 
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
     ) -> Any:
-        if self.plan is None:
+        plan = self.plan
+        if plan is None:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)  # type: ignore[misc]
-        batch = self.plan.batch
-        rows = super().prepare_model_outputs(output, output_args, self.plan.micro_batch, logits_processor_func)  # type: ignore[misc]
-        return {name: unpack_to_jagged(one.values(), batch, per_row=True) for name, one in rows.items()}
+        row = plan.micro_batch if plan.scored is None else plan.scored
+        found = super().prepare_model_outputs(output, output_args, row, logits_processor_func)  # type: ignore[misc]
+        per_row = plan.scored is None
+        return {name: unpack_to_jagged(one.values(), plan.batch, per_row=per_row) for name, one in found.items()}
 
     # Plans
 
@@ -172,7 +191,10 @@ class _SharedPrompts:
         if ranks > 1 and hasattr(self.stock_module.config, "vision_config"):
             return "multimodal"  # verl slices such a model's inputs behind its embeddings
         bucket = self.pad_to_length_bucket if self.pad_to_length else 1
-        plan = pack_micro_batch(micro_batch, math.lcm(ranks, bucket), self.options)
+        # Ranks of Ulysses have different numbers of rows with a response token; a fused head makes no logits.
+        fused = tu.get_non_tensor_data(micro_batch, "use_fused_kernels", False)
+        keeps = self.keeps_logits and ranks == 1 and not fused
+        plan = pack_micro_batch(micro_batch, math.lcm(ranks, bucket), self.options, keeps)
         # A micro-batch was filled by packed tokens: replicated ones must fit, too, for the way back.
         if plan.batch.dedup_ratio < self.options.min_dedup_ratio and self._fits(plan.batch.num_replicated_tokens):
             return "ratio"
@@ -208,6 +230,8 @@ class SharedPromptFSDPEngine(_SharedPrompts, FSDPEngineWithLMHead):
 
 class SharedPromptFSDPValueEngine(_SharedPrompts, FSDPEngineWithValueHead):
     """verl's FSDP engine for critics."""
+
+    has_lm_head = False
 
 
 def install() -> None:

@@ -84,14 +84,23 @@ def why_not(data: TensorDict) -> str | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """A micro-batch that is shared: how it is packed, the layout for attention, the packed row as verl holds one."""
+    """A micro-batch that is shared.
+
+    Attributes:
+        batch: how it is packed.
+        layout: for attention.
+        micro_batch: the packed row, as verl holds one.
+        scored: as verl would hold the rows that score response tokens, `batch.token_index`, if the LM head is to
+            compute these alone; None for all rows.
+    """
 
     batch: SharedPromptBatch
     layout: SharedPromptLayout
     micro_batch: TensorDict
+    scored: TensorDict | None
 
 
-def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options) -> Plan:
+def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, scored_rows: bool = False) -> Plan:
     """The micro-batch as one sequence: with the last prompt token before each response, rolled labels are right."""
     batch = pack_jagged(
         micro_batch["input_ids"],
@@ -114,7 +123,12 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options) -
     flags["use_remove_padding"] = True
     # Positions and layout are made here together; verl may pad and slice the positions, which makes copies.
     layout = replace(batch.layout, position_ids=None)
-    return Plan(batch, layout, tu.get_tensordict(row, flags))
+    scored = None
+    if scored_rows and len(batch.token_index):
+        ends = torch.tensor([0, len(batch.token_index)], device=batch.input_ids.device)
+        ids = torch.nested.nested_tensor_from_jagged(batch.input_ids[batch.token_index], ends)
+        scored = tu.get_tensordict({"input_ids": ids}, flags)
+    return Plan(batch, layout, tu.get_tensordict(row, flags), scored)
 
 
 @dataclass(frozen=True)
