@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 EXTERNAL_LIB = "flash_attn_dualkv.integrations.verl"
-FIRST_TOKEN = 3  # below are padding, end and unknown
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Model:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
         words = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
-        words |= {byte: FIRST_TOKEN + i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        words |= {byte: 3 + i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
         tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         PreTrainedTokenizerFast(
@@ -112,7 +111,8 @@ class Batch:
             return int(torch.randint(max(1, int(self.shortest * most)), most + 1, (), generator=source))
 
         def tokens(count: int) -> Tensor:
-            return torch.randint(FIRST_TOKEN, vocabulary, (count,), generator=source)
+            # Those of padding and end included: what is padding, masks and offsets say.
+            return torch.randint(vocabulary, (count,), generator=source)
 
         found = []
         for index in range(self.prompts):

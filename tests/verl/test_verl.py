@@ -90,6 +90,7 @@ EQUAL_RANKS = [
     case("Ulysses", sp=2, tokens=100, updates=3),
     case("Ulysses, fixed, v0, fsdp1", sp=2, micro=4, engine="fsdp", trainer="v0", batch=UNEQUAL),
     case("Ulysses, more ranks than KV heads", sp=2, model=Model(kv_heads=1), batch=UNEQUAL),
+    case("Ulysses, fused head", "actor_rollout_ref.model.use_fused_kernels=True", sp=2, batch=UNEQUAL, **FUSED),
     case("Ulysses, critic", sp=2, role="critic"),
 ]
 
