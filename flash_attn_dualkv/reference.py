@@ -88,15 +88,19 @@ class KeyBlock(NamedTuple):
 
 def key_blocks(segment: Segment, begin: int, end: int) -> Iterator[KeyBlock]:
     """The blocks that hold the segment's keys at logical positions [begin, end); none crosses a region's border."""
-    regions = (
-        (segment.context_begin, 0, segment.context_len),
-        (segment.decoded_begin, segment.context_len, segment.decoded_len),
+    runs = (
+        KeyBlock(0, segment.context_begin, 0, segment.context_len),
+        KeyBlock(1, segment.decoded_begin, segment.context_len, segment.decoded_len),
     )
-    for region, (first_row, first_position, length) in enumerate(regions):
-        stop = min(end, first_position + length)
-        for position in range(max(begin, first_position), stop, KEY_BLOCK):
-            row = first_row + position - first_position
-            yield KeyBlock(region, row, position, min(KEY_BLOCK, stop - position))
+    for run in runs:
+        yield from blocks_of(run, begin, end)
+
+
+def blocks_of(run: KeyBlock, begin: int, end: int) -> Iterator[KeyBlock]:
+    """The blocks that hold those keys of a run that stand at logical positions [begin, end)."""
+    stop = min(end, run.position + run.size)
+    for position in range(max(begin, run.position), stop, KEY_BLOCK):
+        yield KeyBlock(run.region, run.row + position - run.position, position, min(KEY_BLOCK, stop - position))
 
 
 class QueryBlock(NamedTuple):
@@ -227,7 +231,7 @@ class Problem:
 
 
 @contextmanager
-def _plain_arithmetic(device: torch.device) -> Iterator[None]:
+def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """No autograd, and no autocast that would round the float32 products."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
@@ -281,18 +285,18 @@ def forward(
     problem = _problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal, variant)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=problem.dtype, device=q.device)
-    with _plain_arithmetic(q.device):
+    with plain_arithmetic(q.device):
         for heads in problem.head_chunks():
             for segment in problem.segments:
                 for block in problem.query_blocks(segment, *heads):
-                    block_out, block_lse = _attend(problem, block)
+                    block_out, block_lse = attend(problem, block)
                     problem.store_queries(out, block, block_out)
                     rows = problem.row_values(lse, block)
                     rows.copy_(block_lse.reshape(rows.shape))
     return out, lse
 
 
-def _attend(problem: Problem, block: QueryBlock) -> tuple[Tensor, Tensor]:
+def attend(problem: Problem, block: QueryBlock) -> tuple[Tensor, Tensor]:
     """Online softmax of one query block over the keys it sees: (heads, rows, d) and (heads, rows, 1)."""
     q = problem.load_queries(problem.q, block) * problem.scale
     total = torch.zeros_like(q)
@@ -325,7 +329,7 @@ class KeyGradients(NamedTuple):
     v_decoded: Tensor
 
 
-def _zeros_like(tensor: Tensor) -> Tensor:
+def zeros_like(tensor: Tensor) -> Tensor:
     """Contiguous, whatever the tensor's strides."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
@@ -360,26 +364,26 @@ def backward(
         gradient of the sinks is not among them: it follows from these arguments without a look at the keys.
     """
     problem = _problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal, variant)
-    dq = _zeros_like(q)
+    dq = zeros_like(q)
     if key_gradients is None:
-        key_gradients = KeyGradients(*map(_zeros_like, (k_context, v_context, k_decoded, v_decoded)))
+        key_gradients = KeyGradients(*map(zeros_like, (k_context, v_context, k_decoded, v_decoded)))
     dkeys = key_gradients.k_context, key_gradients.k_decoded
     dvalues = key_gradients.v_context, key_gradients.v_decoded
     results = (dout, dlse, out, lse)
-    with _plain_arithmetic(q.device):
+    with plain_arithmetic(q.device):
         for heads in problem.head_chunks():
             for group in problem.groups:
-                context = _Sums(problem, dkeys[0], dvalues[0], group.context_begin, group.context_len, heads)
+                context = Sums(problem, dkeys[0], dvalues[0], group.context_begin, group.context_len, heads)
                 for segment in problem.segments[group.segment_begin : group.segment_end]:
-                    decoded = _Sums(problem, dkeys[1], dvalues[1], segment.decoded_begin, segment.decoded_len, heads)
+                    decoded = Sums(problem, dkeys[1], dvalues[1], segment.decoded_begin, segment.decoded_len, heads)
                     for block in problem.query_blocks(segment, *heads):
-                        problem.store_queries(dq, block, _differentiate(problem, block, results, (context, decoded)))
+                        problem.store_queries(dq, block, differentiate(problem, block, results, (context, decoded)))
                     decoded.finish()
                 context.finish()
     return dq, *key_gradients
 
 
-class _Sums:
+class Sums:
     """Sums of dK and dV over a run of rows: the gradients themselves, or where those are narrower, wide copies."""
 
     def __init__(
@@ -407,11 +411,11 @@ class _Sums:
             del self.dk, self.dv
 
 
-def _differentiate(
+def differentiate(
     problem: Problem,
     block: QueryBlock,
     results: tuple[Tensor, Tensor | None, Tensor, Tensor],
-    sums: tuple[_Sums, _Sums],
+    sums: tuple[Sums, Sums],
 ) -> Tensor:
     """dQ of one query block as (heads, rows, d); its parts of dK and dV are added to the sums of their region."""
     dout, dlse, out, lse = results
