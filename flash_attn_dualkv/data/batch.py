@@ -63,6 +63,16 @@ class SharedPromptBatch(SeparatelyPickled):
         self.__dict__["layout"] = replace(self.layout, position_ids=self.position_ids)
 
     @property
+    def scored_lens(self) -> tuple[int, ...]:
+        """(B,) how many tokens of each sample rows score: its response."""
+        return self.response_lens
+
+    @property
+    def num_rows(self) -> int:
+        """T, padding included."""
+        return self.layout.num_tokens
+
+    @property
     def num_replicated_tokens(self) -> int:
         """sum(P_i + R_i): the tokens of the same samples with a prompt each."""
         return sum(self.prompt_lens) + sum(self.response_lens)
@@ -112,22 +122,22 @@ class Samples:
     max_token: int
 
 
-def _take(values: Tensor, index: Tensor) -> Tensor:
+def take(values: Tensor, index: Tensor) -> Tensor:
     """values[index]; indexing takes four times as long on the CPU."""
     return values.index_select(0, index)
 
 
-def _expand(lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def expand(lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Of runs that lie one after the other, `count` places in all: the run of each place, and the places themselves."""
     return torch.repeat_interleave(lengths, output_size=count), torch.arange(count, device=lengths.device)
 
 
-def _offsets(lengths: Tensor) -> Tensor:
+def offsets_of(lengths: Tensor) -> Tensor:
     """(n+1,): where n runs one after the other begin, and where the last of them ends."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def _ints(values: Iterable[int]) -> Tensor:
+def int64s(values: Iterable[int]) -> Tensor:
     return ints(values, torch.int64)
 
 
@@ -146,13 +156,13 @@ class Runs(NamedTuple):
 
     def rows(self, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
         """input_ids, position_ids, labels, multiplicity: (count,) each."""
-        run, place = _expand(self.lengths, count)
-        source = _take(self.token_offsets, run).add_(place)
-        positions = _take(self.position_offsets, run).add_(place)
+        run, place = expand(self.lengths, count)
+        source = take(self.token_offsets, run).add_(place)
+        positions = take(self.position_offsets, run).add_(place)
         # The next token of a row stands behind its own among the samples' tokens.
-        labels = _take(tokens, (source + 1).clamp_(max=len(tokens) - 1))
-        labels.masked_fill_(place >= _take(self.label_ends, run), IGNORED_LABEL)
-        return _take(tokens, source), positions, labels, _take(self.multiplicities, run)
+        labels = take(tokens, (source + 1).clamp_(max=len(tokens) - 1))
+        labels.masked_fill_(place >= take(self.label_ends, run), IGNORED_LABEL)
+        return take(tokens, source), positions, labels, take(self.multiplicities, run)
 
 
 class Responses(NamedTuple):
@@ -172,14 +182,14 @@ class Responses(NamedTuple):
 
     def by_token(self, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
         """token_index, targets, padded_index, jagged_index: (count,) each."""
-        response, place = _expand(self.lengths, count)
-        is_first = place == _take(self.first_tokens, response)
-        following = _take(self.row_offsets, response).add_(place)
-        token_index = torch.where(is_first, _take(self.first_rows, response), following)
-        padded = _take(self.padded_offsets, response).add_(place)
-        jagged = _take(self.jagged_offsets, response).add_(place)
+        response, place = expand(self.lengths, count)
+        is_first = place == take(self.first_tokens, response)
+        following = take(self.row_offsets, response).add_(place)
+        token_index = torch.where(is_first, take(self.first_rows, response), following)
+        padded = take(self.padded_offsets, response).add_(place)
+        jagged = take(self.jagged_offsets, response).add_(place)
         # The row that predicts a token stands one before it in its sequence.
-        return token_index, _take(tokens, jagged + 1), padded, jagged
+        return token_index, take(tokens, jagged + 1), padded, jagged
 
 
 @dataclass(frozen=True)
@@ -209,7 +219,7 @@ class PackedRow:
 
     def to_batch(self, samples: Samples, device: torch.device) -> SharedPromptBatch:
         """Everything on the device: a few numbers a sample are copied, and the tokens if they are elsewhere."""
-        small = self._numbers(samples, _ints(self.order))
+        small = self._numbers(samples, int64s(self.order))
         is_there = same_device(samples.tokens.device, device)
         long = small if is_there else [*small, samples.tokens.cpu()]
         moved = to_device(long, self.host.tensors, device)
@@ -245,12 +255,15 @@ class PackedRow:
 
     def _numbers(self, samples: Samples, order: Tensor) -> list[Tensor]:
         """`Runs`, `Responses` and jagged_offsets of the batch, on the host."""
-        prompt_lens, response_lens = _ints(samples.prompt_lens), _ints(samples.response_lens)
-        begins = _offsets(prompt_lens + response_lens)  # of the samples among the tokens
-        sizes, of_context = _ints(map(len, self.groups)), torch.zeros(len(self.groups), dtype=torch.int64, device="cpu")
-        first_members = _ints(members[0] for members in self.groups)
+        prompt_lens, response_lens = int64s(samples.prompt_lens), int64s(samples.response_lens)
+        begins = offsets_of(prompt_lens + response_lens)  # of the samples among the tokens
+        sizes, of_context = (
+            int64s(map(len, self.groups)),
+            torch.zeros(len(self.groups), dtype=torch.int64, device="cpu"),
+        )
+        first_members = int64s(members[0] for members in self.groups)
 
-        lengths = _ints([*self.context_lens, *self.decoded_lens])
+        lengths = int64s([*self.context_lens, *self.decoded_lens])
         rows = lengths.cumsum(0) - lengths
         decoded_rows = rows[len(sizes) :]
         positions = torch.cat([of_context, prompt_lens[order] - self.shift])

@@ -24,12 +24,15 @@ GroupIds = Iterable[Hashable] | Tensor
 # Tokens
 
 
-def all_tokens(given: list[Any], names: Sequence[str]) -> list[Tensor]:
-    """1-D integer tensors of token sequences, of which prompts and responses may come in turns, as `names` do."""
+def all_tokens(given: list[Any], names: Sequence[str], also: Sequence[torch.dtype] = ()) -> list[Tensor]:
+    """1-D integer tensors of token sequences, of which prompts and responses may come in turns, as `names` do.
+
+    `also` are further types that they may have.
+    """
     if _are_tokens(given):
         return given
     count = len(names)
-    return [_tokens(f"{names[index % count]}[{index // count}]", one) for index, one in enumerate(given)]
+    return [_tokens(f"{names[index % count]}[{index // count}]", one, also) for index, one in enumerate(given)]
 
 
 def _are_tokens(given: list[Any]) -> TypeGuard[list[Tensor]]:
@@ -39,7 +42,7 @@ def _are_tokens(given: list[Any]) -> TypeGuard[list[Tensor]]:
     return {one.dtype for one in given} <= _INTEGERS and set(map(Tensor.dim, given)) <= {1}
 
 
-def _tokens(name: str, tokens: Any) -> Tensor:
+def _tokens(name: str, tokens: Any, also: Sequence[torch.dtype]) -> Tensor:
     """A 1-D integer tensor; Python sequences become one on the CPU."""
     if not isinstance(tokens, Tensor):
         expected = "a 1-D integer tensor or a sequence of ints"
@@ -49,15 +52,15 @@ def _tokens(name: str, tokens: Any) -> Tensor:
             tokens = torch.tensor(tokens, device="cpu", dtype=None if len(tokens) else torch.int64)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise SharedPromptTypeError(explain(name, expected, f"{arguments.describe(tokens)} ({error})")) from None
-    return arguments.integers(name, tokens, 1)
+    return arguments.integers(name, tokens, 1, also)
 
 
-def joined(tokens: Sequence[Tensor]) -> Tensor:
+def joined(tokens: Sequence[Tensor], name: str = "prompts and responses") -> Tensor:
     """All in one, contiguous."""
     _common_device(tokens)
     if not tokens:
         return torch.empty(0, dtype=torch.int64, device="cpu")
-    return arguments.integers("prompts and responses", torch.cat(list(tokens)), 1)
+    return arguments.integers(name, torch.cat(list(tokens)), 1, (torch.bool,))
 
 
 def check_token_ids(name: str, smallest: int) -> None:
@@ -154,6 +157,11 @@ def prompt_bytes(tokens: Tensor, begins: Iterable[int], lengths: Sequence[int]) 
     for index, length in enumerate(lengths):
         if length < 1:
             raise SharedPromptError(explain(f"prompts[{index}]", "at least one token", length))
+    return bytes_of(tokens, begins, lengths)
+
+
+def bytes_of(tokens: Tensor, begins: Iterable[int], lengths: Iterable[int]) -> list[bytes]:
+    """Of each run of the tokens (int64 on the host, contiguous)."""
     words = memoryview((ctypes.c_char * (len(tokens) * _WORD)).from_address(tokens.data_ptr()))
     return [words[begin * _WORD : (begin + length) * _WORD].tobytes() for begin, length in zip(begins, lengths)]
 
@@ -166,10 +174,10 @@ def groups_of(keys: Iterable[Hashable]) -> list[list[int]]:
     return list(groups.values())
 
 
-def check_count(group_ids: Sequence[Hashable], samples: int) -> None:
+def check_count(group_ids: Sequence[Hashable], samples: int, like: str = "prompts") -> None:
     """One id for each sample."""
     if len(group_ids) != samples:
-        raise SharedPromptError(explain("group_ids", f"{samples} of them (as prompts)", len(group_ids)))
+        raise SharedPromptError(explain("group_ids", f"{samples} of them (as {like})", len(group_ids)))
 
 
 def group(prompts: Sequence[bytes], group_ids: Sequence[Hashable] | None) -> list[list[int]]:

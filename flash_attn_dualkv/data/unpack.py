@@ -9,17 +9,20 @@ from .. import arguments
 from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError, SharedPromptTypeError
 from .batch import SharedPromptBatch
+from .tree import PrefixTreeBatch
 
 
 def unpack_logprobs(
     values: Tensor,
-    batch: SharedPromptBatch,
+    batch: SharedPromptBatch | PrefixTreeBatch,
     *,
     width: int | None = None,
     fill: float = 0.0,
     per_row: bool | None = None,
 ) -> Tensor:
     """Values of the response tokens as a padded tensor in the samples' original order; differentiable.
+
+    Of a `PrefixTreeBatch` the trained tokens of each sequence, wherever they stand in it, take the place of a response.
 
     Args:
         values: (sum R,) one for each response token, in the order of `token_index`; or (T,) one for each packed row, of
@@ -36,8 +39,10 @@ def unpack_logprobs(
         SharedPromptError: `values` has neither length, or has both and per_row is None; a width below the longest
             response.
     """
+    if not isinstance(batch, PrefixTreeBatch):
+        arguments.instance("batch", batch, SharedPromptBatch)
     values = _of_response_tokens(values, batch, per_row)
-    samples, longest = len(batch.response_lens), max(batch.response_lens)
+    samples, longest = len(batch.scored_lens), max(batch.scored_lens)
     columns = longest if width is None else arguments.integer("width", width, longest, MAX_ROWS)
     check_fill(fill, values.dtype)
     filled = values.new_full((samples * longest,), fill).index_put((batch.padded_index,), values).view(samples, longest)
@@ -54,6 +59,7 @@ def unpack_to_jagged(values: Tensor, batch: SharedPromptBatch, *, per_row: bool 
         nested (B, P_i + R_i): the value of response token j stands at P_i - 1 + j, where a model's unshifted output
         scores it; 0 elsewhere.
     """
+    arguments.instance("batch", batch, SharedPromptBatch)
     values = _of_response_tokens(values, batch, per_row)
     rows = values.new_zeros((batch.num_replicated_tokens,)).index_put((batch.jagged_index,), values)
     longest = max(map(int.__add__, batch.prompt_lens, batch.response_lens))
@@ -71,9 +77,8 @@ def check_fill(fill: float, dtype: torch.dtype) -> None:
         raise SharedPromptError(explain("fill", f"a number of {dtype} (as values)", fill)) from None
 
 
-def _of_response_tokens(values: Tensor, batch: SharedPromptBatch, per_row: bool | None) -> Tensor:
+def _of_response_tokens(values: Tensor, batch: SharedPromptBatch | PrefixTreeBatch, per_row: bool | None) -> Tensor:
     arguments.instance("values", values, Tensor)
-    arguments.instance("batch", batch, SharedPromptBatch)
     if per_row is not None:
         arguments.flag("per_row", per_row)
     if values.is_nested or values.layout != torch.strided:
@@ -82,7 +87,7 @@ def _of_response_tokens(values: Tensor, batch: SharedPromptBatch, per_row: bool 
         raise SharedPromptError(explain("values", f"device {batch.token_index.device} (as the batch)", values.device))
     if values.dim() == 2 and values.shape[0] == 1:
         values = values[0]
-    tokens, rows = sum(batch.response_lens), batch.layout.num_tokens
+    tokens, rows = sum(batch.scored_lens), batch.num_rows
     if per_row is None:
         if tokens == rows > 0 and values.shape == (rows,):
             raise SharedPromptError(explain("per_row", f"a bool, as {rows} values fit rows and response tokens", None))

@@ -1,0 +1,344 @@
+"""Packing of token sequences as a prefix tree: one row that holds every shared beginning once, and the way back.
+
+    batch = pack_prefix_tree(sequences, loss_mask=masks)
+    logits = ...                                   # of a model whose rows attend along their paths
+    logprobs = logits.log_softmax(-1)[batch.token_index, batch.targets]
+    unpacked = unpack_logprobs(logprobs, batch)    # (B, width)
+
+There are no kernels for trees yet: of the attention there is only its specification, `reference_tree`. That is why
+these names are here and not in the package's own namespace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import arguments
+from ..checks import MAX_ROWS, explain
+from ..errors import SharedPromptError
+from .batch import IGNORED_LABEL, PADDING_TOKEN, expand, int64s, offsets_of, take
+from .pack import BOUNDARIES, Boundary
+from .samples import GroupIds, Tokens, all_tokens, check_count, check_token_ids, extremes, fetch, joined, selected
+from .transfer import SeparatelyPickled, ints, same_device, to_device
+from .trie import Nodes, build_nodes
+
+# Half a tile of 128: about what a border of a node costs the attention of each tile of rows below it.
+MIN_SHARED = 64
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixTreeBatch(SeparatelyPickled):
+    """Sequences packed as a prefix tree. T rows, n nodes; B sequences, of which sequence i has L_i tokens.
+
+    The row is [node_1 .. node_n][padding]. Nodes are depth first: a node, then its subtree, so that the rows of both
+    lie together. A row attends to the rows of its node up to its own and to all of its node's ancestors.
+
+    Attributes:
+        input_ids: (T,) int64.
+        position_ids: (T,) int64, the position of each row in its sequences, from 0; 0 in padding.
+        cu_seqlens: (n+1,) int32, node i has the rows [i] .. [i+1] - 1.
+        parents: (n,) int32, the node that each node continues; -1 for the roots.
+        row_index: (sum L,) int64, the row of every token of every sequence, in original order.
+        token_index: (trained tokens,) int64, the row whose logits score each trained token, sequence by sequence in
+            original order: that of the token before it. A row before a branch scores several different tokens.
+        targets: (trained tokens,) int64, the trained tokens themselves in that order.
+        labels: (T,) int64, the first of the trained tokens that a row scores; -100 where there is none.
+        multiplicity: (T,) int64, how many sequences the row stands for; 0 for padding.
+        padded_index: (trained tokens,) int64, place of each in a flattened tensor of (B, most trained tokens).
+        scored_lens: (B,) trained tokens of each sequence.
+        sequence_lens: (B,) L_i.
+        node_lens: (n,) rows of each node.
+        node_parents: (n,) `parents` on the host.
+        pad: rows at the end that are padding.
+        max_token: the largest token id.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    parents: Tensor
+    row_index: Tensor
+    token_index: Tensor
+    targets: Tensor
+    labels: Tensor
+    multiplicity: Tensor
+    padded_index: Tensor
+    scored_lens: tuple[int, ...]
+    sequence_lens: tuple[int, ...]
+    node_lens: tuple[int, ...]
+    node_parents: tuple[int, ...]
+    pad: int
+    max_token: int
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.node_lens)
+
+    @property
+    def num_rows(self) -> int:
+        """T, padding included."""
+        return sum(self.node_lens) + self.pad
+
+    @property
+    def depth(self) -> int:
+        """The most nodes on a path."""
+        depths: list[int] = []
+        for parent in self.node_parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return max(depths, default=0)
+
+    @property
+    def dedup_ratio(self) -> float:
+        """sum(L_i) / T: how many times fewer tokens the model sees; inf where it sees none."""
+        return sum(self.sequence_lens) / self.num_rows if self.num_rows else math.inf
+
+    @property
+    def pair_ratio(self) -> float:
+        """How many times fewer pairs of a query and a key that it sees there are than in the sequences alone."""
+        ends: list[int] = []  # the last position of each node, counted from 1
+        for length, parent in zip(self.node_lens, self.node_parents):
+            ends.append(length + (0 if parent < 0 else ends[parent]))
+        own = sum(_pairs(end) - _pairs(end - length) for end, length in zip(ends, self.node_lens))
+        return sum(map(_pairs, self.sequence_lens)) / own if own else math.inf
+
+    def to(self, device: torch.device | str) -> PrefixTreeBatch:
+        """The batch on another device, in one copy: for batches that were packed in a data loader.
+
+        Raises:
+            SharedPromptError: there is no such device.
+        """
+        device = arguments.device(device)
+        if same_device(device, self.input_ids.device):
+            return self
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: one for name, one in own.items() if isinstance(one, Tensor)}
+        long = {name: one for name, one in tensors.items() if one.dtype == torch.int64}
+        short = {name: one for name, one in tensors.items() if name not in long}
+        moved = to_device([*long.values()], [*short.values()], device)
+        changes: dict[str, Any] = dict(zip((*long, *short), moved))
+        return replace(self, **changes)
+
+    def metrics(self) -> dict[str, float]:
+        """What sharing saves in this micro-batch, for a logger."""
+        return {
+            "prefix_tree/dedup_ratio": self.dedup_ratio,
+            "prefix_tree/pair_ratio": self.pair_ratio,
+            "prefix_tree/tokens": self.num_rows,
+            "prefix_tree/tokens_saved": sum(self.sequence_lens) - self.num_rows,
+            "prefix_tree/num_nodes": self.num_nodes,
+            "prefix_tree/depth": self.depth,
+        }
+
+
+def _pairs(length: int) -> int:
+    """Pairs of a query and a key that it sees in a sequence alone."""
+    return length * (length + 1) // 2
+
+
+def pack_prefix_tree(
+    sequences: Sequence[Tokens],
+    *,
+    loss_mask: Sequence[Tokens] | None = None,
+    boundary: Boundary = "gather",
+    min_shared: int = MIN_SHARED,
+    max_depth: int | None = None,
+    group_ids: GroupIds | None = None,
+    pad_to_multiple_of: int | None = None,
+    device: torch.device | str | None = None,
+) -> PrefixTreeBatch:
+    """Pack sequences of any kind as a prefix tree: what they begin with in common is in the row once.
+
+    Nodes follow each other in the order of their groups, and below a node in that of their tokens, whatever the order
+    of the sequences. Sequences that are equal, or the beginning of another, share all of their rows at no cost, and
+    without a node of their own.
+
+    There are no kernels for trees yet: see the module.
+
+    Args:
+        sequences: B sequences of token ids, 1-D integer tensors of one device or Python sequences; any may be empty.
+        loss_mask: B sequences of 0 and 1 (or bool), each as long as its tokens and on their device, 1 for the tokens to
+            train. The first token of a sequence has no row that scores it: 0 there. A token may be trained in one
+            sequence and not in another that shares it. None: all tokens but the first ones.
+        boundary: "gather" shares all equal tokens; the row before a branch scores the first token of each child.
+            "replicate" puts that row at the head of each child instead of at the node's end, so that no row scores two
+            different tokens.
+        min_shared: the fewest tokens that a node must save; where it would save fewer, its children have a copy each.
+        max_depth: the most nodes on a path; None for no limit. Nodes that save least are given up first.
+        group_ids: (B,) hashable values or an integer tensor: only sequences with equal ids share tokens. For tokens
+            that stand for different things (images). None: equal tokens are shared.
+        pad_to_multiple_of: pad the row to a multiple of this; None for no padding.
+        device: of the batch; None for that of the tokens.
+
+    Raises:
+        SharedPromptError: no sequences, tokens that are no integers >= 0 in one dimension, a mask that is not as
+            described, or an option that is not as described.
+    """
+    arguments.choice("boundary", boundary, BOUNDARIES)
+    arguments.integer("min_shared", min_shared, 1)
+    if max_depth is not None:
+        arguments.integer("max_depth", max_depth, 1)
+    if pad_to_multiple_of is not None:
+        arguments.integer("pad_to_multiple_of", pad_to_multiple_of, 1, MAX_ROWS)
+    chosen = None if device is None else arguments.device(device)
+    given = all_tokens([*arguments.items("sequences", sequences, "token sequences")], ("sequences",))
+    if not given:
+        raise SharedPromptError(explain("sequences", "at least one", 0))
+    lengths = [*map(Tensor.numel, given)]
+    tokens = [joined(given, "sequences")]
+    if loss_mask is not None:
+        tokens.append(_joined_mask(loss_mask, lengths))
+    (ids, *mask), groups = fetch(tokens, group_ids)
+    if groups is not None:
+        check_count(groups, len(given), "sequences")
+    smallest, largest = extremes(ids).tolist()
+    check_token_ids("sequences", smallest)
+    scored = _scored_lens(mask[0], lengths) if mask else [max(0, length - 1) for length in lengths]
+    shift = 1 if boundary == "replicate" else 0
+    nodes = build_nodes(ids, lengths, groups, shift=shift, min_shared=min_shared, max_depth=max_depth)
+    target = tokens[0].device if chosen is None else chosen
+    return _PackedTree(nodes, lengths, scored, pad_to_multiple_of or 1, largest).to_batch(tokens, target)
+
+
+def _joined_mask(loss_mask: Any, lengths: Sequence[int]) -> Tensor:
+    """All masks in one, each as long as its sequence."""
+    masks = all_tokens([*arguments.items("loss_mask", loss_mask, "masks")], ("loss_mask",), (torch.bool,))
+    if len(masks) != len(lengths):
+        raise SharedPromptError(explain("loss_mask", f"{len(lengths)} of them (as sequences)", len(masks)))
+    for index, (mask, length) in enumerate(zip(masks, lengths)):
+        if len(mask) != length:
+            raise SharedPromptError(explain(f"loss_mask[{index}]", f"{length} values (as its sequence)", len(mask)))
+    return joined(masks, "loss_mask").long()
+
+
+def _scored_lens(mask: Tensor, lengths: Sequence[int]) -> list[int]:
+    """How many tokens of each sequence the mask (on the host) trains."""
+    smallest, largest = extremes(mask).tolist()
+    if smallest < 0 or largest > 1:
+        raise SharedPromptError(explain("loss_mask", "0 and 1", smallest if smallest < 0 else largest))
+    bounds = offsets_of(int64s(lengths))
+    sums = offsets_of(mask)
+    firsts = bounds[:-1]
+    # Of a sequence without tokens nothing is counted.
+    trains_first = take(sums, torch.minimum(firsts + 1, bounds[1:])) > take(sums, firsts)
+    if trains_first.any():
+        index = int(trains_first.nonzero()[0])
+        expected = "0 for the first token, which no row scores"
+        raise SharedPromptError(explain(f"loss_mask[{index}][0]", expected, 1))
+    scored: list[int] = take(sums, bounds).diff().tolist()
+    return scored
+
+
+class Spans(NamedTuple):
+    """What each sequence has of each node on its path, from the root, sequence by sequence. (spans,) each.
+
+    Token t (counted over all sequences), which lies in span i, has the row t + row_offsets[i] and stands at the
+    position t + position_offsets[i].
+    """
+
+    lengths: Tensor
+    row_offsets: Tensor
+    position_offsets: Tensor
+
+    @staticmethod
+    def build(nodes: Nodes, lengths: Tensor) -> Spans:
+        """On the host, one level of the tree after the other."""
+        parents, begins, ends = map(int64s, nodes[:3])
+        rows = offsets_of(ends - begins)[:-1]
+        firsts = offsets_of(lengths)[:-1]  # of the sequences among all tokens
+        sequence = lengths.nonzero().view(-1)
+        node = take(nodes.leaves, sequence)
+        levels = []
+        while len(sequence):
+            levels.append(torch.stack([sequence, node]))
+            node = take(parents, node)
+            rest = (node >= 0).nonzero().view(-1)
+            sequence, node = take(sequence, rest), take(node, rest)
+        if not levels:
+            return Spans(lengths[:0], lengths[:0], lengths[:0])
+        sequence, node = torch.cat(levels[::-1], 1)  # the roots first
+        order = sequence.argsort(stable=True)
+        sequence, node = take(sequence, order), take(node, order)
+        first, begin = take(firsts, sequence), take(begins, node)
+        # A sequence may end before the path does.
+        sizes = (torch.minimum(take(ends, node), take(lengths, sequence)) - begin).clamp_(min=0)
+        return Spans(sizes, take(rows, node) - begin - first, -first)
+
+
+@dataclass(frozen=True)
+class _PackedTree:
+    """The nodes in the order of the packed row."""
+
+    nodes: Nodes
+    lengths: list[int]
+    scored: list[int]
+    multiple: int
+    max_token: int
+
+    @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
+    def to_batch(self, given: list[Tensor], device: torch.device) -> PrefixTreeBatch:
+        """Everything on the device: a few numbers a span are copied, and the tokens and the mask if they are elsewhere.
+
+        Args:
+            given: the tokens of all sequences and, if there is one, their mask.
+            device: of the batch.
+        """
+        node_lens = [end - begin for begin, end in zip(self.nodes.begins, self.nodes.ends)]
+        count = sum(node_lens)
+        pad = -count % self.multiple
+        scored = int64s(self.scored)
+        firsts = scored.cumsum(0) - scored
+        padded_offsets = torch.arange(len(scored), device="cpu") * max(self.scored) - firsts
+        small = [*Spans.build(self.nodes, int64s(self.lengths)), scored, padded_offsets]
+        short = [ints(accumulate(node_lens, initial=0), torch.int32), ints(self.nodes.parents, torch.int32)]
+        is_there = same_device(given[0].device, device)
+        long = small if is_there else [*small, *(one.cpu().long() for one in given)]
+        moved = to_device(long, short, device)
+        spans, (scored, padded_offsets) = Spans(*moved[:3]), moved[3:5]
+        tokens, *mask = [one.long() for one in given] if is_there else moved[5 : len(long)]
+        cu_seqlens, parents = moved[len(long) :]
+
+        span, place = expand(spans.lengths, len(tokens))
+        row_index = take(spans.row_offsets, span).add_(place)
+        positions = take(spans.position_offsets, span).add_(place)
+        trained = selected(place, mask[0] if mask else positions.clamp(max=1), sum(self.scored))
+        # The row that scores a token is that of the token before it.
+        token_index, targets = take(row_index, trained - 1), take(tokens, trained)
+        sequence, place = expand(scored, len(trained))
+
+        def by_row(fill: int, values: Tensor) -> Tensor:
+            """Of tokens that share a row all have the same value."""
+            return tokens.new_full((count + pad,), fill).scatter_(0, row_index, values)
+
+        return PrefixTreeBatch(
+            by_row(PADDING_TOKEN, tokens),
+            by_row(0, positions),
+            cu_seqlens,
+            parents,
+            row_index,
+            token_index,
+            targets,
+            _first_targets(token_index, targets, count + pad),
+            tokens.new_zeros(count + pad).index_add_(0, row_index, torch.ones_like(row_index)),
+            take(padded_offsets, sequence).add_(place),
+            tuple(self.scored),
+            tuple(self.lengths),
+            tuple(node_lens),
+            tuple(self.nodes.parents),
+            pad,
+            self.max_token,
+        )
+
+
+def _first_targets(token_index: Tensor, targets: Tensor, rows: int) -> Tensor:
+    """(rows,) of each row the target that comes first among those that it scores; -100 for none."""
+    none = len(targets)
+    places = torch.arange(none, device=targets.device)
+    first = targets.new_full((rows,), none).scatter_reduce_(0, token_index, places, "amin")
+    return take(torch.nn.functional.pad(targets, (0, 1), value=IGNORED_LABEL), first)

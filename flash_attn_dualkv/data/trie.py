@@ -1,0 +1,218 @@
+"""Which tokens of many sequences are shared: the nodes of their prefix tree, worked out on the host.
+
+Sequences are sorted, so that those that begin alike are neighbours; how many tokens neighbours have in common is all
+that the tree is made of. What costs time for each token is done by sorting of bytes and by vector operations, what
+costs time for each sequence in Python.
+
+A sequence that is equal to another, or to the beginning of another, needs no node: causal rows do not depend on what
+follows them, so its rows are those of the other sequence. What is left are the leaves of the tree, and every other node
+has at least two children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .batch import expand, int64s, offsets_of, take
+from .samples import bytes_of
+
+ROOT = 0  # in `_Tree` what stands above all trees of the forest; it has no tokens
+
+
+class Nodes(NamedTuple):
+    """The nodes of a forest, depth first. (nodes,) each, but for `leaves`.
+
+    Node i holds the tokens at the positions begins[i] .. ends[i] - 1 of sequence sources[i], and of every other one
+    whose path goes through it.
+    """
+
+    parents: list[int]  # -1 for roots
+    begins: list[int]
+    ends: list[int]
+    sources: list[int]
+    leaves: Tensor  # (sequences,) the node whose path begins with the sequence; any number for one without tokens
+
+
+def build_nodes(
+    tokens: Tensor,
+    lengths: Sequence[int],
+    groups: Sequence[Hashable] | None,
+    *,
+    shift: int,
+    min_shared: int,
+    max_depth: int | None,
+) -> Nodes:
+    """The prefix tree of sequences.
+
+    Args:
+        tokens: of all sequences, one after the other, int64 on the host, none negative.
+        lengths: of the sequences.
+        groups: only sequences with equal ones share anything; None for one group.
+        shift: how many tokens before a branch are left to the children.
+        min_shared: the fewest tokens that a node must save to be one of its own.
+        max_depth: the most nodes on a path; None for no limit.
+    """
+    begins = offsets_of(int64s(lengths))[:-1]
+    numbers = _numbers(groups, len(lengths))
+    order = _sorted(tokens, begins, lengths, numbers)
+    index = int64s(order)
+    sizes = take(int64s(lengths), index)
+    common = _common_prefixes(tokens, take(begins, index), sizes, take(int64s(numbers), index))
+    # A leaf is what does not go on in the next sequence.
+    is_leaf = sizes > torch.nn.functional.pad(common, (0, 1))
+    leaves = is_leaf.nonzero().view(-1)
+    tree = _Tree(
+        take(sizes, leaves).tolist(),
+        # With the leaf before it: the sequences between the two are beginnings of the second.
+        (take(common, leaves[:-1]) - shift).clamp_(min=0).tolist(),
+    )
+    tree.keep_savings(min_shared)
+    if max_depth is not None:
+        tree.limit_depth(max_depth)
+    leaf_of = torch.empty_like(index).index_copy_(0, index, is_leaf.cumsum(0) - is_leaf.long())
+    return tree.nodes(take(index, leaves).tolist(), leaf_of)
+
+
+def _numbers(groups: Sequence[Hashable] | None, count: int) -> list[int]:
+    """Of each sequence the number of its group, in the order of their first sequences."""
+    if groups is None:
+        return [0] * count
+    seen: dict[Hashable, int] = {}
+    return [seen.setdefault(one, len(seen)) for one in groups]
+
+
+def _sorted(tokens: Tensor, begins: Tensor, lengths: Sequence[int], groups: Sequence[int]) -> list[int]:
+    """The sequences in the order of their groups, and in a group in that of their tokens."""
+    if tokens.numel() == 0:
+        return sorted(range(len(lengths)), key=groups.__getitem__)
+    # The most significant byte first: then bytes are in the order of the numbers.
+    swapped = tokens.contiguous().view(torch.uint8).view(-1, tokens.itemsize).flip(1).view(-1).view(torch.int64)
+    keys = bytes_of(swapped, begins.tolist(), lengths)
+    return sorted(range(len(lengths)), key=lambda one: (groups[one], keys[one]))
+
+
+def _common_prefixes(tokens: Tensor, begins: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
+    """(sequences - 1,): how many tokens each of the sorted sequences has in common with the next."""
+    shorter = torch.minimum(lengths[1:], lengths[:-1]).masked_fill_(groups[1:] != groups[:-1], 0)
+    ends = shorter.cumsum(0)
+    firsts, count = ends - shorter, int(shorter.sum())
+    pair, place = expand(shorter, count)
+    one = take(tokens, take(begins[:-1] - firsts, pair).add_(place))
+    other = take(tokens, take(begins[1:] - firsts, pair).add_(place))
+    # The first place of each pair at which they differ; behind the pair's own where they do not.
+    differing = torch.nn.functional.pad((one != other).nonzero().view(-1), (0, 1), value=count)
+    first = take(differing, torch.searchsorted(differing, firsts))
+    return torch.minimum(first, ends) - firsts
+
+
+class _Tree:
+    """The tree while it is made: the root, then the inner nodes, each kept or dissolved into its children; the leaves.
+
+    The tokens of a node end at `ends`. Parents are those of the whole tree, dissolved nodes included, until `nodes`.
+    """
+
+    def __init__(self, leaf_lengths: list[int], borders: list[int]) -> None:
+        """From the lengths of the leaves, and how many tokens each shares with the next."""
+        self.leaf_lengths = leaf_lengths
+        self.leaf_parents = [ROOT] * len(leaf_lengths)
+        self.ends = [0]
+        self.parents = [-1]
+        self.first_leaves = [0]
+        path = [ROOT]  # to the leaf before
+        for leaf, border in enumerate(borders):
+            branch = -1  # the last inner node that the path leaves behind
+            while self.ends[path[-1]] > border:
+                branch = path.pop()
+            if self.ends[path[-1]] < border:
+                node = len(self.ends)
+                self.ends.append(border)
+                self.parents.append(path[-1])
+                if branch < 0:
+                    self.first_leaves.append(leaf)
+                    self.leaf_parents[leaf] = node
+                else:
+                    self.first_leaves.append(self.first_leaves[branch])
+                    self.parents[branch] = node
+                path.append(node)
+            self.leaf_parents[leaf + 1] = path[-1]
+        self.kept = [True] * len(self.ends)
+        self.branches = [0] * len(self.ends)  # children, where nodes that are not kept are left out
+        for parent in (*self.parents[1:], *self.leaf_parents):
+            self.branches[parent] += 1
+        # The inner nodes, parents before their children.
+        self.order = sorted(range(1, len(self.ends)), key=self.ends.__getitem__)
+
+    def keep_savings(self, least: int) -> None:
+        """Dissolve nodes that save fewer than `least` tokens, from the leaves up: their parents then save more."""
+        for node in reversed(self.order):
+            parent = self.parents[node]
+            if self._saved(node, parent) < least:
+                self._dissolve(node, parent)
+
+    def limit_depth(self, most: int) -> None:
+        """Dissolve nodes, of each path that has too many those that save least, the longest paths first."""
+        depths = [1] * len(self.ends)  # of the leaves below
+        for node in self.order:
+            depths[node] = depths[self.parents[node]] + self.kept[node]
+        leaf_depths = [depths[parent] for parent in self.leaf_parents]
+        for leaf in sorted(range(len(leaf_depths)), key=leaf_depths.__getitem__, reverse=True):
+            if leaf_depths[leaf] <= most:
+                break
+            path = self._path(leaf)
+            while len(path) > most:
+                savings = [self._saved(node, parent) for node, parent in pairwise(path)]
+                at = savings.index(min(savings))
+                self._dissolve(path[at], path[at + 1])
+                del path[at]
+
+    def _path(self, leaf: int) -> list[int]:
+        """The kept nodes above a leaf, from below; the root, which is none, stands for the leaf in their number."""
+        path = []
+        node = self.leaf_parents[leaf]
+        while node != ROOT:
+            if self.kept[node]:
+                path.append(node)
+            node = self.parents[node]
+        return [*path, ROOT]
+
+    def _saved(self, node: int, parent: int) -> int:
+        """How many tokens more the children would have without the node; `parent` is the next kept one above it."""
+        return (self.branches[node] - 1) * (self.ends[node] - self.ends[parent])
+
+    def _dissolve(self, node: int, parent: int) -> None:
+        self.kept[node] = False
+        self.branches[parent] += self.branches[node] - 1
+
+    def nodes(self, sources: list[int], leaf_of: Tensor) -> Nodes:
+        """Those that are kept, depth first. The leaves are the sequences `sources`; `leaf_of` counts leaves."""
+        for node in self.order:  # parents are resolved before their children
+            if not self.kept[self.parents[node]]:
+                self.parents[node] = self.parents[self.parents[node]]
+        for leaf, parent in enumerate(self.leaf_parents):
+            if not self.kept[parent]:
+                self.leaf_parents[leaf] = self.parents[parent]
+        inner = [node for node in self.order if self.kept[node]]
+        # Nodes with the same first leaf are ancestors of each other, of which the upper one ends first.
+        entries = [(self.first_leaves[node], self.ends[node], node) for node in inner]
+        entries += [(leaf, length, -1) for leaf, length in enumerate(self.leaf_lengths)]
+        entries.sort()
+        places = [-1] * len(self.ends)
+        leaf_places = []
+        parents, begins, ends = [], [], []
+        for place, (first_leaf, end, node) in enumerate(entries):
+            if node < 0:
+                leaf_places.append(place)
+            else:
+                places[node] = place
+            parent = self.parents[node] if node >= 0 else self.leaf_parents[first_leaf]
+            parents.append(places[parent])
+            begins.append(self.ends[parent])
+            ends.append(end)
+        if leaf_places:
+            leaf_of = take(int64s(leaf_places), leaf_of.clamp_(max=len(leaf_places) - 1))
+        return Nodes(parents, begins, ends, [sources[leaf] for leaf, _, _ in entries], leaf_of)
