@@ -288,7 +288,7 @@ def test_unpacking_to_the_width_of_a_mask() -> None:
 def test_unpacking_values_of_another_batch() -> None:
     batch = pack_shared_prompts(PROMPTS, RESPONSES)
     for function in (unpack_logprobs, unpack_to_jagged):
-        with pytest.raises(SharedPromptError, match=r"^values: expected 9 \(response tokens\) or"):
+        with pytest.raises(SharedPromptError, match=r"^values: expected 9 \(scored tokens\) or"):
             function(torch.zeros(10), batch)
         with pytest.raises(SharedPromptError, match="^values: expected .* one for each row"):
             function(torch.zeros(9), batch, per_row=True)

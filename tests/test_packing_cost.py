@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flash_attn_dualkv import pack_jagged, pack_padded, pack_shared_prompts, unpack_logprobs, unpack_to_jagged
 from flash_attn_dualkv.data.samples import selected
+from flash_attn_dualkv.data.tree import pack_prefix_tree
 
 
 def large_batch(samples: int, device: str = "cpu", length: int = 20) -> tuple[list[Tensor], list[Tensor]]:
@@ -53,6 +54,44 @@ def test_no_synchronisation_for_each_sample(form: str) -> None:
     assert counts[0] == counts[1]
     assert counts[0]["aten::_local_scalar_dense"] <= (0 if form == "lists" else 3)
     assert counts[0]["aten::_to_copy"] <= 2
+
+
+def transcripts(samples: int, length: int) -> list[Tensor]:
+    """Sequences that leave another anywhere in it."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(0, 1000, (length,), generator=generator)]
+    for kept in torch.randint(1, length, (samples - 1,), generator=generator).tolist():
+        stem = sequences[kept % len(sequences)]
+        sequences.append(torch.cat([stem[:kept], torch.randint(0, 1000, (length - kept,), generator=generator)]))
+    return sequences
+
+
+def test_a_tree_needs_no_operators_for_each_token_or_sequence() -> None:
+    """As many for many long sequences as for few short ones: levels of the tree are what counts."""
+    counts = []
+    for samples, length in ((8, 20), (64, 20), (8, 2000)):
+        prompts, responses = large_batch(samples, length=length)
+        whole = [torch.cat(pair) for pair in zip(prompts, responses)]
+        masks = [torch.arange(len(one)) > len(prompts[0]) for one in whole]
+        with Operators() as operators:
+            batch = pack_prefix_tree(whole, loss_mask=masks, min_shared=20)
+        assert batch.depth == 2
+        counts.append(Counter(operators.names))
+    assert counts[0] == counts[1] == counts[2]
+
+
+@pytest.mark.parametrize(("samples", "length"), [(64, 1024), (512, 128)])
+def test_a_tree_of_64k_tokens_is_packed_in_10_ms(samples: int, length: int) -> None:
+    """On the host; a third of that is usual."""
+    sequences = transcripts(samples, length)
+    masks = [(torch.arange(length) % 3 > 0) for _ in sequences]
+    times = []
+    for _ in range(20):
+        began = time.perf_counter()
+        batch = pack_prefix_tree(sequences, loss_mask=masks)
+        times.append(time.perf_counter() - began)
+    assert batch.depth > 2 and batch.dedup_ratio > 1.5
+    assert min(times) < 10e-3, f"{1e3 * min(times):.2f} ms"
 
 
 def test_selection_of_a_known_number() -> None:

@@ -21,7 +21,7 @@ from flash_attn_dualkv.data.unpack import unpack_logprobs as unpack
 from flash_attn_dualkv.reference_tree import read_nodes
 
 BOUNDARIES = ("gather", "replicate")
-# A turn that ends in three ways, one of them two tokens into it; a repetition, beginnings of others, other trees.
+# A turn that ends in three ways; a repetition, beginnings of others, other trees; 256 has a first byte of 0.
 SEQUENCES = [
     [5, 0, 7, 1, 2],
     [5, 0, 7, 1, 3, 3],
@@ -29,7 +29,7 @@ SEQUENCES = [
     [5, 0, 7, 1, 2],
     [5, 0],
     [],
-    [300, 2],
+    [256, 2],
     [9],
     [5, 0, 7, 1, 3, 4],
 ]
@@ -218,7 +218,7 @@ def test_the_row_does_not_depend_on_the_order_of_the_sequences(
 def test_values_by_hand() -> None:
     """A tree in which every number can be read."""
     batch = pack_prefix_tree(SEQUENCES, min_shared=1)
-    assert batch.input_ids.tolist() == [5, 0, 7, 1, 2, 3, 3, 4, 8, 9, 300, 2]
+    assert batch.input_ids.tolist() == [5, 0, 7, 1, 2, 3, 3, 4, 8, 9, 256, 2]
     assert batch.cu_seqlens.tolist() == [0, 2, 4, 5, 6, 7, 8, 9, 10, 12]
     assert batch.parents.tolist() == [-1, 0, 1, 1, 3, 3, 0, -1, -1]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 4, 5, 5, 2, 0, 0, 1]
@@ -227,7 +227,7 @@ def test_values_by_hand() -> None:
     assert batch.scored_lens == (4, 5, 2, 4, 1, 0, 1, 0, 5)
     assert batch.token_index[:11].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 5, 0, 1]
     replicated = pack_prefix_tree(SEQUENCES, min_shared=1, boundary="replicate")
-    assert replicated.input_ids.tolist() == [5, 0, 7, 1, 2, 1, 3, 3, 3, 4, 0, 8, 9, 300, 2]
+    assert replicated.input_ids.tolist() == [5, 0, 7, 1, 2, 1, 3, 3, 3, 4, 0, 8, 9, 256, 2]
     assert replicated.node_lens == (1, 2, 2, 1, 2, 2, 2, 1, 2)
     assert replicated.labels.tolist() == [0, 7, 1, 2, -100, 3, 3, -100, 4, -100, 8, -100, -100, 2, -100]
 
@@ -366,7 +366,7 @@ ERRORS: list[tuple[str, Any, str]] = [
     ("list as id", lambda: pack_prefix_tree([[1]], group_ids=[[0]]), r"^group_ids\[0\]: expected a hashable value"),
     ("device", lambda: pack_prefix_tree([[1]], device="gpu"), "^device: expected a device such as"),
     ("to", lambda: ONE.to("gpu"), "^device: expected a device such as"),
-    ("values", lambda: unpack_logprobs(torch.zeros(5), ONE), r"^values: expected 3 \(response tokens\) or 4 \(rows\)"),
+    ("values", lambda: unpack_logprobs(torch.zeros(5), ONE), r"^values: expected 3 \(scored tokens\) or 4 \(rows\)"),
     ("width", lambda: unpack_logprobs(torch.zeros(3), ONE, width=2), "^width: expected an int >= 3"),
     ("jagged", lambda: unpack_to_jagged(torch.zeros(3), ONE), "^batch: expected a SharedPromptBatch, got a Prefix"),
 ]

@@ -90,9 +90,9 @@ def _of_response_tokens(values: Tensor, batch: SharedPromptBatch | PrefixTreeBat
     tokens, rows = sum(batch.scored_lens), batch.num_rows
     if per_row is None:
         if tokens == rows > 0 and values.shape == (rows,):
-            raise SharedPromptError(explain("per_row", f"a bool, as {rows} values fit rows and response tokens", None))
+            raise SharedPromptError(explain("per_row", f"a bool, as {rows} values fit rows and scored tokens", None))
         per_row = values.shape == (rows,)
     if values.shape != (rows if per_row else tokens,):
-        expected = f"{rows} values, one for each row" if per_row else f"{tokens} (response tokens) or {rows} (rows)"
+        expected = f"{rows} values, one for each row" if per_row else f"{tokens} (scored tokens) or {rows} (rows)"
         raise SharedPromptError(explain("values", expected, f"shape {tuple(values.shape)}"))
     return values[batch.token_index] if per_row else values
