@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import pytest
@@ -198,6 +198,30 @@ def test_round_trip(
         assert batch.num_rows - batch.pad == distinct_prefixes(sequences, groups)
     if boundary == "replicate":
         assert len({*zip(batch.token_index.tolist(), batch.targets.tolist())}) == len(set(batch.token_index.tolist()))
+
+
+def fewest(sequences: Lists, least: int) -> int:
+    """Rows of all nodes and `least` for each inner one, the fewest of all choices of inner nodes."""
+    prefixes = {tuple(one[:end]) for one in sequences for end in range(len(one) + 1)}
+    children = Counter(one[:-1] for one in prefixes if one)
+    leaves = [one for one in prefixes if not children[one]]
+    branches = [one for one in prefixes if one and children[one] > 1]
+    sums = []
+    for size in range(len(branches) + 1):
+        for kept in combinations(branches, size):
+            nodes = [*leaves, *kept]
+            above = [max((len(p) for p in kept if p != one and one[: len(p)] == p), default=0) for one in nodes]
+            sums.append(sum(map(len, nodes)) - sum(above) + least * size)
+    return min(sums)
+
+
+@settings(deadline=None, max_examples=150)
+@given(forests(), st.integers(1, 8))
+def test_no_other_nodes_save_more(forest: tuple[Lists, Lists, list[int]], min_shared: int) -> None:
+    """Among all choices of nodes, where each costs as much as min_shared tokens."""
+    sequences = forest[0][:7]
+    batch = pack_prefix_tree(sequences, min_shared=min_shared)
+    assert batch.num_rows + min_shared * len(savings(batch)) == fewest(sequences, min_shared)
 
 
 @settings(deadline=None, max_examples=50)

@@ -170,6 +170,7 @@ def pack_prefix_tree(
             "replicate" puts that row at the head of each child instead of at the node's end, so that no row scores two
             different tokens.
         min_shared: the fewest tokens that a node must save; where it would save fewer, its children have a copy each.
+            The nodes are those with which the rows, and this many for each node with children, are fewest.
         max_depth: the most nodes on a path; None for no limit. Nodes that save least are given up first.
         group_ids: (B,) hashable values or an integer tensor: only sequences with equal ids share tokens. For tokens
             that stand for different things (images). None: equal tokens are shared.

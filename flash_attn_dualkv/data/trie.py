@@ -12,6 +12,7 @@ has at least two children.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from heapq import heapify, heappop
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -148,11 +149,60 @@ class _Tree:
         self.order = sorted(range(1, len(self.ends)), key=self.ends.__getitem__)
 
     def keep_savings(self, least: int) -> None:
-        """Dissolve nodes that save fewer than `least` tokens, from the leaves up: their parents then save more."""
+        """Keep the nodes with which the rows of all nodes, and `least` more for each inner one, are fewest.
+
+        Then none saves fewer than `least`: without it the sum would be smaller. Whether a node is worth its cost is
+        seen from the end of the next kept node above it: it is up to a limit, which `_limits` knows.
+        """
+        limits = self._limits(least)
+        above = [ROOT] * len(self.ends)  # the next kept node, or the node itself
+        self.branches = [0] * len(self.ends)
+        for node in self.order:
+            parent = above[self.parents[node]]
+            self.kept[node] = self.ends[parent] <= limits[node]
+            above[node] = node if self.kept[node] else parent
+            self.branches[parent] += self.kept[node]
+        for parent in self.leaf_parents:
+            self.branches[above[parent]] += 1
+
+    def _limits(self, least: int) -> list[int]:
+        """Of each inner node, where a kept node above it may end at most for it to be kept; negative for never.
+
+        The least sum of a subtree, if the next kept node above it ends at x, is made of straight pieces: a child costs
+        its end less x. Such a function is the line `constants[node] - counts[node] * x` of the largest x, and in a heap
+        what is to be added to it below the limits of nodes in the subtree. A kept node costs a line with a slope of -1;
+        the sum of its children falls faster, so that the two cross once.
+        """
+        limits = [-1] * len(self.ends)
+        constants, counts = [0] * len(self.ends), [0] * len(self.ends)
+        heaps: list[list[tuple[int, int, int]]] = [[] for _ in self.ends]  # minus a limit, constant, count
+        for parent, length in zip(self.leaf_parents, self.leaf_lengths):
+            constants[parent] += length
+            counts[parent] += 1
         for node in reversed(self.order):
+            heap, end = heaps[node], self.ends[node]
+            while heap and -heap[0][0] >= end:
+                _, constant, count = heappop(heap)
+                constants[node] += constant
+                counts[node] += count
+            constant, count = constants[node], counts[node]
+            own = end + least + constant - count * end
+            limit = (constant - own) // (count - 1)
+            passed = []
+            while heap and -heap[0][0] >= limit:
+                passed.append(heappop(heap))
+                constant += passed[-1][1]
+                count += passed[-1][2]
+                limit = min(-passed[-1][0], (constant - own) // (count - 1))
+            limits[node] = limit
+            # Below its limit the node is kept, whatever is in its subtree.
+            heap = [*passed, (-limit, own - constant, 1 - count)] if limit >= 0 else passed + heap
             parent = self.parents[node]
-            if self._saved(node, parent) < least:
-                self._dissolve(node, parent)
+            constants[parent] += constants[node]
+            counts[parent] += counts[node]
+            heaps[parent] += heap
+            heapify(heaps[parent])
+        return limits
 
     def limit_depth(self, most: int) -> None:
         """Dissolve nodes, of each path that has too many those that save least, the longest paths first."""
