@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 from command import RESULTS, gpu_folder, tree_state
-from verl_rig import Batch, Case, Found, Model, run
+from verl_inputs import Batch, Model
+from verl_rig import Case, Found, run
 
 FOLDER = RESULTS / "trainers" / "verl"
 QWEN3 = {

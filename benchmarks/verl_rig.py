@@ -1,8 +1,7 @@
 """verl's policy update on random weights and a random batch: its config, worker, engine, loss and dispatch.
 
-`run` starts one process a rank, all cases one after another in each, and returns what they found; `Batch` and `Model`
-say what is random. What verl's trainer does around its workers is done here: the batch is made in the form that its v1
-trainer (jagged) or v0 trainer (padded) hands to workers, balanced over ranks, and cut into their shares.
+`run` starts one process a rank, all cases one after another in each, and returns what they found. What verl's trainer
+does around its workers is done here: the batch of `verl_inputs` is balanced over ranks and cut into their shares.
 """
 
 from __future__ import annotations
@@ -18,114 +17,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from verl_inputs import Batch, Model, Sample, worker_input
 
 EXTERNAL_LIB = "flash_attn_dualkv.integrations.verl"
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model of random weights (seed 0, bf16), with a tokenizer that nothing here calls."""
-
-    family: str = "qwen3"
-    layers: int = 2
-    hidden: int = 64
-    intermediate: int = 128
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 16
-    vocabulary: int = 512
-    tied: bool = False
-    experts: int = 0
-    experts_per_token: int = 0
-
-    def save(self, folder: Path) -> None:
-        from tokenizers import Tokenizer, models, pre_tokenizers
-        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-
-        experts: dict[str, Any] = {}
-        if self.experts:
-            experts = dict(
-                num_experts=self.experts,
-                num_experts_per_tok=self.experts_per_token,
-                moe_intermediate_size=self.intermediate,
-                norm_topk_prob=True,
-            )
-        config = AutoConfig.for_model(
-            self.family,
-            num_hidden_layers=self.layers,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            vocab_size=self.vocabulary,
-            tie_word_embeddings=self.tied,
-            max_position_embeddings=1 << 17,
-            bos_token_id=None,
-            eos_token_id=1,
-            pad_token_id=0,
-            **experts,
-        )
-        torch.manual_seed(0)
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(folder)
-        words = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
-        words |= {byte: 3 + i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-        tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-        ).save_pretrained(folder)
-
-
-class Sample(NamedTuple):
-    uid: str
-    prompt: Tensor
-    response: Tensor
-    mask: Tensor  # of the response tokens that are trained
-    advantage: float
-
-
-@dataclass(frozen=True)
-class Batch:
-    """`prompts` times `responses` samples, lengths L uniform in [shortest * L, L]; `trained`: share of their tokens."""
-
-    prompts: int = 2
-    responses: int = 4
-    prompt_tokens: int = 48
-    response_tokens: int = 24
-    shortest: float = 0.3
-    trained: float = 1.0
-    shuffled: bool = False
-    seed: int = 0
-
-    def samples(self, vocabulary: int) -> list[Sample]:
-        source = torch.Generator().manual_seed(self.seed)
-
-        def length(most: int) -> int:
-            return int(torch.randint(max(1, int(self.shortest * most)), most + 1, (), generator=source))
-
-        def tokens(count: int) -> Tensor:
-            # Those of padding and end included: what is padding, masks and offsets say.
-            return torch.randint(vocabulary, (count,), generator=source)
-
-        found = []
-        for index in range(self.prompts):
-            prompt = tokens(length(self.prompt_tokens))
-            for _ in range(self.responses):
-                response = tokens(length(self.response_tokens))
-                mask = (torch.rand(len(response), generator=source) < self.trained).long()
-                mask[-1] = 1
-                advantage = float(torch.randn((), generator=source))
-                found.append(Sample(f"prompt{index}", prompt, response, mask, advantage))
-        if not self.shuffled:
-            return found
-        return [found[i] for i in torch.randperm(len(found), generator=source)]
 
 
 @dataclass(frozen=True)
@@ -144,8 +42,8 @@ class Case:
 
     name: str
     shares: bool = False
-    model: Model = Model()
-    batch: Batch = Batch()
+    model: Model = field(default_factory=Model)
+    batch: Batch = field(default_factory=Batch)
     micro: int | None = None
     tokens: int | None = None
     engine: str = "fsdp2"
@@ -346,71 +244,8 @@ def balanced(case: Case, samples: list[Sample], ranks: int) -> list[int]:
     return [index for part in parts for index in part]
 
 
-def worker_input(case: Case, samples: list[Sample], known: dict[str, list[Tensor]], **settings: Any) -> Any:
-    """What a worker is given; `known`: values of response tokens, by sample."""
-    from tensordict import TensorDict
-    from tensordict.tensorclass import NonTensorData, NonTensorStack
-    from verl.utils import tensordict_utils as tu
-
-    data = _padded(samples, known) if case.trainer == "v0" else _jagged(samples, known)
-    if isinstance(data, dict):
-        data["uid"] = NonTensorStack.from_list([NonTensorData(one.uid) for one in samples])
-        data = TensorDict(data, batch_size=len(samples))
-    settings["temperature"] = 1.0
-    if case.extra == "temperatures":
-        data["temperature"] = torch.linspace(0.7, 1.3, len(samples))
-        del settings["temperature"]
-    if case.extra == "images":
-        images = [NonTensorData({"grid": torch.ones(1)}) for _ in samples]
-        data["multi_modal_inputs"] = NonTensorStack.from_list(images)
-    tu.assign_non_tensor(data, **settings)
-    return data
-
-
-def _jagged(samples: list[Sample], known: dict[str, list[Tensor]]) -> dict[str, Any]:
-    lists: dict[str, list[Tensor]] = {
-        "prompts": [one.prompt for one in samples],
-        "responses": [one.response for one in samples],
-        "input_ids": [torch.cat((one.prompt, one.response)) for one in samples],
-        "position_ids": [torch.arange(len(one.prompt) + len(one.response)) for one in samples],
-        "response_mask": [one.mask for one in samples],
-        "loss_mask": [one.mask for one in samples],
-        **known,
-    }
-    return {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in lists.items()}
-
-
-def _padded(samples: list[Sample], known: dict[str, list[Tensor]]) -> Any:
-    import numpy
-    from verl import DataProto
-    from verl.workers.utils.padding import left_right_2_no_padding
-
-    def left(rows: list[Tensor]) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-
-    def right(rows: list[Tensor]) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-    prompts, responses = left([one.prompt for one in samples]), right([one.response for one in samples])
-    ones = [torch.ones_like(one.prompt) for one in samples], [torch.ones_like(one.response) for one in samples]
-    mask = torch.cat((left(ones[0]), right(ones[1])), 1)
-    tensors = dict(
-        prompts=prompts,
-        responses=responses,
-        input_ids=torch.cat((prompts, responses), 1),
-        attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        response_mask=right([one.mask for one in samples]),
-        **{name: right(rows) for name, rows in known.items()},
-    )
-    uids = numpy.array([one.uid for one in samples], dtype=object)
-    info = {"temperature": 1.0, "global_token_num": mask.sum(1).tolist()}
-    batch = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids}, meta_info=info)
-    return left_right_2_no_padding(batch.to_tensordict())
-
-
 class Processes:
-    """The workers of --launch by `run`: one in this process, the others do the same in theirs."""
+    """A worker in this process; the other ranks' are in theirs, which do the same."""
 
     def __init__(self, case: Case, config: Any, ranks: int) -> None:
         self.parallel, self.ranks = ranks // case.sp, ranks
@@ -454,9 +289,11 @@ class Processes:
 
 
 class Ray:
-    """Workers that are actors of Ray; this process is verl's driver. For actors only."""
+    """Workers that are actors of Ray; this process is verl's driver. Of the role "actor"."""
 
     def __init__(self, case: Case, config: Any, ranks: int) -> None:
+        if case.role != "actor":
+            raise ValueError(f"role: expected actor under Ray, got {case.role}")
         import ray
         from verl.single_controller.base.decorator import Dispatch, register
         from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -553,7 +390,13 @@ class Session:
 
         v0 = {"calculate_sum_pi_squared": False} if self.case.trainer == "v0" else {}
         data = worker_input(
-            self.case, self.samples, {}, calculate_entropy=self.case.role == "actor", compute_loss=False, **v0
+            self.samples,
+            {},
+            self.case.trainer,
+            self.case.extra,
+            calculate_entropy=self.case.role == "actor",
+            compute_loss=False,
+            **v0,
         )
         if "loss_mask" not in data:
             data["loss_mask"] = data["response_mask"]
@@ -588,9 +431,10 @@ class Session:
         mini = len(self.samples) // self.case.minis
         v0 = {"compute_loss": True, "multi_turn": False} if self.case.trainer == "v0" else {}
         data = worker_input(
-            self.case,
             self.samples,
             self.known,
+            self.case.trainer,
+            self.case.extra,
             calculate_entropy=actor.calculate_entropy or actor.entropy_coeff != 0.0,
             distillation_use_topk=False,
             distillation_only=False,

@@ -283,7 +283,13 @@ def forward(
         segment or see no key are 0 and -inf (with sinks, a row that sees no key has its sink as LSE).
     """
     problem = _problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal, variant)
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    return attend_all(problem)
+
+
+def attend_all(problem: Problem) -> tuple[Tensor, Tensor]:
+    """out and lse of all segments; rows in none of them are 0 and -inf."""
+    q = problem.q
+    out = zeros_like(q)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=problem.dtype, device=q.device)
     with plain_arithmetic(q.device):
         for heads in problem.head_chunks():

@@ -10,7 +10,6 @@ Nodes are in depth-first order: a node, then its subtree, which is one run of ro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,7 +27,7 @@ from .reference import (
     Sums,
     Variant,
     Visibility,
-    attend,
+    attend_all,
     blocks_of,
     differentiate,
     plain_arithmetic,
@@ -137,18 +136,7 @@ def forward(
     Returns:
         out (T, H, d) in q's dtype, and lse (H, T) in float32 (float64 for float64). Rows in no node are 0 and -inf.
     """
-    problem = _problem(q, k, v, cu_seqlens, parents, softmax_scale, variant)
-    out = zeros_like(q)
-    lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=problem.dtype, device=q.device)
-    with plain_arithmetic(q.device):
-        for heads in problem.head_chunks():
-            for segment in problem.segments:
-                for block in problem.query_blocks(segment, *heads):
-                    block_out, block_lse = attend(problem, block)
-                    problem.store_queries(out, block, block_out)
-                    rows = problem.row_values(lse, block)
-                    rows.copy_(block_lse.reshape(rows.shape))
-    return out, lse
+    return attend_all(_problem(q, k, v, cu_seqlens, parents, softmax_scale, variant))
 
 
 def backward(

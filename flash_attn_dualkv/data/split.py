@@ -210,8 +210,8 @@ def balance_groups(
     """Samples for each rank: equally many, about equal costs, and groups whole where that is possible.
 
     The cost of a group is its visible pairs, P^2 / 2 + sum R (P + R / 2), and `token_cost` for each of its P + sum R
-    tokens. Groups go, most expensive first, to the rank with the least cost
-    that has room for all of their samples; one for which there is no such rank is divided among those with most room.
+    tokens. Groups go, most expensive first, to the rank with the least cost that has room for all of their samples; one
+    for which there is no such rank is divided among those with most room.
 
     Args:
         prompt_lens, response_lens: (B,) of the samples, lists or integer tensors; B is a multiple of num_ranks.

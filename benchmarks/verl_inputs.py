@@ -1,0 +1,184 @@
+"""What is random where verl is measured or tested: a model and a batch, in the forms that verl's workers take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of random weights (seed 0, bf16), with a tokenizer that nothing here calls."""
+
+    family: str = "qwen3"
+    layers: int = 2
+    hidden: int = 64
+    intermediate: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    vocabulary: int = 512
+    tied: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+
+    def save(self, folder: Path) -> None:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+        experts: dict[str, Any] = {}
+        if self.experts:
+            experts = dict(
+                num_experts=self.experts,
+                num_experts_per_tok=self.experts_per_token,
+                moe_intermediate_size=self.intermediate,
+                norm_topk_prob=True,
+            )
+        config = AutoConfig.for_model(
+            self.family,
+            num_hidden_layers=self.layers,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocabulary,
+            tie_word_embeddings=self.tied,
+            max_position_embeddings=1 << 17,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+            **experts,
+        )
+        torch.manual_seed(0)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        words = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
+        words |= {byte: 3 + i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+        ).save_pretrained(folder)
+
+
+class Sample(NamedTuple):
+    uid: str
+    prompt: Tensor
+    response: Tensor
+    mask: Tensor  # of the response tokens that are trained
+    advantage: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`prompts` times `responses` samples, lengths L uniform in [shortest * L, L]; `trained`: share of their tokens."""
+
+    prompts: int = 2
+    responses: int = 4
+    prompt_tokens: int = 48
+    response_tokens: int = 24
+    shortest: float = 0.3
+    trained: float = 1.0
+    shuffled: bool = False
+    seed: int = 0
+
+    def samples(self, vocabulary: int) -> list[Sample]:
+        source = torch.Generator().manual_seed(self.seed)
+
+        def length(most: int) -> int:
+            return int(torch.randint(max(1, int(self.shortest * most)), most + 1, (), generator=source))
+
+        def tokens(count: int) -> Tensor:
+            # Those of padding and end included: what is padding, masks and offsets say.
+            return torch.randint(vocabulary, (count,), generator=source)
+
+        found = []
+        for index in range(self.prompts):
+            prompt = tokens(length(self.prompt_tokens))
+            for _ in range(self.responses):
+                response = tokens(length(self.response_tokens))
+                mask = (torch.rand(len(response), generator=source) < self.trained).long()
+                mask[-1] = 1
+                advantage = float(torch.randn((), generator=source))
+                found.append(Sample(f"prompt{index}", prompt, response, mask, advantage))
+        if not self.shuffled:
+            return found
+        return [found[i] for i in torch.randperm(len(found), generator=source)]
+
+
+def worker_input(
+    samples: list[Sample], known: dict[str, list[Tensor]], trainer: str, extra: str | None = None, **settings: Any
+) -> Any:
+    """What a worker is given.
+
+    Args:
+        known: values of response tokens, by sample.
+        trainer: v1 (jagged) or v0 (padded), whose form it has.
+        extra: "temperatures" of each sample or "images" beside its text.
+        settings: what else the trainer says of the batch.
+    """
+    from tensordict import TensorDict
+    from tensordict.tensorclass import NonTensorData, NonTensorStack
+    from verl.utils import tensordict_utils as tu
+
+    data = _padded(samples, known) if trainer == "v0" else _jagged(samples, known)
+    if isinstance(data, dict):
+        data["uid"] = NonTensorStack.from_list([NonTensorData(one.uid) for one in samples])
+        data = TensorDict(data, batch_size=len(samples))
+    settings["temperature"] = 1.0
+    if extra == "temperatures":
+        data["temperature"] = torch.linspace(0.7, 1.3, len(samples))
+        del settings["temperature"]
+    if extra == "images":
+        images = [NonTensorData({"grid": torch.ones(1)}) for _ in samples]
+        data["multi_modal_inputs"] = NonTensorStack.from_list(images)
+    tu.assign_non_tensor(data, **settings)
+    return data
+
+
+def _jagged(samples: list[Sample], known: dict[str, list[Tensor]]) -> dict[str, Any]:
+    lists: dict[str, list[Tensor]] = {
+        "prompts": [one.prompt for one in samples],
+        "responses": [one.response for one in samples],
+        "input_ids": [torch.cat((one.prompt, one.response)) for one in samples],
+        "position_ids": [torch.arange(len(one.prompt) + len(one.response)) for one in samples],
+        "response_mask": [one.mask for one in samples],
+        "loss_mask": [one.mask for one in samples],
+        **known,
+    }
+    return {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in lists.items()}
+
+
+def _padded(samples: list[Sample], known: dict[str, list[Tensor]]) -> Any:
+    import numpy
+    from verl import DataProto
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    def left(rows: list[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+
+    def right(rows: list[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    prompts, responses = left([one.prompt for one in samples]), right([one.response for one in samples])
+    ones = [torch.ones_like(one.prompt) for one in samples], [torch.ones_like(one.response) for one in samples]
+    mask = torch.cat((left(ones[0]), right(ones[1])), 1)
+    tensors = dict(
+        prompts=prompts,
+        responses=responses,
+        input_ids=torch.cat((prompts, responses), 1),
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+        response_mask=right([one.mask for one in samples]),
+        **{name: right(rows) for name, rows in known.items()},
+    )
+    uids = numpy.array([one.uid for one in samples], dtype=object)
+    info = {"temperature": 1.0, "global_token_num": mask.sum(1).tolist()}
+    batch = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids}, meta_info=info)
+    return left_right_2_no_padding(batch.to_tensordict())
