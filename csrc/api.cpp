@@ -1,11 +1,11 @@
 // The Python module: check, allocate, fill the parameter structs, launch. Nothing but this file and the headers beside
-// it that it includes (check.h, problem.h, work_lists.h, packed_node.h) sees torch.
+// it that it includes (check.h, problem.h, work_lists.h, autograd_node.h) sees torch.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <array>
 
-#include "packed_node.h"
+#include "autograd_node.h"
 #include "work_lists.h"
 
 namespace dualkv {
@@ -44,7 +44,12 @@ auto with_element_type(const Tensor& q, Body body) {
   return q.scalar_type() == at::kHalf ? body(__half{}) : body(__nv_bfloat16{});
 }
 
-std::tuple<Tensor, Tensor> forward_of(const Problem& problem, const std::optional<Tensor>& sinks_in) {
+std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k, const Tensor& v,
+                                   const std::optional<Tensor>& k_decoded, const std::optional<Tensor>& v_decoded,
+                                   const std::optional<Tensor>& sinks_in, const Tensor& nodes, double softmax_scale,
+                                   bool causal) {
+  const auto guard = device_guard(q_in);
+  const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, softmax_scale, causal);
   const Tensor& q = problem.q;
   if (sinks_in) {
     check_argument(sinks_in->device() == q.device(), "sinks", sinks_in->device(), "a tensor on the device of q");
@@ -67,7 +72,7 @@ std::tuple<Tensor, Tensor> forward_of(const Problem& problem, const std::optiona
     const TileInfo& tiles = selected.kernel.tiles;
     const int pack = tiles.packs_heads ? packed_heads(problem.shape.heads_per_group(), tiles.block_m) : 1;
     const ForwardList list(problem, tiles.block_m / pack, tiles.block_n, out, lse);
-    selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
+    selected.kernel.launch({problem.shape, problem.table(), list.work, view_of<const T>(problem.q),
                             problem.kv.regions<const T>(), view_of<T>(out), lse.data_ptr<float>(),
                             sinks.defined() ? sinks.data_ptr<float>() : nullptr, pack},
                            problem.stream);
@@ -80,32 +85,36 @@ template <typename T>
 void backward_dq(const Problem& problem, const Tensor& dout, const RowStatistics& statistics, const Tensor& dq) {
   const auto selected = select_for<BackwardDqKernel<T>>(problem);
   const ForwardList list(problem, selected.kernel.tiles.block_m, selected.kernel.tiles.block_n, dq, Tensor());
-  selected.kernel.launch({problem.shape, problem.layout(), list.work, view_of<const T>(problem.q),
+  selected.kernel.launch({problem.shape, problem.table(), list.work, view_of<const T>(problem.q),
                           view_of<const T>(dout), problem.kv.regions<const T>(), statistics, view_of<T>(dq)},
                          problem.stream);
   count_launch(kernel_name(selected, "backward_dq"));
 }
 
-// Returns dq. The gradients of keys and values go to `gradients`, of contiguous rows.
-Tensor backward_into(const Problem& problem, const Keys& gradients, const Tensor& dout_in,
-                     const std::optional<Tensor>& dlse_in, const Tensor& out_in, const Tensor& lse_in,
-                     bool deterministic) {
+// The gradients of q, k and v and, where these are given, of k_decoded and v_decoded.
+std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>& dlse_in, const Tensor& q_in,
+                             const Tensor& k, const Tensor& v, const std::optional<Tensor>& k_decoded,
+                             const std::optional<Tensor>& v_decoded, const Tensor& out_in, const Tensor& lse_in,
+                             const Tensor& nodes, double softmax_scale, bool causal, bool deterministic) {
+  const auto guard = device_guard(q_in);
+  const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, softmax_scale, causal);
   const Tensor& q = problem.q;
   check_packed(dout_in, "dout", q, q.size(0), q.size(1));
   check_packed(out_in, "out", q, q.size(0), q.size(1));
   check_statistics(lse_in, "lse", q);
   if (dlse_in) check_statistics(*dlse_in, "dlse", q);
 
-  if (problem.is_empty()) {
-    for (const Rows* rows : {&gradients.k_context, &gradients.v_context, &gradients.k_decoded, &gradients.v_decoded}) {
-      fill_zeros(rows->tensor);
-    }
-    return zeros(q, q.sizes(), q.scalar_type());
-  }
+  const auto like = [&](const Tensor& t) {
+    return problem.is_empty() ? zeros(q, t.sizes(), q.scalar_type()) : uninitialised(q, t.sizes(), q.scalar_type());
+  };
+  const Tensor dq = like(q);
+  const Keys gradients = problem.kv.each(like);
+  std::vector<Tensor> results{dq, gradients.k, gradients.v};
+  if (k_decoded) results.insert(results.end(), {*gradients.k_decoded, *gradients.v_decoded});
+  if (problem.is_empty()) return results;
 
   const Tensor dout = aligned(dout_in), out = aligned(out_in), lse = lse_in.contiguous();
   const Tensor dlse = dlse_in ? dlse_in->contiguous() : Tensor();
-  const Tensor dq = uninitialised(q, q.sizes(), q.scalar_type());
   with_element_type(q, [&](auto element) {
     using T = decltype(element);
     const auto selected = select_for<BackwardKernel<T>>(problem);
@@ -113,122 +122,84 @@ Tensor backward_into(const Problem& problem, const Keys& gradients, const Tensor
     const TileInfo& tiles = selected.kernel.tiles;
     BackwardList list(problem, tiles, selected.padded_head_dim, !separate_dq);
     list.prepare<T>(problem, gradients, out, dout, lse, dlse);
-    selected.kernel.launch({problem.shape, list.layout, list.work, view_of<const T>(problem.q),
+    selected.kernel.launch({problem.shape, list.nodes, list.work, view_of<const T>(problem.q),
                             view_of<const T>(dout), problem.kv.regions<const T>(), gradients.regions<T>(),
                             list.statistics, list.dq_sum, list.dkv_slots},
                            problem.stream);
     count_launch(kernel_name(selected, "backward"));
-    selected.kernel.convert({problem.shape, list.layout, list.dq_sum, view_of<T>(dq), list.splits, list.dkv_slots,
+    selected.kernel.convert({problem.shape, list.nodes, list.dq_sum, view_of<T>(dq), list.splits, list.dkv_slots,
                              gradients.regions<T>(), tiles.block_n, selected.padded_head_dim},
                             problem.stream);
     count_launch("dualkv_convert");
     if (separate_dq) backward_dq<T>(problem, dout, list.statistics, dq);
   });
-  return dq;
+  return results;
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k_context, const Tensor& v_context,
-                                   const Tensor& k_decoded, const Tensor& v_decoded, const Tensor& segments,
-                                   const Tensor& groups, double softmax_scale, bool causal) {
-  const auto guard = device_guard(q);
-  return forward_of({q, {k_context, v_context, k_decoded, v_decoded}, segments, groups, softmax_scale, causal},
-                    std::nullopt);
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& q, const Tensor& k_context,
-    const Tensor& v_context, const Tensor& k_decoded, const Tensor& v_decoded, const Tensor& out, const Tensor& lse,
-    const Tensor& segments, const Tensor& groups, double softmax_scale, bool causal, bool deterministic) {
-  const auto guard = device_guard(q);
-  const Problem problem(q, {k_context, v_context, k_decoded, v_decoded}, segments, groups, softmax_scale, causal);
-  const auto like = [&](const Tensor& t) { return uninitialised(q, t.sizes(), q.scalar_type()); };
-  const Tensor dk_context = like(k_context), dv_context = like(v_context);
-  const Tensor dk_decoded = like(k_decoded), dv_decoded = like(v_decoded);
-  const Tensor dq = backward_into(problem, {dk_context, dv_context, dk_decoded, dv_decoded}, dout, dlse, out, lse,
-                                  deterministic);
-  return {dq, dk_context, dv_context, dk_decoded, dv_decoded};
-}
-
-// Prompts and responses in one tensor each of keys and values, of which the first `context_rows` rows are the contexts.
-Keys split_rows(const Tensor& k, const Tensor& v, int64_t context_rows) {
-  const int64_t decoded_rows = k.size(0) - context_rows;
-  return {{k, 0, context_rows}, {v, 0, context_rows}, {k, context_rows, decoded_rows}, {v, context_rows, decoded_rows}};
-}
-
-// The same of a caller's tensors: checked, and copied where they are not aligned, once for both parts.
-Keys packed_keys(const Tensor& q, const Tensor& k, const Tensor& v, int64_t context_rows) {
-  check_beside(k, "k", q);
-  check_beside(v, "v", q);
-  check_argument(v.sizes() == k.sizes(), "v", v.sizes(), "the shape of k, ", k.sizes());
-  check_argument(context_rows >= 0 && context_rows <= k.size(0), "context_rows", context_rows, "0 to the rows of k, ",
-                 k.size(0));
-  return split_rows(aligned(k), aligned(v), context_rows);
-}
-
-std::tuple<Tensor, Tensor> packed_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                          const std::optional<Tensor>& sinks, const Tensor& segments,
-                                          const Tensor& groups, int64_t context_rows, double softmax_scale) {
-  const auto guard = device_guard(q);
-  return forward_of({q, packed_keys(q, k, v, context_rows), segments, groups, softmax_scale, true}, sinks);
-}
-
-std::tuple<Tensor, Tensor, Tensor> packed_backward(const Tensor& dout, const std::optional<Tensor>& dlse,
-                                                   const Tensor& q, const Tensor& k, const Tensor& v,
-                                                   const Tensor& out, const Tensor& lse, const Tensor& segments,
-                                                   const Tensor& groups, int64_t context_rows, double softmax_scale,
-                                                   bool deterministic) {
-  const auto guard = device_guard(q);
-  const Problem problem(q, packed_keys(q, k, v, context_rows), segments, groups, softmax_scale, true);
-  const Tensor dk = uninitialised(q, k.sizes(), q.scalar_type()), dv = uninitialised(q, v.sizes(), q.scalar_type());
-  const Tensor dq = backward_into(problem, split_rows(dk, dv, context_rows), dout, dlse, out, lse, deterministic);
-  return {dq, dk, dv};
-}
-
-// packed_forward without sinks, differentiable where a gradient is wanted.
-std::tuple<Tensor, Tensor> packed_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& segments,
-                                            const Tensor& groups, int64_t context_rows, double softmax_scale,
-                                            bool deterministic) {
-  if (!at::GradMode::is_enabled() || !(q.requires_grad() || k.requires_grad() || v.requires_grad())) {
-    return packed_forward(q, k, v, std::nullopt, segments, groups, context_rows, softmax_scale);
+// `forward`, differentiable where a gradient is wanted.
+std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                     const std::optional<Tensor>& k_decoded, const std::optional<Tensor>& v_decoded,
+                                     const std::optional<Tensor>& sinks, const Tensor& nodes, double softmax_scale,
+                                     bool causal, bool deterministic) {
+  bool is_recorded = false;
+  for (const auto& t : {std::optional(q), std::optional(k), std::optional(v), k_decoded, v_decoded, sinks}) {
+    is_recorded |= t && t->requires_grad();
   }
-  const auto results = PackedNode<packed_forward, packed_backward>::apply(q, k, v, segments, groups, context_rows,
-                                                                          softmax_scale, deterministic);
+  if (!at::GradMode::is_enabled() || !is_recorded) {
+    return forward(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale, causal);
+  }
+  const auto results = AttentionNode<forward, backward>::apply(q, k, v, k_decoded, v_decoded, sinks, nodes,
+                                                               softmax_scale, causal, deterministic);
   return {results[0], results[1]};
 }
 
-std::tuple<Tensor, Tensor> segment_tables(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k_decoded,
-                                          const std::optional<Tensor>& cu_seqlens_context,
-                                          const std::optional<Tensor>& cu_seqs_per_context, int64_t total_context) {
-  const auto check_offsets = [&](const Tensor& t, const char* name, int64_t length) {
-    check_argument(t.is_cuda() && t.device() == cu_seqlens_q.device(), name, t.device(),
-                   "a CUDA tensor beside cu_seqlens_q");
-    TORCH_CHECK_TYPE(t.scalar_type() == at::kInt, name, ": expected int32, got ", t.scalar_type());
-    check_argument(t.dim() == 1 && t.is_contiguous() && t.size(0) >= 1, name, t.sizes(), "a contiguous vector");
-    check_argument(length < 0 || t.size(0) == length, name, t.size(0), length, " entries");
-  };
-  check_offsets(cu_seqlens_q, "cu_seqlens_q", -1);
-  check_offsets(cu_seqlens_k_decoded, "cu_seqlens_k_decoded", cu_seqlens_q.size(0));
+void check_indices(const Tensor& t, const char* name, const Tensor& beside, int64_t length) {
+  check_argument(t.is_cuda() && t.device() == beside.device(), name, t.device(), "a CUDA tensor beside the other offsets");
+  TORCH_CHECK_TYPE(t.scalar_type() == at::kInt, name, ": expected int32, got ", t.scalar_type());
+  check_argument(t.dim() == 1 && t.is_contiguous(), name, t.sizes(), "a contiguous vector");
+  check_argument(length < 0 ? t.size(0) >= 1 : t.size(0) == length, name, t.size(0),
+                 length < 0 ? "one entry or more" : std::to_string(length) + " entries");
+}
+
+const int* int_pointer_or_null(const std::optional<Tensor>& t) { return t ? int_pointer(*t) : nullptr; }
+
+Tensor sequence_nodes(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                      const std::optional<Tensor>& cu_seqlens_context,
+                      const std::optional<Tensor>& cu_seqs_per_context, std::optional<int64_t> total_context) {
+  check_indices(cu_seqlens_q, "cu_seqlens_q", cu_seqlens_q, -1);
+  check_indices(cu_seqlens_k, "cu_seqlens_k", cu_seqlens_q, cu_seqlens_q.size(0));
   TORCH_CHECK_VALUE(cu_seqlens_context.has_value() == cu_seqs_per_context.has_value(),
                     "cu_seqs_per_context: expected together with cu_seqlens_context, got only one of them");
+  TORCH_CHECK_VALUE(total_context || !cu_seqlens_context, "total_context: expected with cu_seqlens_context, got None");
   if (cu_seqlens_context) {
-    check_offsets(*cu_seqlens_context, "cu_seqlens_context", -1);
-    check_offsets(*cu_seqs_per_context, "cu_seqs_per_context", cu_seqlens_context->size(0));
+    check_indices(*cu_seqlens_context, "cu_seqlens_context", cu_seqlens_q, -1);
+    check_indices(*cu_seqs_per_context, "cu_seqs_per_context", cu_seqlens_q, cu_seqlens_context->size(0));
   }
   const c10::cuda::CUDAGuard guard(cu_seqlens_q.device());
-  const int64_t num_segments = cu_seqlens_q.size(0) - 1;
-  const int64_t num_groups = cu_seqlens_context ? cu_seqlens_context->size(0) - 1 : 1;
-  check_argument(num_groups >= 1 || num_segments == 0, "cu_seqlens_context", num_groups,
+  const int64_t sequences = cu_seqlens_q.size(0) - 1;
+  const int64_t groups = cu_seqlens_context ? cu_seqlens_context->size(0) - 1 : total_context ? 1 : 0;
+  check_argument(groups >= 1 || sequences == 0 || !total_context, "cu_seqlens_context", groups,
                  "at least one group for the sequences");
-  const Tensor segments = uninitialised(cu_seqlens_q, {num_segments, kSegmentColumns}, at::kInt);
-  const Tensor groups = uninitialised(cu_seqlens_q, {num_groups, kGroupColumns}, at::kInt);
-  build_segment_tables({int_pointer(cu_seqlens_q), int_pointer(cu_seqlens_k_decoded),
-                        cu_seqlens_context ? int_pointer(*cu_seqlens_context) : nullptr,
-                        cu_seqs_per_context ? int_pointer(*cu_seqs_per_context) : nullptr,
-                        static_cast<int>(num_segments), static_cast<int>(num_groups), static_cast<int>(total_context),
-                        int_pointer(segments), int_pointer(groups)},
+  const Tensor nodes = uninitialised(cu_seqlens_q, {sequences + groups, kNodeColumns}, at::kInt);
+  build_sequence_nodes({int_pointer(cu_seqlens_q), int_pointer(cu_seqlens_k), int_pointer_or_null(cu_seqlens_context),
+                        int_pointer_or_null(cu_seqs_per_context), static_cast<int>(sequences),
+                        static_cast<int>(groups), static_cast<int>(total_context.value_or(0)), int_pointer(nodes)},
                        c10::cuda::getCurrentCUDAStream());
-  count_launch("dualkv_segment_tables");
-  return {segments, groups};
+  count_launch("dualkv_nodes");
+  return nodes;
+}
+
+// `total`, the rows of q, is for the reference: here the kernels' reads are clamped to them.
+Tensor tree_nodes(const Tensor& cu_seqlens, const Tensor& parents, int64_t) {
+  check_indices(cu_seqlens, "cu_seqlens", cu_seqlens, -1);
+  check_indices(parents, "parents", cu_seqlens, cu_seqlens.size(0) - 1);
+  const c10::cuda::CUDAGuard guard(cu_seqlens.device());
+  const Tensor nodes = uninitialised(cu_seqlens, {parents.size(0), kNodeColumns}, at::kInt);
+  build_tree_nodes({int_pointer(cu_seqlens), int_pointer(parents), static_cast<int>(parents.size(0)),
+                    int_pointer(nodes)},
+                   c10::cuda::getCurrentCUDAStream());
+  count_launch("dualkv_nodes");
+  return nodes;
 }
 
 pybind11::dict build_info() {
@@ -251,12 +222,11 @@ pybind11::dict build_info() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "CUDA kernels of flash_attn_dualkv";
-  m.def("segment_tables", &dualkv::segment_tables);
+  m.def("sequence_nodes", &dualkv::sequence_nodes);
+  m.def("tree_nodes", &dualkv::tree_nodes);
   m.def("forward", &dualkv::forward);
   m.def("backward", &dualkv::backward);
-  m.def("packed_attention", &dualkv::packed_attention);
-  m.def("packed_forward", &dualkv::packed_forward);
-  m.def("packed_backward", &dualkv::packed_backward);
+  m.def("attention", &dualkv::attention);
   m.def("build_info", &dualkv::build_info);
   m.def("launch_counts", &dualkv::launch_counts);
 }

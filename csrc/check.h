@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "core/kv_regions.h"
+#include "core/nodes.h"
 
 namespace dualkv {
 

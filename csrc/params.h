@@ -25,9 +25,9 @@ struct KvPair {
 // Keys and values wherever they live: the one place where a region picks a base pointer.
 template <typename T>
 struct KvRegions {
-  KvPair<T> context, decoded;
+  KvPair<T> keys, decoded;
 
-  DUALKV_HD const KvPair<T>& of(Region region) const { return region == Region::context ? context : decoded; }
+  DUALKV_HD const KvPair<T>& of(Region region) const { return region == Region::keys ? keys : decoded; }
 };
 
 struct ProblemShape {
@@ -54,7 +54,7 @@ struct WorkList {
 template <typename T>
 struct ForwardParams {
   ProblemShape shape;
-  GroupLayout layout;
+  NodeTable nodes;
   WorkList<ForwardItem> work;
   TensorView<const T> q;
   KvRegions<const T> kv;
@@ -86,7 +86,7 @@ struct RowStatistics {
 template <typename T>
 struct BackwardParams {
   ProblemShape shape;
-  GroupLayout layout;
+  NodeTable nodes;
   WorkList<BackwardItem> work;
   TensorView<const T> q, dout;
   KvRegions<const T> kv;
@@ -100,7 +100,7 @@ struct BackwardParams {
 template <typename T>
 struct BackwardDqParams {
   ProblemShape shape;
-  GroupLayout layout;
+  NodeTable nodes;
   WorkList<ForwardItem> work;
   TensorView<const T> q, dout;
   KvRegions<const T> kv;
@@ -112,7 +112,7 @@ struct BackwardDqParams {
 template <typename T>
 struct ConvertParams {
   ProblemShape shape;
-  GroupLayout layout;
+  NodeTable nodes;
   const float* dq_sum;
   TensorView<T> dq;
   WorkList<SplitTile> splits;

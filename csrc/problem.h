@@ -50,28 +50,10 @@ inline Tensor aligned(const Tensor& t) {
   return strides_ok && base_ok ? t : t.clone(at::MemoryFormat::Contiguous);
 }
 
-// Rows [begin, begin + count) of a tensor (rows, heads, head_dim). Prompts and responses may share one: a view of each
-// would be a tensor of its own, and a backward would make eight.
-struct Rows {
-  Tensor tensor;
-  int64_t begin, count;
-
-  Rows(const Tensor& t) : Rows(t, 0, t.dim() > 0 ? t.size(0) : 0) {}
-  Rows(const Tensor& t, int64_t begin, int64_t count) : tensor(t), begin(begin), count(count) {}
-
-  // The stride of a size-1 dimension is arbitrary and never used.
-  template <typename T>
-  TensorView<T> view() const {
-    const int64_t row_stride = tensor.size(0) > 1 ? tensor.stride(0) : 0;
-    return {static_cast<T*>(tensor.data_ptr()) + begin * row_stride, row_stride,
-            tensor.size(1) > 1 ? tensor.stride(1) : 0};
-  }
-  Rows aligned() const { return {dualkv::aligned(tensor), begin, count}; }
-};
-
+// The stride of a size-1 dimension is arbitrary and never used.
 template <typename T>
 TensorView<T> view_of(const Tensor& t) {
-  return Rows(t).view<T>();
+  return {static_cast<T*>(t.data_ptr()), t.size(0) > 1 ? t.stride(0) : 0, t.size(1) > 1 ? t.stride(1) : 0};
 }
 
 // What kernels need to know of a GPU; the driver is asked once.
@@ -105,12 +87,24 @@ inline int shared_limit_override() {
 
 inline int* int_pointer(const Tensor& t) { return static_cast<int*>(t.data_ptr()); }
 
+// Keys and values (or their gradients): in one pair of tensors, or in two.
 struct Keys {
-  Rows k_context, v_context, k_decoded, v_decoded;
+  Tensor k, v;
+  std::optional<Tensor> k_decoded, v_decoded;
 
   template <typename T>
   KvRegions<T> regions() const {
-    return {{k_context.view<T>(), v_context.view<T>()}, {k_decoded.view<T>(), v_decoded.view<T>()}};
+    return {{view_of<T>(k), view_of<T>(v)},
+            k_decoded ? KvPair<T>{view_of<T>(*k_decoded), view_of<T>(*v_decoded)} : KvPair<T>{}};
+  }
+  int64_t decoded_rows() const { return k_decoded ? k_decoded->size(0) : 0; }
+  int64_t rows() const { return k.size(0) + decoded_rows(); }
+
+  // One tensor made of each of them.
+  template <class Make>
+  Keys each(Make make) const {
+    return {make(k), make(v), k_decoded ? std::optional(make(*k_decoded)) : std::nullopt,
+            v_decoded ? std::optional(make(*v_decoded)) : std::nullopt};
   }
 };
 
@@ -118,25 +112,25 @@ struct Keys {
 struct Problem {
   Tensor q;
   Keys kv;
-  Tensor segments, groups;
+  Tensor nodes;
   ProblemShape shape;
   int capability, shared_limit;
   cudaStream_t stream;
 
-  Problem(const Tensor& q_in, const Keys& kv_in, const Tensor& segments_in, const Tensor& groups_in,
-          double softmax_scale, bool causal)
-      : q(q_in), kv(kv_in), segments(segments_in), groups(groups_in) {
-    const Tensor& keys = kv.k_context.tensor;
-    check_beside(keys, "k_context", q);
-    const int64_t heads = q.size(1), kv_heads = keys.size(1);
-    check_argument(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "k_context", kv_heads,
+  Problem(const Tensor& q_in, const Keys& kv_in, const Tensor& nodes_in, double softmax_scale, bool causal)
+      : q(q_in), kv(kv_in), nodes(nodes_in) {
+    check_beside(kv.k, "k", q);
+    const int64_t heads = q.size(1), kv_heads = kv.k.size(1);
+    check_argument(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "k", kv_heads,
                    "a number of heads that divides ", heads);
     check_argument(q.size(2) > 0 && q.size(2) % 8 == 0, "q", q.size(2), "a head dim that is a multiple of 8");
     check_packed(q, "q", q, -1, heads);
-    check_pair("k_context", kv.k_context, "v_context", kv.v_context, kv_heads);
-    check_pair("k_decoded", kv.k_decoded, "v_decoded", kv.v_decoded, kv_heads);
-    check_table(segments, "segments", q, kSegmentColumns);
-    check_table(groups, "groups", q, kGroupColumns);
+    check_pair("k", kv.k, "v", kv.v, kv_heads);
+    TORCH_CHECK_VALUE(kv.k_decoded.has_value() == kv.v_decoded.has_value(),
+                      "v_decoded: expected together with k_decoded, got only one of them");
+    if (kv.k_decoded) check_pair("k_decoded", *kv.k_decoded, "v_decoded", *kv.v_decoded, kv_heads);
+    check_argument(kv.rows() < kMaxPosition, "k_decoded", kv.rows(), "fewer than 2^30 rows together with k");
+    check_table(nodes, "nodes", q, kNodeColumns);
     check_argument(softmax_scale > 0, "softmax_scale", softmax_scale, "a positive number");
 
     const Device& device = Device::current();
@@ -146,7 +140,7 @@ struct Problem {
     shared_limit = std::min(device.shared_bytes, shared_limit_override());
     stream = c10::cuda::getCurrentCUDAStream();
     q = aligned(q);
-    kv = {kv.k_context.aligned(), kv.v_context.aligned(), kv.k_decoded.aligned(), kv.v_decoded.aligned()};
+    kv = kv.each(aligned);
     shape = {static_cast<int>(q.size(0)),
              static_cast<int>(heads),
              static_cast<int>(kv_heads),
@@ -156,21 +150,19 @@ struct Problem {
              device.num_sms};
   }
 
-  GroupLayout layout() const {
-    return {int_pointer(segments),
-            int_pointer(groups),
-            static_cast<int>(segments.size(0)),
-            static_cast<int>(groups.size(0)),
-            {shape.q_rows, static_cast<int>(kv.k_context.count), static_cast<int>(kv.k_decoded.count)}};
+  NodeTable table() const {
+    return {int_pointer(nodes),
+            static_cast<int>(nodes.size(0)),
+            {shape.q_rows, static_cast<int>(kv.k.size(0)), static_cast<int>(kv.decoded_rows())}};
   }
 
-  bool is_empty() const { return segments.size(0) == 0 || q.size(0) == 0; }
+  // Nobody sees a key.
+  bool is_empty() const { return nodes.size(0) == 0 || q.size(0) == 0 || kv.rows() == 0; }
 
  private:
-  void check_pair(const char* k_name, const Rows& k, const char* v_name, const Rows& v, int64_t heads) const {
-    check_packed(k.tensor, k_name, q, -1, heads);
-    check_packed(v.tensor, v_name, q, -1, heads);
-    check_argument(v.count == k.count, v_name, v.count, k.count, " rows");
+  void check_pair(const char* k_name, const Tensor& k, const char* v_name, const Tensor& v, int64_t heads) const {
+    check_packed(k, k_name, q, -1, heads);
+    check_packed(v, v_name, q, k.size(0), heads);
   }
 };
 

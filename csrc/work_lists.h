@@ -34,14 +34,12 @@ class Scratch {
   int64_t used_ = 0;
 };
 
-inline ClearedRows cleared_rows(const Rows& rows) {
-  const Tensor& t = rows.tensor;
-  const int64_t row_bytes = t.size(1) * t.size(2) * static_cast<int64_t>(t.element_size());
-  return {static_cast<char*>(t.data_ptr()) + rows.begin * row_bytes, row_bytes};
+inline ClearedRows cleared_rows(const Tensor& t) {
+  return {t.data_ptr(), t.size(1) * t.size(2) * static_cast<int64_t>(t.element_size())};
 }
 
-// A list of query tiles, `queries` of a sequence each. Building it clears the rows of `out` (and of `lse`, where
-// defined) that are in none of them.
+// A list of query tiles, `queries` of a node each. Building it clears the rows of `out` (and of `lse`, where
+// defined) that are in no node.
 struct ForwardList {
   WorkList<ForwardItem> work;
 
@@ -57,9 +55,9 @@ struct ForwardList {
 
  private:
   void place(const Problem& problem, int queries, Scratch& scratch) {
-    args_.layout = problem.layout();
-    args_.capacity = forward_capacity(args_.layout, queries);
-    args_.tile_offsets = scratch.take(args_.layout.num_segments + 1);
+    args_.nodes = problem.table();
+    args_.capacity = forward_capacity(args_.nodes, queries);
+    args_.tile_offsets = scratch.take(args_.nodes.num_nodes + 1);
     args_.items = scratch.take<ForwardItem>(args_.capacity);
     args_.count = scratch.take(1), args_.next = scratch.take(1);
   }
@@ -71,7 +69,7 @@ struct ForwardList {
 // What passes between the kernels of the backward: the list of KV tiles, the tiles that were split and the slots for
 // their parts, the row statistics and, if asked for, the fp32 sums of dQ.
 struct BackwardList {
-  GroupLayout layout;  // with the runs of segments
+  NodeTable nodes;  // with their runs
   WorkList<BackwardItem> work;
   WorkList<SplitTile> splits;
   RowStatistics statistics{};
@@ -82,7 +80,7 @@ struct BackwardList {
       : scratch_(problem.q,
                  [&](Scratch& scratch) { place(problem, tiles, padded_head_dim, sums_dq, scratch); }) {
     const ProblemShape& shape = problem.shape;
-    layout = args_.layout;
+    nodes = args_.nodes;
     work = {args_.items, args_.order->begin + kCostClasses, capacity_.items, nullptr, args_.order};
     splits = {args_.splits, args_.split_count, capacity_.splits};
     args_.block_m = tiles.block_m, args_.block_n = tiles.block_n, args_.causal = shape.causal;
@@ -91,12 +89,14 @@ struct BackwardList {
     args_.tile_capacity = capacity_.tiles, args_.slot_capacity = capacity_.slots;
   }
 
-  // Fills it, and clears the rows of `gradients` that are in no tile of the list.
+  // Fills it, and clears the rows of `gradients` that are in no node.
   template <typename T>
   void prepare(const Problem& problem, const Keys& gradients, const Tensor& out, const Tensor& dout, const Tensor& lse,
                const Tensor& dlse) {
-    args_.context[0] = cleared_rows(gradients.k_context), args_.context[1] = cleared_rows(gradients.v_context);
-    args_.decoded[0] = cleared_rows(gradients.k_decoded), args_.decoded[1] = cleared_rows(gradients.v_decoded);
+    args_.keys[0] = cleared_rows(gradients.k), args_.keys[1] = cleared_rows(gradients.v);
+    if (gradients.k_decoded) {
+      args_.decoded[0] = cleared_rows(*gradients.k_decoded), args_.decoded[1] = cleared_rows(*gradients.v_decoded);
+    }
     const float* dlse_pointer = dlse.defined() ? dlse.data_ptr<float>() : nullptr;
     prepare_backward<T>(args_,
                         {problem.shape, view_of<const T>(out), view_of<const T>(dout), lse.data_ptr<float>(),
@@ -108,8 +108,8 @@ struct BackwardList {
  private:
   void place(const Problem& problem, const TileInfo& tiles, int padded_head_dim, bool sums_dq, Scratch& scratch) {
     const ProblemShape& shape = problem.shape;
-    args_.layout = problem.layout();
-    capacity_ = backward_capacities(args_.layout, tiles.block_m, tiles.block_n, shape.num_heads, shape.num_kv_heads,
+    args_.nodes = problem.table();
+    capacity_ = backward_capacities(args_.nodes, tiles.block_m, tiles.block_n, shape.num_heads, shape.num_kv_heads,
                                     shape.num_sms);
     statistics.padded_rows = ceil_div<int64_t>(shape.q_rows, RowStatistics::kPadding) * RowStatistics::kPadding;
     statistics.lse_log2 = scratch.take<float>(shape.num_heads * statistics.padded_rows);
@@ -122,10 +122,10 @@ struct BackwardList {
     }
     dkv_slots = scratch.take<float>(int64_t{capacity_.slots} * 2 * tiles.block_n * padded_head_dim);
 
-    const int segments = args_.layout.num_segments, owners = args_.layout.num_groups + segments;
-    args_.run_counts = scratch.take(segments + 1), args_.run_begins = scratch.take(segments + 1);
-    args_.layout.runs = {args_.run_counts, args_.run_begins};
-    args_.tile_offsets = scratch.take(owners + 1), args_.tile_steps = scratch.take(capacity_.tiles);
+    const int offsets = args_.nodes.num_nodes + 1;
+    args_.run_counts = scratch.take(offsets), args_.run_begins = scratch.take(offsets);
+    args_.nodes.runs = {args_.run_counts, args_.run_begins};
+    args_.tile_offsets = scratch.take(offsets), args_.tile_steps = scratch.take(capacity_.tiles);
     args_.items = scratch.take<BackwardItem>(capacity_.items);
     args_.order = scratch.take<BackwardOrder>(1);
     args_.splits = scratch.take<SplitTile>(capacity_.splits), args_.split_count = scratch.take(1);

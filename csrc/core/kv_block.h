@@ -25,32 +25,31 @@ struct KvBlock {
   int slot;  // where the fp32 partial sums of a split tile go; -1: the block owns the whole tile
   QueryWalk walk;
 
-  // Finds the block's item and everything but the first step of its walk, for which start_walk() reads segments one
+  // Finds the block's item and everything but the first step of its walk, for which start_walk() reads nodes one
   // after another: that takes time in which K and V can already be on their way. False where the grid is larger than
   // the list.
-  __device__ __forceinline__ bool load(const WorkList<BackwardItem>& work, const GroupLayout& layout,
+  __device__ __forceinline__ bool load(const WorkList<BackwardItem>& work, const NodeTable& nodes,
                                        const ProblemShape& shape, int block_m, int block_n) {
     const BackwardPlace place = backward_place(blockIdx.x, *work.order, shape.num_kv_heads, shape.num_sms);
     if (place.item < 0) return false;
     kv_head = place.kv_head;
     const BackwardItem item = work.items[place.item];
-    const Owner owner = owner_of(layout, item.region, item.owner, item.n_block, block_n);
-    tile = owner.tile;
+    tile = nodes.kv_tile(nodes.node(item.node), item.n_block, block_n);
     slot = item.slot < 0 ? -1 : item.slot + kv_head;
-    walk.layout = layout;
-    walk.tile = owner.tile;
+    walk.table = nodes;
+    walk.tile = tile;
     walk.block_m = block_m;
     walk.heads = shape.heads_per_group();
     walk.causal = shape.causal;
-    walk.cursor = SegmentCursor{owner.segment_begin, owner.segment_end, place.reversed};
+    walk.cursor = subtree_of(nodes, item.node, place.reversed);
     walk.head = item.first_step;
     walk.remaining = item.num_steps;
     return true;
   }
 
   __device__ __forceinline__ void start_walk() {
-    const SegmentCursor segments = walk.cursor;
-    walk.start(segments, walk.head, walk.remaining);
+    const NodeCursor nodes = walk.cursor;
+    walk.start(nodes, walk.head, walk.remaining);
   }
 
   // Writes the current step of the walk and moves on to the next.

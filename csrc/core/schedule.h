@@ -1,15 +1,14 @@
 // The unit of work of a thread block and its cost. Lists of these are built on the device (kernels/*_list.h), longest
 // first: the hardware starts blocks in the order of the grid, so that short ones fill the gaps at the end.
 //
-// Forward: an item is a query tile; its cost is the KV tiles that it sees.
+// Forward: an item is a query tile; its cost is the keys that it sees, in tiles.
 //
-// Backward: a KV tile has an owner, the group of a context tile or the segment of a decoded one. A step is one query
-// tile of one query head; the owner's steps are all that see the tile, so that long contexts with many responses make
-// items of very unequal cost. A tile with too many steps is split into parts, each an item of its own:
+// Backward: an item is a KV tile of a node. A step is one query tile of one query head; the tile's steps are all that see
+// it, from the rows of the node's subtree, so that long prompts with many responses make items of very unequal cost. A tile with too many steps is split into parts, each an item of its own:
 //
-//     context tile 0    |== part 0 ==|== part 1 ==|== part 2 ==|    each sums dK and dV into its fp32 slot
-//     context tile 1      |= part 0 ==|= part 1 ==|= part 2 ===|    of the tile; convert_dkv_context adds the slots
-//     context tile 2        |- whole --------------------------|    a whole tile writes its dK and dV itself
+//     prompt tile 0     |== part 0 ==|== part 1 ==|== part 2 ==|    each sums dK and dV into its fp32 slot
+//     prompt tile 1       |= part 0 ==|= part 1 ==|= part 2 ===|    of the tile; convert_dkv_context adds the slots
+//     prompt tile 2         |- whole --------------------------|    a whole tile writes its dK and dV itself
 //     response 0                    |- tile 0 -|
 //                       steps ->
 //
@@ -18,30 +17,26 @@
 #pragma once
 
 #include "core/block_order.h"
-#include "core/kv_regions.h"
+#include "core/nodes.h"
 
 namespace dualkv {
 
-// A query tile of one sequence; every query head, or pack of heads, takes the same list.
+// A query tile of one node; every query head, or pack of heads, takes the same list.
 struct ForwardItem {
-  int segment;
+  int node;
   int m_block;
 };
 
 // A KV tile, or a part of its queries; every KV head takes the same list.
 struct BackwardItem {
-  Region region;
-  int owner;  // the group of a context tile, the segment of a decoded one
-  int n_block;
-  int first_step, num_steps;  // of the owner's QueryWalk
+  int node, n_block;
+  int first_step, num_steps;  // of the tile's QueryWalk
   int slot;                   // where the fp32 partial sums of a split tile go; -1: this item owns the whole tile
 };
 
 // A tile whose queries were split: `parts` slots starting at `slot`, summed in order by convert_dkv_context.
 struct SplitTile {
-  Region region;
-  int owner;
-  int n_block;
+  int node, n_block;
   int slot, parts;
 };
 
@@ -58,37 +53,25 @@ DUALKV_HD int packed_heads(int heads_per_group, int tile_rows) {
   return best;
 }
 
-DUALKV_HD int forward_cost(const Segment& s, int m_block, int block_m, int block_n, bool causal) {
-  return visible_kv_tiles(s, query_tile(s, m_block, block_m), block_n, causal);
+// Of a tile whose queries see no key too: it writes their rows.
+DUALKV_HD int forward_cost(const Node& n, int m_block, int block_m, int block_n, bool causal) {
+  const QueryTile q = query_tile(n, m_block, block_m);
+  const int keys = n.kv_pos0 + n.kv_len, seen = causal ? clamp_int(q.q_pos + q.rows, 0, keys) : keys;
+  return max_int(ceil_div(seen, block_n), 1);
 }
 
-// The sequences whose queries an owner visits.
-struct Owner {
-  KvTile tile;
-  int segment_begin, segment_end;
-};
+DUALKV_HD int owned_tiles(const Node& n, int block_n) { return ceil_div(n.kv_len, block_n); }
 
-DUALKV_HD Owner owner_of(const GroupLayout& layout, Region region, int owner, int n_block, int block_n) {
-  if (region == Region::context) {
-    const Group group = layout.group(owner);
-    return Owner{context_tile(group, n_block, block_n), group.segment_begin, group.segment_end};
-  }
-  return Owner{decoded_tile(layout.segment(owner), n_block, block_n), owner, owner + 1};
-}
-
-// KV tiles of owner `index`, where groups come first and segments after them.
-DUALKV_HD int owned_tiles(const GroupLayout& layout, int index, int block_n) {
-  if (index < layout.num_groups) return ceil_div(layout.group(index).context_len, block_n);
-  return ceil_div(layout.segment(index - layout.num_groups).decoded_len, block_n);
-}
+// Whether other nodes than itself see its keys.
+DUALKV_HD bool has_children(const Node& n, int index) { return n.subtree_end > index + 1; }
 
 // No legal problem comes near this many steps an owner; overlapping hostile offsets are cut off here.
 constexpr int kMaxSteps = 1 << 30;
 
-DUALKV_HD int owner_steps(const GroupLayout& layout, const Owner& owner, int block_m, int heads_per_group,
-                          bool causal) {
-  const int64_t tiles =
-      count_query_tiles(layout, owner.segment_begin, owner.segment_end, owner.tile, block_m, causal);
+// Steps of a tile of node `owner`.
+DUALKV_HD int tile_steps(const NodeTable& table, int owner, const KvTile& tile, int block_m, int heads_per_group,
+                         bool causal) {
+  const int64_t tiles = count_query_tiles(table, owner, tile, block_m, causal);
   return static_cast<int>(tiles < kMaxSteps / heads_per_group ? tiles * heads_per_group : kMaxSteps);
 }
 
@@ -129,10 +112,12 @@ struct TileSplit {
   int parts, cost;
 };
 
-// The tiles of a context run together, as one set of a round (core/block_order.h). So all of them are split, and
-// classed, as the first is, which the most queries see: `leading` is the steps of that one. A tile of its own has
-// leading == steps. No part becomes shorter than kMinPartSteps.
+// The tiles of a node with children run together, as one set of a round (core/block_order.h). So all of them are split,
+// and classed, as the first is, which the most queries see: `leading` is the steps of that one. A tile of a leaf has
+// leading == steps. No part becomes shorter than kMinPartSteps. A tile that nobody sees is an item too, of the least
+// cost: it writes zeros.
 DUALKV_HD TileSplit split_of(int steps, int leading, int limit) {
+  if (steps == 0) return TileSplit{1, 0};
   leading = max_int(leading, steps);  // the first may have fewer: it counts a query tile on a border once, others twice
   const int parts = ceil_div(leading, limit), worth = ceil_div(steps, min_int(limit, kMinPartSteps));
   return TileSplit{max_int(min_int(parts, worth), 1), leading / max_int(parts, 1)};
@@ -146,16 +131,16 @@ DUALKV_HD int part_begin(int steps, int parts, int part) {
 // / limit parts, so that all tiles and KV heads need fewer than 2 x total / limit slots, and `limit` is at least total
 // / (kPartsPerSm x SMs) and at least kMinPartSteps. The total is at most what it would be if every sequence saw every
 // tile with all rows.
-inline int slot_capacity(int64_t tile_capacity, int64_t num_segments, int64_t q_rows, int block_m, int num_heads,
+inline int slot_capacity(int64_t tile_capacity, int64_t num_nodes, int64_t q_rows, int block_m, int num_heads,
                          int num_sms) {
-  const double total_steps = static_cast<double>(tile_capacity) * num_segments * (q_rows / block_m + 2) * num_heads;
+  const double total_steps = static_cast<double>(tile_capacity) * num_nodes * (q_rows / block_m + 2) * num_heads;
   const double by_balance = 2.0 * kPartsPerSm * num_sms, by_size = 2.0 * total_steps / kMinPartSteps;
   return static_cast<int>(by_size < by_balance ? by_size : by_balance);
 }
 
 // What the arrays of a list hold, known from shapes alone. A run of rows has at most one tile that is not full.
-inline int forward_capacity(const GroupLayout& layout, int block_m) {
-  return layout.extents.q_rows / block_m + layout.num_segments;
+inline int forward_capacity(const NodeTable& table, int block_m) {
+  return table.extents.q_rows / block_m + table.num_nodes;
 }
 
 struct BackwardCapacities {
@@ -163,12 +148,10 @@ struct BackwardCapacities {
   int slots;  // for fp32 parts
 };
 
-inline BackwardCapacities backward_capacities(const GroupLayout& layout, int block_m, int block_n, int num_heads,
+inline BackwardCapacities backward_capacities(const NodeTable& table, int block_m, int block_n, int num_heads,
                                               int num_kv_heads, int num_sms) {
-  const Extents& rows = layout.extents;
-  const int tiles =
-      rows.context_rows / block_n + layout.num_groups + rows.decoded_rows / block_n + layout.num_segments;
-  const int slots = slot_capacity(tiles, layout.num_segments, rows.q_rows, block_m, num_heads, num_sms);
+  const int tiles = table.extents.all_key_rows() / block_n + table.num_nodes;
+  const int slots = slot_capacity(tiles, table.num_nodes, table.extents.q_rows, block_m, num_heads, num_sms);
   return BackwardCapacities{tiles, tiles + slots / num_kv_heads, slots / (2 * num_kv_heads), slots};
 }
 

@@ -6,42 +6,38 @@
 
 namespace dualkv {
 
-// Finds the runs of segments, which walks need: it comes first.
+// Finds the runs of nodes, which walks need: it comes first.
 __device__ inline void find_runs(const BackwardListArgs& a, ListBlock& block) {
-  const int segments = a.layout.num_segments;
-  const auto begins_run = [&](int i) {
-    return i == 0 || !continues_run(a.layout.segment(i - 1), a.layout.segment(i));
-  };
-  exclusive_offsets(block, segments, segments, a.run_counts, begins_run);
-  for (int i = threadIdx.x; i < segments; i += kListThreads) {
+  const int nodes = a.nodes.num_nodes;
+  const auto begins_run = [&](int i) { return i == 0 || !continues_run(a.nodes.node(i - 1), a.nodes.node(i)); };
+  exclusive_offsets(block, nodes, nodes, a.run_counts, begins_run);
+  for (int i = threadIdx.x; i < nodes; i += kListThreads) {
     if (a.run_counts[i + 1] > a.run_counts[i]) a.run_begins[a.run_counts[i]] = i;
   }
-  if (threadIdx.x == 0) a.run_begins[a.run_counts[segments]] = segments;
+  if (threadIdx.x == 0) a.run_begins[a.run_counts[nodes]] = nodes;
   __syncthreads();
 }
 
 struct OwnedTile {
-  Region region;
-  int owner, n_block, owner_tiles;
+  int node, n_block, node_tiles;
+  bool is_leaf;
 };
 
-// The tiles of all owners. One block calls the stages, from clear_sums() to finish_order(), in their order.
+// The tiles of all nodes. One block calls the stages, from clear_sums() to finish_order(), in their order.
 struct BackwardTiles {
   const BackwardListArgs& a;
   ListBlock& block;
-  int groups, owners, tiles;
+  int nodes, tiles;
   int limit;   // the most steps of a part
-  bool alike;  // all tiles of a context are split as the first of them is
+  bool alike;  // all tiles of a node with children are split as the first of them is
 
   __device__ OwnedTile at(int index) const {
-    const int owner = find_owner(a.tile_offsets, owners, index), n_block = index - a.tile_offsets[owner];
-    const int owner_tiles = a.tile_offsets[owner + 1] - a.tile_offsets[owner];
-    return owner < groups ? OwnedTile{Region::context, owner, n_block, owner_tiles}
-                          : OwnedTile{Region::decoded, owner - groups, n_block, owner_tiles};
+    const int node = find_owner(a.tile_offsets, nodes, index), begin = a.tile_offsets[node];
+    return OwnedTile{node, index - begin, a.tile_offsets[node + 1] - begin, !has_children(a.nodes.node(node), node)};
   }
 
   __device__ int leading_steps(const OwnedTile& t, int index) const {
-    return a.tile_steps[t.region == Region::context ? index - t.n_block : index];
+    return a.tile_steps[t.is_leaf ? index : index - t.n_block];
   }
 
   __device__ TileSplit split_at(const OwnedTile& t, int index) const {
@@ -51,7 +47,7 @@ struct BackwardTiles {
 
   __device__ int bin_of(const OwnedTile& t, int cost, int index) const {
     const int tiles_a_bin = 32 * max(1, ceil_div(tiles, 32 * kTileBins));
-    const int longest_here = t.region == Region::decoded ? block.longest_decoded : block.longest;
+    const int longest_here = t.is_leaf ? block.longest_leaf : block.longest;
     return cost_class_within(cost, longest_here, block.longest) * kTileBins + index / tiles_a_bin;
   }
 
@@ -60,7 +56,7 @@ struct BackwardTiles {
     if (threadIdx.x < kCostClasses) block.class_steps[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
       block.long_tiles = 0, block.longest_tile = 0, block.shortest_tile = kMaxSteps, block.long_steps = 0;
-      block.longest = 0, block.longest_decoded = 0, block.shortest = kMaxSteps, block.alternating = 0;
+      block.longest = 0, block.longest_leaf = 0, block.shortest = kMaxSteps, block.alternating = 0;
       block.widest = 0, block.fewest_parts = kMaxSteps, block.most_parts = 1;
       block.used_slots = 0, block.shared_slots = 0, block.total_steps = 0;
     }
@@ -70,8 +66,8 @@ struct BackwardTiles {
   __device__ void count_steps() const {
     for (int i = threadIdx.x; i < tiles; i += kListThreads) {
       const OwnedTile t = at(i);
-      const Owner owner = owner_of(a.layout, t.region, t.owner, t.n_block, a.block_n);
-      const int steps = owner_steps(a.layout, owner, a.block_m, a.heads_per_group, a.causal);
+      const KvTile tile = a.nodes.kv_tile(a.nodes.node(t.node), t.n_block, a.block_n);
+      const int steps = dualkv::tile_steps(a.nodes, t.node, tile, a.block_m, a.heads_per_group, a.causal);
       a.tile_steps[i] = steps;
       atomicAdd(&block.total_steps, static_cast<unsigned long long>(steps) * a.num_kv_heads);
     }
@@ -98,7 +94,7 @@ struct BackwardTiles {
       if (parts > 1) atomicAdd(&block.shared_slots, static_cast<unsigned long long>(parts) * a.num_kv_heads);
     }
     __syncthreads();
-    // Where few queries see most tiles of a context, splitting all of them like the first may need more slots than
+    // Where few queries see most tiles of a node, splitting all of them like the first may need more slots than
     // there are. Then each tile is split by its own steps.
     alike = block.shared_slots <= static_cast<unsigned long long>(a.slot_capacity);
   }
@@ -109,12 +105,11 @@ struct BackwardTiles {
       const OwnedTile t = at(i);
       const int cost = split_at(t, i).cost;
       atomicMax(&block.longest, cost);
-      if (t.region == Region::decoded) atomicMax(&block.longest_decoded, cost);
+      if (t.is_leaf) atomicMax(&block.longest_leaf, cost);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < tiles; i += kListThreads) {
       const int steps = a.tile_steps[i];
-      if (steps == 0) continue;
       const OwnedTile t = at(i);
       const TileSplit split = split_at(t, i);
       const int bin = bin_of(t, split.cost, i), index = bin / kTileBins;
@@ -122,10 +117,10 @@ struct BackwardTiles {
       atomicAdd(&block.class_steps[index], static_cast<unsigned long long>(steps));
       if (index == 0) {
         atomicMin(&block.shortest, steps / split.parts);
-        atomicMax(&block.widest, t.owner_tiles);
+        atomicMax(&block.widest, t.node_tiles);
         atomicMin(&block.fewest_parts, split.parts);
         atomicMax(&block.most_parts, split.parts);
-      } else if (begins_in_waves(t.owner_tiles * split.parts, a.num_sms)) {
+      } else if (begins_in_waves(t.node_tiles * split.parts, a.num_sms)) {
         atomicOr(&block.alternating, 1 << index);
       }
     }
@@ -141,10 +136,11 @@ struct BackwardTiles {
   __device__ void write_items() const {
     for (int first = 0; first < tiles; first += kListThreads) {
       const int i = first + threadIdx.x, lane = threadIdx.x % 32;
-      const int steps = i < tiles ? a.tile_steps[i] : 0;
+      const bool exists = i < tiles;
+      const int steps = exists ? a.tile_steps[i] : 0;
       const OwnedTile t = at(min(i, tiles - 1));
-      const TileSplit split = steps > 0 ? split_at(t, i) : TileSplit{0, 0};
-      const int bin = steps > 0 ? bin_of(t, split.cost, i) : -1;
+      const TileSplit split = exists ? split_at(t, i) : TileSplit{0, 0};
+      const int bin = exists ? bin_of(t, split.cost, i) : -1;
       const unsigned peers = __match_any_sync(0xffffffffu, bin);
       int before = 0, together = 0;
       for (unsigned rest = peers; rest; rest &= rest - 1) {
@@ -153,18 +149,18 @@ struct BackwardTiles {
         together += parts;
       }
       int place = 0;
-      if (steps > 0 && before == 0) place = atomicAdd(&block.bins[bin], together);
+      if (exists && before == 0) place = atomicAdd(&block.bins[bin], together);
       place = __shfl_sync(peers, place, __ffs(peers) - 1) + before;
-      if (steps == 0) continue;
+      if (!exists) continue;
       int slot = -1;
       if (split.parts > 1) {
         slot = atomicAdd(&block.used_slots, split.parts * a.num_kv_heads);
-        a.splits[atomicAdd(a.split_count, 1)] = SplitTile{t.region, t.owner, t.n_block, slot, split.parts};
+        a.splits[atomicAdd(a.split_count, 1)] = SplitTile{t.node, t.n_block, slot, split.parts};
       }
       for (int part = 0; part < split.parts; ++part) {
         const int begin = part_begin(steps, split.parts, part), end = part_begin(steps, split.parts, part + 1);
-        a.items[place + part] = BackwardItem{
-            t.region, t.owner, t.n_block, begin, end - begin, slot < 0 ? -1 : slot + part * a.num_kv_heads};
+        a.items[place + part] = BackwardItem{t.node, t.n_block, begin, end - begin,
+                                             slot < 0 ? -1 : slot + part * a.num_kv_heads};
       }
     }
     __syncthreads();
@@ -195,11 +191,11 @@ struct BackwardTiles {
 
 __device__ inline void build_backward_list(const BackwardListArgs& a) {
   __shared__ ListBlock block;
-  const int groups = a.layout.num_groups, owners = groups + a.layout.num_segments;
+  const int nodes = a.nodes.num_nodes;
   find_runs(a, block);
-  exclusive_offsets(block, owners, a.tile_capacity, a.tile_offsets,
-                    [&](int i) { return owned_tiles(a.layout, i, a.block_n); });
-  BackwardTiles list{a, block, groups, owners, a.tile_offsets[owners]};
+  exclusive_offsets(block, nodes, a.tile_capacity, a.tile_offsets,
+                    [&](int i) { return owned_tiles(a.nodes.node(i), a.block_n); });
+  BackwardTiles list{a, block, nodes, a.tile_offsets[nodes]};
   list.clear_sums();
   list.count_steps();
   list.choose_parts();

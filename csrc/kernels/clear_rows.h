@@ -1,23 +1,27 @@
-// Clears the rows of an output that no item of a work list writes, in blocks beside the one that builds the list.
+// Clears the rows of an output that belong to no node, in blocks beside the one that builds the work list.
 #pragma once
 
 #include "kernels/list_block.h"
 
 namespace dualkv {
 
-// Rows that a block looks after. It asks every sequence which of them it owns.
+// Rows that a block looks after. It asks every node which of them it owns.
 constexpr int kClearedRows = 256;
 inline int clearing_blocks(int rows) { return ceil_div(rows, kClearedRows); }
 
-// Calls clear(row), by a whole warp, for each of the rows [first, first + kClearedRows) that is in no
-// owned_by(segment).
-template <class OwnedBy, class Clear>
-__device__ inline void clear_unowned(const GroupLayout& layout, int first, int rows, OwnedBy owned_by, Clear clear) {
+// Packed rows [begin, end).
+struct RowRun {
+  int begin, end;
+};
+
+// Calls clear(row), by a whole warp, for each of the rows [first, first + kClearedRows) that is in no rows_of(node).
+template <class RowsOf, class Clear>
+__device__ inline void clear_unowned(const NodeTable& nodes, int first, int rows, RowsOf rows_of, Clear clear) {
   __shared__ bool owned[kClearedRows];
   for (int i = threadIdx.x; i < kClearedRows; i += kListThreads) owned[i] = false;
   __syncthreads();
-  for (int i = threadIdx.x; i < layout.num_segments; i += kListThreads) {
-    const RowRun run = owned_by(layout.segment(i));
+  for (int i = threadIdx.x; i < nodes.num_nodes; i += kListThreads) {
+    const RowRun run = rows_of(nodes.node(i));
     for (int row = max(run.begin, first); row < min(run.end, first + kClearedRows); ++row) owned[row - first] = true;
   }
   __syncthreads();

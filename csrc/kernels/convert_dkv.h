@@ -14,7 +14,7 @@ constexpr int kConvertedRows = 16;
 // Rows of dK (`index` 0) or dV (1) of one tile and KV head.
 template <typename T>
 __device__ void sum_parts(const ConvertParams<T>& p, const SplitTile& split, int index, int kv_head, int first_row) {
-  const KvTile tile = owner_of(p.layout, split.region, split.owner, split.n_block, p.block_n).tile;
+  const KvTile tile = p.nodes.kv_tile(p.nodes.node(split.node), split.n_block, p.block_n);
   const KvPair<T>& out = p.dkv.of(tile.region);
   const TensorView<T>& view = index == 0 ? out.k : out.v;
   const float scale = index == 0 ? p.shape.softmax_scale : 1.f;

@@ -7,18 +7,25 @@
 
 namespace dualkv {
 
-// Device pointers; the optional ones are null when there is a single group that owns all sequences.
-struct SegmentTableArgs {
-  const int* cu_seqlens_q;
-  const int* cu_seqlens_k_decoded;
-  const int* cu_seqlens_context;
-  const int* cu_seqs_per_context;
-  int num_segments, num_groups;
-  int total_context;
-  int* segment_table;
-  int* group_table;
+// Device pointers. The contexts of groups come first among the rows of keys, then the keys of the sequences.
+struct SequenceNodesArgs {
+  const int* cu_seqlens_q;        // (num_sequences + 1)
+  const int* cu_seqlens_k;        // (num_sequences + 1)
+  const int* cu_seqlens_context;  // (num_groups + 1); null: one group with all rows of the context, if there is one
+  const int* cu_seqs_per_context; // (num_groups + 1)
+  int num_sequences, num_groups;  // no group: sequences without a context
+  int context_rows;
+  int* nodes;  // (num_groups + num_sequences, kNodeColumns)
 };
-void build_segment_tables(const SegmentTableArgs& args, cudaStream_t stream);
+void build_sequence_nodes(const SequenceNodesArgs& args, cudaStream_t stream);
+
+struct TreeNodesArgs {
+  const int* cu_seqlens;  // (num_nodes + 1)
+  const int* parents;     // (num_nodes)
+  int num_nodes;
+  int* nodes;  // (num_nodes, kNodeColumns)
+};
+void build_tree_nodes(const TreeNodesArgs& args, cudaStream_t stream);
 
 // Contiguous rows of a tensor. The launch that builds a work list also clears the rows that are in no item of it: a
 // memset of all of them costs the forward 1.5% of its time. Offsets that contradict each other may leave rows as they
@@ -30,11 +37,11 @@ struct ClearedRows {
 
 // Capacities and scratch of a work list, known from shapes alone.
 struct ForwardListArgs {
-  GroupLayout layout;
+  NodeTable nodes;
   int block_m, block_n;
   bool causal;
   int capacity;       // items
-  int* tile_offsets;  // (num_segments + 1) scratch
+  int* tile_offsets;  // (num_nodes + 1) scratch
   ForwardItem* items;
   int* count;
   int* next;  // set to zero
@@ -45,21 +52,21 @@ struct ForwardListArgs {
 void prepare_forward(const ForwardListArgs& args, cudaStream_t stream);
 
 struct BackwardListArgs {
-  GroupLayout layout;  // `runs` points into run_counts and run_begins
-  int* run_counts;     // (num_segments + 1), found here
-  int* run_begins;     // (num_segments + 1)
+  NodeTable nodes;  // `runs` points into run_counts and run_begins
+  int* run_counts;     // (num_nodes + 1), found here
+  int* run_begins;     // (num_nodes + 1)
   int block_m, block_n;
   bool causal;
   int num_kv_heads, heads_per_group;
   int num_sms;
   int tile_capacity, slot_capacity;  // cap the tiles, and the slots of split ones
-  int* tile_offsets;  // (num_groups + num_segments + 1) scratch
+  int* tile_offsets;  // (num_nodes + 1) scratch
   int* tile_steps;    // (tile_capacity) scratch
   BackwardItem* items;
   BackwardOrder* order;
   SplitTile* splits;
   int* split_count;
-  ClearedRows context[2], decoded[2];  // dK and dV
+  ClearedRows keys[2], decoded[2];  // dK and dV
   ClearedRows dq_sum;                  // all of it: one "row"
 };
 

@@ -15,7 +15,7 @@ constexpr int kBins = 1024;  // of the forward list, by cost
 constexpr int kTileBins = 512;
 
 // Inclusive sum over the threads of a block. `scratch` holds one value a warp. 64 bits: with hostile offsets every
-// sequence may span all rows.
+// node may span all rows.
 __device__ inline int64_t block_inclusive_sum(int64_t value, int64_t* scratch) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int step = 1; step < 32; step *= 2) {
@@ -42,14 +42,14 @@ __device__ inline int64_t block_inclusive_sum(int64_t value, int64_t* scratch) {
 struct ListBlock {
   int64_t warp_sums[32];
   int bins[max_int(kBins, kCostClasses * kTileBins)];
-  int carry, emitted, used_slots, alternating;
+  int carry, used_slots, alternating;
   int long_tiles, longest_tile, shortest_tile;     // of the tiles that would be split: number, steps
-  int longest, longest_decoded;                    // costs of items
-  int shortest, widest, fewest_parts, most_parts;  // of class 0: steps of a part, tiles of an owner, parts of a tile
+  int longest, longest_leaf;                       // costs of items, and of those of leaves
+  int shortest, widest, fewest_parts, most_parts;  // of class 0: steps of a part, tiles of a node, parts of a tile
   unsigned long long total_steps, long_steps, shared_slots, class_steps[kCostClasses];
 };
 
-// offsets[i] = sum of count(0 .. i-1), but at most `capacity`: with hostile offsets segments overlap and may have more
+// offsets[i] = sum of count(0 .. i-1), but at most `capacity`: with hostile offsets nodes overlap and may have more
 // tiles than the tensors.
 template <class Count>
 __device__ inline void exclusive_offsets(ListBlock& block, int n, int capacity, int* offsets, Count count) {

@@ -10,12 +10,15 @@
 namespace dualkv {
 namespace {
 
-__device__ void clear_keys(const BackwardListArgs& a, Region region, int first) {
-  const bool context = region == Region::context;
-  const auto owned_by = [&](const Segment& s) { return seen_keys(s, region, a.causal); };
-  const int rows = context ? a.layout.extents.context_rows : a.layout.extents.decoded_rows;
-  clear_unowned(a.layout, first, rows, owned_by, [&](int row) {
-    for (const ClearedRows& cleared : context ? a.context : a.decoded) clear_row(cleared, row, threadIdx.x % 32, 32);
+// Rows from `first` on, those of k_decoded behind those of k.
+__device__ void clear_keys(const BackwardListArgs& a, int first) {
+  const Extents& extents = a.nodes.extents;
+  const auto rows_of = [](const Node& n) { return RowRun{n.kv_begin, n.kv_begin + n.kv_len}; };
+  clear_unowned(a.nodes, first, extents.all_key_rows(), rows_of, [&](int row) {
+    const bool is_decoded = row >= extents.key_rows;
+    for (const ClearedRows& cleared : is_decoded ? a.decoded : a.keys) {
+      clear_row(cleared, is_decoded ? row - extents.key_rows : row, threadIdx.x % 32, 32);
+    }
   });
 }
 
@@ -23,14 +26,11 @@ __device__ void clear_keys(const BackwardListArgs& a, Region region, int first) 
 template <typename T>
 __global__ void __launch_bounds__(kListThreads)
     dualkv_prepare_backward(const __grid_constant__ BackwardListArgs a,
-                            const __grid_constant__ RowStatisticsParams<T> rows, int context_blocks,
-                            int decoded_blocks) {
+                            const __grid_constant__ RowStatisticsParams<T> rows) {
   if (blockIdx.x == 0) return build_backward_list(a);
   const int index = blockIdx.x - 1, blocks = gridDim.x - 1;
-  for (int i = index; i < context_blocks + decoded_blocks; i += blocks) {
-    const bool context = i < context_blocks;
-    clear_keys(a, context ? Region::context : Region::decoded, (context ? i : i - context_blocks) * kClearedRows);
-  }
+  const int key_rows = a.nodes.extents.all_key_rows();
+  for (int first = index * kClearedRows; first < key_rows; first += blocks * kClearedRows) clear_keys(a, first);
   clear_row(a.dq_sum, 0, int64_t{index} * kListThreads + threadIdx.x, int64_t{blocks} * kListThreads);
   constexpr int kWarps = kListThreads / 32;
   store_statistics(rows, int64_t{index} * kWarps + threadIdx.x / 32, int64_t{blocks} * kWarps);
@@ -40,12 +40,9 @@ __global__ void __launch_bounds__(kListThreads)
 
 template <typename T>
 void prepare_backward(const BackwardListArgs& args, const RowStatisticsParams<T>& rows, cudaStream_t stream) {
-  const int context_blocks = clearing_blocks(args.layout.extents.context_rows);
-  const int decoded_blocks = clearing_blocks(args.layout.extents.decoded_rows);
   const int64_t wanted = ceil_div<int64_t>(statistics_warps(rows.shape, rows.statistics), kListThreads / 32);
   const int64_t blocks = std::clamp<int64_t>(wanted, 1, max_int(args.num_sms - 1, 1));
-  dualkv_prepare_backward<T>
-      <<<1 + static_cast<unsigned>(blocks), kListThreads, 0, stream>>>(args, rows, context_blocks, decoded_blocks);
+  dualkv_prepare_backward<T><<<1 + static_cast<unsigned>(blocks), kListThreads, 0, stream>>>(args, rows);
   check_cuda(cudaGetLastError());
 }
 

@@ -9,9 +9,9 @@ namespace dualkv {
 namespace {
 
 __device__ void clear_queries(const ForwardListArgs& a, int first) {
-  const auto owned_by = [&](const Segment& s) { return seeing_queries(s, a.causal); };
-  const int rows = a.layout.extents.q_rows;
-  clear_unowned(a.layout, first, rows, owned_by, [&](int row) {
+  const auto rows_of = [](const Node& n) { return RowRun{n.q_begin, n.q_begin + n.q_len}; };
+  const int rows = a.nodes.extents.q_rows;
+  clear_unowned(a.nodes, first, rows, rows_of, [&](int row) {
     clear_row(a.rows, row, threadIdx.x % 32, 32);
     if (!a.lse) return;
     for (int head = threadIdx.x % 32; head < a.num_heads; head += 32) {
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kListThreads) dualkv_prepare_forward(const For
 }  // namespace
 
 void prepare_forward(const ForwardListArgs& args, cudaStream_t stream) {
-  dualkv_prepare_forward<<<1 + clearing_blocks(args.layout.extents.q_rows), kListThreads, 0, stream>>>(args);
+  dualkv_prepare_forward<<<1 + clearing_blocks(args.nodes.extents.q_rows), kListThreads, 0, stream>>>(args);
   check_cuda(cudaGetLastError());
 }
 

@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __shared__ BackwardStep steps[3];
   bool exists = false;
   if (threadIdx.x == 0) {
-    exists = work.load(p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN);
+    exists = work.load(p.work, p.nodes, p.shape, Config::kBlockM, Config::kBlockN);
     if (exists) {
       work.start_walk();
       work.take_step(steps[0]);

@@ -16,8 +16,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   using TileKv = typename Config::TileKv;
   constexpr int kM16 = Config::kWarpM / 16, kSteps = Config::kHeadDim / 16, kN8 = Config::kBlockN / 8;
 
-  __shared__ QueryBlock work;
-  if (!work.take(p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN)) return;
+  __shared__ WalkedBlock block;
+  if (!block.take<Config>(p)) return;
+  const QueryBlock& work = block.query;
 
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t s_q = ptx::shared_address(shared), s_dout = s_q + TileQ::kBytes;
@@ -28,8 +29,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const uint32_t k_address = columns_first_address<TileKv>(s_k, lane), v_address = k_address + TileKv::kBytes;
   const uint32_t k_rows_address = rows_first_address<TileKv>(s_k, lane);
 
-  const auto start_k = [&](int n) { start_kv<Config>(s_k, p.kv, work, n, p.shape.head_dim, &KvPair<const T>::k); };
-  const auto start_v = [&](int n) { start_kv<Config>(s_v, p.kv, work, n, p.shape.head_dim, &KvPair<const T>::v); };
+  const auto start_k = [&](int slot) {
+    start_kv<Config>(s_k, p.kv, block.steps[slot].tile, work.kv_head, p.shape.head_dim, &KvPair<const T>::k);
+  };
+  const auto start_v = [&](int slot) {
+    start_kv<Config>(s_v, p.kv, block.steps[slot].tile, work.kv_head, p.shape.head_dim, &KvPair<const T>::v);
+  };
   load_rows<TileQ, Config::kBlockM, Config::kThreads>(s_q, p.q.at(work.q_tile.row, work.head), p.q.row_stride, 0,
                                                       work.q_tile.rows, p.shape.head_dim);
   load_rows<TileQ, Config::kBlockM, Config::kThreads>(s_dout, p.dout.at(work.q_tile.row, work.head), p.dout.row_stride,
@@ -51,9 +56,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
   float dq[kM16][Config::kHeadDim / 8][4];
   clear(dq);
-  for (int n = 0; n < work.kv_tiles; ++n) {
+  for (int now = 0;; now = WalkedBlock::following(now)) {
+    const KvStep& step = block.steps[now];
+    const int next = WalkedBlock::following(now);
     ptx::cp_async_wait<0>();
     __syncthreads();  // K_n and V_n are here
+    if (threadIdx.x == 0) block.find<Config>(WalkedBlock::following(next), p);
     float s[kM16][kN8][4], dp[kM16][kN8][4];
     clear(s);
     warp_matmul<T, kSteps>(
@@ -64,7 +72,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         dp, [&](int k, int i, uint32_t(&a)[4]) { ptx::ldmatrix_x4(a, TileQ::at(dout_address, i, k)); },
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4(b, TileKv::at(v_address, j, k)); });
     __syncthreads();  // every warp has left V_n
-    if (n + 1 < work.kv_tiles) start_v(n + 1);
+    if (!step.last) start_v(next);
 
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
 #pragma unroll
@@ -76,8 +84,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
           const float probability = exp2_approx(s[i][j][e] * scale_log2 - lse_log2[i][e / 2]);
           s[i][j][e] = probability * (dp[i][j][e] - delta[i][e / 2]);
         }
-    const KvTile tile = kv_tile(work.segment, n, Config::kBlockN);
-    if (needs_mask(tile, work.q_tile, Config::kBlockN, p.shape.causal)) {
+    const KvTile& tile = step.tile;
+    if (needs_mask(tile, work.q_tile.q_pos, Config::kBlockN, p.shape.causal)) {
       mask_fragment(s, warp_row + lane / 4, lane % 4 * 2, 0.f,
                     [&](int row) { return visible_columns(tile, work.q_tile.q_pos + row, p.shape.causal); });
     }
@@ -85,7 +93,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         dq, [&](int k, int i, uint32_t(&a)[4]) { accumulator_to_a<T>(s[i][2 * k], s[i][2 * k + 1], a); },
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, TileKv::at(k_rows_address, k, j)); });
     __syncthreads();  // every warp has left K_n
-    if (n + 1 < work.kv_tiles) start_k(n + 1);
+    if (step.last) break;
+    start_k(next);
   }
 
   // A warp rewrites only the rows of sQ that it alone has read.

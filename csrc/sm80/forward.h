@@ -1,4 +1,4 @@
-// Forward: one block per (query tile, query head); K and V stream through shared memory in order of position.
+// Forward: one block per (query tile, query head); K and V stream through shared memory, the queries' own node first.
 //
 //   S = Q K^T;  P = exp(S - max);  O += P V        (online softmax; O is normalised and rounded once)
 //
@@ -18,8 +18,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   using TileKv = typename Config::TileKv;
   constexpr int kM16 = Config::kWarpM / 16, kSteps = Config::kHeadDim / 16;
 
-  __shared__ QueryBlock work;
-  if (!work.take(p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN)) return;
+  __shared__ WalkedBlock block;
+  if (!block.take<Config>(p)) return;
+  const QueryBlock& work = block.query;
 
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t s_q = ptx::shared_address(shared), s_k = s_q + TileQ::kBytes, s_v = s_k + TileKv::kBytes;
@@ -28,8 +29,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const uint32_t k_address = columns_first_address<TileKv>(s_k, lane);
   const uint32_t v_address = rows_first_address<TileKv>(s_v, lane);
 
-  const auto start_k = [&](int n) { start_kv<Config>(s_k, p.kv, work, n, p.shape.head_dim, &KvPair<const T>::k); };
-  const auto start_v = [&](int n) { start_kv<Config>(s_v, p.kv, work, n, p.shape.head_dim, &KvPair<const T>::v); };
+  const auto start_k = [&](int slot) {
+    start_kv<Config>(s_k, p.kv, block.steps[slot].tile, work.kv_head, p.shape.head_dim, &KvPair<const T>::k);
+  };
+  const auto start_v = [&](int slot) {
+    start_kv<Config>(s_v, p.kv, block.steps[slot].tile, work.kv_head, p.shape.head_dim, &KvPair<const T>::v);
+  };
   load_rows<TileQ, Config::kBlockM, Config::kThreads>(s_q, p.q.at(work.q_tile.row, work.head), p.q.row_stride, 0,
                                                       work.q_tile.rows, p.shape.head_dim);
   start_k(0);
@@ -37,10 +42,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   OnlineSoftmax<kM16> softmax;
   float o[kM16][Config::kHeadDim / 8][4];
   clear(o);
-  for (int n = 0; n < work.kv_tiles; ++n) {
+  for (int now = 0;; now = WalkedBlock::following(now)) {
+    const KvStep& step = block.steps[now];
+    const int next = WalkedBlock::following(now);
     ptx::cp_async_wait<0>();
     __syncthreads();  // K_n is here, and every warp has left V_n-1
-    start_v(n);
+    start_v(now);
+    if (threadIdx.x == 0) block.find<Config>(WalkedBlock::following(next), p);
 
     float s[kM16][Config::kBlockN / 8][4];
     clear(s);
@@ -50,10 +58,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
     ptx::cp_async_wait<0>();
     __syncthreads();  // V_n is here, and every warp has left K_n
-    if (n + 1 < work.kv_tiles) start_k(n + 1);
+    if (!step.last) start_k(next);
 
-    const KvTile tile = kv_tile(work.segment, n, Config::kBlockN);
-    if (needs_mask(tile, work.q_tile, Config::kBlockN, p.shape.causal)) {
+    const KvTile& tile = step.tile;
+    if (needs_mask(tile, work.q_tile.q_pos, Config::kBlockN, p.shape.causal)) {
       mask_fragment(s, warp_row + lane / 4, lane % 4 * 2, -CUDART_INF_F,
                     [&](int row) { return visible_columns(tile, work.q_tile.q_pos + row, p.shape.causal); });
     }
@@ -68,6 +76,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     warp_matmul<T, Config::kBlockN / 16>(
         o, [&](int k, int i, uint32_t(&a)[4]) { accumulator_to_a<T>(s[i][2 * k], s[i][2 * k + 1], a); },
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, TileKv::at(v_address, k, j)); });
+    if (step.last) break;
   }
 
   float inverse_sum[kM16][2];

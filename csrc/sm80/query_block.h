@@ -1,4 +1,4 @@
-// What forward and dQ share: loading the KV tiles of a block's sequence.
+// What forward and dQ share: the walk over the KV tiles of a block's queries, and loading them.
 #pragma once
 
 #include "core/query_block.h"
@@ -6,13 +6,44 @@
 
 namespace dualkv::sm80 {
 
-// Starts loading the n-th K or V tile of the block's sequence.
+// The block's work and its KV tiles, in shared memory: thread 0 walks, the others read. A ring of three: one tile is
+// computed, the next one is being loaded, and thread 0 finds the one after that.
+struct WalkedBlock {
+  QueryBlock query;
+  PathWalk path;
+  KvStep steps[3];
+
+  static __device__ __forceinline__ int following(int slot) { return slot == 2 ? 0 : slot + 1; }
+
+  // Takes item number blockIdx.x, and the first two tiles. False where the grid is larger than the list.
+  template <class Config, class Params>
+  __device__ __forceinline__ bool take(const Params& p) {
+    const int items = *p.work.count;
+    if (!QueryBlock::exists(blockIdx.x, items, p.shape, 1)) return false;
+    if (threadIdx.x == 0) {
+      query.load(blockIdx.x, items, p.work, p.nodes, p.shape, QueryTiling{Config::kBlockM, 1});
+      path.start(p.nodes, query.node, query.q_tile, Config::kBlockN, p.shape.causal);
+      find<Config>(0, p);
+      find<Config>(1, p);
+    }
+    __syncthreads();
+    return true;
+  }
+
+  // Behind the last tile, `steps` may hold anything.
+  template <class Config, class Params>
+  __device__ __forceinline__ void find(int slot, const Params& p) {
+    steps[slot] = path.step(p.nodes, Config::kBlockN);
+    path.next(p.nodes, Config::kBlockN, p.shape.causal);
+  }
+};
+
+// Starts loading K or V of a tile.
 template <class Config, typename T>
-__device__ __forceinline__ void start_kv(uint32_t shared, const KvRegions<const T>& kv, const QueryBlock& work, int n,
+__device__ __forceinline__ void start_kv(uint32_t shared, const KvRegions<const T>& kv, const KvTile& tile, int kv_head,
                                          int head_dim, TensorView<const T> KvPair<const T>::* which) {
-  const KvTile tile = kv_tile(work.segment, n, Config::kBlockN);
   const TensorView<const T>& view = kv.of(tile.region).*which;
-  load_rows<typename Config::TileKv, Config::kBlockN, Config::kThreads>(shared, view.at(tile.row, work.kv_head),
+  load_rows<typename Config::TileKv, Config::kBlockN, Config::kThreads>(shared, view.at(tile.row, kv_head),
                                                                         view.row_stride, 0, tile.valid, head_dim);
   ptx::cp_async_commit();
 }

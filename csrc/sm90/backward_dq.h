@@ -29,21 +29,22 @@ struct BackwardDqShared : QueryShared<Config> {
 template <typename T, class Config>
 struct BackwardDqProducer {
   using TileQ = typename Config::TileQ;
-  using TileKv = typename Config::TileKv;
 
   const BackwardDqShared<Config>& shared;
   const BackwardDqParams<T>& p;
   const BackwardDqMaps& maps;
+  KvFeed<Config>& feed;
   PipelineState<Config::kStagesK> k_state;
   PipelineState<Config::kStagesV> v_state;
   PipelineState<1> query_state;
   PipelineState<2> work_state;
 
-  __device__ __forceinline__ void load_kv(const QueryBlock& work, int n) {
-    const KvTile tile = kv_tile(work.segment, n, Config::kBlockN);
-    const KvMaps& kv = maps.kv.of(tile.region);
-    load_kv_tile<TileKv>(shared.k(k_state.stage), kv.k, shared.k_ready(k_state.stage), k_state, work.kv_head, tile.row);
-    load_kv_tile<TileKv>(shared.v(v_state.stage), kv.v, shared.v_ready(v_state.stage), v_state, work.kv_head, tile.row);
+  // K and V of the walk's current tile; moves on. Whether it was the last.
+  __device__ __forceinline__ bool load_kv(const QueryBlock& work) {
+    const KvStep step = load_k_step(shared, feed, p.nodes, maps.kv, k_state, work.kv_head);
+    load_v_tile<Config>(shared, maps.kv, step.tile, v_state, work.kv_head);
+    feed.path.next(p.nodes, Config::kBlockN, p.shape.causal);
+    return step.last;
   }
 
   __device__ __forceinline__ void load_queries(const QueryBlock& work) {
@@ -63,11 +64,12 @@ struct BackwardDqProducer {
     const int items = *p.work.count;
     const QueryBlock* next = hand_out(works, blockIdx.x, items);
     while (const QueryBlock* work = next) {
+      feed.path.start(p.nodes, work->node, work->q_tile, Config::kBlockN, p.shape.causal);
       load_queries(*work);
-      load_kv(*work, 0);
+      bool last = load_kv(*work);
       // Taking the next item costs three dependent reads: early, while the consumers have tiles to work on.
       next = hand_out(works, gridDim.x + atomicAdd(p.work.next, 1), items);
-      for (int n = 1; n < work->kv_tiles; ++n) load_kv(*work, n);
+      while (!last) last = load_kv(*work);
     }
   }
 };
@@ -81,6 +83,7 @@ struct BackwardDqConsumer {
 
   const BackwardDqShared<Config>& shared;
   const BackwardDqParams<T>& p;
+  const KvStep (&steps)[Config::kStagesK];
   // Number of the warpgroup. Broadcast, so that the compiler knows it to be uniform.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
   const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
@@ -89,7 +92,6 @@ struct BackwardDqConsumer {
   PipelineState<Config::kStagesK> k_state;
   PipelineState<Config::kStagesV> v_state;
   PipelineState<1> query_state;
-  MaskedTiles masked;
   float lse_log2[2], delta[2];
   float s[1][kBlockN / 8][4], dp[1][kBlockN / 8][4];
   float dq[1][kHeadDim / 8][4];
@@ -116,15 +118,18 @@ struct BackwardDqConsumer {
     ptx::wgmma_commit();
   }
 
-  // Waits for K of tile n, and zeroes its foreign rows: it is an operand of dQ.
-  __device__ __forceinline__ void wait_k(const QueryBlock& work, int n, const PipelineState<Config::kStagesK>& state) {
+  // Waits for the next K, and zeroes its foreign rows: it is an operand of dQ.
+  __device__ __forceinline__ KvStep wait_k(const PipelineState<Config::kStagesK>& state) const {
     shared.k_ready(state.stage).wait_full(state.phase);
-    if (!masked.is_tail(n)) return;
-    zero_tail<TileKv, kBlockN>(shared.k(state.stage), kv_tile(work.segment, n, kBlockN).valid, group, thread);
+    const KvStep step = steps[state.stage];
+    if (step.tile.valid < kBlockN) {
+      zero_tail<TileKv, kBlockN>(shared.k(state.stage), step.tile.valid, group, thread);
+    }
+    return step;
   }
 
-  __device__ __forceinline__ void mask(float (&x)[1][kBlockN / 8][4], const QueryBlock& work, int n) const {
-    const KvTile tile = kv_tile(work.segment, n, kBlockN);
+  __device__ __forceinline__ void mask(float (&x)[1][kBlockN / 8][4], const QueryBlock& work,
+                                       const KvTile& tile) const {
     const int q_pos = work.q_tile.q_pos;
     mask_fragment(x, row0, lane % 4 * 2, 0.f,
                   [&](int row) { return visible_columns(tile, q_pos + row, p.shape.causal); });
@@ -142,9 +147,9 @@ struct BackwardDqConsumer {
   }
 
   // P = exp2(S * scale - LSE), while dP is still computed; then dS, in `s`, and rounded in the A fragments of dQ.
-  __device__ __forceinline__ void finish_step(const QueryBlock& work, int n) {
+  __device__ __forceinline__ void finish_step(const QueryBlock& work, const KvTile& tile, int q_pos) {
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
-    const bool is_masked = masked.needs_mask(n);
+    const bool is_masked = needs_mask(tile, q_pos, kBlockN, p.shape.causal);
     ptx::wgmma_wait<1>();
     ptx::pin(s[0]);
 #pragma unroll
@@ -154,7 +159,7 @@ struct BackwardDqConsumer {
     ptx::pin(s[0]);
     // The compiler moves nothing across this branch: else it would move the exponentials behind the wait for dP, and
     // the two would no longer run at the same time.
-    if (is_masked) mask(s, work, n);
+    if (is_masked) mask(s, work, tile);
     ptx::wgmma_wait<0>();
     ptx::pin(dp[0]);
     shared.v_ready(v_state.stage).release(lane);
@@ -163,25 +168,26 @@ struct BackwardDqConsumer {
     for (int j = 0; j < kBlockN / 8; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[0][j][e] *= dp[0][j][e] - delta[e / 2];
-    if (is_masked) mask(s, work, n);
+    if (is_masked) mask(s, work, tile);
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step)
       accumulator_to_a<T>(s[0][2 * step], s[0][2 * step + 1], ds[step]);
   }
 
-  __device__ __forceinline__ void issue_dp(int n) {
+  __device__ __forceinline__ void issue_dp(int steps_done) {
     shared.v_ready(v_state.stage).wait_full(v_state.phase);
-    issue_product(dp, varying(shared.dout(), n), shared.v(v_state.stage));
+    issue_product(dp, varying(shared.dout(), steps_done), shared.v(v_state.stage));
   }
 
-  // The last tile of a sequence may leave a warpgroup without a query. It then releases all tiles unread: the producer
+  // The last tile of a node may leave a warpgroup without a query. It then releases all tiles unread: the producer
   // loads them for the other warpgroup, and reuses a stage only when both have released it.
-  __device__ __forceinline__ void skip_tiles(const QueryBlock& work) {
+  __device__ __forceinline__ void skip_work() {
     shared.queries_ready().wait_full(query_state.phase);
     shared.queries_ready().release(lane);
     query_state.advance();
-    for (int n = 0; n < work.kv_tiles; ++n) {
+    for (bool last = false; !last;) {
       shared.k_ready(k_state.stage).wait_full(k_state.phase);
+      last = steps[k_state.stage].last;
       shared.k_ready(k_state.stage).release(lane);
       k_state.advance();
       shared.v_ready(v_state.stage).wait_full(v_state.phase);
@@ -191,29 +197,26 @@ struct BackwardDqConsumer {
   }
 
   __device__ __forceinline__ void attend(const QueryBlock& work) {
-    if (group * 64 >= work.q_tile.rows) return skip_tiles(work);
-    const int kv_tiles = work.kv_tiles;
-    QueryTile first = work.q_tile;
-    first.q_pos += group * 64;
-    masked = masked_tiles(work.segment, first, kBlockN, p.shape.causal);
+    if (group * 64 >= work.q_tile.rows) return skip_work();
+    const int q_pos = work.q_tile.q_pos + group * 64;
     load_statistics(work);
     clear(dq);
     shared.queries_ready().wait_full(query_state.phase);
-    wait_k(work, 0, k_state);
+    KvStep now = wait_k(k_state);
     issue_product(s, shared.q(), shared.k(k_state.stage));
     issue_dp(0);
-    finish_step(work, 0);
-    for (int n = 1; n < kv_tiles; ++n) {
+    finish_step(work, now.tile, q_pos);
+    for (int n = 1; !now.last; ++n) {
       PipelineState<Config::kStagesK> next_k = k_state;
       next_k.advance();
-      wait_k(work, n, next_k);
+      now = wait_k(next_k);
       issue_dq(shared.k(k_state.stage));
       issue_product(s, varying(shared.q(), n), shared.k(next_k.stage));
       ptx::wgmma_wait<1>();  // dQ: its operands are overwritten below
       shared.k_ready(k_state.stage).release(lane);
       k_state = next_k;
       issue_dp(n);
-      finish_step(work, n);
+      finish_step(work, now.tile, q_pos);
     }
     shared.queries_ready().release(lane);
     query_state.advance();
@@ -246,6 +249,7 @@ template <typename T, class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_backward_dq(const __grid_constant__ BackwardDqParams<T> p, const __grid_constant__ BackwardDqMaps maps) {
   __shared__ QueryWork works[2];
+  __shared__ KvFeed<Config> feed;
   extern __shared__ uint8_t bytes[];
   const BackwardDqShared<Config> shared{{(ptx::shared_address(bytes) + 1023) & ~1023u}};
   if (threadIdx.x == 0) shared.init_barriers();
@@ -253,10 +257,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (threadIdx.x < kWarpgroup) {
     ptx::give_registers<Config::Registers::kProducer>();
-    if (threadIdx.x == 0) BackwardDqProducer<T, Config>{shared, p, maps}.run(works);
+    if (threadIdx.x == 0) BackwardDqProducer<T, Config>{shared, p, maps, feed}.run(works);
   } else {
     ptx::take_registers<Config::Registers::kConsumer>();
-    BackwardDqConsumer<T, Config> consumer{shared, p};
+    BackwardDqConsumer<T, Config> consumer{shared, p, feed.steps};
     for_each_work(shared, works, consumer.lane, [&](const QueryBlock& work) { consumer.attend(work); });
   }
 }

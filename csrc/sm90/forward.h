@@ -22,30 +22,28 @@ struct ForwardMaps {
   RegionMaps kv;
 };
 
-// The producer thread. For each item it loads K_0 and Q, then K_n before V_n-1: scores are one tile ahead of values.
+// The producer thread. For each item it loads K of the first tile and Q, then K of a tile before V of the one before:
+// scores are one tile ahead of values.
 template <typename T, class Config>
 struct ForwardProducer {
   using TileQ = typename Config::TileQ;
-  using TileKv = typename Config::TileKv;
 
   const QueryShared<Config>& shared;
   const ForwardParams<T>& p;
   const ForwardMaps& maps;
-  PipelineState<Config::kStagesK> k_state, v_state;
+  KvFeed<Config>& feed;
+  PipelineState<Config::kStagesK> k_state;
+  PipelineState<Config::kStagesV> v_state;
   PipelineState<1> q_state;
   PipelineState<2> work_state;
 
-  __device__ __forceinline__ void load_k(const QueryBlock& work, int n) {
-    const KvTile tile = kv_tile(work.segment, n, Config::kBlockN);
-    load_kv_tile<TileKv>(shared.k(k_state.stage), maps.kv.of(tile.region).k, shared.k_ready(k_state.stage), k_state,
-                         work.kv_head, tile.row);
+  __device__ __forceinline__ KvStep load_k(const QueryBlock& work) {
+    return load_k_step(shared, feed, p.nodes, maps.kv, k_state, work.kv_head);
   }
-
-  __device__ __forceinline__ void load_v(const QueryBlock& work, int n) {
-    const KvTile tile = kv_tile(work.segment, n, Config::kBlockN);
-    load_kv_tile<TileKv>(shared.v(v_state.stage), maps.kv.of(tile.region).v, shared.v_ready(v_state.stage), v_state,
-                         work.kv_head, tile.row);
+  __device__ __forceinline__ void load_v(const QueryBlock& work, const KvTile& tile) {
+    load_v_tile<Config>(shared, maps.kv, tile, v_state, work.kv_head);
   }
+  __device__ __forceinline__ void move_on() { feed.path.next(p.nodes, Config::kBlockN, p.shape.causal); }
 
   __device__ __forceinline__ void load_q(const QueryBlock& work) {
     const Handshake ready = shared.queries_ready();
@@ -65,15 +63,19 @@ struct ForwardProducer {
     const int items = *p.work.count;
     const QueryBlock* next = hand_out(works, blockIdx.x, items);
     while (const QueryBlock* work = next) {
-      load_k(*work, 0);
+      feed.path.start(p.nodes, work->node, work->q_tile, Config::kBlockN, p.shape.causal);
+      KvStep step = load_k(*work);
       load_q(*work);
+      move_on();
       // Taking the next item costs three dependent reads: early, while the consumers have tiles to work on.
       next = hand_out(works, gridDim.x + atomicAdd(p.work.next, 1), items);
-      for (int n = 1; n < work->kv_tiles; ++n) {
-        load_k(*work, n);
-        load_v(*work, n - 1);
+      while (!step.last) {
+        const KvTile before = step.tile;
+        step = load_k(*work);
+        load_v(*work, before);
+        move_on();
       }
-      load_v(*work, work->kv_tiles - 1);
+      load_v(*work, step.tile);
     }
   }
 };
@@ -89,14 +91,15 @@ struct ForwardConsumer {
 
   const QueryShared<Config>& shared;
   const ForwardParams<T>& p;
+  const KvStep (&steps)[Config::kStagesK];
   // Number of the warpgroup. Broadcast, so that the compiler knows it to be uniform.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
   const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
   const int row0 = thread / 32 * 16 + lane / 4;  // this thread's first row in the warpgroup's 64
 
-  PipelineState<Config::kStagesK> k_state, v_state;
+  PipelineState<Config::kStagesK> k_state;
+  PipelineState<Config::kStagesV> v_state;
   PipelineState<1> q_state;
-  MaskedTiles masked;
   float s[1][kBlockN / 8][4];
   float o[1][kHeadDim / 8][4];
   uint32_t probabilities[kBlockN / 16][4];
@@ -127,26 +130,27 @@ struct ForwardConsumer {
     ptx::wgmma_commit();
   }
 
+  // Waits for the next K, and reads what tile it is: before the stage is released, which is then written again.
   __device__ __forceinline__ void wait_k() const { shared.k_ready(k_state.stage).wait_full(k_state.phase); }
+  __device__ __forceinline__ KvStep step() const { return steps[k_state.stage]; }
   __device__ __forceinline__ void release_k() {
     shared.k_ready(k_state.stage).release(lane);
     k_state.advance();
   }
 
-  // Waits for V of tile n, and zeroes its foreign rows.
-  __device__ __forceinline__ void wait_v(const QueryBlock& work, int n) const {
+  // Waits for V of a tile of `valid` keys, and zeroes its foreign rows.
+  __device__ __forceinline__ void wait_v(int valid) const {
     shared.v_ready(v_state.stage).wait_full(v_state.phase);
-    if (!masked.is_tail(n)) return;
-    zero_tail<TileKv, kBlockN>(shared.v(v_state.stage), kv_tile(work.segment, n, kBlockN).valid, group, thread);
+    if (valid < kBlockN) zero_tail<TileKv, kBlockN>(shared.v(v_state.stage), valid, group, thread);
   }
   __device__ __forceinline__ void release_v() {
     shared.v_ready(v_state.stage).release(lane);
     v_state.advance();
   }
 
-  __device__ __forceinline__ void mask(const QueryBlock& work, int n) {
-    if (!masked.needs_mask(n)) return;
-    const KvTile tile = kv_tile(work.segment, n, kBlockN);
+  // `q_pos`: of this warpgroup's first query.
+  __device__ __forceinline__ void mask(const QueryBlock& work, const KvTile& tile, int q_pos) {
+    if (!needs_mask(tile, q_pos, kBlockN, p.shape.causal)) return;
     mask_fragment(s, row0, lane % 4 * 2, -CUDART_INF_F, [&](int row) {
       return visible_columns(tile, work.q_tile.q_pos + query_of(row), p.shape.causal);
     });
@@ -159,66 +163,72 @@ struct ForwardConsumer {
       accumulator_to_a<T>(s[0][2 * step], s[0][2 * step + 1], probabilities[step]);
   }
 
-  // Releases tiles n, n + 1, ... of the block unread, because no row of this warpgroup sees them. The producer loads
-  // them for the other warpgroups, and it reuses a stage only when every consumer has released it.
-  __device__ __forceinline__ void skip_tiles(const QueryBlock& work, int n) {
-    for (; n < work.kv_tiles; ++n) {
+  // Releases a tile unread, because no row of this warpgroup sees it. The producer loads it for the other warpgroups, and
+  // it reuses a stage only when every consumer has released it.
+  __device__ __forceinline__ void skip_tile() {
+    release_k();
+    shared.v_ready(v_state.stage).wait_full(v_state.phase);
+    release_v();
+  }
+
+  // The last tile of a node may leave a warpgroup without a query.
+  __device__ __forceinline__ void skip_work() {
+    shared.queries_ready().wait_full(q_state.phase);
+    shared.queries_ready().release(lane);
+    q_state.advance();
+    for (bool last = false; !last;) {
       wait_k();
-      release_k();
-      shared.v_ready(v_state.stage).wait_full(v_state.phase);
-      release_v();
+      last = step().last;
+      skip_tile();
     }
   }
 
-  // How many tiles the rows of this warpgroup see, but at least one. Later queries of the block may see more: kv_tiles.
-  __device__ __forceinline__ int own_kv_tiles(const QueryBlock& work) const {
-    QueryTile own = work.q_tile;
-    own.rows = min_int(own.rows, query_of(63) + 1);
-    return max_int(visible_kv_tiles(work.segment, own, kBlockN, p.shape.causal), 1);
+  // The first tile of which a query at or before `q_pos` sees something, or the last one of the walk.
+  __device__ __forceinline__ KvStep first_step(int q_pos) {
+    while (true) {
+      wait_k();
+      const KvStep first = step();
+      if (first.last || !p.shape.causal || first.tile.kv_pos <= q_pos) return first;
+      skip_tile();
+    }
   }
 
   __device__ __forceinline__ void attend(const QueryBlock& work) {
-    if (query_of(0) >= work.q_tile.rows) {
-      // The last tile of a sequence may leave a warpgroup without a query.
-      shared.queries_ready().wait_full(q_state.phase);
-      shared.queries_ready().release(lane);
-      q_state.advance();
-      return skip_tiles(work, 0);
-    }
+    if (query_of(0) >= work.q_tile.rows) return skip_work();
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
-    const int kv_tiles = own_kv_tiles(work);
+    const int q_pos = work.q_tile.q_pos + query_of(0);
     Softmax softmax;
     float rescale[1][2];
-    QueryTile first = work.q_tile;
-    first.q_pos += query_of(0);
-    masked = masked_tiles(work.segment, first, kBlockN, p.shape.causal);
     shared.queries_ready().wait_full(q_state.phase);
-    wait_k();
+    KvStep now = first_step(work.q_tile.q_pos + min_int(work.q_tile.rows - 1, query_of(63)));
     issue_scores();
     ptx::wgmma_wait<0>();
     ptx::pin(s[0]);
     release_k();
-    mask(work, 0);
+    mask(work, now.tile, q_pos);
     softmax.raise_maximum(s, scale_log2, rescale);
     softmax.exponentiate(s, scale_log2);
     pack_probabilities();
 
-    if (kv_tiles > 1) wait_k();
-    for (int n = 1; n < kv_tiles; ++n) {
-      wait_v(work, n - 1);
+    bool accumulate = false;
+    if (!now.last) wait_k();
+    while (!now.last) {
+      wait_v(now.tile.valid);
       issue_scores();
-      issue_output(n > 1);
+      issue_output(accumulate);
+      now = step();
+      accumulate = true;
       ptx::wgmma_wait<1>();
       ptx::pin(s[0]);
       release_k();
-      mask(work, n);
+      mask(work, now.tile, q_pos);
       const bool moved = softmax.raise_maximum(s, scale_log2, rescale);
       softmax.rescale_sum(rescale);
       softmax.exponentiate(s, scale_log2);
       ptx::pin(s[0]);
       // The next scores need this wait; it stands here because of its loop, across which the compiler moves nothing:
       // else it would move the softmax behind the wait for P V, and the two would no longer run at the same time.
-      if (n + 1 < kv_tiles) wait_k();
+      if (!now.last) wait_k();
       ptx::wgmma_wait<0>();
       ptx::pin(o[0]);
       release_v();
@@ -227,12 +237,11 @@ struct ForwardConsumer {
     }
     shared.queries_ready().release(lane);
     q_state.advance();
-    wait_v(work, kv_tiles - 1);
-    issue_output(kv_tiles > 1);
+    wait_v(now.tile.valid);
+    issue_output(accumulate);
     ptx::wgmma_wait<0>();
     ptx::pin(o[0]);
     release_v();
-    skip_tiles(work, kv_tiles);
     store(work, softmax);
   }
 
@@ -265,6 +274,7 @@ template <typename T, class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_forward(const __grid_constant__ ForwardParams<T> p, const __grid_constant__ ForwardMaps maps) {
   __shared__ QueryWork works[2];
+  __shared__ KvFeed<Config> feed;
   extern __shared__ uint8_t bytes[];
   const QueryShared<Config> shared{(ptx::shared_address(bytes) + 1023) & ~1023u};
   if (threadIdx.x == 0) shared.init_barriers();
@@ -272,10 +282,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (threadIdx.x < kWarpgroup) {
     ptx::give_registers<Config::Registers::kProducer>();
-    if (threadIdx.x == 0) ForwardProducer<T, Config>{shared, p, maps}.run(works);
+    if (threadIdx.x == 0) ForwardProducer<T, Config>{shared, p, maps, feed}.run(works);
   } else {
     ptx::take_registers<Config::Registers::kConsumer>();
-    ForwardConsumer<T, Config>{shared, p}.run(works);
+    ForwardConsumer<T, Config>{shared, p, feed.steps}.run(works);
   }
 }
 

@@ -148,7 +148,7 @@ __device__ __forceinline__ bool start_block(const Shared& shared, KvBlock& block
   bool exists = false;
   if (threadIdx.x == 0) {
     shared.init_barriers();
-    exists = block.load(p.work, p.layout, p.shape, Config::kBlockM, Config::kBlockN);
+    exists = block.load(p.work, p.nodes, p.shape, Config::kBlockM, Config::kBlockN);
   }
   return __syncthreads_or(exists);
 }

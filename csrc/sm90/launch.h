@@ -21,7 +21,7 @@ KvMaps kv_maps(const KvPair<const T>& kv, int rows, const ProblemShape& shape, i
 
 template <typename T>
 RegionMaps region_maps(const KvRegions<const T>& kv, const Extents& rows, const ProblemShape& shape, int block_n) {
-  return {kv_maps(kv.context, rows.context_rows, shape, block_n),
+  return {kv_maps(kv.keys, rows.key_rows, shape, block_n),
           kv_maps(kv.decoded, rows.decoded_rows, shape, block_n)};
 }
 
@@ -38,7 +38,7 @@ template <typename T, class Config>
 void launch_forward(const ForwardParams<T>& p, cudaStream_t stream) {
   const ForwardMaps maps{make_tensor_map(p.q, p.shape.q_rows, p.shape.num_heads, p.shape.head_dim,
                                          Config::kBlockM / p.packed_heads, p.packed_heads),
-                         region_maps(p.kv, p.layout.extents, p.shape, Config::kBlockN)};
+                         region_maps(p.kv, p.nodes.extents, p.shape, Config::kBlockN)};
   const int64_t items = int64_t{p.work.capacity} * (p.shape.num_heads / p.packed_heads);
   launch(dualkv_sm90_forward<T, Config>, items < p.shape.num_sms ? items : p.shape.num_sms, Config::kThreads,
          Config::kSharedBytes, stream, p, maps);
@@ -53,7 +53,7 @@ template <typename T, class Config>
 void launch_backward(void (*kernel)(BackwardParams<T>, BackwardMaps), const BackwardParams<T>& p,
                      cudaStream_t stream) {
   const BackwardMaps maps{query_map(p.q, p.shape, Config::kBlockM), query_map(p.dout, p.shape, Config::kBlockM),
-                          region_maps(p.kv, p.layout.extents, p.shape, Config::kBlockN)};
+                          region_maps(p.kv, p.nodes.extents, p.shape, Config::kBlockN)};
   launch(kernel, int64_t{p.work.capacity} * p.shape.num_kv_heads, Config::kThreads, Config::kSharedBytes, stream, p,
          maps);
 }
@@ -61,7 +61,7 @@ void launch_backward(void (*kernel)(BackwardParams<T>, BackwardMaps), const Back
 template <typename T, class Config>
 void launch_backward_dq(const BackwardDqParams<T>& p, cudaStream_t stream) {
   const BackwardDqMaps maps{query_map(p.q, p.shape, Config::kBlockM), query_map(p.dout, p.shape, Config::kBlockM),
-                            region_maps(p.kv, p.layout.extents, p.shape, Config::kBlockN)};
+                            region_maps(p.kv, p.nodes.extents, p.shape, Config::kBlockN)};
   const int64_t items = int64_t{p.work.capacity} * p.shape.num_heads;
   launch(dualkv_sm90_backward_dq<T, Config>, items < p.shape.num_sms ? items : p.shape.num_sms, Config::kThreads,
          Config::kSharedBytes, stream, p, maps);

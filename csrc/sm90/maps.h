@@ -3,7 +3,7 @@
 
 #include <cuda.h>
 
-#include "core/kv_regions.h"
+#include "core/nodes.h"
 
 namespace dualkv::sm90 {
 
@@ -13,10 +13,10 @@ struct KvMaps {
 
 // The one place where a region picks a map.
 struct RegionMaps {
-  KvMaps context, decoded;
+  KvMaps keys, decoded;
 
   __device__ __forceinline__ const KvMaps& of(Region region) const {
-    return region == Region::context ? context : decoded;
+    return region == Region::keys ? keys : decoded;
   }
 };
 

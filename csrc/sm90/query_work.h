@@ -1,8 +1,10 @@
 // How the producer thread of a persistent block hands items of the work list (query tiles) to its consumers: through
-// two slots in shared memory, each with a barrier for "filled" and one for "emptied".
+// two slots in shared memory, each with a barrier for "filled" and one for "emptied". The KV tiles of an item follow one
+// by one: what a consumer must know of a tile travels with its K.
 #pragma once
 
 #include "core/query_block.h"
+#include "sm90/maps.h"
 #include "sm90/tile.h"
 
 namespace dualkv::sm90 {
@@ -37,6 +39,14 @@ struct QueryShared {
   }
 };
 
+// The producer's walk over the KV tiles of an item, and the tiles in the ring of K. In shared memory, because the
+// producer has few registers.
+template <class Config>
+struct KvFeed {
+  PathWalk path;
+  KvStep steps[Config::kStagesK];
+};
+
 struct QueryWork {
   QueryBlock block;
   int valid;  // 0: the list has ended
@@ -52,10 +62,38 @@ __device__ __forceinline__ const QueryBlock* hand_out_work(const Shared& shared,
   QueryWork& work = works[state.stage];
   ready.wait_empty(state.phase);
   work.valid = QueryBlock::exists(index, items, p.shape, tiling.heads);
-  if (work.valid) work.block.load(index, items, p.work, p.layout, p.shape, tiling, Config::kBlockN);
+  if (work.valid) work.block.load(index, items, p.work, p.nodes, p.shape, tiling);
   ptx::mbarrier_arrive(ready.full());
   state.advance();
   return work.valid ? &work.block : nullptr;
+}
+
+// Producer: loads the K of the walk's current tile.
+template <class Config, class Shared>
+__device__ __forceinline__ KvStep load_k_step(const Shared& shared, KvFeed<Config>& feed, const NodeTable& nodes,
+                                              const RegionMaps& maps, PipelineState<Config::kStagesK>& state,
+                                              int kv_head) {
+  using TileKv = typename Config::TileKv;
+  const KvStep step = feed.path.step(nodes, Config::kBlockN);
+  const Handshake ready = shared.k_ready(state.stage);
+  ready.wait_empty(state.phase);
+  feed.steps[state.stage] = step;
+  ready.expect(TileKv::kBytes);
+  load_tile<TileKv>(shared.k(state.stage), maps.of(step.tile.region).k, ready.full(), kv_head, step.tile.row);
+  state.advance();
+  return step;
+}
+
+// The same for V of a tile.
+template <class Config, class Shared>
+__device__ __forceinline__ void load_v_tile(const Shared& shared, const RegionMaps& maps, const KvTile& tile,
+                                            PipelineState<Config::kStagesV>& state, int kv_head) {
+  using TileKv = typename Config::TileKv;
+  const Handshake ready = shared.v_ready(state.stage);
+  ready.wait_empty(state.phase);
+  ready.expect(TileKv::kBytes);
+  load_tile<TileKv>(shared.v(state.stage), maps.of(tile.region).v, ready.full(), kv_head, tile.row);
+  state.advance();
 }
 
 // Consumers: calls body(block) for every item, until the list ends.

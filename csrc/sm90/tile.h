@@ -82,14 +82,4 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const CUtensorMap& map,
   }
 }
 
-// The producer: waits until the consumers have left the stage, fills it, and moves on to the next.
-template <class Tile, int kStages>
-__device__ __forceinline__ void load_kv_tile(uint32_t tile, const CUtensorMap& map, const Handshake& ready,
-                                             PipelineState<kStages>& state, int kv_head, int row) {
-  ready.wait_empty(state.phase);
-  ready.expect(Tile::kBytes);
-  load_tile<Tile>(tile, map, ready.full(), kv_head, row);
-  state.advance();
-}
-
 }  // namespace dualkv::sm90
