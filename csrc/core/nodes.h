@@ -48,7 +48,7 @@ struct Extents {
 };
 
 constexpr int kNodeColumns = 8;  // the fields of Node
-constexpr int kMaxPosition = 1 << 30;
+constexpr int kMaxPosition = 1 << 30;  // differences of positions fit into 32 bits
 
 DUALKV_HD void clamp_run(int& begin, int& length, int rows) {
   begin = clamp_int(begin, 0, rows);
@@ -88,7 +88,7 @@ struct NodeTable {
     n.kv_begin = clamp_int(n.kv_begin, 0, extents.all_key_rows());
     const int end = n.kv_begin < extents.key_rows ? extents.key_rows : extents.all_key_rows();
     n.kv_len = clamp_int(n.kv_len, 0, end - n.kv_begin);
-    n.kv_pos0 = clamp_int(n.kv_pos0, 0, kMaxPosition);
+    n.kv_pos0 = clamp_int(n.kv_pos0, 0, kMaxPosition - n.kv_len);
     n.parent = n.parent < index ? max_int(n.parent, -1) : -1;
     n.subtree_end = clamp_int(n.subtree_end, index + 1, num_nodes);
     return n;
