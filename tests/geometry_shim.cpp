@@ -10,13 +10,14 @@ using namespace dualkv;
 namespace {
 
 struct Record {
-  uint8_t* seen;  // (heads, q_rows, context_rows + decoded_rows): how often each pair was visible
+  uint8_t* seen;  // (heads, q_rows, key_rows + decoded_rows): how often each pair was visible
   int64_t steps, masked_steps, empty_steps, needless_masks, wrong_unmasked, out_of_range;
-  int64_t ranges, bad_parts, wrong_own_rows;
+  int64_t blind_tiles, wrong_order, endless;           // of walks along a path
+  int64_t ranges, bad_parts, short_parts, wrong_own_rows;  // of walks over queries
 };
 
 bool inside(const Problem& p, const KvTile& tile) {
-  const int rows = tile.region == Region::context ? p.context_rows : p.decoded_rows;
+  const int rows = tile.region == Region::keys ? p.key_rows : p.decoded_rows;
   return tile.row >= 0 && tile.valid >= 0 && tile.valid <= p.block_n && int64_t{tile.row} + tile.valid <= rows;
 }
 
@@ -28,39 +29,59 @@ int see(const Problem& p, Record& r, int head, int row, const KvTile& tile, int 
     return 0;
   }
   if (!r.seen) return columns;
-  const int64_t keys = int64_t{p.context_rows} + p.decoded_rows;
-  const int first = tile.row + (tile.region == Region::context ? 0 : p.context_rows);
+  const int64_t keys = int64_t{p.key_rows} + p.decoded_rows;
+  const int64_t first = int64_t{tile.row} + (tile.region == Region::keys ? 0 : p.key_rows);
   uint8_t* counts = r.seen + (int64_t{head} * p.q_rows + row) * keys + first;
   for (int c = 0; c < columns; ++c) ++counts[c];
   return columns;
 }
 
-void forward_tile(const Problem& p, Record& r, const Segment& s, int m_block) {
-  const QueryTile q = query_tile(s, m_block, p.block_m);
-  const int tiles = visible_kv_tiles(s, q, p.block_n, p.causal);
-  if (q.row < 0 || q.rows < 1 || q.row + q.rows > p.q_rows) ++r.out_of_range;
-  if (!inside(p, kv_tile(s, 0, p.block_n))) ++r.out_of_range;  // loaded even when nothing is visible
-  if (forward_cost(s, m_block, p.block_m, p.block_n, p.causal) != tiles) ++r.bad_parts;
-  const MaskedTiles all_masked = masked_tiles(s, q, p.block_n, p.causal);
-  for (int n = 0; n < tiles; ++n) {
-    const KvTile tile = kv_tile(s, n, p.block_n);
-    const bool masked = needs_mask(tile, q, p.block_n, p.causal);
-    ++r.steps;
-    r.masked_steps += masked;
-    r.wrong_unmasked += all_masked.needs_mask(n) != masked;  // two ways to ask the same question
-    if (!inside(p, tile)) {
-      ++r.out_of_range;
-      continue;
-    }
-    if (!masked && tile.valid < p.block_n) ++r.wrong_unmasked;
-    int64_t visible = 0;
-    for (int i = 0; i < q.rows; ++i) {
-      const int columns = masked ? visible_columns(tile, q.q_pos + i, p.causal) : p.block_n;
-      for (int head = 0; head < p.heads; ++head) visible += see(p, r, head, q.row + i, tile, columns);
-    }
-    r.empty_steps += visible == 0;
-    r.needless_masks += masked && visible == int64_t{p.heads} * q.rows * p.block_n;
+void forward_step(const Problem& p, Record& r, const QueryTile& q, const KvTile& tile) {
+  const bool masked = needs_mask(tile, q.q_pos, p.block_n, p.causal);
+  ++r.steps;
+  r.masked_steps += masked;
+  if (!inside(p, tile)) {
+    ++r.out_of_range;
+    return;
   }
+  if (!masked && tile.valid < p.block_n) ++r.wrong_unmasked;
+  int64_t visible = 0;
+  for (int i = 0; i < q.rows; ++i) {
+    const int columns = masked ? visible_columns(tile, q.q_pos + i, p.causal) : p.block_n;
+    for (int head = 0; head < p.heads; ++head) visible += see(p, r, head, q.row + i, tile, columns);
+  }
+  if (tile.valid == 0) {
+    ++r.blind_tiles;
+  } else {
+    r.empty_steps += visible == 0;
+  }
+  r.needless_masks += masked && visible == int64_t{p.heads} * q.rows * p.block_n;
+}
+
+// Follows a path to its last tile. Its tiles must stand one below the other, without a gap, down to position 0.
+void forward_tile(const Problem& p, Record& r, const Node& node, int m_block) {
+  const NodeTable table = p.table();
+  const QueryTile q = query_tile(node, m_block, p.block_m);
+  if (q.row < 0 || q.rows < 1 || q.row + q.rows > p.q_rows) ++r.out_of_range;
+  const int64_t most = (int64_t{ceil_div(p.key_rows + p.decoded_rows, p.block_n)} + 1) * p.num_nodes;
+  const int keys = node.kv_pos0 + node.kv_len;
+  int end = p.causal ? min_int(keys, q.q_pos + q.rows) : keys;  // behind what is still to be seen
+  PathWalk walk;
+  walk.start(table, node, q, p.block_n, p.causal);
+  for (int64_t visited = 1;; ++visited) {
+    const KvStep step = walk.step(table, p.block_n);
+    forward_step(p, r, q, step.tile);
+    const int reached = step.tile.kv_pos + step.tile.valid;
+    r.wrong_order += visited > 1 ? reached != end : reached < end || step.tile.kv_pos >= max_int(end, 1);
+    end = step.tile.kv_pos;
+    if (step.last) break;
+    if (visited >= most) {
+      ++r.endless;
+      break;
+    }
+    walk.next(table, p.block_n, p.causal);
+  }
+  r.wrong_order += end != 0;
 }
 
 void backward_step(const Problem& p, Record& r, const QueryWalk& walk) {
@@ -84,51 +105,56 @@ void backward_step(const Problem& p, Record& r, const QueryWalk& walk) {
   r.needless_masks += masked && visible == int64_t{p.block_m} * p.block_n;
 }
 
-QueryWalk walk_of(const Problem& p, const Owner& owner) {
+struct OwnedTile {
+  int node;
+  KvTile tile;
+};
+
+QueryWalk walk_of(const Problem& p, const OwnedTile& owned) {
   QueryWalk walk{};
-  walk.layout = p.layout();
-  walk.tile = owner.tile;
+  walk.table = p.table();
+  walk.tile = owned.tile;
   walk.block_m = p.block_m;
   walk.heads = p.heads;
   walk.causal = p.causal;
   return walk;
 }
 
-// Calls body(owner, steps, leading) for every tile that somebody owns, up to as many as the device list holds:
+// Calls body(owned, steps, leading) for every tile that somebody owns, up to as many as the device list holds:
 // overlapping hostile runs have more. `leading`: steps of the tile by which it is split.
 template <class Body>
-void for_each_owner(const Problem& p, Body body) {
-  const GroupLayout layout = p.layout();
+void for_each_owned_tile(const Problem& p, Body body) {
+  const NodeTable table = p.table();
   int64_t left = p.capacities().tiles;
-  for (int index = 0; index < p.num_groups + p.num_segments; ++index) {
-    const bool context = index < p.num_groups;
+  for (int index = 0; index < p.num_nodes; ++index) {
+    const Node node = table.node(index);
     int first_steps = 0;
-    for (int n = 0; n < owned_tiles(layout, index, p.block_n) && left > 0; ++n, --left) {
-      const Region region = context ? Region::context : Region::decoded;
-      const Owner owner = owner_of(layout, region, context ? index : index - p.num_groups, n, p.block_n);
-      const int steps = owner_steps(layout, owner, p.block_m, p.heads, p.causal);
+    for (int n = 0; n < owned_tiles(node, p.block_n) && left > 0; ++n, --left) {
+      const OwnedTile owned{index, table.kv_tile(node, n, p.block_n)};
+      const int steps = tile_steps(table, index, owned.tile, p.block_m, p.heads, p.causal);
       if (n == 0) first_steps = steps;
-      body(owner, steps, context ? first_steps : steps);
+      body(owned, steps, has_children(node, index) ? first_steps : steps);
     }
   }
 }
 
-void backward_owner(const Problem& p, Record& r, const Owner& owner, int steps, int leading, int limit) {
-  if (!inside(p, owner.tile) || owner.tile.valid < 1) {
+void backward_tile(const Problem& p, Record& r, const OwnedTile& owned, int steps, int leading, int limit) {
+  if (!inside(p, owned.tile) || owned.tile.valid < 1) {
     ++r.out_of_range;
     return;
   }
-  for (SegmentCursor cursor{owner.segment_begin, owner.segment_end, p.reversed != 0}; !cursor.done();) {
-    r.ranges += !next_query_range(p.layout(), cursor, owner.tile, p.causal).empty();
+  const NodeCursor nodes = subtree_of(p.table(), owned.node, p.reversed != 0);
+  for (NodeCursor cursor = nodes; !cursor.done();) {
+    r.ranges += !next_query_range(p.table(), cursor, owned.tile, p.causal).empty();
   }
   const int parts = split_of(steps, leading, limit).parts;
-  const SegmentCursor segments{owner.segment_begin, owner.segment_end, p.reversed != 0};
   for (int part = 0; part < parts; ++part) {
     const int first = part_begin(steps, parts, part), last = part_begin(steps, parts, part + 1);
     int walked = 0;
-    QueryWalk walk = walk_of(p, owner);
-    for (walk.start(segments, first, last - first); !walk.done(); walk.next(), ++walked) backward_step(p, r, walk);
-    if (walked != last - first || last - first > limit || (walked == 0 && steps > 0)) ++r.bad_parts;
+    QueryWalk walk = walk_of(p, owned);
+    for (walk.start(nodes, first, last - first); !walk.done(); walk.next(), ++walked) backward_step(p, r, walk);
+    if (walked > last - first || last - first > limit || (first == last && steps > 0)) ++r.bad_parts;
+    if (walked < last - first) ++r.short_parts;
   }
 }
 
@@ -138,33 +164,46 @@ extern "C" {
 
 // What every query tile visits, in the forward and in the dQ of the deterministic backward.
 void record_forward(const Problem* p, Record* r) {
-  for (int index = 0; index < p->num_segments; ++index) {
-    const Segment s = p->layout().segment(index);
-    for (int m_block = 0; m_block < ceil_div(s.q_len, p->block_m); ++m_block) forward_tile(*p, *r, s, m_block);
+  for (int index = 0; index < p->num_nodes; ++index) {
+    const Node node = p->table().node(index);
+    for (int m_block = 0; m_block < ceil_div(node.q_len, p->block_m); ++m_block) forward_tile(*p, *r, node, m_block);
   }
 }
 
 // What the owners of all KV tiles visit, in parts of at most `limit` steps.
 void record_backward(const Problem* p, Record* r, int limit) {
-  for_each_owner(*p, [&](const Owner& owner, int steps, int leading) {
-    backward_owner(*p, *r, owner, steps, leading, limit);
+  for_each_owned_tile(*p, [&](const OwnedTile& owned, int steps, int leading) {
+    backward_tile(*p, *r, owned, steps, leading, limit);
   });
 }
 
-// Whether each segment but the first continues the run of the one before.
-void read_continued(const Problem* p, int* out) {
-  for (int i = 1; i < p->num_segments; ++i) out[i] = continues_run(p->layout().segment(i - 1), p->layout().segment(i));
+// Tiles on the way of a query tile to its root, and how many the schedule takes them for.
+int read_path(const Problem* p, int index, int m_block, int* cost) {
+  const NodeTable table = p->table();
+  const Node node = table.node(index);
+  *cost = forward_cost(node, m_block, p->block_m, p->block_n, p->causal);
+  PathWalk walk;
+  walk.start(table, node, query_tile(node, m_block, p->block_m), p->block_n, p->causal);
+  int tiles = 1;
+  for (; !walk.step(table, p->block_n).last; ++tiles) walk.next(table, p->block_n, p->causal);
+  return tiles;
 }
 
-// {row_begin, row_end, full_row, pos_offset} of each range of queries that see context tile n_block of a group, if it has
-// so many.
-int read_ranges(const Problem* p, int group, int n_block, int* out) {
-  const GroupLayout layout = p->layout();
-  const Owner owner = owner_of(layout, Region::context, group, n_block, p->block_n);
+// Whether each node but the first continues the run of the one before.
+void read_continued(const Problem* p, int* out) {
+  for (int i = 1; i < p->num_nodes; ++i) out[i] = continues_run(p->table().node(i - 1), p->table().node(i));
+}
+
+// {row_begin, row_end, full_row, pos_offset} of each range of queries that see tile n_block of a node, if it has so
+// many.
+int read_ranges(const Problem* p, int index, int n_block, int* out) {
+  const NodeTable table = p->table();
+  const Node node = table.node(index);
   int count = 0;
-  if (n_block >= owned_tiles(layout, group, p->block_n)) return 0;
-  for (SegmentCursor cursor{owner.segment_begin, owner.segment_end, p->reversed != 0}; !cursor.done();) {
-    const QueryRange range = next_query_range(layout, cursor, owner.tile, p->causal);
+  if (n_block >= owned_tiles(node, p->block_n)) return 0;
+  const KvTile tile = table.kv_tile(node, n_block, p->block_n);
+  for (NodeCursor cursor = subtree_of(table, index, p->reversed != 0); !cursor.done();) {
+    const QueryRange range = next_query_range(table, cursor, tile, p->causal);
     if (range.empty()) continue;
     for (int x : {range.row_begin, range.row_end, range.full_row, range.pos_offset}) *out++ = x;
     ++count;
@@ -174,7 +213,7 @@ int read_ranges(const Problem* p, int group, int n_block, int* out) {
 
 int64_t count_steps(const Problem* p) {
   int64_t total = 0;
-  for_each_owner(*p, [&](const Owner&, int steps, int) { total += steps; });
+  for_each_owned_tile(*p, [&](const OwnedTile&, int steps, int) { total += steps; });
   return total;
 }
 
@@ -206,14 +245,6 @@ bool do_rounds_fit(int tiles, int num_walks, int longest, int64_t total_steps, i
 
 bool does_first_class_alternate(int tiles, int widest, bool split, int num_walks, int num_sms) {
   return first_class_alternates(tiles, widest, split, num_walks, num_sms);
-}
-
-// [begin, end) of the queries of a segment that see a key, and of the context and decoded keys that are seen.
-void read_runs(const Problem* p, int index, int* out) {
-  const Segment s = p->layout().segment(index);
-  const RowRun runs[] = {seeing_queries(s, p->causal), seen_keys(s, Region::context, p->causal),
-                         seen_keys(s, Region::decoded, p->causal)};
-  for (const RowRun& run : runs) *out++ = run.begin, *out++ = run.end;
 }
 
 int pack_of(int heads_per_group, int tile_rows) { return packed_heads(heads_per_group, tile_rows); }

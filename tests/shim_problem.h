@@ -4,10 +4,9 @@
 #include "core/schedule.h"
 
 struct Problem {
-  const int* segments;
-  const int* groups;
-  int num_segments, num_groups;
-  int q_rows, context_rows, decoded_rows;
+  const int* nodes;
+  int num_nodes;
+  int q_rows, key_rows, decoded_rows;
   int causal;
   int block_m, block_n;
   int heads;  // query heads of a KV head
@@ -15,12 +14,11 @@ struct Problem {
   int reversed;  // direction of the walks
   const int *run_counts, *run_begins;  // or null
 
-  dualkv::GroupLayout layout() const {
-    return {segments,         groups, num_segments, num_groups, {q_rows, context_rows, decoded_rows},
-            {run_counts, run_begins}};
+  dualkv::NodeTable table() const {
+    return {nodes, num_nodes, {q_rows, key_rows, decoded_rows}, {run_counts, run_begins}};
   }
 
   dualkv::BackwardCapacities capacities() const {
-    return dualkv::backward_capacities(layout(), block_m, block_n, heads * num_kv_heads, num_kv_heads, num_sms);
+    return dualkv::backward_capacities(table(), block_m, block_n, heads * num_kv_heads, num_kv_heads, num_sms);
   }
 };

@@ -8,12 +8,26 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from node_tables import (
+    Problem,
+    Tables,
+    all_forests,
+    comb,
+    hostile_tables,
+    packed_prompts,
+    random_contexts,
+    random_parents,
+    random_prompts,
+    random_tables,
+    random_tree,
+    scattered_tree,
+    tree_tables,
+)
 from numpy.typing import NDArray
 
 HERE = Path(__file__).resolve().parent
@@ -24,79 +38,15 @@ SMALL_TILES = [(16, 16), (32, 16), (16, 32), (8, 64), (21, 16)]
 BATCHES = 500  # random tables for each choice of causality and small tiles
 UNSPLIT = 1 << 20  # steps of a part
 
-Ints = NDArray[np.int32]
-
-
-class Problem(ctypes.Structure):
-    """Mirror of the shim's Problem."""
-
-    _fields_ = [
-        ("segments", ctypes.c_void_p),
-        ("groups", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("num_segments", "num_groups", "q_rows", "context_rows", "decoded_rows")),
-        *((name, ctypes.c_int) for name in ("causal", "block_m", "block_n", "heads", "num_kv_heads", "num_sms")),
-        ("reversed", ctypes.c_int),
-        *((name, ctypes.c_void_p) for name in ("run_counts", "run_begins")),
-    ]
-
 
 class Record(ctypes.Structure):
     """Mirror of the shim's Record."""
 
     NAMES = (
         "steps", "masked_steps", "empty_steps", "needless_masks", "wrong_unmasked", "out_of_range",
-        "ranges", "bad_parts", "wrong_own_rows",
+        "blind_tiles", "wrong_order", "endless", "ranges", "bad_parts", "short_parts", "wrong_own_rows",
     )  # fmt: skip
     _fields_ = [("seen", ctypes.c_void_p), *((name, ctypes.c_int64) for name in NAMES)]
-
-
-@dataclass
-class Tables:
-    """A segment table, a group table and the rows of the tensors they index."""
-
-    segments: Ints  # (S, 8)
-    groups: Ints  # (G, 4)
-    q_rows: int
-    context_rows: int
-    decoded_rows: int
-
-    def continued(self) -> NDArray[np.bool_]:
-        """(S,): whether a segment belongs to the run of the one before."""
-        begin = self.segments[:, 0].clip(0, self.q_rows).astype(np.int64)
-        end = begin + self.segments[:, 1].clip(0, self.q_rows - begin)
-        position = self.segments[:, 2].clip(-(1 << 30), 1 << 30)
-        continued = np.zeros(len(self.segments), bool)
-        continued[1:] = (begin[1:] == end[:-1]) & (position[1:] == position[:-1])
-        return continued
-
-    def find_runs(self) -> tuple[Ints, Ints]:
-        """Runs that begin before each segment, and where each begins; as the kernel that builds the list finds them."""
-        begins = np.flatnonzero(~self.continued())
-        counts = np.searchsorted(begins, np.arange(len(self.segments) + 1))
-        return counts.astype(np.int32), np.append(begins, len(self.segments)).astype(np.int32)
-
-    def problem(
-        self, causal: bool, tiles: tuple[int, int], heads: int = 1, kv_heads: int = 1, num_sms: int = 4
-    ) -> Problem:
-        self.run_counts, self.run_begins = self.find_runs()  # as long as the last problem, which holds their addresses
-        return Problem(
-            self.segments.ctypes.data, self.groups.ctypes.data, len(self.segments), len(self.groups),
-            self.q_rows, self.context_rows, self.decoded_rows, causal, *tiles, heads, kv_heads, num_sms, False,
-            self.run_counts.ctypes.data, self.run_begins.ctypes.data,
-        )  # fmt: skip
-
-    def dense(self, causal: bool) -> NDArray[np.uint8]:
-        """(q_rows, context_rows + decoded_rows): 1 where a row sees a key."""
-        relation = np.zeros((self.q_rows, self.context_rows + self.decoded_rows), np.uint8)
-        for q_begin, q_len, q_pos0, context, context_len, decoded, decoded_len, _ in self.segments.tolist():
-            positions = q_pos0 + np.arange(q_len)[:, None]
-            for begin, length, pos0 in (
-                (context, context_len, 0),
-                (self.context_rows + decoded, decoded_len, context_len),
-            ):
-                sees = (pos0 + np.arange(length)[None, :] <= positions) if causal else np.ones((q_len, length), bool)
-                relation[q_begin : q_begin + q_len, begin : begin + length] |= sees
-        return relation
 
 
 def build_shim(folder: Path, *flags: str) -> Path:
@@ -127,96 +77,21 @@ def record(function: Callable[..., None], problem: Problem, seen: NDArray[np.uin
     return result
 
 
-def random_length(rng: np.random.Generator, block: int) -> int:
-    """0, around the borders of a tile, or anything up to three tiles."""
-    borders = [0, 1, block - 1, block, block + 1, 2 * block]
-    return int(rng.choice(borders)) if rng.random() < 0.4 else int(rng.integers(0, 3 * block + 1))
-
-
-def random_query_rows(rng: np.random.Generator, context: int, decoded: int, block: int) -> tuple[int, int]:
-    """(query rows, decoded rows) of a sequence: the usual cases, a prompt, and lengths without any relation."""
-    kind = rng.integers(0, 6)
-    if kind <= 2:
-        return decoded, decoded
-    if kind == 3:
-        return context, 0
-    return (context + decoded if kind == 4 else random_length(rng, block)), decoded
-
-
-def pack_in_order(lengths: list[int], order: NDArray[np.int64], gap: list[int]) -> tuple[list[int], int]:
-    """Where each run begins when runs are packed in the given order behind gaps, and the rows this takes."""
-    begins, row = [0] * len(lengths), 0
-    for index in order.tolist():
-        row += gap[index]
-        begins[index] = row
-        row += lengths[index]
-    return begins, row
-
-
-def random_tables(rng: np.random.Generator, tiles: tuple[int, int]) -> Tables:
-    """Groups of sequences in tables whose order may differ from the packed one, with or without gaps."""
-    block = max(tiles) if rng.random() < 0.5 else min(tiles)
-    contexts = [random_length(rng, block) for _ in range(rng.integers(1, 4))]
-    owners = [group for group in range(len(contexts)) for _ in range(rng.integers(0, 5))]
-    lengths = [random_query_rows(rng, contexts[g], random_length(rng, block), block) for g in owners]
-    count = len(owners)
-    shuffled = rng.random() < 0.3
-    order = rng.permutation(count) if shuffled else np.arange(count)
-    gaps = [[int(rng.integers(0, 4)) if rng.random() < 0.2 else 0 for _ in range(count)] for _ in range(2)]
-    q_begin, q_rows = pack_in_order([q for q, _ in lengths], order, gaps[0])
-    decoded_begin, decoded_rows = pack_in_order([r for _, r in lengths], order, gaps[1])
-    context_begin, context_rows = pack_in_order(contexts, rng.permutation(len(contexts)), [0] * len(contexts))
-    segments = np.array(
-        [
-            (q_begin[i], q, contexts[g] + r - q, context_begin[g], contexts[g], decoded_begin[i], r, g)
-            for i, (g, (q, r)) in enumerate(zip(owners, lengths, strict=True))
-        ],
-        np.int32,
-    ).reshape(count, 8)
-    ends = np.searchsorted(np.array(owners, np.int64), np.arange(len(contexts) + 1))
-    groups = np.array([(context_begin[g], contexts[g], ends[g], ends[g + 1]) for g in range(len(contexts))], np.int32)
-    slack = rng.integers(0, 3, 3).tolist()
-    return Tables(segments, groups, q_rows + slack[0], context_rows + slack[1], decoded_rows + slack[2])
-
-
-def usual_tables(context: int, prompt: bool, responses: list[int]) -> Tables:
-    """One group whose responses are neighbours, behind the prompt's own rows or not."""
-    lengths = [(context, 0)] * prompt + [(r, r) for r in responses]
-    rows, q, decoded = [], 0, 0
-    for q_len, r in lengths:
-        rows.append((q, q_len, context + r - q_len, 0, context, decoded, r, 0))
-        q, decoded = q + q_len, decoded + r
-    groups = np.array([(0, context, 0, len(rows))], np.int32)
-    return Tables(np.array(rows, np.int32).reshape(-1, 8), groups, q, context, decoded)
-
-
-def run_tables(rng: np.random.Generator) -> Tables:
-    """Groups as a batch has them, some with equal prompts, so that runs do not end with a group."""
-    segments, groups, q, context, decoded = [], [], 0, 0, 0
-    length = int(rng.integers(0, 50))
-    for group in range(rng.integers(1, 4)):
-        first = len(segments)
-        for r in [-1] * int(rng.integers(0, 2)) + rng.integers(0, 20, rng.integers(0, 8)).tolist():
-            q_len, own = (length, 0) if r < 0 else (r, r)
-            segments.append((q, q_len, length + own - q_len, context, length, decoded, own, group))
-            q, decoded = q + q_len, decoded + own
-        groups.append((context, length, first, len(segments)))
-        context += length
-        length = length if rng.integers(0, 2) else int(rng.integers(0, 50))
-    return Tables(
-        np.array(segments, np.int32).reshape(-1, 8), np.array(groups, np.int32).reshape(-1, 4), q, context, decoded
-    )
-
-
 def assert_sound(result: Record, seen: NDArray[np.uint8], expected: NDArray[np.uint8]) -> None:
-    for head in seen:
-        np.testing.assert_array_equal(head, expected)
-    assert result.out_of_range == 0
-    assert result.wrong_unmasked == 0
-    assert result.needless_masks == 0
-    assert result.empty_steps == 0, "a step without a visible pair is wasted work"
-    assert result.bad_parts == 0
-    assert result.wrong_own_rows == 0
+    assert (seen == expected).all()
+    for name in Record.NAMES:
+        if name not in ("steps", "masked_steps", "ranges", "blind_tiles"):
+            assert getattr(result, name) == 0, name
+
+
+def blind_tiles(tables: Tables, block_m: int, expected: NDArray[np.uint8]) -> int:
+    """Query tiles of which no row sees a key."""
+    sees = np.concatenate([[0], np.cumsum(expected.any(1))])
+    count = 0
+    for begin, rows in zip(tables["q_begin"].tolist(), tables["q_len"].tolist(), strict=True):
+        firsts = np.arange(begin, begin + rows, block_m)
+        count += int((sees[np.minimum(firsts + block_m, begin + rows)] == sees[firsts]).sum())
+    return count
 
 
 def check_tables(
@@ -225,7 +100,9 @@ def check_tables(
     problem = tables.problem(causal, tiles, heads)
     expected = tables.dense(causal)
     seen = np.zeros((heads, *expected.shape), np.uint8)
-    assert_sound(record(shim.record_forward, problem, seen), seen, expected)
+    forward = record(shim.record_forward, problem, seen)
+    assert_sound(forward, seen, expected)
+    assert forward.blind_tiles == blind_tiles(tables, tiles[0], expected), "queries that see no key walk one tile"
     for direction in (False, True):
         seen[:] = 0
         problem.reversed = direction
@@ -234,41 +111,107 @@ def check_tables(
         assert backward.steps == shim.count_steps(ctypes.byref(problem))
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("tiles", SMALL_TILES + KERNEL_TILES, ids=str)
 def test_every_visible_pair_is_visited_once(shim: ctypes.CDLL, tiles: tuple[int, int], causal: bool) -> None:
     rng = np.random.default_rng([*tiles, causal])
     for _ in range(BATCHES if tiles in SMALL_TILES else BATCHES // 20):
-        tables = random_tables(rng, tiles)
         heads = int(rng.integers(1, 4))
         limit = int(rng.choice([1, 2, 3, 5, 8, UNSPLIT]))  # far more parts than the schedule would make
-        check_tables(shim, tables, causal, tiles, heads, limit)
+        check_tables(shim, random_tables(rng, tiles), causal, tiles, heads, limit)
 
 
-def ranges_of(shim: ctypes.CDLL, problem: Problem, group: int, n_block: int) -> list[int]:
-    """Every range of queries that sees a tile of the group's context, with where it is full and its positions."""
-    out = (ctypes.c_int * (4 * max(problem.num_segments, 1)))()
-    return list(out[: 4 * shim.read_ranges(ctypes.byref(problem), group, n_block, out)])
+def small_trees(count: int, lengths: Iterable[int]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+    return itertools.product(itertools.product(lengths, repeat=count), all_forests(count))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_runs_of_segments_make_the_same_ranges(shim: ctypes.CDLL, causal: bool) -> None:
+def joined(trees: Iterable[tuple[tuple[int, ...], list[int]]]) -> Tables:
+    """Many trees in one table."""
+    lengths: list[int] = []
+    parents: list[int] = []
+    for own, above in trees:
+        parents += [parent + len(lengths) if parent >= 0 else -1 for parent in above]
+        lengths += own
+    return tree_tables(lengths, parents)
+
+
+def test_all_small_trees(shim: ctypes.CDLL) -> None:
+    """Of up to 4 nodes one by one; of 5 and 6 many side by side; and some more of 6 and 7."""
+    assert [len(list(all_forests(count))) for count in range(1, 7)] == [1, 2, 5, 14, 42, 132]
+    for count in range(1, 5):
+        for lengths, parents in small_trees(count, (0, 1, 4, 5)):
+            check_tables(shim, tree_tables(lengths, parents), True, (3, 4), 1, 2)
+    many = [*small_trees(5, (0, 4, 5)), *small_trees(6, (0, 5))]
+    rng = np.random.default_rng(0)
+    for count in (6, 7):
+        shapes = list(all_forests(count))
+        many += [
+            (tuple(rng.choice([0, 1, 3, 4, 5, 8], count).tolist()), shapes[rng.integers(0, len(shapes))])
+            for _ in range(2000)
+        ]
+    for first in range(0, len(many), 40):
+        tables = joined(many[first : first + 40])
+        for causal in (True, False)[: 1 + (first % 160 == 0)]:
+            check_tables(shim, tables, causal, (4, 4), 1, UNSPLIT)
+
+
+def test_trees_of_many_nodes(shim: ctypes.CDLL) -> None:
+    """To 300 nodes, and to a depth of 1,000; nodes without tokens among them."""
+    rng = np.random.default_rng(1)
+    for index in range(20):
+        parents = random_parents(rng, 300, (0.01, 0.3, 0.5, 0.9)[index % 4])
+        lengths = rng.integers(0, (3, 20)[index // 4 % 2], len(parents)).tolist()
+        check_tables(shim, tree_tables(lengths, parents), index % 5 > 0, (16, 16), 1, 50)
+    chain = rng.integers(0, 4, 1000).tolist()
+    check_tables(shim, tree_tables(chain, list(range(-1, 999))), True, (16, 16), 1, 100)
+    check_tables(shim, comb(3, [2] * 400, 1), True, (16, 16), 1, 100)
+
+
+def ranges_of(shim: ctypes.CDLL, problem: Problem, node: int, n_block: int) -> list[list[int]]:
+    """Every range of queries that sees a tile of the node: its rows, from where it is full, and its positions."""
+    out = (ctypes.c_int * (4 * max(problem.num_nodes, 1)))()
+    count = shim.read_ranges(ctypes.byref(problem), node, n_block, out)
+    ranges = [out[4 * index : 4 * index + 4] for index in range(count)]
+    for one in ranges:
+        one[3] *= one[2] > one[0]  # nobody asks for the positions of rows that see all of the tile
+    return ranges[::-1] if problem.reversed else ranges
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_runs_of_nodes_make_the_same_ranges(shim: ctypes.CDLL, causal: bool) -> None:
     rng = np.random.default_rng(causal)
-    joined = 0
-    for index in range(300):
-        tables = (hostile_tables, lambda rng: random_tables(rng, (16, 16)), run_tables)[index % 3](rng)
+    whole_runs = 0
+    for index in range(400):
+        tables = (random_tree, scattered_tree, random_contexts, random_prompts)[index % 4](rng, 16)
         problem = tables.problem(causal, (16, 16))
-        continued = (ctypes.c_int * max(len(tables.segments), 1))()
-        shim.read_continued(ctypes.byref(problem), continued)
-        assert list(continued)[: len(tables.segments)] == tables.continued().tolist()
         alone = Problem.from_buffer_copy(problem)
         alone.run_counts = alone.run_begins = None
-        for group, n_block, direction in itertools.product(range(len(tables.groups)), range(4), (False, True)):
-            problem.reversed = alone.reversed = direction
-            expected = ranges_of(shim, alone, group, n_block)
-            assert ranges_of(shim, problem, group, n_block) == expected
-            joined += sum(tables.continued()) > 3 and len(expected) == 4
-    assert joined > 100
+        for node, n_block in itertools.product(range(len(tables.nodes)), range(4)):
+            problem.reversed = alone.reversed = False
+            expected = ranges_of(shim, alone, node, n_block)
+            assert ranges_of(shim, problem, node, n_block) == expected
+            problem.reversed = alone.reversed = True
+            assert ranges_of(shim, alone, node, n_block) == ranges_of(shim, problem, node, n_block) == expected
+            whole_runs += sum(tables.continued()) > 3 and len(expected) == 1
+    assert whole_runs > 100
+
+
+def test_runs_are_what_the_header_takes_for_runs(shim: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(2)
+    for index in range(300):
+        tables = hostile_tables(rng) if index % 3 else random_tables(rng, (16, 16))
+        problem = tables.problem(True, (16, 16))
+        continued = (ctypes.c_int * len(tables.nodes))()
+        shim.read_continued(ctypes.byref(problem), continued)
+        assert list(continued) == tables.continued().tolist()
+
+
+def test_a_packed_tree_has_one_range_a_tile(shim: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(100):
+        tables = random_tree(rng, 16, most=40)
+        result = record(shim.record_backward, tables.problem(True, (16, 16)), None, UNSPLIT)
+        assert result.ranges == sum(-(-length // 16) for length in tables["kv_len"].tolist())
 
 
 def test_tiles_that_fit_their_multiprocessors_are_not_split(shim: ctypes.CDLL) -> None:
@@ -290,28 +233,6 @@ def test_tiles_that_fit_their_multiprocessors_are_not_split(shim: ctypes.CDLL) -
     assert shim.limit_of(50, ctypes.c_int64(0), ctypes.c_int64(0), 0, 1 << 30, 132) == 50
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_rows_that_take_part(shim: ctypes.CDLL, causal: bool) -> None:
-    """All other rows are cleared: queries that see no key, and keys that no query sees."""
-    rng = np.random.default_rng(0)
-    for index in range(BATCHES):
-        tables = random_tables(rng, (16, 16)) if index % 3 else hostile_tables(rng)
-        if index % 3 == 1:
-            tables.segments[:, 2] -= rng.integers(0, 40, len(tables.segments))  # keys behind the last query
-        problem = tables.problem(causal, (16, 16))
-        part = [np.zeros(rows, bool) for rows in (tables.q_rows, tables.context_rows, tables.decoded_rows)]
-        runs = (ctypes.c_int * 6)()
-        for segment in range(len(tables.segments)):
-            shim.read_runs(ctypes.byref(problem), segment, runs)
-            for rows, begin, end in zip(part, runs[::2], runs[1::2]):
-                assert begin >= end or 0 <= begin < end <= len(rows)
-                rows[begin:end] = True
-        if index % 3:
-            dense = tables.dense(causal)
-            assert np.array_equal(part[0], dense.any(1))
-            assert np.array_equal(np.concatenate(part[1:]), dense.any(0))
-
-
 def test_packs_of_heads_leave_few_rows_unused(shim: ctypes.CDLL) -> None:
     for heads, tile_rows in itertools.product(range(1, 65), (64, 128, 192)):
         pack = shim.pack_of(heads, tile_rows)
@@ -319,20 +240,20 @@ def test_packs_of_heads_leave_few_rows_unused(shim: ctypes.CDLL) -> None:
         assert tile_rows - tile_rows // pack * pack <= tile_rows / 8
 
 
-@pytest.mark.parametrize("prompt", [True, False])
-def test_responses_of_a_group_merge_into_one_run(shim: ctypes.CDLL, prompt: bool) -> None:
+def test_prompts_in_front_have_two_ranges_a_tile(shim: ctypes.CDLL) -> None:
     responses = [100, 1, 64, 37, 0, 128, 70]
-    tables = usual_tables(256, prompt, responses)
+    tables = packed_prompts([256, 256], [responses, responses])
     result = record(shim.record_backward, tables.problem(True, (64, 128)), None, UNSPLIT)
-    decoded_tiles = sum(-(-r // 128) for r in responses)
-    assert result.ranges == 2 + decoded_tiles, "a context tile has one range, the prompt's own rows included"
-    context_steps = sum(-(-400 // 64) + (prompt and 5) for _ in range(2))
-    assert result.steps <= context_steps + sum(r // 64 + 2 for r in responses)
-    assert result.masked_steps <= 2 * (2 + (prompt and 3)) + sum(r // 64 + 2 for r in responses)
+    response_tiles = sum(-(-length // 128) for length in responses)
+    assert result.ranges == 2 * (2 + 2 + response_tiles), "the prompt's own rows, and its responses"
+    context_steps = sum(-(-400 // 64) + 1 + 5 for _ in range(2))
+    response_steps = sum(length // 64 + 2 for length in responses)
+    assert result.steps <= 2 * (context_steps + response_steps)
+    assert result.masked_steps <= 2 * (2 * (2 + 3) + response_steps)
 
 
 def test_long_context_is_mostly_unmasked(shim: ctypes.CDLL) -> None:
-    tables = usual_tables(4096, True, [512] * 16)
+    tables = packed_prompts([4096], [[512] * 16])
     for function, arguments in ((shim.record_forward, ()), (shim.record_backward, (UNSPLIT,))):
         result = record(function, tables.problem(True, (64, 64), num_sms=132), None, *arguments)
         pairs = 4096 * 4097 // 2 + 16 * (512 * 4096 + 512 * 513 // 2)
@@ -340,29 +261,16 @@ def test_long_context_is_mostly_unmasked(shim: ctypes.CDLL) -> None:
         assert result.masked_steps < 0.05 * result.steps
 
 
-def test_causal_border_rows() -> None:
-    """The dense relation itself, by hand: two context keys, three decoded keys, four queries."""
-    tables = Tables(
-        np.array([[0, 4, 1, 0, 2, 0, 3, 0]], np.int32), np.array([[0, 2, 0, 1]], np.int32), 4, 2, 3
-    )  # fmt: skip
-    assert tables.dense(True).tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-
-
-HOSTILE_VALUES = [-(2**31), 2**31 - 1, -1, 0, 1, 2**30, -(2**30), 2**16, 31, 32, 33, 1000]
-
-
-def hostile_tables(rng: np.random.Generator) -> Tables:
-    """Tables of arbitrary numbers, or honest tables with some of their numbers replaced."""
-    tables = random_tables(rng, (16, 16))
-    share = float(rng.choice([0.05, 0.3, 1.0]))
-    for table in (tables.segments, tables.groups):
-        values = np.where(
-            rng.random(table.shape) < 0.5,
-            rng.choice(HOSTILE_VALUES, table.shape),
-            rng.integers(-(2**31), 2**31, table.shape),
-        )
-        table[:] = np.where(rng.random(table.shape) < share, values, table)
-    return tables
+def test_relation_by_hand() -> None:
+    """A context of two keys, three decoded keys, four queries; and a root with two children, one with a child."""
+    nodes = np.array([[0, 0, 0, 0, 2, 0, -1, 2], [0, 4, 1, 2, 3, 2, 0, 2]], np.int32)
+    causal = Tables(nodes, 4, 2, 3).dense(True)
+    assert causal.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    tree = tree_tables([2, 1, 1, 1], [-1, 0, 1, 0])
+    assert tree["subtree_end"].tolist() == [4, 3, 3, 4] and tree["kv_pos0"].tolist() == [0, 2, 3, 2]
+    assert tree.dense(True).tolist() == [
+        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1],
+    ]  # fmt: skip
 
 
 def walk_hostile(shim: ctypes.CDLL, seed: int, count: int) -> None:
@@ -371,24 +279,27 @@ def walk_hostile(shim: ctypes.CDLL, seed: int, count: int) -> None:
     for _ in range(count):
         tables = hostile_tables(rng)
         problem = tables.problem(bool(rng.integers(0, 2)), (16, 16), heads=int(rng.integers(1, 4)))
-        seen = np.zeros((problem.heads, tables.q_rows, tables.context_rows + tables.decoded_rows), np.uint8)
-        for result in (
-            record(shim.record_forward, problem, seen),
-            record(shim.record_backward, problem, seen, int(rng.choice([1, 7, UNSPLIT]))),
-        ):
-            assert result.out_of_range == 0 and result.wrong_unmasked == 0 and result.bad_parts == 0
+        problem.reversed = bool(rng.integers(0, 2))
+        seen = np.zeros((problem.heads, tables.q_rows, tables.key_rows + tables.decoded_rows), np.uint8)
+        forward = record(shim.record_forward, problem, seen)
+        backward = record(shim.record_backward, problem, seen, int(rng.choice([1, 7, UNSPLIT])))
+        for name in ("out_of_range", "wrong_unmasked", "endless", "bad_parts"):
+            assert getattr(forward, name) == getattr(backward, name) == 0, name
+        # The steps of a part are counted forward, and only honest numbers have the same ranges in both directions.
+        assert backward.short_parts == 0 or problem.reversed
 
 
 def walk_far_rows(shim: ctypes.CDLL) -> None:
     """A few rows at the far end of tensors with 2^29 rows, where products of indices leave 32 bits."""
     rows = 1 << 29
-    segments = np.array([[rows - 70, 70, 30, rows - 50, 50, rows - 50, 50, 0]], np.int32)
-    groups = np.array([[rows - 50, 50, 0, 1]], np.int32)
-    tables = Tables(segments, groups, rows, rows, rows)
-    forward = record(shim.record_forward, tables.problem(True, (64, 64)), None)
-    backward = record(shim.record_backward, tables.problem(True, (64, 64)), None, 1)
-    assert (forward.steps, backward.steps) == (4, 3)
-    assert forward.out_of_range == backward.out_of_range == forward.empty_steps == backward.empty_steps == 0
+    root = [rows - 70, 0, 0, rows // 2 - 50, 50, 0, -1, 2]
+    for region_rows, decoded in (((rows // 2, rows // 2), rows - 50), ((rows, 0), rows - 50)):
+        tables = Tables(np.array([root, [rows - 70, 70, 30, decoded, 50, 50, 0, 2]], np.int32), rows, *region_rows)
+        forward = record(shim.record_forward, tables.problem(True, (64, 64)), None)
+        backward = record(shim.record_backward, tables.problem(True, (64, 64)), None, 1)
+        assert (forward.steps, backward.steps) == (4, 3)
+        assert all(not getattr(one, name) for one in (forward, backward) for name in ("out_of_range", "empty_steps"))
+        assert forward.wrong_order == 0
 
 
 def test_hostile_tables_stay_inside_the_tensors(shim: ctypes.CDLL) -> None:
