@@ -177,18 +177,6 @@ void record_backward(const Problem* p, Record* r, int limit) {
   });
 }
 
-// Tiles on the way of a query tile to its root, and how many the schedule takes them for.
-int read_path(const Problem* p, int index, int m_block, int* cost) {
-  const NodeTable table = p->table();
-  const Node node = table.node(index);
-  *cost = forward_cost(node, m_block, p->block_m, p->block_n, p->causal);
-  PathWalk walk;
-  walk.start(table, node, query_tile(node, m_block, p->block_m), p->block_n, p->causal);
-  int tiles = 1;
-  for (; !walk.step(table, p->block_n).last; ++tiles) walk.next(table, p->block_n, p->causal);
-  return tiles;
-}
-
 // Whether each node but the first continues the run of the one before.
 void read_continued(const Problem* p, int* out) {
   for (int i = 1; i < p->num_nodes; ++i) out[i] = continues_run(p->table().node(i - 1), p->table().node(i));

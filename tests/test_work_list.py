@@ -3,107 +3,36 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections import Counter, defaultdict
-from typing import NamedTuple
 
 import numpy as np
 import pytest
-from test_geometry import (
-    COMPILER,
-    HERE,
-    INCLUDE,
-    Ints,
+from node_tables import (
     Problem,
     Tables,
+    comb,
     hostile_tables,
+    packed_prompts,
+    random_parents,
+    random_prompts,
     random_tables,
-    run_tables,
-    usual_tables,
+    tree_tables,
 )
+from work_lists import Backward, Tile, backward_list, capacities, forward_list, load_work_lists
 
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The source of the blocks that build the lists, with a context for each of their threads."""
-    if COMPILER is None:
-        pytest.skip("no C++ compiler")
-    library = tmp_path_factory.mktemp("work_list") / "work_list.so"
-    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{HERE / 'host_cuda'}"]
-    command += [f"-I{INCLUDE}", str(HERE / "work_list_shim.cpp"), "-o", str(library)]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(library))
-
-
-class Tile(NamedTuple):
-    region: int  # 0: context
-    owner: int
-    n_block: int
-
-
-class Backward(NamedTuple):
-    """What the device's list says."""
-
-    items: Ints  # (items, 6): tile, first step, steps, slot
-    splits: Ints  # (splits, 5): tile, slot, parts
-    blocks: Ints  # (items x KV heads, 3): item, KV head, direction
-    run_counts: Ints
-    run_begins: Ints
-    parts: int
-    fillers: int
-    alternating: int
-
-    def by_tile(self) -> dict[Tile, list[list[int]]]:
-        found = defaultdict(list)
-        for region, owner, n_block, *rest in self.items.tolist():
-            found[Tile(region, owner, n_block)].append(rest)
-        return found
-
-
-class Capacities(NamedTuple):
-    items: int
-    splits: int
-    slots: int
-    forward: int  # items of the forward list
-
-
-def capacities(shim: ctypes.CDLL, problem: Problem) -> Capacities:
-    out = (ctypes.c_int * 4)()
-    shim.read_capacities(ctypes.byref(problem), out)
-    return Capacities(*out)
-
-
-UNTOUCHED = -12345  # what stands behind the rows that an array holds
-
-
-def backward_list(shim: ctypes.CDLL, problem: Problem) -> Backward:
-    most = capacities(shim, problem)
-    guard = most.slots + 8  # rows: more than could be written behind an array
-    items, splits = (
-        np.full((rows + guard, columns), UNTOUCHED, np.int32) for rows, columns in ((most.items, 6), (most.splits, 5))
-    )
-    blocks = np.full(((most.items + guard) * problem.num_kv_heads, 3), -1, np.int32)
-    runs = np.zeros((2, problem.num_segments + 1), np.int32)
-    counts = (ctypes.c_int * 4)()
-    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (items, splits, runs[0], runs[1], blocks)]
-    count = shim.build_backward(ctypes.byref(problem), *pointers, counts)
-    assert (items[most.items :] == UNTOUCHED).all() and (splits[most.splits :] == UNTOUCHED).all()
-    return Backward(
-        items[:count], splits[: counts[0]], blocks[: count * problem.num_kv_heads],
-        runs[0], runs[1], counts[1], counts[2], counts[3],
-    )  # fmt: skip
+    return load_work_lists(tmp_path_factory.mktemp("work_list"))
 
 
 def expected_steps(shim: ctypes.CDLL, problem: Problem) -> dict[Tile, int]:
-    """Of every tile that a query sees, without runs of segments."""
+    """Of every tile, without runs of nodes."""
     steps = {}
-    for index in range(problem.num_groups + problem.num_segments):
+    for node in range(problem.num_nodes):
         n_block = 0
-        while (count := shim.steps_of(ctypes.byref(problem), index, n_block)) >= 0:
-            context = index < problem.num_groups
-            tile = Tile(int(not context), index if context else index - problem.num_groups, n_block)
-            if count:
-                steps[tile] = count
+        while (count := shim.steps_of(ctypes.byref(problem), node, n_block)) >= 0:
+            steps[Tile(node, n_block)] = count
             n_block += 1
     return steps
 
@@ -118,12 +47,12 @@ def check_backward(shim: ctypes.CDLL, tables: Tables, problem: Problem) -> Backw
     steps, found = expected_steps(shim, problem), made.by_tile()
     assert set(found) == set(steps)
     used = Counter()
-    splits = {Tile(*row[:3]): row[3:] for row in made.splits.tolist()}
+    splits = {Tile(*row[:2]): row[2:] for row in made.splits.tolist()}
     assert len(splits) == len(made.splits)
     for tile, parts in found.items():
         begins = [0, *np.cumsum([count for _, count, _ in parts]).tolist()]
         assert [first for first, _, _ in parts] == begins[:-1] and begins[-1] == steps[tile], f"parts of {tile}"
-        assert all(count > 0 for _, count, _ in parts)
+        assert all(count > 0 for _, count, _ in parts) or (steps[tile] == 0 and len(parts) == 1)
         assert (tile in splits) == (len(parts) > 1)
         for index, (_, _, slot) in enumerate(parts):
             assert slot == (splits[tile][0] + index * problem.num_kv_heads if len(parts) > 1 else -1)
@@ -135,30 +64,49 @@ def check_backward(shim: ctypes.CDLL, tables: Tables, problem: Problem) -> Backw
     assert Counter(map(tuple, made.blocks[:, :2].tolist())) == Counter(np.ndindex(len(made.items), heads))
     directions = defaultdict(set)
     for item, head, direction in made.blocks.tolist():
-        directions[Tile(*made.items[item, :3].tolist()), head].add(direction)
+        directions[Tile(*made.items[item, :2].tolist()), head].add(direction)
     assert all(len(found) == 1 for found in directions.values()), "parts are counted along the walk of their tile"
     return made
 
 
-@pytest.mark.parametrize("make", ["usual", "random"])
+@pytest.mark.parametrize("make", ["prompts", "random"])
 def test_every_walk_is_complete(shim: ctypes.CDLL, make: str) -> None:
     rng = np.random.default_rng(5)
-    split = 0
-    for index in range(15):
-        tables = run_tables(rng) if make == "usual" else random_tables(rng, (16, 16))
+    split = unseen = 0
+    for index in range(20):
+        tables = random_prompts(rng, 50) if make == "prompts" else random_tables(rng, (16, 16))
         kv_heads, num_sms = int(rng.choice([1, 2, 7])), int(rng.choice([1, 3, 8, 132]))
         problem = tables.problem(index % 3 > 0, (16, 16), heads=48, kv_heads=kv_heads, num_sms=num_sms)
-        split += len(check_backward(shim, tables, problem).splits) > 0
-    assert split > 0
+        made = check_backward(shim, tables, problem)
+        split += len(made.splits) > 0
+        unseen += bool((made.items[:, 3] == 0).any())
+    assert split > 0 and (unseen > 0) == (make == "random")
+
+
+def test_trees(shim: ctypes.CDLL) -> None:
+    """A comb, a bush, a chain and a forest; those that split tiles and those that do not."""
+    rng = np.random.default_rng(6)
+    parents = random_parents(rng, 200, 0.5)
+    trees = [
+        comb(1024, [128] * 64, 256),
+        tree_tables([2048, *[64] * 300], [-1, *[0] * 300]),
+        tree_tables([800] * 20, range(-1, 19)),
+        tree_tables(rng.integers(0, 300, 200).tolist(), parents),
+    ]
+    made = [
+        check_backward(shim, tables, tables.problem(True, (64, 128), heads=4, kv_heads=8, num_sms=132))
+        for tables in trees
+    ]
+    assert {len(one.splits) > 0 for one in made} == {True, False}
 
 
 def test_long_shapes(shim: ctypes.CDLL) -> None:
     """Of 132 multiprocessors: alternating waves, rounds by parts, parts without rounds, fillers."""
     shapes = {
-        "28 x 4K x 2K": (usual_tables(4096, True, [2048] * 28), 8),
-        "two KV heads": (usual_tables(4096, True, [2048] * 28), 2),
-        "short": (usual_tables(8192, True, [146] * 32), 8),
-        "32 x 5059": (usual_tables(5059, True, [*range(131, 2048, 60)]), 8),
+        "28 x 4K x 2K": (packed_prompts([4096], [[2048] * 28]), 8),
+        "two KV heads": (packed_prompts([4096], [[2048] * 28]), 2),
+        "short": (packed_prompts([8192], [[146] * 32]), 8),
+        "32 x 5059": (packed_prompts([5059], [[*range(131, 2048, 60)]]), 8),
     }
     made = {
         name: check_backward(shim, tables, tables.problem(True, (64, 128), heads=4, kv_heads=kv_heads, num_sms=132))
@@ -176,40 +124,74 @@ def test_long_shapes(shim: ctypes.CDLL) -> None:
     assert made["28 x 4K x 2K"].fillers and made["short"].fillers and made["two KV heads"].fillers
 
 
-def test_tiles_of_a_context_are_split_alike(shim: ctypes.CDLL) -> None:
+def test_tiles_that_nobody_sees_come_last(shim: ctypes.CDLL) -> None:
+    """They write zeros: items of no step, in the last class."""
+    nodes = np.array([(0, 0, 0, 0, 100, 0, -1, 2), (0, 40, 10, 100, 50, 100, 0, 2)], np.int32)
+    tables = Tables(nodes, 40, 150)
+    made = check_backward(shim, tables, tables.problem(True, (16, 16), kv_heads=2))
+    steps = made.items[:, 3].tolist()
+    assert sum(count == 0 for count in steps) == 3 + 4 and all(steps[:4]) and not any(steps[4:])
+    assert made.items[4:, 4].tolist() == [-1] * 7
+
+
+def test_tiles_of_an_inner_node_are_split_alike(shim: ctypes.CDLL) -> None:
     """As its first tile is; unless that takes more slots than there are, where few queries see most of them."""
-    with_responses, alone = usual_tables(16 * 40, True, [16 * 20] * 8), usual_tables(16 * 60, True, [])
+    with_responses, alone = packed_prompts([16 * 40], [[16 * 20] * 8]), packed_prompts([16 * 60], [[0]])
     for tables, heads, kv_heads, alike in ((with_responses, 12, 8, True), (alone, 64, 4, False)):
         problem = tables.problem(True, (16, 16), heads=heads, kv_heads=kv_heads, num_sms=132)
         found = check_backward(shim, tables, problem).by_tile()
-        parts = {len(parts) for tile, parts in found.items() if tile.region == 0}
+        parts = {len(parts) for tile, parts in found.items() if tile.node == 0}
         assert max(parts) > 1 and (len(parts) == 1) == alike
+
+
+def test_lists_do_not_change_from_run_to_run(shim: ctypes.CDLL) -> None:
+    tables = random_prompts(np.random.default_rng(8), 200)
+    problem = tables.problem(True, (16, 16), heads=4, kv_heads=2, num_sms=8)
+    first, second = backward_list(shim, problem), backward_list(shim, problem)
+    assert np.array_equal(first.items[:, :4], second.items[:, :4]) and np.array_equal(first.blocks, second.blocks)
 
 
 def test_hostile_tables_keep_to_their_arrays(shim: ctypes.CDLL) -> None:
     """Wrong numbers, but none outside of what is allocated, and an end."""
     rng = np.random.default_rng(6)
-    for _ in range(6):
+    for _ in range(10):
         problem = hostile_tables(rng).problem(True, (16, 16), heads=12, kv_heads=2, num_sms=8)
         most, made = capacities(shim, problem), backward_list(shim, problem)
         assert len(made.items) <= most.items and len(made.splits) <= most.splits
-        assert all(-1 <= slot < most.slots for slot in made.items[:, 5].tolist())
+        assert all(-1 <= slot < most.slots for slot in made.items[:, 4].tolist())
+        assert len(forward_list(shim, problem).items) <= most.forward
 
 
 def test_forward_items_come_longest_first(shim: ctypes.CDLL) -> None:
+    """Every query tile once, also of queries that see no key: it writes their rows."""
     rng = np.random.default_rng(7)
-    for index in range(6):
-        tables = run_tables(rng) if index % 2 else random_tables(rng, (16, 16))
+    for index in range(8):
+        tables = random_prompts(rng, 50) if index % 2 else random_tables(rng, (16, 16))
         problem = tables.problem(index % 3 > 0, (16, 16))
-        most = capacities(shim, problem).forward
-        items, costs = np.zeros((most + 1, 2), np.int32), np.zeros(most + 1, np.int32)
-        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (items, costs)]
-        count = shim.build_forward(ctypes.byref(problem), *pointers)
-        seen = {tuple(item) for item in items[:count].tolist()}
-        assert len(seen) == count
-        sees = tables.dense(bool(problem.causal)).any(1)
-        for segment, (q_begin, q_len, *_) in enumerate(tables.segments.tolist()):
-            for m_block in range(-(-q_len // 16)):
-                rows = sees[q_begin + 16 * m_block : q_begin + min(16 * m_block + 16, q_len)]
-                assert ((segment, m_block) in seen) == bool(rows.any())
-        assert sorted(costs[:count].tolist(), reverse=True) == costs[:count].tolist()
+        made = forward_list(shim, problem)
+        expected = {(node, m) for node, rows in enumerate(tables["q_len"].tolist()) for m in range(-(-rows // 16))}
+        assert len(made.items) == len(expected) and set(map(tuple, made.items.tolist())) == expected
+        assert (made.costs >= 1).all() and sorted(made.costs.tolist(), reverse=True) == made.costs.tolist()
+        assert (made.tiles >= made.costs).all(), "a path has a partial tile for each of its nodes"
+
+
+def test_rows_of_no_node_are_cleared(shim: ctypes.CDLL) -> None:
+    """By one warp each, and no others."""
+    rng = np.random.default_rng(9)
+    gaps = 0
+    for index in range(12):
+        tables = hostile_tables(rng) if index % 3 == 0 else random_tables(rng, (64, 64))
+        tables.q_rows += 300 * (index % 2)
+        problem = tables.problem(True, (16, 16))
+        for queries, rows in ((True, tables.q_rows), (False, tables.key_rows + tables.decoded_rows)):
+            cleared = np.zeros(rows, np.int32)
+            shim.clear_rows_of(ctypes.byref(problem), queries, ctypes.c_void_p(cleared.ctypes.data))
+            if index % 3 == 0:
+                assert set(cleared.tolist()) <= {0, 32}
+                continue
+            owned = np.zeros(rows, bool)
+            for begin, length in tables.nodes[:, :2] if queries else tables.nodes[:, 3:5]:
+                owned[begin : begin + length] = True
+            assert cleared.tolist() == (32 * ~owned).tolist()
+            gaps += not owned.all()
+    assert gaps > 5

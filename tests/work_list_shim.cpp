@@ -1,8 +1,10 @@
-// The blocks that build work lists, run on the host.
+// The blocks that build work lists and tables of nodes, run on the host.
 #include "shim_problem.h"
 
 #include "kernels/backward_list.h"
+#include "kernels/clear_rows.h"
 #include "kernels/forward_list.h"
+#include "kernels/node_tables.h"
 
 using namespace dualkv;
 
@@ -12,31 +14,29 @@ extern "C" {
 void read_capacities(const Problem* p, int* out) {
   const BackwardCapacities most = p->capacities();
   out[0] = most.items, out[1] = most.splits, out[2] = most.slots;
-  out[3] = forward_capacity(p->layout(), p->block_m);
+  out[3] = forward_capacity(p->table(), p->block_m);
 }
 
-// Steps of KV tile n_block of owner `index`, where groups come first.
+// Steps of KV tile n_block of a node, without runs; -1 where it has fewer tiles.
 int steps_of(const Problem* p, int index, int n_block) {
-  const bool context = index < p->num_groups;
-  GroupLayout layout = p->layout();
-  layout.runs = {};
-  if (n_block >= owned_tiles(layout, index, p->block_n)) return -1;
-  const Owner owner = owner_of(layout, context ? Region::context : Region::decoded,
-                               context ? index : index - p->num_groups, n_block, p->block_n);
-  return owner_steps(layout, owner, p->block_m, p->heads, p->causal);
+  NodeTable table = p->table();
+  table.runs = {};
+  const Node node = table.node(index);
+  if (n_block >= owned_tiles(node, p->block_n)) return -1;
+  return tile_steps(table, index, table.kv_tile(node, n_block, p->block_n), p->block_m, p->heads, p->causal);
 }
 
-// Fills items (region, owner, n_block, first_step, num_steps, slot), splits (region, owner, n_block, slot, parts), the
-// runs, and for every thread block its item, KV head and direction. Returns the number of items; {splits, parts, fillers,
-// alternating} in `counts`.
+// Fills items (node, n_block, first_step, num_steps, slot), splits (node, n_block, slot, parts), the runs, and for every
+// thread block its item, KV head and direction. Returns the number of items; {splits, parts, fillers, alternating, items
+// of class 0} in `counts`.
 int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int* run_counts, int* run_begins, int* blocks,
                    int* counts) {
   const BackwardCapacities most = p->capacities();
-  std::vector<int> offsets(p->num_groups + p->num_segments + 1), steps(most.tiles);
+  std::vector<int> offsets(p->num_nodes + 1), steps(most.tiles);
   BackwardOrder order{};
   BackwardListArgs args{};
-  args.layout = p->layout();
-  args.layout.runs = {run_counts, run_begins};
+  args.nodes = p->table();
+  args.nodes.runs = {run_counts, run_begins};
   args.run_counts = run_counts, args.run_begins = run_begins;
   args.block_m = p->block_m, args.block_n = p->block_n, args.causal = p->causal;
   args.num_kv_heads = p->num_kv_heads, args.heads_per_group = p->heads, args.num_sms = p->num_sms;
@@ -49,24 +49,53 @@ int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int
     const BackwardPlace place = backward_place(block, order, p->num_kv_heads, p->num_sms);
     blocks[3 * block] = place.item, blocks[3 * block + 1] = place.kv_head, blocks[3 * block + 2] = place.reversed;
   }
-  counts[1] = order.parts, counts[2] = order.fillers, counts[3] = order.alternating;
+  counts[1] = order.parts, counts[2] = order.fillers, counts[3] = order.alternating, counts[4] = order.begin[1];
   return count;
 }
 
-// Fills items (segment, m_block) and their costs; returns their number.
-int build_forward(const Problem* p, ForwardItem* items, int* costs) {
-  std::vector<int> offsets(p->num_segments + 1);
+// Fills items (node, m_block), their costs and the KV tiles that they visit; returns their number.
+int build_forward(const Problem* p, ForwardItem* items, int* costs, int* tiles) {
+  std::vector<int> offsets(p->num_nodes + 1);
   int counters[2] = {-1, -1};
   ForwardListArgs args{};
-  args.layout = p->layout();
+  args.nodes = p->table();
   args.block_m = p->block_m, args.block_n = p->block_n, args.causal = p->causal;
-  args.capacity = forward_capacity(args.layout, p->block_m);
+  args.capacity = forward_capacity(args.nodes, p->block_m);
   args.tile_offsets = offsets.data(), args.items = items, args.count = counters, args.next = counters + 1;
   host_cuda::run_block(kListThreads, [&] { build_forward_list(args); });
   for (int i = 0; i < counters[0]; ++i) {
-    costs[i] = forward_cost(args.layout.segment(items[i].segment), items[i].m_block, p->block_m, p->block_n, p->causal);
+    const Node node = args.nodes.node(items[i].node);
+    costs[i] = forward_cost(node, items[i].m_block, p->block_m, p->block_n, p->causal);
+    PathWalk walk;
+    walk.start(args.nodes, node, query_tile(node, items[i].m_block, p->block_m), p->block_n, p->causal);
+    for (tiles[i] = 1; !walk.step(args.nodes, p->block_n).last; ++tiles[i]) {
+      walk.next(args.nodes, p->block_n, p->causal);
+    }
   }
   return counters[1] == 0 ? counters[0] : -1;
+}
+
+// Adds to `cleared` how many threads clear each row of the queries or, otherwise, of the keys.
+void clear_rows_of(const Problem* p, bool queries, int* cleared) {
+  const NodeTable table = p->table();
+  const int rows = queries ? p->q_rows : table.extents.all_key_rows();
+  for (int first = 0; first < clearing_blocks(rows) * kClearedRows; first += kClearedRows) {
+    host_cuda::run_block(kListThreads, [&] {
+      clear_unowned(table, first, rows, queries ? query_rows : key_rows, [&](int row) { ++cleared[row]; });
+    });
+  }
+}
+
+void make_sequence_nodes(const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cu_seqlens_context,
+                          const int* cu_seqs_per_context, int num_sequences, int num_groups, int context_rows, int* nodes) {
+  const SequenceNodesArgs args{cu_seqlens_q,  cu_seqlens_k, cu_seqlens_context, cu_seqs_per_context,
+                               num_sequences, num_groups,   context_rows,       nodes};
+  for (int index = 0; index < max_int(num_sequences, num_groups) + 3; ++index) write_sequence_nodes(args, index);
+}
+
+void make_tree_nodes(const int* cu_seqlens, const int* parents, int num_nodes, int* nodes) {
+  const TreeNodesArgs args{cu_seqlens, parents, num_nodes, nodes};
+  host_cuda::run_block(kTreeThreads, [&] { write_tree_nodes(args); });
 }
 
 }  // extern "C"

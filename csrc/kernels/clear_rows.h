@@ -14,6 +14,10 @@ struct RowRun {
   int begin, end;
 };
 
+// Which a node owns: nobody else writes them, and it always does.
+__device__ inline RowRun query_rows(const Node& n) { return RowRun{n.q_begin, n.q_begin + n.q_len}; }
+__device__ inline RowRun key_rows(const Node& n) { return RowRun{n.kv_begin, n.kv_begin + n.kv_len}; }
+
 // Calls clear(row), by a whole warp, for each of the rows [first, first + kClearedRows) that is in no rows_of(node).
 template <class RowsOf, class Clear>
 __device__ inline void clear_unowned(const NodeTable& nodes, int first, int rows, RowsOf rows_of, Clear clear) {

@@ -13,8 +13,7 @@ namespace {
 // Rows from `first` on, those of k_decoded behind those of k.
 __device__ void clear_keys(const BackwardListArgs& a, int first) {
   const Extents& extents = a.nodes.extents;
-  const auto rows_of = [](const Node& n) { return RowRun{n.kv_begin, n.kv_begin + n.kv_len}; };
-  clear_unowned(a.nodes, first, extents.all_key_rows(), rows_of, [&](int row) {
+  clear_unowned(a.nodes, first, extents.all_key_rows(), key_rows, [&](int row) {
     const bool is_decoded = row >= extents.key_rows;
     for (const ClearedRows& cleared : is_decoded ? a.decoded : a.keys) {
       clear_row(cleared, is_decoded ? row - extents.key_rows : row, threadIdx.x % 32, 32);

@@ -9,9 +9,7 @@ namespace dualkv {
 namespace {
 
 __device__ void clear_queries(const ForwardListArgs& a, int first) {
-  const auto rows_of = [](const Node& n) { return RowRun{n.q_begin, n.q_begin + n.q_len}; };
-  const int rows = a.nodes.extents.q_rows;
-  clear_unowned(a.nodes, first, rows, rows_of, [&](int row) {
+  clear_unowned(a.nodes, first, a.nodes.extents.q_rows, query_rows, [&](int row) {
     clear_row(a.rows, row, threadIdx.x % 32, 32);
     if (!a.lse) return;
     for (int head = threadIdx.x % 32; head < a.num_heads; head += 32) {

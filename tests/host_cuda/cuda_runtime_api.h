@@ -91,6 +91,16 @@ inline void run_block(int threads, const std::function<void()>& kernel) {
 
 inline void __syncthreads() { host_cuda::block_meeting.wait_for(blockDim.x); }
 
+inline bool __syncthreads_or(bool value) {
+  static unsigned votes = 0;
+  votes += value;
+  __syncthreads();
+  const bool result = votes > 0;
+  __syncthreads();
+  votes -= value;  // others may have voted again
+  return result;
+}
+
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int source) {
   host_cuda::lane_values[host_cuda::warp()][host_cuda::lane()] = static_cast<int64_t>(value);

@@ -1,0 +1,100 @@
+"""The blocks that build work lists and tables of nodes, compiled for the host, and what they make."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from node_tables import Ints, Problem
+from test_geometry import COMPILER, HERE, INCLUDE
+
+
+def load_work_lists(folder: Path) -> ctypes.CDLL:
+    """The source of the blocks, with a context for each of their threads; skips where there is no compiler."""
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    library = folder / "work_list.so"
+    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{HERE / 'host_cuda'}"]
+    command += [f"-I{INCLUDE}", str(HERE / "work_list_shim.cpp"), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library))
+
+
+class Tile(NamedTuple):
+    node: int
+    n_block: int
+
+
+class Backward(NamedTuple):
+    """What the device's list says."""
+
+    items: Ints  # (items, 5): tile, first step, steps, slot
+    splits: Ints  # (splits, 4): tile, slot, parts
+    blocks: Ints  # (items x KV heads, 3): item, KV head, direction
+    run_counts: Ints
+    run_begins: Ints
+    parts: int
+    fillers: int
+    alternating: int
+    first_class: int  # items
+
+    def by_tile(self) -> dict[Tile, list[list[int]]]:
+        found = defaultdict(list)
+        for node, n_block, *rest in self.items.tolist():
+            found[Tile(node, n_block)].append(rest)
+        return found
+
+
+class Forward(NamedTuple):
+    items: Ints  # (items, 2): node, query tile
+    costs: Ints  # in KV tiles, as the list takes them
+    tiles: Ints  # KV tiles that they visit
+
+
+class Capacities(NamedTuple):
+    items: int
+    splits: int
+    slots: int
+    forward: int  # items of the forward list
+
+
+def capacities(shim: ctypes.CDLL, problem: Problem) -> Capacities:
+    out = (ctypes.c_int * 4)()
+    shim.read_capacities(ctypes.byref(problem), out)
+    return Capacities(*out)
+
+
+UNTOUCHED = -12345  # what stands behind the rows that an array holds
+
+
+def pointers(*arrays: Ints) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(array.ctypes.data) for array in arrays]
+
+
+def backward_list(shim: ctypes.CDLL, problem: Problem) -> Backward:
+    most = capacities(shim, problem)
+    guard = most.slots + 8  # rows: more than could be written behind an array
+    items, splits = (
+        np.full((rows + guard, columns), UNTOUCHED, np.int32) for rows, columns in ((most.items, 5), (most.splits, 4))
+    )
+    blocks = np.full(((most.items + guard) * problem.num_kv_heads, 3), -1, np.int32)
+    runs = np.zeros((2, problem.num_nodes + 1), np.int32)
+    counts = (ctypes.c_int * 5)()
+    count = shim.build_backward(ctypes.byref(problem), *pointers(items, splits, runs[0], runs[1], blocks), counts)
+    assert (items[most.items :] == UNTOUCHED).all() and (splits[most.splits :] == UNTOUCHED).all()
+    return Backward(
+        items[:count], splits[: counts[0]], blocks[: count * problem.num_kv_heads], runs[0], runs[1], *counts[1:]
+    )
+
+
+def forward_list(shim: ctypes.CDLL, problem: Problem) -> Forward:
+    most = capacities(shim, problem).forward
+    arrays = [np.full((most + 8, 2), UNTOUCHED, np.int32), *(np.zeros(most + 8, np.int32) for _ in range(2))]
+    count = shim.build_forward(ctypes.byref(problem), *pointers(*arrays))
+    assert (arrays[0][most:] == UNTOUCHED).all()
+    return Forward(*(array[:count] for array in arrays))
