@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -55,12 +56,12 @@ struct Meeting {
   }
 };
 inline Meeting block_meeting;
-inline Meeting meetings[32][32];  // disjoint masks of a warp may be in flight together: the lowest lane tells them apart
+inline std::unordered_map<unsigned, Meeting> meetings[32];  // of a warp, several masks may be in flight together
 inline int64_t lane_values[32][32];
 
 inline int warp() { return threadIdx.x / 32; }
 inline int lane() { return threadIdx.x % 32; }
-inline void meet(unsigned mask) { meetings[warp()][__builtin_ctz(mask)].wait_for(__builtin_popcount(mask)); }
+inline void meet(unsigned mask) { meetings[warp()][mask].wait_for(__builtin_popcount(mask)); }
 
 inline void run_thread() {
   (*body)();

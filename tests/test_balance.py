@@ -1,0 +1,97 @@
+"""How long multiprocessors stand idle in the simulated schedules of prefix trees and shared prompts.
+
+An item takes as long as its steps and what a block takes beside them; a multiprocessor that is free takes the next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from node_tables import Tables, comb, packed_prompts, random_parents, tree_tables
+from work_lists import backward_list, forward_list, load_work_lists
+
+NUM_SMS = 132
+HEADS, KV_HEADS = 32, 8
+MOST_IDLE = 0.03  # of the time until the last multiprocessor ends; a tenth is what the schedule is meant for
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return load_work_lists(tmp_path_factory.mktemp("balance"))
+
+
+def bush(root: int, leaves: int, leaf: int) -> Tables:
+    return tree_tables([root, *[leaf] * leaves], [-1, *[0] * leaves])
+
+
+def binary_tree(depth: int, root: int, other: int) -> Tables:
+    parents = [-1]
+
+    def grow(node: int, level: int) -> None:
+        for _ in range(2 if level < depth else 0):
+            parents.append(node)
+            grow(len(parents) - 1, level + 1)
+
+    grow(0, 1)
+    return tree_tables([root, *[other] * (len(parents) - 1)], parents)
+
+
+def forest(trees: Iterable[Tables]) -> Tables:
+    lengths: list[int] = []
+    parents: list[int] = []
+    for tree in trees:
+        parents += [parent + len(lengths) if parent >= 0 else -1 for parent in tree["parent"].tolist()]
+        lengths += tree["kv_len"].tolist()
+    return tree_tables(lengths, parents)
+
+
+def random_tree_of_turns() -> Tables:
+    rng = np.random.default_rng(0)
+    return tree_tables(rng.integers(64, 1200, 250).tolist(), random_parents(rng, 250, 0.45))
+
+
+COMB, CHAIN, BALANCED = comb(1024, [128] * 64, 256), comb(800, [800] * 39, 64), binary_tree(5, 1024, 512)
+SHAPES = {
+    "comb": COMB,
+    "bush": bush(2048, 5000, 64),
+    "long chain, short leaves": CHAIN,
+    "chain": tree_tables([800] * 40, range(-1, 39)),
+    "balanced": BALANCED,
+    "turns": random_tree_of_turns(),
+    "comb and bush": forest([COMB, bush(2048, 1000, 64)]),
+    "chain and bush": forest([bush(2048, 1000, 64), CHAIN]),
+    "chain and balanced": forest([CHAIN, BALANCED]),
+    "all": forest([BALANCED, COMB, CHAIN, bush(1000, 300, 64)]),
+    "28 x 4K x 2K": packed_prompts([4096], [[2048] * 28]),
+    "32 x 5059": packed_prompts([5059], [[*range(131, 2048, 60)]]),
+}
+
+
+def idle_share(costs: Iterable[float]) -> float:
+    free, total = [0.0] * NUM_SMS, 0.0
+    for cost in costs:
+        heapq.heapreplace(free, free[0] + cost)
+        total += cost
+    return 1 - total / NUM_SMS / max(free)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_backward_blocks_end_together(shim: ctypes.CDLL, shape: str) -> None:
+    beside_steps = 8
+    problem = SHAPES[shape].problem(True, (64, 128), HEADS // KV_HEADS, KV_HEADS, NUM_SMS)
+    made = backward_list(shim, problem)
+    costs = made.items[:, 3] + beside_steps
+    assert idle_share(costs[made.blocks[:, 0]].tolist()) < MOST_IDLE
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward_blocks_end_together(shim: ctypes.CDLL, shape: str) -> None:
+    """In the order of the keys that they see, although each node of a path costs up to a tile more."""
+    pack, beside_steps = 4, 2
+    made = forward_list(shim, SHAPES[shape].problem(True, (192 // pack, 80)))
+    assert made.tiles.max() <= 1.3 * made.costs.max()
+    assert idle_share((made.tiles + beside_steps).tolist() * (HEADS // pack)) < MOST_IDLE
