@@ -29,11 +29,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const uint32_t k_address = columns_first_address<TileKv>(s_k, lane), v_address = k_address + TileKv::kBytes;
   const uint32_t k_rows_address = rows_first_address<TileKv>(s_k, lane);
 
-  const auto start_k = [&](int slot) {
-    start_kv<Config>(s_k, p.kv, block.steps[slot].tile, work.kv_head, p.shape.head_dim, &KvPair<const T>::k);
+  const auto start_k = [&](int n) {
+    start_kv<Config>(s_k, p.kv, block.step(n).tile, work.kv_head, p.shape.head_dim, &KvPair<const T>::k);
   };
-  const auto start_v = [&](int slot) {
-    start_kv<Config>(s_v, p.kv, block.steps[slot].tile, work.kv_head, p.shape.head_dim, &KvPair<const T>::v);
+  const auto start_v = [&](int n) {
+    start_kv<Config>(s_v, p.kv, block.step(n).tile, work.kv_head, p.shape.head_dim, &KvPair<const T>::v);
   };
   load_rows<TileQ, Config::kBlockM, Config::kThreads>(s_q, p.q.at(work.q_tile.row, work.head), p.q.row_stride, 0,
                                                       work.q_tile.rows, p.shape.head_dim);
@@ -56,12 +56,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
   float dq[kM16][Config::kHeadDim / 8][4];
   clear(dq);
-  for (int now = 0;; now = WalkedBlock::following(now)) {
-    const KvStep& step = block.steps[now];
-    const int next = WalkedBlock::following(now);
+  bool last = false;
+  for (int n = 0; !last; ++n) {
+    last = block.step(n).last;
     ptx::cp_async_wait<0>();
     __syncthreads();  // K_n and V_n are here
-    if (threadIdx.x == 0) block.find<Config>(WalkedBlock::following(next), p);
+    if (!last && threadIdx.x == 0) block.find<Config>(n + 2, p);
     float s[kM16][kN8][4], dp[kM16][kN8][4];
     clear(s);
     warp_matmul<T, kSteps>(
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         dp, [&](int k, int i, uint32_t(&a)[4]) { ptx::ldmatrix_x4(a, TileQ::at(dout_address, i, k)); },
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4(b, TileKv::at(v_address, j, k)); });
     __syncthreads();  // every warp has left V_n
-    if (!step.last) start_v(next);
+    if (!last) start_v(n + 1);
 
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
 #pragma unroll
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
           const float probability = exp2_approx(s[i][j][e] * scale_log2 - lse_log2[i][e / 2]);
           s[i][j][e] = probability * (dp[i][j][e] - delta[i][e / 2]);
         }
-    const KvTile& tile = step.tile;
+    const KvTile tile = block.step(n).tile;
     if (needs_mask(tile, work.q_tile.q_pos, Config::kBlockN, p.shape.causal)) {
       mask_fragment(s, warp_row + lane / 4, lane % 4 * 2, 0.f,
                     [&](int row) { return visible_columns(tile, work.q_tile.q_pos + row, p.shape.causal); });
@@ -93,8 +93,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         dq, [&](int k, int i, uint32_t(&a)[4]) { accumulator_to_a<T>(s[i][2 * k], s[i][2 * k + 1], a); },
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, TileKv::at(k_rows_address, k, j)); });
     __syncthreads();  // every warp has left K_n
-    if (step.last) break;
-    start_k(next);
+    if (!last) start_k(n + 1);
   }
 
   // A warp rewrites only the rows of sQ that it alone has read.

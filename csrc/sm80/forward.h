@@ -29,11 +29,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const uint32_t k_address = columns_first_address<TileKv>(s_k, lane);
   const uint32_t v_address = rows_first_address<TileKv>(s_v, lane);
 
-  const auto start_k = [&](int slot) {
-    start_kv<Config>(s_k, p.kv, block.steps[slot].tile, work.kv_head, p.shape.head_dim, &KvPair<const T>::k);
+  const auto start_k = [&](int n) {
+    start_kv<Config>(s_k, p.kv, block.step(n).tile, work.kv_head, p.shape.head_dim, &KvPair<const T>::k);
   };
-  const auto start_v = [&](int slot) {
-    start_kv<Config>(s_v, p.kv, block.steps[slot].tile, work.kv_head, p.shape.head_dim, &KvPair<const T>::v);
+  const auto start_v = [&](int n) {
+    start_kv<Config>(s_v, p.kv, block.step(n).tile, work.kv_head, p.shape.head_dim, &KvPair<const T>::v);
   };
   load_rows<TileQ, Config::kBlockM, Config::kThreads>(s_q, p.q.at(work.q_tile.row, work.head), p.q.row_stride, 0,
                                                       work.q_tile.rows, p.shape.head_dim);
@@ -42,13 +42,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   OnlineSoftmax<kM16> softmax;
   float o[kM16][Config::kHeadDim / 8][4];
   clear(o);
-  for (int now = 0;; now = WalkedBlock::following(now)) {
-    const KvStep& step = block.steps[now];
-    const int next = WalkedBlock::following(now);
+  bool last = false;
+  for (int n = 0; !last; ++n) {
+    last = block.step(n).last;
     ptx::cp_async_wait<0>();
     __syncthreads();  // K_n is here, and every warp has left V_n-1
-    start_v(now);
-    if (threadIdx.x == 0) block.find<Config>(WalkedBlock::following(next), p);
+    start_v(n);
+    if (!last && threadIdx.x == 0) block.find<Config>(n + 2, p);
 
     float s[kM16][Config::kBlockN / 8][4];
     clear(s);
@@ -58,9 +58,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
     ptx::cp_async_wait<0>();
     __syncthreads();  // V_n is here, and every warp has left K_n
-    if (!step.last) start_k(next);
+    if (!last) start_k(n + 1);
 
-    const KvTile& tile = step.tile;
+    const KvTile tile = block.step(n).tile;
     if (needs_mask(tile, work.q_tile.q_pos, Config::kBlockN, p.shape.causal)) {
       mask_fragment(s, warp_row + lane / 4, lane % 4 * 2, -CUDART_INF_F,
                     [&](int row) { return visible_columns(tile, work.q_tile.q_pos + row, p.shape.causal); });
@@ -76,7 +76,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     warp_matmul<T, Config::kBlockN / 16>(
         o, [&](int k, int i, uint32_t(&a)[4]) { accumulator_to_a<T>(s[i][2 * k], s[i][2 * k + 1], a); },
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, TileKv::at(v_address, k, j)); });
-    if (step.last) break;
   }
 
   float inverse_sum[kM16][2];

@@ -6,14 +6,15 @@
 
 namespace dualkv::sm80 {
 
-// The block's work and its KV tiles, in shared memory: thread 0 walks, the others read. A ring of three: one tile is
+// The block's work and its KV tiles, in shared memory: thread 0 walks, the others read. Of a ring of four, one tile is
 // computed, the next one is being loaded, and thread 0 finds the one after that.
 struct WalkedBlock {
   QueryBlock query;
   PathWalk path;
-  KvStep steps[3];
+  KvStep ring[4];
 
-  static __device__ __forceinline__ int following(int slot) { return slot == 2 ? 0 : slot + 1; }
+  // The n-th tile. Read anew wherever it is needed: there is no register to keep it in.
+  __device__ __forceinline__ const KvStep& step(int n) const { return ring[n & 3]; }
 
   // Takes item number blockIdx.x, and the first two tiles. False where the grid is larger than the list.
   template <class Config, class Params>
@@ -30,10 +31,10 @@ struct WalkedBlock {
     return true;
   }
 
-  // Behind the last tile, `steps` may hold anything.
+  // Behind the last tile there may be anything.
   template <class Config, class Params>
-  __device__ __forceinline__ void find(int slot, const Params& p) {
-    steps[slot] = path.step(p.nodes, Config::kBlockN);
+  __device__ __forceinline__ void find(int n, const Params& p) {
+    ring[n & 3] = path.step(p.nodes, Config::kBlockN);
     path.next(p.nodes, Config::kBlockN, p.shape.causal);
   }
 };
