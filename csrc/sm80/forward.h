@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     __syncthreads();  // V_n is here, and every warp has left K_n
     if (!last) start_k(n + 1);
 
-    const KvTile tile = block.step(n).tile;
+    const KvTile& tile = block.step(n).tile;
     if (needs_mask(tile, work.q_tile.q_pos, Config::kBlockN, p.shape.causal)) {
       mask_fragment(s, warp_row + lane / 4, lane % 4 * 2, -CUDART_INF_F,
                     [&](int row) { return visible_columns(tile, work.q_tile.q_pos + row, p.shape.causal); });
