@@ -23,8 +23,9 @@ from build_plan import DEFAULT_ARCHS
 from extension import kernel_steps
 from toolchain import BuildError, KernelSource, find_nvcc, parallel_jobs, run_parallel
 
-# What stands in "source: kernel". These bytes are outside of main loops.
-ALLOWED_BYTES = {"dualkv_convert_sm": 8, "sm90_backward_dq_d256": 24}
+# What stands in "source: kernel for arch". These bytes are outside of main loops, or in the portable forward on Hopper,
+# which has one of its own: there only tests run it.
+ALLOWED_BYTES = {"dualkv_convert_sm": 16, "sm90_backward_dq_d256": 24, "dualkv_sm80_forward for sm_90": 32}
 ALLOWED_PTXAS_CODES = ("C7519",)
 
 
@@ -71,7 +72,7 @@ def problems_of(source: KernelSource, kernels: list[Usage]) -> list[str]:
     missing = {real for _, real in source.targets(DEFAULT_ARCHS)} - {kernel.arch for kernel in kernels}
     problems = [f"no kernel for {arch} found in ptxas' messages" for arch in sorted(missing)]
     for kernel in kernels:
-        name = f"{source.path.stem}: {kernel.name}"
+        name = f"{source.path.stem}: {kernel.name} for {kernel.arch}"
         allowed = max((most for part, most in ALLOWED_BYTES.items() if part in name), default=0)
         if max(kernel.stack, kernel.spill_stores, kernel.spill_loads) > allowed:
             problems.append(f"{kernel}; at most {allowed} bytes are allowed")
