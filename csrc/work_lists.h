@@ -81,7 +81,8 @@ struct BackwardList {
                  [&](Scratch& scratch) { place(problem, tiles, padded_head_dim, sums_dq, scratch); }) {
     const ProblemShape& shape = problem.shape;
     nodes = args_.nodes;
-    work = {args_.items, args_.order->begin + kCostClasses, capacity_.items, nullptr, args_.order};
+    work = {args_.items, args_.order->begin + kCostClasses, capacity_.items, nullptr, args_.order,
+            args_.in_table_order};
     splits = {args_.splits, args_.split_count, capacity_.splits};
     args_.block_m = tiles.block_m, args_.block_n = tiles.block_n, args_.causal = shape.causal;
     args_.num_kv_heads = shape.num_kv_heads, args_.heads_per_group = shape.heads_per_group();
@@ -126,7 +127,8 @@ struct BackwardList {
     args_.run_counts = scratch.take(offsets), args_.run_begins = scratch.take(offsets);
     args_.nodes.runs = {args_.run_counts, args_.run_begins};
     args_.tile_offsets = scratch.take(offsets), args_.tile_steps = scratch.take(capacity_.tiles);
-    args_.items = scratch.take<BackwardItem>(capacity_.items);
+    args_.part_offsets = scratch.take(capacity_.tiles + 1);
+    args_.items = scratch.take<BackwardItem>(capacity_.items), args_.in_table_order = scratch.take(capacity_.items);
     args_.order = scratch.take<BackwardOrder>(1);
     args_.splits = scratch.take<SplitTile>(capacity_.splits), args_.split_count = scratch.take(1);
   }

@@ -205,10 +205,11 @@ int64_t count_steps(const Problem* p) {
   return total;
 }
 
-// Item, KV head and direction of a thread block; false for a surplus one.
+// Item, KV head and direction of a thread block, and whether items are counted in the order of the table; false for a
+// surplus block.
 int place_of(int block, const BackwardOrder* order, int num_kv_heads, int num_sms, int* out) {
   const BackwardPlace place = backward_place(block, *order, num_kv_heads, num_sms);
-  out[0] = place.item, out[1] = place.kv_head, out[2] = place.reversed;
+  out[0] = place.item, out[1] = place.kv_head, out[2] = place.reversed, out[3] = place.in_table_order;
   return place.item >= 0;
 }
 
@@ -229,6 +230,10 @@ int read_round(int tiles, int shortest, int mean, int64_t supply, int num_walks,
 
 bool do_rounds_fit(int tiles, int num_walks, int longest, int64_t total_steps, int num_sms) {
   return rounds_fit(tiles, num_walks, longest, total_steps, num_sms);
+}
+
+int read_local_heads(int64_t steps, int64_t first_class_steps, int longest, int num_kv_heads, int num_sms) {
+  return local_heads_of(steps, first_class_steps, longest, num_kv_heads, num_sms);
 }
 
 bool does_first_class_alternate(int tiles, int widest, bool split, int num_walks, int num_sms) {

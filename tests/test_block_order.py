@@ -19,20 +19,23 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 class Order(ctypes.Structure):
     """Mirror of BackwardOrder."""
 
-    _fields_ = [("begin", ctypes.c_int * 13), *((name, ctypes.c_int) for name in ("alternating", "fillers", "parts"))]
+    _fields_ = [
+        ("begin", ctypes.c_int * 13),
+        *((name, ctypes.c_int) for name in ("alternating", "fillers", "parts", "local_heads")),
+    ]
 
     def classes(self) -> Iterator[range]:
         """The items of each class."""
         return itertools.starmap(range, itertools.pairwise(self.begin))
 
 
-Place = tuple[int, int, bool]  # item, KV head, reversed
+Place = tuple[int, int, bool, bool]  # item, KV head, reversed, whether the item is counted in the order of the table
 
 
 def place_of(shim: ctypes.CDLL, block: int, order: Order, kv_heads: int, num_sms: int) -> Place | None:
-    place = (ctypes.c_int * 3)()
+    place = (ctypes.c_int * 4)()
     exists = shim.place_of(block, ctypes.byref(order), kv_heads, num_sms, place)
-    return (place[0], place[1], bool(place[2])) if exists else None
+    return (place[0], place[1], bool(place[2]), bool(place[3])) if exists else None
 
 
 def round_of(shim: ctypes.CDLL, tiles: int, num_sms: int) -> tuple[int, int, int]:
@@ -84,6 +87,40 @@ def test_every_item_has_one_block_a_head(shim: ctypes.CDLL) -> None:
         assert all(place_of(shim, len(expected) + more, order, kv_heads, num_sms) is None for more in (0, 7))
 
 
+def test_local_heads_come_first_in_the_order_of_the_table(shim: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(100):
+        kv_heads, num_sms = int(rng.integers(2, 9)), int(rng.choice([8, 132]))
+        order = random_order(rng, shim, kv_heads, num_sms)
+        order.fillers = 0
+        local, items = int(rng.integers(1, kv_heads)), order.begin[12]
+        others = expected_places(order, kv_heads - local, round_of(shim, order.begin[1] // order.parts, num_sms)[0])
+        alone = [place_of(shim, block, order, kv_heads - local, num_sms) for block in range(len(others))]
+        order.local_heads = local
+        places = [place_of(shim, block, order, kv_heads, num_sms) for block in range(items * kv_heads)]
+        assert places[: local * items] == [(item, head, True, True) for head in range(local) for item in range(items)]
+        shifted = [place and (place[0], place[1] + local, *place[2:]) for place in alone]
+        assert places[local * items :] == shifted and [place and place[:2] for place in alone] == others
+        assert place_of(shim, items * kv_heads, order, kv_heads, num_sms) is None
+
+
+def test_which_heads_are_local(shim: ctypes.CDLL) -> None:
+    """Steps and costs of KV heads of real problems, for 132 multiprocessors."""
+    for steps, first_class, longest, kv_heads, expected in (
+        (1_320_000, 1_200_000, 11_000, 8, 0),  # one prompt's tiles are nearly all of the work
+        (1_320_000, 700_000, 15_000, 8, 6),  # a tree
+        (1_320_000, 700_000, 15_000, 4, 2),
+        (1_320_000, 700_000, 15_000, 2, 0),  # the last head would end with a long block
+        (1_320_000, 700_000, 45_000, 8, 0),
+        (1_320_000, 50_000, 1_000, 8, 7),  # many sequences
+        (1_320_000, 1_200_000, 5_000, 8, 7),  # many prompts
+        (1_320_000, 50_000, 1_000, 1, 0),
+        (0, 0, 0, 8, 0),
+    ):
+        found = shim.read_local_heads(ctypes.c_int64(steps), ctypes.c_int64(first_class), longest, kv_heads, 132)
+        assert found == expected, (steps, first_class, longest, kv_heads)
+
+
 def test_direction_of_walks(shim: ctypes.CDLL) -> None:
     """Back from the end where blocks begin together; else a head, or with fillers a wave, walks in one direction."""
     rng = np.random.default_rng(1)
@@ -98,7 +135,7 @@ def test_direction_of_walks(shim: ctypes.CDLL) -> None:
         for block in range(order.begin[12] * kv_heads):
             place = place_of(shim, block, order, kv_heads, num_sms)
             assert place is not None
-            item, head, is_reversed = place
+            item, head, is_reversed, _ = place
             index = next(c for c, items in enumerate(order.classes()) if item in items)
             if not order.alternating >> index & 1:
                 assert is_reversed

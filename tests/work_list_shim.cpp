@@ -28,11 +28,11 @@ int steps_of(const Problem* p, int index, int n_block) {
 
 // Fills items (node, n_block, first_step, num_steps, slot), splits (node, n_block, slot, parts), the runs, and for every
 // thread block its item, KV head and direction. Returns the number of items; {splits, parts, fillers, alternating, items
-// of class 0} in `counts`.
+// of class 0, local heads} in `counts`.
 int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int* run_counts, int* run_begins, int* blocks,
                    int* counts) {
   const BackwardCapacities most = p->capacities();
-  std::vector<int> offsets(p->num_nodes + 1), steps(most.tiles);
+  std::vector<int> offsets(p->num_nodes + 1), steps(most.tiles), parts(most.tiles + 1), in_table_order(most.items);
   BackwardOrder order{};
   BackwardListArgs args{};
   args.nodes = p->table();
@@ -42,14 +42,17 @@ int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int
   args.num_kv_heads = p->num_kv_heads, args.heads_per_group = p->heads, args.num_sms = p->num_sms;
   args.tile_capacity = most.tiles, args.slot_capacity = most.slots;
   args.tile_offsets = offsets.data(), args.tile_steps = steps.data();
+  args.part_offsets = parts.data(), args.in_table_order = in_table_order.data();
   args.items = items, args.order = &order, args.splits = splits, args.split_count = counts;
   host_cuda::run_block(kListThreads, [&] { build_backward_list(args); });
   const int count = order.begin[kCostClasses];
   for (int block = 0; block < count * p->num_kv_heads; ++block) {
     const BackwardPlace place = backward_place(block, order, p->num_kv_heads, p->num_sms);
-    blocks[3 * block] = place.item, blocks[3 * block + 1] = place.kv_head, blocks[3 * block + 2] = place.reversed;
+    blocks[3 * block] = place.in_table_order ? in_table_order[place.item] : place.item;
+    blocks[3 * block + 1] = place.kv_head, blocks[3 * block + 2] = place.reversed;
   }
   counts[1] = order.parts, counts[2] = order.fillers, counts[3] = order.alternating, counts[4] = order.begin[1];
+  counts[5] = order.local_heads;
   return count;
 }
 

@@ -42,6 +42,7 @@ class Backward(NamedTuple):
     fillers: int
     alternating: int
     first_class: int  # items
+    local_heads: int
 
     def by_tile(self) -> dict[Tile, list[list[int]]]:
         found = defaultdict(list)
@@ -84,7 +85,7 @@ def backward_list(shim: ctypes.CDLL, problem: Problem) -> Backward:
     )
     blocks = np.full(((most.items + guard) * problem.num_kv_heads, 3), -1, np.int32)
     runs = np.zeros((2, problem.num_nodes + 1), np.int32)
-    counts = (ctypes.c_int * 5)()
+    counts = (ctypes.c_int * 6)()
     count = shim.build_backward(ctypes.byref(problem), *pointers(items, splits, runs[0], runs[1], blocks), counts)
     assert (items[most.items :] == UNTOUCHED).all() and (splits[most.splits :] == UNTOUCHED).all()
     return Backward(

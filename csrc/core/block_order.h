@@ -34,6 +34,13 @@
 //
 // The grid is this picture, line by line: round 0, its fillers, round 1, and so on. The last round has no fillers of
 // its own: the rest of the later classes comes behind it.
+//
+// Rounds serve a few long walks over the same queries, such as those of one prompt's tiles. Where class 0 is no more than
+// half of the work (many sequences, responses longer than prompts, trees), blocks that run together would walk the
+// queries of many nodes, and of several KV heads. There most heads come one after the other, each with its tiles in the
+// order of the table ("local" heads): neighbours in the table share queries. Only the last heads are left to the picture
+// above, so that long blocks do not start at the end. Simulated DRAM traffic, in GB: 32 sequences of 4K to 16K, 107 in
+// classes and 26 in order; 4 x 8 x 200 x (4K..16K), 137 and 46; a tree of 148 rollouts of 5K to 15K, 439 and 235.
 #pragma once
 
 #include "core/platform.h"
@@ -62,6 +69,7 @@ struct BackwardOrder {
   int alternating;              // bit c: walks in class c change their direction from wave to wave
   int fillers;                  // blocks of later classes behind every round but the last
   int parts;  // of each tile of class 0, where a set is one part of a KV head (rounds_fit); 1 where it is all of a head
+  int local_heads;  // KV heads whose items come in the order of the table, before all others
 };
 
 struct Round {
@@ -96,6 +104,15 @@ DUALKV_HD int fillers_of(int tiles, int shortest, int mean, int64_t supply, int 
   return fillers * ceil_div(num_walks, round.walks) <= supply ? static_cast<int>(fillers) : 0;
 }
 
+// How many KV heads are local; see above. Steps and costs of one KV head: of all items, of class 0, and the longest cost.
+DUALKV_HD int local_heads_of(int64_t steps, int64_t first_class_steps, int longest, int num_kv_heads, int num_sms) {
+  const int64_t head_time = ceil_div<int64_t>(steps, num_sms);
+  const bool is_spread = 100 * first_class_steps <= 55 * steps || 5 * int64_t{longest} <= 3 * head_time;
+  // The other heads must take longer than the longest block, which may be the last of a local head.
+  const int64_t others = head_time > 0 ? ceil_div<int64_t>(6 * int64_t{longest}, 5 * head_time) : num_kv_heads;
+  return is_spread && 2 * others <= num_kv_heads ? num_kv_heads - max_int(static_cast<int>(others), 1) : 0;
+}
+
 // Which way a block walks its queries. Blocks that walk the same queries should be at the same ones at the same time.
 // Causality hides the first queries from later tiles, so that walks of one KV head have a common end and begin one
 // after the other. Blocks that start together, as in a first wave, therefore walk backward, from the end. They are done
@@ -121,6 +138,7 @@ DUALKV_HD bool first_class_alternates(int tiles, int widest, bool split, int num
 struct BackwardPlace {
   int item, kv_head;  // item -1: nothing, the grid is larger than the list
   bool reversed;      // the walk is backward
+  bool in_table_order = false;  // `item` counts items in the order of the table, not of the list
 };
 
 DUALKV_HD bool is_reversed(const BackwardOrder& order, int c, int wave) {
@@ -134,8 +152,8 @@ DUALKV_HD BackwardPlace place_in_class(const BackwardOrder& order, int c, int in
   return BackwardPlace{begin + index % items, kv_head, is_reversed(order, c, (kv_head * items + items / 2) / num_sms)};
 }
 
-DUALKV_HD BackwardPlace backward_place(int block, const BackwardOrder& order, int num_kv_heads, int num_sms) {
-  if (block >= order.begin[kCostClasses] * num_kv_heads) return BackwardPlace{-1, 0, false};
+// Block `block` of those of `num_kv_heads` heads that come in rounds and classes.
+DUALKV_HD BackwardPlace place_in_rounds(int block, const BackwardOrder& order, int num_kv_heads, int num_sms) {
   const int items = order.begin[1], tiles = items / order.parts, all_walks = num_kv_heads * order.parts;
   const Round round = round_of(tiles, num_sms);
   const int round_blocks = round.walks * tiles + order.fillers;
@@ -160,6 +178,17 @@ DUALKV_HD BackwardPlace backward_place(int block, const BackwardOrder& order, in
     (order.begin[middle] * num_kv_heads <= later ? low : high) = middle;
   }
   return place_in_class(order, low, later - order.begin[low] * num_kv_heads, num_sms);
+}
+
+DUALKV_HD BackwardPlace backward_place(int block, const BackwardOrder& order, int num_kv_heads, int num_sms) {
+  const int items = order.begin[kCostClasses];
+  if (block >= items * num_kv_heads) return BackwardPlace{-1, 0, false};
+  // Blocks of nodes that end together begin at that end.
+  if (block < order.local_heads * items) return BackwardPlace{block % items, block / items, true, true};
+  BackwardPlace place =
+      place_in_rounds(block - order.local_heads * items, order, num_kv_heads - order.local_heads, num_sms);
+  place.kv_head += order.local_heads;
+  return place;
 }
 
 }  // namespace dualkv

@@ -33,7 +33,7 @@ struct KvBlock {
     const BackwardPlace place = backward_place(blockIdx.x, *work.order, shape.num_kv_heads, shape.num_sms);
     if (place.item < 0) return false;
     kv_head = place.kv_head;
-    const BackwardItem item = work.items[place.item];
+    const BackwardItem item = work.items[place.in_table_order ? work.in_table_order[place.item] : place.item];
     tile = nodes.kv_tile(nodes.node(item.node), item.n_block, block_n);
     slot = item.slot < 0 ? -1 : item.slot + kv_head;
     walk.table = nodes;

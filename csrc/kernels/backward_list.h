@@ -131,6 +131,11 @@ struct BackwardTiles {
     __syncthreads();
   }
 
+  // Where the parts of each tile come in the order of the table.
+  __device__ void count_parts() const {
+    exclusive_offsets(block, tiles, kMaxSteps, a.part_offsets, [&](int i) { return split_at(at(i), i).parts; });
+  }
+
   // Each warp writes 32 neighbouring tiles, those of one bin in order, with one place in the list from a shared
   // counter.
   __device__ void write_items() const {
@@ -161,6 +166,7 @@ struct BackwardTiles {
         const int begin = part_begin(steps, split.parts, part), end = part_begin(steps, split.parts, part + 1);
         a.items[place + part] = BackwardItem{t.node, t.n_block, begin, end - begin,
                                              slot < 0 ? -1 : slot + part * a.num_kv_heads};
+        a.in_table_order[a.part_offsets[i] + part] = place + part;
       }
     }
     __syncthreads();
@@ -172,19 +178,25 @@ struct BackwardTiles {
     // write_items() has moved the begin of every bin to its end: that of the last bin is the end of the list.
     const int items = block.bins[kCostClasses * kTileBins - 1];
     order.begin[kCostClasses] = items;
+    int64_t head_steps = 0;
+    for (const unsigned long long steps : block.class_steps) head_steps += static_cast<int64_t>(steps);
+    order.local_heads = local_heads_of(head_steps, static_cast<int64_t>(block.class_steps[0]), block.longest,
+                                       a.num_kv_heads, a.num_sms);
+    const int heads = a.num_kv_heads - order.local_heads;
     const int parts = block.most_parts;
     const bool by_parts = block.fewest_parts == parts &&
-                          rounds_fit(order.begin[1] / parts, a.num_kv_heads * parts, block.longest,
-                                     static_cast<int64_t>(block.total_steps), a.num_sms);
+                          rounds_fit(order.begin[1] / parts, heads * parts, block.longest, head_steps * heads, a.num_sms);
     order.parts = by_parts ? parts : 1;
-    const int tiles_of_first = order.begin[1] / order.parts, walks = a.num_kv_heads * order.parts;
-    order.alternating = block.alternating | first_class_alternates(tiles_of_first, block.widest, parts > 1, walks,
-                                                                   a.num_sms);
+    const int tiles_of_first = order.begin[1] / order.parts, walks = heads * order.parts;
+    // A few heads behind local ones start whenever a block ends, not in waves.
+    order.alternating = order.local_heads > 0 ? 0
+                                              : block.alternating | first_class_alternates(tiles_of_first, block.widest,
+                                                                                           parts > 1, walks, a.num_sms);
     int second = 1;  // the class that the fillers come from
     while (second < kCostClasses - 1 && block.class_steps[second] == 0) ++second;
     const int second_end = second + 1 < kCostClasses ? order.begin[second + 1] : items;
     const int mean = static_cast<int>(block.class_steps[second] / max(1, second_end - order.begin[second]));
-    const int64_t supply = static_cast<int64_t>(items - order.begin[1]) * a.num_kv_heads;
+    const int64_t supply = static_cast<int64_t>(items - order.begin[1]) * heads;
     order.fillers = fillers_of(tiles_of_first, block.shortest, mean, supply, walks, a.num_sms);
   }
 };
@@ -200,6 +212,7 @@ __device__ inline void build_backward_list(const BackwardListArgs& a) {
   list.count_steps();
   list.choose_parts();
   list.sort();
+  list.count_parts();
   list.write_items();
   list.finish_order();
 }

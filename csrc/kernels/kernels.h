@@ -62,7 +62,9 @@ struct BackwardListArgs {
   int tile_capacity, slot_capacity;  // cap the tiles, and the slots of split ones
   int* tile_offsets;  // (num_nodes + 1) scratch
   int* tile_steps;    // (tile_capacity) scratch
+  int* part_offsets;  // (tile_capacity + 1) scratch
   BackwardItem* items;
+  int* in_table_order;  // as many
   BackwardOrder* order;
   SplitTile* splits;
   int* split_count;

@@ -9,7 +9,8 @@ namespace dualkv {
 namespace {
 
 __device__ void clear_queries(const ForwardListArgs& a, int first) {
-  clear_unowned(a.nodes, first, a.nodes.extents.q_rows, query_rows, [&](int row) {
+  const int rows = a.nodes.extents.q_rows;
+  clear_unowned(a.nodes, first, rows, query_rows, [&](int row) {
     clear_row(a.rows, row, threadIdx.x % 32, 32);
     if (!a.lse) return;
     for (int head = threadIdx.x % 32; head < a.num_heads; head += 32) {

@@ -33,7 +33,8 @@ struct BackwardDqProducer {
   const BackwardDqShared<Config>& shared;
   const BackwardDqParams<T>& p;
   const BackwardDqMaps& maps;
-  KvFeed<Config>& feed;
+  KvStep (&steps)[Config::kStagesK];
+  PathWalk path;
   PipelineState<Config::kStagesK> k_state;
   PipelineState<Config::kStagesV> v_state;
   PipelineState<1> query_state;
@@ -41,9 +42,9 @@ struct BackwardDqProducer {
 
   // K and V of the walk's current tile; moves on. Whether it was the last.
   __device__ __forceinline__ bool load_kv(const QueryBlock& work) {
-    const KvStep step = load_k_step(shared, feed, p.nodes, maps.kv, k_state, work.kv_head);
+    const KvStep step = load_k_step<Config>(shared, steps, path, p.nodes, maps.kv, k_state, work.kv_head);
     load_v_tile<Config>(shared, maps.kv, step.tile, v_state, work.kv_head);
-    feed.path.next(p.nodes, Config::kBlockN, p.shape.causal);
+    path.next(p.nodes, Config::kBlockN, p.shape.causal);
     return step.last;
   }
 
@@ -64,7 +65,7 @@ struct BackwardDqProducer {
     const int items = *p.work.count;
     const QueryBlock* next = hand_out(works, blockIdx.x, items);
     while (const QueryBlock* work = next) {
-      feed.path.start(p.nodes, work->node, work->q_tile, Config::kBlockN, p.shape.causal);
+      path.start(p.nodes, work->node, work->q_tile, Config::kBlockN, p.shape.causal);
       load_queries(*work);
       bool last = load_kv(*work);
       // Taking the next item costs three dependent reads: early, while the consumers have tiles to work on.
@@ -249,7 +250,7 @@ template <typename T, class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_backward_dq(const __grid_constant__ BackwardDqParams<T> p, const __grid_constant__ BackwardDqMaps maps) {
   __shared__ QueryWork works[2];
-  __shared__ KvFeed<Config> feed;
+  __shared__ KvStep steps[Config::kStagesK];
   extern __shared__ uint8_t bytes[];
   const BackwardDqShared<Config> shared{{(ptx::shared_address(bytes) + 1023) & ~1023u}};
   if (threadIdx.x == 0) shared.init_barriers();
@@ -257,10 +258,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (threadIdx.x < kWarpgroup) {
     ptx::give_registers<Config::Registers::kProducer>();
-    if (threadIdx.x == 0) BackwardDqProducer<T, Config>{shared, p, maps, feed}.run(works);
+    if (threadIdx.x == 0) BackwardDqProducer<T, Config>{shared, p, maps, steps}.run(works);
   } else {
     ptx::take_registers<Config::Registers::kConsumer>();
-    BackwardDqConsumer<T, Config> consumer{shared, p, feed.steps};
+    BackwardDqConsumer<T, Config> consumer{shared, p, steps};
     for_each_work(shared, works, consumer.lane, [&](const QueryBlock& work) { consumer.attend(work); });
   }
 }

@@ -31,19 +31,20 @@ struct ForwardProducer {
   const QueryShared<Config>& shared;
   const ForwardParams<T>& p;
   const ForwardMaps& maps;
-  KvFeed<Config>& feed;
+  KvStep (&steps)[Config::kStagesK];
+  PathWalk path;
   PipelineState<Config::kStagesK> k_state;
   PipelineState<Config::kStagesV> v_state;
   PipelineState<1> q_state;
   PipelineState<2> work_state;
 
   __device__ __forceinline__ KvStep load_k(const QueryBlock& work) {
-    return load_k_step(shared, feed, p.nodes, maps.kv, k_state, work.kv_head);
+    return load_k_step<Config>(shared, steps, path, p.nodes, maps.kv, k_state, work.kv_head);
   }
   __device__ __forceinline__ void load_v(const QueryBlock& work, const KvTile& tile) {
     load_v_tile<Config>(shared, maps.kv, tile, v_state, work.kv_head);
   }
-  __device__ __forceinline__ void move_on() { feed.path.next(p.nodes, Config::kBlockN, p.shape.causal); }
+  __device__ __forceinline__ void move_on() { path.next(p.nodes, Config::kBlockN, p.shape.causal); }
 
   __device__ __forceinline__ void load_q(const QueryBlock& work) {
     const Handshake ready = shared.queries_ready();
@@ -63,7 +64,7 @@ struct ForwardProducer {
     const int items = *p.work.count;
     const QueryBlock* next = hand_out(works, blockIdx.x, items);
     while (const QueryBlock* work = next) {
-      feed.path.start(p.nodes, work->node, work->q_tile, Config::kBlockN, p.shape.causal);
+      path.start(p.nodes, work->node, work->q_tile, Config::kBlockN, p.shape.causal);
       KvStep step = load_k(*work);
       load_q(*work);
       move_on();
@@ -274,7 +275,7 @@ template <typename T, class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_forward(const __grid_constant__ ForwardParams<T> p, const __grid_constant__ ForwardMaps maps) {
   __shared__ QueryWork works[2];
-  __shared__ KvFeed<Config> feed;
+  __shared__ KvStep steps[Config::kStagesK];
   extern __shared__ uint8_t bytes[];
   const QueryShared<Config> shared{(ptx::shared_address(bytes) + 1023) & ~1023u};
   if (threadIdx.x == 0) shared.init_barriers();
@@ -282,10 +283,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (threadIdx.x < kWarpgroup) {
     ptx::give_registers<Config::Registers::kProducer>();
-    if (threadIdx.x == 0) ForwardProducer<T, Config>{shared, p, maps, feed}.run(works);
+    if (threadIdx.x == 0) ForwardProducer<T, Config>{shared, p, maps, steps}.run(works);
   } else {
     ptx::take_registers<Config::Registers::kConsumer>();
-    ForwardConsumer<T, Config>{shared, p, feed.steps}.run(works);
+    ForwardConsumer<T, Config>{shared, p, steps}.run(works);
   }
 }
 

@@ -39,14 +39,6 @@ struct QueryShared {
   }
 };
 
-// The producer's walk over the KV tiles of an item, and the tiles in the ring of K. In shared memory, because the
-// producer has few registers.
-template <class Config>
-struct KvFeed {
-  PathWalk path;
-  KvStep steps[Config::kStagesK];
-};
-
 struct QueryWork {
   QueryBlock block;
   int valid;  // 0: the list has ended
@@ -68,18 +60,19 @@ __device__ __forceinline__ const QueryBlock* hand_out_work(const Shared& shared,
   return work.valid ? &work.block : nullptr;
 }
 
-// Producer: loads the K of the walk's current tile.
+// Producer: loads the K of the walk's current tile. The copies first: the step may follow while they are under way, for
+// nobody reads it before this thread arrives.
 template <class Config, class Shared>
-__device__ __forceinline__ KvStep load_k_step(const Shared& shared, KvFeed<Config>& feed, const NodeTable& nodes,
-                                              const RegionMaps& maps, PipelineState<Config::kStagesK>& state,
-                                              int kv_head) {
+__device__ __forceinline__ KvStep load_k_step(const Shared& shared, KvStep (&steps)[Config::kStagesK],
+                                              const PathWalk& path, const NodeTable& nodes, const RegionMaps& maps,
+                                              PipelineState<Config::kStagesK>& state, int kv_head) {
   using TileKv = typename Config::TileKv;
-  const KvStep step = feed.path.step(nodes, Config::kBlockN);
+  const KvStep step = path.step(nodes, Config::kBlockN);
   const Handshake ready = shared.k_ready(state.stage);
   ready.wait_empty(state.phase);
-  feed.steps[state.stage] = step;
-  ready.expect(TileKv::kBytes);
   load_tile<TileKv>(shared.k(state.stage), maps.of(step.tile.region).k, ready.full(), kv_head, step.tile.row);
+  steps[state.stage] = step;
+  ready.expect(TileKv::kBytes);
   state.advance();
   return step;
 }
