@@ -18,6 +18,7 @@ struct Record {
 
 bool inside(const Problem& p, const KvTile& tile) {
   const int rows = tile.region == Region::keys ? p.key_rows : p.decoded_rows;
+  if (rows == 0 && p.key_rows + p.decoded_rows > 0) return false;  // there may be no such tensor
   return tile.row >= 0 && tile.valid >= 0 && tile.valid <= p.block_n && int64_t{tile.row} + tile.valid <= rows;
 }
 

@@ -25,7 +25,9 @@ TABLE = Path(__file__).with_suffix(".txt")
 FOLDERS = ("benchmarks", "csrc", "flash_attn_dualkv", "tests", "tools")
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
 IGNORED = shutil.ignore_patterns("*.so", "__pycache__", "results")
-COMPILED_FOR_THE_HOST = ("tests/test_geometry.py", "tests/test_block_order.py", "tests/test_work_list.py")
+COMPILED_FOR_THE_HOST = tuple(
+    f"tests/test_{name}.py" for name in ("geometry", "block_order", "work_list", "balance", "node_tables")
+)
 TEST_SECONDS = 600  # a mutant that hangs is caught, too
 
 
@@ -97,7 +99,7 @@ class Tree:
         subprocess.run(command, cwd=self.root, env=self.environment, check=True, capture_output=True, text=True)
 
     def test(self, tests: str, select: str) -> str:
-        """What pytest says: "passed", "failed", "hung", or "broken" where it could not run the tests at all.
+        """What pytest says: "passed", "failed", "hung", "crashed", or "broken" where it could not run the tests at all.
 
         The end of all that it says is in `output`.
         """
@@ -111,6 +113,8 @@ class Tree:
         except subprocess.TimeoutExpired:
             return "hung"
         self.output = result.stdout[-6000:]
+        if result.returncode < 0:
+            return "crashed"  # by a signal, in the middle of a test
         summary = result.stdout.strip().rpartition("\n")[2]
         if " error" in summary or result.returncode not in (0, 1):
             return "broken"
@@ -128,7 +132,8 @@ class Tree:
             outcome = "does not compile"
         finally:
             (self.root / mutant.file).write_text(original)
-        return {"failed": "caught", "hung": "caught", "passed": "SURVIVED"}.get(outcome, outcome.upper())
+        verdicts = {"failed": "caught", "hung": "caught", "crashed": "caught", "passed": "SURVIVED"}
+        return verdicts.get(outcome, outcome.upper())
 
 
 def has_hopper() -> bool:

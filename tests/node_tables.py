@@ -53,16 +53,24 @@ class Tables:
         end = np.where(begin < self.key_rows, self.key_rows, self.key_rows + self.decoded_rows)
         return self["kv_len"].clip(0, end - begin)
 
-    def find_runs(self) -> tuple[Ints, Ints]:
+    def find_runs(self, continued: NDArray[np.bool_]) -> tuple[Ints, Ints]:
         """Runs that begin before each node, and where each begins; as the kernel that builds the list finds them."""
-        begins = np.flatnonzero(~self.continued())
+        begins = np.flatnonzero(~continued)
         counts = np.searchsorted(begins, np.arange(len(self.nodes) + 1))
         return counts.astype(np.int32), np.append(begins, len(self.nodes)).astype(np.int32)
 
     def problem(
-        self, causal: bool, tiles: tuple[int, int], heads: int = 1, kv_heads: int = 1, num_sms: int = 4
+        self,
+        causal: bool,
+        tiles: tuple[int, int],
+        heads: int = 1,
+        kv_heads: int = 1,
+        num_sms: int = 4,
+        continued: NDArray[np.bool_] | None = None,
     ) -> Problem:
-        self.run_counts, self.run_begins = self.find_runs()  # as long as the last problem, which holds their addresses
+        """`continued`: where runs go on; by default as continued() has it."""
+        found = self.find_runs(self.continued() if continued is None else continued)
+        self.run_counts, self.run_begins = found  # as long as the last problem, which holds their addresses
         return Problem(
             self.nodes.ctypes.data, len(self.nodes), self.q_rows, self.key_rows, self.decoded_rows, causal, *tiles,
             heads, kv_heads, num_sms, False, self.run_counts.ctypes.data, self.run_begins.ctypes.data,

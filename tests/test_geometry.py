@@ -94,10 +94,17 @@ def blind_tiles(tables: Tables, block_m: int, expected: NDArray[np.uint8]) -> in
     return count
 
 
+def continued_in(shim: ctypes.CDLL, tables: Tables) -> NDArray[np.bool_]:
+    """Where the header says that a node belongs to the run of the one before."""
+    out = (ctypes.c_int * len(tables.nodes))()
+    shim.read_continued(ctypes.byref(tables.problem(True, (16, 16))), out)
+    return np.array(out, bool)
+
+
 def check_tables(
     shim: ctypes.CDLL, tables: Tables, causal: bool, tiles: tuple[int, int], heads: int, limit: int
 ) -> None:
-    problem = tables.problem(causal, tiles, heads)
+    problem = tables.problem(causal, tiles, heads, continued=continued_in(shim, tables))
     expected = tables.dense(causal)
     seen = np.zeros((heads, *expected.shape), np.uint8)
     forward = record(shim.record_forward, problem, seen)
@@ -200,10 +207,7 @@ def test_runs_are_what_the_header_takes_for_runs(shim: ctypes.CDLL) -> None:
     rng = np.random.default_rng(2)
     for index in range(300):
         tables = hostile_tables(rng) if index % 3 else random_tables(rng, (16, 16))
-        problem = tables.problem(True, (16, 16))
-        continued = (ctypes.c_int * len(tables.nodes))()
-        shim.read_continued(ctypes.byref(problem), continued)
-        assert list(continued) == tables.continued().tolist()
+        assert continued_in(shim, tables).tolist() == tables.continued().tolist()
 
 
 def test_a_packed_tree_has_one_range_a_tile(shim: ctypes.CDLL) -> None:
@@ -278,7 +282,8 @@ def walk_hostile(shim: ctypes.CDLL, seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(count):
         tables = hostile_tables(rng)
-        problem = tables.problem(bool(rng.integers(0, 2)), (16, 16), heads=int(rng.integers(1, 4)))
+        continued = continued_in(shim, tables)
+        problem = tables.problem(bool(rng.integers(0, 2)), (16, 16), int(rng.integers(1, 4)), continued=continued)
         problem.reversed = bool(rng.integers(0, 2))
         seen = np.zeros((problem.heads, tables.q_rows, tables.key_rows + tables.decoded_rows), np.uint8)
         forward = record(shim.record_forward, problem, seen)

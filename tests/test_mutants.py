@@ -66,7 +66,7 @@ def test_tests_catch_their_mutants(mutant: Mutant, trees: Callable[[int], Tree])
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_a_mutant_that_changes_nothing_survives(trees: Callable[[int], Tree]) -> None:
-    harmless = Mutant("harmless", "csrc/core/kv_regions.h", "tests/test_geometry.py", "border", "#pragma", "#pragma ")
+    harmless = Mutant("harmless", "csrc/core/nodes.h", "tests/test_geometry.py", "by_hand", "#pragma", "#pragma ")
     assert trees(harmless.head_dim).verdict(harmless) == "SURVIVED"
 
 

@@ -126,18 +126,19 @@ def test_long_shapes(shim: ctypes.CDLL) -> None:
 
 def test_tiles_that_nobody_sees_come_last(shim: ctypes.CDLL) -> None:
     """They write zeros: items of no step, in the last class."""
-    nodes = np.array([(0, 0, 0, 0, 100, 0, -1, 2), (0, 40, 10, 100, 50, 100, 0, 2)], np.int32)
-    tables = Tables(nodes, 40, 150)
+    unseen = [(0, 0, 0, 0, 100, 0, -1, 2), (0, 40, 10, 100, 50, 100, 0, 2)]  # queries at positions 10 to 49
+    nodes = np.array([*unseen, (40, 4, 12, 150, 16, 0, -1, 3)], np.int32)
+    tables = Tables(nodes, 44, 166)
     made = check_backward(shim, tables, tables.problem(True, (16, 16), kv_heads=2))
     steps = made.items[:, 3].tolist()
-    assert sum(count == 0 for count in steps) == 3 + 4 and all(steps[:4]) and not any(steps[4:])
-    assert made.items[4:, 4].tolist() == [-1] * 7
+    assert all(steps[:5]) and steps[5:] == [0] * (3 + 4)
+    assert made.items[5:, 4].tolist() == [-1] * 7
 
 
 def test_tiles_of_an_inner_node_are_split_alike(shim: ctypes.CDLL) -> None:
     """As its first tile is; unless that takes more slots than there are, where few queries see most of them."""
-    with_responses, alone = packed_prompts([16 * 40], [[16 * 20] * 8]), packed_prompts([16 * 60], [[0]])
-    for tables, heads, kv_heads, alike in ((with_responses, 12, 8, True), (alone, 64, 4, False)):
+    with_responses, alone = packed_prompts([16 * 40], [[16 * 10] * 8]), packed_prompts([16 * 60], [[0]])
+    for tables, heads, kv_heads, alike in ((with_responses, 12, 2, True), (alone, 64, 4, False)):
         problem = tables.problem(True, (16, 16), heads=heads, kv_heads=kv_heads, num_sms=132)
         found = check_backward(shim, tables, problem).by_tile()
         parts = {len(parts) for tile, parts in found.items() if tile.node == 0}
