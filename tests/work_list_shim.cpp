@@ -90,7 +90,8 @@ void clear_rows_of(const Problem* p, bool queries, int* cleared) {
 }
 
 void make_sequence_nodes(const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cu_seqlens_context,
-                          const int* cu_seqs_per_context, int num_sequences, int num_groups, int context_rows, int* nodes) {
+                         const int* cu_seqs_per_context, int num_sequences, int num_groups, int context_rows,
+                         int* nodes) {
   const SequenceNodesArgs args{cu_seqlens_q,  cu_seqlens_k, cu_seqlens_context, cu_seqs_per_context,
                                num_sequences, num_groups,   context_rows,       nodes};
   for (int index = 0; index < max_int(num_sequences, num_groups) + 3; ++index) write_sequence_nodes(args, index);
