@@ -37,8 +37,9 @@ int see(const Problem& p, Record& r, int head, int row, const KvTile& tile, int 
   return columns;
 }
 
-void forward_step(const Problem& p, Record& r, const QueryTile& q, const KvTile& tile) {
-  const bool masked = needs_mask(tile, q.q_pos, p.block_n, p.causal);
+void forward_step(const Problem& p, Record& r, const QueryTile& q, const KvStep& step) {
+  const KvTile tile = step.tile;
+  const bool masked = needs_mask(step, q.q_pos);
   ++r.steps;
   r.masked_steps += masked;
   if (!inside(p, tile)) {
@@ -70,8 +71,8 @@ void forward_tile(const Problem& p, Record& r, const Node& node, int m_block) {
   PathWalk walk;
   walk.start(table, node, q, p.block_n, p.causal);
   for (int64_t visited = 1;; ++visited) {
-    const KvStep step = walk.step(table, p.block_n);
-    forward_step(p, r, q, step.tile);
+    const KvStep step = walk.step(table, p.block_n, p.causal);
+    forward_step(p, r, q, step);
     const int reached = step.tile.kv_pos + step.tile.valid;
     r.wrong_order += visited > 1 ? reached != end : reached < end || step.tile.kv_pos >= max_int(end, 1);
     end = step.tile.kv_pos;

@@ -71,7 +71,7 @@ int build_forward(const Problem* p, ForwardItem* items, int* costs, int* tiles) 
     costs[i] = forward_cost(node, items[i].m_block, p->block_m, p->block_n, p->causal);
     PathWalk walk;
     walk.start(args.nodes, node, query_tile(node, items[i].m_block, p->block_m), p->block_n, p->causal);
-    for (tiles[i] = 1; !walk.step(args.nodes, p->block_n).last; ++tiles[i]) {
+    for (tiles[i] = 1; !walk.step(args.nodes, p->block_n, p->causal).last; ++tiles[i]) {
       walk.next(args.nodes, p->block_n, p->causal);
     }
   }

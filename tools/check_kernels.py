@@ -23,9 +23,9 @@ from build_plan import DEFAULT_ARCHS
 from extension import kernel_steps
 from toolchain import BuildError, KernelSource, find_nvcc, parallel_jobs, run_parallel
 
-# What stands in "source: kernel for arch". These bytes are outside of main loops, or in the portable forward on Hopper,
-# which has one of its own: there only tests run it.
-ALLOWED_BYTES = {"dualkv_convert_sm": 16, "sm90_backward_dq_d256": 24, "dualkv_sm80_forward for sm_90": 32}
+# What stands in "source: kernel for arch". These bytes are outside of main loops; those of the portable forward are read
+# once an iteration, before a barrier.
+ALLOWED_BYTES = {"dualkv_convert_sm": 16, "sm90_backward_dq_d256": 24, "dualkv_sm80_forward for": 32}
 ALLOWED_PTXAS_CODES = ("C7519",)
 
 

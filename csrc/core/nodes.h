@@ -16,6 +16,8 @@
 // batch.
 #pragma once
 
+#include <climits>
+
 #include "core/platform.h"
 
 namespace dualkv {
@@ -116,9 +118,10 @@ DUALKV_HD QueryTile query_tile(const Node& n, int m_block, int block_m) {
 }
 
 // A KV tile of a walk along a path.
-struct KvStep {
+struct alignas(16) KvStep {
   KvTile tile;
-  bool last;
+  int full_pos;  // queries from this position on see all columns of a tile: the others need a mask
+  int last;      // whether the walk ends here
 };
 
 // The walk of a query tile along its path: in each node from the last tile of which the queries see something down to
@@ -141,8 +144,10 @@ struct PathWalk {
   }
 
   // No key stands above position 0.
-  DUALKV_HD KvStep step(const NodeTable& table, int block_n) const {
-    return KvStep{table.kv_tile(node, n_block, block_n), n_block == 0 && node.kv_pos0 == 0};
+  DUALKV_HD KvStep step(const NodeTable& table, int block_n, bool causal) const {
+    const KvTile tile = table.kv_tile(node, n_block, block_n);
+    const int full_pos = causal ? tile.kv_pos + block_n - 1 : INT_MIN;
+    return KvStep{tile, tile.valid < block_n ? INT_MAX : full_pos, n_block == 0 && node.kv_pos0 == 0};
   }
 
   // Moves on to the next tile, whose node may have to be read: long before anybody needs it.
@@ -166,9 +171,7 @@ struct PathWalk {
   }
 };
 
-DUALKV_HD bool needs_mask(const KvTile& tile, int q_pos, int block_n, bool causal) {
-  return tile.valid < block_n || (causal && tile.kv_pos + block_n - 1 > q_pos);
-}
+DUALKV_HD bool needs_mask(const KvStep& step, int q_pos) { return q_pos < step.full_pos; }
 
 // Columns [0, result) of the tile are visible to the query at logical position q_pos.
 DUALKV_HD int visible_columns(const KvTile& tile, int q_pos, bool causal) {

@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
           s[i][j][e] = probability * (dp[i][j][e] - delta[i][e / 2]);
         }
     const KvTile tile = block.step(n).tile;
-    if (needs_mask(tile, work.q_tile.q_pos, Config::kBlockN, p.shape.causal)) {
+    if (needs_mask(block.step(n), work.q_tile.q_pos)) {
       mask_fragment(s, warp_row + lane / 4, lane % 4 * 2, 0.f,
                     [&](int row) { return visible_columns(tile, work.q_tile.q_pos + row, p.shape.causal); });
     }

@@ -60,10 +60,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     __syncthreads();  // V_n is here, and every warp has left K_n
     if (!last) start_k(n + 1);
 
-    const KvTile& tile = block.step(n).tile;
-    if (needs_mask(tile, work.q_tile.q_pos, Config::kBlockN, p.shape.causal)) {
+    const KvStep& step = block.step(n);
+    if (needs_mask(step, work.q_tile.q_pos)) {
       mask_fragment(s, warp_row + lane / 4, lane % 4 * 2, -CUDART_INF_F,
-                    [&](int row) { return visible_columns(tile, work.q_tile.q_pos + row, p.shape.causal); });
+                    [&](int row) { return visible_columns(step.tile, work.q_tile.q_pos + row, p.shape.causal); });
     }
     // The maximum of most rows stops moving after a few tiles; skipping a factor of exactly 1 changes no bit.
     const float scale_log2 = p.shape.softmax_scale * kLog2e;

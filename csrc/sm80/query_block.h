@@ -34,7 +34,7 @@ struct WalkedBlock {
   // Behind the last tile there may be anything.
   template <class Config, class Params>
   __device__ __forceinline__ void find(int n, const Params& p) {
-    ring[n & 3] = path.step(p.nodes, Config::kBlockN);
+    ring[n & 3] = path.step(p.nodes, Config::kBlockN, p.shape.causal);
     path.next(p.nodes, Config::kBlockN, p.shape.causal);
   }
 };

@@ -42,7 +42,7 @@ struct BackwardDqProducer {
 
   // K and V of the walk's current tile; moves on. Whether it was the last.
   __device__ __forceinline__ bool load_kv(const QueryBlock& work) {
-    const KvStep step = load_k_step<Config>(shared, steps, path, p.nodes, maps.kv, k_state, work.kv_head);
+    const KvStep step = load_k_step<Config>(shared, steps, path, p.nodes, p.shape.causal, maps.kv, k_state, work.kv_head);
     load_v_tile<Config>(shared, maps.kv, step.tile, v_state, work.kv_head);
     path.next(p.nodes, Config::kBlockN, p.shape.causal);
     return step.last;
@@ -148,9 +148,9 @@ struct BackwardDqConsumer {
   }
 
   // P = exp2(S * scale - LSE), while dP is still computed; then dS, in `s`, and rounded in the A fragments of dQ.
-  __device__ __forceinline__ void finish_step(const QueryBlock& work, const KvTile& tile, int q_pos) {
+  __device__ __forceinline__ void finish_step(const QueryBlock& work, const KvStep& step, int q_pos) {
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
-    const bool is_masked = needs_mask(tile, q_pos, kBlockN, p.shape.causal);
+    const bool is_masked = needs_mask(step, q_pos);
     ptx::wgmma_wait<1>();
     ptx::pin(s[0]);
 #pragma unroll
@@ -160,7 +160,7 @@ struct BackwardDqConsumer {
     ptx::pin(s[0]);
     // The compiler moves nothing across this branch: else it would move the exponentials behind the wait for dP, and
     // the two would no longer run at the same time.
-    if (is_masked) mask(s, work, tile);
+    if (is_masked) mask(s, work, step.tile);
     ptx::wgmma_wait<0>();
     ptx::pin(dp[0]);
     shared.v_ready(v_state.stage).release(lane);
@@ -169,7 +169,7 @@ struct BackwardDqConsumer {
     for (int j = 0; j < kBlockN / 8; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[0][j][e] *= dp[0][j][e] - delta[e / 2];
-    if (is_masked) mask(s, work, tile);
+    if (is_masked) mask(s, work, step.tile);
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step)
       accumulator_to_a<T>(s[0][2 * step], s[0][2 * step + 1], ds[step]);
@@ -206,7 +206,7 @@ struct BackwardDqConsumer {
     KvStep now = wait_k(k_state);
     issue_product(s, shared.q(), shared.k(k_state.stage));
     issue_dp(0);
-    finish_step(work, now.tile, q_pos);
+    finish_step(work, now, q_pos);
     for (int n = 1; !now.last; ++n) {
       PipelineState<Config::kStagesK> next_k = k_state;
       next_k.advance();
@@ -217,7 +217,7 @@ struct BackwardDqConsumer {
       shared.k_ready(k_state.stage).release(lane);
       k_state = next_k;
       issue_dp(n);
-      finish_step(work, now.tile, q_pos);
+      finish_step(work, now, q_pos);
     }
     shared.queries_ready().release(lane);
     query_state.advance();

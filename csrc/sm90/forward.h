@@ -39,7 +39,7 @@ struct ForwardProducer {
   PipelineState<2> work_state;
 
   __device__ __forceinline__ KvStep load_k(const QueryBlock& work) {
-    return load_k_step<Config>(shared, steps, path, p.nodes, maps.kv, k_state, work.kv_head);
+    return load_k_step<Config>(shared, steps, path, p.nodes, p.shape.causal, maps.kv, k_state, work.kv_head);
   }
   __device__ __forceinline__ void load_v(const QueryBlock& work, const KvTile& tile) {
     load_v_tile<Config>(shared, maps.kv, tile, v_state, work.kv_head);
@@ -150,8 +150,9 @@ struct ForwardConsumer {
   }
 
   // `q_pos`: of this warpgroup's first query.
-  __device__ __forceinline__ void mask(const QueryBlock& work, const KvTile& tile, int q_pos) {
-    if (!needs_mask(tile, q_pos, kBlockN, p.shape.causal)) return;
+  __device__ __forceinline__ void mask(const QueryBlock& work, const KvStep& step, int q_pos) {
+    if (!needs_mask(step, q_pos)) return;
+    const KvTile tile = step.tile;
     mask_fragment(s, row0, lane % 4 * 2, -CUDART_INF_F, [&](int row) {
       return visible_columns(tile, work.q_tile.q_pos + query_of(row), p.shape.causal);
     });
@@ -206,7 +207,7 @@ struct ForwardConsumer {
     ptx::wgmma_wait<0>();
     ptx::pin(s[0]);
     release_k();
-    mask(work, now.tile, q_pos);
+    mask(work, now, q_pos);
     softmax.raise_maximum(s, scale_log2, rescale);
     softmax.exponentiate(s, scale_log2);
     pack_probabilities();
@@ -222,7 +223,7 @@ struct ForwardConsumer {
       ptx::wgmma_wait<1>();
       ptx::pin(s[0]);
       release_k();
-      mask(work, now.tile, q_pos);
+      mask(work, now, q_pos);
       const bool moved = softmax.raise_maximum(s, scale_log2, rescale);
       softmax.rescale_sum(rescale);
       softmax.exponentiate(s, scale_log2);
