@@ -234,8 +234,8 @@ bool do_rounds_fit(int tiles, int num_walks, int longest, int64_t total_steps, i
   return rounds_fit(tiles, num_walks, longest, total_steps, num_sms);
 }
 
-int read_local_heads(int64_t steps, int64_t first_class_steps, int longest, int num_kv_heads, int num_sms) {
-  return local_heads_of(steps, first_class_steps, longest, num_kv_heads, num_sms);
+int read_local_heads(int64_t steps, int64_t first_class_steps, int longest, bool split, int num_kv_heads, int num_sms) {
+  return local_heads_of(steps, first_class_steps, longest, split, num_kv_heads, num_sms);
 }
 
 bool does_first_class_alternate(int tiles, int widest, bool split, int num_walks, int num_sms) {

@@ -106,19 +106,22 @@ def test_local_heads_come_first_in_the_order_of_the_table(shim: ctypes.CDLL) -> 
 
 def test_which_heads_are_local(shim: ctypes.CDLL) -> None:
     """Steps and costs of KV heads of real problems, for 132 multiprocessors."""
-    for steps, first_class, longest, kv_heads, expected in (
-        (1_320_000, 1_200_000, 11_000, 8, 0),  # one prompt's tiles are nearly all of the work
-        (1_320_000, 700_000, 15_000, 8, 6),  # a tree
-        (1_320_000, 700_000, 15_000, 4, 2),
-        (1_320_000, 700_000, 15_000, 2, 0),  # the last head would end with a long block
-        (1_320_000, 700_000, 45_000, 8, 0),
-        (1_320_000, 50_000, 1_000, 8, 7),  # many sequences
-        (1_320_000, 1_200_000, 5_000, 8, 7),  # many prompts
-        (1_320_000, 50_000, 1_000, 1, 0),
-        (0, 0, 0, 8, 0),
+    for steps, first_class, longest, split, kv_heads, expected in (
+        (1_320_000, 1_200_000, 11_000, False, 8, 0),  # one prompt's tiles are nearly all of the work
+        (1_320_000, 1_200_000, 5_000, True, 2, 0),  # the same in parts
+        (1_320_000, 700_000, 15_000, False, 8, 6),  # a tree
+        (1_320_000, 700_000, 15_000, False, 4, 2),
+        (1_320_000, 700_000, 15_000, False, 2, 0),  # the last head would end with a long block
+        (1_320_000, 700_000, 45_000, False, 8, 0),
+        (1_320_000, 50_000, 1_000, False, 8, 7),  # many sequences
+        (1_320_000, 50_000, 1_000, True, 8, 7),
+        (1_320_000, 1_200_000, 5_000, False, 8, 7),  # many prompts
+        (1_320_000, 50_000, 1_000, False, 1, 0),
+        (0, 0, 0, False, 8, 0),
     ):
-        found = shim.read_local_heads(ctypes.c_int64(steps), ctypes.c_int64(first_class), longest, kv_heads, 132)
-        assert found == expected, (steps, first_class, longest, kv_heads)
+        sizes = ctypes.c_int64(steps), ctypes.c_int64(first_class)
+        found = shim.read_local_heads(*sizes, longest, split, kv_heads, 132)
+        assert found == expected, (steps, first_class, longest, split, kv_heads)
 
 
 def test_direction_of_walks(shim: ctypes.CDLL) -> None:

@@ -101,25 +101,29 @@ def test_trees(shim: ctypes.CDLL) -> None:
 
 
 def test_long_shapes(shim: ctypes.CDLL) -> None:
-    """Of 132 multiprocessors: alternating waves, rounds by parts, parts without rounds, fillers."""
+    """Of 132 multiprocessors: alternating waves, rounds by parts, parts without rounds, fillers, local heads."""
     shapes = {
         "28 x 4K x 2K": (packed_prompts([4096], [[2048] * 28]), 8),
         "two KV heads": (packed_prompts([4096], [[2048] * 28]), 2),
         "short": (packed_prompts([8192], [[146] * 32]), 8),
         "32 x 5059": (packed_prompts([5059], [[*range(131, 2048, 60)]]), 8),
+        "sequences": (packed_prompts([256] + [0] * 16, [[1024] * 32] + [[2048]] * 16), 8),
     }
     made = {
         name: check_backward(shim, tables, tables.problem(True, (64, 128), heads=4, kv_heads=kv_heads, num_sms=132))
         for name, (tables, kv_heads) in shapes.items()
     }
     assert {name: len(one.splits) > 0 for name, one in made.items()} == {
-        "28 x 4K x 2K": False, "two KV heads": True, "short": False, "32 x 5059": True,
+        "28 x 4K x 2K": False, "two KV heads": True, "short": False, "32 x 5059": True, "sequences": True,
     }  # fmt: skip
     assert {name: one.parts > 1 for name, one in made.items()} == {
-        "28 x 4K x 2K": False, "two KV heads": True, "short": False, "32 x 5059": False,
+        "28 x 4K x 2K": False, "two KV heads": True, "short": False, "32 x 5059": False, "sequences": True,
     }  # fmt: skip
     assert {name: one.alternating & 1 for name, one in made.items()} == {
-        "28 x 4K x 2K": 1, "two KV heads": 0, "short": 1, "32 x 5059": 0,
+        "28 x 4K x 2K": 1, "two KV heads": 0, "short": 1, "32 x 5059": 0, "sequences": 0,
+    }  # fmt: skip
+    assert {name: one.local_heads for name, one in made.items()} == {
+        "28 x 4K x 2K": 0, "two KV heads": 0, "short": 0, "32 x 5059": 0, "sequences": 5,
     }  # fmt: skip
     assert made["28 x 4K x 2K"].fillers and made["short"].fillers and made["two KV heads"].fillers
 

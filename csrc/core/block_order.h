@@ -105,9 +105,12 @@ DUALKV_HD int fillers_of(int tiles, int shortest, int mean, int64_t supply, int 
 }
 
 // How many KV heads are local; see above. Steps and costs of one KV head: of all items, of class 0, and the longest cost.
-DUALKV_HD int local_heads_of(int64_t steps, int64_t first_class_steps, int longest, int num_kv_heads, int num_sms) {
+// Walks that are short beside a head's work come from many nodes too, unless they are parts of long ones (`split`).
+DUALKV_HD int local_heads_of(int64_t steps, int64_t first_class_steps, int longest, bool split, int num_kv_heads,
+                             int num_sms) {
   const int64_t head_time = ceil_div<int64_t>(steps, num_sms);
-  const bool is_spread = 100 * first_class_steps <= 55 * steps || 5 * int64_t{longest} <= 3 * head_time;
+  const bool is_spread =
+      100 * first_class_steps <= 55 * steps || (!split && 5 * int64_t{longest} <= 3 * head_time);
   // The other heads must take longer than the longest block, which may be the last of a local head.
   const int64_t others = head_time > 0 ? ceil_div<int64_t>(6 * int64_t{longest}, 5 * head_time) : num_kv_heads;
   return is_spread && 2 * others <= num_kv_heads ? num_kv_heads - max_int(static_cast<int>(others), 1) : 0;

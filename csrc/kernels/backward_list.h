@@ -180,18 +180,17 @@ struct BackwardTiles {
     order.begin[kCostClasses] = items;
     int64_t head_steps = 0;
     for (const unsigned long long steps : block.class_steps) head_steps += static_cast<int64_t>(steps);
-    order.local_heads = local_heads_of(head_steps, static_cast<int64_t>(block.class_steps[0]), block.longest,
+    const int parts = block.most_parts;
+    order.local_heads = local_heads_of(head_steps, static_cast<int64_t>(block.class_steps[0]), block.longest, parts > 1,
                                        a.num_kv_heads, a.num_sms);
     const int heads = a.num_kv_heads - order.local_heads;
-    const int parts = block.most_parts;
     const bool by_parts = block.fewest_parts == parts &&
                           rounds_fit(order.begin[1] / parts, heads * parts, block.longest, head_steps * heads, a.num_sms);
     order.parts = by_parts ? parts : 1;
     const int tiles_of_first = order.begin[1] / order.parts, walks = heads * order.parts;
-    // A few heads behind local ones start whenever a block ends, not in waves.
-    order.alternating = order.local_heads > 0 ? 0
-                                              : block.alternating | first_class_alternates(tiles_of_first, block.widest,
-                                                                                           parts > 1, walks, a.num_sms);
+    const bool alternates = first_class_alternates(tiles_of_first, block.widest, parts > 1, walks, a.num_sms);
+    // The heads behind local ones start whenever a block ends, not in waves.
+    order.alternating = order.local_heads > 0 ? 0 : block.alternating | alternates;
     int second = 1;  // the class that the fillers come from
     while (second < kCostClasses - 1 && block.class_steps[second] == 0) ++second;
     const int second_end = second + 1 < kCostClasses ? order.begin[second + 1] : items;
