@@ -4,20 +4,23 @@ import sys
 
 from . import attention, packing
 from ._version import __version__
-from .attention import flash_attn_dualkv_varlen_func, flash_attn_varlen_func, shared_prompt_attention
+from .attention import flash_attn_dualkv_varlen_func, flash_attn_varlen_func
 from .data.batch import SharedPromptBatch
 from .data.pack import group_by_prompt, pack_jagged, pack_padded, pack_shared_prompts
 from .data.split import balance_groups, split_by_token_budget
+from .data.tree import PrefixTreeBatch, pack_prefix_tree
 from .data.unpack import unpack_logprobs, unpack_to_jagged
 from .errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from .layout import SharedPromptLayout
 from .ops import build_info
+from .packed_attention import flash_attn_tree_varlen_func, shared_prompt_attention
 
 # Former names of modules with public functions; `packing` is one too.
 sys.modules[f"{__name__}.interface"] = attention
 sys.modules.update(dict.fromkeys((f"{__name__}.{name}" for name in ("batch", "batching", "shared_prompt")), packing))
 
 __all__ = [
+    "PrefixTreeBatch",
     "SharedPromptBatch",
     "SharedPromptError",
     "SharedPromptLayout",
@@ -27,10 +30,12 @@ __all__ = [
     "balance_groups",
     "build_info",
     "flash_attn_dualkv_varlen_func",
+    "flash_attn_tree_varlen_func",
     "flash_attn_varlen_func",
     "group_by_prompt",
     "pack_jagged",
     "pack_padded",
+    "pack_prefix_tree",
     "pack_shared_prompts",
     "shared_prompt_attention",
     "split_by_token_budget",

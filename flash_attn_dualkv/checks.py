@@ -1,7 +1,7 @@
 """Argument checks: each violated precondition is an error that names the argument, what was expected and what was got.
 
 Nothing here reads the contents of a tensor, so the checks neither synchronise with a device nor break a trace.
-The values of offset tensors are checked in `segments.py`.
+The values of offset tensors are checked in `nodes.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
-# Logical positions are int32 sums of a context's and a response's rows.
+# Logical positions and rows of two tensors of keys are int32 sums.
 MAX_ROWS = 2**30
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
@@ -124,7 +124,9 @@ def check_same_heads(k_name: str, k: Tensor, other_name: str, other: Tensor) -> 
         raise ValueError(explain(k_name, f"{other.shape[1]} heads (as {other_name})", k.shape[1]))
 
 
-def check_offsets(name: str, offsets: Any, device: torch.device, length: int | None = None, like: str = "") -> None:
+def check_offsets(
+    name: str, offsets: Any, device: torch.device, length: int | None = None, like: str = "", least: int = 1
+) -> None:
     """Check a tensor of offsets: int32, contiguous, one dimension, on `device`, `length` elements (as `like`)."""
     if not isinstance(offsets, Tensor):
         raise TypeError(explain(name, "a torch.Tensor", type(offsets).__name__))
@@ -134,7 +136,7 @@ def check_offsets(name: str, offsets: Any, device: torch.device, length: int | N
         raise ValueError(explain(name, f"device {device} (as q)", offsets.device))
     if offsets.dim() != 1:
         raise ValueError(explain(name, "1 dimension", f"shape {tuple(offsets.shape)}"))
-    if offsets.shape[0] < 1:
+    if offsets.shape[0] < least:
         raise ValueError(explain(name, "at least 1 element (sequences + 1)", 0))
     if length is not None and offsets.shape[0] != length:
         raise ValueError(explain(name, f"{length} elements (as {like})", offsets.shape[0]))
@@ -196,21 +198,58 @@ def resolve_softmax_scale(softmax_scale: Any, head_dim: int) -> float:
     return float(softmax_scale)
 
 
-def check_unimplemented(
-    causal: bool, dropout_p: Any, window_size: Any, softcap: Any, alibi_slopes: Any, block_table: Any
-) -> None:
-    """NotImplementedError for the options of FlashAttention that this library does not implement."""
-    for name, value, option in (("dropout_p", dropout_p, "dropout"), ("softcap", softcap, "softcap")):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(explain(name, "a float", type(value).__name__))
-        if value != 0.0:
-            raise NotImplementedError(explain(name, f"0.0 ({option} is not implemented)", value))
+def check_sinks(sinks: Any, q: Tensor) -> None:
+    """Check sinks (H,), one for each head of q, or None."""
+    if sinks is None:
+        return
+    check_are_tensors(("sinks",), (sinks,))
+    if not sinks.is_floating_point():
+        raise TypeError(explain("sinks", "a floating point tensor", sinks.dtype))
+    if sinks.shape != (q.shape[1],):
+        raise ValueError(explain("sinks", f"shape ({q.shape[1]},), the heads of q", tuple(sinks.shape)))
+    if sinks.device != q.device:
+        raise ValueError(explain("sinks", f"device {q.device} (as q)", sinks.device))
+
+
+def resolve_softcap(softcap: Any) -> float:
+    """The bound of the scores, finite and >= 0; 0 for none."""
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        raise TypeError(explain("softcap", "a float", type(softcap).__name__))
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(explain("softcap", "a finite number >= 0", softcap))
+    return float(softcap)
+
+
+def resolve_variant(q: Tensor, causal: bool, window_size: Any, softcap: Any) -> tuple[bool, int, float]:
+    """Whether the mask is causal, how many positions before its own a row sees (-1: all), and the softcap.
+
+    As in FlashAttention, a window that ends with the row's own position is causality. The CUDA kernels have neither a
+    window nor a softcap.
+    """
+    cap = resolve_softcap(softcap)
     is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
     if not is_pair or any(isinstance(one, bool) or not isinstance(one, int) for one in window_size):
         raise TypeError(explain("window_size", "two ints", type(window_size).__name__))
-    window = tuple(window_size)
-    if window != (-1, -1) and not (causal and window == (-1, 0)):
-        raise NotImplementedError(explain("window_size", "(-1, -1) (a sliding window is not implemented)", window))
+    left, right = window = tuple(window_size)
+    if min(window) < -1 or max(window) >= 2**31:
+        raise ValueError(explain("window_size", "two ints from -1 to 2**31 - 1", window))
+    if right > 0:
+        expected = "-1 or 0 as its second number (a window that ends behind a row is not implemented)"
+        raise NotImplementedError(explain("window_size", expected, window))
+    if q.is_cuda and left >= 0:
+        expected = "(-1, -1) for CUDA tensors (a sliding window is not implemented there)"
+        raise NotImplementedError(explain("window_size", expected, window))
+    if q.is_cuda and cap != 0.0:
+        raise NotImplementedError(explain("softcap", "0.0 for CUDA tensors (it is not implemented there)", cap))
+    return causal or right == 0, left, cap
+
+
+def check_unimplemented(dropout_p: Any, alibi_slopes: Any, block_table: Any) -> None:
+    """NotImplementedError for the options of FlashAttention that this library does not implement."""
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        raise TypeError(explain("dropout_p", "a float", type(dropout_p).__name__))
+    if dropout_p != 0.0:
+        raise NotImplementedError(explain("dropout_p", "0.0 (dropout is not implemented)", dropout_p))
     if alibi_slopes is not None:
         raise NotImplementedError(
             explain("alibi_slopes", "None (ALiBi is not implemented)", type(alibi_slopes).__name__)
@@ -219,3 +258,16 @@ def check_unimplemented(
         raise NotImplementedError(
             explain("block_table", "None (paged KV is not implemented)", type(block_table).__name__)
         )
+
+
+def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Cast as autocast does for PyTorch's own attention: floating point, other than float64, to its lower precision."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(one.to(dtype) if _is_castable(one, device_type) else one for one in tensors)
+
+
+def _is_castable(tensor: Tensor, device_type: str) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != torch.float64 and tensor.device.type == device_type

@@ -1,69 +1,95 @@
-"""Where prompts and responses lie in a packed row: built once for a micro-batch, read by every attention layer."""
+"""Where the nodes of a micro-batch lie in its packed row: built once, read by every attention layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import arguments, checks
-from .data.transfer import SeparatelyPickled, ints, same_device, to_device
+from .data.transfer import SeparatelyPickled, same_device, to_device
 from .errors import SharedPromptLayoutError
-from .segments import GROUP_COLUMNS, SEGMENT_COLUMNS, Group, Segment
-
-_TENSORS = ("cu_seqlens_context", "cu_seqlens_decoded", "segments", "groups")  # of a layout
+from .nodes import group_nodes, tree_table
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPromptLayout(SeparatelyPickled):
-    """Where the prompts and responses of a micro-batch lie in its packed row, for every attention layer to use.
+    """Where the prompts and responses of a micro-batch, or the nodes of its trees, lie in its packed row.
 
-    The row is [context_1 .. context_G][decoded_11 .. decoded_GN][padding]: the contexts first, then all responses,
-    group by group. It holds integer tensors and host integers only and is built once per micro-batch; what the
-    attention operators read on the device is in `segments` and `groups`.
+    Of prompts the row is [context_1 .. context_G][decoded_11 .. decoded_GN][padding]: the contexts first, then all
+    responses, group by group. Of trees it is [node_1 .. node_n][padding], depth first: a node, then its subtree. The
+    layout holds one integer tensor and host integers only and is built once per micro-batch.
 
     Attributes:
-        cu_seqlens_context: (G+1,) int32, group g has the rows [g] .. [g+1] - 1.
-        cu_seqlens_decoded: (S+1,) int32, response s has the rows [s] .. [s+1] - 1 behind the contexts.
-        segments: (S+G, 8) int32, the prompt of each group followed by its responses, see `segments.Segment`.
-        groups: (G, 4) int32, see `segments.Group`.
-        group_offsets: (G+1,), responses [g] .. [g+1] - 1 belong to prompt g.
-        context_lens: (G,), rows of each context. decoded_lens: (S,), rows of each response.
-        max_context, max_decoded: the most rows of a context and of a response.
-        max_sequence: the most rows of a response together with its context.
-        num_context_tokens: rows of all contexts.
+        nodes: (n, 8) int32, what the attention operators read, see `nodes.Node`. Of prompts: each followed by its
+            responses.
+        node_lens: (n,) rows of each node, in the order of the table.
+        node_parents: (n,) the node that each continues; -1 for prompts and roots.
+        max_sequence: the most rows of a path: of a response together with its context.
         num_tokens: rows T of the packed tensors, padding included.
         pad: how many of them, at the end, are padding.
+        is_tree: whether the row is that of trees. Such a layout has no groups and no responses.
         position_ids: (T,) int64, those of the batch that the layout belongs to. A model's attention refuses the layout
             with others, which it knows by where they lie in memory: to compare values would wait for the GPU. None for
             a layout that was copied without its batch: then nothing is known of them.
     """
 
-    cu_seqlens_context: Tensor
-    cu_seqlens_decoded: Tensor
-    segments: Tensor
-    groups: Tensor
-    group_offsets: tuple[int, ...]
-    context_lens: tuple[int, ...]
-    decoded_lens: tuple[int, ...]
-    max_context: int
-    max_decoded: int
+    nodes: Tensor
+    node_lens: tuple[int, ...]
+    node_parents: tuple[int, ...]
     max_sequence: int
-    num_context_tokens: int
     num_tokens: int
     pad: int = 0
+    is_tree: bool = False
     position_ids: Tensor | None = None
+
+    @staticmethod
+    def from_tree(
+        node_lens: Sequence[int] | Tensor,
+        parents: Sequence[int] | Tensor,
+        *,
+        pad: int = 0,
+        device: torch.device | str | None = None,
+    ) -> SharedPromptLayout:
+        """The layout of trees of any depth, packed in depth-first order.
+
+        Args:
+            node_lens: (n,) rows of each node, >= 0.
+            parents: (n,) the node that each continues, before it; -1 for roots.
+            pad: rows behind the last node.
+            device: of the layout; None for the CPU.
+
+        Raises:
+            SharedPromptError: an argument is not as described, or the order is not depth-first.
+        """
+        lens = arguments.lengths("node_lens", node_lens)
+        above = arguments.lengths("parents", parents, len(lens), "node_lens", least=-1)
+        arguments.integer("pad", pad, 0)
+        rows = sum(lens) + pad
+        if rows >= checks.MAX_ROWS:
+            raise SharedPromptLayoutError(checks.explain("node_lens", f"fewer than {checks.MAX_ROWS} rows", rows))
+        target = torch.device("cpu") if device is None else arguments.device(device)
+        host = HostLayout.of_tree(lens, above)
+        return host.layout(to_device((), [host.nodes], target)[0], pad)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "position_ids": None}
 
     @property
-    def num_groups(self) -> int:
-        return len(self.context_lens)
+    def num_nodes(self) -> int:
+        return len(self.node_lens)
+
+    @property
+    def depth(self) -> int:
+        """The most nodes on a path."""
+        depths: list[int] = []
+        for parent in self.node_parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return max(depths, default=0)
 
     @property
     def num_local_tokens(self) -> int:
@@ -71,30 +97,59 @@ class SharedPromptLayout(SeparatelyPickled):
         return self.num_tokens
 
     @property
-    def num_responses(self) -> int:
-        return self.group_offsets[-1]
-
-    @property
     def device(self) -> torch.device:
-        return self.segments.device
+        return self.nodes.device
+
+    # Of prompts and responses
 
     @property
-    def tensors(self) -> list[Tensor]:
-        return [getattr(self, name) for name in _TENSORS]
+    def context_lens(self) -> tuple[int, ...]:
+        """(G,) rows of each context."""
+        return tuple(length for length, parent in self._prompts("context_lens") if parent < 0)
+
+    @property
+    def decoded_lens(self) -> tuple[int, ...]:
+        """(S,) rows of each response."""
+        return tuple(length for length, parent in self._prompts("decoded_lens") if parent >= 0)
+
+    @property
+    def group_offsets(self) -> tuple[int, ...]:
+        """(G+1,) responses [g] .. [g+1] - 1 belong to prompt g."""
+        roots = [index for index, (_, parent) in enumerate(self._prompts("group_offsets")) if parent < 0]
+        return (*(root - group for group, root in enumerate(roots)), self.num_nodes - len(roots))
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def num_responses(self) -> int:
+        return len(self.decoded_lens)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Rows of all contexts."""
+        return sum(self.context_lens)
+
+    def _prompts(self, name: str) -> list[tuple[int, int]]:
+        """Rows and parent of every node, unless it is one of a tree."""
+        if self.is_tree:
+            expected = f"one of prompts and responses for its {name}"
+            raise SharedPromptLayoutError(checks.explain("layout", expected, f"one of trees ({self.num_nodes} nodes)"))
+        return list(zip(self.node_lens, self.node_parents))
 
     def is_like(self, other: SharedPromptLayout) -> bool:
         """Whether both describe the same row; their tensors may be different copies."""
         return (
-            self.context_lens == other.context_lens
-            and self.decoded_lens == other.decoded_lens
-            and self.group_offsets == other.group_offsets
+            self.node_lens == other.node_lens
+            and self.node_parents == other.node_parents
             and self.num_tokens == other.num_tokens
+            and self.is_tree == other.is_tree
         )
 
-    def with_tensors(self, tensors: Sequence[Tensor], position_ids: Tensor | None = None) -> SharedPromptLayout:
-        """The layout with other copies of its `tensors`, in their order, and the positions that lie beside them."""
-        changes: dict[str, Any] = dict(zip(_TENSORS, tensors, strict=True))
-        return replace(self, position_ids=position_ids, **changes)
+    def with_nodes(self, nodes: Tensor, position_ids: Tensor | None = None) -> SharedPromptLayout:
+        """The layout with another copy of its table, and the positions that lie beside it."""
+        return replace(self, nodes=nodes, position_ids=position_ids)
 
     def pad_to(self, multiple: int) -> SharedPromptLayout:
         """The layout of the row with as little padding behind it as makes its length a multiple of `multiple`.
@@ -117,7 +172,7 @@ class SharedPromptLayout(SeparatelyPickled):
         device = arguments.device(device)
         if same_device(device, self.device):
             return self
-        return self.with_tensors(to_device((), self.tensors, device))
+        return self.with_nodes(to_device((), [self.nodes], device)[0])
 
     def check_positions(self, position_ids: Tensor | None) -> None:
         """SharedPromptLayoutError if a model runs on other positions than those of the layout's batch.
@@ -138,33 +193,26 @@ class SharedPromptLayout(SeparatelyPickled):
             raise SharedPromptLayoutError(checks.explain("position_ids", expected, got))
 
     def validate(self) -> None:
-        """SharedPromptLayoutError unless the tensors and the host's numbers agree. It reads the tensors back."""
-        lengths = [end - begin for begin, end in pairwise(self.cu_seqlens_decoded.tolist())]
-        if tuple(lengths) != self.decoded_lens:
-            raise SharedPromptLayoutError(checks.explain("decoded_lens", tuple(lengths), self.decoded_lens))
-        bounds = (0, *self.group_offsets[1:-1], len(lengths))
-        if len(self.group_offsets) != len(self.context_lens) + 1 or sorted(bounds) != list(self.group_offsets):
-            expected = f"{len(self.context_lens) + 1} offsets that rise from 0 to {len(lengths)}"
-            raise SharedPromptLayoutError(checks.explain("group_offsets", expected, self.group_offsets))
-        shortest = min((*self.context_lens, *lengths, self.pad))
+        """SharedPromptLayoutError unless the table and the host's numbers agree. It reads the table back."""
+        if len(self.node_lens) != len(self.node_parents):
+            expected = f"{len(self.node_lens)} of them (as node_lens)"
+            raise SharedPromptLayoutError(checks.explain("node_parents", expected, len(self.node_parents)))
+        shortest = min((*self.node_lens, self.pad))
         if shortest < 0:
             raise SharedPromptLayoutError(checks.explain("layout", "lengths >= 0 and a pad >= 0", shortest))
-        rebuilt = HostLayout.build(self.context_lens, lengths, self.group_offsets)
-        for name in _TENSORS:
-            rows, found = getattr(rebuilt, name).tolist(), getattr(self, name).tolist()
-            if len(found) != len(rows):
-                raise SharedPromptLayoutError(checks.explain(name, f"{len(rows)} rows", len(found)))
-            for index, (right, got) in enumerate(zip(rows, found)):
-                if right != got:
-                    raise SharedPromptLayoutError(checks.explain(f"{name}[{index}]", right, got))
-        contexts, decoded = sum(self.context_lens), sum(lengths)
-        numbers = {
-            "max_context": max(self.context_lens, default=0),
-            "max_decoded": max(lengths, default=0),
-            "max_sequence": rebuilt.max_sequence,
-            "num_context_tokens": contexts,
-            "num_tokens": contexts + decoded + self.pad,
-        }
+        rebuilt = HostLayout.of_tree(self.node_lens, self.node_parents)
+        if not self.is_tree:
+            if self.depth > 2:
+                expected = "prompts and their responses"
+                raise SharedPromptLayoutError(checks.explain("node_parents", expected, f"depth {self.depth}"))
+            rebuilt = HostLayout.of_prompts(self.context_lens, self.decoded_lens, self.group_offsets)
+        rows, found = rebuilt.nodes.tolist(), self.nodes.tolist()
+        if len(found) != len(rows):
+            raise SharedPromptLayoutError(checks.explain("nodes", f"{len(rows)} rows", len(found)))
+        for index, (right, got) in enumerate(zip(rows, found)):
+            if right != got:
+                raise SharedPromptLayoutError(checks.explain(f"nodes[{index}]", right, got))
+        numbers = {"max_sequence": rebuilt.max_sequence, "num_tokens": sum(self.node_lens) + self.pad}
         for name, number in numbers.items():
             if getattr(self, name) != number:
                 raise SharedPromptLayoutError(checks.explain(name, number, getattr(self, name)))
@@ -177,41 +225,40 @@ def _is_in_backward() -> bool:
 
 @dataclass(frozen=True)
 class HostLayout:
-    """A layout's tensors on the host, and the most rows of a response together with its context."""
+    """A layout whose table is still on the host."""
 
-    cu_seqlens_context: Tensor
-    cu_seqlens_decoded: Tensor
-    segments: Tensor
-    groups: Tensor
+    nodes: Tensor
+    node_lens: tuple[int, ...]
+    node_parents: tuple[int, ...]
     max_sequence: int
+    is_tree: bool
 
     @staticmethod
-    def build(context_lens: Sequence[int], decoded_lens: Sequence[int], group_offsets: Sequence[int]) -> HostLayout:
+    def of_prompts(
+        context_lens: Sequence[int], decoded_lens: Sequence[int], group_offsets: Sequence[int]
+    ) -> HostLayout:
         """From the rows of every context and of every response, and the offsets of the groups' responses."""
         contexts = [*accumulate(context_lens, initial=0)]
-        decoded = [*accumulate(decoded_lens, initial=0)]
-        # `Segment` by `Segment`, `Group` by `Group`: an object for each of thousands would take a millisecond.
-        segments: list[int] = []
-        groups: list[int] = []
+        rows = [*accumulate(decoded_lens, initial=contexts[-1])]
+        lens: list[int] = []
+        parents: list[int] = []
         longest = 0
-        for g, (begin, length) in enumerate(zip(contexts, context_lens)):
-            first, end = group_offsets[g], group_offsets[g + 1]
-            sizes = decoded_lens[first:end]
+        for group, length in enumerate(context_lens):
+            sizes = decoded_lens[group_offsets[group] : group_offsets[group + 1]]
             longest = max(longest, length + max(sizes, default=0))
-            groups += Group(begin, length, first + g, end + g + 1)
-            segments += Segment(begin, length, 0, begin, length, 0, 0, g)
-            for row, size in zip(decoded[first:end], sizes):
-                # The same rows of q, counted from the first context, and of k_decoded, counted from the first response.
-                segments += (contexts[-1] + row, size, length, begin, length, row, size, g)
-        return HostLayout(
-            ints(contexts, torch.int32),
-            ints(decoded, torch.int32),
-            ints(segments, torch.int32).view(-1, SEGMENT_COLUMNS),
-            ints(groups, torch.int32).view(-1, GROUP_COLUMNS),
-            longest,
-        )
+            parents += (-1, *[len(lens)] * len(sizes))
+            lens += (length, *sizes)
+        nodes = group_nodes(contexts, group_offsets, rows, rows, has_queries=True)
+        return HostLayout(nodes, tuple(lens), tuple(parents), longest, is_tree=False)
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """In the order of the layout's fields."""
-        return [getattr(self, name) for name in _TENSORS]
+    @staticmethod
+    def of_tree(node_lens: Sequence[int], parents: Sequence[int]) -> HostLayout:
+        """From the rows and the parent of every node; SharedPromptLayoutError if they are not in depth-first order."""
+        nodes, longest = tree_table(node_lens, parents, SharedPromptLayoutError)
+        return HostLayout(nodes, tuple(node_lens), tuple(parents), longest, is_tree=True)
+
+    def layout(self, nodes: Tensor, pad: int, position_ids: Tensor | None = None) -> SharedPromptLayout:
+        """The layout with its table where it is needed."""
+        tokens = sum(self.node_lens) + pad
+        lens, parents = self.node_lens, self.node_parents
+        return SharedPromptLayout(nodes, lens, parents, self.max_sequence, tokens, pad, self.is_tree, position_ids)

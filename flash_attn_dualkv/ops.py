@@ -1,31 +1,30 @@
-"""The operators that PyTorch sees: segment_tables, forward and backward, in the namespace `flash_attn_dualkv`.
+"""The operators that PyTorch sees, in the namespace `flash_attn_dualkv`: node tables, and attention with its gradient.
 
-CPU tensors go to `segments.py` and `reference.py`, CUDA tensors to the compiled module. `forward` is differentiable:
-its autograd formula is registered with the dispatcher, so that compilers trace through it and eager code pays for one
-call.
-`torch.library`'s low-level interface keeps that call cheap: a `custom_op` costs the host more than twice as much.
+Every public function is `sequence_nodes`, `tree_nodes` or a ready table, and then one `forward`; autograd records one
+node. CPU tensors go to `nodes.py` and `reference.py`, CUDA tensors to the compiled module, or to the reference where it
+is asked for. The autograd formulas are registered with the dispatcher, so that compilers trace through them.
+`torch.library`'s low-level interface keeps calls cheap: a `custom_op` costs the host more than twice as much.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import platform
 from types import ModuleType
-from typing import Any, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
+from . import nodes as tables
 from . import reference
-from . import segments as tables
 from ._version import __version__
 from .arguments import environment_flag
 
-Tables = tuple[Tensor, Tensor]
 Results = tuple[Tensor, Tensor]
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 DIFFERENTIABLE_ONCE = "flash_attn_dualkv is differentiable once: its gradients cannot be differentiated again"
 
@@ -48,63 +47,75 @@ library = torch.library.Library("flash_attn_dualkv", "DEF")
 # Compilers must not hand the kernels a tensor whose last dimension they have made strided.
 TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 
-_INPUTS = (
-    "Tensor q, Tensor k_context, Tensor v_context, Tensor k_decoded, Tensor v_decoded",
-    "Tensor segments, Tensor groups, float softmax_scale, bool causal",
+# Of the keys: rows of k and then those of k_decoded, see `nodes.Node`.
+_KEYS = "Tensor q, Tensor k, Tensor v, Tensor? k_decoded, Tensor? v_decoded"
+# No argument has a default: the dispatcher would leave it out of what it hands to the implementations. `reference`
+# computes CUDA tensors in PyTorch; `deterministic` is for the backward of this call: autograd has no other way to it.
+_OPTIONS = (
+    "float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, bool reference, "
+    "bool deterministic"
 )
 library.define(
-    "segment_tables(Tensor cu_seqlens_q, Tensor cu_seqlens_k_decoded, Tensor? cu_seqlens_context, "
-    "Tensor? cu_seqs_per_context, SymInt total_context) -> (Tensor segments, Tensor groups)",
+    "sequence_nodes(Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? cu_seqlens_context, Tensor? cu_seqs_per_context, "
+    "SymInt? total_context) -> Tensor nodes",
     tags=TAGS,
 )
-# `deterministic` is for the backward of this call: autograd has no other way to it.
+library.define("tree_nodes(Tensor cu_seqlens, Tensor parents, SymInt total) -> Tensor nodes", tags=TAGS)
+library.define(f"forward({_KEYS}, Tensor? sinks, Tensor nodes, {_OPTIONS}) -> (Tensor out, Tensor lse)", tags=TAGS)
+# dq, dk, dv and, where there are these tensors, dk_decoded, dv_decoded. The sinks are in the LSE, by which the kernels
+# compute P = exp(S - LSE), and their gradient needs no kernel.
 library.define(
-    f"forward({_INPUTS[0]}, {_INPUTS[1]}, bool deterministic=False) -> (Tensor out, Tensor lse)",
-    tags=TAGS,
-)
-library.define(
-    f"backward(Tensor dout, Tensor? dlse, {_INPUTS[0]}, Tensor out, Tensor lse, {_INPUTS[1]}, bool deterministic) "
-    "-> (Tensor dq, Tensor dk_context, Tensor dv_context, Tensor dk_decoded, Tensor dv_decoded)",
+    f"backward(Tensor dout, Tensor? dlse, {_KEYS}, Tensor out, Tensor lse, Tensor nodes, {_OPTIONS}) -> Tensor[]",
     tags=TAGS,
 )
 
-segment_tables = torch.ops.flash_attn_dualkv.segment_tables.default
+sequence_nodes = torch.ops.flash_attn_dualkv.sequence_nodes.default
+tree_nodes = torch.ops.flash_attn_dualkv.tree_nodes.default
 forward = torch.ops.flash_attn_dualkv.forward.default
 backward = torch.ops.flash_attn_dualkv.backward.default
 
-
-def _check_tables(
-    q: Tensor,
-    k_context: Tensor,
-    v_context: Tensor,
-    k_decoded: Tensor,
-    v_decoded: Tensor,
-    segments: Tensor,
-    groups: Tensor,
-    *_: Any,
-) -> None:
-    tables.check_tables(segments, groups, q.shape[0], k_context.shape[0], k_decoded.shape[0])
+_NUM_KEYS = 5  # tensors of _KEYS
 
 
-# CPU: the reference
+class Options(NamedTuple):
+    """The arguments of both operators that are no tensors; what they mean says `reference.forward`."""
+
+    softmax_scale: float
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float
+    reference: bool
+    deterministic: bool
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """Those of the reference."""
+        return self.softmax_scale, self.causal, self.window_left, self.window_right, self.softcap
+
+    def check_kernels(self) -> None:
+        """NotImplementedError for what only the reference has."""
+        for name, value, none in (
+            ("window_left", self.window_left, -1),
+            ("window_right", self.window_right, -1),
+            ("softcap", self.softcap, 0.0),
+        ):
+            if value != none:
+                raise NotImplementedError(f"{name}: expected {none} for the CUDA kernels, got {value}")
 
 
-def _forward_cpu(*arguments: Any) -> Results:
-    inputs = arguments[:9]  # not `deterministic`: the reference always sums in one order
-    _check_tables(*inputs)
-    return reference.forward(*inputs)
+# The reference, on any device
 
 
-def _backward_cpu(*arguments: Any) -> Gradients:
-    return reference.backward(*arguments[:13])
+def _forward_reference(*arguments: Any) -> Results:
+    return reference.forward(*arguments[:7], *Options(*arguments[7:]).variant)
 
 
-library.impl("segment_tables", tables.build_segment_tables, "CPU")
-library.impl("forward", _forward_cpu, "CPU")
-library.impl("backward", _backward_cpu, "CPU")
+def _backward_reference(*arguments: Any) -> list[Tensor]:
+    return reference.backward(*arguments[:10], *Options(*arguments[10:]).variant)
 
 
-# CUDA: the compiled module
+# CUDA: the compiled module, or the reference for those who ask for it
 
 
 def compiled_module() -> ModuleType:
@@ -138,102 +149,104 @@ def is_deterministic(deterministic: bool) -> bool:
     )
 
 
-def _segment_tables_cuda(
+def _sequence_nodes_cuda(
     cu_seqlens_q: Tensor,
-    cu_seqlens_k_decoded: Tensor,
+    cu_seqlens_k: Tensor,
     cu_seqlens_context: Tensor | None,
     cu_seqs_per_context: Tensor | None,
-    total_context: int,
-) -> Tables:
+    total_context: int | None,
+) -> Tensor:
     compiled = compiled_module()
-    offsets = (cu_seqlens_q, cu_seqlens_k_decoded, cu_seqlens_context, cu_seqs_per_context)
+    grouping = (cu_seqlens_context, cu_seqs_per_context)
     if checks_values():
-        context, owned = (None if one is None else one.cpu() for one in offsets[2:])
-        tables.build_segment_tables(cu_seqlens_q.cpu(), cu_seqlens_k_decoded.cpu(), context, owned, total_context)
-    return cast(Tables, compiled.segment_tables(*offsets, total_context))
+        context, owned = (None if one is None else one.cpu() for one in grouping)
+        tables.sequence_nodes(cu_seqlens_q.cpu(), cu_seqlens_k.cpu(), context, owned, total_context)
+    return cast(Tensor, compiled.sequence_nodes(cu_seqlens_q, cu_seqlens_k, *grouping, total_context))
+
+
+def _tree_nodes_cuda(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
+    compiled = compiled_module()
+    if checks_values():
+        tables.tree_nodes(cu_seqlens.cpu(), parents.cpu(), total)
+    return cast(Tensor, compiled.tree_nodes(cu_seqlens, parents, total))
+
+
+def _kernels(options: Options) -> ModuleType:
+    """The compiled module, for a call that it can compute."""
+    compiled = compiled_module()
+    options.check_kernels()
+    return compiled
+
+
+def _check_nodes(q: Tensor, k: Tensor, k_decoded: Tensor | None, nodes: Tensor) -> None:
+    if checks_values():
+        tables.checked_nodes(nodes, q.shape[0], k.shape[0], None if k_decoded is None else k_decoded.shape[0])
 
 
 def _forward_cuda(*arguments: Any) -> Results:
-    compiled = compiled_module()
-    inputs = arguments[:9]
-    if checks_values():
-        _check_tables(*inputs)
-    return cast(Results, compiled.forward(*inputs))
+    options = Options(*arguments[7:])
+    if options.reference:
+        return _forward_reference(*arguments)
+    compiled = _kernels(options)
+    q, k, _, k_decoded, _, _, nodes = arguments[:7]
+    _check_nodes(q, k, k_decoded, nodes)
+    return cast(Results, compiled.forward(*arguments[:7], options.softmax_scale, options.causal))
 
 
-def _backward_cuda(*arguments: Any) -> Gradients:
-    return cast(Gradients, compiled_module().backward(*arguments[:13], is_deterministic(arguments[13])))
+def _backward_cuda(*arguments: Any) -> list[Tensor]:
+    options = Options(*arguments[10:])
+    if options.reference:
+        return _backward_reference(*arguments)
+    scalars = (options.softmax_scale, options.causal, is_deterministic(options.deterministic))
+    return cast("list[Tensor]", _kernels(options).backward(*arguments[:10], *scalars))
 
 
-library.impl("segment_tables", _segment_tables_cuda, "CUDA")
-library.impl("forward", _forward_cuda, "CUDA")
-library.impl("backward", _backward_cuda, "CUDA")
+_FORWARD = {"cpu": _forward_reference, "cuda": _forward_cuda}
+_BACKWARD = {"cpu": _backward_reference, "cuda": _backward_cuda}
+for _device in _FORWARD:
+    library.impl("forward", _FORWARD[_device], _device.upper())
+    library.impl("backward", _BACKWARD[_device], _device.upper())
+library.impl("sequence_nodes", tables.sequence_nodes, "CPU")
+library.impl("sequence_nodes", _sequence_nodes_cuda, "CUDA")
+library.impl("tree_nodes", tables.tree_nodes, "CPU")
+library.impl("tree_nodes", _tree_nodes_cuda, "CUDA")
 
 
 # Shapes: what compilers need to know of the operators
 
 
-@torch.library.register_fake("flash_attn_dualkv::segment_tables", lib=library)
-def _segment_tables_fake(
+@torch.library.register_fake("flash_attn_dualkv::sequence_nodes", lib=library)
+def _sequence_nodes_fake(
     cu_seqlens_q: Tensor,
-    cu_seqlens_k_decoded: Tensor,
+    cu_seqlens_k: Tensor,
     cu_seqlens_context: Tensor | None,
     cu_seqs_per_context: Tensor | None,
-    total_context: int,
-) -> Tables:
-    groups = 1 if cu_seqlens_context is None else cu_seqlens_context.shape[0] - 1
-    segments = cu_seqlens_q.new_empty((cu_seqlens_q.shape[0] - 1, tables.SEGMENT_COLUMNS))
-    return segments, cu_seqlens_q.new_empty((groups, tables.GROUP_COLUMNS))
+    total_context: int | None,
+) -> Tensor:
+    contexts = 0 if total_context is None else 1
+    if cu_seqlens_context is not None:
+        contexts = cu_seqlens_context.shape[0] - 1
+    return cu_seqlens_q.new_empty((cu_seqlens_q.shape[0] - 1 + contexts, tables.COLUMNS))
+
+
+@torch.library.register_fake("flash_attn_dualkv::tree_nodes", lib=library)
+def _tree_nodes_fake(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
+    return parents.new_empty((parents.shape[0], tables.COLUMNS))
 
 
 @torch.library.register_fake("flash_attn_dualkv::forward", lib=library)
-def forward_fake(q: Tensor, *_: Any) -> Results:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Results:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
+    out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+    return out, q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
 
 
 @torch.library.register_fake("flash_attn_dualkv::backward", lib=library)
-def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(one.new_empty(one.shape) for one in arguments[:5])
+def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor]:
+    return [one.new_empty(one.shape) for one in arguments[:_NUM_KEYS] if one is not None]
 
 
 # Autograd: above the device's implementations
-
-
-class _Attention(torch.autograd.Function):
-    """Joins `forward` and `backward`. An unused LSE costs nothing: its gradient stays None."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Results:
-        *tensors, softmax_scale, causal, deterministic = arguments
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = forward(*arguments)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.options = (softmax_scale, causal, deterministic)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, segments, groups, out, lse = ctx.saved_tensors
-        if dout is None:
-            dout = torch.zeros_like(out)
-        gradients = backward(dout, dlse, *inputs, out, lse, segments, groups, *ctx.options)
-        needed = zip(gradients, ctx.needs_input_grad[:5], strict=True)
-        return (*(gradient if need else None for gradient, need in needed), None, None, None, None, None)
-
-
-class _Gradient(torch.autograd.Function):
-    """`backward` under create_graph=True: its results have a history, which cannot be followed."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, *arguments: Any) -> Gradients:
-        with torch._C._AutoDispatchBelowAutograd():
-            return cast(Gradients, backward(*arguments))
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *_: Any) -> Any:
-        raise RuntimeError(DIFFERENTIABLE_ONCE)
 
 
 def requires_grad(arguments: tuple[Any, ...]) -> bool:
@@ -266,26 +279,102 @@ def refuse_tangents(arguments: tuple[Any, ...]) -> None:
             raise NotImplementedError("flash_attn_dualkv has no forward-mode derivatives (torch.func.jvp, forward_ad)")
 
 
-def _forward_autograd(*arguments: Any) -> Results:
-    refuse_tangents(arguments)
-    # The dispatcher leaves out a last argument that has its default value.
-    if len(arguments) == 9:
-        arguments = (*arguments, False)
-    if requires_grad(arguments):
-        return cast(Results, _Attention.apply(*arguments))
+def _forward_below(*arguments: Any) -> Results:
+    """The implementation of the operator, past the dispatcher where nobody watches."""
+    q = arguments[0]
+    if not is_watched(*arguments[:7]) and q.device.type in _FORWARD:
+        return _FORWARD[q.device.type](*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return cast(Results, forward(*arguments))
 
 
-def _backward_autograd(*arguments: Any) -> Gradients:
-    if requires_grad(arguments):
-        return cast(Gradients, _Gradient.apply(*arguments))
+def _backward_below(*arguments: Any) -> list[Tensor]:
+    q = arguments[2]
+    if not is_watched(*arguments[:10]) and q.device.type in _BACKWARD:
+        return _BACKWARD[q.device.type](*arguments)
     with torch._C._AutoDispatchBelowAutograd():
-        return cast(Gradients, backward(*arguments))
+        return cast("list[Tensor]", backward(*arguments))
+
+
+class _Attention(torch.autograd.Function):
+    """Joins `forward` and `backward`. An unused LSE costs nothing: its gradient stays None."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Results:
+        out, lse = _forward_below(*arguments)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*arguments[:7], out, lse)
+        ctx.options = arguments[7:]
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *keys, sinks, nodes, out, lse = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        gradients = iter(_backward_autograd(dout, dlse, *keys, out, lse, nodes, *ctx.options))
+        needs = ctx.needs_input_grad
+        of_keys = [None if one is None else next(gradients) for one in keys]
+        kept = (gradient if need else None for gradient, need in zip(of_keys, needs))
+        dsinks = _sink_gradient(dout, dlse, out, lse, sinks) if needs[_NUM_KEYS] else None
+        return (*kept, dsinks, *(None for _ in needs[_NUM_KEYS + 1 :]))
+
+
+def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """(H,): of each row, its sink's probability times 0 - delta, since a sink's value is 0."""
+    delta = (dout.to(lse.dtype) * out).sum(-1).transpose(0, 1)
+    if dlse is not None:
+        delta = delta - dlse
+    probability = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    # A row of no node has the LSE -inf: whatever its upstream gradient, it has no sink.
+    rows = torch.where(lse == -math.inf, 0.0, probability * delta)
+    return rows.sum(1).neg().to(sinks.dtype)
+
+
+class _Gradient(torch.autograd.Function):
+    """`backward` under create_graph=True: its results have a history, which cannot be followed."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(_backward_below(*arguments))
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *_: Any) -> Any:
+        raise RuntimeError(DIFFERENTIABLE_ONCE)
+
+
+def _forward_autograd(*arguments: Any) -> Results:
+    refuse_tangents(arguments)
+    if requires_grad(arguments):
+        return cast(Results, _Attention.apply(*arguments))
+    return _forward_below(*arguments)
+
+
+def _backward_autograd(*arguments: Any) -> list[Tensor]:
+    if requires_grad(arguments):
+        return list(_Gradient.apply(*arguments))
+    return _backward_below(*arguments)
 
 
 library.impl("forward", _forward_autograd, "Autograd")
 library.impl("backward", _backward_autograd, "Autograd")
+
+
+def attend(*arguments: Any) -> Results:
+    """`forward`, past the dispatcher where nobody watches it."""
+    if is_watched(*arguments[:7]):
+        return cast(Results, forward(*arguments))
+    options = Options(*arguments[7:])
+    q, k, _, k_decoded, _, _, nodes = arguments[:7]
+    if options.reference or not q.is_cuda:
+        return _forward_autograd(*arguments)
+    refuse_tangents(arguments)
+    # The same node as _Attention, but compiled: the engine then runs no Python for it.
+    compiled = _kernels(options)
+    _check_nodes(q, k, k_decoded, nodes)
+    # The node asks the environment again, in the backward; here a misspelt switch is an error.
+    scalars = (options.softmax_scale, options.causal, is_deterministic(options.deterministic))
+    return cast(Results, compiled.attention(*arguments[:7], *scalars))
 
 
 class BuildInfo(TypedDict):

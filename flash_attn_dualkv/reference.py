@@ -1,17 +1,18 @@
-"""The specification in PyTorch: exact attention over a shared context, forward and backward, block by block.
+"""The specification in PyTorch: exact attention along the paths of a tree, forward and backward, block by block.
 
-For a segment with query rows Q, keys K = [K_context; K_decoded] and values V likewise (Gai et al., DualKV, 2026)
+For a node with query rows Q, and the keys K and values V of its path (Gai et al., DualKV, 2026, for a context with its
+sequences)
 
     S = scale * Q K^T  where visible, else -inf        LSE = logsumexp(S)        P = exp(S - LSE)        O = P V
     delta = rowsum(dO * O) - dLSE        dV = P^T dO        dP = dO V^T        dS = P * (dP - delta)
     dQ = scale * dS K        dK = scale * dS^T Q
 
-with sums over the query heads of a KV head and, for a context, over all segments of its group. It follows the tables of
-`segments.py` and nothing else, runs on any device, and holds one block of scores at a time. 16-bit inputs are computed
-and summed in float32 and rounded once; float64 stays float64.
+with sums over the query heads of a KV head and, for the keys of a node, over its whole subtree. It follows the table of
+`nodes.py` and nothing else, runs on any device, and holds one block of scores at a time. 16-bit inputs are computed and
+summed in float32 and rounded once; float64 stays float64.
 
-What some models change in it is in `Variant`: a softcap c replaces S by c * tanh(S / c) before the mask, a window hides
-the keys that lie too far back, and sinks are one more score in every row's LSE, of a key whose value is 0.
+A softcap c replaces S by c * tanh(S / c) before the mask, a window hides the keys that lie too far away, and sinks are
+one more score in every row's LSE, of a key whose value is 0.
 
 The operators use it for CPU tensors; CUDA tensors reach it only where the caller asks for it.
 """
@@ -19,7 +20,7 @@ The operators use it for CPU tensors; CUDA tensors reach it only where the calle
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .segments import Group, Segment, read_tables
+from .nodes import Node, checked_nodes
 
 # Bounds of the working memory: a block of scores, its keys, and the float32 sums of dK and dV (in elements).
 SCORE_ELEMENTS = 2**18
@@ -39,74 +40,43 @@ ACCUMULATOR_ELEMENTS = 2**22
 class Visibility:
     """Which logical key positions a query at a logical position sees: the only place that knows the rule.
 
-    With `causal` none after its own; with a `window` none that is `window` or more positions before its own.
+    Up to `left` positions before its own and up to `right` behind it; None for all. Causality is `right` 0.
     """
 
-    causal: bool
-    window: int | None = None
+    left: int | None = None
+    right: int | None = None
 
     def key_range(self, q_first: int, q_last: int, kv_len: int) -> tuple[int, int]:
         """Keys [begin, end) outside of which no query of [q_first, q_last] sees any of the kv_len keys."""
-        begin = 0 if self.window is None else max(0, q_first - self.window + 1)
-        return begin, max(0, min(kv_len, q_last + 1)) if self.causal else kv_len
+        begin = 0 if self.left is None else max(0, q_first - self.left)
+        return begin, kv_len if self.right is None else max(0, min(kv_len, q_last + self.right + 1))
 
     def sees_all(self, q_first: int, q_last: int, kv_begin: int, kv_end: int) -> bool:
         """Whether every query of [q_first, q_last] sees every key of [kv_begin, kv_end): no mask is needed."""
-        near = self.window is None or q_last - kv_begin < self.window
-        return near and (not self.causal or kv_end <= q_first + 1)
+        is_near = self.left is None or q_last - kv_begin <= self.left
+        return is_near and (self.right is None or kv_end - 1 - q_first <= self.right)
 
     def hidden(self, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
         """(queries, keys) bool: True where the query does not see the key."""
         distance = q_pos[:, None] - kv_pos[None, :]
-        hidden = distance < 0 if self.causal else torch.zeros_like(distance, dtype=torch.bool)
-        return hidden if self.window is None else hidden | (distance >= self.window)
-
-
-class Variant(NamedTuple):
-    """What models change in the attention of a row; the default is none of it.
-
-    window: the row sees this many positions, its own the last of them. softcap: bound of the scores' magnitude, > 0.
-    sinks: (H,), a score of each query head that joins the softmax but carries no value.
-    """
-
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-
-PLAIN = Variant()
+        behind = torch.zeros_like(distance, dtype=torch.bool) if self.right is None else distance < -self.right
+        return behind if self.left is None else behind | (distance > self.left)
 
 
 class KeyBlock(NamedTuple):
-    """Keys that lie together in one region (0: context, 1: decoded)."""
+    """Keys of the node at `depth` of a path: rows of k (storage 0) or of k_decoded (1)."""
 
-    region: int
+    depth: int
+    storage: int
     row: int
     position: int
     size: int
 
 
-def key_blocks(segment: Segment, begin: int, end: int) -> Iterator[KeyBlock]:
-    """The blocks that hold the segment's keys at logical positions [begin, end); none crosses a region's border."""
-    runs = (
-        KeyBlock(0, segment.context_begin, 0, segment.context_len),
-        KeyBlock(1, segment.decoded_begin, segment.context_len, segment.decoded_len),
-    )
-    for run in runs:
-        yield from blocks_of(run, begin, end)
-
-
-def blocks_of(run: KeyBlock, begin: int, end: int) -> Iterator[KeyBlock]:
-    """The blocks that hold those keys of a run that stand at logical positions [begin, end)."""
-    stop = min(end, run.position + run.size)
-    for position in range(max(begin, run.position), stop, KEY_BLOCK):
-        yield KeyBlock(run.region, run.row + position - run.position, position, min(KEY_BLOCK, stop - position))
-
-
 class QueryBlock(NamedTuple):
-    """Rows of one segment, for the query heads of the KV heads [head_begin, head_end)."""
+    """Rows of the last node of a path, for the query heads of the KV heads [head_begin, head_end)."""
 
-    segment: Segment
+    path: Sequence[Node]
     row: int
     size: int
     head_begin: int
@@ -115,21 +85,20 @@ class QueryBlock(NamedTuple):
     @property
     def position(self) -> int:
         """Logical position of the first row."""
-        return self.segment.q_pos0 + self.row - self.segment.q_begin
+        return self.path[-1].q_pos0 + self.row - self.path[-1].q_begin
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The inputs of one call, the two regions' tensors side by side."""
+    """The inputs of one call. The rows of several tensors of keys follow each other."""
 
     q: Tensor
-    keys: tuple[Tensor, Tensor]
-    values: tuple[Tensor, Tensor]
-    segments: list[Segment]
-    groups: list[Group]
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    nodes: list[Node]
     scale: float
     visibility: Visibility
-    softcap: float | None
+    softcap: float
     sinks: Tensor | None
 
     @property
@@ -147,29 +116,54 @@ class Problem:
 
     def head_chunks(self) -> Iterator[tuple[int, int]]:
         """KV heads to compute at once: one, unless several fit in the bounds of the working memory."""
-        queries = max((one.q_len for one in self.segments), default=0)
-        context = max((one.context_len for one in self.segments), default=0)
-        decoded = max((one.decoded_len for one in self.segments), default=0)
-        scores = self.heads_per_kv_head * queries * min(KEY_BLOCK, max(context, decoded))
-        sums = 2 * (context + decoded) * self.q.shape[2]
+        queries = max((one.q_len for one in self.nodes), default=0)
+        longest = max((one.kv_len for one in self.nodes), default=0)
+        path = max((one.kv_pos0 + one.kv_len for one in self.nodes), default=0)
+        scores = self.heads_per_kv_head * queries * min(KEY_BLOCK, longest)
+        sums = path * (self.q.shape[2] + self.values[0].shape[2])
         chunk = min(SCORE_ELEMENTS // max(1, scores), ACCUMULATOR_ELEMENTS // max(1, sums))
         chunk = max(1, min(chunk, self.kv_heads))
         for begin in range(0, self.kv_heads, chunk):
             yield begin, min(begin + chunk, self.kv_heads)
 
-    def query_blocks(self, segment: Segment, head_begin: int, head_end: int) -> Iterator[QueryBlock]:
-        """The segment's query rows, cut so that a block of scores stays within its bound."""
-        keys = min(KEY_BLOCK, max(1, segment.context_len, segment.decoded_len))
+    def paths(self) -> Iterator[Sequence[Node]]:
+        """The path of every node, from the root, in the order of the table; one list, which changes."""
+        path: list[Node] = []
+        ends: list[int] = []
+        for index, node in enumerate(self.nodes):
+            while ends and ends[-1] <= index:
+                path.pop()
+                ends.pop()
+            path.append(node)
+            ends.append(node.subtree_end)
+            yield path
+
+    def query_blocks(self, path: Sequence[Node], head_begin: int, head_end: int) -> Iterator[QueryBlock]:
+        """The query rows of the path's last node, cut so that a block of scores stays within its bound."""
+        node = path[-1]
+        keys = min(KEY_BLOCK, max(1, *(one.kv_len for one in path)))
         size = max(1, SCORE_ELEMENTS // ((head_end - head_begin) * self.heads_per_kv_head * keys))
-        end = segment.q_begin + segment.q_len
-        for row in range(segment.q_begin, end, size):
-            yield QueryBlock(segment, row, min(size, end - row), head_begin, head_end)
+        end = node.q_begin + node.q_len
+        for row in range(node.q_begin, end, size):
+            yield QueryBlock(path, row, min(size, end - row), head_begin, head_end)
 
     def visible_blocks(self, block: QueryBlock) -> Iterator[KeyBlock]:
-        """The key blocks of which the query block sees something."""
-        kv_len = block.segment.context_len + block.segment.decoded_len
+        """The key blocks of which the query block sees something, from the root; none crosses a node's border."""
+        node = block.path[-1]
         last = block.position + block.size - 1
-        return key_blocks(block.segment, *self.visibility.key_range(block.position, last, kv_len))
+        begin, end = self.visibility.key_range(block.position, last, node.kv_pos0 + node.kv_len)
+        for depth, one in enumerate(block.path):
+            stop = min(end, one.kv_pos0 + one.kv_len)
+            storage, row = self.locate(one)
+            for position in range(max(begin, one.kv_pos0), stop, KEY_BLOCK):
+                first = row + position - one.kv_pos0
+                yield KeyBlock(depth, storage, first, position, min(KEY_BLOCK, stop - position))
+
+    def locate(self, node: Node) -> tuple[int, int]:
+        """In which tensor the node's keys lie, and at which row."""
+        rows = self.keys[0].shape[0]
+        is_behind = len(self.keys) > 1 and node.kv_begin >= rows
+        return int(is_behind), node.kv_begin - rows if is_behind else node.kv_begin
 
     def load_queries(self, tensor: Tensor, block: QueryBlock) -> Tensor:
         """Rows of a (total_q, H, d) tensor as (KV heads, query heads per KV head * rows, d)."""
@@ -194,9 +188,9 @@ class Problem:
         """Rows of a (H, total_q) tensor as (KV heads, query heads per KV head * rows, 1)."""
         return self.row_values(tensor, block).reshape(block.head_end - block.head_begin, -1, 1)
 
-    def load_keys(self, tensors: tuple[Tensor, Tensor], block: KeyBlock, head_begin: int, head_end: int) -> Tensor:
-        """Rows of a region's (rows, H_k, d) tensor as (KV heads, rows, d)."""
-        rows = tensors[block.region][block.row : block.row + block.size, head_begin:head_end]
+    def load_keys(self, tensors: tuple[Tensor, ...], block: KeyBlock, head_begin: int, head_end: int) -> Tensor:
+        """Rows of a (rows, H_k, d) tensor as (KV heads, rows, d)."""
+        rows = tensors[block.storage][block.row : block.row + block.size, head_begin:head_end]
         return rows.to(self.dtype).transpose(0, 1)
 
     def hidden(self, queries: QueryBlock, keys: KeyBlock) -> Tensor | None:
@@ -223,11 +217,11 @@ class Problem:
 
     def cap(self, scores: Tensor) -> Tensor:
         """The scores within the softcap, in place."""
-        return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        return scores if self.softcap == 0.0 else scores.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def cap_slope(self, capped: Tensor) -> Tensor | None:
         """Derivative of `cap` where it gave `capped`; None for 1."""
-        return None if self.softcap is None else (capped / self.softcap).square_().neg_().add_(1.0)
+        return None if self.softcap == 0.0 else (capped / self.softcap).square_().neg_().add_(1.0)
 
 
 @contextmanager
@@ -239,62 +233,68 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
 
 def _problem(
     q: Tensor,
-    k_context: Tensor,
-    v_context: Tensor,
-    k_decoded: Tensor,
-    v_decoded: Tensor,
-    segments: Tensor,
-    groups: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_decoded: Tensor | None,
+    v_decoded: Tensor | None,
+    sinks: Tensor | None,
+    nodes: Tensor,
     softmax_scale: float,
     causal: bool,
-    variant: Variant,
+    window_left: int,
+    window_right: int,
+    softcap: float,
 ) -> Problem:
-    keys, values = (k_context, k_decoded), (v_context, v_decoded)
-    rule = Visibility(causal, variant.window)
-    tables = read_tables(segments, groups)
-    return Problem(q, keys, values, *tables, softmax_scale, rule, variant.softcap, variant.sinks)
+    table = checked_nodes(nodes, q.shape[0], k.shape[0], None if k_decoded is None else k_decoded.shape[0])
+    keys, values = (tuple(one for one in pair if one is not None) for pair in ((k, k_decoded), (v, v_decoded)))
+    left, right = (None if one < 0 else one for one in (window_left, window_right))
+    visibility = Visibility(left, 0 if causal else right)
+    return Problem(q, keys, values, table, softmax_scale, visibility, softcap, sinks)
 
 
 def forward(
     q: Tensor,
-    k_context: Tensor,
-    v_context: Tensor,
-    k_decoded: Tensor,
-    v_decoded: Tensor,
-    segments: Tensor,
-    groups: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_decoded: Tensor | None,
+    v_decoded: Tensor | None,
+    sinks: Tensor | None,
+    nodes: Tensor,
     softmax_scale: float,
     causal: bool,
-    variant: Variant = PLAIN,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every segment of the tables.
+    """Attention of every node of the table.
 
     Args:
         q: (total_q, H, d).
-        k_context, v_context: (total_context, H_k, d).
-        k_decoded, v_decoded: (total_decoded, H_k, d).
-        segments, groups: (S, 8) and (G, 4) int32, see `segments.py`.
+        k, v: (rows, H_k, d) and (rows, H_k, d_v).
+        k_decoded, v_decoded: (more rows, H_k, d) and (more rows, H_k, d_v), those behind k and v; or None.
+        sinks: (H,), a score of each query head that joins the softmax but carries no value; or None.
+        nodes: (n, 8) int32, see `nodes.py`.
         softmax_scale: factor of the scores, > 0.
         causal: whether a row sees only keys up to its own logical position.
-        variant: what the model changes in it; the default is nothing.
+        window_left, window_right: how many positions before and behind its own a row sees; -1 for all.
+        softcap: bound of the scores' magnitude; 0 for none.
 
     Returns:
-        out (total_q, H, d) in q's dtype, and lse (H, total_q) in float32 (float64 for float64). Rows that are in no
-        segment or see no key are 0 and -inf (with sinks, a row that sees no key has its sink as LSE).
+        out (total_q, H, d_v) in q's dtype, and lse (H, total_q) in float32 (float64 for float64). Rows that are in no
+        node or see no key are 0 and -inf (with sinks, a row that sees no key has its sink as LSE).
+
+    Raises:
+        ValueError: the table is not consistent, see `nodes.checked_nodes`.
     """
-    problem = _problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal, variant)
-    return attend_all(problem)
-
-
-def attend_all(problem: Problem) -> tuple[Tensor, Tensor]:
-    """out and lse of all segments; rows in none of them are 0 and -inf."""
-    q = problem.q
-    out = zeros_like(q)
+    problem = _problem(
+        q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale, causal, window_left, window_right, softcap
+    )
+    out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=problem.dtype, device=q.device)
     with plain_arithmetic(q.device):
         for heads in problem.head_chunks():
-            for segment in problem.segments:
-                for block in problem.query_blocks(segment, *heads):
+            for path in problem.paths():
+                for block in problem.query_blocks(path, *heads):
                     block_out, block_lse = attend(problem, block)
                     problem.store_queries(out, block, block_out)
                     rows = problem.row_values(lse, block)
@@ -305,7 +305,7 @@ def attend_all(problem: Problem) -> tuple[Tensor, Tensor]:
 def attend(problem: Problem, block: QueryBlock) -> tuple[Tensor, Tensor]:
     """Online softmax of one query block over the keys it sees: (heads, rows, d) and (heads, rows, 1)."""
     q = problem.load_queries(problem.q, block) * problem.scale
-    total = torch.zeros_like(q)
+    total = q.new_zeros((*q.shape[:2], problem.values[0].shape[2]))
     sinks = problem.load_sinks(block)
     row_sum = q.new_full((*q.shape[:2], 1), 0.0 if sinks is None else 1.0)
     row_max = torch.full_like(row_sum, -math.inf) if sinks is None else sinks
@@ -326,15 +326,6 @@ def attend(problem: Problem, block: QueryBlock) -> tuple[Tensor, Tensor]:
     return out, row_max + row_sum.log()
 
 
-class KeyGradients(NamedTuple):
-    """Gradients of the keys and values of both regions."""
-
-    k_context: Tensor
-    v_context: Tensor
-    k_decoded: Tensor
-    v_decoded: Tensor
-
-
 def zeros_like(tensor: Tensor) -> Tensor:
     """Contiguous, whatever the tensor's strides."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -344,49 +335,49 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
-    k_context: Tensor,
-    v_context: Tensor,
-    k_decoded: Tensor,
-    v_decoded: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_decoded: Tensor | None,
+    v_decoded: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    segments: Tensor,
-    groups: Tensor,
+    nodes: Tensor,
     softmax_scale: float,
     causal: bool,
-    variant: Variant = PLAIN,
-    key_gradients: KeyGradients | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+) -> list[Tensor]:
     """Gradients of `forward`.
 
     Args:
-        dout: (total_q, H, d), any strides.
+        dout: (total_q, H, d_v), any strides.
         dlse: (H, total_q), or None if the LSE is not used.
         out, lse: what `forward` returned; the rest are its arguments.
-        key_gradients: zeros of the shapes of k_context, v_context, k_decoded, v_decoded to write into; None: fresh.
 
     Returns:
-        dq, dk_context, dv_context, dk_decoded, dv_decoded: 0 for rows that took no part; contiguous unless given. The
-        gradient of the sinks is not among them: it follows from these arguments without a look at the keys.
+        dq, dk, dv and, where there are these tensors, dk_decoded, dv_decoded: contiguous, 0 for rows that took no part.
+        The gradient of the sinks is not among them: it follows from these arguments without a look at the keys.
     """
-    problem = _problem(q, k_context, v_context, k_decoded, v_decoded, segments, groups, softmax_scale, causal, variant)
+    problem = _problem(
+        q, k, v, k_decoded, v_decoded, None, nodes, softmax_scale, causal, window_left, window_right, softcap
+    )
     dq = zeros_like(q)
-    if key_gradients is None:
-        key_gradients = KeyGradients(*map(zeros_like, (k_context, v_context, k_decoded, v_decoded)))
-    dkeys = key_gradients.k_context, key_gradients.k_decoded
-    dvalues = key_gradients.v_context, key_gradients.v_decoded
+    dkeys, dvalues = ([zeros_like(one) for one in tensors] for tensors in (problem.keys, problem.values))
     results = (dout, dlse, out, lse)
     with plain_arithmetic(q.device):
         for heads in problem.head_chunks():
-            for group in problem.groups:
-                context = Sums(problem, dkeys[0], dvalues[0], group.context_begin, group.context_len, heads)
-                for segment in problem.segments[group.segment_begin : group.segment_end]:
-                    decoded = Sums(problem, dkeys[1], dvalues[1], segment.decoded_begin, segment.decoded_len, heads)
-                    for block in problem.query_blocks(segment, *heads):
-                        problem.store_queries(dq, block, differentiate(problem, block, results, (context, decoded)))
-                    decoded.finish()
-                context.finish()
-    return dq, *key_gradients
+            sums: list[Sums] = []  # of the nodes on the path: as soon as a subtree is done, its sums are rounded
+            for path in problem.paths():
+                while len(sums) >= len(path):
+                    sums.pop().finish()
+                storage, row = problem.locate(path[-1])
+                sums.append(Sums(problem, dkeys[storage], dvalues[storage], row, path[-1].kv_len, heads))
+                for block in problem.query_blocks(path, *heads):
+                    problem.store_queries(dq, block, differentiate(problem, block, results, sums))
+            while sums:
+                sums.pop().finish()
+    return [dq, *(one for pair in zip(dkeys, dvalues) for one in pair)]
 
 
 class Sums:
@@ -400,8 +391,9 @@ class Sums:
         self.dv_out = dv[begin : begin + length, heads[0] : heads[1]]
         self.dk, self.dv = self.dk_out, self.dv_out
         if dk.dtype != problem.dtype:
-            self.dk = torch.zeros(self.dk_out.shape, dtype=problem.dtype, device=dk.device)
-            self.dv = torch.zeros_like(self.dk)
+            self.dk, self.dv = (
+                torch.zeros(one.shape, dtype=problem.dtype, device=dk.device) for one in (self.dk_out, self.dv_out)
+            )
 
     def add(self, block: KeyBlock, dk: Tensor, dv: Tensor) -> None:
         """Add (heads, rows, d) to the block's rows."""
@@ -421,9 +413,9 @@ def differentiate(
     problem: Problem,
     block: QueryBlock,
     results: tuple[Tensor, Tensor | None, Tensor, Tensor],
-    sums: tuple[Sums, Sums],
+    sums: Sequence[Sums],
 ) -> Tensor:
-    """dQ of one query block as (heads, rows, d); its parts of dK and dV are added to the sums of their region."""
+    """dQ of one query block as (heads, rows, d); its parts of dK and dV are added to the sums of their node."""
     dout, dlse, out, lse = results
     q = problem.load_queries(problem.q, block) * problem.scale
     do = problem.load_queries(dout, block)
@@ -447,5 +439,5 @@ def differentiate(
             dscores.mul_(slope)
         problem.fill_hidden(dscores, hidden, 0.0)
         dq += dscores @ k
-        sums[keys.region].add(keys, dscores.transpose(1, 2) @ q, weights.transpose(1, 2) @ do)
+        sums[keys.depth].add(keys, dscores.transpose(1, 2) @ q, weights.transpose(1, 2) @ do)
     return dq.mul_(problem.scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flash_attn_dualkv import (
     SharedPromptLayout,
     flash_attn_dualkv_varlen_func,
-    ops,
-    packed_ops,
+    flash_attn_tree_varlen_func,
     shared_prompt_attention,
 )
 
@@ -74,7 +74,6 @@ class Call:
     tensors: Sequence[Tensor]  # those that have gradients
     rest: Any  # all other arguments
     dout: Tensor
-    operators: tuple[Any, Any]  # forward and backward
 
     def __call__(self, tensors: Sequence[Tensor], **options: Any) -> Tensor:
         return self.function(tensors, self.rest, **options)
@@ -94,7 +93,7 @@ class Call:
     @property
     def all_tensors(self) -> list[Tensor]:
         """Everything in device memory that the results depend on."""
-        rest = self.rest.tensors if isinstance(self.rest, SharedPromptLayout) else self.rest.values()
+        rest = [self.rest.nodes] if isinstance(self.rest, SharedPromptLayout) else self.rest.values()
         return [*self.tensors, self.dout, *(one for one in rest if isinstance(one, Tensor))]
 
 
@@ -112,19 +111,47 @@ def separate(groups: Groups = GROUPS["several"], device: str = "cpu", **options:
     """flash_attn_dualkv_varlen_func with the responses of the groups."""
     made = [Group(prompt, tuple((length, length) for length in responses)) for prompt, responses in groups]
     batch = batch_of(made, device, grouped=True, **options)
-    return Call(attend_separate, batch.inputs, options_of(batch), batch.dout, (ops.forward, ops.backward))
+    return Call(attend_separate, batch.inputs, options_of(batch), batch.dout)
 
 
 def packed(groups: Groups = GROUPS["several"], device: str = "cpu", **options: Any) -> Call:
     """shared_prompt_attention with the prompts and responses of the groups."""
     layout = layout_of(groups, device=device)
     inputs = inputs_of(layout, **small(device) | options)
-    operators = packed_ops.packed_forward, packed_ops.packed_backward
-    return Call(attend_packed, inputs.tensors, layout, inputs.dout, operators)
+    return Call(attend_packed, inputs.tensors, layout, inputs.dout)
 
 
 def packed_with_sinks(groups: Groups = GROUPS["several"], device: str = "cpu", **options: Any) -> Call:
     return packed(groups, device, sinks=True, **options)
+
+
+def tree_of(groups: Groups) -> tuple[list[int], list[int]]:
+    """Lengths and parents of trees: every prompt with its responses, of which every other continues the one before."""
+    lens: list[int] = []
+    parents: list[int] = []
+    for prompt, responses in groups:
+        root = len(lens)
+        parents += (-1, *(root if index % 2 == 0 else root + index for index in range(len(responses))))
+        lens += (prompt, *responses)
+    return lens, parents
+
+
+def attend_tree(tensors: Sequence[Tensor], rest: dict[str, Any], **options: Any) -> Tensor:
+    q, k, v, *sinks = tensors
+    return flash_attn_tree_varlen_func(q, k, v, **rest, sinks=sinks[0] if sinks else None, **options)
+
+
+def tree(groups: Groups = GROUPS["several"], device: str = "cpu", **options: Any) -> Call:
+    """flash_attn_tree_varlen_func with sinks and trees of three levels."""
+    lens, parents = tree_of(groups)
+    layout = SharedPromptLayout.from_tree(lens, parents, device=device)
+    inputs = inputs_of(layout, **{"sinks": True, **small(device), **options})
+    offsets = [*accumulate(lens, initial=0)]
+    rest = {
+        name: torch.tensor(one, dtype=torch.int32, device=device)
+        for name, one in (("cu_seqlens", offsets), ("parents", parents))
+    }
+    return Call(attend_tree, inputs.tensors, rest, inputs.dout)
 
 
 class Operators(TorchDispatchMode):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from calls import Call, packed, packed_with_sinks, separate
+from calls import Call, packed, separate, tree
 
 from flash_attn_dualkv import build_info
 
@@ -39,7 +39,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.fixture(params=[separate, packed, packed_with_sinks], ids=lambda make: make.__name__)
+@pytest.fixture(params=[separate, packed, tree], ids=lambda make: make.__name__)
 def call(request: pytest.FixtureRequest, device: str) -> Call:
     """A small call of each of the public functions."""
     made: Call = request.param(device=device)

@@ -57,21 +57,30 @@ def _empty_results(batch: Batch, dtype: torch.dtype) -> Results:
     return Results(torch.zeros_like(zeros[0]), lse, *zeros)
 
 
+def _nodes(batch: Batch) -> Tensor:
+    """The batch's sequences, each below the context that it sees."""
+    owners: dict[tuple[int, int], list[SequenceRows]] = {}
+    for row in batch.table:
+        owners.setdefault((row.context_begin, row.context_len), []).append(row)
+    nodes: list[tuple[int, ...]] = []
+    for (begin, length), own in owners.items():
+        root, first = len(nodes), len(batch.k_context)
+        nodes.append((0, 0, 0, begin, length, 0, -1, root + 1 + len(own)))
+        for row in own:
+            keys = first + row.decoded_begin, row.decoded_len
+            nodes.append((row.q_begin, row.q_len, row.q_pos0, *keys, length, root, len(nodes) + 1))
+    return torch.tensor(nodes, dtype=torch.int32, device=batch.q.device).reshape(-1, 8)
+
+
 @torch.no_grad()
 def reference(batch: Batch, dlse: Tensor | None = None) -> Results:
     """Attention and gradients in fp64: the package's own reference, with blocks as large as the device can hold."""
-    segments = [(*row[:2], row.q_pos0, *row[2:], index) for index, row in enumerate(batch.table)]
-    groups = [(row.context_begin, row.context_len, index, index + 1) for index, row in enumerate(batch.table)]
-    tables = [
-        torch.tensor(rows, dtype=torch.int32, device=batch.q.device).reshape(-1, columns)
-        for rows, columns in ((segments, 8), (groups, 4))
-    ]
-    inputs = [x.double() for x in batch.inputs]
+    inputs, nodes = [x.double() for x in batch.inputs], _nodes(batch)
     sizes = {"SCORE_ELEMENTS": SCORES_AT_ONCE, "KEY_BLOCK": KEYS_AT_ONCE, "ACCUMULATOR_ELEMENTS": 1 << 40}
     with patch.multiple(specification, **sizes):
-        out, lse = specification.forward(*inputs, *tables, batch.scale, batch.causal)
+        out, lse = specification.forward(*inputs, None, nodes, batch.scale, batch.causal)
         upstream = batch.dout.double(), None if dlse is None else dlse.double()
-        gradients = specification.backward(*upstream, *inputs, out, lse, *tables, batch.scale, batch.causal)
+        gradients = specification.backward(*upstream, *inputs, out, lse, nodes, batch.scale, batch.causal)
     return Results(out, lse, *gradients)
 
 

@@ -110,18 +110,38 @@ def run_call(name: str, batch: Batch, is_honest: bool) -> None:
     torch.cuda.synchronize()
 
 
-def run_hostile_tables(head_dim: int) -> None:
-    """The operators with tables of arbitrary numbers, as a caller with ready-made tables could pass them."""
-    import flash_attn_dualkv  # noqa: F401  (registers the operators)
-
-    operators = torch.ops.flash_attn_dualkv
-    batch = build_groups(RAGGED, head_dim=head_dim, heads=(4, 2), device=DEVICE)
-    for bits, causal in product((4, 9, 31), (True, False)):
+def hostile_tables() -> Iterator[torch.Tensor]:
+    """Arbitrary numbers of any size, and a right table with single columns of such numbers."""
+    right = [[0, 30, 0, 0, 30, 0, -1, 4], [30, 40, 30, 30, 40, 30, 0, 3], [70, 9, 70, 70, 9, 70, 1, 3]]
+    right += [[79, 20, 30, 79, 20, 30, 0, 4], [99, 10, 0, 99, 10, 0, -1, 5]]
+    for bits in (2, 4, 9, 31):
         size = 2**bits - 1
-        tables = [torch.randint(-size, size, shape, dtype=torch.int32, device=DEVICE) for shape in ((9, 8), (4, 4))]
-        out, lse = operators.forward(*batch.inputs, *tables, 0.1, causal)
-        for deterministic in (True, False):
-            operators.backward(batch.dout, None, *batch.inputs, out, lse, *tables, 0.1, causal, deterministic)
+        yield torch.randint(-size, size, (9, 8), dtype=torch.int32)
+        for column in range(8):
+            table = torch.tensor(right, dtype=torch.int32)
+            table[:, column] = torch.randint(-size, size, (len(right),), dtype=torch.int32)
+            yield table
+
+
+def run_hostile_tables(head_dim: int) -> None:
+    """The operators with such tables, as a caller with ready-made ones could pass them; and trees of such numbers."""
+    from flash_attn_dualkv import flash_attn_tree_varlen_func, ops
+
+    batch = build_groups(RAGGED, head_dim=head_dim, heads=(4, 2), device=DEVICE)
+    q, k, v, k_decoded, v_decoded = batch.inputs
+    for table, causal in product(hostile_tables(), (True, False)):
+        nodes = table.to(DEVICE)
+        for keys in ((k, v, k_decoded, v_decoded), (k_decoded, v_decoded, None, None)):
+            options = (0.1, causal, -1, -1, 0.0, False)
+            out, lse = ops.forward(q, *keys, None, nodes, *options, False)
+            for deterministic in (True, False):
+                ops.backward(batch.dout, None, q, *keys, out, lse, nodes, *options, deterministic)
+    rows = len(k_decoded)
+    leaves = [one[:rows].detach().requires_grad_() for one in (q, k_decoded, v_decoded)]
+    numbers = [one(torch.arange(8, dtype=torch.int32) * rows // 7, rows) for one in HOSTILE_OFFSETS.values()]
+    for cu_seqlens, parents in product(numbers, numbers):
+        out = flash_attn_tree_varlen_func(*leaves, cu_seqlens.to(DEVICE), parents[:7].to(DEVICE))
+        torch.autograd.grad(out, leaves, batch.dout[:rows])
     torch.cuda.synchronize()
 
 

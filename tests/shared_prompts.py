@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -78,17 +78,16 @@ def inputs_of(
     return Inputs(q, k, v, dout, normal(heads[0]) if sinks else None)
 
 
-def segment_rows(layout: SharedPromptLayout) -> list[tuple[list[int], list[int]]]:
-    """(rows of the prompt, rows of its own) of every sequence that has rows: each prompt alone, then its responses."""
-    contexts, decoded = layout.cu_seqlens_context.tolist(), layout.cu_seqlens_decoded.tolist()
+def sequence_rows(layout: SharedPromptLayout) -> list[tuple[list[int], list[int]]]:
+    """(rows above, rows of its own) of every node that has rows."""
+    paths: list[list[int]] = []
     rows: list[tuple[list[int], list[int]]] = []
-    for g, (first, end) in enumerate(pairwise(layout.group_offsets)):
-        prompt = list(range(contexts[g], contexts[g + 1]))
-        rows.append((prompt, []))
-        for s in range(first, end):
-            own = list(range(contexts[-1] + decoded[s], contexts[-1] + decoded[s + 1]))
-            if own:
-                rows.append((prompt, own))
+    for begin, length, *_, parent, _ in layout.nodes.tolist():
+        above = paths[parent] if parent >= 0 else []
+        own = list(range(begin, begin + length))
+        paths.append([*above, *own])
+        if own:
+            rows.append((above, own))
     return rows
 
 
@@ -100,16 +99,18 @@ def two_calls(inputs: Inputs, layout: SharedPromptLayout, **options: Any) -> Ten
     def offsets(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=q.device)
 
-    groups = len(layout.context_lens)
+    groups, context, decoded = layout.num_groups, max(layout.context_lens), max(layout.decoded_lens)
+    of_contexts, of_responses = (
+        offsets([*accumulate(lens, initial=0)]) for lens in (layout.context_lens, layout.decoded_lens)
+    )
     prompts = flash_attn_dualkv_varlen_func(
         q[:rows], k[:rows], v[:rows], k[:0], v[:0],
-        layout.cu_seqlens_context, offsets([0] * (groups + 1)), layout.max_context, layout.max_context, 0,
-        cu_seqlens_context=layout.cu_seqlens_context, cu_seqs_per_context=offsets(range(groups + 1)), **options,
+        of_contexts, offsets([0] * (groups + 1)), context, context, 0,
+        cu_seqlens_context=of_contexts, cu_seqs_per_context=offsets(range(groups + 1)), **options,
     )  # fmt: skip
     responses = flash_attn_dualkv_varlen_func(
         q[rows:end], k[:rows], v[:rows], k[rows:end], v[rows:end],
-        layout.cu_seqlens_decoded, layout.cu_seqlens_decoded, layout.max_decoded, layout.max_context,
-        layout.max_decoded, cu_seqlens_context=layout.cu_seqlens_context,
+        of_responses, of_responses, decoded, context, decoded, cu_seqlens_context=of_contexts,
         cu_seqs_per_context=offsets(layout.group_offsets), **options,
     )  # fmt: skip
     return torch.cat([prompts, responses])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,16 @@ from groups import cumulative
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_attn_dualkv import attention, checks, flash_attn_dualkv_varlen_func, flash_attn_varlen_func, ops
-from flash_attn_dualkv import segments as tables
+from flash_attn_dualkv import (
+    attention,
+    checks,
+    flash_attn_dualkv_varlen_func,
+    flash_attn_tree_varlen_func,
+    flash_attn_varlen_func,
+    ops,
+    packed_attention,
+)
+from flash_attn_dualkv import nodes as tables
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], Arguments]
@@ -49,6 +58,14 @@ def plain_arguments(device: str = "cpu") -> Arguments:
         "max_seqlen_q": 4,
         "max_seqlen_k": 4,
     }
+
+
+def tree_arguments(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Arguments:
+    """A legal call of flash_attn_tree_varlen_func: a root of 2 rows and its child."""
+    shared = shared_arguments(device, dtype)
+    names = {"q": "q", "k": "k_decoded", "v": "v_decoded", "cu_seqlens": "cu_seqlens_q"}
+    parents = torch.tensor([-1, 0], dtype=torch.int32, device=device)
+    return {name: shared[source] for name, source in names.items()} | {"parents": parents}
 
 
 def replace_by(name: str, value: Any) -> Change:
@@ -127,7 +144,7 @@ def offset_rows(name: str) -> list[Row]:
     return [
         ("not a tensor", replace_by(name, [0, 2, 6]), TypeError, name, "list"),
         ("int64", alter(name, Tensor.long), TypeError, name, "torch.int64"),
-        ("rank", alter(name, lambda t: t[None]), ValueError, name, "shape (1, 3)"),
+        ("rank", alter(name, lambda t: t[None]), ValueError, name, "shape (1, "),
         ("no elements", alter(name, lambda t: t[:0]), ValueError, name, "0"),
         ("not contiguous", alter(name, strided), ValueError, name, "stride 2"),
         ("device", alter(name, lambda t: t.to("meta")), ValueError, name, "meta"),
@@ -144,21 +161,35 @@ def length_rows(name: str) -> list[Row]:
 
 
 COMMON_ROWS: list[Row] = [
-    *offset_rows("cu_seqlens_q"),
-    *length_rows("max_seqlen_q"),
     ("zero", replace_by("softmax_scale", 0.0), ValueError, "softmax_scale", "0.0"),
     ("negative", replace_by("softmax_scale", -1.0), ValueError, "softmax_scale", "-1.0"),
     ("infinite", replace_by("softmax_scale", math.inf), ValueError, "softmax_scale", "inf"),
     ("nan", replace_by("softmax_scale", math.nan), ValueError, "softmax_scale", "nan"),
     ("bool", replace_by("softmax_scale", True), TypeError, "softmax_scale", "bool"),
     ("tensor", replace_by("softmax_scale", torch.tensor(0.5)), TypeError, "softmax_scale", "Tensor"),
-    ("int", replace_by("causal", 1), TypeError, "causal", "int"),
     ("None", replace_by("deterministic", None), TypeError, "deterministic", "NoneType"),
+    ("an int", replace_by("window_size", 128), TypeError, "window_size", "int"),
+    ("floats", replace_by("window_size", (1.0, 0)), TypeError, "window_size", "tuple"),
+    ("below -1", replace_by("window_size", (-2, 0)), ValueError, "window_size", "(-2, 0)"),
+    ("keys behind", replace_by("window_size", (4, 1)), NotImplementedError, "window_size", "(4, 1)"),
+    ("negative", replace_by("softcap", -1.0), ValueError, "softcap", "-1.0"),
+    ("None", replace_by("softcap", None), TypeError, "softcap", "NoneType"),
+]
+
+SINK_ROWS: list[Row] = [
+    ("a list", replace_by("sinks", [0.0] * 4), TypeError, "sinks", "list"),
+    ("integers", replace_by("sinks", torch.zeros(4).int()), TypeError, "sinks", "torch.int32"),
+    ("one for each KV head", replace_by("sinks", torch.zeros(2)), ValueError, "sinks", "(2,)"),
+    ("device", replace_by("sinks", torch.zeros(4, device="meta")), ValueError, "sinks", "meta"),
 ]
 
 SHARED_ROWS: list[Row] = [
     *tensor_rows(SHARED_TENSORS),
     *COMMON_ROWS,
+    *SINK_ROWS,
+    *offset_rows("cu_seqlens_q"),
+    *length_rows("max_seqlen_q"),
+    ("int", replace_by("causal", 1), TypeError, "causal", "int"),
     ("head_dim", alter("k_context", lambda t: head_dim(t, 8)), ValueError, "k_context", "8"),
     ("head_dim", alter("v_context", lambda t: head_dim(t, 8)), NotImplementedError, "v_context", "8"),
     ("rows", alter("v_context", lambda t: t[1:]), ValueError, "v_context", "4"),
@@ -191,6 +222,9 @@ SHARED_ROWS: list[Row] = [
 PLAIN_ROWS: list[Row] = [
     *tensor_rows(PLAIN_TENSORS),
     *COMMON_ROWS,
+    *offset_rows("cu_seqlens_q"),
+    *length_rows("max_seqlen_q"),
+    ("int", replace_by("causal", 1), TypeError, "causal", "int"),
     ("head_dim", alter("k", lambda t: head_dim(t, 8)), ValueError, "k", "8"),
     ("head_dim", alter("v", lambda t: head_dim(t, 8)), NotImplementedError, "v", "8"),
     ("rows", alter("v", lambda t: t[1:]), ValueError, "v", "5"),
@@ -199,12 +233,21 @@ PLAIN_ROWS: list[Row] = [
     *length_rows("max_seqlen_k"),
     ("int", replace_by("return_attn_probs", 1), TypeError, "return_attn_probs", "int"),
     ("used", replace_by("dropout_p", 0.1), NotImplementedError, "dropout_p", "0.1"),
-    ("used", replace_by("window_size", (128, 0)), NotImplementedError, "window_size", "(128, 0)"),
-    ("an int", replace_by("window_size", 128), TypeError, "window_size", "int"),
-    ("only causal", replace_by("window_size", (-1, 0)), NotImplementedError, "window_size", "(-1, 0)"),
-    ("used", replace_by("softcap", 30.0), NotImplementedError, "softcap", "30.0"),
     ("used", replace_by("alibi_slopes", torch.ones(4)), NotImplementedError, "alibi_slopes", "Tensor"),
     ("used", replace_by("block_table", torch.ones(1, 1)), NotImplementedError, "block_table", "Tensor"),
+]
+
+TREE_ROWS: list[Row] = [
+    *tensor_rows(PLAIN_TENSORS),
+    *COMMON_ROWS,
+    *SINK_ROWS,
+    *offset_rows("cu_seqlens"),
+    *(row for row in offset_rows("parents") if row[0] != "no elements"),
+    ("length", alter("parents", lambda t: t[:1]), ValueError, "parents", "1"),
+    ("head_dim", alter("v", lambda t: head_dim(t, 8)), NotImplementedError, "v", "8"),
+    ("rows", alter("v", lambda t: t[1:]), ValueError, "v", "5"),
+    ("rows", lambda a: {"k": a["k"][1:], "v": a["v"][1:]}, ValueError, "k", "5"),
+    ("str", replace_by("return_lse", "yes"), TypeError, "return_lse", "str"),
 ]
 
 
@@ -239,6 +282,16 @@ def test_context_free_function(
     flash_attn_varlen_func(**arguments)
     monkeypatch.setattr(attention, "ops", None)
     check_raises(flash_attn_varlen_func, arguments | change(arguments), error, name, got)
+
+
+@parametrize(TREE_ROWS)
+def test_tree_function(
+    change: Change, error: type[Exception], name: str, got: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = tree_arguments()
+    flash_attn_tree_varlen_func(**arguments)
+    monkeypatch.setattr(packed_attention, "ops", None)
+    check_raises(flash_attn_tree_varlen_func, arguments | change(arguments), error, name, got)
 
 
 @pytest.mark.parametrize("which", ["k", "v"])
@@ -283,7 +336,8 @@ def test_cpu_dtypes(dtype: torch.dtype) -> None:
 def test_window_that_says_causal_is_accepted() -> None:
     arguments = plain_arguments()
     expected = flash_attn_varlen_func(**arguments, causal=True)
-    assert flash_attn_varlen_func(**arguments, causal=True, window_size=(-1, 0)).equal(expected)
+    for causal in (True, False):
+        assert flash_attn_varlen_func(**arguments, causal=causal, window_size=(-1, 0)).equal(expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8], ids=str)
@@ -292,6 +346,25 @@ def test_cuda_takes_16_bit_tensors_only(dtype: torch.dtype) -> None:
         check_raises(flash_attn_dualkv_varlen_func, shared_arguments("cuda:0", dtype), TypeError, "q", str(dtype))
         arguments = shared_arguments("cuda:0", torch.bfloat16)
         assert flash_attn_dualkv_varlen_func(**arguments).device == torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(("name", "value"), [("window_size", (3, 0)), ("softcap", 2.0)])
+def test_what_the_kernels_lack(name: str, value: Any) -> None:
+    """An error that names it, for CUDA tensors alone."""
+    functions: list[tuple[Any, Any]] = [
+        (flash_attn_dualkv_varlen_func, shared_arguments),
+        (flash_attn_varlen_func, plain_arguments),
+        (flash_attn_tree_varlen_func, tree_arguments),
+    ]
+    for function, make in functions:
+        function(**make(), **{name: value})
+        with FakeTensorMode():
+            arguments = {
+                key: one.bfloat16() if isinstance(one, Tensor) and one.is_floating_point() else one
+                for key, one in make("cuda:0").items()
+            }
+            assert function(**arguments).shape == (6, 4, 16)
+            check_raises(function, arguments | {name: value}, NotImplementedError, name, str(value))
 
 
 @pytest.mark.parametrize("kind", ["ROCm", "mps", "xpu"])
@@ -343,28 +416,83 @@ def test_values_of_offsets(
     assert got in tail
 
 
-TABLE_ROWS: list[tuple[str, str, tuple[int, int, int], str, str]] = [
-    ("row of q", "segments", (1, 1, 5), "cu_seqlens_q", "7"),
-    ("negative row", "segments", (1, 0, -1), "cu_seqlens_q", "-1"),
-    ("decoded row", "segments", (0, 6, 9), "cu_seqlens_k_decoded", "9"),
-    ("unknown group", "segments", (0, 7, 2), "segments", "2 in row 0"),
-    ("another group", "segments", (0, 7, 1), "groups", "[1, 2)"),
-    ("another context", "segments", (0, 4, 1), "segments", "(0, 1)"),
-    ("rows of q twice", "segments", (1, 0, 1), "segments", "row 1 twice"),
-    ("decoded rows twice", "segments", (1, 5, 1), "segments", "row 1 twice"),
-    ("context row", "groups", (1, 1, 4), "cu_seqlens_context", "6"),
-    ("segments beyond the table", "groups", (1, 3, 3), "groups", "[1, 3)"),
+TREE_VALUE_ROWS: list[Row] = [
+    ("too many rows", replace_by("cu_seqlens", offsets(0, 2, 7)), ValueError, "cu_seqlens", "7"),
+    ("first offset", replace_by("cu_seqlens", offsets(1, 2, 6)), ValueError, "cu_seqlens", "1"),
+    ("negative", replace_by("cu_seqlens", offsets(-1, 2, 6)), ValueError, "cu_seqlens", "-1"),
+    ("decrease", replace_by("cu_seqlens", offsets(0, 4, 3)), ValueError, "cu_seqlens", "3 after 4 at index 2"),
+    ("below -1", replace_by("parents", offsets(-1, -2)), ValueError, "parents[1]", "-2"),
+    ("itself", replace_by("parents", offsets(-1, 1)), ValueError, "parents[1]", "1"),
+    ("a later one", replace_by("parents", offsets(1, -1)), ValueError, "parents[0]", "1"),
+    (
+        "no depth-first order",
+        lambda _: {"cu_seqlens": offsets(0, 1, 2, 3, 4), "parents": offsets(-1, 0, 0, 1)},
+        ValueError,
+        "parents[3]: expected a node on the path to node 2 (depth-first order)",
+        "1",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("table", "change", "name", "got"), [pytest.param(*row[1:], id=row[0]) for row in TABLE_ROWS])
-def test_tables_given_to_the_operator(table: str, change: tuple[int, int, int], name: str, got: str) -> None:
+@parametrize(TREE_VALUE_ROWS)
+def test_values_of_trees(
+    change: Change, error: type[Exception], name: str, got: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUALKV_DEBUG", "1" if device == "cuda" else "0")
+    arguments = tree_arguments(device, torch.bfloat16)
+    changed = {key: value.to(device) for key, value in change(arguments).items()}
+    with pytest.raises(error) as caught:
+        flash_attn_tree_varlen_func(**arguments | changed)
+    head, _, tail = str(caught.value).partition(", got ")
+    assert head.startswith(name)
+    assert got in tail
+
+
+# What is wrong with a table that an operator gets: (row, column, value).
+TABLE_ROWS: list[tuple[str, tuple[int, int, int], str, str]] = [
+    ("row of q", (3, 1, 5), "cu_seqlens_q", "7"),
+    ("negative row", (3, 0, -1), "cu_seqlens_q", "-1"),
+    ("decoded row", (1, 4, 9), "cu_seqlens_k_decoded", "9"),
+    ("decoded row among the contexts", (1, 3, 1), "nodes: expected each row of the keys", "row 1 twice"),
+    ("context row", (2, 4, 4), "cu_seqlens_context", "6"),
+    ("rows of q twice", (3, 0, 1), "nodes: expected each row of q", "row 1 twice"),
+    ("decoded rows twice", (3, 3, 6), "nodes: expected each row of the keys", "row 6 twice"),
+    ("unknown parent", (1, 6, 9), "nodes[1].parent", "9"),
+    ("parent behind its child", (1, 6, 2), "nodes[1].parent", "2"),
+    ("its own parent", (1, 6, 1), "nodes[1].parent", "1"),
+    ("parent below -1", (3, 6, -2), "nodes[3].parent", "-2"),
+    ("no depth-first order", (3, 6, 0), "nodes[3].parent", "0"),
+    ("another parent", (3, 6, -1), "nodes[3].kv_pos0: expected 0", "3"),
+    ("position of a child", (3, 5, 2), "nodes[3].kv_pos0: expected 3", "2"),
+    ("position of a root", (0, 5, 1), "nodes[0].kv_pos0: expected 0", "1"),
+    ("subtree that ends early", (0, 7, 1), "nodes[0].subtree_end: expected 2", "1"),
+    ("subtree that ends late", (3, 7, 5), "nodes[3].subtree_end: expected 4", "5"),
+]
+
+
+@pytest.mark.parametrize(("change", "name", "got"), [pytest.param(*row[1:], id=row[0]) for row in TABLE_ROWS])
+def test_tables_given_to_the_operators(change: tuple[int, int, int], name: str, got: str) -> None:
     arguments = shared_arguments()
     offsets_q = arguments["cu_seqlens_q"]
-    segments, groups = ops.segment_tables(offsets_q, offsets_q, offsets(0, 2, 5), offsets(0, 1, 2), 5)
-    tables.check_tables(segments, groups, 6, 5, 6)
+    nodes = ops.sequence_nodes(offsets_q, offsets_q, offsets(0, 2, 5), offsets(0, 1, 2), 5)
+    tables.checked_nodes(nodes, 6, 5, 6)
     row, column, value = change
-    {"segments": segments, "groups": groups}[table][row, column] = value
-    with pytest.raises(ValueError, match=f"^{name}") as caught:
-        ops.forward(*(arguments[one] for one in SHARED_TENSORS), segments, groups, 0.5, True)
-    assert got in str(caught.value).partition(", got ")[2]
+    nodes[row, column] = value
+    inputs = [arguments[one] for one in SHARED_TENSORS]
+    options = (0.5, True, -1, -1, 0.0, False, False)
+    lse = torch.zeros(4, 6)
+    for call in (
+        lambda: ops.forward(*inputs, None, nodes, *options),
+        lambda: ops.backward(inputs[0], None, *inputs, inputs[0], lse, nodes, *options),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(name)}") as caught:
+            call()
+        assert got in str(caught.value).partition(", got ")[2]
+
+
+def test_tables_of_other_shapes_and_types() -> None:
+    arguments = plain_arguments()
+    inputs = (arguments["q"], arguments["k"], arguments["v"], None, None, None)
+    for nodes, error in ((torch.zeros(2, 7, dtype=torch.int32), ValueError), (torch.zeros(2, 8), TypeError)):
+        with pytest.raises(error, match="^nodes: expected"):
+            ops.forward(*inputs, nodes, 0.5, True, -1, -1, 0.0, False, False)

@@ -14,7 +14,7 @@ from flash_attn_dualkv import SharedPromptBatch, pack_shared_prompts, shared_pro
 
 
 def all_tensors(batch: SharedPromptBatch) -> list[Tensor]:
-    return [one for one in (*vars(batch).values(), *batch.layout.tensors) if isinstance(one, Tensor)]
+    return [one for one in (*vars(batch).values(), batch.layout.nodes) if isinstance(one, Tensor)]
 
 
 @pytest.mark.parametrize("how", ["pickle", "save", "deepcopy"])

@@ -9,13 +9,22 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
-from calls import Call, attend_packed, attend_separate, packed, packed_with_sinks, separate
+from calls import (
+    Call,
+    attend_packed,
+    attend_separate,
+    attend_tree,
+    packed,
+    packed_with_sinks,
+    separate,
+    tree,
+)
 from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from shared_prompts import GROUPS
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from flash_attn_dualkv import flash_attn_dualkv_varlen_func, flash_attn_varlen_func
+from flash_attn_dualkv import flash_attn_dualkv_varlen_func, flash_attn_varlen_func, ops
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +76,8 @@ FUNCTIONS: dict[str, tuple[Any, Callable[..., Call], dict[str, Any]]] = {
     "packed": (repeatable(attend_packed), packed, {}),
     "packed, dynamic": (repeatable(attend_packed), packed, {"dynamic": True}),
     "sinks": (repeatable(attend_packed), packed_with_sinks, {}),
+    "tree": (repeatable(attend_tree), tree, {}),
+    "tree, dynamic": (repeatable(attend_tree), tree, {"dynamic": True}),
     "reference": (repeatable(attend_packed, backend="reference", sliding_window=3, softcap=2.0), packed_with_sinks, {}),
 }
 
@@ -81,7 +92,7 @@ def test_compile_without_a_graph_break(name: str, device: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
-@pytest.mark.parametrize("make", [separate, packed])
+@pytest.mark.parametrize("make", [separate, packed, tree])
 def test_inductor(make: Callable[..., Call], device: str) -> None:
     """Code of its own around the operators, which chooses strides as it likes."""
     call = make(device=device)
@@ -112,13 +123,13 @@ def test_compile_keeps_value_checks() -> None:
         compiled(call.tensors, call.rest | {"cu_seqlens_q": call.rest["cu_seqlens_q"].flip(0)})
 
 
-@pytest.mark.parametrize("make", [separate, packed])
+@pytest.mark.parametrize("make", [separate, packed, tree])
 def test_compile_keeps_the_deterministic_argument(make: Callable[..., Call]) -> None:
     call = make()
     flags: list[Any] = []
 
     def record(graph: torch.fx.GraphModule, _: Any) -> Any:
-        flags.extend(node.args[-1] for node in graph.graph.nodes if node.target is call.operators[1])
+        flags.extend(node.args[-1] for node in graph.graph.nodes if node.target is ops.backward)
         return make_boxed_func(graph)
 
     backend = aot_autograd(fw_compiler=record, bw_compiler=record)
@@ -127,7 +138,7 @@ def test_compile_keeps_the_deterministic_argument(make: Callable[..., Call]) -> 
     assert flags == [True]
 
 
-@pytest.mark.parametrize("make", [separate, packed])
+@pytest.mark.parametrize("make", [separate, packed, tree])
 def test_compiled_autograd(make: Callable[..., Call], device: str) -> None:
     """A compiler for the backward alone meets the node of an eager forward."""
     call = make([(2, [1])], device)  # on the CPU it traces into the reference, tile by tile

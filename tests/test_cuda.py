@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import Call, packed, packed_with_sinks, separate
+from calls import Call, packed, packed_with_sinks, separate, tree
 from launches import captured, counted_launches, kernel_pattern, kernels, poison_free_memory  # noqa: F401
 from shared_prompts import GROUPS, Groups
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_attn_dualkv import SharedPromptLayout, shared_prompt_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
-both_functions = pytest.mark.parametrize("make", [separate, packed])
+all_functions = pytest.mark.parametrize("make", [separate, packed, tree])
 both_modes = pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 
 Make = Callable[..., Call]
@@ -36,7 +36,7 @@ LENGTHS: list[Groups] = [[(41, [64, 16]), (25, [48])], [(9, [1, 100]), (57, [27]
 
 
 @both_modes
-@both_functions
+@all_functions
 def test_cuda_graph_follows_new_offsets(make: Make, deterministic: bool) -> None:
     """Captured once, forward and backward; replayed with other lengths and other data."""
     buffers = make(LENGTHS[0], "cuda")
@@ -57,7 +57,7 @@ def test_cuda_graph_follows_new_offsets(make: Make, deterministic: bool) -> None
         assert_equal(results, source.results(deterministic), deterministic)
 
 
-@pytest.mark.parametrize("make", [separate, packed, packed_with_sinks])
+@pytest.mark.parametrize("make", [separate, packed, packed_with_sinks, tree])
 def test_no_synchronisation_with_the_host(make: Make) -> None:
     call = make(device="cuda")
     call.results()
@@ -69,7 +69,7 @@ def test_no_synchronisation_with_the_host(make: Make) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@both_functions
+@all_functions
 def test_kernels_run_on_the_current_stream(make: Make) -> None:
     """They see what it wrote just before, however late that was."""
     call = make([(400, [200] * 8)], "cuda")
@@ -86,7 +86,7 @@ def test_kernels_run_on_the_current_stream(make: Make) -> None:
     assert_equal(actual, expected)
 
 
-@both_functions
+@all_functions
 def test_streams_do_not_disturb_each_other(make: Make) -> None:
     """Calls on two streams at once; every tensor in between belongs to its own stream."""
     calls = [make(device="cuda", seed=seed) for seed in (1, 2)]
@@ -104,7 +104,7 @@ def test_streams_do_not_disturb_each_other(make: Make) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@both_functions
+@all_functions
 def test_device_that_is_not_the_current_one(make: Make) -> None:
     call = make(device="cuda:0")
     if isinstance(call.rest, SharedPromptLayout):
@@ -118,7 +118,7 @@ def test_device_that_is_not_the_current_one(make: Make) -> None:
     assert_equal(actual, call.results())
 
 
-@both_functions
+@all_functions
 def test_values_are_not_read_back_during_capture(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUALKV_DEBUG", "1")
     call = make(device="cuda")
@@ -131,7 +131,7 @@ def test_values_are_not_read_back_during_capture(make: Make, monkeypatch: pytest
 
 
 @both_modes
-@both_functions
+@all_functions
 def test_one_launch_for_all_groups(make: Make, deterministic: bool) -> None:
     call = make(GROUPS["large"], "cuda")
     with counted_launches() as counts:
@@ -139,11 +139,11 @@ def test_one_launch_for_all_groups(make: Make, deterministic: bool) -> None:
     for direction in ("forward", "backward"):
         pattern = kernel_pattern(direction)
         assert sum(count for name, count in counts.items() if pattern.search(name)) == 1, counts
-    assert make is separate or "dualkv_segment_tables" not in counts, "the layout carries the tables"
+    assert counts.get("dualkv_nodes", 0) == (0 if make is packed else 1), "the layout carries the table"
 
 
 @pytest.mark.parametrize("asked", ["argument", "setting", "environment"])
-@both_functions
+@all_functions
 def test_what_makes_a_backward_deterministic(make: Make, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The argument of the forward; PyTorch's setting and the environment as they are at the time of the backward."""
     monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)

@@ -46,7 +46,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             q=rows(7), k_context=rows(4), v_context=rows(4), k_decoded=rows(3), v_decoded=rows(3),
             cu_seqlens_q=offsets(4, 3), cu_seqlens_k_decoded=offsets(0, 3), max_seqlen_q=4, context_seqlen=4,
             max_seqlen_k_decoded=3, softmax_scale=1.0, causal=True, cu_seqlens_context=offsets(4),
-            cu_seqs_per_context=offsets(2), deterministic=False, return_lse=True,
+            cu_seqs_per_context=offsets(2), window_size=(3, 0), softcap=2.0, sinks=torch.zeros(2), deterministic=False,
+            return_lse=True,
         ),
     ),
     "flash_attn_varlen_func": (
@@ -55,6 +56,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             q=rows(7), k=rows(7), v=rows(7), cu_seqlens_q=offsets(4, 3), cu_seqlens_k=offsets(4, 3), max_seqlen_q=4,
             max_seqlen_k=4, dropout_p=0.0, softmax_scale=1.0, causal=True, window_size=(-1, -1), softcap=0.0,
             alibi_slopes=None, deterministic=False, return_attn_probs=True, block_table=None,
+        ),
+    ),
+    "flash_attn_tree_varlen_func": (
+        api.flash_attn_tree_varlen_func,
+        dict(
+            q=rows(7), k=rows(7), v=rows(7), cu_seqlens=offsets(4, 3), parents=torch.tensor([-1, 0]).int(),
+            softmax_scale=1.0, window_size=(3, 0), softcap=2.0, sinks=torch.zeros(2), deterministic=False,
+            return_lse=True,
         ),
     ),
     "shared_prompt_attention": (
@@ -71,6 +80,13 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             max_responses_per_group=2, pad_to_multiple_of=4, device="cpu",
         ),
     ),
+    "pack_prefix_tree": (
+        api.pack_prefix_tree,
+        dict(
+            sequences=PROMPTS, loss_mask=[[0, 1, 1], [0, 0, 1], [0]], boundary="gather", min_shared=1, max_depth=2,
+            group_ids=[0, 0, 1], pad_to_multiple_of=4, device="cpu",
+        ),
+    ),
     "pack_padded": (
         api.pack_padded,
         dict(input_ids=IDS, attention_mask=(IDS > 0).long(), prompt_length=[3, 3, 1], group_ids=[0, 0, 1]),
@@ -85,6 +101,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         api.unpack_logprobs, dict(values=torch.zeros(6), batch=BATCH, width=5, fill=0.0, per_row=False),
     ),
     "unpack_to_jagged": (api.unpack_to_jagged, dict(values=torch.zeros(6), batch=BATCH, per_row=False)),
+    "SharedPromptLayout.from_tree": (
+        api.SharedPromptLayout.from_tree, dict(node_lens=[3, 0, 4], parents=[-1, 0, 0], pad=2, device="cpu"),
+    ),
     "SharedPromptLayout.pad_to": (BATCH.layout.pad_to, dict(multiple=8)),
     "SharedPromptLayout.to": (BATCH.layout.to, dict(device="cpu")),
     "SharedPromptBatch.to": (BATCH.to, dict(device="cpu")),

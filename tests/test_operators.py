@@ -1,9 +1,10 @@
-"""The operators of separate keys: what PyTorch and the compiled module get; and the function of FlashAttention-2."""
+"""The operators: what PyTorch and the compiled module get of them; and the function of FlashAttention-2."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -15,11 +16,15 @@ from calls import (
     NOTHING,
     ONE_GROUP,
     TWO_GROUPS,
+    Call,
     Operators,
     assert_close,
     attend,
     batch_of,
     leaves_of,
+    packed,
+    packed_with_sinks,
+    tree,
 )
 from groups import Batch, Group, cumulative
 from torch import Tensor
@@ -28,16 +33,17 @@ import flash_attn_dualkv
 from flash_attn_dualkv import build_info, flash_attn_dualkv_varlen_func, flash_attn_varlen_func, ops
 
 
-def tables_of(batch: Batch) -> tuple[Tensor, Tensor]:
-    tables: tuple[Tensor, Tensor] = ops.segment_tables(
-        batch.cu_seqlens_q,
-        batch.cu_seqlens_k_decoded,
-        batch.cu_seqlens_context,
-        batch.cu_seqs_per_context,
-        batch.k_context.shape[0],
-    )
-    return tables
+def offsets_of(batch: Batch) -> tuple[Tensor | None, ...]:
+    return batch.cu_seqlens_q, batch.cu_seqlens_k_decoded, batch.cu_seqlens_context, batch.cu_seqs_per_context
 
+
+def nodes_of(batch: Batch) -> Tensor:
+    nodes: Tensor = ops.sequence_nodes(*offsets_of(batch), len(batch.k_context))
+    return nodes
+
+
+# scale, causal, window_left, window_right, softcap, reference, deterministic
+PLAIN = (0.25, True, -1, -1, 0.0, False, True)
 
 # Operators
 
@@ -47,15 +53,65 @@ ALL_SHAPES = pytest.mark.parametrize(
 
 
 @ALL_SHAPES
-def test_operators_pass_opcheck(groups: Sequence[Group], device: str) -> None:
-    batch = batch_of(groups, device, head_dim=16 if device == "cpu" else 64)
-    offsets = (batch.cu_seqlens_q, batch.cu_seqlens_k_decoded, batch.cu_seqlens_context, batch.cu_seqs_per_context)
-    torch.library.opcheck(ops.segment_tables, (*offsets, batch.k_context.shape[0]))
-    tables = tables_of(batch)
-    torch.library.opcheck(ops.forward, (*leaves_of(batch), *tables, 0.25, True, True))
-    out, lse = ops.forward(*batch.inputs, *tables, 0.25, True)
+def test_operators_of_tables_pass_opcheck(groups: Sequence[Group], device: str) -> None:
+    batch = batch_of(groups, device)
+    torch.library.opcheck(ops.sequence_nodes, (*offsets_of(batch), len(batch.k_context)))
+    torch.library.opcheck(ops.sequence_nodes, (*offsets_of(batch)[:2], None, None, None))
+    rest = tree(device=device).rest
+    torch.library.opcheck(ops.tree_nodes, (rest["cu_seqlens"], rest["parents"], 1000))
+
+
+def check_operators(inputs: Sequence[Tensor | None], nodes: Tensor, dout: Tensor) -> None:
+    """forward, and backward with and without a gradient of the LSE, of q, k, v, k_decoded, v_decoded, sinks."""
+    leaves = [None if one is None else one.detach().clone().requires_grad_() for one in inputs]
+    torch.library.opcheck(ops.forward, (*leaves, nodes, *PLAIN))
+    out, lse = ops.forward(*inputs, nodes, *PLAIN)
+    keys = inputs[:5]
     for dlse in (None, torch.randn_like(lse)):
-        torch.library.opcheck(ops.backward, (batch.dout, dlse, *batch.inputs, out, lse, *tables, 0.25, True, True))
+        arguments = (dout, dlse, *keys, out, lse, nodes, *PLAIN)
+        torch.library.opcheck(ops.backward, arguments)
+        gradients, given = ops.backward(*arguments), [one for one in keys if one is not None]
+        assert [one.shape for one in gradients] == [one.shape for one in given]
+        storages = {one.untyped_storage()._cdata for one in (*gradients, *given, out, lse)}
+        assert len(storages) == len(gradients) + len(given) + 2
+
+
+@ALL_SHAPES
+def test_operators_with_two_tensors_of_keys_pass_opcheck(groups: Sequence[Group], device: str) -> None:
+    batch = batch_of(groups, device, head_dim=16 if device == "cpu" else 64)
+    check_operators([*batch.inputs, None], nodes_of(batch), batch.dout)
+
+
+@pytest.mark.parametrize("make", [packed, packed_with_sinks, tree])
+def test_operators_with_one_tensor_of_keys_pass_opcheck(make: Callable[..., Call], device: str) -> None:
+    call = make(device=device)
+    q, k, v, *sinks = call.tensors
+    nodes = call.rest.nodes if make is not tree else ops.tree_nodes(*call.rest.values(), len(q))
+    check_operators([q, k, v, None, None, sinks[0] if sinks else None], nodes, call.dout)
+
+
+@pytest.mark.parametrize("variant", [(True, 3, -1, 2.0), (False, 2, 1, 0.0), (False, -1, -1, 1.5)], ids=str)
+def test_gradcheck_of_everything_that_the_operators_offer(variant: tuple[Any, ...]) -> None:
+    """Output and LSE: windows on either side, softcaps, sinks, values of another width, and a tree in two storages."""
+    rows = [[0, 2, 0, 0, 2, 0, -1, 4], [2, 0, 2, 2, 1, 2, 0, 3], [2, 3, 2, 4, 2, 3, 1, 3], [5, 2, 2, 3, 1, 2, 0, 4]]
+    nodes, heads = torch.tensor(rows, dtype=torch.int32), (2, 1)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    inputs = [normal(8, heads[0], 8)]
+    inputs += [normal(count, heads[1], width) for count in (4, 2) for width in (8, 16)]
+    causal, left, right, softcap = variant
+    inputs += [normal(heads[0])] if right < 0 else []
+
+    def outputs(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        given = (*tensors, *[None] * (6 - len(tensors)))
+        out, lse = ops.forward(*given, nodes, 0.4, causal, left, right, softcap, False, False)
+        assert out.shape == (8, heads[0], 16)
+        return out, lse.nan_to_num(neginf=0.0)
+
+    assert torch.autograd.gradcheck(outputs, [one.requires_grad_() for one in inputs])
 
 
 def test_lse_dtype(device: str) -> None:
@@ -91,9 +147,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 def test_what_makes_the_kernels_deterministic(module: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(flag: bool) -> bool:
-        ops._backward_cuda(*range(13), flag)
+        ops._backward_cuda(*range(10), *PLAIN[:-1], flag)
         *given, deterministic = module.backward.call_args.args
-        assert given == list(range(13))
+        assert given == [*range(10), *PLAIN[:2]]
         return bool(deterministic)
 
     assert asked(True) and not asked(False)
@@ -133,11 +189,49 @@ def test_switches_in_the_environment(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_compiled_module_gets_the_operators_arguments(module: Mock) -> None:
-    ops._segment_tables_cuda("a", "b", "c", "d", 5)
-    module.segment_tables.assert_called_once_with("a", "b", "c", "d", 5)
-    for deterministic in ((), (True,)):  # no business of the forward kernel's
-        ops._forward_cuda(*range(9), *deterministic)
-        module.forward.assert_called_with(*range(9))
+    """Everything but what concerns Python alone; deterministic gradients are no business of the forward's."""
+    ops._sequence_nodes_cuda("a", "b", "c", "d", 5)
+    module.sequence_nodes.assert_called_once_with("a", "b", "c", "d", 5)
+    ops._tree_nodes_cuda("a", "b", 5)  # type: ignore[arg-type]
+    module.tree_nodes.assert_called_once_with("a", "b", 5)
+    ops._forward_cuda(*range(7), *PLAIN)
+    module.forward.assert_called_with(*range(7), *PLAIN[:2])
+
+
+class OnGpu(Tensor):
+    """A tensor of the CPU that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_compiled_node_gets_the_arguments_of_calls_that_nobody_watches(
+    module: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "is_watched", lambda *_: False)
+    for deterministic in (False, True):
+        tensors = [torch.zeros(()).as_subclass(OnGpu), *range(1, 7)]
+        assert ops.attend(*tensors, *PLAIN[:-1], deterministic) is module.attention.return_value
+        module.attention.assert_called_with(*tensors, *PLAIN[:2], deterministic)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("window_left", (2, -1, 0.0)), ("window_right", (-1, 0, 0.0)), ("softcap", (-1, -1, 1.0))],
+)
+def test_the_kernels_refuse_what_they_lack(name: str, options: tuple[Any, ...], module: Mock) -> None:
+    """Unless the reference is asked for."""
+    call = packed()
+    q, k, v = call.tensors
+    given, lse = (q, k, v, None, None), q.new_zeros(q.shape[1::-1])
+    functions: list[tuple[Any, tuple[Any, ...]]] = [
+        (ops._forward_cuda, (*given, None, call.rest.nodes)),
+        (ops._backward_cuda, (call.dout, None, *given, q, lse, call.rest.nodes)),
+    ]
+    for function, tensors in functions:
+        with pytest.raises(NotImplementedError, match=f"^{name}: expected .* for the CUDA kernels"):
+            function(*tensors, 0.25, True, *options, False, False)
+        assert all(isinstance(one, Tensor) for one in function(*tensors, 0.25, True, *options, True, False))
+    assert not module.forward.called and not module.backward.called
 
 
 @pytest.mark.parametrize("reason", [None, "undefined symbol: _ZN2at4_ops"])
@@ -146,9 +240,13 @@ def test_cuda_call_without_the_compiled_module_names_the_fix(
 ) -> None:
     monkeypatch.setattr(ops, "_C", None)
     monkeypatch.setattr(ops, "_load_error", reason)
-    for function, count in ((ops._forward_cuda, 9), (ops._backward_cuda, 14), (ops._segment_tables_cuda, 5)):
+    functions: list[tuple[Any, tuple[Any, ...]]] = [
+        (ops._forward_cuda, (*range(7), *PLAIN)), (ops._backward_cuda, (*range(10), *PLAIN)),
+        (ops._sequence_nodes_cuda, (*range(5),)), (ops._tree_nodes_cuda, (*range(3),)),
+    ]  # fmt: skip
+    for function, given in functions:
         with pytest.raises(RuntimeError, match="pip install --no-build-isolation") as caught:
-            function(*range(count))
+            function(*given)
         assert "nvcc" in str(caught.value)
         assert (reason or "without its compiled module") in str(caught.value)
 
@@ -162,28 +260,23 @@ def test_build_info() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["forward", "backward", "packed_forward", "packed_backward"])
+@pytest.mark.parametrize("name", ["forward", "backward"])
 def test_raw_operators_refuse_tensors_of_the_wrong_rank(name: str) -> None:
     """Whatever reads sizes or strides comes after the check."""
-    batch, operators = batch_of(ONE_GROUP, "cuda"), torch.ops.flash_attn_dualkv
-    offsets = (batch.cu_seqlens_q, batch.cu_seqlens_k_decoded, batch.cu_seqlens_context, batch.cu_seqs_per_context)
-    segments, groups = operators.segment_tables(*offsets, len(batch.k_context))
-    rest = {"segments": segments, "groups": groups, "softmax_scale": 0.25, "deterministic": False}
-    if name.startswith("packed"):
-        tensors = {"q": batch.q, "k": batch.k_decoded, "v": batch.v_decoded}
-        rest |= {"context_rows": 0, "window": None, "softcap": None, "reference": False}
+    batch = batch_of(ONE_GROUP, "cuda")
+    q, k, v, k_decoded, v_decoded = batch.inputs
+    tensors = {"q": q, "k": k, "v": v, "k_decoded": k_decoded, "v_decoded": v_decoded}
+    options = ("softmax_scale", "causal", "window_left", "window_right", "softcap", "reference", "deterministic")
+    rest = {"nodes": nodes_of(batch), **dict(zip(options, PLAIN))}
+    if name == "backward":
+        tensors |= {"dout": q, "out": q}
+        rest |= {"dlse": None, "lse": torch.zeros(q.shape[1::-1], device="cuda")}
     else:
-        tensors = dict(zip(NAMES, batch.inputs))
-        rest |= {"causal": True}
-    if name.endswith("backward"):
-        tensors |= {"dout": batch.q, "out": batch.q}
-        rest |= {"dlse": None, "lse": torch.zeros(batch.q.shape[1::-1], device="cuda")}
-    elif name.startswith("packed"):
         rest |= {"sinks": None}
     for wrong, one in tensors.items():
         for given in (one[0, 0, 0], one.flatten(), one[0], one[None]):
             with pytest.raises(ValueError, match=rf"^{wrong}: expected 3 dimensions .*, got {given.dim()}$"):
-                getattr(operators, name)(**{**rest, **tensors, wrong: given})
+                getattr(ops, name)(**{**rest, **tensors, wrong: given})
 
 
 # The FlashAttention-2 function

@@ -43,7 +43,7 @@ DISTINCT = 4
 def rows_of_samples(batch: SharedPromptBatch) -> list[list[int]]:
     """Of each sample in original order, the packed rows of its context and then of its response."""
     layout = batch.layout
-    contexts, decoded = layout.cu_seqlens_context.tolist(), layout.cu_seqlens_decoded.tolist()
+    contexts, decoded = ([*itertools.accumulate(one, initial=0)] for one in (layout.context_lens, layout.decoded_lens))
     rows: list[list[int]] = [[] for _ in batch.order]
     for g, (first, end) in enumerate(itertools.pairwise(layout.group_offsets)):
         for s in range(first, end):
@@ -126,9 +126,10 @@ def test_values_by_hand() -> None:
     assert batch.token_index.tolist() == [2, 3, 5]
     assert batch.multiplicity.tolist() == [2, 2, 1, 1, 1, 1, 1]
     layout = batch.layout
-    assert layout.segments.tolist() == [[0, 2, 0, 0, 2, 0, 0, 0], [2, 3, 2, 0, 2, 0, 3, 0], [5, 2, 2, 0, 2, 3, 2, 0]]
-    assert layout.groups.tolist() == [[0, 2, 0, 3]]
-    assert (layout.max_context, layout.max_decoded, layout.max_sequence, layout.num_context_tokens) == (2, 3, 5, 2)
+    nodes = [[0, 2, 0, 0, 2, 0, -1, 3], [2, 3, 2, 2, 3, 2, 0, 2], [5, 2, 2, 5, 2, 2, 0, 3]]
+    assert layout.nodes.tolist() == nodes and layout.nodes.dtype == torch.int32
+    assert (layout.context_lens, layout.decoded_lens, layout.group_offsets) == ((2,), (3, 2), (0, 2))
+    assert (layout.max_sequence, layout.num_context_tokens, layout.depth, layout.num_nodes) == (5, 2, 2, 3)
     gathered = pack_shared_prompts([[11, 12, 13], [11, 12, 13]], [[21, 22], [31]], boundary="gather", drop_last=True)
     assert gathered.input_ids.tolist() == [11, 12, 13, 21]
     assert gathered.token_index.tolist() == [2, 3, 2]
@@ -317,7 +318,7 @@ def test_layout_is_integers_and_init_fields_only() -> None:
         if isinstance(value, Tensor):
             assert not value.is_floating_point()
         else:
-            assert all(type(one) is int for one in (value if isinstance(value, tuple) else (value,)))
+            assert all(type(one) in (int, bool) for one in (value if isinstance(value, tuple) else (value,)))
     copy = dataclasses.replace(layout)
     assert copy is not layout and all(getattr(copy, name) is value for name, value in vars(layout).items())
     copy.validate()
@@ -332,31 +333,27 @@ def test_pad_to() -> None:
         longer = layout.pad_to(multiple)
         longer.validate()
         assert longer.num_tokens % multiple == 0 and longer.num_tokens - longer.pad == tokens
-        assert longer.pad < multiple and longer.segments is layout.segments
+        assert longer.pad < multiple and longer.nodes is layout.nodes
         assert longer.pad_to(1).num_tokens == tokens
     with pytest.raises(SharedPromptError, match="^multiple"):
         layout.pad_to(0)
 
 
 CORRUPTIONS: list[tuple[str, Any]] = [
-    ("segments", lambda one: one.segments.index_fill(1, torch.tensor(2), 1)),
-    ("groups", lambda one: one.groups.flip(0)),
-    ("cu_seqlens_context", lambda one: one.cu_seqlens_context + 1),
-    ("cu_seqlens_decoded", lambda one: one.cu_seqlens_decoded.flip(0)),
-    ("max_context", lambda one: one.max_context + 1),
-    ("max_decoded", lambda one: one.max_decoded - 1),
+    ("nodes", lambda one: one.nodes.index_fill(1, torch.tensor(2), 1)),
+    ("nodes", lambda one: one.nodes.flip(0)),
+    ("nodes", lambda one: one.nodes[:-1]),
     ("max_sequence", lambda one: one.max_sequence + 1),
-    ("num_context_tokens", lambda one: one.num_context_tokens - 1),
     ("num_tokens", lambda one: one.num_tokens + 1),
-    ("context_lens", lambda one: (*one.context_lens[:-1], one.context_lens[-1] + 1)),
-    ("group_offsets", lambda one: (0, 0, *one.group_offsets[2:])),
-    ("group_offsets", lambda one: one.group_offsets[1:]),
-    ("group_offsets", lambda one: (*one.group_offsets[:-1], one.group_offsets[-1] - 1)),
-    ("group_offsets", lambda one: (0, 3, 2, *one.group_offsets[3:])),
-    ("segments", lambda one: one.segments[:-1]),
+    ("node_lens", lambda one: (*one.node_lens[:-1], one.node_lens[-1] + 1)),
+    ("node_lens", lambda one: (-1, *one.node_lens[1:])),
+    ("node_lens", lambda one: one.node_lens[1:]),
+    ("node_parents", lambda one: (0, *one.node_parents[1:])),
+    ("node_parents", lambda one: (-1, 0, 1, *one.node_parents[3:])),
+    ("node_parents", lambda one: (*one.node_parents[:-1], -1)),
+    ("is_tree", lambda one: True),
     ("pad", lambda one: 1),
     ("pad", lambda one: -1),
-    ("context_lens", lambda one: (-1, *one.context_lens[1:])),
 ]
 
 
@@ -374,8 +371,7 @@ def test_layout_on_another_device(device: str) -> None:
     moved = layout.to(device)
     back = moved.to("cpu")
     moved.validate()
-    for name in ("cu_seqlens_context", "cu_seqlens_decoded", "segments", "groups"):
-        assert getattr(moved, name).device.type == device and getattr(back, name).equal(getattr(layout, name))
+    assert moved.nodes.device.type == device and back.nodes.equal(layout.nodes)
     batch = pack_shared_prompts(PROMPTS, RESPONSES)
     assert batch.to("cpu") is batch
     returned = batch.to(device).to("cpu")
@@ -383,7 +379,7 @@ def test_layout_on_another_device(device: str) -> None:
     assert returned.padded_index.equal(batch.padded_index) and returned.jagged_index.equal(batch.jagged_index)
     assert all(one.device.type == device for one in vars(batch.to(device)).values() if isinstance(one, Tensor))
     meta = layout.to("meta")
-    assert meta.segments.shape == layout.segments.shape and meta.device.type == "meta"
+    assert meta.nodes.shape == layout.nodes.shape and meta.device.type == "meta"
 
 
 def test_default_device_and_inference_mode() -> None:
@@ -395,7 +391,7 @@ def test_default_device_and_inference_mode() -> None:
         prompts, responses = tensors(PROMPTS), tensors(RESPONSES)
         batch = pack_shared_prompts(prompts, responses)
         moved, layout = expected.to("meta"), expected.layout.to("meta")
-    for one in (*vars(batch).values(), *vars(moved).values(), *batch.layout.tensors, *layout.tensors):
+    for one in (*vars(batch).values(), *vars(moved).values(), batch.layout.nodes, layout.nodes):
         assert not (isinstance(one, Tensor) and one.is_inference())
     assert_same_batch(batch, expected)
 

@@ -13,9 +13,15 @@ from launches import profiled
 from samples import check_way_back, nested
 from torch import Tensor
 
-from flash_attn_dualkv import pack_jagged, pack_padded, pack_shared_prompts, unpack_logprobs, unpack_to_jagged
+from flash_attn_dualkv import (
+    pack_jagged,
+    pack_padded,
+    pack_prefix_tree,
+    pack_shared_prompts,
+    unpack_logprobs,
+    unpack_to_jagged,
+)
 from flash_attn_dualkv.data.samples import selected
-from flash_attn_dualkv.data.tree import pack_prefix_tree
 
 
 def large_batch(samples: int, device: str = "cpu", length: int = 20) -> tuple[list[Tensor], list[Tensor]]:
@@ -110,10 +116,10 @@ def test_one_copy_each_way(form: str) -> None:
         batch = call()
     assert sum("DtoH" in name for name in names) == 1, names
     assert sum("HtoD" in name for name in names) == 1, names
-    assert batch.input_ids.device.type == batch.layout.segments.device.type == "cuda"
+    assert batch.input_ids.device.type == batch.layout.nodes.device.type == "cuda"
     expected = form_of(form, *large_batch(16))()
     assert batch.input_ids.cpu().equal(expected.input_ids)
-    assert batch.layout.segments.cpu().equal(expected.layout.segments)
+    assert batch.layout.nodes.cpu().equal(expected.layout.nodes)
     check_way_back(expected)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from groups import Batch, Group, build_groups, cumulative, run
+from groups import Batch, Group, build_groups, run
 from torch import Tensor
 
 from flash_attn_dualkv import flash_attn_dualkv_varlen_func, reference
-from flash_attn_dualkv import segments as tables
+from flash_attn_dualkv import nodes as tables
 
 FLOAT64: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -115,14 +115,13 @@ def test_inputs_are_not_changed() -> None:
 
 
 def test_tables_that_no_cumulative_lengths_give() -> None:
-    """Of two groups, whose prompts come last in q; their segments come in another order."""
+    """Of two groups, whose prompts come last in q; the sequences of a group come in another order."""
     contexts, decoded = (4, 6), (3, 5)
     batch = build_groups(
         [Group(4, ((3, 3), (4, 0))), Group(6, ((5, 5), (6, 0)))], head_dim=16, heads=(4, 2), dtype=torch.float64
     )
     expected = run(batch.replace(softmax_scale=0.25))
-    assert batch.cu_seqlens_context is not None and batch.cu_seqs_per_context is not None
-    segments, groups = tables.build_segment_tables(
+    nodes = tables.sequence_nodes(
         batch.cu_seqlens_q,
         batch.cu_seqlens_k_decoded,
         batch.cu_seqlens_context,
@@ -132,10 +131,12 @@ def test_tables_that_no_cumulative_lengths_give() -> None:
     lengths = [decoded[0], contexts[0], decoded[1], contexts[1]]
     blocks = torch.arange(sum(lengths)).split(lengths)
     order = torch.cat([blocks[0], blocks[2], blocks[1], blocks[3]])
-    segments[:, 0] = torch.tensor([0, 8, 3, 12])
-    inputs, tables_ = (batch.q[order], *batch.inputs[1:]), (segments[[1, 0, 3, 2]], groups)
-    out, lse = reference.forward(*inputs, *tables_, 0.25, True)
-    gradients = reference.backward(batch.dout[order], None, *inputs, out, lse, *tables_, 0.25, True)
+    nodes[:, 0] = torch.tensor([0, 0, 8, 0, 3, 12])
+    nodes = nodes[[0, 2, 1, 3, 5, 4]]
+    nodes[:, 7] = torch.tensor([3, 2, 3, 6, 5, 6])
+    inputs = (batch.q[order], *batch.inputs[1:])
+    out, lse = reference.forward(*inputs, None, nodes, 0.25, True)
+    gradients = reference.backward(batch.dout[order], None, *inputs, out, lse, nodes, 0.25, True)
     wanted = (expected.out[order], expected.lse[:, order], expected.dq[order], *expected[3:])
     for one, other in zip((out, lse, *gradients), wanted, strict=True):
         torch.testing.assert_close(one, other, **FLOAT64)
@@ -144,24 +145,16 @@ def test_tables_that_no_cumulative_lengths_give() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_only_visible_blocks_are_computed(causal: bool) -> None:
     """Query blocks ask for no block of keys that they do not see anything of."""
-    segment = tables.Segment(0, 512, 512, 0, 1024, 0, 0, 0)
-    visibility = reference.Visibility(causal)
-    begin, end = visibility.key_range(512, 512 + 99, 1024)
-    assert (begin, end) == ((0, 612) if causal else (0, 1024))
-    blocks = list(reference.key_blocks(segment, begin, end))
-    assert sum(block.size for block in blocks) == end
+    visibility = reference.Visibility(right=0 if causal else None)
+    assert visibility.key_range(512, 512 + 99, 1024) == ((0, 612) if causal else (0, 1024))
     assert visibility.key_range(-7, -3, 1024) == ((0, 0) if causal else (0, 1024))
-
-
-def test_columns_of_the_tables() -> None:
-    contexts = torch.tensor([1, 5, 5, 8], dtype=torch.int32)
-    owned = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
-    segments, groups = tables.build_segment_tables(
-        cumulative([3, 6, 2], start=4), cumulative([3, 1, 5]), contexts, owned, 9
-    )
-    assert segments.dtype == groups.dtype == torch.int32
-    assert segments.tolist() == [[4, 3, 4, 1, 4, 0, 3, 0], [7, 6, -1, 1, 4, 3, 1, 0], [13, 2, 6, 5, 3, 4, 5, 2]]
-    assert groups.tolist() == [[1, 4, 0, 2], [5, 0, 2, 2], [5, 3, 2, 3]]
+    assert reference.Visibility(3, 2).key_range(10, 12, 1024) == (7, 15)
+    rows = torch.zeros(1024, 1, 8)
+    path = [tables.Node(0, 0, 0, 0, 700, 0, -1, 2), tables.Node(0, 512, 512, 700, 324, 700, 0, 2)]
+    problem = reference.Problem(rows, (rows,), (rows,), path, 1.0, visibility, 0.0, None)
+    blocks = list(problem.visible_blocks(reference.QueryBlock(path, 100, 100, 0, 1)))
+    assert sum(block.size for block in blocks) == (712 if causal else 1024)
+    assert [block.depth for block in blocks] == [0, 0, 1]
 
 
 def peak_mib(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> float:

@@ -1,4 +1,4 @@
-"""shared_prompt_attention against dense attention of every sequence by itself, and its operators."""
+"""shared_prompt_attention against dense attention of every sequence by itself, and how it is watched."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of, run, segment_rows, small
+from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of, run, sequence_rows
 from torch import Tensor
 
-from flash_attn_dualkv import SharedPromptLayout, packed_ops, reference, shared_prompt_attention
+from flash_attn_dualkv import SharedPromptLayout, reference, shared_prompt_attention
 
 ALL_GROUPS = pytest.mark.parametrize("name", list(GROUPS))
 
@@ -24,7 +24,7 @@ def dense(
     """Every sequence by itself, with a copy of its prompt, in ordinary differentiable operations."""
     ratio = inputs.q.shape[1] // inputs.k.shape[1]
     out = torch.zeros_like(inputs.q)
-    for prompt, own in segment_rows(layout):
+    for prompt, own in sequence_rows(layout):
         rows = torch.tensor(prompt + own, dtype=torch.int64)
         q, k, v = (one[rows].transpose(0, 1) for one in (inputs.q, inputs.k, inputs.v))
         k, v = (one.repeat_interleave(ratio, dim=0) for one in (k, v))
@@ -37,8 +37,7 @@ def dense(
         if inputs.sinks is not None:
             scores = torch.cat([scores, inputs.sinks[:, None, None].expand(-1, len(rows), 1)], dim=-1)
         values = scores.softmax(-1)[..., : len(rows)] @ v
-        first = len(prompt) if own else 0  # a prompt has its own rows once
-        out = out.index_put((rows[first:],), values.transpose(0, 1)[first:])
+        out = out.index_put((rows[len(prompt) :],), values.transpose(0, 1)[len(prompt) :])
     return out
 
 
@@ -121,43 +120,6 @@ def test_padding_rows_take_no_part() -> None:
     torch.testing.assert_close(gradients[3], right[3], rtol=1e-12, atol=1e-12)
 
 
-# --- the operators ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("name", ["several", "short prompts"])
-def test_operators_pass_opcheck(name: str, sinks: bool, device: str) -> None:
-    layout = layout_of(GROUPS[name], device=device)
-    inputs = inputs_of(layout, sinks=sinks, **small(device))
-    leaves = inputs.leaves()
-    tables, options = (layout.segments, layout.groups), (layout.num_context_tokens, 0.25, None, None, False, True)
-    torch.library.opcheck(packed_ops.packed_forward, (leaves.q, leaves.k, leaves.v, leaves.sinks, *tables, *options))
-    out, lse = packed_ops.packed_forward(inputs.q, inputs.k, inputs.v, inputs.sinks, *tables, *options)
-    for dlse in (None, torch.randn_like(lse)):
-        arguments = (inputs.dout, dlse, inputs.q, inputs.k, inputs.v, out, lse, *tables, *options)
-        torch.library.opcheck(packed_ops.packed_backward, arguments)
-        gradients = packed_ops.packed_backward(*arguments)
-        assert [one.shape for one in gradients] == [inputs.q.shape, inputs.k.shape, inputs.v.shape]
-        assert len({one.untyped_storage()._cdata for one in (*gradients, *arguments[2:7])}) == 8
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-def test_gradient_of_the_lse(sinks: bool) -> None:
-    """The operator's second output, for callers that merge partial results; gradients of the sinks included."""
-    layout = layout_of(GROUPS["one"])
-    inputs = inputs_of(layout, sinks=sinks, head_dim=8)
-
-    def outputs(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v, *rest = tensors
-        given = (q, k, v, rest[0] if rest else None, layout.segments, layout.groups)
-        result: tuple[Tensor, Tensor] = packed_ops.packed_forward(
-            *given, layout.num_context_tokens, 0.3, 5, 2.0, False, False
-        )
-        return result
-
-    assert torch.autograd.gradcheck(outputs, inputs.leaves().tensors)
-
-
 # --- forward-mode derivatives, subclasses -----------------------------------------------------------------------------
 
 
@@ -206,4 +168,4 @@ def test_any_input_that_is_a_subclass_sees_the_operator(which: int) -> None:
     tensors[which] = Watcher(tensors[which].detach())
     Watcher.seen.clear()
     assert torch.equal(shared_prompt_attention(*tensors, layout), expected)
-    assert any("packed_forward" in one for one in Watcher.seen)
+    assert any("dualkv.forward" in one for one in Watcher.seen)

@@ -5,6 +5,7 @@ DUALKV_TEST_DEVICE=cpu runs the same code on the CPU implementation with small s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import oracle
@@ -15,7 +16,7 @@ from launches import CONFIGURATIONS, DEVICE, GPU_MARKS, configurations, kernels,
 from shared_prompts import GROUPS, Groups, Inputs, inputs_of, layout_of, two_calls
 from torch import Tensor
 
-from flash_attn_dualkv import SharedPromptLayout, packed_ops, shared_prompt_attention
+from flash_attn_dualkv import SharedPromptLayout, ops, shared_prompt_attention
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
 
@@ -40,24 +41,31 @@ def data(shape: str, boundary: str = "replicate", **options: Any) -> tuple[Share
 def as_batch(inputs: Inputs, layout: SharedPromptLayout) -> Batch:
     """What the oracle reads: the packed tensors' regions, and a table with the prompts among the sequences."""
     rows = layout.num_context_tokens
-    segments = layout.segments.tolist()
-    table = [SequenceRows(q_begin, q_len, *region) for q_begin, q_len, _, *region, _ in segments]
+    nodes = layout.nodes.tolist()
+    table = []
+    for q_begin, q_len, _, kv_begin, kv_len, _, parent, _ in nodes:
+        keys = (kv_begin, kv_len, 0, 0) if parent < 0 else (*nodes[parent][3:5], kv_begin - rows, kv_len)
+        table.append(SequenceRows(q_begin, q_len, *keys))
+    nothing = torch.zeros(0)
     return Batch(
         inputs.q, inputs.k[:rows], inputs.v[:rows], inputs.k[rows:], inputs.v[rows:], inputs.dout,
-        layout.cu_seqlens_decoded, layout.cu_seqlens_decoded, layout.cu_seqlens_context, None,
-        table, layout.max_context,
+        nothing, nothing, nothing, None, table, max(layout.context_lens),
     )  # fmt: skip
+
+
+def forward(tensors: Sequence[Tensor], nodes: Tensor, scale: float, reference: bool, deterministic: bool) -> Any:
+    """out and lse of q, k, v and, where there are some, sinks."""
+    q, k, v, *sinks = tensors
+    return ops.forward(
+        q, k, v, None, None, sinks[0] if sinks else None, nodes, scale, True, -1, -1, 0.0, reference, deterministic
+    )
 
 
 def run(inputs: Inputs, layout: SharedPromptLayout, deterministic: bool = False) -> tuple[Tensor, Tensor, list[Tensor]]:
     """out, lse and the gradients; free memory holds NaN before."""
     leaves = inputs.leaves()
     poison_free_memory()
-    scale = inputs.q.shape[2] ** -0.5
-    out, lse = packed_ops.packed_forward(
-        leaves.q, leaves.k, leaves.v, leaves.sinks, layout.segments, layout.groups,
-        layout.num_context_tokens, scale, None, None, False, deterministic,
-    )  # fmt: skip
+    out, lse = forward(leaves.tensors, layout.nodes, inputs.q.shape[2] ** -0.5, False, deterministic)
     return out.detach(), lse.detach(), list(torch.autograd.grad(out, leaves.tensors, inputs.dout))
 
 
@@ -111,10 +119,8 @@ def test_sinks(options: Options) -> None:
     out, lse, gradients = run(inputs._replace(sinks=inputs.sinks.float()), layout)
     exact = Inputs(*(one.double().cpu() for one in inputs if one is not None))
     leaves = exact.leaves()
-    tables, scale = layout.to("cpu").tensors[2:], inputs.q.shape[2] ** -0.5
-    expected, right_lse = packed_ops.packed_forward(
-        *leaves.tensors, *tables, layout.num_context_tokens, scale, None, None, True, False
-    )
+    nodes, scale = layout.nodes.cpu(), inputs.q.shape[2] ** -0.5
+    expected, right_lse = forward(leaves.tensors, nodes, scale, True, False)
     right = torch.autograd.grad(expected, leaves.tensors, exact.dout)
     assert oracle.lse_violations(lse.cpu(), right_lse.detach()) == []
     assert layout.pad and not out[-layout.pad :].any()

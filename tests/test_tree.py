@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from samples import Lists, tensors
 from torch import Tensor
 
-from flash_attn_dualkv import SharedPromptError, unpack_logprobs, unpack_to_jagged
-from flash_attn_dualkv.data.tree import PrefixTreeBatch, pack_prefix_tree
+from flash_attn_dualkv import PrefixTreeBatch, SharedPromptError, pack_prefix_tree, unpack_logprobs, unpack_to_jagged
 from flash_attn_dualkv.data.unpack import unpack_logprobs as unpack
-from flash_attn_dualkv.reference_tree import read_nodes
+from flash_attn_dualkv.nodes import Node, tree_nodes
 
 BOUNDARIES = ("gather", "replicate")
 # A turn that ends in three ways; a repetition, beginnings of others, other trees; 256 has a first byte of 0.
@@ -59,15 +58,18 @@ def rows_of(batch: PrefixTreeBatch) -> list[list[int]]:
 
 def check(batch: PrefixTreeBatch, sequences: Lists, masks: Lists | None, groups: list[int] | None) -> None:
     """Every field of the batch, from the sequences alone."""
-    nodes = read_nodes(batch.cu_seqlens, batch.parents, batch.num_rows)  # refuses an order that is not depth-first
-    assert batch.node_lens == tuple(node.size for node in nodes) and min(batch.node_lens, default=1) > 0
+    table = tree_nodes(batch.cu_seqlens, batch.parents, batch.num_rows)  # refuses an order that is not depth-first
+    batch.layout.validate()
+    assert batch.layout.nodes.equal(table) and batch.layout.position_ids is batch.position_ids
+    nodes = [Node(*row) for row in table.tolist()]
+    assert batch.node_lens == tuple(node.q_len for node in nodes) and min(batch.node_lens, default=1) > 0
     assert batch.node_parents == tuple(node.parent for node in nodes)
     assert batch.cu_seqlens.dtype == batch.parents.dtype == torch.int32
     end = batch.cu_seqlens.tolist()[-1]
     assert batch.num_rows == end + batch.pad == len(batch.input_ids) == len(batch.position_ids)
     assert batch.sequence_lens == tuple(map(len, sequences))
     ids, positions, labels = batch.input_ids.tolist(), batch.position_ids.tolist(), batch.labels.tolist()
-    node_of = [index for index, node in enumerate(nodes) for _ in range(node.size)]
+    node_of = [index for index, node in enumerate(nodes) for _ in range(node.q_len)]
     all_paths, rows, trained = paths(batch), rows_of(batch), trains(sequences, masks)
     for own, sequence in zip(rows, sequences):
         assert [ids[row] for row in own] == sequence and [positions[row] for row in own] == [*range(len(sequence))]
@@ -320,10 +322,13 @@ def test_forms_of_tokens_and_masks(kind: torch.dtype) -> None:
 
 
 def check_same(batch: PrefixTreeBatch, expected: PrefixTreeBatch) -> None:
+    batch.layout.validate()
     for name, wanted in vars(expected).items():
         got = getattr(batch, name)
         if isinstance(wanted, Tensor):
             assert got.dtype == wanted.dtype and got.cpu().equal(wanted), name
+        elif name == "layout":
+            assert got.is_like(wanted) and got.position_ids is batch.position_ids
         else:
             assert got == wanted, name
 

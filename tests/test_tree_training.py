@@ -11,9 +11,7 @@ from samples import Lists
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from flash_attn_dualkv import unpack_logprobs
-from flash_attn_dualkv.data.tree import pack_prefix_tree
-from flash_attn_dualkv.reference_tree import attention
+from flash_attn_dualkv import pack_prefix_tree, shared_prompt_attention, unpack_logprobs
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 31, 16, 4, 2, 8
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -108,7 +106,7 @@ def test_a_tree_equals_its_sequences(seed: int, options: dict[str, Any]) -> None
     values = model(
         batch.input_ids,
         batch.position_ids,
-        lambda q, k, v: attention(q, k, v, batch.cu_seqlens, batch.parents)[0],
+        lambda q, k, v: shared_prompt_attention(q, k, v, batch.layout),
     )
     got = unpack_logprobs(values[batch.token_index, batch.targets], batch, width=width, per_row=False)
     torch.testing.assert_close(got, wanted, **FLOAT64)
@@ -124,7 +122,7 @@ def test_labels_of_the_replicated_boundary_are_enough() -> None:
     values = Model()(
         batch.input_ids,
         batch.position_ids,
-        lambda q, k, v: attention(q, k, v, batch.cu_seqlens, batch.parents)[0],
+        lambda q, k, v: shared_prompt_attention(q, k, v, batch.layout),
     )
     by_row = values.gather(1, batch.labels.clamp(min=0)[:, None])[:, 0]
     by_token = values[batch.token_index, batch.targets]

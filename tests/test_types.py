@@ -21,6 +21,7 @@ from flash_attn_dualkv import (
     SharedPromptBatch,
     build_info,
     flash_attn_dualkv_varlen_func,
+    flash_attn_tree_varlen_func,
     flash_attn_varlen_func,
     group_by_prompt,
     pack_shared_prompts,
@@ -45,6 +46,8 @@ assert_type(flash_attn_varlen_func(q, q, q, q, q, 4, 4), Tensor)
 assert_type(flash_attn_varlen_func(q, q, q, q, q, 4, 4, return_attn_probs=True), tuple[Tensor, Tensor, None])
 assert_type(flash_attn_dualkv_varlen_func(q, q, q, q, q, q, q, 4, 4, 4), Tensor)
 assert_type(flash_attn_dualkv_varlen_func(q, q, q, q, q, q, q, 4, 4, 4, return_lse=True), tuple[Tensor, Tensor])
+assert_type(flash_attn_tree_varlen_func(q, q, q, q, q), Tensor)
+assert_type(flash_attn_tree_varlen_func(q, q, q, q, q, return_lse=True), tuple[Tensor, Tensor])
 assert_type(build_info()["compiled"], bool)
 """
 MISTAKES = {

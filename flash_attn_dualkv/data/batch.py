@@ -94,9 +94,9 @@ class SharedPromptBatch(SeparatelyPickled):
             return self
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         long = {name: value for name, value in own.items() if isinstance(value, Tensor)}
-        moved = to_device(list(long.values()), self.layout.tensors, device)
+        *moved, nodes = to_device(list(long.values()), [self.layout.nodes], device)
         changes: dict[str, Any] = dict(zip(long, moved))
-        layout = self.layout.with_tensors(moved[len(long) :], changes["position_ids"])
+        layout = self.layout.with_nodes(nodes, changes["position_ids"])
         return replace(self, layout=layout, **changes)
 
     def metrics(self) -> dict[str, float]:
@@ -213,7 +213,7 @@ class PackedRow:
         own = [samples.response_lens[index] for index in order]
         decoded_lens = [length + added if length + added > 0 else 0 for length in own]
         group_offsets = [*accumulate(map(len, groups), initial=0)]
-        host = HostLayout.build(context_lens, decoded_lens, group_offsets)
+        host = HostLayout.of_prompts(context_lens, decoded_lens, group_offsets)
         pad = -(sum(context_lens) + sum(decoded_lens)) % multiple
         return PackedRow(groups, group_offsets, order, shift, context_lens, decoded_lens, host, pad)
 
@@ -222,31 +222,15 @@ class PackedRow:
         small = self._numbers(samples, int64s(self.order))
         is_there = same_device(samples.tokens.device, device)
         long = small if is_there else [*small, samples.tokens.cpu()]
-        moved = to_device(long, self.host.tensors, device)
+        moved = to_device(long, [self.host.nodes], device)
         middle = len(Runs._fields)
         end = middle + len(Responses._fields)
         runs, responses, jagged_offsets = Runs(*moved[:middle]), Responses(*moved[middle:end]), moved[end]
         tokens = samples.tokens.long() if is_there else moved[end + 1]
-        cu_seqlens_context, cu_seqlens_decoded, segments, groups = moved[len(long) :]
-        contexts, decoded = sum(self.context_lens), sum(self.decoded_lens)
-        input_ids, position_ids, labels, multiplicity = self._padded(runs.rows(tokens, contexts + decoded))
+        count = sum(self.context_lens) + sum(self.decoded_lens)
+        input_ids, position_ids, labels, multiplicity = self._padded(runs.rows(tokens, count))
         token_index, targets, padded, jagged = responses.by_token(tokens, sum(samples.response_lens))
-        layout = SharedPromptLayout(
-            cu_seqlens_context,
-            cu_seqlens_decoded,
-            segments,
-            groups,
-            group_offsets=tuple(self.group_offsets),
-            context_lens=tuple(self.context_lens),
-            decoded_lens=tuple(self.decoded_lens),
-            max_context=max(self.context_lens),
-            max_decoded=max(self.decoded_lens),
-            max_sequence=self.host.max_sequence,
-            num_context_tokens=contexts,
-            num_tokens=contexts + decoded + self.pad,
-            pad=self.pad,
-            position_ids=position_ids,
-        )
+        layout = self.host.layout(moved[-1], self.pad, position_ids)
         return SharedPromptBatch(
             input_ids, position_ids, layout, labels, token_index, targets, tuple(samples.response_lens),
             tuple(samples.prompt_lens), tuple(self.order), multiplicity, padded, jagged, jagged_offsets,

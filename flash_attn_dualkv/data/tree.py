@@ -5,8 +5,7 @@
     logprobs = logits.log_softmax(-1)[batch.token_index, batch.targets]
     unpacked = unpack_logprobs(logprobs, batch)    # (B, width)
 
-There are no kernels for trees yet: of the attention there is only its specification, `reference_tree`. That is why
-these names are here and not in the package's own namespace.
+Attention along paths is `shared_prompt_attention(q, k, v, batch.layout)`, or `flash_attn_tree_varlen_func`.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from torch import Tensor
 from .. import arguments
 from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError
+from ..layout import HostLayout, SharedPromptLayout
 from .batch import IGNORED_LABEL, PADDING_TOKEN, expand, int64s, offsets_of, take
 from .pack import BOUNDARIES, Boundary
 from .samples import GroupIds, Tokens, all_tokens, check_count, check_token_ids, extremes, fetch, joined, selected
@@ -43,7 +43,8 @@ class PrefixTreeBatch(SeparatelyPickled):
     Attributes:
         input_ids: (T,) int64.
         position_ids: (T,) int64, the position of each row in its sequences, from 0; 0 in padding.
-        cu_seqlens: (n+1,) int32, node i has the rows [i] .. [i+1] - 1.
+        layout: what the attention layers need; it has the rows and the parents of the nodes on the host.
+        cu_seqlens: (n+1,) int32, node i has the rows [i] .. [i+1] - 1; for `flash_attn_tree_varlen_func`, like
         parents: (n,) int32, the node that each node continues; -1 for the roots.
         row_index: (sum L,) int64, the row of every token of every sequence, in original order.
         token_index: (trained tokens,) int64, the row whose logits score each trained token, sequence by sequence in
@@ -54,14 +55,12 @@ class PrefixTreeBatch(SeparatelyPickled):
         padded_index: (trained tokens,) int64, place of each in a flattened tensor of (B, most trained tokens).
         scored_lens: (B,) trained tokens of each sequence.
         sequence_lens: (B,) L_i.
-        node_lens: (n,) rows of each node.
-        node_parents: (n,) `parents` on the host.
-        pad: rows at the end that are padding.
         max_token: the largest token id.
     """
 
     input_ids: Tensor
     position_ids: Tensor
+    layout: SharedPromptLayout
     cu_seqlens: Tensor
     parents: Tensor
     row_index: Tensor
@@ -72,27 +71,41 @@ class PrefixTreeBatch(SeparatelyPickled):
     padded_index: Tensor
     scored_lens: tuple[int, ...]
     sequence_lens: tuple[int, ...]
-    node_lens: tuple[int, ...]
-    node_parents: tuple[int, ...]
-    pad: int
     max_token: int
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # The two were pickled apart.
+        self.__dict__["layout"] = replace(self.layout, position_ids=self.position_ids)
+
+    @property
+    def node_lens(self) -> tuple[int, ...]:
+        """(n,) rows of each node."""
+        return self.layout.node_lens
+
+    @property
+    def node_parents(self) -> tuple[int, ...]:
+        """(n,) `parents` on the host."""
+        return self.layout.node_parents
 
     @property
     def num_nodes(self) -> int:
-        return len(self.node_lens)
+        return self.layout.num_nodes
 
     @property
     def num_rows(self) -> int:
         """T, padding included."""
-        return sum(self.node_lens) + self.pad
+        return self.layout.num_tokens
+
+    @property
+    def pad(self) -> int:
+        """Rows at the end that are padding."""
+        return self.layout.pad
 
     @property
     def depth(self) -> int:
         """The most nodes on a path."""
-        depths: list[int] = []
-        for parent in self.node_parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return max(depths, default=0)
+        return self.layout.depth
 
     @property
     def dedup_ratio(self) -> float:
@@ -121,9 +134,9 @@ class PrefixTreeBatch(SeparatelyPickled):
         tensors = {name: one for name, one in own.items() if isinstance(one, Tensor)}
         long = {name: one for name, one in tensors.items() if one.dtype == torch.int64}
         short = {name: one for name, one in tensors.items() if name not in long}
-        moved = to_device([*long.values()], [*short.values()], device)
+        *moved, nodes = to_device([*long.values()], [*short.values(), self.layout.nodes], device)
         changes: dict[str, Any] = dict(zip((*long, *short), moved))
-        return replace(self, **changes)
+        return replace(self, layout=self.layout.with_nodes(nodes, changes["position_ids"]), **changes)
 
     def metrics(self) -> dict[str, float]:
         """What sharing saves in this micro-batch, for a logger."""
@@ -158,8 +171,6 @@ def pack_prefix_tree(
     Nodes follow each other in the order of their groups, and below a node in that of their tokens, whatever the order
     of the sequences. Sequences that are equal, or the beginning of another, share all of their rows at no cost, and
     without a node of their own.
-
-    There are no kernels for trees yet: see the module.
 
     Args:
         sequences: B sequences of token ids, 1-D integer tensors of one device or Python sequences; any may be empty.
@@ -291,19 +302,21 @@ class _PackedTree:
             device: of the batch.
         """
         node_lens = [end - begin for begin, end in zip(self.nodes.begins, self.nodes.ends)]
+        host = HostLayout.of_tree(node_lens, self.nodes.parents)
         count = sum(node_lens)
         pad = -count % self.multiple
         scored = int64s(self.scored)
         firsts = scored.cumsum(0) - scored
         padded_offsets = torch.arange(len(scored), device="cpu") * max(self.scored) - firsts
         small = [*Spans.build(self.nodes, int64s(self.lengths)), scored, padded_offsets]
-        short = [ints(accumulate(node_lens, initial=0), torch.int32), ints(self.nodes.parents, torch.int32)]
+        offsets = ints(accumulate(node_lens, initial=0), torch.int32)
+        short = [offsets, ints(self.nodes.parents, torch.int32), host.nodes]
         is_there = same_device(given[0].device, device)
         long = small if is_there else [*small, *(one.cpu().long() for one in given)]
         moved = to_device(long, short, device)
         spans, (scored, padded_offsets) = Spans(*moved[:3]), moved[3:5]
         tokens, *mask = [one.long() for one in given] if is_there else moved[5 : len(long)]
-        cu_seqlens, parents = moved[len(long) :]
+        cu_seqlens, parents, table = moved[len(long) :]
 
         span, place = expand(spans.lengths, len(tokens))
         row_index = take(spans.row_offsets, span).add_(place)
@@ -317,9 +330,11 @@ class _PackedTree:
             """Of tokens that share a row all have the same value."""
             return tokens.new_full((count + pad,), fill).scatter_(0, row_index, values)
 
+        position_ids = by_row(0, positions)
         return PrefixTreeBatch(
             by_row(PADDING_TOKEN, tokens),
-            by_row(0, positions),
+            position_ids,
+            host.layout(table, pad, position_ids),
             cu_seqlens,
             parents,
             row_index,
@@ -330,9 +345,6 @@ class _PackedTree:
             take(padded_offsets, sequence).add_(place),
             tuple(self.scored),
             tuple(self.lengths),
-            tuple(node_lens),
-            tuple(self.nodes.parents),
-            pad,
             self.max_token,
         )
 

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import arguments
-from ..attention import shared_prompt_attention
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptLayoutError, SharedPromptTypeError
 from ..layout import SharedPromptLayout
+from ..packed_attention import shared_prompt_attention
 
 
 @dataclass(frozen=True, eq=False)

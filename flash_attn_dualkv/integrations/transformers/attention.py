@@ -14,10 +14,10 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ... import arguments
-from ...attention import BACKENDS, shared_prompt_attention
 from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, explain
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ...layout import SharedPromptLayout
+from ...packed_attention import BACKENDS, shared_prompt_attention
 from ..ulysses import UlyssesLayout, ulysses_attention
 from . import base_class, guard
 from .masks import DeferredMask, deferred_mask

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from ... import arguments
 from ...checks import explain
 from ...data.batch import SharedPromptBatch
+from ...data.tree import PrefixTreeBatch
 from ...errors import SharedPromptError
 from ..lm_head import rows_of_a_chunk, score_in_chunks
 from .guard import expect_shared_prompt
@@ -33,37 +34,40 @@ from .support import (
     text_config,
 )
 
+PackedBatch: TypeAlias = SharedPromptBatch | PrefixTreeBatch
+
 # Where wrappers (DDP, FSDP1, torch.compile, accelerate, DeepSpeed) keep what they wrap.
 _WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "module")
 
 
 @overload
 def shared_prompt_forward(
-    model: nn.Module, batch: SharedPromptBatch, *, temperature: float = 1.0, with_entropy: Literal[False] = False
+    model: nn.Module, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: Literal[False] = False
 ) -> tuple[Tensor, None]: ...
 @overload
 def shared_prompt_forward(
-    model: nn.Module, batch: SharedPromptBatch, *, temperature: float = 1.0, with_entropy: Literal[True]
+    model: nn.Module, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: Literal[True]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def shared_prompt_forward(
-    model: nn.Module, batch: SharedPromptBatch, *, temperature: float = 1.0, with_entropy: bool
+    model: nn.Module, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]: ...
 def shared_prompt_forward(
-    model: nn.Module, batch: SharedPromptBatch, *, temperature: float = 1.0, with_entropy: bool = False
+    model: nn.Module, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of all response tokens of a micro-batch, every prompt computed once.
+    """Log-probabilities of all response tokens of a micro-batch, or of all trained tokens of trees; each row once.
 
     Args:
         model: a causal LM of transformers whose attention is registered or wrapped by this package; also inside PEFT,
             DDP or FSDP. Gradients flow to its parameters unless grad mode is off.
-        batch: from `pack_shared_prompts`, on the model's device.
+        batch: from `pack_shared_prompts` or `pack_prefix_tree`, on the model's device.
         temperature: divides the logits; finite and > 0.
         with_entropy: also return the entropy of each distribution (natural log, differentiable).
 
     Returns:
-        logps, entropy: each (sum of response lengths,) in float32 (float64 for float64 models), the responses one after
-        the other in the order in which they were given; `unpack_logprobs` makes a (responses, tokens) matrix of them.
+        logps, entropy: each (sum of response lengths,) in float32 (float64 for float64 models), the responses (or the
+        trained tokens of sequences) one after the other in the order in which they were given; `unpack_logprobs` makes
+        a (responses, tokens) matrix of them.
         entropy is None unless asked for.
 
     Raises:
@@ -72,7 +76,8 @@ def shared_prompt_forward(
             shards its LM head as an FSDP unit of its own.
         SharedPromptLayoutError: an attention layer has not got the layout; nothing is returned then.
     """
-    arguments.instance("batch", batch, SharedPromptBatch, " (of pack_shared_prompts)")
+    if not isinstance(batch, PrefixTreeBatch):
+        arguments.instance("batch", batch, SharedPromptBatch, " (of pack_shared_prompts)")
     temperature = arguments.positive("temperature", temperature)
     arguments.flag("with_entropy", with_entropy)
     causal_lm = causal_lm_of(model)
@@ -149,7 +154,7 @@ def _check_model(causal_lm: Any) -> str:
     return name
 
 
-def _check_vocabulary(causal_lm: Any, batch: SharedPromptBatch) -> None:
+def _check_vocabulary(causal_lm: Any, batch: PackedBatch) -> None:
     """SharedPromptError for token ids that have no row: on a GPU the embedding would only say "device-side assert"."""
     ends = (causal_lm.get_input_embeddings(), "num_embeddings"), (causal_lm.get_output_embeddings(), "out_features")
     sizes = [size for module, name in ends if isinstance(size := getattr(module, name, None), int)]
@@ -161,7 +166,7 @@ class _Scorer:
     """Takes the place of a causal LM's forward during one `shared_prompt_forward`."""
 
     def __init__(
-        self, causal_lm: Any, backbone: str, batch: SharedPromptBatch, temperature: float, with_entropy: bool
+        self, causal_lm: Any, backbone: str, batch: PackedBatch, temperature: float, with_entropy: bool
     ) -> None:
         self.causal_lm = causal_lm
         self.backbone = backbone

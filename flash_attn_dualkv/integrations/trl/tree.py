@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface
 
-from ...attention import autocast, flash_attn_dualkv_varlen_func
-from ...checks import CUDA_DTYPES, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from ...attention import flash_attn_dualkv_varlen_func
+from ...checks import CUDA_DTYPES, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, autocast
 from ...data.transfer import ints, to_device
 
 

@@ -1,0 +1,257 @@
+"""The node table: which rows of the packed tensors belong together, what they continue, and at which positions.
+
+A node is a run of queries and a run of keys that continue another node, its parent. A path is a node's ancestors from
+the root to itself. A query sees the keys on its node's path whose logical position is not beyond its own, or without
+causality all of them. A context with its responses is a tree of depth 2, a sequence by itself one of depth 1.
+
+The table is int32, contiguous, on the device of the tensors that it describes, one row of `Node` each. Nodes are in
+depth-first order: a node, then its subtree. Their rows may lie anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import MAX_ROWS, explain
+from .data.transfer import ints
+
+
+class Node(NamedTuple):
+    """A row of the (n, 8) table.
+
+    q_begin, q_len: its rows of q. q_pos0: logical position of the first of them; it may be negative, or below that of
+    the node's own keys. kv_begin, kv_len: its keys, as rows of k and, counted on behind them, of k_decoded; they lie in
+    one of the two. kv_pos0: logical position of the first of them, which is the number of keys of all ancestors.
+    parent: an index of the table, -1 for a root. subtree_end: the index behind the last descendant.
+    """
+
+    q_begin: int
+    q_len: int
+    q_pos0: int
+    kv_begin: int
+    kv_len: int
+    kv_pos0: int
+    parent: int
+    subtree_end: int
+
+
+COLUMNS = len(Node._fields)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def sequence_nodes(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    cu_seqlens_context: Tensor | None,
+    cu_seqs_per_context: Tensor | None,
+    total_context: int | None,
+) -> Tensor:
+    """Table of sequences in packed order, aligned to the bottom right, from offsets whose values are checked here.
+
+    Args:
+        cu_seqlens_q: (N+1,) int32, rows of q at which the sequences begin.
+        cu_seqlens_k: (N+1,) int32, the same for their own keys, in k or with contexts in k_decoded.
+        cu_seqlens_context: (G+1,) int32, the same for the contexts; None for one context of all rows.
+        cu_seqs_per_context: (G+1,) int32, group g owns sequences [g] .. [g+1] - 1; None for one group.
+        total_context: rows of all contexts, which are those of k; None for sequences without contexts.
+
+    Returns:
+        (N, 8) without contexts; else (N + G, 8), each context followed by its sequences.
+
+    Raises:
+        ValueError: offsets that are negative, decrease, or do not cover the sequences.
+    """
+    q_starts = _offsets("cu_seqlens_q", cu_seqlens_q)
+    k_starts = _offsets("cu_seqlens_k" if total_context is None else "cu_seqlens_k_decoded", cu_seqlens_k)
+    sequences = len(q_starts) - 1
+    if total_context is None:
+        rows: list[int] = []
+        for index, ((q, q_end), (kv, kv_end)) in enumerate(zip(pairwise(q_starts), pairwise(k_starts))):
+            rows += (q, q_end - q, kv_end - kv - (q_end - q), kv, kv_end - kv, 0, -1, index + 1)
+        return _table(rows).to(cu_seqlens_q.device)
+    if cu_seqlens_context is None or cu_seqs_per_context is None:
+        context_starts, owned = [0, total_context], [0, sequences]
+    else:
+        context_starts = _offsets("cu_seqlens_context", cu_seqlens_context)
+        owned = _offsets("cu_seqs_per_context", cu_seqs_per_context)
+        _check_end("cu_seqlens_context", context_starts[-1], total_context, "rows of k_context")
+        _check_covers("cu_seqs_per_context", owned, sequences)
+    k_starts = [total_context + row for row in k_starts]
+    return group_nodes(context_starts, owned, q_starts, k_starts, has_queries=False).to(cu_seqlens_q.device)
+
+
+def group_nodes(
+    context_starts: Sequence[int],
+    owned: Sequence[int],
+    q_starts: Sequence[int],
+    kv_starts: Sequence[int],
+    *,
+    has_queries: bool,
+) -> Tensor:
+    """Table of contexts, each followed by the sequences that continue it; on the host, nothing is checked.
+
+    Args:
+        context_starts: (G+1,) rows of the keys at which contexts begin.
+        owned: (G+1,) group g owns sequences [g] .. [g+1] - 1.
+        q_starts, kv_starts: (N+1,) rows at which the sequences' queries and keys begin.
+        has_queries: whether the rows of contexts are queries too, the same rows of q.
+    """
+    rows: list[int] = []
+    # `Node` by `Node`: an object for each of thousands would take a millisecond.
+    for group, (begin, end) in enumerate(pairwise(context_starts)):
+        first, last, length = owned[group], owned[group + 1], end - begin
+        root = first + group
+        queries = (begin, length) if has_queries else (q_starts[first], 0)
+        rows += (*queries, 0, begin, length, 0, -1, last + group + 1)
+        for index in range(first, last):
+            q, kv = q_starts[index], kv_starts[index]
+            q_len, kv_len = q_starts[index + 1] - q, kv_starts[index + 1] - kv
+            rows += (q, q_len, length + kv_len - q_len, kv, kv_len, length, root, index + group + 2)
+    return _table(rows)
+
+
+def tree_nodes(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
+    """Table of the nodes of trees whose rows are queries and keys alike, from tensors whose values are checked here.
+
+    Args:
+        cu_seqlens: (n+1,) int32, node i has the rows [i] .. [i+1] - 1.
+        parents: (n,) int32, -1 for roots.
+        total: rows of the packed tensors; those behind the last node are padding.
+
+    Returns:
+        (n, 8).
+
+    Raises:
+        ValueError: offsets that do not begin at 0, decrease or pass `total`; a parent below -1 or not before its child;
+            an order that is not depth-first.
+    """
+    starts, above = _offsets("cu_seqlens", cu_seqlens), parents.tolist()
+    if len(starts) != len(above) + 1:
+        raise ValueError(explain("parents", f"{len(starts) - 1} nodes (as cu_seqlens)", len(above)))
+    if starts[0] != 0:
+        raise ValueError(explain("cu_seqlens", "a first offset of 0", starts[0]))
+    _check_end("cu_seqlens", starts[-1], total, "rows of q")
+    table, _ = tree_table([end - begin for begin, end in pairwise(starts)], above)
+    return table.to(cu_seqlens.device)
+
+
+def tree_table(
+    lengths: Sequence[int], parents: Sequence[int], error: type[ValueError] = ValueError
+) -> tuple[Tensor, int]:
+    """Table of the nodes of trees, on the host, and the most rows of a path; `error` as `tree_nodes` says."""
+    count = len(parents)
+    ends = [count] * count
+    # Rows of the path to the end of each node; parent -1 finds the last entry, which stays 0.
+    sums = [0] * (count + 1)
+    positions: list[int] = []
+    path: list[int] = []
+    for index, parent in enumerate(parents):
+        if not -1 <= parent < index:
+            raise error(explain(f"parents[{index}]", f"-1 or a node before {index}", parent))
+        while path and path[-1] != parent:
+            ends[path.pop()] = index
+        if parent >= 0 and not path:
+            expected = f"a node on the path to node {index - 1} (depth-first order)"
+            raise error(explain(f"parents[{index}]", expected, parent))
+        path.append(index)
+        positions.append(sums[parent])
+        sums[index] = sums[parent] + lengths[index]
+    begins = [*accumulate(lengths, initial=0)][:-1]
+    columns = (begins, lengths, positions, begins, lengths, positions, parents, ends)
+    return torch.stack([ints(one, torch.int32) for one in columns], 1), max(sums)
+
+
+def _table(rows: Iterable[int]) -> Tensor:
+    return ints(rows, torch.int32).view(-1, COLUMNS)
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def checked_nodes(nodes: Tensor, q_rows: int, k_rows: int, decoded_rows: int | None) -> list[Node]:
+    """The rows of a table as Python values; synchronises when it lies on a GPU.
+
+    Args:
+        nodes: of a call.
+        q_rows, k_rows, decoded_rows: rows of q, k and k_decoded; None where there is no k_decoded.
+
+    Raises:
+        TypeError, ValueError: it is no table; a row does not exist or has two owners; a parent, a position or the end
+            of a subtree is not what the other rows say.
+    """
+    if nodes.dtype != torch.int32:
+        raise TypeError(explain("nodes", "dtype torch.int32", nodes.dtype))
+    if nodes.dim() != 2 or nodes.shape[1] != COLUMNS:
+        raise ValueError(explain("nodes", f"shape (nodes, {COLUMNS})", f"shape {tuple(nodes.shape)}"))
+    table = [Node(*row) for row in nodes.tolist()]
+    path: list[int] = []
+    ends = [len(table)] * len(table)
+    for index, node in enumerate(table):
+        _check_rows("cu_seqlens_q", node.q_begin, node.q_len, q_rows, "q")
+        if decoded_rows is None:
+            _check_rows("cu_seqlens_k", node.kv_begin, node.kv_len, k_rows, "k")
+        elif node.kv_begin < k_rows or (node.kv_begin == k_rows and node.parent < 0):
+            _check_rows("cu_seqlens_context", node.kv_begin, node.kv_len, k_rows, "k_context")
+        else:
+            _check_rows("cu_seqlens_k_decoded", node.kv_begin - k_rows, node.kv_len, decoded_rows, "k_decoded")
+        while path and path[-1] != node.parent:
+            ends[path.pop()] = index
+        if node.parent != (path[-1] if path else -1):
+            expected = "-1 or a node on the path to the one before (depth-first order)"
+            raise ValueError(explain(f"nodes[{index}].parent", expected, node.parent))
+        above = table[node.parent] if path else None
+        position = 0 if above is None else above.kv_pos0 + above.kv_len
+        if node.kv_pos0 != position:
+            raise ValueError(explain(f"nodes[{index}].kv_pos0", f"{position} (the keys above)", node.kv_pos0))
+        path.append(index)
+    for index, (node, end) in enumerate(zip(table, ends)):
+        if node.subtree_end != end:
+            raise ValueError(explain(f"nodes[{index}].subtree_end", f"{end} (as the parents say)", node.subtree_end))
+    _check_disjoint("q", [(one.q_begin, one.q_len) for one in table])
+    _check_disjoint("the keys", [(one.kv_begin, one.kv_len) for one in table])
+    return table
+
+
+def _offsets(name: str, tensor: Tensor) -> list[int]:
+    values: list[int] = tensor.tolist()
+    if values[0] < 0:
+        raise ValueError(explain(name, "a first offset >= 0", values[0]))
+    for index, (value, following) in enumerate(pairwise(values)):
+        if following < value:
+            got = f"{following} after {value} at index {index + 1}"
+            raise ValueError(explain(name, "offsets that do not decrease", got))
+    _check_end(name, values[-1], MAX_ROWS, "no tensor has more rows")
+    return values
+
+
+def _check_end(name: str, end: int, rows: int, of: str) -> None:
+    if end > rows:
+        raise ValueError(explain(name, f"offsets of at most {rows} ({of})", end))
+
+
+def _check_covers(name: str, owned: Sequence[int], sequences: int) -> None:
+    if owned[0] != 0:
+        raise ValueError(explain(name, "a first offset of 0", owned[0]))
+    if owned[-1] != sequences:
+        raise ValueError(explain(name, f"a last offset of {sequences} (the number of sequences)", owned[-1]))
+
+
+def _check_rows(name: str, begin: int, length: int, rows: int, of: str) -> None:
+    if begin < 0 or length < 0:
+        raise ValueError(explain(name, "a first row and a length >= 0", f"{begin} and {length}"))
+    _check_end(name, begin + length, rows, f"rows of {of}")
+
+
+def _check_disjoint(of: str, runs: Iterable[tuple[int, int]]) -> None:
+    end = 0
+    for begin, length in sorted(run for run in runs if run[1] > 0):
+        if begin < end:
+            raise ValueError(explain("nodes", f"each row of {of} at most once", f"row {begin} twice"))
+        end = begin + length

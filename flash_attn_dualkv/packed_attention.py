@@ -1,0 +1,240 @@
+"""The functions of packed rows, whose queries and keys are the same tokens: trees of any depth, and ready layouts."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+from torch import Tensor
+
+from . import arguments, checks, ops
+from .errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
+from .layout import SharedPromptLayout
+
+_NAMES = ("q", "k", "v")
+BACKENDS = ("auto", "cuda", "reference")
+
+
+@overload
+def flash_attn_tree_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    parents: Tensor,
+    softmax_scale: float | None = None,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def flash_attn_tree_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    parents: Tensor,
+    softmax_scale: float | None = None,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_tree_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    parents: Tensor,
+    softmax_scale: float | None = None,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def flash_attn_tree_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    parents: Tensor,
+    softmax_scale: float | None = None,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of token sequences that are packed as trees of shared prefixes; exact and differentiable.
+
+    A node is a run of rows that continues another node, its parent: a prompt, a turn, a response. A row sees the rows
+    of its own node up to itself and all rows of the nodes above: what it would see in a sequence of its own. Any depth
+    and any number of trees run in one call, and every row is stored and computed once. The gradients of a node's keys
+    and values sum over its whole subtree in float32 and are rounded once.
+
+    Args:
+        q: (T, H, d), float16 or bfloat16 (on the CPU also float32 or float64); d a multiple of 8, at most 256.
+        k, v: (T, H_k, d); H is a multiple of H_k.
+        cu_seqlens: (n+1,) int32 from 0, node i has the rows [i] .. [i+1] - 1. Nodes may be empty. Rows behind the last
+            node are padding: out 0, LSE -inf, gradients 0.
+        parents: (n,) int32, the node that each node continues, -1 for roots. Nodes are in depth-first order: a node,
+            then its subtree.
+        softmax_scale: finite and > 0; 1 / sqrt(d) if None.
+        window_size: (left, right) as in FlashAttention: a row sees `left` positions of its path before its own, or all
+            with -1; `right` is -1 or 0. On the CPU only.
+        softcap: c > 0 replaces every scaled score s by c * tanh(s / c). On the CPU only.
+        sinks: (H,) floating point, one score of each head that joins the softmax of every row and carries no value; it
+            is in the LSE, and differentiable.
+        deterministic: gradients bit-identical from run to run; also switched on by
+            torch.use_deterministic_algorithms and by the environment's FLASH_ATTENTION_DETERMINISTIC=1.
+        return_lse: return the log-sum-exp of the scaled scores too; it is differentiable.
+
+    q, k and v have a contiguous last dimension, and views of one packed tensor are used without a copy, as in
+    `flash_attn_dualkv_varlen_func`; so is autocast.
+
+    Returns:
+        out (T, H, d), contiguous, in the dtype of q; with `return_lse` the pair (out, lse), lse (H, T) in float32
+        (float64 for float64).
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it. The values of cu_seqlens and
+            parents are checked on the CPU, and on a GPU only if the environment has DUALKV_DEBUG=1 (which
+            synchronises): otherwise wrong values give wrong numbers.
+        NotImplementedError: the head dimension of v is not that of q and k; a window that ends behind the row; a window
+            or a softcap for CUDA tensors.
+        RuntimeError: CUDA tensors in an installation without the compiled module.
+    """
+    q, k, v = _checked_rows(q, k, v)
+    checks.check_alike(_NAMES, (q, k, v))
+    checks.check_query_shape(q)
+    checks.check_pair_shape(q, "k", k, "v", v)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(checks.explain("k", f"{q.shape[0]} rows (as q)", k.shape[0]))
+    checks.check_offsets("cu_seqlens", cu_seqlens, q.device)
+    checks.check_offsets("parents", parents, q.device, cu_seqlens.shape[0] - 1, "the nodes of cu_seqlens", least=0)
+    checks.check_flag("deterministic", deterministic)
+    checks.check_flag("return_lse", return_lse)
+    checks.check_sinks(sinks, q)
+    scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
+    _, window, cap = checks.resolve_variant(q, True, window_size, softcap)
+
+    nodes = ops.tree_nodes(cu_seqlens, parents, q.shape[0])
+    out, lse = ops.attend(q, k, v, None, None, sinks, nodes, scale, True, window, -1, cap, False, deterministic)
+    return (out, lse) if return_lse else out
+
+
+def shared_prompt_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SharedPromptLayout,
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+) -> Tensor:
+    """Causal attention of all prompts and all responses of a packed micro-batch; exact and differentiable.
+
+    A prompt's row sees the rows of its prompt up to itself, a response's row its whole prompt (the context of its
+    group) and the rows of its response up to itself: what every sequence would see with a copy of the prompt of its
+    own. One launch computes all groups, and autograd records one node. The gradients of a context's keys and values sum
+    over the prompt's own rows and all of its responses in float32 and are rounded once.
+
+    Args:
+        q: (T, H, d), float16 or bfloat16 (in the reference also float32 or float64); d a multiple of 8, at most 256.
+        k, v: (T, H_k, d); H is a multiple of H_k.
+        layout: where prompts and responses lie among the T rows, on the device of q.
+        softmax_scale: finite and > 0; 1 / sqrt(d) if None.
+        sliding_window: a row sees this many positions of its sequence, its own the last of them; None for all.
+        softcap: c > 0 replaces every scaled score s by c * tanh(s / c); None or 0 leaves them.
+        sinks: (H,) floating point, one score of each head that joins the softmax of every row and carries no value (the
+            `s_aux` of transformers); differentiable.
+        backend: "cuda" for the kernels, "reference" for the implementation in PyTorch, which is exact and bounded in
+            memory, but slow, and reads the layout back from a GPU; "auto" for the kernels on CUDA tensors and for the
+            reference on CPU tensors.
+        deterministic: gradients bit-identical from run to run, as in `flash_attn_dualkv_varlen_func`.
+
+    q, k and v have a contiguous last dimension, and views of one packed tensor are used without a copy, as in
+    `flash_attn_dualkv_varlen_func`; so is autocast.
+
+    Returns:
+        out (T, H, d), contiguous, in the dtype of q; 0 in padding rows.
+
+    Raises:
+        SharedPromptError (a ValueError), TypeError, ValueError: an argument is not as described.
+        SharedPromptUnsupportedError (also a NotImplementedError): a sliding window or a softcap with the CUDA kernels.
+            A window that is not smaller than the longest sequence restricts nothing and is accepted.
+        NotImplementedError: the head dimension of v is not that of q and k.
+        RuntimeError: CUDA tensors in an installation without the compiled module.
+    """
+    q, k, v = _checked_rows(q, k, v)
+    in_reference = _is_reference(backend, q)
+    checks.check_alike(_NAMES, (q, k, v), checks.CPU_DTYPES if in_reference else None)
+    checks.check_query_shape(q)
+    checks.check_pair_shape(q, "k", k, "v", v)
+    _check_layout(layout, q, k)
+    checks.check_flag("deterministic", deterministic)
+    scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
+    window = _resolve_window(sliding_window, layout)
+    cap = 0.0 if softcap is None else checks.resolve_softcap(softcap)
+    if not in_reference:
+        _refuse("sliding_window", sliding_window, window != -1)
+        _refuse("softcap", softcap, cap != 0.0)
+    checks.check_sinks(sinks, q)
+    out, _ = ops.attend(
+        q, k, v, None, None, sinks, layout.nodes, scale, True, window, -1, cap, in_reference, deterministic
+    )
+    return out
+
+
+def _checked_rows(q: Any, k: Any, v: Any) -> tuple[Tensor, ...]:
+    """The tensors as autocast wants them."""
+    checks.check_are_tensors(_NAMES, (q, k, v))
+    checks.check_device("q", q)
+    return checks.autocast((q, k, v))
+
+
+def _is_reference(backend: Any, q: Tensor) -> bool:
+    arguments.choice("backend", backend, BACKENDS)
+    if backend == "cuda" and not q.is_cuda:
+        raise SharedPromptError(checks.explain("backend", f"'auto' or 'reference' for {q.device} tensors", "'cuda'"))
+    return backend == "reference" or not q.is_cuda
+
+
+def _check_layout(layout: Any, q: Tensor, k: Tensor) -> None:
+    if not isinstance(layout, SharedPromptLayout):
+        raise TypeError(checks.explain("layout", "a SharedPromptLayout", type(layout).__name__))
+    tokens = layout.num_tokens
+    if q.shape[0] != tokens or k.shape[0] != tokens:
+        got = f"{q.shape[0]} in q, {k.shape[0]} in k"
+        raise SharedPromptLayoutError(checks.explain("layout", f"{tokens} rows, its num_tokens, in q and k", got))
+    if layout.nodes.device != q.device:
+        expected = f"tensors on {q.device} as q, see layout.to()"
+        raise SharedPromptLayoutError(checks.explain("layout", expected, layout.nodes.device))
+
+
+def _resolve_window(sliding_window: Any, layout: SharedPromptLayout) -> int:
+    """How many positions before its own a row sees; -1 for a window that hides nothing."""
+    if sliding_window is None:
+        return -1
+    checks.check_length("sliding_window", sliding_window)
+    if sliding_window < 1:
+        raise SharedPromptError(checks.explain("sliding_window", "an int >= 1 or None", sliding_window))
+    return -1 if sliding_window >= layout.max_sequence else int(sliding_window) - 1
+
+
+def _refuse(name: str, value: object, is_used: bool) -> None:
+    if is_used:
+        expected = 'None for the CUDA kernels, which do not have it (backend="reference" does)'
+        raise SharedPromptUnsupportedError(checks.explain(name, expected, value))

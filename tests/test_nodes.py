@@ -1,0 +1,124 @@
+"""Node tables: their columns for every kind of call, what `checked_nodes` accepts, and the time that they take."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from groups import cumulative
+from hypothesis import given, settings
+from shared_prompts import GROUPS, layout_of
+from trees import DEEP, Tree, offsets_and_parents, paths_of, random_tree, trees
+
+from flash_attn_dualkv import SharedPromptLayout, SharedPromptLayoutError
+from flash_attn_dualkv import nodes as tables
+from flash_attn_dualkv.errors import SharedPromptError
+
+
+def test_columns_of_contexts_and_sequences() -> None:
+    contexts = torch.tensor([1, 5, 5, 8], dtype=torch.int32)
+    owned = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    q, decoded = cumulative([3, 6, 2], start=4), cumulative([3, 1, 5])
+    nodes = tables.sequence_nodes(q, decoded, contexts, owned, 9)
+    assert nodes.dtype == torch.int32 and nodes.is_contiguous()
+    assert nodes[:, 1:].tolist() == [
+        [0, 0, 1, 4, 0, -1, 3],
+        [3, 4, 9, 3, 4, 0, 2],
+        [6, -1, 12, 1, 4, 0, 3],
+        [0, 0, 5, 0, 0, -1, 4],
+        [0, 0, 5, 3, 0, -1, 6],
+        [2, 6, 13, 5, 3, 4, 6],
+    ]
+    assert nodes[[1, 2, 5], 0].tolist() == [4, 7, 13]
+    one = tables.sequence_nodes(q, decoded, None, None, 6)
+    assert one[:, 1:].tolist() == [
+        [0, 0, 0, 6, 0, -1, 4],
+        [3, 6, 6, 3, 6, 0, 2],
+        [6, 1, 9, 1, 6, 0, 3],
+        [2, 9, 10, 5, 6, 0, 4],
+    ]
+    plain = [[4, 3, 0, 0, 3, 0, -1, 1], [7, 6, -5, 3, 1, 0, -1, 2], [13, 2, 3, 4, 5, 0, -1, 3]]
+    assert tables.sequence_nodes(q, decoded, None, None, None).tolist() == plain
+    for table, rows in ((nodes, (9, 9)), (one, (6, 9)), (torch.tensor(plain, dtype=torch.int32), (9, None))):
+        assert [*map(list, tables.checked_nodes(table, 15, *rows))] == table.tolist()
+
+
+@settings(deadline=None, max_examples=60)
+@given(trees())
+def test_columns_of_trees(tree: Tree) -> None:
+    lens, parents = tree
+    nodes = tables.tree_nodes(*offsets_and_parents(tree), sum(lens))
+    layout = SharedPromptLayout.from_tree(lens, parents, pad=3)
+    layout.validate()
+    assert layout.nodes.equal(nodes) and layout.num_tokens == sum(lens) + 3
+    paths = paths_of(tree)
+    assert layout.max_sequence == max(map(len, paths), default=0)
+    begins = [sum(lens[:index]) for index in range(len(lens))]
+    positions = [len(path) - length for path, length in zip(paths, lens)]
+    ancestors: list[set[int]] = []
+    for index, parent in enumerate(parents):
+        ancestors.append({index} | (ancestors[parent] if parent >= 0 else set()))
+    assert layout.depth == max(map(len, ancestors), default=0) and layout.num_nodes == len(lens)
+    ends = [max(below for below, own in enumerate(ancestors) if index in own) + 1 for index in range(len(lens))]
+    columns = (begins, lens, positions, begins, lens, positions, parents, ends)
+    assert nodes.tolist() == [list(row) for row in zip(*columns)]
+    assert [list(node) for node in tables.checked_nodes(nodes, sum(lens), sum(lens), None)] == nodes.tolist()
+
+
+@pytest.mark.parametrize("name", list(GROUPS))
+def test_tables_of_layouts_are_consistent(name: str) -> None:
+    layout = layout_of(GROUPS[name], pad_to_multiple_of=8)
+    table = tables.checked_nodes(layout.nodes, layout.num_tokens, layout.num_tokens, None)
+    assert sum(node.q_len for node in table) == layout.num_tokens - layout.pad
+    assert all(node[:3] == node[3:6] for node in table)
+
+
+@pytest.mark.parametrize(("count", "milliseconds"), [(250, 1.0), (10_000, 10.0)])
+def test_tables_of_trees_take_little_time(count: int, milliseconds: float) -> None:
+    """A third of that is usual."""
+    tree = random_tree(0, count, 50)
+    times = []
+    for _ in range(20):
+        began = time.perf_counter()
+        tables.tree_table(*tree)
+        times.append(1e3 * (time.perf_counter() - began))
+    assert min(times) < milliseconds
+
+
+# --- layouts of trees -------------------------------------------------------------------------------------------------
+
+
+def test_a_layout_of_a_tree() -> None:
+    layout = SharedPromptLayout.from_tree(*DEEP, pad=5)
+    assert (layout.depth, layout.num_nodes, layout.max_sequence) == (4, 9, 19)
+    assert SharedPromptLayout.from_tree(torch.tensor(DEEP[0]), torch.tensor(DEEP[1]), pad=5).is_like(layout)
+    assert not SharedPromptLayout.from_tree(DEEP[0], [-1] * 9, pad=5).is_like(layout)
+    padded = layout.pad_to(32)
+    padded.validate()
+    assert padded.num_tokens == 64 and padded.is_tree
+    assert layout.to("meta").nodes.shape == (9, 8)
+    for name in ("context_lens", "decoded_lens", "group_offsets", "num_groups", "num_responses", "num_context_tokens"):
+        with pytest.raises(SharedPromptLayoutError, match=r"^layout: expected .* responses .* got one of trees"):
+            getattr(layout, name)
+    # One of prompts has the same nodes, but the rows of other places.
+    prompts = layout_of([(3, [2, 1]), (2, [4])], drop_last=True)
+    tree = SharedPromptLayout.from_tree(prompts.node_lens, prompts.node_parents)
+    assert not tree.is_like(prompts) and not tree.nodes.equal(prompts.nodes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([2, -1], [-1, 0]), r"^node_lens\[1\]"),
+        (([2, 1], [-1]), "^parents: expected 2"),
+        (([2, 1], [-1, -2]), r"^parents\[1\]"),
+        (([2, 1], [-1, 1]), r"^parents\[1\]: expected -1 or a node before 1, got 1"),
+        (([2, 1, 1, 1], [-1, 0, 0, 1]), r"^parents\[3\]: .*depth-first"),
+        (([2**29, 2**29], [-1, 0]), "^node_lens: expected fewer than"),
+        (([2.5], [-1]), r"^node_lens\[0\]"),
+    ],
+)
+def test_errors_of_layouts_of_trees(arguments: tuple[list[int], list[int]], message: str) -> None:
+    with pytest.raises(SharedPromptError, match=message):
+        SharedPromptLayout.from_tree(*arguments)

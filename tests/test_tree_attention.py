@@ -1,0 +1,180 @@
+"""flash_attn_tree_varlen_func in float64: against the dense relation of ancestors, and against single sequences."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shared_prompts import GROUPS, inputs_of, layout_of, run
+from torch import Tensor
+from trees import DEEP, Tree, offsets_and_parents, paths_of, random_tree, trees, visible
+
+from flash_attn_dualkv import (
+    SharedPromptLayout,
+    flash_attn_tree_varlen_func,
+    flash_attn_varlen_func,
+    reference,
+    shared_prompt_attention,
+)
+
+FLOAT64 = dict(rtol=1e-10, atol=1e-10)
+Options = dict[str, Any]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, tree: Tree, scale: float, options: Options) -> tuple[Tensor, Tensor]:
+    """out and lse by autograd's operations on the whole matrix of scores."""
+    sees, positions = visible(tree, len(q))
+    left = options.get("window_size", (-1, -1))[0]
+    if left >= 0:
+        sees &= positions[:, None] - positions[None] <= left
+    ratio = q.shape[1] // k.shape[1]
+    k, v = (one.repeat_interleave(ratio, dim=1) for one in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap := options.get("softcap"):
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~sees, float("-inf"))
+    extra = q.new_full((q.shape[1], len(q), 1), float("-inf"))
+    if (sinks := options.get("sinks")) is not None:
+        extra = sinks[:, None, None].expand_as(extra).masked_fill(~sees.any(1)[None, :, None], float("-inf"))
+    lse = torch.cat([scores, extra], -1).logsumexp(-1)
+    weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
+    return torch.einsum("hqk,khd->qhd", weights, v), lse
+
+
+def check(tree: Tree, heads: tuple[int, int], pad: int = 0, sinks: bool = False, **options: Any) -> None:
+    """Values and gradients, those of the LSE and of sinks too."""
+    generator = torch.Generator().manual_seed(0)
+    rows = sum(tree[0]) + pad
+
+    def fresh(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    leaves = [fresh(rows, count, 8).requires_grad_() for count in (heads[0], heads[1], heads[1])]
+    if sinks:
+        options["sinks"] = fresh(heads[0]).requires_grad_()
+        leaves.append(options["sinks"])
+    used = slice(0, rows - pad)
+    got = flash_attn_tree_varlen_func(*leaves[:3], *offsets_and_parents(tree), 0.4, **options, return_lse=True)
+    wanted = dense(*leaves[:3], tree, 0.4, options)
+    torch.testing.assert_close(got[1][:, used], wanted[1][:, used], **FLOAT64)
+    assert got[1][:, rows - pad :].isneginf().all()
+    dout, dlse = fresh(rows, heads[0], 8), fresh(heads[0], rows - pad)
+    gradients = []
+    for out, lse in (got, wanted):
+        loss = (out * dout).sum() + (lse[:, used] * dlse).sum()
+        gradients.append(torch.autograd.grad(loss, leaves, allow_unused=rows == 0))
+    for one, other in zip((got[0], *gradients[0]), (wanted[0], *gradients[1]), strict=True):
+        torch.testing.assert_close(one, other, **FLOAT64)
+
+
+@settings(deadline=None, max_examples=60)
+@given(trees(), st.sampled_from([(2, 2), (4, 2), (3, 1)]), st.integers(0, 3))
+def test_random_trees(tree: Tree, heads: tuple[int, int], pad: int) -> None:
+    """Blocks of a few keys, so that their borders lie anywhere in nodes and paths."""
+    with patch.multiple(reference, KEY_BLOCK=3, SCORE_ELEMENTS=12, ACCUMULATOR_ELEMENTS=100):
+        check(tree, heads, pad)
+
+
+@pytest.mark.parametrize(("window", "softcap", "sinks"), [*product([-1, 0, 5], [0.0, 0.7], [False, True])])
+def test_variants(window: int, softcap: float, sinks: bool) -> None:
+    check(DEEP, (4, 2), pad=2, sinks=sinks, window_size=(window, 0), softcap=softcap)
+
+
+def test_a_deep_comb() -> None:
+    depth = 40
+    check(([2, 3] * depth, [-1 if i == 0 else i - 1 if i % 2 else i - 2 for i in range(2 * depth)]), (2, 1))
+
+
+@pytest.mark.parametrize("fall", [0.2, 0.5, 0.9])
+def test_a_tree_equals_its_sequences(fall: float) -> None:
+    """Every path that ends in a leaf as a sequence of its own: outputs, and the sum of all sequences' gradients."""
+    tree = random_tree(0, 30, 9, fall)
+    lens, parents = tree
+    leaves = [index for index in range(len(lens)) if index not in parents]
+    paths = [paths_of(tree)[leaf] for leaf in leaves]
+    rows = torch.tensor([row for path in paths for row in path])
+    offsets, _ = offsets_and_parents(([*map(len, paths)], []))
+    inputs = [torch.randn(sum(lens), heads, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    out = flash_attn_tree_varlen_func(*inputs, *offsets_and_parents(tree))
+    longest = max(map(len, paths))
+    flat = flash_attn_varlen_func(*(one[rows] for one in inputs), offsets, offsets, longest, longest, causal=True)
+    torch.testing.assert_close(out[rows], flat, **FLOAT64)
+    weights = torch.randn_like(flat)
+    found, wanted = (torch.autograd.grad((one * weights).sum(), inputs) for one in (out[rows], flat))
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other, **FLOAT64)
+
+
+def test_gradcheck() -> None:
+    tensors = [torch.randn(9, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1)]
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    tree = offsets_and_parents(([3, 2, 0, 3, 1], [-1, 0, 0, 2, -1]))
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        return flash_attn_tree_varlen_func(q, k, v, *tree, sinks=sinks, return_lse=True)
+
+    assert torch.autograd.gradcheck(attention, (*tensors, sinks))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("name", list(GROUPS))
+def test_prompts_are_trees(name: str, sinks: bool) -> None:
+    """Bit by bit what shared_prompt_attention gives, wherever the rows lie."""
+    layout = layout_of(GROUPS[name])
+    inputs = inputs_of(layout, sinks=sinks)
+    tree = SharedPromptLayout.from_tree(layout.node_lens, layout.node_parents)
+    rows = [row for begin, length, *_ in layout.nodes.tolist() for row in range(begin, begin + length)]
+    order = torch.tensor(rows, dtype=torch.int64)
+    moved = inputs._replace(**{key: getattr(inputs, key)[order] for key in ("q", "k", "v", "dout")})
+    table = offsets_and_parents((list(layout.node_lens), list(layout.node_parents)))
+    out, gradients = run(
+        inputs, lambda one: shared_prompt_attention(one.q, one.k, one.v, layout, sinks=one.sinks, sliding_window=9)
+    )
+    for function in (
+        lambda one: shared_prompt_attention(one.q, one.k, one.v, tree, sinks=one.sinks, sliding_window=9),
+        lambda one: flash_attn_tree_varlen_func(one.q, one.k, one.v, *table, sinks=one.sinks, window_size=(8, 0)),
+    ):
+        other, found = run(moved, function)
+        assert other.equal(out[order])
+        assert all(one.equal(right[order]) for one, right in zip(found[:3], gradients))
+        assert not sinks or found[3].sub(gradients[3]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_types_are_rounded_once(dtype: torch.dtype) -> None:
+    """200 children: sums in 16 bits would be far off."""
+    generator = torch.Generator().manual_seed(3)
+    table = offsets_and_parents(([4] * 201, [-1, *[0] * 200]))
+    tensors = [torch.randn(804, 2, 8, generator=generator).to(dtype) for _ in range(4)]
+    results = []
+    for kind in (dtype, torch.float64):
+        *inputs, dout = (one.to(kind) for one in tensors)
+        leaves = [one.requires_grad_() for one in inputs]
+        out, lse = flash_attn_tree_varlen_func(*leaves, *table, return_lse=True)
+        results.append([out, *torch.autograd.grad(out, leaves, dout)])
+        assert {one.dtype for one in results[-1]} == {kind}
+        assert lse.dtype == (torch.float64 if kind == torch.float64 else torch.float32)
+    for one, other in zip(*results):
+        # A third of this is seen; 16-bit sums have twice as much.
+        assert (one.double() - other).norm() / other.norm() < torch.finfo(dtype).eps
+
+
+def test_windows_and_softcaps_of_the_other_functions() -> None:
+    """A sequence alone is a tree of one node; as in FlashAttention, a window that ends with the row is causality."""
+    q, k, v = (torch.randn(20, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    table = offsets_and_parents(([13, 7], [-1, -1]))
+    expected = flash_attn_tree_varlen_func(q, k, v, *table, window_size=(4, -1), softcap=1.5)
+    for causal, right in ((True, -1), (True, 0), (False, 0)):
+        options = dict(causal=causal, window_size=(4, right), softcap=1.5)
+        assert flash_attn_varlen_func(q, k, v, table[0], table[0], 13, 13, **options).equal(expected)
+    # Without causality, 4 positions before a row and all behind it.
+    out = flash_attn_varlen_func(q, k, v, table[0], table[0], 13, 13, window_size=(4, -1))
+    scores = torch.einsum("qhd,khd->hqk", q[:13], k[:13].repeat_interleave(2, 1)) * 8**-0.5
+    far = torch.arange(13)[:, None] - torch.arange(13)[None] > 4
+    weights = scores.masked_fill(far, float("-inf")).softmax(-1)
+    torch.testing.assert_close(out[:13], torch.einsum("hqk,khd->qhd", weights, v[:13].repeat_interleave(2, 1)))
