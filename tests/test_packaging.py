@@ -154,7 +154,7 @@ def source_tree(root: Path, names: list[str]) -> Path:
 
 
 def test_head_dims_select_the_instances(tmp_path):
-    names = ["kernels/segment_tables.cu", "instances/sm80_forward_d64_fp16.cu", "instances/sm80_backward_d128_bf16.cu"]
+    names = ["kernels/node_tables.cu", "instances/sm80_forward_d64_fp16.cu", "instances/sm80_backward_d128_bf16.cu"]
     source_tree(tmp_path, names)
     slowest_first = [Path(name).name for name in reversed(names)]
     assert [source.path.name for source in toolchain.kernel_sources(tmp_path)] == slowest_first
@@ -337,7 +337,7 @@ def test_an_error_is_a_sentence_and_no_traceback(checkout):
 
 
 def test_the_extension_compiles_every_source_and_knows_what_it_contains(tmp_path, monkeypatch):
-    names = ["api.cpp", "dispatch.cpp", "kernels/segment_tables.cu", "instances/sm80_forward_d64_fp16.cu"]
+    names = ["api.cpp", "dispatch.cpp", "kernels/node_tables.cu", "instances/sm80_forward_d64_fp16.cu"]
     other_builds = ["instances/sm90_forward_d64_fp16.cu", "instances/sm80_forward_d96_fp16.cu"]
     root = source_tree(tmp_path, [*names, *other_builds])
     monkeypatch.setattr(Nvcc, "home", Path("/cuda-13.0"))
@@ -347,8 +347,8 @@ def test_the_extension_compiles_every_source_and_knows_what_it_contains(tmp_path
     assert sorted(commands) == sorted(Path(name).name for name in names)
     assert '-DDUALKV_BUILD_ARCHS="80"' in commands["api.cpp"]
     assert "-DTORCH_EXTENSION_NAME=_C" in commands["api.cpp"]
-    assert re.findall(r"code=\w+", commands["segment_tables.cu"]) == ["code=sm_80", "code=compute_80"]
-    assert "/torch" not in commands["segment_tables.cu"]
+    assert re.findall(r"code=\w+", commands["node_tables.cu"]) == ["code=sm_80", "code=compute_80"]
+    assert "/torch" not in commands["node_tables.cu"]
 
 
 def test_flags_that_nvcc_takes_from_the_environment_compile_a_kernel_again(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -137,7 +137,7 @@ def test_gradients_reach_only_what_a_response_depends_on(name):
     handle.remove()
     (gradient,) = torch.autograd.grad(logps[chosen].sum(), embedded[0])
     gradient = gradient[0]
-    begins = [batch.layout.num_context_tokens + begin for begin in batch.layout.cu_seqlens_decoded.tolist()]
+    begins = accumulate(batch.layout.decoded_lens, initial=batch.layout.num_context_tokens)
     for place, (begin, end) in enumerate(pairwise(begins)):
         # The last token of the response itself scores nothing.
         is_seen = gradient[begin:end].abs().sum(-1) > 0

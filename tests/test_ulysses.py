@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,11 @@ class Inputs(NamedTuple):
 
 def layout_for(ranks: int) -> SharedPromptLayout:
     return MIXED.pack(pad_to_multiple_of=ranks).layout
+
+
+def layouts_for(ranks: int) -> tuple[SharedPromptLayout, SharedPromptLayout]:
+    """Of prompts, and of a tree."""
+    return layout_for(ranks), SharedPromptLayout.from_tree([7, 3, 0, 9, 4], [-1, 0, 0, 2, -1]).pad_to(ranks)
 
 
 def inputs_for(layout: SharedPromptLayout, heads: tuple[int, int]) -> tuple[Inputs, Tensor]:
@@ -93,10 +99,11 @@ def _run_rank(rank: int, ranks: int, store: str, results: Any) -> None:
     for heads, able in HEADS.items():
         if ranks not in able:
             continue
-        inputs, dout = inputs_for(layout, heads)
-        own = Inputs(*(shard_rows(one, group) for one in inputs[:3]), inputs.sinks)
-        found = attend(own, shard_rows(dout, group), ulysses_attention, UlyssesLayout.of(layout, group))
-        results[rank, heads] = found
+        for index, one in enumerate(layouts_for(ranks)):
+            inputs, dout = inputs_for(one, heads)
+            own = Inputs(*(shard_rows(rows, group) for rows in inputs[:3]), inputs.sinks)
+            found = attend(own, shard_rows(dout, group), ulysses_attention, UlyssesLayout.of(one, group))
+            results[rank, heads, index] = found
     for name, able in MODELS.items():
         if ranks in able:
             results[rank, name] = model_step(name, group, ranks)
@@ -155,11 +162,11 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_attention(world: tuple[int, dict[Any, Any]]) -> None:
     ranks, results = world
-    layout = layout_for(ranks)
-    for heads in (one for one, able in HEADS.items() if ranks in able):
+    able = [heads for heads, of in HEADS.items() if ranks in of]
+    for heads, (number, layout) in product(able, enumerate(layouts_for(ranks))):
         inputs, dout = inputs_for(layout, heads)
         expected = attend(inputs, dout, shared_prompt_attention, layout)
-        found = [results[rank, heads] for rank in range(ranks)]
+        found = [results[rank, heads, number] for rank in range(ranks)]
         for index, name in enumerate(("out", "dq", "dk", "dv")):
             whole = torch.cat([one[index] for one in found])
             torch.testing.assert_close(whole, expected[index], rtol=0, atol=1e-12, msg=f"{name}, heads {heads}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 from verl.utils.flops_counter import FlopsCounter
 
@@ -28,9 +29,9 @@ class Statistics:
         self.shared += 1
         self.replicated += batch.num_replicated_tokens
         self.executed += layout.num_tokens
-        for group, context in enumerate(layout.context_lens):
-            first, end = layout.group_offsets[group], layout.group_offsets[group + 1]
-            self.pairs += shared_pairs(context, layout.decoded_lens[first:end])
+        decoded_lens = layout.decoded_lens
+        for context, (first, end) in zip(layout.context_lens, pairwise(layout.group_offsets)):
+            self.pairs += shared_pairs(context, decoded_lens[first:end])
 
     def count_stock(self, lengths: Lengths, reason: str) -> None:
         self.fallbacks[reason] += 1

@@ -1,0 +1,111 @@
+"""Stock transformers models on packed trees compute what they compute on every sequence alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tiny_models import (
+    FAMILIES,
+    SUPPORTED,
+    TOLERANCES,
+    VOCABULARY,
+    Samples,
+    check_equal,
+    check_gradients,
+    dualkv,
+    gradients,
+    replicated_logps,
+    stock_twin,
+    tiny_model,
+)
+
+from flash_attn_dualkv import SharedPromptLayoutError, pack_prefix_tree, unpack_logprobs
+
+Lists = list[list[int]]
+
+
+def transcripts(seed: int) -> tuple[Lists, Lists]:
+    """Sequences that leave each other anywhere, four levels deep, and masks of several spans."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    sequences = [[draw(3, VOCABULARY) for _ in range(14)]]
+    for stem, kept, own in ((0, 9, 6), (1, 12, 4), (2, 14, 5), (0, 9, 1), (1, 4, 7)):
+        sequences.append([*sequences[stem][:kept], *(draw(3, VOCABULARY) for _ in range(own))])
+    sequences += [sequences[3][:5], sequences[2], [7]]
+    masks = [[int(at > 0 and draw(0, 3) > 0) for at in range(len(one))] for one in sequences]
+    return sequences, masks
+
+
+SEQUENCES, MASKS = transcripts(0)
+OPTIONS = (dict(boundary="gather"), dict(boundary="replicate", pad_to_multiple_of=16))
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_equals_each_sequence_alone(name: str) -> None:
+    """Log-probabilities, entropies and the gradients of all parameters; windows, softcaps and sinks are the models'."""
+    dtype = FAMILIES[name].dtype
+    tolerance = TOLERANCES[dtype]
+    model = tiny_model(name)
+    twin = stock_twin(model)
+    whole = Samples([one[:1] for one in SEQUENCES], [one[1:] for one in SEQUENCES])
+    trained = torch.tensor([value for mask in MASKS for value in mask[1:]]).bool()
+    logps, entropy = (one[trained] for one in replicated_logps(twin, whole, temperature=0.7))
+    weights = torch.randn(len(logps), generator=torch.Generator().manual_seed(5), dtype=dtype)
+    (weights @ logps + 0.3 * entropy.sum()).backward()
+    expected = gradients(twin)
+    for options in OPTIONS:
+        batch = pack_prefix_tree(SEQUENCES, loss_mask=MASKS, min_shared=1, **options)
+        assert batch.depth >= 4 and batch.dedup_ratio > 1.5
+        got, got_entropy = dualkv.shared_prompt_forward(model, batch, temperature=0.7, with_entropy=True)
+        check_equal(got, logps, tolerance.value)
+        check_equal(got_entropy, entropy, tolerance.value)
+        (weights @ got + 0.3 * got_entropy.sum()).backward()
+        check_gradients(gradients(model), expected, tolerance.gradient)
+    assert unpack_logprobs(got, batch, per_row=False).shape == (len(SEQUENCES), max(map(sum, MASKS)))
+
+
+def test_copies_of_a_batch() -> None:
+    model = tiny_model("llama")
+    batch = pack_prefix_tree(SEQUENCES, loss_mask=MASKS, min_shared=1)
+    expected, _ = dualkv.shared_prompt_forward(model, batch)
+    for other in (pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch)):
+        assert dualkv.shared_prompt_forward(model, other)[0].equal(expected)
+
+
+def test_the_layout_in_a_forward_of_the_model() -> None:
+    """The hook, the guard and the check of positions, as for prompts."""
+    model = tiny_model("llama")
+    batch, other = (pack_prefix_tree(SEQUENCES[:count], min_shared=1) for count in (9, 8))
+    inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
+    handle = dualkv.install_layout_hook(model)
+    logits = model(**inputs, shared_prompt_layout=batch.layout).logits[0]
+    scores = logits.log_softmax(-1)[batch.token_index, batch.targets]
+    check_equal(scores, dualkv.shared_prompt_forward(model, batch)[0], 1e-12)
+    wrong = torch.arange(batch.num_rows)[None]
+    with pytest.raises(SharedPromptLayoutError, match="^position_ids"):
+        model(**{**inputs, "position_ids": wrong}, shared_prompt_layout=batch.layout)
+    handle.remove()
+    with (
+        pytest.raises(SharedPromptLayoutError, match="^shared_prompt_layout: expected the layout of the enclosing"),
+        dualkv.expect_shared_prompt(other.layout, 2),
+    ):
+        model(**inputs, shared_prompt_layout=batch.layout)
+
+
+def test_a_window_of_a_tree_needs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; windows as long as the longest path hide nothing and are no window."""
+    from flash_attn_dualkv import packed_attention
+
+    batch = pack_prefix_tree(SEQUENCES, min_shared=1)
+    longest = max(map(len, SEQUENCES))
+    assert batch.layout.max_sequence == longest
+    monkeypatch.setattr(packed_attention, "_is_reference", lambda backend, q: backend == "reference")
+    dualkv.shared_prompt_forward(tiny_model("mistral", sliding_window=longest), batch)
+    with pytest.raises(NotImplementedError, match="^sliding_window"):
+        dualkv.shared_prompt_forward(tiny_model("mistral", sliding_window=longest - 1), batch)

@@ -1,0 +1,284 @@
+"""Results of the kernels for trees: the accuracy rule of oracle.py, what a row's bits depend on, sinks, new trees.
+
+DUALKV_TEST_DEVICE=cpu runs the same code on the CPU implementation with small sizes: a check of the tests themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import oracle
+import pytest
+import torch
+from calls import NO_KEYS, NO_ROWS, NOTHING, ONE_GROUP, TWO_GROUPS, batch_of
+from launches import (
+    DEVICE,
+    GPU_MARKS,
+    captured,
+    configurations,
+    kernels,  # noqa: F401
+    kernels_ran,
+    poison_free_memory,
+)
+from shared_prompts import Inputs, inputs_of
+from torch import Tensor
+from trees import DEEP, Tree, offsets_and_parents, paths_of, random_tree
+
+from flash_attn_dualkv import SharedPromptLayout, flash_attn_tree_varlen_func, ops, shared_prompt_attention
+from flash_attn_dualkv import reference as specification
+
+pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
+needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="about the device")
+
+Options = dict[str, Any]
+PAD = 37
+
+# Borders of tiles on all sides, combs, bushes with gradients that sum over all leaves, forests with empty nodes.
+TREES: dict[str, Tree] = {
+    "deep": ([length * 37 for length in DEEP[0]], DEEP[1]),
+    "borders": ([128, 64, 0, 63, 1, 129, 256, 127, 65], [-1, 0, 1, 2, 1, 0, -1, 6, 7]),
+    "comb": ([65, 40] * 12, [-1 if i == 0 else i - 1 if i % 2 else i - 2 for i in range(24)]),
+    "bush": ([200] + [33] * 64, [-1] + [0] * 64),
+    "bush of bushes": ([90] + [40, *[7] * 15] * 8, [-1] + [one for b in range(8) for one in (0, *[16 * b + 1] * 15)]),
+    "chain": ([50, 1, 0, 130, 64, 3, 90], [-1, 0, 1, 2, 3, 4, 5]),
+    "forest": random_tree(1, 60, 90, 0.4),
+}
+if DEVICE != "cuda":
+    TREES = {"deep": DEEP, "forest": random_tree(1, 12, 9, 0.4)}
+trees = pytest.mark.parametrize("name", list(TREES))
+
+
+def data(tree: Tree, pad: int = PAD, **options: Any) -> tuple[SharedPromptLayout, Inputs]:
+    layout = SharedPromptLayout.from_tree(*tree, pad=pad, device=DEVICE)
+    return layout, inputs_of(layout, **options)
+
+
+def run(inputs: Inputs, nodes: Tensor, deterministic: bool = False, reference: bool = False) -> dict[str, Tensor]:
+    """out, lse and the gradients by the operators; free memory holds NaN before."""
+    leaves = inputs.leaves()
+    poison_free_memory()
+    scale = inputs.q.shape[2] ** -0.5
+    out, lse = ops.forward(
+        leaves.q, leaves.k, leaves.v, None, None, leaves.sinks, nodes, scale, True, -1, -1, 0.0, reference,
+        deterministic,
+    )  # fmt: skip
+    gradients = torch.autograd.grad(out, leaves.tensors, inputs.dout)
+    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
+    return dict(zip(names, (out.detach(), lse.detach(), *gradients)))
+
+
+def exact(inputs: Inputs, nodes: Tensor) -> dict[str, Tensor]:
+    """In fp64 by the package's own reference, with large blocks."""
+    wide = Inputs(*(one.double() for one in inputs if one is not None))
+    sizes = {"SCORE_ELEMENTS": 1 << 25, "KEY_BLOCK": 1 << 13, "ACCUMULATOR_ELEMENTS": 1 << 40}
+    with patch.multiple(specification, **sizes):
+        return run(wide, nodes, reference=True)
+
+
+def plain(inputs: Inputs, tree: Tree) -> dict[str, Tensor]:
+    """In the input type by ordinary PyTorch operations, path by path; gradients of keys are one fp32 sum."""
+    dtype, ratio = inputs.q.dtype, inputs.q.shape[1] // inputs.k.shape[1]
+    sums = [torch.zeros(one.shape, device=DEVICE) for one in (inputs.q, inputs.q, inputs.k, inputs.v)]
+    for length, path in zip(tree[0], paths_of(tree)):
+        if length == 0:
+            continue
+        rows = torch.tensor(path, device=DEVICE)
+        own = rows[len(path) - length :]
+        keys = (one[rows].repeat_interleave(ratio, 1) for one in (inputs.k, inputs.v))
+        leaves = [one.transpose(0, 1).contiguous().requires_grad_() for one in (inputs.q[own], *keys)]
+        scores = leaves[0] @ leaves[1].transpose(1, 2) * inputs.q.shape[2] ** -0.5
+        hidden = torch.ones(length, len(path), dtype=torch.bool, device=DEVICE).triu(len(path) - length + 1)
+        out = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ leaves[2]
+        dq, *dkv = torch.autograd.grad(out, leaves, inputs.dout[own].transpose(0, 1).contiguous())
+        dkv = [one.float().unflatten(0, (-1, ratio)).sum(1) for one in dkv]
+        for total, index, one in zip(sums, (own, own, rows, rows), (out.detach(), dq, *dkv)):
+            total.index_add_(0, index, one.float().transpose(0, 1))
+    return dict(zip(("out", "dq", "dk", "dv"), (one.to(dtype) for one in sums)))
+
+
+@configurations
+@trees
+def test_accuracy(name: str, options: Options) -> None:
+    layout, inputs = data(TREES[name], **options)
+    with kernels_ran("forward", "backward"):
+        results = run(inputs, layout.nodes)
+    expected, of_torch = exact(inputs, layout.nodes), plain(inputs, TREES[name])
+    for found in (results, run(inputs, layout.nodes, deterministic=True)):
+        problems = oracle.lse_violations(found["lse"], expected["lse"])
+        for key, value in of_torch.items():
+            assert found[key].dtype == inputs.q.dtype and found[key].is_contiguous()
+            problems += oracle.violations(key, found[key], value, expected[key], inputs.q.dtype)
+            assert not found[key][-PAD:].any()
+        assert not problems, "; ".join(problems)
+
+
+@configurations
+@trees
+def test_the_public_functions_are_the_operator(name: str, options: Options) -> None:
+    """Bit by bit: with a node of their own and past the dispatcher; results repeat."""
+    layout, inputs = data(TREES[name], **options, sinks=True)
+    expected = run(inputs, layout.nodes, deterministic=True)
+    table = offsets_and_parents(TREES[name], DEVICE)
+    for function in (
+        lambda *qkv, **more: flash_attn_tree_varlen_func(*qkv, *table, **more),
+        lambda *qkv, **more: shared_prompt_attention(*qkv, layout, **more),
+    ):
+        leaves = inputs.leaves()
+        poison_free_memory()
+        out = function(leaves.q, leaves.k, leaves.v, sinks=leaves.sinks, deterministic=True)
+        oracle.assert_bits_equal("out", out.detach(), expected["out"])
+        for key, one in zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves.tensors, inputs.dout)):
+            oracle.assert_bits_equal(key, one, expected[key])
+
+
+@configurations
+def test_bits_of_a_row_depend_on_its_path_alone(options: Options) -> None:
+    """Every path by itself, as a chain of its nodes."""
+    tree = TREES["forest"]
+    layout, inputs = data(tree, **options)
+    whole = run(inputs, layout.nodes)
+    parents = tree[1]
+    for leaf in range(len(parents)):
+        chain = [leaf]
+        while parents[chain[0]] >= 0:
+            chain.insert(0, parents[chain[0]])
+        rows = torch.tensor(paths_of(tree)[leaf], device=DEVICE, dtype=torch.int64)
+        own = offsets_and_parents(([tree[0][one] for one in chain], [*range(-1, len(chain) - 1)]), DEVICE)
+        q, k, v = (one[rows] for one in (inputs.q, inputs.k, inputs.v))
+        out, lse = flash_attn_tree_varlen_func(q, k, v, *own, return_lse=True)
+        oracle.assert_bits_equal(f"out of node {leaf}", out, whole["out"][rows])
+        oracle.assert_bits_equal(f"lse of node {leaf}", lse, whole["lse"][:, rows])
+
+
+@configurations
+@trees
+def test_nan_in_a_node_stays_below_it(name: str, options: Options) -> None:
+    """Rows of other paths keep their bits, and so do the keys of nodes that are not above it."""
+    tree = TREES[name]
+    layout, inputs = data(tree, **options)
+    expected = run(inputs, layout.nodes, deterministic=True)
+    paths, begin = paths_of(tree), 0
+    for node, length in enumerate(tree[0]):
+        rows = slice(begin, begin + length)
+        begin += length
+        if length == 0 or node % max(1, len(tree[0]) // 6):
+            continue
+        poisoned = inputs._replace(**{key: getattr(inputs, key).clone() for key in ("q", "k", "v", "dout")})
+        for one in (poisoned.q, poisoned.k, poisoned.v, poisoned.dout):
+            one[rows] = float("nan")
+        below = torch.zeros(layout.num_tokens, dtype=torch.bool)
+        for path, size in zip(paths, tree[0]):
+            if rows.start in path:
+                below[path[len(path) - size :]] = True
+        above = below.clone()
+        above[paths[node]] = True
+        found = run(poisoned, layout.nodes, deterministic=True)
+        assert bool(found["out"][rows].isnan().any())
+        for key, spoilt in (("out", below), ("dq", below), ("dk", above), ("dv", above)):
+            kept = (~spoilt).to(DEVICE)
+            oracle.assert_bits_equal(f"{key} of node {node}", found[key][kept], expected[key][kept])
+        kept = (~below).to(DEVICE)
+        oracle.assert_bits_equal("lse", found["lse"][:, kept], expected["lse"][:, kept])
+
+
+@configurations
+def test_sinks(options: Options) -> None:
+    layout, inputs = data(TREES["forest"], **options, sinks=True)
+    assert inputs.sinks is not None
+    inputs = inputs._replace(sinks=inputs.sinks.float())
+    expected = exact(inputs, layout.nodes)
+    bound = oracle.FROBENIUS_BOUND[inputs.q.dtype]
+    for deterministic in (False, True):
+        found = run(inputs, layout.nodes, deterministic)
+        assert oracle.lse_violations(found.pop("lse"), expected["lse"]) == []
+        for key, one in found.items():
+            error = (one.double() - expected[key]).norm() / expected[key].norm()
+            assert one.isfinite().all() and error <= bound, f"{key}: {error:.3g} > {bound:.3g}"
+
+
+@configurations
+def test_a_gradient_of_the_lse(options: Options) -> None:
+    """The compiled node hands it on: where the loss is the LSE's alone, dV is 0 and dQ as the reference has it."""
+    layout, inputs = data(TREES["forest"], pad=0, **options)
+    table = offsets_and_parents(TREES["forest"], DEVICE)
+    dlse = torch.randn(inputs.q.shape[1], layout.num_tokens, device=DEVICE)
+    leaves = inputs.leaves()
+    _, lse = flash_attn_tree_varlen_func(leaves.q, leaves.k, leaves.v, *table, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(lse, leaves.tensors, dlse)
+    wide = [one.double().cpu().requires_grad_() for one in inputs.tensors]
+    _, right_lse = flash_attn_tree_varlen_func(*wide, *(one.cpu() for one in table), return_lse=True)
+    right = torch.autograd.grad(right_lse, wide, dlse.double().cpu())
+    assert not dv.any()
+    for one, wanted in zip((dq, dk), right):
+        error = (one.cpu().double() - wanted).norm() / wanted.norm()
+        assert error <= oracle.FROBENIUS_BOUND[inputs.q.dtype]
+
+
+LARGE: dict[str, tuple[Tree, Tree]] = {
+    # A chain is one sequence: the reference computes it as a single node.
+    "1,000 deep": (([3] * 1000, [*range(-1, 999)]), ([3000], [-1])),
+    "10,000 leaves": (([300] + [1, 2] * 5000, [-1] + [0] * 10_000), ([300] + [1, 2] * 5000, [-1] + [0] * 10_000)),
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", LARGE)
+def test_large_trees(name: str) -> None:
+    tree, same = LARGE[name]
+    layout, inputs = data(tree, heads=(4, 2), head_dim=64, dtype=torch.bfloat16)
+    expected = exact(inputs, data(same)[0].nodes)
+    for deterministic in (False, True):
+        found = run(inputs, layout.nodes, deterministic)
+        assert oracle.lse_violations(found.pop("lse"), expected["lse"]) == []
+        for key, one in found.items():
+            assert (one.double() - expected[key]).norm() / expected[key].norm() <= 1e-2, key
+
+
+@needs_gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_cuda_graph_follows_another_tree(deterministic: bool) -> None:
+    """Captured once, forward and backward; replayed with other lengths, other parents and other data."""
+    made = []
+    for seed in range(4):
+        lens, parents = random_tree(seed, 40, 80, 0.2 + 0.2 * seed)
+        tree = (lens, parents)
+        made.append(
+            (data(tree, pad=3000 - sum(lens), heads=(8, 2), head_dim=64, dtype=torch.bfloat16, seed=seed), tree)
+        )
+    (_, inputs), tree = made[0]
+    buffers = [*inputs.leaves().tensors, inputs.dout.clone(), *offsets_and_parents(tree, DEVICE)]
+    q, k, v, dout, *table = buffers
+
+    def step() -> tuple[Tensor, ...]:
+        out = flash_attn_tree_varlen_func(q, k, v, *table, deterministic=deterministic)
+        return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+
+    graph, results = captured(step)
+    for (layout, source), other in (*made[1:], made[0]):
+        with torch.no_grad():
+            for to, value in zip(buffers, (*source.tensors, source.dout, *offsets_and_parents(other, DEVICE))):
+                to.copy_(value)
+        graph.replay()
+        expected = run(source, layout.nodes, deterministic)
+        for key, one in zip(("out", "dq", "dk", "dv"), results):
+            if key == "dq" and not deterministic:
+                torch.testing.assert_close(one, expected[key], rtol=2e-2, atol=2e-2)
+            else:
+                oracle.assert_bits_equal(key, one, expected[key])
+
+
+@needs_gpu
+def test_tables_are_those_of_the_host() -> None:
+    """The kernels that make the tables, and the Python that specifies them."""
+    for seed in range(20):
+        tree = random_tree(seed, 1 + 37 * seed, 40, (seed % 5 + 1) / 6)
+        arguments = (*offsets_and_parents(tree), sum(tree[0]))
+        found = ops.tree_nodes(arguments[0].to(DEVICE), arguments[1].to(DEVICE), arguments[2])
+        assert found.cpu().equal(ops.tree_nodes(*arguments))
+    for groups in (TWO_GROUPS, ONE_GROUP, NOTHING, NO_ROWS, NO_KEYS):
+        batch = batch_of(groups, "cpu")
+        offsets = batch.cu_seqlens_q, batch.cu_seqlens_k_decoded, batch.cu_seqlens_context, batch.cu_seqs_per_context
+        for given in ((*offsets, len(batch.k_context)), (*offsets[:2], None, None, 7), (*offsets[:2], None, None, None)):
+            on_device = [one.to(DEVICE) if isinstance(one, Tensor) else one for one in given]
+            assert ops.sequence_nodes(*on_device).cpu().equal(ops.sequence_nodes(*given))
