@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of, run, sequence_rows
+from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of, run, sequence_rows, two_calls
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPromptLayout, reference, shared_prompt_attention
@@ -78,6 +78,17 @@ def test_sinks(name: str) -> None:
 
 def test_window_softcap_and_sinks_together() -> None:
     check_dense("several", sinks=True, sliding_window=4, softcap=1.5, softmax_scale=0.9)
+
+
+def test_two_calls_with_separate_keys() -> None:
+    """Windows, softcaps and sinks of flash_attn_dualkv_varlen_func, with their gradients."""
+    layout = layout_of(GROUPS["several"])
+    inputs = inputs_of(layout, sinks=True)
+    out, gradients = run(inputs, lambda one: attend(one, layout, sliding_window=5, softcap=1.5))
+    options = {"window_size": (4, 0), "softcap": 1.5}
+    other, found = run(inputs, lambda one: two_calls(one, layout, sinks=one.sinks, **options))
+    for one, wanted in zip((other, *found), (out, *gradients)):
+        torch.testing.assert_close(one, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_long_sequences_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

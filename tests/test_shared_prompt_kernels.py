@@ -90,9 +90,10 @@ def test_accuracy(shape: str, options: Options) -> None:
 @shapes
 def test_equals_the_two_call_form(shape: str, options: Options) -> None:
     """Bit by bit: what a row gives does not depend on what else is in the call."""
-    layout, inputs = data(shape, **options)
-    out = shared_prompt_attention(inputs.q, inputs.k, inputs.v, layout)
-    oracle.assert_bits_equal("out", out, two_calls(inputs, layout))
+    layout, inputs = data(shape, sinks=True, **options)
+    for sinks in (None, inputs.sinks):
+        out = shared_prompt_attention(inputs.q, inputs.k, inputs.v, layout, sinks=sinks)
+        oracle.assert_bits_equal("out", out, two_calls(inputs, layout, sinks=sinks))
 
 
 @configurations

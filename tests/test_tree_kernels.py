@@ -279,6 +279,10 @@ def test_tables_are_those_of_the_host() -> None:
     for groups in (TWO_GROUPS, ONE_GROUP, NOTHING, NO_ROWS, NO_KEYS):
         batch = batch_of(groups, "cpu")
         offsets = batch.cu_seqlens_q, batch.cu_seqlens_k_decoded, batch.cu_seqlens_context, batch.cu_seqs_per_context
-        for given in ((*offsets, len(batch.k_context)), (*offsets[:2], None, None, 7), (*offsets[:2], None, None, None)):
+        for given in (
+            (*offsets, len(batch.k_context)),
+            (*offsets[:2], None, None, 7),
+            (*offsets[:2], None, None, None),
+        ):
             on_device = [one.to(DEVICE) if isinstance(one, Tensor) else one for one in given]
             assert ops.sequence_nodes(*on_device).cpu().equal(ops.sequence_nodes(*given))
