@@ -9,7 +9,7 @@ import torch
 from groups import cumulative
 from hypothesis import given, settings
 from shared_prompts import GROUPS, layout_of
-from trees import DEEP, Tree, offsets_and_parents, paths_of, random_tree, trees
+from tree_cases import DEEP, Tree, offsets_and_parents, paths_of, random_tree, trees
 
 from flash_attn_dualkv import SharedPromptLayout, SharedPromptLayoutError
 from flash_attn_dualkv import nodes as tables

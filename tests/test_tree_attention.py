@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_prompts import GROUPS, inputs_of, layout_of, run
 from torch import Tensor
-from trees import DEEP, Tree, offsets_and_parents, paths_of, random_tree, trees, visible
+from tree_cases import DEEP, Tree, offsets_and_parents, paths_of, random_tree, trees, visible
 
 from flash_attn_dualkv import (
     SharedPromptLayout,

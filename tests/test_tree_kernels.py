@@ -23,7 +23,7 @@ from launches import (
 )
 from shared_prompts import Inputs, inputs_of
 from torch import Tensor
-from trees import DEEP, Tree, offsets_and_parents, paths_of, random_tree
+from tree_cases import DEEP, Tree, offsets_and_parents, paths_of, random_tree
 
 from flash_attn_dualkv import SharedPromptLayout, flash_attn_tree_varlen_func, ops, shared_prompt_attention
 from flash_attn_dualkv import reference as specification
