@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import bench_trl
 import pandas as pd
 import torch
 from command import RESULTS, gpu_folder, tree_state
@@ -226,7 +227,7 @@ The largest and mean difference of a log-probability to verl's first row of the 
 
 {differences}
 
-{steps}## Files
+{steps}{trl}## Files
 
 {files}
 """
@@ -255,6 +256,7 @@ def render() -> list[Path]:
             else "",
             differences=markdown(difference_table(rows)),
             steps=steps,
+            trl=bench_trl.section(FOLDER.parent / "trl"),
             files="\n".join(files),
         )
     )
@@ -392,7 +394,7 @@ def curves(rows: pd.DataFrame, path: Path) -> str:
     text = ", ".join(f"{configuration(row)} {value:.1e}" for row, value in zip(chosen.itertuples(), spread))
     mean = statistics.mean(map(abs, base))
     return (
-        f"## {len(base)} steps on one batch\n\n![Loss and norm of the gradient]({path.name})\n\n"
+        f"### {len(base)} steps on one batch\n\n![Loss and norm of the gradient]({path.name})\n\n"
         f"{setup_name(chosen.iloc[0])}. Largest difference of the loss to the first (its mean"
         f" size is {mean:.1e}): {text}.\n\n"
     )

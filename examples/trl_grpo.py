@@ -38,7 +38,7 @@ RULES: dict[str, Callable[[int], bool]] = {
 }
 PRESETS = {
     "cpu": dict(layers=2, hidden=64, prompt=128, completion=16, responses=8, prompts=4, learning_rate=5e-3),
-    "gpu": dict(layers=12, hidden=1024, prompt=4096, completion=128, responses=16, prompts=4, learning_rate=1e-4),
+    "gpu": dict(layers=4, hidden=1024, prompt=4096, completion=32, responses=16, prompts=4, learning_rate=2e-5),
 }
 
 
@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     trainer.train()
     logs = [one for one in trainer.state.log_history if "loss" in one]
     return {
-        "arguments": {name: str(value) for name, value in vars(options).items()},
+        "arguments": {name: value for name, value in vars(options).items() if name != "out"},
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "versions": {one.__name__: one.__version__ for one in (torch, transformers, trl)},
         "total_seconds": time.perf_counter() - begin,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_trl
 import bench_verl
 import measure
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from command import RESULTS, ROOT
 from peers import Implementation, kernel_implementations, layer_implementations
 
+TRAINERS = RESULTS / "trainers"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 HEADER = {
     "benchmark": "kernel",
@@ -214,7 +216,7 @@ def test_committed_results_and_their_pages(tmp_path: Path) -> None:
     for page in written:
         committed = RESULTS / page.relative_to(tmp_path)
         assert committed.read_text() == page.read_text(), "run benchmarks/report.py"
-    images = {path.relative_to(RESULTS) for path in RESULTS.rglob("*.png") if path.parent != bench_verl.FOLDER.parent}
+    images = {path.relative_to(RESULTS) for path in RESULTS.rglob("*.png") if TRAINERS not in path.parents}
     assert images == {path.relative_to(tmp_path) for path in tmp_path.rglob("*.png")}
 
 
@@ -232,12 +234,53 @@ def test_readme_figures_come_from_the_result_files() -> None:
 
 def test_pages_of_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page and the README's table are those of the committed files."""
-    committed = bench_verl.FOLDER
-    assert list(committed.glob("*.json"))
-    shutil.copytree(committed, tmp_path / committed.name)
-    monkeypatch.setattr(bench_verl, "FOLDER", tmp_path / committed.name)
+    for folder in (bench_verl.FOLDER,):
+        assert list(folder.glob("*.json"))
+        shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("*.png"))
+    monkeypatch.setattr(bench_verl, "FOLDER", tmp_path / bench_verl.FOLDER.name)
     page, short = bench_verl.render()
-    assert page.read_text() == (committed.parent / page.name).read_text(), (
-        "run python benchmarks/bench_verl.py --render"
-    )
+    assert page.read_text() == (TRAINERS / page.name).read_text(), "run python benchmarks/bench_verl.py --render"
     assert short.read_text() in README, "copy benchmarks/results/trainers/headline.md into README.md"
+
+
+def test_section_of_trl(tmp_path: Path) -> None:
+    """Medians, their ratios, what the curves differ by; half a result is none."""
+    assert bench_trl.section(tmp_path) == ""
+    asked = dict(steps=20, prompts=4, responses=16, prompt=4096, completion=32, layers=4, hidden=1024, attention="sdpa")
+    rows = []
+    for who, update, shift in (("stock", 1.5, 0.0), ("shared", 0.25, 0.01)):
+        rewards = [0.1 + 0.04 * step + (shift if step else 0.0) for step in range(20)]
+        rows.append(
+            {
+                "who": who,
+                "arguments": asked,
+                "versions": {"trl": "1.16.0"},
+                "total_seconds": 40.0 * update,
+                "peak_memory_gib": 60.0 * update,
+                "phases": {"rollout": [0.5] * 20, "update": [update] * 19 + [9.0]},
+                "rewards": rewards,
+                "grad_norms": [2.0] * 20,
+                "dedup_ratio": [12.0] * 20,
+                "fallbacks": [0.0] * 20,
+            }
+        )
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"header": HEADER, "rows": rows}))
+    text = re.sub(" +", " ", bench_trl.section(tmp_path))
+    for line in (
+        "### 20 steps of 4 prompts, 16 x 4096 x 32, 4 layers of width 1024, NVIDIA H200",
+        "| update, s | 1.500 | 0.250 | 6.00 |",
+        "| step, s | 2.000 | 0.750 | 2.67 |",
+        "| all steps, s | 60.0 | 10.0 | 6.00 |",
+        "| peak memory, GiB | 90.0 | 15.0 | 6.00 |",
+        "| reward, first 10 steps | 0.280 | 0.289 | |",
+        "| last 10 | 0.680 | 0.690 | |",
+    ):
+        assert f"\n{line}\n" in text
+    assert "means of 10 steps differ by 0.010 at most, while a step of TRL's run differs from the next by 0.040" in text
+    assert "has 12.0 times fewer tokens" in text and "0% fell back to stock attention (sdpa). trl 1.16.0." in text
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for header, kept in (({**HEADER, "dirty": True}, rows), (HEADER, rows[:1])):
+        path.write_text(json.dumps({"header": header, "rows": kept}))
+        with pytest.raises(SystemExit, match=r"result\.json: expected both runs of a clean tree"):
+            bench_trl.section(tmp_path)

@@ -7,8 +7,10 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import bench_trl
 import pytest
 import tiny_trl
 import torch
@@ -442,15 +444,20 @@ def test_the_page_has_all_options_reasons_and_metrics() -> None:
 
 
 def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same rollouts and rewards in both runs, a table in the end, and a file for each."""
-    command = [str(ROOT / "examples/trl_grpo.py"), "--out", str(tmp_path), "--steps", "3", "--preset", "cpu"]
-    found = []
-    for switch in (["--stock"], []):
-        monkeypatch.setattr(sys, "argv", command + switch)
-        with tiny_trl.quiet():
-            runpy.run_path(command[0], run_name="__main__")
-        found.append(json.loads((tmp_path / f"{'stock' if switch else 'shared'}.json").read_text()))
-    stock, got = found
+    """The same rollouts and rewards in both runs and a table in the end; the benchmark makes one file of them."""
+
+    def in_this_process(command: list[Any], check: bool) -> None:
+        with monkeypatch.context() as patch, tiny_trl.quiet():
+            patch.setattr(sys, "argv", list(map(str, command[1:])))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+
+    monkeypatch.setattr(bench_trl, "subprocess", SimpleNamespace(run=in_this_process))
+    where = ["--out", str(tmp_path), "--name", "run", "--commit", "abc", "--clean"]
+    assert bench_trl.main([*where, "--", "--steps", "3", "--preset", "cpu"]) == 0
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert result["header"]["gpu"] == "CPU" and not result["header"]["dirty"]
+    stock, got = result["rows"]
+    assert [stock["arguments"]["stock"], got["arguments"]["stock"]] == [True, False]
     table = capsys.readouterr().out
     assert got["rewards"] == pytest.approx(stock["rewards"], abs=1e-6)
     assert got["grad_norms"] == pytest.approx(stock["grad_norms"], rel=1e-3)

@@ -1,0 +1,179 @@
+#!/usr/bin/env python
+"""Train with TRL's GRPOTrainer and with the one that shares prompts, from the same seed, by examples/trl_grpo.py.
+
+    python benchmarks/bench_trl.py                           # with the example's defaults; minutes on a GPU
+    python benchmarks/bench_trl.py -- --steps 20 --layers 8  # options of the example
+    python benchmarks/bench_verl.py --render                 # the page of trainers, of the result files
+
+Each run is a process of its own, TRL's first. A row is a run: what the example writes about it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from command import RESULTS, ROOT, gpu_folder, tree_state
+
+FOLDER = RESULTS / "trainers" / "trl"
+EXAMPLE = ROOT / "examples" / "trl_grpo.py"
+LABELS = {"stock": "TRL", "shared": "shared prompts"}
+WINDOW = 10  # steps over which rewards are averaged
+
+
+def measure(options: argparse.Namespace) -> Path:
+    commit, is_dirty = tree_state(options.commit, options.clean)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in LABELS:
+            switch = ["--stock"] if name == "stock" else []
+            subprocess.run([sys.executable, EXAMPLE, "--out", folder, *switch, *options.example], check=True)
+            rows.append({"who": name, **json.loads((Path(folder) / f"{name}.json").read_text())})
+            gpu = rows[0]["device"]
+            header = {
+                "gpu": gpu,
+                "commit": commit,
+                "dirty": is_dirty,
+                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            }
+            options.out.mkdir(parents=True, exist_ok=True)
+            path: Path = options.out / f"{options.name or gpu_folder(gpu)}.json"
+            path.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
+    return path
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+SECTION = """## TRL
+
+[A run from scratch](../../../examples/trl_grpo.py) with TRL's GRPOTrainer and with SharedPromptGRPOTrainer, rollouts by
+Hugging Face generate. A random model learns to write numbers that obey a rule, the last word of its prompt; the reward
+is the share of numbers that do. N x P x R: N completions of at most R tokens to each prompt of at most P. Times of a
+step are medians; "x" divides TRL's by the other. Rollouts run the same code in both.
+
+{parts}
+
+"""
+
+
+def section(folder: Path) -> str:
+    """Of the page of trainers: table and plot of each result file, which is written beside it; "" if there is none.
+
+    Raises:
+        SystemExit: a file is of a tree with changes, or lacks a run.
+    """
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text())
+        runs = {row["who"]: row for row in result["rows"]}
+        if result["header"]["dirty"] or list(runs) != list(LABELS):
+            raise SystemExit(f"{path}: expected both runs of a clean tree")
+        image = path.with_suffix(".png")
+        plot(runs, image)
+        parts.append(
+            f"### {title(result['header'], runs)}\n\n{table(runs)}\n\n![Reward and seconds a step]({folder.name}/"
+            f"{image.name})\n\n{closeness(runs)} [File]({folder.name}/{path.name}), commit"
+            f" `{result['header']['commit'][:12]}`."
+        )
+    return SECTION.format(parts="\n\n".join(parts)) if parts else ""
+
+
+def title(header: dict[str, Any], runs: dict[str, Any]) -> str:
+    asked = runs["stock"]["arguments"]
+    return (
+        f"{asked['steps']} steps of {asked['prompts']} prompts, {asked['responses']} x {asked['prompt']} x"
+        f" {asked['completion']}, {asked['layers']} layers of width {asked['hidden']}, {header['gpu']}"
+    )
+
+
+def steps_of(run: dict[str, Any]) -> dict[str, list[float]]:
+    """Seconds of each step by phase, and of all of them."""
+    phases: dict[str, list[float]] = run["phases"]
+    return {**phases, "step": [sum(one) for one in zip(*phases.values())]}
+
+
+def table(runs: dict[str, Any]) -> str:
+    stock, shared = (steps_of(run) for run in runs.values())
+    lines: list[tuple[str, ...]] = []
+    for phase in stock:
+        before, after = statistics.median(stock[phase]), statistics.median(shared[phase])
+        lines.append((f"{phase}, s", f"{before:.3f}", f"{after:.3f}", f"{before / after:.2f}"))
+    for what, key, digits in (("all steps, s", "total_seconds", 1), ("peak memory, GiB", "peak_memory_gib", 1)):
+        before, after = (run[key] for run in runs.values())
+        if before:
+            lines.append((what, f"{before:.{digits}f}", f"{after:.{digits}f}", f"{before / after:.2f}"))
+    for what, part in ((f"reward, first {WINDOW} steps", slice(WINDOW)), (f"last {WINDOW}", slice(-WINDOW, None))):
+        lines.append((what, *(f"{statistics.mean(run['rewards'][part]):.3f}" for run in runs.values()), ""))
+    frame = pd.DataFrame(lines, columns=["", *LABELS.values(), "x"])
+    return str(frame.to_markdown(index=False, disable_numparse=True))
+
+
+def running_mean(values: list[float]) -> list[float]:
+    return [statistics.mean(values[at - WINDOW : at]) for at in range(WINDOW, len(values) + 1)]
+
+
+def closeness(runs: dict[str, Any]) -> str:
+    """How far the two runs are from each other, and a run's steps from their neighbours."""
+    stock, shared = runs.values()
+    apart = max(abs(a - b) for a, b in zip(*(running_mean(run["rewards"]) for run in (stock, shared))))
+    neighbours = statistics.mean(abs(a - b) for a, b in zip(stock["rewards"], stock["rewards"][1:]))
+    first = [run["rewards"][0] for run in (stock, shared)]
+    norms = [run["grad_norms"][0] for run in (stock, shared)]
+    versions = ", ".join(f"{name} {version}" for name, version in stock["versions"].items())
+    return (
+        f"In the first step, the rewards are {first[0]:.4f} and {first[1]:.4f}, the norms of the gradient"
+        f" {norms[0]:.4f} and {norms[1]:.4f}. Rounding then leads to other samples: means of {WINDOW} steps differ by"
+        f" {apart:.3f} at most, while a step of TRL's run differs from the next by {neighbours:.3f} in the mean. A"
+        f" forward has {statistics.mean(shared['dedup_ratio']):.1f} times fewer tokens with shared prompts; of all"
+        f" forwards, {statistics.mean(shared['fallbacks']):.0%} fell back to stock attention"
+        f" ({stock['arguments']['attention']}). {versions}."
+    )
+
+
+def plot(runs: dict[str, Any], path: Path) -> None:
+    import plots
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for index, ((name, run), color) in enumerate(zip(runs.items(), (plots.VERMILION, plots.BLUE))):
+        rewards = run["rewards"]
+        left.plot(range(1, len(rewards) + 1), rewards, color=color, linewidth=0.7, alpha=0.5)
+        left.plot(range(WINDOW, len(rewards) + 1), running_mean(rewards), color=color, label=LABELS[name])
+        medians = {phase: statistics.median(seconds) for phase, seconds in steps_of(run).items()}
+        places = [place + (index - 0.5) * 0.4 for place in range(len(medians))]
+        right.barh(places, list(medians.values()), 0.36, color=color)
+        for place, seconds in zip(places, medians.values()):
+            right.text(seconds, place, f" {seconds:.2f}", va="center", fontsize=7)
+    left.set_xlabel("step", fontsize=9)
+    left.set_ylabel(f"reward, and its mean over {WINDOW} steps", fontsize=9)
+    right.set_yticks(range(len(medians)), list(medians), fontsize=8)
+    right.invert_yaxis()
+    right.set_xlabel("seconds a step, median (shorter is faster)", fontsize=9)
+    plots.plain(left, "both")
+    plots.plain(right, "x")
+    plots.finish(figure, [left], "GRPO with TRL: the same curve in less time", path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("example", nargs="*", metavar="OPTION", help="of the example, behind --")
+    add("--out", type=Path, metavar="FOLDER", default=FOLDER, help="where the result is written (default: %(default)s)")
+    add("--name", help="of the result file (default: the GPU's)")
+    add("--commit", default=os.environ.get("DUALKV_COMMIT"), help="what is measured, for a copy that git does not know")
+    add("--clean", action="store_true", help="the tree is that commit's, without changes")
+    print(measure(parser.parse_args(arguments)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
