@@ -57,8 +57,8 @@ SECTION = """## TRL
 
 [A run from scratch](../../../examples/trl_grpo.py) with TRL's GRPOTrainer and with SharedPromptGRPOTrainer, rollouts by
 Hugging Face generate. A random model learns to write numbers that obey a rule, the last word of its prompt; the reward
-is the share of numbers that do. N x P x R: N completions of at most R tokens to each prompt of at most P. Times of a
-step are medians; "x" divides TRL's by the other. Rollouts run the same code in both.
+is the share of numbers that do. N x P x R: N completions of R tokens to each prompt of P, so that nothing is padded.
+Times of a step are medians; "x" divides TRL's by the other. Rollouts run the same code in both.
 
 {parts}
 
@@ -107,10 +107,9 @@ def table(runs: dict[str, Any]) -> str:
     for phase in stock:
         before, after = statistics.median(stock[phase]), statistics.median(shared[phase])
         lines.append((f"{phase}, s", f"{before:.3f}", f"{after:.3f}", f"{before / after:.2f}"))
-    for what, key, digits in (("all steps, s", "total_seconds", 1), ("peak memory, GiB", "peak_memory_gib", 1)):
-        before, after = (run[key] for run in runs.values())
-        if before:
-            lines.append((what, f"{before:.{digits}f}", f"{after:.{digits}f}", f"{before / after:.2f}"))
+    peaks = [run["peak_memory_gib"] for run in runs.values()]
+    if all(peaks):
+        lines.append(("peak memory, GiB", *(f"{peak:.1f}" for peak in peaks), f"{peaks[0] / peaks[1]:.2f}"))
     for what, part in ((f"reward, first {WINDOW} steps", slice(WINDOW)), (f"last {WINDOW}", slice(-WINDOW, None))):
         lines.append((what, *(f"{statistics.mean(run['rewards'][part]):.3f}" for run in runs.values()), ""))
     frame = pd.DataFrame(lines, columns=["", *LABELS.values(), "x"])
