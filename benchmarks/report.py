@@ -274,7 +274,7 @@ def headline(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 INDEX = """# Results
 
 {machines}
-- [verl's policy update, with and without](trainers/README.md)
+- [Trainers: verl's policy update, a run with TRL](trainers/README.md)
 
 A page for each machine, with tables and plots made from the JSON files beside it by `python benchmarks/report.py`. In
 short, on {gpu} ([plot](headline.png)):

@@ -234,13 +234,17 @@ def test_readme_figures_come_from_the_result_files() -> None:
 
 def test_pages_of_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page and the README's table are those of the committed files."""
-    for folder in (bench_verl.FOLDER,):
+    folders = (bench_verl.FOLDER, bench_trl.FOLDER)
+    for folder in folders:
         assert list(folder.glob("*.json"))
         shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("*.png"))
     monkeypatch.setattr(bench_verl, "FOLDER", tmp_path / bench_verl.FOLDER.name)
     page, short = bench_verl.render()
     assert page.read_text() == (TRAINERS / page.name).read_text(), "run python benchmarks/bench_verl.py --render"
     assert short.read_text() in README, "copy benchmarks/results/trainers/headline.md into README.md"
+    assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*.png")} == {
+        path.relative_to(TRAINERS) for path in TRAINERS.rglob("*.png")
+    }
 
 
 def test_section_of_trl(tmp_path: Path) -> None:
