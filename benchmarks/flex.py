@@ -1,4 +1,4 @@
-"""FlexAttention with the packed shared-prompt mask, on its own Triton kernels or on FlashAttention-4's."""
+"""FlexAttention with the mask of a packed micro-batch, on its own Triton kernels or on FlashAttention-4's."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def mask_function(shape: Shape, device: torch.device) -> MaskFunction:
-    """Visibility in the packed layout in FlexAttention's form: (batch, head, query row, key row) -> visible."""
+    """Visibility in the packed layout in FlexAttention's form: (batch, head, query row, key row) -> visible.
+
+    Rows are depth first: those that see a key are its own and the later ones up to the end of its node's subtree.
+    """
     found = spans(shape)
-    table = torch.tensor([(index, one.prompt) for index, one in enumerate(found)], dtype=torch.int32).to(device)
+    subtree_ends = torch.tensor([one.subtree_end for one in found], dtype=torch.int32).to(device)
     lengths = torch.tensor([one.length for one in found]).to(device)
-    # Of every row its own span and that of its group's prompt.
-    rows = table.repeat_interleave(lengths, dim=0, output_size=shape.packed_tokens)
-    span, prompt = rows[:, 0].contiguous(), rows[:, 1].contiguous()
+    ends = subtree_ends.repeat_interleave(lengths, output_size=shape.packed_tokens)
 
     def mask(b: Tensor, h: Tensor, q_row: Tensor, kv_row: Tensor) -> Tensor:
-        kv_span = span[kv_row]
-        return ((kv_span == span[q_row]) | (kv_span == prompt[q_row])) & (kv_row <= q_row)
+        return (kv_row <= q_row) & (q_row < ends[kv_row])
 
     return mask
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from packing import Arrangement, Attention, Prepared, first_copy, folded, leaf, packed_positions, shared_dout, wide
+from packing import Arrangement, Attention, Prepared, folded, leaf, packed_positions, shared
 from shapes import LayerShape
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
@@ -117,21 +117,20 @@ def prepare_layer(shape: LayerShape, dtype: torch.dtype, device: torch.device, s
     """
     model, total = shape.model, shape.packed_tokens
     all_x, all_dout, all_weights = make_layer_source(shape, dtype, device, seed)
-    rows = how.rows.to(device)
+    rows, copies = how.rows.to(device), how.counted(total).to(device)
     x, weights = leaf(all_x[rows]), Weights(*map(leaf, all_weights))
     tables = rope_tables(packed_positions(shape).to(device), model.head_dim, x.dtype)
     cos, sin = (table[rows] for table in tables)
     del tables
-    copies = first_copy(rows, total)
 
     def take(out: Tensor, which: Tensor) -> Tensor:
         # What the layer adds to its input: the input itself is the same for all.
-        at = copies[which]
-        return wide(out[at]) - wide(x.detach()[at])
+        added = folded(out, rows, which, total) - folded(x.detach(), rows, which, total)
+        return shared(added, copies[which])
 
     return Prepared(
         (x, *weights),
-        shared_dout(all_dout, rows),
+        shared(all_dout, copies)[rows],
         lambda: decoder_layer(x, weights, cos, sin, how.attention, model),
         take,
         lambda gradients, which: (folded(gradients[0], rows, which, total),),

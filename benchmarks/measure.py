@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from layer import prepare_layer
-from packing import Prepared, prepare_attention
+from packing import Arrangement, Prepared, arrangements, prepare_attention
 from peers import Implementation
 from shapes import LayerShape, Shape
 from torch import Tensor
@@ -155,6 +155,7 @@ class ShapeRun:
     # Gradients of replicated rows are rounded to 16 bits before they are summed.
     largest_difference = 0.02
     largest_gradient_difference = 0.05
+    is_centred = False  # outputs are compared less their mean
 
     def __init__(self, shape: Shape, implementations: list[Implementation], config: Config, matmul: Matmul) -> None:
         self.shape, self.config, self.matmul = shape, config, matmul
@@ -227,9 +228,13 @@ class ShapeRun:
             self.facts[impl.name].update(explain(error))
         clear(self.config, after_failure=self.has_failed(impl))
 
-    def prepare(self, impl: Implementation) -> Prepared:
+    def prepared(self, impl: Implementation) -> Iterator[Prepared]:
+        """Its micro-batches, of which one at a time takes memory."""
+        for how in arrangements(impl.arrange(self.shape, self.config.device)):
+            yield self.prepare(how)
+
+    def prepare(self, how: Arrangement) -> Prepared:
         config = self.config
-        how = impl.arrange(self.shape, config.device)
         return prepare_attention(self.shape, DTYPES[config.dtype], config.device, config.seed, how)
 
     def memory_pass(self, impl: Implementation) -> None:
@@ -240,24 +245,31 @@ class ShapeRun:
         """
         cuda, facts = (torch.cuda if self.config.is_cuda else None), self.facts[impl.name]
         baseline = cuda.memory_allocated() if cuda else 0
-        prepared = self.prepare(impl)
         is_slow = self.seconds[impl.name] >= SLOW_S
         which = torch.randperm(self.shape.packed_tokens, generator=torch.Generator().manual_seed(self.config.seed))
         which = which[:SAMPLED_ROWS].to(self.config.device)
-        for _ in range(1 if is_slow else 2):
-            if cuda:
-                cuda.reset_peak_memory_stats()
-            begin = time.perf_counter()
-            out = prepared.run()
-            gradients = backward(prepared, out, retain_graph=False) if "backward" in impl.directions else ()
-            synchronize(self.config)
-            seconds = time.perf_counter() - begin
-            if cuda:
-                facts["peak_gib"] = round((cuda.max_memory_allocated() - baseline) / GIB, 3)
-            sampled = [prepared.take(out.detach(), which), *(prepared.fold(gradients, which) if gradients else ())]
-            del out, gradients
+        total, peak, sampled = 0.0, 0, list[Tensor]()
+        for prepared in self.prepared(impl):
+            for _ in range(1 if is_slow else 2):
+                if cuda:
+                    cuda.reset_peak_memory_stats()
+                begin = time.perf_counter()
+                out = prepared.run()
+                gradients = backward(prepared, out, retain_graph=False) if "backward" in impl.directions else ()
+                synchronize(self.config)
+                seconds = time.perf_counter() - begin
+                peak = max(peak, cuda.max_memory_allocated() - baseline) if cuda else 0
+                share = [prepared.take(out.detach(), which), *(prepared.fold(gradients, which) if gradients else ())]
+                del out, gradients
+            total += seconds
+            sampled = [one + other for one, other in zip(sampled, share)] if sampled else share
+            del prepared, share
+        if cuda:
+            facts["peak_gib"] = round(peak / GIB, 3)
         if not (is_slow and impl.compile_s):
-            self.seconds[impl.name] = seconds
+            self.seconds[impl.name] = total
+        if self.is_centred:
+            sampled[0] = sampled[0] - sampled[0].mean()
         self.sample = self.sample or sampled
         facts["rel_diff"], facts["gradient_rel_diff"] = compared(sampled, self.sample)
         facts.update(self.verdict(facts["rel_diff"], facts["gradient_rel_diff"]))
@@ -278,12 +290,22 @@ class ShapeRun:
         return self.stopwatch.laps(steps, 1) if is_slow else self.stopwatch.laps_under_load(steps)
 
     def timed_pass(self, impl: Implementation) -> None:
-        prepared = self.prepare(impl)
-        if "forward" in impl.directions:
-            self.times[impl.name, "forward"] += self.laps(impl, prepared.run)[0]
-        if "backward" in impl.directions:
-            out = prepared.run()
-            self.times[impl.name, "backward"] += self.laps(impl, lambda: backward(prepared, out))[0]
+        """Times of several micro-batches are added: the median of each."""
+        micro_batches = []
+        for prepared in self.prepared(impl):
+            micro_batches.append(self.timed(impl, prepared))
+            del prepared
+        for direction, *times in zip(DIRECTIONS, *micro_batches):
+            sums = times[0] if len(times) == 1 else [sum(map(statistics.median, times))] if all(times) else []
+            self.times[impl.name, direction] += sums
+
+    def timed(self, impl: Implementation, prepared: Prepared) -> tuple[list[float], list[float]]:
+        """Forward and backward times of one micro-batch; none of a direction that there is not."""
+        forward = self.laps(impl, prepared.run)[0] if "forward" in impl.directions else []
+        if "backward" not in impl.directions:
+            return forward, []
+        out = prepared.run()
+        return forward, self.laps(impl, lambda: backward(prepared, out))[0]
 
     @property
     def rows(self) -> list[Row]:
@@ -326,14 +348,12 @@ class LayerRun(ShapeRun):
 
     shape: LayerShape
 
-    def prepare(self, impl: Implementation) -> Prepared:
+    def prepare(self, how: Arrangement) -> Prepared:
         config = self.config
-        how = impl.arrange(self.shape, config.device)
         return prepare_layer(self.shape, DTYPES[config.dtype], config.device, config.seed, how)
 
-    def timed_pass(self, impl: Implementation) -> None:
+    def timed(self, impl: Implementation, prepared: Prepared) -> tuple[list[float], list[float]]:
         """A forward and its backward, which frees what the forward kept: there is memory for one of them only."""
-        prepared = self.prepare(impl)
         held: list[Tensor] = []
 
         def run() -> None:
@@ -343,9 +363,10 @@ class LayerRun(ShapeRun):
         def run_backward() -> None:
             backward(prepared, held.pop(), retain_graph=False)
 
-        steps = (run, run_backward) if "backward" in impl.directions else (run,)
-        for direction, times in zip(DIRECTIONS, self.laps(impl, *steps)):
-            self.times[impl.name, direction] += times
+        if "backward" not in impl.directions:
+            return self.laps(impl, run)[0], []
+        forward, after = self.laps(impl, run, run_backward)
+        return forward, after
 
     def counted(self, impl: Implementation) -> tuple[int, int]:
         return impl.executed(self.shape)
@@ -358,7 +379,7 @@ def identity(shape: Shape, impl: Implementation, config: Config) -> Row:
         "n": len(shape.responses),
         "p": shape.mean_prompt,
         "r": shape.mean_response,
-        "groups": len(shape.groups),
+        "groups": len(shape.roots),
         "impl": impl.name,
         "dtype": config.dtype,
         "h": shape.heads,

@@ -7,14 +7,14 @@ LM head over the same rows and in chunks of the same size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from measure import DTYPES, LayerRun
-from packing import Arrangement, Prepared, first_copy, packed_positions, response_spans, wide
+from packing import Arrangement, Prepared, arrangements, first_copy, packed_positions, response_rows, wide
 from peers import Implementation, model_implementations
 from shapes import Group, Shape, StepShape
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, Qwen3Config
 
 from flash_attn_dualkv import pack_shared_prompts
+from flash_attn_dualkv.data.tree import pack_prefix_tree
 from flash_attn_dualkv.integrations.lm_head import rows_of_a_chunk
 from flash_attn_dualkv.integrations.transformers import register, shared_prompt_forward
 
@@ -58,22 +59,32 @@ def make_model(shape: StepShape, attention: str, dtype: torch.dtype, device: tor
 
 
 def samples(shape: Shape, ids: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Prompts and responses, one of each per sample, 1-D int64."""
-    prompts, responses = zip(*response_spans(shape))
-    return [ids[one.begin : one.end] for one in prompts], [ids[one.begin : one.end] for one in responses]
+    """Prompts (of a tree all that is above a leaf) and responses, one of each per sample, 1-D int64."""
+    prompts, responses = zip(*response_rows(shape))
+    return [ids[one.to(ids.device)] for one in prompts], [ids[one.to(ids.device)] for one in responses]
 
 
-def shared_step(shape: StepShape, ids: Tensor, make: Callable[[str], Any]) -> tuple[Any, Callable[[], Tensor]]:
-    """The model and its log-probabilities by this library, called as its README says."""
+def pack(shape: Shape, ids: Tensor) -> Any:
+    """The micro-batch as this library packs it; in a tree the last node of every sequence is trained."""
+    prompts, responses = samples(shape, ids)
+    if not shape.tree:
+        return pack_shared_prompts(prompts, responses)
+    pairs = list(zip(prompts, responses))
+    masks = [torch.cat([torch.zeros_like(above), torch.ones_like(own)]) for above, own in pairs]
+    return pack_prefix_tree([*map(torch.cat, pairs)], loss_mask=masks, min_shared=1)  # the nodes as they are
+
+
+def shared_step(shape: StepShape, ids: Tensor, make: Callable[[str], Any]) -> tuple[Any, Callable[[], Tensor], Tensor]:
+    """The model, its log-probabilities by this library, called as its README says, and which of all scored tokens."""
     register()
-    batch = pack_shared_prompts(*samples(shape, ids))
+    batch = pack(shape, ids)
     model = make("dualkv")
-    return model, lambda: shared_prompt_forward(model, batch)[0]
+    return model, lambda: shared_prompt_forward(model, batch)[0], torch.arange(sum(shape.responses), device=ids.device)
 
 
 def peer_step(
     shape: StepShape, ids: Tensor, make: Callable[[str], Any], how: Arrangement
-) -> tuple[Any, Callable[[], Tensor]]:
+) -> tuple[Any, Callable[[], Tensor], Tensor]:
     """The same with one packed row of the implementation's tokens."""
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> tuple[Tensor, None]:
@@ -84,7 +95,7 @@ def peer_step(
     model = make(PEER)
     rows = how.rows.to(ids.device)
     row_ids, positions = ids[rows], packed_positions(shape).to(ids.device)[rows]
-    scored, targets = (one.to(ids.device) for one in scored_rows(shape, how.rows))
+    scored, targets, which = (one.to(ids.device) for one in scored_rows(shape, how.rows))
     targets = ids[targets]
 
     def score(hidden: Tensor, wanted: Tensor) -> Tensor:
@@ -98,24 +109,29 @@ def peer_step(
         chunks = zip(hidden.index_select(0, scored).split(size), targets.split(size))
         return torch.cat([checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks])
 
-    return model, log_probabilities
+    return model, log_probabilities, which
 
 
-def scored_rows(shape: Shape, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of an implementation's ``rows`` score the response tokens, and the packed rows of those tokens.
+def scored_rows(shape: Shape, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which of an implementation's ``rows`` score response tokens, the packed rows of those tokens, and which they are.
 
-    The row in front of a token scores it: that of a response's first token is the last of its prompt, in any copy.
+    The row in front of a token scores it: that of a response's first token is the last of its prompt, in any copy. One
+    of several micro-batches has the tokens of some responses.
     """
-    pairs = response_spans(shape)
-    before = torch.cat([torch.cat([prompt.rows()[-1:], response.rows()[:-1]]) for prompt, response in pairs])
-    targets = torch.cat([response.rows() for _, response in pairs])
-    return first_copy(rows, shape.packed_tokens)[before], targets
+    pairs = response_rows(shape)
+    before = torch.cat([torch.cat([prompt[-1:], response[:-1]]) for prompt, response in pairs])
+    targets = torch.cat([response for _, response in pairs])
+    which = torch.isin(targets, rows).nonzero().view(-1)
+    return first_copy(rows, shape.packed_tokens)[before[which]], targets[which], which
 
 
 def as_packed(shape: Shape) -> tuple[int, int]:
-    """Tokens and pairs of what this library packs: a prompt's last token in front of each of its responses."""
+    """Tokens and pairs of what this library packs: a prompt's last token in front of each of its responses.
+
+    Of a tree nothing is moved.
+    """
     groups = [Group(group.prompt - 1, tuple(1 + length for length in group.responses)) for group in shape.groups]
-    packed = Shape(shape.name, tuple(groups))
+    packed = Shape(shape.name, tuple(groups), tree=shape.tree)
     return packed.packed_tokens, packed.visible_pairs
 
 
@@ -125,21 +141,27 @@ class StepRun(LayerRun):
     shape: StepShape
     # Roundings to bf16 over 36 layers: shared and replicated prompts differ by 6 to 8% of the spread on an H200.
     largest_difference = 0.1
+    is_centred = True  # the common part, the logarithm of the vocabulary's size, would hide what attention adds
 
-    def prepare(self, impl: Implementation) -> Prepared:
-        """The leaves are all parameters; rows of the output are scored tokens, less their mean."""
+    def prepared(self, impl: Implementation) -> Iterator[Prepared]:
+        """The leaves are all parameters; rows of the output are scored tokens."""
         shape, config = self.shape, self.config
         dtype = DTYPES[config.dtype]
         ids, dout = make_ids(shape, config.device, config.seed)
-        make = partial(make_model, shape, dtype=dtype, device=config.device, seed=config.seed)
-        how = impl.arrange(shape, config.device)
-        model, run = shared_step(shape, ids, make) if impl.is_ours else peer_step(shape, ids, make, how)
+        make = cache(partial(make_model, shape, dtype=dtype, device=config.device, seed=config.seed))
+        for how in arrangements(impl.arrange(shape, config.device)):
+            step = shared_step(shape, ids, make) if impl.is_ours else peer_step(shape, ids, make, how)
+            yield prepared_step(*step, dout)
 
-        def take(out: Tensor, which: Tensor) -> Tensor:
-            # The common part, the logarithm of the vocabulary's size, would hide what attention adds.
-            return (out - out.mean())[which % len(out)]
 
-        return Prepared(tuple(model.parameters()), dout, run, take, lambda gradients, which: ())
+def prepared_step(model: Any, run: Callable[[], Tensor], scored: Tensor, dout: Tensor) -> Prepared:
+    """One micro-batch, which has those of the scored tokens."""
+
+    def take(out: Tensor, which: Tensor) -> Tensor:
+        values = out.new_zeros(len(dout)).index_copy_(0, scored, out)
+        return values[which % len(dout)]
+
+    return Prepared(tuple(model.parameters()), dout[scored], run, take, lambda gradients, which: ())
 
 
 def implementations(families: list[str] | None) -> list[Implementation]:

@@ -1,6 +1,7 @@
 """The deduplicated micro-batch that every implementation starts from, and the rows that each computes of it.
 
-Packed means ``[P][R_1]...[R_N]``, group after group. A row is an index into a packed tensor.
+Packed means ``[P][R_1]...[R_N]``, group after group, or the nodes of a tree, depth first. A row is an index into a
+packed tensor.
 """
 
 from __future__ import annotations
@@ -22,18 +23,33 @@ class Arrangement:
     """How an implementation lays out a micro-batch: the packed row of each of its tokens, and attention over those.
 
     What has to be done in every layer of a model (gathering keys, for one) is part of ``attention``.
+
+    Attributes:
+        copies: (packed rows,) how many rows stand for each packed row, where this is one of several micro-batches; None
+            to count ``rows``.
     """
 
     rows: Tensor
     attention: Attention
+    copies: Tensor | None = None
+
+    def counted(self, total: int) -> Tensor:
+        """``copies`` of ``total`` packed rows."""
+        return self.rows.bincount(minlength=total) if self.copies is None else self.copies
+
+
+def arrangements(how: Arrangement | list[Arrangement]) -> list[Arrangement]:
+    """The micro-batches one after another; mostly there is one."""
+    return how if isinstance(how, list) else [how]
 
 
 @dataclass
 class Prepared:
     """One implementation, ready to be called on one source.
 
-    ``run`` computes the output from ``leaves``; ``dout`` has the output's shape. ``take`` reads packed rows of the
-    output. ``fold`` gives packed rows of the gradients of those leaves that have rows, summed over their copies.
+    ``run`` computes the output from ``leaves``; ``dout`` has the output's shape. ``take`` gives packed rows of the
+    output, the mean of their copies. ``fold`` gives packed rows of the gradients of those leaves that have rows, summed
+    over their copies. One of several micro-batches gives its share of both.
     """
 
     leaves: tuple[Tensor, ...]
@@ -45,16 +61,15 @@ class Prepared:
 
 def prepare_attention(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, how: Arrangement) -> Prepared:
     """Attention alone, on random normal data (zeros would draw less power and run faster). Leaves are q, k and v."""
-    source = make_source(shape, dtype, device, seed)
-    rows = how.rows.to(device)
+    source, total = make_source(shape, dtype, device, seed), shape.packed_tokens
+    rows, copies = how.rows.to(device), how.counted(total).to(device)
     q, k, v = (leaf(one[rows]) for one in source[:3])
-    copies = first_copy(rows, shape.packed_tokens)
     return Prepared(
         (q, k, v),
-        shared_dout(source[3], rows),
+        shared(source[3], copies)[rows],
         lambda: how.attention(q, k, v),
-        lambda out, which: out[copies[which]],
-        lambda gradients, which: tuple(folded(one, rows, which, shape.packed_tokens) for one in gradients),
+        lambda out, which: shared(folded(out, rows, which, total), copies[which]),
+        lambda gradients, which: tuple(folded(one, rows, which, total) for one in gradients),
     )
 
 
@@ -68,11 +83,15 @@ def make_source(shape: Shape, dtype: torch.dtype, device: torch.device, seed: in
 
 @dataclass(frozen=True)
 class Span:
-    """Packed rows [begin, end) of one prompt or response; ``prompt`` is the index of its group's prompt span."""
+    """Packed rows [begin, end) of one node: a prompt, a response, a turn. Those of its subtree end at ``subtree_end``.
+
+    The first one stands at ``position`` of its sequences.
+    """
 
     begin: int
     end: int
-    prompt: int
+    position: int
+    subtree_end: int
 
     @property
     def length(self) -> int:
@@ -83,21 +102,26 @@ class Span:
 
 
 def spans(shape: Shape) -> list[Span]:
-    """All prompts and responses in packed order; a prompt's span names itself."""
-    out: list[Span] = []
-    begin = 0
-    for group in shape.groups:
-        prompt = len(out)
-        for length in (group.prompt, *group.responses):
-            out.append(Span(begin, begin + length, prompt))
-            begin += length
-    return out
+    """All nodes in packed order."""
+    bounds = [*accumulate((length for length, _ in shape.nodes), initial=0)]
+    subtree_ends = bounds[1:]
+    for path in shape.paths:
+        for index in path:
+            subtree_ends[index] = bounds[path[-1] + 1]
+    positions = [end - length for end, (length, _) in zip(shape.ends, shape.nodes)]
+    return [Span(*one) for one in zip(bounds, bounds[1:], positions, subtree_ends)]
 
 
-def response_spans(shape: Shape) -> list[tuple[Span, Span]]:
-    """The prompt and the response of every sample."""
-    found = spans(shape)
-    return [(found[one.prompt], one) for index, one in enumerate(found) if index != one.prompt]
+def path_rows(shape: Shape, nodes: Sequence[int]) -> list[Tensor]:
+    """Of each of the nodes the packed rows of its path: every token from its root to its own end."""
+    rows = [one.rows() for one in spans(shape)]
+    return [torch.cat([rows[index] for index in shape.paths[node]]) for node in nodes]
+
+
+def response_rows(shape: Shape) -> list[tuple[Tensor, Tensor]]:
+    """Packed rows of the prompt, or of all that is above it, and of the response of every sample."""
+    paths = zip(shape.responses, path_rows(shape, shape.leaves))
+    return [(rows[: len(rows) - length], rows[len(rows) - length :]) for length, rows in paths]
 
 
 def packed_rows(shape: Shape) -> Tensor:
@@ -106,20 +130,18 @@ def packed_rows(shape: Shape) -> Tensor:
 
 def replicated_rows(shape: Shape) -> Tensor:
     """Packed row of every token of ``[P R_1][P R_2]...``, (sum of P + R_i,) int64."""
-    return torch.cat([one.rows() for pair in response_spans(shape) for one in pair])
+    return torch.cat(path_rows(shape, shape.leaves))
 
 
 def contexts_first_rows(shape: Shape) -> Tensor:
     """Packed row of each row of this library's layout: all prompts, then all responses."""
-    prompts = [one.rows() for index, one in enumerate(spans(shape)) if index == one.prompt]
-    return torch.cat([*prompts, *(response.rows() for _, response in response_spans(shape))])
+    found = spans(shape)
+    return torch.cat([found[index].rows() for index in (*shape.roots, *shape.leaves)])
 
 
 def packed_positions(shape: Shape) -> Tensor:
     """Position of every packed row in its sequence: responses count on from the end of their prompt."""
-    found = spans(shape)
-    starts = [0 if index == one.prompt else found[one.prompt].length for index, one in enumerate(found)]
-    return torch.cat([torch.arange(start, start + one.length) for start, one in zip(starts, found)])
+    return torch.cat([one.rows() - one.begin + one.position for one in spans(shape)])
 
 
 def cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -157,7 +179,6 @@ def first_copy(rows: Tensor, total: int) -> Tensor:
     return position
 
 
-def shared_dout(dout: Tensor, rows: Tensor) -> Tensor:
-    """``dout`` of the packed rows for ``rows``, so that the copies of a row add up to it."""
-    copies = rows.bincount(minlength=len(dout)).to(dout.dtype)
-    return (dout / copies.view(-1, *[1] * (dout.dim() - 1)))[rows]
+def shared(values: Tensor, copies: Tensor) -> Tensor:
+    """What each of the copies of a row gets of its value, so that they add up to it."""
+    return values / copies.to(values.dtype).view(-1, *[1] * (values.dim() - 1))

@@ -6,15 +6,24 @@ import importlib
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from flex import arrange_flex
-from packing import Arrangement, Attention, contexts_first_rows, cumulative, heads_first, packed_rows, replicated_rows
-from shapes import DETERMINISTIC, Shape, fits_one_call
+from packing import (
+    Arrangement,
+    Attention,
+    contexts_first_rows,
+    cumulative,
+    heads_first,
+    packed_rows,
+    path_rows,
+    replicated_rows,
+)
+from shapes import DETERMINISTIC, Shape, fits_one_call, micro_batches
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -37,7 +46,8 @@ class Implementation:
     """What a row of the tables is about.
 
     Attributes:
-        arrange: its rows and its attention for a shape on a device: an Arrangement, or the Steps of a stream.
+        arrange: its rows and its attention for a shape on a device: an Arrangement, or one for each of several
+            micro-batches, or the Steps of a stream.
         refuses: why a shape cannot be measured.
         is_replicated: every response has its own copy of the prompt.
         package: the key of ``PACKAGES`` that it needs.
@@ -102,6 +112,8 @@ def arrange_ours(
     from flash_attn_dualkv import flash_attn_varlen_func, pack_shared_prompts, shared_prompt_attention
 
     choose_family(family)
+    if shape.tree:
+        return arrange_tree(shape, device, deterministic)
     if shape.is_context_free:
         options: dict[str, Any] = {"causal": True, "deterministic": deterministic}
         calls = [VarlenCall.of(shape.responses, device)]
@@ -112,6 +124,23 @@ def arrange_ours(
         contexts_first_rows(shape),
         lambda q, k, v: shared_prompt_attention(q, k, v, layout, deterministic=deterministic),
     )
+
+
+def arrange_tree(shape: Shape, device: torch.device, deterministic: bool) -> Arrangement:
+    """One call on the nodes of a tree, depth first."""
+    attend: Any = importlib.import_module("flash_attn_dualkv.attention").flash_attn_tree_varlen_func
+    lengths, above = zip(*shape.nodes)
+    parents = torch.tensor(above, dtype=torch.int32, device=device)
+    tables = {"cu_seqlens": cumulative(lengths, device), "parents": parents, "deterministic": deterministic}
+    return Arrangement(packed_rows(shape), lambda q, k, v: attend(q, k, v, **tables))
+
+
+def own_varlen(family: str | None = None) -> VarlenKernel:
+    """This library's kernels for packed sequences that share nothing."""
+    from flash_attn_dualkv import flash_attn_varlen_func
+
+    choose_family(family)
+    return partial(flash_attn_varlen_func, causal=True)
 
 
 def own_families(build: dict[str, Any], capability: tuple[int, int]) -> list[str]:
@@ -160,7 +189,7 @@ class VarlenCall:
     longest: int
 
     @staticmethod
-    def of(lengths: list[int], device: torch.device) -> VarlenCall:
+    def of(lengths: Sequence[int], device: torch.device) -> VarlenCall:
         return VarlenCall(sum(lengths), cumulative(lengths, device), max(lengths))
 
 
@@ -203,6 +232,38 @@ def arrange_replicated(shape: Shape, device: torch.device, load: Callable[[], Va
 
 def refuses_groups(shape: Shape) -> str | None:
     return None if len(shape.groups) == 1 else "written for one group"
+
+
+def refuses_trees(shape: Shape) -> str | None:
+    return "measured flattened" if shape.tree else None
+
+
+def refuses_prompts(shape: Shape) -> str | None:
+    return None if shape.tree else "written for trees"
+
+
+def arrange_flattened(shape: Shape, device: torch.device, load: Callable[[], VarlenKernel]) -> list[Arrangement]:
+    """The path of every leaf as a sequence of its own, micro-batch after micro-batch."""
+    kernel, found = load(), []
+    copies = replicated_rows(shape).bincount(minlength=shape.packed_tokens)
+    for leaves in micro_batches(shape):
+        call = VarlenCall.of([shape.ends[leaf] for leaf in leaves], device)
+        rows = torch.cat(path_rows(shape, leaves))
+        found.append(Arrangement(rows, varlen_attention(kernel, [call]), copies))
+    return found
+
+
+def arrange_gathered(shape: Shape, device: torch.device, load: Callable[[], VarlenKernel]) -> Arrangement:
+    """TRL's way: keys and values are copied so that those of every node's path lie side by side."""
+    kernel, (lengths, _) = load(), zip(*shape.nodes)
+    keys = torch.cat(path_rows(shape, range(len(lengths)))).to(device)
+    of_queries, of_keys = VarlenCall.of(lengths, device), VarlenCall.of(shape.ends, device)
+    tables = of_queries.offsets, of_keys.offsets, of_queries.longest, of_keys.longest
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernel(q, k.index_select(0, keys), v.index_select(0, keys), *tables)
+
+    return Arrangement(packed_rows(shape), attention)
 
 
 def torch_varlen() -> VarlenKernel:
@@ -248,10 +309,22 @@ def replicated(label: str, load: Callable[[], VarlenKernel] | None = None) -> Im
     return Implementation(
         f"{label}_replicated",
         partial(arrange_replicated, load=load or partial(package_varlen, label)),
+        refuses_trees,
         is_replicated=True,
         package=None if load else label,
         compile_s=20.0 if label == "fa4" else 0.0,
     )
+
+
+def on_trees(label: str, load: Callable[[], VarlenKernel] | None = None) -> list[Implementation]:
+    """Both ways to a tree's attention with that kernel; the arguments are those of ``replicated``."""
+    kernel = load or partial(package_varlen, label)
+    options: dict[str, Any] = {"package": None if load else label, "compile_s": 20.0 if label == "fa4" else 0.0}
+    gathered, flattened = (partial(one, load=kernel) for one in (arrange_gathered, arrange_flattened))
+    return [
+        Implementation(f"{label}_gathered", gathered, refuses_prompts, **options),
+        Implementation(f"{label}_flattened", flattened, refuses_prompts, is_replicated=True, **options),
+    ]
 
 
 # --- others ---------------------------------------------------------------------------------------------------------
@@ -272,7 +345,7 @@ def arrange_dense(shape: Shape, device: torch.device, backend: SDPBackend) -> Ar
 
 def dense(name: str, backend: SDPBackend) -> Implementation:
     def refuses(shape: Shape) -> str | None:
-        return None if len(set(shape.replicated_lengths)) == 1 else "needs equal lengths"
+        return refuses_trees(shape) or (None if len(set(shape.replicated_lengths)) == 1 else "needs equal lengths")
 
     return Implementation(name, partial(arrange_dense, backend=backend), refuses, is_replicated=True)
 
@@ -329,6 +402,14 @@ def peers() -> list[Implementation]:
     ]
 
 
+def tree_peers(families: list[str] | None) -> list[Implementation]:
+    """What is measured beside the peers on trees alone: keys gathered along paths, and flattened sequences."""
+    if families is None:
+        return [*on_trees("math", lambda: math_varlen), *on_trees("varlen_reference", own_varlen)[1:]]
+    ours = on_trees(f"varlen_{families[-1]}", partial(own_varlen, families[-1]))[1:]
+    return [*on_trees("fa4"), *on_trees("fa2", torch_varlen), *ours]
+
+
 def on_cpu(flex: bool) -> list[Implementation]:
     """Plain PyTorch in the places of the kernels: for tests, never for results.
 
@@ -351,10 +432,19 @@ def kernel_implementations(families: list[str] | None) -> list[Implementation]:
 def layer_implementations(families: list[str] | None) -> list[Implementation]:
     """What a layer is measured with, ours first."""
     if families is None:
-        return [*on_cpu(flex=True), prefix_grouper(lambda: math_varlen)]
-    return [*own_implementations(families), *peers(), prefix_grouper(torch_varlen)]
+        return [*on_cpu(flex=True), prefix_grouper(lambda: math_varlen), *tree_peers(None)]
+    return [*own_implementations(families), *peers(), prefix_grouper(torch_varlen), *tree_peers(families)]
 
 
 def model_implementations(families: list[str] | None) -> list[Implementation]:
     """What a whole model is measured with, ours first."""
-    return on_cpu(flex=False) if families is None else [*own_implementations(families), *peers()]
+    ours_and_peers = on_cpu(flex=False) if families is None else [*own_implementations(families), *peers()]
+    return [*ours_and_peers, *tree_peers(families)]
+
+
+def tree_implementations(families: list[str] | None) -> list[Implementation]:
+    """Attention over a tree, ours first."""
+    if families is None:
+        return [*on_cpu(flex=True), *tree_peers(None)]
+    flex = [one for one in peers() if one.name.startswith("flex")]
+    return [*own_implementations(families), *map(deterministic, families), *flex, *tree_peers(families)]

@@ -14,7 +14,7 @@ from shapes import LayerShape, Shape, StepShape, fits_one_call, parse
 
 from flash_attn_dualkv.predict import DIRECTIONS
 
-KINDS: dict[str, type[Shape]] = {"kernel": Shape, "layer": LayerShape, "model": StepShape}
+KINDS: dict[str, type[Shape]] = {"kernel": Shape, "tree": Shape, "layer": LayerShape, "model": StepShape}
 HEADER = {"benchmark": str, "gpu": str, "torch": str, "cuda": str, "commit": str, "date": str, "dirty": bool}
 ROW = {"shape", "impl", "direction", "dtype", "n", "p", "r", "groups", "h", "h_k", "d", "ms", "tflops", "fraction"}
 ROW |= {"matmul_tflops", "packed_tokens", "visible_pairs"}
@@ -35,6 +35,12 @@ LABELS = {
     "fa2_replicated": "FlashAttention-2, prompt replicated",
     "cudnn_replicated": "cuDNN, prompt replicated",
     "prefix_grouper": "prefix_grouper, FlashAttention-2",
+    "fa4_gathered": "FlashAttention-4, keys gathered along paths",
+    "fa2_gathered": "FlashAttention-2, keys gathered along paths",
+    "varlen_sm90_flattened": "this library's varlen kernels, flattened",
+    "varlen_sm80_flattened": "this library's varlen kernels (sm_80), flattened",
+    "fa4_flattened": "FlashAttention-4, flattened",
+    "fa2_flattened": "FlashAttention-2, flattened",
 }
 
 
@@ -104,7 +110,8 @@ def problems_of(row: dict[str, Any], benchmark: str) -> list[str]:
         return problems
     if not all((row[key] or 0) > 0 for key in ("ms", "tflops", "fraction", "matmul_tflops", "peak_gib")):
         return [*problems, "ms, tflops, fraction, matmul_tflops and peak_gib must be positive"]
-    names = ("packed_tokens", "visible_pairs") if benchmark == "kernel" else ("executed_tokens", "executed_pairs")
+    is_layer = issubclass(KINDS[benchmark], LayerShape)
+    names = ("executed_tokens", "executed_pairs") if is_layer else ("packed_tokens", "visible_pairs")
     tflops = shape.flops(row["direction"], *(row[name] for name in names)) / row["ms"] / 1e9
     for name, value in (("tflops", tflops), ("fraction", tflops / row["matmul_tflops"])):
         if not math.isclose(row[name], value, rel_tol=0.01):
@@ -132,6 +139,8 @@ def why(row: Any) -> str:
         return "out of memory"
     if isinstance(row.error, str):
         return "failed"
+    if isinstance(row.skipped, str) and row.skipped.endswith("is not installed"):
+        return "not installed"
     return "not timed"
 
 
@@ -155,6 +164,7 @@ def medians(frame: pd.DataFrame) -> pd.DataFrame:
         for direction in DIRECTIONS:
             facts[f"{direction}_{name}"] = found[direction] if direction in found else float("nan")
     facts["ms"] = facts["forward_ms"] + facts["backward_ms"]
+    facts["is_tree"] = facts.index.get_level_values("shape").str.contains("tree-")
     runs = frame.pivot_table(index=["file", *keys], columns="direction", values="ms", aggfunc="median")
     runs = runs.reindex(columns=DIRECTIONS).sum(axis=1, skipna=False).unstack()
     for times in (runs, facts["ms"].unstack()):

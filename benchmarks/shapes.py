@@ -1,13 +1,14 @@
 """The shapes that are measured: what their names mean, and what of their work counts.
 
 A shape is one micro-batch: groups of one prompt and its responses, written N x P x R, responses by prompt by response
-length. A name is a recipe that `parse` follows, so that any shape can be asked for:
+length, or a prefix tree of any depth. A name is a recipe that `parse` follows, so that any shape can be asked for:
 
     28x16Kx2K                           one prompt of 16K tokens, 28 responses of 2K
     16x8Kx131-2048                      16 responses with lengths drawn from 131 to 2048, once and for all
     4-groups-of-8x200x4K-16K            four prompts with eight responses each
     causal-32x4K-16K                    32 sequences without a prompt
     28x16Kx2K-H16-Hk4-d256              other heads than H = 32 query heads, H_k = 8 KV heads, head dim d = 128
+    tree-agentic                        one of the trees of trees.py
     qwen3-0.6b-4x1Kx131-2048            another model than Qwen3-8B, where a layer or a model is measured
 """
 
@@ -16,26 +17,31 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
+
+from trees import TREES, Nodes
 
 from flash_attn_dualkv.predict import (
     MODELS,
     TOKEN_BACKWARD_OVER_FORWARD,
     ModelShape,
     attention_flops,
-    replicated_pairs,
-    shared_pairs,
+    causal_pairs,
 )
 
 K = 1024
 ALL_MODELS = {**MODELS, "tiny": ModelShape(2, 48, 80, heads=4, kv_heads=2, head_dim=16, vocab=97)}
 DEFAULT_MODEL = "qwen3-8b"
-LENGTHS = r"(?P<low>\d+K?)(?:-(?P<high>\d+K?))?(?:-H(?P<heads>\d+)-Hk(?P<kv_heads>\d+))?(?:-d(?P<head_dim>\d+))?"
+HEADS_OF_NAME = r"(?:-H(?P<heads>\d+)-Hk(?P<kv_heads>\d+))?(?:-d(?P<head_dim>\d+))?"
+LENGTHS = rf"(?P<low>\d+K?)(?:-(?P<high>\d+K?))?{HEADS_OF_NAME}"
 MODEL = rf"(?:(?P<model>{'|'.join(map(re.escape, ALL_MODELS))})-)?"
 SHARED_NAME = re.compile(rf"{MODEL}(?:(?P<groups>\d+)-groups-of-)?(?P<n>\d+)x(?P<prompt>\d+K?)x{LENGTHS}")
 CAUSAL_NAME = re.compile(rf"causal-(?P<n>\d+)x{LENGTHS}")
+TREE_NAME = re.compile(rf"{MODEL}tree-(?P<tree>{'|'.join(TREES)}){HEADS_OF_NAME}")
 # Also measured with deterministic=True.
-DETERMINISTIC = ("28x16Kx2K", "28x16Kx2K-d64", "28x16Kx2K-H16-Hk4-d256")
+DETERMINISTIC = ("28x16Kx2K", "28x16Kx2K-d64", "28x16Kx2K-H16-Hk4-d256", "tree-agentic")
 MOST_ELEMENTS = 1 << 31  # of Q, in a call of a peer's kernel
+MICRO_BATCH_TOKENS = 256 * K  # of a flattened tree, where the tree itself has no more
 
 
 @dataclass(frozen=True)
@@ -48,22 +54,59 @@ class Group:
 
 @dataclass(frozen=True)
 class Shape:
-    """A micro-batch and the heads of the attention layer. A prompt of length 0 is the context-free case."""
+    """A micro-batch and the heads of the attention layer. A prompt of length 0 is the context-free case.
+
+    Attributes:
+        tree: instead of groups, the nodes of a prefix tree as trees.py has them.
+    """
 
     name: str
     groups: tuple[Group, ...]
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
+    tree: Nodes = ()
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        """Of a tree, or of groups: each prompt a root, its responses the leaves below it."""
+        nodes = [*self.tree]
+        for group in self.groups:
+            root = len(nodes)
+            nodes += [(group.prompt, -1), *((length, root) for length in group.responses)]
+        return tuple(nodes)
+
+    @cached_property
+    def paths(self) -> list[list[int]]:
+        """Of every node the nodes from its root to itself."""
+        found: list[list[int]] = []
+        for index, (_, parent) in enumerate(self.nodes):
+            found.append([*(found[parent] if parent >= 0 else []), index])
+        return found
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Of every node the length of its path."""
+        return [sum(self.nodes[one][0] for one in path) for path in self.paths]
+
+    @cached_property
+    def leaves(self) -> list[int]:
+        """The nodes without children: each ends a sequence."""
+        parents = {parent for _, parent in self.nodes}
+        return [index for index in range(len(self.nodes)) if index not in parents]
+
+    @property
+    def roots(self) -> list[int]:
+        return [index for index, (_, parent) in enumerate(self.nodes) if parent < 0]
 
     @property
     def responses(self) -> list[int]:
-        """Lengths of all responses, group after group."""
-        return [length for group in self.groups for length in group.responses]
+        """Lengths of all responses, group after group; of a tree those of its leaves."""
+        return [self.nodes[leaf][0] for leaf in self.leaves]
 
     @property
     def mean_prompt(self) -> int:
-        return round(sum(group.prompt for group in self.groups) / len(self.groups))
+        return round(sum(self.nodes[root][0] for root in self.roots) / len(self.roots))
 
     @property
     def mean_response(self) -> int:
@@ -71,17 +114,17 @@ class Shape:
 
     @property
     def is_context_free(self) -> bool:
-        return all(group.prompt == 0 for group in self.groups)
+        return all(self.nodes[root][0] == 0 for root in self.roots)
 
     @property
     def packed_tokens(self) -> int:
-        """Tokens with every prompt stored once."""
-        return sum(group.prompt + sum(group.responses) for group in self.groups)
+        """Tokens with every prompt, or node, stored once."""
+        return sum(length for length, _ in self.nodes)
 
     @property
     def replicated_lengths(self) -> list[int]:
-        """Lengths of the sequences with the prompt in front of each of its responses."""
-        return [group.prompt + response for group in self.groups for response in group.responses]
+        """Lengths of the sequences with the prompt, or path, in front of each of its responses."""
+        return [self.ends[leaf] for leaf in self.leaves]
 
     @property
     def replicated_tokens(self) -> int:
@@ -89,13 +132,14 @@ class Shape:
 
     @property
     def visible_pairs(self) -> int:
-        """Causal (query, key) pairs of one head: each prompt with itself, each response with its prompt and itself."""
-        return sum(shared_pairs(group.prompt, group.responses) for group in self.groups)
+        """Causal (query, key) pairs of one head: each node with what is above it and with itself."""
+        sizes = zip(self.ends, self.nodes)
+        return sum(causal_pairs(end) - causal_pairs(end - length) for end, (length, _) in sizes)
 
     @property
     def replicated_pairs(self) -> int:
         """Pairs that are computed when the prompt is replicated."""
-        return sum(replicated_pairs(group.prompt, group.responses) for group in self.groups)
+        return sum(map(causal_pairs, self.replicated_lengths))
 
     def flops(self, direction: str, tokens: int, pairs: int) -> float:
         """Floating-point operations over ``tokens`` and ``pairs``: of the attention alone."""
@@ -133,6 +177,20 @@ def fits_one_call(shape: Shape, tokens: int) -> bool:
     return tokens * shape.heads * shape.head_dim < MOST_ELEMENTS
 
 
+def micro_batches(shape: Shape) -> list[list[int]]:
+    """Leaves whose flattened sequences go together: no more tokens than the tree has, or 256K if it has fewer.
+
+    All at once they would need more memory than there is, and the tree is one micro-batch of its size.
+    """
+    most = max(shape.packed_tokens, MICRO_BATCH_TOKENS)
+    pieces: list[list[int]] = [[]]
+    for leaf in shape.leaves:
+        if sum(shape.ends[one] for one in (*pieces[-1], leaf)) > most:
+            pieces.append([])
+        pieces[-1].append(leaf)
+    return pieces
+
+
 def number(text: str) -> int:
     """8K as 8192."""
     return int(text.removesuffix("K")) * (K if text.endswith("K") else 1)
@@ -144,27 +202,31 @@ def parse(name: str, kind: type[Shape] = Shape) -> Shape:
     Raises:
         ValueError: no shape can have that name.
     """
-    found = SHARED_NAME.fullmatch(name) or CAUSAL_NAME.fullmatch(name)
+    found = SHARED_NAME.fullmatch(name) or CAUSAL_NAME.fullmatch(name) or TREE_NAME.fullmatch(name)
     if found is None:
-        known = "28x16Kx2K, 16x8Kx131-2048, 4-groups-of-8x200x4K-16K, causal-8x4K"
+        known = "28x16Kx2K, 16x8Kx131-2048, 4-groups-of-8x200x4K-16K, causal-8x4K, tree-agentic"
         raise ValueError(f"shape: expected a name like {known}, got {name!r}")
     parts = {key: value for key, value in found.groupdict().items() if value is not None}
+    heads = {key: int(parts[key]) for key in ("heads", "kv_heads", "head_dim") if key in parts}
+    groups, tree = ((), TREES[parts["tree"]]()) if "tree" in parts else (drawn_groups(parts), ())
+    shape = Shape(name, groups, tree=tree, **heads)
+    if not issubclass(kind, LayerShape):
+        return shape
+    return of_model(shape, ALL_MODELS[parts.get("model", DEFAULT_MODEL)], kind)
+
+
+def drawn_groups(parts: dict[str, str]) -> tuple[Group, ...]:
+    """What the parts of a name stand for."""
     n, prompt, low = int(parts["n"]), number(parts.get("prompt", "0")), number(parts["low"])
     high = number(parts.get("high", parts["low"]))
     draw = random.Random(f"{n}-{prompt}-{low}-{high}")
-    groups = tuple(
-        Group(prompt, tuple(draw.randint(low, high) for _ in range(n))) for _ in range(int(parts.get("groups", "1")))
-    )
-    if not issubclass(kind, LayerShape):
-        return Shape(
-            name, groups, **{key: int(parts[key]) for key in ("heads", "kv_heads", "head_dim") if key in parts}
-        )
-    return of_model(Shape(name, groups), ALL_MODELS[parts.get("model", DEFAULT_MODEL)], kind)
+    count = int(parts.get("groups", "1"))
+    return tuple(Group(prompt, tuple(draw.randint(low, high) for _ in range(n))) for _ in range(count))
 
 
 def of_model(shape: Shape, model: ModelShape, kind: type[LayerShape] = LayerShape) -> LayerShape:
     """The micro-batch of ``shape``, for a layer of the model or for all of it."""
-    return kind(shape.name, shape.groups, model.heads, model.kv_heads, model.head_dim, model=model)
+    return kind(shape.name, shape.groups, model.heads, model.kv_heads, model.head_dim, shape.tree, model=model)
 
 
 # Of a name to what people write: 16x8Kx131-2048 as 16 x 8K x 131..2048.
@@ -172,6 +234,7 @@ SPELLINGS = (
     (r"^causal-", "causal, "),
     (r"^qwen3-([\d.]+)b-", r"Qwen3-\1B: "),
     (r"-groups-of-", " groups of "),
+    (r"\btree-", "tree "),
     (r"(?<=[\dK])x(?=\d)", " x "),
     (r"(?<=[\dK])-(?=\d+K?(-|$))", ".."),
     (r"-Hk(?=\d)", ", H_k = "),
@@ -214,12 +277,18 @@ LAYER_PRESETS = {
     "table11": PAPER_GRID,
     "memory": tuple(f"{n}x{prompt}x131-2048" for prompt in ("4K", "8K", "16K", "32K") for n in (4, 8, 16)),
     "quick": ("16x8Kx131-2048", "8x16Kx131-2048"),
+    "tree": ("tree-agentic",),
     "tiny": ("tiny-3x70x1-90", "tiny-4x64x24"),
 }
 MODEL_PRESETS = {
     "qwen3-8b": (*LAYER_PRESETS["quick"], "8x1Kx131-2048"),
     "qwen3-0.6b": tuple(f"qwen3-0.6b-{n}x{prompt}x131-2048" for prompt in ("1K", "8K", "32K") for n in (4, 16)),
+    "tree": ("qwen3-1.7b-tree-agentic",),
     "tiny": LAYER_PRESETS["tiny"],
+}
+TREE_PRESETS = {
+    "trees": tuple(f"tree-{name}" for name in TREES if name != "tiny"),
+    "tiny": ("tree-tiny-H4-Hk2-d16",),
 }
 
 
