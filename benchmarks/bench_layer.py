@@ -4,6 +4,7 @@
     python benchmarks/bench_layer.py                                   # 16 x 8K and 8 x 16K, all implementations
     python benchmarks/bench_layer.py --preset table11 --budget-s 500   # the DualKV paper's layer table
     python benchmarks/bench_layer.py --preset memory --rounds 0        # peak memory alone, for the law that it follows
+    python benchmarks/bench_layer.py --preset tree                     # the agentic tree, against flattened sequences
 
 Plain PyTorch around the attention, bf16, no checkpointing. Replicated implementations run the whole layer over
 N (P + R) tokens, the others over P + N R; TFLOP/s count what an implementation computes. Times are those of a forward

@@ -15,6 +15,7 @@ from results import LABELS
 from shapes import title
 
 BLUE, SKY, GREEN, VERMILION, PURPLE, YELLOW = "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#F0E442"
+ORANGE, BLACK, GREY = "#E69F00", "#000000", "#999999"
 COLORS = {
     "dualkv_sm90": BLUE,
     "flex_fa4": SKY,
@@ -22,6 +23,11 @@ COLORS = {
     "fa4_replicated": PURPLE,
     "prefix_grouper": YELLOW,
     "fa2_replicated": VERMILION,
+    "fa4_gathered": ORANGE,
+    "fa2_gathered": GREY,
+    "varlen_sm90_flattened": BLACK,
+    "fa4_flattened": PURPLE,
+    "fa2_flattened": VERMILION,
 }
 MARKERS = {"flex_fa4": "x", "flex_packed": "+", "fa4_replicated": "^", "fa2_replicated": "s"}
 LARGEST_PLOT = 9  # shapes; of more, those with as many responses as most
@@ -89,15 +95,15 @@ def panels(figures: pd.DataFrame, columns: dict[str, str], heading: str, path: P
     return [f"![{heading}]({path.name})"]
 
 
-def bars_by_direction(figures: pd.DataFrame, path: Path) -> list[str]:
+def bars_by_direction(figures: pd.DataFrame, path: Path, what: str) -> list[str]:
     columns = {f"{one}_tflops": f"{one}, useful TFLOP/s" for one in ("forward", "backward")}
-    return panels(figures, columns, "Attention: useful TFLOP/s (longer is faster)", path)
+    return panels(figures, columns, f"{what}: useful TFLOP/s (longer is faster)", path)
 
 
 def layer_bars(figures: pd.DataFrame, path: Path, heading: str) -> list[str]:
-    """Effective throughput and peak memory; of many shapes those with 16 responses."""
+    """Effective throughput and peak memory; of many shapes those with 16 responses, and trees."""
     if figures["shape"].nunique() > LARGEST_PLOT:
-        figures = figures[figures["n"] == 16]
+        figures = figures[(figures["n"] == 16) | figures["is_tree"]]
     figures = figures.assign(rate=figures["replicated_tokens"] / figures["ms"])
     columns = {"rate": "effective thousand tokens/s (longer is faster)", "peak_gib": "peak memory, GiB"}
     return panels(figures, columns, heading, path)

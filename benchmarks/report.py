@@ -20,7 +20,7 @@ import pandas as pd
 import plots
 from command import RESULTS
 from results import LABELS, OURS, ResultError, check, in_pieces, load, medians, result_files
-from shapes import title
+from shapes import parse, title
 
 GIB = 1 << 30
 USUAL_HEADS = (32, 8, 128)
@@ -66,7 +66,8 @@ def kernel_section(frame: pd.DataFrame, folder: Path) -> list[str]:
     kind = [next(name for name, is_it in KINDS_OF_SHAPES.items() if is_it(row)) for row in figures.itertuples()]
     is_usual = figures[["h", "h_k", "d"]].apply(tuple, axis=1) == USUAL_HEADS
     with_peers = figures[~figures["impl"].str.startswith("dualkv") & figures["ms"].notna()]["shape"]
-    plot = plots.bars_by_direction(figures[is_usual & figures["shape"].isin(with_peers)], folder / "attention.png")
+    shown = figures[is_usual & figures["shape"].isin(with_peers)]
+    plot = plots.bars_by_direction(shown, folder / "attention.png", "Attention")
     parts = [
         "## Attention",
         *plot,
@@ -81,20 +82,53 @@ def kernel_section(frame: pd.DataFrame, folder: Path) -> list[str]:
     return parts
 
 
+FLATTENED = (
+    "Flattened: the path of every leaf of a tree as a sequence of its own, in micro-batches of at most as many tokens "
+    "as the tree has (256K where it has fewer): the sum of their times, the largest of their peaks."
+)
+
+
+def tree_section(frame: pd.DataFrame, folder: Path) -> list[str]:
+    figures = medians(frame)
+    trees = [(name, parse(name)) for name in dict.fromkeys(figures["shape"])]
+    facts = pd.DataFrame(
+        {
+            "tree": title(name),
+            "nodes": str(len(tree.nodes)),
+            "leaves": str(len(tree.leaves)),
+            "depth": str(max(map(len, tree.paths))),
+            "tokens": f"{tree.packed_tokens:,}",
+            "tokens flattened": f"{tree.replicated_tokens:,}",
+            "pairs saved": f"{tree.replicated_pairs / tree.visible_pairs:.2f}x",
+        }
+        for name, tree in trees
+    )
+    return [
+        "## Prefix trees",
+        *plots.bars_by_direction(figures, folder / "trees.png", "Prefix trees"),
+        "Useful work over time: 4 H d operations a visible pair of the tree forward, 2.5 times that backward, whatever "
+        "an implementation computes. Keys gathered along paths: TRL's way, index_select of the keys and values of "
+        f"every node's path and a varlen kernel. {FLATTENED} The trees are those of [trees.py](../../trees.py).",
+        markdown(facts, left=1),
+        markdown(table_of(figures, "tree")),
+    ]
+
+
 def table_of(figures: pd.DataFrame, benchmark: str) -> pd.DataFrame:
     """A row per shape and implementation; a shape is named once. Attention alone has no throughput in tokens."""
-    names = figures["shape"].map(title)
-    table = pd.DataFrame({"N x P x R": names.where(names != names.shift(), "")})
+    names, is_attention = figures["shape"].map(title), benchmark in ("kernel", "tree")
+    shapes = names.where(names != names.shift(), "")
+    table = pd.DataFrame({"tree" if benchmark == "tree" else "N x P x R": shapes})
     table["implementation"] = figures["impl"].map(lambda name: LABELS.get(name, name))
     for direction in ("forward", "backward"):
         table[f"{direction} ms"] = figures[f"{direction}_ms"].map(milliseconds)
-        if benchmark == "kernel":
+        if is_attention:
             table[f"{direction} TFLOP/s"] = figures[f"{direction}_tflops"].map(number)
             table[f"{direction}, of matmul"] = figures[f"{direction}_fraction"].map(percent)
     table["both ms"] = figures["ms"].map(milliseconds).where(figures["why"] == "", figures["why"])
     table["time, ours = 1"] = figures["ratio"].map(lambda value: number(value, 2))
     table["peak GiB"] = figures["peak_gib"].map(lambda value: number(value, 1))
-    if benchmark != "kernel":
+    if not is_attention:
         for name, tokens in (("executed", figures["executed_tokens"]), ("effective", figures["replicated_tokens"])):
             table[f"{name} ktok/s"] = (tokens / figures["ms"]).map(lambda rate: number(rate, 0 if rate >= 100 else 1))
     return table
@@ -112,10 +146,11 @@ def layer_section(frame: pd.DataFrame, folder: Path) -> list[str]:
         *plot,
         f"Forward and backward, plain PyTorch around the attention, no checkpointing. {EFFECTIVE}",
         markdown(table_of(timed, "layer")),
+        *([FLATTENED] if timed["is_tree"].any() else []),
     ]
     if any(in_pieces(row) for row in timed[timed["ms"].notna()].itertuples()):
         parts.append("FlashAttention-2 takes 2^31 and more elements of Q in several calls; outputs are joined.")
-    return parts + memory_section(figures, folder)
+    return parts + memory_section(figures[~figures["is_tree"]], folder)
 
 
 def memory_section(figures: pd.DataFrame, folder: Path) -> list[str]:
@@ -179,6 +214,7 @@ def model_section(frame: pd.DataFrame, folder: Path) -> list[str]:
         "Qwen3 in stock transformers, 8B where no other size is named: log-probabilities of all responses and the "
         f"gradients of all parameters, every layer checkpointed, without an optimizer. {EFFECTIVE}",
         markdown(table_of(figures, "model")),
+        *(["Of a tree the last node of every sequence is trained. " + FLATTENED] if figures["is_tree"].any() else []),
     ]
 
 
@@ -216,7 +252,13 @@ def stream_section(frame: pd.DataFrame, folder: Path) -> list[str]:
     ]
 
 
-SECTIONS = {"kernel": kernel_section, "model": model_section, "layer": layer_section, "stream": stream_section}
+SECTIONS = {
+    "kernel": kernel_section,
+    "tree": tree_section,
+    "model": model_section,
+    "layer": layer_section,
+    "stream": stream_section,
+}
 
 
 def page(frame: pd.DataFrame, folder: Path) -> str:
@@ -286,8 +328,8 @@ direction, with the heads `h`, `h_k` and `d`, the time `ms`, `tflops`, and `frac
 same run (`matmul_tflops`). A row without a time says why. Files are of the present kernels: those of older ones are
 deleted.
 
-To add a run: `python benchmarks/bench_kernel.py --preset shared` (or `bench_layer.py`, `bench_model.py`,
-`bench_stream.py`) on a clean commit, then `python benchmarks/report.py`.
+To add a run: `python benchmarks/bench_kernel.py --preset shared` (or `bench_tree.py`, `bench_layer.py`,
+`bench_model.py`, `bench_stream.py`) on a clean commit, then `python benchmarks/report.py`.
 """
 
 

@@ -219,7 +219,8 @@ def test_own_families(built: tuple[str, ...], capability: tuple[int, int], expec
 
 def test_every_implementation_has_a_label() -> None:
     families = ["sm80", "sm90"]
-    found = (*peers.kernel_implementations(families), *peers.layer_implementations(families))
+    attention = (*peers.kernel_implementations(families), *peers.tree_implementations(families))
+    found = (*attention, *peers.layer_implementations(families))
     assert {one.name for one in (*found, *stream.implementations(families))} <= set(results.LABELS)
     assert all(one.name.startswith("dualkv") == one.is_ours for one in found)
 

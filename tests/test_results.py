@@ -20,7 +20,7 @@ import results
 import shapes
 import torch
 from command import RESULTS, ROOT
-from peers import Implementation, kernel_implementations, layer_implementations
+from peers import Implementation, kernel_implementations, layer_implementations, tree_implementations
 
 TRAINERS = RESULTS / "trainers"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -65,8 +65,19 @@ def kernel_result(speed: float = 1.0) -> dict[str, Any]:
     return {"header": HEADER, "rows": rows}
 
 
+def tree_result() -> dict[str, Any]:
+    """A peer was not installed."""
+    found = {one.name: one for one in tree_implementations(["sm90"])}
+    rows = []
+    for name in shapes.TREE_PRESETS["trees"]:
+        for impl, ms in (("dualkv_sm90", 1.0), ("flex_fa4", 2.0), ("fa4_gathered", 0.0), ("fa2_flattened", 8.0)):
+            facts = {} if ms else {"skipped": "flash-attn-4 is not installed"}
+            rows += rows_of(measure.ShapeRun, shapes.parse(name), found[impl], ms, **facts)
+    return {"header": {**HEADER, "benchmark": "tree"}, "rows": rows}
+
+
 def layer_result() -> dict[str, Any]:
-    """Peaks on a law, the largest out of memory."""
+    """Peaks on a law, the largest out of memory; a tree, which is on no such law."""
     found = {one.name: one for one in layer_implementations(["sm90"])}
     rows = []
     for name in shapes.LAYER_PRESETS["memory"]:
@@ -77,6 +88,9 @@ def layer_result() -> dict[str, Any]:
             peak = 1.5 + (200 * 1024 * prompts + 250 * 1024 * responses) / report.GIB
             facts = {"peak_gib": peak} if peak < 100 else {"oom": True, "peak_gib": None}
             rows += rows_of(measure.LayerRun, shape, found[impl], ms, **facts)
+    tree = shapes.parse("tree-agentic", shapes.LayerShape)
+    rows += rows_of(measure.LayerRun, tree, found["dualkv_sm90"], 100.0)
+    rows += rows_of(measure.LayerRun, tree, found["varlen_sm90_flattened"], 480.0)
     return {"header": {**HEADER, "benchmark": "layer"}, "rows": rows}
 
 
@@ -113,7 +127,7 @@ def write(folder: Path, **files: dict[str, Any]) -> Path:
 Damage = Callable[[dict[str, Any], dict[str, Any]], object]  # of a header and of a row
 
 
-@pytest.mark.parametrize("make", [kernel_result, layer_result, model_result, stream_result])
+@pytest.mark.parametrize("make", [kernel_result, tree_result, layer_result, model_result, stream_result])
 @pytest.mark.parametrize(
     ("message", "damage"),
     [
@@ -163,7 +177,8 @@ def test_what_is_no_result(text: str, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_pages_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     runs = {f"kernel-{index}": kernel_result(speed) for index, speed in enumerate((0.5, 1.0, 2.0))}
-    machine = write(tmp_path, **runs, layer=layer_result(), model=model_result(), stream=stream_result())
+    others = {"tree": tree_result(), "layer": layer_result(), "model": model_result(), "stream": stream_result()}
+    machine = write(tmp_path, **runs, **others)
     report.render(tmp_path)
     page = re.sub(" +", " ", (machine / "README.md").read_text())
     shape, layer = shapes.parse("28x16Kx2K"), shapes.parse("16x8Kx131-2048", shapes.LayerShape)
@@ -177,6 +192,11 @@ def test_pages_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         rf".* 48.0 \| 72.0 \| 1.00 \| 7.6 \| {layer.packed_tokens / 72:.0f} \| {layer.replicated_tokens / 72:.0f} \|.*",
         r"\| this library \| M0 \+ cP P \+ cR \(sum of R\) \| 1.50 \| 200.0 \| 250.0 \| 1.00000 \| 12 \|",
         r"\| this library \| 3 of 3 \| 2.00 \| 12 \| 0.50 \| 0.20 \| 19.0 \| 0 \| \|",
+        r"\| tree branched \| 15 \| 9 \| 7 \| 24,512 \| 36,608 \| 1.15x \|",
+        r"\| tree agentic \| this library \| 1.00 \|.*\| 2.00 \|.*\| 3.00 \| 1.00 \| 4.5 \|",
+        r"\| \| FlashAttention-4, keys gathered along paths \|.*\| not installed \|.*",
+        r"\| \| FlashAttention-2, flattened \| 8.00 \|.*\| 24.0 \| 8.00 \| 4.5 \|",
+        r"\| \| this library's varlen kernels, flattened \| 480.0 \| 960.0 \| 1440 \| 4.80 \| 4.5 \|.*",
         r".*\| 2 of 3 \| 40.0 \| 80 \|.* failed: RuntimeError: no dynamic shapes \|",
     ):
         assert re.search(f"^{line}$", page, re.M), line
@@ -184,7 +204,10 @@ def test_pages_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "| Attention, 28 x 16K x 2K | 30.0 | 33.0 (1.10x) | out of memory |" in text
     assert "| One layer of Qwen3-8B, 16 x 8K x 131..2048 | 72.0 | not run | 432.0 (6.00x) |" in text
     assert text in re.sub(" +", " ", (tmp_path / "README.md").read_text())
-    for image in ("headline.png", *(f"NVIDIA-H200/{name}.png" for name in ("attention", "layer", "memory", "model"))):
+    for image in (
+        "headline.png",
+        *(f"NVIDIA-H200/{name}.png" for name in ("attention", "trees", "layer", "memory", "model")),
+    ):
         assert (tmp_path / image).read_bytes().startswith(b"\x89PNG")
     assert report.main([str(path) for path in sorted(machine.glob("*.json"))]) == 0
     assert "FlexAttention on FlashAttention-4" in capsys.readouterr().out
@@ -194,6 +217,7 @@ def test_the_law_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says how well it fits, leaves out peaks of several calls, and is not made of too few points."""
     frame = results.load_rows(layer_result())
     figures = results.medians(frame)
+    figures = figures[~figures["is_tree"]]
     ours, theirs = (figures[figures["impl"] == name].copy() for name in ("dualkv_sm90", "fa2_replicated"))
     in_pieces = theirs.apply(results.in_pieces, axis=1)
     assert list(theirs[in_pieces]["shape"]) == ["16x32Kx131-2048"] and not ours.apply(results.in_pieces, axis=1).any()

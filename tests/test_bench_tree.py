@@ -1,0 +1,258 @@
+"""The benchmark of prefix trees: the trees, that all ways to their attention do the same work, and the commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import bench_layer
+import bench_tree
+import command
+import layer
+import measure
+import packing
+import peers
+import pytest
+import results
+import shapes
+import torch
+from shapes import Shape
+from test_benchmarks import dense_attention
+from torch import Tensor
+from trees import Nodes
+
+from flash_attn_dualkv import attention
+
+CPU = torch.device("cpu")
+CHAIN: Nodes = ((5, -1), (30, 0), (9, 1), (4, 2))
+FOREST: Nodes = ((40, -1), (7, 0), (1, 1), (20, 1), (33, 0), (12, -1), (3, 5), (64, 5), (5, 7), (6, 7))
+SMALL = (
+    shapes.parse("tree-tiny-H4-Hk2-d16"),
+    Shape("chain", (), 4, 1, 16, CHAIN),
+    Shape("forest", (), 2, 2, 8, FOREST),
+)
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+def dense_mask(nodes: Nodes) -> Tensor:
+    """Visibility token by token, from the tokens of every path."""
+    paths: list[list[tuple[int, int]]] = []  # of each node, tokens as (node, place)
+    for index, (length, parent) in enumerate(nodes):
+        paths.append([*(paths[parent] if parent >= 0 else []), *((index, place) for place in range(length))])
+    tokens = [token for index, path in enumerate(paths) for token in path if token[0] == index]
+    seen = [set(paths[node][: paths[node].index((node, place)) + 1]) for node, place in tokens]
+    return torch.tensor([[key in keys for key in tokens] for keys in seen])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, parents: Tensor, deterministic: bool = False) -> Tensor:
+    return dense_attention(q, k, v, dense_mask(tuple(zip(cu_seqlens.diff().tolist(), parents.tolist()))))
+
+
+@pytest.fixture(autouse=True)
+def tree_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several micro-batches where a tree is flattened; the tree's function, as long as there is none."""
+    monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
+    if not hasattr(attention, "flash_attn_tree_varlen_func"):
+        monkeypatch.setattr(attention, "flash_attn_tree_varlen_func", attend, raising=False)
+
+
+# --- the trees ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "leaves", "depth", "tokens", "flattened", "saved"),
+    [
+        ("balanced_d4", 31, 16, 5, 16384, 49152, 1.99),
+        ("branched", 15, 9, 7, 24512, 36608, 1.15),
+        ("comb", 129, 65, 65, 25600, 349184, 8.83),
+        ("agentic", 248, 149, 11, 275618, 1765807, 3.68),
+        ("agentic_wide", 22, 13, 5, 19074, 53305, 1.98),
+    ],
+)
+def test_trees(name: str, nodes: int, leaves: int, depth: int, tokens: int, flattened: int, saved: float) -> None:
+    shape = shapes.parse(f"tree-{name}")
+    assert shape.name in shapes.TREE_PRESETS["trees"] and (shape.heads, shape.kv_heads, shape.head_dim) == (32, 8, 128)
+    assert (len(shape.nodes), len(shape.leaves), max(map(len, shape.paths))) == (nodes, leaves, depth)
+    assert (shape.packed_tokens, shape.replicated_tokens) == (tokens, flattened)
+    assert round(shape.replicated_pairs / shape.visible_pairs, 2) == saved
+    # In depth-first order a node's parent is on the path of the node before it.
+    paths = [[-1], *shape.paths]
+    assert all(parent in (-1, *before) for before, (_, parent) in zip(paths, shape.nodes))
+    layered = shapes.parse(f"qwen3-1.7b-tree-{name}", shapes.StepShape)
+    assert (
+        layered.tree == shape.tree and layered.heads == 16 and shapes.title(layered.name) == f"Qwen3-1.7B: tree {name}"
+    )
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
+def test_work_against_brute_force(shape: Shape) -> None:
+    mask = dense_mask(shape.tree)
+    assert (shape.packed_tokens, shape.visible_pairs) == (len(mask), mask.sum())
+    seen = mask.sum(1)  # of the last token of a leaf: its whole sequence
+    ends = [packing.spans(shape)[leaf].end - 1 for leaf in shape.leaves]
+    assert shape.replicated_lengths == seen[ends].tolist()
+    assert torch.equal(packing.packed_positions(shape), seen - 1)
+    rows = packing.path_rows(shape, shape.leaves)
+    assert all(torch.equal(one, mask[end].nonzero().view(-1)) for one, end in zip(rows, ends))
+    pieces = shapes.micro_batches(shape)
+    assert [leaf for piece in pieces for leaf in piece] == shape.leaves
+    assert all(sum(shape.ends[leaf] for leaf in piece) <= shape.packed_tokens for piece in pieces)
+
+
+# --- the implementations --------------------------------------------------------------------------------------------
+
+
+def outcome(impl: peers.Implementation, shape: Shape, prepare: Callable[..., packing.Prepared]) -> list[Tensor]:
+    """Output and gradients of the packed rows, then gradients of what has no rows: sums over micro-batches."""
+    shares = []
+    for how in packing.arrangements(impl.arrange(shape, CPU)):
+        prepared, rows = prepare(shape, torch.float64, CPU, 0, how), torch.arange(shape.packed_tokens)
+        out = prepared.run()
+        share = [prepared.take(out.detach(), rows)]
+        if "backward" in impl.directions:
+            gradients = torch.autograd.grad(out, prepared.leaves, prepared.dout)
+            folded = prepared.fold(gradients, rows)
+            share += [*folded, *gradients[len(folded) :]]
+        shares.append(share)
+    assert ("flattened" in impl.name and len(shape.leaves) > 1) == (len(shares) > 1)
+    return [sum(parts) for parts in zip(*shares)]
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
+def test_all_implementations_do_the_same_work(shape: Shape) -> None:
+    *qkv, dout = packing.make_source(shape, torch.float64, CPU)
+    leaves = [packing.leaf(one) for one in qkv]
+    out = dense_attention(*leaves, dense_mask(shape.tree))
+    expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    found = [one for one in peers.tree_implementations(None) if one.refuses(shape) is None]
+    for impl in found:
+        for value, reference in zip(outcome(impl, shape, packing.prepare_attention), expected):
+            torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-10, msg=impl.name)
+    assert [one.name for one in found] == [
+        "dualkv_reference", "flex_packed", "math_gathered", "math_flattened", "varlen_reference_flattened"
+    ]  # fmt: skip
+    prompts = {one.name for one in peers.layer_implementations(None) if one.refuses(shapes.parse("4x96x24")) is None}
+    assert prompts == {"dualkv_reference", "flex_packed", "math_replicated", "prefix_grouper"}
+
+
+def test_all_compute_the_same_layer() -> None:
+    shape = shapes.of_model(SMALL[2], shapes.ALL_MODELS["tiny"])
+    expected, *others = [
+        outcome(impl, shape, layer.prepare_layer)
+        for impl in peers.layer_implementations(None)
+        if impl.refuses(shape) is None
+    ]
+    assert [len(one) for one in others] == [1, 13, 13, 13]  # FlexAttention has no backward here
+    for got in others:
+        for value, reference in zip(got, expected):
+            assert (value - reference).abs().max() < 1e-9 * reference.abs().max()
+
+
+def test_all_compute_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities of the last node of every sequence, and gradients of all parameters, through a model."""
+    pytest.importorskip("transformers", "4.57")
+    import model
+    from transformers import AttentionInterface
+
+    from flash_attn_dualkv import SharedPromptLayout
+
+    def attend_in_model(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> tuple[Tensor, None]:
+        heads = (one[0].transpose(0, 1) for one in (q, k, v))
+        return attend(*heads, options["tree"].cu_seqlens, options["tree"].parents)[None], None
+
+    def forward(module: Any, batch: Any) -> tuple[Tensor]:
+        AttentionInterface.register("tree_of_test", attend_in_model)
+        module.config._attn_implementation = "tree_of_test"
+        inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+        logits = module(**inputs, tree=batch, use_cache=False).logits[0]
+        return (logits.log_softmax(-1)[batch.token_index, batch.targets],)
+
+    monkeypatch.setitem(measure.DTYPES, "fp32", torch.float64)
+    if not hasattr(SharedPromptLayout, "from_tree"):
+        monkeypatch.setattr(model, "shared_prompt_forward", forward)
+    shape = shapes.of_model(SMALL[2], shapes.ALL_MODELS["tiny"], shapes.StepShape)
+    config = measure.Config(dtype="fp32", device=CPU)
+    outcomes = []
+    for impl in model.implementations(None):
+        if impl.refuses(shape) is None:
+            sums: list[Tensor] = []
+            for prepared in model.StepRun(shape, [impl], config, measure.Matmul(config)).prepared(impl):
+                out = prepared.run()
+                gradients = torch.autograd.grad(out, prepared.leaves, prepared.dout.double())
+                share = [prepared.take(out.detach(), torch.arange(sum(shape.responses))), *gradients]
+                sums = [one + other for one, other in zip(sums, share)] if sums else share
+            outcomes.append(sums)
+    assert len(outcomes) == 4 and model.as_packed(shape) == (shape.packed_tokens, shape.visible_pairs)
+    for others in outcomes[1:]:
+        for got, expected in zip(others, outcomes[0]):
+            assert (got - expected).abs().max() <= 2e-6 * expected.abs().max()
+
+
+# --- the commands ---------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """What is not installed has rows too."""
+    absent = [one for one in peers.on_trees("fa4") if one.missing()]
+    found = lambda families: [*peers.tree_implementations(families), *absent]  # noqa: E731
+    benchmark = replace(bench_tree.BENCHMARK, implementations=found)
+    assert command.main(benchmark, ["--device", "cpu", "--rounds", "2", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "tree-tiny.json").read_text())["rows"]
+    names = [one.name for one in found(None) if one.refuses(SMALL[0]) is None]
+    assert [row["impl"] for row in rows if row["direction"] == "forward"] == names and "fa4_flattened" in names
+    for row in rows:
+        if row["impl"].startswith("fa4"):
+            assert row["skipped"] == "flash-attn-4 is not installed" and row["ms"] is None
+            continue
+        assert row["ms"] > 0 and row["rel_diff"] < 1e-5 and row["n"] == len(SMALL[0].leaves)
+        renamed = {**row, "dtype": "bf16", "impl": "fa4_flattened", "peak_gib": 1.0}
+        assert results.problems_of(renamed, "tree") == []
+        assert row["tflops"] == pytest.approx(
+            SMALL[0].flops(row["direction"], 0, SMALL[0].visible_pairs) / row["ms"] / 1e9, rel=1e-3
+        )
+
+
+def test_times_of_micro_batches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each the median."""
+    config = measure.Config(dtype="fp32", device=CPU, rounds=1, assumed_tflops=0.01)
+    impl = peers.tree_peers(None)[1]
+    run = measure.ShapeRun(SMALL[2], [impl], config, measure.Matmul(config))
+    laps = iter([[1.0, 2.0, 9.0], [10.0], [3.0, 3.0], [30.0]] * 10)
+    monkeypatch.setattr(run, "laps", lambda impl, *steps: [next(laps)])
+    count = len(shapes.micro_batches(SMALL[2]))
+    run.timed_pass(impl)
+    assert impl.name == "math_flattened" and count > 1
+    assert run.times[impl.name, "forward"] == [sum((2.0, 3.0)[index % 2] for index in range(count))]
+    assert run.times[impl.name, "backward"] == [sum((10.0, 30.0)[index % 2] for index in range(count))]
+
+
+def test_the_layer_command(tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--shape", "tiny-tree-tiny", "--rounds", "1", "--out", str(tmp_path)]
+    assert bench_layer.main([*arguments, "--name", "layer"]) == 0
+    rows = json.loads((tmp_path / "layer.json").read_text())["rows"]
+    shape = shapes.parse("tiny-tree-tiny", shapes.LayerShape)
+    names = {one.name for one in peers.tree_implementations(None) if one.refuses(shape) is None}
+    assert {row["impl"] for row in rows} == names
+    for row in rows:
+        flattened = (shape.replicated_tokens, shape.replicated_pairs)
+        expected = flattened if "flattened" in row["impl"] else (shape.packed_tokens, shape.visible_pairs)
+        assert row["ms"] > 0 and row["rel_diff"] < 1e-4
+        assert (row["executed_tokens"], row["executed_pairs"]) == expected or row["impl"] == "flex_packed"
+
+
+@pytest.mark.gpu
+def test_on_the_gpu() -> None:
+    """All but FlexAttention, whose compilation takes longer than all of these."""
+    import flash_attn_dualkv
+
+    families = peers.own_families(dict(flash_attn_dualkv.build_info()), torch.cuda.get_device_capability())
+    tree = tuple((17 * length, parent) for length, parent in FOREST)
+    found = [one for one in peers.tree_implementations(families) if not one.name.startswith("flex")]
+    config = measure.Config(rounds=1, target_ms=1.0)
+    run = measure.ShapeRun(Shape("forest", (), tree=tree), found, config, measure.Matmul(config))
+    list(run.run())
+    for row in run.rows:
+        assert row.get("skipped", "").endswith("is not installed") or (row["ms"] and row["rel_diff"] < 0.02), row
