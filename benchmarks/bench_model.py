@@ -4,7 +4,7 @@
     python benchmarks/bench_model.py                              # Qwen3-8B at 16 x 8K, 8 x 16K and 8 x 1K
     python benchmarks/bench_model.py --preset qwen3-0.6b
     python benchmarks/bench_model.py --shape 8x1Kx131-2048 --rounds 5
-    python benchmarks/bench_model.py --preset tree --limit-s 300  # Qwen3-1.7B on the agentic tree
+    python benchmarks/bench_model.py --preset tree --rounds 1 --limit-s 300  # Qwen3-1.7B on the agentic tree
 
 All layers, bf16, random weights, activation checkpointing, the LM head in chunks over the response tokens; without
 an optimizer. This library goes through `shared_prompt_forward`, peers through the same model on their attention.

@@ -4,7 +4,7 @@
     python benchmarks/bench_tree.py                                  # the five trees of trees.py
     python benchmarks/bench_tree.py --shape tree-comb --impls dualkv flex gathered
     python benchmarks/bench_layer.py --preset tree                   # the agentic tree through a layer of Qwen3-8B
-    python benchmarks/bench_model.py --preset tree --limit-s 300     # and through Qwen3-1.7B
+    python benchmarks/bench_model.py --preset tree --rounds 1 --limit-s 300   # and through Qwen3-1.7B
 
     dualkv      flash_attn_tree_varlen_func: every node stored once, one launch
     flex        FlexAttention with the tree's mask, on FlashAttention-4's kernels and on its own

@@ -23,7 +23,7 @@ from packing import (
     path_rows,
     replicated_rows,
 )
-from shapes import DETERMINISTIC, Shape, fits_one_call, micro_batches
+from shapes import DETERMINISTIC, Shape, fits_one_call, gathered_calls, micro_batches
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -255,13 +255,20 @@ def arrange_flattened(shape: Shape, device: torch.device, load: Callable[[], Var
 
 def arrange_gathered(shape: Shape, device: torch.device, load: Callable[[], VarlenKernel]) -> Arrangement:
     """TRL's way: keys and values are copied so that those of every node's path lie side by side."""
-    kernel, (lengths, _) = load(), zip(*shape.nodes)
-    keys = torch.cat(path_rows(shape, range(len(lengths)))).to(device)
-    of_queries, of_keys = VarlenCall.of(lengths, device), VarlenCall.of(shape.ends, device)
-    tables = of_queries.offsets, of_keys.offsets, of_queries.longest, of_keys.longest
+    kernel, calls = load(), []
+    for nodes in gathered_calls(shape):
+        queries = VarlenCall.of([shape.nodes[node][0] for node in nodes], device)
+        keys = VarlenCall.of([shape.ends[node] for node in nodes], device)
+        lengths = queries.offsets, keys.offsets, queries.longest, keys.longest
+        calls.append((queries.tokens, torch.cat(path_rows(shape, nodes)).to(device), lengths))
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return kernel(q, k.index_select(0, keys), v.index_select(0, keys), *tables)
+        parts = q.split([tokens for tokens, *_ in calls]) if len(calls) > 1 else [q]
+        outs = [
+            kernel(part, k.index_select(0, keys), v.index_select(0, keys), *lengths)
+            for part, (_, keys, lengths) in zip(parts, calls)
+        ]
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     return Arrangement(packed_rows(shape), attention)
 

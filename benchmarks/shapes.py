@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -182,13 +183,28 @@ def micro_batches(shape: Shape) -> list[list[int]]:
 
     All at once they would need more memory than there is, and the tree is one micro-batch of its size.
     """
-    most = max(shape.packed_tokens, MICRO_BATCH_TOKENS)
-    pieces: list[list[int]] = [[]]
-    for leaf in shape.leaves:
-        if sum(shape.ends[one] for one in (*pieces[-1], leaf)) > most:
-            pieces.append([])
-        pieces[-1].append(leaf)
-    return pieces
+    return by_tokens(shape, shape.leaves, max(shape.packed_tokens, MICRO_BATCH_TOKENS))
+
+
+def gathered_calls(shape: Shape) -> list[list[int]]:
+    """Nodes whose paths go together where they are gathered.
+
+    FlashAttention-2 makes gradients of keys for every query head: as many elements as `fits_one_call` is about.
+    """
+    return by_tokens(shape, range(len(shape.nodes)), (MOST_ELEMENTS - 1) // (shape.heads * shape.head_dim))
+
+
+def by_tokens(shape: Shape, nodes: Sequence[int], most: int) -> list[list[int]]:
+    """The nodes in runs whose paths have at most ``most`` tokens in all; a path that has more is alone."""
+    runs: list[list[int]] = []
+    tokens = most + 1
+    for node in nodes:
+        tokens += shape.ends[node]
+        if tokens > most:
+            runs.append([])
+            tokens = shape.ends[node]
+        runs[-1].append(node)
+    return runs
 
 
 def number(text: str) -> int:

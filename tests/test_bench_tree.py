@@ -122,7 +122,12 @@ def outcome(impl: peers.Implementation, shape: Shape, prepare: Callable[..., pac
 
 
 @pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
-def test_all_implementations_do_the_same_work(shape: Shape) -> None:
+@pytest.mark.parametrize("most", [1.0, 0.5])
+def test_all_implementations_do_the_same_work(shape: Shape, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where keys are gathered in several calls too."""
+    elements = sum(shape.ends) * shape.heads * shape.head_dim
+    monkeypatch.setattr(shapes, "MOST_ELEMENTS", 1 + int(most * elements))
+    assert (len(shapes.gathered_calls(shape)) > 1) == (most < 1)
     *qkv, dout = packing.make_source(shape, torch.float64, CPU)
     leaves = [packing.leaf(one) for one in qkv]
     out = dense_attention(*leaves, dense_mask(shape.tree))
