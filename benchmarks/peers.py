@@ -128,11 +128,15 @@ def arrange_ours(
 
 def arrange_tree(shape: Shape, device: torch.device, deterministic: bool) -> Arrangement:
     """One call on the nodes of a tree, depth first."""
-    attend: Any = importlib.import_module("flash_attn_dualkv.attention").flash_attn_tree_varlen_func
+    from flash_attn_dualkv import flash_attn_tree_varlen_func
+
     lengths, above = zip(*shape.nodes)
     parents = torch.tensor(above, dtype=torch.int32, device=device)
-    tables = {"cu_seqlens": cumulative(lengths, device), "parents": parents, "deterministic": deterministic}
-    return Arrangement(packed_rows(shape), lambda q, k, v: attend(q, k, v, **tables))
+    cu_seqlens = cumulative(lengths, device)
+    return Arrangement(
+        packed_rows(shape),
+        lambda q, k, v: flash_attn_tree_varlen_func(q, k, v, cu_seqlens, parents, deterministic=deterministic),
+    )
 
 
 def own_varlen(family: str | None = None) -> VarlenKernel:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import bench_layer
 import bench_tree
@@ -22,9 +21,8 @@ import torch
 from shapes import Shape
 from test_benchmarks import dense_attention
 from torch import Tensor
+from tree_cases import visible
 from trees import Nodes
-
-from flash_attn_dualkv import attention
 
 CPU = torch.device("cpu")
 CHAIN: Nodes = ((5, -1), (30, 0), (9, 1), (4, 2))
@@ -38,25 +36,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 
 def dense_mask(nodes: Nodes) -> Tensor:
-    """Visibility token by token, from the tokens of every path."""
-    paths: list[list[tuple[int, int]]] = []  # of each node, tokens as (node, place)
-    for index, (length, parent) in enumerate(nodes):
-        paths.append([*(paths[parent] if parent >= 0 else []), *((index, place) for place in range(length))])
-    tokens = [token for index, path in enumerate(paths) for token in path if token[0] == index]
-    seen = [set(paths[node][: paths[node].index((node, place)) + 1]) for node, place in tokens]
-    return torch.tensor([[key in keys for key in tokens] for keys in seen])
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, parents: Tensor, deterministic: bool = False) -> Tensor:
-    return dense_attention(q, k, v, dense_mask(tuple(zip(cu_seqlens.diff().tolist(), parents.tolist()))))
+    """(T, T) bool: which row sees which."""
+    lengths, parents = map(list, zip(*nodes))
+    return visible((lengths, parents), sum(lengths))[0]
 
 
 @pytest.fixture(autouse=True)
-def tree_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several micro-batches where a tree is flattened; the tree's function, as long as there is none."""
+def several_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a tree is flattened."""
     monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
-    if not hasattr(attention, "flash_attn_tree_varlen_func"):
-        monkeypatch.setattr(attention, "flash_attn_tree_varlen_func", attend, raising=False)
 
 
 # --- the trees ------------------------------------------------------------------------------------------------------
@@ -160,24 +148,8 @@ def test_all_compute_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities of the last node of every sequence, and gradients of all parameters, through a model."""
     pytest.importorskip("transformers", "4.57")
     import model
-    from transformers import AttentionInterface
-
-    from flash_attn_dualkv import SharedPromptLayout
-
-    def attend_in_model(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> tuple[Tensor, None]:
-        heads = (one[0].transpose(0, 1) for one in (q, k, v))
-        return attend(*heads, options["tree"].cu_seqlens, options["tree"].parents)[None], None
-
-    def forward(module: Any, batch: Any) -> tuple[Tensor]:
-        AttentionInterface.register("tree_of_test", attend_in_model)
-        module.config._attn_implementation = "tree_of_test"
-        inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
-        logits = module(**inputs, tree=batch, use_cache=False).logits[0]
-        return (logits.log_softmax(-1)[batch.token_index, batch.targets],)
 
     monkeypatch.setitem(measure.DTYPES, "fp32", torch.float64)
-    if not hasattr(SharedPromptLayout, "from_tree"):
-        monkeypatch.setattr(model, "shared_prompt_forward", forward)
     shape = shapes.of_model(SMALL[2], shapes.ALL_MODELS["tiny"], shapes.StepShape)
     config = measure.Config(dtype="fp32", device=CPU)
     outcomes = []
