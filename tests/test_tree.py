@@ -16,6 +16,7 @@ from samples import Lists, tensors
 from torch import Tensor
 
 from flash_attn_dualkv import PrefixTreeBatch, SharedPromptError, pack_prefix_tree, unpack_logprobs, unpack_to_jagged
+from flash_attn_dualkv.data.tree import group_by_prefix
 from flash_attn_dualkv.data.unpack import unpack_logprobs as unpack
 from flash_attn_dualkv.nodes import Node, tree_nodes
 
@@ -86,10 +87,9 @@ def check(batch: PrefixTreeBatch, sequences: Lists, masks: Lists | None, groups:
     assert labels == [first.get(row, -100) for row in range(batch.num_rows)]
     assert ids[end:] == positions[end:] == [0] * batch.pad
     assert batch.max_token == max((token for one in sequences for token in one), default=0)
-    # Chains are merged, and nothing is shared between groups.
-    children = Counter(batch.node_parents)
-    assert all(children[index] != 1 for index in range(batch.num_nodes))
-    if groups is not None:
+    assert batch.leaves == tuple(leaf if one else -1 for leaf, one in zip(batch.leaves, sequences))
+    assert all(all_paths[leaf][: len(own)] == own for leaf, own in zip(batch.leaves, rows) if own)
+    if groups is not None:  # nothing is shared between them
         assert not any(
             set(one) & set(other)
             for i, one in enumerate(rows)
@@ -193,6 +193,10 @@ def test_round_trip(
     )
     check(batch, sequences, given_masks, groups)
     check_way_back(batch)
+    children = Counter(batch.node_parents)
+    assert all(children[index] != 1 for index in range(batch.num_nodes))  # chains are merged
+    limits = dict(min_shared=min_shared, max_depth=max_depth)
+    assert group_by_prefix(sequences, boundary=boundary, group_ids=groups, **limits) == batch.tree
     assert all(saved >= min_shared for saved in savings(batch))
     assert max_depth is None or batch.depth <= max_depth
     assert multiple is None or (batch.num_rows % multiple == 0 and batch.pad < multiple)

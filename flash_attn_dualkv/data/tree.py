@@ -6,6 +6,9 @@
     unpacked = unpack_logprobs(logprobs, batch)    # (B, width)
 
 Attention along paths is `shared_prompt_attention(q, k, v, batch.layout)`, or `flash_attn_tree_varlen_func`.
+
+`group_by_prefix` finds the same nodes without packing them: for `data.tree_split`, and for passes over some of the
+sequences in which nodes are to begin where they do among all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +30,11 @@ from .batch import IGNORED_LABEL, PADDING_TOKEN, expand, int64s, offsets_of, tak
 from .pack import BOUNDARIES, Boundary
 from .samples import GroupIds, Tokens, all_tokens, check_count, check_token_ids, extremes, fetch, joined, selected
 from .transfer import SeparatelyPickled, ints, same_device, to_device
-from .trie import Nodes, build_nodes
+from .trie import Nodes, PrefixTree, build_nodes, nodes_between
 
-# Half a tile of 128: about what a border of a node costs the attention of each tile of rows below it.
+# A node's last tile of keys is half empty for every row below it: 40 of 80 keys in the forward and 64 of 128 in the
+# backward, some 55 pairs a row where both are weighed by their work. A token costs a model of 2 to 8 billion parameters
+# as much as 10,000 to 20,000 pairs. So a border above R rows costs about R / 350 to R / 175 tokens: 64 for 11K to 22K.
 MIN_SHARED = 64
 
 
@@ -55,6 +60,7 @@ class PrefixTreeBatch(SeparatelyPickled):
         padded_index: (trained tokens,) int64, place of each in a flattened tensor of (B, most trained tokens).
         scored_lens: (B,) trained tokens of each sequence.
         sequence_lens: (B,) L_i.
+        leaves: (B,) the node whose path begins with each sequence; -1 for one without tokens.
         max_token: the largest token id.
     """
 
@@ -71,6 +77,7 @@ class PrefixTreeBatch(SeparatelyPickled):
     padded_index: Tensor
     scored_lens: tuple[int, ...]
     sequence_lens: tuple[int, ...]
+    leaves: tuple[int, ...]
     max_token: int
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -87,6 +94,11 @@ class PrefixTreeBatch(SeparatelyPickled):
     def node_parents(self) -> tuple[int, ...]:
         """(n,) `parents` on the host."""
         return self.layout.node_parents
+
+    @property
+    def tree(self) -> PrefixTree:
+        """The nodes as `group_by_prefix` gives them."""
+        return PrefixTree(self.node_lens, self.node_parents, self.leaves, self.sequence_lens)
 
     @property
     def num_nodes(self) -> int:
@@ -160,8 +172,9 @@ def pack_prefix_tree(
     *,
     loss_mask: Sequence[Tokens] | None = None,
     boundary: Boundary = "gather",
-    min_shared: int = MIN_SHARED,
+    min_shared: int | None = None,
     max_depth: int | None = None,
+    borders: Sequence[Sequence[int]] | None = None,
     group_ids: GroupIds | None = None,
     pad_to_multiple_of: int | None = None,
     device: torch.device | str | None = None,
@@ -181,8 +194,12 @@ def pack_prefix_tree(
             "replicate" puts that row at the head of each child instead of at the node's end, so that no row scores two
             different tokens.
         min_shared: the fewest tokens that a node must save; where it would save fewer, its children have a copy each.
-            The nodes are those with which the rows, and this many for each node with children, are fewest.
+            The nodes are those with which the rows, and this many for each node with children, are fewest. None: 64.
         max_depth: the most nodes on a path; None for no limit. Nodes that save least are given up first.
+        borders: where nodes are to begin, instead of min_shared and max_depth: B sequences of rising positions, from 1
+            to the length of each sequence, as `PrefixTree.borders` gives them. Sequences share the nodes up to whose
+            ends they agree in borders and tokens. The last bits of a row depend on where the nodes of its path begin:
+            two passes give the same ones if their borders are the same, whatever other sequences each of them has.
         group_ids: (B,) hashable values or an integer tensor: only sequences with equal ids share tokens. For tokens
             that stand for different things (images). None: equal tokens are shared.
         pad_to_multiple_of: pad the row to a multiple of this; None for no padding.
@@ -192,30 +209,102 @@ def pack_prefix_tree(
         SharedPromptError: no sequences, tokens that are no integers >= 0 in one dimension, a mask that is not as
             described, or an option that is not as described.
     """
-    arguments.choice("boundary", boundary, BOUNDARIES)
-    arguments.integer("min_shared", min_shared, 1)
-    if max_depth is not None:
-        arguments.integer("max_depth", max_depth, 1)
     if pad_to_multiple_of is not None:
         arguments.integer("pad_to_multiple_of", pad_to_multiple_of, 1, MAX_ROWS)
     chosen = None if device is None else arguments.device(device)
-    given = all_tokens([*arguments.items("sequences", sequences, "token sequences")], ("sequences",))
-    if not given:
-        raise SharedPromptError(explain("sequences", "at least one", 0))
-    lengths = [*map(Tensor.numel, given)]
+    rule = _Rule.checked(boundary, min_shared, max_depth, borders)
+    given, lengths = _checked(sequences)
     tokens = [joined(given, "sequences")]
     if loss_mask is not None:
         tokens.append(_joined_mask(loss_mask, lengths))
     (ids, *mask), groups = fetch(tokens, group_ids)
-    if groups is not None:
-        check_count(groups, len(given), "sequences")
-    smallest, largest = extremes(ids).tolist()
-    check_token_ids("sequences", smallest)
+    nodes, largest = rule.nodes(ids, lengths, groups)
     scored = _scored_lens(mask[0], lengths) if mask else [max(0, length - 1) for length in lengths]
-    shift = 1 if boundary == "replicate" else 0
-    nodes = build_nodes(ids, lengths, groups, shift=shift, min_shared=min_shared, max_depth=max_depth)
     target = tokens[0].device if chosen is None else chosen
     return _PackedTree(nodes, lengths, scored, pad_to_multiple_of or 1, largest).to_batch(tokens, target)
+
+
+def group_by_prefix(
+    sequences: Sequence[Tokens],
+    *,
+    boundary: Boundary = "gather",
+    min_shared: int | None = None,
+    max_depth: int | None = None,
+    group_ids: GroupIds | None = None,
+) -> PrefixTree:
+    """What sequences share, without packing them: the nodes that `pack_prefix_tree` would make.
+
+    Args:
+        sequences, boundary, min_shared, max_depth, group_ids: as for `pack_prefix_tree`. Parts of the tree are then
+            packed with its borders, the same boundary and the same ids.
+
+    Raises:
+        SharedPromptError: as there.
+    """
+    rule = _Rule.checked(boundary, min_shared, max_depth, None)
+    given, lengths = _checked(sequences)
+    (ids,), groups = fetch([joined(given, "sequences")], group_ids)
+    return rule.nodes(ids, lengths, groups)[0].tree(lengths)
+
+
+def _checked(sequences: Any) -> tuple[list[Tensor], list[int]]:
+    """The sequences as tensors, and their lengths."""
+    given = all_tokens([*arguments.items("sequences", sequences, "token sequences")], ("sequences",))
+    if not given:
+        raise SharedPromptError(explain("sequences", "at least one", 0))
+    return given, [*map(Tensor.numel, given)]
+
+
+class _Rule(NamedTuple):
+    """Where nodes begin."""
+
+    shift: int  # tokens before a branch that are left to the children
+    min_shared: int
+    max_depth: int | None
+    borders: Sequence[Any] | None
+
+    @staticmethod
+    def checked(boundary: Any, min_shared: Any, max_depth: Any, borders: Any) -> _Rule:
+        arguments.choice("boundary", boundary, BOUNDARIES)
+        if borders is not None:
+            for name, value in (("min_shared", min_shared), ("max_depth", max_depth)):
+                if value is not None:
+                    raise SharedPromptError(explain(name, "None with borders, which say where nodes begin", value))
+            borders = arguments.items("borders", borders, "lists of positions")
+        if min_shared is None:
+            min_shared = MIN_SHARED
+        if max_depth is not None:
+            arguments.integer("max_depth", max_depth, 1)
+        return _Rule(
+            1 if boundary == "replicate" else 0, arguments.integer("min_shared", min_shared, 1), max_depth, borders
+        )
+
+    def nodes(self, ids: Tensor, lengths: list[int], groups: list[Any] | None) -> tuple[Nodes, int]:
+        """Those of the tokens of all sequences (on the host), and the largest token."""
+        if groups is not None:
+            check_count(groups, len(lengths), "sequences")
+        smallest, largest = extremes(ids).tolist()
+        check_token_ids("sequences", smallest)
+        if self.borders is not None:
+            borders = _checked_borders(self.borders, lengths)
+            return nodes_between(ids, lengths, groups, borders, shift=self.shift), largest
+        limits: Any = dict(min_shared=self.min_shared, max_depth=self.max_depth)
+        return build_nodes(ids, lengths, groups, shift=self.shift, **limits), largest
+
+
+def _checked_borders(borders: Sequence[Any], lengths: Sequence[int]) -> list[list[int]]:
+    """Of each sequence, rising from 1 to its length."""
+    if len(borders) != len(lengths):
+        raise SharedPromptError(explain("borders", f"{len(lengths)} of them (as sequences)", len(borders)))
+    checked = []
+    for index, (given, length) in enumerate(zip(borders, lengths)):
+        own = arguments.lengths(f"borders[{index}]", given, least=1)
+        for one, other in pairwise([0, *own, length + 1]):
+            if one >= other:
+                expected = f"rising positions from 1 to {length}"
+                raise SharedPromptError(explain(f"borders[{index}]", expected, arguments.describe(own)))
+        checked.append(own)
+    return checked
 
 
 def _joined_mask(loss_mask: Any, lengths: Sequence[int]) -> Tensor:
@@ -345,6 +434,7 @@ class _PackedTree:
             take(padded_offsets, sequence).add_(place),
             tuple(self.scored),
             tuple(self.lengths),
+            self.nodes.tree(self.lengths).leaves,
             self.max_token,
         )
 

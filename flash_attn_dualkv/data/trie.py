@@ -11,7 +11,10 @@ has at least two children.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from heapq import heapify, heappop
 from itertools import pairwise
 from typing import NamedTuple
@@ -21,6 +24,52 @@ from torch import Tensor
 
 from .batch import expand, int64s, offsets_of, take
 from .samples import bytes_of
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """Which tokens B sequences share: n nodes, depth first, on the host.
+
+    Attributes:
+        node_lens: (n,) rows of each node.
+        node_parents: (n,) the node that each continues; -1 for roots.
+        leaves: (B,) the node whose path begins with the sequence, which may end before it; -1 for one without tokens.
+        sequence_lens: (B,) tokens of each sequence.
+    """
+
+    node_lens: tuple[int, ...]
+    node_parents: tuple[int, ...]
+    leaves: tuple[int, ...]
+    sequence_lens: tuple[int, ...]
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.node_lens)
+
+    @property
+    def num_rows(self) -> int:
+        """Of the packed row, without padding."""
+        return sum(self.node_lens)
+
+    @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """(n,) the position of the first token of each node in its sequences."""
+        begins: list[int] = []
+        for parent in self.node_parents:
+            begins.append(0 if parent < 0 else begins[parent] + self.node_lens[parent])
+        return tuple(begins)
+
+    @cached_property
+    def borders(self) -> tuple[tuple[int, ...], ...]:
+        """(B,) of each sequence, the positions from 1 to its length at which nodes of its path begin."""
+        above: list[tuple[int, ...]] = []
+        for parent, begin in zip(self.node_parents, self.begins):
+            above.append(() if parent < 0 else (*above[parent], begin))
+        return tuple(
+            above[leaf][: bisect_right(above[leaf], length)] if leaf >= 0 else ()
+            for leaf, length in zip(self.leaves, self.sequence_lens)
+        )
+
 
 ROOT = 0  # in `_Tree` what stands above all trees of the forest; it has no tokens
 
@@ -37,6 +86,29 @@ class Nodes(NamedTuple):
     ends: list[int]
     sources: list[int]
     leaves: Tensor  # (sequences,) the node whose path begins with the sequence; any number for one without tokens
+
+    def tree(self, lengths: Sequence[int]) -> PrefixTree:
+        """Without the tokens' places, of sequences of these lengths."""
+        node_lens = tuple(end - begin for begin, end in zip(self.begins, self.ends))
+        leaves = tuple(leaf if length else -1 for leaf, length in zip(self.leaves.tolist(), lengths))
+        return PrefixTree(node_lens, tuple(self.parents), leaves, tuple(lengths))
+
+    def cut(self, borders: Sequence[Sequence[int]]) -> Nodes:
+        """The same rows, with a node more wherever a node goes on at a border of its sequence."""
+        parents: list[int] = []
+        begins: list[int] = []
+        ends: list[int] = []
+        sources: list[int] = []
+        lasts: list[int] = []  # what is left of each node at its end
+        for parent, begin, end, source in zip(self.parents, self.begins, self.ends, self.sources):
+            own = borders[source]
+            bounds = [begin, *own[bisect_right(own, begin) : bisect_left(own, end)], end]
+            parents += [lasts[parent] if parent >= 0 else -1, *range(len(parents), len(parents) + len(bounds) - 2)]
+            begins += bounds[:-1]
+            ends += bounds[1:]
+            sources += [source] * (len(bounds) - 1)
+            lasts.append(len(parents) - 1)
+        return Nodes(parents, begins, ends, sources, take(int64s(lasts), self.leaves) if lasts else self.leaves)
 
 
 def build_nodes(
@@ -58,25 +130,74 @@ def build_nodes(
         min_shared: the fewest tokens that a node must save to be one of its own.
         max_depth: the most nodes on a path; None for no limit.
     """
-    begins = offsets_of(int64s(lengths))[:-1]
-    numbers = _numbers(groups, len(lengths))
-    order = _sorted(tokens, begins, lengths, numbers)
-    index = int64s(order)
-    sizes = take(int64s(lengths), index)
-    common = _common_prefixes(tokens, take(begins, index), sizes, take(int64s(numbers), index))
-    # A leaf is what does not go on in the next sequence.
-    is_leaf = sizes > torch.nn.functional.pad(common, (0, 1))
-    leaves = is_leaf.nonzero().view(-1)
-    tree = _Tree(
-        take(sizes, leaves).tolist(),
-        # With the leaf before it: the sequences between the two are beginnings of the second.
-        (take(common, leaves[:-1]) - shift).clamp_(min=0).tolist(),
-    )
+    leaves = _Leaves.of(tokens, lengths, groups)
+    tree = _Tree(leaves.lengths, [max(0, common - shift) for common in leaves.common])
     tree.keep_savings(min_shared)
     if max_depth is not None:
         tree.limit_depth(max_depth)
-    leaf_of = torch.empty_like(index).index_copy_(0, index, is_leaf.cumsum(0) - is_leaf.long())
-    return tree.nodes(take(index, leaves).tolist(), leaf_of)
+    return tree.nodes(leaves.sources, leaves.leaf_of)
+
+
+def nodes_between(
+    tokens: Tensor,
+    lengths: Sequence[int],
+    groups: Sequence[Hashable] | None,
+    borders: Sequence[Sequence[int]],
+    *,
+    shift: int,
+) -> Nodes:
+    """The prefix tree of sequences whose nodes begin at given positions.
+
+    Two sequences share a node if they have the same borders up to its end, and the same tokens up to there and in the
+    `shift` places behind it.
+
+    Args:
+        tokens, lengths, groups, shift: as for `build_nodes`.
+        borders: of each sequence, rising, from 1 to its length.
+    """
+    # What is compared is a token and whether a node ends `shift` places before the next one.
+    firsts = offsets_of(int64s(lengths)).tolist()
+    marked = [
+        first + border + shift - 1
+        for first, length, own in zip(firsts, lengths, borders)
+        for border in own
+        if border + shift <= length
+    ]
+    keys = tokens * 2
+    keys[int64s(marked)] += 1
+    leaves = _Leaves.of(keys, lengths, groups)
+    common = [
+        own[at - 1] if (at := bisect_right(own, most - shift)) else 0
+        for own, most in zip((borders[source] for source in leaves.sources), leaves.common)
+    ]
+    return _Tree(leaves.lengths, common).nodes(leaves.sources, leaves.leaf_of).cut(borders)
+
+
+class _Leaves(NamedTuple):
+    """The sequences that no other one begins with, sorted."""
+
+    sources: list[int]
+    lengths: list[int]
+    common: list[int]  # how many tokens each has in common with the next
+    leaf_of: Tensor  # (sequences,) the leaf that begins with the sequence
+
+    @staticmethod
+    def of(tokens: Tensor, lengths: Sequence[int], groups: Sequence[Hashable] | None) -> _Leaves:
+        begins = offsets_of(int64s(lengths))[:-1]
+        numbers = _numbers(groups, len(lengths))
+        index = int64s(_sorted(tokens, begins, lengths, numbers))
+        sizes = take(int64s(lengths), index)
+        common = _common_prefixes(tokens, take(begins, index), sizes, take(int64s(numbers), index))
+        # A leaf is what does not go on in the next sequence.
+        is_leaf = sizes > torch.nn.functional.pad(common, (0, 1))
+        leaves = is_leaf.nonzero().view(-1)
+        return _Leaves(
+            take(index, leaves).tolist(),
+            take(sizes, leaves).tolist(),
+            # With the leaf before it: the sequences between the two are beginnings of the second.
+            take(common, leaves[:-1]).tolist(),
+            torch.empty_like(index).index_copy_(0, index, is_leaf.cumsum(0) - is_leaf.long()),
+        )
 
 
 def _numbers(groups: Sequence[Hashable] | None, count: int) -> list[int]:
