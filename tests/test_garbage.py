@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -23,6 +24,7 @@ BATCH = api.pack_shared_prompts(PROMPTS, RESPONSES)
 TOKENS = BATCH.layout.num_tokens
 IDS = torch.tensor([[5, 6, 7, 1], [5, 6, 7, 2], [0, 8, 9, 3]])
 MODEL = tiny_model("llama")
+TREE = api.group_by_prefix(PROMPTS, min_shared=1)
 
 
 def rows(count: int, heads: int = 2) -> torch.Tensor:
@@ -84,9 +86,20 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         api.pack_prefix_tree,
         dict(
             sequences=PROMPTS, loss_mask=[[0, 1, 1], [0, 0, 1], [0]], boundary="gather", min_shared=1, max_depth=2,
-            group_ids=[0, 0, 1], pad_to_multiple_of=4, device="cpu",
+            borders=None, group_ids=[0, 0, 1], pad_to_multiple_of=4, device="cpu",
         ),
     ),
+    "pack_prefix_tree with borders": (
+        partial(api.pack_prefix_tree, PROMPTS), dict(boundary="gather", borders=[[1], [1], []], group_ids=[0, 0, 1]),
+    ),
+    "group_by_prefix": (
+        api.group_by_prefix,
+        dict(sequences=PROMPTS, boundary="gather", min_shared=1, max_depth=2, group_ids=[0, 0, 1]),
+    ),
+    "split_tree_by_token_budget": (
+        api.split_tree_by_token_budget, dict(tree=TREE, max_tokens=9, dp_group=None),
+    ),
+    "balance_tree": (api.balance_tree, dict(tree=TREE, num_ranks=3, token_cost=0.0)),
     "pack_padded": (
         api.pack_padded,
         dict(input_ids=IDS, attention_mask=(IDS > 0).long(), prompt_length=[3, 3, 1], group_ids=[0, 0, 1]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,27 +46,49 @@ def split_by_token_budget(
         SharedPromptError: an argument is not as described; a single sample is longer than the budget; with dp_group, on
             every rank, if one of them fails or has fewer samples than another needs micro-batches.
     """
+
+    def fill() -> tuple[list[list[int]], Sequence[Sequence[int]]]:
+        budget = arguments.integer("max_tokens", max_tokens, 1)
+        checked, prompts, responses = _checked_groups(groups, prompt_lens, response_lens)
+        longest = [prompts[index] + responses[index] for members in checked for index in members]
+        # Groups that fit stay whole.
+        whole = [prompts[members[0]] - 1 + sum(responses[index] + 1 for index in members) for members in checked]
+        least = max([*longest, *(size for size in whole if size <= budget)], default=0)
+        return fill_evenly(lambda size: _fill(checked, prompts, responses, size), least, budget), checked
+
+    return on_equal_terms(fill, dp_group, "samples")
+
+
+def on_equal_terms(
+    fill: Callable[[], tuple[list[list[int]], Sequence[Sequence[int]]]], dp_group: Any, of: str
+) -> list[list[int]]:
+    """The micro-batches that `fill` gives; with dp_group, equally many on all ranks, and an error on all of them.
+
+    Args:
+        fill: gives micro-batches, and the groups between which they should be divided further.
+        dp_group: of torch.distributed, or None.
+        of: what micro-batches hold.
+    """
     _check_process_group(dp_group)
     micro_batches: list[list[int]] = []
+    groups: Sequence[Sequence[int]] = []
     # Not the exception: it holds this frame, and with it the process group beyond its end.
     error: str | None = None
     try:
-        budget = arguments.integer("max_tokens", max_tokens, 1)
-        groups, prompts, responses = _checked_groups(groups, prompt_lens, response_lens)
-        micro_batches = _fill_evenly(groups, prompts, responses, budget)
+        micro_batches, groups = fill()
     except SharedPromptError as own:
         if dp_group is None:
             raise
         error = str(own)  # the other ranks wait for this one
     if dp_group is None:
         return micro_batches
-    samples = sum(map(len, micro_batches))
-    wanted, fewest, failed = _largest([len(micro_batches), -samples, error is not None], dp_group)
+    held = sum(map(len, micro_batches))
+    wanted, fewest, failed = _largest([len(micro_batches), -held, error is not None], dp_group)
     if failed:
         raise SharedPromptError(error or explain("max_tokens", "a budget that every rank can keep", "one that cannot"))
     if wanted > -fewest:
-        expected = f"at least {wanted} samples on each rank, as many as another has micro-batches"
-        raise SharedPromptError(explain("groups", expected, -fewest))
+        expected = f"at least {wanted} {of} on each rank, as many as another has micro-batches"
+        raise SharedPromptError(explain("groups" if of == "samples" else "tree", expected, -fewest))
     return _split_further(micro_batches, groups, wanted)
 
 
@@ -126,21 +148,20 @@ def _check_one_prompt(name: str, members: Sequence[int], prompt_lens: Sequence[i
             raise SharedPromptError(explain(name, expected, f"{prompt_lens[other]} of sample {other}"))
 
 
-def _fill_evenly(
-    groups: Sequence[Sequence[int]], prompt_lens: Sequence[int], response_lens: Sequence[int], max_tokens: int
-) -> list[list[int]]:
-    """As few micro-batches as within the budget, with no more rows, within a budget that is as small as that allows."""
-    micro_batches, rows = _fill(groups, prompt_lens, response_lens, max_tokens)
+def fill_evenly(fill: Callable[[int], tuple[list[list[int]], int]], least: int, max_tokens: int) -> list[list[int]]:
+    """As few micro-batches as within the budget, with no more rows, within a budget that is as small as that allows.
+
+    Args:
+        fill: gives the micro-batches of a budget, and the rows of all of them.
+        least: the smallest budget to try.
+    """
+    micro_batches, rows = fill(max_tokens)
     if len(micro_batches) < 2:
         return micro_batches
-    longest = max(prompt_lens[index] + response_lens[index] for members in groups for index in members)
-    whole = [prompt_lens[members[0]] - 1 + sum(response_lens[index] + 1 for index in members) for members in groups]
-    # Groups that fit stay whole.
-    low = max(longest, -(-rows // len(micro_batches)), *(size for size in whole if size <= max_tokens))
-    high = max_tokens
+    low, high = max(least, -(-rows // len(micro_batches))), max_tokens
     while high - low > max(1, max_tokens // 64):
         middle = (low + high) // 2
-        found, found_rows = _fill(groups, prompt_lens, response_lens, middle)
+        found, found_rows = fill(middle)
         if len(found) <= len(micro_batches) and found_rows <= rows:
             micro_batches, high = found, middle
         else:
@@ -161,13 +182,13 @@ def _fill(
             if prompt_len - 1 + own > max_tokens:
                 needed = f"at least {prompt_len + response_lens[index]}, the tokens of sample {index}"
                 raise SharedPromptError(explain("max_tokens", needed, max_tokens))
-        for part in _best_fit(rows, max_tokens - (prompt_len - 1)):
+        for part in best_fit(rows, max_tokens - (prompt_len - 1)):
             pieces.append([members[at] for at in sorted(part)])
             sizes.append(prompt_len - 1 + sum(rows[at] for at in part))
-    return [[index for at in part for index in pieces[at]] for part in _best_fit(sizes, max_tokens)], sum(sizes)
+    return [[index for at in part for index in pieces[at]] for part in best_fit(sizes, max_tokens)], sum(sizes)
 
 
-def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Indices of the sizes by bin, each of at most `capacity`: best fit, decreasing. No size is above the capacity."""
     if not sizes:
         return []
@@ -225,11 +246,7 @@ def balance_groups(
     prompts = arguments.lengths("prompt_lens", prompt_lens, least=1)
     samples = len(prompts)
     responses = arguments.lengths("response_lens", response_lens, samples, "prompt_lens")
-    ranks_wanted = arguments.integer("num_ranks", num_ranks, 1)
-    if isinstance(token_cost, bool) or not isinstance(token_cost, (int, float)) or not 0 <= token_cost < math.inf:
-        raise SharedPromptTypeError(explain("token_cost", "a finite number >= 0", arguments.describe(token_cost)))
-    if samples % ranks_wanted != 0:
-        raise SharedPromptError(explain("num_ranks", f"a divisor of the {samples} samples", num_ranks))
+    ranks, share = ranks_and_share(samples, num_ranks, token_cost, "samples")
     given = arguments.group_ids(group_ids)
     ids = given.tolist() if isinstance(given, Tensor) else given
     check_count(ids, samples)
@@ -242,17 +259,47 @@ def balance_groups(
         pairs = prompt**2 / 2 + sum(length * (prompt + length / 2) for length in own)
         return pairs + token_cost * (prompt + sum(own))
 
-    share = samples // ranks_wanted
-    ranks: list[list[int]] = [[] for _ in range(ranks_wanted)]
-    costs = [0.0] * ranks_wanted
-    for rest in sorted(groups, key=cost, reverse=True):
+    return spread(sorted(groups, key=cost, reverse=True), ranks, share, lambda _, chosen: cost(chosen))
+
+
+def ranks_and_share(count: int, num_ranks: Any, token_cost: Any, of: str) -> tuple[int, int]:
+    """The ranks, and how many of `count` each gets, if the arguments are as described."""
+    ranks: int = arguments.integer("num_ranks", num_ranks, 1)
+    if isinstance(token_cost, bool) or not isinstance(token_cost, (int, float)) or not 0 <= token_cost < math.inf:
+        raise SharedPromptTypeError(explain("token_cost", "a finite number >= 0", arguments.describe(token_cost)))
+    if count % ranks != 0:
+        raise SharedPromptError(explain("num_ranks", f"a divisor of the {count} {of}", num_ranks))
+    return ranks, count // ranks
+
+
+def spread(
+    groups: Iterable[list[int]],
+    num_ranks: int,
+    share: int,
+    added: Callable[[int, list[int]], float],
+    take: Callable[[int, list[int]], None] = lambda rank, chosen: None,
+) -> list[list[int]]:
+    """One group after the other to the rank that then has the least cost, of those with room for all of it.
+
+    A group for which there is no such rank is divided among those with most room.
+
+    Args:
+        groups: what to distribute.
+        share: how many of them each rank has in the end.
+        added: what a rank's cost grows by with some of a group.
+        take: called when it gets them.
+    """
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    costs = [0.0] * num_ranks
+    for rest in groups:
         while rest:
-            roomy = [rank for rank in range(ranks_wanted) if share - len(ranks[rank]) >= len(rest)]
+            roomy = [rank for rank in range(num_ranks) if share - len(ranks[rank]) >= len(rest)]
             if roomy:
-                rank = min(roomy, key=costs.__getitem__)
+                rank = min(roomy, key=lambda one: costs[one] + added(one, rest))
             else:
-                rank = min(range(ranks_wanted), key=lambda one: (len(ranks[one]), costs[one]))
+                rank = min(range(num_ranks), key=lambda one: (len(ranks[one]), costs[one]))
             taken, rest = rest[: share - len(ranks[rank])], rest[share - len(ranks[rank]) :]
+            costs[rank] += added(rank, taken)
+            take(rank, taken)
             ranks[rank] += taken
-            costs[rank] += cost(taken)
     return ranks
