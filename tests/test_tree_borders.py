@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from itertools import accumulate
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import Lists
 from test_tree import BOUNDARIES, SEQUENCES, check, check_way_back, forests, rows_of
 
-from flash_attn_dualkv import SharedPromptError
+from flash_attn_dualkv import SharedPromptError, flash_attn_tree_varlen_func
 from flash_attn_dualkv.data.tree import PrefixTreeBatch, group_by_prefix, pack_prefix_tree
 
 Forest = tuple[Lists, Lists, list[int]]
@@ -111,6 +113,30 @@ def test_borders_of_deep_and_wide_trees() -> None:
     assert [*tree.borders[-1]] == [*accumulate([1] * 499)]
     lower = pack_prefix_tree(comb[-1:], borders=tree.borders[-1:])
     assert lower.node_lens == (*[1] * 499, 2)
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_a_row_has_the_same_bits_in_every_part(boundary: Any, device: str) -> None:
+    """Attention with the borders of the whole: what a ratio of exactly 1 needs of it."""
+    draw = random.Random(0)
+    sequences = [[draw.randrange(9) for _ in range(700)]]
+    for number in range(40):  # none of them is the beginning of another
+        stem = draw.choice(sequences)
+        own = [100 + number] + [draw.randrange(9) for _ in range(draw.randrange(500))]
+        sequences.append(stem[: draw.randrange(len(stem))] + own)
+    whole = pack_prefix_tree(sequences, boundary=boundary, min_shared=16, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    rows = [torch.randn(whole.num_rows, h, 128, device=device, generator=generator).bfloat16() for h in (8, 2, 2)]
+    expected = flash_attn_tree_varlen_func(*rows, whole.cu_seqlens, whole.parents)
+    of_whole = rows_of(whole)
+    for size in (1, 3, 20):
+        chosen = draw.sample(range(len(sequences)), size)
+        taken, borders = ([one[i] for i in chosen] for one in (sequences, whole.tree.borders))
+        part = pack_prefix_tree(taken, boundary=boundary, borders=borders, device=device)
+        row_of = dict(zip(part.row_index.tolist(), (row for i in chosen for row in of_whole[i])))
+        index = torch.tensor([row_of[row] for row in range(part.num_rows)], device=device)
+        got = flash_attn_tree_varlen_func(*(one[index] for one in rows), part.cu_seqlens, part.parents)
+        assert got.equal(expected[index])
 
 
 ERRORS: list[tuple[dict[str, Any], str]] = [
