@@ -1,6 +1,7 @@
-"""Draws docs/shared_prompt.svg: which keys each query sees, with the prompt replicated and with the prompt stored once.
+"""Draws which keys each query sees: docs/shared_prompt.svg, with the prompt replicated and with the prompt stored once,
+and docs/tree.svg, in a prefix tree.
 
-python docs/picture.py [FILE]
+python docs/picture.py [DIRECTORY]
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PROMPT, RESPONSES = 6, (4, 2, 3)
+NODES = (("P", 4, -1), ("A", 4, 0), ("A₁", 3, 1), ("A₂", 2, 1), ("B", 5, 0))  # name, tokens, parent
 CELL = 13
 TOP = 70
 GAP = 10
@@ -123,11 +125,78 @@ def draw() -> str:
         *legend(right_x - 28, TOP + CELL * total_packed + 40),
         text(right_x - 28, TOP + CELL * total_packed + 108, "rows: queries, columns: keys", 12, MUTED),
     ]
-    size = f'width="760" height="{bottom + 6}" viewBox="0 0 760 {bottom + 6}"'
+    return document(760, bottom + 6, shapes)
+
+
+def document(width: int, height: int, shapes: Sequence[str]) -> str:
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="system-ui, sans-serif">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="#fcfcfb"/>', *shapes, "</svg>", ""])
 
 
+def paths() -> list[list[int]]:
+    """Of each node the nodes from its root to itself."""
+    found: list[list[int]] = []
+    for node, (_, _, parent) in enumerate(NODES):
+        found.append([*(found[parent] if parent >= 0 else []), node])
+    return found
+
+
+def tree_panel(x: int) -> list[str]:
+    """The nodes, each where its tokens stand in their sequences."""
+    shapes, step = [], 3 * CELL
+    for line, (path, (name, length, parent)) in enumerate(zip(paths(), NODES)):
+        begin, y = x + CELL * sum(NODES[node][1] for node in path[:-1]), TOP + step * line
+        if parent >= 0:
+            middle, above = y + CELL / 2, TOP + step * parent + CELL + 2
+            bend = f"M{begin - 6} {above}V{middle}H{begin - 2}"
+            shapes.append(f'<path d="{bend}" fill="none" stroke="{LINE}" stroke-width="1.5"/>')
+        shapes += [square(begin + CELL * at, y, COLORS["response"]) for at in range(length)]
+        shapes.append(text(begin + CELL * length + 8, y + 11, name, color=MUTED))
+    return shapes
+
+
+def tree_matrix(x: int) -> list[str]:
+    """The packed row: one square for each query and key."""
+    rows = [(node, at) for node, (_, length, _) in enumerate(NODES) for at in range(length)]
+    shapes = []
+    for y, (node, query) in enumerate(rows):
+        for column, (other, key) in enumerate(rows):
+            fill = EMPTY
+            if other in paths()[node]:
+                fill = COLORS["context"] if other != node else COLORS["response"] if key <= query else EMPTY
+            shapes.append(square(x + CELL * column, TOP + CELL * y, fill))
+    begin = 0
+    for name, length, _ in NODES:
+        middle = CELL * (begin + length / 2)
+        shapes.append(text(x - 10, TOP + middle + 4, name, color=MUTED, text_anchor="end"))
+        shapes.append(text(x + middle, TOP - 8, name, color=MUTED, text_anchor="middle"))
+        begin += length
+    return [*shapes, border(x, TOP, len(rows), len(rows))]
+
+
+def draw_tree() -> str:
+    leaves = {*range(len(NODES))} - {parent for _, _, parent in NODES}
+    alone = sum(NODES[node][1] for leaf in leaves for node in paths()[leaf])
+    total, right_x = sum(length for _, length, _ in NODES), 330
+    y = TOP + CELL * total + 34
+    shapes = [
+        text(20, 26, "Three sequences, P A A₁, P A A₂ and P B", 14, font_weight="600"),
+        text(20, 44, f"alone: {alone} tokens through every layer", 12, MUTED),
+        *tree_panel(30),
+        text(right_x - 30, 26, "One packed row, depth first", 14, font_weight="600"),
+        text(right_x - 30, 44, f"here {total} tokens through every layer", 12, MUTED),
+        *tree_matrix(right_x),
+        square(right_x - 28, y - 10, COLORS["response"]),
+        text(right_x - 10, y, "a node with itself, causally", 12, MUTED),
+        square(right_x - 28, y + 10, COLORS["context"]),
+        text(right_x - 10, y + 20, "a node with its ancestors, in full", 12, MUTED),
+        text(right_x - 28, y + 44, "rows: queries, columns: keys", 12, MUTED),
+    ]
+    return document(620, y + 60, shapes)
+
+
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("shared_prompt.svg")
-    target.write_text(draw(), encoding="utf-8")
+    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+    for name, picture in (("shared_prompt.svg", draw()), ("tree.svg", draw_tree())):
+        (directory / name).write_text(picture, encoding="utf-8")

@@ -51,6 +51,21 @@ def test_examples_of_the_training_guide(restored_registry: None) -> None:
     assert names["loss"].item() == pytest.approx(loss.item(), rel=1e-4)
 
 
+def test_examples_of_trees() -> None:
+    names = run_examples(ROOT / "docs/trees.md")
+    assert len(names["micro_batches"]) > 1 and names["tree"].num_nodes > 4
+    model, weights = names["model"], [one.weight for one in (names["embed"], names["qkv"], names["head"])]
+    gradients = [one.grad.clone() for one in weights]
+    for one in weights:
+        one.grad = None
+    for sequence, mask, advantage in zip(names["sequences"], names["masks"], names["advantages"]):
+        alone = names["pack_prefix_tree"]([sequence], loss_mask=[mask])
+        logps = model(alone).log_softmax(-1)[alone.token_index, alone.targets]
+        (-logps.sum() * advantage).backward()
+    for one, expected in zip(gradients, weights):
+        torch.testing.assert_close(one, expected.grad, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8"))
@@ -64,7 +79,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in [re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings], link
 
 
-def test_the_picture_is_what_its_script_draws(tmp_path: Path) -> None:
-    out = tmp_path / "picture.svg"
-    subprocess.run([sys.executable, ROOT / "docs" / "picture.py", out], check=True)
-    assert out.read_text() == (ROOT / "docs" / "shared_prompt.svg").read_text(), "run docs/picture.py again"
+def test_the_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "docs" / "picture.py", tmp_path], check=True)
+    for name in ("shared_prompt.svg", "tree.svg"):
+        assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), "run docs/picture.py again"

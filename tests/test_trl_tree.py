@@ -1,4 +1,4 @@
-"""The tree attention of TRL's AsyncGRPO on this library: exact for every tree, and with each prompt's keys once."""
+"""The tree attention of TRL's AsyncGRPO on this library: exact for every tree, in one call that copies no keys."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from trl.experimental.async_grpo import packing
 from trl.trainer.utils import add_fused_lm_head
 
 tree = tiny_trl.importlib.import_module("flash_attn_dualkv.integrations.trl.tree")
+trees = tiny_trl.importlib.import_module("flash_attn_dualkv.integrations.trees")
 
 # Token sequences; what they begin with in common is shared.
 TREES = {
@@ -99,28 +100,23 @@ def test_attention_and_its_gradients(name: str, hook: None) -> None:
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_keys_that_are_read(name: str, hook: None) -> None:
-    """One level: every row of keys once. Deeper trees: never more than TRL's paths, and prompts still once."""
+def test_nodes_are_the_segments(name: str, hook: None) -> None:
+    """All rows once, each with the path that TRL gathers for it; nothing is moved."""
     packed = pack(TREES[name])
-    kwargs = tree_kwargs(packed)
-    plan = tree.Plan.build(*(kwargs[one] for one in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")))
-    copies = torch.bincount(plan.rows, minlength=len(packed["input_ids"]))
-    stock = torch.bincount(kwargs["tree_kv_index"], minlength=len(packed["input_ids"]))
-    assert copies.min() == 1 and len(plan.rows) <= kwargs["tree_cu_seqlens_k"][-1]
-    if name in ("one level", "two trees", "no sharing", "chain"):
-        assert copies.max() == 1
-    if name == "prompts that begin alike":
-        # Two prompts with three completions each; what they have in common, a token, is read with both and by itself.
-        assert copies.tolist().count(1) == len(copies) - 1
-        assert stock.max() > copies.max()
-    if name == "completions that begin alike":
-        assert (copies > 1).sum() < 3 < (stock > 1).sum()
+    forest = tree.read_tree(packed["tree_cu_seqlens_q"], packed["tree_cu_seqlens_k"])
+    cu_seqlens, parents = forest._on(torch.device("cpu"))
+    assert cu_seqlens.equal(packed["tree_cu_seqlens_q"])
+    bounds, found = cu_seqlens.tolist(), []
+    for node, parent in enumerate(parents.tolist()):
+        own = [*range(bounds[node], bounds[node + 1])]
+        found.append([*found[parent], *own] if parent >= 0 else own)
+    assert [row for path in found for row in path] == packed["tree_kv_index"].tolist()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["one level", "deep", "prompts that begin alike"])
 def test_a_model_as_the_trainer_runs_it(name: str, checkpointing: bool, hook: None) -> None:
-    """Log-probabilities and gradients are those of each sample alone; the plan is made once for all layers."""
+    """Log-probabilities and gradients are those of each sample alone; the tree is read once for all layers."""
     sequences = TREES[name]
     model = tiny_model("qwen3", dtype=torch.float32, attention="tree_fa3").train()
     samples = Sequences([one[:2] for one in sequences], [one[2:] for one in sequences])
@@ -132,9 +128,9 @@ def test_a_model_as_the_trainer_runs_it(name: str, checkpointing: bool, hook: No
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
     packed = pack(sequences)
     builds: list[int] = []
-    build = tree.Plan.build
+    build = tree.read_tree
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree.Plan, "build", lambda *args: builds.append(1) or build(*args))
+        patch.setattr(tree, "read_tree", lambda *args: builds.append(1) or build(*args))
         inputs = {one: packed[one][None] for one in ("input_ids", "position_ids", "shift_labels")}
         output = model(**inputs, fused_lm_head=True, **tree_kwargs(packed))
         logps = output.log_probs.flatten()[packed["token_index"]]
@@ -144,29 +140,16 @@ def test_a_model_as_the_trainer_runs_it(name: str, checkpointing: bool, hook: No
     check_gradients(gradients(model), gradients(twin), 5e-6)
 
 
-def test_plans_end_with_their_micro_batch(hook: None) -> None:
+def test_what_was_read_ends_with_its_micro_batch(hook: None) -> None:
     packed = pack(TREES["one level"])
     q = torch.randn(1, 2, len(packed["input_ids"]), 8)
+    before = len(trees._forests)
     packing.tree_attention(None, q, q, q, None, **tree_kwargs(packed))
-    cells = dict(zip(packing.tree_attention.__code__.co_freevars, packing.tree_attention.__closure__))
-    plans = cells["plans"].cell_contents
-    assert len(plans) == 1
+    assert len(trees._forests) == before + 1
     alive = weakref.ref(packed["tree_cu_seqlens_q"])
     del packed
     gc.collect()
-    assert alive() is None and len(plans) == 0
-
-
-@pytest.mark.gpu  # on the CPU, index_add_ has sums of its own that are wider
-def test_sums_of_16_bit_gradients_are_rounded_once() -> None:
-    """256 additions of 1 to 256 in bf16 would change nothing."""
-    source = torch.zeros(2, 2, 8, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    index = torch.tensor([0] * 257 + [1], device="cuda")
-    gradient = torch.ones(258, 2, 8, dtype=torch.bfloat16, device="cuda")
-    gradient[0] = 256.0
-    tree._Gather.apply(source, index).backward(gradient)
-    assert source.grad is not None
-    assert source.grad.unique(dim=1).tolist() == [[[512.0] * 8], [[1.0] * 8]]
+    assert alive() is None and len(trees._forests) == before
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,245 @@
+"""Tree attention under the signatures by which other frameworks call theirs; docs/trees.md says who calls what.
+
+Each function reads its framework's description of a tree, once for a micro-batch, and calls
+`flash_attn_tree_varlen_func`: every ancestor's keys and values are read where they are, and their gradients are summed
+in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .. import arguments
+from ..checks import explain
+from ..data.transfer import ints, to_device
+from ..packed_attention import flash_attn_tree_varlen_func
+
+# Of the first table of each micro-batch: what was read from it, and from which tables.
+_forests: Any = WeakTensorKeyDictionary()
+
+
+class Forest:
+    """Nodes of packed rows, in whatever order, as the kernels take them: depth first.
+
+    Args:
+        begins: (n,) the first row of each node.
+        lens: (n,) rows of each node; no two nodes have a row in common. Rows of no node are padding.
+        parents: (n,) the node that each continues, before or behind it; -1 for roots.
+
+    Raises:
+        ValueError: nodes that overlap; a parent that is no node, or not above its children.
+    """
+
+    def __init__(self, begins: Sequence[int], lens: Sequence[int], parents: Sequence[int]) -> None:
+        if not len(begins) == len(lens) == len(parents):
+            raise ValueError(explain("parents", f"{len(begins)} nodes", f"{len(parents)}, and {len(lens)} lengths"))
+        end = 0
+        for node in sorted(range(len(begins)), key=lambda one: (begins[one], lens[one])):
+            if lens[node] < 0 or (lens[node] and begins[node] < end):
+                raise ValueError(explain(f"node {node}", f"rows from {end} on", f"{lens[node]} from {begins[node]} on"))
+            end = max(end, begins[node] + lens[node])
+        order = _depth_first(begins, parents)
+        places = {node: place for place, node in enumerate(order)}
+        self._offsets = [*accumulate((lens[node] for node in order), initial=0)]
+        self._parents = [places.get(parents[node], -1) for node in order]
+        self._rows: list[int] | None = None  # in depth-first order, where that is another one
+        if any(lens[node] and begins[node] != offset for node, offset in zip(order, self._offsets)):
+            self._rows = [begins[node] + at for node in order for at in range(lens[node])]
+        self._tables: dict[torch.device, list[Tensor]] = {}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None) -> Tensor:
+        """Attention of every row to its path.
+
+        Args:
+            q: (T, H, d), rows in the order in which they are packed, or (1, T, H, d).
+            k, v: (T, H_k, d), or (1, T, H_k, d).
+            softmax_scale: None for 1 / sqrt(d).
+
+        Returns:
+            As q; 0 for padding.
+
+        Raises:
+            ValueError: fewer rows than the nodes have; what `flash_attn_tree_varlen_func` refuses.
+        """
+        if q.dim() == 4 and len(q) == len(k) == len(v) == 1:
+            return self.attend(q[0], k[0], v[0], softmax_scale)[None]
+        cu_seqlens, parents, *rows = self._on(q.device)
+        if not rows:
+            return flash_attn_tree_varlen_func(q, k, v, cu_seqlens, parents, softmax_scale)
+        queries, keys, values = (one.index_select(0, rows[0]) for one in (q, k, v))
+        out = flash_attn_tree_varlen_func(queries, keys, values, cu_seqlens, parents, softmax_scale)
+        return torch.zeros_like(q).index_copy(0, rows[0], out)
+
+    def _on(self, device: torch.device) -> list[Tensor]:
+        """cu_seqlens and parents, and the rows in their order if it is another one."""
+        if device not in self._tables:
+            tables = [ints(self._offsets, torch.int32), ints(self._parents, torch.int32)]
+            long = [] if self._rows is None else [ints(self._rows, torch.int64)]
+            *moved, cu_seqlens, parents = to_device(long, tables, device)
+            self._tables[device] = [cu_seqlens, parents, *moved]
+        return self._tables[device]
+
+
+def _depth_first(begins: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """The nodes, each before its subtree; children in the order of their rows."""
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node, parent in sorted(enumerate(parents), key=lambda one: (begins[one[0]], one[0]), reverse=True):
+        if not -1 <= parent < len(parents):
+            raise ValueError(explain(f"parent of node {node}", "-1 or a node", parent))
+        children[parent].append(node)
+    order: list[int] = []
+    stack = children[-1]
+    while stack:
+        order.append(stack.pop())
+        stack += children[order[-1]]
+    if len(order) != len(parents):
+        raise ValueError(explain("parents", "a root above every node", "a cycle"))
+    return order
+
+
+def remembered(tables: Sequence[Tensor], build: Callable[[], Forest]) -> Forest:
+    """A forest that is built once for a micro-batch: its layers and their recomputation are given the same tensors."""
+    state = [(id(one), 0 if one.is_inference() else one._version) for one in tables]
+    kept = _forests.get(tables[0])
+    if kept is None or kept[0] != state:
+        kept = _forests[tables[0]] = state, build()
+    forest: Forest = kept[1]
+    return forest
+
+
+def flash_composed_forest_attention_fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    node_start: Tensor | Sequence[int],
+    node_len: Tensor | Sequence[int],
+    node_parent: Tensor | Sequence[int],
+    scale: float | None = None,
+) -> Tensor:
+    """Megatron's composed forest attention.
+
+    Args:
+        q: (T, H, d). k, v: (T, H_k, d).
+        node_start, node_len, node_parent: (n,) first row, rows and parent (-1 for roots) of each node, integer tensors
+            or lists; see `Forest`.
+        scale: of the scores; None for 1 / sqrt(d).
+
+    Returns:
+        (T, H, d).
+
+    Raises:
+        ValueError: as `Forest`.
+    """
+    names = dict(node_start=node_start, node_len=node_len, node_parent=node_parent)
+
+    def build() -> Forest:
+        least = dict(node_parent=-1)
+        return Forest(*(arguments.lengths(name, one, least=least.get(name, 0)) for name, one in names.items()))
+
+    tables = [one for one in names.values() if isinstance(one, Tensor)]
+    forest = remembered(tables, build) if len(tables) == len(names) else build()
+    return forest.attend(q, k, v, scale)
+
+
+def tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed_mask: Tensor,
+    kv_indices: Tensor,
+    kv_offsets: Tensor,
+    q_indices: Tensor,
+    q_offsets: Tensor,
+    sm_scale: float | None = None,
+) -> Tensor:
+    """AReaL's tree attention.
+
+    Args:
+        query: (1, H, N, d). key, value: (1, H_k, N, d).
+        packed_mask: (1, N, ceil(N / 64)) int64, bit j % 64 of [0, i, j // 64] set where row i sees row j.
+        kv_indices, kv_offsets, q_indices, q_offsets: which blocks of AReaL's own kernel have bits set; not needed here.
+        sm_scale: of the scores; None for 1 / sqrt(d).
+
+    Returns:
+        (1, H, N, d); 0 for rows that see nothing.
+
+    Raises:
+        ValueError: a mask that is not that of a tree, or of more than one row of a batch.
+    """
+    if packed_mask.dim() != 3 or len(packed_mask) != 1 or query.shape[:3:2] != packed_mask.shape[:2]:
+        expected = f"shape (1, {query.shape[2]}, words)"
+        raise ValueError(explain("packed_mask", expected, f"{tuple(packed_mask.shape)} for {tuple(query.shape)}"))
+    forest = remembered([packed_mask], lambda: _forest_of_bits(packed_mask[0]))
+    q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+    return forest.attend(q, k, v, sm_scale).transpose(1, 2)
+
+
+def _forest_of_bits(mask: Tensor) -> Forest:
+    """From (N, words) bits of what each row sees; one copy to the host."""
+    if not len(mask):
+        return Forest((), (), ())
+    rows = torch.arange(len(mask), device=mask.device)[:, None]
+    bits = torch.arange(64, device=mask.device)
+    itself = torch.zeros_like(mask).scatter_(1, rows >> 6, 1 << (rows & 63))
+    above = mask & ~itself
+    words = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    word = ((above != 0) * words).amax(1, keepdim=True) - 1  # the last that has a bit; -1 for none
+    highest = (above.gather(1, word.clamp(min=0)) >> bits & 1).mul(bits + 1).amax(1, keepdim=True) - 1
+    parents = torch.where(word >= 0, 64 * word + highest, -1)
+    sees_itself = (mask & itself).any(1)
+    # A row sees what its parent sees, and itself.
+    inherits = (above == torch.where(parents >= 0, mask[parents.clamp(min=0)[:, 0]], 0)).all(1)
+    is_valid = inherits & (parents < rows)[:, 0] & (sees_itself | (parents < 0)[:, 0])
+    tokens, seeing, valid = torch.stack([parents[:, 0], sees_itself, is_valid]).tolist()
+    count = sum(seeing)
+    if not all(valid) or not all(seeing[:count]):
+        expected = "rows that see their path and themselves, and behind them rows that see nothing"
+        raise ValueError(explain("packed_mask", expected, "other bits"))
+    return _forest_of_tokens(tokens[:count])
+
+
+def _forest_of_tokens(parents: Sequence[int]) -> Forest:
+    """From the row that each row continues: runs of rows that continue each other are nodes."""
+    begins = {row for row, parent in enumerate(parents) if parent != row - 1}
+    begins |= {parents[row] + 1 for row in begins if parents[row] >= 0}  # what is left of the node that is branched off
+    starts = sorted({0, *begins} if parents else ())
+    node_of = [0] * len(parents)
+    for node, (begin, end) in enumerate(zip(starts, [*starts[1:], len(parents)])):
+        node_of[begin:end] = [node] * (end - begin)
+    lens = [end - begin for begin, end in zip(starts, [*starts[1:], len(parents)])]
+    return Forest(starts, lens, [node_of[parents[begin]] if parents[begin] >= 0 else -1 for begin in starts])
+
+
+def prefix_tree(
+    node_lengths: Sequence[int], sample_paths: Sequence[Sequence[int]]
+) -> tuple[Forest, list[list[list[int]]]]:
+    """NeMo Automodel's description of a tree, whose attention is then `Forest.attend`.
+
+    Args:
+        node_lengths: (n,) rows of each node, in the order of the packed row.
+        sample_paths: of each sample the nodes on its path, from the root.
+
+    Returns:
+        The forest, and of each sample the [first, last + 1] rows of the nodes on its path.
+
+    Raises:
+        ValueError: a node with different paths, or in none although it has rows; as `Forest`.
+    """
+    ends = [*accumulate(node_lengths, initial=0)]
+    parents: dict[int, int] = {}
+    for path in sample_paths:
+        for parent, node in zip([-1, *path], path):
+            if not 0 <= node < len(node_lengths) or parents.setdefault(node, parent) != parent:
+                expected = f"nodes below {len(node_lengths)}, each behind one other"
+                raise ValueError(explain("sample_paths", expected, f"node {node} behind {parent}"))
+    for node, length in enumerate(node_lengths):
+        if length and node not in parents:
+            raise ValueError(explain("sample_paths", "every node with rows", f"none with node {node}"))
+    forest = Forest(ends[:-1], node_lengths, [parents.get(node, -1) for node in range(len(node_lengths))])
+    return forest, [[[ends[node], ends[node + 1]] for node in path] for path in sample_paths]
