@@ -144,11 +144,12 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     (dict(borders=[[1]], max_depth=3), "^max_depth: expected None with borders, .* got 3"),
     (dict(borders=[[1], [2]]), r"^borders: expected 1 of them \(as sequences\), got 2"),
     (dict(borders=1), "^borders: expected a list of lists of positions, got 1"),
-    (dict(borders=[[0]]), r"^borders\[0\]\[0\]: expected an int >= 1, got 0"),
+    (dict(borders=[[0]]), r"^borders\[0\]: expected rising positions from 1 to 3, got \[0\]"),
+    (dict(borders=["12"]), r"^borders\[0\]: expected a list of ints"),
     (dict(borders=[[1, 1]]), r"^borders\[0\]: expected rising positions from 1 to 3, got \[1, 1\]"),
     (dict(borders=[[2, 1]]), r"^borders\[0\]: expected rising positions from 1 to 3, got \[2, 1\]"),
     (dict(borders=[[1, 4]]), r"^borders\[0\]: expected rising positions from 1 to 3, got \[1, 4\]"),
-    (dict(borders=[[1.5]]), r"^borders\[0\]\[0\]: expected an int >= 1, got 1.5"),
+    (dict(borders=[[1.5]]), r"^borders\[0\]\[0\]: expected an int >= 0, got 1.5"),
 ]
 
 

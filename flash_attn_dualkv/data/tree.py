@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from operator import lt
 from typing import Any, NamedTuple
 
 import torch
@@ -292,17 +293,17 @@ class _Rule(NamedTuple):
         return build_nodes(ids, lengths, groups, shift=self.shift, **limits), largest
 
 
-def _checked_borders(borders: Sequence[Any], lengths: Sequence[int]) -> list[list[int]]:
+def _checked_borders(borders: Sequence[Any], lengths: Sequence[int]) -> list[Sequence[int]]:
     """Of each sequence, rising from 1 to its length."""
     if len(borders) != len(lengths):
         raise SharedPromptError(explain("borders", f"{len(lengths)} of them (as sequences)", len(borders)))
-    checked = []
+    checked: list[Sequence[int]] = []
     for index, (given, length) in enumerate(zip(borders, lengths)):
-        own = arguments.lengths(f"borders[{index}]", given, least=1)
-        for one, other in pairwise([0, *own, length + 1]):
-            if one >= other:
-                expected = f"rising positions from 1 to {length}"
-                raise SharedPromptError(explain(f"borders[{index}]", expected, arguments.describe(own)))
+        is_plain = type(given) in (tuple, list) and {*map(type, given)} <= {int}
+        own = given if is_plain else arguments.lengths(f"borders[{index}]", given)
+        if own and not (own[0] > 0 and own[-1] <= length and all(map(lt, own, own[1:]))):
+            expected = f"rising positions from 1 to {length}"
+            raise SharedPromptError(explain(f"borders[{index}]", expected, arguments.describe(own)))
         checked.append(own)
     return checked
 

@@ -102,11 +102,17 @@ class Nodes(NamedTuple):
         lasts: list[int] = []  # what is left of each node at its end
         for parent, begin, end, source in zip(self.parents, self.begins, self.ends, self.sources):
             own = borders[source]
-            bounds = [begin, *own[bisect_right(own, begin) : bisect_left(own, end)], end]
-            parents += [lasts[parent] if parent >= 0 else -1, *range(len(parents), len(parents) + len(bounds) - 2)]
-            begins += bounds[:-1]
-            ends += bounds[1:]
-            sources += [source] * (len(bounds) - 1)
+            above = lasts[parent] if parent >= 0 else -1
+            for border in own[bisect_right(own, begin) : bisect_left(own, end)]:
+                parents.append(above)
+                begins.append(begin)
+                ends.append(border)
+                sources.append(source)
+                above, begin = len(parents) - 1, border
+            parents.append(above)
+            begins.append(begin)
+            ends.append(end)
+            sources.append(source)
             lasts.append(len(parents) - 1)
         return Nodes(parents, begins, ends, sources, take(int64s(lasts), self.leaves) if lasts else self.leaves)
 
