@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 from node_tables import Tables, comb, packed_prompts, random_parents, tree_tables
+from trees import balanced
 from work_lists import backward_list, forward_list, load_work_lists
 
 NUM_SMS = 132
@@ -28,18 +29,6 @@ def bush(root: int, leaves: int, leaf: int) -> Tables:
     return tree_tables([root, *[leaf] * leaves], [-1, *[0] * leaves])
 
 
-def binary_tree(depth: int, root: int, other: int) -> Tables:
-    parents = [-1]
-
-    def grow(node: int, level: int) -> None:
-        for _ in range(2 if level < depth else 0):
-            parents.append(node)
-            grow(len(parents) - 1, level + 1)
-
-    grow(0, 1)
-    return tree_tables([root, *[other] * (len(parents) - 1)], parents)
-
-
 def forest(trees: Iterable[Tables]) -> Tables:
     lengths: list[int] = []
     parents: list[int] = []
@@ -54,7 +43,8 @@ def random_tree_of_turns() -> Tables:
     return tree_tables(rng.integers(64, 1200, 250).tolist(), random_parents(rng, 250, 0.45))
 
 
-COMB, CHAIN, BALANCED = comb(1024, [128] * 64, 256), comb(800, [800] * 39, 64), binary_tree(5, 1024, 512)
+COMB, CHAIN = comb(1024, [128] * 64, 256), comb(800, [800] * 39, 64)
+BALANCED = tree_tables(*zip(*balanced(1024, 512, 5)))
 SHAPES = {
     "comb": COMB,
     "bush": bush(2048, 5000, 64),

@@ -10,7 +10,6 @@
 namespace dualkv {
 
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 // Two fp32 values rounded to nearest even and packed, the first in the low half.
 template <typename T>
