@@ -23,8 +23,8 @@ from build_plan import DEFAULT_ARCHS
 from extension import kernel_steps
 from toolchain import BuildError, KernelSource, find_nvcc, parallel_jobs, run_parallel
 
-# What stands in "source: kernel for arch". These bytes are outside of main loops; those of the portable forward are read
-# once an iteration, before a barrier.
+# What stands in "source: kernel for arch". These bytes are outside of main loops; those of the portable forward are
+# read once an iteration, before a barrier.
 ALLOWED_BYTES = {"dualkv_convert_sm": 16, "sm90_backward_dq_d256": 24, "dualkv_sm80_forward for": 32}
 ALLOWED_PTXAS_CODES = ("C7519",)
 
