@@ -90,6 +90,8 @@ FLATTENED = (
 
 def tree_section(frame: pd.DataFrame, folder: Path) -> list[str]:
     figures = medians(frame)
+    # A run that ended early leaves trees of which nothing is known.
+    figures = figures[figures.groupby("shape")["ms"].transform("count") > 0]
     trees = [(name, parse(name)) for name in dict.fromkeys(figures["shape"])]
     facts = pd.DataFrame(
         {
