@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -362,22 +363,26 @@ def backward(
     problem = _problem(
         q, k, v, k_decoded, v_decoded, None, nodes, softmax_scale, causal, window_left, window_right, softcap
     )
-    dq = zeros_like(q)
-    dkeys, dvalues = ([zeros_like(one) for one in tensors] for tensors in (problem.keys, problem.values))
-    results = (dout, dlse, out, lse)
     with plain_arithmetic(q.device):
-        for heads in problem.head_chunks():
-            sums: list[Sums] = []  # of the nodes on the path: as soon as a subtree is done, its sums are rounded
-            for path in problem.paths():
-                while len(sums) >= len(path):
-                    sums.pop().finish()
-                storage, row = problem.locate(path[-1])
-                sums.append(Sums(problem, dkeys[storage], dvalues[storage], row, path[-1].kv_len, heads))
-                for block in problem.query_blocks(path, *heads):
-                    problem.store_queries(dq, block, differentiate(problem, block, results, sums))
-            while sums:
+        return _gradients(problem, (dout, dlse, out, lse))
+
+
+def _gradients(problem: Problem, results: tuple[Tensor, Tensor | None, Tensor, Tensor]) -> list[Tensor]:
+    """What `backward` returns. A function of its own: PyTorch 2.11 cannot compile a `with` behind a graph break."""
+    dq = zeros_like(problem.q)
+    dkeys, dvalues = tuple(map(zeros_like, problem.keys)), tuple(map(zeros_like, problem.values))
+    for heads in problem.head_chunks():
+        sums: list[Sums] = []  # of the nodes on the path: as soon as a subtree is done, its sums are rounded
+        for path in problem.paths():
+            while len(sums) >= len(path):
                 sums.pop().finish()
-    return [dq, *(one for pair in zip(dkeys, dvalues) for one in pair)]
+            storage, row = problem.locate(path[-1])
+            sums.append(Sums(problem, dkeys[storage], dvalues[storage], row, path[-1].kv_len, heads))
+            for block in problem.query_blocks(path, *heads):
+                problem.store_queries(dq, block, differentiate(problem, block, results, sums))
+        while sums:
+            sums.pop().finish()
+    return [dq, *chain(*zip(dkeys, dvalues))]
 
 
 class Sums:
