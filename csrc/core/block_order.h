@@ -39,8 +39,8 @@
 // half of the work (many sequences, responses longer than prompts, trees), blocks that run together would walk the
 // queries of many nodes, and of several KV heads. There most heads come one after the other, each with its tiles in the
 // order of the table ("local" heads): neighbours in the table share queries. Only the last heads are left to the picture
-// above, so that long blocks do not start at the end. Simulated DRAM traffic, in GB: 32 sequences of 4K to 16K, 107 in
-// classes and 26 in order; 4 x 8 x 200 x (4K..16K), 137 and 46; a tree of 148 rollouts of 5K to 15K, 439 and 235.
+// above, so that long blocks do not start at the end. DRAM traffic in classes and in the order of the table: 138 and 61 GB
+// at 4 x 8 x 200 x (4K..16K), 480 and 302 GB for a tree of 149 rollouts of 5K to 15K.
 #pragma once
 
 #include "core/platform.h"
