@@ -189,8 +189,7 @@ Tensor sequence_nodes(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
   return nodes;
 }
 
-// `total`, the rows of q, is for the reference: here the kernels' reads are clamped to them.
-Tensor tree_nodes(const Tensor& cu_seqlens, const Tensor& parents, int64_t) {
+Tensor tree_nodes(const Tensor& cu_seqlens, const Tensor& parents) {
   check_indices(cu_seqlens, "cu_seqlens", cu_seqlens, -1);
   check_indices(parents, "parents", cu_seqlens, cu_seqlens.size(0) - 1);
   const c10::cuda::CUDAGuard guard(cu_seqlens.device());

@@ -168,7 +168,7 @@ def _tree_nodes_cuda(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
     compiled = compiled_module()
     if checks_values():
         tables.tree_nodes(cu_seqlens.cpu(), parents.cpu(), total)
-    return cast(Tensor, compiled.tree_nodes(cu_seqlens, parents, total))
+    return cast(Tensor, compiled.tree_nodes(cu_seqlens, parents))
 
 
 def _kernels(options: Options) -> ModuleType:

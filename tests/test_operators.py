@@ -193,7 +193,7 @@ def test_compiled_module_gets_the_operators_arguments(module: Mock) -> None:
     ops._sequence_nodes_cuda("a", "b", "c", "d", 5)
     module.sequence_nodes.assert_called_once_with("a", "b", "c", "d", 5)
     ops._tree_nodes_cuda("a", "b", 5)  # type: ignore[arg-type]
-    module.tree_nodes.assert_called_once_with("a", "b", 5)
+    module.tree_nodes.assert_called_once_with("a", "b")
     ops._forward_cuda(*range(7), *PLAIN)
     module.forward.assert_called_with(*range(7), *PLAIN[:2])
 

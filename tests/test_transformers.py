@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 from tiny_models import (
+    EVERY_EXPERT,
     FAMILIES,
     MIXED,
     SUPPORTED,
@@ -99,13 +100,6 @@ def test_edges(name, edge):
 
 
 # --- isolation -------------------------------------------------------------------------------------------------------
-
-# So that as many tokens go to an expert whatever the others are: a product over other rows may be rounded otherwise.
-EVERY_EXPERT = {
-    "qwen3_moe": dict(num_experts_per_tok=4),
-    "gpt_oss": dict(num_experts_per_tok=4),
-    "deepseek_v3": dict(num_experts_per_tok=4, topk_group=2),
-}
 
 
 def logps_of(model, samples: Samples) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from tiny_models import (
+    EVERY_EXPERT,
     FAMILIES,
     SUPPORTED,
     TOLERANCES,
@@ -51,7 +52,7 @@ def test_equals_each_sequence_alone(name: str) -> None:
     """Log-probabilities, entropies and the gradients of all parameters; windows, softcaps and sinks are the models'."""
     dtype = FAMILIES[name].dtype
     tolerance = TOLERANCES[dtype]
-    model = tiny_model(name)
+    model = tiny_model(name, **(EVERY_EXPERT[name] if name == "deepseek_v3" else {}))
     twin = stock_twin(model)
     whole = Samples([one[:1] for one in SEQUENCES], [one[1:] for one in SEQUENCES])
     trained = torch.tensor([value for mask in MASKS for value in mask[1:]]).bool()

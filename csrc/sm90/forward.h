@@ -190,7 +190,7 @@ struct ForwardConsumer {
     while (true) {
       wait_k();
       const KvStep first = step();
-      if (first.last || !p.shape.causal || first.tile.kv_pos <= q_pos) return first;
+      if (first.last || visible_columns(first.tile, q_pos, p.shape.causal) > 0) return first;
       skip_tile();
     }
   }
