@@ -47,9 +47,9 @@ auto with_element_type(const Tensor& q, Body body) {
 std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k, const Tensor& v,
                                    const std::optional<Tensor>& k_decoded, const std::optional<Tensor>& v_decoded,
                                    const std::optional<Tensor>& sinks_in, const Tensor& nodes, double softmax_scale,
-                                   bool causal) {
+                                   bool causal, int64_t window_left, double softcap) {
   const auto guard = device_guard(q_in);
-  const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, softmax_scale, causal);
+  const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, {softmax_scale, causal, window_left, softcap});
   const Tensor& q = problem.q;
   if (sinks_in) {
     check_argument(sinks_in->device() == q.device(), "sinks", sinks_in->device(), "a tensor on the device of q");
@@ -95,9 +95,10 @@ void backward_dq(const Problem& problem, const Tensor& dout, const RowStatistics
 std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>& dlse_in, const Tensor& q_in,
                              const Tensor& k, const Tensor& v, const std::optional<Tensor>& k_decoded,
                              const std::optional<Tensor>& v_decoded, const Tensor& out_in, const Tensor& lse_in,
-                             const Tensor& nodes, double softmax_scale, bool causal, bool deterministic) {
+                             const Tensor& nodes, double softmax_scale, bool causal, int64_t window_left,
+                             double softcap, bool deterministic) {
   const auto guard = device_guard(q_in);
-  const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, softmax_scale, causal);
+  const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, {softmax_scale, causal, window_left, softcap});
   const Tensor& q = problem.q;
   check_packed(dout_in, "dout", q, q.size(0), q.size(1));
   check_packed(out_in, "out", q, q.size(0), q.size(1));
@@ -140,16 +141,16 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                      const std::optional<Tensor>& k_decoded, const std::optional<Tensor>& v_decoded,
                                      const std::optional<Tensor>& sinks, const Tensor& nodes, double softmax_scale,
-                                     bool causal, bool deterministic) {
+                                     bool causal, int64_t window_left, double softcap, bool deterministic) {
   bool is_recorded = false;
   for (const auto& t : {std::optional(q), std::optional(k), std::optional(v), k_decoded, v_decoded, sinks}) {
     is_recorded |= t && t->requires_grad();
   }
   if (!at::GradMode::is_enabled() || !is_recorded) {
-    return forward(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale, causal);
+    return forward(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale, causal, window_left, softcap);
   }
-  const auto results = AttentionNode<forward, backward>::apply(q, k, v, k_decoded, v_decoded, sinks, nodes,
-                                                               softmax_scale, causal, deterministic);
+  const auto results = AttentionNode<forward, backward>::apply(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale,
+                                                               causal, window_left, softcap, deterministic);
   return {results[0], results[1]};
 }
 

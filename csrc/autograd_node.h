@@ -14,9 +14,9 @@
 
 namespace dualkv {
 
-// kForward(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale, causal) gives O and LSE; kBackward(dout, dlse, q, k,
-// v, k_decoded, v_decoded, out, lse, nodes, softmax_scale, causal, deterministic) the gradients of queries, keys and
-// values.
+// kForward(q, k, v, k_decoded, v_decoded, sinks, nodes, options) gives O and LSE; kBackward(dout, dlse, q, k, v,
+// k_decoded, v_decoded, out, lse, nodes, options, deterministic) the gradients of queries, keys and values. The options are
+// softmax_scale, causal, window_left, softcap.
 template <auto kForward, auto kBackward>
 struct AttentionNode : torch::autograd::Function<AttentionNode<kForward, kBackward>> {
   using Context = torch::autograd::AutogradContext;
@@ -25,14 +25,18 @@ struct AttentionNode : torch::autograd::Function<AttentionNode<kForward, kBackwa
 
   static Variables forward(Context* context, const Tensor& q, const Tensor& k, const Tensor& v,
                            const Optional& k_decoded, const Optional& v_decoded, const Optional& sinks,
-                           const Tensor& nodes, double softmax_scale, bool causal, bool deterministic) {
-    const auto [out, lse] = kForward(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale, causal);
+                           const Tensor& nodes, double softmax_scale, bool causal, int64_t window_left, double softcap,
+                           bool deterministic) {
+    const auto [out, lse] =
+        kForward(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale, causal, window_left, softcap);
     // Of a result that nobody used, no gradient is made up.
     context->set_materialize_grads(false);
     context->save_for_backward({q, k, v, k_decoded.value_or(Tensor()), v_decoded.value_or(Tensor()),
                                 sinks.value_or(Tensor()), nodes, out, lse});
     context->saved_data["softmax_scale"] = softmax_scale;
     context->saved_data["causal"] = causal;
+    context->saved_data["window_left"] = window_left;
+    context->saved_data["softcap"] = softcap;
     context->saved_data["deterministic"] = deterministic;
     return {out, lse};
   }
@@ -46,24 +50,26 @@ struct AttentionNode : torch::autograd::Function<AttentionNode<kForward, kBackwa
     const Optional dlse = if_defined(gradients[1]);
     const double softmax_scale = context->saved_data["softmax_scale"].toDouble();
     const bool causal = context->saved_data["causal"].toBool();
+    const int64_t window_left = context->saved_data["window_left"].toInt();
+    const double softcap = context->saved_data["softcap"].toDouble();
     const bool deterministic = context->saved_data["deterministic"].toBool();
 
     std::vector<Tensor> found;
     if (is_watched(dout)) {
       static const c10::OperatorHandle call =
           c10::Dispatcher::singleton().findSchemaOrThrow("flash_attn_dualkv::backward", "");
-      // Without windows and softcap, and not in the reference.
-      torch::jit::Stack stack{dout, dlse,  q,             k,      v,
-                              k_decoded,   v_decoded,     out,    lse,
-                              nodes,       softmax_scale, causal, int64_t{-1},
-                              int64_t{-1}, 0.0,           false,  deterministic};
+      constexpr int64_t window_right = -1;
+      constexpr bool in_reference = false;
+      torch::jit::Stack stack{dout,          dlse,         q,           k,            v,       k_decoded,
+                              v_decoded,     out,          lse,         nodes,        softmax_scale, causal,
+                              window_left,   window_right, softcap,     in_reference, deterministic};
       call.callBoxed(stack);
       found = stack[0].toTensorVector();
     } else {
-      found = kBackward(dout, dlse, q, k, v, k_decoded, v_decoded, out, lse, nodes, softmax_scale, causal,
-                        deterministic || wants_determinism());
+      found = kBackward(dout, dlse, q, k, v, k_decoded, v_decoded, out, lse, nodes, softmax_scale, causal, window_left,
+                        softcap, deterministic || wants_determinism());
     }
-    Variables result(10);  // one of every argument of `forward`
+    Variables result(12);  // one of every argument of `forward`
     int input = 0;         // among those that are tensors, by which autograd asks
     for (int i = 0; i < 5 && i < static_cast<int>(found.size()); ++i, ++input) {
       if (context->needs_input_grad(input)) result[i] = found[i];

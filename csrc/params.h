@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/schedule.h"
+#include "core/softcap.h"
 
 namespace dualkv {
 
@@ -35,7 +36,8 @@ struct ProblemShape {
   int num_heads, num_kv_heads;
   int head_dim;
   float softmax_scale;
-  bool causal;
+  Visibility sees;
+  Softcap softcap;
   int num_sms;
 
   DUALKV_HD int heads_per_group() const { return num_heads / num_kv_heads; }

@@ -108,6 +108,18 @@ struct Keys {
   }
 };
 
+// What becomes of the products of queries and keys: the arguments of every call beside its tensors.
+struct Scores {
+  double softmax_scale;
+  bool causal;
+  int64_t window_left;  // negative: no window
+  double softcap;       // 0: none
+
+  int window() const {
+    return window_left < 0 || window_left >= kNoWindow ? kNoWindow : static_cast<int>(window_left);
+  }
+};
+
 // Everything about a call that does not depend on the direction. Whoever makes one has a device_guard: q is checked.
 struct Problem {
   Tensor q;
@@ -117,7 +129,7 @@ struct Problem {
   int capability, shared_limit;
   cudaStream_t stream;
 
-  Problem(const Tensor& q_in, const Keys& kv_in, const Tensor& nodes_in, double softmax_scale, bool causal)
+  Problem(const Tensor& q_in, const Keys& kv_in, const Tensor& nodes_in, const Scores& scores)
       : q(q_in), kv(kv_in), nodes(nodes_in) {
     check_beside(kv.k, "k", q);
     const int64_t heads = q.size(1), kv_heads = kv.k.size(1);
@@ -131,7 +143,9 @@ struct Problem {
     if (kv.k_decoded) check_pair("k_decoded", *kv.k_decoded, "v_decoded", *kv.v_decoded, kv_heads);
     check_argument(kv.rows() < kMaxPosition, "k_decoded", kv.rows(), "fewer than 2^30 rows together with k");
     check_table(nodes, "nodes", q, kNodeColumns);
-    check_argument(softmax_scale > 0, "softmax_scale", softmax_scale, "a positive number");
+    check_argument(scores.softmax_scale > 0, "softmax_scale", scores.softmax_scale, "a positive number");
+    check_argument(scores.softcap >= 0 && scores.softcap <= kMaxSoftcap, "softcap", scores.softcap,
+                   "a number from 0 to ", kMaxSoftcap);
 
     const Device& device = Device::current();
     capability = device.major;
@@ -145,8 +159,9 @@ struct Problem {
              static_cast<int>(heads),
              static_cast<int>(kv_heads),
              static_cast<int>(q.size(2)),
-             static_cast<float>(softmax_scale),
-             causal,
+             static_cast<float>(scores.softmax_scale),
+             {scores.causal, scores.window()},
+             {scores.softmax_scale, scores.softcap},
              device.num_sms};
   }
 

@@ -45,7 +45,7 @@ struct ForwardList {
 
   ForwardList(const Problem& problem, int queries, int block_n, const Tensor& out, const Tensor& lse)
       : scratch_(problem.q, [&](Scratch& scratch) { place(problem, queries, scratch); }) {
-    args_.block_m = queries, args_.block_n = block_n, args_.causal = problem.shape.causal;
+    args_.block_m = queries, args_.block_n = block_n, args_.sees = problem.shape.sees;
     args_.rows = cleared_rows(out), args_.lse = lse.defined() ? lse.data_ptr<float>() : nullptr;
     args_.num_heads = problem.shape.num_heads;
     prepare_forward(args_, problem.stream);
@@ -84,7 +84,7 @@ struct BackwardList {
     work = {args_.items, args_.order->begin + kCostClasses, capacity_.items, nullptr, args_.order,
             args_.in_table_order};
     splits = {args_.splits, args_.split_count, capacity_.splits};
-    args_.block_m = tiles.block_m, args_.block_n = tiles.block_n, args_.causal = shape.causal;
+    args_.block_m = tiles.block_m, args_.block_n = tiles.block_n, args_.sees = shape.sees;
     args_.num_kv_heads = shape.num_kv_heads, args_.heads_per_group = shape.heads_per_group();
     args_.num_sms = shape.num_sms;
     args_.tile_capacity = capacity_.tiles, args_.slot_capacity = capacity_.slots;

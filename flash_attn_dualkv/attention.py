@@ -146,8 +146,9 @@ def flash_attn_dualkv_varlen_func(
         cu_seqlens_context: (G+1,) int32, group g has the rows [g] .. [g+1] - 1 of k_context. None: one group.
         cu_seqs_per_context: (G+1,) int32, from 0 to N: group g owns the sequences [g] .. [g+1] - 1.
         window_size: (left, right) as in FlashAttention: a row sees `left` positions before its own, or all with -1;
-            `right` is -1, or 0 for causality. On the CPU only.
-        softcap: c > 0 replaces every scaled score s by c * tanh(s / c). On the CPU only.
+            `right` is -1, or 0 for causality.
+        softcap: c > 0 replaces every scaled score s by c * tanh(s / c); with the CUDA kernels at most
+            1000.
         sinks: (H,) floating point, one score of each head that joins the softmax of every row and carries no value; it
             is in the LSE, and differentiable.
         deterministic: gradients bit-identical from run to run; also switched on by
@@ -166,8 +167,8 @@ def flash_attn_dualkv_varlen_func(
         TypeError, ValueError: an argument is not as described; the message names it. Values of the offsets are checked
             on the CPU, and on a GPU only if the environment has DUALKV_DEBUG=1 (which synchronises): otherwise wrong
             offsets give wrong numbers.
-        NotImplementedError: the head dimension of v is not that of q and k; a window that ends behind the row; a window
-            or a softcap for CUDA tensors.
+        NotImplementedError: the head dimension of v is not that of q and k; a window that ends behind the row; a
+            softcap above 1000 for CUDA tensors.
         RuntimeError: CUDA tensors in an installation without the compiled module.
     """
     tensors: tuple[Tensor, ...] = (q, k_context, v_context, k_decoded, v_decoded)
@@ -195,7 +196,7 @@ def flash_attn_dualkv_varlen_func(
     checks.check_flag("return_lse", return_lse)
     checks.check_sinks(sinks, q)
     scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
-    causal, window, cap = checks.resolve_variant(q, causal, window_size, softcap)
+    causal, window, cap = checks.resolve_variant(causal, window_size, softcap)
 
     nodes = ops.sequence_nodes(
         cu_seqlens_q, cu_seqlens_k_decoded, cu_seqlens_context, cu_seqs_per_context, k_context.shape[0]
@@ -320,7 +321,7 @@ def flash_attn_varlen_func(
     checks.check_length("max_seqlen_q", max_seqlen_q)
     checks.check_length("max_seqlen_k", max_seqlen_k)
     scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
-    causal, window, cap = checks.resolve_variant(q, causal, window_size, softcap)
+    causal, window, cap = checks.resolve_variant(causal, window_size, softcap)
 
     nodes = ops.sequence_nodes(cu_seqlens_q, cu_seqlens_k, None, None, None)
     out, lse = ops.attend(q, k, v, None, None, None, nodes, scale, causal, window, -1, cap, False, deterministic)

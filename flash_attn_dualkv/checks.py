@@ -220,11 +220,10 @@ def resolve_softcap(softcap: Any) -> float:
     return float(softcap)
 
 
-def resolve_variant(q: Tensor, causal: bool, window_size: Any, softcap: Any) -> tuple[bool, int, float]:
+def resolve_variant(causal: bool, window_size: Any, softcap: Any) -> tuple[bool, int, float]:
     """Whether the mask is causal, how many positions before its own a row sees (-1: all), and the softcap.
 
-    As in FlashAttention, a window that ends with the row's own position is causality. The CUDA kernels have neither a
-    window nor a softcap.
+    As in FlashAttention, a window that ends with the row's own position is causality.
     """
     cap = resolve_softcap(softcap)
     is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
@@ -236,11 +235,6 @@ def resolve_variant(q: Tensor, causal: bool, window_size: Any, softcap: Any) -> 
     if right > 0:
         expected = "-1 or 0 as its second number (a window that ends behind a row is not implemented)"
         raise NotImplementedError(explain("window_size", expected, window))
-    if q.is_cuda and left >= 0:
-        expected = "(-1, -1) for CUDA tensors (a sliding window is not implemented there)"
-        raise NotImplementedError(explain("window_size", expected, window))
-    if q.is_cuda and cap != 0.0:
-        raise NotImplementedError(explain("softcap", "0.0 for CUDA tensors (it is not implemented there)", cap))
     return causal or right == 0, left, cap
 
 

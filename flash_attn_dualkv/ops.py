@@ -76,6 +76,8 @@ backward = torch.ops.flash_attn_dualkv.backward.default
 
 _NUM_KEYS = 5  # tensors of _KEYS
 
+MAX_KERNEL_SOFTCAP = 1000.0  # csrc/core/softcap.h says why
+
 
 class Options(NamedTuple):
     """The arguments of both operators that are no tensors; what they mean says `reference.forward`."""
@@ -93,15 +95,18 @@ class Options(NamedTuple):
         """Those of the reference."""
         return self.softmax_scale, self.causal, self.window_left, self.window_right, self.softcap
 
+    @property
+    def kernel_scalars(self) -> tuple[Any, ...]:
+        """Those of the compiled module."""
+        return self.softmax_scale, self.causal, self.window_left, self.softcap
+
     def check_kernels(self) -> None:
         """NotImplementedError for what only the reference has."""
-        for name, value, none in (
-            ("window_left", self.window_left, -1),
-            ("window_right", self.window_right, -1),
-            ("softcap", self.softcap, 0.0),
-        ):
-            if value != none:
-                raise NotImplementedError(f"{name}: expected {none} for the CUDA kernels, got {value}")
+        if self.window_right != -1:
+            raise NotImplementedError(f"window_right: expected -1 for the CUDA kernels, got {self.window_right}")
+        if self.softcap > MAX_KERNEL_SOFTCAP:
+            expected = f"at most {MAX_KERNEL_SOFTCAP} for the CUDA kernels"
+            raise NotImplementedError(f"softcap: expected {expected}, got {self.softcap}")
 
 
 # The reference, on any device
@@ -190,14 +195,14 @@ def _forward_cuda(*arguments: Any) -> Results:
     compiled = _kernels(options)
     q, k, _, k_decoded, _, _, nodes = arguments[:7]
     _check_nodes(q, k, k_decoded, nodes)
-    return cast(Results, compiled.forward(*arguments[:7], options.softmax_scale, options.causal))
+    return cast(Results, compiled.forward(*arguments[:7], *options.kernel_scalars))
 
 
 def _backward_cuda(*arguments: Any) -> list[Tensor]:
     options = Options(*arguments[10:])
     if options.reference:
         return _backward_reference(*arguments)
-    scalars = (options.softmax_scale, options.causal, is_deterministic(options.deterministic))
+    scalars = (*options.kernel_scalars, is_deterministic(options.deterministic))
     return cast("list[Tensor]", _kernels(options).backward(*arguments[:10], *scalars))
 
 
@@ -373,7 +378,7 @@ def attend(*arguments: Any) -> Results:
     compiled = _kernels(options)
     _check_nodes(q, k, k_decoded, nodes)
     # The node asks the environment again, in the backward; here a misspelt switch is an error.
-    scalars = (options.softmax_scale, options.causal, is_deterministic(options.deterministic))
+    scalars = (*options.kernel_scalars, is_deterministic(options.deterministic))
     return cast(Results, compiled.attention(*arguments[:7], *scalars))
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from . import arguments, checks, ops
-from .errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
+from .errors import SharedPromptError, SharedPromptLayoutError
 from .layout import SharedPromptLayout
 
 _NAMES = ("q", "k", "v")
@@ -89,8 +89,9 @@ def flash_attn_tree_varlen_func(
             then its subtree.
         softmax_scale: finite and > 0; 1 / sqrt(d) if None.
         window_size: (left, right) as in FlashAttention: a row sees `left` positions of its path before its own, or all
-            with -1; `right` is -1 or 0. On the CPU only.
-        softcap: c > 0 replaces every scaled score s by c * tanh(s / c). On the CPU only.
+            with -1; `right` is -1 or 0.
+        softcap: c > 0 replaces every scaled score s by c * tanh(s / c); with the CUDA kernels at most
+            1000.
         sinks: (H,) floating point, one score of each head that joins the softmax of every row and carries no value; it
             is in the LSE, and differentiable.
         deterministic: gradients bit-identical from run to run; also switched on by
@@ -108,8 +109,8 @@ def flash_attn_tree_varlen_func(
         TypeError, ValueError: an argument is not as described; the message names it. The values of cu_seqlens and
             parents are checked on the CPU, and on a GPU only if the environment has DUALKV_DEBUG=1 (which
             synchronises): otherwise wrong values give wrong numbers.
-        NotImplementedError: the head dimension of v is not that of q and k; a window that ends behind the row; a window
-            or a softcap for CUDA tensors.
+        NotImplementedError: the head dimension of v is not that of q and k; a window that ends behind the row; a
+            softcap above 1000 for CUDA tensors.
         RuntimeError: CUDA tensors in an installation without the compiled module.
     """
     q, k, v = _checked_rows(q, k, v)
@@ -124,7 +125,7 @@ def flash_attn_tree_varlen_func(
     checks.check_flag("return_lse", return_lse)
     checks.check_sinks(sinks, q)
     scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
-    _, window, cap = checks.resolve_variant(q, True, window_size, softcap)
+    _, window, cap = checks.resolve_variant(True, window_size, softcap)
 
     nodes = ops.tree_nodes(cu_seqlens, parents, q.shape[0])
     out, lse = ops.attend(q, k, v, None, None, sinks, nodes, scale, True, window, -1, cap, False, deterministic)
@@ -173,9 +174,7 @@ def shared_prompt_attention(
 
     Raises:
         SharedPromptError (a ValueError), TypeError, ValueError: an argument is not as described.
-        SharedPromptUnsupportedError (also a NotImplementedError): a sliding window or a softcap with the CUDA kernels.
-            A window that is not smaller than the longest sequence restricts nothing and is accepted.
-        NotImplementedError: the head dimension of v is not that of q and k.
+        NotImplementedError: the head dimension of v is not that of q and k; a softcap above 1000 with the CUDA kernels.
         RuntimeError: CUDA tensors in an installation without the compiled module.
     """
     q, k, v = _checked_rows(q, k, v)
@@ -188,9 +187,6 @@ def shared_prompt_attention(
     scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
     window = _resolve_window(sliding_window, layout)
     cap = 0.0 if softcap is None else checks.resolve_softcap(softcap)
-    if not in_reference:
-        _refuse("sliding_window", sliding_window, window != -1)
-        _refuse("softcap", softcap, cap != 0.0)
     checks.check_sinks(sinks, q)
     out, _ = ops.attend(
         q, k, v, None, None, sinks, layout.nodes, scale, True, window, -1, cap, in_reference, deterministic
@@ -232,9 +228,3 @@ def _resolve_window(sliding_window: Any, layout: SharedPromptLayout) -> int:
     if sliding_window < 1:
         raise SharedPromptError(checks.explain("sliding_window", "an int >= 1 or None", sliding_window))
     return -1 if sliding_window >= layout.max_sequence else int(sliding_window) - 1
-
-
-def _refuse(name: str, value: object, is_used: bool) -> None:
-    if is_used:
-        expected = 'None for the CUDA kernels, which do not have it (backend="reference" does)'
-        raise SharedPromptUnsupportedError(checks.explain(name, expected, value))

@@ -22,19 +22,25 @@ bool inside(const Problem& p, const KvTile& tile) {
   return tile.row >= 0 && tile.valid >= 0 && tile.valid <= p.block_n && int64_t{tile.row} + tile.valid <= rows;
 }
 
-// Counts columns [0, columns) of one row. Returns how many there were.
-int see(const Problem& p, Record& r, int head, int row, const KvTile& tile, int columns) {
-  if (columns <= 0) return 0;
-  if (row < 0 || row >= p.q_rows || columns > tile.valid) {
+struct Columns {
+  int first, end;
+
+  int count() const { return max_int(end - max_int(first, 0), 0); }
+};
+
+// Counts the columns of one row. Returns how many there were.
+int see(const Problem& p, Record& r, int head, int row, const KvTile& tile, Columns columns) {
+  if (columns.count() == 0) return 0;
+  if (row < 0 || row >= p.q_rows || columns.end > tile.valid) {
     ++r.out_of_range;
     return 0;
   }
-  if (!r.seen) return columns;
+  if (!r.seen) return columns.count();
   const int64_t keys = int64_t{p.key_rows} + p.decoded_rows;
   const int64_t first = int64_t{tile.row} + (tile.region == Region::keys ? 0 : p.key_rows);
   uint8_t* counts = r.seen + (int64_t{head} * p.q_rows + row) * keys + first;
-  for (int c = 0; c < columns; ++c) ++counts[c];
-  return columns;
+  for (int c = max_int(columns.first, 0); c < columns.end; ++c) ++counts[c];
+  return columns.count();
 }
 
 void forward_step(const Problem& p, Record& r, const QueryTile& q, const KvStep& step) {
@@ -49,7 +55,9 @@ void forward_step(const Problem& p, Record& r, const QueryTile& q, const KvStep&
   if (!masked && tile.valid < p.block_n) ++r.wrong_unmasked;
   int64_t visible = 0;
   for (int i = 0; i < q.rows; ++i) {
-    const int columns = masked ? visible_columns(tile, q.q_pos + i, p.causal) : p.block_n;
+    const int q_pos = q.q_pos + i;
+    Columns columns{0, p.block_n};
+    if (masked) columns = {first_column(tile, q_pos, p.sees()), end_column(tile, q_pos, p.sees())};
     for (int head = 0; head < p.heads; ++head) visible += see(p, r, head, q.row + i, tile, columns);
   }
   if (tile.valid == 0) {
@@ -60,7 +68,8 @@ void forward_step(const Problem& p, Record& r, const QueryTile& q, const KvStep&
   r.needless_masks += masked && visible == int64_t{p.heads} * q.rows * p.block_n;
 }
 
-// Follows a path to its last tile. Its tiles must stand one below the other, without a gap, down to position 0.
+// Follows a path to its last tile. Its tiles must stand one below the other, without a gap, down to the first key that a
+// query sees.
 void forward_tile(const Problem& p, Record& r, const Node& node, int m_block) {
   const NodeTable table = p.table();
   const QueryTile q = query_tile(node, m_block, p.block_m);
@@ -68,10 +77,11 @@ void forward_tile(const Problem& p, Record& r, const Node& node, int m_block) {
   const int64_t most = (int64_t{ceil_div(p.key_rows + p.decoded_rows, p.block_n)} + 1) * p.num_nodes;
   const int keys = node.kv_pos0 + node.kv_len;
   int end = p.causal ? min_int(keys, q.q_pos + q.rows) : keys;  // behind what is still to be seen
+  if (end <= p.sees().first_key(q.q_pos)) end = 0;
   PathWalk walk;
-  walk.start(table, node, q, p.block_n, p.causal);
+  walk.start(table, node, q, p.block_n, p.sees());
   for (int64_t visited = 1;; ++visited) {
-    const KvStep step = walk.step(table, p.block_n, p.causal);
+    const KvStep step = walk.step(table, p.block_n, q.rows, p.sees());
     forward_step(p, r, q, step);
     const int reached = step.tile.kv_pos + step.tile.valid;
     r.wrong_order += visited > 1 ? reached != end : reached < end || step.tile.kv_pos >= max_int(end, 1);
@@ -81,9 +91,9 @@ void forward_tile(const Problem& p, Record& r, const Node& node, int m_block) {
       ++r.endless;
       break;
     }
-    walk.next(table, p.block_n, p.causal);
+    walk.next(table, p.block_n, p.sees());
   }
-  r.wrong_order += end != 0;
+  r.wrong_order += end > p.sees().first_key(q.q_pos);
 }
 
 void backward_step(const Problem& p, Record& r, const QueryWalk& walk) {
@@ -94,12 +104,15 @@ void backward_step(const Problem& p, Record& r, const QueryWalk& walk) {
   int own_rows = 0;
   for (int i = 0; i < p.block_m; ++i) {
     const int row = walk.m_block * p.block_m + i;
-    const int columns = masked ? visible_columns(walk.tile, walk.range, row) : p.block_n;
+    Columns columns{0, p.block_n};
+    if (masked) {
+      columns = {first_column(walk.tile, walk.range, row, p.sees()), end_column(walk.tile, walk.range, row)};
+    }
     visible += see(p, r, walk.head, row, walk.tile, columns);
     // A range's own rows are those that see something.
     const bool own = i >= first_own_row(walk.range, walk.m_block, p.block_m) &&
                      i < end_own_row(walk.range, walk.m_block, p.block_m);
-    r.wrong_own_rows += own != (columns > 0);
+    r.wrong_own_rows += own != (columns.count() > 0);
     own_rows += own;
   }
   r.wrong_own_rows += has_foreign_rows(walk.range, walk.m_block, p.block_m) != (own_rows < p.block_m);
@@ -118,7 +131,7 @@ QueryWalk walk_of(const Problem& p, const OwnedTile& owned) {
   walk.tile = owned.tile;
   walk.block_m = p.block_m;
   walk.heads = p.heads;
-  walk.causal = p.causal;
+  walk.sees = p.sees();
   return walk;
 }
 
@@ -133,7 +146,7 @@ void for_each_owned_tile(const Problem& p, Body body) {
     int first_steps = 0;
     for (int n = 0; n < owned_tiles(node, p.block_n) && left > 0; ++n, --left) {
       const OwnedTile owned{index, table.kv_tile(node, n, p.block_n)};
-      const int steps = tile_steps(table, index, owned.tile, p.block_m, p.heads, p.causal);
+      const int steps = tile_steps(table, index, owned.tile, p.block_m, p.heads, p.sees());
       if (n == 0) first_steps = steps;
       body(owned, steps, has_children(node, index) ? first_steps : steps);
     }
@@ -147,7 +160,7 @@ void backward_tile(const Problem& p, Record& r, const OwnedTile& owned, int step
   }
   const NodeCursor nodes = subtree_of(p.table(), owned.node, p.reversed != 0);
   for (NodeCursor cursor = nodes; !cursor.done();) {
-    r.ranges += !next_query_range(p.table(), cursor, owned.tile, p.causal).empty();
+    r.ranges += !next_query_range(p.table(), cursor, owned.tile, p.sees()).empty();
   }
   const int parts = split_of(steps, leading, limit).parts;
   for (int part = 0; part < parts; ++part) {
@@ -184,7 +197,7 @@ void read_continued(const Problem* p, int* out) {
   for (int i = 1; i < p->num_nodes; ++i) out[i] = continues_run(p->table().node(i - 1), p->table().node(i));
 }
 
-// {row_begin, row_end, full_row, pos_offset} of each range of queries that see tile n_block of a node, if it has so
+// {row_begin, row_end, full_row, full_end, pos_offset} of each range of queries that see tile n_block of a node, if it has so
 // many.
 int read_ranges(const Problem* p, int index, int n_block, int* out) {
   const NodeTable table = p->table();
@@ -193,9 +206,9 @@ int read_ranges(const Problem* p, int index, int n_block, int* out) {
   if (n_block >= owned_tiles(node, p->block_n)) return 0;
   const KvTile tile = table.kv_tile(node, n_block, p->block_n);
   for (NodeCursor cursor = subtree_of(table, index, p->reversed != 0); !cursor.done();) {
-    const QueryRange range = next_query_range(table, cursor, tile, p->causal);
+    const QueryRange range = next_query_range(table, cursor, tile, p->sees());
     if (range.empty()) continue;
-    for (int x : {range.row_begin, range.row_end, range.full_row, range.pos_offset}) *out++ = x;
+    for (int x : {range.row_begin, range.row_end, range.full_row, range.full_end, range.pos_offset}) *out++ = x;
     ++count;
   }
   return count;

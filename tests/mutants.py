@@ -14,6 +14,7 @@ after each change.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,7 +50,8 @@ class Mutant:
     @property
     def head_dim(self) -> int:
         """The one to build for tests of kernels: configurations are named after theirs."""
-        return 256 if "d256-" in self.select else 64
+        named = re.search(r"\bd(\d+)-", self.select)
+        return int(named[1]) if named else 64
 
     def apply(self, root: Path) -> str:
         """Changes the file and returns its former text. ValueError unless the old text stands there exactly once."""

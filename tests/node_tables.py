@@ -19,7 +19,8 @@ class Problem(ctypes.Structure):
     _fields_ = [
         ("nodes", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("num_nodes", "q_rows", "key_rows", "decoded_rows")),
-        *((name, ctypes.c_int) for name in ("causal", "block_m", "block_n", "heads", "num_kv_heads", "num_sms")),
+        *((name, ctypes.c_int) for name in ("causal", "window", "block_m", "block_n")),
+        *((name, ctypes.c_int) for name in ("heads", "num_kv_heads", "num_sms")),
         ("reversed", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("run_counts", "run_begins")),
     ]
@@ -67,13 +68,14 @@ class Tables:
         kv_heads: int = 1,
         num_sms: int = 4,
         continued: NDArray[np.bool_] | None = None,
+        window: int = -1,
     ) -> Problem:
-        """`continued`: where runs go on; by default as continued() has it."""
+        """`continued`: where runs go on; by default as continued() has it. `window`: negative for none."""
         found = self.find_runs(self.continued() if continued is None else continued)
         self.run_counts, self.run_begins = found  # as long as the last problem, which holds their addresses
         return Problem(
-            self.nodes.ctypes.data, len(self.nodes), self.q_rows, self.key_rows, self.decoded_rows, causal, *tiles,
-            heads, kv_heads, num_sms, False, self.run_counts.ctypes.data, self.run_begins.ctypes.data,
+            self.nodes.ctypes.data, len(self.nodes), self.q_rows, self.key_rows, self.decoded_rows, causal, window,
+            *tiles, heads, kv_heads, num_sms, False, self.run_counts.ctypes.data, self.run_begins.ctypes.data,
         )  # fmt: skip
 
     def ancestors(self) -> NDArray[np.bool_]:
@@ -84,7 +86,7 @@ class Tables:
                 on_path[index] |= on_path[parent]
         return on_path
 
-    def dense(self, causal: bool) -> NDArray[np.uint8]:
+    def dense(self, causal: bool, window: int = -1) -> NDArray[np.uint8]:
         """(q_rows, key_rows + decoded_rows): 1 where a row sees a key."""
         relation = np.zeros((self.q_rows, self.key_rows + self.decoded_rows), np.uint8)
         q_node, q_row, q_pos = expand(self["q_begin"], self["q_len"], self["q_pos0"])
@@ -92,6 +94,8 @@ class Tables:
         sees = self.ancestors()[q_node][:, kv_node]
         if causal:
             sees &= kv_pos <= q_pos[:, None]
+        if window >= 0:
+            sees &= kv_pos >= q_pos[:, None] - window
         relation[np.ix_(q_row, kv_row)] = sees
         return relation
 

@@ -102,10 +102,10 @@ def continued_in(shim: ctypes.CDLL, tables: Tables) -> NDArray[np.bool_]:
 
 
 def check_tables(
-    shim: ctypes.CDLL, tables: Tables, causal: bool, tiles: tuple[int, int], heads: int, limit: int
+    shim: ctypes.CDLL, tables: Tables, causal: bool, tiles: tuple[int, int], heads: int, limit: int, window: int = -1
 ) -> None:
-    problem = tables.problem(causal, tiles, heads, continued=continued_in(shim, tables))
-    expected = tables.dense(causal)
+    problem = tables.problem(causal, tiles, heads, continued=continued_in(shim, tables), window=window)
+    expected = tables.dense(causal, window)
     seen = np.zeros((heads, *expected.shape), np.uint8)
     forward = record(shim.record_forward, problem, seen)
     assert_sound(forward, seen, expected)
@@ -125,7 +125,15 @@ def test_every_visible_pair_is_visited_once(shim: ctypes.CDLL, tiles: tuple[int,
     for _ in range(BATCHES if tiles in SMALL_TILES else BATCHES // 20):
         heads = int(rng.integers(1, 4))
         limit = int(rng.choice([1, 2, 3, 5, 8, UNSPLIT]))  # far more parts than the schedule would make
-        check_tables(shim, random_tables(rng, tiles), causal, tiles, heads, limit)
+        check_tables(shim, random_tables(rng, tiles), causal, tiles, heads, limit, random_window(rng, tiles))
+
+
+def random_window(rng: np.random.Generator, tiles: tuple[int, int]) -> int:
+    """None in half of the cases; else around the borders of tiles, or anything up to six of them."""
+    if rng.random() < 0.5:
+        return -1
+    borders = [0, 1, *(block + shift for block in tiles for shift in (-1, 0, 1))]
+    return int(rng.choice(borders) if rng.random() < 0.5 else rng.integers(0, 6 * max(tiles)))
 
 
 def small_trees(count: int, lengths: Iterable[int]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
@@ -147,7 +155,8 @@ def test_all_small_trees(shim: ctypes.CDLL) -> None:
     assert [len(list(all_forests(count))) for count in range(1, 7)] == [1, 2, 5, 14, 42, 132]
     for count in range(1, 5):
         for lengths, parents in small_trees(count, (0, 1, 4, 5)):
-            check_tables(shim, tree_tables(lengths, parents), True, (3, 4), 1, 2)
+            for window in (-1, 0, 3, 6):
+                check_tables(shim, tree_tables(lengths, parents), True, (3, 4), 1, 2, window)
     many = [*small_trees(5, (0, 4, 5)), *small_trees(6, (0, 5))]
     rng = np.random.default_rng(0)
     for count in (6, 7):
@@ -159,7 +168,7 @@ def test_all_small_trees(shim: ctypes.CDLL) -> None:
     for first in range(0, len(many), 40):
         tables = joined(many[first : first + 40])
         for causal in (True, False)[: 1 + (first % 160 == 0)]:
-            check_tables(shim, tables, causal, (4, 4), 1, UNSPLIT)
+            check_tables(shim, tables, causal, (4, 4), 1, UNSPLIT, (-1, 5)[first // 40 % 2])
 
 
 def test_trees_of_many_nodes(shim: ctypes.CDLL) -> None:
@@ -168,7 +177,8 @@ def test_trees_of_many_nodes(shim: ctypes.CDLL) -> None:
     for index in range(20):
         parents = random_parents(rng, 300, (0.01, 0.3, 0.5, 0.9)[index % 4])
         lengths = rng.integers(0, (3, 20)[index // 4 % 2], len(parents)).tolist()
-        check_tables(shim, tree_tables(lengths, parents), index % 5 > 0, (16, 16), 1, 50)
+        window = (-1, -1, 20, 70)[index // 2 % 4]
+        check_tables(shim, tree_tables(lengths, parents), index % 5 > 0, (16, 16), 1, 50, window)
     chain = rng.integers(0, 4, 1000).tolist()
     check_tables(shim, tree_tables(chain, list(range(-1, 999))), True, (16, 16), 1, 100)
     check_tables(shim, comb(3, [2] * 400, 1), True, (16, 16), 1, 100)
@@ -176,11 +186,11 @@ def test_trees_of_many_nodes(shim: ctypes.CDLL) -> None:
 
 def ranges_of(shim: ctypes.CDLL, problem: Problem, node: int, n_block: int) -> list[list[int]]:
     """Every range of queries that sees a tile of the node: its rows, from where it is full, and its positions."""
-    out = (ctypes.c_int * (4 * max(problem.num_nodes, 1)))()
+    out = (ctypes.c_int * (5 * max(problem.num_nodes, 1)))()
     count = shim.read_ranges(ctypes.byref(problem), node, n_block, out)
-    ranges = [out[4 * index : 4 * index + 4] for index in range(count)]
+    ranges = [out[5 * index : 5 * index + 5] for index in range(count)]
     for one in ranges:
-        one[3] *= one[2] > one[0]  # nobody asks for the positions of rows that see all of the tile
+        one[4] *= one[2] > one[0] or one[3] < one[1]  # nobody asks for the positions of rows that see all of the tile
     return ranges[::-1] if problem.reversed else ranges
 
 
@@ -190,7 +200,7 @@ def test_runs_of_nodes_make_the_same_ranges(shim: ctypes.CDLL, causal: bool) -> 
     whole_runs = 0
     for index in range(400):
         tables = (random_tree, scattered_tree, random_contexts, random_prompts)[index % 4](rng, 16)
-        problem = tables.problem(causal, (16, 16))
+        problem = tables.problem(causal, (16, 16), window=(-1, 40)[index // 4 % 2])
         alone = Problem.from_buffer_copy(problem)
         alone.run_counts = alone.run_begins = None
         for node, n_block in itertools.product(range(len(tables.nodes)), range(4)):
@@ -283,7 +293,9 @@ def walk_hostile(shim: ctypes.CDLL, seed: int, count: int) -> None:
     for _ in range(count):
         tables = hostile_tables(rng)
         continued = continued_in(shim, tables)
-        problem = tables.problem(bool(rng.integers(0, 2)), (16, 16), int(rng.integers(1, 4)), continued=continued)
+        causal, heads = bool(rng.integers(0, 2)), int(rng.integers(1, 4))
+        window = int(rng.choice([-1, 0, 30, (1 << 30) - 2]))
+        problem = tables.problem(causal, (16, 16), heads, continued=continued, window=window)
         problem.reversed = bool(rng.integers(0, 2))
         seen = np.zeros((problem.heads, tables.q_rows, tables.key_rows + tables.decoded_rows), np.uint8)
         forward = record(shim.record_forward, problem, seen)

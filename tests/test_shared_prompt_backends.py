@@ -12,24 +12,8 @@ from shared_prompts import GROUPS, attend, inputs_of, layout_of
 from flash_attn_dualkv import (
     SharedPromptError,
     SharedPromptLayoutError,
-    SharedPromptUnsupportedError,
-    packed_attention,
     shared_prompt_attention,
 )
-
-
-@pytest.mark.parametrize(("name", "value"), [("sliding_window", 3), ("softcap", 20.0)])
-def test_options_that_the_kernels_lack(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_attention, "_is_reference", lambda backend, q: False)  # as for CUDA tensors
-    layout = layout_of(GROUPS["several"])
-    inputs = inputs_of(layout)
-    with pytest.raises(SharedPromptUnsupportedError, match=f'^{name}: expected None .*backend="reference".*{value}'):
-        attend(inputs, layout, **{name: value})
-    assert issubclass(SharedPromptUnsupportedError, (SharedPromptError, NotImplementedError))
-    # What restricts nothing is accepted.
-    attend(inputs, layout, sliding_window=layout.max_sequence, softcap=0.0)
-    with pytest.raises(SharedPromptUnsupportedError, match="^sliding_window"):
-        attend(inputs, layout, sliding_window=layout.max_sequence - 1)
 
 
 def test_a_window_of_the_longest_sequence_hides_nothing() -> None:

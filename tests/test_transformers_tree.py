@@ -97,16 +97,3 @@ def test_the_layout_in_a_forward_of_the_model() -> None:
         dualkv.expect_shared_prompt(other.layout, 2),
     ):
         model(**inputs, shared_prompt_layout=batch.layout)
-
-
-def test_a_window_of_a_tree_needs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU; windows as long as the longest path hide nothing and are no window."""
-    from flash_attn_dualkv import packed_attention
-
-    batch = pack_prefix_tree(SEQUENCES, min_shared=1)
-    longest = max(map(len, SEQUENCES))
-    assert batch.layout.max_sequence == longest
-    monkeypatch.setattr(packed_attention, "_is_reference", lambda backend, q: backend == "reference")
-    dualkv.shared_prompt_forward(tiny_model("mistral", sliding_window=longest), batch)
-    with pytest.raises(NotImplementedError, match="^sliding_window"):
-        dualkv.shared_prompt_forward(tiny_model("mistral", sliding_window=longest - 1), batch)

@@ -6,7 +6,6 @@ DUALKV_TEST_DEVICE=cpu runs the same code on the CPU implementation with small s
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import oracle
 import pytest
@@ -21,80 +20,17 @@ from launches import (
     kernels_ran,
     poison_free_memory,
 )
-from shared_prompts import Inputs, inputs_of
 from torch import Tensor
-from tree_cases import DEEP, Tree, offsets_and_parents, paths_of, random_tree
+from tree_cases import Tree, offsets_and_parents, paths_of, random_tree
+from tree_runs import PAD, TREES, data, exact, plain, run
 
-from flash_attn_dualkv import SharedPromptLayout, flash_attn_tree_varlen_func, ops, shared_prompt_attention
-from flash_attn_dualkv import reference as specification
+from flash_attn_dualkv import flash_attn_tree_varlen_func, ops, shared_prompt_attention
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
 needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="about the device")
 
 Options = dict[str, Any]
-PAD = 37
-
-# Borders of tiles on all sides, combs, bushes with gradients that sum over all leaves, forests with empty nodes.
-TREES: dict[str, Tree] = {
-    "deep": ([length * 37 for length in DEEP[0]], DEEP[1]),
-    "borders": ([128, 64, 0, 63, 1, 129, 256, 127, 65], [-1, 0, 1, 2, 1, 0, -1, 6, 7]),
-    "comb": ([65, 40] * 12, [-1 if i == 0 else i - 1 if i % 2 else i - 2 for i in range(24)]),
-    "bush": ([200] + [33] * 64, [-1] + [0] * 64),
-    "bush of bushes": ([90] + [40, *[7] * 15] * 8, [-1] + [one for b in range(8) for one in (0, *[16 * b + 1] * 15)]),
-    "chain": ([50, 1, 0, 130, 64, 3, 90], [-1, 0, 1, 2, 3, 4, 5]),
-    "forest": random_tree(1, 60, 90, 0.4),
-}
-if DEVICE != "cuda":
-    TREES = {"deep": DEEP, "forest": random_tree(1, 12, 9, 0.4)}
 trees = pytest.mark.parametrize("name", list(TREES))
-
-
-def data(tree: Tree, pad: int = PAD, **options: Any) -> tuple[SharedPromptLayout, Inputs]:
-    layout = SharedPromptLayout.from_tree(*tree, pad=pad, device=DEVICE)
-    return layout, inputs_of(layout, **options)
-
-
-def run(inputs: Inputs, nodes: Tensor, deterministic: bool = False, reference: bool = False) -> dict[str, Tensor]:
-    """out, lse and the gradients by the operators; free memory holds NaN before."""
-    leaves = inputs.leaves()
-    poison_free_memory()
-    scale = inputs.q.shape[2] ** -0.5
-    out, lse = ops.forward(
-        leaves.q, leaves.k, leaves.v, None, None, leaves.sinks, nodes, scale, True, -1, -1, 0.0, reference,
-        deterministic,
-    )  # fmt: skip
-    gradients = torch.autograd.grad(out, leaves.tensors, inputs.dout)
-    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
-    return dict(zip(names, (out.detach(), lse.detach(), *gradients)))
-
-
-def exact(inputs: Inputs, nodes: Tensor) -> dict[str, Tensor]:
-    """In fp64 by the package's own reference, with large blocks."""
-    wide = Inputs(*(one.double() for one in inputs if one is not None))
-    sizes = {"SCORE_ELEMENTS": 1 << 25, "KEY_BLOCK": 1 << 13, "ACCUMULATOR_ELEMENTS": 1 << 40}
-    with patch.multiple(specification, **sizes):
-        return run(wide, nodes, reference=True)
-
-
-def plain(inputs: Inputs, tree: Tree) -> dict[str, Tensor]:
-    """In the input type by ordinary PyTorch operations, path by path; gradients of keys are one fp32 sum."""
-    dtype, ratio = inputs.q.dtype, inputs.q.shape[1] // inputs.k.shape[1]
-    sums = [torch.zeros(one.shape, device=DEVICE) for one in (inputs.q, inputs.q, inputs.k, inputs.v)]
-    for length, path in zip(tree[0], paths_of(tree)):
-        if length == 0:
-            continue
-        rows = torch.tensor(path, device=DEVICE)
-        own = rows[len(path) - length :]
-        keys = (one[rows].repeat_interleave(ratio, 1) for one in (inputs.k, inputs.v))
-        leaves = [one.transpose(0, 1).contiguous().requires_grad_() for one in (inputs.q[own], *keys)]
-        scores = leaves[0] @ leaves[1].transpose(1, 2) * inputs.q.shape[2] ** -0.5
-        hidden = torch.ones(length, len(path), dtype=torch.bool, device=DEVICE).triu(len(path) - length + 1)
-        out = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ leaves[2]
-        dq, *dkv = torch.autograd.grad(out, leaves, inputs.dout[own].transpose(0, 1).contiguous())
-        dkv = [one.float().unflatten(0, (-1, ratio)).sum(1) for one in dkv]
-        for total, index, one in zip(sums, (own, own, rows, rows), (out.detach(), dq, *dkv)):
-            total.index_add_(0, index, one.float().transpose(0, 1))
-    return dict(zip(("out", "dq", "dk", "dv"), (one.to(dtype) for one in sums)))
 
 
 @configurations

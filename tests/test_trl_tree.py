@@ -12,7 +12,6 @@ import torch
 from tiny_models import Samples as Sequences
 from tiny_models import check_equal, check_gradients, gradients, replicated_logps, stock_twin, tiny_model
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from trl.experimental.async_grpo import packing
 from trl.trainer.utils import add_fused_lm_head
@@ -65,7 +64,9 @@ def tree_kwargs(packed: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-def by_path(q: Tensor, k: Tensor, v: Tensor, packed: dict[str, Any], scale: float) -> Tensor:
+def by_path(
+    q: Tensor, k: Tensor, v: Tensor, packed: dict[str, Any], scale: float, window: int | None = None, softcap: float = 0
+) -> Tensor:
     """Each segment's queries against the keys of its path, one segment after the other."""
     bounds_q, bounds_k = packed["tree_cu_seqlens_q"].tolist(), packed["tree_cu_seqlens_k"].tolist()
     outs = []
@@ -74,11 +75,13 @@ def by_path(q: Tensor, k: Tensor, v: Tensor, packed: dict[str, Any], scale: floa
         own = slice(bounds_q[segment], bounds_q[segment + 1])
         count = own.stop - own.start
         visible = torch.ones(count, len(rows), dtype=torch.bool).tril(len(rows) - count)
-        outs.append(
-            scaled_dot_product_attention(
-                q[:, :, own], k[:, :, rows], v[:, :, rows], attn_mask=visible, scale=scale, enable_gqa=True
-            )
-        )
+        if window:
+            visible &= ~visible.tril(len(rows) - count - window)
+        keys, values = (one[:, :, rows].repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
+        scores = q[:, :, own] @ keys.transpose(2, 3) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        outs.append(scores.masked_fill(~visible, float("-inf")).softmax(-1) @ values)
     return torch.cat(outs, 2).transpose(1, 2)
 
 
@@ -152,33 +155,30 @@ def test_what_was_read_ends_with_its_micro_batch(hook: None) -> None:
     assert alive() is None and len(trees._forests) == before
 
 
-@pytest.mark.parametrize(
-    ("options", "head_dim"), [(dict(softcap=30.0), 8), (dict(sliding_window=3), 8), ({}, 12), ({}, 264)], ids=str
-)
-def test_what_the_kernels_lack_goes_to_the_original(
-    options: dict[str, Any], head_dim: int, hook: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[Any, ...]] = []
+@pytest.mark.parametrize("head_dim", [12, 264])
+def test_what_the_kernels_lack_goes_to_the_original(head_dim: int, hook: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
 
     class Kernels:
         @staticmethod
         def flash_attn_varlen_func(q: Tensor, k: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
-            calls.append((len(k), kwargs["window_size"], kwargs.get("softcap")))
+            calls.append(len(k))
             return q
 
     monkeypatch.setattr(packing, "_flash_attn", lambda: Kernels)
     packed = pack(TREES["one level"])
     q = torch.randn(1, 2, len(packed["input_ids"]), head_dim, dtype=torch.bfloat16)
-    packing.tree_attention(None, q, q, q, None, **tree_kwargs(packed), **options)
-    window = options.get("sliding_window")
-    assert calls == [(len(packed["tree_kv_index"]), (2, 0) if window else (-1, -1), options.get("softcap"))]
+    packing.tree_attention(None, q, q, q, None, **tree_kwargs(packed))
+    assert calls == [len(packed["tree_kv_index"])]
 
 
-def test_a_window_wider_than_every_path_hides_nothing(hook: None) -> None:
+@pytest.mark.parametrize(("window", "softcap"), [(None, 1.5), (1, 0.0), (3, 1.5), (6, 0.0)])
+def test_windows_and_softcaps(window: int | None, softcap: float, hook: None) -> None:
     packed = pack(TREES["deep"])
     q = torch.randn(1, 2, len(packed["input_ids"]), 8)
-    got, _ = packing.tree_attention(None, q, q, q, None, **tree_kwargs(packed), sliding_window=6)
-    check_equal(got, by_path(q, q, q, packed, 8**-0.5), 1e-6)
+    options = {"sliding_window": window, "softcap": softcap or None}
+    got, _ = packing.tree_attention(None, q, q, q, None, **tree_kwargs(packed), **options)
+    check_equal(got, by_path(q, q, q, packed, 8**-0.5, window, softcap), 1e-6)
 
 
 def test_before_or_after_the_trainer_and_twice(restored_registry: None, monkeypatch: pytest.MonkeyPatch) -> None:

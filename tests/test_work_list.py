@@ -76,7 +76,9 @@ def test_every_walk_is_complete(shim: ctypes.CDLL, make: str) -> None:
     for index in range(20):
         tables = random_prompts(rng, 50) if make == "prompts" else random_tables(rng, (16, 16))
         kv_heads, num_sms = int(rng.choice([1, 2, 7])), int(rng.choice([1, 3, 8, 132]))
-        problem = tables.problem(index % 3 > 0, (16, 16), heads=48, kv_heads=kv_heads, num_sms=num_sms)
+        problem = tables.problem(
+            index % 3 > 0, (16, 16), heads=48, kv_heads=kv_heads, num_sms=num_sms, window=(-1, -1, 50)[index % 3]
+        )
         made = check_backward(shim, tables, problem)
         split += len(made.splits) > 0
         unseen += bool((made.items[:, 3] == 0).any())
@@ -172,7 +174,7 @@ def test_forward_items_come_longest_first(shim: ctypes.CDLL) -> None:
     rng = np.random.default_rng(7)
     for index in range(8):
         tables = random_prompts(rng, 50) if index % 2 else random_tables(rng, (16, 16))
-        problem = tables.problem(index % 3 > 0, (16, 16))
+        problem = tables.problem(index % 3 > 0, (16, 16), window=(-1, 30)[index % 2])
         made = forward_list(shim, problem)
         expected = {(node, m) for node, rows in enumerate(tables["q_len"].tolist()) for m in range(-(-rows // 16))}
         assert len(made.items) == len(expected) and set(map(tuple, made.items.tolist())) == expected

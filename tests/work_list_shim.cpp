@@ -23,7 +23,7 @@ int steps_of(const Problem* p, int index, int n_block) {
   table.runs = {};
   const Node node = table.node(index);
   if (n_block >= owned_tiles(node, p->block_n)) return -1;
-  return tile_steps(table, index, table.kv_tile(node, n_block, p->block_n), p->block_m, p->heads, p->causal);
+  return tile_steps(table, index, table.kv_tile(node, n_block, p->block_n), p->block_m, p->heads, p->sees());
 }
 
 // Fills items (node, n_block, first_step, num_steps, slot), splits (node, n_block, slot, parts), the runs, and for every
@@ -38,7 +38,7 @@ int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int
   args.nodes = p->table();
   args.nodes.runs = {run_counts, run_begins};
   args.run_counts = run_counts, args.run_begins = run_begins;
-  args.block_m = p->block_m, args.block_n = p->block_n, args.causal = p->causal;
+  args.block_m = p->block_m, args.block_n = p->block_n, args.sees = p->sees();
   args.num_kv_heads = p->num_kv_heads, args.heads_per_group = p->heads, args.num_sms = p->num_sms;
   args.tile_capacity = most.tiles, args.slot_capacity = most.slots;
   args.tile_offsets = offsets.data(), args.tile_steps = steps.data();
@@ -62,17 +62,17 @@ int build_forward(const Problem* p, ForwardItem* items, int* costs, int* tiles) 
   int counters[2] = {-1, -1};
   ForwardListArgs args{};
   args.nodes = p->table();
-  args.block_m = p->block_m, args.block_n = p->block_n, args.causal = p->causal;
+  args.block_m = p->block_m, args.block_n = p->block_n, args.sees = p->sees();
   args.capacity = forward_capacity(args.nodes, p->block_m);
   args.tile_offsets = offsets.data(), args.items = items, args.count = counters, args.next = counters + 1;
   host_cuda::run_block(kListThreads, [&] { build_forward_list(args); });
   for (int i = 0; i < counters[0]; ++i) {
     const Node node = args.nodes.node(items[i].node);
-    costs[i] = forward_cost(node, items[i].m_block, p->block_m, p->block_n, p->causal);
+    costs[i] = forward_cost(node, items[i].m_block, p->block_m, p->block_n, p->sees());
     PathWalk walk;
-    walk.start(args.nodes, node, query_tile(node, items[i].m_block, p->block_m), p->block_n, p->causal);
-    for (tiles[i] = 1; !walk.step(args.nodes, p->block_n, p->causal).last; ++tiles[i]) {
-      walk.next(args.nodes, p->block_n, p->causal);
+    walk.start(args.nodes, node, query_tile(node, items[i].m_block, p->block_m), p->block_n, p->sees());
+    for (tiles[i] = 1; !walk.step(args.nodes, p->block_n, p->block_m, p->sees()).last; ++tiles[i]) {
+      walk.next(args.nodes, p->block_n, p->sees());
     }
   }
   return counters[1] == 0 ? counters[0] : -1;

@@ -40,7 +40,7 @@ struct KvBlock {
     walk.tile = tile;
     walk.block_m = block_m;
     walk.heads = shape.heads_per_group();
-    walk.causal = shape.causal;
+    walk.sees = shape.sees;
     walk.cursor = subtree_of(nodes, item.node, place.reversed);
     walk.head = item.first_step;
     walk.remaining = item.num_steps;

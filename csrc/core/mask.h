@@ -1,7 +1,8 @@
-// Masks on accumulator fragments: in each row, all elements from the first invisible column on are replaced.
+// Masks and softcaps on accumulator fragments. A mask replaces, in each row, all elements from the first column on that
+// stands behind the query; with a window, those before its first column too.
 #pragma once
 
-#include "core/platform.h"
+#include "core/softcap.h"
 
 namespace dualkv {
 
@@ -23,7 +24,49 @@ __device__ __forceinline__ void mask_fragment(float (&x)[kM16][kN8][4], int row0
     }
 }
 
-// The same for a transposed fragment, whose rows are keys and whose columns are queries: replaces every element by zero
+// The same where windows hide columns in front too: `first(row)` counts them.
+template <int kM16, int kN8, class First, class Limit>
+__device__ __forceinline__ void mask_fragment(float (&x)[kM16][kN8][4], int row0, int col0, float replacement,
+                                              First first, Limit limit) {
+#pragma unroll
+  for (int i = 0; i < kM16; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row0 + i * 16 + half * 8, hidden = first(row) - col0, columns = limit(row) - col0;
+#pragma unroll
+      for (int j = 0; j < kN8; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (j * 8 + e >= columns || j * 8 + e < hidden) x[i][j][2 * half + e] = replacement;
+    }
+}
+
+// Caps the scores of a fragment, where there is a softcap.
+template <int kN8>
+__device__ __forceinline__ void cap_scores(float (&x)[kN8][4], const Softcap& softcap) {
+  if (!softcap.exists()) return;
+#pragma unroll
+  for (int j = 0; j < kN8; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[j][e] = softcap.apply(x[j][e]);
+}
+template <int kM16, int kN8>
+__device__ __forceinline__ void cap_scores(float (&x)[kM16][kN8][4], const Softcap& softcap) {
+#pragma unroll
+  for (int i = 0; i < kM16; ++i) cap_scores(x[i], softcap);
+}
+
+// Multiplies probabilities by the derivative of the softcap at their scores. `lse_log2`: of the thread's two rows.
+template <int kN8>
+__device__ __forceinline__ void multiply_by_slope(float (&p)[kN8][4], const float (&lse_log2)[2],
+                                                  const Softcap& softcap) {
+#pragma unroll
+  for (int j = 0; j < kN8; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) p[j][e] *= softcap.slope(p[j][e], lse_log2[e / 2]);
+}
+
+// A mask for a transposed fragment, whose rows are keys and whose columns are queries: replaces every element by zero
 // whose row is not below its column's limit. `limit(column)` counts the visible rows of a column.
 template <int kN8, class Limit>
 __device__ __forceinline__ void mask_transposed(float (&x)[kN8][4], int row0, int col0, Limit limit) {
@@ -34,6 +77,19 @@ __device__ __forceinline__ void mask_transposed(float (&x)[kN8][4], int row0, in
       const int rows = limit(col0 + j * 8 + e) - row0;
       if (rows <= 0) x[j][e] = 0.f;
       if (rows <= 8) x[j][2 + e] = 0.f;
+    }
+}
+
+// The same where windows hide rows in front too: `first(column)` counts them.
+template <int kN8, class First, class Limit>
+__device__ __forceinline__ void mask_transposed(float (&x)[kN8][4], int row0, int col0, First first, Limit limit) {
+#pragma unroll
+  for (int j = 0; j < kN8; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int column = col0 + j * 8 + e, hidden = first(column) - row0, rows = limit(column) - row0;
+      if (rows <= 0 || hidden > 0) x[j][e] = 0.f;
+      if (rows <= 8 || hidden > 8) x[j][2 + e] = 0.f;
     }
 }
 

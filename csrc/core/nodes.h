@@ -10,8 +10,8 @@
 //     node 3                       |16 . . 21| child of 1
 //     node 4              |10 . . . 17|      child of 0
 //
-// A query sees the keys on its path, from the root to its own node, that do not stand behind it. Logical positions
-// decide that (kv_pos <= q_pos is the whole causal rule); regions decide only where bytes live. KV tiles are anchored at
+// A query sees the keys on its path, from the root to its own node, that neither stand behind it nor lie before its
+// window. Logical positions decide that (struct Visibility is the whole rule); regions decide only where bytes live. KV tiles are anchored at
 // the start of each node, so that the tiles a row meets, and their order, depend on its path and on nothing else in the
 // batch.
 #pragma once
@@ -51,6 +51,22 @@ struct Extents {
 
 constexpr int kNodeColumns = 8;  // the fields of Node
 constexpr int kMaxPosition = 1 << 30;  // differences of positions fit into 32 bits
+constexpr int kNoWindow = kMaxPosition - 1;
+
+// Which keys of its path a query sees, by logical positions.
+//
+//     keys      0  1  2  3  4  5  6  7  8
+//     query 6         [--window--]  *           first_key = 6 - window; behind the query only if not causal
+struct Visibility {
+  bool causal;
+  int window;  // positions before its own that a query sees
+
+  DUALKV_HD bool has_window() const { return window < kNoWindow; }
+  // Position of the first key in a query's window.
+  DUALKV_HD int first_key(int q_pos) const { return max_int(q_pos - window, 0); }
+  // Position of the last query in whose window a key is.
+  DUALKV_HD int last_query(int kv_pos) const { return kv_pos + window; }
+};
 
 DUALKV_HD void clamp_run(int& begin, int& length, int rows) {
   begin = clamp_int(begin, 0, rows);
@@ -120,12 +136,15 @@ DUALKV_HD QueryTile query_tile(const Node& n, int m_block, int block_m) {
 // A KV tile of a walk along a path.
 struct alignas(16) KvStep {
   KvTile tile;
-  int full_pos;  // queries from this position on see all columns of a tile: the others need a mask
-  int last;      // whether the walk ends here
+  // A group of queries sees all columns of a tile, and needs no mask, if its first stands at one of the positions
+  // [full_pos, full_pos + full_span]. Two numbers for one comparison, which every warp makes for every tile.
+  int full_pos;
+  unsigned full_span;
+  int last;  // whether the walk ends here
 };
 
 // The walk of a query tile along its path: in each node from the last tile of which the queries see something down to
-// the first, then on with the parent. Parent pointers suffice for that, and tiles that need a mask come first.
+// the first, then on with the parent, as far as the window of the first query reaches. Parent pointers suffice for that.
 //
 //     path    root |  0  |  1  |  2 |   turn |  3  |4|   own node |  5  |  6  |
 //     walk            8     7     6             5   4                3     2     1 (diagonal)
@@ -135,67 +154,93 @@ struct PathWalk {
   Node node;    // whose tiles are visited
   int n_block;  // the current one
   int q_end;    // logical position behind the last query
+  int first_key;  // where the window of the first query begins; keys begin at position 0
 
-  DUALKV_HD void start(const NodeTable& table, const Node& own, const QueryTile& q, int block_n, bool causal) {
+  DUALKV_HD void start(const NodeTable& table, const Node& own, const QueryTile& q, int block_n, Visibility sees) {
     node = own;
     q_end = q.q_pos + q.rows;
-    n_block = visible_tiles(block_n, causal) - 1;
-    climb(table, block_n, causal);
+    first_key = sees.first_key(q.q_pos);
+    n_block = visible_tiles(block_n, sees) - 1;
+    climb(table, block_n, sees);
+    const int keys = min_int(node.kv_len, (n_block + 1) * block_n);
+    if (node.kv_pos0 + keys <= first_key) take_no_keys();
   }
 
-  // No key stands above position 0.
-  DUALKV_HD KvStep step(const NodeTable& table, int block_n, bool causal) const {
+  // Masks are decided for groups of `group` queries, or fewer.
+  DUALKV_HD KvStep step(const NodeTable& table, int block_n, int group, Visibility sees) const {
     const KvTile tile = table.kv_tile(node, n_block, block_n);
-    const int full_pos = causal ? tile.kv_pos + block_n - 1 : INT_MIN;
-    return KvStep{tile, tile.valid < block_n ? INT_MAX : full_pos, n_block == 0 && node.kv_pos0 == 0};
+    const int full_pos = sees.causal ? tile.kv_pos + block_n - 1 : INT_MIN;
+    const int full_end = sees.last_query(tile.kv_pos) - (group - 1);
+    const bool may_be_full = tile.valid == block_n && full_pos <= full_end;
+    return KvStep{tile, may_be_full ? full_pos : INT_MAX,
+                  may_be_full ? static_cast<unsigned>(full_end) - static_cast<unsigned>(full_pos) : 0,
+                  tile.kv_pos <= first_key};
   }
 
   // Moves on to the next tile, whose node may have to be read: long before anybody needs it.
-  DUALKV_HD void next(const NodeTable& table, int block_n, bool causal) {
+  DUALKV_HD void next(const NodeTable& table, int block_n, Visibility sees) {
     --n_block;
-    climb(table, block_n, causal);
+    climb(table, block_n, sees);
   }
 
  private:
-  DUALKV_HD int visible_tiles(int block_n, bool causal) const {
-    return ceil_div(causal ? clamp_int(q_end - node.kv_pos0, 0, node.kv_len) : node.kv_len, block_n);
+  DUALKV_HD int visible_tiles(int block_n, Visibility sees) const {
+    return ceil_div(sees.causal ? clamp_int(q_end - node.kv_pos0, 0, node.kv_len) : node.kv_len, block_n);
   }
 
-  DUALKV_HD void climb(const NodeTable& table, int block_n, bool causal) {
-    while (n_block < 0 && node.parent >= 0 && node.kv_pos0 > 0) {
+  DUALKV_HD void climb(const NodeTable& table, int block_n, Visibility sees) {
+    while (n_block < 0 && node.parent >= 0 && node.kv_pos0 > first_key) {
       node = table.node(node.parent);
-      n_block = visible_tiles(block_n, causal) - 1;
+      n_block = visible_tiles(block_n, sees) - 1;
     }
-    // At row 0, because a region may have no rows at all.
-    if (n_block < 0) node.kv_begin = node.kv_len = node.kv_pos0 = n_block = 0;
+    if (n_block < 0) take_no_keys();
   }
+
+  // At row 0, because a region may have no rows at all.
+  DUALKV_HD void take_no_keys() { node.kv_begin = node.kv_len = node.kv_pos0 = n_block = 0; }
 };
 
-DUALKV_HD bool needs_mask(const KvStep& step, int q_pos) { return q_pos < step.full_pos; }
+// Of a group of queries whose first stands at q_pos.
+DUALKV_HD bool needs_mask(const KvStep& step, int q_pos) {
+  return static_cast<unsigned>(q_pos) - static_cast<unsigned>(step.full_pos) > step.full_span;
+}
 
-// Columns [0, result) of the tile are visible to the query at logical position q_pos.
-DUALKV_HD int visible_columns(const KvTile& tile, int q_pos, bool causal) {
-  return causal ? min_int(tile.valid, q_pos - tile.kv_pos + 1) : tile.valid;
+// Columns [first_column, end_column) of the tile are visible to the query at logical position q_pos; the first may be
+// negative.
+DUALKV_HD int first_column(const KvTile& tile, int q_pos, Visibility sees) {
+  return sees.first_key(q_pos) - tile.kv_pos;
+}
+DUALKV_HD int end_column(const KvTile& tile, int q_pos, Visibility sees) {
+  return sees.causal ? min_int(tile.valid, q_pos - tile.kv_pos + 1) : tile.valid;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // KV tile -> queries (backward). Query tiles lie on one grid anchored at packed row 0, so that loops run across the
 // borders of sequences and every KV tile agrees on the borders of the dQ tiles.
 
-// Packed rows [row_begin, row_end) see at least one key of the tile; from full_row on they see all of it; before
-// that, row r is at logical position r + pos_offset.
+// Packed rows [row_begin, row_end) see at least one key of the tile, and rows [full_row, full_end) all of it; of the
+// others, row r is at logical position r + pos_offset.
 struct QueryRange {
   int row_begin, row_end;
-  int full_row;
+  int full_row, full_end;
   int pos_offset;
 
   DUALKV_HD bool empty() const { return row_begin >= row_end; }
 };
 
-DUALKV_HD QueryRange query_range(const Node& n, const KvTile& tile, bool causal) {
-  const int first = causal ? clamp_int(tile.kv_pos - n.q_pos0, 0, n.q_len) : 0;
-  const int full = causal ? clamp_int(tile.kv_pos + tile.valid - 1 - n.q_pos0, 0, n.q_len) : 0;
-  return QueryRange{n.q_begin + first, n.q_begin + n.q_len, n.q_begin + full, n.q_pos0 - n.q_begin};
+// How many of a node's queries, from the first on, stand no further behind a key than their window is long.
+DUALKV_HD int rows_reached(const Node& n, int kv_pos, Visibility sees) {
+  if (!sees.has_window()) return n.q_len;
+  const int64_t rows = int64_t{sees.last_query(kv_pos)} + 1 - n.q_pos0;
+  return static_cast<int>(rows < 0 ? 0 : rows < n.q_len ? rows : n.q_len);
+}
+
+DUALKV_HD QueryRange query_range(const Node& n, const KvTile& tile, Visibility sees) {
+  const int last_key = tile.kv_pos + tile.valid - 1;
+  const int first = sees.causal ? clamp_int(tile.kv_pos - n.q_pos0, 0, n.q_len) : 0;
+  const int full = sees.causal ? clamp_int(last_key - n.q_pos0, 0, n.q_len) : 0;
+  return QueryRange{n.q_begin + first, n.q_begin + rows_reached(n, last_key, sees), n.q_begin + full,
+                    n.q_begin + rows_reached(n, tile.kv_pos, sees), n.q_pos0 - n.q_begin};
 }
 
 // Nodes whose queries are still to be visited, of the subtree of one: from the front or, `reversed`, from the back.
@@ -213,37 +258,62 @@ DUALKV_HD NodeCursor subtree_of(const NodeTable& table, int index, bool reversed
   return NodeCursor{index, index, table.node(index).subtree_end, reversed};
 }
 
+// Moves a cursor that has just passed a node over the nodes behind it whose windows end before the tile. Queries
+// that see the keys above them stand behind all of these: where a node ends behind the last query that a key reaches,
+// no node below it sees that key, as far as its run goes.
+DUALKV_HD void skip_hidden(const NodeTable& table, NodeCursor& cursor, const Node& n, const KvTile& tile,
+                           Visibility sees) {
+  const int last_key = tile.kv_pos + tile.valid - 1;
+  if (cursor.reversed || cursor.done() || n.kv_pos0 + n.kv_len <= sees.last_query(last_key)) return;
+  const int end = min_int(cursor.end, n.subtree_end);
+  if (!sees_ancestors(table.node(cursor.begin))) return;
+  cursor.begin = clamp_int(table.runs.begins[table.runs.counts[cursor.begin + 1]], cursor.begin, end);
+}
+
 // The queries that see `tile`: of the next node or, where they see all of it, of the rest of its run. Moves the cursor.
-DUALKV_HD QueryRange take_nodes(const NodeTable& table, NodeCursor& cursor, const KvTile& tile, bool causal) {
+DUALKV_HD QueryRange take_nodes(const NodeTable& table, NodeCursor& cursor, const KvTile& tile, Visibility sees) {
   const int index = cursor.next();
   const Node n = table.node(index);
   cursor.advance();
-  const bool sees_all = !causal || tile.kv_pos + tile.valid - 1 <= n.q_pos0;
-  if (!table.runs.counts || index == cursor.owner || !sees_all) return query_range(n, tile, causal);
+  if (!table.runs.counts) return query_range(n, tile, sees);
+  if (sees.has_window()) {
+    const QueryRange range = query_range(n, tile, sees);
+    skip_hidden(table, cursor, n, tile, sees);
+    return range;
+  }
+  const bool sees_all = !sees.causal || tile.kv_pos + tile.valid - 1 <= n.q_pos0;
+  if (index == cursor.owner || !sees_all) return query_range(n, tile, sees);
   const int run = table.runs.counts[index + 1] - 1;
   const int begin = max_int(table.runs.begins[run], cursor.reversed ? cursor.owner + 1 : index);
   const int end = min_int(table.runs.begins[run + 1], cursor.reversed ? index + 1 : cursor.end);
   (cursor.reversed ? cursor.end : cursor.begin) = cursor.reversed ? begin : end;
   const Node first = table.node(begin), last = table.node(end - 1);
-  return QueryRange{first.q_begin, last.q_begin + last.q_len, first.q_begin, first.q_pos0 - first.q_begin};
+  const int row_end = last.q_begin + last.q_len;
+  return QueryRange{first.q_begin, row_end, first.q_begin, row_end, first.q_pos0 - first.q_begin};
+}
+
+DUALKV_HD bool joins(const QueryRange& front, const QueryRange& back) {
+  return front.full_end == back.row_begin && front.row_end == back.row_begin && back.full_row == back.row_begin &&
+         back.full_end == back.row_end;
 }
 
 // The next range of queries that see `tile`, merged with the ranges behind it as long as these see all of it: in a packed
 // tree the rows of the subtree become one range, whose first rows need a mask. Both directions give the same ranges.
 // Moves the cursor; empty when there is none left.
-DUALKV_HD QueryRange next_query_range(const NodeTable& table, NodeCursor& cursor, const KvTile& tile, bool causal) {
-  QueryRange range{0, 0, 0, 0};
+DUALKV_HD QueryRange next_query_range(const NodeTable& table, NodeCursor& cursor, const KvTile& tile,
+                                      Visibility sees) {
+  QueryRange range{0, 0, 0, 0, 0};
   while (!cursor.done()) {
     NodeCursor behind = cursor;
-    const QueryRange next = take_nodes(table, behind, tile, causal);
+    const QueryRange next = take_nodes(table, behind, tile, sees);
     if (!next.empty() && range.empty()) {
       range = next;
     } else if (!next.empty() && cursor.reversed) {
-      if (next.row_end != range.row_begin || range.full_row != range.row_begin) break;
-      range = QueryRange{next.row_begin, range.row_end, next.full_row, next.pos_offset};
+      if (!joins(next, range)) break;
+      range = QueryRange{next.row_begin, range.row_end, next.full_row, range.row_end, next.pos_offset};
     } else if (!next.empty()) {
-      if (next.row_begin != range.row_end || next.full_row != next.row_begin) break;
-      range.row_end = next.row_end;
+      if (!joins(range, next)) break;
+      range.row_end = range.full_end = next.row_end;
     }
     cursor = behind;
   }
@@ -254,24 +324,28 @@ DUALKV_HD int first_m_block(const QueryRange& range, int block_m) { return range
 DUALKV_HD int end_m_block(const QueryRange& range, int block_m) { return ceil_div(range.row_end, block_m); }
 
 // Query tiles (on the grid, once per range) that an owner of `tile` visits for one query head.
-DUALKV_HD int64_t count_query_tiles(const NodeTable& table, int owner, const KvTile& tile, int block_m, bool causal) {
+DUALKV_HD int64_t count_query_tiles(const NodeTable& table, int owner, const KvTile& tile, int block_m,
+                                    Visibility sees) {
   int64_t count = 0;
   for (NodeCursor cursor = subtree_of(table, owner, false); !cursor.done();) {
-    const QueryRange range = next_query_range(table, cursor, tile, causal);
+    const QueryRange range = next_query_range(table, cursor, tile, sees);
     if (!range.empty()) count += end_m_block(range, block_m) - first_m_block(range, block_m);
   }
   return count;
 }
 
-// Columns [0, result) of the tile are visible to packed row `row`; 0 for a row outside the range.
-DUALKV_HD int visible_columns(const KvTile& tile, const QueryRange& range, int row) {
+// The same for packed row `row`, and no columns for a row outside the range.
+DUALKV_HD int first_column(const KvTile& tile, const QueryRange& range, int row, Visibility sees) {
+  return row < range.full_end ? 0 : sees.first_key(row + range.pos_offset) - tile.kv_pos;
+}
+DUALKV_HD int end_column(const KvTile& tile, const QueryRange& range, int row) {
   if (row < range.row_begin || row >= range.row_end) return 0;
   return row >= range.full_row ? tile.valid : row + range.pos_offset - tile.kv_pos + 1;
 }
 
 DUALKV_HD bool needs_mask(const KvTile& tile, const QueryRange& range, int m_block, int block_m, int block_n) {
   const int row = m_block * block_m;
-  return tile.valid < block_n || row < range.row_begin || row < range.full_row || row + block_m > range.row_end;
+  return tile.valid < block_n || row < range.row_begin || row < range.full_row || row + block_m > range.full_end;
 }
 
 // Of a query tile on the grid, rows [first_own_row, end_own_row) belong to the range; all others are foreign. Rows are
@@ -296,7 +370,7 @@ struct QueryWalk {
   int block_m, heads;
   int m_block, head;
   int remaining;  // steps left, the current one included
-  bool causal;
+  Visibility sees;
 
   // Puts the walk on step `first_step` of those over all queries of `nodes`; it ends after `num_steps` steps.
   DUALKV_HD void start(const NodeCursor& nodes, int first_step, int num_steps) {
@@ -329,7 +403,7 @@ struct QueryWalk {
   }
 
   DUALKV_HD void next_range() {
-    range = next_query_range(table, cursor, tile, causal);
+    range = next_query_range(table, cursor, tile, sees);
     m_block = cursor.reversed ? end_m_block(range, block_m) - 1 : first_m_block(range, block_m);
     if (range.empty()) remaining = 0;
   }

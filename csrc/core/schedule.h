@@ -54,10 +54,10 @@ DUALKV_HD int packed_heads(int heads_per_group, int tile_rows) {
 }
 
 // Of a tile whose queries see no key too: it writes their rows.
-DUALKV_HD int forward_cost(const Node& n, int m_block, int block_m, int block_n, bool causal) {
+DUALKV_HD int forward_cost(const Node& n, int m_block, int block_m, int block_n, Visibility sees) {
   const QueryTile q = query_tile(n, m_block, block_m);
-  const int keys = n.kv_pos0 + n.kv_len, seen = causal ? clamp_int(q.q_pos + q.rows, 0, keys) : keys;
-  return max_int(ceil_div(seen, block_n), 1);
+  const int keys = n.kv_pos0 + n.kv_len, end = sees.causal ? clamp_int(q.q_pos + q.rows, 0, keys) : keys;
+  return max_int(ceil_div(end - sees.first_key(q.q_pos), block_n), 1);
 }
 
 DUALKV_HD int owned_tiles(const Node& n, int block_n) { return ceil_div(n.kv_len, block_n); }
@@ -70,8 +70,8 @@ constexpr int kMaxSteps = 1 << 30;
 
 // Steps of a tile of node `owner`.
 DUALKV_HD int tile_steps(const NodeTable& table, int owner, const KvTile& tile, int block_m, int heads_per_group,
-                         bool causal) {
-  const int64_t tiles = count_query_tiles(table, owner, tile, block_m, causal);
+                         Visibility sees) {
+  const int64_t tiles = count_query_tiles(table, owner, tile, block_m, sees);
   return static_cast<int>(tiles < kMaxSteps / heads_per_group ? tiles * heads_per_group : kMaxSteps);
 }
 

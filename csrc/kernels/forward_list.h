@@ -21,7 +21,7 @@ __device__ inline void build_forward_list(const ForwardListArgs& a) {
     return ForwardItem{node, index - a.tile_offsets[node]};
   };
   const auto cost_of = [&](const ForwardItem& item) {
-    return forward_cost(a.nodes.node(item.node), item.m_block, a.block_m, a.block_n, a.causal);
+    return forward_cost(a.nodes.node(item.node), item.m_block, a.block_m, a.block_n, a.sees);
   };
 
   block.bins[threadIdx.x] = 0;

@@ -39,7 +39,7 @@ struct ClearedRows {
 struct ForwardListArgs {
   NodeTable nodes;
   int block_m, block_n;
-  bool causal;
+  Visibility sees;
   int capacity;       // items
   int* tile_offsets;  // (num_nodes + 1) scratch
   ForwardItem* items;
@@ -56,7 +56,7 @@ struct BackwardListArgs {
   int* run_counts;     // (num_nodes + 1), found here
   int* run_begins;     // (num_nodes + 1)
   int block_m, block_n;
-  bool causal;
+  Visibility sees;
   int num_kv_heads, heads_per_group;
   int num_sms;
   int tile_capacity, slot_capacity;  // cap the tiles, and the slots of split ones

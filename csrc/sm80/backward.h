@@ -73,7 +73,8 @@ struct BackwardBlock {
     matmul_nt(s, s_q(stage), shared, warp_row, warp_col);
     matmul_nt(dp, s_dout(stage), shared + Config::kOffsetV, warp_row, warp_col);
 
-    const int row0 = warp_row + lane / 4;
+    cap_scores(s, p.shape.softcap);
+    const int row0 = warp_row + lane / 4, col0 = warp_col + lane % 4 * 2;
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
     const float* stats = reinterpret_cast<const float*>(shared_bytes() + stage * Config::kStatBytes);
 #pragma unroll
@@ -88,11 +89,25 @@ struct BackwardBlock {
             s[i][j][e] = exp2_approx(s[i][j][e] * scale_log2 - lse_log2);
       }
     if (needs_mask(tile, step.range, step.m_block, kBlockM, kBlockN)) {
-      const auto limit = [&](int row) { return visible_columns(tile, step.range, step.m_block * kBlockM + row); };
-      mask_fragment(s, row0, warp_col + lane % 4 * 2, 0.f, limit);
-      mask_fragment(dp, row0, warp_col + lane % 4 * 2, 0.f, limit);
+      const int first_row = step.m_block * kBlockM;
+      const Visibility sees = p.shape.sees;
+      const auto first = [&](int row) { return first_column(tile, step.range, first_row + row, sees); };
+      const auto end = [&](int row) { return end_column(tile, step.range, first_row + row); };
+      const auto mask = [&](typename FragS::Accumulator& x) {
+        if (sees.has_window()) return mask_fragment(x, row0, col0, 0.f, first, end);
+        mask_fragment(x, row0, col0, 0.f, end);
+      };
+      mask(s);
+      mask(dp);
     }
     store_accumulator<TileP, T>(shared + Config::kOffsetP, warp_row, warp_col, s, 1.f, lane);
+    if (p.shape.softcap.exists()) {
+#pragma unroll
+      for (int i = 0; i < FragS::kM16; ++i) {
+        const float* lse = stats + Config::kOffsetLse / 4 + row0 + i * 16;
+        multiply_by_slope(s[i], {lse[0], lse[8]}, p.shape.softcap);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < FragS::kM16; ++i)
 #pragma unroll

@@ -75,20 +75,21 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     if (!last) start_v(n + 1);
 
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
+    cap_scores(s, p.shape.softcap);
 #pragma unroll
-    for (int i = 0; i < kM16; ++i)
+    for (int i = 0; i < kM16; ++i) {
 #pragma unroll
       for (int j = 0; j < kN8; ++j)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float probability = exp2_approx(s[i][j][e] * scale_log2 - lse_log2[i][e / 2]);
-          s[i][j][e] = probability * (dp[i][j][e] - delta[i][e / 2]);
-        }
-    const KvTile tile = block.step(n).tile;
-    if (needs_mask(block.step(n), work.q_tile.q_pos)) {
-      mask_fragment(s, warp_row + lane / 4, lane % 4 * 2, 0.f,
-                    [&](int row) { return visible_columns(tile, work.q_tile.q_pos + row, p.shape.causal); });
+        for (int e = 0; e < 4; ++e) s[i][j][e] = exp2_approx(s[i][j][e] * scale_log2 - lse_log2[i][e / 2]);
+      if (p.shape.softcap.exists()) multiply_by_slope(s[i], lse_log2[i], p.shape.softcap);
+#pragma unroll
+      for (int j = 0; j < kN8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][j][e] *= dp[i][j][e] - delta[i][e / 2];
     }
+    const KvStep& step = block.step(n);
+    if (needs_mask(step, work.q_tile.q_pos)) mask_queries(s, warp_row, lane, 0.f, step.tile, work, p.shape.sees);
     warp_matmul<T, Config::kBlockN / 16>(
         dq, [&](int k, int i, uint32_t(&a)[4]) { accumulator_to_a<T>(s[i][2 * k], s[i][2 * k + 1], a); },
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, TileKv::at(k_rows_address, k, j)); });

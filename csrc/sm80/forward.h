@@ -60,11 +60,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     __syncthreads();  // V_n is here, and every warp has left K_n
     if (!last) start_k(n + 1);
 
+    cap_scores(s, p.shape.softcap);
     const KvStep& step = block.step(n);
-    if (needs_mask(step, work.q_tile.q_pos)) {
-      mask_fragment(s, warp_row + lane / 4, lane % 4 * 2, -CUDART_INF_F,
-                    [&](int row) { return visible_columns(step.tile, work.q_tile.q_pos + row, p.shape.causal); });
-    }
+    if (needs_mask(step, work.q_tile.q_pos)) mask_queries(s, warp_row, lane, -CUDART_INF_F, step.tile, work, p.shape.sees);
     // The maximum of most rows stops moving after a few tiles; skipping a factor of exactly 1 changes no bit.
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
     float rescale[kM16][2];

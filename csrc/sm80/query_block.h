@@ -1,6 +1,7 @@
 // What forward and dQ share: the walk over the KV tiles of a block's queries, and loading them.
 #pragma once
 
+#include "core/mask.h"
 #include "core/query_block.h"
 #include "sm80/config.h"
 
@@ -23,7 +24,7 @@ struct WalkedBlock {
     if (!QueryBlock::exists(blockIdx.x, items, p.shape, 1)) return false;
     if (threadIdx.x == 0) {
       query.load(blockIdx.x, items, p.work, p.nodes, p.shape, QueryTiling{Config::kBlockM, 1});
-      path.start(p.nodes, query.node, query.q_tile, Config::kBlockN, p.shape.causal);
+      path.start(p.nodes, query.node, query.q_tile, Config::kBlockN, p.shape.sees);
       find<Config>(0, p);
       find<Config>(1, p);
     }
@@ -34,10 +35,21 @@ struct WalkedBlock {
   // Behind the last tile there may be anything.
   template <class Config, class Params>
   __device__ __forceinline__ void find(int n, const Params& p) {
-    ring[n & 3] = path.step(p.nodes, Config::kBlockN, p.shape.causal);
-    path.next(p.nodes, Config::kBlockN, p.shape.causal);
+    ring[n & 3] = path.step(p.nodes, Config::kBlockN, Config::kBlockM, p.shape.sees);
+    path.next(p.nodes, Config::kBlockN, p.shape.sees);
   }
 };
+
+// Replaces the scores of a warp's queries, from row `warp_row` of the tile on, that a KV tile's columns do not get.
+template <int kM16, int kN8>
+__device__ __forceinline__ void mask_queries(float (&s)[kM16][kN8][4], int warp_row, int lane, float replacement,
+                                             const KvTile& tile, const QueryBlock& work, Visibility sees) {
+  const int q_pos = work.q_tile.q_pos, row0 = warp_row + lane / 4, col0 = lane % 4 * 2;
+  const auto first = [&](int row) { return first_column(tile, q_pos + row, sees); };
+  const auto end = [&](int row) { return end_column(tile, q_pos + row, sees); };
+  if (sees.has_window()) return mask_fragment(s, row0, col0, replacement, first, end);
+  mask_fragment(s, row0, col0, replacement, end);
+}
 
 // Starts loading K or V of a tile.
 template <class Config, typename T>

@@ -57,12 +57,13 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
     ptx::wgmma_commit();
   }
 
-  // dS^T = P^T * (dP^T - delta).
-  __device__ __forceinline__ void differentiate(const Statistic& delta) {
+  // dS^T = P^T * (dP^T - delta), of the scores before the softcap.
+  __device__ __forceinline__ void differentiate(const Statistic& delta, uint32_t lse_address) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) dp[j][e] = s[j][e] * (dp[j][e] - delta[j / 2][j % 2 * 2 + e % 2]);
+    this->multiply_by_slope(dp, s, lse_address);
   }
 
   // Zeroes dS where a key is not seen: P is zero there, but dP may be anything, and 0 * NaN is NaN.
@@ -165,8 +166,8 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
     load_statistic(delta, shared.delta(dout.stage));
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
-    differentiate(delta);
     mask(s, steps[q.stage]);
+    differentiate(delta, shared.lse(q.stage));
     mask_ds();
     pack();
     if (kComputeDq) store_ds(buffer);
@@ -212,7 +213,7 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
       load_statistic(delta, shared.delta(next_dout.stage));
       ptx::wgmma_wait<kLateDk ? 1 : 0>();
       ptx::pin(dp);
-      differentiate(delta);
+      differentiate(delta, shared.lse(next_q.stage));
       if (flags & FlaggedStep::kNextMasked) mask_ds();
       if (kLateDk) {
         ptx::wgmma_wait<0>();

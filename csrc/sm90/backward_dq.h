@@ -42,9 +42,9 @@ struct BackwardDqProducer {
 
   // K and V of the walk's current tile; moves on. Whether it was the last.
   __device__ __forceinline__ bool load_kv(const QueryBlock& work) {
-    const KvStep step = load_k_step<Config>(shared, steps, path, p.nodes, p.shape.causal, maps.kv, k_state, work.kv_head);
+    const KvStep step = load_k_step<Config>(shared, steps, path, p.nodes, 64, p.shape.sees, maps.kv, k_state, work.kv_head);
     load_v_tile<Config>(shared, maps.kv, step.tile, v_state, work.kv_head);
-    path.next(p.nodes, Config::kBlockN, p.shape.causal);
+    path.next(p.nodes, Config::kBlockN, p.shape.sees);
     return step.last;
   }
 
@@ -65,7 +65,7 @@ struct BackwardDqProducer {
     const int items = *p.work.count;
     const QueryBlock* next = hand_out(works, blockIdx.x, items);
     while (const QueryBlock* work = next) {
-      path.start(p.nodes, work->node, work->q_tile, Config::kBlockN, p.shape.causal);
+      path.start(p.nodes, work->node, work->q_tile, Config::kBlockN, p.shape.sees);
       load_queries(*work);
       bool last = load_kv(*work);
       // Taking the next item costs three dependent reads: early, while the consumers have tiles to work on.
@@ -132,8 +132,11 @@ struct BackwardDqConsumer {
   __device__ __forceinline__ void mask(float (&x)[1][kBlockN / 8][4], const QueryBlock& work,
                                        const KvTile& tile) const {
     const int q_pos = work.q_tile.q_pos;
-    mask_fragment(x, row0, lane % 4 * 2, 0.f,
-                  [&](int row) { return visible_columns(tile, q_pos + row, p.shape.causal); });
+    const Visibility sees = p.shape.sees;
+    const auto first = [&](int row) { return first_column(tile, q_pos + row, sees); };
+    const auto end = [&](int row) { return end_column(tile, q_pos + row, sees); };
+    if (sees.has_window()) return mask_fragment(x, row0, lane % 4 * 2, 0.f, first, end);
+    mask_fragment(x, row0, lane % 4 * 2, 0.f, end);
   }
 
   __device__ __forceinline__ void load_statistics(const QueryBlock& work) {
@@ -153,6 +156,7 @@ struct BackwardDqConsumer {
     const bool is_masked = needs_mask(step, q_pos);
     ptx::wgmma_wait<1>();
     ptx::pin(s[0]);
+    cap_scores(s[0], p.shape.softcap);
 #pragma unroll
     for (int j = 0; j < kBlockN / 8; ++j)
 #pragma unroll
@@ -161,6 +165,7 @@ struct BackwardDqConsumer {
     // The compiler moves nothing across this branch: else it would move the exponentials behind the wait for dP, and
     // the two would no longer run at the same time.
     if (is_masked) mask(s, work, step.tile);
+    if (p.shape.softcap.exists()) multiply_by_slope(s[0], lse_log2, p.shape.softcap);
     ptx::wgmma_wait<0>();
     ptx::pin(dp[0]);
     shared.v_ready(v_state.stage).release(lane);

@@ -90,13 +90,30 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>>
     this->exponentiate(x, lse);
     if (is_masked) mask(x, step);
     pack();
+    if (p.shape.softcap.exists()) return send_slopes(lse);
+    send(operand);
+  }
+
+  // With a softcap the other warpgroup gets P^T times the cap's derivative.
+  __device__ __forceinline__ void send_slopes(const Statistic& lse) {
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[j][e] *= p.shape.softcap.slope(x[j][e], lse[j / 2][j % 2 * 2 + e % 2]);
+    Operand slopes;
+#pragma unroll
+    for (int step = 0; step < kBlockM / 16; ++step) accumulator_to_a<T>(x[2 * step], x[2 * step + 1], slopes[step]);
+    send(slopes);
+  }
+
+  __device__ __forceinline__ void send(const Operand& packed) {
     const Handshake ready = shared.probabilities_ready(probabilities.stage);
     ready.wait_empty(probabilities.phase);
     const uint32_t address = shared.probabilities(probabilities.stage) + thread * 16;
 #pragma unroll
     for (int i = 0; i < kBlockM / 16; ++i) {
       ptx::store_shared_128(address + i * kWarpgroup * 16,
-                            make_uint4(operand[i][0], operand[i][1], operand[i][2], operand[i][3]));
+                            make_uint4(packed[i][0], packed[i][1], packed[i][2], packed[i][3]));
     }
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(ready.full());

@@ -39,12 +39,14 @@ struct ForwardProducer {
   PipelineState<2> work_state;
 
   __device__ __forceinline__ KvStep load_k(const QueryBlock& work) {
-    return load_k_step<Config>(shared, steps, path, p.nodes, p.shape.causal, maps.kv, k_state, work.kv_head);
+    // The queries of a warpgroup; with packs that do not divide 64 it may hold parts of two more.
+    const int group = 63 / p.packed_heads + 2;
+    return load_k_step<Config>(shared, steps, path, p.nodes, group, p.shape.sees, maps.kv, k_state, work.kv_head);
   }
   __device__ __forceinline__ void load_v(const QueryBlock& work, const KvTile& tile) {
     load_v_tile<Config>(shared, maps.kv, tile, v_state, work.kv_head);
   }
-  __device__ __forceinline__ void move_on() { path.next(p.nodes, Config::kBlockN, p.shape.causal); }
+  __device__ __forceinline__ void move_on() { path.next(p.nodes, Config::kBlockN, p.shape.sees); }
 
   __device__ __forceinline__ void load_q(const QueryBlock& work) {
     const Handshake ready = shared.queries_ready();
@@ -64,7 +66,7 @@ struct ForwardProducer {
     const int items = *p.work.count;
     const QueryBlock* next = hand_out(works, blockIdx.x, items);
     while (const QueryBlock* work = next) {
-      path.start(p.nodes, work->node, work->q_tile, Config::kBlockN, p.shape.causal);
+      path.start(p.nodes, work->node, work->q_tile, Config::kBlockN, p.shape.sees);
       KvStep step = load_k(*work);
       load_q(*work);
       move_on();
@@ -149,13 +151,17 @@ struct ForwardConsumer {
     v_state.advance();
   }
 
-  // `q_pos`: of this warpgroup's first query.
+  // Softcap and mask; `q_pos`: of this warpgroup's first query.
   __device__ __forceinline__ void mask(const QueryBlock& work, const KvStep& step, int q_pos) {
+    cap_scores(s[0], p.shape.softcap);
     if (!needs_mask(step, q_pos)) return;
     const KvTile tile = step.tile;
-    mask_fragment(s, row0, lane % 4 * 2, -CUDART_INF_F, [&](int row) {
-      return visible_columns(tile, work.q_tile.q_pos + query_of(row), p.shape.causal);
-    });
+    const Visibility sees = p.shape.sees;
+    const auto position = [&](int row) { return work.q_tile.q_pos + query_of(row); };
+    const auto first = [&](int row) { return first_column(tile, position(row), sees); };
+    const auto end = [&](int row) { return end_column(tile, position(row), sees); };
+    if (sees.has_window()) return mask_fragment(s, row0, lane % 4 * 2, -CUDART_INF_F, first, end);
+    mask_fragment(s, row0, lane % 4 * 2, -CUDART_INF_F, end);
   }
 
   // Rounds P into the A fragments of the next product; the scores are free for the next tile.
@@ -190,7 +196,7 @@ struct ForwardConsumer {
     while (true) {
       wait_k();
       const KvStep first = step();
-      if (first.last || visible_columns(first.tile, q_pos, p.shape.causal) > 0) return first;
+      if (first.last || end_column(first.tile, q_pos, p.shape.sees) > 0) return first;
       skip_tile();
     }
   }

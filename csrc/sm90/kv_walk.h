@@ -207,8 +207,9 @@ struct KvWarpgroup {
     for (int j = 0; j < kBlockM / 16; ++j) ptx::load_shared_float4(x[j], address + j * 64 + col0 * 8);
   }
 
-  // P^T = exp2(S^T * scale - LSE).
+  // P^T = exp2(S^T * scale - LSE), of capped scores.
   __device__ __forceinline__ void exponentiate(Scores& s, const Statistic& lse) const {
+    cap_scores(s, p.shape.softcap);
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j)
@@ -216,11 +217,27 @@ struct KvWarpgroup {
       for (int e = 0; e < 4; ++e) s[j][e] = exp2_approx(s[j][e] * scale_log2 - lse[j / 2][j % 2 * 2 + e % 2]);
   }
 
+  // x *= 1 - tanh^2 of the scores, where there is a softcap. `lse`: in shared memory; there are no registers to keep it.
+  __device__ __forceinline__ void multiply_by_slope(Scores& x, const Scores& probabilities, uint32_t lse_address) const {
+    const Softcap softcap = p.shape.softcap;
+    if (!softcap.exists()) return;
+    Statistic lse;
+    load_statistic(lse, lse_address);
+#pragma unroll
+    for (int j = 0; j < kBlockM / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[j][e] *= softcap.slope(probabilities[j][e], lse[j / 2][j % 2 * 2 + e % 2]);
+  }
+
   __device__ __forceinline__ void mask(Scores& x, const BackwardStep& step) const {
     const QueryRange range = step.range;
     const KvTile tile = block.tile;
     const int first_row = step.m_block * kBlockM;
-    mask_transposed(x, row0, col0, [&](int column) { return visible_columns(tile, range, first_row + column); });
+    const Visibility sees = p.shape.sees;
+    const auto first = [&](int column) { return first_column(tile, range, first_row + column, sees); };
+    const auto end = [&](int column) { return end_column(tile, range, first_row + column); };
+    if (sees.has_window()) return mask_transposed(x, row0, col0, first, end);
+    mask_transposed(x, row0, col0, end);
   }
 
   // Rows outside [first, end) of a tile become zero, by all threads of the consumers.

@@ -64,11 +64,11 @@ __device__ __forceinline__ const QueryBlock* hand_out_work(const Shared& shared,
 // nobody reads it before this thread arrives.
 template <class Config, class Shared>
 __device__ __forceinline__ KvStep load_k_step(const Shared& shared, KvStep (&steps)[Config::kStagesK],
-                                              const PathWalk& path, const NodeTable& nodes, bool causal,
+                                              const PathWalk& path, const NodeTable& nodes, int group, Visibility sees,
                                               const RegionMaps& maps, PipelineState<Config::kStagesK>& state,
                                               int kv_head) {
   using TileKv = typename Config::TileKv;
-  const KvStep step = path.step(nodes, Config::kBlockN, causal);
+  const KvStep step = path.step(nodes, Config::kBlockN, group, sees);
   const Handshake ready = shared.k_ready(state.stage);
   ready.wait_empty(state.phase);
   load_tile<TileKv>(shared.k(state.stage), maps.of(step.tile.region).k, ready.full(), kv_head, step.tile.row);

@@ -53,13 +53,23 @@ class Forest:
             self._rows = [begins[node] + at for node in order for at in range(lens[node])]
         self._tables: dict[torch.device, list[Tensor]] = {}
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float | None = None,
+        *,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+    ) -> Tensor:
         """Attention of every row to its path.
 
         Args:
             q: (T, H, d), rows in the order in which they are packed, or (1, T, H, d).
             k, v: (T, H_k, d), or (1, T, H_k, d).
             softmax_scale: None for 1 / sqrt(d).
+            window_size, softcap: as of `flash_attn_tree_varlen_func`.
 
         Returns:
             As q; 0 for padding.
@@ -68,12 +78,15 @@ class Forest:
             ValueError: fewer rows than the nodes have; what `flash_attn_tree_varlen_func` refuses.
         """
         if q.dim() == 4 and len(q) == len(k) == len(v) == 1:
-            return self.attend(q[0], k[0], v[0], softmax_scale)[None]
+            out = self.attend(q[0], k[0], v[0], softmax_scale, window_size=window_size, softcap=softcap)
+            return out[None]
         cu_seqlens, parents, *rows = self._on(q.device)
+        queries, keys, values = (one.index_select(0, rows[0]) for one in (q, k, v)) if rows else (q, k, v)
+        out = flash_attn_tree_varlen_func(
+            queries, keys, values, cu_seqlens, parents, softmax_scale, window_size=window_size, softcap=softcap
+        )
         if not rows:
-            return flash_attn_tree_varlen_func(q, k, v, cu_seqlens, parents, softmax_scale)
-        queries, keys, values = (one.index_select(0, rows[0]) for one in (q, k, v))
-        out = flash_attn_tree_varlen_func(queries, keys, values, cu_seqlens, parents, softmax_scale)
+            return out
         return torch.zeros_like(q).index_copy(0, rows[0], out)
 
     def _on(self, device: torch.device) -> list[Tensor]:

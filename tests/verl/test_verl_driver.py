@@ -203,12 +203,12 @@ def test_what_the_kernels_lack(monkeypatch: pytest.MonkeyPatch, config: Any) -> 
     engine.noise = {False: None}
     engine.stock_module = SimpleNamespace(training=False, config=config)
     assert engine._why_not(data) is None
-    config.sliding_window = 29
-    assert engine._why_not(data) is None  # on the CPU the reference has windows
+    head_dim, config.head_dim = config.head_dim, 20
+    monkeypatch.setattr(module, "get_device_name", lambda: "cpu")
+    assert engine._why_not(data) is None  # on the CPU the reference has every head dim
     monkeypatch.setattr(module, "get_device_name", lambda: "cuda")
-    config.layer_types = ["sliding_attention"] * 2
     assert engine._why_not(data) == "kernels"
-    config.sliding_window = 30
+    config.head_dim = head_dim
     assert engine._why_not(data) is None
     engine._autocast_dtype = torch.float32
     assert engine._why_not(data) == "dtype"

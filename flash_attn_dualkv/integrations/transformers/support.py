@@ -86,24 +86,15 @@ def check_attention(config: Any) -> None:
         raise SharedPromptError(explain("model", expected, repr(implementation)))
 
 
-def kernels_lack(config: Any, longest: int) -> str | None:
+def kernels_lack(config: Any) -> str | None:
     """What the CUDA kernels lack for a supported model; None if they can run it.
 
     To be asked before a forward: on several GPUs, one whose layer raises leaves the others waiting.
 
     Args:
         config: of a transformers model.
-        longest: tokens of the longest sequence, prompt and response.
     """
-    text = text_config(config)
-    if getattr(text, "attn_logit_softcapping", None):
-        return "a softcap"
-    layer_types = getattr(text, "layer_types", None)
-    has_window = layer_types is None or "sliding_attention" in layer_types
-    window = getattr(text, "sliding_window", None) if has_window else None
-    if window is not None and window < longest:
-        return f"a sliding window of {window}, shorter than a sequence of {longest} tokens"
-    head_dim = getattr(text, "head_dim", None) or 0
+    head_dim = getattr(text_config(config), "head_dim", None) or 0
     return f"a head dim of {head_dim}" if head_dim > MAX_HEAD_DIM or head_dim % 8 else None
 
 

@@ -283,7 +283,7 @@ def _check_kernels(causal_lm: Any, batch: SharedPromptBatch) -> None:
         dtype = torch.get_autocast_dtype("cuda")
     if dtype not in CUDA_DTYPES:
         raise Refused("dtype", f"the kernels compute in 16 bits; the model has {dtype} (set bf16=True)")
-    if lack := kernels_lack(causal_lm.config, batch.layout.max_sequence):
+    if lack := kernels_lack(causal_lm.config):
         raise Refused("kernels", f"they do not have {lack}")
 
 

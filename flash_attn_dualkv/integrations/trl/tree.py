@@ -22,8 +22,8 @@ from ..trees import Forest, remembered
 def use_dualkv_for_tree_attention() -> None:
     """Run the attention of TRL's AsyncGRPOTrainer on this library's kernels, before or after a trainer is made.
 
-    Calls that the kernels do not offer (on a GPU a sliding window shorter than a path, a softcap, 32 bits; head dims
-    above 256) go to TRL's own. Calling it again changes nothing.
+    Calls that the kernels do not offer (on a GPU 32 bits; head dims above 256) go to TRL's own. Calling it again
+    changes nothing.
     """
     from trl.experimental.async_grpo import packing
 
@@ -52,8 +52,7 @@ def _tree_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
         softcap: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        has_window = bool(sliding_window) and int(sliding_window or 0) < tree_max_seqlen_k
-        if has_window or softcap or not _is_offered(query, key, value):
+        if not _is_offered(query, key, value):
             result: tuple[Tensor, None] = stock(
                 module,
                 query,
@@ -74,7 +73,9 @@ def _tree_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
         tables = tree_cu_seqlens_q, tree_cu_seqlens_k
         forest = remembered(tables, lambda: read_tree(*tables))
         q, k, v = (one.transpose(1, 2) for one in (query, key, value))
-        return forest.attend(q.to(v.dtype), k.to(v.dtype), v, scaling), None
+        window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
+        out = forest.attend(q.to(v.dtype), k.to(v.dtype), v, scaling, window_size=window, softcap=softcap or 0.0)
+        return out, None
 
     tree_attention.dualkv_stock = stock  # type: ignore[attr-defined]
     return tree_attention

@@ -175,13 +175,12 @@ class _SharedPrompts:
             return "verification"
         if self.refuses():
             return "model"
-        return why_not(data) or (self._kernels_lack(data) if get_device_name() == "cuda" else None)
+        return why_not(data) or (self._kernels_lack() if get_device_name() == "cuda" else None)
 
-    def _kernels_lack(self, data: TensorDict) -> str | None:
+    def _kernels_lack(self) -> str | None:
         if getattr(self, "_autocast_dtype", torch.bfloat16) not in CUDA_DTYPES:
             return "dtype"
-        longest = int(data["input_ids"].offsets().diff().max())
-        return "kernels" if kernels_lack(self.stock_module.config, longest) else None
+        return "kernels" if kernels_lack(self.stock_module.config) else None
 
     def _plan_of(self, micro_batch: TensorDict) -> Plan | str:
         """The packed form of a micro-batch, or the word for why it stays as it is."""

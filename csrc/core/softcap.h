@@ -1,0 +1,47 @@
+// Softcap: a score s becomes c tanh(s / c), before the mask.
+#pragma once
+
+#include "core/platform.h"
+#ifdef __CUDACC__
+#include "core/numerics.h"
+#endif
+
+namespace dualkv {
+
+// Above it the rounding of tanh, 2^-22 of the cap, would show in 16-bit results.
+constexpr double kMaxSoftcap = 1000;
+
+// The constants of c tanh(s / c), where s = softmax_scale * product. tanh(x) = 1 - 2 / (1 + e^2x) takes two
+// instructions of the special function unit and is exact to 2^-23 of c; the unit's own tanh is only exact to 2^-11.
+struct Softcap {
+  float bound = 0.f;    // c / softmax_scale: the bound of the products; 0: there is no softcap
+  float rate = 0.f;     // 2 log2(e) softmax_scale / c: e^2x = 2^(rate * product)
+  float inverse = 0.f;  // 1 / (c log2(e))
+
+  Softcap() = default;
+  Softcap(double softmax_scale, double cap) {
+    if (cap <= 0) return;
+    constexpr double kLog2eExactly = 1.4426950408889634;
+    bound = static_cast<float>(cap / softmax_scale);
+    rate = static_cast<float>(2 * kLog2eExactly * softmax_scale / cap);
+    inverse = static_cast<float>(1 / (cap * kLog2eExactly));
+  }
+
+  DUALKV_HD bool exists() const { return bound > 0.f; }
+
+#ifdef __CUDACC__
+  // A product after the cap, still to be multiplied by softmax_scale.
+  __device__ __forceinline__ float apply(float product) const {
+    return bound - 2.f * bound * reciprocal_approx(1.f + exp2_approx(product * rate));
+  }
+
+  // 1 - tanh^2, the derivative of the cap, at the score whose probability is p = 2^(score * log2(e) - lse_log2). A
+  // probability of zero has no gradient.
+  __device__ __forceinline__ float slope(float p, float lse_log2) const {
+    const float tanh = (log2_approx(p) + lse_log2) * inverse;
+    return p > 0.f ? 1.f - tanh * tanh : 0.f;
+  }
+#endif
+};
+
+}  // namespace dualkv

@@ -1,0 +1,202 @@
+"""Sliding windows and softcaps on the kernels, with sinks and with each other: the accuracy rule of oracle.py.
+
+DUALKV_TEST_DEVICE=cpu runs the same code on the CPU implementation with small sizes: a check of the tests themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from launches import DEVICE, GPU_MARKS, captured, configurations, kernels, kernels_ran  # noqa: F401
+from shared_prompts import Inputs
+from torch import Tensor
+from tree_cases import offsets_and_parents, paths_of
+from tree_runs import PAD, TREES, Variant, data, exact, plain, run
+
+from flash_attn_dualkv import flash_attn_tree_varlen_func, flash_attn_varlen_func, ops
+
+pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
+needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="about the device")
+
+Options = dict[str, Any]
+WINDOWS = [0, 1, 62, 63, 64, 127, 999, 10**9] if DEVICE == "cuda" else [0, 3, 10**9]
+SOFTCAPS = [5.0, 30.0, 50.0]
+
+
+def loud(inputs: Inputs) -> Inputs:
+    """Scores with a deviation of 4, so that caps bend them."""
+    return inputs._replace(q=4 * inputs.q)
+
+
+def check(name: str, options: Options, variant: Variant, make: Any = lambda inputs: inputs) -> None:
+    layout, inputs = data(TREES[name], **options)
+    inputs = make(inputs)
+    with kernels_ran("forward", "backward"):
+        results = run(inputs, layout.nodes, variant=variant)
+    expected, of_torch = exact(inputs, layout.nodes, variant), plain(inputs, TREES[name], variant)
+    for found in (results, run(inputs, layout.nodes, deterministic=True, variant=variant)):
+        problems = oracle.lse_violations(found["lse"], expected["lse"])
+        for key, value in of_torch.items():
+            problems += oracle.violations(key, found[key], value, expected[key], inputs.q.dtype)
+            assert not found[key][-PAD:].any()
+        assert not problems, "; ".join(problems)
+
+
+@configurations
+@pytest.mark.parametrize("window", WINDOWS)
+def test_windows(window: int, options: Options) -> None:
+    for name in ("borders", "comb", "forest") if DEVICE == "cuda" else TREES:
+        check(name, options, Variant(window))
+
+
+@configurations
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+def test_softcaps(softcap: float, options: Options) -> None:
+    check("deep", options, Variant(softcap=softcap), loud)
+    check("forest", options, Variant(70, softcap), loud)
+
+
+@configurations
+@pytest.mark.parametrize("variant", [Variant(70), Variant(softcap=5.0), Variant(70, 5.0)], ids=str)
+def test_with_sinks(variant: Variant, options: Options) -> None:
+    layout, inputs = data(TREES["forest"], **options, sinks=True)
+    assert inputs.sinks is not None
+    inputs = loud(inputs)._replace(sinks=inputs.sinks.float())
+    expected = exact(inputs, layout.nodes, variant)
+    bound = oracle.FROBENIUS_BOUND[inputs.q.dtype]
+    for deterministic in (False, True):
+        found = run(inputs, layout.nodes, deterministic, variant=variant)
+        assert oracle.lse_violations(found.pop("lse"), expected["lse"]) == []
+        for key, one in found.items():
+            error = (one.double() - expected[key]).norm() / expected[key].norm()
+            assert one.isfinite().all() and error <= bound, f"{key}: {error:.3g} > {bound:.3g}"
+
+
+@configurations
+def test_a_window_of_everything_changes_no_bit(options: Options) -> None:
+    """Wider than every path: the same tiles in the same order."""
+    layout, inputs = data(TREES["forest"], **options)
+    expected = run(inputs, layout.nodes, deterministic=True)
+    for window in (max(map(len, paths_of(TREES["forest"]))), 2**30, 2**31 - 1):
+        found = run(inputs, layout.nodes, deterministic=True, variant=Variant(window))
+        for key, one in found.items():
+            oracle.assert_bits_equal(key, one, expected[key])
+
+
+@configurations
+def test_bits_of_a_row_depend_on_its_path_alone(options: Options) -> None:
+    tree = TREES["forest"]
+    layout, inputs = data(tree, **options)
+    whole = run(inputs, layout.nodes, variant=Variant(100, 30.0))
+    parents, paths = tree[1], paths_of(tree)
+    for leaf in range(len(parents)):
+        chain = [leaf]
+        while parents[chain[0]] >= 0:
+            chain.insert(0, parents[chain[0]])
+        rows = torch.tensor(paths[leaf], device=DEVICE, dtype=torch.int64)
+        own = offsets_and_parents(([tree[0][one] for one in chain], [*range(-1, len(chain) - 1)]), DEVICE)
+        q, k, v = (one[rows] for one in (inputs.q, inputs.k, inputs.v))
+        out, lse = flash_attn_tree_varlen_func(q, k, v, *own, window_size=(100, 0), softcap=30.0, return_lse=True)
+        oracle.assert_bits_equal(f"out of node {leaf}", out, whole["out"][rows])
+        oracle.assert_bits_equal(f"lse of node {leaf}", lse, whole["lse"][:, rows])
+
+
+@needs_gpu
+@configurations
+def test_nan_outside_a_window_stays_there(options: Options) -> None:
+    """Tiles beyond every window are not read: in a chain, rows far behind the poison keep their bits."""
+    tree, far = ([700, 900], [-1, 0]), 1200
+    layout, inputs = data(tree, **options)
+    variant = Variant(64)
+    expected = run(inputs, layout.nodes, True, variant=variant)
+    poisoned = inputs._replace(**{name: getattr(inputs, name).clone() for name in ("q", "k", "v", "dout")})
+    for one in (poisoned.q, poisoned.k, poisoned.v, poisoned.dout):
+        one[: tree[0][0]] = float("nan")
+    found = run(poisoned, layout.nodes, True, variant=variant)
+    for key in ("out", "dq", "dk", "dv"):
+        oracle.assert_bits_equal(key, found[key][far:-PAD], expected[key][far:-PAD])
+
+
+@configurations
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("window", [0, 50, 300])
+def test_sequences_with_other_keys_than_queries(window: int, causal: bool, options: Options) -> None:
+    """flash_attn_varlen_func: fewer and more keys than queries, and none of either."""
+    scale = 1 if DEVICE == "cuda" else 10
+    q_lens, k_lens = ([one // scale for one in lens] for lens in ([130, 0, 400, 64, 1], [300, 20, 150, 0, 700]))
+    cu_q, cu_k = (torch.tensor([0, *lens]).cumsum(0).to(DEVICE, torch.int32) for lens in (q_lens, k_lens))
+    heads, kv_heads = options["heads"]
+    generator = torch.Generator().manual_seed(window)
+
+    def normal(rows: int, heads: int) -> Tensor:
+        values = torch.randn(rows, heads, options["head_dim"], generator=generator)
+        return values.to(DEVICE, options["dtype"])
+
+    q, k, v = normal(sum(q_lens), heads), normal(sum(k_lens), kv_heads), normal(sum(k_lens), kv_heads)
+    dout, dlse = normal(sum(q_lens), heads), torch.randn(heads, sum(q_lens), generator=generator).to(DEVICE)
+    inputs = [one.requires_grad_() for one in (q, k, v)]
+    out, lse = flash_attn_varlen_func(
+        *inputs, cu_q, cu_k, max(q_lens), max(k_lens), causal=causal, window_size=(window, -1), return_attn_probs=True
+    )[:2]
+    empty = lse.isneginf()
+    loss = (out * dout).sum() + (lse * dlse).masked_fill(empty, 0.0).sum()
+    found = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(loss, inputs))))
+
+    nodes = ops.sequence_nodes(cu_q, cu_k, None, None, None)
+    wide = [one.detach().double().requires_grad_() for one in inputs]
+    softmax_scale = options["head_dim"] ** -0.5
+    right, right_lse = ops.forward(*wide, None, None, None, nodes, softmax_scale, causal, window, -1, 0.0, True, False)
+    assert right_lse.isneginf().equal(empty)
+    loss = (right * dout.double()).sum() + (right_lse * dlse.double()).masked_fill(empty, 0.0).sum()
+    expected = dict(zip(found, (right, *torch.autograd.grad(loss, wide))))
+    bound = oracle.FROBENIUS_BOUND[options["dtype"]]
+    assert oracle.lse_violations(lse, right_lse.detach()) == []
+    for key, one in found.items():
+        error = (one.double() - expected[key]).norm() / expected[key].norm().clamp(min=1e-9)
+        assert one.isfinite().all() and error <= bound, f"{key}: {error:.3g} > {bound:.3g}"
+
+
+@needs_gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_operators_see_the_options_under_a_profiler(deterministic: bool) -> None:
+    """The compiled node calls the operator where somebody watches: with the window and the softcap."""
+    tree = TREES["deep"]
+    _, inputs = data(tree, heads=(4, 2), head_dim=64, dtype=torch.bfloat16)
+    table = offsets_and_parents(tree, DEVICE)
+
+    def gradients() -> tuple[Tensor, ...]:
+        leaves = inputs.leaves()
+        out = flash_attn_tree_varlen_func(
+            leaves.q, leaves.k, leaves.v, *table, window_size=(40, 0), softcap=3.0, deterministic=deterministic
+        )
+        return torch.autograd.grad(out, leaves.tensors, inputs.dout)
+
+    expected = gradients()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        watched = gradients()
+    for one, wanted in zip(watched, expected):
+        torch.testing.assert_close(one, wanted, rtol=2e-2, atol=2e-2)
+
+
+@needs_gpu
+def test_a_captured_window(kernels: str) -> None:  # noqa: F811
+    """No value is read on the host."""
+    tree = TREES["forest"]
+    layout, inputs = data(tree, heads=(4, 2), head_dim=64, dtype=torch.bfloat16)
+    leaves = inputs.leaves()
+    table = offsets_and_parents(tree, DEVICE)
+
+    def step() -> tuple[Tensor, ...]:
+        out = flash_attn_tree_varlen_func(
+            leaves.q, leaves.k, leaves.v, *table, window_size=(40, 0), softcap=3.0, deterministic=True
+        )
+        return (out.detach(), *torch.autograd.grad(out, leaves.tensors, inputs.dout))
+
+    graph, results = captured(step)
+    expected = run(inputs, layout.nodes, True, variant=Variant(40, 3.0))
+    graph.replay()
+    for key, one in zip(("out", "dq", "dk", "dv"), results):
+        oracle.assert_bits_equal(key, one, expected[key])

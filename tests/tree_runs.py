@@ -1,0 +1,98 @@
+"""The trees of the kernel tests, and results on them: by the operators, exactly, and by ordinary PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from launches import DEVICE, poison_free_memory
+from shared_prompts import Inputs, inputs_of
+from torch import Tensor
+from tree_cases import DEEP, Tree, paths_of, random_tree
+
+from flash_attn_dualkv import SharedPromptLayout, ops
+from flash_attn_dualkv import reference as specification
+
+PAD = 37
+
+# Borders of tiles on all sides, combs, bushes with gradients that sum over all leaves, forests with empty nodes.
+TREES: dict[str, Tree] = {
+    "deep": ([length * 37 for length in DEEP[0]], DEEP[1]),
+    "borders": ([128, 64, 0, 63, 1, 129, 256, 127, 65], [-1, 0, 1, 2, 1, 0, -1, 6, 7]),
+    "comb": ([65, 40] * 12, [-1 if i == 0 else i - 1 if i % 2 else i - 2 for i in range(24)]),
+    "bush": ([200] + [33] * 64, [-1] + [0] * 64),
+    "bush of bushes": ([90] + [40, *[7] * 15] * 8, [-1] + [one for b in range(8) for one in (0, *[16 * b + 1] * 15)]),
+    "chain": ([50, 1, 0, 130, 64, 3, 90], [-1, 0, 1, 2, 3, 4, 5]),
+    "forest": random_tree(1, 60, 90, 0.4),
+}
+if DEVICE != "cuda":
+    TREES = {"deep": DEEP, "forest": random_tree(1, 12, 9, 0.4)}
+
+
+def data(tree: Tree, pad: int = PAD, **options: Any) -> tuple[SharedPromptLayout, Inputs]:
+    layout = SharedPromptLayout.from_tree(*tree, pad=pad, device=DEVICE)
+    return layout, inputs_of(layout, **options)
+
+
+class Variant(NamedTuple):
+    """What a row sees of its path, and what becomes of its scores."""
+
+    window: int = -1  # positions before its own; -1: all
+    softcap: float = 0.0
+    causal: bool = True
+
+
+ALL = Variant()
+
+
+def run(
+    inputs: Inputs, nodes: Tensor, deterministic: bool = False, reference: bool = False, variant: Variant = ALL
+) -> dict[str, Tensor]:
+    """out, lse and the gradients by the operators; free memory holds NaN before."""
+    leaves = inputs.leaves()
+    poison_free_memory()
+    scale = inputs.q.shape[2] ** -0.5
+    out, lse = ops.forward(
+        leaves.q, leaves.k, leaves.v, None, None, leaves.sinks, nodes, scale, variant.causal, variant.window, -1,
+        variant.softcap, reference, deterministic,
+    )  # fmt: skip
+    gradients = torch.autograd.grad(out, leaves.tensors, inputs.dout)
+    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
+    return dict(zip(names, (out.detach(), lse.detach(), *gradients)))
+
+
+def exact(inputs: Inputs, nodes: Tensor, variant: Variant = ALL) -> dict[str, Tensor]:
+    """In fp64 by the package's own reference, with large blocks."""
+    wide = Inputs(*(one.double() for one in inputs if one is not None))
+    sizes = {"SCORE_ELEMENTS": 1 << 25, "KEY_BLOCK": 1 << 13, "ACCUMULATOR_ELEMENTS": 1 << 40}
+    with patch.multiple(specification, **sizes):
+        return run(wide, nodes, reference=True, variant=variant)
+
+
+def plain(inputs: Inputs, tree: Tree, variant: Variant = ALL) -> dict[str, Tensor]:
+    """In the input type by ordinary PyTorch operations, path by path; gradients of keys are one fp32 sum."""
+    dtype, ratio = inputs.q.dtype, inputs.q.shape[1] // inputs.k.shape[1]
+    sums = [torch.zeros(one.shape, device=DEVICE) for one in (inputs.q, inputs.q, inputs.k, inputs.v)]
+    for length, path in zip(tree[0], paths_of(tree)):
+        if length == 0:
+            continue
+        rows = torch.tensor(path, device=DEVICE)
+        own = rows[len(path) - length :]
+        keys = (one[rows].repeat_interleave(ratio, 1) for one in (inputs.k, inputs.v))
+        leaves = [one.transpose(0, 1).contiguous().requires_grad_() for one in (inputs.q[own], *keys)]
+        scores = leaves[0] @ leaves[1].transpose(1, 2) * inputs.q.shape[2] ** -0.5
+        if variant.softcap:
+            scores = variant.softcap * (scores / variant.softcap).tanh()
+        behind = (
+            torch.arange(len(path), device=DEVICE) - torch.arange(len(path) - length, len(path), device=DEVICE)[:, None]
+        )
+        hidden = behind > 0
+        if variant.window >= 0:
+            hidden |= behind < -variant.window
+        out = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ leaves[2]
+        dq, *dkv = torch.autograd.grad(out, leaves, inputs.dout[own].transpose(0, 1).contiguous())
+        dkv = [one.float().unflatten(0, (-1, ratio)).sum(1) for one in dkv]
+        for total, index, one in zip(sums, (own, own, rows, rows), (out.detach(), dq, *dkv)):
+            total.index_add_(0, index, one.float().transpose(0, 1))
+    return dict(zip(("out", "dq", "dk", "dv"), (one.to(dtype) for one in sums)))
