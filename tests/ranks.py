@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from processes import run_ranks
 from tiny_models import MIXED, Samples, Tolerance, check_equal, check_gradients, dualkv, gradients, tiny_model
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
@@ -67,11 +68,8 @@ class Found(NamedTuple):
 
 def run(setup: Setup, directory: Path) -> dict[tuple[int, str], Found]:
     """What all ranks compute under all wrappers, in one start of the processes."""
-    context = torch.multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(_run_rank, (setup, str(directory / "store"), results), nprocs=len(SHARES))
-        return dict(results)
+    forked = setup.device_type == "cpu"
+    return run_ranks(_run_rank, len(SHARES), setup, str(directory / "store"), forked=forked)
 
 
 def check(setup: Setup, found: dict[tuple[int, str], Found], wrapper: str, tolerance: Tolerance) -> None:

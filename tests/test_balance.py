@@ -21,8 +21,8 @@ MOST_IDLE = 0.03  # of the time until the last multiprocessor ends; a tenth is w
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return load_work_lists(tmp_path_factory.mktemp("balance"))
+def shim() -> ctypes.CDLL:
+    return load_work_lists()
 
 
 def bush(root: int, leaves: int, leaf: int) -> Tables:

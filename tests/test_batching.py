@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_ranks
 from samples import Lists, samples
 
 from flash_attn_dualkv import (
@@ -53,9 +54,9 @@ def test_parts_of_a_group_are_filled_well() -> None:
     draw = random.Random(0)
     responses = [draw.randint(100, 4000) for _ in range(5000)]
     groups = [list(range(at, at + 50)) for at in range(0, 5000, 50)]
-    began = time.perf_counter()
+    began = time.process_time()
     parts = split_by_token_budget(groups, [1000] * 5000, responses, 8192)
-    assert time.perf_counter() - began < 2.0
+    assert time.process_time() - began < 2.0
     least = sum(sum(responses[i] + 1 for i in members) / (8192 - 999) for members in groups)
     assert len(parts) <= 1.08 * least
 
@@ -80,16 +81,13 @@ def _budget_on_rank(rank: int, world: int, address: str, results: Any) -> None:
 
 def test_equally_many_micro_batches_on_every_rank(tmp_path: Any) -> None:
     """Ranks with fewer split theirs; what fails on one fails on all, so that none waits for another."""
-    context = torch.multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(_budget_on_rank, (2, f"file://{tmp_path}/store", results), nprocs=2)
-        assert [len(results[rank, "split"]) for rank in (0, 1)] == [2, 2]
-        assert all(sorted(itertools.chain(*results[rank, "split"])) == [0, 1, 2, 3] for rank in (0, 1))
-        assert len(results[0, "mixed"]) == len(results[1, "mixed"]) == 2
-        assert sorted(map(sorted, results[0, "mixed"])) == [[0, 1, 2, 3, 4], [5, 6, 7]]  # no group in both
-        assert "one that cannot" in results[0, "budget"] and "at least 14" in results[1, "budget"]
-        assert all("at least 4 samples on each rank" in results[rank, "samples"] for rank in (0, 1))
+    results = run_ranks(_budget_on_rank, 2, 2, f"file://{tmp_path}/store")
+    assert [len(results[rank, "split"]) for rank in (0, 1)] == [2, 2]
+    assert all(sorted(itertools.chain(*results[rank, "split"])) == [0, 1, 2, 3] for rank in (0, 1))
+    assert len(results[0, "mixed"]) == len(results[1, "mixed"]) == 2
+    assert sorted(map(sorted, results[0, "mixed"])) == [[0, 1, 2, 3, 4], [5, 6, 7]]  # no group in both
+    assert "one that cannot" in results[0, "budget"] and "at least 14" in results[1, "budget"]
+    assert all("at least 4 samples on each rank" in results[rank, "samples"] for rank in (0, 1))
 
 
 def test_balance_keeps_groups_whole() -> None:

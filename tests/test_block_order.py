@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from test_geometry import build_shim, load
+from test_geometry import load_geometry
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return load(build_shim(tmp_path_factory.mktemp("block_order")))
+def shim() -> ctypes.CDLL:
+    return load_geometry()
 
 
 class Order(ctypes.Structure):

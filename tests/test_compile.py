@@ -92,17 +92,25 @@ def test_compile_without_a_graph_break(name: str, device: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
-@pytest.mark.parametrize("make", [separate, packed, tree])
-def test_inductor(make: Callable[..., Call], device: str) -> None:
-    """Code of its own around the operators, which chooses strides as it likes."""
-    call = make(device=device)
+def test_inductor(device: str) -> None:
+    """Code of its own around the operators, which chooses strides as it likes; with one tensor of keys and with two."""
+    calls = [make(device=device) for make in (separate, tree)]
+    whole = calls[0].replace(
+        tensors=[tensor for call in calls for tensor in call.tensors], rest=[call.rest for call in calls]
+    )
 
     def layer(tensors: Sequence[Tensor], rest: Any) -> tuple[Tensor, ...]:
-        return (call.function([one * 2 for one in tensors], rest, deterministic=True) * 0.5,)  # exact in any type
+        outs, begin = [], 0
+        for call, own_rest in zip(calls, rest):
+            end = begin + len(call.tensors)
+            own = [one * 2 for one in tensors[begin:end]]
+            outs.append(call.function(own, own_rest, deterministic=True) * 0.5)  # exact in any type
+            begin = end
+        return tuple(outs)
 
     once = "cpp_cache_precompile_headers"  # costs more than it saves here
     options = {once: False} if hasattr(torch._inductor.config, once) else None
-    check_compiled(torch.compile(layer, fullgraph=True, options=options), layer, call)
+    check_compiled(torch.compile(layer, fullgraph=True, options=options), layer, whole)
 
 
 @pytest.mark.parametrize("make", [separate, packed])
@@ -138,9 +146,9 @@ def test_compile_keeps_the_deterministic_argument(make: Callable[..., Call]) -> 
     assert flags == [True]
 
 
-@pytest.mark.parametrize("make", [separate, packed, tree])
+@pytest.mark.parametrize("make", [separate, tree])
 def test_compiled_autograd(make: Callable[..., Call], device: str) -> None:
-    """A compiler for the backward alone meets the node of an eager forward."""
+    """A compiler for the backward alone meets the node of an eager forward, with one tensor of keys and with two."""
     call = make([(2, [1])], device)  # on the CPU it traces into the reference, tile by tile
     leaves = call.leaves()
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):

@@ -181,9 +181,9 @@ def test_one_argument_is_garbage(name: str, parameter: str, restored_registry: N
         check(function, {**valid, parameter: junk})
 
 
-def garbage() -> st.SearchStrategy[Any]:
-    """Pieces of garbage, alone or in lists that may themselves lie in lists."""
-    return st.recursive(st.sampled_from(JUNK), lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+# Pieces of garbage, alone or in lists that may themselves lie in lists. One strategy, because every new one is slow: it
+# describes itself with all pieces.
+GARBAGE = st.recursive(st.sampled_from(JUNK), lambda inner: st.lists(inner, max_size=3), max_leaves=5)
 
 
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -192,7 +192,7 @@ def garbage() -> st.SearchStrategy[Any]:
 def test_several_arguments_are_garbage(name: str, data: st.DataObject, restored_registry: None) -> None:
     function, valid = CALLS[name]
     chosen = data.draw(st.sets(st.sampled_from(list(valid)), min_size=1))
-    check(function, {**valid, **{parameter: data.draw(garbage()) for parameter in sorted(chosen)}})
+    check(function, {**valid, **{parameter: data.draw(GARBAGE) for parameter in sorted(chosen)}})
 
 
 def test_every_public_function_is_here() -> None:

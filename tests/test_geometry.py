@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -66,9 +68,16 @@ def load(library: Path) -> ctypes.CDLL:
     return shim
 
 
+@cache
+def load_geometry() -> ctypes.CDLL:
+    """Compiled once a process."""
+    with TemporaryDirectory() as folder:
+        return load(build_shim(Path(folder)))
+
+
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return load(build_shim(tmp_path_factory.mktemp("geometry")))
+def shim() -> ctypes.CDLL:
+    return load_geometry()
 
 
 def record(function: Callable[..., None], problem: Problem, seen: NDArray[np.uint8] | None, *arguments: int) -> Record:

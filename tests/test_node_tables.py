@@ -12,8 +12,8 @@ from work_lists import UNTOUCHED, load_work_lists, pointers
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return load_work_lists(tmp_path_factory.mktemp("node_tables"))
+def shim() -> ctypes.CDLL:
+    return load_work_lists()
 
 
 def offsets(lengths: Sequence[int], begin: int = 0) -> Ints:

@@ -88,14 +88,14 @@ def test_a_tree_needs_no_operators_for_each_token_or_sequence() -> None:
 
 @pytest.mark.parametrize(("samples", "length"), [(64, 1024), (512, 128)])
 def test_a_tree_of_64k_tokens_is_packed_in_10_ms(samples: int, length: int) -> None:
-    """On the host; a third of that is usual."""
+    """Of one core of the host; a third of that is usual."""
     sequences = transcripts(samples, length)
     masks = [(torch.arange(length) % 3 > 0) for _ in sequences]
     times = []
     for _ in range(20):
-        began = time.perf_counter()
+        began = time.process_time()
         batch = pack_prefix_tree(sequences, loss_mask=masks)
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
     assert batch.depth > 2 and batch.dedup_ratio > 1.5
     assert min(times) < 10e-3, f"{1e3 * min(times):.2f} ms"
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_trl
 import torch
+from processes import run_ranks
 from tiny_models import check_equal, check_gradients, gradients
 from tiny_trl import StockInGroups, check_runs, model_on_disk, shared, train, trainer
 from torch.distributed.fsdp import fully_shard
@@ -72,11 +73,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    with torch.multiprocessing.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(_run_rank, (port, model, str(folder), results), nprocs=RANKS)
-        start = trainer(tiny_trl.trl.GRPOTrainer, model, folder).model.state_dict()
-        return dict(results), {name: one.clone() for name, one in start.items()}
+    results = run_ranks(_run_rank, RANKS, port, model, str(folder))
+    start = trainer(tiny_trl.trl.GRPOTrainer, model, folder).model.state_dict()
+    return results, {name: one.clone() for name, one in start.items()}
 
 
 @pytest.mark.parametrize("cls", ["SharedPromptGRPOTrainer", "SomeRanks"])

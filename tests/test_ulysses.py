@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run_ranks
 from tiny_models import MIXED, check_equal, check_gradients, dualkv, gradients, tiny_model
 from torch import Tensor
 
@@ -91,9 +92,17 @@ def page_step() -> list[tuple[Tensor, dict[str, Tensor]]]:
     return found
 
 
-def _run_rank(rank: int, ranks: int, store: str, results: Any) -> None:
+def _run_rank(rank: int, store: str, results: Any) -> None:
+    """All numbers of ranks, one after another."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    for ranks in RANKS:
+        if rank < ranks:
+            dist.init_process_group("gloo", init_method=f"file://{store}{ranks}", rank=rank, world_size=ranks)
+            _run_in_group(rank, ranks, results)
+            dist.destroy_process_group()
+
+
+def _run_in_group(rank: int, ranks: int, results: Any) -> None:
     group = dist.group.WORLD
     layout = layout_for(ranks)
     for heads, able in HEADS.items():
@@ -103,14 +112,13 @@ def _run_rank(rank: int, ranks: int, store: str, results: Any) -> None:
             inputs, dout = inputs_for(one, heads)
             own = Inputs(*(shard_rows(rows, group) for rows in inputs[:3]), inputs.sinks)
             found = attend(own, shard_rows(dout, group), ulysses_attention, UlyssesLayout.of(one, group))
-            results[rank, heads, index] = found
+            results[ranks, rank, heads, index] = found
     for name, able in MODELS.items():
         if ranks in able:
-            results[rank, name] = model_step(name, group, ranks)
+            results[ranks, rank, name] = model_step(name, group, ranks)
     if ranks == 2:
-        results[rank, "page"] = page_step()
-        results[rank, "errors"] = [message(call) for call in wrong_calls(layout, group)]
-    dist.destroy_process_group()
+        results[ranks, rank, "page"] = page_step()
+        results[ranks, rank, "errors"] = [message(call) for call in wrong_calls(layout, group)]
 
 
 def wrong_calls(layout: SharedPromptLayout, group: Any) -> list[Any]:
@@ -149,52 +157,44 @@ def message(call: Any) -> str:
     return "no error"
 
 
-@pytest.fixture(scope="module", params=RANKS)
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[Any, Any]]:
-    """What all ranks of a group of this size have found."""
-    ranks, store = request.param, tmp_path_factory.mktemp("ranks") / "store"
-    context = torch.multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(_run_rank, (ranks, str(store), results), nprocs=ranks)
-        return ranks, dict(results)
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """What all ranks have found, by the number of ranks and the rank."""
+    return run_ranks(_run_rank, max(RANKS), str(tmp_path_factory.mktemp("ranks") / "store"))
 
 
-def test_attention(world: tuple[int, dict[Any, Any]]) -> None:
-    ranks, results = world
+@pytest.mark.parametrize("ranks", RANKS)
+def test_attention(ranks: int, found: dict[Any, Any]) -> None:
     able = [heads for heads, of in HEADS.items() if ranks in of]
     for heads, (number, layout) in product(able, enumerate(layouts_for(ranks))):
         inputs, dout = inputs_for(layout, heads)
         expected = attend(inputs, dout, shared_prompt_attention, layout)
-        found = [results[rank, heads, number] for rank in range(ranks)]
+        parts = [found[ranks, rank, heads, number] for rank in range(ranks)]
         for index, name in enumerate(("out", "dq", "dk", "dv")):
-            whole = torch.cat([one[index] for one in found])
+            whole = torch.cat([one[index] for one in parts])
             torch.testing.assert_close(whole, expected[index], rtol=0, atol=1e-12, msg=f"{name}, heads {heads}")
         # Of the sinks every rank has its own heads' gradients.
-        torch.testing.assert_close(sum(one[4] for one in found), expected[4], rtol=0, atol=1e-12)
+        torch.testing.assert_close(sum(one[4] for one in parts), expected[4], rtol=0, atol=1e-12)
 
 
-def test_models(world: tuple[int, dict[Any, Any]]) -> None:
-    ranks, results = world
-    for name in (one for one, able in MODELS.items() if ranks in able):
-        expected, expected_gradients = model_step(name, None, ranks)
-        found = [results[rank, name] for rank in range(ranks)]
-        for logps, _ in found:
-            check_equal(logps, expected, 1e-6)  # parts of the models compute in float32
-        total = {key: sum(one[key] for _, one in found) for key in expected_gradients}
-        check_gradients(total, expected_gradients, 2e-6)
+@pytest.mark.parametrize(("name", "ranks"), [(name, ranks) for name, able in MODELS.items() for ranks in able])
+def test_models(name: str, ranks: int, found: dict[Any, Any]) -> None:
+    expected, expected_gradients = model_step(name, None, ranks)
+    parts = [found[ranks, rank, name] for rank in range(ranks)]
+    for logps, _ in parts:
+        check_equal(logps, expected, 1e-6)  # parts of the models compute in float32
+    total = {key: sum(one[key] for _, one in parts) for key in expected_gradients}
+    check_gradients(total, expected_gradients, 2e-6)
 
 
-def test_the_training_guide(world: tuple[int, dict[Any, Any]]) -> None:
-    ranks, results = world
-    for rank in range(ranks if ranks == 2 else 0):
-        (expected, expected_gradients), (loss, found) = results[rank, "page"]
-        check_equal(loss, expected, 1e-6)
-        check_gradients(found, expected_gradients, 2e-6)
+@pytest.mark.parametrize("rank", range(2))
+def test_the_training_guide(rank: int, found: dict[Any, Any]) -> None:
+    (expected, expected_gradients), (loss, own) = found[2, rank, "page"]
+    check_equal(loss, expected, 1e-6)
+    check_gradients(own, expected_gradients, 2e-6)
 
 
-def test_errors(world: tuple[int, dict[Any, Any]]) -> None:
-    ranks, results = world
-    for rank in range(ranks if ranks == 2 else 0):
-        for found, expected in zip(results[rank, "errors"], MESSAGES, strict=True):
-            assert re.match(expected, found), found
+@pytest.mark.parametrize("rank", range(2))
+def test_errors(rank: int, found: dict[Any, Any]) -> None:
+    for error, expected in zip(found[2, rank, "errors"], MESSAGES, strict=True):
+        assert re.match(expected, error), error

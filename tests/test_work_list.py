@@ -22,8 +22,8 @@ from work_lists import Backward, Tile, backward_list, capacities, forward_list, 
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return load_work_lists(tmp_path_factory.mktemp("work_list"))
+def shim() -> ctypes.CDLL:
+    return load_work_lists()
 
 
 def expected_steps(shim: ctypes.CDLL, problem: Problem) -> dict[Tile, int]:

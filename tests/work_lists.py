@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -14,15 +16,20 @@ from node_tables import Ints, Problem
 from test_geometry import COMPILER, HERE, INCLUDE
 
 
-def load_work_lists(folder: Path) -> ctypes.CDLL:
-    """The source of the blocks, with a context for each of their threads; skips where there is no compiler."""
+@cache
+def load_work_lists() -> ctypes.CDLL:
+    """The source of the blocks, with a context for each of their threads; skips where there is no compiler.
+
+    Compiled once a process.
+    """
     if COMPILER is None:
         pytest.skip("no C++ compiler")
-    library = folder / "work_list.so"
-    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{HERE / 'host_cuda'}"]
-    command += [f"-I{INCLUDE}", str(HERE / "work_list_shim.cpp"), "-o", str(library)]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(library))
+    with TemporaryDirectory() as folder:
+        library = Path(folder) / "work_list.so"
+        command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{HERE / 'host_cuda'}"]
+        command += [f"-I{INCLUDE}", str(HERE / "work_list_shim.cpp"), "-o", str(library)]
+        subprocess.run(command, check=True)
+        return ctypes.CDLL(str(library))
 
 
 class Tile(NamedTuple):
