@@ -24,10 +24,11 @@ bool may_use_sm90(const Problem& problem) {
 template <class Kernel>
 Selected<Kernel> select_for(const Problem& problem) {
   try {
-    if (may_use_sm90(problem) && find_kernels<Kernel>(Arch::sm90, problem.shape.head_dim)) {
-      return select<Kernel>(Arch::sm90, problem.shape.head_dim, problem.shared_limit);
+    const HeadDims wanted{problem.shape.head_dim, problem.shape.head_dim_v};
+    if (may_use_sm90(problem) && find_kernels<Kernel>(Arch::sm90, wanted)) {
+      return select<Kernel>(Arch::sm90, wanted, problem.shared_limit);
     }
-    return select<Kernel>(Arch::sm80, problem.shape.head_dim, problem.shared_limit);
+    return select<Kernel>(Arch::sm80, wanted, problem.shared_limit);
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, "q: ", error.what());
   }
@@ -58,7 +59,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k, const Te
                    "one for each of ", q.size(1), " heads");
   }
   const Tensor sinks = sinks_in ? sinks_in->to(at::kFloat).contiguous() : Tensor();
-  const at::IntArrayRef sizes = q.sizes();
+  const std::array<int64_t, 3> sizes{q.size(0), q.size(1), v.size(2)};
   const std::array<int64_t, 2> lse_sizes{q.size(1), q.size(0)};
   if (problem.is_empty()) {
     return {zeros(q, sizes, q.scalar_type()),
@@ -100,8 +101,8 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
   const auto guard = device_guard(q_in);
   const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, {softmax_scale, causal, window_left, softcap});
   const Tensor& q = problem.q;
-  check_packed(dout_in, "dout", q, q.size(0), q.size(1));
-  check_packed(out_in, "out", q, q.size(0), q.size(1));
+  check_packed(dout_in, "dout", q, q.size(0), q.size(1), v.size(2));
+  check_packed(out_in, "out", q, q.size(0), q.size(1), v.size(2));
   check_statistics(lse_in, "lse", q);
   if (dlse_in) check_statistics(*dlse_in, "dlse", q);
 
@@ -121,7 +122,7 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
     const auto selected = select_for<BackwardKernel<T>>(problem);
     const bool separate_dq = deterministic || !selected.kernel.sums_dq;
     const TileInfo& tiles = selected.kernel.tiles;
-    BackwardList list(problem, tiles, selected.padded_head_dim, !separate_dq);
+    BackwardList list(problem, tiles, selected.padded.qk, !separate_dq);
     list.prepare<T>(problem, gradients, out, dout, lse, dlse);
     selected.kernel.launch({problem.shape, list.nodes, list.work, view_of<const T>(problem.q),
                             view_of<const T>(dout), problem.kv.regions<const T>(), gradients.regions<T>(),
@@ -129,7 +130,7 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
                            problem.stream);
     count_launch(kernel_name(selected, "backward"));
     selected.kernel.convert({problem.shape, list.nodes, list.dq_sum, view_of<T>(dq), list.splits, list.dkv_slots,
-                             gradients.regions<T>(), tiles.block_n, selected.padded_head_dim},
+                             gradients.regions<T>(), tiles.block_n, selected.padded.qk},
                             problem.stream);
     count_launch("dualkv_convert");
     if (separate_dq) backward_dq<T>(problem, dout, list.statistics, dq);
@@ -202,11 +203,21 @@ Tensor tree_nodes(const Tensor& cu_seqlens, const Tensor& parents) {
   return nodes;
 }
 
+// Those built for q, k and v of one head dim.
+template <class Kernel>
+std::vector<int> equal_head_dims(Arch arch) {
+  std::vector<int> found;
+  for (const HeadDims& dims : built_head_dims<Kernel>(arch)) {
+    if (dims.qk == dims.v) found.push_back(dims.qk);
+  }
+  return found;
+}
+
 pybind11::dict build_info() {
   pybind11::dict info, head_dims, backward_head_dims;
   for (Arch arch : {Arch::sm80, Arch::sm90}) {
-    head_dims[name_of(arch)] = built_head_dims<ForwardKernel<__nv_bfloat16>>(arch);
-    backward_head_dims[name_of(arch)] = built_head_dims<BackwardKernel<__nv_bfloat16>>(arch);
+    head_dims[name_of(arch)] = equal_head_dims<ForwardKernel<__nv_bfloat16>>(arch);
+    backward_head_dims[name_of(arch)] = equal_head_dims<BackwardKernel<__nv_bfloat16>>(arch);
   }
   info["archs"] = pybind11::str(DUALKV_BUILD_ARCHS).attr("split")(";");
   info["ptx"] = DUALKV_BUILD_PTX;

@@ -30,11 +30,12 @@ inline void check_beside(const at::Tensor& t, const char* name, const at::Tensor
   check_argument(t.dim() == 3, name, t.dim(), "3 dimensions (rows, heads, head_dim)");
 }
 
-inline void check_packed(const at::Tensor& t, const char* name, const at::Tensor& like, int64_t rows, int64_t heads) {
+inline void check_packed(const at::Tensor& t, const char* name, const at::Tensor& like, int64_t rows, int64_t heads,
+                         int64_t head_dim) {
   check_beside(t, name, like);
   check_argument(rows < 0 || t.size(0) == rows, name, t.size(0), rows, " rows");
   check_argument(t.size(1) == heads, name, t.size(1), heads, " heads");
-  check_argument(t.size(2) == like.size(2), name, t.size(2), "the head dim of q, ", like.size(2));
+  check_argument(t.size(2) == head_dim, name, t.size(2), "the head dim ", head_dim);
   check_argument(t.size(0) < kMaxPosition, name, t.size(0), "fewer than 2^30 rows");
 }
 

@@ -5,9 +5,14 @@
 
 namespace dualkv {
 
-std::string describe(const std::vector<int>& head_dims) {
+std::string describe(const HeadDims& dims) {
+  const std::string qk = std::to_string(dims.qk);
+  return dims.qk == dims.v ? qk : qk + " (v: " + std::to_string(dims.v) + ")";
+}
+
+std::string describe(const std::vector<HeadDims>& dims) {
   std::string text;
-  for (int dim : head_dims) text += (text.empty() ? "" : ", ") + std::to_string(dim);
+  for (const HeadDims& one : dims) text += (text.empty() ? "" : ", ") + describe(one);
   return text.empty() ? "none" : text;
 }
 

@@ -1,4 +1,4 @@
-// (arch, element type, head dim) -> kernel. Every instance file registers itself when the library is loaded, so the
+// (arch, element type, head dims) -> kernel. Every instance file registers itself when the library is loaded, so the
 // registry holds exactly what was built.
 #pragma once
 
@@ -51,44 +51,57 @@ struct BackwardDqKernel {
   void (*launch)(const BackwardDqParams<T>&, cudaStream_t);
 };
 
-// Kernels of one kind by (arch, head dim), the preferred one first.
+// The head dim of q and k, and that of v.
+struct HeadDims {
+  int qk, v;
+
+  bool hold(const HeadDims& wanted) const { return qk >= wanted.qk && v >= wanted.v; }
+  bool operator<(const HeadDims& other) const {
+    return std::pair(qk + v, qk) < std::pair(other.qk + other.v, other.qk);
+  }
+};
+
+// Kernels of one kind by (arch, head dims), the preferred one first; small head dims come before large ones.
 template <class Kernel>
-std::map<std::pair<Arch, int>, std::vector<Kernel>>& registry() {
-  static std::map<std::pair<Arch, int>, std::vector<Kernel>> kernels;
+std::map<std::pair<Arch, HeadDims>, std::vector<Kernel>>& registry() {
+  static std::map<std::pair<Arch, HeadDims>, std::vector<Kernel>> kernels;
   return kernels;
 }
 
 template <class Kernel>
-void add_kernel(Arch arch, int head_dim, const Kernel& kernel) {
-  registry<Kernel>()[{arch, head_dim}].push_back(kernel);
+void add_kernel(Arch arch, const HeadDims& dims, const Kernel& kernel) {
+  registry<Kernel>()[{arch, dims}].push_back(kernel);
 }
 
 template <class Kernel>
 struct Selected {
   Kernel kernel;
   Arch arch;
-  int padded_head_dim;  // the built head dim that serves the one asked for
+  HeadDims padded;  // the built head dims that serve those asked for
 };
 
 // Head dims built for an architecture, ascending.
 template <class Kernel>
-std::vector<int> built_head_dims(Arch arch) {
-  std::vector<int> dims;
+std::vector<HeadDims> built_head_dims(Arch arch) {
+  std::vector<HeadDims> dims;
   for (const auto& [key, kernels] : registry<Kernel>()) {
     if (key.first == arch) dims.push_back(key.second);
   }
   return dims;
 }
 
-// The entry of the smallest built head dim that holds `head_dim`; null if there is none.
+// The entry of the smallest built head dims that hold `wanted`; null if there are none.
 template <class Kernel>
-const std::pair<const std::pair<Arch, int>, std::vector<Kernel>>* find_kernels(Arch arch, int head_dim) {
-  const auto& kernels = registry<Kernel>();
-  const auto found = kernels.lower_bound({arch, head_dim});
-  return found != kernels.end() && found->first.first == arch ? &*found : nullptr;
+const std::pair<const std::pair<Arch, HeadDims>, std::vector<Kernel>>* find_kernels(Arch arch, const HeadDims& wanted) {
+  for (const auto& entry : registry<Kernel>()) {
+    if (entry.first.first == arch && entry.first.second.hold(wanted)) return &entry;
+  }
+  return nullptr;
 }
 
-std::string describe(const std::vector<int>& head_dims);
+// Such as "64" or, where v has another, "192 (v: 128)".
+std::string describe(const HeadDims& dims);
+std::string describe(const std::vector<HeadDims>& dims);
 
 // How often each kernel was launched, so that tests can tell that it was ours that ran.
 void count_launch(const std::string& kernel);
@@ -97,20 +110,20 @@ std::map<std::string, int64_t> launch_counts();
 // Lets a kernel take `bytes` of dynamic shared memory a block on the current device. The driver is asked once.
 void allow_shared_bytes(const void* kernel, int bytes);
 
-// The preferred kernel of the smallest built head dim that holds `head_dim`, among those that fit `shared_limit`, what
-// the device grants a block.
+// The preferred kernel of the smallest built head dims that hold `wanted`, among those that fit `shared_limit`, what the
+// device grants a block.
 template <class Kernel>
-Selected<Kernel> select(Arch arch, int head_dim, int shared_limit) {
-  const auto* found = find_kernels<Kernel>(arch, head_dim);
+Selected<Kernel> select(Arch arch, const HeadDims& wanted, int shared_limit) {
+  const auto* found = find_kernels<Kernel>(arch, wanted);
   if (!found) {
-    throw std::invalid_argument("head dim " + std::to_string(head_dim) + " is larger than every one in this build (" +
+    throw std::invalid_argument("head dim " + describe(wanted) + " is larger than every one in this build (" +
                                 describe(built_head_dims<Kernel>(arch)) +
                                 "); reinstall with DUALKV_HEAD_DIMS covering it");
   }
   for (const Kernel& kernel : found->second) {
     if (kernel.tiles.shared_bytes <= shared_limit) return {kernel, arch, found->first.second};
   }
-  throw std::invalid_argument("head dim " + std::to_string(head_dim) + " needs at least " +
+  throw std::invalid_argument("head dim " + describe(wanted) + " needs at least " +
                               std::to_string(found->second.back().tiles.shared_bytes) +
                               " bytes of shared memory a block in this direction; this GPU grants " +
                               std::to_string(shared_limit));

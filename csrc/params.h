@@ -34,7 +34,7 @@ struct KvRegions {
 struct ProblemShape {
   int q_rows;
   int num_heads, num_kv_heads;
-  int head_dim;
+  int head_dim, head_dim_v;  // of q and k, and of v and the output
   float softmax_scale;
   Visibility sees;
   Softcap softcap;
@@ -96,7 +96,7 @@ struct BackwardParams {
   KvRegions<T> dkv;
   RowStatistics statistics;
   float* dq_sum;     // (num_heads, q tiles, block_m * kHeadDim) in fragment order; null: the kernel leaves dQ out
-  float* dkv_slots;  // (slots, 2, block_n, kHeadDim): partial dK and dV of split tiles
+  float* dkv_slots;  // (slots, 2, block_n, kHeadDim): partial dK and dV of split tiles; dV may leave columns unused
 };
 
 // dQ by itself, one owner per query tile: the deterministic path.

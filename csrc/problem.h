@@ -136,11 +136,14 @@ struct Problem {
     check_argument(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "k", kv_heads,
                    "a number of heads that divides ", heads);
     check_argument(q.size(2) > 0 && q.size(2) % 8 == 0, "q", q.size(2), "a head dim that is a multiple of 8");
-    check_packed(q, "q", q, -1, heads);
-    check_pair("k", kv.k, "v", kv.v, kv_heads);
+    check_packed(q, "q", q, -1, heads, q.size(2));
+    check_beside(kv.v, "v", q);
+    const int64_t head_dim_v = kv.v.size(2);
+    check_argument(head_dim_v > 0 && head_dim_v % 8 == 0, "v", head_dim_v, "a head dim that is a multiple of 8");
+    check_pair("k", kv.k, "v", kv.v, kv_heads, head_dim_v);
     TORCH_CHECK_VALUE(kv.k_decoded.has_value() == kv.v_decoded.has_value(),
                       "v_decoded: expected together with k_decoded, got only one of them");
-    if (kv.k_decoded) check_pair("k_decoded", *kv.k_decoded, "v_decoded", *kv.v_decoded, kv_heads);
+    if (kv.k_decoded) check_pair("k_decoded", *kv.k_decoded, "v_decoded", *kv.v_decoded, kv_heads, head_dim_v);
     check_argument(kv.rows() < kMaxPosition, "k_decoded", kv.rows(), "fewer than 2^30 rows together with k");
     check_table(nodes, "nodes", q, kNodeColumns);
     check_argument(scores.softmax_scale > 0, "softmax_scale", scores.softmax_scale, "a positive number");
@@ -159,6 +162,7 @@ struct Problem {
              static_cast<int>(heads),
              static_cast<int>(kv_heads),
              static_cast<int>(q.size(2)),
+             static_cast<int>(head_dim_v),
              static_cast<float>(scores.softmax_scale),
              {scores.causal, scores.window()},
              {scores.softmax_scale, scores.softcap},
@@ -175,9 +179,10 @@ struct Problem {
   bool is_empty() const { return nodes.size(0) == 0 || q.size(0) == 0 || kv.rows() == 0; }
 
  private:
-  void check_pair(const char* k_name, const Tensor& k, const char* v_name, const Tensor& v, int64_t heads) const {
-    check_packed(k, k_name, q, -1, heads);
-    check_packed(v, v_name, q, k.size(0), heads);
+  void check_pair(const char* k_name, const Tensor& k, const char* v_name, const Tensor& v, int64_t heads,
+                  int64_t head_dim_v) const {
+    check_packed(k, k_name, q, -1, heads, q.size(2));
+    check_packed(v, v_name, q, k.size(0), heads, head_dim_v);
   }
 };
 

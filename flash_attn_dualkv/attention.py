@@ -134,8 +134,9 @@ def flash_attn_dualkv_varlen_func(
 
     Args:
         q: (total_q, H, d), float16 or bfloat16 (on the CPU also float32 or float64); d a multiple of 8, at most 256.
-        k_context, v_context: (total_context, H_k, d); H is a multiple of H_k.
-        k_decoded, v_decoded: (total_decoded, H_k, d), of one packed tensor the rows behind the context. That offsets
+        k_context, v_context: (total_context, H_k, d) and (total_context, H_k, d_v); H is a multiple of H_k; d_v a
+            multiple of 8, at most 256.
+        k_decoded, v_decoded: (total_decoded, H_k, d or d_v), of one packed tensor the rows behind the context. That offsets
             end before these rows do is no error, so it is not noticed if other rows are given.
         cu_seqlens_q: (N+1,) int32, sequence i has the rows [i] .. [i+1] - 1 of q.
         cu_seqlens_k_decoded: (N+1,) int32, the same for k_decoded and v_decoded.
@@ -160,15 +161,14 @@ def flash_attn_dualkv_varlen_func(
     torch.nn.functional.scaled_dot_product_attention.
 
     Returns:
-        out (total_q, H, d), contiguous, in the dtype of q; with `return_lse` the pair (out, lse), lse (H, total_q) in
+        out (total_q, H, d_v), contiguous, in the dtype of q; with `return_lse` the pair (out, lse), lse (H, total_q) in
         float32 (float64 for float64).
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it. Values of the offsets are checked
             on the CPU, and on a GPU only if the environment has DUALKV_DEBUG=1 (which synchronises): otherwise wrong
             offsets give wrong numbers.
-        NotImplementedError: the head dimension of v is not that of q and k; a window that ends behind the row; a
-            softcap above 1000 for CUDA tensors.
+        NotImplementedError: a window that ends behind the row; a softcap above 1000 for CUDA tensors.
         RuntimeError: CUDA tensors in an installation without the compiled module.
     """
     tensors: tuple[Tensor, ...] = (q, k_context, v_context, k_decoded, v_decoded)
@@ -180,6 +180,7 @@ def flash_attn_dualkv_varlen_func(
     checks.check_pair_shape(q, "k_context", k_context, "v_context", v_context)
     checks.check_pair_shape(q, "k_decoded", k_decoded, "v_decoded", v_decoded)
     checks.check_same_heads("k_decoded", k_decoded, "k_context", k_context)
+    checks.check_same_width("v_decoded", v_decoded, "v_context", v_context)
     checks.check_apart("k_decoded", k_decoded, "k_context", k_context)
     checks.check_apart("v_decoded", v_decoded, "v_context", v_context)
     checks.check_offsets("cu_seqlens_q", cu_seqlens_q, q.device)
@@ -291,7 +292,7 @@ def flash_attn_varlen_func(
 
     Args:
         q: (total_q, H, d).
-        k, v: (total_k, H_k, d).
+        k, v: (total_k, H_k, d) and (total_k, H_k, d_v).
         cu_seqlens_q, cu_seqlens_k: (N+1,) int32.
         max_seqlen_q, max_seqlen_k: the longest lengths, >= 0. Results do not depend on them.
         dropout_p, alibi_slopes, block_table: not implemented; only the defaults are accepted.
@@ -299,7 +300,7 @@ def flash_attn_varlen_func(
         return_attn_probs: return (out, lse, None) as FlashAttention does without dropout; the LSE is differentiable.
 
     Returns:
-        out (total_q, H, d), or (out, lse, None) with lse (H, total_q).
+        out (total_q, H, d_v), or (out, lse, None) with lse (H, total_q).
 
     Raises:
         TypeError, ValueError, RuntimeError: as there.

@@ -75,14 +75,18 @@ def check_query_shape(q: Tensor) -> None:
     _, heads, head_dim = q.shape
     if heads < 1:
         raise ValueError(explain("q", "at least one head", f"shape {tuple(q.shape)}"))
+    _check_head_dim("q", head_dim)
+
+
+def _check_head_dim(name: str, head_dim: int) -> None:
     if head_dim > MAX_HEAD_DIM:
-        raise ValueError(explain("q", f"a head dimension of at most {MAX_HEAD_DIM}", head_dim))
+        raise ValueError(explain(name, f"a head dimension of at most {MAX_HEAD_DIM}", head_dim))
     if head_dim < 1 or head_dim % HEAD_DIM_MULTIPLE != 0:
-        raise ValueError(explain("q", f"a head dimension that is a multiple of {HEAD_DIM_MULTIPLE}", head_dim))
+        raise ValueError(explain(name, f"a head dimension that is a multiple of {HEAD_DIM_MULTIPLE}", head_dim))
 
 
 def check_pair_shape(q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:
-    """Check one pair k (rows, H_k, d), v (rows, H_k, d) against q (total_q, H, d)."""
+    """Check one pair k (rows, H_k, d), v (rows, H_k, d_v) against q (total_q, H, d)."""
     rows, kv_heads, head_dim = k.shape
     if head_dim != q.shape[2]:
         raise ValueError(explain(k_name, f"head dimension {q.shape[2]} (as q)", head_dim))
@@ -93,9 +97,13 @@ def check_pair_shape(q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tensor) 
         raise ValueError(explain(v_name, f"{rows} rows (as {k_name})", v.shape[0]))
     if v.shape[1] != kv_heads:
         raise ValueError(explain(v_name, f"{kv_heads} heads (as {k_name})", v.shape[1]))
-    if v.shape[2] != head_dim:
-        expected = f"head dimension {head_dim} (as q and {k_name}; another one for v is not implemented for now)"
-        raise NotImplementedError(explain(v_name, expected, v.shape[2]))
+    _check_head_dim(v_name, v.shape[2])
+
+
+def check_same_width(name: str, v: Tensor, other_name: str, other: Tensor) -> None:
+    """ValueError unless both have one head dimension."""
+    if v.shape[2] != other.shape[2]:
+        raise ValueError(explain(name, f"head dimension {other.shape[2]} (as {other_name})", v.shape[2]))
 
 
 def check_apart(k_name: str, k: Tensor, context_name: str, context: Tensor) -> None:

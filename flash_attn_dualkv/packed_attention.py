@@ -82,7 +82,7 @@ def flash_attn_tree_varlen_func(
 
     Args:
         q: (T, H, d), float16 or bfloat16 (on the CPU also float32 or float64); d a multiple of 8, at most 256.
-        k, v: (T, H_k, d); H is a multiple of H_k.
+        k, v: (T, H_k, d) and (T, H_k, d_v); H is a multiple of H_k; d_v a multiple of 8, at most 256.
         cu_seqlens: (n+1,) int32 from 0, node i has the rows [i] .. [i+1] - 1. Nodes may be empty. Rows behind the last
             node are padding: out 0, LSE -inf, gradients 0.
         parents: (n,) int32, the node that each node continues, -1 for roots. Nodes are in depth-first order: a node,
@@ -102,15 +102,14 @@ def flash_attn_tree_varlen_func(
     `flash_attn_dualkv_varlen_func`; so is autocast.
 
     Returns:
-        out (T, H, d), contiguous, in the dtype of q; with `return_lse` the pair (out, lse), lse (H, T) in float32
+        out (T, H, d_v), contiguous, in the dtype of q; with `return_lse` the pair (out, lse), lse (H, T) in float32
         (float64 for float64).
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it. The values of cu_seqlens and
             parents are checked on the CPU, and on a GPU only if the environment has DUALKV_DEBUG=1 (which
             synchronises): otherwise wrong values give wrong numbers.
-        NotImplementedError: the head dimension of v is not that of q and k; a window that ends behind the row; a
-            softcap above 1000 for CUDA tensors.
+        NotImplementedError: a window that ends behind the row; a softcap above 1000 for CUDA tensors.
         RuntimeError: CUDA tensors in an installation without the compiled module.
     """
     q, k, v = _checked_rows(q, k, v)
@@ -154,7 +153,7 @@ def shared_prompt_attention(
 
     Args:
         q: (T, H, d), float16 or bfloat16 (in the reference also float32 or float64); d a multiple of 8, at most 256.
-        k, v: (T, H_k, d); H is a multiple of H_k.
+        k, v: (T, H_k, d) and (T, H_k, d_v); H is a multiple of H_k; d_v a multiple of 8, at most 256.
         layout: where prompts and responses lie among the T rows, on the device of q.
         softmax_scale: finite and > 0; 1 / sqrt(d) if None.
         sliding_window: a row sees this many positions of its sequence, its own the last of them; None for all.
@@ -170,11 +169,11 @@ def shared_prompt_attention(
     `flash_attn_dualkv_varlen_func`; so is autocast.
 
     Returns:
-        out (T, H, d), contiguous, in the dtype of q; 0 in padding rows.
+        out (T, H, d_v), contiguous, in the dtype of q; 0 in padding rows.
 
     Raises:
         SharedPromptError (a ValueError), TypeError, ValueError: an argument is not as described.
-        NotImplementedError: the head dimension of v is not that of q and k; a softcap above 1000 with the CUDA kernels.
+        NotImplementedError: a softcap above 1000 with the CUDA kernels.
         RuntimeError: CUDA tensors in an installation without the compiled module.
     """
     q, k, v = _checked_rows(q, k, v)

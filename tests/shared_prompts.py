@@ -61,6 +61,7 @@ def inputs_of(
     *,
     heads: tuple[int, int] = (4, 2),
     head_dim: int = 16,
+    head_dim_v: int | None = None,
     dtype: torch.dtype = torch.float64,
     device: str | torch.device | None = None,
     sinks: bool = False,
@@ -73,8 +74,9 @@ def inputs_of(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    q, dout = (normal(layout.num_tokens, heads[0], head_dim) for _ in range(2))
-    k, v = (normal(layout.num_tokens, heads[1], head_dim) for _ in range(2))
+    of_q, of_v = head_dim, head_dim_v or head_dim
+    q, dout = (normal(layout.num_tokens, heads[0], dim) for dim in (of_q, of_v))
+    k, v = (normal(layout.num_tokens, heads[1], dim) for dim in (of_q, of_v))
     return Inputs(q, k, v, dout, normal(heads[0]) if sinks else None)
 
 

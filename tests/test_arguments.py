@@ -191,10 +191,11 @@ SHARED_ROWS: list[Row] = [
     *length_rows("max_seqlen_q"),
     ("int", replace_by("causal", 1), TypeError, "causal", "int"),
     ("head_dim", alter("k_context", lambda t: head_dim(t, 8)), ValueError, "k_context", "8"),
-    ("head_dim", alter("v_context", lambda t: head_dim(t, 8)), NotImplementedError, "v_context", "8"),
+    ("head_dim", alter("v_context", lambda t: head_dim(t, 12)), ValueError, "v_context", "12"),
     ("rows", alter("v_context", lambda t: t[1:]), ValueError, "v_context", "4"),
     ("head_dim", alter("k_decoded", lambda t: head_dim(t, 8)), ValueError, "k_decoded", "8"),
-    ("head_dim", alter("v_decoded", lambda t: head_dim(t, 8)), NotImplementedError, "v_decoded", "8"),
+    ("head_dim", alter("v_decoded", lambda t: head_dim(t, 8)), ValueError, "v_decoded", "8"),
+    ("head_dim", alter("v_decoded", lambda t: head_dim(t, 264)), ValueError, "v_decoded", "264"),
     ("rows", alter("v_decoded", lambda t: t[1:]), ValueError, "v_decoded", "5"),
     (
         "heads of the other keys",
@@ -226,7 +227,7 @@ PLAIN_ROWS: list[Row] = [
     *length_rows("max_seqlen_q"),
     ("int", replace_by("causal", 1), TypeError, "causal", "int"),
     ("head_dim", alter("k", lambda t: head_dim(t, 8)), ValueError, "k", "8"),
-    ("head_dim", alter("v", lambda t: head_dim(t, 8)), NotImplementedError, "v", "8"),
+    ("head_dim", alter("v", lambda t: head_dim(t, 12)), ValueError, "v", "12"),
     ("rows", alter("v", lambda t: t[1:]), ValueError, "v", "5"),
     *offset_rows("cu_seqlens_k"),
     ("length", alter("cu_seqlens_k", lambda t: t[:2]), ValueError, "cu_seqlens_k", "2"),
@@ -244,7 +245,7 @@ TREE_ROWS: list[Row] = [
     *offset_rows("cu_seqlens"),
     *(row for row in offset_rows("parents") if row[0] != "no elements"),
     ("length", alter("parents", lambda t: t[:1]), ValueError, "parents", "1"),
-    ("head_dim", alter("v", lambda t: head_dim(t, 8)), NotImplementedError, "v", "8"),
+    ("head_dim", alter("v", lambda t: head_dim(t, 12)), ValueError, "v", "12"),
     ("rows", alter("v", lambda t: t[1:]), ValueError, "v", "5"),
     ("rows", lambda a: {"k": a["k"][1:], "v": a["v"][1:]}, ValueError, "k", "5"),
     ("str", replace_by("return_lse", "yes"), TypeError, "return_lse", "str"),
@@ -348,14 +349,17 @@ def test_cuda_takes_16_bit_tensors_only(dtype: torch.dtype) -> None:
         assert flash_attn_dualkv_varlen_func(**arguments).device == torch.device("cuda:0")
 
 
-def test_a_softcap_that_the_kernels_lack() -> None:
-    """An error that names it, where a CUDA call would run; the shapes of a compiler's trace do not depend on it."""
-    plain = (1.0, True, -1, -1)
-    ops.Options(*plain, ops.MAX_KERNEL_SOFTCAP, False, False).check_kernels()
-    with pytest.raises(NotImplementedError, match=r"^softcap: expected at most 1000.0 .*, got 1001.0"):
-        ops.Options(*plain, 1001.0, False, False).check_kernels()
-    with pytest.raises(NotImplementedError, match=r"^window_right: expected -1 "):
-        ops.Options(1.0, True, -1, 0, 0.0, False, False).check_kernels()
+@pytest.mark.parametrize("width", [8, 24])
+def test_values_of_another_width(width: int) -> None:
+    for function, make, names in (
+        (flash_attn_dualkv_varlen_func, shared_arguments, ("v_context", "v_decoded")),
+        (flash_attn_varlen_func, plain_arguments, ("v",)),
+        (flash_attn_tree_varlen_func, tree_arguments, ("v",)),
+    ):
+        arguments = make()
+        for name in names:
+            arguments[name] = head_dim(arguments[name], width)
+        assert function(**arguments).shape == (6, 4, width)
 
 
 @pytest.mark.parametrize(("name", "value"), [("window_size", (3, 0)), ("softcap", 2.0)])

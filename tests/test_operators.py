@@ -43,7 +43,8 @@ def nodes_of(batch: Batch) -> Tensor:
 
 
 # scale, causal, window_left, window_right, softcap, reference, deterministic
-PLAIN = (0.25, True, -1, -1, 0.0, False, True)
+PLAIN = (0.25, True, 7, -1, 2.0, False, True)
+OF_KERNELS = (0.25, True, 7, 2.0)  # those that the compiled module gets
 
 # Operators
 
@@ -149,7 +150,7 @@ def test_what_makes_the_kernels_deterministic(module: Mock, monkeypatch: pytest.
     def asked(flag: bool) -> bool:
         ops._backward_cuda(*range(10), *PLAIN[:-1], flag)
         *given, deterministic = module.backward.call_args.args
-        assert given == [*range(10), *PLAIN[:2]]
+        assert given == [*range(10), *OF_KERNELS]
         return bool(deterministic)
 
     assert asked(True) and not asked(False)
@@ -195,7 +196,7 @@ def test_compiled_module_gets_the_operators_arguments(module: Mock) -> None:
     ops._tree_nodes_cuda("a", "b", 5)  # type: ignore[arg-type]
     module.tree_nodes.assert_called_once_with("a", "b")
     ops._forward_cuda(*range(7), *PLAIN)
-    module.forward.assert_called_with(*range(7), *PLAIN[:2])
+    module.forward.assert_called_with(*range(7), *OF_KERNELS)
 
 
 class OnGpu(Tensor):
@@ -211,12 +212,12 @@ def test_compiled_node_gets_the_arguments_of_calls_that_nobody_watches(
     for deterministic in (False, True):
         tensors = [torch.zeros(()).as_subclass(OnGpu), *range(1, 7)]
         assert ops.attend(*tensors, *PLAIN[:-1], deterministic) is module.attention.return_value
-        module.attention.assert_called_with(*tensors, *PLAIN[:2], deterministic)
+        module.attention.assert_called_with(*tensors, *OF_KERNELS, deterministic)
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("window_left", (2, -1, 0.0)), ("window_right", (-1, 0, 0.0)), ("softcap", (-1, -1, 1.0))],
+    [("window_right", (-1, 0, 0.0)), ("softcap", (-1, -1, 1000.1))],
 )
 def test_the_kernels_refuse_what_they_lack(name: str, options: tuple[Any, ...], module: Mock) -> None:
     """Unless the reference is asked for."""

@@ -75,6 +75,36 @@ def test_with_sinks(variant: Variant, options: Options) -> None:
             assert one.isfinite().all() and error <= bound, f"{key}: {error:.3g} > {bound:.3g}"
 
 
+PAIRS = [(192, 128), (128, 64), (64, 128), (96, 40), (256, 8), (40, 200), (72, 72)]
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), PAIRS if DEVICE == "cuda" else [(16, 8), (8, 24)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_values_of_another_width(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
+    """Nothing is read or written beyond either; split tiles and packs of heads too."""
+    options = {"head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": dtype}
+    for heads, name in (((8, 2), "deep"), ((4, 4), "forest"), ((16, 1), "bush" if DEVICE == "cuda" else "forest")):
+        check(name, options | {"heads": heads}, Variant())
+    check("forest", options | {"heads": (6, 2)}, Variant(70, 30.0), loud)
+
+
+@needs_gpu
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_values_of_another_width_where_tiles_are_split(causal: bool) -> None:
+    """One long node and one KV head: its parts go through fp32 slots."""
+    tree = ([600, *[1500] * 6], [-1, *[0] * 6])
+    layout, inputs = data(tree, heads=(8, 1), head_dim=192, head_dim_v=128, dtype=torch.bfloat16)
+    variant = Variant(causal=causal)
+    expected = exact(inputs, layout.nodes, variant)
+    for deterministic in (False, True):
+        found = run(inputs, layout.nodes, deterministic, variant=variant)
+        assert oracle.lse_violations(found.pop("lse"), expected["lse"]) == []
+        for key, one in found.items():
+            assert (one.double() - expected[key]).norm() / expected[key].norm() <= oracle.FROBENIUS_BOUND[
+                torch.bfloat16
+            ]
+
+
 @configurations
 def test_a_window_of_everything_changes_no_bit(options: Options) -> None:
     """Wider than every path: the same tiles in the same order."""

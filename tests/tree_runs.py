@@ -73,7 +73,7 @@ def exact(inputs: Inputs, nodes: Tensor, variant: Variant = ALL) -> dict[str, Te
 def plain(inputs: Inputs, tree: Tree, variant: Variant = ALL) -> dict[str, Tensor]:
     """In the input type by ordinary PyTorch operations, path by path; gradients of keys are one fp32 sum."""
     dtype, ratio = inputs.q.dtype, inputs.q.shape[1] // inputs.k.shape[1]
-    sums = [torch.zeros(one.shape, device=DEVICE) for one in (inputs.q, inputs.q, inputs.k, inputs.v)]
+    sums = [torch.zeros(one.shape, device=DEVICE) for one in (inputs.dout, inputs.q, inputs.k, inputs.v)]
     for length, path in zip(tree[0], paths_of(tree)):
         if length == 0:
             continue

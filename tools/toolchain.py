@@ -203,7 +203,7 @@ def kernel_sources(root: Path, head_dims: Iterable[int] = HEAD_DIMS) -> list[Ker
     wanted = set(head_dims)
     sources = [KernelSource(path, "sm80", None) for path in sorted(root.glob("csrc/kernels/*.cu"))]
     for path in sorted(root.glob("csrc/instances/*.cu")):
-        match = re.fullmatch(r"(sm80|sm90)_\w+_d(\d+)_(fp16|bf16)", path.stem)
+        match = re.fullmatch(r"(sm80|sm90)_\w+_d(\d+)(?:v\d+)?_(fp16|bf16)", path.stem)
         if not match:
             raise BuildError(f"{path}: expected a name such as sm80_forward_d128_bf16.cu")
         if int(match.group(2)) in wanted:

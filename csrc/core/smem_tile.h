@@ -10,8 +10,9 @@ namespace dualkv {
 // kRows x kCols 16-bit elements as panels of 64 columns (128-byte rows) or, where 64 does not divide kCols, 32
 // columns (64-byte rows). Within a panel the 16-byte chunks of a row are permuted by the row index, so that the 8
 // rows of an ldmatrix tile, or of a fragment store, fall into different banks.
-template <int kRows, int kCols>
+template <int kRows_, int kCols_>
 struct SmemTile {
+  static constexpr int kRows = kRows_, kCols = kCols_;
   static_assert(kCols % 32 == 0, "tiles are made of panels of 32 or 64 columns");
   static_assert(kRows % 16 == 0, "the permutation has a period of 8 rows and products take 16");
   static constexpr int kPanelCols = kCols % 64 == 0 ? 64 : 32;

@@ -1,3 +1,3 @@
 #include "sm90/launch.h"
 
-DUALKV_SM90_BACKWARD(256, __nv_bfloat16);
+DUALKV_SM90_BACKWARD(__nv_bfloat16, 256);

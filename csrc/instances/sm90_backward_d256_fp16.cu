@@ -1,3 +1,3 @@
 #include "sm90/launch.h"
 
-DUALKV_SM90_BACKWARD(256, __half);
+DUALKV_SM90_BACKWARD(__half, 256);

@@ -1,3 +1,3 @@
 #include "sm90/launch.h"
 
-DUALKV_SM90_BACKWARD_DQ(64, __half);
+DUALKV_SM90_BACKWARD_DQ(__half, 64);

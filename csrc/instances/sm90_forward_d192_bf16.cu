@@ -1,3 +1,3 @@
 #include "sm90/launch.h"
 
-DUALKV_SM90_FORWARD(192, __nv_bfloat16);
+DUALKV_SM90_FORWARD(__nv_bfloat16, 192);

@@ -1,3 +1,3 @@
 #include "sm90/launch.h"
 
-DUALKV_SM90_FORWARD(192, __half);
+DUALKV_SM90_FORWARD(__half, 192);

@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_warp_statistics(const RowStatisticsParams<
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int64_t row = first_row + (first + i) * kRowsAtATime + lane / kLanes;
-      const bool inside = row < p.shape.q_rows && element < p.shape.head_dim;
+      const bool inside = row < p.shape.q_rows && element < p.shape.head_dim_v;
       out[i] = inside ? *reinterpret_cast<const uint4*>(p.out.at(row, head) + element) : make_uint4(0, 0, 0, 0);
       dout[i] = inside ? *reinterpret_cast<const uint4*>(p.dout.at(row, head) + element) : make_uint4(0, 0, 0, 0);
     }
@@ -76,9 +76,9 @@ __device__ void store_statistics(const RowStatisticsParams<T>& p, int64_t warp, 
   for (; warp < all; warp += warps) {
     const int head = static_cast<int>(warp % p.shape.num_heads);
     const int64_t first_row = warp / p.shape.num_heads * kStatisticsRows;
-    if (p.shape.head_dim <= 64) {
+    if (p.shape.head_dim_v <= 64) {
       store_warp_statistics<8>(p, head, first_row);
-    } else if (p.shape.head_dim <= 128) {
+    } else if (p.shape.head_dim_v <= 128) {
       store_warp_statistics<16>(p, head, first_row);
     } else {
       store_warp_statistics<32>(p, head, first_row);

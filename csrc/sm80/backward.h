@@ -44,7 +44,7 @@ struct BackwardBlock {
     load_rows<TileKv, kBlockN, kThreads>(shared, kv.k.at(tile.row, kv_head), kv.k.row_stride, 0, tile.valid,
                                          p.shape.head_dim);
     load_rows<TileKv, kBlockN, kThreads>(shared + Config::kOffsetV, kv.v.at(tile.row, kv_head), kv.v.row_stride, 0,
-                                         tile.valid, p.shape.head_dim);
+                                         tile.valid, p.shape.head_dim_v);
   }
 
   // Q, dO and the row statistics of a step. Rows outside the range become zero: they are operands of dK and dV.
@@ -54,7 +54,7 @@ struct BackwardBlock {
     load_rows<TileQ, kBlockM, kThreads>(s_q(stage), p.q.at(row, step.head), p.q.row_stride, low, high,
                                         p.shape.head_dim);
     load_rows<TileQ, kBlockM, kThreads>(s_dout(stage), p.dout.at(row, step.head), p.dout.row_stride, low, high,
-                                        p.shape.head_dim);
+                                        p.shape.head_dim_v);
     if (threadIdx.x < kBlockM) {
       const int r = threadIdx.x;
       const bool read = r >= low && r < high;
@@ -165,11 +165,11 @@ struct BackwardBlock {
 
   // Writes dK (scaled) or dV of a whole tile, through the shared memory of K and V, which nobody reads any more.
   __device__ __forceinline__ void store_gradient(const typename FragKv::Accumulator& acc, float scale, uint32_t staging,
-                                                 const TensorView<T>& view, const KvTile& tile, int kv_head) const {
+                                                 const TensorView<T>& view, int head_dim, const KvTile& tile,
+                                                 int kv_head) const {
     store_accumulator<TileKv, T>(staging, FragKv::warp_row(warp), FragKv::warp_col(warp), acc, scale, lane);
     __syncthreads();
-    store_rows<TileKv, kBlockN, kThreads>(view.at(tile.row, kv_head), view.row_stride, staging, tile.valid,
-                                          p.shape.head_dim);
+    store_rows<TileKv, kBlockN, kThreads>(view.at(tile.row, kv_head), view.row_stride, staging, tile.valid, head_dim);
   }
 
   static __device__ __forceinline__ uint8_t* shared_bytes() {
@@ -230,8 +230,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     return;
   }
   const KvPair<T>& out = p.dkv.of(work.tile.region);
-  block.store_gradient(dk, p.shape.softmax_scale, block.shared, out.k, work.tile, work.kv_head);
-  block.store_gradient(dv, 1.f, block.shared + Config::kOffsetV, out.v, work.tile, work.kv_head);
+  const ProblemShape& shape = p.shape;
+  block.store_gradient(dk, shape.softmax_scale, block.shared, out.k, shape.head_dim, work.tile, work.kv_head);
+  block.store_gradient(dv, 1.f, block.shared + Config::kOffsetV, out.v, shape.head_dim_v, work.tile, work.kv_head);
 }
 
 }  // namespace dualkv::sm80

@@ -33,12 +33,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     start_kv<Config>(s_k, p.kv, block.step(n).tile, work.kv_head, p.shape.head_dim, &KvPair<const T>::k);
   };
   const auto start_v = [&](int n) {
-    start_kv<Config>(s_v, p.kv, block.step(n).tile, work.kv_head, p.shape.head_dim, &KvPair<const T>::v);
+    start_kv<Config>(s_v, p.kv, block.step(n).tile, work.kv_head, p.shape.head_dim_v, &KvPair<const T>::v);
   };
   load_rows<TileQ, Config::kBlockM, Config::kThreads>(s_q, p.q.at(work.q_tile.row, work.head), p.q.row_stride, 0,
                                                       work.q_tile.rows, p.shape.head_dim);
   load_rows<TileQ, Config::kBlockM, Config::kThreads>(s_dout, p.dout.at(work.q_tile.row, work.head), p.dout.row_stride,
-                                                      0, work.q_tile.rows, p.shape.head_dim);
+                                                      0, work.q_tile.rows, p.shape.head_dim_v);
   start_k(0);
   start_v(0);
 

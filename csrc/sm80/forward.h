@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     start_kv<Config>(s_k, p.kv, block.step(n).tile, work.kv_head, p.shape.head_dim, &KvPair<const T>::k);
   };
   const auto start_v = [&](int n) {
-    start_kv<Config>(s_v, p.kv, block.step(n).tile, work.kv_head, p.shape.head_dim, &KvPair<const T>::v);
+    start_kv<Config>(s_v, p.kv, block.step(n).tile, work.kv_head, p.shape.head_dim_v, &KvPair<const T>::v);
   };
   load_rows<TileQ, Config::kBlockM, Config::kThreads>(s_q, p.q.at(work.q_tile.row, work.head), p.q.row_stride, 0,
                                                       work.q_tile.rows, p.shape.head_dim);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   store_accumulator<TileQ, T>(s_q, warp_row, 0, o, 1.f, lane);
   __syncthreads();
   store_rows<TileQ, Config::kBlockM, Config::kThreads>(p.out.at(work.q_tile.row, work.head), p.out.row_stride, s_q,
-                                                       work.q_tile.rows, p.shape.head_dim);
+                                                       work.q_tile.rows, p.shape.head_dim_v);
 }
 
 }  // namespace dualkv::sm80

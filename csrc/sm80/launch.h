@@ -58,12 +58,12 @@ template <class Kernel, template <int, Footprint> class Config, int kHeadDim, cl
 bool register_kernels(Make make) {
   using Full = Config<kHeadDim, Footprint::full>;
   static_assert(Full::kSharedBytes + kStaticSharedBytes <= shared_limit(Footprint::full), "must fit an A100");
-  add_kernel<Kernel>(Arch::sm80, kHeadDim, make(Full{}));
+  add_kernel<Kernel>(Arch::sm80, {kHeadDim, kHeadDim}, make(Full{}));
   if constexpr (Full::kSharedBytes + kStaticSharedBytes > shared_limit(Footprint::compact)) {
     using Compact = Config<kHeadDim, Footprint::compact>;
     static_assert(Compact::kSharedBytes + kStaticSharedBytes <= shared_limit(Footprint::compact),
                   "must fit the multiprocessors with 99 KB");
-    add_kernel<Kernel>(Arch::sm80, kHeadDim, make(Compact{}));
+    add_kernel<Kernel>(Arch::sm80, {kHeadDim, kHeadDim}, make(Compact{}));
   }
   return true;
 }

@@ -33,25 +33,25 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
   using Base = KvWarpgroup<T, Config, BackwardShared<Config>>;
   using Base::block, Base::col0, Base::lane, Base::p, Base::row0, Base::shared, Base::steps, Base::steps_done;
   using Base::thread, Base::kBlockM, Base::kBlockN, Base::kHeadDim, Base::kConsumerThreads;
-  using typename Base::TileKv, typename Base::TileQ, typename Base::Statistic;
-  using Base::issue_accumulate, Base::issue_transposed, Base::k_tile, Base::load_statistic, Base::mask, Base::v_tile;
+  using typename Base::TileK, typename Base::Statistic;
+  using Base::issue_accumulate, Base::issue_dp, Base::issue_scores, Base::k_tile, Base::load_statistic, Base::mask;
   using TileDs = typename Config::TileDs;
   static constexpr bool kSplitRows = Config::kSplitRows, kLateDk = Config::kLateDk;
 
   const int group = this->first_key / 64;
 
-  typename Base::Gradient dk, dv;
+  typename Base::template Gradient<kHeadDim> dk, dv;
   typename Base::Scores s, dp;
   typename Base::Operand probabilities, ds;
   float dq[Config::kDqCols / 8][4];
 
   __device__ __forceinline__ void issue_dq(int buffer) {
     const uint32_t a = shared.ds(buffer) + (kSplitRows ? group * TileDs::kPanelBytes : 0);
-    const uint32_t b = k_tile() + (kSplitRows ? 0 : group * (Config::kDqCols / 64) * TileKv::kPanelBytes);
+    const uint32_t b = k_tile() + (kSplitRows ? 0 : group * (Config::kDqCols / 64) * TileK::kPanelBytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
-      ptx::Wgmma<T, Config::kDqCols>::template ss<1, 1>(dq, along_rows<TileDs>(a, step), along_rows<TileKv>(b, step),
+      ptx::Wgmma<T, Config::kDqCols>::template ss<1, 1>(dq, along_rows<TileDs>(a, step), along_rows<TileK>(b, step),
                                                         step > 0);
     }
     ptx::wgmma_commit();
@@ -139,7 +139,7 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
   __device__ __forceinline__ void wait_kv() const {
     shared.kv_ready().wait_full(0);
     if (block.tile.valid == kBlockN) return;
-    this->template zero_rows<TileKv, kBlockN>(shared.k(), 0, block.tile.valid);  // an operand of dQ
+    this->template zero_rows<TileK, kBlockN>(shared.k(), 0, block.tile.valid);  // an operand of dQ
     ptx::fence_async_proxy();
     ptx::named_barrier_sync(kBarrierZeroed, kConsumerThreads);
   }
@@ -155,9 +155,9 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
     if (!steps[q.stage].valid) return;
     uint32_t flags = steps[q.stage].flags;
     if (flags & FlaggedStep::kForeign) this->zero_foreign_rows(steps[q.stage], q.stage, dout.stage, dout.phase);
-    issue_transposed(s, k_tile(), shared.q(q.stage));
+    issue_scores(s, shared.q(q.stage));
     shared.dout_ready(dout.stage).wait_full(dout.phase);
-    issue_transposed(dp, v_tile(), shared.dout(dout.stage));
+    issue_dp(dp, shared.dout(dout.stage));
     Statistic lse, delta;
     load_statistic(lse, shared.lse(q.stage));
     ptx::wgmma_wait<1>();
@@ -189,7 +189,7 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
       }
       ptx::wgmma_wait<kComputeDq ? 1 : 0>();
       shared.dout_ready(dout.stage).release(lane);
-      issue_transposed(s, k_tile(), shared.q(next_q.stage));
+      issue_scores(s, shared.q(next_q.stage));
       Statistic lse, delta;
       load_statistic(lse, shared.lse(next_q.stage));
       if (kComputeDq) {
@@ -198,7 +198,7 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
         stage_dq(steps[q.stage], flags);
       }
       shared.dout_ready(next_dout.stage).wait_full(next_dout.phase);
-      issue_transposed(dp, v_tile(), shared.dout(next_dout.stage));
+      issue_dp(dp, shared.dout(next_dout.stage));
       if (kComputeDq) send_dq(steps[q.stage]);
       if (kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
       if (!kLateDk) shared.q_ready(q.stage).release(lane);
@@ -247,8 +247,8 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
   // dQ. The address is v_tile() and not shared.v(), with which ptxas spends 15 more instructions a step on descriptors.
   __device__ __forceinline__ void store() const {
     const KvPair<T>& out = p.dkv.of(block.tile.region);
-    Base::store(dk, 0, p.shape.softmax_scale, out.k, v_tile());
-    Base::store(dv, 1, 1.f, out.v, v_tile());
+    Base::store(dk, 0, p.shape.softmax_scale, out.k, Base::v_tile());
+    Base::store(dv, 1, 1.f, out.v, Base::v_tile());
   }
 };
 

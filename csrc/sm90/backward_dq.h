@@ -29,6 +29,7 @@ struct BackwardDqShared : QueryShared<Config> {
 template <typename T, class Config>
 struct BackwardDqProducer {
   using TileQ = typename Config::TileQ;
+  using TileDo = typename Config::TileDo;
 
   const BackwardDqShared<Config>& shared;
   const BackwardDqParams<T>& p;
@@ -51,9 +52,9 @@ struct BackwardDqProducer {
   __device__ __forceinline__ void load_queries(const QueryBlock& work) {
     const Handshake ready = shared.queries_ready();
     ready.wait_empty(query_state.phase);
-    ready.expect(2 * TileQ::kBytes);
+    ready.expect(TileQ::kBytes + TileDo::kBytes);
     load_tile<TileQ>(shared.q(), maps.q, ready.full(), work.head, work.q_tile.row);
-    load_tile<TileQ>(shared.dout(), maps.dout, ready.full(), work.head, work.q_tile.row);
+    load_tile<TileDo>(shared.dout(), maps.dout, ready.full(), work.head, work.q_tile.row);
     query_state.advance();
   }
 
@@ -79,7 +80,9 @@ struct BackwardDqProducer {
 template <typename T, class Config>
 struct BackwardDqConsumer {
   using TileQ = typename Config::TileQ;
-  using TileKv = typename Config::TileKv;
+  using TileDo = typename Config::TileDo;
+  using TileK = typename Config::TileK;
+  using TileV = typename Config::TileV;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockN = Config::kBlockN;
 
   const BackwardDqShared<Config>& shared;
@@ -99,13 +102,14 @@ struct BackwardDqConsumer {
   uint32_t ds[kBlockN / 16][4];
 
   // acc = X Y^T of this warpgroup's rows of Q or dO, and K or V.
+  template <class TileX, class TileY>
   __device__ __forceinline__ void issue_product(float (&acc)[1][kBlockN / 8][4], uint32_t q_tile, uint32_t kv_tile) {
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) {
+    for (int step = 0; step < TileX::kCols / 16; ++step) {
       ptx::Wgmma<T, kBlockN>::template ss<0, 0>(acc[0],
-                                                along_columns<TileQ>(q_tile + group * 64 * TileQ::kRowBytes, step),
-                                                along_columns<TileKv>(kv_tile, step), step > 0);
+                                                along_columns<TileX>(q_tile + group * 64 * TileX::kRowBytes, step),
+                                                along_columns<TileY>(kv_tile, step), step > 0);
     }
     ptx::wgmma_commit();
   }
@@ -114,7 +118,7 @@ struct BackwardDqConsumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
-      ptx::Wgmma<T, kHeadDim>::template rs<1>(dq[0], ds[step], along_rows<TileKv>(k, step), true);
+      ptx::Wgmma<T, kHeadDim>::template rs<1>(dq[0], ds[step], along_rows<TileK>(k, step), true);
     }
     ptx::wgmma_commit();
   }
@@ -124,7 +128,7 @@ struct BackwardDqConsumer {
     shared.k_ready(state.stage).wait_full(state.phase);
     const KvStep step = steps[state.stage];
     if (step.tile.valid < kBlockN) {
-      zero_tail<TileKv, kBlockN>(shared.k(state.stage), step.tile.valid, group, thread);
+      zero_tail<TileK, kBlockN>(shared.k(state.stage), step.tile.valid, group, thread);
     }
     return step;
   }
@@ -182,7 +186,7 @@ struct BackwardDqConsumer {
 
   __device__ __forceinline__ void issue_dp(int steps_done) {
     shared.v_ready(v_state.stage).wait_full(v_state.phase);
-    issue_product(dp, varying(shared.dout(), steps_done), shared.v(v_state.stage));
+    issue_product<TileDo, TileV>(dp, varying(shared.dout(), steps_done), shared.v(v_state.stage));
   }
 
   // The last tile of a node may leave a warpgroup without a query. It then releases all tiles unread: the producer
@@ -209,7 +213,7 @@ struct BackwardDqConsumer {
     clear(dq);
     shared.queries_ready().wait_full(query_state.phase);
     KvStep now = wait_k(k_state);
-    issue_product(s, shared.q(), shared.k(k_state.stage));
+    issue_product<TileQ, TileK>(s, shared.q(), shared.k(k_state.stage));
     issue_dp(0);
     finish_step(work, now, q_pos);
     for (int n = 1; !now.last; ++n) {
@@ -217,7 +221,7 @@ struct BackwardDqConsumer {
       next_k.advance();
       now = wait_k(next_k);
       issue_dq(shared.k(k_state.stage));
-      issue_product(s, varying(shared.q(), n), shared.k(next_k.stage));
+      issue_product<TileQ, TileK>(s, varying(shared.q(), n), shared.k(next_k.stage));
       ptx::wgmma_wait<1>();  // dQ: its operands are overwritten below
       shared.k_ready(k_state.stage).release(lane);
       k_state = next_k;

@@ -27,15 +27,15 @@ struct BackwardWideShared : KvShared<Config> {
   }
 };
 
-// A consumer warpgroup. It calls either sum_dv() or sum_dk(), which leaves dV or dK in `sum`.
-template <typename T, class Config>
+// A consumer warpgroup. It calls either sum_dv() or sum_dk(), which leaves dV or dK, of kCols columns, in `sum`.
+template <typename T, class Config, int kCols>
 struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>> {
   using Base = KvWarpgroup<T, Config, BackwardWideShared<Config>>;
-  using Base::k_tile, Base::lane, Base::p, Base::shared, Base::steps, Base::steps_done, Base::thread, Base::v_tile;
-  using Base::issue_accumulate, Base::issue_transposed, Base::load_statistic, Base::mask, Base::kBlockM;
+  using Base::lane, Base::p, Base::shared, Base::steps, Base::steps_done, Base::thread, Base::kBlockM;
+  using Base::issue_accumulate, Base::issue_dp, Base::issue_scores, Base::load_statistic, Base::mask;
   using typename Base::Operand, typename Base::Statistic;
 
-  typename Base::Gradient sum;
+  typename Base::template Gradient<kCols> sum;
   typename Base::Scores x;  // S^T and P^T, or dP^T and dS^T
   Operand operand;
   PipelineState<Config::kStagesQ> q, next_q;
@@ -148,7 +148,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>>
     Statistic lse;
     uint32_t flags;
     if (!begin(flags)) return;
-    issue_transposed(x, k_tile(), shared.q(q.stage));
+    issue_scores(x, shared.q(q.stage));
     load_statistic(lse, shared.lse(q.stage));
     ptx::wgmma_wait<0>();
     ptx::pin(x);
@@ -159,7 +159,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>>
       wait_dout(dout);
       issue_accumulate(sum, operand, shared.dout(dout.stage));
       wait_next_q(flags);
-      issue_transposed(x, k_tile(), shared.q(next_q.stage));
+      issue_scores(x, shared.q(next_q.stage));
       load_statistic(lse, shared.lse(next_q.stage));
       const uint32_t next_flags = steps[next_q.stage].flags;
       ptx::wgmma_wait<1>();
@@ -183,7 +183,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>>
     uint32_t flags;
     if (!begin(flags)) return;
     wait_dout(dout);
-    issue_transposed(x, v_tile(), shared.dout(dout.stage));
+    issue_dp(x, shared.dout(dout.stage));
     load_statistic(delta, shared.delta(dout.stage));
     ptx::wgmma_wait<0>();
     ptx::pin(x);
@@ -194,7 +194,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>>
       issue_accumulate(sum, operand, shared.q(q.stage));
       wait_next_q(flags);
       wait_dout(next_dout);
-      issue_transposed(x, v_tile(), shared.dout(next_dout.stage));
+      issue_dp(x, shared.dout(next_dout.stage));
       load_statistic(delta, shared.delta(next_dout.stage));
       const uint32_t next_flags = steps[next_q.stage].flags;
       ptx::wgmma_wait<1>();
@@ -227,14 +227,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     return;
   }
   ptx::take_registers<Config::Registers::kConsumer>();
-  BackwardWideConsumer<T, Config> consumer{{shared, p, block, steps, 0}};
   const KvPair<T>& out = p.dkv.of(block.tile.region);
   if (threadIdx.x < 2 * kWarpgroup) {
+    BackwardWideConsumer<T, Config, Config::kHeadDimV> consumer{{shared, p, block, steps, 0}};
     consumer.sum_dv();
     consumer.store(consumer.sum, 1, 1.f, out.v, shared.k());
   } else {
+    BackwardWideConsumer<T, Config, Config::kHeadDim> consumer{{shared, p, block, steps, 0}};
     consumer.sum_dk();
-    consumer.store(consumer.sum, 0, p.shape.softmax_scale, out.k, shared.v());
+    // Nobody reads Q any more: the other warpgroup has used it before it sent the last probabilities.
+    consumer.store(consumer.sum, 0, p.shape.softmax_scale, out.k, shared.q(0));
   }
 }
 

@@ -20,17 +20,19 @@ struct RegisterShare<3> {
   static constexpr int kProducer = 32, kConsumer = 160;
 };
 
-template <int kHeadDim_, int kConsumers_, int kBlockN_>
+// kHeadDim is that of Q and K, kHeadDimV that of V, O and dO.
+template <int kHeadDim_, int kHeadDimV_, int kConsumers_, int kBlockN_>
 struct ForwardTiles {
-  static constexpr int kHeadDim = kHeadDim_, kBlockM = 64 * kConsumers_, kBlockN = kBlockN_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = 64 * kConsumers_, kBlockN = kBlockN_;
   static constexpr int kStagesK = 2, kStagesV = 2;
   static constexpr int kConsumers = kConsumers_, kThreads = (kConsumers + 1) * kWarpgroup;
   using Registers = RegisterShare<kConsumers>;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
-  using TileKv = SmemTile<kBlockN, kHeadDim>;
+  using TileK = SmemTile<kBlockN, kHeadDim>;
+  using TileV = SmemTile<kBlockN, kHeadDimV>;
   static constexpr int kOffsetK = TileQ::kBytes;
-  static constexpr int kOffsetV = kOffsetK + kStagesK * TileKv::kBytes;
-  static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileKv::kBytes;
+  static constexpr int kOffsetV = kOffsetK + kStagesK * TileK::kBytes;
+  static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileV::kBytes;
   // The block aligns its tiles to 1024 bytes itself.
   static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
   static_assert(kSharedBytes + 256 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
@@ -38,16 +40,18 @@ struct ForwardTiles {
                 "setmaxnreg would wait for ever");
 };
 
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 struct ForwardConfig;
 template <>
-struct ForwardConfig<64> : ForwardTiles<64, 3, 128> {};
+struct ForwardConfig<64, 64> : ForwardTiles<64, 64, 3, 128> {};
 template <>
-struct ForwardConfig<128> : ForwardTiles<128, 3, 80> {};
+struct ForwardConfig<128, 128> : ForwardTiles<128, 128, 3, 80> {};
 template <>
-struct ForwardConfig<192> : ForwardTiles<192, 2, 96> {};
+struct ForwardConfig<192, 128> : ForwardTiles<192, 128, 2, 128> {};
 template <>
-struct ForwardConfig<256> : ForwardTiles<256, 2, 80> {};
+struct ForwardConfig<192, 192> : ForwardTiles<192, 192, 2, 96> {};
+template <>
+struct ForwardConfig<256, 256> : ForwardTiles<256, 256, 2, 80> {};
 
 // The backward kernels of two consumer warpgroups need every register.
 struct BackwardRegisters {
@@ -59,7 +63,7 @@ static_assert((BackwardRegisters::kProducer + 2 * BackwardRegisters::kConsumer) 
 // Backward with a stationary KV tile of 128 rows, 64 a consumer warpgroup.
 template <int kHeadDim_, int kBlockM_>
 struct BackwardTiles {
-  static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = 128;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim, kBlockM = kBlockM_, kBlockN = 128;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr bool kSumsDq = true;
   // Q serves S of the next step and dK of this one while the one after is loaded.
@@ -69,7 +73,9 @@ struct BackwardTiles {
   static constexpr bool kLateDk = kBlockM == 64;
   using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
-  using TileKv = SmemTile<kBlockN, kHeadDim>;
+  using TileDo = TileQ;
+  using TileK = SmemTile<kBlockN, kHeadDim>;
+  using TileV = TileK;
   using TileDs = SmemTile<kBlockN, kBlockM>;  // transposed: rows are keys
   // dQ of a query tile: a warpgroup computes 64 rows of it, or all rows and half of the columns.
   static constexpr bool kSplitRows = kBlockM == 128;
@@ -78,10 +84,10 @@ struct BackwardTiles {
   static_assert(kBlockM == 64 || kBlockM == 128, "two warpgroups share a dQ tile");
   static_assert(kDqCols % 64 == 0, "a warpgroup's columns of dQ are whole panels of K");
 
-  static constexpr int kOffsetV = TileKv::kBytes;
-  static constexpr int kOffsetQ = kOffsetV + TileKv::kBytes;
+  static constexpr int kOffsetV = TileK::kBytes;
+  static constexpr int kOffsetQ = kOffsetV + TileV::kBytes;
   static constexpr int kOffsetDo = kOffsetQ + kStagesQ * TileQ::kBytes;
-  static constexpr int kOffsetDs = kOffsetDo + kStagesDo * TileQ::kBytes;
+  static constexpr int kOffsetDs = kOffsetDo + kStagesDo * TileDo::kBytes;
   static constexpr int kOffsetDq = kOffsetDs + kStagesDs * TileDs::kBytes;
   static constexpr int kOffsetLse = kOffsetDq + kConsumers * kDqBytes;
   static constexpr int kOffsetDelta = kOffsetLse + kStagesQ * kBlockM * 4;
@@ -91,20 +97,23 @@ struct BackwardTiles {
 };
 
 // dK and dV of wide heads: a KV tile of 64 rows, one warpgroup for each of the two sums.
-template <int kHeadDim_, int kStages_>
+template <int kHeadDim_, int kHeadDimV_, int kStages_>
 struct BackwardWideTiles {
-  static constexpr int kHeadDim = kHeadDim_, kBlockM = 64, kBlockN = 64;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = 64, kBlockN = 64;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr bool kSumsDq = false;
   static constexpr int kStagesQ = kStages_, kStagesDo = kStages_;
   using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
-  using TileKv = SmemTile<kBlockN, kHeadDim>;
+  using TileDo = SmemTile<kBlockM, kHeadDimV>;
+  using TileK = SmemTile<kBlockN, kHeadDim>;
+  using TileV = SmemTile<kBlockN, kHeadDimV>;
+  static_assert(kHeadDim >= kHeadDimV, "parts of dV lie in slots as wide as those of dK");
   static constexpr int kBytesP = kBlockM * kBlockN * 2;  // of two buffers
-  static constexpr int kOffsetV = TileKv::kBytes;
-  static constexpr int kOffsetQ = kOffsetV + TileKv::kBytes;
+  static constexpr int kOffsetV = TileK::kBytes;
+  static constexpr int kOffsetQ = kOffsetV + TileV::kBytes;
   static constexpr int kOffsetDo = kOffsetQ + kStagesQ * TileQ::kBytes;
-  static constexpr int kOffsetP = kOffsetDo + kStagesDo * TileQ::kBytes;
+  static constexpr int kOffsetP = kOffsetDo + kStagesDo * TileDo::kBytes;
   static constexpr int kOffsetLse = kOffsetP + 2 * kBytesP;
   static constexpr int kOffsetDelta = kOffsetLse + kStagesQ * kBlockM * 4;
   static constexpr int kOffsetBarriers = kOffsetDelta + kStagesDo * kBlockM * 4;
@@ -114,42 +123,48 @@ struct BackwardWideTiles {
 
 // dQ by itself: a block owns 128 queries of one head and streams K and V. A tile of K is held longer than one of V: it
 // serves S of its step and dQ, which is issued together with S of the next.
-template <int kHeadDim_, int kBlockN_, int kStagesK_, int kStagesV_>
+template <int kHeadDim_, int kHeadDimV_, int kBlockN_, int kStagesK_, int kStagesV_>
 struct BackwardDqTiles {
-  static constexpr int kHeadDim = kHeadDim_, kBlockM = 128, kBlockN = kBlockN_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = 128, kBlockN = kBlockN_;
   static constexpr int kStagesK = kStagesK_, kStagesV = kStagesV_;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
   using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
-  using TileKv = SmemTile<kBlockN, kHeadDim>;
+  using TileDo = SmemTile<kBlockM, kHeadDimV>;
+  using TileK = SmemTile<kBlockN, kHeadDim>;
+  using TileV = SmemTile<kBlockN, kHeadDimV>;
   static constexpr int kOffsetDo = TileQ::kBytes;
-  static constexpr int kOffsetK = kOffsetDo + TileQ::kBytes;
-  static constexpr int kOffsetV = kOffsetK + kStagesK * TileKv::kBytes;
-  static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileKv::kBytes;
+  static constexpr int kOffsetK = kOffsetDo + TileDo::kBytes;
+  static constexpr int kOffsetV = kOffsetK + kStagesK * TileK::kBytes;
+  static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileV::kBytes;
   static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
   static_assert(kSharedBytes + 256 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
 };
 
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 struct BackwardDqConfig;
 template <>
-struct BackwardDqConfig<64> : BackwardDqTiles<64, 128, 3, 2> {};
+struct BackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 128, 3, 2> {};
 template <>
-struct BackwardDqConfig<128> : BackwardDqTiles<128, 128, 3, 2> {};
+struct BackwardDqConfig<128, 128> : BackwardDqTiles<128, 128, 128, 3, 2> {};
 template <>
-struct BackwardDqConfig<192> : BackwardDqTiles<192, 80, 2, 2> {};
+struct BackwardDqConfig<192, 128> : BackwardDqTiles<192, 128, 96, 3, 1> {};
 template <>
-struct BackwardDqConfig<256> : BackwardDqTiles<256, 64, 2, 1> {};
+struct BackwardDqConfig<192, 192> : BackwardDqTiles<192, 192, 80, 2, 2> {};
+template <>
+struct BackwardDqConfig<256, 256> : BackwardDqTiles<256, 256, 64, 2, 1> {};
 
-template <int kHeadDim>
+template <int kHeadDim, int kHeadDimV>
 struct BackwardConfig;
 template <>
-struct BackwardConfig<64> : BackwardTiles<64, 128> {};
+struct BackwardConfig<64, 64> : BackwardTiles<64, 128> {};
 template <>
-struct BackwardConfig<128> : BackwardTiles<128, 64> {};
+struct BackwardConfig<128, 128> : BackwardTiles<128, 64> {};
 template <>
-struct BackwardConfig<192> : BackwardWideTiles<192, 3> {};
+struct BackwardConfig<192, 128> : BackwardWideTiles<192, 128, 3> {};
 template <>
-struct BackwardConfig<256> : BackwardWideTiles<256, 2> {};
+struct BackwardConfig<192, 192> : BackwardWideTiles<192, 192, 3> {};
+template <>
+struct BackwardConfig<256, 256> : BackwardWideTiles<256, 256, 2> {};
 
 }  // namespace dualkv::sm90

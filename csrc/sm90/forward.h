@@ -87,9 +87,10 @@ struct ForwardProducer {
 template <typename T, class Config>
 struct ForwardConsumer {
   using TileQ = typename Config::TileQ;
-  using TileKv = typename Config::TileKv;
-  static constexpr int kHeadDim = Config::kHeadDim, kBlockN = Config::kBlockN;
-  static constexpr int kSteps = kHeadDim / 16;
+  using TileK = typename Config::TileK;
+  using TileV = typename Config::TileV;
+  static constexpr int kHeadDimV = Config::kHeadDimV, kBlockN = Config::kBlockN;
+  static constexpr int kSteps = Config::kHeadDim / 16;
   using Softmax = OnlineSoftmax<1, 8>;
 
   const QueryShared<Config>& shared;
@@ -104,7 +105,7 @@ struct ForwardConsumer {
   PipelineState<Config::kStagesV> v_state;
   PipelineState<1> q_state;
   float s[1][kBlockN / 8][4];
-  float o[1][kHeadDim / 8][4];
+  float o[1][kHeadDimV / 8][4];
   uint32_t probabilities[kBlockN / 16][4];
 
   // What row `row` of this warpgroup's 64 holds: a query, counted from the first of the tile, and a head of the pack.
@@ -116,7 +117,7 @@ struct ForwardConsumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      ptx::Wgmma<T, kBlockN>::template ss<0, 0>(s[0], along_columns<TileQ>(q, step), along_columns<TileKv>(k, step),
+      ptx::Wgmma<T, kBlockN>::template ss<0, 0>(s[0], along_columns<TileQ>(q, step), along_columns<TileK>(k, step),
                                                 step > 0);
     }
     ptx::wgmma_commit();
@@ -127,7 +128,7 @@ struct ForwardConsumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
-      ptx::Wgmma<T, kHeadDim>::template rs<1>(o[0], probabilities[step], along_rows<TileKv>(v, step),
+      ptx::Wgmma<T, kHeadDimV>::template rs<1>(o[0], probabilities[step], along_rows<TileV>(v, step),
                                               accumulate || step > 0);
     }
     ptx::wgmma_commit();
@@ -144,7 +145,7 @@ struct ForwardConsumer {
   // Waits for V of a tile of `valid` keys, and zeroes its foreign rows.
   __device__ __forceinline__ void wait_v(int valid) const {
     shared.v_ready(v_state.stage).wait_full(v_state.phase);
-    if (valid < kBlockN) zero_tail<TileKv, kBlockN>(shared.v(v_state.stage), valid, group, thread);
+    if (valid < kBlockN) zero_tail<TileV, kBlockN>(shared.v(v_state.stage), valid, group, thread);
   }
   __device__ __forceinline__ void release_v() {
     shared.v_ready(v_state.stage).release(lane);
@@ -264,8 +265,8 @@ struct ForwardConsumer {
       if (lane % 4 == 0) p.lse[static_cast<int64_t>(head) * p.shape.q_rows + work.q_tile.row + query] = lse;
       T* out = p.out.at(work.q_tile.row + query, head) + lane % 4 * 2;
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) {
-        if (j * 8 < p.shape.head_dim) {
+      for (int j = 0; j < kHeadDimV / 8; ++j) {
+        if (j * 8 < p.shape.head_dim_v) {
           *reinterpret_cast<uint32_t*>(out + j * 8) =
               pack2<T>(o[0][j][2 * half] * inverse_sum, o[0][j][2 * half + 1] * inverse_sum);
         }

@@ -24,7 +24,9 @@ struct KvShared {
   __device__ __forceinline__ uint32_t k() const { return base; }
   __device__ __forceinline__ uint32_t v() const { return base + Config::kOffsetV; }
   __device__ __forceinline__ uint32_t q(int stage) const { return base + Config::kOffsetQ + stage * TileQ::kBytes; }
-  __device__ __forceinline__ uint32_t dout(int stage) const { return base + Config::kOffsetDo + stage * TileQ::kBytes; }
+  __device__ __forceinline__ uint32_t dout(int stage) const {
+    return base + Config::kOffsetDo + stage * Config::TileDo::kBytes;
+  }
   __device__ __forceinline__ uint32_t lse(int stage) const {
     return base + Config::kOffsetLse + stage * Config::kBlockM * 4;
   }
@@ -66,7 +68,9 @@ struct FlaggedStep : BackwardStep {
 template <typename T, class Config>
 struct BackwardProducer {
   using TileQ = typename Config::TileQ;
-  using TileKv = typename Config::TileKv;
+  using TileDo = typename Config::TileDo;
+  using TileK = typename Config::TileK;
+  using TileV = typename Config::TileV;
   static constexpr int kBlockM = Config::kBlockM;
 
   const KvShared<Config>& shared;
@@ -116,8 +120,8 @@ struct BackwardProducer {
     const Handshake ready = shared.dout_ready(dout_state.stage);
     ready.wait_empty(dout_state.phase);
     const int row = step.m_block * kBlockM;
-    ready.expect(TileQ::kBytes + kBlockM * 4);
-    load_tile<TileQ>(shared.dout(dout_state.stage), maps.dout, ready.full(), step.head, row);
+    ready.expect(TileDo::kBytes + kBlockM * 4);
+    load_tile<TileDo>(shared.dout(dout_state.stage), maps.dout, ready.full(), step.head, row);
     ptx::bulk_load(shared.delta(dout_state.stage), p.statistics.delta + p.statistics.index(step.head, row),
                    kBlockM * 4, ready.full());
     dout_state.advance();
@@ -125,9 +129,9 @@ struct BackwardProducer {
 
   __device__ __forceinline__ void load_kv() {
     const KvMaps& kv = maps.kv.of(block.tile.region);
-    shared.kv_ready().expect(2 * TileKv::kBytes);
-    load_tile<TileKv>(shared.k(), kv.k, shared.kv_ready().full(), block.kv_head, block.tile.row);
-    load_tile<TileKv>(shared.v(), kv.v, shared.kv_ready().full(), block.kv_head, block.tile.row);
+    shared.kv_ready().expect(TileK::kBytes + TileV::kBytes);
+    load_tile<TileK>(shared.k(), kv.k, shared.kv_ready().full(), block.kv_head, block.tile.row);
+    load_tile<TileV>(shared.v(), kv.v, shared.kv_ready().full(), block.kv_head, block.tile.row);
   }
 
   __device__ __forceinline__ void run() {
@@ -157,12 +161,16 @@ __device__ __forceinline__ bool start_block(const Shared& shared, KvBlock& block
 template <typename T, class Config, class Shared>
 struct KvWarpgroup {
   using TileQ = typename Config::TileQ;
-  using TileKv = typename Config::TileKv;
-  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
+  using TileDo = typename Config::TileDo;
+  using TileK = typename Config::TileK;
+  using TileV = typename Config::TileV;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+  static constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
   static constexpr int kConsumerThreads = Config::kConsumers * kWarpgroup;
   using Scores = float[kBlockM / 8][4];
   using Operand = uint32_t[kBlockM / 16][4];  // scores as the A operand of a product
-  using Gradient = float[kHeadDim / 8][4];
+  template <int kCols>
+  using Gradient = float[kCols / 8][4];
 
   const Shared& shared;
   const BackwardParams<T>& p;
@@ -178,23 +186,30 @@ struct KvWarpgroup {
   __device__ __forceinline__ uint32_t v_tile() const { return varying(shared.v(), steps_done); }
 
   // acc = X Y^T of this warpgroup's keys of K or V, and Q or dO.
+  template <class TileX, class TileY>
   __device__ __forceinline__ void issue_transposed(Scores& acc, uint32_t kv_tile, uint32_t q_tile) const {
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) {
-      ptx::Wgmma<T, kBlockM>::template ss<0, 0>(
-          acc, along_columns<TileKv>(kv_tile + first_key * TileKv::kRowBytes, step),
-          along_columns<TileQ>(q_tile, step), step > 0);
+    for (int step = 0; step < TileX::kCols / 16; ++step) {
+      ptx::Wgmma<T, kBlockM>::template ss<0, 0>(acc, along_columns<TileX>(kv_tile + first_key * TileX::kRowBytes, step),
+                                                along_columns<TileY>(q_tile, step), step > 0);
     }
     ptx::wgmma_commit();
   }
+  __device__ __forceinline__ void issue_scores(Scores& s, uint32_t q_tile) const {
+    issue_transposed<TileK, TileQ>(s, k_tile(), q_tile);
+  }
+  __device__ __forceinline__ void issue_dp(Scores& dp, uint32_t dout_tile) const {
+    issue_transposed<TileV, TileDo>(dp, v_tile(), dout_tile);
+  }
 
   // acc += A Y: A is P^T or dS^T, Y is dO or Q.
-  __device__ __forceinline__ void issue_accumulate(Gradient& acc, const Operand& a, uint32_t q_tile) const {
+  template <int kN8>
+  __device__ __forceinline__ void issue_accumulate(float (&acc)[kN8][4], const Operand& a, uint32_t q_tile) const {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kBlockM / 16; ++step) {
-      ptx::Wgmma<T, kHeadDim>::template rs<1>(acc, a[step], along_rows<TileQ>(q_tile, step), true);
+      ptx::Wgmma<T, kN8 * 8>::template rs<1>(acc, a[step], along_rows<SmemTile<kBlockM, kN8 * 8>>(q_tile, step), true);
     }
     ptx::wgmma_commit();
   }
@@ -256,36 +271,39 @@ struct KvWarpgroup {
                                                     int dout_phase) const {
     shared.dout_ready(dout_stage).wait_full(dout_phase);
     zero_rows<TileQ, kBlockM>(shared.q(q_stage), step.first_row(kBlockM), step.end_row(kBlockM));
-    zero_rows<TileQ, kBlockM>(shared.dout(dout_stage), step.first_row(kBlockM), step.end_row(kBlockM));
+    zero_rows<TileDo, kBlockM>(shared.dout(dout_stage), step.first_row(kBlockM), step.end_row(kBlockM));
     ptx::fence_async_proxy();
     ptx::named_barrier_sync(kBarrierZeroed, kConsumerThreads);
   }
 
   // Stores dK (`index` 0, scaled) or dV (`index` 1) of this warpgroup's keys or, of a split tile, this block's part of
-  // it. It goes through `staging`, a tile of K or V of which nobody reads the rows of these keys any more, and leaves
-  // it in whole rows: straight from registers a store writes half sectors, which takes 5 us a block instead of 2.5.
-  __device__ __forceinline__ void store(const Gradient& acc, int index, float scale, const TensorView<T>& view,
+  // it. It goes through `staging`, a tile of which nobody reads the rows of these keys any more, and leaves it in
+  // whole rows: straight from registers a store writes half sectors, which takes 5 us a block instead of 2.5.
+  template <int kN8>
+  __device__ __forceinline__ void store(const float (&acc)[kN8][4], int index, float scale, const TensorView<T>& view,
                                         uint32_t staging) const {
+    using Tile = SmemTile<kBlockN, kN8 * 8>;
     if (block.slot >= 0) return store_part(acc, index);
     // Read anew: else the compiler computes what depends on it before the loop and keeps it in registers all the time.
     const int index_in_block = ptx::thread_index(), thread = index_in_block % kWarpgroup;
     const int barrier = kBarrierStored + index_in_block / kWarpgroup - 1;
-    store_accumulator<TileKv, T>(staging, first_key + thread / 32 * 16, 0,
-                                 reinterpret_cast<const float(&)[1][kHeadDim / 8][4]>(acc), scale, thread % 32);
+    store_accumulator<Tile, T>(staging, first_key + thread / 32 * 16, 0,
+                               reinterpret_cast<const float(&)[1][kN8][4]>(acc), scale, thread % 32);
     ptx::named_barrier_sync(barrier, kWarpgroup);
-    store_rows<TileKv, 64, kWarpgroup>(view.at(block.tile.row + first_key, block.kv_head), view.row_stride,
-                                       staging + first_key * TileKv::kRowBytes, block.tile.valid - first_key,
-                                       p.shape.head_dim, thread);
+    store_rows<Tile, 64, kWarpgroup>(view.at(block.tile.row + first_key, block.kv_head), view.row_stride,
+                                     staging + first_key * Tile::kRowBytes, block.tile.valid - first_key,
+                                     index == 0 ? p.shape.head_dim : p.shape.head_dim_v, thread);
     ptx::named_barrier_sync(barrier, kWarpgroup);
   }
 
   // Straight from registers: a thread holds two neighbouring columns of two rows.
-  __device__ __forceinline__ void store_part(const Gradient& acc, int index) const {
+  template <int kN8>
+  __device__ __forceinline__ void store_part(const float (&acc)[kN8][4], int index) const {
     float* slot = p.dkv_slots + (int64_t{block.slot} * 2 + index) * (Config::kBlockN * kHeadDim);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) {
+      for (int j = 0; j < kN8; ++j) {
         *reinterpret_cast<float2*>(slot + (row0 + half * 8) * kHeadDim + col0 + j * 8) =
             make_float2(acc[j][2 * half], acc[j][2 * half + 1]);
       }

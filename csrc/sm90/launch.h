@@ -16,7 +16,7 @@ namespace dualkv::sm90 {
 template <typename T>
 KvMaps kv_maps(const KvPair<const T>& kv, int rows, const ProblemShape& shape, int block_n) {
   return {make_tensor_map(kv.k, rows, shape.num_kv_heads, shape.head_dim, block_n),
-          make_tensor_map(kv.v, rows, shape.num_kv_heads, shape.head_dim, block_n)};
+          make_tensor_map(kv.v, rows, shape.num_kv_heads, shape.head_dim_v, block_n)};
 }
 
 template <typename T>
@@ -45,14 +45,15 @@ void launch_forward(const ForwardParams<T>& p, cudaStream_t stream) {
 }
 
 template <typename T>
-CUtensorMap query_map(const TensorView<const T>& view, const ProblemShape& shape, int block_m) {
-  return make_tensor_map(view, shape.q_rows, shape.num_heads, shape.head_dim, block_m);
+CUtensorMap query_map(const TensorView<const T>& view, const ProblemShape& shape, int head_dim, int block_m) {
+  return make_tensor_map(view, shape.q_rows, shape.num_heads, head_dim, block_m);
 }
 
 template <typename T, class Config>
 void launch_backward(void (*kernel)(BackwardParams<T>, BackwardMaps), const BackwardParams<T>& p,
                      cudaStream_t stream) {
-  const BackwardMaps maps{query_map(p.q, p.shape, Config::kBlockM), query_map(p.dout, p.shape, Config::kBlockM),
+  const BackwardMaps maps{query_map(p.q, p.shape, p.shape.head_dim, Config::kBlockM),
+                          query_map(p.dout, p.shape, p.shape.head_dim_v, Config::kBlockM),
                           region_maps(p.kv, p.nodes.extents, p.shape, Config::kBlockN)};
   launch(kernel, int64_t{p.work.capacity} * p.shape.num_kv_heads, Config::kThreads, Config::kSharedBytes, stream, p,
          maps);
@@ -60,7 +61,8 @@ void launch_backward(void (*kernel)(BackwardParams<T>, BackwardMaps), const Back
 
 template <typename T, class Config>
 void launch_backward_dq(const BackwardDqParams<T>& p, cudaStream_t stream) {
-  const BackwardDqMaps maps{query_map(p.q, p.shape, Config::kBlockM), query_map(p.dout, p.shape, Config::kBlockM),
+  const BackwardDqMaps maps{query_map(p.q, p.shape, p.shape.head_dim, Config::kBlockM),
+                            query_map(p.dout, p.shape, p.shape.head_dim_v, Config::kBlockM),
                             region_maps(p.kv, p.nodes.extents, p.shape, Config::kBlockN)};
   const int64_t items = int64_t{p.work.capacity} * p.shape.num_heads;
   launch(dualkv_sm90_backward_dq<T, Config>, items < p.shape.num_sms ? items : p.shape.num_sms, Config::kThreads,
@@ -76,17 +78,17 @@ void launch_convert(const ConvertParams<T>& p, cudaStream_t stream) {
          stream, p, dkv_blocks);
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, int kHeadDimV = kHeadDim>
 bool register_forward() {
-  using Config = ForwardConfig<kHeadDim>;
+  using Config = ForwardConfig<kHeadDim, kHeadDimV>;
   const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true};
-  add_kernel<ForwardKernel<T>>(Arch::sm90, kHeadDim, {tiles, launch_forward<T, Config>});
+  add_kernel<ForwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, {tiles, launch_forward<T, Config>});
   return true;
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, int kHeadDimV = kHeadDim>
 bool register_backward() {
-  using Config = BackwardConfig<kHeadDim>;
+  using Config = BackwardConfig<kHeadDim, kHeadDimV>;
   BackwardKernel<T> kernel{{Config::kBlockM, Config::kBlockN, Config::kSharedBytes}, nullptr, launch_convert<T, Config>,
                            Config::kSumsDq};
   if constexpr (Config::kSumsDq) {
@@ -99,23 +101,24 @@ bool register_backward() {
       launch_backward<T, Config>(dualkv_sm90_backward_wide<T, Config>, p, stream);
     };
   }
-  add_kernel<BackwardKernel<T>>(Arch::sm90, kHeadDim, kernel);
+  add_kernel<BackwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, kernel);
   return true;
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, int kHeadDimV = kHeadDim>
 bool register_backward_dq() {
-  using Config = BackwardDqConfig<kHeadDim>;
+  using Config = BackwardDqConfig<kHeadDim, kHeadDimV>;
   const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes};
-  add_kernel<BackwardDqKernel<T>>(Arch::sm90, kHeadDim, {tiles, launch_backward_dq<T, Config>});
+  add_kernel<BackwardDqKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, {tiles, launch_backward_dq<T, Config>});
   return true;
 }
 
 }  // namespace dualkv::sm90
 
-#define DUALKV_SM90_FORWARD(head_dim, type) \
-  [[maybe_unused]] static const bool registered = dualkv::sm90::register_forward<type, head_dim>()
-#define DUALKV_SM90_BACKWARD(head_dim, type) \
-  [[maybe_unused]] static const bool registered = dualkv::sm90::register_backward<type, head_dim>()
-#define DUALKV_SM90_BACKWARD_DQ(head_dim, type) \
-  [[maybe_unused]] static const bool registered = dualkv::sm90::register_backward_dq<type, head_dim>()
+// (element type, head dim), or (element type, head dim of q and k, head dim of v)
+#define DUALKV_SM90_FORWARD(...) \
+  [[maybe_unused]] static const bool registered = dualkv::sm90::register_forward<__VA_ARGS__>()
+#define DUALKV_SM90_BACKWARD(...) \
+  [[maybe_unused]] static const bool registered = dualkv::sm90::register_backward<__VA_ARGS__>()
+#define DUALKV_SM90_BACKWARD_DQ(...) \
+  [[maybe_unused]] static const bool registered = dualkv::sm90::register_backward_dq<__VA_ARGS__>()

@@ -12,15 +12,14 @@ namespace dualkv::sm90 {
 // Addresses in shared memory: the queries first, then rings of K and V.
 template <class Config>
 struct QueryShared {
-  using TileKv = typename Config::TileKv;
   uint32_t base;
 
   __device__ __forceinline__ uint32_t q() const { return base; }
   __device__ __forceinline__ uint32_t k(int stage) const {
-    return base + Config::kOffsetK + stage * TileKv::kBytes;
+    return base + Config::kOffsetK + stage * Config::TileK::kBytes;
   }
   __device__ __forceinline__ uint32_t v(int stage) const {
-    return base + Config::kOffsetV + stage * TileKv::kBytes;
+    return base + Config::kOffsetV + stage * Config::TileV::kBytes;
   }
   __device__ __forceinline__ Handshake handshake(int index) const {
     return {base + Config::kOffsetBarriers + index * 16};
@@ -67,13 +66,13 @@ __device__ __forceinline__ KvStep load_k_step(const Shared& shared, KvStep (&ste
                                               const PathWalk& path, const NodeTable& nodes, int group, Visibility sees,
                                               const RegionMaps& maps, PipelineState<Config::kStagesK>& state,
                                               int kv_head) {
-  using TileKv = typename Config::TileKv;
+  using TileK = typename Config::TileK;
   const KvStep step = path.step(nodes, Config::kBlockN, group, sees);
   const Handshake ready = shared.k_ready(state.stage);
   ready.wait_empty(state.phase);
-  load_tile<TileKv>(shared.k(state.stage), maps.of(step.tile.region).k, ready.full(), kv_head, step.tile.row);
+  load_tile<TileK>(shared.k(state.stage), maps.of(step.tile.region).k, ready.full(), kv_head, step.tile.row);
   steps[state.stage] = step;
-  ready.expect(TileKv::kBytes);
+  ready.expect(TileK::kBytes);
   state.advance();
   return step;
 }
@@ -82,11 +81,11 @@ __device__ __forceinline__ KvStep load_k_step(const Shared& shared, KvStep (&ste
 template <class Config, class Shared>
 __device__ __forceinline__ void load_v_tile(const Shared& shared, const RegionMaps& maps, const KvTile& tile,
                                             PipelineState<Config::kStagesV>& state, int kv_head) {
-  using TileKv = typename Config::TileKv;
+  using TileV = typename Config::TileV;
   const Handshake ready = shared.v_ready(state.stage);
   ready.wait_empty(state.phase);
-  ready.expect(TileKv::kBytes);
-  load_tile<TileKv>(shared.v(state.stage), maps.of(tile.region).v, ready.full(), kv_head, tile.row);
+  ready.expect(TileV::kBytes);
+  load_tile<TileV>(shared.v(state.stage), maps.of(tile.region).v, ready.full(), kv_head, tile.row);
   state.advance();
 }
 

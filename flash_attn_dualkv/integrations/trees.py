@@ -87,7 +87,7 @@ class Forest:
         )
         if not rows:
             return out
-        return torch.zeros_like(q).index_copy(0, rows[0], out)
+        return out.new_zeros((len(q), *out.shape[1:])).index_copy(0, rows[0], out)
 
     def _on(self, device: torch.device) -> list[Tensor]:
         """cu_seqlens and parents, and the rows in their order if it is another one."""

@@ -146,13 +146,11 @@ def _attend(
     widest, value_dim = max(q.shape[-1], v.shape[-1]), v.shape[-1]
     if widest > MAX_HEAD_DIM:
         raise SharedPromptUnsupportedError(explain("head_dim", f"at most {MAX_HEAD_DIM} with a shared prompt", widest))
-    # Zeros beyond the head dimension change no score; those of v are columns of the output that are cut off.
-    head_dim = -(-widest // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
     attend: Callable[..., Tensor] = ulysses_attention if isinstance(layout, UlyssesLayout) else shared_prompt_attention
     out = attend(
-        _widen(q, head_dim),
-        _widen(k, head_dim),
-        _widen(v, head_dim),
+        _widen(q),
+        _widen(k),
+        _widen(v),
         layout,
         softmax_scale=scaling,
         sliding_window=window,
@@ -163,8 +161,9 @@ def _attend(
     return out[None, :, :, :value_dim], None
 
 
-def _widen(tensor: Tensor, head_dim: int) -> Tensor:
-    missing = head_dim - tensor.shape[-1]
+def _widen(tensor: Tensor) -> Tensor:
+    """Zeros beyond the head dimension change no score; those of v are columns of the output that are cut off."""
+    missing = -tensor.shape[-1] % HEAD_DIM_MULTIPLE
     return functional.pad(tensor, (0, missing)) if missing else tensor
 
 

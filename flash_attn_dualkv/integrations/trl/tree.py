@@ -83,8 +83,7 @@ def _tree_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_offered(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernels have the head dimension and the type."""
-    head_dim = query.shape[-1]
-    if head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_MULTIPLE or not head_dim == key.shape[-1] == value.shape[-1]:
+    if any(dim > MAX_HEAD_DIM or dim % HEAD_DIM_MULTIPLE for dim in (query.shape[-1], value.shape[-1])):
         return False
     return not value.is_cuda or autocast((value,))[0].dtype in CUDA_DTYPES
 
