@@ -136,8 +136,9 @@ def flash_attn_dualkv_varlen_func(
         q: (total_q, H, d), float16 or bfloat16 (on the CPU also float32 or float64); d a multiple of 8, at most 256.
         k_context, v_context: (total_context, H_k, d) and (total_context, H_k, d_v); H is a multiple of H_k; d_v a
             multiple of 8, at most 256.
-        k_decoded, v_decoded: (total_decoded, H_k, d or d_v), of one packed tensor the rows behind the context. That offsets
-            end before these rows do is no error, so it is not noticed if other rows are given.
+        k_decoded, v_decoded: (total_decoded, H_k, d) and (total_decoded, H_k, d_v), of one packed tensor the rows
+            behind the context. That offsets end before these rows do is no error, so it is not noticed if other rows
+            are given.
         cu_seqlens_q: (N+1,) int32, sequence i has the rows [i] .. [i+1] - 1 of q.
         cu_seqlens_k_decoded: (N+1,) int32, the same for k_decoded and v_decoded.
         max_seqlen_q, max_seqlen_k_decoded: the longest lengths, >= 0. Results do not depend on them.

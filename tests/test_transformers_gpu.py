@@ -23,7 +23,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": dict(),
     "olmo2": dict(),
     "qwen3_moe": dict(head_dim=64, num_experts=4, num_experts_per_tok=4),
-    "gpt_oss": dict(head_dim=64, num_local_experts=4, num_experts_per_tok=4, sliding_window=1024),
+    "gpt_oss": dict(head_dim=64, num_local_experts=4, num_experts_per_tok=4, sliding_window=128),
+    "mistral": dict(head_dim=64, sliding_window=100),
+    "gemma2": dict(head_dim=128, sliding_window=100, query_pre_attn_scalar=128),
+    "gemma3_text": dict(head_dim=128, sliding_window=64),
+    "cohere2": dict(head_dim=64, sliding_window=100),
     "deepseek_v3": dict(
         num_key_value_heads=8, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, first_k_dense_replace=2
     ),
