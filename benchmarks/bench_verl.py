@@ -42,18 +42,27 @@ PAPER = Batch(prompts=1, responses=32, prompt_tokens=8192, response_tokens=2048,
 
 
 class Setting(NamedTuple):
-    """Of verl: the plug-in or not, micro-batches of so many sequences or tokens, ranks of Ulysses, precision."""
+    """Of verl: the plug-in or not, micro-batches of so many sequences or tokens, ranks of Ulysses, precision, head."""
 
     shares: bool
     micro: int | None = None
     tokens: int | None = None
     sp: int = 1
     fp32: bool = False  # padded, on PyTorch's attention: what bf16 is compared with
+    head: str | None = None  # fused: torch or triton
 
     @property
     def title(self) -> str:
         how = f"micro {self.micro}" if self.micro else f"tokens {self.tokens}"
-        return f"{WHO[self.shares]}/{how}{' in fp32' if self.fp32 else ''}/SP {self.sp}"
+        how += " in fp32" if self.fp32 else ""
+        how += f", {self.head} head" if self.head else ""
+        return f"{WHO[self.shares]}/{how}/SP {self.sp}"
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        model = "actor_rollout_ref.model"
+        head = (f"{model}.use_fused_kernels=True", f"{model}.fused_kernel_options.impl_backend={self.head}")
+        return (*DAPO, *(FP32 if self.fp32 else ()), *(head if self.head else ()))
 
 
 WHO = ("verl", "plug-in")
@@ -84,6 +93,11 @@ PRESETS: dict[str, tuple[str, Batch, list[Setting]]] = {
     ),
     "ulysses": ("Qwen3-1.7B", PAPER, [OWN(None, 20480, 2), PLUGIN(None, 20480, 2)]),
     "memory": ("Qwen3-1.7B", PAPER, [OWN(32), PLUGIN(32)]),
+    "fused": (
+        "Qwen3-0.6B",
+        Batch(prompts=1, responses=16, prompt_tokens=2048, response_tokens=512, shortest=0.5),
+        [OWN(4), OWN(4, head="triton"), PLUGIN(4, head="triton"), PLUGIN(16, head="triton")],
+    ),
     "steps": (
         "Qwen3-0.6B",
         Batch(prompts=1, responses=16, prompt_tokens=2048, response_tokens=512, shortest=0.5),
@@ -106,14 +120,13 @@ NOT_COMPILED = (f"{ACTOR}.fsdp_config.use_torch_compile=False",)
 DAPO = (f"{ACTOR}.clip_ratio_high=0.28", f"{ACTOR}.loss_agg_mode=token-mean")
 
 
-def cases_of(preset: str, gpus: int, is_cpu: bool) -> list[Case]:
+def cases_of(preset: str, gpus: int, is_cpu: bool, updates: int) -> list[Case]:
     """verl's own first: a process that has loaded the plug-in never runs them again."""
     model, batch, configurations = PRESETS[preset]
     found = []
     for setting in sorted(configurations, key=lambda one: one.shares):
         if gpus % setting.sp:
             continue
-        overrides = (*DAPO, *(FP32 if setting.fp32 else ()), *(NOT_COMPILED if is_cpu else ()))
         found.append(
             Case(
                 f"{preset}/{setting.title}",
@@ -125,8 +138,8 @@ def cases_of(preset: str, gpus: int, is_cpu: bool) -> list[Case]:
                 sp=setting.sp,
                 attention="sdpa" if setting.fp32 else "flash_attention_2",
                 balance="groups" if setting.shares else "lengths",
-                overrides=overrides,
-                updates=STEPS.get(preset, 2),
+                overrides=(*setting.overrides, *(NOT_COMPILED if is_cpu else ())),
+                updates=STEPS.get(preset, updates),
                 inferences=2,
                 infers_at_the_end=False,
                 learning_rate=1e-6,
@@ -167,19 +180,22 @@ def row_of(case: Case, found: Found, gpus: int) -> dict[str, Any]:
 
 
 def differences(rows: list[dict[str, Any]], cases: list[Case], found: dict[str, Found]) -> None:
-    """Log-probabilities against those of the first of each preset: how far verl is from itself, and the plug-in."""
+    """Log-probabilities against those of verl's first of each preset: how far verl is from itself, and the plug-in."""
     first: dict[str, torch.Tensor] = {}
     for row, case in zip(rows, cases):
         if not found[case.name].values:
             continue
         scores = torch.cat(found[case.name].values[0]["log_probs"])
-        base = first.setdefault(row["preset"], scores)
+        if not case.shares:
+            first.setdefault(row["preset"], scores)
+        if (base := first.get(row["preset"])) is None:
+            continue
         row["log_prob_max_difference"] = (scores - base).abs().max().item()
         row["log_prob_mean_difference"] = (scores - base).abs().mean().item()
 
 
 def measure(options: argparse.Namespace) -> Path:
-    cases = [case for preset in options.preset for case in cases_of(preset, options.gpus, options.cpu)]
+    cases = [case for preset in options.preset for case in cases_of(preset, options.gpus, options.cpu, options.updates)]
     cases = [case for case in cases if not options.only or any(word in case.name for word in options.only)]
     cases.sort(key=lambda one: one.shares)
     commit, is_dirty = tree_state(options.commit, options.clean)
@@ -234,17 +250,19 @@ The largest and mean difference of a log-probability to verl's first row of the 
 
 
 def render() -> list[Path]:
-    """The page, of all result files of clean trees."""
+    """The page, of all result files of clean trees; of what was measured twice, the newest."""
     frames, files = [], []
     for path in sorted(FOLDER.glob("*.json")):
         result = json.loads(path.read_text())
         if result["header"]["dirty"]:
             raise SystemExit(f"{path}: expected a result of a clean tree")
-        frame = pd.DataFrame(result["rows"]).assign(gpu=result["header"]["gpu"])
+        frame = pd.DataFrame(result["rows"]).assign(gpu=result["header"]["gpu"], date=result["header"]["date"])
         frames.append(frame.assign(attention=result["header"]["attention_of_verl"]))
         files.append(f"- [{path.stem}](verl/{path.name}): {result['header']['gpu']} x {result['header']['gpus']}, ")
         files[-1] += f"commit `{result['header']['commit'][:12]}`, torch {result['header']['torch']}"
-    rows = pd.concat(frames, ignore_index=True).sort_values("who", ascending=False, kind="stable")  # verl's own first
+    rows = pd.concat(frames, ignore_index=True).sort_values("date", kind="stable")
+    rows = rows.drop_duplicates(["preset", "who", "how", "sp", "gpus"], keep="last").sort_index()
+    rows = rows.sort_values("who", ascending=False, kind="stable")  # verl's own first
     steps = curves(rows, FOLDER.parent / "steps.png")
     page = FOLDER.parent / "README.md"
     page.write_text(
@@ -407,6 +425,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="processes, one a GPU (default: all)")
     add("--only", nargs="+", metavar="WORD", help="only rows whose names (preset/plug-in/micro 4/SP 1) contain a word")
     add("--cpu", action="store_true", help="a trial run in the environment of tests/verl, never a result")
+    add("--updates", type=int, default=2, help="of each configuration; the last one is reported (default: 2)")
     add("--limit-s", type=float, default=3600.0, help="end then, with what there is")
     add(
         "--out",
