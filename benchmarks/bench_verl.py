@@ -232,7 +232,8 @@ batch: FSDP 2, bf16, activation checkpointing, DAPO's loss, random weights.
 Token ratio: of the batch's tokens to those with every prompt once, the most that sharing can save. "x": the time of the
 setup's first row over that of the row. N x P x R: N responses of at most R tokens to each prompt of at most P; lengths
 are uniform from the share of P and R that is named. "micro": sequences a micro-batch and GPU; "tokens": of dynamic
-micro-batches and GPU, for the plug-in with every prompt once. Peaks include weights and optimizer.
+micro-batches and GPU, for the plug-in with every prompt once. Peaks include weights and optimizer. Runs have weights of
+their own: norms of gradients compare within one.
 
 {tables}
 
@@ -256,13 +257,21 @@ def render() -> list[Path]:
         result = json.loads(path.read_text())
         if result["header"]["dirty"]:
             raise SystemExit(f"{path}: expected a result of a clean tree")
-        frame = pd.DataFrame(result["rows"]).assign(gpu=result["header"]["gpu"], date=result["header"]["date"])
+        frame = pd.DataFrame(result["rows"])
+        frame = frame.assign(gpu=result["header"]["gpu"], date=result["header"]["date"], file=path.stem)
         frames.append(frame.assign(attention=result["header"]["attention_of_verl"]))
         files.append(f"- [{path.stem}](verl/{path.name}): {result['header']['gpu']} x {result['header']['gpus']}, ")
         files[-1] += f"commit `{result['header']['commit'][:12]}`, torch {result['header']['torch']}"
     rows = pd.concat(frames, ignore_index=True).sort_values("date", kind="stable")
     rows = rows.drop_duplicates(["preset", "who", "how", "sp", "gpus"], keep="last").sort_index()
-    rows = rows.sort_values("who", ascending=False, kind="stable")  # verl's own first
+    # In the order of the presets, verl's own first.
+    known = [
+        (preset, *setting.title.split("/"))
+        for preset, (_, _, settings) in PRESETS.items()
+        for setting in sorted(settings, key=lambda one: one.shares)
+    ]
+    rank = [known.index((row.preset, row.who, row.how, f"SP {row.sp}")) for row in rows.itertuples()]
+    rows = rows.assign(rank=rank).sort_values("rank", kind="stable")
     steps = curves(rows, FOLDER.parent / "steps.png")
     page = FOLDER.parent / "README.md"
     page.write_text(
@@ -287,6 +296,7 @@ def render() -> list[Path]:
 HEADLINE = {
     "micro-batches of 4": ("paper", "micro 4", "micro 4"),
     "micro-batches of 40K tokens": ("paper", "tokens 40960", "tokens 40960"),
+    "all in one micro-batch, 1 GPU": ("memory", "micro 32", "micro 32"),
     "experts, Ulysses over 2 GPUs": ("moe", "tokens 40960", "tokens 40960"),
     "short prompts": ("math-300", "tokens 32768", "tokens 32768"),
 }
@@ -305,12 +315,17 @@ def headline(rows: pd.DataFrame) -> str:
         table.append(
             {
                 "": f"{verl.model}, {shape_of(batch)}, {what}",
-                "update, s": f"{verl.update_s:.1f} → {ours.update_s:.1f} ({verl.update_s / ours.update_s:.2f}x)",
-                "log-probs, s": f"{verl.infer_s:.2f} → {ours.infer_s:.2f} ({verl.infer_s / ours.infer_s:.2f}x)",
-                "peak, GiB": "" if pd.isna(verl.update_gib) else f"{verl.update_gib:.1f} → {ours.update_gib:.1f}",
+                "update, s": change(verl.update_s, ours.update_s, verl.error, 1, True),
+                "log-probs, s": change(verl.infer_s, ours.infer_s, verl.error, 2, True),
+                "peak, GiB": "" if pd.isna(ours.update_gib) else change(verl.update_gib, ours.update_gib, "", 1, False),
             }
         )
     return markdown(pd.DataFrame(table))
+
+
+def change(verl: float, ours: float, error: str | None, digits: int, with_ratio: bool) -> str:
+    times = f" ({ratio(verl, ours)}x)" if with_ratio and not pd.isna(verl) else ""
+    return f"{figure(verl, error, digits) or '-'} → {ours:.{digits}f}{times}"
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -323,7 +338,12 @@ def shape_of(batch: dict[str, Any]) -> str:
 
 def setup_name(row: Any) -> str:
     batch = row.batch
-    return f"{row.model}, {shape_of(batch)}, from {batch['shortest']:.2f}, {batch['prompts']} prompts, {row.gpus} GPUs"
+    found = f"{row.model}, {shape_of(batch)}, from {batch['shortest']:.2f}"
+    return f"{found}, {counted(batch['prompts'], 'prompt')}, {counted(row.gpus, 'GPU')}"
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def configuration(row: Any) -> str:
@@ -346,6 +366,7 @@ def timings(rows: pd.DataFrame) -> str:
                     "x ": ratio(first.infer_s, row.infer_s),
                     "loss": f"{row.losses[0]:.6f}" if row.losses else "",
                     "gradient norm": f"{row.grad_norms[0]:.4f}" if row.grad_norms else "",
+                    **({"run": row.file} if setup["file"].nunique() > 1 else {}),
                     "peak GiB, update": figure(row.update_gib, "", 1),
                     "log-probs": figure(row.infer_gib, "", 1),
                     "ktok/s a GPU, of the batch": figure(
@@ -378,7 +399,7 @@ def difference_table(rows: pd.DataFrame) -> pd.DataFrame:
     known = rows[rows["log_prob_max_difference"] > 0]
     return pd.DataFrame(
         {
-            "setup": f"{row.preset}, {row.gpus} GPUs",
+            "setup": f"{row.preset}, {counted(row.gpus, 'GPU')}",
             "": configuration(row),
             "log-probs, max": f"{row.log_prob_max_difference:.1e}",
             "mean": f"{row.log_prob_mean_difference:.1e}",
