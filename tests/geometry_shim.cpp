@@ -131,6 +131,7 @@ QueryWalk walk_of(const Problem& p, const OwnedTile& owned) {
   walk.tile = owned.tile;
   walk.block_m = p.block_m;
   walk.heads = p.heads;
+  walk.head_major = p.head_major != 0;
   walk.sees = p.sees();
   return walk;
 }

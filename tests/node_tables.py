@@ -22,6 +22,7 @@ class Problem(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("causal", "window", "block_m", "block_n")),
         *((name, ctypes.c_int) for name in ("heads", "num_kv_heads", "num_sms")),
         ("reversed", ctypes.c_int),
+        ("head_major", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("run_counts", "run_begins")),
     ]
 
@@ -75,7 +76,7 @@ class Tables:
         self.run_counts, self.run_begins = found  # as long as the last problem, which holds their addresses
         return Problem(
             self.nodes.ctypes.data, len(self.nodes), self.q_rows, self.key_rows, self.decoded_rows, causal, window,
-            *tiles, heads, kv_heads, num_sms, False, self.run_counts.ctypes.data, self.run_begins.ctypes.data,
+            *tiles, heads, kv_heads, num_sms, False, False, self.run_counts.ctypes.data, self.run_begins.ctypes.data,
         )  # fmt: skip
 
     def ancestors(self) -> NDArray[np.bool_]:

@@ -11,7 +11,7 @@ struct Problem {
   int block_m, block_n;
   int heads;  // query heads of a KV head
   int num_kv_heads, num_sms;  // for the split into parts
-  int reversed;  // direction of the walks
+  int reversed, head_major;  // direction and order of the walks
   const int *run_counts, *run_begins;  // or null
 
   dualkv::NodeTable table() const {

@@ -119,9 +119,9 @@ def check_tables(
     forward = record(shim.record_forward, problem, seen)
     assert_sound(forward, seen, expected)
     assert forward.blind_tiles == blind_tiles(tables, tiles[0], expected), "queries that see no key walk one tile"
-    for direction in (False, True):
+    for direction, head_major in itertools.product((False, True), (False, True) if heads > 1 else (False,)):
         seen[:] = 0
-        problem.reversed = direction
+        problem.reversed, problem.head_major = direction, head_major
         backward = record(shim.record_backward, problem, seen, limit)
         assert_sound(backward, seen, expected)
         assert backward.steps == shim.count_steps(ctypes.byref(problem))

