@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -112,7 +112,7 @@ def arrange_ours(
     from flash_attn_dualkv import flash_attn_varlen_func, pack_shared_prompts, shared_prompt_attention
 
     choose_family(family)
-    if shape.tree:
+    if shape.tree or not shape.is_plain:
         return arrange_tree(shape, device, deterministic)
     if shape.is_context_free:
         options: dict[str, Any] = {"causal": True, "deterministic": deterministic}
@@ -127,16 +127,25 @@ def arrange_ours(
 
 
 def arrange_tree(shape: Shape, device: torch.device, deterministic: bool) -> Arrangement:
-    """One call on the nodes of a tree, depth first."""
+    """One call on the nodes, depth first."""
     from flash_attn_dualkv import flash_attn_tree_varlen_func
 
+    options: dict[str, Any] = {"window_size": shape.window_size, "softcap": float(shape.softcap)}
+    options |= {"sinks": sinks_of(shape, device), "deterministic": deterministic}
     lengths, above = zip(*shape.nodes)
     parents = torch.tensor(above, dtype=torch.int32, device=device)
     cu_seqlens = cumulative(lengths, device)
     return Arrangement(
         packed_rows(shape),
-        lambda q, k, v: flash_attn_tree_varlen_func(q, k, v, cu_seqlens, parents, deterministic=deterministic),
+        lambda q, k, v: flash_attn_tree_varlen_func(q, k, v, cu_seqlens, parents, **options),
     )
+
+
+def sinks_of(shape: Shape, device: torch.device) -> Tensor | None:
+    """(H,) bf16, the same for all implementations."""
+    if not shape.sinks:
+        return None
+    return torch.randn(shape.heads, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
 
 
 def own_varlen(family: str | None = None) -> VarlenKernel:
@@ -212,6 +221,12 @@ def varlen_attention(kernel: VarlenKernel, calls: list[VarlenCall]) -> Attention
     return attention
 
 
+def refuses_options(impl: Implementation) -> Implementation:
+    """The same for shapes that are plain causal attention alone."""
+    reason = "measured on plain causal attention"
+    return replace(impl, refuses=lambda shape: impl.refuses(shape) if shape.is_plain else reason)
+
+
 def in_pieces(shape: Shape) -> list[list[int]]:
     """Lengths of the replicated sequences, call by call: one call where all queries fit one.
 
@@ -228,10 +243,31 @@ def in_pieces(shape: Shape) -> list[list[int]]:
     return pieces
 
 
-def arrange_replicated(shape: Shape, device: torch.device, load: Callable[[], VarlenKernel]) -> Arrangement:
-    """Standard packing: N (P + R) tokens, every response with its own copy of the prompt."""
+def no_options(shape: Shape, device: torch.device) -> dict[str, Any]:
+    return {}
+
+
+def arrange_replicated(
+    shape: Shape,
+    device: torch.device,
+    load: Callable[[], VarlenKernel],
+    options: Callable[[Shape, torch.device], dict[str, Any]] = no_options,
+) -> Arrangement:
+    """Standard packing: N (P + R) tokens, every response with its own copy of the prompt.
+
+    Args:
+        options: of a shape, and the device, what a kernel is told of windows, softcaps and sinks.
+    """
     calls = [VarlenCall.of(lengths, device) for lengths in in_pieces(shape)]
-    return Arrangement(replicated_rows(shape), varlen_attention(load(), calls))
+    kernel = load() if shape.is_plain else cast(VarlenKernel, partial(load(), **options(shape, device)))
+    return Arrangement(replicated_rows(shape), varlen_attention(kernel, calls))
+
+
+def fa4_options(shape: Shape, device: torch.device) -> dict[str, Any]:
+    """How FlashAttention-4 names them."""
+    found: dict[str, Any] = {"window_size": shape.window_size} if shape.window else {}
+    found |= {"softcap": float(shape.softcap)} if shape.softcap else {}
+    return found | ({"learnable_sink": sinks_of(shape, device)} if shape.sinks else {})
 
 
 def refuses_groups(shape: Shape) -> str | None:
@@ -296,9 +332,11 @@ def package_varlen(label: str) -> VarlenKernel:
     """``flash_attn_varlen_func`` of a package: FlashAttention-2, -3 or -4, which name these arguments alike."""
     function = importlib.import_module(PACKAGES[label][0]).flash_attn_varlen_func
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **options: Any
+    ) -> Tensor:
         offsets, longest = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}, {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
-        out = function(q, k, v, **offsets, **longest, causal=True)
+        out = function(q, k, v, **offsets, **longest, causal=True, **options)
         return out[0] if isinstance(out, tuple) else out
 
     return kernel
@@ -317,14 +355,20 @@ def math_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max
 
 def replicated(label: str, load: Callable[[], VarlenKernel] | None = None) -> Implementation:
     """``load`` gives the kernel; None: that of the package of that label."""
-    return Implementation(
+    has_options = label == "fa4"
+    impl = Implementation(
         f"{label}_replicated",
-        partial(arrange_replicated, load=load or partial(package_varlen, label)),
+        partial(
+            arrange_replicated,
+            load=load or partial(package_varlen, label),
+            options=fa4_options if has_options else no_options,
+        ),
         refuses_trees,
         is_replicated=True,
         package=None if load else label,
         compile_s=20.0 if label == "fa4" else 0.0,
     )
+    return impl if has_options else refuses_options(impl)
 
 
 def on_trees(label: str, load: Callable[[], VarlenKernel] | None = None) -> list[Implementation]:
@@ -358,7 +402,7 @@ def dense(name: str, backend: SDPBackend) -> Implementation:
     def refuses(shape: Shape) -> str | None:
         return refuses_trees(shape) or (None if len(set(shape.replicated_lengths)) == 1 else "needs equal lengths")
 
-    return Implementation(name, partial(arrange_dense, backend=backend), refuses, is_replicated=True)
+    return refuses_options(Implementation(name, partial(arrange_dense, backend=backend), refuses, is_replicated=True))
 
 
 def arrange_prefix_grouper(shape: Shape, device: torch.device, load: Callable[[], VarlenKernel]) -> Arrangement:
@@ -404,8 +448,8 @@ def prefix_grouper(load: Callable[[], VarlenKernel]) -> Implementation:
 def peers() -> list[Implementation]:
     """What attention, a layer and a model are measured against."""
     return [
-        Implementation("flex_fa4", partial(arrange_flex, on_fa4=True), package="fa4", compile_s=40.0),
-        Implementation("flex_packed", arrange_flex, compile_s=20.0),
+        refuses_options(Implementation("flex_fa4", partial(arrange_flex, on_fa4=True), package="fa4", compile_s=40.0)),
+        refuses_options(Implementation("flex_packed", arrange_flex, compile_s=20.0)),
         replicated("fa4"),
         replicated("fa2", torch_varlen),
         replicated("flash_attn"),
@@ -429,7 +473,7 @@ def on_cpu(flex: bool) -> list[Implementation]:
     ours = Implementation("dualkv_reference", arrange_ours, is_ours=True)
     work = lambda shape: (shape.packed_tokens, shape.packed_tokens**2)  # noqa: E731
     eager = Implementation("flex_packed", arrange_flex, directions=("forward",), work=work)
-    return [ours, *([eager] if flex else []), replicated("math", lambda: math_varlen)]
+    return [ours, *([refuses_options(eager)] if flex else []), replicated("math", lambda: math_varlen)]
 
 
 def kernel_implementations(families: list[str] | None) -> list[Implementation]:

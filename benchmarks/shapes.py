@@ -19,6 +19,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from trees import TREES, Nodes
 
@@ -33,7 +34,10 @@ from flash_attn_dualkv.predict import (
 K = 1024
 ALL_MODELS = {**MODELS, "tiny": ModelShape(2, 48, 80, heads=4, kv_heads=2, head_dim=16, vocab=97)}
 DEFAULT_MODEL = "qwen3-8b"
-HEADS_OF_NAME = r"(?:-H(?P<heads>\d+)-Hk(?P<kv_heads>\d+))?(?:-d(?P<head_dim>\d+))?"
+HEADS_OF_NAME = (
+    r"(?:-H(?P<heads>\d+)-Hk(?P<kv_heads>\d+))?(?:-d(?P<head_dim>\d+)(?:v(?P<head_dim_v>\d+))?)?"
+    r"(?:-w(?P<window>\d+K?))?(?:-c(?P<softcap>\d+))?(?P<sinks>-sinks)?"
+)
 LENGTHS = rf"(?P<low>\d+K?)(?:-(?P<high>\d+K?))?{HEADS_OF_NAME}"
 MODEL = rf"(?:(?P<model>{'|'.join(map(re.escape, ALL_MODELS))})-)?"
 SHARED_NAME = re.compile(rf"{MODEL}(?:(?P<groups>\d+)-groups-of-)?(?P<n>\d+)x(?P<prompt>\d+K?)x{LENGTHS}")
@@ -59,6 +63,10 @@ class Shape:
 
     Attributes:
         tree: instead of groups, the nodes of a prefix tree as trees.py has them.
+        head_dim_v: of v; 0 for that of q and k.
+        window: a row sees so many positions, its own the last of them; 0 for all.
+        softcap: 0 for none.
+        sinks: whether a score of each head joins the softmax.
     """
 
     name: str
@@ -67,6 +75,10 @@ class Shape:
     kv_heads: int = 8
     head_dim: int = 128
     tree: Nodes = ()
+    head_dim_v: int = 0
+    window: int = 0
+    softcap: int = 0
+    sinks: bool = False
 
     @cached_property
     def nodes(self) -> Nodes:
@@ -132,19 +144,40 @@ class Shape:
         return sum(self.replicated_lengths)
 
     @property
+    def is_plain(self) -> bool:
+        """Causal attention and nothing else, of one head dim."""
+        return not (self.head_dim_v or self.window or self.softcap or self.sinks)
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """As FlashAttention names it."""
+        return (self.window - 1, 0) if self.window else (-1, -1)
+
+    def pairs_of(self, length: int) -> int:
+        """Visible (query, key) pairs of a sequence."""
+        beyond = max(length - self.window, 0) if self.window else 0
+        return causal_pairs(length) - causal_pairs(beyond)
+
+    @property
     def visible_pairs(self) -> int:
-        """Causal (query, key) pairs of one head: each node with what is above it and with itself."""
+        """Visible pairs of one head: each node with what is above it and with itself."""
         sizes = zip(self.ends, self.nodes)
-        return sum(causal_pairs(end) - causal_pairs(end - length) for end, (length, _) in sizes)
+        return sum(self.pairs_of(end) - self.pairs_of(end - length) for end, (length, _) in sizes)
 
     @property
     def replicated_pairs(self) -> int:
         """Pairs that are computed when the prompt is replicated."""
-        return sum(map(causal_pairs, self.replicated_lengths))
+        return sum(map(self.pairs_of, self.replicated_lengths))
 
     def flops(self, direction: str, tokens: int, pairs: int) -> float:
-        """Floating-point operations over ``tokens`` and ``pairs``: of the attention alone."""
-        return attention_flops(self.heads, self.head_dim, pairs, direction)
+        """Floating-point operations over ``tokens`` and ``pairs``: of the attention alone.
+
+        Forward a product of the head dim of q and k and one of that of v; backward three and two of them.
+        """
+        value_dim = self.head_dim_v or self.head_dim
+        of_qk, of_v = (1, 1) if direction == "forward" else (3, 2)
+        equal = attention_flops(self.heads, self.head_dim, pairs, direction)
+        return equal * (of_qk * self.head_dim + of_v * value_dim) / ((of_qk + of_v) * self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -223,7 +256,9 @@ def parse(name: str, kind: type[Shape] = Shape) -> Shape:
         known = "28x16Kx2K, 16x8Kx131-2048, 4-groups-of-8x200x4K-16K, causal-8x4K, tree-agentic"
         raise ValueError(f"shape: expected a name like {known}, got {name!r}")
     parts = {key: value for key, value in found.groupdict().items() if value is not None}
-    heads = {key: int(parts[key]) for key in ("heads", "kv_heads", "head_dim") if key in parts}
+    of_heads = ("heads", "kv_heads", "head_dim", "head_dim_v", "softcap")
+    heads: dict[str, Any] = {key: int(parts[key]) for key in of_heads if key in parts}
+    heads |= {"window": number(parts.get("window", "0")), "sinks": "sinks" in parts}
     groups, tree = ((), TREES[parts["tree"]]()) if "tree" in parts else (drawn_groups(parts), ())
     shape = Shape(name, groups, tree=tree, **heads)
     if not issubclass(kind, LayerShape):
@@ -255,6 +290,10 @@ SPELLINGS = (
     (r"(?<=[\dK])-(?=\d+K?(-|$))", ".."),
     (r"-Hk(?=\d)", ", H_k = "),
     (r"-([Hd])(?=\d)", r", \1 = "),
+    (r"(?<=\d)v(?=\d)", ", d_v = "),
+    (r"-w(?=\d)", ", window "),
+    (r"-c(?=\d)", ", softcap "),
+    (r"-sinks$", ", sinks"),
 )
 
 
@@ -273,6 +312,12 @@ RESPONSES = (
 )  # fmt: skip
 CAUSAL = ("causal-1x16K", "causal-32x4K-16K", "causal-8x4K", "causal-128x387-2304")
 HEADS = ("28x4Kx2K-H8-Hk2", "28x4Kx2K-H4-Hk1", "28x16Kx2K-d64", "28x16Kx2K-H16-Hk4-d256", "causal-1x16K-H32-Hk32")
+# gpt-oss, Gemma 3 and 2, DeepSeek-V3; and a long prompt with a window.
+WINDOWS = (
+    "causal-8x8K-H64-Hk8-d64-sinks", "causal-8x8K-H64-Hk8-d64-w128-sinks", "causal-8x8K-H32-Hk16-w1K",
+    "causal-8x8K-H16-Hk8-d256-c50", "causal-8x8K-H16-Hk8-d256-w4K-c50", "causal-8x8K-c50", "28x16Kx2K-w1K",
+)  # fmt: skip
+MLA = ("causal-8x8K-H16-Hk16-d192v128", "28x4Kx2K-H16-Hk16-d192v128")
 SCALING = ("28x64Kx2K", "28x128Kx2K", "32x4Kx2K", "4-groups-of-8x4Kx2K")
 KERNEL_PRESETS = {
     "paper": PAPER,
@@ -280,10 +325,13 @@ KERNEL_PRESETS = {
     "responses": RESPONSES,
     "causal": CAUSAL,
     "heads": HEADS,
+    "windows": WINDOWS,
+    "mla": MLA,
     "scaling": SCALING,
     "shared": (*PAPER[:2], *RAGGED),
     "quick": ("8x1Kx256", "8x2Kx32-512"),
     "tiny": ("4x96x24-H4-Hk2-d16", "2-groups-of-3x70x1-90-H4-Hk1-d16", "causal-1x128-H4-Hk4-d16"),
+    "tiny-options": ("causal-2x100-H4-Hk2-d16v8-w30-c5-sinks", "3x70x50-H4-Hk2-d16-w40-sinks"),
 }
 
 PAPER_GRID = tuple(

@@ -81,6 +81,24 @@ def test_names_of_shapes(name: str, title: str, groups: Any, heads: tuple[int, .
     assert shapes.title(name) == title
 
 
+def test_shapes_with_options() -> None:
+    """Pairs of a window by brute force, and the products that each head dim is in."""
+    name = "2-groups-of-3x7x9-H4-Hk2-d192v128-w5-c30-sinks"
+    shape = shapes.parse(name)
+    assert (shape.head_dim_v, shape.window, shape.softcap, shape.sinks, shape.is_plain) == (128, 5, 30, True, False)
+    assert shapes.title(name) == (
+        "2 groups of 3 x 7 x 9, H = 4, H_k = 2, d = 192, d_v = 128, window 5, softcap 30, sinks"
+    )
+    position = torch.tensor(
+        [at for group in shape.groups for at in (*range(7), *[*range(7, 16)] * len(group.responses))]
+    )
+    near = position[:, None] - position < 5
+    assert shape.visible_pairs == (dense_mask(shape) & near).sum()
+    assert shape.flops("forward", 0, 10) == 2 * 4 * 10 * (192 + 128)
+    assert shape.flops("backward", 0, 10) == pytest.approx(2 * 4 * 10 * (3 * 192 + 2 * 128))
+    assert shapes.parse("28x16Kx2K").is_plain and not shapes.parse("causal-2x8-w1K").is_plain
+
+
 def test_drawn_lengths_are_those_of_the_results() -> None:
     ragged = shapes.parse("16x8Kx131-2048")
     assert ragged.responses[:4] == [820, 357, 1481, 1722] and ragged.packed_tokens == 27088
