@@ -20,6 +20,7 @@ from ...layout import SharedPromptLayout
 from ...packed_attention import BACKENDS, shared_prompt_attention
 from ..ulysses import UlyssesLayout, ulysses_attention
 from . import base_class, guard
+from .hybrid.delivery import check_running
 from .masks import DeferredMask, deferred_mask
 from .support import TAKES_LAYOUT
 
@@ -137,6 +138,7 @@ def _attend(
     window = _window(attention_mask, kwargs.pop("sliding_window", None))
     _check_call(module, query, key, layout, attention_mask, kwargs)
     layout.check_positions(kwargs.get("position_ids"))
+    check_running(module)
     guard.consume(module, layout)
     q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
     if not q.dtype == k.dtype == v.dtype:

@@ -24,13 +24,14 @@ from ...data.tree import PrefixTreeBatch
 from ...errors import SharedPromptError
 from ..lm_head import rows_of_a_chunk, score_in_chunks
 from .guard import expect_shared_prompt
+from .hybrid import prepare
 from .support import (
     check_attention,
     check_modules,
     check_noise,
     check_positions,
     check_supported,
-    num_attention_layers,
+    num_mixing_layers,
     text_config,
 )
 
@@ -92,7 +93,7 @@ def shared_prompt_forward(
         backbone = _check_model(causal_lm)
         _check_vocabulary(causal_lm, batch)
         scorer = _Scorer(causal_lm, backbone, batch, temperature, with_entropy)
-        expected = expect_shared_prompt(batch.layout, num_attention_layers(causal_lm.config))
+        expected = expect_shared_prompt(batch.layout, num_mixing_layers(causal_lm))
         with expected, _replaced_forward(scorer):
             # Through the outermost module, so that wrappers see one forward with the log-probabilities as its output.
             logps, entropy = model(**inputs)
@@ -151,6 +152,7 @@ def _check_model(causal_lm: Any) -> str:
     check_modules(causal_lm)
     check_positions(getattr(causal_lm, name))
     check_noise(causal_lm)
+    prepare(causal_lm)
     return name
 
 

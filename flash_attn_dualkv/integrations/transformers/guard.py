@@ -90,7 +90,8 @@ def expect_shared_prompt(layout: SharedPromptLayout, num_layers: int) -> Iterato
 
     Args:
         layout: what the model gets as `shared_prompt_layout`.
-        num_layers: attention layers of the model, >= 1.
+        num_layers: layers of the model that mix tokens: its attention layers, and of a hybrid model the convolutions
+            and recurrences too; >= 1.
 
     Raises:
         SharedPromptError: an argument is not as described.

@@ -15,7 +15,8 @@ from ...layout import SharedPromptLayout
 from . import guard
 from .base_class import check_labels
 from .forward import backbone_name, causal_lm_of
-from .support import check_modules, check_noise, check_positions, check_supported, num_attention_layers
+from .hybrid import prepare
+from .support import check_modules, check_noise, check_positions, check_supported, num_mixing_layers
 
 
 def install_layout_hook(model: nn.Module) -> LayoutHook:
@@ -23,7 +24,8 @@ def install_layout_hook(model: nn.Module) -> LayoutHook:
 
     The layout is the keyword argument `shared_prompt_layout` or, if something between the caller and the model drops
     unknown arguments, that of the enclosing `expect_shared_prompt`. The backbone (`model.model` of a causal LM) gets it
-    even if the causal LM around it drops it. Install it before the model is wrapped or sharded.
+    even if the causal LM around it drops it. Install it before the model is wrapped or sharded. Layers of hybrid models
+    get hooks of their own, which stay, and do nothing without a layout.
 
     Args:
         model: a causal LM or its backbone, adapters included.
@@ -40,10 +42,11 @@ def install_layout_hook(model: nn.Module) -> LayoutHook:
     stock = causal_lm_of(model)
     check_supported(stock.config)
     check_modules(stock)
-    layers = num_attention_layers(stock.config)
+    layers = num_mixing_layers(stock)
     name = backbone_name(stock)
     modules = [stock] if name is None else [stock, getattr(stock, name)]
     check_positions(modules[-1])
+    prepare(stock)
     parameters = {type(one): tuple(inspect.signature(type(one).forward).parameters)[1:] for one in modules}
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

@@ -1,8 +1,9 @@
 """Which models are exact on shared prompts: what makes a model unsupported is decided here, and only here.
 
 One copy of the prompt stands for all of them if a token's hidden state depends on the tokens that it attends to and on
-nothing else. Layers that mix tokens in another way (recurrence, convolution) or that see keys by another rule than
-causality and a sliding window break that silently; dropout draws one mask for the prompt instead of one per response.
+nothing else. Layers that mix tokens in another way (recurrence, convolution) break that silently unless they hand on
+what they carry, see `hybrid`; so do those that see keys by another rule than causality and a sliding window. Dropout
+draws one mask for the prompt instead of one per response.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers import AttentionInterface
 from ...arguments import describe
 from ...checks import MAX_HEAD_DIM, explain
 from ...errors import SharedPromptError, SharedPromptTypeError
+from .hybrid.families import LAYER_TYPES, family_of, is_attention, is_mixer, mixers_of
 
 # The attribute by which attention functions that take a layout are known.
 TAKES_LAYOUT = "dualkv_takes_layout"
@@ -57,12 +59,16 @@ def check_supported(config: Any) -> None:
     if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise SharedPromptError(explain("model", "causal attention", f"bidirectional attention ({text.model_type})"))
     layer_types = getattr(text, "layer_types", None)
+    family = family_of(text)
+    if family is not None and (refusal := family.refusal()) is not None:
+        raise SharedPromptError(explain(f"layer_types of {text.model_type}", *refusal))
     named = [one for name in ("layer_types", *_OLDER_LAYER_TYPES) for one in getattr(text, name, None) or ()]
-    inexact = sorted(set(map(str, named)) - EXACT_LAYER_TYPES)
+    exact = EXACT_LAYER_TYPES if family is None else EXACT_LAYER_TYPES | LAYER_TYPES
+    inexact = sorted(set(map(str, named)) - exact)
     if inexact:
-        expected = "layers that are exact on shared prompts (full or sliding-window attention)"
+        expected = "layers that are exact on shared prompts (full or sliding-window attention, or a known hybrid's)"
         raise SharedPromptError(explain("layer_types", expected, f"{', '.join(inexact)} ({text.model_type})"))
-    if not layer_types:
+    if not layer_types and family is None:
         mixers = sorted(name for name in text.to_dict() if _MIXER_FIELDS.match(name))
         if mixers:
             got = f"{text.model_type}, which has {', '.join(mixers)}"
@@ -98,20 +104,35 @@ def kernels_lack(config: Any) -> str | None:
     return f"a head dim of {head_dim}" if head_dim > MAX_HEAD_DIM or head_dim % 8 else None
 
 
-def num_attention_layers(config: Any) -> int:
-    """How many attention layers a supported model has: all of its layers."""
-    return int(text_config(config).num_hidden_layers)
+def num_mixing_layers(model: Any) -> int:
+    """How many layers of a supported model must get the layout: all that mix tokens.
+
+    Args:
+        model: a transformers model.
+    """
+    text = text_config(model.config)
+    family = family_of(text)
+    if family is None:
+        return int(text.num_hidden_layers)
+    return sum(is_mixer(module, family) or is_attention(module, family) for module in model.modules())
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse a model with modules that mix tokens by something else than attention, whatever its configuration says.
+    """Refuse a model with modules that mix tokens in an unknown way, whatever its configuration says.
 
     And one whose positions do not begin at 0, as those of packed batches do.
 
     Raises:
         SharedPromptError: names the module.
     """
+    family = family_of(text_config(model.config)) if hasattr(model, "config") else None
+    mixers = [f"{name}." for name, _ in mixers_of(model, family)] if family is not None else []
     for name, module in model.named_modules():
+        if family is not None and (
+            is_attention(module, family)
+            or any(f"{name}.".startswith(one) or one.startswith(f"{name}.") for one in mixers)
+        ):
+            continue
         # RoBERTa and its like: padding has a position of its own, and the first token the one behind it.
         if isinstance(module, nn.Embedding) and module.padding_idx is not None and "position" in name:
             raise SharedPromptError(explain(name, "positions that begin at 0", f"{module.padding_idx + 1}"))

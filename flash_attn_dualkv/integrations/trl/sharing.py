@@ -28,6 +28,7 @@ from ...data.pack import pack_padded
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
 from ..transformers import check_supported, expect_shared_prompt, register, wrap
 from ..transformers.forward import backbone_name, causal_lm_of
+from ..transformers.hybrid import prepare
 from ..transformers.support import (
     TAKES_LAYOUT,
     check_attention,
@@ -35,7 +36,7 @@ from ..transformers.support import (
     check_noise,
     check_positions,
     kernels_lack,
-    num_attention_layers,
+    num_mixing_layers,
     text_config,
 )
 
@@ -248,7 +249,7 @@ class SharedForward:
             inputs["attention_mask"] = batch.multiplicity[None]
             without_mask = _without_mask(getattr(self.causal_lm, backbone_name(self.causal_lm) or ""))
         try:
-            with expect_shared_prompt(batch.layout, num_attention_layers(config)), without_mask:
+            with expect_shared_prompt(batch.layout, num_mixing_layers(self.causal_lm)), without_mask:
                 return self.stock(fused_lm_head=True, **inputs)
         except SharedPromptUnsupportedError as error:
             # An option of the model that no configuration tells: the first layer of the first forward finds it.
@@ -273,6 +274,7 @@ def _verdict(causal_lm: Any) -> Refusal | None:
         check_noise(causal_lm)
     except SharedPromptError as error:
         return Refusal("dropout", f"{error} (TRL's disable_dropout=True does so for all but LoRA's lora_dropout)")
+    prepare(causal_lm)
     return None
 
 

@@ -26,7 +26,7 @@ from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
 from ..transformers import expect_shared_prompt, install_layout_hook, wrap
 from ..transformers.forward import causal_lm_of
-from ..transformers.support import check_noise, kernels_lack, num_attention_layers, text_config
+from ..transformers.support import check_noise, kernels_lack, num_mixing_layers, text_config
 from ..ulysses import UlyssesLayout
 from .micro_batches import Lengths, Plan, grouped_micro_batches, pack_micro_batch, why_not
 from .options import Options
@@ -78,7 +78,7 @@ class _SharedPrompts:
             install_layout_hook(module)
         except SharedPromptError as error:
             return str(error)
-        self.layers = num_attention_layers(module.config)
+        self.layers = num_mixing_layers(causal_lm_of(module))
         head = causal_lm_of(module)
         self.keeps_logits = self.has_lm_head and "logits_to_keep" in inspect.signature(type(head).forward).parameters
         return None

@@ -1,0 +1,114 @@
+"""Which hybrid models are known: the class of their layers that mix tokens, and the functions by which it does so.
+
+A family is exact where its model file leaves the mixing to functions that can be called with a state. They are global
+names of the file in newer versions of transformers; in older ones, of some families, attributes of each layer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from torch import nn
+
+CONVOLUTION = "causal_conv1d_fn"
+DELTA_RULE = "torch_chunk_gated_delta_rule"
+CHANNEL_DELTA_RULE = "chunk_kimi_delta_attention"
+SCAN = "mamba2_chunk_scan"
+FUSED_SCAN = "mamba2_split_conv1d_scan_combined"
+# Attributes of a layer that hold the same functions, where an older model file has them.
+ATTRIBUTES = {CONVOLUTION: "causal_conv1d_fn", DELTA_RULE: "chunk_gated_delta_rule"}
+
+_DELTA_NET = (CONVOLUTION, DELTA_RULE)
+_MAMBA2 = (CONVOLUTION, SCAN)
+
+# Kinds of layers in configurations of these families: those that mix tokens with what is known here, and those that
+# mix none.
+LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "mamba", "mlp", "moe"})
+
+
+@dataclass(frozen=True)
+class Family:
+    """A hybrid model.
+
+    Attributes:
+        package: of transformers.models.
+        mixer: the class of its layers that mix tokens by something else than attention.
+        attention: the class of its attention layers.
+        functions: of its file, each of which a forward of such a layer calls.
+        has_attributes: whether older versions have them as attributes of the layer.
+    """
+
+    package: str
+    mixer: str
+    attention: str
+    functions: tuple[str, ...]
+    has_attributes: bool = False
+
+    @property
+    def file(self) -> types.ModuleType:
+        return importlib.import_module(f"transformers.models.{self.package}.modeling_{self.package}")
+
+    @property
+    def is_global(self) -> bool:
+        """Whether the functions are global names of the file: its own, whatever package may stand behind them."""
+        return all(_is_own(self.file, name) for name in self.functions)
+
+    def refusal(self) -> tuple[str, str] | None:
+        """What is expected and what there is, if this version of transformers cannot hand states on."""
+        if self.is_global or (self.has_attributes and hasattr(self.file, DELTA_RULE)):
+            return None
+        expected = f"transformers 5.17 or newer, whose {self.mixer} can be given the state of a prompt"
+        return expected, f"transformers {transformers.__version__}"
+
+
+# By the model type of the text's configuration.
+FAMILIES = {
+    "qwen3_next": Family("qwen3_next", "Qwen3NextGatedDeltaNet", "Qwen3NextAttention", _DELTA_NET, has_attributes=True),
+    "qwen3_5_text": Family("qwen3_5", "Qwen3_5GatedDeltaNet", "Qwen3_5Attention", _DELTA_NET, has_attributes=True),
+    "qwen3_5_moe_text": Family("qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeAttention", _DELTA_NET, has_attributes=True),
+    "olmo_hybrid": Family("olmo_hybrid", "OlmoHybridGatedDeltaNet", "OlmoHybridAttention", _DELTA_NET),
+    "kimi_linear": Family("kimi_linear", "KimiLinearDeltaAttention", "KimiLinearAttention", (CONVOLUTION, CHANNEL_DELTA_RULE)),
+    "granitemoehybrid": Family("granitemoehybrid", "GraniteMoeHybridMambaLayer", "GraniteMoeHybridAttention", _MAMBA2),
+    "bamba": Family("bamba", "BambaMixer", "BambaAttention", _MAMBA2),
+    "falcon_h1": Family("falcon_h1", "FalconH1Mixer", "FalconH1Attention", _MAMBA2),
+    "nemotron_h": Family("nemotron_h", "NemotronHMamba2Mixer", "NemotronHAttention", _MAMBA2),
+    "zamba2": Family("zamba2", "Zamba2MambaMixer", "Zamba2Attention", _MAMBA2),
+    "lfm2": Family("lfm2", "Lfm2ShortConv", "Lfm2Attention", (CONVOLUTION,)),
+    "lfm2_moe": Family("lfm2_moe", "Lfm2MoeShortConv", "Lfm2MoeAttention", (CONVOLUTION,)),
+}
+
+
+def family_of(text_config: Any) -> Family | None:
+    """The family of a text configuration, or None for models without such layers."""
+    return FAMILIES.get(getattr(text_config, "model_type", ""))
+
+
+def mixers_of(model: nn.Module, family: Family) -> Iterator[tuple[str, nn.Module]]:
+    """Names and layers of a model that mix tokens by something else than attention."""
+    for name, module in model.named_modules():
+        if is_mixer(module, family):
+            yield name, module
+
+
+def is_mixer(module: nn.Module, family: Family) -> bool:
+    return _is_a(module, family.mixer)
+
+
+def is_attention(module: nn.Module, family: Family) -> bool:
+    return _is_a(module, family.attention)
+
+
+def _is_a(module: nn.Module, name: str) -> bool:
+    # FSDP2 puts a class of its own in front of the model's.
+    return any(kind.__name__ == name for kind in type(module).__mro__)
+
+
+def _is_own(file: types.ModuleType, name: str) -> bool:
+    """Whether a file has a function of its own under a name; others are imported, and None where a package lacks."""
+    function = getattr(file, name, None)
+    return callable(function) and getattr(function, "__module__", None) == file.__name__

@@ -1,0 +1,51 @@
+"""What must not be installed together: kernels that are known to compute wrong gradients."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from importlib import metadata
+
+import torch
+
+from ....checks import explain
+from ....errors import SharedPromptError
+
+_HOPPER = 9
+# From the first version of Triton that compiles them wrongly to the first that does not.
+_BROKEN = ((3, 4, 0), (3, 7, 1))
+# The first flash-linear-attention that computes these gradients with TileLang where that is installed.
+_WITH_TILELANG = (0, 6, 0)
+
+
+@functools.lru_cache(maxsize=8)
+def check_gated_backward(device: torch.device) -> None:
+    """Refuse to train a gated delta rule on a GPU and with versions for which its gradients are wrong.
+
+    Raises:
+        SharedPromptError: flash-linear-attention on a Hopper GPU with Triton 3.4.0 to 3.7.0, without TileLang.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != _HOPPER:
+        return
+    triton = _version("triton")
+    if triton is None or not _BROKEN[0] <= triton < _BROKEN[1]:
+        return
+    fla = _version("fla-core") or _version("flash-linear-attention")
+    if fla is not None and fla >= _WITH_TILELANG and importlib.util.find_spec("tilelang") is not None:
+        return
+    expected = "Triton 3.7.1 or newer, or tilelang beside fla-core 0.6.0 or newer, to train on a Hopper GPU"
+    got = f"Triton {'.'.join(map(str, triton))}, whose gradients of the gated delta rule are wrong there"
+    raise SharedPromptError(explain("flash-linear-attention", expected, got))
+
+
+def _version(distribution: str) -> tuple[int, ...] | None:
+    """The first three numbers of an installed version; None if there is none."""
+    try:
+        text = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+    numbers: list[int] = []
+    for part in text.split("+")[0].split(".")[:3]:
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        numbers.append(int(digits) if digits else 0)
+    return tuple([*numbers, 0, 0][:3])

@@ -1,0 +1,227 @@
+"""Where the segments of a layout lie for layers that carry something along the sequence: index tensors, made once.
+
+A segment is a node that has rows; it continues the nearest ancestor that has some. Segments with children are computed
+level by level, each level in one call from the states of the one before; then all that have none, from any level, in
+one more. For prompts and responses these are two calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ....data.transfer import ints, to_device
+from ....layout import SharedPromptLayout
+
+
+@dataclass(frozen=True)
+class Tails:
+    """The packed row with `width` rows of context in front of each segment, for a convolution of width + 1 inputs.
+
+    Attributes:
+        own: (T,) int64, where each packed row lies.
+        copies: (c,) int64, rows in front of segments, in the order of what they are copies of.
+        sources: (u,) int64, the packed rows that are copied, ascending; counts: (u,) int64, how often.
+        total: rows E. Those that are neither own nor copies are zero: there is nothing in front of a sequence.
+    """
+
+    own: Tensor
+    copies: Tensor
+    sources: Tensor
+    counts: Tensor
+    total: int
+
+
+@dataclass(frozen=True)
+class Level:
+    """Segments that are computed in one call; rows are those of the order of `Levels`.
+
+    Attributes:
+        begin, end: their rows.
+        lens: rows of each.
+        cu_seqlens: (n+1,) int32, and on the host.
+        parents: (n,) int64 or None, the state that each begins with: of the level before, or for the last level of all
+            levels, one after the other, with a state of zeros behind them if `adds_zero`.
+        children: of each of these states, how many continue it.
+        padded: (rows,) int64 or None, where the rows lie in n sequences of `longest`; None if all are equally long.
+        has_children: whether the states behind these segments are needed.
+    """
+
+    begin: int
+    end: int
+    lens: tuple[int, ...]
+    cu_seqlens: Tensor
+    cu_seqlens_host: Tensor
+    parents: Tensor | None
+    children: Tensor | None
+    padded: Tensor | None
+    has_children: bool
+    adds_zero: bool = False
+
+    @property
+    def longest(self) -> int:
+        return max(self.lens)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """All segments of a layout.
+
+    Attributes:
+        order: (rows,) int64, the packed row of each row of the levels, or None if they are the same.
+        total: rows T of the packed row, padding included.
+    """
+
+    order: Tensor | None
+    total: int
+    levels: tuple[Level, ...]
+
+
+def tails_of(layout: SharedPromptLayout, width: int, device: torch.device) -> Tails:
+    return _tails(layout.node_lens, layout.node_parents, layout.is_tree, layout.pad, width, device)
+
+
+def levels_of(layout: SharedPromptLayout, device: torch.device) -> Levels:
+    return _levels(layout.node_lens, layout.node_parents, layout.is_tree, layout.pad, device)
+
+
+def _begins(lens: Sequence[int], parents: Sequence[int], is_tree: bool) -> list[int]:
+    """The first row of every node; of prompts, those of all contexts come first."""
+    if is_tree:
+        return [0, *accumulate(lens)][:-1]
+    roots = [index for index, parent in enumerate(parents) if parent < 0]
+    others = [index for index, parent in enumerate(parents) if parent >= 0]
+    begins = [0] * len(lens)
+    row = 0
+    for index in (*roots, *others):
+        begins[index] = row
+        row += lens[index]
+    return begins
+
+
+# By value, not by layout: FSDP makes a new layout for every layer. A few: all layers of a forward share one, and
+# micro-batches come one after the other.
+@functools.lru_cache(maxsize=16)
+def _tails(
+    lens: tuple[int, ...], parents: tuple[int, ...], is_tree: bool, pad: int, width: int, device: torch.device
+) -> Tails:
+    begins = _begins(lens, parents, is_tree)
+    behind: list[list[int]] = []  # the last rows of the path to each node's end, at most `width`
+    for begin, length, parent in zip(begins, lens, parents):
+        above = behind[parent] if parent >= 0 and length < width else []
+        behind.append([*above, *range(begin + max(0, length - width), begin + length)][-width:] if width else [])
+    rows = sum(lens)
+    segments = [
+        (begin, length, behind[parent] if parent >= 0 else [])
+        for begin, length, parent in sorted(zip(begins, lens, parents))
+        if length
+    ]
+    if pad:
+        segments.append((rows, pad, []))
+    places: list[int] = []
+    pairs: list[tuple[int, int]] = []
+    place = 0
+    for _, length, above in segments:  # in the order of their rows
+        place += width
+        pairs += ((source, place - len(above) + at) for at, source in enumerate(above))
+        places.append(place)
+        place += length
+    pairs.sort()
+    copied: dict[int, int] = {}
+    for source, _ in pairs:
+        copied[source] = copied.get(source, 0) + 1
+    short = [ints(one, torch.int64) for one in ([copy for _, copy in pairs], copied, copied.values())]
+    own = _runs(places, [length for _, length, _ in segments])
+    return Tails(*to_device([own, *short], (), device), total=place)
+
+
+@functools.lru_cache(maxsize=16)
+def _levels(
+    lens: tuple[int, ...], parents: tuple[int, ...], is_tree: bool, pad: int, device: torch.device
+) -> Levels:
+    begins = _begins(lens, parents, is_tree)
+    nearest: list[int] = []  # of each node, the last segment of its path
+    above: list[int] = []  # of each node, the segment that it continues
+    depths: list[int] = []
+    for index, (length, parent) in enumerate(zip(lens, parents)):
+        above.append(nearest[parent] if parent >= 0 else -1)
+        nearest.append(index if length else above[index])
+        depths.append(depths[above[index]] + 1 if above[index] >= 0 else 0)
+    segments = sorted((index for index, length in enumerate(lens) if length), key=begins.__getitem__)
+    continued = {above[index] for index in segments}
+    inner: list[list[int]] = [[] for _ in range(1 + max((depths[index] for index in segments), default=0))]
+    for index in segments:
+        if index in continued:
+            inner[depths[index]].append(index)
+    calls = [one for one in inner if one]
+    places: dict[int, int] = {}  # of each segment that is continued, among all of them
+    firsts: list[int] = []
+    for one in calls:
+        first = len(places)
+        firsts.append(first)
+        # Children of one segment are neighbours: their gradients are summed as runs.
+        one.sort(key=lambda index: (places.get(above[index], -1), begins[index]))
+        places.update((index, first + at) for at, index in enumerate(one))
+    zero = len(places)
+    leaves = [index for index in segments if index not in continued]
+    leaves.sort(key=lambda index: (places.get(above[index], zero), begins[index]))
+    levels: list[Level] = []
+    row = 0
+    for depth, one in enumerate(calls):
+        states = None if depth == 0 else [places[above[index]] - firsts[depth - 1] for index in one]
+        levels.append(_level(one, lens, row, states, len(calls[depth - 1]), device, has_children=True))
+        row = levels[-1].end
+    if leaves:
+        states = [places.get(above[index], zero) for index in leaves] if places else None
+        adds_zero = states is not None and states[-1] == zero
+        count = zero + adds_zero
+        levels.append(_level(leaves, lens, row, states, count, device, has_children=False, adds_zero=adds_zero))
+    ordered = [index for one in (*calls, leaves) for index in one]
+    order = None
+    if ordered != segments:
+        runs = _runs([begins[index] for index in ordered], [lens[index] for index in ordered])
+        order = to_device([runs], (), device)[0]
+    return Levels(order, sum(lens) + pad, tuple(levels))
+
+
+def _level(
+    segments: Sequence[int],
+    all_lens: Sequence[int],
+    begin: int,
+    states: list[int] | None,
+    num_states: int,
+    device: torch.device,
+    *,
+    has_children: bool,
+    adds_zero: bool = False,
+) -> Level:
+    lens = tuple(all_lens[index] for index in segments)
+    longest = max(lens)
+    long: list[Tensor] = []
+    if states is not None:
+        children = [0] * num_states
+        for state in states:
+            children[state] += 1
+        long += [ints(states, torch.int64), ints(children, torch.int64)]
+    is_ragged = min(lens) < longest
+    if is_ragged:
+        long.append(_runs(range(0, len(lens) * longest, longest), lens))
+    host = ints([0, *accumulate(lens)], torch.int32)
+    *tensors, cu_seqlens = to_device(long, [host], device)
+    padded = tensors.pop() if is_ragged else None
+    parents, counts = tensors if states is not None else (None, None)
+    return Level(
+        begin, begin + sum(lens), lens, cu_seqlens, host, parents, counts, padded, has_children, adds_zero
+    )
+
+
+def _runs(begins: Sequence[int], lens: Sequence[int]) -> Tensor:
+    """Rows of several runs, one run after the other: (sum of lens,) int64 on the host."""
+    counts = ints(lens, torch.int64)
+    shifts = ints(begins, torch.int64) - (counts.cumsum(0) - counts)
+    return torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts)

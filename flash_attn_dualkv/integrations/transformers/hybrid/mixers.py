@@ -1,0 +1,194 @@
+"""What the functions that mix tokens in hybrid models compute when there is a layout.
+
+Each takes the function of the model file that it stands for and calls it: on the packed row with context inserted, or
+level by level with states handed on. Only arguments that say what is mixed are known here; all others are passed on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ....checks import explain
+from ....errors import SharedPromptError
+from ....layout import SharedPromptLayout
+from .installation import check_gated_backward
+from .levels import Level, levels_of, tails_of
+from .rows import hand_on, insert_tails, put_rows, take_rows
+
+Mixer = Callable[..., Any]
+# Of a level: its rows of all inputs, (rows, ...) each, and its first states -> its rows of the output, its last states.
+Scan = Callable[[Level, Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+def convolution(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: Any) -> Tensor:
+    """A causal convolution of few inputs: (1, C, T), weight (C, K) -> (1, C, T)."""
+    (x, weight, *others), kwargs = _positional(args, kwargs, ("hidden_states", "x"), ("weight",))
+    _check_unused("convolution", kwargs, "seq_idx", "cu_seqlens", "initial_states", "final_states_out")
+    rows = x[0].transpose(0, 1)
+    _check_rows(rows, layout)
+    tails = tails_of(layout, weight.shape[-1] - 1, x.device)
+    longer = insert_tails(rows, tails).transpose(0, 1)[None]
+    out = stock(longer, weight, *others, **kwargs)
+    return take_rows(out[0].transpose(0, 1), tails.own).transpose(0, 1)[None]
+
+
+def gated_delta_rule(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Linear attention whose state forgets and is corrected: q, k, v, g and beta (1, T, H, ...) -> (1, T, H, d_v)."""
+    names = ("query", "q"), ("key", "k"), ("value", "v"), ("g",), ("beta",)
+    (*inputs, g, beta), kwargs = _positional(args, kwargs, *names)
+    _check_unused("linear attention", kwargs, "cu_seqlens", "initial_state", "seq_idx", "output_final_state")
+    implementation = implementation_of(stock)
+    is_fla = _package(implementation) == "fla"
+    if is_fla and "cu_seqlens" not in inspect.signature(implementation).parameters:
+        is_fla = False
+    if is_fla and torch.is_grad_enabled() and g.dim() == 3:  # decay of a head; that of channels has other kernels
+        check_gated_backward(g.device)
+
+    def packed(level: Level, rows: Sequence[Tensor], states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        q, k, v, g, beta = (one[None] for one in rows)
+        out, last = stock(
+            q, k, v, g=g, beta=beta, initial_state=states, output_final_state=level.has_children,
+            cu_seqlens=level.cu_seqlens, **kwargs,
+        )  # fmt: skip
+        return out[0], last
+
+    def padded(level: Level, rows: Sequence[Tensor], states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        # A row of zeros leaves the state as it is: it forgets nothing (log of 1) and writes nothing.
+        q, k, v, g, beta = _pad(level, rows)
+        out, last = stock(
+            q, k, v, g=g, beta=beta, initial_state=states, output_final_state=level.has_children, **kwargs
+        )
+        return _unpad(level, out), last
+
+    return _by_levels(layout, [*inputs, g, beta], packed if is_fla else padded), None
+
+
+def mamba2_scan(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: Any) -> Tensor:
+    """Mamba-2's state space: x (1, T, H, p), dt (1, T, H), A (H,), B and C (1, T, G, n) -> (1, T, H, p)."""
+    names = ("hidden_states", "x"), ("dt",), ("A",), ("B",), ("C",)
+    (x, dt, A, B, C), kwargs = _positional(args, kwargs, *names)
+    unused = "z", "initial_states", "return_final_states", "seq_idx", "cu_seqlens", "return_varlen_states"
+    _check_unused("mamba", kwargs, *unused)
+    dt = _step_sizes(stock, dt, kwargs)
+
+    def padded(level: Level, rows: Sequence[Tensor], states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        # A step of size 0 leaves the state as it is.
+        x, dt, B, C = _pad(level, rows)
+        found = stock(x, dt, A, B, C, initial_states=states, return_final_states=level.has_children, **kwargs)
+        out, last = found if level.has_children else (found, None)
+        return _unpad(level, out), last
+
+    return _by_levels(layout, [x, dt, B, C], padded)
+
+
+def no_fused_scan(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: Any) -> None:
+    """Mamba-2's convolution, scan, norm and projection in one kernel: not with a layout, then the parts are called."""
+    return
+
+
+def _step_sizes(stock: Mixer, dt: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """The sizes of Mamba-2's steps as the scan would compute them; takes what they are made of from its arguments.
+
+    Before rows are padded: there must be a step of exactly 0.
+    """
+    bias, has_softplus = kwargs.pop("dt_bias", None), kwargs.pop("dt_softplus", False)
+    low, high = kwargs.pop("dt_limit", (0.0, float("inf")))
+    if _package(implementation_of(stock)) == "mamba_ssm":  # its kernels compute them in float32
+        dt = dt.float()
+    if bias is not None:
+        dt = dt + bias.to(dt.dtype)
+    if has_softplus:
+        dt = functional.softplus(dt)
+    return dt.clamp(low, high)
+
+
+# --- levels -----------------------------------------------------------------------------------------------------------
+
+
+def _by_levels(layout: SharedPromptLayout, inputs: Sequence[Tensor], scan: Scan) -> Tensor:
+    """Compute (1, T, ...) inputs level by level; rows that are padding come out as zeros."""
+    for one in inputs:
+        _check_rows(one[0], layout)
+    plan = levels_of(layout, inputs[0].device)
+    rows = [one[0] if plan.order is None else take_rows(one[0], plan.order) for one in inputs]
+    outs: list[Tensor] = []
+    behind: list[Tensor] = []  # the states of each level
+    for level in plan.levels:
+        states = None
+        if level.parents is not None and level.children is not None:
+            known = behind[-1:] if level.has_children else list(behind)
+            if level.adds_zero:
+                known.append(torch.zeros_like(known[0][:1]))
+            together = known[0] if len(known) == 1 else torch.cat(known)
+            states = hand_on(together, level.parents, level.children)
+        out, last = scan(level, [one[level.begin : level.end] for one in rows], states)
+        outs.append(out)
+        if last is not None:
+            behind.append(last)
+    if not outs:
+        raise SharedPromptError(explain("shared_prompt_layout", "a row with tokens", "one of padding only"))
+    if plan.order is not None:
+        return put_rows(torch.cat(outs), plan.order, plan.total)[None]
+    padding = plan.total - plan.levels[-1].end
+    if padding:
+        outs.append(outs[0].new_zeros(padding, *outs[0].shape[1:]))
+    return torch.cat(outs)[None]
+
+
+def _pad(level: Level, rows: Sequence[Tensor]) -> list[Tensor]:
+    """(rows, ...) -> (n, longest, ...), zeros behind each sequence."""
+    count, longest = len(level.lens), level.longest
+    if level.padded is not None:
+        rows = [put_rows(one, level.padded, count * longest) for one in rows]
+    return [one.unflatten(0, (count, longest)) for one in rows]
+
+
+def _unpad(level: Level, out: Tensor) -> Tensor:
+    out = out.flatten(0, 1)
+    return out if level.padded is None else take_rows(out, level.padded)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def implementation_of(stock: Mixer) -> Mixer:
+    """What a function of a model file runs: itself, or of a package that transformers has found in its place."""
+    code, cells = getattr(stock, "__code__", None), getattr(stock, "__closure__", None) or ()
+    names = code.co_freevars if code is not None else ()
+    found: Mixer = dict(zip(names, (cell.cell_contents for cell in cells))).get("implementation", stock)
+    return found
+
+
+def _package(function: Mixer) -> str:
+    return str(getattr(function, "__module__", "")).split(".")[0]
+
+
+def _positional(
+    args: Sequence[Any], kwargs: dict[str, Any], *names: Sequence[str]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The first arguments of a call, given by position or by one of their names; and the other named ones."""
+    kwargs, values = dict(kwargs), list(args)
+    for known in names[len(values) :]:
+        values.append(next(kwargs.pop(name) for name in known if name in kwargs))
+    return values, kwargs
+
+
+def _check_unused(kind: str, kwargs: dict[str, Any], *names: str) -> None:
+    """Take arguments out that a layout replaces; SharedPromptError for those that are given."""
+    for name in names:
+        value = kwargs.pop(name, None)
+        if value is not None and value is not False:
+            expected = f"none for {kind} with a shared prompt (call the model with use_cache=False)"
+            raise SharedPromptError(explain(name, expected, type(value).__name__))
+
+
+def _check_rows(rows: Tensor, layout: SharedPromptLayout) -> None:
+    if rows.shape[0] != layout.num_tokens:
+        expected = f"1 row of {layout.num_tokens} tokens (as the layout)"
+        raise SharedPromptError(explain("input_ids", expected, f"{rows.shape[0]} rows"))
