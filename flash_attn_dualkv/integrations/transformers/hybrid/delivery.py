@@ -101,16 +101,16 @@ class MixerFunction:
     """A function of a model file that mixes tokens, and what stands for it while a layer with a layout runs."""
 
     def __init__(self, name: str, stock: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, stock)
+        functools.update_wrapper(self, stock, updated=())
         self.name = name
-        self.stock = stock
+        self.dualkv_stock = stock
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = _running.get()
         if running is None or running.layout is None or not running.functions:
-            return self.stock(*args, **kwargs)
+            return self.dualkv_stock(*args, **kwargs)
         running.called.add(self.name)
-        return _compute(self.name, self.stock, running.layout, args, kwargs)
+        return _compute(self.name, self.dualkv_stock, running.layout, args, kwargs)
 
 
 @torch.compiler.disable

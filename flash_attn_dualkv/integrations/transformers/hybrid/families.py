@@ -80,6 +80,10 @@ FAMILIES = {
     "zamba2": Family("zamba2", "Zamba2MambaMixer", "Zamba2Attention", _MAMBA2),
     "lfm2": Family("lfm2", "Lfm2ShortConv", "Lfm2Attention", (CONVOLUTION,)),
     "lfm2_moe": Family("lfm2_moe", "Lfm2MoeShortConv", "Lfm2MoeAttention", (CONVOLUTION,)),
+    "lfm3": Family("lfm3", "Lfm3ShortConv", "Lfm3Attention", (CONVOLUTION,)),
+    "bailing_hybrid": Family(
+        "bailing_hybrid", "BailingHybridDeltaAttention", "BailingHybridAttention", (CONVOLUTION, CHANNEL_DELTA_RULE)
+    ),
 }
 
 
@@ -111,4 +115,7 @@ def _is_a(module: nn.Module, name: str) -> bool:
 def _is_own(file: types.ModuleType, name: str) -> bool:
     """Whether a file has a function of its own under a name; others are imported, and None where a package lacks."""
     function = getattr(file, name, None)
-    return callable(function) and getattr(function, "__module__", None) == file.__name__
+    function = getattr(function, "dualkv_stock", function)
+    # With the package kernels, such functions are modules, which it may let run something else.
+    is_replaceable = isinstance(function, nn.Module) and hasattr(function, "kernel_layer_name")
+    return is_replaceable or (callable(function) and getattr(function, "__module__", None) == file.__name__)

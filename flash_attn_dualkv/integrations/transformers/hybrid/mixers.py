@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ....checks import explain
@@ -158,11 +158,17 @@ def _unpad(level: Level, out: Tensor) -> Tensor:
 
 
 def implementation_of(stock: Mixer) -> Mixer:
-    """What a function of a model file runs: itself, or of a package that transformers has found in its place."""
-    code, cells = getattr(stock, "__code__", None), getattr(stock, "__closure__", None) or ()
-    names = code.co_freevars if code is not None else ()
-    found: Mixer = dict(zip(names, (cell.cell_contents for cell in cells))).get("implementation", stock)
+    """What a function of a model file runs: itself, or that of a package which transformers has found in its place."""
+    if isinstance(stock, nn.Module) and "forward" not in vars(stock):  # of the package kernels, as yet with nothing else
+        stock = _closure(type(stock).forward).get("func", stock)
+    found: Mixer = _closure(stock).get("implementation", stock)
     return found
+
+
+def _closure(function: Mixer) -> dict[str, Any]:
+    """The variables that a function has of the ones around it."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells))) if code is not None else {}
 
 
 def _package(function: Mixer) -> str:
