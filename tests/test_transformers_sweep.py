@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import _COMMON, Samples, check_equal, dualkv, replicated_logps, stock_twin, transformers
+from tiny_models import COMMON, Samples, check_equal, dualkv, replicated_logps, stock_twin, transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from flash_attn_dualkv import SharedPromptError
 
 # Sizes and switches by the names that configurations have for them; those that a model does not know are ignored.
 OPTIONS = dict(
-    **_COMMON,
+    **COMMON,
     d_model=32, n_embd=32, n_head=4, n_layer=2, n_positions=2048, ffn_dim=48, decoder_layers=2, encoder_layers=2,
     decoder_attention_heads=4, encoder_attention_heads=4, decoder_ffn_dim=48, encoder_ffn_dim=48, head_dim=8,
     num_experts=4, num_local_experts=4, n_routed_experts=4, moe_num_experts=4, num_experts_per_tok=2, moe_topk=2,

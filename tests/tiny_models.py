@@ -26,7 +26,7 @@ dualkv.register()
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 VOCABULARY = 97
-_COMMON = dict(
+COMMON = dict(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     attention_dropout=0.0, initializer_range=0.06, tie_word_embeddings=False,
@@ -107,7 +107,7 @@ SUPPORTED = [name for name in FAMILIES if name in transformers.CONFIG_MAPPING an
 
 
 def tiny_config(name: str, **options: Any) -> Any:
-    return transformers.AutoConfig.for_model(name, **{**_COMMON, **FAMILIES[name].options, **options})
+    return transformers.AutoConfig.for_model(name, **{**COMMON, **FAMILIES[name].options, **options})
 
 
 def tiny_model(name: str, *, dtype: torch.dtype | None = None, attention: str = "dualkv", **options: Any) -> Any:

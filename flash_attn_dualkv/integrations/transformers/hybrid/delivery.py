@@ -124,9 +124,7 @@ def _enter_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     _running.set(_Running(module, kwargs.get("shared_prompt_layout"), _running.get()))
 
 
-def _enter_mixer(
-    functions: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _enter_mixer(functions: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     outer = _running.get()
     layout = outer.layout if outer is not None else None
     if layout is not None:

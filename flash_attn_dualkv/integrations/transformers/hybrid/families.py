@@ -24,6 +24,7 @@ FUSED_SCAN = "mamba2_split_conv1d_scan_combined"
 ATTRIBUTES = {CONVOLUTION: "causal_conv1d_fn", DELTA_RULE: "chunk_gated_delta_rule"}
 
 _DELTA_NET = (CONVOLUTION, DELTA_RULE)
+_CHANNEL_DELTA_NET = (CONVOLUTION, CHANNEL_DELTA_RULE)
 _MAMBA2 = (CONVOLUTION, SCAN)
 
 # Kinds of layers in configurations of these families: those that mix tokens with what is known here, and those that
@@ -70,9 +71,11 @@ class Family:
 FAMILIES = {
     "qwen3_next": Family("qwen3_next", "Qwen3NextGatedDeltaNet", "Qwen3NextAttention", _DELTA_NET, has_attributes=True),
     "qwen3_5_text": Family("qwen3_5", "Qwen3_5GatedDeltaNet", "Qwen3_5Attention", _DELTA_NET, has_attributes=True),
-    "qwen3_5_moe_text": Family("qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeAttention", _DELTA_NET, has_attributes=True),
+    "qwen3_5_moe_text": Family(
+        "qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeAttention", _DELTA_NET, has_attributes=True
+    ),
     "olmo_hybrid": Family("olmo_hybrid", "OlmoHybridGatedDeltaNet", "OlmoHybridAttention", _DELTA_NET),
-    "kimi_linear": Family("kimi_linear", "KimiLinearDeltaAttention", "KimiLinearAttention", (CONVOLUTION, CHANNEL_DELTA_RULE)),
+    "kimi_linear": Family("kimi_linear", "KimiLinearDeltaAttention", "KimiLinearAttention", _CHANNEL_DELTA_NET),
     "granitemoehybrid": Family("granitemoehybrid", "GraniteMoeHybridMambaLayer", "GraniteMoeHybridAttention", _MAMBA2),
     "bamba": Family("bamba", "BambaMixer", "BambaAttention", _MAMBA2),
     "falcon_h1": Family("falcon_h1", "FalconH1Mixer", "FalconH1Attention", _MAMBA2),
@@ -82,7 +85,7 @@ FAMILIES = {
     "lfm2_moe": Family("lfm2_moe", "Lfm2MoeShortConv", "Lfm2MoeAttention", (CONVOLUTION,)),
     "lfm3": Family("lfm3", "Lfm3ShortConv", "Lfm3Attention", (CONVOLUTION,)),
     "bailing_hybrid": Family(
-        "bailing_hybrid", "BailingHybridDeltaAttention", "BailingHybridAttention", (CONVOLUTION, CHANNEL_DELTA_RULE)
+        "bailing_hybrid", "BailingHybridDeltaAttention", "BailingHybridAttention", _CHANNEL_DELTA_NET
     ),
 }
 

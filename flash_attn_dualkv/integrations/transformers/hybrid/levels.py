@@ -137,13 +137,12 @@ def _tails(
         copied[source] = copied.get(source, 0) + 1
     short = [ints(one, torch.int64) for one in ([copy for _, copy in pairs], copied, copied.values())]
     own = _runs(places, [length for _, length, _ in segments])
-    return Tails(*to_device([own, *short], (), device), total=place)
+    own, copies, sources, counts = to_device([own, *short], (), device)
+    return Tails(own, copies, sources, counts, place)
 
 
 @functools.lru_cache(maxsize=16)
-def _levels(
-    lens: tuple[int, ...], parents: tuple[int, ...], is_tree: bool, pad: int, device: torch.device
-) -> Levels:
+def _levels(lens: tuple[int, ...], parents: tuple[int, ...], is_tree: bool, pad: int, device: torch.device) -> Levels:
     begins = _begins(lens, parents, is_tree)
     nearest: list[int] = []  # of each node, the last segment of its path
     above: list[int] = []  # of each node, the segment that it continues
@@ -215,9 +214,7 @@ def _level(
     *tensors, cu_seqlens = to_device(long, [host], device)
     padded = tensors.pop() if is_ragged else None
     parents, counts = tensors if states is not None else (None, None)
-    return Level(
-        begin, begin + sum(lens), lens, cu_seqlens, host, parents, counts, padded, has_children, adds_zero
-    )
+    return Level(begin, begin + sum(lens), lens, cu_seqlens, host, parents, counts, padded, has_children, adds_zero)
 
 
 def _runs(begins: Sequence[int], lens: Sequence[int]) -> Tensor:

@@ -158,8 +158,8 @@ def _unpad(level: Level, out: Tensor) -> Tensor:
 
 
 def implementation_of(stock: Mixer) -> Mixer:
-    """What a function of a model file runs: itself, or that of a package which transformers has found in its place."""
-    if isinstance(stock, nn.Module) and "forward" not in vars(stock):  # of the package kernels, as yet with nothing else
+    """What a function of a model file runs: itself, or that of a package which transformers found in its place."""
+    if isinstance(stock, nn.Module) and "forward" not in vars(stock):  # of the package kernels, not replaced
         stock = _closure(type(stock).forward).get("func", stock)
     found: Mixer = _closure(stock).get("implementation", stock)
     return found
@@ -175,9 +175,7 @@ def _package(function: Mixer) -> str:
     return str(getattr(function, "__module__", "")).split(".")[0]
 
 
-def _positional(
-    args: Sequence[Any], kwargs: dict[str, Any], *names: Sequence[str]
-) -> tuple[list[Any], dict[str, Any]]:
+def _positional(args: Sequence[Any], kwargs: dict[str, Any], *names: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
     """The first arguments of a call, given by position or by one of their names; and the other named ones."""
     kwargs, values = dict(kwargs), list(args)
     for known in names[len(values) :]:

@@ -1,0 +1,161 @@
+"""Hybrid models on shared prompts and prefix trees compute what they compute on every sequence alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hybrid_models import EXACT, HYBRIDS, KINDS, RAGGED, hybrid_model, in_float64
+from test_transformers_tree import MASKS, SEQUENCES
+from tiny_models import (
+    Samples,
+    check_equal,
+    check_gradients,
+    dualkv,
+    gradient_errors,
+    gradients,
+    replicated_logps,
+    stock_twin,
+)
+from torch import Tensor
+
+from flash_attn_dualkv import pack_prefix_tree
+from flash_attn_dualkv.integrations.transformers.hybrid import mixers, rows
+
+
+def weights_of(logps: Tensor) -> Tensor:
+    return torch.randn(len(logps), generator=torch.Generator().manual_seed(3), dtype=logps.dtype)
+
+
+def alone(model: Any, samples: Samples) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities of each sequence alone, and the gradients of a weighted sum of them."""
+    twin = stock_twin(model, "eager")
+    logps, _ = replicated_logps(twin, samples)
+    (weights_of(logps) @ logps).backward()
+    return logps.detach(), gradients(twin)
+
+
+def shared(model: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    logps, _ = dualkv.shared_prompt_forward(model, batch)
+    (weights_of(logps) @ logps).backward()
+    return logps.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_prompts_and_responses(name: str) -> None:
+    """Ragged groups, responses of no and of one token, prompts shorter than the convolution; all parameters."""
+    model = hybrid_model(name)
+    with in_float64():
+        expected, expected_gradients = alone(model, RAGGED)
+        for options in (dict(boundary="replicate"), dict(boundary="gather", pad_to_multiple_of=16)):
+            got, got_gradients = shared(model, RAGGED.pack(**options))
+            check_equal(got, expected, EXACT.value)
+            check_gradients(got_gradients, expected_gradients, EXACT.gradient)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_trees(name: str) -> None:
+    model = hybrid_model(name)
+    whole = Samples([one[:1] for one in SEQUENCES], [one[1:] for one in SEQUENCES])
+    trained = torch.tensor([value for mask in MASKS for value in mask[1:]]).bool()
+    batch = pack_prefix_tree(SEQUENCES, loss_mask=MASKS, min_shared=1, pad_to_multiple_of=8)
+    assert batch.depth >= 4
+    with in_float64():
+        twin = stock_twin(model, "eager")
+        expected = replicated_logps(twin, whole)[0][trained]
+        (weights_of(expected) @ expected).backward()
+        got, got_gradients = shared(model, batch)
+        check_equal(got, expected, EXACT.value)
+        check_gradients(got_gradients, gradients(twin), EXACT.gradient)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_float32(name: str) -> None:
+    """As models are: no further from float64 than the stock model."""
+    model = hybrid_model(name)
+    with in_float64():
+        exact, exact_gradients = alone(model, RAGGED)
+    model = model.float()
+    stock, stock_gradients = alone(model, RAGGED)
+    got, got_gradients = shared(model, RAGGED.pack())
+    assert (got - exact).abs().max() <= 1.5 * (stock - exact).abs().max() + 2e-6
+    errors, stock_errors = (gradient_errors(one, exact_gradients) for one in (got_gradients, stock_gradients))
+    for parameter, error in errors.items():
+        assert error <= 1.5 * stock_errors[parameter] + 5e-6, parameter
+
+
+# --- what the comparison must notice ----------------------------------------------------------------------------------
+
+
+def forget(states: Tensor, parents: Tensor, children: Tensor) -> Tensor:
+    return torch.zeros_like(states).index_select(0, parents)
+
+
+def detach(states: Tensor, parents: Tensor, children: Tensor) -> Tensor:
+    return states.detach().index_select(0, parents)
+
+
+def without_tails(values: Tensor, tails: Any) -> Tensor:
+    return values.new_zeros(tails.total, values.shape[1]).index_copy(0, tails.own, values)
+
+
+def with_detached_tails(values: Tensor, tails: Any) -> Tensor:
+    return rows.insert_tails(values.detach(), tails).index_copy(0, tails.own, values)
+
+
+@pytest.mark.parametrize(
+    ("function", "mutant"),
+    [
+        ("hand_on", forget),
+        ("hand_on", detach),
+        ("insert_tails", without_tails),
+        ("insert_tails", with_detached_tails),
+    ],
+)
+@pytest.mark.parametrize("name", KINDS)
+def test_mutants_differ(name: str, function: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State and convolution matter in these models, and so do the gradients through them."""
+    if name == "lfm2" and function == "hand_on":
+        pytest.skip("has no state")
+    model = hybrid_model(name, torch.float32)
+    batch = Samples.random([(9, [5, 4])]).pack()
+    expected, expected_gradients = shared(model, batch)
+    monkeypatch.setattr(mixers, function, mutant)
+    got, got_gradients = shared(model, batch)
+    assert got.equal(expected) == ("detach" in mutant.__name__)
+    assert max(gradient_errors(got_gradients, expected_gradients).values()) > 1e-3
+
+
+# --- independence -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_response_does_not_see_the_others(name: str) -> None:
+    """Other tokens in one response: all others stay equal to the last bit, and so do the gradients of a loss on them."""
+    model = hybrid_model(name, torch.float32)
+    changed = Samples(RAGGED.prompts, [list(one) for one in RAGGED.responses])
+    index = max(range(len(RAGGED)), key=lambda one: len(RAGGED.responses[one]))
+    changed.responses[index] = [(token + 1) % 90 + 3 for token in changed.responses[index]]
+    found = []
+    for samples in (RAGGED, changed):
+        logps = samples.split(dualkv.shared_prompt_forward(model, samples.pack())[0])
+        sum(one.sum() for at, one in enumerate(logps) if at != index).backward()
+        found.append((logps, gradients(model)))
+    for at, (one, other) in enumerate(zip(found[0][0], found[1][0])):
+        assert torch.equal(one, other) == (at != index or not len(one))
+    check_gradients(found[1][1], found[0][1], 1e-5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_calls_without_a_layout_stay_as_they_are(name: str) -> None:
+    """Plain forwards, padded batches and generation with a cache, of a model whose functions take layouts."""
+    model = hybrid_model(name, torch.float32)
+    twin = copy.deepcopy(model)
+    ids = torch.arange(3, 12)[None]
+    expected = twin(ids, use_cache=False).logits
+    dualkv.shared_prompt_forward(model, RAGGED.pack())
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+    options = dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert torch.equal(model.generate(ids, **options), twin.generate(ids, **options))
