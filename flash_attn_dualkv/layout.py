@@ -184,7 +184,7 @@ class SharedPromptLayout(SeparatelyPickled):
         if own is None or position_ids is None or position_ids.dim() > 2 or position_ids.numel() != len(own):
             return
         places = checks.address(own), checks.address(position_ids)
-        if None in places or _is_in_backward():
+        if None in places or is_in_backward():
             return
         is_own = places[0] == places[1] and position_ids.dtype == own.dtype
         if not is_own or (len(own) > 1 and position_ids.stride(-1) != own.stride(-1)):
@@ -218,7 +218,7 @@ class SharedPromptLayout(SeparatelyPickled):
                 raise SharedPromptLayoutError(checks.explain(name, number, getattr(self, name)))
 
 
-def _is_in_backward() -> bool:
+def is_in_backward() -> bool:
     """Whether autograd runs a backward in this thread, which may compute a checkpointed layer again."""
     return torch._C._current_graph_task_id() != -1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from processes import run_ranks
-from tiny_models import MIXED, Samples, Tolerance, check_equal, check_gradients, dualkv, gradients, tiny_model
+from tiny_models import MIXED, Samples, Tolerance, check_equal, check_gradients, dualkv, gradients
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -32,10 +33,15 @@ class Setup:
     samples: Samples
     wrappers: list[str]
     shape: dict[str, Any] = field(default_factory=dict)
+    # The function that makes the model, as module:name, and the model's type.
+    make: str = "tiny_models:tiny_model"
+    name: str = "qwen3"
 
     def model(self, rank: int, dtype: torch.dtype) -> Any:
         """As `from_pretrained` makes it: what is no parameter, the frequencies of RoPE, stays float32."""
-        model = tiny_model("qwen3", dtype=torch.float32, **self.shape).to(self.device(rank)).train()
+        module, function = self.make.split(":")
+        make = getattr(importlib.import_module(module), function)
+        model = make(self.name, dtype=torch.float32, **self.shape).to(self.device(rank)).train()
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         return model

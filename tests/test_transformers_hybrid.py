@@ -133,7 +133,7 @@ def test_mutants_differ(name: str, function: str, mutant: Any, monkeypatch: pyte
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_response_does_not_see_the_others(name: str) -> None:
-    """Other tokens in one response: all others stay equal to the last bit, and so do the gradients of a loss on them."""
+    """Other tokens in one response: all others stay equal to the last bit, and the gradients of a loss on them too."""
     model = hybrid_model(name, torch.float32)
     changed = Samples(RAGGED.prompts, [list(one) for one in RAGGED.responses])
     index = max(range(len(RAGGED)), key=lambda one: len(RAGGED.responses[one]))

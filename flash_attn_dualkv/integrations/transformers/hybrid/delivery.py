@@ -1,9 +1,10 @@
 """How a layout reaches the layers of a hybrid model that mix tokens, and the proof that each has used it.
 
 Model files hand keyword arguments on to their decoder layers, but not all do so to the convolutions and recurrences
-inside. A hook on each decoder layer keeps the layout while the layer runs. Layers run once more when activations are
-recomputed, in the backward, when nothing around the forward is there any longer: what a hook finds among the arguments
-of the layer itself is there both times.
+inside: a hook on each decoder layer keeps the layout while the layer runs. Layers run once more when activations are
+recomputed, in the backward, when nothing around the forward is there any longer; what is among the arguments of the
+layer itself is there both times. Older versions of transformers run the hooks of a layer again as well; newer ones do
+not, and there the layout must be among the arguments of the convolution or recurrence.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ....checks import explain
 from ....errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
-from ....layout import SharedPromptLayout
+from ....layout import SharedPromptLayout, is_in_backward
 from ...ulysses import UlyssesLayout
 from .. import guard
 from . import mixers
@@ -45,18 +46,19 @@ _WITH_LAYOUT: dict[str, Callable[..., Any]] = {
     SCAN: mixers.mamba2_scan,
     FUSED_SCAN: mixers.no_fused_scan,
 }
+# Whether activation checkpointing runs a layer with its hooks again.
+_RECOMPUTES_HOOKS = "__call__" in vars(GradientCheckpointingLayer)
 _CACHES = ("cache_params", "past_key_values", "past_key_value")
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Running:
-    """A decoder layer or a mixer inside that runs in this thread."""
+    """A decoder layer or a layer inside that mixes tokens, while it runs in this thread."""
 
     module: nn.Module
     layout: SharedPromptLayout | None
     outer: _Running | None
-    functions: tuple[str, ...] = ()  # of a mixer, which it must call
-    called: set[str] = field(default_factory=set)
+    called: set[str] | None = None  # functions that a layer which mixes tokens has called
 
 
 _running: ContextVar[_Running | None] = ContextVar("dualkv_running_layer", default=None)
@@ -65,34 +67,33 @@ _running: ContextVar[_Running | None] = ContextVar("dualkv_running_layer", defau
 def install(model: nn.Module, family: Family) -> None:
     """Let the layers of a model take layouts, once. Without a layout they compute what they did before."""
     file = family.file
+    kind = getattr(file, family.mixer)
+    if not hasattr(kind.forward, "dualkv_stock"):
+        kind.forward = _forward_with_layout(kind.forward, family.functions)
     if family.is_global:
         for name in (*family.functions, FUSED_SCAN):
             stock = getattr(file, name, None)
             if stock is not None and not isinstance(stock, MixerFunction):
                 setattr(file, name, MixerFunction(name, stock))
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            _hook(module, _enter_layer, _leave)
-    for _, module in mixers_of(model, family):
-        if not family.is_global:
+    else:
+        for _, module in mixers_of(model, family):
             for name in family.functions:
                 stock = getattr(module, ATTRIBUTES[name])
                 if not isinstance(stock, MixerFunction):
                     setattr(module, ATTRIBUTES[name], MixerFunction(name, stock or _causal_conv1d))
-        _hook(module, functools.partial(_enter_mixer, family.functions), _leave)
-
-
-def _hook(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    if after not in module._forward_hooks.values():
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        # At the end of all that wrappers do, and after an error too.
-        module.register_forward_hook(after, always_call=True)
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and _leave_layer not in module._forward_hooks.values():
+            module.register_forward_pre_hook(_enter_layer, with_kwargs=True)
+            module.register_forward_hook(_leave_layer, always_call=True)
 
 
 def check_running(attention: nn.Module) -> None:
     """SharedPromptLayoutError if an attention layer of a hybrid model got a layout that the other layers will not."""
     config = getattr(attention, "config", None)
-    if family_of(config) is not None and _running.get() is None:
+    if family_of(config) is None or is_in_backward():
+        return
+    running = _running.get()
+    if running is None or not _holds(running.module, attention):
         expected = "a hybrid model's layout through shared_prompt_forward, or a model that has install_layout_hook"
         raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, "a plain forward of the model"))
 
@@ -107,7 +108,7 @@ class MixerFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = _running.get()
-        if running is None or running.layout is None or not running.functions:
+        if running is None or running.layout is None or running.called is None:
             return self.dualkv_stock(*args, **kwargs)
         running.called.add(self.name)
         return _compute(self.name, self.dualkv_stock, running.layout, args, kwargs)
@@ -124,12 +125,54 @@ def _enter_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     _running.set(_Running(module, kwargs.get("shared_prompt_layout"), _running.get()))
 
 
-def _enter_mixer(functions: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    outer = _running.get()
-    layout = outer.layout if outer is not None else None
+def _leave_layer(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    running = _running.get()
+    if running is not None and running.module is module:  # else another hook has ended the forward before it began
+        _running.set(running.outer)
+
+
+def _forward_with_layout(stock: Callable[..., Any], functions: tuple[str, ...]) -> Callable[..., Any]:
+    """The forward of a class whose layers mix tokens, for all models of its file: with a layout, if there is one."""
+
+    @functools.wraps(stock)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        outer = _running.get()
+        layout = _layout_of(self, kwargs, outer)
+        called: set[str] = set()
+        _running.set(_Running(self, layout, outer, called))
+        try:
+            output = stock(self, *args, **kwargs)
+        finally:
+            _running.set(outer)
+        if layout is not None:
+            missing = [name for name in functions if name not in called]
+            if missing:
+                expected = f"a forward that calls {' and '.join(missing)} of its model file"
+                got = "one that does not: its tokens were mixed without the layout"
+                raise SharedPromptLayoutError(explain(type(self).__name__, expected, got))
+            guard.consume(self, layout)
+        return output
+
+    forward.dualkv_stock = stock  # type: ignore[attr-defined]
+    return forward
+
+
+def _layout_of(mixer: nn.Module, kwargs: dict[str, Any], outer: _Running | None) -> SharedPromptLayout | None:
+    """The layout with which a layer runs, among its arguments or of the decoder layer that it lies in."""
+    layout: SharedPromptLayout | None = kwargs.get("shared_prompt_layout")
+    # PyTorch runs no hooks after Ctrl-C: what it found running then may be another model.
+    if layout is None and outer is not None and outer.layout is not None and _holds(outer.module, mixer):
+        layout = outer.layout
+        if not _RECOMPUTES_HOOKS and getattr(outer.module, "gradient_checkpointing", False):
+            expected = "a decoder layer that hands it on, for activation checkpointing"
+            raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, type(outer.module).__name__))
     if layout is not None:
         _check_call(layout, kwargs)
-    _running.set(_Running(module, layout, outer, functions))
+    return layout
+
+
+def _holds(module: nn.Module, other: nn.Module) -> bool:
+    return any(one is other for one in module.modules())
 
 
 def _check_call(layout: SharedPromptLayout, kwargs: dict[str, Any]) -> None:
@@ -138,22 +181,6 @@ def _check_call(layout: SharedPromptLayout, kwargs: dict[str, Any]) -> None:
         raise SharedPromptUnsupportedError(explain("shared_prompt_layout", expected, "one that ranks divide"))
     if any(kwargs.get(name) is not None for name in _CACHES):
         raise SharedPromptError(explain("use_cache", "False with a shared prompt in a hybrid model", True))
-
-
-def _leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    running = _running.get()
-    if running is None or running.module is not module:  # another hook has ended the forward before it began
-        return
-    _running.set(running.outer)
-    # Without an output the forward has raised, or a recomputation has all that it wanted.
-    if running.layout is None or not running.functions or output is None:
-        return
-    missing = [name for name in running.functions if name not in running.called]
-    if missing:
-        expected = f"a forward that calls {' and '.join(missing)} of its model file"
-        got = "one that does not: its tokens were mixed without the layout"
-        raise SharedPromptLayoutError(explain(type(module).__name__, expected, got))
-    guard.consume(module, running.layout)
 
 
 def _causal_conv1d(
