@@ -31,7 +31,7 @@ _LATENT = dict(
     layer_types=["linear_attention", "full_attention"], mlp_layer_types=["dense", "sparse"],
 )  # fmt: skip
 _CONVOLUTION = dict(layer_types=["conv", "full_attention"], conv_L_cache=3)
-_OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(shared_expert_intermediate_size=16, **_DELTA_NET, **_EXPERTS),
     "qwen3_5_text": _DELTA_NET,
     "qwen3_5_moe_text": dict(shared_expert_intermediate_size=16, **_DELTA_NET, **_EXPERTS),
@@ -59,7 +59,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": dict(num_experts_per_token=4, num_expert_group=1, **_LATENT, **_EXPERTS),
 }  # fmt: skip
 # Those that this version of transformers lets hand states on.
-HYBRIDS = [name for name in _OPTIONS if name in transformers.CONFIG_MAPPING and FAMILIES[name].refusal() is None]
+HYBRIDS = [name for name in OPTIONS if name in transformers.CONFIG_MAPPING and FAMILIES[name].refusal() is None]
 # Of each kind of layer one.
 KINDS = [name for name in ("qwen3_5_text", "kimi_linear", "bamba", "lfm2") if name in HYBRIDS] or ["qwen3_next"]
 
@@ -75,7 +75,7 @@ def hybrid_model(name: str, dtype: torch.dtype = torch.float64, attention: str =
     """A causal LM with random parameters, the same ones in every call, in eval mode; its states forget slowly."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        config = transformers.AutoConfig.for_model(name, **{**COMMON, **_OPTIONS[name], **options})
+        config = transformers.AutoConfig.for_model(name, **{**COMMON, **OPTIONS[name], **options})
         # Experts are multiplied by kernels that have no float64.
         choices = dict(experts_implementation="eager") if VERSION >= (5, 0) else {}
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, **choices)

@@ -216,12 +216,12 @@ def test_layers_are_counted_from_one(layers):
 @pytest.mark.parametrize(
     ("model_type", "options", "message"),
     [
-        ("qwen3_next", {}, "layer_types: .*linear_attention"),
+        ("minimax", {}, "layer_types: .*linear_attention"),
         ("llama4_text", {}, "layer_types: .*chunked_attention"),
-        ("lfm2", dict(full_attn_idxs=[0], num_hidden_layers=3), "layer_types: .*conv"),
         ("jamba", {}, "layer_types: .*(mamba|linear_attention)"),
         ("mamba", {}, "linear_attention|a transformer with attention heads"),
-        ("falcon_h1", {}, "hybrid|mamba_d_ssm"),
+        ("mamba2", {}, "linear_attention|a transformer with attention heads"),
+        ("zamba", {}, "layer_types: .*(hybrid|mamba)"),
         ("recurrent_gemma", {}, "layer_types: .*(recurrent|linear_attention)"),
         ("bart", {}, "decoder-only"),
     ],
@@ -259,7 +259,7 @@ def test_bidirectional_masks_are_refused():
 @pytest.mark.parametrize(
     ("model_type", "options", "message"),
     [
-        ("lfm2", dict(full_attn_idxs=[0]), "conv"),
+        ("jamba", {}, "mamba|linear_attention"),
         ("roberta", {}, "positions that begin at 0|a forward that takes .*logits_to_keep"),
         ("bart", {}, "a backbone whose forward takes position_ids|a forward that takes"),  # it counts rows by itself
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hybrid_models import OPTIONS as HYBRID_OPTIONS
 from tiny_models import COMMON, Samples, check_equal, dualkv, replicated_logps, stock_twin, transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -28,7 +29,8 @@ def any_model(model_type: str, **options):
     """A model, or a skip: some configurations want to be told more."""
 
     def make():
-        config = transformers.AutoConfig.for_model(model_type, **OPTIONS, **options)
+        own = HYBRID_OPTIONS.get(model_type, {})
+        config = transformers.AutoConfig.for_model(model_type, **{**OPTIONS, **own, **options})
         return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dualkv")
 
     try:
