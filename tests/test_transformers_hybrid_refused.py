@@ -189,6 +189,19 @@ def test_versions_without_functions_to_stand_for_are_refused(monkeypatch: pytest
         dualkv.check_supported(tiny_model("llama").config)
 
 
+def test_layers_of_other_libraries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They replace a layer's forward for all models, as verl does Qwen3.5's, and mix tokens in ways of their own."""
+    model = hybrid_model(NAME, torch.float32)
+    dualkv.check_supported(model.config)
+
+    def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        return hidden_states
+
+    monkeypatch.setattr(type(mixer_of(model)), "forward", forward)
+    with pytest.raises(SharedPromptError, match=f"one whose forward is that of {__name__}"):
+        dualkv.check_supported(model.config)
+
+
 @pytest.mark.skipif(VERSION >= (5, 15), reason="these models can hand states on")
 @pytest.mark.parametrize("name", ["bamba", "falcon_h1", "lfm2", "granitemoehybrid"])
 def test_older_versions_are_refused(name: str) -> None:

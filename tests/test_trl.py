@@ -15,6 +15,7 @@ import pytest
 import tiny_trl
 import torch
 import trl
+from hybrid_models import HYBRIDS, hybrid_model
 from tiny_models import check_equal, check_gradients, gradients, tiny_config, tiny_model
 from tiny_trl import StockInGroups, check_parameters, check_runs, model_on_disk, score, shared, train, trainer
 from torch import Tensor
@@ -245,6 +246,17 @@ def test_one_forward(case: str, tmp_path: Path) -> None:
     compare(stock, ours, ids, mask, width, **options)
     assert not ours._sharing.tally.fallbacks
     assert ours._sharing.tally.calls == 2 * -(-len(ids) // options.get("batch_size", len(ids)))
+
+
+@pytest.mark.parametrize("family", [name for name in ("qwen3_5_text", "bamba", "lfm2") if name in HYBRIDS])
+def test_hybrid_models(family: str, tmp_path: Path) -> None:
+    """States and convolutions of a prompt are handed on; under activation checkpointing, which is TRL's default."""
+    stock, ours = (
+        trainer(cls, hybrid_model(family, torch.float32, attention="sdpa"), tmp_path) for cls in (trl.GRPOTrainer, GRPO)
+    )
+    compare(stock, ours, *batch([(9, [5, 9, 3]), (12, [1, 7])]))
+    assert ours._sharing.tally.calls == 2
+    assert not ours._sharing.tally.fallbacks
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -104,6 +104,11 @@ def kernels_lack(config: Any) -> str | None:
     return f"a head dim of {head_dim}" if head_dim > MAX_HEAD_DIM or head_dim % 8 else None
 
 
+def is_hybrid(config: Any) -> bool:
+    """Whether a supported model has layers that carry something along the sequence, beside attention."""
+    return family_of(text_config(config)) is not None
+
+
 def num_mixing_layers(model: Any) -> int:
     """How many layers of a supported model must get the layout: all that mix tokens.
 

@@ -26,7 +26,7 @@ from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
 from ..transformers import expect_shared_prompt, install_layout_hook, wrap
 from ..transformers.forward import causal_lm_of
-from ..transformers.support import check_noise, kernels_lack, num_mixing_layers, text_config
+from ..transformers.support import check_noise, is_hybrid, kernels_lack, num_mixing_layers, text_config
 from ..ulysses import UlyssesLayout
 from .micro_batches import Lengths, Plan, grouped_micro_batches, pack_micro_batch, why_not
 from .options import Options
@@ -73,6 +73,8 @@ class _SharedPrompts:
 
     def _attach(self, module: Any) -> str | None:
         """Let the model take layouts; or why it does not."""
+        if self.ulysses_sequence_parallel_size > 1 and is_hybrid(module.config):
+            return "a layer that carries a state along the sequence needs the whole row on one GPU (no Ulysses)"
         try:
             wrap([text_config(module.config)._attn_implementation])
             install_layout_hook(module)

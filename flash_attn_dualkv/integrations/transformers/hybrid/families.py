@@ -61,6 +61,11 @@ class Family:
 
     def refusal(self) -> tuple[str, str] | None:
         """What is expected and what there is, if this version of transformers cannot hand states on."""
+        # Libraries that replace it have their own ways to mix tokens.
+        kind = getattr(self.file, self.mixer, None)
+        owner = self.file.__name__ if kind is None else kind.forward.__module__
+        if owner != self.file.__name__:
+            return f"the {self.mixer} of transformers", f"one whose forward is that of {owner}"
         if self.is_global or (self.has_attributes and hasattr(self.file, DELTA_RULE)):
             return None
         expected = f"transformers 5.17 or newer, whose {self.mixer} can be given the state of a prompt"

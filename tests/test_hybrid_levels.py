@@ -1,0 +1,182 @@
+"""What layers carry along the sequence, handed on through random forests: against each path by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("transformers", "4.57", reason="needs transformers 4.57 or newer")
+
+from flash_attn_dualkv import SharedPromptLayout, pack_shared_prompts
+from flash_attn_dualkv.integrations.transformers.hybrid import mixers, rows
+from flash_attn_dualkv.integrations.transformers.hybrid.levels import levels_of, tails_of
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> SharedPromptLayout:
+    """Trees of any depth, with nodes that have no rows, and padding."""
+    count = draw(st.integers(1, 12))
+    parents: list[int] = []
+    for index in range(count):
+        path = [-1]  # depth-first order: a node continues one on the path of the node before it
+        above = index - 1
+        while above >= 0:
+            path.append(above)
+            above = parents[above]
+        parents.append(draw(st.sampled_from(path)))
+    lens = draw(st.lists(st.integers(0, 6), min_size=count, max_size=count))
+    lens[draw(st.integers(0, count - 1))] += 1
+    return SharedPromptLayout.from_tree(lens, parents, pad=draw(st.integers(0, 2)))
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> SharedPromptLayout:
+    """Prompts and responses, of which some are empty; prompts of one token have empty contexts."""
+    prompts, responses, ids = [], [], []
+    for group in range(draw(st.integers(1, 4))):
+        prompt = [0] * draw(st.integers(1, 6))
+        for _ in range(draw(st.integers(1, 3))):
+            prompts.append(prompt)
+            responses.append([0] * draw(st.integers(0, 5)))
+            ids.append(group)
+    options = dict(boundary=draw(st.sampled_from(["replicate", "gather"])), pad_to_multiple_of=draw(st.integers(1, 3)))
+    return pack_shared_prompts(prompts, responses, group_ids=ids, **options).layout
+
+
+def paths(layout: SharedPromptLayout) -> list[tuple[list[int], list[int]]]:
+    """(rows above, own rows) of each node, from the table that attention reads."""
+    whole: list[list[int]] = []
+    found = []
+    for begin, length, *_, parent, _ in layout.nodes.tolist():
+        above = whole[parent] if parent >= 0 else []
+        own = list(range(begin, begin + length))
+        whole.append([*above, *own])
+        found.append((above, own))
+    return found
+
+
+def node_by_node(layout: SharedPromptLayout, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `compute` makes of each path by itself, in the rows of its last node."""
+    out = torch.zeros_like(x)
+    for above, own in paths(layout):
+        if own:
+            out = out.index_put((torch.tensor(own),), compute(x[[*above, *own]])[len(above) :])
+    return out
+
+
+def check(layout: SharedPromptLayout, compute: Callable[[Tensor], Tensor], ours: Callable[[Tensor], Tensor]) -> None:
+    """Values and gradients of all rows but padding."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(layout.num_tokens, 3, dtype=torch.float64, generator=generator).requires_grad_()
+    weights = torch.randn(x.shape, dtype=torch.float64, generator=generator)
+    weights[layout.num_tokens - layout.pad :] = 0
+    expected = node_by_node(layout, x, compute)
+    (gradient,) = torch.autograd.grad((expected * weights).sum(), x)
+    got = ours(x)
+    (got_gradient,) = torch.autograd.grad((got * weights).sum(), x)
+    end = layout.num_tokens - layout.pad
+    assert torch.allclose(got[:end], expected[:end], rtol=0, atol=1e-12)
+    assert torch.allclose(got_gradient, gradient, rtol=0, atol=1e-12)
+
+
+def causal_convolution(x: Tensor, weight: Tensor) -> Tensor:
+    """(1, C, T), weight (C, K) -> (1, C, T)."""
+    return torch.nn.functional.conv1d(x, weight[:, None], padding=weight.shape[1] - 1, groups=len(weight))[
+        :, :, : x.shape[2]
+    ]
+
+
+def scan(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """(n, L, C), states (n, C) -> (n, L, C), states behind: not linear, so that no part can stand for another."""
+    outs = []
+    for one in x.unbind(1):
+        state = torch.tanh(0.7 * state + one) * (one != 0).any(-1, keepdim=True) + state * (one == 0).all(
+            -1, keepdim=True
+        )
+        outs.append(state)
+    return torch.stack(outs, 1), state
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=st.one_of(forests(), groups()), width=st.integers(1, 5))
+def test_convolutions(layout: SharedPromptLayout, width: int) -> None:
+    weight = torch.randn(3, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    check(
+        layout,
+        lambda x: causal_convolution(x.T[None], weight)[0].T,
+        lambda x: mixers.convolution(causal_convolution, layout, x.T[None], weight)[0].T,
+    )
+
+
+@pytest.mark.parametrize("package", ["transformers", "fla"])
+@settings(max_examples=60, deadline=None)
+@given(layout=st.one_of(forests(), groups()))
+def test_recurrences(package: str, layout: SharedPromptLayout) -> None:
+    """Sequences padded to one length, and one after the other with the offsets of each."""
+    calls = []
+
+    def stock(q: Any, k: Any, v: Tensor, *, g: Any, beta: Any, initial_state: Any, output_final_state: bool,
+              cu_seqlens: Any = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        calls.append(output_final_state)
+        assert (cu_seqlens is not None) == (package == "fla")
+        parts = list(v) if cu_seqlens is None else [v[0, i:j] for i, j in pairwise(cu_seqlens)]
+        states = torch.zeros(len(parts), 3, dtype=v.dtype) if initial_state is None else initial_state
+        assert len(states) == len(parts) and min(map(len, parts)) > 0
+        outs, last = zip(*(scan(part[None], state[None]) for part, state in zip(parts, states)))
+        together = torch.stack([one[0] for one in outs]) if cu_seqlens is None else torch.cat(outs, 1)
+        return together, torch.cat(last) if output_final_state else None
+
+    stock.__module__ = f"{package}.ops"
+
+    def ours(x: Tensor) -> Tensor:
+        zeros = x.new_zeros(1, len(x), 1)
+        out, state = mixers.gated_delta_rule(stock, layout, zeros, zeros, x[None], g=zeros, beta=zeros)
+        assert state is None
+        return out[0]
+
+    check(layout, lambda x: scan(x[None], x.new_zeros(1, 3))[0][0], ours)
+    # All that have no children come last, in one call.
+    assert calls == sorted(calls, reverse=True) and calls.count(False) == 1
+
+
+def test_prompts_and_responses_are_two_calls_without_a_copy() -> None:
+    layout = pack_shared_prompts([[0] * 5] * 3 + [[1] * 4] * 2, [[0] * 3, [0], [0] * 2, [0] * 4, [0]]).layout
+    levels = levels_of(layout, CPU)
+    assert levels.order is None and len(levels.levels) == 2
+    contexts, responses = levels.levels
+    assert contexts.has_children and contexts.parents is None and not responses.has_children
+    assert responses.parents is not None and responses.parents.tolist() == [0, 0, 0, 1, 1]
+    assert responses.children is not None and responses.children.tolist() == [3, 2]
+    assert responses.cu_seqlens.tolist() == [0, 4, 6, 9, 14, 16]
+    assert levels_of(layout, CPU) is levels  # for all layers
+
+
+def test_gradients_are_summed_in_float32() -> None:
+    """Of thousands of responses in 16 bits: a sum in 16 bits would stop growing."""
+    count = 4000
+    layout = pack_shared_prompts([[0] * 9] * count, [[0]] * count, boundary="gather").layout
+    tails = tails_of(layout, 3, CPU)
+    x = torch.zeros(layout.num_tokens, 1, dtype=torch.bfloat16, requires_grad=True)
+    rows.insert_tails(x, tails).sum().backward()
+    assert x.grad is not None
+    rounded = float(torch.tensor(count + 1.0).bfloat16())
+    assert x.grad[6:9, 0].tolist() == [rounded] * 3
+    states = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    rows.hand_on(states, torch.zeros(count, dtype=torch.int64), torch.tensor([count])).sum().backward()
+    assert states.grad is not None
+    assert states.grad.tolist() == [[float(torch.tensor(float(count)).bfloat16())] * 2]
+
+
+def test_a_row_of_padding_only() -> None:
+    layout = SharedPromptLayout.from_tree([0], [-1], pad=3)
+    with pytest.raises(ValueError, match="a row with tokens"):
+        mixers._by_levels(layout, [torch.zeros(1, 3, 2)], lambda *_: (torch.zeros(0), None))
