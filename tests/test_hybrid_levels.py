@@ -148,6 +148,24 @@ def test_recurrences(package: str, layout: SharedPromptLayout) -> None:
     assert calls == sorted(calls, reverse=True) and calls.count(False) == 1
 
 
+@pytest.mark.parametrize("package", ["transformers", "mamba_ssm"])
+def test_step_sizes(package: str) -> None:
+    """As the scan would compute them: a model file in the model's type, the package's kernels in float32."""
+
+    def stock(*_: Any) -> None: ...
+
+    stock.__module__ = f"{package}.ops"
+    generator = torch.Generator().manual_seed(0)
+    dt, bias = (torch.randn(n, generator=generator).bfloat16() for n in ((1, 5, 2), (2,)))
+    given: dict[str, Any] = dict(dt_bias=bias, dt_softplus=True, dt_limit=(0.5, 1.5), chunk_size=4)
+    dtype = torch.float32 if package == "mamba_ssm" else torch.bfloat16
+    got = mixers._step_sizes(stock, dt, given)
+    assert given == dict(chunk_size=4)
+    assert torch.equal(got, torch.nn.functional.softplus(dt.to(dtype) + bias.to(dtype)).clamp(0.5, 1.5))
+    assert got.dtype == dtype
+    assert torch.equal(mixers._step_sizes(stock, dt, {}), dt.to(dtype).clamp(min=0))
+
+
 def test_prompts_and_responses_are_two_calls_without_a_copy() -> None:
     layout = pack_shared_prompts([[0] * 5] * 3 + [[1] * 4] * 2, [[0] * 3, [0], [0] * 2, [0] * 4, [0]]).layout
     levels = levels_of(layout, CPU)

@@ -12,6 +12,7 @@ from test_transformers_hybrid import alone, shared, weights_of
 from test_transformers_tree import SEQUENCES
 from tiny_models import (
     MIXED,
+    Samples,
     check_equal,
     check_gradients,
     dualkv,
@@ -97,14 +98,15 @@ def test_autocast(name: str) -> None:
     assert 0 < (got - exact).abs().max() <= 1.5 * (stock - exact).abs().max()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", KINDS)
-def test_16_bit_models(name: str) -> None:
+def test_16_bit_models(name: str, device: str) -> None:
     """Gradients too: many responses read one prompt's last inputs and its state."""
-    samples = type(RAGGED).random([(20, [6] * 16)])
-    model = hybrid_model(name, torch.bfloat16)
+    samples = Samples.random([(20, [6] * 16)])
+    model = hybrid_model(name, torch.bfloat16).to(device)
     exact, exact_gradients = alone(copy.deepcopy(model).float(), samples)
     stock, stock_gradients = alone(model, samples)
-    got, got_gradients = shared(model, samples.pack())
+    got, got_gradients = shared(model, samples.pack(device=device))
     assert (got - exact).abs().max() <= 1.5 * (stock - exact).abs().max()
     for parameter, one in exact_gradients.items():
         error, stock_error = ((found[parameter].float() - one).norm() for found in (got_gradients, stock_gradients))

@@ -26,12 +26,14 @@ class Tails:
     Attributes:
         own: (T,) int64, where each packed row lies.
         copies: (c,) int64, rows in front of segments, in the order of what they are copies of.
-        sources: (u,) int64, the packed rows that are copied, ascending; counts: (u,) int64, how often.
+        copied: (c,) int64, the packed row of each.
+        sources: (u,) int64, the packed rows that are copied, once each; counts: (u,) int64, how often.
         total: rows E. Those that are neither own nor copies are zero: there is nothing in front of a sequence.
     """
 
     own: Tensor
     copies: Tensor
+    copied: Tensor
     sources: Tensor
     counts: Tensor
     total: int
@@ -132,13 +134,13 @@ def _tails(
         places.append(place)
         place += length
     pairs.sort()
-    copied: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for source, _ in pairs:
-        copied[source] = copied.get(source, 0) + 1
-    short = [ints(one, torch.int64) for one in ([copy for _, copy in pairs], copied, copied.values())]
+        counts[source] = counts.get(source, 0) + 1
+    host = [[copy for _, copy in pairs], [source for source, _ in pairs], counts, counts.values()]
     own = _runs(places, [length for _, length, _ in segments])
-    own, copies, sources, counts = to_device([own, *short], (), device)
-    return Tails(own, copies, sources, counts, place)
+    rows_of = to_device([own, *(ints(one, torch.int64) for one in host)], (), device)
+    return Tails(rows_of[0], rows_of[1], rows_of[2], rows_of[3], rows_of[4], total=place)
 
 
 @functools.lru_cache(maxsize=16)

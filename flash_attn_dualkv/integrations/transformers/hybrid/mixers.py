@@ -44,17 +44,18 @@ def gated_delta_rule(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwa
     (*inputs, g, beta), kwargs = _positional(args, kwargs, *names)
     _check_unused("linear attention", kwargs, "cu_seqlens", "initial_state", "seq_idx", "output_final_state")
     implementation = implementation_of(stock)
-    is_fla = _package(implementation) == "fla"
-    if is_fla and "cu_seqlens" not in inspect.signature(implementation).parameters:
-        is_fla = False
+    options = inspect.signature(implementation).parameters if _package(implementation) == "fla" else {}
+    is_fla = "cu_seqlens" in options
     if is_fla and torch.is_grad_enabled() and g.dim() == 3:  # decay of a head; that of channels has other kernels
         check_gated_backward(g.device)
 
     def packed(level: Level, rows: Sequence[Tensor], states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         q, k, v, g, beta = (one[None] for one in rows)
+        # With the offsets on the host as well, it need not wait for the GPU.
+        host = dict(cu_seqlens_cpu=level.cu_seqlens_host) if "cu_seqlens_cpu" in options else {}
         out, last = stock(
             q, k, v, g=g, beta=beta, initial_state=states, output_final_state=level.has_children,
-            cu_seqlens=level.cu_seqlens, **kwargs,
+            cu_seqlens=level.cu_seqlens, **host, **kwargs,
         )  # fmt: skip
         return out[0], last
 

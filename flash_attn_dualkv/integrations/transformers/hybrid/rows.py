@@ -73,7 +73,7 @@ class _InsertTails(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, tails: Tails) -> Tensor:
         ctx.tails = tails
         out = values.new_zeros(tails.total, values.shape[1]).index_copy_(0, tails.own, values)
-        return out.index_copy_(0, tails.copies, values.index_select(0, tails.sources.repeat_interleave(tails.counts)))
+        return out.index_copy_(0, tails.copies, values.index_select(0, tails.copied))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
