@@ -41,15 +41,24 @@ FOLLOWED = read_mutants("""
 # csrc/sm90/tile.h: all lanes say so
 - if (lane == 0) ptx::mbarrier_arrive(empty());
 + ptx::mbarrier_arrive(empty());
-# csrc/sm90/backward.h: warpgroups wait for each other
-- ptx::named_barrier_arrive(kBarrierWarpgroup + group, kWarpgroup);
-+ ptx::named_barrier_sync(kBarrierWarpgroup + group, kWarpgroup);
+# csrc/sm90/tile.h: what warps write is there when all lanes say so
+- if (lane == 0) ptx::mbarrier_arrive(full());
++ ptx::mbarrier_arrive(full());
+# csrc/sm90/backward.h: dS is ready when all lanes say so
+- ds_ready(buffer).init(kConsumerWarps, kConsumerWarps);
++ ds_ready(buffer).init(kConsumerWarps, kConsumerWarps * 32);
+# csrc/sm90/backward.h: warpgroups wait for the warp that sends dQ
+- ptx::named_barrier_arrive(kBarrierStaged + group, kWarpgroup + 32);
++ ptx::named_barrier_sync(kBarrierStaged + group, kWarpgroup + 32);
+# csrc/sm90/backward.h: turns are passed when all lanes say so
+- ptx::mbarrier_init(turn(group), 4);
++ ptx::mbarrier_init(turn(group), 128);
+# csrc/sm90/backward.h: all lanes say so
+- if (lane == 0) ptx::mbarrier_arrive(shared.turn(group ^ 1));
++ ptx::mbarrier_arrive(shared.turn(group ^ 1));
 # csrc/sm90/backward_wide.h: probabilities are ready when all lanes say so
 - probabilities_ready(buffer).init(4, 4);
 + probabilities_ready(buffer).init(4, 128);
-# csrc/sm90/backward_wide.h: all lanes say so
-- if (lane == 0) ptx::mbarrier_arrive(ready.full());
-+ ptx::mbarrier_arrive(ready.full());
 """)
 
 # --- the matrix -------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@
 // The transposed form makes P^T and dS^T register operands of dV and dK; only dS passes through shared memory, because
 // dQ sums over both warpgroups' keys. dQ leaves by a bulk reduction into an fp32 buffer in fragment order.
 //
-// The loop is rotated, so that the tensor cores have work while a warpgroup does arithmetic: S of the next step is
-// issued before dQ of this one is stored, and dP of the next step and dK of this one run during the exponentials.
-// README.md has a picture.
+// The loop is rotated, so that products of two steps are queued together, and dQ of a step is made one step later: then
+// no warpgroup waits for the dS of the other. The two take turns at issuing products: while one computes P and dS, the
+// tensor cores work for the other. README.md has a picture.
 #pragma once
 
 #include "ptx/stmatrix.h"
@@ -19,24 +19,58 @@ namespace dualkv::sm90 {
 
 template <class Config>
 struct BackwardShared : KvShared<Config> {
+  using KvShared<Config>::barrier;
+
   __device__ __forceinline__ uint32_t ds(int buffer) const {
     return this->base + Config::kOffsetDs + buffer * Config::TileDs::kBytes;
   }
   __device__ __forceinline__ uint32_t dq(int group) const {
     return this->base + Config::kOffsetDq + group * Config::kDqBytes;
   }
+
+  // dS of both warpgroups, between those that write it and those that make dQ of it: the same warps.
+  __device__ __forceinline__ Handshake ds_ready(int buffer) const { return {barrier(kFirst + 2 * buffer)}; }
+  // The reduction has read dQ of a warpgroup.
+  __device__ __forceinline__ uint32_t dq_read(int group) const { return barrier(kFirst + 2 * Config::kStagesDs + group); }
+  // It is a warpgroup's turn to issue products.
+  __device__ __forceinline__ uint32_t turn(int group) const {
+    return barrier(kFirst + 2 * Config::kStagesDs + Config::kConsumers + group);
+  }
+
+  __device__ __forceinline__ void init_barriers() const {
+    constexpr int kConsumerWarps = Config::kConsumers * 4;
+    for (int buffer = 0; buffer < Config::kStagesDs; ++buffer) ds_ready(buffer).init(kConsumerWarps, kConsumerWarps);
+    for (int group = 0; group < Config::kConsumers; ++group) {
+      ptx::mbarrier_init(dq_read(group), 1);
+      ptx::mbarrier_init(turn(group), 4);
+    }
+    KvShared<Config>::init_barriers();
+  }
+
+ private:
+  static constexpr int kFirst = 2 + 2 * (Config::kStagesQ + Config::kStagesDo);  // behind the barriers of KvShared
+  static_assert((kFirst + 2 * Config::kStagesDs + 2 * Config::kConsumers) * 8 <= Config::kBarrierBytes);
 };
 
 // One consumer warpgroup: 64 keys of the tile.
-template <typename T, class Config, bool kComputeDq>
-struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
-  using Base = KvWarpgroup<T, Config, BackwardShared<Config>>;
+template <typename T, class Config, bool kComputeDq, bool kSoftcap>
+struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>, kSoftcap> {
+  using Base = KvWarpgroup<T, Config, BackwardShared<Config>, kSoftcap>;
   using Base::block, Base::col0, Base::lane, Base::p, Base::row0, Base::shared, Base::steps, Base::steps_done;
   using Base::thread, Base::kBlockM, Base::kBlockN, Base::kHeadDim, Base::kConsumerThreads;
   using typename Base::TileK, typename Base::Statistic;
   using Base::issue_accumulate, Base::issue_dp, Base::issue_scores, Base::k_tile, Base::load_statistic, Base::mask;
   using TileDs = typename Config::TileDs;
-  static constexpr bool kSplitRows = Config::kSplitRows, kLateDk = Config::kLateDk;
+  using QState = PipelineState<Config::kStagesQ>;
+  using DoState = PipelineState<Config::kStagesDo>;
+  using DsState = PipelineState<Config::kStagesDs>;
+  static constexpr bool kSplitRows = Config::kSplitRows;
+  // Without dQ nobody waits for anybody: the warpgroups take no turns, and dK is issued behind S and dP of the next step.
+  // dS then stays in registers beside them, for which 128 queries a tile leave no room.
+  static constexpr bool kLateDk = !kComputeDq && kBlockM == 64;
+  // The first turn of the loop has no dQ to make. With 128 queries a tile two copies of the loop would spill: there it is
+  // made of whatever the buffer holds, and goes nowhere.
+  static constexpr bool kPeelsFirst = kBlockM == 64;
 
   const int group = this->first_key / 64;
 
@@ -45,8 +79,28 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
   typename Base::Operand probabilities, ds;
   float dq[Config::kDqCols / 8][4];
 
-  __device__ __forceinline__ void issue_dq(int buffer) {
-    const uint32_t a = shared.ds(buffer) + (kSplitRows ? group * TileDs::kPanelBytes : 0);
+  // The step at hand.
+  QState q;
+  DoState dout;
+  uint32_t flags;
+
+  __device__ __forceinline__ const FlaggedStep& step_of(const QState& state) const {
+    return steps[state.template place<Config::kSteps>()];
+  }
+  // Buffers of dS are as many as those of Q, or of dO.
+  __device__ __forceinline__ auto ds_state() const {
+    static_assert(Config::kStagesDs == Config::kStagesQ || Config::kStagesDs == Config::kStagesDo);
+    if constexpr (Config::kStagesDs == Config::kStagesQ) {
+      return q;
+    } else {
+      return dout;
+    }
+  }
+
+  // dQ of a step, once both warpgroups have written their dS.
+  __device__ __forceinline__ void issue_dq(const DsState& made) {
+    shared.ds_ready(made.stage).wait_full(made.phase);
+    const uint32_t a = shared.ds(made.stage) + (kSplitRows ? group * TileDs::kPanelBytes : 0);
     const uint32_t b = k_tile() + (kSplitRows ? 0 : group * (Config::kDqCols / 64) * TileK::kPanelBytes);
     ptx::wgmma_fence();
 #pragma unroll
@@ -83,23 +137,28 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
     }
   }
 
-  __device__ __forceinline__ void store_ds(int buffer) {
+  __device__ __forceinline__ void store_ds() {
+    const DsState made = ds_state();
+    shared.ds_ready(made.stage).wait_empty(made.phase);
     const int row = group * 64 + thread / 32 * 16 + lane % 16;
-    const uint32_t address = shared.ds(buffer) + TileDs::chunk_offset(row, lane / 16);
+    const uint32_t address = shared.ds(made.stage) + TileDs::chunk_offset(row, lane / 16);
 #pragma unroll
     for (int step = 0; step < kBlockM / 16; ++step) ptx::stmatrix_x4(TileDs::column(address, step), ds[step]);
   }
 
-  // Returns once dS of both warpgroups is in shared memory, and the reduction before has read the buffer of dQ.
-  __device__ __forceinline__ void exchange_ds() const {
+  // Tells both warpgroups of the dS that store_ds() wrote. Products are issued between the two calls: the fence waits for
+  // the writes, and meanwhile the tensor cores work.
+  __device__ __forceinline__ void announce_ds() {
     ptx::fence_async_proxy();
-    if (thread == 0) ptx::bulk_wait_read();
-    ptx::named_barrier_sync(kBarrierDs, kConsumerThreads);
+    shared.ds_ready(ds_state().stage).announce(lane);
   }
 
-  // Writes dQ of a step to shared memory, 16-byte chunks in fragment order.
-  __device__ __forceinline__ void stage_dq(const FlaggedStep& step, uint32_t flags) {
-    if (flags & FlaggedStep::kForeign) {
+  // Writes dQ of a step to shared memory, 16-byte chunks in fragment order, once the reduction before has read what was
+  // there.
+  __device__ __forceinline__ void stage_dq(const QState& state, const DsState& made) {
+    shared.ds_ready(made.stage).release(lane);
+    const FlaggedStep& step = step_of(state);
+    if (step.flags & FlaggedStep::kForeign) {
       // dS of foreign rows is zero, but K may hold what those rows must not see.
       const int first = step.first_row(kBlockM), end = step.end_row(kBlockM);
 #pragma unroll
@@ -113,27 +172,26 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
         }
       }
     }
+    ptx::mbarrier_wait(shared.dq_read(group), state.template place<Config::kSteps>() % 2 ^ 1);
     const uint32_t address = shared.dq(group) + thread * 16;
 #pragma unroll
     for (int j = 0; j < Config::kDqCols / 8; ++j) ptx::store_shared_float4(address + j * kWarpgroup * 16, dq[j]);
   }
 
-  // Adds the dQ that stage_dq() wrote to the sums of its query tile, by one bulk reduction a warpgroup. Products are
-  // issued between the two calls: the fence waits for the writes, and meanwhile the tensor cores work. Only the first
-  // warp waits for the other three; these write to the buffer again only behind exchange_ds(), which waits for the
-  // reduction.
-  __device__ __forceinline__ void send_dq(const FlaggedStep& step) {
+  // Hands dQ to the warp that adds it to the sums, or tells it that there is none. Products are issued between
+  // stage_dq() and this, as behind store_ds().
+  __device__ __forceinline__ void send_dq() const {
     ptx::fence_async_proxy();
-    if (thread >= 32) {
-      ptx::named_barrier_arrive(kBarrierWarpgroup + group, kWarpgroup);
-      return;
-    }
-    ptx::named_barrier_sync(kBarrierWarpgroup + group, kWarpgroup);
-    if (thread == 0) {
-      float* sum = p.dq_sum + int64_t{step.dq_tile} * (kBlockM * kHeadDim);
-      ptx::bulk_reduce_add(sum + group * (Config::kDqBytes / 4), shared.dq(group), Config::kDqBytes);
-      ptx::bulk_commit();
-    }
+    ptx::named_barrier_arrive(kBarrierStaged + group, kWarpgroup + 32);
+  }
+
+  // The first warpgroup begins, and in every step each waits for the other to have issued its first products.
+  __device__ __forceinline__ void take_turn() const {
+    ptx::mbarrier_wait(shared.turn(group), steps_done % 2 ^ group ^ 1);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(shared.turn(group ^ 1));
   }
 
   __device__ __forceinline__ void wait_kv() const {
@@ -144,17 +202,10 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
     ptx::named_barrier_sync(kBarrierZeroed, kConsumerThreads);
   }
 
-  __device__ __forceinline__ void run() {
-    PipelineState<Config::kStagesQ> q, next_q;
-    PipelineState<Config::kStagesDo> dout, next_dout;
-    int buffer = 0;
-    clear(dk);
-    clear(dv);
-    wait_kv();
-    shared.q_ready(q.stage).wait_full(q.phase);
-    if (!steps[q.stage].valid) return;
-    uint32_t flags = steps[q.stage].flags;
-    if (flags & FlaggedStep::kForeign) this->zero_foreign_rows(steps[q.stage], q.stage, dout.stage, dout.phase);
+  // P and dS of the first step; nothing else is in flight.
+  __device__ __forceinline__ void start() {
+    flags = steps[0].flags;
+    if (flags & FlaggedStep::kForeign) this->zero_foreign_rows(steps[0], q.stage, dout.stage, dout.phase);
     issue_scores(s, shared.q(q.stage));
     shared.dout_ready(dout.stage).wait_full(dout.phase);
     issue_dp(dp, shared.dout(dout.stage));
@@ -166,109 +217,162 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>> {
     load_statistic(delta, shared.delta(dout.stage));
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
-    mask(s, steps[q.stage]);
+    mask(s, steps[0]);
     differentiate(delta, shared.lse(q.stage));
     mask_ds();
     pack();
-    if (kComputeDq) store_ds(buffer);
+    if (kComputeDq) store_ds();
+  }
 
-    while (!(flags & FlaggedStep::kLast)) {
-      next_q = q;
-      next_q.advance();
-      next_dout = dout;
-      next_dout.advance();
-      issue_accumulate(dv, probabilities, shared.dout(dout.stage));
-      if (!kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
-      if (kComputeDq) {
-        exchange_ds();
-        issue_dq(buffer);
-      }
-      shared.q_ready(next_q.stage).wait_full(next_q.phase);
-      if (flags & FlaggedStep::kNextForeign) {
-        this->zero_foreign_rows(steps[next_q.stage], next_q.stage, next_dout.stage, next_dout.phase);
-      }
-      ptx::wgmma_wait<kComputeDq ? 1 : 0>();
-      shared.dout_ready(dout.stage).release(lane);
-      issue_scores(s, shared.q(next_q.stage));
-      Statistic lse, delta;
-      load_statistic(lse, shared.lse(next_q.stage));
-      if (kComputeDq) {
-        ptx::wgmma_wait<1>();
-        ptx::pin(dq);
-        stage_dq(steps[q.stage], flags);
-      }
-      shared.dout_ready(next_dout.stage).wait_full(next_dout.phase);
-      issue_dp(dp, shared.dout(next_dout.stage));
-      if (kComputeDq) send_dq(steps[q.stage]);
-      if (kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
-      if (!kLateDk) shared.q_ready(q.stage).release(lane);
-      const uint32_t next_flags = steps[next_q.stage].flags;
-      ptx::wgmma_wait<kLateDk ? 2 : 1>();
-      ptx::pin(s);
-      this->exponentiate(s, lse);
-      ptx::pin(s);
-      // The compiler moves nothing across this branch: else it would move the exponentials behind the wait for dP, and
-      // the two would no longer run at the same time.
-      if (flags & FlaggedStep::kNextMasked) mask(s, steps[next_q.stage]);
-      load_statistic(delta, shared.delta(next_dout.stage));
-      ptx::wgmma_wait<kLateDk ? 1 : 0>();
-      ptx::pin(dp);
-      differentiate(delta, shared.lse(next_q.stage));
-      if (flags & FlaggedStep::kNextMasked) mask_ds();
-      if (kLateDk) {
-        ptx::wgmma_wait<0>();
-        shared.q_ready(q.stage).release(lane);
-      }
-      pack();
-      buffer ^= 1;
-      if (kComputeDq) store_ds(buffer);
-      q = next_q;
-      dout = next_dout;
-      flags = next_flags;
-      ++steps_done;
+  // From one step to the next: dV and dK of the one, P and dS of the other and, if kMakesDq, dQ of the step before.
+  template <bool kMakesDq>
+  __device__ __forceinline__ void advance() {
+    const QState next_q = q.next();
+    const DoState next_dout = dout.next();
+    const bool leaves = kMakesDq && (kPeelsFirst || steps_done > 0);
+    if (kComputeDq) take_turn();
+    issue_accumulate(dv, probabilities, shared.dout(dout.stage));
+    if (!kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
+    if (kComputeDq) announce_ds();
+    if (kMakesDq) issue_dq(ds_state().previous());
+    shared.q_ready(next_q.stage).wait_full(next_q.phase);
+    if (kComputeDq) pass_turn();
+    if (flags & FlaggedStep::kNextForeign) {
+      this->zero_foreign_rows(step_of(next_q), next_q.stage, next_dout.stage, next_dout.phase);
     }
+    ptx::wgmma_wait<kMakesDq ? 1 : 0>();
+    shared.dout_ready(dout.stage).release(lane);
+    if (!kLateDk) shared.q_ready(q.stage).release(lane);
+    issue_scores(s, shared.q(next_q.stage));
+    Statistic lse, delta;
+    load_statistic(lse, shared.lse(next_q.stage));
+    if (kMakesDq) {
+      ptx::wgmma_wait<1>();
+      ptx::pin(dq);
+      if (leaves) stage_dq(q.previous(), ds_state().previous());
+    }
+    shared.dout_ready(next_dout.stage).wait_full(next_dout.phase);
+    issue_dp(dp, shared.dout(next_dout.stage));
+    if (leaves) send_dq();
+    if (kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
+    const uint32_t next_flags = step_of(next_q).flags;
+    ptx::wgmma_wait<kLateDk ? 2 : 1>();
+    ptx::pin(s);
+    this->exponentiate(s, lse);
+    ptx::pin(s);
+    // The compiler moves nothing across this branch: else it would move the exponentials behind the wait for dP, and
+    // the two would no longer run at the same time.
+    if (flags & FlaggedStep::kNextMasked) mask(s, step_of(next_q));
+    load_statistic(delta, shared.delta(next_dout.stage));
+    ptx::wgmma_wait<kLateDk ? 1 : 0>();
+    ptx::pin(dp);
+    differentiate(delta, shared.lse(next_q.stage));
+    if (flags & FlaggedStep::kNextMasked) mask_ds();
+    if (kLateDk) {
+      ptx::wgmma_wait<0>();
+      shared.q_ready(q.stage).release(lane);
+    }
+    pack();
+    ++steps_done;
+    q = next_q;
+    dout = next_dout;
+    flags = next_flags;
+    if (kComputeDq) store_ds();
+  }
+
+  // dV and dK of the last step, and dQ of the last two; the last of all stays in registers.
+  __device__ __forceinline__ void finish() {
     issue_accumulate(dv, probabilities, shared.dout(dout.stage));
     issue_accumulate(dk, ds, shared.q(q.stage));
     if (kComputeDq) {
-      exchange_ds();
-      issue_dq(buffer);
-      ptx::wgmma_wait<0>();
-      ptx::pin(dq);
-      stage_dq(steps[q.stage], flags);
-      send_dq(steps[q.stage]);
-      if (thread == 0) ptx::bulk_wait_read();  // shared memory must outlive its readers
+      announce_ds();
+      if (steps_done > 0) {
+        issue_dq(ds_state().previous());
+        ptx::wgmma_wait<0>();
+        ptx::pin(dq);
+        stage_dq(q.previous(), ds_state().previous());
+        send_dq();
+      }
+      issue_dq(ds_state());
     }
     ptx::wgmma_wait<0>();
     ptx::pin(dv);
     ptx::pin(dk);
+    if (kComputeDq) ptx::pin(dq);
   }
 
-  // Both go through this warpgroup's rows of V. Those of K will not do: the other warpgroup may still read them, for
+  __device__ __forceinline__ void run() {
+    clear(dk);
+    clear(dv);
+    wait_kv();
+    shared.q_ready(q.stage).wait_full(q.phase);
+    if (!steps[0].valid) {
+      if (kComputeDq) send_dq();
+      return;
+    }
+    start();
+    if (kComputeDq && kPeelsFirst && !(flags & FlaggedStep::kLast)) advance<false>();
+    while (!(flags & FlaggedStep::kLast)) advance<kComputeDq>();
+    finish();
+  }
+
+  // dK and dV go through this warpgroup's rows of V. Those of K will not do: the other warpgroup may still read them, for
   // dQ. The address is v_tile() and not shared.v(), with which ptxas spends 15 more instructions a step on descriptors.
-  __device__ __forceinline__ void store() const {
+  // The last dQ follows dV: meanwhile the one before it leaves shared memory.
+  __device__ __forceinline__ void store() {
     const KvPair<T>& out = p.dkv.of(block.tile.region);
-    Base::store(dk, 0, p.shape.softmax_scale, out.k, Base::v_tile());
     Base::store(dv, 1, 1.f, out.v, Base::v_tile());
+    if (kComputeDq && steps[0].valid) {
+      stage_dq(q, ds_state());
+      send_dq();
+    }
+    Base::store(dk, 0, p.shape.softmax_scale, out.k, Base::v_tile());
   }
 };
 
-template <typename T, class Config, bool kComputeDq>
+// The warp that adds dQ of a warpgroup to the sums of its query tiles, by one bulk reduction a step.
+template <class Config>
+__device__ __forceinline__ void add_dq(const BackwardShared<Config>& shared, const FlaggedStep (&steps)[Config::kSteps],
+                                       int group, float* dq_sum) {
+  for (int place = 0;; place = place + 1 < Config::kSteps ? place + 1 : 0) {
+    ptx::named_barrier_sync(kBarrierStaged + group, kWarpgroup + 32);
+    const FlaggedStep& step = steps[place];
+    if (!step.valid) return;
+    const bool last = step.last;  // read now: when dq_read() has told the others, the step may be overwritten
+    if (threadIdx.x % 32 == 0) {
+      float* sum = dq_sum + int64_t{step.dq_tile} * (Config::kBlockM * Config::kHeadDim);
+      ptx::bulk_reduce_add(sum + group * (Config::kDqBytes / 4), shared.dq(group), Config::kDqBytes);
+      ptx::bulk_commit();
+      ptx::bulk_wait_read();  // shared memory must outlive its readers
+      ptx::mbarrier_arrive(shared.dq_read(group));
+    }
+    __syncwarp();
+    if (last) return;
+  }
+}
+
+template <typename T, class Config, bool kComputeDq, bool kSoftcap>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_backward(const __grid_constant__ BackwardParams<T> p, const __grid_constant__ BackwardMaps maps) {
   __shared__ KvBlock block;
-  __shared__ FlaggedStep steps[Config::kStagesQ];
+  __shared__ FlaggedStep steps[Config::kSteps];
   extern __shared__ uint8_t bytes[];
   const BackwardShared<Config> shared{{(ptx::shared_address(bytes) + 1023) & ~1023u}};
   if (!start_block<Config>(shared, block, p)) return;
 
   if (threadIdx.x < kWarpgroup) {
     ptx::give_registers<Config::Registers::kProducer>();
-    if (threadIdx.x == 0) BackwardProducer<T, Config>{shared, p, maps, block, steps}.run();
+    // Broadcast, so that the compiler knows it to be uniform.
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+    if (threadIdx.x == 0) {
+      BackwardProducer<T, Config>{shared, p, maps, block, steps}.run();
+    } else if (kComputeDq && (warp == 1 || warp == 2)) {
+      add_dq(shared, steps, warp - 1, p.dq_sum);
+    }
   } else {
     ptx::take_registers<Config::Registers::kConsumer>();
-    // Broadcast, so that the compiler knows it to be uniform.
     const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
-    BackwardConsumer<T, Config, kComputeDq> consumer{{shared, p, block, steps, group * 64}};
+    BackwardConsumer<T, Config, kComputeDq, kSoftcap> consumer{{shared, p, block, steps, group * 64}};
     consumer.run();
     consumer.store();
   }

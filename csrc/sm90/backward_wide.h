@@ -115,8 +115,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>>
       ptx::store_shared_128(address + i * kWarpgroup * 16,
                             make_uint4(packed[i][0], packed[i][1], packed[i][2], packed[i][3]));
     }
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(ready.full());
+    ready.announce(lane);
     probabilities.advance();
   }
 

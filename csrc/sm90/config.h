@@ -67,10 +67,9 @@ struct BackwardTiles {
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr bool kSumsDq = true;
   // Q serves S of the next step and dK of this one while the one after is loaded.
-  static constexpr int kStagesQ = 3, kStagesDo = 2, kStagesDs = 2;
-  // dK is issued behind S and dP of the next step. dS then stays in registers beside them, for which 128 queries a tile
-  // leave no room.
-  static constexpr bool kLateDk = kBlockM == 64;
+  static constexpr int kStagesQ = 3, kStagesDo = 2, kStagesDs = kBlockM == 64 ? 3 : 2;
+  // The geometry of a step is read once more when its Q has been left: dQ leaves one step later.
+  static constexpr int kSteps = 2 * kStagesQ;
   using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileDo = TileQ;
@@ -92,7 +91,8 @@ struct BackwardTiles {
   static constexpr int kOffsetLse = kOffsetDq + kConsumers * kDqBytes;
   static constexpr int kOffsetDelta = kOffsetLse + kStagesQ * kBlockM * 4;
   static constexpr int kOffsetBarriers = kOffsetDelta + kStagesDo * kBlockM * 4;
-  static constexpr int kSharedBytes = kOffsetBarriers + 128 + 1024;
+  static constexpr int kBarrierBytes = 256;
+  static constexpr int kSharedBytes = kOffsetBarriers + kBarrierBytes + 1024;
   static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
 };
 
@@ -102,7 +102,7 @@ struct BackwardWideTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = 64, kBlockN = 64;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr bool kSumsDq = false;
-  static constexpr int kStagesQ = kStages_, kStagesDo = kStages_;
+  static constexpr int kStagesQ = kStages_, kStagesDo = kStages_, kSteps = kStagesQ;
   using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileDo = SmemTile<kBlockM, kHeadDimV>;

@@ -50,10 +50,9 @@ struct KvShared {
 };
 
 // Named barriers of the consumers; 0 is __syncthreads.
-constexpr int kBarrierWarpgroup = 1;  // and 2: of one warpgroup
-constexpr int kBarrierDs = 3;         // dS of both warpgroups is written
-constexpr int kBarrierZeroed = 4;     // foreign rows are zero
-constexpr int kBarrierStored = 5;     // and 6: a gradient of one warpgroup is in shared memory, or has left it
+constexpr int kBarrierStaged = 1;  // and 2: dQ of one warpgroup is in shared memory
+constexpr int kBarrierZeroed = 3;  // foreign rows are zero
+constexpr int kBarrierStored = 4;  // and 5: a gradient of one warpgroup is in shared memory, or has left it
 
 // A step as the consumers read it. `flags` is all that they need to know of most steps, in one word that they load long
 // before they use it: shared memory is busy with operands, and waiting for a load from it costs 3% of the loop. Some
@@ -77,7 +76,7 @@ struct BackwardProducer {
   const BackwardParams<T>& p;
   const BackwardMaps& maps;
   KvBlock& block;
-  FlaggedStep (&steps)[Config::kStagesQ];
+  FlaggedStep (&steps)[Config::kSteps];
   PipelineState<Config::kStagesQ> q_state;
   PipelineState<Config::kStagesDo> dout_state;
 
@@ -100,7 +99,7 @@ struct BackwardProducer {
   __device__ __forceinline__ const BackwardStep& load_q() {
     const Handshake ready = shared.q_ready(q_state.stage);
     ready.wait_empty(q_state.phase);
-    FlaggedStep& step = steps[q_state.stage];
+    FlaggedStep& step = steps[q_state.template place<Config::kSteps>()];
     block.take_step(step);
     flag(step);
     if (!step.valid) {
@@ -157,8 +156,8 @@ __device__ __forceinline__ bool start_block(const Shared& shared, KvBlock& block
   return __syncthreads_or(exists);
 }
 
-// A consumer warpgroup and its 64 keys.
-template <typename T, class Config, class Shared>
+// A consumer warpgroup and its 64 keys. kSoftcap: whether there may be a softcap; where not, no loop asks.
+template <typename T, class Config, class Shared, bool kSoftcap = true>
 struct KvWarpgroup {
   using TileQ = typename Config::TileQ;
   using TileDo = typename Config::TileDo;
@@ -175,7 +174,7 @@ struct KvWarpgroup {
   const Shared& shared;
   const BackwardParams<T>& p;
   const KvBlock& block;
-  const FlaggedStep (&steps)[Config::kStagesQ];
+  const FlaggedStep (&steps)[Config::kSteps];
   const int first_key;  // of the tile's
   const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
   const int row0 = first_key + thread / 32 * 16 + lane / 4;  // this thread's first key
@@ -224,7 +223,7 @@ struct KvWarpgroup {
 
   // P^T = exp2(S^T * scale - LSE), of capped scores.
   __device__ __forceinline__ void exponentiate(Scores& s, const Statistic& lse) const {
-    cap_scores(s, p.shape.softcap);
+    if (kSoftcap) cap_scores(s, p.shape.softcap);
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j)
@@ -235,7 +234,7 @@ struct KvWarpgroup {
   // x *= 1 - tanh^2 of the scores, where there is a softcap. `lse`: in shared memory; there are no registers to keep it.
   __device__ __forceinline__ void multiply_by_slope(Scores& x, const Scores& probabilities, uint32_t lse_address) const {
     const Softcap softcap = p.shape.softcap;
-    if (!softcap.exists()) return;
+    if (!kSoftcap || !softcap.exists()) return;
     Statistic lse;
     load_statistic(lse, lse_address);
 #pragma unroll

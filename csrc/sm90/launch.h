@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "dispatch.h"
 #include "sm90/backward.h"
 #include "sm90/backward_dq.h"
@@ -94,8 +96,11 @@ bool register_backward() {
                            Config::kSumsDq};
   if constexpr (Config::kSumsDq) {
     kernel.launch = [](const BackwardParams<T>& p, cudaStream_t stream) {
-      launch_backward<T, Config>(
-          p.dq_sum ? dualkv_sm90_backward<T, Config, true> : dualkv_sm90_backward<T, Config, false>, p, stream);
+      const auto pick = [&](auto has_softcap) {
+        constexpr bool kSoftcap = decltype(has_softcap)::value;
+        return p.dq_sum ? dualkv_sm90_backward<T, Config, true, kSoftcap> : dualkv_sm90_backward<T, Config, false, kSoftcap>;
+      };
+      launch_backward<T, Config>(p.shape.softcap.exists() ? pick(std::true_type()) : pick(std::false_type()), p, stream);
     };
   } else {
     kernel.launch = [](const BackwardParams<T>& p, cudaStream_t stream) {

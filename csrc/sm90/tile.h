@@ -49,9 +49,25 @@ struct PipelineState {
       phase ^= 1;
     }
   }
+
+  __device__ __forceinline__ PipelineState next() const {
+    PipelineState state = *this;
+    state.advance();
+    return state;
+  }
+  __device__ __forceinline__ PipelineState previous() const {
+    return stage > 0 ? PipelineState{stage - 1, phase} : PipelineState{kStages - 1, phase ^ 1};
+  }
+
+  // The same turn in a ring of kSize places: as many, or twice as many.
+  template <int kSize>
+  __device__ __forceinline__ int place() const {
+    static_assert(kSize == kStages || kSize == 2 * kStages, "places of whole turns");
+    return kSize == kStages ? stage : stage + phase * kStages;
+  }
 };
 
-// One buffer handed back and forth between the producer thread and the consumer warps.
+// One buffer handed back and forth between the producer, a thread or several warps, and the consumer warps.
 struct Handshake {
   uint32_t barrier;  // two mbarriers: filled, emptied
 
@@ -65,6 +81,11 @@ struct Handshake {
   // Producer. In the first turn the buffer is empty from the start.
   __device__ __forceinline__ void wait_empty(int phase) const { ptx::mbarrier_wait(empty(), phase ^ 1); }
   __device__ __forceinline__ void expect(int bytes) const { ptx::mbarrier_arrive_expect(full(), bytes); }
+  // Producers that are warps: every one for itself.
+  __device__ __forceinline__ void announce(int lane) const {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(full());
+  }
   // Consumers: every warp releases for itself.
   __device__ __forceinline__ void wait_full(int phase) const { ptx::mbarrier_wait(full(), phase); }
   __device__ __forceinline__ void release(int lane) const {
