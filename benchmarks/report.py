@@ -4,7 +4,7 @@
     python benchmarks/report.py              # everything under benchmarks/results
     python benchmarks/report.py FILE.json    # print the tables of these files
 
-Of several runs the median counts.
+Of several runs the median counts, and of this library the newest commit.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from shapes import parse, title
 GIB = 1 << 30
 USUAL_HEADS = (32, 8, 128)
 KINDS_OF_SHAPES: dict[str, Callable[[Any], bool]] = {
+    "Windows, softcaps, sinks, values of another width": lambda row: not parse(row.shape).is_plain,
     "Without a prompt: plain causal attention": lambda row: row.p == 0,
     "Other heads and head dims": lambda row: (row.h, row.h_k, row.d) != USUAL_HEADS,
     "Responses longer than their prompts": lambda row: row.p < row.r,
@@ -71,8 +72,9 @@ def kernel_section(frame: pd.DataFrame, folder: Path) -> list[str]:
     parts = [
         "## Attention",
         *plot,
-        "Useful work over time: 4 H d operations a visible (query, key) pair forward, 2.5 times that backward, "
-        "whatever an implementation computes. Replicated: standard packing. Peak memory: forward and backward with "
+        "Useful work over time: 4 H d operations a visible (query, key) pair forward, 2.5 times that backward (2 H d in "
+        "a product, where q and v differ in width), whatever an implementation computes. Of this library the newest "
+        "commit that measured a shape counts. Replicated: standard packing. Peak memory: forward and backward with "
         "inputs, outputs and gradients.",
     ]
     for name in reversed(KINDS_OF_SHAPES):

@@ -150,12 +150,22 @@ FACTS = (
 )  # fmt: skip
 
 
+def of_newest_code(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows without those of this library that a newer commit has measured again."""
+    is_ours = frame["impl"].str.startswith("dualkv")
+    newest = frame[is_ours].sort_values("date").groupby(["shape", "impl"])["commit"].last().rename("newest")
+    known = frame.join(newest, on=["shape", "impl"])["newest"]
+    return frame[~is_ours | (frame["commit"] == known)]
+
+
 def medians(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per shape and implementation: the medians of all runs, both directions side by side.
 
-    ``ratio`` is the time of both directions as a multiple of this library's: of runs that have both, else of medians.
+    Of this library the newest commit that measured a shape counts. ``ratio`` is the time of both directions as a
+    multiple of this library's: of runs that have both, else of medians.
     """
     keys = ["shape", "impl"]
+    frame = of_newest_code(frame)
     frame = frame.assign(why=[why(row) for row in frame.itertuples()])
     # '' comes first: one run that timed it is enough
     facts = frame.groupby(keys, sort=False).agg({**dict.fromkeys(FACTS, "first"), "peak_gib": "max", "why": "min"})

@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     warp_matmul<T, kSteps>(
         s, [&](int k, int i, uint32_t(&a)[4]) { ptx::ldmatrix_x4(a, TileQ::at(q_address, i, k)); },
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4(b, TileKv::at(k_address, j, k)); });
+    cap_scores(s, p.shape.softcap);  // here, where the registers of dP are still free
     clear(dp);
     warp_matmul<T, kSteps>(
         dp, [&](int k, int i, uint32_t(&a)[4]) { ptx::ldmatrix_x4(a, TileQ::at(dout_address, i, k)); },
@@ -75,7 +76,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     if (!last) start_v(n + 1);
 
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
-    cap_scores(s, p.shape.softcap);
 #pragma unroll
     for (int i = 0; i < kM16; ++i) {
 #pragma unroll
