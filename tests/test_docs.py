@@ -51,6 +51,15 @@ def test_examples_of_the_training_guide(restored_registry: None) -> None:
     assert names["loss"].item() == pytest.approx(loss.item(), rel=1e-4)
 
 
+def test_examples_of_hybrid_models(restored_registry: None) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
+        pytest.skip("this transformers has no LFM2 that hands its convolutions on")
+    names = run_examples(ROOT / "docs/hybrids.md")
+    assert names["logps"].shape == (3,)
+    assert all(one.grad is not None for one in names["model"].parameters())
+
+
 def test_examples_of_trees() -> None:
     names = run_examples(ROOT / "docs/trees.md")
     assert len(names["micro_batches"]) > 1 and names["tree"].num_nodes > 4
