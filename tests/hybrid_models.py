@@ -71,11 +71,15 @@ RAGGED = Samples.random([(70, [5, 66, 0]), (9, [64, 1, 3, 0]), (2, [1, 7]), (1, 
 EXACT = Tolerance(1e-11, 1e-10)
 
 
+def hybrid_config(name: str, **options: Any) -> Any:
+    return transformers.AutoConfig.for_model(name, **{**COMMON, **OPTIONS[name], **options})
+
+
 def hybrid_model(name: str, dtype: torch.dtype = torch.float64, attention: str = "dualkv", **options: Any) -> Any:
     """A causal LM with random parameters, the same ones in every call, in eval mode; its states forget slowly."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        config = transformers.AutoConfig.for_model(name, **{**COMMON, **OPTIONS[name], **options})
+        config = hybrid_config(name, **options)
         # Experts are multiplied by kernels that have no float64.
         choices = dict(experts_implementation="eager") if VERSION >= (5, 0) else {}
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, **choices)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_models import EXACT, HYBRIDS, KINDS, RAGGED, hybrid_model, in_float64
+from hybrid_models import EXACT, HYBRIDS, KINDS, RAGGED, hybrid_config, hybrid_model, in_float64
 from test_transformers_tree import MASKS, SEQUENCES
 from tiny_models import (
     Samples,
@@ -18,6 +18,7 @@ from tiny_models import (
     gradients,
     replicated_logps,
     stock_twin,
+    transformers,
 )
 from torch import Tensor
 
@@ -86,6 +87,20 @@ def test_float32(name: str) -> None:
         assert error <= 1.5 * stock_errors[parameter] + 5e-6, parameter
 
 
+@pytest.mark.skipif("qwen3_5_text" not in HYBRIDS, reason="this transformers has no Qwen3.5")
+def test_the_text_side_of_a_multimodal_model() -> None:
+    """As the checkpoints of Qwen3.5 are."""
+    text = hybrid_config("qwen3_5_text").to_dict()
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=8, out_hidden_size=32)
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=dict(num_position_embeddings=16, **vision))
+    model = transformers.Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="dualkv")
+    model = model.double().eval()
+    with in_float64(), torch.no_grad():
+        expected, _ = replicated_logps(stock_twin(model, "eager"), RAGGED)
+        got, _ = dualkv.shared_prompt_forward(model, RAGGED.pack())
+    check_equal(got, expected, EXACT.value)
+
+
 # --- what the comparison must notice ----------------------------------------------------------------------------------
 
 
@@ -146,6 +161,16 @@ def test_a_response_does_not_see_the_others(name: str) -> None:
     for at, (one, other) in enumerate(zip(found[0][0], found[1][0])):
         assert torch.equal(one, other) == (at != index or not len(one))
     check_gradients(found[1][1], found[0][1], 1e-5)
+
+
+def test_inference_before_training() -> None:
+    """What is kept of a layout for the next forward may be needed in a backward."""
+    model = hybrid_model(KINDS[0], torch.float32)
+    batch = Samples.random([(11, [5, 4, 2])]).pack()
+    with torch.inference_mode():
+        before, _ = dualkv.shared_prompt_forward(model, batch)
+    logps, _ = shared(model, batch)
+    assert torch.equal(before, logps)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_models import HYBRIDS, KINDS, hybrid_model
+from hybrid_models import HYBRIDS, KINDS, hybrid_config, hybrid_model
 from tiny_models import MIXED, VERSION, dualkv, replicated_logps, stock_twin, tiny_model, transformers
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, SharedPromptLayoutError
@@ -206,7 +206,16 @@ def test_layers_of_other_libraries_are_refused(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", ["bamba", "falcon_h1", "lfm2", "granitemoehybrid"])
 def test_older_versions_are_refused(name: str) -> None:
     with pytest.raises(SharedPromptError, match=f"layer_types of {name}: expected transformers 5.17 or newer"):
-        dualkv.check_supported(transformers.AutoConfig.for_model(name))
+        # By default all layers of LFM2 are attention, and others name the kinds of their layers otherwise.
+        config = hybrid_config(name) if name == "lfm2" else transformers.AutoConfig.for_model(name)
+        dualkv.check_supported(config)
+
+
+def test_attention_layers_only() -> None:
+    """A hybrid's configuration without any other layer is that of a plain model, in any version."""
+    config = hybrid_config("lfm2", layer_types=["full_attention"] * 2)
+    assert families.family_of(config) is None
+    dualkv.check_supported(config)
 
 
 def test_functions_of_the_package_kernels() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("verl.workers", reason="verl is not installed: see docs/verl
 
 import torch
 import verl_rig
+from transformers import AutoConfig
 from verl_inputs import Batch, Model
 from verl_rig import Case, Found
 
@@ -70,6 +72,14 @@ EQUAL = [
     case("LoRA", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16", updates=3),
     case("MoE", model=Model("qwen3_moe", experts=4, experts_per_token=2)),
     case("Llama", model=Model("llama")),
+    # Padded: packed rows of verl mix the tokens of neighbours in such layers where flash-linear-attention is missing.
+    case(
+        "linear attention",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        attention="sdpa",
+        micro=4,
+        model=Model("qwen3_next", layers=4, experts=4, experts_per_token=4),
+    ),
     case("sdpa", attention="sdpa"),
     case("reference", role="ref", engine="fsdp"),
     case("critic, dynamic", role="critic", updates=3),
@@ -212,6 +222,15 @@ def test_fallbacks(one_rank: dict[str, Found], name: str, reason: str) -> None:
         assert other["shared_prompt/dedup_ratio"] == 1.0
         assert other[f"shared_prompt/fallback/{reason}"] == other["shared_prompt/micro_batches"] > 0
     assert (ours.infer_metrics[0]["shared_prompt/dedup_ratio"] > 1.0) == (name == "dropout")
+
+
+def test_a_hybrid_model_is_not_divided() -> None:
+    """By Ulysses: verl's own path has an answer of its own to that, or none."""
+    from flash_attn_dualkv.integrations.verl import engine
+
+    module = SimpleNamespace(config=AutoConfig.for_model("qwen3_next"))
+    reason = engine._SharedPrompts._attach(SimpleNamespace(ulysses_sequence_parallel_size=2), module)  # type: ignore[arg-type]
+    assert reason is not None and "needs the whole row on one GPU" in reason
 
 
 def test_switched_off(one_rank: dict[str, Found]) -> None:

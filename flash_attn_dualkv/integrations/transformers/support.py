@@ -18,15 +18,19 @@ from transformers import AttentionInterface
 from ...arguments import describe
 from ...checks import MAX_HEAD_DIM, explain
 from ...errors import SharedPromptError, SharedPromptTypeError
-from .hybrid.families import LAYER_TYPES, family_of, is_attention, is_mixer, mixers_of
+from .hybrid.families import (
+    ATTENTION_TYPES,
+    LAYER_TYPES,
+    family_of,
+    is_attention,
+    is_mixer,
+    layer_types_of,
+    mixers_of,
+)
 
 # The attribute by which attention functions that take a layout are known.
 TAKES_LAYOUT = "dualkv_takes_layout"
 
-EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
-# Where older configurations name the kinds of their layers. A layer that has both attention and a recurrence may be
-# called "attention" there.
-_OLDER_LAYER_TYPES = ("layers_block_type", "block_types")
 # Fields of configurations whose models mix tokens by something else than attention too, unless layer_types says not.
 _MIXER_FIELDS = re.compile(r"^(mamba|ssm|rwkv|conv_L_cache|linear_conv|lru|hybrid_override_pattern|use_rg_lru)")
 _MIXER_CLASSES = re.compile(
@@ -62,9 +66,8 @@ def check_supported(config: Any) -> None:
     family = family_of(text)
     if family is not None and (refusal := family.refusal()) is not None:
         raise SharedPromptError(explain(f"layer_types of {text.model_type}", *refusal))
-    named = [one for name in ("layer_types", *_OLDER_LAYER_TYPES) for one in getattr(text, name, None) or ()]
-    exact = EXACT_LAYER_TYPES if family is None else EXACT_LAYER_TYPES | LAYER_TYPES
-    inexact = sorted(set(map(str, named)) - exact)
+    exact = ATTENTION_TYPES if family is None else ATTENTION_TYPES | LAYER_TYPES
+    inexact = sorted(layer_types_of(text) - exact)
     if inexact:
         expected = "layers that are exact on shared prompts (full or sliding-window attention, or a known hybrid's)"
         raise SharedPromptError(explain("layer_types", expected, f"{', '.join(inexact)} ({text.model_type})"))

@@ -23,12 +23,17 @@ FUSED_SCAN = "mamba2_split_conv1d_scan_combined"
 # Attributes of a layer that hold the same functions, where an older model file has them.
 ATTRIBUTES = {CONVOLUTION: "causal_conv1d_fn", DELTA_RULE: "chunk_gated_delta_rule"}
 
+# Where older configurations name the kinds of their layers. A layer that has both attention and a recurrence may be
+# called "attention" there.
+_OLDER_LAYER_TYPES = ("layers_block_type", "block_types")
+
 _DELTA_NET = (CONVOLUTION, DELTA_RULE)
 _CHANNEL_DELTA_NET = (CONVOLUTION, CHANNEL_DELTA_RULE)
 _MAMBA2 = (CONVOLUTION, SCAN)
 
-# Kinds of layers in configurations of these families: those that mix tokens with what is known here, and those that
-# mix none.
+# Kinds of layers in configurations: attention; of these families those that mix tokens with what is known here, and
+# those that mix none.
+ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "mamba", "mlp", "moe"})
 
 
@@ -97,7 +102,17 @@ FAMILIES = {
 
 def family_of(text_config: Any) -> Family | None:
     """The family of a text configuration, or None for models without such layers."""
-    return FAMILIES.get(getattr(text_config, "model_type", ""))
+    family = FAMILIES.get(getattr(text_config, "model_type", ""))
+    if family is None:
+        return None
+    types = {str(one) for one in getattr(text_config, "layer_types", None) or ()}
+    return None if types and types <= ATTENTION_TYPES else family
+
+
+def layer_types_of(text_config: Any) -> set[str]:
+    """The kinds of layers that a text configuration names; empty if it names none."""
+    fields = (getattr(text_config, name, None) or () for name in ("layer_types", *_OLDER_LAYER_TYPES))
+    return {str(one) for field in fields for one in field}
 
 
 def mixers_of(model: nn.Module, family: Family) -> Iterator[tuple[str, nn.Module]]:

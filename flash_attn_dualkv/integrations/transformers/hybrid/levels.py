@@ -109,6 +109,7 @@ def _begins(lens: Sequence[int], parents: Sequence[int], is_tree: bool) -> list[
 # By value, not by layout: FSDP makes a new layout for every layer. A few: all layers of a forward share one, and
 # micro-batches come one after the other.
 @functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
 def _tails(
     lens: tuple[int, ...], parents: tuple[int, ...], is_tree: bool, pad: int, width: int, device: torch.device
 ) -> Tails:
@@ -144,6 +145,7 @@ def _tails(
 
 
 @functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
 def _levels(lens: tuple[int, ...], parents: tuple[int, ...], is_tree: bool, pad: int, device: torch.device) -> Levels:
     begins = _begins(lens, parents, is_tree)
     nearest: list[int] = []  # of each node, the last segment of its path
