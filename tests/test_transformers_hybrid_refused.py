@@ -205,9 +205,9 @@ def test_layers_of_other_libraries_are_refused(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(VERSION >= (5, 15), reason="these models can hand states on")
 @pytest.mark.parametrize("name", ["bamba", "falcon_h1", "lfm2", "granitemoehybrid"])
 def test_older_versions_are_refused(name: str) -> None:
+    # By default all layers of LFM2 are attention, and others name the kinds of their layers otherwise.
+    config = hybrid_config(name) if name == "lfm2" else transformers.AutoConfig.for_model(name)
     with pytest.raises(SharedPromptError, match=f"layer_types of {name}: expected transformers 5.17 or newer"):
-        # By default all layers of LFM2 are attention, and others name the kinds of their layers otherwise.
-        config = hybrid_config(name) if name == "lfm2" else transformers.AutoConfig.for_model(name)
         dualkv.check_supported(config)
 
 
