@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("transformers", "4.57", reason="needs transformers 4.57 or newer")
 
 from flash_attn_dualkv import SharedPromptLayout, pack_shared_prompts
+from flash_attn_dualkv.integrations.transformers.hybrid import levels as levels_module
 from flash_attn_dualkv.integrations.transformers.hybrid import mixers, rows
 from flash_attn_dualkv.integrations.transformers.hybrid.levels import levels_of, tails_of
 
@@ -117,11 +119,22 @@ def test_convolutions(layout: SharedPromptLayout, width: int) -> None:
     )
 
 
-@pytest.mark.parametrize("package", ["transformers", "fla"])
-@settings(max_examples=60, deadline=None)
+@pytest.fixture
+def alike(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Up to which length segments go into one call, padded."""
+    levels_module._levels.cache_clear()
+    with patch.object(levels_module, "ALIKE", request.param):
+        yield
+    levels_module._levels.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("package", "alike"), [("transformers", 64), ("transformers", 1), ("fla", 64)], indirect=["alike"]
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=st.one_of(forests(), groups()))
-def test_recurrences(package: str, layout: SharedPromptLayout) -> None:
-    """Sequences padded to one length, and one after the other with the offsets of each."""
+def test_recurrences(package: str, alike: None, layout: SharedPromptLayout) -> None:
+    """Sequences padded to one length, to several, and one after the other with the offsets of each."""
     calls = []
 
     def stock(q: Any, k: Any, v: Tensor, *, g: Any, beta: Any, initial_state: Any, output_final_state: bool,
@@ -144,8 +157,14 @@ def test_recurrences(package: str, layout: SharedPromptLayout) -> None:
         return out[0]
 
     check(layout, lambda x: scan(x[None], x.new_zeros(1, 3))[0][0], ours)
-    # All that have no children come last, in one call.
-    assert calls == sorted(calls, reverse=True) and calls.count(False) == 1
+    # All that have no children come last, in one call for each bucket.
+    levels = levels_of(layout, CPU).levels
+    assert calls == sorted(calls, reverse=True)
+    assert len(calls) == sum(1 if package == "fla" else len(level.buckets) for level in levels)
+    for bucket in (bucket for level in levels for bucket in level.buckets):
+        assert (
+            levels_module.ALIKE > 1 or bucket.padded is None or bucket.count * bucket.longest < 2 * len(bucket.padded)
+        )
 
 
 @pytest.mark.parametrize("package", ["transformers", "mamba_ssm"])

@@ -39,35 +39,53 @@ class Tails:
     total: int
 
 
+# Segments of at most so many rows are alike: recurrences are computed in chunks of at least this many.
+ALIKE = 64
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Segments of a level of about the same length, at most twice the shortest, for functions that take no offsets.
+
+    Attributes:
+        count, longest: segments, and rows of the longest of them.
+        segments: (count,) int64, which of the level's they are; None if they are all of them.
+        rows: (r,) int64, which of the level's rows are theirs; None if these are all of them.
+        padded: (r,) int64, where these lie in `count` sequences of `longest` rows; None if all are equally long.
+    """
+
+    count: int
+    longest: int
+    segments: Tensor | None
+    rows: Tensor | None
+    padded: Tensor | None
+
+
 @dataclass(frozen=True)
 class Level:
-    """Segments that are computed in one call; rows are those of the order of `Levels`.
+    """Segments that are computed together; rows are those of the order of `Levels`.
 
     Attributes:
         begin, end: their rows.
-        lens: rows of each.
-        cu_seqlens: (n+1,) int32, and on the host.
+        count: how many they are.
+        cu_seqlens: (n+1,) int32, where they begin and end, and on the host.
         parents: (n,) int64 or None, the state that each begins with: of the level before, or for the last level of all
             levels, one after the other, with a state of zeros behind them if `adds_zero`.
         children: of each of these states, how many continue it.
-        padded: (rows,) int64 or None, where the rows lie in n sequences of `longest`; None if all are equally long.
+        buckets: the same segments by their lengths.
         has_children: whether the states behind these segments are needed.
     """
 
     begin: int
     end: int
-    lens: tuple[int, ...]
+    count: int
     cu_seqlens: Tensor
     cu_seqlens_host: Tensor
     parents: Tensor | None
     children: Tensor | None
-    padded: Tensor | None
+    buckets: tuple[Bucket, ...]
     has_children: bool
     adds_zero: bool = False
-
-    @property
-    def longest(self) -> int:
-        return max(self.lens)
 
 
 @dataclass(frozen=True)
@@ -203,22 +221,40 @@ def _level(
     has_children: bool,
     adds_zero: bool = False,
 ) -> Level:
-    lens = tuple(all_lens[index] for index in segments)
-    longest = max(lens)
+    lens = [all_lens[index] for index in segments]
     long: list[Tensor] = []
     if states is not None:
         children = [0] * num_states
         for state in states:
             children[state] += 1
         long += [ints(states, torch.int64), ints(children, torch.int64)]
-    is_ragged = min(lens) < longest
-    if is_ragged:
-        long.append(_runs(range(0, len(lens) * longest, longest), lens))
     host = ints([0, *accumulate(lens)], torch.int32)
     *tensors, cu_seqlens = to_device(long, [host], device)
-    padded = tensors.pop() if is_ragged else None
     parents, counts = tensors if states is not None else (None, None)
-    return Level(begin, begin + sum(lens), lens, cu_seqlens, host, parents, counts, padded, has_children, adds_zero)
+    end = begin + sum(lens)
+    buckets = _buckets(lens, device)
+    return Level(begin, end, len(lens), cu_seqlens, host, parents, counts, buckets, has_children, adds_zero)
+
+
+def _buckets(lens: Sequence[int], device: torch.device) -> tuple[Bucket, ...]:
+    begins = [0, *accumulate(lens)]
+    alike: dict[int, list[int]] = {}
+    for index, length in enumerate(lens):
+        alike.setdefault((max(length, ALIKE) - 1).bit_length(), []).append(index)
+    buckets = []
+    for chosen in alike.values():
+        own = [lens[index] for index in chosen]
+        longest = max(own)
+        long: list[Tensor] = []
+        if len(alike) > 1:
+            long += [ints(chosen, torch.int64), _runs([begins[index] for index in chosen], own)]
+        if min(own) < longest:
+            long.append(_runs(range(0, len(own) * longest, longest), own))
+        tensors: list[Tensor | None] = [*to_device(long, (), device)] if long else []
+        padded = tensors.pop() if min(own) < longest else None
+        indices, rows = tensors or (None, None)
+        buckets.append(Bucket(len(own), longest, indices, rows, padded))
+    return tuple(buckets)
 
 
 def _runs(begins: Sequence[int], lens: Sequence[int]) -> Tensor:

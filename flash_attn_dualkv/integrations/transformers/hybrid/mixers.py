@@ -24,6 +24,8 @@ from .rows import hand_on, insert_tails, put_rows, take_rows
 Mixer = Callable[..., Any]
 # Of a level: its rows of all inputs, (rows, ...) each, and its first states -> its rows of the output, its last states.
 Scan = Callable[[Level, Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor | None]]
+# Of n sequences of one length: all inputs, (n, length, ...) each, their first states, and whether the last are needed.
+PaddedScan = Callable[[Sequence[Tensor], Tensor | None, bool], tuple[Tensor, Tensor | None]]
 
 
 def convolution(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: Any) -> Tensor:
@@ -59,15 +61,13 @@ def gated_delta_rule(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwa
         )  # fmt: skip
         return out[0], last
 
-    def padded(level: Level, rows: Sequence[Tensor], states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def padded(rows: Sequence[Tensor], states: Tensor | None, needs_last: bool) -> tuple[Tensor, Tensor | None]:
         # A row of zeros leaves the state as it is: it forgets nothing (log of 1) and writes nothing.
-        q, k, v, g, beta = _pad(level, rows)
-        out, last = stock(
-            q, k, v, g=g, beta=beta, initial_state=states, output_final_state=level.has_children, **kwargs
-        )
-        return _unpad(level, out), last
+        q, k, v, g, beta = rows
+        out, last = stock(q, k, v, g=g, beta=beta, initial_state=states, output_final_state=needs_last, **kwargs)
+        return out, last
 
-    return _by_levels(layout, [*inputs, g, beta], packed if is_fla else padded), None
+    return _by_levels(layout, [*inputs, g, beta], packed if is_fla else _in_buckets(padded)), None
 
 
 def mamba2_scan(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: Any) -> Tensor:
@@ -78,14 +78,14 @@ def mamba2_scan(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: 
     _check_unused("mamba", kwargs, *unused)
     dt = _step_sizes(stock, dt, kwargs)
 
-    def padded(level: Level, rows: Sequence[Tensor], states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def padded(rows: Sequence[Tensor], states: Tensor | None, needs_last: bool) -> tuple[Tensor, Tensor | None]:
         # A step of size 0 leaves the state as it is.
-        x, dt, B, C = _pad(level, rows)
-        found = stock(x, dt, A, B, C, initial_states=states, return_final_states=level.has_children, **kwargs)
-        out, last = found if level.has_children else (found, None)
-        return _unpad(level, out), last
+        x, dt, B, C = rows
+        found = stock(x, dt, A, B, C, initial_states=states, return_final_states=needs_last, **kwargs)
+        out, last = found if needs_last else (found, None)
+        return out, last
 
-    return _by_levels(layout, [x, dt, B, C], padded)
+    return _by_levels(layout, [x, dt, B, C], _in_buckets(padded))
 
 
 def no_fused_scan(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: Any) -> None:
@@ -142,17 +142,33 @@ def _by_levels(layout: SharedPromptLayout, inputs: Sequence[Tensor], scan: Scan)
     return torch.cat(outs)[None]
 
 
-def _pad(level: Level, rows: Sequence[Tensor]) -> list[Tensor]:
-    """(rows, ...) -> (n, longest, ...), zeros behind each sequence."""
-    count, longest = len(level.lens), level.longest
-    if level.padded is not None:
-        rows = [put_rows(one, level.padded, count * longest) for one in rows]
-    return [one.unflatten(0, (count, longest)) for one in rows]
+def _in_buckets(scan: PaddedScan) -> Scan:
+    """A scan of levels, from one of sequences of equal length with zeros behind those that are shorter."""
 
+    def of_level(level: Level, rows: Sequence[Tensor], states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        outs: list[Tensor] = []
+        lasts: list[Tensor] = []
+        for bucket in level.buckets:
+            own = rows if bucket.rows is None else [take_rows(one, bucket.rows) for one in rows]
+            if bucket.padded is not None:
+                own = [put_rows(one, bucket.padded, bucket.count * bucket.longest) for one in own]
+            whole = [one.unflatten(0, (bucket.count, bucket.longest)) for one in own]
+            first = states if states is None or bucket.segments is None else take_rows(states, bucket.segments)
+            out, last = scan(whole, first, level.has_children)
+            out = out.flatten(0, 1)
+            outs.append(out if bucket.padded is None else take_rows(out, bucket.padded))
+            if last is not None:
+                lasts.append(last)
+        places = [
+            (one.rows, one.segments) for one in level.buckets if one.rows is not None and one.segments is not None
+        ]
+        if not places:
+            return outs[0], lasts[0] if lasts else None
+        back, order = (torch.cat(one) for one in zip(*places))
+        out = put_rows(torch.cat(outs), back, level.end - level.begin)
+        return out, put_rows(torch.cat(lasts), order, level.count) if lasts else None
 
-def _unpad(level: Level, out: Tensor) -> Tensor:
-    out = out.flatten(0, 1)
-    return out if level.padded is None else take_rows(out, level.padded)
+    return of_level
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
