@@ -69,7 +69,8 @@ def check_supported(config: Any) -> None:
     exact = ATTENTION_TYPES if family is None else ATTENTION_TYPES | LAYER_TYPES
     inexact = sorted(layer_types_of(text) - exact)
     if inexact:
-        expected = "layers that are exact on shared prompts (full or sliding-window attention, or those of a hybrid model in docs/hybrids.md)"
+        kinds = "full or sliding-window attention, or those of a hybrid model in docs/hybrids.md"
+        expected = f"layers that are exact on shared prompts ({kinds})"
         raise SharedPromptError(explain("layer_types", expected, f"{', '.join(inexact)} ({text.model_type})"))
     if not layer_types and family is None:
         mixers = sorted(name for name in text.to_dict() if _MIXER_FIELDS.match(name))
