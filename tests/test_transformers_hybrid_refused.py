@@ -283,6 +283,11 @@ def test_installations_with_wrong_gradients(
     monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: object() if has_tilelang else None)
     check = installation.check_gated_backward.__wrapped__
     check(torch.device("cpu"))
+    if has_tilelang and not is_refused:
+        with monkeypatch.context() as switched_off:
+            switched_off.setenv("FLA_TILELANG", "0")
+            with pytest.raises(SharedPromptError, match="Triton 3.7.1"):
+                check(torch.device("cuda"))
     if is_refused:
         with pytest.raises(SharedPromptError, match="Triton 3.7.1 or newer, or tilelang .*, got Triton 3"):
             check(torch.device("cuda"))

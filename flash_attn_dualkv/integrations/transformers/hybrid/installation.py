@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from importlib import metadata
 
 import torch
@@ -31,7 +32,8 @@ def check_gated_backward(device: torch.device) -> None:
     if triton is None or not _BROKEN[0] <= triton < _BROKEN[1]:
         return
     fla = _version("fla-core") or _version("flash-linear-attention")
-    if fla is not None and fla >= _WITH_TILELANG and importlib.util.find_spec("tilelang") is not None:
+    is_off = os.environ.get("FLA_TILELANG") == "0"  # by flash-linear-attention's own switch
+    if fla is not None and fla >= _WITH_TILELANG and not is_off and importlib.util.find_spec("tilelang") is not None:
         return
     expected = "Triton 3.7.1 or newer, or tilelang beside fla-core 0.6.0 or newer, to train on a Hopper GPU"
     got = f"Triton {'.'.join(map(str, triton))}, whose gradients of the gated delta rule are wrong there"
