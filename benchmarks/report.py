@@ -72,8 +72,8 @@ def kernel_section(frame: pd.DataFrame, folder: Path) -> list[str]:
     parts = [
         "## Attention",
         *plot,
-        "Useful work over time: 4 H d operations a visible (query, key) pair forward, 2.5 times that backward (2 H d in "
-        "a product, where q and v differ in width), whatever an implementation computes. Of this library the newest "
+        "Useful work over time: 4 H d operations a visible (query, key) pair forward, 2.5 times that backward (2 H d "
+        "in a product, where q and v differ in width), whatever an implementation computes. Of this library the newest "
         "commit that measured a shape counts. Replicated: standard packing. Peak memory: forward and backward with "
         "inputs, outputs and gradients.",
     ]

@@ -14,6 +14,7 @@ import bench_trl
 import bench_verl
 import measure
 import numpy as np
+import pandas as pd
 import pytest
 import report
 import results
@@ -119,6 +120,27 @@ def write(folder: Path, **files: dict[str, Any]) -> Path:
     for name, result in files.items():
         (machine / f"{name}.json").write_text(json.dumps(result))
     return machine
+
+
+def test_of_this_library_the_newest_commit_counts() -> None:
+    """Its ratio to a peer of an older run is that of the medians; a shape that was not measured again keeps its row."""
+    old, new = kernel_result(), copy.deepcopy(kernel_result())
+    new["header"] |= {"commit": "f" * 40, "date": "2099-01-01T00:00:00+00:00"}
+    shape = new["rows"][0]["shape"]
+    new["rows"] = [row for row in new["rows"] if row["impl"] == results.OURS and row["shape"] == shape]
+    for row in new["rows"]:
+        row["ms"] /= 2
+    before, after = (
+        results.medians(pd.concat([results.load_rows(one, str(index)) for index, one in enumerate(files)]))
+        .set_index(["shape", "impl"])
+        for files in ((old,), (old, new))
+    )
+    halved = (shape, results.OURS)
+    assert after["ms"][halved] == pytest.approx(before["ms"][halved] / 2) and after["ratio"][halved] == 1
+    peers = [key for key in before.index if key[0] == shape and not key[1].startswith("dualkv")]
+    assert peers and all(after["ratio"][key] == pytest.approx(2 * before["ratio"][key]) for key in peers)
+    others = [key for key in before.index if key[0] != shape]
+    assert others and after["ms"].loc[others].equals(before["ms"].loc[others])
 
 
 # --- what may be published ------------------------------------------------------------------------------------------
