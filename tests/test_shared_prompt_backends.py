@@ -51,7 +51,7 @@ ERRORS: list[tuple[str, type[Exception], Any]] = [
     ("layout: expected a SharedPromptLayout", TypeError, lambda a: a | {"layout": None}),
     ("v: expected .* rows", ValueError, lambda a: a | {"v": a["v"][1:]}),
     ("k: expected a number of heads that divides", ValueError, lambda a: a | {"q": a["q"][:, :3]}),
-    ("v: expected head dimension", NotImplementedError, lambda a: a | {"v": a["v"][..., :8]}),
+    ("v: expected a head dimension that is a multiple of 8", ValueError, lambda a: a | {"v": a["v"][..., :4]}),
     ("k: expected dtype", TypeError, lambda a: a | {"k": a["k"].float()}),
     ("q: expected a torch.Tensor", TypeError, lambda a: a | {"q": None}),
     ("q: expected 3 dimensions", ValueError, lambda a: a | {"q": a["q"][None]}),
