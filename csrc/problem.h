@@ -147,8 +147,8 @@ struct Problem {
     check_argument(kv.rows() < kMaxPosition, "k_decoded", kv.rows(), "fewer than 2^30 rows together with k");
     check_table(nodes, "nodes", q, kNodeColumns);
     check_argument(scores.softmax_scale > 0, "softmax_scale", scores.softmax_scale, "a positive number");
-    check_argument(scores.softcap >= 0 && scores.softcap <= kMaxSoftcap, "softcap", scores.softcap,
-                   "a number from 0 to ", kMaxSoftcap);
+    check_argument(scores.softcap == 0 || (scores.softcap >= kMinSoftcap && scores.softcap <= kMaxSoftcap), "softcap",
+                   scores.softcap, "0, or a number from ", kMinSoftcap, " to ", kMaxSoftcap);
 
     const Device& device = Device::current();
     capability = device.major;

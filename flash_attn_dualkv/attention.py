@@ -149,8 +149,8 @@ def flash_attn_dualkv_varlen_func(
         cu_seqs_per_context: (G+1,) int32, from 0 to N: group g owns the sequences [g] .. [g+1] - 1.
         window_size: (left, right) as in FlashAttention: a row sees `left` positions before its own, or all with -1;
             `right` is -1, or 0 for causality.
-        softcap: c > 0 replaces every scaled score s by c * tanh(s / c); with the CUDA kernels at most
-            1000.
+        softcap: c > 0 replaces every scaled score s by c * tanh(s / c); with the CUDA kernels 0.01
+            to 1000.
         sinks: (H,) floating point, one score of each head that joins the softmax of every row and carries no value; it
             is in the LSE, and differentiable.
         deterministic: gradients bit-identical from run to run; also switched on by
@@ -169,7 +169,8 @@ def flash_attn_dualkv_varlen_func(
         TypeError, ValueError: an argument is not as described; the message names it. Values of the offsets are checked
             on the CPU, and on a GPU only if the environment has DUALKV_DEBUG=1 (which synchronises): otherwise wrong
             offsets give wrong numbers.
-        NotImplementedError: a window that ends behind the row; a softcap above 1000 for CUDA tensors.
+        NotImplementedError: a window that ends behind the row; a softcap below 0.01 or above 1000 for CUDA
+            tensors.
         RuntimeError: CUDA tensors in an installation without the compiled module.
     """
     tensors: tuple[Tensor, ...] = (q, k_context, v_context, k_decoded, v_decoded)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 MAX_HEAD_DIM = 256
+KERNEL_SOFTCAPS = (0.01, 1000.0)  # the least and the largest of the CUDA kernels; csrc/core/softcap.h says why
 HEAD_DIM_MULTIPLE = 8
 # Logical positions and rows of two tensors of keys are int32 sums.
 MAX_ROWS = 2**30
@@ -217,6 +218,11 @@ def check_sinks(sinks: Any, q: Tensor) -> None:
         raise ValueError(explain("sinks", f"shape ({q.shape[1]},), the heads of q", tuple(sinks.shape)))
     if sinks.device != q.device:
         raise ValueError(explain("sinks", f"device {q.device} (as q)", sinks.device))
+
+
+def is_kernel_softcap(softcap: float) -> bool:
+    """Whether the CUDA kernels have this softcap; 0 is none."""
+    return softcap == 0.0 or KERNEL_SOFTCAPS[0] <= softcap <= KERNEL_SOFTCAPS[1]
 
 
 def resolve_softcap(softcap: Any) -> float:

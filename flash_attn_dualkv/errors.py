@@ -16,4 +16,4 @@ class SharedPromptLayoutError(SharedPromptError):
 
 
 class SharedPromptUnsupportedError(SharedPromptError, NotImplementedError):
-    """The chosen backend does not have an option; the message names both."""
+    """What cannot be computed with a shared prompt, such as a head dimension above 256; the message names it."""

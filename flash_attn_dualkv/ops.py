@@ -23,6 +23,7 @@ from . import nodes as tables
 from . import reference
 from ._version import __version__
 from .arguments import environment_flag
+from .checks import KERNEL_SOFTCAPS, is_kernel_softcap
 
 Results = tuple[Tensor, Tensor]
 
@@ -76,8 +77,6 @@ backward = torch.ops.flash_attn_dualkv.backward.default
 
 _NUM_KEYS = 5  # tensors of _KEYS
 
-MAX_KERNEL_SOFTCAP = 1000.0  # csrc/core/softcap.h says why
-
 
 class Options(NamedTuple):
     """The arguments of both operators that are no tensors; what they mean says `reference.forward`."""
@@ -104,8 +103,8 @@ class Options(NamedTuple):
         """NotImplementedError for what only the reference has."""
         if self.window_right != -1:
             raise NotImplementedError(f"window_right: expected -1 for the CUDA kernels, got {self.window_right}")
-        if self.softcap > MAX_KERNEL_SOFTCAP:
-            expected = f"at most {MAX_KERNEL_SOFTCAP} for the CUDA kernels"
+        if not is_kernel_softcap(self.softcap):
+            expected = f"0.0 or {KERNEL_SOFTCAPS[0]} to {KERNEL_SOFTCAPS[1]} for the CUDA kernels"
             raise NotImplementedError(f"softcap: expected {expected}, got {self.softcap}")
 
 
@@ -387,7 +386,8 @@ class BuildInfo(TypedDict):
 
     version: of this package. compiled: whether the CUDA kernels are there. compiled_error: why they do not load, or
     None. archs, ptx: compute capabilities with machine code, and that of the PTX for newer GPUs. head_dims,
-    backward_head_dims: those that are built, by family of kernels. dtypes: of tensors. cuda: its version.
+    backward_head_dims: those that are built for q, k and v alike, by family of kernels. dtypes: of tensors. cuda: its
+    version.
     torch, torch_cuda, python, platform: what it runs in.
     """
 

@@ -90,8 +90,8 @@ def flash_attn_tree_varlen_func(
         softmax_scale: finite and > 0; 1 / sqrt(d) if None.
         window_size: (left, right) as in FlashAttention: a row sees `left` positions of its path before its own, or all
             with -1; `right` is -1 or 0.
-        softcap: c > 0 replaces every scaled score s by c * tanh(s / c); with the CUDA kernels at most
-            1000.
+        softcap: c > 0 replaces every scaled score s by c * tanh(s / c); with the CUDA kernels 0.01
+            to 1000.
         sinks: (H,) floating point, one score of each head that joins the softmax of every row and carries no value; it
             is in the LSE, and differentiable.
         deterministic: gradients bit-identical from run to run; also switched on by
@@ -109,7 +109,8 @@ def flash_attn_tree_varlen_func(
         TypeError, ValueError: an argument is not as described; the message names it. The values of cu_seqlens and
             parents are checked on the CPU, and on a GPU only if the environment has DUALKV_DEBUG=1 (which
             synchronises): otherwise wrong values give wrong numbers.
-        NotImplementedError: a window that ends behind the row; a softcap above 1000 for CUDA tensors.
+        NotImplementedError: a window that ends behind the row; a softcap below 0.01 or above 1000 for CUDA
+            tensors.
         RuntimeError: CUDA tensors in an installation without the compiled module.
     """
     q, k, v = _checked_rows(q, k, v)
@@ -173,7 +174,7 @@ def shared_prompt_attention(
 
     Raises:
         SharedPromptError (a ValueError), TypeError, ValueError: an argument is not as described.
-        NotImplementedError: a softcap above 1000 with the CUDA kernels.
+        NotImplementedError: a softcap below 0.01 or above 1000 with the CUDA kernels.
         RuntimeError: CUDA tensors in an installation without the compiled module.
     """
     q, k, v = _checked_rows(q, k, v)

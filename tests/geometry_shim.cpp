@@ -198,8 +198,8 @@ void read_continued(const Problem* p, int* out) {
   for (int i = 1; i < p->num_nodes; ++i) out[i] = continues_run(p->table().node(i - 1), p->table().node(i));
 }
 
-// {row_begin, row_end, full_row, full_end, pos_offset} of each range of queries that see tile n_block of a node, if it has so
-// many.
+// {row_begin, row_end, full_row, full_end, pos_offset} of each range of queries that see tile n_block of a node, if it
+// has so many.
 int read_ranges(const Problem* p, int index, int n_block, int* out) {
   const NodeTable table = p->table();
   const Node node = table.node(index);

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -30,7 +32,7 @@ from groups import Batch, Group, cumulative
 from torch import Tensor
 
 import flash_attn_dualkv
-from flash_attn_dualkv import build_info, flash_attn_dualkv_varlen_func, flash_attn_varlen_func, ops
+from flash_attn_dualkv import build_info, checks, flash_attn_dualkv_varlen_func, flash_attn_varlen_func, ops
 
 
 def offsets_of(batch: Batch) -> tuple[Tensor | None, ...]:
@@ -217,7 +219,7 @@ def test_compiled_node_gets_the_arguments_of_calls_that_nobody_watches(
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("window_right", (-1, 0, 0.0)), ("softcap", (-1, -1, 1000.1))],
+    [("window_right", (-1, 0, 0.0)), ("softcap", (-1, -1, 1000.1)), ("softcap", (-1, -1, 0.009))],
 )
 def test_the_kernels_refuse_what_they_lack(name: str, options: tuple[Any, ...], module: Mock) -> None:
     """Unless the reference is asked for."""
@@ -233,6 +235,12 @@ def test_the_kernels_refuse_what_they_lack(name: str, options: tuple[Any, ...], 
             function(*tensors, 0.25, True, *options, False, False)
         assert all(isinstance(one, Tensor) for one in function(*tensors, 0.25, True, *options, True, False))
     assert not module.forward.called and not module.backward.called
+
+
+def test_softcaps_of_the_kernels_are_those_of_the_header() -> None:
+    header = (Path(__file__).parent.parent / "csrc/core/softcap.h").read_text()
+    least, largest = (re.search(rf"{name} = ([0-9.]+)", header) for name in ("kMinSoftcap", "kMaxSoftcap"))
+    assert least and largest and (float(least[1]), float(largest[1])) == checks.KERNEL_SOFTCAPS
 
 
 @pytest.mark.parametrize("reason", [None, "undefined symbol: _ZN2at4_ops"])

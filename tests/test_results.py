@@ -131,8 +131,9 @@ def test_of_this_library_the_newest_commit_counts() -> None:
     for row in new["rows"]:
         row["ms"] /= 2
     before, after = (
-        results.medians(pd.concat([results.load_rows(one, str(index)) for index, one in enumerate(files)]))
-        .set_index(["shape", "impl"])
+        results.medians(pd.concat([results.load_rows(one, str(index)) for index, one in enumerate(files)])).set_index(
+            ["shape", "impl"]
+        )
         for files in ((old,), (old, new))
     )
     halved = (shape, results.OURS)

@@ -57,7 +57,7 @@ def test_layers_that_mix_tokens_are_counted(name: str) -> None:
     with dualkv.expect_shared_prompt(BATCH.layout, layers):
         model(**inputs())
     with (
-        pytest.raises(SharedPromptLayoutError, match=f"consumed by {layers + 1} attention layers, got {layers}:"),
+        pytest.raises(SharedPromptLayoutError, match=f"consumed by {layers + 1} layers that mix tokens, got {layers}:"),
         dualkv.expect_shared_prompt(BATCH.layout, layers + 1),
     ):
         model(**inputs())
@@ -74,7 +74,7 @@ def test_a_layer_that_gets_no_layout_raises() -> None:
                 if hook in (delivery._enter_layer, delivery._leave_layer):
                     del hooks[key]
     layer.register_forward_pre_hook(drop_the_layout, with_kwargs=True)
-    with pytest.raises(SharedPromptLayoutError, match="consumed by 2 attention layers, got 1"):
+    with pytest.raises(SharedPromptLayoutError, match="consumed by 2 layers that mix tokens, got 1"):
         model(**inputs())
 
 
@@ -83,7 +83,7 @@ def test_a_layer_that_computes_by_itself_raises(name: str, monkeypatch: pytest.M
     """As a kernel for a whole layer would, which knows of no layout."""
     model = hybrid_model(name, torch.float32)
     monkeypatch.setattr(mixer_of(model), "forward", lambda hidden_states, **kwargs: hidden_states)
-    with pytest.raises(SharedPromptLayoutError, match="consumed by 2 attention layers, got 1"):
+    with pytest.raises(SharedPromptLayoutError, match="consumed by 2 layers that mix tokens, got 1"):
         dualkv.shared_prompt_forward(model, BATCH)
 
 

@@ -28,7 +28,7 @@ from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError
 from flash_attn_dualkv.integrations.transformers import guard, support
 
 BATCH = MIXED.pack()
-LOST = "shared_prompt_layout: expected consumed by 2 attention layers, got "
+LOST = "shared_prompt_layout: expected consumed by 2 layers that mix tokens, got "
 
 
 def inputs(batch=BATCH, **more):
@@ -109,7 +109,7 @@ EQUALLY_LONG = [Samples.random([(3, lengths)]).pack() for lengths in ([5, 3, 1],
     [
         (MIXED.take([0, 1]).pack(), BATCH, 2, "the layout of the enclosing expect_shared_prompt"),
         (*EQUALLY_LONG, 2, "the layout of the enclosing expect_shared_prompt"),
-        (BATCH, BATCH, 1, "consumed by 1 attention layers, got 2$"),
+        (BATCH, BATCH, 1, "consumed by 1 layers that mix tokens, got 2$"),
     ],
 )
 def test_another_forward_than_the_expected_one(given, expected, layers, message):
@@ -388,6 +388,7 @@ def test_what_can_be_registered(options, message, restored_registry):
     ("settings", "lack"),
     [
         (dict(attn_logit_softcapping=50.0, sliding_window=8), None),
+        (dict(attn_logit_softcapping=2000.0), "a softcap of 2000"),
         (dict(head_dim=512), "a head dim of 512"),
         (dict(head_dim=20), "a head dim of 20"),
         ({}, None),

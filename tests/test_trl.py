@@ -278,7 +278,7 @@ def test_a_layout_that_gets_lost_is_an_error(tmp_path: Path) -> None:
     made.model.model.layers[1].self_attn.register_forward_pre_hook(
         lambda module, args, kwargs: (args, {**kwargs, "shared_prompt_layout": None}), with_kwargs=True
     )
-    with pytest.raises(SharedPromptLayoutError, match="consumed by 2 attention layers"):
+    with pytest.raises(SharedPromptLayoutError, match="consumed by 2 layers that mix tokens"):
         score(made, *batch([(9, [5, 9])]))
 
 

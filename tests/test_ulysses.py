@@ -22,7 +22,8 @@ from flash_attn_dualkv.integrations.ulysses import UlyssesLayout, gather_rows, s
 HEADS = {(8, 8): (2, 4, 8), (8, 2): (2, 4, 8), (8, 1): (2, 4, 8), (12, 6): (2, 4), (12, 4): (2, 3)}
 RANKS = (2, 3, 4, 8)
 PAGE = Path(__file__).resolve().parent.parent / "docs/training.md"
-MODELS = {"qwen3": (2, 4), "gpt_oss": (2, 4), "gemma2": (2, 4)}  # sinks and windows; softcaps
+# Sinks and windows; softcaps; values of another width.
+MODELS = {"qwen3": (2, 4), "gpt_oss": (2, 4), "gemma2": (2, 4), "deepseek_v3": (2, 4)}
 
 
 class Inputs(NamedTuple):
@@ -41,15 +42,16 @@ def layouts_for(ranks: int) -> tuple[SharedPromptLayout, SharedPromptLayout]:
     return layout_for(ranks), SharedPromptLayout.from_tree([7, 3, 0, 9, 4], [-1, 0, 0, 2, -1]).pad_to(ranks)
 
 
-def inputs_for(layout: SharedPromptLayout, heads: tuple[int, int]) -> tuple[Inputs, Tensor]:
+def inputs_for(layout: SharedPromptLayout, heads: tuple[int, int], width: int = 16) -> tuple[Inputs, Tensor]:
+    """`width`: the head dimension of v."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
     rows = layout.num_tokens
-    shapes = (rows, heads[0], 8), (rows, heads[1], 8), (rows, heads[1], 8), (heads[0],)
-    return Inputs(*(normal(*shape) for shape in shapes)), normal(rows, heads[0], 8)
+    shapes = (rows, heads[0], 8), (rows, heads[1], 8), (rows, heads[1], width), (heads[0],)
+    return Inputs(*(normal(*shape) for shape in shapes)), normal(rows, heads[0], width)
 
 
 def attend(inputs: Inputs, dout: Tensor, attention: Any, layout: SharedPromptLayout) -> list[Tensor]:

@@ -11,9 +11,9 @@
 //     node 4              |10 . . . 17|      child of 0
 //
 // A query sees the keys on its path, from the root to its own node, that neither stand behind it nor lie before its
-// window. Logical positions decide that (struct Visibility is the whole rule); regions decide only where bytes live. KV tiles are anchored at
-// the start of each node, so that the tiles a row meets, and their order, depend on its path and on nothing else in the
-// batch.
+// window. Logical positions decide that (struct Visibility is the whole rule); regions decide only where bytes live. KV
+// tiles are anchored at the start of each node, so that the tiles a row meets, and their order, depend on its path and on
+// nothing else in the batch.
 #pragma once
 
 #include <climits>

@@ -4,7 +4,8 @@
 // Forward: an item is a query tile; its cost is the keys that it sees, in tiles.
 //
 // Backward: an item is a KV tile of a node. A step is one query tile of one query head; the tile's steps are all that see
-// it, from the rows of the node's subtree, so that long prompts with many responses make items of very unequal cost. A tile with too many steps is split into parts, each an item of its own:
+// it, from the rows of the node's subtree, so that long prompts with many responses make items of very unequal cost. A
+// tile with too many steps is split into parts, each an item of its own:
 //
 //     prompt tile 0     |== part 0 ==|== part 1 ==|== part 2 ==|    each sums dK and dV into its fp32 slot
 //     prompt tile 1       |= part 0 ==|= part 1 ==|= part 2 ===|    of the tile; convert_dkv_context adds the slots
@@ -113,9 +114,9 @@ struct TileSplit {
 };
 
 // The tiles of a node with children run together, as one set of a round (core/block_order.h). So all of them are split,
-// and classed, as the first is, which the most queries see: `leading` is the steps of that one. A tile of a leaf has
-// leading == steps. No part becomes shorter than kMinPartSteps. A tile that nobody sees is an item too, of the least
-// cost: it writes zeros.
+// and classed, as the first is, which the most queries see: `leading` is the steps of that one. With a window the last of
+// them may be seen by more; each then has a class of its own. A tile of a leaf has leading == steps. No part becomes
+// shorter than kMinPartSteps. A tile that nobody sees is an item too, of the least cost: it writes zeros.
 DUALKV_HD TileSplit split_of(int steps, int leading, int limit) {
   if (steps == 0) return TileSplit{1, 0};
   leading = max_int(leading, steps);  // the first may have fewer: it counts a query tile on a border once, others twice

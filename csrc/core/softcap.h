@@ -8,8 +8,9 @@
 
 namespace dualkv {
 
-// Above it the rounding of tanh, 2^-22 of the cap, would show in 16-bit results.
-constexpr double kMaxSoftcap = 1000;
+// Above the first the rounding of tanh, 2^-22 of the cap, would show in 16-bit results; below the second that of the
+// scores, 3e-6, from which slope() recovers tanh.
+constexpr double kMaxSoftcap = 1000, kMinSoftcap = 0.01;
 
 // The constants of c tanh(s / c), where s = softmax_scale * product. tanh(x) = 1 - 2 / (1 + e^2x) takes two
 // instructions of the special function unit and is exact to 2^-23 of c; the unit's own tanh is only exact to 2^-11.
@@ -39,7 +40,7 @@ struct Softcap {
   // probability of zero has no gradient.
   __device__ __forceinline__ float slope(float p, float lse_log2) const {
     const float tanh = (log2_approx(p) + lse_log2) * inverse;
-    return p > 0.f ? 1.f - tanh * tanh : 0.f;
+    return p > 0.f ? fmaxf(1.f - tanh * tanh, 0.f) : 0.f;
   }
 #endif
 };

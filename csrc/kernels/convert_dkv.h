@@ -22,7 +22,8 @@ __device__ void sum_parts(const ConvertParams<T>& p, const SplitTile& split, int
   const int64_t tile_floats = static_cast<int64_t>(p.block_n) * p.padded_head_dim;
   const float* first_part = p.dkv_slots + (2 * (int64_t{split.slot} + kv_head) + index) * tile_floats;
   const int64_t stride = 2 * tile_floats * p.shape.num_kv_heads;  // of parts
-  const int quads = (index == 0 ? p.shape.head_dim : p.shape.head_dim_v) / 4, rows = min(kConvertedRows, tile.valid - first_row);
+  const int quads = (index == 0 ? p.shape.head_dim : p.shape.head_dim_v) / 4;
+  const int rows = min(kConvertedRows, tile.valid - first_row);
   for (int i = threadIdx.x; i < rows * quads; i += blockDim.x) {
     const int row = first_row + i / quads, col = i % quads * 4;
     const float* source = first_part + row * p.padded_head_dim + col;

@@ -339,6 +339,7 @@ __device__ __forceinline__ void add_dq(const BackwardShared<Config>& shared, con
     const FlaggedStep& step = steps[place];
     if (!step.valid) return;
     const bool last = step.last;  // read now: when dq_read() has told the others, the step may be overwritten
+    __syncwarp();
     if (threadIdx.x % 32 == 0) {
       float* sum = dq_sum + int64_t{step.dq_tile} * (Config::kBlockM * Config::kHeadDim);
       ptx::bulk_reduce_add(sum + group * (Config::kDqBytes / 4), shared.dq(group), Config::kDqBytes);

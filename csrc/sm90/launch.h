@@ -42,9 +42,10 @@ void launch_forward(const ForwardParams<T>& p, cudaStream_t stream) {
                                          Config::kBlockM / p.packed_heads, p.packed_heads),
                          region_maps(p.kv, p.nodes.extents, p.shape, Config::kBlockN)};
   const int64_t items = int64_t{p.work.capacity} * (p.shape.num_heads / p.packed_heads);
-  const auto kernel = p.shape.softcap.exists() ? dualkv_sm90_forward<T, Config, true> : dualkv_sm90_forward<T, Config, false>;
-  launch(kernel, items < p.shape.num_sms ? items : p.shape.num_sms, Config::kThreads,
-         Config::kSharedBytes, stream, p, maps);
+  const auto kernel =
+      p.shape.softcap.exists() ? dualkv_sm90_forward<T, Config, true> : dualkv_sm90_forward<T, Config, false>;
+  launch(kernel, items < p.shape.num_sms ? items : p.shape.num_sms, Config::kThreads, Config::kSharedBytes, stream, p,
+         maps);
 }
 
 template <typename T>

@@ -67,12 +67,12 @@ class Forest:
 
         Args:
             q: (T, H, d), rows in the order in which they are packed, or (1, T, H, d).
-            k, v: (T, H_k, d), or (1, T, H_k, d).
+            k, v: (T, H_k, d) and (T, H_k, d_v), or (1, T, H_k, d) and (1, T, H_k, d_v).
             softmax_scale: None for 1 / sqrt(d).
             window_size, softcap: as of `flash_attn_tree_varlen_func`.
 
         Returns:
-            As q; 0 for padding.
+            As q, with d_v in the place of d; 0 for padding.
 
         Raises:
             ValueError: fewer rows than the nodes have; what `flash_attn_tree_varlen_func` refuses.
@@ -138,13 +138,13 @@ def flash_composed_forest_attention_fused(
     """Megatron's composed forest attention.
 
     Args:
-        q: (T, H, d). k, v: (T, H_k, d).
+        q: (T, H, d). k: (T, H_k, d). v: (T, H_k, d_v).
         node_start, node_len, node_parent: (n,) first row, rows and parent (-1 for roots) of each node, integer tensors
             or lists; see `Forest`.
         scale: of the scores; None for 1 / sqrt(d).
 
     Returns:
-        (T, H, d).
+        (T, H, d_v).
 
     Raises:
         ValueError: as `Forest`.
@@ -174,13 +174,13 @@ def tree_attention(
     """AReaL's tree attention.
 
     Args:
-        query: (1, H, N, d). key, value: (1, H_k, N, d).
+        query: (1, H, N, d). key: (1, H_k, N, d). value: (1, H_k, N, d_v).
         packed_mask: (1, N, ceil(N / 64)) int64, bit j % 64 of [0, i, j // 64] set where row i sees row j.
         kv_indices, kv_offsets, q_indices, q_offsets: which blocks of AReaL's own kernel have bits set; not needed here.
         sm_scale: of the scores; None for 1 / sqrt(d).
 
     Returns:
-        (1, H, N, d); 0 for rows that see nothing.
+        (1, H, N, d_v); 0 for rows that see nothing.
 
     Raises:
         ValueError: a mask that is not that of a tree, or of more than one row of a batch.

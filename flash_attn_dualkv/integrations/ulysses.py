@@ -81,13 +81,14 @@ def ulysses_attention(
 
     Args:
         q: (T / ranks, H, d), this rank's slice of the row; H is a multiple of the ranks.
-        k, v: (T / ranks, H_k, d); H is a multiple of H_k. There may be fewer KV heads than ranks.
+        k, v: (T / ranks, H_k, d) and (T / ranks, H_k, d_v); H is a multiple of H_k. There may be fewer KV heads than
+            ranks.
         layout: of the whole row.
         sinks: (H,), all heads'; a rank's gradient is that of its own heads, zero for others.
         options: of `shared_prompt_attention`.
 
     Returns:
-        out (T / ranks, H, d): this rank's slice.
+        out (T / ranks, H, d_v): this rank's slice.
 
     Raises:
         SharedPromptError: heads that cannot be divided, or what `shared_prompt_attention` raises.
@@ -107,11 +108,11 @@ def ulysses_attention(
     copies = math.lcm(kv_heads, ranks) // kv_heads
     k, v = (_Repeat.apply(one, copies) if copies > 1 else one for one in (k, v))
     parts = [one.unflatten(1, (ranks, -1)) for one in (q, k, v)]
-    sizes = [part.shape[2] for part in parts]
-    # One exchange for all three: their heads side by side, rank by rank.
-    exchanged = _Exchange.apply(torch.cat(parts, 2).transpose(0, 1), group).flatten(0, 1)
+    # One exchange for all three: their heads side by side, rank by rank. v may have a head dimension of its own.
+    exchanged = _Exchange.apply(torch.cat([one.flatten(2) for one in parts], 2).transpose(0, 1), group).flatten(0, 1)
     own_sinks = None if sinks is None else sinks.unflatten(0, (ranks, -1))[rank]
-    own_q, own_k, own_v = exchanged.split(sizes, 1)
+    pieces = exchanged.split([one.shape[2] * one.shape[3] for one in parts], 1)
+    own_q, own_k, own_v = (one.unflatten(1, like.shape[2:]) for one, like in zip(pieces, parts))
     out = shared_prompt_attention(own_q, own_k, own_v, layout, sinks=own_sinks, **options)
     return _Exchange.apply(out.unflatten(0, (ranks, rows)), group).transpose(0, 1).flatten(1, 2)
 

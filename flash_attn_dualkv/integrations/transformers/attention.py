@@ -145,7 +145,7 @@ def _attend(
         # Norms kept in float32, after the projections of q and k; v has the type that the model computes in.
         q, k = q.to(v.dtype), k.to(v.dtype)
     scaling = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    widest, value_dim = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    widest = max(q.shape[-1], v.shape[-1])
     if widest > MAX_HEAD_DIM:
         raise SharedPromptUnsupportedError(explain("head_dim", f"at most {MAX_HEAD_DIM} with a shared prompt", widest))
     attend: Callable[..., Tensor] = ulysses_attention if isinstance(layout, UlyssesLayout) else shared_prompt_attention
@@ -160,7 +160,7 @@ def _attend(
         sinks=s_aux,
         backend=backend,
     )
-    return out[None, :, :, :value_dim], None
+    return out[None, :, :, : v.shape[-1]], None
 
 
 def _widen(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The guard against a layout that gets lost on its way to the attention layers.
+"""The guard against a layout that gets lost on its way to the layers that mix tokens.
 
 Models accept keyword arguments that they do not know and may drop them. Attention without its layout is still
 attention, over the wrong tokens: no error, only wrong numbers. So whoever passes a layout says how many attention
@@ -22,7 +22,7 @@ from ...layout import SharedPromptLayout
 
 @dataclass
 class Expectation:
-    """A layout that is on its way through a model, and which attention layers have consumed it so far."""
+    """A layout that is on its way through a model, and which layers have consumed it so far."""
 
     layout: SharedPromptLayout
     num_layers: int
@@ -34,7 +34,7 @@ class Expectation:
     def check(self) -> None:
         """SharedPromptLayoutError unless every attention layer has consumed the layout."""
         if len(self.consumers) != self.num_layers:
-            expected = f"consumed by {self.num_layers} attention layers"
+            expected = f"consumed by {self.num_layers} layers that mix tokens"
             if len(self.consumers) > self.num_layers:
                 raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, f"{len(self.consumers)}"))
             got = (
@@ -82,7 +82,7 @@ def consume(module: nn.Module, layout: SharedPromptLayout) -> None:
 
 @contextmanager
 def expect_shared_prompt(layout: SharedPromptLayout, num_layers: int) -> Iterator[None]:
-    """Raise unless the forward inside consumes `layout` in `num_layers` attention layers.
+    """Raise unless the forward inside consumes `layout` in `num_layers` layers.
 
     Leave it before the backward. It counts layers and does not look at the model: `check_supported` and
     `install_layout_hook` say whether that is exact on shared prompts. A backbone that has `install_layout_hook` takes

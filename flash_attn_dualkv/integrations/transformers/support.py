@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from ...arguments import describe
-from ...checks import MAX_HEAD_DIM, explain
+from ...checks import MAX_HEAD_DIM, explain, is_kernel_softcap
 from ...errors import SharedPromptError, SharedPromptTypeError
 from .hybrid.families import (
     ATTENTION_TYPES,
@@ -104,7 +104,11 @@ def kernels_lack(config: Any) -> str | None:
     Args:
         config: of a transformers model.
     """
-    head_dim = getattr(text_config(config), "head_dim", None) or 0
+    text = text_config(config)
+    softcap = getattr(text, "attn_logit_softcapping", None) or 0.0
+    if not is_kernel_softcap(softcap):
+        return f"a softcap of {softcap}"
+    head_dim = getattr(text, "head_dim", None) or 0
     return f"a head dim of {head_dim}" if head_dim > MAX_HEAD_DIM or head_dim % 8 else None
 
 

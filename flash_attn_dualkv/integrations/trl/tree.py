@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from ...checks import CUDA_DTYPES, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, autocast
+from ...checks import CUDA_DTYPES, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, autocast, is_kernel_softcap
 from ..trees import Forest, remembered
 
 
 def use_dualkv_for_tree_attention() -> None:
     """Run the attention of TRL's AsyncGRPOTrainer on this library's kernels, before or after a trainer is made.
 
-    Calls that the kernels do not offer (on a GPU 32 bits; head dims above 256) go to TRL's own. Calling it again
-    changes nothing.
+    Calls that the kernels do not offer (head dims above 256 or no multiple of 8; on a GPU 32 bits) go to TRL's own.
+    Calling it again changes nothing.
     """
     from trl.experimental.async_grpo import packing
 
@@ -52,7 +52,7 @@ def _tree_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
         softcap: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        if not _is_offered(query, key, value):
+        if not _is_offered(query, value, softcap or 0.0):
             result: tuple[Tensor, None] = stock(
                 module,
                 query,
@@ -81,11 +81,11 @@ def _tree_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
     return tree_attention
 
 
-def _is_offered(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernels have the head dimension and the type."""
+def _is_offered(query: Tensor, value: Tensor, softcap: float) -> bool:
+    """Whether the kernels have the head dimensions, the type and the softcap."""
     if any(dim > MAX_HEAD_DIM or dim % HEAD_DIM_MULTIPLE for dim in (query.shape[-1], value.shape[-1])):
         return False
-    return not value.is_cuda or autocast((value,))[0].dtype in CUDA_DTYPES
+    return not value.is_cuda or (autocast((value,))[0].dtype in CUDA_DTYPES and is_kernel_softcap(softcap))
 
 
 def read_tree(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Forest:

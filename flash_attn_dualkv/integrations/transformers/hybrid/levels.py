@@ -45,7 +45,7 @@ ALIKE = 64
 
 @dataclass(frozen=True)
 class Bucket:
-    """Segments of a level of about the same length, at most twice the shortest, for functions that take no offsets.
+    """Segments of a level of about the same length, at most twice the shortest or 64, for functions without offsets.
 
     Attributes:
         count, longest: segments, and rows of the longest of them.

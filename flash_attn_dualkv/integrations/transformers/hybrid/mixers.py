@@ -196,7 +196,10 @@ def _positional(args: Sequence[Any], kwargs: dict[str, Any], *names: Sequence[st
     """The first arguments of a call, given by position or by one of their names; and the other named ones."""
     kwargs, values = dict(kwargs), list(args)
     for known in names[len(values) :]:
-        values.append(next(kwargs.pop(name) for name in known if name in kwargs))
+        given = [name for name in known if name in kwargs]
+        if not given:
+            raise SharedPromptError(explain(known[0], "an argument of every call", "none"))
+        values.append(kwargs.pop(given[0]))
     return values, kwargs
 
 
