@@ -45,7 +45,9 @@ struct KvBlock {
     // the one before. Head by head there are fewer steps between them, and the queries are still in the L2 cache: 5 to
     // 8% at 4 heads. Where walks are long they meet in the cache anyway, and it costs up to 2%.
     walk.head_major = shape.sees.has_window() && walk.heads >= 4;
-    walk.cursor = subtree_of(nodes, item.node, place.reversed);
+    // With a window nodes that do not see the tile are skipped from the front only: 28 of them, asked one by one, take
+    // 10 us.
+    walk.cursor = subtree_of(nodes, item.node, place.reversed && !shape.sees.has_window());
     walk.head = item.first_step;
     walk.remaining = item.num_steps;
     return true;
