@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from measure import DTYPES, LEFT_OUT, Config, Matmul, Row, significant
-from peers import PACKAGES, Implementation, is_importable, own_families
+from peers import Implementation, own_families
 from shapes import title
+from varlen import PACKAGES, is_importable
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -15,7 +14,6 @@ import torch
 from flex import arrange_flex
 from packing import (
     Arrangement,
-    Attention,
     contexts_first_rows,
     cumulative,
     heads_first,
@@ -27,18 +25,18 @@ from shapes import DETERMINISTIC, Shape, fits_one_call, gathered_calls, micro_ba
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from varlen import (
+    PACKAGES,
+    VarlenCall,
+    VarlenKernel,
+    is_importable,
+    math_varlen,
+    package_varlen,
+    torch_varlen,
+    varlen_attention,
+)
 
 from flash_attn_dualkv.predict import DIRECTIONS
-
-VarlenKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
-
-# By the word that names of implementations have: the module that is imported, and what is installed for it.
-PACKAGES = {
-    "fa4": ("flash_attn.cute", "flash-attn-4"),
-    "flash_attn": ("flash_attn", "flash-attn"),
-    "fa3": ("flash_attn_interface", "FlashAttention-3"),
-    "prefix_grouper": ("prefix_grouper", "prefix-grouper"),
-}
 
 
 @dataclass(frozen=True)
@@ -78,15 +76,6 @@ class Implementation:
         if self.package is None or is_importable(self.package):
             return None
         return f"{PACKAGES[self.package][1]} is not installed"
-
-
-def is_importable(label: str) -> bool:
-    """Whether the module is there: flash-attn-4 alone leaves a folder flash_attn that is not the flash_attn package."""
-    try:
-        spec = importlib.util.find_spec(PACKAGES[label][0])
-    except ModuleNotFoundError:
-        return False
-    return spec is not None and spec.origin is not None
 
 
 # --- this library ---------------------------------------------------------------------------------------------------
@@ -193,34 +182,6 @@ def deterministic(family: str) -> Implementation:
 # --- FlashAttention's kernels for packed sequences ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class VarlenCall:
-    """Sequences of one call of a kernel."""
-
-    tokens: int
-    offsets: Tensor
-    longest: int
-
-    @staticmethod
-    def of(lengths: Sequence[int], device: torch.device) -> VarlenCall:
-        return VarlenCall(sum(lengths), cumulative(lengths, device), max(lengths))
-
-
-def varlen_attention(kernel: VarlenKernel, calls: list[VarlenCall]) -> Attention:
-    """Causal attention of each sequence with itself, in one call or in several one after another."""
-    tokens = [call.tokens for call in calls]
-
-    def one(call: VarlenCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return kernel(q, k, v, call.offsets, call.offsets, call.longest, call.longest)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if len(calls) == 1:  # splitting would cost the backward a copy
-            return one(calls[0], q, k, v)
-        return torch.cat([one(*call) for call in zip(calls, q.split(tokens), k.split(tokens), v.split(tokens))])
-
-    return attention
-
-
 def refuses_options(impl: Implementation) -> Implementation:
     """The same for shapes that are plain causal attention alone."""
     reason = "measured on plain causal attention"
@@ -311,46 +272,6 @@ def arrange_gathered(shape: Shape, device: torch.device, load: Callable[[], Varl
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     return Arrangement(packed_rows(shape), attention)
-
-
-def torch_varlen() -> VarlenKernel:
-    """PyTorch's own FlashAttention-2 kernels."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    # Newer versions want to be told about grouped heads, older ones do not know the argument, or no window.
-    parameters = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in parameters else {}
-    options |= {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
-        return cast(Tensor, varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options))
-
-    return kernel
-
-
-def package_varlen(label: str) -> VarlenKernel:
-    """``flash_attn_varlen_func`` of a package: FlashAttention-2, -3 or -4, which name these arguments alike."""
-    function = importlib.import_module(PACKAGES[label][0]).flash_attn_varlen_func
-
-    def kernel(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **options: Any
-    ) -> Tensor:
-        offsets, longest = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}, {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
-        out = function(q, k, v, **offsets, **longest, causal=True, **options)
-        return out[0] if isinstance(out, tuple) else out
-
-    return kernel
-
-
-def math_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
-    """The same contract in plain PyTorch, sequence by sequence, for machines without a GPU."""
-    outs = []
-    for query, key, value in zip(*(one.split(cu.diff().tolist()) for one, cu in ((q, cu_q), (k, cu_k), (v, cu_k)))):
-        mask = torch.ones(len(query), len(key), dtype=torch.bool, device=q.device).tril(len(key) - len(query))
-        query, key, value = map(heads_first, (query, key, value))
-        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-        outs.append(out[0].transpose(0, 1))
-    return torch.cat(outs)
 
 
 def replicated(label: str, load: Callable[[], VarlenKernel] | None = None) -> Implementation:

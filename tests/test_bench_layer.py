@@ -16,6 +16,7 @@ import pytest
 import results
 import shapes
 import torch
+import varlen
 from shapes import of_model
 from test_benchmarks import SMALL as SHAPES
 from test_benchmarks import dense_attention, dense_mask, outcome
@@ -52,7 +53,7 @@ def test_all_implementations_compute_the_same_layer(
                 assert (value - reference).abs().max() < tolerance * reference.abs().max(), impl.name
             compared.add(impl.name)
     assert {"dualkv_reference", "flex_packed", "math_replicated"} <= compared
-    assert ("prefix_grouper" in compared) == (peers.is_importable("prefix_grouper") and len(shape.groups) == 1)
+    assert ("prefix_grouper" in compared) == (varlen.is_importable("prefix_grouper") and len(shape.groups) == 1)
 
 
 def test_the_packed_row_of_the_library() -> None:
@@ -70,7 +71,7 @@ def test_the_packed_row_of_the_library() -> None:
 def test_hidden_prompts_would_be_noticed() -> None:
     """The check between implementations fails an attention that forgets the prompt, with a wide margin."""
     shape = SMALL[0]  # three responses of one group
-    alone = peers.varlen_attention(peers.math_varlen, [peers.VarlenCall.of([70, 33, 1, 90], CPU)])
+    alone = varlen.varlen_attention(varlen.math_varlen, [varlen.VarlenCall.of([70, 33, 1, 90], CPU)])
     hows = peers.arrange_ours(shape, CPU), packing.Arrangement(packing.packed_rows(shape), alone)
     prepared = [layer.prepare_layer(shape, torch.float32, CPU, 0, how) for how in hows]
     right, wrong = (one.take(one.run().detach(), torch.arange(shape.packed_tokens)) for one in prepared)

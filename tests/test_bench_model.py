@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import varlen
 
 pytest.importorskip("transformers", "4.57")
 
@@ -60,8 +61,8 @@ def test_hidden_prompts_would_be_noticed() -> None:
 
     def forgetful(shape: Shape, device: torch.device) -> packing.Arrangement:
         pieces = [len(one) for pair in packing.response_rows(shape) for one in pair]
-        calls = [peers.VarlenCall.of(pieces, device)]
-        return packing.Arrangement(packing.replicated_rows(shape), peers.varlen_attention(peers.math_varlen, calls))
+        calls = [varlen.VarlenCall.of(pieces, device)]
+        return packing.Arrangement(packing.replicated_rows(shape), varlen.varlen_attention(varlen.math_varlen, calls))
 
     wrong = peers.Implementation("forgetful", forgetful, is_replicated=True)
     prepared = [prepare(shape, impl, "fp32") for impl in (OURS, wrong)]

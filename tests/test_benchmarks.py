@@ -24,6 +24,7 @@ import results
 import shapes
 import stream
 import torch
+import varlen
 from peers import Implementation
 from shapes import Group, Shape
 
@@ -128,7 +129,7 @@ def fa4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "flash_attn" / "cute"  # as in the wheel, nothing makes flash_attn itself a package
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(
-        "from peers import math_varlen\n"
+        "from varlen import math_varlen\n"
         "def flash_attn_varlen_func(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,\n"
         "                           max_seqlen_k=None, min_seqlen_k=None, softmax_scale=None, causal=False):\n"
         "    assert qv is None and causal is True and max_seqlen_q == cu_seqlens_q.diff().max()\n"
@@ -209,7 +210,7 @@ def test_replicated_rows_beyond_32_bits_go_to_several_calls(monkeypatch: pytest.
         monkeypatch.setattr(shapes, "MOST_ELEMENTS", tokens * shape.heads * shape.head_dim)
         assert len(peers.in_pieces(shape)) == calls
         assert [one for piece in peers.in_pieces(shape) for one in piece] == shape.replicated_lengths
-        how = peers.arrange_replicated(shape, CPU, lambda: peers.math_varlen)
+        how = peers.arrange_replicated(shape, CPU, lambda: varlen.math_varlen)
         outs.append(packing.prepare_attention(shape, torch.float64, CPU, 0, how).run())
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 

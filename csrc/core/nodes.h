@@ -56,7 +56,7 @@ constexpr int kNoWindow = kMaxPosition - 1;
 // Which keys of its path a query sees, by logical positions.
 //
 //     keys      0  1  2  3  4  5  6  7  8
-//     query 6         [--window--]  *           first_key = 6 - window; behind the query only if not causal
+//     query 6         [-window-]  *             a window of 4: keys 2 to 6; 7 and 8 too if not causal
 struct Visibility {
   bool causal;
   int window;  // positions before its own that a query sees

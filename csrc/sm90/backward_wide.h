@@ -96,10 +96,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>>
 
   // With a softcap the other warpgroup gets P^T times the cap's derivative.
   __device__ __forceinline__ void send_slopes(const Statistic& lse) {
-#pragma unroll
-    for (int j = 0; j < kBlockM / 8; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[j][e] *= p.shape.softcap.slope(x[j][e], lse[j / 2][j % 2 * 2 + e % 2]);
+    this->multiply_by_slope(x, x, lse);
     Operand slopes;
 #pragma unroll
     for (int step = 0; step < kBlockM / 16; ++step) accumulator_to_a<T>(x[2 * step], x[2 * step + 1], slopes[step]);

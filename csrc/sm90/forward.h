@@ -83,8 +83,8 @@ struct ForwardProducer {
   }
 };
 
-// One consumer warpgroup: 64 rows of each query tile. The softcap is compiled apart: even a branch that nobody takes costs
-// 1 to 3% in a loop without an instruction to spare.
+// One consumer warpgroup: 64 rows of each query tile. The softcap is compiled apart, as in backward.h, where a branch that
+// nobody took cost 2 to 3%.
 template <typename T, class Config, bool kSoftcap>
 struct ForwardConsumer {
   using TileQ = typename Config::TileQ;

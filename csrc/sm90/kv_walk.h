@@ -231,16 +231,21 @@ struct KvWarpgroup {
       for (int e = 0; e < 4; ++e) s[j][e] = exp2_approx(s[j][e] * scale_log2 - lse[j / 2][j % 2 * 2 + e % 2]);
   }
 
-  // x *= 1 - tanh^2 of the scores, where there is a softcap. `lse`: in shared memory; there are no registers to keep it.
-  __device__ __forceinline__ void multiply_by_slope(Scores& x, const Scores& probabilities, uint32_t lse_address) const {
-    const Softcap softcap = p.shape.softcap;
-    if (!kSoftcap || !softcap.exists()) return;
-    Statistic lse;
-    load_statistic(lse, lse_address);
+  // x *= 1 - tanh^2 of the scores.
+  __device__ __forceinline__ void multiply_by_slope(Scores& x, const Scores& probabilities, const Statistic& lse) const {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) x[j][e] *= softcap.slope(probabilities[j][e], lse[j / 2][j % 2 * 2 + e % 2]);
+      for (int e = 0; e < 4; ++e) {
+        x[j][e] *= p.shape.softcap.slope(probabilities[j][e], lse[j / 2][j % 2 * 2 + e % 2]);
+      }
+  }
+  // The same, where there is a softcap, with the LSE in shared memory: there are no registers to keep it.
+  __device__ __forceinline__ void multiply_by_slope(Scores& x, const Scores& probabilities, uint32_t lse_address) const {
+    if (!kSoftcap || !p.shape.softcap.exists()) return;
+    Statistic lse;
+    load_statistic(lse, lse_address);
+    multiply_by_slope(x, probabilities, lse);
   }
 
   __device__ __forceinline__ void mask(Scores& x, const BackwardStep& step) const {
