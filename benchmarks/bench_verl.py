@@ -89,7 +89,7 @@ PRESETS: dict[str, tuple[str, Batch, list[Setting]]] = {
     "moe": (
         "Qwen3-30B-A3B, 12 layers",
         PAPER,
-        [OWN(None, TOKENS, 2), OWN(None, TOKENS), PLUGIN(None, TOKENS, 2), PLUGIN(None, TOKENS)],
+        [OWN(None, TOKENS), OWN(None, TOKENS, 2), PLUGIN(None, TOKENS), PLUGIN(None, TOKENS, 2)],
     ),
     "ulysses": ("Qwen3-1.7B", PAPER, [OWN(None, 20480, 2), PLUGIN(None, 20480, 2)]),
     "memory": ("Qwen3-1.7B", PAPER, [OWN(32), PLUGIN(32)]),
@@ -111,6 +111,9 @@ PRESETS: dict[str, tuple[str, Batch, list[Setting]]] = {
     "tiny": ("tiny", Batch(), [OWN(4, fp32=True), OWN(None, 200), OWN(4), PLUGIN(None, 200), PLUGIN(4)]),
 }
 STEPS = {"steps": 20}
+# Models whose calls take long: a few samples of each rank warm up, calls run once, and one worker, whose weights stay
+# as they are, runs all micro-batches.
+LARGE = ("paper-8b", "moe")
 ACTOR = "actor_rollout_ref.actor"
 FP32 = (
     *(f"+{ACTOR}.fsdp_config.mixed_precision.{name}_dtype=fp32" for name in ("param", "reduce", "buffer")),
@@ -139,10 +142,12 @@ def cases_of(preset: str, gpus: int, is_cpu: bool, updates: int) -> list[Case]:
                 attention="sdpa" if setting.fp32 else "flash_attention_2",
                 balance="groups" if setting.shares else "lengths",
                 overrides=(*setting.overrides, *(NOT_COMPILED if is_cpu else ())),
-                updates=STEPS.get(preset, updates),
-                inferences=2,
+                updates=1 if preset in LARGE else STEPS.get(preset, updates),
+                inferences=1 if preset in LARGE else 2,
                 infers_at_the_end=False,
-                learning_rate=1e-6,
+                learning_rate=0.0 if preset in LARGE else 1e-6,
+                warm=(setting.micro or 4) if preset in LARGE else 0,
+                keeps_worker=preset in LARGE,
             )
         )
     return found
@@ -214,11 +219,14 @@ def measure(options: argparse.Namespace) -> Path:
     path = folder / f"{options.name or '-'.join([gpu_folder(header['gpu']), *options.preset])}.json"
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(one for one in paths if one)}
-    found = run(cases, options.gpus, environment, options.limit_s, partial=True)
-    measured = [case for case in cases if case.name in found]
-    rows = [row_of(case, found[case.name], options.gpus) for case in measured]
-    differences(rows, measured, found)
-    path.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
+
+    def keep(found: dict[str, Found]) -> None:
+        measured = [case for case in cases if case.name in found]
+        rows = [row_of(case, found[case.name], options.gpus) for case in measured]
+        differences(rows, measured, found)
+        path.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
+
+    run(cases, options.gpus, environment, options.limit_s, keep=keep)
     return path
 
 

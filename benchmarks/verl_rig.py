@@ -6,6 +6,7 @@ does around its workers is done here: the batch of `verl_inputs` is balanced ove
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ class Case:
         trainer: v1 (jagged) or v0 (padded) form of the batch.
         overrides: of verl's config, as on its command line.
         extra: what a test puts into the batch: "temperatures", "images".
+        warm: calls of so many of each rank's samples come before those that are recorded.
+        keeps_worker: of the case before, if the two differ in micro-batches only. Weights must stay as they are.
     """
 
     name: str
@@ -59,6 +62,17 @@ class Case:
     learning_rate: float = 1e-3
     inferences: int = 1
     infers_at_the_end: bool = True
+    warm: int = 0
+    keeps_worker: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keeps_worker and self.learning_rate:
+            raise ValueError(f"learning_rate: expected 0.0 where keeps_worker is set, got {self.learning_rate}")
+
+    @property
+    def worker(self) -> Case:
+        """Without what a worker can change."""
+        return replace(self, name="", micro=None, tokens=None, warm=0, keeps_worker=False)
 
 
 @dataclass
@@ -84,20 +98,29 @@ def run(
     environment: dict[str, str],
     timeout_s: float,
     on_ray: bool = False,
-    partial: bool = False,
+    keep: Callable[[dict[str, Found]], None] | None = None,
 ) -> dict[str, Found]:
     """All cases, in this order, in processes of one start; on GPUs one each. Their output goes to this process's.
 
     `on_ray`: each case in actors of its own under verl's RayWorkerGroup, which then cuts the batch into shares.
-    `partial`: what there was before a failure or the end of the time is enough.
+    `keep`: is called with all that there is, behind each case; what there was before a failure or the end of the time
+    is then enough.
 
     Raises:
         RuntimeError: a rank has failed; its output says why.
     """
     with tempfile.TemporaryDirectory() as folder:
-        for index, model in enumerate(dict.fromkeys(case.model for case in cases)):
-            # In a process of its own, so that its memory is freed.
-            _python(["model", str(Path(folder) / f"model{index}"), json.dumps(asdict(model))], environment, timeout_s)
+        # In processes of their own, so that their memory is freed.
+        models = [
+            _start(["model", str(Path(folder) / f"model{index}"), json.dumps(asdict(model))], environment)
+            for index, model in enumerate(dict.fromkeys(case.model for case in cases))
+        ]
+        try:
+            if any(model.wait(timeout_s) for model in models):
+                raise RuntimeError("a model could not be saved; the output says why")
+        finally:
+            for model in models:
+                model.kill()
         torch.save(list(cases), Path(folder) / "cases.pt")
         with socket.socket() as free:
             free.bind(("", 0))
@@ -110,26 +133,30 @@ def run(
             if on_ray:
                 own = dict(RIG_RANKS=ranks, RAY_USAGE_STATS_ENABLED=0, RAY_memory_monitor_refresh_ms=0)
             own |= dict(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", VERL_LOGGING_LEVEL="WARN")
-            command = [sys.executable, __file__, "ray" if on_ray else "rank", folder]
-            children.append(subprocess.Popen(command, env={**os.environ, **_text(own), **environment}))
+            children.append(_start(["ray" if on_ray else "rank", folder], {**_text(own), **environment}))
+        path, saved = Path(folder) / "found.pt", 0.0
         end = time.monotonic() + timeout_s
         codes: list[int | None] = [None]
         try:
             # One that failed leaves the others waiting for it.
             while None in codes and not any(codes) and time.monotonic() < end:
                 time.sleep(0.2)
+                if keep and path.exists() and (now := path.stat().st_mtime) > saved:
+                    keep(torch.load(path, weights_only=False))
+                    saved = now
                 codes = [child.poll() for child in children]
         finally:
             for child in children:
                 child.kill()
                 child.wait()
-        path = Path(folder) / "found.pt"
         found: dict[str, Found] = torch.load(path, weights_only=False) if path.exists() else {}
         if any(code != 0 for code in codes):
             message = f"verl's ranks ended with {codes} behind {list(found)}"
-            if not found or not partial:
+            if not found or keep is None:
                 raise RuntimeError(message)
             print(message, file=sys.stderr)
+        if keep:
+            keep(found)
         return found
 
 
@@ -137,9 +164,8 @@ def _text(values: dict[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-def _python(arguments: list[str], environment: dict[str, str], timeout_s: float) -> None:
-    command = [sys.executable, __file__, *arguments]
-    subprocess.run(command, env={**os.environ, **environment}, check=True, timeout=timeout_s)
+def _start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, __file__, *arguments], env={**os.environ, **environment})
 
 
 # What follows runs in the ranks
@@ -268,6 +294,13 @@ class Processes:
     def call(self, kind: str, data: Any) -> Any:
         return getattr(self.worker, self.calls[kind])(data)
 
+    def divide(self, case: Case) -> None:
+        """Into the micro-batches of another case, as the worker's configuration says them to each call."""
+        engine = engine_of(self.worker).engine_config
+        engine.use_dynamic_bsz = case.tokens is not None
+        engine.micro_batch_size_per_gpu = engine.infer_micro_batch_size_per_gpu = case.micro
+        engine.max_token_len_per_gpu = engine.infer_max_token_len_per_gpu = case.tokens
+
     def close(self) -> None:
         """Free what the model takes: something of PyTorch's may hold the first one of a process until its end."""
         engine = engine_of(self.worker)
@@ -355,11 +388,21 @@ def join_ranks(rank: int, ranks: int) -> None:
 class Session:
     """One case: its workers and its batch."""
 
-    def __init__(self, case: Case, folder: str, ranks: int, kind: type[Processes] | type[Ray]) -> None:
-        self.case = case
+    def __init__(
+        self,
+        case: Case,
+        folder: str,
+        ranks: int,
+        kind: type[Processes] | type[Ray],
+        group: Processes | Ray | None = None,
+    ) -> None:
+        """`group`: of the case before, if this one keeps it."""
+        self.case, self.ranks = case, ranks
         torch.manual_seed(0)  # of LoRA's weights
         self.config = configuration(case, folder, ranks)
-        self.group = kind(case, self.config, ranks)
+        if isinstance(group, Processes):
+            group.divide(case)
+        self.group = group or kind(case, self.config, ranks)
         samples = case.batch.samples(case.model.vocabulary)
         self.order = balanced(case, samples, ranks // case.sp)
         self.samples = [samples[index] for index in self.order]
@@ -367,7 +410,19 @@ class Session:
         self.found = Found(self.group.engine(), tokens)
         self.known: dict[str, list[Tensor]] = {}
 
+    def of_some(self, count: int) -> Session:
+        """With the first samples of each rank, and with results of its own."""
+        some, each = copy.copy(self), len(self.samples) // (self.ranks // self.case.sp)
+        firsts = range(0, len(self.samples), each)
+        some.samples = [one for first in firsts for one in self.samples[first : first + count]]
+        some.order = list(range(len(some.samples)))
+        some.case = replace(self.case, warm=0, inferences=1, updates=1, infers_at_the_end=False)
+        some.found, some.known = Found(), {}
+        return some
+
     def run(self) -> Found:
+        if self.case.warm:
+            self.of_some(self.case.warm).run()
         first = self.infer()
         scores = first["log_probs" if "log_probs" in first else "values"]
         ones = [torch.full_like(old, one.advantage) for old, one in zip(scores, self.samples)]
@@ -492,26 +547,33 @@ def _run_rank(folder: str, on_ray: bool) -> None:
     else:
         join_ranks(rank, ranks)
     found: dict[str, Found] = {}
-    for case in cases:
+    kept: Processes | Ray | None = None
+    left = 0.0
+    for case, following in zip(cases, [*cases[1:], None]):
         begin = time.perf_counter()
-        left = torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() and not on_ray else 0.0
+        if kept is None and torch.cuda.is_available() and not on_ray:
+            left = torch.cuda.memory_allocated() / 2**30
         session = None
         try:
-            session = Session(case, models[case.model], ranks, Ray if on_ray else Processes)
+            session = Session(case, models[case.model], ranks, Ray if on_ray else Processes, kept)
             found[case.name] = session.run()
             found[case.name].left_gib = left
         except Exception as error:
             if ranks > 1:  # the others wait for this one
                 raise
             found[case.name] = replace(session.found if session else Found(), error=f"{type(error).__name__}: {error}")
-        if session is not None:
-            session.group.close()
-        del session
+        group = session.group if session is not None else kept
+        keeps = following is not None and following.keeps_worker and following.worker == case.worker
+        kept = group if keeps and found[case.name].error is None else None
+        if group is not None and kept is None:
+            group.close()
+        del session, group
         gc.collect()
         if torch.cuda.is_available() and not on_ray:
             torch.cuda.empty_cache()
         if rank == 0:
-            torch.save(found, Path(folder) / "found.pt")
+            torch.save(found, Path(folder) / "found.tmp")  # whole at once for who reads it
+            Path(folder, "found.tmp").replace(Path(folder) / "found.pt")
             one = found[case.name]
             times = [round(value, 3) for value in (*one.infer_s, *one.update_s)]
             print(f"{case.name}: {time.perf_counter() - begin:.1f} s, {times}", one.error or "", flush=True)

@@ -104,6 +104,13 @@ EQUAL_RANKS = [
     case("Ulysses, fused head", "actor_rollout_ref.model.use_fused_kernels=True", sp=2, batch=UNEQUAL, **FUSED),
     case("Ulysses, critic", sp=2, role="critic"),
 ]
+# As benchmarks run large models: one worker for several divisions, behind calls that warm it up.
+STAYING: dict[str, Any] = dict(learning_rate=0.0, updates=1, batch=UNEQUAL, infers_at_the_end=False)
+KEPT = [
+    case("a worker", micro=3, warm=3, **STAYING),
+    case("the same worker, dynamic", tokens=150, warm=2, keeps_worker=True, **STAYING),
+    case("the same worker, fixed", micro=2, keeps_worker=True, **STAYING),
+]
 
 # Cases that verl's own path computes, and what the metrics call the reason.
 FALLBACKS = [
@@ -172,7 +179,7 @@ def one_rank() -> dict[str, Found]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, Found]:
-    return start([*EQUAL_RANKS, SPOILED], 2)
+    return start([*EQUAL_RANKS, *KEPT, SPOILED], 2)
 
 
 def names(cases: list[Case]) -> Any:
@@ -201,6 +208,30 @@ def test_one_rank(one_rank: dict[str, Found], name: str) -> None:
 @names(EQUAL_RANKS)
 def test_two_ranks(two_ranks: dict[str, Found], name: str) -> None:
     check_shared(*both(two_ranks, name))
+
+
+@names(KEPT)
+def test_kept_workers(two_ranks: dict[str, Found], name: str) -> None:
+    """Weights stay, divisions change, and calls that warm up leave no trace."""
+    stock, ours = both(two_ranks, name)
+    check_equal(stock, ours)
+    check_equal(two_ranks[KEPT[0].name], ours)
+    assert [len(one) for one in (ours.infer_s, ours.update_s, ours.metrics)] == [1, 1, 1]
+    divided = [two_ranks[f"ours, {one.name}"].metrics[0]["shared_prompt/micro_batches"] for one in KEPT]
+    assert len(set(divided)) == len(KEPT) and divided[0] == 2 and divided[2] == 3
+
+
+def test_weights_of_a_kept_worker_stay() -> None:
+    with pytest.raises(ValueError, match="learning_rate: expected 0.0 where keeps_worker is set, got 0.1"):
+        case("trained", keeps_worker=True, learning_rate=0.1)
+
+
+def test_what_there_was_before_a_failure() -> None:
+    """A rank that fails ends the others; results so far were written and count."""
+    seen: list[list[str]] = []
+    cases = [replace(one, shares=True, updates=1) for one in (EQUAL_RANKS[1], ERRORS[0][0], EQUAL_RANKS[0])]
+    found = verl_rig.run(cases, 2, ENVIRONMENT, 300.0, keep=lambda some: seen.append(list(some)))
+    assert list(found) == seen[0] == seen[-1] == [cases[0].name]
 
 
 def test_ray(two_ranks: dict[str, Found]) -> None:
