@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_trl
 import torch
@@ -14,6 +15,7 @@ from processes import run_ranks
 from tiny_models import check_equal, check_gradients, gradients
 from tiny_trl import StockInGroups, check_runs, model_on_disk, shared, train, trainer
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 RANKS = 2
 SETUPS: dict[str, dict[str, Any]] = {
@@ -33,10 +35,20 @@ class SomeRanks(shared.SharedPromptGRPOTrainer):
         return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
 
-def _run_rank(rank: int, port: int, model: str, folder: str, results: Any) -> None:
+def _join(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     environment = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=RANKS)
     os.environ.update({name: str(value) for name, value in {**environment, "LOCAL_WORLD_SIZE": RANKS}.items()})
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _run_rank(rank: int, port: int, model: str, folder: str, results: Any) -> None:
+    _join(rank, port)
     for cls in (StockInGroups, shared.SharedPromptGRPOTrainer, SomeRanks):
         arguments = {} if cls is StockInGroups else dict(arguments=dict(verify_first_steps=1))
         for name, config in SETUPS.items():
@@ -70,10 +82,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What all trainers do on both ranks, in one start of the processes; and the model that they begin with."""
     folder = tmp_path_factory.mktemp("ranks")
     model = model_on_disk(folder)
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    results = run_ranks(_run_rank, RANKS, port, model, str(folder))
+    results = run_ranks(_run_rank, RANKS, _free_port(), model, str(folder))
     start = trainer(tiny_trl.trl.GRPOTrainer, model, folder).model.state_dict()
     return results, {name: one.clone() for name, one in start.items()}
 
@@ -112,3 +121,49 @@ def _parts(result: Any, start: dict[str, torch.Tensor]) -> tuple[Any, dict[str, 
     logs, after = result
     after = {name.removeprefix("module."): one for name, one in after.items()}
     return logs, {name: start[name] for name in after}, after
+
+
+# --- on GPUs ----------------------------------------------------------------------------------------------------------
+
+ON_GPUS: dict[str, Any] = dict(
+    use_cpu=False,
+    bf16=True,
+    max_steps=1,
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=2,
+    beta=0.1,
+    fsdp=True,
+    fsdp_config=dict(version=2, transformer_layer_cls_to_wrap=["Qwen3DecoderLayer"]),
+)
+
+
+def _run_gpu(rank: int, port: int, model: str, folder: str, config: dict[str, Any], results: Any) -> None:
+    _join(rank, port)
+    for cls in (StockInGroups, shared.SharedPromptGRPOTrainer):
+        arguments = {} if cls is StockInGroups else dict(arguments=dict(verify_first_steps=2))
+        made = trainer(cls, model, Path(folder), **arguments, **config)
+        run = train(made)
+        # Each rank has a part of every parameter and of the reference model's.
+        parts = [*run.after.values(), *made.ref_model.parameters()]
+        assert made.accelerator.is_fsdp2 and all(isinstance(one, DTensor) for one in parts)
+        changes = [after.full_tensor() - run.before[name].to(after.device) for name, after in run.after.items()]
+        change = torch.cat([one.flatten().float().cpu() for one in changes])
+        results[rank, cls.__name__] = (run.logs, change.numpy())
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs")
+def test_fsdp2_of_accelerate_on_gpus(tmp_path: Path) -> None:
+    """Policy and reference model sharded by accelerate, in bf16 on the kernels: the step of stock attention."""
+    model = model_on_disk(tmp_path, hidden_size=256, head_dim=64)
+    results = run_ranks(_run_gpu, RANKS, _free_port(), model, str(tmp_path), ON_GPUS, forked=False)
+    for rank in range(RANKS):
+        (stock_logs, stock), (logs, ours) = (results[rank, cls] for cls in ("StockInGroups", "SharedPromptGRPOTrainer"))
+        log = logs[0]
+        assert log["shared_prompt/fallbacks"] == 0 and log["shared_prompt/dedup_ratio"] > 1.1
+        assert 0 < log["shared_prompt/logp_difference"] < 0.1
+        assert log["reward"] == stock_logs[0]["reward"]  # rollouts are the same
+        assert log["grad_norm"] == pytest.approx(stock_logs[0]["grad_norm"], rel=0.03)
+        assert np.linalg.norm(stock) > 0
+        assert np.linalg.norm(ours - stock) <= 0.05 * np.linalg.norm(stock)
