@@ -241,7 +241,9 @@ Token ratio: of the batch's tokens to those with every prompt once, the most tha
 setup's first row over that of the row. N x P x R: N responses of at most R tokens to each prompt of at most P; lengths
 are uniform from the share of P and R that is named. "micro": sequences a micro-batch and GPU; "tokens": of dynamic
 micro-batches and GPU, for the plug-in with every prompt once. Peaks include weights and optimizer. Runs have weights of
-their own: norms of gradients compare within one.
+their own: norms of gradients compare within one. Times are those of the last call; for {large},
+whose learning rate is 0, it is the only one, and calls of a few samples come before it. A group above the budget is
+divided, and its prompt computed once for each part. Not measured: Ulysses over 4 GPUs.
 
 {tables}
 
@@ -285,6 +287,7 @@ def render() -> list[Path]:
     page.write_text(
         PAGE.format(
             attention=" ".join(rows["attention"].unique()),
+            large=" and ".join(PRESETS[one][0].partition(",")[0] for one in LARGE),
             tables=timings(rows[~rows["preset"].isin(("steps", "accuracy"))]),
             accuracy=setup_name(rows[rows["preset"] == "accuracy"].iloc[0])
             if "accuracy" in set(rows["preset"])
@@ -300,22 +303,23 @@ def render() -> list[Path]:
     return [page, short]
 
 
-# Of the README: setups, verl's own configuration and the plug-in's.
-HEADLINE = {
-    "micro-batches of 4": ("paper", "micro 4", "micro 4"),
-    "micro-batches of 40K tokens": ("paper", "tokens 40960", "tokens 40960"),
-    "all in one micro-batch, 1 GPU": ("memory", "micro 32", "micro 32"),
-    "experts, Ulysses over 2 GPUs": ("moe", "tokens 40960", "tokens 40960"),
-    "short prompts": ("math-300", "tokens 32768", "tokens 32768"),
-}
+# Of the README: setups, and the micro-batches of both; without Ulysses.
+HEADLINE = (
+    ("paper-8b", "micro 4", "micro-batches of 4"),
+    ("paper-8b", "tokens 40960", "micro-batches of 40K tokens"),
+    ("paper", "tokens 40960", "micro-batches of 40K tokens"),
+    ("memory", "micro 32", "all in one micro-batch, 1 GPU"),
+    ("moe", "tokens 40960", "micro-batches of 40K tokens"),
+    ("math-300", "tokens 32768", "short prompts"),
+)
 
 
 def headline(rows: pd.DataFrame) -> str:
     """Seconds and peaks of a few setups, verl's own and the plug-in's."""
     table = []
-    for what, (preset, own, plugin) in HEADLINE.items():
-        of_setup = rows[rows["preset"] == preset]
-        pair = [of_setup[(of_setup["who"] == who) & (of_setup["how"] == how)] for who, how in zip(WHO, (own, plugin))]
+    for preset, how, what in HEADLINE:
+        of_setup = rows[(rows["preset"] == preset) & (rows["how"] == how) & (rows["sp"] == 1)]
+        pair = [of_setup[of_setup["who"] == who] for who in WHO]
         if not all(map(len, pair)):
             continue
         verl, ours = (one.iloc[0] for one in pair)
@@ -388,9 +392,27 @@ def timings(rows: pd.DataFrame) -> str:
                 }
             )
         parts.append(
-            f"### {setup_name(first)}\n\nToken ratio {first.token_ratio:.2f}.\n\n{markdown(pd.DataFrame(table))}"
+            f"### {setup_name(first)}\n\nToken ratio {first.token_ratio:.2f}.{gains(setup)}\n\n"
+            f"{markdown(pd.DataFrame(table))}"
         )
     return "\n\n".join(parts)
+
+
+def gains(setup: pd.DataFrame) -> str:
+    """What of the token ratio was run, and what it brought, where both had the same budget of tokens."""
+    found = []
+    for (micro, sp), pair in setup.groupby(["how", "sp"], sort=False):
+        if not micro.startswith("tokens") or len(pair) != len(WHO):
+            continue
+        verl, ours = (pair[pair["who"] == who].iloc[0] for who in WHO)
+        times = [verl[name] / ours[name] for name in ("update_s", "infer_s")]
+        update, scores = (f"{one:.2f}x ({one / verl.token_ratio:.2f} of it)" for one in times)
+        how = f" with Ulysses {sp}" if sp > 1 else ""
+        run_ratio = ours.metrics["shared_prompt/dedup_ratio"]
+        found.append(
+            f" At equal budgets{how}, {run_ratio:.2f} was run: updates gain {update}, log-probabilities {scores}."
+        )
+    return "".join(found)
 
 
 def figure(value: float | None, otherwise: str | None, digits: int = 2) -> str:

@@ -294,6 +294,30 @@ def test_pages_of_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     }
 
 
+def test_gains_of_verl() -> None:
+    """Of rows with the same budget and Ulysses on both sides; fixed micro-batches and lonely rows say nothing."""
+
+    def row(who: str, how: str, sp: int, update_s: float) -> dict[str, Any]:
+        times = dict(update_s=update_s, infer_s=update_s / 4)
+        return dict(who=who, how=how, sp=sp, token_ratio=4.0, metrics={"shared_prompt/dedup_ratio": 3.5}, **times)
+
+    rows = [
+        row("verl", "micro 4", 1, 9.0),
+        row("verl", "tokens 64", 1, 12.0),
+        row("verl", "tokens 64", 2, 14.0),
+        row("plug-in", "micro 4", 1, 3.0),
+        row("plug-in", "tokens 64", 1, 4.0),
+        row("plug-in", "tokens 64", 2, 4.0),
+    ]
+    alone, with_ulysses = (
+        f" At equal budgets{how}, 3.50 was run: updates gain {gain}, log-probabilities {gain}."
+        for how, gain in (("", "3.00x (0.75 of it)"), (" with Ulysses 2", "3.50x (0.88 of it)"))
+    )
+    assert bench_verl.gains(pd.DataFrame(rows)) == alone + with_ulysses
+    assert bench_verl.gains(pd.DataFrame(rows[:-1])) == alone
+    assert bench_verl.gains(pd.DataFrame(rows[:4])) == ""
+
+
 def test_section_of_trl(tmp_path: Path) -> None:
     """Medians, their ratios, what the curves differ by; half a result is none."""
     assert bench_trl.section(tmp_path) == ""
