@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "core/border_tiles.h"
 #include "shim_problem.h"
 
 using namespace dualkv;
@@ -13,6 +14,7 @@ struct Record {
   uint8_t* seen;  // (heads, q_rows, key_rows + decoded_rows): how often each pair was visible
   int64_t steps, masked_steps, empty_steps, needless_masks, wrong_unmasked, out_of_range;
   int64_t blind_tiles, wrong_order, endless;           // of walks along a path
+  int64_t border_tiles, wrong_borders;                 // of those that gather
   int64_t ranges, bad_parts, short_parts, wrong_own_rows;  // of walks over queries
 };
 
@@ -28,6 +30,11 @@ struct Columns {
   int count() const { return max_int(end - max_int(first, 0), 0); }
 };
 
+// Counts that a query of one head sees a key, both by their packed rows, those of keys over both tensors.
+void see_key(const Problem& p, Record& r, int head, int row, int64_t key) {
+  if (r.seen) ++r.seen[(int64_t{head} * p.q_rows + row) * (int64_t{p.key_rows} + p.decoded_rows) + key];
+}
+
 // Counts the columns of one row. Returns how many there were.
 int see(const Problem& p, Record& r, int head, int row, const KvTile& tile, Columns columns) {
   if (columns.count() == 0) return 0;
@@ -35,11 +42,8 @@ int see(const Problem& p, Record& r, int head, int row, const KvTile& tile, Colu
     ++r.out_of_range;
     return 0;
   }
-  if (!r.seen) return columns.count();
-  const int64_t keys = int64_t{p.key_rows} + p.decoded_rows;
   const int64_t first = int64_t{tile.row} + (tile.region == Region::keys ? 0 : p.key_rows);
-  uint8_t* counts = r.seen + (int64_t{head} * p.q_rows + row) * keys + first;
-  for (int c = max_int(columns.first, 0); c < columns.end; ++c) ++counts[c];
+  for (int c = max_int(columns.first, 0); c < columns.end; ++c) see_key(p, r, head, row, first + c);
   return columns.count();
 }
 
@@ -68,17 +72,21 @@ void forward_step(const Problem& p, Record& r, const QueryTile& q, const KvStep&
   r.needless_masks += masked && visible == int64_t{p.heads} * q.rows * p.block_n;
 }
 
+// More steps than a walk can have.
+int64_t most_steps(const Problem& p) {
+  return (int64_t{ceil_div(p.key_rows + p.decoded_rows, p.block_n)} + 1) * p.num_nodes;
+}
+
 // Follows a path to its last tile. Its tiles must stand one below the other, without a gap, down to the first key that a
 // query sees.
 void forward_tile(const Problem& p, Record& r, const Node& node, int m_block) {
   const NodeTable table = p.table();
   const QueryTile q = query_tile(node, m_block, p.block_m);
   if (q.row < 0 || q.rows < 1 || q.row + q.rows > p.q_rows) ++r.out_of_range;
-  const int64_t most = (int64_t{ceil_div(p.key_rows + p.decoded_rows, p.block_n)} + 1) * p.num_nodes;
   const int keys = node.kv_pos0 + node.kv_len;
   int end = p.causal ? min_int(keys, q.q_pos + q.rows) : keys;  // behind what is still to be seen
   if (end <= p.sees().first_key(q.q_pos)) end = 0;
-  PathWalk walk;
+  PathWalk<> walk;
   walk.start(table, node, q, p.block_n, p.sees());
   for (int64_t visited = 1;; ++visited) {
     const KvStep step = walk.step(table, p.block_n, q.rows, p.sees());
@@ -87,13 +95,94 @@ void forward_tile(const Problem& p, Record& r, const Node& node, int m_block) {
     r.wrong_order += visited > 1 ? reached != end : reached < end || step.tile.kv_pos >= max_int(end, 1);
     end = step.tile.kv_pos;
     if (step.last) break;
-    if (visited >= most) {
+    if (visited >= most_steps(p)) {
       ++r.endless;
       break;
     }
     walk.next(table, p.block_n, p.sees());
   }
   r.wrong_order += end > p.sees().first_key(q.q_pos);
+}
+
+// A border tile: all queries see the rows of its slabs that its KeyBits call keys.
+template <class Borders>
+void border_step(const Problem& p, Record& r, const QueryTile& q, const KvStep& step, const Borders& borders) {
+  const Extents rows = p.table().extents;
+  const KeyBits bits = borders.key_bits(step.tile.row, p.block_n);
+  int keys = 0;
+  for (int column = 0; column < KeyBits::kMaxRows; ++column) {
+    if (!bits.has(column) && column % Borders::kRows > 0) continue;
+    if (column >= p.block_n) {
+      r.wrong_borders += bits.has(column);
+      continue;
+    }
+    const int first = borders.at(step.tile.row + column / Borders::kRows).row, row = first + column % Borders::kRows;
+    if (first < 0 || row >= rows.all_key_rows() || rows.region_of(first) != rows.region_of(row)) {
+      ++r.out_of_range;
+    } else if (bits.has(column)) {
+      ++keys;
+      for (int i = 0; i < q.rows; ++i) {
+        for (int head = 0; head < p.heads; ++head) see_key(p, r, head, q.row + i, row);
+      }
+    }
+  }
+  ++r.border_tiles;
+  r.wrong_borders += keys == 0 || step.tile.valid != (keys < p.block_n ? kScattered : p.block_n);
+  for (int i = 0; i < q.rows; ++i) {
+    const int q_pos = q.q_pos + i;
+    r.wrong_borders += needs_mask(step, q_pos) != (keys < p.block_n) || !sees_keys(step.tile, q_pos, p.sees());
+  }
+}
+
+bool same(const KvStep& a, const KvStep& b) {
+  return a.tile.region == b.tile.region && a.tile.row == b.tile.row && a.tile.kv_pos == b.tile.kv_pos &&
+         a.tile.valid == b.tile.valid && a.full_pos == b.full_pos && a.full_span == b.full_span && a.last == b.last;
+}
+
+// Follows a path on a walk that gathers borders, beside one that does not. It has no more tiles than that and, without a
+// border tile, exactly the same.
+template <class Borders>
+void gathering_tile(const Problem& p, Record& r, const Node& node, int m_block, PathWalk<Borders>& walk) {
+  const NodeTable table = p.table();
+  const QueryTile q = query_tile(node, m_block, p.block_m);
+  PathWalk<> plain;
+  walk.start(table, node, q, p.block_n, p.sees());
+  plain.start(table, node, q, p.block_n, p.sees());
+  bool is_same = true, has_borders = false, plain_ended = false, is_longer = false;
+  for (int64_t visited = 1;; ++visited) {
+    const KvStep step = walk.step(table, p.block_n, q.rows, p.sees());
+    const KvStep other = plain.step(table, p.block_n, q.rows, p.sees());
+    const bool is_border = step.tile.region == Region::borders;
+    is_same &= same(step, other);
+    has_borders |= is_border;
+    is_longer |= plain_ended;
+    plain_ended |= other.last;
+    walk.next(table, p.block_n, p.sees());
+    plain.next(table, p.block_n, p.sees());
+    // Only when the walk has moved on, as late as V is loaded.
+    if (is_border) {
+      border_step(p, r, q, step, walk.borders);
+    } else {
+      forward_step(p, r, q, step);
+    }
+    if (step.last) break;
+    if (visited >= most_steps(p)) {
+      ++r.endless;
+      break;
+    }
+  }
+  r.wrong_borders += is_same == has_borders || is_longer;
+}
+
+// One walk takes all query tiles, as that of a persistent block does.
+template <int kSlabRows>
+void gather(const Problem& p, Record& r) {
+  BorderSlab slabs[BorderTiles<kSlabRows>::kPlaces];
+  PathWalk<BorderTiles<kSlabRows>> walk{{slabs}};
+  for (int index = 0; index < p.num_nodes; ++index) {
+    const Node node = p.table().node(index);
+    for (int m_block = 0; m_block < ceil_div(node.q_len, p.block_m); ++m_block) gathering_tile(p, r, node, m_block, walk);
+  }
 }
 
 void backward_step(const Problem& p, Record& r, const QueryWalk& walk) {
@@ -184,6 +273,13 @@ void record_forward(const Problem* p, Record* r) {
     const Node node = p->table().node(index);
     for (int m_block = 0; m_block < ceil_div(node.q_len, p->block_m); ++m_block) forward_tile(*p, *r, node, m_block);
   }
+}
+
+// The same of a walk that gathers borders, in slabs of some rows.
+void record_gathering(const Problem* p, Record* r) {
+  if (p->block_n >= 64) return gather<16>(*p, *r);
+  if (p->block_n >= 16) return gather<4>(*p, *r);
+  gather<2>(*p, *r);
 }
 
 // What the owners of all KV tiles visit, in parts of at most `limit` steps.

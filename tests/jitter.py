@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mutants import Tree
 
+TESTS = ("tests/test_kernels_properties.py", "tests/test_tree_kernels.py")
 FLAGS = {"NVCC_APPEND_FLAGS": "-DDUALKV_JITTER"}
 
 
@@ -26,5 +27,8 @@ def search(folder: Path, head_dim: int, runs: int) -> str:
     tree = Tree(folder, **FLAGS, **settings)
     tree.build()
     print(*serialised(tree.root / "build/objects"), sep="\n")
-    verdict = tree.test("tests/test_kernels_properties.py", f"repeat_bit_for_bit and sm90 and d{head_dim}-")
-    return "passed" if verdict == "passed" else f"{tree.output}\n{verdict}"
+    for file in TESTS:
+        verdict = tree.test(file, f"repeat_bit_for_bit and sm90 and d{head_dim}-")
+        if verdict != "passed":
+            return f"{file}: {tree.output}\n{verdict}"
+    return "passed"

@@ -28,7 +28,7 @@ from mutants import Tree, has_hopper, read_mutants
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 HOSTILE_HEAD_DIMS = (64, 128, 256)  # one of each shape of kernel: what happens to offsets does not depend on it
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-PARTS = ("ragged", "split", "hostile")
+PARTS = ("ragged", "split", "trees", "hostile")
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 TOOL_SECONDS = 1800
 
@@ -154,6 +154,27 @@ def run_hostile_tables(head_dim: int) -> None:
     torch.cuda.synchronize()
 
 
+# A path of short nodes, whose last keys share tiles; a node of no keys, leaves at several depths, another root.
+TREE = [48, 21, 70, 0, 33, 128, 9, 65], [-1, 0, 0, 2, 3, 4, 2, -1]
+
+
+def run_trees(head_dim: int) -> None:
+    """Trees in both types, default and deterministic: every result is a number."""
+    from tree_cases import offsets_and_parents
+
+    from flash_attn_dualkv import flash_attn_tree_varlen_func
+
+    for dtype, deterministic in product((torch.bfloat16, torch.float16), (False, True)):
+        torch.manual_seed(0)
+        rows = sum(TREE[0]) + 3
+        q, k, v = (torch.randn(rows, heads, head_dim, dtype=dtype, device=DEVICE) for heads in (4, 2, 2))
+        leaves = [one.requires_grad_() for one in (q, k, v)]
+        out = flash_attn_tree_varlen_func(*leaves, *offsets_and_parents(TREE, DEVICE), deterministic=deterministic)
+        results = out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
+        if not all(bool(one.cpu().isfinite().all()) for one in results):
+            raise AssertionError(f"trees, d={head_dim}, {dtype}, deterministic={deterministic}: not finite")
+
+
 def run_part(part: str, head_dims: tuple[int, ...]) -> None:
     """Every call of a part in this process, by the family of kernels that the environment asks for, or by each.
 
@@ -164,6 +185,10 @@ def run_part(part: str, head_dims: tuple[int, ...]) -> None:
         head_dims = tuple(dim for dim in head_dims if dim in HOSTILE_HEAD_DIMS) or head_dims
     for family, head_dim in product(families, head_dims):
         with use_kernels(family), only_kernels_of(family):
+            if part == "trees":
+                print(f"{family} d={head_dim} trees", flush=True)
+                run_trees(head_dim)
+                continue
             for name, batch in calls(part, head_dim):
                 print(f"{family} d={head_dim} {name}", flush=True)
                 run_call(name, batch, part != "hostile")

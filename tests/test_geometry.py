@@ -46,7 +46,8 @@ class Record(ctypes.Structure):
 
     NAMES = (
         "steps", "masked_steps", "empty_steps", "needless_masks", "wrong_unmasked", "out_of_range",
-        "blind_tiles", "wrong_order", "endless", "ranges", "bad_parts", "short_parts", "wrong_own_rows",
+        "blind_tiles", "wrong_order", "endless", "border_tiles", "wrong_borders",
+        "ranges", "bad_parts", "short_parts", "wrong_own_rows",
     )  # fmt: skip
     _fields_ = [("seen", ctypes.c_void_p), *((name, ctypes.c_int64) for name in NAMES)]
 
@@ -89,7 +90,7 @@ def record(function: Callable[..., None], problem: Problem, seen: NDArray[np.uin
 def assert_sound(result: Record, seen: NDArray[np.uint8], expected: NDArray[np.uint8]) -> None:
     assert (seen == expected).all()
     for name in Record.NAMES:
-        if name not in ("steps", "masked_steps", "ranges", "blind_tiles"):
+        if name not in ("steps", "masked_steps", "ranges", "blind_tiles", "border_tiles"):
             assert getattr(result, name) == 0, name
 
 
@@ -119,6 +120,10 @@ def check_tables(
     forward = record(shim.record_forward, problem, seen)
     assert_sound(forward, seen, expected)
     assert forward.blind_tiles == blind_tiles(tables, tiles[0], expected), "queries that see no key walk one tile"
+    seen[:] = 0
+    gathering = record(shim.record_gathering, problem, seen)
+    assert_sound(gathering, seen, expected)
+    assert gathering.blind_tiles == forward.blind_tiles
     for direction, head_major in itertools.product((False, True), (False, True) if heads > 1 else (False,)):
         seen[:] = 0
         problem.reversed, problem.head_major = direction, head_major
@@ -263,6 +268,26 @@ def test_packs_of_heads_leave_few_rows_unused(shim: ctypes.CDLL) -> None:
         assert tile_rows - tile_rows // pack * pack <= tile_rows / 8
 
 
+def test_borders_of_short_nodes_share_tiles(shim: ctypes.CDLL) -> None:
+    """64 turns of 128 keys, of which 48 fill no tile of 80; the last turn alone is asked."""
+    tables = comb(1024, [128] * 64, 1)
+    tables["q_len"][:-1] = 0
+    plain, gathering = (
+        record(function, tables.problem(True, (192, 80)), None)
+        for function in (shim.record_forward, shim.record_gathering)
+    )
+    assert plain.steps == 64 * 2 + 13
+    assert gathering.steps == 2 + 63 + 12 and gathering.border_tiles == -(-(63 * 3 + 4) // 5)
+
+
+def test_walks_without_gain_have_no_border_tile(shim: ctypes.CDLL) -> None:
+    """Prompts with responses, and nodes of nearly a tile."""
+    prompts = [packed_prompts([96], [[40, 0, 96]]), packed_prompts([16, 7], [[1, 40], [70]])]
+    for tables in (*prompts, tree_tables([75, 65, 80, 145, 40], [-1, 0, 1, 2, 3])):
+        result = record(shim.record_gathering, tables.problem(True, (64, 80)), None)
+        assert result.border_tiles == result.wrong_borders == 0
+
+
 def test_prompts_in_front_have_two_ranges_a_tile(shim: ctypes.CDLL) -> None:
     responses = [100, 1, 64, 37, 0, 128, 70]
     tables = packed_prompts([256, 256], [responses, responses])
@@ -308,9 +333,10 @@ def walk_hostile(shim: ctypes.CDLL, seed: int, count: int) -> None:
         problem.reversed = bool(rng.integers(0, 2))
         seen = np.zeros((problem.heads, tables.q_rows, tables.key_rows + tables.decoded_rows), np.uint8)
         forward = record(shim.record_forward, problem, seen)
+        gathering = record(shim.record_gathering, problem, seen)
         backward = record(shim.record_backward, problem, seen, int(rng.choice([1, 7, UNSPLIT])))
         for name in ("out_of_range", "wrong_unmasked", "endless", "bad_parts"):
-            assert getattr(forward, name) == getattr(backward, name) == 0, name
+            assert getattr(forward, name) == getattr(gathering, name) == getattr(backward, name) == 0, name
         # The steps of a part are counted forward, and only honest numbers have the same ranges in both directions.
         assert backward.short_parts == 0 or problem.reversed
 

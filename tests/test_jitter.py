@@ -33,6 +33,11 @@ def test_every_barrier_pauses_first() -> None:
     assert not [path for path in kernels if BARRIER.search(re.sub(r"//.*", "", path.read_text()))]
 
 
+@pytest.mark.parametrize("file", jitter.TESTS)
+def test_the_search_has_tests(file: str) -> None:
+    assert "def test_results_repeat_bit_for_bit(" in (PTX.parent.parent / file).read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])

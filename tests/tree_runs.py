@@ -16,11 +16,13 @@ from flash_attn_dualkv import reference as specification
 
 PAD = 37
 
-# Borders of tiles on all sides, combs, bushes with gradients that sum over all leaves, forests with empty nodes.
+# Borders of tiles on all sides, combs, bushes with gradients that sum over all leaves, forests with empty nodes. What
+# "turns" leave over in tiles of 80 keys fills others to the last row.
 TREES: dict[str, Tree] = {
     "deep": ([length * 37 for length in DEEP[0]], DEEP[1]),
     "borders": ([128, 64, 0, 63, 1, 129, 256, 127, 65], [-1, 0, 1, 2, 1, 0, -1, 6, 7]),
     "comb": ([65, 40] * 12, [-1 if i == 0 else i - 1 if i % 2 else i - 2 for i in range(24)]),
+    "turns": ([208] + [20, 128] * 9, [-1] + [2 * (i // 2) for i in range(18)]),
     "bush": ([200] + [33] * 64, [-1] + [0] * 64),
     "bush of bushes": ([90] + [40, *[7] * 15] * 8, [-1] + [one for b in range(8) for one in (0, *[16 * b + 1] * 15)]),
     "chain": ([50, 1, 0, 130, 64, 3, 90], [-1, 0, 1, 2, 3, 4, 5]),

@@ -69,7 +69,7 @@ int build_forward(const Problem* p, ForwardItem* items, int* costs, int* tiles) 
   for (int i = 0; i < counters[0]; ++i) {
     const Node node = args.nodes.node(items[i].node);
     costs[i] = forward_cost(node, items[i].m_block, p->block_m, p->block_n, p->sees());
-    PathWalk walk;
+    PathWalk<> walk;
     walk.start(args.nodes, node, query_tile(node, items[i].m_block, p->block_m), p->block_n, p->sees());
     for (tiles[i] = 1; !walk.step(args.nodes, p->block_n, p->block_m, p->sees()).last; ++tiles[i]) {
       walk.next(args.nodes, p->block_n, p->sees());

@@ -30,6 +30,7 @@ ALLOWED_BYTES = {
     "d192_bf16: dualkv_convert_sm80": 16,
     "d192_fp16: dualkv_convert_sm80": 16,
     "sm90_backward_dq_d256": 24,
+    "sm90_forward_d256": 8,
     "sm80_forward_d128": 32,
 }
 ALLOWED_PTXAS_CODES = ("C7519",)

@@ -2,6 +2,7 @@
 // stands behind the query; with a window, those before its first column too.
 #pragma once
 
+#include "core/border_tiles.h"
 #include "core/softcap.h"
 
 namespace dualkv {
@@ -39,6 +40,23 @@ __device__ __forceinline__ void mask_fragment(float (&x)[kM16][kN8][4], int row0
         for (int e = 0; e < 2; ++e)
           if (j * 8 + e >= columns || j * 8 + e < hidden) x[i][j][2 * half + e] = replacement;
     }
+}
+
+// Replaces, in all rows, the elements in columns that are no keys of a border tile.
+template <int kM16, int kN8>
+__device__ __forceinline__ void mask_columns(float (&x)[kM16][kN8][4], int col0, float replacement,
+                                             const KeyBits& keys) {
+#pragma unroll
+  for (int j = 0; j < kN8; ++j) {
+    const uint32_t own = keys.words[j / 4] >> (j % 4 * 8 + col0);  // of this thread's two columns
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (!(own >> e % 2 & 1)) {
+#pragma unroll
+        for (int i = 0; i < kM16; ++i) x[i][j][e] = replacement;
+      }
+    }
+  }
 }
 
 // Caps the scores of a fragment, where there is a softcap.

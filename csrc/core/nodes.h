@@ -12,8 +12,8 @@
 //
 // A query sees the keys on its path, from the root to its own node, that neither stand behind it nor lie before its
 // window. Logical positions decide that (struct Visibility is the whole rule); regions decide only where bytes live. KV
-// tiles are anchored at the start of each node, so that the tiles a row meets, and their order, depend on its path and on
-// nothing else in the batch.
+// tiles are anchored at the start of each node, and what a node leaves over may share a tile with what others of its path
+// do (core/border_tiles.h): the tiles a row meets, and their order, depend on its path and on nothing else in the batch.
 #pragma once
 
 #include <climits>
@@ -32,21 +32,28 @@ struct Node {
   int subtree_end;  // nodes [own index, subtree_end) are the subtree
 };
 
-// The tensors in which keys live: k, or k_decoded, whose rows are counted behind those of k.
-enum class Region : int { keys, decoded };
+// The tensors in which keys live: k, or k_decoded, whose rows are counted behind those of k. The rows of a border tile
+// come from several nodes, and from either tensor.
+enum class Region : int { keys, decoded, borders };
 
 struct KvTile {
   Region region;
-  int row;     // packed row of the first key: storage
-  int kv_pos;  // logical position of the first key: masking
-  int valid;   // keys in the tile, at most the tile size
+  int row;     // packed row of the first key: storage. Of a border tile: the place of its first slab
+  int kv_pos;  // logical position of the first key: masking. A border tile has none, for its keys are visible to all
+  int valid;   // keys in the tile, at most the tile size, and they are the first rows; or kScattered
 };
+
+// KvTile::valid of a border tile with rows that are no keys: only its KeyBits say which.
+constexpr int kScattered = -1;
 
 // Rows of the packed tensors: what offsets are clamped to.
 struct Extents {
   int q_rows, key_rows, decoded_rows;
 
   DUALKV_HD int all_key_rows() const { return key_rows + decoded_rows; }
+  DUALKV_HD Region region_of(int row) const { return row < key_rows ? Region::keys : Region::decoded; }
+  // Of a row of all keys, the one in its tensor.
+  DUALKV_HD int row_in_region(int row) const { return row < key_rows ? row : row - key_rows; }
 };
 
 constexpr int kNodeColumns = 8;  // the fields of Node
@@ -143,6 +150,17 @@ struct alignas(16) KvStep {
   int last;  // whether the walk ends here
 };
 
+// Of walks that visit what every node leaves over in a tile by itself. The other choice is in core/border_tiles.h.
+struct NoBorders {
+  DUALKV_HD void start(const Node&, Visibility) {}
+  DUALKV_HD bool take_tail(const Node&, int, bool) { return false; }
+  DUALKV_HD bool waiting() const { return false; }
+  DUALKV_HD bool ready(int) const { return false; }
+  DUALKV_HD void fill(int) {}
+  DUALKV_HD KvStep step(int, bool) const { return {}; }
+  DUALKV_HD void next(int) {}
+};
+
 // The walk of a query tile along its path: in each node from the last tile of which the queries see something down to
 // the first, then on with the parent, as far as the window of the first query reaches. Parent pointers suffice for that.
 //
@@ -150,7 +168,9 @@ struct alignas(16) KvStep {
 //     walk            8     7     6             5   4                3     2     1 (diagonal)
 //
 // There is always a tile: queries that see no key walk one without keys.
+template <class Borders = NoBorders>
 struct PathWalk {
+  Borders borders;
   Node node;    // whose tiles are visited
   int n_block;  // the current one
   int q_end;    // logical position behind the last query
@@ -160,26 +180,33 @@ struct PathWalk {
     node = own;
     q_end = q.q_pos + q.rows;
     first_key = sees.first_key(q.q_pos);
+    borders.start(own, sees);
     n_block = visible_tiles(block_n, sees) - 1;
     climb(table, block_n, sees);
+    if (borders.ready(block_n)) return;
     const int keys = min_int(node.kv_len, (n_block + 1) * block_n);
     if (node.kv_pos0 + keys <= first_key) take_no_keys();
   }
 
   // Masks are decided for groups of `group` queries, or fewer.
   DUALKV_HD KvStep step(const NodeTable& table, int block_n, int group, Visibility sees) const {
+    if (borders.ready(block_n)) return borders.step(block_n, n_block < 0 && !has_more());
     const KvTile tile = table.kv_tile(node, n_block, block_n);
     const int full_pos = sees.causal ? tile.kv_pos + block_n - 1 : INT_MIN;
     const int full_end = sees.last_query(tile.kv_pos) - (group - 1);
     const bool may_be_full = tile.valid == block_n && full_pos <= full_end;
     return KvStep{tile, may_be_full ? full_pos : INT_MAX,
                   may_be_full ? static_cast<unsigned>(full_end) - static_cast<unsigned>(full_pos) : 0,
-                  tile.kv_pos <= first_key};
+                  tile.kv_pos <= first_key && !borders.waiting()};
   }
 
   // Moves on to the next tile, whose node may have to be read: long before anybody needs it.
   DUALKV_HD void next(const NodeTable& table, int block_n, Visibility sees) {
-    --n_block;
+    if (borders.ready(block_n)) {
+      borders.next(block_n);
+    } else {
+      --n_block;
+    }
     climb(table, block_n, sees);
   }
 
@@ -188,12 +215,21 @@ struct PathWalk {
     return ceil_div(sees.causal ? clamp_int(q_end - node.kv_pos0, 0, node.kv_len) : node.kv_len, block_n);
   }
 
+  // Whether there are keys above the node that a query sees.
+  DUALKV_HD bool has_more() const { return node.parent >= 0 && node.kv_pos0 > first_key; }
+
   DUALKV_HD void climb(const NodeTable& table, int block_n, Visibility sees) {
-    while (n_block < 0 && node.parent >= 0 && node.kv_pos0 > first_key) {
+    while (n_block < 0 && !borders.ready(block_n) && has_more()) {
       node = table.node(node.parent);
       n_block = visible_tiles(block_n, sees) - 1;
+      if (borders.take_tail(node, block_n, has_more())) n_block = node.kv_len / block_n - 1;
     }
-    if (n_block < 0) take_no_keys();
+    if (n_block >= 0 || borders.ready(block_n)) return;
+    if (borders.waiting()) {
+      borders.fill(block_n);
+    } else {
+      take_no_keys();
+    }
   }
 
   // At row 0, because a region may have no rows at all.
@@ -212,6 +248,10 @@ DUALKV_HD int first_column(const KvTile& tile, int q_pos, Visibility sees) {
 }
 DUALKV_HD int end_column(const KvTile& tile, int q_pos, Visibility sees) {
   return sees.causal ? min_int(tile.valid, q_pos - tile.kv_pos + 1) : tile.valid;
+}
+// Whether it sees any key of the tile.
+DUALKV_HD bool sees_keys(const KvTile& tile, int q_pos, Visibility sees) {
+  return tile.valid == kScattered || end_column(tile, q_pos, sees) > 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------

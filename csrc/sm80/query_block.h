@@ -11,7 +11,7 @@ namespace dualkv::sm80 {
 // computed, the next one is being loaded, and thread 0 finds the one after that.
 struct WalkedBlock {
   QueryBlock query;
-  PathWalk path;
+  PathWalk<> path;
   KvStep ring[4];
 
   // The n-th tile. Read anew wherever it is needed: there is no register to keep it in.

@@ -35,7 +35,7 @@ struct BackwardDqProducer {
   const BackwardDqParams<T>& p;
   const BackwardDqMaps& maps;
   KvStep (&steps)[Config::kStagesK];
-  PathWalk path;
+  PathWalk<> path;
   PipelineState<Config::kStagesK> k_state;
   PipelineState<Config::kStagesV> v_state;
   PipelineState<1> query_state;
@@ -43,8 +43,14 @@ struct BackwardDqProducer {
 
   // K and V of the walk's current tile; moves on. Whether it was the last.
   __device__ __forceinline__ bool load_kv(const QueryBlock& work) {
-    const KvStep step = load_k_step<Config>(shared, steps, path, p.nodes, 64, p.shape.sees, maps.kv, k_state, work.kv_head);
-    load_v_tile<Config>(shared, maps.kv, step.tile, v_state, work.kv_head);
+    const auto load_k = [&](uint32_t k, uint32_t barrier, const KvTile& tile) {
+      load_tile<typename Config::TileK>(k, maps.kv.of(tile.region).k, barrier, work.kv_head, tile.row);
+    };
+    const auto load_v = [&](uint32_t v, uint32_t barrier, const KvTile& tile) {
+      load_tile<typename Config::TileV>(v, maps.kv.of(tile.region).v, barrier, work.kv_head, tile.row);
+    };
+    const KvStep step = load_k_step<Config>(shared, steps, path, p.nodes, 64, p.shape.sees, k_state, load_k);
+    load_v_tile<Config>(shared, step.tile, v_state, load_v);
     path.next(p.nodes, Config::kBlockN, p.shape.sees);
     return step.last;
   }

@@ -35,7 +35,7 @@ struct ForwardTiles {
   static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileV::kBytes;
   // The block aligns its tiles to 1024 bytes itself.
   static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
-  static_assert(kSharedBytes + 256 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
+  static_assert(kSharedBytes + 768 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
   static_assert((Registers::kProducer + kConsumers * Registers::kConsumer) * kWarpgroup <= 64 * 1024,
                 "setmaxnreg would wait for ever");
 };

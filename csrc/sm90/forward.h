@@ -19,7 +19,17 @@ namespace dualkv::sm90 {
 
 struct ForwardMaps {
   CUtensorMap q;
-  RegionMaps kv;
+  RegionMaps kv, slabs;
+};
+
+// What travels with the tiles, in shared memory.
+template <class Config>
+struct ForwardSteps {
+  KvStep steps[Config::kStagesK];
+  // Of border tiles. They are read when the K of a tile has been left, but before that of the next one but one is.
+  KeyBits key_bits[2 * Config::kStagesK];
+  BorderSlab slabs[ForwardBorders::kPlaces];  // for the producer alone
+  static_assert(ForwardBorders::has_place_for(Config::kBlockN));
 };
 
 // The producer thread. For each item it loads K of the first tile and Q, then K of a tile before V of the one before:
@@ -27,12 +37,14 @@ struct ForwardMaps {
 template <typename T, class Config>
 struct ForwardProducer {
   using TileQ = typename Config::TileQ;
+  using TileK = typename Config::TileK;
+  using TileV = typename Config::TileV;
 
   const QueryShared<Config>& shared;
   const ForwardParams<T>& p;
   const ForwardMaps& maps;
-  KvStep (&steps)[Config::kStagesK];
-  PathWalk path;
+  ForwardSteps<Config>& steps;
+  PathWalk<ForwardBorders> path{{steps.slabs}};
   PipelineState<Config::kStagesK> k_state;
   PipelineState<Config::kStagesV> v_state;
   PipelineState<1> q_state;
@@ -41,10 +53,26 @@ struct ForwardProducer {
   __device__ __forceinline__ KvStep load_k(const QueryBlock& work) {
     // The queries of a warpgroup; with packs that do not divide 64 it may hold parts of two more.
     const int group = 63 / p.packed_heads + 2;
-    return load_k_step<Config>(shared, steps, path, p.nodes, group, p.shape.sees, maps.kv, k_state, work.kv_head);
+    const auto load = [&](uint32_t k, uint32_t barrier, const KvTile& tile) {
+      load_rows<TileK>(k, &KvMaps::k, barrier, work, tile);
+      if (tile.valid != kScattered) return;
+      steps.key_bits[k_state.template place<2 * Config::kStagesK>()] = path.borders.key_bits(tile.row, Config::kBlockN);
+    };
+    return load_k_step<Config>(shared, steps.steps, path, p.nodes, group, p.shape.sees, k_state, load);
   }
   __device__ __forceinline__ void load_v(const QueryBlock& work, const KvTile& tile) {
-    load_v_tile<Config>(shared, maps.kv, tile, v_state, work.kv_head);
+    load_v_tile<Config>(shared, tile, v_state, [&](uint32_t v, uint32_t barrier, const KvTile& t) {
+      load_rows<TileV>(v, &KvMaps::v, barrier, work, t);
+    });
+  }
+  template <class Tile>
+  __device__ __forceinline__ void load_rows(uint32_t address, CUtensorMap KvMaps::* which, uint32_t barrier,
+                                            const QueryBlock& work, const KvTile& tile) const {
+    if (tile.region == Region::borders) {
+      load_border_tile<Tile>(address, maps.slabs, which, barrier, work.kv_head, path.borders, tile.row, p.nodes.extents);
+    } else {
+      load_tile<Tile>(address, maps.kv.of(tile.region).*which, barrier, work.kv_head, tile.row);
+    }
   }
   __device__ __forceinline__ void move_on() { path.next(p.nodes, Config::kBlockN, p.shape.sees); }
 
@@ -96,7 +124,7 @@ struct ForwardConsumer {
 
   const QueryShared<Config>& shared;
   const ForwardParams<T>& p;
-  const KvStep (&steps)[Config::kStagesK];
+  const ForwardSteps<Config>& steps;
   // Number of the warpgroup. Broadcast, so that the compiler knows it to be uniform.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
   const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
@@ -137,16 +165,25 @@ struct ForwardConsumer {
 
   // Waits for the next K, and reads what tile it is: before the stage is released, which is then written again.
   __device__ __forceinline__ void wait_k() const { shared.k_ready(k_state.stage).wait_full(k_state.phase); }
-  __device__ __forceinline__ KvStep step() const { return steps[k_state.stage]; }
+  __device__ __forceinline__ KvStep step() const { return steps.steps[k_state.stage]; }
   __device__ __forceinline__ void release_k() {
     shared.k_ready(k_state.stage).release(lane);
     k_state.advance();
   }
 
-  // Waits for V of a tile of `valid` keys, and zeroes its foreign rows.
+  // Of the tile whose K was the last to be left.
+  __device__ __forceinline__ const KeyBits& key_bits() const {
+    return steps.key_bits[k_state.previous().template place<2 * Config::kStagesK>()];
+  }
+
+  // Waits for V of this tile of `valid` keys, and zeroes its foreign rows.
   __device__ __forceinline__ void wait_v(int valid) const {
     shared.v_ready(v_state.stage).wait_full(v_state.phase);
-    if (valid < kBlockN) zero_tail<TileV, kBlockN>(shared.v(v_state.stage), valid, group, thread);
+    if (valid == kBlockN) return;
+    const uint32_t v = shared.v(v_state.stage);
+    if (valid != kScattered) return zero_tail<TileV, kBlockN>(v, valid, group, thread);
+    const KeyBits& keys = key_bits();
+    zero_rows<TileV, kBlockN>(v, 0, group, thread, [&](int row) { return !keys.has(row); });
   }
   __device__ __forceinline__ void release_v() {
     shared.v_ready(v_state.stage).release(lane);
@@ -158,6 +195,7 @@ struct ForwardConsumer {
     if constexpr (kSoftcap) cap_scores(s[0], p.shape.softcap);
     if (!needs_mask(step, q_pos)) return;
     const KvTile tile = step.tile;
+    if (tile.valid == kScattered) return mask_columns(s, lane % 4 * 2, -CUDART_INF_F, key_bits());
     const Visibility sees = p.shape.sees;
     const auto position = [&](int row) { return work.q_tile.q_pos + query_of(row); };
     const auto first = [&](int row) { return first_column(tile, position(row), sees); };
@@ -198,7 +236,7 @@ struct ForwardConsumer {
     while (true) {
       wait_k();
       const KvStep first = step();
-      if (first.last || end_column(first.tile, q_pos, p.shape.sees) > 0) return first;
+      if (first.last || sees_keys(first.tile, q_pos, p.shape.sees)) return first;
       skip_tile();
     }
   }
@@ -284,7 +322,7 @@ template <typename T, class Config, bool kSoftcap>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_forward(const __grid_constant__ ForwardParams<T> p, const __grid_constant__ ForwardMaps maps) {
   __shared__ QueryWork works[2];
-  __shared__ KvStep steps[Config::kStagesK];
+  __shared__ ForwardSteps<Config> steps;
   extern __shared__ uint8_t bytes[];
   const QueryShared<Config> shared{(ptx::shared_address(bytes) + 1023) & ~1023u};
   if (threadIdx.x == 0) shared.init_barriers();

@@ -40,7 +40,8 @@ template <typename T, class Config>
 void launch_forward(const ForwardParams<T>& p, cudaStream_t stream) {
   const ForwardMaps maps{make_tensor_map(p.q, p.shape.q_rows, p.shape.num_heads, p.shape.head_dim,
                                          Config::kBlockM / p.packed_heads, p.packed_heads),
-                         region_maps(p.kv, p.nodes.extents, p.shape, Config::kBlockN)};
+                         region_maps(p.kv, p.nodes.extents, p.shape, Config::kBlockN),
+                         region_maps(p.kv, p.nodes.extents, p.shape, kSlabRows)};
   const int64_t items = int64_t{p.work.capacity} * (p.shape.num_heads / p.packed_heads);
   const auto kernel =
       p.shape.softcap.exists() ? dualkv_sm90_forward<T, Config, true> : dualkv_sm90_forward<T, Config, false>;

@@ -1,4 +1,4 @@
-// Tensor maps of keys and values.
+// Tensor maps of keys and values: of boxes of a whole tile, or of a slab of a border tile.
 #pragma once
 
 #include <cuda.h>

@@ -3,6 +3,7 @@
 // by one: what a consumer must know of a tile travels with its K.
 #pragma once
 
+#include "core/border_tiles.h"
 #include "core/query_block.h"
 #include "sm90/maps.h"
 #include "sm90/tile.h"
@@ -38,6 +39,9 @@ struct QueryShared {
   }
 };
 
+constexpr int kSlabRows = 16;
+using ForwardBorders = BorderTiles<kSlabRows>;
+
 struct QueryWork {
   QueryBlock block;
   int valid;  // 0: the list has ended
@@ -59,34 +63,48 @@ __device__ __forceinline__ const QueryBlock* hand_out_work(const Shared& shared,
   return work.valid ? &work.block : nullptr;
 }
 
-// Producer: loads the K of the walk's current tile. The copies first: the step may follow while they are under way, for
-// nobody reads it before this thread arrives.
-template <class Config, class Shared>
+// Producer: loads the K of the walk's current tile by load(address, barrier, tile). The copies first: the step may follow
+// while they are under way, for nobody reads it before this thread arrives.
+template <class Config, class Shared, class Walk, class Load>
 __device__ __forceinline__ KvStep load_k_step(const Shared& shared, KvStep (&steps)[Config::kStagesK],
-                                              const PathWalk& path, const NodeTable& nodes, int group, Visibility sees,
-                                              const RegionMaps& maps, PipelineState<Config::kStagesK>& state,
-                                              int kv_head) {
-  using TileK = typename Config::TileK;
+                                              const Walk& path, const NodeTable& nodes, int group, Visibility sees,
+                                              PipelineState<Config::kStagesK>& state, Load load) {
   const KvStep step = path.step(nodes, Config::kBlockN, group, sees);
   const Handshake ready = shared.k_ready(state.stage);
   ready.wait_empty(state.phase);
-  load_tile<TileK>(shared.k(state.stage), maps.of(step.tile.region).k, ready.full(), kv_head, step.tile.row);
+  load(shared.k(state.stage), ready.full(), step.tile);
   steps[state.stage] = step;
-  ready.expect(TileK::kBytes);
+  ready.expect(Config::TileK::kBytes);
   state.advance();
   return step;
 }
 
 // The same for V of a tile.
-template <class Config, class Shared>
-__device__ __forceinline__ void load_v_tile(const Shared& shared, const RegionMaps& maps, const KvTile& tile,
-                                            PipelineState<Config::kStagesV>& state, int kv_head) {
-  using TileV = typename Config::TileV;
+template <class Config, class Shared, class Load>
+__device__ __forceinline__ void load_v_tile(const Shared& shared, const KvTile& tile,
+                                            PipelineState<Config::kStagesV>& state, Load load) {
   const Handshake ready = shared.v_ready(state.stage);
   ready.wait_empty(state.phase);
-  ready.expect(TileV::kBytes);
-  load_tile<TileV>(shared.v(state.stage), maps.of(tile.region).v, ready.full(), kv_head, tile.row);
+  ready.expect(Config::TileV::kBytes);
+  load(shared.v(state.stage), ready.full(), tile);
   state.advance();
+}
+
+// Producer: loads a border tile, slab by slab. `which` picks K or V.
+template <class Tile>
+__device__ __forceinline__ void load_border_tile(uint32_t tile, const RegionMaps& slab_maps,
+                                                 CUtensorMap KvMaps::* which, uint32_t barrier, int kv_head,
+                                                 const ForwardBorders& borders, int place, const Extents& rows) {
+#pragma unroll 1
+  for (int i = 0; i < Tile::kRows / kSlabRows; ++i) {
+    const int row = borders.at(place + i).row;
+    const CUtensorMap& map = slab_maps.of(rows.region_of(row)).*which;
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+      ptx::tma_load_3d(tile + panel * Tile::kPanelBytes + i * kSlabRows * Tile::kRowBytes, map, barrier,
+                       panel * Tile::kPanelCols, kv_head, rows.row_in_region(row));
+    }
+  }
 }
 
 // Consumers: calls body(block) for every item, until the list ends.
@@ -101,19 +119,26 @@ __device__ __forceinline__ void for_each_work(const Shared& shared, const QueryW
   }
 }
 
-// Zeroes rows [valid, kRows) of a KV tile. They are foreign and may hold NaN, and where a tile is an operand 0 * NaN is
-// NaN. Every warpgroup zeroes them for itself: two that write the same zeros need not wait for each other.
-template <class Tile, int kRows>
-__device__ __forceinline__ void zero_tail(uint32_t tile, int valid, int group, int thread) {
+// Zeroes those of the rows [first, kRows) of a KV tile that are foreign. They may hold NaN, and where a tile is an operand
+// 0 * NaN is NaN. Every warpgroup zeroes them for itself: two that write the same zeros need not wait for each other.
+template <class Tile, int kRows, class Foreign>
+__device__ __forceinline__ void zero_rows(uint32_t tile, int first, int group, int thread, Foreign is_foreign) {
   constexpr int kChunks = Tile::kPanels * Tile::kPanelChunks;
-  for (int index = valid * kChunks + thread; index < kRows * kChunks; index += kWarpgroup) {
+  for (int index = first * kChunks + thread; index < kRows * kChunks; index += kWarpgroup) {
     const int row = index / kChunks, chunk = index % kChunks;
+    if (!is_foreign(row)) continue;
     ptx::store_shared_128(tile + (chunk / Tile::kPanelChunks) * Tile::kPanelBytes + row * Tile::kRowBytes +
                               chunk % Tile::kPanelChunks * 16,
                           make_uint4(0, 0, 0, 0));
   }
   ptx::fence_async_proxy();
   ptx::named_barrier_sync(1 + group, kWarpgroup);
+}
+
+// Of a tile whose first `valid` rows are keys.
+template <class Tile, int kRows>
+__device__ __forceinline__ void zero_tail(uint32_t tile, int valid, int group, int thread) {
+  zero_rows<Tile, kRows>(tile, valid, group, thread, [](int) { return true; });
 }
 
 }  // namespace dualkv::sm90
