@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +164,17 @@ def make_header(benchmark: Benchmark, options: argparse.Namespace) -> Row:
         "rounds": options.rounds,
         "limit_s": options.limit_s,
         "not_installed": [package for label, (_, package) in PACKAGES.items() if not is_importable(label)],
+        "versions": installed(("transformers", "triton", "fla-core", "tilelang", "causal-conv1d", "mamba-ssm")),
     }
+
+
+def installed(distributions: Sequence[str]) -> dict[str, str]:
+    """The versions of those that are there."""
+    found = {}
+    for name in distributions:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def run(benchmark: Benchmark, options: argparse.Namespace, config: Config, header: Row, path: Path) -> list[Row]:

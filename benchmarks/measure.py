@@ -272,18 +272,7 @@ class ShapeRun:
             sampled[0] = sampled[0] - sampled[0].mean()
         self.sample = self.sample or sampled
         facts["rel_diff"], facts["gradient_rel_diff"] = compared(sampled, self.sample)
-        facts.update(self.verdict(facts["rel_diff"], facts["gradient_rel_diff"]))
-
-    @classmethod
-    def verdict(cls, output: float, gradient: float | None) -> Row:
-        """An error where differences are too large."""
-        for what, difference, largest in (
-            ("output", output, cls.largest_difference),
-            ("gradient", gradient or 0.0, cls.largest_gradient_difference),
-        ):
-            if not difference <= largest:
-                return {"error": f"{what} differs by {difference:.3g} from the first implementation's"}
-        return {}
+        facts.update(verdict(self, facts["rel_diff"], facts["gradient_rel_diff"]))
 
     def laps(self, impl: Implementation, *steps: Callable[[], object]) -> list[list[float]]:
         is_slow = self.seconds[impl.name] >= SLOW_S
@@ -341,6 +330,17 @@ class ShapeRun:
     def counted(self, impl: Implementation) -> tuple[int, int]:
         """Tokens and pairs that a row's TFLOP/s count: the useful ones, the same for all implementations."""
         return self.shape.packed_tokens, self.shape.visible_pairs
+
+
+def verdict(run: ShapeRun | type[ShapeRun], output: float, gradient: float | None) -> Row:
+    """An error where differences are larger than those that the run allows."""
+    for what, difference, largest in (
+        ("output", output, run.largest_difference),
+        ("gradient", gradient or 0.0, run.largest_gradient_difference),
+    ):
+        if not difference <= largest:
+            return {"error": f"{what} differs by {difference:.3g} from the first implementation's"}
+    return {}
 
 
 class LayerRun(ShapeRun):

@@ -1,8 +1,9 @@
 """The log-probabilities of a micro-batch and their gradients from a whole model of transformers, prompts shared or not.
 
-The model is transformers' own Qwen3 with random weights, every layer checkpointed. This library is called as its
-README says. Peers get one packed row of the tokens that they compute through the same model on their attention, and the
-LM head over the same rows and in chunks of the same size.
+The model is transformers' own Qwen3, or another of families.py, with random weights, every layer checkpointed. This
+library is called as its README says. Peers get one packed row of the tokens that they compute through the same Qwen3 on
+their attention, and the LM head over the same rows and in chunks of the same size. Other models are compared with
+themselves as they are in stock.py.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from families import FamilyModel
 from measure import DTYPES, LayerRun
 from packing import Arrangement, Prepared, arrangements, first_copy, packed_positions, response_rows, wide
 from peers import Implementation, model_implementations
-from shapes import Group, Shape, StepShape
+from shapes import Group, Shape, StepShape, family_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, Qwen3Config
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
 from flash_attn_dualkv import pack_shared_prompts
 from flash_attn_dualkv.data.tree import pack_prefix_tree
@@ -42,18 +44,22 @@ def make_ids(shape: StepShape, device: torch.device, seed: int = 0) -> tuple[Ten
 def make_model(shape: StepShape, attention: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
     """The model on an attention of that registered name; its weights depend on the seed alone."""
     sizes = shape.model
-    config = Qwen3Config(
+    options: dict[str, Any] = dict(
         vocab_size=sizes.vocab, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
         num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
         head_dim=sizes.head_dim, tie_word_embeddings=sizes.tied, max_position_embeddings=1 << 18, use_cache=False,
     )  # fmt: skip
+    model_type = "qwen3"
+    if isinstance(sizes, FamilyModel):
+        model_type, options = sizes.model_type, {**options, **sizes.options}
+    config = AutoConfig.for_model(model_type, **options)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
-                parameter.fill_(HEAD_NORM)
+            if name.endswith(("q_norm.weight", "k_norm.weight")):  # 1 at first, or 0 where models add 1 themselves
+                parameter.add_(HEAD_NORM - 1)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
@@ -98,18 +104,24 @@ def peer_step(
     scored, targets, which = (one.to(ids.device) for one in scored_rows(shape, how.rows))
     targets = ids[targets]
 
-    def score(hidden: Tensor, wanted: Tensor) -> Tensor:
-        logits = wide(model.lm_head(hidden))
-        return logits.gather(-1, wanted[:, None])[:, 0] - logits.logsumexp(-1)
-
     def log_probabilities() -> Tensor:
         inputs = {"input_ids": row_ids[None], "position_ids": positions[None]}
         hidden = model.model(**inputs, use_cache=False).last_hidden_state[0]
-        size = rows_of_a_chunk(shape.model.vocab)
-        chunks = zip(hidden.index_select(0, scored).split(size), targets.split(size))
-        return torch.cat([checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks])
+        return score(model.lm_head, hidden.index_select(0, scored), targets, shape.model.vocab)
 
     return model, log_probabilities, which
+
+
+def score(head: nn.Module, hidden: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
+    """Log-probabilities of the targets (n,) by the stock LM head over hidden (n, D), in checkpointed chunks."""
+
+    def of_chunk(rows: Tensor, wanted: Tensor) -> Tensor:
+        logits = wide(head(rows))
+        return logits.gather(-1, wanted[:, None])[:, 0] - logits.logsumexp(-1)
+
+    size = rows_of_a_chunk(vocabulary)
+    chunks = zip(hidden.split(size), targets.split(size))
+    return torch.cat([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks])
 
 
 def scored_rows(shape: Shape, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,4 +178,14 @@ def prepared_step(model: Any, run: Callable[[], Tensor], scored: Tensor, dout: T
 
 def implementations(families: list[str] | None) -> list[Implementation]:
     """Ours first, whose work is that of the row that it packs."""
-    return [replace(one, work=as_packed) if one.is_ours else one for one in model_implementations(families)]
+    found = model_implementations(families)
+    return [replace(one, work=as_packed) if one.is_ours else refuses_families(one) for one in found]
+
+
+def refuses_families(impl: Implementation) -> Implementation:
+    """The same for Qwen3 alone."""
+
+    def refuses(shape: Shape) -> str | None:
+        return impl.refuses(shape) if family_of(shape) is None else "measured on Qwen3"
+
+    return replace(impl, refuses=refuses)

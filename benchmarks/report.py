@@ -20,7 +20,7 @@ import pandas as pd
 import plots
 from command import RESULTS
 from results import LABELS, OURS, ResultError, check, in_pieces, load, medians, result_files
-from shapes import parse, title
+from shapes import StepShape, family_of, parse, title
 
 GIB = 1 << 30
 USUAL_HEADS = (32, 8, 128)
@@ -208,6 +208,28 @@ def prompt_tokens(rows: pd.DataFrame) -> pd.Series:
 
 
 def model_section(frame: pd.DataFrame, folder: Path) -> list[str]:
+    is_family = frame["shape"].map(lambda name: family_of(parse(name, StepShape)) is not None)
+    parts = qwen3_section(frame[~is_family], folder) if not is_family.all() else []
+    return parts + (families_section(frame[is_family]) if is_family.any() else [])
+
+
+def families_section(frame: pd.DataFrame) -> list[str]:
+    figures = medians(frame)
+    peers = figures[figures["impl"] != OURS]
+    ratios = peers["forward_ms"] / peers["shape"].map(figures[figures["impl"] == OURS].set_index("shape")["forward_ms"])
+    table = table_of(figures, "model")
+    table.insert(3, "forward, ours = 1", ratios.reindex(figures.index).map(lambda value: number(value, 2)))
+    return [
+        "## Other models",
+        "The same step of models whose layers are not all alike, in stock transformers with prompts shared, and with "
+        "prompts replicated on the attention that transformers has for the model: sequences padded to the longest of "
+        "their micro-batch of four (gpt-oss: two). The forward keeps the input of each layer and no more: its time is "
+        f"that of log-probabilities. Configurations: [families.py](../../families.py). {EFFECTIVE}",
+        markdown(table),
+    ]
+
+
+def qwen3_section(frame: pd.DataFrame, folder: Path) -> list[str]:
     figures = medians(frame).sort_values(["h", "size"], ascending=[False, True], kind="stable", ignore_index=True)
     plot = plots.layer_bars(
         figures, folder / "model.png", "Qwen3 in stock transformers, log-probabilities and gradients"

@@ -10,6 +10,7 @@ length, or a prefix tree of any depth. A name is a recipe that `parse` follows, 
     28x16Kx2K-H16-Hk4-d256              other heads than H = 32 query heads, H_k = 8 KV heads, head dim d = 128
     tree-agentic                        one of the trees of trees.py
     qwen3-0.6b-4x1Kx131-2048            another model than Qwen3-8B, where a layer or a model is measured
+    gpt-oss-20b-L12-16x8Kx131-2048      its first 12 layers
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from families import FAMILIES, TINY, FamilyModel, with_layers
 from trees import TREES, Nodes
 
 from flash_attn_dualkv.predict import (
@@ -32,14 +34,19 @@ from flash_attn_dualkv.predict import (
 )
 
 K = 1024
-ALL_MODELS = {**MODELS, "tiny": ModelShape(2, 48, 80, heads=4, kv_heads=2, head_dim=16, vocab=97)}
+ALL_MODELS: dict[str, ModelShape] = {
+    **MODELS,
+    **FAMILIES,
+    **TINY,
+    "tiny": ModelShape(2, 48, 80, heads=4, kv_heads=2, head_dim=16, vocab=97),
+}
 DEFAULT_MODEL = "qwen3-8b"
 HEADS_OF_NAME = (
     r"(?:-H(?P<heads>\d+)-Hk(?P<kv_heads>\d+))?(?:-d(?P<head_dim>\d+)(?:v(?P<head_dim_v>\d+))?)?"
     r"(?:-w(?P<window>\d+K?))?(?:-c(?P<softcap>\d+))?(?P<sinks>-sinks)?"
 )
 LENGTHS = rf"(?P<low>\d+K?)(?:-(?P<high>\d+K?))?{HEADS_OF_NAME}"
-MODEL = rf"(?:(?P<model>{'|'.join(map(re.escape, ALL_MODELS))})-)?"
+MODEL = rf"(?:(?P<model>{'|'.join(map(re.escape, ALL_MODELS))})-)?(?:L(?P<layers>\d+)-)?"
 SHARED_NAME = re.compile(rf"{MODEL}(?:(?P<groups>\d+)-groups-of-)?(?P<n>\d+)x(?P<prompt>\d+K?)x{LENGTHS}")
 CAUSAL_NAME = re.compile(rf"causal-(?P<n>\d+)x{LENGTHS}")
 TREE_NAME = re.compile(rf"{MODEL}tree-(?P<tree>{'|'.join(TREES)}){HEADS_OF_NAME}")
@@ -199,11 +206,22 @@ class StepShape(LayerShape):
 
     def flops(self, direction: str, tokens: int, pairs: int) -> float:
         head = 2.0 * self.model.hidden * self.model.vocab * sum(self.responses)
-        forward = self.model.layers * self.model.layer_flops(tokens, pairs, "forward") + head
+        forward = self.layers_flops("forward", tokens, pairs) + head
         if direction == "forward":
             return forward
-        layers = self.model.layers * self.model.layer_flops(tokens, pairs, direction)
-        return forward + layers + TOKEN_BACKWARD_OVER_FORWARD * head
+        return forward + self.layers_flops(direction, tokens, pairs) + TOKEN_BACKWARD_OVER_FORWARD * head
+
+    def layers_flops(self, direction: str, tokens: int, pairs: int) -> float:
+        """Of all layers, once."""
+        if isinstance(self.model, FamilyModel):
+            return self.model.layers_flops(tokens, pairs, direction)
+        return self.model.layers * self.model.layer_flops(tokens, pairs, direction)
+
+
+def family_of(shape: Shape) -> FamilyModel | None:
+    """The model, if its step is measured and it is one of families.py."""
+    model = shape.model if isinstance(shape, StepShape) else None
+    return model if isinstance(model, FamilyModel) else None
 
 
 def fits_one_call(shape: Shape, tokens: int) -> bool:
@@ -263,7 +281,10 @@ def parse(name: str, kind: type[Shape] = Shape) -> Shape:
     shape = Shape(name, groups, tree=tree, **heads)
     if not issubclass(kind, LayerShape):
         return shape
-    return of_model(shape, ALL_MODELS[parts.get("model", DEFAULT_MODEL)], kind)
+    model = ALL_MODELS[parts.get("model", DEFAULT_MODEL)]
+    if not issubclass(kind, StepShape) and (isinstance(model, FamilyModel) or "layers" in parts):
+        raise ValueError(f"shape: expected a model of equal layers, of which one is measured, got {name!r}")
+    return of_model(shape, with_layers(model, int(parts["layers"])) if "layers" in parts else model, kind)
 
 
 def drawn_groups(parts: dict[str, str]) -> tuple[Group, ...]:
@@ -284,6 +305,11 @@ def of_model(shape: Shape, model: ModelShape, kind: type[LayerShape] = LayerShap
 SPELLINGS = (
     (r"^causal-", "causal, "),
     (r"^qwen3-([\d.]+)b-", r"Qwen3-\1B: "),
+    (r"^gpt-oss-20b-", "gpt-oss-20b: "),
+    (r"^gemma3-4b-", "Gemma 3 4B: "),
+    (r"^qwen3\.5-4b-", "Qwen3.5-4B: "),
+    (r"^deepseek-16b-a3b-", "DeepSeek-V3 of 16B: "),
+    (r"(?<=: )L(\d+)-", r"\1 layers, "),
     (r"-groups-of-", " groups of "),
     (r"\btree-", "tree "),
     (r"(?<=[\dK])x(?=\d)", " x "),
@@ -348,7 +374,9 @@ MODEL_PRESETS = {
     "qwen3-8b": (*LAYER_PRESETS["quick"], "8x1Kx131-2048"),
     "qwen3-0.6b": tuple(f"qwen3-0.6b-{n}x{prompt}x131-2048" for prompt in ("1K", "8K", "32K") for n in (4, 16)),
     "tree": ("qwen3-1.7b-tree-agentic",),
+    "models": (*(f"{name}-16x8Kx131-2048" for name in FAMILIES), "qwen3.5-4b-16x16Kx1K"),
     "tiny": LAYER_PRESETS["tiny"],
+    "tiny-models": tuple(f"{name}-3x70x1-90" for name in TINY),
 }
 TREE_PRESETS = {
     "trees": tuple(f"tree-{name}" for name in TREES if name != "tiny"),

@@ -29,6 +29,7 @@ from measure import (
     identity,
     significant,
     synchronize,
+    verdict,
 )
 from packing import Attention, contexts_first_rows, first_copy, leaf, make_source, packed_rows
 from peers import Implementation, choose_family, samples
@@ -188,9 +189,9 @@ class StreamRun:
 
         which = first_copy(rows, len(rows))[:: len(rows) // 512 + 1]
         sample = [one[which] for one in outcome]
-        verdict = ShapeRun.verdict(*compared(sample, self.samples.setdefault(shape.name, sample)))
-        if verdict:
-            raise RuntimeError(verdict["error"])
+        found = verdict(ShapeRun, *compared(sample, self.samples.setdefault(shape.name, sample)))
+        if found:
+            raise RuntimeError(found["error"])
         del outcome
         alone = self.attention_ms(attend)
         flops = sum(shape.flops(one, shape.packed_tokens, shape.visible_pairs) for one in impl.directions)

@@ -19,7 +19,10 @@ import packing
 import peers
 import results
 import shapes
+import stock
+from families import FAMILIES, FULL, TINY, WINDOW
 from shapes import Group, Shape, StepShape, of_model, parse
+from transformers import CONFIG_MAPPING
 
 from flash_attn_dualkv import pack_shared_prompts
 
@@ -29,6 +32,7 @@ TWO_GROUPS = of_model(
 )
 SMALL = (parse("tiny-3x70x1-90", StepShape), parse("tiny-4x64x24", StepShape), TWO_GROUPS)
 OURS, REPLICATED = model.implementations(None)[:2]
+KNOWN = [name for name, one in TINY.items() if one.model_type in CONFIG_MAPPING]
 
 
 def prepare(shape: Shape, impl: peers.Implementation, dtype: str) -> packing.Prepared:
@@ -99,3 +103,87 @@ def test_the_command_on_the_cpu(tmp_path: Path) -> None:
     for row in rows:
         assert "error" not in row and row["rel_diff"] < 1e-4
         assert results.problems_of({**row, "dtype": "bf16", "impl": "dualkv_sm90", "peak_gib": 1.0}, "model") == []
+
+
+# --- other models -----------------------------------------------------------------------------------------------------
+
+
+def family_runs(name: str, **settings: Any) -> tuple[StepShape, list[peers.Implementation], measure.Config]:
+    shape = parse(f"{name}-5x70x1-90", StepShape)
+    assert isinstance(shape, StepShape)
+    found = [one for one in bench_model.all_implementations(None) if one.refuses(shape) is None]
+    return shape, found, measure.Config(dtype="fp32", device=CPU, rounds=1, target_ms=1.0, warm_ms=0.0, **settings)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_other_models_compute_the_same_step(name: str) -> None:
+    """Ours and the stock model's micro-batches: log-probabilities, and the sum of all gradients."""
+    shape, found, config = family_runs(name)
+    assert len(found) == 2 and len(stock.micro_batches(shape)) == 3
+    outcomes = []
+    for impl in found:
+        run = stock.run_of(shape, [impl], config, measure.Matmul(config))
+        every, out, sums = torch.arange(sum(shape.responses)), 0.0, 0.0
+        for prepared in run.prepared(impl):
+            part = prepared.run()
+            gradients = torch.autograd.grad(part, prepared.leaves, prepared.dout)
+            out = out + prepared.take(part.detach(), every)
+            sums = sums + torch.cat([one.flatten() for one in gradients])
+        outcomes.append((out, sums))
+    (expected, all_expected), (got, all_got) = outcomes
+    assert (got - expected).abs().max() <= 1e-4 * expected.std()
+    assert (all_got - all_expected).norm() <= 1e-4 * all_expected.norm()
+
+
+@pytest.mark.parametrize("name", KNOWN[:1])
+def test_a_model_that_computes_something_else_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outputs of timed passes are compared, those of all micro-batches together."""
+    shape, found, config = family_runs(name)
+    for is_wrong in (False, True):
+        if is_wrong:
+            monkeypatch.setattr(
+                stock, "score", lambda head, hidden, *others: model.score(head, hidden.flip(0), *others)
+            )
+        run = stock.run_of(shape, found, config, measure.Matmul(config))
+        list(run.run())
+        errors = [row.get("error") for row in run.rows if not row["impl"].startswith("dualkv")]
+        assert len(errors) == 2 and all(("output differs" in str(one)) == is_wrong for one in errors)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].model_type in CONFIG_MAPPING])
+def test_sizes_are_those_of_the_configuration(name: str) -> None:
+    """Weights that a token is multiplied with: all matrices of a layer, of the experts those that it is sent to."""
+    shape = parse(f"{name}-1x16x16", StepShape)
+    assert isinstance(shape, StepShape)
+    family = FAMILIES[name]
+    sparse = {"num_local_experts": "num_experts_per_tok", "n_routed_experts": "num_experts_per_tok"}
+    shares = [family.options[some] / family.options[every] for every, some in sparse.items() if every in family.options]
+    found = model.make_model(shape, "eager", torch.bfloat16, torch.device("meta"), 0)
+    layers = found.model.layers
+    assert len(layers) == family.layers and found.lm_head.weight.shape == (family.vocab, family.hidden)
+    for index, kind in enumerate(family.kinds):
+        types = getattr(found.config, "layer_types", None)
+        expected = {FULL: "full_attention", WINDOW: "sliding_attention"}.get(kind, "linear_attention")
+        assert types is None or types[index] == expected
+        count = 0.0
+        for weight, one in layers[index].named_parameters():
+            is_matrix = one.dim() > 1 and "conv" not in weight and not weight.endswith("_bias")
+            count += one.numel() * (shares[0] if one.dim() == 3 and "experts" in weight else 1) * is_matrix
+        # DeepSeek's first layer has no router.
+        assert count == pytest.approx(family.mixers[kind] + family.mlp, rel=1e-9 if index else 2e-3)
+    window = getattr(found.config, "sliding_window", None)
+    assert not family.window or window == family.window
+
+
+def test_work_of_windows() -> None:
+    """Every token of a window's layer counts with a whole window."""
+    whole, first = (parse(f"{name}16x8Kx131-2048", StepShape) for name in ("gemma3-4b-", "gemma3-4b-L6-"))
+    assert isinstance(first, StepShape) and first.model.layers == 6
+    tokens, pairs = first.packed_tokens, first.visible_pairs
+    head = 2 * 2560 * 262208 * sum(first.responses)
+    weights = 6 * (2560 * 24 * 256 + 3 * 2560 * 10240)
+    forward = 2 * weights * tokens + 4 * 8 * 256 * (pairs + 5 * 1024 * tokens) + head
+    assert first.flops("forward", tokens, pairs) == forward
+    assert whole.flops("forward", tokens, pairs) > 5 * (forward - head)
+    with pytest.raises(ValueError, match="expected a model of equal layers"):
+        parse("gemma3-4b-16x8Kx131-2048", shapes.LayerShape)

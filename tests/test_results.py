@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,11 @@ def model_result() -> dict[str, Any]:
     found = {one.name: one for one in layer_implementations(["sm90"])}
     shape = shapes.parse("16x8Kx131-2048", shapes.StepShape)
     rows = rows_of(measure.LayerRun, shape, found["dualkv_sm90"], 1000.0)
-    return {
-        "header": {**HEADER, "benchmark": "model"},
-        "rows": rows + rows_of(measure.LayerRun, shape, found["flex_fa4"], 1100.0),
-    }
+    rows += rows_of(measure.LayerRun, shape, found["flex_fa4"], 1100.0)
+    other = shapes.parse("gemma3-4b-L6-16x8Kx131-2048", shapes.StepShape)
+    stock = replace(found["fa2_replicated"], name="stock_flex_attention_replicated")
+    rows += rows_of(measure.LayerRun, other, found["dualkv_sm90"], 100.0)
+    return {"header": {**HEADER, "benchmark": "model"}, "rows": rows + rows_of(measure.LayerRun, other, stock, 450.0)}
 
 
 def stream_result() -> dict[str, Any]:
@@ -214,6 +216,8 @@ def test_pages_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         r"\| \| FlashAttention-2, prompt replicated \|.*\| not timed \|.*",
         rf".* 48.0 \| 72.0 \| 1.00 \| 7.6 \| {layer.packed_tokens / 72:.0f} \| {layer.replicated_tokens / 72:.0f} \|.*",
         r"\| this library \| M0 \+ cP P \+ cR \(sum of R\) \| 1.50 \| 200.0 \| 250.0 \| 1.00000 \| 12 \|",
+        r"\| Gemma 3 4B: 6 layers, 16 x 8K x 131..2048 \| this library \| 100.0 \| \| 200.0 \| 300.0 \| 1.00 \|.*",
+        r"\| \| stock model on FlexAttention, prompt replicated \| 450.0 \| 4.50 \| 900.0 \| 1350 \| 4.50 \|.*",
         r"\| this library \| 3 of 3 \| 2.00 \| 12 \| 0.50 \| 0.20 \| 19.0 \| 0 \| \|",
         r"\| tree branched \| 15 \| 9 \| 7 \| 24,512 \| 36,608 \| 1.15x \|",
         r"\| tree agentic \| this library \| 1.00 \|.*\| 2.00 \|.*\| 3.00 \| 1.00 \| 4.5 \|",
