@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from tiny_models import COMMON, VERSION, Samples, Tolerance, transformers
+from tiny_models import COMMON, VERSION, Samples, Tolerance, dualkv, gradients, replicated_logps, transformers
+from torch import Tensor
 
 from flash_attn_dualkv.integrations.transformers.hybrid.families import FAMILIES
 
@@ -92,6 +94,54 @@ def hybrid_model(name: str, dtype: torch.dtype = torch.float64, attention: str =
                 elif "conv" in parameter_name and parameter.shape[1] == 1:
                     parameter.copy_(0.5 * torch.randn_like(parameter))
     return model.to(dtype).eval()
+
+
+@contextmanager
+def without_packages(name: str) -> Iterator[None]:
+    """The functions of a model file that mix tokens in PyTorch, whatever package stands behind them."""
+    family = FAMILIES[name]
+    # Older files have no such functions of their own.
+    functions = {one: inspect.unwrap(getattr(family.file, one)) for one in family.functions} if family.is_global else {}
+    with patch.multiple(family.file, **functions) if functions else nullcontext():
+        yield
+
+
+# Losses: the gradients of a few parameters are a handful of numbers, of which one error is chance.
+DRAWS = 8
+
+
+def drawn_gradients(model: Any, samples: Samples, batch: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities, and of every parameter the gradients (DRAWS, ...) of random sums of them, in float64.
+
+    Args:
+        batch: the samples packed; None for each sequence alone.
+    """
+    if batch is None:
+        logps, _ = replicated_logps(model, samples)
+    else:
+        logps, _ = dualkv.shared_prompt_forward(model, batch)
+    weights = torch.randn(DRAWS, len(logps), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    found: dict[str, list[Tensor]] = {}
+    for one in weights.to(logps):
+        (one @ logps).backward(retain_graph=True)
+        for name, gradient in gradients(model).items():
+            found.setdefault(name, []).append(gradient.double())
+    return logps.detach().double(), {name: torch.stack(one) for name, one in found.items()}
+
+
+def error_ratios(
+    got: tuple[Tensor, dict[str, Tensor]],
+    stock: tuple[Tensor, dict[str, Tensor]],
+    exact: tuple[Tensor, dict[str, Tensor]],
+) -> dict[str, float]:
+    """Errors as multiples of the stock model's: of log-probabilities, and of the gradients of every parameter."""
+
+    def ratio(one: Tensor, other: Tensor, expected: Tensor) -> float:
+        return ((one - expected).norm() / (other - expected).norm()).item()
+
+    assert got[1].keys() == stock[1].keys() == exact[1].keys()
+    found = {name: ratio(got[1][name], stock[1][name], one) for name, one in exact[1].items()}
+    return {"log-probabilities": ratio(got[0], stock[0], exact[0]), **found}
 
 
 class _WiderTorch:

@@ -8,17 +8,14 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from hybrid_models import HYBRIDS, hybrid_model, in_float64
+from hybrid_models import HYBRIDS, drawn_gradients, error_ratios, hybrid_model, in_float64, without_packages
 from test_transformers_tree import SEQUENCES
-from tiny_models import VOCABULARY, Samples, dualkv, gradients, replicated_logps, stock_twin
-from torch import Tensor
+from tiny_models import VOCABULARY, Samples, stock_twin
 
 from flash_attn_dualkv import SharedPromptError, pack_prefix_tree
 from flash_attn_dualkv.integrations.transformers.hybrid import families, installation, mixers
@@ -35,8 +32,6 @@ SHAPE: dict[str, Any] = dict(
 MODELS = [name for name in ("qwen3_5_text", "qwen3_next") if name in HYBRIDS]
 # On both sides of a chunk of 64; many responses read one state.
 SAMPLES = Samples.random([(300, [130, 65, 1, 64, 3, 200]), (65, [63, 70]), (2, [40])]).take([3, 0, 6, 1, 8, 5, 2, 7, 4])
-# Losses: the gradients of a few parameters are a handful of numbers, of which one error is chance.
-DRAWS = 8
 
 
 def is_trainable() -> bool:
@@ -52,30 +47,6 @@ needs_right_kernels = pytest.mark.skipif(
 )
 
 
-@contextmanager
-def without_packages(name: str) -> Iterator[None]:
-    """The functions of a model file in PyTorch, which have float64."""
-    file = families.FAMILIES[name].file
-    functions = {one: inspect.unwrap(getattr(file, one)) for one in families.FAMILIES[name].functions}
-    with patch.multiple(file, **functions):
-        yield
-
-
-def outcome(model: Any, samples: Samples, batch: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities, and of every parameter the gradients (DRAWS, ...) of random sums of them."""
-    if batch is None:
-        logps, _ = replicated_logps(model, samples)
-    else:
-        logps, _ = dualkv.shared_prompt_forward(model, batch)
-    weights = torch.randn(DRAWS, len(logps), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    found: dict[str, list[Tensor]] = {}
-    for one in weights.to(logps):
-        (one @ logps).backward(retain_graph=True)
-        for name, gradient in gradients(model).items():
-            found.setdefault(name, []).append(gradient.double())
-    return logps.detach().double(), {name: torch.stack(one) for name, one in found.items()}
-
-
 def check_accuracy(name: str, samples: Samples, batch: Any) -> None:
     """The errors of all gradients are at most 1.5 times those of each sequence alone on the same kernels."""
     model = hybrid_model(name, torch.bfloat16, **SHAPE).cuda()
@@ -83,19 +54,13 @@ def check_accuracy(name: str, samples: Samples, batch: Any) -> None:
     function = getattr(families.FAMILIES[name].file, families.DELTA_RULE)
     assert mixers.implementation_of(inspect.unwrap(function, stop=_is_stock)).__module__.startswith("fla.")
     with in_float64(), without_packages(name):
-        exact, exact_gradients = outcome(copy.deepcopy(stock).double(), samples)
-    alone, alone_gradients = outcome(stock, samples)
-    got, got_gradients = outcome(model, samples, batch)
-    assert (got - exact).norm() <= 1.5 * (alone - exact).norm()
-    assert got_gradients.keys() == exact_gradients.keys()
-    ratios = {
-        parameter: ((got_gradients[parameter] - one).norm() / (alone_gradients[parameter] - one).norm()).item()
-        for parameter, one in exact_gradients.items()
-    }
-    assert not {parameter: ratio for parameter, ratio in ratios.items() if not ratio <= 1.5}
-    # What both are compared with is what they compute: an error of the kernels would be common to both.
-    for parameter, one in exact_gradients.items():
-        assert (got_gradients[parameter] - one).norm() <= 0.2 * one.norm(), parameter
+        exact = drawn_gradients(copy.deepcopy(stock).double(), samples)
+    got = drawn_gradients(model, samples, batch)
+    ratios = error_ratios(got, drawn_gradients(stock, samples), exact)
+    assert not {what: ratio for what, ratio in ratios.items() if not ratio <= 1.5}
+    # Both run on the same kernels: an error of these would be common to both.
+    for parameter, one in exact[1].items():
+        assert (got[1][parameter] - one).norm() <= 0.2 * one.norm(), parameter
 
 
 def _is_stock(function: Any) -> bool:

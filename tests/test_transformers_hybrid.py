@@ -27,7 +27,7 @@ from flash_attn_dualkv.integrations.transformers.hybrid import mixers, rows
 
 
 def weights_of(logps: Tensor) -> Tensor:
-    return torch.randn(len(logps), generator=torch.Generator().manual_seed(3), dtype=logps.dtype)
+    return torch.randn(len(logps), generator=torch.Generator().manual_seed(3), dtype=logps.dtype).to(logps.device)
 
 
 def alone(model: Any, samples: Samples) -> tuple[Tensor, dict[str, Tensor]]:
