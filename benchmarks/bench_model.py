@@ -5,7 +5,7 @@
     python benchmarks/bench_model.py --preset qwen3-0.6b
     python benchmarks/bench_model.py --shape 8x1Kx131-2048 --rounds 5
     python benchmarks/bench_model.py --preset tree --rounds 1 --limit-s 300  # Qwen3-1.7B on the agentic tree
-    python benchmarks/bench_model.py --preset models --limit-s 40  # gpt-oss, Gemma 3, Qwen3.5 and DeepSeek-V3's kind
+    python benchmarks/bench_model.py --preset models --impls sm90 stock  # gpt-oss, Gemma 3, Qwen3.5, DeepSeek-V3
 
 All layers, bf16, random weights, activation checkpointing, the LM head in chunks over the response tokens; without
 an optimizer. This library goes through `shared_prompt_forward`, peers through the same model on their attention; models

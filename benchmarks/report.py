@@ -224,7 +224,9 @@ def families_section(frame: pd.DataFrame) -> list[str]:
         "The same step of models whose layers are not all alike, in stock transformers with prompts shared, and with "
         "prompts replicated on the attention that transformers has for the model: sequences padded to the longest of "
         "their micro-batch of four (gpt-oss: two). The forward keeps the input of each layer and no more: its time is "
-        f"that of log-probabilities. Configurations: [families.py](../../families.py). {EFFECTIVE}",
+        f"that of log-probabilities. Configurations: [families.py](../../families.py). {EFFECTIVE} Installed: "
+        f"{'; '.join(dict.fromkeys(frame['versions']))}. The kernels of flash-linear-attention had one tile size each, "
+        "given to both, instead of one that is searched.",
         markdown(table),
     ]
 

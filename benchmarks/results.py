@@ -125,7 +125,8 @@ def load_rows(result: dict[str, Any], file: str = "") -> pd.DataFrame:
     """The rows of a result, each with what the header says."""
     header = {key: result["header"].get(key) for key in ("benchmark", "gpu", "torch", "cuda", "commit", "date")}
     optional = dict.fromkeys(("oom", "error", "skipped", "peak_gib", "executed_tokens"))
-    return pd.DataFrame([{**optional, **row} for row in result["rows"]]).assign(**header, file=file)
+    versions = ", ".join(f"{name} {version}" for name, version in result["header"].get("versions", {}).items())
+    return pd.DataFrame([{**optional, **row} for row in result["rows"]]).assign(**header, versions=versions, file=file)
 
 
 def load(paths: list[Path]) -> pd.DataFrame:
