@@ -26,7 +26,7 @@ class FamilyModel(ModelShape):
         mlp: weights of a layer's MLP that a token is multiplied with: of experts, those that it is sent to.
         window: keys that a token of a WINDOW layer sees.
         head_dim_v: of values; 0 for that of queries and keys.
-        stock: attention of transformers that the stock model is measured on.
+        stock: what the stock model is measured on, by transformers' names.
         sequences: of a micro-batch of the stock model.
         largest_difference: between log-probabilities of two implementations, over their spread; of experts more, since
             a rounding can turn over to which of them a token is sent.
@@ -39,7 +39,7 @@ class FamilyModel(ModelShape):
     window: int = 0
     head_dim_v: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
-    stock: str = "sdpa"
+    stock: tuple[str, ...] = ("sdpa",)
     sequences: int = 4
     largest_difference: float = 0.2
 
@@ -77,7 +77,7 @@ GPT_OSS_20B = FamilyModel(
     options=dict(
         num_local_experts=32, num_experts_per_tok=4, sliding_window=128, max_position_embeddings=131072
     ),
-    stock="flex_attention",  # sdpa has no sinks, and eager attention keeps every score
+    stock=("flex_attention",),  # sdpa has no sinks, and eager attention keeps every score
     sequences=2,
     largest_difference=0.5,
 )  # fmt: skip
@@ -89,7 +89,7 @@ GEMMA3_4B = FamilyModel(
     mixers=dict.fromkeys((WINDOW, FULL), 2560 * (8 + 2 * 4 + 8) * 256),
     mlp=3 * 2560 * 10240,
     options=dict(sliding_window=1024, query_pre_attn_scalar=256),
-    stock="flex_attention",  # sdpa computes all pairs of a window's mask
+    stock=("sdpa", "flex_attention"),  # transformers takes sdpa, which computes all pairs of a window's mask
 )  # fmt: skip
 QWEN35_4B = FamilyModel(
     32, 2560, 9216, heads=16, kv_heads=4, head_dim=256, vocab=248320, tied=True,
@@ -130,13 +130,14 @@ _TINY: dict[str, Any] = dict(
 )  # fmt: skip
 TINY: dict[str, FamilyModel] = {
     "tiny-gpt-oss": replace(
-        GPT_OSS_20B, **_TINY, layers=2, window=20, stock="eager",
+        GPT_OSS_20B, **_TINY, layers=2, window=20, stock=("eager",),
         options=dict(
             num_local_experts=4, num_experts_per_tok=2, sliding_window=20, max_position_embeddings=131072
         ),
     ),
     "tiny-gemma3": replace(
-        GEMMA3_4B, **_TINY, layers=6, window=20, stock="sdpa", options=dict(sliding_window=20, query_pre_attn_scalar=16)
+        GEMMA3_4B, **_TINY, layers=6, window=20, stock=("sdpa",),
+        options=dict(sliding_window=20, query_pre_attn_scalar=16),
     ),
     "tiny-qwen3.5": replace(
         QWEN35_4B, **_TINY, layers=4,
