@@ -36,6 +36,7 @@ from varlen import (
     varlen_attention,
 )
 
+from flash_attn_dualkv.checks import PORTABLE_HEAD_DIM
 from flash_attn_dualkv.predict import DIRECTIONS
 
 
@@ -165,7 +166,18 @@ def own_families(build: dict[str, Any], capability: tuple[int, int]) -> list[str
 
 
 def own_implementations(families: list[str]) -> list[Implementation]:
-    return [Implementation(f"dualkv_{one}", partial(arrange_ours, family=one), is_ours=True) for one in families]
+    found = [Implementation(f"dualkv_{one}", partial(arrange_ours, family=one), is_ours=True) for one in families]
+    return [refuses_width(impl) if impl.name == "dualkv_sm80" else impl for impl in found]
+
+
+def is_wide(shape: Shape) -> bool:
+    return max(shape.head_dim, shape.head_dim_v) > PORTABLE_HEAD_DIM
+
+
+def refuses_width(impl: Implementation) -> Implementation:
+    """The same without wide heads, for which neither FlashAttention nor cuDNN has kernels, nor ours before Hopper."""
+    reason = f"no head dims above {PORTABLE_HEAD_DIM}"
+    return replace(impl, refuses=lambda shape: reason if is_wide(shape) else impl.refuses(shape))
 
 
 def deterministic(family: str) -> Implementation:
@@ -312,8 +324,12 @@ def arrange_dense(shape: Shape, device: torch.device, backend: SDPBackend) -> Ar
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
+            grouped = q.shape[1] != k.shape[1]
+            if grouped and backend is SDPBackend.EFFICIENT_ATTENTION:  # it has no GQA
+                k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
+                grouped = False
             query, key, value = (one.unflatten(0, (n, -1)).transpose(1, 2) for one in (q, k, v))
-            out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(0, 1)
 
     return Arrangement(replicated_rows(shape), attention)
@@ -324,6 +340,18 @@ def dense(name: str, backend: SDPBackend) -> Implementation:
         return refuses_trees(shape) or (None if len(set(shape.replicated_lengths)) == 1 else "needs equal lengths")
 
     return refuses_options(Implementation(name, partial(arrange_dense, backend=backend), refuses, is_replicated=True))
+
+
+def of_any_width() -> list[Implementation]:
+    """The backends of scaled_dot_product_attention that have every head dim."""
+    backends = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+    found = [dense(f"{name}_replicated", backend) for name, backend in backends.items()]
+    reason = "measured where others have no kernels"
+
+    def restrict(impl: Implementation) -> Implementation:
+        return replace(impl, refuses=lambda shape: impl.refuses(shape) if is_wide(shape) else reason)
+
+    return [restrict(impl) for impl in found]
 
 
 def arrange_prefix_grouper(shape: Shape, device: torch.device, load: Callable[[], VarlenKernel]) -> Arrangement:
@@ -402,7 +430,8 @@ def kernel_implementations(families: list[str] | None) -> list[Implementation]:
     if families is None:
         return [*on_cpu(flex=True), dense("sdpa_replicated", SDPBackend.MATH)]
     cudnn = dense("cudnn_replicated", SDPBackend.CUDNN_ATTENTION)
-    return [*own_implementations(families), *map(deterministic, families), *peers(), cudnn]
+    others = map(refuses_width, (*peers(), cudnn))
+    return [*own_implementations(families), *map(deterministic, families), *others, *of_any_width()]
 
 
 def layer_implementations(families: list[str] | None) -> list[Implementation]:

@@ -34,6 +34,8 @@ LABELS = {
     "flash_attn_replicated": "FlashAttention-2 (its package), prompt replicated",
     "fa2_replicated": "FlashAttention-2, prompt replicated",
     "cudnn_replicated": "cuDNN, prompt replicated",
+    "efficient_replicated": "SDPA, memory-efficient, prompt replicated",
+    "math_replicated": "SDPA, math, prompt replicated",
     "prefix_grouper": "prefix_grouper, FlashAttention-2",
     "fa4_gathered": "FlashAttention-4, keys gathered along paths",
     "fa2_gathered": "FlashAttention-2, keys gathered along paths",

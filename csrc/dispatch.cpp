@@ -16,6 +16,17 @@ std::string describe(const std::vector<HeadDims>& dims) {
   return text.empty() ? "none" : text;
 }
 
+std::string too_wide(Arch arch, const HeadDims& wanted, const std::vector<HeadDims>& built) {
+  constexpr HeadDims kPortable{256, 256};
+  const std::string of_build = "head dim " + describe(wanted) + " is larger than every one in this build (" +
+                               describe(built) + ")";
+  if (arch == Arch::sm80 && !kPortable.hold(wanted)) {
+    return of_build + " for this GPU: above 256 there are kernels for Hopper alone, in builds whose DUALKV_ARCHS has 90 "
+                      "and whose DUALKV_HEAD_DIMS has 512";
+  }
+  return of_build + "; reinstall with DUALKV_HEAD_DIMS covering it";
+}
+
 namespace {
 
 struct LaunchCounts {

@@ -27,6 +27,7 @@ struct TileInfo {
   int block_m, block_n;
   int shared_bytes;
   bool packs_heads = false;  // a tile may hold several query heads of a KV head
+  int column_blocks = 1;     // blocks that share a KV tile, each with some columns of its gradients
 };
 
 template <typename T>
@@ -110,16 +111,15 @@ std::map<std::string, int64_t> launch_counts();
 // Lets a kernel take `bytes` of dynamic shared memory a block on the current device. The driver is asked once.
 void allow_shared_bytes(const void* kernel, int bytes);
 
+// What is wrong where no kernel of an architecture holds head dims.
+std::string too_wide(Arch arch, const HeadDims& wanted, const std::vector<HeadDims>& built);
+
 // The preferred kernel of the smallest built head dims that hold `wanted`, among those that fit `shared_limit`, what the
 // device grants a block.
 template <class Kernel>
 Selected<Kernel> select(Arch arch, const HeadDims& wanted, int shared_limit) {
   const auto* found = find_kernels<Kernel>(arch, wanted);
-  if (!found) {
-    throw std::invalid_argument("head dim " + describe(wanted) + " is larger than every one in this build (" +
-                                describe(built_head_dims<Kernel>(arch)) +
-                                "); reinstall with DUALKV_HEAD_DIMS covering it");
-  }
+  if (!found) throw std::invalid_argument(too_wide(arch, wanted, built_head_dims<Kernel>(arch)));
   for (const Kernel& kernel : found->second) {
     if (kernel.tiles.shared_bytes <= shared_limit) return {kernel, arch, found->first.second};
   }

@@ -86,7 +86,7 @@ struct BackwardList {
     splits = {args_.splits, args_.split_count, capacity_.splits};
     args_.block_m = tiles.block_m, args_.block_n = tiles.block_n, args_.sees = shape.sees;
     args_.num_kv_heads = shape.num_kv_heads, args_.heads_per_group = shape.heads_per_group();
-    args_.num_sms = shape.num_sms;
+    args_.num_sms = tiles_at_a_time(shape.num_sms, tiles.column_blocks);
     args_.tile_capacity = capacity_.tiles, args_.slot_capacity = capacity_.slots;
   }
 
@@ -111,7 +111,7 @@ struct BackwardList {
     const ProblemShape& shape = problem.shape;
     args_.nodes = problem.table();
     capacity_ = backward_capacities(args_.nodes, tiles.block_m, tiles.block_n, shape.num_heads, shape.num_kv_heads,
-                                    shape.num_sms);
+                                    tiles_at_a_time(shape.num_sms, tiles.column_blocks));
     statistics.padded_rows = ceil_div<int64_t>(shape.q_rows, RowStatistics::kPadding) * RowStatistics::kPadding;
     statistics.lse_log2 = scratch.take<float>(shape.num_heads * statistics.padded_rows);
     statistics.delta = scratch.take<float>(shape.num_heads * statistics.padded_rows);

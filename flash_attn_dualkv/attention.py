@@ -133,9 +133,10 @@ def flash_attn_dualkv_varlen_func(
     sequence of its group without decoded rows.
 
     Args:
-        q: (total_q, H, d), float16 or bfloat16 (on the CPU also float32 or float64); d a multiple of 8, at most 256.
+        q: (total_q, H, d), float16 or bfloat16 (on the CPU also float32 or float64); d a multiple of 8, at most 512
+            (256 on GPUs other than Hopper).
         k_context, v_context: (total_context, H_k, d) and (total_context, H_k, d_v); H is a multiple of H_k; d_v a
-            multiple of 8, at most 256.
+            multiple of 8, with the same limit.
         k_decoded, v_decoded: (total_decoded, H_k, d) and (total_decoded, H_k, d_v), of one packed tensor the rows
             behind the context. That offsets end before these rows do is no error, so it is not noticed if other rows
             are given.

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+PORTABLE_HEAD_DIM = 256  # the largest for which GPUs other than Hopper have kernels
 KERNEL_SOFTCAPS = (0.01, 1000.0)  # the least and the largest of the CUDA kernels; csrc/core/softcap.h says why
 HEAD_DIM_MULTIPLE = 8
 # Logical positions and rows of two tensors of keys are int32 sums.
@@ -77,6 +78,13 @@ def check_query_shape(q: Tensor) -> None:
     if heads < 1:
         raise ValueError(explain("q", "at least one head", f"shape {tuple(q.shape)}"))
     _check_head_dim("q", head_dim)
+
+
+def max_head_dim(device: torch.device) -> int:
+    """The largest head dimension on a device: of the kernels for that GPU, or of the reference on the CPU."""
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] != 9:
+        return PORTABLE_HEAD_DIM
+    return MAX_HEAD_DIM
 
 
 def _check_head_dim(name: str, head_dim: int) -> None:

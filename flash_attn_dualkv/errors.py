@@ -16,4 +16,4 @@ class SharedPromptLayoutError(SharedPromptError):
 
 
 class SharedPromptUnsupportedError(SharedPromptError, NotImplementedError):
-    """What cannot be computed with a shared prompt, such as a head dimension above 256; the message names it."""
+    """What cannot be computed with a shared prompt, such as a head dimension above 512; the message names it."""

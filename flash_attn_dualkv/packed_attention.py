@@ -81,8 +81,9 @@ def flash_attn_tree_varlen_func(
     and values sum over its whole subtree in float32 and are rounded once.
 
     Args:
-        q: (T, H, d), float16 or bfloat16 (on the CPU also float32 or float64); d a multiple of 8, at most 256.
-        k, v: (T, H_k, d) and (T, H_k, d_v); H is a multiple of H_k; d_v a multiple of 8, at most 256.
+        q: (T, H, d), float16 or bfloat16 (on the CPU also float32 or float64); d a multiple of 8, at most 512
+            (256 on GPUs other than Hopper).
+        k, v: (T, H_k, d) and (T, H_k, d_v); H is a multiple of H_k; d_v a multiple of 8, with the same limit.
         cu_seqlens: (n+1,) int32 from 0, node i has the rows [i] .. [i+1] - 1. Nodes may be empty. Rows behind the last
             node are padding: out 0, LSE -inf, gradients 0.
         parents: (n,) int32, the node that each node continues, -1 for roots. Nodes are in depth-first order: a node,
@@ -153,8 +154,9 @@ def shared_prompt_attention(
     over the prompt's own rows and all of its responses in float32 and are rounded once.
 
     Args:
-        q: (T, H, d), float16 or bfloat16 (in the reference also float32 or float64); d a multiple of 8, at most 256.
-        k, v: (T, H_k, d) and (T, H_k, d_v); H is a multiple of H_k; d_v a multiple of 8, at most 256.
+        q: (T, H, d), float16 or bfloat16 (in the reference also float32 or float64); d a multiple of 8, at most 512
+            (256 on GPUs other than Hopper).
+        k, v: (T, H_k, d) and (T, H_k, d_v); H is a multiple of H_k; d_v a multiple of 8, with the same limit.
         layout: where prompts and responses lie among the T rows, on the device of q.
         softmax_scale: finite and > 0; 1 / sqrt(d) if None.
         sliding_window: a row sees this many positions of its sequence, its own the last of them; None for all.

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flash_attn_dualkv.checks import PORTABLE_HEAD_DIM
+
 # "cpu" runs the kernel tests on the CPU implementation, with small sizes: a check of the tests themselves.
 DEVICE = os.environ.get("DUALKV_TEST_DEVICE", "cuda")
 GPU_MARKS = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -26,6 +28,8 @@ CONFIGURATIONS = [
         (128, (4, 4), torch.float16),
         (192, (4, 2), torch.float16),
         (256, (4, 2), torch.bfloat16),
+        (320, (6, 2), torch.float16),
+        (512, (4, 1), torch.bfloat16),
     )
 ]
 if DEVICE != "cuda":
@@ -38,14 +42,15 @@ POISON_BYTES = [512] * 64 + [1 << 16] * 32 + [1 << 20] * 8 + [1 << 22] * 8 + [1 
 CHOICE = "DUALKV_KERNELS"  # sm80: the portable kernels on any GPU; sm90: Hopper's where there are some
 
 
-def kernel_families() -> list[str]:
-    """The families of kernels that can serve a call here; one nameless family on the CPU."""
+def kernel_families(head_dim: int = 0) -> list[str]:
+    """The families of kernels that can serve a call of a head dim here; one nameless family on the CPU."""
     from flash_attn_dualkv import build_info
 
     if DEVICE != "cuda":
         return [""]
     hopper = torch.cuda.get_device_capability()[0] == 9 and build_info()["head_dims"].get("sm90")
-    return ["sm80", "sm90"] if hopper else ["sm80"]
+    portable = ["sm80"] if head_dim <= PORTABLE_HEAD_DIM else []
+    return [*portable, "sm90"] if hopper else portable
 
 
 @contextmanager
@@ -59,10 +64,13 @@ def use_kernels(family: str) -> Iterator[None]:
 
 @pytest.fixture(params=["sm90", "sm80"] if DEVICE == "cuda" else [""])
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test once with each family of kernels."""
+    """Runs the test once with each family of kernels that has its head dims: of `options` or its own arguments."""
     family: str = request.param
-    if family not in kernel_families():
-        pytest.skip(f"no {family} kernels here")
+    arguments = request.node.callspec.params
+    arguments = {**arguments, **arguments.get("options", {})}
+    head_dim = max(arguments.get("head_dim", 0), arguments.get("head_dim_v", 0))
+    if family not in kernel_families(head_dim):
+        pytest.skip(f"no {family} kernels of head dim {head_dim} here")
     with use_kernels(family):
         yield family
 

@@ -25,8 +25,8 @@ from groups import Batch, Group, build_groups, pack, run
 from launches import CHOICE, DEVICE, kernel_families, only_kernels_of, use_kernels
 from mutants import Tree, has_hopper, read_mutants
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-HOSTILE_HEAD_DIMS = (64, 128, 256)  # one of each shape of kernel: what happens to offsets does not depend on it
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
+HOSTILE_HEAD_DIMS = (64, 128, 256, 512)  # one of each shape of kernel: what happens to offsets does not depend on it
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PARTS = ("ragged", "split", "trees", "hostile")
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
@@ -180,10 +180,10 @@ def run_part(part: str, head_dims: tuple[int, ...]) -> None:
 
     Raises AssertionError if the kernels of another family took over some of the work.
     """
-    families = [os.environ[CHOICE]] if CHOICE in os.environ else kernel_families()
+    chosen = os.environ.get(CHOICE)
     if part == "hostile":
         head_dims = tuple(dim for dim in head_dims if dim in HOSTILE_HEAD_DIMS) or head_dims
-    for family, head_dim in product(families, head_dims):
+    for family, head_dim in ((one, dim) for dim in head_dims for one in kernel_families(dim) if one == (chosen or one)):
         with use_kernels(family), only_kernels_of(family):
             if part == "trees":
                 print(f"{family} d={head_dim} trees", flush=True)

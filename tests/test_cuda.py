@@ -13,7 +13,7 @@ from launches import captured, counted_launches, kernel_pattern, kernels, poison
 from shared_prompts import GROUPS, Groups
 from torch import Tensor
 
-from flash_attn_dualkv import SharedPromptLayout, shared_prompt_attention
+from flash_attn_dualkv import SharedPromptLayout, flash_attn_varlen_func, shared_prompt_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 all_functions = pytest.mark.parametrize("make", [separate, packed, tree])
@@ -245,3 +245,15 @@ def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print(measured)
     assert forward < 100 and layer < 110 and backward - nothing < 75, measured
+
+
+def test_wide_heads_have_kernels_on_hopper_alone(kernels: str) -> None:  # noqa: F811
+    rows = torch.randn(70, 2, 264, device="cuda", dtype=torch.bfloat16)
+    call = lambda: flash_attn_varlen_func(rows, rows, rows, *[torch.tensor([0, 70], device="cuda").int()] * 2, 70, 70)  # noqa: E731
+    if kernels == "sm90":
+        assert call().isfinite().all()
+    else:
+        with pytest.raises(
+            ValueError, match="q: head dim 264 is larger .* above 256 there are kernels for Hopper alone"
+        ):
+            call()

@@ -94,7 +94,7 @@ def test_a_pure_python_installation_says_why_and_how_to_change_it(env, torch, nv
         ({"DUALKV_ARCHS": "88"}, torch_build(), NVCC13, "cannot build for 88; it knows 80, 86, 89, 90, 100, 103, 120"),
         ({"DUALKV_ARCHS": "90a"}, torch_build(), NVCC13, "expected compute capabilities .* got '90a'"),
         ({"DUALKV_ARCHS": "80;75"}, torch_build(), NVCC13, "need 80 .* got 75"),
-        ({"DUALKV_HEAD_DIMS": "64,80"}, torch_build(), NVCC13, "expected some of 64, 96, 128, 192, 256, got '64,80'"),
+        ({"DUALKV_HEAD_DIMS": "64,80"}, torch_build(), NVCC13, "some of 64, 96, 128, 192, 256, 512, got '64,80'"),
         ({"DUALKV_HEAD_DIMS": "x"}, torch_build(cuda=None), None, "DUALKV_HEAD_DIMS: expected"),
         ({"DUALKV_ARCHS": "90", "DUALKV_PURE_PYTHON": "1"}, torch_build(), NVCC13, "unset one of them"),
     ],
@@ -108,7 +108,7 @@ def test_numbers_in_settings():
     for text in ("9", "sm_90", "90+PTX", "80;;x", "native", "-80", "8.0.0"):
         with pytest.raises(BuildError, match="DUALKV_ARCHS: expected"):
             toolchain.parse_archs(text)
-    assert toolchain.parse_head_dims("") == [64, 96, 128, 192, 256]
+    assert toolchain.parse_head_dims("") == [64, 96, 128, 192, 256, 512]
     assert toolchain.parse_head_dims("128;64, 64") == [64, 128]
     assert toolchain.parallel_jobs({"MAX_JOBS": "7"}) == 7
     assert toolchain.parallel_jobs({}) >= 1

@@ -389,7 +389,9 @@ def test_what_can_be_registered(options, message, restored_registry):
     [
         (dict(attn_logit_softcapping=50.0, sliding_window=8), None),
         (dict(attn_logit_softcapping=2000.0), "a softcap of 2000"),
-        (dict(head_dim=512), "a head dim of 512"),
+        (dict(head_dim=512), None),
+        (dict(head_dim=520), "a head dim of 520"),
+        (dict(global_head_dim=520), "a head dim of 520"),
         (dict(head_dim=20), "a head dim of 20"),
         ({}, None),
     ],
@@ -401,3 +403,12 @@ def test_what_the_kernels_lack(settings: dict[str, Any], lack: str | None) -> No
         setattr(config, name, value)
     found = support.kernels_lack(config)
     assert found is None if lack is None else found is not None and found.startswith(lack)
+
+
+def test_other_gpus_have_no_kernels_for_heads_wider_than_256(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config("llama")
+    config.global_head_dim = 512
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for major, lack in ((9, None), (8, "a head dim of 512"), (10, "a head dim of 512")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=major: (major, 0))
+        assert support.kernels_lack(config) == lack

@@ -155,7 +155,7 @@ def test_what_was_read_ends_with_its_micro_batch(hook: None) -> None:
     assert alive() is None and len(trees._forests) == before
 
 
-@pytest.mark.parametrize("head_dim", [12, 264])
+@pytest.mark.parametrize("head_dim", [12, 520])
 def test_what_the_kernels_lack_goes_to_the_original(head_dim: int, hook: None, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 

@@ -75,7 +75,7 @@ def test_with_sinks(variant: Variant, options: Options) -> None:
             assert one.isfinite().all() and error <= bound, f"{key}: {error:.3g} > {bound:.3g}"
 
 
-PAIRS = [(192, 128), (128, 64), (64, 128), (96, 40), (256, 8), (40, 200), (72, 72)]
+PAIRS = [(192, 128), (128, 64), (64, 128), (96, 40), (256, 8), (40, 200), (72, 72), (512, 264), (40, 328)]
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), PAIRS if DEVICE == "cuda" else [(16, 8), (8, 24)])
@@ -90,10 +90,11 @@ def test_values_of_another_width(head_dim: int, head_dim_v: int, dtype: torch.dt
 
 @needs_gpu
 @pytest.mark.parametrize("variant", [Variant(), Variant(causal=False), Variant(700), Variant(900, 30.0)], ids=str)
-def test_values_of_another_width_where_tiles_are_split(variant: Variant) -> None:
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (512, 512)])
+def test_split_tiles_of_heads_with_a_backward_of_their_own(head_dim: int, head_dim_v: int, variant: Variant) -> None:
     """One long node and one KV head: its parts go through fp32 slots; with a window they begin inside a head."""
     tree = ([600, *[1500] * 6], [-1, *[0] * 6])
-    layout, inputs = data(tree, heads=(8, 1), head_dim=192, head_dim_v=128, dtype=torch.bfloat16)
+    layout, inputs = data(tree, heads=(8, 1), head_dim=head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16)
     expected = exact(inputs, layout.nodes, variant)
     for deterministic in (False, True):
         found = run(inputs, layout.nodes, deterministic, variant=variant)

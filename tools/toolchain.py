@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 PTX_ARCH = "80"
-HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 # -v: ptxas reports what tools/check_kernels.py reads.
 NVCC_FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas=-v")
 GIB_PER_COMPILE = 3.0

@@ -27,10 +27,11 @@ struct KvBlock {
 
   // Finds the block's item and everything but the first step of its walk, for which start_walk() reads nodes one
   // after another: that takes time in which K and V can already be on their way. False where the grid is larger than
-  // the list.
+  // the list. `column_blocks` blocks of the grid, which are neighbours, take the same item.
   __device__ __forceinline__ bool load(const WorkList<BackwardItem>& work, const NodeTable& nodes,
-                                       const ProblemShape& shape, int block_m, int block_n) {
-    const BackwardPlace place = backward_place(blockIdx.x, *work.order, shape.num_kv_heads, shape.num_sms);
+                                       const ProblemShape& shape, int block_m, int block_n, int column_blocks = 1) {
+    const BackwardPlace place = backward_place(blockIdx.x / column_blocks, *work.order, shape.num_kv_heads,
+                                               tiles_at_a_time(shape.num_sms, column_blocks));
     if (place.item < 0) return false;
     kv_head = place.kv_head;
     const BackwardItem item = work.items[place.in_table_order ? work.in_table_order[place.item] : place.item];

@@ -76,6 +76,11 @@ DUALKV_HD int tile_steps(const NodeTable& table, int owner, const KvTile& tile, 
   return static_cast<int>(tiles < kMaxSteps / heads_per_group ? tiles * heads_per_group : kMaxSteps);
 }
 
+// How many KV tiles run at the same time where each takes as many blocks as its columns are divided among.
+DUALKV_HD int tiles_at_a_time(int num_sms, int column_blocks) {
+  return column_blocks > 1 ? max_int(num_sms / column_blocks, 1) : num_sms;
+}
+
 // A shorter part is not worth its fp32 round trip: 32 steps take tens of microseconds.
 constexpr int kMinPartSteps = 32;
 // With parts of at most total / (4 x SMs) steps the last block of every simulated shape ends within 10% of the ideal

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kListThreads)
 template <typename T>
 void prepare_backward(const BackwardListArgs& args, const RowStatisticsParams<T>& rows, cudaStream_t stream) {
   const int64_t wanted = ceil_div<int64_t>(statistics_warps(rows.shape, rows.statistics), kListThreads / 32);
-  const int64_t blocks = std::clamp<int64_t>(wanted, 1, max_int(args.num_sms - 1, 1));
+  const int64_t blocks = std::clamp<int64_t>(wanted, 1, max_int(rows.shape.num_sms - 1, 1));
   dualkv_prepare_backward<T><<<1 + static_cast<unsigned>(blocks), kListThreads, 0, stream>>>(args, rows);
   check_cuda(cudaGetLastError());
 }

@@ -30,26 +30,33 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
   return sum;
 }
 
-// The statistics of rows first_row .. first_row + 15 of a head. kLanes neighbouring threads read a row, 16 bytes each.
-template <int kLanes, typename T>
+// The statistics of rows first_row .. first_row + 15 of a head. kLanes neighbouring threads read a row, 16 bytes each, in
+// kReads reads.
+template <int kLanes, int kReads = 1, typename T>
 __device__ __forceinline__ void store_warp_statistics(const RowStatisticsParams<T>& p, int head, int64_t first_row) {
   constexpr int kElements = 8, kRowsAtATime = 32 / kLanes, kPasses = kStatisticsRows / kRowsAtATime;
-  constexpr int kInFlight = 4;  // passes whose loads are on their way together
-  const int lane = threadIdx.x % 32, element = lane % kLanes * kElements;
+  constexpr int kInFlight = 4 / kReads;  // passes whose loads are on their way together
+  const int lane = threadIdx.x % 32;
   float delta = 0.f;  // of row first_row + lane
 #pragma unroll 1
   for (int first = 0; first < kPasses; first += kInFlight) {
-    uint4 out[kInFlight], dout[kInFlight];
+    uint4 out[kReads][kInFlight], dout[kReads][kInFlight];
+#pragma unroll
+    for (int read = 0; read < kReads; ++read)
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        const int64_t row = first_row + (first + i) * kRowsAtATime + lane / kLanes;
+        const int element = (read * kLanes + lane % kLanes) * kElements;
+        const bool inside = row < p.shape.q_rows && element < p.shape.head_dim_v;
+        const uint4 zero = make_uint4(0, 0, 0, 0);
+        out[read][i] = inside ? *reinterpret_cast<const uint4*>(p.out.at(row, head) + element) : zero;
+        dout[read][i] = inside ? *reinterpret_cast<const uint4*>(p.dout.at(row, head) + element) : zero;
+      }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      const int64_t row = first_row + (first + i) * kRowsAtATime + lane / kLanes;
-      const bool inside = row < p.shape.q_rows && element < p.shape.head_dim_v;
-      out[i] = inside ? *reinterpret_cast<const uint4*>(p.out.at(row, head) + element) : make_uint4(0, 0, 0, 0);
-      dout[i] = inside ? *reinterpret_cast<const uint4*>(p.dout.at(row, head) + element) : make_uint4(0, 0, 0, 0);
-    }
+      float sum = dot<T>(out[0][i], dout[0][i]);
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      float sum = dot<T>(out[i], dout[i]);
+      for (int read = 1; read < kReads; ++read) sum += dot<T>(out[read][i], dout[read][i]);
 #pragma unroll
       for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
       const float mine = __shfl_sync(0xffffffffu, sum, lane % kRowsAtATime * kLanes);
@@ -80,8 +87,10 @@ __device__ void store_statistics(const RowStatisticsParams<T>& p, int64_t warp, 
       store_warp_statistics<8>(p, head, first_row);
     } else if (p.shape.head_dim_v <= 128) {
       store_warp_statistics<16>(p, head, first_row);
-    } else {
+    } else if (p.shape.head_dim_v <= 256) {
       store_warp_statistics<32>(p, head, first_row);
+    } else {
+      store_warp_statistics<32, 2>(p, head, first_row);
     }
   }
 }

@@ -82,14 +82,15 @@ struct BackwardDqProducer {
   }
 };
 
-// One consumer warpgroup: 64 rows of each query tile.
+// One consumer warpgroup: 64 rows of each query tile, and all or some columns of their dQ.
 template <typename T, class Config>
 struct BackwardDqConsumer {
   using TileQ = typename Config::TileQ;
   using TileDo = typename Config::TileDo;
   using TileK = typename Config::TileK;
   using TileV = typename Config::TileV;
-  static constexpr int kHeadDim = Config::kHeadDim, kBlockN = Config::kBlockN;
+  static constexpr int kSharers = Config::kSharers, kColumns = Config::kHeadDim / kSharers;
+  static constexpr int kBlockN = Config::kBlockN;
 
   const BackwardDqShared<Config>& shared;
   const BackwardDqParams<T>& p;
@@ -97,14 +98,15 @@ struct BackwardDqConsumer {
   // Number of the warpgroup. Broadcast, so that the compiler knows it to be uniform.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
   const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
-  const int row0 = group * 64 + thread / 32 * 16 + lane / 4;  // this thread's first row
+  const int group_row = group / kSharers * 64, group_column = group % kSharers * kColumns;
+  const int row0 = group_row + thread / 32 * 16 + lane / 4;  // this thread's first row
 
   PipelineState<Config::kStagesK> k_state;
   PipelineState<Config::kStagesV> v_state;
   PipelineState<1> query_state;
   float lse_log2[2], delta[2];
   float s[1][kBlockN / 8][4], dp[1][kBlockN / 8][4];
-  float dq[1][kHeadDim / 8][4];
+  float dq[1][kColumns / 8][4];
   uint32_t ds[kBlockN / 16][4];
 
   // acc = X Y^T of this warpgroup's rows of Q or dO, and K or V.
@@ -114,17 +116,18 @@ struct BackwardDqConsumer {
 #pragma unroll
     for (int step = 0; step < TileX::kCols / 16; ++step) {
       ptx::Wgmma<T, kBlockN>::template ss<0, 0>(acc[0],
-                                                along_columns<TileX>(q_tile + group * 64 * TileX::kRowBytes, step),
+                                                along_columns<TileX>(q_tile + group_row * TileX::kRowBytes, step),
                                                 along_columns<TileY>(kv_tile, step), step > 0);
     }
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void issue_dq(uint32_t k) {
+  __device__ __forceinline__ void issue_dq(uint32_t k_tile) {
+    const uint32_t k = from_column<TileK>(k_tile, group_column);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
-      ptx::Wgmma<T, kHeadDim>::template rs<1>(dq[0], ds[step], along_rows<TileK>(k, step), true);
+      ptx::Wgmma<T, kColumns>::template rs<1>(dq[0], ds[step], along_rows<TileK>(k, step), true);
     }
     ptx::wgmma_commit();
   }
@@ -213,8 +216,8 @@ struct BackwardDqConsumer {
   }
 
   __device__ __forceinline__ void attend(const QueryBlock& work) {
-    if (group * 64 >= work.q_tile.rows) return skip_work();
-    const int q_pos = work.q_tile.q_pos + group * 64;
+    if (group_row >= work.q_tile.rows) return skip_work();
+    const int q_pos = work.q_tile.q_pos + group_row;
     load_statistics(work);
     clear(dq);
     shared.queries_ready().wait_full(query_state.phase);
@@ -249,10 +252,10 @@ struct BackwardDqConsumer {
     for (int half = 0; half < 2; ++half) {
       const int row = row0 + half * 8;
       if (row >= work.q_tile.rows) continue;
-      T* out = p.dq.at(work.q_tile.row + row, work.head) + lane % 4 * 2;
+      T* out = p.dq.at(work.q_tile.row + row, work.head) + group_column + lane % 4 * 2;
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) {
-        if (j * 8 < p.shape.head_dim) {
+      for (int j = 0; j < kColumns / 8; ++j) {
+        if (j * 8 < p.shape.head_dim - group_column) {
           *reinterpret_cast<uint32_t*>(out + j * 8) =
               pack2<T>(dq[0][j][2 * half] * p.shape.softmax_scale, dq[0][j][2 * half + 1] * p.shape.softmax_scale);
         }

@@ -28,9 +28,9 @@ struct BackwardWideShared : KvShared<Config> {
 };
 
 // A consumer warpgroup. It calls either sum_dv() or sum_dk(), which leaves dV or dK, of kCols columns, in `sum`.
-template <typename T, class Config, int kCols>
-struct BackwardWideConsumer : KvWarpgroup<T, Config, BackwardWideShared<Config>> {
-  using Base = KvWarpgroup<T, Config, BackwardWideShared<Config>>;
+template <typename T, class Config, int kCols, class Shared = BackwardWideShared<Config>>
+struct BackwardWideConsumer : KvWarpgroup<T, Config, Shared> {
+  using Base = KvWarpgroup<T, Config, Shared>;
   using Base::lane, Base::p, Base::shared, Base::steps, Base::steps_done, Base::thread, Base::kBlockM;
   using Base::issue_accumulate, Base::issue_dp, Base::issue_scores, Base::load_statistic, Base::mask;
   using typename Base::Operand, typename Base::Statistic;

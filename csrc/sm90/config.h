@@ -20,10 +20,12 @@ struct RegisterShare<3> {
   static constexpr int kProducer = 32, kConsumer = 160;
 };
 
-// kHeadDim is that of Q and K, kHeadDimV that of V, O and dO.
-template <int kHeadDim_, int kHeadDimV_, int kConsumers_, int kBlockN_>
+// kHeadDim is that of Q and K, kHeadDimV that of V, O and dO. kSharers_ warpgroups share 64 queries: each computes their
+// scores, and its part of the columns of what is summed. No warpgroup has registers for 64 rows of 512 columns.
+template <int kHeadDim_, int kHeadDimV_, int kConsumers_, int kBlockN_, int kSharers_ = 1>
 struct ForwardTiles {
-  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = 64 * kConsumers_, kBlockN = kBlockN_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockN = kBlockN_, kSharers = kSharers_;
+  static constexpr int kBlockM = 64 * kConsumers_ / kSharers;
   static constexpr int kStagesK = 2, kStagesV = 2;
   static constexpr int kConsumers = kConsumers_, kThreads = (kConsumers + 1) * kWarpgroup;
   using Registers = RegisterShare<kConsumers>;
@@ -52,6 +54,8 @@ template <>
 struct ForwardConfig<192, 192> : ForwardTiles<192, 192, 2, 96> {};
 template <>
 struct ForwardConfig<256, 256> : ForwardTiles<256, 256, 2, 80> {};
+template <>
+struct ForwardConfig<512, 512> : ForwardTiles<512, 512, 2, 32, 2> {};
 
 // The backward kernels of two consumer warpgroups need every register.
 struct BackwardRegisters {
@@ -66,6 +70,7 @@ struct BackwardTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim, kBlockM = kBlockM_, kBlockN = 128;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr bool kSumsDq = true;
+  static constexpr int kColumnBlocks = 1;
   // Q serves S of the next step and dK of this one while the one after is loaded.
   static constexpr int kStagesQ = 3, kStagesDo = 2, kStagesDs = kBlockM == 64 ? 3 : 2;
   // The geometry of a step is read once more when its Q has been left: dQ leaves one step later.
@@ -102,6 +107,7 @@ struct BackwardWideTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = 64, kBlockN = 64;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr bool kSumsDq = false;
+  static constexpr int kColumnBlocks = 1;
   static constexpr int kStagesQ = kStages_, kStagesDo = kStages_, kSteps = kStagesQ;
   using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
@@ -121,13 +127,39 @@ struct BackwardWideTiles {
   static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
 };
 
-// dQ by itself: a block owns 128 queries of one head and streams K and V. A tile of K is held longer than one of V: it
-// serves S of its step and dQ, which is issued together with S of the next.
-template <int kHeadDim_, int kHeadDimV_, int kBlockN_, int kStagesK_, int kStagesV_>
-struct BackwardDqTiles {
-  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = 128, kBlockN = kBlockN_;
-  static constexpr int kStagesK = kStagesK_, kStagesV = kStagesV_;
+// dK and dV of heads wider than 256: a KV tile of 64 rows for kColumnBlocks_ blocks. Each sums its part of the columns of
+// both gradients, one warpgroup for each.
+template <int kHeadDim_, int kColumnBlocks_, int kBlockM_>
+struct BackwardColumnTiles {
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim, kBlockM = kBlockM_, kBlockN = 64;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
+  static constexpr bool kSumsDq = false;
+  static constexpr int kColumnBlocks = kColumnBlocks_, kColumns = kHeadDim / kColumnBlocks;
+  // Q serves S, and dK a good deal later.
+  static constexpr int kStagesQ = 2, kStagesDo = 1, kSteps = kStagesQ;
+  using Registers = BackwardRegisters;
+  using TileQ = SmemTile<kBlockM, kHeadDim>;
+  using TileDo = TileQ;
+  using TileK = SmemTile<kBlockN, kHeadDim>;
+  using TileV = TileK;
+  static_assert(kBlockN <= kHeadDim - kColumns, "P of a step takes the place of columns of Q");
+  static constexpr int kOffsetV = TileK::kBytes;
+  static constexpr int kOffsetQ = kOffsetV + TileV::kBytes;
+  static constexpr int kOffsetDo = kOffsetQ + kStagesQ * TileQ::kBytes;
+  static constexpr int kOffsetLse = kOffsetDo + kStagesDo * TileDo::kBytes;
+  static constexpr int kOffsetDelta = kOffsetLse + kStagesQ * kBlockM * 4;
+  static constexpr int kOffsetBarriers = kOffsetDelta + kStagesDo * kBlockM * 4;
+  static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
+  static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
+};
+
+// dQ by itself: a block owns 128 queries of one head, or 64 that its warpgroups share, and streams K and V. A tile of K is
+// held longer than one of V: it serves S of its step and dQ, which is issued together with S of the next.
+template <int kHeadDim_, int kHeadDimV_, int kBlockN_, int kStagesK_, int kStagesV_, int kSharers_ = 1>
+struct BackwardDqTiles {
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockN = kBlockN_, kSharers = kSharers_;
+  static constexpr int kStagesK = kStagesK_, kStagesV = kStagesV_;
+  static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup, kBlockM = 64 * kConsumers / kSharers;
   using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileDo = SmemTile<kBlockM, kHeadDimV>;
@@ -153,6 +185,8 @@ template <>
 struct BackwardDqConfig<192, 192> : BackwardDqTiles<192, 192, 80, 2, 2> {};
 template <>
 struct BackwardDqConfig<256, 256> : BackwardDqTiles<256, 256, 64, 2, 1> {};
+template <>
+struct BackwardDqConfig<512, 512> : BackwardDqTiles<512, 512, 32, 2, 1, 2> {};
 
 template <int kHeadDim, int kHeadDimV>
 struct BackwardConfig;
@@ -166,5 +200,7 @@ template <>
 struct BackwardConfig<192, 192> : BackwardWideTiles<192, 192, 3> {};
 template <>
 struct BackwardConfig<256, 256> : BackwardWideTiles<256, 256, 2> {};
+template <>
+struct BackwardConfig<512, 512> : BackwardColumnTiles<512, 2, 32> {};
 
 }  // namespace dualkv::sm90

@@ -111,14 +111,15 @@ struct ForwardProducer {
   }
 };
 
-// One consumer warpgroup: 64 rows of each query tile. The softcap is compiled apart, as in backward.h, where a branch that
-// nobody took cost 2 to 3%.
+// One consumer warpgroup: 64 rows of each query tile, and all or some columns of their O. The softcap is compiled apart, as
+// in backward.h, where a branch that nobody took cost 2 to 3%.
 template <typename T, class Config, bool kSoftcap>
 struct ForwardConsumer {
   using TileQ = typename Config::TileQ;
   using TileK = typename Config::TileK;
   using TileV = typename Config::TileV;
-  static constexpr int kHeadDimV = Config::kHeadDimV, kBlockN = Config::kBlockN;
+  static constexpr int kSharers = Config::kSharers, kColumns = Config::kHeadDimV / kSharers;
+  static constexpr int kBlockN = Config::kBlockN;
   static constexpr int kSteps = Config::kHeadDim / 16;
   using Softmax = OnlineSoftmax<1, 8>;
 
@@ -128,21 +129,23 @@ struct ForwardConsumer {
   // Number of the warpgroup. Broadcast, so that the compiler knows it to be uniform.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
   const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
+  const int group_row = group / kSharers * 64, group_column = group % kSharers * kColumns;
   const int row0 = thread / 32 * 16 + lane / 4;  // this thread's first row in the warpgroup's 64
 
   PipelineState<Config::kStagesK> k_state;
   PipelineState<Config::kStagesV> v_state;
   PipelineState<1> q_state;
   float s[1][kBlockN / 8][4];
-  float o[1][kHeadDimV / 8][4];
+  float o[1][kColumns / 8][4];
   uint32_t probabilities[kBlockN / 16][4];
 
   // What row `row` of this warpgroup's 64 holds: a query, counted from the first of the tile, and a head of the pack.
-  __device__ __forceinline__ int query_of(int row) const { return (group * 64 + row) / p.packed_heads; }
-  __device__ __forceinline__ int head_of(int row) const { return (group * 64 + row) % p.packed_heads; }
+  __device__ __forceinline__ int query_of(int row) const { return (group_row + row) / p.packed_heads; }
+  __device__ __forceinline__ int head_of(int row) const { return (group_row + row) % p.packed_heads; }
 
   __device__ __forceinline__ void issue_scores() {
-    const uint32_t q = shared.q() + group * 64 * TileQ::kRowBytes, k = shared.k(k_state.stage);
+    const uint32_t queries = kSharers > 1 ? varying(shared.q(), k_state.stage) : shared.q();
+    const uint32_t q = queries + group_row * TileQ::kRowBytes, k = shared.k(k_state.stage);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -153,11 +156,11 @@ struct ForwardConsumer {
   }
 
   __device__ __forceinline__ void issue_output(bool accumulate) {
-    const uint32_t v = shared.v(v_state.stage);
+    const uint32_t v = from_column<TileV>(shared.v(v_state.stage), group_column);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
-      ptx::Wgmma<T, kHeadDimV>::template rs<1>(o[0], probabilities[step], along_rows<TileV>(v, step),
+      ptx::Wgmma<T, kColumns>::template rs<1>(o[0], probabilities[step], along_rows<TileV>(v, step),
                                               accumulate || step > 0);
     }
     ptx::wgmma_commit();
@@ -301,11 +304,13 @@ struct ForwardConsumer {
       float lse;
       const float inverse_sum = softmax.finish(0, half, p.shape.softmax_scale, p.sink(head), lse);
       if (query >= work.q_tile.rows) continue;
-      if (lane % 4 == 0) p.lse[static_cast<int64_t>(head) * p.shape.q_rows + work.q_tile.row + query] = lse;
-      T* out = p.out.at(work.q_tile.row + query, head) + lane % 4 * 2;
+      if (group_column == 0 && lane % 4 == 0) {
+        p.lse[static_cast<int64_t>(head) * p.shape.q_rows + work.q_tile.row + query] = lse;
+      }
+      T* out = p.out.at(work.q_tile.row + query, head) + group_column + lane % 4 * 2;
 #pragma unroll
-      for (int j = 0; j < kHeadDimV / 8; ++j) {
-        if (j * 8 < p.shape.head_dim_v) {
+      for (int j = 0; j < kColumns / 8; ++j) {
+        if (j * 8 < p.shape.head_dim_v - group_column) {
           *reinterpret_cast<uint32_t*>(out + j * 8) =
               pack2<T>(o[0][j][2 * half] * inverse_sum, o[0][j][2 * half + 1] * inverse_sum);
         }

@@ -151,7 +151,7 @@ __device__ __forceinline__ bool start_block(const Shared& shared, KvBlock& block
   bool exists = false;
   if (threadIdx.x == 0) {
     shared.init_barriers();
-    exists = block.load(p.work, p.nodes, p.shape, Config::kBlockM, Config::kBlockN);
+    exists = block.load(p.work, p.nodes, p.shape, Config::kBlockM, Config::kBlockN, Config::kColumnBlocks);
   }
   return __syncthreads_or(exists);
 }
@@ -282,28 +282,29 @@ struct KvWarpgroup {
 
   // Stores dK (`index` 0, scaled) or dV (`index` 1) of this warpgroup's keys or, of a split tile, this block's part of
   // it. It goes through `staging`, a tile of which nobody reads the rows of these keys any more, and leaves it in
-  // whole rows: straight from registers a store writes half sectors, which takes 5 us a block instead of 2.5.
+  // whole rows: straight from registers a store writes half sectors, which takes 5 us a block instead of 2.5. `column`: the
+  // gradient's column in which `acc` begins.
   template <int kN8>
   __device__ __forceinline__ void store(const float (&acc)[kN8][4], int index, float scale, const TensorView<T>& view,
-                                        uint32_t staging) const {
+                                        uint32_t staging, int column = 0) const {
     using Tile = SmemTile<kBlockN, kN8 * 8>;
-    if (block.slot >= 0) return store_part(acc, index);
+    if (block.slot >= 0) return store_part(acc, index, column);
     // Read anew: else the compiler computes what depends on it before the loop and keeps it in registers all the time.
     const int index_in_block = ptx::thread_index(), thread = index_in_block % kWarpgroup;
     const int barrier = kBarrierStored + index_in_block / kWarpgroup - 1;
     store_accumulator<Tile, T>(staging, first_key + thread / 32 * 16, 0,
                                reinterpret_cast<const float(&)[1][kN8][4]>(acc), scale, thread % 32);
     ptx::named_barrier_sync(barrier, kWarpgroup);
-    store_rows<Tile, 64, kWarpgroup>(view.at(block.tile.row + first_key, block.kv_head), view.row_stride,
+    store_rows<Tile, 64, kWarpgroup>(view.at(block.tile.row + first_key, block.kv_head) + column, view.row_stride,
                                      staging + first_key * Tile::kRowBytes, block.tile.valid - first_key,
-                                     index == 0 ? p.shape.head_dim : p.shape.head_dim_v, thread);
+                                     (index == 0 ? p.shape.head_dim : p.shape.head_dim_v) - column, thread);
     ptx::named_barrier_sync(barrier, kWarpgroup);
   }
 
   // Straight from registers: a thread holds two neighbouring columns of two rows.
   template <int kN8>
-  __device__ __forceinline__ void store_part(const float (&acc)[kN8][4], int index) const {
-    float* slot = p.dkv_slots + (int64_t{block.slot} * 2 + index) * (Config::kBlockN * kHeadDim);
+  __device__ __forceinline__ void store_part(const float (&acc)[kN8][4], int index, int column) const {
+    float* slot = p.dkv_slots + (int64_t{block.slot} * 2 + index) * (Config::kBlockN * kHeadDim) + column;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll

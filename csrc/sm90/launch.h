@@ -7,6 +7,7 @@
 
 #include "dispatch.h"
 #include "sm90/backward.h"
+#include "sm90/backward_columns.h"
 #include "sm90/backward_dq.h"
 #include "sm90/backward_wide.h"
 #include "sm90/convert.h"
@@ -60,8 +61,8 @@ void launch_backward(void (*kernel)(BackwardParams<T>, BackwardMaps), const Back
   const BackwardMaps maps{query_map(p.q, p.shape, p.shape.head_dim, Config::kBlockM),
                           query_map(p.dout, p.shape, p.shape.head_dim_v, Config::kBlockM),
                           region_maps(p.kv, p.nodes.extents, p.shape, Config::kBlockN)};
-  launch(kernel, int64_t{p.work.capacity} * p.shape.num_kv_heads, Config::kThreads, Config::kSharedBytes, stream, p,
-         maps);
+  launch(kernel, int64_t{p.work.capacity} * p.shape.num_kv_heads * Config::kColumnBlocks, Config::kThreads,
+         Config::kSharedBytes, stream, p, maps);
 }
 
 template <typename T, class Config>
@@ -94,8 +95,8 @@ bool register_forward() {
 template <typename T, int kHeadDim, int kHeadDimV = kHeadDim>
 bool register_backward() {
   using Config = BackwardConfig<kHeadDim, kHeadDimV>;
-  BackwardKernel<T> kernel{{Config::kBlockM, Config::kBlockN, Config::kSharedBytes}, nullptr, launch_convert<T, Config>,
-                           Config::kSumsDq};
+  const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, false, Config::kColumnBlocks};
+  BackwardKernel<T> kernel{tiles, nullptr, launch_convert<T, Config>, Config::kSumsDq};
   if constexpr (Config::kSumsDq) {
     kernel.launch = [](const BackwardParams<T>& p, cudaStream_t stream) {
       const auto pick = [&](auto has_softcap) {
@@ -106,7 +107,11 @@ bool register_backward() {
     };
   } else {
     kernel.launch = [](const BackwardParams<T>& p, cudaStream_t stream) {
-      launch_backward<T, Config>(dualkv_sm90_backward_wide<T, Config>, p, stream);
+      if constexpr (Config::kColumnBlocks > 1) {
+        launch_backward<T, Config>(dualkv_sm90_backward_columns<T, Config>, p, stream);
+      } else {
+        launch_backward<T, Config>(dualkv_sm90_backward_wide<T, Config>, p, stream);
+      }
     };
   }
   add_kernel<BackwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, kernel);

@@ -33,6 +33,12 @@ __device__ __forceinline__ uint64_t along_rows(uint32_t tile, int k) {
   return descriptor<Tile>(tile, k * (16 * Tile::kRowBytes));
 }
 
+// The part of a tile from a column on, which begins a panel.
+template <class Tile>
+__device__ __forceinline__ uint32_t from_column(uint32_t tile, int column) {
+  return tile + column / Tile::kPanelCols * Tile::kPanelBytes;
+}
+
 // `address` itself, since step >> 30 is 0, but the compiler does not know that. Otherwise it computes the descriptors
 // of a tile that never changes once, before the loop, and spills them.
 __device__ __forceinline__ uint32_t varying(uint32_t address, int step) { return address + (step >> 30); }

@@ -12,11 +12,12 @@ import inspect
 import re
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AttentionInterface
 
 from ...arguments import describe
-from ...checks import MAX_HEAD_DIM, explain, is_kernel_softcap
+from ...checks import HEAD_DIM_MULTIPLE, explain, is_kernel_softcap, max_head_dim
 from ...errors import SharedPromptError, SharedPromptTypeError
 from .hybrid.families import (
     ATTENTION_TYPES,
@@ -108,8 +109,12 @@ def kernels_lack(config: Any) -> str | None:
     softcap = getattr(text, "attn_logit_softcapping", None) or 0.0
     if not is_kernel_softcap(softcap):
         return f"a softcap of {softcap}"
-    head_dim = getattr(text, "head_dim", None) or 0
-    return f"a head dim of {head_dim}" if head_dim > MAX_HEAD_DIM or head_dim % 8 else None
+    most = max_head_dim(torch.device("cuda"))
+    for name in ("head_dim", "global_head_dim"):  # the second: of layers without a window, where these have another
+        head_dim = getattr(text, name, None) or 0
+        if head_dim > most or head_dim % HEAD_DIM_MULTIPLE:
+            return f"a head dim of {head_dim}"
+    return None
 
 
 def is_hybrid(config: Any) -> bool:

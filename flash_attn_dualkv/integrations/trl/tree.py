@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from ...checks import CUDA_DTYPES, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, autocast, is_kernel_softcap
+from ...checks import CUDA_DTYPES, HEAD_DIM_MULTIPLE, autocast, is_kernel_softcap, max_head_dim
 from ..trees import Forest, remembered
 
 
 def use_dualkv_for_tree_attention() -> None:
     """Run the attention of TRL's AsyncGRPOTrainer on this library's kernels, before or after a trainer is made.
 
-    Calls that the kernels do not offer (head dims above 256 or no multiple of 8; on a GPU 32 bits) go to TRL's own.
+    Calls that the kernels do not offer (head dims above theirs or no multiple of 8; on a GPU 32 bits) go to TRL's own.
     Calling it again changes nothing.
     """
     from trl.experimental.async_grpo import packing
@@ -83,7 +83,8 @@ def _tree_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_offered(query: Tensor, value: Tensor, softcap: float) -> bool:
     """Whether the kernels have the head dimensions, the type and the softcap."""
-    if any(dim > MAX_HEAD_DIM or dim % HEAD_DIM_MULTIPLE for dim in (query.shape[-1], value.shape[-1])):
+    most = max_head_dim(value.device)
+    if any(dim > most or dim % HEAD_DIM_MULTIPLE for dim in (query.shape[-1], value.shape[-1])):
         return False
     return not value.is_cuda or (autocast((value,))[0].dtype in CUDA_DTYPES and is_kernel_softcap(softcap))
 
