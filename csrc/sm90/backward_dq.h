@@ -4,7 +4,8 @@
 //   S = Q K^T;  P = exp(S - LSE);  dP = dO V^T;  dS = P * (dP - delta);  dQ += dS K
 //
 // Nothing but the tiles passes through shared memory: dS is the register operand of dQ. The warpgroups never wait for
-// each other. Blocks are persistent, as in forward.h.
+// each other, except for the widest heads, where they share 64 queries: one computes S, the other dP, and each has half of
+// the columns of dQ. Blocks are persistent, as in forward.h.
 #pragma once
 
 #include "core/mask.h"
@@ -82,8 +83,11 @@ struct BackwardDqProducer {
   }
 };
 
+// What a warpgroup computes of dS: all of it, or its part where two share the queries.
+enum class DqRole { all, scores, dp };
+
 // One consumer warpgroup: 64 rows of each query tile, and all or some columns of their dQ.
-template <typename T, class Config>
+template <typename T, class Config, DqRole kRole>
 struct BackwardDqConsumer {
   using TileQ = typename Config::TileQ;
   using TileDo = typename Config::TileDo;
@@ -198,6 +202,81 @@ struct BackwardDqConsumer {
     issue_product<TileDo, TileV>(dp, varying(shared.dout(), steps_done), shared.v(v_state.stage));
   }
 
+  // The products of a step before dQ of the last one is left, and those behind it.
+  __device__ __forceinline__ void issue_early(int steps_done, int k_stage) {
+    if constexpr (kRole == DqRole::dp) return issue_dp(steps_done);
+    issue_product<TileQ, TileK>(s, varying(shared.q(), steps_done), shared.k(k_stage));
+  }
+  __device__ __forceinline__ void issue_late(int steps_done) {
+    if constexpr (kRole == DqRole::all) issue_dp(steps_done);
+  }
+
+  __device__ __forceinline__ void finish(const QueryBlock& work, const KvStep& step, int q_pos) {
+    if constexpr (kRole == DqRole::all) return finish_step(work, step, q_pos);
+    if constexpr (kRole == DqRole::scores) return finish_scores(work, step, q_pos);
+    if constexpr (kRole == DqRole::dp) return finish_dp();
+  }
+
+  // Where two share the queries, dP goes to the one that has P, and dS comes back. They take the place of V, which nobody
+  // needs when dP is there. Both warpgroups meet twice: when dP has been written, and when dS has.
+  static constexpr int kBarrierMeet = 1 + Config::kConsumers;  // those before: zero_tail
+  static constexpr int kBytesDp = kBlockN / 8 * kWarpgroup * 16, kBytesDs = kBlockN / 16 * kWarpgroup * 16;
+  static_assert(kRole == DqRole::all || kBytesDp + kBytesDs <= TileV::kBytes, "dP and dS take the place of V");
+  __device__ __forceinline__ uint32_t place_of_dp(int j) const {
+    return shared.v(v_state.stage) + (j * kWarpgroup + thread) * 16;
+  }
+  __device__ __forceinline__ uint32_t place_of_ds(int step) const { return place_of_dp(kBlockN / 8 + step); }
+  __device__ __forceinline__ void meet() const { ptx::named_barrier_sync(kBarrierMeet, 2 * kWarpgroup); }
+  __device__ __forceinline__ void leave_v() {
+    ptx::fence_async_proxy();  // another V is copied to this place
+    shared.v_ready(v_state.stage).release(lane);
+    v_state.advance();
+  }
+
+  __device__ __forceinline__ void finish_scores(const QueryBlock& work, const KvStep& step, int q_pos) {
+    const float scale_log2 = p.shape.softmax_scale * kLog2e;
+    const bool is_masked = needs_mask(step, q_pos);
+    ptx::wgmma_wait<0>();
+    ptx::pin(s[0]);
+    cap_scores(s[0], p.shape.softcap);
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[0][j][e] = exp2_approx(s[0][j][e] * scale_log2 - lse_log2[e / 2]);
+    if (p.shape.softcap.exists()) multiply_by_slope(s[0], lse_log2, p.shape.softcap);
+    meet();
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+      float x[4];
+      ptx::load_shared_float4(x, place_of_dp(j));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[0][j][e] *= x[e] - delta[e / 2];
+    }
+    if (is_masked) mask(s, work, step.tile);
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+      accumulator_to_a<T>(s[0][2 * step], s[0][2 * step + 1], ds[step]);
+      ptx::store_shared_128(place_of_ds(step), make_uint4(ds[step][0], ds[step][1], ds[step][2], ds[step][3]));
+    }
+    meet();
+    leave_v();
+  }
+
+  __device__ __forceinline__ void finish_dp() {
+    ptx::wgmma_wait<0>();
+    ptx::pin(dp[0]);
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) ptx::store_shared_float4(place_of_dp(j), dp[0][j]);
+    meet();
+    meet();
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+      const uint4 x = ptx::load_shared_128(place_of_ds(step));
+      ds[step][0] = x.x, ds[step][1] = x.y, ds[step][2] = x.z, ds[step][3] = x.w;
+    }
+    leave_v();
+  }
+
   // The last tile of a node may leave a warpgroup without a query. It then releases all tiles unread: the producer
   // loads them for the other warpgroup, and reuses a stage only when both have released it.
   __device__ __forceinline__ void skip_work() {
@@ -222,20 +301,20 @@ struct BackwardDqConsumer {
     clear(dq);
     shared.queries_ready().wait_full(query_state.phase);
     KvStep now = wait_k(k_state);
-    issue_product<TileQ, TileK>(s, shared.q(), shared.k(k_state.stage));
-    issue_dp(0);
-    finish_step(work, now, q_pos);
+    issue_early(0, k_state.stage);
+    issue_late(0);
+    finish(work, now, q_pos);
     for (int n = 1; !now.last; ++n) {
       PipelineState<Config::kStagesK> next_k = k_state;
       next_k.advance();
       now = wait_k(next_k);
       issue_dq(shared.k(k_state.stage));
-      issue_product<TileQ, TileK>(s, varying(shared.q(), n), shared.k(next_k.stage));
+      issue_early(n, next_k.stage);
       ptx::wgmma_wait<1>();  // dQ: its operands are overwritten below
       shared.k_ready(k_state.stage).release(lane);
       k_state = next_k;
-      issue_dp(n);
-      finish_step(work, now, q_pos);
+      issue_late(n);
+      finish(work, now, q_pos);
     }
     shared.queries_ready().release(lane);
     query_state.advance();
@@ -245,6 +324,10 @@ struct BackwardDqConsumer {
     shared.k_ready(k_state.stage).release(lane);
     k_state.advance();
     store(work);
+  }
+
+  __device__ __forceinline__ void run(const QueryWork (&works)[2]) {
+    for_each_work(shared, works, lane, [&](const QueryBlock& work) { attend(work); });
   }
 
   __device__ __forceinline__ void store(const QueryBlock& work) const {
@@ -279,8 +362,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (threadIdx.x == 0) BackwardDqProducer<T, Config>{shared, p, maps, steps}.run(works);
   } else {
     ptx::take_registers<Config::Registers::kConsumer>();
-    BackwardDqConsumer<T, Config> consumer{shared, p, steps};
-    for_each_work(shared, works, consumer.lane, [&](const QueryBlock& work) { consumer.attend(work); });
+    if constexpr (Config::kSharers == 1) {
+      BackwardDqConsumer<T, Config, DqRole::all>{shared, p, steps}.run(works);
+    } else if (threadIdx.x < 2 * kWarpgroup) {
+      BackwardDqConsumer<T, Config, DqRole::scores>{shared, p, steps}.run(works);
+    } else {
+      BackwardDqConsumer<T, Config, DqRole::dp>{shared, p, steps}.run(works);
+    }
   }
 }
 
