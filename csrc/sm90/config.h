@@ -22,11 +22,11 @@ struct RegisterShare<3> {
 
 // kHeadDim is that of Q and K, kHeadDimV that of V, O and dO. kSharers_ warpgroups share 64 queries: each computes their
 // scores, and its part of the columns of what is summed. No warpgroup has registers for 64 rows of 512 columns.
-template <int kHeadDim_, int kHeadDimV_, int kConsumers_, int kBlockN_, int kSharers_ = 1>
+template <int kHeadDim_, int kHeadDimV_, int kConsumers_, int kBlockN_, int kSharers_ = 1, int kStagesV_ = 2>
 struct ForwardTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockN = kBlockN_, kSharers = kSharers_;
   static constexpr int kBlockM = 64 * kConsumers_ / kSharers;
-  static constexpr int kStagesK = 2, kStagesV = 2;
+  static constexpr int kStagesK = 2, kStagesV = kStagesV_;
   static constexpr int kConsumers = kConsumers_, kThreads = (kConsumers + 1) * kWarpgroup;
   using Registers = RegisterShare<kConsumers>;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
@@ -55,7 +55,7 @@ struct ForwardConfig<192, 192> : ForwardTiles<192, 192, 2, 96> {};
 template <>
 struct ForwardConfig<256, 256> : ForwardTiles<256, 256, 2, 80> {};
 template <>
-struct ForwardConfig<512, 512> : ForwardTiles<512, 512, 2, 32, 2> {};
+struct ForwardConfig<512, 512> : ForwardTiles<512, 512, 2, 48, 2, 1> {};
 
 // The backward kernels of two consumer warpgroups need every register.
 struct BackwardRegisters {

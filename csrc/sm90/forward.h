@@ -264,8 +264,9 @@ struct ForwardConsumer {
     bool accumulate = false;
     if (!now.last) wait_k();
     while (!now.last) {
-      wait_v(now.tile.valid);
+      if (Config::kStagesV > 1) wait_v(now.tile.valid);
       issue_scores();
+      if (Config::kStagesV == 1) wait_v(now.tile.valid);  // its stage was in use until a moment ago
       issue_output(accumulate);
       now = step();
       accumulate = true;
