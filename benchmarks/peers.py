@@ -176,7 +176,7 @@ def is_wide(shape: Shape) -> bool:
 
 def refuses_width(impl: Implementation) -> Implementation:
     """The same without wide heads, for which neither FlashAttention nor cuDNN has kernels, nor ours before Hopper."""
-    reason = f"no head dims above {PORTABLE_HEAD_DIM}"
+    reason = f"measured up to head dim {PORTABLE_HEAD_DIM}"
     return replace(impl, refuses=lambda shape: reason if is_wide(shape) else impl.refuses(shape))
 
 

@@ -40,7 +40,7 @@ def test_the_search_has_tests(file: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 512])
 def test_no_races(head_dim: int, tmp_path: Path) -> None:
     if not has_hopper():
         pytest.skip("needs a GPU of compute capability 9.x")

@@ -55,6 +55,7 @@ struct BackwardColumnConsumer : BackwardWideConsumer<T, Config, Config::kColumns
       ptx::wgmma_wait<0>();
       ptx::pin(x);
       this->send_probabilities(lse, is_masked, step);
+      ptx::fence_async_proxy();  // another Q is copied to where P is
       shared.q_ready(q.stage).release(lane);
       this->wait_dout(dout);
       this->issue_accumulate(sum, operand, from_column<TileDo>(shared.dout(dout.stage), shared.column));
@@ -74,7 +75,6 @@ struct BackwardColumnConsumer : BackwardWideConsumer<T, Config, Config::kColumns
       ptx::pin(x);
       shared.dout_ready(dout.stage).release(lane);
       this->differentiate(delta, is_masked, step);
-      ptx::fence_async_proxy();  // another Q is copied to where P was
       this->issue_accumulate(sum, operand, from_column<TileQ>(shared.q(q.stage), shared.column));
       ptx::wgmma_wait<0>();
       ptx::pin(sum);

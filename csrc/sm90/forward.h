@@ -136,6 +136,10 @@ struct ForwardConsumer {
   PipelineState<Config::kStagesV> v_state;
   PipelineState<1> q_state;
   float s[1][kBlockN / 8][4];
+  // Tensor cores truncate what they add to a sum, 16 products at a time. Scores of wide heads are two sums, so that they
+  // are as exact as those of heads half as wide.
+  static constexpr bool kHalves = Config::kHeadDim > 256;
+  float second_half[kHalves ? kBlockN / 8 : 1][4];
   float o[1][kColumns / 8][4];
   uint32_t probabilities[kBlockN / 16][4];
 
@@ -148,11 +152,30 @@ struct ForwardConsumer {
     const uint32_t q = queries + group_row * TileQ::kRowBytes, k = shared.k(k_state.stage);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < (kHalves ? kSteps / 2 : kSteps); ++step) {
       ptx::Wgmma<T, kBlockN>::template ss<0, 0>(s[0], along_columns<TileQ>(q, step), along_columns<TileK>(k, step),
                                                 step > 0);
     }
+    if constexpr (kHalves) {
+#pragma unroll
+      for (int step = kSteps / 2; step < kSteps; ++step) {
+        ptx::Wgmma<T, kBlockN>::template ss<0, 0>(second_half, along_columns<TileQ>(q, step),
+                                                  along_columns<TileK>(k, step), step > kSteps / 2);
+      }
+    }
     ptx::wgmma_commit();
+  }
+
+  // Behind the wait for them.
+  __device__ __forceinline__ void take_scores() {
+    ptx::pin(s[0]);
+    if constexpr (kHalves) {
+      ptx::pin(second_half);
+#pragma unroll
+      for (int j = 0; j < kBlockN / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[0][j][e] += second_half[j][e];
+    }
   }
 
   __device__ __forceinline__ void issue_output(bool accumulate) {
@@ -254,7 +277,7 @@ struct ForwardConsumer {
     KvStep now = first_step(work.q_tile.q_pos + min_int(work.q_tile.rows - 1, query_of(63)));
     issue_scores();
     ptx::wgmma_wait<0>();
-    ptx::pin(s[0]);
+    take_scores();
     release_k();
     mask(work, now, q_pos);
     softmax.raise_maximum(s, scale_log2, rescale);
@@ -271,7 +294,7 @@ struct ForwardConsumer {
       now = step();
       accumulate = true;
       ptx::wgmma_wait<1>();
-      ptx::pin(s[0]);
+      take_scores();
       release_k();
       mask(work, now, q_pos);
       const bool moved = softmax.raise_maximum(s, scale_log2, rescale);
