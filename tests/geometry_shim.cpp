@@ -15,7 +15,7 @@ struct Record {
   int64_t steps, masked_steps, empty_steps, needless_masks, wrong_unmasked, out_of_range;
   int64_t blind_tiles, wrong_order, endless;           // of walks along a path
   int64_t border_tiles, wrong_borders;                 // of those that gather
-  int64_t ranges, bad_parts, short_parts, wrong_own_rows;  // of walks over queries
+  int64_t ranges, bad_parts, short_parts, wrong_own_rows, wrong_key_rows;  // of walks over queries
 };
 
 bool inside(const Problem& p, const KvTile& tile) {
@@ -191,12 +191,14 @@ void backward_step(const Problem& p, Record& r, const QueryWalk& walk) {
   r.masked_steps += masked;
   int64_t visible = 0;
   int own_rows = 0;
+  const int first_row = walk.m_block * p.block_m, end_row = first_row + p.block_m;
+  const auto columns_of = [&](int row) {
+    if (!masked) return Columns{0, p.block_n};
+    return Columns{first_column(walk.tile, walk.range, row, p.sees()), end_column(walk.tile, walk.range, row)};
+  };
   for (int i = 0; i < p.block_m; ++i) {
-    const int row = walk.m_block * p.block_m + i;
-    Columns columns{0, p.block_n};
-    if (masked) {
-      columns = {first_column(walk.tile, walk.range, row, p.sees()), end_column(walk.tile, walk.range, row)};
-    }
+    const int row = first_row + i;
+    const Columns columns = columns_of(row);
     visible += see(p, r, walk.head, row, walk.tile, columns);
     // A range's own rows are those that see something.
     const bool own = i >= first_own_row(walk.range, walk.m_block, p.block_m) &&
@@ -205,6 +207,21 @@ void backward_step(const Problem& p, Record& r, const QueryWalk& walk) {
     own_rows += own;
   }
   r.wrong_own_rows += has_foreign_rows(walk.range, walk.m_block, p.block_m) != (own_rows < p.block_m);
+  // Transposed masks ask for the rows of a key: as many pairs in all, and the right ones at both ends of each key's rows.
+  int64_t seen = 0;
+  for (int key = 0; key < p.block_n && masked; ++key) {
+    const RowsOfKey rows = rows_of_key(walk.tile, walk.range, key, p.sees());
+    const int begin = max_int(rows.begin, first_row), end = min_int(rows.end, end_row);
+    if (begin >= end) continue;
+    seen += end - begin;
+    const auto sees_key = [&](int row) {
+      const Columns columns = columns_of(row);
+      return key >= columns.first && key < columns.end;
+    };
+    r.wrong_key_rows += !sees_key(begin) || !sees_key(end - 1);
+    r.wrong_key_rows += (begin > first_row && sees_key(begin - 1)) || (end < end_row && sees_key(end));
+  }
+  r.wrong_key_rows += masked && seen != visible;
   r.empty_steps += visible == 0;
   r.needless_masks += masked && visible == int64_t{p.block_m} * p.block_n;
 }

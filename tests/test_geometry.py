@@ -47,7 +47,7 @@ class Record(ctypes.Structure):
     NAMES = (
         "steps", "masked_steps", "empty_steps", "needless_masks", "wrong_unmasked", "out_of_range",
         "blind_tiles", "wrong_order", "endless", "border_tiles", "wrong_borders",
-        "ranges", "bad_parts", "short_parts", "wrong_own_rows",
+        "ranges", "bad_parts", "short_parts", "wrong_own_rows", "wrong_key_rows",
     )  # fmt: skip
     _fields_ = [("seen", ctypes.c_void_p), *((name, ctypes.c_int64) for name in NAMES)]
 
@@ -278,6 +278,19 @@ def test_borders_of_short_nodes_share_tiles(shim: ctypes.CDLL) -> None:
     )
     assert plain.steps == 64 * 2 + 13
     assert gathering.steps == 2 + 63 + 12 and gathering.border_tiles == -(-(63 * 3 + 4) // 5)
+
+
+def test_a_window_of_everything_has_the_same_border_tiles(shim: ctypes.CDLL) -> None:
+    """Bits of out are those without a window. One position less, and a last query has lost a key."""
+    tables = tree_tables([40] + [33] * 12, list(range(-1, 12)))
+    longest = 40 + 33 * 12
+    expected = record(shim.record_gathering, tables.problem(True, (64, 80)), None)
+    whole, short = (
+        record(shim.record_gathering, tables.problem(True, (64, 80), window=window), None)
+        for window in (longest - 1, longest - 2)
+    )
+    assert (whole.steps, whole.border_tiles) == (expected.steps, expected.border_tiles)
+    assert 0 < short.border_tiles < expected.border_tiles and short.wrong_borders == 0
 
 
 def test_walks_without_gain_have_no_border_tile(shim: ctypes.CDLL) -> None:

@@ -44,8 +44,9 @@ struct BorderTiles {
 
   DUALKV_HD BorderSlab& at(int slab) const { return slabs[static_cast<unsigned>(slab) % kPlaces]; }
 
-  DUALKV_HD void start(const Node& own, Visibility sees) {
-    gathers = !sees.has_window() && (!sees.causal || sees_ancestors(own));
+  // `last_pos`: logical position of the walk's last query.
+  DUALKV_HD void start(const Node& own, int last_pos, Visibility sees) {
+    gathers = sees.first_key(last_pos) == 0 && (!sees.causal || sees_ancestors(own));
     begin = end = 0;
   }
 

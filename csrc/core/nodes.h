@@ -152,7 +152,7 @@ struct alignas(16) KvStep {
 
 // Of walks that visit what every node leaves over in a tile by itself. The other choice is in core/border_tiles.h.
 struct NoBorders {
-  DUALKV_HD void start(const Node&, Visibility) {}
+  DUALKV_HD void start(const Node&, int, Visibility) {}
   DUALKV_HD bool take_tail(const Node&, int, bool) { return false; }
   DUALKV_HD bool waiting() const { return false; }
   DUALKV_HD bool ready(int) const { return false; }
@@ -180,7 +180,7 @@ struct PathWalk {
     node = own;
     q_end = q.q_pos + q.rows;
     first_key = sees.first_key(q.q_pos);
-    borders.start(own, sees);
+    borders.start(own, q_end - 1, sees);
     n_block = visible_tiles(block_n, sees) - 1;
     climb(table, block_n, sees);
     if (borders.ready(block_n)) return;
@@ -381,6 +381,23 @@ DUALKV_HD int first_column(const KvTile& tile, const QueryRange& range, int row,
 DUALKV_HD int end_column(const KvTile& tile, const QueryRange& range, int row) {
   if (row < range.row_begin || row >= range.row_end) return 0;
   return row >= range.full_row ? tile.valid : row + range.pos_offset - tile.kv_pos + 1;
+}
+
+// Unsigned sums: those of an inconsistent table may exceed 32 bits.
+DUALKV_HD int clamp_row(unsigned row, const QueryRange& range) {
+  return clamp_int(static_cast<int>(row), range.row_begin, range.row_end);
+}
+
+// The same the other way round: packed rows [begin, end) of a range see key `key` of the tile.
+struct RowsOfKey {
+  int begin, end;
+};
+DUALKV_HD RowsOfKey rows_of_key(const KvTile& tile, const QueryRange& range, int key, Visibility sees) {
+  if (key >= tile.valid) return RowsOfKey{0, 0};
+  const unsigned row = static_cast<unsigned>(tile.kv_pos + key) - static_cast<unsigned>(range.pos_offset);
+  const int begin = min_int(clamp_row(row, range), range.full_row);
+  if (!sees.has_window()) return RowsOfKey{begin, range.row_end};
+  return RowsOfKey{begin, max_int(clamp_row(row + sees.window + 1, range), range.full_end)};
 }
 
 DUALKV_HD bool needs_mask(const KvTile& tile, const QueryRange& range, int m_block, int block_m, int block_n) {

@@ -217,7 +217,9 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     load_statistic(delta, shared.delta(dout.stage));
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
+    ptx::pin(s);  // exponentials, mask and slopes one after the other: mixed they need more registers than there are
     mask(s, steps[0]);
+    ptx::pin(s);
     differentiate(delta, shared.lse(q.stage));
     mask_ds();
     pack();

@@ -226,8 +226,11 @@ struct ForwardConsumer {
     const auto position = [&](int row) { return work.q_tile.q_pos + query_of(row); };
     const auto first = [&](int row) { return first_column(tile, position(row), sees); };
     const auto end = [&](int row) { return end_column(tile, position(row), sees); };
-    if (sees.has_window()) return mask_fragment(s, row0, lane % 4 * 2, -CUDART_INF_F, first, end);
-    mask_fragment(s, row0, lane % 4 * 2, -CUDART_INF_F, end);
+    // Most tiles at the two ends of a window have but one of its limits.
+    if (sees.has_window() && first_column(tile, position(63), sees) > 0) {
+      mask_front(s, row0, lane % 4 * 2, -CUDART_INF_F, first);
+    }
+    if (end_column(tile, q_pos, sees) < kBlockN) mask_fragment(s, row0, lane % 4 * 2, -CUDART_INF_F, end);
   }
 
   // Rounds P into the A fragments of the next product; the scores are free for the next tile.
@@ -320,24 +323,28 @@ struct ForwardConsumer {
     store(work, softmax);
   }
 
-  // Straight from registers: a copy through shared memory would hold up the next item's Q.
+  // Straight from registers, 64 bytes of a row at a time: a copy through shared memory would hold up the next item's Q.
   __device__ __forceinline__ void store(const QueryBlock& work, Softmax& softmax) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query = query_of(row0 + half * 8), head = work.head + head_of(row0 + half * 8);
       float lse;
       const float inverse_sum = softmax.finish(0, half, p.shape.softmax_scale, p.sink(head), lse);
-      if (query >= work.q_tile.rows) continue;
-      if (group_column == 0 && lane % 4 == 0) {
+      if (group_column == 0 && lane % 4 == 0 && query < work.q_tile.rows) {
         p.lse[static_cast<int64_t>(head) * p.shape.q_rows + work.q_tile.row + query] = lse;
       }
-      T* out = p.out.at(work.q_tile.row + query, head) + group_column + lane % 4 * 2;
+      const int column = group_column + lane % 4 * 8;  // this thread's first
+      T* out = p.out.at(work.q_tile.row + query, head) + column;
 #pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) {
-        if (j * 8 < p.shape.head_dim_v - group_column) {
-          *reinterpret_cast<uint32_t*>(out + j * 8) =
-              pack2<T>(o[0][j][2 * half] * inverse_sum, o[0][j][2 * half + 1] * inverse_sum);
+      for (int j = 0; j < kColumns / 8; j += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          words[i] = pack2<T>(o[0][j + i][2 * half] * inverse_sum, o[0][j + i][2 * half + 1] * inverse_sum);
         }
+        transpose_in_quad(words, lane);
+        if (query >= work.q_tile.rows || column + j * 8 >= p.shape.head_dim_v) continue;
+        *reinterpret_cast<uint4*>(out + j * 8) = make_uint4(words[0], words[1], words[2], words[3]);
       }
     }
   }

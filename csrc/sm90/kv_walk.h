@@ -253,10 +253,10 @@ struct KvWarpgroup {
     const KvTile tile = block.tile;
     const int first_row = step.m_block * kBlockM;
     const Visibility sees = p.shape.sees;
-    const auto first = [&](int column) { return first_column(tile, range, first_row + column, sees); };
-    const auto end = [&](int column) { return end_column(tile, range, first_row + column); };
-    if (sees.has_window()) return mask_transposed(x, row0, col0, first, end);
-    mask_transposed(x, row0, col0, end);
+    mask_transposed(x, row0, col0, [&](int key) {
+      const RowsOfKey rows = rows_of_key(tile, range, key, sees);
+      return RowsOfKey{rows.begin - first_row, rows.end - first_row};
+    });
   }
 
   // Rows outside [first, end) of a tile become zero, by all threads of the consumers.

@@ -43,6 +43,24 @@ __device__ __forceinline__ uint32_t from_column(uint32_t tile, int column) {
 // of a tile that never changes once, before the loop, and spills them.
 __device__ __forceinline__ uint32_t varying(uint32_t address, int step) { return address + (step >> 30); }
 
+// Four words of each thread of a quad change places: word i of thread t becomes word t of thread i. Of an accumulator's row
+// a thread then holds 8 neighbouring columns instead of 4 times 2.
+__device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4], int lane) {
+  const bool odd = lane & 1, upper = lane & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? words[i] : words[i + 1], 1);
+    words[i] = odd ? other : words[i];
+    words[i + 1] = odd ? words[i + 1] : other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? words[i] : words[i + 2], 2);
+    words[i] = upper ? other : words[i];
+    words[i + 2] = upper ? words[i + 2] : other;
+  }
+}
+
 // Where a user of a ring of buffers is: the stage, and the parity of its turns around the ring, which mbarriers ask
 // for.
 template <int kStages>
