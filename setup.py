@@ -8,6 +8,7 @@ DUALKV_ARCHS        compute capabilities to build for, such as "80;90"; default:
                     "80;90" where a CUDA toolkit but no GPU is found. PTX for 8.0 is always included and serves
                     newer GPUs.
 DUALKV_HEAD_DIMS    head dims to build, such as "64,128"; default: 64,96,128,192,256,512.
+                    512 is for Hopper alone.
 DUALKV_PURE_PYTHON  1: install only the CPU implementation, whatever is found.
 MAX_JOBS            compilations at a time; default: what cores and free memory allow.
 CUDA_HOME, CXX      the CUDA toolkit and the C++ compiler to use.

@@ -243,7 +243,7 @@ are uniform from the share of P and R that is named. "micro": sequences a micro-
 micro-batches and GPU, for the plug-in with every prompt once. Peaks include weights and optimizer. Runs have weights of
 their own: norms of gradients compare within one. Times are those of the last call; for {large},
 whose learning rate is 0, it is the only one, and calls of a few samples come before it. A group above the budget is
-divided, and its prompt computed once for each part. Not measured: Ulysses over 4 GPUs.
+divided, and its prompt computed once for each part.
 
 {tables}
 
@@ -402,7 +402,8 @@ def gains(setup: pd.DataFrame) -> str:
     """What of the token ratio was run, and what it brought, where both had the same budget of tokens."""
     found = []
     for (micro, sp), pair in setup.groupby(["how", "sp"], sort=False):
-        if not micro.startswith("tokens") or len(pair) != len(WHO):
+        has_times = pair[["update_s", "infer_s"]].notna().all(axis=None)
+        if not micro.startswith("tokens") or len(pair) != len(WHO) or not has_times:
             continue
         verl, ours = (pair[pair["who"] == who].iloc[0] for who in WHO)
         times = [verl[name] / ours[name] for name in ("update_s", "infer_s")]

@@ -63,7 +63,13 @@ class FamilyModel(ModelShape):
 
 
 def with_layers(model: ModelShape, layers: int) -> ModelShape:
-    """The model's first layers."""
+    """The model's first layers.
+
+    Raises:
+        ValueError: it has not so many.
+    """
+    if not 1 <= layers <= model.layers:
+        raise ValueError(f"layers: expected 1 to {model.layers}, got {layers}")
     return replace(model, layers=layers)
 
 

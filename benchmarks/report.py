@@ -213,6 +213,25 @@ def model_section(frame: pd.DataFrame, folder: Path) -> list[str]:
     return parts + (families_section(frame[is_family]) if is_family.any() else [])
 
 
+def micro_batch_sizes(figures: pd.DataFrame) -> str:
+    """How many sequences the stock models took at a time."""
+    sizes = {family.sequences for name in figures["shape"] if (family := family_of(parse(name, StepShape)))}
+    return " or ".join(str(size) for size in sorted(sizes)) + " sequences"
+
+
+def differences(frame: pd.DataFrame) -> str:
+    """A sentence on the largest relative difference of each model's log-probabilities from the stock model's."""
+    models = frame["shape"].map(lambda name: getattr(family_of(parse(name, StepShape)), "model_type", ""))
+    largest = frame.reindex(columns=["rel_diff"])["rel_diff"].astype(float).groupby(models).max().dropna()
+    if largest.empty:
+        return ""
+    named = ", ".join(f"{value:.2f} ({model})" for model, value in largest.items())
+    return (
+        f"These differ between the two by {named} of their spread; where a token's experts are chosen, rounding turns "
+        "choices over. "
+    )
+
+
 def families_section(frame: pd.DataFrame) -> list[str]:
     figures = medians(frame)
     peers = figures[figures["impl"] != OURS]
@@ -223,10 +242,11 @@ def families_section(frame: pd.DataFrame) -> list[str]:
         "## Other models",
         "The same step of models whose layers are not all alike, in stock transformers with prompts shared, and with "
         "prompts replicated on the attention that transformers has for the model: sequences padded to the longest of "
-        "their micro-batch of four (gpt-oss: two). The forward keeps the input of each layer and no more: its time is "
-        f"that of log-probabilities. Configurations: [families.py](../../families.py). {EFFECTIVE} Installed: "
-        f"{'; '.join(dict.fromkeys(frame['versions']))}. The kernels of flash-linear-attention had one tile size each, "
-        "given to both, instead of one that is searched.",
+        f"their micro-batch ({micro_batch_sizes(figures)}), which is not counted below. The forward keeps the input of "
+        "each layer and no more: its time is that of log-probabilities. "
+        f"{differences(frame)}"
+        f"Configurations: [families.py](../../families.py). {EFFECTIVE} Installed: "
+        f"{'; '.join(dict.fromkeys(frame['versions']))}.",
         markdown(table),
     ]
 
@@ -353,8 +373,8 @@ short, on {gpu} ([plot](headline.png)):
 
 A file is one run of a benchmark: a header (GPU, versions, commit) and a row for every shape, implementation and
 direction, with the heads `h`, `h_k` and `d`, the time `ms`, `tflops`, and `fraction`, that of the matrix product of the
-same run (`matmul_tflops`). A row without a time says why. Files are of the present kernels: those of older ones are
-deleted.
+same run (`matmul_tflops`). A row without a time says why. Each file names its commit; some are of earlier
+kernels.
 
 To add a run: `python benchmarks/bench_kernel.py --preset shared` (or `bench_tree.py`, `bench_layer.py`,
 `bench_model.py`, `bench_stream.py`) on a clean commit, then `python benchmarks/report.py`.

@@ -34,7 +34,7 @@ LABELS = {
     "flash_attn_replicated": "FlashAttention-2 (its package), prompt replicated",
     "fa2_replicated": "FlashAttention-2, prompt replicated",
     "cudnn_replicated": "cuDNN, prompt replicated",
-    "efficient_replicated": "SDPA, memory-efficient, prompt replicated",
+    "efficient_replicated": "SDPA, memory-efficient, keys and values repeated, prompt replicated",
     "math_replicated": "SDPA, math, prompt replicated",
     "prefix_grouper": "prefix_grouper, FlashAttention-2",
     "fa4_gathered": "FlashAttention-4, keys gathered along paths",

@@ -46,7 +46,7 @@ HEADS_OF_NAME = (
     r"(?:-w(?P<window>\d+K?))?(?:-c(?P<softcap>\d+))?(?P<sinks>-sinks)?"
 )
 LENGTHS = rf"(?P<low>\d+K?)(?:-(?P<high>\d+K?))?{HEADS_OF_NAME}"
-MODEL = rf"(?:(?P<model>{'|'.join(map(re.escape, ALL_MODELS))})-)?(?:L(?P<layers>\d+)-)?"
+MODEL = rf"(?:(?P<model>{'|'.join(map(re.escape, ALL_MODELS))})-(?:L(?P<layers>\d+)-)?)?"
 SHARED_NAME = re.compile(rf"{MODEL}(?:(?P<groups>\d+)-groups-of-)?(?P<n>\d+)x(?P<prompt>\d+K?)x{LENGTHS}")
 CAUSAL_NAME = re.compile(rf"causal-(?P<n>\d+)x{LENGTHS}")
 TREE_NAME = re.compile(rf"{MODEL}tree-(?P<tree>{'|'.join(TREES)}){HEADS_OF_NAME}")
@@ -279,11 +279,11 @@ def parse(name: str, kind: type[Shape] = Shape) -> Shape:
     heads |= {"window": number(parts.get("window", "0")), "sinks": "sinks" in parts}
     groups, tree = ((), TREES[parts["tree"]]()) if "tree" in parts else (drawn_groups(parts), ())
     shape = Shape(name, groups, tree=tree, **heads)
-    if not issubclass(kind, LayerShape):
-        return shape
     model = ALL_MODELS[parts.get("model", DEFAULT_MODEL)]
     if not issubclass(kind, StepShape) and (isinstance(model, FamilyModel) or "layers" in parts):
         raise ValueError(f"shape: expected a model of equal layers, of which one is measured, got {name!r}")
+    if not issubclass(kind, LayerShape):
+        return shape
     return of_model(shape, with_layers(model, int(parts["layers"])) if "layers" in parts else model, kind)
 
 

@@ -23,14 +23,14 @@ bool may_use_sm90(const Problem& problem) {
 
 template <class Kernel>
 Selected<Kernel> select_for(const Problem& problem) {
+  const HeadDims wanted{problem.shape.head_dim, problem.shape.head_dim_v};
   try {
-    const HeadDims wanted{problem.shape.head_dim, problem.shape.head_dim_v};
     if (may_use_sm90(problem) && find_kernels<Kernel>(Arch::sm90, wanted)) {
       return select<Kernel>(Arch::sm90, wanted, problem.shared_limit);
     }
     return select<Kernel>(Arch::sm80, wanted, problem.shared_limit);
   } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, "q: ", error.what());
+    TORCH_CHECK_VALUE(false, wanted.v > wanted.qk ? "v: " : "q: ", error.what());
   }
 }
 

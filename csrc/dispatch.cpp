@@ -21,8 +21,8 @@ std::string too_wide(Arch arch, const HeadDims& wanted, const std::vector<HeadDi
   const std::string of_build = "head dim " + describe(wanted) + " is larger than every one in this build (" +
                                describe(built) + ")";
   if (arch == Arch::sm80 && !kPortable.hold(wanted)) {
-    return of_build + " for this GPU: above 256 there are kernels for Hopper alone, in builds whose DUALKV_ARCHS has 90 "
-                      "and whose DUALKV_HEAD_DIMS has 512";
+    return of_build + " of the portable kernels, which this call takes: above 256 there are kernels for Hopper alone, up to "
+                      "512, in builds whose DUALKV_ARCHS has 90 and whose DUALKV_HEAD_DIMS has 512";
   }
   return of_build + "; reinstall with DUALKV_HEAD_DIMS covering it";
 }

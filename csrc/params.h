@@ -99,7 +99,7 @@ struct BackwardParams {
   float* dkv_slots;  // (slots, 2, block_n, kHeadDim): partial dK and dV of split tiles; dV may leave columns unused
 };
 
-// dQ by itself, one owner per query tile: the deterministic path.
+// dQ by itself, one owner per query tile.
 template <typename T>
 struct BackwardDqParams {
   ProblemShape shape;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 MAX_HEAD_DIM = 512
-PORTABLE_HEAD_DIM = 256  # the largest for which GPUs other than Hopper have kernels
+PORTABLE_HEAD_DIM = 256  # the largest of the kernels that are not Hopper's alone
 KERNEL_SOFTCAPS = (0.01, 1000.0)  # the least and the largest of the CUDA kernels; csrc/core/softcap.h says why
 HEAD_DIM_MULTIPLE = 8
 # Logical positions and rows of two tensors of keys are int32 sums.
@@ -81,10 +82,14 @@ def check_query_shape(q: Tensor) -> None:
 
 
 def max_head_dim(device: torch.device) -> int:
-    """The largest head dimension on a device: of the kernels for that GPU, or of the reference on the CPU."""
-    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] != 9:
-        return PORTABLE_HEAD_DIM
-    return MAX_HEAD_DIM
+    """The largest head dimension on a device: of this build's kernels for that GPU, or of the reference on the CPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return MAX_HEAD_DIM
+    from .ops import build_info
+
+    is_hopper = torch.cuda.get_device_capability(device)[0] == 9 and os.environ.get("DUALKV_KERNELS") != "sm80"
+    has_wide = MAX_HEAD_DIM in build_info()["head_dims"].get("sm90", ())
+    return MAX_HEAD_DIM if is_hopper and has_wide else PORTABLE_HEAD_DIM
 
 
 def _check_head_dim(name: str, head_dim: int) -> None:

@@ -185,5 +185,11 @@ def test_work_of_windows() -> None:
     forward = 2 * weights * tokens + 4 * 8 * 256 * (pairs + 5 * 1024 * tokens) + head
     assert first.flops("forward", tokens, pairs) == forward
     assert whole.flops("forward", tokens, pairs) > 5 * (forward - head)
-    with pytest.raises(ValueError, match="expected a model of equal layers"):
-        parse("gemma3-4b-16x8Kx131-2048", shapes.LayerShape)
+    for kind in (shapes.LayerShape, shapes.Shape):
+        for name in ("gemma3-4b-16x8Kx131-2048", "qwen3-8b-L6-16x8Kx131-2048"):
+            with pytest.raises(ValueError, match="expected a model of equal layers"):
+                parse(name, kind)
+    with pytest.raises(ValueError, match="layers: expected 1 to 36, got 37"):
+        parse("qwen3-8b-L37-16x8Kx131-2048", StepShape)
+    with pytest.raises(ValueError, match="expected a name like"):
+        parse("L6-16x8Kx131-2048", StepShape)

@@ -320,6 +320,8 @@ def test_gains_of_verl() -> None:
     assert bench_verl.gains(pd.DataFrame(rows)) == alone + with_ulysses
     assert bench_verl.gains(pd.DataFrame(rows[:-1])) == alone
     assert bench_verl.gains(pd.DataFrame(rows[:4])) == ""
+    failed = rows[-1] | dict(update_s=None, infer_s=None, metrics=None)
+    assert bench_verl.gains(pd.DataFrame([*rows[:-1], failed])) == alone
 
 
 def test_section_of_trl(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def is_trainable() -> bool:
     return True
 
 
+needs_models = pytest.mark.skipif(not MODELS, reason="this transformers has none of the models")
 needs_right_kernels = pytest.mark.skipif(
     torch.cuda.is_available() and not is_trainable(), reason="this installation's gradients are wrong"
 )
@@ -74,6 +75,7 @@ def test_prompts_and_responses(name: str) -> None:
     check_accuracy(name, SAMPLES, SAMPLES.pack(device="cuda"))
 
 
+@needs_models
 @needs_right_kernels
 def test_trees() -> None:
     """Level by level, each level with the states of the one before."""
@@ -107,7 +109,7 @@ except SharedPromptError as error:
 """
 
 
-@pytest.mark.skipif(not MODELS, reason="this transformers has none of the models")
+@needs_models
 def test_wrong_gradients_are_refused() -> None:
     """Without TileLang a forward with gradients raises where the kernels are wrong; one without gradients runs."""
     with patch.dict(os.environ, FLA_TILELANG="0"):

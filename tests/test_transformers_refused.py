@@ -24,7 +24,7 @@ from tiny_models import (
     transformers,
 )
 
-from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError
+from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, ops
 from flash_attn_dualkv.integrations.transformers import guard, support
 
 BATCH = MIXED.pack()
@@ -397,7 +397,8 @@ def test_what_can_be_registered(options, message, restored_registry):
     ],
     ids=str,
 )
-def test_what_the_kernels_lack(settings: dict[str, Any], lack: str | None) -> None:
+def test_what_the_kernels_lack(settings: dict[str, Any], lack: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # what a GPU lacks is the next test's
     config = tiny_config("llama")
     for name, value in settings.items():
         setattr(config, name, value)
@@ -405,10 +406,29 @@ def test_what_the_kernels_lack(settings: dict[str, Any], lack: str | None) -> No
     assert found is None if lack is None else found is not None and found.startswith(lack)
 
 
-def test_other_gpus_have_no_kernels_for_heads_wider_than_256(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("major", "built", "kernels", "lack"),
+    [
+        (9, [64, 512], None, None),
+        (9, [64, 512], "sm90", None),
+        (9, [64, 512], "sm80", "a head dim of 512"),
+        (9, [64, 256], None, "a head dim of 512"),
+        (9, None, None, "a head dim of 512"),
+        (8, [64, 512], None, "a head dim of 512"),
+        (10, [64, 512], None, "a head dim of 512"),
+    ],
+)
+def test_heads_wider_than_256_need_kernels_for_hopper(
+    major: int, built: list[int] | None, kernels: str | None, lack: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_config("llama")
     config.global_head_dim = 512
+    info = {**ops.build_info(), "head_dims": {"sm80": [64, 256]} | ({} if built is None else {"sm90": built})}
+    monkeypatch.setattr(ops, "build_info", lambda: info)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for major, lack in ((9, None), (8, "a head dim of 512"), (10, "a head dim of 512")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=major: (major, 0))
-        assert support.kernels_lack(config) == lack
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    if kernels is None:
+        monkeypatch.delenv("DUALKV_KERNELS", raising=False)
+    else:
+        monkeypatch.setenv("DUALKV_KERNELS", kernels)
+    assert support.kernels_lack(config) == lack

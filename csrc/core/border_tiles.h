@@ -7,8 +7,9 @@
 //                      5: |ccbaa|
 //
 // Slabs wait in the order of the walk, so that border tiles depend on the path alone, as all others do. Only walks whose
-// queries see all keys above their node have them, and only where there may be something to gain: what the topmost node
-// leaves over has a tile by itself if nothing else waits. So a prompt with its responses never has one.
+// queries see all keys above their node have them (with a window the last query of a tile decides for all of them), and only
+// where there may be something to gain: what the topmost node leaves over has a tile by itself if nothing else waits. So a
+// prompt with its responses never has one.
 #pragma once
 
 #include "core/nodes.h"
@@ -32,7 +33,8 @@ struct alignas(16) KeyBits {
 template <int kRows_>
 struct BorderTiles {
   static constexpr int kRows = kRows_;  // of a slab
-  // The slabs of a tile whose values are still to be loaded, those of the next, and fewer than two tiles' that wait.
+  // The slabs of a tile whose values are still to be loaded, and fewer than two tiles' that wait, those of the next tile
+  // among them.
   static constexpr int kPlaces = 32;
   static constexpr bool has_place_for(int block_n) {
     return block_n % kRows == 0 && 3 * block_n <= kPlaces * kRows && block_n <= KeyBits::kMaxRows;

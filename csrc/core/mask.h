@@ -1,5 +1,6 @@
 // Masks and softcaps on accumulator fragments. A mask replaces, in each row, all elements from the first column on that
-// stands behind the query; with a window, those before its first column too.
+// stands behind the query; with a window, those before its first column too; of border tiles, the columns that are no
+// keys. mask_transposed() is for fragments whose rows are keys.
 #pragma once
 
 #include "core/border_tiles.h"
@@ -42,7 +43,7 @@ __device__ __forceinline__ void mask_front(float (&x)[kM16][kN8][4], int row0, i
     }
 }
 
-// Both.
+// Both limits in one pass.
 template <int kM16, int kN8, class First, class Limit>
 __device__ __forceinline__ void mask_fragment(float (&x)[kM16][kN8][4], int row0, int col0, float replacement,
                                               First first, Limit limit) {
@@ -102,8 +103,8 @@ __device__ __forceinline__ void multiply_by_slope(float (&p)[kN8][4], const floa
 }
 
 // A mask for a transposed fragment, whose rows are keys and whose columns are queries: replaces by zero what lies outside
-// the columns [begin, end) of its row, which `columns(row)` gives. One comparison an element: limits that depend on the
-// column, of which a thread has 32, took three times as many instructions.
+// the columns [begin, end) of its row, which `columns(row)` gives. Limits belong to rows, of which a thread has two, and not
+// to its many columns: one comparison an element.
 template <int kN8, class Columns>
 __device__ __forceinline__ void mask_transposed(float (&x)[kN8][4], int row0, int col0, Columns columns) {
 #pragma unroll

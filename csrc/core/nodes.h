@@ -127,7 +127,7 @@ struct NodeTable {
 };
 
 // ---------------------------------------------------------------------------------------------------------------
-// Query tile -> KV tiles (forward, and dQ in deterministic mode). Query tiles are anchored at their node.
+// Query tile -> KV tiles (forward, and dQ by itself). Query tiles are anchored at their node.
 
 struct QueryTile {
   int row;    // packed row of the first query

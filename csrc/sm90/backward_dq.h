@@ -1,11 +1,11 @@
-// dQ by itself on Hopper, for deterministic mode: a block owns a query tile of one head and streams K and V, so that
-// every sum has one owner and one order. S and dP are computed a second time.
+// dQ by itself on Hopper, for deterministic mode and for all wide heads: a block owns a query tile of one head and streams K
+// and V, so that every sum has one owner and one order. S and dP are computed a second time.
 //
 //   S = Q K^T;  P = exp(S - LSE);  dP = dO V^T;  dS = P * (dP - delta);  dQ += dS K
 //
-// Nothing but the tiles passes through shared memory: dS is the register operand of dQ. The warpgroups never wait for
-// each other, except for the widest heads, where they share 64 queries: one computes S, the other dP, and each has half of
-// the columns of dQ. Blocks are persistent, as in forward.h.
+// dS is the register operand of dQ, and the warpgroups neither wait for each other nor exchange anything. Those of the widest
+// heads do: two share 64 queries, one computes S, the other dP, which pass between them where V was, and each has half of the
+// columns of dQ. Blocks are persistent, as in forward.h.
 #pragma once
 
 #include "core/mask.h"

@@ -1,5 +1,5 @@
 // Forward on Hopper: one producer thread feeds K and V tiles by bulk copies, two or three warpgroups of 64 query rows
-// each consume them.
+// each consume them; of the widest heads two share 64 rows, and each has half of the columns of O.
 //
 //   S = Q K^T;  P = exp(S - max);  O += P V        (online softmax; O is normalised and rounded once)
 //
@@ -8,6 +8,7 @@
 // the consumers finish theirs.
 #pragma once
 
+#include "core/border_tiles.h"
 #include "core/mask.h"
 #include "core/online_softmax.h"
 #include "sm90/config.h"
@@ -21,6 +22,26 @@ struct ForwardMaps {
   CUtensorMap q;
   RegionMaps kv, slabs;
 };
+
+constexpr int kSlabRows = 16;
+using ForwardBorders = BorderTiles<kSlabRows>;
+
+// Producer: loads a border tile, slab by slab. `which` picks K or V.
+template <class Tile>
+__device__ __forceinline__ void load_border_tile(uint32_t tile, const RegionMaps& slab_maps,
+                                                 CUtensorMap KvMaps::* which, uint32_t barrier, int kv_head,
+                                                 const ForwardBorders& borders, int place, const Extents& rows) {
+#pragma unroll 1
+  for (int i = 0; i < Tile::kRows / kSlabRows; ++i) {
+    const int row = borders.at(place + i).row;
+    const CUtensorMap& map = slab_maps.of(rows.region_of(row)).*which;
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+      ptx::tma_load_3d(tile + panel * Tile::kPanelBytes + i * kSlabRows * Tile::kRowBytes, map, barrier,
+                       panel * Tile::kPanelCols, kv_head, rows.row_in_region(row));
+    }
+  }
+}
 
 // What travels with the tiles, in shared memory.
 template <class Config>

@@ -3,7 +3,6 @@
 // by one: what a consumer must know of a tile travels with its K.
 #pragma once
 
-#include "core/border_tiles.h"
 #include "core/query_block.h"
 #include "sm90/maps.h"
 #include "sm90/tile.h"
@@ -38,9 +37,6 @@ struct QueryShared {
     ptx::mbarrier_init_fence();
   }
 };
-
-constexpr int kSlabRows = 16;
-using ForwardBorders = BorderTiles<kSlabRows>;
 
 struct QueryWork {
   QueryBlock block;
@@ -88,23 +84,6 @@ __device__ __forceinline__ void load_v_tile(const Shared& shared, const KvTile& 
   ready.expect(Config::TileV::kBytes);
   load(shared.v(state.stage), ready.full(), tile);
   state.advance();
-}
-
-// Producer: loads a border tile, slab by slab. `which` picks K or V.
-template <class Tile>
-__device__ __forceinline__ void load_border_tile(uint32_t tile, const RegionMaps& slab_maps,
-                                                 CUtensorMap KvMaps::* which, uint32_t barrier, int kv_head,
-                                                 const ForwardBorders& borders, int place, const Extents& rows) {
-#pragma unroll 1
-  for (int i = 0; i < Tile::kRows / kSlabRows; ++i) {
-    const int row = borders.at(place + i).row;
-    const CUtensorMap& map = slab_maps.of(rows.region_of(row)).*which;
-#pragma unroll
-    for (int panel = 0; panel < Tile::kPanels; ++panel) {
-      ptx::tma_load_3d(tile + panel * Tile::kPanelBytes + i * kSlabRows * Tile::kRowBytes, map, barrier,
-                       panel * Tile::kPanelCols, kv_head, rows.row_in_region(row));
-    }
-  }
 }
 
 // Consumers: calls body(block) for every item, until the list ends.

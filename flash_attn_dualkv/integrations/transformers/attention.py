@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ... import arguments
-from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, explain, max_head_dim
+from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, explain, max_head_dim
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ...layout import SharedPromptLayout
 from ...packed_attention import BACKENDS, shared_prompt_attention
@@ -145,9 +145,11 @@ def _attend(
         # Norms kept in float32, after the projections of q and k; v has the type that the model computes in.
         q, k = q.to(v.dtype), k.to(v.dtype)
     scaling = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    widest, most = max(q.shape[-1], v.shape[-1]), MAX_HEAD_DIM if backend == "reference" else max_head_dim(v.device)
-    if widest > most:
-        raise SharedPromptUnsupportedError(explain("head_dim", f"at most {most} with a shared prompt", widest))
+    widest = max(q.shape[-1], v.shape[-1])
+    if widest > PORTABLE_HEAD_DIM:
+        most = MAX_HEAD_DIM if backend == "reference" else max_head_dim(v.device)
+        if widest > most:
+            raise SharedPromptUnsupportedError(explain("head_dim", f"at most {most} with a shared prompt", widest))
     attend: Callable[..., Tensor] = ulysses_attention if isinstance(layout, UlyssesLayout) else shared_prompt_attention
     out = attend(
         _widen(q),
