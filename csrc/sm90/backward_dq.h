@@ -167,17 +167,22 @@ struct BackwardDqConsumer {
     }
   }
 
-  // P = exp2(S * scale - LSE), while dP is still computed; then dS, in `s`, and rounded in the A fragments of dQ.
-  __device__ __forceinline__ void finish_step(const QueryBlock& work, const KvStep& step, int q_pos) {
+  // P = exp2(S * scale - LSE), of capped scores.
+  __device__ __forceinline__ void exponentiate() {
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
-    const bool is_masked = needs_mask(step, q_pos);
-    ptx::wgmma_wait<1>();
-    ptx::pin(s[0]);
     cap_scores(s[0], p.shape.softcap);
 #pragma unroll
     for (int j = 0; j < kBlockN / 8; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[0][j][e] = exp2_approx(s[0][j][e] * scale_log2 - lse_log2[e / 2]);
+  }
+
+  // P, while dP is still computed; then dS, in `s`, and rounded in the A fragments of dQ.
+  __device__ __forceinline__ void finish_step(const QueryBlock& work, const KvStep& step, int q_pos) {
+    const bool is_masked = needs_mask(step, q_pos);
+    ptx::wgmma_wait<1>();
+    ptx::pin(s[0]);
+    exponentiate();
     ptx::pin(s[0]);
     // The compiler moves nothing across this branch: else it would move the exponentials behind the wait for dP, and
     // the two would no longer run at the same time.
@@ -234,15 +239,10 @@ struct BackwardDqConsumer {
   }
 
   __device__ __forceinline__ void finish_scores(const QueryBlock& work, const KvStep& step, int q_pos) {
-    const float scale_log2 = p.shape.softmax_scale * kLog2e;
     const bool is_masked = needs_mask(step, q_pos);
     ptx::wgmma_wait<0>();
     ptx::pin(s[0]);
-    cap_scores(s[0], p.shape.softcap);
-#pragma unroll
-    for (int j = 0; j < kBlockN / 8; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[0][j][e] = exp2_approx(s[0][j][e] * scale_log2 - lse_log2[e / 2]);
+    exponentiate();
     if (p.shape.softcap.exists()) multiply_by_slope(s[0], lse_log2, p.shape.softcap);
     meet();
 #pragma unroll
