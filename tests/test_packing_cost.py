@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from calls import Operators
+from core_time import least_time
 from launches import profiled
 from samples import check_way_back, nested
 from torch import Tensor
@@ -88,16 +89,13 @@ def test_a_tree_needs_no_operators_for_each_token_or_sequence() -> None:
 
 @pytest.mark.parametrize(("samples", "length"), [(64, 1024), (512, 128)])
 def test_a_tree_of_64k_tokens_is_packed_in_10_ms(samples: int, length: int) -> None:
-    """Of one core of the host; a third of that is usual."""
+    """Of one core of the host; a half of that is usual."""
     sequences = transcripts(samples, length)
     masks = [(torch.arange(length) % 3 > 0) for _ in sequences]
-    times = []
-    for _ in range(20):
-        began = time.process_time()
-        batch = pack_prefix_tree(sequences, loss_mask=masks)
-        times.append(time.process_time() - began)
+    batch = pack_prefix_tree(sequences, loss_mask=masks)
     assert batch.depth > 2 and batch.dedup_ratio > 1.5
-    assert min(times) < 10e-3, f"{1e3 * min(times):.2f} ms"
+    least = least_time(10e-3, pack_prefix_tree, sequences, loss_mask=masks)
+    assert least < 10e-3, f"{1e3 * least:.2f} ms"
 
 
 def test_selection_of_a_known_number() -> None:

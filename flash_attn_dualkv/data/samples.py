@@ -29,17 +29,17 @@ def all_tokens(given: list[Any], names: Sequence[str], also: Sequence[torch.dtyp
 
     `also` are further types that they may have.
     """
-    if _are_tokens(given):
+    if _are_tokens(given, also):
         return given
     count = len(names)
     return [_tokens(f"{names[index % count]}[{index // count}]", one, also) for index, one in enumerate(given)]
 
 
-def _are_tokens(given: list[Any]) -> TypeGuard[list[Tensor]]:
+def _are_tokens(given: list[Any], also: Sequence[torch.dtype]) -> TypeGuard[list[Tensor]]:
     """Whether all are such tensors already. To check thousands one by one would take a millisecond."""
     if not set(map(type, given)) <= {Tensor}:
         return False
-    return {one.dtype for one in given} <= _INTEGERS and set(map(Tensor.dim, given)) <= {1}
+    return {one.dtype for one in given} <= _INTEGERS.union(also) and set(map(Tensor.dim, given)) <= {1}
 
 
 def _tokens(name: str, tokens: Any, also: Sequence[torch.dtype]) -> Tensor:

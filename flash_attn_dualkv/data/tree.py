@@ -313,9 +313,9 @@ def _joined_mask(loss_mask: Any, lengths: Sequence[int]) -> Tensor:
     masks = all_tokens([*arguments.items("loss_mask", loss_mask, "masks")], ("loss_mask",), (torch.bool,))
     if len(masks) != len(lengths):
         raise SharedPromptError(explain("loss_mask", f"{len(lengths)} of them (as sequences)", len(masks)))
-    for index, (mask, length) in enumerate(zip(masks, lengths)):
-        if len(mask) != length:
-            raise SharedPromptError(explain(f"loss_mask[{index}]", f"{length} values (as its sequence)", len(mask)))
+    for index, (size, length) in enumerate(zip(map(Tensor.numel, masks), lengths)):
+        if size != length:
+            raise SharedPromptError(explain(f"loss_mask[{index}]", f"{length} values (as its sequence)", size))
     return joined(masks, "loss_mask").long()
 
 
