@@ -27,8 +27,9 @@ import bench_trl
 import pandas as pd
 import torch
 from command import RESULTS, gpu_folder, tree_state
+from verl_cases import Case, Found
 from verl_inputs import Batch, Model
-from verl_rig import Case, Found, run
+from verl_rig import run
 
 FOLDER = RESULTS / "trainers" / "verl"
 QWEN3 = {

@@ -17,8 +17,8 @@ pytest.importorskip("verl.workers", reason="verl is not installed: see docs/verl
 import torch
 import verl_rig
 from transformers import AutoConfig
+from verl_cases import Case, Found
 from verl_inputs import Batch, Model
-from verl_rig import Case, Found
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
