@@ -21,6 +21,7 @@ import report
 import results
 import shapes
 import torch
+import trainers_report
 from command import RESULTS, ROOT
 from peers import Implementation, kernel_implementations, layer_implementations, tree_implementations
 
@@ -283,14 +284,13 @@ def test_readme_figures_come_from_the_result_files() -> None:
     assert figures == []
 
 
-def test_pages_of_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_trainers(tmp_path: Path) -> None:
     """The page and the README's table are those of the committed files."""
     folders = (bench_verl.FOLDER, bench_trl.FOLDER)
     for folder in folders:
         assert list(folder.glob("*.json"))
         shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("*.png"))
-    monkeypatch.setattr(bench_verl, "FOLDER", tmp_path / bench_verl.FOLDER.name)
-    page, short = bench_verl.render()
+    page, short = trainers_report.render(tmp_path)
     assert page.read_text() == (TRAINERS / page.name).read_text(), "run python benchmarks/bench_verl.py --render"
     assert short.read_text() in README, "copy benchmarks/results/trainers/headline.md into README.md"
     assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*.png")} == {
@@ -317,11 +317,11 @@ def test_gains_of_verl() -> None:
         f" At equal budgets{how}, 3.50 was run: updates gain {gain}, log-probabilities {gain}."
         for how, gain in (("", "3.00x (0.75 of it)"), (" with Ulysses 2", "3.50x (0.88 of it)"))
     )
-    assert bench_verl.gains(pd.DataFrame(rows)) == alone + with_ulysses
-    assert bench_verl.gains(pd.DataFrame(rows[:-1])) == alone
-    assert bench_verl.gains(pd.DataFrame(rows[:4])) == ""
+    assert trainers_report.gains(pd.DataFrame(rows)) == alone + with_ulysses
+    assert trainers_report.gains(pd.DataFrame(rows[:-1])) == alone
+    assert trainers_report.gains(pd.DataFrame(rows[:4])) == ""
     failed = rows[-1] | dict(update_s=None, infer_s=None, metrics=None)
-    assert bench_verl.gains(pd.DataFrame([*rows[:-1], failed])) == alone
+    assert trainers_report.gains(pd.DataFrame([*rows[:-1], failed])) == alone
 
 
 def test_section_of_trl(tmp_path: Path) -> None:
