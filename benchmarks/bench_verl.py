@@ -2,7 +2,7 @@
 """Measure verl's policy update and old log-probabilities, its own engines beside the plug-in, on the same batch.
 
     python benchmarks/bench_verl.py --preset paper                  # Qwen3-1.7B, N = 32, P up to 8192, R up to 2048
-    python benchmarks/bench_verl.py --preset math --gpus 4
+    python benchmarks/bench_verl.py --preset math-1k --gpus 4
     python benchmarks/bench_verl.py --render                        # the page, of the result files
 
 Random weights, tokens and advantages; verl's worker, engine, loss and optimizer in a process for each GPU, see
