@@ -13,9 +13,18 @@ from torch import Tensor
 
 from flash_attn_dualkv.checks import PORTABLE_HEAD_DIM
 
-# "cpu" runs the kernel tests on the CPU implementation, with small sizes: a check of the tests themselves.
-DEVICE = os.environ.get("DUALKV_TEST_DEVICE", "cuda")
+# Where the kernel tests run. "cuda": on the GPU. "host": the same kernels compiled for the host (host_kernels.py), with
+# fewer heads and rows. "cpu": the CPU implementation, with small sizes, a check of the tests themselves.
+_PLACE = os.environ.get("DUALKV_TEST_DEVICE", "cuda")
+DEVICE = "cuda" if _PLACE == "cuda" else "cpu"
+HAS_KERNELS = _PLACE != "cpu"
 GPU_MARKS = [pytest.mark.gpu] if DEVICE == "cuda" else []
+if _PLACE == "host":
+    import host_kernels
+
+    host_kernels.install()
+needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="about the device")
+needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="about the kernels")
 DIRECTIONS = {"forward": "forward", "backward": "backward(?!_dq)", "backward_dq": "backward_dq"}
 # One for each instance, both types, groups of several sizes.
 CONFIGURATIONS = [
@@ -32,7 +41,10 @@ CONFIGURATIONS = [
         (512, (4, 1), torch.bfloat16),
     )
 ]
-if DEVICE != "cuda":
+if _PLACE == "host":
+    fewer = {(8, 2): (4, 2), (4, 4): (2, 2), (6, 2): (3, 1), (8, 1): (4, 1), (4, 2): (2, 1), (4, 1): (2, 1)}
+    CONFIGURATIONS = [options | {"heads": fewer[options["heads"]]} for options in CONFIGURATIONS]
+if not HAS_KERNELS:
     sizes = ((16, (4, 2), torch.bfloat16), (8, (2, 2), torch.float16))
     CONFIGURATIONS = [dict(head_dim=d, heads=heads, dtype=dtype, device=DEVICE) for d, heads, dtype in sizes]
 configurations = pytest.mark.parametrize(
@@ -46,9 +58,10 @@ def kernel_families(head_dim: int = 0) -> list[str]:
     """The families of kernels that can serve a call of a head dim here; one nameless family on the CPU."""
     from flash_attn_dualkv import build_info
 
-    if DEVICE != "cuda":
+    if not HAS_KERNELS:
         return [""]
-    hopper = torch.cuda.get_device_capability()[0] == 9 and build_info()["head_dims"].get("sm90")
+    capability = torch.cuda.get_device_capability() if DEVICE == "cuda" else (9, 0)
+    hopper = capability[0] == 9 and build_info()["head_dims"].get("sm90")
     portable = ["sm80"] if head_dim <= PORTABLE_HEAD_DIM else []
     return [*portable, "sm90"] if hopper else portable
 
@@ -62,7 +75,7 @@ def use_kernels(family: str) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["sm90", "sm80"] if DEVICE == "cuda" else [""])
+@pytest.fixture(params=["sm90", "sm80"] if HAS_KERNELS else [""])
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test once with each family of kernels that has its head dims: of `options` or its own arguments."""
     family: str = request.param
@@ -83,18 +96,18 @@ def kernel_pattern(direction: str) -> re.Pattern[str]:
 
 def launch_counts() -> dict[str, int]:
     """Launches of each kernel since the process began, as the extension counts them."""
-    from flash_attn_dualkv import _C  # type: ignore[attr-defined, unused-ignore]
+    from flash_attn_dualkv import ops
 
-    return dict(_C.launch_counts())
+    return dict(ops.compiled_module().launch_counts())
 
 
 @contextmanager
 def counted_launches() -> Iterator[dict[str, int]]:
     """Yields a dictionary that holds, once the block has ended, how often each kernel was launched in it."""
     counts: dict[str, int] = {}
-    before = launch_counts() if DEVICE == "cuda" else {}
+    before = launch_counts() if HAS_KERNELS else {}
     yield counts
-    after = launch_counts() if DEVICE == "cuda" else {}
+    after = launch_counts() if HAS_KERNELS else {}
     counts |= {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
 
 
@@ -104,7 +117,7 @@ def only_kernels_of(family: str) -> Iterator[None]:
     with counted_launches() as counts:
         yield
     ran = {name for name in counts if name.startswith("dualkv_sm")}
-    wanted = {f"dualkv_{family}_{direction}" for direction in DIRECTIONS} if DEVICE == "cuda" else set()
+    wanted = {f"dualkv_{family}_{direction}" for direction in DIRECTIONS} if HAS_KERNELS else set()
     assert ran == wanted, f"launched: {', '.join(sorted(ran))}"
 
 
@@ -125,7 +138,7 @@ def kernels_ran(*directions: str) -> Iterator[None]:
     """Asserts that kernels of every direction were launched in the block. On the CPU nothing is checked."""
     with counted_launches() as counts:
         yield
-    for direction in directions if DEVICE == "cuda" else ():
+    for direction in directions if HAS_KERNELS else ():
         assert any(map(kernel_pattern(direction).search, counts)), f"no {direction}: {counts}"
 
 

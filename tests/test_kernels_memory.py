@@ -12,8 +12,8 @@ import oracle
 import pytest
 import torch
 from groups import Batch, Group, Results, build_groups, pack, run
-from launches import CONFIGURATIONS, DEVICE, GPU_MARKS, configurations, kernels, poison_free_memory  # noqa: F401
-from test_kernels_properties import MIXED, SMALL, Options, both_masks, check_both_modes, needs_gpu, split_owner_batch
+from launches import CONFIGURATIONS, DEVICE, GPU_MARKS, configurations, kernels, needs_kernels, poison_free_memory  # noqa: F401
+from test_kernels_properties import MIXED, SMALL, Options, both_masks, check_both_modes, split_owner_batch
 from torch import Tensor
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
@@ -221,7 +221,7 @@ def test_tensors_past_2_31_elements(names: tuple[str, ...], deterministic: bool)
 # --- hostile offsets ----------------------------------------------------------------------------------------------
 
 
-@needs_gpu
+@needs_kernels
 def test_hostile_offsets_neither_crash_nor_hang() -> None:
     """In another process, because an access outside a tensor would spoil this one. sanitize.py looks closer."""
     command = [sys.executable, str(SANITIZE), "hostile", "--head-dim", "64", "--head-dim", "256"]
@@ -230,7 +230,7 @@ def test_hostile_offsets_neither_crash_nor_hang() -> None:
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
 
 
-@needs_gpu
+@needs_kernels
 def test_results_after_hostile_offsets() -> None:
     """Overlapping and reversed offsets within one process: numbers are wrong, the next call is right."""
     batch = split_owner_batch(SMALL)

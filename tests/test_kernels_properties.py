@@ -17,17 +17,19 @@ from launches import (
     DEVICE,
     DIRECTIONS,
     GPU_MARKS,
+    HAS_KERNELS,
     configurations,
     kernel_pattern,
     kernels,  # noqa: F401
     kernels_ran,
+    needs_gpu,
+    needs_kernels,
     only_kernels_of,
     poison_free_memory,
     profiled,
 )
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
-needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="about the device")
 
 # Lengths on both sides of tile borders, a prompt, queries without keys, an empty sequence, a context without owners.
 MIXED = (
@@ -88,7 +90,7 @@ def test_rows_are_bit_identical_in_any_batch(options: Options, causal: bool) -> 
 
 def split_owner_batch(options: Options, causal: bool = True) -> Batch:
     """A short context and one KV head, so that the queries of a context tile are split among blocks."""
-    responses = ((64, 64),) * (48 if DEVICE == "cuda" else 4)
+    responses = ((64, 64),) * (48 if HAS_KERNELS else 4)
     return build_groups([Group(200, ((200, 0), *responses))], causal=causal, **options | {"heads": (8, 1)})
 
 
@@ -245,7 +247,7 @@ def test_profiler_sees_our_kernels_and_no_copies(options: Options) -> None:
         assert not foreign, "strided views are read in place"
 
 
-@needs_gpu
+@needs_kernels
 @configurations
 def test_kernels_for_small_shared_memory(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     """The configurations of GPUs that grant a block 99 KB, run on this one."""

@@ -19,6 +19,7 @@ from launches import (
     configurations,
     kernels,  # noqa: F401
     kernels_ran,
+    needs_gpu,
     poison_free_memory,
 )
 from torch import Tensor
@@ -31,7 +32,6 @@ from flash_attn_dualkv import flash_attn_tree_varlen_func, ops, shared_prompt_at
 REPEATS = int(os.environ.get("DUALKV_TEST_REPEATS", 10 if DEVICE == "cuda" else 2))
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
-needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="about the device")
 
 Options = dict[str, Any]
 trees = pytest.mark.parametrize("name", list(TREES))

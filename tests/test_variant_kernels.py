@@ -10,7 +10,17 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from launches import DEVICE, GPU_MARKS, captured, configurations, kernels, kernels_ran  # noqa: F401
+from launches import (  # noqa: F401
+    DEVICE,
+    GPU_MARKS,
+    HAS_KERNELS,
+    captured,
+    configurations,
+    kernels,
+    kernels_ran,
+    needs_gpu,
+    needs_kernels,
+)
 from shared_prompts import Inputs
 from torch import Tensor
 from tree_cases import offsets_and_parents, paths_of
@@ -19,10 +29,9 @@ from tree_runs import PAD, TREES, Variant, data, exact, plain, run
 from flash_attn_dualkv import flash_attn_tree_varlen_func, flash_attn_varlen_func, ops
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
-needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="about the device")
 
 Options = dict[str, Any]
-WINDOWS = [0, 1, 62, 63, 64, 127, 999, 10**9] if DEVICE == "cuda" else [0, 3, 10**9]
+WINDOWS = [0, 1, 62, 63, 64, 127, 999, 10**9] if HAS_KERNELS else [0, 3, 10**9]
 SOFTCAPS = [5.0, 30.0, 50.0]
 
 
@@ -48,7 +57,7 @@ def check(name: str, options: Options, variant: Variant, make: Any = lambda inpu
 @configurations
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windows(window: int, options: Options) -> None:
-    for name in ("borders", "comb", "forest") if DEVICE == "cuda" else TREES:
+    for name in ("borders", "comb", "forest") if HAS_KERNELS else TREES:
         check(name, options, Variant(window))
 
 
@@ -78,17 +87,17 @@ def test_with_sinks(variant: Variant, options: Options) -> None:
 PAIRS = [(192, 128), (128, 64), (64, 128), (96, 40), (256, 8), (40, 200), (72, 72), (512, 264), (40, 328)]
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), PAIRS if DEVICE == "cuda" else [(16, 8), (8, 24)])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), PAIRS if HAS_KERNELS else [(16, 8), (8, 24)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_values_of_another_width(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
     """Nothing is read or written beyond either; split tiles and packs of heads too."""
     options = {"head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": dtype}
-    for heads, name in (((8, 2), "deep"), ((4, 4), "forest"), ((16, 1), "bush" if DEVICE == "cuda" else "forest")):
+    for heads, name in (((8, 2), "deep"), ((4, 4), "forest"), ((16, 1), "bush" if HAS_KERNELS else "forest")):
         check(name, options | {"heads": heads}, Variant())
     check("forest", options | {"heads": (6, 2)}, Variant(70, 30.0), loud)
 
 
-@needs_gpu
+@needs_kernels
 @pytest.mark.parametrize("variant", [Variant(), Variant(causal=False), Variant(700), Variant(900, 30.0)], ids=str)
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (512, 512)])
 def test_split_tiles_of_heads_with_a_backward_of_their_own(head_dim: int, head_dim_v: int, variant: Variant) -> None:
@@ -138,7 +147,7 @@ def test_bits_of_a_row_depend_on_its_path_alone(options: Options) -> None:
         oracle.assert_bits_equal(f"lse of node {leaf}", lse, whole["lse"][:, rows])
 
 
-@needs_gpu
+@needs_kernels
 @configurations
 def test_nan_outside_a_window_stays_there(options: Options) -> None:
     """Tiles beyond every window are not read: in a chain, rows far behind the poison keep their bits."""
@@ -159,7 +168,7 @@ def test_nan_outside_a_window_stays_there(options: Options) -> None:
 @pytest.mark.parametrize("window", [0, 50, 300])
 def test_sequences_with_other_keys_than_queries(window: int, causal: bool, options: Options) -> None:
     """flash_attn_varlen_func: fewer and more keys than queries, and none of either."""
-    scale = 1 if DEVICE == "cuda" else 10
+    scale = 1 if HAS_KERNELS else 10
     q_lens, k_lens = ([one // scale for one in lens] for lens in ([130, 0, 400, 64, 1], [300, 20, 150, 0, 700]))
     cu_q, cu_k = (torch.tensor([0, *lens]).cumsum(0).to(DEVICE, torch.int32) for lens in (q_lens, k_lens))
     heads, kv_heads = options["heads"]

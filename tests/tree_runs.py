@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from launches import DEVICE, poison_free_memory
+from launches import DEVICE, HAS_KERNELS, poison_free_memory
 from shared_prompts import Inputs, inputs_of
 from torch import Tensor
 from tree_cases import DEEP, Tree, paths_of, random_tree
@@ -28,7 +28,19 @@ TREES: dict[str, Tree] = {
     "chain": ([50, 1, 0, 130, 64, 3, 90], [-1, 0, 1, 2, 3, 4, 5]),
     "forest": random_tree(1, 60, 90, 0.4),
 }
-if DEVICE != "cuda":
+if DEVICE == "cpu":
+    TREES |= {
+        "deep": ([length * 13 for length in DEEP[0]], DEEP[1]),
+        "comb": ([65, 40] * 4, [-1 if i == 0 else i - 1 if i % 2 else i - 2 for i in range(8)]),
+        "turns": ([208] + [20, 128] * 4, [-1] + [2 * (i // 2) for i in range(8)]),
+        "bush": ([200] + [33] * 16, [-1] + [0] * 16),
+        "bush of bushes": (
+            [90] + [40, *[7] * 15] * 3,
+            [-1] + [one for b in range(3) for one in (0, *[16 * b + 1] * 15)],
+        ),
+        "forest": random_tree(1, 25, 70, 0.4),
+    }
+if not HAS_KERNELS:
     TREES = {"deep": DEEP, "forest": random_tree(1, 12, 9, 0.4)}
 
 

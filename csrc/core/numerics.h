@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "ptx/approximate.h"
+
 namespace dualkv {
 
 constexpr float kLog2e = 1.4426950408889634f;
@@ -40,23 +42,8 @@ __device__ __forceinline__ float2 unpack2<__half>(uint32_t v) {
   return __half22float2(*reinterpret_cast<const __half2*>(&v));
 }
 
-// 2^x in one instruction; 2^-inf is 0.
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+using ptx::exp2_approx;
+using ptx::log2_approx;
+using ptx::reciprocal_approx;
 
 }  // namespace dualkv

@@ -1,0 +1,36 @@
+// Launches of kernels on the host, block after block. Stands in for the toolkit's header of this name.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda_runtime_api.h"
+#include "shared_memory.h"
+
+namespace host_cuda {
+
+inline uint64_t launches = 0;  // each has schedules of its own
+
+// `kernel<<<blocks, threads, shared_bytes, stream>>>(params...)`, in which a C++ compiler sees no call.
+template <typename... Params>
+struct Launch {
+  void (*kernel)(Params...);
+  unsigned blocks, threads;
+  size_t shared_bytes;
+
+  void operator()(const std::common_type_t<Params>&... params) const {
+    seed(++launches);
+    gridDim = {blocks, 1, 1};
+    for (unsigned block = 0; block < blocks; ++block) {
+      blockIdx = {block, 1, 1};
+      poison_shared(shared_bytes);
+      run_block(static_cast<int>(threads), [&] { kernel(params...); });
+    }
+  }
+};
+
+template <typename... Params>
+Launch<Params...> launch(void (*kernel)(Params...), unsigned blocks, unsigned threads, size_t shared_bytes, cudaStream_t) {
+  return {kernel, blocks, threads, shared_bytes};
+}
+
+}  // namespace host_cuda
