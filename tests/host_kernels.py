@@ -10,6 +10,7 @@ headers of csrc/ptx, a few instructions each, have twins in host_cuda/ptx.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import re
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 from extension import python_include
-from toolchain import HEAD_DIMS, CompileStep, host_compiler, kernel_sources, parallel_jobs, run_parallel
+from toolchain import CompileStep, host_compiler, kernel_sources, parallel_jobs, parse_head_dims, run_parallel
 
 from flash_attn_dualkv import ops
 
@@ -68,10 +69,18 @@ def compile_step(source: Path, options: tuple[str, ...]) -> CompileStep:
 
 
 def build() -> Path:
-    """The module, compiled anew where something has changed."""
+    """The module, compiled anew where something has changed. One process at a time: others wait and find it made."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _build()
+
+
+def _build() -> Path:
     csrc = copy_sources()
     device = ("-O3", "-D__CUDACC__", "-D__CUDA_ARCH__=900", "-include", "cuda_runtime.h", "-xc++")
-    steps = [compile_step(source.path, device) for source in kernel_sources(csrc.parent, HEAD_DIMS)]
+    head_dims = parse_head_dims(os.environ.get("DUALKV_HEAD_DIMS", ""))
+    steps = [compile_step(source.path, device) for source in kernel_sources(csrc.parent, head_dims)]
     torch_folder = Path(torch.__file__).parent
     includes = (torch_folder / "include", torch_folder / "include/torch/csrc/api/include", python_include())
     host = ["-O1", f"-I{HOST_CUDA / 'torch_cuda'}", *(part for one in includes for part in ("-isystem", str(one)))]
@@ -80,7 +89,10 @@ def build() -> Path:
     steps = [compile_step(source, tuple(host)) for source in csrc.rglob("*.cpp")] + steps
     run_parallel(steps, parallel_jobs(os.environ))
     output = FOLDER / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    command = [*shlex.split(host_compiler()), "-shared", "-o", str(output), *(str(step.output) for step in steps)]
+    objects = [step.output for step in steps]
+    if output.exists() and output.stat().st_mtime > max(one.stat().st_mtime for one in objects):
+        return output  # another process may have loaded it
+    command = [*shlex.split(host_compiler()), "-shared", "-o", str(output), *map(str, objects)]
     command += [f"-L{torch_folder / 'lib'}", *(f"-l{name}" for name in ("c10", "torch", "torch_cpu", "torch_python"))]
     subprocess.run(command, check=True)
     return output
@@ -97,7 +109,7 @@ def load() -> ModuleType:
 
 
 def install() -> None:
-    """Makes them what flash_attn_dualkv calls in this process for CPU tensors of 16 bits; wider ones have no kernels."""
+    """Makes them what flash_attn_dualkv calls in this process for CPU tensors of 16 bits; others have no kernels."""
     ops._C = load()
     library = torch.library.Library("flash_attn_dualkv", "IMPL")
     _libraries.append(library)

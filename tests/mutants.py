@@ -8,7 +8,7 @@ The mutants are in mutants.txt:
     + what takes its place (without such a line nothing)
 
 The tree is copied to a temporary folder first. For the kernels it is built there with one head dim alone, and again
-after each change.
+after each change: for the GPU where there is one of Hopper, else for the host (host_kernels.py).
 """
 
 from __future__ import annotations
@@ -44,8 +44,13 @@ class Mutant:
     new: str = ""
 
     @property
-    def needs_gpu(self) -> bool:
+    def is_of_kernels(self) -> bool:
         return not self.file.endswith(".py") and self.tests not in COMPILED_FOR_THE_HOST
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Its tests do: they ask which device it is, or need more memory than a host has."""
+        return self.tests == "tests/test_cuda.py" or self.select == "past_2_31"
 
     @property
     def head_dim(self) -> int:
@@ -93,11 +98,15 @@ class Tree:
         for name in FILES:
             shutil.copy(ROOT / name, self.root / name)
         self.environment = {**os.environ, **settings}
-        self.environment["PYTHONPATH"] = os.pathsep.join([str(self.root), str(self.root / "tests")])
+        places = [self.root / name for name in ("", "tests", "tools", "benchmarks")]
+        self.environment["PYTHONPATH"] = os.pathsep.join(map(str, places))
 
     def build(self) -> None:
         """Compiles the extension into the tree. CalledProcessError if that fails."""
-        command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+        if self.environment.get("DUALKV_TEST_DEVICE") == "host":
+            command = [sys.executable, "-c", "import host_kernels; host_kernels.build()"]
+        else:
+            command = [sys.executable, "setup.py", "build_ext", "--inplace"]
         subprocess.run(command, cwd=self.root, env=self.environment, check=True, capture_output=True, text=True)
 
     def test(self, tests: str, select: str) -> str:
@@ -126,7 +135,7 @@ class Tree:
         """Applies the mutant, builds, tests, and takes it back."""
         original = mutant.apply(self.root)
         try:
-            if mutant.needs_gpu:
+            if mutant.is_of_kernels:
                 self.build()
             outcome = self.test(mutant.tests, mutant.select)
         except subprocess.CalledProcessError as error:

@@ -32,6 +32,8 @@ PARTS = ("ragged", "split", "trees", "hostile")
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 TOOL_SECONDS = 1800
 
+synchronize: Callable[[], None] = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
+
 # racecheck knows neither that __syncwarp orders the accesses of a warp before the arrival of its first lane, nor what
 # bar.arrive orders: it reports hazards between accesses that these separate. For it every lane arrives, all warps wait.
 FOLLOWED = read_mutants("""
@@ -116,7 +118,7 @@ def run_call(name: str, batch: Batch, is_honest: bool) -> None:
         if is_honest and not bool(good.all()):
             raise AssertionError(f"{name}: {int((~good).sum())} of {good.numel()} values of {result_name} not finite")
     run(batch, deterministic=True)
-    torch.cuda.synchronize()
+    synchronize()
 
 
 def hostile_tables() -> Iterator[torch.Tensor]:
@@ -151,7 +153,7 @@ def run_hostile_tables(head_dim: int) -> None:
     for cu_seqlens, parents in product(numbers, numbers):
         out = flash_attn_tree_varlen_func(*leaves, cu_seqlens.to(DEVICE), parents[:7].to(DEVICE))
         torch.autograd.grad(out, leaves, batch.dout[:rows])
-    torch.cuda.synchronize()
+    synchronize()
 
 
 # A path of short nodes, whose last keys share tiles; a node of no keys, leaves at several depths, another root.

@@ -189,3 +189,4 @@ def test_classes_are_a_factor_of_two_wide(shim: ctypes.CDLL) -> None:
     assert [shim.class_of(cost, 64, 64) for cost in (64, 33, 32, 17, 16, 1)] == [0, 0, 1, 1, 2, 6]
     assert [shim.class_of(cost, 60, 1000) for cost in (60, 31, 30, 15, 1)] == [4, 4, 5, 6, 9]
     assert shim.class_of(1, 1 << 20, 1 << 20) == shim.class_of(1, 8, 1 << 20) == 11
+    assert [shim.class_of(0, *longest) for longest in ((0, 0), (0, 9), (9, 9))] == [0, 11, 11]

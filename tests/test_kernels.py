@@ -30,7 +30,7 @@ from groups import (
     run,
     shrink,
 )
-from launches import DEVICE, GPU_MARKS, kernel_families, kernels_ran, poison_free_memory, use_kernels
+from launches import DEVICE, GPU_MARKS, HAS_KERNELS, kernel_families, kernels_ran, poison_free_memory, use_kernels
 from torch import Tensor
 
 pytestmark = GPU_MARKS
@@ -110,7 +110,7 @@ SHARED_GRADIENT_SHAPES = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("head_dim", "heads"), SHARED_GRADIENT_SHAPES)
-@pytest.mark.parametrize("copies", [64] if DEVICE == "cuda" else [5])
+@pytest.mark.parametrize("copies", [64] if HAS_KERNELS else [5])
 def test_shared_context_gradient(copies: int, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
     """Data on which sums in 16 bits fail the rule (test_oracle.py shows that they do)."""
     options = dict(head_dim=head_dim, heads=heads, dtype=dtype, device=DEVICE)

@@ -210,6 +210,7 @@ EMPTY = {
     "empty sequences of a context": (Group(20, ((0, 0), (0, 0))), Group(0, ((0, 0),))),
     "queries without keys": (Group(0, ((5, 0), (3, 0))),),
     "keys without queries": (Group(20, ((0, 7), (0, 1))),),
+    "queries and keys that do not meet": (Group(0, ((5, 0), (0, 7))),),
     "a context for one row": (Group(20, ((1, 0),)),),
     "one key for one row": (Group(0, ((1, 1),)),),
 }

@@ -1,7 +1,7 @@
 """The mutants of mutants.txt fit the sources, and the tests catch theirs.
 
 Quick are one of Python and one for each file of tests that are compiled for the host; -m slow runs the others. Those of
-the kernels need a GPU and nvcc, and a build each: -m slow -k csrc/sm90 are those of a folder.
+the kernels need a build each: -m slow -k csrc/sm90 are those of a folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from test_geometry import COMPILER
 MUTANTS = read_mutants(TABLE.read_text())
 FIRST_OF_KIND: dict[str, Mutant] = {}
 for one in MUTANTS:
-    if not one.needs_gpu:
+    if not one.is_of_kernels:
         FIRST_OF_KIND.setdefault(one.tests if one.tests in COMPILED_FOR_THE_HOST else "Python", one)
 
 
@@ -35,14 +35,14 @@ def test_mutant_fits_sources_and_tests(mutant: Mutant, tmp_path: Path) -> None:
 
 
 def marks(mutant: Mutant) -> list[pytest.MarkDecorator]:
-    slow = [] if mutant in FIRST_OF_KIND.values() else [pytest.mark.slow]
-    return [*slow, pytest.mark.gpu] if mutant.needs_gpu else slow
+    return [] if mutant in FIRST_OF_KIND.values() else [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Tree]:
     """Of a head dim the tree that is built for it."""
-    return cache(lambda head_dim: Tree(tmp_path_factory.mktemp("mutants"), DUALKV_HEAD_DIMS=str(head_dim)))
+    place = {} if has_hopper() else {"DUALKV_TEST_DEVICE": "host"}
+    return cache(lambda head_dim: Tree(tmp_path_factory.mktemp("mutants"), DUALKV_HEAD_DIMS=str(head_dim), **place))
 
 
 @cache
@@ -54,12 +54,12 @@ def unchanged(tree: Tree, tests: str, select: str) -> str:
 
 @pytest.mark.parametrize("mutant", [pytest.param(m, marks=marks(m), id=f"{m.file}: {m.name}") for m in MUTANTS])
 def test_tests_catch_their_mutants(mutant: Mutant, trees: Callable[[int], Tree]) -> None:
-    if COMPILER is None and mutant.tests in COMPILED_FOR_THE_HOST:
+    if COMPILER is None and (mutant.tests in COMPILED_FOR_THE_HOST or mutant.is_of_kernels):
         pytest.skip("no C++ compiler")
-    if "sm90" in mutant.select and not has_hopper():
-        pytest.skip("needs a GPU of compute capability 9.x")
+    if mutant.needs_gpu and not has_hopper():
+        pytest.skip("its tests need a GPU of compute capability 9.x")
     tree = trees(mutant.head_dim)
-    if mutant.needs_gpu:
+    if mutant.is_of_kernels:
         assert unchanged(tree, mutant.tests, mutant.select) == "passed", tree.output
     assert tree.verdict(mutant) == "caught"
 

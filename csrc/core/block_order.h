@@ -49,10 +49,11 @@ namespace dualkv {
 
 constexpr int kCostClasses = 12;  // the last one holds whatever is shorter
 
-// Class c holds the costs in (longest / 2^(c + 1), longest / 2^c].
+// Class c holds the costs in (longest / 2^(c + 1), longest / 2^c]. Class 0 is never empty: not where nothing costs anything
+// either, because no query sees a key.
 DUALKV_HD int cost_class(int cost, int longest) {
   int index = 0;
-  while (index < kCostClasses - 1 && cost <= longest >> (index + 1)) ++index;
+  while (index < kCostClasses - 1 && cost < longest && cost <= longest >> (index + 1)) ++index;
   return index;
 }
 

@@ -12,7 +12,8 @@ inline void tma_load_3d(uint32_t shared, const CUtensorMap& map, uint32_t barrie
   const int row_bytes = static_cast<int>(map.box[0] * map.element_bytes);
   const int bytes = row_bytes * static_cast<int>(map.box[1] * map.box[2]);
   host_cuda::shared_pointer(shared, bytes, 1024);
-  host_cuda::defer([=, &map, &completed = barrier_at(barrier)] {
+  // The thread may have ended by then, and its parameters with it.
+  host_cuda::defer([=, map = map, &completed = barrier_at(barrier)] {
     uint32_t address = shared;
     for (int64_t r = row; r < row + int64_t{map.box[2]}; ++r) {
       for (int64_t h = head; h < head + int64_t{map.box[1]}; ++h, address += row_bytes) {
