@@ -53,7 +53,7 @@ struct BackwardColumnConsumer : BackwardWideConsumer<T, Config, Config::kColumns
       this->issue_scores(x, shared.q(q.stage));
       this->load_statistic(lse, shared.lse(q.stage));
       ptx::wgmma_wait<0>();
-      ptx::pin(x);
+      this->score_products.take(x);
       this->send_probabilities(lse, is_masked, step);
       ptx::fence_async_proxy();  // another Q is copied to where P is
       shared.q_ready(q.stage).release(lane);
@@ -72,7 +72,7 @@ struct BackwardColumnConsumer : BackwardWideConsumer<T, Config, Config::kColumns
       this->issue_dp(x, shared.dout(dout.stage));
       this->load_statistic(delta, shared.delta(dout.stage));
       ptx::wgmma_wait<0>();
-      ptx::pin(x);
+      this->dp_products.take(x);
       shared.dout_ready(dout.stage).release(lane);
       this->differentiate(delta, is_masked, step);
       this->issue_accumulate(sum, operand, from_column<TileQ>(shared.q(q.stage), shared.column));

@@ -113,16 +113,12 @@ struct BackwardDqConsumer {
   float dq[1][kColumns / 8][4];
   uint32_t ds[kBlockN / 16][4];
 
-  // acc = X Y^T of this warpgroup's rows of Q or dO, and K or V.
-  template <class TileX, class TileY>
-  __device__ __forceinline__ void issue_product(float (&acc)[1][kBlockN / 8][4], uint32_t q_tile, uint32_t kv_tile) {
+  RowProducts<T, TileQ, TileK, kBlockN / 8> score_products;
+  RowProducts<T, TileDo, TileV, kBlockN / 8> dp_products;
+
+  __device__ __forceinline__ void issue_scores(int steps_done, int k_stage) {
     ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < TileX::kCols / 16; ++step) {
-      ptx::Wgmma<T, kBlockN>::template ss<0, 0>(acc[0],
-                                                along_columns<TileX>(q_tile + group_row * TileX::kRowBytes, step),
-                                                along_columns<TileY>(kv_tile, step), step > 0);
-    }
+    score_products.issue(s[0], varying(shared.q(), steps_done) + group_row * TileQ::kRowBytes, shared.k(k_stage));
     ptx::wgmma_commit();
   }
 
@@ -181,7 +177,7 @@ struct BackwardDqConsumer {
   __device__ __forceinline__ void finish_step(const QueryBlock& work, const KvStep& step, int q_pos) {
     const bool is_masked = needs_mask(step, q_pos);
     ptx::wgmma_wait<1>();
-    ptx::pin(s[0]);
+    score_products.take(s[0]);
     exponentiate();
     ptx::pin(s[0]);
     // The compiler moves nothing across this branch: else it would move the exponentials behind the wait for dP, and
@@ -189,7 +185,7 @@ struct BackwardDqConsumer {
     if (is_masked) mask(s, work, step.tile);
     if (p.shape.softcap.exists()) multiply_by_slope(s[0], lse_log2, p.shape.softcap);
     ptx::wgmma_wait<0>();
-    ptx::pin(dp[0]);
+    dp_products.take(dp[0]);
     shared.v_ready(v_state.stage).release(lane);
     v_state.advance();
 #pragma unroll
@@ -204,13 +200,15 @@ struct BackwardDqConsumer {
 
   __device__ __forceinline__ void issue_dp(int steps_done) {
     shared.v_ready(v_state.stage).wait_full(v_state.phase);
-    issue_product<TileDo, TileV>(dp, varying(shared.dout(), steps_done), shared.v(v_state.stage));
+    ptx::wgmma_fence();
+    dp_products.issue(dp[0], varying(shared.dout(), steps_done) + group_row * TileDo::kRowBytes, shared.v(v_state.stage));
+    ptx::wgmma_commit();
   }
 
   // The products of a step before dQ of the last one is left, and those behind it.
   __device__ __forceinline__ void issue_early(int steps_done, int k_stage) {
     if constexpr (kRole == DqRole::dp) return issue_dp(steps_done);
-    issue_product<TileQ, TileK>(s, varying(shared.q(), steps_done), shared.k(k_stage));
+    issue_scores(steps_done, k_stage);
   }
   __device__ __forceinline__ void issue_late(int steps_done) {
     if constexpr (kRole == DqRole::all) issue_dp(steps_done);
@@ -241,7 +239,7 @@ struct BackwardDqConsumer {
   __device__ __forceinline__ void finish_scores(const QueryBlock& work, const KvStep& step, int q_pos) {
     const bool is_masked = needs_mask(step, q_pos);
     ptx::wgmma_wait<0>();
-    ptx::pin(s[0]);
+    score_products.take(s[0]);
     exponentiate();
     if (p.shape.softcap.exists()) multiply_by_slope(s[0], lse_log2, p.shape.softcap);
     meet();
@@ -264,7 +262,7 @@ struct BackwardDqConsumer {
 
   __device__ __forceinline__ void finish_dp() {
     ptx::wgmma_wait<0>();
-    ptx::pin(dp[0]);
+    dp_products.take(dp[0]);
 #pragma unroll
     for (int j = 0; j < kBlockN / 8; ++j) ptx::store_shared_float4(place_of_dp(j), dp[0][j]);
     meet();

@@ -141,7 +141,6 @@ struct ForwardConsumer {
   using TileV = typename Config::TileV;
   static constexpr int kSharers = Config::kSharers, kColumns = Config::kHeadDimV / kSharers;
   static constexpr int kBlockN = Config::kBlockN;
-  static constexpr int kSteps = Config::kHeadDim / 16;
   using Softmax = OnlineSoftmax<1, 8>;
 
   const QueryShared<Config>& shared;
@@ -157,10 +156,7 @@ struct ForwardConsumer {
   PipelineState<Config::kStagesV> v_state;
   PipelineState<1> q_state;
   float s[1][kBlockN / 8][4];
-  // Tensor cores truncate what they add to a sum, 16 products at a time. Scores of wide heads are two sums, so that they
-  // are as exact as those of heads half as wide.
-  static constexpr bool kHalves = Config::kHeadDim > 256;
-  float second_half[kHalves ? kBlockN / 8 : 1][4];
+  RowProducts<T, TileQ, TileK, kBlockN / 8> scores;
   float o[1][kColumns / 8][4];
   uint32_t probabilities[kBlockN / 16][4];
 
@@ -172,31 +168,8 @@ struct ForwardConsumer {
     const uint32_t queries = kSharers > 1 ? varying(shared.q(), k_state.stage) : shared.q();
     const uint32_t q = queries + group_row * TileQ::kRowBytes, k = shared.k(k_state.stage);
     ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < (kHalves ? kSteps / 2 : kSteps); ++step) {
-      ptx::Wgmma<T, kBlockN>::template ss<0, 0>(s[0], along_columns<TileQ>(q, step), along_columns<TileK>(k, step),
-                                                step > 0);
-    }
-    if constexpr (kHalves) {
-#pragma unroll
-      for (int step = kSteps / 2; step < kSteps; ++step) {
-        ptx::Wgmma<T, kBlockN>::template ss<0, 0>(second_half, along_columns<TileQ>(q, step),
-                                                  along_columns<TileK>(k, step), step > kSteps / 2);
-      }
-    }
+    scores.issue(s[0], q, k);
     ptx::wgmma_commit();
-  }
-
-  // Behind the wait for them.
-  __device__ __forceinline__ void take_scores() {
-    ptx::pin(s[0]);
-    if constexpr (kHalves) {
-      ptx::pin(second_half);
-#pragma unroll
-      for (int j = 0; j < kBlockN / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[0][j][e] += second_half[j][e];
-    }
   }
 
   __device__ __forceinline__ void issue_output(bool accumulate) {
@@ -301,7 +274,7 @@ struct ForwardConsumer {
     KvStep now = first_step(work.q_tile.q_pos + min_int(work.q_tile.rows - 1, query_of(63)));
     issue_scores();
     ptx::wgmma_wait<0>();
-    take_scores();
+    scores.take(s[0]);
     release_k();
     mask(work, now, q_pos);
     softmax.raise_maximum(s, scale_log2, rescale);
@@ -318,7 +291,7 @@ struct ForwardConsumer {
       now = step();
       accumulate = true;
       ptx::wgmma_wait<1>();
-      take_scores();
+      scores.take(s[0]);
       release_k();
       mask(work, now, q_pos);
       const bool moved = softmax.raise_maximum(s, scale_log2, rescale);

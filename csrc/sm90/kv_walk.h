@@ -184,22 +184,18 @@ struct KvWarpgroup {
   __device__ __forceinline__ uint32_t k_tile() const { return varying(shared.k(), steps_done); }
   __device__ __forceinline__ uint32_t v_tile() const { return varying(shared.v(), steps_done); }
 
-  // acc = X Y^T of this warpgroup's keys of K or V, and Q or dO.
-  template <class TileX, class TileY>
-  __device__ __forceinline__ void issue_transposed(Scores& acc, uint32_t kv_tile, uint32_t q_tile) const {
+  // S^T and dP^T of this warpgroup's keys.
+  RowProducts<T, TileK, TileQ, kBlockM / 8> score_products;
+  RowProducts<T, TileV, TileDo, kBlockM / 8> dp_products;
+  __device__ __forceinline__ void issue_scores(Scores& s, uint32_t q_tile) {
     ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < TileX::kCols / 16; ++step) {
-      ptx::Wgmma<T, kBlockM>::template ss<0, 0>(acc, along_columns<TileX>(kv_tile + first_key * TileX::kRowBytes, step),
-                                                along_columns<TileY>(q_tile, step), step > 0);
-    }
+    score_products.issue(s, k_tile() + first_key * TileK::kRowBytes, q_tile);
     ptx::wgmma_commit();
   }
-  __device__ __forceinline__ void issue_scores(Scores& s, uint32_t q_tile) const {
-    issue_transposed<TileK, TileQ>(s, k_tile(), q_tile);
-  }
-  __device__ __forceinline__ void issue_dp(Scores& dp, uint32_t dout_tile) const {
-    issue_transposed<TileV, TileDo>(dp, v_tile(), dout_tile);
+  __device__ __forceinline__ void issue_dp(Scores& dp, uint32_t dout_tile) {
+    ptx::wgmma_fence();
+    dp_products.issue(dp, v_tile() + first_key * TileV::kRowBytes, dout_tile);
+    ptx::wgmma_commit();
   }
 
   // acc += A Y: A is P^T or dS^T, Y is dO or Q.

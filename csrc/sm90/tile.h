@@ -39,6 +39,43 @@ __device__ __forceinline__ uint32_t from_column(uint32_t tile, int column) {
   return tile + column / Tile::kPanelCols * Tile::kPanelBytes;
 }
 
+// Rows of X times rows of Y, over all columns: scores, or dP. Tensor cores truncate what they add to a sum, 16 products at a
+// time. Over more than 256 columns it is made of two, so that it is as exact as that of heads half as wide.
+template <typename T, class TileX, class TileY, int kN8>
+struct RowProducts {
+  static constexpr int kSteps = TileX::kCols / 16;
+  static constexpr bool kHalves = TileX::kCols > 256;
+  float second_half[kHalves ? kN8 : 1][4];
+
+  // To be committed with whatever else the caller issues.
+  __device__ __forceinline__ void issue(float (&acc)[kN8][4], uint32_t x, uint32_t y) {
+#pragma unroll
+    for (int step = 0; step < (kHalves ? kSteps / 2 : kSteps); ++step) {
+      ptx::Wgmma<T, kN8 * 8>::template ss<0, 0>(acc, along_columns<TileX>(x, step), along_columns<TileY>(y, step),
+                                                step > 0);
+    }
+    if constexpr (kHalves) {
+#pragma unroll
+      for (int step = kSteps / 2; step < kSteps; ++step) {
+        ptx::Wgmma<T, kN8 * 8>::template ss<0, 0>(second_half, along_columns<TileX>(x, step),
+                                                  along_columns<TileY>(y, step), step > kSteps / 2);
+      }
+    }
+  }
+
+  // Behind the wait for them.
+  __device__ __forceinline__ void take(float (&acc)[kN8][4]) {
+    ptx::pin(acc);
+    if constexpr (kHalves) {
+      ptx::pin(second_half);
+#pragma unroll
+      for (int j = 0; j < kN8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[j][e] += second_half[j][e];
+    }
+  }
+};
+
 // `address` itself, since step >> 30 is 0, but the compiler does not know that. Otherwise it computes the descriptors
 // of a tile that never changes once, before the loop, and spills them.
 __device__ __forceinline__ uint32_t varying(uint32_t address, int step) { return address + (step >> 30); }
