@@ -3,9 +3,9 @@
     DUALKV_TEST_DEVICE=host pytest tests/test_tree_kernels.py
 
 What is checked is the code of the kernels: which bytes they read and write, what they compute, how exactly (sums are
-truncated, as by tensor cores), and whether it depends on who is early and who is late. What is not: what nvcc makes of
-it, fences between the ways to shared memory, and blocks that run at the same time, for here one follows the other. The
-headers of csrc/ptx, a few instructions each, have twins in host_cuda/ptx.
+truncated, as by tensor cores), whether it depends on who is early and who is late, and the fences between the ways to
+shared memory. What is not: what nvcc makes of it, and blocks that run at the same time, for here one follows the other.
+The headers of csrc/ptx, a few instructions each, have twins in host_cuda/ptx.
 """
 
 from __future__ import annotations

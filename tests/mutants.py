@@ -2,7 +2,7 @@
 
 The mutants are in mutants.txt:
 
-    @ a file of tests | pytest's -k (or neither), for those that follow
+    @ a file of tests | pytest's -k (or neither) | host (only there they are sure to be noticed), for those that follow
     # source: what the change does
     - text that stands once in the source
     + what takes its place (without such a line nothing)
@@ -42,6 +42,7 @@ class Mutant:
     select: str = ""  # pytest's -k
     old: str = ""
     new: str = ""
+    only_on_host: bool = False
 
     @property
     def is_of_kernels(self) -> bool:
@@ -71,14 +72,14 @@ class Mutant:
 def read_mutants(text: str) -> list[Mutant]:
     """The mutants of a table in the format of mutants.txt."""
     mutants: list[Mutant] = []
-    tests = select = ""
+    tests = select = place = ""
     for line in text.splitlines():
         kind, rest = line[:2], line[2:]
         if kind == "@ ":
-            tests, _, select = rest.partition(" | ")
+            tests, select, place = (*rest.split(" | "), "", "")[:3]
         elif kind == "# ":
             file, _, name = rest.partition(": ")
-            mutants.append(Mutant(name, file, tests, select))
+            mutants.append(Mutant(name, file, tests, select, only_on_host=place == "host"))
         elif kind == "- ":
             mutants[-1].old = "\n".join(filter(None, [mutants[-1].old, rest]))
         elif kind == "+ ":

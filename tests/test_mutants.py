@@ -39,10 +39,15 @@ def marks(mutant: Mutant) -> list[pytest.MarkDecorator]:
 
 
 @pytest.fixture(scope="module")
-def trees(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Tree]:
-    """Of a head dim the tree that is built for it."""
-    place = {} if has_hopper() else {"DUALKV_TEST_DEVICE": "host"}
-    return cache(lambda head_dim: Tree(tmp_path_factory.mktemp("mutants"), DUALKV_HEAD_DIMS=str(head_dim), **place))
+def trees(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool], Tree]:
+    """Of a head dim the tree that is built for it: for the host, or else for the GPU here."""
+
+    @cache
+    def tree(head_dim: int, on_host: bool) -> Tree:
+        place = {"DUALKV_TEST_DEVICE": "host"} if on_host else {}
+        return Tree(tmp_path_factory.mktemp("mutants"), DUALKV_HEAD_DIMS=str(head_dim), **place)
+
+    return tree
 
 
 @cache
@@ -53,21 +58,21 @@ def unchanged(tree: Tree, tests: str, select: str) -> str:
 
 
 @pytest.mark.parametrize("mutant", [pytest.param(m, marks=marks(m), id=f"{m.file}: {m.name}") for m in MUTANTS])
-def test_tests_catch_their_mutants(mutant: Mutant, trees: Callable[[int], Tree]) -> None:
+def test_tests_catch_their_mutants(mutant: Mutant, trees: Callable[[int, bool], Tree]) -> None:
     if COMPILER is None and (mutant.tests in COMPILED_FOR_THE_HOST or mutant.is_of_kernels):
         pytest.skip("no C++ compiler")
     if mutant.needs_gpu and not has_hopper():
         pytest.skip("its tests need a GPU of compute capability 9.x")
-    tree = trees(mutant.head_dim)
+    tree = trees(mutant.head_dim, mutant.only_on_host or not has_hopper())
     if mutant.is_of_kernels:
         assert unchanged(tree, mutant.tests, mutant.select) == "passed", tree.output
     assert tree.verdict(mutant) == "caught"
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-def test_a_mutant_that_changes_nothing_survives(trees: Callable[[int], Tree]) -> None:
+def test_a_mutant_that_changes_nothing_survives(trees: Callable[[int, bool], Tree]) -> None:
     harmless = Mutant("harmless", "csrc/core/nodes.h", "tests/test_geometry.py", "by_hand", "#pragma", "#pragma ")
-    assert trees(harmless.head_dim).verdict(harmless) == "SURVIVED"
+    assert trees(harmless.head_dim, True).verdict(harmless) == "SURVIVED"
 
 
 def test_a_text_that_does_not_stand_once_is_an_error(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(address);
 }
 
-inline void store_shared_32(uint32_t address, uint32_t value) { host_cuda::shared_at<uint32_t>(address) = value; }
+inline void store_shared_32(uint32_t address, uint32_t value) {
+  std::memcpy(host_cuda::written_pointer(address, 4, 4), &value, 4);
+}
 inline void store_shared_128(uint32_t address, const uint4& v) {
-  std::memcpy(host_cuda::shared_pointer(address, 16, 16), &v, 16);
+  std::memcpy(host_cuda::written_pointer(address, 16, 16), &v, 16);
 }
 
 inline uint4 load_shared_128(uint32_t address) {
@@ -26,7 +28,7 @@ inline void load_shared_float4(float (&v)[4], uint32_t address) {
   std::memcpy(v, host_cuda::shared_pointer(address, 16, 16), 16);
 }
 inline void store_shared_float4(uint32_t address, const float (&v)[4]) {
-  std::memcpy(host_cuda::shared_pointer(address, 16, 16), v, 16);
+  std::memcpy(host_cuda::written_pointer(address, 16, 16), v, 16);
 }
 
 inline void reduce_add_v4(float* address, const float (&v)[4]) {

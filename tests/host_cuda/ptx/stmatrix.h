@@ -10,6 +10,7 @@ inline void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
     uint32_t address;
     const uint32_t* words;
   } mine{address, r};
+  host_cuda::written_pointer(address, 16, 16);
   host_cuda::together(0xffffffffu, mine, "stmatrix", [](auto of) {
     for (int lane = 0; lane < 32; ++lane)
       for (int tile = 0; tile < 4; ++tile)

@@ -20,12 +20,11 @@ inline void tma_load_3d(uint32_t shared, const CUtensorMap& map, uint32_t barrie
         const bool inside = r >= 0 && r < static_cast<int64_t>(map.sizes[2]) && h >= 0 &&
                             h < static_cast<int64_t>(map.sizes[1]);
         for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-          uint8_t* to = host_cuda::shared_memory + host_cuda::swizzled(address + chunk * 16);
           // Head dims are multiples of 8: a chunk exists as a whole or not at all.
           const int64_t c = int64_t{column} + chunk * 8;
           const bool exists = inside && c >= 0 && c < static_cast<int64_t>(map.sizes[0]);
           const uint8_t* from = map.data + r * map.strides[1] + h * map.strides[0] + c * 2;
-          exists ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);
+          host_cuda::write_behind_fences(host_cuda::swizzled(address + chunk * 16), exists ? from : nullptr);
         }
       }
     }
@@ -41,7 +40,9 @@ inline void check_bulk(const void* global, uint32_t shared, int bytes) {
 inline void bulk_load(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
   check_bulk(global, shared, bytes);
   host_cuda::defer([=, &completed = barrier_at(barrier)] {
-    std::memcpy(host_cuda::shared_memory + shared, global, bytes);
+    for (int i = 0; i < bytes; i += 16) {
+      host_cuda::write_behind_fences(shared + i, static_cast<const uint8_t*>(global) + i);
+    }
     completed.complete(bytes);
   });
 }
@@ -49,8 +50,9 @@ inline void bulk_load(uint32_t shared, const void* global, int bytes, uint32_t b
 inline void bulk_reduce_add(float* global, uint32_t shared, int bytes) {
   check_bulk(global, shared, bytes);
   host_cuda::defer([=] {
-    const float* from = reinterpret_cast<const float*>(host_cuda::shared_memory + shared);
-    for (int i = 0; i < bytes / 4; ++i) global[i] += from[i];
+    for (int i = 0; i < bytes / 4; ++i) {
+      global[i] += reinterpret_cast<const float*>(host_cuda::read_behind_fences(shared + i / 4 * 16))[i % 4];
+    }
   });
 }
 

@@ -21,7 +21,8 @@ void read_operand(uint64_t descriptor, int size, Store store) {
       const uint32_t address = kIsMajor ? begin + i / 64 * panel_bytes + i % 64 * 2 + k % 8 * 128 + k / 8 * group_bytes
                                         : begin + i / 8 * group_bytes + i % 8 * 128 + k * 2;
       T values[8];
-      std::memcpy(values, host_cuda::shared_pointer(host_cuda::swizzled(address), 16, 16), 16);
+      host_cuda::shared_pointer(host_cuda::swizzled(address), 16, 16);
+      std::memcpy(values, host_cuda::read_behind_fences(host_cuda::swizzled(address)), 16);
       for (int e = 0; e < 8; ++e) store(kIsMajor ? i + e : i, kIsMajor ? k : k + e, host_cuda::to_float(values[e]));
     }
 }
