@@ -17,6 +17,7 @@ import re
 import shlex
 import subprocess
 import sysconfig
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -113,11 +114,13 @@ def install() -> None:
     ops._C = load()
     library = torch.library.Library("flash_attn_dualkv", "IMPL")
     _libraries.append(library)
-    for name, table, place_of_q in (("forward", ops._FORWARD, 0), ("backward", ops._BACKWARD, 2)):
-        table["cpu"] = partial(_run, table["cuda"], table["cpu"], place_of_q)
-        library.impl(name, table["cpu"], "CPU", allow_override=True)
-    library.impl("sequence_nodes", ops._sequence_nodes_cuda, "CPU", allow_override=True)
-    library.impl("tree_nodes", ops._tree_nodes_cuda, "CPU", allow_override=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that these take the place of others
+        for name, table, place_of_q in (("forward", ops._FORWARD, 0), ("backward", ops._BACKWARD, 2)):
+            table["cpu"] = partial(_run, table["cuda"], table["cpu"], place_of_q)
+            library.impl(name, table["cpu"], "CPU", allow_override=True)
+        library.impl("sequence_nodes", ops._sequence_nodes_cuda, "CPU", allow_override=True)
+        library.impl("tree_nodes", ops._tree_nodes_cuda, "CPU", allow_override=True)
 
 
 def _run(kernels: Callable[..., Any], reference: Callable[..., Any], place_of_q: int, *arguments: Any) -> Any:

@@ -12,7 +12,16 @@ import oracle
 import pytest
 import torch
 from groups import Batch, Group, Results, build_groups, pack, run
-from launches import CONFIGURATIONS, DEVICE, GPU_MARKS, configurations, kernels, needs_kernels, poison_free_memory  # noqa: F401
+from launches import (  # noqa: F401
+    CONFIGURATIONS,
+    DEVICE,
+    GPU_MARKS,
+    configurations,
+    kernels,
+    needs_gpu,
+    needs_kernels,
+    poison_free_memory,
+)
 from test_kernels_properties import MIXED, SMALL, Options, both_masks, check_both_modes, split_owner_batch
 from torch import Tensor
 
@@ -221,7 +230,7 @@ def test_tensors_past_2_31_elements(names: tuple[str, ...], deterministic: bool)
 # --- hostile offsets ----------------------------------------------------------------------------------------------
 
 
-@needs_kernels
+@needs_gpu
 def test_hostile_offsets_neither_crash_nor_hang() -> None:
     """In another process, because an access outside a tensor would spoil this one. sanitize.py looks closer."""
     command = [sys.executable, str(SANITIZE), "hostile", "--head-dim", "64", "--head-dim", "256"]
