@@ -156,7 +156,7 @@ struct ForwardConsumer {
   PipelineState<Config::kStagesV> v_state;
   PipelineState<1> q_state;
   float s[1][kBlockN / 8][4];
-  RowProducts<T, TileQ, TileK, kBlockN / 8> scores;
+  RowProducts<T, TileQ, TileK, kBlockN / 8, 1> scores;
   float o[1][kColumns / 8][4];
   uint32_t probabilities[kBlockN / 16][4];
 

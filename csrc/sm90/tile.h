@@ -40,25 +40,30 @@ __device__ __forceinline__ uint32_t from_column(uint32_t tile, int column) {
 }
 
 // Rows of X times rows of Y, over all columns: scores, or dP. Tensor cores truncate what they add to a sum, 16 products at a
-// time. Over more than 256 columns it is made of two, so that it is as exact as that of heads half as wide.
-template <typename T, class TileX, class TileY, int kN8>
+// time. Over 512 columns it is made of three, each shorter than that of heads half as wide, so that it is as exact. kBeside:
+// how many of them there are registers for beside the first.
+template <typename T, class TileX, class TileY, int kN8, int kBeside = 2>
 struct RowProducts {
-  static constexpr int kSteps = TileX::kCols / 16;
-  static constexpr bool kHalves = TileX::kCols > 256;
-  float second_half[kHalves ? kN8 : 1][4];
+  static constexpr int kSteps = TileX::kCols / 16, kSums = TileX::kCols > 256 ? 3 : 1;
+  static constexpr int kStepsOfSum = ceil_div(kSteps, kSums);
+  float beside[kSums > 1 ? kBeside : 1][kN8][4];
 
-  // To be committed with whatever else the caller issues.
+  // To be committed with whatever else the caller issues. Where registers are short nothing else may be in flight before:
+  // it waits for two sums before it issues the third.
   __device__ __forceinline__ void issue(float (&acc)[kN8][4], uint32_t x, uint32_t y) {
 #pragma unroll
-    for (int step = 0; step < (kHalves ? kSteps / 2 : kSteps); ++step) {
-      ptx::Wgmma<T, kN8 * 8>::template ss<0, 0>(acc, along_columns<TileX>(x, step), along_columns<TileY>(y, step),
-                                                step > 0);
-    }
-    if constexpr (kHalves) {
+    for (int sum = 0; sum < kSums; ++sum) {
+      if (sum > kBeside) {
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+        take(acc);
+        ptx::wgmma_fence();
+      }
 #pragma unroll
-      for (int step = kSteps / 2; step < kSteps; ++step) {
-        ptx::Wgmma<T, kN8 * 8>::template ss<0, 0>(second_half, along_columns<TileX>(x, step),
-                                                  along_columns<TileY>(y, step), step > kSteps / 2);
+      for (int step = sum * kStepsOfSum; step < kSteps && step < (sum + 1) * kStepsOfSum; ++step) {
+        ptx::Wgmma<T, kN8 * 8>::template ss<0, 0>(sum == 0 ? acc : beside[(sum - 1) % kBeside],
+                                                  along_columns<TileX>(x, step), along_columns<TileY>(y, step),
+                                                  step > sum * kStepsOfSum);
       }
     }
   }
@@ -66,12 +71,15 @@ struct RowProducts {
   // Behind the wait for them.
   __device__ __forceinline__ void take(float (&acc)[kN8][4]) {
     ptx::pin(acc);
-    if constexpr (kHalves) {
-      ptx::pin(second_half);
+    if constexpr (kSums > 1) {
 #pragma unroll
-      for (int j = 0; j < kN8; ++j)
+      for (int i = 0; i < kBeside; ++i) {
+        ptx::pin(beside[i]);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) acc[j][e] += second_half[j][e];
+        for (int j = 0; j < kN8; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) acc[j][e] += beside[i][j][e];
+      }
     }
   }
 };
