@@ -122,7 +122,9 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
     const auto selected = select_for<BackwardKernel<T>>(problem);
     const bool separate_dq = deterministic || !selected.kernel.sums_dq;
     const TileInfo& tiles = selected.kernel.tiles;
-    BackwardList list(problem, tiles, selected.padded.qk, !separate_dq);
+    const Pack pack =
+        tiles.packs_heads ? backward_pack(problem.shape.heads_per_group(), problem.shape.sees) : Pack{};
+    BackwardList list(problem, tiles, pack, selected.padded.qk, !separate_dq);
     list.prepare<T>(problem, gradients, out, dout, lse, dlse);
     selected.kernel.launch({problem.shape, list.nodes, list.work, view_of<const T>(problem.q),
                             view_of<const T>(dout), problem.kv.regions<const T>(), gradients.regions<T>(),
@@ -130,7 +132,7 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
                            problem.stream);
     count_launch(kernel_name(selected, "backward"));
     selected.kernel.convert({problem.shape, list.nodes, list.dq_sum, view_of<T>(dq), list.splits, list.dkv_slots,
-                             gradients.regions<T>(), tiles.block_n, selected.padded.qk},
+                             gradients.regions<T>(), tiles.block_n, selected.padded.qk, pack},
                             problem.stream);
     count_launch("dualkv_convert");
     if (separate_dq) backward_dq<T>(problem, dout, list.statistics, dq);

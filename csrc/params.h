@@ -72,17 +72,21 @@ struct ForwardParams {
 // What the backward needs of every query row: lse_log2 is LSE * log2(e), or 0 for a row that sees no key; `delta` is
 // rowsum(dO * O) - dLSE. Rows are padded to whole query tiles, and both are 0 in the padding.
 struct RowStatistics {
-  float* lse_log2;  // (num_heads, padded_rows)
-  float* delta;     // (num_heads, padded_rows)
+  float* lse_log2;  // (packs, padded_rows * heads of a pack)
+  float* delta;     // the same
   int64_t padded_rows;
+  Pack heads;  // that share a query tile of the kernel that reads both
 
   static constexpr int kPadding = 128;
 
   // Every 16 rows are stored in the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15: where queries are the columns of an
   // accumulator, these are the four of one thread, and it reads them with one load.
-  DUALKV_HD int64_t index(int head, int64_t row) const {
+  DUALKV_HD int64_t index_in_pack(int pack, int64_t row) const {
     const int within = row % 16;
-    return head * padded_rows + (row - within) + within % 8 / 2 * 4 + within / 8 * 2 + within % 2;
+    return (pack * padded_rows << heads.log2) + (row - within) + within % 8 / 2 * 4 + within / 8 * 2 + within % 2;
+  }
+  DUALKV_HD int64_t index(int head, int64_t row) const {
+    return index_in_pack(head >> heads.log2, (row << heads.log2) + heads.of_row(head));
   }
 };
 
@@ -95,7 +99,7 @@ struct BackwardParams {
   KvRegions<const T> kv;
   KvRegions<T> dkv;
   RowStatistics statistics;
-  float* dq_sum;     // (num_heads, q tiles, block_m * kHeadDim) in fragment order; null: the kernel leaves dQ out
+  float* dq_sum;     // (packs, q tiles, block_m * kHeadDim) in fragment order; null: the kernel leaves dQ out
   float* dkv_slots;  // (slots, 2, block_n, kHeadDim): partial dK and dV of split tiles; dV may leave columns unused
 };
 
@@ -122,6 +126,7 @@ struct ConvertParams {
   const float* dkv_slots;
   KvRegions<T> dkv;
   int block_n, padded_head_dim;
+  Pack heads;
 };
 
 template <typename T>

@@ -76,16 +76,16 @@ struct BackwardList {
   float* dq_sum = nullptr;
   float* dkv_slots = nullptr;
 
-  BackwardList(const Problem& problem, const TileInfo& tiles, int padded_head_dim, bool sums_dq)
+  BackwardList(const Problem& problem, const TileInfo& tiles, Pack heads, int padded_head_dim, bool sums_dq)
       : scratch_(problem.q,
-                 [&](Scratch& scratch) { place(problem, tiles, padded_head_dim, sums_dq, scratch); }) {
+                 [&](Scratch& scratch) { place(problem, tiles, heads, padded_head_dim, sums_dq, scratch); }) {
     const ProblemShape& shape = problem.shape;
     nodes = args_.nodes;
     work = {args_.items, args_.order->begin + kCostClasses, capacity_.items, nullptr, args_.order,
             args_.in_table_order};
     splits = {args_.splits, args_.split_count, capacity_.splits};
-    args_.block_m = tiles.block_m, args_.block_n = tiles.block_n, args_.sees = shape.sees;
-    args_.num_kv_heads = shape.num_kv_heads, args_.heads_per_group = shape.heads_per_group();
+    args_.block_m = heads.queries(tiles.block_m), args_.block_n = tiles.block_n, args_.sees = shape.sees;
+    args_.num_kv_heads = shape.num_kv_heads, args_.packs_per_group = heads.queries(shape.heads_per_group());
     args_.num_sms = tiles_at_a_time(shape.num_sms, tiles.column_blocks);
     args_.tile_capacity = capacity_.tiles, args_.slot_capacity = capacity_.slots;
   }
@@ -107,17 +107,20 @@ struct BackwardList {
   }
 
  private:
-  void place(const Problem& problem, const TileInfo& tiles, int padded_head_dim, bool sums_dq, Scratch& scratch) {
+  void place(const Problem& problem, const TileInfo& tiles, Pack heads, int padded_head_dim, bool sums_dq,
+             Scratch& scratch) {
     const ProblemShape& shape = problem.shape;
+    const int queries = heads.queries(tiles.block_m), packs = heads.queries(shape.num_heads);
     args_.nodes = problem.table();
-    capacity_ = backward_capacities(args_.nodes, tiles.block_m, tiles.block_n, shape.num_heads, shape.num_kv_heads,
+    capacity_ = backward_capacities(args_.nodes, queries, tiles.block_n, packs, shape.num_kv_heads,
                                     tiles_at_a_time(shape.num_sms, tiles.column_blocks));
+    statistics.heads = heads;
     statistics.padded_rows = ceil_div<int64_t>(shape.q_rows, RowStatistics::kPadding) * RowStatistics::kPadding;
     statistics.lse_log2 = scratch.take<float>(shape.num_heads * statistics.padded_rows);
     statistics.delta = scratch.take<float>(shape.num_heads * statistics.padded_rows);
     if (sums_dq) {
-      const int64_t rows = int64_t{ceil_div(shape.q_rows, tiles.block_m)} * tiles.block_m;
-      const int64_t sums = shape.num_heads * rows * padded_head_dim;
+      const int64_t rows = int64_t{ceil_div(shape.q_rows, queries)} * tiles.block_m;
+      const int64_t sums = packs * rows * padded_head_dim;
       dq_sum = scratch.take<float>(sums);
       args_.dq_sum = {dq_sum, sums * static_cast<int64_t>(sizeof(float))};
     }

@@ -371,4 +371,8 @@ bool does_first_class_alternate(int tiles, int widest, bool split, int num_walks
 
 int pack_of(int heads_per_group, int tile_rows) { return packed_heads(heads_per_group, tile_rows); }
 
+int backward_pack_of(int heads_per_group, int window) {
+  return backward_pack(heads_per_group, Visibility{true, window < 0 ? kNoWindow : window}).heads();
+}
+
 }  // extern "C"

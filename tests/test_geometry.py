@@ -268,6 +268,13 @@ def test_packs_of_heads_leave_few_rows_unused(shim: ctypes.CDLL) -> None:
         assert tile_rows - tile_rows // pack * pack <= tile_rows / 8
 
 
+@pytest.mark.parametrize("window", [-1, 127, 1023])
+def test_packs_of_the_backward_fill_tiles(shim: ctypes.CDLL, window: int) -> None:
+    for heads in range(1, 129):
+        fitting = [n for n in (1, 2, 4, 8, 16) if heads % n == 0]
+        assert shim.backward_pack_of(heads, window) == (1 if window == 1023 else max(fitting))
+
+
 def test_borders_of_short_nodes_share_tiles(shim: ctypes.CDLL) -> None:
     """64 turns of 128 keys, of which 48 fill no tile of 80; the last turn alone is asked."""
     tables = comb(1024, [128] * 64, 1)

@@ -39,7 +39,7 @@ int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int
   args.nodes.runs = {run_counts, run_begins};
   args.run_counts = run_counts, args.run_begins = run_begins;
   args.block_m = p->block_m, args.block_n = p->block_n, args.sees = p->sees();
-  args.num_kv_heads = p->num_kv_heads, args.heads_per_group = p->heads, args.num_sms = p->num_sms;
+  args.num_kv_heads = p->num_kv_heads, args.packs_per_group = p->heads, args.num_sms = p->num_sms;
   args.tile_capacity = most.tiles, args.slot_capacity = most.slots;
   args.tile_offsets = offsets.data(), args.tile_steps = steps.data();
   args.part_offsets = parts.data(), args.in_table_order = in_table_order.data();

@@ -420,14 +420,17 @@ DUALKV_HD bool has_foreign_rows(const QueryRange& range, int m_block, int block_
 // The walk of an owner over its steps: query tiles in packed order, or in reverse, and for each of them the query heads
 // of the KV group; or, `head_major`, all query tiles for one head after the other. A step is one (query tile, head).
 struct QueryWalk {
-  NodeTable table;
-  KvTile tile;
-  QueryRange range;
-  NodeCursor nodes, cursor;
-  int block_m, heads;
-  bool head_major;
+  // What changes with every step, or is asked for: 16 bytes at a time where a walk lies in shared memory, which is busy.
+  alignas(16) QueryRange range;
   int m_block, head;
   int remaining;  // steps left, the current one included
+  int block_m, heads;
+  int first_tile, end_tile;  // of the range: each is a division by block_m
+
+  NodeTable table;
+  KvTile tile;
+  NodeCursor nodes, cursor;
+  bool head_major;
   Visibility sees;
 
   // Puts the walk on step `first_step` of those over all queries of `nodes`; it ends after `num_steps` steps.
@@ -459,7 +462,7 @@ struct QueryWalk {
 
   // Query tiles of the range from the current one on.
   DUALKV_HD int tiles_left() const {
-    return cursor.reversed ? m_block - first_m_block(range, block_m) + 1 : end_m_block(range, block_m) - m_block;
+    return cursor.reversed ? m_block - first_tile + 1 : end_tile - m_block;
   }
 
   DUALKV_HD void next_range() {
@@ -468,7 +471,8 @@ struct QueryWalk {
       cursor = nodes;
       range = next_query_range(table, cursor, tile, sees);
     }
-    m_block = cursor.reversed ? end_m_block(range, block_m) - 1 : first_m_block(range, block_m);
+    first_tile = first_m_block(range, block_m), end_tile = end_m_block(range, block_m);
+    m_block = cursor.reversed ? end_tile - 1 : first_tile;
     if (range.empty()) remaining = 0;
   }
 };

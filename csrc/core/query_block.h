@@ -5,11 +5,6 @@
 
 namespace dualkv {
 
-// What a query tile holds: `queries` queries of a sequence, each for `heads` query heads.
-struct QueryTiling {
-  int queries, heads;
-};
-
 // The block's work. It lives in shared memory, because accumulators and fragments need every register.
 struct QueryBlock {
   Node node;

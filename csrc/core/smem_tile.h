@@ -81,19 +81,25 @@ __device__ __forceinline__ void store_accumulator(uint32_t tile, int row, int co
     }
 }
 
-// Writes the first `rows` rows and `head_dim` columns of a tile to packed rows, 16 bytes at a time. Never more: what
-// follows belongs to another sequence.
-template <class Tile, int kRows, int kThreads, typename T>
-__device__ __forceinline__ void store_rows(T* row0, int64_t row_stride, uint32_t tile, int rows, int head_dim,
-                                           int thread = threadIdx.x) {
+// Writes the first `rows` rows and `head_dim` columns of a tile to memory, 16 bytes at a time; `row_at(row)` is where a row
+// begins there. Never more: what follows belongs to another sequence.
+template <class Tile, int kRows, int kThreads, class RowAt>
+__device__ __forceinline__ void store_rows_at(RowAt row_at, uint32_t tile, int rows, int head_dim, int thread) {
   constexpr int kChunks = Tile::kPanels * Tile::kPanelChunks;
   for (int index = thread; index < kRows * kChunks; index += kThreads) {
     const int row = index / kChunks, chunk = index % kChunks;
     if (row >= rows || chunk * 8 >= head_dim) continue;
     const uint32_t shared = tile + (chunk / Tile::kPanelChunks) * Tile::kPanelBytes +
                             Tile::chunk_offset(row, chunk % Tile::kPanelChunks);
-    *reinterpret_cast<uint4*>(row0 + row * row_stride + chunk * 8) = ptx::load_shared_128(shared);
+    *reinterpret_cast<uint4*>(row_at(row) + chunk * 8) = ptx::load_shared_128(shared);
   }
+}
+
+// To rows at equal distances.
+template <class Tile, int kRows, int kThreads, typename T>
+__device__ __forceinline__ void store_rows(T* row0, int64_t row_stride, uint32_t tile, int rows, int head_dim,
+                                           int thread = threadIdx.x) {
+  store_rows_at<Tile, kRows, kThreads>([&](int row) { return row0 + row * row_stride; }, tile, rows, head_dim, thread);
 }
 
 }  // namespace dualkv

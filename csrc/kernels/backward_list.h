@@ -67,7 +67,7 @@ struct BackwardTiles {
     for (int i = threadIdx.x; i < tiles; i += kListThreads) {
       const OwnedTile t = at(i);
       const KvTile tile = a.nodes.kv_tile(a.nodes.node(t.node), t.n_block, a.block_n);
-      const int steps = dualkv::tile_steps(a.nodes, t.node, tile, a.block_m, a.heads_per_group, a.sees);
+      const int steps = dualkv::tile_steps(a.nodes, t.node, tile, a.block_m, a.packs_per_group, a.sees);
       a.tile_steps[i] = steps;
       atomicAdd(&block.total_steps, static_cast<unsigned long long>(steps) * a.num_kv_heads);
     }

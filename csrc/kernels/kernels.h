@@ -57,7 +57,7 @@ struct BackwardListArgs {
   int* run_begins;     // (num_nodes + 1)
   int block_m, block_n;
   Visibility sees;
-  int num_kv_heads, heads_per_group;
+  int num_kv_heads, packs_per_group;
   int num_sms;
   int tile_capacity, slot_capacity;  // cap the tiles, and the slots of split ones
   int* tile_offsets;  // (num_nodes + 1) scratch

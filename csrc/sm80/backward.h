@@ -50,15 +50,15 @@ struct BackwardBlock {
   // Q, dO and the row statistics of a step. Rows outside the range become zero: they are operands of dK and dV.
   __device__ __forceinline__ void start_queries(const BackwardStep& step, int stage) const {
     const int row = step.m_block * kBlockM;
-    const int low = step.first_row(kBlockM), high = step.end_row(kBlockM);
-    load_rows<TileQ, kBlockM, kThreads>(s_q(stage), p.q.at(row, step.head), p.q.row_stride, low, high,
+    const int low = step.first_row(kBlockM, Pack{}), high = step.end_row(kBlockM, Pack{});
+    load_rows<TileQ, kBlockM, kThreads>(s_q(stage), p.q.at(row, step.pack), p.q.row_stride, low, high,
                                         p.shape.head_dim);
-    load_rows<TileQ, kBlockM, kThreads>(s_dout(stage), p.dout.at(row, step.head), p.dout.row_stride, low, high,
+    load_rows<TileQ, kBlockM, kThreads>(s_dout(stage), p.dout.at(row, step.pack), p.dout.row_stride, low, high,
                                         p.shape.head_dim_v);
     if (threadIdx.x < kBlockM) {
       const int r = threadIdx.x;
       const bool read = r >= low && r < high;
-      const int64_t index = p.statistics.index(step.head, row + r);
+      const int64_t index = p.statistics.index_in_pack(step.pack, row + r);
       const uint32_t slot = shared + stage * Config::kStatBytes + r * 4;
       ptx::cp_async_4(slot + Config::kOffsetLse, p.statistics.lse_log2 + index, read);
       ptx::cp_async_4(slot + Config::kOffsetDelta, p.statistics.delta + index, read);
@@ -156,11 +156,11 @@ struct BackwardBlock {
     if (step.has_foreign_rows(kBlockM)) {
       // dS of foreign rows is zero, but K may hold what those rows must not see: 0 * NaN is NaN.
       mask_fragment(dq, FragQ::warp_row(warp) + lane / 4, 0, 0.f, [&](int row) {
-        return row >= step.first_row(kBlockM) && row < step.end_row(kBlockM) ? kHeadDim : 0;
+        return row >= step.first_row(kBlockM, Pack{}) && row < step.end_row(kBlockM, Pack{}) ? kHeadDim : 0;
       });
     }
     const int64_t m_blocks = ceil_div(p.shape.q_rows, kBlockM);
-    FragQ::template reduce_add<kThreads>(p.dq_sum + (step.head * m_blocks + step.m_block) * (kBlockM * kHeadDim), dq);
+    FragQ::template reduce_add<kThreads>(p.dq_sum + (step.pack * m_blocks + step.m_block) * (kBlockM * kHeadDim), dq);
   }
 
   // Writes dK (scaled) or dV of a whole tile, through the shared memory of K and V, which nobody reads any more.
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __shared__ BackwardStep steps[3];
   bool exists = false;
   if (threadIdx.x == 0) {
-    exists = work.load(p.work, p.nodes, p.shape, Config::kBlockM, Config::kBlockN);
+    exists = work.load(p.work, p.nodes, p.shape, Pack{}, Config::kBlockM, Config::kBlockN);
     if (exists) {
       work.start_walk();
       work.take_step(steps[0]);

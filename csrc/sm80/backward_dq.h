@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     for (int half = 0; half < 2; ++half) {
       const int row = warp_row + i * 16 + half * 8 + lane / 4;
       const bool valid = row < work.q_tile.rows;
-      const int64_t index = p.statistics.index(work.head, work.q_tile.row + row);
+      const int64_t index = p.statistics.index_in_pack(work.head, work.q_tile.row + row);
       lse_log2[i][half] = valid ? p.statistics.lse_log2[index] : 0.f;
       delta[i][half] = valid ? p.statistics.delta[index] : 0.f;
     }

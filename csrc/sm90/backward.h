@@ -160,7 +160,7 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     const FlaggedStep& step = step_of(state);
     if (step.flags & FlaggedStep::kForeign) {
       // dS of foreign rows is zero, but K may hold what those rows must not see.
-      const int first = step.first_row(kBlockM), end = step.end_row(kBlockM);
+      const int first = step.own_begin, end = step.own_end;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = (kSplitRows ? group * 64 : 0) + thread / 32 * 16 + lane / 4 + half * 8;

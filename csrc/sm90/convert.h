@@ -8,15 +8,16 @@
 
 namespace dualkv::sm90 {
 
-// Tile `index`, counted over the tiles of the first head, then of the next.
+// Tile `index`, counted over the tiles of the first pack of heads, then of the next.
 template <typename T, class Config>
 __device__ __forceinline__ void convert_dq(const ConvertParams<T>& p, int index) {
   using TileQ = typename Config::TileQ;
   constexpr int kThreads = Config::kConsumers * kWarpgroup;
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t tile = ptx::shared_address(shared);
-  const int m_blocks = ceil_div(p.shape.q_rows, Config::kBlockM);
-  const int head = index / m_blocks, m_block = index % m_blocks;
+  const Pack heads = p.heads;
+  const int queries = heads.queries(Config::kBlockM), m_blocks = ceil_div(p.shape.q_rows, queries);
+  const int head = heads.rows(index / m_blocks), query = index % m_blocks * queries;
   const int group = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
 
   float dq[1][Config::kDqCols / 8][4];
@@ -30,9 +31,9 @@ __device__ __forceinline__ void convert_dq(const ConvertParams<T>& p, int index)
   const int row = Config::kSplitRows ? group * 64 : 0, col = Config::kSplitRows ? 0 : group * Config::kDqCols;
   store_accumulator<TileQ, T>(tile, row + thread / 32 * 16, col, dq, p.shape.softmax_scale, thread % 32);
   __syncthreads();
-  const int first = m_block * Config::kBlockM;
-  store_rows<TileQ, Config::kBlockM, kThreads>(p.dq.at(first, head), p.dq.row_stride, tile, p.shape.q_rows - first,
-                                               p.shape.head_dim);
+  const auto row_at = [&](int row) { return p.dq.at(query + heads.queries(row), head + heads.of_row(row)); };
+  const int rows = heads.rows(min_int(p.shape.q_rows - query, queries));
+  store_rows_at<TileQ, Config::kBlockM, kThreads>(row_at, tile, rows, p.shape.head_dim, threadIdx.x);
 }
 
 template <typename T, class Config>

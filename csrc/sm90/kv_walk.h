@@ -57,10 +57,11 @@ constexpr int kBarrierStored = 4;  // and 5: a gradient of one warpgroup is in s
 // A step as the consumers read it. `flags` is all that they need to know of most steps, in one word that they load long
 // before they use it: shared memory is busy with operands, and waiting for a load from it costs 3% of the loop. Some
 // flags are about the next step, so that nobody waits for that step's own word either.
-struct FlaggedStep : BackwardStep {
+struct alignas(16) FlaggedStep : BackwardStep {
   static constexpr uint32_t kLast = 1, kForeign = 2, kNextForeign = 4, kNextMasked = 8;
   uint32_t flags;
   int dq_tile;
+  int own_begin, own_end;  // rows of the tile that belong to the range; all others are foreign
 };
 
 // The producer thread: K and V, Q_0, then dO_m before Q_m+1. A step's geometry travels with its Q.
@@ -70,7 +71,8 @@ struct BackwardProducer {
   using TileDo = typename Config::TileDo;
   using TileK = typename Config::TileK;
   using TileV = typename Config::TileV;
-  static constexpr int kBlockM = Config::kBlockM;
+  static constexpr int kBlockM = Config::kBlockM, kLog2BlockM = kBlockM == 32 ? 5 : kBlockM == 64 ? 6 : 7;
+  static_assert(1 << kLog2BlockM == kBlockM);
 
   const KvShared<Config>& shared;
   const BackwardParams<T>& p;
@@ -80,17 +82,21 @@ struct BackwardProducer {
   PipelineState<Config::kStagesQ> q_state;
   PipelineState<Config::kStagesDo> dout_state;
 
-  // Fills flags and dq_tile of a step; the walk is already at the step after it.
+  // Fills a step with what the walk does not know; the walk is already at the step after it.
   __device__ __forceinline__ void flag(FlaggedStep& step) const {
     const QueryWalk& next = block.walk;
-    step.dq_tile = step.head * ceil_div(p.shape.q_rows, kBlockM) + step.m_block;
-    step.flags = step.has_foreign_rows(kBlockM) ? FlaggedStep::kForeign : 0;
+    const Pack heads = p.statistics.heads;
+    const int queries = heads.queries(kBlockM);
+    step.dq_tile = step.pack * ((p.shape.q_rows + queries - 1) >> (kLog2BlockM - heads.log2)) + step.m_block;
+    step.own_begin = step.first_row(queries, heads);
+    step.own_end = step.end_row(queries, heads);
+    step.flags = step.own_end - step.own_begin < kBlockM ? FlaggedStep::kForeign : 0;
     if (step.last) {
       step.flags |= FlaggedStep::kLast;
       return;
     }
-    if (has_foreign_rows(next.range, next.m_block, kBlockM)) step.flags |= FlaggedStep::kNextForeign;
-    if (needs_mask(next.tile, next.range, next.m_block, kBlockM, Config::kBlockN)) {
+    if (has_foreign_rows(next.range, next.m_block, queries)) step.flags |= FlaggedStep::kNextForeign;
+    if (needs_mask(next.tile, next.range, next.m_block, queries, Config::kBlockN)) {
       step.flags |= FlaggedStep::kNextMasked;
     }
   }
@@ -106,11 +112,9 @@ struct BackwardProducer {
       ptx::mbarrier_arrive(ready.full());
       return step;
     }
-    const int row = step.m_block * kBlockM;
     ready.expect(TileQ::kBytes + kBlockM * 4);
-    load_tile<TileQ>(shared.q(q_state.stage), maps.q, ready.full(), step.head, row);
-    ptx::bulk_load(shared.lse(q_state.stage), p.statistics.lse_log2 + p.statistics.index(step.head, row), kBlockM * 4,
-                   ready.full());
+    load_queries<TileQ>(shared.q(q_state.stage), maps.q, ready.full(), step);
+    ptx::bulk_load(shared.lse(q_state.stage), p.statistics.lse_log2 + first_statistic(step), kBlockM * 4, ready.full());
     q_state.advance();
     return step;
   }
@@ -118,12 +122,20 @@ struct BackwardProducer {
   __device__ __forceinline__ void load_dout(const BackwardStep& step) {
     const Handshake ready = shared.dout_ready(dout_state.stage);
     ready.wait_empty(dout_state.phase);
-    const int row = step.m_block * kBlockM;
     ready.expect(TileDo::kBytes + kBlockM * 4);
-    load_tile<TileDo>(shared.dout(dout_state.stage), maps.dout, ready.full(), step.head, row);
-    ptx::bulk_load(shared.delta(dout_state.stage), p.statistics.delta + p.statistics.index(step.head, row),
-                   kBlockM * 4, ready.full());
+    load_queries<TileDo>(shared.dout(dout_state.stage), maps.dout, ready.full(), step);
+    ptx::bulk_load(shared.delta(dout_state.stage), p.statistics.delta + first_statistic(step), kBlockM * 4, ready.full());
     dout_state.advance();
+  }
+
+  template <class Tile>
+  __device__ __forceinline__ void load_queries(uint32_t tile, const CUtensorMap& map, uint32_t barrier,
+                                               const BackwardStep& step) const {
+    const Pack heads = p.statistics.heads;
+    load_tile<Tile>(tile, map, barrier, heads.rows(step.pack), step.m_block * heads.queries(kBlockM));
+  }
+  __device__ __forceinline__ int64_t first_statistic(const BackwardStep& step) const {
+    return p.statistics.index_in_pack(step.pack, int64_t{step.m_block} * kBlockM);
   }
 
   __device__ __forceinline__ void load_kv() {
@@ -151,7 +163,8 @@ __device__ __forceinline__ bool start_block(const Shared& shared, KvBlock& block
   bool exists = false;
   if (threadIdx.x == 0) {
     shared.init_barriers();
-    exists = block.load(p.work, p.nodes, p.shape, Config::kBlockM, Config::kBlockN, Config::kColumnBlocks);
+    exists = block.load(p.work, p.nodes, p.shape, p.statistics.heads, Config::kBlockM, Config::kBlockN,
+                        Config::kColumnBlocks);
   }
   return __syncthreads_or(exists);
 }
@@ -247,11 +260,13 @@ struct KvWarpgroup {
   __device__ __forceinline__ void mask(Scores& x, const BackwardStep& step) const {
     const QueryRange range = step.range;
     const KvTile tile = block.tile;
-    const int first_row = step.m_block * kBlockM;
+    const Pack heads = p.statistics.heads;
+    const int queries = heads.queries(kBlockM), first_row = step.m_block * queries;
     const Visibility sees = p.shape.sees;
     mask_transposed(x, row0, col0, [&](int key) {
       const RowsOfKey rows = rows_of_key(tile, range, key, sees);
-      return RowsOfKey{rows.begin - first_row, rows.end - first_row};
+      return RowsOfKey{heads.rows(clamp_int(rows.begin - first_row, 0, queries)),
+                       heads.rows(clamp_int(rows.end - first_row, 0, queries))};
     });
   }
 
@@ -267,11 +282,11 @@ struct KvWarpgroup {
   }
 
   // Foreign rows of Q and dO are operands of dK and dV, and 0 * NaN is NaN.
-  __device__ __forceinline__ void zero_foreign_rows(const BackwardStep& step, int q_stage, int dout_stage,
+  __device__ __forceinline__ void zero_foreign_rows(const FlaggedStep& step, int q_stage, int dout_stage,
                                                     int dout_phase) const {
     shared.dout_ready(dout_stage).wait_full(dout_phase);
-    zero_rows<TileQ, kBlockM>(shared.q(q_stage), step.first_row(kBlockM), step.end_row(kBlockM));
-    zero_rows<TileDo, kBlockM>(shared.dout(dout_stage), step.first_row(kBlockM), step.end_row(kBlockM));
+    zero_rows<TileQ, kBlockM>(shared.q(q_stage), step.own_begin, step.own_end);
+    zero_rows<TileDo, kBlockM>(shared.dout(dout_stage), step.own_begin, step.own_end);
     ptx::fence_async_proxy();
     ptx::named_barrier_sync(kBarrierZeroed, kConsumerThreads);
   }

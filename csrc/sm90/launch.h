@@ -51,15 +51,17 @@ void launch_forward(const ForwardParams<T>& p, cudaStream_t stream) {
 }
 
 template <typename T>
-CUtensorMap query_map(const TensorView<const T>& view, const ProblemShape& shape, int head_dim, int block_m) {
-  return make_tensor_map(view, shape.q_rows, shape.num_heads, head_dim, block_m);
+CUtensorMap query_map(const TensorView<const T>& view, const ProblemShape& shape, int head_dim, QueryTiling tiling) {
+  return make_tensor_map(view, shape.q_rows, shape.num_heads, head_dim, tiling.queries, tiling.heads);
 }
 
 template <typename T, class Config>
 void launch_backward(void (*kernel)(BackwardParams<T>, BackwardMaps), const BackwardParams<T>& p,
                      cudaStream_t stream) {
-  const BackwardMaps maps{query_map(p.q, p.shape, p.shape.head_dim, Config::kBlockM),
-                          query_map(p.dout, p.shape, p.shape.head_dim_v, Config::kBlockM),
+  const Pack heads = p.statistics.heads;
+  const QueryTiling tiling{heads.queries(Config::kBlockM), heads.heads()};
+  const BackwardMaps maps{query_map(p.q, p.shape, p.shape.head_dim, tiling),
+                          query_map(p.dout, p.shape, p.shape.head_dim_v, tiling),
                           region_maps(p.kv, p.nodes.extents, p.shape, Config::kBlockN)};
   launch(kernel, int64_t{p.work.capacity} * p.shape.num_kv_heads * Config::kColumnBlocks, Config::kThreads,
          Config::kSharedBytes, stream, p, maps);
@@ -67,8 +69,9 @@ void launch_backward(void (*kernel)(BackwardParams<T>, BackwardMaps), const Back
 
 template <typename T, class Config>
 void launch_backward_dq(const BackwardDqParams<T>& p, cudaStream_t stream) {
-  const BackwardDqMaps maps{query_map(p.q, p.shape, p.shape.head_dim, Config::kBlockM),
-                            query_map(p.dout, p.shape, p.shape.head_dim_v, Config::kBlockM),
+  constexpr QueryTiling kTiling{Config::kBlockM, 1};
+  const BackwardDqMaps maps{query_map(p.q, p.shape, p.shape.head_dim, kTiling),
+                            query_map(p.dout, p.shape, p.shape.head_dim_v, kTiling),
                             region_maps(p.kv, p.nodes.extents, p.shape, Config::kBlockN)};
   const int64_t items = int64_t{p.work.capacity} * p.shape.num_heads;
   launch(dualkv_sm90_backward_dq<T, Config>, items < p.shape.num_sms ? items : p.shape.num_sms, Config::kThreads,
@@ -79,7 +82,8 @@ template <typename T, class Config>
 void launch_convert(const ConvertParams<T>& p, cudaStream_t stream) {
   constexpr int kThreads = Config::kConsumers * kWarpgroup;
   const int dkv_blocks = convert_dkv_blocks(p, kThreads);
-  const int64_t dq_blocks = p.dq_sum ? int64_t{p.shape.num_heads} * ceil_div(p.shape.q_rows, Config::kBlockM) : 0;
+  const int packs = p.heads.queries(p.shape.num_heads), m_blocks = ceil_div(p.shape.q_rows, p.heads.queries(Config::kBlockM));
+  const int64_t dq_blocks = p.dq_sum ? int64_t{packs} * m_blocks : 0;
   launch(dualkv_convert_sm90<T, Config>, dkv_blocks + dq_blocks, kThreads, Config::kSumsDq ? Config::TileQ::kBytes : 0,
          stream, p, dkv_blocks);
 }
@@ -95,7 +99,7 @@ bool register_forward() {
 template <typename T, int kHeadDim, int kHeadDimV = kHeadDim>
 bool register_backward() {
   using Config = BackwardConfig<kHeadDim, kHeadDimV>;
-  const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, false, Config::kColumnBlocks};
+  const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true, Config::kColumnBlocks};
   BackwardKernel<T> kernel{tiles, nullptr, launch_convert<T, Config>, Config::kSumsDq};
   if constexpr (Config::kSumsDq) {
     kernel.launch = [](const BackwardParams<T>& p, cudaStream_t stream) {
