@@ -5,8 +5,8 @@
 Settings, all environment variables:
 
 DUALKV_ARCHS        compute capabilities to build for, such as "80;90"; default: those of the visible GPUs, or
-                    "80;90" where a CUDA toolkit but no GPU is found. PTX for 8.0 is always included and serves
-                    newer GPUs.
+                    "80;90" where a CUDA toolkit but no GPU is found. PTX for the newest of them (8.0
+                    where there is none) is included and serves newer GPUs.
 DUALKV_HEAD_DIMS    head dims to build, such as "64,128"; default: 64,96,128,192,256,512.
                     512 is for Hopper alone.
 DUALKV_PURE_PYTHON  1: install only the CPU implementation, whatever is found.

@@ -2,6 +2,8 @@
 // registry holds exactly what was built.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
 #include <map>
@@ -98,6 +100,14 @@ const std::pair<const std::pair<Arch, HeadDims>, std::vector<Kernel>>* find_kern
     if (entry.first.first == arch && entry.first.second.hold(wanted)) return &entry;
   }
   return nullptr;
+}
+
+// Calls add(T()) for every element type T.
+template <class Add>
+bool for_element_types(Add add) {
+  add(__half());
+  add(__nv_bfloat16());
+  return true;
 }
 
 // Such as "64" or, where v has another, "192 (v: 128)".

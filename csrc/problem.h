@@ -11,6 +11,7 @@
 #include <map>
 #include <mutex>
 
+#include "built_for.h"
 #include "check.h"
 #include "dispatch.h"
 
@@ -59,6 +60,7 @@ TensorView<T> view_of(const Tensor& t) {
 // What kernels need to know of a GPU; the driver is asked once.
 struct Device {
   int major, minor, num_sms, shared_bytes;  // `shared_bytes`: the most that a block may have
+  bool has_code;                            // in this build
 
   static const Device& current() {
     static std::mutex mutex;
@@ -72,9 +74,9 @@ struct Device {
       check_cuda(cudaDeviceGetAttribute(&value, which, index));
       return value;
     };
-    const Device device{attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrComputeCapabilityMinor),
-                        attribute(cudaDevAttrMultiProcessorCount),
-                        attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+    const int major = attribute(cudaDevAttrComputeCapabilityMajor), minor = attribute(cudaDevAttrComputeCapabilityMinor);
+    const Device device{major, minor, attribute(cudaDevAttrMultiProcessorCount),
+                        attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin), is_built_for(10 * major + minor, DUALKV_BUILD_ARCHS, DUALKV_BUILD_PTX)};
     return known.emplace(index, device).first->second;
   }
 };
@@ -154,6 +156,8 @@ struct Problem {
     capability = device.major;
     TORCH_CHECK(capability >= 8, "flash_attn_dualkv needs a GPU of compute capability 8.0 or newer, got ",
                 device.major, ".", device.minor);
+    TORCH_CHECK(device.has_code, "flash_attn_dualkv was built for other GPUs (DUALKV_ARCHS=\"", DUALKV_BUILD_ARCHS,
+                "\"); for this one reinstall with DUALKV_ARCHS=\"", device.major, device.minor, "\" or several, such as \"80;90\"");
     shared_limit = std::min(device.shared_bytes, shared_limit_override());
     stream = c10::cuda::getCurrentCUDAStream();
     q = aligned(q);

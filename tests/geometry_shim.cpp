@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "built_for.h"
 #include "core/border_tiles.h"
 #include "shim_problem.h"
 
@@ -374,5 +375,7 @@ int pack_of(int heads_per_group, int tile_rows) { return packed_heads(heads_per_
 int backward_pack_of(int heads_per_group, int window) {
   return backward_pack(heads_per_group, Visibility{true, window < 0 ? kNoWindow : window}).heads();
 }
+
+bool has_code_for(int capability, const char* archs, const char* ptx) { return is_built_for(capability, archs, ptx); }
 
 }  // extern "C"

@@ -86,7 +86,7 @@ def _build() -> Path:
     includes = (torch_folder / "include", torch_folder / "include/torch/csrc/api/include", python_include())
     host = ["-O1", f"-I{HOST_CUDA / 'torch_cuda'}", *(part for one in includes for part in ("-isystem", str(one)))]
     host += [f"-DTORCH_EXTENSION_NAME={NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"]
-    host += ['-DDUALKV_BUILD_ARCHS="80;90"', '-DDUALKV_BUILD_PTX=""']
+    host += ['-DDUALKV_BUILD_ARCHS="80;90"', '-DDUALKV_BUILD_PTX="90"']
     steps = [compile_step(source, tuple(host)) for source in csrc.rglob("*.cpp")] + steps
     run_parallel(steps, parallel_jobs(os.environ))
     output = FOLDER / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"

@@ -46,12 +46,12 @@ def test_ptxas_warnings():
 @pytest.mark.parametrize(
     ("stem", "kernel", "problem"),
     [
-        ("sm80_forward_d96_fp16", Usage("dualkv_sm80_forward", "sm_80", 255), None),
-        ("sm80_forward_d96_fp16", Usage("dualkv_sm80_forward", "sm_80", stack=8), "8 bytes of stack.*at most 0"),
-        ("sm80_forward_d96_fp16", Usage("dualkv_sm80_forward", "sm_80", spill_loads=4), "4 of spill loads"),
-        ("sm80_backward_d96_fp16", Usage("dualkv_convert_sm80", "sm_80", 48, 8, 4, 4), None),
-        ("sm80_backward_d96_fp16", Usage("dualkv_convert_sm80", "sm_80", 48, 16, 12, 12), "12 of spill.*at most 8"),
-        ("sm80_forward_d96_fp16", Usage("dualkv_sm80_forward", "sm_75"), "no kernel for sm_80"),
+        ("sm80_forward_d96", Usage("dualkv_sm80_forward", "sm_80", 255), None),
+        ("sm80_forward_d96", Usage("dualkv_sm80_forward", "sm_80", stack=8), "8 bytes of stack.*at most 0"),
+        ("sm80_forward_d96", Usage("dualkv_sm80_forward", "sm_80", spill_loads=4), "4 of spill loads"),
+        ("sm80_backward_d96", Usage("dualkv_convert_sm80", "sm_80", 48, 8, 4, 4), None),
+        ("sm80_backward_d96", Usage("dualkv_convert_sm80", "sm_80", 48, 16, 12, 12), "12 of spill.*at most 8"),
+        ("sm80_forward_d96", Usage("dualkv_sm80_forward", "sm_75"), "no kernel for sm_80"),
     ],
 )
 def test_the_verdict_on_a_kernel(stem, kernel, problem):
@@ -86,8 +86,8 @@ def test_a_real_kernel_that_spills_fails_the_check(count, problems, tmp_path, ca
     """For each of both architectures."""
     if toolchain.find_nvcc(None) is None:
         pytest.skip("needs nvcc")
-    source = tmp_path / "csrc/instances/sm80_forward_d64_fp16.cu"
+    source = tmp_path / "csrc/instances/sm80_forward_d64.cu"
     source.parent.mkdir(parents=True)
     source.write_text(KERNEL.replace("COUNT", str(count)))
     assert check_kernels.check(tmp_path) == problems
-    assert ("FAILED: sm80_forward_d64_fp16: _Z6kernel" in capsys.readouterr().out) == bool(problems)
+    assert ("FAILED: sm80_forward_d64: _Z6kernel" in capsys.readouterr().out) == bool(problems)

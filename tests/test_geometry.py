@@ -275,6 +275,18 @@ def test_packs_of_the_backward_fill_tiles(shim: ctypes.CDLL, window: int) -> Non
         assert shim.backward_pack_of(heads, window) == (1 if window == 1023 else max(fitting))
 
 
+def test_a_build_knows_for_which_gpus_it_has_code(shim: ctypes.CDLL) -> None:
+    cases = {
+        ("80;90", "90"): {80, 86, 89, 90, 100, 120},
+        ("90", "90"): {90, 100, 120},
+        ("86", "86"): {86, 89, 90, 100, 120},
+        ("", "80"): {80, 86, 89, 90, 100, 120},
+    }
+    for (archs, ptx), covered in cases.items():
+        found = {one for one in (80, 86, 89, 90, 100, 120) if shim.has_code_for(one, archs.encode(), ptx.encode()) & 1}
+        assert found == covered, (archs, found)
+
+
 def test_borders_of_short_nodes_share_tiles(shim: ctypes.CDLL) -> None:
     """64 turns of 128 keys, of which 48 fill no tile of 80; the last turn alone is asked."""
     tables = comb(1024, [128] * 64, 1)

@@ -154,7 +154,7 @@ def source_tree(root: Path, names: list[str]) -> Path:
 
 
 def test_head_dims_select_the_instances(tmp_path):
-    names = ["kernels/node_tables.cu", "instances/sm80_forward_d64_fp16.cu", "instances/sm80_backward_d128_bf16.cu"]
+    names = ["kernels/node_tables.cu", "instances/sm80_forward_d64.cu", "instances/sm80_backward_d128.cu"]
     source_tree(tmp_path, names)
     slowest_first = [Path(name).name for name in reversed(names)]
     assert [source.path.name for source in toolchain.kernel_sources(tmp_path)] == slowest_first
@@ -163,14 +163,16 @@ def test_head_dims_select_the_instances(tmp_path):
 
 def test_an_instance_with_an_unknown_name_is_not_skipped(tmp_path):
     with pytest.raises(BuildError, match="expected a name such as"):
-        toolchain.kernel_sources(source_tree(tmp_path, ["instances/sm70_forward_d64_fp16.cu"]))
+        toolchain.kernel_sources(source_tree(tmp_path, ["instances/sm70_forward_d64.cu"]))
 
 
 def test_each_family_of_sources_gets_its_own_targets():
     portable, hopper = (KernelSource(Path("x.cu"), family, 64) for family in ("sm80", "sm90"))
-    ptx = ["-gencode", "arch=compute_80,code=compute_80"]
-    assert portable.gencode(["90"]) == ["-gencode", "arch=compute_90,code=sm_90", *ptx]
-    assert portable.gencode([]) == ptx
+    arch80, arch90 = (["-gencode", f"arch=compute_{arch},code=sm_{arch}"] for arch in (80, 90))
+    ptx80, ptx90 = (["-gencode", f"arch=compute_{arch},code=compute_{arch}"] for arch in (80, 90))
+    assert portable.gencode(["90"]) == [*arch90, *ptx90]
+    assert portable.gencode(["80", "90"]) == [*arch80, *arch90, *ptx90]
+    assert portable.gencode([]) == ptx80
     assert hopper.gencode(["80", "90"]) == ["-gencode", "arch=compute_90a,code=sm_90a"]
     assert hopper.gencode(["80"]) == []
 
@@ -337,8 +339,8 @@ def test_an_error_is_a_sentence_and_no_traceback(checkout):
 
 
 def test_the_extension_compiles_every_source_and_knows_what_it_contains(tmp_path, monkeypatch):
-    names = ["api.cpp", "dispatch.cpp", "kernels/node_tables.cu", "instances/sm80_forward_d64_fp16.cu"]
-    other_builds = ["instances/sm90_forward_d64_fp16.cu", "instances/sm80_forward_d96_fp16.cu"]
+    names = ["api.cpp", "dispatch.cpp", "kernels/node_tables.cu", "instances/sm80_forward_d64.cu"]
+    other_builds = ["instances/sm90_forward_d64.cu", "instances/sm80_forward_d96.cu"]
     root = source_tree(tmp_path, [*names, *other_builds])
     monkeypatch.setattr(Nvcc, "home", Path("/cuda-13.0"))
     monkeypatch.setattr(Nvcc, "include_dir", lambda self: Path("/cuda-13.0/include"))
@@ -353,7 +355,7 @@ def test_the_extension_compiles_every_source_and_knows_what_it_contains(tmp_path
 
 def test_flags_that_nvcc_takes_from_the_environment_compile_a_kernel_again(tmp_path, monkeypatch):
     """As tests/jitter.py builds with them."""
-    root = source_tree(tmp_path, ["instances/sm90_forward_d64_fp16.cu"])
+    root = source_tree(tmp_path, ["instances/sm90_forward_d64.cu"])
     compiler = fake_nvcc(tmp_path / "cuda/bin/nvcc", "13.0")
     compiler.write_text('#!/bin/sh\nfor last; do :; done\ntouch "$last" "${last%.o}.d"\n')
     monkeypatch.setattr(Nvcc, "home", tmp_path / "cuda")
@@ -365,7 +367,7 @@ def test_flags_that_nvcc_takes_from_the_environment_compile_a_kernel_again(tmp_p
 
 
 def test_no_sources_for_the_chosen_head_dims_is_an_error(tmp_path):
-    root = source_tree(tmp_path, ["instances/sm80_forward_d64_fp16.cu"])
+    root = source_tree(tmp_path, ["instances/sm80_forward_d64.cu"])
     with pytest.raises(BuildError, match="no kernel sources .* head dims 128"):
         extension.compile_steps(root, CudaBuild(torch_build(), NVCC13, ("80",), (128,)))
 

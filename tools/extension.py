@@ -16,7 +16,6 @@ from pathlib import Path
 from build_plan import CudaBuild
 from toolchain import (
     HEAD_DIMS,
-    PTX_ARCH,
     BuildError,
     CompileStep,
     KernelSource,
@@ -25,6 +24,7 @@ from toolchain import (
     kernel_sources,
     nvcc_step,
     parallel_jobs,
+    ptx_arch,
     run_parallel,
     run_text,
 )
@@ -38,7 +38,7 @@ def build(root: Path, plan: CudaBuild, output: Path) -> None:
     steps = compile_steps(root, plan)
     jobs = parallel_jobs(os.environ)
     print(f"{plan.nvcc.path} (CUDA {plan.nvcc.release}): {len(steps)} files, {jobs} at a time")
-    print(f"architectures {', '.join(plan.archs)} + PTX {PTX_ARCH}, head dims {plan.head_dims}", flush=True)
+    print(f"architectures {', '.join(plan.archs)} + PTX {ptx_arch(plan.archs)}, head dims {plan.head_dims}", flush=True)
     run_parallel(steps, jobs)
     link(plan, [step.output for step in steps], output)
 
@@ -77,7 +77,7 @@ def host_step(root: Path, plan: CudaBuild, source: Path) -> CompileStep:
         "TORCH_API_INCLUDE_EXTENSION_H": "1",
         "_GLIBCXX_USE_CXX11_ABI": str(int(plan.torch.cxx11_abi)),
         "DUALKV_BUILD_ARCHS": f'"{";".join(plan.archs)}"',
-        "DUALKV_BUILD_PTX": f'"{PTX_ARCH}"',
+        "DUALKV_BUILD_PTX": f'"{ptx_arch(plan.archs)}"',
     }
     command = [*shlex.split(host_compiler()), "-c", "-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall"]
     command += [f"-D{name}={value}" for name, value in defines.items()]

@@ -55,7 +55,7 @@ BackwardDqKernel<T> backward_dq_kernel() {
 
 // Registers the full configuration and, where that exceeds the small multiprocessors, the compact one.
 template <class Kernel, template <int, Footprint> class Config, int kHeadDim, class Make>
-bool register_kernels(Make make) {
+void register_kernels(Make make) {
   using Full = Config<kHeadDim, Footprint::full>;
   static_assert(Full::kSharedBytes + kStaticSharedBytes <= shared_limit(Footprint::full), "must fit an A100");
   add_kernel<Kernel>(Arch::sm80, {kHeadDim, kHeadDim}, make(Full{}));
@@ -65,20 +65,40 @@ bool register_kernels(Make make) {
                   "must fit the multiprocessors with 99 KB");
     add_kernel<Kernel>(Arch::sm80, {kHeadDim, kHeadDim}, make(Compact{}));
   }
-  return true;
+}
+
+template <int kHeadDim>
+bool register_forward() {
+  return for_element_types([](auto element) {
+    using T = decltype(element);
+    register_kernels<ForwardKernel<T>, ForwardConfig, kHeadDim>(
+        [](auto config) { return forward_kernel<T, decltype(config)>(); });
+  });
+}
+
+template <int kHeadDim>
+bool register_backward() {
+  return for_element_types([](auto element) {
+    using T = decltype(element);
+    register_kernels<BackwardKernel<T>, BackwardConfig, kHeadDim>(
+        [](auto config) { return backward_kernel<T, decltype(config)>(); });
+  });
+}
+
+template <int kHeadDim>
+bool register_backward_dq() {
+  return for_element_types([](auto element) {
+    using T = decltype(element);
+    register_kernels<BackwardDqKernel<T>, BackwardDqConfig, kHeadDim>(
+        [](auto config) { return backward_dq_kernel<T, decltype(config)>(); });
+  });
 }
 
 }  // namespace dualkv::sm80
 
-#define DUALKV_SM80_FORWARD(head_dim, type)                                                              \
-  [[maybe_unused]] static const bool registered =                                                        \
-      dualkv::sm80::register_kernels<dualkv::ForwardKernel<type>, dualkv::sm80::ForwardConfig, head_dim>( \
-          [](auto config) { return dualkv::sm80::forward_kernel<type, decltype(config)>(); })
-#define DUALKV_SM80_BACKWARD(head_dim, type)                                                               \
-  [[maybe_unused]] static const bool registered =                                                          \
-      dualkv::sm80::register_kernels<dualkv::BackwardKernel<type>, dualkv::sm80::BackwardConfig, head_dim>( \
-          [](auto config) { return dualkv::sm80::backward_kernel<type, decltype(config)>(); })
-#define DUALKV_SM80_BACKWARD_DQ(head_dim, type)                                                                \
-  [[maybe_unused]] static const bool registered =                                                              \
-      dualkv::sm80::register_kernels<dualkv::BackwardDqKernel<type>, dualkv::sm80::BackwardDqConfig, head_dim>( \
-          [](auto config) { return dualkv::sm80::backward_dq_kernel<type, decltype(config)>(); })
+#define DUALKV_SM80_FORWARD(head_dim) \
+  [[maybe_unused]] static const bool registered = dualkv::sm80::register_forward<head_dim>()
+#define DUALKV_SM80_BACKWARD(head_dim) \
+  [[maybe_unused]] static const bool registered = dualkv::sm80::register_backward<head_dim>()
+#define DUALKV_SM80_BACKWARD_DQ(head_dim) \
+  [[maybe_unused]] static const bool registered = dualkv::sm80::register_backward_dq<head_dim>()

@@ -88,51 +88,59 @@ void launch_convert(const ConvertParams<T>& p, cudaStream_t stream) {
          stream, p, dkv_blocks);
 }
 
-template <typename T, int kHeadDim, int kHeadDimV = kHeadDim>
+template <int kHeadDim, int kHeadDimV = kHeadDim>
 bool register_forward() {
   using Config = ForwardConfig<kHeadDim, kHeadDimV>;
-  const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true};
-  add_kernel<ForwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, {tiles, launch_forward<T, Config>});
-  return true;
+  return for_element_types([](auto element) {
+    using T = decltype(element);
+    const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true};
+    add_kernel<ForwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, {tiles, launch_forward<T, Config>});
+  });
 }
 
-template <typename T, int kHeadDim, int kHeadDimV = kHeadDim>
+// Of the kernels that sum dQ, the one for what a call wants.
+template <typename T, class Config>
+auto pick_backward(const BackwardParams<T>& p) {
+  const auto pick = [&](auto has_softcap) {
+    constexpr bool kSoftcap = decltype(has_softcap)::value;
+    return p.dq_sum ? dualkv_sm90_backward<T, Config, true, kSoftcap> : dualkv_sm90_backward<T, Config, false, kSoftcap>;
+  };
+  return p.shape.softcap.exists() ? pick(std::true_type()) : pick(std::false_type());
+}
+
+template <int kHeadDim, int kHeadDimV = kHeadDim>
 bool register_backward() {
   using Config = BackwardConfig<kHeadDim, kHeadDimV>;
-  const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true, Config::kColumnBlocks};
-  BackwardKernel<T> kernel{tiles, nullptr, launch_convert<T, Config>, Config::kSumsDq};
-  if constexpr (Config::kSumsDq) {
-    kernel.launch = [](const BackwardParams<T>& p, cudaStream_t stream) {
-      const auto pick = [&](auto has_softcap) {
-        constexpr bool kSoftcap = decltype(has_softcap)::value;
-        return p.dq_sum ? dualkv_sm90_backward<T, Config, true, kSoftcap> : dualkv_sm90_backward<T, Config, false, kSoftcap>;
-      };
-      launch_backward<T, Config>(p.shape.softcap.exists() ? pick(std::true_type()) : pick(std::false_type()), p, stream);
-    };
-  } else {
-    kernel.launch = [](const BackwardParams<T>& p, cudaStream_t stream) {
-      if constexpr (Config::kColumnBlocks > 1) {
+  return for_element_types([](auto element) {
+    using T = decltype(element);
+    const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true, Config::kColumnBlocks};
+    const auto run = [](const BackwardParams<T>& p, cudaStream_t stream) {
+      if constexpr (Config::kSumsDq) {
+        launch_backward<T, Config>(pick_backward<T, Config>(p), p, stream);
+      } else if constexpr (Config::kColumnBlocks > 1) {
         launch_backward<T, Config>(dualkv_sm90_backward_columns<T, Config>, p, stream);
       } else {
         launch_backward<T, Config>(dualkv_sm90_backward_wide<T, Config>, p, stream);
       }
     };
-  }
-  add_kernel<BackwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, kernel);
-  return true;
+    add_kernel<BackwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV},
+                                  {tiles, run, launch_convert<T, Config>, Config::kSumsDq});
+  });
 }
 
-template <typename T, int kHeadDim, int kHeadDimV = kHeadDim>
+template <int kHeadDim, int kHeadDimV = kHeadDim>
 bool register_backward_dq() {
   using Config = BackwardDqConfig<kHeadDim, kHeadDimV>;
-  const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes};
-  add_kernel<BackwardDqKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, {tiles, launch_backward_dq<T, Config>});
-  return true;
+  return for_element_types([](auto element) {
+    using T = decltype(element);
+    const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes};
+    add_kernel<BackwardDqKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, {tiles, launch_backward_dq<T, Config>});
+  });
 }
 
 }  // namespace dualkv::sm90
 
-// (element type, head dim), or (element type, head dim of q and k, head dim of v)
+// (head dim), or (head dim of q and k, head dim of v)
 #define DUALKV_SM90_FORWARD(...) \
   [[maybe_unused]] static const bool registered = dualkv::sm90::register_forward<__VA_ARGS__>()
 #define DUALKV_SM90_BACKWARD(...) \

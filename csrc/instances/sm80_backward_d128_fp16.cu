@@ -1,3 +1,0 @@
-#include "sm80/launch.h"
-
-DUALKV_SM80_BACKWARD(128, __half);

@@ -1,3 +1,0 @@
-#include "sm80/launch.h"
-
-DUALKV_SM80_BACKWARD_DQ(192, __nv_bfloat16);

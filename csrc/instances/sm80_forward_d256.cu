@@ -1,0 +1,3 @@
+#include "sm80/launch.h"
+
+DUALKV_SM80_FORWARD(256);

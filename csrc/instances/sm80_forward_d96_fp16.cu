@@ -1,3 +1,0 @@
-#include "sm80/launch.h"
-
-DUALKV_SM80_FORWARD(96, __half);

@@ -1,3 +1,0 @@
-#include "sm90/launch.h"
-
-DUALKV_SM90_BACKWARD_DQ(__half, 64);

@@ -1,0 +1,3 @@
+#include "sm90/launch.h"
+
+DUALKV_SM90_FORWARD(128);
