@@ -41,16 +41,21 @@ DYNAMIC_SHARED = re.compile(r"extern __shared__ (?:__align__\(128\) )?uint8_t (\
 
 
 def copy_sources() -> Path:
-    """csrc as a C++ compiler takes it, without the headers that have a twin."""
+    """csrc as a C++ compiler takes it, without the headers that have a twin, and without files that are gone."""
+    copies = set()
     for path in sorted((HERE.parent / "csrc").rglob("*")):
         if path.suffix not in (".h", ".cu", ".cpp") or path.parent.name == "ptx":
             continue
         text = LAUNCH.sub(r"::host_cuda::launch(\1, \2)(", path.read_text())
         text = DYNAMIC_SHARED.sub(r"uint8_t* const \1 = ::host_cuda::dynamic_shared();", text)
         copy = FOLDER / path.relative_to(HERE.parent)
+        copies.add(copy)
         copy.parent.mkdir(parents=True, exist_ok=True)
         if not copy.exists() or copy.read_text() != text:
             copy.write_text(text)
+    for path in (FOLDER / "csrc").rglob("*.*"):
+        if path not in copies:
+            path.unlink()
     return FOLDER / "csrc"
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import extension
+import host_kernels
 import pytest
 import toolchain
 from build_plan import CudaBuild, PureBuild, TorchBuild, plan_build
@@ -159,6 +160,15 @@ def test_head_dims_select_the_instances(tmp_path):
     slowest_first = [Path(name).name for name in reversed(names)]
     assert [source.path.name for source in toolchain.kernel_sources(tmp_path)] == slowest_first
     assert [source.path.name for source in toolchain.kernel_sources(tmp_path, [64])] == slowest_first[1:]
+
+
+def test_the_host_forgets_sources_that_are_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_kernels, "FOLDER", tmp_path)
+    copies = host_kernels.copy_sources()
+    names = {path.name for path in copies.rglob("*.*")}
+    source_tree(tmp_path, ["instances/sm90_forward_d63.cu", "core/old.h"])
+    host_kernels.copy_sources()
+    assert {path.name for path in copies.rglob("*.*")} == names > {"api.cpp", "nodes.h", "sm90_forward_d64.cu"}
 
 
 def test_an_instance_with_an_unknown_name_is_not_skipped(tmp_path):
