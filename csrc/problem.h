@@ -156,8 +156,9 @@ struct Problem {
     capability = device.major;
     TORCH_CHECK(capability >= 8, "flash_attn_dualkv needs a GPU of compute capability 8.0 or newer, got ",
                 device.major, ".", device.minor);
-    TORCH_CHECK(device.has_code, "flash_attn_dualkv was built for other GPUs (DUALKV_ARCHS=\"", DUALKV_BUILD_ARCHS,
-                "\"); for this one reinstall with DUALKV_ARCHS=\"", device.major, device.minor, "\" or several, such as \"80;90\"");
+    TORCH_CHECK(device.has_code, "flash_attn_dualkv was built for compute capability " DUALKV_BUILD_ARCHS " and newer, got ",
+                device.major, ".", device.minor, "; reinstall with DUALKV_ARCHS=\"", device.major, device.minor,
+                "\", or several such as \"80;90\"");
     shared_limit = std::min(device.shared_bytes, shared_limit_override());
     stream = c10::cuda::getCurrentCUDAStream();
     q = aligned(q);

@@ -282,8 +282,9 @@ def test_a_build_knows_for_which_gpus_it_has_code(shim: ctypes.CDLL) -> None:
         ("86", "86"): {86, 89, 90, 100, 120},
         ("", "80"): {80, 86, 89, 90, 100, 120},
     }
+    shim.has_code_for.restype = ctypes.c_bool
     for (archs, ptx), covered in cases.items():
-        found = {one for one in (80, 86, 89, 90, 100, 120) if shim.has_code_for(one, archs.encode(), ptx.encode()) & 1}
+        found = {one for one in (80, 86, 89, 90, 100, 120) if shim.has_code_for(one, archs.encode(), ptx.encode())}
         assert found == covered, (archs, found)
 
 

@@ -418,7 +418,8 @@ DUALKV_HD bool has_foreign_rows(const QueryRange& range, int m_block, int block_
 }
 
 // The walk of an owner over its steps: query tiles in packed order, or in reverse, and for each of them the query heads
-// of the KV group; or, `head_major`, all query tiles for one head after the other. A step is one (query tile, head).
+// of the KV group; or, `head_major`, all query tiles for one head after the other. A step is one (query tile, head). Where
+// tiles hold packs of heads, `heads` are packs.
 struct QueryWalk {
   // What changes with every step, or is asked for: 16 bytes at a time where a walk lies in shared memory, which is busy.
   alignas(16) QueryRange range;

@@ -53,52 +53,31 @@ BackwardDqKernel<T> backward_dq_kernel() {
   return {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes}, run};
 }
 
-// Registers the full configuration and, where that exceeds the small multiprocessors, the compact one.
-template <class Kernel, template <int, Footprint> class Config, int kHeadDim, class Make>
-void register_kernels(Make make) {
+// Registers the full configuration and, where that exceeds the small multiprocessors, the compact one, for each element
+// type. `make(element, config)` makes a kernel of them.
+template <template <typename> class Kernel, template <int, Footprint> class Config, int kHeadDim, class Make>
+bool register_kernels(Make make) {
   using Full = Config<kHeadDim, Footprint::full>;
   static_assert(Full::kSharedBytes + kStaticSharedBytes <= shared_limit(Footprint::full), "must fit an A100");
-  add_kernel<Kernel>(Arch::sm80, {kHeadDim, kHeadDim}, make(Full{}));
-  if constexpr (Full::kSharedBytes + kStaticSharedBytes > shared_limit(Footprint::compact)) {
-    using Compact = Config<kHeadDim, Footprint::compact>;
-    static_assert(Compact::kSharedBytes + kStaticSharedBytes <= shared_limit(Footprint::compact),
-                  "must fit the multiprocessors with 99 KB");
-    add_kernel<Kernel>(Arch::sm80, {kHeadDim, kHeadDim}, make(Compact{}));
-  }
-}
-
-template <int kHeadDim>
-bool register_forward() {
-  return for_element_types([](auto element) {
+  return for_element_types([&](auto element) {
     using T = decltype(element);
-    register_kernels<ForwardKernel<T>, ForwardConfig, kHeadDim>(
-        [](auto config) { return forward_kernel<T, decltype(config)>(); });
-  });
-}
-
-template <int kHeadDim>
-bool register_backward() {
-  return for_element_types([](auto element) {
-    using T = decltype(element);
-    register_kernels<BackwardKernel<T>, BackwardConfig, kHeadDim>(
-        [](auto config) { return backward_kernel<T, decltype(config)>(); });
-  });
-}
-
-template <int kHeadDim>
-bool register_backward_dq() {
-  return for_element_types([](auto element) {
-    using T = decltype(element);
-    register_kernels<BackwardDqKernel<T>, BackwardDqConfig, kHeadDim>(
-        [](auto config) { return backward_dq_kernel<T, decltype(config)>(); });
+    add_kernel<Kernel<T>>(Arch::sm80, {kHeadDim, kHeadDim}, make(element, Full{}));
+    if constexpr (Full::kSharedBytes + kStaticSharedBytes > shared_limit(Footprint::compact)) {
+      using Compact = Config<kHeadDim, Footprint::compact>;
+      static_assert(Compact::kSharedBytes + kStaticSharedBytes <= shared_limit(Footprint::compact),
+                    "must fit the multiprocessors with 99 KB");
+      add_kernel<Kernel<T>>(Arch::sm80, {kHeadDim, kHeadDim}, make(element, Compact{}));
+    }
   });
 }
 
 }  // namespace dualkv::sm80
 
-#define DUALKV_SM80_FORWARD(head_dim) \
-  [[maybe_unused]] static const bool registered = dualkv::sm80::register_forward<head_dim>()
-#define DUALKV_SM80_BACKWARD(head_dim) \
-  [[maybe_unused]] static const bool registered = dualkv::sm80::register_backward<head_dim>()
+#define DUALKV_SM80_REGISTER(Kernel, Config, head_dim, make)                                                    \
+  [[maybe_unused]] static const bool registered =                                                               \
+      dualkv::sm80::register_kernels<dualkv::Kernel, dualkv::sm80::Config, head_dim>(                           \
+          [](auto element, auto config) { return dualkv::sm80::make<decltype(element), decltype(config)>(); })
+#define DUALKV_SM80_FORWARD(head_dim) DUALKV_SM80_REGISTER(ForwardKernel, ForwardConfig, head_dim, forward_kernel)
+#define DUALKV_SM80_BACKWARD(head_dim) DUALKV_SM80_REGISTER(BackwardKernel, BackwardConfig, head_dim, backward_kernel)
 #define DUALKV_SM80_BACKWARD_DQ(head_dim) \
-  [[maybe_unused]] static const bool registered = dualkv::sm80::register_backward_dq<head_dim>()
+  DUALKV_SM80_REGISTER(BackwardDqKernel, BackwardDqConfig, head_dim, backward_dq_kernel)
