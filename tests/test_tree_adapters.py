@@ -152,13 +152,29 @@ def test_a_tree_is_read_once_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(trees._forests) == before
 
 
+def test_tables_beside_an_old_one() -> None:
+    """Only the first table stays, and those that were with it are freed: their ids may be those of new ones."""
+    begins, lens = (torch.tensor(one) for one in ([0, 2, 4], [2, 2, 1]))
+    q, k, v = (one[0] for one in inputs(5))
+    for _ in range(10):
+        for parents in ([-1, 0, 0], [-1, 0, 1], [-1, -1, -1]):
+            got = trees.flash_composed_forest_attention_fused(q, k, v, begins, lens, torch.tensor(parents))
+            assert got.equal(trees.Forest([0, 2, 4], [2, 2, 1], parents).attend(q, k, v))
+
+
 def attend(*tables: Any) -> Tensor:
     return trees.flash_composed_forest_attention_fused(*(one[0] for one in inputs(4)), *tables)
 
 
-def attend_bits(mask: list[list[int]], rows: int = 2) -> Tensor:
+def attend_moved(keys: int = 5, values: int = 5) -> Tensor:
+    """With nodes that do not lie in depth-first order."""
+    q, k, v = (inputs(rows)[at][0] for at, rows in enumerate((5, keys, values)))
+    return trees.Forest([2, 0], [2, 2], [-1, 0]).attend(q, k, v)
+
+
+def attend_bits(mask: list[list[int]], rows: int = 2, dtype: torch.dtype = torch.int64) -> Tensor:
     given_tensors = [one.transpose(1, 2) for one in inputs(rows)]
-    return trees.tree_attention(*given_tensors, torch.tensor([mask]), *[torch.zeros(0)] * 4)
+    return trees.tree_attention(*given_tensors, torch.tensor([mask], dtype=dtype), *[torch.zeros(0)] * 4)
 
 
 ERRORS: list[tuple[Any, str]] = [
@@ -167,8 +183,14 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: attend([0, 2], [2, 2], [1, 0]), "^parents: expected a root above every node, got a cycle"),
     (lambda: attend([0, 2], [2, 2], [-1]), "^parents: expected 2 nodes, got 1, and 2 lengths"),
     (lambda: attend([0, 2], [2, -1], [-1, 0]), r"^node_len\[1\]: expected an int >= 0, got -1"),
-    (lambda: attend([0, 2], [2, 4], [-1, 0]), "."),
-    (lambda: attend_bits([[1], [3]], 3), r"^packed_mask: expected shape \(1, 3, words\)"),
+    (lambda: attend([0, 2], [2, 4], [-1, 0]), "^q, k and v: expected equally many rows, 6 or more, got 4, 4 and 4"),
+    (lambda: attend([4, 0], [2, 4], [1, -1]), "^q, k and v: expected equally many rows, 6 or more, got 4, 4 and 4"),
+    (lambda: attend_moved(keys=3), "^q, k and v: expected equally many rows, 4 or more, got 5, 3 and 5"),
+    (lambda: attend_moved(values=7), "^q, k and v: expected equally many rows, 4 or more, got 5, 5 and 7"),
+    (lambda: attend_bits([[1], [3]], 3), r"^packed_mask: expected shape \(1, 3, words\), of 64 rows each"),
+    (lambda: attend_bits([[]] * 65, 65), r"^packed_mask: expected shape \(1, 65, words\), of 64 rows each"),
+    (lambda: attend_bits([[1]] * 65, 65), r"^packed_mask: expected shape \(1, 65, words\), of 64 rows each"),
+    (lambda: attend_bits([[1], [-1]]), "^packed_mask: expected rows that see their path"),  # rows that are not there
     (lambda: attend_bits([[3], [2]]), "^packed_mask: expected rows that see their path"),  # the first sees the second
     (lambda: attend_bits([[1], [1]]), "^packed_mask: expected rows that see their path"),  # the second not itself
     (lambda: attend_bits([[0], [2]]), "^packed_mask: expected rows that see their path"),  # padding before a row
@@ -177,6 +199,9 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: trees.prefix_tree([1, 2], [[0, 2]]), "^sample_paths: expected nodes below 2, .* got node 2 behind 0"),
     (lambda: trees.prefix_tree([1, 2], [[0]]), "^sample_paths: expected every node with rows, got none with node 1"),
     (lambda: trees.prefix_tree([1, 2], [[0, 1, 0]]), "^sample_paths: .* got node 0 behind 1"),
+    (lambda: trees.prefix_tree([1, 2], [[0, -1]]), r"^sample_paths\[0\]\[1\]: expected an int >= 0, got -1"),
+    (lambda: trees.prefix_tree([1.0, 2], [[0, 1]]), r"^node_lengths\[0\]: expected an int >= 0, got 1.0"),
+    (lambda: trees.prefix_tree([1, 2], [0, 1]), r"^sample_paths\[0\]: expected a list of ints, got 0"),
 ]
 
 
@@ -184,3 +209,14 @@ ERRORS: list[tuple[Any, str]] = [
 def test_errors(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_masks_of_other_types() -> None:
+    for dtype in (torch.int32, torch.float64):
+        with pytest.raises(TypeError, match=f"^packed_mask: expected dtype torch.int64, got {dtype}"):
+            attend_bits([[1], [3]], dtype=dtype)
+
+
+def test_paths_may_be_tensors() -> None:
+    lens, path = torch.tensor([2, 1]), torch.tensor([0, 1], dtype=torch.int32)
+    assert trees.prefix_tree(lens, [path])[1] == trees.prefix_tree([2, 1], [[0, 1]])[1] == [[[0, 2], [2, 3]]]  # type: ignore[arg-type]

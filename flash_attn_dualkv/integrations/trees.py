@@ -7,6 +7,7 @@ in float32.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -20,7 +21,7 @@ from ..checks import explain
 from ..data.transfer import ints, to_device
 from ..packed_attention import flash_attn_tree_varlen_func
 
-# Of the first table of each micro-batch: what was read from it, and from which tables.
+# Of the first table of each micro-batch: what was read from it, and from which tables in which state.
 _forests: Any = WeakTensorKeyDictionary()
 
 
@@ -44,6 +45,7 @@ class Forest:
             if lens[node] < 0 or (lens[node] and begins[node] < end):
                 raise ValueError(explain(f"node {node}", f"rows from {end} on", f"{lens[node]} from {begins[node]} on"))
             end = max(end, begins[node] + lens[node])
+        self._end = end
         order = _depth_first(begins, parents)
         places = {node: place for place, node in enumerate(order)}
         self._offsets = [*accumulate((lens[node] for node in order), initial=0)]
@@ -75,11 +77,15 @@ class Forest:
             As q, with d_v in the place of d; 0 for padding.
 
         Raises:
-            ValueError: fewer rows than the nodes have; what `flash_attn_tree_varlen_func` refuses.
+            ValueError: fewer rows than the nodes have, or not as many in each; what `flash_attn_tree_varlen_func`
+                refuses.
         """
         if q.dim() == 4 and len(q) == len(k) == len(v) == 1:
             out = self.attend(q[0], k[0], v[0], softmax_scale, window_size=window_size, softcap=softcap)
             return out[None]
+        if not len(q) == len(k) == len(v) >= self._end:
+            expected = f"equally many rows, {self._end} or more"
+            raise ValueError(explain("q, k and v", expected, f"{len(q)}, {len(k)} and {len(v)}"))
         cu_seqlens, parents, *rows = self._on(q.device)
         queries, keys, values = (one.index_select(0, rows[0]) for one in (q, k, v)) if rows else (q, k, v)
         out = flash_attn_tree_varlen_func(
@@ -117,12 +123,17 @@ def _depth_first(begins: Sequence[int], parents: Sequence[int]) -> list[int]:
 
 
 def remembered(tables: Sequence[Tensor], build: Callable[[], Forest]) -> Forest:
-    """A forest that is built once for a micro-batch: its layers and their recomputation are given the same tensors."""
-    state = [(id(one), 0 if one.is_inference() else one._version) for one in tables]
+    """A forest that is built once for a micro-batch: its layers and their recomputation are given the same tensors.
+
+    It is built again for other tables, and for tables that were written to: which only tensors of inference mode do
+    not tell.
+    """
+    versions = [0 if one.is_inference() else one._version for one in tables]
     kept = _forests.get(tables[0])
-    if kept is None or kept[0] != state:
-        kept = _forests[tables[0]] = state, build()
-    forest: Forest = kept[1]
+    # Not by id(): that of a table which is no more may be another one's.
+    if kept is None or kept[1] != versions or any(one() is not table for one, table in zip(kept[0], tables)):
+        kept = _forests[tables[0]] = [*map(weakref.ref, tables)], versions, build()
+    forest: Forest = kept[2]
     return forest
 
 
@@ -183,10 +194,15 @@ def tree_attention(
         (1, H, N, d_v); 0 for rows that see nothing.
 
     Raises:
+        TypeError: a mask that is not int64.
         ValueError: a mask that is not that of a tree, or of more than one row of a batch.
     """
-    if packed_mask.dim() != 3 or len(packed_mask) != 1 or query.shape[:3:2] != packed_mask.shape[:2]:
-        expected = f"shape (1, {query.shape[2]}, words)"
+    if packed_mask.dtype != torch.int64:
+        raise TypeError(explain("packed_mask", "dtype torch.int64", packed_mask.dtype))
+    rows = query.shape[2]
+    is_mask = packed_mask.dim() == 3 and query.shape[:3:2] == packed_mask.shape[:2] == (1, rows)
+    if not is_mask or 64 * packed_mask.shape[2] < rows:
+        expected = f"shape (1, {rows}, words), of 64 rows each"
         raise ValueError(explain("packed_mask", expected, f"{tuple(packed_mask.shape)} for {tuple(query.shape)}"))
     forest = remembered([packed_mask], lambda: _forest_of_bits(packed_mask[0]))
     q, k, v = (one.transpose(1, 2) for one in (query, key, value))
@@ -207,7 +223,8 @@ def _forest_of_bits(mask: Tensor) -> Forest:
     parents = torch.where(word >= 0, 64 * word + highest, -1)
     sees_itself = (mask & itself).any(1)
     # A row sees what its parent sees, and itself.
-    inherits = (above == torch.where(parents >= 0, mask[parents.clamp(min=0)[:, 0]], 0)).all(1)
+    inherited = mask[parents.clamp(0, len(mask) - 1)[:, 0]]  # bits behind the last row stand for none
+    inherits = (above == torch.where(parents >= 0, inherited, 0)).all(1)
     is_valid = inherits & (parents < rows)[:, 0] & (sees_itself | (parents < 0)[:, 0])
     tokens, seeing, valid = torch.stack([parents[:, 0], sees_itself, is_valid]).tolist()
     count = sum(seeing)
@@ -235,8 +252,8 @@ def prefix_tree(
     """NeMo Automodel's description of a tree, whose attention is then `Forest.attend`.
 
     Args:
-        node_lengths: (n,) rows of each node, in the order of the packed row.
-        sample_paths: of each sample the nodes on its path, from the root.
+        node_lengths: (n,) rows of each node, in the order of the packed row; a list or an integer tensor.
+        sample_paths: of each sample the nodes on its path, from the root; lists or integer tensors.
 
     Returns:
         The forest, and of each sample the [first, last + 1] rows of the nodes on its path.
@@ -244,15 +261,18 @@ def prefix_tree(
     Raises:
         ValueError: a node with different paths, or in none although it has rows; as `Forest`.
     """
-    ends = [*accumulate(node_lengths, initial=0)]
+    lens = arguments.lengths("node_lengths", node_lengths)
+    given = arguments.items("sample_paths", sample_paths, "lists of nodes")
+    paths = [arguments.lengths(f"sample_paths[{index}]", path) for index, path in enumerate(given)]
+    ends = [*accumulate(lens, initial=0)]
     parents: dict[int, int] = {}
-    for path in sample_paths:
+    for path in paths:
         for parent, node in zip([-1, *path], path):
-            if not 0 <= node < len(node_lengths) or parents.setdefault(node, parent) != parent:
-                expected = f"nodes below {len(node_lengths)}, each behind one other"
+            if node >= len(lens) or parents.setdefault(node, parent) != parent:
+                expected = f"nodes below {len(lens)}, each behind one other"
                 raise ValueError(explain("sample_paths", expected, f"node {node} behind {parent}"))
-    for node, length in enumerate(node_lengths):
+    for node, length in enumerate(lens):
         if length and node not in parents:
             raise ValueError(explain("sample_paths", "every node with rows", f"none with node {node}"))
-    forest = Forest(ends[:-1], node_lengths, [parents.get(node, -1) for node in range(len(node_lengths))])
-    return forest, [[[ends[node], ends[node + 1]] for node in path] for path in sample_paths]
+    forest = Forest(ends[:-1], lens, [parents.get(node, -1) for node in range(len(lens))])
+    return forest, [[[ends[node], ends[node + 1]] for node in path] for path in paths]
