@@ -113,7 +113,7 @@ def test_inductor(device: str) -> None:
     check_compiled(torch.compile(layer, fullgraph=True, options=options), layer, whole)
 
 
-@pytest.mark.parametrize("make", [separate, packed])
+@pytest.mark.parametrize("make", [separate, packed, tree])
 def test_compile_under_autocast(make: Callable[..., Call], device: str) -> None:
     call = make(device=device, dtype=torch.float32, head_dim=64)
     compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
