@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tiny_models import dualkv, tiny_model
 
 import flash_attn_dualkv as api
+from flash_attn_dualkv.integrations import trees
 
 OWN_WORDS = re.compile(r"^[\w .'\"()\[\]-]+: expected .+, got .*", re.DOTALL)
 PROMPTS, RESPONSES = [[5, 6, 7], [5, 6, 7], [8]], [[1, 2], [3], [4, 5, 6]]
@@ -25,6 +26,7 @@ TOKENS = BATCH.layout.num_tokens
 IDS = torch.tensor([[5, 6, 7, 1], [5, 6, 7, 2], [0, 8, 9, 3]])
 MODEL = tiny_model("llama")
 TREE = api.group_by_prefix(PROMPTS, min_shared=1)
+TREE_BATCH = api.pack_prefix_tree(PROMPTS, min_shared=1)
 
 
 def rows(count: int, heads: int = 2) -> torch.Tensor:
@@ -113,6 +115,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "unpack_logprobs": (
         api.unpack_logprobs, dict(values=torch.zeros(6), batch=BATCH, width=5, fill=0.0, per_row=False),
     ),
+    "unpack_logprobs of a tree": (
+        api.unpack_logprobs, dict(values=torch.zeros(4), batch=TREE_BATCH, width=5, fill=0.0, per_row=False),
+    ),
     "unpack_to_jagged": (api.unpack_to_jagged, dict(values=torch.zeros(6), batch=BATCH, per_row=False)),
     "SharedPromptLayout.from_tree": (
         api.SharedPromptLayout.from_tree, dict(node_lens=[3, 0, 4], parents=[-1, 0, 0], pad=2, device="cpu"),
@@ -120,6 +125,21 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "SharedPromptLayout.pad_to": (BATCH.layout.pad_to, dict(multiple=8)),
     "SharedPromptLayout.to": (BATCH.layout.to, dict(device="cpu")),
     "SharedPromptBatch.to": (BATCH.to, dict(device="cpu")),
+    "PrefixTreeBatch.to": (TREE_BATCH.to, dict(device="cpu")),
+    "flash_composed_forest_attention_fused": (
+        trees.flash_composed_forest_attention_fused,
+        dict(
+            q=rows(7), k=rows(7), v=rows(7), node_start=[3, 0], node_len=[4, 3], node_parent=[1, -1], scale=1.0,
+        ),
+    ),
+    "tree_attention": (
+        partial(trees.tree_attention, kv_indices=None, kv_offsets=None, q_indices=None, q_offsets=None),
+        dict(
+            query=torch.randn(1, 2, 3, 8), key=torch.randn(1, 2, 3, 8), value=torch.randn(1, 2, 3, 8),
+            packed_mask=torch.tensor([[[1], [3], [7]]]), sm_scale=1.0,
+        ),
+    ),
+    "prefix_tree": (trees.prefix_tree, dict(node_lengths=[1, 2], sample_paths=[[0, 1]])),
     "shared_prompt_forward": (
         dualkv.shared_prompt_forward, dict(model=MODEL, batch=BATCH, temperature=1.0, with_entropy=False),
     ),

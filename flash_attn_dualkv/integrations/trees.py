@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import arguments
-from ..checks import explain
+from ..checks import check_are_tensors, explain
 from ..data.transfer import ints, to_device
 from ..packed_attention import flash_attn_tree_varlen_func
 
@@ -80,12 +80,11 @@ class Forest:
             ValueError: fewer rows than the nodes have, or not as many in each; what `flash_attn_tree_varlen_func`
                 refuses.
         """
-        if q.dim() == 4 and len(q) == len(k) == len(v) == 1:
+        check_are_tensors(("q", "k", "v"), (q, k, v))
+        if q.dim() == k.dim() == v.dim() == 4 and len(q) == len(k) == len(v) == 1:
             out = self.attend(q[0], k[0], v[0], softmax_scale, window_size=window_size, softcap=softcap)
             return out[None]
-        if not len(q) == len(k) == len(v) >= self._end:
-            expected = f"equally many rows, {self._end} or more"
-            raise ValueError(explain("q, k and v", expected, f"{len(q)}, {len(k)} and {len(v)}"))
+        self._check_rows(q, k, v)
         cu_seqlens, parents, *rows = self._on(q.device)
         queries, keys, values = (one.index_select(0, rows[0]) for one in (q, k, v)) if rows else (q, k, v)
         out = flash_attn_tree_varlen_func(
@@ -94,6 +93,16 @@ class Forest:
         if not rows:
             return out
         return out.new_zeros((len(q), *out.shape[1:])).index_copy(0, rows[0], out)
+
+    def _check_rows(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Before any of them are moved: on a GPU an index of a row that is not there ends the process."""
+        for name, one in (("q", q), ("k", k), ("v", v)):
+            if one.dim() != 3:
+                raise ValueError(explain(name, "3 dimensions (rows, heads, head_dim)", f"shape {tuple(one.shape)}"))
+            if one is not q and len(one) != len(q):
+                raise ValueError(explain(name, f"{len(q)} rows (as q)", len(one)))
+        if len(q) < self._end:
+            raise ValueError(explain("q", f"at least {self._end} rows, those of the nodes", len(q)))
 
     def _on(self, device: torch.device) -> list[Tensor]:
         """cu_seqlens and parents, and the rows in their order if it is another one."""
@@ -197,6 +206,10 @@ def tree_attention(
         TypeError: a mask that is not int64.
         ValueError: a mask that is not that of a tree, or of more than one row of a batch.
     """
+    check_are_tensors(("query", "key", "value", "packed_mask"), (query, key, value, packed_mask))
+    for name, one in (("query", query), ("key", key), ("value", value)):
+        if one.dim() != 4:
+            raise ValueError(explain(name, "4 dimensions (1, heads, rows, head_dim)", f"shape {tuple(one.shape)}"))
     if packed_mask.dtype != torch.int64:
         raise TypeError(explain("packed_mask", "dtype torch.int64", packed_mask.dtype))
     rows = query.shape[2]
