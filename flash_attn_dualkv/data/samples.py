@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import arguments
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
-from .transfer import to_host
+from .transfer import ints, to_host
 
 _WORD = torch.int64.itemsize
 _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
@@ -49,6 +49,8 @@ def _tokens(name: str, tokens: Any, also: Sequence[torch.dtype]) -> Tensor:
         if isinstance(tokens, (str, bytes, dict, set, frozenset)):
             raise SharedPromptTypeError(explain(name, expected, arguments.describe(tokens)))
         try:
+            if type(tokens) in (list, tuple) and {*map(type, tokens)} == {int}:
+                return ints(tokens, torch.int64)
             tokens = torch.tensor(tokens, device="cpu", dtype=None if len(tokens) else torch.int64)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise SharedPromptTypeError(explain(name, expected, f"{arguments.describe(tokens)} ({error})")) from None
