@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,46 @@ def test_equals_each_sequence_alone(name: str) -> None:
         (weights @ got + 0.3 * got_entropy.sum()).backward()
         check_gradients(gradients(model), expected, tolerance.gradient)
     assert unpack_logprobs(got, batch, per_row=False).shape == (len(SEQUENCES), max(map(sum, MASKS)))
+
+
+LOSSES = 256  # of one of them the error of either side is chance, of many it is a measure
+DRAWS = 8  # those that are differentiated
+ROUNDED = {
+    "llama": dict(head_dim=64),
+    "qwen3": dict(head_dim=128),
+    "gemma2": dict(head_dim=128, query_pre_attn_scalar=128),
+    "gpt_oss": dict(head_dim=64, **EVERY_EXPERT["gpt_oss"]),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_in_bf16_no_less_accurate_than_each_sequence_alone(name: str) -> None:
+    """Errors of log-probabilities, losses and all gradients against float32 are those of the stock model in bf16."""
+    shape = dict(hidden_size=128, intermediate_size=256)
+    model = tiny_model(name, dtype=torch.bfloat16, **shape, **ROUNDED[name])
+    whole = Samples([one[:1] for one in SEQUENCES], [one[1:] for one in SEQUENCES])
+    trained = torch.tensor([value for mask in MASKS for value in mask[1:]]).bool()
+    batch = pack_prefix_tree(SEQUENCES, loss_mask=MASKS, min_shared=1)
+
+    def run(one: Any) -> dict[str, torch.Tensor]:
+        if one is model:
+            logps, _ = dualkv.shared_prompt_forward(one, batch)
+        else:
+            logps = replicated_logps(one, whole)[0][trained]
+        weights = torch.randn(LOSSES, len(logps), generator=torch.Generator().manual_seed(0))
+        losses = (weights * logps.float()).mean(1)
+        found: dict[str, list[torch.Tensor]] = {}
+        for loss in losses[:DRAWS]:
+            loss.backward(retain_graph=True)
+            for key, gradient in gradients(one).items():
+                found.setdefault(key, []).append(gradient.float())
+        of_parameters = {key: torch.stack(of_losses) for key, of_losses in found.items()}
+        return {"logps": logps.detach().float(), "losses": losses.detach(), **of_parameters}
+
+    exact, stock, got = run(stock_twin(model).float()), run(stock_twin(model)), run(model)
+    assert got.keys() == exact.keys()
+    ratios = {key: ((got[key] - one).norm() / (stock[key] - one).norm()).item() for key, one in exact.items()}
+    assert not {key: ratio for key, ratio in ratios.items() if not ratio <= 1.5}
 
 
 def test_copies_of_a_batch() -> None:
