@@ -32,7 +32,14 @@ from groups import Batch, Group, cumulative
 from torch import Tensor
 
 import flash_attn_dualkv
-from flash_attn_dualkv import build_info, checks, flash_attn_dualkv_varlen_func, flash_attn_varlen_func, ops
+from flash_attn_dualkv import (
+    build_info,
+    checks,
+    flash_attn_dualkv_varlen_func,
+    flash_attn_tree_varlen_func,
+    flash_attn_varlen_func,
+    ops,
+)
 
 
 def offsets_of(batch: Batch) -> tuple[Tensor | None, ...]:
@@ -316,6 +323,20 @@ def test_signature_is_that_of_the_published_function() -> None:
         "max_seqlen_q", "context_seqlen", "max_seqlen_k_decoded", "softmax_scale", "causal",
     ]  # fmt: skip
     assert parameters["causal"].default is True
+
+
+def test_signature_of_the_tree_function() -> None:
+    parameters = inspect.signature(flash_attn_tree_varlen_func).parameters.values()
+    positional = [one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert [one.name for one in positional] == ["q", "k", "v", "cu_seqlens", "parents", "softmax_scale"]
+    assert {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty} == {
+        "softmax_scale": None,
+        "window_size": (-1, -1),
+        "softcap": 0.0,
+        "sinks": None,
+        "deterministic": False,
+        "return_lse": False,
+    }
 
 
 @pytest.mark.parametrize("causal", [True, False])
