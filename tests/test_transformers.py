@@ -173,6 +173,20 @@ def test_labels_and_rows_are_those_of_a_plain_forward():
     assert torch.equal(rolled[scored], batch.labels[scored])
 
 
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_a_forward_of_all_rows(name):
+    """As trainers call it, with the hook and without a choice of rows: also of models that would drop some."""
+    model = tiny_model(name)
+    batch = MIXED.pack()
+    dualkv.install_layout_hook(model)
+    inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
+    with torch.no_grad():
+        logits = model(**inputs, shared_prompt_layout=batch.layout).logits[0, batch.token_index]
+        expected, _ = replicated_logps(stock_twin(model), MIXED)
+    got = logits.log_softmax(-1).gather(-1, batch.labels[batch.token_index][:, None])[:, 0]
+    check_equal(got, expected, TOLERANCES[FAMILIES[name].dtype].value)
+
+
 def test_16_bit_models_are_scored_in_float32():
     model = tiny_model("llama", dtype=torch.bfloat16)
     batch = MIXED.pack()

@@ -33,7 +33,9 @@ PADDING = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", [one for one in ("llama", "mistral", "gemma2", "gemma4_text", "gpt_oss", "deepseek_v3") if one in SUPPORTED]
+)
 def test_generate(name, cache):
     """Greedy tokens and their scores, from a left-padded batch, with a KV cache."""
     if cache == "static" and name == "deepseek_v3" and VERSION < (5, 0):
@@ -74,6 +76,43 @@ def test_padded_batches(name, fallback, restored_registry):
         results.append((logits.detach(), gradients(one)))
     assert torch.equal(results[0][0], results[1][0])
     check_gradients(results[0][1], results[1][1], 0.0)
+
+
+@pytest.mark.skipif("gemma4_text" not in SUPPORTED, reason="this transformers has no Gemma 4")
+@pytest.mark.parametrize("fallback", ["auto", "eager"])
+@pytest.mark.parametrize("window", [5, 100])
+@pytest.mark.parametrize("mask", [None, torch.ones_like(PADDING), PADDING], ids=["no mask", "ones", "padding"])
+def test_rows_that_a_model_drops(mask, window, fallback, restored_registry):
+    """Layers with the keys of others compute the last rows alone, where only their logits are asked for."""
+    dualkv.register("fallback_of_a_test", fallback=fallback)
+    model = tiny_model("gemma4_text", attention="fallback_of_a_test", dtype=torch.float32, sliding_window=window)
+    for rows in ([0, 1, 2], [1]):
+        inputs = dict(attention_mask=None if mask is None else mask[rows], use_cache=False)
+        with torch.no_grad():
+            expected = stock_twin(model)(PROMPTS[rows], **inputs).logits
+            for kept in (1, 2, 5):
+                got = model(PROMPTS[rows], **inputs, logits_to_keep=kept).logits
+                real = PADDING[rows, -kept:].bool()
+                check_equal(got[real], expected[:, -kept:][real], TOLERANCES[torch.float32].value)
+
+
+def test_parts_of_masks():
+    """A mask that is built when something reads it has the parts of the whole one."""
+    positions = torch.tensor([[*range(5), *range(4)]])
+    sizes = dict(q_length=9, kv_length=9) if VERSION >= (5, 0) else dict(cache_position=torch.arange(9), kv_length=9)
+
+    def packed(batch, head, query, key):
+        begin = torch.arange(9) - positions[0]
+        return (begin[query] == begin[key]) & (key <= query)
+
+    mask = masks.deferred_mask(1, mask_function=packed, allow_is_causal_skip=False, **sizes)
+    whole = mask.build()
+    assert whole.shape == (1, 1, 9, 9)
+    for rows in (slice(-3, None), slice(2, 7), slice(0, 4), slice(1, 9, 2), slice(6, 2)):
+        assert torch.equal(mask[:, :, rows, :], whole[:, :, rows])
+    assert torch.equal(mask[0, 0, 3], whole[0, 0, 3])
+    assert torch.equal(mask[:, :, :, :6], whole[:, :, :, :6])
+    assert mask[:, :, slice(-0, None), :] is mask
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])

@@ -76,12 +76,12 @@ class DeferredMask:
         expected = "a model that leaves its mask to its attention layers, which all run on a registered attention"
         return _MaskError(explain("model", expected, "one that computes with the mask itself"))
 
-    def _tensor(self) -> Tensor:
+    def _tensor(self, **changes: Any) -> Tensor:
         """The mask for a model that reads it: there is one, even if it is plainly causal."""
         self._is_read = True
         if guard.current() is not None or self._is_replaced:
             raise self._error()
-        mask: Tensor = self._builder(**{**self._arguments, "allow_is_causal_skip": False})
+        mask: Tensor = self._builder(**{**self._arguments, "allow_is_causal_skip": False, **changes})
         return mask
 
     def __getattr__(self, name: str) -> Any:
@@ -90,7 +90,16 @@ class DeferredMask:
         return getattr(self._tensor(), name)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._tensor()[index]
+        """A part of the mask, or all of it. Of models that drop rows, only the rows that are left are built."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if all(map(_is_whole, parts)):
+            return self
+        queries = self._arguments.get("q_length")  # none in older versions
+        is_of_rows = len(parts) == 4 and isinstance(parts[2], slice) and parts[2].step is None
+        if queries is None or not is_of_rows or not all(map(_is_whole, (*parts[:2], parts[3]))):
+            return self._tensor()[index]
+        begin, end, _ = parts[2].indices(queries)
+        return self._tensor(q_length=max(end - begin, 0), q_offset=self._arguments.get("q_offset", 0) + begin)
 
     @classmethod
     def __torch_function__(
@@ -100,6 +109,10 @@ class DeferredMask:
             return one._tensor() if isinstance(one, cls) else one
 
         return function(*map(plain, args), **{name: plain(one) for name, one in (kwargs or {}).items()})
+
+
+def _is_whole(index: Any) -> bool:
+    return isinstance(index, slice) and index in (slice(None), slice(0, None))
 
 
 def _parts(mask_function: Callable[..., Any]) -> set[str]:
@@ -129,7 +142,13 @@ def deferred_mask(
     arguments = dict(batch_size=batch_size, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
     if batch_size == 1 and attention_mask is None and not _is_skipped(arguments):
         return DeferredMask(sdpa_mask, arguments)
-    return sdpa_mask(**arguments)
+    mask = sdpa_mask(**arguments)
+    return DeferredMask(sdpa_mask, arguments) if mask is None and _drops_rows(kwargs.get("config")) else mask
+
+
+def _drops_rows(config: Any) -> bool:
+    """Whether layers with the keys of others may get the last rows alone: None would be causal from the first on."""
+    return bool(getattr(config, "num_kv_shared_layers", 0))
 
 
 def _is_skipped(arguments: dict[str, Any]) -> bool:
