@@ -36,6 +36,16 @@ def drop_the_layout(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any
     return args, {name: value for name, value in kwargs.items() if name != "shared_prompt_layout"}
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_rows_beside_the_packed_one_raise(name: str) -> None:
+    """A convolution of the first row alone would be broadcast over all of them."""
+    model = hybrid_model(name, torch.float32)
+    dualkv.install_layout_hook(model)
+    message = f"input_ids: expected 1 row of {BATCH.layout.num_tokens} tokens .as the layout., got 2 of"
+    with pytest.raises(SharedPromptError, match=message):
+        model(**inputs(input_ids=BATCH.input_ids.expand(2, -1)))
+
+
 # --- the guard --------------------------------------------------------------------------------------------------------
 
 

@@ -32,8 +32,8 @@ def convolution(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: 
     """A causal convolution of few inputs: (1, C, T), weight (C, K) -> (1, C, T)."""
     (x, weight, *others), kwargs = _positional(args, kwargs, ("hidden_states", "x"), ("weight",))
     _check_unused("convolution", kwargs, "seq_idx", "cu_seqlens", "initial_states", "final_states_out")
+    _check_rows(x.transpose(1, 2), layout)
     rows = x[0].transpose(0, 1)
-    _check_rows(rows, layout)
     tails = tails_of(layout, weight.shape[-1] - 1, x.device)
     longer = insert_tails(rows, tails).transpose(0, 1)[None]
     out = stock(longer, weight, *others, **kwargs)
@@ -115,7 +115,7 @@ def _step_sizes(stock: Mixer, dt: Tensor, kwargs: dict[str, Any]) -> Tensor:
 def _by_levels(layout: SharedPromptLayout, inputs: Sequence[Tensor], scan: Scan) -> Tensor:
     """Compute (1, T, ...) inputs level by level; rows that are padding come out as zeros."""
     for one in inputs:
-        _check_rows(one[0], layout)
+        _check_rows(one, layout)
     plan = levels_of(layout, inputs[0].device)
     rows = [one[0] if plan.order is None else take_rows(one[0], plan.order) for one in inputs]
     outs: list[Tensor] = []
@@ -212,7 +212,8 @@ def _check_unused(kind: str, kwargs: dict[str, Any], *names: str) -> None:
             raise SharedPromptError(explain(name, expected, type(value).__name__))
 
 
-def _check_rows(rows: Tensor, layout: SharedPromptLayout) -> None:
-    if rows.shape[0] != layout.num_tokens:
+def _check_rows(one: Tensor, layout: SharedPromptLayout) -> None:
+    """SharedPromptError unless the batch (B, T, ...) is the layout's packed row."""
+    if one.shape[0] != 1 or one.shape[1] != layout.num_tokens:
         expected = f"1 row of {layout.num_tokens} tokens (as the layout)"
-        raise SharedPromptError(explain("input_ids", expected, f"{rows.shape[0]} rows"))
+        raise SharedPromptError(explain("input_ids", expected, f"{one.shape[0]} of {one.shape[1]}"))
