@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import runpy
@@ -16,7 +17,8 @@ import tiny_trl
 import torch
 import trl
 from hybrid_models import HYBRIDS, hybrid_model
-from tiny_models import check_equal, check_gradients, gradients, tiny_config, tiny_model
+from test_transformers_sweep import any_model
+from tiny_models import SUPPORTED, check_equal, check_gradients, gradients, tiny_config, tiny_model
 from tiny_trl import StockInGroups, check_parameters, check_runs, model_on_disk, score, shared, train, trainer
 from torch import Tensor
 
@@ -216,6 +218,7 @@ CASES = {
     "all of them truncated and masked": (batch([(7, [0, 0, 0])], padding=5), {}),
 }
 FAMILIES = ["llama", "qwen2", "gemma2", "gemma3_text", "cohere2", "granite", "gpt_oss", "deepseek_v3", "qwen3_moe"]
+FAMILIES += ["gemma4_text"] if "gemma4_text" in SUPPORTED else []
 
 
 def compare(stock: Any, ours: Any, ids: Tensor, mask: Tensor, width: int, **options: Any) -> None:
@@ -264,8 +267,10 @@ def test_model_families(family: str, tmp_path: Path) -> None:
     """Windows, softcaps, scales of logits, sinks, experts; on eager attention where the family's stock is that."""
     attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
     options = dict(router_aux_loss_coef=0.0) if family in ("gpt_oss", "qwen3_moe") else {}
+    # Its scores are not divided by anything, so that float32 rounds gradients by more than is allowed here.
+    dtype = torch.float64 if family == "gemma4_text" else torch.float32
     stock, ours = (
-        trainer(cls, tiny_model(family, dtype=torch.float32, attention=attention), tmp_path, **options)
+        trainer(cls, tiny_model(family, dtype=dtype, attention=attention), tmp_path, **options)
         for cls in (trl.GRPOTrainer, GRPO)
     )
     compare(stock, ours, *batch([(9, [5, 9, 3]), (12, [1, 7])]))
@@ -390,6 +395,17 @@ def test_reasons_are_metrics_from_when_they_come_up(tmp_path: Path) -> None:
     assert [one.get("shared_prompt/fallbacks/dedup_ratio") for one in run.logs[first:]] == shares[first:]
     assert not any("shared_prompt/fallbacks/dedup_ratio" in one for one in run.logs[:first])
     assert not any(f"shared_prompt/fallbacks/{name}" in one for one in run.logs for name in ("samples", "liger"))
+
+
+def test_a_model_that_chooses_keys_stays_on_its_attention(tmp_path: Path) -> None:
+    """Its file computes another attention under a name that is none of transformers'."""
+    model = any_model("minimax_m3_vl_text")
+    model.set_attn_implementation("eager")
+    stock, ours = (trainer(cls, copy.deepcopy(model), tmp_path) for cls in (trl.GRPOTrainer, GRPO))
+    call = batch([(40, [5, 9])])
+    reason, scores = refused(ours, *call)
+    assert reason == "unsupported"
+    assert torch.equal(scores[0], score(stock, *call)[0])
 
 
 def test_verification_switches_off_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,12 @@ _HARMLESS = frozenset(
 )
 
 
+# Scores and softcaps that sdpa does not have, under the names by which model files hand them on.
+_BEYOND_SDPA = ("softcap", "s_aux", "sinks")
+# Which keys an indexer has chosen. Model files put that into the mask for stock names only.
+_CHOSEN_KEYS = ("indices", "block_indices")
+
+
 def register(name: str = "dualkv", fallback: str = "auto", *, backend: str = "auto") -> None:
     """Make `attn_implementation=name` available to all models of this process, under every transformers version.
 
@@ -245,7 +251,11 @@ def _attend_without_layout(
     """Stock attention on the mask that `deferred_mask` has made: None, bool, or a caller's own 4-D mask."""
     if isinstance(attention_mask, DeferredMask):
         attention_mask = attention_mask.build()
-    beyond_sdpa = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    chosen = [name for name in _CHOSEN_KEYS if kwargs.get(name) is not None]
+    if chosen:
+        expected = "stock attention (sdpa or eager) for a model that chooses keys with an indexer"
+        raise SharedPromptUnsupportedError(explain("attn_implementation", expected, f"one that gets {chosen[0]}"))
+    beyond_sdpa = [name for name in _BEYOND_SDPA if kwargs.get(name) is not None]
     if fallback == "sdpa" and beyond_sdpa:
         expected = 'attention that sdpa offers (or register(fallback="eager"))'
         raise SharedPromptError(explain("fallback", expected, ", ".join(beyond_sdpa)))

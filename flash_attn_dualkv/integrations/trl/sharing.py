@@ -153,10 +153,19 @@ def _switch_attention(causal_lm: Any) -> None:
     known = AttentionInterface._global_mapping
     if name in known and not hasattr(known[name], TAKES_LAYOUT):
         wrap((name,))
-    elif name == "eager" and causal_lm._supports_attention_backend:
-        # Every model file has an eager attention of its own: there is nothing to wrap.
+    elif name == "eager" and causal_lm._supports_attention_backend and _is_supported(causal_lm.config):
+        # Every model file has an eager attention of its own: there is nothing to wrap. Files of models that cannot
+        # share may compute otherwise where the name is none of transformers'.
         register(EAGER, fallback="eager")
         causal_lm.set_attn_implementation(EAGER)
+
+
+def _is_supported(config: Any) -> bool:
+    try:
+        check_supported(config)
+    except SharedPromptError:
+        return False
+    return True
 
 
 class SharedForward:
