@@ -20,7 +20,7 @@ _SHAPE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=8)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(head_dim=64),
     "qwen3": dict(head_dim=128),
-    "phi3": dict(),
+    "phi3": dict(sliding_window=None),
     "olmo2": dict(),
     "qwen3_moe": dict(head_dim=64, num_experts=4, num_experts_per_tok=4),
     "gpt_oss": dict(head_dim=64, num_local_experts=4, num_experts_per_tok=4, sliding_window=128),

@@ -72,7 +72,7 @@ FAMILIES = {
             vocab_size_per_layer_input=VOCABULARY, final_logit_softcapping=0.5,
         )
     ),
-    "phi3": Family(),
+    "phi3": Family(dict(sliding_window=_WINDOW)),
     "olmo2": Family(),
     "granite": Family(
         dict(logits_scaling=0.3, embedding_multiplier=2.0, residual_multiplier=0.5, attention_multiplier=0.5)
