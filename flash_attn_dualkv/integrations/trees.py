@@ -64,6 +64,7 @@ class Forest:
         *,
         window_size: tuple[int, int] = (-1, -1),
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of every row to its path.
 
@@ -71,7 +72,7 @@ class Forest:
             q: (T, H, d), rows in the order in which they are packed, or (1, T, H, d).
             k, v: (T, H_k, d) and (T, H_k, d_v), or (1, T, H_k, d) and (1, T, H_k, d_v).
             softmax_scale: None for 1 / sqrt(d).
-            window_size, softcap: as of `flash_attn_tree_varlen_func`.
+            window_size, softcap, sinks: as of `flash_attn_tree_varlen_func`.
 
         Returns:
             As q, with d_v in the place of d; 0 for padding.
@@ -81,15 +82,13 @@ class Forest:
                 refuses.
         """
         check_are_tensors(("q", "k", "v"), (q, k, v))
+        options: dict[str, Any] = dict(window_size=window_size, softcap=softcap, sinks=sinks)
         if q.dim() == k.dim() == v.dim() == 4 and len(q) == len(k) == len(v) == 1:
-            out = self.attend(q[0], k[0], v[0], softmax_scale, window_size=window_size, softcap=softcap)
-            return out[None]
+            return self.attend(q[0], k[0], v[0], softmax_scale, **options)[None]
         self._check_rows(q, k, v)
         cu_seqlens, parents, *rows = self._on(q.device)
         queries, keys, values = (one.index_select(0, rows[0]) for one in (q, k, v)) if rows else (q, k, v)
-        out = flash_attn_tree_varlen_func(
-            queries, keys, values, cu_seqlens, parents, softmax_scale, window_size=window_size, softcap=softcap
-        )
+        out = flash_attn_tree_varlen_func(queries, keys, values, cu_seqlens, parents, softmax_scale, **options)
         if not rows:
             return out
         return out.new_zeros((len(q), *out.shape[1:])).index_copy(0, rows[0], out)
