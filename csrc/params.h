@@ -51,7 +51,7 @@ struct WorkList {
   int capacity;
   int* next = nullptr;  // counter from which persistent blocks take items; zero at launch
   const BackwardOrder* order = nullptr;  // of a list of BackwardItem
-  const int* in_table_order = nullptr;   // the same list: indices of its items in the order of the table
+  const int* in_local_order = nullptr;   // the same list: indices of its items in the order of local heads
 };
 
 template <typename T>

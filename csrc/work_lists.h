@@ -82,12 +82,13 @@ struct BackwardList {
     const ProblemShape& shape = problem.shape;
     nodes = args_.nodes;
     work = {args_.items, args_.order->begin + kCostClasses, capacity_.items, nullptr, args_.order,
-            args_.in_table_order};
+            args_.in_local_order};
     splits = {args_.splits, args_.split_count, capacity_.splits};
     args_.block_m = heads.queries(tiles.block_m), args_.block_n = tiles.block_n, args_.sees = shape.sees;
     args_.num_kv_heads = shape.num_kv_heads, args_.packs_per_group = heads.queries(shape.heads_per_group());
     args_.num_sms = tiles_at_a_time(shape.num_sms, tiles.column_blocks);
     args_.tile_capacity = capacity_.tiles, args_.slot_capacity = capacity_.slots;
+    args_.query_capacity = shape.q_rows;
   }
 
   // Fills it, and clears the rows of `gradients` that are in no node.
@@ -129,9 +130,18 @@ struct BackwardList {
     const int offsets = args_.nodes.num_nodes + 1;
     args_.run_counts = scratch.take(offsets), args_.run_begins = scratch.take(offsets);
     args_.nodes.runs = {args_.run_counts, args_.run_begins};
-    args_.tile_offsets = scratch.take(offsets), args_.tile_steps = scratch.take(capacity_.tiles);
-    args_.part_offsets = scratch.take(capacity_.tiles + 1);
-    args_.items = scratch.take<BackwardItem>(capacity_.items), args_.in_table_order = scratch.take(capacity_.items);
+    for (int** array : {&args_.tile_offsets, &args_.query_offsets, &args_.node_sums, &args_.tile_begins}) {
+      *array = scratch.take(offsets);
+    }
+    for (int** array : {&args_.tile_nodes, &args_.tile_steps, &args_.part_offsets, &args_.first_borders}) {
+      *array = scratch.take(capacity_.tiles + 1);
+    }
+    args_.part_places = scratch.take(capacity_.items - capacity_.tiles);
+    for (int** array : {&args_.border_parts, &args_.tiles_before, &args_.parts_before}) {
+      *array = scratch.take(ceil_div(shape.q_rows, queries) + capacity_.items - capacity_.tiles + 2);
+    }
+    for (BackwardItem** array : {&args_.swept, &args_.items}) *array = scratch.take<BackwardItem>(capacity_.items);
+    for (int** array : {&args_.item_bins, &args_.in_local_order}) *array = scratch.take(capacity_.items);
     args_.order = scratch.take<BackwardOrder>(1);
     args_.splits = scratch.take<SplitTile>(capacity_.splits), args_.split_count = scratch.take(1);
   }

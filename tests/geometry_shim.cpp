@@ -243,25 +243,22 @@ QueryWalk walk_of(const Problem& p, const OwnedTile& owned) {
   return walk;
 }
 
-// Calls body(owned, steps, leading) for every tile that somebody owns, up to as many as the device list holds:
-// overlapping hostile runs have more. `leading`: steps of the tile by which it is split.
+// Calls body(owned, steps) for every tile that somebody owns, up to as many as the device list holds: overlapping hostile
+// runs have more.
 template <class Body>
 void for_each_owned_tile(const Problem& p, Body body) {
   const NodeTable table = p.table();
   int64_t left = p.capacities().tiles;
   for (int index = 0; index < p.num_nodes; ++index) {
     const Node node = table.node(index);
-    int first_steps = 0;
     for (int n = 0; n < owned_tiles(node, p.block_n) && left > 0; ++n, --left) {
       const OwnedTile owned{index, table.kv_tile(node, n, p.block_n)};
-      const int steps = tile_steps(table, index, owned.tile, p.block_m, p.heads, p.sees());
-      if (n == 0) first_steps = steps;
-      body(owned, steps, has_children(node, index) ? first_steps : steps);
+      body(owned, tile_steps(table, index, owned.tile, p.block_m, p.heads, p.sees()));
     }
   }
 }
 
-void backward_tile(const Problem& p, Record& r, const OwnedTile& owned, int steps, int leading, int limit) {
+void backward_tile(const Problem& p, Record& r, const OwnedTile& owned, int steps, Slices slices) {
   if (!inside(p, owned.tile) || owned.tile.valid < 1) {
     ++r.out_of_range;
     return;
@@ -270,13 +267,15 @@ void backward_tile(const Problem& p, Record& r, const OwnedTile& owned, int step
   for (NodeCursor cursor = nodes; !cursor.done();) {
     r.ranges += !next_query_range(p.table(), cursor, owned.tile, p.sees()).empty();
   }
-  const int parts = split_of(steps, leading, limit).parts;
-  for (int part = 0; part < parts; ++part) {
-    const int first = part_begin(steps, parts, part), last = part_begin(steps, parts, part + 1);
+  const TileCuts cuts = cuts_of(steps, slices.width > 0 ? owned.tile.row % slices.width + 1 : 0, slices);
+  for (int part = 0; part < cuts.parts; ++part) {
+    const int first = cuts.begin(part), last = cuts.begin(part + 1);
     int walked = 0;
     QueryWalk walk = walk_of(p, owned);
     for (walk.start(nodes, first, last - first); !walk.done(); walk.next(), ++walked) backward_step(p, r, walk);
-    if (walked > last - first || last - first > limit || (first == last && steps > 0)) ++r.bad_parts;
+    const bool is_long = slices.width > 0 && last - first >= slices.width + 2 * slices.least;
+    const bool is_short = cuts.parts > 1 && last - first < slices.least;
+    if (walked > last - first || is_long || is_short || (first == last && steps > 0)) ++r.bad_parts;
     if (walked < last - first) ++r.short_parts;
   }
 }
@@ -300,11 +299,10 @@ void record_gathering(const Problem* p, Record* r) {
   gather<2>(*p, *r);
 }
 
-// What the owners of all KV tiles visit, in parts of at most `limit` steps.
-void record_backward(const Problem* p, Record* r, int limit) {
-  for_each_owned_tile(*p, [&](const OwnedTile& owned, int steps, int leading) {
-    backward_tile(*p, *r, owned, steps, leading, limit);
-  });
+// What the owners of all KV tiles visit, in parts of about `width` steps, or for 0 whole.
+void record_backward(const Problem* p, Record* r, int width) {
+  const Slices slices{width, width * p->block_m, max_int(width / 2, 1)};
+  for_each_owned_tile(*p, [&](const OwnedTile& owned, int steps) { backward_tile(*p, *r, owned, steps, slices); });
 }
 
 // Whether each node but the first continues the run of the one before.
@@ -331,23 +329,25 @@ int read_ranges(const Problem* p, int index, int n_block, int* out) {
 
 int64_t count_steps(const Problem* p) {
   int64_t total = 0;
-  for_each_owned_tile(*p, [&](const OwnedTile&, int steps, int) { total += steps; });
+  for_each_owned_tile(*p, [&](const OwnedTile&, int steps) { total += steps; });
   return total;
 }
 
-// Item, KV head and direction of a thread block, and whether items are counted in the order of the table; false for a
+// Item, KV head and direction of a thread block, and whether items are counted in the order of a sweep; false for a
 // surplus block.
 int place_of(int block, const BackwardOrder* order, int num_kv_heads, int num_sms, int* out) {
   const BackwardPlace place = backward_place(block, *order, num_kv_heads, num_sms);
-  out[0] = place.item, out[1] = place.kv_head, out[2] = place.reversed, out[3] = place.in_table_order;
+  out[0] = place.item, out[1] = place.kv_head, out[2] = place.reversed, out[3] = place.in_local_order;
   return place.item >= 0;
 }
 
 int cost_classes() { return kCostClasses; }
 
-int limit_of(int limit, int64_t tiles, int64_t steps, int longest, int shortest, int num_sms) {
-  return final_part_limit(limit, {tiles, steps, longest, shortest}, num_sms);
+bool do_tiles_stay_whole(int limit, int64_t tiles, int64_t steps, int longest, int shortest, int num_sms) {
+  return stay_whole({tiles, steps, longest, shortest}, limit, num_sms);
 }
+
+int read_local_part_limit(int longest, int64_t head_time) { return local_part_limit(longest, head_time); }
 
 int class_of(int cost, int longest_here, int longest) { return cost_class_within(cost, longest_here, longest); }
 
@@ -358,16 +358,13 @@ int read_round(int tiles, int shortest, int mean, int64_t supply, int num_walks,
   return fillers_of(tiles, shortest, mean, supply, num_walks, num_sms);
 }
 
-bool do_rounds_fit(int tiles, int num_walks, int longest, int64_t total_steps, int num_sms) {
-  return rounds_fit(tiles, num_walks, longest, total_steps, num_sms);
+// 0 where heads are not to be local.
+int read_local_heads(int64_t steps, int64_t first_class_steps, int longest, int64_t head_time, int num_kv_heads) {
+  return is_spread(steps, first_class_steps, longest, head_time) ? local_heads_of(longest, head_time, num_kv_heads) : 0;
 }
 
-int read_local_heads(int64_t steps, int64_t first_class_steps, int longest, bool split, int num_kv_heads, int num_sms) {
-  return local_heads_of(steps, first_class_steps, longest, split, num_kv_heads, num_sms);
-}
-
-bool does_first_class_alternate(int tiles, int widest, bool split, int num_walks, int num_sms) {
-  return first_class_alternates(tiles, widest, split, num_walks, num_sms);
+bool does_first_class_alternate(int tiles, int widest, int num_kv_heads, int num_sms) {
+  return first_class_alternates(tiles, widest, num_kv_heads, num_sms);
 }
 
 int pack_of(int heads_per_group, int tile_rows) { return packed_heads(heads_per_group, tile_rows); }

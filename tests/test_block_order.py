@@ -21,7 +21,7 @@ class Order(ctypes.Structure):
 
     _fields_ = [
         ("begin", ctypes.c_int * 13),
-        *((name, ctypes.c_int) for name in ("alternating", "fillers", "parts", "local_heads")),
+        *((name, ctypes.c_int) for name in ("alternating", "fillers", "local_heads", "by_head")),
     ]
 
     def classes(self) -> Iterator[range]:
@@ -29,7 +29,7 @@ class Order(ctypes.Structure):
         return itertools.starmap(range, itertools.pairwise(self.begin))
 
 
-Place = tuple[int, int, bool, bool]  # item, KV head, reversed, whether the item is counted in the order of the table
+Place = tuple[int, int, bool, bool]  # item, KV head, reversed, whether the item is counted in the order of a sweep
 
 
 def place_of(shim: ctypes.CDLL, block: int, order: Order, kv_heads: int, num_sms: int) -> Place | None:
@@ -48,17 +48,16 @@ def round_of(shim: ctypes.CDLL, tiles: int, num_sms: int) -> tuple[int, int, int
 def expected_places(order: Order, kv_heads: int, walks_a_round: int) -> list[tuple[int, int]]:
     """Every (item, KV head).
 
-    Rounds of the first class, in which all sets of walks take a tile before the next; fillers behind each round; then
-    class by class and head by head.
+    Rounds of the first class, in which all heads take a tile before the next; fillers behind each round; then class by
+    class and head by head.
     """
     first, *later = order.classes()
     rest = [(item, head) for items in later for head in range(kv_heads) for item in items]
-    walks = list(itertools.product(range(kv_heads), range(order.parts)))
     places = []
-    for begin in range(0, len(walks), walks_a_round):
-        chosen = walks[begin : begin + walks_a_round]
-        places += [(tile + part, head) for tile in first[:: order.parts] for head, part in chosen]
-        count = order.fillers if begin + walks_a_round < len(walks) else len(rest)
+    for begin in range(0, kv_heads, walks_a_round):
+        heads = range(begin, min(begin + walks_a_round, kv_heads))
+        places += [(tile, head) for tile in first for head in heads]
+        count = order.fillers if heads.stop < kv_heads else len(rest)
         places, rest = places + rest[:count], rest[count:]
     return places
 
@@ -66,13 +65,19 @@ def expected_places(order: Order, kv_heads: int, walks_a_round: int) -> list[tup
 def random_order(rng: np.random.Generator, shim: ctypes.CDLL, kv_heads: int, num_sms: int) -> Order:
     assert shim.cost_classes() == 12
     sizes = rng.integers(0, 40, 12) * rng.integers(0, 2, 12)
-    tiles, parts = int(rng.integers(1, 200)), int(rng.choice([1, 1, 2, 7]))
-    sizes[0] = tiles * parts  # the longest item is in the first class
-    order = Order((ctypes.c_int * 13)(*np.concatenate([[0], np.cumsum(sizes)]).tolist()), int(rng.integers(0, 1 << 12)))
-    order.parts = parts
-    rounds = -(-kv_heads * parts // round_of(shim, tiles, num_sms)[0])
+    tiles = sizes[0] = int(rng.integers(1, 200))  # the longest item is in the first class
+    order = Order((ctypes.c_int * 13)(*np.concatenate([[0], np.cumsum(sizes)]).tolist()))
+    if rng.random() < 0.3:
+        order.by_head = 1
+        return order
+    order.alternating = int(rng.integers(0, 1 << 12))
+    rounds = -(-kv_heads // round_of(shim, tiles, num_sms)[0])
     order.fillers = int(rng.integers(0, 2)) * int(sizes[1:].sum()) * kv_heads // rounds
     return order
+
+
+def walks_a_round(shim: ctypes.CDLL, order: Order, num_sms: int) -> int:
+    return 1 if order.by_head else round_of(shim, order.begin[1], num_sms)[0]
 
 
 def test_every_item_has_one_block_a_head(shim: ctypes.CDLL) -> None:
@@ -80,21 +85,21 @@ def test_every_item_has_one_block_a_head(shim: ctypes.CDLL) -> None:
     for _ in range(200):
         kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
         order = random_order(rng, shim, kv_heads, num_sms)
-        expected = expected_places(order, kv_heads, round_of(shim, order.begin[1] // order.parts, num_sms)[0])
+        expected = expected_places(order, kv_heads, walks_a_round(shim, order, num_sms))
         places = [place_of(shim, block, order, kv_heads, num_sms) for block in range(len(expected))]
         assert [place and place[:2] for place in places] == expected
         assert len(set(expected)) == len(expected) == order.begin[12] * kv_heads
         assert all(place_of(shim, len(expected) + more, order, kv_heads, num_sms) is None for more in (0, 7))
 
 
-def test_local_heads_come_first_in_the_order_of_the_table(shim: ctypes.CDLL) -> None:
+def test_local_heads_come_first_in_the_order_of_a_sweep(shim: ctypes.CDLL) -> None:
     rng = np.random.default_rng(3)
     for _ in range(100):
         kv_heads, num_sms = int(rng.integers(2, 9)), int(rng.choice([8, 132]))
         order = random_order(rng, shim, kv_heads, num_sms)
-        order.fillers = 0
+        order.by_head, order.fillers, order.alternating = 1, 0, 0
         local, items = int(rng.integers(1, kv_heads)), order.begin[12]
-        others = expected_places(order, kv_heads - local, round_of(shim, order.begin[1] // order.parts, num_sms)[0])
+        others = expected_places(order, kv_heads - local, 1)
         alone = [place_of(shim, block, order, kv_heads - local, num_sms) for block in range(len(others))]
         order.local_heads = local
         places = [place_of(shim, block, order, kv_heads, num_sms) for block in range(items * kv_heads)]
@@ -105,23 +110,22 @@ def test_local_heads_come_first_in_the_order_of_the_table(shim: ctypes.CDLL) -> 
 
 
 def test_which_heads_are_local(shim: ctypes.CDLL) -> None:
-    """Steps and costs of KV heads of real problems, for 132 multiprocessors."""
-    for steps, first_class, longest, split, kv_heads, expected in (
-        (1_320_000, 1_200_000, 11_000, False, 8, 0),  # one prompt's tiles are nearly all of the work
-        (1_320_000, 1_200_000, 5_000, True, 2, 0),  # the same in parts
-        (1_320_000, 700_000, 15_000, False, 8, 6),  # a tree
-        (1_320_000, 700_000, 15_000, False, 4, 2),
-        (1_320_000, 700_000, 15_000, False, 2, 0),  # the last head would end with a long block
-        (1_320_000, 700_000, 45_000, False, 8, 0),
-        (1_320_000, 50_000, 1_000, False, 8, 7),  # many sequences
-        (1_320_000, 50_000, 1_000, True, 8, 7),
-        (1_320_000, 1_200_000, 5_000, False, 8, 7),  # many prompts
-        (1_320_000, 50_000, 1_000, False, 1, 0),
-        (0, 0, 0, False, 8, 0),
+    """Steps and costs of KV heads of real problems, whose steps all multiprocessors take in a time of 10,000."""
+    for first_class, longest, kv_heads, expected in (
+        (1_200_000, 11_000, 8, 0),  # one prompt's tiles are nearly all of the work
+        (700_000, 15_000, 8, 6),  # a tree
+        (700_000, 15_000, 4, 2),
+        (700_000, 15_000, 2, 0),  # the last head would end with a long block
+        (700_000, 45_000, 8, 0),
+        (50_000, 1_000, 8, 7),  # many sequences
+        (1_200_000, 5_000, 8, 7),  # many prompts
+        (50_000, 1_000, 1, 0),
     ):
-        sizes = ctypes.c_int64(steps), ctypes.c_int64(first_class)
-        found = shim.read_local_heads(*sizes, longest, split, kv_heads, 132)
-        assert found == expected, (steps, first_class, longest, split, kv_heads)
+        sizes = ctypes.c_int64(1_320_000), ctypes.c_int64(first_class)
+        found = shim.read_local_heads(*sizes, longest, ctypes.c_int64(10_000), kv_heads)
+        assert found == expected, (first_class, longest, kv_heads)
+    nothing = ctypes.c_int64(0)
+    assert shim.read_local_heads(nothing, nothing, 0, nothing, 8) == 0
 
 
 def test_direction_of_walks(shim: ctypes.CDLL) -> None:
@@ -131,9 +135,7 @@ def test_direction_of_walks(shim: ctypes.CDLL) -> None:
     for _ in range(300):
         kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
         order = random_order(rng, shim, kv_heads, num_sms)
-        if order.parts > 1:
-            order.alternating &= ~1  # as first_class_alternates() has it
-        a_round, waves, _ = round_of(shim, order.begin[1] // order.parts, num_sms)
+        a_round, waves, _ = round_of(shim, order.begin[1], num_sms)
         directions: dict[tuple[int, int], set[bool]] = {}
         for block in range(order.begin[12] * kv_heads):
             place = place_of(shim, block, order, kv_heads, num_sms)
@@ -156,11 +158,10 @@ def test_direction_of_walks(shim: ctypes.CDLL) -> None:
 
 def test_the_first_class_alternates_where_its_walks_begin_in_waves(shim: ctypes.CDLL) -> None:
     alternates = shim.does_first_class_alternate
-    assert alternates(32, 32, False, 8, 132), "28 x 4K x 2K: four heads of 32 tiles a wave"
-    assert not alternates(32, 32, False, 1, 132), "one head of 32 tiles begins at once"
-    assert not alternates(128, 16, False, 8, 132), "as each of many short owners does"
-    assert alternates(128, 44, False, 8, 132)
-    assert not alternates(32, 32, True, 14, 132), "parts"
+    assert alternates(32, 32, 8, 132), "28 x 4K x 2K: four heads of 32 tiles a wave"
+    assert not alternates(32, 32, 1, 132), "one head of 32 tiles begins at once"
+    assert not alternates(128, 16, 8, 132), "as each of many short owners does"
+    assert alternates(128, 44, 8, 132)
 
 
 def test_rounds_and_their_fillers(shim: ctypes.CDLL) -> None:
@@ -176,13 +177,6 @@ def test_rounds_and_their_fillers(shim: ctypes.CDLL) -> None:
     assert fillers(132, 3600, 96, 3584) == 0, "no multiprocessor is free"
     assert fillers(26, 3600, 96, 100000) == 0, "five heads and more run together anyway"
     assert fillers(80, 3600, 96, 100000) == 0, "too many multiprocessors are free"
-
-
-def test_rounds_go_by_parts_where_they_fit(shim: ctypes.CDLL) -> None:
-    """14 parts of 32 tiles at 28 x 4K x 2K with 2 KV heads; 16 of 40 at 32 x 5059, whose last round would be late."""
-    assert shim.do_rounds_fit(32, 14, 549, ctypes.c_int64(2263 * 132), 132)
-    assert not shim.do_rounds_fit(40, 16, 1350, ctypes.c_int64(7139 * 132), 132)
-    assert shim.do_rounds_fit(40, 15, 1350, ctypes.c_int64(7139 * 132), 132)
 
 
 def test_classes_are_a_factor_of_two_wide(shim: ctypes.CDLL) -> None:

@@ -38,7 +38,7 @@ COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") o
 KERNEL_TILES = [(192, 80), (128, 128), (128, 64), (128, 32), (64, 128), (64, 64)]
 SMALL_TILES = [(16, 16), (32, 16), (16, 32), (8, 64), (21, 16)]
 BATCHES = 500  # random tables for each choice of causality and small tiles
-UNSPLIT = 1 << 20  # steps of a part
+UNSPLIT = 0  # no slices
 
 
 class Record(ctypes.Structure):
@@ -66,6 +66,7 @@ def build_shim(folder: Path, *flags: str) -> Path:
 def load(library: Path) -> ctypes.CDLL:
     shim = ctypes.CDLL(str(library))
     shim.count_steps.restype = ctypes.c_int64
+    shim.do_tiles_stay_whole.restype = ctypes.c_bool
     return shim
 
 
@@ -112,7 +113,7 @@ def continued_in(shim: ctypes.CDLL, tables: Tables) -> NDArray[np.bool_]:
 
 
 def check_tables(
-    shim: ctypes.CDLL, tables: Tables, causal: bool, tiles: tuple[int, int], heads: int, limit: int, window: int = -1
+    shim: ctypes.CDLL, tables: Tables, causal: bool, tiles: tuple[int, int], heads: int, width: int, window: int = -1
 ) -> None:
     problem = tables.problem(causal, tiles, heads, continued=continued_in(shim, tables), window=window)
     expected = tables.dense(causal, window)
@@ -127,7 +128,7 @@ def check_tables(
     for direction, head_major in itertools.product((False, True), (False, True) if heads > 1 else (False,)):
         seen[:] = 0
         problem.reversed, problem.head_major = direction, head_major
-        backward = record(shim.record_backward, problem, seen, limit)
+        backward = record(shim.record_backward, problem, seen, width)
         assert_sound(backward, seen, expected)
         assert backward.steps == shim.count_steps(ctypes.byref(problem))
 
@@ -138,8 +139,8 @@ def test_every_visible_pair_is_visited_once(shim: ctypes.CDLL, tiles: tuple[int,
     rng = np.random.default_rng([*tiles, causal])
     for _ in range(BATCHES if tiles in SMALL_TILES else BATCHES // 20):
         heads = int(rng.integers(1, 4))
-        limit = int(rng.choice([1, 2, 3, 5, 8, UNSPLIT]))  # far more parts than the schedule would make
-        check_tables(shim, random_tables(rng, tiles), causal, tiles, heads, limit, random_window(rng, tiles))
+        width = int(rng.choice([1, 2, 3, 5, 8, UNSPLIT]))  # far more parts than the schedule would make
+        check_tables(shim, random_tables(rng, tiles), causal, tiles, heads, width, random_window(rng, tiles))
 
 
 def random_window(rng: np.random.Generator, tiles: tuple[int, int]) -> int:
@@ -245,20 +246,33 @@ def test_a_packed_tree_has_one_range_a_tile(shim: ctypes.CDLL) -> None:
 def test_tiles_that_fit_their_multiprocessors_are_not_split(shim: ctypes.CDLL) -> None:
     """Context tiles at 28 x 4K x 2K, there with one KV head, with short responses; where the bounds are exact."""
     for limit, tiles, mean, longest, shortest, expected in (
-        (2256, 256, 3716, 3840, 3592, 3840),
-        (285, 32, 3716, 3840, 3592, 285),
-        (548, 512, 556, 808, 304, 808),
-        (541, 512, 556, 808, 304, 541),
-        (1000, 132, 4062, 4062, 4062, 4062),
-        (1000, 132, 4063, 4063, 4063, 1000),
-        (1000, 264, 2031, 4000, 62, 4000),
-        (1000, 264, 2070, 4000, 62, 1000),  # too many of them are long for pairs of a long and a short one
-        (1000, 396, 1500, 2000, 1000, 1000),
-        (1282, 396, 1500, 2000, 1000, 2000),  # a pair, and a third wave
+        (2256, 256, 3716, 3840, 3592, True),
+        (285, 32, 3716, 3840, 3592, False),
+        (548, 512, 556, 808, 304, True),
+        (541, 512, 556, 808, 304, False),
+        (1000, 132, 4062, 4062, 4062, True),
+        (1000, 132, 4063, 4063, 4063, False),
+        (1000, 264, 2031, 4000, 62, True),
+        (1000, 264, 2070, 4000, 62, False),  # too many of them are long for pairs of a long and a short one
+        (1000, 396, 1500, 2000, 1000, False),
+        (1282, 396, 1500, 2000, 1000, True),  # a pair, and a third wave
     ):
         steps = ctypes.c_int64(tiles * mean)
-        assert shim.limit_of(limit, ctypes.c_int64(tiles), steps, longest, shortest, 132) == expected
-    assert shim.limit_of(50, ctypes.c_int64(0), ctypes.c_int64(0), 0, 1 << 30, 132) == 50
+        assert shim.do_tiles_stay_whole(limit, ctypes.c_int64(tiles), steps, longest, shortest, 132) == expected
+    assert shim.do_tiles_stay_whole(50, ctypes.c_int64(0), ctypes.c_int64(0), 0, 1 << 30, 132), "there is none"
+
+
+def test_tiles_are_split_for_local_heads_in_few_long_parts(shim: ctypes.CDLL) -> None:
+    """Agentic tree and comb; walks that are short enough, much too long, or of few steps."""
+    for longest, head_time, expected in (
+        (17227, 11048, 13257),
+        (1600, 477, 572),
+        (13257, 11048, 0),
+        (1532, 276, 0),
+        (200, 100, 0),
+        (0, 0, 0),
+    ):
+        assert shim.read_local_part_limit(longest, ctypes.c_int64(head_time)) == expected
 
 
 def test_packs_of_heads_leave_few_rows_unused(shim: ctypes.CDLL) -> None:

@@ -18,6 +18,7 @@ from node_tables import (
     random_tables,
     tree_tables,
 )
+from trees import spine
 from work_lists import Backward, Tile, backward_list, capacities, forward_list, load_work_lists
 
 
@@ -50,6 +51,7 @@ def check_backward(shim: ctypes.CDLL, tables: Tables, problem: Problem) -> Backw
     splits = {Tile(*row[:2]): row[2:] for row in made.splits.tolist()}
     assert len(splits) == len(made.splits)
     for tile, parts in found.items():
+        parts.sort()
         begins = [0, *np.cumsum([count for _, count, _ in parts]).tolist()]
         assert [first for first, _, _ in parts] == begins[:-1] and begins[-1] == steps[tile], f"parts of {tile}"
         assert all(count > 0 for _, count, _ in parts) or (steps[tile] == 0 and len(parts) == 1)
@@ -85,8 +87,15 @@ def test_every_walk_is_complete(shim: ctypes.CDLL, make: str) -> None:
     assert split > 0 and (unseen > 0) == (make == "random")
 
 
+def begins_of_walks(tables: Tables, made: Backward, block_m: int, packs: int) -> np.ndarray:
+    """Of each item the row, counted in the order of the table, at whose query a walk from the end begins."""
+    rows = np.concatenate([[0], np.cumsum(tables["q_len"])])
+    ends = rows[tables["subtree_end"][made.items[:, 0]]]
+    return ends - made.items[:, 2] // packs * block_m
+
+
 def test_trees(shim: ctypes.CDLL) -> None:
-    """A comb, a bush, a chain and a forest; those that split tiles and those that do not."""
+    """A comb, a bush, a chain and a forest: the first KV head is a sweep from the last query to the first."""
     rng = np.random.default_rng(6)
     parents = random_parents(rng, 200, 0.5)
     trees = [
@@ -95,39 +104,51 @@ def test_trees(shim: ctypes.CDLL) -> None:
         tree_tables([800] * 20, range(-1, 19)),
         tree_tables(rng.integers(0, 300, 200).tolist(), parents),
     ]
-    made = [
-        check_backward(shim, tables, tables.problem(True, (64, 128), heads=4, kv_heads=8, num_sms=132))
-        for tables in trees
-    ]
-    assert {len(one.splits) > 0 for one in made} == {True, False}
+    local = split = 0
+    for tables in trees:
+        made = check_backward(shim, tables, tables.problem(True, (16, 128), heads=1, kv_heads=8, num_sms=132))
+        begins = begins_of_walks(tables, made, 16, 1)
+        later = begins[made.items[:, 2] > 0]  # of parts behind the first of their tile
+        assert len(set((later // 16).tolist())) <= 8, "all tiles are cut at the same rows"
+        split += len(later) > 0
+        if made.local_heads:
+            local += 1
+            order = made.blocks[: len(made.items), 0]
+            assert len(set(order.tolist())) == len(order)
+            assert (np.diff(begins[order]) < 16).all()
+            whole = order[made.items[order, 2] == 0]
+            keys = [(-begins[item], *made.items[item, :2].tolist()) for item in whole.tolist()]
+            assert keys == sorted(keys), "a node comes before its subtree, and the last child first"
+    assert split >= 3 and local >= 2
 
 
 def test_long_shapes(shim: ctypes.CDLL) -> None:
-    """Of 132 multiprocessors: alternating waves, rounds by parts, parts without rounds, fillers, local heads."""
+    """Of 132 multiprocessors: alternating waves, fillers, parts, local heads."""
+    branched = spine(512, 6, 400, (2900, 2500), range(1, 5))
     shapes = {
         "28 x 4K x 2K": (packed_prompts([4096], [[2048] * 28]), 8),
         "two KV heads": (packed_prompts([4096], [[2048] * 28]), 2),
         "short": (packed_prompts([8192], [[146] * 32]), 8),
         "32 x 5059": (packed_prompts([5059], [[*range(131, 2048, 60)]]), 8),
         "sequences": (packed_prompts([256] + [0] * 16, [[1024] * 32] + [[2048]] * 16), 8),
+        "a spine": (tree_tables(*zip(*branched)), 8),
     }
     made = {
-        name: check_backward(shim, tables, tables.problem(True, (64, 128), heads=4, kv_heads=kv_heads, num_sms=132))
+        name: check_backward(shim, tables, tables.problem(True, (16, 128), heads=1, kv_heads=kv_heads, num_sms=132))
         for name, (tables, kv_heads) in shapes.items()
     }
-    assert {name: len(one.splits) > 0 for name, one in made.items()} == {
-        "28 x 4K x 2K": False, "two KV heads": True, "short": False, "32 x 5059": True, "sequences": True,
-    }  # fmt: skip
-    assert {name: one.parts > 1 for name, one in made.items()} == {
-        "28 x 4K x 2K": False, "two KV heads": True, "short": False, "32 x 5059": False, "sequences": True,
-    }  # fmt: skip
-    assert {name: one.alternating & 1 for name, one in made.items()} == {
-        "28 x 4K x 2K": 1, "two KV heads": 0, "short": 1, "32 x 5059": 0, "sequences": 0,
-    }  # fmt: skip
-    assert {name: one.local_heads for name, one in made.items()} == {
-        "28 x 4K x 2K": 0, "two KV heads": 0, "short": 0, "32 x 5059": 0, "sequences": 5,
-    }  # fmt: skip
-    assert made["28 x 4K x 2K"].fillers and made["short"].fillers and made["two KV heads"].fillers
+    found = {
+        name: (len(one.splits) > 0, bool(one.by_head), one.alternating & 1, one.local_heads, one.fillers > 0)
+        for name, one in made.items()
+    }
+    assert found == {
+        "28 x 4K x 2K": (False, False, 1, 0, True),
+        "two KV heads": (True, True, 0, 0, False),
+        "short": (True, True, 0, 0, False),
+        "32 x 5059": (True, True, 0, 0, False),
+        "sequences": (True, True, 0, 5, False),
+        "a spine": (False, False, 1, 0, False),  # its tiles have one end, though each node has few
+    }
 
 
 def test_tiles_that_nobody_sees_come_last(shim: ctypes.CDLL) -> None:
@@ -141,14 +162,15 @@ def test_tiles_that_nobody_sees_come_last(shim: ctypes.CDLL) -> None:
     assert made.items[5:, 4].tolist() == [-1] * 7
 
 
-def test_tiles_of_an_inner_node_are_split_alike(shim: ctypes.CDLL) -> None:
-    """As its first tile is; unless that takes more slots than there are, where few queries see most of them."""
+def test_there_are_slots_for_all_parts(shim: ctypes.CDLL) -> None:
+    """Where few queries see most tiles of a node, short parts are left out until the slots suffice: in the last case."""
     with_responses, alone = packed_prompts([16 * 40], [[16 * 10] * 8]), packed_prompts([16 * 60], [[0]])
-    for tables, heads, kv_heads, alike in ((with_responses, 12, 2, True), (alone, 64, 4, False)):
+    few_slots = tree_tables([416, 912, 464], [-1, 0, 0])
+    for tables, heads, kv_heads in ((with_responses, 12, 2), (alone, 64, 4), (few_slots, 48, 6)):
         problem = tables.problem(True, (16, 16), heads=heads, kv_heads=kv_heads, num_sms=132)
-        found = check_backward(shim, tables, problem).by_tile()
-        parts = {len(parts) for tile, parts in found.items() if tile.node == 0}
-        assert max(parts) > 1 and (len(parts) == 1) == alike
+        made = check_backward(shim, tables, problem)
+        parts = {len(parts) for tile, parts in made.by_tile().items() if tile.node == 0}
+        assert max(parts) > 1 and made.items[:, 3].max() < 2.2 * made.items[:, 3].mean()
 
 
 def test_lists_do_not_change_from_run_to_run(shim: ctypes.CDLL) -> None:

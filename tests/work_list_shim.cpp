@@ -32,7 +32,12 @@ int steps_of(const Problem* p, int index, int n_block) {
 int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int* run_counts, int* run_begins, int* blocks,
                    int* counts) {
   const BackwardCapacities most = p->capacities();
-  std::vector<int> offsets(p->num_nodes + 1), steps(most.tiles), parts(most.tiles + 1), in_table_order(most.items);
+  std::vector<int> nodes[4], tiles[4], borders[3], part_places(most.items - most.tiles), bins(most.items);
+  std::vector<int> in_local_order(most.items);
+  for (auto& array : nodes) array.resize(p->num_nodes + 1);
+  for (auto& array : tiles) array.resize(most.tiles + 1);
+  for (auto& array : borders) array.resize(ceil_div(p->q_rows, p->block_m) + most.items - most.tiles + 2);
+  std::vector<BackwardItem> swept(most.items);
   BackwardOrder order{};
   BackwardListArgs args{};
   args.nodes = p->table();
@@ -40,18 +45,22 @@ int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int
   args.run_counts = run_counts, args.run_begins = run_begins;
   args.block_m = p->block_m, args.block_n = p->block_n, args.sees = p->sees();
   args.num_kv_heads = p->num_kv_heads, args.packs_per_group = p->heads, args.num_sms = p->num_sms;
-  args.tile_capacity = most.tiles, args.slot_capacity = most.slots;
-  args.tile_offsets = offsets.data(), args.tile_steps = steps.data();
-  args.part_offsets = parts.data(), args.in_table_order = in_table_order.data();
+  args.tile_capacity = most.tiles, args.slot_capacity = most.slots, args.query_capacity = p->q_rows;
+  args.tile_offsets = nodes[0].data(), args.query_offsets = nodes[1].data(), args.node_sums = nodes[2].data();
+  args.tile_begins = nodes[3].data();
+  args.tile_nodes = tiles[0].data(), args.tile_steps = tiles[1].data(), args.part_offsets = tiles[2].data();
+  args.first_borders = tiles[3].data(), args.part_places = part_places.data();
+  args.border_parts = borders[0].data(), args.tiles_before = borders[1].data(), args.parts_before = borders[2].data();
+  args.swept = swept.data(), args.item_bins = bins.data(), args.in_local_order = in_local_order.data();
   args.items = items, args.order = &order, args.splits = splits, args.split_count = counts;
   host_cuda::run_block(kListThreads, [&] { build_backward_list(args); });
   const int count = order.begin[kCostClasses];
   for (int block = 0; block < count * p->num_kv_heads; ++block) {
     const BackwardPlace place = backward_place(block, order, p->num_kv_heads, p->num_sms);
-    blocks[3 * block] = place.in_table_order ? in_table_order[place.item] : place.item;
+    blocks[3 * block] = place.in_local_order ? in_local_order[place.item] : place.item;
     blocks[3 * block + 1] = place.kv_head, blocks[3 * block + 2] = place.reversed;
   }
-  counts[1] = order.parts, counts[2] = order.fillers, counts[3] = order.alternating, counts[4] = order.begin[1];
+  counts[1] = order.by_head, counts[2] = order.fillers, counts[3] = order.alternating, counts[4] = order.begin[1];
   counts[5] = order.local_heads;
   return count;
 }

@@ -45,7 +45,7 @@ class Backward(NamedTuple):
     blocks: Ints  # (items x KV heads, 3): item, KV head, direction
     run_counts: Ints
     run_begins: Ints
-    parts: int
+    by_head: int
     fillers: int
     alternating: int
     first_class: int  # items

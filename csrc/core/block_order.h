@@ -6,11 +6,11 @@
 //   DRAM. The card runs at its power limit, and DRAM traffic takes power from the tensor cores: at 28 x 16K x 2K the
 //   order saves 20 of 36 GB and 1.7% of the time.
 //
-// Three words say how it is made.
+// Four words say how it is made.
 //
 // Class: the items are sorted into classes of cost, each a factor of two wide, longest first. Class 0 holds the long
-// walks, as a rule those of the contexts' tiles; the tiles of responses are in later ones. Within a class items keep
-// their order, so that the tiles of an owner stay neighbours.
+// walks, as a rule those of the contexts' tiles; the tiles of responses are in later ones. Within a class items come in
+// the order of a sweep.
 //
 //     cost    longest         longest / 2         longest / 4         longest / 8
 //             |     class 0     |     class 1     |     class 2     |   ...
@@ -35,12 +35,23 @@
 // The grid is this picture, line by line: round 0, its fillers, round 1, and so on. The last round has no fillers of
 // its own: the rest of the later classes comes behind it.
 //
+// Sweep: the items of a KV head in the order in which their walks begin, from the last query to the first: a node, then
+// the subtrees of its children, the last child first. Parts of long tiles (slices, core/schedule.h) begin at the border at
+// which they were cut. Blocks that run together then belong to the nodes above one place, and pass it at about the same
+// time:
+//
+//     queries    root  .  a  .  b  .  .  c          blocks in the order of the grid
+//     root       <--------------------------|       all begin at the end,
+//     c                           <---------|       deeper nodes with fewer queries end first,
+//     b                  <--------|                 and these take their places
+//     a             <----|
+//
 // Rounds serve a few long walks over the same queries, such as those of one prompt's tiles. Where class 0 is no more than
-// half of the work (many sequences, responses longer than prompts, trees), blocks that run together would walk the
-// queries of many nodes, and of several KV heads. There most heads come one after the other, each with its tiles in the
-// order of the table ("local" heads): neighbours in the table share queries. Only the last heads are left to the picture
-// above, so that long blocks do not start at the end. DRAM traffic in classes and in the order of the table: 138 and 61 GB
-// at 4 x 8 x 200 x (4K..16K), 480 and 302 GB for a tree of 149 rollouts of 5K to 15K.
+// half of the work (many sequences, responses longer than prompts, trees), or where tiles are split, blocks of a round
+// would walk the queries of many nodes, and of several KV heads. There heads come one after the other, most of them as one
+// sweep ("local" heads). Only for the last heads, so that long blocks do not start at the end, a class is a sweep. Where
+// paths have far more tiles than there are multiprocessors, the nodes above a place do not run together, and local heads are
+// better in the order of the table (has_wide_paths).
 #pragma once
 
 #include "core/platform.h"
@@ -69,8 +80,8 @@ struct BackwardOrder {
   int begin[kCostClasses + 1];  // begin[c] is the first item of class c, begin[kCostClasses] the number of items
   int alternating;              // bit c: walks in class c change their direction from wave to wave
   int fillers;                  // blocks of later classes behind every round but the last
-  int parts;  // of each tile of class 0, where a set is one part of a KV head (rounds_fit); 1 where it is all of a head
-  int local_heads;  // KV heads whose items come in the order of the table, before all others
+  int local_heads;  // KV heads of which all items come before the other heads, as a sweep
+  int by_head;      // not 0: class 0 comes head by head too, not in rounds
 };
 
 struct Round {
@@ -82,14 +93,6 @@ struct Round {
 DUALKV_HD Round round_of(int tiles, int num_sms) {
   const int walks = max_int(1, num_sms / max_int(tiles, 1)), waves = ceil_div(walks * tiles, num_sms);
   return Round{walks, waves, waves * num_sms - walks * tiles};
-}
-
-// The parts of a split tile walk different queries, so that a set may be one part of all tiles of a KV head instead of
-// all its blocks. Whether rounds of such small sets end in time: each of their waves takes as long as its longest
-// block, and the last round may be nearly empty.
-DUALKV_HD bool rounds_fit(int tiles, int num_walks, int longest, int64_t total_steps, int num_sms) {
-  const Round round = round_of(tiles, num_sms);
-  return int64_t{ceil_div(num_walks, round.walks)} * round.waves * longest * num_sms <= total_steps;
 }
 
 // Fillers of a round: as many blocks of later classes as keep its free places busy until it ends. `shortest` is the
@@ -105,16 +108,22 @@ DUALKV_HD int fillers_of(int tiles, int shortest, int mean, int64_t supply, int 
   return fillers * ceil_div(num_walks, round.walks) <= supply ? static_cast<int>(fillers) : 0;
 }
 
-// How many KV heads are local; see above. Steps and costs of one KV head: of all items, of class 0, and the longest cost.
-// Walks that are short beside a head's work come from many nodes too, unless they are parts of long ones (`split`).
-DUALKV_HD int local_heads_of(int64_t steps, int64_t first_class_steps, int longest, bool split, int num_kv_heads,
-                             int num_sms) {
-  const int64_t head_time = ceil_div<int64_t>(steps, num_sms);
-  const bool is_spread =
-      100 * first_class_steps <= 55 * steps || (!split && 5 * int64_t{longest} <= 3 * head_time);
-  // The other heads must take longer than the longest block, which may be the last of a local head.
+// Whether heads are to be local where tiles are whole. Steps of a KV head: of all items and of class 0. Walks that are short
+// beside the time of a head come from many nodes too.
+DUALKV_HD bool is_spread(int64_t steps, int64_t first_class_steps, int longest, int64_t head_time) {
+  return 100 * first_class_steps <= 55 * steps || 5 * int64_t{longest} <= 3 * head_time;
+}
+
+// Whether local heads come in the order of the table. Simulated, trees with 218 and 535 tiles on a mean path read 20 and 24%
+// less so than in the order of a sweep; with 69 tiles 1.7 times as much.
+DUALKV_HD bool has_wide_paths(int longest_path, int block_n, int num_sms) {
+  return longest_path / block_n > 2 * num_sms;
+}
+
+// How many are local then. The others must take longer than the longest block, which may be the last of a local head.
+DUALKV_HD int local_heads_of(int longest, int64_t head_time, int num_kv_heads) {
   const int64_t others = head_time > 0 ? ceil_div<int64_t>(6 * int64_t{longest}, 5 * head_time) : num_kv_heads;
-  return is_spread && 2 * others <= num_kv_heads ? num_kv_heads - max_int(static_cast<int>(others), 1) : 0;
+  return 2 * others <= num_kv_heads ? num_kv_heads - max_int(static_cast<int>(others), 1) : 0;
 }
 
 // Which way a block walks its queries. Blocks that walk the same queries should be at the same ones at the same time.
@@ -132,17 +141,16 @@ DUALKV_HD int local_heads_of(int64_t steps, int64_t first_class_steps, int longe
 // whether one has enough: `items` of it are in the class (in class 0: in a round, of all its sets).
 DUALKV_HD bool begins_in_waves(int items, int num_sms) { return 3 * items >= num_sms; }
 
-// Whether class 0 changes its direction from wave to wave. Not where tiles are split: the parts of a tile may be in
-// several waves, and must be cut from a walk in one direction. `widest`: the most tiles of an owner.
-DUALKV_HD bool first_class_alternates(int tiles, int widest, bool split, int num_walks, int num_sms) {
-  return !split && begins_in_waves(widest * min_int(round_of(tiles, num_sms).walks, num_walks), num_sms);
+// Whether class 0 changes its direction from wave to wave. `widest`: the most tiles of which the walks have a common end.
+DUALKV_HD bool first_class_alternates(int tiles, int widest, int num_kv_heads, int num_sms) {
+  return begins_in_waves(widest * min_int(round_of(tiles, num_sms).walks, num_kv_heads), num_sms);
 }
 
 // What a thread block does.
 struct BackwardPlace {
   int item, kv_head;  // item -1: nothing, the grid is larger than the list
   bool reversed;      // the walk is backward
-  bool in_table_order = false;  // `item` counts items in the order of the table, not of the list
+  bool in_local_order = false;  // `item` counts items in the order of local heads, not of the list
 };
 
 DUALKV_HD bool is_reversed(const BackwardOrder& order, int c, int wave) {
@@ -158,24 +166,22 @@ DUALKV_HD BackwardPlace place_in_class(const BackwardOrder& order, int c, int in
 
 // Block `block` of those of `num_kv_heads` heads that come in rounds and classes.
 DUALKV_HD BackwardPlace place_in_rounds(int block, const BackwardOrder& order, int num_kv_heads, int num_sms) {
-  const int items = order.begin[1], tiles = items / order.parts, all_walks = num_kv_heads * order.parts;
-  const Round round = round_of(tiles, num_sms);
+  const int tiles = order.begin[1];
+  const Round round = order.by_head ? Round{1, ceil_div(tiles, num_sms), 0} : round_of(tiles, num_sms);
   const int round_blocks = round.walks * tiles + order.fillers;
-  const int this_round = min_int(block / round_blocks, ceil_div(all_walks, round.walks) - 1);
+  const int this_round = min_int(block / round_blocks, ceil_div(num_kv_heads, round.walks) - 1);
   const int index = block - this_round * round_blocks;
-  const int walks_before = this_round * round.walks, walks = min_int(round.walks, all_walks - walks_before);
+  const int walks_before = this_round * round.walks, walks = min_int(round.walks, num_kv_heads - walks_before);
   if (index < walks * tiles) {
     // All sets of tile 0, then those of tile 1: the longest blocks of a wave then take the places of the shortest of
     // the wave before, and two waves end together. Set after set, 4 waves over 64 tiles of 8K causal keys end 12%
     // later.
-    const int walk = walks_before + index % walks;
     const int wave = order.fillers > 0 ? this_round * round.waves + index / num_sms
                                        : (2 * walks_before + walks) * tiles / 2 / num_sms;
-    return BackwardPlace{index / walks * order.parts + walk % order.parts, walk / order.parts,
-                         is_reversed(order, 0, wave)};
+    return BackwardPlace{index / walks, walks_before + index % walks, is_reversed(order, 0, wave)};
   }
   // Behind the last round comes whatever is left.
-  const int later = num_kv_heads * items + this_round * order.fillers + index - walks * tiles;
+  const int later = num_kv_heads * tiles + this_round * order.fillers + index - walks * tiles;
   int low = 1, high = kCostClasses;  // the last class that begins at or before it
   while (high - low > 1) {
     const int middle = (low + high) / 2;

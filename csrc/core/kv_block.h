@@ -36,7 +36,7 @@ struct KvBlock {
                                                tiles_at_a_time(shape.num_sms, column_blocks));
     if (place.item < 0) return false;
     kv_head = place.kv_head;
-    const BackwardItem item = work.items[place.in_table_order ? work.in_table_order[place.item] : place.item];
+    const BackwardItem item = work.items[place.in_local_order ? work.in_local_order[place.item] : place.item];
     tile = nodes.kv_tile(nodes.node(item.node), item.n_block, block_n);
     slot = item.slot < 0 ? -1 : item.slot + kv_head;
     walk.table = nodes;

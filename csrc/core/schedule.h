@@ -7,14 +7,13 @@
 // it, from the rows of the node's subtree, so that long prompts with many responses make items of very unequal cost. A
 // tile with too many steps is split into parts, each an item of its own:
 //
-//     prompt tile 0     |== part 0 ==|== part 1 ==|== part 2 ==|    each sums dK and dV into its fp32 slot
-//     prompt tile 1       |= part 0 ==|= part 1 ==|= part 2 ===|    of the tile; convert_dkv_context adds the slots
-//     prompt tile 2         |- whole --------------------------|    a whole tile writes its dK and dV itself
-//     response 0                    |- tile 0 -|
-//                       steps ->
+//     prompt tile 0     |== part 2 ==|== part 1 ==|== part 0 ==|    each sums dK and dV into its fp32 slot
+//     prompt tile 1       |= part 2 =|== part 1 ==|== part 0 ==|    of the tile; convert_dkv_context adds the slots
+//     response 0                    |--- tile 0 ---|                a whole tile writes its dK and dV itself
+//                       queries ->
 //
 // A part costs a round trip through fp32, so that tiles stay whole where the list is balanced without splitting them
-// (final_part_limit).
+// (stay_whole).
 #pragma once
 
 #include "core/block_order.h"
@@ -126,38 +125,56 @@ struct LongTiles {
   int longest, shortest;
 };
 
-// The limit after a second look: `limit`, or that of the longest tile, so that none is split. `tiles` are those that
-// `limit` would split. They may stay whole if those that one multiprocessor gets, one a wave, take no more steps than
-// its part of the total, kPartsPerSm x limit; shorter items fill the rest. How many steps these are: a wave takes
-// `longest`, but where costs are spread evenly (the tiles of a causal context: the mean is no more than that of longest
-// and shortest) the longest of every second wave follow the shortest of the wave before, and two waves take longest +
-// shortest. Whole tiles save the sum of parts: 1.3% at 28 x 4K x 2K.
-DUALKV_HD int final_part_limit(int limit, const LongTiles& tiles, int num_sms) {
+// Whether the tiles that `limit` would split may stay whole: if those that one multiprocessor gets, one a wave, take no
+// more steps than its part of the total, kPartsPerSm x limit; shorter items fill the rest. How many steps these are: a
+// wave takes `longest`, but where costs are spread evenly (the tiles of a causal context: the mean is no more than that of
+// longest and shortest) the longest of every second wave follow the shortest of the wave before, and two waves take
+// longest + shortest. Whole tiles save the sum of parts: 1.3% at 28 x 4K x 2K.
+DUALKV_HD bool stay_whole(const LongTiles& tiles, int limit, int num_sms) {
   const int64_t waves = ceil_div<int64_t>(tiles.count, num_sms), pair = int64_t{tiles.longest} + tiles.shortest;
   const auto about = [](int64_t most) { return most + most / 64; };
   const bool even = 2 * tiles.steps <= about(pair * tiles.count);
   const int64_t end = even ? waves / 2 * pair + waves % 2 * tiles.longest : waves * tiles.longest;
-  return end <= about(int64_t{kPartsPerSm} * limit) ? max_int(limit, tiles.longest) : limit;
+  return end <= about(int64_t{kPartsPerSm} * limit);
 }
 
-// How many parts a tile has, and the cost by which it is put into a class.
-struct TileSplit {
-  int parts, cost;
+// The most steps of a part where tiles are split so that KV heads can come one after the other (core/block_order.h), or 0.
+// `head_time`: of one KV head on all multiprocessors. Not where that takes more than four parts, or short ones: each costs
+// a block and a round trip.
+DUALKV_HD int local_part_limit(int longest, int64_t head_time) {
+  const int64_t limit = 6 * head_time / 5;
+  return limit >= 4 * kMinPartSteps && limit < longest && longest <= 4 * limit ? static_cast<int>(limit) : 0;
+}
+
+// Slices of the queries at which long tiles are cut, so that the parts of many tiles that begin at one border run
+// together. `rows` of the queries, in the order of the table, and `width` steps; both 0: tiles are whole.
+struct Slices {
+  int width, rows;
+  int least;  // a part has at least so many steps, and fewer than width + 2 * least
 };
 
-// The tiles of a node with children run together, as one set of a round (core/block_order.h). So all of them are split,
-// and classed, as the first is, which the most queries see: `leading` is the steps of that one. With a window the last of
-// them may be seen by more; each then has a class of its own. A tile of a leaf has leading == steps. No part becomes
-// shorter than kMinPartSteps. A tile that nobody sees is an item too, of the least cost: it writes zeros.
-DUALKV_HD TileSplit split_of(int steps, int leading, int limit) {
-  if (steps == 0) return TileSplit{1, 0};
-  leading = max_int(leading, steps);  // the first may have fewer: it counts a query tile on a border once, others twice
-  const int parts = ceil_div(leading, limit), worth = ceil_div(steps, min_int(limit, kMinPartSteps));
-  return TileSplit{max_int(min_int(parts, worth), 1), leading / max_int(parts, 1)};
+// Of at least `steps` steps. A part that is shorter than width / share is not worth it.
+DUALKV_HD Slices slices_of(int steps, int share, int block_m, int packs_per_group) {
+  const int tiles = max_int(ceil_div(steps, packs_per_group), 1), width = tiles * packs_per_group;
+  return Slices{width, tiles * block_m, max_int(width / share, kMinPartSteps)};
 }
 
-DUALKV_HD int part_begin(int steps, int parts, int part) {
-  return static_cast<int>(static_cast<int64_t>(steps) * part / parts);
+// The parts of a tile: steps [begin(part), begin(part + 1)) of its walk.
+struct TileCuts {
+  int parts, first, width, steps;
+
+  DUALKV_HD int begin(int part) const {
+    return part == 0 ? 0 : part == parts ? steps : first + (part - 1) * width;
+  }
+};
+
+// `first`: the steps from the begin of the walk to the first border of a slice. A tile that nobody sees is an item too, of
+// the least cost: it writes zeros.
+DUALKV_HD TileCuts cuts_of(int steps, int first, Slices slices) {
+  if (slices.width == 0) return TileCuts{1, steps, 1, steps};
+  if (first < slices.least) first += slices.width;
+  const int behind = steps - first;
+  return TileCuts{behind < slices.least ? 1 : 2 + (behind - slices.least) / slices.width, first, slices.width, steps};
 }
 
 // Slots that suffice, from what the host knows: shapes. A tile that is split by its own steps has fewer than 2 x steps

@@ -1,5 +1,5 @@
 // Builds the list of KV tiles: which are split into how many parts (core/schedule.h), and their order
-// (core/block_order.h).
+// (core/block_order.h). Tiles are numbered in the order of a sweep.
 #pragma once
 
 #include "kernels/list_block.h"
@@ -18,8 +18,47 @@ __device__ inline void find_runs(const BackwardListArgs& a, ListBlock& block) {
   __syncthreads();
 }
 
+// Numbers the tiles: behind those of the nodes to the right of a subtree, and of the nodes above it, come those of its
+// root. Offsets that contradict each other may give a number twice, or never: then a tile is visited twice, or not at all.
+__device__ inline int number_tiles(const BackwardListArgs& a, ListBlock& block) {
+  const int nodes = a.nodes.num_nodes;
+  if (threadIdx.x == 0) block.longest_path = 0;
+  const auto tiles_of = [&](int i) { return owned_tiles(a.nodes.node(i), a.block_n); };
+  exclusive_offsets(block, nodes, a.tile_capacity, a.tile_offsets, tiles_of);
+  const int tiles = a.tile_offsets[nodes];
+  // How many more tiles are above a node than above the one before it in the table.
+  int* change = a.tile_begins;
+  for (int i = threadIdx.x; i <= nodes; i += kListThreads) change[i] = 0;
+  for (int i = threadIdx.x; i < tiles; i += kListThreads) a.tile_nodes[i] = 0;  // also those that have no number
+  __syncthreads();
+  for (int i = threadIdx.x; i < nodes; i += kListThreads) {
+    const Node node = a.nodes.node(i);
+    if (!has_children(node, i)) continue;
+    atomicAdd(&change[i + 1], tiles_of(i));
+    atomicAdd(&change[node.subtree_end], -tiles_of(i));
+  }
+  __syncthreads();
+  const int* above = a.node_sums + 1;
+  exclusive_offsets(block, nodes, kMaxSteps, a.node_sums, [&](int i) { return change[i]; });
+  for (int i = threadIdx.x; i < nodes; i += kListThreads) {
+    const int to_the_right = tiles - a.tile_offsets[a.nodes.node(i).subtree_end];
+    a.tile_begins[i] = to_the_right + above[i];
+    const Node node = a.nodes.node(i);
+    atomicMax(&block.longest_path, node.kv_pos0 + node.kv_len);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < tiles; i += kListThreads) {
+    const int node = find_owner(a.tile_offsets, nodes, i);
+    const int number = a.tile_begins[node] + i - a.tile_offsets[node];
+    if (number >= 0 && number < tiles) a.tile_nodes[number] = node;
+  }
+  __syncthreads();
+  return tiles;
+}
+
 struct OwnedTile {
-  int node, n_block, node_tiles;
+  int node, n_block;
+  int end;  // of the node's subtree
   bool is_leaf;
 };
 
@@ -27,28 +66,58 @@ struct OwnedTile {
 struct BackwardTiles {
   const BackwardListArgs& a;
   ListBlock& block;
-  int nodes, tiles;
-  int limit;   // the most steps of a part
-  bool alike;  // all tiles of a node with children are split as the first of them is
+  int tiles;
+  bool are_mixed;  // no node has most of the long tiles: those that run together belong to many
+  Slices slices;
+  int items;
 
   __device__ OwnedTile at(int index) const {
-    const int node = find_owner(a.tile_offsets, nodes, index), begin = a.tile_offsets[node];
-    return OwnedTile{node, index - begin, a.tile_offsets[node + 1] - begin, !has_children(a.nodes.node(node), node)};
+    const int owner = a.tile_nodes[index];
+    const Node node = a.nodes.node(owner);
+    const int n_block = clamp_int(index - a.tile_begins[owner], 0, max(owned_tiles(node, a.block_n) - 1, 0));
+    return OwnedTile{owner, n_block, node.subtree_end, !has_children(node, owner)};
   }
 
-  __device__ int leading_steps(const OwnedTile& t, int index) const {
-    return a.tile_steps[t.is_leaf ? index : index - t.n_block];
+  __device__ bool is_split() const { return slices.width > 0; }
+
+  // Queries up to the end of a tile's walk, in the order of the table.
+  __device__ int end_row(const OwnedTile& t) const { return a.query_offsets[t.end]; }
+
+  __device__ TileCuts cuts_at(const OwnedTile& t, int index) const {
+    // With a window a walk begins with its first queries, and its steps are not all rows of the subtree.
+    int first = slices.width;
+    if (is_split() && !a.sees.has_window()) {
+      first = ((max(end_row(t), 1) - 1) % slices.rows + 1) / a.block_m * a.packs_per_group;
+    }
+    return cuts_of(a.tile_steps[index], first, slices);
   }
 
-  __device__ TileSplit split_at(const OwnedTile& t, int index) const {
+  // The border of slices at which a tile's second part begins; the next ones begin at those before it. Borders are counted
+  // from the first row. Where nodes do not lie one behind the other, a walk has more steps than their rows have tiles, and
+  // its parts need as many borders all the same.
+  __device__ int second_begin(const OwnedTile& t, const TileCuts& cuts) const {
+    const int rows = cuts.begin(1) / a.packs_per_group * a.block_m;
+    return clamp_int((end_row(t) - rows + slices.rows / 2) / slices.rows, cuts.parts - 2, border_count() - 1);
+  }
+  __device__ int border_count() const {
+    return max(a.query_offsets[a.nodes.num_nodes] / slices.rows + 1, block.most_parts);
+  }
+
+  // Whole tiles of a node with children run together, as one set of a round (core/block_order.h): all of them cost what
+  // the first does, which the most queries see. With a window the last of them may be seen by more.
+  __device__ int whole_cost(const OwnedTile& t, int index) const {
     const int steps = a.tile_steps[index];
-    return split_of(steps, alike ? leading_steps(t, index) : steps, limit);
+    return t.is_leaf || steps == 0 ? steps : max(steps, a.tile_steps[max(index - t.n_block, 0)]);
   }
 
-  __device__ int bin_of(const OwnedTile& t, int cost, int index) const {
-    const int tiles_a_bin = 32 * max(1, ceil_div(tiles, 32 * kTileBins));
+  __device__ int cost_at(const OwnedTile& t, int index, const TileCuts& cuts, int part) const {
+    return is_split() ? cuts.begin(part + 1) - cuts.begin(part) : whole_cost(t, index);
+  }
+
+  __device__ int bin_of(const OwnedTile& t, int cost, int place) const {
+    const int items_a_bin = 32 * max(1, ceil_div(items, 32 * kTileBins));
     const int longest_here = t.is_leaf ? block.longest_leaf : block.longest;
-    return cost_class_within(cost, longest_here, block.longest) * kTileBins + index / tiles_a_bin;
+    return cost_class_within(cost, longest_here, block.longest) * kTileBins + place / items_a_bin;
   }
 
   __device__ void clear_sums() const {
@@ -57,117 +126,196 @@ struct BackwardTiles {
     if (threadIdx.x == 0) {
       block.long_tiles = 0, block.longest_tile = 0, block.shortest_tile = kMaxSteps, block.long_steps = 0;
       block.longest = 0, block.longest_leaf = 0, block.shortest = kMaxSteps, block.alternating = 0;
-      block.widest = 0, block.fewest_parts = kMaxSteps, block.most_parts = 1;
-      block.used_slots = 0, block.shared_slots = 0, block.total_steps = 0;
+      block.widest = 0, block.heaviest = 0;
+      block.used_slots = 0, block.total_steps = 0;
     }
     __syncthreads();
   }
 
   __device__ void count_steps() const {
+    for (int i = threadIdx.x; i <= a.nodes.num_nodes; i += kListThreads) a.node_sums[i] = 0;
     for (int i = threadIdx.x; i < tiles; i += kListThreads) {
       const OwnedTile t = at(i);
       const KvTile tile = a.nodes.kv_tile(a.nodes.node(t.node), t.n_block, a.block_n);
       const int steps = dualkv::tile_steps(a.nodes, t.node, tile, a.block_m, a.packs_per_group, a.sees);
       a.tile_steps[i] = steps;
       atomicAdd(&block.total_steps, static_cast<unsigned long long>(steps) * a.num_kv_heads);
+      atomicMax(&block.longest_tile, steps);
     }
     __syncthreads();
   }
 
-  __device__ void choose_parts() {
-    const int first_limit = part_limit(static_cast<int64_t>(block.total_steps), a.num_sms);
+  __device__ void choose_slices() {
+    const int64_t total = static_cast<int64_t>(block.total_steps), heads = a.num_kv_heads;
+    const int limit = part_limit(total, a.num_sms), longest = block.longest_tile;
+    slices = {};
     for (int i = threadIdx.x; i < tiles; i += kListThreads) {
-      const int steps = a.tile_steps[i], most = max(steps, leading_steps(at(i), i));
-      if (most > first_limit) {
+      const OwnedTile t = at(i);
+      const int steps = a.tile_steps[i];
+      if (2 * int64_t{steps} > longest) atomicMax(&block.heaviest, atomicAdd(&a.node_sums[t.node], steps) + steps);
+      if (whole_cost(t, i) > limit) {
         atomicAdd(&block.long_tiles, 1);
         atomicAdd(&block.long_steps, static_cast<unsigned long long>(steps));
-        atomicMax(&block.longest_tile, most);
         atomicMin(&block.shortest_tile, steps);
       }
     }
     __syncthreads();
-    const int64_t heads = a.num_kv_heads, long_steps = static_cast<int64_t>(block.long_steps);
-    const LongTiles long_tiles{block.long_tiles * heads, long_steps * heads, block.longest_tile, block.shortest_tile};
-    limit = final_part_limit(first_limit, long_tiles, a.num_sms);
-    for (int i = threadIdx.x; i < tiles; i += kListThreads) {
-      const int parts = split_of(a.tile_steps[i], leading_steps(at(i), i), limit).parts;
-      if (parts > 1) atomicAdd(&block.shared_slots, static_cast<unsigned long long>(parts) * a.num_kv_heads);
-    }
-    __syncthreads();
-    // Where few queries see most tiles of a node, splitting all of them like the first may need more slots than
-    // there are. Then each tile is split by its own steps.
-    alike = block.shared_slots <= static_cast<unsigned long long>(a.slot_capacity);
+    const int64_t long_steps = static_cast<int64_t>(block.long_steps);
+    const LongTiles long_tiles{block.long_tiles * heads, long_steps * heads, longest, block.shortest_tile};
+    const bool whole = stay_whole(long_tiles, limit, a.num_sms);
+    are_mixed = 100 * int64_t{block.heaviest} * heads <= 55 * total;
+    const int64_t head_time = ceil_div<int64_t>(total, heads * a.num_sms);
+    const int local_limit = are_mixed && !a.sees.has_window() ? local_part_limit(longest, head_time) : 0;
+    if (whole && local_limit == 0) return;
+    exclusive_offsets(block, a.nodes.num_nodes, a.query_capacity, a.query_offsets,
+                      [&](int i) { return max(a.nodes.node(i).q_len, 0); });
+    const auto equal = [&](int most) { return ceil_div(longest, ceil_div(longest, most)); };
+    if (local_limit > 0) try_slices(equal(whole ? local_limit : min(limit, local_limit)), 8);
+    if (whole || is_split()) return;
+    try_slices(equal(limit), 8);
+    if (!is_split()) try_slices(limit, 2);  // for these there are slots (slot_capacity)
   }
 
-  // Counts the parts in each bin of each class, and finds where each bin begins.
-  __device__ void sort() const {
-    for (int i = threadIdx.x; i < tiles; i += kListThreads) {
-      const OwnedTile t = at(i);
-      const int cost = split_at(t, i).cost;
-      atomicMax(&block.longest, cost);
-      if (t.is_leaf) atomicMax(&block.longest_leaf, cost);
-    }
+  // Takes slices of so many steps if there are slots for all parts.
+  __device__ void try_slices(int steps, int share) {
+    slices = slices_of(steps, share, a.block_m, a.packs_per_group);
+    if (threadIdx.x == 0) block.used_slots = 0, block.most_parts = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < tiles; i += kListThreads) {
-      const int steps = a.tile_steps[i];
+      const int parts = cuts_at(at(i), i).parts;
+      atomicMax(&block.most_parts, parts);
+      if (parts > 1) atomicAdd(&block.used_slots, static_cast<unsigned long long>(parts) * a.num_kv_heads);
+    }
+    __syncthreads();
+    const bool fits = block.used_slots <= static_cast<unsigned long long>(a.slot_capacity);
+    __syncthreads();
+    if (threadIdx.x == 0) block.used_slots = 0;
+    if (!fits) slices = {};
+  }
+
+  // Finds the places of parts behind the first of their tile: behind all tiles whose walks begin before their border, and
+  // behind the parts that begin before them.
+  __device__ void place_parts() {
+    items = tiles;
+    if (!is_split()) return;
+    exclusive_offsets(block, tiles, kMaxSteps, a.part_offsets, [&](int i) { return cuts_at(at(i), i).parts - 1; });
+    items += a.part_offsets[tiles];
+    for (int i = threadIdx.x; i < tiles; i += kListThreads) {
       const OwnedTile t = at(i);
-      const TileSplit split = split_at(t, i);
-      const int bin = bin_of(t, split.cost, i), index = bin / kTileBins;
-      atomicAdd(&block.bins[bin], split.parts);
-      atomicAdd(&block.class_steps[index], static_cast<unsigned long long>(steps));
-      if (index == 0) {
-        atomicMin(&block.shortest, steps / split.parts);
-        atomicMax(&block.widest, t.node_tiles);
-        atomicMin(&block.fewest_parts, split.parts);
-        atomicMax(&block.most_parts, split.parts);
-      } else if (begins_in_waves(t.node_tiles * split.parts, a.num_sms)) {
-        atomicOr(&block.alternating, 1 << index);
+      const TileCuts cuts = cuts_at(t, i);
+      a.first_borders[i] = cuts.parts > 1 ? second_begin(t, cuts) : -1;
+    }
+    __syncthreads();
+    const int borders = border_count(), lane = threadIdx.x % 32;
+    // A warp asks 32 tiles at a time whether they have a part that begins at a border.
+    const auto each = [&](auto&& visit) {
+      for (int border = threadIdx.x / 32; border < borders; border += kListThreads / 32) {
+        visit(border, [&](int i) {
+          const int part = i < tiles ? a.first_borders[i] - border : -1;
+          return part >= 0 && part < a.part_offsets[i + 1] - a.part_offsets[i] ? part : -1;
+        });
+      }
+      __syncthreads();
+    };
+    each([&](int border, auto&& part_of) {
+      int parts = 0, before = 0;
+      for (int first = 0; first < tiles; first += 32) {
+        const int i = first + lane;
+        parts += __popc(__ballot_sync(0xffffffffu, part_of(i) >= 0));
+        before += __popc(__ballot_sync(0xffffffffu, i < tiles && end_row(at(i)) > int64_t{border} * slices.rows));
+      }
+      if (lane == 0) a.border_parts[border] = parts, a.tiles_before[border] = before;
+    });
+    // From the last border to the first, as walks go.
+    exclusive_offsets(block, borders, kMaxSteps, a.parts_before,
+                      [&](int i) { return a.border_parts[borders - 1 - i]; });
+    each([&](int border, auto&& part_of) {
+      int place = a.tiles_before[border] + a.parts_before[borders - 1 - border];
+      for (int first = 0; first < tiles; first += 32) {
+        const int part = part_of(first + lane);
+        const unsigned peers = __ballot_sync(0xffffffffu, part >= 0);
+        if (part >= 0) a.part_places[a.part_offsets[first + lane] + part] = place + __popc(peers & ((1u << lane) - 1));
+        place += __popc(peers);
+      }
+    });
+  }
+
+  // The place of a part in the order of a sweep.
+  __device__ int place_of(const OwnedTile& t, int index, int part) const {
+    if (!is_split()) return index;
+    if (part > 0) return a.part_places[a.part_offsets[index] + part - 1];
+    // Behind the parts that begin before this tile's walk, or with it: at this border and later ones.
+    return index + a.parts_before[max(border_count() - ceil_div(end_row(t), slices.rows), 0)];
+  }
+
+  // Writes the items in the order of a sweep, and the class of each.
+  __device__ void sweep() const {
+    int* first_class_tiles = a.node_sums;  // by the end of their walks
+    for (int i = threadIdx.x; i <= a.nodes.num_nodes; i += kListThreads) first_class_tiles[i] = 0;
+    for (int i = threadIdx.x; i < items; i += kListThreads) {
+      a.swept[i] = BackwardItem{0, 0, 0, 0, -1};  // where offsets contradict each other, places stay empty
+      a.item_bins[i] = (kCostClasses - 1) * kTileBins;
+      a.in_local_order[i] = 0;
+    }
+    for (int i = threadIdx.x; i < tiles; i += kListThreads) {
+      const OwnedTile t = at(i);
+      const TileCuts cuts = cuts_at(t, i);
+      for (int part = 0; part < cuts.parts; ++part) {
+        const int cost = cost_at(t, i, cuts, part);
+        atomicMax(&block.longest, cost);
+        if (t.is_leaf) atomicMax(&block.longest_leaf, cost);
       }
     }
+    if (threadIdx.x == 0) *a.split_count = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < tiles; i += kListThreads) {
+      const OwnedTile t = at(i);
+      const TileCuts cuts = cuts_at(t, i);
+      int slot = -1;
+      if (cuts.parts > 1) {
+        slot = static_cast<int>(
+            atomicAdd(&block.used_slots, static_cast<unsigned long long>(cuts.parts) * a.num_kv_heads));
+        a.splits[atomicAdd(a.split_count, 1)] = SplitTile{t.node, t.n_block, slot, cuts.parts};
+      }
+      for (int part = 0; part < cuts.parts; ++part) {
+        const int place = place_of(t, i, part), begin = cuts.begin(part), steps = cuts.begin(part + 1) - begin;
+        if (place < 0 || place >= items) continue;
+        a.swept[place] = BackwardItem{t.node, t.n_block, begin, steps, slot < 0 ? -1 : slot + part * a.num_kv_heads};
+        const int bin = bin_of(t, cost_at(t, i, cuts, part), place), index = bin / kTileBins;
+        a.item_bins[place] = bin;
+        atomicAdd(&block.class_steps[index], static_cast<unsigned long long>(steps));
+        if (index == 0) {
+          atomicMin(&block.shortest, steps);
+          atomicMax(&block.widest, atomicAdd(&first_class_tiles[t.end], 1) + 1);
+        } else if (begins_in_waves(owned_tiles(a.nodes.node(t.node), a.block_n), a.num_sms)) {
+          atomicOr(&block.alternating, 1 << index);
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  // Sorts the items into classes. Each warp takes 32 neighbours, and writes those of one bin in order, with one place in the
+  // list from a shared counter.
+  __device__ void sort() const {
+    for (int i = threadIdx.x; i < items; i += kListThreads) atomicAdd(&block.bins[a.item_bins[i]], 1);
     __syncthreads();
     bins_to_places<kCostClasses * kTileBins>(block);
     if (threadIdx.x < kCostClasses) a.order->begin[threadIdx.x] = block.bins[threadIdx.x * kTileBins];
-    if (threadIdx.x == 0) *a.split_count = 0;
     __syncthreads();
-  }
-
-  // Where the parts of each tile come in the order of the table.
-  __device__ void count_parts() const {
-    exclusive_offsets(block, tiles, kMaxSteps, a.part_offsets, [&](int i) { return split_at(at(i), i).parts; });
-  }
-
-  // Each warp writes 32 neighbouring tiles, those of one bin in order, with one place in the list from a shared
-  // counter.
-  __device__ void write_items() const {
-    for (int first = 0; first < tiles; first += kListThreads) {
+    const bool in_table_order = !is_split() && has_wide_paths(block.longest_path, a.block_n, a.num_sms);
+    for (int first = 0; first < items; first += kListThreads) {
       const int i = first + threadIdx.x, lane = threadIdx.x % 32;
-      const bool exists = i < tiles;
-      const int steps = exists ? a.tile_steps[i] : 0;
-      const OwnedTile t = at(min(i, tiles - 1));
-      const TileSplit split = exists ? split_at(t, i) : TileSplit{0, 0};
-      const int bin = exists ? bin_of(t, split.cost, i) : -1;
+      const int bin = i < items ? a.item_bins[i] : -1;
       const unsigned peers = __match_any_sync(0xffffffffu, bin);
-      int before = 0, together = 0;
-      for (unsigned rest = peers; rest; rest &= rest - 1) {
-        const int peer = __ffs(rest) - 1, parts = __shfl_sync(peers, split.parts, peer);
-        if (peer < lane) before += parts;
-        together += parts;
-      }
+      const int before = __popc(peers & ((1u << lane) - 1));
       int place = 0;
-      if (exists && before == 0) place = atomicAdd(&block.bins[bin], together);
+      if (i < items && before == 0) place = atomicAdd(&block.bins[bin], __popc(peers));
       place = __shfl_sync(peers, place, __ffs(peers) - 1) + before;
-      if (!exists) continue;
-      int slot = -1;
-      if (split.parts > 1) {
-        slot = atomicAdd(&block.used_slots, split.parts * a.num_kv_heads);
-        a.splits[atomicAdd(a.split_count, 1)] = SplitTile{t.node, t.n_block, slot, split.parts};
-      }
-      for (int part = 0; part < split.parts; ++part) {
-        const int begin = part_begin(steps, split.parts, part), end = part_begin(steps, split.parts, part + 1);
-        a.items[place + part] = BackwardItem{t.node, t.n_block, begin, end - begin,
-                                             slot < 0 ? -1 : slot + part * a.num_kv_heads};
-        a.in_table_order[a.part_offsets[i] + part] = place + part;
-      }
+      if (i >= items) continue;
+      const BackwardItem item = a.swept[i];
+      a.items[place] = item;
+      a.in_local_order[in_table_order ? min(a.tile_offsets[item.node] + item.n_block, items - 1) : i] = place;
     }
     __syncthreads();
   }
@@ -175,44 +323,39 @@ struct BackwardTiles {
   __device__ void finish_order() const {
     if (threadIdx.x > 0) return;
     BackwardOrder& order = *a.order;
-    // write_items() has moved the begin of every bin to its end: that of the last bin is the end of the list.
-    const int items = block.bins[kCostClasses * kTileBins - 1];
     order.begin[kCostClasses] = items;
     int64_t head_steps = 0;
     for (const unsigned long long steps : block.class_steps) head_steps += static_cast<int64_t>(steps);
-    const int parts = block.most_parts;
-    order.local_heads = local_heads_of(head_steps, static_cast<int64_t>(block.class_steps[0]), block.longest, parts > 1,
-                                       a.num_kv_heads, a.num_sms);
-    const int heads = a.num_kv_heads - order.local_heads;
-    const bool by_parts = block.fewest_parts == parts &&
-                          rounds_fit(order.begin[1] / parts, heads * parts, block.longest, head_steps * heads, a.num_sms);
-    order.parts = by_parts ? parts : 1;
-    const int tiles_of_first = order.begin[1] / order.parts, walks = heads * order.parts;
-    const bool alternates = first_class_alternates(tiles_of_first, block.widest, parts > 1, walks, a.num_sms);
-    // The heads behind local ones start whenever a block ends, not in waves.
-    order.alternating = order.local_heads > 0 ? 0 : block.alternating | alternates;
+    const int64_t head_time = ceil_div<int64_t>(head_steps, a.num_sms);
+    const bool spread = is_split() ? are_mixed
+                                   : is_spread(head_steps, static_cast<int64_t>(block.class_steps[0]), block.longest,
+                                               head_time);
+    order.local_heads = spread ? local_heads_of(block.longest, head_time, a.num_kv_heads) : 0;
+    order.by_head = is_split() || order.local_heads > 0;
+    order.alternating = 0, order.fillers = 0;
+    if (order.by_head) return;
+    const int tiles_of_first = order.begin[1];
+    order.alternating =
+        block.alternating | first_class_alternates(tiles_of_first, block.widest, a.num_kv_heads, a.num_sms);
     int second = 1;  // the class that the fillers come from
     while (second < kCostClasses - 1 && block.class_steps[second] == 0) ++second;
     const int second_end = second + 1 < kCostClasses ? order.begin[second + 1] : items;
     const int mean = static_cast<int>(block.class_steps[second] / max(1, second_end - order.begin[second]));
-    const int64_t supply = static_cast<int64_t>(items - order.begin[1]) * heads;
-    order.fillers = fillers_of(tiles_of_first, block.shortest, mean, supply, walks, a.num_sms);
+    const int64_t supply = static_cast<int64_t>(items - tiles_of_first) * a.num_kv_heads;
+    order.fillers = fillers_of(tiles_of_first, block.shortest, mean, supply, a.num_kv_heads, a.num_sms);
   }
 };
 
 __device__ inline void build_backward_list(const BackwardListArgs& a) {
   __shared__ ListBlock block;
-  const int nodes = a.nodes.num_nodes;
   find_runs(a, block);
-  exclusive_offsets(block, nodes, a.tile_capacity, a.tile_offsets,
-                    [&](int i) { return owned_tiles(a.nodes.node(i), a.block_n); });
-  BackwardTiles list{a, block, nodes, a.tile_offsets[nodes]};
+  BackwardTiles list{a, block, number_tiles(a, block)};
   list.clear_sums();
   list.count_steps();
-  list.choose_parts();
+  list.choose_slices();
+  list.place_parts();
+  list.sweep();
   list.sort();
-  list.count_parts();
-  list.write_items();
   list.finish_order();
 }
 

@@ -60,11 +60,17 @@ struct BackwardListArgs {
   int num_kv_heads, packs_per_group;
   int num_sms;
   int tile_capacity, slot_capacity;  // cap the tiles, and the slots of split ones
-  int* tile_offsets;  // (num_nodes + 1) scratch
-  int* tile_steps;    // (tile_capacity) scratch
-  int* part_offsets;  // (tile_capacity + 1) scratch
+  int query_capacity;                // rows of the queries
+  int *tile_offsets, *query_offsets, *node_sums;  // (num_nodes + 1) scratch
+  int* tile_begins;                               // as large: the number of each node's first tile
+  int *tile_nodes, *tile_steps, *part_offsets;    // (tile_capacity + 1) scratch
+  int* first_borders;                             // as large: where a tile's second part begins
+  int* part_places;                               // scratch for the parts behind the first of their tile
+  int *border_parts, *tiles_before, *parts_before;  // scratch for the borders of slices: tiles of queries and parts
+  BackwardItem* swept;                            // scratch for the items in the order of a sweep
+  int* item_bins;                                 // as many
   BackwardItem* items;
-  int* in_table_order;  // as many
+  int* in_local_order;
   BackwardOrder* order;
   SplitTile* splits;
   int* split_count;

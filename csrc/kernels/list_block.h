@@ -10,8 +10,8 @@ namespace dualkv {
 
 constexpr int kListThreads = 1024;  // of every block of such a launch
 constexpr int kBins = 1024;  // of the forward list, by cost
-// Bins of the backward list, for each class of cost: one for 32 neighbouring tiles, which one warp writes in order.
-// With more than 16K tiles (2M keys) several warps write into a bin, and the order of their items is left to chance.
+// Bins of the backward list, for each class of cost: one for 32 neighbouring items, which one warp writes in order.
+// With more than 16K items (2M keys) several warps write into a bin, and the order of their items is left to chance.
 constexpr int kTileBins = 512;
 
 // Inclusive sum over the threads of a block. `scratch` holds one value a warp. 64 bits: with hostile offsets every
@@ -42,11 +42,14 @@ __device__ inline int64_t block_inclusive_sum(int64_t value, int64_t* scratch) {
 struct ListBlock {
   int64_t warp_sums[32];
   int bins[max_int(kBins, kCostClasses * kTileBins)];
-  int carry, used_slots, alternating;
-  int long_tiles, longest_tile, shortest_tile;     // of the tiles that would be split: number, steps
+  int carry, alternating;
+  int longest_path, longest_tile;                  // keys, steps
+  int long_tiles, shortest_tile;                   // of the tiles that would be split: number, steps
+  int most_parts;                                  // of a tile
+  int heaviest;                                    // steps of one node's tiles that take more than half of the longest
   int longest, longest_leaf;                       // costs of items, and of those of leaves
-  int shortest, widest, fewest_parts, most_parts;  // of class 0: steps of a part, tiles of a node, parts of a tile
-  unsigned long long total_steps, long_steps, shared_slots, class_steps[kCostClasses];
+  int shortest, widest;                            // of class 0: steps of an item, tiles whose walks have a common end
+  unsigned long long total_steps, long_steps, used_slots, class_steps[kCostClasses];
 };
 
 // offsets[i] = sum of count(0 .. i-1), but at most `capacity`: with hostile offsets nodes overlap and may have more

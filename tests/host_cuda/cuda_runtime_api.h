@@ -111,6 +111,8 @@ T __shfl_xor_sync(unsigned mask, T value, int bits) {
   return __shfl_sync(mask, value, host_cuda::lane() ^ bits);
 }
 
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+
 inline unsigned __match_any_sync(unsigned mask, int value) {
   unsigned equal = 0;
   for (int source = 0; source < 32; ++source) {
@@ -118,6 +120,8 @@ inline unsigned __match_any_sync(unsigned mask, int value) {
   }
   return equal & mask;
 }
+
+inline unsigned __ballot_sync(unsigned mask, bool value) { return __match_any_sync(mask, value) ^ (value ? 0 : mask); }
 
 inline bool __any_sync(unsigned mask, bool value) {
   struct Vote {
