@@ -131,7 +131,8 @@ def test_the_layers_of_the_results(gpu: str) -> None:
     """Times of every measured layer and their ratio: prompts of 5059 to 131072 tokens, 4 to 32 responses."""
     found: dict[tuple[int, int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in measured_rows(gpu, "layer"):
-        found[row["n"], row["p"], row["r"]][row["impl"]].append(row["ms"])
+        if "tree-" not in row["shape"]:  # whose leaves are no responses to a prompt
+            found[row["n"], row["p"], row["r"]][row["impl"]].append(row["ms"])
     packings, compared = {"dualkv_sm90": "shared", "fa2_replicated": "replicated"}, 0
     for (n, prompt, response), milliseconds in found.items():
         predicted = predict.predict(prompt, [response] * n, QWEN, RATES[gpu])  # of unequal ones the row has the mean

@@ -163,7 +163,7 @@ def test_tiles_that_nobody_sees_come_last(shim: ctypes.CDLL) -> None:
 
 
 def test_there_are_slots_for_all_parts(shim: ctypes.CDLL) -> None:
-    """Where few queries see most tiles of a node, short parts are left out until the slots suffice: in the last case."""
+    """Short parts are left out until the slots suffice: in the last case they would not."""
     with_responses, alone = packed_prompts([16 * 40], [[16 * 10] * 8]), packed_prompts([16 * 60], [[0]])
     few_slots = tree_tables([416, 912, 464], [-1, 0, 0])
     for tables, heads, kv_heads in ((with_responses, 12, 2), (alone, 64, 4), (few_slots, 48, 6)):
