@@ -347,7 +347,9 @@ bool do_tiles_stay_whole(int limit, int64_t tiles, int64_t steps, int longest, i
   return stay_whole({tiles, steps, longest, shortest}, limit, num_sms);
 }
 
-int read_local_part_limit(int longest, int64_t head_time) { return local_part_limit(longest, head_time); }
+int read_local_part_limit(int longest, int64_t head_time, int num_kv_heads) {
+  return local_part_limit(longest, head_time, num_kv_heads);
+}
 
 int class_of(int cost, int longest_here, int longest) { return cost_class_within(cost, longest_here, longest); }
 

@@ -263,16 +263,17 @@ def test_tiles_that_fit_their_multiprocessors_are_not_split(shim: ctypes.CDLL) -
 
 
 def test_tiles_are_split_for_local_heads_in_few_long_parts(shim: ctypes.CDLL) -> None:
-    """Agentic tree and comb; walks that are short enough, much too long, or of few steps."""
-    for longest, head_time, expected in (
-        (17227, 11048, 13257),
-        (1600, 477, 572),
-        (13257, 11048, 0),
-        (1532, 276, 0),
-        (200, 100, 0),
-        (0, 0, 0),
+    """Agentic tree and comb; few KV heads; walks that are short enough, much too long, or of few steps."""
+    for longest, head_time, kv_heads, expected in (
+        (17227, 11048, 8, 13257),
+        (17227, 11048, 2, 0),
+        (1600, 477, 4, 572),
+        (13257, 11048, 8, 0),
+        (1532, 276, 8, 0),
+        (200, 100, 8, 0),
+        (0, 0, 8, 0),
     ):
-        assert shim.read_local_part_limit(longest, ctypes.c_int64(head_time)) == expected
+        assert shim.read_local_part_limit(longest, ctypes.c_int64(head_time), kv_heads) == expected
 
 
 def test_packs_of_heads_leave_few_rows_unused(shim: ctypes.CDLL) -> None:

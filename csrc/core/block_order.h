@@ -138,7 +138,8 @@ DUALKV_HD int local_heads_of(int longest, int64_t head_time, int num_kv_heads) {
 //     tile 2             <----------------|         tile 2           |---------------->
 //
 // An owner with a few tiles fills no wave: its blocks start together in any wave and always walk backward. This is
-// whether one has enough: `items` of it are in the class (in class 0: in a round, of all its sets).
+// whether one has enough: `items` of it are in the class. In class 0 owners whose walks have a common end count as one, and
+// the heads of a round together.
 DUALKV_HD bool begins_in_waves(int items, int num_sms) { return 3 * items >= num_sms; }
 
 // Whether class 0 changes its direction from wave to wave. `widest`: the most tiles of which the walks have a common end.

@@ -165,7 +165,7 @@ struct BackwardTiles {
     const bool whole = stay_whole(long_tiles, limit, a.num_sms);
     are_mixed = 100 * int64_t{block.heaviest} * heads <= 55 * total;
     const int64_t head_time = ceil_div<int64_t>(total, heads * a.num_sms);
-    const int local_limit = are_mixed && !a.sees.has_window() ? local_part_limit(longest, head_time) : 0;
+    const int local_limit = are_mixed && !a.sees.has_window() ? local_part_limit(longest, head_time, a.num_kv_heads) : 0;
     if (whole && local_limit == 0) return;
     exclusive_offsets(block, a.nodes.num_nodes, a.query_capacity, a.query_offsets,
                       [&](int i) { return max(a.nodes.node(i).q_len, 0); });
@@ -327,7 +327,7 @@ struct BackwardTiles {
     int64_t head_steps = 0;
     for (const unsigned long long steps : block.class_steps) head_steps += static_cast<int64_t>(steps);
     const int64_t head_time = ceil_div<int64_t>(head_steps, a.num_sms);
-    const bool spread = is_split() ? are_mixed
+    const bool spread = is_split() ? are_mixed && a.num_kv_heads >= kFewestSweeps
                                    : is_spread(head_steps, static_cast<int64_t>(block.class_steps[0]), block.longest,
                                                head_time);
     order.local_heads = spread ? local_heads_of(block.longest, head_time, a.num_kv_heads) : 0;
