@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 
@@ -110,6 +111,8 @@ template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int bits) {
   return __shfl_sync(mask, value, host_cuda::lane() ^ bits);
 }
+
+inline long long clock64() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
