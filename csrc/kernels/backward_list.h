@@ -41,9 +41,9 @@ __device__ inline int number_tiles(const BackwardListArgs& a, ListBlock& block) 
   const int* above = a.node_sums + 1;
   exclusive_offsets(block, nodes, kMaxSteps, a.node_sums, [&](int i) { return change[i]; });
   for (int i = threadIdx.x; i < nodes; i += kListThreads) {
-    const int to_the_right = tiles - a.tile_offsets[a.nodes.node(i).subtree_end];
-    a.tile_begins[i] = to_the_right + above[i];
     const Node node = a.nodes.node(i);
+    const int to_the_right = tiles - a.tile_offsets[node.subtree_end];
+    a.tile_begins[i] = to_the_right + above[i];
     atomicMax(&block.longest_path, node.kv_pos0 + node.kv_len);
   }
   __syncthreads();
