@@ -344,6 +344,7 @@ WINDOWS = (
     "causal-8x8K-H16-Hk8-d256-c50", "causal-8x8K-H16-Hk8-d256-w4K-c50", "causal-8x8K-c50", "28x16Kx2K-w1K",
 )  # fmt: skip
 MLA = ("causal-8x8K-H16-Hk16-d192v128", "28x4Kx2K-H16-Hk16-d192v128")
+OF_FA4 = (*WINDOWS[:6], MLA[0])  # what FlashAttention-4 has kernels for
 WIDE = ("causal-8x8K-H16-Hk2-d512", "8x4Kx2K-H16-Hk2-d512")  # the full attention of Gemma 4
 SCALING = ("28x64Kx2K", "28x128Kx2K", "32x4Kx2K", "4-groups-of-8x4Kx2K")
 KERNEL_PRESETS = {
@@ -354,6 +355,7 @@ KERNEL_PRESETS = {
     "heads": HEADS,
     "windows": WINDOWS,
     "mla": MLA,
+    "fa4": OF_FA4,
     "wide": WIDE,
     "scaling": SCALING,
     "shared": (*PAPER[:2], *RAGGED),

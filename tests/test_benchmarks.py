@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -15,6 +16,7 @@ import bench_kernel
 import bench_layer
 import bench_stream
 import command
+import fake_fa4
 import flex
 import measure
 import packing
@@ -128,13 +130,7 @@ def fa4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package flash-attn-4 with a function of its signature that computes on the CPU."""
     package = tmp_path / "flash_attn" / "cute"  # as in the wheel, nothing makes flash_attn itself a package
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text(
-        "from varlen import math_varlen\n"
-        "def flash_attn_varlen_func(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,\n"
-        "                           max_seqlen_k=None, min_seqlen_k=None, softmax_scale=None, causal=False):\n"
-        "    assert qv is None and causal is True and max_seqlen_q == cu_seqlens_q.diff().max()\n"
-        "    return math_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), None\n"
-    )
+    shutil.copy(Path(fake_fa4.__file__), package / "__init__.py")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
     for name in ("flash_attn", "flash_attn.cute"):
@@ -175,6 +171,28 @@ def test_all_implementations_do_the_same_work(shape: Shape, fa4: None) -> None:
                 torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-10, msg=impl.name)
             compared.add(impl.name)
     assert {"dualkv_reference", "flex_packed", "math_replicated", "fa4_replicated"} <= compared
+
+
+OPTIONS = (
+    "causal-2x100-H4-Hk2-d16-sinks", "causal-3x70-90-H4-Hk2-d8-w30-sinks", "causal-2x64-H4-Hk4-d16-w1",
+    "causal-2x100-H4-Hk2-d16-c5", "causal-2x100-H4-Hk2-d16-w40-c5", "causal-2x64-H4-Hk4-d24v16",
+    "3x70x50-H4-Hk2-d16v8-w40-c5-sinks",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_mean_the_same_to_fa4(name: str, fa4: None) -> None:
+    """Windows, softcaps, sinks and widths of V as this library and FlashAttention-4 are told of them."""
+    shape = shapes.parse(name)
+    outcomes = []
+    for impl in (peers.kernel_implementations(None)[0], peers.replicated("fa4")):
+        assert impl.refuses(shape) is None and impl.missing() is None
+        prepared = packing.prepare_attention(shape, torch.float64, CPU, 0, impl.arrange(shape, CPU))
+        outcomes.append(outcome(impl, prepared, shape))
+    for value, reference in zip(*outcomes):
+        torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-10)
+    others = [one for one in peers.kernel_implementations(None)[1:] if one.refuses(shape) is None]
+    assert others == []  # no other peer has these
 
 
 def test_packages_that_are_not_there(fa4: None) -> None:

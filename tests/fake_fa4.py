@@ -1,0 +1,72 @@
+"""Stands for flash_attn.cute, the package of FlashAttention-4, on the CPU: its signatures, in plain PyTorch.
+
+Arguments that nobody here passes are left out, so that one more is an error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Window = tuple[int | None, int | None]
+
+
+def one_sequence(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: Window, sink: Tensor | None, softcap: float
+) -> Tensor:
+    """(length, H, d) each; a causal window ends at the diagonal, whatever its right side says."""
+    k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    left, right = (None if side is None or side < 0 else side for side in window)
+    behind = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+    hidden = behind < -(0 if causal else len(k) if right is None else right)
+    if left is not None:
+        hidden = hidden | (behind > left)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sink is not None:
+        scores = torch.cat([scores, sink.to(scores.dtype)[:, None, None].expand(-1, len(q), 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> tuple[Tensor, None]:
+    sizes = [cu.diff().tolist() for cu in (cu_seqlens_q, cu_seqlens_k)]
+    assert [max(one) for one in sizes] == [max_seqlen_q, max_seqlen_k] and not deterministic
+    assert learnable_sink is None or learnable_sink.shape == (q.shape[1],)
+    options = softmax_scale or q.shape[2] ** -0.5, causal, window_size, learnable_sink, softcap
+    parts = zip(q.split(sizes[0]), k.split(sizes[1]), v.split(sizes[1]))
+    return torch.cat([one_sequence(*part, *options) for part in parts]), None
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> tuple[Tensor, None]:
+    """(B, S, H, d) each."""
+    cu = torch.arange(len(q) + 1, dtype=torch.int32) * q.shape[1]
+    options = softmax_scale, causal, window_size, learnable_sink, softcap, deterministic
+    flat = (one.flatten(0, 1) for one in (q, k, v))
+    out, _ = flash_attn_varlen_func(*flat, cu, cu, q.shape[1], q.shape[1], *options)
+    return out.unflatten(0, q.shape[:2]), None
