@@ -26,6 +26,8 @@ from varlen import PACKAGES, is_importable
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+# What the header gives versions of.
+VERSIONS = ("transformers", "triton", "flash-attn-4", "fla-core", "tilelang", "causal-conv1d", "mamba-ssm")
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def make_header(benchmark: Benchmark, options: argparse.Namespace) -> Row:
         "rounds": options.rounds,
         "limit_s": options.limit_s,
         "not_installed": [package for label, (_, package) in PACKAGES.items() if not is_importable(label)],
-        "versions": installed(("transformers", "triton", "fla-core", "tilelang", "causal-conv1d", "mamba-ssm")),
+        "versions": installed(VERSIONS),
     }
 
 

@@ -83,7 +83,8 @@ GPT_OSS_20B = FamilyModel(
     options=dict(
         num_local_experts=32, num_experts_per_tok=4, sliding_window=128, max_position_embeddings=131072
     ),
-    stock=("flex_attention",),  # sdpa has no sinks, and eager attention keeps every score
+    # sdpa has no sinks, and eager attention keeps every score; transformers names FlashAttention-4 for this model.
+    stock=("flash_attention_4", "flex_attention"),
     sequences=2,
     largest_difference=0.5,
 )  # fmt: skip

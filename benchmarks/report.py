@@ -242,8 +242,9 @@ def families_section(frame: pd.DataFrame) -> list[str]:
         "## Other models",
         "The same step of models whose layers are not all alike, in stock transformers with prompts shared, and with "
         "prompts replicated on the attention that transformers has for the model: sequences padded to the longest of "
-        f"their micro-batch ({micro_batch_sizes(figures)}), which is not counted below. The forward keeps the input of "
-        "each layer and no more: its time is that of log-probabilities. "
+        f"their micro-batch ({micro_batch_sizes(figures)}), or of all where FlexAttention would compile again, which "
+        "is not counted below. The forward keeps the input of each layer and no more: its time is that of "
+        "log-probabilities. "
         f"{differences(frame)}"
         f"Configurations: [families.py](../../families.py). {EFFECTIVE} Installed: "
         f"{'; '.join(dict.fromkeys(frame['versions']))}.",

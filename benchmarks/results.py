@@ -43,6 +43,7 @@ LABELS = {
     "varlen_sm80_flattened": "this library's varlen kernels (sm_80), flattened",
     "fa4_flattened": "FlashAttention-4, flattened",
     "fa2_flattened": "FlashAttention-2, flattened",
+    "stock_flash_attention_4_replicated": "stock model on FlashAttention-4, prompt replicated",
     "stock_flex_attention_replicated": "stock model on FlexAttention, prompt replicated",
     "stock_sdpa_replicated": "stock model on SDPA, prompt replicated",
 }

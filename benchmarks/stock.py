@@ -3,6 +3,9 @@
 What transformers offers these models takes batches of sequences, padded on the right: micro-batch after micro-batch of
 sequences of about the same length, the longest first. No mask says what is padding: causal layers do not see what lies
 behind a token, and without a mask attention has its fast kernels.
+
+FlexAttention compiles its kernels and its masks for the first length that it sees, once more for all others, and that
+for each kind of layer and direction: minutes before the first step. It gets one length, the longest, for all sequences.
 """
 
 from __future__ import annotations
@@ -26,6 +29,29 @@ ROW_TILE = 128  # lengths are multiples of it, as FlexAttention's blocks are
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """What has to be known of an attention of transformers.
+
+    Attributes:
+        package: the key of ``PACKAGES`` that it needs.
+        compile_s: about how long the first micro-batch compiles.
+        has_one_length: all sequences are padded to the longest of all, not to that of their micro-batch.
+    """
+
+    package: str | None = None
+    compile_s: float = 0.0
+    has_one_length: bool = False
+
+
+KERNELS = {
+    "eager": Kernels(),
+    "sdpa": Kernels(),
+    "flash_attention_4": Kernels("fa4", compile_s=40.0),
+    "flex_attention": Kernels(compile_s=70.0, has_one_length=True),
+}
+
+
+@dataclass(frozen=True)
 class Padded:
     """Sequences of one micro-batch: the leaves at which they end, and the length to which all are padded."""
 
@@ -33,13 +59,14 @@ class Padded:
     length: int
 
 
-def micro_batches(shape: Shape) -> list[Padded]:
+def micro_batches(shape: Shape, kernels: Kernels = KERNELS["sdpa"]) -> list[Padded]:
     """The sequences from the longest to the shortest, as many at a time as the model's family says."""
     model = family_of(shape)
     assert model is not None
     leaves = sorted(shape.leaves, key=lambda leaf: -shape.ends[leaf])
     chosen = [leaves[begin : begin + model.sequences] for begin in range(0, len(leaves), model.sequences)]
-    return [Padded(tuple(one), -(-shape.ends[one[0]] // ROW_TILE) * ROW_TILE) for one in chosen]
+    longest = [shape.ends[(leaves if kernels.has_one_length else one)[0]] for one in chosen]
+    return [Padded(tuple(one), -(-length // ROW_TILE) * ROW_TILE) for one, length in zip(chosen, longest)]
 
 
 def stock_step(
@@ -71,7 +98,7 @@ def stock_step(
 class FamilyRun(StepRun):
     """All measurements of the step of one model of families.py.
 
-    A pass of the stock model takes ten seconds and more: what warms up, and compiles, is a micro-batch or two. Peak and
+    A pass of the stock model takes ten seconds and more: what warms up, and compiles, is one micro-batch. Peak and
     output are those of the timed passes.
     """
 
@@ -109,8 +136,10 @@ class FamilyRun(StepRun):
             yield prepared_step(*stock_step(shape, ids, self.make, attention_of(impl), batch), dout)
 
     def memory_pass(self, impl: Implementation) -> None:
-        # The second length that a compiler sees makes it compile for all others.
-        for prepared in islice(self.prepared(impl), 2 if impl.compile_s else 1):
+        if not impl.is_ours:
+            batches = impl.arrange(self.shape, self.config.device)
+            self.facts[impl.name]["padded_tokens"] = sum(len(one.leaves) * one.length for one in batches)
+        for prepared in islice(self.prepared(impl), 1):
             backward(prepared, prepared.run(), retain_graph=False)
             synchronize(self.config)
 
@@ -157,13 +186,17 @@ def stock_implementations() -> list[Implementation]:
             return "peers have this model on their attention"
         return None if attention in family.stock else f"measured on {' and '.join(family.stock)}"
 
+    def arrange(shape: Shape, device: torch.device, kernels: Kernels) -> list[Padded]:
+        return micro_batches(shape, kernels)
+
     return [
         Implementation(
             f"stock_{attention}_replicated",
-            lambda shape, device: micro_batches(shape),
+            partial(arrange, kernels=KERNELS[attention]),
             partial(refuses, attention=attention),
             is_replicated=True,
-            compile_s=90.0 if attention == "flex_attention" else 0.0,
+            package=KERNELS[attention].package,
+            compile_s=KERNELS[attention].compile_s,
         )
         for attention in sorted({one for model in (FAMILIES | TINY).values() for one in model.stock})
     ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +136,55 @@ def test_other_models_compute_the_same_step(name: str) -> None:
     (expected, all_expected), (got, all_got) = outcomes
     assert (got - expected).abs().max() <= 1e-4 * expected.std()
     assert (all_got - all_expected).norm() <= 1e-4 * all_expected.norm()
+
+
+@pytest.mark.skipif("gpt_oss" not in CONFIG_MAPPING, reason="this transformers has no gpt-oss")
+def test_gpt_oss_on_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers tells FlashAttention-4 of windows and sinks, by a stand-in of its signatures."""
+    import fake_fa4
+    from transformers import PreTrainedModel, modeling_flash_attention_utils
+
+    known = getattr(modeling_flash_attention_utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {})
+    if 4 not in known:
+        pytest.skip("this transformers does not know FlashAttention-4")
+    monkeypatch.setitem(known, 4, {**known[4], "general_availability_check": lambda: True})
+    monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True)
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_fa4)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", fake_fa4)
+    called: list[dict[str, Any]] = []
+    monkeypatch.setattr(fake_fa4, "flash_attn_func", counted(fake_fa4.flash_attn_func, called))
+    tiny = replace(TINY["tiny-gpt-oss"], stock=("eager", "flash_attention_4"))
+    monkeypatch.setitem(shapes.ALL_MODELS, "tiny-gpt-oss", tiny)
+    shape, found, config = family_runs("tiny-gpt-oss")
+    assert [one.name for one in found[1:]] == ["stock_eager_replicated", "stock_flash_attention_4_replicated"]
+    run = stock.run_of(shape, [replace(one, package=None) for one in found], config, measure.Matmul(config))
+    list(run.run())
+    assert [(row["impl"], row.get("error")) for row in run.rows if row["rel_diff"] > 1e-4 or not row["ms"]] == []
+    padded = [row.get("padded_tokens") for row in run.rows]
+    assert padded == [None, None, *[sum(2 * one.length for one in stock.micro_batches(shape)) - 128] * 4]
+    assert {tuple(one.get("window_size", ())) for one in called} == {(), (19, 19)}
+    assert all(one["causal"] and len(one["learnable_sink"]) == 4 for one in called)
+
+
+def counted(function: Any, calls: list[dict[str, Any]]) -> Any:
+    """The same, of the same signature; keyword arguments of its calls are kept."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        calls.append(options)
+        return function(*args, **options)
+
+    return call
+
+
+def test_one_length_for_what_compiles() -> None:
+    """FlexAttention sees one length, other attentions that of a micro-batch."""
+    shape = parse("gpt-oss-20b-16x8Kx131-2048", StepShape)
+    flex, others = (stock.micro_batches(shape, stock.KERNELS[name]) for name in ("flex_attention", "flash_attention_4"))
+    longest = max(shape.replicated_lengths)
+    assert {one.length for one in flex} == {-(-longest // 128) * 128} and len({one.length for one in others}) > 4
+    assert [one.leaves for one in flex] == [one.leaves for one in others]
+    assert all(one.length >= max(shape.ends[leaf] for leaf in one.leaves) for one in others)
 
 
 @pytest.mark.parametrize("name", KNOWN[:1])
