@@ -45,6 +45,7 @@ class Benchmark:
         run_type: measures one thing with ``(parsed, implementations, config, matmul)``: ``len`` and ``run()`` for a
             progress bar, then ``rows``.
         settings: for the ``Config``.
+        conclusion: of all rows, what is printed behind them; "" for nothing.
         lists_missing: what is not installed has rows that say so, even where --impls does not name it.
     """
 
@@ -58,6 +59,7 @@ class Benchmark:
     settings: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 5
     limit_s: float = 20.0
+    conclusion: Callable[[list[Row]], str] = lambda rows: ""
     lists_missing: bool = False
 
 
@@ -264,5 +266,7 @@ def main(benchmark: Benchmark, arguments: list[str] | None = None) -> int:
         if missing := one.missing():
             print(f"{one.name} is left out: {missing}.", file=sys.stderr)
     rows = run(benchmark, options, config, header, path)
+    if text := benchmark.conclusion(rows):
+        print(text)
     print(path)
     return 1 if any(row.get("error") and row["impl"].startswith("dualkv") for row in rows) else 0

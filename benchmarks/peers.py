@@ -14,6 +14,7 @@ import torch
 from flex import arrange_flex
 from packing import (
     Arrangement,
+    Attention,
     contexts_first_rows,
     cumulative,
     heads_first,
@@ -25,6 +26,7 @@ from shapes import DETERMINISTIC, Shape, fits_one_call, gathered_calls, micro_ba
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from trees import Nodes, is_of_pairs
 from varlen import (
     PACKAGES,
     VarlenCall,
@@ -118,17 +120,44 @@ def arrange_ours(
 
 def arrange_tree(shape: Shape, device: torch.device, deterministic: bool) -> Arrangement:
     """One call on the nodes, depth first."""
-    from flash_attn_dualkv import flash_attn_tree_varlen_func
-
     options: dict[str, Any] = {"window_size": shape.window_size, "softcap": float(shape.softcap)}
     options |= {"sinks": sinks_of(shape, device), "deterministic": deterministic}
-    lengths, above = zip(*shape.nodes)
+    return Arrangement(packed_rows(shape), tree_attention(shape.nodes, device, **options))
+
+
+def tree_attention(nodes: Nodes, device: torch.device, **options: Any) -> Attention:
+    """This library's, over rows of these nodes."""
+    from flash_attn_dualkv import flash_attn_tree_varlen_func
+
+    lengths, above = zip(*nodes)
     parents = torch.tensor(above, dtype=torch.int32, device=device)
     cu_seqlens = cumulative(lengths, device)
-    return Arrangement(
-        packed_rows(shape),
-        lambda q, k, v: flash_attn_tree_varlen_func(q, k, v, cu_seqlens, parents, **options),
-    )
+    return lambda q, k, v: flash_attn_tree_varlen_func(q, k, v, cu_seqlens, parents, **options)
+
+
+def arrange_copied(shape: Shape, device: torch.device, family: str | None = None) -> Arrangement:
+    """Every leaf has its own copy of all that lies between the root and itself."""
+    choose_family(family)
+    rows, nodes = [packed_rows(shape)[: shape.nodes[0][0]]], [shape.nodes[0]]
+    for path in path_rows(shape, shape.leaves):
+        rows.append(path[shape.nodes[0][0] :])
+        nodes.append((len(rows[-1]), 0))
+    return Arrangement(torch.cat(rows), tree_attention(tuple(nodes), device))
+
+
+def copied(family: str | None = None) -> Implementation:
+    """This library without the nodes of trees of pairs."""
+
+    def refuses(shape: Shape) -> str | None:
+        return None if is_of_pairs(shape.name) else "measured on trees of pairs"
+
+    def work(shape: Shape) -> tuple[int, int]:
+        root = shape.nodes[0][0]
+        leaves = [shape.pairs_of(shape.ends[leaf]) - shape.pairs_of(root) for leaf in shape.leaves]
+        return root + sum(shape.ends[leaf] - root for leaf in shape.leaves), shape.pairs_of(root) + sum(leaves)
+
+    name = f"dualkv_{family or 'reference'}_copied"
+    return Implementation(name, partial(arrange_copied, family=family), refuses, is_ours=True, work=work)
 
 
 def sinks_of(shape: Shape, device: torch.device) -> Tensor | None:
@@ -450,6 +479,7 @@ def model_implementations(families: list[str] | None) -> list[Implementation]:
 def tree_implementations(families: list[str] | None) -> list[Implementation]:
     """Attention over a tree, ours first."""
     if families is None:
-        return [*on_cpu(flex=True), *tree_peers(None)]
+        return [*on_cpu(flex=True), copied(), *tree_peers(None)]
     flex = [one for one in peers() if one.name.startswith("flex")]
-    return [*own_implementations(families), *map(deterministic, families), *flex, *tree_peers(families)]
+    ours = [*own_implementations(families), *map(deterministic, families), *map(copied, families)]
+    return [*ours, *flex, *tree_peers(families)]

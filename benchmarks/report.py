@@ -21,6 +21,8 @@ import plots
 from command import RESULTS
 from results import LABELS, OURS, ResultError, check, in_pieces, load, medians, result_files
 from shapes import StepShape, family_of, parse, title
+from short_nodes import HEADINGS, cells, short_nodes
+from trees import is_of_pairs
 
 GIB = 1 << 30
 USUAL_HEADS = (32, 8, 128)
@@ -91,6 +93,26 @@ FLATTENED = (
 
 
 def tree_section(frame: pd.DataFrame, folder: Path) -> list[str]:
+    is_short = frame["shape"].map(is_of_pairs)
+    parts = trees_section(frame[~is_short], folder) if not is_short.all() else []
+    return parts + (short_nodes_section(frame[is_short]) if is_short.any() else [])
+
+
+def short_nodes_section(frame: pd.DataFrame) -> list[str]:
+    """Of several runs the newest."""
+    newest = frame[frame["date"] == frame.groupby(["shape", "impl"])["date"].transform("max")]
+    table = pd.DataFrame(map(cells, short_nodes(newest.to_dict("records"))), columns=list(HEADINGS))
+    return [
+        "## From how many tokens on a node of a tree pays",
+        "Pairs of leaves that share a node, beside the same with a copy of its tokens in each leaf; forward and "
+        "backward. A border costs tiles of keys that are not full in every row below it. A token that is not copied "
+        "spares the products of its layer, here one of Qwen3-8B at the rate of the plain product of the same process. "
+        "The cost of a border is what attention loses, in tokens of these products: a node of more tokens pays.",
+        markdown(table, left=0),
+    ]
+
+
+def trees_section(frame: pd.DataFrame, folder: Path) -> list[str]:
     figures = medians(frame)
     # A run that ended early leaves trees of which nothing is known.
     figures = figures[figures.groupby("shape")["ms"].transform("count") > 0]

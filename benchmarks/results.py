@@ -23,8 +23,10 @@ OURS = "dualkv_sm90"  # on the kernels that a Hopper GPU takes by itself
 LABELS = {
     "dualkv_sm90": "this library",
     "dualkv_sm90_deterministic": "this library, deterministic",
+    "dualkv_sm90_copied": "this library, short nodes copied",
     "dualkv_sm80": "this library, portable kernels (sm_80)",
     "dualkv_sm80_deterministic": "this library, portable kernels (sm_80), deterministic",
+    "dualkv_sm80_copied": "this library, portable kernels (sm_80), short nodes copied",
     "flex_fa4": "FlexAttention on FlashAttention-4",
     "flex_fa4_static": "FlexAttention on FlashAttention-4, compiled for each length",
     "flex_packed": "FlexAttention",

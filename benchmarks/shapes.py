@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any
 
 from families import FAMILIES, TINY, FamilyModel, with_layers
-from trees import TREES, Nodes
+from trees import SHORT, TREES, Nodes
 
 from flash_attn_dualkv.predict import (
     MODELS,
@@ -311,6 +311,7 @@ SPELLINGS = (
     (r"^deepseek-16b-a3b-", "DeepSeek-V3 of 16B: "),
     (r"(?<=: )L(\d+)-", r"\1 layers, "),
     (r"-groups-of-", " groups of "),
+    (r"\btree-pairs_(\d+)x(\d+K)", r"pairs of leaves of \2 below \1 tokens"),
     (r"\btree-", "tree "),
     (r"(?<=[\dK])x(?=\d)", " x "),
     (r"(?<=[\dK])-(?=\d+K?(-|$))", ".."),
@@ -383,8 +384,14 @@ MODEL_PRESETS = {
     "tiny-models": tuple(f"{name}-3x70x1-90" for name in TINY),
 }
 TREE_PRESETS = {
-    "trees": tuple(f"tree-{name}" for name in TREES if name != "tiny"),
+    "trees": tuple(f"tree-{name}" for name in TREES if name != "tiny" and not name.startswith("pairs_")),
+    # Of d = 64 only long leaves: all of it takes a minute.
+    "min_shared": (
+        *(f"tree-pairs_{shared}x{leaf}K" for leaf in (1, 8) for shared in SHORT),
+        *(f"tree-pairs_{shared}x8K-d64" for shared in SHORT),
+    ),
     "tiny": ("tree-tiny-H4-Hk2-d16",),
+    "tiny_min_shared": ("tree-pairs_tiny-H4-Hk2-d16",),
 }
 
 

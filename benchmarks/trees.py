@@ -58,6 +58,23 @@ def rollouts(
     return tuple(nodes)
 
 
+def pairs(root: int, count: int, shared: int, leaf: int) -> Nodes:
+    """Below the root ``count`` nodes of ``shared`` tokens, two leaves below each: is it worth to share so few?"""
+    nodes = [(root, -1)]
+    for _ in range(count):
+        node = len(nodes)
+        nodes += [(shared, 0), (leaf, node), (leaf, node)]
+    return tuple(nodes)
+
+
+def is_of_pairs(name: str) -> bool:
+    """Whether the shape of that name is one of those trees."""
+    return "tree-pairs_" in name
+
+
+SHORT = (8, 16, 32, 64, 128, 256)  # tokens of such nodes
+LEAVES = {1024: 32, 8192: 4}  # length of the leaves, and how many pairs there are: 64K rows in all leaves
+
 # By name. Seeds are those that come nearest to trees for which rates of more implementations are known: agentic, of 247
 # nodes, 148 leaves and 273,553 tokens for 1,771,242; agentic_wide, of 22, 13 and 19,062 for 53,149.
 TREES = {
@@ -66,5 +83,11 @@ TREES = {
     "comb": partial(spine, 1024, 64, 128, (256,), range(64)),
     "agentic": partial(rollouts, 53057, (2048, 6144), 10, (64, 1200), 0.35, 3),
     "agentic_wide": partial(rollouts, 3, (512, 2048), 7, (64, 800), 0.5, 4),
+    **{
+        f"pairs_{shared}x{leaf // 1024}K": partial(pairs, 1000, count, shared, leaf)
+        for leaf, count in LEAVES.items()
+        for shared in SHORT
+    },
+    "pairs_tiny": partial(pairs, 20, 3, 7, 11),
     "tiny": partial(rollouts, 1, (20, 40), 3, (1, 24), 0.6, 3),
 }

@@ -17,6 +17,7 @@ import peers
 import pytest
 import results
 import shapes
+import short_nodes
 import torch
 from shapes import Shape
 from test_benchmarks import dense_attention
@@ -166,6 +167,53 @@ def test_all_compute_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for others in outcomes[1:]:
         for got, expected in zip(others, outcomes[0]):
             assert (got - expected).abs().max() <= 2e-6 * expected.abs().max()
+
+
+# --- short nodes -----------------------------------------------------------------------------------------------------
+
+
+def test_copies_of_short_nodes() -> None:
+    """The same attention; the work that is counted is what is computed."""
+    shape = shapes.parse("tree-pairs_tiny-H4-Hk2-d16")
+    ours, copied = (one for one in peers.tree_implementations(None) if one.is_ours)
+    assert copied.refuses(shape) is None and copied.refuses(SMALL[1]) is not None
+    expected, got = (outcome_of_one(one, shape) for one in (ours, copied))
+    for value, reference in zip(got, expected):
+        torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-10)
+    flat = Shape("", (), tree=((20, -1), *((18, 0),) * 6))
+    assert copied.executed(shape) == (flat.packed_tokens, flat.visible_pairs) == (128, 210 + 6 * (18 * 20 + 171))
+    assert len(copied.arrange(shape, CPU).rows) == 128 and shape.packed_tokens == 20 + 3 * (7 + 22)
+
+
+def outcome_of_one(impl: peers.Implementation, shape: Shape) -> list[Tensor]:
+    prepared = packing.prepare_attention(shape, torch.float64, CPU, 0, impl.arrange(shape, CPU))
+    out, rows = prepared.run(), torch.arange(shape.packed_tokens)
+    return [prepared.take(out, rows), *prepared.fold(torch.autograd.grad(out, prepared.leaves, prepared.dout), rows)]
+
+
+def test_the_command_of_short_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--device", "cpu", "--preset", "tiny_min_shared", "--impls", "dualkv", "--rounds", "1"]
+    assert bench_tree.main([*arguments, "--out", str(tmp_path), "--name", "short"]) == 0
+    rows = json.loads((tmp_path / "short.json").read_text())["rows"]
+    assert [row["impl"] for row in rows] == ["dualkv_reference"] * 2 + ["dualkv_reference_copied"] * 2
+    for row, copied in zip(rows[:2], rows[2:]):
+        assert (row["short_nodes"], row["node_tokens"], row["rows_below"]) == (3, 7, 22)
+        assert row["attention_saved_ms"] == pytest.approx(copied["ms"] - row["ms"], abs=2e-3)
+        weights = 4096 * 128 * (32 + 32 + 8 + 8) + 3 * 4096 * 12288
+        flops = 2 * weights * 21 * {"forward": 1, "backward": 2}[row["direction"]]
+        assert row["products_saved_ms"] == pytest.approx(flops / row["matmul_tflops"] / 1e9, rel=1e-3)
+        assert "node_tokens" not in copied
+    (node,) = short_nodes.short_nodes(rows)
+    assert (node.head_dim, node.rows, node.tokens) == (16, 22, 7)
+    assert " | ".join(short_nodes.cells(node)) in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(("attention_ms", "cost", "pays"), [(-0.5, 8, True), (-2.0, 32, False), (0.25, -4, True)])
+def test_what_a_border_costs(attention_ms: float, cost: float, pays: bool) -> None:
+    """In tokens of the products: a node of more pays."""
+    node = short_nodes.ShortNode(128, 2048, 16, attention_ms, products_ms=1.0)
+    assert (node.cost, node.pays) == (cost, pays) and node.pays == (node.tokens > node.cost)
+    assert short_nodes.conclusion([]) == ""
 
 
 # --- the commands ---------------------------------------------------------------------------------------------------

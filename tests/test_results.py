@@ -76,6 +76,8 @@ def tree_result() -> dict[str, Any]:
         for impl, ms in (("dualkv_sm90", 1.0), ("flex_fa4", 2.0), ("fa4_gathered", 0.0), ("fa2_flattened", 8.0)):
             facts = {} if ms else {"skipped": "flash-attn-4 is not installed"}
             rows += rows_of(measure.ShapeRun, shapes.parse(name), found[impl], ms, **facts)
+    saved = dict(short_nodes=4, node_tokens=64, rows_below=16384, attention_saved_ms=-1.5, products_saved_ms=1.0)
+    rows += rows_of(measure.ShapeRun, shapes.parse("tree-pairs_64x8K"), found["dualkv_sm90"], 9.0, **saved)
     return {"header": {**HEADER, "benchmark": "tree"}, "rows": rows}
 
 
@@ -222,12 +224,14 @@ def test_pages_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         r"\| this library \| 3 of 3 \| 2.00 \| 12 \| 0.50 \| 0.20 \| 19.0 \| 0 \| \|",
         r"\| tree branched \| 15 \| 9 \| 7 \| 24,512 \| 36,608 \| 1.15x \|",
         r"\| tree agentic \| this library \| 1.00 \|.*\| 2.00 \|.*\| 3.00 \| 1.00 \| 4.5 \|",
+        r"\| 128 \| 16,384 \| 64 \| -3.000 \| 2.000 \| 96 \| no \|",
         r"\| \| FlashAttention-4, keys gathered along paths \|.*\| not installed \|.*",
         r"\| \| FlashAttention-2, flattened \| 8.00 \|.*\| 24.0 \| 8.00 \| 4.5 \|",
         r"\| \| this library's varlen kernels, flattened \| 480.0 \| 960.0 \| 1440 \| 4.80 \| 4.5 \|.*",
         r".*\| 2 of 3 \| 40.0 \| 80 \|.* failed: RuntimeError: no dynamic shapes \|",
     ):
         assert re.search(f"^{line}$", page, re.M), line
+    assert "pairs of leaves" not in page
     text = re.sub(" +", " ", (tmp_path / "headline.md").read_text())
     assert "| Attention, 28 x 16K x 2K | 30.0 | 33.0 (1.10x) | out of memory |" in text
     assert "| One layer of Qwen3-8B, 16 x 8K x 131..2048 | 72.0 | not run | 432.0 (6.00x) |" in text
