@@ -1,16 +1,29 @@
 """Looks for races with a build whose warps pause at random in front of every barrier.
 
+    pytest -m slow tests/test_jitter.py                                       everything, 200 times
+    python tests/jitter.py FOLDER --cases trees packs --runs 40               some of it
+    python tests/jitter.py FOLDER --head-dim 128 --only build                 first here, then on a machine with a GPU:
+    python tests/jitter.py FOLDER --head-dim 128 --only run --cases packs
+
 The tree is copied to a folder and built there with -DDUALKV_JITTER (csrc/ptx/jitter.h). The tests that results repeat
 bit for bit run there, in a process of their own: races can also hang.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mutants import Tree
 
-TESTS = ("tests/test_kernels_properties.py", "tests/test_tree_kernels.py")
+# By the name of a case: the file of its tests, and what their names begin with.
+CASES = {
+    "sequences": ("tests/test_kernels_properties.py", "test_results_repeat_bit_for_bit"),
+    "trees": ("tests/test_tree_kernels.py", "test_results_repeat_bit_for_bit"),
+    "packs": ("tests/test_tree_kernels.py", "test_packs_repeat_bit_for_bit"),
+}
 FLAGS = {"NVCC_APPEND_FLAGS": "-DDUALKV_JITTER"}
 
 
@@ -21,14 +34,47 @@ def serialised(objects: Path) -> list[str]:
     return [f"{log.stem}: {line}" for log in logs for line in log.read_text().splitlines() if "(C75" in line]
 
 
-def search(folder: Path, head_dim: int, runs: int) -> str:
-    """The verdict of `runs` runs of every call in each mode: "passed", or what the tests say."""
-    settings = {"DUALKV_ARCHS": "90", "DUALKV_HEAD_DIMS": str(head_dim), "DUALKV_TEST_REPEATS": str(runs)}
-    tree = Tree(folder, **FLAGS, **settings)
+def jittered(folder: Path, head_dims: Sequence[int], runs: int, is_built: bool = False) -> Tree:
+    """The tree in the folder; ``is_built``: it is there already, from an earlier call with these head dims."""
+    settings = {"DUALKV_ARCHS": "90", "DUALKV_HEAD_DIMS": ",".join(map(str, head_dims))}
+    return Tree(folder, is_there=is_built, **FLAGS, **settings, DUALKV_TEST_REPEATS=str(runs))
+
+
+def build(tree: Tree) -> None:
     tree.build()
     print(*serialised(tree.root / "build/objects"), sep="\n")
-    for file in TESTS:
-        verdict = tree.test(file, f"repeat_bit_for_bit and sm90 and d{head_dim}-")
+
+
+def search(tree: Tree, head_dims: Sequence[int], cases: Sequence[str] = tuple(CASES)) -> str:
+    """The verdict of all runs of every call in each mode: "passed", or what the tests say."""
+    for case in cases:
+        file, name = CASES[case]
+        chosen = [dim for dim in head_dims if case != "packs" or dim in (64, 128)]
+        if not chosen:
+            continue
+        verdict = tree.test(file, f"{name} and sm90 and ({' or '.join(f'd{dim}-' for dim in chosen)})")
         if verdict != "passed":
-            return f"{file}: {tree.output}\n{verdict}"
+            return f"{case}: {tree.output}\n{verdict}"
+        print(f"{case}: {tree.output.strip().rpartition(chr(10))[2]}", flush=True)
     return "passed"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command: 1 if something was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="for the copy of the tree")
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--runs", type=int, default=200, help="of every call in each mode (%(default)s)")
+    parser.add_argument("--only", choices=("build", "run"), help="default: both")
+    options = parser.parse_args(arguments)
+    tree = jittered(options.folder, options.head_dim, options.runs, is_built=options.only == "run")
+    if options.only != "run":
+        build(tree)
+    verdict = "built" if options.only == "build" else search(tree, options.head_dim, options.cases)
+    print(verdict)
+    return 0 if verdict in ("built", "passed") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -90,13 +90,16 @@ def read_mutants(text: str) -> list[Mutant]:
 
 
 class Tree:
-    """A copy of the repository that is changed, built and tested, with `settings` in its environment."""
+    """A copy of the repository that is changed, built and tested, with `settings` in its environment.
 
-    def __init__(self, folder: Path, **settings: str) -> None:
+    `is_there`: the copy is there already, built, maybe by another machine.
+    """
+
+    def __init__(self, folder: Path, is_there: bool = False, **settings: str) -> None:
         self.root, self.output = folder / "tree", ""
-        for name in FOLDERS:
+        for name in () if is_there else FOLDERS:
             shutil.copytree(ROOT / name, self.root / name, ignore=IGNORED)
-        for name in FILES:
+        for name in () if is_there else FILES:
             shutil.copy(ROOT / name, self.root / name)
         self.environment = {**os.environ, **settings}
         places = [self.root / name for name in ("", "tests", "tools", "benchmarks")]

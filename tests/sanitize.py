@@ -1,7 +1,10 @@
 """A small matrix of calls, and compute-sanitizer over them.
 
-    pytest -m slow tests/test_sanitize.py         every tool
-    python tests/sanitize.py hostile              a part of the matrix in this process, without a sanitizer
+    pytest -m slow tests/test_sanitize.py                                     every tool
+    python tests/sanitize.py hostile                                          a part of the matrix in this process
+    python tests/sanitize.py trees packs --head-dim 128 --tool memcheck       the same under a tool
+    python tests/sanitize.py --head-dim 128 --only-build FOLDER               racecheck's build, then where a GPU is:
+    python tests/sanitize.py trees packs --head-dim 128 --tool racecheck --built FOLDER
 
 Memory is allocated tensor by tensor (no caching allocator), so that an access past a tensor is an access past an
 allocation. racecheck looks at a build of its own on Hopper, see FOLLOWED.
@@ -16,9 +19,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from groups import Batch, Group, build_groups, pack, run
@@ -28,7 +32,8 @@ from mutants import Tree, has_hopper, read_mutants
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 HOSTILE_HEAD_DIMS = (64, 128, 256, 512)  # one of each shape of kernel: what happens to offsets does not depend on it
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-PARTS = ("ragged", "split", "trees", "hostile")
+PARTS = ("ragged", "split", "trees", "packs", "hostile")
+PACKED_HEAD_DIMS = (64, 128)
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 TOOL_SECONDS = 1800
 
@@ -160,21 +165,37 @@ def run_hostile_tables(head_dim: int) -> None:
 TREE = [48, 21, 70, 0, 33, 128, 9, 65], [-1, 0, 0, 2, 3, 4, 2, -1]
 
 
+# Heads of queries and keys: packs of 16 heads, of 4, and of 6 in the forward and 2 in the backward.
+PACKS = (16, 1), (8, 2), (6, 1)
+
+
 def run_trees(head_dim: int) -> None:
-    """Trees in both types, default and deterministic: every result is a number."""
+    """In both types, default and deterministic."""
+    for dtype, deterministic in product((torch.bfloat16, torch.float16), (False, True)):
+        run_tree(head_dim, (4, 2), dtype, -1, deterministic)
+
+
+def run_packs(head_dim: int) -> None:
+    """Tiles that hold rows of several heads, also with a window that ends in them; default and deterministic."""
+    for index, (heads, window, deterministic) in enumerate(product(PACKS, (-1, 60), (False, True))):
+        run_tree(head_dim, heads, (torch.bfloat16, torch.float16)[index // 2 % 2], window, deterministic)
+
+
+def run_tree(head_dim: int, heads: tuple[int, int], dtype: torch.dtype, window: int, deterministic: bool) -> None:
+    """Every result is a number."""
     from tree_cases import offsets_and_parents
 
     from flash_attn_dualkv import flash_attn_tree_varlen_func
 
-    for dtype, deterministic in product((torch.bfloat16, torch.float16), (False, True)):
-        torch.manual_seed(0)
-        rows = sum(TREE[0]) + 3
-        q, k, v = (torch.randn(rows, heads, head_dim, dtype=dtype, device=DEVICE) for heads in (4, 2, 2))
-        leaves = [one.requires_grad_() for one in (q, k, v)]
-        out = flash_attn_tree_varlen_func(*leaves, *offsets_and_parents(TREE, DEVICE), deterministic=deterministic)
-        results = out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
-        if not all(bool(one.cpu().isfinite().all()) for one in results):
-            raise AssertionError(f"trees, d={head_dim}, {dtype}, deterministic={deterministic}: not finite")
+    torch.manual_seed(0)
+    rows = sum(TREE[0]) + 3
+    sizes = heads[0], heads[1], heads[1]
+    leaves = [torch.randn(rows, one, head_dim, dtype=dtype, device=DEVICE).requires_grad_() for one in sizes]
+    options = {"window_size": (window, 0 if window >= 0 else -1), "deterministic": deterministic}
+    out = flash_attn_tree_varlen_func(*leaves, *offsets_and_parents(TREE, DEVICE), **options)
+    results = out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
+    if not all(bool(one.cpu().isfinite().all()) for one in results):
+        raise AssertionError(f"a tree, d={head_dim}, H={heads}, {dtype}, {options}: not finite")
 
 
 def run_part(part: str, head_dims: tuple[int, ...]) -> None:
@@ -183,13 +204,13 @@ def run_part(part: str, head_dims: tuple[int, ...]) -> None:
     Raises AssertionError if the kernels of another family took over some of the work.
     """
     chosen = os.environ.get(CHOICE)
-    if part == "hostile":
-        head_dims = tuple(dim for dim in head_dims if dim in HOSTILE_HEAD_DIMS) or head_dims
+    some = {"hostile": HOSTILE_HEAD_DIMS, "packs": PACKED_HEAD_DIMS}.get(part, head_dims)
+    head_dims = tuple(dim for dim in head_dims if dim in some) or head_dims
     for family, head_dim in ((one, dim) for dim in head_dims for one in kernel_families(dim) if one == (chosen or one)):
         with use_kernels(family), only_kernels_of(family):
-            if part == "trees":
-                print(f"{family} d={head_dim} trees", flush=True)
-                run_trees(head_dim)
+            if part in ("trees", "packs"):
+                print(f"{family} d={head_dim} {part}", flush=True)
+                (run_trees if part == "trees" else run_packs)(head_dim)
                 continue
             for name, batch in calls(part, head_dim):
                 print(f"{family} d={head_dim} {name}", flush=True)
@@ -214,23 +235,43 @@ def find_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *folders]))
 
 
-def run_tool(tool: str, sanitizer: str, folder: Path) -> str:
-    """Runs the matrix under a tool and returns its verdict; prints what the tool says unless that is `clean`."""
+def racecheck_tree(folder: Path, head_dims: Sequence[int] = ()) -> Tree:
+    """Builds what racecheck looks at, see FOLLOWED, in the folder; of some head dims, or all."""
+    settings = {"DUALKV_HEAD_DIMS": ",".join(map(str, head_dims))} if head_dims else {}
+    tree = Tree(folder, DUALKV_ARCHS="90", **settings)
+    for change in FOLLOWED:
+        change.apply(tree.root)
+    tree.build()
+    return tree
+
+
+def run_tool(
+    tool: str,
+    sanitizer: str,
+    folder: Path,
+    parts: Sequence[str] = PARTS,
+    head_dims: Sequence[int] = (),
+    is_built: bool = False,
+) -> str:
+    """Runs the matrix under a tool and returns its verdict; prints what the tool says unless that is `clean`.
+
+    Args:
+        folder: for racecheck's build; `is_built`: it is there already.
+        head_dims: all if empty.
+    """
     # initcheck must see every write to memory; the others look at this library's kernels alone.
     which = [] if tool == "initcheck" else ["--kernel-regex", "kns=dualkv"]
     # Hostile offsets are a question of memory, and by far the most calls.
-    parts = [part for part in PARTS if part != "hostile" or tool == "memcheck"]
+    parts = [part for part in parts if part != "hostile" or tool == "memcheck"]
     script, settings = Path(__file__).resolve(), {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     if tool == "racecheck" and has_hopper():
-        tree = Tree(folder, DUALKV_ARCHS="90")
-        for change in FOLLOWED:
-            change.apply(tree.root)
-        tree.build()
+        tree = Tree(folder, is_there=True) if is_built else racecheck_tree(folder, head_dims)
         script, settings = tree.root / "tests/sanitize.py", tree.environment
     environment = {**settings, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "DUALKV_DEBUG": "0"}
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "99", *which, sys.executable, str(script), *parts]
+    chosen = [word for dim in head_dims for word in ("--head-dim", str(dim))]
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "99", *which, sys.executable, str(script)]
     result = subprocess.run(
-        ["timeout", str(TOOL_SECONDS), *command],
+        ["timeout", str(TOOL_SECONDS), *command, *parts, *chosen],
         env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     verdict = judge(result.stdout, result.returncode)
@@ -239,16 +280,36 @@ def run_tool(tool: str, sanitizer: str, folder: Path) -> str:
     return verdict
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> int:
+    """The command: 1 if a tool found something."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=PARTS)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--head-dim", type=int, action="append", choices=HEAD_DIMS, help="may be repeated")
-    arguments = parser.parse_args()
-    for part in arguments.parts:
-        run_part(part, tuple(arguments.head_dim or HEAD_DIMS))
+    parser.add_argument("--tool", choices=TOOLS, help="run the parts under it")
+    parser.add_argument("--only-build", type=Path, metavar="FOLDER", help="racecheck's build, and nothing else")
+    parser.add_argument("--built", type=Path, metavar="FOLDER", help="where that build is")
+    options = parser.parse_args(arguments)
+    head_dims = tuple(options.head_dim or ())
+    if options.only_build:
+        racecheck_tree(options.only_build, head_dims)
+        return 0
+    if not options.parts or not set(options.parts) <= {*PARTS}:
+        parser.error(f"parts: expected some of {', '.join(PARTS)}, got {' '.join(options.parts) or 'none'}")
+    if options.tool:
+        sanitizer = find_sanitizer()
+        if sanitizer is None:
+            parser.error("compute-sanitizer is neither in PATH nor in CUDA_HOME/bin")
+        with TemporaryDirectory() as folder:
+            where = options.built or Path(folder)
+            verdict = run_tool(options.tool, sanitizer, where, options.parts, head_dims, is_built=bool(options.built))
+        print(f"{options.tool}: {verdict}")
+        return 0 if verdict == "clean" else 1
+    for part in options.parts:
+        run_part(part, head_dims or HEAD_DIMS)
     # Autograd's worker thread may still be letting go of the last graph, and dies if the interpreter goes first.
     time.sleep(0.5)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

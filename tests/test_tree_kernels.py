@@ -15,6 +15,7 @@ from calls import NO_KEYS, NO_ROWS, NOTHING, ONE_GROUP, TWO_GROUPS, batch_of
 from launches import (
     DEVICE,
     GPU_MARKS,
+    HAS_KERNELS,
     captured,
     configurations,
     kernels,  # noqa: F401
@@ -24,7 +25,7 @@ from launches import (
 )
 from torch import Tensor
 from tree_cases import Tree, offsets_and_parents, paths_of, random_tree
-from tree_runs import PAD, TREES, data, exact, plain, run
+from tree_runs import ALL, PAD, TREES, Variant, data, exact, plain, run
 
 from flash_attn_dualkv import flash_attn_tree_varlen_func, ops, shared_prompt_attention
 
@@ -36,6 +37,12 @@ pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
 Options = dict[str, Any]
 trees = pytest.mark.parametrize("name", list(TREES))
 REPEATED = [name for name in ("turns", "bush of bushes", "forest") if name in TREES]
+# Packs of 16 heads, of 4, and of 6 in the forward and 2 in the backward.
+PACKED = [
+    dict(head_dim=head_dim, heads=heads, dtype=torch.bfloat16, device=DEVICE)
+    for head_dim in ((64, 128) if HAS_KERNELS else (16,))
+    for heads in ((16, 1), (8, 2), (6, 1))
+]
 
 
 @configurations
@@ -73,20 +80,32 @@ def test_the_public_functions_are_the_operator(name: str, options: Options) -> N
             oracle.assert_bits_equal(key, one, expected[key])
 
 
-@configurations
-@pytest.mark.parametrize("name", REPEATED)
-def test_results_repeat_bit_for_bit(name: str, options: Options) -> None:
+def check_repeats(tree: Tree, options: Options, variant: Variant = ALL) -> None:
     """All but dQ of the default mode, whose additions come in any order."""
-    layout, inputs = data(TREES[name], **options)
-    expected = {mode: run(inputs, layout.nodes, deterministic=mode) for mode in (True, False)}
+    layout, inputs = data(tree, **options)
+    expected = {mode: run(inputs, layout.nodes, deterministic=mode, variant=variant) for mode in (True, False)}
     bound = oracle.FROBENIUS_BOUND[inputs.q.dtype]
     for mode in (True, False) * (REPEATS - 1):
-        for key, one in run(inputs, layout.nodes, deterministic=mode).items():
+        for key, one in run(inputs, layout.nodes, deterministic=mode, variant=variant).items():
             if key == "dq" and not mode:
                 right = expected[True]["dq"].double()
                 assert (one.double() - right).norm() <= bound * right.norm()
             else:
                 oracle.assert_bits_equal(key, one, expected[mode][key])
+
+
+@configurations
+@pytest.mark.parametrize("name", REPEATED)
+def test_results_repeat_bit_for_bit(name: str, options: Options) -> None:
+    check_repeats(TREES[name], options)
+
+
+@pytest.mark.parametrize("window", [-1, 60])
+@pytest.mark.parametrize("options", PACKED, ids=lambda one: "d{head_dim}-H{heads[0]}-{heads[1]}-{dtype}".format(**one))
+def test_packs_repeat_bit_for_bit(options: Options, window: int) -> None:
+    """Tiles that hold rows of several heads: many short nodes, some with borders inside of tiles."""
+    for name in [name for name in ("turns", "bush") if name in TREES] or TREES:
+        check_repeats(TREES[name], options, Variant(window))
 
 
 @configurations
