@@ -108,8 +108,10 @@ def test_autocast(name: str) -> None:
     assert 0 < (got - exact).abs().max() <= 1.5 * (stock - exact).abs().max()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [*((name, "cpu") for name in KINDS), *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in HYBRIDS)],
+)
 def test_16_bit_models(name: str, device: str) -> None:
     """As far from exact as the stock model, gradients too: many responses read one prompt's last inputs and state."""
     samples = Samples.random([(20, [6] * 16)])
