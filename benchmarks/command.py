@@ -83,7 +83,13 @@ def parse_arguments(benchmark: Benchmark, arguments: list[str] | None = None) ->
     add = parser.add_argument
     add("--preset", action="append", default=[], choices=benchmark.presets, help="a list of shapes; repeatable")
     add("--shape", nargs="+", default=[], metavar="NAME", help="shapes by name, see --list")
-    add("--impls", nargs="+", default=[], metavar="WORD", help="only implementations whose name contains a word")
+    add(
+        "--impls",
+        nargs="+",
+        default=[],
+        metavar="WORD",
+        help="only implementations whose name contains a word, or is all that follows =",
+    )
     add("--dtype", choices=DTYPES, help="default: bf16, on the CPU fp32")
     add("--rounds", type=int, default=benchmark.rounds, help="visits of every implementation (default: %(default)s)")
     add("--limit-s", type=positive, default=benchmark.limit_s, help="per implementation and shape (%(default)s)")
@@ -125,13 +131,18 @@ def chosen_implementations(benchmark: Benchmark, options: argparse.Namespace) ->
 
         families = own_families(dict(build_info()), torch.cuda.get_device_capability())
     found = benchmark.implementations(families)
-    unknown = [word for word in options.impls if not any(word in one.name for one in found)]
+    unknown = [word for word in options.impls if not any(fits(word, one.name) for one in found)]
     if unknown:
         known = ", ".join(one.name for one in found)
         raise ValueError(f"--impls: expected parts of the names {known}, got {' '.join(unknown)}")
     if options.impls:
-        return [one for one in found if any(word in one.name for word in options.impls)]
+        return [one for one in found if any(fits(word, one.name) for word in options.impls)]
     return [one for one in found if benchmark.lists_missing or one.missing() is None]
+
+
+def fits(word: str, name: str) -> bool:
+    """Whether a word of --impls asks for that implementation."""
+    return word == f"={name}" or word in name
 
 
 def git(*arguments: str) -> str | None:

@@ -195,6 +195,21 @@ def test_options_mean_the_same_to_fa4(name: str, fa4: None) -> None:
     assert others == []  # no other peer has these
 
 
+def test_names_of_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word is a part of a name, with = in front it is all of it."""
+    families: list[list[str] | None] = []
+    every = [Implementation(name, peers.arrange_ours) for name in ("flex_fa4", "flex_fa4_static", "flex_packed")]
+    benchmark = replace(bench_stream.BENCHMARK, implementations=lambda found: families.append(found) or every)
+    for words, names in (
+        (["fa4"], ["flex_fa4", "flex_fa4_static"]),
+        (["=flex_fa4"], ["flex_fa4"]),
+        (["=flex_fa4", "packed"], ["flex_fa4", "flex_packed"]),
+    ):
+        options = command.parse_arguments(benchmark, ["--device", "cpu", "--impls", *words])
+        assert [one.name for one in options.implementations] == names
+    assert families == [None] * 3
+
+
 def test_packages_that_are_not_there(fa4: None) -> None:
     """flash-attn-4 alone must not be taken for the flash_attn package."""
     by_name = {one.name: one for one in peers.peers()}
@@ -429,6 +444,7 @@ def test_a_budget_ends_a_command_before_large_shapes(tmp_path: Path) -> None:
         (["--rounds", "-1"], "at least 0"),
         (["--budget-s", "0"], "above 0"),
         (["--preset", "nothing"], "invalid choice"),
+        (["--impls", "=dualkv"], "dualkv_reference, .*flex_packed.*, got =dualkv"),
         (["--impls", "nothing"], "dualkv_reference, .*flex_packed.*, got nothing"),
     ],
 )
