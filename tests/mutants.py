@@ -96,7 +96,7 @@ class Tree:
     """
 
     def __init__(self, folder: Path, is_there: bool = False, **settings: str) -> None:
-        self.root, self.output = folder / "tree", ""
+        self.root, self.output = folder.resolve() / "tree", ""
         for name in () if is_there else FOLDERS:
             shutil.copytree(ROOT / name, self.root / name, ignore=IGNORED)
         for name in () if is_there else FILES:
