@@ -29,9 +29,6 @@ struct BackwardDqShared : QueryShared<Config> {
 // The producer thread.
 template <typename T, class Config>
 struct BackwardDqProducer {
-  using TileQ = typename Config::TileQ;
-  using TileDo = typename Config::TileDo;
-
   const BackwardDqShared<Config>& shared;
   const BackwardDqParams<T>& p;
   const BackwardDqMaps& maps;
@@ -39,8 +36,6 @@ struct BackwardDqProducer {
   PathWalk<> path;
   PipelineState<Config::kStagesK> k_state;
   PipelineState<Config::kStagesV> v_state;
-  PipelineState<1> query_state;
-  PipelineState<2> work_state;
 
   // K and V of the walk's current tile; moves on. Whether it was the last.
   __device__ __forceinline__ bool load_kv(const QueryBlock& work) {
@@ -56,29 +51,9 @@ struct BackwardDqProducer {
     return step.last;
   }
 
-  __device__ __forceinline__ void load_queries(const QueryBlock& work) {
-    const Handshake ready = shared.queries_ready();
-    ready.wait_empty(query_state.phase);
-    ready.expect(TileQ::kBytes + TileDo::kBytes);
-    load_tile<TileQ>(shared.q(), maps.q, ready.full(), work.head, work.q_tile.row);
-    load_tile<TileDo>(shared.dout(), maps.dout, ready.full(), work.head, work.q_tile.row);
-    query_state.advance();
-  }
-
-  __device__ __forceinline__ const QueryBlock* hand_out(QueryWork (&works)[2], int index, int items) {
-    return hand_out_work<Config>(shared, p, works, work_state, index, items, QueryTiling{Config::kBlockM, 1});
-  }
-
-  __device__ __forceinline__ void run(QueryWork (&works)[2]) {
-    const int items = *p.work.count;
-    const QueryBlock* next = hand_out(works, blockIdx.x, items);
-    while (const QueryBlock* work = next) {
-      path.start(p.nodes, work->node, work->q_tile, Config::kBlockN, p.shape.sees);
-      load_queries(*work);
-      bool last = load_kv(*work);
-      // Taking the next item costs three dependent reads: early, while the consumers have tiles to work on.
-      next = hand_out(works, gridDim.x + atomicAdd(p.work.next, 1), items);
-      while (!last) last = load_kv(*work);
+  __device__ __forceinline__ void load(const QueryBlock& work) {
+    path.start(p.nodes, work.node, work.q_tile, Config::kBlockN, p.shape.sees);
+    while (!load_kv(work)) {
     }
   }
 };
@@ -324,8 +299,8 @@ struct BackwardDqConsumer {
     store(work);
   }
 
-  __device__ __forceinline__ void run(const QueryWork (&works)[2]) {
-    for_each_work(shared, works, lane, [&](const QueryBlock& work) { attend(work); });
+  __device__ __forceinline__ void run(const QueryWork (&works)[kWorkSlots]) {
+    consume_works(shared, works, lane, [&](const QueryBlock& work) { attend(work); });
   }
 
   __device__ __forceinline__ void store(const QueryBlock& work) const {
@@ -348,7 +323,7 @@ struct BackwardDqConsumer {
 template <typename T, class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_backward_dq(const __grid_constant__ BackwardDqParams<T> p, const __grid_constant__ BackwardDqMaps maps) {
-  __shared__ QueryWork works[2];
+  __shared__ QueryWork works[kWorkSlots];
   __shared__ KvStep steps[Config::kStagesK];
   extern __shared__ uint8_t bytes[];
   const BackwardDqShared<Config> shared{{(ptx::shared_address(bytes) + 1023) & ~1023u}};
@@ -357,7 +332,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (threadIdx.x < kWarpgroup) {
     ptx::give_registers<Config::Registers::kProducer>();
-    if (threadIdx.x == 0) BackwardDqProducer<T, Config>{shared, p, maps, steps}.run(works);
+    const QueryRole role = query_role();
+    if (role == QueryRole::none) return;
+    if (role == QueryRole::produce) {
+      BackwardDqProducer<T, Config> producer{shared, p, maps, steps};
+      produce_works(shared, works, [&](const QueryBlock& work) { producer.load(work); });
+    } else {
+      using TileQ = typename Config::TileQ;
+      using TileDo = typename Config::TileDo;
+      const auto load = [&](int, const Handshake& ready, const QueryBlock& work) {
+        ready.expect(TileQ::kBytes + TileDo::kBytes);
+        load_tile<TileQ>(shared.q(), maps.q, ready.full(), work.head, work.q_tile.row);
+        load_tile<TileDo>(shared.dout(), maps.dout, ready.full(), work.head, work.q_tile.row);
+      };
+      hand_out_works<Config>(shared, p, works, QueryTiling{Config::kBlockM, 1}, load);
+    }
   } else {
     ptx::take_registers<Config::Registers::kConsumer>();
     if constexpr (Config::kSharers == 1) {

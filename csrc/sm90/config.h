@@ -22,17 +22,18 @@ struct RegisterShare<3> {
 
 // kHeadDim is that of Q and K, kHeadDimV that of V, O and dO. kSharers_ warpgroups share 64 queries: each computes their
 // scores, and its part of the columns of what is summed. No warpgroup has registers for 64 rows of 512 columns.
-template <int kHeadDim_, int kHeadDimV_, int kConsumers_, int kBlockN_, int kSharers_ = 1, int kStagesV_ = 2>
+template <int kHeadDim_, int kHeadDimV_, int kConsumers_, int kBlockN_, int kStagesQ_ = 1, int kSharers_ = 1,
+          int kStagesV_ = 2>
 struct ForwardTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockN = kBlockN_, kSharers = kSharers_;
   static constexpr int kBlockM = 64 * kConsumers_ / kSharers;
-  static constexpr int kStagesK = 2, kStagesV = kStagesV_;
+  static constexpr int kStagesQ = kStagesQ_, kStagesK = 2, kStagesV = kStagesV_;
   static constexpr int kConsumers = kConsumers_, kThreads = (kConsumers + 1) * kWarpgroup;
   using Registers = RegisterShare<kConsumers>;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileK = SmemTile<kBlockN, kHeadDim>;
   using TileV = SmemTile<kBlockN, kHeadDimV>;
-  static constexpr int kOffsetK = TileQ::kBytes;
+  static constexpr int kOffsetK = kStagesQ * TileQ::kBytes;
   static constexpr int kOffsetV = kOffsetK + kStagesK * TileK::kBytes;
   static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileV::kBytes;
   // The block aligns its tiles to 1024 bytes itself.
@@ -45,7 +46,7 @@ struct ForwardTiles {
 template <int kHeadDim, int kHeadDimV>
 struct ForwardConfig;
 template <>
-struct ForwardConfig<64, 64> : ForwardTiles<64, 64, 3, 128> {};
+struct ForwardConfig<64, 64> : ForwardTiles<64, 64, 3, 128, 2> {};
 template <>
 struct ForwardConfig<128, 128> : ForwardTiles<128, 128, 3, 80> {};
 template <>
@@ -55,7 +56,7 @@ struct ForwardConfig<192, 192> : ForwardTiles<192, 192, 2, 96> {};
 template <>
 struct ForwardConfig<256, 256> : ForwardTiles<256, 256, 2, 80> {};
 template <>
-struct ForwardConfig<512, 512> : ForwardTiles<512, 512, 2, 48, 2, 1> {};
+struct ForwardConfig<512, 512> : ForwardTiles<512, 512, 2, 48, 1, 2, 1> {};
 
 // The backward kernels of two consumer warpgroups need every register.
 struct BackwardRegisters {
@@ -158,7 +159,7 @@ struct BackwardColumnTiles {
 template <int kHeadDim_, int kHeadDimV_, int kBlockN_, int kStagesK_, int kStagesV_, int kSharers_ = 1>
 struct BackwardDqTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockN = kBlockN_, kSharers = kSharers_;
-  static constexpr int kStagesK = kStagesK_, kStagesV = kStagesV_;
+  static constexpr int kStagesQ = 1, kStagesK = kStagesK_, kStagesV = kStagesV_;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup, kBlockM = 64 * kConsumers / kSharers;
   using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;

@@ -4,8 +4,7 @@
 //   S = Q K^T;  P = exp(S - max);  O += P V        (online softmax; O is normalised and rounded once)
 //
 // Inside a warpgroup the softmax of tile n runs beside O += P V of tile n-1, and while one warpgroup is in softmax the
-// others multiply. Blocks are persistent: the producer takes the next item from a counter and starts loading it while
-// the consumers finish theirs.
+// others multiply. Blocks are persistent: the producer starts loading the next item while the consumers finish theirs.
 #pragma once
 
 #include "core/border_tiles.h"
@@ -53,11 +52,9 @@ struct ForwardSteps {
   static_assert(ForwardBorders::has_place_for(Config::kBlockN));
 };
 
-// The producer thread. For each item it loads K of the first tile and Q, then K of a tile before V of the one before:
-// scores are one tile ahead of values.
+// The producer thread. It loads K of a tile before V of the one before: scores are one tile ahead of values.
 template <typename T, class Config>
 struct ForwardProducer {
-  using TileQ = typename Config::TileQ;
   using TileK = typename Config::TileK;
   using TileV = typename Config::TileV;
 
@@ -68,8 +65,6 @@ struct ForwardProducer {
   PathWalk<ForwardBorders> path{{steps.slabs}};
   PipelineState<Config::kStagesK> k_state;
   PipelineState<Config::kStagesV> v_state;
-  PipelineState<1> q_state;
-  PipelineState<2> work_state;
 
   __device__ __forceinline__ KvStep load_k(const QueryBlock& work) {
     // The queries of a warpgroup; with packs that do not divide 64 it may hold parts of two more.
@@ -97,38 +92,17 @@ struct ForwardProducer {
   }
   __device__ __forceinline__ void move_on() { path.next(p.nodes, Config::kBlockN, p.shape.sees); }
 
-  __device__ __forceinline__ void load_q(const QueryBlock& work) {
-    const Handshake ready = shared.queries_ready();
-    ready.wait_empty(q_state.phase);
-    const int rows = Config::kBlockM / p.packed_heads * p.packed_heads;
-    ready.expect(rows * Config::kHeadDim * static_cast<int>(sizeof(T)));
-    load_tile<TileQ>(shared.q(), maps.q, ready.full(), work.head, work.q_tile.row);
-    q_state.advance();
-  }
-
-  __device__ __forceinline__ const QueryBlock* hand_out(QueryWork (&works)[2], int index, int items) {
-    const QueryTiling tiling{Config::kBlockM / p.packed_heads, p.packed_heads};
-    return hand_out_work<Config>(shared, p, works, work_state, index, items, tiling);
-  }
-
-  __device__ __forceinline__ void run(QueryWork (&works)[2]) {
-    const int items = *p.work.count;
-    const QueryBlock* next = hand_out(works, blockIdx.x, items);
-    while (const QueryBlock* work = next) {
-      path.start(p.nodes, work->node, work->q_tile, Config::kBlockN, p.shape.sees);
-      KvStep step = load_k(*work);
-      load_q(*work);
+  __device__ __forceinline__ void load(const QueryBlock& work) {
+    path.start(p.nodes, work.node, work.q_tile, Config::kBlockN, p.shape.sees);
+    KvStep step = load_k(work);
+    move_on();
+    while (!step.last) {
+      const KvTile before = step.tile;
+      step = load_k(work);
+      load_v(work, before);
       move_on();
-      // Taking the next item costs three dependent reads: early, while the consumers have tiles to work on.
-      next = hand_out(works, gridDim.x + atomicAdd(p.work.next, 1), items);
-      while (!step.last) {
-        const KvTile before = step.tile;
-        step = load_k(*work);
-        load_v(*work, before);
-        move_on();
-      }
-      load_v(*work, step.tile);
     }
+    load_v(work, step.tile);
   }
 };
 
@@ -154,7 +128,7 @@ struct ForwardConsumer {
 
   PipelineState<Config::kStagesK> k_state;
   PipelineState<Config::kStagesV> v_state;
-  PipelineState<1> q_state;
+  PipelineState<Config::kStagesQ> q_state;
   float s[1][kBlockN / 8][4];
   RowProducts<T, TileQ, TileK, kBlockN / 8, 1> scores;
   float o[1][kColumns / 8][4];
@@ -165,7 +139,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ int head_of(int row) const { return (group_row + row) % p.packed_heads; }
 
   __device__ __forceinline__ void issue_scores() {
-    const uint32_t queries = kSharers > 1 ? varying(shared.q(), k_state.stage) : shared.q();
+    const uint32_t tile = shared.q(q_state.stage), queries = kSharers > 1 ? varying(tile, k_state.stage) : tile;
     const uint32_t q = queries + group_row * TileQ::kRowBytes, k = shared.k(k_state.stage);
     ptx::wgmma_fence();
     scores.issue(s[0], q, k);
@@ -181,6 +155,14 @@ struct ForwardConsumer {
                                               accumulate || step > 0);
     }
     ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void wait_queries() const {
+    shared.queries_ready(q_state.stage).wait_full(q_state.phase);
+  }
+  __device__ __forceinline__ void release_queries() {
+    shared.queries_ready(q_state.stage).release(lane);
+    q_state.advance();
   }
 
   // Waits for the next K, and reads what tile it is: before the stage is released, which is then written again.
@@ -244,9 +226,8 @@ struct ForwardConsumer {
 
   // The last tile of a node may leave a warpgroup without a query.
   __device__ __forceinline__ void skip_work() {
-    shared.queries_ready().wait_full(q_state.phase);
-    shared.queries_ready().release(lane);
-    q_state.advance();
+    wait_queries();
+    release_queries();
     for (bool last = false; !last;) {
       wait_k();
       last = step().last;
@@ -270,7 +251,7 @@ struct ForwardConsumer {
     const int q_pos = work.q_tile.q_pos + query_of(0);
     Softmax softmax;
     float rescale[1][2];
-    shared.queries_ready().wait_full(q_state.phase);
+    wait_queries();
     KvStep now = first_step(work.q_tile.q_pos + min_int(work.q_tile.rows - 1, query_of(63)));
     issue_scores();
     ptx::wgmma_wait<0>();
@@ -307,8 +288,7 @@ struct ForwardConsumer {
       if (moved) scale_rows(o, rescale);
       pack_probabilities();
     }
-    shared.queries_ready().release(lane);
-    q_state.advance();
+    release_queries();
     wait_v(now.tile.valid);
     issue_output(accumulate);
     ptx::wgmma_wait<0>();
@@ -343,15 +323,12 @@ struct ForwardConsumer {
     }
   }
 
-  __device__ __forceinline__ void run(const QueryWork (&works)[2]) {
-    for_each_work(shared, works, lane, [&](const QueryBlock& work) { attend(work); });
-  }
 };
 
 template <typename T, class Config, bool kSoftcap>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_forward(const __grid_constant__ ForwardParams<T> p, const __grid_constant__ ForwardMaps maps) {
-  __shared__ QueryWork works[2];
+  __shared__ QueryWork works[kWorkSlots];
   __shared__ ForwardSteps<Config> steps;
   extern __shared__ uint8_t bytes[];
   const QueryShared<Config> shared{(ptx::shared_address(bytes) + 1023) & ~1023u};
@@ -360,10 +337,23 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (threadIdx.x < kWarpgroup) {
     ptx::give_registers<Config::Registers::kProducer>();
-    if (threadIdx.x == 0) ForwardProducer<T, Config>{shared, p, maps, steps}.run(works);
+    const QueryRole role = query_role();
+    if (role == QueryRole::none) return;
+    if (role == QueryRole::produce) {
+      ForwardProducer<T, Config> producer{shared, p, maps, steps};
+      produce_works(shared, works, [&](const QueryBlock& work) { producer.load(work); });
+    } else {
+      const QueryTiling tiling{Config::kBlockM / p.packed_heads, p.packed_heads};
+      const int q_bytes = tiling.queries * tiling.heads * Config::kHeadDim * static_cast<int>(sizeof(T));
+      hand_out_works<Config>(shared, p, works, tiling, [&](int stage, const Handshake& ready, const QueryBlock& work) {
+        ready.expect(q_bytes);
+        load_tile<typename Config::TileQ>(shared.q(stage), maps.q, ready.full(), work.head, work.q_tile.row);
+      });
+    }
   } else {
     ptx::take_registers<Config::Registers::kConsumer>();
-    ForwardConsumer<T, Config, kSoftcap>{shared, p, steps}.run(works);
+    ForwardConsumer<T, Config, kSoftcap> consumer{shared, p, steps};
+    consume_works(shared, works, consumer.lane, [&](const QueryBlock& work) { consumer.attend(work); });
   }
 }
 

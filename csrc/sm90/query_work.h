@@ -1,6 +1,7 @@
-// How the producer thread of a persistent block hands items of the work list (query tiles) to its consumers: through
-// two slots in shared memory, each with a barrier for "filled" and one for "emptied". The KV tiles of an item follow one
-// by one: what a consumer must know of a tile travels with its K.
+// How a persistent block comes by its items of the work list (query tiles). One thread takes them from the list, three
+// reads that depend on each other, and loads their queries, while another, the producer, is still at the KV tiles of the
+// item before. Producer and consumers find items in slots in shared memory, each with a barrier for "filled" and one for
+// "emptied". What a consumer must know of a KV tile travels with its K.
 #pragma once
 
 #include "core/query_block.h"
@@ -9,12 +10,25 @@
 
 namespace dualkv::sm90 {
 
+// For the items of the consumers, of the producer, and the next.
+constexpr int kWorkSlots = 3;
+
+// The two threads, of the first warpgroup: warp 0 has the producer, warp 1 takes items. The others of the warpgroup leave
+// first, so that the compiler knows each of the two to be alone in its warp; else it would keep nothing of theirs in uniform
+// registers, and spill.
+enum class QueryRole { none, produce, hand_out };
+__device__ __forceinline__ QueryRole query_role() {
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+  if (threadIdx.x % 32 > 0 || warp > 1) return QueryRole::none;
+  return warp == 0 ? QueryRole::produce : QueryRole::hand_out;
+}
+
 // Addresses in shared memory: the queries first, then rings of K and V.
 template <class Config>
 struct QueryShared {
   uint32_t base;
 
-  __device__ __forceinline__ uint32_t q() const { return base; }
+  __device__ __forceinline__ uint32_t q(int stage = 0) const { return base + stage * Config::TileQ::kBytes; }
   __device__ __forceinline__ uint32_t k(int stage) const {
     return base + Config::kOffsetK + stage * Config::TileK::kBytes;
   }
@@ -24,18 +38,23 @@ struct QueryShared {
   __device__ __forceinline__ Handshake handshake(int index) const {
     return {base + Config::kOffsetBarriers + index * 16};
   }
-  __device__ __forceinline__ Handshake queries_ready() const { return handshake(0); }
-  __device__ __forceinline__ Handshake k_ready(int stage) const { return handshake(1 + stage); }
-  __device__ __forceinline__ Handshake v_ready(int stage) const { return handshake(1 + Config::kStagesK + stage); }
-  __device__ __forceinline__ Handshake work_ready(int slot) const {
-    return handshake(1 + Config::kStagesK + Config::kStagesV + slot);
+  __device__ __forceinline__ Handshake queries_ready(int stage = 0) const { return handshake(stage); }
+  __device__ __forceinline__ Handshake k_ready(int stage) const { return handshake(Config::kStagesQ + stage); }
+  __device__ __forceinline__ Handshake v_ready(int stage) const {
+    return handshake(Config::kStagesQ + Config::kStagesK + stage);
   }
+  __device__ __forceinline__ Handshake work_ready(int slot) const { return handshake(kTileStages + slot); }
+  // The producer begins an item.
+  __device__ __forceinline__ uint32_t work_begun() const { return handshake(kTileStages + kWorkSlots).barrier; }
 
   __device__ __forceinline__ void init_barriers() const {
-    constexpr int kHandshakes = 1 + Config::kStagesK + Config::kStagesV + 2;
-    for (int index = 0; index < kHandshakes; ++index) handshake(index).init(Config::kConsumers * 4);
+    for (int index = 0; index < kTileStages + kWorkSlots; ++index) handshake(index).init(Config::kConsumers * 4);
+    ptx::mbarrier_init(work_begun(), 1);
     ptx::mbarrier_init_fence();
   }
+
+ private:
+  static constexpr int kTileStages = Config::kStagesQ + Config::kStagesK + Config::kStagesV;
 };
 
 struct QueryWork {
@@ -43,20 +62,33 @@ struct QueryWork {
   int valid;  // 0: the list has ended
 };
 
-// Producer: writes item `index` of the list into the next slot, once the consumers have left it, and lets them have it.
-// Behind the end of the list it tells them so and returns null.
-template <class Config, class Shared, class Params>
-__device__ __forceinline__ const QueryBlock* hand_out_work(const Shared& shared, const Params& p,
-                                                          QueryWork (&works)[2], PipelineState<2>& state, int index,
-                                                          int items, QueryTiling tiling) {
-  const Handshake ready = shared.work_ready(state.stage);
-  QueryWork& work = works[state.stage];
-  ready.wait_empty(state.phase);
-  work.valid = QueryBlock::exists(index, items, p.shape, tiling.heads);
-  if (work.valid) work.block.load(index, items, p.work, p.nodes, p.shape, tiling);
-  ptx::mbarrier_arrive(ready.full());
-  state.advance();
-  return work.valid ? &work.block : nullptr;
+// The thread that takes items: writes them into one slot after the other, once the consumers have left it, and loads the
+// queries by load(stage, handshake, block). It takes an item when the producer begins the one before, no earlier: an item
+// that waits could begin elsewhere. Behind the end of the list it tells everybody so.
+template <class Config, class Shared, class Params, class Load>
+__device__ __forceinline__ void hand_out_works(const Shared& shared, const Params& p, QueryWork (&works)[kWorkSlots],
+                                               QueryTiling tiling, Load load) {
+  const int items = *p.work.count;
+  int index = blockIdx.x;
+  PipelineState<Config::kStagesQ> queries;
+  PipelineState<1> begun;
+  for (PipelineState<kWorkSlots> state;; state.advance()) {
+    const Handshake ready = shared.work_ready(state.stage);
+    QueryWork& work = works[state.stage];
+    ready.wait_empty(state.phase);
+    const bool exists = QueryBlock::exists(index, items, p.shape, tiling.heads);
+    work.valid = exists;
+    if (exists) work.block.load(index, items, p.work, p.nodes, p.shape, tiling);
+    ptx::mbarrier_arrive(ready.full());
+    if (!exists) return;
+    const Handshake queries_ready = shared.queries_ready(queries.stage);
+    queries_ready.wait_empty(queries.phase);
+    load(queries.stage, queries_ready, work.block);
+    queries.advance();
+    ptx::mbarrier_wait(shared.work_begun(), begun.phase);
+    begun.advance();
+    index = gridDim.x + atomicAdd(p.work.next, 1);
+  }
 }
 
 // Producer: loads the K of the walk's current tile by load(address, barrier, tile). The copies first: the step may follow
@@ -86,16 +118,34 @@ __device__ __forceinline__ void load_v_tile(const Shared& shared, const KvTile& 
   state.advance();
 }
 
-// Consumers: calls body(block) for every item, until the list ends.
+// Calls body(block, handshake of its slot) for every item, until the list ends.
 template <class Shared, class Body>
-__device__ __forceinline__ void for_each_work(const Shared& shared, const QueryWork (&works)[2], int lane, Body body) {
-  for (PipelineState<2> state;; state.advance()) {
+__device__ __forceinline__ void for_each_work(const Shared& shared, const QueryWork (&works)[kWorkSlots], Body body) {
+  for (PipelineState<kWorkSlots> state;; state.advance()) {
     const Handshake ready = shared.work_ready(state.stage);
     ready.wait_full(state.phase);
     if (!works[state.stage].valid) return;
-    body(works[state.stage].block);
-    ready.release(lane);
+    body(works[state.stage].block, ready);
   }
+}
+
+// The producer: calls load(block).
+template <class Shared, class Load>
+__device__ __forceinline__ void produce_works(const Shared& shared, const QueryWork (&works)[kWorkSlots], Load load) {
+  for_each_work(shared, works, [&](const QueryBlock& block, const Handshake&) {
+    ptx::mbarrier_arrive(shared.work_begun());
+    load(block);
+  });
+}
+
+// Consumer warps: call attend(block).
+template <class Shared, class Attend>
+__device__ __forceinline__ void consume_works(const Shared& shared, const QueryWork (&works)[kWorkSlots], int lane,
+                                              Attend attend) {
+  for_each_work(shared, works, [&](const QueryBlock& block, const Handshake& ready) {
+    attend(block);
+    ready.release(lane);
+  });
 }
 
 // Zeroes those of the rows [first, kRows) of a KV tile that are foreign. They may hold NaN, and where a tile is an operand
