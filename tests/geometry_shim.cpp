@@ -79,7 +79,7 @@ int64_t most_steps(const Problem& p) {
 }
 
 // Follows a path to its last tile. Its tiles must stand one below the other, without a gap, down to the first key that a
-// query sees.
+// query sees, and begin with it.
 void forward_tile(const Problem& p, Record& r, const Node& node, int m_block) {
   const NodeTable table = p.table();
   const QueryTile q = query_tile(node, m_block, p.block_m);
@@ -95,6 +95,7 @@ void forward_tile(const Problem& p, Record& r, const Node& node, int m_block) {
     const int reached = step.tile.kv_pos + step.tile.valid;
     r.wrong_order += visited > 1 ? reached != end : reached < end || step.tile.kv_pos >= max_int(end, 1);
     end = step.tile.kv_pos;
+    r.wrong_order += step.tile.valid > 0 && end < p.sees().first_key(q.q_pos);
     if (step.last) break;
     if (visited >= most_steps(p)) {
       ++r.endless;

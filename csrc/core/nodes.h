@@ -12,8 +12,9 @@
 //
 // A query sees the keys on its path, from the root to its own node, that neither stand behind it nor lie before its
 // window. Logical positions decide that (struct Visibility is the whole rule); regions decide only where bytes live. KV
-// tiles are anchored at the start of each node, and what a node leaves over may share a tile with what others of its path
-// do (core/border_tiles.h): the tiles a row meets, and their order, depend on its path and on nothing else in the batch.
+// tiles are anchored at the start of each node, those that a query tile visits at the first key in a window of its queries;
+// what a node leaves over may share a tile with what others of its path do (core/border_tiles.h). So the tiles a row meets,
+// and their order, depend on its path and on nothing else in the batch.
 #pragma once
 
 #include <climits>
@@ -167,7 +168,8 @@ struct NoBorders {
 //     path    root |  0  |  1  |  2 |   turn |  3  |4|   own node |  5  |  6  |
 //     walk            8     7     6             5   4                3     2     1 (diagonal)
 //
-// There is always a tile: queries that see no key walk one without keys.
+// The keys of a node before that window are left out first, so that tiles begin with a key that somebody sees: of tiles
+// anchored at the node a walk would visit one more in most cases. There is always a tile: queries that see no key walk one without keys.
 template <class Borders = NoBorders>
 struct PathWalk {
   Borders borders;
@@ -177,15 +179,12 @@ struct PathWalk {
   int first_key;  // where the window of the first query begins; keys begin at position 0
 
   DUALKV_HD void start(const NodeTable& table, const Node& own, const QueryTile& q, int block_n, Visibility sees) {
-    node = own;
     q_end = q.q_pos + q.rows;
     first_key = sees.first_key(q.q_pos);
+    enter(own);
     borders.start(own, q_end - 1, sees);
     n_block = visible_tiles(block_n, sees) - 1;
     climb(table, block_n, sees);
-    if (borders.ready(block_n)) return;
-    const int keys = min_int(node.kv_len, (n_block + 1) * block_n);
-    if (node.kv_pos0 + keys <= first_key) take_no_keys();
   }
 
   // Masks are decided for groups of `group` queries, or fewer.
@@ -211,6 +210,13 @@ struct PathWalk {
   }
 
  private:
+  // Takes the keys of a node that are in the window of the first query, or behind it.
+  DUALKV_HD void enter(const Node& n) {
+    node = n;
+    const int hidden = clamp_int(first_key - n.kv_pos0, 0, n.kv_len);
+    node.kv_begin += hidden, node.kv_pos0 += hidden, node.kv_len -= hidden;
+  }
+
   DUALKV_HD int visible_tiles(int block_n, Visibility sees) const {
     return ceil_div(sees.causal ? clamp_int(q_end - node.kv_pos0, 0, node.kv_len) : node.kv_len, block_n);
   }
@@ -220,7 +226,7 @@ struct PathWalk {
 
   DUALKV_HD void climb(const NodeTable& table, int block_n, Visibility sees) {
     while (n_block < 0 && !borders.ready(block_n) && has_more()) {
-      node = table.node(node.parent);
+      enter(table.node(node.parent));
       n_block = visible_tiles(block_n, sees) - 1;
       if (borders.take_tail(node, block_n, has_more())) n_block = node.kv_len / block_n - 1;
     }
