@@ -85,9 +85,11 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k, const Te
 template <typename T>
 void backward_dq(const Problem& problem, const Tensor& dout, const RowStatistics& statistics, const Tensor& dq) {
   const auto selected = select_for<BackwardDqKernel<T>>(problem);
-  const ForwardList list(problem, selected.kernel.tiles.block_m, selected.kernel.tiles.block_n, dq, Tensor());
+  const TileInfo& tiles = selected.kernel.tiles;
+  const Pack pack = tiles.packs_heads ? largest_pack(problem.shape.heads_per_group()) : Pack{};
+  const ForwardList list(problem, pack.queries(tiles.block_m), tiles.block_n, dq, Tensor());
   selected.kernel.launch({problem.shape, problem.table(), list.work, view_of<const T>(problem.q),
-                          view_of<const T>(dout), problem.kv.regions<const T>(), statistics, view_of<T>(dq)},
+                          view_of<const T>(dout), problem.kv.regions<const T>(), statistics, view_of<T>(dq), pack},
                          problem.stream);
   count_launch(kernel_name(selected, "backward_dq"));
 }
@@ -120,7 +122,8 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
   with_element_type(q, [&](auto element) {
     using T = decltype(element);
     const auto selected = select_for<BackwardKernel<T>>(problem);
-    const bool separate_dq = deterministic || !selected.kernel.sums_dq;
+    const bool short_window = problem.shape.sees.window < selected.kernel.short_window;
+    const bool separate_dq = deterministic || short_window || !selected.kernel.sums_dq;
     const TileInfo& tiles = selected.kernel.tiles;
     const Pack pack =
         tiles.packs_heads ? backward_pack(problem.shape.heads_per_group(), problem.shape.sees) : Pack{};

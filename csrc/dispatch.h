@@ -46,6 +46,7 @@ struct BackwardKernel {
   void (*launch)(const BackwardParams<T>&, cudaStream_t);
   void (*convert)(const ConvertParams<T>&, cudaStream_t);
   bool sums_dq;
+  int short_window = 0;  // with one that is shorter, dQ by itself takes less time than its sums do
 };
 
 template <typename T>

@@ -113,6 +113,7 @@ struct BackwardDqParams {
   KvRegions<const T> kv;
   RowStatistics statistics;
   TensorView<T> dq;
+  Pack heads;  // that share a query tile
 };
 
 // What the backward leaves in fp32: the sums of dQ (null: there are none) and the parts of split tiles.

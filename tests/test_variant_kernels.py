@@ -16,6 +16,7 @@ from launches import (  # noqa: F401
     HAS_KERNELS,
     captured,
     configurations,
+    counted_launches,
     kernels,
     kernels_ran,
     needs_gpu,
@@ -31,7 +32,7 @@ from flash_attn_dualkv import flash_attn_tree_varlen_func, flash_attn_varlen_fun
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
 
 Options = dict[str, Any]
-WINDOWS = [0, 1, 62, 63, 64, 127, 999, 10**9] if HAS_KERNELS else [0, 3, 10**9]
+WINDOWS = [0, 1, 62, 63, 64, 127, 447, 999, 10**9] if HAS_KERNELS else [0, 3, 10**9]
 SOFTCAPS = [5.0, 30.0, 50.0]
 
 
@@ -59,6 +60,17 @@ def check(name: str, options: Options, variant: Variant, make: Any = lambda inpu
 def test_windows(window: int, options: Options) -> None:
     for name in ("borders", "comb", "forest") if HAS_KERNELS else TREES:
         check(name, options, Variant(window))
+
+
+@needs_kernels
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
+def test_short_windows_leave_dq_to_its_own_kernel(kernels: str, head_dim: int) -> None:  # noqa: F811
+    layout, inputs = data(TREES["chain"], heads=(2, 1), head_dim=head_dim, dtype=torch.bfloat16)
+    for window in (3 * head_dim - 1, 3 * head_dim):
+        with counted_launches() as counts:
+            run(inputs, layout.nodes, variant=Variant(window))
+        assert any("backward_dq" in name for name in counts) == (window < 3 * head_dim)
 
 
 @configurations

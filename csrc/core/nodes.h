@@ -406,6 +406,15 @@ DUALKV_HD RowsOfKey rows_of_key(const KvTile& tile, const QueryRange& range, int
   return RowsOfKey{begin, max_int(clamp_row(row + sees.window + 1, range), range.full_end)};
 }
 
+// Whether no query of the tile on the grid sees any of the keys [key, key + keys).
+DUALKV_HD bool is_hidden(const KvTile& tile, const QueryRange& range, int m_block, int block_m, int key, int keys,
+                         Visibility sees) {
+  if (key >= tile.valid) return true;
+  const int first = rows_of_key(tile, range, key, sees).begin;
+  const int end = rows_of_key(tile, range, min_int(key + keys, tile.valid) - 1, sees).end;
+  return (m_block + 1) * block_m <= first || m_block * block_m >= end;
+}
+
 DUALKV_HD bool needs_mask(const KvTile& tile, const QueryRange& range, int m_block, int block_m, int block_n) {
   const int row = m_block * block_m;
   return tile.valid < block_n || row < range.row_begin || row < range.full_row || row + block_m > range.full_end;

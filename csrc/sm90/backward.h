@@ -65,12 +65,16 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   using DoState = PipelineState<Config::kStagesDo>;
   using DsState = PipelineState<Config::kStagesDs>;
   static constexpr bool kSplitRows = Config::kSplitRows;
-  // Without dQ nobody waits for anybody: the warpgroups take no turns, and dK is issued behind S and dP of the next step.
-  // dS then stays in registers beside them, for which 128 queries a tile leave no room.
+  // Without dQ nobody waits for anybody: the warpgroups take no turns, each leaves out the steps of which it sees nothing, and
+  // dK is issued behind S and dP of the next step. dS then stays in registers beside them, for which 128 queries a tile leave
+  // no room.
   static constexpr bool kLateDk = !kComputeDq && kBlockM == 64;
   // The first turn of the loop has no dQ to make. With 128 queries a tile two copies of the loop would spill: there it is
   // made of whatever the buffer holds, and goes nowhere.
   static constexpr bool kPeelsFirst = kBlockM == 64;
+
+  // start() then follows steps too, whose sums leave no registers for dP beside a mask with 128 queries a tile.
+  static constexpr bool kDpLater = !kComputeDq && kBlockM == 128;
 
   const int group = this->first_key / 64;
 
@@ -202,24 +206,35 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     ptx::named_barrier_sync(kBarrierZeroed, kConsumerThreads);
   }
 
+  __device__ __forceinline__ const FlaggedStep& first_step() const { return kComputeDq ? steps[0] : step_of(q); }
+
   // P and dS of the first step; nothing else is in flight.
   __device__ __forceinline__ void start() {
-    flags = steps[0].flags;
-    if (flags & FlaggedStep::kForeign) this->zero_foreign_rows(steps[0], q.stage, dout.stage, dout.phase);
+    flags = first_step().flags;
+    if (flags & FlaggedStep::kForeign) this->zero_foreign_rows(first_step(), q.stage, dout.stage, dout.phase);
     issue_scores(s, shared.q(q.stage));
     shared.dout_ready(dout.stage).wait_full(dout.phase);
-    issue_dp(dp, shared.dout(dout.stage));
+    if (!kDpLater) issue_dp(dp, shared.dout(dout.stage));
     Statistic lse, delta;
     load_statistic(lse, shared.lse(q.stage));
-    ptx::wgmma_wait<1>();
+    ptx::wgmma_wait<kDpLater ? 0 : 1>();
     ptx::pin(s);
     this->exponentiate(s, lse);
+    // Exponentials, mask and slopes one after the other: mixed they need more registers than there are.
+    if (kDpLater) {
+      ptx::pin(s);
+      mask(s, first_step());
+      ptx::pin(s);
+      issue_dp(dp, shared.dout(dout.stage));
+    }
     load_statistic(delta, shared.delta(dout.stage));
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
-    ptx::pin(s);  // exponentials, mask and slopes one after the other: mixed they need more registers than there are
-    mask(s, steps[0]);
     ptx::pin(s);
+    if (!kDpLater) {
+      mask(s, first_step());
+      ptx::pin(s);
+    }
     differentiate(delta, shared.lse(q.stage));
     mask_ds();
     pack();
@@ -312,10 +327,41 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>, kSoftca
       if (kComputeDq) send_dq();
       return;
     }
+    if constexpr (!kComputeDq) return run_visible();
     start();
-    if (kComputeDq && kPeelsFirst && !(flags & FlaggedStep::kLast)) advance<false>();
+    if (kPeelsFirst && !(flags & FlaggedStep::kLast)) advance<false>();
     while (!(flags & FlaggedStep::kLast)) advance<kComputeDq>();
     finish();
+  }
+
+  // Without dQ: the steps of which this warpgroup sees something, from one of the others to the next.
+  __device__ __forceinline__ void run_visible() {
+    flags = steps[0].flags & FlaggedStep::kHidden << group ? FlaggedStep::kNextHidden << group : 0;
+    while (true) {
+      if (flags & FlaggedStep::kNextHidden << group) {
+        skip_step();
+      } else {
+        start();
+        while (!(flags & (FlaggedStep::kLast | FlaggedStep::kNextHidden << group))) advance<false>();
+        finish();
+        shared.dout_ready(dout.stage).release(lane);
+        shared.q_ready(q.stage).release(lane);
+      }
+      if (flags & FlaggedStep::kLast) return;
+      q.advance();
+      dout.advance();
+      shared.q_ready(q.stage).wait_full(q.phase);
+    }
+  }
+
+  // Leaves a step to the other warpgroup, which does not zero its foreign rows alone.
+  __device__ __forceinline__ void skip_step() {
+    const FlaggedStep& step = step_of(q);
+    flags = step.flags;
+    if (flags & FlaggedStep::kForeign) this->zero_foreign_rows(step, q.stage, dout.stage, dout.phase);
+    shared.dout_ready(dout.stage).wait_full(dout.phase);
+    shared.dout_ready(dout.stage).release(lane);
+    shared.q_ready(q.stage).release(lane);
   }
 
   // dK and dV go through this warpgroup's rows of V. Those of K will not do: the other warpgroup may still read them, for
@@ -368,7 +414,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     // Broadcast, so that the compiler knows it to be uniform.
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
     if (threadIdx.x == 0) {
-      BackwardProducer<T, Config>{shared, p, maps, block, steps}.run();
+      BackwardProducer<T, Config, !kComputeDq>{shared, p, maps, block, steps}.run();
     } else if (kComputeDq && (warp == 1 || warp == 2)) {
       add_dq(shared, steps, warp - 1, p.dq_sum);
     }

@@ -1,5 +1,5 @@
-// dQ by itself on Hopper, for deterministic mode and for all wide heads: a block owns a query tile of one head and streams K
-// and V, so that every sum has one owner and one order. S and dP are computed a second time.
+// dQ by itself on Hopper, for deterministic mode and for all wide heads: a block owns a query tile of a pack of heads and
+// streams K and V, so that every sum has one owner and one order. S and dP are computed a second time.
 //
 //   S = Q K^T;  P = exp(S - LSE);  dP = dO V^T;  dS = P * (dP - delta);  dQ += dS K
 //
@@ -23,8 +23,16 @@ struct BackwardDqMaps {
 
 template <class Config>
 struct BackwardDqShared : QueryShared<Config> {
-  __device__ __forceinline__ uint32_t dout() const { return this->base + Config::kOffsetDo; }
+  __device__ __forceinline__ uint32_t dout(int stage) const {
+    return this->base + Config::kOffsetDo + stage * Config::TileDo::kBytes;
+  }
 };
+
+// The heads that share a query tile: one of the widest, whose warpgroups have no registers left to tell heads apart.
+template <class Config, typename T>
+__device__ __forceinline__ Pack pack_of(const BackwardDqParams<T>& p) {
+  return Config::kPacksHeads ? p.heads : Pack{};
+}
 
 // The producer thread.
 template <typename T, class Config>
@@ -45,7 +53,8 @@ struct BackwardDqProducer {
     const auto load_v = [&](uint32_t v, uint32_t barrier, const KvTile& tile) {
       load_tile<typename Config::TileV>(v, maps.kv.of(tile.region).v, barrier, work.kv_head, tile.row);
     };
-    const KvStep step = load_k_step<Config>(shared, steps, path, p.nodes, 64, p.shape.sees, k_state, load_k);
+    const int group = pack_of<Config>(p).queries(64);  // of a warpgroup
+    const KvStep step = load_k_step<Config>(shared, steps, path, p.nodes, group, p.shape.sees, k_state, load_k);
     load_v_tile<Config>(shared, step.tile, v_state, load_v);
     path.next(p.nodes, Config::kBlockN, p.shape.sees);
     return step.last;
@@ -82,7 +91,7 @@ struct BackwardDqConsumer {
 
   PipelineState<Config::kStagesK> k_state;
   PipelineState<Config::kStagesV> v_state;
-  PipelineState<1> query_state;
+  PipelineState<Config::kStagesQ> query_state;
   float lse_log2[2], delta[2];
   float s[1][kBlockN / 8][4], dp[1][kBlockN / 8][4];
   float dq[1][kColumns / 8][4];
@@ -91,9 +100,13 @@ struct BackwardDqConsumer {
   RowProducts<T, TileQ, TileK, kBlockN / 8> score_products;
   RowProducts<T, TileDo, TileV, kBlockN / 8> dp_products;
 
+  // What row `row` of the tile holds: a query, counted from the first of the tile, and a head of the pack.
+  __device__ __forceinline__ int query_of(int row) const { return pack_of<Config>(p).queries(row); }
+  __device__ __forceinline__ int head_of(int row) const { return pack_of<Config>(p).of_row(row); }
+
   __device__ __forceinline__ void issue_scores(int steps_done, int k_stage) {
     ptx::wgmma_fence();
-    score_products.issue(s[0], varying(shared.q(), steps_done) + group_row * TileQ::kRowBytes, shared.k(k_stage));
+    score_products.issue(s[0], varying(shared.q(query_state.stage), steps_done) + group_row * TileQ::kRowBytes, shared.k(k_stage));
     ptx::wgmma_commit();
   }
 
@@ -105,6 +118,14 @@ struct BackwardDqConsumer {
       ptx::Wgmma<T, kColumns>::template rs<1>(dq[0], ds[step], along_rows<TileK>(k, step), true);
     }
     ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void wait_queries() const {
+    shared.queries_ready(query_state.stage).wait_full(query_state.phase);
+  }
+  __device__ __forceinline__ void release_queries() {
+    shared.queries_ready(query_state.stage).release(lane);
+    query_state.advance();
   }
 
   // Waits for the next K, and zeroes its foreign rows: it is an operand of dQ.
@@ -121,8 +142,8 @@ struct BackwardDqConsumer {
                                        const KvTile& tile) const {
     const int q_pos = work.q_tile.q_pos;
     const Visibility sees = p.shape.sees;
-    const auto first = [&](int row) { return first_column(tile, q_pos + row, sees); };
-    const auto end = [&](int row) { return end_column(tile, q_pos + row, sees); };
+    const auto first = [&](int row) { return first_column(tile, q_pos + query_of(row), sees); };
+    const auto end = [&](int row) { return end_column(tile, q_pos + query_of(row), sees); };
     if (sees.has_window()) return mask_fragment(x, row0, lane % 4 * 2, 0.f, first, end);
     mask_fragment(x, row0, lane % 4 * 2, 0.f, end);
   }
@@ -130,9 +151,9 @@ struct BackwardDqConsumer {
   __device__ __forceinline__ void load_statistics(const QueryBlock& work) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = row0 + half * 8;
-      const bool valid = row < work.q_tile.rows;
-      const int64_t index = p.statistics.index(work.head, work.q_tile.row + row);
+      const int row = row0 + half * 8, query = query_of(row);
+      const bool valid = query < work.q_tile.rows;
+      const int64_t index = p.statistics.index(work.head + head_of(row), work.q_tile.row + query);
       lse_log2[half] = valid ? p.statistics.lse_log2[index] : 0.f;
       delta[half] = valid ? p.statistics.delta[index] : 0.f;
     }
@@ -166,17 +187,23 @@ struct BackwardDqConsumer {
 #pragma unroll
     for (int j = 0; j < kBlockN / 8; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[0][j][e] *= dp[0][j][e] - delta[e / 2];
-    if (is_masked) mask(s, work, step.tile);
+      for (int e = 0; e < 4; ++e) dp[0][j][e] = s[0][j][e] * (dp[0][j][e] - delta[e / 2]);
+    if (is_masked) {
+      // Where a key is not seen P is zero, but dP may be anything, and 0 * NaN is NaN.
+#pragma unroll
+      for (int j = 0; j < kBlockN / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dp[0][j][e] = s[0][j][e] == 0.f ? 0.f : dp[0][j][e];
+    }
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step)
-      accumulator_to_a<T>(s[0][2 * step], s[0][2 * step + 1], ds[step]);
+      accumulator_to_a<T>(dp[0][2 * step], dp[0][2 * step + 1], ds[step]);
   }
 
   __device__ __forceinline__ void issue_dp(int steps_done) {
     shared.v_ready(v_state.stage).wait_full(v_state.phase);
     ptx::wgmma_fence();
-    dp_products.issue(dp[0], varying(shared.dout(), steps_done) + group_row * TileDo::kRowBytes, shared.v(v_state.stage));
+    dp_products.issue(dp[0], varying(shared.dout(query_state.stage), steps_done) + group_row * TileDo::kRowBytes, shared.v(v_state.stage));
     ptx::wgmma_commit();
   }
 
@@ -253,9 +280,8 @@ struct BackwardDqConsumer {
   // The last tile of a node may leave a warpgroup without a query. It then releases all tiles unread: the producer
   // loads them for the other warpgroup, and reuses a stage only when both have released it.
   __device__ __forceinline__ void skip_work() {
-    shared.queries_ready().wait_full(query_state.phase);
-    shared.queries_ready().release(lane);
-    query_state.advance();
+    wait_queries();
+    release_queries();
     for (bool last = false; !last;) {
       shared.k_ready(k_state.stage).wait_full(k_state.phase);
       last = steps[k_state.stage].last;
@@ -268,11 +294,11 @@ struct BackwardDqConsumer {
   }
 
   __device__ __forceinline__ void attend(const QueryBlock& work) {
-    if (group_row >= work.q_tile.rows) return skip_work();
-    const int q_pos = work.q_tile.q_pos + group_row;
+    if (query_of(group_row) >= work.q_tile.rows) return skip_work();
+    const int q_pos = work.q_tile.q_pos + query_of(group_row);
     load_statistics(work);
     clear(dq);
-    shared.queries_ready().wait_full(query_state.phase);
+    wait_queries();
     KvStep now = wait_k(k_state);
     issue_early(0, k_state.stage);
     issue_late(0);
@@ -289,8 +315,7 @@ struct BackwardDqConsumer {
       issue_late(n);
       finish(work, now, q_pos);
     }
-    shared.queries_ready().release(lane);
-    query_state.advance();
+    release_queries();
     issue_dq(shared.k(k_state.stage));
     ptx::wgmma_wait<0>();
     ptx::pin(dq[0]);
@@ -306,16 +331,10 @@ struct BackwardDqConsumer {
   __device__ __forceinline__ void store(const QueryBlock& work) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = row0 + half * 8;
-      if (row >= work.q_tile.rows) continue;
-      T* out = p.dq.at(work.q_tile.row + row, work.head) + group_column + lane % 4 * 2;
-#pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) {
-        if (j * 8 < p.shape.head_dim - group_column) {
-          *reinterpret_cast<uint32_t*>(out + j * 8) =
-              pack2<T>(dq[0][j][2 * half] * p.shape.softmax_scale, dq[0][j][2 * half + 1] * p.shape.softmax_scale);
-        }
-      }
+      const int row = row0 + half * 8, query = query_of(row);
+      T* out = p.dq.at(work.q_tile.row + query, work.head + head_of(row));
+      store_row<T>(dq[0], half, p.shape.softmax_scale, out, group_column, query < work.q_tile.rows ? p.shape.head_dim : 0,
+                   lane);
     }
   }
 };
@@ -340,12 +359,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       using TileQ = typename Config::TileQ;
       using TileDo = typename Config::TileDo;
-      const auto load = [&](int, const Handshake& ready, const QueryBlock& work) {
+      const auto load = [&](int stage, const Handshake& ready, const QueryBlock& work) {
         ready.expect(TileQ::kBytes + TileDo::kBytes);
-        load_tile<TileQ>(shared.q(), maps.q, ready.full(), work.head, work.q_tile.row);
-        load_tile<TileDo>(shared.dout(), maps.dout, ready.full(), work.head, work.q_tile.row);
+        load_tile<TileQ>(shared.q(stage), maps.q, ready.full(), work.head, work.q_tile.row);
+        load_tile<TileDo>(shared.dout(stage), maps.dout, ready.full(), work.head, work.q_tile.row);
       };
-      hand_out_works<Config>(shared, p, works, QueryTiling{Config::kBlockM, 1}, load);
+      const Pack heads = pack_of<Config>(p);
+      hand_out_works<Config>(shared, p, works, QueryTiling{heads.queries(Config::kBlockM), heads.heads()}, load);
     }
   } else {
     ptx::take_registers<Config::Registers::kConsumer>();

@@ -58,6 +58,12 @@ struct ForwardConfig<256, 256> : ForwardTiles<256, 256, 2, 80> {};
 template <>
 struct ForwardConfig<512, 512> : ForwardTiles<512, 512, 2, 48, 1, 2, 1> {};
 
+// For windows that are shorter than a tile: with d = 64, 24 queries of 8 heads and a window of 128 see 151 keys together.
+template <int kHeadDim, int kHeadDimV>
+struct NarrowForwardConfig : ForwardConfig<kHeadDim, kHeadDimV> {};
+template <>
+struct NarrowForwardConfig<64, 64> : ForwardTiles<64, 64, 3, 80, 2> {};
+
 // The backward kernels of two consumer warpgroups need every register.
 struct BackwardRegisters {
   static constexpr int kProducer = 24, kConsumer = 240;
@@ -71,6 +77,10 @@ struct BackwardTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim, kBlockM = kBlockM_, kBlockN = 128;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr bool kSumsDq = true;
+  // The sums of dQ travel through memory three times in fp32. Up to so many keys a query it is less work to compute S and
+  // dP once more: at 8 x 8K and d = 128 10% less time with a window of 256, 4% more with one of 512; at d = 64 6% less with
+  // 128, 15% more with 256.
+  static constexpr int kShortWindow = 3 * kHeadDim;
   static constexpr int kColumnBlocks = 1;
   // Q serves S of the next step and dK of this one while the one after is loaded.
   static constexpr int kStagesQ = 3, kStagesDo = 2, kStagesDs = kBlockM == 64 ? 3 : 2;
@@ -108,6 +118,7 @@ struct BackwardWideTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = 64, kBlockN = 64;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr bool kSumsDq = false;
+  static constexpr int kShortWindow = 0;
   static constexpr int kColumnBlocks = 1;
   static constexpr int kStagesQ = kStages_, kStagesDo = kStages_, kSteps = kStagesQ;
   using Registers = BackwardRegisters;
@@ -135,6 +146,7 @@ struct BackwardColumnTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim, kBlockM = kBlockM_, kBlockN = 64;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr bool kSumsDq = false;
+  static constexpr int kShortWindow = 0;
   static constexpr int kColumnBlocks = kColumnBlocks_, kColumns = kHeadDim / kColumnBlocks;
   // Q serves S, and dK a good deal later.
   static constexpr int kStagesQ = 2, kStagesDo = 1, kSteps = kStagesQ;
@@ -156,18 +168,19 @@ struct BackwardColumnTiles {
 
 // dQ by itself: a block owns 128 queries of one head, or 64 that its warpgroups share, and streams K and V. A tile of K is
 // held longer than one of V: it serves S of its step and dQ, which is issued together with S of the next.
-template <int kHeadDim_, int kHeadDimV_, int kBlockN_, int kStagesK_, int kStagesV_, int kSharers_ = 1>
+template <int kHeadDim_, int kHeadDimV_, int kBlockN_, int kStagesK_, int kStagesV_, int kStagesQ_ = 1, int kSharers_ = 1>
 struct BackwardDqTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockN = kBlockN_, kSharers = kSharers_;
-  static constexpr int kStagesQ = 1, kStagesK = kStagesK_, kStagesV = kStagesV_;
+  static constexpr int kStagesQ = kStagesQ_, kStagesK = kStagesK_, kStagesV = kStagesV_;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup, kBlockM = 64 * kConsumers / kSharers;
+  static constexpr bool kPacksHeads = kSharers == 1;
   using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileDo = SmemTile<kBlockM, kHeadDimV>;
   using TileK = SmemTile<kBlockN, kHeadDim>;
   using TileV = SmemTile<kBlockN, kHeadDimV>;
-  static constexpr int kOffsetDo = TileQ::kBytes;
-  static constexpr int kOffsetK = kOffsetDo + TileDo::kBytes;
+  static constexpr int kOffsetDo = kStagesQ * TileQ::kBytes;
+  static constexpr int kOffsetK = kOffsetDo + kStagesQ * TileDo::kBytes;
   static constexpr int kOffsetV = kOffsetK + kStagesK * TileK::kBytes;
   static constexpr int kOffsetBarriers = kOffsetV + kStagesV * TileV::kBytes;
   static constexpr int kSharedBytes = kOffsetBarriers + 256 + 1024;
@@ -177,7 +190,7 @@ struct BackwardDqTiles {
 template <int kHeadDim, int kHeadDimV>
 struct BackwardDqConfig;
 template <>
-struct BackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 128, 3, 2> {};
+struct BackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 128, 3, 2, 2> {};
 template <>
 struct BackwardDqConfig<128, 128> : BackwardDqTiles<128, 128, 128, 3, 2> {};
 template <>
@@ -187,7 +200,13 @@ struct BackwardDqConfig<192, 192> : BackwardDqTiles<192, 192, 80, 2, 2> {};
 template <>
 struct BackwardDqConfig<256, 256> : BackwardDqTiles<256, 256, 64, 2, 1> {};
 template <>
-struct BackwardDqConfig<512, 512> : BackwardDqTiles<512, 512, 32, 2, 1, 2> {};
+struct BackwardDqConfig<512, 512> : BackwardDqTiles<512, 512, 32, 2, 1, 1, 2> {};
+
+// As in the forward: 16 queries of 8 heads and a window of 128 see 143 keys.
+template <int kHeadDim, int kHeadDimV>
+struct NarrowBackwardDqConfig : BackwardDqConfig<kHeadDim, kHeadDimV> {};
+template <>
+struct NarrowBackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 80, 3, 2, 2> {};
 
 template <int kHeadDim, int kHeadDimV>
 struct BackwardConfig;

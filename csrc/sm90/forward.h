@@ -297,7 +297,7 @@ struct ForwardConsumer {
     store(work, softmax);
   }
 
-  // Straight from registers, 64 bytes of a row at a time: a copy through shared memory would hold up the next item's Q.
+  // Straight from registers: a copy through shared memory would hold up the next item's Q.
   __device__ __forceinline__ void store(const QueryBlock& work, Softmax& softmax) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -307,19 +307,8 @@ struct ForwardConsumer {
       if (group_column == 0 && lane % 4 == 0 && query < work.q_tile.rows) {
         p.lse[static_cast<int64_t>(head) * p.shape.q_rows + work.q_tile.row + query] = lse;
       }
-      const int column = group_column + lane % 4 * 8;  // this thread's first
-      T* out = p.out.at(work.q_tile.row + query, head) + column;
-#pragma unroll
-      for (int j = 0; j < kColumns / 8; j += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          words[i] = pack2<T>(o[0][j + i][2 * half] * inverse_sum, o[0][j + i][2 * half + 1] * inverse_sum);
-        }
-        transpose_in_quad(words, lane);
-        if (query >= work.q_tile.rows || column + j * 8 >= p.shape.head_dim_v) continue;
-        *reinterpret_cast<uint4*>(out + j * 8) = make_uint4(words[0], words[1], words[2], words[3]);
-      }
+      store_row<T>(o[0], half, inverse_sum, p.out.at(work.q_tile.row + query, head), group_column,
+                   query < work.q_tile.rows ? p.shape.head_dim_v : 0, lane);
     }
   }
 

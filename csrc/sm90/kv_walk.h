@@ -59,13 +59,16 @@ constexpr int kBarrierStored = 4;  // and 5: a gradient of one warpgroup is in s
 // flags are about the next step, so that nobody waits for that step's own word either.
 struct alignas(16) FlaggedStep : BackwardStep {
   static constexpr uint32_t kLast = 1, kForeign = 2, kNextForeign = 4, kNextMasked = 8;
+  // Shifted by the number of a warpgroup that sees nothing of the step: of the first step of a walk, and of the next one.
+  static constexpr uint32_t kHidden = 16, kNextHidden = 64;
   uint32_t flags;
   int dq_tile;
   int own_begin, own_end;  // rows of the tile that belong to the range; all others are foreign
 };
 
-// The producer thread: K and V, Q_0, then dO_m before Q_m+1. A step's geometry travels with its Q.
-template <typename T, class Config>
+// The producer thread: K and V, Q_0, then dO_m before Q_m+1. A step's geometry travels with its Q. kTellsHidden: whether it
+// tells warpgroups of 64 keys which steps they may leave out.
+template <typename T, class Config, bool kTellsHidden = false>
 struct BackwardProducer {
   using TileQ = typename Config::TileQ;
   using TileDo = typename Config::TileDo;
@@ -98,16 +101,28 @@ struct BackwardProducer {
     if (has_foreign_rows(next.range, next.m_block, queries)) step.flags |= FlaggedStep::kNextForeign;
     if (needs_mask(next.tile, next.range, next.m_block, queries, Config::kBlockN)) {
       step.flags |= FlaggedStep::kNextMasked;
+      if (kTellsHidden) step.flags |= hidden(next.tile, next.range, next.m_block) * FlaggedStep::kNextHidden;
     }
   }
 
+  // Bit by bit the warpgroups that see nothing of a query tile.
+  __device__ __forceinline__ uint32_t hidden(const KvTile& tile, const QueryRange& range, int m_block) const {
+    uint32_t groups = 0;
+    for (int group = 0; group < Config::kBlockN / 64; ++group) {
+      const int queries = p.statistics.heads.queries(kBlockM);
+      if (is_hidden(tile, range, m_block, queries, group * 64, 64, p.shape.sees)) groups |= 1u << group;
+    }
+    return groups;
+  }
+
   // Hands out the next step, with its Q and LSE, once the consumers have left the stage.
-  __device__ __forceinline__ const BackwardStep& load_q() {
+  __device__ __forceinline__ const BackwardStep& load_q(uint32_t more_flags = 0) {
     const Handshake ready = shared.q_ready(q_state.stage);
     ready.wait_empty(q_state.phase);
     FlaggedStep& step = steps[q_state.template place<Config::kSteps>()];
     block.take_step(step);
     flag(step);
+    step.flags |= more_flags;
     if (!step.valid) {
       ptx::mbarrier_arrive(ready.full());
       return step;
@@ -148,7 +163,8 @@ struct BackwardProducer {
   __device__ __forceinline__ void run() {
     load_kv();
     block.start_walk();
-    const BackwardStep* step = &load_q();
+    const uint32_t first_hidden = kTellsHidden ? hidden(block.tile, block.walk.range, block.walk.m_block) : 0;
+    const BackwardStep* step = &load_q(first_hidden * FlaggedStep::kHidden);
     while (step->valid) {
       load_dout(*step);
       if (step->last) return;

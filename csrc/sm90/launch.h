@@ -37,17 +37,41 @@ void launch(Kernel kernel, int64_t blocks, int threads, int shared_bytes, cudaSt
   check_cuda(cudaGetLastError());
 }
 
-template <typename T, class Config>
-void launch_forward(const ForwardParams<T>& p, cudaStream_t stream) {
+template <typename T, class Config, bool kSoftcap>
+void launch_forward_tiles(const ForwardParams<T>& p, cudaStream_t stream) {
   const ForwardMaps maps{make_tensor_map(p.q, p.shape.q_rows, p.shape.num_heads, p.shape.head_dim,
                                          Config::kBlockM / p.packed_heads, p.packed_heads),
                          region_maps(p.kv, p.nodes.extents, p.shape, Config::kBlockN),
                          region_maps(p.kv, p.nodes.extents, p.shape, kSlabRows)};
   const int64_t items = int64_t{p.work.capacity} * (p.shape.num_heads / p.packed_heads);
-  const auto kernel =
-      p.shape.softcap.exists() ? dualkv_sm90_forward<T, Config, true> : dualkv_sm90_forward<T, Config, false>;
-  launch(kernel, items < p.shape.num_sms ? items : p.shape.num_sms, Config::kThreads, Config::kSharedBytes, stream, p,
-         maps);
+  launch(dualkv_sm90_forward<T, Config, kSoftcap>, items < p.shape.num_sms ? items : p.shape.num_sms, Config::kThreads,
+         Config::kSharedBytes, stream, p, maps);
+}
+
+// Columns of the tiles that the queries of a tile visit in a long run of keys.
+template <class Config>
+int window_columns(Visibility sees, int heads) {
+  return ceil_div(sees.window + Config::kBlockM / heads, Config::kBlockN) * Config::kBlockN;
+}
+
+// Where narrow tiles save a quarter of the columns.
+template <class Narrow, class Config>
+bool wants_narrow_tiles(Visibility sees, int heads) {
+  static_assert(Narrow::kBlockM == Config::kBlockM, "the list of query tiles serves both");
+  return sees.has_window() && 4 * window_columns<Narrow>(sees, heads) <= 3 * window_columns<Config>(sees, heads);
+}
+
+template <typename T, int kHeadDim, int kHeadDimV>
+void launch_forward(const ForwardParams<T>& p, cudaStream_t stream) {
+  using Config = ForwardConfig<kHeadDim, kHeadDimV>;
+  using Narrow = NarrowForwardConfig<kHeadDim, kHeadDimV>;
+  if (p.shape.softcap.exists()) return launch_forward_tiles<T, Config, true>(p, stream);
+  if constexpr (Narrow::kBlockN < Config::kBlockN) {
+    if (wants_narrow_tiles<Narrow, Config>(p.shape.sees, p.packed_heads)) {
+      return launch_forward_tiles<T, Narrow, false>(p, stream);
+    }
+  }
+  launch_forward_tiles<T, Config, false>(p, stream);
 }
 
 template <typename T>
@@ -68,14 +92,26 @@ void launch_backward(void (*kernel)(BackwardParams<T>, BackwardMaps), const Back
 }
 
 template <typename T, class Config>
-void launch_backward_dq(const BackwardDqParams<T>& p, cudaStream_t stream) {
-  constexpr QueryTiling kTiling{Config::kBlockM, 1};
-  const BackwardDqMaps maps{query_map(p.q, p.shape, p.shape.head_dim, kTiling),
-                            query_map(p.dout, p.shape, p.shape.head_dim_v, kTiling),
+void launch_backward_dq_tiles(const BackwardDqParams<T>& p, cudaStream_t stream) {
+  const QueryTiling tiling{p.heads.queries(Config::kBlockM), p.heads.heads()};
+  const BackwardDqMaps maps{query_map(p.q, p.shape, p.shape.head_dim, tiling),
+                            query_map(p.dout, p.shape, p.shape.head_dim_v, tiling),
                             region_maps(p.kv, p.nodes.extents, p.shape, Config::kBlockN)};
-  const int64_t items = int64_t{p.work.capacity} * p.shape.num_heads;
+  const int64_t items = int64_t{p.work.capacity} * p.heads.queries(p.shape.num_heads);
   launch(dualkv_sm90_backward_dq<T, Config>, items < p.shape.num_sms ? items : p.shape.num_sms, Config::kThreads,
          Config::kSharedBytes, stream, p, maps);
+}
+
+template <typename T, int kHeadDim, int kHeadDimV>
+void launch_backward_dq(const BackwardDqParams<T>& p, cudaStream_t stream) {
+  using Config = BackwardDqConfig<kHeadDim, kHeadDimV>;
+  using Narrow = NarrowBackwardDqConfig<kHeadDim, kHeadDimV>;
+  if constexpr (Narrow::kBlockN < Config::kBlockN) {
+    if (wants_narrow_tiles<Narrow, Config>(p.shape.sees, p.heads.heads())) {
+      return launch_backward_dq_tiles<T, Narrow>(p, stream);
+    }
+  }
+  launch_backward_dq_tiles<T, Config>(p, stream);
 }
 
 template <typename T, class Config>
@@ -94,7 +130,7 @@ bool register_forward() {
   return for_element_types([](auto element) {
     using T = decltype(element);
     const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true};
-    add_kernel<ForwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, {tiles, launch_forward<T, Config>});
+    add_kernel<ForwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, {tiles, launch_forward<T, kHeadDim, kHeadDimV>});
   });
 }
 
@@ -124,7 +160,7 @@ bool register_backward() {
       }
     };
     add_kernel<BackwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV},
-                                  {tiles, run, launch_convert<T, Config>, Config::kSumsDq});
+                                  {tiles, run, launch_convert<T, Config>, Config::kSumsDq, Config::kShortWindow});
   });
 }
 
@@ -133,8 +169,8 @@ bool register_backward_dq() {
   using Config = BackwardDqConfig<kHeadDim, kHeadDimV>;
   return for_element_types([](auto element) {
     using T = decltype(element);
-    const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes};
-    add_kernel<BackwardDqKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, {tiles, launch_backward_dq<T, Config>});
+    const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, Config::kPacksHeads};
+    add_kernel<BackwardDqKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, {tiles, launch_backward_dq<T, kHeadDim, kHeadDimV>});
   });
 }
 

@@ -28,7 +28,7 @@ template <class Config>
 struct QueryShared {
   uint32_t base;
 
-  __device__ __forceinline__ uint32_t q(int stage = 0) const { return base + stage * Config::TileQ::kBytes; }
+  __device__ __forceinline__ uint32_t q(int stage) const { return base + stage * Config::TileQ::kBytes; }
   __device__ __forceinline__ uint32_t k(int stage) const {
     return base + Config::kOffsetK + stage * Config::TileK::kBytes;
   }
@@ -38,7 +38,7 @@ struct QueryShared {
   __device__ __forceinline__ Handshake handshake(int index) const {
     return {base + Config::kOffsetBarriers + index * 16};
   }
-  __device__ __forceinline__ Handshake queries_ready(int stage = 0) const { return handshake(stage); }
+  __device__ __forceinline__ Handshake queries_ready(int stage) const { return handshake(stage); }
   __device__ __forceinline__ Handshake k_ready(int stage) const { return handshake(Config::kStagesQ + stage); }
   __device__ __forceinline__ Handshake v_ready(int stage) const {
     return handshake(Config::kStagesQ + Config::kStagesK + stage);

@@ -106,6 +106,23 @@ __device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4], int lane
   }
 }
 
+// Stores a row of accumulators, scaled, from column `column` of `out` on, as far as `end`: 64 bytes at a time. A quad of
+// threads holds it, in half `half` of its elements.
+template <typename T, int kN8>
+__device__ __forceinline__ void store_row(const float (&acc)[kN8][4], int half, float scale, T* out, int column, int end,
+                                          int lane) {
+  const int first = column + lane % 4 * 8;  // this thread's
+#pragma unroll
+  for (int j = 0; j < kN8; j += 4) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = pack2<T>(acc[j + i][2 * half] * scale, acc[j + i][2 * half + 1] * scale);
+    transpose_in_quad(words, lane);
+    if (first + j * 8 >= end) continue;
+    *reinterpret_cast<uint4*>(out + first + j * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
 // Where a user of a ring of buffers is: the stage, and the parity of its turns around the ring, which mbarriers ask
 // for.
 template <int kStages>
