@@ -224,6 +224,16 @@ void backward_step(const Problem& p, Record& r, const QueryWalk& walk) {
     r.wrong_key_rows += (begin > first_row && sees_key(begin - 1)) || (end < end_row && sees_key(end));
   }
   r.wrong_key_rows += masked && seen != visible;
+  // Of each half of the keys, as warpgroups have them: whether any row sees one.
+  const int half = max_int(p.block_n / 2, 1);
+  for (int key = 0; key < p.block_n; key += half) {
+    int pairs = 0;
+    for (int row = first_row; row < end_row; ++row) {
+      const Columns columns = columns_of(row);
+      pairs += max_int(min_int(columns.end, key + half) - max_int(columns.first, key), 0);
+    }
+    r.wrong_key_rows += is_hidden(walk.tile, walk.range, walk.m_block, p.block_m, key, half, p.sees()) != (pairs == 0);
+  }
   r.empty_steps += visible == 0;
   r.needless_masks += masked && visible == int64_t{p.block_m} * p.block_n;
 }

@@ -412,7 +412,7 @@ DUALKV_HD bool is_hidden(const KvTile& tile, const QueryRange& range, int m_bloc
   if (key >= tile.valid) return true;
   const int first = rows_of_key(tile, range, key, sees).begin;
   const int end = rows_of_key(tile, range, min_int(key + keys, tile.valid) - 1, sees).end;
-  return (m_block + 1) * block_m <= first || m_block * block_m >= end;
+  return first >= end || (m_block + 1) * block_m <= first || m_block * block_m >= end;
 }
 
 DUALKV_HD bool needs_mask(const KvTile& tile, const QueryRange& range, int m_block, int block_m, int block_n) {
