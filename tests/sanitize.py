@@ -57,6 +57,14 @@ FOLLOWED = read_mutants("""
 # csrc/sm90/backward.h: warpgroups wait for the warp that sends dQ
 - ptx::named_barrier_arrive(kBarrierStaged + group, kWarpgroup + 32);
 + ptx::named_barrier_sync(kBarrierStaged + group, kWarpgroup + 32);
+# csrc/sm90/backward.h: dQ has left shared memory when all lanes say so
+- ptx::mbarrier_init(dq_read(group), 1);
++ ptx::mbarrier_init(dq_read(group), 32);
+# csrc/sm90/backward.h: all lanes of the warp that sends dQ say so
+- ptx::mbarrier_arrive(shared.dq_read(group));
+-     }
++ }
++     ptx::mbarrier_arrive(shared.dq_read(group));
 # csrc/sm90/backward.h: turns are passed when all lanes say so
 - ptx::mbarrier_init(turn(group), 4);
 + ptx::mbarrier_init(turn(group), 128);
