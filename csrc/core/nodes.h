@@ -169,7 +169,8 @@ struct NoBorders {
 //     walk            8     7     6             5   4                3     2     1 (diagonal)
 //
 // The keys of a node before that window are left out first, so that tiles begin with a key that somebody sees: of tiles
-// anchored at the node a walk would visit one more in most cases. There is always a tile: queries that see no key walk one without keys.
+// anchored at the node a walk would visit one more in most cases. There is always a tile: queries that see no key walk
+// one without keys.
 template <class Borders = NoBorders>
 struct PathWalk {
   Borders borders;

@@ -76,10 +76,10 @@ inline Pack largest_pack(int heads_per_group) {
   return pack;
 }
 
-// The pack of the kernels that own keys. Packed, a tile has few queries, and where a range of queries begins or ends few of its rows are
-// foreign: a quarter less time where nodes are short, 5% with sequences of 1300 rows, 6% with a window of 128. With a long
-// window all heads at a time are more than the L2 cache holds until the next tile of keys comes to them: at 1024 keys 2.2
-// times the bytes, and 16% more time.
+// The pack of the kernels that own keys. Packed, a tile has few queries, and where a range of queries begins or ends few
+// of its rows are foreign: a quarter less time where nodes are short, 5% with sequences of 1300 rows, 6% with a window of
+// 128. With a long window all heads at a time are more than the L2 cache holds until the next tile of keys comes to them:
+// at 1024 keys 2.2 times the bytes, and 16% more time.
 inline Pack backward_pack(int heads_per_group, Visibility sees) {
   constexpr int kLongWindow = 256;
   return sees.has_window() && sees.window >= kLongWindow ? Pack{} : largest_pack(heads_per_group);

@@ -65,9 +65,9 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   using DoState = PipelineState<Config::kStagesDo>;
   using DsState = PipelineState<Config::kStagesDs>;
   static constexpr bool kSplitRows = Config::kSplitRows;
-  // Without dQ nobody waits for anybody: the warpgroups take no turns, each leaves out the steps of which it sees nothing, and
-  // dK is issued behind S and dP of the next step. dS then stays in registers beside them, for which 128 queries a tile leave
-  // no room.
+  // Without dQ nobody waits for anybody: the warpgroups take no turns, each leaves out the steps of which it sees nothing,
+  // and dK is issued behind S and dP of the next step. dS then stays in registers beside them, for which 128 queries a
+  // tile leave no room.
   static constexpr bool kLateDk = !kComputeDq && kBlockM == 64;
   // The first turn of the loop has no dQ to make. With 128 queries a tile two copies of the loop would spill: there it is
   // made of whatever the buffer holds, and goes nowhere.

@@ -106,7 +106,8 @@ struct BackwardDqConsumer {
 
   __device__ __forceinline__ void issue_scores(int steps_done, int k_stage) {
     ptx::wgmma_fence();
-    score_products.issue(s[0], varying(shared.q(query_state.stage), steps_done) + group_row * TileQ::kRowBytes, shared.k(k_stage));
+    const uint32_t q = varying(shared.q(query_state.stage), steps_done);
+    score_products.issue(s[0], q + group_row * TileQ::kRowBytes, shared.k(k_stage));
     ptx::wgmma_commit();
   }
 
@@ -203,7 +204,8 @@ struct BackwardDqConsumer {
   __device__ __forceinline__ void issue_dp(int steps_done) {
     shared.v_ready(v_state.stage).wait_full(v_state.phase);
     ptx::wgmma_fence();
-    dp_products.issue(dp[0], varying(shared.dout(query_state.stage), steps_done) + group_row * TileDo::kRowBytes, shared.v(v_state.stage));
+    const uint32_t dout = varying(shared.dout(query_state.stage), steps_done);
+    dp_products.issue(dp[0], dout + group_row * TileDo::kRowBytes, shared.v(v_state.stage));
     ptx::wgmma_commit();
   }
 
