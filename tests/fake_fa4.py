@@ -5,6 +5,8 @@ Arguments that nobody here passes are left out, so that one more is an error.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,20 +55,9 @@ def flash_attn_varlen_func(
     return torch.cat([one_sequence(*part, *options) for part in parts]), None
 
 
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (None, None),
-    learnable_sink: Tensor | None = None,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> tuple[Tensor, None]:
-    """(B, S, H, d) each."""
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
+    """(B, S, H, d) each; the options of flash_attn_varlen_func."""
     cu = torch.arange(len(q) + 1, dtype=torch.int32) * q.shape[1]
-    options = softmax_scale, causal, window_size, learnable_sink, softcap, deterministic
     flat = (one.flatten(0, 1) for one in (q, k, v))
-    out, _ = flash_attn_varlen_func(*flat, cu, cu, q.shape[1], q.shape[1], *options)
+    out, _ = flash_attn_varlen_func(*flat, cu, cu, q.shape[1], q.shape[1], **options)
     return out.unflatten(0, q.shape[:2]), None

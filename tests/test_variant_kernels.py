@@ -62,6 +62,14 @@ def test_windows(window: int, options: Options) -> None:
         check(name, options, Variant(window))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [59, 127])
+def test_short_windows_of_many_heads(window: int, head_dim: int) -> None:
+    """Tiles of few queries: at d = 64 they see so few keys that the kernels take narrow tiles, one or two of them."""
+    for name in ("borders", "comb") if HAS_KERNELS else ("deep",):
+        check(name, {"heads": (16, 2), "head_dim": head_dim, "dtype": torch.bfloat16}, Variant(window))
+
+
 @needs_kernels
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kernels", ["sm90"], indirect=True)

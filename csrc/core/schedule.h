@@ -92,6 +92,11 @@ DUALKV_HD int forward_cost(const Node& n, int m_block, int block_m, int block_n,
   return max_int(ceil_div(end - sees.first_key(q.q_pos), block_n), 1);
 }
 
+// Columns of the tiles that `queries` of one tile visit with a window, in a long run of keys.
+inline int window_columns(Visibility sees, int queries, int block_n) {
+  return ceil_div(sees.window + queries, block_n) * block_n;
+}
+
 DUALKV_HD int owned_tiles(const Node& n, int block_n) { return ceil_div(n.kv_len, block_n); }
 
 // Whether other nodes than itself see its keys.

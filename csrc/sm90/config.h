@@ -71,16 +71,17 @@ struct BackwardRegisters {
 static_assert((BackwardRegisters::kProducer + 2 * BackwardRegisters::kConsumer) * kWarpgroup <= 64 * 1024,
               "setmaxnreg would wait for ever");
 
+// In head dims: with a shorter window dQ has a kernel of its own. Its sums travel through memory three times in fp32, and for
+// few keys a query it is less work to compute S and dP once more: at 8 x 8K and d = 128 10% less time with a window of 256,
+// 4% more with one of 512; at d = 64 12% less with 128, 15% more with 256.
+constexpr int kShortWindow = 3;
+
 // Backward with a stationary KV tile of 128 rows, 64 a consumer warpgroup.
 template <int kHeadDim_, int kBlockM_>
 struct BackwardTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim, kBlockM = kBlockM_, kBlockN = 128;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr bool kSumsDq = true;
-  // The sums of dQ travel through memory three times in fp32. Up to so many keys a query it is less work to compute S and
-  // dP once more: at 8 x 8K and d = 128 10% less time with a window of 256, 4% more with one of 512; at d = 64 6% less with
-  // 128, 15% more with 256.
-  static constexpr int kShortWindow = 3 * kHeadDim;
   static constexpr int kColumnBlocks = 1;
   // Q serves S of the next step and dK of this one while the one after is loaded.
   static constexpr int kStagesQ = 3, kStagesDo = 2, kStagesDs = kBlockM == 64 ? 3 : 2;
@@ -118,7 +119,6 @@ struct BackwardWideTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = 64, kBlockN = 64;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr bool kSumsDq = false;
-  static constexpr int kShortWindow = 0;
   static constexpr int kColumnBlocks = 1;
   static constexpr int kStagesQ = kStages_, kStagesDo = kStages_, kSteps = kStagesQ;
   using Registers = BackwardRegisters;
@@ -146,7 +146,6 @@ struct BackwardColumnTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim, kBlockM = kBlockM_, kBlockN = 64;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr bool kSumsDq = false;
-  static constexpr int kShortWindow = 0;
   static constexpr int kColumnBlocks = kColumnBlocks_, kColumns = kHeadDim / kColumnBlocks;
   // Q serves S, and dK a good deal later.
   static constexpr int kStagesQ = 2, kStagesDo = 1, kSteps = kStagesQ;

@@ -48,17 +48,13 @@ void launch_forward_tiles(const ForwardParams<T>& p, cudaStream_t stream) {
          Config::kSharedBytes, stream, p, maps);
 }
 
-// Columns of the tiles that the queries of a tile visit in a long run of keys.
-template <class Config>
-int window_columns(Visibility sees, int heads) {
-  return ceil_div(sees.window + Config::kBlockM / heads, Config::kBlockN) * Config::kBlockN;
-}
-
 // Where narrow tiles save a quarter of the columns.
 template <class Narrow, class Config>
 bool wants_narrow_tiles(Visibility sees, int heads) {
   static_assert(Narrow::kBlockM == Config::kBlockM, "the list of query tiles serves both");
-  return sees.has_window() && 4 * window_columns<Narrow>(sees, heads) <= 3 * window_columns<Config>(sees, heads);
+  const int queries = Config::kBlockM / heads;
+  return sees.has_window() && 4 * int64_t{window_columns(sees, queries, Narrow::kBlockN)} <=
+                                  3 * int64_t{window_columns(sees, queries, Config::kBlockN)};
 }
 
 template <typename T, int kHeadDim, int kHeadDimV>
@@ -160,7 +156,7 @@ bool register_backward() {
       }
     };
     add_kernel<BackwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV},
-                                  {tiles, run, launch_convert<T, Config>, Config::kSumsDq, Config::kShortWindow});
+                                  {tiles, run, launch_convert<T, Config>, Config::kSumsDq, kShortWindow * kHeadDim});
   });
 }
 
@@ -170,7 +166,8 @@ bool register_backward_dq() {
   return for_element_types([](auto element) {
     using T = decltype(element);
     const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, Config::kPacksHeads};
-    add_kernel<BackwardDqKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, {tiles, launch_backward_dq<T, kHeadDim, kHeadDimV>});
+    add_kernel<BackwardDqKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV},
+                                    {tiles, launch_backward_dq<T, kHeadDim, kHeadDimV>});
   });
 }
 
