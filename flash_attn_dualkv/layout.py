@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from . import arguments, checks
 from .data.transfer import SeparatelyPickled, same_device, to_device
 from .errors import SharedPromptLayoutError
-from .nodes import group_nodes, tree_table
+from .nodes import packed_table, tree_table
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,15 +240,21 @@ class HostLayout:
         """From the rows of every context and of every response, and the offsets of the groups' responses."""
         contexts = [*accumulate(context_lens, initial=0)]
         rows = [*accumulate(decoded_lens, initial=contexts[-1])]
+        begins: list[int] = []
         lens: list[int] = []
+        positions: list[int] = []
         parents: list[int] = []
+        ends: list[int] = []
         longest = 0
-        for group, length in enumerate(context_lens):
-            sizes = decoded_lens[group_offsets[group] : group_offsets[group + 1]]
+        for length, begin, (first, last) in zip(context_lens, contexts, pairwise(group_offsets)):
+            sizes, root, count = decoded_lens[first:last], len(lens), last - first
             longest = max(longest, length + max(sizes, default=0))
-            parents += (-1, *[len(lens)] * len(sizes))
+            begins += (begin, *rows[first:last])
             lens += (length, *sizes)
-        nodes = group_nodes(contexts, group_offsets, rows, rows, has_queries=True)
+            positions += (0, *[length] * count)
+            parents += (-1, *[root] * count)
+            ends += (root + count + 1, *range(root + 2, root + count + 2))
+        nodes = packed_table(begins, lens, positions, parents, ends)
         return HostLayout(nodes, tuple(lens), tuple(parents), longest, is_tree=False)
 
     @staticmethod

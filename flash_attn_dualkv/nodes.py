@@ -11,7 +11,7 @@ depth-first order: a node, then its subtree. Their rows may lie anywhere.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -84,32 +84,25 @@ def sequence_nodes(
         _check_end("cu_seqlens_context", context_starts[-1], total_context, "rows of k_context")
         _check_covers("cu_seqs_per_context", owned, sequences)
     k_starts = [total_context + row for row in k_starts]
-    return group_nodes(context_starts, owned, q_starts, k_starts, has_queries=False).to(cu_seqlens_q.device)
+    return _group_nodes(context_starts, owned, q_starts, k_starts).to(cu_seqlens_q.device)
 
 
-def group_nodes(
-    context_starts: Sequence[int],
-    owned: Sequence[int],
-    q_starts: Sequence[int],
-    kv_starts: Sequence[int],
-    *,
-    has_queries: bool,
+def _group_nodes(
+    context_starts: Sequence[int], owned: Sequence[int], q_starts: Sequence[int], kv_starts: Sequence[int]
 ) -> Tensor:
-    """Table of contexts, each followed by the sequences that continue it; on the host, nothing is checked.
+    """Table of contexts without queries, each followed by the sequences that continue it.
 
     Args:
         context_starts: (G+1,) rows of the keys at which contexts begin.
         owned: (G+1,) group g owns sequences [g] .. [g+1] - 1.
         q_starts, kv_starts: (N+1,) rows at which the sequences' queries and keys begin.
-        has_queries: whether the rows of contexts are queries too, the same rows of q.
     """
     rows: list[int] = []
     # `Node` by `Node`: an object for each of thousands would take a millisecond.
     for group, (begin, end) in enumerate(pairwise(context_starts)):
         first, last, length = owned[group], owned[group + 1], end - begin
         root = first + group
-        queries = (begin, length) if has_queries else (q_starts[first], 0)
-        rows += (*queries, 0, begin, length, 0, -1, last + group + 1)
+        rows += (q_starts[first], 0, 0, begin, length, 0, -1, last + group + 1)
         for index in range(first, last):
             q, kv = q_starts[index], kv_starts[index]
             q_len, kv_len = q_starts[index + 1] - q, kv_starts[index + 1] - kv
@@ -164,8 +157,21 @@ def tree_table(
         positions.append(sums[parent])
         sums[index] = sums[parent] + lengths[index]
     begins = [*accumulate(lengths, initial=0)][:-1]
-    columns = (begins, lengths, positions, begins, lengths, positions, parents, ends)
-    return torch.stack([ints(one, torch.int32) for one in columns], 1), max(sums)
+    return packed_table(begins, lengths, positions, parents, ends), max(sums)
+
+
+def packed_table(
+    begins: Sequence[int], lengths: Sequence[int], positions: Sequence[int], parents: Sequence[int], ends: Sequence[int]
+) -> Tensor:
+    """Table of nodes whose rows are queries and keys alike, on the host; nothing is checked.
+
+    Args:
+        begins, lengths: the rows of each node.
+        positions: of the first of them.
+        parents, ends: `Node.parent` and `Node.subtree_end`.
+    """
+    rows = (begins, lengths, positions)
+    return _table(chain.from_iterable(zip(*rows, *rows, parents, ends)))
 
 
 def _table(rows: Iterable[int]) -> Tensor:

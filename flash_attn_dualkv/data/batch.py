@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
+from operator import add, sub
 from typing import Any, NamedTuple
 
 import torch
@@ -142,54 +143,28 @@ def int64s(values: Iterable[int]) -> Tensor:
 
 
 class Runs(NamedTuple):
-    """The packed row as runs of neighbouring tokens: the contexts, then the responses. (runs,) each.
+    """Numbers in runs that lie one after the other: first runs that rise by one, then runs of equal numbers.
 
-    Row r, which lies in run i, holds token r + token_offsets[i] of all samples' tokens, at the position
-    r + position_offsets[i], and has a label if r < label_ends[i].
+    Each number is the one before plus 1 (in the latter: plus 0), but for the jumps where runs begin. What comes before
+    the first number is 0, and the first of the equal ones still gets its 1. (runs,) each.
     """
 
-    lengths: Tensor
-    token_offsets: Tensor
-    position_offsets: Tensor
-    multiplicities: Tensor
-    label_ends: Tensor
+    begins: Tensor
+    jumps: Tensor
 
-    def rows(self, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
-        """input_ids, position_ids, labels, multiplicity: (count,) each."""
-        run, place = expand(self.lengths, count)
-        source = take(self.token_offsets, run).add_(place)
-        positions = take(self.position_offsets, run).add_(place)
-        # The next token of a row stands behind its own among the samples' tokens.
-        labels = take(tokens, (source + 1).clamp_(max=len(tokens) - 1))
-        labels.masked_fill_(place >= take(self.label_ends, run), IGNORED_LABEL)
-        return take(tokens, source), positions, labels, take(self.multiplicities, run)
+    @staticmethod
+    def of(runs: Iterable[tuple[Sequence[int], Sequence[int]]], rising: int) -> Runs:
+        """On the host, from lengths of runs and their first numbers; `rising` numbers are in runs that rise."""
+        lengths, firsts = int64s(chain(*chain(*zip(*runs)))).view(2, -1)
+        begins = lengths.cumsum(0).sub_(lengths)
+        offsets = firsts.sub_(begins.clamp(max=rising))
+        return Runs(begins, offsets.diff(prepend=offsets.new_ones(1)))
 
-
-class Responses(NamedTuple):
-    """The responses in original order, (samples,) each.
-
-    Response token t (counted over all responses), which lies in response i, is scored by row t + row_offsets[i]; the
-    first one of a response, t = first_tokens[i], by first_rows[i]. Its place among the padded responses is
-    t + padded_offsets[i], that among the whole sequences t + jagged_offsets[i].
-    """
-
-    lengths: Tensor
-    first_tokens: Tensor
-    first_rows: Tensor
-    row_offsets: Tensor
-    padded_offsets: Tensor
-    jagged_offsets: Tensor
-
-    def by_token(self, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
-        """token_index, targets, padded_index, jagged_index: (count,) each."""
-        response, place = expand(self.lengths, count)
-        is_first = place == take(self.first_tokens, response)
-        following = take(self.row_offsets, response).add_(place)
-        token_index = torch.where(is_first, take(self.first_rows, response), following)
-        padded = take(self.padded_offsets, response).add_(place)
-        jagged = take(self.jagged_offsets, response).add_(place)
-        # The row that predicts a token stands one before it in its sequence.
-        return token_index, take(tokens, jagged + 1), padded, jagged
+    def numbers(self, rising: int, equal: int) -> Tensor:
+        """(rising + equal + 1,): all of them, and one more, behind which nothing lies: empty runs may begin there."""
+        steps = self.jumps.new_ones(rising + equal + 1)
+        steps[rising + 1 :].zero_()
+        return steps.scatter_add_(0, self.begins, self.jumps).cumsum_(0)
 
 
 @dataclass(frozen=True)
@@ -197,9 +172,9 @@ class PackedRow:
     """The contexts and the responses in the order of the packed row."""
 
     groups: list[list[int]]
-    group_offsets: list[int]
     order: list[int]  # the samples, group by group
     shift: int  # prompt tokens before each response: 1 or 0
+    drop_last: bool
     context_lens: list[int]
     decoded_lens: list[int]
     host: HostLayout
@@ -209,78 +184,86 @@ class PackedRow:
     def build(samples: Samples, groups: list[list[int]], shift: int, drop_last: bool, multiple: int) -> PackedRow:
         context_lens = [samples.prompt_lens[members[0]] - shift for members in groups]
         added = shift - 1 if drop_last else shift
-        order = [index for members in groups for index in members]
+        order = [*chain.from_iterable(groups)]
         own = [samples.response_lens[index] for index in order]
         decoded_lens = [length + added if length + added > 0 else 0 for length in own]
-        group_offsets = [*accumulate(map(len, groups), initial=0)]
-        host = HostLayout.of_prompts(context_lens, decoded_lens, group_offsets)
+        host = HostLayout.of_prompts(context_lens, decoded_lens, [*accumulate(map(len, groups), initial=0)])
         pad = -(sum(context_lens) + sum(decoded_lens)) % multiple
-        return PackedRow(groups, group_offsets, order, shift, context_lens, decoded_lens, host, pad)
+        return PackedRow(groups, order, shift, drop_last, context_lens, decoded_lens, host, pad)
 
     def to_batch(self, samples: Samples, device: torch.device) -> SharedPromptBatch:
         """Everything on the device: a few numbers a sample are copied, and the tokens if they are elsewhere."""
-        small = self._numbers(samples, int64s(self.order))
+        begins = [*accumulate(map(add, samples.prompt_lens, samples.response_lens), initial=0)]
+        rows, scored = sum(self.context_lens) + sum(self.decoded_lens), sum(samples.response_lens)
+        rising = 3 * rows + 4 * scored
+        long = [*Runs.of(self._runs(samples, begins), rising), int64s(begins), int64s([IGNORED_LABEL])]
         is_there = same_device(samples.tokens.device, device)
-        long = small if is_there else [*small, samples.tokens.cpu()]
-        moved = to_device(long, [self.host.nodes], device)
-        middle = len(Runs._fields)
-        end = middle + len(Responses._fields)
-        runs, responses, jagged_offsets = Runs(*moved[:middle]), Responses(*moved[middle:end]), moved[end]
-        tokens = samples.tokens.long() if is_there else moved[end + 1]
-        count = sum(self.context_lens) + sum(self.decoded_lens)
-        input_ids, position_ids, labels, multiplicity = self._padded(runs.rows(tokens, count))
-        token_index, targets, padded, jagged = responses.by_token(tokens, sum(samples.response_lens))
-        layout = self.host.layout(moved[-1], self.pad, position_ids)
+        if not is_there:
+            long.append(samples.tokens.cpu())
+        first, jumps, jagged_offsets, ignored, *moved, nodes = to_device(long, [self.host.nodes], device)
+        tokens = samples.tokens if is_there else moved[0]
+
+        sizes = [rows, 2 * rows + scored, scored, scored, scored, rows, 1]
+        split = Runs(first, jumps).numbers(rising, rows).unsafe_split_with_sizes(sizes)
+        position_ids, places, token_index, padded, jagged, multiplicity, _ = split
+        # Behind all tokens is the label of rows without one.
+        found = take(torch.cat([tokens, ignored]), places.clamp_(max=len(tokens)))
+        input_ids, labels, targets = found.unsafe_split_with_sizes([rows, rows, scored])
+        by_row = self._padded((input_ids, position_ids, labels, multiplicity))
+        input_ids, position_ids, labels, multiplicity = by_row
+        layout = self.host.layout(nodes, self.pad, position_ids)
         return SharedPromptBatch(
             input_ids, position_ids, layout, labels, token_index, targets, tuple(samples.response_lens),
             tuple(samples.prompt_lens), tuple(self.order), multiplicity, padded, jagged, jagged_offsets,
             samples.max_token,
         )  # fmt: skip
 
-    def _numbers(self, samples: Samples, order: Tensor) -> list[Tensor]:
-        """`Runs`, `Responses` and jagged_offsets of the batch, on the host."""
-        prompt_lens, response_lens = int64s(samples.prompt_lens), int64s(samples.response_lens)
-        begins = offsets_of(prompt_lens + response_lens)  # of the samples among the tokens
-        sizes, of_context = (
-            int64s(map(len, self.groups)),
-            torch.zeros(len(self.groups), dtype=torch.int64, device="cpu"),
-        )
-        first_members = int64s(members[0] for members in self.groups)
+    def _runs(self, samples: Samples, begins: list[int]) -> list[tuple[list[int], list[int]]]:
+        """Of each tensor of the batch the lengths of its runs and their first numbers; see `Runs`.
 
-        lengths = int64s([*self.context_lens, *self.decoded_lens])
-        rows = lengths.cumsum(0) - lengths
-        decoded_rows = rows[len(sizes) :]
-        positions = torch.cat([of_context, prompt_lens[order] - self.shift])
-        tokens = begins[torch.cat([first_members, order])] + positions
-        # All but the last token of a response, and the prompt tokens before it, are followed by another.
-        label_ends = decoded_rows + response_lens[order] + self.shift - 1
-        runs = Runs(
-            lengths,
-            tokens - rows,
-            positions - rows,
-            torch.cat([sizes, torch.ones_like(order)]),
-            torch.cat([of_context, label_ends]),
-        )
+        Of tensors of tokens they are places among the tokens of all samples.
 
-        places = torch.arange(len(order), device="cpu")
-        first_tokens = response_lens.cumsum(0) - response_lens
-        own_rows = torch.empty_like(order).index_copy_(0, order, decoded_rows + self.shift)  # of its first token
-        first_rows = own_rows - 1
-        if self.shift == 0:  # the row before it is that of the context's last token
-            last_rows = rows[: len(sizes)] + lengths[: len(sizes)] - 1
-            first_rows[order] = last_rows.repeat_interleave(sizes, output_size=len(order))
-        responses = Responses(
-            response_lens,
-            first_tokens,
-            first_rows,
-            own_rows - first_tokens - 1,
-            places * max(samples.response_lens) - first_tokens,
-            begins[:-1] + prompt_lens - first_tokens - 1,
-        )
-        return [*runs, *responses, begins]
+        Args:
+            samples: what is packed.
+            begins: (B+1,) the place of each sample's first token, and that behind all tokens.
+        """
+        order, groups, response_lens, end = self.order, self.groups, samples.response_lens, begins[-1]
+        lens = [*self.context_lens, *self.decoded_lens]
+        rows = [*accumulate(lens, initial=0)]
+        # Of the first row of each response.
+        positions = [samples.prompt_lens[index] - self.shift for index in order]
+        places = [begins[index] + position for index, position in zip(order, positions)]
+        # The label of a row is the token behind its own; the last row of a response has one only if that was dropped.
+        labelled = [length - 1 if length and not self.drop_last else length for length in self.decoded_lens]
+        unlabelled = map(sub, self.decoded_lens, labelled)
+        labels = [place + 1 for place in places]
+        # The first token of a response is scored by the row before its own or, for "gather", by the context's last.
+        lasts = [behind - 1 for behind, members in zip(rows[1:], groups) for _ in members]
+        scoring = rows[len(groups) : -1] if self.shift else lasts
+        first_rows, other_rows = [0] * len(order), [0] * len(order)
+        for index, first, row in zip(order, scoring, rows[len(groups) :]):
+            first_rows[index], other_rows[index] = first, row + self.shift
+        firsts = [1 if length else 0 for length in response_lens]
+        others = map(sub, response_lens, firsts)
+        targets = [*map(add, begins, samples.prompt_lens)]
+        longest = max(response_lens)
+        return [
+            (lens, [*[0] * len(groups), *positions]),  # position_ids
+            (lens, [*[begins[members[0]] for members in groups], *places]),  # input_ids
+            ([sum(self.context_lens), *_in_turns(labelled, unlabelled)], [end, *_in_turns(labels, repeat(end))]),
+            (response_lens, targets),
+            (_in_turns(firsts, others), _in_turns(first_rows, other_rows)),  # token_index
+            (response_lens, [index * longest for index in range(len(order))]),  # padded_index
+            (response_lens, [place - 1 for place in targets]),  # jagged_index
+            ([*self.context_lens, sum(self.decoded_lens)], [*map(len, groups), 1]),  # multiplicity, of equal numbers
+        ]
 
     def _padded(self, by_row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.pad == 0:
             return by_row
         fills = PADDING_TOKEN, 0, IGNORED_LABEL, 0
         return tuple(torch.nn.functional.pad(one, (0, self.pad), value=fill) for one, fill in zip(by_row, fills))
+
+
+def _in_turns(ones: Iterable[int], others: Iterable[int]) -> list[int]:
+    return [*chain.from_iterable(zip(ones, others))]

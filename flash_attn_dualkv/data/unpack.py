@@ -45,7 +45,7 @@ def unpack_logprobs(
     samples, longest = len(batch.scored_lens), max(batch.scored_lens)
     columns = longest if width is None else arguments.integer("width", width, longest, MAX_ROWS)
     check_fill(fill, values.dtype)
-    filled = values.new_full((samples * longest,), fill).index_put((batch.padded_index,), values).view(samples, longest)
+    filled = values.new_full((samples * longest,), fill).scatter_(0, batch.padded_index, values).view(samples, longest)
     return filled if columns == longest else torch.nn.functional.pad(filled, (0, columns - longest), value=fill)
 
 
@@ -61,7 +61,7 @@ def unpack_to_jagged(values: Tensor, batch: SharedPromptBatch, *, per_row: bool 
     """
     arguments.instance("batch", batch, SharedPromptBatch)
     values = _of_response_tokens(values, batch, per_row)
-    rows = values.new_zeros((batch.num_replicated_tokens,)).index_put((batch.jagged_index,), values)
+    rows = values.new_zeros((batch.num_replicated_tokens,)).scatter_(0, batch.jagged_index, values)
     longest = max(map(int.__add__, batch.prompt_lens, batch.response_lens))
     shortest = min(map(int.__add__, batch.prompt_lens, batch.response_lens))
     return torch.nested.nested_tensor_from_jagged(rows, batch.jagged_offsets, min_seqlen=shortest, max_seqlen=longest)
