@@ -17,12 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mutants import Tree
+from toolchain import HEAD_DIMS
 
-# By the name of a case: the file of its tests, and what their names begin with.
+# By the name of a case: the file of its tests, what their names begin with, and the head dims that it is about.
 CASES = {
-    "sequences": ("tests/test_kernels_properties.py", "test_results_repeat_bit_for_bit"),
-    "trees": ("tests/test_tree_kernels.py", "test_results_repeat_bit_for_bit"),
-    "packs": ("tests/test_tree_kernels.py", "test_packs_repeat_bit_for_bit"),
+    "sequences": ("tests/test_kernels_properties.py", "test_results_repeat_bit_for_bit", HEAD_DIMS),
+    "trees": ("tests/test_tree_kernels.py", "test_results_repeat_bit_for_bit", HEAD_DIMS),
+    "packs": ("tests/test_tree_kernels.py", "test_packs_repeat_bit_for_bit", (64, 128)),
+    "mla": ("tests/test_tree_kernels.py", "test_mla_repeats_bit_for_bit", (192,)),
 }
 FLAGS = {"NVCC_APPEND_FLAGS": "-DDUALKV_JITTER"}
 
@@ -48,8 +50,8 @@ def build(tree: Tree) -> None:
 def search(tree: Tree, head_dims: Sequence[int], cases: Sequence[str] = tuple(CASES)) -> str:
     """The verdict of all runs of every call in each mode: "passed", or what the tests say."""
     for case in cases:
-        file, name = CASES[case]
-        chosen = [dim for dim in head_dims if case != "packs" or dim in (64, 128)]
+        file, name, of_case = CASES[case]
+        chosen = [dim for dim in head_dims if dim in of_case]
         if not chosen:
             continue
         verdict = tree.test(file, f"{name} and sm90 and ({' or '.join(f'd{dim}-' for dim in chosen)})")

@@ -51,7 +51,7 @@ FOLLOWED = read_mutants("""
 # csrc/sm90/tile.h: what warps write is there when all lanes say so
 - if (lane == 0) ptx::mbarrier_arrive(full());
 + ptx::mbarrier_arrive(full());
-# csrc/sm90/backward.h: dS is ready when all lanes say so
+# csrc/sm90/ds_exchange.h: dS is ready when all lanes say so
 - ds_ready(buffer).init(kConsumerWarps, kConsumerWarps);
 + ds_ready(buffer).init(kConsumerWarps, kConsumerWarps * 32);
 # csrc/sm90/backward.h: warpgroups wait for the warp that sends dQ
@@ -178,9 +178,10 @@ PACKS = (16, 1), (8, 2), (6, 1)
 
 
 def run_trees(head_dim: int) -> None:
-    """In both types, default and deterministic."""
+    """In both types, default and deterministic; 192 also with MLA's narrower values."""
     for dtype, deterministic in product((torch.bfloat16, torch.float16), (False, True)):
-        run_tree(head_dim, (4, 2), dtype, -1, deterministic)
+        for head_dim_v in (head_dim, 128) if head_dim == 192 else (head_dim,):
+            run_tree(head_dim, (4, 2), dtype, -1, deterministic, head_dim_v)
 
 
 def run_packs(head_dim: int) -> None:
@@ -189,16 +190,23 @@ def run_packs(head_dim: int) -> None:
         run_tree(head_dim, heads, (torch.bfloat16, torch.float16)[index // 2 % 2], window, deterministic)
 
 
-def run_tree(head_dim: int, heads: tuple[int, int], dtype: torch.dtype, window: int, deterministic: bool) -> None:
-    """Every result is a number."""
+def run_tree(
+    head_dim: int,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    window: int,
+    deterministic: bool,
+    head_dim_v: int | None = None,
+) -> None:
+    """Every result is a number. ``head_dim_v``: of V; default: ``head_dim``."""
     from tree_cases import offsets_and_parents
 
     from flash_attn_dualkv import flash_attn_tree_varlen_func
 
     torch.manual_seed(0)
     rows = sum(TREE[0]) + 3
-    sizes = heads[0], heads[1], heads[1]
-    leaves = [torch.randn(rows, one, head_dim, dtype=dtype, device=DEVICE).requires_grad_() for one in sizes]
+    sizes = (heads[0], head_dim), (heads[1], head_dim), (heads[1], head_dim_v or head_dim)
+    leaves = [torch.randn(rows, *one, dtype=dtype, device=DEVICE).requires_grad_() for one in sizes]
     options = {"window_size": (window, 0 if window >= 0 else -1), "deterministic": deterministic}
     out = flash_attn_tree_varlen_func(*leaves, *offsets_and_parents(TREE, DEVICE), **options)
     results = out, *torch.autograd.grad(out, leaves, torch.ones_like(out))

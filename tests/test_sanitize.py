@@ -53,7 +53,7 @@ def test_a_tool_gets_what_is_asked_for(
     monkeypatch.setattr(sanitize.Tree, "build", lambda tree: built.append(tree.environment["DUALKV_HEAD_DIMS"]))
     if is_built:
         assert sanitize.main(["--only-build", str(tmp_path), "--head-dim", "64", "--head-dim", "128"]) == 0
-        assert built == ["64,128"] and "kConsumerWarps * 32" in (tmp_path / "tree/csrc/sm90/backward.h").read_text()
+        assert built == ["64,128"] and "kConsumerWarps * 32" in (tmp_path / "tree/csrc/sm90/ds_exchange.h").read_text()
     options = ["--built", str(tmp_path)] if is_built else []
     assert sanitize.main(["trees", "packs", "hostile", "--head-dim", "64", "--tool", tool, *options]) == 0
     assert capsys.readouterr().out == f"{tool}: clean\n"

@@ -45,6 +45,15 @@ PACKED = [
 ]
 
 
+# MLA's head dims have a backward kernel of their own on Hopper.
+MLA = [
+    dict(head_dim=head_dim, head_dim_v=head_dim_v, heads=heads, dtype=torch.bfloat16, device=DEVICE)
+    for head_dim, head_dim_v in ((192, 128) if HAS_KERNELS else (16, 8),)
+    for heads in ((4, 4), (8, 2))
+]
+of_mla = pytest.mark.parametrize("options", MLA, ids=lambda one: "d{head_dim}-H{heads[0]}-{heads[1]}".format(**one))
+
+
 @configurations
 @trees
 def test_accuracy(name: str, options: Options) -> None:
@@ -106,6 +115,34 @@ def test_packs_repeat_bit_for_bit(options: Options, window: int) -> None:
     """Tiles that hold rows of several heads: many short nodes, some with borders inside of tiles."""
     for name in [name for name in ("turns", "bush") if name in TREES] or TREES:
         check_repeats(TREES[name], options, Variant(window))
+
+
+@of_mla
+@pytest.mark.parametrize("name", REPEATED)
+def test_mla_repeats_bit_for_bit(name: str, options: Options) -> None:
+    check_repeats(TREES[name], options)
+
+
+@of_mla
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("name", ["deep", "forest"])
+def test_nan_in_a_node_of_mla(name: str, deterministic: bool, options: Options) -> None:
+    """Rows of other paths, and the keys of nodes that are not above it, have numbers."""
+    tree = TREES[name]
+    layout, inputs = data(tree, **options)
+    paths, node = paths_of(tree), max(range(len(tree[0])), key=lambda one: (tree[1][one] >= 0) * tree[0][one])
+    begin = sum(tree[0][:node])
+    for one in (inputs.q, inputs.k, inputs.v, inputs.dout):
+        one[begin : begin + tree[0][node]] = float("nan")
+    below, above = (torch.zeros(layout.num_tokens, dtype=torch.bool) for _ in range(2))
+    for path, size in zip(paths, tree[0]):
+        if begin in path:
+            below[path[len(path) - size :]] = True
+            above[path] = True
+    found = run(inputs, layout.nodes, deterministic)
+    assert bool(found["out"][begin : begin + tree[0][node]].isnan().all())
+    for key, spoilt in (("out", below), ("dq", below), ("dk", above), ("dv", above)):
+        assert bool(found[key][(~spoilt).to(DEVICE)].isfinite().all()), key
 
 
 @configurations

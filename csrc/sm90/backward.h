@@ -12,58 +12,45 @@
 // tensor cores work for the other. README.md has a picture.
 #pragma once
 
-#include "ptx/stmatrix.h"
-#include "sm90/kv_walk.h"
+#include "sm90/ds_exchange.h"
 
 namespace dualkv::sm90 {
 
 template <class Config>
-struct BackwardShared : KvShared<Config> {
-  using KvShared<Config>::barrier;
+struct BackwardShared : DsShared<Config> {
+  using DsShared<Config>::barrier, DsShared<Config>::kNextBarrier;
 
-  __device__ __forceinline__ uint32_t ds(int buffer) const {
-    return this->base + Config::kOffsetDs + buffer * Config::TileDs::kBytes;
-  }
   __device__ __forceinline__ uint32_t dq(int group) const {
     return this->base + Config::kOffsetDq + group * Config::kDqBytes;
   }
 
-  // dS of both warpgroups, between those that write it and those that make dQ of it: the same warps.
-  __device__ __forceinline__ Handshake ds_ready(int buffer) const { return {barrier(kFirst + 2 * buffer)}; }
   // The reduction has read dQ of a warpgroup.
-  __device__ __forceinline__ uint32_t dq_read(int group) const { return barrier(kFirst + 2 * Config::kStagesDs + group); }
+  __device__ __forceinline__ uint32_t dq_read(int group) const { return barrier(kNextBarrier + group); }
   // It is a warpgroup's turn to issue products.
   __device__ __forceinline__ uint32_t turn(int group) const {
-    return barrier(kFirst + 2 * Config::kStagesDs + Config::kConsumers + group);
+    return barrier(kNextBarrier + Config::kConsumers + group);
   }
 
   __device__ __forceinline__ void init_barriers() const {
-    constexpr int kConsumerWarps = Config::kConsumers * 4;
-    for (int buffer = 0; buffer < Config::kStagesDs; ++buffer) ds_ready(buffer).init(kConsumerWarps, kConsumerWarps);
+    static_assert((kNextBarrier + 2 * Config::kConsumers) * 8 <= Config::kBarrierBytes);
     for (int group = 0; group < Config::kConsumers; ++group) {
       ptx::mbarrier_init(dq_read(group), 1);
       ptx::mbarrier_init(turn(group), 4);
     }
-    KvShared<Config>::init_barriers();
+    DsShared<Config>::init_barriers();
   }
-
- private:
-  static constexpr int kFirst = 2 + 2 * (Config::kStagesQ + Config::kStagesDo);  // behind the barriers of KvShared
-  static_assert((kFirst + 2 * Config::kStagesDs + 2 * Config::kConsumers) * 8 <= Config::kBarrierBytes);
 };
 
 // One consumer warpgroup: 64 keys of the tile.
 template <typename T, class Config, bool kComputeDq, bool kSoftcap>
-struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>, kSoftcap> {
-  using Base = KvWarpgroup<T, Config, BackwardShared<Config>, kSoftcap>;
-  using Base::block, Base::col0, Base::lane, Base::p, Base::row0, Base::shared, Base::steps, Base::steps_done;
-  using Base::thread, Base::kBlockM, Base::kBlockN, Base::kHeadDim, Base::kConsumerThreads;
-  using typename Base::TileK, typename Base::Statistic;
+struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftcap> {
+  using Base = DsWarpgroup<T, Config, BackwardShared<Config>, kSoftcap>;
+  using Base::block, Base::group, Base::lane, Base::p, Base::shared, Base::steps, Base::steps_done, Base::thread;
+  using Base::kBlockM, Base::kBlockN, Base::kHeadDim;
+  using typename Base::TileDs, typename Base::TileK, typename Base::Statistic;
+  using typename Base::DoState, typename Base::DsState, typename Base::QState;
   using Base::issue_accumulate, Base::issue_dp, Base::issue_scores, Base::k_tile, Base::load_statistic, Base::mask;
-  using TileDs = typename Config::TileDs;
-  using QState = PipelineState<Config::kStagesQ>;
-  using DoState = PipelineState<Config::kStagesDo>;
-  using DsState = PipelineState<Config::kStagesDs>;
+  using Base::step_of, Base::wait_kv;
   static constexpr bool kSplitRows = Config::kSplitRows;
   // Without dQ nobody waits for anybody: the warpgroups take no turns, each leaves out the steps of which it sees nothing,
   // and dK is issued behind S and dP of the next step. dS then stays in registers beside them, for which 128 queries a
@@ -76,8 +63,6 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   // start() then follows steps too, whose sums leave no registers for dP beside a mask with 128 queries a tile.
   static constexpr bool kDpLater = !kComputeDq && kBlockM == 128;
 
-  const int group = this->first_key / 64;
-
   typename Base::template Gradient<kHeadDim> dk, dv;
   typename Base::Scores s, dp;
   typename Base::Operand probabilities, ds;
@@ -88,9 +73,6 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   DoState dout;
   uint32_t flags;
 
-  __device__ __forceinline__ const FlaggedStep& step_of(const QState& state) const {
-    return steps[state.template place<Config::kSteps>()];
-  }
   // Buffers of dS are as many as those of Q, or of dO.
   __device__ __forceinline__ auto ds_state() const {
     static_assert(Config::kStagesDs == Config::kStagesQ || Config::kStagesDs == Config::kStagesDo);
@@ -141,41 +123,14 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     }
   }
 
-  __device__ __forceinline__ void store_ds() {
-    const DsState made = ds_state();
-    shared.ds_ready(made.stage).wait_empty(made.phase);
-    const int row = group * 64 + thread / 32 * 16 + lane % 16;
-    const uint32_t address = shared.ds(made.stage) + TileDs::chunk_offset(row, lane / 16);
-#pragma unroll
-    for (int step = 0; step < kBlockM / 16; ++step) ptx::stmatrix_x4(TileDs::column(address, step), ds[step]);
-  }
-
-  // Tells both warpgroups of the dS that store_ds() wrote. Products are issued between the two calls: the fence waits for
-  // the writes, and meanwhile the tensor cores work.
-  __device__ __forceinline__ void announce_ds() {
-    ptx::fence_async_proxy();
-    shared.ds_ready(ds_state().stage).announce(lane);
-  }
+  __device__ __forceinline__ void store_ds() const { Base::store_ds(ds, ds_state()); }
+  __device__ __forceinline__ void announce_ds() const { Base::announce_ds(ds_state()); }
 
   // Writes dQ of a step to shared memory, 16-byte chunks in fragment order, once the reduction before has read what was
   // there.
   __device__ __forceinline__ void stage_dq(const QState& state, const DsState& made) {
     shared.ds_ready(made.stage).release(lane);
-    const FlaggedStep& step = step_of(state);
-    if (step.flags & FlaggedStep::kForeign) {
-      // dS of foreign rows is zero, but K may hold what those rows must not see.
-      const int first = step.own_begin, end = step.own_end;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = (kSplitRows ? group * 64 : 0) + thread / 32 * 16 + lane / 4 + half * 8;
-        const bool own = row >= first && row < end;
-#pragma unroll
-        for (int j = 0; j < Config::kDqCols / 8; ++j) {
-          dq[j][2 * half] = own ? dq[j][2 * half] : 0.f;
-          dq[j][2 * half + 1] = own ? dq[j][2 * half + 1] : 0.f;
-        }
-      }
-    }
+    this->zero_foreign_dq(dq, step_of(state), kSplitRows ? group * 64 : 0);
     ptx::mbarrier_wait(shared.dq_read(group), state.template place<Config::kSteps>() % 2 ^ 1);
     const uint32_t address = shared.dq(group) + thread * 16;
 #pragma unroll
@@ -196,14 +151,6 @@ struct BackwardConsumer : KvWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   __device__ __forceinline__ void pass_turn() const {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(shared.turn(group ^ 1));
-  }
-
-  __device__ __forceinline__ void wait_kv() const {
-    shared.kv_ready().wait_full(0);
-    if (block.tile.valid == kBlockN) return;
-    this->template zero_rows<TileK, kBlockN>(shared.k(), 0, block.tile.valid);  // an operand of dQ
-    ptx::fence_async_proxy();
-    ptx::named_barrier_sync(kBarrierZeroed, kConsumerThreads);
   }
 
   __device__ __forceinline__ const FlaggedStep& first_step() const { return kComputeDq ? steps[0] : step_of(q); }

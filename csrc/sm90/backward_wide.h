@@ -124,15 +124,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, Shared> {
 #pragma unroll
     for (int i = 0; i < kBlockM / 16; ++i) {
       const uint4 packed = ptx::load_shared_128(address + i * kWarpgroup * 16);
-      const uint32_t pairs[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {
-        const float2 probability = unpack2<T>(pairs[pair]);
-        float(&row)[4] = x[2 * i + pair / 2];
-        const int e = pair % 2 * 2;
-        row[e] = probability.x * (row[e] - delta[i][pair / 2 * 2]);
-        row[e + 1] = probability.y * (row[e + 1] - delta[i][pair / 2 * 2 + 1]);
-      }
+      this->multiply_by_probabilities(x, i, {packed.x, packed.y, packed.z, packed.w}, delta[i]);
     }
     ready.release(lane);
     probabilities.advance();

@@ -76,36 +76,38 @@ static_assert((BackwardRegisters::kProducer + 2 * BackwardRegisters::kConsumer) 
 // 4% more with one of 512; at d = 64 12% less with 128, 15% more with 256.
 constexpr int kShortWindow = 3;
 
-// Backward with a stationary KV tile of 128 rows, 64 a consumer warpgroup.
-template <int kHeadDim_, int kBlockM_>
+// Backward with a stationary KV tile of 128 rows, 64 a consumer warpgroup. kStagesDq_: whether dQ goes to its sums through
+// shared memory; else it goes from registers.
+template <int kHeadDim_, int kHeadDimV_, int kBlockM_, bool kStagesDq_ = true>
 struct BackwardTiles {
-  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim, kBlockM = kBlockM_, kBlockN = 128;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = kBlockM_, kBlockN = 128;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
-  static constexpr bool kSumsDq = true;
+  static constexpr bool kSumsDq = true, kStagesDq = kStagesDq_;
   static constexpr int kColumnBlocks = 1;
   // Q serves S of the next step and dK of this one while the one after is loaded.
-  static constexpr int kStagesQ = 3, kStagesDo = 2, kStagesDs = kBlockM == 64 ? 3 : 2;
+  static constexpr int kStagesQ = 3, kStagesDo = 2, kStagesDs = kStagesDq && kBlockM == 64 ? 3 : 2;
   // The geometry of a step is read once more when its Q has been left: dQ leaves one step later.
   static constexpr int kSteps = 2 * kStagesQ;
   using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
-  using TileDo = TileQ;
+  using TileDo = SmemTile<kBlockM, kHeadDimV>;
   using TileK = SmemTile<kBlockN, kHeadDim>;
-  using TileV = TileK;
+  using TileV = SmemTile<kBlockN, kHeadDimV>;
+  static_assert(kHeadDim >= kHeadDimV, "parts of dV lie in slots as wide as those of dK");
   using TileDs = SmemTile<kBlockN, kBlockM>;  // transposed: rows are keys
   // dQ of a query tile: a warpgroup computes 64 rows of it, or all rows and half of the columns.
   static constexpr bool kSplitRows = kBlockM == 128;
   static constexpr int kDqCols = kHeadDim * kBlockM / 128;
   static constexpr int kDqBytes = 64 * kDqCols * 4;  // a warpgroup's share, fp32
   static_assert(kBlockM == 64 || kBlockM == 128, "two warpgroups share a dQ tile");
-  static_assert(kDqCols % 64 == 0, "a warpgroup's columns of dQ are whole panels of K");
+  static_assert(kDqCols % (kStagesDq ? 64 : 32) == 0, "a product's columns of dQ are whole panels of K, or within one");
 
   static constexpr int kOffsetV = TileK::kBytes;
   static constexpr int kOffsetQ = kOffsetV + TileV::kBytes;
   static constexpr int kOffsetDo = kOffsetQ + kStagesQ * TileQ::kBytes;
   static constexpr int kOffsetDs = kOffsetDo + kStagesDo * TileDo::kBytes;
   static constexpr int kOffsetDq = kOffsetDs + kStagesDs * TileDs::kBytes;
-  static constexpr int kOffsetLse = kOffsetDq + kConsumers * kDqBytes;
+  static constexpr int kOffsetLse = kOffsetDq + (kStagesDq ? kConsumers * kDqBytes : 0);
   static constexpr int kOffsetDelta = kOffsetLse + kStagesQ * kBlockM * 4;
   static constexpr int kOffsetBarriers = kOffsetDelta + kStagesDo * kBlockM * 4;
   static constexpr int kBarrierBytes = 256;
@@ -210,11 +212,11 @@ struct NarrowBackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 80, 3, 2, 2> {};
 template <int kHeadDim, int kHeadDimV>
 struct BackwardConfig;
 template <>
-struct BackwardConfig<64, 64> : BackwardTiles<64, 128> {};
+struct BackwardConfig<64, 64> : BackwardTiles<64, 64, 128> {};
 template <>
-struct BackwardConfig<128, 128> : BackwardTiles<128, 64> {};
+struct BackwardConfig<128, 128> : BackwardTiles<128, 128, 64> {};
 template <>
-struct BackwardConfig<192, 128> : BackwardWideTiles<192, 128, 3> {};
+struct BackwardConfig<192, 128> : BackwardTiles<192, 128, 64, false> {};
 template <>
 struct BackwardConfig<192, 192> : BackwardWideTiles<192, 192, 3> {};
 template <>

@@ -243,7 +243,10 @@ struct KvWarpgroup {
   using Statistic = float[kBlockM / 16][4];
   __device__ __forceinline__ void load_statistic(Statistic& x, uint32_t address) const {
 #pragma unroll
-    for (int j = 0; j < kBlockM / 16; ++j) ptx::load_shared_float4(x[j], address + j * 64 + col0 * 8);
+    for (int j = 0; j < kBlockM / 16; ++j) load_statistic_piece(x[j], address, j);
+  }
+  __device__ __forceinline__ void load_statistic_piece(float (&x)[4], uint32_t address, int piece) const {
+    ptx::load_shared_float4(x, address + piece * 64 + col0 * 8);
   }
 
   // P^T = exp2(S^T * scale - LSE), of capped scores.
@@ -265,12 +268,37 @@ struct KvWarpgroup {
         x[j][e] *= p.shape.softcap.slope(probabilities[j][e], lse[j / 2][j % 2 * 2 + e % 2]);
       }
   }
+  // The same for the 16 queries of a piece of an operand.
+  __device__ __forceinline__ void multiply_by_slope(Scores& x, int piece, const uint32_t (&packed)[4],
+                                                    const float (&lse)[4]) const {
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+      const float2 probability = unpack2<T>(packed[pair]);
+      float(&row)[4] = x[2 * piece + pair / 2];
+      const int e = pair % 2 * 2;
+      row[e] *= p.shape.softcap.slope(probability.x, lse[pair / 2 * 2]);
+      row[e + 1] *= p.shape.softcap.slope(probability.y, lse[pair / 2 * 2 + 1]);
+    }
+  }
   // The same, where there is a softcap, with the LSE in shared memory: there are no registers to keep it.
   __device__ __forceinline__ void multiply_by_slope(Scores& x, const Scores& probabilities, uint32_t lse_address) const {
     if (!kSoftcap || !p.shape.softcap.exists()) return;
     Statistic lse;
     load_statistic(lse, lse_address);
     multiply_by_slope(x, probabilities, lse);
+  }
+
+  // dS^T = P^T * (dP^T - delta) of the 16 queries of a piece of an operand.
+  __device__ __forceinline__ void multiply_by_probabilities(Scores& x, int piece, const uint32_t (&packed)[4],
+                                                            const float (&delta)[4]) const {
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+      const float2 probability = unpack2<T>(packed[pair]);
+      float(&row)[4] = x[2 * piece + pair / 2];
+      const int e = pair % 2 * 2;
+      row[e] = probability.x * (row[e] - delta[pair / 2 * 2]);
+      row[e + 1] = probability.y * (row[e + 1] - delta[pair / 2 * 2 + 1]);
+    }
   }
 
   __device__ __forceinline__ void mask(Scores& x, const BackwardStep& step) const {

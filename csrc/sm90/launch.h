@@ -9,6 +9,7 @@
 #include "sm90/backward.h"
 #include "sm90/backward_columns.h"
 #include "sm90/backward_dq.h"
+#include "sm90/backward_mla.h"
 #include "sm90/backward_wide.h"
 #include "sm90/convert.h"
 #include "sm90/forward.h"
@@ -135,7 +136,12 @@ template <typename T, class Config>
 auto pick_backward(const BackwardParams<T>& p) {
   const auto pick = [&](auto has_softcap) {
     constexpr bool kSoftcap = decltype(has_softcap)::value;
-    return p.dq_sum ? dualkv_sm90_backward<T, Config, true, kSoftcap> : dualkv_sm90_backward<T, Config, false, kSoftcap>;
+    if constexpr (Config::kStagesDq) {
+      return p.dq_sum ? dualkv_sm90_backward<T, Config, true, kSoftcap> : dualkv_sm90_backward<T, Config, false, kSoftcap>;
+    } else {
+      return p.dq_sum ? dualkv_sm90_backward_mla<T, Config, true, kSoftcap>
+                      : dualkv_sm90_backward_mla<T, Config, false, kSoftcap>;
+    }
   };
   return p.shape.softcap.exists() ? pick(std::true_type()) : pick(std::false_type());
 }

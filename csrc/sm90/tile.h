@@ -33,10 +33,10 @@ __device__ __forceinline__ uint64_t along_rows(uint32_t tile, int k) {
   return descriptor<Tile>(tile, k * (16 * Tile::kRowBytes));
 }
 
-// The part of a tile from a column on, which begins a panel.
+// The part of a tile from a column on, which begins a panel, or a chunk from which on only this panel is read.
 template <class Tile>
 __device__ __forceinline__ uint32_t from_column(uint32_t tile, int column) {
-  return tile + column / Tile::kPanelCols * Tile::kPanelBytes;
+  return tile + column / Tile::kPanelCols * Tile::kPanelBytes + column % Tile::kPanelCols * 2;
 }
 
 // Rows of X times rows of Y, over all columns: scores, or dP. Tensor cores truncate what they add to a sum, 16 products at a
