@@ -63,18 +63,13 @@ struct BackwardMlaConsumer : DsWarpgroup<T, Config, DsShared<Config>, kSoftcap> 
     for (int step = 0; step < kBlockM / 16; ++step) accumulator_to_a<T>(x[2 * step], x[2 * step + 1], operand[step]);
   }
 
-  // dS^T = P^T * (dP^T - delta), of the scores before the softcap. There are no registers for the statistics of all queries.
-  __device__ __forceinline__ void differentiate(uint32_t delta_address, uint32_t lse_address) {
+  // dS^T = P^T * (dP^T - delta). There are no registers for delta of all queries.
+  __device__ __forceinline__ void differentiate(uint32_t delta_address) {
 #pragma unroll
     for (int i = 0; i < kBlockM / 16; ++i) {
       float delta[4];
       this->load_statistic_piece(delta, delta_address, i);
       this->multiply_by_probabilities(x, i, probabilities[i], delta);
-      if (kSoftcap) {
-        float lse[4];
-        this->load_statistic_piece(lse, lse_address, i);
-        this->multiply_by_slope(x, i, probabilities[i], lse);
-      }
     }
   }
 
@@ -90,11 +85,21 @@ struct BackwardMlaConsumer : DsWarpgroup<T, Config, DsShared<Config>, kSoftcap> 
     if (is_masked) mask(x, step_of(q));
     pack(probabilities);
     shared.dout_ready(dout.stage).wait_full(dout.phase);
-    issue_dp(x, shared.dout(dout.stage));
-    issue_accumulate(dv, probabilities, shared.dout(dout.stage));
-    ptx::wgmma_wait<1>();
+    if (kSoftcap) {
+      // dS takes P times the cap's derivative, for which there is no place beside P.
+      issue_accumulate(dv, probabilities, shared.dout(dout.stage));
+      ptx::wgmma_wait<0>();
+      this->multiply_by_slope(x, x, shared.lse(q.stage));
+      pack(probabilities);
+      issue_dp(x, shared.dout(dout.stage));
+      ptx::wgmma_wait<0>();
+    } else {
+      issue_dp(x, shared.dout(dout.stage));
+      issue_accumulate(dv, probabilities, shared.dout(dout.stage));
+      ptx::wgmma_wait<1>();
+    }
     ptx::pin(x);
-    differentiate(shared.delta(dout.stage), shared.lse(q.stage));
+    differentiate(shared.delta(dout.stage));
     if (is_masked) mask(x, step_of(q));
     pack(ds);
     ptx::wgmma_wait<0>();

@@ -268,18 +268,6 @@ struct KvWarpgroup {
         x[j][e] *= p.shape.softcap.slope(probabilities[j][e], lse[j / 2][j % 2 * 2 + e % 2]);
       }
   }
-  // The same for the 16 queries of a piece of an operand.
-  __device__ __forceinline__ void multiply_by_slope(Scores& x, int piece, const uint32_t (&packed)[4],
-                                                    const float (&lse)[4]) const {
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {
-      const float2 probability = unpack2<T>(packed[pair]);
-      float(&row)[4] = x[2 * piece + pair / 2];
-      const int e = pair % 2 * 2;
-      row[e] *= p.shape.softcap.slope(probability.x, lse[pair / 2 * 2]);
-      row[e + 1] *= p.shape.softcap.slope(probability.y, lse[pair / 2 * 2 + 1]);
-    }
-  }
   // The same, where there is a softcap, with the LSE in shared memory: there are no registers to keep it.
   __device__ __forceinline__ void multiply_by_slope(Scores& x, const Scores& probabilities, uint32_t lse_address) const {
     if (!kSoftcap || !p.shape.softcap.exists()) return;
