@@ -112,7 +112,10 @@ def test_with_sinks(variant: Variant, options: Options) -> None:
 PAIRS = [(192, 128), (128, 64), (64, 128), (96, 40), (256, 8), (40, 200), (72, 72), (512, 264), (40, 328)]
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), PAIRS if HAS_KERNELS else [(16, 8), (8, 24)])
+PAIRS_HERE = PAIRS if HAS_KERNELS else [(16, 8), (8, 24)]
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), PAIRS_HERE, ids=[f"d{qk}-{v}" for qk, v in PAIRS_HERE])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_values_of_another_width(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
     """Nothing is read or written beyond either; split tiles and packs of heads too."""
