@@ -40,7 +40,7 @@ def test_every_barrier_pauses_first() -> None:
 
 @pytest.mark.parametrize("case", jitter.CASES)
 def test_the_search_has_tests(case: str) -> None:
-    """Of Hopper's kernels, for those that are searched by default or, of a case of few head dims, for these."""
+    """Of Hopper's kernels: for d = 64 and 128, or for the head dims of a case that has its own."""
     file, name, head_dims = jitter.CASES[case]
     root = PTX.parent.parent
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", file]

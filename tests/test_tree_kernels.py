@@ -117,6 +117,18 @@ def test_packs_repeat_bit_for_bit(options: Options, window: int) -> None:
         check_repeats(TREES[name], options, Variant(window))
 
 
+def spoilt_by(tree: Tree, node: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Rows whose paths hold the node, and those whose keys get gradients of such rows."""
+    paths, begin = paths_of(tree), sum(tree[0][:node])
+    below = torch.zeros(tokens, dtype=torch.bool)
+    for path, size in zip(paths, tree[0]):
+        if begin in path:
+            below[path[len(path) - size :]] = True
+    above = below.clone()
+    above[paths[node]] = True
+    return below, above
+
+
 @of_mla
 @pytest.mark.parametrize("name", REPEATED)
 def test_mla_repeats_bit_for_bit(name: str, options: Options) -> None:
@@ -130,15 +142,11 @@ def test_nan_in_a_node_of_mla(name: str, deterministic: bool, options: Options) 
     """Rows of other paths, and the keys of nodes that are not above it, have numbers."""
     tree = TREES[name]
     layout, inputs = data(tree, **options)
-    paths, node = paths_of(tree), max(range(len(tree[0])), key=lambda one: (tree[1][one] >= 0) * tree[0][one])
+    node = max(range(len(tree[0])), key=lambda one: (tree[1][one] >= 0) * tree[0][one])  # the longest with a parent
     begin = sum(tree[0][:node])
     for one in (inputs.q, inputs.k, inputs.v, inputs.dout):
         one[begin : begin + tree[0][node]] = float("nan")
-    below, above = (torch.zeros(layout.num_tokens, dtype=torch.bool) for _ in range(2))
-    for path, size in zip(paths, tree[0]):
-        if begin in path:
-            below[path[len(path) - size :]] = True
-            above[path] = True
+    below, above = spoilt_by(tree, node, layout.num_tokens)
     found = run(inputs, layout.nodes, deterministic)
     assert bool(found["out"][begin : begin + tree[0][node]].isnan().all())
     for key, spoilt in (("out", below), ("dq", below), ("dk", above), ("dv", above)):
@@ -171,7 +179,7 @@ def test_nan_in_a_node_stays_below_it(name: str, options: Options) -> None:
     tree = TREES[name]
     layout, inputs = data(tree, **options)
     expected = run(inputs, layout.nodes, deterministic=True)
-    paths, begin = paths_of(tree), 0
+    begin = 0
     for node, length in enumerate(tree[0]):
         rows = slice(begin, begin + length)
         begin += length
@@ -180,12 +188,7 @@ def test_nan_in_a_node_stays_below_it(name: str, options: Options) -> None:
         poisoned = inputs._replace(**{key: getattr(inputs, key).clone() for key in ("q", "k", "v", "dout")})
         for one in (poisoned.q, poisoned.k, poisoned.v, poisoned.dout):
             one[rows] = float("nan")
-        below = torch.zeros(layout.num_tokens, dtype=torch.bool)
-        for path, size in zip(paths, tree[0]):
-            if rows.start in path:
-                below[path[len(path) - size :]] = True
-        above = below.clone()
-        above[paths[node]] = True
+        below, above = spoilt_by(tree, node, layout.num_tokens)
         found = run(poisoned, layout.nodes, deterministic=True)
         assert bool(found["out"][rows].isnan().any())
         for key, spoilt in (("out", below), ("dq", below), ("dk", above), ("dv", above)):

@@ -33,7 +33,7 @@ __device__ __forceinline__ uint64_t along_rows(uint32_t tile, int k) {
   return descriptor<Tile>(tile, k * (16 * Tile::kRowBytes));
 }
 
-// The part of a tile from a column on, which begins a panel, or a chunk from which on only this panel is read.
+// The part of a tile from a column on, a multiple of 8. Inside of a panel, a product must not read beyond that panel.
 template <class Tile>
 __device__ __forceinline__ uint32_t from_column(uint32_t tile, int column) {
   return tile + column / Tile::kPanelCols * Tile::kPanelBytes + column % Tile::kPanelCols * 2;

@@ -143,18 +143,17 @@ def int64s(values: Iterable[int]) -> Tensor:
 
 
 class Runs(NamedTuple):
-    """Numbers in runs that lie one after the other: first runs that rise by one, then runs of equal numbers.
+    """Numbers in runs, one run behind the other: number k is min(k, rising) plus the offset of its run.
 
-    Each number is the one before plus 1 (in the latter: plus 0), but for the jumps where runs begin. What comes before
-    the first number is 0, and the first of the equal ones still gets its 1. (runs,) each.
+    So the first `rising` numbers go up by one within a run, and the others stay the same. (runs,) each.
     """
 
-    begins: Tensor
-    jumps: Tensor
+    begins: Tensor  # the first k of each run
+    jumps: Tensor  # its offset less that of the run before; of the first run, its offset less 1
 
     @staticmethod
     def of(runs: Iterable[tuple[Sequence[int], Sequence[int]]], rising: int) -> Runs:
-        """On the host, from lengths of runs and their first numbers; `rising` numbers are in runs that rise."""
+        """On the host, from the lengths of runs and their first numbers."""
         lengths, firsts = int64s(chain(*chain(*zip(*runs)))).view(2, -1)
         begins = lengths.cumsum(0).sub_(lengths)
         offsets = firsts.sub_(begins.clamp(max=rising))
