@@ -92,14 +92,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ uint8_t bytes[];
   const int column = static_cast<int>(blockIdx.x) % Config::kColumnBlocks * Config::kColumns;
   const BackwardColumnShared<Config> shared{{{(ptx::shared_address(bytes) + 1023) & ~1023u}}, column};
-  if (!start_block<Config>(shared, block, p)) return;
+  if (!feed_consumers<Config>(shared, block, steps, p, maps)) return;
 
-  if (threadIdx.x < kWarpgroup) {
-    ptx::give_registers<Config::Registers::kProducer>();
-    if (threadIdx.x == 0) BackwardProducer<T, Config>{shared, p, maps, block, steps}.run();
-    return;
-  }
-  ptx::take_registers<Config::Registers::kConsumer>();
   BackwardColumnConsumer<T, Config> consumer{{{shared, p, block, steps, 0}}};
   const KvPair<T>& out = p.dkv.of(block.tile.region);
   // Each leaves through the keys or values that it alone has read.

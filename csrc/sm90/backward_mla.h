@@ -1,10 +1,10 @@
-// Backward on Hopper for (192, 128), MLA's head dims: a block owns a KV tile of one KV head, half of it a consumer
-// warpgroup, and makes all three gradients from the products of backward.h in five products a step.
+// Backward on Hopper for (192, 128), MLA's head dims, by the five products of backward.h: a block owns a KV tile of one KV
+// head, half of it a consumer warpgroup.
 //
-// dK and dV of 64 keys are 160 registers a thread. What is left has room for S or dP, but not for both, and for a third of
-// the warpgroup's dQ. So S and dP follow each other, with P rounded between them, and dQ is made in three parts, each added
-// to its sums before the next is there: from registers, because shared memory has no place for it. Wherever a warpgroup
-// waits for a product of its own, the tensor cores work for the other.
+// dK and dV of 64 keys are 160 registers a thread. The others hold either S or dP, and a third of a warpgroup's dQ. So S
+// comes first, P is rounded, and dP takes its place; dQ is made in three parts, and each is added to its sums before the
+// next one is there. It leaves from registers, because shared memory has no place for it. While a warpgroup waits for one of
+// its products, the tensor cores work for the other.
 #pragma once
 
 #include "sm90/ds_exchange.h"
@@ -18,7 +18,7 @@ struct BackwardMlaConsumer : DsWarpgroup<T, Config, DsShared<Config>, kSoftcap> 
   using Base::block, Base::group, Base::lane, Base::p, Base::shared, Base::steps, Base::steps_done, Base::thread;
   using Base::kBlockM, Base::kBlockN, Base::kHeadDim, Base::kHeadDimV;
   using typename Base::DoState, typename Base::Operand, typename Base::QState, typename Base::Statistic;
-  using typename Base::TileDs, typename Base::TileK, typename Base::TileV;
+  using typename Base::TileDs, typename Base::TileK;
   using Base::announce_ds, Base::issue_accumulate, Base::issue_dp, Base::issue_scores, Base::k_tile, Base::mask;
   using Base::load_statistic, Base::step_of, Base::store_ds, Base::wait_kv;
   static constexpr int kPartCols = 32;  // of dQ; a part lies within a panel of K
@@ -204,14 +204,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __shared__ FlaggedStep steps[Config::kSteps];
   extern __shared__ uint8_t bytes[];
   const DsShared<Config> shared{{(ptx::shared_address(bytes) + 1023) & ~1023u}};
-  if (!start_block<Config>(shared, block, p)) return;
+  if (!feed_consumers<Config>(shared, block, steps, p, maps)) return;
 
-  if (threadIdx.x < kWarpgroup) {
-    ptx::give_registers<Config::Registers::kProducer>();
-    if (threadIdx.x == 0) BackwardProducer<T, Config>{shared, p, maps, block, steps}.run();
-    return;
-  }
-  ptx::take_registers<Config::Registers::kConsumer>();
   // Broadcast, so that the compiler knows it to be uniform.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
   BackwardMlaConsumer<T, Config, kComputeDq, kSoftcap> consumer{{{shared, p, block, steps, group * 64}}};

@@ -204,17 +204,11 @@ template <typename T, class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_backward_wide(const __grid_constant__ BackwardParams<T> p, const __grid_constant__ BackwardMaps maps) {
   __shared__ KvBlock block;
-  __shared__ FlaggedStep steps[Config::kStagesQ];
+  __shared__ FlaggedStep steps[Config::kSteps];
   extern __shared__ uint8_t bytes[];
   const BackwardWideShared<Config> shared{{(ptx::shared_address(bytes) + 1023) & ~1023u}};
-  if (!start_block<Config>(shared, block, p)) return;
+  if (!feed_consumers<Config>(shared, block, steps, p, maps)) return;
 
-  if (threadIdx.x < kWarpgroup) {
-    ptx::give_registers<Config::Registers::kProducer>();
-    if (threadIdx.x == 0) BackwardProducer<T, Config>{shared, p, maps, block, steps}.run();
-    return;
-  }
-  ptx::take_registers<Config::Registers::kConsumer>();
   const KvPair<T>& out = p.dkv.of(block.tile.region);
   if (threadIdx.x < 2 * kWarpgroup) {
     BackwardWideConsumer<T, Config, Config::kHeadDimV> consumer{{shared, p, block, steps, 0}};

@@ -185,6 +185,20 @@ __device__ __forceinline__ bool start_block(const Shared& shared, KvBlock& block
   return __syncthreads_or(exists);
 }
 
+// The same, and then the first warpgroup loads. False for it, and where there is no block; true for the consumers.
+template <class Config, class Shared, typename T>
+__device__ __forceinline__ bool feed_consumers(const Shared& shared, KvBlock& block, FlaggedStep (&steps)[Config::kSteps],
+                                               const BackwardParams<T>& p, const BackwardMaps& maps) {
+  if (!start_block<Config>(shared, block, p)) return false;
+  if (threadIdx.x < kWarpgroup) {
+    ptx::give_registers<Config::Registers::kProducer>();
+    if (threadIdx.x == 0) BackwardProducer<T, Config>{shared, p, maps, block, steps}.run();
+    return false;
+  }
+  ptx::take_registers<Config::Registers::kConsumer>();
+  return true;
+}
+
 // A consumer warpgroup and its 64 keys. kSoftcap: whether there may be a softcap; where not, no loop asks.
 template <typename T, class Config, class Shared, bool kSoftcap = true>
 struct KvWarpgroup {
