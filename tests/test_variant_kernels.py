@@ -76,14 +76,19 @@ def test_short_windows_of_many_heads(window: int, head_dim: int) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "least"), [(64, 64, 160), (128, 128, 160), (192, 128, 1024)])
 @pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
-def test_short_windows_leave_dq_to_its_own_kernel(kernels: str, head_dim: int) -> None:  # noqa: F811
-    layout, inputs = data(TREES["chain"], heads=(2, 1), head_dim=head_dim, dtype=torch.bfloat16)
-    for window in (3 * head_dim - 1, 3 * head_dim):
+def test_short_windows_leave_dq_to_its_own_kernel(
+    kernels: str,  # noqa: F811
+    head_dim: int,
+    head_dim_v: int,
+    least: int,
+) -> None:
+    layout, inputs = data(TREES["chain"], heads=(2, 1), head_dim=head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16)
+    for window in (least - 1, least):
         with counted_launches() as counts:
             run(inputs, layout.nodes, variant=Variant(window))
-        assert any("backward_dq" in name for name in counts) == (window < 3 * head_dim)
+        assert any("backward_dq" in name for name in counts) == (window < least)
 
 
 @configurations
@@ -126,8 +131,11 @@ def test_values_of_another_width(head_dim: int, head_dim_v: int, dtype: torch.dt
     check("forest", options | {"heads": (6, 2)}, Variant(70, 0.05), quiet)
 
 
+VARIANTS_OF_LONG_NODES = [Variant(), Variant(causal=False), Variant(700), Variant(1300), Variant(1300, 30.0)]
+
+
 @needs_kernels
-@pytest.mark.parametrize("variant", [Variant(), Variant(causal=False), Variant(700), Variant(900, 30.0)], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS_OF_LONG_NODES, ids=str)
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (512, 512)])
 def test_split_tiles_of_heads_with_a_backward_of_their_own(head_dim: int, head_dim_v: int, variant: Variant) -> None:
     """One long node and one KV head: its parts go through fp32 slots; with a window they begin inside a head."""
@@ -141,6 +149,26 @@ def test_split_tiles_of_heads_with_a_backward_of_their_own(head_dim: int, head_d
             assert (one.double() - expected[key]).norm() / expected[key].norm() <= oracle.FROBENIUS_BOUND[
                 torch.bfloat16
             ]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
+def test_kernels_for_long_and_for_short_nodes_agree(kernels: str, dtype: torch.dtype) -> None:  # noqa: F811
+    """Nodes of 2048 tokens and more on average take another kernel than what the same nodes take beside short ones."""
+    tree = ([2300, 2100], [-1, 0])
+    layout, inputs = data(tree, heads=(4, 2), head_dim=128, dtype=dtype)
+    beside, more = data((tree[0] + [7] * 6, tree[1] + [-1] * 6), heads=(4, 2), head_dim=128, dtype=dtype)
+    rows = len(inputs.q)
+    inputs = Inputs(*(one[:rows] for one in more[:4]))
+    expected, of_torch = exact(inputs, layout.nodes), plain(inputs, tree)
+    long, short = run(inputs, layout.nodes), run(more, beside.nodes)
+    for key in ("out", "dq", "dk", "dv"):
+        one, other = long[key][: rows - PAD], short[key][: rows - PAD]
+        assert key == "dq" or torch.equal(one, other), key
+        for found in (one, other):
+            sizes = (found, of_torch[key][: rows - PAD], expected[key][: rows - PAD])
+            assert not oracle.violations(key, *sizes, dtype)
 
 
 @configurations

@@ -41,8 +41,9 @@ struct BackwardShared : DsShared<Config> {
   }
 };
 
-// One consumer warpgroup: 64 keys of the tile.
-template <typename T, class Config, bool kComputeDq, bool kSoftcap>
+// One consumer warpgroup: 64 keys of the tile. kLeavesOut: whether it leaves out the steps of which it sees nothing; of
+// those it then only makes its part of dQ.
+template <typename T, class Config, bool kComputeDq, bool kLeavesOut, bool kSoftcap>
 struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftcap> {
   using Base = DsWarpgroup<T, Config, BackwardShared<Config>, kSoftcap>;
   using Base::block, Base::group, Base::lane, Base::p, Base::shared, Base::steps, Base::steps_done, Base::thread;
@@ -52,9 +53,8 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   using Base::issue_accumulate, Base::issue_dp, Base::issue_scores, Base::k_tile, Base::load_statistic, Base::mask;
   using Base::step_of, Base::wait_kv;
   static constexpr bool kSplitRows = Config::kSplitRows;
-  // Without dQ nobody waits for anybody: the warpgroups take no turns, each leaves out the steps of which it sees nothing,
-  // and dK is issued behind S and dP of the next step. dS then stays in registers beside them, for which 128 queries a
-  // tile leave no room.
+  // Without dQ nobody waits for anybody: the warpgroups take no turns, and dK is issued behind S and dP of the next step. dS
+  // then stays in registers beside them, for which 128 queries a tile leave no room.
   static constexpr bool kLateDk = !kComputeDq && kBlockM == 64;
   // The first turn of the loop has no dQ to make. With 128 queries a tile two copies of the loop would spill: there it is
   // made of whatever the buffer holds, and goes nowhere.
@@ -62,6 +62,9 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
 
   // start() then follows steps too, whose sums leave no registers for dP beside a mask with 128 queries a tile.
   static constexpr bool kDpLater = !kComputeDq && kBlockM == 128;
+
+  // Steps are left out, but nobody's turn is.
+  static constexpr bool kOnTurn = kComputeDq && kLeavesOut;
 
   typename Base::template Gradient<kHeadDim> dk, dv;
   typename Base::Scores s, dp;
@@ -124,6 +127,17 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   }
 
   __device__ __forceinline__ void store_ds() const { Base::store_ds(ds, ds_state()); }
+  __device__ __forceinline__ void store_zero_ds() const {
+    const auto made = ds_state();
+    shared.ds_ready(made.stage).wait_empty(made.phase);
+    const uint32_t rows = shared.ds(made.stage) + group * 64 * TileDs::kRowBytes + thread * 16;
+#pragma unroll
+    for (int panel = 0; panel < TileDs::kPanels; ++panel)
+#pragma unroll
+      for (int byte = 0; byte < 64 * TileDs::kRowBytes; byte += kWarpgroup * 16) {
+        ptx::store_shared_128(rows + panel * TileDs::kPanelBytes + byte, make_uint4(0, 0, 0, 0));
+      }
+  }
   __device__ __forceinline__ void announce_ds() const { Base::announce_ds(ds_state()); }
 
   // Writes dQ of a step to shared memory, 16-byte chunks in fragment order, once the reduction before has read what was
@@ -155,13 +169,21 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
 
   __device__ __forceinline__ const FlaggedStep& first_step() const { return kComputeDq ? steps[0] : step_of(q); }
 
+  // Nobody can tell that it is v_tile(): else the descriptors of V become values of the whole kernel, and the loop makes them
+  // anew in every step, which takes 1% of it.
+  __device__ __forceinline__ uint32_t v_outside_loop() const {
+    uint32_t tile = Base::v_tile();
+    if (kOnTurn) asm volatile("" : "+r"(tile));
+    return tile;
+  }
+
   // P and dS of the first step; nothing else is in flight.
   __device__ __forceinline__ void start() {
     flags = first_step().flags;
     if (flags & FlaggedStep::kForeign) this->zero_foreign_rows(first_step(), q.stage, dout.stage, dout.phase);
     issue_scores(s, shared.q(q.stage));
     shared.dout_ready(dout.stage).wait_full(dout.phase);
-    if (!kDpLater) issue_dp(dp, shared.dout(dout.stage));
+    if (!kDpLater) issue_dp(dp, shared.dout(dout.stage), v_outside_loop());
     Statistic lse, delta;
     load_statistic(lse, shared.lse(q.stage));
     ptx::wgmma_wait<kDpLater ? 0 : 1>();
@@ -173,12 +195,16 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
       mask(s, first_step());
       ptx::pin(s);
       issue_dp(dp, shared.dout(dout.stage));
+    } else if (kOnTurn) {
+      ptx::pin(s);
+      if (flags & FlaggedStep::kMasked) mask(s, first_step());
+      ptx::pin(s);
     }
     load_statistic(delta, shared.delta(dout.stage));
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
     ptx::pin(s);
-    if (!kDpLater) {
+    if (!kDpLater && !kOnTurn) {
       mask(s, first_step());
       ptx::pin(s);
     }
@@ -188,15 +214,26 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     if (kComputeDq) store_ds();
   }
 
-  // From one step to the next: dV and dK of the one, P and dS of the other and, if kMakesDq, dQ of the step before.
-  template <bool kMakesDq>
+  // The same where this warpgroup sees nothing of it.
+  __device__ __forceinline__ void start_unseen() {
+    flags = first_step().flags;
+    if (flags & FlaggedStep::kForeign) this->zero_foreign_rows(first_step(), q.stage, dout.stage, dout.phase);
+    shared.dout_ready(dout.stage).wait_full(dout.phase);
+    store_zero_ds();
+  }
+
+  // From one step to the next: dV and dK of the one, P and dS of the other and, if kMakesDq, dQ of the step before. kSeesThis
+  // and kSeesNext: whether this warpgroup sees anything of them; else it leaves out what is its own.
+  template <bool kMakesDq, bool kSeesThis = true, bool kSeesNext = true>
   __device__ __forceinline__ void advance() {
     const QState next_q = q.next();
     const DoState next_dout = dout.next();
-    const bool leaves = kMakesDq && (kPeelsFirst || steps_done > 0);
+    const bool leaves = kMakesDq && ((kPeelsFirst && kSeesThis && kSeesNext) || steps_done > 0);
     if (kComputeDq) take_turn();
-    issue_accumulate(dv, probabilities, shared.dout(dout.stage));
-    if (!kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
+    if (kSeesThis) {
+      issue_accumulate(dv, probabilities, shared.dout(dout.stage));
+      if (!kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
+    }
     if (kComputeDq) announce_ds();
     if (kMakesDq) issue_dq(ds_state().previous());
     shared.q_ready(next_q.stage).wait_full(next_q.phase);
@@ -207,47 +244,56 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     ptx::wgmma_wait<kMakesDq ? 1 : 0>();
     shared.dout_ready(dout.stage).release(lane);
     if (!kLateDk) shared.q_ready(q.stage).release(lane);
-    issue_scores(s, shared.q(next_q.stage));
     Statistic lse, delta;
-    load_statistic(lse, shared.lse(next_q.stage));
+    if (kSeesNext) {
+      issue_scores(s, shared.q(next_q.stage));
+      load_statistic(lse, shared.lse(next_q.stage));
+    }
     if (kMakesDq) {
-      ptx::wgmma_wait<1>();
+      ptx::wgmma_wait<kSeesNext ? 1 : 0>();
       ptx::pin(dq);
       if (leaves) stage_dq(q.previous(), ds_state().previous());
     }
     shared.dout_ready(next_dout.stage).wait_full(next_dout.phase);
-    issue_dp(dp, shared.dout(next_dout.stage));
+    if (kSeesNext) {
+      issue_dp(dp, shared.dout(next_dout.stage), kSeesThis ? Base::v_tile() : v_outside_loop());
+    }
     if (leaves) send_dq();
     if (kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
     const uint32_t next_flags = step_of(next_q).flags;
-    ptx::wgmma_wait<kLateDk ? 2 : 1>();
-    ptx::pin(s);
-    this->exponentiate(s, lse);
-    ptx::pin(s);
-    // The compiler moves nothing across this branch: else it would move the exponentials behind the wait for dP, and
-    // the two would no longer run at the same time.
-    if (flags & FlaggedStep::kNextMasked) mask(s, step_of(next_q));
-    load_statistic(delta, shared.delta(next_dout.stage));
-    ptx::wgmma_wait<kLateDk ? 1 : 0>();
-    ptx::pin(dp);
-    differentiate(delta, shared.lse(next_q.stage));
-    if (flags & FlaggedStep::kNextMasked) mask_ds();
+    if (kSeesNext) {
+      ptx::wgmma_wait<kLateDk ? 2 : 1>();
+      ptx::pin(s);
+      this->exponentiate(s, lse);
+      ptx::pin(s);
+      // The compiler moves nothing across this branch: else it would move the exponentials behind the wait for dP, and
+      // the two would no longer run at the same time.
+      if (flags & FlaggedStep::kNextMasked) mask(s, step_of(next_q));
+      load_statistic(delta, shared.delta(next_dout.stage));
+      ptx::wgmma_wait<kLateDk ? 1 : 0>();
+      ptx::pin(dp);
+      differentiate(delta, shared.lse(next_q.stage));
+      if (flags & FlaggedStep::kNextMasked) mask_ds();
+    }
     if (kLateDk) {
       ptx::wgmma_wait<0>();
       shared.q_ready(q.stage).release(lane);
     }
-    pack();
+    if (kSeesNext) pack();
     ++steps_done;
     q = next_q;
     dout = next_dout;
     flags = next_flags;
-    if (kComputeDq) store_ds();
+    if (kComputeDq) kSeesNext ? store_ds() : store_zero_ds();
   }
 
   // dV and dK of the last step, and dQ of the last two; the last of all stays in registers.
+  template <bool kSeesLast = true>
   __device__ __forceinline__ void finish() {
-    issue_accumulate(dv, probabilities, shared.dout(dout.stage));
-    issue_accumulate(dk, ds, shared.q(q.stage));
+    if (kSeesLast) {
+      issue_accumulate(dv, probabilities, shared.dout(dout.stage));
+      issue_accumulate(dk, ds, shared.q(q.stage));
+    }
     if (kComputeDq) {
       announce_ds();
       if (steps_done > 0) {
@@ -274,11 +320,46 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
       if (kComputeDq) send_dq();
       return;
     }
-    if constexpr (!kComputeDq) return run_visible();
-    start();
-    if (kPeelsFirst && !(flags & FlaggedStep::kLast)) advance<false>();
-    while (!(flags & FlaggedStep::kLast)) advance<kComputeDq>();
-    finish();
+    if constexpr (!kComputeDq) {
+      run_visible();
+    } else if constexpr (kLeavesOut) {
+      run_turns();
+    } else {
+      start();
+      if (kPeelsFirst && !(flags & FlaggedStep::kLast)) advance<false>();
+      while (!(flags & FlaggedStep::kLast)) advance<kComputeDq>();
+      finish();
+    }
+  }
+
+  // With dQ: all steps in turn, because both warpgroups make dQ of each. Behind the main loop flags are read anew: ptxas waits
+  // right behind the load for a value that is used there, which takes 1% of the loop.
+  __device__ __forceinline__ void run_turns() {
+    const uint32_t hidden = FlaggedStep::kNextHidden << group;
+    bool sees = !(steps[0].flags & FlaggedStep::kHidden << group);
+    if (sees) {
+      start();
+      if (kPeelsFirst && !(flags & (FlaggedStep::kLast | hidden))) advance<false>();
+    } else {
+      start_unseen();
+    }
+    while (true) {
+      if (sees) {
+        while (!(flags & (FlaggedStep::kLast | hidden))) {
+          do {
+            advance<true>();
+          } while (!(flags & (FlaggedStep::kLast | FlaggedStep::kNextHidden << 0 | FlaggedStep::kNextHidden << 1)));
+          flags = step_of(q).flags;
+        }
+        if (flags & FlaggedStep::kLast) return finish();
+        advance<true, true, false>();
+      }
+      sees = true;
+      while ((flags & (FlaggedStep::kLast | hidden)) == hidden) advance<true, false, false>();
+      if (flags & FlaggedStep::kLast) return finish<false>();
+      advance<true, false, true>();
+      flags = step_of(q).flags;
+    }
   }
 
   // Without dQ: the steps of which this warpgroup sees something, from one of the others to the next.
@@ -347,7 +428,7 @@ __device__ __forceinline__ void add_dq(const BackwardShared<Config>& shared, con
   }
 }
 
-template <typename T, class Config, bool kComputeDq, bool kSoftcap>
+template <typename T, class Config, bool kComputeDq, bool kLeavesOut, bool kSoftcap>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_backward(const __grid_constant__ BackwardParams<T> p, const __grid_constant__ BackwardMaps maps) {
   __shared__ KvBlock block;
@@ -361,14 +442,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     // Broadcast, so that the compiler knows it to be uniform.
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
     if (threadIdx.x == 0) {
-      BackwardProducer<T, Config, !kComputeDq>{shared, p, maps, block, steps}.run();
+      BackwardProducer<T, Config, kLeavesOut>{shared, p, maps, block, steps}.run();
     } else if (kComputeDq && (warp == 1 || warp == 2)) {
       add_dq(shared, steps, warp - 1, p.dq_sum);
     }
   } else {
     ptx::take_registers<Config::Registers::kConsumer>();
     const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
-    BackwardConsumer<T, Config, kComputeDq, kSoftcap> consumer{{shared, p, block, steps, group * 64}};
+    BackwardConsumer<T, Config, kComputeDq, kLeavesOut, kSoftcap> consumer{{shared, p, block, steps, group * 64}};
     consumer.run();
     consumer.store();
   }

@@ -71,11 +71,6 @@ struct BackwardRegisters {
 static_assert((BackwardRegisters::kProducer + 2 * BackwardRegisters::kConsumer) * kWarpgroup <= 64 * 1024,
               "setmaxnreg would wait for ever");
 
-// In head dims: with a shorter window dQ has a kernel of its own. Its sums travel through memory three times in fp32, and for
-// few keys a query it is less work to compute S and dP once more: at 8 x 8K and d = 128 10% less time with a window of 256,
-// 4% more with one of 512; at d = 64 12% less with 128, 15% more with 256.
-constexpr int kShortWindow = 3;
-
 // Backward with a stationary KV tile of 128 rows, 64 a consumer warpgroup. kStagesDq_: whether dQ goes to its sums through
 // shared memory; else it goes from registers.
 template <int kHeadDim_, int kHeadDimV_, int kBlockM_, bool kStagesDq_ = true>
@@ -209,14 +204,26 @@ struct NarrowBackwardDqConfig : BackwardDqConfig<kHeadDim, kHeadDimV> {};
 template <>
 struct NarrowBackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 80, 3, 2, 2> {};
 
+// kShortWindow: with fewer keys a query dQ has a kernel of its own. Its sums travel through memory three times in fp32, and
+// for few keys it is less work to compute S and dP once more. At 8 x 8K, by how much less time: d = 64 0 to 14% with 128 keys,
+// 2 to -4% with 256; d = 128 1 to 5% with 128, -4% with 256; (192, 128), which adds dQ from registers, 2% with 768, 3% with
+// 1024, -2% with 2048.
+// kLongNode: tokens a node on average from which on the loop of backward.h is too long to ask for steps that it can leave out:
+// that takes 1% at d = 128.
 template <int kHeadDim, int kHeadDimV>
 struct BackwardConfig;
 template <>
-struct BackwardConfig<64, 64> : BackwardTiles<64, 64, 128> {};
+struct BackwardConfig<64, 64> : BackwardTiles<64, 64, 128> {
+  static constexpr int kShortWindow = 160, kLongNode = 1 << 30;
+};
 template <>
-struct BackwardConfig<128, 128> : BackwardTiles<128, 128, 64> {};
+struct BackwardConfig<128, 128> : BackwardTiles<128, 128, 64> {
+  static constexpr int kShortWindow = 160, kLongNode = 2048;
+};
 template <>
-struct BackwardConfig<192, 128> : BackwardTiles<192, 128, 64, false> {};
+struct BackwardConfig<192, 128> : BackwardTiles<192, 128, 64, false> {
+  static constexpr int kShortWindow = 1024;
+};
 template <>
 struct BackwardConfig<192, 192> : BackwardWideTiles<192, 192, 3> {};
 template <>

@@ -67,10 +67,10 @@ struct DsWarpgroup : KvWarpgroup<T, Config, Shared, kSoftcap> {
   template <int kN8>
   __device__ __forceinline__ void zero_foreign_dq(float (&dq)[kN8][4], const FlaggedStep& step, int first_row) const {
     if (!(step.flags & FlaggedStep::kForeign)) return;
-    const int first = step.own_begin, end = step.own_end;
+    int first = step.own_begin, end = step.own_end;
+    const int row = first_row + thread / 32 * 16 + lane / 4;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + thread / 32 * 16 + lane / 4 + half * 8;
+    for (int half = 0; half < 2; ++half, first -= 8, end -= 8) {
       const bool own = row >= first && row < end;
 #pragma unroll
       for (int j = 0; j < kN8; ++j) {

@@ -61,6 +61,7 @@ struct alignas(16) FlaggedStep : BackwardStep {
   static constexpr uint32_t kLast = 1, kForeign = 2, kNextForeign = 4, kNextMasked = 8;
   // Shifted by the number of a warpgroup that sees nothing of the step: of the first step of a walk, and of the next one.
   static constexpr uint32_t kHidden = 16, kNextHidden = 64;
+  static constexpr uint32_t kMasked = 256;  // the first step of a walk
   uint32_t flags;
   int dq_tile;
   int own_begin, own_end;  // rows of the tile that belong to the range; all others are foreign
@@ -99,18 +100,22 @@ struct BackwardProducer {
       return;
     }
     if (has_foreign_rows(next.range, next.m_block, queries)) step.flags |= FlaggedStep::kNextForeign;
-    if (needs_mask(next.tile, next.range, next.m_block, queries, Config::kBlockN)) {
+    if (is_masked(next)) {
       step.flags |= FlaggedStep::kNextMasked;
-      if (kTellsHidden) step.flags |= hidden(next.tile, next.range, next.m_block) * FlaggedStep::kNextHidden;
+      if (kTellsHidden) step.flags |= hidden(next) * FlaggedStep::kNextHidden;
     }
   }
 
+  __device__ __forceinline__ bool is_masked(const QueryWalk& at) const {
+    return needs_mask(at.tile, at.range, at.m_block, p.statistics.heads.queries(kBlockM), Config::kBlockN);
+  }
+
   // Bit by bit the warpgroups that see nothing of a query tile.
-  __device__ __forceinline__ uint32_t hidden(const KvTile& tile, const QueryRange& range, int m_block) const {
+  __device__ __forceinline__ uint32_t hidden(const QueryWalk& at) const {
     uint32_t groups = 0;
     for (int group = 0; group < Config::kBlockN / 64; ++group) {
       const int queries = p.statistics.heads.queries(kBlockM);
-      if (is_hidden(tile, range, m_block, queries, group * 64, 64, p.shape.sees)) groups |= 1u << group;
+      if (is_hidden(at.tile, at.range, at.m_block, queries, group * 64, 64, p.shape.sees)) groups |= 1u << group;
     }
     return groups;
   }
@@ -163,8 +168,11 @@ struct BackwardProducer {
   __device__ __forceinline__ void run() {
     load_kv();
     block.start_walk();
-    const uint32_t first_hidden = kTellsHidden ? hidden(block.tile, block.walk.range, block.walk.m_block) : 0;
-    const BackwardStep* step = &load_q(first_hidden * FlaggedStep::kHidden);
+    uint32_t first_flags = 0;
+    if (kTellsHidden) {
+      first_flags = hidden(block.walk) * FlaggedStep::kHidden + (is_masked(block.walk) ? FlaggedStep::kMasked : 0);
+    }
+    const BackwardStep* step = &load_q(first_flags);
     while (step->valid) {
       load_dout(*step);
       if (step->last) return;
@@ -235,9 +243,10 @@ struct KvWarpgroup {
     score_products.issue(s, k_tile() + first_key * TileK::kRowBytes, q_tile);
     ptx::wgmma_commit();
   }
-  __device__ __forceinline__ void issue_dp(Scores& dp, uint32_t dout_tile) {
+  __device__ __forceinline__ void issue_dp(Scores& dp, uint32_t dout_tile) { issue_dp(dp, dout_tile, v_tile()); }
+  __device__ __forceinline__ void issue_dp(Scores& dp, uint32_t dout_tile, uint32_t v) {
     ptx::wgmma_fence();
-    dp_products.issue(dp, v_tile() + first_key * TileV::kRowBytes, dout_tile);
+    dp_products.issue(dp, v + first_key * TileV::kRowBytes, dout_tile);
     ptx::wgmma_commit();
   }
 

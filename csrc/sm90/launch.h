@@ -131,13 +131,19 @@ bool register_forward() {
   });
 }
 
-// Of the kernels that sum dQ, the one for what a call wants.
+// Of the kernels that sum dQ, the one for what a call wants. Steps of which a warpgroup sees nothing are at the borders of
+// nodes and windows. Where these are far apart they are too few to be asked for.
 template <typename T, class Config>
 auto pick_backward(const BackwardParams<T>& p) {
   const auto pick = [&](auto has_softcap) {
     constexpr bool kSoftcap = decltype(has_softcap)::value;
     if constexpr (Config::kStagesDq) {
-      return p.dq_sum ? dualkv_sm90_backward<T, Config, true, kSoftcap> : dualkv_sm90_backward<T, Config, false, kSoftcap>;
+      if (!p.dq_sum) return dualkv_sm90_backward<T, Config, false, true, kSoftcap>;
+      if constexpr (!kSoftcap) {
+        const bool has_short_nodes = p.shape.q_rows / Config::kLongNode < p.nodes.num_nodes;
+        if (has_short_nodes || p.shape.sees.has_window()) return dualkv_sm90_backward<T, Config, true, true, kSoftcap>;
+      }
+      return dualkv_sm90_backward<T, Config, true, false, kSoftcap>;
     } else {
       return p.dq_sum ? dualkv_sm90_backward_mla<T, Config, true, kSoftcap>
                       : dualkv_sm90_backward_mla<T, Config, false, kSoftcap>;
@@ -161,8 +167,9 @@ bool register_backward() {
         launch_backward<T, Config>(dualkv_sm90_backward_wide<T, Config>, p, stream);
       }
     };
-    add_kernel<BackwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV},
-                                  {tiles, run, launch_convert<T, Config>, Config::kSumsDq, kShortWindow * kHeadDim});
+    BackwardKernel<T> kernel{tiles, run, launch_convert<T, Config>, Config::kSumsDq};
+    if constexpr (Config::kSumsDq) kernel.short_window = Config::kShortWindow;
+    add_kernel<BackwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, kernel);
   });
 }
 
