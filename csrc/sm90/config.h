@@ -208,8 +208,8 @@ struct NarrowBackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 80, 3, 2, 2> {};
 // for few keys it is less work to compute S and dP once more. At 8 x 8K, by how much less time: d = 64 0 to 14% with 128 keys,
 // 2 to -4% with 256; d = 128 1 to 5% with 128, -4% with 256; (192, 128), which adds dQ from registers, 2% with 768, 3% with
 // 1024, -2% with 2048.
-// kLongNode: tokens a node on average from which on the loop of backward.h is too long to ask for steps that it can leave out:
-// that takes 1% at d = 128.
+// kLongNode: of so many tokens a node on average, too few steps can be left out to pay for a loop that asks: at d = 128 it takes
+// 1% longer.
 template <int kHeadDim, int kHeadDimV>
 struct BackwardConfig;
 template <>
@@ -218,7 +218,7 @@ struct BackwardConfig<64, 64> : BackwardTiles<64, 64, 128> {
 };
 template <>
 struct BackwardConfig<128, 128> : BackwardTiles<128, 128, 64> {
-  static constexpr int kShortWindow = 160, kLongNode = 2048;
+  static constexpr int kShortWindow = 160, kLongNode = 1280;
 };
 template <>
 struct BackwardConfig<192, 128> : BackwardTiles<192, 128, 64, false> {
