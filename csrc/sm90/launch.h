@@ -139,11 +139,15 @@ auto pick_backward(const BackwardParams<T>& p) {
     constexpr bool kSoftcap = decltype(has_softcap)::value;
     if constexpr (Config::kStagesDq) {
       if (!p.dq_sum) return dualkv_sm90_backward<T, Config, false, true, kSoftcap>;
-      if constexpr (!kSoftcap) {
-        const bool has_short_nodes = p.shape.q_rows / Config::kLongNode < p.nodes.num_nodes;
-        if (has_short_nodes || p.shape.sees.has_window()) return dualkv_sm90_backward<T, Config, true, true, kSoftcap>;
+      if constexpr (kSoftcap) {
+        return dualkv_sm90_backward<T, Config, true, false, true>;
+      } else if constexpr (Config::kLongNode == 0) {
+        return dualkv_sm90_backward<T, Config, true, true, false>;
+      } else {
+        const bool is_long = !p.shape.sees.has_window() && p.shape.q_rows / Config::kLongNode >= p.nodes.num_nodes;
+        return is_long ? dualkv_sm90_backward<T, Config, true, false, false>
+                       : dualkv_sm90_backward<T, Config, true, true, false>;
       }
-      return dualkv_sm90_backward<T, Config, true, false, kSoftcap>;
     } else {
       return p.dq_sum ? dualkv_sm90_backward_mla<T, Config, true, kSoftcap>
                       : dualkv_sm90_backward_mla<T, Config, false, kSoftcap>;
