@@ -125,9 +125,9 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
     const bool short_window = problem.shape.sees.window < selected.kernel.short_window;
     const bool separate_dq = deterministic || short_window || !selected.kernel.sums_dq;
     const TileInfo& tiles = selected.kernel.tiles;
-    const Pack pack = tiles.packs_heads
-                          ? backward_pack(problem.shape.heads_per_group(), problem.shape.sees, !separate_dq)
-                          : Pack{};
+    const int summed_dim = separate_dq ? 0 : selected.padded.qk;
+    const Pack pack =
+        tiles.packs_heads ? backward_pack(problem.shape.heads_per_group(), problem.shape.sees, summed_dim) : Pack{};
     BackwardList list(problem, tiles, pack, selected.padded.qk, !separate_dq);
     list.prepare<T>(problem, gradients, out, dout, lse, dlse);
     selected.kernel.launch({problem.shape, list.nodes, list.work, view_of<const T>(problem.q),

@@ -205,16 +205,16 @@ template <>
 struct NarrowBackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 80, 3, 2, 2> {};
 
 // kShortWindow: with fewer keys a query dQ has a kernel of its own. Its sums travel through memory three times in fp32, and
-// for few keys it is less work to compute S and dP once more. At 8 x 8K, by how much less time: d = 64 0 to 14% with 128 keys,
-// 2 to -4% with 256; d = 128 1 to 5% with 128, -4% with 256; (192, 128), which adds dQ from registers, 2% with 768, 3% with
-// 1024, -2% with 2048.
+// for few keys it is less work to compute S and dP once more. At 8 x 8K, by how much less time: d = 64 1 to 18% with 128 keys,
+// -8 to 11% with 192, -4 to 0% with 256; d = 128 1 to 5% with 128, -4% with 256; (192, 128), which adds dQ from registers, 2%
+// with 768, 3% with 1024, -2% with 2048.
 // kLongNode: of so many tokens a node on average, too few steps can be left out to pay for a loop that asks: at d = 128 it takes
 // 1% longer. 0: never.
 template <int kHeadDim, int kHeadDimV>
 struct BackwardConfig;
 template <>
 struct BackwardConfig<64, 64> : BackwardTiles<64, 64, 128> {
-  static constexpr int kShortWindow = 160, kLongNode = 0;
+  static constexpr int kShortWindow = 192, kLongNode = 0;
 };
 template <>
 struct BackwardConfig<128, 128> : BackwardTiles<128, 128, 64> {
