@@ -169,8 +169,8 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
 
   __device__ __forceinline__ const FlaggedStep& first_step() const { return kComputeDq ? steps[0] : step_of(q); }
 
-  // Nobody can tell that it is v_tile(): else the descriptors of V become values of the whole kernel, and the loop makes them
-  // anew in every step, which takes 1% of it.
+  // v_tile(), unknown to the compiler: else the descriptors of V become values of the whole kernel, which the main loop makes
+  // anew in every step. That takes 1% of it.
   __device__ __forceinline__ uint32_t v_outside_loop() const {
     uint32_t tile = Base::v_tile();
     if (kOnTurn) asm volatile("" : "+r"(tile));
