@@ -13,7 +13,7 @@ from torch import Tensor
 from . import arguments, checks
 from .data.transfer import SeparatelyPickled, same_device, to_device
 from .errors import SharedPromptLayoutError
-from .nodes import packed_table, tree_table
+from .nodes import host_nodes, packed_table, tree_table
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +227,7 @@ def is_in_backward() -> bool:
 class HostLayout:
     """A layout whose table is still on the host."""
 
-    nodes: Tensor
+    table: list[int]  # row by row
     node_lens: tuple[int, ...]
     node_parents: tuple[int, ...]
     max_sequence: int
@@ -254,14 +254,18 @@ class HostLayout:
             positions += (0, *[length] * count)
             parents += (-1, *[root] * count)
             ends += (root + count + 1, *range(root + 2, root + count + 2))
-        nodes = packed_table(begins, lens, positions, parents, ends)
-        return HostLayout(nodes, tuple(lens), tuple(parents), longest, is_tree=False)
+        table = packed_table(begins, lens, positions, parents, ends)
+        return HostLayout(table, tuple(lens), tuple(parents), longest, is_tree=False)
 
     @staticmethod
     def of_tree(node_lens: Sequence[int], parents: Sequence[int]) -> HostLayout:
         """From the rows and the parent of every node; SharedPromptLayoutError if they are not in depth-first order."""
-        nodes, longest = tree_table(node_lens, parents, SharedPromptLayoutError)
-        return HostLayout(nodes, tuple(node_lens), tuple(parents), longest, is_tree=True)
+        table, longest = tree_table(node_lens, parents, SharedPromptLayoutError)
+        return HostLayout(table, tuple(node_lens), tuple(parents), longest, is_tree=True)
+
+    @property
+    def nodes(self) -> Tensor:
+        return host_nodes(self.table)
 
     def layout(self, nodes: Tensor, pad: int, position_ids: Tensor | None = None) -> SharedPromptLayout:
         """The layout with its table where it is needed."""

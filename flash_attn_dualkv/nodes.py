@@ -75,7 +75,7 @@ def sequence_nodes(
         rows: list[int] = []
         for index, ((q, q_end), (kv, kv_end)) in enumerate(zip(pairwise(q_starts), pairwise(k_starts))):
             rows += (q, q_end - q, kv_end - kv - (q_end - q), kv, kv_end - kv, 0, -1, index + 1)
-        return _table(rows).to(cu_seqlens_q.device)
+        return host_nodes(rows).to(cu_seqlens_q.device)
     if cu_seqlens_context is None or cu_seqs_per_context is None:
         context_starts, owned = [0, total_context], [0, sequences]
     else:
@@ -107,7 +107,7 @@ def _group_nodes(
             q, kv = q_starts[index], kv_starts[index]
             q_len, kv_len = q_starts[index + 1] - q, kv_starts[index + 1] - kv
             rows += (q, q_len, length + kv_len - q_len, kv, kv_len, length, root, index + group + 2)
-    return _table(rows)
+    return host_nodes(rows)
 
 
 def tree_nodes(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
@@ -132,13 +132,13 @@ def tree_nodes(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
         raise ValueError(explain("cu_seqlens", "a first offset of 0", starts[0]))
     _check_end("cu_seqlens", starts[-1], total, "rows of q")
     table, _ = tree_table([end - begin for begin, end in pairwise(starts)], above)
-    return table.to(cu_seqlens.device)
+    return host_nodes(table).to(cu_seqlens.device)
 
 
 def tree_table(
     lengths: Sequence[int], parents: Sequence[int], error: type[ValueError] = ValueError
-) -> tuple[Tensor, int]:
-    """Table of the nodes of trees, on the host, and the most rows of a path; `error` as `tree_nodes` says."""
+) -> tuple[list[int], int]:
+    """Numbers of the table of trees, row by row, and the most rows of a path; `error` as `tree_nodes` says."""
     count = len(parents)
     ends = [count] * count
     # Rows of the path to the end of each node; parent -1 finds the last entry, which stays 0.
@@ -162,8 +162,8 @@ def tree_table(
 
 def packed_table(
     begins: Sequence[int], lengths: Sequence[int], positions: Sequence[int], parents: Sequence[int], ends: Sequence[int]
-) -> Tensor:
-    """Table of nodes whose rows are queries and keys alike, on the host; nothing is checked.
+) -> list[int]:
+    """Numbers of a table of nodes whose rows are queries and keys alike, row by row; nothing is checked.
 
     Args:
         begins, lengths: the rows of each node.
@@ -171,10 +171,11 @@ def packed_table(
         parents, ends: `Node.parent` and `Node.subtree_end`.
     """
     rows = (begins, lengths, positions)
-    return _table(chain.from_iterable(zip(*rows, *rows, parents, ends)))
+    return [*chain.from_iterable(zip(*rows, *rows, parents, ends))]
 
 
-def _table(rows: Iterable[int]) -> Tensor:
+def host_nodes(rows: Iterable[int]) -> Tensor:
+    """A table on the host, from its numbers row by row."""
     return ints(rows, torch.int32).view(-1, COLUMNS)
 
 

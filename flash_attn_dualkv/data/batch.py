@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, repeat
 from operator import add, sub
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .. import arguments
 from ..layout import HostLayout, SharedPromptLayout
-from .transfer import SeparatelyPickled, ints, same_device, to_device
+from ..nodes import COLUMNS
+from .transfer import SeparatelyPickled, ints, same_device, to_device, written
 
 IGNORED_LABEL = -100
 PADDING_TOKEN = 0  # any id that every vocabulary has
@@ -143,26 +144,27 @@ def int64s(values: Iterable[int]) -> Tensor:
 
 
 class Runs(NamedTuple):
-    """Numbers in runs, one run behind the other: number k is min(k, rising) plus the offset of its run.
+    """Numbers in runs, one run behind the other: number k is max(0, k + 1 - equal) plus the offset of its run.
 
-    So the first `rising` numbers go up by one within a run, and the others stay the same. (runs,) each.
+    So the first `equal` numbers stay the same within a run, and the others go up by one. (runs,) each.
     """
 
     begins: Tensor  # the first k of each run
-    jumps: Tensor  # its offset less that of the run before; of the first run, its offset less 1
+    jumps: Tensor  # its offset less that of the run before; of the first run, its offset
 
     @staticmethod
-    def of(runs: Iterable[tuple[Sequence[int], Sequence[int]]], rising: int) -> Runs:
-        """On the host, from the lengths of runs and their first numbers."""
-        lengths, firsts = int64s(chain(*chain(*zip(*runs)))).view(2, -1)
-        begins = lengths.cumsum(0).sub_(lengths)
-        offsets = firsts.sub_(begins.clamp(max=rising))
-        return Runs(begins, offsets.diff(prepend=offsets.new_ones(1)))
+    def place(lengths: Tensor, firsts: Tensor, equal: int) -> None:
+        """On the host: lengths of runs become their begins, and their first numbers become their jumps."""
+        offsets = lengths.cumsum(0).sub_(lengths)
+        lengths.copy_(offsets)
+        torch.sub(firsts, offsets.sub_(equal - 1).clamp_(min=0), out=offsets)
+        firsts.copy_(offsets)
+        firsts[1:].sub_(offsets[:-1])
 
-    def numbers(self, rising: int, equal: int) -> Tensor:
-        """(rising + equal + 1,): all of them, and one more, behind which nothing lies: empty runs may begin there."""
-        steps = self.jumps.new_ones(rising + equal + 1)
-        steps[rising + 1 :].zero_()
+    def numbers(self, equal: int, rising: int) -> Tensor:
+        """(equal + rising + 1,): all of them, and one more, behind which nothing lies: empty runs may begin there."""
+        steps = self.jumps.new_ones(equal + rising + 1)
+        steps[:equal].zero_()
         return steps.scatter_add_(0, self.begins, self.jumps).cumsum_(0)
 
 
@@ -193,21 +195,28 @@ class PackedRow:
     def to_batch(self, samples: Samples, device: torch.device) -> SharedPromptBatch:
         """Everything on the device: a few numbers a sample are copied, and the tokens if they are elsewhere."""
         begins = [*accumulate(map(add, samples.prompt_lens, samples.response_lens), initial=0)]
-        rows, scored = sum(self.context_lens) + sum(self.decoded_lens), sum(samples.response_lens)
-        rising = 3 * rows + 4 * scored
-        long = [*Runs.of(self._runs(samples, begins), rising), int64s(begins), int64s([IGNORED_LABEL])]
-        is_there = same_device(samples.tokens.device, device)
-        if not is_there:
-            long.append(samples.tokens.cpu())
-        first, jumps, jagged_offsets, ignored, *moved, nodes = to_device(long, [self.host.nodes], device)
-        tokens = samples.tokens if is_there else moved[0]
+        contexts, decoded = sum(self.context_lens), sum(self.decoded_lens)
+        rows, scored = contexts + decoded, sum(samples.response_lens)
+        equal, rising = rows + contexts, 2 * rows + decoded + 4 * scored
+        lengths, firsts = ([*chain.from_iterable(one)] for one in zip(*self._runs(samples, begins)))
+        runs = len(lengths)
+        buffer = written([*lengths, *firsts, *begins, IGNORED_LABEL], self.host.table, device)
+        Runs.place(buffer[:runs], buffer[runs : 2 * runs], equal)
+        buffer = buffer.to(device, non_blocking=device.type == "cuda")
+        sizes = [runs, runs, len(begins), 1, len(self.host.table) // 2]
+        # No views of each other: to write to one does not spoil what autograd has saved of another.
+        first, jumps, jagged_offsets, ignored, table = buffer.unsafe_split_with_sizes(sizes)
+        nodes = table.view(torch.int32).view(-1, COLUMNS).data
+        tokens = samples.tokens
+        if not same_device(tokens.device, device):
+            (tokens,) = to_device([tokens.cpu()], (), device)
 
-        sizes = [rows, 2 * rows + scored, scored, scored, scored, rows, 1]
-        split = Runs(first, jumps).numbers(rising, rows).unsafe_split_with_sizes(sizes)
-        position_ids, places, token_index, padded, jagged, multiplicity, _ = split
+        sizes = [rows, 2 * rows + scored, rows, scored, scored, scored, 1]
+        split = Runs(first, jumps).numbers(equal, rising).unsafe_split_with_sizes(sizes)
+        multiplicity, places, position_ids, token_index, padded, jagged, _ = split
         # Behind all tokens is the label of rows without one.
-        found = take(torch.cat([tokens, ignored]), places.clamp_(max=len(tokens)))
-        input_ids, labels, targets = found.unsafe_split_with_sizes([rows, rows, scored])
+        found = take(torch.cat([tokens, ignored]), places)
+        labels, input_ids, targets = found.unsafe_split_with_sizes([rows, rows, scored])
         by_row = self._padded((input_ids, position_ids, labels, multiplicity))
         input_ids, position_ids, labels, multiplicity = by_row
         layout = self.host.layout(nodes, self.pad, position_ids)
@@ -247,14 +256,16 @@ class PackedRow:
         targets = [*map(add, begins, samples.prompt_lens)]
         longest = max(response_lens)
         return [
-            (lens, [*[0] * len(groups), *positions]),  # position_ids
+            # Equal numbers, and then numbers that rise.
+            ([*self.context_lens, sum(self.decoded_lens)], [*map(len, groups), 1]),  # multiplicity
+            ([sum(self.context_lens)], [end]),  # labels of the contexts
+            (_in_turns(labelled, unlabelled), _in_turns(labels, repeat(end))),  # and of the responses
             (lens, [*[begins[members[0]] for members in groups], *places]),  # input_ids
-            ([sum(self.context_lens), *_in_turns(labelled, unlabelled)], [end, *_in_turns(labels, repeat(end))]),
             (response_lens, targets),
+            (lens, [*[0] * len(groups), *positions]),  # position_ids
             (_in_turns(firsts, others), _in_turns(first_rows, other_rows)),  # token_index
             (response_lens, [index * longest for index in range(len(order))]),  # padded_index
             (response_lens, [place - 1 for place in targets]),  # jagged_index
-            ([*self.context_lens, sum(self.decoded_lens)], [*map(len, groups), 1]),  # multiplicity, of equal numbers
         ]
 
     def _padded(self, by_row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -12,13 +11,9 @@ from torch import Tensor
 from .. import arguments
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
-from .transfer import ints, to_host
+from .transfer import ints, memory_of, to_host
 
 _WORD = torch.int64.itemsize
-_READ = 0x100  # CPython's PyBUF_READ
-_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
-    ("PyMemoryView_FromMemory", ctypes.pythonapi)
-)
 _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 
 Tokens = Tensor | Sequence[int]
@@ -167,7 +162,7 @@ def prompt_bytes(tokens: Tensor, begins: Iterable[int], lengths: Sequence[int]) 
 
 def bytes_of(tokens: Tensor, begins: Iterable[int], lengths: Iterable[int]) -> list[bytes]:
     """Of each run of the tokens (int64 on the host, contiguous)."""
-    words = _memory(tokens.data_ptr(), len(tokens) * _WORD, _READ)
+    words = memory_of(tokens)
     return [words[begin * _WORD : (begin + length) * _WORD].tobytes() for begin, length in zip(begins, lengths)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,6 +11,16 @@ import torch
 from torch import Tensor
 
 _CODES = {torch.int32: "i", torch.int64: "q"}
+_WRITE = 0x200  # CPython's PyBUF_WRITE
+_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of the host, which must outlive them."""
+    memory: memoryview = _memory(tensor.data_ptr(), tensor.nbytes, _WRITE)
+    return memory
 
 
 def ints(values: Iterable[int], dtype: torch.dtype) -> Tensor:
@@ -23,6 +34,21 @@ def ints(values: Iterable[int], dtype: torch.dtype) -> Tensor:
     except struct.error:
         raise OverflowError("int too big to convert") from None
     return torch.frombuffer(memory, dtype=dtype)
+
+
+def written(long: Sequence[int], short: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers on the host, where a copy to that device starts: int64, and an even number of int32 behind them.
+
+    They are written to their place: tensors of their own, joined there, would be a dozen operators.
+    """
+    words, halves = len(long), len(short)
+    size = words + halves // 2
+    buffer = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    try:
+        struct.pack_into(f"{words}q{halves}i", memory_of(buffer), 0, *long, *short)
+    except struct.error:
+        raise OverflowError("int too big to convert") from None
+    return buffer
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

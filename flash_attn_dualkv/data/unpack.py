@@ -71,6 +71,8 @@ def check_fill(fill: float, dtype: torch.dtype) -> None:
     """SharedPromptError for what is no number of that type."""
     if isinstance(fill, bool) or not isinstance(fill, (int, float)):
         raise SharedPromptTypeError(explain("fill", "a float", arguments.describe(fill)))
+    if fill == 0:  # a number of every type: the usual case needs no operator
+        return
     try:
         torch.full((), fill, dtype=dtype, device="cpu")
     except (RuntimeError, OverflowError):
