@@ -83,8 +83,9 @@ def pack_shared_prompts(
         raise SharedPromptError(explain("responses", f"{len(prompts)} of them (as prompts)", len(responses)))
     given = all_tokens([*chain.from_iterable(zip(prompts, responses))], ("prompts", "responses"))
     tokens = joined(given)
-    (fetched,), ids = fetch([tokens], group_ids)
-    smallest, largest = extremes(fetched).tolist()
+    # Where the tokens are: on the host they have just come from the GPU, and are in no cache.
+    (fetched, found), ids = fetch([tokens, extremes(tokens)], group_ids)
+    smallest, largest = found.tolist()
     check_token_ids("prompts and responses", smallest)
     lengths = [*map(Tensor.numel, given)]
     prompt_lens, response_lens = lengths[::2], lengths[1::2]

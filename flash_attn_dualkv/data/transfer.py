@@ -54,11 +54,11 @@ def written(long: Sequence[int], short: Sequence[int], device: torch.device) -> 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Integer tensors of one device as flat, contiguous int64 tensors of the host; from a GPU in one copy."""
     flat = [one.reshape(-1) for one in tensors]
-    together = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
-    if together.is_cuda:  # several times faster into pinned memory
-        host = torch.empty(together.shape, dtype=torch.int64, device="cpu", pin_memory=True).copy_(together)
-    else:
-        host = together.to("cpu", torch.int64)
+    if not flat[0].is_cuda:
+        return [one.to("cpu", torch.int64).contiguous() for one in flat]
+    together = flat[0] if len(flat) == 1 else torch.cat(flat)
+    # Several times faster into pinned memory.
+    host = torch.empty(together.shape, dtype=torch.int64, device="cpu", pin_memory=True).copy_(together)
     return [*host.split_with_sizes([one.numel() for one in flat])]
 
 
