@@ -266,6 +266,7 @@ def test_tiles_are_split_for_local_heads_in_few_long_parts(shim: ctypes.CDLL) ->
     """Agentic tree and comb; few KV heads; walks that are short enough, much too long, or of few steps."""
     for longest, head_time, kv_heads, expected in (
         (17227, 11048, 8, 13257),
+        (17227, 11048, 3, 13257),
         (17227, 11048, 2, 0),
         (1600, 477, 4, 572),
         (13257, 11048, 8, 0),
