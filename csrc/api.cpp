@@ -123,18 +123,20 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
     using T = decltype(element);
     const auto selected = select_for<BackwardKernel<T>>(problem);
     const bool short_window = problem.shape.sees.window < selected.kernel.short_window;
-    const bool separate_dq = deterministic || short_window || !selected.kernel.sums_dq;
+    const bool in_order = deterministic && selected.kernel.orders_dq && !problem.shape.sees.has_window();
+    const bool separate_dq = (deterministic && !in_order) || short_window || !selected.kernel.sums_dq;
+    const DqSums sums = separate_dq ? DqSums::none : in_order ? DqSums::in_order : DqSums::in_any_order;
     const TileInfo& tiles = selected.kernel.tiles;
     const int summed_dim = separate_dq ? 0 : selected.padded.qk;
     const Pack pack =
         tiles.packs_heads ? backward_pack(problem.shape.heads_per_group(), problem.shape.sees, summed_dim) : Pack{};
-    BackwardList list(problem, tiles, pack, selected.padded.qk, !separate_dq);
+    BackwardList list(problem, tiles, pack, selected.padded.qk, sums);
     list.prepare<T>(problem, gradients, out, dout, lse, dlse);
     selected.kernel.launch({problem.shape, list.nodes, list.work, view_of<const T>(problem.q),
                             view_of<const T>(dout), problem.kv.regions<const T>(), gradients.regions<T>(),
-                            list.statistics, list.dq_sum, list.dkv_slots},
+                            list.statistics, list.dq_sum, list.dkv_slots, list.dq_turns},
                            problem.stream);
-    count_launch(kernel_name(selected, "backward"));
+    count_launch(kernel_name(selected, in_order ? "backward_in_order" : "backward"));
     selected.kernel.convert({problem.shape, list.nodes, list.dq_sum, view_of<T>(dq), list.splits, list.dkv_slots,
                              gradients.regions<T>(), tiles.block_n, selected.padded.qk, pack},
                             problem.stream);

@@ -46,6 +46,7 @@ struct BackwardKernel {
   void (*launch)(const BackwardParams<T>&, cudaStream_t);
   void (*convert)(const ConvertParams<T>&, cudaStream_t);
   bool sums_dq;
+  bool orders_dq = false;  // it can add up dQ in an order that is the same from run to run, where there is no window
   int short_window = 0;  // with one that is shorter, dQ by itself takes less time than its sums do
 };
 

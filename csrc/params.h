@@ -49,7 +49,7 @@ struct WorkList {
   const Item* items;
   const int* count;
   int capacity;
-  int* next = nullptr;  // counter from which persistent blocks take items; zero at launch
+  int* next = nullptr;  // counter from which blocks take items, where it is not their number in the grid; zero at launch
   const BackwardOrder* order = nullptr;  // of a list of BackwardItem
   const int* in_local_order = nullptr;   // the same list: indices of its items in the order of local heads
 };
@@ -90,6 +90,8 @@ struct RowStatistics {
   }
 };
 
+constexpr int kDqAdders = 2;  // warps of a block, each with its part of every dQ
+
 template <typename T>
 struct BackwardParams {
   ProblemShape shape;
@@ -101,6 +103,11 @@ struct BackwardParams {
   RowStatistics statistics;
   float* dq_sum;     // (packs, q tiles, block_m * kHeadDim) in fragment order; null: the kernel leaves dQ out
   float* dkv_slots;  // (slots, 2, block_n, kHeadDim): partial dK and dV of split tiles; dV may leave columns unused
+  uint64_t* dq_turns;  // (items, KV heads, kDqAdders) where dQ is added in order, zero at launch; null: in any order
+
+  DUALKV_HD uint64_t* dq_turn(int item, int kv_head, int adder) const {
+    return dq_turns + (int64_t{item} * shape.num_kv_heads + kv_head) * kDqAdders + adder;
+  }
 };
 
 // dQ by itself, one owner per query tile.

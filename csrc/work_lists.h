@@ -27,6 +27,9 @@ class Scratch {
     return reinterpret_cast<Item*>(taken);
   }
 
+  // Behind what was taken.
+  uint8_t* end() const { return reinterpret_cast<uint8_t*>(begin_ + used_); }
+
  private:
   static constexpr int64_t kAlignment = 128;
   Tensor storage_;
@@ -66,6 +69,9 @@ struct ForwardList {
   Scratch scratch_;
 };
 
+// Whether dQ is summed beside dK and dV: in whatever order blocks come, or in one that is the same from run to run.
+enum class DqSums { none, in_any_order, in_order };
+
 // What passes between the kernels of the backward: the list of KV tiles, the tiles that were split and the slots for
 // their parts, the row statistics and, if asked for, the fp32 sums of dQ.
 struct BackwardList {
@@ -74,15 +80,14 @@ struct BackwardList {
   WorkList<SplitTile> splits;
   RowStatistics statistics{};
   float* dq_sum = nullptr;
+  uint64_t* dq_turns = nullptr;
   float* dkv_slots = nullptr;
 
-  BackwardList(const Problem& problem, const TileInfo& tiles, Pack heads, int padded_head_dim, bool sums_dq)
-      : scratch_(problem.q,
-                 [&](Scratch& scratch) { place(problem, tiles, heads, padded_head_dim, sums_dq, scratch); }) {
+  BackwardList(const Problem& problem, const TileInfo& tiles, Pack heads, int padded_head_dim, DqSums sums)
+      : scratch_(problem.q, [&](Scratch& scratch) { place(problem, tiles, heads, padded_head_dim, sums, scratch); }) {
     const ProblemShape& shape = problem.shape;
     nodes = args_.nodes;
-    work = {args_.items, args_.order->begin + kCostClasses, capacity_.items, nullptr, args_.order,
-            args_.in_local_order};
+    work = {args_.items, args_.order->begin + kCostClasses, capacity_.items, next_, args_.order, args_.in_local_order};
     splits = {args_.splits, args_.split_count, capacity_.splits};
     args_.block_m = heads.queries(tiles.block_m), args_.block_n = tiles.block_n, args_.sees = shape.sees;
     args_.num_kv_heads = shape.num_kv_heads, args_.packs_per_group = heads.queries(shape.heads_per_group());
@@ -108,7 +113,7 @@ struct BackwardList {
   }
 
  private:
-  void place(const Problem& problem, const TileInfo& tiles, Pack heads, int padded_head_dim, bool sums_dq,
+  void place(const Problem& problem, const TileInfo& tiles, Pack heads, int padded_head_dim, DqSums wanted,
              Scratch& scratch) {
     const ProblemShape& shape = problem.shape;
     const int queries = heads.queries(tiles.block_m), packs = heads.queries(shape.num_heads);
@@ -119,11 +124,15 @@ struct BackwardList {
     statistics.padded_rows = ceil_div<int64_t>(shape.q_rows, RowStatistics::kPadding) * RowStatistics::kPadding;
     statistics.lse_log2 = scratch.take<float>(shape.num_heads * statistics.padded_rows);
     statistics.delta = scratch.take<float>(shape.num_heads * statistics.padded_rows);
-    if (sums_dq) {
+    args_.orders_dq = wanted == DqSums::in_order;
+    if (wanted != DqSums::none) {
       const int64_t rows = int64_t{ceil_div(shape.q_rows, queries)} * tiles.block_m;
-      const int64_t sums = packs * rows * padded_head_dim;
-      dq_sum = scratch.take<float>(sums);
-      args_.dq_sum = {dq_sum, sums * static_cast<int64_t>(sizeof(float))};
+      dq_sum = scratch.take<float>(packs * rows * padded_head_dim);
+      if (args_.orders_dq) {
+        dq_turns = scratch.take<uint64_t>(int64_t{capacity_.items} * shape.num_kv_heads * kDqAdders);
+        next_ = scratch.take(1);
+      }
+      args_.dq_sum = {dq_sum, scratch.end() - reinterpret_cast<uint8_t*>(dq_sum)};
     }
     dkv_slots = scratch.take<float>(int64_t{capacity_.slots} * 2 * tiles.block_n * padded_head_dim);
 
@@ -148,6 +157,7 @@ struct BackwardList {
 
   BackwardListArgs args_{};
   BackwardCapacities capacity_{};
+  int* next_ = nullptr;
   Scratch scratch_;
 };
 

@@ -24,6 +24,7 @@ class Problem(ctypes.Structure):
         ("reversed", ctypes.c_int),
         ("head_major", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("run_counts", "run_begins")),
+        ("orders_dq", ctypes.c_int),
     ]
 
 

@@ -13,6 +13,7 @@ struct Problem {
   int num_kv_heads, num_sms;  // for the split into parts
   int reversed, head_major;  // direction and order of the walks
   const int *run_counts, *run_begins;  // or null
+  int orders_dq;  // the list of blocks that wait for one another
 
   dualkv::NodeTable table() const {
     return {nodes, num_nodes, {q_rows, key_rows, decoded_rows}, {run_counts, run_begins}};

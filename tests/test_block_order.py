@@ -21,7 +21,7 @@ class Order(ctypes.Structure):
 
     _fields_ = [
         ("begin", ctypes.c_int * 13),
-        *((name, ctypes.c_int) for name in ("alternating", "fillers", "local_heads", "by_head")),
+        *((name, ctypes.c_int) for name in ("alternating", "fillers", "local_heads", "by_head", "ordered")),
     ]
 
     def classes(self) -> Iterator[range]:

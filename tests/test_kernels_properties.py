@@ -19,6 +19,7 @@ from launches import (
     GPU_MARKS,
     HAS_KERNELS,
     configurations,
+    kernel_families,
     kernel_pattern,
     kernels,  # noqa: F401
     kernels_ran,
@@ -241,8 +242,9 @@ def test_profiler_sees_our_kernels_and_no_copies(options: Options) -> None:
         with profiled() as names:
             run(batch, deterministic=deterministic)
         seen = {one for one in DIRECTIONS if any(kernel_pattern(one).search(name) for name in names)}
-        # On Hopper dQ of wide heads is always computed by a kernel of its own.
-        separate_dq = deterministic or (os.environ.get(CHOICE) == "sm90" and options["head_dim"] > 128)
+        # On Hopper dQ of wide heads is always computed by a kernel of its own, and that of others never.
+        family = os.environ.get(CHOICE, kernel_families(options["head_dim"])[-1])
+        separate_dq = options["head_dim"] > 128 if family == "sm90" else deterministic
         assert seen == {"forward", "backward"} | ({"backward_dq"} if separate_dq else set()), names
         foreign = [name for name in names if any(word in name.lower() for word in ("copy", "index", "gather", "gemm"))]
         assert not foreign, "strided views are read in place"

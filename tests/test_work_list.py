@@ -19,7 +19,7 @@ from node_tables import (
     tree_tables,
 )
 from trees import spine
-from work_lists import Backward, Tile, backward_list, capacities, forward_list, load_work_lists
+from work_lists import Backward, Tile, backward_list, capacities, forward_list, load_work_lists, walk_of
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +171,88 @@ def test_there_are_slots_for_all_parts(shim: ctypes.CDLL) -> None:
         made = check_backward(shim, tables, problem)
         parts = {len(parts) for tile, parts in made.by_tile().items() if tile.node == 0}
         assert max(parts) > 1 and made.items[:, 3].max() < 2.2 * made.items[:, 3].mean()
+
+
+def tile_before(tables: Tables, tile: Tile, block_n: int) -> Tile | None:
+    """The one before it on its path."""
+    if tile.n_block > 0:
+        return Tile(tile.node, tile.n_block - 1)
+    node = int(tables["parent"][tile.node])
+    while node >= 0 and not tables["kv_len"][node]:
+        node = int(tables["parent"][node])
+    return Tile(node, -(-int(tables["kv_len"][node]) // block_n) - 1) if node >= 0 else None
+
+
+def check_order(shim: ctypes.CDLL, tables: Tables, problem: Problem) -> Backward:
+    """Every item behind the one that owns the keys before and visits the same queries, earlier in the grid."""
+    made = check_backward(shim, tables, problem)
+    assert made.blocks[:, 2].all(), "all walks are backward"
+    place = {(item, head): index for index, (item, head) in enumerate(made.blocks[:, :2].tolist())}
+    block_m = problem.block_m
+    walks = [walk_of(shim, problem, item) for item in made.items]
+    for item, (node, n_block, *_, before) in enumerate(made.items.tolist()):
+        walk = walks[item]
+        turns = [(-(row // block_m), -row, head) for row, _, head in walk.tolist()]
+        assert turns == sorted(set(turns)), "what blocks wait for grows along the walk"
+        expected = tile_before(tables, Tile(node, n_block), problem.block_n)
+        if expected is None:
+            assert before == -1
+            continue
+        assert Tile(*made.items[before, :2].tolist()) == expected
+        assert all(place[before, head] < place[item, head] for head in range(problem.num_kv_heads))
+        rows = {(row // block_m, head): [] for row, _, head in walks[before].tolist()}
+        for row, end, head in walks[before].tolist():
+            rows[row // block_m, head].append((row, end))
+        for row, end, head in walk.tolist():
+            assert any(first <= row and end <= last for first, last in rows[row // block_m, head]), "other queries"
+    return made
+
+
+def test_the_order_in_which_dq_is_added(shim: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(11)
+    split = whole = 0
+    for index in range(24):
+        parents = random_parents(rng, 60, 0.6)
+        lengths = rng.integers(0, 90, 60) * (rng.random(60) < 0.9)
+        tables = (
+            random_prompts(rng, 30),
+            tree_tables(lengths.tolist(), parents),
+            packed_prompts(rng.integers(0, 400, 2).tolist(), [rng.integers(1, 90, 8).tolist() for _ in range(2)]),
+        )[index % 3]
+        problem = tables.problem(
+            index % 5 > 0, (16, 16), heads=(40, 1, 3)[index // 3 % 3], kv_heads=int(rng.choice([1, 2, 5])),
+            num_sms=(32, 132)[index % 2],
+        )  # fmt: skip
+        problem.orders_dq = 1
+        made = check_order(shim, tables, problem)
+        split, whole = split + (len(made.splits) > 0), whole + (len(made.splits) == 0)
+    assert split > 3 and whole > 3
+
+
+def test_the_order_of_very_many_tiles(shim: ctypes.CDLL) -> None:
+    """More than the bins of a list keep in order side by side: every tile but the first of a root is behind another."""
+    tables = packed_prompts([160_000, 64], [[3000] * 30, [3000] * 10])
+    problem = tables.problem(True, (64, 16), num_sms=132)
+    problem.orders_dq = 1
+    made = backward_list(shim, problem)
+    assert len(made.items) > 16 * 1024 and (made.items[:, 5] < np.arange(len(made.items))).all()
+    slices = len(made.items[(made.items[:, 0] == 0) & (made.items[:, 1] == 0)])
+    assert (made.items[:, 5] == -1).sum() == slices + 1
+
+
+def test_nobody_waits_for_later_blocks(shim: ctypes.CDLL) -> None:
+    """Whatever a table says: such a wait would be for ever."""
+    rng = np.random.default_rng(12)
+    for index in range(200):
+        tables = hostile_tables(rng) if index % 4 else random_tables(rng, (16, 16))
+        problem = tables.problem(True, (16, 16), heads=4, kv_heads=3, num_sms=8)
+        problem.orders_dq = 1
+        made = backward_list(shim, problem)
+        place = {(item, head): index for index, (item, head) in enumerate(made.blocks[:, :2].tolist())}
+        assert len(place) == len(made.blocks) == len(made.items) * 3
+        for (item, head), index in place.items():
+            before = int(made.items[item, 5])
+            assert before == -1 or place[before, head] < index
 
 
 def test_lists_do_not_change_from_run_to_run(shim: ctypes.CDLL) -> None:

@@ -17,6 +17,23 @@ void read_capacities(const Problem* p, int* out) {
   out[3] = forward_capacity(p->table(), p->block_m);
 }
 
+// Row and pack of heads of every step of an item's walk from the end: the query tile's first row that the walk has.
+int read_walk(const Problem* p, const BackwardItem* item, int* out) {
+  NodeTable table = p->table();
+  const Node node = table.node(item->node);
+  QueryWalk walk;
+  walk.table = table, walk.tile = table.kv_tile(node, item->n_block, p->block_n);
+  walk.block_m = p->block_m, walk.heads = p->heads, walk.head_major = false, walk.sees = p->sees();
+  walk.start(subtree_of(table, item->node, true), item->first_step, item->num_steps);
+  int count = 0;
+  for (; !walk.done(); walk.next(), ++count) {
+    *out++ = max_int(walk.range.row_begin, walk.m_block * p->block_m);
+    *out++ = min_int(walk.range.row_end, (walk.m_block + 1) * p->block_m);
+    *out++ = walk.head;
+  }
+  return count;
+}
+
 // Steps of KV tile n_block of a node, without runs; -1 where it has fewer tiles.
 int steps_of(const Problem* p, int index, int n_block) {
   NodeTable table = p->table();
@@ -26,7 +43,7 @@ int steps_of(const Problem* p, int index, int n_block) {
   return tile_steps(table, index, table.kv_tile(node, n_block, p->block_n), p->block_m, p->heads, p->sees());
 }
 
-// Fills items (node, n_block, first_step, num_steps, slot), splits (node, n_block, slot, parts), the runs, and for every
+// Fills items (node, n_block, first_step, num_steps, slot, before), splits (node, n_block, slot, parts), the runs, and for every
 // thread block its item, KV head and direction. Returns the number of items; {splits, parts, fillers, alternating, items
 // of class 0, local heads} in `counts`.
 int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int* run_counts, int* run_begins, int* blocks,
@@ -45,6 +62,7 @@ int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int
   args.run_counts = run_counts, args.run_begins = run_begins;
   args.block_m = p->block_m, args.block_n = p->block_n, args.sees = p->sees();
   args.num_kv_heads = p->num_kv_heads, args.packs_per_group = p->heads, args.num_sms = p->num_sms;
+  args.orders_dq = p->orders_dq;
   args.tile_capacity = most.tiles, args.slot_capacity = most.slots, args.query_capacity = p->q_rows;
   args.tile_offsets = nodes[0].data(), args.query_offsets = nodes[1].data(), args.node_sums = nodes[2].data();
   args.tile_begins = nodes[3].data();

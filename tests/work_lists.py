@@ -40,7 +40,7 @@ class Tile(NamedTuple):
 class Backward(NamedTuple):
     """What the device's list says."""
 
-    items: Ints  # (items, 5): tile, first step, steps, slot
+    items: Ints  # (items, 6): tile, first step, steps, slot, the item before
     splits: Ints  # (splits, 4): tile, slot, parts
     blocks: Ints  # (items x KV heads, 3): item, KV head, direction
     run_counts: Ints
@@ -53,7 +53,7 @@ class Backward(NamedTuple):
 
     def by_tile(self) -> dict[Tile, list[list[int]]]:
         found = defaultdict(list)
-        for node, n_block, *rest in self.items.tolist():
+        for node, n_block, *rest in self.items[:, :5].tolist():
             found[Tile(node, n_block)].append(rest)
         return found
 
@@ -88,7 +88,7 @@ def backward_list(shim: ctypes.CDLL, problem: Problem) -> Backward:
     most = capacities(shim, problem)
     guard = most.slots + 8  # rows: more than could be written behind an array
     items, splits = (
-        np.full((rows + guard, columns), UNTOUCHED, np.int32) for rows, columns in ((most.items, 5), (most.splits, 4))
+        np.full((rows + guard, columns), UNTOUCHED, np.int32) for rows, columns in ((most.items, 6), (most.splits, 4))
     )
     blocks = np.full(((most.items + guard) * problem.num_kv_heads, 3), -1, np.int32)
     runs = np.zeros((2, problem.num_nodes + 1), np.int32)
@@ -98,6 +98,13 @@ def backward_list(shim: ctypes.CDLL, problem: Problem) -> Backward:
     return Backward(
         items[:count], splits[: counts[0]], blocks[: count * problem.num_kv_heads], runs[0], runs[1], *counts[1:]
     )
+
+
+def walk_of(shim: ctypes.CDLL, problem: Problem, item: Ints) -> Ints:
+    """(steps, 3): the first row and the end of what an item's walk from the end has of a query tile, and the heads."""
+    steps = np.zeros((int(item[3]), 3), np.int32)
+    assert shim.read_walk(ctypes.byref(problem), *pointers(np.ascontiguousarray(item), steps)) == len(steps)
+    return steps
 
 
 def forward_list(shim: ctypes.CDLL, problem: Problem) -> Forward:

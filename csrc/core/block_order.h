@@ -52,6 +52,13 @@
 // sweep ("local" heads). Only for the last heads, so that long blocks do not start at the end, a class is a sweep. Where
 // paths have far more tiles than there are multiprocessors, the nodes above a place do not run together, and local heads are
 // better in the order of the table (has_wide_paths).
+//
+// Ordered: where dQ is the same from run to run, a tile of keys adds its part of a query's dQ behind the tile before it on the
+// query's path, which the same queries see. The block of that tile must be earlier in the grid, and should be well ahead of
+// those that wait for it. So all walks are backward, from a common end; an item's cost is the rows of its node's subtree, of
+// which no tile has more than the one before; parts are cut at the same rows for all tiles; and the grid is class by class, and
+// head by head. As sweeps of local heads, responses would stand beside their prompt, and wait for it: 3 times as long where 16
+// prompts of two tiles have 8 responses each.
 #pragma once
 
 #include "core/platform.h"
@@ -82,6 +89,7 @@ struct BackwardOrder {
   int fillers;                  // blocks of later classes behind every round but the last
   int local_heads;  // KV heads of which all items come before the other heads, as a sweep
   int by_head;      // not 0: class 0 comes head by head too, not in rounds
+  int ordered;      // not 0: classes are all that the grid is made of, and every walk is backward
 };
 
 struct Round {
@@ -165,6 +173,16 @@ DUALKV_HD BackwardPlace place_in_class(const BackwardOrder& order, int c, int in
   return BackwardPlace{begin + index % items, kv_head, is_reversed(order, c, (kv_head * items + items / 2) / num_sms)};
 }
 
+// Where classes come one after the other, from class `low` on, each with all heads.
+DUALKV_HD BackwardPlace place_in_classes(const BackwardOrder& order, int low, int block, int num_kv_heads, int num_sms) {
+  int high = kCostClasses;  // the last class that begins at or before it
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (order.begin[middle] * num_kv_heads <= block ? low : high) = middle;
+  }
+  return place_in_class(order, low, block - order.begin[low] * num_kv_heads, num_sms);
+}
+
 // Block `block` of those of `num_kv_heads` heads that come in rounds and classes.
 DUALKV_HD BackwardPlace place_in_rounds(int block, const BackwardOrder& order, int num_kv_heads, int num_sms) {
   const int tiles = order.begin[1];
@@ -183,17 +201,13 @@ DUALKV_HD BackwardPlace place_in_rounds(int block, const BackwardOrder& order, i
   }
   // Behind the last round comes whatever is left.
   const int later = num_kv_heads * tiles + this_round * order.fillers + index - walks * tiles;
-  int low = 1, high = kCostClasses;  // the last class that begins at or before it
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (order.begin[middle] * num_kv_heads <= later ? low : high) = middle;
-  }
-  return place_in_class(order, low, later - order.begin[low] * num_kv_heads, num_sms);
+  return place_in_classes(order, 1, later, num_kv_heads, num_sms);
 }
 
 DUALKV_HD BackwardPlace backward_place(int block, const BackwardOrder& order, int num_kv_heads, int num_sms) {
   const int items = order.begin[kCostClasses];
   if (block >= items * num_kv_heads) return BackwardPlace{-1, 0, false};
+  if (order.ordered) return place_in_classes(order, 0, block, num_kv_heads, num_sms);
   // Blocks of nodes that end together begin at that end.
   if (block < order.local_heads * items) return BackwardPlace{block % items, block / items, true, true};
   BackwardPlace place =

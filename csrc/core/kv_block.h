@@ -24,6 +24,7 @@ struct KvBlock {
   KvTile tile;
   int kv_head;
   int slot;  // where the fp32 partial sums of a split tile go; -1: the block owns the whole tile
+  int index, before;  // where dQ is added in order: of this block's item and of the one that comes first, or -1
   QueryWalk walk;
 
   // Finds the block's item and everything but the first step of its walk, for which start_walk() reads nodes one
@@ -32,13 +33,16 @@ struct KvBlock {
   __device__ __forceinline__ bool load(const WorkList<BackwardItem>& work, const NodeTable& nodes,
                                        const ProblemShape& shape, Pack heads, int block_m, int block_n,
                                        int column_blocks = 1) {
-    const BackwardPlace place = backward_place(blockIdx.x / column_blocks, *work.order, shape.num_kv_heads,
+    // A block that waits for others must know that they have begun, and CUDA promises no order.
+    const int block = work.next ? atomicAdd(work.next, 1) : static_cast<int>(blockIdx.x) / column_blocks;
+    const BackwardPlace place = backward_place(block, *work.order, shape.num_kv_heads,
                                                tiles_at_a_time(shape.num_sms, column_blocks));
     if (place.item < 0) return false;
     kv_head = place.kv_head;
     const BackwardItem item = work.items[place.in_local_order ? work.in_local_order[place.item] : place.item];
     tile = nodes.kv_tile(nodes.node(item.node), item.n_block, block_n);
     slot = item.slot < 0 ? -1 : item.slot + kv_head;
+    index = place.item, before = item.before;
     walk.table = nodes;
     walk.tile = tile;
     walk.block_m = heads.queries(block_m);

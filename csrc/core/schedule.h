@@ -32,6 +32,7 @@ struct BackwardItem {
   int node, n_block;
   int first_step, num_steps;  // of the tile's QueryWalk
   int slot;                   // where the fp32 partial sums of a split tile go; -1: this item owns the whole tile
+  int before;                 // where dQ is added in order: the item that comes first; -1: none does
 };
 
 // A tile whose queries were split: `parts` slots starting at `slot`, summed in order by convert_dkv_context.

@@ -87,7 +87,8 @@ struct BackwardTiles {
     // With a window a walk begins with its first queries, and its steps are not all rows of the subtree.
     int first = slices.width;
     if (is_split() && !a.sees.has_window()) {
-      first = ((max(end_row(t), 1) - 1) % slices.rows + 1) / a.block_m * a.packs_per_group;
+      const int rows = (max(end_row(t), 1) - 1) % slices.rows + 1;
+      first = (a.orders_dq ? ceil_div(rows, a.block_m) : rows / a.block_m) * a.packs_per_group;
     }
     return cuts_of(a.tile_steps[index], first, slices);
   }
@@ -96,11 +97,22 @@ struct BackwardTiles {
   // from the first row. Where nodes do not lie one behind the other, a walk has more steps than their rows have tiles, and
   // its parts need as many borders all the same.
   __device__ int second_begin(const OwnedTile& t, const TileCuts& cuts) const {
+    if (a.orders_dq) return first_slice(t);
     const int rows = cuts.begin(1) / a.packs_per_group * a.block_m;
     return clamp_int((end_row(t) - rows + slices.rows / 2) / slices.rows, cuts.parts - 2, border_count() - 1);
   }
   __device__ int border_count() const {
     return max(a.query_offsets[a.nodes.num_nodes] / slices.rows + 1, block.most_parts);
+  }
+
+  // In which a tile's walk begins.
+  __device__ int first_slice(const OwnedTile& t) const { return (max(end_row(t), 1) - 1) / slices.rows; }
+
+  // Whether a part walks the queries of one slice, the same for all tiles, so that a block waits for one other alone: where all
+  // rows lie one behind the other, and a walk passes each once.
+  __device__ bool can_order_parts() const {
+    const Node first = a.nodes.node(0);
+    return a.run_counts[a.nodes.num_nodes] == 1 && first.q_begin == 0 && sees_ancestors(first);
   }
 
   // Whole tiles of a node with children run together, as one set of a round (core/block_order.h): all of them cost what
@@ -110,13 +122,20 @@ struct BackwardTiles {
     return t.is_leaf || steps == 0 ? steps : max(steps, a.tile_steps[max(index - t.n_block, 0)]);
   }
 
+  // Where dQ is added in order, a cost that is never more than that of the tile before on the path.
+  __device__ int rows_below(const OwnedTile& t) const {
+    const int rows = end_row(t) - a.query_offsets[t.node];
+    return t.is_leaf ? max(rows - t.n_block * a.block_n, 0) : rows;
+  }
+
   __device__ int cost_at(const OwnedTile& t, int index, const TileCuts& cuts, int part) const {
+    if (a.orders_dq) return rows_below(t);
     return is_split() ? cuts.begin(part + 1) - cuts.begin(part) : whole_cost(t, index);
   }
 
   __device__ int bin_of(const OwnedTile& t, int cost, int place) const {
     const int items_a_bin = 32 * max(1, ceil_div(items, 32 * kTileBins));
-    const int longest_here = t.is_leaf ? block.longest_leaf : block.longest;
+    const int longest_here = t.is_leaf && !a.orders_dq ? block.longest_leaf : block.longest;
     return cost_class_within(cost, longest_here, block.longest) * kTileBins + place / items_a_bin;
   }
 
@@ -165,20 +184,27 @@ struct BackwardTiles {
     const bool whole = stay_whole(long_tiles, limit, a.num_sms);
     are_mixed = 100 * int64_t{block.heaviest} * heads <= 55 * total;
     const int64_t head_time = ceil_div<int64_t>(total, heads * a.num_sms);
-    const int local_limit = are_mixed && !a.sees.has_window() ? local_part_limit(longest, head_time, a.num_kv_heads) : 0;
-    if (whole && local_limit == 0) return;
+    const bool may_be_local = are_mixed && !a.sees.has_window() && !a.orders_dq;
+    const int local_limit = may_be_local ? local_part_limit(longest, head_time, a.num_kv_heads) : 0;
+    if (whole && local_limit == 0 && !a.orders_dq) return;
     exclusive_offsets(block, a.nodes.num_nodes, a.query_capacity, a.query_offsets,
                       [&](int i) { return max(a.nodes.node(i).q_len, 0); });
+    if (a.orders_dq && (whole || !can_order_parts())) return;
     const auto equal = [&](int most) { return ceil_div(longest, ceil_div(longest, most)); };
     if (local_limit > 0) try_slices(equal(whole ? local_limit : min(limit, local_limit)), 8);
     if (whole || is_split()) return;
     try_slices(equal(limit), 8);
+    if (a.orders_dq) {
+      for (int more = 2; !is_split() && more <= 4; ++more) try_slices(equal(more * limit), 8);
+      return;
+    }
     if (!is_split()) try_slices(limit, 2);  // for these there are slots (slot_capacity)
   }
 
   // Takes slices of so many steps if there are slots for all parts.
   __device__ void try_slices(int steps, int share) {
     slices = slices_of(steps, share, a.block_m, a.packs_per_group);
+    if (a.orders_dq) slices.least = 1;
     if (threadIdx.x == 0) block.used_slots = 0, block.most_parts = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < tiles; i += kListThreads) {
@@ -253,7 +279,7 @@ struct BackwardTiles {
     int* first_class_tiles = a.node_sums;  // by the end of their walks
     for (int i = threadIdx.x; i <= a.nodes.num_nodes; i += kListThreads) first_class_tiles[i] = 0;
     for (int i = threadIdx.x; i < items; i += kListThreads) {
-      a.swept[i] = BackwardItem{0, 0, 0, 0, -1};  // where offsets contradict each other, places stay empty
+      a.swept[i] = BackwardItem{0, 0, 0, 0, -1, -1};  // where offsets contradict each other, places stay empty
       a.item_bins[i] = (kCostClasses - 1) * kTileBins;
       a.in_local_order[i] = 0;
     }
@@ -280,7 +306,7 @@ struct BackwardTiles {
       for (int part = 0; part < cuts.parts; ++part) {
         const int place = place_of(t, i, part), begin = cuts.begin(part), steps = cuts.begin(part + 1) - begin;
         if (place < 0 || place >= items) continue;
-        a.swept[place] = BackwardItem{t.node, t.n_block, begin, steps, slot < 0 ? -1 : slot + part * a.num_kv_heads};
+        a.swept[place] = BackwardItem{t.node, t.n_block, begin, steps, slot < 0 ? -1 : slot + part * a.num_kv_heads, -1};
         const int bin = bin_of(t, cost_at(t, i, cuts, part), place), index = bin / kTileBins;
         a.item_bins[place] = bin;
         atomicAdd(&block.class_steps[index], static_cast<unsigned long long>(steps));
@@ -303,8 +329,10 @@ struct BackwardTiles {
     bins_to_places<kCostClasses * kTileBins>(block);
     if (threadIdx.x < kCostClasses) a.order->begin[threadIdx.x] = block.bins[threadIdx.x * kTileBins];
     __syncthreads();
-    const bool in_table_order = !is_split() && has_wide_paths(block.longest_path, a.block_n, a.num_sms);
-    for (int first = 0; first < items; first += kListThreads) {
+    const bool in_table_order = !is_split() && !a.orders_dq && has_wide_paths(block.longest_path, a.block_n, a.num_sms);
+    // Where bins are larger than that, one warp alone keeps the order of blocks that wait for others.
+    const int threads = a.orders_dq && items > 32 * kTileBins ? 32 : kListThreads;
+    for (int first = 0; first < items && threadIdx.x < threads; first += threads) {
       const int i = first + threadIdx.x, lane = threadIdx.x % 32;
       const int bin = i < items ? a.item_bins[i] : -1;
       const unsigned peers = __match_any_sync(0xffffffffu, bin);
@@ -320,10 +348,44 @@ struct BackwardTiles {
     __syncthreads();
   }
 
+  // The tile before it on its path, whose keys are seen by the same queries and more; -1: none.
+  __device__ int tile_before(int index) const {
+    const OwnedTile t = at(index);
+    if (t.n_block > 0) return index - 1;
+    int above = a.nodes.node(t.node).parent;
+    while (above >= 0 && a.nodes.node(above).kv_len == 0) above = a.nodes.node(above).parent;
+    if (above < 0) return -1;
+    const int before = a.tile_begins[above] + owned_tiles(a.nodes.node(above), a.block_n) - 1;
+    return before >= 0 && before < tiles ? before : -1;
+  }
+
+  // The place of a part in the list.
+  __device__ int item_of(const OwnedTile& t, int index, int part) const {
+    return a.in_local_order[clamp_int(place_of(t, index, part), 0, items - 1)];
+  }
+
+  // Tells every item which one comes before it. Offsets that contradict each other may make that a later one: nobody waits
+  // for those.
+  __device__ void link() const {
+    for (int i = threadIdx.x; i < tiles; i += kListThreads) {
+      const int above = tile_before(i);
+      if (above < 0) continue;
+      const OwnedTile t = at(i), upper = at(above);
+      const int parts = cuts_at(t, i).parts, upper_parts = cuts_at(upper, above).parts;
+      for (int part = 0; part < parts; ++part) {
+        const int same_slice = is_split() ? first_slice(upper) - first_slice(t) + part : 0;
+        const int item = item_of(t, i, part), before = item_of(upper, above, clamp_int(same_slice, 0, upper_parts - 1));
+        if (before < item) a.items[item].before = before;
+      }
+    }
+  }
+
   __device__ void finish_order() const {
     if (threadIdx.x > 0) return;
     BackwardOrder& order = *a.order;
     order.begin[kCostClasses] = items;
+    order.ordered = a.orders_dq, order.alternating = 0, order.local_heads = 0;
+    if (a.orders_dq) return;
     int64_t head_steps = 0;
     for (const unsigned long long steps : block.class_steps) head_steps += static_cast<int64_t>(steps);
     const int64_t head_time = ceil_div<int64_t>(head_steps, a.num_sms);
@@ -356,6 +418,7 @@ __device__ inline void build_backward_list(const BackwardListArgs& a) {
   list.place_parts();
   list.sweep();
   list.sort();
+  if (a.orders_dq) list.link();
   list.finish_order();
 }
 

@@ -61,6 +61,7 @@ struct BackwardListArgs {
   int num_sms;
   int tile_capacity, slot_capacity;  // cap the tiles, and the slots of split ones
   int query_capacity;                // rows of the queries
+  bool orders_dq;                    // whether blocks wait for those before them on the path (core/block_order.h)
   int *tile_offsets, *query_offsets, *node_sums;  // (num_nodes + 1) scratch
   int* tile_begins;                               // as large: the number of each node's first tile
   int *tile_nodes, *tile_steps, *part_offsets;    // (tile_capacity + 1) scratch
@@ -75,7 +76,7 @@ struct BackwardListArgs {
   SplitTile* splits;
   int* split_count;
   ClearedRows keys[2], decoded[2];  // dK and dV
-  ClearedRows dq_sum;                  // all of it: one "row"
+  ClearedRows dq_sum;                  // all of it, and what its adders wait for: one "row"
 };
 
 // The list, the cleared rows and the row statistics.

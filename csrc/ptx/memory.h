@@ -46,4 +46,16 @@ __device__ __forceinline__ void reduce_add_v4(float* address, const float (&v)[4
                : "memory");
 }
 
+// A number that another block publishes, and what that block did before, also for the bulk copies that follow.
+__device__ __forceinline__ uint64_t load_published(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  return value;
+}
+// Behind bulk_wait() for copies. Without the release, which takes a microsecond, other blocks' additions do come before them.
+__device__ __forceinline__ void publish(uint64_t* address, uint64_t value) {
+  asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 }  // namespace dualkv::ptx

@@ -33,7 +33,9 @@ __device__ __forceinline__ void bulk_reduce_add(float* global, uint32_t shared, 
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Returns once this thread's groups have read their shared memory.
+// Returns once this thread's groups are complete.
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Returns once they have read their shared memory.
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 }  // namespace dualkv::ptx

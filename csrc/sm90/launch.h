@@ -172,7 +172,10 @@ bool register_backward() {
       }
     };
     BackwardKernel<T> kernel{tiles, run, launch_convert<T, Config>, Config::kSumsDq};
-    if constexpr (Config::kSumsDq) kernel.short_window = Config::kShortWindow;
+    if constexpr (Config::kSumsDq) {
+      kernel.short_window = Config::kShortWindow;
+      kernel.orders_dq = Config::kStagesDq;
+    }
     add_kernel<BackwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, kernel);
   });
 }

@@ -36,4 +36,11 @@ inline void reduce_add_v4(float* address, const float (&v)[4]) {
   for (int i = 0; i < 4; ++i) address[i] += v[i];
 }
 
+// Blocks run one after the other: what a block waits for is there, or never will be.
+inline uint64_t load_published(const uint64_t* address) {
+  host_cuda::wait_until("a block before it", [address] { return *address != 0; });
+  return *address;
+}
+inline void publish(uint64_t* address, uint64_t value) { *address = value; }
+
 }  // namespace dualkv::ptx

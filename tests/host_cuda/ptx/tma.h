@@ -58,9 +58,10 @@ inline void bulk_reduce_add(float* global, uint32_t shared, int bytes) {
 
 inline void bulk_commit() {}
 // Loads have barriers: threads that reduce order no loads.
-inline void bulk_wait_read() {
+inline void bulk_wait() {
   const int& open = host_cuda::machine.deferred_of[threadIdx.x];
   host_cuda::wait_until("its bulk reductions", [&open] { return open == 0; });
 }
+inline void bulk_wait_read() { bulk_wait(); }
 
 }  // namespace dualkv::ptx
