@@ -51,7 +51,10 @@ SHARED_NAME = re.compile(rf"{MODEL}(?:(?P<groups>\d+)-groups-of-)?(?P<n>\d+)x(?P
 CAUSAL_NAME = re.compile(rf"causal-(?P<n>\d+)x{LENGTHS}")
 TREE_NAME = re.compile(rf"{MODEL}tree-(?P<tree>{'|'.join(TREES)}){HEADS_OF_NAME}")
 # Also measured with deterministic=True.
-DETERMINISTIC = ("28x16Kx2K", "28x16Kx2K-d64", "28x16Kx2K-H16-Hk4-d256", "tree-agentic")
+DETERMINISTIC = (
+    *("28x16Kx2K", "28x16Kx2K-d64", "28x16Kx2K-H16-Hk4-d256", "tree-agentic", "28x4Kx2K", "28x4Kx2K-H16-Hk2"),
+    *("16x8Kx131-2048", "causal-8x4K", "causal-128x387-2304", "16-groups-of-8x256x387-2304"),
+)
 MOST_ELEMENTS = 1 << 31  # of Q, in a call of a peer's kernel
 MICRO_BATCH_TOKENS = 256 * K  # of a flattened tree, where the tree itself has no more
 
