@@ -92,7 +92,7 @@ def test_forward_blocks_end_together(shim: ctypes.CDLL, shape: str) -> None:
 def tiles_read(tables: Tables, made: Backward, queries: int, cache: int) -> int:
     """Query tiles that do not come from a cache of the last ``cache`` ones, where one is all heads of a KV head."""
     rows = np.concatenate([[0], np.cumsum(tables["q_len"])])
-    nodes, n_blocks, first_steps, steps, _ = made.items.T
+    nodes, n_blocks, first_steps, steps, *_ = made.items.T
     ends = -(-rows[tables["subtree_end"][nodes]] // queries)
     begins = (rows[nodes] + 128 * n_blocks) // queries
     blocks = iter(made.blocks.tolist())
