@@ -19,7 +19,7 @@ from node_tables import (
     tree_tables,
 )
 from trees import spine
-from work_lists import Backward, Tile, backward_list, capacities, forward_list, load_work_lists, walk_of
+from work_lists import Backward, Tile, are_over, backward_list, capacities, forward_list, load_work_lists, walk_of
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,10 @@ def tile_before(tables: Tables, tile: Tile, block_n: int) -> Tile | None:
 
 
 def check_order(shim: ctypes.CDLL, tables: Tables, problem: Problem) -> Backward:
-    """Every item behind the one that owns the keys before and visits the same queries, earlier in the grid."""
+    """Every item behind the one that owns the keys before and visits the same queries, earlier in the grid.
+
+    A step waits until the walk before has passed its queries, for longer only where that walk visits a tile twice.
+    """
     made = check_backward(shim, tables, problem)
     assert made.blocks[:, 2].all(), "all walks are backward"
     place = {(item, head): index for index, (item, head) in enumerate(made.blocks[:, :2].tolist())}
@@ -192,19 +195,25 @@ def check_order(shim: ctypes.CDLL, tables: Tables, problem: Problem) -> Backward
     walks = [walk_of(shim, problem, item) for item in made.items]
     for item, (node, n_block, *_, before) in enumerate(made.items.tolist()):
         walk = walks[item]
-        turns = [(-(row // block_m), -row, head) for row, _, head in walk.tolist()]
-        assert turns == sorted(set(turns)), "what blocks wait for grows along the walk"
+        turns = [step.turn for step in walk]
+        assert turns == sorted(set(turns)) and all(turns), "what blocks wait for grows along the walk"
         expected = tile_before(tables, Tile(node, n_block), problem.block_n)
         if expected is None:
             assert before == -1
             continue
         assert Tile(*made.items[before, :2].tolist()) == expected
         assert all(place[before, head] < place[item, head] for head in range(problem.num_kv_heads))
-        rows = {(row // block_m, head): [] for row, _, head in walks[before].tolist()}
-        for row, end, head in walks[before].tolist():
-            rows[row // block_m, head].append((row, end))
-        for row, end, head in walk.tolist():
-            assert any(first <= row and end <= last for first, last in rows[row // block_m, head]), "other queries"
+        visits = defaultdict(list)
+        for index, upper in enumerate(walks[before]):
+            visits[upper.row // block_m, upper.pack].append((index, upper))
+        done = np.array([0, *(upper.turn for upper in walks[before]), 2**64 - 1], np.uint64)
+        for step in walk:
+            of_tile = visits[step.row // block_m, step.pack]
+            same = [index for index, upper in of_tile if upper.row <= step.row and step.end <= upper.end]
+            assert len(same) == 1, "other queries"
+            nothing, *over, everything = are_over(shim, step, block_m, done)
+            assert everything and not nothing and not any(over[: same[0]])
+            assert len(of_tile) > 1 or all(over[same[0] :])
     return made
 
 

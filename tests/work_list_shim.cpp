@@ -1,6 +1,7 @@
 // The blocks that build work lists and tables of nodes, run on the host.
 #include "shim_problem.h"
 
+#include "core/dq_turn.h"
 #include "kernels/backward_list.h"
 #include "kernels/clear_rows.h"
 #include "kernels/forward_list.h"
@@ -17,8 +18,9 @@ void read_capacities(const Problem* p, int* out) {
   out[3] = forward_capacity(p->table(), p->block_m);
 }
 
-// Row and pack of heads of every step of an item's walk from the end: the query tile's first row that the walk has.
-int read_walk(const Problem* p, const BackwardItem* item, int* out) {
+// Of every step of an item's walk from the end: the first row that it has of its query tile, their end, the pack of heads, and
+// when its dQ is added.
+int read_walk(const Problem* p, const BackwardItem* item, int* out, uint64_t* turns) {
   NodeTable table = p->table();
   const Node node = table.node(item->node);
   QueryWalk walk;
@@ -27,11 +29,18 @@ int read_walk(const Problem* p, const BackwardItem* item, int* out) {
   walk.start(subtree_of(table, item->node, true), item->first_step, item->num_steps);
   int count = 0;
   for (; !walk.done(); walk.next(), ++count) {
-    *out++ = max_int(walk.range.row_begin, walk.m_block * p->block_m);
-    *out++ = min_int(walk.range.row_end, (walk.m_block + 1) * p->block_m);
+    const int own_begin = first_own_row(walk.range, walk.m_block, p->block_m);
+    *out++ = walk.m_block * p->block_m + own_begin;
+    *out++ = walk.m_block * p->block_m + end_own_row(walk.range, walk.m_block, p->block_m);
     *out++ = walk.head;
+    *turns++ = DqTurn(walk.m_block, own_begin, walk.head).number();
   }
   return count;
+}
+
+// Whether a step's turn is over where another walk has come to each of `count` numbers.
+void are_turns_over(int m_block, int own_begin, int pack, const uint64_t* done, int count, bool* over) {
+  for (int i = 0; i < count; ++i) over[i] = DqTurn(m_block, own_begin, pack).is_over(done[i]);
 }
 
 // Steps of KV tile n_block of a node, without runs; -1 where it has fewer tiles.
@@ -43,8 +52,8 @@ int steps_of(const Problem* p, int index, int n_block) {
   return tile_steps(table, index, table.kv_tile(node, n_block, p->block_n), p->block_m, p->heads, p->sees());
 }
 
-// Fills items (node, n_block, first_step, num_steps, slot, before), splits (node, n_block, slot, parts), the runs, and for every
-// thread block its item, KV head and direction. Returns the number of items; {splits, parts, fillers, alternating, items
+// Fills items (node, n_block, first_step, num_steps, slot, before), splits (node, n_block, slot, parts), the runs, and for
+// every thread block its item, KV head and direction. Returns the number of items; {splits, parts, fillers, alternating, items
 // of class 0, local heads} in `counts`.
 int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int* run_counts, int* run_begins, int* blocks,
                    int* counts) {

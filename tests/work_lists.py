@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from node_tables import Ints, Problem
+from numpy.typing import NDArray
 from test_geometry import COMPILER, HERE, INCLUDE
 
 
@@ -100,11 +101,28 @@ def backward_list(shim: ctypes.CDLL, problem: Problem) -> Backward:
     )
 
 
-def walk_of(shim: ctypes.CDLL, problem: Problem, item: Ints) -> Ints:
-    """(steps, 3): the first row and the end of what an item's walk from the end has of a query tile, and the heads."""
-    steps = np.zeros((int(item[3]), 3), np.int32)
-    assert shim.read_walk(ctypes.byref(problem), *pointers(np.ascontiguousarray(item), steps)) == len(steps)
-    return steps
+class Step(NamedTuple):
+    """Of a walk from the end."""
+
+    row: int  # the first of its query tile that it has
+    end: int  # of these rows
+    pack: int
+    turn: int  # when its dQ is added: DqTurn's number
+
+
+def walk_of(shim: ctypes.CDLL, problem: Problem, item: Ints) -> list[Step]:
+    steps, turns = np.zeros((int(item[3]), 3), np.int32), np.zeros(int(item[3]), np.uint64)
+    found = shim.read_walk(ctypes.byref(problem), *pointers(np.ascontiguousarray(item), steps, turns))
+    assert found == len(steps)
+    return [Step(*step, turn) for step, turn in zip(steps.tolist(), turns.tolist())]
+
+
+def are_over(shim: ctypes.CDLL, step: Step, block_m: int, done: NDArray[np.uint64]) -> list[bool]:
+    """Whether a block that waits for another's part of a step's dQ goes on when that one has come to each of `done`."""
+    over = np.zeros(len(done), np.bool_)
+    place = step.row // block_m, step.row % block_m, step.pack
+    shim.are_turns_over(*place, ctypes.c_void_p(done.ctypes.data), len(done), ctypes.c_void_p(over.ctypes.data))
+    return over.tolist()
 
 
 def forward_list(shim: ctypes.CDLL, problem: Problem) -> Forward:

@@ -12,6 +12,7 @@
 // tensor cores work for the other. README.md has a picture.
 #pragma once
 
+#include "core/dq_turn.h"
 #include "sm90/ds_exchange.h"
 
 namespace dualkv::sm90 {
@@ -406,36 +407,14 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   }
 };
 
-// When dQ of a step is added, where that has an order: a number that grows along every walk, because the rows of a subtree lie
-// in the order of the table. Query tiles come from the last to the first; of a tile that a walk visits twice, first the
-// range that is behind the other; then packs of heads.
-struct DqTurn {
-  static constexpr uint64_t kOver = ~uint64_t{0};
-  static constexpr int kPackBits = 20;
-  static constexpr uint32_t kPacks = (1u << kPackBits) - 1;
-  uint32_t tile, within;
-
-  __device__ __forceinline__ explicit DqTurn(const FlaggedStep& step)
-      : tile(INT_MAX - step.m_block), within((255u - step.own_begin) << kPackBits | step.pack) {}
-
-  __device__ __forceinline__ uint64_t number() const { return uint64_t{tile} << 32 | within; }
-
-  // Whether a block that sees the same queries, and maybe more of the tile, has added its part of them.
-  __device__ __forceinline__ bool is_over(uint64_t done) const {
-    const uint32_t done_tile = done >> 32, done_within = static_cast<uint32_t>(done);
-    return done_tile > tile || (done_tile == tile && done_within >> kPackBits >= within >> kPackBits &&
-                                (done_within & kPacks) >= (within & kPacks));
-  }
-};
-
 // The warp that adds dQ of a warpgroup to the sums of its query tiles, by one bulk reduction a step. Where there are turns, each
 // behind that of the block before, which owns the keys before on the path and sees the same queries: dQ of a query is
 // then summed in the order of its keys.
 template <typename T, class Config>
 __device__ __forceinline__ void add_dq(const BackwardShared<Config>& shared, const BackwardParams<T>& p,
                                        const KvBlock& block, const FlaggedStep (&steps)[Config::kSteps], int group) {
-  // Steps that are published together: one takes a microsecond. 28 x 16K x 2K takes 6% longer than in any order with 2 or 3,
-  // 8% with 4, 14% with 1, and half as long again with 8, as many as a block begins before the one that waits for it.
+  // Steps that are published together, because that takes a microsecond. 28 x 16K x 2K takes 5% longer than in any order with
+  // 2, 6% with 3 and 8% with 4.
   constexpr int kPublished = 2;
   const bool adds = threadIdx.x % 32 == 0, ordered = p.dq_turns;
   uint64_t done = block.before < 0 ? DqTurn::kOver : 0;  // by the block before
@@ -449,7 +428,7 @@ __device__ __forceinline__ void add_dq(const BackwardShared<Config>& shared, con
     const FlaggedStep& step = steps[place];
     // Read now: when dq_read() has told the others, the step may be overwritten.
     const bool valid = step.valid, last = !valid || step.last;
-    const DqTurn turn(step);
+    const DqTurn turn(step.m_block, step.own_begin, step.pack);
     __syncwarp();
     if (adds && valid) {
       while (ordered && !turn.is_over(done)) ask();
