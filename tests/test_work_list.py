@@ -19,7 +19,17 @@ from node_tables import (
     tree_tables,
 )
 from trees import spine
-from work_lists import Backward, Tile, are_over, backward_list, capacities, forward_list, load_work_lists, walk_of
+from work_lists import (
+    Backward,
+    Step,
+    Tile,
+    are_over,
+    backward_list,
+    capacities,
+    forward_list,
+    load_work_lists,
+    walk_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +225,16 @@ def check_order(shim: ctypes.CDLL, tables: Tables, problem: Problem) -> Backward
             assert everything and not nothing and not any(over[: same[0]])
             assert len(of_tile) > 1 or all(over[same[0] :])
     return made
+
+
+def test_a_tile_of_queries_that_is_visited_twice(shim: ctypes.CDLL) -> None:
+    """First with the rows behind: those in front of them are not over yet, with whatever pack of heads."""
+    shim.number_of_turn.restype = ctypes.c_uint64
+    visits = [(begin, pack) for begin in (9, 4) for pack in range(3)]
+    done = np.array([shim.number_of_turn(7, *visit) for visit in visits], np.uint64)
+    assert (np.diff(done.astype(np.int64)) > 0).all()
+    behind, in_front = (are_over(shim, Step(7 * 16 + begin, 0, 1, 0), 16, done) for begin in (10, 6))
+    assert behind == [False, True, True, False, True, True] and in_front == [False] * 4 + [True] * 2
 
 
 def test_the_order_in_which_dq_is_added(shim: ctypes.CDLL) -> None:

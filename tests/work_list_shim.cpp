@@ -38,6 +38,8 @@ int read_walk(const Problem* p, const BackwardItem* item, int* out, uint64_t* tu
   return count;
 }
 
+uint64_t number_of_turn(int m_block, int own_begin, int pack) { return DqTurn(m_block, own_begin, pack).number(); }
+
 // Whether a step's turn is over where another walk has come to each of `count` numbers.
 void are_turns_over(int m_block, int own_begin, int pack, const uint64_t* done, int count, bool* over) {
   for (int i = 0; i < count; ++i) over[i] = DqTurn(m_block, own_begin, pack).is_over(done[i]);
