@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import math
 import platform
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, TypedDict, cast
 
@@ -263,6 +264,10 @@ def is_watched(*tensors: Tensor | None) -> bool:
 
     Where nobody does, one implementation may call the next: each way through the dispatcher costs the host 10 us.
     """
+    return _is_traced(tensors) or torch.autograd.profiler._is_profiler_enabled
+
+
+def _is_traced(tensors: Sequence[Tensor | None]) -> bool:
     for one in tensors:  # any() over a generator takes the host a microsecond more
         if type(one) is not Tensor and one is not None:
             return True
@@ -270,7 +275,6 @@ def is_watched(*tensors: Tensor | None) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.profiler._is_profiler_enabled
     )
 
 
@@ -379,6 +383,17 @@ def attend(*arguments: Any) -> Results:
     # The node asks the environment again, in the backward; here a misspelt switch is an error.
     scalars = (*options.kernel_scalars, is_deterministic(options.deterministic))
     return cast(Results, compiled.attention(*arguments[:7], *scalars))
+
+
+# Packing
+
+
+PACKED_BY_KERNELS = {"cuda"}  # types of devices
+
+
+def packing_module(tokens: Sequence[Tensor], device: torch.device) -> ModuleType | None:
+    """The compiled module if it packs these tokens on that device; None: PyTorch's operators do."""
+    return _C if device.type in PACKED_BY_KERNELS and not _is_traced(tokens) else None
 
 
 class BuildInfo(TypedDict):

@@ -83,4 +83,35 @@ struct BackwardListArgs {
 template <typename T>
 void prepare_backward(const BackwardListArgs& args, const RowStatisticsParams<T>& rows, cudaStream_t stream);
 
+constexpr int64_t kPaddingToken = 0, kIgnoredLabel = -100;
+
+// A context, a response or the padding of a packed micro-batch. `source` and `target` are places among the tokens of all
+// samples.
+struct PackedRun {
+  int64_t row, length;  // its rows
+  int64_t source;       // the token of the first of them; the others follow it
+  int64_t position;     // of the first row in its sequence
+  int64_t labelled;     // so many of its rows have the token behind their own as label
+  int64_t scored, scored_len;  // of a response, whose tokens stand behind those of other samples in original order
+  int64_t first_row;    // the row that scores the first token of the response
+  int64_t target;       // that token
+  int64_t padded;       // where its row of the padded form begins
+  int multiplicity;     // sequences that each row stands for
+  int shift;            // rows in front of the one that scores the second token, less 1
+  int sample;           // of a response; -1
+  int node, parent, subtree_end;  // Node's; node is -1 for padding
+};
+
+struct PackRowsArgs {
+  const int64_t* tokens;  // of all samples, a prompt and then its response
+  const PackedRun* runs;
+  int num_runs;
+  int64_t *input_ids, *position_ids, *labels, *multiplicity;       // (rows)
+  int64_t *token_index, *targets, *padded_index, *jagged_index;  // (scored tokens)
+  int64_t* jagged_offsets;  // (samples + 1)
+  int* nodes;               // (contexts and responses, kNodeColumns)
+};
+// `longest`: rows or scored tokens of the longest run.
+void pack_rows(const PackRowsArgs& args, int longest, cudaStream_t stream);
+
 }  // namespace dualkv

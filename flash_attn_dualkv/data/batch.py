@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, repeat
 from operator import add, sub
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -168,6 +169,51 @@ class Runs(NamedTuple):
         return steps.scatter_add_(0, self.begins, self.jumps).cumsum_(0)
 
 
+def on_device(tokens: Tensor, device: torch.device) -> Tensor:
+    """The tokens; in one copy if they are elsewhere."""
+    return tokens if same_device(tokens.device, device) else to_device([tokens.cpu()], (), device)[0]
+
+
+def packed_by_kernel(
+    compiled: ModuleType,
+    samples: Samples,
+    groups: list[list[int]],
+    shift: int,
+    drop_last: bool,
+    multiple: int,
+    device: torch.device,
+) -> SharedPromptBatch:
+    """What `packed_by_operators` makes, by one kernel of the compiled module."""
+    prompt_lens, response_lens = samples.prompt_lens, samples.response_lens
+    tokens = on_device(samples.tokens, device)
+    *tensors, lens, parents, order, longest = compiled.pack(
+        tokens, groups, prompt_lens, response_lens, shift, drop_last, multiple
+    )
+    input_ids, position_ids, labels, multiplicity, token_index, targets, padded, jagged, jagged_offsets, nodes = tensors
+    rows = len(input_ids)
+    layout = SharedPromptLayout(nodes, lens, parents, longest, rows, rows - sum(lens), False, position_ids)
+    return SharedPromptBatch(
+        input_ids, position_ids, layout, labels, token_index, targets, tuple(response_lens), tuple(prompt_lens), order,
+        multiplicity, padded, jagged, jagged_offsets, samples.max_token,
+    )  # fmt: skip
+
+
+def packed_by_operators(
+    samples: Samples, groups: list[list[int]], shift: int, drop_last: bool, multiple: int, device: torch.device
+) -> SharedPromptBatch:
+    """The samples as one row of tokens.
+
+    Args:
+        samples: what is packed.
+        groups: the samples of each prompt, of those that share its copy.
+        shift: prompt tokens before each response: 1 or 0.
+        drop_last: whether the last token of each response is left out.
+        multiple: the row is padded to a multiple of this.
+        device: of the batch.
+    """
+    return PackedRow.build(samples, groups, shift, drop_last, multiple).to_batch(samples, device)
+
+
 @dataclass(frozen=True)
 class PackedRow:
     """The contexts and the responses in the order of the packed row."""
@@ -207,9 +253,7 @@ class PackedRow:
         # No views of each other: to write to one does not spoil what autograd has saved of another.
         first, jumps, jagged_offsets, ignored, table = buffer.unsafe_split_with_sizes(sizes)
         nodes = table.view(torch.int32).view(-1, COLUMNS).data
-        tokens = samples.tokens
-        if not same_device(tokens.device, device):
-            (tokens,) = to_device([tokens.cpu()], (), device)
+        tokens = on_device(samples.tokens, device)
 
         sizes = [rows, 2 * rows + scored, rows, scored, scored, scored, 1]
         split = Runs(first, jumps).numbers(equal, rising).unsafe_split_with_sizes(sizes)

@@ -21,7 +21,8 @@ from torch import Tensor
 from .. import arguments
 from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError
-from .batch import PackedRow, Samples, SharedPromptBatch
+from ..ops import packing_module
+from .batch import Samples, SharedPromptBatch, packed_by_kernel, packed_by_operators
 from .samples import (
     GroupIds,
     Ones,
@@ -35,7 +36,7 @@ from .samples import (
     group,
     groups_of,
     joined,
-    prompt_bytes,
+    joined_and_fetched,
     prompt_lengths,
     selected,
 )
@@ -82,15 +83,12 @@ def pack_shared_prompts(
     if len(prompts) != len(responses):
         raise SharedPromptError(explain("responses", f"{len(prompts)} of them (as prompts)", len(responses)))
     given = all_tokens([*chain.from_iterable(zip(prompts, responses))], ("prompts", "responses"))
-    tokens = joined(given)
-    # Where the tokens are: on the host they have just come from the GPU, and are in no cache.
-    (fetched, found), ids = fetch([tokens, extremes(tokens)], group_ids)
-    smallest, largest = found.tolist()
+    tokens, fetched, smallest, largest, ids = joined_and_fetched(given, group_ids)
     check_token_ids("prompts and responses", smallest)
     lengths = [*map(Tensor.numel, given)]
     prompt_lens, response_lens = lengths[::2], lengths[1::2]
-    keys = prompt_bytes(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens)
-    return _pack(Samples(tokens, group(keys, ids), prompt_lens, response_lens, largest), options)
+    groups = group(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens, ids, tokens.device)
+    return _pack(Samples(tokens, groups, prompt_lens, response_lens, largest), options)
 
 
 def pack_padded(
@@ -147,9 +145,9 @@ def pack_padded(
         prompt_lens = prompt_lengths("prompt_length", prompt_length, fetched, totals)
         response_lens = [total - length for total, length in zip(totals, prompt_lens)]
     rows = range(0, ids.numel(), max(1, input_ids.shape[1]))
-    keys = prompt_bytes(ids, map(int.__add__, rows, ones[0].begins), prompt_lens)
+    groups = group(ids, [*map(int.__add__, rows, ones[0].begins)], prompt_lens, labels, input_ids.device)
     tokens = selected(input_ids, attention_mask, sum(prompt_lens) + sum(response_lens))
-    return _pack(Samples(tokens, group(keys, labels), prompt_lens, response_lens, largest), options)
+    return _pack(Samples(tokens, groups, prompt_lens, response_lens, largest), options)
 
 
 def pack_jagged(
@@ -191,8 +189,8 @@ def pack_jagged(
     smallest, largest = extremes(tokens[begin:end]).tolist()
     check_token_ids("input_ids", smallest)
     response_lens = [total - length for total, length in zip(totals, lengths)]
-    keys = prompt_bytes(tokens, offsets.tolist(), lengths)
-    return _pack(Samples(values[begin:end], group(keys, labels), lengths, response_lens, largest), options)
+    groups = group(tokens, offsets.tolist(), lengths, labels, values.device)
+    return _pack(Samples(values[begin:end], groups, lengths, response_lens, largest), options)
 
 
 def group_by_prompt(
@@ -219,7 +217,7 @@ def group_by_prompt(
     if ids is not None and not verify:
         return groups_of(ids)
     lengths = [*map(Tensor.numel, given)]
-    return group(prompt_bytes(fetched[0], [*accumulate(lengths, initial=0)], lengths), ids)
+    return group(fetched[0], [*accumulate(lengths, initial=0)], lengths, ids, given[0].device)
 
 
 class _Options(NamedTuple):
@@ -248,5 +246,7 @@ def _pack(samples: Samples, options: _Options) -> SharedPromptBatch:
         step = options.max_responses_per_group
         groups = [members[at : at + step] for members in groups for at in range(0, len(members), step)]
     shift = 1 if options.boundary == "replicate" else 0
-    row = PackedRow.build(samples, groups, shift, options.drop_last, options.pad_to_multiple_of)
-    return row.to_batch(samples, samples.tokens.device if options.device is None else options.device)
+    device = samples.tokens.device if options.device is None else options.device
+    rest = samples, groups, shift, options.drop_last, options.pad_to_multiple_of
+    compiled = packing_module([samples.tokens], device)
+    return packed_by_operators(*rest, device) if compiled is None else packed_by_kernel(compiled, *rest, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import arguments
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
+from ..ops import packing_module
 from .transfer import ints, memory_of, to_host
 
 _WORD = torch.int64.itemsize
@@ -147,17 +148,30 @@ def fetch(tensors: Sequence[Tensor], group_ids: GroupIds | None) -> tuple[list[T
     return to_host(tensors) if tensors else [], ids
 
 
+class Joined(NamedTuple):
+    """The tokens of many sequences: in one tensor where they are, and as int64 on the host; the group ids there."""
+
+    tokens: Tensor
+    fetched: Tensor
+    smallest: int
+    largest: int
+    ids: list[Hashable] | None
+
+
+def joined_and_fetched(tokens: list[Tensor], group_ids: GroupIds | None) -> Joined:
+    """One copy from a GPU, which the compiled module makes where it can."""
+    compiled = packing_module(tokens, _common_device(tokens))
+    if tokens and compiled is not None and not isinstance(group_ids, Tensor):
+        together, fetched, smallest, largest = compiled.join_tokens(tokens)
+        return Joined(together, fetched, smallest, largest, fetch((), group_ids)[1])
+    together = joined(tokens)
+    # Where the tokens are: on the host they have just come from the GPU, and are in no cache.
+    (fetched, found), ids = fetch([together, extremes(together)], group_ids)
+    smallest, largest = found.tolist()
+    return Joined(together, fetched, smallest, largest, ids)
+
+
 # Groups
-
-
-def prompt_bytes(tokens: Tensor, begins: Iterable[int], lengths: Sequence[int]) -> list[bytes]:
-    """Of each prompt among the tokens (int64 on the host), to tell which are equal."""
-    if not lengths:
-        raise SharedPromptError(explain("prompts", "at least one", 0))
-    for index, length in enumerate(lengths):
-        if length < 1:
-            raise SharedPromptError(explain(f"prompts[{index}]", "at least one token", length))
-    return bytes_of(tokens, begins, lengths)
 
 
 def bytes_of(tokens: Tensor, begins: Iterable[int], lengths: Iterable[int]) -> list[bytes]:
@@ -191,8 +205,30 @@ def check_count(group_ids: Sequence[Hashable], samples: int, like: str = "prompt
         raise SharedPromptError(explain("group_ids", f"{samples} of them (as {like})", len(group_ids)))
 
 
-def group(prompts: Sequence[bytes], group_ids: Sequence[Hashable] | None) -> list[list[int]]:
-    """Samples with the same prompt, or with the same id, whose prompts must then be equal."""
+def group(
+    tokens: Tensor,
+    begins: Sequence[int],
+    lengths: Sequence[int],
+    group_ids: Sequence[Hashable] | None,
+    device: torch.device,
+) -> list[list[int]]:
+    """Samples with the same prompt, or with the same id, whose prompts must then be equal.
+
+    Args:
+        tokens: int64 on the host, contiguous.
+        begins, lengths: of each prompt among them.
+        group_ids: one for each sample, or None.
+        device: that the tokens have come from.
+    """
+    if not lengths:
+        raise SharedPromptError(explain("prompts", "at least one", 0))
+    if min(lengths) < 1:
+        index = next(index for index, length in enumerate(lengths) if length < 1)
+        raise SharedPromptError(explain(f"prompts[{index}]", "at least one token", lengths[index]))
+    compiled = packing_module([tokens], device)
+    if group_ids is None and compiled is not None:
+        return cast("list[list[int]]", compiled.equal_runs(tokens, begins, lengths))
+    prompts = bytes_of(tokens, begins, lengths)
     if group_ids is None:
         return groups_of(_short_keys(prompts))
     check_count(group_ids, len(prompts))

@@ -1,0 +1,85 @@
+"""Packing by the compiled module: bit by bit what PyTorch's operators make of the same samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launches import DEVICE, GPU_MARKS, counted_launches, needs_kernels, poison_free_memory
+from samples import Lists, assert_same_batch, samples, tensors
+from torch import Tensor
+
+from flash_attn_dualkv import SharedPromptBatch, group_by_prompt, ops, pack_shared_prompts
+
+pytestmark = [*GPU_MARKS, needs_kernels]
+
+
+def by_operators(pack: Callable[[], SharedPromptBatch]) -> SharedPromptBatch:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "PACKED_BY_KERNELS", set())
+        return pack()
+
+
+options_of_packing = st.fixed_dictionaries(
+    {
+        "boundary": st.sampled_from(["replicate", "gather"]),
+        "drop_last": st.booleans(),
+        "max_responses_per_group": st.sampled_from([None, 1, 2]),
+        "pad_to_multiple_of": st.sampled_from([None, 8]),
+    }
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(samples(), options_of_packing, st.sampled_from([torch.uint8, torch.int32, torch.int64]))
+def test_the_kernel_packs_as_operators_do(
+    lists: tuple[Lists, Lists], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    prompts, responses = ([one.to(DEVICE, dtype) for one in tensors(given)] for given in lists)
+    poison_free_memory()
+    with counted_launches() as launches:
+        batch = pack_shared_prompts(prompts, responses, **options)
+    assert launches["dualkv_pack_rows"] == 1
+    assert_same_batch(batch, by_operators(lambda: pack_shared_prompts(prompts, responses, **options)))
+    assert not any(one._is_view() for one in vars(batch).values() if isinstance(one, Tensor))
+    fetched = pack_shared_prompts(*lists, device=DEVICE, **options)
+    assert_same_batch(fetched, batch)
+
+
+@pytest.mark.parametrize("lengths", [(70_000, 3), (3, 200_001), (2, 0)], ids=str)
+def test_the_kernel_packs_long_runs(lengths: tuple[int, int]) -> None:
+    """Longer than all threads of a run together write at once."""
+    tokens = torch.arange(sum(lengths) + 1, device=DEVICE) * 7 % 1000
+    prompt, response, other = tokens[: lengths[0]], tokens[lengths[0] :], tokens[:1]
+    pack = lambda: pack_shared_prompts([prompt] * 3, [response, other, response], pad_to_multiple_of=4096)  # noqa: E731
+    assert_same_batch(pack(), by_operators(pack))
+
+
+def test_prompts_that_differ_where_few_tokens_are_looked_at() -> None:
+    """The first comparison of prompts reads every eighth token."""
+    stem = torch.arange(100, device=DEVICE)
+    prompts = []
+    for place in (3, 50, 99, 3, 51, 50):
+        prompts.append(stem.clone())
+        prompts[-1][place] = 7777
+    prompts += [stem, stem[:99], stem]
+    expected = [[0, 3], [1, 5], [2], [4], [6, 8], [7]]
+    assert group_by_prompt(prompts) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "PACKED_BY_KERNELS", set())
+        assert group_by_prompt(prompts) == expected
+
+
+def test_what_the_kernel_is_not_given() -> None:
+    module = ops.compiled_module()
+    tokens = torch.arange(4, device=DEVICE)
+    with pytest.raises(ValueError, match="groups: expected each sample once"):
+        module.pack(tokens, [[0]], [1, 1], [1, 1], 1, False, 1)
+    with pytest.raises(ValueError, match="tokens: expected those of all samples, 4, got 3"):
+        module.pack(tokens[:3], [[0, 1]], [1, 1], [1, 1], 1, False, 1)
+    with pytest.raises(ValueError, match="begins: expected runs of the tokens, got 3"):
+        module.equal_runs(tokens.cpu(), [0, 3], [2, 2])
