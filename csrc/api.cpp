@@ -247,7 +247,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forward", &dualkv::forward);
   m.def("backward", &dualkv::backward);
   m.def("attention", &dualkv::attention);
-  m.def("join_tokens", &dualkv::join_tokens);
+  m.def("pack_lists", &dualkv::pack_lists);
   m.def("equal_runs", &dualkv::equal_runs);
   m.def("pack", &dualkv::pack);
   m.def("build_info", &dualkv::build_info);

@@ -3,13 +3,10 @@
 // flash_attn_dualkv/data (samples.py, batch.py) gives without it.
 #pragma once
 
-#include <ATen/ops/aminmax.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAFunctions.h>
 
+#include <algorithm>
 #include <cstring>
-#include <numeric>
-#include <stdexcept>
 #include <string_view>
 #include <unordered_map>
 
@@ -20,123 +17,194 @@ namespace dualkv {
 
 using Ints = std::vector<int64_t>;
 
-inline at::Tensor host_tensor(int64_t size, at::ScalarType type, const at::Device& device) {
-  return at::empty({size}, at::TensorOptions().dtype(type).pinned_memory(device.type() == at::kCUDA));
+// Runs `body(T{})` for an integer type of tokens.
+template <class Body>
+void with_token_type(at::ScalarType type, Body body) {
+  if (type == at::kLong) return body(int64_t{});
+  if (type == at::kInt) return body(int32_t{});
+  if (type == at::kShort) return body(int16_t{});
+  if (type == at::kChar) return body(int8_t{});
+  TORCH_INTERNAL_ASSERT(type == at::kByte);
+  body(uint8_t{});
 }
 
-// Integer tensors of one device as one int64 tensor there, the same on the host, and the smallest and the largest of
-// them. One copy, for which the host waits.
-inline std::tuple<Tensor, Tensor, int64_t, int64_t> join_tokens(const std::vector<Tensor>& parts) {
-  int64_t count = 0;
-  for (const Tensor& part : parts) count += part.numel();
-  const Tensor& beside = parts.at(0);
-  const c10::cuda::CUDAGuard guard(beside.device());
-  const Tensor all = uninitialised(beside, {count + 2}, at::kLong);
-  Tensor tokens = all.narrow(0, 0, count), smallest = all.select(0, count), largest = all.select(0, count + 1);
-  if (count > 0) {
-    at::cat_out(tokens, parts);
-    at::aminmax_out(smallest, largest, tokens);
-  } else {
-    fill_zeros(all);
+// 1-D integer tensors of one type and GPU, as they are; an empty list if any is something else.
+inline std::vector<const Tensor*> plain_tokens(const pybind11::list& prompts, const pybind11::list& responses) {
+  std::vector<const Tensor*> found;
+  found.reserve(2 * prompts.size());
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    for (PyObject* one : {PyList_GET_ITEM(prompts.ptr(), i), PyList_GET_ITEM(responses.ptr(), i)}) {
+      if (!THPVariable_CheckExact(one)) return {};
+      const Tensor& t = THPVariable_Unpack(one);
+      const Tensor& beside = found.empty() ? t : *found[0];
+      const bool is_integer = at::isIntegralType(t.scalar_type(), false) && t.scalar_type() <= at::kLong;
+      if (!is_integer || t.scalar_type() != beside.scalar_type() || !t.is_cuda() || t.device() != beside.device() ||
+          t.layout() != at::kStrided || t.dim() != 1 || !t.is_contiguous()) {
+        return {};
+      }
+      found.push_back(&t);
+    }
   }
-  const Tensor host = host_tensor(count + 2, at::kLong, beside.device());
-  host.copy_(all);
-  const int64_t* found = host.const_data_ptr<int64_t>() + count;
-  return {tokens, host.narrow(0, 0, count), found[0], found[1]};
+  return found;
 }
 
-// The runs of tokens that are equal: lists of their indices, in the order of the first of each.
+// Which runs of tokens are equal: lists of their indices, in the order of the first of each.
 //
-// Runs with the same tokens at some places are compared with the first of them; only those that differ are hashed, for
-// that takes several times as long as to compare.
-inline std::vector<Ints> equal_runs(const Tensor& tokens, const Ints& begins, const Ints& lengths) {
-  check_argument(tokens.device().is_cpu() && tokens.scalar_type() == at::kLong && tokens.is_contiguous(), "tokens",
-                 tokens.toString(), "contiguous int64 on the host");
-  const int64_t* const first_token = tokens.const_data_ptr<int64_t>();
+// Most often a run is that before it, which `is_as_before` knows where it is not empty. Others with the same tokens at
+// some places are compared with the first of them; only those that differ are hashed, for that takes several times as
+// long as to compare.
+inline std::vector<Ints> group_runs(const int64_t* tokens, const Ints& begins, const Ints& lengths,
+                                    const std::vector<bool>& is_as_before = {}) {
   constexpr int64_t kPlacesApart = 8;
   std::vector<Ints> groups;
   std::unordered_map<uint64_t, size_t> of_some_tokens;
   std::unordered_map<std::string_view, size_t> of_all_tokens;
+  size_t group = 0;
   for (size_t index = 0; index < lengths.size(); ++index) {
-    const int64_t begin = begins.at(index), length = lengths[index];
-    check_argument(begin >= 0 && length >= 0 && begin + length <= tokens.numel(), "begins", begin,
-                   "runs of the tokens");
-    const int64_t* const run = first_token + begin;
+    const int64_t length = lengths[index];
+    const int64_t* const run = tokens + begins[index];
     const std::string_view bytes(reinterpret_cast<const char*>(run), length * sizeof(int64_t));
-    uint64_t hash = length;
-    for (int64_t i = 0; i < length; i += kPlacesApart) hash = (hash ^ run[i]) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29;
-    const auto same_run = [&](size_t group) {
-      const int64_t other = groups[group][0];
-      return lengths[other] == length && std::memcmp(first_token + begins[other], run, bytes.size()) == 0;
+    const auto is_in = [&](size_t one) {
+      const int64_t other = groups[one][0];
+      return lengths[other] == length && std::memcmp(tokens + begins[other], run, bytes.size()) == 0;
     };
-    size_t group = of_some_tokens.try_emplace(hash, groups.size()).first->second;
-    if (group < groups.size() && !same_run(group)) group = of_all_tokens.try_emplace(bytes, groups.size()).first->second;
-    if (group == groups.size()) groups.emplace_back();
+    const bool stays = !is_as_before.empty() && is_as_before[index];
+    if (!stays && (groups.empty() || !is_in(group))) {
+      uint64_t hash = length;
+      for (int64_t i = 0; i < length; i += kPlacesApart) hash = (hash ^ run[i]) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29;
+      group = of_some_tokens.try_emplace(hash, groups.size()).first->second;
+      if (group < groups.size() && !is_in(group)) group = of_all_tokens.try_emplace(bytes, groups.size()).first->second;
+      if (group == groups.size()) groups.emplace_back();
+    }
     groups[group].push_back(index);
   }
   return groups;
+}
+
+// `group_runs` of int64 tokens on the host.
+inline std::vector<Ints> equal_runs(const Tensor& tokens, const Ints& begins, const Ints& lengths) {
+  check_argument(tokens.device().is_cpu() && tokens.scalar_type() == at::kLong && tokens.is_contiguous(), "tokens",
+                 tokens.toString(), "contiguous int64 on the host");
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    const int64_t begin = begins.at(i), length = lengths[i];
+    check_argument(begin >= 0 && length >= 0 && length <= tokens.numel() - begin, "begins", begin, "runs of the tokens");
+  }
+  return group_runs(tokens.const_data_ptr<int64_t>(), begins, lengths);
+}
+
+// Samples whose tokens have been looked at.
+struct Samples {
+  Tensor tokens;  // int64, of a prompt and its response behind each other
+  Ints prompt_lens, response_lens;
+  int64_t smallest = INT64_MAX, largest = INT64_MIN;  // of the tokens
+  std::vector<Ints> groups;                           // the samples of each prompt
+};
+
+// By one copy to the host, which waits for it.
+inline Samples join_samples(const std::vector<const Tensor*>& given) {
+  const Tensor& beside = *given[0];
+  Samples samples;
+  std::vector<TokenParts> launches;
+  Ints prompt_begins;
+  int64_t count = 0, blocks = 0;
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (i % TokenParts::kMost == 0) launches.emplace_back(), launches.back().begins[0] = count;
+    TokenParts& parts = launches.back();
+    const int64_t length = given[i]->numel();
+    if (i % 2 == 0) prompt_begins.push_back(count);
+    (i % 2 == 0 ? samples.prompt_lens : samples.response_lens).push_back(length);
+    parts.tokens[parts.count++] = given[i]->const_data_ptr();
+    parts.begins[parts.count] = count += length;
+  }
+  for (const TokenParts& parts : launches) blocks += join_blocks(parts);
+  static_assert(sizeof(TokenNews) == 3 * sizeof(int64_t));
+  const int64_t size = count + 3 * blocks;
+  const Tensor all = uninitialised(beside, {size}, at::kLong);
+  const Tensor host = at::empty({size}, at::TensorOptions().dtype(at::kLong).pinned_memory(beside.device().type() == at::kCUDA));
+  int64_t *const joined = all.data_ptr<int64_t>(), *const fetched = host.data_ptr<int64_t>();
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  with_token_type(beside.scalar_type(), [&](auto type) {
+    TokenNews* news = reinterpret_cast<TokenNews*>(joined + count);
+    for (const TokenParts& parts : launches) {
+      join_tokens<decltype(type)>(parts, joined, news, stream);
+      count_launch("dualkv_join_tokens");
+      news += join_blocks(parts);
+    }
+  });
+  {
+    const pybind11::gil_scoped_release others_may_run;  // the GPU may be busy with what came before
+    c10::cuda::memcpy_and_sync(fetched, joined, size * sizeof(int64_t), cudaMemcpyDeviceToHost, stream);
+  }
+  const TokenNews* news = reinterpret_cast<const TokenNews*>(fetched + count);
+  std::vector<bool> is_as_before;
+  for (const TokenParts& parts : launches) {
+    std::vector<bool> differs(parts.count);
+    for (int block = 0, end = join_blocks(parts); block < end; ++block, ++news) {
+      samples.smallest = std::min(samples.smallest, news->smallest);
+      samples.largest = std::max(samples.largest, news->largest);
+      if (news->differs) differs[block % parts.count] = true;
+    }
+    for (int i = 0; i < parts.count; i += 2) is_as_before.push_back(!differs[i]);
+  }
+  samples.groups = group_runs(fetched, prompt_begins, samples.prompt_lens, is_as_before);
+  samples.tokens = all.narrow(0, 0, count);
+  return samples;
 }
 
 // Where everything lies in a packed micro-batch.
 struct PackedPlan {
   std::vector<PackedRun> runs;  // contexts, responses, padding
   Ints node_lens, node_parents, order;  // of the layout
-  int64_t rows = 0, scored = 0, longest_path = 0, longest_run = 0;
+  int64_t rows = 0, scored = 0, tokens = 0, longest_path = 0, longest_response = 0;
 
   PackedPlan(const std::vector<Ints>& groups, const Ints& prompt_lens, const Ints& response_lens, int shift,
              bool drop_last, int64_t multiple) {
     const size_t samples = prompt_lens.size();
     Ints begins(samples), scored_begins(samples);  // of each sample: its first token, and its first scored one
-    int64_t tokens = 0, longest_response = 0;
     for (size_t i = 0; i < samples; ++i) {
       begins[i] = tokens, scored_begins[i] = scored;
       tokens += prompt_lens[i] + response_lens.at(i), scored += response_lens[i];
       longest_response = std::max(longest_response, response_lens[i]);
     }
-    int64_t context_row = 0;
     for (const Ints& members : groups) rows += prompt_lens.at(members.at(0)) - shift;
-    runs.reserve(groups.size() + samples + 1);
-    runs.resize(groups.size());
+    TORCH_CHECK_VALUE(tokens < kMostTokens, "prompts and responses: expected fewer than 2^30 tokens, got ", tokens);
+    const auto add = [&](const PackedRun& run, int64_t path) {
+      runs.push_back(run);
+      longest_path = std::max(longest_path, path);
+    };
+    int64_t context_row = 0;
     int node = 0;
+    for (const Ints& members : groups) {  // contexts come first
+      const int64_t length = prompt_lens[members[0]] - shift;
+      const int count = static_cast<int>(members.size());
+      add({as_int(context_row), as_int(length), as_int(begins[members[0]]), 0, count, node, -1, -1}, length);
+      context_row += length, node += 1 + count;
+    }
     for (size_t g = 0; g < groups.size(); ++g) {
-      const Ints& members = groups[g];
-      const int64_t context_len = prompt_lens[members[0]] - shift;
-      const int root = node++;
-      PackedRun& context = runs[g];
-      context = {.row = context_row, .length = context_len, .source = begins[members[0]]};
-      context.multiplicity = static_cast<int>(members.size()), context.sample = -1;
-      context.node = root, context.parent = -1, context.subtree_end = static_cast<int>(node + members.size());
-      context_row += context_len;
-      add_node(context_len, -1, context_len);
-      for (const int64_t sample : members) {
-        const int64_t response = response_lens.at(sample), kept = drop_last ? shift - 1 : shift;
-        PackedRun run{.row = rows, .length = std::max<int64_t>(response + kept, 0)};
-        run.position = prompt_lens.at(sample) - shift, run.source = begins[sample] + run.position;
-        run.labelled = run.length > 0 && !drop_last ? run.length - 1 : run.length;
-        run.scored = scored_begins[sample], run.scored_len = response;
-        run.first_row = shift ? rows : context_row - 1;
-        run.target = begins[sample] + prompt_lens[sample], run.padded = sample * longest_response;
-        run.multiplicity = 1, run.shift = shift, run.sample = static_cast<int>(sample);
-        run.node = node++, run.parent = root, run.subtree_end = node;
-        runs.push_back(run);
-        order.push_back(sample), rows += run.length;
-        add_node(run.length, root, context_len + run.length);
-        longest_run = std::max(longest_run, response);
+      const PackedRun context = runs[g];
+      node_lens.push_back(context.length), node_parents.push_back(-1);
+      for (const int64_t sample : groups[g]) {
+        const int64_t response = response_lens.at(sample), position = prompt_lens.at(sample) - shift;
+        const int64_t length = std::max<int64_t>(response + shift - (drop_last ? 1 : 0), 0);
+        const int64_t first_row = shift ? rows : int64_t{context.row} + context.length - 1;
+        const int own = static_cast<int>(node_lens.size());
+        add({as_int(rows), as_int(length), as_int(begins[sample] + position), as_int(position), 1, own, context.node,
+             as_int(sample), as_int(scored_begins[sample]), as_int(response), as_int(first_row)},
+            context.length + length);
+        node_lens.push_back(length), node_parents.push_back(context.node);
+        order.push_back(sample), rows += length;
       }
     }
-    if (order.size() != samples) throw std::invalid_argument("groups: expected each sample once");
-    if (const int64_t pad = (multiple - rows % multiple) % multiple) {
-      runs.push_back({.row = rows, .length = pad, .sample = -1, .node = -1});
-      rows += pad, longest_run = std::max(longest_run, pad);
-    }
-    if (rows >= std::numeric_limits<int>::max()) throw std::overflow_error("int too big to convert");
+    TORCH_CHECK_VALUE(order.size() == samples, "groups: expected each of ", samples, " samples once, got ", order.size());
+    const int64_t pad = (multiple - rows % multiple) % multiple;
+    TORCH_CHECK_VALUE(rows + pad < kMostTokens, "pad_to_multiple_of: expected fewer than 2^30 rows, got ", rows + pad);
+    if (pad > 0) add({as_int(rows), as_int(pad), 0, 0, 0, -1, -1, -1}, 0);
+    rows += pad;
   }
 
  private:
-  void add_node(int64_t length, int64_t parent, int64_t path) {
-    node_lens.push_back(length), node_parents.push_back(parent);
-    longest_path = std::max(longest_path, path), longest_run = std::max(longest_run, length);
-  }
+  static constexpr int64_t kMostTokens = int64_t{1} << 30;
+  static int as_int(int64_t value) { return static_cast<int>(value); }
 };
 
 inline pybind11::tuple as_tuple(const Ints& values) {
@@ -146,35 +214,74 @@ inline pybind11::tuple as_tuple(const Ints& values) {
 }
 
 // The tensors of a SharedPromptBatch, in the order of PackRowsArgs, and the numbers of its layout: node_lens,
-// node_parents, order, the most rows of a path.
+// node_parents, order, the most rows of a path. The tensors share one buffer, but are no views of each other: to write
+// to one does not spoil what autograd has saved of another.
 inline pybind11::tuple pack(const Tensor& tokens_in, const std::vector<Ints>& groups, const Ints& prompt_lens,
                             const Ints& response_lens, int shift, bool drop_last, int64_t multiple) {
   check_argument(tokens_in.is_cuda() && tokens_in.dim() == 1, "tokens", tokens_in.device(), "a CUDA tensor");
   const c10::cuda::CUDAGuard guard(tokens_in.device());
+  const c10::InferenceMode not_inference(false);  // its tensors could not be saved for a later backward
   const PackedPlan plan(groups, prompt_lens, response_lens, shift, drop_last, multiple);
   const Tensor tokens = tokens_in.to(at::kLong).contiguous();
-  const int64_t samples = prompt_lens.size(), bytes = plan.runs.size() * sizeof(PackedRun);
-  const int64_t given = std::accumulate(prompt_lens.begin(), prompt_lens.end(), plan.scored);
-  check_argument(tokens.numel() == given, "tokens", tokens.numel(), "those of all samples, ", given);
+  check_argument(tokens.numel() == plan.tokens, "tokens", tokens.numel(), "those of all samples, ", plan.tokens);
 
-  const auto numbers = [&](int64_t size) { return uninitialised(tokens, {size}, at::kLong); };
+  const int64_t samples = prompt_lens.size(), num_nodes = plan.node_lens.size();
+  const int64_t table = num_nodes * kNodeColumns * sizeof(int) / sizeof(int64_t);
+  const Tensor all = uninitialised(tokens, {4 * plan.rows + 4 * plan.scored + samples + 1 + table}, at::kLong);
+  int64_t taken = 0;
+  const auto take = [&](at::IntArrayRef sizes, at::ScalarType type) {
+    Tensor part = at::detail::make_tensor<at::TensorImpl>(c10::Storage(all.storage()), all.key_set(),
+                                                          c10::scalarTypeToTypeMeta(type));
+    part.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+    const int64_t size = c10::elementSize(type);
+    part.unsafeGetTensorImpl()->set_storage_offset(taken / size);
+    taken += part.numel() * size;
+    return part;
+  };
   Tensor found[9];
-  for (int i = 0; i < 9; ++i) found[i] = numbers(i < 4 ? plan.rows : i < 8 ? plan.scored : samples + 1);
-  const int64_t num_nodes = plan.node_lens.size();
-  const Tensor nodes = uninitialised(tokens, {num_nodes, kNodeColumns}, at::kInt);
-  const Tensor start = host_tensor(bytes, at::kByte, tokens.device());
-  std::memcpy(start.data_ptr(), plan.runs.data(), bytes);
-  const Tensor runs = uninitialised(tokens, {bytes}, at::kByte);
-  runs.copy_(start, /*non_blocking=*/true);
+  for (int i = 0; i < 9; ++i) found[i] = take({i < 4 ? plan.rows : i < 8 ? plan.scored : samples + 1}, at::kLong);
+  const Tensor nodes = take({num_nodes, kNodeColumns}, at::kInt);
+
   const auto pointer = [&](int i) { return found[i].data_ptr<int64_t>(); };
-  pack_rows({tokens.data_ptr<int64_t>(), static_cast<const PackedRun*>(runs.data_ptr()),
-             static_cast<int>(plan.runs.size()), pointer(0), pointer(1), pointer(2), pointer(3), pointer(4), pointer(5),
-             pointer(6), pointer(7), pointer(8), int_pointer(nodes)},
-            static_cast<int>(plan.longest_run), c10::cuda::getCurrentCUDAStream());
-  count_launch("dualkv_pack_rows");
+  PackRowsArgs args{tokens.const_data_ptr<int64_t>(), pointer(0), pointer(1), pointer(2), pointer(3), pointer(4),
+                    pointer(5), pointer(6), pointer(7), pointer(8), int_pointer(nodes), shift, drop_last ? 0 : 1,
+                    static_cast<int>(plan.longest_response)};
+  for (size_t first = 0; first < plan.runs.size(); first += PackRowsArgs::kMostRuns) {
+    args.num_runs = static_cast<int>(std::min<size_t>(plan.runs.size() - first, PackRowsArgs::kMostRuns));
+    std::copy_n(plan.runs.begin() + first, args.num_runs, args.runs);
+    pack_rows(args, c10::cuda::getCurrentCUDAStream());
+    count_launch("dualkv_pack_rows");
+  }
   return pybind11::make_tuple(found[0], found[1], found[2], found[3], found[4], found[5], found[6], found[7], found[8],
                               nodes, as_tuple(plan.node_lens), as_tuple(plan.node_parents), as_tuple(plan.order),
                               plan.longest_path);
+}
+
+// `pack` of lists of tensors, from their grouping on; behind its results the lengths of prompts and of responses and the
+// largest token. None unless all are 1-D tensors of one integer type on one GPU, no prompt is empty and no token
+// negative: what is wrong others say.
+inline pybind11::object pack_lists(const pybind11::list& prompts, const pybind11::list& responses, int shift,
+                                   bool drop_last, int64_t most_responses, int64_t multiple) {
+  if (prompts.size() != responses.size() || prompts.empty()) return pybind11::none();
+  const std::vector<const Tensor*> given = plain_tokens(prompts, responses);
+  if (given.empty()) return pybind11::none();
+  for (size_t i = 0; i < given.size(); i += 2) {
+    if (given[i]->numel() == 0) return pybind11::none();
+  }
+  const c10::cuda::CUDAGuard guard(given[0]->device());
+  Samples samples = join_samples(given);
+  if (samples.smallest < 0) return pybind11::none();
+  std::vector<Ints> groups;
+  for (const Ints& members : samples.groups) {
+    for (auto first = members.begin(); first != members.end();) {
+      const auto end = first + std::min<int64_t>(members.end() - first, most_responses);
+      groups.emplace_back(first, end);
+      first = end;
+    }
+  }
+  const Ints &prompt_lens = samples.prompt_lens, &response_lens = samples.response_lens;
+  return pack(samples.tokens, groups, prompt_lens, response_lens, shift, drop_last, multiple) +
+         pybind11::make_tuple(as_tuple(prompt_lens), as_tuple(response_lens), samples.largest);
 }
 
 }  // namespace dualkv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,23 @@ def test_the_kernel_packs_long_runs(lengths: tuple[int, int]) -> None:
     assert_same_batch(pack(), by_operators(pack))
 
 
+@pytest.mark.parametrize("count", [32, 33, 64, 65, 300])
+def test_the_kernel_packs_many_samples(count: int) -> None:
+    """More than a launch has room for; prompts that are that before, that come back, and that differ in one token."""
+    draw = random.Random(count)
+    stems = [torch.randint(0, 50, (length,), device=DEVICE) for length in (1, 40, 40, 2500)]
+    prompts: list[Tensor] = []
+    for _ in range(count):
+        prompts.append(prompts[-1].clone() if prompts and draw.random() < 0.5 else draw.choice(stems).clone())
+        if draw.random() < 0.3:
+            prompts[-1][draw.randrange(len(prompts[-1]))] += 1
+    responses = [torch.randint(0, 50, (draw.choice([0, 1, 7, 1500]),), device=DEVICE) for _ in prompts]
+    pack = lambda: pack_shared_prompts(prompts, responses, max_responses_per_group=5)  # noqa: E731
+    batch = pack()
+    assert 1 < batch.layout.num_groups < count
+    assert_same_batch(batch, by_operators(pack))
+
+
 def test_prompts_that_differ_where_few_tokens_are_looked_at() -> None:
     """The first comparison of prompts reads every eighth token."""
     stem = torch.arange(100, device=DEVICE)
@@ -77,7 +95,7 @@ def test_prompts_that_differ_where_few_tokens_are_looked_at() -> None:
 def test_what_the_kernel_is_not_given() -> None:
     module = ops.compiled_module()
     tokens = torch.arange(4, device=DEVICE)
-    with pytest.raises(ValueError, match="groups: expected each sample once"):
+    with pytest.raises(ValueError, match="groups: expected each of 2 samples once, got 1"):
         module.pack(tokens, [[0]], [1, 1], [1, 1], 1, False, 1)
     with pytest.raises(ValueError, match="tokens: expected those of all samples, 4, got 3"):
         module.pack(tokens[:3], [[0, 1]], [1, 1], [1, 1], 1, False, 1)

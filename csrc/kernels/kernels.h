@@ -83,35 +83,54 @@ struct BackwardListArgs {
 template <typename T>
 void prepare_backward(const BackwardListArgs& args, const RowStatisticsParams<T>& rows, cudaStream_t stream);
 
+// Prompts and responses of samples in turns, integers of one type, to be joined.
+struct TokenParts {
+  static constexpr int kMost = 128;  // of a launch: they come as its parameters, of which there may be 4 KB
+  const void* tokens[kMost];
+  int64_t begins[kMost + 1];  // where each begins among all tokens, and where the last one ends
+  int count;
+};
+
+// What a block says of its tokens of a part.
+struct TokenNews {
+  int64_t smallest, largest;
+  int64_t differs;  // whether they are others than those of the prompt before, as far as the launch has both
+};
+
+// Block `i` writes tokens of part `i % count` to `joined`, as int64, and what it says of them to `news[i]`.
+int join_blocks(const TokenParts& parts);
+template <typename T>
+void join_tokens(const TokenParts& parts, int64_t* joined, TokenNews* news, cudaStream_t stream);
+
 constexpr int64_t kPaddingToken = 0, kIgnoredLabel = -100;
 
-// A context, a response or the padding of a packed micro-batch. `source` and `target` are places among the tokens of all
-// samples.
+// A context, a response or the padding of a packed micro-batch.
 struct PackedRun {
-  int64_t row, length;  // its rows
-  int64_t source;       // the token of the first of them; the others follow it
-  int64_t position;     // of the first row in its sequence
-  int64_t labelled;     // so many of its rows have the token behind their own as label
-  int64_t scored, scored_len;  // of a response, whose tokens stand behind those of other samples in original order
-  int64_t first_row;    // the row that scores the first token of the response
-  int64_t target;       // that token
-  int64_t padded;       // where its row of the padded form begins
-  int multiplicity;     // sequences that each row stands for
-  int shift;            // rows in front of the one that scores the second token, less 1
-  int sample;           // of a response; -1
-  int node, parent, subtree_end;  // Node's; node is -1 for padding
+  int row, length;         // its rows
+  int source;              // the token of the first of them, among those of all samples; the others follow it
+  int position;            // of the first row in its sequence
+  int multiplicity;        // sequences that each row stands for
+  int node, parent;        // of the table; node is -1 for padding
+  int sample;              // of a response; else -1
+  int scored, scored_len;  // of a response: its place among the tokens of all responses in original order
+  int first_row;           // of a response: the row that scores its first token
 };
 
 struct PackRowsArgs {
-  const int64_t* tokens;  // of all samples, a prompt and then its response
-  const PackedRun* runs;
-  int num_runs;
-  int64_t *input_ids, *position_ids, *labels, *multiplicity;       // (rows)
+  static constexpr int kMostRuns = 88;  // of a launch
+  const int64_t* tokens;                // of all samples, a prompt and then its response
+  int64_t *input_ids, *position_ids, *labels, *multiplicity;     // (rows)
   int64_t *token_index, *targets, *padded_index, *jagged_index;  // (scored tokens)
-  int64_t* jagged_offsets;  // (samples + 1)
-  int* nodes;               // (contexts and responses, kNodeColumns)
+  int64_t* jagged_offsets;                                       // (samples + 1)
+  int* nodes;                                                    // (contexts and responses, kNodeColumns)
+  int shift;             // prompt tokens in front of each response
+  int unlabelled;        // last rows of a response without a label
+  int longest_response;  // tokens
+  int num_runs;
+  PackedRun runs[kMostRuns];
 };
-// `longest`: rows or scored tokens of the longest run.
-void pack_rows(const PackRowsArgs& args, int longest, cudaStream_t stream);
+static_assert(sizeof(TokenParts) <= 4000 && sizeof(PackRowsArgs) <= 4096);
+
+void pack_rows(const PackRowsArgs& args, cudaStream_t stream);
 
 }  // namespace dualkv

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, repeat
 from operator import add, sub
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -174,30 +173,37 @@ def on_device(tokens: Tensor, device: torch.device) -> Tensor:
     return tokens if same_device(tokens.device, device) else to_device([tokens.cpu()], (), device)[0]
 
 
-def packed_by_kernel(
-    compiled: ModuleType,
-    samples: Samples,
-    groups: list[list[int]],
-    shift: int,
-    drop_last: bool,
-    multiple: int,
-    device: torch.device,
+def batch_of(
+    input_ids: Tensor,
+    position_ids: Tensor,
+    labels: Tensor,
+    multiplicity: Tensor,
+    token_index: Tensor,
+    targets: Tensor,
+    padded_index: Tensor,
+    jagged_index: Tensor,
+    jagged_offsets: Tensor,
+    nodes: Tensor,
+    node_lens: tuple[int, ...],
+    node_parents: tuple[int, ...],
+    order: tuple[int, ...],
+    max_sequence: int,
+    prompt_lens: tuple[int, ...],
+    response_lens: tuple[int, ...],
+    max_token: int,
 ) -> SharedPromptBatch:
-    """What `packed_by_operators` makes, by one kernel of the compiled module."""
-    prompt_lens, response_lens = samples.prompt_lens, samples.response_lens
-    tokens = on_device(samples.tokens, device)
-    *tensors, lens, parents, order, longest = compiled.pack(
-        tokens, groups, prompt_lens, response_lens, shift, drop_last, multiple
-    )
-    input_ids, position_ids, labels, multiplicity, token_index, targets, padded, jagged, jagged_offsets, nodes = tensors
+    """The batch of what the compiled module has packed: the same, bit by bit, as `packed_by_operators` makes."""
     rows = len(input_ids)
-    layout = SharedPromptLayout(nodes, lens, parents, longest, rows, rows - sum(lens), False, position_ids)
+    layout = SharedPromptLayout(
+        nodes, node_lens, node_parents, max_sequence, rows, rows - sum(node_lens), False, position_ids
+    )
     return SharedPromptBatch(
-        input_ids, position_ids, layout, labels, token_index, targets, tuple(response_lens), tuple(prompt_lens), order,
-        multiplicity, padded, jagged, jagged_offsets, samples.max_token,
+        input_ids, position_ids, layout, labels, token_index, targets, response_lens, prompt_lens, order, multiplicity,
+        padded_index, jagged_index, jagged_offsets, max_token,
     )  # fmt: skip
 
 
+@torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
 def packed_by_operators(
     samples: Samples, groups: list[list[int]], shift: int, drop_last: bool, multiple: int, device: torch.device
 ) -> SharedPromptBatch:

@@ -22,7 +22,7 @@ from .. import arguments
 from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError
 from ..ops import packing_module
-from .batch import Samples, SharedPromptBatch, packed_by_kernel, packed_by_operators
+from .batch import Samples, SharedPromptBatch, batch_of, on_device, packed_by_operators
 from .samples import (
     GroupIds,
     Ones,
@@ -36,10 +36,10 @@ from .samples import (
     group,
     groups_of,
     joined,
-    joined_and_fetched,
     prompt_lengths,
     selected,
 )
+from .transfer import same_device
 
 Boundary = Literal["replicate", "gather"]
 BOUNDARIES = ("replicate", "gather")
@@ -82,8 +82,15 @@ def pack_shared_prompts(
     responses = arguments.items("responses", responses, "token sequences")
     if len(prompts) != len(responses):
         raise SharedPromptError(explain("responses", f"{len(prompts)} of them (as prompts)", len(responses)))
+    if group_ids is None:
+        batch = _packed_by_kernels(prompts, responses, options)
+        if batch is not None:
+            return batch
     given = all_tokens([*chain.from_iterable(zip(prompts, responses))], ("prompts", "responses"))
-    tokens, fetched, smallest, largest, ids = joined_and_fetched(given, group_ids)
+    tokens = joined(given)
+    # Where the tokens are: on the host they have just come from the GPU, and are in no cache.
+    (fetched, bounds), ids = fetch([tokens, extremes(tokens)], group_ids)
+    smallest, largest = bounds.tolist()
     check_token_ids("prompts and responses", smallest)
     lengths = [*map(Tensor.numel, given)]
     prompt_lens, response_lens = lengths[::2], lengths[1::2]
@@ -239,14 +246,35 @@ class _Options(NamedTuple):
         )
 
 
-@torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
+def _packed_by_kernels(prompts: Sequence[Any], responses: Sequence[Any], options: _Options) -> SharedPromptBatch | None:
+    """All of it in one call of the compiled module. None where that is not for these tokens, or finds them wrong."""
+    if not prompts or not isinstance(prompts[0], Tensor):
+        return None
+    device = prompts[0].device
+    compiled = packing_module((), device)
+    if compiled is None or not (options.device is None or same_device(options.device, device)):
+        return None
+    most = MAX_ROWS if options.max_responses_per_group is None else options.max_responses_per_group
+    shift, lists = _shift(options), [one if type(one) is list else [*one] for one in (prompts, responses)]
+    found = compiled.pack_lists(*lists, shift, options.drop_last, most, options.pad_to_multiple_of)
+    return None if found is None else batch_of(*found)
+
+
+def _shift(options: _Options) -> int:
+    """Prompt tokens in front of each response."""
+    return 1 if options.boundary == "replicate" else 0
+
+
 def _pack(samples: Samples, options: _Options) -> SharedPromptBatch:
     groups = samples.groups
     if options.max_responses_per_group is not None:
         step = options.max_responses_per_group
         groups = [members[at : at + step] for members in groups for at in range(0, len(members), step)]
-    shift = 1 if options.boundary == "replicate" else 0
     device = samples.tokens.device if options.device is None else options.device
-    rest = samples, groups, shift, options.drop_last, options.pad_to_multiple_of
+    rest = _shift(options), options.drop_last, options.pad_to_multiple_of
     compiled = packing_module([samples.tokens], device)
-    return packed_by_operators(*rest, device) if compiled is None else packed_by_kernel(compiled, *rest, device)
+    if compiled is None:
+        return packed_by_operators(samples, groups, *rest, device)
+    lens = samples.prompt_lens, samples.response_lens
+    found = compiled.pack(on_device(samples.tokens, device), groups, *lens, *rest)
+    return batch_of(*(*found, *map(tuple, lens), samples.max_token))

@@ -148,29 +148,6 @@ def fetch(tensors: Sequence[Tensor], group_ids: GroupIds | None) -> tuple[list[T
     return to_host(tensors) if tensors else [], ids
 
 
-class Joined(NamedTuple):
-    """The tokens of many sequences: in one tensor where they are, and as int64 on the host; the group ids there."""
-
-    tokens: Tensor
-    fetched: Tensor
-    smallest: int
-    largest: int
-    ids: list[Hashable] | None
-
-
-def joined_and_fetched(tokens: list[Tensor], group_ids: GroupIds | None) -> Joined:
-    """One copy from a GPU, which the compiled module makes where it can."""
-    compiled = packing_module(tokens, _common_device(tokens))
-    if tokens and compiled is not None and not isinstance(group_ids, Tensor):
-        together, fetched, smallest, largest = compiled.join_tokens(tokens)
-        return Joined(together, fetched, smallest, largest, fetch((), group_ids)[1])
-    together = joined(tokens)
-    # Where the tokens are: on the host they have just come from the GPU, and are in no cache.
-    (fetched, found), ids = fetch([together, extremes(together)], group_ids)
-    smallest, largest = found.tolist()
-    return Joined(together, fetched, smallest, largest, ids)
-
-
 # Groups
 
 

@@ -53,6 +53,8 @@ inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStre
   return std::memset(data, value, bytes), cudaSuccess;
 }
 
+enum cudaMemcpyKind { cudaMemcpyDeviceToHost };
+
 enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrComputeCapabilityMinor,
