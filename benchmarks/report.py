@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 import plots
 from command import RESULTS
-from results import LABELS, OURS, ResultError, check, in_pieces, load, medians, result_files
+from results import LABELS, OURS, ResultError, check, in_pieces, load, medians, of_newest_code, result_files
 from shapes import StepShape, family_of, parse, title
 from short_nodes import HEADINGS, cells, short_nodes
 from trees import is_of_pairs
@@ -290,11 +290,12 @@ def qwen3_section(frame: pd.DataFrame, folder: Path) -> list[str]:
 
 
 def stream_section(frame: pd.DataFrame, folder: Path) -> list[str]:
-    """Medians and sums over the micro-batches of a stream; of several runs of an implementation the newest."""
-    frame = frame[frame["date"] == frame.groupby("impl")["date"].transform("max")]
+    """Medians and sums over the micro-batches of a stream."""
+    frame = of_newest_code(frame)
     columns = {"ms": ["count", "median", "sum"], "host_ms": "median", "device_ms": "mean", "attention_ms": "median"}
     numbers = frame.reindex(columns=[*columns, "graphs"]).apply(pd.to_numeric)
-    found = numbers.where(numbers["ms"].notna()).groupby(frame["impl"]).agg({**columns, "graphs": "sum"})
+    by_micro_batch = numbers.where(numbers["ms"].notna()).groupby([frame["impl"], frame["shape"]]).median()
+    found = by_micro_batch.groupby("impl").agg({**columns, "graphs": "sum"})
     errors = frame.groupby("impl")["error"].first()
     total = frame["shape"].nunique()
     table = pd.DataFrame(
