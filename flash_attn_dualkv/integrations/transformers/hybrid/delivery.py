@@ -48,7 +48,7 @@ _WITH_LAYOUT: dict[str, Callable[..., Any]] = {
 }
 # Whether activation checkpointing runs a layer with its hooks again.
 _RECOMPUTES_HOOKS = "__call__" in vars(GradientCheckpointingLayer)
-_CACHES = ("cache_params", "past_key_values", "past_key_value")
+_CACHES = ("cache", "cache_params", "past_key_values", "past_key_value")
 
 
 @dataclass(frozen=True)
