@@ -161,12 +161,15 @@ def test_layers_that_were_left_on_stock_attention(layers, attention):
         dualkv.shared_prompt_forward(model, BATCH)
 
 
-@pytest.mark.parametrize("model_type", ["gpt_neo", "falcon"])
-def test_models_without_the_attention_interface(model_type):
-    options = dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, attention_types=[[["global", "local"], 1]]
-    )
-    config = transformers.AutoConfig.for_model(model_type, vocab_size=97, **options)
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("gpt_neo", dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]])),
+        ("falcon", dict(num_hidden_layers=2, num_attention_heads=4)),
+    ],
+)
+def test_models_without_the_attention_interface(model_type, options):
+    config = transformers.AutoConfig.for_model(model_type, vocab_size=97, hidden_size=32, **options)
     with pytest.raises(SharedPromptError, match="attn_implementation: expected a model whose attention goes through"):
         transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dualkv")
 
