@@ -71,7 +71,10 @@ inline std::vector<Ints> group_runs(const int64_t* tokens, const Ints& begins, c
     const bool stays = !is_as_before.empty() && is_as_before[index];
     if (!stays && (groups.empty() || !is_in(group))) {
       uint64_t hash = length;
-      for (int64_t i = 0; i < length; i += kPlacesApart) hash = (hash ^ run[i]) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29;
+      for (int64_t i = 0; i < length; i += kPlacesApart) {
+        hash = (hash ^ run[i]) * 0x9e3779b97f4a7c15u;
+        hash ^= hash >> 29;
+      }
       group = of_some_tokens.try_emplace(hash, groups.size()).first->second;
       if (group < groups.size() && !is_in(group)) group = of_all_tokens.try_emplace(bytes, groups.size()).first->second;
       if (group == groups.size()) groups.emplace_back();
@@ -87,7 +90,8 @@ inline std::vector<Ints> equal_runs(const Tensor& tokens, const Ints& begins, co
                  tokens.toString(), "contiguous int64 on the host");
   for (size_t i = 0; i < lengths.size(); ++i) {
     const int64_t begin = begins.at(i), length = lengths[i];
-    check_argument(begin >= 0 && length >= 0 && length <= tokens.numel() - begin, "begins", begin, "runs of the tokens");
+    const bool is_run = begin >= 0 && length >= 0 && length <= tokens.numel() - begin;
+    check_argument(is_run, "begins", begin, "runs of the tokens");
   }
   return group_runs(tokens.const_data_ptr<int64_t>(), begins, lengths);
 }
@@ -196,7 +200,7 @@ struct PackedPlan {
         order.push_back(sample), rows += length;
       }
     }
-    TORCH_CHECK_VALUE(order.size() == samples, "groups: expected each of ", samples, " samples once, got ", order.size());
+    check_argument(order.size() == samples, "groups", order.size(), "each of ", samples, " samples once");
     const int64_t pad = (multiple - rows % multiple) % multiple;
     TORCH_CHECK_VALUE(rows + pad < kMostTokens, "pad_to_multiple_of: expected fewer than 2^30 rows, got ", rows + pad);
     if (pad > 0) add({as_int(rows), as_int(pad), 0, 0, 0, -1, -1, -1}, 0);
@@ -258,8 +262,8 @@ inline pybind11::tuple pack(const Tensor& tokens_in, const std::vector<Ints>& gr
                               plan.longest_path);
 }
 
-// `pack` of lists of tensors, from their grouping on; behind its results the lengths of prompts and of responses and the
-// largest token. None unless all are 1-D tensors of one integer type on one GPU, no prompt is empty and no token
+// `pack` of lists of tensors, from their grouping on; behind its results the lengths of prompts and of responses and
+// the largest token. None unless all are 1-D tensors of one integer type on one GPU, no prompt is empty and no token
 // negative: what is wrong others say.
 inline pybind11::object pack_lists(const pybind11::list& prompts, const pybind11::list& responses, int shift,
                                    bool drop_last, int64_t most_responses, int64_t multiple) {
