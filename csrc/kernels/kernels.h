@@ -94,7 +94,7 @@ struct TokenParts {
 // What a block says of its tokens of a part.
 struct TokenNews {
   int64_t smallest, largest;
-  int64_t differs;  // whether they are others than those of the prompt before, as far as the launch has both
+  int64_t differs;  // 0: they are those of the prompt before; else they are not, or the launch does not have both
 };
 
 // Block `i` writes tokens of part `i % count` to `joined`, as int64, and what it says of them to `news[i]`.
@@ -102,7 +102,7 @@ int join_blocks(const TokenParts& parts);
 template <typename T>
 void join_tokens(const TokenParts& parts, int64_t* joined, TokenNews* news, cudaStream_t stream);
 
-constexpr int64_t kPaddingToken = 0, kIgnoredLabel = -100;
+constexpr int64_t kPaddingToken = 0, kIgnoredLabel = -100;  // as in flash_attn_dualkv/data/batch.py
 
 // A context, a response or the padding of a packed micro-batch.
 struct PackedRun {
