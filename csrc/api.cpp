@@ -95,12 +95,29 @@ void backward_dq(const Problem& problem, const Tensor& dout, const RowStatistics
   count_launch(kernel_name(selected, "backward_dq"));
 }
 
+// Fewer rows than these take less time than another launch.
+constexpr int kRowsOfSeparateDq = 1024;
+
+// How a backward makes dQ. No row sees more than `max_seqlen_k` keys.
+template <typename T>
+DqSums choose_dq(const BackwardKernel<T>& kernel, const Problem& problem, int64_t max_seqlen_k, bool deterministic) {
+  const auto& sees = problem.shape.sees;
+  if (!kernel.sums_dq || sees.window < kernel.short_window) return DqSums::none;
+  if (deterministic && (!kernel.orders_dq || sees.has_window())) return DqSums::none;
+  const FewKeys& few = problem.slow_memory ? kernel.few_keys_slow_memory : kernel.few_keys;
+  const int64_t rows = problem.shape.q_rows;
+  const bool few_keys = max_seqlen_k <= (deterministic ? few.in_order : few.in_any_order);
+  const bool short_nodes = deterministic && rows < few.short_node * problem.nodes.size(0);
+  if (rows >= kRowsOfSeparateDq && (few_keys || short_nodes)) return DqSums::none;
+  return deterministic ? DqSums::in_order : DqSums::in_any_order;
+}
+
 // The gradients of q, k and v and, where these are given, of k_decoded and v_decoded.
 std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>& dlse_in, const Tensor& q_in,
                              const Tensor& k, const Tensor& v, const std::optional<Tensor>& k_decoded,
                              const std::optional<Tensor>& v_decoded, const Tensor& out_in, const Tensor& lse_in,
                              const Tensor& nodes, double softmax_scale, bool causal, int64_t window_left,
-                             double softcap, bool deterministic) {
+                             double softcap, int64_t max_seqlen_k, bool deterministic) {
   const auto guard = device_guard(q_in);
   const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, {softmax_scale, causal, window_left, softcap});
   const Tensor& q = problem.q;
@@ -123,10 +140,8 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
   with_element_type(q, [&](auto element) {
     using T = decltype(element);
     const auto selected = select_for<BackwardKernel<T>>(problem);
-    const bool short_window = problem.shape.sees.window < selected.kernel.short_window;
-    const bool in_order = deterministic && selected.kernel.orders_dq && !problem.shape.sees.has_window();
-    const bool separate_dq = (deterministic && !in_order) || short_window || !selected.kernel.sums_dq;
-    const DqSums sums = separate_dq ? DqSums::none : in_order ? DqSums::in_order : DqSums::in_any_order;
+    const DqSums sums = choose_dq(selected.kernel, problem, max_seqlen_k, deterministic);
+    const bool separate_dq = sums == DqSums::none;
     const TileInfo& tiles = selected.kernel.tiles;
     const int summed_dim = separate_dq ? 0 : selected.padded.qk;
     const Pack pack =
@@ -137,7 +152,7 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
                             view_of<const T>(dout), problem.kv.regions<const T>(), gradients.regions<T>(),
                             list.statistics, list.dq_sum, list.dkv_slots, list.dq_turns},
                            problem.stream);
-    count_launch(kernel_name(selected, in_order ? "backward_in_order" : "backward"));
+    count_launch(kernel_name(selected, sums == DqSums::in_order ? "backward_in_order" : "backward"));
     selected.kernel.convert({problem.shape, list.nodes, list.dq_sum, view_of<T>(dq), list.splits, list.dkv_slots,
                              gradients.regions<T>(), tiles.block_n, selected.padded.qk, pack},
                             problem.stream);
@@ -151,7 +166,8 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                      const std::optional<Tensor>& k_decoded, const std::optional<Tensor>& v_decoded,
                                      const std::optional<Tensor>& sinks, const Tensor& nodes, double softmax_scale,
-                                     bool causal, int64_t window_left, double softcap, bool deterministic) {
+                                     bool causal, int64_t window_left, double softcap, int64_t max_seqlen_k,
+                                     bool deterministic) {
   bool is_recorded = false;
   for (const auto& t : {std::optional(q), std::optional(k), std::optional(v), k_decoded, v_decoded, sinks}) {
     is_recorded |= t && t->requires_grad();
@@ -160,7 +176,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
     return forward(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale, causal, window_left, softcap);
   }
   const auto results = AttentionNode<forward, backward>::apply(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale,
-                                                               causal, window_left, softcap, deterministic);
+                                                               causal, window_left, softcap, max_seqlen_k, deterministic);
   return {results[0], results[1]};
 }
 

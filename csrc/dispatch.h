@@ -38,6 +38,12 @@ struct ForwardKernel {
   void (*launch)(const ForwardParams<T>&, cudaStream_t);
 };
 
+// Where dQ by itself takes less time than its sums, which travel through memory three times in fp32: no query sees more
+// keys than `in_any_order`; of a deterministic dQ, than `in_order`, or nodes are shorter than `short_node` on average.
+struct FewKeys {
+  int in_any_order = 0, in_order = 0, short_node = 0;
+};
+
 // dK and dV. A kernel with `sums_dq` also adds up dQ in fp32, if asked to; else dQ is left to the BackwardDqKernel.
 // `convert` comes behind it and rounds what is left in fp32: the sums of dQ, and the parts of split tiles.
 template <typename T>
@@ -48,6 +54,7 @@ struct BackwardKernel {
   bool sums_dq;
   bool orders_dq = false;  // it can add up dQ in an order that is the same from run to run, where there is no window
   int short_window = 0;  // with one that is shorter, dQ by itself takes less time than its sums do
+  FewKeys few_keys{}, few_keys_slow_memory{};
 };
 
 template <typename T>

@@ -61,6 +61,7 @@ TensorView<T> view_of(const Tensor& t) {
 struct Device {
   int major, minor, num_sms, shared_bytes;  // `shared_bytes`: the most that a block may have
   bool has_code;                            // in this build
+  bool slow_memory;                         // as an H100's 3.4 TB/s, not as an H200's 4.9
 
   static const Device& current() {
     static std::mutex mutex;
@@ -75,8 +76,12 @@ struct Device {
       return value;
     };
     const int major = attribute(cudaDevAttrComputeCapabilityMajor), minor = attribute(cudaDevAttrComputeCapabilityMinor);
+    // Two transfers of so many bits a clock, which is in kHz.
+    const double bits = attribute(cudaDevAttrGlobalMemoryBusWidth);
+    const double gigabytes_per_s = 2e-6 / 8 * bits * attribute(cudaDevAttrMemoryClockRate);
     const Device device{major, minor, attribute(cudaDevAttrMultiProcessorCount),
-                        attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin), is_built_for(10 * major + minor, DUALKV_BUILD_ARCHS, DUALKV_BUILD_PTX)};
+                        attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                        is_built_for(10 * major + minor, DUALKV_BUILD_ARCHS, DUALKV_BUILD_PTX), gigabytes_per_s < 4400};
     return known.emplace(index, device).first->second;
   }
 };
@@ -129,6 +134,7 @@ struct Problem {
   Tensor nodes;
   ProblemShape shape;
   int capability, shared_limit;
+  bool slow_memory;
   cudaStream_t stream;
 
   Problem(const Tensor& q_in, const Keys& kv_in, const Tensor& nodes_in, const Scores& scores)
@@ -159,6 +165,7 @@ struct Problem {
     TORCH_CHECK(device.has_code, "flash_attn_dualkv was built for compute capability " DUALKV_BUILD_ARCHS " and newer, got ",
                 device.major, ".", device.minor, "; reinstall with DUALKV_ARCHS=\"", device.major, device.minor,
                 "\", or several such as \"80;90\"");
+    slow_memory = device.slow_memory;
     shared_limit = std::min(device.shared_bytes, shared_limit_override());
     stream = c10::cuda::getCurrentCUDAStream();
     q = aligned(q);

@@ -52,10 +52,11 @@ TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", t
 # Of the keys: rows of k and then those of k_decoded, see `nodes.Node`.
 _KEYS = "Tensor q, Tensor k, Tensor v, Tensor? k_decoded, Tensor? v_decoded"
 # No argument has a default: the dispatcher would leave it out of what it hands to the implementations. `reference`
-# computes CUDA tensors in PyTorch; `deterministic` is for the backward of this call: autograd has no other way to it.
+# computes CUDA tensors in PyTorch. The last two are for the backward of this call: autograd has no other way to it. No
+# row sees more than `max_seqlen_k` keys: by it the kernels choose how to make dQ; where it is wrong, they take longer.
 _OPTIONS = (
     "float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, bool reference, "
-    "bool deterministic"
+    "SymInt max_seqlen_k, bool deterministic"
 )
 library.define(
     "sequence_nodes(Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? cu_seqlens_context, Tensor? cu_seqs_per_context, "
@@ -88,6 +89,7 @@ class Options(NamedTuple):
     window_right: int
     softcap: float
     reference: bool
+    max_seqlen_k: int
     deterministic: bool
 
     @property
@@ -99,6 +101,11 @@ class Options(NamedTuple):
     def kernel_scalars(self) -> tuple[Any, ...]:
         """Those of the compiled module."""
         return self.softmax_scale, self.causal, self.window_left, self.softcap
+
+    @property
+    def backward_scalars(self) -> tuple[Any, ...]:
+        """Those of the compiled module's backward."""
+        return *self.kernel_scalars, self.max_seqlen_k, is_deterministic(self.deterministic)
 
     def check_kernels(self) -> None:
         """NotImplementedError for what only the reference has."""
@@ -202,8 +209,7 @@ def _backward_cuda(*arguments: Any) -> list[Tensor]:
     options = Options(*arguments[10:])
     if options.reference:
         return _backward_reference(*arguments)
-    scalars = (*options.kernel_scalars, is_deterministic(options.deterministic))
-    return cast("list[Tensor]", _kernels(options).backward(*arguments[:10], *scalars))
+    return cast("list[Tensor]", _kernels(options).backward(*arguments[:10], *options.backward_scalars))
 
 
 _FORWARD = {"cpu": _forward_reference, "cuda": _forward_cuda}
@@ -381,8 +387,7 @@ def attend(*arguments: Any) -> Results:
     compiled = _kernels(options)
     _check_nodes(q, k, k_decoded, nodes)
     # The node asks the environment again, in the backward; here a misspelt switch is an error.
-    scalars = (*options.kernel_scalars, is_deterministic(options.deterministic))
-    return cast(Results, compiled.attention(*arguments[:7], *scalars))
+    return cast(Results, compiled.attention(*arguments[:7], *options.backward_scalars))
 
 
 # Packing

@@ -129,7 +129,7 @@ def flash_attn_tree_varlen_func(
     _, window, cap = checks.resolve_variant(True, window_size, softcap)
 
     nodes = ops.tree_nodes(cu_seqlens, parents, q.shape[0])
-    out, lse = ops.attend(q, k, v, None, None, sinks, nodes, scale, True, window, -1, cap, False, deterministic)
+    out, lse = ops.attend(q, k, v, None, None, sinks, nodes, scale, True, window, -1, cap, False, len(q), deterministic)
     return (out, lse) if return_lse else out
 
 
@@ -191,8 +191,9 @@ def shared_prompt_attention(
     cap = 0.0 if softcap is None else checks.resolve_softcap(softcap)
     checks.check_sinks(sinks, q)
     out, _ = ops.attend(
-        q, k, v, None, None, sinks, layout.nodes, scale, True, window, -1, cap, in_reference, deterministic
-    )
+        q, k, v, None, None, sinks, layout.nodes,
+        scale, True, window, -1, cap, in_reference, layout.max_sequence, deterministic,
+    )  # fmt: skip
     return out
 
 

@@ -51,8 +51,8 @@ def nodes_of(batch: Batch) -> Tensor:
     return nodes
 
 
-# scale, causal, window_left, window_right, softcap, reference, deterministic
-PLAIN = (0.25, True, 7, -1, 2.0, False, True)
+# scale, causal, window_left, window_right, softcap, reference, max_seqlen_k, deterministic
+PLAIN = (0.25, True, 7, -1, 2.0, False, 30, True)
 OF_KERNELS = (0.25, True, 7, 2.0)  # those that the compiled module gets
 
 # Operators
@@ -117,7 +117,7 @@ def test_gradcheck_of_everything_that_the_operators_offer(variant: tuple[Any, ..
 
     def outputs(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         given = (*tensors, *[None] * (6 - len(tensors)))
-        out, lse = ops.forward(*given, nodes, 0.4, causal, left, right, softcap, False, False)
+        out, lse = ops.forward(*given, nodes, 0.4, causal, left, right, softcap, False, 30, False)
         assert out.shape == (8, heads[0], 16)
         return out, lse.nan_to_num(neginf=0.0)
 
@@ -159,7 +159,7 @@ def test_what_makes_the_kernels_deterministic(module: Mock, monkeypatch: pytest.
     def asked(flag: bool) -> bool:
         ops._backward_cuda(*range(10), *PLAIN[:-1], flag)
         *given, deterministic = module.backward.call_args.args
-        assert given == [*range(10), *OF_KERNELS]
+        assert given == [*range(10), *OF_KERNELS, 30]
         return bool(deterministic)
 
     assert asked(True) and not asked(False)
@@ -221,7 +221,7 @@ def test_compiled_node_gets_the_arguments_of_calls_that_nobody_watches(
     for deterministic in (False, True):
         tensors = [torch.zeros(()).as_subclass(OnGpu), *range(1, 7)]
         assert ops.attend(*tensors, *PLAIN[:-1], deterministic) is module.attention.return_value
-        module.attention.assert_called_with(*tensors, *OF_KERNELS, deterministic)
+        module.attention.assert_called_with(*tensors, *OF_KERNELS, 30, deterministic)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +239,8 @@ def test_the_kernels_refuse_what_they_lack(name: str, options: tuple[Any, ...], 
     ]
     for function, tensors in functions:
         with pytest.raises(NotImplementedError, match=f"^{name}: expected .* for the CUDA kernels"):
-            function(*tensors, 0.25, True, *options, False, False)
-        assert all(isinstance(one, Tensor) for one in function(*tensors, 0.25, True, *options, True, False))
+            function(*tensors, 0.25, True, *options, False, 9, False)
+        assert all(isinstance(one, Tensor) for one in function(*tensors, 0.25, True, *options, True, 9, False))
     assert not module.forward.called and not module.backward.called
 
 
@@ -282,7 +282,8 @@ def test_raw_operators_refuse_tensors_of_the_wrong_rank(name: str) -> None:
     batch = batch_of(ONE_GROUP, "cuda")
     q, k, v, k_decoded, v_decoded = batch.inputs
     tensors = {"q": q, "k": k, "v": v, "k_decoded": k_decoded, "v_decoded": v_decoded}
-    options = ("softmax_scale", "causal", "window_left", "window_right", "softcap", "reference", "deterministic")
+    options = ("softmax_scale", "causal", "window_left", "window_right", "softcap", "reference")
+    options += ("max_seqlen_k", "deterministic")
     rest = {"nodes": nodes_of(batch), **dict(zip(options, PLAIN))}
     if name == "backward":
         tensors |= {"dout": q, "out": q}

@@ -24,6 +24,7 @@ from launches import (  # noqa: F401
 )
 from shared_prompts import GROUPS, Groups, Inputs, inputs_of, layout_of, two_calls
 from torch import Tensor
+from tree_runs import MANY_KEYS
 
 from flash_attn_dualkv import SharedPromptLayout, ops, shared_prompt_attention
 
@@ -65,9 +66,9 @@ def as_batch(inputs: Inputs, layout: SharedPromptLayout) -> Batch:
 def forward(tensors: Sequence[Tensor], nodes: Tensor, scale: float, reference: bool, deterministic: bool) -> Any:
     """out and lse of q, k, v and, where there are some, sinks."""
     q, k, v, *sinks = tensors
-    return ops.forward(
-        q, k, v, None, None, sinks[0] if sinks else None, nodes, scale, True, -1, -1, 0.0, reference, deterministic
-    )
+    sink = sinks[0] if sinks else None
+    options = (scale, True, -1, -1, 0.0, reference, MANY_KEYS, deterministic)
+    return ops.forward(q, k, v, None, None, sink, nodes, *options)
 
 
 def run(inputs: Inputs, layout: SharedPromptLayout, deterministic: bool = False) -> tuple[Tensor, Tensor, list[Tensor]]:

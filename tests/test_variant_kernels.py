@@ -25,7 +25,7 @@ from launches import (  # noqa: F401
 from shared_prompts import Inputs
 from torch import Tensor
 from tree_cases import offsets_and_parents, paths_of
-from tree_runs import PAD, TREES, Variant, data, exact, plain, run
+from tree_runs import MANY_KEYS, PAD, TREES, Variant, data, exact, plain, run
 
 from flash_attn_dualkv import flash_attn_tree_varlen_func, flash_attn_varlen_func, ops
 
@@ -89,6 +89,33 @@ def test_short_windows_leave_dq_to_its_own_kernel(
         with counted_launches() as counts:
             run(inputs, layout.nodes, variant=Variant(window))
         assert any("backward_dq" in name for name in counts) == (window < least)
+
+
+@needs_kernels
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
+def test_short_sequences_leave_dq_to_its_own_kernel(kernels: str, deterministic: bool) -> None:  # noqa: F811
+    """Of 1024 rows or more; and where the longest length is given too long or too short, the gradients are the same."""
+    longest = 150
+    lens = [longest, 1, 64, *(16 * one for one in range(1, 9)), longest, 83]
+    assert 1024 <= sum(lens) < 1024 + lens[2]
+    for used in (lens, [*lens[:2], *lens[3:]]):
+        layout, inputs = data((used, [-1] * len(used)), 0, heads=(4, 2), head_dim=128, dtype=torch.bfloat16)
+        expected = exact(inputs, layout.nodes)
+        for told, few in ((longest, True), (MANY_KEYS, False), (1, True)):
+            with counted_launches() as counts:
+                found = run(inputs, layout.nodes, deterministic, max_seqlen_k=told)
+            separate = few and len(used) == len(lens)
+            if not (deterministic and used == lens and torch.cuda.is_available()):  # an H100's choice is by nodes too
+                assert any("backward_dq" in name for name in counts) == separate
+                assert any("in_order" in name for name in counts) == (deterministic and not separate)
+            for key, one in found.items():
+                if key not in ("lse", "dsinks"):
+                    error = (one.double() - expected[key]).norm() / expected[key].norm()
+                    assert error <= oracle.FROBENIUS_BOUND[torch.bfloat16], f"{key}, {told}: {error:.3g}"
+            if deterministic:
+                again = run(inputs, layout.nodes, deterministic, max_seqlen_k=told)
+                assert all(again[key].equal(one) for key, one in found.items())
 
 
 @configurations
@@ -251,7 +278,8 @@ def test_sequences_with_other_keys_than_queries(window: int, causal: bool, optio
     nodes = ops.sequence_nodes(cu_q, cu_k, None, None, None)
     wide = [one.detach().double().requires_grad_() for one in inputs]
     softmax_scale = options["head_dim"] ** -0.5
-    right, right_lse = ops.forward(*wide, None, None, None, nodes, softmax_scale, causal, window, -1, 0.0, True, False)
+    scores = (softmax_scale, causal, window, -1, 0.0)
+    right, right_lse = ops.forward(*wide, None, None, None, nodes, *scores, True, MANY_KEYS, False)
     assert right_lse.isneginf().equal(empty)
     loss = (right * dout.double()).sum() + (right_lse * dlse.double()).masked_fill(empty, 0.0).sum()
     expected = dict(zip(found, (right, *torch.autograd.grad(loss, wide))))

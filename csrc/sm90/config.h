@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/smem_tile.h"
+#include "dispatch.h"
 
 namespace dualkv::sm90 {
 
@@ -208,6 +209,10 @@ struct NarrowBackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 80, 3, 2, 2> {};
 // for few keys it is less work to compute S and dP once more. At 8 x 8K, by how much less time: d = 64 1 to 18% with 128 keys,
 // -8 to 11% with 192, -4 to 0% with 256; d = 128 1 to 5% with 128, -4% with 256; (192, 128), which adds dQ from registers, 2%
 // with 768, 3% with 1024, -2% with 2048.
+// kFewKeys: the same without a window; kFewKeysSlowMemory on an H100, whose memory has two thirds of the rate. ms of the
+// backward, sums and by itself: 16 groups of 8 x 128 x (64..512) H200 2.23, 1.93, H100 3.02, 2.01; causal 64 x (512..768)
+// 2.17, 2.15 and 2.81, 2.25; 16 groups of 8 x 256 x (256..768) 4.30, 4.65 and 5.34, 4.66; d = 64, the first 1.29, 1.29 and
+// 1.70, 1.35. Deterministic, H100, 16 groups of 8 x 256 x (387..2304) 21.9, 19.3; agentic 276, 253.
 // kLongNode: of so many tokens a node on average, too few steps can be left out to pay for a loop that asks: at d = 128 it takes
 // 1% longer. 0: never.
 template <int kHeadDim, int kHeadDimV>
@@ -215,14 +220,17 @@ struct BackwardConfig;
 template <>
 struct BackwardConfig<64, 64> : BackwardTiles<64, 64, 128> {
   static constexpr int kShortWindow = 192, kLongNode = 0;
+  static constexpr FewKeys kFewKeys{0, 640, 0}, kFewKeysSlowMemory{1024, 2560, 0};
 };
 template <>
 struct BackwardConfig<128, 128> : BackwardTiles<128, 128, 64> {
   static constexpr int kShortWindow = 160, kLongNode = 1280;
+  static constexpr FewKeys kFewKeys{640, 1280, 0}, kFewKeysSlowMemory{1024, 2560, 1280};
 };
 template <>
 struct BackwardConfig<192, 128> : BackwardTiles<192, 128, 64, false> {
   static constexpr int kShortWindow = 1024;
+  static constexpr FewKeys kFewKeys{}, kFewKeysSlowMemory{};
 };
 template <>
 struct BackwardConfig<192, 192> : BackwardWideTiles<192, 192, 3> {};

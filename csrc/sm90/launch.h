@@ -175,6 +175,8 @@ bool register_backward() {
     if constexpr (Config::kSumsDq) {
       kernel.short_window = Config::kShortWindow;
       kernel.orders_dq = Config::kStagesDq;
+      kernel.few_keys = Config::kFewKeys;
+      kernel.few_keys_slow_memory = Config::kFewKeysSlowMemory;
     }
     add_kernel<BackwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, kernel);
   });

@@ -60,9 +60,11 @@ enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMinor,
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrMemoryClockRate,
+  cudaDevAttrGlobalMemoryBusWidth,
 };
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
-  constexpr int kHopper[] = {9, 0, 132, 227 * 1024};
+  constexpr int kHopper[] = {9, 0, 132, 227 * 1024, 3201000, 6144};
   return *value = kHopper[which], cudaSuccess;
 }
 
