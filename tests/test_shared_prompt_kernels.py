@@ -24,7 +24,6 @@ from launches import (  # noqa: F401
 )
 from shared_prompts import GROUPS, Groups, Inputs, inputs_of, layout_of, two_calls
 from torch import Tensor
-from tree_runs import MANY_KEYS
 
 from flash_attn_dualkv import SharedPromptLayout, ops, shared_prompt_attention
 
@@ -63,19 +62,21 @@ def as_batch(inputs: Inputs, layout: SharedPromptLayout) -> Batch:
     )  # fmt: skip
 
 
-def forward(tensors: Sequence[Tensor], nodes: Tensor, scale: float, reference: bool, deterministic: bool) -> Any:
+def forward(
+    tensors: Sequence[Tensor], layout: SharedPromptLayout, scale: float, reference: bool, deterministic: bool
+) -> Any:
     """out and lse of q, k, v and, where there are some, sinks."""
     q, k, v, *sinks = tensors
     sink = sinks[0] if sinks else None
-    options = (scale, True, -1, -1, 0.0, reference, MANY_KEYS, deterministic)
-    return ops.forward(q, k, v, None, None, sink, nodes, *options)
+    options = (scale, True, -1, -1, 0.0, reference, layout.max_sequence, deterministic)
+    return ops.forward(q, k, v, None, None, sink, layout.nodes, *options)
 
 
 def run(inputs: Inputs, layout: SharedPromptLayout, deterministic: bool = False) -> tuple[Tensor, Tensor, list[Tensor]]:
     """out, lse and the gradients; free memory holds NaN before."""
     leaves = inputs.leaves()
     poison_free_memory()
-    out, lse = forward(leaves.tensors, layout.nodes, inputs.q.shape[2] ** -0.5, False, deterministic)
+    out, lse = forward(leaves.tensors, layout, inputs.q.shape[2] ** -0.5, False, deterministic)
     return out.detach(), lse.detach(), list(torch.autograd.grad(out, leaves.tensors, inputs.dout))
 
 
@@ -130,8 +131,8 @@ def test_sinks(options: Options) -> None:
     out, lse, gradients = run(inputs._replace(sinks=inputs.sinks.float()), layout)
     exact = Inputs(*(one.double().cpu() for one in inputs if one is not None))
     leaves = exact.leaves()
-    nodes, scale = layout.nodes.cpu(), inputs.q.shape[2] ** -0.5
-    expected, right_lse = forward(leaves.tensors, nodes, scale, True, False)
+    scale = inputs.q.shape[2] ** -0.5
+    expected, right_lse = forward(leaves.tensors, layout.to("cpu"), scale, True, False)
     right = torch.autograd.grad(expected, leaves.tensors, exact.dout)
     assert oracle.lse_violations(lse.cpu(), right_lse.detach()) == []
     assert layout.pad and not out[-layout.pad :].any()
