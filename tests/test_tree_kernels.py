@@ -75,12 +75,12 @@ def test_accuracy(name: str, options: Options) -> None:
 def test_the_public_functions_are_the_operator(name: str, options: Options) -> None:
     """Bit by bit: with a node of their own and past the dispatcher; results repeat."""
     layout, inputs = data(TREES[name], **options, sinks=True)
-    expected = run(inputs, layout.nodes, deterministic=True)
     table = offsets_and_parents(TREES[name], DEVICE)
-    for function in (
-        lambda *qkv, **more: flash_attn_tree_varlen_func(*qkv, *table, **more),
-        lambda *qkv, **more: shared_prompt_attention(*qkv, layout, **more),
+    for function, longest in (
+        (lambda *qkv, **more: flash_attn_tree_varlen_func(*qkv, *table, **more), layout.num_tokens),
+        (lambda *qkv, **more: shared_prompt_attention(*qkv, layout, **more), layout.max_sequence),
     ):
+        expected = run(inputs, layout.nodes, deterministic=True, max_seqlen_k=longest)
         leaves = inputs.leaves()
         poison_free_memory()
         out = function(leaves.q, leaves.k, leaves.v, sinks=leaves.sinks, deterministic=True)
