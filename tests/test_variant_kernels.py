@@ -187,8 +187,8 @@ def test_split_tiles_of_heads_with_a_backward_of_their_own(head_dim: int, head_d
 def test_kernels_for_long_and_for_short_nodes_agree(kernels: str, dtype: torch.dtype) -> None:  # noqa: F811
     """Nodes of 1280 tokens and more on average take another kernel than the same nodes beside short ones."""
     tree = ([2300, 2100], [-1, 0])
-    layout, inputs = data(tree, heads=(4, 2), head_dim=head_dim, dtype=dtype)
-    beside, more = data((tree[0] + [7] * 6, tree[1] + [-1] * 6), heads=(4, 2), head_dim=head_dim, dtype=dtype)
+    layout, inputs = data(tree, heads=(4, 2), head_dim=128, dtype=dtype)
+    beside, more = data((tree[0] + [7] * 6, tree[1] + [-1] * 6), heads=(4, 2), head_dim=128, dtype=dtype)
     rows = len(inputs.q)
     inputs = Inputs(*(one[:rows] for one in more[:4]))
     expected, of_torch = exact(inputs, layout.nodes), plain(inputs, tree)
