@@ -75,7 +75,8 @@ def shared(one: list[int], other: list[int], borders: tuple[list[int], list[int]
 def test_any_borders(forest: Forest, boundary: Any, data: st.DataObject) -> None:
     """They are kept, and nodes are shared that agree in tokens and borders up to their end."""
     sequences, masks, _ = forest
-    flags = data.draw(st.lists(st.integers(0, 2), min_size=20, max_size=20))  # for most sequences the same
+    places = max(map(len, sequences)) + 1
+    flags = data.draw(st.lists(st.integers(0, 2), min_size=places, max_size=places))  # for most sequences the same
     own = [data.draw(st.booleans()) and data.draw(st.integers(1, 12)) for _ in sequences]
     borders = [
         [at for at in range(1, len(one) + 1) if flags[at] == 0 or at == extra] for one, extra in zip(sequences, own)
