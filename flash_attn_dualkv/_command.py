@@ -41,16 +41,19 @@ def number(low: float, high: float, whole: bool = True) -> Callable[[str], Any]:
     return read
 
 
-def name_or_values(known: Mapping[str, Any], count: int, read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Reads a name in `known`, or the values of the first `count` fields of such an object, separated by commas."""
+def name_or_values(known: Mapping[str, Any], counts: Sequence[int], read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Reads a name in `known`, or the values of the first fields of such an object, separated by commas.
+
+    `counts`: how many of them there may be.
+    """
     make = type(next(iter(known.values())))
-    names = ",".join(field.name for field in fields(make)[:count])
+    names = " or ".join(",".join(field.name for field in fields(make)[:count]) for count in counts)
 
     def find(text: str) -> Any:
         if text in known:
             return known[text]
         parts = text.split(",")
-        if len(parts) != count:
+        if len(parts) not in counts:
             raise argparse.ArgumentTypeError(f"expected {', '.join(known)} or {names}, got {text!r}")
         try:
             return make(*map(read, parts))

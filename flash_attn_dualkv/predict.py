@@ -13,9 +13,9 @@ shrinks by 8.76 according to its Eq. 34, N (P + R)^2 / (P^2 + N R (P + R)), and 
 pair by pair gives 5.90, and this module trusts the count. Eq. 34 takes half of the pairs of a response with its prompt,
 as if they were causal; all of them are visible, so that the denominator should be P^2 + N R (2 P + R).
 
-Times divide operations by rates. Rates belong to a GPU and the kernels on it: they are an argument (`Rates`), never a
-constant of the prediction. With the default, `equal`, every operation takes equally long, so that time ratios are
-ratios of operations.
+Times divide operations by rates; attention takes some time for each token beside. Both belong to a GPU and the kernels
+on it: they are an argument (`Rates`), never a constant of the prediction. With the default, `equal`, every operation
+takes equally long and nothing else any time, so that time ratios are ratios of operations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GIB = 1 << 30
 BYTES_PER_PARAMETER = 4.0  # a 16-bit weight and its gradient
 LOWEST_RHO = 1.1  # below it fewer than a tenth of the tokens are saved
 LOWEST_LAYER_SPEEDUP = 1.05
-SHORT_PROMPT = 256  # two tiles of the kernels: the boundary tiles are then a large part of all tiles of the prompt
+COLUMNS = 4096  # of the queries, heads * head_dim, for which `Rates` gives the time of a token
 
 
 def causal_pairs(length: int) -> int:
@@ -155,8 +155,11 @@ class Rates:
     Attributes:
         token_wise: the matrix products of a layer together with the element-wise work around them, so below the rate of
             a matrix product alone.
-        shared_forward, shared_backward: attention of this library.
+        shared_forward, shared_backward: attention of this library, of long sequences.
         replicated_forward, replicated_backward: the attention kernels that it is compared with.
+        shared_forward_ns, shared_backward_ns, replicated_forward_ns, replicated_backward_ns: ns of the same that a
+            token takes beside its pairs, with 4096 query columns (32 heads of 128): its bytes, tiles that are partly
+            masked, the beginnings and ends of blocks. With short sequences this is most of the time.
     """
 
     token_wise: float
@@ -164,20 +167,37 @@ class Rates:
     shared_backward: float
     replicated_forward: float
     replicated_backward: float
+    shared_forward_ns: float = 0.0
+    shared_backward_ns: float = 0.0
+    replicated_forward_ns: float = 0.0
+    replicated_backward_ns: float = 0.0
 
     def __post_init__(self) -> None:
         for name, rate in dataclasses.asdict(self).items():
-            if not 0 < rate < math.inf:
-                raise ValueError(f"{name}: expected a rate > 0, got {rate}")
+            if not (rate > 0 or (rate == 0 and name.endswith("_ns"))) or rate == math.inf:
+                expected = "a time >= 0" if name.endswith("_ns") else "a rate > 0"
+                raise ValueError(f"{name}: expected {expected}, got {rate}")
+
+    def attention_ms(self, packing: str, model: ModelShape, tokens: int, pairs: int) -> float:
+        """Forward and backward of the attention of one layer. `packing`: "shared" or "replicated"."""
+        columns, total = model.heads * model.head_dim, 0.0
+        for direction in DIRECTIONS:
+            rate, ns = (getattr(self, f"{packing}_{direction}{kind}") for kind in ("", "_ns"))
+            flops = attention_flops(model.heads, model.head_dim, pairs, direction)
+            total += flops / rate / 1e9 + tokens * ns * columns / COLUMNS / 1e6
+        return total
 
 
-# GPUs by name are bf16, head dimension 128, prompts from 4K on: this library's Hopper kernels, and FlashAttention-2.
-# With them the times of the layers in benchmarks/results are predicted to within 6%.
-# Measure your own with benchmarks/bench_kernel.py and benchmarks/bench_layer.py.
+# GPUs by name are bf16 and head dimension 128: this library's Hopper kernels, and FlashAttention-2 or, where the name
+# says so, FlashAttention-4. Of benchmarks/results layers are predicted to within 6%, the attention of sequences of 1K
+# tokens and more to within 10%, and of shorter ones to within 20% where it takes 2 ms. Measure your own with
+# benchmarks/bench_kernel.py and benchmarks/bench_layer.py.
 RATES = {
     "equal": Rates(1.0, 1.0, 1.0, 1.0, 1.0),
-    "h200": Rates(550.0, 650.0, 540.0, 350.0, 305.0),
-    "h100": Rates(550.0, 665.0, 545.0, 335.0, 305.0),
+    "h200": Rates(550.0, 675.0, 590.0, 364.0, 328.0, 7.5, 30.0, 14.0, 48.0),
+    "h200-fa4": Rates(550.0, 675.0, 590.0, 675.0, 635.0, 7.5, 30.0, 13.0, 46.0),
+    "h100": Rates(550.0, 685.0, 575.0, 357.0, 322.0, 8.0, 25.0, 12.5, 40.0),
+    "h100-fa4": Rates(550.0, 685.0, 575.0, 665.0, 615.0, 8.0, 25.0, 11.0, 45.0),
 }
 
 
@@ -273,11 +293,11 @@ def predict(
     if not 0 <= bytes_per_parameter < math.inf:
         raise ValueError(f"bytes_per_parameter: expected a number >= 0, got {bytes_per_parameter}")
 
-    def packing(copies: int, pairs: int, forward: float, backward: float) -> Packing:
+    def packing(name: str, copies: int, pairs: int) -> Packing:
         tokens = copies * prompt + sum(responses)
         token_wise = sum(model.token_flops(tokens, direction) for direction in DIRECTIONS)
-        attention = [attention_flops(model.heads, model.head_dim, pairs, direction) for direction in DIRECTIONS]
-        attention_ms = (attention[0] / forward + attention[1] / backward) / 1e9
+        attention = sum(attention_flops(model.heads, model.head_dim, pairs, direction) for direction in DIRECTIONS)
+        attention_ms = rates.attention_ms(name, model, tokens, pairs)
         activations = tokens * model.saved_bytes_per_token()
         # During the backward one layer at a time has all its activations again.
         checkpointed = 2 * tokens * model.hidden * model.layers + activations
@@ -285,8 +305,8 @@ def predict(
         return Packing(
             tokens=tokens,
             pairs=pairs,
-            attention_tflop=sum(attention) / 1e12,
-            layer_tflop=(sum(attention) + token_wise) / 1e12,
+            attention_tflop=attention / 1e12,
+            layer_tflop=(attention + token_wise) / 1e12,
             attention_ms=attention_ms,
             layer_ms=attention_ms + token_wise / rates.token_wise / 1e9,
             layer_gib=(activations + bytes_per_parameter * model.layer_parameters) / GIB,
@@ -294,9 +314,9 @@ def predict(
             checkpointed_gib=(checkpointed + model_bytes) / GIB,
         )
 
-    n, pairs = len(responses), replicated_pairs(prompt, responses)
-    replicated = packing(n, pairs, rates.replicated_forward, rates.replicated_backward)
-    shared = packing(1, shared_pairs(prompt, responses), rates.shared_forward, rates.shared_backward)
+    n = len(responses)
+    replicated = packing("replicated", n, replicated_pairs(prompt, responses))
+    shared = packing("shared", 1, shared_pairs(prompt, responses))
     return Prediction(
         rho=replicated.tokens / shared.tokens,
         attention_speedup=replicated.attention_ms / shared.attention_ms,
@@ -305,22 +325,17 @@ def predict(
         saved=prompt_bytes(prompt, n - 1, model),
         replicated=replicated,
         shared=shared,
-        warnings=tuple(_warnings(prompt, n, replicated, shared)),
+        warnings=tuple(_warnings(n, replicated, shared)),
     )
 
 
-def _warnings(prompt: int, num_responses: int, replicated: Packing, shared: Packing) -> list[str]:
+def _warnings(num_responses: int, replicated: Packing, shared: Packing) -> list[str]:
     found = []
     rho, speedup = replicated.tokens / shared.tokens, replicated.layer_ms / shared.layer_ms
     if num_responses == 1:
         found.append("there is one response, so nothing is shared: use plain packing")
     elif rho < LOWEST_RHO:
         found.append(f"rho is {rho:.2f}: the prompt is a small part of the tokens, sharing it saves little")
-    if prompt < SHORT_PROMPT:
-        found.append(
-            f"the prompt has {prompt} tokens: below about {SHORT_PROMPT} the attention kernels work mostly on tiles "
-            "that are partly masked, and slower than the rates assumed here"
-        )
     if shared.attention_ms > replicated.attention_ms:
         found.append("at these rates the attention alone is slower with a shared prompt")
     if speedup < LOWEST_LAYER_SPEEDUP:
@@ -354,13 +369,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command: prints the prediction. Where an argument makes no sense it exits with 2 and one line."""
     parser = CommandLine("predict", __doc__)
     add_group(parser, required=True)
-    add, ratio = parser.add_argument, number(0.001, 1_000_000, whole=False)
+    add, ratio = parser.add_argument, number(0, 1_000_000, whole=False)
     model = "a name or layers,hidden,intermediate,heads,kv_heads,head_dim; names: " + ", ".join(MODELS)
-    rates = "TFLOP/s: equal (the default: times are operations), h200, h100, or one number for each field of Rates"
+    rates = f"{', '.join(RATES)} (default: equal, so that times are operations), or a number for each field of Rates, "
+    rates += "of which those in ns may be left out"
     states = "a GPU holds of weight, gradient and optimizer (default: %(default)s, a 16-bit weight and gradient)"
-    add("--model", type=name_or_values(MODELS, 6, number(1, 1 << 24)), default="qwen3-8b", help=model)
+    add("--model", type=name_or_values(MODELS, (6,), number(1, 1 << 24)), default="qwen3-8b", help=model)
     add("--no-qk-norm", action="store_true", help="queries and keys have no norm of their own")
-    add("--rates", type=name_or_values(RATES, 5, ratio), default="equal", help=rates)
+    add("--rates", type=name_or_values(RATES, (5, 9), ratio), default="equal", help=rates)
     add("--bytes-per-parameter", type=number(0, 1000, whole=False), default=BYTES_PER_PARAMETER, help=states)
     add("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shapes import parse
 
 from flash_attn_dualkv import demo, predict
 from flash_attn_dualkv._command import CommandLine, spread
@@ -22,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 GPUS = {"h200": "H200", "h100": "H100"}  # in the name of a result's GPU
 K = 1024
 QWEN = MODELS["qwen3-8b"]
+# Of its layers, with causal attention and nothing else.
+LAYER_HEADS = dict(heads=32, kv_heads=8, head_dim=128, head_dim_v=0, window=0, softcap=0, sinks=False)
 TINY = ModelShape(layers=2, hidden=6, intermediate=10, heads=4, kv_heads=2, head_dim=3, vocab=7)
 GROUPS = [(1, [1]), (3, [2, 5]), (7, [1, 1, 1]), (20, [9]), (5, [4, 6, 1, 3])]
 
@@ -107,52 +110,63 @@ def test_limits_and_attention_of_the_paper() -> None:
 
 
 def measured_rows(gpu: str, benchmark: str) -> list[dict[str, Any]]:
-    """All committed times of a benchmark on a GPU."""
-    results = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("*/*.json"))]
+    """The newest committed time of each thing that a benchmark measured on a GPU."""
+    results = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*/*.json")]
     wanted = [one for one in results if GPUS[gpu] in one["header"]["gpu"] and one["header"]["benchmark"] == benchmark]
-    return [row for one in wanted for row in one["rows"] if row["ms"]]
+    newest = {}
+    for one in sorted(wanted, key=lambda one: str(one["header"]["date"])):
+        for row in one["rows"]:
+            if row["ms"] and "deterministic" not in row["impl"]:
+                newest[row["shape"], row["impl"], row["direction"]] = row
+    return [*newest.values()]
 
 
-@pytest.mark.parametrize("gpu", GPUS)
-def test_the_rates_of_a_gpu_are_those_of_the_results(gpu: str) -> None:
-    """The median of the attention benchmarks with this head dimension and long prompts."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+@pytest.mark.parametrize("rates", [name for name in RATES if name != "equal"])
+def test_the_attention_of_the_results(rates: str) -> None:
+    """Forward and backward of every shape with these heads that takes 2 ms: sequences of a hundred to 128K tokens."""
+    gpu, _, peer = rates.partition("-")
+    packings, found = {"dualkv_sm90": "shared", f"{peer or 'fa2'}_replicated": "replicated"}, defaultdict(list)
     for row in measured_rows(gpu, "kernel"):
-        if row["groups"] == 1 and row["p"] >= 4096 and (row["h"], row["h_k"], row["d"]) == (32, 8, 128):
-            found[row["impl"], row["direction"]].append(row["tflops"] * row["executed_pairs"] / row["visible_pairs"])
-    for name, impl in (("shared", "dualkv_sm90"), ("replicated", "fa2_replicated")):
-        for direction in predict.DIRECTIONS:
-            rate, measured = getattr(RATES[gpu], f"{name}_{direction}"), found[impl, direction]
-            assert rate == pytest.approx(statistics.median(measured), rel=0.05), "bring predict.RATES up to date"
+        if row["impl"] in packings and parse(row["shape"]) == dataclasses.replace(parse(row["shape"]), **LAYER_HEADS):
+            found[row["impl"], row["shape"]].append(row)
+    for (impl, shape), rows in found.items():
+        both = sum(row["ms"] for row in rows)
+        if len(rows) == 2 and both >= 2:
+            sizes = rows[0]["executed_tokens"], rows[0]["executed_pairs"]
+            predicted = RATES[rates].attention_ms(packings[impl], QWEN, *sizes)
+            bound = 0.1 if rows[0]["p"] + rows[0]["r"] >= 1000 else 0.2  # tokens of a sequence on average
+            assert predicted == pytest.approx(both, rel=bound), f"{impl}, {shape}: bring predict.RATES up to date"
+    assert {impl for impl, _ in found} == {*packings} and len(found) >= 12
 
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_the_layers_of_the_results(gpu: str) -> None:
-    """Times of every measured layer and their ratio: prompts of 5059 to 131072 tokens, 4 to 32 responses."""
-    found: dict[tuple[int, int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    """Times of every measured layer and their ratio: prompts of 256 to 131072 tokens, responses up to 16K."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in measured_rows(gpu, "layer"):
         if "tree-" not in row["shape"]:  # whose leaves are no responses to a prompt
-            found[row["n"], row["p"], row["r"]][row["impl"]].append(row["ms"])
+            found[row["shape"]][row["impl"]] += row["ms"]
     packings, compared = {"dualkv_sm90": "shared", "fa2_replicated": "replicated"}, 0
-    for (n, prompt, response), milliseconds in found.items():
-        predicted = predict.predict(prompt, [response] * n, QWEN, RATES[gpu])  # of unequal ones the row has the mean
-        times = {name: 2 * statistics.mean(milliseconds[one]) for one, name in packings.items() if one in milliseconds}
+    for shape, milliseconds in found.items():
+        (group,) = parse(shape).groups
+        predicted = predict.predict(group.prompt, group.responses, QWEN, RATES[gpu])
+        times = {name: milliseconds[one] for one, name in packings.items() if one in milliseconds}
         for name, both in times.items():  # forward and backward
-            assert getattr(predicted, name).layer_ms == pytest.approx(both, rel=0.06), (n, prompt)
+            assert getattr(predicted, name).layer_ms == pytest.approx(both, rel=0.06), shape
         if len(times) == 2:
             compared += 1
-            assert predicted.layer_speedup == pytest.approx(times["replicated"] / times["shared"], rel=0.06), (
-                n,
-                prompt,
-            )
+            ratio = times["replicated"] / times["shared"]
+            assert predicted.layer_speedup == pytest.approx(ratio, rel=0.06), shape
     assert compared >= 2
 
 
 def test_times_follow_the_rates() -> None:
-    found = predict.predict(4096, [1000] * 4, QWEN, Rates(500, 400, 300, 200, 100))
-    for packing, forward, backward in ((found.shared, 400, 300), (found.replicated, 200, 100)):
+    wide = dataclasses.replace(QWEN, heads=64)  # 8192 query columns
+    found = predict.predict(4096, [1000] * 4, wide, Rates(500, 400, 300, 200, 100, 1, 2, 10, 20))
+    for packing, forward, backward, ns in ((found.shared, 400, 300, 3), (found.replicated, 200, 100, 30)):
         one, token_wise = packing.attention_tflop / 3.5, packing.layer_tflop - packing.attention_tflop
-        assert packing.attention_ms == pytest.approx(1e3 * (one / forward + 2.5 * one / backward))
+        by_token = 2 * ns * packing.tokens / 1e6
+        assert packing.attention_ms == pytest.approx(1e3 * (one / forward + 2.5 * one / backward) + by_token)
         assert packing.layer_ms - packing.attention_ms == pytest.approx(1e3 * token_wise / 500)
     assert found.attention_speedup == found.replicated.attention_ms / found.shared.attention_ms
 
@@ -165,7 +179,8 @@ def test_times_follow_the_rates() -> None:
         (8192, [1024], RATES["equal"], ["there is one response", "layer becomes only 1.00x"]),
         (600, [8000] * 8, RATES["equal"], ["rho is 1.07"]),
         (300, [8000] * 8, RATES["equal"], ["rho is 1.03", "layer becomes only 1.0"]),
-        (200, [100] * 8, RATES["equal"], ["the prompt has 200 tokens"]),
+        (200, [100] * 8, RATES["h200"], []),
+        (300, [4096] * 16, RATES["h200-fa4"], ["rho is 1.07"]),
         (2048, [512] * 8, Rates(550, 50, 50, 400, 400), ["attention alone is slower"]),
     ],
 )
@@ -184,6 +199,7 @@ def test_warnings(prompt: int, responses: list[int], rates: Rates, expected: lis
         (lambda: dataclasses.replace(TINY, hidden=0), "hidden: expected at least 1, got 0"),
         (lambda: dataclasses.replace(TINY, kv_heads=3), r"heads: expected a multiple of kv_heads \(3\), got 4"),
         (lambda: dataclasses.replace(RATES["h200"], token_wise=math.nan), "token_wise: expected a rate > 0, got nan"),
+        (lambda: Rates(1, 1, 1, 1, 1, -1), "shared_forward_ns: expected a time >= 0, got -1"),
         (lambda: TINY.layer_flops(1, 1, "sideways"), "direction: expected one of"),
     ],
 )
@@ -225,6 +241,8 @@ MODEL, FIVE_RATES = dataclasses.replace(TINY, vocab=0, qk_norm=False), Rates(500
         ("--responses 5 --response 1..10", [2, 4, 6, 8, 10], ()),
         ("--responses 1 --response 100..201 --model 2,6,10,4,2,3 --no-qk-norm --rates 500,400,300,200.5,100 "
          "--bytes-per-parameter 18", [151], (MODEL, FIVE_RATES, 18)),
+        ("--response 9,10 --rates 500,400,300,200.5,100,1,2.5,0,4", [9, 10],
+         (QWEN, Rates(500, 400, 300, 200.5, 100, 1, 2.5, 0, 4))),
     ],
 )  # fmt: skip
 def test_json(arguments: str, lengths: list[int], assumptions: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,6 +276,8 @@ def test_a_range_has_the_mean_of_its_distribution() -> None:
         (predict, "--response 9 --model 1,1,1,3,2,1", "--model: heads: expected a multiple .*, got 3"),
         (predict, "--response 9 --rates 1,2", "--rates: expected equal, .* or token_wise.*, got '1,2'"),
         (predict, "--response 9 --rates nan,1,1,1,1", "--rates: expected a number .*, got 'nan'"),
+        (predict, "--response 9 --rates 0,1,1,1,1", "--rates: token_wise: expected a rate > 0, got 0"),
+        (predict, "--response 9 --rates 1,1,1,1,1,1", "--rates: expected equal, .*, got '1,1,1,1,1,1'"),
         (predict, "--response 9 --bytes-per-parameter inf", "--bytes-per-parameter: expected a number .*, got 'inf'"),
         (predict, "", "arguments are required: --response"),
         (demo, "--prompt 100000000", "--prompt, .* expected a group that fits in [0-9,]+ GiB, got one .* [0-9,]+ GiB"),
