@@ -84,13 +84,15 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k, const Te
 }
 
 template <typename T>
-void backward_dq(const Problem& problem, const Tensor& dout, const RowStatistics& statistics, const Tensor& dq) {
+void backward_dq(const Problem& problem, const Tensor& dout, const RowStatistics& statistics, const Tensor& dq,
+                 int64_t mean_keys) {
   const auto selected = select_for<BackwardDqKernel<T>>(problem);
   const TileInfo& tiles = selected.kernel.tiles;
   const Pack pack = tiles.packs_heads ? largest_pack(problem.shape.heads_per_group()) : Pack{};
   const ForwardList list(problem, pack.queries(tiles.block_m), tiles.block_n, dq, Tensor());
   selected.kernel.launch({problem.shape, problem.table(), list.work, view_of<const T>(problem.q),
-                          view_of<const T>(dout), problem.kv.regions<const T>(), statistics, view_of<T>(dq), pack},
+                          view_of<const T>(dout), problem.kv.regions<const T>(), statistics, view_of<T>(dq), pack,
+                          std::min(mean_keys, int64_t{problem.shape.sees.window} + 1)},
                          problem.stream);
   count_launch(kernel_name(selected, "backward_dq"));
 }
@@ -98,18 +100,26 @@ void backward_dq(const Problem& problem, const Tensor& dout, const RowStatistics
 // Fewer rows than these take less time than another launch.
 constexpr int kRowsOfSeparateDq = 1024;
 
-// How a backward makes dQ. No row sees more than `max_seqlen_k` keys.
+// How a backward makes dQ. Without its window a row sees about `mean_keys` keys on average, as the caller says.
 template <typename T>
-DqSums choose_dq(const BackwardKernel<T>& kernel, const Problem& problem, int64_t max_seqlen_k, bool deterministic) {
+DqSums choose_dq(const BackwardKernel<T>& kernel, const Problem& problem, int64_t mean_keys, bool deterministic) {
   const auto& sees = problem.shape.sees;
   if (!kernel.sums_dq || sees.window < kernel.short_window) return DqSums::none;
   if (deterministic && (!kernel.orders_dq || sees.has_window())) return DqSums::none;
   const FewKeys& few = problem.slow_memory ? kernel.few_keys_slow_memory : kernel.few_keys;
   const int64_t rows = problem.shape.q_rows;
-  const bool few_keys = max_seqlen_k <= (deterministic ? few.in_order : few.in_any_order);
-  const bool short_nodes = deterministic && rows < few.short_node * problem.nodes.size(0);
+  const bool few_keys = mean_keys <= (deterministic ? few.in_order : few.in_any_order);
+  const int short_node = problem.shape.num_kv_heads == 1 ? few.short_node_of_one_head : few.short_node;
+  const bool short_nodes = deterministic && rows < short_node * problem.nodes.size(0);
   if (rows >= kRowsOfSeparateDq && (few_keys || short_nodes)) return DqSums::none;
   return deterministic ? DqSums::in_order : DqSums::in_any_order;
+}
+
+// Whether dK and dV without dQ are made of narrow tiles.
+template <typename T>
+bool takes_narrow_tiles(const BackwardKernel<T>& kernel, const Problem& problem, int64_t mean_keys) {
+  const bool few_keys = mean_keys <= kernel.narrow_keys || problem.shape.sees.window < kernel.narrow_window;
+  return kernel.narrow.launch && few_keys;
 }
 
 // The gradients of q, k and v and, where these are given, of k_decoded and v_decoded.
@@ -117,7 +127,7 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
                              const Tensor& k, const Tensor& v, const std::optional<Tensor>& k_decoded,
                              const std::optional<Tensor>& v_decoded, const Tensor& out_in, const Tensor& lse_in,
                              const Tensor& nodes, double softmax_scale, bool causal, int64_t window_left,
-                             double softcap, int64_t max_seqlen_k, bool deterministic) {
+                             double softcap, int64_t mean_keys, bool deterministic) {
   const auto guard = device_guard(q_in);
   const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, {softmax_scale, causal, window_left, softcap});
   const Tensor& q = problem.q;
@@ -140,24 +150,28 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
   with_element_type(q, [&](auto element) {
     using T = decltype(element);
     const auto selected = select_for<BackwardKernel<T>>(problem);
-    const DqSums sums = choose_dq(selected.kernel, problem, max_seqlen_k, deterministic);
+    const DqSums sums = choose_dq(selected.kernel, problem, mean_keys, deterministic);
     const bool separate_dq = sums == DqSums::none;
-    const TileInfo& tiles = selected.kernel.tiles;
+    const bool is_narrow = separate_dq && takes_narrow_tiles(selected.kernel, problem, mean_keys);
+    const KvTileKernel<T>& kernel = is_narrow ? selected.kernel.narrow : selected.kernel;
+    const TileInfo& tiles = kernel.tiles;
     const int summed_dim = separate_dq ? 0 : selected.padded.qk;
     const Pack pack =
         tiles.packs_heads ? backward_pack(problem.shape.heads_per_group(), problem.shape.sees, summed_dim) : Pack{};
     BackwardList list(problem, tiles, pack, selected.padded.qk, sums);
     list.prepare<T>(problem, gradients, out, dout, lse, dlse);
-    selected.kernel.launch({problem.shape, list.nodes, list.work, view_of<const T>(problem.q),
-                            view_of<const T>(dout), problem.kv.regions<const T>(), gradients.regions<T>(),
-                            list.statistics, list.dq_sum, list.dkv_slots, list.dq_turns},
-                           problem.stream);
-    count_launch(kernel_name(selected, sums == DqSums::in_order ? "backward_in_order" : "backward"));
+    kernel.launch({problem.shape, list.nodes, list.work, view_of<const T>(problem.q), view_of<const T>(dout),
+                   problem.kv.regions<const T>(), gradients.regions<T>(), list.statistics, list.dq_sum, list.dkv_slots,
+                   list.dq_turns},
+                  problem.stream);
+    count_launch(kernel_name(selected, is_narrow                   ? "backward_narrow"
+                                       : sums == DqSums::in_order ? "backward_in_order"
+                                                                  : "backward"));
     selected.kernel.convert({problem.shape, list.nodes, list.dq_sum, view_of<T>(dq), list.splits, list.dkv_slots,
                              gradients.regions<T>(), tiles.block_n, selected.padded.qk, pack},
                             problem.stream);
     count_launch("dualkv_convert");
-    if (separate_dq) backward_dq<T>(problem, dout, list.statistics, dq);
+    if (separate_dq) backward_dq<T>(problem, dout, list.statistics, dq, mean_keys);
   });
   return results;
 }
@@ -166,7 +180,7 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                      const std::optional<Tensor>& k_decoded, const std::optional<Tensor>& v_decoded,
                                      const std::optional<Tensor>& sinks, const Tensor& nodes, double softmax_scale,
-                                     bool causal, int64_t window_left, double softcap, int64_t max_seqlen_k,
+                                     bool causal, int64_t window_left, double softcap, int64_t mean_keys,
                                      bool deterministic) {
   bool is_recorded = false;
   for (const auto& t : {std::optional(q), std::optional(k), std::optional(v), k_decoded, v_decoded, sinks}) {
@@ -176,7 +190,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
     return forward(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale, causal, window_left, softcap);
   }
   const auto results = AttentionNode<forward, backward>::apply(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale,
-                                                               causal, window_left, softcap, max_seqlen_k, deterministic);
+                                                               causal, window_left, softcap, mean_keys, deterministic);
   return {results[0], results[1]};
 }
 

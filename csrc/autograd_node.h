@@ -15,7 +15,7 @@
 namespace dualkv {
 
 // kForward(q, k, v, k_decoded, v_decoded, sinks, nodes, options) gives O and LSE; kBackward(dout, dlse, q, k, v,
-// k_decoded, v_decoded, out, lse, nodes, options, max_seqlen_k, deterministic) the gradients of queries, keys and values. The
+// k_decoded, v_decoded, out, lse, nodes, options, mean_keys, deterministic) the gradients of queries, keys and values. The
 // options are softmax_scale, causal, window_left, softcap.
 template <auto kForward, auto kBackward>
 struct AttentionNode : torch::autograd::Function<AttentionNode<kForward, kBackward>> {
@@ -26,7 +26,7 @@ struct AttentionNode : torch::autograd::Function<AttentionNode<kForward, kBackwa
   static Variables forward(Context* context, const Tensor& q, const Tensor& k, const Tensor& v,
                            const Optional& k_decoded, const Optional& v_decoded, const Optional& sinks,
                            const Tensor& nodes, double softmax_scale, bool causal, int64_t window_left, double softcap,
-                           int64_t max_seqlen_k, bool deterministic) {
+                           int64_t mean_keys, bool deterministic) {
     const auto [out, lse] =
         kForward(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale, causal, window_left, softcap);
     // Of a result that nobody used, no gradient is made up.
@@ -37,7 +37,7 @@ struct AttentionNode : torch::autograd::Function<AttentionNode<kForward, kBackwa
     context->saved_data["causal"] = causal;
     context->saved_data["window_left"] = window_left;
     context->saved_data["softcap"] = softcap;
-    context->saved_data["max_seqlen_k"] = max_seqlen_k;
+    context->saved_data["mean_keys"] = mean_keys;
     context->saved_data["deterministic"] = deterministic;
     return {out, lse};
   }
@@ -53,7 +53,7 @@ struct AttentionNode : torch::autograd::Function<AttentionNode<kForward, kBackwa
     const bool causal = context->saved_data["causal"].toBool();
     const int64_t window_left = context->saved_data["window_left"].toInt();
     const double softcap = context->saved_data["softcap"].toDouble();
-    const int64_t max_seqlen_k = context->saved_data["max_seqlen_k"].toInt();
+    const int64_t mean_keys = context->saved_data["mean_keys"].toInt();
     const bool deterministic = context->saved_data["deterministic"].toBool();
 
     std::vector<Tensor> found;
@@ -64,12 +64,12 @@ struct AttentionNode : torch::autograd::Function<AttentionNode<kForward, kBackwa
       constexpr bool in_reference = false;
       torch::jit::Stack stack{dout,          dlse,         q,           k,            v,       k_decoded,
                               v_decoded,     out,          lse,         nodes,        softmax_scale, causal,
-                              window_left,   window_right, softcap,     in_reference, max_seqlen_k, deterministic};
+                              window_left,   window_right, softcap,     in_reference, mean_keys, deterministic};
       call.callBoxed(stack);
       found = stack[0].toTensorVector();
     } else {
       found = kBackward(dout, dlse, q, k, v, k_decoded, v_decoded, out, lse, nodes, softmax_scale, causal, window_left,
-                        softcap, max_seqlen_k, deterministic || wants_determinism());
+                        softcap, mean_keys, deterministic || wants_determinism());
     }
     Variables result(13);  // one of every argument of `forward`
     int input = 0;         // among those that are tensors, by which autograd asks

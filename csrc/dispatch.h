@@ -38,23 +38,30 @@ struct ForwardKernel {
   void (*launch)(const ForwardParams<T>&, cudaStream_t);
 };
 
-// Where dQ by itself takes less time than its sums, which travel through memory three times in fp32: no query sees more
-// keys than `in_any_order`; of a deterministic dQ, than `in_order`, or nodes are shorter than `short_node` on average.
+// Where dQ by itself takes less time than its sums, which travel through memory three times in fp32. On average a query sees
+// no more keys than `in_any_order`; of a deterministic dQ, than `in_order`, or nodes are shorter than `short_node`.
 struct FewKeys {
-  int in_any_order = 0, in_order = 0, short_node = 0;
+  int in_any_order = 0, in_order = 0, short_node = 0, short_node_of_one_head = 0;  // one KV head
+};
+
+// dK and dV of one tile size.
+template <typename T>
+struct KvTileKernel {
+  TileInfo tiles;
+  void (*launch)(const BackwardParams<T>&, cudaStream_t);
 };
 
 // dK and dV. A kernel with `sums_dq` also adds up dQ in fp32, if asked to; else dQ is left to the BackwardDqKernel.
 // `convert` comes behind it and rounds what is left in fp32: the sums of dQ, and the parts of split tiles.
 template <typename T>
-struct BackwardKernel {
-  TileInfo tiles;
-  void (*launch)(const BackwardParams<T>&, cudaStream_t);
+struct BackwardKernel : KvTileKernel<T> {
   void (*convert)(const ConvertParams<T>&, cudaStream_t);
   bool sums_dq;
   bool orders_dq = false;  // it can add up dQ in an order that is the same from run to run, where there is no window
   int short_window = 0;  // with one that is shorter, dQ by itself takes less time than its sums do
   FewKeys few_keys{}, few_keys_slow_memory{};
+  KvTileKernel<T> narrow{};  // without dQ, for no more keys a query on average, or a shorter window, than these:
+  int narrow_keys = 0, narrow_window = 0;
 };
 
 template <typename T>

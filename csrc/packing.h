@@ -161,6 +161,7 @@ struct PackedPlan {
   std::vector<PackedRun> runs;  // contexts, responses, padding
   Ints node_lens, node_parents, order;  // of the layout
   int64_t rows = 0, scored = 0, tokens = 0, longest_path = 0, longest_response = 0;
+  int64_t mean_keys = 0;  // that a row sees, rounded up
 
   PackedPlan(const std::vector<Ints>& groups, const Ints& prompt_lens, const Ints& response_lens, int shift,
              bool drop_last, int64_t multiple) {
@@ -173,16 +174,19 @@ struct PackedPlan {
     }
     for (const Ints& members : groups) rows += prompt_lens.at(members.at(0)) - shift;
     TORCH_CHECK_VALUE(tokens < kMostTokens, "prompts and responses: expected fewer than 2^30 tokens, got ", tokens);
-    const auto add = [&](const PackedRun& run, int64_t path) {
+    int64_t pairs = 0;
+    const auto add = [&](const PackedRun& run) {
       runs.push_back(run);
+      const int64_t path = int64_t{run.position} + run.length;
       longest_path = std::max(longest_path, path);
+      pairs += run.length * (run.position + path + 1) / 2;
     };
     int64_t context_row = 0;
     int node = 0;
     for (const Ints& members : groups) {  // contexts come first
       const int64_t length = prompt_lens[members[0]] - shift;
       const int count = static_cast<int>(members.size());
-      add({as_int(context_row), as_int(length), as_int(begins[members[0]]), 0, count, node, -1, -1}, length);
+      add({as_int(context_row), as_int(length), as_int(begins[members[0]]), 0, count, node, -1, -1});
       context_row += length, node += 1 + count;
     }
     for (size_t g = 0; g < groups.size(); ++g) {
@@ -194,16 +198,16 @@ struct PackedPlan {
         const int64_t first_row = shift ? rows : int64_t{context.row} + context.length - 1;
         const int own = static_cast<int>(node_lens.size());
         add({as_int(rows), as_int(length), as_int(begins[sample] + position), as_int(position), 1, own, context.node,
-             as_int(sample), as_int(scored_begins[sample]), as_int(response), as_int(first_row)},
-            context.length + length);
+             as_int(sample), as_int(scored_begins[sample]), as_int(response), as_int(first_row)});
         node_lens.push_back(length), node_parents.push_back(context.node);
         order.push_back(sample), rows += length;
       }
     }
     check_argument(order.size() == samples, "groups", order.size(), "each of ", samples, " samples once");
+    mean_keys = rows > 0 ? ceil_div(pairs, rows) : 0;
     const int64_t pad = (multiple - rows % multiple) % multiple;
     TORCH_CHECK_VALUE(rows + pad < kMostTokens, "pad_to_multiple_of: expected fewer than 2^30 rows, got ", rows + pad);
-    if (pad > 0) add({as_int(rows), as_int(pad), 0, 0, 0, -1, -1, -1}, 0);
+    if (pad > 0) runs.push_back({as_int(rows), as_int(pad), 0, 0, 0, -1, -1, -1});
     rows += pad;
   }
 
@@ -219,7 +223,7 @@ inline pybind11::tuple as_tuple(const Ints& values) {
 }
 
 // The tensors of a SharedPromptBatch, in the order of PackRowsArgs, and the numbers of its layout: node_lens,
-// node_parents, order, the most rows of a path. The tensors share one buffer, but are no views of each other: to write
+// node_parents, order, the most rows of a path, mean_keys. The tensors share one buffer, but are no views of each other: to write
 // to one does not spoil what autograd has saved of another.
 inline pybind11::tuple pack(const Tensor& tokens_in, const std::vector<Ints>& groups, const Ints& prompt_lens,
                             const Ints& response_lens, int shift, bool drop_last, int64_t multiple) {
@@ -259,7 +263,7 @@ inline pybind11::tuple pack(const Tensor& tokens_in, const std::vector<Ints>& gr
   }
   return pybind11::make_tuple(found[0], found[1], found[2], found[3], found[4], found[5], found[6], found[7], found[8],
                               nodes, as_tuple(plan.node_lens), as_tuple(plan.node_parents), as_tuple(plan.order),
-                              plan.longest_path);
+                              plan.longest_path, plan.mean_keys);
 }
 
 // `pack` of lists of tensors, from their grouping on; behind its results the lengths of prompts and of responses and

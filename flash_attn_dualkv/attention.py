@@ -143,9 +143,8 @@ def flash_attn_dualkv_varlen_func(
         cu_seqlens_q: (N+1,) int32, sequence i has the rows [i] .. [i+1] - 1 of q.
         cu_seqlens_k_decoded: (N+1,) int32, the same for k_decoded and v_decoded.
         max_seqlen_q, max_seqlen_k_decoded: the longest lengths, >= 0.
-        context_seqlen: rows of k_context; with `cu_seqlens_context` the longest context. By context_seqlen +
-            max_seqlen_k_decoded the backward chooses among its kernels: where it is wrong, gradients are exact and may
-            take longer.
+        context_seqlen: rows of k_context; with `cu_seqlens_context` the longest context. By these three the backward
+            chooses among its kernels: where they are wrong, gradients are exact and may take longer.
         softmax_scale: finite and > 0; 1 / sqrt(d) if None.
         causal: see above; without it a row sees all keys of its sequence.
         cu_seqlens_context: (G+1,) int32, group g has the rows [g] .. [g+1] - 1 of k_context. None: one group.
@@ -209,7 +208,8 @@ def flash_attn_dualkv_varlen_func(
     )
     out, lse = ops.attend(
         q, k_context, v_context, k_decoded, v_decoded, sinks, nodes,
-        scale, causal, window, -1, cap, False, context_seqlen + max_seqlen_k_decoded, deterministic,
+        scale, causal, window, -1, cap, False,
+        _mean_keys(max_seqlen_q, context_seqlen + max_seqlen_k_decoded, causal), deterministic,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -299,8 +299,8 @@ def flash_attn_varlen_func(
         q: (total_q, H, d).
         k, v: (total_k, H_k, d) and (total_k, H_k, d_v).
         cu_seqlens_q, cu_seqlens_k: (N+1,) int32.
-        max_seqlen_q, max_seqlen_k: the longest lengths, >= 0. By max_seqlen_k the backward chooses among its kernels:
-            where it is wrong, gradients are exact and may take longer.
+        max_seqlen_q, max_seqlen_k: the longest lengths, >= 0. By them the backward chooses among its kernels: where
+            they are wrong, gradients are exact and may take longer.
         dropout_p, alibi_slopes, block_table: not implemented; only the defaults are accepted.
         softmax_scale, causal, window_size, softcap, deterministic: as there, except that `causal` defaults to False.
         return_attn_probs: return (out, lse, None) as FlashAttention does without dropout; the LSE is differentiable.
@@ -331,7 +331,11 @@ def flash_attn_varlen_func(
     causal, window, cap = checks.resolve_variant(causal, window_size, softcap)
 
     nodes = ops.sequence_nodes(cu_seqlens_q, cu_seqlens_k, None, None, None)
-    out, lse = ops.attend(
-        q, k, v, None, None, None, nodes, scale, causal, window, -1, cap, False, max_seqlen_k, deterministic
-    )
+    keys = _mean_keys(max_seqlen_q, max_seqlen_k, causal)
+    out, lse = ops.attend(q, k, v, None, None, None, nodes, scale, causal, window, -1, cap, False, keys, deterministic)
     return (out, lse, None) if return_attn_probs else out
+
+
+def _mean_keys(queries: int, keys: int, causal: bool) -> int:
+    """How many keys a query sees on average, if the longest sequence is like the others."""
+    return keys - max(min(queries, keys) - 1, 0) // 2 if causal else keys

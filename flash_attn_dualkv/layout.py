@@ -13,7 +13,7 @@ from torch import Tensor
 from . import arguments, checks
 from .data.transfer import SeparatelyPickled, same_device, to_device
 from .errors import SharedPromptLayoutError
-from .nodes import host_nodes, packed_table, tree_table
+from .nodes import COLUMNS, Node, host_nodes, packed_table, tree_table
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +30,7 @@ class SharedPromptLayout(SeparatelyPickled):
         node_lens: (n,) rows of each node, in the order of the table.
         node_parents: (n,) the node that each continues; -1 for prompts and roots.
         max_sequence: the most rows of a path: of a response together with its context.
+        mean_keys: how many rows a row sees, on average and rounded up. By it the backward chooses among its kernels.
         num_tokens: rows T of the packed tensors, padding included.
         pad: how many of them, at the end, are padding.
         is_tree: whether the row is that of trees. Such a layout has no groups and no responses.
@@ -42,6 +43,7 @@ class SharedPromptLayout(SeparatelyPickled):
     node_lens: tuple[int, ...]
     node_parents: tuple[int, ...]
     max_sequence: int
+    mean_keys: int
     num_tokens: int
     pad: int = 0
     is_tree: bool = False
@@ -212,8 +214,8 @@ class SharedPromptLayout(SeparatelyPickled):
         for index, (right, got) in enumerate(zip(rows, found)):
             if right != got:
                 raise SharedPromptLayoutError(checks.explain(f"nodes[{index}]", right, got))
-        numbers = {"max_sequence": rebuilt.max_sequence, "num_tokens": sum(self.node_lens) + self.pad}
-        for name, number in numbers.items():
+        numbers = {"max_sequence": rebuilt.max_sequence, "mean_keys": rebuilt.mean_keys}
+        for name, number in (*numbers.items(), ("num_tokens", sum(self.node_lens) + self.pad)):
             if getattr(self, name) != number:
                 raise SharedPromptLayoutError(checks.explain(name, number, getattr(self, name)))
 
@@ -267,8 +269,14 @@ class HostLayout:
     def nodes(self) -> Tensor:
         return host_nodes(self.table)
 
+    @property
+    def mean_keys(self) -> int:
+        lens, positions = (self.table[Node._fields.index(name) :: COLUMNS] for name in ("q_len", "q_pos0"))
+        pairs = sum(length * (2 * position + length + 1) for length, position in zip(lens, positions)) // 2
+        return -(-pairs // max(sum(lens), 1))
+
     def layout(self, nodes: Tensor, pad: int, position_ids: Tensor | None = None) -> SharedPromptLayout:
         """The layout with its table where it is needed."""
         tokens = sum(self.node_lens) + pad
-        lens, parents = self.node_lens, self.node_parents
-        return SharedPromptLayout(nodes, lens, parents, self.max_sequence, tokens, pad, self.is_tree, position_ids)
+        sizes = self.max_sequence, self.mean_keys, tokens, pad
+        return SharedPromptLayout(nodes, self.node_lens, self.node_parents, *sizes, self.is_tree, position_ids)

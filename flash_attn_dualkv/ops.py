@@ -52,11 +52,11 @@ TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", t
 # Of the keys: rows of k and then those of k_decoded, see `nodes.Node`.
 _KEYS = "Tensor q, Tensor k, Tensor v, Tensor? k_decoded, Tensor? v_decoded"
 # No argument has a default: the dispatcher would leave it out of what it hands to the implementations. `reference`
-# computes CUDA tensors in PyTorch. The last two are for the backward of this call: autograd has no other way to it. No
-# row sees more than `max_seqlen_k` keys: by it the kernels choose how to make dQ; where it is wrong, they take longer.
+# computes CUDA tensors in PyTorch. The last two are for the backward of this call: autograd has no other way to it.
+# A row sees about `mean_keys` keys on average: by it the backward chooses among its kernels; a wrong one costs time.
 _OPTIONS = (
     "float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, bool reference, "
-    "SymInt max_seqlen_k, bool deterministic"
+    "SymInt mean_keys, bool deterministic"
 )
 library.define(
     "sequence_nodes(Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? cu_seqlens_context, Tensor? cu_seqs_per_context, "
@@ -89,7 +89,7 @@ class Options(NamedTuple):
     window_right: int
     softcap: float
     reference: bool
-    max_seqlen_k: int
+    mean_keys: int
     deterministic: bool
 
     @property
@@ -105,7 +105,7 @@ class Options(NamedTuple):
     @property
     def backward_scalars(self) -> tuple[Any, ...]:
         """Those of the compiled module's backward."""
-        return *self.kernel_scalars, self.max_seqlen_k, is_deterministic(self.deterministic)
+        return *self.kernel_scalars, self.mean_keys, is_deterministic(self.deterministic)
 
     def check_kernels(self) -> None:
         """NotImplementedError for what only the reference has."""

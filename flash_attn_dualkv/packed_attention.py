@@ -192,7 +192,7 @@ def shared_prompt_attention(
     checks.check_sinks(sinks, q)
     out, _ = ops.attend(
         q, k, v, None, None, sinks, layout.nodes,
-        scale, True, window, -1, cap, in_reference, layout.max_sequence, deterministic,
+        scale, True, window, -1, cap, in_reference, layout.mean_keys, deterministic,
     )  # fmt: skip
     return out
 

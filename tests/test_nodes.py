@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from core_time import least_time
@@ -53,6 +55,8 @@ def test_columns_of_trees(tree: Tree) -> None:
     assert layout.nodes.equal(nodes) and layout.num_tokens == sum(lens) + 3
     paths = paths_of(tree)
     assert layout.max_sequence == max(map(len, paths), default=0)
+    seen = [len(path) - at for path, length in zip(paths, lens) for at in range(length)]
+    assert layout.mean_keys == math.ceil(sum(seen) / max(len(seen), 1))
     begins = [sum(lens[:index]) for index in range(len(lens))]
     positions = [len(path) - length for path, length in zip(paths, lens)]
     ancestors: list[set[int]] = []

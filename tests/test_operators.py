@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,7 +52,7 @@ def nodes_of(batch: Batch) -> Tensor:
     return nodes
 
 
-# scale, causal, window_left, window_right, softcap, reference, max_seqlen_k, deterministic
+# scale, causal, window_left, window_right, softcap, reference, mean_keys, deterministic
 PLAIN = (0.25, True, 7, -1, 2.0, False, 30, True)
 OF_KERNELS = (0.25, True, 7, 2.0)  # those that the compiled module gets
 
@@ -130,6 +131,24 @@ def test_lse_dtype(device: str) -> None:
     if device == "cpu":
         _, lse = attend(batch := batch_of(ONE_GROUP, device, dtype=torch.bfloat16), batch.inputs, return_lse=True)
         assert lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (1, 6), (3, 6), (9, 6), (0, 0)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_how_many_keys_the_functions_announce(causal: bool, queries: int, keys: int) -> None:
+    """What a query sees on average if all sequences are as long as the longest, rounded up."""
+    q, k = torch.randn(queries, 2, 8), torch.randn(keys, 2, 8)
+    lengths = (torch.tensor([0, len(one)], dtype=torch.int32) for one in (q, k))
+    with Operators() as operators:
+        flash_attn_varlen_func(q, k, k, *lengths, queries, keys, causal=causal)
+    seen = [min(keys, keys - at) if causal else keys for at in range(min(queries, keys))]
+    announced = operators.of_ours()["forward"][-2]
+    assert announced == (math.ceil(sum(seen) / len(seen)) if seen else 0)
+    if keys == 6:
+        offsets = cumulative([queries]), cumulative([2])
+        with Operators() as operators:
+            flash_attn_dualkv_varlen_func(q, k[:4], k[:4], k[4:], k[4:], *offsets, queries, 4, 2, causal=causal)
+        assert operators.of_ours()["forward"][-2] == announced
 
 
 # Determinism
@@ -283,7 +302,7 @@ def test_raw_operators_refuse_tensors_of_the_wrong_rank(name: str) -> None:
     q, k, v, k_decoded, v_decoded = batch.inputs
     tensors = {"q": q, "k": k, "v": v, "k_decoded": k_decoded, "v_decoded": v_decoded}
     options = ("softmax_scale", "causal", "window_left", "window_right", "softcap", "reference")
-    options += ("max_seqlen_k", "deterministic")
+    options += ("mean_keys", "deterministic")
     rest = {"nodes": nodes_of(batch), **dict(zip(options, PLAIN))}
     if name == "backward":
         tensors |= {"dout": q, "out": q}

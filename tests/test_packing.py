@@ -344,6 +344,7 @@ CORRUPTIONS: list[tuple[str, Any]] = [
     ("nodes", lambda one: one.nodes.flip(0)),
     ("nodes", lambda one: one.nodes[:-1]),
     ("max_sequence", lambda one: one.max_sequence + 1),
+    ("mean_keys", lambda one: one.mean_keys + 1),
     ("num_tokens", lambda one: one.num_tokens + 1),
     ("node_lens", lambda one: (*one.node_lens[:-1], one.node_lens[-1] + 1)),
     ("node_lens", lambda one: (-1, *one.node_lens[1:])),

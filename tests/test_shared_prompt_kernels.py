@@ -68,7 +68,7 @@ def forward(
     """out and lse of q, k, v and, where there are some, sinks."""
     q, k, v, *sinks = tensors
     sink = sinks[0] if sinks else None
-    options = (scale, True, -1, -1, 0.0, reference, layout.max_sequence, deterministic)
+    options = (scale, True, -1, -1, 0.0, reference, layout.mean_keys, deterministic)
     return ops.forward(q, k, v, None, None, sink, layout.nodes, *options)
 
 

@@ -18,9 +18,11 @@ from launches import (
     HAS_KERNELS,
     captured,
     configurations,
+    counted_launches,
     kernels,  # noqa: F401
     kernels_ran,
     needs_gpu,
+    needs_kernels,
     poison_free_memory,
 )
 from torch import Tensor
@@ -70,17 +72,44 @@ def test_accuracy(name: str, options: Options) -> None:
         assert not problems, "; ".join(problems)
 
 
+@needs_kernels
+@pytest.mark.parametrize("variant", [ALL, Variant(softcap=30.0), Variant(causal=False)], ids=["", "softcap", "all"])
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, (4, 1)), (128, (4, 1)), (128, (3, 3))])
+@trees
+@pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
+def test_narrow_tiles(
+    kernels: str,  # noqa: F811
+    name: str,
+    head_dim: int,
+    heads: tuple[int, int],
+    variant: Variant,
+) -> None:
+    """Of many rows with few keys each, dK and dV are made of tiles of 64 keys; a caller may call any number few."""
+    tree, few = TREES[name], 1
+    pad = max(PAD, 1024 - sum(tree[0]))
+    layout, inputs = data(tree, pad, head_dim=head_dim, heads=heads, dtype=torch.bfloat16, sinks=True)
+    with counted_launches() as counts:
+        results = run(inputs, layout.nodes, variant=variant, mean_keys=few)
+    assert {"dualkv_sm90_backward_narrow", "dualkv_sm90_backward_dq"} <= {*counts}
+    expected = exact(inputs, layout.nodes, variant)
+    for found in (results, run(inputs, layout.nodes, deterministic=True, variant=variant, mean_keys=few)):
+        for key in ("dq", "dk", "dv"):
+            error = (found[key].double() - expected[key]).norm() / expected[key].norm()
+            assert error <= oracle.FROBENIUS_BOUND[torch.bfloat16], f"{key}: {error:.3g}"
+            assert not found[key][-pad:].any() and found[key].equal(results[key])
+
+
 @configurations
 @trees
 def test_the_public_functions_are_the_operator(name: str, options: Options) -> None:
     """Bit by bit: with a node of their own and past the dispatcher; results repeat."""
     layout, inputs = data(TREES[name], **options, sinks=True)
     table = offsets_and_parents(TREES[name], DEVICE)
-    for function, longest in (
+    for function, mean in (
         (lambda *qkv, **more: flash_attn_tree_varlen_func(*qkv, *table, **more), layout.num_tokens),
-        (lambda *qkv, **more: shared_prompt_attention(*qkv, layout, **more), layout.max_sequence),
+        (lambda *qkv, **more: shared_prompt_attention(*qkv, layout, **more), layout.mean_keys),
     ):
-        expected = run(inputs, layout.nodes, deterministic=True, max_seqlen_k=longest)
+        expected = run(inputs, layout.nodes, deterministic=True, mean_keys=mean)
         leaves = inputs.leaves()
         poison_free_memory()
         out = function(leaves.q, leaves.k, leaves.v, sinks=leaves.sinks, deterministic=True)

@@ -67,7 +67,7 @@ def run(
     deterministic: bool = False,
     reference: bool = False,
     variant: Variant = ALL,
-    max_seqlen_k: int = MANY_KEYS,
+    mean_keys: int = MANY_KEYS,
 ) -> dict[str, Tensor]:
     """out, lse and the gradients by the operators; free memory holds NaN before."""
     leaves = inputs.leaves()
@@ -75,7 +75,7 @@ def run(
     scale = inputs.q.shape[2] ** -0.5
     out, lse = ops.forward(
         leaves.q, leaves.k, leaves.v, None, None, leaves.sinks, nodes, scale, variant.causal, variant.window, -1,
-        variant.softcap, reference, max_seqlen_k, deterministic,
+        variant.softcap, reference, mean_keys, deterministic,
     )  # fmt: skip
     gradients = torch.autograd.grad(out, leaves.tensors, inputs.dout)
     names = ("out", "lse", "dq", "dk", "dv", "dsinks")

@@ -41,7 +41,8 @@ BackwardKernel<T> backward_kernel() {
     launch(dualkv_convert_sm80<T, Config>, dkv_blocks + dq_blocks, Config::kThreads, Config::TileQ::kBytes, stream, p,
            dkv_blocks);
   };
-  return {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes}, run, convert, true};
+  const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes};
+  return {{tiles, run}, convert, true};
 }
 
 template <typename T, class Config>

@@ -56,7 +56,7 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   static constexpr bool kSplitRows = Config::kSplitRows;
   // Without dQ nobody waits for anybody: the warpgroups take no turns, and dK is issued behind S and dP of the next step. dS
   // then stays in registers beside them, for which 128 queries a tile leave no room.
-  static constexpr bool kLateDk = !kComputeDq && kBlockM == 64;
+  static constexpr bool kLateDk = !kComputeDq && kBlockM == 64 && Config::kConsumers == 2;
   // The first turn of the loop has no dQ to make. With 128 queries a tile two copies of the loop would spill: there it is
   // made of whatever the buffer holds, and goes nowhere.
   static constexpr bool kPeelsFirst = kBlockM == 64;
@@ -450,7 +450,7 @@ __device__ __forceinline__ void add_dq(const BackwardShared<Config>& shared, con
 }
 
 template <typename T, class Config, bool kComputeDq, bool kLeavesOut, bool kSoftcap>
-__global__ void __launch_bounds__(Config::kThreads, 1)
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     dualkv_sm90_backward(const __grid_constant__ BackwardParams<T> p, const __grid_constant__ BackwardMaps maps) {
   __shared__ KvBlock block;
   __shared__ FlaggedStep steps[Config::kSteps];

@@ -65,26 +65,29 @@ struct NarrowForwardConfig : ForwardConfig<kHeadDim, kHeadDimV> {};
 template <>
 struct NarrowForwardConfig<64, 64> : ForwardTiles<64, 64, 3, 80, 2> {};
 
-// The backward kernels of two consumer warpgroups need every register.
-struct BackwardRegisters {
-  static constexpr int kProducer = 24, kConsumer = 240;
+// The backward kernels need every register: kBlocksPerSm blocks of a producer's warpgroup and kConsumers more.
+template <int kConsumers, int kBlocksPerSm = 1>
+struct BackwardRegisterShare {
+  static constexpr int kProducer = 24, kConsumer = kConsumers == 2 ? 240 : 232;
+  static_assert(kBlocksPerSm * (kProducer + kConsumers * kConsumer) * kWarpgroup <= 64 * 1024,
+                "setmaxnreg would wait for ever");
 };
-static_assert((BackwardRegisters::kProducer + 2 * BackwardRegisters::kConsumer) * kWarpgroup <= 64 * 1024,
-              "setmaxnreg would wait for ever");
+using BackwardRegisters = BackwardRegisterShare<2>;
 
-// Backward with a stationary KV tile of 128 rows, 64 a consumer warpgroup. kStagesDq_: whether dQ goes to its sums through
-// shared memory; else it goes from registers.
-template <int kHeadDim_, int kHeadDimV_, int kBlockM_, bool kStagesDq_ = true>
+// Backward with a stationary KV tile, 64 rows a consumer warpgroup. kStagesDq_: whether dQ goes to its sums through shared
+// memory; else it goes from registers. Of one warpgroup a multiprocessor has room for two blocks, but not for dQ: while one
+// begins or ends, the other multiplies.
+template <int kHeadDim_, int kHeadDimV_, int kBlockM_, bool kStagesDq_ = true, int kConsumers_ = 2>
 struct BackwardTiles {
-  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = kBlockM_, kBlockN = 128;
-  static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
-  static constexpr bool kSumsDq = true, kStagesDq = kStagesDq_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = kBlockM_, kBlockN = 64 * kConsumers_;
+  static constexpr int kConsumers = kConsumers_, kThreads = (kConsumers + 1) * kWarpgroup, kBlocksPerSm = 2 / kConsumers;
+  static constexpr bool kSumsDq = kConsumers == 2, kStagesDq = kStagesDq_;
   static constexpr int kColumnBlocks = 1;
   // Q serves S of the next step and dK of this one while the one after is loaded.
-  static constexpr int kStagesQ = 3, kStagesDo = 2, kStagesDs = kStagesDq && kBlockM == 64 ? 3 : 2;
+  static constexpr int kStagesQ = kSumsDq ? 3 : 2, kStagesDo = 2, kStagesDs = kStagesDq && kBlockM == 64 ? kStagesQ : 2;
   // The geometry of a step is read once more when its Q has been left: dQ leaves one step later.
   static constexpr int kSteps = 2 * kStagesQ;
-  using Registers = BackwardRegisters;
+  using Registers = BackwardRegisterShare<kConsumers, kBlocksPerSm>;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileDo = SmemTile<kBlockM, kHeadDimV>;
   using TileK = SmemTile<kBlockN, kHeadDim>;
@@ -95,20 +98,22 @@ struct BackwardTiles {
   static constexpr bool kSplitRows = kBlockM == 128;
   static constexpr int kDqCols = kHeadDim * kBlockM / 128;
   static constexpr int kDqBytes = 64 * kDqCols * 4;  // a warpgroup's share, fp32
-  static_assert(kBlockM == 64 || kBlockM == 128, "two warpgroups share a dQ tile");
-  static_assert(kDqCols % (kStagesDq ? 64 : 32) == 0, "a product's columns of dQ are whole panels of K, or within one");
+  static_assert(!kSumsDq || kBlockM == 64 || kBlockM == 128, "two warpgroups share a dQ tile");
+  static_assert(!kSumsDq || kDqCols % (kStagesDq ? 64 : 32) == 0, "a product's columns of dQ are whole panels of K, or within one");
 
   static constexpr int kOffsetV = TileK::kBytes;
   static constexpr int kOffsetQ = kOffsetV + TileV::kBytes;
   static constexpr int kOffsetDo = kOffsetQ + kStagesQ * TileQ::kBytes;
   static constexpr int kOffsetDs = kOffsetDo + kStagesDo * TileDo::kBytes;
-  static constexpr int kOffsetDq = kOffsetDs + kStagesDs * TileDs::kBytes;
-  static constexpr int kOffsetLse = kOffsetDq + (kStagesDq ? kConsumers * kDqBytes : 0);
+  static constexpr int kOffsetDq = kOffsetDs + (kSumsDq ? kStagesDs * TileDs::kBytes : 0);
+  static constexpr int kOffsetLse = kOffsetDq + (kSumsDq && kStagesDq ? kConsumers * kDqBytes : 0);
   static constexpr int kOffsetDelta = kOffsetLse + kStagesQ * kBlockM * 4;
   static constexpr int kOffsetBarriers = kOffsetDelta + kStagesDo * kBlockM * 4;
   static constexpr int kBarrierBytes = 256;
   static constexpr int kSharedBytes = kOffsetBarriers + kBarrierBytes + 1024;
   static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
+  // Beside each block the hardware keeps 1 KB of 228.
+  static_assert(kBlocksPerSm * (kSharedBytes + 512 + 1024) <= kMaxSharedBytes + 1024, "all blocks must fit together");
 };
 
 // dK and dV of wide heads: a KV tile of 64 rows, one warpgroup for each of the two sums.
@@ -199,33 +204,44 @@ struct BackwardDqConfig<256, 256> : BackwardDqTiles<256, 256, 64, 2, 1> {};
 template <>
 struct BackwardDqConfig<512, 512> : BackwardDqTiles<512, 512, 32, 2, 1, 1, 2> {};
 
-// As in the forward: 16 queries of 8 heads and a window of 128 see 143 keys.
+// For short walks, of at most kMostKeys on average. With d = 64 for windows that are shorter than a tile, as in the forward: 16
+// queries of 8 heads and a window of 128 see 143 keys. With d = 128 there is room for the queries of the next item too: window
+// 128 9%, window 1024 3%, 32 groups of 4 x 64 x (8..64) 17% of the backward, causal 64 x (512..768) 6%; causal 8 x 2K -1%.
 template <int kHeadDim, int kHeadDimV>
 struct NarrowBackwardDqConfig : BackwardDqConfig<kHeadDim, kHeadDimV> {};
 template <>
-struct NarrowBackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 80, 3, 2, 2> {};
+struct NarrowBackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 80, 3, 2, 2> {
+  static constexpr int kMostKeys = 256;
+};
+template <>
+struct NarrowBackwardDqConfig<128, 128> : BackwardDqTiles<128, 128, 64, 3, 2, 2> {
+  static constexpr int kMostKeys = 1024;
+};
 
 // kShortWindow: with fewer keys a query dQ has a kernel of its own. Its sums travel through memory three times in fp32, and
-// for few keys it is less work to compute S and dP once more. At 8 x 8K, by how much less time: d = 64 1 to 18% with 128 keys,
-// -8 to 11% with 192, -4 to 0% with 256; d = 128 1 to 5% with 128, -4% with 256; (192, 128), which adds dQ from registers, 2%
-// with 768, 3% with 1024, -2% with 2048.
+// for few keys it is less work to compute S and dP once more. At 8 x 8K, by how much less time: d = 64 5% with 256 keys; d = 128
+// 18% with 160, 6% with 192, 3% with 256, -3% with 384; (192, 128), which adds dQ from registers, 2% with 768, 3% with 1024, -2%
+// with 2048.
 // kFewKeys: the same without a window; kFewKeysSlowMemory on an H100, whose memory has two thirds of the rate. ms of the
-// backward, sums and by itself: 16 groups of 8 x 128 x (64..512) H200 2.23, 1.93, H100 3.02, 2.01; causal 64 x (512..768)
-// 2.17, 2.15 and 2.81, 2.25; 16 groups of 8 x 256 x (256..768) 4.30, 4.65 and 5.34, 4.66; d = 64, the first 1.29, 1.29 and
-// 1.70, 1.35. Deterministic, H100, 16 groups of 8 x 256 x (387..2304) 21.9, 19.3; agentic 276, 253.
+// backward, sums and by itself, with the mean of the keys: 32 groups of 4 x 64 x (8..64) (70) 0.329, 0.222; 64 groups of 4 x 256
+// x (64..256) (284) 2.77, 2.63; 16 groups of 8 x 128 x (64..512) (288) 2.04, 1.76; causal 64 x (512..768) (325) 1.99, 1.98;
+// 64 x 256 x (32..384) (377) 0.754, 0.797; 32 x 512 x (16..128) (495) 0.226, 0.249; d = 64, (70) 0.241, 0.183; causal 64 x
+// (256..384) (165) 0.505, 0.510. H100, wide tiles: (288) 3.02, 2.01; (325) 2.81, 2.25; 16 groups of 8 x 256 x (256..768) (520)
+// 5.34, 4.66; d = 64, (288) 1.70, 1.35. Deterministic: H200 (520) 4.55, 4.42, causal 8 x 2K (1024) 1.67, 1.79, one KV head 16
+// groups of 8 x 256 x (387..2304) 4.95, 4.50; H100, the same with 8 21.9, 19.3, tree agentic 276, 253.
 // kLongNode: of so many tokens a node on average, too few steps can be left out to pay for a loop that asks: at d = 128 it takes
 // 1% longer. 0: never.
 template <int kHeadDim, int kHeadDimV>
 struct BackwardConfig;
 template <>
 struct BackwardConfig<64, 64> : BackwardTiles<64, 64, 128> {
-  static constexpr int kShortWindow = 192, kLongNode = 0;
-  static constexpr FewKeys kFewKeys{0, 640, 0}, kFewKeysSlowMemory{1024, 2560, 0};
+  static constexpr int kShortWindow = 256, kLongNode = 0;
+  static constexpr FewKeys kFewKeys{100, 320, 0, 0}, kFewKeysSlowMemory{512, 1280, 0, 0};
 };
 template <>
 struct BackwardConfig<128, 128> : BackwardTiles<128, 128, 64> {
-  static constexpr int kShortWindow = 160, kLongNode = 1280;
-  static constexpr FewKeys kFewKeys{640, 1280, 0}, kFewKeysSlowMemory{1024, 2560, 1280};
+  static constexpr int kShortWindow = 256, kLongNode = 1280;
+  static constexpr FewKeys kFewKeys{320, 512, 0, 1280}, kFewKeysSlowMemory{600, 1280, 1280, 1280};
 };
 template <>
 struct BackwardConfig<192, 128> : BackwardTiles<192, 128, 64, false> {
@@ -238,5 +254,20 @@ template <>
 struct BackwardConfig<256, 256> : BackwardWideTiles<256, 256, 2> {};
 template <>
 struct BackwardConfig<512, 512> : BackwardColumnTiles<512, 2, 32> {};
+
+// For short walks: of at most kMostKeys on average, or a window shorter than kShortWindow. ms of a backward whose dQ is by itself,
+// wide tiles and narrow ones: 32 groups of 4 x 64 x (8..64) 0.321, 0.266; 64 groups of 4 x 256 x (64..256) 2.67, 2.63; causal
+// 64 x (512..768) 1.99, 1.99, 16 groups of 8 x 256 x (256..768) 4.44, 4.54; window 128 2.17, 2.09, window 1024 6.81, 6.97;
+// d = 64, the first 0.234, 0.183, window 128 2.51, 2.52. Twice as many bytes of Q and dO come from L2.
+template <int kHeadDim, int kHeadDimV>
+struct NarrowBackwardConfig : BackwardConfig<kHeadDim, kHeadDimV> {};
+template <>
+struct NarrowBackwardConfig<64, 64> : BackwardTiles<64, 64, 64, true, 1> {
+  static constexpr int kMostKeys = 100, kShortWindow = 0;
+};
+template <>
+struct NarrowBackwardConfig<128, 128> : BackwardTiles<128, 128, 64, true, 1> {
+  static constexpr int kMostKeys = 320, kShortWindow = 256;
+};
 
 }  // namespace dualkv::sm90

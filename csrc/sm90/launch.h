@@ -104,9 +104,8 @@ void launch_backward_dq(const BackwardDqParams<T>& p, cudaStream_t stream) {
   using Config = BackwardDqConfig<kHeadDim, kHeadDimV>;
   using Narrow = NarrowBackwardDqConfig<kHeadDim, kHeadDimV>;
   if constexpr (Narrow::kBlockN < Config::kBlockN) {
-    if (wants_narrow_tiles<Narrow, Config>(p.shape.sees, p.heads.heads())) {
-      return launch_backward_dq_tiles<T, Narrow>(p, stream);
-    }
+    static_assert(Narrow::kBlockM == Config::kBlockM, "the list of query tiles serves both");
+    if (p.mean_keys <= Narrow::kMostKeys) return launch_backward_dq_tiles<T, Narrow>(p, stream);
   }
   launch_backward_dq_tiles<T, Config>(p, stream);
 }
@@ -156,12 +155,23 @@ auto pick_backward(const BackwardParams<T>& p) {
   return p.shape.softcap.exists() ? pick(std::true_type()) : pick(std::false_type());
 }
 
+template <typename T, class Config>
+void launch_narrow_backward(const BackwardParams<T>& p, cudaStream_t stream) {
+  launch_backward<T, Config>(p.shape.softcap.exists() ? dualkv_sm90_backward<T, Config, false, false, true>
+                                                      : dualkv_sm90_backward<T, Config, false, false, false>,
+                             p, stream);
+}
+
+template <class Config>
+constexpr TileInfo tiles_of() {
+  return {Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true, Config::kColumnBlocks};
+}
+
 template <int kHeadDim, int kHeadDimV = kHeadDim>
 bool register_backward() {
   using Config = BackwardConfig<kHeadDim, kHeadDimV>;
   return for_element_types([](auto element) {
     using T = decltype(element);
-    const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true, Config::kColumnBlocks};
     const auto run = [](const BackwardParams<T>& p, cudaStream_t stream) {
       if constexpr (Config::kSumsDq) {
         launch_backward<T, Config>(pick_backward<T, Config>(p), p, stream);
@@ -171,12 +181,17 @@ bool register_backward() {
         launch_backward<T, Config>(dualkv_sm90_backward_wide<T, Config>, p, stream);
       }
     };
-    BackwardKernel<T> kernel{tiles, run, launch_convert<T, Config>, Config::kSumsDq};
+    BackwardKernel<T> kernel{{tiles_of<Config>(), run}, launch_convert<T, Config>, Config::kSumsDq};
     if constexpr (Config::kSumsDq) {
       kernel.short_window = Config::kShortWindow;
       kernel.orders_dq = Config::kStagesDq;
       kernel.few_keys = Config::kFewKeys;
       kernel.few_keys_slow_memory = Config::kFewKeysSlowMemory;
+    }
+    using Narrow = NarrowBackwardConfig<kHeadDim, kHeadDimV>;
+    if constexpr (Narrow::kBlockN < Config::kBlockN) {
+      kernel.narrow = {tiles_of<Narrow>(), launch_narrow_backward<T, Narrow>};
+      kernel.narrow_keys = Narrow::kMostKeys, kernel.narrow_window = Narrow::kShortWindow;
     }
     add_kernel<BackwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, kernel);
   });

@@ -188,6 +188,7 @@ def batch_of(
     node_parents: tuple[int, ...],
     order: tuple[int, ...],
     max_sequence: int,
+    mean_keys: int,
     prompt_lens: tuple[int, ...],
     response_lens: tuple[int, ...],
     max_token: int,
@@ -195,7 +196,7 @@ def batch_of(
     """The batch of what the compiled module has packed: the same, bit by bit, as `packed_by_operators` makes."""
     rows = len(input_ids)
     layout = SharedPromptLayout(
-        nodes, node_lens, node_parents, max_sequence, rows, rows - sum(node_lens), False, position_ids
+        nodes, node_lens, node_parents, max_sequence, mean_keys, rows, rows - sum(node_lens), False, position_ids
     )
     return SharedPromptBatch(
         input_ids, position_ids, layout, labels, token_index, targets, response_lens, prompt_lens, order, multiplicity,
