@@ -54,6 +54,7 @@ TREE_NAME = re.compile(rf"{MODEL}tree-(?P<tree>{'|'.join(TREES)}){HEADS_OF_NAME}
 DETERMINISTIC = (
     *("28x16Kx2K", "28x16Kx2K-d64", "28x16Kx2K-H16-Hk4-d256", "tree-agentic", "28x4Kx2K", "28x4Kx2K-H16-Hk2"),
     *("16x8Kx131-2048", "causal-8x4K", "causal-128x387-2304", "16-groups-of-8x256x387-2304"),
+    "16-groups-of-8x256x387-2304-H8-Hk1",
 )
 MOST_ELEMENTS = 1 << 31  # of Q, in a call of a peer's kernel
 MICRO_BATCH_TOKENS = 256 * K  # of a flattened tree, where the tree itself has no more
@@ -349,6 +350,11 @@ WINDOWS = (
 )  # fmt: skip
 MLA = ("causal-8x8K-H16-Hk16-d192v128", "28x4Kx2K-H16-Hk16-d192v128")
 OF_FA4 = (*WINDOWS[:6], MLA[0])  # what FlashAttention-4 has kernels for
+# Where launches, and the begin and end of blocks, are a large part.
+SMALL = (
+    "32-groups-of-4x64x8-64", "16-groups-of-8x128x64-512", "causal-64x128-256", "causal-256x128-512",
+    "causal-64x512-768", "causal-32x512-1K", "causal-8x2K", "32-groups-of-4x64x8-64-d64",
+)  # fmt: skip
 WIDE = ("causal-8x8K-H16-Hk2-d512", "8x4Kx2K-H16-Hk2-d512")  # the full attention of Gemma 4
 SCALING = ("28x64Kx2K", "28x128Kx2K", "32x4Kx2K", "4-groups-of-8x4Kx2K")
 KERNEL_PRESETS = {
@@ -361,6 +367,7 @@ KERNEL_PRESETS = {
     "mla": MLA,
     "fa4": OF_FA4,
     "wide": WIDE,
+    "small": SMALL,
     "scaling": SCALING,
     "shared": (*PAPER[:2], *RAGGED),
     "quick": ("8x1Kx256", "8x2Kx32-512"),
