@@ -92,7 +92,7 @@ void backward_dq(const Problem& problem, const Tensor& dout, const RowStatistics
   const ForwardList list(problem, pack.queries(tiles.block_m), tiles.block_n, dq, Tensor());
   selected.kernel.launch({problem.shape, problem.table(), list.work, view_of<const T>(problem.q),
                           view_of<const T>(dout), problem.kv.regions<const T>(), statistics, view_of<T>(dq), pack,
-                          std::min(mean_keys, int64_t{problem.shape.sees.window} + 1)},
+                          mean_keys},
                          problem.stream);
   count_launch(kernel_name(selected, "backward_dq"));
 }

@@ -223,8 +223,8 @@ inline pybind11::tuple as_tuple(const Ints& values) {
 }
 
 // The tensors of a SharedPromptBatch, in the order of PackRowsArgs, and the numbers of its layout: node_lens,
-// node_parents, order, the most rows of a path, mean_keys. The tensors share one buffer, but are no views of each other: to write
-// to one does not spoil what autograd has saved of another.
+// node_parents, order, the most rows of a path, mean_keys. The tensors share one buffer, but are no views of each
+// other: to write to one does not spoil what autograd has saved of another.
 inline pybind11::tuple pack(const Tensor& tokens_in, const std::vector<Ints>& groups, const Ints& prompt_lens,
                             const Ints& response_lens, int shift, bool drop_last, int64_t multiple) {
   check_argument(tokens_in.is_cuda() && tokens_in.dim() == 1, "tokens", tokens_in.device(), "a CUDA tensor");

@@ -99,7 +99,8 @@ struct BackwardTiles {
   static constexpr int kDqCols = kHeadDim * kBlockM / 128;
   static constexpr int kDqBytes = 64 * kDqCols * 4;  // a warpgroup's share, fp32
   static_assert(!kSumsDq || kBlockM == 64 || kBlockM == 128, "two warpgroups share a dQ tile");
-  static_assert(!kSumsDq || kDqCols % (kStagesDq ? 64 : 32) == 0, "a product's columns of dQ are whole panels of K, or within one");
+  static_assert(!kSumsDq || kDqCols % (kStagesDq ? 64 : 32) == 0,
+                "a product's columns of dQ are whole panels of K, or within one");
 
   static constexpr int kOffsetV = TileK::kBytes;
   static constexpr int kOffsetQ = kOffsetV + TileV::kBytes;
@@ -204,33 +205,30 @@ struct BackwardDqConfig<256, 256> : BackwardDqTiles<256, 256, 64, 2, 1> {};
 template <>
 struct BackwardDqConfig<512, 512> : BackwardDqTiles<512, 512, 32, 2, 1, 1, 2> {};
 
-// For short walks, of at most kMostKeys on average. With d = 64 for windows that are shorter than a tile, as in the forward: 16
-// queries of 8 heads and a window of 128 see 143 keys. With d = 128 there is room for the queries of the next item too: window
-// 128 9%, window 1024 3%, 32 groups of 4 x 64 x (8..64) 17% of the backward, causal 64 x (512..768) 6%; causal 8 x 2K -1%.
+// For short walks: a query sees no more than kMostKeys on average, or the window is shorter than kShortWindow. With d =
+// 64 as in the forward: 16 queries of 8 heads and a window of 128 see 143 keys. With d = 128 there is room for the
+// queries of the next item too. README.md has the times, of all that is chosen by the number of keys.
 template <int kHeadDim, int kHeadDimV>
 struct NarrowBackwardDqConfig : BackwardDqConfig<kHeadDim, kHeadDimV> {};
 template <>
 struct NarrowBackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 80, 3, 2, 2> {
-  static constexpr int kMostKeys = 256;
+  static constexpr int kMostKeys = 128, kShortWindow = 256;
 };
 template <>
 struct NarrowBackwardDqConfig<128, 128> : BackwardDqTiles<128, 128, 64, 3, 2, 2> {
-  static constexpr int kMostKeys = 1024;
+  static constexpr int kMostKeys = 640, kShortWindow = 1024;
 };
 
-// kShortWindow: with fewer keys a query dQ has a kernel of its own. Its sums travel through memory three times in fp32, and
-// for few keys it is less work to compute S and dP once more. At 8 x 8K, by how much less time: d = 64 5% with 256 keys; d = 128
-// 18% with 160, 6% with 192, 3% with 256, -3% with 384; (192, 128), which adds dQ from registers, 2% with 768, 3% with 1024, -2%
-// with 2048.
-// kFewKeys: the same without a window; kFewKeysSlowMemory on an H100, whose memory has two thirds of the rate. ms of the
-// backward, sums and by itself, with the mean of the keys: 32 groups of 4 x 64 x (8..64) (70) 0.329, 0.222; 64 groups of 4 x 256
-// x (64..256) (284) 2.77, 2.63; 16 groups of 8 x 128 x (64..512) (288) 2.04, 1.76; causal 64 x (512..768) (325) 1.99, 1.98;
-// 64 x 256 x (32..384) (377) 0.754, 0.797; 32 x 512 x (16..128) (495) 0.226, 0.249; d = 64, (70) 0.241, 0.183; causal 64 x
-// (256..384) (165) 0.505, 0.510. H100, wide tiles: (288) 3.02, 2.01; (325) 2.81, 2.25; 16 groups of 8 x 256 x (256..768) (520)
-// 5.34, 4.66; d = 64, (288) 1.70, 1.35. Deterministic: H200 (520) 4.55, 4.42, causal 8 x 2K (1024) 1.67, 1.79, one KV head 16
-// groups of 8 x 256 x (387..2304) 4.95, 4.50; H100, the same with 8 21.9, 19.3, tree agentic 276, 253.
-// kLongNode: of so many tokens a node on average, too few steps can be left out to pay for a loop that asks: at d = 128 it takes
-// 1% longer. 0: never.
+// kShortWindow: with fewer keys a query dQ has a kernel of its own. Its sums travel through memory three times in fp32,
+// and for few keys it is less work to compute S and dP once more. At 8 x 8K, by how much less time: d = 64 5% with 256
+// keys; d = 128 18% with 160, 6% with 192, 3% with 256, -3% with 384; (192, 128), which adds dQ from registers, 2% with
+// 768, 3% with 1024, -2% with 2048.
+// kFewKeys: the same without a window; kFewKeysSlowMemory on an H100, whose memory has two thirds of the rate. There,
+// before tiles were narrow, ms of the backward, sums and by itself, with the mean of the keys: 16 groups of 8 x 128 x
+// (64..512) (288) 3.02, 2.01; causal 64 x (512..768) (325) 2.81, 2.25; 16 groups of 8 x 256 x (256..768) (520) 5.34,
+// 4.66; d = 64, (288) 1.70, 1.35; deterministic 16 groups of 8 x 256 x (387..2304) 21.9, 19.3, tree agentic 276, 253.
+// kLongNode: of so many tokens a node on average, too few steps can be left out to pay for a loop that asks: at d = 128
+// it takes 1% longer. 0: never.
 template <int kHeadDim, int kHeadDimV>
 struct BackwardConfig;
 template <>
@@ -255,10 +253,8 @@ struct BackwardConfig<256, 256> : BackwardWideTiles<256, 256, 2> {};
 template <>
 struct BackwardConfig<512, 512> : BackwardColumnTiles<512, 2, 32> {};
 
-// For short walks: of at most kMostKeys on average, or a window shorter than kShortWindow. ms of a backward whose dQ is by itself,
-// wide tiles and narrow ones: 32 groups of 4 x 64 x (8..64) 0.321, 0.266; 64 groups of 4 x 256 x (64..256) 2.67, 2.63; causal
-// 64 x (512..768) 1.99, 1.99, 16 groups of 8 x 256 x (256..768) 4.44, 4.54; window 128 2.17, 2.09, window 1024 6.81, 6.97;
-// d = 64, the first 0.234, 0.183, window 128 2.51, 2.52. Twice as many bytes of Q and dO come from L2.
+// For short walks, as above: while one block begins or ends, the other of a multiprocessor multiplies. Twice as many
+// bytes of Q and dO come from L2, which a window of 1024 feels by 3%.
 template <int kHeadDim, int kHeadDimV>
 struct NarrowBackwardConfig : BackwardConfig<kHeadDim, kHeadDimV> {};
 template <>

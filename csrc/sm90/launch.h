@@ -105,7 +105,9 @@ void launch_backward_dq(const BackwardDqParams<T>& p, cudaStream_t stream) {
   using Narrow = NarrowBackwardDqConfig<kHeadDim, kHeadDimV>;
   if constexpr (Narrow::kBlockN < Config::kBlockN) {
     static_assert(Narrow::kBlockM == Config::kBlockM, "the list of query tiles serves both");
-    if (p.mean_keys <= Narrow::kMostKeys) return launch_backward_dq_tiles<T, Narrow>(p, stream);
+    if (p.mean_keys <= Narrow::kMostKeys || p.shape.sees.window < Narrow::kShortWindow) {
+      return launch_backward_dq_tiles<T, Narrow>(p, stream);
+    }
   }
   launch_backward_dq_tiles<T, Config>(p, stream);
 }
