@@ -87,14 +87,15 @@ template <typename T>
 void backward_dq(const Problem& problem, const Tensor& dout, const RowStatistics& statistics, const Tensor& dq,
                  int64_t mean_keys) {
   const auto selected = select_for<BackwardDqKernel<T>>(problem);
-  const TileInfo& tiles = selected.kernel.tiles;
+  const bool is_narrow = selected.kernel.takes_narrow(problem.shape.sees, mean_keys);
+  const TileKernel<BackwardDqParams<T>>& kernel = is_narrow ? selected.kernel.narrow : selected.kernel;
+  const TileInfo& tiles = kernel.tiles;
   const Pack pack = tiles.packs_heads ? largest_pack(problem.shape.heads_per_group()) : Pack{};
   const ForwardList list(problem, pack.queries(tiles.block_m), tiles.block_n, dq, Tensor());
-  selected.kernel.launch({problem.shape, problem.table(), list.work, view_of<const T>(problem.q),
-                          view_of<const T>(dout), problem.kv.regions<const T>(), statistics, view_of<T>(dq), pack,
-                          mean_keys},
-                         problem.stream);
-  count_launch(kernel_name(selected, "backward_dq"));
+  kernel.launch({problem.shape, problem.table(), list.work, view_of<const T>(problem.q), view_of<const T>(dout),
+                 problem.kv.regions<const T>(), statistics, view_of<T>(dq), pack},
+                problem.stream);
+  count_launch(kernel_name(selected, is_narrow ? "backward_dq_narrow" : "backward_dq"));
 }
 
 // Fewer rows than these take less time than another launch.
@@ -113,13 +114,6 @@ DqSums choose_dq(const BackwardKernel<T>& kernel, const Problem& problem, int64_
   const bool short_nodes = deterministic && rows < short_node * problem.nodes.size(0);
   if (rows >= kRowsOfSeparateDq && (few_keys || short_nodes)) return DqSums::none;
   return deterministic ? DqSums::in_order : DqSums::in_any_order;
-}
-
-// Whether dK and dV without dQ are made of narrow tiles.
-template <typename T>
-bool takes_narrow_tiles(const BackwardKernel<T>& kernel, const Problem& problem, int64_t mean_keys) {
-  const bool few_keys = mean_keys <= kernel.narrow_keys || problem.shape.sees.window < kernel.narrow_window;
-  return kernel.narrow.launch && few_keys;
 }
 
 // The gradients of q, k and v and, where these are given, of k_decoded and v_decoded.
@@ -152,8 +146,8 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
     const auto selected = select_for<BackwardKernel<T>>(problem);
     const DqSums sums = choose_dq(selected.kernel, problem, mean_keys, deterministic);
     const bool separate_dq = sums == DqSums::none;
-    const bool is_narrow = separate_dq && takes_narrow_tiles(selected.kernel, problem, mean_keys);
-    const KvTileKernel<T>& kernel = is_narrow ? selected.kernel.narrow : selected.kernel;
+    const bool is_narrow = separate_dq && selected.kernel.takes_narrow(problem.shape.sees, mean_keys);
+    const TileKernel<BackwardParams<T>>& kernel = is_narrow ? selected.kernel.narrow : selected.kernel;
     const TileInfo& tiles = kernel.tiles;
     const int summed_dim = separate_dq ? 0 : selected.padded.qk;
     const Pack pack =
@@ -164,9 +158,8 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
                    problem.kv.regions<const T>(), gradients.regions<T>(), list.statistics, list.dq_sum, list.dkv_slots,
                    list.dq_turns},
                   problem.stream);
-    count_launch(kernel_name(selected, is_narrow                   ? "backward_narrow"
-                                       : sums == DqSums::in_order ? "backward_in_order"
-                                                                  : "backward"));
+    const char* const wide_name = sums == DqSums::in_order ? "backward_in_order" : "backward";
+    count_launch(kernel_name(selected, is_narrow ? "backward_narrow" : wide_name));
     selected.kernel.convert({problem.shape, list.nodes, list.dq_sum, view_of<T>(dq), list.splits, list.dkv_slots,
                              gradients.regions<T>(), tiles.block_n, selected.padded.qk, pack},
                             problem.stream);

@@ -44,31 +44,44 @@ struct FewKeys {
   int in_any_order = 0, in_order = 0, short_node = 0, short_node_of_one_head = 0;  // one KV head
 };
 
-// dK and dV of one tile size.
-template <typename T>
-struct KvTileKernel {
+// Walks that narrow tiles are for: a query sees no more than `most_keys` on average, or the window is shorter than
+// `short_window`.
+struct ShortWalks {
+  int most_keys = 0, short_window = 0;
+};
+
+// A kernel of one tile size.
+template <class Params>
+struct TileKernel {
   TileInfo tiles;
-  void (*launch)(const BackwardParams<T>&, cudaStream_t);
+  void (*launch)(const Params&, cudaStream_t);
+};
+
+// And the same of narrow tiles, without a launch where there are none.
+template <class Params>
+struct WalkKernel : TileKernel<Params> {
+  TileKernel<Params> narrow{};
+  ShortWalks short_walks{};
+
+  bool takes_narrow(Visibility sees, int64_t mean_keys) const {
+    return narrow.launch && (mean_keys <= short_walks.most_keys || sees.window < short_walks.short_window);
+  }
 };
 
 // dK and dV. A kernel with `sums_dq` also adds up dQ in fp32, if asked to; else dQ is left to the BackwardDqKernel.
-// `convert` comes behind it and rounds what is left in fp32: the sums of dQ, and the parts of split tiles.
+// `convert` comes behind it and rounds what is left in fp32: the sums of dQ, and the parts of split tiles. Narrow tiles are
+// for dK and dV alone.
 template <typename T>
-struct BackwardKernel : KvTileKernel<T> {
+struct BackwardKernel : WalkKernel<BackwardParams<T>> {
   void (*convert)(const ConvertParams<T>&, cudaStream_t);
   bool sums_dq;
   bool orders_dq = false;  // it can add up dQ in an order that is the same from run to run, where there is no window
   int short_window = 0;  // with one that is shorter, dQ by itself takes less time than its sums do
   FewKeys few_keys{}, few_keys_slow_memory{};
-  KvTileKernel<T> narrow{};  // without dQ, for no more keys a query on average, or a shorter window, than these:
-  int narrow_keys = 0, narrow_window = 0;
 };
 
 template <typename T>
-struct BackwardDqKernel {
-  TileInfo tiles;
-  void (*launch)(const BackwardDqParams<T>&, cudaStream_t);
-};
+struct BackwardDqKernel : WalkKernel<BackwardDqParams<T>> {};
 
 // The head dim of q and k, and that of v.
 struct HeadDims {

@@ -121,7 +121,6 @@ struct BackwardDqParams {
   RowStatistics statistics;
   TensorView<T> dq;
   Pack heads;  // that share a query tile
-  int64_t mean_keys;  // that a row would see without its window, by the caller's word
 };
 
 // What the backward leaves in fp32: the sums of dQ (null: there are none) and the parts of split tiles.

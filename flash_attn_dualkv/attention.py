@@ -337,5 +337,5 @@ def flash_attn_varlen_func(
 
 
 def _mean_keys(queries: int, keys: int, causal: bool) -> int:
-    """How many keys a query sees on average, if the longest sequence is like the others."""
+    """How many keys a query sees on average, rounded up, if all sequences are as long as the longest."""
     return keys - max(min(queries, keys) - 1, 0) // 2 if causal else keys

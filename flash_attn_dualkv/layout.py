@@ -30,7 +30,7 @@ class SharedPromptLayout(SeparatelyPickled):
         node_lens: (n,) rows of each node, in the order of the table.
         node_parents: (n,) the node that each continues; -1 for prompts and roots.
         max_sequence: the most rows of a path: of a response together with its context.
-        mean_keys: how many rows a row sees, on average and rounded up. By it the backward chooses among its kernels.
+        mean_keys: how many rows of its path a row sees on average, rounded up. By it the backward chooses its kernels.
         num_tokens: rows T of the packed tensors, padding included.
         pad: how many of them, at the end, are padding.
         is_tree: whether the row is that of trees. Such a layout has no groups and no responses.
@@ -214,8 +214,12 @@ class SharedPromptLayout(SeparatelyPickled):
         for index, (right, got) in enumerate(zip(rows, found)):
             if right != got:
                 raise SharedPromptLayoutError(checks.explain(f"nodes[{index}]", right, got))
-        numbers = {"max_sequence": rebuilt.max_sequence, "mean_keys": rebuilt.mean_keys}
-        for name, number in (*numbers.items(), ("num_tokens", sum(self.node_lens) + self.pad)):
+        numbers = {
+            "max_sequence": rebuilt.max_sequence,
+            "mean_keys": rebuilt.mean_keys,
+            "num_tokens": sum(self.node_lens) + self.pad,
+        }
+        for name, number in numbers.items():
             if getattr(self, name) != number:
                 raise SharedPromptLayoutError(checks.explain(name, number, getattr(self, name)))
 

@@ -34,6 +34,7 @@ BACKWARD_OVER_FORWARD = 2.5  # attention: five products instead of two, since S 
 TOKEN_BACKWARD_OVER_FORWARD = 2.0  # a linear layer: one product for its input's gradient, one for its weight's
 
 DIRECTIONS = ("forward", "backward")
+PACKINGS = ("shared", "replicated")
 
 GIB = 1 << 30
 BYTES_PER_PARAMETER = 4.0  # a 16-bit weight and its gradient
@@ -174,12 +175,14 @@ class Rates:
 
     def __post_init__(self) -> None:
         for name, rate in dataclasses.asdict(self).items():
-            if not (rate > 0 or (rate == 0 and name.endswith("_ns"))) or rate == math.inf:
-                expected = "a time >= 0" if name.endswith("_ns") else "a rate > 0"
-                raise ValueError(f"{name}: expected {expected}, got {rate}")
+            is_time = name.endswith("_ns")
+            if not (0 < rate < math.inf or (is_time and rate == 0)):
+                raise ValueError(f"{name}: expected {'a time >= 0' if is_time else 'a rate > 0'}, got {rate}")
 
     def attention_ms(self, packing: str, model: ModelShape, tokens: int, pairs: int) -> float:
-        """Forward and backward of the attention of one layer. `packing`: "shared" or "replicated"."""
+        """Forward and backward of the attention of one layer. `packing`: in PACKINGS."""
+        if packing not in PACKINGS:
+            raise ValueError(f"packing: expected one of {PACKINGS}, got {packing!r}")
         columns, total = model.heads * model.head_dim, 0.0
         for direction in DIRECTIONS:
             rate, ns = (getattr(self, f"{packing}_{direction}{kind}") for kind in ("", "_ns"))

@@ -23,8 +23,6 @@ ROOT = Path(__file__).resolve().parent.parent
 GPUS = {"h200": "H200", "h100": "H100"}  # in the name of a result's GPU
 K = 1024
 QWEN = MODELS["qwen3-8b"]
-# Of its layers, with causal attention and nothing else.
-LAYER_HEADS = dict(heads=32, kv_heads=8, head_dim=128, head_dim_v=0, window=0, softcap=0, sinks=False)
 TINY = ModelShape(layers=2, hidden=6, intermediate=10, heads=4, kv_heads=2, head_dim=3, vocab=7)
 GROUPS = [(1, [1]), (3, [2, 5]), (7, [1, 1, 1]), (20, [9]), (5, [4, 6, 1, 3])]
 
@@ -127,7 +125,8 @@ def test_the_attention_of_the_results(rates: str) -> None:
     gpu, _, peer = rates.partition("-")
     packings, found = {"dualkv_sm90": "shared", f"{peer or 'fa2'}_replicated": "replicated"}, defaultdict(list)
     for row in measured_rows(gpu, "kernel"):
-        if row["impl"] in packings and parse(row["shape"]) == dataclasses.replace(parse(row["shape"]), **LAYER_HEADS):
+        heads = row["h"], row["h_k"], row["d"]
+        if row["impl"] in packings and heads == (32, 8, 128) and parse(row["shape"]).is_plain:
             found[row["impl"], row["shape"]].append(row)
     for (impl, shape), rows in found.items():
         both = sum(row["ms"] for row in rows)
@@ -201,6 +200,7 @@ def test_warnings(prompt: int, responses: list[int], rates: Rates, expected: lis
         (lambda: dataclasses.replace(RATES["h200"], token_wise=math.nan), "token_wise: expected a rate > 0, got nan"),
         (lambda: Rates(1, 1, 1, 1, 1, -1), "shared_forward_ns: expected a time >= 0, got -1"),
         (lambda: TINY.layer_flops(1, 1, "sideways"), "direction: expected one of"),
+        (lambda: RATES["h200"].attention_ms("padded", TINY, 1, 1), "packing: expected one of .*, got 'padded'"),
     ],
 )
 def test_bad_arguments(call: Callable[[], Any], message: str) -> None:

@@ -25,11 +25,12 @@ from launches import (
     needs_kernels,
     poison_free_memory,
 )
+from shared_prompts import Inputs
 from torch import Tensor
 from tree_cases import Tree, offsets_and_parents, paths_of, random_tree
 from tree_runs import ALL, PAD, TREES, Variant, data, exact, plain, run
 
-from flash_attn_dualkv import flash_attn_tree_varlen_func, ops, shared_prompt_attention
+from flash_attn_dualkv import SharedPromptLayout, flash_attn_tree_varlen_func, ops, shared_prompt_attention
 
 # More of them find races, see jitter.py.
 REPEATS = int(os.environ.get("DUALKV_TEST_REPEATS", 10 if DEVICE == "cuda" else 2))
@@ -72,6 +73,12 @@ def test_accuracy(name: str, options: Options) -> None:
         assert not problems, "; ".join(problems)
 
 
+def narrow_data(tree: Tree, **options: Any) -> tuple[SharedPromptLayout, Inputs, int]:
+    """With as much padding as makes the rows many; and the padding."""
+    pad = max(PAD, 1024 - sum(tree[0]))
+    return *data(tree, pad, dtype=torch.bfloat16, **options), pad
+
+
 @needs_kernels
 @pytest.mark.parametrize("variant", [ALL, Variant(softcap=30.0), Variant(causal=False)], ids=["", "softcap", "all"])
 @pytest.mark.parametrize(("head_dim", "heads"), [(64, (4, 1)), (128, (4, 1)), (128, (3, 3))])
@@ -86,17 +93,23 @@ def test_narrow_tiles(
 ) -> None:
     """Of many rows with few keys each, dK and dV are made of tiles of 64 keys; a caller may call any number few."""
     tree, few = TREES[name], 1
-    pad = max(PAD, 1024 - sum(tree[0]))
-    layout, inputs = data(tree, pad, head_dim=head_dim, heads=heads, dtype=torch.bfloat16, sinks=True)
+    layout, inputs, pad = narrow_data(tree, head_dim=head_dim, heads=heads)
     with counted_launches() as counts:
         results = run(inputs, layout.nodes, variant=variant, mean_keys=few)
-    assert {"dualkv_sm90_backward_narrow", "dualkv_sm90_backward_dq"} <= {*counts}
+    assert {"dualkv_sm90_backward_narrow", "dualkv_sm90_backward_dq_narrow"} <= {*counts}
     expected = exact(inputs, layout.nodes, variant)
+    of_torch = plain(inputs, tree, variant) if variant.causal else {}
     for found in (results, run(inputs, layout.nodes, deterministic=True, variant=variant, mean_keys=few)):
         for key in ("dq", "dk", "dv"):
             error = (found[key].double() - expected[key]).norm() / expected[key].norm()
             assert error <= oracle.FROBENIUS_BOUND[torch.bfloat16], f"{key}: {error:.3g}"
             assert not found[key][-pad:].any() and found[key].equal(results[key])
+        problems = [
+            problem
+            for key, value in of_torch.items()
+            for problem in oracle.violations(key, found[key], value, expected[key], torch.bfloat16)
+        ]
+        assert not problems, "; ".join(problems)
 
 
 @configurations
@@ -158,6 +171,19 @@ def spoilt_by(tree: Tree, node: int, tokens: int) -> tuple[Tensor, Tensor]:
     return below, above
 
 
+def check_nan_in_longest_child(tree: Tree, layout: SharedPromptLayout, inputs: Inputs, **options: Any) -> None:
+    """Rows of other paths, and the keys of nodes that are not above it, have numbers. `options` are those of `run`."""
+    node = max(range(len(tree[0])), key=lambda one: (tree[1][one] >= 0) * tree[0][one])
+    begin = sum(tree[0][:node])
+    for one in (inputs.q, inputs.k, inputs.v, inputs.dout):
+        one[begin : begin + tree[0][node]] = float("nan")
+    below, above = spoilt_by(tree, node, layout.num_tokens)
+    found = run(inputs, layout.nodes, **options)
+    assert bool(found["out"][begin : begin + tree[0][node]].isnan().all())
+    for key, spoilt in (("out", below), ("dq", below), ("dk", above), ("dv", above)):
+        assert bool(found[key][(~spoilt).to(DEVICE)].isfinite().all()), key
+
+
 @of_mla
 @pytest.mark.parametrize("name", REPEATED)
 def test_mla_repeats_bit_for_bit(name: str, options: Options) -> None:
@@ -168,18 +194,24 @@ def test_mla_repeats_bit_for_bit(name: str, options: Options) -> None:
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("name", ["deep", "forest"])
 def test_nan_in_a_node_of_mla(name: str, deterministic: bool, options: Options) -> None:
-    """Rows of other paths, and the keys of nodes that are not above it, have numbers."""
-    tree = TREES[name]
-    layout, inputs = data(tree, **options)
-    node = max(range(len(tree[0])), key=lambda one: (tree[1][one] >= 0) * tree[0][one])  # the longest with a parent
-    begin = sum(tree[0][:node])
-    for one in (inputs.q, inputs.k, inputs.v, inputs.dout):
-        one[begin : begin + tree[0][node]] = float("nan")
-    below, above = spoilt_by(tree, node, layout.num_tokens)
-    found = run(inputs, layout.nodes, deterministic)
-    assert bool(found["out"][begin : begin + tree[0][node]].isnan().all())
-    for key, spoilt in (("out", below), ("dq", below), ("dk", above), ("dv", above)):
-        assert bool(found[key][(~spoilt).to(DEVICE)].isfinite().all()), key
+    layout, inputs = data(TREES[name], **options)
+    check_nan_in_longest_child(TREES[name], layout, inputs, deterministic=deterministic)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, (4, 1)), (128, (4, 1)), (128, (3, 3))])
+@pytest.mark.parametrize("name", ["deep", "borders", "forest"] if HAS_KERNELS else [])
+@pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
+def test_nan_in_a_node_of_narrow_tiles(
+    kernels: str,  # noqa: F811
+    name: str,
+    head_dim: int,
+    heads: tuple[int, int],
+) -> None:
+    layout, inputs, _ = narrow_data(TREES[name], head_dim=head_dim, heads=heads)
+    with counted_launches() as counts:
+        check_nan_in_longest_child(TREES[name], layout, inputs, mean_keys=1)
+    assert "dualkv_sm90_backward_narrow" in counts
 
 
 @configurations

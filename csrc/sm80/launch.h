@@ -42,7 +42,7 @@ BackwardKernel<T> backward_kernel() {
            dkv_blocks);
   };
   const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes};
-  return {{tiles, run}, convert, true};
+  return {{{tiles, run}}, convert, true};
 }
 
 template <typename T, class Config>
@@ -51,7 +51,8 @@ BackwardDqKernel<T> backward_dq_kernel() {
     launch(dualkv_sm80_backward_dq<T, Config>, int64_t{p.work.capacity} * p.shape.num_heads, Config::kThreads,
            Config::kSharedBytes, stream, p);
   };
-  return {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes}, run};
+  const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes};
+  return {{{tiles, run}}};
 }
 
 // Registers the full configuration and, where that exceeds the small multiprocessors, the compact one, for each element

@@ -55,7 +55,8 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   using Base::step_of, Base::wait_kv;
   static constexpr bool kSplitRows = Config::kSplitRows;
   // Without dQ nobody waits for anybody: the warpgroups take no turns, and dK is issued behind S and dP of the next step. dS
-  // then stays in registers beside them, for which 128 queries a tile leave no room.
+  // then stays in registers beside them, for which 128 queries a tile leave no room, nor do the 232 registers of a warpgroup
+  // that is alone in its block.
   static constexpr bool kLateDk = !kComputeDq && kBlockM == 64 && Config::kConsumers == 2;
   // The first turn of the loop has no dQ to make. With 128 queries a tile two copies of the loop would spill: there it is
   // made of whatever the buffer holds, and goes nowhere.

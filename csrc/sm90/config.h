@@ -205,18 +205,17 @@ struct BackwardDqConfig<256, 256> : BackwardDqTiles<256, 256, 64, 2, 1> {};
 template <>
 struct BackwardDqConfig<512, 512> : BackwardDqTiles<512, 512, 32, 2, 1, 1, 2> {};
 
-// For short walks: a query sees no more than kMostKeys on average, or the window is shorter than kShortWindow. With d =
-// 64 as in the forward: 16 queries of 8 heads and a window of 128 see 143 keys. With d = 128 there is room for the
-// queries of the next item too. README.md has the times, of all that is chosen by the number of keys.
+// For short walks. At d = 64 as in the forward: 16 queries of 8 heads and a window of 128 see 143 keys. At d = 128 there is
+// room for the queries of the next item too. README.md ("Few keys", "Windows") has the times by which the limits were set.
 template <int kHeadDim, int kHeadDimV>
 struct NarrowBackwardDqConfig : BackwardDqConfig<kHeadDim, kHeadDimV> {};
 template <>
 struct NarrowBackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 80, 3, 2, 2> {
-  static constexpr int kMostKeys = 128, kShortWindow = 256;
+  static constexpr ShortWalks kShortWalks{128, 256};
 };
 template <>
 struct NarrowBackwardDqConfig<128, 128> : BackwardDqTiles<128, 128, 64, 3, 2, 2> {
-  static constexpr int kMostKeys = 640, kShortWindow = 1024;
+  static constexpr ShortWalks kShortWalks{640, 1024};
 };
 
 // kShortWindow: with fewer keys a query dQ has a kernel of its own. Its sums travel through memory three times in fp32,
@@ -253,17 +252,18 @@ struct BackwardConfig<256, 256> : BackwardWideTiles<256, 256, 2> {};
 template <>
 struct BackwardConfig<512, 512> : BackwardColumnTiles<512, 2, 32> {};
 
-// For short walks, as above: while one block begins or ends, the other of a multiprocessor multiplies. Twice as many
-// bytes of Q and dO come from L2, which a window of 1024 feels by 3%.
+// For short walks: while one block begins or ends, the other of a multiprocessor multiplies. Twice as many bytes of Q and dO
+// come from L2, which costs 3% with a window of 1024. Lists count one block a multiprocessor here too: a part of a split tile
+// then takes up to half of the time instead of a quarter, and begins first.
 template <int kHeadDim, int kHeadDimV>
 struct NarrowBackwardConfig : BackwardConfig<kHeadDim, kHeadDimV> {};
 template <>
 struct NarrowBackwardConfig<64, 64> : BackwardTiles<64, 64, 64, true, 1> {
-  static constexpr int kMostKeys = 100, kShortWindow = 0;
+  static constexpr ShortWalks kShortWalks{100, 0};
 };
 template <>
 struct NarrowBackwardConfig<128, 128> : BackwardTiles<128, 128, 64, true, 1> {
-  static constexpr int kMostKeys = 320, kShortWindow = 256;
+  static constexpr ShortWalks kShortWalks{320, 256};
 };
 
 }  // namespace dualkv::sm90

@@ -89,7 +89,7 @@ void launch_backward(void (*kernel)(BackwardParams<T>, BackwardMaps), const Back
 }
 
 template <typename T, class Config>
-void launch_backward_dq_tiles(const BackwardDqParams<T>& p, cudaStream_t stream) {
+void launch_backward_dq(const BackwardDqParams<T>& p, cudaStream_t stream) {
   const QueryTiling tiling{p.heads.queries(Config::kBlockM), p.heads.heads()};
   const BackwardDqMaps maps{query_map(p.q, p.shape, p.shape.head_dim, tiling),
                             query_map(p.dout, p.shape, p.shape.head_dim_v, tiling),
@@ -97,19 +97,6 @@ void launch_backward_dq_tiles(const BackwardDqParams<T>& p, cudaStream_t stream)
   const int64_t items = int64_t{p.work.capacity} * p.heads.queries(p.shape.num_heads);
   launch(dualkv_sm90_backward_dq<T, Config>, items < p.shape.num_sms ? items : p.shape.num_sms, Config::kThreads,
          Config::kSharedBytes, stream, p, maps);
-}
-
-template <typename T, int kHeadDim, int kHeadDimV>
-void launch_backward_dq(const BackwardDqParams<T>& p, cudaStream_t stream) {
-  using Config = BackwardDqConfig<kHeadDim, kHeadDimV>;
-  using Narrow = NarrowBackwardDqConfig<kHeadDim, kHeadDimV>;
-  if constexpr (Narrow::kBlockN < Config::kBlockN) {
-    static_assert(Narrow::kBlockM == Config::kBlockM, "the list of query tiles serves both");
-    if (p.mean_keys <= Narrow::kMostKeys || p.shape.sees.window < Narrow::kShortWindow) {
-      return launch_backward_dq_tiles<T, Narrow>(p, stream);
-    }
-  }
-  launch_backward_dq_tiles<T, Config>(p, stream);
 }
 
 template <typename T, class Config>
@@ -157,6 +144,7 @@ auto pick_backward(const BackwardParams<T>& p) {
   return p.shape.softcap.exists() ? pick(std::true_type()) : pick(std::false_type());
 }
 
+// dK and dV alone, of tiles with nothing to leave out.
 template <typename T, class Config>
 void launch_narrow_backward(const BackwardParams<T>& p, cudaStream_t stream) {
   launch_backward<T, Config>(p.shape.softcap.exists() ? dualkv_sm90_backward<T, Config, false, false, true>
@@ -165,7 +153,7 @@ void launch_narrow_backward(const BackwardParams<T>& p, cudaStream_t stream) {
 }
 
 template <class Config>
-constexpr TileInfo tiles_of() {
+constexpr TileInfo backward_tiles() {
   return {Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true, Config::kColumnBlocks};
 }
 
@@ -183,7 +171,7 @@ bool register_backward() {
         launch_backward<T, Config>(dualkv_sm90_backward_wide<T, Config>, p, stream);
       }
     };
-    BackwardKernel<T> kernel{{tiles_of<Config>(), run}, launch_convert<T, Config>, Config::kSumsDq};
+    BackwardKernel<T> kernel{{{backward_tiles<Config>(), run}}, launch_convert<T, Config>, Config::kSumsDq};
     if constexpr (Config::kSumsDq) {
       kernel.short_window = Config::kShortWindow;
       kernel.orders_dq = Config::kStagesDq;
@@ -192,21 +180,30 @@ bool register_backward() {
     }
     using Narrow = NarrowBackwardConfig<kHeadDim, kHeadDimV>;
     if constexpr (Narrow::kBlockN < Config::kBlockN) {
-      kernel.narrow = {tiles_of<Narrow>(), launch_narrow_backward<T, Narrow>};
-      kernel.narrow_keys = Narrow::kMostKeys, kernel.narrow_window = Narrow::kShortWindow;
+      kernel.narrow = {backward_tiles<Narrow>(), launch_narrow_backward<T, Narrow>};
+      kernel.short_walks = Narrow::kShortWalks;
     }
     add_kernel<BackwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, kernel);
   });
 }
 
+template <class Config>
+constexpr TileInfo dq_tiles() {
+  return {Config::kBlockM, Config::kBlockN, Config::kSharedBytes, Config::kPacksHeads};
+}
+
 template <int kHeadDim, int kHeadDimV = kHeadDim>
 bool register_backward_dq() {
   using Config = BackwardDqConfig<kHeadDim, kHeadDimV>;
+  using Narrow = NarrowBackwardDqConfig<kHeadDim, kHeadDimV>;
   return for_element_types([](auto element) {
     using T = decltype(element);
-    const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, Config::kPacksHeads};
-    add_kernel<BackwardDqKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV},
-                                    {tiles, launch_backward_dq<T, kHeadDim, kHeadDimV>});
+    BackwardDqKernel<T> kernel{{{dq_tiles<Config>(), launch_backward_dq<T, Config>}}};
+    if constexpr (Narrow::kBlockN < Config::kBlockN) {
+      kernel.narrow = {dq_tiles<Narrow>(), launch_backward_dq<T, Narrow>};
+      kernel.short_walks = Narrow::kShortWalks;
+    }
+    add_kernel<BackwardDqKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, kernel);
   });
 }
 
