@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <string_view>
 #include <unordered_map>
 
@@ -28,18 +29,24 @@ void with_token_type(at::ScalarType type, Body body) {
   body(uint8_t{});
 }
 
-// 1-D integer tensors of one type and GPU, as they are; an empty list if any is something else.
-inline std::vector<const Tensor*> plain_tokens(const pybind11::list& prompts, const pybind11::list& responses) {
+// 1-D integer tensors of one type and GPU, as they are, prompts and responses in turns; an empty list if any is something
+// else, or a prompt is empty.
+inline std::vector<const Tensor*> plain_tokens(const pybind11::object& prompts, const pybind11::object& responses) {
+  const auto is_list = [](const pybind11::object& one) { return PyList_CheckExact(one.ptr()) || PyTuple_CheckExact(one.ptr()); };
+  if (!is_list(prompts) || !is_list(responses)) return {};
+  const Py_ssize_t samples = PySequence_Fast_GET_SIZE(prompts.ptr());
+  if (PySequence_Fast_GET_SIZE(responses.ptr()) != samples) return {};
   std::vector<const Tensor*> found;
-  found.reserve(2 * prompts.size());
-  for (size_t i = 0; i < prompts.size(); ++i) {
-    for (PyObject* one : {PyList_GET_ITEM(prompts.ptr(), i), PyList_GET_ITEM(responses.ptr(), i)}) {
+  found.reserve(2 * samples);
+  for (Py_ssize_t i = 0; i < samples; ++i) {
+    for (const auto* list : {&prompts, &responses}) {
+      PyObject* const one = PySequence_Fast_GET_ITEM(list->ptr(), i);
       if (!THPVariable_CheckExact(one)) return {};
       const Tensor& t = THPVariable_Unpack(one);
       const Tensor& beside = found.empty() ? t : *found[0];
       const bool is_integer = at::isIntegralType(t.scalar_type(), false) && t.scalar_type() <= at::kLong;
       if (!is_integer || t.scalar_type() != beside.scalar_type() || !t.is_cuda() || t.device() != beside.device() ||
-          t.layout() != at::kStrided || t.dim() != 1 || !t.is_contiguous()) {
+          t.layout() != at::kStrided || t.dim() != 1 || !t.is_contiguous() || (list == &prompts && t.numel() == 0)) {
         return {};
       }
       found.push_back(&t);
@@ -50,11 +57,9 @@ inline std::vector<const Tensor*> plain_tokens(const pybind11::list& prompts, co
 
 // Which runs of tokens are equal: lists of their indices, in the order of the first of each.
 //
-// Most often a run is that before it: `is_as_before`, where given, says of which that is known. Others with the same
-// tokens at some places are compared with the first of them; only those that differ are hashed whole, for that takes
-// several times as long as to compare.
-inline std::vector<Ints> group_runs(const int64_t* tokens, const Ints& begins, const Ints& lengths,
-                                    const std::vector<bool>& is_as_before = {}) {
+// Most often a run is that before it. Others with the same tokens at some places are compared with the first of them; only
+// those that differ are hashed whole, for that takes several times as long as to compare.
+inline std::vector<Ints> group_runs(const int64_t* tokens, const Ints& begins, const Ints& lengths) {
   constexpr int64_t kPlacesApart = 8;
   std::vector<Ints> groups;
   std::unordered_map<uint64_t, size_t> of_some_tokens;
@@ -68,8 +73,7 @@ inline std::vector<Ints> group_runs(const int64_t* tokens, const Ints& begins, c
       const int64_t other = groups[one][0];
       return lengths[other] == length && std::memcmp(tokens + begins[other], run, bytes.size()) == 0;
     };
-    const bool stays = !is_as_before.empty() && is_as_before[index];
-    if (!stays && (groups.empty() || !is_in(group))) {
+    if (groups.empty() || !is_in(group)) {
       uint64_t hash = length;
       for (int64_t i = 0; i < length; i += kPlacesApart) {
         hash = (hash ^ run[i]) * 0x9e3779b97f4a7c15u;
@@ -96,65 +100,111 @@ inline std::vector<Ints> equal_runs(const Tensor& tokens, const Ints& begins, co
   return group_runs(tokens.const_data_ptr<int64_t>(), begins, lengths);
 }
 
-// Samples whose tokens have been looked at.
-struct Samples {
-  Tensor tokens;  // int64, of a prompt and its response behind each other
-  Ints prompt_lens, response_lens;
-  int64_t smallest = INT64_MAX, largest = INT64_MIN;  // of the tokens
-  std::vector<Ints> groups;                           // the samples of each prompt
-};
+// The tokens of samples, a prompt and its response behind each other, and what the GPU says of them. Tokens stay there:
+// to fetch a megabyte of them and to hash the prompts would take the host 0.1 ms.
+class JoinedSamples {
+ public:
+  // Prompts and responses in turns, as `plain_tokens` are.
+  explicit JoinedSamples(const std::vector<const Tensor*>& given) : type_(given[0]->scalar_type()) {
+    int64_t count = 0, blocks = 0;
+    for (size_t i = 0; i < given.size(); ++i) {
+      if (i % TokenParts::kMost == 0) launches_.emplace_back(), launches_.back().begins[0] = count;
+      TokenParts& parts = launches_.back();
+      const int64_t length = given[i]->numel();
+      if (i % 2 == 0) prompt_begins_.push_back(count);
+      (i % 2 == 0 ? prompt_lens : response_lens).push_back(length);
+      const bool may_be_as_before = i % 2 == 0 && i >= 2 && given[i - 2]->numel() == length;
+      parts.like[parts.count] = may_be_as_before ? given[i - 2]->const_data_ptr() : nullptr;
+      parts.tokens[parts.count++] = given[i]->const_data_ptr();
+      parts.begins[parts.count] = count += length;
+    }
+    for (const TokenParts& parts : launches_) blocks += join_blocks(parts);
+    static_assert(sizeof(TokenNews) % sizeof(int64_t) == 0);
+    const int64_t words = blocks * (sizeof(TokenNews) / sizeof(int64_t));
+    all_ = uninitialised(*given[0], {count + words}, at::kLong);
+    const bool pinned = all_.device().type() == at::kCUDA;
+    host_ = at::empty({words}, at::TensorOptions().dtype(at::kLong).pinned_memory(pinned));
+    tokens = all_.narrow(0, 0, count);
 
-// By one copy to the host, which waits for it.
-inline Samples join_samples(const std::vector<const Tensor*>& given) {
-  const Tensor& beside = *given[0];
-  Samples samples;
-  std::vector<TokenParts> launches;
-  Ints prompt_begins;
-  int64_t count = 0, blocks = 0;
-  for (size_t i = 0; i < given.size(); ++i) {
-    if (i % TokenParts::kMost == 0) launches.emplace_back(), launches.back().begins[0] = count;
-    TokenParts& parts = launches.back();
-    const int64_t length = given[i]->numel();
-    if (i % 2 == 0) prompt_begins.push_back(count);
-    (i % 2 == 0 ? samples.prompt_lens : samples.response_lens).push_back(length);
-    parts.tokens[parts.count++] = given[i]->const_data_ptr();
-    parts.begins[parts.count] = count += length;
+    const std::vector<TokenNews> news = join();
+    for (const TokenNews& one : news) of_all_.add(one);
+    groups = group_prompts(news);
   }
-  for (const TokenParts& parts : launches) blocks += join_blocks(parts);
-  static_assert(sizeof(TokenNews) == 3 * sizeof(int64_t));
-  const int64_t size = count + 3 * blocks;
-  const Tensor all = uninitialised(beside, {size}, at::kLong);
-  const bool pinned = beside.device().type() == at::kCUDA;
-  const Tensor host = at::empty({size}, at::TensorOptions().dtype(at::kLong).pinned_memory(pinned));
-  int64_t *const joined = all.data_ptr<int64_t>(), *const fetched = host.data_ptr<int64_t>();
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  with_token_type(beside.scalar_type(), [&](auto type) {
-    TokenNews* news = reinterpret_cast<TokenNews*>(joined + count);
-    for (const TokenParts& parts : launches) {
-      join_tokens<decltype(type)>(parts, joined, news, stream);
-      count_launch("dualkv_join_tokens");
-      news += join_blocks(parts);
+
+  Tensor tokens;  // int64
+  Ints prompt_lens, response_lens;
+  std::vector<Ints> groups;  // the samples of each prompt
+  int64_t smallest() const { return of_all_.smallest; }
+  int64_t largest() const { return of_all_.largest; }
+
+ private:
+  // Of each part; by one copy to the host, which waits for it.
+  std::vector<TokenNews> join() {
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    int64_t* const joined = all_.data_ptr<int64_t>();
+    TokenNews* of_blocks = reinterpret_cast<TokenNews*>(joined + tokens.numel());
+    with_token_type(type_, [&](auto type) {
+      for (const TokenParts& parts : launches_) {
+        join_tokens<decltype(type)>(parts, joined, of_blocks, stream);
+        count_launch("dualkv_join_tokens");
+        of_blocks += join_blocks(parts);
+      }
+    });
+    {
+      const pybind11::gil_scoped_release others_may_run;  // the GPU may be busy with what came before
+      c10::cuda::memcpy_and_sync(host_.data_ptr(), joined + tokens.numel(), host_.nbytes(), cudaMemcpyDeviceToHost, stream);
     }
-  });
-  {
-    const pybind11::gil_scoped_release others_may_run;  // the GPU may be busy with what came before
-    c10::cuda::memcpy_and_sync(fetched, joined, size * sizeof(int64_t), cudaMemcpyDeviceToHost, stream);
-  }
-  const TokenNews* news = reinterpret_cast<const TokenNews*>(fetched + count);
-  std::vector<bool> is_as_before;
-  for (const TokenParts& parts : launches) {
-    std::vector<bool> differs(parts.count);
-    for (int block = 0, end = join_blocks(parts); block < end; ++block, ++news) {
-      samples.smallest = std::min(samples.smallest, news->smallest);
-      samples.largest = std::max(samples.largest, news->largest);
-      if (news->differs) differs[block % parts.count] = true;
+    std::vector<TokenNews> news;
+    const TokenNews* fetched = static_cast<const TokenNews*>(host_.const_data_ptr());
+    for (const TokenParts& parts : launches_) {
+      const size_t first = news.size();
+      news.resize(first + parts.count, kNoNews);
+      for (int block = 0, end = join_blocks(parts); block < end; ++block) news[first + block % parts.count].add(*fetched++);
     }
-    for (int i = 0; i < parts.count; i += 2) is_as_before.push_back(!differs[i]);
+    return news;
   }
-  samples.groups = group_runs(fetched, prompt_begins, samples.prompt_lens, is_as_before);
-  samples.tokens = all.narrow(0, 0, count);
-  return samples;
-}
+
+  // Most often a prompt is that before it, which the GPU has seen. Others of the same hash as an earlier one are compared
+  // with that by a second visit of the GPU.
+  std::vector<Ints> group_prompts(const std::vector<TokenNews>& news) {
+    std::vector<Ints> found;
+    std::map<std::pair<uint64_t, int64_t>, size_t> of_hashes;  // and lengths
+    Ints compared;
+    size_t group = 0;
+    for (size_t index = 0; index < prompt_lens.size(); ++index) {
+      const TokenNews& prompt = news[2 * index];
+      const void* like = nullptr;
+      if (prompt.differs) {
+        group = of_hashes.try_emplace({prompt.hash, prompt_lens[index]}, found.size()).first->second;
+        if (group == found.size()) {
+          found.emplace_back();
+        } else {
+          like = tokens_of(found[group][0]);
+          compared.push_back(index);
+        }
+      }
+      launch_of(index).like[place_of(index)] = like;
+      found[group].push_back(index);
+    }
+    if (compared.empty()) return found;
+    const std::vector<TokenNews> again = join();
+    const auto is_as_said = [&](int64_t index) { return again[2 * index].differs == 0; };
+    if (std::all_of(compared.begin(), compared.end(), is_as_said)) return found;
+    const Tensor fetched = tokens.cpu();  // different prompts with one hash
+    return group_runs(fetched.const_data_ptr<int64_t>(), prompt_begins_, prompt_lens);
+  }
+
+  // Where the prompt of a sample is.
+  TokenParts& launch_of(int64_t sample) { return launches_[2 * sample / TokenParts::kMost]; }
+  static int64_t place_of(int64_t sample) { return 2 * sample % TokenParts::kMost; }
+  const void* tokens_of(int64_t sample) { return launch_of(sample).tokens[place_of(sample)]; }
+
+  at::ScalarType type_;
+  std::vector<TokenParts> launches_;
+  Ints prompt_begins_;
+  Tensor all_, host_;  // tokens and news; news
+  TokenNews of_all_ = kNoNews;
+};
 
 // Where everything lies in a packed micro-batch.
 struct PackedPlan {
@@ -218,7 +268,7 @@ struct PackedPlan {
 
 inline pybind11::tuple as_tuple(const Ints& values) {
   pybind11::tuple made(values.size());
-  for (size_t i = 0; i < values.size(); ++i) made[i] = pybind11::int_(values[i]);
+  for (size_t i = 0; i < values.size(); ++i) PyTuple_SET_ITEM(made.ptr(), i, pybind11::int_(values[i]).release().ptr());
   return made;
 }
 
@@ -266,31 +316,40 @@ inline pybind11::tuple pack(const Tensor& tokens_in, const std::vector<Ints>& gr
                               plan.longest_path, plan.mean_keys);
 }
 
+// A Python int of those bounds; `otherwise` for None.
+inline std::optional<int64_t> plain_int(const pybind11::handle& value, int64_t least, int64_t most, int64_t otherwise) {
+  if (value.is_none()) return otherwise;
+  int overflows = 0;
+  const int64_t number = PyLong_CheckExact(value.ptr()) ? PyLong_AsLongLongAndOverflow(value.ptr(), &overflows) : least - 1;
+  return overflows || number < least || number > most ? std::nullopt : std::optional(number);
+}
+
 // `pack` of lists of tensors, from their grouping on; behind its results the lengths of prompts and of responses and
-// the largest token. None unless all are 1-D tensors of one integer type on one GPU, no prompt is empty and no token
-// negative: what is wrong others say.
-inline pybind11::object pack_lists(const pybind11::list& prompts, const pybind11::list& responses, int shift,
-                                   bool drop_last, int64_t most_responses, int64_t multiple) {
-  if (prompts.size() != responses.size() || prompts.empty()) return pybind11::none();
+// the largest token. The options are those of pack_shared_prompts. None unless all are 1-D tensors of one integer type on
+// one GPU, no prompt is empty, no token negative and every option as described: what is wrong others say.
+inline pybind11::object pack_lists(const pybind11::object& prompts, const pybind11::object& responses, int shift,
+                                   const pybind11::object& drop_last, const pybind11::object& most_responses,
+                                   const pybind11::object& multiple) {
+  constexpr int64_t kMost = kMaxPosition;
+  const auto most = plain_int(most_responses, 1, INT64_MAX, INT64_MAX), pad_to = plain_int(multiple, 1, kMost, 1);
+  if (!most || !pad_to || !PyBool_Check(drop_last.ptr())) return pybind11::none();
   const std::vector<const Tensor*> given = plain_tokens(prompts, responses);
   if (given.empty()) return pybind11::none();
-  for (size_t i = 0; i < given.size(); i += 2) {
-    if (given[i]->numel() == 0) return pybind11::none();
-  }
   const c10::cuda::CUDAGuard guard(given[0]->device());
-  Samples samples = join_samples(given);
-  if (samples.smallest < 0) return pybind11::none();
+  const JoinedSamples samples(given);
+  if (samples.smallest() < 0) return pybind11::none();
   std::vector<Ints> groups;
   for (const Ints& members : samples.groups) {
     for (auto first = members.begin(); first != members.end();) {
-      const auto end = first + std::min<int64_t>(members.end() - first, most_responses);
+      const auto end = first + std::min<int64_t>(members.end() - first, *most);
       groups.emplace_back(first, end);
       first = end;
     }
   }
   const Ints &prompt_lens = samples.prompt_lens, &response_lens = samples.response_lens;
-  return pack(samples.tokens, groups, prompt_lens, response_lens, shift, drop_last, multiple) +
-         pybind11::make_tuple(as_tuple(prompt_lens), as_tuple(response_lens), samples.largest);
+  const bool drops_last = drop_last.ptr() == Py_True;
+  return pack(samples.tokens, groups, prompt_lens, response_lens, shift, drops_last, *pad_to) +
+         pybind11::make_tuple(as_tuple(prompt_lens), as_tuple(response_lens), samples.largest());
 }
 
 }  // namespace dualkv

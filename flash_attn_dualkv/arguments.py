@@ -89,6 +89,8 @@ def instance(name: str, value: Any, kind: type[T], hint: str = "") -> T:
 
 def items(name: str, values: Any, of: str) -> Sequence[Any]:
     """A list, a tuple or something like them, with a length and an order."""
+    if type(values) is list:  # to ask whether it is a Sequence takes longer
+        return values
     if not isinstance(values, Sequence) or isinstance(values, _NOT_LISTS):
         is_array = isinstance(values, Sized) and hasattr(values, "__getitem__") and not isinstance(values, _NOT_LISTS)
         if not is_array or getattr(values, "ndim", 1) == 0:

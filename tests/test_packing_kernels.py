@@ -92,6 +92,74 @@ def test_prompts_that_differ_where_few_tokens_are_looked_at() -> None:
         assert group_by_prompt(prompts) == expected
 
 
+@pytest.mark.parametrize(("order", "visits"), [((0, 0, 1, 1, 2, 2), 1), ((0, 1, 0, 2, 1, 1, 2, 0), 2)], ids=str)
+def test_prompts_that_come_back_are_compared_on_the_gpu(order: tuple[int, ...], visits: int) -> None:
+    """With the first of the same hash, in a second launch; prompts that stand together need one."""
+    stems = [torch.randint(0, 50, (length,), device=DEVICE) for length in (40, 40, 2500)]
+    prompts, responses = [stems[index].clone() for index in order], [stems[0][:3]] * len(order)
+    with counted_launches() as launches:
+        batch = pack_shared_prompts(prompts, responses)
+    assert launches["dualkv_join_tokens"] == visits
+    assert batch.layout.num_groups == 3
+    assert_same_batch(batch, by_operators(lambda: pack_shared_prompts(prompts, responses)))
+
+
+def test_different_prompts_of_one_hash() -> None:
+    """They are fetched, and compared on the host."""
+    words, inverse = 1 << 64, lambda factor: pow(factor, -1, 1 << 64)
+    of_place, first, second = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+    def hashed(token: int, place: int) -> int:
+        value = (token ^ place * of_place % words) * first % words
+        return (value ^ value >> 32) * second % words
+
+    def token_of(value: int, place: int) -> int:
+        value = value * inverse(second) % words
+        return (value ^ value >> 32) * inverse(first) % words ^ place * of_place % words
+
+    wanted = hashed(1, 0) + hashed(2, 1)
+    others = ((one, token_of((wanted - hashed(one, 0)) % words, 1)) for one in range(3, 100))
+    other = next(pair for pair in others if pair[1] < 1 << 62)
+    assert sum(hashed(token, place) for place, token in enumerate(other)) % words == wanted % words
+    prompts = [torch.tensor(pair, device=DEVICE) for pair in ((1, 2), other, (1, 2), other, other)]
+    with counted_launches() as launches:
+        batch = pack_shared_prompts(prompts, [prompts[0]] * 5)
+    assert launches["dualkv_join_tokens"] == 2
+    assert batch.order == (0, 2, 1, 3, 4)
+    assert batch.layout.num_groups == 2
+    assert_same_batch(batch, by_operators(lambda: pack_shared_prompts(prompts, [prompts[0]] * 5)))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("boundary", "none"),
+        ("boundary", 0),
+        ("drop_last", 1),
+        ("max_responses_per_group", 0),
+        ("max_responses_per_group", True),
+        ("max_responses_per_group", 1 << 64),
+        ("pad_to_multiple_of", 0),
+        ("pad_to_multiple_of", 2.0),
+        ("pad_to_multiple_of", (1 << 30) + 1),
+        ("device", "nowhere"),
+        ("responses", []),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_as_for_operators(option: str, value: Any) -> None:
+    lists = {name: [torch.arange(4, device=DEVICE)] * 2 for name in ("prompts", "responses")}
+    call = lambda: pack_shared_prompts(**{**lists, option: value})  # noqa: E731
+    if value == 1 << 64:  # as many as there are
+        assert_same_batch(call(), by_operators(call))
+        return
+    with pytest.raises(ValueError, match=option) as ours:
+        call()
+    with pytest.raises(ValueError, match=option) as theirs:
+        by_operators(call)
+    assert (str(ours.value), type(ours.value)) == (str(theirs.value), type(theirs.value))
+
+
 def test_what_the_kernel_is_not_given() -> None:
     module = ops.compiled_module()
     tokens = torch.arange(4, device=DEVICE)

@@ -87,15 +87,25 @@ void prepare_backward(const BackwardListArgs& args, const RowStatisticsParams<T>
 struct TokenParts {
   static constexpr int kMost = 128;  // of a launch: they come as its parameters, of which there may be 4 KB
   const void* tokens[kMost];
+  const void* like[kMost];    // as many tokens that a part is compared with, or nullptr
   int64_t begins[kMost + 1];  // where each begins among all tokens, and where the last one ends
   int count;
 };
 
-// What a block says of its tokens of a part.
+// What is known of a part, or of a block's tokens of it.
 struct TokenNews {
   int64_t smallest, largest;
-  int64_t differs;  // 0: they are those of the prompt before; else they are not, or the launch does not have both
+  uint64_t hash;     // the sum of `hash_token` of its tokens
+  uint64_t differs;  // 0: they are those of `like`; else they are not, or there is none
+
+  DUALKV_HD void add(const TokenNews& other) {
+    smallest = other.smallest < smallest ? other.smallest : smallest;
+    largest = other.largest > largest ? other.largest : largest;
+    hash += other.hash;
+    differs |= other.differs;
+  }
 };
+constexpr TokenNews kNoNews{INT64_MAX, INT64_MIN, 0, 0};
 
 // Block `i` writes tokens of part `i % count` to `joined`, as int64, and what it says of them to `news[i]`.
 int join_blocks(const TokenParts& parts);

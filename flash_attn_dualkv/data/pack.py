@@ -77,15 +77,16 @@ def pack_shared_prompts(
         SharedPromptError: an empty prompt, unequal numbers of prompts and responses, tokens that are no integers >= 0
             in one dimension, samples of one group id with different prompts, or an option that is not as described.
     """
-    options = _Options.checked(boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device)
     prompts = arguments.items("prompts", prompts, "token sequences")
     responses = arguments.items("responses", responses, "token sequences")
-    if len(prompts) != len(responses):
-        raise SharedPromptError(explain("responses", f"{len(prompts)} of them (as prompts)", len(responses)))
     if group_ids is None:
-        batch = _packed_by_kernels(prompts, responses, options)
+        rest = drop_last, max_responses_per_group, pad_to_multiple_of
+        batch = _packed_by_kernels(prompts, responses, boundary, rest, device)
         if batch is not None:
             return batch
+    options = _Options.checked(boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device)
+    if len(prompts) != len(responses):
+        raise SharedPromptError(explain("responses", f"{len(prompts)} of them (as prompts)", len(responses)))
     given = all_tokens([*chain.from_iterable(zip(prompts, responses))], ("prompts", "responses"))
     tokens = joined(given)
     # Where the tokens are: on the host they have just come from the GPU, and are in no cache.
@@ -246,23 +247,27 @@ class _Options(NamedTuple):
         )
 
 
-def _packed_by_kernels(prompts: Sequence[Any], responses: Sequence[Any], options: _Options) -> SharedPromptBatch | None:
-    """All of it in one call of the compiled module. None where that is not for these tokens, or finds them wrong."""
-    if not prompts or not isinstance(prompts[0], Tensor):
+def _packed_by_kernels(
+    prompts: Sequence[Any], responses: Sequence[Any], boundary: Any, rest: tuple[Any, ...], device: Any
+) -> SharedPromptBatch | None:
+    """All of it, checks included, in one call of the compiled module: where a GPU is waited for, Python takes longer.
+
+    None where that is not for these tokens, or an argument is not as described.
+    """
+    if not prompts or not isinstance(prompts[0], Tensor) or type(boundary) is not str or boundary not in BOUNDARIES:
         return None
-    device = prompts[0].device
-    compiled = packing_module((), device)
-    if compiled is None or not (options.device is None or same_device(options.device, device)):
+    target = prompts[0].device
+    compiled = packing_module((), target)
+    if compiled is None or not (device is None or same_device(arguments.device(device), target)):
         return None
-    most = MAX_ROWS if options.max_responses_per_group is None else options.max_responses_per_group
-    shift, lists = _shift(options), [one if type(one) is list else [*one] for one in (prompts, responses)]
-    found = compiled.pack_lists(*lists, shift, options.drop_last, most, options.pad_to_multiple_of)
+    lists = (one if type(one) is list else [*one] for one in (prompts, responses))
+    found = compiled.pack_lists(*lists, _shift(boundary), *rest)
     return None if found is None else batch_of(*found)
 
 
-def _shift(options: _Options) -> int:
+def _shift(boundary: str) -> int:
     """Prompt tokens in front of each response."""
-    return 1 if options.boundary == "replicate" else 0
+    return 1 if boundary == "replicate" else 0
 
 
 def _pack(samples: Samples, options: _Options) -> SharedPromptBatch:
@@ -271,7 +276,7 @@ def _pack(samples: Samples, options: _Options) -> SharedPromptBatch:
         step = options.max_responses_per_group
         groups = [members[at : at + step] for members in groups for at in range(0, len(members), step)]
     device = samples.tokens.device if options.device is None else options.device
-    rest = _shift(options), options.drop_last, options.pad_to_multiple_of
+    rest = _shift(options.boundary), options.drop_last, options.pad_to_multiple_of
     compiled = packing_module([samples.tokens], device)
     if compiled is None:
         return packed_by_operators(samples, groups, *rest, device)
