@@ -17,8 +17,8 @@ create_block_mask and flex_attention are compiled with dynamic=True; "_static" c
 length, as dynamic=False does. A row is a micro-batch; two others come first, which load and compile:
 
     wall_ms         of all of that, the GPU idle before and done after
-    attention_ms    of the attention's kernels, forward and backward: the same call again, several times, behind a
-                    matrix product, so that no time of the host is in it
+    attention_ms    of the attention's kernels, forward and backward: the same call again, several times, while the GPU
+                    waits, so that no time of the host is in it; products in front give both times one clock
     ms              their difference: packing, mask, compilation, launches, unpacking
     host_ms         of the calls for packing, mask and unpacking alone, on the host
     device_ms       of what these launch on the GPU, in a profile of a second visit; the mean of all micro-batches
