@@ -87,7 +87,7 @@ template <typename T>
 void backward_dq(const Problem& problem, const Tensor& dout, const RowStatistics& statistics, const Tensor& dq,
                  int64_t mean_keys) {
   const auto selected = select_for<BackwardDqKernel<T>>(problem);
-  const bool is_narrow = selected.kernel.takes_narrow(problem.shape.sees, mean_keys);
+  const bool is_narrow = selected.kernel.takes_narrow(problem.shape.sees, mean_keys, problem.slow_memory);
   const TileKernel<BackwardDqParams<T>>& kernel = is_narrow ? selected.kernel.narrow : selected.kernel;
   const TileInfo& tiles = kernel.tiles;
   const Pack pack = tiles.packs_heads ? largest_pack(problem.shape.heads_per_group()) : Pack{};
@@ -146,7 +146,8 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
     const auto selected = select_for<BackwardKernel<T>>(problem);
     const DqSums sums = choose_dq(selected.kernel, problem, mean_keys, deterministic);
     const bool separate_dq = sums == DqSums::none;
-    const bool is_narrow = separate_dq && selected.kernel.takes_narrow(problem.shape.sees, mean_keys);
+    const bool is_narrow =
+        separate_dq && selected.kernel.takes_narrow(problem.shape.sees, mean_keys, problem.slow_memory);
     const TileKernel<BackwardParams<T>>& kernel = is_narrow ? selected.kernel.narrow : selected.kernel;
     const TileInfo& tiles = kernel.tiles;
     const int summed_dim = separate_dq ? 0 : selected.padded.qk;

@@ -47,7 +47,7 @@ struct FewKeys {
 // Walks that narrow tiles are for: a query sees no more than `most_keys` on average, or the window is shorter than
 // `short_window`.
 struct ShortWalks {
-  int most_keys = 0, short_window = 0;
+  int most_keys = 0, most_keys_slow_memory = 0, short_window = 0;
 };
 
 // A kernel of one tile size.
@@ -63,8 +63,9 @@ struct WalkKernel : TileKernel<Params> {
   TileKernel<Params> narrow{};
   ShortWalks short_walks{};
 
-  bool takes_narrow(Visibility sees, int64_t mean_keys) const {
-    return narrow.launch && (mean_keys <= short_walks.most_keys || sees.window < short_walks.short_window);
+  bool takes_narrow(Visibility sees, int64_t mean_keys, bool slow_memory) const {
+    const int most_keys = slow_memory ? short_walks.most_keys_slow_memory : short_walks.most_keys;
+    return narrow.launch && (mean_keys <= most_keys || sees.window < short_walks.short_window);
   }
 };
 

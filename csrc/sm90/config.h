@@ -211,21 +211,20 @@ template <int kHeadDim, int kHeadDimV>
 struct NarrowBackwardDqConfig : BackwardDqConfig<kHeadDim, kHeadDimV> {};
 template <>
 struct NarrowBackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 80, 3, 2, 2> {
-  static constexpr ShortWalks kShortWalks{128, 256};
+  static constexpr ShortWalks kShortWalks{128, 128, 256};
 };
 template <>
 struct NarrowBackwardDqConfig<128, 128> : BackwardDqTiles<128, 128, 64, 3, 2, 2> {
-  static constexpr ShortWalks kShortWalks{640, 1024};
+  static constexpr ShortWalks kShortWalks{640, 640, 1024};
 };
 
 // kShortWindow: with fewer keys a query dQ has a kernel of its own. Its sums travel through memory three times in fp32,
 // and for few keys it is less work to compute S and dP once more. At 8 x 8K, by how much less time: d = 64 5% with 256
 // keys; d = 128 18% with 160, 6% with 192, 3% with 256, -3% with 384; (192, 128), which adds dQ from registers, 2% with
 // 768, 3% with 1024, -2% with 2048.
-// kFewKeys: the same without a window; kFewKeysSlowMemory on an H100, whose memory has two thirds of the rate. There,
-// before tiles were narrow, ms of the backward, sums and by itself, with the mean of the keys: 16 groups of 8 x 128 x
-// (64..512) (288) 3.02, 2.01; causal 64 x (512..768) (325) 2.81, 2.25; 16 groups of 8 x 256 x (256..768) (520) 5.34,
-// 4.66; d = 64, (288) 1.70, 1.35; deterministic 16 groups of 8 x 256 x (387..2304) 21.9, 19.3, tree agentic 276, 253.
+// kFewKeys: the same without a window; kFewKeysSlowMemory on an H100, whose memory has two thirds of the rate. There the
+// sums take 48% more time than dQ by itself with 287 keys, 7% with 503 and 7% less with 996; d = 64, 22% more with 287, 5%
+// less with 513; deterministic 12% more with 996, 5% on tree agentic. README.md ("Few keys") has the times.
 // kLongNode: of so many tokens a node on average, too few steps can be left out to pay for a loop that asks: at d = 128
 // it takes 1% longer. 0: never.
 template <int kHeadDim, int kHeadDimV>
@@ -259,11 +258,11 @@ template <int kHeadDim, int kHeadDimV>
 struct NarrowBackwardConfig : BackwardConfig<kHeadDim, kHeadDimV> {};
 template <>
 struct NarrowBackwardConfig<64, 64> : BackwardTiles<64, 64, 64, true, 1> {
-  static constexpr ShortWalks kShortWalks{100, 0};
+  static constexpr ShortWalks kShortWalks{100, 200, 0};
 };
 template <>
 struct NarrowBackwardConfig<128, 128> : BackwardTiles<128, 128, 64, true, 1> {
-  static constexpr ShortWalks kShortWalks{320, 256};
+  static constexpr ShortWalks kShortWalks{320, 640, 256};
 };
 
 }  // namespace dualkv::sm90
