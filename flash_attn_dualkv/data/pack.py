@@ -5,8 +5,8 @@
     logprobs = unpack_logprobs(values_of_the_response_tokens, batch)
 
 Samples are grouped by the equality of their prompts' tokens, in whatever order they come, and everything that comes
-back is in their original order. The tokens are copied to the host once, for grouping; a few numbers for each sample go
-back in one copy, and what they mean for each token is worked out on the device.
+back is in their original order. To group them, a kernel compares the tokens of lists on a GPU; all others are copied to
+the host once. A few numbers for each sample go back, and what they mean for each token is worked out on the device.
 """
 
 from __future__ import annotations
