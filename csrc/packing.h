@@ -29,27 +29,29 @@ void with_token_type(at::ScalarType type, Body body) {
   body(uint8_t{});
 }
 
-// 1-D integer tensors of one type and GPU, as they are, prompts and responses in turns; an empty list if any is something
-// else, or a prompt is empty.
-inline std::vector<const Tensor*> plain_tokens(const pybind11::object& prompts, const pybind11::object& responses) {
-  const auto is_list = [](const pybind11::object& one) { return PyList_CheckExact(one.ptr()) || PyTuple_CheckExact(one.ptr()); };
+// 1-D integer tensors of one type and GPU, prompts and responses in turns; an empty list if any is something else, or a
+// prompt is empty.
+inline std::vector<Tensor> plain_tokens(const pybind11::object& prompts, const pybind11::object& responses) {
+  const auto is_list = [](const pybind11::object& one) {
+    return PyList_CheckExact(one.ptr()) || PyTuple_CheckExact(one.ptr());
+  };
   if (!is_list(prompts) || !is_list(responses)) return {};
   const Py_ssize_t samples = PySequence_Fast_GET_SIZE(prompts.ptr());
   if (PySequence_Fast_GET_SIZE(responses.ptr()) != samples) return {};
-  std::vector<const Tensor*> found;
+  std::vector<Tensor> found;
   found.reserve(2 * samples);
   for (Py_ssize_t i = 0; i < samples; ++i) {
     for (const auto* list : {&prompts, &responses}) {
       PyObject* const one = PySequence_Fast_GET_ITEM(list->ptr(), i);
       if (!THPVariable_CheckExact(one)) return {};
       const Tensor& t = THPVariable_Unpack(one);
-      const Tensor& beside = found.empty() ? t : *found[0];
+      const Tensor& beside = found.empty() ? t : found[0];
       const bool is_integer = at::isIntegralType(t.scalar_type(), false) && t.scalar_type() <= at::kLong;
       if (!is_integer || t.scalar_type() != beside.scalar_type() || !t.is_cuda() || t.device() != beside.device() ||
           t.layout() != at::kStrided || t.dim() != 1 || !t.is_contiguous() || (list == &prompts && t.numel() == 0)) {
         return {};
       }
-      found.push_back(&t);
+      found.push_back(t);
     }
   }
   return found;
@@ -104,24 +106,24 @@ inline std::vector<Ints> equal_runs(const Tensor& tokens, const Ints& begins, co
 // to fetch a megabyte of them and to hash the prompts would take the host 0.1 ms.
 class JoinedSamples {
  public:
-  // Prompts and responses in turns, as `plain_tokens` are.
-  explicit JoinedSamples(const std::vector<const Tensor*>& given) : type_(given[0]->scalar_type()) {
+  // Prompts and responses in turns, as `plain_tokens` are; they must outlive it.
+  explicit JoinedSamples(const std::vector<Tensor>& given) : type_(given[0].scalar_type()) {
     int64_t count = 0, blocks = 0;
     for (size_t i = 0; i < given.size(); ++i) {
       if (i % TokenParts::kMost == 0) launches_.emplace_back(), launches_.back().begins[0] = count;
       TokenParts& parts = launches_.back();
-      const int64_t length = given[i]->numel();
+      const int64_t length = given[i].numel();
       if (i % 2 == 0) prompt_begins_.push_back(count);
       (i % 2 == 0 ? prompt_lens : response_lens).push_back(length);
-      const bool may_be_as_before = i % 2 == 0 && i >= 2 && given[i - 2]->numel() == length;
-      parts.like[parts.count] = may_be_as_before ? given[i - 2]->const_data_ptr() : nullptr;
-      parts.tokens[parts.count++] = given[i]->const_data_ptr();
+      const bool may_be_as_before = i % 2 == 0 && i >= 2 && given[i - 2].numel() == length;
+      parts.like[parts.count] = may_be_as_before ? given[i - 2].const_data_ptr() : nullptr;
+      parts.tokens[parts.count++] = given[i].const_data_ptr();
       parts.begins[parts.count] = count += length;
     }
     for (const TokenParts& parts : launches_) blocks += join_blocks(parts);
     static_assert(sizeof(TokenNews) % sizeof(int64_t) == 0);
     const int64_t words = blocks * (sizeof(TokenNews) / sizeof(int64_t));
-    all_ = uninitialised(*given[0], {count + words}, at::kLong);
+    all_ = uninitialised(given[0], {count + words}, at::kLong);
     const bool pinned = all_.device().type() == at::kCUDA;
     host_ = at::empty({words}, at::TensorOptions().dtype(at::kLong).pinned_memory(pinned));
     tokens = all_.narrow(0, 0, count);
@@ -152,7 +154,8 @@ class JoinedSamples {
     });
     {
       const pybind11::gil_scoped_release others_may_run;  // the GPU may be busy with what came before
-      c10::cuda::memcpy_and_sync(host_.data_ptr(), joined + tokens.numel(), host_.nbytes(), cudaMemcpyDeviceToHost, stream);
+      c10::cuda::memcpy_and_sync(host_.data_ptr(), joined + tokens.numel(), host_.nbytes(), cudaMemcpyDeviceToHost,
+                                 stream);
     }
     std::vector<TokenNews> news;
     const TokenNews* fetched = static_cast<const TokenNews*>(host_.const_data_ptr());
@@ -333,9 +336,9 @@ inline pybind11::object pack_lists(const pybind11::object& prompts, const pybind
   constexpr int64_t kMost = kMaxPosition;
   const auto most = plain_int(most_responses, 1, INT64_MAX, INT64_MAX), pad_to = plain_int(multiple, 1, kMost, 1);
   if (!most || !pad_to || !PyBool_Check(drop_last.ptr())) return pybind11::none();
-  const std::vector<const Tensor*> given = plain_tokens(prompts, responses);
+  const std::vector<Tensor> given = plain_tokens(prompts, responses);
   if (given.empty()) return pybind11::none();
-  const c10::cuda::CUDAGuard guard(given[0]->device());
+  const c10::cuda::CUDAGuard guard(given[0].device());
   const JoinedSamples samples(given);
   if (samples.smallest() < 0) return pybind11::none();
   std::vector<Ints> groups;
