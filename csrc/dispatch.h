@@ -44,8 +44,8 @@ struct FewKeys {
   int in_any_order = 0, in_order = 0, short_node = 0, short_node_of_one_head = 0;  // one KV head
 };
 
-// Walks that narrow tiles are for: a query sees no more than `most_keys` on average, or the window is shorter than
-// `short_window`.
+// Walks that narrow tiles are for: a query sees no more than `most_keys` on average (of a GPU whose memory is slow
+// `most_keys_slow_memory`), or the window is shorter than `short_window`.
 struct ShortWalks {
   int most_keys = 0, most_keys_slow_memory = 0, short_window = 0;
 };

@@ -31,18 +31,13 @@ void with_token_type(at::ScalarType type, Body body) {
 
 // 1-D integer tensors of one type and GPU, prompts and responses in turns; an empty list if any is something else, or a
 // prompt is empty.
-inline std::vector<Tensor> plain_tokens(const pybind11::object& prompts, const pybind11::object& responses) {
-  const auto is_list = [](const pybind11::object& one) {
-    return PyList_CheckExact(one.ptr()) || PyTuple_CheckExact(one.ptr());
-  };
-  if (!is_list(prompts) || !is_list(responses)) return {};
-  const Py_ssize_t samples = PySequence_Fast_GET_SIZE(prompts.ptr());
-  if (PySequence_Fast_GET_SIZE(responses.ptr()) != samples) return {};
+inline std::vector<Tensor> plain_tokens(const pybind11::list& prompts, const pybind11::list& responses) {
+  if (prompts.size() != responses.size()) return {};
   std::vector<Tensor> found;
-  found.reserve(2 * samples);
-  for (Py_ssize_t i = 0; i < samples; ++i) {
-    for (const auto* list : {&prompts, &responses}) {
-      PyObject* const one = PySequence_Fast_GET_ITEM(list->ptr(), i);
+  found.reserve(2 * prompts.size());
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    for (const pybind11::list* list : {&prompts, &responses}) {
+      PyObject* const one = PyList_GET_ITEM(list->ptr(), i);
       if (!THPVariable_CheckExact(one)) return {};
       const Tensor& t = THPVariable_Unpack(one);
       const Tensor& beside = found.empty() ? t : found[0];
@@ -102,11 +97,11 @@ inline std::vector<Ints> equal_runs(const Tensor& tokens, const Ints& begins, co
   return group_runs(tokens.const_data_ptr<int64_t>(), begins, lengths);
 }
 
-// The tokens of samples, a prompt and its response behind each other, and what the GPU says of them. Tokens stay there:
-// to fetch a megabyte of them and to hash the prompts would take the host 0.1 ms.
+// The tokens of samples, a prompt and its response behind each other, and what the GPU says of them. The tokens stay on the
+// GPU: to fetch a megabyte of them and to hash the prompts would take the host 0.1 ms.
 class JoinedSamples {
  public:
-  // Prompts and responses in turns, as `plain_tokens` are; they must outlive it.
+  // Prompts and responses in turns, as `plain_tokens` are.
   explicit JoinedSamples(const std::vector<Tensor>& given) : type_(given[0].scalar_type()) {
     int64_t count = 0, blocks = 0;
     for (size_t i = 0; i < given.size(); ++i) {
@@ -167,8 +162,8 @@ class JoinedSamples {
     return news;
   }
 
-  // Most often a prompt is that before it, which the GPU has seen. Others of the same hash as an earlier one are compared
-  // with that by a second visit of the GPU.
+  // Most often a prompt is that before it, as the first launch has found. Others with the hash of an earlier one are
+  // compared with that in a second launch.
   std::vector<Ints> group_prompts(const std::vector<TokenNews>& news) {
     std::vector<Ints> found;
     std::map<std::pair<uint64_t, int64_t>, size_t> of_hashes;  // and lengths
@@ -330,11 +325,10 @@ inline std::optional<int64_t> plain_int(const pybind11::handle& value, int64_t l
 // `pack` of lists of tensors, from their grouping on; behind its results the lengths of prompts and of responses and
 // the largest token. The options are those of pack_shared_prompts. None unless all are 1-D tensors of one integer type on
 // one GPU, no prompt is empty, no token negative and every option as described: what is wrong others say.
-inline pybind11::object pack_lists(const pybind11::object& prompts, const pybind11::object& responses, int shift,
+inline pybind11::object pack_lists(const pybind11::list& prompts, const pybind11::list& responses, int shift,
                                    const pybind11::object& drop_last, const pybind11::object& most_responses,
                                    const pybind11::object& multiple) {
-  constexpr int64_t kMost = kMaxPosition;
-  const auto most = plain_int(most_responses, 1, INT64_MAX, INT64_MAX), pad_to = plain_int(multiple, 1, kMost, 1);
+  const auto most = plain_int(most_responses, 1, INT64_MAX, INT64_MAX), pad_to = plain_int(multiple, 1, kMaxPosition, 1);
   if (!most || !pad_to || !PyBool_Check(drop_last.ptr())) return pybind11::none();
   const std::vector<Tensor> given = plain_tokens(prompts, responses);
   if (given.empty()) return pybind11::none();

@@ -129,7 +129,8 @@ def flash_attn_tree_varlen_func(
     _, window, cap = checks.resolve_variant(True, window_size, softcap)
 
     nodes = ops.tree_nodes(cu_seqlens, parents, q.shape[0])
-    out, lse = ops.attend(q, k, v, None, None, sinks, nodes, scale, True, window, -1, cap, False, len(q), deterministic)
+    keys = q.shape[0]  # the lengths are on the device: a row may see all of them
+    out, lse = ops.attend(q, k, v, None, None, sinks, nodes, scale, True, window, -1, cap, False, keys, deterministic)
     return (out, lse) if return_lse else out
 
 

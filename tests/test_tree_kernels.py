@@ -73,6 +73,9 @@ def test_accuracy(name: str, options: Options) -> None:
         assert not problems, "; ".join(problems)
 
 
+of_narrow_tiles = pytest.mark.parametrize(("head_dim", "heads"), [(64, (4, 1)), (128, (4, 1)), (128, (3, 3))])
+
+
 def narrow_data(tree: Tree, **options: Any) -> tuple[SharedPromptLayout, Inputs, int]:
     """With as much padding as makes the rows many; and the padding."""
     pad = max(PAD, 1024 - sum(tree[0]))
@@ -81,7 +84,7 @@ def narrow_data(tree: Tree, **options: Any) -> tuple[SharedPromptLayout, Inputs,
 
 @needs_kernels
 @pytest.mark.parametrize("variant", [ALL, Variant(softcap=30.0), Variant(causal=False)], ids=["", "softcap", "all"])
-@pytest.mark.parametrize(("head_dim", "heads"), [(64, (4, 1)), (128, (4, 1)), (128, (3, 3))])
+@of_narrow_tiles
 @trees
 @pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
 def test_narrow_tiles(
@@ -199,7 +202,7 @@ def test_nan_in_a_node_of_mla(name: str, deterministic: bool, options: Options) 
 
 
 @needs_kernels
-@pytest.mark.parametrize(("head_dim", "heads"), [(64, (4, 1)), (128, (4, 1)), (128, (3, 3))])
+@of_narrow_tiles
 @pytest.mark.parametrize("name", ["deep", "borders", "forest"] if HAS_KERNELS else [])
 @pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
 def test_nan_in_a_node_of_narrow_tiles(

@@ -7,7 +7,7 @@ namespace dualkv {
 
 constexpr int kJoinThreads = 256;
 
-// Of one place no two tokens have the same.
+// Different tokens at one place have different hashes.
 __device__ inline uint64_t hash_token(int64_t token, int64_t place) {
   uint64_t hash = (static_cast<uint64_t>(token) ^ static_cast<uint64_t>(place) * 0x9e3779b97f4a7c15u) * 0xbf58476d1ce4e5b9u;
   hash ^= hash >> 32;

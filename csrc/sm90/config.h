@@ -223,8 +223,8 @@ struct NarrowBackwardDqConfig<128, 128> : BackwardDqTiles<128, 128, 64, 3, 2, 2>
 // keys; d = 128 18% with 160, 6% with 192, 3% with 256, -3% with 384; (192, 128), which adds dQ from registers, 2% with
 // 768, 3% with 1024, -2% with 2048.
 // kFewKeys: the same without a window; kFewKeysSlowMemory on an H100, whose memory has two thirds of the rate. There the
-// sums take 48% more time than dQ by itself with 287 keys, 7% with 503 and 7% less with 996; d = 64, 22% more with 287, 5%
-// less with 513; deterministic 12% more with 996, 5% on tree agentic. README.md ("Few keys") has the times.
+// sums take 48% more time than dQ by itself with 287 keys, 7% with 503 and 7% less with 996; d = 64, 26% more with 287, 6%
+// less with 513; deterministic 13% more with 996, 6% on tree agentic. README.md ("Few keys") has the times.
 // kLongNode: of so many tokens a node on average, too few steps can be left out to pay for a loop that asks: at d = 128
 // it takes 1% longer. 0: never.
 template <int kHeadDim, int kHeadDimV>
