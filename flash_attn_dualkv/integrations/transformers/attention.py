@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -147,9 +147,7 @@ def _attend(
     check_running(module)
     guard.consume(module, layout)
     q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
-    if not q.dtype == k.dtype == v.dtype:
-        # Norms kept in float32, after the projections of q and k; v has the type that the model computes in.
-        q, k = q.to(v.dtype), k.to(v.dtype)
+    q, k = _in_type_of(v, q, k)
     scaling = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     widest = max(q.shape[-1], v.shape[-1])
     if widest > PORTABLE_HEAD_DIM:
@@ -169,6 +167,11 @@ def _attend(
         backend=backend,
     )
     return out[None, :, :, : v.shape[-1]], None
+
+
+def _in_type_of(value: Tensor, *others: Tensor) -> Iterator[Tensor]:
+    """q and k in the type that the model computes in, which v has: norms behind their projections may be in float32."""
+    return (one.to(value.dtype) for one in others)
 
 
 def _widen(tensor: Tensor) -> Tensor:
@@ -261,6 +264,7 @@ def _attend_without_layout(
         raise SharedPromptError(explain("fallback", expected, ", ".join(beyond_sdpa)))
     if fallback == "sdpa" or (fallback == "auto" and not beyond_sdpa):
         sdpa = AttentionInterface._global_mapping["sdpa"]
+        query, key = _in_type_of(value, query, key)
         return sdpa(module, query, key, value, attention_mask, **kwargs)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:

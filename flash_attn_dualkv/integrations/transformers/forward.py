@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, overload
 
-import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ... import arguments
 from ...checks import explain
@@ -23,13 +20,11 @@ from ...data.batch import SharedPromptBatch
 from ...data.tree import PrefixTreeBatch
 from ...errors import SharedPromptError
 from ..lm_head import rows_of_a_chunk, score_in_chunks
+from .first_use import check_first_use
 from .guard import expect_shared_prompt
-from .hybrid import prepare
+from .structure import backbone_name, causal_lm_of, is_elsewhere, lock_of, replaced_forward
 from .support import (
     check_attention,
-    check_modules,
-    check_noise,
-    check_positions,
     check_supported,
     num_mixing_layers,
     text_config,
@@ -37,24 +32,41 @@ from .support import (
 
 PackedBatch: TypeAlias = SharedPromptBatch | PrefixTreeBatch
 
-# Where wrappers (DDP, FSDP1, torch.compile, accelerate, DeepSpeed) keep what they wrap.
-_WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "module")
-
 
 @overload
 def shared_prompt_forward(
-    model: nn.Module, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: Literal[False] = False
+    model: nn.Module,
+    batch: PackedBatch,
+    *,
+    temperature: float = 1.0,
+    with_entropy: Literal[False] = False,
+    self_check: bool = True,
 ) -> tuple[Tensor, None]: ...
 @overload
 def shared_prompt_forward(
-    model: nn.Module, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: Literal[True]
+    model: nn.Module,
+    batch: PackedBatch,
+    *,
+    temperature: float = 1.0,
+    with_entropy: Literal[True],
+    self_check: bool = True,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def shared_prompt_forward(
-    model: nn.Module, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: bool
+    model: nn.Module,
+    batch: PackedBatch,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool,
+    self_check: bool = True,
 ) -> tuple[Tensor, Tensor | None]: ...
 def shared_prompt_forward(
-    model: nn.Module, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = False
+    model: nn.Module,
+    batch: PackedBatch,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    self_check: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of all response tokens of a micro-batch, or of all trained tokens of trees; each row once.
 
@@ -64,6 +76,9 @@ def shared_prompt_forward(
         batch: from `pack_shared_prompts` or `pack_prefix_tree`, on the model's device.
         temperature: divides the logits; finite and > 0.
         with_entropy: also return the entropy of each distribution (natural log, differentiable).
+        self_check: before the first forward in each mode and with each set of active adapters, try a pair of short
+            sequences: does the model draw random numbers, and does it compute the same in a packed row as in rows of
+            their own? Some forwards of at most 64 tokens, on all ranks alike.
 
     Returns:
         logps, entropy: each (sum of response lengths,) in float32 (float64 for float64 models), the responses (or the
@@ -73,14 +88,15 @@ def shared_prompt_forward(
 
     Raises:
         SharedPromptError: an argument is not as described; a token id is not in the vocabulary; the model is not exact
-            on shared prompts (see `check_supported`), draws dropout in training mode, runs on another attention, or
-            shards its LM head as an FSDP unit of its own.
+            on shared prompts (see `check_supported`), draws random numbers, runs on another attention, or shards its LM
+            head as an FSDP unit of its own.
         SharedPromptLayoutError: an attention layer has not got the layout; nothing is returned then.
     """
     if not isinstance(batch, PrefixTreeBatch):
         arguments.instance("batch", batch, SharedPromptBatch, " (of pack_shared_prompts)")
     temperature = arguments.positive("temperature", temperature)
     arguments.flag("with_entropy", with_entropy)
+    arguments.flag("self_check", self_check)
     causal_lm = causal_lm_of(model)
     inputs = {
         "input_ids": batch.input_ids[None],
@@ -89,50 +105,16 @@ def shared_prompt_forward(
         "use_cache": False,
         "shared_prompt_layout": batch.layout,
     }
-    with _lock_of(causal_lm):
+    with lock_of(causal_lm):
         backbone = _check_model(causal_lm)
+        check_first_use(causal_lm, batch.input_ids.device, model=model, self_check=self_check)
         _check_vocabulary(causal_lm, batch)
         scorer = _Scorer(causal_lm, backbone, batch, temperature, with_entropy)
         expected = expect_shared_prompt(batch.layout, num_mixing_layers(causal_lm))
-        with expected, _replaced_forward(scorer):
+        with expected, replaced_forward(causal_lm, scorer):
             # Through the outermost module, so that wrappers see one forward with the log-probabilities as its output.
             logps, entropy = model(**inputs)
     return logps, entropy if with_entropy else None
-
-
-def causal_lm_of(model: nn.Module) -> Any:
-    """The transformers model inside wrappers and adapters.
-
-    Raises:
-        SharedPromptError: there is none.
-    """
-    inner: Any = model
-    while not isinstance(inner, PreTrainedModel):
-        get_base_model = getattr(inner, "get_base_model", None)
-        wrapped = [getattr(inner, name) for name in _WRAPPED_AS if isinstance(getattr(inner, name, None), nn.Module)]
-        if callable(get_base_model):
-            inner = get_base_model()
-        elif wrapped:
-            inner = wrapped[0]
-        else:
-            raise SharedPromptError(explain("model", "a transformers model, wrapped or not", type(model).__name__))
-    return inner
-
-
-def backbone_name(causal_lm: Any) -> str | None:
-    """The attribute of a causal LM that holds its backbone, the child with the input embeddings; None for a backbone.
-
-    Not `base_model_prefix`, which names an attribute that some classes do not have.
-    """
-    embeddings = causal_lm.get_input_embeddings()
-    for name, child in causal_lm.named_children():
-        if child is not embeddings and _holds(child, embeddings):
-            return str(name)
-    return None
-
-
-def _holds(module: nn.Module, other: nn.Module) -> bool:
-    return any(one is other for one in module.modules())
 
 
 def _check_model(causal_lm: Any) -> str:
@@ -149,10 +131,6 @@ def _check_model(causal_lm: Any) -> str:
     if hasattr(causal_lm.get_output_embeddings(), "set_reshard_after_forward"):
         expected = "an LM head in the root's FSDP unit"
         raise SharedPromptError(explain("model", expected, "an LM head that is an FSDP unit of its own"))
-    check_modules(causal_lm)
-    check_positions(getattr(causal_lm, name))
-    check_noise(causal_lm)
-    prepare(causal_lm)
     return name
 
 
@@ -181,8 +159,6 @@ class _Scorer:
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """The model's inputs -> log-probabilities and entropies, (sum R,) each."""
-        if _is_elsewhere(self.thread):  # a plain forward of the same model
-            return self.stock_forward(*args, **inputs)
         output = self._run_backbone(inputs)
         # One gather for all rows: a gather per chunk would have a backward as large as the whole pack.
         hidden = output.last_hidden_state[0].index_select(0, self.batch.token_index)
@@ -191,7 +167,7 @@ class _Scorer:
         def logits(hidden: Tensor) -> Tensor:
             """(rows, D) -> (rows, vocabulary)."""
             ready = type(output)(last_hidden_state=hidden[None])
-            with _lock_of(self.causal_lm), _ready_backbone(self.causal_lm, self.backbone, ready):
+            with lock_of(self.causal_lm), _ready_backbone(self.causal_lm, self.backbone, ready):
                 # Some heads look at the length of the input; nobody looks into it, since the backbone is ready.
                 inputs = {"inputs_embeds": hidden.detach()[None], "use_cache": False, "return_dict": True}
                 result: Tensor = self.stock_forward(**inputs).logits[0]
@@ -207,7 +183,7 @@ class _Scorer:
         outputs: list[Any] = []
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
-            if not _is_elsewhere(self.thread):
+            if not is_elsewhere(self.thread):
                 outputs.append(output)
 
         handle = getattr(self.causal_lm, self.backbone).register_forward_hook(keep)
@@ -222,39 +198,6 @@ class _Scorer:
             expected = "a forward that calls its backbone once and takes last_hidden_state from it"
             raise SharedPromptError(explain("model", expected, f"{len(outputs)} calls"))
         return outputs[0]
-
-
-_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-_locks_lock = threading.Lock()
-
-
-def _lock_of(causal_lm: nn.Module) -> threading.RLock:
-    """What a thread must hold while it replaces parts of the model, which another one would put back too early.
-
-    Plain forwards of other threads need no lock: to them the replacements are what they replace.
-    """
-    with _locks_lock:
-        return _locks.setdefault(causal_lm, threading.RLock())
-
-
-def _is_elsewhere(thread: int) -> bool:
-    """Whether this runs in another thread. Compilers cannot trace the question, and trace in one thread."""
-    return not torch.compiler.is_compiling() and threading.get_ident() != thread
-
-
-@contextmanager
-def _replaced_forward(scorer: _Scorer) -> Iterator[None]:
-    """Let the causal LM answer a call with scores: below its hooks and wrappers, above everything that it computes."""
-    attributes = scorer.causal_lm.__dict__
-    had_one, before = "forward" in attributes, attributes.get("forward")
-    scorer.causal_lm.forward = scorer
-    try:
-        yield
-    finally:
-        if had_one:
-            scorer.causal_lm.forward = before
-        else:
-            del scorer.causal_lm.forward
 
 
 @contextmanager
@@ -282,6 +225,6 @@ class _ReadyBackbone(nn.Module):
         return getattr(self.__dict__["backbone"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if _is_elsewhere(self.__dict__["thread"]):
+        if is_elsewhere(self.__dict__["thread"]):
             return self.__dict__["backbone"](*args, **kwargs)
         return self.__dict__["output"]

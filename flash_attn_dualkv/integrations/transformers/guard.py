@@ -67,6 +67,16 @@ def end(expectation: Expectation) -> None:
     _expectation.set(expectation.outer)
 
 
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Forwards inside have nothing to do with the layout that is expected."""
+    token = _expectation.set(None)
+    try:
+        yield
+    finally:
+        _expectation.reset(token)
+
+
 def consume(module: nn.Module, layout: SharedPromptLayout) -> None:
     """Record that an attention layer has got `layout`; SharedPromptLayoutError if another one is expected."""
     expectation = _expectation.get()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ _MIXER_CLASSES = re.compile(
     r"mamba|deltanet|linearattention|lightningattention|shortconv|rwkv|rglru|retention|mlstm|slstm|indexer", re.I
 )
 # Random numbers that stock training draws for every copy of the prompt.
-_NOISE_FIELDS = re.compile(r"(dropout|_pdrop|layerdrop|drop_path|jitter_noise)")
+_NOISE_FIELDS = re.compile(r"(dropout|_pdrop|layerdrop|drop_path|jitter)")
 _NOISE_OF_OTHER_HEADS = re.compile(r"^(classifier|summary)_")
 
 
@@ -193,7 +194,16 @@ def check_noise(model: Any) -> None:
             raise SharedPromptError(explain(f"dropout of {name}", "0 in training mode", module.p) + advice)
     if not model.training:
         return
-    for field, value in text_config(model.config).to_dict().items():
+    for field, value in _numbers(text_config(model.config).to_dict()):
         is_noise = _NOISE_FIELDS.search(field) and not _NOISE_OF_OTHER_HEADS.match(field)
-        if is_noise and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        if is_noise and value > 0:
             raise SharedPromptError(explain(f"config.{field}", "0 in training mode", value) + advice)
+
+
+def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
+    """Numbers of a configuration and of its parts, with their names."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{inner}", number) for inner, number in _numbers(value))
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield str(name), value

@@ -1,0 +1,198 @@
+"""Forwards without consequences: what they draw, count or write is as it was before.
+
+A forward that only tries something out must not move the random numbers of a training run, the bias that a router keeps
+in a buffer, or the counter of somebody's hook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+# Larger ones hold weights (of quantized models), which no forward writes.
+_MOST_ELEMENTS = 2**18
+_CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
+# Attributes of every module, which PyTorch looks after.
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+# Packages that shard or move modules: what they note about a forward must stay. And this one, whose hooks note nothing.
+_BOOKKEEPERS = ("torch.", "deepspeed.", "accelerate.", "flash_attn_dualkv.")
+
+
+class Generators:
+    """What a forward draws from: the default generators of PyTorch, Python and NumPy, and those of the model's own.
+
+    Args:
+        model: whose modules and hooks may hold generators of their own.
+        devices: that it computes on.
+    """
+
+    def __init__(self, model: nn.Module, devices: Iterable[torch.device]) -> None:
+        indices = {one.index or 0 for one in devices if one.type == "cuda"}
+        torchs = [torch.default_generator, *(torch.cuda.default_generators[one] for one in sorted(indices))]
+        self._sources = [_Source(random.getstate, random.setstate, random.seed), *map(_source_of_torch, torchs)]
+        if (numpy := sys.modules.get("numpy")) is not None:
+            self._sources.append(_Source(numpy.random.get_state, numpy.random.set_state, numpy.random.seed))
+        owned = {id(value): _source_of(value) for value, _ in _variables(model)}
+        self._sources += [one for one in owned.values() if one is not None]
+
+    def read(self) -> list[Any]:
+        """Their states."""
+        return [one.read() for one in self._sources]
+
+    def write(self, states: list[Any]) -> None:
+        for source, state in zip(self._sources, states):
+            source.write(state)
+
+    def seed(self, number: int) -> list[Any]:
+        """Start all of them anew; returns their states."""
+        for source in self._sources:
+            source.seed(number)
+        return self.read()
+
+    def have_moved(self, since: list[Any]) -> bool:
+        return any(not _is_same(one, other) for one, other in zip(self.read(), since))
+
+
+class _Source(NamedTuple):
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+    seed: Callable[[int], Any]
+
+
+def _source_of_torch(generator: torch.Generator) -> _Source:
+    return _Source(generator.get_state, generator.set_state, generator.manual_seed)
+
+
+def _source_of(value: Any) -> _Source | None:
+    """An object as a source of random numbers, if it is one."""
+    if isinstance(value, torch.Generator):
+        return _source_of_torch(value)
+    if isinstance(value, random.Random):
+        return _Source(value.getstate, value.setstate, value.seed)
+    inner = getattr(value, "bit_generator", None)  # of NumPy's Generator
+    if inner is None or type(inner).__module__.partition(".")[0] != "numpy":
+        return None
+    write = functools.partial(setattr, inner, "state")
+    return _Source(lambda: inner.state, write, lambda number: write(type(inner)(number).state))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (tuple, dict)):  # of NumPy: names, numbers and arrays
+        parts = (one, other) if isinstance(one, tuple) else (one.values(), other.values())
+        return all(map(_is_same, *parts))
+    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
+
+
+@contextmanager
+def without_consequences(model: nn.Module, devices: Iterable[torch.device]) -> Iterator[Generators]:
+    """Put back generators, small buffers and frozen parameters, and what modules and hooks count, on leaving."""
+    generators = Generators(model, devices)
+    states = generators.read()
+    restore = [*_kept_tensors(model), *_kept_counters(model)]
+    try:
+        yield generators
+    finally:
+        generators.write(states)
+        for one in restore:
+            one()
+
+
+def _kept_tensors(model: nn.Module) -> Iterator[Callable[[], None]]:
+    for module in model.modules():
+        buffers = module._buffers
+        for name, tensor in buffers.items():
+            if tensor is not None:
+                yield functools.partial(_put_back_buffer, buffers, name, tensor, *_copy_of(tensor))
+        for parameter in module._parameters.values():
+            if parameter is not None and not parameter.requires_grad:
+                yield functools.partial(_put_back, parameter, *_copy_of(parameter))
+
+
+def _copy_of(tensor: Tensor) -> tuple[int, Tensor | None]:
+    """The version of a tensor, and a copy if it is small."""
+    is_small = tensor.numel() <= _MOST_ELEMENTS and not tensor.is_meta
+    return tensor._version, tensor.detach().clone() if is_small else None
+
+
+def _put_back(tensor: Tensor, version: int, copy: Tensor | None) -> None:
+    if copy is not None and tensor._version != version:
+        with torch.no_grad():
+            tensor.copy_(copy)
+
+
+def _put_back_buffer(
+    buffers: dict[str, Tensor | None], name: str, tensor: Tensor, version: int, copy: Tensor | None
+) -> None:
+    _put_back(tensor, version, copy)
+    if buffers.get(name) is not tensor:
+        buffers[name] = tensor
+
+
+# A variable's value, and what gives it another one.
+_Variable = tuple[Any, Callable[[Any], None]]
+
+
+def _kept_counters(model: nn.Module) -> Iterator[Callable[[], None]]:
+    for value, assign in _variables(model):
+        if type(value) in (int, float):
+            yield functools.partial(assign, value)
+        elif type(value) in _CONTAINERS:
+            yield functools.partial(_refill, value, value.copy())
+
+
+def _variables(model: nn.Module) -> Iterator[_Variable]:
+    """What modules and their hooks may count in, or draw from."""
+    for module in model.modules():
+        if not _is_bookkeeper(type(module)):
+            yield from _named(vars(module), _OF_EVERY_MODULE)
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            yield from _variables_of(hook)
+
+
+def _is_bookkeeper(kind: Any) -> bool:
+    return f"{getattr(kind, '__module__', '')}.".startswith(_BOOKKEEPERS)
+
+
+def _variables_of(hook: Any) -> Iterator[_Variable]:
+    """What a hook may count in: its closure, the object that it is a method of, attributes of its own."""
+    if isinstance(hook, functools.partial):
+        yield from _variables_of(hook.func)
+        return
+    is_function = isinstance(hook, (types.FunctionType, types.MethodType))
+    if _is_bookkeeper(hook if is_function else type(hook)):
+        return
+    owner = hook.__self__ if isinstance(hook, types.MethodType) else hook
+    if not isinstance(owner, nn.Module):
+        yield from _named(getattr(owner, "__dict__", {}))
+    for cell in getattr(hook, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # it has no value yet
+            yield cell.cell_contents, functools.partial(setattr, cell, "cell_contents")
+
+
+def _named(namespace: dict[str, Any], others: frozenset[str] = frozenset()) -> Iterator[_Variable]:
+    for name, value in namespace.items():
+        if name not in others:
+            yield value, functools.partial(namespace.__setitem__, name)
+
+
+def _refill(container: Any, before: Any) -> None:
+    if _identities(container) != _identities(before):
+        container.clear()
+        container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
+
+
+def _identities(container: Any) -> list[int]:
+    parts = [*container, *container.values()] if isinstance(container, dict) else container
+    return [*map(id, parts)]

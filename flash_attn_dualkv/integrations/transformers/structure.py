@@ -1,0 +1,93 @@
+"""The parts of a model, found inside wrappers and adapters, and one of them replaced for the time of a call."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...checks import explain
+from ...errors import SharedPromptError
+
+# Where wrappers (DDP, FSDP1, torch.compile, accelerate, DeepSpeed) keep what they wrap.
+_WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "module")
+
+
+def causal_lm_of(model: nn.Module) -> Any:
+    """The transformers model inside wrappers and adapters.
+
+    Raises:
+        SharedPromptError: there is none.
+    """
+    inner: Any = model
+    while not isinstance(inner, PreTrainedModel):
+        get_base_model = getattr(inner, "get_base_model", None)
+        wrapped = [getattr(inner, name) for name in _WRAPPED_AS if isinstance(getattr(inner, name, None), nn.Module)]
+        if callable(get_base_model):
+            inner = get_base_model()
+        elif wrapped:
+            inner = wrapped[0]
+        else:
+            raise SharedPromptError(explain("model", "a transformers model, wrapped or not", type(model).__name__))
+    return inner
+
+
+def backbone_name(causal_lm: Any) -> str | None:
+    """The attribute of a causal LM that holds its backbone, the child with the input embeddings; None for a backbone.
+
+    Not `base_model_prefix`, which names an attribute that some classes do not have.
+    """
+    embeddings = causal_lm.get_input_embeddings()
+    for name, child in causal_lm.named_children():
+        if child is not embeddings and _holds(child, embeddings):
+            return str(name)
+    return None
+
+
+def _holds(module: nn.Module, other: nn.Module) -> bool:
+    return any(one is other for one in module.modules())
+
+
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_locks_lock = threading.Lock()
+
+
+def lock_of(causal_lm: nn.Module) -> threading.RLock:
+    """What a thread must hold while it replaces parts of the model, which another one would put back too early.
+
+    Plain forwards of other threads need no lock: to them the replacements are what they replace.
+    """
+    with _locks_lock:
+        return _locks.setdefault(causal_lm, threading.RLock())
+
+
+def is_elsewhere(thread: int) -> bool:
+    """Whether this runs in another thread. Compilers cannot trace the question, and trace in one thread."""
+    return not torch.compiler.is_compiling() and threading.get_ident() != thread
+
+
+@contextmanager
+def replaced_forward(causal_lm: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let the causal LM answer calls of this thread with `forward`: below its hooks and wrappers."""
+    attributes = causal_lm.__dict__
+    had_one, before = "forward" in attributes, attributes.get("forward")
+    # Bound, with whatever a library has put around it (autocast, for example).
+    stock, thread = causal_lm.forward, threading.get_ident()
+
+    def answer(*args: Any, **inputs: Any) -> Any:
+        return (stock if is_elsewhere(thread) else forward)(*args, **inputs)
+
+    causal_lm.forward = answer
+    try:
+        yield
+    finally:
+        if had_one:
+            causal_lm.forward = before
+        else:
+            del causal_lm.forward

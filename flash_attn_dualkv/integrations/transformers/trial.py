@@ -1,0 +1,323 @@
+"""A model tried on a pair of short sequences: does it draw noise, and does a packed row change what it computes?
+
+Configurations and names tell only what somebody has thought of. Two kinds of faults show in any model that has them:
+
+- Random numbers. Stock training draws noise for every copy of a prompt, a packed row would draw it once for all. If
+  the pair's forward moves a generator, it is repeated: noise is what differs with another state and not with an equal
+  one.
+- Modules that look at other tokens of their row, such as an adapter that averages over it. The pair is computed packed
+  and alone; the difference must be one of rounding.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...checks import explain
+from ...data.pack import pack_shared_prompts
+from ...errors import SharedPromptError
+from . import guard
+from .consequences import Generators, without_consequences
+from .structure import backbone_name, replaced_forward
+from .support import num_mixing_layers, text_config
+from .watch import first_to_differ, first_to_draw, jittered, output_types
+
+# Tokens of the prompt and of each of the two responses: 64 alone, 47 packed.
+LENGTH = 16
+# States of the generators beside the first: noise that is rare (a layer left out) shows in one of them.
+SEEDS = 8
+# Pairs that must all differ. Rounding may send a token to another expert, in any of the five forwards of a pair that
+# are compared: that the packed one is the odd one out has a chance of one in five, and one in 400,000 eight times.
+PAIRS = 8
+# How many times larger than between forwards of the same pair alone a difference must be. Exact models in 16 and 32
+# bits have 0.3 to 1.0 (tests); a module that averages over its row 7 and more.
+FACTOR = 2.0
+# Rounding of float32 over many layers: softmax and rotary embeddings are in float32 whatever a model's type.
+LEAST = 64 * torch.finfo(torch.float32).eps
+TF32 = 2.0**-10  # in which a GPU may multiply float32
+# The size of what stands for parameters that are all zero: they hide what they multiply, as LoRA's B does at first.
+NUDGE = 0.05
+
+ADVICE = (
+    ". If a module between embedding and head looks at other tokens of its row, the model cannot share prompts; if you "
+    "know it to be exact, self_check=False trusts you"
+)
+NOISE_ADVICE = ". One copy of a prompt has one draw, not one for each response: switch the noise off"
+_TOKENS = re.compile(r"token_(id|ids|index)$")
+_trying: ContextVar[bool] = ContextVar("dualkv_trying", default=False)
+
+Outputs = tuple[Tensor, ...]  # hidden states and, where there is a head, logits
+
+
+class FirstUseError(SharedPromptError):
+    """A model is not exact on shared prompts in its present mode and with its present adapters."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message, reason)
+        self.reason = reason  # "dropout", "noise" or "self_check"
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def is_trying() -> bool:
+    """Whether this thread runs a trial: its forwards need not be tried."""
+    return _trying.get()
+
+
+class Pair(NamedTuple):
+    """Token ids of a prompt and of two responses, equally many."""
+
+    prompt: list[int]
+    responses: tuple[list[int], list[int]]
+
+    @staticmethod
+    def choose(config: Any, number: int) -> Pair:
+        """The same on every rank; no tokens to which the configuration gives a meaning, such as those of images."""
+        text = text_config(config)
+        special = set(_special_tokens(config.to_dict()))
+        length = min(LENGTH, max(1, (getattr(text, "max_position_embeddings", None) or 2 * LENGTH) // 2))
+        most = min(text.vocab_size, 3 * length + len(special))
+        candidates = random.Random(number).sample(range(text.vocab_size), most)
+        plain = [one for one in candidates if one not in special] or candidates
+        ids = (plain * (3 * length))[: 3 * length]
+        return Pair(ids[:length], (ids[length : 2 * length], ids[2 * length :]))
+
+    def sequences(self, device: torch.device) -> Tensor:
+        """(2, 2 x length)."""
+        return torch.tensor([[*self.prompt, *response] for response in self.responses], device=device)
+
+
+def _special_tokens(config: dict[str, Any]) -> Iterator[int]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _special_tokens(value)
+        elif _TOKENS.search(str(name)):
+            yield from (one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int))
+
+
+class Trial:
+    """The forwards of one model.
+
+    Args:
+        causal_lm: the transformers model.
+        device: of its inputs.
+        model: the outermost module around it; None from inside of its forward.
+    """
+
+    def __init__(self, causal_lm: Any, device: torch.device, model: nn.Module | None) -> None:
+        self.causal_lm = causal_lm
+        self.device = device
+        self.model = model
+        self.outermost: nn.Module = causal_lm if model is None else model
+        self.backbone: nn.Module | None = getattr(causal_lm, backbone_name(causal_lm) or "", None)
+
+    @torch.compiler.disable
+    def run(self) -> None:
+        """Raise FirstUseError if the model draws noise, or computes something else in a packed row."""
+        devices = {self.device, *(one.device for one in self.causal_lm.parameters())}
+        token = _trying.set(True)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")  # checkpointed layers miss gradients
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(guard.suspended())
+                generators = stack.enter_context(without_consequences(self.outermost, devices))
+                stack.enter_context(_nudged(self.causal_lm))
+                self._run(generators)
+        finally:
+            _trying.reset(token)
+
+    def _run(self, generators: Generators) -> None:
+        pair = Pair.choose(self.causal_lm.config, 0)
+        begin = generators.seed(0)
+        with output_types(self.causal_lm) as types:
+            alone = self._alone(pair)
+        if self._agreed(generators.have_moved(begin)):
+            self._check_noise(generators, pair, alone)
+        precision = max(torch.finfo(one).eps for one in types)
+        if self.device.type == "cuda":
+            precision = max(precision, TF32)
+        for number in range(PAIRS):
+            if number:
+                pair = Pair.choose(self.causal_lm.config, number)
+                alone = self._alone(pair)
+            found, most = _difference(self._packed(pair), alone), max(LEAST, precision)
+            if not self._agreed(not found <= most):
+                return
+            most = max(most, FACTOR * self._rounding(pair, alone, precision))
+            if not self._agreed(not found <= most):
+                return
+        self._refuse(pair, found, most)
+
+    def _check_noise(self, generators: Generators, pair: Pair, alone: Outputs) -> None:
+        generators.seed(0)
+        again, others = _difference(self._alone(pair), alone), 0.0
+        for seed in range(1, SEEDS + 1):  # all of them: ranks run equally many forwards
+            generators.seed(seed)
+            others = max(others, _difference(self._alone(pair), alone))
+        if not self._agreed(others > FACTOR * again):
+            return
+        name = first_to_draw(self.causal_lm, generators, lambda: self._alone(pair)) or "it"
+        mode = "training" if self.causal_lm.training else "evaluation"
+        expected, got = f"a forward without random numbers in {mode} mode", f"one in which {name} draws some"
+        raise FirstUseError(explain("model", expected, got) + NOISE_ADVICE, "noise")
+
+    def _rounding(self, pair: Pair, alone: Outputs, precision: float) -> float:
+        """How far from it other ways to compute the pair alone are: one by one, and with rounded layers."""
+        singles = [self._run_alone(one) for one in pair.sequences(self.device).split(1)]
+        ways: list[Outputs] = [tuple(torch.cat(parts) for parts in zip(*singles))]
+        for seed in (1, 2):
+            with jittered(self.causal_lm, precision, seed):
+                ways.append(self._alone(pair))
+        return max(_difference(way, alone) for way in ways)
+
+    def _refuse(self, pair: Pair, found: float, most: float) -> None:
+        rows = self._batch(pair).token_index
+
+        def compared(output: Tensor, is_packed: bool) -> Tensor | None:
+            if is_packed:
+                is_row = output.dim() == 3 and output.shape[0] == 1 and output.shape[1] > int(rows.max())
+                return output[0].index_select(0, rows.to(output.device)) if is_row else None
+            is_row = output.dim() == 3 and output.shape[:2] == (2, 2 * len(pair.prompt))
+            return _scoring_rows(output) if is_row else None
+
+        name = first_to_differ(
+            self.causal_lm, lambda: self._alone(pair), lambda: self._packed(pair), compared, _row_difference, most
+        )
+        expected = "the same in a packed row as in rows of their own"
+        got = f"differences of {found:.2g} of their size, where rounding makes at most {most:.2g}"
+        where = f"; the first module that differs is {name}" if name else ""
+        raise FirstUseError(explain("hidden states of the model", expected, got + where) + ADVICE, "self_check")
+
+    def _agreed(self, flag: bool) -> bool:
+        """Whether it holds on any of the ranks that run the same forwards, whose number depends on it."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return flag
+        value = torch.tensor(float(flag), device=self.device)
+        for group in _groups(self.outermost):
+            dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+        return bool(value.item())
+
+    # One forward each: the rows that score the responses, sequence by sequence.
+
+    def _alone(self, pair: Pair) -> Outputs:
+        return self._run_alone(pair.sequences(self.device))
+
+    def _run_alone(self, sequences: Tensor) -> Outputs:
+        return tuple(map(_scoring_rows, self._forward(input_ids=sequences)))
+
+    def _packed(self, pair: Pair) -> Outputs:
+        batch = self._batch(pair)
+        ids, positions, layout = batch.input_ids[None], batch.position_ids[None], batch.layout
+        with guard.expect_shared_prompt(layout, num_mixing_layers(self.causal_lm)):
+            outputs = self._forward(input_ids=ids, position_ids=positions, shared_prompt_layout=layout)
+        return tuple(one[0].index_select(0, batch.token_index.to(one.device)) for one in outputs)
+
+    def _batch(self, pair: Pair) -> Any:
+        return pack_shared_prompts([pair.prompt] * 2, list(pair.responses), device=self.device)
+
+    def _forward(self, **inputs: Any) -> Outputs:
+        """(B, T, ...) each."""
+        inputs |= dict(attention_mask=None, use_cache=False)
+        try:
+            return self._answer(**inputs) if self.model is None else self._run_outermost(self.model, inputs)
+        except (SharedPromptError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            what = "packed sequences" if "shared_prompt_layout" in inputs else "sequences in rows of their own"
+            expected = f"a model whose backbone and head take {what}"
+            message = explain("model", expected, f"{type(error).__name__}: {error}")
+            raise FirstUseError(message + ADVICE, "self_check") from error
+
+    def _run_outermost(self, model: nn.Module, inputs: dict[str, Any]) -> Outputs:
+        def answer(*args: Any, **given: Any) -> Outputs:
+            return self._answer(**{name: value for name, value in given.items() if value is not None})
+
+        with replaced_forward(self.causal_lm, answer):
+            outputs: Outputs = model(**inputs)
+        return outputs
+
+    def _answer(self, **inputs: Any) -> Outputs:
+        """What stands for the causal LM's forward: its backbone, and its head as the module that it is."""
+        # A backbone without a head is inside of its own call, whose hooks must not run again.
+        output = self.causal_lm.forward(**inputs) if self.backbone is None else self.backbone(**inputs)
+        hidden = output[0]
+        head = None if self.backbone is None else self.causal_lm.get_output_embeddings()
+        # Some heads (ELECTRA's) have a layer in front of the projection.
+        is_whole = getattr(head, "in_features", None) == hidden.shape[-1]
+        return (hidden, head(hidden)) if is_whole else (hidden,)
+
+
+def _scoring_rows(output: Tensor) -> Tensor:
+    """(B, 2 x length, D) -> (B x length, D): what is said of each token of the responses."""
+    length = output.shape[1] // 2
+    return output[:, length - 1 : -1].flatten(0, 1)
+
+
+def _difference(one: Outputs, other: Outputs) -> float:
+    return max(map(_row_difference, one, other))
+
+
+def _row_difference(one: Tensor, other: Tensor) -> float:
+    """The largest of the rows' differences, relative to the row; rows of `other` that are not finite say nothing."""
+    one, other = one.double(), other.double()
+    sizes = other.norm(dim=-1)
+    relative = (one - other).norm(dim=-1) / sizes.clamp(min=torch.finfo(torch.float32).tiny)
+    relative = relative.where(sizes.isfinite(), 0.0).nan_to_num(nan=float("inf"))
+    return float(relative.max())
+
+
+@contextmanager
+def _nudged(model: nn.Module) -> Iterator[None]:
+    """Give trainable parameters that are all zero, on this rank, small values for a while."""
+    trained = [_local(one) for one in model.parameters() if one.requires_grad]
+    floating = [one for one in trained if one.is_floating_point() and one.numel()]
+    if not floating:
+        yield
+        return
+    are_used = torch.stack([one.any().to(floating[0].device) for one in floating]).tolist()
+    zeros = [one for one, is_used in zip(floating, are_used) if not is_used]
+    before = [one.clone() for one in zeros]
+    generator = torch.Generator().manual_seed(0)
+    for one in zeros:
+        one.copy_(torch.rand(one.shape, generator=generator).mul_(2 * NUDGE).sub_(NUDGE))
+    try:
+        yield
+    finally:
+        for one, own in zip(zeros, before):
+            one.copy_(own)
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    """What this rank has of a parameter, outside of autograd: a forward may have saved it."""
+    own: Tensor = getattr(parameter, "ds_tensor", parameter).data  # of DeepSpeed's ZeRO-3
+    return own.to_local() if isinstance(own, DTensor) else own
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """The process groups whose ranks run a model's forwards together."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        group = getattr(module, "process_group", None)  # of DDP and FSDP1
+        if isinstance(group, dist.ProcessGroup):
+            found[id(group)] = group
+    for parameter in model.parameters():
+        own: list[Any] = [getattr(parameter, "ds_process_group", None)]  # of ZeRO-3
+        if isinstance(parameter, DTensor):
+            own = parameter.device_mesh.get_all_groups()
+        found |= {id(group): group for group in own if group is not None}
+    return list(found.values())

@@ -1,0 +1,343 @@
+"""What is tried before a model's first forward with a layout: noise, modules that look at their row, and no traces."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from row_lookers import LOOKERS, NOISES, Noisy, OfEachToken, add_looker, train
+from tiny_models import MIXED, check_equal, dualkv, replicated_logps, stock_twin, tiny_model, transformers
+from torch import nn
+
+from flash_attn_dualkv import SharedPromptError
+from flash_attn_dualkv.integrations.transformers import first_use, trial
+
+CAN_DRAW = ("llama", "qwen3", "phi3", "gemma2", "qwen3_moe")
+EXPERTS = [name for name in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3") if name in transformers.CONFIG_MAPPING]
+
+
+def forward(model: nn.Module, **options: bool) -> torch.Tensor:
+    return dualkv.shared_prompt_forward(model, MIXED.pack(), **options)[0]
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """The models that are tried."""
+    tried = []
+    stock = trial.Trial.run
+
+    def run(self):
+        tried.append(self.causal_lm)
+        stock(self)
+
+    monkeypatch.setattr(trial.Trial, "run", run)
+    return tried
+
+
+# --- noise ------------------------------------------------------------------------------------------------------------
+
+
+def neftune(model):
+    """What TRL's neftune_noise_alpha switches on."""
+    transformers.integrations.neftune.activate_neftune(model, 5.0)
+
+
+def hook_of_a_layer(model):
+    model.model.layers[1].register_forward_hook(
+        lambda module, args, output: output + 0.01 * torch.randn_like(output) if module.training else output
+    )
+
+
+def functional_dropout(model):
+    class Dropping(OfEachToken):
+        def look(self, hidden):
+            return nn.functional.dropout(hidden, 0.1, self.training)
+
+    train(add_looker(model, Dropping))
+
+
+def a_layer_that_is_left_out(model):
+    """Rarely: in one forward of four."""
+    stock = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda hidden: stock(hidden) * (torch.rand(()) > 0.25).to(hidden)
+
+
+def untrained_noise(model):
+    """Noise that an adapter multiplies with zero until its first step."""
+    add_looker(model, Noisy)
+
+
+def noise_in_a_hook_of_its_own(model):
+    generator = torch.Generator().manual_seed(3)
+
+    def shake(module, args):
+        return (args[0] + 0.01 * torch.randn(args[0].shape, generator=generator).to(args[0]),)
+
+    model.model.norm.register_forward_pre_hook(shake)
+
+
+KINDS = [neftune, hook_of_a_layer, functional_dropout, a_layer_that_is_left_out, untrained_noise,
+         noise_in_a_hook_of_its_own]  # fmt: skip
+
+
+@pytest.mark.parametrize("add_noise", KINDS)
+def test_noise_is_refused(add_noise):
+    model = tiny_model("llama").train()
+    add_noise(model)
+    with pytest.raises(SharedPromptError, match="without random numbers in training mode, got one in which model.+"):
+        forward(model)
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_noise_of_any_generator_is_refused(name):
+    model = tiny_model("llama").train()
+    train(add_looker(model, NOISES[name]))
+    with pytest.raises(SharedPromptError, match=r"model.layers.0.mlp.looker \(Nois.+\) draws some"):
+        forward(model)
+    forward(model.eval())  # where it draws nothing
+
+
+@pytest.mark.parametrize("name", CAN_DRAW)
+def test_models_without_noise_are_not_refused(name):
+    forward(tiny_model(name, dtype=torch.float32).train())
+
+
+def test_lora_without_dropout_is_not_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    forward(peft.get_peft_model(tiny_model("qwen3", dtype=torch.float32), config).train())
+
+
+def test_random_numbers_without_effect_are_not_refused():
+    """A moved generator is a suspicion: dropout of 0 moves it too."""
+    model = tiny_model("llama").train()
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output + 0 * torch.rand(()).to(output))
+    forward(model)
+
+
+def test_noise_that_configurations_name():
+    """The field is the reason given, in parts of the configuration too, and without a trial."""
+    if "dbrx" not in transformers.CONFIG_MAPPING:
+        pytest.skip("needs DBRX")
+    parts = dict(
+        attn_config=dict(kv_n_heads=2, clip_qkv=8, rope_theta=10000.0),
+        ffn_config=dict(ffn_hidden_size=32, moe_num_experts=4, moe_top_k=2, moe_jitter_eps=0.01),
+    )
+    config = transformers.DbrxConfig(vocab_size=97, d_model=32, n_heads=4, n_layers=2, max_seq_len=64, **parts)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dualkv").train()
+    with pytest.raises(SharedPromptError, match="config.ffn_config.moe_jitter_eps: expected 0 in training mode"):
+        forward(model, self_check=False)
+
+
+# --- modules that look at their row -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LOOKERS)
+def test_modules_that_look_at_their_row_are_refused(name, dtype, is_trained):
+    """Before the first step too, when the weight behind them is zero and outputs are right but gradients are not."""
+    model = tiny_model("llama", dtype=dtype).train()
+    if name == "row's length" and dtype == torch.bfloat16:
+        pytest.skip("norms behind it leave an effect as small as rounding")
+    looker = add_looker(model, LOOKERS[name])
+    if is_trained:
+        train(looker)
+    with pytest.raises(SharedPromptError, match=r"hidden states of the model.+ first module that differs is model.lay"):
+        forward(model)
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_modules_that_look_at_their_token_are_not_refused(dtype, is_trained):
+    model = tiny_model("llama", dtype=dtype).train()
+    looker = add_looker(model, OfEachToken)
+    if is_trained:
+        train(looker)
+    logps = forward(model)
+    assert is_trained or not looker.weight.any()
+    expected, _ = replicated_logps(stock_twin(model), MIXED)
+    check_equal(logps.detach(), expected.detach(), 0.3 if dtype == torch.bfloat16 else 1e-4)
+
+
+def test_a_head_that_looks_at_its_row_is_refused():
+    model = tiny_model("llama")
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] + args[0].mean(1, keepdim=True),))
+    with pytest.raises(SharedPromptError, match=r"first module that differs is lm_head \(Linear\)"):
+        forward(model)
+
+
+def test_a_module_that_cannot_take_a_packed_row():
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, output: output + args[0].view(-1, 32, args[0].shape[-1])
+    )
+    with pytest.raises(SharedPromptError, match="take packed sequences, got RuntimeError"):
+        forward(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_never_refused(name, dtype):
+    """Rounding flips routes: with near ties in every layer, packed and alone differ by far more than by rounding."""
+    flips = 0
+    for seed in range(12):
+        model = tiny_model(name, dtype=dtype).train()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+            tried = trial.Trial(model, torch.device("cpu"), None)
+            pair = trial.Pair.choose(model.config, 0)
+            flips += trial._difference(tried._packed(pair), tried._alone(pair)) > 4 * torch.finfo(dtype).eps
+        first_use.check_first_use(model, torch.device("cpu"))
+    assert flips or dtype == torch.float16 or name in ("gpt_oss", "deepseek_v3")
+
+
+# --- when, and what is left of it -------------------------------------------------------------------------------------
+
+
+def test_once_per_model_mode_and_hooks(trials):
+    model = tiny_model("llama")
+    for _ in range(2):
+        forward(model)
+    assert len(trials) == 1
+    model.train()
+    for _ in range(2):
+        forward(model)
+    assert len(trials) == 2
+    forward(model.eval())
+    assert len(trials) == 2
+    hook = model.model.layers[0].register_forward_hook(lambda module, args, output: None)
+    forward(model)
+    assert len(trials) == 3
+    hook.remove()
+    forward(model)
+    assert len(trials) == 3
+    forward(copy.deepcopy(model))
+    assert len(trials) == 4
+
+
+def test_once_per_set_of_active_adapters(trials):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_model("llama"), config)
+    model.add_adapter("other", config)
+    for expected in (1, 2, 3):
+        if expected == 2:
+            model.set_adapter("other")
+        with model.disable_adapter() if expected == 3 else torch.no_grad():
+            forward(model)
+            forward(model)
+        assert len(trials) == expected
+
+
+def test_it_can_be_switched_off(trials):
+    model = tiny_model("llama")
+    train(add_looker(model, LOOKERS["row's mean"]))
+    forward(model, self_check=False)
+    assert not trials
+    with pytest.raises(SharedPromptError):
+        forward(model)  # what was found without a trial says nothing of one
+    with pytest.raises(TypeError, match="self_check"):
+        forward(model, self_check=1)
+
+
+def test_an_error_is_raised_in_every_forward(trials):
+    model = tiny_model("llama")
+    train(add_looker(model, LOOKERS["row's mean"]))
+    for _ in range(2):
+        with pytest.raises(SharedPromptError, match="first module that differs"):
+            forward(model)
+    assert len(trials) == 1
+
+
+class Counting(OfEachToken):
+    """Counts, notes and adapts a bias in every forward, as routers do that balance their experts."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.register_buffer("bias", torch.zeros(width))
+        self.register_buffer("replaced", torch.zeros(1))
+        self.calls = 0
+        self.notes: list[int] = []
+
+    def look(self, hidden):
+        with torch.no_grad():
+            self.bias += 0.1
+        self.replaced = self.replaced + 1
+        self.calls += 1
+        self.notes.append(hidden.shape[1])
+        return hidden + 0 * torch.rand(()).to(hidden)
+
+
+class Owner:
+    calls = 0
+
+    def count(self, module, args, output):
+        self.calls += 1
+
+
+def test_it_leaves_no_trace():
+    """The same generators, buffers, parameters and counters of hooks behind it as before."""
+    model = tiny_model("llama").train()
+    looker = add_looker(model, Counting)
+    owner, calls, notes = Owner(), 0, {"rows": 0}
+    owner.calls = 5
+
+    def count(module, args, output):
+        nonlocal calls
+        calls += 1
+        notes["rows"] += output.shape[1]
+
+    handles = [model.model.norm.register_forward_hook(one) for one in (owner.count, count)]
+
+    def traces():
+        return (
+            torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist(), looker.calls,
+            list(looker.notes), looker.bias.tolist(), looker.replaced.tolist(), owner.calls, calls, dict(notes),
+            {name: (one.tolist(), one._version) for name, one in model.named_parameters()},
+        )  # fmt: skip
+
+    before, buffers = traces(), dict(looker._buffers)
+    first_use.check_first_use(model, torch.device("cpu"))
+    assert traces() == before
+    assert all(looker._buffers[name] is one for name, one in buffers.items())
+    model(torch.tensor([[3, 4]]))
+    assert looker.calls == 1 and calls == 1 and owner.calls == 6  # what counts without it
+    for handle in handles:
+        handle.remove()
+
+
+def test_a_graph_that_waits_for_its_backward():
+    """A forward has saved parameters before the trial gives those that are zero another value for a while."""
+    model = tiny_model("llama")
+    looker = add_looker(model, OfEachToken)
+    loss = model(torch.tensor([[3, 4, 5]])).logits.square().sum()
+    expected = torch.autograd.grad(loss, looker.weight, retain_graph=True)[0]
+    forward(model)
+    loss.backward()
+    assert torch.equal(looker.weight.grad, expected)
+
+
+def test_tokens_of_the_pair_have_no_meaning():
+    """Tokens that stand for images, or end a sequence, would be treated otherwise."""
+    config = tiny_model("llama").config
+    config.eos_token_id, config.image_token_id = list(range(0, 97, 3)), 4
+    ids = [one for number in range(trial.PAIRS) for part in trial.Pair.choose(config, number) for one in part]
+    flat = {token for one in ids for token in (one if isinstance(one, list) else [one])}
+    assert not flat & {*config.eos_token_id, 4}
+
+
+def test_the_state_of_a_large_model_is_cheap():
+    """Every forward asks for it: less than the traversals of all modules that it stands for."""
+    import timeit
+
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(num_hidden_layers=48, hidden_size=8, num_attention_heads=1, vocab_size=9)
+        model = transformers.LlamaForCausalLM(config)
+    own = min(timeit.repeat(lambda: first_use._state_of(model), number=5, repeat=3))
+    stock = min(timeit.repeat(lambda: list(model.named_modules()), number=5, repeat=3))
+    assert own < stock
