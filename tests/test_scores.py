@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -151,3 +152,121 @@ def test_no_gradient_of_a_gradient():
     (gradient,) = torch.autograd.grad(logps.sum(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         gradient.sum().backward()
+
+
+class Hooks:
+    """Gradient hooks of every kind that a parameter can have, and what they see."""
+
+    def __init__(self, parameter):
+        self.halved, self.recorded, self.accumulated, self.together = [], [], [], []
+        # Not linear: of parts and of their sum it makes something else.
+        self.handle = parameter.register_hook(lambda one: self.halved.append(one.clone()) or one * one.abs())
+        parameter.register_hook(lambda one: self.recorded.append(one.clone()))
+        parameter.register_post_accumulate_grad_hook(lambda one: self.accumulated.append(one.grad.clone()))
+        torch.autograd.graph.register_multi_grad_hook([parameter], self.together.extend)
+
+
+@pytest.mark.parametrize("rows", [3, 100])
+@pytest.mark.parametrize("used_elsewhere", [False, True])
+def test_gradient_hooks_run_once_with_the_whole_gradient(rows, used_elsewhere):
+    head, hidden, targets = problem()
+
+    def outcome(score):
+        module = copy.deepcopy(head)
+        hooks = [Hooks(one) for one in module.parameters()]
+        own = [dict(one._backward_hooks) for one in module.parameters()]
+        loss = score(module)[0].sum()
+        if used_elsewhere:  # as a tied embedding is
+            loss = loss + (module.weight**2).sum() * 0.3 + module.bias.sum()
+        loss.backward()
+        assert [dict(one._backward_hooks) for one in module.parameters()] == own
+        seen = [(one.halved, one.recorded, one.accumulated, one.together) for one in hooks]
+        assert all(len(calls) == 1 for one in seen for calls in one)
+        return [one.grad for one in module.parameters()] + [calls[0] for one in seen for calls in one]
+
+    got = outcome(lambda module: score_in_chunks(module, hidden, targets, rows=rows))
+    expected = outcome(lambda module: scores_of(module(hidden), targets))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("parametrized", [False, True])
+def test_hooks_of_what_the_head_is_made_of(parametrized):
+    """Low-rank factors, and a parametrisation's originals, whose gradients are found through other operations."""
+    head, hidden, targets = problem()
+    factors = [torch.randn(2, 6, dtype=torch.float64), torch.randn(9, 2, dtype=torch.float64)]
+    if parametrized:
+        nn.utils.parametrizations.weight_norm(head)
+
+    def outcome(score):
+        module, (a, b) = copy.deepcopy(head), [nn.Parameter(one.clone()) for one in factors]
+        leaves = [*module.parameters(), a, b]
+        hooks = [Hooks(one) for one in leaves]
+        score(lambda h: module(h) + h @ a.T @ b.T)[0].sum().backward()
+        assert all(len(one.halved) == len(one.together) == 1 for one in hooks)
+        return [one.grad for one in leaves]
+
+    got = outcome(lambda function: score_in_chunks(function, hidden, targets, rows=4))
+    for one, other in zip(got, outcome(lambda function: scores_of(function(hidden), targets)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_hooks_see_other_gradients_meanwhile():
+    """Whatever else asks for the parameter's gradient while a chunk's is computed, in this thread or in another."""
+    head, hidden, targets = problem()
+    seen = []
+    head.weight.register_hook(lambda one: seen.append(one.clone()))
+
+    def gradient_of(factor):
+        with torch.enable_grad():
+            torch.autograd.grad((factor * head.weight).sum(), head.weight)
+
+    def others(_):
+        gradient_of(2.0)
+        thread = threading.Thread(target=gradient_of, args=(3.0,))
+        thread.start()
+        thread.join()
+
+    def watched(h):
+        logits = head(h)
+        if logits.requires_grad and len(h) > 1:
+            logits.register_hook(others)
+        return logits
+
+    score_in_chunks(watched, hidden, targets, rows=4)[0].sum().backward()
+    *of_others, whole = seen
+    assert [one.unique().tolist() for one in of_others] == [[2.0], [3.0]] * 3
+    torch.testing.assert_close(whole, head.weight.grad)
+
+
+def test_a_hook_that_is_removed_by_another_stays_removed():
+    head, hidden, targets = problem()
+    hooks = Hooks(head.weight)
+
+    def watched(h):
+        if torch.is_grad_enabled() and len(h) > 1:  # the backward
+            hooks.handle.remove()
+        return head(h)
+
+    logps, _ = score_in_chunks(watched, hidden, targets, rows=4)
+    logps.sum().backward()
+    assert not hooks.halved
+    assert len(hooks.recorded) == 1 == len(hooks.accumulated)
+    assert hooks.handle.id not in head.weight._backward_hooks
+
+
+def test_hooks_run_if_a_chunk_has_failed():
+    head, hidden, targets = problem()
+    hooks = Hooks(head.weight)
+
+    def watched(h):
+        logits = head(h)
+        if logits.requires_grad and len(h) > 1:
+            logits.register_hook(lambda _: 1 / 0)
+        return logits
+
+    with pytest.raises(ZeroDivisionError):
+        score_in_chunks(watched, hidden, targets, rows=4)[0].sum().backward()
+    assert not hooks.halved
+    head.weight.sum().backward()
+    assert len(hooks.halved) == 1

@@ -3,12 +3,14 @@
 The logits of a chunk are computed again in the backward, so memory does not grow with rows x vocabulary. The gradients
 of the head's parameters are summed over the chunks in float32: of 149 chunks (64K tokens of a vocabulary of 152K) a sum
 in bf16 has three times the error of one product over all rows. During the backward that takes a float32 copy of them.
+Gradient hooks of the parameters see no chunk's part: they run once, for the sum and what other uses of a parameter add.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,7 +112,7 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
+        with torch.no_grad(), _hooks_wait(ctx.parameters):
             gradients = _ChunkedScores._gradients(ctx, d_logps, d_entropy)
         if torch.is_grad_enabled():  # create_graph=True
             anchor = next(one for one in (ctx.saved_tensors[1], *ctx.parameters) if one.requires_grad)
@@ -144,7 +146,7 @@ class _ChunkedScores(torch.autograd.Function):
                 None if d_entropy is None else d_entropy[chunk],
             )
             inputs = [*wanted, part] if needs_hidden else wanted
-            found = torch.autograd.grad(logits, inputs, d_logits, allow_unused=True)
+            found = _gradients_of_a_chunk(logits, inputs, d_logits)
             del logits, d_logits
             for total, one in zip(sums, found):
                 total.add(one)
@@ -164,6 +166,54 @@ class _DifferentiableOnce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(DIFFERENTIABLE_ONCE)
+
+
+class _Waiting:
+    """A gradient hook of a parameter that leaves the gradients of chunks alone.
+
+    These are known by their pass of autograd, whichever thread it runs in: other passes may go on meanwhile.
+    """
+
+    chunks: ClassVar[set[int]] = set()  # the passes that run now
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        self.hook = hook
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        return None if torch._C._current_graph_task_id() in self.chunks else self.hook(gradient)
+
+
+@contextmanager
+def _hooks_wait(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Let the parameters' gradient hooks leave chunks alone."""
+    waiting: list[tuple[dict[int, Any], int, _Waiting]] = []
+    for one in parameters:
+        hooks: dict[int, Any] = one._backward_hooks or {}
+        waiting += [(hooks, key, _Waiting(hook)) for key, hook in hooks.items()]
+    for hooks, key, hook in waiting:
+        hooks[key] = hook
+    try:
+        yield
+    finally:
+        for hooks, key, hook in waiting:
+            # Not if it has been removed, or another thread has put its own around it, which does no harm.
+            if hooks.get(key) is hook:
+                hooks[key] = hook.hook
+
+
+def _gradients_of_a_chunk(logits: Tensor, inputs: Sequence[Tensor], d_logits: Tensor) -> tuple[Any, ...]:
+    """The gradients of inputs, None of unused ones, which hooks that wait do not see."""
+    passes: list[int] = []
+
+    def begin(_: Tensor) -> None:
+        passes.append(torch._C._current_graph_task_id())
+        _Waiting.chunks.update(passes)
+
+    logits.register_hook(begin)  # before everything else of this pass
+    try:
+        return torch.autograd.grad(logits, inputs, d_logits, allow_unused=True)
+    finally:
+        _Waiting.chunks.difference_update(passes)
 
 
 class _Sum:
