@@ -25,7 +25,8 @@ def install_layout_hook(model: nn.Module) -> LayoutHook:
     The layout is the keyword argument `shared_prompt_layout` or, if something between the caller and the model drops
     unknown arguments, that of the enclosing `expect_shared_prompt`. The backbone (`model.model` of a causal LM) gets it
     even if the causal LM around it drops it. Install it before the model is wrapped or sharded. Layers of hybrid models
-    get hooks of their own, which stay, and do nothing without a layout.
+    get hooks of their own, which stay, and do nothing without a layout. Copies of the model, pickled ones too, have a
+    hook of their own.
 
     Args:
         model: a causal LM or its backbone, adapters included.
@@ -42,41 +43,11 @@ def install_layout_hook(model: nn.Module) -> LayoutHook:
     stock = causal_lm_of(model)
     check_supported(stock.config)
     check_modules(stock)
-    layers = num_mixing_layers(stock)
     name = backbone_name(stock)
     modules = [stock] if name is None else [stock, getattr(stock, name)]
     check_positions(modules[-1])
     prepare(stock)
-    parameters = {type(one): tuple(inspect.signature(type(one).forward).parameters)[1:] for one in modules}
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        hook.end_interrupted(module)
-        given, outer = kwargs.get("shared_prompt_layout"), guard.current()
-        layout = given if given is not None or outer is None else outer.layout
-        if layout is None:
-            return None
-        # FSDP2 puts a class of its own in front of the model's.
-        names = next(parameters[kind] for kind in type(module).__mro__ if kind in parameters)
-        _check_inputs(layout, {**dict(zip(names, args)), **kwargs})
-        check_noise(module)
-        if outer is None:
-            guard.begin(layout, layers, owner=(hook, module))
-        return (args, {**kwargs, "shared_prompt_layout": layout}) if given is None else None
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        expectation = guard.current()
-        if expectation is None or expectation.owner != (hook, module):
-            return
-        guard.end(expectation)
-        # Without an output the forward has raised; its error says more than the count.
-        if output is not None:
-            expectation.check()
-
-    hook = LayoutHook()
-    for one in modules:
-        hook.add(one.register_forward_pre_hook(before, with_kwargs=True))
-        hook.add(one.register_forward_hook(after, always_call=True))
-    return hook
+    return LayoutHook(modules, num_mixing_layers(stock))
 
 
 def _check_inputs(layout: Any, inputs: dict[str, Any]) -> None:
@@ -91,15 +62,61 @@ def _check_inputs(layout: Any, inputs: dict[str, Any]) -> None:
 
 
 class LayoutHook:
-    """What `install_layout_hook` has installed."""
+    """What `install_layout_hook` has installed: on a causal LM and on its backbone, or on a backbone alone.
 
-    def __init__(self) -> None:
+    The hooks are methods: a model with them can be pickled, and a copy of it has a copy of this object.
+    """
+
+    def __init__(self, modules: list[nn.Module], layers: int) -> None:
+        self._layers = layers
+        # Of the forwards, without self.
+        self._parameters = {type(one): tuple(inspect.signature(type(one).forward).parameters)[1:] for one in modules}
+        self._is_prepared = True
         self._handles: list[RemovableHandle] = []
+        for one in modules:
+            self._handles.append(one.register_forward_pre_hook(self._before, with_kwargs=True))
+            self._handles.append(one.register_forward_hook(self._after, always_call=True))
 
-    def add(self, handle: RemovableHandle) -> None:
-        self._handles.append(handle)
+    def __getstate__(self) -> dict[str, Any]:
+        # The process that reads a pickled model may not have changed the classes of a hybrid one.
+        return {**self.__dict__, "_is_prepared": False}
 
-    def end_interrupted(self, module: nn.Module) -> None:
+    def remove(self) -> None:
+        """Take it away again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        self._end_interrupted(module)
+        given, outer = kwargs.get("shared_prompt_layout"), guard.current()
+        layout = given if given is not None or outer is None else outer.layout
+        if layout is None:
+            return None
+        _check_inputs(layout, self._inputs(module, args, kwargs))
+        check_noise(module)
+        if not self._is_prepared:
+            prepare(module)
+            self._is_prepared = True
+        if outer is None:
+            guard.begin(layout, self._layers, owner=(self, module))
+        return (args, {**kwargs, "shared_prompt_layout": layout}) if given is None else None
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        expectation = guard.current()
+        if expectation is None or expectation.owner != (self, module):
+            return
+        guard.end(expectation)
+        # Without an output the forward has raised; its error says more than the count.
+        if output is not None:
+            expectation.check()
+
+    def _inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments of a forward by their names."""
+        # FSDP2 puts a class of its own in front of the model's.
+        names = next(self._parameters[kind] for kind in type(module).__mro__ if kind in self._parameters)
+        return {**dict(zip(names, args)), **kwargs}
+
+    def _end_interrupted(self, module: nn.Module) -> None:
         """Forget the expectations of forwards that have not come to their end: PyTorch runs no hook after Ctrl-C.
 
         `module` begins a forward; it cannot be inside another one of its own, nor of a module that lies within it.
@@ -110,8 +127,3 @@ class LayoutHook:
             if not is_own:
                 return
             guard.end(expectation)
-
-    def remove(self) -> None:
-        """Take it away again."""
-        for handle in self._handles:
-            handle.remove()

@@ -81,7 +81,10 @@ def replaced_forward(causal_lm: Any, forward: Callable[..., Any]) -> Iterator[No
     stock, thread = causal_lm.forward, threading.get_ident()
 
     def answer(*args: Any, **inputs: Any) -> Any:
-        return (stock if is_elsewhere(thread) else forward)(*args, **inputs)
+        if is_elsewhere(thread):
+            return stock(*args, **inputs)
+        _check_wanted(inputs)
+        return forward(*args, **inputs)
 
     causal_lm.forward = answer
     try:
@@ -91,3 +94,15 @@ def replaced_forward(causal_lm: Any, forward: Callable[..., Any]) -> Iterator[No
             causal_lm.forward = before
         else:
             del causal_lm.forward
+
+
+def _check_wanted(inputs: dict[str, Any]) -> None:
+    """SharedPromptError for a call that wants to look into the model: from an adapter, for purposes of its own.
+
+    X-LoRA, for example, weighs its experts by the hidden states of a forward that goes before.
+    """
+    for name in ("output_hidden_states", "output_attentions"):
+        if inputs.get(name):
+            expected = "a model whose wrappers and adapters call it once, for its log-probabilities"
+            got = f"a call with {name}=True (an adapter such as X-LoRA looks into the model, and cannot be shared)"
+            raise SharedPromptError(explain("model", expected, got))
