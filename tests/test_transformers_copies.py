@@ -1,4 +1,4 @@
-"""Copies of models that take layouts, pickled, saved and deep ones: each is guarded itself, and works where it lands."""
+"""Copies of models that take layouts, pickled, saved and deep ones: each is guarded itself, wherever it lands."""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ from ...errors import SharedPromptLayoutError
 from ...layout import SharedPromptLayout
 from . import guard
 from .base_class import check_labels
-from .forward import backbone_name, causal_lm_of
+from .heads import check_head, check_output
 from .hybrid import prepare
+from .structure import backbone_name, causal_lm_of, is_replaced
 from .support import check_modules, check_noise, check_positions, check_supported, num_mixing_layers
 
 
@@ -29,20 +30,22 @@ def install_layout_hook(model: nn.Module) -> LayoutHook:
     hook of their own.
 
     Args:
-        model: a causal LM or its backbone, adapters included.
+        model: a causal LM, its backbone, or another model with one output a token; adapters included.
 
     Returns:
         A handle whose `remove()` takes the hook away.
 
     Raises:
-        SharedPromptError: the model is not supported; see `check_supported`. From a forward: dropout.
-            Labels without shift_labels, which the model would shift by a row.
+        SharedPromptError: the model is not supported; see `check_supported`. Its head gives one value for the whole
+            row, which shows at installation or from a forward. From a forward: dropout. Labels without shift_labels,
+            which the model would shift by a row.
         SharedPromptLayoutError: from a forward, when an attention layer has not consumed the layout, or when the
             positions are not those of the layout's batch.
     """
     stock = causal_lm_of(model)
     check_supported(stock.config)
     check_modules(stock)
+    check_head(stock)
     name = backbone_name(stock)
     modules = [stock] if name is None else [stock, getattr(stock, name)]
     check_positions(modules[-1])
@@ -75,7 +78,7 @@ class LayoutHook:
         self._handles: list[RemovableHandle] = []
         for one in modules:
             self._handles.append(one.register_forward_pre_hook(self._before, with_kwargs=True))
-            self._handles.append(one.register_forward_hook(self._after, always_call=True))
+            self._handles.append(one.register_forward_hook(self._after, with_kwargs=True, always_call=True))
 
     def __getstate__(self) -> dict[str, Any]:
         # The process that reads a pickled model may not have changed the classes of a hybrid one.
@@ -101,14 +104,18 @@ class LayoutHook:
             guard.begin(layout, self._layers, owner=(self, module))
         return (args, {**kwargs, "shared_prompt_layout": layout}) if given is None else None
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         expectation = guard.current()
-        if expectation is None or expectation.owner != (self, module):
+        own = expectation if expectation is not None and expectation.owner == (self, module) else None
+        if own is not None:
+            guard.end(own)
+        if output is None:  # the forward has raised; its error says more than what follows
             return
-        guard.end(expectation)
-        # Without an output the forward has raised; its error says more than the count.
-        if output is not None:
-            expectation.check()
+        if own is not None:
+            own.check()
+        layout = kwargs.get("shared_prompt_layout")
+        if layout is not None and not is_replaced(module):
+            check_output(output, layout, self._inputs(module, args, kwargs))
 
     def _inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments of a forward by their names."""

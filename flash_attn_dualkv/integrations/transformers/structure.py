@@ -78,15 +78,7 @@ def replaced_forward(causal_lm: Any, forward: Callable[..., Any]) -> Iterator[No
     attributes = causal_lm.__dict__
     had_one, before = "forward" in attributes, attributes.get("forward")
     # Bound, with whatever a library has put around it (autocast, for example).
-    stock, thread = causal_lm.forward, threading.get_ident()
-
-    def answer(*args: Any, **inputs: Any) -> Any:
-        if is_elsewhere(thread):
-            return stock(*args, **inputs)
-        _check_wanted(inputs)
-        return forward(*args, **inputs)
-
-    causal_lm.forward = answer
+    causal_lm.forward = _Replacement(causal_lm.forward, forward)
     try:
         yield
     finally:
@@ -94,6 +86,24 @@ def replaced_forward(causal_lm: Any, forward: Callable[..., Any]) -> Iterator[No
             causal_lm.forward = before
         else:
             del causal_lm.forward
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether a causal LM answers with something else than its own output, see `replaced_forward`."""
+    return isinstance(module.__dict__.get("forward"), _Replacement)
+
+
+class _Replacement:
+    def __init__(self, stock: Callable[..., Any], forward: Callable[..., Any]) -> None:
+        self._stock = stock
+        self._forward = forward
+        self._thread = threading.get_ident()
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        if is_elsewhere(self._thread):
+            return self._stock(*args, **inputs)
+        _check_wanted(inputs)
+        return self._forward(*args, **inputs)
 
 
 def _check_wanted(inputs: dict[str, Any]) -> None:
