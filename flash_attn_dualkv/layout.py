@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -77,6 +77,10 @@ class SharedPromptLayout(SeparatelyPickled):
         target = torch.device("cpu") if device is None else arguments.device(device)
         host = HostLayout.of_tree(lens, above)
         return host.layout(to_device((), [host.nodes], target)[0], pad)
+
+    def __post_init__(self) -> None:
+        if self.position_ids is not None:
+            mark_packed(self.position_ids)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "position_ids": None}
@@ -222,6 +226,32 @@ class SharedPromptLayout(SeparatelyPickled):
         for name, number in numbers.items():
             if getattr(self, name) != number:
                 raise SharedPromptLayoutError(checks.explain(name, number, getattr(self, name)))
+
+
+def mark_packed(position_ids: Tensor) -> None:
+    """Note on a tensor that it has the positions of a packed row: nothing else keeps it, and it keeps nothing."""
+    if not torch.compiler.is_compiling():
+        position_ids.dualkv_packed = True  # type: ignore[attr-defined]
+
+
+def check_unpacked(position_ids: Any, attention_mask: Any = None) -> None:
+    """SharedPromptLayoutError for positions of a packed row, or views of them, that come without their layout.
+
+    A mask of one's own, of all pairs of rows, may stand for the layout. Nothing is known of copies of the positions and
+    of what a compiler traces.
+    """
+    if not isinstance(position_ids, Tensor) or torch.compiler.is_compiling():
+        return
+    base = position_ids._base if position_ids._is_view() else position_ids
+    if not hasattr(base, "dualkv_packed") or isinstance(attention_mask, Mapping):
+        return
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() < 3:
+        expected = "batch.layout beside the positions of its packed row"
+        got = (
+            "none: every row would see all that lie before it, other responses and prompts too (if it was given, "
+            "something on the way drops unknown arguments: see install_layout_hook)"
+        )
+        raise SharedPromptLayoutError(checks.explain("shared_prompt_layout", expected, got))
 
 
 def is_in_backward() -> bool:

@@ -6,13 +6,14 @@ import copy
 import dataclasses
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
 from calls import Operators
 from tiny_models import MIXED, check_equal, dualkv, replicated_logps, stock_twin, tiny_model, transformers
 
-from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, pack_jagged, pack_padded, pack_shared_prompts
+from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, pack_jagged, pack_padded, pack_prefix_tree, pack_shared_prompts
 
 BATCH = MIXED.pack()
 POSITIONS = "position_ids: expected (those of the layout's batch|batch.position_ids)"
@@ -74,6 +75,102 @@ def test_positions_given_by_position(guarded):
     model(BATCH.input_ids[None], None, BATCH.position_ids[None], **inputs)
     with pytest.raises(SharedPromptLayoutError, match=POSITIONS):
         model(BATCH.input_ids[None], None, BATCH.position_ids[None] + 0, **inputs)
+
+
+# --- positions without a layout ---------------------------------------------------------------------------------------
+
+NO_LAYOUT = "shared_prompt_layout: expected batch.layout beside the positions of its packed row"
+TREE = pack_prefix_tree([[5, 6, 7, 8], [5, 6, 9]], min_shared=1)
+# How callers hand a batch's positions on, all of them views or the tensor itself.
+VIEWS = {
+    "[None]": lambda positions: positions[None],
+    "unsqueeze": lambda positions: positions.unsqueeze(0),
+    "view": lambda positions: positions.view(1, -1),
+    "expand": lambda positions: positions.expand(1, -1),
+    "a view of a view": lambda positions: positions[None][:, :],
+    "contiguous": lambda positions: positions[None].contiguous(),
+    "to": lambda positions: positions[None].to("cpu", torch.int64),
+}
+BATCHES = {
+    "packed": lambda: BATCH,
+    "gather": lambda: MIXED.pack(boundary="gather"),
+    "padded": lambda: MIXED.pack(pad_to_multiple_of=16),
+    "tree": lambda: TREE,
+    "deepcopy": lambda: copy.deepcopy(BATCH),
+    "pickle": lambda: pickle.loads(pickle.dumps(TREE)),
+    "replace": lambda: dataclasses.replace(BATCH, targets=BATCH.targets.clone()),
+    "forms": lambda: pack_padded(torch.tensor([[5, 6, 7]] * 2), torch.ones(2, 3, dtype=torch.long), 2),
+}
+
+
+def without_layout(model, batch, positions, **options):
+    return model(batch.input_ids[None], position_ids=positions, use_cache=False, **options)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("view", VIEWS)
+def test_positions_of_a_batch_without_its_layout(view, hooked):
+    model = tiny_model("llama")
+    if hooked:
+        dualkv.install_layout_hook(model)
+    with pytest.raises(SharedPromptLayoutError, match=NO_LAYOUT):
+        without_layout(model, BATCH, VIEWS[view](BATCH.position_ids))
+    with torch.inference_mode(), pytest.raises(SharedPromptLayoutError, match=NO_LAYOUT):
+        without_layout(model, BATCH, VIEWS[view](BATCH.position_ids))
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("form", BATCHES)
+def test_positions_of_any_batch_are_known(form, hooked):
+    model, batch = tiny_model("qwen3"), BATCHES[form]()
+    if hooked:
+        dualkv.install_layout_hook(model)
+    with pytest.raises(SharedPromptLayoutError, match=NO_LAYOUT):
+        without_layout(model, batch, batch.position_ids[None])
+
+
+def test_positions_that_only_look_alike():
+    """Copies are not known, and what lies in memory where a batch was is no batch."""
+    model = tiny_model("llama")
+    dualkv.install_layout_hook(model)
+    without_layout(model, BATCH, BATCH.position_ids[None].clone())
+    # Other tensors of a batch lie in the same buffer.
+    without_layout(model, BATCH, BATCH.multiplicity[None])
+    addresses = set()
+    for _ in range(20):
+        batch = MIXED.pack()
+        addresses.add(batch.position_ids.data_ptr())
+        del batch
+    for _ in range(20):
+        positions = [torch.arange(BATCH.num_rows) for _ in range(9)]
+        for one in positions:
+            without_layout(model, BATCH, one[None])
+        if addresses & {one.data_ptr() for one in positions}:
+            break
+    alive = weakref.ref(MIXED.pack().position_ids)
+    assert alive() is None  # nothing keeps the positions of a batch
+
+
+def test_a_mask_of_ones_own_may_stand_for_the_layout():
+    """Rows that see what the layout would let them see, in a mask of all pairs."""
+    model = tiny_model("llama")
+    dualkv.install_layout_hook(model)
+    prompt, batch = [5, 6, 7], pack_shared_prompts([[5, 6, 7]] * 2, [[1, 2], [3]], boundary="gather")
+    sees = torch.ones(6, 6).tril().bool()
+    sees[5, 3:5] = False
+    got = without_layout(model, batch, batch.position_ids[None], attention_mask=sees[None, None]).logits
+    expected = model(torch.tensor([[*prompt, 3]]), use_cache=False).logits
+    check_equal(got[0, 5], expected[0, 3], 1e-7)
+    for mask in (torch.ones(1, 6), None):
+        with pytest.raises(SharedPromptLayoutError, match=NO_LAYOUT):
+            without_layout(model, batch, batch.position_ids[None], attention_mask=mask)
+
+
+def test_known_positions_can_be_saved_alone():
+    stream = io.BytesIO()
+    torch.save(BATCH.position_ids, stream)
+    stream.seek(0)
+    assert torch.equal(torch.load(stream, weights_only=True), BATCH.position_ids)
 
 
 # --- no false alarm ---------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import threading
 from typing import Any
 
@@ -72,8 +73,11 @@ def test_a_layer_that_gets_no_layout_raises():
     with pytest.raises(SharedPromptLayoutError, match=LOST + "1"):
         model(**inputs(shared_prompt_layout=BATCH.layout))
     handle.remove()
-    # Nobody expects anything here: this is what the guard is for.
-    model(**inputs(shared_prompt_layout=BATCH.layout))
+    # Nobody counts here, but the layer is given positions that it knows; of others nothing is seen.
+    with pytest.raises(SharedPromptLayoutError, match="expected batch.layout beside the positions of its packed row"):
+        model(**inputs(shared_prompt_layout=BATCH.layout))
+    alone = dataclasses.replace(BATCH.layout, position_ids=None)
+    model(**{**inputs(shared_prompt_layout=alone), "position_ids": BATCH.position_ids[None].clone()})
 
 
 @pytest.mark.skipif(VERSION >= (5, 0), reason="this transformers' GPT-2 passes the layout on")
@@ -149,7 +153,8 @@ class Interruption(BaseException):
 @pytest.mark.parametrize("through", ["model", "backbone"])
 def test_a_forward_that_was_interrupted_leaves_nothing_behind(through):
     model = tiny_model("llama")
-    expected = model(**inputs()).logits
+    plain = dict(input_ids=torch.arange(3, 9)[None], use_cache=False)
+    expected = model(**plain).logits
     dualkv.install_layout_hook(model)
     last = model.model.layers[1]
 
@@ -160,7 +165,7 @@ def test_a_forward_that_was_interrupted_leaves_nothing_behind(through):
     with pytest.raises(Interruption):
         (model if through == "model" else model.model)(**inputs(shared_prompt_layout=BATCH.layout))
     handle.remove()
-    assert torch.equal(model(**inputs()).logits, expected)
+    assert torch.equal(model(**plain).logits, expected)
     assert guard.current() is None
     model.generate(torch.arange(3, 9)[None], max_new_tokens=2, do_sample=False)
     model(**inputs(shared_prompt_layout=BATCH.layout))

@@ -183,7 +183,7 @@ def test_no_mask_is_built_with_a_layout(attention, restored_registry, monkeypatc
     dualkv.shared_prompt_forward(model, MIXED.pack(), self_check=False)
     assert not built
     batch = MIXED.pack()
-    model(batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
+    model(batch.input_ids[None], position_ids=batch.position_ids[None].clone(), use_cache=False)
     assert len(built) == 2  # one for windows and one for full attention, shared by the layers
 
 
@@ -221,7 +221,7 @@ def test_masks_of_models_that_look_at_theirs(name):
     model(**ids)
     # One plainly causal row needs no mask, here and in stock models; 4.57 makes one.
     assert len(seen) == (name != "llama" or VERSION < (5, 0))
-    model(**ids, position_ids=batch.position_ids[None])
+    model(**ids, position_ids=batch.position_ids[None].clone())  # as of another library's packed row
     shape, last, hidden, dtype = seen[-1]
     tokens = batch.layout.num_tokens
     assert (shape, dtype) == ((1, 1, tokens, tokens), torch.bool)

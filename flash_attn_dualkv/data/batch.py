@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import arguments
-from ..layout import HostLayout, SharedPromptLayout
+from ..layout import HostLayout, SharedPromptLayout, mark_packed
 from ..nodes import COLUMNS
 from .transfer import SeparatelyPickled, ints, same_device, to_device, written
 
@@ -197,6 +197,7 @@ def batch_of(
 ) -> SharedPromptBatch:
     """The batch of what the compiled module has packed: the same, bit by bit, as `packed_by_operators` makes."""
     rows = len(input_ids)
+    mark_packed(position_ids)
     layout = _made(
         SharedPromptLayout, nodes, node_lens, node_parents, max_sequence, mean_keys, rows, rows - sum(node_lens), False,
         position_ids,

@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from ... import arguments
 from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, explain, max_head_dim
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
-from ...layout import SharedPromptLayout
+from ...layout import SharedPromptLayout, check_unpacked
 from ...packed_attention import BACKENDS, shared_prompt_attention
 from ..ulysses import UlyssesLayout, ulysses_attention
 from . import base_class, guard
@@ -252,8 +252,7 @@ def _attend_without_layout(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Stock attention on the mask that `deferred_mask` has made: None, bool, or a caller's own 4-D mask."""
-    if isinstance(attention_mask, DeferredMask):
-        attention_mask = attention_mask.build()
+    attention_mask = _stock_mask(attention_mask, kwargs)
     chosen = [name for name in _CHOSEN_KEYS if kwargs.get(name) is not None]
     if chosen:
         expected = "stock attention (sdpa or eager) for a model that chooses keys with an indexer"
@@ -271,6 +270,13 @@ def _attend_without_layout(
         expected = f"a model file with an eager attention ({type(module).__module__} has none)"
         raise SharedPromptError(explain("fallback", expected, repr(fallback)))
     return eager(module, query, key, value, _additive(attention_mask, query, key), **kwargs)
+
+
+def _stock_mask(attention_mask: Any, kwargs: dict[str, Any]) -> Any:
+    """The mask that stock attention takes; an error if it is for a packed row whose layout got lost."""
+    if guard.current() is None:  # which says how many layers have lost it
+        check_unpacked(kwargs.get("position_ids"), attention_mask)
+    return attention_mask.build() if isinstance(attention_mask, DeferredMask) else attention_mask
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -323,8 +329,7 @@ def _wrapped_attention(stock: Callable[..., Any], backend: str) -> Callable[...,
         **kwargs: Any,
     ) -> Any:
         if shared_prompt_layout is None:
-            if isinstance(attention_mask, DeferredMask):
-                attention_mask = attention_mask.build()
+            attention_mask = _stock_mask(attention_mask, kwargs)
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
         if args:
             raise SharedPromptError(explain("attention", "options as keyword arguments", f"{len(args)} by position"))

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from ... import arguments
 from ...checks import explain
 from ...errors import SharedPromptLayoutError
-from ...layout import SharedPromptLayout
+from ...layout import SharedPromptLayout, check_unpacked
 from . import guard
 from .base_class import check_labels
 from .heads import check_head, check_output
@@ -39,8 +39,8 @@ def install_layout_hook(model: nn.Module) -> LayoutHook:
         SharedPromptError: the model is not supported; see `check_supported`. Its head gives one value for the whole
             row, which shows at installation or from a forward. From a forward: dropout. Labels without shift_labels,
             which the model would shift by a row.
-        SharedPromptLayoutError: from a forward, when an attention layer has not consumed the layout, or when the
-            positions are not those of the layout's batch.
+        SharedPromptLayoutError: from a forward, when an attention layer has not consumed the layout, when the positions
+            are not those of the layout's batch, or when those of a batch come without its layout.
     """
     stock = causal_lm_of(model)
     check_supported(stock.config)
@@ -93,9 +93,11 @@ class LayoutHook:
         self._end_interrupted(module)
         given, outer = kwargs.get("shared_prompt_layout"), guard.current()
         layout = given if given is not None or outer is None else outer.layout
+        inputs = self._inputs(module, args, kwargs)
         if layout is None:
+            check_unpacked(inputs.get("position_ids"), inputs.get("attention_mask"))
             return None
-        _check_inputs(layout, self._inputs(module, args, kwargs))
+        _check_inputs(layout, inputs)
         check_noise(module)
         if not self._is_prepared:
             prepare(module)
