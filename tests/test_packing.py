@@ -58,7 +58,7 @@ def check(batch: SharedPromptBatch, prompts: Lists, responses: Lists, boundary: 
     layout.validate()
     assert sorted(batch.order) == list(range(len(prompts)))
     assert batch.prompt_lens == tuple(map(len, prompts)) and batch.response_lens == tuple(map(len, responses))
-    input_ids, position_ids, labels = batch.input_ids.tolist(), batch.position_ids.tolist(), batch.labels.tolist()
+    input_ids, position_ids, labels = batch.input_ids.tolist(), batch.position_ids.tolist(), batch.row_labels.tolist()
     token_index, targets = iter(batch.token_index.tolist()), iter(batch.targets.tolist())
     contexts = set(range(layout.num_context_tokens))
     for rows, prompt, response in zip(rows_of_samples(batch), prompts, responses):
@@ -134,7 +134,7 @@ def test_values_by_hand() -> None:
     assert gathered.input_ids.tolist() == [11, 12, 13, 21]
     assert gathered.token_index.tolist() == [2, 3, 2]
     assert gathered.targets.tolist() == [21, 22, 31]
-    assert gathered.labels.tolist() == [-100, -100, -100, 22]
+    assert gathered.row_labels.tolist() == [-100, -100, -100, 22]
     assert batch.metrics() == {
         "shared_prompt/dedup_ratio": 9 / 7,
         "shared_prompt/tokens": 7,
@@ -323,7 +323,7 @@ def test_layout_is_integers_and_init_fields_only() -> None:
     assert copy is not layout and all(getattr(copy, name) is value for name, value in vars(layout).items())
     copy.validate()
     batch = pack_shared_prompts(PROMPTS, RESPONSES)
-    assert dataclasses.replace(batch, labels=batch.labels).layout is batch.layout
+    assert dataclasses.replace(batch, row_labels=batch.labels).layout is batch.layout
 
 
 def test_pad_to() -> None:

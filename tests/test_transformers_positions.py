@@ -13,7 +13,14 @@ import torch
 from calls import Operators
 from tiny_models import MIXED, check_equal, dualkv, replicated_logps, stock_twin, tiny_model, transformers
 
-from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, pack_jagged, pack_padded, pack_prefix_tree, pack_shared_prompts
+from flash_attn_dualkv import (
+    SharedPromptError,
+    SharedPromptLayoutError,
+    pack_jagged,
+    pack_padded,
+    pack_prefix_tree,
+    pack_shared_prompts,
+)
 
 BATCH = MIXED.pack()
 POSITIONS = "position_ids: expected (those of the layout's batch|batch.position_ids)"
@@ -208,7 +215,7 @@ def test_copied_batches():
         copy.deepcopy(BATCH),
         pickle.loads(pickle.dumps(BATCH)),
         torch.load(saved, weights_only=False),
-        dataclasses.replace(BATCH, labels=BATCH.labels.clone()),
+        dataclasses.replace(BATCH, row_labels=BATCH.labels.clone()),
     ]
     for batch in copies:
         call(model, batch, position_ids=batch.position_ids[None])

@@ -69,7 +69,7 @@ def check(batch: PrefixTreeBatch, sequences: Lists, masks: Lists | None, groups:
     end = batch.cu_seqlens.tolist()[-1]
     assert batch.num_rows == end + batch.pad == len(batch.input_ids) == len(batch.position_ids)
     assert batch.sequence_lens == tuple(map(len, sequences))
-    ids, positions, labels = batch.input_ids.tolist(), batch.position_ids.tolist(), batch.labels.tolist()
+    ids, positions, labels = batch.input_ids.tolist(), batch.position_ids.tolist(), batch.row_labels.tolist()
     node_of = [index for index, node in enumerate(nodes) for _ in range(node.q_len)]
     all_paths, rows, trained = paths(batch), rows_of(batch), trains(sequences, masks)
     for own, sequence in zip(rows, sequences):
@@ -254,13 +254,13 @@ def test_values_by_hand() -> None:
     assert batch.parents.tolist() == [-1, 0, 1, 1, 3, 3, 0, -1, -1]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 4, 5, 5, 2, 0, 0, 1]
     assert batch.multiplicity.tolist() == [6, 6, 4, 4, 2, 2, 1, 1, 1, 1, 1, 1]
-    assert batch.labels.tolist() == [0, 7, 1, 2, -100, 3, -100, -100, -100, -100, 2, -100]
+    assert batch.row_labels.tolist() == [0, 7, 1, 2, -100, 3, -100, -100, -100, -100, 2, -100]
     assert batch.scored_lens == (4, 5, 2, 4, 1, 0, 1, 0, 5)
     assert batch.token_index[:11].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 5, 0, 1]
     replicated = pack_prefix_tree(SEQUENCES, min_shared=1, boundary="replicate")
     assert replicated.input_ids.tolist() == [5, 0, 7, 1, 2, 1, 3, 3, 3, 4, 0, 8, 9, 256, 2]
     assert replicated.node_lens == (1, 2, 2, 1, 2, 2, 2, 1, 2)
-    assert replicated.labels.tolist() == [0, 7, 1, 2, -100, 3, 3, -100, 4, -100, 8, -100, -100, 2, -100]
+    assert replicated.row_labels.tolist() == [0, 7, 1, 2, -100, 3, 3, -100, 4, -100, 8, -100, -100, 2, -100]
 
 
 def test_labels_of_several_spans() -> None:
@@ -269,7 +269,7 @@ def test_labels_of_several_spans() -> None:
     batch = pack_prefix_tree(sequences, loss_mask=masks, min_shared=1)
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 5]
     assert batch.token_index.tolist() == [1, 0, 2, 2] and batch.targets.tolist() == [3, 2, 5, 4]
-    assert batch.labels.tolist() == [2, 3, 5, -100, -100]
+    assert batch.row_labels.tolist() == [2, 3, 5, -100, -100]
     assert unpack_logprobs(torch.tensor([1.0, 2.0, 3.0, 4.0]), batch).tolist() == [[1, 0], [2, 3], [4, 0]]
 
 

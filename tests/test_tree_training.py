@@ -124,6 +124,6 @@ def test_labels_of_the_replicated_boundary_are_enough() -> None:
         batch.position_ids,
         lambda q, k, v: shared_prompt_attention(q, k, v, batch.layout),
     )
-    by_row = values.gather(1, batch.labels.clamp(min=0)[:, None])[:, 0]
+    by_row = values.gather(1, batch.row_labels.clamp(min=0)[:, None])[:, 0]
     by_token = values[batch.token_index, batch.targets]
     assert unpack_logprobs(by_row, batch, per_row=True).equal(unpack_logprobs(by_token, batch, per_row=False))

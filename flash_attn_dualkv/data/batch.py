@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import arguments
+from ..checks import explain
+from ..errors import SharedPromptError
 from ..layout import HostLayout, SharedPromptLayout, mark_packed
 from ..nodes import COLUMNS
 from .transfer import SeparatelyPickled, ints, same_device, to_device, written
@@ -20,6 +22,8 @@ from .transfer import SeparatelyPickled, ints, same_device, to_device, written
 Made = TypeVar("Made", SharedPromptLayout, "SharedPromptBatch")
 
 IGNORED_LABEL = -100
+# What to do where labels cannot say everything.
+LABELS_ADVICE = "score batch.targets with the rows of batch.token_index, as shared_prompt_forward does"
 PADDING_TOKEN = 0  # any id that every vocabulary has
 
 
@@ -31,8 +35,9 @@ class SharedPromptBatch(SeparatelyPickled):
         input_ids: (T,) int64.
         position_ids: (T,) int64, the position of each row in its own sequence, from 0; 0 in padding.
         layout: what the attention layers need.
-        labels: (T,) int64, the next token of each response row; -100 in contexts and padding and where there is none.
-            With boundary "gather" the first token of a response has no row of its own, hence no label.
+        row_labels: (T,) int64, the next token of each response row; -100 in contexts and padding and where there is
+            none. With boundary "gather" the first token of a response has no row of its own, hence no label; see
+            `labels`.
         token_index: (sum R,) int64, the row whose logits score each response token, sample by sample in original order.
         targets: (sum R,) int64, the response tokens themselves in that order.
         response_lens: (B,) R_i in original order.
@@ -49,7 +54,7 @@ class SharedPromptBatch(SeparatelyPickled):
     input_ids: Tensor
     position_ids: Tensor
     layout: SharedPromptLayout
-    labels: Tensor
+    row_labels: Tensor
     token_index: Tensor
     targets: Tensor
     response_lens: tuple[int, ...]
@@ -65,6 +70,20 @@ class SharedPromptBatch(SeparatelyPickled):
         self.__dict__.update(state)
         # The two were pickled apart.
         self.__dict__["layout"] = replace(self.layout, position_ids=self.position_ids)
+
+    @property
+    def labels(self) -> Tensor:
+        """(T,) int64, `row_labels` for a loss over rows, which has one term for each response token.
+
+        Raises:
+            SharedPromptError: rows score several tokens (boundary "gather"), so that labels leave some of them out.
+        """
+        is_whole = self.layout.node_lens[0] == self.prompt_lens[self.order[0]]  # of the first context
+        if is_whole and any(self.response_lens):
+            expected = 'a batch of boundary="replicate", whose every response token has a row of its own'
+            got = f'one of "gather", whose labels leave out first tokens (or {LABELS_ADVICE})'
+            raise SharedPromptError(explain("labels", expected, got))
+        return self.row_labels
 
     @property
     def scored_lens(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import accumulate
 from operator import lt
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from .. import arguments
 from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError
 from ..layout import HostLayout, SharedPromptLayout
-from .batch import IGNORED_LABEL, PADDING_TOKEN, expand, int64s, offsets_of, take
+from .batch import IGNORED_LABEL, LABELS_ADVICE, PADDING_TOKEN, expand, int64s, offsets_of, take
 from .pack import BOUNDARIES, Boundary
 from .samples import GroupIds, Tokens, all_tokens, check_count, check_token_ids, extremes, fetch, joined, selected
 from .transfer import SeparatelyPickled, ints, same_device, to_device
@@ -56,7 +57,9 @@ class PrefixTreeBatch(SeparatelyPickled):
         token_index: (trained tokens,) int64, the row whose logits score each trained token, sequence by sequence in
             original order: that of the token before it. A row before a branch scores several different tokens.
         targets: (trained tokens,) int64, the trained tokens themselves in that order.
-        labels: (T,) int64, the first of the trained tokens that a row scores; -100 where there is none.
+        row_labels: (T,) int64, the first of the trained tokens that a row scores; -100 where there is none. With
+            boundary "replicate" a row scores no other token, though it may score it for several sequences; see
+            `labels`.
         multiplicity: (T,) int64, how many sequences the row stands for; 0 for padding.
         padded_index: (trained tokens,) int64, place of each in a flattened tensor of (B, most trained tokens).
         scored_lens: (B,) trained tokens of each sequence.
@@ -73,7 +76,7 @@ class PrefixTreeBatch(SeparatelyPickled):
     row_index: Tensor
     token_index: Tensor
     targets: Tensor
-    labels: Tensor
+    row_labels: Tensor
     multiplicity: Tensor
     padded_index: Tensor
     scored_lens: tuple[int, ...]
@@ -85,6 +88,30 @@ class PrefixTreeBatch(SeparatelyPickled):
         self.__dict__.update(state)
         # The two were pickled apart.
         self.__dict__["layout"] = replace(self.layout, position_ids=self.position_ids)
+
+    @property
+    def labels(self) -> Tensor:
+        """(T,) int64, `row_labels` for a loss over rows, which has one term for each trained token of each sequence.
+
+        The first time it reads their number back, for which a GPU is waited for.
+
+        Raises:
+            SharedPromptError: rows score several tokens, or one token for several sequences: such a loss would count
+                them once.
+        """
+        trained, rows = sum(self.scored_lens), self._labelled_rows
+        if rows < trained:
+            expected = f"a row for each of the {trained} trained tokens of all sequences"
+            got = (
+                f"{rows} rows with a label: a loss over them counts what sequences share once, and with "
+                f'boundary="gather" one branch of several ({LABELS_ADVICE})'
+            )
+            raise SharedPromptError(explain("labels", expected, got))
+        return self.row_labels
+
+    @cached_property
+    def _labelled_rows(self) -> int:
+        return int((self.row_labels != IGNORED_LABEL).sum())
 
     @property
     def node_lens(self) -> tuple[int, ...]:
