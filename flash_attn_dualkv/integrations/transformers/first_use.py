@@ -44,7 +44,8 @@ def check_first_use(
     with lock_of(causal_lm):
         prepare(causal_lm)
         known = _errors.setdefault(causal_lm, {})
-        state = (*_state_of(causal_lm), self_check)
+        # The outermost module has a part in what is tried.
+        state = (*_state_of(causal_lm), self_check, None if model is None else weakref.ref(model))
         if state not in known:
             known[state] = _error_of(causal_lm, device, model, self_check)
         error = known[state]

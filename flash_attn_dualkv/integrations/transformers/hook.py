@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ... import arguments
 from ...checks import explain
-from ...errors import SharedPromptLayoutError
+from ...errors import SharedPromptError, SharedPromptLayoutError
 from ...layout import SharedPromptLayout, check_unpacked
 from . import guard
 from .base_class import check_labels
+from .first_use import check_first_use
 from .heads import check_head, check_output
 from .hybrid import prepare
 from .structure import backbone_name, causal_lm_of, is_replaced
-from .support import check_modules, check_noise, check_positions, check_supported, num_mixing_layers
+from .support import check_modules, check_positions, check_supported, num_mixing_layers
 
 
-def install_layout_hook(model: nn.Module) -> LayoutHook:
+def install_layout_hook(model: nn.Module, *, self_check: bool = True) -> LayoutHook:
     """Guard every forward of a model that has a layout, and pass the layout on to its backbone.
 
     The layout is the keyword argument `shared_prompt_layout` or, if something between the caller and the model drops
@@ -31,14 +34,17 @@ def install_layout_hook(model: nn.Module) -> LayoutHook:
 
     Args:
         model: a causal LM, its backbone, or another model with one output a token; adapters included.
+        self_check: try a pair of short sequences before the first forward in each mode and with each set of active
+            adapters, as in `shared_prompt_forward`. A forward without a layout counts too, so that all ranks try it
+            together; what is found refuses only forwards with one.
 
     Returns:
         A handle whose `remove()` takes the hook away.
 
     Raises:
         SharedPromptError: the model is not supported; see `check_supported`. Its head gives one value for the whole
-            row, which shows at installation or from a forward. From a forward: dropout. Labels without shift_labels,
-            which the model would shift by a row.
+            row, which shows at installation or from a forward. From a forward: the model draws random numbers or is
+            not exact with its present adapters. Labels without shift_labels, which the model would shift by a row.
         SharedPromptLayoutError: from a forward, when an attention layer has not consumed the layout, when the positions
             are not those of the layout's batch, or when those of a batch come without its layout.
     """
@@ -50,7 +56,7 @@ def install_layout_hook(model: nn.Module) -> LayoutHook:
     modules = [stock] if name is None else [stock, getattr(stock, name)]
     check_positions(modules[-1])
     prepare(stock)
-    return LayoutHook(modules, num_mixing_layers(stock))
+    return LayoutHook(modules, num_mixing_layers(stock), arguments.flag("self_check", self_check))
 
 
 def _check_inputs(layout: Any, inputs: dict[str, Any]) -> None:
@@ -70,19 +76,17 @@ class LayoutHook:
     The hooks are methods: a model with them can be pickled, and a copy of it has a copy of this object.
     """
 
-    def __init__(self, modules: list[nn.Module], layers: int) -> None:
+    def __init__(self, modules: list[nn.Module], layers: int, self_check: bool) -> None:
+        self._outermost = modules[0]
         self._layers = layers
+        self._self_check = self_check
+        self._tried: set[bool] = set()  # modes, before forwards without a layout
         # Of the forwards, without self.
         self._parameters = {type(one): tuple(inspect.signature(type(one).forward).parameters)[1:] for one in modules}
-        self._is_prepared = True
         self._handles: list[RemovableHandle] = []
         for one in modules:
             self._handles.append(one.register_forward_pre_hook(self._before, with_kwargs=True))
             self._handles.append(one.register_forward_hook(self._after, with_kwargs=True, always_call=True))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The process that reads a pickled model may not have changed the classes of a hybrid one.
-        return {**self.__dict__, "_is_prepared": False}
 
     def remove(self) -> None:
         """Take it away again."""
@@ -96,12 +100,13 @@ class LayoutHook:
         inputs = self._inputs(module, args, kwargs)
         if layout is None:
             check_unpacked(inputs.get("position_ids"), inputs.get("attention_mask"))
+            if module is self._outermost and module.training not in self._tried:
+                with suppress(SharedPromptError):
+                    self._try(module, inputs)
             return None
         _check_inputs(layout, inputs)
-        check_noise(module)
-        if not self._is_prepared:
-            prepare(module)
-            self._is_prepared = True
+        if outer is None or outer.owner != (self, self._outermost):
+            self._try(module, inputs)
         if outer is None:
             guard.begin(layout, self._layers, owner=(self, module))
         return (args, {**kwargs, "shared_prompt_layout": layout}) if given is None else None
@@ -118,6 +123,15 @@ class LayoutHook:
         layout = kwargs.get("shared_prompt_layout")
         if layout is not None and not is_replaced(module):
             check_output(output, layout, self._inputs(module, args, kwargs))
+
+    def _try(self, module: nn.Module, inputs: dict[str, Any]) -> None:
+        """SharedPromptError if the model cannot share prompts in its present mode and with its present adapters."""
+        if is_replaced(module):  # inside of shared_prompt_forward, which has asked
+            return
+        self._tried.add(module.training)
+        given = [inputs.get(name) for name in ("input_ids", "inputs_embeds")]
+        device = next((one.device for one in given if isinstance(one, Tensor)), torch.device("cpu"))
+        check_first_use(module, device, self_check=self._self_check)
 
     def _inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments of a forward by their names."""
