@@ -21,6 +21,7 @@ from ...data.tree import PrefixTreeBatch
 from ...errors import SharedPromptError
 from ..lm_head import rows_of_a_chunk, score_in_chunks
 from .first_use import check_first_use
+from .gathered import already_gathered, gathered_modules, score_gathered
 from .guard import expect_shared_prompt
 from .structure import backbone_name, causal_lm_of, is_elsewhere, lock_of, replaced_forward
 from .support import (
@@ -72,7 +73,7 @@ def shared_prompt_forward(
 
     Args:
         model: a causal LM of transformers whose attention is registered or wrapped by this package; also inside PEFT,
-            DDP or FSDP. Gradients flow to its parameters unless grad mode is off.
+            DDP, FSDP or DeepSpeed. Gradients flow to its parameters unless grad mode is off.
         batch: from `pack_shared_prompts` or `pack_prefix_tree`, on the model's device.
         temperature: divides the logits; finite and > 0.
         with_entropy: also return the entropy of each distribution (natural log, differentiable).
@@ -163,20 +164,23 @@ class _Scorer:
         # One gather for all rows: a gather per chunk would have a backward as large as the whole pack.
         hidden = output.last_hidden_state[0].index_select(0, self.batch.token_index)
         rows = rows_of_a_chunk(text_config(self.causal_lm.config).vocab_size)
+        gathered = gathered_modules(self.causal_lm, self.backbone)
 
         def logits(hidden: Tensor) -> Tensor:
             """(rows, D) -> (rows, vocabulary)."""
             ready = type(output)(last_hidden_state=hidden[None])
-            with lock_of(self.causal_lm), _ready_backbone(self.causal_lm, self.backbone, ready):
+            ready_backbone = _ready_backbone(self.causal_lm, self.backbone, ready)
+            with lock_of(self.causal_lm), ready_backbone, already_gathered(gathered):
                 # Some heads look at the length of the input; nobody looks into it, since the backbone is ready.
                 inputs = {"inputs_embeds": hidden.detach()[None], "use_cache": False, "return_dict": True}
                 result: Tensor = self.stock_forward(**inputs).logits[0]
             return result
 
-        logps, entropy = score_in_chunks(
-            logits, hidden, self.batch.targets, rows=rows, temperature=self.temperature, with_entropy=self.with_entropy
-        )
-        return logps, entropy
+        def score(hidden: Tensor) -> tuple[Tensor, Tensor]:
+            options: dict[str, Any] = dict(temperature=self.temperature, with_entropy=self.with_entropy)
+            return score_in_chunks(logits, hidden, self.batch.targets, rows=rows, **options)
+
+        return score_gathered(gathered, score, hidden)
 
     def _run_backbone(self, inputs: dict[str, Any]) -> Any:
         """The backbone's output, from a stock forward whose head sees a single row."""

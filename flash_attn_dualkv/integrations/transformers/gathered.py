@@ -1,0 +1,71 @@
+"""LM heads under DeepSpeed ZeRO-3, whose parameters are there once for all chunks.
+
+ZeRO-3 leaves a module's parameters empty and gathers them, from all processes, in hooks around the module's forward and
+backward. Around each chunk that would fail: processes with other numbers of chunks would wait for each other, and a
+gradient summed over chunks would meet an empty parameter. So the hooks run around all chunks at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+Score = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def gathered_modules(causal_lm: nn.Module, backbone: str) -> list[nn.Module]:
+    """The modules outside of the backbone that gather their parameters."""
+    outside = [child for name, child in causal_lm.named_children() if name != backbone]
+    modules = dict.fromkeys(module for child in outside for module in child.modules())
+    return [one for one in modules if any(_gathers(hook) for name in _HOOKS for hook in getattr(one, name).values())]
+
+
+def score_gathered(modules: Sequence[nn.Module], score: Score, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """score(hidden), in forward and backward with the parameters of the modules there."""
+    for module in modules:
+        score = _Around(module, score)
+    return score(hidden)
+
+
+class _Around(nn.Module):
+    """A function in the place of a module's forward, inside of those hooks of the module that gather."""
+
+    def __init__(self, module: nn.Module, function: Score) -> None:
+        super().__init__()
+        self.__dict__["function"] = function  # which may be a module: not as a submodule
+        self._is_full_backward_hook = module._is_full_backward_hook
+        for name in _HOOKS:
+            hooks = {key: hook for key, hook in getattr(module, name).items() if _gathers(hook)}
+            getattr(self, name).update({key: _of(module, hook) for key, hook in hooks.items()})
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        scores: tuple[Tensor, Tensor] = self.__dict__["function"](hidden)
+        return scores
+
+
+def _of(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook as it runs for its own module."""
+    return lambda _, *arguments: hook(module, *arguments)
+
+
+@contextmanager
+def already_gathered(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Leave out the hooks that gather; all others run."""
+    before = [(module, name, getattr(module, name)) for module in modules for name in _HOOKS]
+    for module, name, hooks in before:
+        setattr(module, name, type(hooks)((key, hook) for key, hook in hooks.items() if not _gathers(hook)))
+    try:
+        yield
+    finally:
+        for module, name, hooks in before:
+            setattr(module, name, hooks)
+
+
+def _gathers(hook: Any) -> bool:
+    """Whether DeepSpeed has registered it. Its hooks are closures, and ZeRO's are all that it puts into modules."""
+    return str(getattr(hook, "__module__", "")).startswith("deepspeed.")

@@ -1,0 +1,119 @@
+"""DeepSpeed's ZeRO on two processes, each with samples of its own: a few steps change what stock training changes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+from processes import run_ranks
+from tiny_models import MIXED, VOCABULARY, Samples, dualkv, replicated_logps, tiny_model
+
+from flash_attn_dualkv.integrations import lm_head
+
+if importlib.util.find_spec("deepspeed") is None:
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+# The samples of each rank, step by step: other numbers of chunks of the head on each, and in each step. ZeRO-3 records
+# the modules that run in a step, compares the records of the ranks and prefetches by them in the step after.
+_MORE, _LESS = MIXED.take([0, 1, 2, 3]), MIXED.take([4, 5])
+STEPS = [[_MORE, _LESS], [_LESS, _MORE], [_MORE, _LESS]]
+KINDS = [
+    "untied", "tied", "frozen head", "only the head", "lora on the head", "lora elsewhere", "a forward hook",
+    "called with the layout hook",
+]  # fmt: skip
+RUNS = [(stage, kind) for stage in (2, 3) for kind in KINDS]
+
+
+def _model(kind: str) -> Any:
+    model = tiny_model("qwen3", dtype=torch.float32, tie_word_embeddings=kind == "tied").train()
+    for name, one in model.named_parameters():
+        if kind == ("frozen head" if "lm_head" in name else "only the head"):
+            one.requires_grad_(False)
+    if "forward hook" in kind:
+        model.lm_head.register_forward_hook(lambda module, args, logits: 0.5 * logits)
+    if "lora" in kind:
+        peft = pytest.importorskip("peft", reason="needs peft")
+        targets = ["q_proj"] if "elsewhere" in kind else ["q_proj", "lm_head"]
+        torch.manual_seed(2)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    return model
+
+
+def _optimizer(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.005)
+
+
+def _logps(engine: Any, kind: str, samples: Samples) -> torch.Tensor:
+    batch = samples.pack()
+    if "layout hook" not in kind:
+        logps, entropy = dualkv.shared_prompt_forward(engine, batch, with_entropy=True)
+        return logps + 0.1 * entropy
+    inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
+    logits = engine(**inputs, shared_prompt_layout=batch.layout, logits_to_keep=batch.token_index).logits[0]
+    logps = logits.log_softmax(-1)
+    entropy = torch.special.entr(logps.exp()).sum(-1)
+    return logps.gather(-1, batch.targets[:, None])[:, 0] + 0.1 * entropy
+
+
+def _run_rank(rank: int, store: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(DS_ACCELERATOR="cpu", DS_SKIP_CUDA_CHECK="1", LOCAL_RANK=str(rank), LOCAL_SIZE="2")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    import deepspeed  # looks at the environment
+
+    deepspeed.init_distributed("gloo")
+    lm_head.LOGIT_ELEMENTS = 4 * VOCABULARY
+    for stage, kind in RUNS:
+        model = _model(kind)
+        if "layout hook" in kind:
+            dualkv.install_layout_hook(model)
+        config = dict(
+            train_micro_batch_size_per_gpu=1,
+            gradient_clipping=0.0,
+            zero_optimization=dict(stage=stage, stage3_param_persistence_threshold=0),
+            zero_allow_untested_optimizer=True,
+            zero_force_ds_cpu_optimizer=False,
+        )
+        engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(model), config=config)
+        with torch.no_grad():
+            old = _logps(engine, kind, STEPS[0][rank])
+        for count, step in enumerate(STEPS):
+            scores = _logps(engine, kind, step[rank])
+            assert count > 0 or torch.equal(scores, old)
+            engine.backward(scores.sum())
+            engine.step()
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+            results[rank, stage, kind] = {name: one.detach().clone() for name, one in model.named_parameters()}
+        engine.destroy()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, torch.Tensor]]:
+    """The parameters after all steps, of both ranks in one start of the processes."""
+    return run_ranks(_run_rank, 2, str(tmp_path_factory.mktemp("ranks") / "store"))
+
+
+@pytest.mark.parametrize(("stage", "kind"), RUNS)
+def test_steps_equal_stock(stage: int, kind: str, found: Any) -> None:
+    model = _model(kind)
+    base = model.get_base_model() if "lora" in kind else model
+    base.set_attn_implementation("sdpa")
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    optimizer = _optimizer(model)
+    for step in STEPS:
+        optimizer.zero_grad()
+        for samples in step:
+            logps, entropy = replicated_logps(model, samples)
+            ((logps + 0.1 * entropy).sum() / 2).backward()
+        optimizer.step()
+    for name, one in model.named_parameters():
+        for rank in range(2):
+            got = found[rank, stage, kind][name]
+            change = (one - before[name]).abs().max().item()
+            assert one.requires_grad == (change > 0)
+            rounding = torch.finfo(torch.float32).eps * one.abs().max().item()
+            assert (got - one).abs().max().item() <= 1e-4 * change + 2 * rounding, name
