@@ -140,6 +140,7 @@ def shared_prompt_attention(
     v: Tensor,
     layout: SharedPromptLayout,
     *,
+    position_ids: Tensor | None = None,
     softmax_scale: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -158,7 +159,11 @@ def shared_prompt_attention(
         q: (T, H, d), float16 or bfloat16 (in the reference also float32 or float64); d a multiple of 8, at most 512
             (256 on GPUs other than Hopper).
         k, v: (T, H_k, d) and (T, H_k, d_v); H is a multiple of H_k; d_v a multiple of 8, with the same limit.
-        layout: where prompts and responses lie among the T rows, on the device of q.
+        layout: where prompts and responses lie among the T rows, on the device of q. That of another batch with as many
+            rows cannot be told from it by q, k and v.
+        position_ids: (T,) or (1, T), what the model computes positions from, to know by it that the layout is that of
+            the same batch: `batch.position_ids` or a view of it, no copy. It is compared by its place in memory, which
+            costs nothing, and in compiled code is not done. None: the layout is taken as it is.
         softmax_scale: finite and > 0; 1 / sqrt(d) if None.
         sliding_window: a row sees this many positions of its sequence, its own the last of them; None for all.
         softcap: c > 0 replaces every scaled score s by c * tanh(s / c); None or 0 leaves them.
@@ -177,6 +182,7 @@ def shared_prompt_attention(
 
     Raises:
         SharedPromptError (a ValueError), TypeError, ValueError: an argument is not as described.
+        SharedPromptLayoutError: the rows, the device or the positions are not the layout's.
         NotImplementedError: a softcap below 0.01 or above 1000 with the CUDA kernels.
         RuntimeError: CUDA tensors in an installation without the compiled module.
     """
@@ -186,6 +192,7 @@ def shared_prompt_attention(
     checks.check_query_shape(q)
     checks.check_pair_shape(q, "k", k, "v", v)
     _check_layout(layout, q, k)
+    _check_positions(layout, position_ids)
     checks.check_flag("deterministic", deterministic)
     scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
     window = _resolve_window(sliding_window, layout)
@@ -222,6 +229,20 @@ def _check_layout(layout: Any, q: Tensor, k: Tensor) -> None:
     if layout.nodes.device != q.device:
         expected = f"tensors on {q.device} as q, see layout.to()"
         raise SharedPromptLayoutError(checks.explain("layout", expected, layout.nodes.device))
+
+
+def _check_positions(layout: SharedPromptLayout, position_ids: Any) -> None:
+    if position_ids is None:
+        return
+    checks.check_are_tensors(("position_ids",), (position_ids,))
+    if position_ids.numel() != layout.num_tokens or position_ids.dim() not in (1, 2):
+        tokens = layout.num_tokens
+        expected, got = f"shape ({tokens},) or (1, {tokens})", tuple(position_ids.shape)
+        raise SharedPromptLayoutError(checks.explain("position_ids", expected, got))
+    if layout.position_ids is None:
+        expected = "None for a layout that does not know those of its batch (batch.layout and batch.to() do)"
+        raise SharedPromptLayoutError(checks.explain("position_ids", expected, "a tensor"))
+    layout.check_positions(position_ids)
 
 
 def _resolve_window(sliding_window: Any, layout: SharedPromptLayout) -> int:

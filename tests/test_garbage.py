@@ -73,8 +73,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "shared_prompt_attention": (
         api.shared_prompt_attention,
         dict(
-            q=rows(TOKENS), k=rows(TOKENS), v=rows(TOKENS), layout=BATCH.layout, softmax_scale=1.0, sliding_window=3,
-            softcap=2.0, sinks=torch.zeros(2), backend="auto", deterministic=False,
+            q=rows(TOKENS), k=rows(TOKENS), v=rows(TOKENS), layout=BATCH.layout, position_ids=BATCH.position_ids,
+            softmax_scale=1.0, sliding_window=3, softcap=2.0, sinks=torch.zeros(2), backend="auto", deterministic=False,
         ),
     ),
     "pack_shared_prompts": (

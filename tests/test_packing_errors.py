@@ -11,9 +11,11 @@ from samples import nested
 from flash_attn_dualkv import (
     SharedPromptError,
     balance_groups,
+    group_by_prefix,
     group_by_prompt,
     pack_jagged,
     pack_padded,
+    pack_prefix_tree,
     pack_shared_prompts,
     split_by_token_budget,
     unpack_logprobs,
@@ -93,3 +95,40 @@ def test_errors(call: Any) -> None:
     function, message = call
     with pytest.raises(SharedPromptError, match=message):
         function()
+
+
+# Tensors, or what holds tensors: all rows are equally long, of which padding is not told.
+MATRICES: dict[str, Any] = {
+    "tensor": ONES,
+    "bytes": ONES.to(torch.uint8),
+    "array": ONES.numpy(),
+    "one row": ONES[:1],
+    "no rows": ONES[:0],
+    "three dimensions": ONES[None],
+}
+TAKERS: dict[str, tuple[Any, str]] = {
+    "responses": (lambda given: pack_shared_prompts([[1], [2]], given), "^responses"),
+    "prompts": (lambda given: pack_shared_prompts(given, [[1], [2]]), "^prompts"),
+    "with ids": (lambda given: pack_shared_prompts([[1], [2]], given, group_ids=[0, 1]), "^responses"),
+    "groups": (group_by_prompt, "^prompts"),
+    "trees": (pack_prefix_tree, "^sequences"),
+    "prefixes": (group_by_prefix, "^sequences"),
+    "masks": (lambda given: pack_prefix_tree([[1] * 4] * 2, loss_mask=given), "^loss_mask"),
+}
+
+
+@pytest.mark.parametrize("matrix", MATRICES)
+@pytest.mark.parametrize("taker", TAKERS)
+def test_a_matrix_is_no_list_of_sequences(taker: str, matrix: str) -> None:
+    take, name = TAKERS[taker]
+    expected = f"{name}: expected a list of .*got a matrix, whose padding would be tokens .pack_padded takes a padded"
+    with pytest.raises(SharedPromptError, match=expected):
+        take(MATRICES[matrix])
+    with pytest.raises(SharedPromptError, match=f"{name}: .*a nested tensor .pack_jagged takes whole sequences"):
+        take(nested([ONES[0], ONES[1, :3]]))
+
+
+def test_lists_of_equal_lengths_are_lists() -> None:
+    for given in ([*ONES], tuple(ONES), ONES.tolist(), ONES.unbind(), [*ONES.numpy()]):
+        assert pack_shared_prompts(given, given).response_lens == (4, 4)
+        assert pack_prefix_tree(given, min_shared=1).sequence_lens == (4, 4)

@@ -10,7 +10,14 @@ import torch
 from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of, run, sequence_rows, two_calls
 from torch import Tensor
 
-from flash_attn_dualkv import SharedPromptLayout, reference, shared_prompt_attention
+from flash_attn_dualkv import (
+    SharedPromptLayout,
+    SharedPromptLayoutError,
+    pack_prefix_tree,
+    pack_shared_prompts,
+    reference,
+    shared_prompt_attention,
+)
 
 ALL_GROUPS = pytest.mark.parametrize("name", list(GROUPS))
 
@@ -180,3 +187,47 @@ def test_any_input_that_is_a_subclass_sees_the_operator(which: int) -> None:
     Watcher.seen.clear()
     assert torch.equal(shared_prompt_attention(*tensors, layout), expected)
     assert any("dualkv.forward" in one for one in Watcher.seen)
+
+
+# --- layouts of other batches -----------------------------------------------------------------------------------------
+
+
+def rows_of(batch: Any) -> list[Tensor]:
+    return [torch.randn(batch.num_rows, 2, 8) for _ in range(3)]
+
+
+BATCHES = [
+    pack_shared_prompts([[5, 6, 7]] * 2, [[1, 2], [3, 4, 4]]),
+    pack_shared_prompts([[5, 6, 7]] * 2, [[3, 4, 4], [1, 2]]),  # as many rows, elsewhere
+    pack_prefix_tree([[5, 6, 7, 1, 2, 3, 4, 5, 6]], min_shared=1),
+]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_layout_of_another_batch_is_known_by_the_positions(batch: Any) -> None:
+    tensors = rows_of(batch)
+    expected = shared_prompt_attention(*tensors, batch.layout)
+    for own in (batch.position_ids, batch.position_ids[None], batch.position_ids.view(1, -1)):
+        assert torch.equal(shared_prompt_attention(*tensors, batch.layout, position_ids=own), expected)
+    for other in BATCHES:
+        if other is not batch:
+            assert other.num_rows == batch.num_rows
+            with pytest.raises(SharedPromptLayoutError, match="^position_ids: expected those of the layout's batch"):
+                shared_prompt_attention(*tensors, other.layout, position_ids=batch.position_ids)
+
+
+def test_positions_that_cannot_be_compared() -> None:
+    batch = BATCHES[0]
+    tensors = rows_of(batch)
+    alone = SharedPromptLayout.from_tree(batch.layout.node_lens, batch.layout.node_parents)
+    wrong = {
+        "^position_ids: expected None for a layout that does not know": (alone, batch.position_ids),
+        "^position_ids: expected shape": (batch.layout, batch.position_ids[:-1]),
+        "^position_ids: expected a torch.Tensor": (batch.layout, batch.position_ids.tolist()),
+    }
+    for message, (layout, given) in wrong.items():
+        with pytest.raises((SharedPromptLayoutError, TypeError), match=message):
+            shared_prompt_attention(*tensors, layout, position_ids=given)
+    whole = torch.zeros(3, 1, batch.num_rows)
+    with pytest.raises(SharedPromptLayoutError, match="^position_ids: expected shape"):
+        shared_prompt_attention(*tensors, batch.layout, position_ids=whole)

@@ -38,6 +38,7 @@ from .samples import (
     joined,
     prompt_lengths,
     selected,
+    sequences_of,
 )
 from .transfer import same_device
 
@@ -77,8 +78,8 @@ def pack_shared_prompts(
         SharedPromptError: an empty prompt, unequal numbers of prompts and responses, tokens that are no integers >= 0
             in one dimension, samples of one group id with different prompts, or an option that is not as described.
     """
-    prompts = arguments.items("prompts", prompts, "token sequences")
-    responses = arguments.items("responses", responses, "token sequences")
+    prompts = sequences_of("prompts", prompts)
+    responses = sequences_of("responses", responses)
     if group_ids is None:
         rest = drop_last, max_responses_per_group, pad_to_multiple_of
         batch = _packed_by_kernels(prompts, responses, boundary, rest, device)
@@ -215,7 +216,7 @@ def group_by_prompt(
             described.
     """
     arguments.flag("verify", verify)
-    given = all_tokens([*arguments.items("prompts", prompts, "token sequences")], ("prompts",))
+    given = all_tokens([*sequences_of("prompts", prompts)], ("prompts",))
     tokens = [] if group_ids is not None and not verify else [joined(given)]
     fetched, ids = fetch(tokens, group_ids)
     if ids is not None:

@@ -24,6 +24,20 @@ GroupIds = Iterable[Hashable] | Tensor
 # Tokens
 
 
+def sequences_of(name: str, values: Any, of: str = "token sequences") -> Sequence[Any]:
+    """A list of sequences. No matrix: its rows are equally long, whether all of their tokens are real or not."""
+    if type(values) is not list and getattr(values, "ndim", 1) > 1:
+        if isinstance(values, Tensor) and values.is_nested:
+            got = f"a nested tensor (pack_jagged takes whole sequences, {name}.unbind() is a list)"
+        else:
+            got = (
+                f"a matrix, whose padding would be tokens (pack_padded takes a padded batch, list({name}) is a list of "
+                "rows without padding)"
+            )
+        raise SharedPromptTypeError(explain(name, f"a list of {of}", got))
+    return arguments.items(name, values, of)
+
+
 def all_tokens(given: list[Any], names: Sequence[str], also: Sequence[torch.dtype] = ()) -> list[Tensor]:
     """1-D integer tensors of token sequences, of which prompts and responses may come in turns, as `names` do.
 

@@ -30,7 +30,18 @@ from ..errors import SharedPromptError
 from ..layout import HostLayout, SharedPromptLayout
 from .batch import IGNORED_LABEL, LABELS_ADVICE, PADDING_TOKEN, expand, int64s, offsets_of, take
 from .pack import BOUNDARIES, Boundary
-from .samples import GroupIds, Tokens, all_tokens, check_count, check_token_ids, extremes, fetch, joined, selected
+from .samples import (
+    GroupIds,
+    Tokens,
+    all_tokens,
+    check_count,
+    check_token_ids,
+    extremes,
+    fetch,
+    joined,
+    selected,
+    sequences_of,
+)
 from .transfer import SeparatelyPickled, ints, same_device, to_device
 from .trie import Nodes, PrefixTree, build_nodes, nodes_between
 
@@ -277,7 +288,7 @@ def group_by_prefix(
 
 def _checked(sequences: Any) -> tuple[list[Tensor], list[int]]:
     """The sequences as tensors, and their lengths."""
-    given = all_tokens([*arguments.items("sequences", sequences, "token sequences")], ("sequences",))
+    given = all_tokens([*sequences_of("sequences", sequences)], ("sequences",))
     if not given:
         raise SharedPromptError(explain("sequences", "at least one", 0))
     return given, [*map(Tensor.numel, given)]
@@ -337,7 +348,7 @@ def _checked_borders(borders: Sequence[Any], lengths: Sequence[int]) -> list[Seq
 
 def _joined_mask(loss_mask: Any, lengths: Sequence[int]) -> Tensor:
     """All masks in one, each as long as its sequence."""
-    masks = all_tokens([*arguments.items("loss_mask", loss_mask, "masks")], ("loss_mask",), (torch.bool,))
+    masks = all_tokens([*sequences_of("loss_mask", loss_mask, "masks")], ("loss_mask",), (torch.bool,))
     if len(masks) != len(lengths):
         raise SharedPromptError(explain("loss_mask", f"{len(lengths)} of them (as sequences)", len(masks)))
     for index, (size, length) in enumerate(zip(map(Tensor.numel, masks), lengths)):

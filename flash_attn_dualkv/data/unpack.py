@@ -27,7 +27,7 @@ def unpack_logprobs(
     Args:
         values: (sum R,) one for each response token, in the order of `token_index`; or (T,) one for each packed row, of
             which a response token takes that of the row that scores it. A leading dimension of size 1 is ignored.
-        batch: where they come from.
+        batch: where they come from. Values of another batch with as many are not told from its own.
         width: columns of the result, for a trainer's mask of (B, width); None for the longest response of this batch.
         fill: what stands behind the responses.
         per_row: which of the two `values` is; None: as its length says.

@@ -21,10 +21,7 @@ from ...layout import SharedPromptLayout
 # The tasks of transformers' own tables that are answered once a row; others show when they run.
 _TASKS = ("SEQUENCE_CLASSIFICATION", "MULTIPLE_CHOICE", "NEXT_SENTENCE_PREDICTION")
 _EXPECTED = "one value for each row of the packed batch (a backbone, a causal LM, token classification)"
-_ADVICE = (
-    "one for the whole row, in which all sequences lie. Take hidden states of the backbone at the rows of "
-    "batch.token_index, or give every sequence a row of its own"
-)
+_ADVICE = "one for the whole row, in which all sequences lie (give each a row of its own, without a layout)"
 # What towers make of images and the like, which is no result of the row.
 _OF_TOWERS = re.compile(r"^(image|video|audio|vision)_")
 
