@@ -319,8 +319,10 @@ def test_calls_that_are_not_shared(tmp_path: Path, caplog: pytest.LogCaptureFixt
         assert got == reason
         for one, expected in zip(scores, score(stock, *call, compute_entropy=True)):
             assert one is expected is None or torch.equal(one, expected)
-    assert "samples" in caplog.text
-    assert "dedup_ratio" not in caplog.text
+    warnings = [one.getMessage() for one in caplog.records if one.name == sharing.__name__]
+    assert len(warnings) == 2  # once for each reason
+    assert "dedup_ratio" in warnings[0] and "1.000 is below min_dedup_ratio=1.1" in warnings[0]
+    assert "samples" in warnings[1]
 
 
 def test_what_else_a_model_may_be_given(tmp_path: Path) -> None:
@@ -395,6 +397,53 @@ def test_reasons_are_metrics_from_when_they_come_up(tmp_path: Path) -> None:
     assert [one.get("shared_prompt/fallbacks/dedup_ratio") for one in run.logs[first:]] == shares[first:]
     assert not any("shared_prompt/fallbacks/dedup_ratio" in one for one in run.logs[:first])
     assert not any(f"shared_prompt/fallbacks/{name}" in one for one in run.logs for name in ("samples", "liger"))
+
+
+@pytest.mark.parametrize(("accumulated", "logged"), [(1, 1), (2, 1), (2, 2), (4, 1)])
+def test_tokens_are_counted_over_all_forwards(
+    accumulated: int, logged: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums, whatever the trainer makes means of: of all micro-batches, and of the passes without gradients."""
+    counts: list[tuple[int, int]] = []
+    add = sharing.Tally.add
+
+    def counting(tally: Any, replicated: Any, tokens: Any, *rest: Any) -> None:
+        counts.append((int(replicated), int(tokens)))
+        add(tally, replicated, tokens, *rest)
+
+    monkeypatch.setattr(sharing.Tally, "add", counting)
+    made = trainer(
+        GRPO, model_on_disk(tmp_path), tmp_path, max_steps=2, per_device_train_batch_size=4, beta=0.1,
+        gradient_accumulation_steps=accumulated, logging_steps=logged, arguments=dict(min_dedup_ratio=1.4),
+    )  # fmt: skip
+    with tiny_trl.quiet():
+        made.train()
+    logs = [one for one in made.state.log_history if "loss" in one]
+    assert len(logs) == 2 // logged
+    tokens, saved = (sum(one[f"shared_prompt/{name}"] for one in logs) for name in ("tokens", "tokens_saved"))
+    assert tokens == sum(tokens for _, tokens in counts)
+    assert saved == sum(replicated - tokens for replicated, tokens in counts) > 0
+    for one in logs:
+        run, not_run = (one[f"shared_prompt/{name}"] for name in ("tokens", "tokens_saved"))
+        assert one["shared_prompt/dedup_ratio"] == pytest.approx((run + not_run) / run)
+
+
+@pytest.mark.parametrize(
+    ("cls", "size", "message"),
+    [
+        (GRPO, 1, "nothing is shared"),
+        (GRPO, 2, "at most 2 of a prompt's 4 completions share it"),
+        (shared.SharedPromptRLOOTrainer, 2, "at most 2 of a prompt's 4"),
+        (GRPO, 4, None),
+        (shared.SharedPromptDPOTrainer, 1, None),
+    ],
+)
+def test_small_micro_batches_are_told_before_the_training(
+    cls: Any, size: int, message: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(cls, model_on_disk(tmp_path), tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=4)
+    assert ("per_device_train_batch_size" in caplog.text) == (message is not None)
+    assert message is None or message in caplog.text
 
 
 def test_a_model_that_chooses_keys_stays_on_its_attention(tmp_path: Path) -> None:

@@ -135,8 +135,7 @@ class Sharing:
         mask, ids = inputs.get("attention_mask"), inputs.get("input_ids")
         tokens = mask.sum() if isinstance(mask, Tensor) else 0 if ids is None else ids.numel()
         self.tally.add(tokens, tokens, refusal.reason)
-        # Few shared tokens are no mistake of anyone's.
-        if refusal.reason not in self._announced and refusal.reason != "dedup_ratio":
+        if refusal.reason not in self._announced:
             self._announced.add(refusal.reason)
             logger.warning(f"Prompts are not shared where this holds ({refusal.reason}): {refusal.message}")
 
@@ -226,7 +225,9 @@ class SharedForward:
         except SharedPromptError as error:
             raise Refused("samples", str(error)) from None
         if batch.dedup_ratio < self.sharing.options.min_dedup_ratio:
-            raise Refused("dedup_ratio", f"{batch.dedup_ratio:.3f} is below min_dedup_ratio")
+            least = self.sharing.options.min_dedup_ratio
+            message = f"{batch.dedup_ratio:.3f} is below min_dedup_ratio={least} (larger micro-batches share more)"
+            raise Refused("dedup_ratio", message)
         if ids.is_cuda:
             _check_kernels(self.causal_lm, batch)
         return is_scored, batch

@@ -66,8 +66,10 @@ class SharedPromptMixin(SiblingsTogetherMixin):
             raise SharedPromptError(explain("verify_first_steps", "0 for a trainer without rollouts", got))
         self._sharing: Sharing | None = None
         self._known_reasons: set[str] = set()
+        self._logged: dict[str, list[float]] = {}  # numbers since the last line of the log, by mode
         super().__init__(*args, **kwargs)
         self._share()
+        _warn_of_small_batches(self.args)
 
     def _share(self: Any) -> None:
         """Let the policy and the reference share prompts, as soon as TRL has prepared them."""
@@ -114,14 +116,20 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         return False
 
     def _log_sharing(self: Any) -> None:
-        """Into the trainer's own metrics, what all ranks have run since the last time."""
+        """Into the trainer's own metrics, what all ranks have run since the last line of the log."""
         numbers = self._sharing.take(self.accelerator.device)
         if self.accelerator.num_processes > 1:
             numbers = self.accelerator.reduce(numbers, reduction="sum")
-        calls, replicated, tokens, *fallbacks = numbers.tolist()
+        mode = "train" if self.model.training else "eval"
+        metrics = self._metrics[mode]
+        if "shared_prompt/tokens" in metrics:  # which the trainer clears when it has written a line
+            numbers = [one + before for one, before in zip(numbers.tolist(), self._logged[mode])]
+        else:
+            numbers = numbers.tolist()
+        calls, replicated, tokens, *fallbacks = numbers
         if calls == 0:
             return
-        metrics = self._metrics["train" if self.model.training else "eval"]
+        self._logged[mode] = numbers
         values = {
             "dedup_ratio": replicated / tokens if tokens else 1.0,
             "tokens": tokens,
@@ -133,7 +141,19 @@ class SharedPromptMixin(SiblingsTogetherMixin):
                 self._known_reasons.add(reason)
                 values[f"fallbacks/{reason}"] = count / calls
         for name, value in values.items():
-            metrics[f"shared_prompt/{name}"].append(value)
+            # One value for all micro-batches: the trainer logs the mean of what it finds here.
+            metrics[f"shared_prompt/{name}"] = [value]
+
+
+def _warn_of_small_batches(args: Any) -> None:
+    """Say it before the training if no micro-batch can hold all completions of a prompt."""
+    size, generations = args.per_device_train_batch_size, getattr(args, "num_generations", 1)
+    if size < generations:
+        shared = f"at most {size} of a prompt's {generations} completions share it" if size > 1 else "nothing is shared"
+        logger.warning(
+            f"per_device_train_batch_size: expected num_generations={generations} or a multiple, got {size}: {shared} "
+            "(raise it, and divide gradient_accumulation_steps by as much)"
+        )
 
 
 class SharedPromptGRPOTrainer(SharedPromptMixin, GRPOTrainer):
