@@ -57,6 +57,31 @@ def test_generate(name, cache):
         assert torch.equal(one, other)
 
 
+@pytest.mark.skipif(VERSION < (5, 10), reason="has another continuous batching")
+@pytest.mark.parametrize("fallback", ["auto", "sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_generate_with_continuous_batching(name, fallback, restored_registry):
+    """On stock attention by its name, and afterwards on the registered one again, errors or not."""
+    if fallback == "sdpa" and FAMILIES[name].stock == "eager":
+        pytest.skip("sdpa has neither softcaps nor sinks")
+    dualkv.register("batched", fallback=fallback)
+    model = tiny_model(name, dtype=torch.float32, attention="batched")
+    config = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=-1)
+
+    def generate(model):
+        batching = transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=64)
+        prompts = [row[mask.bool()].tolist() for row, mask in zip(PROMPTS, PADDING)]
+        got = model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
+        return [one.generated_tokens for one in got.values()]
+
+    expected = generate(stock_twin(model, FAMILIES[name].stock if fallback == "auto" else fallback))
+    assert generate(model) == expected and len(expected) == 3
+    assert model.config._attn_implementation == "batched"
+    with pytest.raises(AttributeError):
+        model.generate_batch([[3, 4]], generation_config="none")
+    assert model.config._attn_implementation == "batched"
+
+
 @pytest.mark.parametrize("fallback", ["auto", "sdpa", "eager"])
 @pytest.mark.parametrize("name", [name for name in SUPPORTED if name != "deepseek_v3"])
 def test_padded_batches(name, fallback, restored_registry):

@@ -13,12 +13,13 @@ from typing import Any
 
 import bench_trl
 import pytest
+import tiny_models
 import tiny_trl
 import torch
 import trl
 from hybrid_models import HYBRIDS, hybrid_model
 from test_transformers_sweep import any_model
-from tiny_models import SUPPORTED, check_equal, check_gradients, gradients, tiny_config, tiny_model
+from tiny_models import SUPPORTED, VERSION, check_equal, check_gradients, gradients, tiny_config, tiny_model
 from tiny_trl import StockInGroups, check_parameters, check_runs, model_on_disk, score, shared, train, trainer
 from torch import Tensor
 
@@ -185,6 +186,21 @@ def test_evaluation_and_generation_are_stock(attention: str, tmp_path: Path) -> 
     assert metrics["eval_loss"] == pytest.approx(stock["eval_loss"], abs=1e-6)
     assert metrics["eval_entropy"] == pytest.approx(stock["eval_entropy"], rel=1e-5)
     assert metrics["eval_shared_prompt/fallbacks"] == 0
+
+
+@pytest.mark.skipif(VERSION < (5, 8), reason="TRL needs transformers 5.8 for continuous batching")
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "dualkv", "dualkv on eager"])
+def test_rollouts_by_continuous_batching(attention: str, tmp_path: Path) -> None:
+    """Which knows stock attention by its name: the model runs on that for as long as it generates."""
+    tiny_models.dualkv.register("dualkv on eager", fallback="eager")
+    stock_attention = "eager" if "eager" in attention else "sdpa"
+    sizes = dict(num_blocks=64, max_batch_tokens=64)
+    options = dict(use_transformers_continuous_batching=True, transformers_continuous_batching_config=sizes)
+    model, twin = (tiny_model("qwen3", dtype=torch.float32, attention=one) for one in (attention, stock_attention))
+    stock = train(trainer(StockInGroups, twin, tmp_path, max_steps=2, **options))
+    got = train(trainer(GRPO, model, tmp_path, max_steps=2, **options))
+    check_runs(got, stock)
+    assert sum(got.metric("fallbacks")) == 0
 
 
 # --- one forward ------------------------------------------------------------------------------------------------------

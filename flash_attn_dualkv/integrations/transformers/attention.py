@@ -90,7 +90,7 @@ def register(name: str = "dualkv", fallback: str = "auto", *, backend: str = "au
     setattr(attention, TAKES_LAYOUT, True)
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, deferred_mask)
-    base_class.own_names.add(name)
+    base_class.own_names[name] = fallback
     base_class.install()
     _refuse_layouts_elsewhere()
 

@@ -1,32 +1,43 @@
-"""What `register` and `wrap` add to transformers' base class: two mistakes become errors that say what to do.
+"""What `register` and `wrap` add to transformers' base class, for calls that never reach the attention functions.
 
-Both concern calls that never reach the attention functions: a model without transformers' attention interface, which
-raises a bare KeyError, and labels that a stock loss would shift by one row, which is wrong for a packed row.
+Two mistakes become errors that say what to do: a model without transformers' attention interface, which raises a bare
+KeyError, and labels that a stock loss would shift by one row, which is wrong for a packed row. Registered names are for
+decoders of text: other parts of a model (vision, audio) stay on the stock attention that they have or would choose. And
+continuous batching, which knows stock names alone, runs on what a registered name stands for without a layout.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from ...checks import explain
 from ...errors import SharedPromptError
+from .support import text_config, tower_configs
 
-own_names: set[str] = set()  # of attention implementations that `register` has made
+# Attention implementations that `register` has made, and the fallback of each.
+own_names: dict[str, str] = {}
 
 
 def install() -> None:
-    """Add the checks, once."""
+    """Add all of it, once."""
     stock_loss = PreTrainedModel.loss_function
     if not hasattr(stock_loss.fget, "dualkv_stock"):
         PreTrainedModel.loss_function = property(_checked_loss(stock_loss.fget), stock_loss.fset)
     stock_choice = PreTrainedModel.get_correct_attn_implementation
     if not hasattr(stock_choice, "dualkv_stock"):
         PreTrainedModel.get_correct_attn_implementation = _checked_choice(stock_choice)
+    stock_change = PreTrainedModel.set_attn_implementation
+    if not hasattr(stock_change, "dualkv_stock"):
+        PreTrainedModel.set_attn_implementation = _change_of_text(stock_change)
+    stock_batching = getattr(GenerationMixin, "generate_batch", None)
+    if stock_batching is not None and not hasattr(stock_batching, "dualkv_stock"):
+        GenerationMixin.generate_batch = _stock_batching(stock_batching)
 
 
 def check_labels(labels: Any, shift_labels: Any) -> None:
@@ -55,6 +66,8 @@ def _checked_loss(stock: Callable[[Any], Callable[..., Any]]) -> Callable[[Any],
 def _checked_choice(stock: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(stock)
     def get_correct_attn_implementation(model: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        # A model is asked before its parts are made: with nothing requested, these choose as stock ones do.
+        _keep(tower_configs(model.config), None)
         if requested_attention in own_names and not model._supports_attention_backend:
             # Models of before the interface choose a class by the implementation's name.
             names = vars(sys.modules[type(model).__module__])
@@ -65,3 +78,54 @@ def _checked_choice(stock: Callable[..., str]) -> Callable[..., str]:
 
     get_correct_attn_implementation.dualkv_stock = stock  # type: ignore[attr-defined]
     return get_correct_attn_implementation
+
+
+def _keep(configs: list[Any], implementation: str | None) -> None:
+    """Take configurations off registered attention."""
+    for config in configs:
+        if config._attn_implementation in own_names:
+            config._attn_implementation_internal = implementation
+
+
+def _change_of_text(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def set_attn_implementation(model: Any, *args: Any, **kwargs: Any) -> None:
+        before = [(config, config._attn_implementation) for config in tower_configs(model.config)]
+        stock(model, *args, **kwargs)
+        for config, implementation in before:
+            _keep([config], implementation)
+
+    set_attn_implementation.dualkv_stock = stock  # type: ignore[attr-defined]
+    return set_attn_implementation
+
+
+def _stock_batching(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def generate_batch(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with _stock_names(model):
+            return stock(model, *args, **kwargs)
+
+    generate_batch.dualkv_stock = stock  # type: ignore[attr-defined]
+    return generate_batch
+
+
+@contextmanager
+def _stock_names(model: Any) -> Iterator[None]:
+    """Put a model on the stock attention that it runs on without a layout, under the name that this has."""
+    configs = {id(one.config): one.config for one in model.modules() if isinstance(one, PreTrainedModel)}.values()
+    before = [(config, config._attn_implementation) for config in configs]
+    for config, name in before:
+        if name in own_names:
+            config._attn_implementation_internal = _stock_name(model, own_names[name])
+    try:
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation_internal = name
+
+
+def _stock_name(model: Any, fallback: str) -> str:
+    if fallback != "auto":
+        return fallback
+    has_softcap = getattr(text_config(model.config), "attn_logit_softcapping", None) is not None
+    return "sdpa" if model._supports_sdpa and not has_softcap else "eager"

@@ -48,6 +48,24 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def tower_configs(config: Any) -> list[Any]:
+    """The parts of a configuration, at any depth, that do not describe the decoder of text tokens: vision, audio."""
+    parts = _parts(config)
+    if not parts:
+        return []
+    try:
+        text = text_config(config)
+    except ValueError:  # there are several decoders of text, and no layout will find its way to one of them
+        return []
+    return [one for one in parts if one is not text and all(part is not text for part in _parts(one))]
+
+
+def _parts(config: Any) -> list[Any]:
+    found = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    own = [one for one in found if hasattr(one, "get_text_config")]
+    return own + [part for one in own for part in _parts(one)]
+
+
 def check_supported(config: Any) -> None:
     """Refuse a model, by its configuration, whose layers are not exact on shared prompts.
 
