@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import json
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GRPO = shared.SharedPromptGRPOTrainer
 sharing = tiny_trl.importlib.import_module("flash_attn_dualkv.integrations.trl.sharing")
 VALUE, GRADIENT = 1e-5, 5e-6
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def lora(**options: Any) -> Any:
@@ -201,6 +204,43 @@ def test_rollouts_by_continuous_batching(attention: str, tmp_path: Path) -> None
     got = train(trainer(GRPO, model, tmp_path, max_steps=2, **options))
     check_runs(got, stock)
     assert sum(got.metric("fallbacks")) == 0
+
+
+@pytest.fixture
+def compiling() -> Iterator[None]:
+    """Without what other tests have compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.clear_compilation_metrics()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("GRPO", dict(torch_compile_backend="eager", beta=0.1, arguments=dict(verify_first_steps=1))),
+        SLOW("GRPO", dict(torch_compile_backend="aot_eager", gradient_checkpointing=False)),
+        SLOW("RLOO", dict(torch_compile_backend="eager", num_iterations=2)),
+        SLOW("DPO", dict(torch_compile_backend="eager", per_device_train_batch_size=4, precompute_ref_log_probs=True)),
+    ],
+    ids=str,
+)
+def test_compiled_models(kind: str, options: dict[str, Any], tmp_path: Path, compiling: None) -> None:
+    """The model is compiled as a stock one is, and packing is not: against what is computed without a compiler.
+
+    Stock forwards too, of verified steps.
+    """
+    model = model_on_disk(tmp_path, num_hidden_layers=1)
+    of_stock = {name: value for name, value in options.items() if name not in ("torch_compile_backend", "arguments")}
+    stock_class = StockInGroups if kind == "GRPO" else getattr(trl, f"{kind}Trainer")
+    stock = train(trainer(stock_class, model, tmp_path, max_steps=2, **of_stock))
+    ours = getattr(shared, f"SharedPrompt{kind}Trainer")
+    got = train(trainer(ours, model, tmp_path, max_steps=2, torch_compile=True, **options))
+    check_runs(got, stock)
+    assert sum(got.metric("fallbacks")) == 0
+    compiled = [str(one.co_filename) for one in torch._dynamo.utils.get_compilation_metrics()]
+    assert any("modeling_qwen3" in one for one in compiled)
+    assert not any("flash_attn_dualkv/data" in one or "flash_attn_dualkv/layout" in one for one in compiled)
 
 
 # --- one forward ------------------------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ class Tally:
     tokens: Any = 0  # tokens that were run
     fallbacks: Counter[str] = field(default_factory=Counter)
 
+    @torch.compiler.disable
     def add(self, replicated: Any, tokens: Any, reason: str | None = None) -> None:
         self.calls += 1
         self.replicated = self.replicated + replicated
@@ -130,6 +131,7 @@ class Sharing:
         finally:
             self.off, self.tally, self._announced = off, tally, announced
 
+    @torch.compiler.disable
     def fall_back(self, refusal: Refusal, inputs: dict[str, Any]) -> None:
         """Count a stock forward, and say why when a reason comes up for the first time."""
         mask, ids = inputs.get("attention_mask"), inputs.get("input_ids")
@@ -168,7 +170,11 @@ def _is_supported(config: Any) -> bool:
 
 
 class SharedForward:
-    """Takes the place of the forward that TRL has given to one causal LM."""
+    """Takes the place of the forward that TRL has given to one causal LM.
+
+    Where the trainer compiles its model, this is a part of it. Compilers trace what the model computes, `stock`, and
+    nothing else here: packing looks into tokens, and no two batches have the same groups.
+    """
 
     def __init__(self, sharing: Sharing, causal_lm: Any) -> None:
         self.sharing = sharing
@@ -186,6 +192,7 @@ class SharedForward:
 
         self.causal_lm.forward = types.MethodType(forward, self.causal_lm)
 
+    @torch.compiler.disable(recursive=False)
     def score(self, *args: Any, **inputs: Any) -> Any:
         """TRL's output for a padded batch: per-token fields (B, S - 1), zero where the next token has no label."""
         try:
@@ -197,6 +204,7 @@ class SharedForward:
         self.sharing.tally.add(batch.num_replicated_tokens, batch.layout.num_tokens)
         return _unpack(output, is_scored[:, 1:], batch)
 
+    @torch.compiler.disable
     def _pack(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Tensor, SharedPromptBatch]:
         """Which tokens of the padded batch are scored, and the packed batch. Raises Refused."""
         if self.sharing.off is not None:
@@ -241,6 +249,7 @@ class SharedForward:
         if verdict is not None:
             raise Refused(*verdict)
 
+    @torch.compiler.disable(recursive=False)
     def _run(self, batch: SharedPromptBatch, passed_on: dict[str, Any]) -> Any:
         """TRL's output for the packed row."""
         config = self.causal_lm.config
@@ -313,6 +322,7 @@ def _without_mask(backbone: torch.nn.Module) -> Iterator[None]:
         handle.remove()
 
 
+@torch.compiler.disable
 def _unpack(output: Any, is_scored: Tensor, batch: SharedPromptBatch) -> Any:
     """The output for a padded batch: what was said of the rows that score tokens, where these tokens stand."""
 
