@@ -569,7 +569,7 @@ def test_the_page_has_all_options_reasons_and_metrics() -> None:
         for one in inspect.signature(shared.SharedPromptMixin.__init__).parameters.values()
         if one.kind is inspect.Parameter.KEYWORD_ONLY
     ]
-    assert len(options) == 3
+    assert len(options) == 4
     for name in (*options, *sharing.REASONS):
         assert f"| `{name}` |" in page
     for name in ("dedup_ratio", "tokens", "tokens_saved", "fallbacks", "fallbacks/<reason>", "logp_difference"):

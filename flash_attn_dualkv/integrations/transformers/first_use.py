@@ -16,6 +16,8 @@ from .structure import backbone_name, lock_of
 from .support import check_modules, check_noise, check_positions
 from .trial import FirstUseError, Trial, is_trying
 
+__all__ = ["FirstUseError", "check_first_use"]
+
 # Makes an error anew: an exception that is kept holds the tensors of all frames that it has passed.
 _Error = Callable[[], SharedPromptError]
 _errors: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Error | None]] = weakref.WeakKeyDictionary()

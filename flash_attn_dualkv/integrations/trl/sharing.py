@@ -25,20 +25,11 @@ from transformers import AttentionInterface
 from ...checks import CUDA_DTYPES
 from ...data.batch import IGNORED_LABEL, SharedPromptBatch
 from ...data.pack import pack_padded
-from ...errors import SharedPromptError, SharedPromptUnsupportedError
+from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ..transformers import check_supported, expect_shared_prompt, register, wrap
-from ..transformers.forward import backbone_name, causal_lm_of
-from ..transformers.hybrid import prepare
-from ..transformers.support import (
-    TAKES_LAYOUT,
-    check_attention,
-    check_modules,
-    check_noise,
-    check_positions,
-    kernels_lack,
-    num_mixing_layers,
-    text_config,
-)
+from ..transformers.first_use import FirstUseError, check_first_use
+from ..transformers.structure import backbone_name, causal_lm_of
+from ..transformers.support import TAKES_LAYOUT, check_attention, kernels_lack, num_mixing_layers, text_config
 
 logger = get_logger(__name__)
 
@@ -48,13 +39,15 @@ REASONS = (
     "switched_off",
     "liger",
     "unsupported",
-    "multimodal",
-    "dropout",
     "dtype",
+    "kernels",
+    "dropout",
+    "noise",
+    "self_check",
+    "multimodal",
     "arguments",
     "samples",
     "dedup_ratio",
-    "kernels",
 )
 _SAMPLES = {"input_ids", "attention_mask", "labels"}
 _PASSED_ON = {"num_items_in_batch", "output_router_logits"}
@@ -65,6 +58,7 @@ _IMAGES = ("pixel", "image", "token_type_ids", "spatial_shapes", "video", "audio
 class Options(NamedTuple):
     min_dedup_ratio: float
     max_responses_per_group: int | None
+    self_check: bool
 
 
 class Refusal(NamedTuple):
@@ -180,7 +174,7 @@ class SharedForward:
         self.sharing = sharing
         self.causal_lm = causal_lm
         self.stock: Callable[..., Any] = causal_lm.forward
-        self._verdicts: dict[bool, Refusal | None] = {}  # by whether the model is in training mode
+        self._unsupported: Refusal | None = None
 
     def install(self) -> None:
         # `generate` looks at the signature; accelerate expects a method.
@@ -211,7 +205,8 @@ class SharedForward:
             raise Refused(*self.sharing.off)
         if self.sharing.args.use_liger_kernel:
             raise Refused("liger", "use_liger_kernel=True replaces layers of the model")
-        self._check_model()
+        devices = [one.device for one in inputs.values() if isinstance(one, Tensor)]
+        self._check_model(devices[0] if devices else self.causal_lm.device)
         given = {name for name, value in inputs.items() if value is not None and value is not False}
         others = sorted(given - _SAMPLES - _PASSED_ON - _WITHOUT_EFFECT)
         images = [name for name in others if any(word in name for word in _IMAGES)]
@@ -236,18 +231,28 @@ class SharedForward:
             least = self.sharing.options.min_dedup_ratio
             message = f"{batch.dedup_ratio:.3f} is below min_dedup_ratio={least} (larger micro-batches share more)"
             raise Refused("dedup_ratio", message)
-        if ids.is_cuda:
-            _check_kernels(self.causal_lm, batch)
         return is_scored, batch
 
-    def _check_model(self) -> None:
-        """Raise Refused if the model does not allow to share; looked at once for training and once for evaluation."""
-        training = self.causal_lm.training
-        if training not in self._verdicts:
-            self._verdicts[training] = _verdict(self.causal_lm)
-        verdict = self._verdicts[training]
-        if verdict is not None:
-            raise Refused(*verdict)
+    def _check_model(self, device: torch.device) -> None:
+        """Raise Refused if the model does not allow to share, before anything that depends on this rank's samples."""
+        if self._unsupported is not None:
+            raise Refused(*self._unsupported)
+        config = self.causal_lm.config
+        if text_config(config) is not config:
+            raise Refused("multimodal", f"{config.model_type} is a model of more than text")
+        try:
+            check_supported(config)
+            check_attention(config)
+            if device.type == "cuda":
+                _check_kernels(self.causal_lm)
+            check_first_use(self.causal_lm, device, self_check=self.sharing.options.self_check)
+        except FirstUseError as error:
+            advice = " (TRL's disable_dropout=True does so for all but LoRA's lora_dropout)"
+            raise Refused(error.reason, str(error) + advice * (error.reason == "dropout")) from None
+        except SharedPromptLayoutError:  # one that gets lost on its way: a mistake, and no kind of model
+            raise
+        except SharedPromptError as error:
+            raise Refused("unsupported", str(error)) from None
 
     @torch.compiler.disable(recursive=False)
     def _run(self, batch: SharedPromptBatch, passed_on: dict[str, Any]) -> Any:
@@ -272,32 +277,11 @@ class SharedForward:
                 return self.stock(fused_lm_head=True, **inputs)
         except SharedPromptUnsupportedError as error:
             # An option of the model that no configuration tells: the first layer of the first forward finds it.
-            self._verdicts = dict.fromkeys((True, False), Refusal("unsupported", str(error)))
+            self._unsupported = Refusal("unsupported", str(error))
             raise Refused("unsupported", str(error)) from None
 
 
-def _verdict(causal_lm: Any) -> Refusal | None:
-    """Why a model cannot share, in its present mode."""
-    config = causal_lm.config
-    if text_config(config) is not config:
-        return Refusal("multimodal", f"{config.model_type} is a model of more than text")
-    name = backbone_name(causal_lm)
-    try:
-        check_supported(config)
-        check_attention(config)
-        check_modules(causal_lm)
-        check_positions(getattr(causal_lm, name or ""))
-    except (SharedPromptError, AttributeError) as error:
-        return Refusal("unsupported", str(error))
-    try:
-        check_noise(causal_lm)
-    except SharedPromptError as error:
-        return Refusal("dropout", f"{error} (TRL's disable_dropout=True does so for all but LoRA's lora_dropout)")
-    prepare(causal_lm)
-    return None
-
-
-def _check_kernels(causal_lm: Any, batch: SharedPromptBatch) -> None:
+def _check_kernels(causal_lm: Any) -> None:
     """Raise Refused for what the kernels lack, before any layer has run: other ranks may have nothing to refuse."""
     dtype = causal_lm.get_input_embeddings().weight.dtype
     if torch.is_autocast_enabled("cuda"):

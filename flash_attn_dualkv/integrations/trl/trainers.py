@@ -42,6 +42,8 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         max_responses_per_group: larger groups are divided, each part with a prompt of its own; None for no limit.
         verify_first_steps: in that many forwards of the policy, compare the log-probabilities with stock attention's;
             where they differ by more than rounding, stay with stock attention, on all ranks alike.
+        self_check: before the first forward in each mode and with each set of active adapters, try a pair of short
+            sequences, as `shared_prompt_forward` does.
 
     Everything else is the trainer's.
 
@@ -55,11 +57,16 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         min_dedup_ratio: float = 1.1,
         max_responses_per_group: int | None = None,
         verify_first_steps: int = 0,
+        self_check: bool = True,
         **kwargs: Any,
     ) -> None:
         if max_responses_per_group is not None:
             max_responses_per_group = arguments.integer("max_responses_per_group", max_responses_per_group, 1)
-        self._sharing_options = Options(arguments.positive("min_dedup_ratio", min_dedup_ratio), max_responses_per_group)
+        ratio, self_check = (
+            arguments.positive("min_dedup_ratio", min_dedup_ratio),
+            arguments.flag("self_check", self_check),
+        )
+        self._sharing_options = Options(ratio, max_responses_per_group, self_check)
         self._verifications_left = arguments.integer("verify_first_steps", verify_first_steps, 0)
         if verify_first_steps and not hasattr(super(), "_get_per_token_logps_and_entropies"):
             got = f"{verify_first_steps} for a {type(self).__name__}"
@@ -157,11 +164,11 @@ def _warn_of_small_batches(args: Any) -> None:
 
 
 class SharedPromptGRPOTrainer(SharedPromptMixin, GRPOTrainer):
-    """GRPOTrainer with every prompt computed once; see `SharedPromptMixin` for its three arguments."""
+    """GRPOTrainer with every prompt computed once; see `SharedPromptMixin` for its arguments."""
 
 
 class SharedPromptRLOOTrainer(SharedPromptMixin, RLOOTrainer):
-    """RLOOTrainer with every prompt computed once; see `SharedPromptMixin` for its three arguments."""
+    """RLOOTrainer with every prompt computed once; see `SharedPromptMixin` for its arguments."""
 
 
 class SharedPromptDPOTrainer(SharedPromptMixin, DPOTrainer):
