@@ -127,9 +127,10 @@ def arrange_tree(shape: Shape, device: torch.device, deterministic: bool) -> Arr
 
 def tree_attention(nodes: Nodes, device: torch.device, **options: Any) -> Attention:
     """This library's, over rows of these nodes."""
-    from flash_attn_dualkv import flash_attn_tree_varlen_func
+    from flash_attn_dualkv import SharedPromptLayout, flash_attn_tree_varlen_func
 
     lengths, above = zip(*nodes)
+    options["mean_keys"] = SharedPromptLayout.from_tree(lengths, above).mean_keys
     parents = torch.tensor(above, dtype=torch.int32, device=device)
     cu_seqlens = cumulative(lengths, device)
     return lambda q, k, v: flash_attn_tree_varlen_func(q, k, v, cu_seqlens, parents, **options)

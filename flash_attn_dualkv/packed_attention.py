@@ -28,6 +28,7 @@ def flash_attn_tree_varlen_func(
     sinks: Tensor | None = None,
     deterministic: bool = False,
     return_lse: Literal[False] = False,
+    mean_keys: int | None = None,
 ) -> Tensor: ...
 @overload
 def flash_attn_tree_varlen_func(
@@ -43,6 +44,7 @@ def flash_attn_tree_varlen_func(
     sinks: Tensor | None = None,
     deterministic: bool = False,
     return_lse: Literal[True],
+    mean_keys: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_tree_varlen_func(
@@ -58,6 +60,7 @@ def flash_attn_tree_varlen_func(
     sinks: Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool,
+    mean_keys: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def flash_attn_tree_varlen_func(
     q: Tensor,
@@ -72,6 +75,7 @@ def flash_attn_tree_varlen_func(
     sinks: Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    mean_keys: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of token sequences that are packed as trees of shared prefixes; exact and differentiable.
 
@@ -98,6 +102,9 @@ def flash_attn_tree_varlen_func(
         deterministic: gradients bit-identical from run to run; also switched on by
             torch.use_deterministic_algorithms and by the environment's FLASH_ATTENTION_DETERMINISTIC=1.
         return_lse: return the log-sum-exp of the scaled scores too; it is differentiable.
+        mean_keys: how many rows of its path a row sees on average, rounded up (`mean_keys` of a layout); the row count
+            if None. By it the backward chooses its kernels, of which some are fast for few keys: a wrong number costs
+            time, never exactness.
 
     q, k and v have a contiguous last dimension, and views of one packed tensor are used without a copy, as in
     `flash_attn_dualkv_varlen_func`; so is autocast.
@@ -125,11 +132,14 @@ def flash_attn_tree_varlen_func(
     checks.check_flag("deterministic", deterministic)
     checks.check_flag("return_lse", return_lse)
     checks.check_sinks(sinks, q)
+    if mean_keys is not None:
+        checks.check_length("mean_keys", mean_keys)
     scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
     _, window, cap = checks.resolve_variant(True, window_size, softcap)
 
     nodes = ops.tree_nodes(cu_seqlens, parents, q.shape[0])
-    keys = q.shape[0]  # the lengths are on the device: a row may see all of them
+    # The lengths are on the device: for all that is known here, a row may see all of them.
+    keys = q.shape[0] if mean_keys is None else min(int(mean_keys), checks.MAX_ROWS)
     out, lse = ops.attend(q, k, v, None, None, sinks, nodes, scale, True, window, -1, cap, False, keys, deterministic)
     return (out, lse) if return_lse else out
 

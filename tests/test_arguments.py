@@ -187,6 +187,10 @@ TREE_ROWS: list[Row] = [
     ("rows", alter("v", lambda t: t[1:]), ValueError, "v", "5"),
     ("rows", lambda a: {"k": a["k"][1:], "v": a["v"][1:]}, ValueError, "k", "5"),
     ("str", replace_by("return_lse", "yes"), TypeError, "return_lse", "str"),
+    ("float", replace_by("mean_keys", 4.0), TypeError, "mean_keys", "float"),
+    ("bool", replace_by("mean_keys", True), TypeError, "mean_keys", "bool"),
+    ("tensor", replace_by("mean_keys", torch.tensor(4)), TypeError, "mean_keys", "Tensor"),
+    ("negative", replace_by("mean_keys", -1), ValueError, "mean_keys", "-1"),
 ]
 
 

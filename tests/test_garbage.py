@@ -67,7 +67,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         dict(
             q=rows(7), k=rows(7), v=rows(7), cu_seqlens=offsets(4, 3), parents=torch.tensor([-1, 0]).int(),
             softmax_scale=1.0, window_size=(3, 0), softcap=2.0, sinks=torch.zeros(2), deterministic=False,
-            return_lse=True,
+            return_lse=True, mean_keys=3,
         ),
     ),
     "shared_prompt_attention": (

@@ -356,6 +356,7 @@ def test_signature_of_the_tree_function() -> None:
         "sinks": None,
         "deterministic": False,
         "return_lse": False,
+        "mean_keys": None,
     }
 
 

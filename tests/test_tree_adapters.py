@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flash_attn_dualkv import flash_attn_tree_varlen_func
+from flash_attn_dualkv import flash_attn_tree_varlen_func, ops
 from flash_attn_dualkv.integrations import trees
 
 HYPOTHESIS = settings(deadline=None, max_examples=100)
@@ -157,6 +159,31 @@ def test_automodel(tree: Trees, shuffler: Any) -> None:
     assert ranges == [[[ends[one], ends[one + 1]] for one in path] for path in sample_paths]
     given_tensors = inputs(sum(lens))
     check(forest.attend(*given_tensors, 0.5), given_tensors, visible(tree, sum(lens)), 0.5)
+
+
+@HYPOTHESIS
+@given(layouts(shuffled=False), st.booleans())
+def test_the_kernels_are_told_the_mean_of_keys(tree: Trees, moved: bool) -> None:
+    """By every function, whatever order the nodes are given in; padding counts for nothing."""
+    rows = sum(tree[1])
+    mask = visible(tree, rows)
+    if moved:  # children in front of what they continue
+        tree = [rows - begin - length for begin, length in zip(*tree[:2])], *tree[1:]
+    given_tensors = [torch.nn.functional.pad(one.detach(), (0, 0, 0, 0, 0, 2)) for one in inputs(rows)]
+    q, k, v = (one[0] for one in given_tensors)
+    calls: list[Any] = [
+        lambda: trees.flash_composed_forest_attention_fused(q, k, v, *tree),
+        lambda: trees.Forest(*tree).attend(q, k, v, window_size=(2, 0)),
+    ]
+    if not moved:
+        seen = bits(torch.nn.functional.pad(mask, (0, 2, 0, 2)))
+        empty = [torch.zeros(0)] * 4
+        calls.append(lambda: trees.tree_attention(*(one.transpose(1, 2) for one in given_tensors), seen, *empty))
+    attend = ops.attend
+    for call in calls:
+        with patch.object(ops, "attend", side_effect=attend) as told:
+            call()
+        assert ops.Options(*told.call_args.args[7:]).mean_keys == math.ceil(mask.sum().item() / max(rows, 1))
 
 
 def test_a_tree_is_read_once_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

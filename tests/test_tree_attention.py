@@ -18,9 +18,11 @@ from flash_attn_dualkv import (
     SharedPromptLayout,
     flash_attn_tree_varlen_func,
     flash_attn_varlen_func,
+    ops,
     reference,
     shared_prompt_attention,
 )
+from flash_attn_dualkv.checks import MAX_ROWS
 
 FLOAT64 = dict(rtol=1e-10, atol=1e-10)
 Options = dict[str, Any]
@@ -108,6 +110,21 @@ def test_a_tree_equals_its_sequences(fall: float) -> None:
     found, wanted = (torch.autograd.grad((one * weights).sum(), inputs) for one in (out[rows], flat))
     for one, other in zip(found, wanted):
         torch.testing.assert_close(one, other, **FLOAT64)
+
+
+def test_the_mean_of_keys_reaches_the_operators() -> None:
+    """Given, it is what the backward is told; without it, for all that is known a row sees every row."""
+    tree = ([3, 2, 0, 3, 1], [-1, 0, 0, 2, -1])
+    inputs = [torch.randn(12, heads, 8, requires_grad=True) for heads in (2, 1, 1)]
+    mean = SharedPromptLayout.from_tree(*tree).mean_keys
+    outs, told = [], []
+    for options in ({}, dict(mean_keys=None), dict(mean_keys=mean), dict(mean_keys=0), dict(mean_keys=2**40)):
+        with patch.object(ops, "attend", side_effect=ops.attend) as attend:
+            outs.append(flash_attn_tree_varlen_func(*inputs, *offsets_and_parents(tree), **options))
+        told.append(ops.Options(*attend.call_args.args[7:]).mean_keys)
+        torch.autograd.grad(outs[-1].sum(), inputs)
+    assert told == [12, 12, mean, 0, MAX_ROWS]
+    assert all(one.equal(outs[0]) for one in outs)
 
 
 def test_gradcheck() -> None:

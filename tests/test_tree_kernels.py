@@ -123,6 +123,7 @@ def test_the_public_functions_are_the_operator(name: str, options: Options) -> N
     table = offsets_and_parents(TREES[name], DEVICE)
     for function, mean in (
         (lambda *qkv, **more: flash_attn_tree_varlen_func(*qkv, *table, **more), layout.num_tokens),
+        (lambda *qkv, **more: flash_attn_tree_varlen_func(*qkv, *table, mean_keys=1, **more), 1),
         (lambda *qkv, **more: shared_prompt_attention(*qkv, layout, **more), layout.mean_keys),
     ):
         expected = run(inputs, layout.nodes, deterministic=True, mean_keys=mean)

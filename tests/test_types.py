@@ -47,7 +47,7 @@ assert_type(flash_attn_varlen_func(q, q, q, q, q, 4, 4, return_attn_probs=True),
 assert_type(flash_attn_dualkv_varlen_func(q, q, q, q, q, q, q, 4, 4, 4), Tensor)
 assert_type(flash_attn_dualkv_varlen_func(q, q, q, q, q, q, q, 4, 4, 4, return_lse=True), tuple[Tensor, Tensor])
 assert_type(flash_attn_tree_varlen_func(q, q, q, q, q), Tensor)
-assert_type(flash_attn_tree_varlen_func(q, q, q, q, q, return_lse=True), tuple[Tensor, Tensor])
+assert_type(flash_attn_tree_varlen_func(q, q, q, q, q, return_lse=True, mean_keys=4), tuple[Tensor, Tensor])
 assert_type(build_info()["compiled"], bool)
 """
 MISTAKES = {
