@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import arguments, checks
 from .data.transfer import SeparatelyPickled, same_device, to_device
+from .data.untraced import untraced
 from .errors import SharedPromptLayoutError
 from .nodes import COLUMNS, Node, host_nodes, packed_table, tree_table
 
@@ -50,6 +51,7 @@ class SharedPromptLayout(SeparatelyPickled):
     position_ids: Tensor | None = None
 
     @staticmethod
+    @untraced
     def from_tree(
         node_lens: Sequence[int] | Tensor,
         parents: Sequence[int] | Tensor,

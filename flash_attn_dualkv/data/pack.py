@@ -41,11 +41,13 @@ from .samples import (
     sequences_of,
 )
 from .transfer import same_device
+from .untraced import untraced
 
 Boundary = Literal["replicate", "gather"]
 BOUNDARIES = ("replicate", "gather")
 
 
+@untraced
 def pack_shared_prompts(
     prompts: Sequence[Tokens],
     responses: Sequence[Tokens],
@@ -100,6 +102,7 @@ def pack_shared_prompts(
     return _pack(Samples(tokens, groups, prompt_lens, response_lens, largest), options)
 
 
+@untraced
 def pack_padded(
     input_ids: Tensor,
     attention_mask: Tensor,
@@ -159,6 +162,7 @@ def pack_padded(
     return _pack(Samples(tokens, groups, prompt_lens, response_lens, largest), options)
 
 
+@untraced
 def pack_jagged(
     input_ids: Tensor,
     prompt_lens: Sequence[int] | Tensor,
@@ -202,6 +206,7 @@ def pack_jagged(
     return _pack(Samples(values[begin:end], groups, lengths, response_lens, largest), options)
 
 
+@untraced
 def group_by_prompt(
     prompts: Sequence[Tokens], *, group_ids: GroupIds | None = None, verify: bool = True
 ) -> list[list[int]]:

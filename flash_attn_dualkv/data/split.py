@@ -14,8 +14,10 @@ from .. import arguments
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
 from .samples import GroupIds, check_count, groups_of
+from .untraced import untraced
 
 
+@untraced
 def split_by_token_budget(
     groups: Sequence[Sequence[int]],
     prompt_lens: Sequence[int] | Tensor,
@@ -220,6 +222,7 @@ def _largest(values: Sequence[int], dp_group: Any) -> list[int]:
     return largest
 
 
+@untraced
 def balance_groups(
     prompt_lens: Sequence[int] | Tensor,
     response_lens: Sequence[int] | Tensor,

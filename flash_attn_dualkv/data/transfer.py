@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .untraced import untraced
+
 _CODES = {torch.int32: "i", torch.int64: "q"}
 _WRITE = 0x200  # CPython's PyBUF_WRITE
 _memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
@@ -62,6 +64,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [*host.split_with_sizes([one.numel() for one in flat])]
 
 
+@untraced
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
 def to_device(long: Sequence[Tensor], short: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The `long` (int64) and then the `short` (int32) tensors of one device on another, in one copy.

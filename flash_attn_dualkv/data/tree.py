@@ -44,6 +44,7 @@ from .samples import (
 )
 from .transfer import SeparatelyPickled, ints, same_device, to_device
 from .trie import Nodes, PrefixTree, build_nodes, nodes_between
+from .untraced import untraced
 
 # A node's last tile of keys is half empty for every row below it: 40 of 80 keys in the forward and 64 of 128 in the
 # backward, some 55 pairs a row where both are weighed by their work. A token costs a model of 2 to 8 billion parameters
@@ -206,6 +207,7 @@ def _pairs(length: int) -> int:
     return length * (length + 1) // 2
 
 
+@untraced
 def pack_prefix_tree(
     sequences: Sequence[Tokens],
     *,
@@ -263,6 +265,7 @@ def pack_prefix_tree(
     return _PackedTree(nodes, lengths, scored, pad_to_multiple_of or 1, largest).to_batch(tokens, target)
 
 
+@untraced
 def group_by_prefix(
     sequences: Sequence[Tokens],
     *,

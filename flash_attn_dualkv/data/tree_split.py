@@ -16,8 +16,10 @@ from ..checks import explain
 from ..errors import SharedPromptError
 from .split import best_fit, fill_evenly, on_equal_terms, ranks_and_share, spread
 from .trie import PrefixTree
+from .untraced import untraced
 
 
+@untraced
 def split_tree_by_token_budget(tree: PrefixTree, max_tokens: int, *, dp_group: Any = None) -> list[list[int]]:
     """Micro-batches of at most `max_tokens` packed tokens each, for `pack_prefix_tree` with the tree's borders.
 
@@ -92,6 +94,7 @@ def _united(parts: list[tuple[int, list[int]]], room: int) -> list[tuple[int, li
     return [(sum(sizes[at] for at in chosen), [index for at in chosen for index in parts[at][1]]) for chosen in bins]
 
 
+@untraced
 def balance_tree(tree: PrefixTree, num_ranks: int, *, token_cost: float = 0.0) -> list[list[int]]:
     """Sequences for each rank: equally many, about equal costs, and what shares most on one rank where possible.
 

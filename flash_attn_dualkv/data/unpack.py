@@ -62,9 +62,10 @@ def unpack_to_jagged(values: Tensor, batch: SharedPromptBatch, *, per_row: bool 
     arguments.instance("batch", batch, SharedPromptBatch)
     values = _of_response_tokens(values, batch, per_row)
     rows = values.new_zeros((batch.num_replicated_tokens,)).scatter_(0, batch.jagged_index, values)
-    longest = max(map(int.__add__, batch.prompt_lens, batch.response_lens))
-    shortest = min(map(int.__add__, batch.prompt_lens, batch.response_lens))
-    return torch.nested.nested_tensor_from_jagged(rows, batch.jagged_offsets, min_seqlen=shortest, max_seqlen=longest)
+    totals = [prompt + response for prompt, response in zip(batch.prompt_lens, batch.response_lens)]
+    return torch.nested.nested_tensor_from_jagged(
+        rows, batch.jagged_offsets, min_seqlen=min(totals), max_seqlen=max(totals)
+    )
 
 
 def check_fill(fill: float, dtype: torch.dtype) -> None:
