@@ -184,9 +184,20 @@ def _check_call(layout: SharedPromptLayout, kwargs: dict[str, Any]) -> None:
 
 
 def _causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, seq_idx: None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, seq_idx: Tensor | None = None
 ) -> Tensor:
-    """What older model files compute without the package causal_conv1d: (1, C, T), weight (C, K) -> (1, C, T)."""
-    out = functional.conv1d(x, weight[:, None], bias, padding=weight.shape[-1] - 1, groups=weight.shape[0])
-    out = out[:, :, : x.shape[-1]]
+    """What older model files compute without the package causal_conv1d: (1, C, T), weight (C, K) -> (1, C, T).
+
+    seq_idx (1, T): which sequence of a packed row each token belongs to; none sees another one's.
+    """
+    width, rows = weight.shape[-1], x.shape[-1]
+    if seq_idx is None:
+        out = functional.conv1d(x, weight[:, None], bias, padding=width - 1, groups=weight.shape[0])[:, :, :rows]
+    else:
+        out = x * weight[:, -1:]
+        for back in range(1, min(width, rows)):
+            is_own = seq_idx[:, None, back:] == seq_idx[:, None, :-back]
+            seen = x[:, :, :-back] * weight[:, -1 - back, None] * is_own
+            out = out + functional.pad(seen, (back, 0))
+        out = out if bias is None else out + bias[:, None]
     return out if activation is None else ACT2FN[activation](out)
