@@ -20,7 +20,8 @@ class Case:
         balance: of samples over ranks: "groups" as the plug-in does, "lengths" as verl's v1 trainer does, "none".
         trainer: v1 (jagged) or v0 (padded) form of the batch.
         overrides: of verl's config, as on its command line.
-        extra: what a test puts into the batch: "temperatures", "images".
+        extra: what a test puts into the batch, see `worker_input`.
+        position_rows: of position ids, likewise.
         warm: calls of so many of each rank's samples come before those that are recorded.
         keeps_worker: of the case before, if the two differ in micro-batches only. Weights must stay as they are.
     """
@@ -39,6 +40,7 @@ class Case:
     attention: str = "flash_attention_2"
     overrides: tuple[str, ...] = ()
     extra: str | None = None
+    position_rows: int = 1
     updates: int = 3
     minis: int = 1  # optimizer steps an update
     learning_rate: float = 1e-3

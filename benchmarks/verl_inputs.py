@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Model:
-    """A model of random weights (seed 0, bf16), with a tokenizer that nothing here calls."""
+    """A model of random weights (seed 0, bf16), with a tokenizer that nothing here calls.
+
+    `others`: what else its configuration has, as JSON. With a "text_config" all of the above goes there.
+    """
 
     family: str = "qwen3"
     layers: int = 2
@@ -25,10 +29,10 @@ class Model:
     tied: bool = False
     experts: int = 0
     experts_per_token: int = 0
+    others: str = "{}"
 
-    def save(self, folder: Path) -> None:
-        from tokenizers import Tokenizer, models, pre_tokenizers
-        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    def config(self) -> Any:
+        from transformers import AutoConfig
 
         experts: dict[str, Any] = {}
         if self.experts:
@@ -38,8 +42,7 @@ class Model:
                 moe_intermediate_size=self.intermediate,
                 norm_topk_prob=True,
             )
-        config = AutoConfig.for_model(
-            self.family,
+        own: dict[str, Any] = dict(
             num_hidden_layers=self.layers,
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
@@ -54,9 +57,22 @@ class Model:
             pad_token_id=0,
             **experts,
         )
+        others = json.loads(self.others)
+        if "text_config" in others:
+            others["text_config"] = own | others["text_config"]
+            return AutoConfig.for_model(self.family, **others)
+        return AutoConfig.for_model(self.family, **own | others)
+
+    def save(self, folder: Path) -> None:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+        config = self.config()
+        is_multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+        auto = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
         torch.manual_seed(0)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model = auto.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
         words = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
         words |= {byte: 3 + i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -112,22 +128,45 @@ class Batch:
         return [found[i] for i in torch.randperm(len(found), generator=source)]
 
 
+# A picture of 4 x 4 patches: tokens of this id in a prompt, above those of text, and the values of its patches.
+PICTURE_TOKEN, PICTURE_TOKENS, PATCHES, PATCH_VALUES = 512, 4, 16, 96
+
+
 def worker_input(
-    samples: list[Sample], known: dict[str, list[Tensor]], trainer: str, extra: str | None = None, **settings: Any
+    samples: list[Sample],
+    known: dict[str, list[Tensor]],
+    trainer: str,
+    extra: str | None = None,
+    position_rows: int = 1,
+    **settings: Any,
 ) -> Any:
     """What a worker is given.
 
     Args:
         known: values of response tokens, by sample.
         trainer: v1 (jagged) or v0 (padded), whose form it has.
-        extra: "temperatures" of each sample or "images" beside its text.
+        extra: "temperatures" of each sample, "images" beside its text that no model looks at,
+            "pictures" in every second prompt, "stretched" position ids, in the last row of a sample.
+        position_rows: of position ids; several as verl has them where the processor knows of images.
         settings: what else the trainer says of the batch.
     """
     from tensordict import TensorDict
     from tensordict.tensorclass import NonTensorData, NonTensorStack
     from verl.utils import tensordict_utils as tu
 
-    data = _padded(samples, known) if trainer == "v0" else _jagged(samples, known)
+    positions = [torch.arange(len(one.prompt) + len(one.response)) for one in samples]
+    if position_rows > 1:
+        positions = [one.repeat(position_rows, 1) for one in positions]
+    if extra == "stretched":
+        positions[1][-1] *= 2
+    pictures: list[dict[str, Tensor]] = [{} for _ in samples]
+    if extra == "pictures":
+        for index, one in enumerate(samples):
+            if int(one.uid.removeprefix("prompt")) % 2:
+                samples = [*samples[:index], _with_picture(one), *samples[index + 1 :]]
+                pictures[index] = _picture()
+                positions[index][1:, 1 : 1 + PICTURE_TOKENS] -= torch.arange(PICTURE_TOKENS)
+    data = _padded(samples, positions, known) if trainer == "v0" else _jagged(samples, positions, known)
     if isinstance(data, dict):
         data["uid"] = NonTensorStack.from_list([NonTensorData(one.uid) for one in samples])
         data = TensorDict(data, batch_size=len(samples))
@@ -136,26 +175,41 @@ def worker_input(
         data["temperature"] = torch.linspace(0.7, 1.3, len(samples))
         del settings["temperature"]
     if extra == "images":
-        images = [NonTensorData({"grid": torch.ones(1)}) for _ in samples]
-        data["multi_modal_inputs"] = NonTensorStack.from_list(images)
+        pictures = [{"grid": torch.ones(1)} for _ in samples]
+    if extra in ("images", "pictures"):
+        data["multi_modal_inputs"] = NonTensorStack.from_list([NonTensorData(one) for one in pictures])
     tu.assign_non_tensor(data, **settings)
     return data
 
 
-def _jagged(samples: list[Sample], known: dict[str, list[Tensor]]) -> dict[str, Any]:
+def _with_picture(sample: Sample) -> Sample:
+    prompt = sample.prompt.clone()
+    prompt[1 : 1 + PICTURE_TOKENS] = PICTURE_TOKEN
+    return sample._replace(prompt=prompt)
+
+
+def _picture() -> dict[str, Tensor]:
+    source = torch.Generator().manual_seed(0)
+    grid = torch.tensor([[1, 4, 4]])
+    return {"pixel_values": torch.randn(PATCHES, PATCH_VALUES, generator=source), "image_grid_thw": grid}
+
+
+def _jagged(samples: list[Sample], positions: list[Tensor], known: dict[str, list[Tensor]]) -> dict[str, Any]:
+    from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
+
     lists: dict[str, list[Tensor]] = {
         "prompts": [one.prompt for one in samples],
         "responses": [one.response for one in samples],
         "input_ids": [torch.cat((one.prompt, one.response)) for one in samples],
-        "position_ids": [torch.arange(len(one.prompt) + len(one.response)) for one in samples],
+        "position_ids": positions,
         "response_mask": [one.mask for one in samples],
         "loss_mask": [one.mask for one in samples],
         **known,
     }
-    return {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in lists.items()}
+    return {name: nested_tensor_from_tensor_list(rows) for name, rows in lists.items()}
 
 
-def _padded(samples: list[Sample], known: dict[str, list[Tensor]]) -> Any:
+def _padded(samples: list[Sample], positions: list[Tensor], known: dict[str, list[Tensor]]) -> Any:
     import numpy
     from verl import DataProto
     from verl.workers.utils.padding import left_right_2_no_padding
@@ -169,12 +223,15 @@ def _padded(samples: list[Sample], known: dict[str, list[Tensor]]) -> Any:
     prompts, responses = left([one.prompt for one in samples]), right([one.response for one in samples])
     ones = [torch.ones_like(one.prompt) for one in samples], [torch.ones_like(one.response) for one in samples]
     mask = torch.cat((left(ones[0]), right(ones[1])), 1)
+    position_ids = torch.zeros(len(samples), *positions[0].shape[:-1], mask.shape[1], dtype=torch.int64)
+    for row, one, own in zip(position_ids, mask.bool(), positions):
+        row[..., one] = own
     tensors = dict(
         prompts=prompts,
         responses=responses,
         input_ids=torch.cat((prompts, responses), 1),
         attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+        position_ids=position_ids,
         response_mask=right([one.mask for one in samples]),
         **{name: right(rows) for name, rows in known.items()},
     )

@@ -104,6 +104,7 @@ class Session:
             {},
             self.case.trainer,
             self.case.extra,
+            self.case.position_rows,
             calculate_entropy=self.case.role == "actor",
             compute_loss=False,
             **v0,
@@ -145,6 +146,7 @@ class Session:
             self.known,
             self.case.trainer,
             self.case.extra,
+            self.case.position_rows,
             calculate_entropy=actor.calculate_entropy or actor.entropy_coeff != 0.0,
             distillation_use_topk=False,
             distillation_only=False,
@@ -240,7 +242,8 @@ def _run_rank(folder: str, on_ray: bool) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "model":
-        Model(**json.loads(sys.argv[3])).save(Path(sys.argv[2]))
+    if sys.argv[1] == "models":
+        for number, one in enumerate(json.loads(sys.argv[3])):
+            Model(**one).save(Path(sys.argv[2]) / f"model{number}")
     else:
         _run_rank(sys.argv[2], sys.argv[1] == "ray")

@@ -42,17 +42,14 @@ def run(
         RuntimeError: a rank has failed; its output says why.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # In processes of their own, so that their memory is freed.
-        models = [
-            _start(["model", str(Path(folder) / f"model{index}"), json.dumps(asdict(model))], environment)
-            for index, model in enumerate(dict.fromkeys(case.model for case in cases))
-        ]
+        # In a process of its own, whose memory is freed with it.
+        models = json.dumps([asdict(model) for model in dict.fromkeys(case.model for case in cases)])
+        maker = _start(["models", folder, models], environment)
         try:
-            if any(model.wait(timeout_s) for model in models):
+            if maker.wait(timeout_s):
                 raise RuntimeError("a model could not be saved; the output says why")
         finally:
-            for model in models:
-                model.kill()
+            maker.kill()
         torch.save(list(cases), Path(folder) / "cases.pt")
         with socket.socket() as free:
             free.bind(("", 0))
