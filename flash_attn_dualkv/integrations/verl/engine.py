@@ -24,10 +24,11 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 from ...checks import CUDA_DTYPES
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
-from ..transformers import expect_shared_prompt, install_layout_hook, wrap
+from ..transformers import expect_shared_prompt, guard, install_layout_hook, wrap
 from ..transformers.forward import causal_lm_of
 from ..transformers.support import check_noise, is_hybrid, kernels_lack, num_mixing_layers, text_config
 from ..ulysses import UlyssesLayout
+from . import patches
 from .micro_batches import Lengths, Plan, grouped_micro_batches, pack_micro_batch, why_not
 from .options import Options
 from .statistics import Statistics
@@ -77,11 +78,14 @@ class _SharedPrompts:
             return "a layer that carries a state along the sequence needs the whole row on one GPU (no Ulysses)"
         try:
             wrap([text_config(module.config)._attn_implementation])
-            install_layout_hook(module)
+            head, self.decoder = causal_lm_of(module), patches.decoder_of(module)
+            if getattr(self.decoder.config, "use_bidirectional_attention", None) == "vision":
+                self.decoder.register_forward_pre_hook(_without_masks_of_images, with_kwargs=True)
+            # Not on the whole model: verl's forwards drop arguments, and towers must not get a layout.
+            install_layout_hook(self.decoder)
         except SharedPromptError as error:
             return str(error)
-        self.layers = num_mixing_layers(causal_lm_of(module))
-        head = causal_lm_of(module)
+        self.layers = num_mixing_layers(self.decoder)
         self.keeps_logits = self.has_lm_head and "logits_to_keep" in inspect.signature(type(head).forward).parameters
         return None
 
@@ -151,6 +155,8 @@ class _SharedPrompts:
         if plan is None:
             return super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
         inputs, output_args = super().prepare_model_inputs(plan.micro_batch)  # type: ignore[misc]
+        for name in ("cu_seqlens", "cu_seqlens_cpu"):  # for verl's own layers: the layout says more
+            inputs.pop(name, None)
         if plan.scored is not None:
             rows = plan.batch.token_index
             inputs["logits_to_keep"] = rows
@@ -189,8 +195,8 @@ class _SharedPrompts:
         if (reason := self._why_not(micro_batch)) is not None:
             return reason
         ranks = self.ulysses_sequence_parallel_size if self.use_ulysses_sp else 1
-        if ranks > 1 and hasattr(self.stock_module.config, "vision_config"):
-            return "multimodal"  # verl slices such a model's inputs behind its embeddings
+        if ranks > 1 and hasattr(self.stock_module.config, "vision_config") and not patches.is_replaced(self.decoder):
+            return "multimodal"  # nobody divides the row: verl leaves that to the decoder, which it has not patched
         bucket = self.pad_to_length_bucket if self.pad_to_length else 1
         # Ranks of Ulysses have different numbers of rows with a response token; a fused head makes no logits.
         fused = tu.get_non_tensor_data(micro_batch, "use_fused_kernels", False)
@@ -225,6 +231,11 @@ class _SharedPrompts:
         return found.micro_batches, found.indices
 
 
+def _without_masks_of_images(decoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Let a decoder make the masks of a packed row itself: there is no image, whose tokens see each other."""
+    return None if guard.current() is None else (args, {**kwargs, "attention_mask": None})
+
+
 class SharedPromptFSDPEngine(_SharedPrompts, FSDPEngineWithLMHead):
     """verl's FSDP engine for actors and references."""
 
@@ -249,6 +260,7 @@ def install() -> None:
                     EngineRegistry.register(model_type=model_type, backend=backend, device="cuda", vendor=vendor)(
                         engine
                     )
+    patches.install()
     stock = transformer_impl.prepare_micro_batches
     if hasattr(stock, "dualkv_stock"):
         return

@@ -1,0 +1,102 @@
+"""The forwards that verl puts in the place of transformers', and which of the two a layer runs.
+
+verl replaces forwards of classes, for as long as the process lives. Those inside a decoder (attention of Qwen2.5-VL,
+layers of Qwen3.5) drop arguments that they do not know, the layout among them, and divide a packed row into sequences
+in ways of their own. With a layout such a layer runs what transformers has there, without one what verl has.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from verl.workers.engine.fsdp import transformer_impl
+
+from ...checks import explain
+from ...errors import SharedPromptError
+from ..transformers.forward import causal_lm_of
+
+Forward = Callable[..., Any]
+
+# Of each class whose forward verl has replaced, what transformers had there and what verl has.
+_transformers: dict[type[nn.Module], Forward] = {}
+_verl: dict[type[nn.Module], Forward] = {}
+
+
+def install() -> None:
+    """Let verl's patches keep what they replace; once."""
+    stock = transformer_impl.apply_monkey_patch
+    if hasattr(stock, "dualkv_stock"):
+        return
+
+    def apply_monkey_patch(model: nn.Module, *args: Any, **options: Any) -> None:
+        # Patches are those of a family: they come to classes of other models that are here, too.
+        before = {kind: kind.forward for kind in {*map(type, model.modules()), *_transformers}}
+        stock(model, *args, **options)
+        for kind, forward in before.items():
+            if kind.forward is not forward:
+                _keep(kind, forward)
+        for module in model.modules():
+            if is_replaced(module) and isinstance(tower := getattr(module, "visual", None), nn.Module):
+                tower.register_forward_hook(_with_mean)
+
+    apply_monkey_patch.dualkv_stock = stock  # type: ignore[attr-defined]
+    transformer_impl.apply_monkey_patch = apply_monkey_patch
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether a forward of verl's stands for that of the module's class."""
+    return str(getattr(type(module).forward, "__module__", "")).startswith("verl.")
+
+
+def decoder_of(model: nn.Module) -> Any:
+    """The decoder of text tokens inside a model: of the transformers models that hold its embeddings the innermost.
+
+    Raises:
+        SharedPromptError: there is no transformers model inside; what its layers run is verl's alone.
+    """
+    stock = causal_lm_of(model)
+    embeddings = stock.get_input_embeddings()
+    decoder = [one for one in stock.modules() if isinstance(one, PreTrainedModel) and _holds(one, embeddings)][-1]
+    for name, module in decoder.named_modules():
+        if is_replaced(module) and not (module is decoder and type(decoder) in _transformers):
+            expected = "transformers' forward (load this package before the process builds its first model with verl)"
+            raise SharedPromptError(explain(name or "model", expected, f"that of {type(module).forward.__module__}"))
+    if is_replaced(decoder):
+        # verl's takes anything, and hands it on: which arguments there are, transformers' says.
+        type(decoder).forward.__wrapped__ = _transformers[type(decoder)]
+    return decoder
+
+
+def _holds(model: nn.Module, module: nn.Module) -> bool:
+    return any(one is module for one in model.modules())
+
+
+def _keep(kind: type[nn.Module], before: Forward) -> None:
+    """Remember both forwards of a class; a layer's class then chooses between them."""
+    is_known = kind in _transformers
+    _transformers.setdefault(kind, before)
+    _verl[kind] = kind.forward
+    if not issubclass(kind, PreTrainedModel):  # models hand on what they are given
+        # Patched again, for another engine: what chooses already stands in `before`.
+        kind.forward = before if is_known else _choice(kind)
+
+
+def _with_mean(tower: nn.Module, args: Any, output: Any) -> None:
+    """A mean for what a tower returns: verl 0.9 takes it of texts, and Qwen2.5-VL's returns no tensor any longer."""
+    if not hasattr(output, "mean") and isinstance(features := getattr(output, "pooler_output", None), Tensor):
+        output.mean = features.mean
+
+
+def _choice(kind: type[nn.Module]) -> Forward:
+    own = _transformers[kind]
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        chosen = _verl[kind] if kwargs.get("shared_prompt_layout") is None else own
+        return chosen(self, *args, **kwargs)
+
+    return forward
