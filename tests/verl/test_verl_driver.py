@@ -20,7 +20,13 @@ from verl.utils.flops_counter import FlopsCounter
 import flash_attn_dualkv.integrations.verl as plugin
 from flash_attn_dualkv import pack_shared_prompts
 from flash_attn_dualkv.integrations.verl.balance import partitions
-from flash_attn_dualkv.integrations.verl.micro_batches import Lengths, grouped_micro_batches, why_not
+from flash_attn_dualkv.integrations.verl.micro_batches import (
+    Lengths,
+    grouped_micro_batches,
+    position_rows,
+    samples_with_media,
+    why_not,
+)
 from flash_attn_dualkv.integrations.verl.statistics import Statistics
 
 UIDS = [f"uid_{index % 4}" for index in range(16)]  # a prompt's responses lie apart
@@ -165,9 +171,28 @@ def test_wrong_options(monkeypatch: Any, settings: Any, environment: Any, messag
         plugin.Options.of(settings)
 
 
+def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+    return tu.nested_tensor_from_tensor_list(rows)
+
+
+def of_text(rows: int, *lengths: int) -> torch.Tensor:
+    """Position ids of samples without images, in so many rows."""
+    return jagged([torch.arange(length).repeat(rows, 1) for length in lengths])
+
+
+def media(*inputs: Any) -> NonTensorStack:
+    return NonTensorStack.from_list([NonTensorData(one) for one in inputs])
+
+
+def other_positions(at: tuple[int, ...], change: int = 1) -> torch.Tensor:
+    positions = of_text(4, 3, 4)
+    positions.values()[at] += change
+    return positions
+
+
 REFUSED: dict[str, dict[str, Any]] = {
-    "multimodal": dict(multi_modal_inputs=[{"grid": torch.ones(1)}, {"grid": torch.ones(1)}]),
-    "positions": dict(position_ids=torch.zeros(2, 4, 3)),
+    "multimodal": dict(multi_modal_inputs=media({}, {"grid": torch.ones(1)})),
+    "positions": dict(position_ids=other_positions((2, 5))),
     "temperature": dict(temperature=torch.tensor([0.7, 1.3])),
     "distillation": dict(distillation_only=True),
     "routing_replay": dict(enable_routing_replay=True),
@@ -176,26 +201,99 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("reason", [None, *REFUSED])
-def test_what_in_the_samples_is_left_to_verl(reason: str | None) -> None:
-    given: dict[str, Any] = dict(
-        temperature=torch.ones(2), position_ids=torch.zeros(2, 3), distillation_use_topk=False, force_group_size=1
-    )
-    given |= dict(prompts=torch.ones(2, 3)) if reason != "no_prompts" else {}
-    given |= REFUSED.get(reason or "", {})
+def samples(**given: Any) -> TensorDict:
+    """Two samples of 3 and 4 tokens."""
+    given = dict(temperature=torch.ones(2), input_ids=jagged([torch.arange(3), torch.arange(4)])) | given
     data = TensorDict({name: one for name, one in given.items() if isinstance(one, torch.Tensor)}, batch_size=2)
-    if images := given.get("multi_modal_inputs"):
-        data["multi_modal_inputs"] = NonTensorStack.from_list([NonTensorData(one) for one in images])
+    if "multi_modal_inputs" in given:
+        data["multi_modal_inputs"] = given["multi_modal_inputs"]
     settings = {name: one for name, one in given.items() if isinstance(one, (bool, int))}
     tu.assign_non_tensor(data, **settings)
-    assert why_not(data) == reason
+    return data
+
+
+@pytest.mark.parametrize("reason", [None, *REFUSED])
+def test_what_in_the_samples_is_left_to_verl(reason: str | None) -> None:
+    given: dict[str, Any] = dict(position_ids=of_text(4, 3, 4), distillation_use_topk=False, force_group_size=1)
+    given |= dict(prompts=torch.ones(2, 3)) if reason != "no_prompts" else {}
+    assert why_not(samples(**given | REFUSED.get(reason or "", {}))) == reason
+
+
+POSITIONS = {
+    "one row": (jagged([torch.arange(3), torch.arange(4)]), True),
+    "three rows": (of_text(3, 3, 4), True),
+    "the first row": (other_positions((0, 0)), False),
+    "the last token": (other_positions((3, 6), -2), False),
+    "all rows, alike": (other_positions((slice(None), slice(3, 7))), False),  # where verl sees no new sequence
+    "one row that counts on": (jagged([torch.arange(3), torch.arange(3, 7)]), False),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions_of_text(name: str) -> None:
+    """All rows count the tokens of their sample from 0; anything else is left to verl."""
+    positions, is_text = POSITIONS[name]
+    data = samples(position_ids=positions, prompts=torch.ones(2, 3))
+    assert why_not(data) == (None if is_text else "positions")
+    assert position_rows(positions).shape[1] == 7
+
+
+def test_positions_of_samples_of_one_length() -> None:
+    """PyTorch takes the rows for what differs between samples of one length."""
+    positions = torch.nested.as_nested_tensor([torch.arange(3).repeat(4, 1)] * 2, layout=torch.jagged)
+    assert positions.values().shape == (8, 3)
+    assert torch.equal(position_rows(positions), torch.tensor([[0, 1, 2, 0, 1, 2]] * 4))
+
+
+def test_positions_of_samples_that_are_apart() -> None:
+    """Those of images are what they are; the other samples' are looked at."""
+    inputs = media({"pixel_values": torch.ones(1)}, {})
+    first, second = (
+        samples(position_ids=other_positions(at), prompts=torch.ones(2, 3), multi_modal_inputs=inputs)
+        for at in ((2, 1), (2, 5))
+    )
+    assert (why_not(first), why_not(first, [0])) == ("multimodal", None)
+    assert why_not(second, [0]) == "positions"
+    assert why_not(first, [0, 1]) == "multimodal"  # nothing is left
+
+
+def test_which_samples_have_images() -> None:
+    """Not those whose processor says of each token that it is text."""
+    kinds = torch.zeros(1, 3, dtype=torch.int64)
+    inputs = [{}, {"mm_token_type_ids": kinds}, {"token_type_ids": kinds + 1}, None, {"pixel_values": torch.ones(1)}]
+    data = TensorDict({"one": torch.zeros(6)}, batch_size=6)
+    data["multi_modal_inputs"] = media(*inputs, {"pixel_values": None})
+    assert samples_with_media(data) == [2, 4]
+    assert samples_with_media(data[:2]) == samples_with_media(data.exclude("multi_modal_inputs")) == []
+
+
+@pytest.mark.parametrize("is_dynamic", [True, False])
+def test_samples_with_images_do_not_take_texts_along(is_dynamic: bool) -> None:
+    """Dynamic micro-batches hold one kind; of fixed ones at most one holds both."""
+    lengths = [(8, 4), (8, 6), (5, 3), (8, 4), (5, 5), (5, 2), (8, 4), (5, 1)]
+    ids = jagged([torch.cat((torch.full((p,), p), torch.arange(r))) for p, r in lengths])
+    data = TensorDict({"input_ids": ids, "prompts": jagged([torch.zeros(p) for p, _ in lengths])}, batch_size=8)
+    apart = [0, 4, 6]
+    tu.assign_non_tensor(
+        data, use_dynamic_bsz=is_dynamic, micro_batch_size_per_gpu=2, max_token_len_per_gpu=24, temperature=1.0
+    )
+    found = grouped_micro_batches(data, None, plugin.Options(), None, apart)
+    assert found is not None
+    parts = found.indices
+    if parts is None:
+        assert found.order is not None
+        parts = [found.order[at : at + 2] for at in range(0, 8, 2)]
+    assert sorted(index for part in parts for index in part) == list(range(8))
+    mixed = [part for part in parts if 0 < len(set(part) & set(apart)) < len(part)]
+    assert len(mixed) == (0 if is_dynamic else 1)
+    assert is_dynamic or found.order == [1, 3, 2, 5, 7, 0, 4, 6]
 
 
 def test_what_the_kernels_lack(monkeypatch: pytest.MonkeyPatch, config: Any) -> None:
     """On a GPU what they cannot run is left to verl before any layer runs: other ranks may have nothing to refuse."""
     from flash_attn_dualkv.integrations.verl import engine as module
 
-    ids = torch.nested.as_nested_tensor([torch.arange(30), torch.arange(20)], layout=torch.jagged)
+    ids = jagged([torch.arange(30), torch.arange(20)])
     data = TensorDict({"input_ids": ids, "position_ids": ids, "prompts": ids}, batch_size=2)
     tu.assign_non_tensor(data, temperature=1.0)
     engine = module.SharedPromptFSDPEngine.__new__(module.SharedPromptFSDPEngine)
@@ -216,8 +314,7 @@ def test_what_the_kernels_lack(monkeypatch: pytest.MonkeyPatch, config: Any) -> 
 
 def test_samples_without_prompts() -> None:
     """verl's SFT trainer has none: its micro-batches are its own, and count."""
-    ids = torch.nested.as_nested_tensor([torch.arange(30), torch.arange(20)], layout=torch.jagged)
-    data = TensorDict({"input_ids": ids}, batch_size=2)
+    data = TensorDict({"input_ids": jagged([torch.arange(30), torch.arange(20)])}, batch_size=2)
     assert Lengths.of(data) == Lengths([0, 0], [30, 20])
     assert grouped_micro_batches(data, None, plugin.Options(), "no_prompts") is None
 
@@ -228,9 +325,8 @@ def test_the_head_computes_the_rows_that_score(keeps: bool) -> None:
     from flash_attn_dualkv.integrations.verl.engine import SharedPromptFSDPEngine
     from flash_attn_dualkv.integrations.verl.micro_batches import pack_micro_batch
 
-    samples = [torch.cat((torch.arange(8), torch.tensor([20, 30, 40, 50]) + index)) for index in range(3)]
-    jagged = lambda rows: torch.nested.as_nested_tensor(rows, layout=torch.jagged)  # noqa: E731
-    lists = {"input_ids": samples, "prompts": [one[:8] for one in samples], "position_ids": [torch.arange(12)] * 3}
+    rows = [torch.cat((torch.arange(8), torch.tensor([20, 30, 40, 50]) + index)) for index in range(3)]
+    lists = {"input_ids": rows, "prompts": [one[:8] for one in rows], "position_ids": [torch.arange(12)] * 3}
     data = TensorDict({name: jagged(rows) for name, rows in lists.items()}, batch_size=3)
     tu.assign_non_tensor(data, temperature=1.0, use_fused_kernels=False, calculate_entropy=False)
     engine = SharedPromptFSDPEngine.__new__(SharedPromptFSDPEngine)
@@ -240,7 +336,7 @@ def test_the_head_computes_the_rows_that_score(keeps: bool) -> None:
     assert inputs["input_ids"].shape == (1, 22)
     labels = output_args["input_ids_rmpad_rolled"]
     if keeps:
-        assert torch.equal(labels, torch.cat([one[8:] for one in samples]))
+        assert torch.equal(labels, torch.cat([one[8:] for one in rows]))
         assert inputs["logits_to_keep"].shape == labels.shape == output_args["temperature_rmpad"].shape == (12,)
     else:
         assert "logits_to_keep" not in inputs and labels.shape == (22,)

@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -25,11 +25,11 @@ from ...checks import CUDA_DTYPES
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
 from ..transformers import expect_shared_prompt, guard, install_layout_hook, wrap
-from ..transformers.forward import causal_lm_of
+from ..transformers.forward import backbone_name, causal_lm_of
 from ..transformers.support import check_noise, is_hybrid, kernels_lack, num_mixing_layers, text_config
 from ..ulysses import UlyssesLayout
 from . import patches
-from .micro_batches import Lengths, Plan, grouped_micro_batches, pack_micro_batch, why_not
+from .micro_batches import Lengths, Plan, grouped_micro_batches, pack_micro_batch, samples_with_media, why_not
 from .options import Options
 from .statistics import Statistics
 from .verify import Verifier
@@ -53,6 +53,7 @@ class _SharedPrompts:
     has_lm_head = True
     keeps_logits = False  # whether the model takes the rows that its LM head is to compute
     shares = True  # unless verl's own path is to run
+    runs_towers_on_text = False  # as verl lets some multimodal models do, so that all ranks do the same
     budget: int | None = None  # of tokens, for the micro-batches of the call that runs
 
     def _build_module(self) -> Any:
@@ -86,6 +87,8 @@ class _SharedPrompts:
         except SharedPromptError as error:
             return str(error)
         self.layers = num_mixing_layers(self.decoder)
+        name = backbone_name(head)
+        self.runs_towers_on_text = name is not None and patches.is_replaced(getattr(head, name))
         self.keeps_logits = self.has_lm_head and "logits_to_keep" in inspect.signature(type(head).forward).parameters
         return None
 
@@ -178,12 +181,12 @@ class _SharedPrompts:
 
     # Plans
 
-    def _why_not(self, data: TensorDict) -> str | None:
+    def _why_not(self, data: TensorDict, apart: Sequence[int] = ()) -> str | None:
         if not self.shares:
             return "verification"
         if self.refuses():
             return "model"
-        return why_not(data) or (self._kernels_lack() if get_device_name() == "cuda" else None)
+        return why_not(data, apart) or (self._kernels_lack() if get_device_name() == "cuda" else None)
 
     def _kernels_lack(self) -> str | None:
         if getattr(self, "_autocast_dtype", torch.bfloat16) not in CUDA_DTYPES:
@@ -224,7 +227,10 @@ class _SharedPrompts:
     def micro_batches(self, data: TensorDict, dp_group: Any, stock: Callable[[], Any]) -> Any:
         """Micro-batches and their samples' indices, as verl's function gives them."""
         self.budget = None
-        found = grouped_micro_batches(data, dp_group, self.options, self._why_not(data))
+        # Samples with images get micro-batches of their own where towers run on texts as well:
+        # elsewhere a rank with images would wait for one without.
+        apart = samples_with_media(data) if self.runs_towers_on_text else []
+        found = grouped_micro_batches(data, dp_group, self.options, self._why_not(data, apart), apart)
         if found is None:
             return stock()
         self.budget, self.order = found.budget, found.order or []

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
-from verl.utils.model import extract_multi_modal_inputs
 
 from ...checks import explain
 from ...data.batch import SharedPromptBatch
 from ...data.pack import group_by_prompt, pack_jagged
-from ...data.split import split_by_token_budget
+from ...data.split import on_equal_terms, split_by_token_budget
 from ...errors import SharedPromptError
 from ...layout import SharedPromptLayout
 from .options import Options
@@ -62,14 +62,29 @@ def prompt_lengths(data: TensorDict) -> Tensor:
     return data["attention_mask"][:, : prompts.shape[1]].sum(1)
 
 
-def why_not(data: TensorDict) -> str | None:
-    """What in the samples cannot be shared, if anything."""
+def samples_with_media(data: TensorDict) -> list[int]:
+    """Samples that have images or other inputs beside their text."""
+    inputs = [one.data if isinstance(one, NonTensorData) else one for one in data.get("multi_modal_inputs", [])]
+    return [index for index, one in enumerate(inputs) if one and any(map(_is_medium, one, one.values()))]
+
+
+def _is_medium(name: str, value: Any) -> bool:
+    # The kinds of tokens, which processors give of texts as well: 0 is text.
+    is_text = name.endswith("token_type_ids") and isinstance(value, Tensor) and not value.any()
+    return value is not None and not is_text
+
+
+def why_not(data: TensorDict, apart: Sequence[int] = ()) -> str | None:
+    """What in the samples cannot be shared, if anything.
+
+    Args:
+        data: of verl.
+        apart: samples that do not count, because they get micro-batches of their own.
+    """
     if "prompts" not in data:
         return "no_prompts"  # of verl's SFT trainer
-    if extract_multi_modal_inputs(data.get("multi_modal_inputs", [])):
+    if len(apart) == len(data) or set(samples_with_media(data)) - set(apart):
         return "multimodal"  # equal tokens are not equal prompts, and positions are those of images
-    if data["position_ids"].dim() != 2:
-        return "positions"
     temperature = data["temperature"]
     if isinstance(temperature, Tensor) and temperature.numel() > 1 and temperature.min() != temperature.max():
         return "temperature"
@@ -79,7 +94,33 @@ def why_not(data: TensorDict) -> str | None:
         return "routing_replay"
     if tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
         return "forced_groups"
-    return None
+    return None if _are_of_text(data, apart) else "positions"
+
+
+def _are_of_text(data: TensorDict, apart: Sequence[int]) -> bool:
+    """Whether the position ids of all samples but `apart` count their tokens, in each of their rows.
+
+    One comparison, and one answer of the device.
+    """
+    offsets = data["input_ids"].offsets()
+    rows = position_rows(data["position_ids"])
+    begins, lengths, total = offsets[:-1], offsets.diff(), rows.shape[-1]
+    if len(apart):
+        # Below all positions: no position of these is another one than it should be.
+        begins = begins.index_fill(0, torch.tensor(apart, device=begins.device), -total)
+    expected = torch.arange(total, device=rows.device) - begins.repeat_interleave(lengths, output_size=total)
+    return bool(((rows == expected) | (expected >= total)).all())
+
+
+def position_rows(position_ids: Tensor) -> Tensor:
+    """(rows, T) of jagged position ids (B, T_i) or (B, rows, T_i), of text, time, height and width."""
+    values: Tensor = position_ids.values()
+    if position_ids.dim() == 2:
+        return values[None]
+    if position_ids._ragged_idx == 2:
+        return values
+    # Of samples of one length: the number of rows was taken for what differs.
+    return values.unflatten(0, (len(position_ids), -1)).transpose(0, 1).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -109,9 +150,12 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
         max_responses_per_group=options.max_responses_per_group,
     )
     offsets = torch.tensor([0, batch.layout.num_tokens], device=batch.input_ids.device)
+    positions = batch.position_ids
+    if micro_batch["position_ids"].dim() == 3:  # the model's own form, all rows of it alike
+        positions = positions.repeat(len(position_rows(micro_batch["position_ids"])), 1)
     row = {
-        name: torch.nested.nested_tensor_from_jagged(values, offsets)
-        for name, values in (("input_ids", batch.input_ids), ("position_ids", batch.position_ids))
+        name: torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=values.dim())
+        for name, values in (("input_ids", batch.input_ids), ("position_ids", positions))
     }
     flags = {}
     for name in micro_batch.keys():  # noqa: SIM118, of tensors that are no mapping
@@ -141,19 +185,32 @@ class Grouped:
     budget: int | None
 
 
-def grouped_micro_batches(data: TensorDict, dp_group: Any, options: Options, reason: str | None) -> Grouped | None:
-    """Micro-batches by unique tokens; None where verl's own are to be used, on all ranks alike."""
+def grouped_micro_batches(
+    data: TensorDict, dp_group: Any, options: Options, reason: str | None, apart: Sequence[int] = ()
+) -> Grouped | None:
+    """Micro-batches by unique tokens; None where verl's own are to be used, on all ranks alike.
+
+    Args:
+        data: a mini-batch of this rank.
+        dp_group: whose ranks get equally many.
+        options: of the engine.
+        reason: why nothing of it can be shared, if so.
+        apart: samples that come behind the others, and in dynamic micro-batches in ones of their own.
+    """
     groups: list[list[int]] = []
+    singles = [[index] for index in apart]
     wants = False
     lengths = Lengths.of(data) if reason is None else Lengths([], [])
     if reason is None:
-        groups = _groups(data, lengths, options)
-        rows = sum(lengths.prompts[group[0]] - 1 for group in groups) + sum(lengths.responses) + len(lengths.responses)
-        wants = sum(lengths.prompts) + sum(lengths.responses) >= options.min_dedup_ratio * rows
+        groups = _groups(data, lengths, options, set(apart))
+        shared = [index for group in groups for index in group]
+        responses = sum(lengths.responses[index] for index in shared)
+        rows = sum(lengths.prompts[group[0]] - 1 for group in groups) + responses + len(shared)
+        wants = sum(lengths.prompts[index] for index in shared) + responses >= options.min_dedup_ratio * rows
     if not tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
         if not wants:
             return None
-        order = [index for group in groups for index in group]
+        order = [index for group in (*groups, *singles) for index in group]
         size = data["micro_batch_size_per_gpu"]
         if len(order) % size:
             expected = f"a divisor of the {len(order)} samples of a mini-batch and GPU"
@@ -164,8 +221,13 @@ def grouped_micro_batches(data: TensorDict, dp_group: Any, options: Options, rea
     if not able or not any_wants:
         return None
     budget = int(data["max_token_len_per_gpu"]) * tu.get_non_tensor_data(data, "sp_size", 1)
+
+    def fill() -> tuple[list[list[int]], list[list[int]]]:
+        parts = [split_by_token_budget(some, *lengths, budget) for some in (groups, singles)]
+        return parts[0] + parts[1], groups + singles
+
     try:
-        parts = split_by_token_budget(groups, lengths.prompts, lengths.responses, budget, dp_group=dp_group)
+        parts = on_equal_terms(fill, dp_group, "samples")
     except SharedPromptError as error:
         settings = (
             "ppo_max_token_len_per_gpu (of log-probabilities log_prob_max_token_len_per_gpu, of critics "
@@ -175,12 +237,13 @@ def grouped_micro_batches(data: TensorDict, dp_group: Any, options: Options, rea
     return Grouped([tu.index_select_tensor_dict(data, part) for part in parts], parts, None, budget)
 
 
-def _groups(data: TensorDict, lengths: Lengths, options: Options) -> list[list[int]]:
-    """The samples of each prompt, at most so many in one list."""
+def _groups(data: TensorDict, lengths: Lengths, options: Options, apart: Container[int]) -> list[list[int]]:
+    """The samples of each prompt but those that are apart, at most so many in one list."""
     tokens = data["input_ids"].values().cpu()
     begins = accumulate(map(int.__add__, lengths.prompts, lengths.responses), initial=0)
     prompts = [tokens[begin : begin + count] for (begin, _), count in zip(pairwise(begins), lengths.prompts)]
-    groups = group_by_prompt(prompts)
+    groups = [[index for index in group if index not in apart] for group in group_by_prompt(prompts)]
+    groups = [group for group in groups if group]
     most = options.max_responses_per_group
     if most is None:
         return groups
