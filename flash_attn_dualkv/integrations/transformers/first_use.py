@@ -12,7 +12,7 @@ from torch import nn
 
 from ...errors import SharedPromptError
 from .hybrid import prepare
-from .structure import backbone_name, lock_of
+from .structure import decoder_of, lock_of
 from .support import check_modules, check_noise, check_positions
 from .trial import FirstUseError, Trial, is_trying
 
@@ -24,7 +24,7 @@ _errors: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Error | None]] = weakre
 
 
 def check_first_use(
-    causal_lm: Any, device: torch.device, *, model: nn.Module | None = None, self_check: bool = True
+    stock: Any, device: torch.device, *, model: nn.Module | None = None, self_check: bool = True
 ) -> None:
     """Refuse a model that is not exact on shared prompts in its present mode and with its present adapters.
 
@@ -33,7 +33,7 @@ def check_first_use(
     buffers and counters of hooks are afterwards as they were before.
 
     Args:
-        causal_lm: the transformers model, see `causal_lm_of`; supported by its configuration.
+        stock: the transformers model, see `causal_lm_of`, or its decoder; supported by its configuration.
         device: that of the inputs.
         model: the outermost module around it; None from inside of its forward.
         self_check: whether the pair is tried. If not, only parts and configuration are looked at.
@@ -43,34 +43,34 @@ def check_first_use(
     """
     if is_trying():
         return
-    with lock_of(causal_lm):
-        prepare(causal_lm)
-        known = _errors.setdefault(causal_lm, {})
+    with lock_of(stock):
+        prepare(stock)
+        known = _errors.setdefault(stock, {})
         # The outermost module has a part in what is tried.
-        state = (*_state_of(causal_lm), self_check, None if model is None else weakref.ref(model))
+        state = (*_state_of(stock), self_check, None if model is None else weakref.ref(model))
         if state not in known:
-            known[state] = _error_of(causal_lm, device, model, self_check)
+            known[state] = _error_of(stock, device, model, self_check)
         error = known[state]
     if error is not None:
         raise error()
 
 
-def _error_of(causal_lm: Any, device: torch.device, model: nn.Module | None, self_check: bool) -> _Error | None:
+def _error_of(stock: Any, device: torch.device, model: nn.Module | None, self_check: bool) -> _Error | None:
     try:
-        check_modules(causal_lm)
-        check_positions(getattr(causal_lm, backbone_name(causal_lm) or "", causal_lm))
+        check_modules(stock)
+        check_positions(decoder_of(stock))
         try:
-            check_noise(causal_lm)
+            check_noise(stock)
         except SharedPromptError as error:
             raise FirstUseError(str(error), "dropout") from None
         if self_check:
-            Trial(causal_lm, device, model).run()
+            Trial(stock, device, model).run()
     except SharedPromptError as error:
         return functools.partial(type(error), *error.args)
     return None
 
 
-def _state_of(causal_lm: nn.Module) -> tuple[Any, ...]:
+def _state_of(stock: nn.Module) -> tuple[Any, ...]:
     """Equal as long as the model has the same parts, hooks, mode, dropout and active adapters.
 
     Every forward asks for it, so it takes 0.3 us a module, a third of what `named_modules` takes.
@@ -78,7 +78,7 @@ def _state_of(causal_lm: nn.Module) -> tuple[Any, ...]:
     modules = hooks = training = 0
     rates = 0.0
     adapters = set()
-    pending: list[Any] = [causal_lm]
+    pending: list[Any] = [stock]
     while pending:
         module = pending.pop()
         modules += 1

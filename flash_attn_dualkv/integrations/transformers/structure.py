@@ -50,6 +50,12 @@ def backbone_name(causal_lm: Any) -> str | None:
     return None
 
 
+def decoder_of(model: Any) -> Any:
+    """The decoder of text tokens: of the transformers models that hold the input embeddings the innermost."""
+    embeddings = model.get_input_embeddings()
+    return [one for one in model.modules() if isinstance(one, PreTrainedModel) and _holds(one, embeddings)][-1]
+
+
 def _holds(module: nn.Module, other: nn.Module) -> bool:
     return any(one is other for one in module.modules())
 

@@ -29,7 +29,7 @@ from ...data.pack import pack_shared_prompts
 from ...errors import SharedPromptError
 from . import guard
 from .consequences import Generators, without_consequences
-from .structure import backbone_name, replaced_forward
+from .structure import causal_lm_of, decoder_of, replaced_forward
 from .support import num_mixing_layers, text_config
 from .watch import first_to_differ, first_to_draw, jittered, output_types
 
@@ -111,22 +111,26 @@ class Trial:
     """The forwards of one model.
 
     Args:
-        causal_lm: the transformers model.
+        stock: the transformers model.
         device: of its inputs.
         model: the outermost module around it; None from inside of its forward.
     """
 
-    def __init__(self, causal_lm: Any, device: torch.device, model: nn.Module | None) -> None:
-        self.causal_lm = causal_lm
+    def __init__(self, stock: Any, device: torch.device, model: nn.Module | None) -> None:
+        self.stock = stock
         self.device = device
         self.model = model
-        self.outermost: nn.Module = causal_lm if model is None else model
-        self.backbone: nn.Module | None = getattr(causal_lm, backbone_name(causal_lm) or "", None)
+        self.outermost: nn.Module = stock if model is None else model
+        self.entry: Any = None if model is None else causal_lm_of(model)
+        self.decoder: Any = decoder_of(stock)
+        # Of a decoder that is called itself, the forward that this call runs: its hooks must not run again.
+        is_called = self.decoder is (stock if model is None else self.entry)
+        self.decode: Any = self.decoder.forward if is_called else self.decoder
 
     @torch.compiler.disable
     def run(self) -> None:
         """Raise FirstUseError if the model draws noise, or computes something else in a packed row."""
-        devices = {self.device, *(one.device for one in self.causal_lm.parameters())}
+        devices = {self.device, *(one.device for one in self.stock.parameters())}
         token = _trying.set(True)
         try:
             with ExitStack() as stack:
@@ -136,15 +140,15 @@ class Trial:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(guard.suspended())
                 generators = stack.enter_context(without_consequences(self.outermost, devices))
-                stack.enter_context(_nudged(self.causal_lm))
+                stack.enter_context(_nudged(self.stock))
                 self._run(generators)
         finally:
             _trying.reset(token)
 
     def _run(self, generators: Generators) -> None:
-        pair = Pair.choose(self.causal_lm.config, 0)
+        pair = Pair.choose(self.stock.config, 0)
         begin = generators.seed(0)
-        with output_types(self.causal_lm) as types:
+        with output_types(self.decoder) as types:
             alone = self._alone(pair)
         if self._agreed(generators.have_moved(begin)):
             self._check_noise(generators, pair, alone)
@@ -153,7 +157,7 @@ class Trial:
             precision = max(precision, TF32)
         for number in range(PAIRS):
             if number:
-                pair = Pair.choose(self.causal_lm.config, number)
+                pair = Pair.choose(self.stock.config, number)
                 alone = self._alone(pair)
             found, most = _difference(self._packed(pair), alone), max(LEAST, precision)
             if not self._agreed(not found <= most):
@@ -171,8 +175,8 @@ class Trial:
             others = max(others, _difference(self._alone(pair), alone))
         if not self._agreed(others > FACTOR * again):
             return
-        name = first_to_draw(self.causal_lm, generators, lambda: self._alone(pair)) or "it"
-        mode = "training" if self.causal_lm.training else "evaluation"
+        name = first_to_draw(self.outermost, generators, lambda: self._alone(pair)) or "it"
+        mode = "training" if self.stock.training else "evaluation"
         expected, got = f"a forward without random numbers in {mode} mode", f"one in which {name} draws some"
         raise FirstUseError(explain("model", expected, got) + NOISE_ADVICE, "noise")
 
@@ -181,7 +185,7 @@ class Trial:
         singles = [self._run_alone(one) for one in pair.sequences(self.device).split(1)]
         ways: list[Outputs] = [tuple(torch.cat(parts) for parts in zip(*singles))]
         for seed in (1, 2):
-            with jittered(self.causal_lm, precision, seed):
+            with jittered(self.decoder, precision, seed):
                 ways.append(self._alone(pair))
         return max(_difference(way, alone) for way in ways)
 
@@ -196,7 +200,7 @@ class Trial:
             return _scoring_rows(output) if is_row else None
 
         name = first_to_differ(
-            self.causal_lm, lambda: self._alone(pair), lambda: self._packed(pair), compared, _row_difference, most
+            self.outermost, lambda: self._alone(pair), lambda: self._packed(pair), compared, _row_difference, most
         )
         expected = "the same in a packed row as in rows of their own"
         got = f"differences of {found:.2g} of their size, where rounding makes at most {most:.2g}"
@@ -223,7 +227,7 @@ class Trial:
     def _packed(self, pair: Pair) -> Outputs:
         batch = self._batch(pair)
         ids, positions, layout = batch.input_ids[None], batch.position_ids[None], batch.layout
-        with guard.expect_shared_prompt(layout, num_mixing_layers(self.causal_lm)):
+        with guard.expect_shared_prompt(layout, num_mixing_layers(self.decoder)):
             outputs = self._forward(input_ids=ids, position_ids=positions, shared_prompt_layout=layout)
         return tuple(one[0].index_select(0, batch.token_index.to(one.device)) for one in outputs)
 
@@ -247,16 +251,14 @@ class Trial:
         def answer(*args: Any, **given: Any) -> Outputs:
             return self._answer(**{name: value for name, value in given.items() if value is not None})
 
-        with replaced_forward(self.causal_lm, answer):
+        with replaced_forward(self.entry, answer):
             outputs: Outputs = model(**inputs)
         return outputs
 
     def _answer(self, **inputs: Any) -> Outputs:
-        """What stands for the causal LM's forward: its backbone, and its head as the module that it is."""
-        # A backbone without a head is inside of its own call, whose hooks must not run again.
-        output = self.causal_lm.forward(**inputs) if self.backbone is None else self.backbone(**inputs)
-        hidden = output[0]
-        head = None if self.backbone is None else self.causal_lm.get_output_embeddings()
+        """What stands for the transformers model's forward: its decoder, and its head as the module that it is."""
+        hidden = self.decode(**inputs)[0]
+        head = (self.stock if self.entry is None else self.entry).get_output_embeddings()
         # Some heads (ELECTRA's) have a layer in front of the projection.
         is_whole = getattr(head, "in_features", None) == hidden.shape[-1]
         return (hidden, head(hidden)) if is_whole else (hidden,)
