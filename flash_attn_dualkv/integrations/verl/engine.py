@@ -25,8 +25,9 @@ from ...checks import CUDA_DTYPES
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
 from ..transformers import expect_shared_prompt, guard, install_layout_hook, wrap
-from ..transformers.forward import backbone_name, causal_lm_of
-from ..transformers.support import check_noise, is_hybrid, kernels_lack, num_mixing_layers, text_config
+from ..transformers.first_use import check_first_use
+from ..transformers.structure import backbone_name, causal_lm_of
+from ..transformers.support import is_hybrid, kernels_lack, num_mixing_layers, text_config
 from ..ulysses import UlyssesLayout
 from . import patches
 from .micro_batches import Lengths, Plan, grouped_micro_batches, pack_micro_batch, samples_with_media, why_not
@@ -53,6 +54,7 @@ class _SharedPrompts:
     has_lm_head = True
     keeps_logits = False  # whether the model takes the rows that its LM head is to compute
     shares = True  # unless verl's own path is to run
+    refusal_now: str | None = None  # why the model cannot be shared in the call that runs
     runs_towers_on_text = False  # as verl lets some multimodal models do, so that all ranks do the same
     budget: int | None = None  # of tokens, for the micro-batches of the call that runs
 
@@ -64,7 +66,7 @@ class _SharedPrompts:
         self.verifiers = {kind: Verifier(self.options.verify_first_steps) for kind in ("train", "infer")}
         self.stock_module = module
         self.refusal = self._attach(module) if self.options.enabled else "switched off"
-        self.noise: dict[bool, str | None] = {}
+        self.announced: set[str] = set()
         self.statistics = Statistics(FlopsCounter(self.model_config.hf_config), self.ulysses_sequence_parallel_size)
         if self.options.enabled:
             rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -83,7 +85,8 @@ class _SharedPrompts:
             if getattr(self.decoder.config, "use_bidirectional_attention", None) == "vision":
                 self.decoder.register_forward_pre_hook(_without_masks_of_images, with_kwargs=True)
             # Not on the whole model: verl's forwards drop arguments, and towers must not get a layout.
-            install_layout_hook(self.decoder)
+            # Nor is it tried there: whether the model can be shared is known before samples are.
+            install_layout_hook(self.decoder, self_check=False)
         except SharedPromptError as error:
             return str(error)
         self.layers = num_mixing_layers(self.decoder)
@@ -92,22 +95,32 @@ class _SharedPrompts:
         self.keeps_logits = self.has_lm_head and "logits_to_keep" in inspect.signature(type(head).forward).parameters
         return None
 
-    def refuses(self) -> bool:
-        """Whether the model cannot be shared in its present mode (dropout draws in training)."""
-        training = bool(self.stock_module.training)
-        if training not in self.noise:
-            try:
-                check_noise(self.stock_module)
-                self.noise[training] = None
-            except SharedPromptError as error:
-                self.noise[training] = str(error)
-                logger.warning("flash_attn_dualkv: prompts are NOT shared: %s", error)
-        return self.refusal is not None or self.noise[training] is not None
+    def _refusal_now(self) -> str | None:
+        """Why the model cannot be shared in its present mode and with its present adapters; all ranks ask together."""
+        if self.refusal is not None or (get_device_name() == "cuda" and self._kernels_lack()):
+            return self.refusal
+        device = torch.empty(0, device=get_device_id()).device
+        dtype = getattr(self, "_autocast_dtype", torch.bfloat16)
+        is_cast = dtype != torch.float32  # as in verl's forward_step
+        autocast = torch.autocast(get_device_name(), dtype=dtype if is_cast else None, enabled=is_cast)
+        try:
+            with patches.whole_rows(), autocast:
+                check_first_use(self.decoder, device, model=self.module, self_check=self.options.self_check)
+        except SharedPromptError as error:
+            message = str(error)
+        else:
+            return None
+        if message not in self.announced:
+            self.announced.add(message)
+            logger.warning("flash_attn_dualkv: prompts are NOT shared: %s", message)
+        return message
 
     # The engine's steps, in the order in which verl calls them
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
         verifier = self.verifiers["infer" if forward_only else "train"]
+        if self.options.enabled:
+            self.refusal_now = self._refusal_now()
 
         def run(shares: bool) -> Any:
             return self._run(data, loss_function, forward_only, shares)
@@ -184,7 +197,7 @@ class _SharedPrompts:
     def _why_not(self, data: TensorDict, apart: Sequence[int] = ()) -> str | None:
         if not self.shares:
             return "verification"
-        if self.refuses():
+        if self.refusal_now is not None:
             return "model"
         return why_not(data, apart) or (self._kernels_lack() if get_device_name() == "cuda" else None)
 

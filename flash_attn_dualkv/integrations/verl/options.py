@@ -24,12 +24,15 @@ class Options:
         max_responses_per_group: groups with more are divided among micro-batches; None for no limit.
         verify_first_steps: so many calls of each kind (with and without gradients) are computed by verl's path too and
             compared; if they differ, sharing is switched off on all ranks. The results are then verl's.
+        self_check: before the first call in each mode and with each set of active adapters a pair of short sequences is
+            tried, as in `shared_prompt_forward`.
     """
 
     enabled: bool = True
     min_dedup_ratio: float = 1.02
     max_responses_per_group: int | None = None
     verify_first_steps: int = 0
+    self_check: bool = True
 
     @staticmethod
     def of(override_config: Mapping[str, Any]) -> Options:
@@ -55,6 +58,7 @@ class Options:
                 given[name] = (f"override_config.{key}", value)
         readers: dict[str, Callable[[str, Any], Any]] = {
             "enabled": _flag,
+            "self_check": _flag,
             "min_dedup_ratio": _ratio,
             "max_responses_per_group": lambda where, value: None if value in (None, "") else _count(where, value, 1),
             "verify_first_steps": lambda where, value: _count(where, value, 0),

@@ -8,16 +8,18 @@ in ways of their own. With a layout such a layer runs what transformers has ther
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from verl.utils import ulysses
 from verl.workers.engine.fsdp import transformer_impl
 
 from ...checks import explain
 from ...errors import SharedPromptError
-from ..transformers.forward import causal_lm_of
+from ..transformers import structure
 
 Forward = Callable[..., Any]
 
@@ -58,9 +60,7 @@ def decoder_of(model: nn.Module) -> Any:
     Raises:
         SharedPromptError: there is no transformers model inside; what its layers run is verl's alone.
     """
-    stock = causal_lm_of(model)
-    embeddings = stock.get_input_embeddings()
-    decoder = [one for one in stock.modules() if isinstance(one, PreTrainedModel) and _holds(one, embeddings)][-1]
+    decoder = structure.decoder_of(structure.causal_lm_of(model))
     for name, module in decoder.named_modules():
         if is_replaced(module) and not (module is decoder and type(decoder) in _transformers):
             expected = "transformers' forward (load this package before the process builds its first model with verl)"
@@ -71,8 +71,15 @@ def decoder_of(model: nn.Module) -> Any:
     return decoder
 
 
-def _holds(model: nn.Module, module: nn.Module) -> bool:
-    return any(one is module for one in model.modules())
+@contextmanager
+def whole_rows() -> Iterator[None]:
+    """Let every rank of Ulysses compute whole rows by itself."""
+    group = ulysses.get_ulysses_sequence_parallel_group()
+    ulysses.set_ulysses_sequence_parallel_group(None)
+    try:
+        yield
+    finally:
+        ulysses.set_ulysses_sequence_parallel_group(group)
 
 
 def _keep(kind: type[nn.Module], before: Forward) -> None:
