@@ -85,7 +85,9 @@ class SharedPromptLayout(SeparatelyPickled):
             mark_packed(self.position_ids)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "position_ids": None}
+        state = {**super().__getstate__(), "position_ids": None}
+        state.pop("_copies", None)
+        return state
 
     @property
     def num_nodes(self) -> int:
@@ -171,16 +173,22 @@ class SharedPromptLayout(SeparatelyPickled):
         position_ids = self.position_ids if pad == self.pad else None
         return replace(self, num_tokens=tokens + pad, pad=pad, position_ids=position_ids)
 
+    @untraced
     def to(self, device: torch.device | str) -> SharedPromptLayout:
-        """The layout on another device, in one copy.
+        """The layout on another device, in one copy, which is made once: the layers of a model may lie on several.
 
         Raises:
             SharedPromptError: there is no such device.
         """
-        device = arguments.device(device)
-        if same_device(device, self.device):
+        target = arguments.device(device)
+        if same_device(target, self.device):
             return self
-        return self.with_nodes(to_device((), [self.nodes], device)[0])
+        index = torch.cuda.current_device() if target.type == "cuda" and target.index is None else target.index
+        copies: dict[tuple[str, int | None], SharedPromptLayout] = self.__dict__.setdefault("_copies", {})
+        place = target.type, index
+        if place not in copies:
+            copies[place] = self.with_nodes(to_device((), [self.nodes], target)[0])
+        return copies[place]
 
     def check_positions(self, position_ids: Tensor | None) -> None:
         """SharedPromptLayoutError if a model runs on other positions than those of the layout's batch.

@@ -143,6 +143,8 @@ def _attend(
     scaling, softcap, s_aux = (kwargs.pop(name, None) for name in ("scaling", "softcap", "s_aux"))
     window = _window(attention_mask, kwargs.pop("sliding_window", None))
     _check_call(module, query, key, layout, attention_mask, kwargs)
+    if layout.device != query.device:  # the layers of a model may lie on several
+        layout = layout.to(query.device)
     layout.check_positions(kwargs.get("position_ids"))
     check_running(module)
     guard.consume(module, layout)

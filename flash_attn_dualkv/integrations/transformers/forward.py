@@ -162,7 +162,10 @@ class _Scorer:
         """The model's inputs -> log-probabilities and entropies, (sum R,) each."""
         output = self._run_backbone(inputs)
         # One gather for all rows: a gather per chunk would have a backward as large as the whole pack.
-        hidden = output.last_hidden_state[0].index_select(0, self.batch.token_index)
+        states = output.last_hidden_state[0]
+        # Layers may lie on several devices; the last of them says where the scores are computed.
+        here, token_index = states.device, self.batch.token_index
+        hidden = states.index_select(0, token_index.to(here))
         rows = rows_of_a_chunk(text_config(self.causal_lm.config).vocab_size)
         gathered = gathered_modules(self.causal_lm, self.backbone)
 
@@ -173,14 +176,17 @@ class _Scorer:
             with lock_of(self.causal_lm), ready_backbone, already_gathered(gathered):
                 # Some heads look at the length of the input; nobody looks into it, since the backbone is ready.
                 inputs = {"inputs_embeds": hidden.detach()[None], "use_cache": False, "return_dict": True}
-                result: Tensor = self.stock_forward(**inputs).logits[0]
+                result: Tensor = self.stock_forward(**inputs).logits[0].to(here)
             return result
+
+        targets = self.batch.targets.to(here)
 
         def score(hidden: Tensor) -> tuple[Tensor, Tensor]:
             options: dict[str, Any] = dict(temperature=self.temperature, with_entropy=self.with_entropy)
-            return score_in_chunks(logits, hidden, self.batch.targets, rows=rows, **options)
+            return score_in_chunks(logits, hidden, targets, rows=rows, **options)
 
-        return score_gathered(gathered, score, hidden)
+        logps, entropy = score_gathered(gathered, score, hidden)
+        return logps.to(token_index.device), entropy.to(token_index.device)
 
     def _run_backbone(self, inputs: dict[str, Any]) -> Any:
         """The backbone's output, from a stock forward whose head sees a single row."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -38,15 +40,17 @@ class DeferredMask:
     this object is the mask.
     """
 
-    def __init__(self, builder: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, builder: Callable[..., Any], arguments: dict[str, Any], like: DeferredMask | None = None
+    ) -> None:
         self._builder = builder
         self._arguments = arguments
         # What it is made of beside causality and windows; once for all layers.
-        self.others = sorted(_parts(arguments.get("mask_function", causal_mask_function)) - _CAUSAL_MASKS)
+        self.others: list[str] = _others(arguments) if like is None else like.others
         self._mask: Tensor | None = None
         self._is_built = False
-        self._is_read = False  # by something that is no attention of ours
-        self._is_replaced = False  # by a layout, in at least one layer
+        self._uses: _Uses = _Uses() if like is None else like._uses
+        self._moved: dict[torch.device, DeferredMask] = {}
 
     @property
     def window(self) -> int | None:
@@ -67,9 +71,19 @@ class DeferredMask:
 
     def replace(self) -> None:
         """Note that an attention layer takes a layout in its stead; an error if another layer has read it."""
-        self._is_replaced = True
-        if self._is_read:
+        self._uses.is_replaced = True
+        if self._uses.is_read:
             raise self._error()
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """The mask for layers on another device, which accelerate's hooks ask for: no layer has read it yet."""
+        device = _device_alone(args, kwargs)
+        if device is None:
+            return self._tensor().to(*args, **kwargs)
+        if device not in self._moved:
+            builder = functools.partial(_built_on, device, self._builder)
+            self._moved[device] = DeferredMask(builder, self._arguments, like=self)
+        return self._moved[device]
 
     @staticmethod
     def _error() -> _MaskError:
@@ -78,9 +92,9 @@ class DeferredMask:
 
     def _tensor(self, **changes: Any) -> Tensor:
         """The mask for a model that reads it: there is one, even if it is plainly causal."""
-        self._is_read = True
-        if guard.current() is not None or self._is_replaced:
+        if guard.current() is not None or self._uses.is_replaced:
             raise self._error()
+        self._uses.is_read = True
         mask: Tensor = self._builder(**{**self._arguments, "allow_is_causal_skip": False, **changes})
         return mask
 
@@ -111,8 +125,34 @@ class DeferredMask:
         return function(*map(plain, args), **{name: plain(one) for name, one in (kwargs or {}).items()})
 
 
+@dataclass
+class _Uses:
+    """What has been done with a mask, on all devices."""
+
+    is_read: bool = False  # by something that is no attention of ours
+    is_replaced: bool = False  # by a layout, in at least one layer
+
+
+def _device_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """The device of a call of `to` that asks for nothing else."""
+    options = {name: value for name, value in kwargs.items() if name != "non_blocking"}
+    targets = (*args, *options.values())
+    if len(targets) != 1 or not options.keys() <= {"device"} or not isinstance(targets[0], (torch.device, str, int)):
+        return None
+    return torch.device(targets[0])
+
+
+def _built_on(device: torch.device, builder: Callable[..., Any], /, **arguments: Any) -> Any:
+    mask = builder(**arguments)
+    return mask.to(device) if isinstance(mask, Tensor) else mask
+
+
 def _is_whole(index: Any) -> bool:
     return isinstance(index, slice) and index in (slice(None), slice(0, None))
+
+
+def _others(arguments: dict[str, Any]) -> list[str]:
+    return sorted(_parts(arguments.get("mask_function", causal_mask_function)) - _CAUSAL_MASKS)
 
 
 def _parts(mask_function: Callable[..., Any]) -> set[str]:
