@@ -118,16 +118,19 @@ def _flash_attention_2() -> None:
     def forward(
         query: Any, key: Any, value: Any, attention_mask: Any, query_length: int, is_causal: bool, **options: Any
     ) -> Any:
-        """(1, T, H, D), whose position ids begin at 0 for each sequence."""
-        assert query.shape[0] == 1 and attention_mask is None and is_causal and not options.get("sliding_window")
-        begins = (options["position_ids"].flatten() == 0).nonzero().flatten().tolist()
+        """(1, T, H, D), whose position ids begin at 0 for each sequence; those of towers have offsets instead."""
+        assert query.shape[0] == 1 and attention_mask is None and not options.get("sliding_window")
+        if is_causal:
+            begins = (options["position_ids"].flatten() == 0).nonzero().flatten().tolist()
+        else:
+            begins = options["cu_seq_lens_q"][:-1].tolist()
         parts = []
         for begin, end in zip(begins, [*begins[1:], query.shape[1]]):
             q, k, v = (one[:, begin:end].transpose(1, 2) for one in (query, key, value))
             enable_gqa = q.shape[1] != k.shape[1]
             parts.append(
                 torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=True, scale=options.get("softmax_scale"), enable_gqa=enable_gqa
+                    q, k, v, is_causal=is_causal, scale=options.get("softmax_scale"), enable_gqa=enable_gqa
                 ).transpose(1, 2)
             )
         return torch.cat(parts, 1)

@@ -117,7 +117,7 @@ def position_rows(position_ids: Tensor) -> Tensor:
     values: Tensor = position_ids.values()
     if position_ids.dim() == 2:
         return values[None]
-    if position_ids._ragged_idx == 2:
+    if getattr(position_ids, "_ragged_idx", 2) == 2:  # by which verl says it, too
         return values
     # Of samples of one length: the number of rows was taken for what differs.
     return values.unflatten(0, (len(position_ids), -1)).transpose(0, 1).flatten(1)

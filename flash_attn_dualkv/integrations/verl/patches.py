@@ -36,7 +36,8 @@ def install() -> None:
 
     def apply_monkey_patch(model: nn.Module, *args: Any, **options: Any) -> None:
         # Patches are those of a family: they come to classes of other models that are here, too.
-        before = {kind: kind.forward for kind in {*map(type, model.modules()), *_transformers}}
+        kinds: set[type[nn.Module]] = {*map(type, model.modules()), *_transformers}
+        before = {kind: kind.forward for kind in kinds}
         stock(model, *args, **options)
         for kind, forward in before.items():
             if kind.forward is not forward:
