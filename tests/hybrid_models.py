@@ -163,7 +163,8 @@ def in_float64() -> Iterator[None]:
 
     with ExitStack() as stack:
         for name, file in list(sys.modules.items()):
-            if name.startswith("transformers.models.") and ".modeling_" in name and hasattr(file, "torch"):
+            is_model = name.startswith("transformers.models.") and ".modeling_" in name
+            if (is_model or name.startswith("peft.tuners.")) and hasattr(file, "torch"):
                 stack.enter_context(patch.object(file, "torch", _WiderTorch()))
         stack.enter_context(patch.object(torch.Tensor, "float", wider))
         yield

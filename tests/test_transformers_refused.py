@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_transformers_sweep import any_model
+from sweep import any_model
 from tiny_models import (
     MIXED,
     TOLERANCES,

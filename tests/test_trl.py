@@ -20,7 +20,7 @@ import tiny_trl
 import torch
 import trl
 from hybrid_models import HYBRIDS, hybrid_model
-from test_transformers_sweep import any_model
+from sweep import any_model
 from tiny_models import SUPPORTED, VERSION, check_equal, check_gradients, gradients, tiny_config, tiny_model
 from tiny_trl import StockInGroups, check_parameters, check_runs, model_on_disk, score, shared, train, trainer
 from torch import Tensor

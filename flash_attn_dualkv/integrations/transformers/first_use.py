@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...errors import SharedPromptError
+from .adapters import check_adapters
 from .hybrid import prepare
 from .structure import decoder_of, lock_of
 from .support import check_modules, check_noise, check_positions
@@ -59,6 +60,7 @@ def _error_of(stock: Any, device: torch.device, model: nn.Module | None, self_ch
     try:
         check_modules(stock)
         check_positions(decoder_of(stock))
+        check_adapters(stock if model is None else model)
         try:
             check_noise(stock)
         except SharedPromptError as error:

@@ -1,0 +1,91 @@
+"""PEFT adapters that look at more than a token: what their configurations say, before any forward.
+
+Most kinds change a weight or a token's own hidden state and are exact on shared prompts. Others look at the row as a
+whole, and a packed row is one row of many sequences; or they draw random numbers, once for all copies of a prompt.
+PEFT itself is not imported: its models are known by what they carry.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ...checks import explain
+from ...errors import SharedPromptError
+
+# Kinds of which only the type tells, and why they are not exact.
+_BY_TYPE = {
+    "ADAPTION_PROMPT": "its wrapper calls the forward that the model had when it was wrapped",
+    "LILY": "its router takes the mean over all tokens of the row",
+    "POLY": "it needs task_ids, one a row",
+    "SHADOW": "its shadow model attends to the whole row, without the layout",
+    "XLORA": "it runs the model once more in every forward and reads hidden states from that",
+}
+_ADVICE = ". Run batches without a shared prompt, or the model without this adapter"
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Refuse a model with a PEFT adapter, active and enabled, that is not exact on shared prompts by its configuration.
+
+    Args:
+        model: with whatever is around it; adapters of PEFT and of transformers' own `add_adapter` are found in it.
+
+    Raises:
+        SharedPromptError: names the adapter, the setting, and what it does.
+    """
+    active = _active_adapters(model)
+    if not active:
+        return
+    for module in model.modules():
+        for name, config in _configurations(module).items():
+            reason = _reason(config, model.training) if name in active else None
+            if reason is not None:
+                expected = "one that changes a token by this token alone and draws no random numbers"
+                raise SharedPromptError(explain(f"PEFT adapter {name!r}", expected, reason) + _ADVICE)
+
+
+def _reason(config: Any, training: bool) -> str | None:
+    """The setting of an adapter that is not exact on shared prompts, and what it does; None if all are."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if getattr(config, "is_prompt_learning", False):
+        return f"peft_type={kind} (it puts virtual tokens in front of each row)"
+    if kind in _BY_TYPE:
+        return f"peft_type={kind} ({_BY_TYPE[kind]})"
+    tokens = getattr(config, "alora_invocation_tokens", None)
+    if tokens is not None:
+        return f"alora_invocation_tokens={tokens} (it acts from the last occurrence of these tokens in the row on)"
+    samples_always = getattr(config, "sample_at_inference", None)  # a field of PVeRA alone
+    if samples_always or (training and samples_always is not None):
+        return f"peft_type={kind} with sample_at_inference={samples_always} (it draws a sample for every token)"
+    if training and getattr(config, "monteclora_config", None) is not None:
+        return "monteclora_config in training mode (it draws noise on its weights in every forward)"
+    projection = getattr(getattr(config, "velora_config", None), "init_type", "random")
+    if training and projection != "random":
+        mean = "its gradient depends on the mean over all tokens of the batch"
+        return f'velora_config.init_type={projection!r} in training mode ({mean}; "random" is exact)'
+    return None
+
+
+def _active_adapters(model: nn.Module) -> set[str]:
+    """The names of all adapters that take part in a forward."""
+    # A property in PEFT's layers, a method in the models of transformers.
+    layers: list[Any] = [
+        one for one in model.modules() if isinstance(getattr(type(one), "disable_adapters", None), property)
+    ]
+    enabled = [one for one in layers if not one.disable_adapters]
+    if layers and not enabled:
+        return set()
+    names = {name for layer in enabled for name in layer.active_adapters}
+    # Some kinds, such as virtual tokens, are in no layer: the wrapper says which one is active.
+    for module in model.modules():
+        active = vars(module).get("active_adapter")
+        if isinstance(active, (str, list)) and not vars(module).get("_adapters_disabled", False):
+            names.update([active] if isinstance(active, str) else active)
+    return names
+
+
+def _configurations(module: nn.Module) -> dict[str, Any]:
+    """The adapters' configurations that a module itself carries, by their names."""
+    found = vars(module).get("peft_config") or vars(module).get("_peft_config")
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,177 @@
+"""Adapters of PEFT on shared prompts: every kind is exact, or refused by what its configuration says."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from adapters import EXACT, KINDS, SAMPLES, TARGETS, Kind, adapted, adapter_verdict, base_of, peft, shift
+from row_lookers import LOOKERS, NOISES, OfEachToken, add_looker, train
+from sweep import switched, verdict_of
+from tiny_models import TOLERANCES, check_equal, dualkv, replicated_logps, tiny_model
+from torch import nn
+
+from flash_attn_dualkv import SharedPromptError
+from flash_attn_dualkv.integrations.transformers.adapters import check_adapters
+
+VERSION = tuple(int(part) for part in peft.__version__.split(".")[:2])
+
+
+@pytest.fixture(autouse=True)
+def _without_warnings() -> Iterator[None]:
+    """Of PEFT, about options of tiny models."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_exact_or_refused(name: str) -> None:
+    """Log-probabilities and the gradients of all trained parameters, in training mode."""
+    verdict = adapter_verdict(name)
+    assert verdict.kind != "inexact", verdict.reason
+    assert verdict.kind == "exact" or VERSION < (0, 21) or name not in EXACT
+
+
+@pytest.mark.parametrize("name", sorted(EXACT))
+def test_what_is_exact_does_something(name: str) -> None:
+    """An adapter without an effect would show nothing."""
+    model, base = adapted(KINDS[name]), base_of(KINDS[name])
+    with torch.no_grad():
+        got, expected = (dualkv.shared_prompt_forward(one, SAMPLES.pack())[0] for one in (model, base))
+    assert (got - expected).abs().max() > 1e-3
+
+
+def alora(**options: Any) -> Any:
+    options = dict(r=4, target_modules=TARGETS[:4], alora_invocation_tokens=[1, 2]) | options
+    return peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
+
+
+def plain() -> Any:
+    return alora(alora_invocation_tokens=None)
+
+
+def check_exact(model: Any) -> None:
+    """The samples have the invocation behind their prompts, as PEFT documents it."""
+    prompts = [[*prompt, 1, 2, *prompt[:2]] for prompt in SAMPLES.prompts]
+    samples = type(SAMPLES)(prompts, SAMPLES.responses)
+    check_adapters(model)
+    with torch.no_grad():
+        got, _ = dualkv.shared_prompt_forward(model, samples.pack())
+        with switched(model):
+            expected, _ = replicated_logps(model, samples)
+    check_equal(got, expected, TOLERANCES[torch.float64].value)
+
+
+def test_activated_lora_is_refused_while_it_is_active() -> None:
+    model = peft.get_peft_model(tiny_model("qwen3"), alora()).double()
+    expected = r"PEFT adapter 'default': .*alora_invocation_tokens=\[1, 2\].*last occurrence of these tokens"
+    wrapped = nn.Module()
+    wrapped.module = model
+    for one in (model, model.get_base_model(), wrapped):
+        with pytest.raises(SharedPromptError, match=expected):
+            check_adapters(one)
+    with model.disable_adapter():
+        check_exact(model)
+    with pytest.raises(SharedPromptError, match=expected):
+        check_adapters(model)
+    check_adapters(model.unload())
+
+
+def test_of_two_adapters_the_active_one_counts() -> None:
+    model = peft.get_peft_model(tiny_model("qwen3"), plain())
+    model.add_adapter("activated", alora())
+    model = model.double()
+    check_exact(model)
+    model.set_adapter("activated")
+    with pytest.raises(SharedPromptError, match="PEFT adapter 'activated'"):
+        check_adapters(model)
+    model.base_model.set_adapter(["default", "activated"])
+    with pytest.raises(SharedPromptError, match="PEFT adapter 'activated'"):
+        check_adapters(model)
+    model.set_adapter("default")
+    check_exact(model)
+
+
+def test_adapters_that_transformers_itself_has_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a wrapper of PEFT."""
+    integration = importlib.import_module("transformers.integrations.peft")
+    monkeypatch.setattr(integration, "MIN_PEFT_VERSION", "0.17.0")  # some versions ask for one that is not out
+    model = tiny_model("qwen3")
+    model.add_adapter(alora(), "activated")
+    model.double()
+    with pytest.raises(SharedPromptError, match="PEFT adapter 'activated'"):
+        check_adapters(model)
+    model.disable_adapters()
+    check_exact(model)
+    model.enable_adapters()
+    model.add_adapter(plain(), "other")
+    model.set_adapter("other")
+    check_exact(model.double())
+
+
+@pytest.mark.parametrize("name", ["Prefix tuning", "Prompt tuning", "Cartridge", "X-LoRA", "Lily", "Shadow", "Poly"])
+def test_disabled_adapters_are_no_reason(name: str) -> None:
+    model = adapted(KINDS[name])
+    with pytest.raises(SharedPromptError, match=f"peft_type={KINDS[name].peft_type}"):
+        check_adapters(model)
+    with model.disable_adapter():
+        check_adapters(model)
+
+
+@pytest.mark.parametrize("name", ["MonteCLoRA", "PVeRA", "VeLoRA with batch_average", "VeLoRA with batch_average_once"])
+def test_what_only_training_does_is_exact_in_eval_mode(name: str) -> None:
+    assert verdict_of(adapted(KINDS[name]).eval(), SAMPLES, switched).kind == "exact"
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_samples_at_inference_are_refused(seed: int | None) -> None:
+    """With a generator of its own, which is not PyTorch's, as well."""
+    model = adapted(Kind("PVERA", dict(sample_at_inference=True, generator_seed=seed))).eval()
+    with pytest.raises(SharedPromptError, match="PVERA with sample_at_inference=True"):
+        check_adapters(model)
+
+
+def test_models_without_adapters_pass() -> None:
+    check_adapters(tiny_model("llama"))
+    check_adapters(nn.Linear(2, 2))
+
+
+def test_several_adapters_share_a_wrapper_with_what_is_saved_whole() -> None:
+    """`modules_to_save` is a layer of PEFT as well, and has no configuration of its own."""
+    model = peft.get_peft_model(tiny_model("qwen3"), alora(alora_invocation_tokens=None, modules_to_save=["lm_head"]))
+    with torch.random.fork_rng():
+        shift(model)
+    check_exact(model.double())
+
+
+@pytest.mark.parametrize("name", [*LOOKERS, *NOISES])
+def test_row_lookers_are_what_they_say(name: str) -> None:
+    """As they begin they do nothing; trained, the same tokens have other values in another row or another forward."""
+    model = tiny_model("llama")
+    ids = torch.tensor([SAMPLES.prompts[0]])
+    before = model(ids).logits
+    looker = add_looker(model, {**LOOKERS, **NOISES}[name]).train()
+    assert model(ids).logits.equal(before)
+    assert [one.requires_grad for one in looker.parameters()] == [True]
+    train(looker)
+    assert not torch.allclose(model(ids).logits, before, rtol=0, atol=1e-3)
+    hidden = torch.randn(1, 9, 32, dtype=torch.float64)
+    once, again = looker(hidden), looker(hidden)
+    assert once.equal(again) == (name in LOOKERS)
+    looker.eval()
+    assert looker(hidden).equal(looker(hidden))
+    elsewhere = looker(hidden[:, 3:7])
+    assert torch.allclose(looker(hidden)[:, 3:7], elsewhere, rtol=0, atol=1e-9) == (name in NOISES)
+
+
+def test_one_of_each_token_looks_at_no_row() -> None:
+    model = tiny_model("llama")
+    looker = train(add_looker(model, OfEachToken).train())
+    hidden = torch.randn(1, 9, 32, dtype=torch.float64)
+    torch.testing.assert_close(looker(hidden)[:, 3:7], looker(hidden[:, 3:7]), rtol=0, atol=1e-9)
+    assert verdict_of(model, SAMPLES).kind == "exact"
