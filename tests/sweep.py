@@ -1,4 +1,7 @@
-"""What became of a model on shared prompts: exact, refused or wrong; and tiny models of every causal LM."""
+"""What became of a model on shared prompts: exact, refused or wrong; and tiny models of every causal LM.
+
+The tests assert it, and tools/models_page.py writes it down.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import models_page
 import pytest
 import torch
 from hybrid_models import OPTIONS as HYBRID_OPTIONS
@@ -28,6 +32,7 @@ from flash_attn_dualkv import SharedPromptError
 from flash_attn_dualkv.integrations.transformers.adapters import check_adapters
 
 CAUSAL_LMS = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MULTIMODAL = sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 # Sizes and switches by the names that configurations have for them; those that a model does not know are ignored.
 OPTIONS = dict(
     **COMMON,
@@ -218,6 +223,12 @@ def causal_lm_verdict(model_type: str) -> Verdict:
     except SharedPromptError as error:
         return Verdict("refused", str(error))
     return verdict_of(model)
+
+
+def check_page(title: str, package: str, name: str, verdict: Verdict) -> None:
+    """Of a name that docs/models.md lists under a heading, if the page was made with the installed package."""
+    if models_page.is_of_installed(package):
+        assert models_page.listed(title).get(name) == verdict.kind, "run tools/models_page.py again"
 
 
 def _packed(model: Any, samples: Samples) -> tuple[Tensor, dict[str, Tensor]]:

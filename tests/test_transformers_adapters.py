@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import models_page
 import pytest
 import torch
 from adapters import EXACT, KINDS, SAMPLES, TARGETS, Kind, adapted, adapter_verdict, base_of, peft, shift
 from row_lookers import LOOKERS, NOISES, OfEachToken, add_looker, train
-from sweep import switched, verdict_of
+from sweep import check_page, switched, verdict_of
 from tiny_models import TOLERANCES, check_equal, dualkv, replicated_logps, tiny_model
 from torch import nn
 
@@ -35,6 +36,7 @@ def test_exact_or_refused(name: str) -> None:
     verdict = adapter_verdict(name)
     assert verdict.kind != "inexact", verdict.reason
     assert verdict.kind == "exact" or VERSION < (0, 21) or name not in EXACT
+    check_page(models_page.ADAPTERS, "peft", name, verdict)
 
 
 @pytest.mark.parametrize("name", sorted(EXACT))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import models_page
 import pytest
 import torch
-from sweep import CAUSAL_LMS, EXACT, SAMPLES, any_model, causal_lm_verdict
+from sweep import CAUSAL_LMS, EXACT, SAMPLES, any_model, causal_lm_verdict, check_page
 from tiny_models import VERSION, check_equal, stock_twin
 
 from flash_attn_dualkv import SharedPromptError
@@ -16,6 +17,7 @@ def test_exact_or_refused(model_type: str) -> None:
     verdict = causal_lm_verdict(model_type)
     assert verdict.kind != "inexact", verdict.reason
     assert verdict.kind == "exact" or VERSION < (5, 17) or model_type not in EXACT
+    check_page(models_page.CAUSAL_LMS, "transformers", model_type, verdict)
     if verdict.kind == "stock":
         pytest.skip(f"the stock model cannot run: {verdict.reason}")
 

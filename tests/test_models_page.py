@@ -1,0 +1,77 @@
+"""docs/models.md: read as it is written, and not behind what the tests hold."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_args
+
+import models_page
+import pytest
+from models_page import ADAPTERS, CAUSAL_LMS, MULTIMODAL, Kind, Result, parse, render, why
+
+MIXES = "layer_types: expected layers that are exact (full ones, or others), got"
+TABLES: dict[str, dict[str, Result]] = {
+    CAUSAL_LMS: {
+        "llama": Result("exact"),
+        "bert-generation": Result("exact"),
+        "mamba": Result("refused", f"{MIXES} linear_attention (mamba)"),
+        "jamba": Result("refused", f"{MIXES} linear_attention, mamba (jamba)"),
+        "opt": Result("refused", "model: expected a backbone that is called once, got 0 calls"),
+        "gpt2": Result("stock", "RuntimeError: sizes"),
+        "blt": Result("untried"),
+    },
+    MULTIMODAL: {"gemma3": Result("exact")},
+    ADAPTERS: {
+        **{f"LoRA with option {number}": Result("exact") for number in range(40)},  # more than a line
+        "MiSS (bat)": Result("exact"),
+        "Lily": Result("refused", "PEFT adapter 'default': expected one, got peft_type=LILY (its router | mean). Do x"),
+    },
+}
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_what_is_written_is_read(title: str) -> None:
+    text = render(TABLES, {"transformers": "5.24.0"})
+    assert parse(text, title) == {name: result.kind for name, result in TABLES[title].items()}
+    assert parse(render({}, {}), title) == {}
+    counts = sum(int(number) for number in re.findall(r"^[A-Z].* \((\d+)\):", text, re.M))
+    assert counts == sum(map(len, TABLES.values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "expected"),
+    [
+        ("mamba", f"{MIXES} linear (mamba)", ("layer_types: expected layers that are exact", "linear")),
+        ("bart", "model: expected a forward, got that of BartForCausalLM", ("model: expected a forward", "")),
+        ("x", "layout: expected given to 4 layers, got 2: others. Or", ("layout: expected given to all layers", "")),
+        ("x", "dropout of model.a.0: expected 0 in training, got 0.5. One", ("dropout: expected 0 in training", "")),
+        ("x", "x.embeddings.positions: expected from 0, got 1", ("expected from 0", "")),
+        ("x", "PEFT adapter 'default': expected one, got a=[1, 2] in training (it does b). Run", ("it does b", "")),
+        ("x", "no such\nerror | text", ("no such error / text", "")),
+    ],
+)  # fmt: skip
+def test_reasons_are_those_of_a_kind(name: str, reason: str, expected: tuple[str, str]) -> None:
+    assert why(name, reason) == expected
+
+
+def test_the_page_holds_what_the_tests_hold() -> None:
+    sweep: Any = pytest.importorskip("sweep")
+    adapters: Any = pytest.importorskip("adapters")
+    for title, exact in ((CAUSAL_LMS, sweep.EXACT), (ADAPTERS, adapters.EXACT)):
+        listed = models_page.listed(title)
+        assert set(listed.values()) <= set(get_args(Kind))
+        assert exact <= {name for name, kind in listed.items() if kind == "exact"}, "run tools/models_page.py again"
+    assert adapters.KINDS.keys() <= models_page.listed(ADAPTERS).keys(), "run tools/models_page.py again"
+
+
+def test_the_version_is_compared_without_its_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = re.search(r"transformers (\d+)\.(\d+)", models_page.PAGE.read_text(encoding="utf-8"))
+    assert found is not None
+    major, minor = found.groups()
+    for version, expected in (
+        (f"{major}.{minor}.7", True),
+        (f"{major}.{minor}9.0", False),
+        (f"9{major}.{minor}.0", False),
+    ):
+        monkeypatch.setattr(models_page, "version", lambda package, version=version: version)
+        assert models_page.is_of_installed("transformers") == expected
