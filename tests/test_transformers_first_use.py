@@ -176,7 +176,7 @@ def test_a_module_that_cannot_take_a_packed_row():
     model.model.layers[0].mlp.register_forward_hook(
         lambda module, args, output: output + args[0].view(-1, 32, args[0].shape[-1])
     )
-    with pytest.raises(SharedPromptError, match="take packed sequences, got RuntimeError"):
+    with pytest.raises(SharedPromptError, match="takes packed sequences, got RuntimeError"):
         forward(model)
 
 

@@ -237,13 +237,16 @@ class Trial:
     def _forward(self, **inputs: Any) -> Outputs:
         """(B, T, ...) each."""
         inputs |= dict(attention_mask=None, use_cache=False)
+        is_packed = "shared_prompt_layout" in inputs
         try:
             return self._answer(**inputs) if self.model is None else self._run_outermost(self.model, inputs)
         except (SharedPromptError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            what = "packed sequences" if "shared_prompt_layout" in inputs else "sequences in rows of their own"
-            expected = f"a model whose backbone and head take {what}"
+            # A model that does not run alone raises its own error; inside of a forward, wrappers have prepared another.
+            if not is_packed and self.model is not None:
+                raise
+            expected = f"a decoder that takes {'packed sequences' if is_packed else 'other sequences meanwhile'}"
             message = explain("model", expected, f"{type(error).__name__}: {error}")
             raise FirstUseError(message + ADVICE, "self_check") from error
 
