@@ -337,9 +337,14 @@ def test_only_causal_lms_are_scored():
             dualkv.shared_prompt_forward(other, BATCH)
 
 
-def test_a_sharded_head_is_refused():
+@pytest.mark.parametrize("mark", ["set_reshard_after_forward", "_fsdp_wrapped_module"])  # of FSDP 2 and 1
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_sharded_head_is_refused(mark, whole):
+    """Or a part of it, as adapters are."""
     model = tiny_model("llama")
-    model.lm_head.set_reshard_after_forward = lambda *args: None  # what FSDP2 gives to its units
+    if not whole:
+        model.lm_head.adapter = torch.nn.Linear(2, 2)
+    setattr(model.lm_head if whole else model.lm_head.adapter, mark, lambda *args: None)
     with pytest.raises(SharedPromptError, match="an LM head in the root's FSDP unit"):
         dualkv.shared_prompt_forward(model, BATCH)
 

@@ -21,7 +21,7 @@ from ...data.tree import PrefixTreeBatch
 from ...errors import SharedPromptError
 from ..lm_head import rows_of_a_chunk, score_in_chunks
 from .first_use import check_first_use
-from .gathered import already_gathered, gathered_modules, score_gathered
+from .gathered import already_gathered, gathered_modules, head_modules, score_gathered
 from .guard import expect_shared_prompt
 from .structure import backbone_name, causal_lm_of, is_elsewhere, lock_of, replaced_forward
 from .support import (
@@ -32,6 +32,9 @@ from .support import (
 )
 
 PackedBatch: TypeAlias = SharedPromptBatch | PrefixTreeBatch
+
+# What modules have that FSDP 1 and 2 gather the parameters of.
+_FSDP_UNIT = ("_fsdp_wrapped_module", "set_reshard_after_forward")
 
 
 @overload
@@ -129,9 +132,10 @@ def _check_model(causal_lm: Any) -> str:
         expected = "a forward that takes logits_to_keep"
         raise SharedPromptError(explain("model", expected, f"that of {type(causal_lm).__name__}"))
     # Ranks have different numbers of rows, hence of chunks: a unit that communicates in every call would wait for ever.
-    if hasattr(causal_lm.get_output_embeddings(), "set_reshard_after_forward"):
-        expected = "an LM head in the root's FSDP unit"
-        raise SharedPromptError(explain("model", expected, "an LM head that is an FSDP unit of its own"))
+    for module in head_modules(causal_lm, name):
+        if any(hasattr(module, mark) for mark in _FSDP_UNIT):
+            expected = "an LM head in the root's FSDP unit"
+            raise SharedPromptError(explain("model", expected, "an LM head that is an FSDP unit of its own"))
     return name
 
 

@@ -19,10 +19,15 @@ Score = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def gathered_modules(causal_lm: nn.Module, backbone: str) -> list[nn.Module]:
-    """The modules outside of the backbone that gather their parameters."""
-    outside = [child for name, child in causal_lm.named_children() if name != backbone]
-    modules = dict.fromkeys(module for child in outside for module in child.modules())
+    """The modules of the head whose parameters hooks gather."""
+    modules = head_modules(causal_lm, backbone)
     return [one for one in modules if any(_gathers(hook) for name in _HOOKS for hook in getattr(one, name).values())]
+
+
+def head_modules(causal_lm: nn.Module, backbone: str) -> list[nn.Module]:
+    """All modules outside of the backbone."""
+    outside = [child for name, child in causal_lm.named_children() if name != backbone]
+    return [*dict.fromkeys(module for child in outside for module in child.modules())]
 
 
 def score_gathered(modules: Sequence[nn.Module], score: Score, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,5 +72,5 @@ def already_gathered(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _gathers(hook: Any) -> bool:
-    """Whether DeepSpeed has registered it. Its hooks are closures, and ZeRO's are all that it puts into modules."""
+    """Whether it is DeepSpeed's: closures, which nothing but where they are from tells from other hooks."""
     return str(getattr(hook, "__module__", "")).startswith("deepspeed.")
