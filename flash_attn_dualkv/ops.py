@@ -335,7 +335,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """(H,): of each row, its sink's probability times 0 - delta, since a sink's value is 0."""
+    """(H,): of each row, its sink's probability times 0 - delta, since a sink's value is 0.
+
+    Its error is that of the rounded `out` in delta. To save what rounding takes would cost as much memory as `out`, for
+    an error of a third: the kernels round P too.
+    """
     delta = (dout.to(lse.dtype) * out).sum(-1).transpose(0, 1)
     if dlse is not None:
         delta = delta - dlse
