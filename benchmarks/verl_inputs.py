@@ -15,7 +15,7 @@ from torch import Tensor
 class Model:
     """A model of random weights (seed 0, bf16), with a tokenizer that nothing here calls.
 
-    `others`: what else its configuration has, as JSON. With a "text_config" all of the above goes there.
+    `others`: what else its configuration has, as JSON. If that has a "text_config", the fields above go there.
     """
 
     family: str = "qwen3"
@@ -128,7 +128,7 @@ class Batch:
         return [found[i] for i in torch.randperm(len(found), generator=source)]
 
 
-# A picture of 4 x 4 patches: tokens of this id in a prompt, above those of text, and the values of its patches.
+# A picture of 4 x 4 patches: tokens of an id above those of text, and the values of its patches.
 PICTURE_TOKEN, PICTURE_TOKENS, PATCHES, PATCH_VALUES = 512, 4, 16, 96
 
 
@@ -147,7 +147,7 @@ def worker_input(
         trainer: v1 (jagged) or v0 (padded), whose form it has.
         extra: "temperatures" of each sample, "images" beside its text that no model looks at,
             "pictures" in every second prompt, "stretched" position ids, in the last row of a sample.
-        position_rows: of position ids; several as verl has them where the processor knows of images.
+        position_rows: of position ids; verl has several where the processor knows of images.
         settings: what else the trainer says of the batch.
     """
     from tensordict import TensorDict

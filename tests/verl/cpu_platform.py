@@ -118,7 +118,7 @@ def _flash_attention_2() -> None:
     def forward(
         query: Any, key: Any, value: Any, attention_mask: Any, query_length: int, is_causal: bool, **options: Any
     ) -> Any:
-        """(1, T, H, D), whose position ids begin at 0 for each sequence; those of towers have offsets instead."""
+        """(1, T, H, D), whose position ids begin at 0 for each sequence; towers have offsets instead."""
         assert query.shape[0] == 1 and attention_mask is None and not options.get("sliding_window")
         if is_causal:
             begins = (options["position_ids"].flatten() == 0).nonzero().flatten().tolist()

@@ -1,4 +1,4 @@
-"""Text on multimodal checkpoints, and Qwen3.5, in real verl 0.9: the plug-in beside verl's own engines."""
+"""Texts on multimodal checkpoints in real verl 0.9: the plug-in beside verl's own engines."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ EQUAL = [
     text("Qwen3-VL, v0, fsdp1", QWEN3_VL, trainer="v0", engine="fsdp"),
     text("Qwen3-VL, rounded up", QWEN3_VL, *ROUNDED),
     text("Qwen3-VL, LoRA", QWEN3_VL, *LORA),
-    # Padded, as far as verl goes: its packed rows run flash-attn in the first, and mix neighbours in the others.
+    # Padded in verl: packed rows need flash-attn in the first, and mix neighbours in the others.
     text("Qwen2.5-VL", QWEN2_5_VL, PADDED),
     text("Qwen3.5", QWEN3_5, PADDED),
     text("Qwen3.5, text alone", TEXT_QWEN3_5, PADDED),
@@ -142,7 +142,7 @@ def ours(one: Case) -> Case:
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, Found]:
-    """verl's engines and the plug-in in processes of their own: it must be there before verl patches a model.
+    """verl's engines and the plug-in in two processes: it must be there before verl patches models.
 
     On texts verl 0.9 runs Qwen2.5-VL with the plug-in alone, switched off here.
     """
@@ -178,7 +178,7 @@ def test_positions_that_differ(one_rank: dict[str, Found]) -> None:
 
 
 def test_the_path_of_verl_stays_what_it_was(one_rank: dict[str, Found]) -> None:
-    """Packed rows in the layers that the plug-in has changed: convolutions that see no neighbour."""
+    """Packed rows in layers that the plug-in has changed: convolutions see no neighbour."""
     stock, shared = both(one_rank, ALONE)
     check_equal(stock, shared)
     for metrics in (*shared.infer_metrics, *shared.metrics):
@@ -187,7 +187,7 @@ def test_the_path_of_verl_stays_what_it_was(one_rank: dict[str, Found]) -> None:
 
 @pytest.mark.parametrize("one", PICTURES, ids=lambda one: one.name)
 def test_pictures_are_left_to_verl(one_rank: dict[str, Found], one: Case) -> None:
-    """In micro-batches of their own, so that texts beside them are shared: 8 of 16 samples have one."""
+    """In micro-batches of their own, so that texts are shared: 8 of 16 samples have a picture."""
     stock, shared = both(one_rank, one)
     check_equal(stock, shared)
     for metrics in (*shared.infer_metrics, *shared.metrics):
@@ -280,7 +280,7 @@ def test_only_the_decoder_gets_a_layout(model: Model) -> None:
 
 
 def test_layers_that_verl_alone_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model that the process made before it loaded the plug-in: what transformers had there is gone."""
+    """Made before the process loaded the plug-in: what transformers had there is gone."""
     from transformers import AutoModelForImageTextToText
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLAttention
 
@@ -292,7 +292,7 @@ def test_layers_that_verl_alone_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("is_divided", [True, False])
 def test_rows_that_nobody_divides(monkeypatch: pytest.MonkeyPatch, is_divided: bool) -> None:
-    """Under Ulysses verl leaves the rows of a multimodal model to the decoder, but patches few decoders."""
+    """Under Ulysses verl leaves the rows of such a model to the decoder, but patches few decoders."""
 
     class Decoder(nn.Module):
         forward = of_verl("") if is_divided else nn.Module.forward

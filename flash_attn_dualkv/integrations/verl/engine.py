@@ -55,7 +55,7 @@ class _SharedPrompts:
     keeps_logits = False  # whether the model takes the rows that its LM head is to compute
     shares = True  # unless verl's own path is to run
     refusal_now: str | None = None  # why the model cannot be shared in the call that runs
-    runs_towers_on_text = False  # as verl lets some multimodal models do, so that all ranks do the same
+    runs_towers_on_text = False  # as verl lets some models do, so that all ranks do the same
     budget: int | None = None  # of tokens, for the micro-batches of the call that runs
 
     def _build_module(self) -> Any:
@@ -84,7 +84,7 @@ class _SharedPrompts:
             head, self.decoder = causal_lm_of(module), patches.decoder_of(module)
             if getattr(self.decoder.config, "use_bidirectional_attention", None) == "vision":
                 self.decoder.register_forward_pre_hook(_without_masks_of_images, with_kwargs=True)
-            # Not on the whole model: verl's forwards drop arguments, and towers must not get a layout.
+            # Not on the whole model: verl's forwards drop arguments, and towers must get no layout.
             # Nor is it tried there: whether the model can be shared is known before samples are.
             install_layout_hook(self.decoder, self_check=False)
         except SharedPromptError as error:
@@ -212,7 +212,7 @@ class _SharedPrompts:
             return reason
         ranks = self.ulysses_sequence_parallel_size if self.use_ulysses_sp else 1
         if ranks > 1 and hasattr(self.stock_module.config, "vision_config") and not patches.is_replaced(self.decoder):
-            return "multimodal"  # nobody divides the row: verl leaves that to the decoder, which it has not patched
+            return "multimodal"  # verl leaves it to the decoder to divide the row, and has not patched it
         bucket = self.pad_to_length_bucket if self.pad_to_length else 1
         # Ranks of Ulysses have different numbers of rows with a response token; a fused head makes no logits.
         fused = tu.get_non_tensor_data(micro_batch, "use_fused_kernels", False)
@@ -251,7 +251,7 @@ class _SharedPrompts:
 
 
 def _without_masks_of_images(decoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Let a decoder make the masks of a packed row itself: there is no image, whose tokens see each other."""
+    """Let a decoder make its masks: a row of texts has no image, whose tokens see each other."""
     return None if guard.current() is None else (args, {**kwargs, "attention_mask": None})
 
 

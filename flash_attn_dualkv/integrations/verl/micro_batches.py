@@ -98,7 +98,7 @@ def why_not(data: TensorDict, apart: Sequence[int] = ()) -> str | None:
 
 
 def _are_of_text(data: TensorDict, apart: Sequence[int]) -> bool:
-    """Whether the position ids of all samples but `apart` count their tokens, in each of their rows.
+    """Whether all position ids but those of `apart` count the tokens of their sample, in each row.
 
     One comparison, and one answer of the device.
     """
@@ -113,7 +113,7 @@ def _are_of_text(data: TensorDict, apart: Sequence[int]) -> bool:
 
 
 def position_rows(position_ids: Tensor) -> Tensor:
-    """(rows, T) of jagged position ids (B, T_i) or (B, rows, T_i), of text, time, height and width."""
+    """(rows, T) of jagged (B, T_i) or (B, rows, T_i) position ids: of text, time, height and width."""
     values: Tensor = position_ids.values()
     if position_ids.dim() == 2:
         return values[None]
@@ -195,7 +195,7 @@ def grouped_micro_batches(
         dp_group: whose ranks get equally many.
         options: of the engine.
         reason: why nothing of it can be shared, if so.
-        apart: samples that come behind the others, and in dynamic micro-batches in ones of their own.
+        apart: samples that come last, in micro-batches of their own where these are dynamic.
     """
     groups: list[list[int]] = []
     singles = [[index] for index in apart]

@@ -1,8 +1,9 @@
 """The forwards that verl puts in the place of transformers', and which of the two a layer runs.
 
-verl replaces forwards of classes, for as long as the process lives. Those inside a decoder (attention of Qwen2.5-VL,
-layers of Qwen3.5) drop arguments that they do not know, the layout among them, and divide a packed row into sequences
-in ways of their own. With a layout such a layer runs what transformers has there, without one what verl has.
+verl replaces forwards of classes, for as long as the process lives. Those inside a decoder
+(attention of Qwen2.5-VL, layers of Qwen3.5) drop arguments that they do not know, the layout among
+them, and divide a packed row into sequences in ways of their own. With a layout such a layer runs
+what transformers has there, without one what verl has.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ def is_replaced(module: nn.Module) -> bool:
 
 
 def decoder_of(model: nn.Module) -> Any:
-    """The decoder of text tokens inside a model: of the transformers models that hold its embeddings the innermost.
+    """The decoder of text tokens: of the transformers models that hold the embeddings the innermost.
 
     Raises:
-        SharedPromptError: there is no transformers model inside; what its layers run is verl's alone.
+        SharedPromptError: no transformers model is inside; what its layers run is verl's alone.
     """
     decoder = structure.decoder_of(structure.causal_lm_of(model))
     for name, module in decoder.named_modules():
@@ -94,7 +95,7 @@ def _keep(kind: type[nn.Module], before: Forward) -> None:
 
 
 def _with_mean(tower: nn.Module, args: Any, output: Any) -> None:
-    """A mean for what a tower returns: verl 0.9 takes it of texts, and Qwen2.5-VL's returns no tensor any longer."""
+    """A mean for what a tower returns: verl 0.9 takes it of texts, and Qwen2.5-VL's is no tensor."""
     if not hasattr(output, "mean") and isinstance(features := getattr(output, "pooler_output", None), Tensor):
         output.mean = features.mean
 

@@ -186,9 +186,9 @@ def _check_call(layout: SharedPromptLayout, kwargs: dict[str, Any]) -> None:
 def _causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, seq_idx: Tensor | None = None
 ) -> Tensor:
-    """What older model files compute without the package causal_conv1d: (1, C, T), weight (C, K) -> (1, C, T).
+    """What older model files compute without the package causal_conv1d, where that would be called.
 
-    seq_idx (1, T): which sequence of a packed row each token belongs to; none sees another one's.
+    x (1, C, T), weight (C, K), seq_idx (1, T) -> (1, C, T). A token sees those of its seq_idx only.
     """
     width, rows = weight.shape[-1], x.shape[-1]
     if seq_idx is None:
