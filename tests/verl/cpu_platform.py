@@ -118,19 +118,22 @@ def _flash_attention_2() -> None:
     def forward(
         query: Any, key: Any, value: Any, attention_mask: Any, query_length: int, is_causal: bool, **options: Any
     ) -> Any:
-        """(1, T, H, D), whose position ids begin at 0 for each sequence; towers have offsets instead."""
-        assert query.shape[0] == 1 and attention_mask is None and not options.get("sliding_window")
-        if is_causal:
-            begins = (options["position_ids"].flatten() == 0).nonzero().flatten().tolist()
-        else:
+        """(B, T, H, D); one row may hold several sequences: where position ids begin at 0, or towers' offsets say."""
+        assert attention_mask is None
+        begins = [0]
+        if not is_causal:
             begins = options["cu_seq_lens_q"][:-1].tolist()
+        elif query.shape[0] == 1:
+            begins = (options["position_ids"].flatten() == 0).nonzero().flatten().tolist()
         parts = []
         for begin, end in zip(begins, [*begins[1:], query.shape[1]]):
             q, k, v = (one[:, begin:end].transpose(1, 2) for one in (query, key, value))
-            enable_gqa = q.shape[1] != k.shape[1]
+            window = options.get("sliding_window") or end - begin
+            seen = torch.ones(end - begin, end - begin, dtype=torch.bool)
+            seen = seen.tril().triu(1 - window) if is_causal else seen
             parts.append(
                 torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=is_causal, scale=options.get("softmax_scale"), enable_gqa=enable_gqa
+                    q, k, v, seen, scale=options.get("softmax_scale"), enable_gqa=q.shape[1] != k.shape[1]
                 ).transpose(1, 2)
             )
         return torch.cat(parts, 1)

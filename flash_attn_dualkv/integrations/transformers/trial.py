@@ -222,7 +222,8 @@ class Trial:
         return self._run_alone(pair.sequences(self.device))
 
     def _run_alone(self, sequences: Tensor) -> Outputs:
-        return tuple(map(_scoring_rows, self._forward(input_ids=sequences)))
+        positions = torch.arange(sequences.shape[1], device=self.device).expand_as(sequences)
+        return tuple(map(_scoring_rows, self._forward(input_ids=sequences, position_ids=positions)))
 
     def _packed(self, pair: Pair) -> Outputs:
         batch = self._batch(pair)
