@@ -7,9 +7,11 @@ PEFT itself is not imported: its models are known by what they carry.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...checks import explain
 from ...errors import SharedPromptError
@@ -34,20 +36,24 @@ def check_adapters(model: nn.Module) -> None:
     Raises:
         SharedPromptError: names the adapter, the setting, and what it does.
     """
-    active = _active_adapters(model)
-    if not active:
+    reasons = {
+        name: reason
+        for module in _outer_modules(model)
+        for name, config in _configurations(module).items()
+        if (reason := _reason(config, model.training)) is not None
+    }
+    if not reasons:  # LoRA, for example: its layers, which are many, need not be looked at
         return
-    for module in model.modules():
-        for name, config in _configurations(module).items():
-            reason = _reason(config, model.training) if name in active else None
-            if reason is not None:
-                expected = "one that changes a token by this token alone and draws no random numbers"
-                raise SharedPromptError(explain(f"PEFT adapter {name!r}", expected, reason) + _ADVICE)
+    active = sorted(reasons.keys() & _active_adapters(model))
+    if active:
+        expected = "one that changes a token by this token alone and draws no random numbers"
+        raise SharedPromptError(explain(f"PEFT adapter {active[0]!r}", expected, reasons[active[0]]) + _ADVICE)
 
 
 def _reason(config: Any, training: bool) -> str | None:
     """The setting of an adapter that is not exact on shared prompts, and what it does; None if all are."""
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    peft_type = getattr(config, "peft_type", None)  # a string where it is not PEFT's own enumeration
+    kind = str(getattr(peft_type, "value", peft_type))
     if getattr(config, "is_prompt_learning", False):
         return f"peft_type={kind} (it puts virtual tokens in front of each row)"
     if kind in _BY_TYPE:
@@ -78,11 +84,19 @@ def _active_adapters(model: nn.Module) -> set[str]:
         return set()
     names = {name for layer in enabled for name in layer.active_adapters}
     # Some kinds, such as virtual tokens, are in no layer: the wrapper says which one is active.
-    for module in model.modules():
+    for module in _outer_modules(model):
         active = vars(module).get("active_adapter")
         if isinstance(active, (str, list)) and not vars(module).get("_adapters_disabled", False):
             names.update([active] if isinstance(active, str) else active)
     return names
+
+
+def _outer_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The wrappers of a model of transformers, and that model: where PEFT keeps configurations."""
+    yield model
+    if not isinstance(model, PreTrainedModel):
+        for child in model.children():
+            yield from _outer_modules(child)
 
 
 def _configurations(module: nn.Module) -> dict[str, Any]:
