@@ -39,19 +39,21 @@ def test_what_is_written_is_read(title: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason", "expected"),
+    ("reason", "expected"),
     [
-        ("mamba", f"{MIXES} linear (mamba)", ("layer_types: expected layers that are exact", "linear")),
-        ("bart", "model: expected a forward, got that of BartForCausalLM", ("model: expected a forward", "")),
-        ("x", "layout: expected given to 4 layers, got 2: others. Or", ("layout: expected given to all layers", "")),
-        ("x", "dropout of model.a.0: expected 0 in training, got 0.5. One", ("dropout: expected 0 in training", "")),
-        ("x", "x.embeddings.positions: expected from 0, got 1", ("expected from 0", "")),
-        ("x", "PEFT adapter 'default': expected one, got a=[1, 2] in training (it does b). Run", ("it does b", "")),
-        ("x", "no such\nerror | text", ("no such error / text", "")),
+        (f"{MIXES} linear (mamba)", ("layer_types: expected layers that are exact", "linear")),
+        (f"{MIXES} m3_sparse (m3_text)", ("layer_types: expected layers that are exact", "m3_sparse")),
+        ("model: expected a forward, got that of BartForCausalLM", ("model: expected a forward", "")),
+        ("model.layers.0: expected a module, got ShortConv", ("expected a module", "")),
+        ("layout: expected given to 4 layers, got 2: others. Or", ("layout: expected given to all layers", "")),
+        ("dropout of model.a.0: expected 0 in training, got 0.5. One", ("dropout: expected 0 in training", "")),
+        ("x.embeddings.positions: expected from 0, got 1", ("expected from 0", "")),
+        ("PEFT adapter 'default': expected one, got a=[1, 2] in training (it does b). Run", ("it does b", "")),
+        ("no such\nerror | text", ("no such error / text", "")),
     ],
-)  # fmt: skip
-def test_reasons_are_those_of_a_kind(name: str, reason: str, expected: tuple[str, str]) -> None:
-    assert why(name, reason) == expected
+)
+def test_reasons_are_those_of_a_kind(reason: str, expected: tuple[str, str]) -> None:
+    assert why(reason) == expected
 
 
 def test_the_page_holds_what_the_tests_hold() -> None:
