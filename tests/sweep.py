@@ -29,7 +29,6 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from flash_attn_dualkv import SharedPromptError
-from flash_attn_dualkv.integrations.transformers.adapters import check_adapters
 
 CAUSAL_LMS = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL = sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
@@ -232,7 +231,6 @@ def check_page(title: str, package: str, name: str, verdict: Verdict) -> None:
 
 
 def _packed(model: Any, samples: Samples) -> tuple[Tensor, dict[str, Tensor]]:
-    check_adapters(model)
     torch.manual_seed(0)
     logps, _ = dualkv.shared_prompt_forward(model, samples.pack())
     logps.square().sum().backward()

@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
@@ -22,6 +23,8 @@ from .support import text_config, tower_configs
 
 # Attention implementations that `register` has made, and the fallback of each.
 own_names: dict[str, str] = {}
+# Configurations of the towers of a model whose attention is being changed.
+_unchanged: ContextVar[tuple[Any, ...]] = ContextVar("dualkv_unchanged", default=())
 
 
 def install() -> None:
@@ -68,6 +71,8 @@ def _checked_choice(stock: Callable[..., str]) -> Callable[..., str]:
     def get_correct_attn_implementation(model: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         # A model is asked before its parts are made: with nothing requested, these choose as stock ones do.
         _keep(tower_configs(model.config), None)
+        if requested_attention in own_names and any(model.config is one for one in _unchanged.get()):
+            return str(model.config._attn_implementation)
         if requested_attention in own_names and not model._supports_attention_backend:
             # Models of before the interface choose a class by the implementation's name.
             names = vars(sys.modules[type(model).__module__])
@@ -90,9 +95,14 @@ def _keep(configs: list[Any], implementation: str | None) -> None:
 def _change_of_text(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def set_attn_implementation(model: Any, *args: Any, **kwargs: Any) -> None:
-        before = [(config, config._attn_implementation) for config in tower_configs(model.config)]
-        stock(model, *args, **kwargs)
-        for config, implementation in before:
+        towers = tower_configs(model.config)
+        before = [(config, config._attn_implementation) for config in towers]
+        token = _unchanged.set(tuple(towers))
+        try:
+            stock(model, *args, **kwargs)
+        finally:
+            _unchanged.reset(token)
+        for config, implementation in before:  # of parts that are not asked
             _keep([config], implementation)
 
     set_attn_implementation.dualkv_stock = stock  # type: ignore[attr-defined]

@@ -46,6 +46,8 @@ def check_first_use(
         return
     with lock_of(stock):
         prepare(stock)
+        # Each time: which of the adapters without layers is active shows in no module.
+        check_adapters(stock if model is None else model)
         known = _errors.setdefault(stock, {})
         # The outermost module has a part in what is tried.
         state = (*_state_of(stock), self_check, None if model is None else weakref.ref(model))
@@ -60,7 +62,6 @@ def _error_of(stock: Any, device: torch.device, model: nn.Module | None, self_ch
     try:
         check_modules(stock)
         check_positions(decoder_of(stock))
-        check_adapters(stock if model is None else model)
         try:
             check_noise(stock)
         except SharedPromptError as error:

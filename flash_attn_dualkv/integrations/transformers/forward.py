@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, overload
 
+import torch
 from torch import Tensor, nn
 
 from ... import arguments
@@ -108,6 +109,7 @@ def shared_prompt_forward(
         "attention_mask": None,
         "use_cache": False,
         "shared_prompt_layout": batch.layout,
+        **_text_marks(causal_lm, batch),
     }
     with lock_of(causal_lm):
         backbone = _check_model(causal_lm)
@@ -115,10 +117,16 @@ def shared_prompt_forward(
         _check_vocabulary(causal_lm, batch)
         scorer = _Scorer(causal_lm, backbone, batch, temperature, with_entropy)
         expected = expect_shared_prompt(batch.layout, num_mixing_layers(causal_lm))
-        with expected, replaced_forward(causal_lm, scorer):
+        with expected, replaced_forward(causal_lm, scorer) as call:
             # Through the outermost module, so that wrappers see one forward with the log-probabilities as its output.
-            logps, entropy = model(**inputs)
+            logps, entropy = call(model, inputs)
     return logps, entropy if with_entropy else None
+
+
+def _text_marks(causal_lm: Any, batch: PackedBatch) -> dict[str, Tensor]:
+    """What tells a model of text and images that all tokens are text: some want to be told in training mode."""
+    is_told = "mm_token_type_ids" in inspect.signature(type(causal_lm).forward).parameters
+    return {"mm_token_type_ids": torch.zeros_like(batch.input_ids)[None]} if is_told else {}
 
 
 def _check_model(causal_lm: Any) -> str:

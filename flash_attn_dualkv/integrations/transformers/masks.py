@@ -13,23 +13,24 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from ...checks import explain
-from ...errors import SharedPromptError
+from ...errors import SharedPromptUnsupportedError
 from . import guard
 
 # What masks of causal and sliding-window attention of packed rows are made of in transformers. Anything else (blocks,
 # images that see themselves both ways, chunks) is no mask that a layout stands for.
+_WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 _CAUSAL_MASKS = frozenset(
     {
         "and_masks.<locals>.and_mask",
         "causal_mask_function",
         "packed_sequence_mask_function.<locals>.inner_mask",
         "remap_positions_for_packed_sequence.<locals>.inner_mask",
-        "sliding_window_overlay.<locals>.inner_mask",
+        _WINDOW,
     }
 )
 
 
-class _MaskError(SharedPromptError, AttributeError):
+class _MaskError(SharedPromptUnsupportedError, AttributeError):
     """The mask of a forward with a layout is read. An AttributeError too, so that a wrapper's `hasattr` answers no."""
 
 
@@ -45,17 +46,30 @@ class DeferredMask:
     ) -> None:
         self._builder = builder
         self._arguments = arguments
-        # What it is made of beside causality and windows; once for all layers.
-        self.others: list[str] = _others(arguments) if like is None else like.others
+        self._found: dict[str, Callable[..., Any]] | None = None if like is None else like._found
         self._mask: Tensor | None = None
         self._is_built = False
         self._uses: _Uses = _Uses() if like is None else like._uses
         self._moved: dict[torch.device, DeferredMask] = {}
 
     @property
+    def others(self) -> list[str]:
+        """What it is made of beside causality and windows."""
+        return sorted(self._parts.keys() - _CAUSAL_MASKS)
+
+    @property
     def window(self) -> int | None:
-        """The sliding window, or None."""
-        return self._arguments.get("local_size")
+        """The sliding window, or None: of the whole mask, or of a part of it."""
+        of_part = _closure(self._parts.get(_WINDOW)).get("sliding_window")
+        found = [one for one in (self._arguments.get("local_size"), of_part) if one is not None]
+        return min(found, default=None)
+
+    @property
+    def _parts(self) -> dict[str, Callable[..., Any]]:
+        """The functions that it is made of, by their names; once for all layers."""
+        if self._found is None:
+            self._found = _parts(self._arguments.get("mask_function", causal_mask_function))
+        return self._found
 
     @property
     def is_causal(self) -> bool:
@@ -151,21 +165,41 @@ def _is_whole(index: Any) -> bool:
     return isinstance(index, slice) and index in (slice(None), slice(0, None))
 
 
-def _others(arguments: dict[str, Any]) -> list[str]:
-    return sorted(_parts(arguments.get("mask_function", causal_mask_function)) - _CAUSAL_MASKS)
-
-
-def _parts(mask_function: Callable[..., Any]) -> set[str]:
-    """The names of the functions that a mask function is made of."""
-    pending, found = [mask_function], set()
+def _parts(mask_function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """The functions that a mask function is made of, by their names."""
+    pending = [mask_function]
+    found: dict[str, Callable[..., Any]] = {}
     while pending:
         function = pending.pop()
         # No getattr() with a default: TorchDynamo of PyTorch 2.11 answers it with the default.
-        found.add(function.__qualname__ if isinstance(function, FunctionType) else type(function).__name__)
-        for cell in getattr(function, "__closure__", None) or ():
-            inner = cell.cell_contents
-            pending += [one for one in (inner if isinstance(inner, tuple) else (inner,)) if callable(one)]
+        name = function.__qualname__ if isinstance(function, FunctionType) else type(function).__name__
+        inner = _functions(_closure(function))
+        alternatives = [one for one in inner if not _is_without_blocks(one)]
+        # Where a row is text, there are no images whose tokens could see each other.
+        if name == "or_masks.<locals>.or_mask" and len(alternatives) == 1:
+            pending += alternatives
+            continue
+        found[name] = function
+        pending += inner
     return found
+
+
+def _closure(function: Callable[..., Any] | None) -> dict[str, Any]:
+    """What a function has kept, by the names that it has for it."""
+    if not isinstance(function, FunctionType):
+        return {}
+    return dict(zip(function.__code__.co_freevars, [cell.cell_contents for cell in function.__closure__ or ()]))
+
+
+def _functions(values: dict[str, Any]) -> list[Callable[..., Any]]:
+    parts = [one for value in values.values() for one in (value if isinstance(value, tuple) else (value,))]
+    return [one for one in parts if callable(one)]
+
+
+def _is_without_blocks(function: Callable[..., Any]) -> bool:
+    """Whether a function shows the tokens of a block to each other and there is no block: all are text, -1."""
+    blocks = _closure(function).get("block_sequence_ids")
+    return isinstance(blocks, Tensor) and not (blocks >= 0).any()
 
 
 def deferred_mask(

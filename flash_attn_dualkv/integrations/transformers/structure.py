@@ -19,6 +19,9 @@ from ...errors import SharedPromptError
 _WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "module")
 
 
+Call = Callable[[nn.Module, dict[str, Any]], Any]
+
+
 def causal_lm_of(model: nn.Module) -> Any:
     """The transformers model inside wrappers and adapters.
 
@@ -79,14 +82,17 @@ def is_elsewhere(thread: int) -> bool:
 
 
 @contextmanager
-def replaced_forward(causal_lm: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let the causal LM answer calls of this thread with `forward`: below its hooks and wrappers."""
+def replaced_forward(causal_lm: Any, forward: Callable[..., Any]) -> Iterator[Call]:
+    """Let the causal LM answer calls of this thread with `forward`: below its hooks and wrappers.
+
+    Yields what calls the module around it, and sees that the answer came from `forward`.
+    """
     attributes = causal_lm.__dict__
     had_one, before = "forward" in attributes, attributes.get("forward")
     # Bound, with whatever a library has put around it (autocast, for example).
-    causal_lm.forward = _Replacement(causal_lm.forward, forward)
+    causal_lm.forward = replacement = _Replacement(causal_lm.forward, forward)
     try:
-        yield
+        yield replacement.call_outermost
     finally:
         if had_one:
             causal_lm.forward = before
@@ -104,11 +110,20 @@ class _Replacement:
         self._stock = stock
         self._forward = forward
         self._thread = threading.get_ident()
+        self._has_answered = False
+
+    def call_outermost(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        output = model(**inputs)
+        if not self._has_answered:
+            got = f"a {type(model).__name__} that calls a forward which it has kept (a disabled adapter may do so)"
+            raise SharedPromptError(explain("model", "a wrapper that calls the transformers model itself", got))
+        return output
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         if is_elsewhere(self._thread):
             return self._stock(*args, **inputs)
         _check_wanted(inputs)
+        self._has_answered = True
         return self._forward(*args, **inputs)
 
 

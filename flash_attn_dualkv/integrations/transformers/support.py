@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from ...arguments import describe
 from ...checks import HEAD_DIM_MULTIPLE, explain, is_kernel_softcap, max_head_dim
@@ -150,7 +150,9 @@ def num_mixing_layers(model: Any) -> int:
     text = text_config(model.config)
     family = family_of(text)
     if family is None:
-        return int(text.num_hidden_layers)
+        # Layers that attend to images do nothing where there is none.
+        of_images = getattr(text, "cross_attention_layers", None) or ()
+        return len(set(range(text.num_hidden_layers)).difference(of_images))
     return sum(is_mixer(module, family) or is_attention(module, family) for module in model.modules())
 
 
@@ -164,7 +166,10 @@ def check_modules(model: nn.Module) -> None:
     """
     family = family_of(text_config(model.config)) if hasattr(model, "config") else None
     mixers = [f"{name}." for name, _ in mixers_of(model, family)] if family is not None else []
+    towers = tower_names(model)
     for name, module in model.named_modules():
+        if f"{name}.".startswith(towers):
+            continue
         if family is not None and (
             is_attention(module, family)
             or any(f"{name}.".startswith(one) or one.startswith(f"{name}.") for one in mixers)
@@ -189,6 +194,16 @@ def check_positions(backbone: nn.Module) -> None:
         raise SharedPromptError(explain("model", expected, f"that of {type(backbone).__name__}"))
 
 
+def tower_names(model: Any) -> tuple[str, ...]:
+    """Where the parts of a model are that do not see text, as prefixes of the names of modules."""
+    configs = tower_configs(model.config) if hasattr(model, "config") else []
+    return tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(module, PreTrainedModel) and any(module.config is one for one in configs)
+    )
+
+
 def _is_text_layer(name: str) -> bool:
     """Whether a module lies in a decoder layer; the patch embeddings of vision towers are convolutions too."""
     return "layers." in name and not any(tower in name for tower in ("vision", "visual", "audio"))
@@ -207,8 +222,10 @@ def check_noise(model: Any) -> None:
         ". One copy of the prompt cannot have a dropout mask per response; set it to 0 before the model is made, or "
         "use model.eval()"
     )
+    towers = tower_names(model)
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and not f"{name}.".startswith(towers)
+        if is_dropout and module.training and module.p > 0:
             raise SharedPromptError(explain(f"dropout of {name}", "0 in training mode", module.p) + advice)
     if not model.training:
         return

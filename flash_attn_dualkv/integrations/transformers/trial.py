@@ -255,8 +255,8 @@ class Trial:
         def answer(*args: Any, **given: Any) -> Outputs:
             return self._answer(**{name: value for name, value in given.items() if value is not None})
 
-        with replaced_forward(self.entry, answer):
-            outputs: Outputs = model(**inputs)
+        with replaced_forward(self.entry, answer) as call:
+            outputs: Outputs = call(model, inputs)
         return outputs
 
     def _answer(self, **inputs: Any) -> Outputs:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from ...checks import CUDA_DTYPES
 from ...data.batch import IGNORED_LABEL, SharedPromptBatch
@@ -148,11 +148,18 @@ def _switch_attention(causal_lm: Any) -> None:
     known = AttentionInterface._global_mapping
     if name in known and not hasattr(known[name], TAKES_LAYOUT):
         wrap((name,))
-    elif name == "eager" and causal_lm._supports_attention_backend and _is_supported(causal_lm.config):
+    elif name == "eager" and _has_interface(causal_lm) and _is_supported(causal_lm.config):
         # Every model file has an eager attention of its own: there is nothing to wrap. Files of models that cannot
         # share may compute otherwise where the name is none of transformers'.
         register(EAGER, fallback="eager")
         causal_lm.set_attn_implementation(EAGER)
+
+
+def _has_interface(causal_lm: Any) -> bool:
+    """Whether the text of a model attends through transformers' interface."""
+    text = text_config(causal_lm.config)
+    models = [one for one in causal_lm.modules() if isinstance(one, PreTrainedModel) and one.config is text]
+    return all(one._can_set_attn_implementation() for one in models)
 
 
 def _is_supported(config: Any) -> bool:
@@ -190,8 +197,8 @@ class SharedForward:
     def score(self, *args: Any, **inputs: Any) -> Any:
         """TRL's output for a padded batch: per-token fields (B, S - 1), zero where the next token has no label."""
         try:
-            is_scored, batch = self._pack(args, inputs)
-            output = self._run(batch, {name: inputs[name] for name in _PASSED_ON if name in inputs})
+            is_scored, batch, passed_on = self._pack(args, inputs)
+            output = self._run(batch, passed_on)
         except Refused as refused:
             self.sharing.fall_back(refused.refusal, inputs)
             return self.stock(*args, fused_lm_head=True, **inputs)
@@ -199,15 +206,16 @@ class SharedForward:
         return _unpack(output, is_scored[:, 1:], batch)
 
     @torch.compiler.disable
-    def _pack(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Tensor, SharedPromptBatch]:
-        """Which tokens of the padded batch are scored, and the packed batch. Raises Refused."""
+    def _pack(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Tensor, SharedPromptBatch, dict[str, Any]]:
+        """Which tokens of the padded batch are scored, the packed batch, and what else to pass on. Raises Refused."""
         if self.sharing.off is not None:
             raise Refused(*self.sharing.off)
         if self.sharing.args.use_liger_kernel:
             raise Refused("liger", "use_liger_kernel=True replaces layers of the model")
         devices = [one.device for one in inputs.values() if isinstance(one, Tensor)]
         self._check_model(devices[0] if devices else self.causal_lm.device)
-        given = {name for name, value in inputs.items() if value is not None and value is not False}
+        marks = {name for name, value in inputs.items() if _is_mark_of_text(name, value)}
+        given = {name for name, value in inputs.items() if value is not None and value is not False} - marks
         others = sorted(given - _SAMPLES - _PASSED_ON - _WITHOUT_EFFECT)
         images = [name for name in others if any(word in name for word in _IMAGES)]
         if images:
@@ -231,15 +239,15 @@ class SharedForward:
             least = self.sharing.options.min_dedup_ratio
             message = f"{batch.dedup_ratio:.3f} is below min_dedup_ratio={least} (larger micro-batches share more)"
             raise Refused("dedup_ratio", message)
-        return is_scored, batch
+        passed_on = {name: inputs[name] for name in _PASSED_ON if name in inputs}
+        # The packed row is text too.
+        return is_scored, batch, passed_on | {name: torch.zeros_like(batch.input_ids)[None] for name in marks}
 
     def _check_model(self, device: torch.device) -> None:
         """Raise Refused if the model does not allow to share, before anything that depends on this rank's samples."""
         if self._unsupported is not None:
             raise Refused(*self._unsupported)
         config = self.causal_lm.config
-        if text_config(config) is not config:
-            raise Refused("multimodal", f"{config.model_type} is a model of more than text")
         try:
             check_supported(config)
             check_attention(config)
@@ -279,6 +287,11 @@ class SharedForward:
             # An option of the model that no configuration tells: the first layer of the first forward finds it.
             self._unsupported = Refusal("unsupported", str(error))
             raise Refused("unsupported", str(error)) from None
+
+
+def _is_mark_of_text(name: str, value: Any) -> bool:
+    """Whether an input says which tokens are text, and that all of them are: 0."""
+    return name.endswith("token_type_ids") and isinstance(value, Tensor) and not value.any()
 
 
 def _check_kernels(causal_lm: Any) -> None:

@@ -76,12 +76,12 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         self._logged: dict[str, list[float]] = {}  # numbers since the last line of the log, by mode
         super().__init__(*args, **kwargs)
         self._share()
-        _warn_of_small_batches(self.args)
 
     def _share(self: Any) -> None:
         """Let the policy and the reference share prompts, as soon as TRL has prepared them."""
         if self._sharing is not None:
             return
+        _warn_of_small_batches(self.args)
         self._sharing = Sharing(self._sharing_options, self.args)
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
