@@ -222,7 +222,7 @@ class Trial:
         return self._run_alone(pair.sequences(self.device))
 
     def _run_alone(self, sequences: Tensor) -> Outputs:
-        positions = torch.arange(sequences.shape[1], device=self.device).expand_as(sequences)
+        positions = torch.arange(sequences.shape[1], device=self.device).repeat(len(sequences), 1)
         return tuple(map(_scoring_rows, self._forward(input_ids=sequences, position_ids=positions)))
 
     def _packed(self, pair: Pair) -> Outputs:
