@@ -40,7 +40,8 @@ EXACT = frozenset(_NAMES.split())
 USED = [
     name
     for name in ("qwen3_5", "qwen3_vl", "qwen2_5_vl", "gemma3", "gemma4", "mistral3", "glm4v", "llava")
-    if name in transformers.CONFIG_MAPPING
+    # 4.57's GLM-4V cannot make a mask of text.
+    if name in transformers.CONFIG_MAPPING and (VERSION >= (5, 0) or name != "glm4v")
 ]
 
 
@@ -81,11 +82,8 @@ def implementations(model: Any) -> tuple[set[Any], set[Any]]:
 
 
 # Audio beside images; towers without sdpa, whose stock choice is eager; one of before transformers' interface.
-OF_TOWERS = [
-    name
-    for name in (*USED, "qwen2_5_omni_thinker", "got_ocr2", "blip-2", "muse_spark", "deepseek_vl_hybrid")
-    if name in transformers.CONFIG_MAPPING
-]
+OTHERS = ("qwen2_5_omni_thinker", "got_ocr2", "blip-2", "muse_spark", "deepseek_vl_hybrid")
+OF_TOWERS = [*USED, *(name for name in OTHERS if name in transformers.CONFIG_MAPPING and VERSION >= (5, 0))]
 
 
 @pytest.mark.parametrize("model_type", OF_TOWERS)
@@ -97,7 +95,9 @@ def test_towers_choose_as_stock_ones_do(model_type: str, tmp_path: Path) -> None
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="dualkv")
     assert implementations(loaded) == ({"dualkv"}, stock)
-    every = dict.fromkeys((*model.config.sub_configs, ""), "dualkv")
+    every: Any = dict.fromkeys((*model.config.sub_configs, ""), "dualkv")
+    if VERSION < (5, 0):  # where some parts do not find themselves in it
+        every = "dualkv"
     loaded = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation=every)
     assert implementations(loaded) == ({"dualkv"}, stock)
     for towers in (stock, {"eager"} if stock else set()):
@@ -112,7 +112,7 @@ def test_towers_choose_as_stock_ones_do(model_type: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("model_type", IMAGES)
 @pytest.mark.parametrize("attention", ["dualkv", "sdpa"])
-def test_images_without_a_layout_are_stock_and_with_one_an_error(model_type: str, attention: str) -> None:
+def test_images_with_and_without_a_layout(model_type: str, attention: str) -> None:
     model = multimodal_model(model_type)
     inputs = image(model_type)
     if attention == "sdpa":
@@ -127,9 +127,17 @@ def test_images_without_a_layout_are_stock_and_with_one_an_error(model_type: str
     row = inputs["input_ids"][0].tolist()
     batch = Samples([row[:-1]], [row[-1:]]).pack()
     more = dict(position_ids=batch.position_ids[None], use_cache=False, shared_prompt_layout=batch.layout)
+    # The tower gets what its model passes on to it, and takes no layout.
     message = "every layer that gets a layout, got 'sdpa'" if attention == "dualkv" else "as the layout"
-    with pytest.raises(SharedPromptError, match=message), dualkv.expect_shared_prompt(batch.layout, 2):
-        model(**inputs, **more)
+    logits, said = expected, message
+    try:
+        with torch.no_grad(), dualkv.expect_shared_prompt(batch.layout, 2):
+            logits = model(**inputs, **more).logits
+    except SharedPromptError as error:
+        said = str(error)
+    assert message in said
+    # Stock Qwen3-VL has positions of its own beside an image.
+    assert model_type == "qwen3_vl" or torch.allclose(logits, expected, atol=1e-5)
 
 
 # --- what models are told of the kinds of tokens ----------------------------------------------------------------------
@@ -171,6 +179,7 @@ def test_images_that_see_each_other_are_refused_and_text_is_exact(
     check_equal(logps, expected.detach(), 1e-9)
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="some stock models make masks of positions of one kind")
 @pytest.mark.parametrize("model_type", [name for name in USED if name.startswith(("qwen", "glm"))])
 def test_positions_of_three_kinds(model_type: str) -> None:
     """What models of images call the positions of text: one row of them, or three equal ones."""

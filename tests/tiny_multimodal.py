@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from sweep import OPTIONS, OWN
-from tiny_models import transformers
+from tiny_models import VERSION, transformers
 from torch import Tensor
 
 HIDDEN: int = OPTIONS["hidden_size"]
@@ -31,7 +31,8 @@ _ALL_HEADS = dict(num_key_value_heads=4)
 
 def _mrope(*sections: int) -> dict[str, Any]:
     """Of models that do not show in their configurations how they divide the dimensions among three positions."""
-    return dict(text_config=dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[*sections])))
+    rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[*sections])
+    return dict(text_config={"rope_parameters" if VERSION >= (5, 0) else "rope_scaling": rope})
 
 
 # What single models want to be told, of their parts and of themselves.
@@ -43,7 +44,10 @@ OWN_PARTS: dict[str, dict[str, Any]] = {
     "glm4v_moe": _mrope(1, 1, 0),
     "hunyuan_vl": _mrope(2, 1, 1),
     "llava": dict(image_token_id=90, vision_feature_layer=-1),
-    "qwen3_vl": dict(image_token_id=90, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93),
+    "qwen3_vl": dict(
+        image_token_id=90, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93, **_mrope(2, 1, 1)
+    ),
+    "qwen3_vl_moe": _mrope(2, 1, 1),
     "chameleon": dict(vocabulary_map={"<image>": 90}),
     "emu3": dict(vocabulary_map={"<image>": 90}),
     "deepseek_ocr2": dict(text_config=dict(mlp_layer_types=["dense", "sparse"])),
@@ -144,7 +148,8 @@ def image(model_type: str) -> dict[str, Tensor]:
     ids = torch.tensor([[5, 92, 90, 90, 90, 90, 93, 6, 7]])
     pixels = torch.randn((16, 3 * 2 * 8 * 8), generator=generator)
     grid = torch.tensor([[1, 4, 4]])
-    return dict(input_ids=ids, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=(ids == 90).long())
+    marks = dict(mm_token_type_ids=(ids == 90).long()) if VERSION >= (5, 0) else {}
+    return dict(input_ids=ids, pixel_values=pixels, image_grid_thw=grid, **marks)
 
 
 def _make(model_type: str, attention: str | None, options: dict[str, Any]) -> Any:
