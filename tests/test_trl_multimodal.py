@@ -16,7 +16,7 @@ from tiny_multimodal import image, multimodal_config, multimodal_model
 from tiny_trl import StockInGroups, check_runs, quiet, score, shared, train, trainer
 
 GRPO = shared.SharedPromptGRPOTrainer
-FAST = ("qwen2_5_vl", "qwen3_vl_moe", "gemma4", "mllama", "llava", "glm4v", "lfm2_vl")
+FAST = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "gemma4", "mllama", "llava", "glm4v", "got_ocr2")
 pytestmark = [
     pytest.mark.usefixtures("restored_registry"),
     pytest.mark.skipif(VERSION < (5, 10), reason="TRL's forward knows other names of backbones"),
@@ -46,6 +46,15 @@ def test_dpo_equals_stock(tmp_path: Path) -> None:
     path = on_disk(tmp_path, "mistral3")
     stock = train(trainer(trl.DPOTrainer, path, tmp_path, per_device_train_batch_size=4))
     got = train(trainer(shared.SharedPromptDPOTrainer, path, tmp_path, per_device_train_batch_size=4))
+    check_runs(got, stock)
+    assert sum(got.metric("fallbacks")) == 0
+
+
+def test_experts_with_their_auxiliary_loss(tmp_path: Path) -> None:
+    path = on_disk(tmp_path, "qwen3_vl_moe")
+    options = dict(max_steps=2, router_aux_loss_coef=0.1)
+    stock, got = (train(trainer(cls, path, tmp_path, **options)) for cls in (StockInGroups, GRPO))
+    assert all(one["aux_loss"] > 0 for one in stock.logs)
     check_runs(got, stock)
     assert sum(got.metric("fallbacks")) == 0
 

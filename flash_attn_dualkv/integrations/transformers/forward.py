@@ -30,6 +30,7 @@ from .support import (
     check_supported,
     num_mixing_layers,
     text_config,
+    tower_configs,
 )
 
 PackedBatch: TypeAlias = SharedPromptBatch | PrefixTreeBatch
@@ -125,6 +126,8 @@ def shared_prompt_forward(
 
 def _text_marks(causal_lm: Any, batch: PackedBatch) -> dict[str, Tensor]:
     """What tells a model of text and images that all tokens are text: some want to be told in training mode."""
+    if not tower_configs(causal_lm.config):
+        return {}
     is_told = "mm_token_type_ids" in inspect.signature(type(causal_lm).forward).parameters
     return {"mm_token_type_ids": torch.zeros_like(batch.input_ids)[None]} if is_told else {}
 

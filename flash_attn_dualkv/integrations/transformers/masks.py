@@ -46,7 +46,7 @@ class DeferredMask:
     ) -> None:
         self._builder = builder
         self._arguments = arguments
-        self._found: dict[str, Callable[..., Any]] | None = None if like is None else like._found
+        self._found: tuple[list[str], int | None] | None = None if like is None else like._found
         self._mask: Tensor | None = None
         self._is_built = False
         self._uses: _Uses = _Uses() if like is None else like._uses
@@ -55,20 +55,20 @@ class DeferredMask:
     @property
     def others(self) -> list[str]:
         """What it is made of beside causality and windows."""
-        return sorted(self._parts.keys() - _CAUSAL_MASKS)
+        return self._read()[0]
 
     @property
     def window(self) -> int | None:
         """The sliding window, or None: of the whole mask, or of a part of it."""
-        of_part = _closure(self._parts.get(_WINDOW)).get("sliding_window")
-        found = [one for one in (self._arguments.get("local_size"), of_part) if one is not None]
-        return min(found, default=None)
+        return self._read()[1]
 
-    @property
-    def _parts(self) -> dict[str, Callable[..., Any]]:
-        """The functions that it is made of, by their names; once for all layers."""
+    def _read(self) -> tuple[list[str], int | None]:
+        """Others and window; once for all layers."""
         if self._found is None:
-            self._found = _parts(self._arguments.get("mask_function", causal_mask_function))
+            parts = _parts(self._arguments.get("mask_function", causal_mask_function))
+            windows = self._arguments.get("local_size"), _closure(parts.get(_WINDOW)).get("sliding_window")
+            found = min((one for one in windows if one is not None), default=None)
+            self._found = sorted(parts.keys() - _CAUSAL_MASKS), found
         return self._found
 
     @property

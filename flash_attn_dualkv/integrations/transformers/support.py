@@ -197,6 +197,8 @@ def check_positions(backbone: nn.Module) -> None:
 def tower_names(model: Any) -> tuple[str, ...]:
     """Where the parts of a model are that do not see text, as prefixes of the names of modules."""
     configs = tower_configs(model.config) if hasattr(model, "config") else []
+    if not configs:
+        return ()
     return tuple(
         f"{name}."
         for name, module in model.named_modules()
