@@ -10,7 +10,8 @@ import test_trl
 import torch
 import trl
 from test_transformers_multimodal import EXACT
-from test_trl import SLOW, VALUE, batch, compare, lora, refused
+from test_trl import VALUE, batch, compare, lora, refused
+from test_trl_settings import SLOW
 from tiny_models import VERSION, check_equal, gradients, transformers
 from tiny_multimodal import image, multimodal_config, multimodal_model
 from tiny_trl import StockInGroups, check_runs, quiet, score, shared, train, trainer
