@@ -9,6 +9,8 @@ import timeit
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from processes import run_ranks
 from row_lookers import LOOKERS, NOISES, Noisy, OfEachToken, add_looker, train
 from tiny_models import MIXED, check_equal, dualkv, replicated_logps, stock_twin, tiny_model, transformers
 from torch import nn
@@ -281,6 +283,44 @@ class Owner:
         self.calls += 1
 
 
+def test_the_layout_hook_asks_before_any_forward(trials):
+    """A forward without a layout is tried too, so that ranks try it together; it is not refused."""
+    model = tiny_model("llama")
+    train(add_looker(model, LOOKERS["row's mean"]))
+    dualkv.install_layout_hook(model)
+    batch = MIXED.pack()
+    model(torch.tensor([[3, 4, 5]]))
+    assert len(trials) == 1
+    inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
+    with pytest.raises(SharedPromptError, match="first module that differs"):
+        model(**inputs, shared_prompt_layout=batch.layout)
+    with pytest.raises(SharedPromptError, match="first module that differs"):
+        model.model(**inputs, shared_prompt_layout=batch.layout)
+    assert len(trials) == 2  # of the backbone, which is called by itself
+    other = tiny_model("llama")
+    train(add_looker(other, LOOKERS["row's mean"]))
+    dualkv.install_layout_hook(other, self_check=False)
+    other(**inputs, shared_prompt_layout=batch.layout)
+    assert len(trials) == 2
+
+
+def test_a_wrapper_that_calls_what_it_has_kept():
+    """PEFT's wrapper of a disabled adaption prompt does."""
+
+    class Kept(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.module, self.kept = model, model.forward
+
+        def forward(self, **inputs):
+            inputs.pop("shared_prompt_layout", None)
+            return self.kept(**inputs)
+
+    for self_check in (True, False):
+        with pytest.raises(SharedPromptError, match="a wrapper that calls the transformers model itself"):
+            forward(Kept(tiny_model("llama")), self_check=self_check)
+
+
 def test_it_leaves_no_trace():
     """The same generators, buffers, parameters and counters of hooks behind it as before."""
     model = tiny_model("llama").train()
@@ -321,6 +361,28 @@ def test_a_graph_that_waits_for_its_backward():
     forward(model)
     loss.backward()
     assert torch.equal(looker.weight.grad, expected)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_ranks_agree(tmp_path, wraps):
+    """What one rank finds refuses the forward of all that run it together: their numbers of forwards stay equal."""
+    found = run_ranks(_forward_of_rank, 2, str(tmp_path / "store"), wraps)
+    assert "first module that differs is " in found[1]
+    assert found[0].startswith("hidden states of the model") if wraps else found[0] == "exact"
+
+
+def _forward_of_rank(rank, store, wraps, results):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = tiny_model("llama", dtype=torch.float32)
+    if rank == 1:
+        model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output + output.mean(1, True))
+    try:
+        forward(nn.parallel.DistributedDataParallel(model) if wraps else model)
+        results[rank] = "exact"
+    except SharedPromptError as error:
+        results[rank] = str(error)
+    dist.destroy_process_group()
 
 
 def test_tokens_of_the_pair_have_no_meaning():

@@ -20,7 +20,7 @@ from .first_use import check_first_use
 from .heads import check_head, check_output
 from .hybrid import prepare
 from .structure import backbone_name, causal_lm_of, is_replaced
-from .support import check_modules, check_positions, check_supported, num_mixing_layers
+from .support import check_modules, check_positions, check_supported, media_among, num_mixing_layers
 
 
 def install_layout_hook(model: nn.Module, *, self_check: bool = True) -> LayoutHook:
@@ -68,6 +68,9 @@ def _check_inputs(layout: Any, inputs: dict[str, Any]) -> None:
         raise SharedPromptLayoutError(explain("position_ids", expected, "none, so that the model would count rows"))
     layout.check_positions(position_ids)
     check_labels(inputs.get("labels"), inputs.get("shift_labels"))
+    if media := media_among(inputs):
+        expected = "text alone with a shared prompt (its positions and places of images are those of single sequences)"
+        raise SharedPromptError(explain("inputs of the model", expected, ", ".join(media)))
 
 
 class LayoutHook:

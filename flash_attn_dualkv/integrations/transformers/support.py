@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from ...arguments import describe
@@ -30,6 +30,8 @@ from .hybrid.families import (
     mixers_of,
 )
 
+# Parts of the names of inputs beside text.
+MEDIA = ("pixel", "image", "token_type_ids", "spatial_shapes", "video", "audio")
 # The attribute by which attention functions that take a layout are known.
 TAKES_LAYOUT = "dualkv_takes_layout"
 
@@ -46,6 +48,17 @@ _NOISE_OF_OTHER_HEADS = re.compile(r"^(classifier|summary)_")
 def text_config(config: Any) -> Any:
     """The part of a configuration that describes the decoder of text tokens."""
     return config.get_text_config(decoder=True)
+
+
+def media_among(inputs: Mapping[str, Any]) -> list[str]:
+    """The names of a model's inputs that are images and the like, or say where these are."""
+    given = {name for name, value in inputs.items() if value is not None and any(word in name for word in MEDIA)}
+    return sorted(name for name in given if not is_mark_of_text(name, inputs[name]))
+
+
+def is_mark_of_text(name: str, value: Any) -> bool:
+    """Whether an input says which tokens are text, and that all of them are: 0."""
+    return name.endswith("token_type_ids") and isinstance(value, Tensor) and not value.any()
 
 
 def tower_configs(config: Any) -> list[Any]:

@@ -29,7 +29,15 @@ from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUn
 from ..transformers import check_supported, expect_shared_prompt, register, wrap
 from ..transformers.first_use import FirstUseError, check_first_use
 from ..transformers.structure import backbone_name, causal_lm_of
-from ..transformers.support import TAKES_LAYOUT, check_attention, kernels_lack, num_mixing_layers, text_config
+from ..transformers.support import (
+    TAKES_LAYOUT,
+    check_attention,
+    is_mark_of_text,
+    kernels_lack,
+    media_among,
+    num_mixing_layers,
+    text_config,
+)
 
 logger = get_logger(__name__)
 
@@ -52,7 +60,6 @@ REASONS = (
 _SAMPLES = {"input_ids", "attention_mask", "labels"}
 _PASSED_ON = {"num_items_in_batch", "output_router_logits"}
 _WITHOUT_EFFECT = {"return_dict", "use_cache"}
-_IMAGES = ("pixel", "image", "token_type_ids", "spatial_shapes", "video", "audio")
 
 
 class Options(NamedTuple):
@@ -214,12 +221,11 @@ class SharedForward:
             raise Refused("liger", "use_liger_kernel=True replaces layers of the model")
         devices = [one.device for one in inputs.values() if isinstance(one, Tensor)]
         self._check_model(devices[0] if devices else self.causal_lm.device)
-        marks = {name for name, value in inputs.items() if _is_mark_of_text(name, value)}
+        marks = {name for name, value in inputs.items() if is_mark_of_text(name, value)}
         given = {name for name, value in inputs.items() if value is not None and value is not False} - marks
         others = sorted(given - _SAMPLES - _PASSED_ON - _WITHOUT_EFFECT)
-        images = [name for name in others if any(word in name for word in _IMAGES)]
-        if images:
-            raise Refused("multimodal", f"the model is given {', '.join(images)}")
+        if media := media_among(inputs):
+            raise Refused("multimodal", f"the model is given {', '.join(media)}")
         if args or others or not given >= _SAMPLES:
             raise Refused("arguments", f"the model is given {', '.join(others) or sorted(given)} (needs {_SAMPLES})")
         ids, attention_mask, labels = (inputs[name] for name in ("input_ids", "attention_mask", "labels"))
@@ -287,11 +293,6 @@ class SharedForward:
             # An option of the model that no configuration tells: the first layer of the first forward finds it.
             self._unsupported = Refusal("unsupported", str(error))
             raise Refused("unsupported", str(error)) from None
-
-
-def _is_mark_of_text(name: str, value: Any) -> bool:
-    """Whether an input says which tokens are text, and that all of them are: 0."""
-    return name.endswith("token_type_ids") and isinstance(value, Tensor) and not value.any()
 
 
 def _check_kernels(causal_lm: Any) -> None:

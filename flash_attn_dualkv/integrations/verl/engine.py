@@ -46,6 +46,7 @@ class _SharedPrompts:
 
     # verl's
     model_config: Any
+    module: Any
     use_ulysses_sp: bool
     ulysses_sequence_parallel_size: int
     pad_to_length: bool
