@@ -25,7 +25,12 @@ _errors: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Error | None]] = weakre
 
 
 def check_first_use(
-    stock: Any, device: torch.device, *, model: nn.Module | None = None, self_check: bool = True
+    stock: Any,
+    device: torch.device,
+    *,
+    model: nn.Module | None = None,
+    self_check: bool = True,
+    position_rows: int = 0,
 ) -> None:
     """Refuse a model that is not exact on shared prompts in its present mode and with its present adapters.
 
@@ -38,6 +43,7 @@ def check_first_use(
         device: that of the inputs.
         model: the outermost module around it; None from inside of its forward.
         self_check: whether the pair is tried. If not, only parts and configuration are looked at.
+        position_rows: how many rows of positions the model's forwards are given, see `Trial`.
 
     Raises:
         SharedPromptError: names what is not exact.
@@ -52,13 +58,14 @@ def check_first_use(
         # The outermost module has a part in what is tried.
         state = (*_state_of(stock), self_check, None if model is None else weakref.ref(model))
         if state not in known:
-            known[state] = _error_of(stock, device, model, self_check)
+            trial = Trial(stock, device, model, position_rows) if self_check else None
+            known[state] = _error_of(stock, trial)
         error = known[state]
     if error is not None:
         raise error()
 
 
-def _error_of(stock: Any, device: torch.device, model: nn.Module | None, self_check: bool) -> _Error | None:
+def _error_of(stock: Any, trial: Trial | None) -> _Error | None:
     try:
         check_modules(stock)
         check_positions(decoder_of(stock))
@@ -66,8 +73,8 @@ def _error_of(stock: Any, device: torch.device, model: nn.Module | None, self_ch
             check_noise(stock)
         except SharedPromptError as error:
             raise FirstUseError(str(error), "dropout") from None
-        if self_check:
-            Trial(stock, device, model).run()
+        if trial is not None:
+            trial.run()
     except SharedPromptError as error:
         return functools.partial(type(error), *error.args)
     return None

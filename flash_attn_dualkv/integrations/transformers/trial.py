@@ -114,9 +114,13 @@ class Trial:
         stock: the transformers model.
         device: of its inputs.
         model: the outermost module around it; None from inside of its forward.
+        position_rows: into so many rows positions are expanded, (rows, B, T); 0 for (B, T).
     """
 
-    def __init__(self, stock: Any, device: torch.device, model: nn.Module | None) -> None:
+    def __init__(
+        self, stock: Any, device: torch.device, model: nn.Module | None = None, position_rows: int = 0
+    ) -> None:
+        self.position_rows = position_rows
         self.stock = stock
         self.device = device
         self.model = model
@@ -238,6 +242,8 @@ class Trial:
     def _forward(self, **inputs: Any) -> Outputs:
         """(B, T, ...) each."""
         inputs |= dict(attention_mask=None, use_cache=False)
+        if self.position_rows:
+            inputs["position_ids"] = inputs["position_ids"].expand(self.position_rows, -1, -1)
         is_packed = "shared_prompt_layout" in inputs
         try:
             return self._answer(**inputs) if self.model is None else self._run_outermost(self.model, inputs)
