@@ -214,9 +214,9 @@ class _Scorer:
         handle = getattr(self.causal_lm, self.backbone).register_forward_hook(keep)
         try:
             # Wrappers add arguments of their own, return_dict among them.
-            # A tensor: given a number, models whose last layers share keys compute these for the last rows alone.
-            one_row = self.batch.token_index.new_zeros(1)
-            self.stock_forward(**{**inputs, "logits_to_keep": one_row, "return_dict": True})
+            # A slice: given a number, models whose last layers share keys compute these for the last rows alone; a
+            # tensor would have to lie where the last layer does.
+            self.stock_forward(**{**inputs, "logits_to_keep": slice(0, 1), "return_dict": True})
         finally:
             handle.remove()
         if len(outputs) != 1 or not hasattr(outputs[0], "last_hidden_state"):

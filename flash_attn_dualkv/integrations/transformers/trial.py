@@ -33,7 +33,7 @@ from .structure import causal_lm_of, decoder_of, replaced_forward
 from .support import num_mixing_layers, text_config
 from .watch import first_to_differ, first_to_draw, jittered, output_types
 
-# Tokens of the prompt and of each of the two responses: 64 alone, 47 packed.
+# Tokens of the prompt and of each of the two responses: twice 32 alone, 47 packed.
 LENGTH = 16
 # States of the generators beside the first: noise that is rare (a layer left out) shows in one of them.
 SEEDS = 8
@@ -185,9 +185,9 @@ class Trial:
         raise FirstUseError(explain("model", expected, got) + NOISE_ADVICE, "noise")
 
     def _rounding(self, pair: Pair, alone: Outputs, precision: float) -> float:
-        """How far from it other ways to compute the pair alone are: one by one, and with rounded layers."""
-        singles = [self._run_alone(one) for one in pair.sequences(self.device).split(1)]
-        ways: list[Outputs] = [tuple(torch.cat(parts) for parts in zip(*singles))]
+        """How far from it other ways to compute the pair alone are: as a batch, and with rounded layers."""
+        # Models with positions of several dimensions may have been changed to take one row.
+        ways = [] if self.position_rows else [self._run_alone(pair.sequences(self.device))]
         for seed in (1, 2):
             with jittered(self.decoder, precision, seed):
                 ways.append(self._alone(pair))
@@ -200,7 +200,7 @@ class Trial:
             if is_packed:
                 is_row = output.dim() == 3 and output.shape[0] == 1 and output.shape[1] > int(rows.max())
                 return output[0].index_select(0, rows.to(output.device)) if is_row else None
-            is_row = output.dim() == 3 and output.shape[:2] == (2, 2 * len(pair.prompt))
+            is_row = output.dim() == 3 and output.shape[:2] == (1, 2 * len(pair.prompt))
             return _scoring_rows(output) if is_row else None
 
         name = first_to_differ(
@@ -223,7 +223,8 @@ class Trial:
     # One forward each: the rows that score the responses, sequence by sequence.
 
     def _alone(self, pair: Pair) -> Outputs:
-        return self._run_alone(pair.sequences(self.device))
+        found = [self._run_alone(one) for one in pair.sequences(self.device).split(1)]
+        return tuple(map(torch.cat, zip(*found)))
 
     def _run_alone(self, sequences: Tensor) -> Outputs:
         positions = torch.arange(sequences.shape[1], device=self.device).repeat(len(sequences), 1)

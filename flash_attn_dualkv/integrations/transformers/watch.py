@@ -110,7 +110,8 @@ def first_to_differ(
             first = next(iter(_tensors(output)), None)
             compared = None if first is None or not first.is_floating_point() else rows(first, is_packed)
             if compared is not None:
-                found[name] = module, compared.detach().clone()
+                before = [found[name][1]] if name in found else []  # of sequences that run one after the other
+                found[name] = module, torch.cat([*before, compared.detach()])
 
         with watched(model, None, leave):
             forward()
