@@ -38,8 +38,9 @@ def hooked(model: Any, batch: Any) -> Tensor:
     """A forward of one's own, for the same tokens."""
     handle = dualkv.install_layout_hook(model)
     inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
-    logits = model(**inputs, shared_prompt_layout=batch.layout, logits_to_keep=batch.token_index).logits[0]
+    logits = model(**inputs, shared_prompt_layout=batch.layout).logits[0]
     handle.remove()
+    logits = logits.to(batch.token_index.device)[batch.token_index]
     logps = logits.float() if logits.dtype == torch.bfloat16 else logits
     return logps.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
 

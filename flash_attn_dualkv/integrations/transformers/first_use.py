@@ -30,7 +30,6 @@ def check_first_use(
     *,
     model: nn.Module | None = None,
     self_check: bool = True,
-    position_rows: int = 0,
 ) -> None:
     """Refuse a model that is not exact on shared prompts in its present mode and with its present adapters.
 
@@ -43,7 +42,6 @@ def check_first_use(
         device: that of the inputs.
         model: the outermost module around it; None from inside of its forward.
         self_check: whether the pair is tried. If not, only parts and configuration are looked at.
-        position_rows: how many rows of positions the model's forwards are given, see `Trial`.
 
     Raises:
         SharedPromptError: names what is not exact.
@@ -58,7 +56,7 @@ def check_first_use(
         # The outermost module has a part in what is tried.
         state = (*_state_of(stock), self_check, None if model is None else weakref.ref(model))
         if state not in known:
-            trial = Trial(stock, device, model, position_rows) if self_check else None
+            trial = Trial(stock, device, model) if self_check else None
             known[state] = _error_of(stock, trial)
         error = known[state]
     if error is not None:

@@ -114,13 +114,9 @@ class Trial:
         stock: the transformers model.
         device: of its inputs.
         model: the outermost module around it; None from inside of its forward.
-        position_rows: into so many rows positions are expanded, (rows, B, T); 0 for (B, T).
     """
 
-    def __init__(
-        self, stock: Any, device: torch.device, model: nn.Module | None = None, position_rows: int = 0
-    ) -> None:
-        self.position_rows = position_rows
+    def __init__(self, stock: Any, device: torch.device, model: nn.Module | None = None) -> None:
         self.stock = stock
         self.device = device
         self.model = model
@@ -186,8 +182,7 @@ class Trial:
 
     def _rounding(self, pair: Pair, alone: Outputs, precision: float) -> float:
         """How far from it other ways to compute the pair alone are: as a batch, and with rounded layers."""
-        # Models with positions of several dimensions may have been changed to take one row.
-        ways = [] if self.position_rows else [self._run_alone(pair.sequences(self.device))]
+        ways = [self._run_alone(pair.sequences(self.device))]
         for seed in (1, 2):
             with jittered(self.decoder, precision, seed):
                 ways.append(self._alone(pair))
@@ -243,8 +238,6 @@ class Trial:
     def _forward(self, **inputs: Any) -> Outputs:
         """(B, T, ...) each."""
         inputs |= dict(attention_mask=None, use_cache=False)
-        if self.position_rows:
-            inputs["position_ids"] = inputs["position_ids"].expand(self.position_rows, -1, -1)
         is_packed = "shared_prompt_layout" in inputs
         try:
             return self._answer(**inputs) if self.model is None else self._run_outermost(self.model, inputs)

@@ -35,7 +35,6 @@ from .micro_batches import (
     Plan,
     grouped_micro_batches,
     pack_micro_batch,
-    position_rows,
     samples_with_media,
     why_not,
 )
@@ -104,22 +103,21 @@ class _SharedPrompts:
         self.keeps_logits = self.has_lm_head and "logits_to_keep" in inspect.signature(type(head).forward).parameters
         return None
 
-    def _refusal_now(self, data: TensorDict) -> str | None:
+    def _refusal_now(self) -> str | None:
         """Why the model cannot be shared in its present mode and with its present adapters; all ranks ask together."""
         if self.refusal is not None or (get_device_name() == "cuda" and self._kernels_lack()):
             return self.refusal
-        positions, device = data["position_ids"], torch.empty(0, device=get_device_id()).device
+        device = torch.empty(0, device=get_device_id()).device
         dtype = getattr(self, "_autocast_dtype", torch.bfloat16)
         is_cast = dtype != torch.float32  # as in verl's forward_step
         autocast = torch.autocast(get_device_name(), dtype=dtype if is_cast else None, enabled=is_cast)
         try:
-            with patches.whole_rows(), autocast:
+            with patches.stock_layers(), autocast:
                 check_first_use(
                     self.decoder,
                     device,
                     model=self.module,
                     self_check=self.options.self_check,
-                    position_rows=len(position_rows(positions)) if positions.dim() == 3 else 0,
                 )
         except SharedPromptError as error:
             message = str(error)
@@ -135,7 +133,7 @@ class _SharedPrompts:
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
         verifier = self.verifiers["infer" if forward_only else "train"]
         if self.options.enabled:
-            self.refusal_now = self._refusal_now(data)
+            self.refusal_now = self._refusal_now()
 
         def run(shares: bool) -> Any:
             return self._run(data, loss_function, forward_only, shares)

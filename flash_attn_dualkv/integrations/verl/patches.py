@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ Forward = Callable[..., Any]
 # Of each class whose forward verl has replaced, what transformers had there and what verl has.
 _transformers: dict[type[nn.Module], Forward] = {}
 _verl: dict[type[nn.Module], Forward] = {}
+_is_stock: ContextVar[bool] = ContextVar("dualkv_verl_stock_layers", default=False)
 
 
 def install() -> None:
@@ -74,13 +76,15 @@ def decoder_of(model: nn.Module) -> Any:
 
 
 @contextmanager
-def whole_rows() -> Iterator[None]:
-    """Let every rank of Ulysses compute whole rows by itself."""
+def stock_layers() -> Iterator[None]:
+    """Let layers run what transformers has there, and every rank of Ulysses whole rows."""
     group = ulysses.get_ulysses_sequence_parallel_group()
     ulysses.set_ulysses_sequence_parallel_group(None)
+    token = _is_stock.set(True)
     try:
         yield
     finally:
+        _is_stock.reset(token)
         ulysses.set_ulysses_sequence_parallel_group(group)
 
 
@@ -105,7 +109,8 @@ def _choice(kind: type[nn.Module]) -> Forward:
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        chosen = _verl[kind] if kwargs.get("shared_prompt_layout") is None else own
+        is_stock = kwargs.get("shared_prompt_layout") is not None or _is_stock.get()
+        chosen = own if is_stock else _verl[kind]
         return chosen(self, *args, **kwargs)
 
     return forward
