@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 from processes import run_ranks
 from row_lookers import LOOKERS, NOISES, Noisy, OfEachToken, add_looker, train
-from tiny_models import MIXED, check_equal, dualkv, replicated_logps, stock_twin, tiny_model, transformers
+from tiny_models import (
+    MIXED,
+    check_equal,
+    check_gradients,
+    dualkv,
+    gradients,
+    replicated_logps,
+    stock_twin,
+    tiny_model,
+    transformers,
+)
 from torch import nn
 
 from flash_attn_dualkv import SharedPromptError
@@ -350,6 +360,28 @@ def test_it_leaves_no_trace():
     assert looker.calls == 1 and calls == 1 and owner.calls == 6  # what counts without it
     for handle in handles:
         handle.remove()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gradients_under_autocast(hooked):
+    """Autocast keeps casts of parameters while it lasts: those of a trial have no gradients."""
+    found, caches = [], []
+    for self_check in (False, True):
+        model = tiny_model("llama", dtype=torch.float32).train()
+        model.model.norm.register_forward_hook(lambda *_: caches.append(torch.is_autocast_cache_enabled()))
+        batch = MIXED.pack()
+        with torch.autocast("cpu", torch.bfloat16):
+            if hooked:
+                dualkv.install_layout_hook(model, self_check=self_check)
+                inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
+                model(**inputs, shared_prompt_layout=batch.layout).logits.float().square().mean().backward()
+            else:
+                forward(model, self_check=self_check).sum().backward()
+        found.append(gradients(model))
+    # PyTorch 2.13 tells casts with and without gradients apart, 2.11 does not.
+    assert caches[0] and not any(caches[1:-1]) and caches[-1] and len(caches) > 3
+    check_gradients(*found, 0.0)
+    assert len(found[0]) == len(list(model.parameters()))
 
 
 def test_a_graph_that_waits_for_its_backward():

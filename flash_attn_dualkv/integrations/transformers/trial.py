@@ -137,6 +137,7 @@ class Trial:
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")  # checkpointed layers miss gradients
                 stack.enter_context(torch.no_grad())
+                stack.enter_context(_without_cache_of_autocast(self.device.type))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(guard.suspended())
                 generators = stack.enter_context(without_consequences(self.outermost, devices))
@@ -285,6 +286,12 @@ def _row_difference(one: Tensor, other: Tensor) -> float:
     relative = (one - other).norm(dim=-1) / sizes.clamp(min=torch.finfo(torch.float32).tiny)
     relative = relative.where(sizes.isfinite(), 0.0).nan_to_num(nan=float("inf"))
     return float(relative.max())
+
+
+def _without_cache_of_autocast(device_type: str) -> torch.autocast:
+    """Autocast as it is, but parameters that are cast without gradients are not kept for forwards with gradients."""
+    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
 @contextmanager
