@@ -30,7 +30,7 @@ def untraced(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
             disabled.append(torch.compiler.disable(function, reason=REASON))
         return disabled[0](*args, **kwargs)
 
-    # What torch.compiler.disable notes on a function: the trace ends here, and fullgraph=True gives the reason.
+    # What torch.compiler.disable notes on a function: a trace ends here, with this reason.
     outside._torchdynamo_disable = True  # type: ignore[attr-defined]
     outside._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
 

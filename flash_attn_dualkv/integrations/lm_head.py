@@ -196,7 +196,7 @@ def _hooks_wait(parameters: Sequence[Tensor]) -> Iterator[None]:
         yield
     finally:
         for hooks, key, hook in waiting:
-            # Not if it has been removed, or another thread has put its own around it, which does no harm.
+            # Not one that was removed, or that another thread has wrapped, which does no harm.
             if hooks.get(key) is hook:
                 hooks[key] = hook.hook
 

@@ -69,7 +69,7 @@ def _checked_loss(stock: Callable[[Any], Callable[..., Any]]) -> Callable[[Any],
 def _checked_choice(stock: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(stock)
     def get_correct_attn_implementation(model: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-        # A model is asked before its parts are made: with nothing requested, these choose as stock ones do.
+        # A model is asked before its parts are made. Unasked, these choose as stock ones do.
         _keep(tower_configs(model.config), None)
         if requested_attention in own_names and any(model.config is one for one in _unchanged.get()):
             return str(model.config._attn_implementation)

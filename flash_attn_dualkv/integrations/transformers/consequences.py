@@ -24,7 +24,7 @@ _MOST_ELEMENTS = 2**18
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 # Attributes of every module, which PyTorch looks after.
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
-# Packages that shard or move modules: what they note about a forward must stay. And this one, whose hooks note nothing.
+# Packages that shard or move modules must keep their notes; this one's hooks have none.
 _BOOKKEEPERS = ("torch.", "deepspeed.", "accelerate.", "flash_attn_dualkv.")
 
 

@@ -214,8 +214,8 @@ class _Scorer:
         handle = getattr(self.causal_lm, self.backbone).register_forward_hook(keep)
         try:
             # Wrappers add arguments of their own, return_dict among them.
-            # A slice: given a number, models whose last layers share keys compute these for the last rows alone; a
-            # tensor would have to lie where the last layer does.
+            # A slice lies on no device. Given a number, models whose last layers share keys
+            # compute these for the last rows alone.
             self.stock_forward(**{**inputs, "logits_to_keep": slice(0, 1), "return_dict": True})
         finally:
             handle.remove()

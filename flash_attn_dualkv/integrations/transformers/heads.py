@@ -57,7 +57,7 @@ def check_output(output: Any, layout: SharedPromptLayout, inputs: dict[str, Any]
         raise SharedPromptError(explain("loss", expected, f"one of other labels of {type(output).__name__}"))
     rows = {layout.num_local_tokens, *_kept(inputs.get("logits_to_keep"))}
     for name, one in _results(output):
-        # Whole numbers are no results: offsets of positions, for example. Losses have no dimension at all.
+        # Whole numbers are no results (offsets of positions are some), losses have no dimension.
         if one.dim() == 0 or not one.is_floating_point():
             continue
         if rows.isdisjoint(one.shape[: max(2, one.dim() - 1)]):

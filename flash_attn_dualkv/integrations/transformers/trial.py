@@ -35,18 +35,21 @@ from .watch import first_to_differ, first_to_draw, jittered, output_types
 
 # Tokens of the prompt and of each of the two responses: twice 32 alone, 47 packed.
 LENGTH = 16
-# States of the generators beside the first: noise that is rare (a layer left out) shows in one of them.
+# States of the generators beside the first: rare noise (a layer left out) shows in one of them.
 SEEDS = 8
-# Pairs that must all differ. Rounding may send a token to another expert, in any of the five forwards of a pair that
-# are compared: that the packed one is the odd one out has a chance of one in five, and one in 400,000 eight times.
+# Pairs that must all differ. Rounding may send a token to another expert, in any of the five
+# computations of a pair that are compared. That the packed one is the odd one out has a chance of
+# one in five, and of one in 400,000 eight times in a row.
 PAIRS = 8
-# How many times larger than between forwards of the same pair alone a difference must be. Exact models in 16 and 32
-# bits have 0.3 to 1.0 (tests); a module that averages over its row 7 and more.
+# How many times larger than between computations of the pair alone a difference must be. It is
+# 0.3 to 1.0 times as large in exact models of 16 and 32 bits, but for single routes of experts, and
+# 7 times and more where a module averages over its row.
 FACTOR = 2.0
-# Rounding of float32 over many layers: softmax and rotary embeddings are in float32 whatever a model's type.
+# Rounding of float32 over many layers, in which softmax and rotary embeddings always are.
 LEAST = 64 * torch.finfo(torch.float32).eps
 TF32 = 2.0**-10  # in which a GPU may multiply float32
-# The size of what stands for parameters that are all zero: they hide what they multiply, as LoRA's B does at first.
+# What stands for parameters that are all zero is at most so large. Zeros hide what they multiply,
+# as LoRA's B does before its first step.
 NUDGE = 0.05
 
 ADVICE = (
@@ -123,7 +126,7 @@ class Trial:
         self.outermost: nn.Module = stock if model is None else model
         self.entry: Any = None if model is None else causal_lm_of(model)
         self.decoder: Any = decoder_of(stock)
-        # Of a decoder that is called itself, the forward that this call runs: its hooks must not run again.
+        # A decoder that is called itself is in its forward already: its hooks must not run again.
         is_called = self.decoder is (stock if model is None else self.entry)
         self.decode: Any = self.decoder.forward if is_called else self.decoder
 
@@ -245,7 +248,8 @@ class Trial:
         except (SharedPromptError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            # A model that does not run alone raises its own error; inside of a forward, wrappers have prepared another.
+            # A model that does not run alone raises its own error. Inside of a forward, wrappers may
+            # have prepared for other sequences.
             if not is_packed and self.model is not None:
                 raise
             expected = f"a decoder that takes {'packed sequences' if is_packed else 'other sequences meanwhile'}"
@@ -264,7 +268,7 @@ class Trial:
         """What stands for the transformers model's forward: its decoder, and its head as the module that it is."""
         hidden = self.decode(**inputs)[0]
         head = (self.stock if self.entry is None else self.entry).get_output_embeddings()
-        # Some heads (ELECTRA's) have a layer in front of the projection.
+        # ELECTRA's head, for one, has a layer in front of the projection.
         is_whole = getattr(head, "in_features", None) == hidden.shape[-1]
         return (hidden, head(hidden)) if is_whole else (hidden,)
 
