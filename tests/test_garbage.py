@@ -141,10 +141,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "prefix_tree": (trees.prefix_tree, dict(node_lengths=[1, 2], sample_paths=[[0, 1]])),
     "shared_prompt_forward": (
-        dualkv.shared_prompt_forward, dict(model=MODEL, batch=BATCH, temperature=1.0, with_entropy=False),
+        dualkv.shared_prompt_forward,
+        dict(model=MODEL, batch=BATCH, temperature=1.0, with_entropy=False, self_check=True),
     ),
     "install_layout_hook": (
-        lambda model: dualkv.install_layout_hook(model).remove(), dict(model=MODEL),
+        lambda model, self_check: dualkv.install_layout_hook(model, self_check=self_check).remove(),
+        dict(model=MODEL, self_check=True),
     ),
     "check_supported": (dualkv.check_supported, dict(config=MODEL.config)),
     "register": (dualkv.register, dict(name="dualkv", fallback="auto", backend="auto")),

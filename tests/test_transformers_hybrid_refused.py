@@ -13,7 +13,7 @@ from hybrid_models import HYBRIDS, KINDS, hybrid_config, hybrid_model
 from tiny_models import MIXED, VERSION, dualkv, replicated_logps, stock_twin, tiny_model, transformers
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, SharedPromptLayoutError
-from flash_attn_dualkv.integrations.transformers import support
+from flash_attn_dualkv.integrations.transformers import first_use, support
 from flash_attn_dualkv.integrations.transformers.hybrid import delivery, families, installation, mixers
 from flash_attn_dualkv.integrations.ulysses import UlyssesLayout
 
@@ -73,10 +73,11 @@ def test_layers_that_mix_tokens_are_counted(name: str) -> None:
         model(**inputs())
 
 
-def test_a_layer_that_gets_no_layout_raises() -> None:
+def test_a_layer_that_gets_no_layout_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither from the decoder layer nor among its own arguments."""
     model = hybrid_model(NAME, torch.float32)
     dualkv.install_layout_hook(model)
+    monkeypatch.setattr(first_use, "prepare", lambda model: None)  # which would put the hooks back
     layer = mixer_of(model)
     for one in model.model.layers[0].modules():
         for hooks in (one._forward_pre_hooks, one._forward_hooks):
@@ -102,6 +103,7 @@ def test_functions_that_were_replaced_raise(name: str, monkeypatch: pytest.Monke
     """By another library, after the layers were let take layouts."""
     model = hybrid_model(name, torch.float32)
     dualkv.install_layout_hook(model)
+    monkeypatch.setattr(first_use, "prepare", lambda model: None)  # which would take them in
     layer, family = mixer_of(model), families.FAMILIES[name]
     for function in family.functions:
         with monkeypatch.context() as patch:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import SharedPromptError
+from ...errors import SharedPromptError, SharedPromptLayoutError
 from .adapters import check_adapters
 from .hybrid import prepare
 from .structure import decoder_of, lock_of
@@ -73,6 +73,8 @@ def _error_of(stock: Any, trial: Trial | None) -> _Error | None:
             raise FirstUseError(str(error), "dropout") from None
         if trial is not None:
             trial.run()
+    except SharedPromptLayoutError:  # of something on the layout's way, which may be mended
+        raise
     except SharedPromptError as error:
         return functools.partial(type(error), *error.args)
     return None
