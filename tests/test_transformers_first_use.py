@@ -407,6 +407,20 @@ def test_ranks_agree(tmp_path, wraps):
     assert found[0].startswith("hidden states of the model") if wraps else found[0] == "exact"
 
 
+def test_a_hook_of_one_process_among_several_starts_no_trial(monkeypatch):
+    """The others would wait for it: loggers put hooks on the first rank alone."""
+    model = tiny_model("llama")
+    states = []
+    for ranks in (1, 2):
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda ranks=ranks: ranks)
+        before = first_use._state_of(model)
+        handle = model.model.norm.register_forward_hook(lambda *_: None)
+        states.append(first_use._state_of(model) == before)
+        handle.remove()
+    assert states == [False, True]
+
+
 def _forward_of_rank(rank, store, wraps, results):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
