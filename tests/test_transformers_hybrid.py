@@ -23,7 +23,7 @@ from tiny_models import (
 from torch import Tensor
 
 from flash_attn_dualkv import pack_prefix_tree
-from flash_attn_dualkv.integrations.transformers.hybrid import mixers, rows
+from flash_attn_dualkv.integrations.transformers.hybrid import delivery, mixers, rows
 
 
 def weights_of(logps: Tensor) -> Tensor:
@@ -184,3 +184,19 @@ def test_calls_without_a_layout_stay_as_they_are(name: str) -> None:
     assert torch.equal(model(ids, use_cache=False).logits, expected)
     options = dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(ids))
     assert torch.equal(model.generate(ids, **options), twin.generate(ids, **options))
+
+
+def test_the_convolution_without_its_package_keeps_sequences_apart() -> None:
+    """As the package does for seq_idx; what a neighbour has is not seen, be it a number or not."""
+    generator = torch.Generator().manual_seed(0)
+    lengths, width = (5, 1, 9), 4
+    x = torch.randn(1, 3, sum(lengths), generator=generator, dtype=torch.float64)
+    weight, bias = torch.randn(3, width, generator=generator).double(), torch.randn(3, generator=generator).double()
+    parts = x.split(lengths, 2)
+    alone = [delivery._causal_conv1d(part, weight, bias, "silu") for part in parts]
+    index = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    got = delivery._causal_conv1d(x, weight, bias, "silu", seq_idx=index)
+    torch.testing.assert_close(got, torch.cat(alone, 2))
+    x[:, :, :6] = torch.nan
+    got = delivery._causal_conv1d(x, weight, bias, "silu", seq_idx=index)
+    torch.testing.assert_close(got[:, :, 6:], alone[2])

@@ -197,7 +197,8 @@ def _causal_conv1d(
         out = x * weight[:, -1:]
         for back in range(1, min(width, rows)):
             is_own = seq_idx[:, None, back:] == seq_idx[:, None, :-back]
-            seen = x[:, :, :-back] * weight[:, -1 - back, None] * is_own
+            # Selected, not multiplied: what is not seen may be no number.
+            seen = (x[:, :, :-back] * weight[:, -1 - back, None]).where(is_own, 0)
             out = out + functional.pad(seen, (back, 0))
         out = out if bias is None else out + bias[:, None]
     return out if activation is None else ACT2FN[activation](out)
