@@ -270,7 +270,11 @@ def test_bidirectional_masks_are_refused():
     ],
 )
 def test_inexact_models_are_refused_before_they_run(model_type, options, message):
-    model = any_model(model_type, **options)
+    try:
+        model = any_model(model_type, **options)
+    except SharedPromptError:  # an older version, in which its attention cannot be chosen
+        assert VERSION < (5, 0)
+        return
     for function in (dualkv.install_layout_hook, lambda one: dualkv.shared_prompt_forward(one, BATCH)):
         with pytest.raises(SharedPromptError, match=message):
             function(model)
