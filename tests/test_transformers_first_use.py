@@ -210,6 +210,22 @@ def test_experts_are_never_refused(name, dtype):
     assert flips or dtype == torch.float16 or name != "mixtral"
 
 
+def test_one_odd_pair_is_no_fault(monkeypatch):
+    """As where the packed forward alone has sent a token to another expert: other pairs are asked."""
+    model, packed, odd = tiny_model("llama"), trial.Trial._packed, []
+
+    def with_another_route(self, pair):
+        hidden, *others = packed(self, pair)
+        if len(odd) < trial.PAIRS - 1:
+            odd.append(pair)
+            hidden = hidden.index_add(0, torch.tensor([3]), hidden[4:5])
+        return hidden, *others
+
+    monkeypatch.setattr(trial.Trial, "_packed", with_another_route)
+    trial.Trial(model, torch.device("cpu")).run()
+    assert len({str(pair) for pair in odd}) == trial.PAIRS - 1 > 0
+
+
 # --- when, and what is left of it -------------------------------------------------------------------------------------
 
 
