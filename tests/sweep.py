@@ -137,7 +137,7 @@ def any_model(model_type: str, **options: Any) -> Any:
 
 
 def largest_error(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Of gradients, relative to those of their parameter, or to a part of the model's where they are nothing."""
+    """The largest error of gradients, relative to their parameter's, or to a part of the model's where these are 0."""
     largest = max(one.abs().max().item() for one in expected.values())
     errors = []
     for name in got.keys() | expected.keys():
@@ -150,7 +150,7 @@ def largest_error(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of a model; "stock" where the stock model has no answer to compare with."""
+    """What is said of a model; "stock" where the stock model has no answer to compare with."""
 
     kind: Literal["exact", "refused", "inexact", "stock"]
     reason: str = ""
@@ -225,7 +225,7 @@ def causal_lm_verdict(model_type: str) -> Verdict:
 
 
 def check_page(title: str, package: str, name: str, verdict: Verdict) -> None:
-    """Of a name that docs/models.md lists under a heading, if the page was made with the installed package."""
+    """A name is on docs/models.md as its verdict says, if the page was made with the installed package."""
     if models_page.is_of_installed(package):
         assert models_page.listed(title).get(name) == verdict.kind, "run tools/models_page.py again"
 

@@ -13,10 +13,8 @@ from typing import Any
 
 import bench_trl
 import pytest
-import row_lookers
 import tiny_trl
 import torch
-import transformers
 import trl
 from hybrid_models import HYBRIDS, hybrid_model
 from sweep import any_model
@@ -363,33 +361,6 @@ def test_dropout_is_not_shared_in_training_mode(tmp_path: Path, caplog: pytest.L
     assert "lora_dropout" in caplog.text
     made.model.eval()
     made._sharing.take(torch.device("cpu"))
-    score(made, *call)
-    assert not made._sharing.tally.fallbacks
-
-
-def test_noise_and_adapters_that_look_at_the_row_are_not_shared(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """NEFTune, aLoRA and a module that no library knows: the numbers are those of stock forwards."""
-    call = batch([(9, [5, 9, 3])])
-    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
-    transformers.integrations.neftune.activate_neftune(made.model.train(), 5.0)
-    assert refused(made, *call)[0] == "noise"
-    assert "model.embed_tokens (Embedding) draws some" in caplog.text
-    alora = lora(alora_invocation_tokens=[3, 4])
-    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path, arguments=dict(peft_config=alora))
-    assert refused(made, *call)[0] == "unsupported"
-    assert "alora_invocation_tokens=[3, 4]" in caplog.text
-    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
-    looker = row_lookers.train(row_lookers.add_looker(made.model, row_lookers.LOOKERS["row's mean"]))
-    reason, (logps, _, _) = refused(made, *call)
-    assert reason == "self_check"
-    assert "(WithoutMean)" in caplog.text
-    stock = trainer(trl.GRPOTrainer, model_on_disk(tmp_path), tmp_path)
-    row_lookers.add_looker(stock.model, type(looker)).load_state_dict(looker.state_dict())
-    assert torch.equal(logps, score(stock, *call)[0])
-    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path, arguments=dict(self_check=False))
-    row_lookers.train(row_lookers.add_looker(made.model, row_lookers.LOOKERS["row's mean"]))
     score(made, *call)
     assert not made._sharing.tally.fallbacks
 

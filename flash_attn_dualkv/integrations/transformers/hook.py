@@ -84,7 +84,7 @@ class LayoutHook:
         self._layers = layers
         self._self_check = self_check
         self._tried: set[bool] = set()  # modes, before forwards without a layout
-        # Of the forwards, without self.
+        # Names of the forwards' arguments, without self.
         self._parameters = {type(one): tuple(inspect.signature(type(one).forward).parameters)[1:] for one in modules}
         self._handles: list[RemovableHandle] = []
         for one in modules:

@@ -234,7 +234,7 @@ def check_noise(model: Any) -> None:
         SharedPromptError: names the module or the field of the configuration.
     """
     advice = (
-        ". One copy of the prompt cannot have a dropout mask per response; set it to 0 before the model is made, or "
+        ". One copy of the prompt cannot have a draw for each response; set it to 0 before the model is made, or "
         "use model.eval()"
     )
     towers = tower_names(model)

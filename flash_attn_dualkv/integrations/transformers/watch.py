@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .consequences import Generators
 
-# Of a module: called before its forward and its hooks, and behind both.
+# Called before a module's forward and its hooks, and behind both.
 Watcher = Callable[[str, nn.Module, Any], None]
 
 

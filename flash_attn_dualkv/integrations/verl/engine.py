@@ -24,7 +24,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 from ...checks import CUDA_DTYPES
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
-from ..transformers import expect_shared_prompt, guard, install_layout_hook, wrap
+from ..transformers import expect_shared_prompt, install_layout_hook, wrap
 from ..transformers.first_use import check_first_use
 from ..transformers.structure import backbone_name, causal_lm_of
 from ..transformers.support import is_hybrid, kernels_lack, num_mixing_layers, text_config
@@ -90,8 +90,6 @@ class _SharedPrompts:
         try:
             wrap([text_config(module.config)._attn_implementation])
             head, self.decoder = causal_lm_of(module), patches.decoder_of(module)
-            if getattr(self.decoder.config, "use_bidirectional_attention", None) == "vision":
-                self.decoder.register_forward_pre_hook(_without_masks_of_images, with_kwargs=True)
             # Not on the whole model: verl's forwards drop arguments, and towers must get no layout.
             # Nor is it tried there: whether the model can be shared is known before samples are.
             install_layout_hook(self.decoder, self_check=False)
@@ -113,12 +111,7 @@ class _SharedPrompts:
         autocast = torch.autocast(get_device_name(), dtype=dtype if is_cast else None, enabled=is_cast)
         try:
             with patches.stock_layers(), autocast:
-                check_first_use(
-                    self.decoder,
-                    device,
-                    model=self.module,
-                    self_check=self.options.self_check,
-                )
+                check_first_use(self.decoder, device, model=self.module, self_check=self.options.self_check)
         except SharedPromptError as error:
             message = str(error)
         else:
@@ -261,11 +254,6 @@ class _SharedPrompts:
             return stock()
         self.budget, self.order = found.budget, found.order or []
         return found.micro_batches, found.indices
-
-
-def _without_masks_of_images(decoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Let a decoder make its masks: a row of texts has no image, whose tokens see each other."""
-    return None if guard.current() is None else (args, {**kwargs, "attention_mask": None})
 
 
 class SharedPromptFSDPEngine(_SharedPrompts, FSDPEngineWithLMHead):

@@ -19,6 +19,7 @@ from ...data.pack import group_by_prompt, pack_jagged
 from ...data.split import on_equal_terms, split_by_token_budget
 from ...errors import SharedPromptError
 from ...layout import SharedPromptLayout
+from ..transformers.support import is_mark_of_text
 from .options import Options
 
 # Why a micro-batch runs on verl's own path, as its metrics call it.
@@ -65,13 +66,12 @@ def prompt_lengths(data: TensorDict) -> Tensor:
 def samples_with_media(data: TensorDict) -> list[int]:
     """Samples that have images or other inputs beside their text."""
     inputs = [one.data if isinstance(one, NonTensorData) else one for one in data.get("multi_modal_inputs", [])]
-    return [index for index, one in enumerate(inputs) if one and any(map(_is_medium, one, one.values()))]
-
-
-def _is_medium(name: str, value: Any) -> bool:
-    # The kinds of tokens, which processors give of texts as well: 0 is text.
-    is_text = name.endswith("token_type_ids") and isinstance(value, Tensor) and not value.any()
-    return value is not None and not is_text
+    # Processors mark the tokens of texts as well.
+    return [
+        index
+        for index, one in enumerate(inputs)
+        if one and any(value is not None and not is_mark_of_text(name, value) for name, value in one.items())
+    ]
 
 
 def why_not(data: TensorDict, apart: Sequence[int] = ()) -> str | None:
@@ -119,7 +119,7 @@ def position_rows(position_ids: Tensor) -> Tensor:
         return values[None]
     if getattr(position_ids, "_ragged_idx", 2) == 2:  # by which verl says it, too
         return values
-    # Of samples of one length: the number of rows was taken for what differs.
+    # Samples of one length: the number of rows was taken for what differs.
     return values.unflatten(0, (len(position_ids), -1)).transpose(0, 1).flatten(1)
 
 

@@ -25,7 +25,7 @@ from ..transformers import structure
 
 Forward = Callable[..., Any]
 
-# Of each class whose forward verl has replaced, what transformers had there and what verl has.
+# What transformers had and what verl has as the forward of each class that verl has changed.
 _transformers: dict[type[nn.Module], Forward] = {}
 _verl: dict[type[nn.Module], Forward] = {}
 _is_stock: ContextVar[bool] = ContextVar("dualkv_verl_stock_layers", default=False)
