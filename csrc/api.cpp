@@ -1,12 +1,11 @@
 // The Python module: check, allocate, fill the parameter structs, launch. Nothing but this file and the headers beside
-// it that it includes (check.h, problem.h, work_lists.h, autograd_node.h, packing.h) sees torch.
+// it that it includes (check.h, problem.h, work_lists.h, autograd_node.h) sees torch.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <array>
 
 #include "autograd_node.h"
-#include "packing.h"
 #include "work_lists.h"
 
 namespace dualkv {
@@ -271,9 +270,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forward", &dualkv::forward);
   m.def("backward", &dualkv::backward);
   m.def("attention", &dualkv::attention);
-  m.def("pack_lists", &dualkv::pack_lists);
-  m.def("equal_runs", &dualkv::equal_runs);
-  m.def("pack", &dualkv::pack);
   m.def("build_info", &dualkv::build_info);
   m.def("launch_counts", &dualkv::launch_counts);
 }

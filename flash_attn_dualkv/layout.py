@@ -4,37 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import arguments, checks
-from .data.transfer import SeparatelyPickled, same_device, to_device
-from .data.untraced import untraced
 from .errors import SharedPromptLayoutError
-from .nodes import COLUMNS, Node, host_nodes, packed_table, tree_table
+from .host import SeparatelyPickled, runs, same_device, to_device
+from .nodes import host_nodes, mean_keys, tree_table
+from .untraced import untraced
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPromptLayout(SeparatelyPickled):
-    """Where the prompts and responses of a micro-batch, or the nodes of its trees, lie in its packed row.
+    """Where the nodes of a micro-batch lie in its packed row: prompts with their responses, or trees of any depth.
 
-    Of prompts the row is [context_1 .. context_G][decoded_11 .. decoded_GN][padding]: the contexts first, then all
-    responses, group by group. Of trees it is [node_1 .. node_n][padding], depth first: a node, then its subtree. The
-    layout holds one integer tensor and host integers only and is built once per micro-batch.
+    The row is [node_1 .. node_n][padding], depth first: a node, then its subtree. So each prompt (its context) is
+    followed by its responses. The layout holds one integer tensor and host integers only and is built once per
+    micro-batch.
 
     Attributes:
-        nodes: (n, 8) int32, what the attention operators read, see `nodes.Node`. Of prompts: each followed by its
-            responses.
-        node_lens: (n,) rows of each node, in the order of the table.
-        node_parents: (n,) the node that each continues; -1 for prompts and roots.
+        nodes: (n, 8) int32, what the attention operators read, see `nodes.Node`.
+        node_lens: (n,) rows of each node.
+        node_parents: (n,) the node that each continues; -1 for prompts and other roots.
         max_sequence: the most rows of a path: of a response together with its context.
         mean_keys: how many rows of its path a row sees on average, rounded up. By it the backward chooses its kernels.
         num_tokens: rows T of the packed tensors, padding included.
         pad: how many of them, at the end, are padding.
-        is_tree: whether the row is that of trees. Such a layout has no groups and no responses.
         position_ids: (T,) int64, those of the batch that the layout belongs to. A model's attention refuses the layout
             with others, which it knows by where they lie in memory: to compare values would wait for the GPU. None for
             a layout that was copied without its batch: then nothing is known of them.
@@ -47,7 +45,6 @@ class SharedPromptLayout(SeparatelyPickled):
     mean_keys: int
     num_tokens: int
     pad: int = 0
-    is_tree: bool = False
     position_ids: Tensor | None = None
 
     @staticmethod
@@ -59,7 +56,7 @@ class SharedPromptLayout(SeparatelyPickled):
         pad: int = 0,
         device: torch.device | str | None = None,
     ) -> SharedPromptLayout:
-        """The layout of trees of any depth, packed in depth-first order.
+        """The layout of nodes that are packed in depth-first order.
 
         Args:
             node_lens: (n,) rows of each node, >= 0.
@@ -76,9 +73,10 @@ class SharedPromptLayout(SeparatelyPickled):
         rows = sum(lens) + pad
         if rows >= checks.MAX_ROWS:
             raise SharedPromptLayoutError(checks.explain("node_lens", f"fewer than {checks.MAX_ROWS} rows", rows))
-        target = torch.device("cpu") if device is None else arguments.device(device)
-        host = HostLayout.of_tree(lens, above)
-        return host.layout(to_device((), [host.nodes], target)[0], pad)
+        table, longest = tree_table(lens, above, SharedPromptLayoutError)
+        sizes = longest, mean_keys(table), rows, pad
+        layout = SharedPromptLayout(host_nodes(table), tuple(lens), tuple(above), *sizes)
+        return layout if device is None else layout.to(device)
 
     def __post_init__(self) -> None:
         if self.position_ids is not None:
@@ -110,22 +108,22 @@ class SharedPromptLayout(SeparatelyPickled):
     def device(self) -> torch.device:
         return self.nodes.device
 
-    # Of prompts and responses
+    # Prompts and responses: the roots, and all other nodes
 
     @property
     def context_lens(self) -> tuple[int, ...]:
-        """(G,) rows of each context."""
-        return tuple(length for length, parent in self._prompts("context_lens") if parent < 0)
+        """(G,) rows of each context: of each root."""
+        return tuple(length for length, parent in zip(self.node_lens, self.node_parents) if parent < 0)
 
     @property
     def decoded_lens(self) -> tuple[int, ...]:
-        """(S,) rows of each response."""
-        return tuple(length for length, parent in self._prompts("decoded_lens") if parent >= 0)
+        """(S,) rows of each response: of each node that is no root."""
+        return tuple(length for length, parent in zip(self.node_lens, self.node_parents) if parent >= 0)
 
     @property
     def group_offsets(self) -> tuple[int, ...]:
         """(G+1,) responses [g] .. [g+1] - 1 belong to prompt g."""
-        roots = [index for index, (_, parent) in enumerate(self._prompts("group_offsets")) if parent < 0]
+        roots = [index for index, parent in enumerate(self.node_parents) if parent < 0]
         return (*(root - group for group, root in enumerate(roots)), self.num_nodes - len(roots))
 
     @property
@@ -136,17 +134,18 @@ class SharedPromptLayout(SeparatelyPickled):
     def num_responses(self) -> int:
         return len(self.decoded_lens)
 
-    @property
-    def num_context_tokens(self) -> int:
-        """Rows of all contexts."""
-        return sum(self.context_lens)
+    def context_index(self) -> Tensor:
+        """(sum of context_lens,) int64, the rows of all contexts, one context after the other."""
+        return self._rows_of([index for index, parent in enumerate(self.node_parents) if parent < 0])
 
-    def _prompts(self, name: str) -> list[tuple[int, int]]:
-        """Rows and parent of every node, unless it is one of a tree."""
-        if self.is_tree:
-            expected = f"one of prompts and responses for its {name}"
-            raise SharedPromptLayoutError(checks.explain("layout", expected, f"one of trees ({self.num_nodes} nodes)"))
-        return list(zip(self.node_lens, self.node_parents))
+    def decoded_index(self) -> Tensor:
+        """(sum of decoded_lens,) int64, the rows of all responses, one response after the other."""
+        return self._rows_of([index for index, parent in enumerate(self.node_parents) if parent >= 0])
+
+    def _rows_of(self, chosen: Sequence[int]) -> Tensor:
+        begins = [*accumulate(self.node_lens, initial=0)]
+        index = runs([begins[node] for node in chosen], [self.node_lens[node] for node in chosen])
+        return to_device([index], (), self.device)[0]
 
     def is_like(self, other: SharedPromptLayout) -> bool:
         """Whether both describe the same row; their tensors may be different copies."""
@@ -154,7 +153,6 @@ class SharedPromptLayout(SeparatelyPickled):
             self.node_lens == other.node_lens
             and self.node_parents == other.node_parents
             and self.num_tokens == other.num_tokens
-            and self.is_tree == other.is_tree
         )
 
     def with_nodes(self, nodes: Tensor, position_ids: Tensor | None = None) -> SharedPromptLayout:
@@ -216,12 +214,7 @@ class SharedPromptLayout(SeparatelyPickled):
         shortest = min((*self.node_lens, self.pad))
         if shortest < 0:
             raise SharedPromptLayoutError(checks.explain("layout", "lengths >= 0 and a pad >= 0", shortest))
-        rebuilt = HostLayout.of_tree(self.node_lens, self.node_parents)
-        if not self.is_tree:
-            if self.depth > 2:
-                expected = "prompts and their responses"
-                raise SharedPromptLayoutError(checks.explain("node_parents", expected, f"depth {self.depth}"))
-            rebuilt = HostLayout.of_prompts(self.context_lens, self.decoded_lens, self.group_offsets)
+        rebuilt = SharedPromptLayout.from_tree(self.node_lens, self.node_parents, pad=self.pad)
         rows, found = rebuilt.nodes.tolist(), self.nodes.tolist()
         if len(found) != len(rows):
             raise SharedPromptLayoutError(checks.explain("nodes", f"{len(rows)} rows", len(found)))
@@ -231,7 +224,7 @@ class SharedPromptLayout(SeparatelyPickled):
         numbers = {
             "max_sequence": rebuilt.max_sequence,
             "mean_keys": rebuilt.mean_keys,
-            "num_tokens": sum(self.node_lens) + self.pad,
+            "num_tokens": rebuilt.num_tokens,
         }
         for name, number in numbers.items():
             if getattr(self, name) != number:
@@ -267,60 +260,3 @@ def check_unpacked(position_ids: Any, attention_mask: Any = None) -> None:
 def is_in_backward() -> bool:
     """Whether autograd runs a backward in this thread, which may compute a checkpointed layer again."""
     return torch._C._current_graph_task_id() != -1
-
-
-@dataclass(frozen=True)
-class HostLayout:
-    """A layout whose table is still on the host."""
-
-    table: list[int]  # row by row
-    node_lens: tuple[int, ...]
-    node_parents: tuple[int, ...]
-    max_sequence: int
-    is_tree: bool
-
-    @staticmethod
-    def of_prompts(
-        context_lens: Sequence[int], decoded_lens: Sequence[int], group_offsets: Sequence[int]
-    ) -> HostLayout:
-        """From the rows of every context and of every response, and the offsets of the groups' responses."""
-        contexts = [*accumulate(context_lens, initial=0)]
-        rows = [*accumulate(decoded_lens, initial=contexts[-1])]
-        begins: list[int] = []
-        lens: list[int] = []
-        positions: list[int] = []
-        parents: list[int] = []
-        ends: list[int] = []
-        longest = 0
-        for length, begin, (first, last) in zip(context_lens, contexts, pairwise(group_offsets)):
-            sizes, root, count = decoded_lens[first:last], len(lens), last - first
-            longest = max(longest, length + max(sizes, default=0))
-            begins += (begin, *rows[first:last])
-            lens += (length, *sizes)
-            positions += (0, *[length] * count)
-            parents += (-1, *[root] * count)
-            ends += (root + count + 1, *range(root + 2, root + count + 2))
-        table = packed_table(begins, lens, positions, parents, ends)
-        return HostLayout(table, tuple(lens), tuple(parents), longest, is_tree=False)
-
-    @staticmethod
-    def of_tree(node_lens: Sequence[int], parents: Sequence[int]) -> HostLayout:
-        """From the rows and the parent of every node; SharedPromptLayoutError if they are not in depth-first order."""
-        table, longest = tree_table(node_lens, parents, SharedPromptLayoutError)
-        return HostLayout(table, tuple(node_lens), tuple(parents), longest, is_tree=True)
-
-    @property
-    def nodes(self) -> Tensor:
-        return host_nodes(self.table)
-
-    @property
-    def mean_keys(self) -> int:
-        lens, positions = (self.table[Node._fields.index(name) :: COLUMNS] for name in ("q_len", "q_pos0"))
-        pairs = sum(length * (2 * position + length + 1) for length, position in zip(lens, positions)) // 2
-        return -(-pairs // max(sum(lens), 1))
-
-    def layout(self, nodes: Tensor, pad: int, position_ids: Tensor | None = None) -> SharedPromptLayout:
-        """The layout with its table where it is needed."""
-        tokens = sum(self.node_lens) + pad
-        sizes = self.max_sequence, self.mean_keys, tokens, pad
-        return SharedPromptLayout(nodes, self.node_lens, self.node_parents, *sizes, self.is_tree, position_ids)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .checks import MAX_ROWS, explain
-from .data.transfer import ints
+from .host import ints
 
 
 class Node(NamedTuple):
@@ -156,22 +156,15 @@ def tree_table(
         path.append(index)
         positions.append(sums[parent])
         sums[index] = sums[parent] + lengths[index]
-    begins = [*accumulate(lengths, initial=0)][:-1]
-    return packed_table(begins, lengths, positions, parents, ends), max(sums)
+    rows = ([*accumulate(lengths, initial=0)][:-1], lengths, positions)
+    return [*chain.from_iterable(zip(*rows, *rows, parents, ends))], max(sums)
 
 
-def packed_table(
-    begins: Sequence[int], lengths: Sequence[int], positions: Sequence[int], parents: Sequence[int], ends: Sequence[int]
-) -> list[int]:
-    """Numbers of a table of nodes whose rows are queries and keys alike, row by row; nothing is checked.
-
-    Args:
-        begins, lengths: the rows of each node.
-        positions: of the first of them.
-        parents, ends: `Node.parent` and `Node.subtree_end`.
-    """
-    rows = (begins, lengths, positions)
-    return [*chain.from_iterable(zip(*rows, *rows, parents, ends))]
+def mean_keys(table: Sequence[int]) -> int:
+    """How many rows of its path a row sees on average, rounded up, from the numbers of a table of trees."""
+    lens, positions = (table[Node._fields.index(name) :: COLUMNS] for name in ("q_len", "q_pos0"))
+    pairs = sum(length * (2 * position + length + 1) for length, position in zip(lens, positions)) // 2
+    return -(-pairs // max(sum(lens), 1))
 
 
 def host_nodes(rows: Iterable[int]) -> Tensor:

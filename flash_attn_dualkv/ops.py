@@ -394,17 +394,6 @@ def attend(*arguments: Any) -> Results:
     return cast(Results, compiled.attention(*arguments[:7], *options.backward_scalars))
 
 
-# Packing
-
-
-PACKED_BY_KERNELS = {"cuda"}  # types of devices
-
-
-def packing_module(tokens: Sequence[Tensor], device: torch.device) -> ModuleType | None:
-    """The compiled module if it packs these tokens on that device; None: PyTorch's operators do."""
-    return _C if device.type in PACKED_BY_KERNELS and not _is_traced(tokens) else None
-
-
 class BuildInfo(TypedDict):
     """What `build_info` tells. What was built is empty or None where there is no compiled module.
 

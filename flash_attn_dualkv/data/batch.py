@@ -1,13 +1,13 @@
-"""A packed micro-batch, and how its row is put together from the tokens of its samples."""
+"""A packed micro-batch, and how its row is put together from the tokens of its sequences."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate, chain, repeat
-from operator import add, sub
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,80 +15,157 @@ from torch import Tensor
 from .. import arguments
 from ..checks import explain
 from ..errors import SharedPromptError
-from ..layout import HostLayout, SharedPromptLayout, mark_packed
-from ..nodes import COLUMNS
-from .transfer import SeparatelyPickled, ints, same_device, to_device, written
-
-Made = TypeVar("Made", SharedPromptLayout, "SharedPromptBatch")
+from ..host import SeparatelyPickled, expand, int64s, offsets_of, same_device, take, to_device
+from ..layout import SharedPromptLayout
+from .prefix_tree import PrefixTree, Spans
+from .samples import selected
 
 IGNORED_LABEL = -100
+PADDING_TOKEN = 0  # any id that every vocabulary has
 # What to do where labels cannot say everything.
 LABELS_ADVICE = "score batch.targets with the rows of batch.token_index, as shared_prompt_forward does"
-PADDING_TOKEN = 0  # any id that every vocabulary has
 
 
 @dataclass(frozen=True, eq=False)
-class SharedPromptBatch(SeparatelyPickled):
-    """A packed micro-batch. T rows; B samples, of which sample i has P_i prompt and R_i response tokens.
+class PackedBatch(SeparatelyPickled):
+    """A packed micro-batch: T rows, n nodes; B sequences of L_i tokens, of which R_i are scored.
+
+    The row is [node_1 .. node_n][padding], depth first: a node, then its subtree. A row attends to the rows of its node
+    up to its own and to all of its node's ancestors. A sample is a sequence of a prompt and a response; its response is
+    scored.
 
     Attributes:
         input_ids: (T,) int64.
-        position_ids: (T,) int64, the position of each row in its own sequence, from 0; 0 in padding.
+        position_ids: (T,) int64, the position of each row in its sequences, from 0; 0 in padding.
         layout: what the attention layers need.
-        row_labels: (T,) int64, the next token of each response row; -100 in contexts and padding and where there is
-            none. With boundary "gather" the first token of a response has no row of its own, hence no label; see
+        tree: which tokens the sequences share, on the host.
+        row_labels: (T,) int64, the first of the scored tokens that a row scores; -100 where there is none. See
             `labels`.
-        token_index: (sum R,) int64, the row whose logits score each response token, sample by sample in original order.
-        targets: (sum R,) int64, the response tokens themselves in that order.
-        response_lens: (B,) R_i in original order.
-        prompt_lens: (B,) P_i in original order.
-        order: (B,), response s of the layout is that of sample order[s].
-        multiplicity: (T,) int64, how many sequences the row stands for: the responses of its group for a context row, 1
-            for a response row, 0 for padding.
-        padded_index: (sum R,) int64, place of each response token in a flattened (B, max R) tensor.
-        jagged_index: (sum R,) int64, place of the row that scores each response token in the B sequences of P_i + R_i.
-        jagged_offsets: (B+1,) int64, where those sequences begin.
+        token_index: (sum R,) int64, the row whose logits score each scored token, sequence by sequence in original
+            order: that of the token before it. A row before a branch scores several different tokens.
+        targets: (sum R,) int64, the scored tokens themselves in that order.
+        multiplicity: (T,) int64, how many sequences the row stands for; 0 for padding.
+        padded_index: (sum R,) int64, place of each scored token in a flattened (B, max R) tensor.
+        jagged_index: (sum R,) int64, place of the token before each scored one among the tokens of all sequences.
+        jagged_offsets: (B+1,) int64, where the sequences begin there.
+        source_index: (T,) int64, of each row one of the tokens that it stands for, among those of all sequences; -1 for
+            padding.
+        scored_lens: (B,) R_i.
         max_token: the largest token id.
+        own_labels: whether each scored token is known to have a row of its own, without reading `row_labels`.
+        row_values: by name, (..., T) what was given for the tokens, 0 in padding.
+        group_values: by name, what was given for the sequences: one value for each root.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     layout: SharedPromptLayout
+    tree: PrefixTree
     row_labels: Tensor
     token_index: Tensor
     targets: Tensor
-    response_lens: tuple[int, ...]
-    prompt_lens: tuple[int, ...]
-    order: tuple[int, ...]
     multiplicity: Tensor
     padded_index: Tensor
     jagged_index: Tensor
     jagged_offsets: Tensor
+    source_index: Tensor
+    scored_lens: tuple[int, ...]
     max_token: int
+    own_labels: bool = False
+    row_values: Mapping[str, Tensor] = field(default_factory=dict)
+    group_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         # The two were pickled apart.
         self.__dict__["layout"] = replace(self.layout, position_ids=self.position_ids)
 
-    @property
-    def labels(self) -> Tensor:
-        """(T,) int64, `row_labels` for a loss over rows, which has one term for each response token.
+    # Sequences
 
-        Raises:
-            SharedPromptError: rows score several tokens (boundary "gather"), so that labels leave some of them out.
+    @property
+    def sequence_lens(self) -> tuple[int, ...]:
+        """(B,) L_i."""
+        return self.tree.sequence_lens
+
+    @property
+    def prompt_lens(self) -> tuple[int, ...]:
+        """(B,) L_i - R_i: tokens that are not scored, of samples those of the prompt."""
+        return tuple(map(int.__sub__, self.sequence_lens, self.scored_lens))
+
+    @property
+    def response_lens(self) -> tuple[int, ...]:
+        """(B,) R_i: of samples the tokens of the response."""
+        return self.scored_lens
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """(B,) the node whose path begins with each sequence; -1 for one without tokens."""
+        return self.tree.leaves
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """(B,) the sequences in the order of their leaves: of samples, response s of the layout is that of order[s]."""
+        return tuple(sorted(range(len(self.leaves)), key=self.leaves.__getitem__))
+
+    @cached_property
+    def row_index(self) -> Tensor:
+        """(sum L,) int64, the row of every token of every sequence; -1 for tokens that `drop_last` has left out."""
+        total = sum(self.sequence_lens)
+        spans = Spans(*to_device([*Spans.of(self.tree)], (), self.input_ids.device))
+        tokens = torch.arange(total, device=self.input_ids.device)
+        rows = spans.rows(tokens)
+        ends = [
+            min(length, self.tree.begins[leaf] + self.node_lens[leaf]) if leaf >= 0 else 0
+            for leaf, length in zip(self.leaves, self.sequence_lens)
+        ]
+        if sum(ends) == total:
+            return rows
+        lens, kept = to_device([int64s(self.sequence_lens), int64s(ends)], (), rows.device)
+        sequence, _ = expand(lens, total)
+        return torch.where(tokens - take(self.jagged_offsets, sequence) < take(kept, sequence), rows, -1)
+
+    def expand(self, per_sequence: Tensor | Sequence[float]) -> Tensor:
+        """A value of each sequence (an advantage) for each of its scored tokens, in the order of `token_index`.
+
+        Args:
+            per_sequence: (B, ...), a tensor or a list of numbers; differentiable.
+
+        Returns:
+            (sum R, ...) on the batch's device.
         """
-        is_whole = self.layout.node_lens[0] == self.prompt_lens[self.order[0]]  # of the first context
-        if is_whole and any(self.response_lens):
-            expected = 'a batch of boundary="replicate", whose every response token has a row of its own'
-            got = f'one of "gather", whose labels leave out first tokens (or {LABELS_ADVICE})'
-            raise SharedPromptError(explain("labels", expected, got))
-        return self.row_labels
+        device, count = self.input_ids.device, len(self.scored_lens)
+        values = per_sequence if isinstance(per_sequence, Tensor) else torch.tensor(per_sequence)
+        if values.dim() == 0 or len(values) != count:
+            got = f"shape {tuple(values.shape)}"
+            raise SharedPromptError(explain("per_sequence", f"{count} values (as sequences)", got))
+        longest = max(1, *self.scored_lens)
+        return values.to(device).index_select(0, self.padded_index // longest)
+
+    # Nodes and rows
 
     @property
-    def scored_lens(self) -> tuple[int, ...]:
-        """(B,) how many tokens of each sample rows score: its response."""
-        return self.response_lens
+    def node_lens(self) -> tuple[int, ...]:
+        """(n,) rows of each node."""
+        return self.layout.node_lens
+
+    @property
+    def node_parents(self) -> tuple[int, ...]:
+        """(n,) the node that each continues; -1 for roots."""
+        return self.layout.node_parents
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """(n+1,) int32, node i has the rows [i] .. [i+1] - 1; for `flash_attn_tree_varlen_func`, like `parents`."""
+        return offsets_of(self.layout.nodes[:, 1]).int()
+
+    @property
+    def parents(self) -> Tensor:
+        """(n,) int32, `node_parents` on the device."""
+        return self.layout.nodes[:, 6].contiguous()
+
+    @property
+    def num_nodes(self) -> int:
+        return self.layout.num_nodes
 
     @property
     def num_rows(self) -> int:
@@ -96,265 +173,234 @@ class SharedPromptBatch(SeparatelyPickled):
         return self.layout.num_tokens
 
     @property
+    def pad(self) -> int:
+        """Rows at the end that are padding."""
+        return self.layout.pad
+
+    @property
+    def depth(self) -> int:
+        """The most nodes on a path."""
+        return self.layout.depth
+
+    @property
+    def labels(self) -> Tensor:
+        """(T,) int64, `row_labels` for a loss over rows, which has one term for each scored token of each sequence.
+
+        Raises:
+            SharedPromptError: rows score several tokens, or one token for several sequences: such a loss would count
+                them once. To find that out, what a GPU has computed may be waited for the first time.
+        """
+        scored, rows = sum(self.scored_lens), self._labelled_rows
+        if rows < scored:
+            expected = f"a row for each of the {scored} scored tokens of all sequences"
+            got = (
+                f"{rows} rows with a label: a loss over them counts what sequences share once, and with "
+                f'boundary="gather" one branch of several ({LABELS_ADVICE})'
+            )
+            raise SharedPromptError(explain("labels", expected, got))
+        return self.row_labels
+
+    @cached_property
+    def _labelled_rows(self) -> int:
+        return sum(self.scored_lens) if self.own_labels else int((self.row_labels != IGNORED_LABEL).sum())
+
+    # What is saved
+
+    @property
     def num_replicated_tokens(self) -> int:
-        """sum(P_i + R_i): the tokens of the same samples with a prompt each."""
-        return sum(self.prompt_lens) + sum(self.response_lens)
+        """sum(L_i): the tokens of the same sequences, each by itself."""
+        return sum(self.sequence_lens)
 
     @property
     def dedup_ratio(self) -> float:
-        """rho = sum(P_i + R_i) / T: how many times fewer tokens the model sees; inf where it sees none."""
-        rows = self.layout.num_tokens
-        return self.num_replicated_tokens / rows if rows else math.inf
+        """rho = sum(L_i) / T: how many times fewer tokens the model sees; inf where it sees none."""
+        return self.num_replicated_tokens / self.num_rows if self.num_rows else math.inf
 
-    def to(self, device: torch.device | str) -> SharedPromptBatch:
+    @property
+    def pair_ratio(self) -> float:
+        """How many times fewer pairs of a query and a key that it sees there are than in the sequences alone."""
+        own = sum(_pairs(begin + length) - _pairs(begin) for begin, length in zip(self.tree.begins, self.node_lens))
+        return sum(map(_pairs, self.sequence_lens)) / own if own else math.inf
+
+    def metrics(self) -> dict[str, float]:
+        """What sharing saves in this micro-batch, for a logger."""
+        return {
+            "shared_prompt/dedup_ratio": self.dedup_ratio,
+            "shared_prompt/pair_ratio": self.pair_ratio,
+            "shared_prompt/tokens": self.num_rows,
+            "shared_prompt/tokens_saved": self.num_replicated_tokens - self.num_rows,
+            "shared_prompt/num_prompts": self.layout.num_groups,
+            "shared_prompt/responses_per_prompt": len(self.scored_lens) / max(1, self.layout.num_groups),
+            "shared_prompt/num_nodes": self.num_nodes,
+            "shared_prompt/depth": self.depth,
+        }
+
+    def to(self, device: torch.device | str) -> PackedBatch:
         """The batch on another device, in one copy: for batches that were packed in a data loader.
 
         Raises:
             SharedPromptError: there is no such device.
         """
         device = arguments.device(device)
-        if same_device(device, self.layout.device):
+        if same_device(device, self.input_ids.device):
             return self
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
         long = {name: value for name, value in own.items() if isinstance(value, Tensor)}
-        *moved, nodes = to_device(list(long.values()), [self.layout.nodes], device)
+        *moved, nodes = to_device([*long.values()], [self.layout.nodes], device)
         changes: dict[str, Any] = dict(zip(long, moved))
-        layout = self.layout.with_nodes(nodes, changes["position_ids"])
-        return replace(self, layout=layout, **changes)
-
-    def metrics(self) -> dict[str, float]:
-        """What sharing saves in this micro-batch, for a logger."""
-        tokens = self.layout.num_tokens
-        return {
-            "shared_prompt/dedup_ratio": self.dedup_ratio,
-            "shared_prompt/tokens": tokens,
-            "shared_prompt/tokens_saved": self.num_replicated_tokens - tokens,
-            "shared_prompt/num_prompts": self.layout.num_groups,
-            "shared_prompt/responses_per_prompt": len(self.response_lens) / self.layout.num_groups,
+        changes["layout"] = self.layout.with_nodes(nodes, changes["position_ids"])
+        changes["row_values"] = {name: one.to(device, non_blocking=True) for name, one in self.row_values.items()}
+        changes["group_values"] = {
+            name: tuple(one.to(device, non_blocking=True) if isinstance(one, Tensor) else one for one in values)
+            for name, values in self.group_values.items()
         }
+        return replace(self, **changes)
+
+
+def _pairs(length: int) -> int:
+    """Pairs of a query and a key that it sees in a sequence alone."""
+    return length * (length + 1) // 2
 
 
 @dataclass(frozen=True)
-class Samples:
-    """All samples of a micro-batch."""
+class Tokens:
+    """What is packed: the tokens of all sequences, one sequence after the other, and which of them are scored."""
 
-    tokens: Tensor  # prompt then response, one sample after the other; any integer type, where they came from
-    groups: list[list[int]]  # the samples of each prompt
-    prompt_lens: list[int]
-    response_lens: list[int]
+    ids: Tensor  # (sum L,) of any integer type, on any device
+    scored_lens: Sequence[int]  # (B,)
     max_token: int
-
-
-def take(values: Tensor, index: Tensor) -> Tensor:
-    """values[index]; indexing takes four times as long on the CPU."""
-    return values.index_select(0, index)
-
-
-def expand(lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of runs that lie one after the other, `count` places in all: the run of each place, and the places themselves."""
-    return torch.repeat_interleave(lengths, output_size=count), torch.arange(count, device=lengths.device)
-
-
-def offsets_of(lengths: Tensor) -> Tensor:
-    """(n+1,): where n runs one after the other begin, and where the last of them ends."""
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-
-
-def int64s(values: Iterable[int]) -> Tensor:
-    return ints(values, torch.int64)
-
-
-class Runs(NamedTuple):
-    """Numbers in runs, one run behind the other: number k is max(0, k + 1 - equal) plus the offset of its run.
-
-    So the first `equal` numbers stay the same within a run, and the others go up by one. (runs,) each.
-    """
-
-    begins: Tensor  # the first k of each run
-    jumps: Tensor  # its offset less that of the run before; of the first run, its offset
-
-    @staticmethod
-    def place(lengths: Tensor, firsts: Tensor, equal: int) -> None:
-        """On the host: lengths of runs become their begins, and their first numbers become their jumps."""
-        offsets = lengths.cumsum(0).sub_(lengths)
-        lengths.copy_(offsets)
-        torch.sub(firsts, offsets.sub_(equal - 1).clamp_(min=0), out=offsets)
-        firsts.copy_(offsets)
-        firsts[1:].sub_(offsets[:-1])
-
-    def numbers(self, equal: int, rising: int) -> Tensor:
-        """(equal + rising + 1,): all of them, and one more, behind which nothing lies: empty runs may begin there."""
-        steps = self.jumps.new_ones(equal + rising + 1)
-        steps[:equal].zero_()
-        return steps.scatter_add_(0, self.begins, self.jumps).cumsum_(0)
-
-
-def on_device(tokens: Tensor, device: torch.device) -> Tensor:
-    """The tokens; in one copy if they are elsewhere."""
-    return tokens if same_device(tokens.device, device) else to_device([tokens.cpu()], (), device)[0]
-
-
-def batch_of(
-    input_ids: Tensor,
-    position_ids: Tensor,
-    labels: Tensor,
-    multiplicity: Tensor,
-    token_index: Tensor,
-    targets: Tensor,
-    padded_index: Tensor,
-    jagged_index: Tensor,
-    jagged_offsets: Tensor,
-    nodes: Tensor,
-    node_lens: tuple[int, ...],
-    node_parents: tuple[int, ...],
-    order: tuple[int, ...],
-    max_sequence: int,
-    mean_keys: int,
-    prompt_lens: tuple[int, ...],
-    response_lens: tuple[int, ...],
-    max_token: int,
-) -> SharedPromptBatch:
-    """The batch of what the compiled module has packed: the same, bit by bit, as `packed_by_operators` makes."""
-    rows = len(input_ids)
-    mark_packed(position_ids)
-    layout = _made(
-        SharedPromptLayout, nodes, node_lens, node_parents, max_sequence, mean_keys, rows, rows - sum(node_lens), False,
-        position_ids,
-    )  # fmt: skip
-    return _made(
-        SharedPromptBatch, input_ids, position_ids, layout, labels, token_index, targets, response_lens, prompt_lens,
-        order, multiplicity, padded_index, jagged_index, jagged_offsets, max_token,
-    )  # fmt: skip
-
-
-def _made(kind: type[Made], *values: Any) -> Made:
-    """An instance with these fields. The __init__ of a frozen class, which sets each by a call, takes 10 us more."""
-    made = object.__new__(kind)
-    made.__dict__.update(zip(kind.__dataclass_fields__, values, strict=True))
-    return made
+    mask: Tensor | None = None  # (sum L,) 1 for the scored ones, beside the ids; None: the last ones of each sequence
+    row_values: Mapping[str, Tensor] = field(default_factory=dict)  # (..., sum L) each
+    group_values: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # B each
 
 
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
-def packed_by_operators(
-    samples: Samples, groups: list[list[int]], shift: int, drop_last: bool, multiple: int, device: torch.device
-) -> SharedPromptBatch:
-    """The samples as one row of tokens.
+def pack_tokens(tokens: Tokens, tree: PrefixTree, multiple: int, device: torch.device) -> PackedBatch:
+    """The batch of a tree of sequences: a few numbers for each node and sequence are copied, and tokens if elsewhere.
+
+    What these numbers mean for each row and each scored token is worked out on the device.
 
     Args:
-        samples: what is packed.
-        groups: the samples of each prompt, of those that share its copy.
-        shift: prompt tokens before each response: 1 or 0.
-        drop_last: whether the last token of each response is left out.
+        tokens: of the sequences.
+        tree: their nodes.
         multiple: the row is padded to a multiple of this.
         device: of the batch.
     """
-    return PackedRow.build(samples, groups, shift, drop_last, multiple).to_batch(samples, device)
+    rows, scored = tree.num_rows, sum(tokens.scored_lens)
+    pad = -rows % multiple
+    host = SharedPromptLayout.from_tree(tree.node_lens, tree.node_parents, pad=pad)
+    small = [*map(int64s, _numbers(tokens, tree)), *Spans.of(tree)]
+    ids, mask = tokens.ids, tokens.mask
+    if same_device(ids.device, device):
+        *moved, nodes = to_device(small, [host.nodes], device)
+    else:
+        given = [one.cpu().long() for one in (ids, mask) if one is not None]
+        *moved, nodes = to_device([*small, *given], [host.nodes], device)
+        ids, mask = moved[len(small)], moved[-1] if mask is not None else None
+    lens, sources, begins, run_lens, run_counts, offsets, counts, firsts, places = moved[:9]
+    spans = Spans(*moved[9 : len(small)])
+    ids = ids.long()
+
+    node, row = expand(lens, rows)
+    source_index = take(sources, node).add_(row)
+    position_ids = _padded(take(begins, node).add_(row), pad, 0)
+    multiplicity = torch.repeat_interleave(run_counts, run_lens, output_size=rows)
+    sequence, place = expand(counts, scored)
+    padded_index = take(places, sequence).add_(place)
+    if mask is None:
+        before = take(firsts, sequence).add_(place)
+    else:
+        before = selected(torch.arange(len(ids), device=device), mask, scored).sub_(1)
+    token_index, targets = spans.rows(before), take(ids, before + 1)
+    batch = PackedBatch(
+        _padded(take(ids, source_index), pad, PADDING_TOKEN),
+        position_ids,
+        host.with_nodes(nodes, position_ids),
+        tree,
+        _first_targets(token_index, targets, rows + pad),
+        token_index,
+        targets,
+        _padded(multiplicity, pad, 0),
+        padded_index,
+        before,
+        offsets,
+        _padded(source_index, pad, -1),
+        tuple(tokens.scored_lens),
+        tokens.max_token,
+        mask is None and _have_own_rows(tree, tokens.scored_lens),
+    )
+    if not tokens.row_values and not tokens.group_values:
+        return batch
+    row_values = {name: _of_rows(name, one, source_index, batch) for name, one in tokens.row_values.items()}
+    group_values = {name: _of_groups(name, one, tree) for name, one in tokens.group_values.items()}
+    return replace(batch, row_values=row_values, group_values=group_values)
 
 
-@dataclass(frozen=True)
-class PackedRow:
-    """The contexts and the responses in the order of the packed row."""
-
-    groups: list[list[int]]
-    order: list[int]  # the samples, group by group
-    shift: int  # prompt tokens before each response: 1 or 0
-    drop_last: bool
-    context_lens: list[int]
-    decoded_lens: list[int]
-    host: HostLayout
-    pad: int
-
-    @staticmethod
-    def build(samples: Samples, groups: list[list[int]], shift: int, drop_last: bool, multiple: int) -> PackedRow:
-        context_lens = [samples.prompt_lens[members[0]] - shift for members in groups]
-        added = shift - 1 if drop_last else shift
-        order = [*chain.from_iterable(groups)]
-        own = [samples.response_lens[index] for index in order]
-        decoded_lens = [length + added if length + added > 0 else 0 for length in own]
-        host = HostLayout.of_prompts(context_lens, decoded_lens, [*accumulate(map(len, groups), initial=0)])
-        pad = -(sum(context_lens) + sum(decoded_lens)) % multiple
-        return PackedRow(groups, order, shift, drop_last, context_lens, decoded_lens, host, pad)
-
-    def to_batch(self, samples: Samples, device: torch.device) -> SharedPromptBatch:
-        """Everything on the device: a few numbers a sample are copied, and the tokens if they are elsewhere."""
-        begins = [*accumulate(map(add, samples.prompt_lens, samples.response_lens), initial=0)]
-        contexts, decoded = sum(self.context_lens), sum(self.decoded_lens)
-        rows, scored = contexts + decoded, sum(samples.response_lens)
-        equal, rising = rows + contexts, 2 * rows + decoded + 4 * scored
-        lengths, firsts = ([*chain.from_iterable(one)] for one in zip(*self._runs(samples, begins)))
-        runs = len(lengths)
-        buffer = written([*lengths, *firsts, *begins, IGNORED_LABEL], self.host.table, device)
-        Runs.place(buffer[:runs], buffer[runs : 2 * runs], equal)
-        buffer = buffer.to(device, non_blocking=device.type == "cuda")
-        sizes = [runs, runs, len(begins), 1, len(self.host.table) // 2]
-        # No views of each other: to write to one does not spoil what autograd has saved of another.
-        first, jumps, jagged_offsets, ignored, table = buffer.unsafe_split_with_sizes(sizes)
-        nodes = table.view(torch.int32).view(-1, COLUMNS).data
-        tokens = on_device(samples.tokens, device)
-
-        sizes = [rows, 2 * rows + scored, rows, scored, scored, scored, 1]
-        split = Runs(first, jumps).numbers(equal, rising).unsafe_split_with_sizes(sizes)
-        multiplicity, places, position_ids, token_index, padded, jagged, _ = split
-        # Behind all tokens is the label of rows without one.
-        found = take(torch.cat([tokens, ignored]), places)
-        labels, input_ids, targets = found.unsafe_split_with_sizes([rows, rows, scored])
-        by_row = self._padded((input_ids, position_ids, labels, multiplicity))
-        input_ids, position_ids, labels, multiplicity = by_row
-        layout = self.host.layout(nodes, self.pad, position_ids)
-        return SharedPromptBatch(
-            input_ids, position_ids, layout, labels, token_index, targets, tuple(samples.response_lens),
-            tuple(samples.prompt_lens), tuple(self.order), multiplicity, padded, jagged, jagged_offsets,
-            samples.max_token,
-        )  # fmt: skip
-
-    def _runs(self, samples: Samples, begins: list[int]) -> list[tuple[list[int], list[int]]]:
-        """Of each tensor of the batch the lengths of its runs and their first numbers; see `Runs`.
-
-        Of tensors of tokens they are places among the tokens of all samples.
-
-        Args:
-            samples: what is packed.
-            begins: (B+1,) the place of each sample's first token, and that behind all tokens.
-        """
-        order, groups, response_lens, end = self.order, self.groups, samples.response_lens, begins[-1]
-        lens = [*self.context_lens, *self.decoded_lens]
-        rows = [*accumulate(lens, initial=0)]
-        # Of the first row of each response.
-        positions = [samples.prompt_lens[index] - self.shift for index in order]
-        places = [begins[index] + position for index, position in zip(order, positions)]
-        # The label of a row is the token behind its own; the last row of a response has one only if that was dropped.
-        labelled = [length - 1 if length and not self.drop_last else length for length in self.decoded_lens]
-        unlabelled = map(sub, self.decoded_lens, labelled)
-        labels = [place + 1 for place in places]
-        # The first token of a response is scored by the row before its own or, for "gather", by the context's last.
-        lasts = [behind - 1 for behind, members in zip(rows[1:], groups) for _ in members]
-        scoring = rows[len(groups) : -1] if self.shift else lasts
-        first_rows, other_rows = [0] * len(order), [0] * len(order)
-        for index, first, row in zip(order, scoring, rows[len(groups) :]):
-            first_rows[index], other_rows[index] = first, row + self.shift
-        firsts = [1 if length else 0 for length in response_lens]
-        others = map(sub, response_lens, firsts)
-        targets = [*map(add, begins, samples.prompt_lens)]
-        longest = max(response_lens)
-        return [
-            # Equal numbers, and then numbers that rise.
-            ([*self.context_lens, sum(self.decoded_lens)], [*map(len, groups), 1]),  # multiplicity
-            ([sum(self.context_lens)], [end]),  # labels of the contexts
-            (_in_turns(labelled, unlabelled), _in_turns(labels, repeat(end))),  # and of the responses
-            (lens, [*[begins[members[0]] for members in groups], *places]),  # input_ids
-            (response_lens, targets),
-            (lens, [*[0] * len(groups), *positions]),  # position_ids
-            (_in_turns(firsts, others), _in_turns(first_rows, other_rows)),  # token_index
-            (response_lens, [index * longest for index in range(len(order))]),  # padded_index
-            (response_lens, [place - 1 for place in targets]),  # jagged_index
-        ]
-
-    def _padded(self, by_row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if self.pad == 0:
-            return by_row
-        fills = PADDING_TOKEN, 0, IGNORED_LABEL, 0
-        return tuple(torch.nn.functional.pad(one, (0, self.pad), value=fill) for one, fill in zip(by_row, fills))
+def _numbers(tokens: Tokens, tree: PrefixTree) -> list[Sequence[int]]:
+    """The numbers that `pack_tokens` works with."""
+    lens, begins, scored = tree.node_lens, tree.begins, tokens.scored_lens
+    firsts = [*accumulate(tree.sequence_lens, initial=0)]
+    rows, behind = accumulate(lens, initial=0), accumulate(scored, initial=0)
+    # Of each node, what a row's number becomes: the place of its token, its position.
+    positions = [begin - row for begin, row in zip(begins, rows)]
+    sources = [firsts[source] + position for source, position in zip(tree.sources, positions)]
+    # Of each sequence, what the number of a scored token becomes: the place of the one before, its place when padded.
+    longest = max(scored)
+    befores = [end - count - 1 - own for end, count, own in zip(firsts[1:], scored, behind)]
+    places = [index * longest - own for index, own in enumerate(accumulate(scored[:-1], initial=0))]
+    return [lens, sources, positions, *tree.multiplicity(), firsts, scored, befores, places]
 
 
-def _in_turns(ones: Iterable[int], others: Iterable[int]) -> list[int]:
-    return [*chain.from_iterable(zip(ones, others))]
+def _have_own_rows(tree: PrefixTree, scored_lens: Sequence[int]) -> bool:
+    """Whether the last tokens of each sequence, so many, are scored by rows that no other sequence has."""
+    if len({*tree.leaves}) < len(tree.leaves):
+        return False
+    ends = zip(tree.leaves, tree.sequence_lens, scored_lens)
+    return all(not count or length - count > tree.begins[leaf] for leaf, length, count in ends)
+
+
+def _padded(values: Tensor, pad: int, fill: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, pad), value=fill) if pad else values
+
+
+def _first_targets(token_index: Tensor, targets: Tensor, rows: int) -> Tensor:
+    """(rows,) of each row the target that comes first among those that it scores; -100 for none."""
+    none = len(targets)
+    places = torch.arange(none, device=targets.device)
+    first = targets.new_full((rows,), none).scatter_reduce_(0, token_index, places, "amin")
+    return take(torch.nn.functional.pad(targets, (0, 1), value=IGNORED_LABEL), first)
+
+
+def _of_rows(name: str, values: Tensor, source_index: Tensor, batch: PackedBatch) -> Tensor:
+    """(..., T) of (..., sum L) values, which must be equal where tokens share a row."""
+    values = values.to(batch.input_ids.device)
+    found = torch.nn.functional.pad(values.index_select(-1, source_index), (0, batch.pad))
+    rows = batch.row_index
+    is_same = (found.index_select(-1, rows.clamp(min=0)) == values) | (rows < 0)
+    if not bool(is_same.all()):
+        expected = "equal values of tokens that share a row (or group_ids that keep them apart)"
+        raise SharedPromptError(explain(f"row_values[{name!r}]", expected, "different ones"))
+    return found
+
+
+def _of_groups(name: str, values: Sequence[Any], tree: PrefixTree) -> tuple[Any, ...]:
+    """The value of the first sequence of each root, which all of its sequences must have."""
+    found: dict[int, tuple[int, Any]] = {}
+    for index, (leaf, value) in enumerate(zip(tree.leaves, values)):
+        if leaf < 0:
+            continue
+        first, kept = found.setdefault(tree.roots[leaf], (index, value))
+        if not _are_equal(kept, value):
+            expected = "one value for all samples of a group (or group_ids that keep them apart)"
+            raise SharedPromptError(
+                explain(f"group_values[{name!r}]", expected, f"different ones of samples {first} and {index}")
+            )
+    return tuple(found[root][1] for root in sorted(found))
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)

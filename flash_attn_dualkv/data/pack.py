@@ -1,19 +1,21 @@
-"""Packing of prompts with many responses into one row that holds each prompt once, and the way back.
+"""Packing of sequences into one row that holds every shared beginning once.
 
-    batch = pack_shared_prompts(prompts, responses)     # or pack_padded, pack_jagged
+    batch = pack_shared_prompts(prompts, responses)     # or pack_padded, pack_jagged, pack_prefix_tree
     logits = model(batch.input_ids, batch.position_ids, ...)      # attention: shared_prompt_attention(.., batch.layout)
-    logprobs = unpack_logprobs(values_of_the_response_tokens, batch)
+    logprobs = unpack_logprobs(values_of_the_scored_tokens, batch)
 
-Samples are grouped by the equality of their prompts' tokens, in whatever order they come, and everything that comes
-back is in their original order. To group them, a kernel compares the tokens of lists on a GPU; all others are copied to
-the host once. A few numbers for each sample go back, and what they mean for each token is worked out on the device.
+Samples are grouped by the equality of their prompts' tokens, other sequences by all that they begin with in common, in
+whatever order they come; everything that comes back is in their original order. To group them, tokens are copied to the
+host once. A few numbers for each node and sequence go back, and what they mean for each token is worked out on the
+device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
-from typing import Any, Literal, NamedTuple
+from operator import lt
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +23,14 @@ from torch import Tensor
 from .. import arguments
 from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError
-from ..ops import packing_module
-from .batch import Samples, SharedPromptBatch, batch_of, on_device, packed_by_operators
+from ..host import int64s, offsets_of, take
+from ..untraced import untraced
+from .batch import PackedBatch, Tokens, pack_tokens
+from .prefix_tree import BOUNDARIES, Boundary, PrefixTree
 from .samples import (
     GroupIds,
     Ones,
-    Tokens,
+    TokenIds,
     all_tokens,
     as_fetched,
     check_count,
@@ -35,22 +39,27 @@ from .samples import (
     fetch,
     group,
     groups_of,
+    jagged_rows,
     joined,
     prompt_lengths,
     selected,
     sequences_of,
 )
-from .transfer import same_device
-from .untraced import untraced
+from .trie import build_tree, tree_with_borders
 
-Boundary = Literal["replicate", "gather"]
-BOUNDARIES = ("replicate", "gather")
+# A node's last tile of keys is half empty for every row below it: 40 of 80 keys in the forward and 64 of 128 in the
+# backward, some 55 pairs a row where both are weighed by their work. A token costs a model of 2 to 8 billion parameters
+# as much as 10,000 to 20,000 pairs. So a border above R rows costs about R / 350 to R / 175 tokens: 64 for 11K to 22K.
+MIN_SHARED = 64
+
+RowValues = Mapping[str, Any]
+GroupValues = Mapping[str, Sequence[Any]]
 
 
 @untraced
 def pack_shared_prompts(
-    prompts: Sequence[Tokens],
-    responses: Sequence[Tokens],
+    prompts: Sequence[TokenIds],
+    responses: Sequence[TokenIds],
     *,
     group_ids: GroupIds | None = None,
     boundary: Boundary = "replicate",
@@ -58,7 +67,9 @@ def pack_shared_prompts(
     max_responses_per_group: int | None = None,
     pad_to_multiple_of: int | None = None,
     device: torch.device | str | None = None,
-) -> SharedPromptBatch:
+    row_values: RowValues | None = None,
+    group_values: GroupValues | None = None,
+) -> PackedBatch:
     """Pack one prompt and one response per sample, each prompt once for all samples that have it.
 
     Args:
@@ -75,19 +86,19 @@ def pack_shared_prompts(
         max_responses_per_group: groups with more are split into several; None for no limit.
         pad_to_multiple_of: pad the row to a multiple of this; None for no padding.
         device: of the batch; None for that of the tokens.
+        row_values: by name, what belongs to tokens, such as positions of several dimensions: B tensors of
+            (..., P_i + R_i), of the prompt and then the response. Tokens that share a row must have equal ones, which
+            waits for a GPU; `batch.row_values` has those of the packed row.
+        group_values: by name, what belongs to prompts, such as pixels or a uid: B values, equal for the samples of a
+            group; `batch.group_values` has one for each group.
 
     Raises:
         SharedPromptError: an empty prompt, unequal numbers of prompts and responses, tokens that are no integers >= 0
             in one dimension, samples of one group id with different prompts, or an option that is not as described.
     """
+    options = _Options.checked(boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device)
     prompts = sequences_of("prompts", prompts)
     responses = sequences_of("responses", responses)
-    if group_ids is None:
-        rest = drop_last, max_responses_per_group, pad_to_multiple_of
-        batch = _packed_by_kernels(prompts, responses, boundary, rest, device)
-        if batch is not None:
-            return batch
-    options = _Options.checked(boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device)
     if len(prompts) != len(responses):
         raise SharedPromptError(explain("responses", f"{len(prompts)} of them (as prompts)", len(responses)))
     given = all_tokens([*chain.from_iterable(zip(prompts, responses))], ("prompts", "responses"))
@@ -98,8 +109,11 @@ def pack_shared_prompts(
     check_token_ids("prompts and responses", smallest)
     lengths = [*map(Tensor.numel, given)]
     prompt_lens, response_lens = lengths[::2], lengths[1::2]
-    groups = group(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens, ids, tokens.device)
-    return _pack(Samples(tokens, groups, prompt_lens, response_lens, largest), options)
+    groups = group(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens, ids)
+    totals = [*map(int.__add__, prompt_lens, response_lens)]
+    values = {name: _listed(name, one, totals) for name, one in _named("row_values", row_values)}
+    extras = values, _group_values(group_values, len(prompts))
+    return _pack(Tokens(tokens, response_lens, largest, None, *extras), groups, prompt_lens, options)
 
 
 @untraced
@@ -114,7 +128,9 @@ def pack_padded(
     max_responses_per_group: int | None = None,
     pad_to_multiple_of: int | None = None,
     device: torch.device | str | None = None,
-) -> SharedPromptBatch:
+    row_values: RowValues | None = None,
+    group_values: GroupValues | None = None,
+) -> PackedBatch:
     """Pack a padded (B, S) batch as Hugging Face and TRL make it. Padding is what the mask says, whatever the token.
 
     Args:
@@ -123,8 +139,9 @@ def pack_padded(
         prompt_length: the number of leading columns that hold the prompts, in each of which, and in the columns behind
             them, the real tokens stand together on either side; or (B,) numbers of prompt tokens, for rows whose real
             tokens stand together and begin with the prompt.
-        group_ids, boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device: as for
+        group_ids, boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device, group_values: as for
             `pack_shared_prompts`.
+        row_values: as there, tensors of (..., B, S), padded like input_ids.
 
     Raises:
         SharedPromptError: as there; a mask with holes.
@@ -157,9 +174,20 @@ def pack_padded(
         prompt_lens = prompt_lengths("prompt_length", prompt_length, fetched, totals)
         response_lens = [total - length for total, length in zip(totals, prompt_lens)]
     rows = range(0, ids.numel(), max(1, input_ids.shape[1]))
-    groups = group(ids, [*map(int.__add__, rows, ones[0].begins)], prompt_lens, labels, input_ids.device)
-    tokens = selected(input_ids, attention_mask, sum(prompt_lens) + sum(response_lens))
-    return _pack(Samples(tokens, groups, prompt_lens, response_lens, largest), options)
+    groups = group(ids, [*map(int.__add__, rows, ones[0].begins)], prompt_lens, labels)
+    count = sum(prompt_lens) + sum(response_lens)
+
+    def flat(name: str, values: Any) -> Tensor:
+        if not isinstance(values, Tensor) or values.shape[-2:] != input_ids.shape:
+            expected = f"a tensor of shape (..., {len(input_ids)}, {input_ids.shape[1]}), as input_ids"
+            raise SharedPromptError(explain(f"row_values[{name!r}]", expected, arguments.describe(values)))
+        return values.flatten(-2).index_select(-1, kept.to(values.device))
+
+    kept = selected(torch.arange(input_ids.numel(), device=input_ids.device), attention_mask, count)
+    values = {name: flat(name, one) for name, one in _named("row_values", row_values)}
+    extras = values, _group_values(group_values, len(prompt_lens))
+    tokens = Tokens(input_ids.flatten().index_select(0, kept), response_lens, largest, None, *extras)
+    return _pack(tokens, groups, prompt_lens, options)
 
 
 @untraced
@@ -173,17 +201,20 @@ def pack_jagged(
     max_responses_per_group: int | None = None,
     pad_to_multiple_of: int | None = None,
     device: torch.device | str | None = None,
-) -> SharedPromptBatch:
-    """Pack a nested tensor of sequences that begin with their prompts, as verl keeps them.
+    row_values: RowValues | None = None,
+    group_values: GroupValues | None = None,
+) -> PackedBatch:
+    """Pack a nested (jagged) tensor of whole sequences, as verl holds them.
 
     Args:
-        input_ids: nested (B, P_i + R_i) integers in the jagged layout, contiguous.
+        input_ids: nested (B, P_i + R_i) integers in the jagged layout, without gaps.
         prompt_lens: (B,) P_i.
-        group_ids, boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device: as for
+        group_ids, boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device, group_values: as for
             `pack_shared_prompts`.
+        row_values: as there, nested (B, P_i + R_i) or (B, n, P_i + R_i) tensors.
 
     Raises:
-        SharedPromptError: as there; no jagged tensor; a prompt longer than its sequence.
+        SharedPromptError: as there; a tensor that is not nested, a prompt longer than its sequence.
     """
     options = _Options.checked(boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device)
     if not isinstance(input_ids, Tensor) or not input_ids.is_nested or input_ids.layout != torch.jagged:
@@ -202,13 +233,94 @@ def pack_jagged(
     smallest, largest = extremes(tokens[begin:end]).tolist()
     check_token_ids("input_ids", smallest)
     response_lens = [total - length for total, length in zip(totals, lengths)]
-    groups = group(tokens, offsets.tolist(), lengths, labels, values.device)
-    return _pack(Samples(values[begin:end], groups, lengths, response_lens, largest), options)
+    groups = group(tokens, offsets.tolist(), lengths, labels)
+    rows = {name: jagged_rows(name, one, values)[..., begin:end] for name, one in _named("row_values", row_values)}
+    extras = rows, _group_values(group_values, len(lengths))
+    return _pack(Tokens(values[begin:end], response_lens, largest, None, *extras), groups, lengths, options)
+
+
+@untraced
+def pack_prefix_tree(
+    sequences: Sequence[TokenIds],
+    *,
+    loss_mask: Sequence[TokenIds] | None = None,
+    boundary: Boundary | None = None,
+    min_shared: int | None = None,
+    max_depth: int | None = None,
+    borders: Sequence[Sequence[int]] | None = None,
+    tree: PrefixTree | None = None,
+    chosen: Sequence[int] | None = None,
+    group_ids: GroupIds | None = None,
+    pad_to_multiple_of: int | None = None,
+    device: torch.device | str | None = None,
+    row_values: RowValues | None = None,
+    group_values: GroupValues | None = None,
+) -> PackedBatch:
+    """Pack sequences of any kind as a prefix tree: what they begin with in common is in the row once.
+
+    Nodes follow each other in the order of their groups, and below a node in that of their tokens, whatever the order
+    of the sequences. Sequences that are equal, or the beginning of another, share all of their rows at no cost, and
+    without a node of their own.
+
+    Args:
+        sequences: B sequences of token ids, 1-D integer tensors of one device or Python sequences; any may be empty.
+        loss_mask: B sequences of 0 and 1 (or bool), each as long as its tokens and on their device, 1 for the tokens to
+            train, which are scored. The first token of a sequence has no row that scores it: 0 there. A token may be
+            trained in one sequence and not in another that shares it. None: all tokens but the first ones.
+        boundary: "gather" shares all equal tokens; the row before a branch scores the first token of each child.
+            "replicate" puts that row at the head of each child instead of at the node's end, so that no row scores two
+            different tokens. None: that of `tree`, or "gather".
+        min_shared: the fewest tokens that a node must save; where it would save fewer, its children have a copy each.
+            The nodes are those with which the rows, and this many for each node with children, are fewest. None: 64.
+        max_depth: the most nodes on a path; None for no limit. Nodes that save least are given up first.
+        borders: where nodes are to begin, instead of min_shared and max_depth: B sequences of rising positions, from 1
+            to the length of each sequence, as `PrefixTree.borders` gives them. Sequences share the nodes up to whose
+            ends they agree in borders and tokens. The last bits of a row depend on where the nodes of its path begin:
+            two passes give the same ones if their borders are the same, whatever other sequences each of them has.
+        tree: of the sequences, as `group_by_prefix` gives it, whose borders and boundary are taken.
+        chosen: which of the sequences to pack, such as a micro-batch of `split_by_token_budget`; all that is given for
+            sequences is given for all of them. None: all.
+        group_ids: (B,) hashable values or an integer tensor: only sequences with equal ids share tokens. For tokens
+            that stand for different things (images). None: equal tokens are shared.
+        pad_to_multiple_of: pad the row to a multiple of this; None for no padding.
+        device: of the batch; None for that of the tokens.
+        row_values, group_values: as for `pack_shared_prompts`, of whole sequences; a group is a tree of the forest.
+
+    Raises:
+        SharedPromptError: no sequences, tokens that are no integers >= 0 in one dimension, a mask that is not as
+            described, a tree of other sequences, or an option that is not as described.
+    """
+    multiple = _multiple(pad_to_multiple_of)
+    target = None if device is None else arguments.device(device)
+    if tree is not None:
+        boundary, borders = _of_tree(tree, sequences, boundary, borders)
+    by_token = {("row_values", name): one for name, one in _named("row_values", row_values)}
+    by_root = {("group_values", name): one for name, one in _named("group_values", group_values)}
+    if chosen is not None:
+        pick = _Pick.of(sequences, chosen)
+        sequences = pick("sequences", sequences)
+        loss_mask, group_ids, borders = (
+            None if one is None else pick(name, one)
+            for name, one in (("loss_mask", loss_mask), ("group_ids", group_ids), ("borders", borders))
+        )
+        by_token, by_root = ({key: pick(key[0], one) for key, one in by.items()} for by in (by_token, by_root))
+    rule = _Rule.checked(boundary, min_shared, max_depth, borders)
+    given, lengths = _checked(sequences)
+    tokens = [joined(given, "sequences")]
+    if loss_mask is not None:
+        tokens.append(_joined_mask(loss_mask, lengths))
+    (ids, *mask), groups = fetch(tokens, group_ids)
+    nodes, largest = rule.tree(ids, lengths, groups)
+    scored = _scored_lens(mask[0], lengths) if mask else [max(0, length - 1) for length in lengths]
+    values = {name: _listed(name, one, lengths) for (_, name), one in by_token.items()}
+    extras = values, _group_values({name: one for (_, name), one in by_root.items()}, len(lengths))
+    what = Tokens(tokens[0], scored, largest, tokens[1] if mask else None, *extras)
+    return pack_tokens(what, nodes, multiple, tokens[0].device if target is None else target)
 
 
 @untraced
 def group_by_prompt(
-    prompts: Sequence[Tokens], *, group_ids: GroupIds | None = None, verify: bool = True
+    prompts: Sequence[TokenIds], *, group_ids: GroupIds | None = None, verify: bool = True
 ) -> list[list[int]]:
     """Which samples have the same prompt: lists of their indices, in the order of their first samples.
 
@@ -231,61 +343,212 @@ def group_by_prompt(
     if ids is not None and not verify:
         return groups_of(ids)
     lengths = [*map(Tensor.numel, given)]
-    return group(fetched[0], [*accumulate(lengths, initial=0)], lengths, ids, given[0].device)
+    return group(fetched[0], [*accumulate(lengths, initial=0)], lengths, ids)
+
+
+@untraced
+def group_by_prefix(
+    sequences: Sequence[TokenIds],
+    *,
+    boundary: Boundary = "gather",
+    min_shared: int | None = None,
+    max_depth: int | None = None,
+    group_ids: GroupIds | None = None,
+) -> PrefixTree:
+    """What sequences share, without packing them: the nodes that `pack_prefix_tree` would make.
+
+    Args:
+        sequences, boundary, min_shared, max_depth, group_ids: as for `pack_prefix_tree`. Parts of the tree are then
+            packed with `pack_prefix_tree(sequences, tree=tree, chosen=indices)` and the same ids.
+
+    Raises:
+        SharedPromptError: as there.
+    """
+    rule = _Rule.checked(boundary, min_shared, max_depth, None)
+    given, lengths = _checked(sequences)
+    (ids,), groups = fetch([joined(given, "sequences")], group_ids)
+    return rule.tree(ids, lengths, groups)[0]
+
+
+# Options
 
 
 class _Options(NamedTuple):
-    boundary: str
+    """The options that all forms of packing prompts have."""
+
+    boundary: Any
     drop_last: bool
     max_responses_per_group: int | None
-    pad_to_multiple_of: int
+    multiple: int
     device: torch.device | None
 
     @staticmethod
     def checked(boundary: Any, drop_last: Any, most_responses: Any, multiple: Any, device: Any) -> _Options:
-        """The options of all forms of packing."""
         return _Options(
             arguments.choice("boundary", boundary, BOUNDARIES),
             arguments.flag("drop_last", drop_last),
             None if most_responses is None else arguments.integer("max_responses_per_group", most_responses, 1),
-            1 if multiple is None else arguments.integer("pad_to_multiple_of", multiple, 1, MAX_ROWS),
+            _multiple(multiple),
             None if device is None else arguments.device(device),
         )
 
 
-def _packed_by_kernels(
-    prompts: Sequence[Any], responses: Sequence[Any], boundary: Any, rest: tuple[Any, ...], device: Any
-) -> SharedPromptBatch | None:
-    """All of it, checks included, in one call of the compiled module: where a GPU is waited for, Python takes longer.
-
-    None where that is not for these tokens, or an argument is not as described.
-    """
-    if not prompts or not isinstance(prompts[0], Tensor) or type(boundary) is not str or boundary not in BOUNDARIES:
-        return None
-    target = prompts[0].device
-    compiled = packing_module((), target)
-    if compiled is None or not (device is None or same_device(arguments.device(device), target)):
-        return None
-    lists = (one if type(one) is list else [*one] for one in (prompts, responses))
-    found = compiled.pack_lists(*lists, _shift(boundary), *rest)
-    return None if found is None else batch_of(*found)
+def _multiple(pad_to_multiple_of: Any) -> int:
+    return 1 if pad_to_multiple_of is None else arguments.integer("pad_to_multiple_of", pad_to_multiple_of, 1, MAX_ROWS)
 
 
-def _shift(boundary: str) -> int:
-    """Prompt tokens in front of each response."""
-    return 1 if boundary == "replicate" else 0
-
-
-def _pack(samples: Samples, options: _Options) -> SharedPromptBatch:
-    groups = samples.groups
+def _pack(tokens: Tokens, groups: list[list[int]], prompt_lens: list[int], options: _Options) -> PackedBatch:
+    """The samples of these groups, whose scored tokens are their responses."""
     if options.max_responses_per_group is not None:
         step = options.max_responses_per_group
         groups = [members[at : at + step] for members in groups for at in range(0, len(members), step)]
-    device = samples.tokens.device if options.device is None else options.device
-    rest = _shift(options.boundary), options.drop_last, options.pad_to_multiple_of
-    compiled = packing_module([samples.tokens], device)
-    if compiled is None:
-        return packed_by_operators(samples, groups, *rest, device)
-    lens = samples.prompt_lens, samples.response_lens
-    found = compiled.pack(on_device(samples.tokens, device), groups, *lens, *rest)
-    return batch_of(*(*found, *map(tuple, lens), samples.max_token))
+    tree = PrefixTree.of_prompts(groups, prompt_lens, tokens.scored_lens, options.boundary, options.drop_last)
+    return pack_tokens(tokens, tree, options.multiple, tokens.ids.device if options.device is None else options.device)
+
+
+class _Rule(NamedTuple):
+    """Where the nodes of a tree begin."""
+
+    shift: int  # tokens before a branch that are left to the children
+    min_shared: int
+    max_depth: int | None
+    borders: Sequence[Any] | None
+
+    @staticmethod
+    def checked(boundary: Any, min_shared: Any, max_depth: Any, borders: Any) -> _Rule:
+        boundary = arguments.choice("boundary", "gather" if boundary is None else boundary, BOUNDARIES)
+        if borders is not None:
+            for name, value in (("min_shared", min_shared), ("max_depth", max_depth)):
+                if value is not None:
+                    raise SharedPromptError(explain(name, "None with borders, which say where nodes begin", value))
+            borders = arguments.items("borders", borders, "lists of positions")
+        if max_depth is not None:
+            arguments.integer("max_depth", max_depth, 1)
+        least = arguments.integer("min_shared", MIN_SHARED if min_shared is None else min_shared, 1)
+        return _Rule(1 if boundary == "replicate" else 0, least, max_depth, borders)
+
+    def tree(self, ids: Tensor, lengths: list[int], groups: list[Any] | None) -> tuple[PrefixTree, int]:
+        """That of the tokens of all sequences (on the host), and the largest token."""
+        if groups is not None:
+            check_count(groups, len(lengths), "sequences")
+        smallest, largest = extremes(ids).tolist()
+        check_token_ids("sequences", smallest)
+        if self.borders is not None:
+            borders = _checked_borders(self.borders, lengths)
+            return tree_with_borders(ids, lengths, groups, borders, shift=self.shift), largest
+        limits: Any = dict(min_shared=self.min_shared, max_depth=self.max_depth)
+        return build_tree(ids, lengths, groups, shift=self.shift, **limits), largest
+
+
+def _of_tree(tree: Any, sequences: Any, boundary: Any, borders: Any) -> tuple[Boundary, Sequence[Any]]:
+    """The boundary and the borders of a tree of these sequences."""
+    arguments.instance("tree", tree, PrefixTree)
+    for name, value, own in (("borders", borders, None), ("boundary", boundary, tree.boundary)):
+        if value is not None and value != own:
+            raise SharedPromptError(explain(name, f"that of the tree, {own!r}", arguments.describe(value)))
+    lengths = [len(one) for one in sequences_of("sequences", sequences)]
+    if lengths != [*tree.sequence_lens]:
+        expected = f"that of these {len(lengths)} sequences"
+        raise SharedPromptError(explain("tree", expected, f"one of {len(tree.sequence_lens)} with other lengths"))
+    return tree.boundary, tree.borders
+
+
+class _Pick(NamedTuple):
+    """What is given for some of the sequences."""
+
+    total: int
+    indices: list[int]
+
+    @staticmethod
+    def of(sequences: Any, chosen: Any) -> _Pick:
+        total = len(sequences_of("sequences", sequences))
+        given = arguments.items("chosen", chosen, "indices of sequences")
+        return _Pick(total, [arguments.integer(f"chosen[{at}]", one, 0, total - 1) for at, one in enumerate(given)])
+
+    def __call__(self, name: str, values: Any) -> list[Any]:
+        given = values.tolist() if isinstance(values, Tensor) else arguments.items(name, values, "values")
+        if len(given) != self.total:
+            raise SharedPromptError(explain(name, f"{self.total} of them (as sequences)", len(given)))
+        return [given[index] for index in self.indices]
+
+
+def _checked(sequences: Any) -> tuple[list[Tensor], list[int]]:
+    """The sequences as tensors, and their lengths."""
+    given = all_tokens([*sequences_of("sequences", sequences)], ("sequences",))
+    if not given:
+        raise SharedPromptError(explain("sequences", "at least one", 0))
+    return given, [*map(Tensor.numel, given)]
+
+
+def _checked_borders(borders: Sequence[Any], lengths: Sequence[int]) -> list[Sequence[int]]:
+    """Those of each sequence, rising from 1 to its length."""
+    if len(borders) != len(lengths):
+        raise SharedPromptError(explain("borders", f"{len(lengths)} of them (as sequences)", len(borders)))
+    checked: list[Sequence[int]] = []
+    for index, (given, length) in enumerate(zip(borders, lengths)):
+        is_plain = type(given) in (tuple, list) and {*map(type, given)} <= {int}
+        own = given if is_plain else arguments.lengths(f"borders[{index}]", given)
+        if own and not (own[0] > 0 and own[-1] <= length and all(map(lt, own, own[1:]))):
+            expected = f"rising positions from 1 to {length}"
+            raise SharedPromptError(explain(f"borders[{index}]", expected, arguments.describe(own)))
+        checked.append(own)
+    return checked
+
+
+# What is scored, and what belongs to rows and groups
+
+
+def _joined_mask(loss_mask: Any, lengths: Sequence[int]) -> Tensor:
+    """All masks in one, each as long as its sequence."""
+    masks = all_tokens([*sequences_of("loss_mask", loss_mask, "masks")], ("loss_mask",), (torch.bool,))
+    if len(masks) != len(lengths):
+        raise SharedPromptError(explain("loss_mask", f"{len(lengths)} of them (as sequences)", len(masks)))
+    for index, (size, length) in enumerate(zip(map(Tensor.numel, masks), lengths)):
+        if size != length:
+            raise SharedPromptError(explain(f"loss_mask[{index}]", f"{length} values (as its sequence)", size))
+    return joined(masks, "loss_mask").long()
+
+
+def _scored_lens(mask: Tensor, lengths: Sequence[int]) -> list[int]:
+    """How many tokens of each sequence the mask (on the host) trains."""
+    smallest, largest = extremes(mask).tolist()
+    if smallest < 0 or largest > 1:
+        raise SharedPromptError(explain("loss_mask", "0 and 1", smallest if smallest < 0 else largest))
+    bounds, sums = offsets_of(int64s(lengths)), offsets_of(mask)
+    firsts = bounds[:-1]
+    # Of a sequence without tokens nothing is counted.
+    trains_first = take(sums, torch.minimum(firsts + 1, bounds[1:])) > take(sums, firsts)
+    if trains_first.any():
+        index = int(trains_first.nonzero()[0])
+        expected = "0 for the first token, which no row scores"
+        raise SharedPromptError(explain(f"loss_mask[{index}][0]", expected, 1))
+    scored: list[int] = take(sums, bounds).diff().tolist()
+    return scored
+
+
+def _named(name: str, values: Any) -> list[tuple[str, Any]]:
+    if values is None:
+        return []
+    return [*arguments.instance(name, values, dict, " of names").items()]
+
+
+def _listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
+    """Tensors of (..., L_i) values, one for each sequence, in one."""
+    name = f"row_values[{name!r}]"
+    given = [torch.as_tensor(one) for one in sequences_of(name, values, "tensors")]
+    if len(given) != len(lengths):
+        raise SharedPromptError(explain(name, f"{len(lengths)} of them (as sequences)", len(given)))
+    for index, (one, length) in enumerate(zip(given, lengths)):
+        if one.dim() == 0 or one.shape[-1] != length or one.shape[:-1] != given[0].shape[:-1]:
+            expected = f"shape {(*given[0].shape[:-1], length)}, as sequence 0 and with a value for each token"
+            raise SharedPromptError(explain(f"{name}[{index}]", expected, tuple(one.shape)))
+    return torch.cat(given, -1)
+
+
+def _group_values(values: Any, count: int) -> dict[str, Sequence[Any]]:
+    named = _named("group_values", values)
+    found = {name: arguments.items(f"group_values[{name!r}]", one, "values") for name, one in named}
+    for name, one in found.items():
+        if len(one) != count:
+            raise SharedPromptError(explain(f"group_values[{name!r}]", f"{count} of them (as samples)", len(one)))
+    return found

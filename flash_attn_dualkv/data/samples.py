@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -11,13 +11,12 @@ from torch import Tensor
 from .. import arguments
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
-from ..ops import packing_module
-from .transfer import ints, memory_of, to_host
+from ..host import ints, memory_of, to_host
 
 _WORD = torch.int64.itemsize
 _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 
-Tokens = Tensor | Sequence[int]
+TokenIds = Tensor | Sequence[int]
 GroupIds = Iterable[Hashable] | Tensor
 
 
@@ -98,6 +97,28 @@ def selected(values: Tensor, mask: Tensor, count: int) -> Tensor:
     places = torch.where(mask, mask.cumsum(0) - 1, count)  # all that is left out goes to one place behind the others
     chosen = values.new_empty(count + 1).scatter_(0, places, values.reshape(-1))
     return chosen[:count]
+
+
+def position_rows(values: Any) -> Tensor:
+    """(n, T) of jagged (B, T_i) or (B, n, T_i) values, such as positions of time, height and width."""
+    flat: Tensor = values.values()
+    if values.dim() == 2:
+        return flat[None]
+    if getattr(values, "_ragged_idx", 2) == 2:
+        return flat
+    # Samples of one length: the number of rows was taken for what differs.
+    return flat.unflatten(0, (len(values), -1)).transpose(0, 1).flatten(1)
+
+
+def jagged_rows(name: str, values: Any, like: Tensor) -> Tensor:
+    """(..., T) of jagged values that lie as the tokens do."""
+    name = f"row_values[{name!r}]"
+    if not isinstance(values, Tensor) or not values.is_nested or values.layout != torch.jagged:
+        raise SharedPromptError(explain(name, "a nested tensor with torch.jagged layout", arguments.describe(values)))
+    rows = position_rows(values)
+    if rows.shape[-1] != len(like):
+        raise SharedPromptError(explain(name, f"{len(like)} values (as input_ids)", rows.shape[-1]))
+    return rows[0] if values.dim() == 2 else rows
 
 
 # Lengths
@@ -201,7 +222,6 @@ def group(
     begins: Sequence[int],
     lengths: Sequence[int],
     group_ids: Sequence[Hashable] | None,
-    device: torch.device,
 ) -> list[list[int]]:
     """Samples with the same prompt, or with the same id, whose prompts must then be equal.
 
@@ -209,16 +229,12 @@ def group(
         tokens: int64 on the host, contiguous.
         begins, lengths: of each prompt among them.
         group_ids: one for each sample, or None.
-        device: that the tokens have come from.
     """
     if not lengths:
         raise SharedPromptError(explain("prompts", "at least one", 0))
     if min(lengths) < 1:
         index = next(index for index, length in enumerate(lengths) if length < 1)
         raise SharedPromptError(explain(f"prompts[{index}]", "at least one token", lengths[index]))
-    compiled = packing_module([tokens], device)
-    if group_ids is None and compiled is not None:
-        return cast("list[list[int]]", compiled.equal_runs(tokens, begins, lengths))
     prompts = bytes_of(tokens, begins, lengths)
     if group_ids is None:
         return groups_of(_short_keys(prompts))

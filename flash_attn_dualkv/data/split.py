@@ -1,11 +1,17 @@
-"""Which samples go into which micro-batch and onto which rank, so that samples with one prompt stay together."""
+"""Which sequences go into which micro-batch and onto which rank, so that what they share stays together.
+
+    tree = group_by_prefix(sequences)
+    for chosen in split_by_token_budget(tree, max_tokens=16384):
+        batch = pack_prefix_tree(sequences, tree=tree, chosen=chosen)
+
+Prompts with their responses are trees of depth two: `split_by_token_budget(groups, prompt_lens, response_lens, 16384)`.
+"""
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,36 +19,41 @@ from torch import Tensor
 from .. import arguments
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
-from .samples import GroupIds, check_count, groups_of
-from .untraced import untraced
+from ..untraced import untraced
+from .prefix_tree import PrefixTree
+
+Groups: TypeAlias = "PrefixTree | Sequence[Sequence[int]]"
 
 
 @untraced
 def split_by_token_budget(
-    groups: Sequence[Sequence[int]],
-    prompt_lens: Sequence[int] | Tensor,
-    response_lens: Sequence[int] | Tensor,
-    max_tokens: int,
+    groups: Groups,
+    prompt_lens: Sequence[int] | Tensor | None = None,
+    response_lens: Sequence[int] | Tensor | None = None,
+    max_tokens: int | None = None,
     *,
     dp_group: Any = None,
 ) -> list[list[int]]:
     """Micro-batches of at most `max_tokens` packed tokens each.
 
-    A group that fits stays whole; one that does not is split between its responses, each part with its own copy of the
-    prompt. Parts of a group and micro-batches are filled in the same way: the longest first, each into the fullest one
-    that has room. Of the ways to fill as few micro-batches, one is taken whose largest is small: it sets the peak of
-    memory.
+    What a node has below it stays together where it fits beside the path to it; else it is divided among parts that
+    have a copy of the path each. Parts and micro-batches are filled in the same way: the longest first, each into the
+    fullest one that has room. Of the ways to fill as few micro-batches, one is taken whose largest is small: it sets
+    the peak of memory.
 
     Args:
-        groups: the samples of each prompt, as `group_by_prompt` gives them; no sample twice. Samples of no group are
-            left out.
-        prompt_lens, response_lens: (B,) of the samples, lists or integer tensors; equal prompts within a group.
-        max_tokens: bound of a packed micro-batch without padding, whichever boundary it is packed with.
+        groups: the samples of each prompt, as `group_by_prompt` gives them, no sample twice; samples of no group are
+            left out. Or the tree of sequences, as `group_by_prefix` or a batch gives it; micro-batches are then packed
+            with it.
+        prompt_lens, response_lens: (B,) of the samples, lists or integer tensors; equal prompts within a group. None
+            with a tree.
+        max_tokens: bound of a packed micro-batch without padding, whichever boundary prompts are packed with.
         dp_group: a torch.distributed process group whose ranks must get equally many micro-batches; the ranks with
             fewer split theirs further, between groups where they can. Every rank must call.
 
     Returns:
-        The sample indices of each micro-batch; no micro-batch for no groups.
+        The indices of each micro-batch's samples, those that share most beside each other; no micro-batch for no
+        groups.
 
     Raises:
         SharedPromptError: an argument is not as described; a single sample is longer than the budget; with dp_group, on
@@ -50,15 +61,41 @@ def split_by_token_budget(
     """
 
     def fill() -> tuple[list[list[int]], Sequence[Sequence[int]]]:
+        tree = as_tree(groups, prompt_lens, response_lens)
         budget = arguments.integer("max_tokens", max_tokens, 1)
-        checked, prompts, responses = _checked_groups(groups, prompt_lens, response_lens)
-        longest = [prompts[index] + responses[index] for members in checked for index in members]
-        # Groups that fit stay whole.
-        whole = [prompts[members[0]] - 1 + sum(responses[index] + 1 for index in members) for members in checked]
-        least = max([*longest, *(size for size in whole if size <= budget)], default=0)
-        return fill_evenly(lambda size: _fill(checked, prompts, responses, size), least, budget), checked
+        for index, (leaf, length) in enumerate(zip(tree.leaves, tree.sequence_lens)):
+            if leaf >= 0 and length > budget:
+                needed = f"at least {length}, the tokens of sample {index}"
+                raise SharedPromptError(explain("max_tokens", needed, max_tokens))
+        sizes = [0] * (tree.roots[-1] + 1 if tree.roots else 0)
+        for root, size in zip(tree.roots, tree.node_lens):
+            sizes[root] += size
+        held = (length for leaf, length in zip(tree.leaves, tree.sequence_lens) if leaf >= 0)
+        # Trees that fit stay whole.
+        least = max([*held, *(size for size in sizes if size <= budget)], default=0)
+        return fill_evenly(lambda size: _fill(tree, size), least, budget), below(tree, tree.roots)
 
     return on_equal_terms(fill, dp_group, "samples")
+
+
+def as_tree(groups: Any, prompt_lens: Any, response_lens: Any) -> PrefixTree:
+    """The tree that the samples of prompts are, with a row of the prompt's before each response; or the tree given."""
+    if isinstance(groups, PrefixTree):
+        for name, value in (("prompt_lens", prompt_lens), ("response_lens", response_lens)):
+            if value is not None:
+                raise SharedPromptError(explain(name, "None with a tree, which knows them", arguments.describe(value)))
+        return groups
+    return PrefixTree.of_prompts(*_checked_groups(groups, prompt_lens, response_lens))
+
+
+def below(tree: PrefixTree, tops: Sequence[int]) -> list[list[int]]:
+    """The sequences with the same one of `tops`, a number for each node; those that share most beside each other."""
+    held = (index for index, length in enumerate(tree.sequence_lens) if tree.leaves[index] >= 0 or not length)
+    groups: dict[int, list[int]] = {}
+    for index in sorted(held, key=lambda one: (tree.leaves[one], tree.sequence_lens[one])):
+        leaf = tree.leaves[index]
+        groups.setdefault(tops[leaf] if leaf >= 0 else -1, []).append(index)
+    return [*groups.values()]
 
 
 def on_equal_terms(
@@ -90,7 +127,7 @@ def on_equal_terms(
         raise SharedPromptError(error or explain("max_tokens", "a budget that every rank can keep", "one that cannot"))
     if wanted > -fewest:
         expected = f"at least {wanted} {of} on each rank, as many as another has micro-batches"
-        raise SharedPromptError(explain("groups" if of == "samples" else "tree", expected, -fewest))
+        raise SharedPromptError(explain("groups", expected, -fewest))
     return _split_further(micro_batches, groups, wanted)
 
 
@@ -171,23 +208,29 @@ def fill_evenly(fill: Callable[[int], tuple[list[list[int]], int]], least: int, 
     return micro_batches
 
 
-def _fill(
-    groups: Sequence[Sequence[int]], prompt_lens: Sequence[int], response_lens: Sequence[int], max_tokens: int
-) -> tuple[list[list[int]], int]:
-    """The micro-batches, and the rows of all of them. Rows are those of the boundary "replicate", which has more."""
-    pieces: list[list[int]] = []
-    sizes: list[int] = []
-    for members in groups:
-        prompt_len = prompt_lens[members[0]]
-        rows = [response_lens[index] + 1 for index in members]
-        for index, own in zip(members, rows):
-            if prompt_len - 1 + own > max_tokens:
-                needed = f"at least {prompt_len + response_lens[index]}, the tokens of sample {index}"
-                raise SharedPromptError(explain("max_tokens", needed, max_tokens))
-        for part in best_fit(rows, max_tokens - (prompt_len - 1)):
-            pieces.append([members[at] for at in sorted(part)])
-            sizes.append(prompt_len - 1 + sum(rows[at] for at in part))
-    return [[index for at in part for index in pieces[at]] for part in best_fit(sizes, max_tokens)], sum(sizes)
+def _fill(tree: PrefixTree, max_tokens: int) -> tuple[list[list[int]], int]:
+    """The micro-batches, and the rows of all of them."""
+    nodes = tree.num_nodes
+    # Parts of what is below each node, and the forest behind them: rows that are not on the path, sequences.
+    parts: list[list[tuple[int, list[int]]]] = [[] for _ in range(nodes + 1)]
+    for members in below(tree, range(nodes)):
+        parts[tree.leaves[members[0]]].append((0, members))
+    for node in reversed(range(nodes)):
+        own = tree.node_lens[node]
+        room = max_tokens - tree.begins[node] - own
+        # What is last in the row comes first.
+        united = _united(parts[node][::-1], room)
+        parts[tree.node_parents[node]] += [(own + size, members) for size, members in reversed(united)]
+        parts[node] = []
+    found = _united(parts[-1][::-1], max_tokens)
+    return [members for _, members in found], sum(size for size, _ in found)
+
+
+def _united(parts: list[tuple[int, list[int]]], room: int) -> list[tuple[int, list[int]]]:
+    """Fewer parts of at most `room` rows."""
+    sizes = [size for size, _ in parts]
+    bins = (sorted(chosen) for chosen in best_fit(sizes, room))
+    return [(sum(sizes[at] for at in chosen), [index for at in chosen for index in parts[at][1]]) for chosen in bins]
 
 
 def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -220,89 +263,3 @@ def _largest(values: Sequence[int], dp_group: Any) -> list[int]:
     torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=dp_group)
     largest: list[int] = tensor.tolist()
     return largest
-
-
-@untraced
-def balance_groups(
-    prompt_lens: Sequence[int] | Tensor,
-    response_lens: Sequence[int] | Tensor,
-    group_ids: GroupIds,
-    num_ranks: int,
-    *,
-    token_cost: float = 0.0,
-) -> list[list[int]]:
-    """Samples for each rank: equally many, about equal costs, and groups whole where that is possible.
-
-    The cost of a group is its visible pairs, P^2 / 2 + sum R (P + R / 2), and `token_cost` for each of its P + sum R
-    tokens. Groups go, most expensive first, to the rank with the least cost that has room for all of their samples; one
-    for which there is no such rank is divided among those with most room.
-
-    Args:
-        prompt_lens, response_lens: (B,) of the samples, lists or integer tensors; B is a multiple of num_ranks.
-        group_ids: (B,) as for `pack_shared_prompts`.
-        num_ranks: how many lists to make.
-        token_cost: of the work that is done token by token, in pairs; 0 balances attention alone.
-
-    Raises:
-        SharedPromptError: an argument is not as described, unequal prompts in a group, a B that cannot be divided.
-    """
-    prompts = arguments.lengths("prompt_lens", prompt_lens, least=1)
-    samples = len(prompts)
-    responses = arguments.lengths("response_lens", response_lens, samples, "prompt_lens")
-    ranks, share = ranks_and_share(samples, num_ranks, token_cost, "samples")
-    given = arguments.group_ids(group_ids)
-    ids = given.tolist() if isinstance(given, Tensor) else given
-    check_count(ids, samples)
-    groups = groups_of(ids)
-    for members in groups:
-        _check_one_prompt(f"group_ids {ids[members[0]]!r}", members, prompts)
-
-    def cost(chosen: Sequence[int]) -> float:
-        prompt, own = prompts[chosen[0]], [responses[i] for i in chosen]
-        pairs = prompt**2 / 2 + sum(length * (prompt + length / 2) for length in own)
-        return pairs + token_cost * (prompt + sum(own))
-
-    return spread(sorted(groups, key=cost, reverse=True), ranks, share, lambda _, chosen: cost(chosen))
-
-
-def ranks_and_share(count: int, num_ranks: Any, token_cost: Any, of: str) -> tuple[int, int]:
-    """The ranks, and how many of `count` each gets, if the arguments are as described."""
-    ranks: int = arguments.integer("num_ranks", num_ranks, 1)
-    if isinstance(token_cost, bool) or not isinstance(token_cost, (int, float)) or not 0 <= token_cost < math.inf:
-        raise SharedPromptTypeError(explain("token_cost", "a finite number >= 0", arguments.describe(token_cost)))
-    if count % ranks != 0:
-        raise SharedPromptError(explain("num_ranks", f"a divisor of the {count} {of}", num_ranks))
-    return ranks, count // ranks
-
-
-def spread(
-    groups: Iterable[list[int]],
-    num_ranks: int,
-    share: int,
-    added: Callable[[int, list[int]], float],
-    take: Callable[[int, list[int]], None] = lambda rank, chosen: None,
-) -> list[list[int]]:
-    """One group after the other to the rank that then has the least cost, of those with room for all of it.
-
-    A group for which there is no such rank is divided among those with most room.
-
-    Args:
-        groups: what to distribute.
-        share: how many of them each rank has in the end.
-        added: what a rank's cost grows by with some of a group.
-        take: called when it gets them.
-    """
-    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    costs = [0.0] * num_ranks
-    for rest in groups:
-        while rest:
-            roomy = [rank for rank in range(num_ranks) if share - len(ranks[rank]) >= len(rest)]
-            if roomy:
-                rank = min(roomy, key=lambda one: costs[one] + added(one, rest))
-            else:
-                rank = min(range(num_ranks), key=lambda one: (len(ranks[one]), costs[one]))
-            taken, rest = rest[: share - len(ranks[rank])], rest[share - len(ranks[rank]) :]
-            costs[rank] += added(rank, taken)
-            take(rank, taken)
-            ranks[rank] += taken
-    return ranks

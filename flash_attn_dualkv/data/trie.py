@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from heapq import heapify, heappop
 from itertools import pairwise
 from typing import NamedTuple
@@ -22,54 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .batch import expand, int64s, offsets_of, take
+from ..host import expand, int64s, offsets_of, take
+from .prefix_tree import PrefixTree
 from .samples import bytes_of
-
-
-@dataclass(frozen=True)
-class PrefixTree:
-    """Which tokens B sequences share: n nodes, depth first, on the host.
-
-    Attributes:
-        node_lens: (n,) rows of each node.
-        node_parents: (n,) the node that each continues; -1 for roots.
-        leaves: (B,) the node whose path begins with the sequence, which may end before it; -1 for one without tokens.
-        sequence_lens: (B,) tokens of each sequence.
-    """
-
-    node_lens: tuple[int, ...]
-    node_parents: tuple[int, ...]
-    leaves: tuple[int, ...]
-    sequence_lens: tuple[int, ...]
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.node_lens)
-
-    @property
-    def num_rows(self) -> int:
-        """Of the packed row, without padding."""
-        return sum(self.node_lens)
-
-    @cached_property
-    def begins(self) -> tuple[int, ...]:
-        """(n,) the position of the first token of each node in its sequences."""
-        begins: list[int] = []
-        for parent in self.node_parents:
-            begins.append(0 if parent < 0 else begins[parent] + self.node_lens[parent])
-        return tuple(begins)
-
-    @cached_property
-    def borders(self) -> tuple[tuple[int, ...], ...]:
-        """(B,) of each sequence, the positions from 1 to its length at which nodes of its path begin."""
-        above: list[tuple[int, ...]] = []
-        for parent, begin in zip(self.node_parents, self.begins):
-            above.append(() if parent < 0 else (*above[parent], begin))
-        return tuple(
-            above[leaf][: bisect_right(above[leaf], length)] if leaf >= 0 else ()
-            for leaf, length in zip(self.leaves, self.sequence_lens)
-        )
-
 
 ROOT = 0  # in `_Tree` what stands above all trees of the forest; it has no tokens
 
@@ -87,11 +40,11 @@ class Nodes(NamedTuple):
     sources: list[int]
     leaves: Tensor  # (sequences,) the node whose path begins with the sequence; any number for one without tokens
 
-    def tree(self, lengths: Sequence[int]) -> PrefixTree:
-        """Without the tokens' places, of sequences of these lengths."""
+    def tree(self, lengths: Sequence[int], shift: int) -> PrefixTree:
+        """The tree of sequences of these lengths."""
         node_lens = tuple(end - begin for begin, end in zip(self.begins, self.ends))
         leaves = tuple(leaf if length else -1 for leaf, length in zip(self.leaves.tolist(), lengths))
-        return PrefixTree(node_lens, tuple(self.parents), leaves, tuple(lengths))
+        return PrefixTree(node_lens, tuple(self.parents), leaves, tuple(lengths), "replicate" if shift else "gather")
 
     def cut(self, borders: Sequence[Sequence[int]]) -> Nodes:
         """The same rows, with a node more wherever a node goes on at a border of its sequence."""
@@ -117,7 +70,7 @@ class Nodes(NamedTuple):
         return Nodes(parents, begins, ends, sources, take(int64s(lasts), self.leaves) if lasts else self.leaves)
 
 
-def build_nodes(
+def build_tree(
     tokens: Tensor,
     lengths: Sequence[int],
     groups: Sequence[Hashable] | None,
@@ -125,7 +78,7 @@ def build_nodes(
     shift: int,
     min_shared: int,
     max_depth: int | None,
-) -> Nodes:
+) -> PrefixTree:
     """The prefix tree of sequences.
 
     Args:
@@ -141,24 +94,24 @@ def build_nodes(
     tree.keep_savings(min_shared)
     if max_depth is not None:
         tree.limit_depth(max_depth)
-    return tree.nodes(leaves.sources, leaves.leaf_of)
+    return tree.nodes(leaves.sources, leaves.leaf_of).tree(lengths, shift)
 
 
-def nodes_between(
+def tree_with_borders(
     tokens: Tensor,
     lengths: Sequence[int],
     groups: Sequence[Hashable] | None,
     borders: Sequence[Sequence[int]],
     *,
     shift: int,
-) -> Nodes:
+) -> PrefixTree:
     """The prefix tree of sequences whose nodes begin at given positions.
 
     Two sequences share a node if they have the same borders up to its end, and the same tokens up to there and in the
     `shift` places behind it.
 
     Args:
-        tokens, lengths, groups, shift: as for `build_nodes`.
+        tokens, lengths, groups, shift: as for `build_tree`.
         borders: of each sequence, rising, from 1 to its length.
     """
     # What is compared is a token and whether a node ends `shift` places before the next one.
@@ -176,7 +129,8 @@ def nodes_between(
         own[at - 1] if (at := bisect_right(own, most - shift)) else 0
         for own, most in zip((borders[source] for source in leaves.sources), leaves.common)
     ]
-    return _Tree(leaves.lengths, common).nodes(leaves.sources, leaves.leaf_of).cut(borders)
+    nodes = _Tree(leaves.lengths, common).nodes(leaves.sources, leaves.leaf_of).cut(borders)
+    return nodes.tree(lengths, shift)
 
 
 class _Leaves(NamedTuple):

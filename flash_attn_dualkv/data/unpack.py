@@ -8,40 +8,39 @@ from torch import Tensor
 from .. import arguments
 from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError, SharedPromptTypeError
-from .batch import SharedPromptBatch
-from .tree import PrefixTreeBatch
+from .batch import PackedBatch
 
 
 def unpack_logprobs(
     values: Tensor,
-    batch: SharedPromptBatch | PrefixTreeBatch,
+    batch: PackedBatch,
     *,
     width: int | None = None,
     fill: float = 0.0,
     per_row: bool | None = None,
 ) -> Tensor:
-    """Values of the response tokens as a padded tensor in the samples' original order; differentiable.
+    """Values of the scored tokens as a padded tensor in the samples' original order; differentiable.
 
-    Of a `PrefixTreeBatch` the trained tokens of each sequence, wherever they stand in it, take the place of a response.
+    Those of a sequence stand one after the other, wherever its loss mask has them; of samples they are the response.
 
     Args:
-        values: (sum R,) one for each response token, in the order of `token_index`; or (T,) one for each packed row, of
-            which a response token takes that of the row that scores it. A leading dimension of size 1 is ignored.
+        values: (sum R,) one for each scored token, in the order of `token_index`; or (T,) one for each packed row, of
+            which a scored token takes that of the row that scores it. A leading dimension of size 1 is ignored.
         batch: where they come from. Values of another batch with as many are not told from its own.
-        width: columns of the result, for a trainer's mask of (B, width); None for the longest response of this batch.
-        fill: what stands behind the responses.
+        width: columns of the result, for a trainer's mask of (B, width); None for the most scored tokens of
+            a sequence.
+        fill: what stands behind them.
         per_row: which of the two `values` is; None: as its length says.
 
     Returns:
         (B, width) in the dtype of `values`.
 
     Raises:
-        SharedPromptError: `values` has neither length, or has both and per_row is None; a width below the longest
-            response.
+        SharedPromptError: `values` has neither length, or has both and per_row is None; a width below the most
+            scored tokens.
     """
-    if not isinstance(batch, PrefixTreeBatch):
-        arguments.instance("batch", batch, SharedPromptBatch)
-    values = _of_response_tokens(values, batch, per_row)
+    arguments.instance("batch", batch, PackedBatch)
+    values = _of_scored_tokens(values, batch, per_row)
     samples, longest = len(batch.scored_lens), max(batch.scored_lens)
     columns = longest if width is None else arguments.integer("width", width, longest, MAX_ROWS)
     check_fill(fill, values.dtype)
@@ -49,20 +48,20 @@ def unpack_logprobs(
     return filled if columns == longest else torch.nn.functional.pad(filled, (0, columns - longest), value=fill)
 
 
-def unpack_to_jagged(values: Tensor, batch: SharedPromptBatch, *, per_row: bool | None = None) -> Tensor:
-    """Values of the response tokens as a nested tensor of whole sequences, as verl's losses read them; differentiable.
+def unpack_to_jagged(values: Tensor, batch: PackedBatch, *, per_row: bool | None = None) -> Tensor:
+    """Values of the scored tokens as a nested tensor of whole sequences, as verl's losses read them; differentiable.
 
     Args:
         values, batch, per_row: as for `unpack_logprobs`.
 
     Returns:
-        nested (B, P_i + R_i): the value of response token j stands at P_i - 1 + j, where a model's unshifted output
-        scores it; 0 elsewhere.
+        nested (B, L_i): the value of a scored token stands at the place before it, where a model's unshifted output
+        scores it (response token j at P_i - 1 + j); 0 elsewhere.
     """
-    arguments.instance("batch", batch, SharedPromptBatch)
-    values = _of_response_tokens(values, batch, per_row)
+    arguments.instance("batch", batch, PackedBatch)
+    values = _of_scored_tokens(values, batch, per_row)
     rows = values.new_zeros((batch.num_replicated_tokens,)).scatter_(0, batch.jagged_index, values)
-    totals = [prompt + response for prompt, response in zip(batch.prompt_lens, batch.response_lens)]
+    totals = batch.sequence_lens
     return torch.nested.nested_tensor_from_jagged(
         rows, batch.jagged_offsets, min_seqlen=min(totals), max_seqlen=max(totals)
     )
@@ -80,7 +79,7 @@ def check_fill(fill: float, dtype: torch.dtype) -> None:
         raise SharedPromptError(explain("fill", f"a number of {dtype} (as values)", fill)) from None
 
 
-def _of_response_tokens(values: Tensor, batch: SharedPromptBatch | PrefixTreeBatch, per_row: bool | None) -> Tensor:
+def _of_scored_tokens(values: Tensor, batch: PackedBatch, per_row: bool | None) -> Tensor:
     arguments.instance("values", values, Tensor)
     if per_row is not None:
         arguments.flag("per_row", per_row)

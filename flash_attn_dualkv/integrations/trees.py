@@ -18,8 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import arguments
 from ..checks import check_are_tensors, explain
-from ..data.transfer import ints, to_device
-from ..layout import HostLayout
+from ..host import ints, to_device
+from ..layout import SharedPromptLayout
 from ..packed_attention import flash_attn_tree_varlen_func
 
 # Of the first table of each micro-batch: what was read from it, and from which tables in which state.
@@ -51,7 +51,7 @@ class Forest:
         places = {node: place for place, node in enumerate(order)}
         self._offsets = [*accumulate((lens[node] for node in order), initial=0)]
         self._parents = [places.get(parents[node], -1) for node in order]
-        self._mean_keys = HostLayout.of_tree([lens[node] for node in order], self._parents).mean_keys
+        self._mean_keys = SharedPromptLayout.from_tree([lens[node] for node in order], self._parents).mean_keys
         self._rows: list[int] | None = None  # in depth-first order, where that is another one
         if any(lens[node] and begins[node] != offset for node, offset in zip(order, self._offsets)):
             self._rows = [begins[node] + at for node in order for at in range(lens[node])]

@@ -10,15 +10,14 @@ import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from ... import arguments
 from ...checks import explain
-from ...data.batch import SharedPromptBatch
-from ...data.tree import PrefixTreeBatch
+from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
 from ..lm_head import rows_of_a_chunk, score_in_chunks
 from .first_use import check_first_use
@@ -32,8 +31,6 @@ from .support import (
     text_config,
     tower_configs,
 )
-
-PackedBatch: TypeAlias = SharedPromptBatch | PrefixTreeBatch
 
 # What modules have that FSDP 1 and 2 gather the parameters of.
 _FSDP_UNIT = ("_fsdp_wrapped_module", "set_reshard_after_forward")
@@ -98,8 +95,7 @@ def shared_prompt_forward(
             head as an FSDP unit of its own.
         SharedPromptLayoutError: an attention layer has not got the layout; nothing is returned then.
     """
-    if not isinstance(batch, PrefixTreeBatch):
-        arguments.instance("batch", batch, SharedPromptBatch, " (of pack_shared_prompts)")
+    arguments.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
     temperature = arguments.positive("temperature", temperature)
     arguments.flag("with_entropy", with_entropy)
     arguments.flag("self_check", self_check)

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from ...checks import CUDA_DTYPES
-from ...data.batch import IGNORED_LABEL, SharedPromptBatch
+from ...data.batch import IGNORED_LABEL, PackedBatch
 from ...data.pack import pack_padded
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ..transformers import check_supported, expect_shared_prompt, register, wrap
@@ -213,7 +213,7 @@ class SharedForward:
         return _unpack(output, is_scored[:, 1:], batch)
 
     @torch.compiler.disable
-    def _pack(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Tensor, SharedPromptBatch, dict[str, Any]]:
+    def _pack(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Tensor, PackedBatch, dict[str, Any]]:
         """Which tokens of the padded batch are scored, the packed batch, and what else to pass on. Raises Refused."""
         if self.sharing.off is not None:
             raise Refused(*self.sharing.off)
@@ -269,7 +269,7 @@ class SharedForward:
             raise Refused("unsupported", str(error)) from None
 
     @torch.compiler.disable(recursive=False)
-    def _run(self, batch: SharedPromptBatch, passed_on: dict[str, Any]) -> Any:
+    def _run(self, batch: PackedBatch, passed_on: dict[str, Any]) -> Any:
         """TRL's output for the packed row."""
         config = self.causal_lm.config
         wants_router = passed_on.get("output_router_logits") or getattr(text_config(config), "output_router_logits", 0)
@@ -321,7 +321,7 @@ def _without_mask(backbone: torch.nn.Module) -> Iterator[None]:
 
 
 @torch.compiler.disable
-def _unpack(output: Any, is_scored: Tensor, batch: SharedPromptBatch) -> Any:
+def _unpack(output: Any, is_scored: Tensor, batch: PackedBatch) -> Any:
     """The output for a padded batch: what was said of the rows that score tokens, where these tokens stand."""
 
     def placed(value: Any) -> Any:

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...data.split import balance_groups
+from ...data.balance import balance
+from ...data.samples import groups_of
 from .options import Options
 
 # What the matrix products of a token cost, in visible pairs of attention: about so many in models of 1B to 30B.
@@ -20,7 +21,7 @@ def partitions(prompts: Sequence[int], responses: Sequence[int], uids: Sequence[
     """Equally many samples for each rank, the responses to a prompt together, prompts in the order of the batch."""
     # Samples that only fill up a batch may have another prompt under the same uid.
     ids = [(uid, prompt) for uid, prompt in zip(uids, prompts)]
-    parts = balance_groups(list(prompts), list(responses), ids, ranks, token_cost=TOKEN_COST)
+    parts = balance(groups_of(ids), list(prompts), list(responses), ranks, token_cost=TOKEN_COST)
     # These begin with what is most expensive, and a rank's mini-batches are cut from its list: the first would have all
     # long prompts.
     first = {one: index for index, one in reversed(list(enumerate(ids)))}

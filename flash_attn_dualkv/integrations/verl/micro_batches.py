@@ -14,8 +14,9 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
 from ...checks import explain
-from ...data.batch import SharedPromptBatch
+from ...data.batch import PackedBatch
 from ...data.pack import group_by_prompt, pack_jagged
+from ...data.samples import position_rows
 from ...data.split import on_equal_terms, split_by_token_budget
 from ...errors import SharedPromptError
 from ...layout import SharedPromptLayout
@@ -112,17 +113,6 @@ def _are_of_text(data: TensorDict, apart: Sequence[int]) -> bool:
     return bool(((rows == expected) | (expected >= total)).all())
 
 
-def position_rows(position_ids: Tensor) -> Tensor:
-    """(rows, T) of jagged (B, T_i) or (B, rows, T_i) position ids: of text, time, height and width."""
-    values: Tensor = position_ids.values()
-    if position_ids.dim() == 2:
-        return values[None]
-    if getattr(position_ids, "_ragged_idx", 2) == 2:  # by which verl says it, too
-        return values
-    # Samples of one length: the number of rows was taken for what differs.
-    return values.unflatten(0, (len(position_ids), -1)).transpose(0, 1).flatten(1)
-
-
 @dataclass(frozen=True)
 class Plan:
     """A micro-batch that is shared.
@@ -135,7 +125,7 @@ class Plan:
             compute these alone; None for all rows.
     """
 
-    batch: SharedPromptBatch
+    batch: PackedBatch
     layout: SharedPromptLayout
     micro_batch: TensorDict
     scored: TensorDict | None

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from verl.utils.flops_counter import FlopsCounter
 
-from ...data.batch import SharedPromptBatch
+from ...data.batch import PackedBatch
 from ...predict import causal_pairs, shared_pairs
 from .micro_batches import REASONS, Lengths
 
@@ -24,7 +24,7 @@ class Statistics:
         self.replicated = self.executed = self.pairs = self.shared = 0
         self.fallbacks: Counter[str] = Counter()
 
-    def count_shared(self, batch: SharedPromptBatch) -> None:
+    def count_shared(self, batch: PackedBatch) -> None:
         layout = batch.layout
         self.shared += 1
         self.replicated += batch.num_replicated_tokens

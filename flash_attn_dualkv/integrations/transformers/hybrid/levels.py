@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ....data.transfer import ints, to_device
+from ....host import ints, runs, to_device
 from ....layout import SharedPromptLayout
 
 
@@ -103,25 +103,11 @@ class Levels:
 
 
 def tails_of(layout: SharedPromptLayout, width: int, device: torch.device) -> Tails:
-    return _tails(layout.node_lens, layout.node_parents, layout.is_tree, layout.pad, width, device)
+    return _tails(layout.node_lens, layout.node_parents, layout.pad, width, device)
 
 
 def levels_of(layout: SharedPromptLayout, device: torch.device) -> Levels:
-    return _levels(layout.node_lens, layout.node_parents, layout.is_tree, layout.pad, device)
-
-
-def _begins(lens: Sequence[int], parents: Sequence[int], is_tree: bool) -> list[int]:
-    """The first row of every node; of prompts, those of all contexts come first."""
-    if is_tree:
-        return [0, *accumulate(lens)][:-1]
-    roots = [index for index, parent in enumerate(parents) if parent < 0]
-    others = [index for index, parent in enumerate(parents) if parent >= 0]
-    begins = [0] * len(lens)
-    row = 0
-    for index in (*roots, *others):
-        begins[index] = row
-        row += lens[index]
-    return begins
+    return _levels(layout.node_lens, layout.node_parents, layout.pad, device)
 
 
 # By value, not by layout: FSDP makes a new layout for every layer. A few: all layers of a forward share one, and
@@ -129,9 +115,9 @@ def _begins(lens: Sequence[int], parents: Sequence[int], is_tree: bool) -> list[
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
 def _tails(
-    lens: tuple[int, ...], parents: tuple[int, ...], is_tree: bool, pad: int, width: int, device: torch.device
+    lens: tuple[int, ...], parents: tuple[int, ...], pad: int, width: int, device: torch.device
 ) -> Tails:
-    begins = _begins(lens, parents, is_tree)
+    begins = [*accumulate(lens, initial=0)][:-1]
     behind: list[list[int]] = []  # the last rows of the path to each node's end, at most `width`
     for begin, length, parent in zip(begins, lens, parents):
         above = behind[parent] if parent >= 0 and length < width else []
@@ -157,15 +143,15 @@ def _tails(
     for source, _ in pairs:
         counts[source] = counts.get(source, 0) + 1
     host = [[copy for _, copy in pairs], [source for source, _ in pairs], counts, counts.values()]
-    own = _runs(places, [length for _, length, _ in segments])
+    own = runs(places, [length for _, length, _ in segments])
     rows_of = to_device([own, *(ints(one, torch.int64) for one in host)], (), device)
     return Tails(rows_of[0], rows_of[1], rows_of[2], rows_of[3], rows_of[4], total=place)
 
 
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
-def _levels(lens: tuple[int, ...], parents: tuple[int, ...], is_tree: bool, pad: int, device: torch.device) -> Levels:
-    begins = _begins(lens, parents, is_tree)
+def _levels(lens: tuple[int, ...], parents: tuple[int, ...], pad: int, device: torch.device) -> Levels:
+    begins = [*accumulate(lens, initial=0)][:-1]
     nearest: list[int] = []  # of each node, the last segment of its path
     above: list[int] = []  # of each node, the segment that it continues
     depths: list[int] = []
@@ -205,8 +191,8 @@ def _levels(lens: tuple[int, ...], parents: tuple[int, ...], is_tree: bool, pad:
     ordered = [index for one in (*calls, leaves) for index in one]
     order = None
     if ordered != segments:
-        runs = _runs([begins[index] for index in ordered], [lens[index] for index in ordered])
-        order = to_device([runs], (), device)[0]
+        rows = runs([begins[index] for index in ordered], [lens[index] for index in ordered])
+        order = to_device([rows], (), device)[0]
     return Levels(order, sum(lens) + pad, tuple(levels))
 
 
@@ -247,18 +233,11 @@ def _buckets(lens: Sequence[int], device: torch.device) -> tuple[Bucket, ...]:
         longest = max(own)
         long: list[Tensor] = []
         if len(alike) > 1:
-            long += [ints(chosen, torch.int64), _runs([begins[index] for index in chosen], own)]
+            long += [ints(chosen, torch.int64), runs([begins[index] for index in chosen], own)]
         if min(own) < longest:
-            long.append(_runs(range(0, len(own) * longest, longest), own))
+            long.append(runs(range(0, len(own) * longest, longest), own))
         tensors: list[Tensor | None] = [*to_device(long, (), device)] if long else []
         padded = tensors.pop() if min(own) < longest else None
         indices, rows = tensors or (None, None)
         buckets.append(Bucket(len(own), longest, indices, rows, padded))
     return tuple(buckets)
-
-
-def _runs(begins: Sequence[int], lens: Sequence[int]) -> Tensor:
-    """Rows of several runs, one run after the other: (sum of lens,) int64 on the host."""
-    counts = ints(lens, torch.int64)
-    shifts = ints(begins, torch.int64) - (counts.cumsum(0) - counts)
-    return torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts)

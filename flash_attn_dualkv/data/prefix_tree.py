@@ -1,0 +1,184 @@
+"""Which tokens sequences share, on the host: the nodes that every form of packing puts into a row."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..host import int64s, offsets_of, take
+
+Boundary = Literal["replicate", "gather"]
+BOUNDARIES = ("replicate", "gather")
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """Which tokens B sequences share: n nodes, depth first, on the host.
+
+    Attributes:
+        node_lens: (n,) rows of each node.
+        node_parents: (n,) the node that each continues; -1 for roots.
+        leaves: (B,) the node whose path begins with the sequence, which may end before it; -1 for one without tokens.
+        sequence_lens: (B,) tokens of each sequence.
+        boundary: "gather" where a node's last row is shared by all that continue it, "replicate" where each of them
+            begins with a copy of that row.
+    """
+
+    node_lens: tuple[int, ...]
+    node_parents: tuple[int, ...]
+    leaves: tuple[int, ...]
+    sequence_lens: tuple[int, ...]
+    boundary: Boundary = "gather"
+
+    @staticmethod
+    def of_prompts(
+        groups: Sequence[Sequence[int]],
+        prompt_lens: Sequence[int],
+        response_lens: Sequence[int],
+        boundary: Boundary = "replicate",
+        drop_last: bool = False,
+    ) -> PrefixTree:
+        """The tree of depth two of prompts with their responses; nothing is checked.
+
+        Args:
+            groups: the samples of each prompt. Samples of no group have the leaf -1.
+            prompt_lens, response_lens: (B,) of the samples.
+            boundary, drop_last: as of `pack_shared_prompts`.
+        """
+        shift = 1 if boundary == "replicate" else 0
+        lens: list[int] = []
+        parents: list[int] = []
+        leaves = [-1] * len(prompt_lens)
+        for members in groups:
+            root = len(lens)
+            lens.append(prompt_lens[members[0]] - shift)
+            parents.append(-1)
+            for index in members:
+                leaves[index] = len(lens)
+                lens.append(max(0, response_lens[index] + shift - drop_last))
+                parents.append(root)
+        totals = tuple(map(int.__add__, prompt_lens, response_lens))
+        return PrefixTree(tuple(lens), tuple(parents), tuple(leaves), totals, boundary)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.node_lens)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the packed row, without padding."""
+        return sum(self.node_lens)
+
+    @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """(n,) the position of the first token of each node in its sequences."""
+        begins: list[int] = []
+        for parent in self.node_parents:
+            begins.append(0 if parent < 0 else begins[parent] + self.node_lens[parent])
+        return tuple(begins)
+
+    @cached_property
+    def roots(self) -> tuple[int, ...]:
+        """(n,) the number of the tree of the forest that each node is in."""
+        roots: list[int] = []
+        for parent in self.node_parents:
+            roots.append(roots[parent] if parent >= 0 else roots[-1] + 1 if roots else 0)
+        return tuple(roots)
+
+    @cached_property
+    def borders(self) -> tuple[tuple[int, ...], ...]:
+        """(B,) of each sequence, the positions from 1 to its length at which nodes of its path begin."""
+        above: list[tuple[int, ...]] = []
+        for parent, begin in zip(self.node_parents, self.begins):
+            above.append(() if parent < 0 else (*above[parent], begin))
+        return tuple(
+            above[leaf][: bisect_right(above[leaf], length)] if leaf >= 0 else ()
+            for leaf, length in zip(self.leaves, self.sequence_lens)
+        )
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """(n,) a sequence that has all tokens of each node."""
+        sources = [-1] * self.num_nodes
+        for index, (leaf, length) in enumerate(zip(self.leaves, self.sequence_lens)):
+            if leaf >= 0 and (sources[leaf] < 0 or length > self.sequence_lens[sources[leaf]]):
+                sources[leaf] = index
+        for node in reversed(range(self.num_nodes)):
+            if self.node_parents[node] >= 0:
+                sources[self.node_parents[node]] = sources[node]
+        return tuple(sources)
+
+    def multiplicity(self) -> tuple[list[int], list[int]]:
+        """Runs of rows that equally many sequences have: rows of each run, and how many sequences."""
+        counts = [0] * self.num_nodes
+        ends: dict[int, list[int]] = {}  # where sequences end that the node goes on behind
+        for leaf, length in zip(self.leaves, self.sequence_lens):
+            node = leaf
+            while node >= 0 and self.begins[node] >= length:
+                node = self.node_parents[node]
+            if node >= 0:
+                counts[node] += 1
+                if self.begins[node] + self.node_lens[node] > length:
+                    ends.setdefault(node, []).append(length - self.begins[node])
+        for node in reversed(range(self.num_nodes)):
+            if self.node_parents[node] >= 0:
+                counts[self.node_parents[node]] += counts[node]
+        if not ends:
+            return [*self.node_lens], counts
+        lens: list[int] = []
+        values: list[int] = []
+        for node, (length, count) in enumerate(zip(self.node_lens, counts)):
+            begin = 0
+            for end in sorted(ends.get(node, ())):
+                lens.append(end - begin)
+                values.append(count)
+                begin, count = end, count - 1
+            lens.append(length - begin)
+            values.append(count)
+        return lens, values
+
+
+class Spans(NamedTuple):
+    """What each sequence has of each node on its path, from the root, sequence by sequence; (spans,) on the host.
+
+    Tokens are counted over all sequences. Span i begins at the token begins[i], and its token t has the row
+    t + shifts[i].
+    """
+
+    begins: Tensor
+    shifts: Tensor
+
+    @staticmethod
+    def of(tree: PrefixTree) -> Spans:
+        """By vector operations, one level of the tree after the other: a comb's spans are many."""
+        lengths, leaves = int64s(tree.sequence_lens), int64s(tree.leaves)
+        parents, begins = int64s(tree.node_parents), int64s(tree.begins)
+        rows = offsets_of(int64s(tree.node_lens))[:-1]
+        sequence = (leaves >= 0).nonzero().view(-1)
+        node = take(leaves, sequence)
+        levels = []
+        while len(sequence):
+            levels.append(torch.stack([sequence, node]))
+            node = take(parents, node)
+            rest = (node >= 0).nonzero().view(-1)
+            sequence, node = take(sequence, rest), take(node, rest)
+        if not levels:
+            return Spans(lengths[:0], lengths[:0])
+        sequence, node = torch.cat(levels[::-1], 1)  # the roots first
+        order = sequence.argsort(stable=True)
+        sequence, node = take(sequence, order), take(node, order)
+        first, begin = take(offsets_of(lengths), sequence), take(begins, node)
+        # A sequence may end before the path does.
+        starts = first + torch.minimum(begin, take(lengths, sequence))
+        return Spans(starts, take(rows, node) - begin - first)
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """The row of each token, where the spans are."""
+        span = torch.searchsorted(self.begins, tokens, right=True).sub_(1)
+        return take(self.shifts, span).add_(tokens)
