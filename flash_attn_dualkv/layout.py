@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from . import arguments, checks
-from .data.transfer import SeparatelyPickled, same_device, to_device
-from .data.untraced import untraced
 from .errors import SharedPromptLayoutError
+from .host import SeparatelyPickled, same_device, to_device, untraced
 from .nodes import COLUMNS, Node, host_nodes, packed_table, tree_table
 
 

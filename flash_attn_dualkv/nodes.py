@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .checks import MAX_ROWS, explain
-from .data.transfer import ints
+from .host import ints
 
 
 class Node(NamedTuple):

@@ -15,9 +15,9 @@ from torch import Tensor
 from .. import arguments
 from ..checks import explain
 from ..errors import SharedPromptError
+from ..host import SeparatelyPickled, ints, same_device, to_device, written
 from ..layout import HostLayout, SharedPromptLayout, mark_packed
 from ..nodes import COLUMNS
-from .transfer import SeparatelyPickled, ints, same_device, to_device, written
 
 Made = TypeVar("Made", SharedPromptLayout, "SharedPromptBatch")
 

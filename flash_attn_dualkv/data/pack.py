@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import arguments
 from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError
+from ..host import same_device, untraced
 from ..ops import packing_module
 from .batch import Samples, SharedPromptBatch, batch_of, on_device, packed_by_operators
 from .samples import (
@@ -40,8 +41,6 @@ from .samples import (
     selected,
     sequences_of,
 )
-from .transfer import same_device
-from .untraced import untraced
 
 Boundary = Literal["replicate", "gather"]
 BOUNDARIES = ("replicate", "gather")

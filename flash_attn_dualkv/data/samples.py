@@ -11,8 +11,8 @@ from torch import Tensor
 from .. import arguments
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
+from ..host import ints, memory_of, to_host
 from ..ops import packing_module
-from .transfer import ints, memory_of, to_host
 
 _WORD = torch.int64.itemsize
 _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))

@@ -13,8 +13,8 @@ from torch import Tensor
 from .. import arguments
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
+from ..host import untraced
 from .samples import GroupIds, check_count, groups_of
-from .untraced import untraced
 
 
 @untraced

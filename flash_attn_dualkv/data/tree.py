@@ -27,6 +27,7 @@ from torch import Tensor
 from .. import arguments
 from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError
+from ..host import SeparatelyPickled, ints, same_device, to_device, untraced
 from ..layout import HostLayout, SharedPromptLayout
 from .batch import IGNORED_LABEL, LABELS_ADVICE, PADDING_TOKEN, expand, int64s, offsets_of, take
 from .pack import BOUNDARIES, Boundary
@@ -42,9 +43,7 @@ from .samples import (
     selected,
     sequences_of,
 )
-from .transfer import SeparatelyPickled, ints, same_device, to_device
 from .trie import Nodes, PrefixTree, build_nodes, nodes_between
-from .untraced import untraced
 
 # A node's last tile of keys is half empty for every row below it: 40 of 80 keys in the forward and 64 of 128 in the
 # backward, some 55 pairs a row where both are weighed by their work. A token costs a model of 2 to 8 billion parameters

@@ -14,9 +14,9 @@ from typing import Any
 from .. import arguments
 from ..checks import explain
 from ..errors import SharedPromptError
+from ..host import untraced
 from .split import best_fit, fill_evenly, on_equal_terms, ranks_and_share, spread
 from .trie import PrefixTree
-from .untraced import untraced
 
 
 @untraced

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import arguments
 from ..checks import check_are_tensors, explain
-from ..data.transfer import ints, to_device
+from ..host import ints, to_device
 from ..layout import HostLayout
 from ..packed_attention import flash_attn_tree_varlen_func
 

@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ....data.transfer import ints, to_device
+from ....host import ints, to_device
 from ....layout import SharedPromptLayout
 
 
