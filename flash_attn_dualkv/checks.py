@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,17 +78,6 @@ def check_query_shape(q: Tensor) -> None:
     if heads < 1:
         raise ValueError(explain("q", "at least one head", f"shape {tuple(q.shape)}"))
     _check_head_dim("q", head_dim)
-
-
-def max_head_dim(device: torch.device) -> int:
-    """The largest head dimension on a device: of this build's kernels for that GPU, or of the reference on the CPU."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return MAX_HEAD_DIM
-    from .ops import build_info
-
-    is_hopper = torch.cuda.get_device_capability(device)[0] == 9 and os.environ.get("DUALKV_KERNELS") != "sm80"
-    has_wide = MAX_HEAD_DIM in build_info()["head_dims"].get("sm90", ())
-    return MAX_HEAD_DIM if is_hopper and has_wide else PORTABLE_HEAD_DIM
 
 
 def _check_head_dim(name: str, head_dim: int) -> None:

@@ -14,9 +14,10 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ... import arguments
-from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, explain, max_head_dim
+from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, explain
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ...layout import SharedPromptLayout, check_unpacked
+from ...ops import max_head_dim
 from ...packed_attention import BACKENDS, shared_prompt_attention
 from ..ulysses import UlyssesLayout, ulysses_attention
 from . import base_class, guard

@@ -9,6 +9,7 @@ from typing import Any
 
 from ... import arguments
 from ...checks import explain
+from ...environment import spelled_flag
 
 PREFIX = "shared_prompt"
 ENVIRONMENT = "DUALKV_VERL"
@@ -68,7 +69,7 @@ class Options:
 
 def _flag(where: str, value: Any) -> bool:
     if isinstance(value, str):
-        return arguments.spelled_flag(where, value)
+        return spelled_flag(where, value)
     return arguments.flag(where, value)
 
 
