@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments, checks
+from . import checks
 from .errors import SharedPromptLayoutError
 from .host import SeparatelyPickled, same_device, to_device, untraced
 from .nodes import COLUMNS, Node, host_nodes, packed_table, tree_table
@@ -69,13 +69,13 @@ class SharedPromptLayout(SeparatelyPickled):
         Raises:
             SharedPromptError: an argument is not as described, or the order is not depth-first.
         """
-        lens = arguments.lengths("node_lens", node_lens)
-        above = arguments.lengths("parents", parents, len(lens), "node_lens", least=-1)
-        arguments.integer("pad", pad, 0)
+        lens = checks.lengths("node_lens", node_lens)
+        above = checks.lengths("parents", parents, len(lens), "node_lens", least=-1)
+        checks.integer("pad", pad, 0)
         rows = sum(lens) + pad
         if rows >= checks.MAX_ROWS:
             raise SharedPromptLayoutError(checks.explain("node_lens", f"fewer than {checks.MAX_ROWS} rows", rows))
-        target = torch.device("cpu") if device is None else arguments.device(device)
+        target = torch.device("cpu") if device is None else checks.device(device)
         host = HostLayout.of_tree(lens, above)
         return host.layout(to_device((), [host.nodes], target)[0], pad)
 
@@ -166,7 +166,7 @@ class SharedPromptLayout(SeparatelyPickled):
         Raises:
             SharedPromptError: `multiple` is no int >= 1.
         """
-        multiple = arguments.integer("multiple", multiple, 1, checks.MAX_ROWS)
+        multiple = checks.integer("multiple", multiple, 1, checks.MAX_ROWS)
         tokens = self.num_tokens - self.pad
         pad = -tokens % multiple
         position_ids = self.position_ids if pad == self.pad else None
@@ -179,7 +179,7 @@ class SharedPromptLayout(SeparatelyPickled):
         Raises:
             SharedPromptError: there is no such device.
         """
-        target = arguments.device(device)
+        target = checks.device(device)
         if same_device(target, self.device):
             return self
         index = torch.cuda.current_device() if target.type == "cuda" and target.index is None else target.index

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .. import arguments
+from .. import checks
 from ..checks import explain
 from ..errors import SharedPromptError
 from ..host import SeparatelyPickled, ints, same_device, to_device, written
@@ -112,7 +112,7 @@ class SharedPromptBatch(SeparatelyPickled):
         Raises:
             SharedPromptError: there is no such device.
         """
-        device = arguments.device(device)
+        device = checks.device(device)
         if same_device(device, self.layout.device):
             return self
         own = {field.name: getattr(self, field.name) for field in fields(self)}

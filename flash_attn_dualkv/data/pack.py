@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import arguments
+from .. import checks
 from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError
 from ..host import same_device, untraced
@@ -129,15 +129,15 @@ def pack_padded(
         SharedPromptError: as there; a mask with holes.
     """
     options = _Options.checked(boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device)
-    input_ids = arguments.integers("input_ids", input_ids, 2)
-    attention_mask = arguments.integers("attention_mask", attention_mask, 2, (torch.bool,))
+    input_ids = checks.integers("input_ids", input_ids, 2)
+    attention_mask = checks.integers("attention_mask", attention_mask, 2, (torch.bool,))
     if attention_mask.shape != input_ids.shape:
         expected = f"shape {tuple(input_ids.shape)} (as input_ids)"
         raise SharedPromptError(explain("attention_mask", expected, tuple(attention_mask.shape)))
     given = as_fetched("prompt_length", prompt_length)
     parts = {"attention_mask": attention_mask}
     if not given and (hasattr(prompt_length, "__index__") or not hasattr(prompt_length, "__len__")):
-        columns = arguments.integer("prompt_length", prompt_length, 0, input_ids.shape[1])
+        columns = checks.integer("prompt_length", prompt_length, 0, input_ids.shape[1])
         prompts, responses = attention_mask[:, :columns], attention_mask[:, columns:]
         parts = {"attention_mask (prompts)": prompts, "attention_mask (responses)": responses}
     # The host needs some numbers of each row, not the mask.
@@ -186,13 +186,13 @@ def pack_jagged(
     """
     options = _Options.checked(boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device)
     if not isinstance(input_ids, Tensor) or not input_ids.is_nested or input_ids.layout != torch.jagged:
-        expected, got = "a nested tensor with torch.jagged layout", arguments.describe(input_ids)
+        expected, got = "a nested tensor with torch.jagged layout", checks.describe(input_ids)
         raise SharedPromptError(explain("input_ids", expected, "another one" if isinstance(input_ids, Tensor) else got))
     nested: Any = input_ids  # a type checker knows nothing of its methods
     if nested.dim() != 2 or nested.lengths() is not None:
         got = f"{nested.dim()} dimensions, {'no ' if nested.lengths() is None else ''}gaps"
         raise SharedPromptError(explain("input_ids", "2 dimensions and no gaps between the sequences", got))
-    values = arguments.integers("input_ids", nested.values(), 1)
+    values = checks.integers("input_ids", nested.values(), 1)
     given = as_fetched("prompt_lens", prompt_lens)
     (tokens, offsets, *fetched), labels = fetch([values, nested.offsets(), *given], group_ids)
     totals = offsets.diff().tolist()
@@ -219,7 +219,7 @@ def group_by_prompt(
         SharedPromptError: an empty prompt; samples of one group id with different prompts; an argument that is not as
             described.
     """
-    arguments.flag("verify", verify)
+    checks.flag("verify", verify)
     given = all_tokens([*sequences_of("prompts", prompts)], ("prompts",))
     tokens = [] if group_ids is not None and not verify else [joined(given)]
     fetched, ids = fetch(tokens, group_ids)
@@ -244,11 +244,11 @@ class _Options(NamedTuple):
     def checked(boundary: Any, drop_last: Any, most_responses: Any, multiple: Any, device: Any) -> _Options:
         """The options of all forms of packing."""
         return _Options(
-            arguments.choice("boundary", boundary, BOUNDARIES),
-            arguments.flag("drop_last", drop_last),
-            None if most_responses is None else arguments.integer("max_responses_per_group", most_responses, 1),
-            1 if multiple is None else arguments.integer("pad_to_multiple_of", multiple, 1, MAX_ROWS),
-            None if device is None else arguments.device(device),
+            checks.choice("boundary", boundary, BOUNDARIES),
+            checks.flag("drop_last", drop_last),
+            None if most_responses is None else checks.integer("max_responses_per_group", most_responses, 1),
+            1 if multiple is None else checks.integer("pad_to_multiple_of", multiple, 1, MAX_ROWS),
+            None if device is None else checks.device(device),
         )
 
 
@@ -263,7 +263,7 @@ def _packed_by_kernels(
         return None
     target = prompts[0].device
     compiled = packing_module((), target)
-    if compiled is None or not (device is None or same_device(arguments.device(device), target)):
+    if compiled is None or not (device is None or same_device(checks.device(device), target)):
         return None
     lists = (one if type(one) is list else [*one] for one in (prompts, responses))
     found = compiled.pack_lists(*lists, _shift(boundary), *rest)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import arguments
+from .. import checks
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
 from ..host import untraced
@@ -50,7 +50,7 @@ def split_by_token_budget(
     """
 
     def fill() -> tuple[list[list[int]], Sequence[Sequence[int]]]:
-        budget = arguments.integer("max_tokens", max_tokens, 1)
+        budget = checks.integer("max_tokens", max_tokens, 1)
         checked, prompts, responses = _checked_groups(groups, prompt_lens, response_lens)
         longest = [prompts[index] + responses[index] for members in checked for index in members]
         # Groups that fit stay whole.
@@ -117,20 +117,20 @@ def _check_process_group(dp_group: Any) -> None:
     is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not is_running or not isinstance(dp_group, torch.distributed.ProcessGroup):
         expected = "a process group of an initialised torch.distributed, or None"
-        raise SharedPromptTypeError(explain("dp_group", expected, arguments.describe(dp_group)))
+        raise SharedPromptTypeError(explain("dp_group", expected, checks.describe(dp_group)))
 
 
 def _checked_groups(groups: Any, prompt_lens: Any, response_lens: Any) -> tuple[list[list[int]], list[int], list[int]]:
     """Groups of samples that exist, each once, with one prompt a group."""
-    prompts = arguments.lengths("prompt_lens", prompt_lens, least=1)
-    responses = arguments.lengths("response_lens", response_lens, len(prompts), "prompt_lens")
+    prompts = checks.lengths("prompt_lens", prompt_lens, least=1)
+    responses = checks.lengths("response_lens", response_lens, len(prompts), "prompt_lens")
     checked: list[list[int]] = []
     seen: set[int] = set()
-    for number, members in enumerate(arguments.items("groups", groups, "lists of sample indices")):
+    for number, members in enumerate(checks.items("groups", groups, "lists of sample indices")):
         name = f"groups[{number}]"
         indices = [
-            arguments.integer(f"{name}[{at}]", one, 0, len(prompts) - 1)
-            for at, one in enumerate(arguments.items(name, members, "sample indices"))
+            checks.integer(f"{name}[{at}]", one, 0, len(prompts) - 1)
+            for at, one in enumerate(checks.items(name, members, "sample indices"))
         ]
         if not indices:
             raise SharedPromptError(explain(name, "at least one sample", "none"))
@@ -246,11 +246,11 @@ def balance_groups(
     Raises:
         SharedPromptError: an argument is not as described, unequal prompts in a group, a B that cannot be divided.
     """
-    prompts = arguments.lengths("prompt_lens", prompt_lens, least=1)
+    prompts = checks.lengths("prompt_lens", prompt_lens, least=1)
     samples = len(prompts)
-    responses = arguments.lengths("response_lens", response_lens, samples, "prompt_lens")
+    responses = checks.lengths("response_lens", response_lens, samples, "prompt_lens")
     ranks, share = ranks_and_share(samples, num_ranks, token_cost, "samples")
-    given = arguments.group_ids(group_ids)
+    given = checks.group_ids(group_ids)
     ids = given.tolist() if isinstance(given, Tensor) else given
     check_count(ids, samples)
     groups = groups_of(ids)
@@ -267,9 +267,9 @@ def balance_groups(
 
 def ranks_and_share(count: int, num_ranks: Any, token_cost: Any, of: str) -> tuple[int, int]:
     """The ranks, and how many of `count` each gets, if the arguments are as described."""
-    ranks: int = arguments.integer("num_ranks", num_ranks, 1)
+    ranks: int = checks.integer("num_ranks", num_ranks, 1)
     if isinstance(token_cost, bool) or not isinstance(token_cost, (int, float)) or not 0 <= token_cost < math.inf:
-        raise SharedPromptTypeError(explain("token_cost", "a finite number >= 0", arguments.describe(token_cost)))
+        raise SharedPromptTypeError(explain("token_cost", "a finite number >= 0", checks.describe(token_cost)))
     if count % ranks != 0:
         raise SharedPromptError(explain("num_ranks", f"a divisor of the {count} {of}", num_ranks))
     return ranks, count // ranks

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import arguments
+from .. import checks
 from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError
 from ..host import SeparatelyPickled, ints, same_device, to_device, untraced
@@ -178,7 +178,7 @@ class PrefixTreeBatch(SeparatelyPickled):
         Raises:
             SharedPromptError: there is no such device.
         """
-        device = arguments.device(device)
+        device = checks.device(device)
         if same_device(device, self.input_ids.device):
             return self
         own = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -250,8 +250,8 @@ def pack_prefix_tree(
             described, or an option that is not as described.
     """
     if pad_to_multiple_of is not None:
-        arguments.integer("pad_to_multiple_of", pad_to_multiple_of, 1, MAX_ROWS)
-    chosen = None if device is None else arguments.device(device)
+        checks.integer("pad_to_multiple_of", pad_to_multiple_of, 1, MAX_ROWS)
+    chosen = None if device is None else checks.device(device)
     rule = _Rule.checked(boundary, min_shared, max_depth, borders)
     given, lengths = _checked(sequences)
     tokens = [joined(given, "sequences")]
@@ -306,18 +306,18 @@ class _Rule(NamedTuple):
 
     @staticmethod
     def checked(boundary: Any, min_shared: Any, max_depth: Any, borders: Any) -> _Rule:
-        arguments.choice("boundary", boundary, BOUNDARIES)
+        checks.choice("boundary", boundary, BOUNDARIES)
         if borders is not None:
             for name, value in (("min_shared", min_shared), ("max_depth", max_depth)):
                 if value is not None:
                     raise SharedPromptError(explain(name, "None with borders, which say where nodes begin", value))
-            borders = arguments.items("borders", borders, "lists of positions")
+            borders = checks.items("borders", borders, "lists of positions")
         if min_shared is None:
             min_shared = MIN_SHARED
         if max_depth is not None:
-            arguments.integer("max_depth", max_depth, 1)
+            checks.integer("max_depth", max_depth, 1)
         return _Rule(
-            1 if boundary == "replicate" else 0, arguments.integer("min_shared", min_shared, 1), max_depth, borders
+            1 if boundary == "replicate" else 0, checks.integer("min_shared", min_shared, 1), max_depth, borders
         )
 
     def nodes(self, ids: Tensor, lengths: list[int], groups: list[Any] | None) -> tuple[Nodes, int]:
@@ -340,10 +340,10 @@ def _checked_borders(borders: Sequence[Any], lengths: Sequence[int]) -> list[Seq
     checked: list[Sequence[int]] = []
     for index, (given, length) in enumerate(zip(borders, lengths)):
         is_plain = type(given) in (tuple, list) and {*map(type, given)} <= {int}
-        own = given if is_plain else arguments.lengths(f"borders[{index}]", given)
+        own = given if is_plain else checks.lengths(f"borders[{index}]", given)
         if own and not (own[0] > 0 and own[-1] <= length and all(map(lt, own, own[1:]))):
             expected = f"rising positions from 1 to {length}"
-            raise SharedPromptError(explain(f"borders[{index}]", expected, arguments.describe(own)))
+            raise SharedPromptError(explain(f"borders[{index}]", expected, checks.describe(own)))
         checked.append(own)
     return checked
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import arguments
+from .. import checks
 from ..checks import explain
 from ..errors import SharedPromptError
 from ..host import untraced
@@ -41,8 +41,8 @@ def split_tree_by_token_budget(tree: PrefixTree, max_tokens: int, *, dp_group: A
     """
 
     def fill() -> tuple[list[list[int]], list[list[int]]]:
-        arguments.instance("tree", tree, PrefixTree)
-        budget = arguments.integer("max_tokens", max_tokens, 1)
+        checks.instance("tree", tree, PrefixTree)
+        budget = checks.integer("max_tokens", max_tokens, 1)
         for index, length in enumerate(tree.sequence_lens):
             if length > budget:
                 needed = f"at least {length}, the tokens of sequence {index}"
@@ -110,7 +110,7 @@ def balance_tree(tree: PrefixTree, num_ranks: int, *, token_cost: float = 0.0) -
     Raises:
         SharedPromptError: an argument is not as described, a B that cannot be divided.
     """
-    arguments.instance("tree", tree, PrefixTree)
+    checks.instance("tree", tree, PrefixTree)
     ranks, share = ranks_and_share(len(tree.leaves), num_ranks, token_cost, "sequences")
     tops = _tops(tree, share)
     loads = _Loads(tree, tops, ranks, token_cost)

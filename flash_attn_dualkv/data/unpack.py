@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import arguments
+from .. import checks
 from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError, SharedPromptTypeError
 from .batch import SharedPromptBatch
@@ -40,10 +40,10 @@ def unpack_logprobs(
             response.
     """
     if not isinstance(batch, PrefixTreeBatch):
-        arguments.instance("batch", batch, SharedPromptBatch)
+        checks.instance("batch", batch, SharedPromptBatch)
     values = _of_response_tokens(values, batch, per_row)
     samples, longest = len(batch.scored_lens), max(batch.scored_lens)
-    columns = longest if width is None else arguments.integer("width", width, longest, MAX_ROWS)
+    columns = longest if width is None else checks.integer("width", width, longest, MAX_ROWS)
     check_fill(fill, values.dtype)
     filled = values.new_full((samples * longest,), fill).scatter_(0, batch.padded_index, values).view(samples, longest)
     return filled if columns == longest else torch.nn.functional.pad(filled, (0, columns - longest), value=fill)
@@ -59,7 +59,7 @@ def unpack_to_jagged(values: Tensor, batch: SharedPromptBatch, *, per_row: bool 
         nested (B, P_i + R_i): the value of response token j stands at P_i - 1 + j, where a model's unshifted output
         scores it; 0 elsewhere.
     """
-    arguments.instance("batch", batch, SharedPromptBatch)
+    checks.instance("batch", batch, SharedPromptBatch)
     values = _of_response_tokens(values, batch, per_row)
     rows = values.new_zeros((batch.num_replicated_tokens,)).scatter_(0, batch.jagged_index, values)
     totals = [prompt + response for prompt, response in zip(batch.prompt_lens, batch.response_lens)]
@@ -71,7 +71,7 @@ def unpack_to_jagged(values: Tensor, batch: SharedPromptBatch, *, per_row: bool 
 def check_fill(fill: float, dtype: torch.dtype) -> None:
     """SharedPromptError for what is no number of that type."""
     if isinstance(fill, bool) or not isinstance(fill, (int, float)):
-        raise SharedPromptTypeError(explain("fill", "a float", arguments.describe(fill)))
+        raise SharedPromptTypeError(explain("fill", "a float", checks.describe(fill)))
     if fill == 0:  # a number of every type: the usual case needs no operator
         return
     try:
@@ -81,9 +81,9 @@ def check_fill(fill: float, dtype: torch.dtype) -> None:
 
 
 def _of_response_tokens(values: Tensor, batch: SharedPromptBatch | PrefixTreeBatch, per_row: bool | None) -> Tensor:
-    arguments.instance("values", values, Tensor)
+    checks.instance("values", values, Tensor)
     if per_row is not None:
-        arguments.flag("per_row", per_row)
+        checks.flag("per_row", per_row)
     if values.is_nested or values.layout != torch.strided:
         raise SharedPromptTypeError(explain("values", "a dense tensor", f"one of layout {values.layout}"))
     if values.device != batch.token_index.device:
