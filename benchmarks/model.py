@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
-from flash_attn_dualkv import pack_shared_prompts
-from flash_attn_dualkv.data.tree import pack_prefix_tree
+from flash_attn_dualkv import pack_prefix_tree, pack_shared_prompts
 from flash_attn_dualkv.integrations.lm_head import rows_of_a_chunk
 from flash_attn_dualkv.integrations.transformers import register, shared_prompt_forward
 

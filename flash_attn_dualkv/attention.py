@@ -175,30 +175,25 @@ def flash_attn_dualkv_varlen_func(
             tensors.
         RuntimeError: CUDA tensors in an installation without the compiled module.
     """
-    tensors: tuple[Tensor, ...] = (q, k_context, v_context, k_decoded, v_decoded)
-    checks.check_are_tensors(_SHARED_NAMES, tensors)
-    checks.check_device("q", q)
-    q, k_context, v_context, k_decoded, v_decoded = tensors = checks.autocast(tensors)
-    checks.check_alike(_SHARED_NAMES, tensors)
-    checks.check_query_shape(q)
+    q, k_context, v_context, k_decoded, v_decoded = checks.inputs(
+        _SHARED_NAMES, (q, k_context, v_context, k_decoded, v_decoded)
+    )
     checks.check_pair_shape(q, "k_context", k_context, "v_context", v_context)
     checks.check_pair_shape(q, "k_decoded", k_decoded, "v_decoded", v_decoded)
-    checks.check_same_heads("k_decoded", k_decoded, "k_context", k_context)
-    checks.check_same_width("v_decoded", v_decoded, "v_context", v_context)
-    checks.check_apart("k_decoded", k_decoded, "k_context", k_context)
-    checks.check_apart("v_decoded", v_decoded, "v_context", v_context)
+    checks.check_decoded(k_decoded, v_decoded, k_context, v_context)
     checks.check_offsets("cu_seqlens_q", cu_seqlens_q, q.device)
     sequences = cu_seqlens_q.shape[0] - 1
     checks.check_offsets("cu_seqlens_k_decoded", cu_seqlens_k_decoded, q.device, sequences + 1, "cu_seqlens_q")
     checks.check_grouping(cu_seqlens_context, cu_seqs_per_context, sequences, q.device)
-    checks.check_length("max_seqlen_q", max_seqlen_q)
-    checks.check_length("context_seqlen", context_seqlen)
-    checks.check_length("max_seqlen_k_decoded", max_seqlen_k_decoded)
-    if cu_seqlens_context is None:
-        checks.check_context_length(context_seqlen, k_context.shape[0])
-    checks.check_flag("causal", causal)
-    checks.check_flag("deterministic", deterministic)
-    checks.check_flag("return_lse", return_lse)
+    max_seqlen_q = checks.integer("max_seqlen_q", max_seqlen_q, 0)
+    context_seqlen = checks.integer("context_seqlen", context_seqlen, 0)
+    max_seqlen_k_decoded = checks.integer("max_seqlen_k_decoded", max_seqlen_k_decoded, 0)
+    if cu_seqlens_context is None and context_seqlen != k_context.shape[0]:
+        expected = f"{k_context.shape[0]} (the rows of k_context, as cu_seqlens_context is not given)"
+        raise ValueError(checks.explain("context_seqlen", expected, context_seqlen))
+    checks.flag("causal", causal)
+    checks.flag("deterministic", deterministic)
+    checks.flag("return_lse", return_lse)
     checks.check_sinks(sinks, q)
     scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
     causal, window, cap = checks.resolve_variant(causal, window_size, softcap)
@@ -312,21 +307,16 @@ def flash_attn_varlen_func(
         TypeError, ValueError, RuntimeError: as there.
         NotImplementedError: as there, or an option that is not implemented is used; the message names it.
     """
-    checks.check_flag("causal", causal)
-    checks.check_flag("deterministic", deterministic)
-    checks.check_flag("return_attn_probs", return_attn_probs)
+    checks.flag("causal", causal)
+    checks.flag("deterministic", deterministic)
+    checks.flag("return_attn_probs", return_attn_probs)
     checks.check_unimplemented(dropout_p, alibi_slopes, block_table)
-    tensors: tuple[Tensor, ...] = (q, k, v)
-    checks.check_are_tensors(_PLAIN_NAMES, tensors)
-    checks.check_device("q", q)
-    q, k, v = tensors = checks.autocast(tensors)
-    checks.check_alike(_PLAIN_NAMES, tensors)
-    checks.check_query_shape(q)
+    q, k, v = checks.inputs(_PLAIN_NAMES, (q, k, v))
     checks.check_pair_shape(q, "k", k, "v", v)
     checks.check_offsets("cu_seqlens_q", cu_seqlens_q, q.device)
     checks.check_offsets("cu_seqlens_k", cu_seqlens_k, q.device, cu_seqlens_q.shape[0], "cu_seqlens_q")
-    checks.check_length("max_seqlen_q", max_seqlen_q)
-    checks.check_length("max_seqlen_k", max_seqlen_k)
+    max_seqlen_q = checks.integer("max_seqlen_q", max_seqlen_q, 0)
+    max_seqlen_k = checks.integer("max_seqlen_k", max_seqlen_k, 0)
     scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
     causal, window, cap = checks.resolve_variant(causal, window_size, softcap)
 

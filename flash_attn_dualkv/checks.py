@@ -1,19 +1,25 @@
-"""Argument checks: each violated precondition is an error that names the argument, what was expected and what was got.
+"""Checks of what callers give; an error names the argument, what was expected and what was got.
 
-Nothing here reads the contents of a tensor, so the checks neither synchronise with a device nor break a trace.
-The values of offset tensors are checked in `nodes.py`.
+Functions named after a kind (`integer`, `lengths`) return the value in the form that is used and raise a
+`SharedPromptError`, which is a ValueError and for a wrong type a TypeError too; `check_...` return nothing.
+Nothing that attention calls reads a tensor's contents, so it neither waits for a device nor breaks a trace.
+The values of offsets are checked in `nodes.py`.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-import os
-from collections.abc import Sequence
-from typing import Any
+import reprlib
+from collections.abc import Hashable, Iterable, Sequence, Sized
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from .errors import SharedPromptError, SharedPromptTypeError
+
+T = TypeVar("T")
 
 MAX_HEAD_DIM = 512
 PORTABLE_HEAD_DIM = 256  # the largest of the kernels that are not Hopper's alone
@@ -25,10 +31,156 @@ MAX_ROWS = 2**30
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+_WITHOUT_OPERATORS = (torch.uint16, torch.uint32, torch.uint64)
+# Iterable, but not a list of samples: their elements have no order, or are no samples.
+_NOT_LISTS = (str, bytes, bytearray, dict, set, frozenset)
+
 
 def explain(name: str, expected: object, got: object) -> str:
     """The wording of every argument error."""
     return f"{name}: expected {expected}, got {got}"
+
+
+# --- kinds of values --------------------------------------------------------------------------------------------------
+
+
+def describe(value: object) -> str:
+    """A value in an error message: never longer than a line."""
+    if isinstance(value, Tensor):
+        kind = "nested" if value.is_nested else f"of shape {tuple(value.shape)}"
+        return f"a tensor {kind} and {value.dtype} on {value.device}"
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, list, tuple)):
+        return reprlib.repr(value)
+    return f"a {type(value).__name__}" if not isinstance(value, type) else f"the class {value.__name__}"
+
+
+def integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """An int (no bool, no tensor) within the bounds."""
+    try:
+        if isinstance(value, (bool, Tensor)):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise SharedPromptTypeError(explain(name, _an_int(least, most), describe(value))) from None
+    if (least is not None and number < least) or (most is not None and number > most):
+        raise SharedPromptError(explain(name, _an_int(least, most), number))
+    return number
+
+
+def _an_int(least: int | None, most: int | None) -> str:
+    bounds = [f"{sign} {bound}" for sign, bound in ((">=", least), ("<=", most)) if bound is not None]
+    return " ".join(("an int", " and ".join(bounds))).rstrip()
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool; "no" and 0 are none."""
+    if not isinstance(value, bool):
+        raise SharedPromptTypeError(explain(name, "a bool", describe(value)))
+    return value
+
+
+def number(name: str, value: Any, *, zero: bool = False, expected: str = "a float") -> float:
+    """A finite number > 0, or with `zero` also 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise SharedPromptTypeError(explain(name, expected, describe(value)))
+    if not (0.0 < value < math.inf or (zero and value == 0.0)):
+        raise SharedPromptError(explain(name, f"a finite number {'>=' if zero else '>'} 0", value))
+    return float(value)
+
+
+def choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    """One of the choices."""
+    if not isinstance(value, str) or value not in choices:
+        raise SharedPromptError(explain(name, " or ".join(map(repr, choices)), describe(value)))
+    return value
+
+
+def instance(name: str, value: Any, kind: type[T], hint: str = "") -> T:
+    """A value of that class."""
+    if not isinstance(value, kind):
+        raise SharedPromptTypeError(explain(name, f"a {kind.__name__}{hint}", describe(value)))
+    return value
+
+
+def items(name: str, values: Any, of: str) -> Sequence[Any]:
+    """A list, a tuple or something like them, with a length and an order."""
+    if type(values) is list:  # to ask whether it is a Sequence takes longer
+        return values
+    if not isinstance(values, Sequence) or isinstance(values, _NOT_LISTS):
+        is_array = isinstance(values, Sized) and hasattr(values, "__getitem__") and not isinstance(values, _NOT_LISTS)
+        if not is_array or getattr(values, "ndim", 1) == 0:
+            raise SharedPromptTypeError(explain(name, f"a list of {of}", describe(values)))
+        return list(values)
+    return values
+
+
+def integers(name: str, tensor: Any, dimensions: int, also: Sequence[torch.dtype] = ()) -> Tensor:
+    """A dense integer tensor with numbers in it, of that many dimensions; int64 for types that lack operators."""
+    if not isinstance(tensor, Tensor):
+        raise SharedPromptTypeError(explain(name, "an integer tensor", describe(tensor)))
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise SharedPromptTypeError(explain(name, "a dense integer tensor", f"one of layout {tensor.layout}"))
+    if tensor.is_meta:
+        raise SharedPromptError(explain(name, "a tensor that has values", "one on meta"))
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    if not is_integer and tensor.dtype not in also:
+        raise SharedPromptTypeError(explain(name, "integers", tensor.dtype))
+    if tensor.dim() != dimensions:
+        raise SharedPromptError(explain(name, f"{dimensions} dimension(s)", f"shape {tuple(tensor.shape)}"))
+    return tensor.to(torch.int64) if tensor.dtype in _WITHOUT_OPERATORS else tensor
+
+
+def lengths(name: str, values: Any, count: int | None = None, like: str = "", least: int = 0) -> list[int]:
+    """Numbers of tokens, a list or a 1-D integer tensor, `count` of them (as `like`)."""
+    given = integers(name, values, 1).tolist() if isinstance(values, Tensor) else items(name, values, "ints")
+    if count is not None and len(given) != count:
+        raise SharedPromptError(explain(name, f"{count} of them (as {like})", len(given)))
+    if set(map(type, given)) <= {int} and min(given, default=least) >= least:
+        return list(given)
+    return [integer(f"{name}[{index}]", one, least) for index, one in enumerate(given)]
+
+
+def group_ids(values: Any) -> list[Hashable] | Tensor:
+    """Ids of groups: hashable values, or one integer tensor, which is left where it is."""
+    expected = "hashable values or one integer tensor"
+    if isinstance(values, Tensor):
+        return integers("group_ids", values, 1)
+    if not isinstance(values, Iterable) or isinstance(values, _NOT_LISTS):
+        raise SharedPromptTypeError(explain("group_ids", expected, describe(values)))
+    try:
+        ids = list(values)
+    except TypeError:  # an array of no dimensions
+        raise SharedPromptTypeError(explain("group_ids", expected, describe(values))) from None
+    for index, one in enumerate(ids):
+        # Equal tensors have different hashes.
+        if isinstance(one, Tensor) or not _is_hashable(one):
+            raise SharedPromptTypeError(
+                explain(f"group_ids[{index}]", "a hashable value that is no tensor", describe(one))
+            )
+    return ids
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def device(value: Any) -> torch.device:
+    """A device that is there."""
+    try:
+        chosen = torch.device(value)
+    except (RuntimeError, TypeError, ValueError):
+        expected = 'a device such as "cpu", "cuda" or "cuda:0"'
+        raise SharedPromptError(explain("device", expected, describe(value))) from None
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise SharedPromptError(explain("device", f"one of {torch.cuda.device_count()} visible GPUs", chosen))
+    return chosen
+
+
+# --- tensors and options of attention ---------------------------------------------------------------------------------
 
 
 def check_are_tensors(names: Sequence[str], values: Sequence[Any]) -> None:
@@ -48,11 +200,23 @@ def check_device(name: str, tensor: Tensor) -> None:
         raise ValueError(explain(name, "an NVIDIA CUDA or CPU tensor", f"device {tensor.device} (unsupported)"))
 
 
-def check_alike(names: Sequence[str], tensors: Sequence[Tensor], allowed: Sequence[torch.dtype] | None = None) -> None:
-    """Check rank, dtype, device, strides and rows of q, k and v tensors; the first one sets dtype and device.
+def inputs(names: Sequence[str], values: Sequence[Any], allowed: Sequence[torch.dtype] | None = None) -> list[Tensor]:
+    """q (total_q, H, d) and the k and v tensors behind it, cast as autocast casts them; TypeError, ValueError.
 
     `allowed` are the dtypes of whoever computes; None for those of the device's own implementation.
     """
+    check_are_tensors(names, values)
+    check_device(names[0], values[0])
+    tensors = autocast(values)
+    _check_alike(names, tensors, allowed)
+    if tensors[0].shape[1] < 1:
+        raise ValueError(explain(names[0], "at least one head", f"shape {tuple(tensors[0].shape)}"))
+    _check_head_dim(names[0], tensors[0].shape[2])
+    return tensors
+
+
+def _check_alike(names: Sequence[str], tensors: Sequence[Tensor], allowed: Sequence[torch.dtype] | None) -> None:
+    """Check rank, dtype, device, strides and rows of q, k and v tensors; the first one sets dtype and device."""
     dtype, device = tensors[0].dtype, tensors[0].device
     if allowed is None:
         allowed = CUDA_DTYPES if device.type == "cuda" else CPU_DTYPES
@@ -71,25 +235,6 @@ def check_alike(names: Sequence[str], tensors: Sequence[Tensor], allowed: Sequen
             raise ValueError(explain(name, f"fewer than {MAX_ROWS} rows", shape[0]))
         if tensor.stride(2) != 1 and shape[2] != 1 and tensor.numel() != 0:
             raise ValueError(explain(name, "a contiguous last dimension (stride 1)", f"stride {tensor.stride(2)}"))
-
-
-def check_query_shape(q: Tensor) -> None:
-    """Check heads and head dimension of q (total_q, H, d)."""
-    _, heads, head_dim = q.shape
-    if heads < 1:
-        raise ValueError(explain("q", "at least one head", f"shape {tuple(q.shape)}"))
-    _check_head_dim("q", head_dim)
-
-
-def max_head_dim(device: torch.device) -> int:
-    """The largest head dimension on a device: of this build's kernels for that GPU, or of the reference on the CPU."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return MAX_HEAD_DIM
-    from .ops import build_info
-
-    is_hopper = torch.cuda.get_device_capability(device)[0] == 9 and os.environ.get("DUALKV_KERNELS") != "sm80"
-    has_wide = MAX_HEAD_DIM in build_info()["head_dims"].get("sm90", ())
-    return MAX_HEAD_DIM if is_hopper and has_wide else PORTABLE_HEAD_DIM
 
 
 def _check_head_dim(name: str, head_dim: int) -> None:
@@ -114,20 +259,23 @@ def check_pair_shape(q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tensor) 
     _check_head_dim(v_name, v.shape[2])
 
 
-def check_same_width(name: str, v: Tensor, other_name: str, other: Tensor) -> None:
-    """ValueError unless both have one head dimension."""
-    if v.shape[2] != other.shape[2]:
-        raise ValueError(explain(name, f"head dimension {other.shape[2]} (as {other_name})", v.shape[2]))
+def check_decoded(k: Tensor, v: Tensor, k_context: Tensor, v_context: Tensor) -> None:
+    """Check k_decoded and v_decoded against the context's keys and values, which they follow.
 
-
-def check_apart(k_name: str, k: Tensor, context_name: str, context: Tensor) -> None:
-    """ValueError for keys that begin with the context's own rows: `k` where `k[context_seqlen:]` is meant.
-
-    Offsets may end before the tensors do, so the rows behind would pass for padding.
+    A tensor that begins with the context's own rows is `k` where `k[context_seqlen:]` is meant: offsets may end before
+    the tensors do, so the rows behind would pass for padding.
     """
-    if k.shape[0] and context.shape[0] and address(k) == address(context) is not None:
-        expected = f"the rows behind the context, such as k[{context.shape[0]}:]"
-        raise ValueError(explain(k_name, expected, f"a tensor that begins with the rows of {context_name}"))
+    if k.shape[1] != k_context.shape[1]:
+        raise ValueError(explain("k_decoded", f"{k_context.shape[1]} heads (as k_context)", k.shape[1]))
+    if v.shape[2] != v_context.shape[2]:
+        raise ValueError(explain("v_decoded", f"head dimension {v_context.shape[2]} (as v_context)", v.shape[2]))
+    for name, decoded, context in (("k", k, k_context), ("v", v, v_context)):
+        rows = context.shape[0]
+        if rows and decoded.shape[0] and address(decoded) == address(context) is not None:
+            expected = f"the rows behind the context, such as {name}[{rows}:]"
+            raise ValueError(
+                explain(f"{name}_decoded", expected, f"a tensor that begins with the rows of {name}_context")
+            )
 
 
 def address(tensor: Tensor) -> int | None:
@@ -138,12 +286,6 @@ def address(tensor: Tensor) -> int | None:
         return tensor.data_ptr()
     except RuntimeError:  # function transforms wrap tensors without memory of their own
         return None
-
-
-def check_same_heads(k_name: str, k: Tensor, other_name: str, other: Tensor) -> None:
-    """Check that two key tensors have the same number of heads."""
-    if k.shape[1] != other.shape[1]:
-        raise ValueError(explain(k_name, f"{other.shape[1]} heads (as {other_name})", k.shape[1]))
 
 
 def check_offsets(
@@ -181,31 +323,6 @@ def check_grouping(cu_seqlens_context: Any, cu_seqs_per_context: Any, sequences:
         raise ValueError(explain("cu_seqlens_context", f"at least one context for {sequences} sequences", 0))
 
 
-def check_length(name: str, value: Any) -> None:
-    """Check a length given as a number: an int (not a bool, not a tensor), not negative."""
-    try:
-        if isinstance(value, (bool, Tensor)):
-            raise TypeError
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(explain(name, "an int", type(value).__name__)) from None
-    if value < 0:
-        raise ValueError(explain(name, "an int >= 0", value))
-
-
-def check_context_length(context_seqlen: int, rows: int) -> None:
-    """Check that, with a single context, its length is the number of its rows."""
-    if context_seqlen != rows:
-        expected = f"{rows} (the rows of k_context, as cu_seqlens_context is not given)"
-        raise ValueError(explain("context_seqlen", expected, context_seqlen))
-
-
-def check_flag(name: str, value: Any) -> None:
-    """TypeError unless the value is a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(explain(name, "a bool", type(value).__name__))
-
-
 def resolve_softmax_scale(softmax_scale: Any, head_dim: int) -> float:
     """The scale of the scores: 1 / sqrt(head_dim) unless given, finite and positive.
 
@@ -213,11 +330,7 @@ def resolve_softmax_scale(softmax_scale: Any, head_dim: int) -> float:
     """
     if softmax_scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
-        raise TypeError(explain("softmax_scale", "a float or None", type(softmax_scale).__name__))
-    if not 0.0 < softmax_scale < math.inf:
-        raise ValueError(explain("softmax_scale", "a finite number > 0", softmax_scale))
-    return float(softmax_scale)
+    return number("softmax_scale", softmax_scale, expected="a float or None")
 
 
 def check_sinks(sinks: Any, q: Tensor) -> None:
@@ -240,11 +353,7 @@ def is_kernel_softcap(softcap: float) -> bool:
 
 def resolve_softcap(softcap: Any) -> float:
     """The bound of the scores, finite and >= 0; 0 for none."""
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-        raise TypeError(explain("softcap", "a float", type(softcap).__name__))
-    if not 0.0 <= softcap < math.inf:
-        raise ValueError(explain("softcap", "a finite number >= 0", softcap))
-    return float(softcap)
+    return number("softcap", softcap, zero=True)
 
 
 def resolve_variant(causal: bool, window_size: Any, softcap: Any) -> tuple[bool, int, float]:
@@ -281,13 +390,13 @@ def check_unimplemented(dropout_p: Any, alibi_slopes: Any, block_table: Any) -> 
         )
 
 
-def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def autocast(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Cast as autocast does for PyTorch's own attention: floating point, other than float64, to its lower precision."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
-        return tensors
+        return [*tensors]
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(one.to(dtype) if _is_castable(one, device_type) else one for one in tensors)
+    return [one.to(dtype) if _is_castable(one, device_type) else one for one in tensors]
 
 
 def _is_castable(tensor: Tensor, device_type: str) -> bool:

@@ -1,22 +1,57 @@
-"""Copies of many small tensors between host and device in one go: each copy by itself costs more than its bytes."""
+"""Work on the host: tensors from lists, copies of many in one go, functions that are not compiled."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from .untraced import untraced
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
+
+# The reason that a broken trace gives.
+REASON = (
+    "packing reads token ids and lengths on the host: pack before the compiled function and hand it the batch, or "
+    "compile without fullgraph=True"
+)
 
 _CODES = {torch.int32: "i", torch.int64: "q"}
 _WRITE = 0x200  # CPython's PyBUF_WRITE
 _memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
+
+
+def untraced(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
+    """Let torch.compile call a function as it is, from whatever code it traces; elsewhere nothing changes.
+
+    `torch.compiler.disable` would import the compiler together with this package, which takes seconds: it is called
+    once there is a trace.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if not disabled:
+            disabled.append(torch.compiler.disable(function, reason=REASON))
+        return disabled[0](*args, **kwargs)
+
+    # What torch.compiler.disable notes on a function: a trace ends here, with this reason.
+    outside._torchdynamo_disable = True  # type: ignore[attr-defined]
+    outside._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
+
+    @functools.wraps(function)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Returned:
+        if torch.compiler.is_compiling():
+            result: Returned = outside(*args, **kwargs)
+            return result
+        return function(*args, **kwargs)
+
+    return call
 
 
 def memory_of(tensor: Tensor) -> memoryview:

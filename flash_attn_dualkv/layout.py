@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments, checks
+from . import checks
 from .errors import SharedPromptLayoutError
-from .host import SeparatelyPickled, runs, same_device, to_device
+from .host import SeparatelyPickled, runs, same_device, to_device, untraced
 from .nodes import host_nodes, mean_keys, tree_table
-from .untraced import untraced
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +66,9 @@ class SharedPromptLayout(SeparatelyPickled):
         Raises:
             SharedPromptError: an argument is not as described, or the order is not depth-first.
         """
-        lens = arguments.lengths("node_lens", node_lens)
-        above = arguments.lengths("parents", parents, len(lens), "node_lens", least=-1)
-        arguments.integer("pad", pad, 0)
+        lens = checks.lengths("node_lens", node_lens)
+        above = checks.lengths("parents", parents, len(lens), "node_lens", least=-1)
+        checks.integer("pad", pad, 0)
         rows = sum(lens) + pad
         if rows >= checks.MAX_ROWS:
             raise SharedPromptLayoutError(checks.explain("node_lens", f"fewer than {checks.MAX_ROWS} rows", rows))
@@ -165,7 +164,7 @@ class SharedPromptLayout(SeparatelyPickled):
         Raises:
             SharedPromptError: `multiple` is no int >= 1.
         """
-        multiple = arguments.integer("multiple", multiple, 1, checks.MAX_ROWS)
+        multiple = checks.integer("multiple", multiple, 1, checks.MAX_ROWS)
         tokens = self.num_tokens - self.pad
         pad = -tokens % multiple
         position_ids = self.position_ids if pad == self.pad else None
@@ -178,7 +177,7 @@ class SharedPromptLayout(SeparatelyPickled):
         Raises:
             SharedPromptError: there is no such device.
         """
-        target = arguments.device(device)
+        target = checks.device(device)
         if same_device(target, self.device):
             return self
         index = torch.cuda.current_device() if target.type == "cuda" and target.index is None else target.index

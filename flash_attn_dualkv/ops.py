@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import platform
 from collections.abc import Sequence
 from types import ModuleType
@@ -23,8 +24,8 @@ from torch.autograd.function import FunctionCtx
 from . import nodes as tables
 from . import reference
 from ._version import __version__
-from .arguments import environment_flag
-from .checks import KERNEL_SOFTCAPS, is_kernel_softcap
+from .checks import KERNEL_SOFTCAPS, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, is_kernel_softcap
+from .environment import environment_flag
 
 Results = tuple[Tensor, Tensor]
 
@@ -437,3 +438,12 @@ def build_info() -> BuildInfo:
         python=platform.python_version(),
         platform=platform.platform(),
     )
+
+
+def max_head_dim(device: torch.device) -> int:
+    """The largest head dimension on a device: of this build's kernels for that GPU, or of the reference on the CPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return MAX_HEAD_DIM
+    is_hopper = torch.cuda.get_device_capability(device)[0] == 9 and os.environ.get("DUALKV_KERNELS") != "sm80"
+    has_wide = MAX_HEAD_DIM in build_info()["head_dims"].get("sm90", ())
+    return MAX_HEAD_DIM if is_hopper and has_wide else PORTABLE_HEAD_DIM

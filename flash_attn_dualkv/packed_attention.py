@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from . import arguments, checks, ops
+from . import checks, ops
 from .errors import SharedPromptError, SharedPromptLayoutError
 from .layout import SharedPromptLayout
 
@@ -121,25 +121,22 @@ def flash_attn_tree_varlen_func(
             tensors.
         RuntimeError: CUDA tensors in an installation without the compiled module.
     """
-    q, k, v = _checked_rows(q, k, v)
-    checks.check_alike(_NAMES, (q, k, v))
-    checks.check_query_shape(q)
+    q, k, v = checks.inputs(_NAMES, (q, k, v))
     checks.check_pair_shape(q, "k", k, "v", v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(checks.explain("k", f"{q.shape[0]} rows (as q)", k.shape[0]))
     checks.check_offsets("cu_seqlens", cu_seqlens, q.device)
     checks.check_offsets("parents", parents, q.device, cu_seqlens.shape[0] - 1, "the nodes of cu_seqlens", least=0)
-    checks.check_flag("deterministic", deterministic)
-    checks.check_flag("return_lse", return_lse)
+    checks.flag("deterministic", deterministic)
+    checks.flag("return_lse", return_lse)
     checks.check_sinks(sinks, q)
-    if mean_keys is not None:
-        checks.check_length("mean_keys", mean_keys)
+    mean_keys = None if mean_keys is None else checks.integer("mean_keys", mean_keys, 0)
     scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
     _, window, cap = checks.resolve_variant(True, window_size, softcap)
 
     nodes = ops.tree_nodes(cu_seqlens, parents, q.shape[0])
     # The lengths are on the device: for all that is known here, a row may see all of them.
-    keys = q.shape[0] if mean_keys is None else min(int(mean_keys), checks.MAX_ROWS)
+    keys = q.shape[0] if mean_keys is None else min(mean_keys, checks.MAX_ROWS)
     out, lse = ops.attend(q, k, v, None, None, sinks, nodes, scale, True, window, -1, cap, False, keys, deterministic)
     return (out, lse) if return_lse else out
 
@@ -196,14 +193,15 @@ def shared_prompt_attention(
         NotImplementedError: a softcap below 0.01 or above 1000 with the CUDA kernels.
         RuntimeError: CUDA tensors in an installation without the compiled module.
     """
-    q, k, v = _checked_rows(q, k, v)
-    in_reference = _is_reference(backend, q)
-    checks.check_alike(_NAMES, (q, k, v), checks.CPU_DTYPES if in_reference else None)
-    checks.check_query_shape(q)
+    checks.choice("backend", backend, BACKENDS)
+    q, k, v = checks.inputs(_NAMES, (q, k, v), checks.CPU_DTYPES if backend == "reference" else None)
+    if backend == "cuda" and not q.is_cuda:
+        raise SharedPromptError(checks.explain("backend", f"'auto' or 'reference' for {q.device} tensors", "'cuda'"))
+    in_reference = backend == "reference" or not q.is_cuda
     checks.check_pair_shape(q, "k", k, "v", v)
     _check_layout(layout, q, k)
     _check_positions(layout, position_ids)
-    checks.check_flag("deterministic", deterministic)
+    checks.flag("deterministic", deterministic)
     scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
     window = _resolve_window(sliding_window, layout)
     cap = 0.0 if softcap is None else checks.resolve_softcap(softcap)
@@ -213,20 +211,6 @@ def shared_prompt_attention(
         scale, True, window, -1, cap, in_reference, layout.mean_keys, deterministic,
     )  # fmt: skip
     return out
-
-
-def _checked_rows(q: Any, k: Any, v: Any) -> tuple[Tensor, ...]:
-    """The tensors as autocast wants them."""
-    checks.check_are_tensors(_NAMES, (q, k, v))
-    checks.check_device("q", q)
-    return checks.autocast((q, k, v))
-
-
-def _is_reference(backend: Any, q: Tensor) -> bool:
-    arguments.choice("backend", backend, BACKENDS)
-    if backend == "cuda" and not q.is_cuda:
-        raise SharedPromptError(checks.explain("backend", f"'auto' or 'reference' for {q.device} tensors", "'cuda'"))
-    return backend == "reference" or not q.is_cuda
 
 
 def _check_layout(layout: Any, q: Tensor, k: Tensor) -> None:
@@ -259,7 +243,5 @@ def _resolve_window(sliding_window: Any, layout: SharedPromptLayout) -> int:
     """How many positions before its own a row sees; -1 for a window that hides nothing."""
     if sliding_window is None:
         return -1
-    checks.check_length("sliding_window", sliding_window)
-    if sliding_window < 1:
-        raise SharedPromptError(checks.explain("sliding_window", "an int >= 1 or None", sliding_window))
-    return -1 if sliding_window >= layout.max_sequence else int(sliding_window) - 1
+    window = checks.integer("sliding_window", sliding_window, 1)
+    return -1 if window >= layout.max_sequence else window - 1

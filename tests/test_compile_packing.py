@@ -15,7 +15,7 @@ from samples import assert_same_batch
 from torch import Tensor
 
 import flash_attn_dualkv as api
-from flash_attn_dualkv.data.untraced import REASON, untraced
+from flash_attn_dualkv.host import REASON, untraced
 
 IDS = torch.tensor([[5, 6, 7, 1, 9], [5, 6, 7, 2, 9], [0, 8, 9, 3, 9]])
 MASK = (IDS != 0).long()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from .. import arguments
-from ..checks import explain
-from ..errors import SharedPromptTypeError
-from ..untraced import untraced
+from .. import checks
+from ..host import untraced
 from .prefix_tree import PrefixTree
 from .split import Groups, as_tree, below
 
@@ -43,10 +40,9 @@ def balance(
         SharedPromptError: an argument is not as described.
     """
     tree = as_tree(groups, prompt_lens, response_lens)
-    ranks = arguments.integer("num_ranks", num_ranks, 1)
-    arguments.flag("equal_counts", equal_counts)
-    if isinstance(token_cost, bool) or not isinstance(token_cost, (int, float)) or not 0 <= token_cost < math.inf:
-        raise SharedPromptTypeError(explain("token_cost", "a finite number >= 0", arguments.describe(token_cost)))
+    ranks = checks.integer("num_ranks", num_ranks, 1)
+    checks.flag("equal_counts", equal_counts)
+    checks.number("token_cost", token_cost, zero=True, expected="a finite number >= 0")
     samples = sum(map(len, below(tree, [0] * tree.num_nodes)))
     share, over = divmod(samples, ranks) if equal_counts else (samples, 0)
     tops = _tops(tree, share + (over > 0))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import arguments
+from .. import checks
 from ..checks import explain
 from ..errors import SharedPromptError
 from ..host import SeparatelyPickled, expand, int64s, offsets_of, same_device, take, to_device
@@ -241,7 +241,7 @@ class PackedBatch(SeparatelyPickled):
         Raises:
             SharedPromptError: there is no such device.
         """
-        device = arguments.device(device)
+        device = checks.device(device)
         if same_device(device, self.input_ids.device):
             return self
         own = {one.name: getattr(self, one.name) for one in fields(self)}

@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import arguments
+from .. import checks
 from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError
-from ..host import int64s, offsets_of, take
-from ..untraced import untraced
+from ..host import int64s, offsets_of, take, untraced
 from .batch import PackedBatch, Tokens, pack_tokens
 from .prefix_tree import BOUNDARIES, Boundary, PrefixTree
 from .samples import (
@@ -147,15 +146,15 @@ def pack_padded(
         SharedPromptError: as there; a mask with holes.
     """
     options = _Options.checked(boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device)
-    input_ids = arguments.integers("input_ids", input_ids, 2)
-    attention_mask = arguments.integers("attention_mask", attention_mask, 2, (torch.bool,))
+    input_ids = checks.integers("input_ids", input_ids, 2)
+    attention_mask = checks.integers("attention_mask", attention_mask, 2, (torch.bool,))
     if attention_mask.shape != input_ids.shape:
         expected = f"shape {tuple(input_ids.shape)} (as input_ids)"
         raise SharedPromptError(explain("attention_mask", expected, tuple(attention_mask.shape)))
     given = as_fetched("prompt_length", prompt_length)
     parts = {"attention_mask": attention_mask}
     if not given and (hasattr(prompt_length, "__index__") or not hasattr(prompt_length, "__len__")):
-        columns = arguments.integer("prompt_length", prompt_length, 0, input_ids.shape[1])
+        columns = checks.integer("prompt_length", prompt_length, 0, input_ids.shape[1])
         prompts, responses = attention_mask[:, :columns], attention_mask[:, columns:]
         parts = {"attention_mask (prompts)": prompts, "attention_mask (responses)": responses}
     # The host needs some numbers of each row, not the mask.
@@ -180,7 +179,7 @@ def pack_padded(
     def flat(name: str, values: Any) -> Tensor:
         if not isinstance(values, Tensor) or values.shape[-2:] != input_ids.shape:
             expected = f"a tensor of shape (..., {len(input_ids)}, {input_ids.shape[1]}), as input_ids"
-            raise SharedPromptError(explain(f"row_values[{name!r}]", expected, arguments.describe(values)))
+            raise SharedPromptError(explain(f"row_values[{name!r}]", expected, checks.describe(values)))
         return values.flatten(-2).index_select(-1, kept.to(values.device))
 
     kept = selected(torch.arange(input_ids.numel(), device=input_ids.device), attention_mask, count)
@@ -218,13 +217,13 @@ def pack_jagged(
     """
     options = _Options.checked(boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device)
     if not isinstance(input_ids, Tensor) or not input_ids.is_nested or input_ids.layout != torch.jagged:
-        expected, got = "a nested tensor with torch.jagged layout", arguments.describe(input_ids)
+        expected, got = "a nested tensor with torch.jagged layout", checks.describe(input_ids)
         raise SharedPromptError(explain("input_ids", expected, "another one" if isinstance(input_ids, Tensor) else got))
     nested: Any = input_ids  # a type checker knows nothing of its methods
     if nested.dim() != 2 or nested.lengths() is not None:
         got = f"{nested.dim()} dimensions, {'no ' if nested.lengths() is None else ''}gaps"
         raise SharedPromptError(explain("input_ids", "2 dimensions and no gaps between the sequences", got))
-    values = arguments.integers("input_ids", nested.values(), 1)
+    values = checks.integers("input_ids", nested.values(), 1)
     given = as_fetched("prompt_lens", prompt_lens)
     (tokens, offsets, *fetched), labels = fetch([values, nested.offsets(), *given], group_ids)
     totals = offsets.diff().tolist()
@@ -291,7 +290,7 @@ def pack_prefix_tree(
             described, a tree of other sequences, or an option that is not as described.
     """
     multiple = _multiple(pad_to_multiple_of)
-    target = None if device is None else arguments.device(device)
+    target = None if device is None else checks.device(device)
     if tree is not None:
         boundary, borders = _of_tree(tree, sequences, boundary, borders)
     by_token = {("row_values", name): one for name, one in _named("row_values", row_values)}
@@ -332,7 +331,7 @@ def group_by_prompt(
         SharedPromptError: an empty prompt; samples of one group id with different prompts; an argument that is not as
             described.
     """
-    arguments.flag("verify", verify)
+    checks.flag("verify", verify)
     given = all_tokens([*sequences_of("prompts", prompts)], ("prompts",))
     tokens = [] if group_ids is not None and not verify else [joined(given)]
     fetched, ids = fetch(tokens, group_ids)
@@ -385,16 +384,16 @@ class _Options(NamedTuple):
     @staticmethod
     def checked(boundary: Any, drop_last: Any, most_responses: Any, multiple: Any, device: Any) -> _Options:
         return _Options(
-            arguments.choice("boundary", boundary, BOUNDARIES),
-            arguments.flag("drop_last", drop_last),
-            None if most_responses is None else arguments.integer("max_responses_per_group", most_responses, 1),
+            checks.choice("boundary", boundary, BOUNDARIES),
+            checks.flag("drop_last", drop_last),
+            None if most_responses is None else checks.integer("max_responses_per_group", most_responses, 1),
             _multiple(multiple),
-            None if device is None else arguments.device(device),
+            None if device is None else checks.device(device),
         )
 
 
 def _multiple(pad_to_multiple_of: Any) -> int:
-    return 1 if pad_to_multiple_of is None else arguments.integer("pad_to_multiple_of", pad_to_multiple_of, 1, MAX_ROWS)
+    return 1 if pad_to_multiple_of is None else checks.integer("pad_to_multiple_of", pad_to_multiple_of, 1, MAX_ROWS)
 
 
 def _pack(tokens: Tokens, groups: list[list[int]], prompt_lens: list[int], options: _Options) -> PackedBatch:
@@ -416,15 +415,15 @@ class _Rule(NamedTuple):
 
     @staticmethod
     def checked(boundary: Any, min_shared: Any, max_depth: Any, borders: Any) -> _Rule:
-        boundary = arguments.choice("boundary", "gather" if boundary is None else boundary, BOUNDARIES)
+        boundary = checks.choice("boundary", "gather" if boundary is None else boundary, BOUNDARIES)
         if borders is not None:
             for name, value in (("min_shared", min_shared), ("max_depth", max_depth)):
                 if value is not None:
                     raise SharedPromptError(explain(name, "None with borders, which say where nodes begin", value))
-            borders = arguments.items("borders", borders, "lists of positions")
+            borders = checks.items("borders", borders, "lists of positions")
         if max_depth is not None:
-            arguments.integer("max_depth", max_depth, 1)
-        least = arguments.integer("min_shared", MIN_SHARED if min_shared is None else min_shared, 1)
+            checks.integer("max_depth", max_depth, 1)
+        least = checks.integer("min_shared", MIN_SHARED if min_shared is None else min_shared, 1)
         return _Rule(1 if boundary == "replicate" else 0, least, max_depth, borders)
 
     def tree(self, ids: Tensor, lengths: list[int], groups: list[Any] | None) -> tuple[PrefixTree, int]:
@@ -442,10 +441,10 @@ class _Rule(NamedTuple):
 
 def _of_tree(tree: Any, sequences: Any, boundary: Any, borders: Any) -> tuple[Boundary, Sequence[Any]]:
     """The boundary and the borders of a tree of these sequences."""
-    arguments.instance("tree", tree, PrefixTree)
+    checks.instance("tree", tree, PrefixTree)
     for name, value, own in (("borders", borders, None), ("boundary", boundary, tree.boundary)):
         if value is not None and value != own:
-            raise SharedPromptError(explain(name, f"that of the tree, {own!r}", arguments.describe(value)))
+            raise SharedPromptError(explain(name, f"that of the tree, {own!r}", checks.describe(value)))
     lengths = [len(one) for one in sequences_of("sequences", sequences)]
     if lengths != [*tree.sequence_lens]:
         expected = f"that of these {len(lengths)} sequences"
@@ -462,11 +461,11 @@ class _Pick(NamedTuple):
     @staticmethod
     def of(sequences: Any, chosen: Any) -> _Pick:
         total = len(sequences_of("sequences", sequences))
-        given = arguments.items("chosen", chosen, "indices of sequences")
-        return _Pick(total, [arguments.integer(f"chosen[{at}]", one, 0, total - 1) for at, one in enumerate(given)])
+        given = checks.items("chosen", chosen, "indices of sequences")
+        return _Pick(total, [checks.integer(f"chosen[{at}]", one, 0, total - 1) for at, one in enumerate(given)])
 
     def __call__(self, name: str, values: Any) -> list[Any]:
-        given = values.tolist() if isinstance(values, Tensor) else arguments.items(name, values, "values")
+        given = values.tolist() if isinstance(values, Tensor) else checks.items(name, values, "values")
         if len(given) != self.total:
             raise SharedPromptError(explain(name, f"{self.total} of them (as sequences)", len(given)))
         return [given[index] for index in self.indices]
@@ -487,10 +486,10 @@ def _checked_borders(borders: Sequence[Any], lengths: Sequence[int]) -> list[Seq
     checked: list[Sequence[int]] = []
     for index, (given, length) in enumerate(zip(borders, lengths)):
         is_plain = type(given) in (tuple, list) and {*map(type, given)} <= {int}
-        own = given if is_plain else arguments.lengths(f"borders[{index}]", given)
+        own = given if is_plain else checks.lengths(f"borders[{index}]", given)
         if own and not (own[0] > 0 and own[-1] <= length and all(map(lt, own, own[1:]))):
             expected = f"rising positions from 1 to {length}"
-            raise SharedPromptError(explain(f"borders[{index}]", expected, arguments.describe(own)))
+            raise SharedPromptError(explain(f"borders[{index}]", expected, checks.describe(own)))
         checked.append(own)
     return checked
 
@@ -529,7 +528,7 @@ def _scored_lens(mask: Tensor, lengths: Sequence[int]) -> list[int]:
 def _named(name: str, values: Any) -> list[tuple[str, Any]]:
     if values is None:
         return []
-    return [*arguments.instance(name, values, dict, " of names").items()]
+    return [*checks.instance(name, values, dict, " of names").items()]
 
 
 def _listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
@@ -547,7 +546,7 @@ def _listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
 
 def _group_values(values: Any, count: int) -> dict[str, Sequence[Any]]:
     named = _named("group_values", values)
-    found = {name: arguments.items(f"group_values[{name!r}]", one, "values") for name, one in named}
+    found = {name: checks.items(f"group_values[{name!r}]", one, "values") for name, one in named}
     for name, one in found.items():
         if len(one) != count:
             raise SharedPromptError(explain(f"group_values[{name!r}]", f"{count} of them (as samples)", len(one)))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from .. import arguments
+from .. import checks
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
 from ..host import ints, memory_of, to_host
@@ -34,7 +34,7 @@ def sequences_of(name: str, values: Any, of: str = "token sequences") -> Sequenc
                 "rows without padding)"
             )
         raise SharedPromptTypeError(explain(name, f"a list of {of}", got))
-    return arguments.items(name, values, of)
+    return checks.items(name, values, of)
 
 
 def all_tokens(given: list[Any], names: Sequence[str], also: Sequence[torch.dtype] = ()) -> list[Tensor]:
@@ -60,14 +60,14 @@ def _tokens(name: str, tokens: Any, also: Sequence[torch.dtype]) -> Tensor:
     if not isinstance(tokens, Tensor):
         expected = "a 1-D integer tensor or a sequence of ints"
         if isinstance(tokens, (str, bytes, dict, set, frozenset)):
-            raise SharedPromptTypeError(explain(name, expected, arguments.describe(tokens)))
+            raise SharedPromptTypeError(explain(name, expected, checks.describe(tokens)))
         try:
             if type(tokens) in (list, tuple) and {*map(type, tokens)} == {int}:
                 return ints(tokens, torch.int64)
             tokens = torch.tensor(tokens, device="cpu", dtype=None if len(tokens) else torch.int64)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise SharedPromptTypeError(explain(name, expected, f"{arguments.describe(tokens)} ({error})")) from None
-    return arguments.integers(name, tokens, 1, also)
+            raise SharedPromptTypeError(explain(name, expected, f"{checks.describe(tokens)} ({error})")) from None
+    return checks.integers(name, tokens, 1, also)
 
 
 def joined(tokens: Sequence[Tensor], name: str = "prompts and responses") -> Tensor:
@@ -75,7 +75,7 @@ def joined(tokens: Sequence[Tensor], name: str = "prompts and responses") -> Ten
     _common_device(tokens)
     if not tokens:
         return torch.empty(0, dtype=torch.int64, device="cpu")
-    return arguments.integers(name, torch.cat(list(tokens)), 1, (torch.bool,))
+    return checks.integers(name, torch.cat(list(tokens)), 1, (torch.bool,))
 
 
 def check_token_ids(name: str, smallest: int) -> None:
@@ -114,7 +114,7 @@ def jagged_rows(name: str, values: Any, like: Tensor) -> Tensor:
     """(..., T) of jagged values that lie as the tokens do."""
     name = f"row_values[{name!r}]"
     if not isinstance(values, Tensor) or not values.is_nested or values.layout != torch.jagged:
-        raise SharedPromptError(explain(name, "a nested tensor with torch.jagged layout", arguments.describe(values)))
+        raise SharedPromptError(explain(name, "a nested tensor with torch.jagged layout", checks.describe(values)))
     rows = position_rows(values)
     if rows.shape[-1] != len(like):
         raise SharedPromptError(explain(name, f"{len(like)} values (as input_ids)", rows.shape[-1]))
@@ -149,12 +149,12 @@ class Ones(NamedTuple):
 
 def as_fetched(name: str, lengths: Any) -> list[Tensor]:
     """The lengths if they are a tensor, to be fetched with the tokens."""
-    return [arguments.integers(name, lengths, 1)] if isinstance(lengths, Tensor) else []
+    return [checks.integers(name, lengths, 1)] if isinstance(lengths, Tensor) else []
 
 
 def prompt_lengths(name: str, lengths: Any, fetched: Sequence[Tensor], totals: Sequence[int]) -> list[int]:
     """Numbers of prompt tokens, one for each sequence and no longer than that."""
-    given = arguments.lengths(name, fetched[0].tolist() if fetched else lengths, len(totals), "samples")
+    given = checks.lengths(name, fetched[0].tolist() if fetched else lengths, len(totals), "samples")
     for index, (length, total) in enumerate(zip(given, totals)):
         if length > total:
             raise SharedPromptError(explain(f"{name}[{index}]", f"0 .. {total}, its sequence's tokens", length))
@@ -174,7 +174,7 @@ def _common_device(tensors: Sequence[Tensor]) -> torch.device:
 def fetch(tensors: Sequence[Tensor], group_ids: GroupIds | None) -> tuple[list[Tensor], list[Hashable] | None]:
     """The tensors (flat int64) and the group ids on the host; one copy from a GPU."""
     device = _common_device(tensors)
-    ids = None if group_ids is None else arguments.group_ids(group_ids)
+    ids = None if group_ids is None else checks.group_ids(group_ids)
     if isinstance(ids, Tensor):
         if ids.device == device:
             *host, copied = to_host([*tensors, ids])

@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import arguments
+from .. import checks
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
-from ..untraced import untraced
+from ..host import untraced
 from .prefix_tree import PrefixTree
 
 Groups: TypeAlias = "PrefixTree | Sequence[Sequence[int]]"
@@ -62,7 +62,7 @@ def split_by_token_budget(
 
     def fill() -> tuple[list[list[int]], Sequence[Sequence[int]]]:
         tree = as_tree(groups, prompt_lens, response_lens)
-        budget = arguments.integer("max_tokens", max_tokens, 1)
+        budget = checks.integer("max_tokens", max_tokens, 1)
         for index, (leaf, length) in enumerate(zip(tree.leaves, tree.sequence_lens)):
             if leaf >= 0 and length > budget:
                 needed = f"at least {length}, the tokens of sample {index}"
@@ -83,7 +83,7 @@ def as_tree(groups: Any, prompt_lens: Any, response_lens: Any) -> PrefixTree:
     if isinstance(groups, PrefixTree):
         for name, value in (("prompt_lens", prompt_lens), ("response_lens", response_lens)):
             if value is not None:
-                raise SharedPromptError(explain(name, "None with a tree, which knows them", arguments.describe(value)))
+                raise SharedPromptError(explain(name, "None with a tree, which knows them", checks.describe(value)))
         return groups
     return PrefixTree.of_prompts(*_checked_groups(groups, prompt_lens, response_lens))
 
@@ -154,20 +154,20 @@ def _check_process_group(dp_group: Any) -> None:
     is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not is_running or not isinstance(dp_group, torch.distributed.ProcessGroup):
         expected = "a process group of an initialised torch.distributed, or None"
-        raise SharedPromptTypeError(explain("dp_group", expected, arguments.describe(dp_group)))
+        raise SharedPromptTypeError(explain("dp_group", expected, checks.describe(dp_group)))
 
 
 def _checked_groups(groups: Any, prompt_lens: Any, response_lens: Any) -> tuple[list[list[int]], list[int], list[int]]:
     """Groups of samples that exist, each once, with one prompt a group."""
-    prompts = arguments.lengths("prompt_lens", prompt_lens, least=1)
-    responses = arguments.lengths("response_lens", response_lens, len(prompts), "prompt_lens")
+    prompts = checks.lengths("prompt_lens", prompt_lens, least=1)
+    responses = checks.lengths("response_lens", response_lens, len(prompts), "prompt_lens")
     checked: list[list[int]] = []
     seen: set[int] = set()
-    for number, members in enumerate(arguments.items("groups", groups, "lists of sample indices")):
+    for number, members in enumerate(checks.items("groups", groups, "lists of sample indices")):
         name = f"groups[{number}]"
         indices = [
-            arguments.integer(f"{name}[{at}]", one, 0, len(prompts) - 1)
-            for at, one in enumerate(arguments.items(name, members, "sample indices"))
+            checks.integer(f"{name}[{at}]", one, 0, len(prompts) - 1)
+            for at, one in enumerate(checks.items(name, members, "sample indices"))
         ]
         if not indices:
             raise SharedPromptError(explain(name, "at least one sample", "none"))

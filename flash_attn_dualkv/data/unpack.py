@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import arguments
+from .. import checks
 from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError, SharedPromptTypeError
 from .batch import PackedBatch
@@ -39,10 +39,10 @@ def unpack_logprobs(
         SharedPromptError: `values` has neither length, or has both and per_row is None; a width below the most
             scored tokens.
     """
-    arguments.instance("batch", batch, PackedBatch)
+    checks.instance("batch", batch, PackedBatch)
     values = _of_scored_tokens(values, batch, per_row)
     samples, longest = len(batch.scored_lens), max(batch.scored_lens)
-    columns = longest if width is None else arguments.integer("width", width, longest, MAX_ROWS)
+    columns = longest if width is None else checks.integer("width", width, longest, MAX_ROWS)
     check_fill(fill, values.dtype)
     filled = values.new_full((samples * longest,), fill).scatter_(0, batch.padded_index, values).view(samples, longest)
     return filled if columns == longest else torch.nn.functional.pad(filled, (0, columns - longest), value=fill)
@@ -58,7 +58,7 @@ def unpack_to_jagged(values: Tensor, batch: PackedBatch, *, per_row: bool | None
         nested (B, L_i): the value of a scored token stands at the place before it, where a model's unshifted output
         scores it (response token j at P_i - 1 + j); 0 elsewhere.
     """
-    arguments.instance("batch", batch, PackedBatch)
+    checks.instance("batch", batch, PackedBatch)
     values = _of_scored_tokens(values, batch, per_row)
     rows = values.new_zeros((batch.num_replicated_tokens,)).scatter_(0, batch.jagged_index, values)
     totals = batch.sequence_lens
@@ -70,7 +70,7 @@ def unpack_to_jagged(values: Tensor, batch: PackedBatch, *, per_row: bool | None
 def check_fill(fill: float, dtype: torch.dtype) -> None:
     """SharedPromptError for what is no number of that type."""
     if isinstance(fill, bool) or not isinstance(fill, (int, float)):
-        raise SharedPromptTypeError(explain("fill", "a float", arguments.describe(fill)))
+        raise SharedPromptTypeError(explain("fill", "a float", checks.describe(fill)))
     if fill == 0:  # a number of every type: the usual case needs no operator
         return
     try:
@@ -80,9 +80,9 @@ def check_fill(fill: float, dtype: torch.dtype) -> None:
 
 
 def _of_scored_tokens(values: Tensor, batch: PackedBatch, per_row: bool | None) -> Tensor:
-    arguments.instance("values", values, Tensor)
+    checks.instance("values", values, Tensor)
     if per_row is not None:
-        arguments.flag("per_row", per_row)
+        checks.flag("per_row", per_row)
     if values.is_nested or values.layout != torch.strided:
         raise SharedPromptTypeError(explain("values", "a dense tensor", f"one of layout {values.layout}"))
     if values.device != batch.token_index.device:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import arguments
+from .. import checks
 from ..checks import check_are_tensors, explain
 from ..host import ints, to_device
 from ..layout import SharedPromptLayout
@@ -175,7 +175,7 @@ def flash_composed_forest_attention_fused(
 
     def build() -> Forest:
         least = dict(node_parent=-1)
-        return Forest(*(arguments.lengths(name, one, least=least.get(name, 0)) for name, one in names.items()))
+        return Forest(*(checks.lengths(name, one, least=least.get(name, 0)) for name, one in names.items()))
 
     tables = [one for one in names.values() if isinstance(one, Tensor)]
     forest = remembered(tables, build) if len(tables) == len(names) else build()
@@ -276,9 +276,9 @@ def prefix_tree(
     Raises:
         ValueError: a node with different paths, or in none although it has rows; as `Forest`.
     """
-    lens = arguments.lengths("node_lengths", node_lengths)
-    given = arguments.items("sample_paths", sample_paths, "lists of nodes")
-    paths = [arguments.lengths(f"sample_paths[{index}]", path) for index, path in enumerate(given)]
+    lens = checks.lengths("node_lengths", node_lengths)
+    given = checks.items("sample_paths", sample_paths, "lists of nodes")
+    paths = [checks.lengths(f"sample_paths[{index}]", path) for index, path in enumerate(given)]
     ends = [*accumulate(lens, initial=0)]
     parents: dict[int, int] = {}
     for path in paths:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import arguments
+from .. import checks
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptLayoutError, SharedPromptTypeError
 from ..layout import SharedPromptLayout
@@ -54,7 +54,7 @@ class UlyssesLayout(SharedPromptLayout):
         Raises:
             SharedPromptError: an argument is not as described.
         """
-        arguments.instance("layout", layout, SharedPromptLayout, " (batch.layout)")
+        checks.instance("layout", layout, SharedPromptLayout, " (batch.layout)")
         _check_group(group)
         ranks = dist.get_world_size(group)
         if layout.num_tokens % ranks:
@@ -93,7 +93,7 @@ def ulysses_attention(
     Raises:
         SharedPromptError: heads that cannot be divided, or what `shared_prompt_attention` raises.
     """
-    arguments.instance("layout", layout, UlyssesLayout)
+    checks.instance("layout", layout, UlyssesLayout)
     group = layout.group
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -125,7 +125,7 @@ def shard_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     _check_group(group)
     ranks = dist.get_world_size(group)
-    arguments.instance("values", values, Tensor)
+    checks.instance("values", values, Tensor)
     if values.dim() < 1 or values.shape[0] % ranks:
         raise SharedPromptError(explain("values", f"a multiple of the {ranks} ranks as rows", tuple(values.shape)))
     return values.unflatten(0, (ranks, -1))[dist.get_rank(group)]
@@ -141,14 +141,14 @@ def gather_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
         values: (T / ranks, ...), equally many rows on every rank.
     """
     _check_group(group)
-    arguments.instance("values", values, Tensor)
+    checks.instance("values", values, Tensor)
     return _Gather.apply(values, group)
 
 
 def _check_group(group: Any) -> None:
     if not dist.is_available() or not dist.is_initialized() or not isinstance(group, dist.ProcessGroup):
         expected = "a process group of an initialised torch.distributed"
-        raise SharedPromptTypeError(explain("group", expected, arguments.describe(group)))
+        raise SharedPromptTypeError(explain("group", expected, checks.describe(group)))
 
 
 class _Exchange(torch.autograd.Function):

@@ -13,10 +13,11 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from ... import arguments
-from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, explain, max_head_dim
+from ... import checks
+from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, explain
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ...layout import SharedPromptLayout, check_unpacked
+from ...ops import max_head_dim
 from ...packed_attention import BACKENDS, shared_prompt_attention
 from ..ulysses import UlyssesLayout, ulysses_attention
 from . import base_class, guard
@@ -70,8 +71,8 @@ def register(name: str = "dualkv", fallback: str = "auto", *, backend: str = "au
         raise SharedPromptError(explain("name", 'a name without "flash" in it', repr(name)))
     if name in ("eager", "sdpa", "flex_attention"):
         raise SharedPromptError(explain("name", "a name of its own (wrap() extends a stock attention)", repr(name)))
-    arguments.choice("fallback", fallback, FALLBACKS)
-    arguments.choice("backend", backend, BACKENDS)
+    checks.choice("fallback", fallback, FALLBACKS)
+    checks.choice("backend", backend, BACKENDS)
 
     def attention(
         module: nn.Module,
@@ -110,8 +111,8 @@ def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa
     Raises:
         SharedPromptError: a name is not registered, or is "eager"; an unknown backend.
     """
-    arguments.choice("backend", backend, BACKENDS)
-    names = (names,) if isinstance(names, str) else tuple(arguments.items("names", names, "names"))
+    checks.choice("backend", backend, BACKENDS)
+    names = (names,) if isinstance(names, str) else tuple(checks.items("names", names, "names"))
     known = AttentionInterface._global_mapping
     for name in names:
         if not isinstance(name, str) or name == "eager" or name not in known:
@@ -201,7 +202,7 @@ def _check_call(
     kwargs: dict[str, Any],
 ) -> None:
     """SharedPromptError if the call is anything but plain causal attention of the layout's packed row."""
-    arguments.instance("shared_prompt_layout", layout, SharedPromptLayout, " (batch.layout)")
+    checks.instance("shared_prompt_layout", layout, SharedPromptLayout, " (batch.layout)")
     if query.shape[0] != 1 or query.shape[2] != layout.num_local_tokens:
         expected = f"1 row of {layout.num_local_tokens} tokens (as the layout)"
         raise SharedPromptError(explain("input_ids", expected, f"{query.shape[0]} of {query.shape[2]}"))

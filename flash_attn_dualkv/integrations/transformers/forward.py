@@ -15,7 +15,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from ... import arguments
+from ... import checks
 from ...checks import explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError
@@ -95,10 +95,10 @@ def shared_prompt_forward(
             head as an FSDP unit of its own.
         SharedPromptLayoutError: an attention layer has not got the layout; nothing is returned then.
     """
-    arguments.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
-    temperature = arguments.positive("temperature", temperature)
-    arguments.flag("with_entropy", with_entropy)
-    arguments.flag("self_check", self_check)
+    checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
+    temperature = checks.number("temperature", temperature)
+    checks.flag("with_entropy", with_entropy)
+    checks.flag("self_check", self_check)
     causal_lm = causal_lm_of(model)
     inputs = {
         "input_ids": batch.input_ids[None],

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ... import arguments
+from ... import checks
 from ...checks import explain
 from ...errors import SharedPromptLayoutError
 from ...layout import SharedPromptLayout
@@ -55,8 +55,8 @@ def current() -> Expectation | None:
 
 def begin(layout: SharedPromptLayout, num_layers: int, owner: object = None) -> Expectation:
     """Start to expect that the layout is consumed, until `end`."""
-    arguments.instance("layout", layout, SharedPromptLayout, " (batch.layout)")
-    arguments.integer("num_layers", num_layers, 1)
+    checks.instance("layout", layout, SharedPromptLayout, " (batch.layout)")
+    checks.integer("num_layers", num_layers, 1)
     expectation = Expectation(layout, num_layers, current(), owner)
     _expectation.set(expectation)
     return expectation

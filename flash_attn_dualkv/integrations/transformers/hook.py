@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ... import arguments
+from ... import checks
 from ...checks import explain
 from ...errors import SharedPromptError, SharedPromptLayoutError
 from ...layout import SharedPromptLayout, check_unpacked
@@ -56,12 +56,12 @@ def install_layout_hook(model: nn.Module, *, self_check: bool = True) -> LayoutH
     modules = [stock] if name is None else [stock, getattr(stock, name)]
     check_positions(modules[-1])
     prepare(stock)
-    return LayoutHook(modules, num_mixing_layers(stock), arguments.flag("self_check", self_check))
+    return LayoutHook(modules, num_mixing_layers(stock), checks.flag("self_check", self_check))
 
 
 def _check_inputs(layout: Any, inputs: dict[str, Any]) -> None:
     """Refuse a forward with a layout whose positions or labels the model would make or shift by itself."""
-    arguments.instance("shared_prompt_layout", layout, SharedPromptLayout, " (batch.layout)")
+    checks.instance("shared_prompt_layout", layout, SharedPromptLayout, " (batch.layout)")
     position_ids = inputs.get("position_ids")
     if position_ids is None:
         expected = "batch.position_ids[None] with a shared prompt"

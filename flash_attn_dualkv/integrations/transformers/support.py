@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from ...arguments import describe
-from ...checks import HEAD_DIM_MULTIPLE, explain, is_kernel_softcap, max_head_dim
+from ...checks import HEAD_DIM_MULTIPLE, describe, explain, is_kernel_softcap
 from ...errors import SharedPromptError, SharedPromptTypeError
+from ...ops import max_head_dim
 from .hybrid.families import (
     ATTENTION_TYPES,
     LAYER_TYPES,

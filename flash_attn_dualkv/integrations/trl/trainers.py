@@ -9,7 +9,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
-from ... import arguments
+from ... import checks
 from ...checks import explain
 from ...errors import SharedPromptError
 from .regroup import keep_siblings_together
@@ -61,13 +61,13 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         **kwargs: Any,
     ) -> None:
         if max_responses_per_group is not None:
-            max_responses_per_group = arguments.integer("max_responses_per_group", max_responses_per_group, 1)
+            max_responses_per_group = checks.integer("max_responses_per_group", max_responses_per_group, 1)
         ratio, self_check = (
-            arguments.positive("min_dedup_ratio", min_dedup_ratio),
-            arguments.flag("self_check", self_check),
+            checks.number("min_dedup_ratio", min_dedup_ratio),
+            checks.flag("self_check", self_check),
         )
         self._sharing_options = Options(ratio, max_responses_per_group, self_check)
-        self._verifications_left = arguments.integer("verify_first_steps", verify_first_steps, 0)
+        self._verifications_left = checks.integer("verify_first_steps", verify_first_steps, 0)
         if verify_first_steps and not hasattr(super(), "_get_per_token_logps_and_entropies"):
             got = f"{verify_first_steps} for a {type(self).__name__}"
             raise SharedPromptError(explain("verify_first_steps", "0 for a trainer without rollouts", got))

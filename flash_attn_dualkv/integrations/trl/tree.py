@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from ...checks import CUDA_DTYPES, HEAD_DIM_MULTIPLE, autocast, is_kernel_softcap, max_head_dim
+from ...checks import CUDA_DTYPES, HEAD_DIM_MULTIPLE, autocast, is_kernel_softcap
+from ...ops import max_head_dim
 from ..trees import Forest, remembered
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ... import arguments
+from ... import checks
 from ...checks import explain
+from ...environment import spelled_flag
 
 PREFIX = "shared_prompt"
 ENVIRONMENT = "DUALKV_VERL"
@@ -68,13 +69,13 @@ class Options:
 
 def _flag(where: str, value: Any) -> bool:
     if isinstance(value, str):
-        return arguments.spelled_flag(where, value)
-    return arguments.flag(where, value)
+        return spelled_flag(where, value)
+    return checks.flag(where, value)
 
 
 def _ratio(where: str, value: Any) -> float:
     try:
-        return arguments.positive(where, float(value) if isinstance(value, str) else value)
+        return checks.number(where, float(value) if isinstance(value, str) else value)
     except ValueError:
         raise ValueError(explain(where, "a number > 0", repr(value))) from None
 
@@ -84,4 +85,4 @@ def _count(where: str, value: Any, least: int) -> int:
         if not value.strip().lstrip("-").isdigit():
             raise ValueError(explain(where, f"an int >= {least}", repr(value)))
         value = int(value)
-    return arguments.integer(where, value, least)
+    return checks.integer(where, value, least)

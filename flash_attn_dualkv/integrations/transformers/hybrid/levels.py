@@ -114,9 +114,7 @@ def levels_of(layout: SharedPromptLayout, device: torch.device) -> Levels:
 # micro-batches come one after the other.
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
-def _tails(
-    lens: tuple[int, ...], parents: tuple[int, ...], pad: int, width: int, device: torch.device
-) -> Tails:
+def _tails(lens: tuple[int, ...], parents: tuple[int, ...], pad: int, width: int, device: torch.device) -> Tails:
     begins = [*accumulate(lens, initial=0)][:-1]
     behind: list[list[int]] = []  # the last rows of the path to each node's end, at most `width`
     for begin, length, parent in zip(begins, lens, parents):
