@@ -120,7 +120,6 @@ def load() -> ModuleType:
 def install() -> None:
     """Makes them what flash_attn_dualkv calls in this process for CPU tensors of 16 bits; others have no kernels."""
     ops._C = load()
-    ops.PACKED_BY_KERNELS.add("cpu")
     library = torch.library.Library("flash_attn_dualkv", "IMPL")
     _libraries.append(library)
     with warnings.catch_warnings():

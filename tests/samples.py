@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_attn_dualkv import SharedPromptBatch, unpack_logprobs, unpack_to_jagged
+from flash_attn_dualkv import PackedBatch, unpack_logprobs, unpack_to_jagged
 
 Lists = list[list[int]]
 
@@ -49,7 +49,7 @@ def samples(draw: st.DrawFn) -> tuple[Lists, Lists]:
     return prompts, draw(st.lists(response, min_size=len(prompts), max_size=len(prompts)))
 
 
-def assert_same_batch(batch: SharedPromptBatch, expected: SharedPromptBatch) -> None:
+def assert_same_batch(batch: PackedBatch, expected: PackedBatch) -> None:
     """Every field, those of the layout too."""
     for one, other in ((batch, expected), (batch.layout, expected.layout)):
         for field in dataclasses.fields(one):
@@ -60,7 +60,7 @@ def assert_same_batch(batch: SharedPromptBatch, expected: SharedPromptBatch) -> 
                 assert got == wanted, field.name
 
 
-def check_way_back(batch: SharedPromptBatch) -> None:
+def check_way_back(batch: PackedBatch) -> None:
     """Every value returns to its sample and token, with its gradient."""
     total, rows = sum(batch.response_lens), batch.layout.num_tokens
     values = torch.arange(1.0, total + 1, requires_grad=True)

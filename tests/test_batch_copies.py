@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn_dualkv import SharedPromptBatch, pack_shared_prompts, shared_prompt_attention
+from flash_attn_dualkv import PackedBatch, pack_shared_prompts, shared_prompt_attention
 
 
-def all_tensors(batch: SharedPromptBatch) -> list[Tensor]:
+def all_tensors(batch: PackedBatch) -> list[Tensor]:
     return [one for one in (*vars(batch).values(), batch.layout.nodes) if isinstance(one, Tensor)]
 
 
@@ -40,11 +40,11 @@ def test_copies(how: str) -> None:
 
 
 def test_batches_of_a_data_loader() -> None:
-    class Batches(torch.utils.data.Dataset[SharedPromptBatch]):
+    class Batches(torch.utils.data.Dataset[PackedBatch]):
         def __len__(self) -> int:
             return 3
 
-        def __getitem__(self, index: int) -> SharedPromptBatch:
+        def __getitem__(self, index: int) -> PackedBatch:
             return pack_shared_prompts([[5, 6]] * 2, [[1] * index, [2]])
 
     loader = torch.utils.data.DataLoader(Batches(), batch_size=None, num_workers=1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import flash_attn_dualkv
 from flash_attn_dualkv import (
-    SharedPromptBatch,
+    PackedBatch,
     SharedPromptError,
     SharedPromptLayout,
     SharedPromptLayoutError,
@@ -25,7 +25,6 @@ from flash_attn_dualkv import (
     pack_jagged,
     pack_padded,
     pack_shared_prompts,
-    packing,
     unpack_logprobs,
     unpack_to_jagged,
 )
@@ -40,19 +39,22 @@ DISTINCT = 4
 # --- the packed row against the samples ----------------------------------------------------------------------------
 
 
-def rows_of_samples(batch: SharedPromptBatch) -> list[list[int]]:
+def rows_of_samples(batch: PackedBatch) -> list[list[int]]:
     """Of each sample in original order, the packed rows of its context and then of its response."""
-    layout = batch.layout
-    contexts, decoded = ([*itertools.accumulate(one, initial=0)] for one in (layout.context_lens, layout.decoded_lens))
+    layout, order = batch.layout, iter(batch.order)
     rows: list[list[int]] = [[] for _ in batch.order]
-    for g, (first, end) in enumerate(itertools.pairwise(layout.group_offsets)):
-        for s in range(first, end):
-            own = range(contexts[-1] + decoded[s], contexts[-1] + decoded[s + 1])
-            rows[batch.order[s]] = [*range(contexts[g], contexts[g + 1]), *own]
+    begins = itertools.accumulate(layout.node_lens, initial=0)
+    context = range(0)
+    for begin, length, parent in zip(begins, layout.node_lens, layout.node_parents):
+        own = range(begin, begin + length)
+        if parent < 0:
+            context = own
+        else:
+            rows[next(order)] = [*context, *own]
     return rows
 
 
-def check(batch: SharedPromptBatch, prompts: Lists, responses: Lists, boundary: str, drop_last: bool) -> None:
+def check(batch: PackedBatch, prompts: Lists, responses: Lists, boundary: str, drop_last: bool) -> None:
     """Every field of the batch, from the samples alone."""
     layout = batch.layout
     layout.validate()
@@ -60,8 +62,10 @@ def check(batch: SharedPromptBatch, prompts: Lists, responses: Lists, boundary: 
     assert batch.prompt_lens == tuple(map(len, prompts)) and batch.response_lens == tuple(map(len, responses))
     input_ids, position_ids, labels = batch.input_ids.tolist(), batch.position_ids.tolist(), batch.row_labels.tolist()
     token_index, targets = iter(batch.token_index.tolist()), iter(batch.targets.tolist())
-    contexts = set(range(layout.num_context_tokens))
-    for rows, prompt, response in zip(rows_of_samples(batch), prompts, responses):
+    contexts = set(layout.context_index().tolist())
+    assert sorted([*contexts, *layout.decoded_index().tolist()]) == [*range(layout.num_tokens - layout.pad)]
+    all_rows = rows_of_samples(batch)
+    for rows, prompt, response in zip(all_rows, prompts, responses):
         tokens = prompt + response
         shift = 1 if boundary == "replicate" else 0
         kept = len(tokens) - 1 if drop_last and (response or shift) else len(tokens)
@@ -74,8 +78,11 @@ def check(batch: SharedPromptBatch, prompts: Lists, responses: Lists, boundary: 
         assert [next(token_index) for _ in response] == rows[len(prompt) - 1 : len(tokens) - 1]
         assert [next(targets) for _ in response] == response
     assert next(token_index, None) is None and next(targets, None) is None
-    assert all(labels[row] == -100 for row in contexts)
-    used = list(itertools.chain.from_iterable(rows_of_samples(batch)))
+    scored = set(batch.token_index.tolist())
+    assert all(labels[row] == -100 for row in contexts - scored)
+    kept_rows = itertools.chain(*(own + [-1] * (len(p) + len(r) - len(own)) for own, p, r in zip(all_rows, prompts, responses)))
+    assert batch.row_index.tolist() == [*kept_rows]
+    used = list(itertools.chain.from_iterable(all_rows))
     assert batch.multiplicity.tolist() == [used.count(row) for row in range(layout.num_tokens)]
     end = layout.num_tokens - layout.pad
     assert input_ids[end:] == position_ids[end:] == [0] * layout.pad and labels[end:] == [-100] * layout.pad
@@ -129,18 +136,21 @@ def test_values_by_hand() -> None:
     nodes = [[0, 2, 0, 0, 2, 0, -1, 3], [2, 3, 2, 2, 3, 2, 0, 2], [5, 2, 2, 5, 2, 2, 0, 3]]
     assert layout.nodes.tolist() == nodes and layout.nodes.dtype == torch.int32
     assert (layout.context_lens, layout.decoded_lens, layout.group_offsets) == ((2,), (3, 2), (0, 2))
-    assert (layout.max_sequence, layout.num_context_tokens, layout.depth, layout.num_nodes) == (5, 2, 2, 3)
+    assert (layout.max_sequence, layout.depth, layout.num_nodes) == (5, 2, 3)
     gathered = pack_shared_prompts([[11, 12, 13], [11, 12, 13]], [[21, 22], [31]], boundary="gather", drop_last=True)
     assert gathered.input_ids.tolist() == [11, 12, 13, 21]
     assert gathered.token_index.tolist() == [2, 3, 2]
     assert gathered.targets.tolist() == [21, 22, 31]
-    assert gathered.row_labels.tolist() == [-100, -100, -100, 22]
+    assert gathered.row_labels.tolist() == [-100, -100, 21, 22]
     assert batch.metrics() == {
         "shared_prompt/dedup_ratio": 9 / 7,
+        "shared_prompt/pair_ratio": 25 / 22,
         "shared_prompt/tokens": 7,
         "shared_prompt/tokens_saved": 2,
         "shared_prompt/num_prompts": 1,
         "shared_prompt/responses_per_prompt": 2.0,
+        "shared_prompt/num_nodes": 3,
+        "shared_prompt/depth": 2,
     }
 
 
@@ -352,7 +362,6 @@ CORRUPTIONS: list[tuple[str, Any]] = [
     ("node_parents", lambda one: (0, *one.node_parents[1:])),
     ("node_parents", lambda one: (-1, 0, 1, *one.node_parents[3:])),
     ("node_parents", lambda one: (*one.node_parents[:-1], -1)),
-    ("is_tree", lambda one: True),
     ("pad", lambda one: 1),
     ("pad", lambda one: -1),
 ]
@@ -402,11 +411,11 @@ def test_default_device_and_inference_mode() -> None:
 
 def test_public_names() -> None:
     wanted = {
-        "SharedPromptBatch", "SharedPromptError", "SharedPromptLayout", "SharedPromptLayoutError", "balance_groups",
+        "PackedBatch", "SharedPromptError", "SharedPromptLayout", "SharedPromptLayoutError", "balance",
         "group_by_prompt", "pack_jagged", "pack_padded", "pack_shared_prompts", "shared_prompt_attention",
         "split_by_token_budget", "unpack_logprobs", "unpack_to_jagged",
     }  # fmt: skip
-    for module in (packing, flash_attn_dualkv):
-        assert wanted <= set(module.__all__)
-        assert all(inspect.getdoc(getattr(module, name)) for name in wanted)
+    assert wanted <= set(flash_attn_dualkv.__all__)
+    assert all(inspect.getdoc(getattr(flash_attn_dualkv, name)) for name in wanted)
+    assert flash_attn_dualkv.SharedPromptBatch is flash_attn_dualkv.PrefixTreeBatch is flash_attn_dualkv.PackedBatch
     assert isinstance(pack_shared_prompts([[1]], [[]]).layout, SharedPromptLayout)

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from samples import Lists, tensors
 from torch import Tensor
 
-from flash_attn_dualkv import PrefixTreeBatch, SharedPromptError, pack_prefix_tree, unpack_logprobs, unpack_to_jagged
-from flash_attn_dualkv.data.tree import group_by_prefix
+from flash_attn_dualkv import PackedBatch, SharedPromptError, group_by_prefix, pack_prefix_tree, unpack_logprobs, unpack_to_jagged
 from flash_attn_dualkv.data.unpack import unpack_logprobs as unpack
 from flash_attn_dualkv.nodes import Node, tree_nodes
 
@@ -42,7 +41,7 @@ def trains(sequences: Lists, masks: Lists | None) -> Lists:
     return [[place for place, value in enumerate(mask) if value] for mask in masks]
 
 
-def paths(batch: PrefixTreeBatch) -> list[list[int]]:
+def paths(batch: PackedBatch) -> list[list[int]]:
     """The rows of the path of each node, from the root to the node's last row."""
     bounds = batch.cu_seqlens.tolist()
     rows: list[list[int]] = []
@@ -51,13 +50,13 @@ def paths(batch: PrefixTreeBatch) -> list[list[int]]:
     return rows
 
 
-def rows_of(batch: PrefixTreeBatch) -> list[list[int]]:
+def rows_of(batch: PackedBatch) -> list[list[int]]:
     """The rows of each sequence."""
     bounds = [*accumulate(batch.sequence_lens, initial=0)]
     return [batch.row_index[begin:end].tolist() for begin, end in pairwise(bounds)]
 
 
-def check(batch: PrefixTreeBatch, sequences: Lists, masks: Lists | None, groups: list[int] | None) -> None:
+def check(batch: PackedBatch, sequences: Lists, masks: Lists | None, groups: list[int] | None) -> None:
     """Every field of the batch, from the sequences alone."""
     table = tree_nodes(batch.cu_seqlens, batch.parents, batch.num_rows)  # refuses an order that is not depth-first
     batch.layout.validate()
@@ -99,7 +98,7 @@ def check(batch: PrefixTreeBatch, sequences: Lists, masks: Lists | None, groups:
     check_ratios(batch, sequences)
 
 
-def check_ratios(batch: PrefixTreeBatch, sequences: Lists) -> None:
+def check_ratios(batch: PackedBatch, sequences: Lists) -> None:
     tokens = sum(map(len, sequences))
     pairs = sum(len(one) * (len(one) + 1) // 2 for one in sequences)
     seen = sum(position + 1 for position in batch.position_ids[: batch.num_rows - batch.pad].tolist())
@@ -110,16 +109,18 @@ def check_ratios(batch: PrefixTreeBatch, sequences: Lists) -> None:
         depths[index] = 1 + (depths[parent] if parent >= 0 else 0)
     assert batch.depth == max(depths, default=0)
     assert batch.metrics() == {
-        "prefix_tree/dedup_ratio": batch.dedup_ratio,
-        "prefix_tree/pair_ratio": batch.pair_ratio,
-        "prefix_tree/tokens": batch.num_rows,
-        "prefix_tree/tokens_saved": tokens - batch.num_rows,
-        "prefix_tree/num_nodes": batch.num_nodes,
-        "prefix_tree/depth": batch.depth,
+        "shared_prompt/dedup_ratio": batch.dedup_ratio,
+        "shared_prompt/pair_ratio": batch.pair_ratio,
+        "shared_prompt/tokens": batch.num_rows,
+        "shared_prompt/tokens_saved": tokens - batch.num_rows,
+        "shared_prompt/num_prompts": batch.node_parents.count(-1),
+        "shared_prompt/responses_per_prompt": len(sequences) / max(1, batch.node_parents.count(-1)),
+        "shared_prompt/num_nodes": batch.num_nodes,
+        "shared_prompt/depth": batch.depth,
     }
 
 
-def check_way_back(batch: PrefixTreeBatch) -> None:
+def check_way_back(batch: PackedBatch) -> None:
     """Every value returns to its sequence and token, with its gradient."""
     total, longest = sum(batch.scored_lens), max(batch.scored_lens)
     values = torch.arange(1.0, total + 1, requires_grad=True)
@@ -134,7 +135,7 @@ def check_way_back(batch: PrefixTreeBatch) -> None:
     assert unpack(of_rows, batch, per_row=True).equal(unpack(of_rows[batch.token_index], batch, per_row=False))
 
 
-def savings(batch: PrefixTreeBatch) -> list[int]:
+def savings(batch: PackedBatch) -> list[int]:
     """What each inner node saves."""
     children = Counter(batch.node_parents)
     return [(children[i] - 1) * size for i, size in enumerate(batch.node_lens) if children[i]]
@@ -325,7 +326,7 @@ def test_forms_of_tokens_and_masks(kind: torch.dtype) -> None:
     check_same(pack_prefix_tree(given, loss_mask=masks, min_shared=1, group_ids=ids), expected)
 
 
-def check_same(batch: PrefixTreeBatch, expected: PrefixTreeBatch) -> None:
+def check_same(batch: PackedBatch, expected: PackedBatch) -> None:
     batch.layout.validate()
     for name, wanted in vars(expected).items():
         got = getattr(batch, name)
@@ -402,7 +403,6 @@ ERRORS: list[tuple[str, Any, str]] = [
     ("to", lambda: ONE.to("gpu"), "^device: expected a device such as"),
     ("values", lambda: unpack_logprobs(torch.zeros(5), ONE), r"^values: expected 3 \(scored tokens\) or 4 \(rows\)"),
     ("width", lambda: unpack_logprobs(torch.zeros(3), ONE, width=2), "^width: expected an int >= 3"),
-    ("jagged", lambda: unpack_to_jagged(torch.zeros(3), ONE), "^batch: expected a SharedPromptBatch, got a Prefix"),
 ]
 
 

@@ -13,13 +13,18 @@ from hypothesis import strategies as st
 from samples import Lists
 from test_tree import BOUNDARIES, SEQUENCES, check, check_way_back, forests, rows_of
 
-from flash_attn_dualkv import SharedPromptError, flash_attn_tree_varlen_func
-from flash_attn_dualkv.data.tree import PrefixTreeBatch, group_by_prefix, pack_prefix_tree
+from flash_attn_dualkv import (
+    PackedBatch,
+    SharedPromptError,
+    flash_attn_tree_varlen_func,
+    group_by_prefix,
+    pack_prefix_tree,
+)
 
 Forest = tuple[Lists, Lists, list[int]]
 
 
-def borders_in(batch: PrefixTreeBatch) -> list[list[int]]:
+def borders_in(batch: PackedBatch) -> list[list[int]]:
     """Of each sequence the positions at which its rows pass from one node to the next."""
     node_of = [index for index, size in enumerate(batch.node_lens) for _ in range(size)]
     return [[at for at in range(1, len(own)) if node_of[own[at]] != node_of[own[at - 1]]] for own in rows_of(batch)]

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import assert_type
 
 from flash_attn_dualkv import (
-    SharedPromptBatch,
+    PackedBatch,
     build_info,
     flash_attn_dualkv_varlen_func,
     flash_attn_tree_varlen_func,
@@ -33,7 +33,7 @@ from flash_attn_dualkv.integrations.transformers import register, shared_prompt_
 def step(model: torch.nn.Module, prompts: list[Tensor], responses: list[list[int]], flag: bool) -> Tensor:
     register(fallback="eager")
     batch = pack_shared_prompts(prompts, responses, group_ids=[1, "two"], boundary="gather", drop_last=True)
-    assert_type(batch, SharedPromptBatch)
+    assert_type(batch, PackedBatch)
     assert_type(shared_prompt_forward(model, batch), tuple[Tensor, None])
     assert_type(shared_prompt_forward(model, batch, with_entropy=flag), tuple[Tensor, Tensor | None])
     logps, entropy = shared_prompt_forward(model, batch, with_entropy=True)

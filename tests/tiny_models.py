@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_attn_dualkv import SharedPromptBatch, pack_shared_prompts
+from flash_attn_dualkv import PackedBatch, pack_shared_prompts
 
 transformers = pytest.importorskip("transformers", "4.57", reason="needs transformers 4.57 or newer")
 dualkv = importlib.import_module("flash_attn_dualkv.integrations.transformers")
@@ -160,7 +160,7 @@ class Samples:
     def take(self, indices: Any) -> Samples:
         return Samples([self.prompts[i] for i in indices], [self.responses[i] for i in indices])
 
-    def pack(self, device: Any = None, **options: Any) -> SharedPromptBatch:
+    def pack(self, device: Any = None, **options: Any) -> PackedBatch:
         return pack_shared_prompts(self.prompts, self.responses, device=device, **options)
 
     def split(self, values: Tensor) -> list[Tensor]:
