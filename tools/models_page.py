@@ -158,7 +158,7 @@ def main() -> None:
     """Run the sweeps and write the page."""
     warnings.simplefilter("ignore")  # of tiny models' options
     importlib.import_module("transformers").logging.set_verbosity_error()
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests/helpers"))
     sweep, adapters = importlib.import_module("sweep"), importlib.import_module("adapters")
     tables: dict[str, Table] = {CAUSAL_LMS: _results(sweep.CAUSAL_LMS, sweep.causal_lm_verdict, CAUSAL_LMS)}
     if importlib.util.find_spec("tiny_multimodal") is not None:

@@ -1,5 +1,5 @@
-// Random pauses in front of every barrier, in builds that look for races (-DDUALKV_JITTER, tests/jitter.py). Code that
-// is right only because some warp happens to be early or late then soon gives wrong results.
+// Random pauses in front of every barrier, in builds that look for races (-DDUALKV_JITTER, tests/helpers/jitter.py). Code
+// that is right only because some warp happens to be early or late then soon gives wrong results.
 #pragma once
 
 #include <cstdint>

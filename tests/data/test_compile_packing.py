@@ -1,0 +1,126 @@
+"""Packing inside compiled code: it is run as it is, whoever calls it, and costs nothing elsewhere."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import timeit
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from samples import assert_same_batch
+from torch import Tensor
+
+import flash_attn_dualkv as api
+from flash_attn_dualkv.host import REASON, untraced
+
+IDS = torch.tensor([[5, 6, 7, 1, 9], [5, 6, 7, 2, 9], [0, 8, 9, 3, 9]])
+MASK = (IDS != 0).long()
+LENS = torch.tensor([3, 3, 2])
+TREE = api.group_by_prefix([*IDS], min_shared=1)
+JAGGED = torch.nested.nested_tensor([*IDS], layout=torch.jagged)
+
+# Everything public that reads tokens or lengths, called as trainers do; each returns what can be compared.
+CALLS: dict[str, Callable[[Tensor], Any]] = {
+    "pack_padded, lengths": lambda ids: api.pack_padded(ids, MASK, LENS),
+    "pack_padded, columns": lambda ids: api.pack_padded(ids, MASK, 3, boundary="gather"),
+    "pack_shared_prompts": lambda ids: api.pack_shared_prompts([one[:3] for one in ids], [one[3:] for one in ids]),
+    "pack_shared_prompts, lists": lambda ids: api.pack_shared_prompts([[5, 6]] * 2, [[1], [2]], drop_last=True),
+    "pack_jagged": lambda ids: api.pack_jagged(JAGGED, LENS),
+    "pack_prefix_tree": lambda ids: api.pack_prefix_tree([*ids], min_shared=1),
+    "group_by_prompt": lambda ids: api.group_by_prompt([one[:3] for one in ids]),
+    "group_by_prefix": lambda ids: api.group_by_prefix([*ids], min_shared=1).borders,
+    "split_by_token_budget": lambda ids: api.split_by_token_budget([[0, 1], [2]], [3, 3, 2], [2, 2, 2], max_tokens=9),
+    "balance_groups": lambda ids: api.balance_groups([3, 3, 2], [2, 2, 2], ["a", "a", "b"], 1),
+    "split_tree_by_token_budget": lambda ids: api.split_tree_by_token_budget(TREE, max_tokens=9),
+    "balance_tree": lambda ids: api.balance_tree(TREE, 1),
+    "from_tree": lambda ids: api.SharedPromptLayout.from_tree([3, 2, 2], [-1, 0, 0]).nodes.tolist(),
+    "to": lambda ids: api.pack_padded(ids, MASK, LENS).layout.to("meta").nodes.shape,
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_in_a_compiled_function(name: str) -> None:
+    def work(ids: Tensor) -> Any:
+        return CALLS[name](ids * 1), ids + 1
+
+    got, later = torch.compile(work, backend="eager")(IDS)
+    expected = CALLS[name](IDS)
+    assert later.equal(IDS + 1)
+    if isinstance(expected, (api.PackedBatch, api.PackedBatch)):
+        assert_same_batch(got, expected)  # type: ignore[arg-type]
+    else:
+        assert got == expected
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_whole_graph_says_why_not(name: str) -> None:
+    def work(ids: Tensor) -> Any:
+        return CALLS[name](ids * 1)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
+        torch.compile(work, backend="eager", fullgraph=True)(IDS)
+    assert REASON in str(raised.value)
+
+
+def test_batches_of_many_shapes() -> None:
+    """More than the compiler makes versions of: in a forward called by a compiled trainer, with gradients behind it."""
+
+    def step(ids: Tensor, mask: Tensor, length: int, weight: Tensor) -> tuple[Tensor, Any]:
+        batch = api.pack_padded(ids, mask, length)
+        values = batch.targets * weight
+        return api.unpack_logprobs(values, batch), api.unpack_to_jagged(values, batch)
+
+    compiled = torch.compile(step, backend="eager")
+    for index in range(12):
+        ids = torch.randint(1, 9, (2 + index % 3, 6 + index), generator=torch.Generator().manual_seed(index))
+        weight = torch.tensor(2.0, requires_grad=True)
+        given = ids, torch.ones_like(ids), 3 + index % 2, weight
+        for got, expected in zip(compiled(*given), step(*given)):
+            flat, wanted = (one.values() if one.is_nested else one for one in (got, expected))
+            assert flat.equal(wanted)
+            gradients = [torch.autograd.grad(one.sum(), weight, retain_graph=True)[0] for one in (flat, wanted)]
+            assert gradients[0].equal(gradients[1])
+
+
+def test_errors_come_through() -> None:
+    def work(ids: Tensor) -> Any:
+        return api.pack_padded(ids, MASK, 9)
+
+    with pytest.raises(api.SharedPromptError, match="^prompt_length: expected an int >= 0 and <= 5, got 9"):
+        torch.compile(work, backend="eager")(IDS)
+
+
+def test_elsewhere_nothing_changes() -> None:
+    signature = inspect.signature(api.pack_padded)
+    assert [*signature.parameters][:3] == ["input_ids", "attention_mask", "prompt_length"]
+    assert api.pack_padded.__name__ == "pack_padded" and "Pack a padded" in str(api.pack_padded.__doc__)
+
+    def plain(first: int, *, second: int) -> int:
+        return first
+
+    wrapped = untraced(plain)
+    costs = [
+        min(timeit.repeat(lambda: function(1, second=2), number=1000, repeat=50)) / 1000  # noqa: B023
+        for function in (plain, wrapped)
+    ]
+    assert costs[1] - costs[0] < 1e-6
+
+
+def test_the_compiler_is_not_imported_for_packing() -> None:
+    """It takes a second or two."""
+    code = (
+        "import sys, flash_attn_dualkv as api; api.pack_shared_prompts([[1]], [[2]]).to('cpu'); "
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

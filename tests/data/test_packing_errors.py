@@ -1,0 +1,134 @@
+"""Wrong arguments of the packing functions: each is named, with what was expected and what was got."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from samples import nested
+
+from flash_attn_dualkv import (
+    SharedPromptError,
+    balance_groups,
+    group_by_prefix,
+    group_by_prompt,
+    pack_jagged,
+    pack_padded,
+    pack_prefix_tree,
+    pack_shared_prompts,
+    split_by_token_budget,
+    unpack_logprobs,
+)
+
+ONES = torch.ones(2, 4, dtype=torch.int64)
+BATCH_OF_3 = pack_shared_prompts([[1]], [[1, 2, 3]])
+
+ERRORS: list[tuple[str, Any, str]] = [
+    ("no samples", lambda: pack_shared_prompts([], []), "^prompts: expected at least one, got 0"),
+    ("empty prompt", lambda: pack_shared_prompts([[1], []], [[2], [3]]), r"^prompts\[1\]: expected at least one token"),
+    ("counts", lambda: pack_shared_prompts([[1], [2]], [[3]]), "^responses: expected 2 of them .* got 1"),
+    ("float ids", lambda: pack_shared_prompts([torch.ones(2)], [[1]]), r"^prompts\[0\]: expected integers"),
+    ("bool ids", lambda: pack_shared_prompts([[1]], [torch.ones(2) > 0]), r"^responses\[0\]: expected integers"),
+    ("float list", lambda: pack_shared_prompts([[1.5]], [[1]]), r"^prompts\[0\]: expected integers"),
+    ("2-D ids", lambda: pack_shared_prompts([ONES], [[1]]), r"^prompts\[0\]: expected 1 dimension"),
+    ("no ids", lambda: pack_shared_prompts(["text"], [[1]]), r"^prompts\[0\]: expected a 1-D integer tensor"),
+    ("devices", lambda: pack_shared_prompts([ONES[0], ONES[0].to("meta")], [*ONES]), "^device: expected cpu"),
+    ("meta", lambda: pack_shared_prompts([ONES[0].to("meta")], [ONES[0].to("meta")]), "^prompts and .* on meta"),
+    ("boundary", lambda: pack_shared_prompts([[1]], [[1]], boundary="both"), "^boundary: expected 'replicate' or"),
+    ("limit", lambda: pack_shared_prompts([[1]], [[1]], max_responses_per_group=0), "^max_responses_per_group"),
+    ("multiple", lambda: pack_shared_prompts([[1]], [[1]], pad_to_multiple_of=0), "^pad_to_multiple_of"),
+    ("mask shape", lambda: pack_padded(ONES, ONES[:, :3], 2), "^attention_mask: expected shape"),
+    ("mask values", lambda: pack_padded(ONES, 2 * ONES, 2), "^attention_mask: expected 0 and 1"),
+    ("negative mask", lambda: pack_padded(ONES, ONES - 2 * (ONES.cumsum(1) == 4), 2), "^attention_mask: .* 0 and 1"),
+    ("no rows", lambda: pack_padded(ONES[:0], ONES[:0], 2), "^prompts: expected at least one, got 0"),
+    ("no columns", lambda: pack_padded(ONES[:, :0], ONES[:, :0], 0), r"^prompts\[0\]: expected at least one token"),
+    ("no rows of lengths", lambda: pack_padded(ONES[:0], ONES[:0], []), "^prompts: expected at least one, got 0"),
+    ("float mask", lambda: pack_padded(ONES, ONES.float(), 2), "^attention_mask: expected integers"),
+    ("1-D batch", lambda: pack_padded(ONES[0], ONES[0], 2), "^input_ids: expected 2 dimension"),
+    ("columns", lambda: pack_padded(ONES, ONES, 5), "^prompt_length: expected an int >= 0 and <= 4, got 5"),
+    ("no prompts", lambda: pack_padded(ONES, ONES, 0), r"^prompts\[0\]: expected at least one token"),
+    ("prompt lengths", lambda: pack_padded(ONES, ONES, [2, 5]), r"^prompt_length\[1\]: expected 0 .. 4"),
+    ("half a token", lambda: pack_padded(ONES, ONES, [2, 2.5]), r"^prompt_length\[1\]: expected an int >= 0"),
+    ("how many lengths", lambda: pack_padded(ONES, ONES, [2]), "^prompt_length: expected 2 of them"),
+    ("0-D length", lambda: pack_padded(ONES, ONES, torch.tensor(2)), "^prompt_length: expected 1 dimension"),
+    ("jagged lengths", lambda: pack_jagged(nested(ONES), [2, 5]), r"^prompt_lens\[1\]: expected 0 .. 4"),
+    ("jagged tensor of lengths", lambda: pack_jagged(nested(ONES), torch.ones(2)), "^prompt_lens: expected integers"),
+    ("ids in tensors", lambda: group_by_prompt([[1]], group_ids=list(torch.ones(1))), r"^group_ids\[0\]: .* no tensor"),
+    ("list as id", lambda: group_by_prompt([[1]], group_ids=[[1]]), r"^group_ids\[0\]: expected a hashable value"),
+    ("flag", lambda: group_by_prompt([[1]], verify="no"), "^verify: expected a bool, got 'no'"),
+    ("iterator", lambda: pack_shared_prompts(iter([[1]]), [[1]]), "^prompts: expected a list of token sequences"),
+    ("negative", lambda: pack_shared_prompts([[1]], [[-1]]), "^prompts and responses: expected token ids >= 0, got -1"),
+    ("negative, padded", lambda: pack_padded(-ONES, ONES, 2), "^input_ids: expected token ids >= 0, got -1"),
+    ("negative, jagged", lambda: pack_jagged(nested(-ONES), [2, 2]), "^input_ids: expected token ids >= 0, got -1"),
+    ("bool as number", lambda: pack_shared_prompts([[1]], [[1]], max_responses_per_group=True), "^max_responses_per"),
+    ("bool as columns", lambda: pack_padded(ONES, ONES, True), "^prompt_length: expected an int"),
+    ("device", lambda: pack_shared_prompts([[1]], [[1]], device="gpu"), "^device: expected a device such as"),
+    (
+        "half a multiple",
+        lambda: pack_shared_prompts([[1]], [[1]]).layout.pad_to(2.5),
+        "^multiple: expected an int >= 1",
+    ),
+    ("narrow", lambda: unpack_logprobs(torch.zeros(3), BATCH_OF_3, width=2), "^width: expected an int >= 3"),
+    ("no batch", lambda: unpack_logprobs(torch.zeros(3), {}), "^batch: expected a PackedBatch, got"),
+    ("groups", lambda: split_by_token_budget([[0, 1], [1]], [5] * 2, [2] * 2, 99), r"^groups\[1\]: .* sample 1 again"),
+    ("index", lambda: split_by_token_budget([[0, 2]], [5] * 2, [2] * 2, 99), r"^groups\[0\]\[1\]: .* <= 1, got 2"),
+    ("negative index", lambda: split_by_token_budget([[-1]], [5], [2], 99), r"^groups\[0\]\[0\]: expected an int >= 0"),
+    (
+        "negative length",
+        lambda: split_by_token_budget([[0]], [5], [-2], 99),
+        r"^response_lens\[0\]: expected an int >= 0",
+    ),
+    ("two prompts", lambda: split_by_token_budget([[0, 1]], [5, 6], [2] * 2, 99), r"^groups\[0\]: .* with one prompt"),
+    ("no group", lambda: split_by_token_budget([[]], [5], [2], 99), r"^groups\[0\]: expected at least one sample"),
+    ("two prompts on a rank", lambda: balance_groups([5, 6], [1, 1], [0, 0], 1), "^group_ids 0: .* with one prompt"),
+    ("float ranks", lambda: balance_groups([5, 5], [1, 1], [0, 0], 2.0), "^num_ranks: expected an int >= 1, got 2.0"),
+    ("not nested", lambda: pack_jagged(ONES, [1, 1]), "^input_ids: expected a nested tensor"),
+    ("ranks", lambda: balance_groups([1] * 3, [1] * 3, [0] * 3, 2), "^num_ranks: expected a divisor of the 3"),
+    ("rank inputs", lambda: balance_groups([1] * 3, [1] * 2, [0] * 3, 1), "^response_lens: expected 3"),
+    ("budget", lambda: split_by_token_budget([[0, 1]], [5, 5], [2, 4], 8), "^max_tokens: expected at least 9.* got 8"),
+]
+
+
+@pytest.mark.parametrize("call", [pytest.param(one[1:], id=one[0]) for one in ERRORS])
+def test_errors(call: Any) -> None:
+    function, message = call
+    with pytest.raises(SharedPromptError, match=message):
+        function()
+
+
+# Tensors, or what holds tensors: all rows are equally long, of which padding is not told.
+MATRICES: dict[str, Any] = {
+    "tensor": ONES,
+    "bytes": ONES.to(torch.uint8),
+    "array": ONES.numpy(),
+    "one row": ONES[:1],
+    "no rows": ONES[:0],
+    "three dimensions": ONES[None],
+}
+TAKERS: dict[str, tuple[Any, str]] = {
+    "responses": (lambda given: pack_shared_prompts([[1], [2]], given), "^responses"),
+    "prompts": (lambda given: pack_shared_prompts(given, [[1], [2]]), "^prompts"),
+    "with ids": (lambda given: pack_shared_prompts([[1], [2]], given, group_ids=[0, 1]), "^responses"),
+    "groups": (group_by_prompt, "^prompts"),
+    "trees": (pack_prefix_tree, "^sequences"),
+    "prefixes": (group_by_prefix, "^sequences"),
+    "masks": (lambda given: pack_prefix_tree([[1] * 4] * 2, loss_mask=given), "^loss_mask"),
+}
+
+
+@pytest.mark.parametrize("matrix", MATRICES)
+@pytest.mark.parametrize("taker", TAKERS)
+def test_a_matrix_is_no_list_of_sequences(taker: str, matrix: str) -> None:
+    take, name = TAKERS[taker]
+    expected = f"{name}: expected a list of .*got a matrix, whose padding would be tokens .pack_padded takes a padded"
+    with pytest.raises(SharedPromptError, match=expected):
+        take(MATRICES[matrix])
+    with pytest.raises(SharedPromptError, match=f"{name}: .*a nested tensor .pack_jagged takes whole sequences"):
+        take(nested([ONES[0], ONES[1, :3]]))
+
+
+def test_lists_of_equal_lengths_are_lists() -> None:
+    for given in ([*ONES], tuple(ONES), ONES.tolist(), ONES.unbind(), [*ONES.numpy()]):
+        assert pack_shared_prompts(given, given).response_lens == (4, 4)
+        assert pack_prefix_tree(given, min_shared=1).sequence_lens == (4, 4)

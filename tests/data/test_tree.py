@@ -1,0 +1,282 @@
+"""Packing sequences as a prefix tree: every row, label and index against the sequences themselves, and the way back."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packed_trees import BOUNDARIES, SEQUENCES, check, check_way_back, forests
+from samples import Lists, tensors
+from torch import Tensor
+
+from flash_attn_dualkv import PackedBatch, SharedPromptError, pack_prefix_tree, unpack_logprobs, unpack_to_jagged
+from flash_attn_dualkv.data.tree import group_by_prefix
+
+
+def savings(batch: PackedBatch) -> list[int]:
+    """What each inner node saves."""
+    children = Counter(batch.node_parents)
+    return [(children[i] - 1) * size for i, size in enumerate(batch.node_lens) if children[i]]
+
+
+def distinct_prefixes(sequences: Lists, groups: list[int] | None) -> int:
+    """Rows of a tree that shares whatever is equal."""
+    ids = groups or [0] * len(sequences)
+    return len({(g, *one[:end]) for g, one in zip(ids, sequences) for end in range(1, len(one) + 1)})
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    forests(),
+    st.sampled_from(BOUNDARIES),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([1, 2, 3, 5, 100]),
+    st.sampled_from([None, 1, 2, 3]),
+    st.sampled_from([None, 8]),
+)
+def test_round_trip(
+    forest: tuple[Lists, Lists, list[int]],
+    boundary: Any,
+    has_mask: bool,
+    has_groups: bool,
+    min_shared: int,
+    max_depth: int | None,
+    multiple: int | None,
+) -> None:
+    sequences, masks, ids = forest
+    given_masks, groups = masks if has_mask else None, ids if has_groups else None
+    batch = pack_prefix_tree(
+        sequences,
+        loss_mask=given_masks,
+        boundary=boundary,
+        min_shared=min_shared,
+        max_depth=max_depth,
+        group_ids=groups,
+        pad_to_multiple_of=multiple,
+    )
+    check(batch, sequences, given_masks, groups)
+    check_way_back(batch)
+    children = Counter(batch.node_parents)
+    assert all(children[index] != 1 for index in range(batch.num_nodes))  # chains are merged
+    limits = dict(min_shared=min_shared, max_depth=max_depth)
+    assert group_by_prefix(sequences, boundary=boundary, group_ids=groups, **limits) == batch.tree
+    assert all(saved >= min_shared for saved in savings(batch))
+    assert max_depth is None or batch.depth <= max_depth
+    assert multiple is None or (batch.num_rows % multiple == 0 and batch.pad < multiple)
+    if boundary == "gather" and min_shared == 1 and max_depth is None:
+        assert batch.num_rows - batch.pad == distinct_prefixes(sequences, groups)
+    if boundary == "replicate":
+        assert len({*zip(batch.token_index.tolist(), batch.targets.tolist())}) == len(set(batch.token_index.tolist()))
+
+
+def fewest(sequences: Lists, least: int) -> int:
+    """Rows of all nodes and `least` for each inner one, the fewest of all choices of inner nodes."""
+    prefixes = {tuple(one[:end]) for one in sequences for end in range(len(one) + 1)}
+    children = Counter(one[:-1] for one in prefixes if one)
+    leaves = [one for one in prefixes if not children[one]]
+    branches = [one for one in prefixes if one and children[one] > 1]
+    sums = []
+    for size in range(len(branches) + 1):
+        for kept in combinations(branches, size):
+            nodes = [*leaves, *kept]
+            above = [max((len(p) for p in kept if p != one and one[: len(p)] == p), default=0) for one in nodes]
+            sums.append(sum(map(len, nodes)) - sum(above) + least * size)
+    return min(sums)
+
+
+@settings(deadline=None, max_examples=300)
+@given(forests(), st.integers(1, 20))
+def test_no_other_nodes_save_more(forest: tuple[Lists, Lists, list[int]], min_shared: int) -> None:
+    """Among all choices of nodes, where each costs as much as min_shared tokens."""
+    # Runs of equal tokens make nodes of all lengths.
+    sequences = [[token for token in one for _ in range(1 + 3 * token)] for one in forest[0][:7]]
+    batch = pack_prefix_tree(sequences, min_shared=min_shared)
+    assert batch.num_rows + min_shared * len(savings(batch)) == fewest(sequences, min_shared)
+
+
+@settings(deadline=None, max_examples=50)
+@given(forests(), st.sampled_from(BOUNDARIES), st.randoms(use_true_random=False))
+def test_the_row_does_not_depend_on_the_order_of_the_sequences(
+    forest: tuple[Lists, Lists, list[int]], boundary: Any, shuffler: random.Random
+) -> None:
+    sequences, masks, _ = forest
+    order = [*range(len(sequences))]
+    shuffler.shuffle(order)
+    batch = pack_prefix_tree(sequences, loss_mask=masks, boundary=boundary, min_shared=2)
+    taken = [[given[i] for i in order] for given in (sequences, masks)]
+    other = pack_prefix_tree(taken[0], loss_mask=taken[1], boundary=boundary, min_shared=2)
+    for name in ("input_ids", "position_ids", "cu_seqlens", "parents", "multiplicity"):
+        assert getattr(batch, name).equal(getattr(other, name)), name
+
+
+def test_values_by_hand() -> None:
+    """A tree in which every number can be read."""
+    batch = pack_prefix_tree(SEQUENCES, min_shared=1)
+    assert batch.input_ids.tolist() == [5, 0, 7, 1, 2, 3, 3, 4, 8, 9, 256, 2]
+    assert batch.cu_seqlens.tolist() == [0, 2, 4, 5, 6, 7, 8, 9, 10, 12]
+    assert batch.parents.tolist() == [-1, 0, 1, 1, 3, 3, 0, -1, -1]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 4, 5, 5, 2, 0, 0, 1]
+    assert batch.multiplicity.tolist() == [6, 6, 4, 4, 2, 2, 1, 1, 1, 1, 1, 1]
+    assert batch.row_labels.tolist() == [0, 7, 1, 2, -100, 3, -100, -100, -100, -100, 2, -100]
+    assert batch.scored_lens == (4, 5, 2, 4, 1, 0, 1, 0, 5)
+    assert batch.token_index[:11].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 5, 0, 1]
+    replicated = pack_prefix_tree(SEQUENCES, min_shared=1, boundary="replicate")
+    assert replicated.input_ids.tolist() == [5, 0, 7, 1, 2, 1, 3, 3, 3, 4, 0, 8, 9, 256, 2]
+    assert replicated.node_lens == (1, 2, 2, 1, 2, 2, 2, 1, 2)
+    assert replicated.row_labels.tolist() == [0, 7, 1, 2, -100, 3, 3, -100, 4, -100, 8, -100, -100, 2, -100]
+
+
+def test_labels_of_several_spans() -> None:
+    """A token that one sequence trains and another does not, and a row that scores two tokens."""
+    sequences, masks = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 4]], [[0, 0, 1, 0], [0, 1, 0, 1], [0, 0, 0, 1]]
+    batch = pack_prefix_tree(sequences, loss_mask=masks, min_shared=1)
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 5]
+    assert batch.token_index.tolist() == [1, 0, 2, 2] and batch.targets.tolist() == [3, 2, 5, 4]
+    assert batch.row_labels.tolist() == [2, 3, 5, -100, -100]
+    assert unpack_logprobs(torch.tensor([1.0, 2.0, 3.0, 4.0]), batch).tolist() == [[1, 0], [2, 3], [4, 0]]
+
+
+def test_sharing_without_a_node() -> None:
+    """Repetitions and beginnings of a sequence are in its own rows, whatever the limits."""
+    whole = [*range(10, 20)]
+    batch = pack_prefix_tree([whole[:4], whole, [], whole, whole[:1]], min_shared=1000, max_depth=1)
+    assert batch.num_nodes == 1 and batch.input_ids.tolist() == whole
+    assert batch.multiplicity.tolist() == [4, 3, 3, 3, 2, 2, 2, 2, 2, 2]
+
+
+def test_min_shared() -> None:
+    """A node of 3 tokens saves 3 with two children, 6 with three; below it one of 2 tokens saves 2."""
+    two = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7]]
+    three = [[1, 2, 3, 8], *two]
+    assert pack_prefix_tree(two, min_shared=5).num_rows == 7
+    assert pack_prefix_tree(two, min_shared=6).num_rows == 12
+    assert pack_prefix_tree(three, min_shared=2).node_lens == (3, 2, 1, 1, 1)
+    # Without the lower node the upper one has three children.
+    assert pack_prefix_tree(three, min_shared=6).node_lens == (3, 3, 3, 1)
+    assert pack_prefix_tree(three, min_shared=7).node_lens == (6, 6, 4)
+    # The default: a short beginning is no reason for a node.
+    system, tail = [*range(64)], [[100], [101]]
+    assert pack_prefix_tree([system[:63] + one for one in tail]).num_nodes == 2
+    assert pack_prefix_tree([system + one for one in tail]).num_nodes == 3
+
+
+def test_max_depth_gives_up_what_saves_least() -> None:
+    sequences = [[1, 2, *range(10, 20), 3, 4, end] for end in (5, 6)] + [[1, 2, *range(10, 20), 7], [1, 2, 8]]
+    lens = [pack_prefix_tree(sequences, min_shared=1, max_depth=depth).node_lens for depth in (4, 3, 2, 1)]
+    assert lens == [(2, 1, 10, 2, 1, 1, 1), (2, 1, 10, 3, 3, 1), (3, 12, 3, 3, 1), (3, 15, 15, 13)]
+
+
+def test_deep_and_wide_trees() -> None:
+    """A comb of 1,000 turns, and 5,000 leaves below one node."""
+    comb = [[*range(turn), 5000] for turn in range(1, 1001)]
+    batch = pack_prefix_tree(comb, min_shared=1)
+    assert batch.depth == 1000 and batch.num_rows == 2000
+    for depth in (1, 2, 8, 100):
+        assert pack_prefix_tree(comb, min_shared=1, max_depth=depth).depth == depth
+    bush = pack_prefix_tree([[1, 2, 3, end] for end in range(5000)])
+    assert bush.node_lens == (3, *[1] * 5000) and bush.depth == 2
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.uint8], ids=str)
+def test_forms_of_tokens_and_masks(kind: torch.dtype) -> None:
+    sequences, masks = [[1, 2, 3], [1, 2], [], [1, 4]], [[0, 1, 0], [0, 1], [], [0, 0]]
+    expected = pack_prefix_tree(sequences, loss_mask=masks, min_shared=1)
+    given = [one.to(kind) for one in tensors(sequences)]
+    for mask in (tensors(masks), [one.bool() for one in tensors(masks)], [[*map(bool, one)] for one in masks]):
+        check_same(pack_prefix_tree(given, loss_mask=mask, min_shared=1), expected)
+    ids = torch.zeros(4, dtype=torch.int64)
+    check_same(pack_prefix_tree(given, loss_mask=masks, min_shared=1, group_ids=ids), expected)
+
+
+def check_same(batch: PackedBatch, expected: PackedBatch) -> None:
+    batch.layout.validate()
+    for name, wanted in vars(expected).items():
+        got = getattr(batch, name)
+        if isinstance(wanted, Tensor):
+            assert got.dtype == wanted.dtype and got.cpu().equal(wanted), name
+        elif name == "layout":
+            assert got.is_like(wanted) and got.position_ids is batch.position_ids
+        else:
+            assert got == wanted, name
+
+
+def test_copies(tmp_path: Any) -> None:
+    """A batch is pickled whole, and moves whole."""
+    batch = pack_prefix_tree(SEQUENCES, min_shared=1, pad_to_multiple_of=8)
+    torch.save(batch, tmp_path / "batch.pt")
+    check_same(torch.load(tmp_path / "batch.pt", weights_only=False), batch)
+    assert batch.to("cpu") is batch
+    moved = batch.to("meta")
+    for name, value in vars(batch).items():
+        if isinstance(value, Tensor):
+            other = getattr(moved, name)
+            assert other.is_meta and other.shape == value.shape and other.dtype == value.dtype, name
+    with torch.inference_mode():
+        assert not pack_prefix_tree(SEQUENCES).input_ids.is_inference()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("origin", ["cpu", "cuda"])
+def test_packing_for_a_gpu(origin: str) -> None:
+    masks = [[0, *[at % 2 for at in range(1, len(one))]] if one else [] for one in SEQUENCES]
+    expected = pack_prefix_tree(SEQUENCES, loss_mask=masks, min_shared=1)
+    given = [[one.to(origin) for one in tensors(lists)] for lists in (SEQUENCES, masks)]
+    batch = pack_prefix_tree(given[0], loss_mask=given[1], min_shared=1, device="cuda")
+    assert batch.input_ids.is_cuda and batch.parents.is_cuda
+    check_same(batch, expected)
+    check_same(expected.to("cuda"), expected)
+
+
+ONE = pack_prefix_tree([[1, 2, 3, 4]])
+ERRORS: list[tuple[str, Any, str]] = [
+    ("none", lambda: pack_prefix_tree([]), "^sequences: expected at least one, got 0"),
+    ("no list", lambda: pack_prefix_tree(iter([[1]])), "^sequences: expected a list of token sequences"),
+    ("text", lambda: pack_prefix_tree(["text"]), r"^sequences\[0\]: expected a 1-D integer tensor"),
+    ("floats", lambda: pack_prefix_tree([[1], [0.5]]), r"^sequences\[1\]: expected integers"),
+    ("bools", lambda: pack_prefix_tree([torch.ones(2) > 0]), r"^sequences\[0\]: expected integers"),
+    ("2-D", lambda: pack_prefix_tree([torch.ones(2, 2).long()]), r"^sequences\[0\]: expected 1 dimension"),
+    ("negative", lambda: pack_prefix_tree([[1, -100]]), "^sequences: expected token ids >= 0, got -100"),
+    ("meta", lambda: pack_prefix_tree([torch.ones(2, device="meta").long()]), "^sequences: .* got one on meta"),
+    ("masks", lambda: pack_prefix_tree([[1], [2]], loss_mask=[[0]]), "^loss_mask: expected 2 of them .* got 1"),
+    ("mask of", lambda: pack_prefix_tree([[1], [2, 3]], loss_mask=[[0], [0]]), r"^loss_mask\[1\]: expected 2 values"),
+    ("mask values", lambda: pack_prefix_tree([[1, 2]], loss_mask=[[0, 2]]), "^loss_mask: expected 0 and 1, got 2"),
+    ("mask below 0", lambda: pack_prefix_tree([[1, 2]], loss_mask=[[0, -1]]), "^loss_mask: expected 0 and 1, got -1"),
+    ("float mask", lambda: pack_prefix_tree([[1, 2]], loss_mask=[[0.0, 1.0]]), r"^loss_mask\[0\]: expected integers"),
+    ("one mask", lambda: pack_prefix_tree([[1, 2]], loss_mask=torch.tensor(0)), "^loss_mask: expected a list of masks"),
+    (
+        "first token",
+        lambda: pack_prefix_tree([[1, 2], [], [3, 4]], loss_mask=[[0, 1], [], [1, 0]]),
+        r"^loss_mask\[2\]\[0\]: expected 0 for the first token, which no row scores, got 1",
+    ),
+    (
+        "mask device",
+        lambda: pack_prefix_tree([[1, 2]], loss_mask=[torch.zeros(2, device="meta").long()]),
+        "^loss_mask: .* got one on meta",
+    ),
+    ("boundary", lambda: pack_prefix_tree([[1]], boundary="both"), "^boundary: expected 'replicate' or 'gather'"),
+    ("min_shared", lambda: pack_prefix_tree([[1]], min_shared=0), "^min_shared: expected an int >= 1, got 0"),
+    ("half a token", lambda: pack_prefix_tree([[1]], min_shared=1.5), "^min_shared: expected an int >= 1, got 1.5"),
+    ("max_depth", lambda: pack_prefix_tree([[1]], max_depth=0), "^max_depth: expected an int >= 1, got 0"),
+    ("bool as depth", lambda: pack_prefix_tree([[1]], max_depth=True), "^max_depth: expected an int >= 1, got True"),
+    ("multiple", lambda: pack_prefix_tree([[1]], pad_to_multiple_of=0), "^pad_to_multiple_of: expected an int >= 1"),
+    ("ids", lambda: pack_prefix_tree([[1], [2]], group_ids=[0]), r"^group_ids: expected 2 of them \(as sequences\)"),
+    ("list as id", lambda: pack_prefix_tree([[1]], group_ids=[[0]]), r"^group_ids\[0\]: expected a hashable value"),
+    ("device", lambda: pack_prefix_tree([[1]], device="gpu"), "^device: expected a device such as"),
+    ("to", lambda: ONE.to("gpu"), "^device: expected a device such as"),
+    ("values", lambda: unpack_logprobs(torch.zeros(5), ONE), r"^values: expected 3 \(scored tokens\) or 4 \(rows\)"),
+    ("width", lambda: unpack_logprobs(torch.zeros(3), ONE, width=2), "^width: expected an int >= 3"),
+]
+
+
+@pytest.mark.parametrize("call", [pytest.param(one[1:], id=one[0]) for one in ERRORS])
+def test_errors(call: Any) -> None:
+    function, message = call
+    with pytest.raises(SharedPromptError, match=message):
+        function()

@@ -1,0 +1,165 @@
+"""Borders of nodes that are given: equal along every path, whatever other sequences a micro-batch has."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packed_trees import BOUNDARIES, SEQUENCES, check, check_way_back, forests, rows_of
+from samples import Lists
+
+from flash_attn_dualkv import (
+    PackedBatch,
+    SharedPromptError,
+    flash_attn_tree_varlen_func,
+    group_by_prefix,
+    pack_prefix_tree,
+)
+
+Forest = tuple[Lists, Lists, list[int]]
+
+
+def borders_in(batch: PackedBatch) -> list[list[int]]:
+    """Of each sequence the positions at which its rows pass from one node to the next."""
+    node_of = [index for index, size in enumerate(batch.node_lens) for _ in range(size)]
+    return [[at for at in range(1, len(own)) if node_of[own[at]] != node_of[own[at - 1]]] for own in rows_of(batch)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    forests(),
+    st.sampled_from(BOUNDARIES),
+    st.booleans(),
+    st.sampled_from([1, 2, 3, 5]),
+    st.sampled_from([None, 1, 2, 3]),
+    st.data(),
+)
+def test_a_part_has_the_nodes_of_the_whole(
+    forest: Forest, boundary: Any, has_groups: bool, min_shared: int, max_depth: int | None, data: st.DataObject
+) -> None:
+    """Packed with the borders of the whole: the same borders along every path, and the rows of the paths once."""
+    sequences, masks, ids = forest
+    options: dict[str, Any] = dict(boundary=boundary)
+    limits: dict[str, Any] = dict(min_shared=min_shared, max_depth=max_depth)
+    whole = pack_prefix_tree(sequences, group_ids=ids if has_groups else None, **limits, **options)
+    chosen = data.draw(st.lists(st.sampled_from(range(len(sequences))), min_size=1, max_size=2 * len(sequences)))
+    taken, taken_masks, groups = ([one[i] for i in chosen] for one in (sequences, masks, ids))
+    borders = [whole.tree.borders[i] for i in chosen]
+    if has_groups:
+        options["group_ids"] = groups
+    part = pack_prefix_tree(taken, loss_mask=taken_masks, borders=borders, **options)
+    check(part, taken, taken_masks, groups if has_groups else None)
+    check_way_back(part)
+    of_whole, of_part = borders_in(whole), borders_in(part)
+    assert [of_whole[i] for i in chosen] == of_part
+    rows = rows_of(whole)
+    united = len({row for i in chosen for row in rows[i]})
+    # A beginning of several sequences lies in the rows of one of them, which another choice may change.
+    is_beginning = any(one != other and one == other[: len(one)] for one in taken for other in taken)
+    assert part.num_rows <= united if is_beginning else part.num_rows == united
+
+
+def shared(one: list[int], other: list[int], borders: tuple[list[int], list[int]], shift: int) -> int:
+    """Up to where two sequences, neither of which begins with the other, have the same nodes."""
+    common = next(at for at, (a, b) in enumerate(zip(one, other)) if a != b)
+    ends = [0]
+    for a, b in zip(*borders):
+        if a != b:
+            break
+        ends.append(a)
+    return max(end for end in ends if end == 0 or end + shift <= common)
+
+
+@settings(deadline=None, max_examples=300)
+@given(forests(), st.sampled_from(BOUNDARIES), st.data())
+def test_any_borders(forest: Forest, boundary: Any, data: st.DataObject) -> None:
+    """They are kept, and nodes are shared that agree in tokens and borders up to their end."""
+    sequences, masks, _ = forest
+    places = max(map(len, sequences)) + 1
+    flags = data.draw(st.lists(st.integers(0, 2), min_size=places, max_size=places))  # for most sequences the same
+    own = [data.draw(st.booleans()) and data.draw(st.integers(1, 12)) for _ in sequences]
+    borders = [
+        [at for at in range(1, len(one) + 1) if flags[at] == 0 or at == extra] for one, extra in zip(sequences, own)
+    ]
+    batch = pack_prefix_tree(sequences, loss_mask=masks, boundary=boundary, borders=borders)
+    check(batch, sequences, masks, None)
+    assert borders_in(batch) == [[at for at in one if at < len(s)] for one, s in zip(borders, sequences)]
+    rows = rows_of(batch)
+    for i, one in enumerate(sequences):
+        for j, other in enumerate(sequences):
+            size = min(len(one), len(other))
+            if one[:size] != other[:size]:
+                count = shared(one, other, (borders[i], borders[j]), 1 if boundary == "replicate" else 0)
+                assert len({*rows[i]} & {*rows[j]}) == count
+
+
+def test_borders_by_hand() -> None:
+    tree = group_by_prefix(SEQUENCES, min_shared=1)
+    assert tree.node_lens == (2, 2, 1, 1, 1, 1, 1, 1, 2) and tree.node_parents == (-1, 0, 1, 1, 3, 3, 0, -1, -1)
+    assert tree.leaves == (2, 4, 6, 2, 2, -1, 8, 7, 5) and tree.num_rows == 12
+    assert tree.borders == ((2, 4), (2, 4, 5), (2,), (2, 4), (2,), (), (), (), (2, 4, 5))
+    # One sequence in as many nodes as its path has; the other two share the first of them.
+    alone = pack_prefix_tree(SEQUENCES[1:2], borders=tree.borders[1:2])
+    assert alone.node_lens == (2, 2, 1, 1) and alone.node_parents == (-1, 0, 1, 2)
+    assert alone.input_ids.tolist() == SEQUENCES[1]
+    two = pack_prefix_tree(SEQUENCES[1:3], borders=tree.borders[1:3])
+    assert two.node_lens == (2, 2, 1, 1, 1) and two.node_parents == (-1, 0, 1, 2, 0)
+    # Without them they would be merged into fewer.
+    assert pack_prefix_tree(SEQUENCES[1:3], min_shared=1).node_lens == (2, 4, 1)
+
+
+def test_borders_of_deep_and_wide_trees() -> None:
+    comb = [[*range(turn), 5000] for turn in range(1, 501)]
+    tree = group_by_prefix(comb, min_shared=1)
+    assert [*tree.borders[-1]] == [*accumulate([1] * 499)]
+    lower = pack_prefix_tree(comb[-1:], borders=tree.borders[-1:])
+    assert lower.node_lens == (*[1] * 499, 2)
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_a_row_has_the_same_bits_in_every_part(boundary: Any, device: str) -> None:
+    """Attention with the borders of the whole: what a ratio of exactly 1 needs of it."""
+    draw = random.Random(0)
+    sequences = [[draw.randrange(9) for _ in range(700)]]
+    for number in range(40):  # none of them is the beginning of another
+        stem = draw.choice(sequences)
+        own = [100 + number] + [draw.randrange(9) for _ in range(draw.randrange(500))]
+        sequences.append(stem[: draw.randrange(len(stem))] + own)
+    whole = pack_prefix_tree(sequences, boundary=boundary, min_shared=16, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    rows = [torch.randn(whole.num_rows, h, 128, device=device, generator=generator).bfloat16() for h in (8, 2, 2)]
+    expected = flash_attn_tree_varlen_func(*rows, whole.cu_seqlens, whole.parents)
+    of_whole = rows_of(whole)
+    for size in (1, 3, 20):
+        chosen = draw.sample(range(len(sequences)), size)
+        taken, borders = ([one[i] for i in chosen] for one in (sequences, whole.tree.borders))
+        part = pack_prefix_tree(taken, boundary=boundary, borders=borders, device=device)
+        row_of = dict(zip(part.row_index.tolist(), (row for i in chosen for row in of_whole[i])))
+        index = torch.tensor([row_of[row] for row in range(part.num_rows)], device=device)
+        got = flash_attn_tree_varlen_func(*(one[index] for one in rows), part.cu_seqlens, part.parents)
+        assert got.equal(expected[index])
+
+
+ERRORS: list[tuple[dict[str, Any], str]] = [
+    (dict(borders=[[1]], min_shared=3), "^min_shared: expected None with borders, .* got 3"),
+    (dict(borders=[[1]], max_depth=3), "^max_depth: expected None with borders, .* got 3"),
+    (dict(borders=[[1], [2]]), r"^borders: expected 1 of them \(as sequences\), got 2"),
+    (dict(borders=1), "^borders: expected a list of lists of positions, got 1"),
+    (dict(borders=[[0]]), r"^borders\[0\]: expected rising positions from 1 to 3, got \[0\]"),
+    (dict(borders=["12"]), r"^borders\[0\]: expected a list of ints"),
+    (dict(borders=[[1, 1]]), r"^borders\[0\]: expected rising positions from 1 to 3, got \[1, 1\]"),
+    (dict(borders=[[2, 1]]), r"^borders\[0\]: expected rising positions from 1 to 3, got \[2, 1\]"),
+    (dict(borders=[[1, 4]]), r"^borders\[0\]: expected rising positions from 1 to 3, got \[1, 4\]"),
+    (dict(borders=[[1.5]]), r"^borders\[0\]\[0\]: expected an int >= 0, got 1.5"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), ERRORS, ids=lambda one: str(one) if isinstance(one, dict) else "")
+def test_errors(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SharedPromptError, match=message):
+        pack_prefix_tree([[1, 2, 3]], **options)

@@ -1,0 +1,265 @@
+"""Prefix trees within a token budget, and balanced over ranks; a training step does not depend on how it is cut."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from core_time import least_time
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packed_trees import BOUNDARIES, FLOAT64, SEQUENCES, Model, forests, paths, rows_of, transcripts
+from processes import run_ranks
+from samples import Lists
+
+from flash_attn_dualkv import (
+    PrefixTree,
+    SharedPromptError,
+    balance_tree,
+    group_by_prefix,
+    pack_prefix_tree,
+    shared_prompt_attention,
+    split_by_token_budget,
+    split_tree_by_token_budget,
+    unpack_logprobs,
+)
+from flash_attn_dualkv.data.tree_split import _below, _Loads, _tops
+
+Forest = tuple[Lists, Lists, list[int]]
+
+
+def pack(chosen: list[int], sequences: Lists, tree: PrefixTree, boundary: Any = "gather", masks: Any = None) -> Any:
+    """A micro-batch, as a user packs it."""
+    taken, borders = ([one[i] for i in chosen] for one in (sequences, tree.borders))
+    loss_mask = None if masks is None else [masks[i] for i in chosen]
+    return pack_prefix_tree(taken, loss_mask=loss_mask, borders=borders, boundary=boundary)
+
+
+@settings(deadline=None, max_examples=300)
+@given(forests(), st.sampled_from(BOUNDARIES), st.sampled_from([1, 2, 5]), st.integers(0, 15))
+def test_split(forest: Forest, boundary: Any, min_shared: int, slack: int) -> None:
+    sequences = forest[0]
+    budget = max(1, *map(len, sequences)) + slack
+    tree = group_by_prefix(sequences, boundary=boundary, min_shared=min_shared)
+    micro_batches = split_tree_by_token_budget(tree, budget)
+    assert sorted(itertools.chain(*micro_batches)) == [*range(len(sequences))]
+    packed = [pack(one, sequences, tree, boundary) for one in micro_batches]
+    assert all(one.num_rows <= budget for one in packed)
+    # No two of them could be one.
+    for one, other in itertools.combinations(micro_batches, 2):
+        assert pack([*one, *other], sequences, tree, boundary).num_rows > budget // 2
+    if tree.num_rows <= budget:
+        assert len(micro_batches) == 1
+    # Trees that fit are whole.
+    whole = pack_prefix_tree(sequences, boundary=boundary, min_shared=min_shared)
+    all_paths = paths(whole)
+    roots = [all_paths[leaf][0] if leaf >= 0 else None for leaf in tree.leaves]
+    rows = rows_of(whole)
+    for root in {*roots} - {None}:
+        members = {i for i, one in enumerate(roots) if one == root}
+        if len({row for i in members for row in rows[i]}) <= budget:
+            assert any(members <= {*one} for one in micro_batches), "a tree that fits was split"
+
+
+def test_split_of_prompts_with_responses() -> None:
+    """What the function for prompts makes of them, whose rows are those of the boundary "replicate"."""
+    draw = random.Random(0)
+    prompts = [[one] * draw.randint(5, 60) for one in range(1, 9)]
+    lens = [(len(prompts[i % 8]), draw.randint(5, 80)) for i in range(64)]
+    sequences = [prompts[i % 8] + [1000 + i] * response for i, (_, response) in enumerate(lens)]
+    groups = [[*range(one, 64, 8)] for one in range(8)]
+    tree = group_by_prefix(sequences, boundary="replicate", min_shared=1)
+    for budget in (150, 400, 1000):
+        expected = split_by_token_budget(groups, [a for a, _ in lens], [b for _, b in lens], budget)
+        got = split_tree_by_token_budget(tree, budget)
+        assert len(got) == len(expected) > 1
+        sizes = [sorted(pack(one, sequences, tree, "replicate").num_rows for one in some) for some in (got, expected)]
+        assert sizes[0] == sizes[1]
+
+
+def test_a_tree_over_the_budget_is_cut_at_its_nodes() -> None:
+    """Two turns with two ends each: the paths are repeated, and what shares most stays together."""
+    first, second = [1] * 10, ([2] * 10, [3] * 10)
+    sequences = [[*first, *turn, *[end] * 5] for turn in second for end in (4, 5)]
+    tree = group_by_prefix(sequences, min_shared=1)
+    assert tree.num_rows == 50
+    for budget, expected in ((50, [[0, 1, 2, 3]]), (49, [[0, 1], [2, 3]]), (29, [[0], [1], [2], [3]])):
+        assert split_tree_by_token_budget(tree, budget) == expected
+    assert [pack(one, sequences, tree).num_rows for one in ([0, 1], [2, 3])] == [30, 30]
+
+
+def test_large_trees_are_split_well_and_fast() -> None:
+    """A comb of 1,000 turns, and 5,000 leaves below a prompt."""
+    comb = [[*range(10 * turn), 20000] for turn in range(1, 1001)]
+    bush = [[*range(1000), *[2000 + at] * (50 + at % 400)] for at in range(5000)]
+    for sequences, budget, least in ((comb, 10500, 1), (bush, 16384, 1 / 0.97)):
+        tree = group_by_prefix(sequences, min_shared=1)
+        micro_batches = split_tree_by_token_budget(tree, budget)
+        assert least_time(4.0, split_tree_by_token_budget, tree, budget) < 4.0
+        assert sorted(itertools.chain(*micro_batches)) == [*range(len(sequences))]
+        assert len(micro_batches) <= max(1, least * (tree.num_rows - 1000) / (budget - 1000) + 1)
+
+
+def _split_on_rank(rank: int, world: int, address: str, results: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    tree = group_by_prefix(SEQUENCES, min_shared=1)
+    results[rank, "split"] = split_tree_by_token_budget(tree, (100, 7)[rank], dp_group=torch.distributed.group.WORLD)
+    for name, sequences, budgets in (("budget", SEQUENCES, (100, 2)), ("samples", [[1], [2], [3]][rank:], (1, 1))):
+        one = group_by_prefix(sequences[:1] if name == "samples" and rank else sequences)
+        try:
+            split_tree_by_token_budget(one, budgets[rank], dp_group=torch.distributed.group.WORLD)
+        except SharedPromptError as error:
+            results[rank, name] = str(error)
+    torch.distributed.destroy_process_group()
+
+
+def test_equally_many_micro_batches_on_every_rank(tmp_path: Any) -> None:
+    results = run_ranks(_split_on_rank, 2, 2, f"file://{tmp_path}/store")
+    counts = [len(results[rank, "split"]) for rank in (0, 1)]
+    assert counts[0] == counts[1] > 1
+    assert all(sorted(itertools.chain(*results[rank, "split"])) == [*range(9)] for rank in (0, 1))
+    assert "one that cannot" in results[0, "budget"] and "at least 5" in results[1, "budget"]
+    assert all("at least 3 sequences on each rank" in results[rank, "samples"] for rank in (0, 1))
+
+
+# --- balance ----------------------------------------------------------------------------------------------------------
+
+
+def cost_of(chosen: list[int], sequences: Lists, tree: PrefixTree, token_cost: float) -> float:
+    batch = pack(chosen, sequences, tree)
+    return sum(position + 1 + token_cost for position in batch.position_ids.tolist())
+
+
+@settings(deadline=None, max_examples=200)
+@given(forests(), st.integers(1, 4), st.sampled_from([0.0, 7.5]))
+def test_balance(forest: Forest, num_ranks: int, token_cost: float) -> None:
+    """Equal counts; the costs that decide are those of the rows and pairs that are packed."""
+    sequences = forest[0]
+    sequences += [[5] * 9] * (-len(sequences) % num_ranks)
+    tree = group_by_prefix(sequences, min_shared=1)
+    ranks = balance_tree(tree, num_ranks, token_cost=token_cost)
+    assert sorted(itertools.chain(*ranks)) == [*range(len(sequences))]
+    assert {len(one) for one in ranks} == {len(sequences) // num_ranks}
+    tops = _tops(tree, len(sequences) // num_ranks)
+    loads, cost, all_of_it = _Loads(tree, tops, 1, token_cost), 0.0, [*range(len(sequences))]
+    for members in _below(tree, tops):
+        cost += loads.added(0, members)
+        loads.take(0, members)
+    assert cost == cost_of(all_of_it, sequences, tree, token_cost)
+
+
+def test_balance_keeps_together_what_shares() -> None:
+    """Below one system prompt: four prompts of two tasks, each with four responses of which pairs begin alike."""
+    sequences = [
+        [1] * 20 + [task] * 30 + [prompt] * (10 + prompt) + [end // 2] * 10 + [100 + end] * 5
+        for task, prompt in ((2, 3), (2, 4), (5, 6), (5, 7))
+        for end in range(40, 44)
+    ]
+    order = [*range(16)]
+    random.Random(0).shuffle(order)
+    shuffled = [sequences[i] for i in order]
+    tree = group_by_prefix(shuffled, min_shared=1)
+    for num_ranks, size in ((4, 4), (2, 8), (8, 2)):
+        ranks = balance_tree(tree, num_ranks)
+        blocks = sorted(sorted(order[i] for i in one) for one in ranks)
+        if num_ranks == 2:
+            assert blocks == [[*range(8)], [*range(8, 16)]]
+        assert all(len({i // min(size, 4) for i in one}) == size // min(size, 4) for one in blocks)
+
+
+def test_balance_counts_paths_once() -> None:
+    """A long path that is on a rank already attracts what is below it."""
+    long = [1] * 1000
+    sequences = [[*long, end] for end in range(2, 6)] + [[7] * 300, [8] * 300, [9] * 300, [10] * 300]
+    tree = group_by_prefix(sequences, min_shared=1)
+    assert [*map(sorted, balance_tree(tree, 2))] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    ranks = balance_tree(group_by_prefix(sequences[:4], min_shared=1), 2)
+    assert [len(one) for one in ranks] == [2, 2]
+
+
+def test_balance_is_even() -> None:
+    draw = random.Random(0)
+    system = [1] * 200
+    sequences = []
+    for prompt in range(64):
+        stem = [*system, *[10 + prompt] * draw.randint(100, 600)]
+        sequences += [[*stem, *[1000 + end] * draw.randint(50, 1000)] for end in range(8)]
+    tree = group_by_prefix(sequences)
+    ranks = balance_tree(tree, 8, token_cost=10000.0)
+    costs = [cost_of(one, sequences, tree, 10000.0) for one in ranks]
+    assert max(costs) <= 1.08 * sum(costs) / 8
+    assert all(len({i // 8 for i in one}) == 8 for one in ranks)  # whole prompts
+    assert least_time(1.0, balance_tree, tree, 64) < 1.0
+
+
+TREE = group_by_prefix([[1, 2, 3], [1, 2]])
+ERRORS: list[tuple[Any, str]] = [
+    (lambda: split_tree_by_token_budget(TREE, 0), "^max_tokens: expected an int >= 1, got 0"),
+    (lambda: split_tree_by_token_budget(TREE, 2), "^max_tokens: expected at least 3, the tokens of sequence 0, got 2"),
+    (lambda: split_tree_by_token_budget([[1, 2]], 8), "^tree: expected a PrefixTree, got"),
+    (lambda: split_tree_by_token_budget(TREE, 8, dp_group=1), "^dp_group: expected a process group"),
+    (lambda: balance_tree([[1, 2]], 1), "^tree: expected a PrefixTree, got"),
+    (lambda: balance_tree(TREE, 0), "^num_ranks: expected an int >= 1, got 0"),
+    (lambda: balance_tree(TREE, 3), "^num_ranks: expected a divisor of the 2 sequences, got 3"),
+    (lambda: balance_tree(TREE, 2, token_cost=-1), "^token_cost: expected a finite number >= 0"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), ERRORS, ids=range(len(ERRORS)))
+def test_errors(call: Any, message: str) -> None:
+    with pytest.raises(SharedPromptError, match=message):
+        call()
+
+
+# --- the training step ------------------------------------------------------------------------------------------------
+
+
+def summed(model: Model, parts: list[Any], weights: torch.Tensor, chosen: list[list[int]]) -> tuple[Any, Any]:
+    """The log-probabilities (B, width) and the gradient of their weighted sum, one micro-batch after the other."""
+    model.zero_grad()
+    lines = torch.zeros_like(weights)
+    for indices, batch in zip(chosen, parts):
+        values = model(
+            batch.input_ids,
+            batch.position_ids,
+            lambda q, k, v, one=batch: shared_prompt_attention(q, k, v, one.layout),
+        )
+        logps = unpack_logprobs(values[batch.token_index, batch.targets], batch, width=weights.shape[1], per_row=False)
+        (logps * weights[indices]).sum().backward()
+        lines[indices] = logps.detach()
+    return lines, [one.grad for one in model.parameters()]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 2), st.sampled_from(BOUNDARIES), st.sampled_from([1, 4]), st.data())
+def test_any_cut_has_the_same_summed_gradient(seed: int, boundary: Any, min_shared: int, data: st.DataObject) -> None:
+    """By a token budget, or any other micro-batches; with the borders of the whole, or without."""
+    sequences, masks = transcripts(seed)
+    sequences, masks = sequences[:-4] + sequences[-3:], masks[:-4] + masks[-3:]  # all of them have tokens
+    everything = [*range(len(sequences))]
+    tree = group_by_prefix(sequences, boundary=boundary, min_shared=min_shared)
+    if data.draw(st.booleans()):
+        micro_batches = split_tree_by_token_budget(tree, data.draw(st.integers(max(map(len, sequences)), 60)))
+    else:
+        order = data.draw(st.permutations(everything))
+        cuts = sorted(data.draw(st.sets(st.integers(1, len(order) - 1), max_size=4)))
+        micro_batches = [[*order[a:b]] for a, b in itertools.pairwise([0, *cuts, len(order)])]
+    model = Model()
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(len(sequences), 20, dtype=torch.float64, generator=generator)
+    whole = pack(everything, sequences, tree, boundary, masks)
+    expected = summed(model, [whole], weights, [everything])
+    if data.draw(st.booleans()):
+        parts = [pack(one, sequences, tree, boundary, masks) for one in micro_batches]
+    else:
+        parts = [
+            pack_prefix_tree([sequences[i] for i in one], loss_mask=[masks[i] for i in one], min_shared=min_shared)
+            for one in micro_batches
+        ]
+    got = summed(model, parts, weights, micro_batches)
+    torch.testing.assert_close(got[0], expected[0], **FLOAT64)
+    for one, other in zip(got[1], expected[1], strict=True):
+        torch.testing.assert_close(one, other, **FLOAT64)

@@ -1,0 +1,140 @@
+"""The extension compiled for the host: every kernel of csrc, run by host_cuda instead of a GPU, on CPU tensors.
+
+    DUALKV_TEST_DEVICE=host pytest tests/kernels/test_tree.py
+
+What is checked is the code of the kernels: which bytes they read and write, what they compute, how exactly (sums are
+truncated, as by tensor cores), whether it depends on who is early and who is late, and the fences between the ways to
+shared memory. What is not: what nvcc makes of it, and blocks that run at the same time, for here one follows the other.
+The headers of csrc/ptx, a few instructions each, have twins in host_cuda/ptx.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sysconfig
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from extension import python_include
+from toolchain import CompileStep, host_compiler, kernel_sources, parallel_jobs, parse_head_dims, run_parallel
+
+from flash_attn_dualkv import ops
+
+ROOT = Path(__file__).resolve().parents[2]
+HOST_CUDA = Path(__file__).resolve().parent / "host_cuda"
+FOLDER = ROOT / "build/host_kernels"
+NAME = "host_kernels_C"
+
+# What only nvcc understands.
+LAUNCH = re.compile(r"([\w:]+(?:<[\w, ]+>)?)<<<(.+?)>>>\(")
+DYNAMIC_SHARED = re.compile(r"extern __shared__ (?:__align__\(128\) )?uint8_t (\w+)\[\];")
+
+
+def copy_sources() -> Path:
+    """csrc as a C++ compiler takes it, without the headers that have a twin, and without files that are gone."""
+    copies = set()
+    for path in sorted((ROOT / "csrc").rglob("*")):
+        if path.suffix not in (".h", ".cu", ".cpp") or path.parent.name == "ptx":
+            continue
+        text = LAUNCH.sub(r"::host_cuda::launch(\1, \2)(", path.read_text())
+        text = DYNAMIC_SHARED.sub(r"uint8_t* const \1 = ::host_cuda::dynamic_shared();", text)
+        copy = FOLDER / path.relative_to(ROOT)
+        copies.add(copy)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if not copy.exists() or copy.read_text() != text:
+            copy.write_text(text)
+    for path in (FOLDER / "csrc").rglob("*.*"):
+        if path not in copies:
+            path.unlink()
+    return FOLDER / "csrc"
+
+
+def compile_step(source: Path, options: tuple[str, ...]) -> CompileStep:
+    command = [
+        *shlex.split(host_compiler()),
+        "-c",
+        "-std=c++20",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-Wno-unknown-pragmas",
+    ]
+    command += ["-march=native", f"-I{HOST_CUDA}", f"-I{FOLDER / 'csrc'}", *options, str(source)]
+    return CompileStep(tuple(command), FOLDER / "objects" / f"{source.name}.o", ROOT, f"torch {torch.__version__}")
+
+
+def build() -> Path:
+    """The module, compiled anew where something has changed. One process at a time: others wait and find it made."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _build()
+
+
+def _build() -> Path:
+    csrc = copy_sources()
+    device = ("-O3", "-D__CUDACC__", "-D__CUDA_ARCH__=900", "-include", "cuda_runtime.h", "-xc++")
+    head_dims = parse_head_dims(os.environ.get("DUALKV_HEAD_DIMS", ""))
+    steps = [compile_step(source.path, device) for source in kernel_sources(csrc.parent, head_dims)]
+    torch_folder = Path(torch.__file__).parent
+    includes = (torch_folder / "include", torch_folder / "include/torch/csrc/api/include", python_include())
+    host = ["-O1", f"-I{HOST_CUDA / 'torch_cuda'}", *(part for one in includes for part in ("-isystem", str(one)))]
+    host += [f"-DTORCH_EXTENSION_NAME={NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+    host += ['-DDUALKV_BUILD_ARCHS="80;90"', '-DDUALKV_BUILD_PTX="90"']
+    steps = [compile_step(source, tuple(host)) for source in csrc.rglob("*.cpp")] + steps
+    run_parallel(steps, parallel_jobs(os.environ))
+    output = FOLDER / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    objects = [step.output for step in steps]
+    linked = FOLDER / "linked"  # of which objects: fewer head dims are fewer
+    is_new = output.exists() and output.stat().st_mtime > max(one.stat().st_mtime for one in objects)
+    if is_new and linked.exists() and linked.read_text() == str(objects):
+        return output  # another process may have loaded it
+    command = [*shlex.split(host_compiler()), "-shared", "-o", str(output), *map(str, objects)]
+    command += [f"-L{torch_folder / 'lib'}", *(f"-l{name}" for name in ("c10", "torch", "torch_cpu", "torch_python"))]
+    subprocess.run(command, check=True)
+    linked.write_text(str(objects))
+    return output
+
+
+@cache
+def load() -> ModuleType:
+    path = build()
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def install() -> None:
+    """Makes them what flash_attn_dualkv calls in this process for CPU tensors of 16 bits; others have no kernels."""
+    ops._C = load()
+    library = torch.library.Library("flash_attn_dualkv", "IMPL")
+    _libraries.append(library)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that these take the place of others
+        for name, table, place_of_q in (("forward", ops._FORWARD, 0), ("backward", ops._BACKWARD, 2)):
+            table["cpu"] = partial(_run, table["cuda"], table["cpu"], place_of_q)
+            library.impl(name, table["cpu"], "CPU", allow_override=True)
+        library.impl("sequence_nodes", ops._sequence_nodes_cuda, "CPU", allow_override=True)
+        library.impl("tree_nodes", ops._tree_nodes_cuda, "CPU", allow_override=True)
+
+
+def _run(kernels: Callable[..., Any], reference: Callable[..., Any], place_of_q: int, *arguments: Any) -> Any:
+    if arguments[place_of_q].dtype not in (torch.float16, torch.bfloat16):
+        return reference(*arguments)
+    count = len(ops.Options._fields)
+    # Packed attention asks for the reference where there is no GPU.
+    return kernels(*arguments[:-count], *ops.Options(*arguments[-count:])._replace(reference=False))
+
+
+_libraries: list[torch.library.Library] = []  # one that is deleted takes its implementations with it

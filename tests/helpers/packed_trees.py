@@ -1,0 +1,198 @@
+"""Sequences that leave each other anywhere, what must hold of their packed trees, and a model to run on these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+
+import torch
+from hypothesis import strategies as st
+from samples import Lists
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+from flash_attn_dualkv import (
+    PackedBatch,
+    unpack_logprobs,
+)
+from flash_attn_dualkv.data.unpack import unpack_logprobs as unpack
+from flash_attn_dualkv.nodes import Node, tree_nodes
+
+BOUNDARIES = ("gather", "replicate")
+# A turn that ends in three ways; a repetition, beginnings of others, other trees; 256 has a first byte of 0.
+SEQUENCES = [
+    [5, 0, 7, 1, 2],
+    [5, 0, 7, 1, 3, 3],
+    [5, 0, 8],
+    [5, 0, 7, 1, 2],
+    [5, 0],
+    [],
+    [256, 2],
+    [9],
+    [5, 0, 7, 1, 3, 4],
+]
+
+
+def trains(sequences: Lists, masks: Lists | None) -> Lists:
+    """The places of the trained tokens of each sequence."""
+    if masks is None:
+        return [[*range(1, len(one))] for one in sequences]
+    return [[place for place, value in enumerate(mask) if value] for mask in masks]
+
+
+def paths(batch: PackedBatch) -> list[list[int]]:
+    """The rows of the path of each node, from the root to the node's last row."""
+    bounds = batch.cu_seqlens.tolist()
+    rows: list[list[int]] = []
+    for (begin, end), parent in zip(pairwise(bounds), batch.parents.tolist()):
+        rows.append([*(rows[parent] if parent >= 0 else []), *range(begin, end)])
+    return rows
+
+
+def rows_of(batch: PackedBatch) -> list[list[int]]:
+    """The rows of each sequence."""
+    bounds = [*accumulate(batch.sequence_lens, initial=0)]
+    return [batch.row_index[begin:end].tolist() for begin, end in pairwise(bounds)]
+
+
+def check(batch: PackedBatch, sequences: Lists, masks: Lists | None, groups: list[int] | None) -> None:
+    """Every field of the batch, from the sequences alone."""
+    table = tree_nodes(batch.cu_seqlens, batch.parents, batch.num_rows)  # refuses an order that is not depth-first
+    batch.layout.validate()
+    assert batch.layout.nodes.equal(table) and batch.layout.position_ids is batch.position_ids
+    nodes = [Node(*row) for row in table.tolist()]
+    assert batch.node_lens == tuple(node.q_len for node in nodes) and min(batch.node_lens, default=1) > 0
+    assert batch.node_parents == tuple(node.parent for node in nodes)
+    assert batch.cu_seqlens.dtype == batch.parents.dtype == torch.int32
+    end = batch.cu_seqlens.tolist()[-1]
+    assert batch.num_rows == end + batch.pad == len(batch.input_ids) == len(batch.position_ids)
+    assert batch.sequence_lens == tuple(map(len, sequences))
+    ids, positions, labels = batch.input_ids.tolist(), batch.position_ids.tolist(), batch.row_labels.tolist()
+    node_of = [index for index, node in enumerate(nodes) for _ in range(node.q_len)]
+    all_paths, rows, trained = paths(batch), rows_of(batch), trains(sequences, masks)
+    for own, sequence in zip(rows, sequences):
+        assert [ids[row] for row in own] == sequence and [positions[row] for row in own] == [*range(len(sequence))]
+        if own:  # what its last row sees, causally, is the sequence
+            assert all_paths[node_of[own[-1]]][: len(own)] == own
+    assert batch.multiplicity.tolist() == [sum(row in own for own in rows) for row in range(batch.num_rows)]
+    assert 0 not in batch.multiplicity.tolist()[:end]
+    assert batch.token_index.tolist() == [own[at - 1] for own, places in zip(rows, trained) for at in places]
+    assert batch.targets.tolist() == [one[at] for one, places in zip(sequences, trained) for at in places]
+    assert batch.scored_lens == tuple(map(len, trained))
+    first: dict[int, int] = {}
+    for row, target in zip(batch.token_index.tolist(), batch.targets.tolist()):
+        first.setdefault(row, target)
+    assert labels == [first.get(row, -100) for row in range(batch.num_rows)]
+    assert ids[end:] == positions[end:] == [0] * batch.pad
+    assert batch.max_token == max((token for one in sequences for token in one), default=0)
+    assert batch.leaves == tuple(leaf if one else -1 for leaf, one in zip(batch.leaves, sequences))
+    assert all(all_paths[leaf][: len(own)] == own for leaf, own in zip(batch.leaves, rows) if own)
+    if groups is not None:  # nothing is shared between them
+        assert not any(
+            set(one) & set(other)
+            for i, one in enumerate(rows)
+            for j, other in enumerate(rows)
+            if groups[i] != groups[j]
+        )
+    check_ratios(batch, sequences)
+
+
+def check_ratios(batch: PackedBatch, sequences: Lists) -> None:
+    tokens = sum(map(len, sequences))
+    pairs = sum(len(one) * (len(one) + 1) // 2 for one in sequences)
+    seen = sum(position + 1 for position in batch.position_ids[: batch.num_rows - batch.pad].tolist())
+    assert batch.dedup_ratio == (tokens / batch.num_rows if batch.num_rows else math.inf)
+    assert batch.pair_ratio == (pairs / seen if seen else math.inf)
+    depths = [0] * batch.num_nodes
+    for index, parent in enumerate(batch.node_parents):
+        depths[index] = 1 + (depths[parent] if parent >= 0 else 0)
+    assert batch.depth == max(depths, default=0)
+    assert batch.metrics() == {
+        "shared_prompt/dedup_ratio": batch.dedup_ratio,
+        "shared_prompt/pair_ratio": batch.pair_ratio,
+        "shared_prompt/tokens": batch.num_rows,
+        "shared_prompt/tokens_saved": tokens - batch.num_rows,
+        "shared_prompt/num_prompts": batch.node_parents.count(-1),
+        "shared_prompt/responses_per_prompt": len(sequences) / max(1, batch.node_parents.count(-1)),
+        "shared_prompt/num_nodes": batch.num_nodes,
+        "shared_prompt/depth": batch.depth,
+    }
+
+
+def check_way_back(batch: PackedBatch) -> None:
+    """Every value returns to its sequence and token, with its gradient."""
+    total, longest = sum(batch.scored_lens), max(batch.scored_lens)
+    values = torch.arange(1.0, total + 1, requires_grad=True)
+    unpacked = unpack_logprobs(values, batch, fill=-7.0, per_row=False, width=longest + 1)
+    numbers = iter(range(1, total + 1))
+    wanted = [[next(numbers) for _ in range(count)] + [-7] * (longest + 1 - count) for count in batch.scored_lens]
+    assert unpacked.tolist() == wanted
+    weights = torch.rand(total)
+    (gradient,) = torch.autograd.grad(unpack(values * weights, batch, per_row=False).sum(), values)
+    assert gradient.equal(weights)
+    of_rows = torch.rand(batch.num_rows)
+    assert unpack(of_rows, batch, per_row=True).equal(unpack(of_rows[batch.token_index], batch, per_row=False))
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> tuple[Lists, Lists, list[int]]:
+    """Sequences that leave others anywhere, repeat them or end within them; masks with several spans; group ids."""
+    token, sequences = st.integers(0, 2), [draw(st.lists(st.integers(0, 2), max_size=12))]
+    for _ in range(draw(st.integers(0, 9))):
+        stem = draw(st.sampled_from(sequences))
+        kept = draw(st.integers(0, len(stem)))
+        sequences.append([*stem[:kept], *draw(st.lists(token, max_size=5))])
+    sequences = draw(st.permutations(sequences))
+    flags = [draw(st.lists(st.integers(0, 1), min_size=len(one), max_size=len(one))) for one in sequences]
+    masks = [[0, *one[1:]] if one else [] for one in flags]
+    groups = draw(st.lists(st.integers(0, 1), min_size=len(sequences), max_size=len(sequences)))
+    return sequences, masks, groups
+
+
+VOCABULARY, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 31, 16, 4, 2, 8
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+FLOAT64 = dict(rtol=1e-9, atol=1e-11)
+
+
+class Model(nn.Module):
+    """A decoder of two layers with embedded positions, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def matrix(*shape: int) -> nn.Parameter:
+            return nn.Parameter(0.4 * torch.randn(shape, dtype=torch.float64, generator=generator))
+
+        self.tokens, self.positions = matrix(VOCABULARY, WIDTH), matrix(64, WIDTH)
+        self.qkv = nn.ParameterList(matrix(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM) for _ in range(2))
+        self.out = nn.ParameterList(matrix(HEADS * HEAD_DIM, WIDTH) for _ in range(2))
+        self.mlp = nn.ParameterList(matrix(WIDTH, WIDTH) for _ in range(2))
+        self.head = matrix(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, attend: Attention) -> Tensor:
+        """(T, vocabulary) log-probabilities."""
+        x = self.tokens[input_ids] + self.positions[position_ids]
+        for qkv, out, mlp in zip(self.qkv, self.out, self.mlp):
+            heads = (rms_norm(x, (WIDTH,)) @ qkv).unflatten(1, (-1, HEAD_DIM))
+            x = x + attend(*heads.split([HEADS, KV_HEADS, KV_HEADS], 1)).flatten(1) @ out
+            x = x + silu(rms_norm(x, (WIDTH,)) @ mlp)
+        return (x @ self.head).log_softmax(-1)
+
+
+def transcripts(seed: int) -> tuple[Lists, Lists]:
+    """Dialogues of several turns that branch between turns and within them, and masks of several spans."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(most: int) -> int:
+        return int(torch.randint(most, (), generator=generator))
+
+    sequences = [[draw(VOCABULARY) for _ in range(12 + draw(8))]]
+    for _ in range(7):
+        stem = sequences[draw(len(sequences))]
+        own = [draw(VOCABULARY) for _ in range(draw(9))]
+        sequences.append([*stem[: draw(len(stem) + 1)], *own])
+    sequences += [[], [3], sequences[1][:4], sequences[2]]
+    masks = [[0 if at == 0 else int(draw(3) > 0) for at in range(len(one))] for one in sequences]
+    return sequences, masks

@@ -1,0 +1,223 @@
+"""TRL's trainers on a tiny random model with a vocabulary of numbers: no network, no files but the model's own.
+
+Importing this skips the test module when TRL is not installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl", "1.16", reason="needs TRL 1.16 or newer")
+import tiny_models
+import transformers
+import trl
+from datasets import Dataset
+from tiny_models import check_equal, check_gradients, gradients
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+# The parts that tests look into; `shared` is what users import.
+shared = importlib.import_module("flash_attn_dualkv.integrations.trl")
+parts = importlib.import_module("flash_attn_dualkv.integrations.trl.trainers")
+VOCABULARY = tiny_models.VOCABULARY
+PROMPTS = (5, 19, 13, 7)  # words in each
+
+
+class StockInGroups(parts.SiblingsTogetherMixin, trl.GRPOTrainer):
+    """Stock forwards in the micro-batches that sharing trainers have: rounding is the only difference left."""
+
+
+def tokenizer() -> Any:
+    words = ["<pad>", "<bos>", "<eos>", *map(str, range(3, VOCABULARY))]
+    inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    inner.pre_tokenizer = WhitespaceSplit()
+    special = dict(pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+
+
+def prompts() -> Dataset:
+    generator = torch.Generator().manual_seed(3)
+    drawn = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in PROMPTS]
+    return Dataset.from_dict({"prompt": [" ".join(map(str, one)) for one in drawn]})
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """How many of the numbers are even, which differs within a group."""
+    return [sum(int(word) % 2 == 0 for word in text.split()) / 8 for text in completions]
+
+
+def model_on_disk(folder: Path, name: str = "qwen3", attention: str = "sdpa", **options: Any) -> str:
+    """A model that trainers load: the reference model of TRL is loaded from the same place."""
+    path = folder / f"{name}-{len(list(folder.iterdir()))}"
+    tiny_models.tiny_model(name, dtype=torch.float32, attention=attention, **options).save_pretrained(path)
+    return str(path)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings of TRL and transformers about each other's arguments."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def trainer(cls: Any, model: Any, out: Path, *, arguments: dict[str, Any] | None = None, **config: Any) -> Any:
+    """A trainer with the defaults of these tests; `arguments` are those of its constructor."""
+    given = dict(
+        output_dir=str(out),
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=8,
+        max_steps=3,
+        learning_rate=0.2,
+        optim="sgd",
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        bf16=False,
+        disable_tqdm=True,
+        model_init_kwargs=dict(dtype="float32") if isinstance(model, str) else None,
+    )
+    kwargs = dict(reward_funcs=reward, train_dataset=prompts(), processing_class=tokenizer())
+    kind = trl.RLOOConfig if issubclass(cls, trl.RLOOTrainer) else trl.GRPOConfig
+    if issubclass(cls, trl.DPOTrainer):
+        kind, kwargs = trl.DPOConfig, dict(train_dataset=preferences(), processing_class=tokenizer())
+        del given["num_generations"], given["max_completion_length"]
+    torch.manual_seed(0)
+    with quiet():
+        return cls(model=model, args=kind(**{**given, **config}), **{**kwargs, **(arguments or {})})
+
+
+def preferences() -> Dataset:
+    generator = torch.Generator().manual_seed(4)
+
+    def words(length: int) -> str:
+        return " ".join(map(str, torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()))
+
+    rows = [dict(prompt=words(n) + " ", chosen=words(n // 2 + 1), rejected=words(9)) for n in (9, 4, 17, 11) * 4]
+    return Dataset.from_list(rows)
+
+
+@dataclass
+class Run:
+    """A finished training."""
+
+    trainer: Any
+    logs: list[dict[str, Any]]  # of each step
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+
+    def metric(self, name: str) -> list[float]:
+        return [one[f"shared_prompt/{name}"] for one in self.logs]
+
+
+def train(made: Any) -> Run:
+    before = {name: one.detach().clone() for name, one in made.model.named_parameters()}
+    with quiet():
+        made.train()
+    after = {name: one.detach() for name, one in made.model.named_parameters()}
+    logs = [one for one in made.state.log_history if "loss" in one]
+    assert len(logs) == made.args.max_steps
+    return Run(made, logs, before, after)
+
+
+def check_runs(got: Run, expected: Run) -> None:
+    """Rollouts, rewards, losses and norms of every step, and what training has made of the parameters."""
+    for ours, stock in zip(got.logs, expected.logs):
+        # Times; and which of two rewards of DPO is larger before the first step has made them differ.
+        for name in stock.keys() - {"step_time", "epoch", "rewards/accuracies"}:
+            wanted = stock[name]
+            assert ours[name] == (wanted if wanted is None else pytest.approx(wanted, rel=2e-5, abs=2e-6)), name
+    check_parameters(got, expected)
+
+
+def check_parameters(got: Run, expected: Run) -> None:
+    """Every parameter, relative to its change and to what its type can hold."""
+    moved = 0
+    for name, start in expected.before.items():
+        assert torch.equal(got.before[name], start)
+        change = (expected.after[name] - start).abs().max().item()
+        moved += change > 1e-4
+        rounding = 2 * len(got.logs) * torch.finfo(start.dtype).eps * start.abs().max().item()
+        assert (got.after[name] - expected.after[name]).abs().max().item() <= 1e-5 * change + rounding, name
+    assert moved > 5
+
+
+def score(made: Any, ids: Tensor, mask: Tensor, width: int, **options: Any) -> Any:
+    """What the trainer's losses are made of."""
+    with quiet():
+        return made._get_per_token_logps_and_entropies(made.model, ids, mask, width, **options)
+
+
+VALUE, GRADIENT = 1e-5, 5e-6
+
+
+def lora(**options: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM", **options)
+
+
+def batch(
+    groups: list[tuple[int, list[int]]], order: list[int] | None = None, padding: int = 0
+) -> tuple[Tensor, Tensor, int]:
+    """input_ids, attention_mask and the width of the completions as TRL pads them; (prompt, completions) lengths."""
+    generator = torch.Generator().manual_seed(9)
+    rows = [
+        (prompt, torch.randint(3, 90, (length,), generator=generator))
+        for prompt_length, lengths in groups
+        for prompt in [torch.randint(0, 90, (prompt_length,), generator=generator)]  # pad tokens too
+        for length in lengths
+    ]
+    rows = [rows[at] for at in order or range(len(rows))]
+    left, right = max(len(prompt) for prompt, _ in rows), max(len(one) for _, one in rows) + padding
+    ids, mask = torch.zeros((2, len(rows), left + right), dtype=torch.int64)
+    for row, (prompt, completion) in enumerate(rows):
+        span = slice(left - len(prompt), left + len(completion))
+        ids[row, span] = torch.cat([prompt, completion])
+        mask[row, span] = 1
+    return ids, mask, right
+
+
+def compare(stock: Any, ours: Any, ids: Tensor, mask: Tensor, width: int, **options: Any) -> None:
+    """Values and gradients of one call, with losses that weigh every token differently."""
+    weights = torch.rand((2, len(ids), width), generator=torch.Generator().manual_seed(2))
+    found = []
+    for made in (stock, ours):
+        made.model.train()
+        logps, entropies, _ = score(made, ids, mask, width, compute_entropy=True, **options)
+        ((logps * weights[0]).sum() + (entropies * weights[1]).sum()).backward()
+        found.append((logps.detach(), entropies.detach(), gradients(made.model)))
+    (logps, entropies, expected), (got_logps, got_entropies, got) = found
+    assert got_logps.shape == (len(ids), width)
+    check_equal(got_logps, logps, VALUE)
+    check_equal(got_entropies, entropies, VALUE)
+    check_gradients(got, expected, GRADIENT)
+    with torch.no_grad():
+        again, nothing, aux_loss = score(ours, ids, mask, width, **options)
+    assert torch.equal(again, got_logps) and nothing is aux_loss is None
+
+
+def refused(made: Any, *call: Any, **options: Any) -> tuple[str, Any]:
+    """The reason for which a call has run on stock attention, and what it gives."""
+    made._sharing.take(torch.device("cpu"))
+    scores = score(made, *call, **options)
+    ((reason, count),) = made._sharing.tally.fallbacks.items()
+    assert count == made._sharing.tally.calls
+    assert made._sharing.tally.tokens == made._sharing.tally.replicated == call[1].sum()
+    return reason, scores
+
+
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)

@@ -1,0 +1,89 @@
+"""Trees for the tests of attention along paths: their tables, what each row sees, and random ones."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+Tree = tuple[list[int], list[int]]  # lengths and parents of nodes, depth first
+
+# Empty nodes, one of them with children; a chain; a root without children.
+DEEP: Tree = ([7, 3, 0, 9, 4, 6, 1, 5, 0], [-1, 0, 1, 2, 2, 0, -1, 6, -1])
+
+
+def offsets_and_parents(tree: Tree, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor]:
+    offsets = [*accumulate(tree[0], initial=0)]
+    cu_seqlens, parents = (torch.tensor(one, dtype=torch.int32, device=device) for one in (offsets, tree[1]))
+    return cu_seqlens, parents
+
+
+def paths_of(tree: Tree) -> list[list[int]]:
+    """The rows of the path of every node, from the root to the node's last row."""
+    paths: list[list[int]] = []
+    begin = 0
+    for length, parent in zip(*tree):
+        paths.append([*(paths[parent] if parent >= 0 else []), *range(begin, begin + length)])
+        begin += length
+    return paths
+
+
+def visible(tree: Tree, rows: int) -> tuple[Tensor, Tensor]:
+    """(rows, rows) bool: which rows see which; and (rows,) logical positions."""
+    sees = torch.zeros(rows, rows, dtype=torch.bool)
+    positions = torch.zeros(rows, dtype=torch.int64)
+    for path, length in zip(paths_of(tree), tree[0]):
+        for at in range(len(path) - length, len(path)):
+            sees[path[at], path[: at + 1]] = True
+            positions[path[at]] = at
+    return sees, positions
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Tree:
+    """Depth-first tables, with nodes of no rows and chains."""
+    parents: list[int] = []
+    path: list[int] = []
+    for node in range(draw(st.integers(0, 9))):
+        path = path[: draw(st.integers(0, len(path)))]
+        parents.append(path[-1] if path else -1)
+        path.append(node)
+    return [draw(st.integers(0, 5)) for _ in parents], parents
+
+
+def random_tree(seed: int, nodes: int, longest: int, fall: float = 0.5) -> Tree:
+    """A forest; `fall` is how likely a node is to leave the path to the one before, again and again."""
+    rng = random.Random(seed)
+    parents: list[int] = []
+    path: list[int] = []
+    for node in range(nodes):
+        while path and rng.random() < fall:
+            path.pop()
+        parents.append(path[-1] if path else -1)
+        path.append(node)
+    return [rng.choice((0, rng.randint(1, longest), rng.randint(1, longest))) for _ in parents], parents
+
+
+def inputs(rows: int) -> list[Tensor]:
+    """(1, rows, heads, 8) of queries, keys, values."""
+    generator = torch.Generator().manual_seed(rows)
+    return [
+        torch.randn(1, rows, heads, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+        for heads in (4, 2, 2)
+    ]
+
+
+def check(got: Tensor, given: list[Tensor], mask: Tensor, scale: float | None) -> None:
+    """Output (1, rows, heads, 8) and gradients against dense attention."""
+    q, k, v = (one.transpose(1, 2) for one in given)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    expected = torch.where(mask.any(1)[:, None, None], out.transpose(1, 2), 0)
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+    weights = torch.arange(expected.numel(), dtype=torch.float64).view_as(expected).cos()
+    gradients = [torch.autograd.grad((one * weights).sum(), given) for one in (got, expected)]
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other.nan_to_num(0.0), rtol=1e-10, atol=1e-11)

@@ -1,0 +1,186 @@
+"""The order of the backward's thread blocks, compiled for the host: every item has a block, every walk a direction."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from geometry import load_geometry
+
+
+@pytest.fixture(scope="module")
+def shim() -> ctypes.CDLL:
+    return load_geometry()
+
+
+class Order(ctypes.Structure):
+    """Mirror of BackwardOrder."""
+
+    _fields_ = [
+        ("begin", ctypes.c_int * 13),
+        *((name, ctypes.c_int) for name in ("alternating", "fillers", "local_heads", "by_head", "ordered")),
+    ]
+
+    def classes(self) -> Iterator[range]:
+        """The items of each class."""
+        return itertools.starmap(range, itertools.pairwise(self.begin))
+
+
+Place = tuple[int, int, bool, bool]  # item, KV head, reversed, whether the item is counted in the order of a sweep
+
+
+def place_of(shim: ctypes.CDLL, block: int, order: Order, kv_heads: int, num_sms: int) -> Place | None:
+    place = (ctypes.c_int * 4)()
+    exists = shim.place_of(block, ctypes.byref(order), kv_heads, num_sms, place)
+    return (place[0], place[1], bool(place[2]), bool(place[3])) if exists else None
+
+
+def round_of(shim: ctypes.CDLL, tiles: int, num_sms: int) -> tuple[int, int, int]:
+    """Sets of walks, waves and free multiprocessors of a round of the first class."""
+    found = (ctypes.c_int * 3)()
+    shim.read_round(tiles, 1, 1, ctypes.c_int64(0), 1, num_sms, found)
+    return found[0], found[1], found[2]
+
+
+def expected_places(order: Order, kv_heads: int, walks_a_round: int) -> list[tuple[int, int]]:
+    """Every (item, KV head).
+
+    Rounds of the first class, in which all heads take a tile before the next; fillers behind each round; then class by
+    class and head by head.
+    """
+    first, *later = order.classes()
+    rest = [(item, head) for items in later for head in range(kv_heads) for item in items]
+    places = []
+    for begin in range(0, kv_heads, walks_a_round):
+        heads = range(begin, min(begin + walks_a_round, kv_heads))
+        places += [(tile, head) for tile in first for head in heads]
+        count = order.fillers if heads.stop < kv_heads else len(rest)
+        places, rest = places + rest[:count], rest[count:]
+    return places
+
+
+def random_order(rng: np.random.Generator, shim: ctypes.CDLL, kv_heads: int, num_sms: int) -> Order:
+    assert shim.cost_classes() == 12
+    sizes = rng.integers(0, 40, 12) * rng.integers(0, 2, 12)
+    tiles = sizes[0] = int(rng.integers(1, 200))  # the longest item is in the first class
+    order = Order((ctypes.c_int * 13)(*np.concatenate([[0], np.cumsum(sizes)]).tolist()))
+    if rng.random() < 0.3:
+        order.by_head = 1
+        return order
+    order.alternating = int(rng.integers(0, 1 << 12))
+    rounds = -(-kv_heads // round_of(shim, tiles, num_sms)[0])
+    order.fillers = int(rng.integers(0, 2)) * int(sizes[1:].sum()) * kv_heads // rounds
+    return order
+
+
+def walks_a_round(shim: ctypes.CDLL, order: Order, num_sms: int) -> int:
+    return 1 if order.by_head else round_of(shim, order.begin[1], num_sms)[0]
+
+
+def test_every_item_has_one_block_a_head(shim: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
+        order = random_order(rng, shim, kv_heads, num_sms)
+        expected = expected_places(order, kv_heads, walks_a_round(shim, order, num_sms))
+        places = [place_of(shim, block, order, kv_heads, num_sms) for block in range(len(expected))]
+        assert [place and place[:2] for place in places] == expected
+        assert len(set(expected)) == len(expected) == order.begin[12] * kv_heads
+        assert all(place_of(shim, len(expected) + more, order, kv_heads, num_sms) is None for more in (0, 7))
+
+
+def test_local_heads_come_first_in_the_order_of_a_sweep(shim: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(100):
+        kv_heads, num_sms = int(rng.integers(2, 9)), int(rng.choice([8, 132]))
+        order = random_order(rng, shim, kv_heads, num_sms)
+        order.by_head, order.fillers, order.alternating = 1, 0, 0
+        local, items = int(rng.integers(1, kv_heads)), order.begin[12]
+        others = expected_places(order, kv_heads - local, 1)
+        alone = [place_of(shim, block, order, kv_heads - local, num_sms) for block in range(len(others))]
+        order.local_heads = local
+        places = [place_of(shim, block, order, kv_heads, num_sms) for block in range(items * kv_heads)]
+        assert places[: local * items] == [(item, head, True, True) for head in range(local) for item in range(items)]
+        shifted = [place and (place[0], place[1] + local, *place[2:]) for place in alone]
+        assert places[local * items :] == shifted and [place and place[:2] for place in alone] == others
+        assert place_of(shim, items * kv_heads, order, kv_heads, num_sms) is None
+
+
+def test_which_heads_are_local(shim: ctypes.CDLL) -> None:
+    """Steps and costs of KV heads of real problems, whose steps all multiprocessors take in a time of 10,000."""
+    for first_class, longest, kv_heads, expected in (
+        (1_200_000, 11_000, 8, 0),  # one prompt's tiles are nearly all of the work
+        (700_000, 15_000, 8, 6),  # a tree
+        (700_000, 15_000, 4, 2),
+        (700_000, 15_000, 2, 0),  # the last head would end with a long block
+        (700_000, 45_000, 8, 0),
+        (50_000, 1_000, 8, 7),  # many sequences
+        (1_200_000, 5_000, 8, 7),  # many prompts
+        (50_000, 1_000, 1, 0),
+    ):
+        sizes = ctypes.c_int64(1_320_000), ctypes.c_int64(first_class)
+        found = shim.read_local_heads(*sizes, longest, ctypes.c_int64(10_000), kv_heads)
+        assert found == expected, (first_class, longest, kv_heads)
+    nothing = ctypes.c_int64(0)
+    assert shim.read_local_heads(nothing, nothing, 0, nothing, 8) == 0
+
+
+def test_direction_of_walks(shim: ctypes.CDLL) -> None:
+    """Back from the end where blocks begin together; else a head, or with fillers a wave, walks in one direction."""
+    rng = np.random.default_rng(1)
+    seen = set()
+    for _ in range(300):
+        kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
+        order = random_order(rng, shim, kv_heads, num_sms)
+        a_round, waves, _ = round_of(shim, order.begin[1], num_sms)
+        directions: dict[tuple[int, int], set[bool]] = {}
+        for block in range(order.begin[12] * kv_heads):
+            place = place_of(shim, block, order, kv_heads, num_sms)
+            assert place is not None
+            item, head, is_reversed, _ = place
+            index = next(c for c, items in enumerate(order.classes()) if item in items)
+            if not order.alternating >> index & 1:
+                assert is_reversed
+                continue
+            if index == 0 and order.fillers:
+                place_in_round = item * min(a_round, kv_heads - head // a_round * a_round) + head % a_round
+                directions.setdefault((-1, head // a_round * waves + place_in_round // num_sms), set()).add(is_reversed)
+            else:
+                directions.setdefault((index, head), set()).add(is_reversed)
+        assert all(len(found) == 1 for found in directions.values())
+        assert all(found == {wave % 2 == 0} for (index, wave), found in directions.items() if index == -1)
+        seen |= {(index == -1, *found) for (index, _), found in directions.items()}
+    assert seen == set(itertools.product((True, False), (True, False)))
+
+
+def test_the_first_class_alternates_where_its_walks_begin_in_waves(shim: ctypes.CDLL) -> None:
+    alternates = shim.does_first_class_alternate
+    assert alternates(32, 32, 8, 132), "28 x 4K x 2K: four heads of 32 tiles a wave"
+    assert not alternates(32, 32, 1, 132), "one head of 32 tiles begins at once"
+    assert not alternates(128, 16, 8, 132), "as each of many short owners does"
+    assert alternates(128, 44, 8, 132)
+
+
+def test_rounds_and_their_fillers(shim: ctypes.CDLL) -> None:
+    def fillers(tiles: int, shortest: int, mean: int, supply: int, walks: int = 8) -> int:
+        return int(shim.read_round(tiles, shortest, mean, ctypes.c_int64(supply), walks, 132, (ctypes.c_int * 3)()))
+
+    assert round_of(shim, 128, 132) == (1, 1, 4)
+    assert round_of(shim, 64, 132) == (2, 1, 4)
+    assert round_of(shim, 256, 132) == (1, 2, 8)
+    assert fillers(128, 3600, 96, 3584) == 4 * (3600 // 104)
+    assert fillers(128, 3600, 96, 8 * 136) == 136
+    assert fillers(128, 3600, 96, 8 * 136 - 1) == 0, "there are too few for all rounds"
+    assert fillers(132, 3600, 96, 3584) == 0, "no multiprocessor is free"
+    assert fillers(26, 3600, 96, 100000) == 0, "five heads and more run together anyway"
+    assert fillers(80, 3600, 96, 100000) == 0, "too many multiprocessors are free"
+
+
+def test_classes_are_a_factor_of_two_wide(shim: ctypes.CDLL) -> None:
+    assert [shim.class_of(cost, 64, 64) for cost in (64, 33, 32, 17, 16, 1)] == [0, 0, 1, 1, 2, 6]
+    assert [shim.class_of(cost, 60, 1000) for cost in (60, 31, 30, 15, 1)] == [4, 4, 5, 6, 9]
+    assert shim.class_of(1, 1 << 20, 1 << 20) == shim.class_of(1, 8, 1 << 20) == 11
+    assert [shim.class_of(0, *longest) for longest in ((0, 0), (0, 9), (9, 9))] == [0, 11, 11]

@@ -1,0 +1,384 @@
+"""The geometry header, compiled for the host, against the dense relation: the very functions that the kernels call."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from geometry import HERE, Record, build_shim, load_geometry
+from node_tables import (
+    Problem,
+    Tables,
+    all_forests,
+    comb,
+    hostile_tables,
+    packed_prompts,
+    random_contexts,
+    random_parents,
+    random_prompts,
+    random_tables,
+    random_tree,
+    scattered_tree,
+    tree_tables,
+)
+from numpy.typing import NDArray
+
+KERNEL_TILES = [(192, 80), (128, 128), (128, 64), (128, 32), (64, 128), (64, 64)]
+SMALL_TILES = [(16, 16), (32, 16), (16, 32), (8, 64), (21, 16)]
+BATCHES = 500  # random tables for each choice of causality and small tiles
+UNSPLIT = 0  # no slices
+
+
+@pytest.fixture(scope="module")
+def shim() -> ctypes.CDLL:
+    return load_geometry()
+
+
+def record(function: Callable[..., None], problem: Problem, seen: NDArray[np.uint8] | None, *arguments: int) -> Record:
+    result = Record(seen=None if seen is None else seen.ctypes.data)
+    function(ctypes.byref(problem), ctypes.byref(result), *arguments)
+    return result
+
+
+def assert_sound(result: Record, seen: NDArray[np.uint8], expected: NDArray[np.uint8]) -> None:
+    assert (seen == expected).all()
+    for name in Record.NAMES:
+        if name not in ("steps", "masked_steps", "ranges", "blind_tiles", "border_tiles"):
+            assert getattr(result, name) == 0, name
+
+
+def blind_tiles(tables: Tables, block_m: int, expected: NDArray[np.uint8]) -> int:
+    """Query tiles of which no row sees a key."""
+    sees = np.concatenate([[0], np.cumsum(expected.any(1))])
+    count = 0
+    for begin, rows in zip(tables["q_begin"].tolist(), tables["q_len"].tolist(), strict=True):
+        firsts = np.arange(begin, begin + rows, block_m)
+        count += int((sees[np.minimum(firsts + block_m, begin + rows)] == sees[firsts]).sum())
+    return count
+
+
+def continued_in(shim: ctypes.CDLL, tables: Tables) -> NDArray[np.bool_]:
+    """Where the header says that a node belongs to the run of the one before."""
+    out = (ctypes.c_int * len(tables.nodes))()
+    shim.read_continued(ctypes.byref(tables.problem(True, (16, 16))), out)
+    return np.array(out, bool)
+
+
+def check_tables(
+    shim: ctypes.CDLL, tables: Tables, causal: bool, tiles: tuple[int, int], heads: int, width: int, window: int = -1
+) -> None:
+    problem = tables.problem(causal, tiles, heads, continued=continued_in(shim, tables), window=window)
+    expected = tables.dense(causal, window)
+    seen = np.zeros((heads, *expected.shape), np.uint8)
+    forward = record(shim.record_forward, problem, seen)
+    assert_sound(forward, seen, expected)
+    assert forward.blind_tiles == blind_tiles(tables, tiles[0], expected), "queries that see no key walk one tile"
+    seen[:] = 0
+    gathering = record(shim.record_gathering, problem, seen)
+    assert_sound(gathering, seen, expected)
+    assert gathering.blind_tiles == forward.blind_tiles
+    for direction, head_major in itertools.product((False, True), (False, True) if heads > 1 else (False,)):
+        seen[:] = 0
+        problem.reversed, problem.head_major = direction, head_major
+        backward = record(shim.record_backward, problem, seen, width)
+        assert_sound(backward, seen, expected)
+        assert backward.steps == shim.count_steps(ctypes.byref(problem))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("tiles", SMALL_TILES + KERNEL_TILES, ids=str)
+def test_every_visible_pair_is_visited_once(shim: ctypes.CDLL, tiles: tuple[int, int], causal: bool) -> None:
+    rng = np.random.default_rng([*tiles, causal])
+    for _ in range(BATCHES if tiles in SMALL_TILES else BATCHES // 20):
+        heads = int(rng.integers(1, 4))
+        width = int(rng.choice([1, 2, 3, 5, 8, UNSPLIT]))  # far more parts than the schedule would make
+        check_tables(shim, random_tables(rng, tiles), causal, tiles, heads, width, random_window(rng, tiles))
+
+
+def random_window(rng: np.random.Generator, tiles: tuple[int, int]) -> int:
+    """None in half of the cases; else around the borders of tiles, or anything up to six of them."""
+    if rng.random() < 0.5:
+        return -1
+    borders = [0, 1, *(block + shift for block in tiles for shift in (-1, 0, 1))]
+    return int(rng.choice(borders) if rng.random() < 0.5 else rng.integers(0, 6 * max(tiles)))
+
+
+def small_trees(count: int, lengths: Iterable[int]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+    return itertools.product(itertools.product(lengths, repeat=count), all_forests(count))
+
+
+def joined(trees: Iterable[tuple[tuple[int, ...], list[int]]]) -> Tables:
+    """Many trees in one table."""
+    lengths: list[int] = []
+    parents: list[int] = []
+    for own, above in trees:
+        parents += [parent + len(lengths) if parent >= 0 else -1 for parent in above]
+        lengths += own
+    return tree_tables(lengths, parents)
+
+
+def test_all_small_trees(shim: ctypes.CDLL) -> None:
+    """Of up to 4 nodes one by one; of 5 and 6 many side by side; and some more of 6 and 7."""
+    assert [len(list(all_forests(count))) for count in range(1, 7)] == [1, 2, 5, 14, 42, 132]
+    for count in range(1, 5):
+        for lengths, parents in small_trees(count, (0, 1, 4, 5)):
+            for window in (-1, 0, 3, 6):
+                check_tables(shim, tree_tables(lengths, parents), True, (3, 4), 1, 2, window)
+    many = [*small_trees(5, (0, 4, 5)), *small_trees(6, (0, 5))]
+    rng = np.random.default_rng(0)
+    for count in (6, 7):
+        shapes = list(all_forests(count))
+        many += [
+            (tuple(rng.choice([0, 1, 3, 4, 5, 8], count).tolist()), shapes[rng.integers(0, len(shapes))])
+            for _ in range(2000)
+        ]
+    for first in range(0, len(many), 40):
+        tables = joined(many[first : first + 40])
+        for causal in (True, False)[: 1 + (first % 160 == 0)]:
+            check_tables(shim, tables, causal, (4, 4), 1, UNSPLIT, (-1, 5)[first // 40 % 2])
+
+
+def test_trees_of_many_nodes(shim: ctypes.CDLL) -> None:
+    """To 300 nodes, and to a depth of 1,000; nodes without tokens among them."""
+    rng = np.random.default_rng(1)
+    for index in range(20):
+        parents = random_parents(rng, 300, (0.01, 0.3, 0.5, 0.9)[index % 4])
+        lengths = rng.integers(0, (3, 20)[index // 4 % 2], len(parents)).tolist()
+        window = (-1, -1, 20, 70)[index // 2 % 4]
+        check_tables(shim, tree_tables(lengths, parents), index % 5 > 0, (16, 16), 1, 50, window)
+    chain = rng.integers(0, 4, 1000).tolist()
+    check_tables(shim, tree_tables(chain, list(range(-1, 999))), True, (16, 16), 1, 100)
+    check_tables(shim, comb(3, [2] * 400, 1), True, (16, 16), 1, 100)
+
+
+def ranges_of(shim: ctypes.CDLL, problem: Problem, node: int, n_block: int) -> list[list[int]]:
+    """Every range of queries that sees a tile of the node: its rows, from where it is full, and its positions."""
+    out = (ctypes.c_int * (5 * max(problem.num_nodes, 1)))()
+    count = shim.read_ranges(ctypes.byref(problem), node, n_block, out)
+    ranges = [out[5 * index : 5 * index + 5] for index in range(count)]
+    for one in ranges:
+        one[4] *= one[2] > one[0] or one[3] < one[1]  # nobody asks for the positions of rows that see all of the tile
+    return ranges[::-1] if problem.reversed else ranges
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_runs_of_nodes_make_the_same_ranges(shim: ctypes.CDLL, causal: bool) -> None:
+    rng = np.random.default_rng(causal)
+    whole_runs = 0
+    for index in range(400):
+        tables = (random_tree, scattered_tree, random_contexts, random_prompts)[index % 4](rng, 16)
+        problem = tables.problem(causal, (16, 16), window=(-1, 40)[index // 4 % 2])
+        alone = Problem.from_buffer_copy(problem)
+        alone.run_counts = alone.run_begins = None
+        for node, n_block in itertools.product(range(len(tables.nodes)), range(4)):
+            problem.reversed = alone.reversed = False
+            expected = ranges_of(shim, alone, node, n_block)
+            assert ranges_of(shim, problem, node, n_block) == expected
+            problem.reversed = alone.reversed = True
+            assert ranges_of(shim, alone, node, n_block) == ranges_of(shim, problem, node, n_block) == expected
+            whole_runs += sum(tables.continued()) > 3 and len(expected) == 1
+    assert whole_runs > 100
+
+
+def test_runs_are_what_the_header_takes_for_runs(shim: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(2)
+    for index in range(300):
+        tables = hostile_tables(rng) if index % 3 else random_tables(rng, (16, 16))
+        assert continued_in(shim, tables).tolist() == tables.continued().tolist()
+
+
+def test_a_packed_tree_has_one_range_a_tile(shim: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(100):
+        tables = random_tree(rng, 16, most=40)
+        result = record(shim.record_backward, tables.problem(True, (16, 16)), None, UNSPLIT)
+        assert result.ranges == sum(-(-length // 16) for length in tables["kv_len"].tolist())
+
+
+def test_tiles_that_fit_their_multiprocessors_are_not_split(shim: ctypes.CDLL) -> None:
+    """Context tiles at 28 x 4K x 2K, there with one KV head, with short responses; where the bounds are exact."""
+    for limit, tiles, mean, longest, shortest, expected in (
+        (2256, 256, 3716, 3840, 3592, True),
+        (285, 32, 3716, 3840, 3592, False),
+        (548, 512, 556, 808, 304, True),
+        (541, 512, 556, 808, 304, False),
+        (1000, 132, 4062, 4062, 4062, True),
+        (1000, 132, 4063, 4063, 4063, False),
+        (1000, 264, 2031, 4000, 62, True),
+        (1000, 264, 2070, 4000, 62, False),  # too many of them are long for pairs of a long and a short one
+        (1000, 396, 1500, 2000, 1000, False),
+        (1282, 396, 1500, 2000, 1000, True),  # a pair, and a third wave
+    ):
+        steps = ctypes.c_int64(tiles * mean)
+        assert shim.do_tiles_stay_whole(limit, ctypes.c_int64(tiles), steps, longest, shortest, 132) == expected
+    assert shim.do_tiles_stay_whole(50, ctypes.c_int64(0), ctypes.c_int64(0), 0, 1 << 30, 132), "there is none"
+
+
+def test_tiles_are_split_for_local_heads_in_few_long_parts(shim: ctypes.CDLL) -> None:
+    """Agentic tree and comb; few KV heads; walks that are short enough, much too long, or of few steps."""
+    for longest, head_time, kv_heads, expected in (
+        (17227, 11048, 8, 13257),
+        (17227, 11048, 3, 13257),
+        (17227, 11048, 2, 0),
+        (1600, 477, 4, 572),
+        (13257, 11048, 8, 0),
+        (1532, 276, 8, 0),
+        (200, 100, 8, 0),
+        (0, 0, 8, 0),
+    ):
+        assert shim.read_local_part_limit(longest, ctypes.c_int64(head_time), kv_heads) == expected
+
+
+def test_packs_of_heads_leave_few_rows_unused(shim: ctypes.CDLL) -> None:
+    for heads, tile_rows in itertools.product(range(1, 65), (64, 128, 192)):
+        pack = shim.pack_of(heads, tile_rows)
+        assert 1 <= pack <= heads and heads % pack == 0
+        assert tile_rows - tile_rows // pack * pack <= tile_rows / 8
+
+
+@pytest.mark.parametrize("summed_dim", [0, 64, 128])
+@pytest.mark.parametrize("window", [-1, 127, 255, 1023])
+def test_packs_of_the_backward_fill_tiles(shim: ctypes.CDLL, window: int, summed_dim: int) -> None:
+    is_long = window == 1023 or (window == 255 and summed_dim == 128)
+    for heads in range(1, 129):
+        fitting = [n for n in (1, 2, 4, 8, 16) if heads % n == 0]
+        assert shim.backward_pack_of(heads, window, summed_dim) == (1 if is_long else max(fitting))
+
+
+def test_a_build_knows_for_which_gpus_it_has_code(shim: ctypes.CDLL) -> None:
+    cases = {
+        ("80;90", "90"): {80, 86, 89, 90, 100, 120},
+        ("90", "90"): {90, 100, 120},
+        ("86", "86"): {86, 89, 90, 100, 120},
+        ("", "80"): {80, 86, 89, 90, 100, 120},
+    }
+    shim.has_code_for.restype = ctypes.c_bool
+    for (archs, ptx), covered in cases.items():
+        found = {one for one in (80, 86, 89, 90, 100, 120) if shim.has_code_for(one, archs.encode(), ptx.encode())}
+        assert found == covered, (archs, found)
+
+
+def test_borders_of_short_nodes_share_tiles(shim: ctypes.CDLL) -> None:
+    """64 turns of 128 keys, of which 48 fill no tile of 80; the last turn alone is asked."""
+    tables = comb(1024, [128] * 64, 1)
+    tables["q_len"][:-1] = 0
+    plain, gathering = (
+        record(function, tables.problem(True, (192, 80)), None)
+        for function in (shim.record_forward, shim.record_gathering)
+    )
+    assert plain.steps == 64 * 2 + 13
+    assert gathering.steps == 2 + 63 + 12 and gathering.border_tiles == -(-(63 * 3 + 4) // 5)
+
+
+def test_a_window_of_everything_has_the_same_border_tiles(shim: ctypes.CDLL) -> None:
+    """Bits of out are those without a window. One position less, and a last query has lost a key."""
+    tables = tree_tables([40] + [33] * 12, list(range(-1, 12)))
+    longest = 40 + 33 * 12
+    expected = record(shim.record_gathering, tables.problem(True, (64, 80)), None)
+    whole, short = (
+        record(shim.record_gathering, tables.problem(True, (64, 80), window=window), None)
+        for window in (longest - 1, longest - 2)
+    )
+    assert (whole.steps, whole.border_tiles) == (expected.steps, expected.border_tiles)
+    assert 0 < short.border_tiles < expected.border_tiles and short.wrong_borders == 0
+
+
+def test_walks_without_gain_have_no_border_tile(shim: ctypes.CDLL) -> None:
+    """Prompts with responses, and nodes of nearly a tile."""
+    prompts = [packed_prompts([96], [[40, 0, 96]]), packed_prompts([16, 7], [[1, 40], [70]])]
+    for tables in (*prompts, tree_tables([75, 65, 80, 145, 40], [-1, 0, 1, 2, 3])):
+        result = record(shim.record_gathering, tables.problem(True, (64, 80)), None)
+        assert result.border_tiles == result.wrong_borders == 0
+
+
+def test_prompts_in_front_have_two_ranges_a_tile(shim: ctypes.CDLL) -> None:
+    responses = [100, 1, 64, 37, 0, 128, 70]
+    tables = packed_prompts([256, 256], [responses, responses])
+    result = record(shim.record_backward, tables.problem(True, (64, 128)), None, UNSPLIT)
+    response_tiles = sum(-(-length // 128) for length in responses)
+    assert result.ranges == 2 * (2 + 2 + response_tiles), "the prompt's own rows, and its responses"
+    context_steps = sum(-(-400 // 64) + 1 + 5 for _ in range(2))
+    response_steps = sum(length // 64 + 2 for length in responses)
+    assert result.steps <= 2 * (context_steps + response_steps)
+    assert result.masked_steps <= 2 * (2 * (2 + 3) + response_steps)
+
+
+def test_long_context_is_mostly_unmasked(shim: ctypes.CDLL) -> None:
+    tables = packed_prompts([4096], [[512] * 16])
+    for function, arguments in ((shim.record_forward, ()), (shim.record_backward, (UNSPLIT,))):
+        result = record(function, tables.problem(True, (64, 64), num_sms=132), None, *arguments)
+        pairs = 4096 * 4097 // 2 + 16 * (512 * 4096 + 512 * 513 // 2)
+        assert result.steps * 64 * 64 < 1.02 * pairs + 64 * 64 * 64 * 3
+        assert result.masked_steps < 0.05 * result.steps
+
+
+def test_relation_by_hand() -> None:
+    """A context of two keys, three decoded keys, four queries; and a root with two children, one with a child."""
+    nodes = np.array([[0, 0, 0, 0, 2, 0, -1, 2], [0, 4, 1, 2, 3, 2, 0, 2]], np.int32)
+    causal = Tables(nodes, 4, 2, 3).dense(True)
+    assert causal.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    tree = tree_tables([2, 1, 1, 1], [-1, 0, 1, 0])
+    assert tree["subtree_end"].tolist() == [4, 3, 3, 4] and tree["kv_pos0"].tolist() == [0, 2, 3, 2]
+    assert tree.dense(True).tolist() == [
+        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1],
+    ]  # fmt: skip
+
+
+def walk_hostile(shim: ctypes.CDLL, seed: int, count: int) -> None:
+    """Raises AssertionError when a table of arbitrary numbers leads outside the tensors."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        tables = hostile_tables(rng)
+        continued = continued_in(shim, tables)
+        causal, heads = bool(rng.integers(0, 2)), int(rng.integers(1, 4))
+        window = int(rng.choice([-1, 0, 30, (1 << 30) - 2]))
+        problem = tables.problem(causal, (16, 16), heads, continued=continued, window=window)
+        problem.reversed = bool(rng.integers(0, 2))
+        seen = np.zeros((problem.heads, tables.q_rows, tables.key_rows + tables.decoded_rows), np.uint8)
+        forward = record(shim.record_forward, problem, seen)
+        gathering = record(shim.record_gathering, problem, seen)
+        backward = record(shim.record_backward, problem, seen, int(rng.choice([1, 7, UNSPLIT])))
+        for name in ("out_of_range", "wrong_unmasked", "endless", "bad_parts"):
+            assert getattr(forward, name) == getattr(gathering, name) == getattr(backward, name) == 0, name
+        # The steps of a part are counted forward, and only honest numbers have the same ranges in both directions.
+        assert backward.short_parts == 0 or problem.reversed
+
+
+def walk_far_rows(shim: ctypes.CDLL) -> None:
+    """A few rows at the far end of tensors with 2^29 rows, where products of indices leave 32 bits."""
+    rows = 1 << 29
+    root = [rows - 70, 0, 0, rows // 2 - 50, 50, 0, -1, 2]
+    for region_rows, decoded in (((rows // 2, rows // 2), rows - 50), ((rows, 0), rows - 50)):
+        tables = Tables(np.array([root, [rows - 70, 70, 30, decoded, 50, 50, 0, 2]], np.int32), rows, *region_rows)
+        forward = record(shim.record_forward, tables.problem(True, (64, 64)), None)
+        backward = record(shim.record_backward, tables.problem(True, (64, 64)), None, 1)
+        assert (forward.steps, backward.steps) == (4, 3)
+        assert all(not getattr(one, name) for one in (forward, backward) for name in ("out_of_range", "empty_steps"))
+        assert forward.wrong_order == 0
+
+
+def test_hostile_tables_stay_inside_the_tensors(shim: ctypes.CDLL) -> None:
+    walk_hostile(shim, seed=0, count=2000)
+    walk_far_rows(shim)
+
+
+def test_no_undefined_behaviour(tmp_path: Path) -> None:
+    """Honest, hostile and huge tables under the undefined-behaviour sanitizer."""
+    try:
+        library = build_shim(tmp_path, "-fsanitize=undefined")
+    except subprocess.CalledProcessError:
+        pytest.skip("this compiler has no undefined-behaviour sanitizer")
+    program = (
+        "import sys, numpy as np, test_geometry as t; from pathlib import Path; shim = t.load(Path(sys.argv[1]))\n"
+        "t.walk_hostile(shim, 1, 300); t.walk_far_rows(shim); rng = np.random.default_rng(2)\n"
+        "for _ in range(100): t.check_tables(shim, t.random_tables(rng, (16, 16)), True, (16, 16), 2, t.UNSPLIT)\n"
+    )
+    command = [sys.executable, "-c", program, str(library)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=HERE, timeout=300)
+    assert result.returncode == 0 and "runtime error" not in result.stderr, result.stderr[-2000:]

@@ -1,0 +1,93 @@
+"""The search for races of jitter.py, and that every barrier of the kernels takes part.
+
+That results which differ are noticed, and that owners are split, mutants.txt shows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jitter
+import pytest
+from mutants import has_hopper
+
+PLACE = "DUALKV_TEST_DEVICE"
+PTX = Path(__file__).resolve().parents[2] / "csrc/ptx"
+BARRIER = re.compile(r"mbarrier\.(?:arrive|try_wait|test_wait)|bar\.(?:sync|arrive|red)|barrier\.(?:sync|arrive|red)")
+FUNCTION = re.compile(r"__device__ __forceinline__ \w+ (\w+)\([^)]*\) \{(.*?)\n?\}\n", re.S)
+
+
+def test_every_barrier_pauses_first() -> None:
+    """All functions of csrc/ptx that arrive on a barrier or wait for one, and nothing else has barriers."""
+    found = []
+    for path in sorted(PTX.glob("*.h")):
+        text = path.read_text()
+        bodies = {name: body for name, body in FUNCTION.findall(text) if BARRIER.search(body)}
+        assert all(body.index("jitter(") < body.index("asm") for body in bodies.values()), path
+        code = re.sub(r"//.*", "", text)
+        assert sum(len(BARRIER.findall(body)) for body in bodies.values()) == len(BARRIER.findall(code)), path
+        found += bodies
+    assert {"mbarrier_arrive", "mbarrier_wait", "named_barrier_sync", "named_barrier_arrive"} <= set(found)
+    assert f"#ifdef {jitter.FLAGS['NVCC_APPEND_FLAGS'].removeprefix('-D')}\n" in (PTX / "jitter.h").read_text()
+    kernels = [path for path in PTX.parent.rglob("*") if path.suffix in (".h", ".cu") and path.parent != PTX]
+    assert not [path for path in kernels if BARRIER.search(re.sub(r"//.*", "", path.read_text()))]
+
+
+@pytest.mark.parametrize("case", jitter.CASES)
+def test_the_search_has_tests(case: str) -> None:
+    """Of Hopper's kernels: for d = 64 and 128, or for the head dims of a case that has its own."""
+    file, name, head_dims = jitter.CASES[case]
+    root = PTX.parent.parent
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", file]
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, env={**os.environ, PLACE: "cuda"}).stdout
+    for head_dim in head_dims or (64, 128):
+        assert re.search(rf"::{name}\[.*sm90.*\bd{head_dim}-|::{name}\[.*\bd{head_dim}-.*sm90", found), found[-2000:]
+
+
+def test_the_command_runs_what_it_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Built once, run elsewhere; the first case that finds something ends the search."""
+    asked: list[Any] = []
+
+    class Fake:
+        output = "1 failed"
+
+        def __init__(self, folder: Path, is_there: bool = False, **settings: str) -> None:
+            asked.append((folder, is_there, settings["DUALKV_HEAD_DIMS"], settings["DUALKV_TEST_REPEATS"]))
+            self.root = folder
+
+        def build(self) -> None:
+            (self.root / "build/objects").mkdir(parents=True)
+            (self.root / "build/objects/sm90_one.log").write_text("")
+
+        def test(self, file: str, select: str) -> str:
+            asked.append((file, select))
+            return "failed" if "packs" in select else "passed"
+
+    monkeypatch.setattr(jitter, "Tree", Fake)
+    assert jitter.main([str(tmp_path), "--only", "build", "--head-dim", "128"]) == 0
+    assert jitter.main([str(tmp_path), "--only", "run", "--runs", "7", "--cases", "packs", "trees"]) == 1
+    assert jitter.main([str(tmp_path), "--only", "run", "--head-dim", "512", "--cases", "packs", "trees"]) == 0
+    kernels = "tests/kernels/test_tree.py"
+    assert asked == [
+        (tmp_path, False, "128", "200"),
+        (tmp_path, True, "64,128", "7"),
+        (kernels, "test_packs_repeat_bit_for_bit and sm90 and (d64- or d128-)"),
+        (tmp_path, True, "512", "200"),
+        (kernels, "test_results_repeat_bit_for_bit and sm90 and (d512-)"),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 512])
+def test_no_races(head_dim: int, tmp_path: Path) -> None:
+    if not has_hopper():
+        pytest.skip("needs a GPU of compute capability 9.x")
+    tree = jitter.jittered(tmp_path, [head_dim], runs=200)
+    jitter.build(tree)
+    assert jitter.search(tree, [head_dim]) == "passed"

@@ -1,0 +1,94 @@
+"""README and docs: examples run as they stand, links lead somewhere, commands do what they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks/results").glob("**/README.md"))]
+MOST_LINES = 220
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Fenced blocks, but for marked ones, which have tests of their own."""
+    text = re.sub(r"^<!-- \w+: \w+ -->\n```\w+\n.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.S | re.M)
+
+
+def run_examples(page: Path) -> dict[str, Any]:
+    """All python blocks of a page, one after the other in one namespace."""
+    names: dict[str, Any] = {"__name__": page.stem}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), names)
+    return names
+
+
+def test_the_readme_stays_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_examples_of_the_attention_function() -> None:
+    names = run_examples(ROOT / "docs/attention.md")
+    out, lse = names["out"], names["lse"]
+    assert out.shape == (sum(names["lengths"]), names["heads"], names["head_dim"])
+    assert lse.shape == (names["heads"], len(out))
+    assert torch.isfinite(out).all()
+    assert all(names[name].grad.abs().sum(dim=(1, 2)).all() for name in "kv")
+
+
+def test_examples_of_the_training_guide(restored_registry: None) -> None:
+    names = run_examples(ROOT / "docs/training.md")
+    labels, logits = names["batch"].targets, names["logits"][0]
+    loss = torch.nn.functional.cross_entropy(logits.float(), labels)
+    assert names["loss"].item() == pytest.approx(loss.item(), rel=1e-4)
+
+
+def test_examples_of_hybrid_models(restored_registry: None) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
+        pytest.skip("this transformers has no LFM2 that hands its convolutions on")
+    names = run_examples(ROOT / "docs/hybrids.md")
+    assert names["logps"].shape == (3,)
+    assert all(one.grad is not None for one in names["model"].parameters())
+
+
+def test_examples_of_trees() -> None:
+    names = run_examples(ROOT / "docs/trees.md")
+    assert len(names["micro_batches"]) > 1 and names["tree"].num_nodes > 4
+    model, weights = names["model"], [one.weight for one in (names["embed"], names["qkv"], names["head"])]
+    gradients = [one.grad.clone() for one in weights]
+    for one in weights:
+        one.grad = None
+    for sequence, mask, advantage in zip(names["sequences"], names["masks"], names["advantages"]):
+        alone = names["pack_prefix_tree"]([sequence], loss_mask=[mask])
+        logps = model(alone).log_softmax(-1)[alone.token_index, alone.targets]
+        (-logps.sum() * advantage).backward()
+    for one, expected in zip(gradients, weights):
+        torch.testing.assert_close(one, expected.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8"))
+
+    for link in links:
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.M)
+            assert anchor in [re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings], link
+
+
+def test_the_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "docs" / "picture.py", tmp_path], check=True)
+    for name in ("shared_prompt.svg", "tree.svg"):
+        assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), "run docs/picture.py again"

@@ -1,0 +1,306 @@
+"""The prediction: counts against enumeration and the paper, times against measured layers; and its command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shapes import parse
+
+from flash_attn_dualkv import demo, predict
+from flash_attn_dualkv._command import CommandLine, spread
+from flash_attn_dualkv.predict import MODELS, RATES, ModelShape, Rates
+
+ROOT = Path(__file__).resolve().parents[2]
+GPUS = {"h200": "H200", "h100": "H100"}  # in the name of a result's GPU
+K = 1024
+QWEN = MODELS["qwen3-8b"]
+TINY = ModelShape(layers=2, hidden=6, intermediate=10, heads=4, kv_heads=2, head_dim=3, vocab=7)
+GROUPS = [(1, [1]), (3, [2, 5]), (7, [1, 1, 1]), (20, [9]), (5, [4, 6, 1, 3])]
+
+
+def visible_by_token(prompt: int, responses: list[int]) -> int:
+    """Pairs of the packed group, from what every token is: (response or None for the prompt, logical position)."""
+    tokens: list[tuple[int | None, int]] = [(None, position) for position in range(prompt)]
+    for index, length in enumerate(responses):
+        tokens += [(index, prompt + position) for position in range(length)]
+    return sum(key[0] in (None, query[0]) and key[1] <= query[1] for query in tokens for key in tokens)
+
+
+# --- counts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("prompt", "responses"), GROUPS)
+def test_counts_against_enumeration(prompt: int, responses: list[int]) -> None:
+    found = predict.predict(prompt, responses, TINY, bytes_per_parameter=16)
+    pairs = [visible_by_token(prompt + length, []) for length in responses]
+    assert found.shared.pairs == visible_by_token(prompt, responses) and found.replicated.pairs == sum(pairs)
+    assert found.shared.tokens == prompt + sum(responses)
+    assert found.replicated.tokens == sum(prompt + length for length in responses)
+    # Every matrix product of a layer: two operations per multiply-add
+    queries, keys = TINY.heads * TINY.head_dim, TINY.kv_heads * TINY.head_dim
+    products = [(TINY.hidden, queries), (TINY.hidden, keys), (TINY.hidden, keys), (queries, TINY.hidden)]
+    products += [(TINY.hidden, TINY.intermediate)] * 2 + [(TINY.intermediate, TINY.hidden)]
+    for packing in (found.shared, found.replicated):
+        # Q K^T and P V forward; S again, dP, dV, dK and dQ backward: seven products over visible pairs
+        attention = 7 * 2 * TINY.head_dim * TINY.heads * packing.pairs
+        linear = sum(2 * packing.tokens * rows * columns for rows, columns in products)
+        assert packing.attention_tflop == pytest.approx(attention / 1e12)
+        assert packing.layer_tflop == pytest.approx((attention + 3 * linear) / 1e12)
+        assert TINY.token_flops(packing.tokens, "backward") == 2 * linear
+        assert TINY.layer_flops(packing.tokens, packing.pairs, "forward") == pytest.approx(linear + attention / 3.5)
+        activations = packing.tokens * TINY.saved_bytes_per_token()
+        assert packing.layer_gib * predict.GIB == pytest.approx(activations + 16 * TINY.layer_parameters)
+        assert packing.model_gib * predict.GIB == pytest.approx(2 * activations + 16 * TINY.parameters)
+        inputs = 2 * 2 * 6 * packing.tokens  # two layers, 16 bits, hidden 6
+        assert packing.checkpointed_gib * predict.GIB == pytest.approx(inputs + activations + 16 * TINY.parameters)
+    assert found.attention_speedup == pytest.approx(found.replicated.pairs / found.shared.pairs)
+    assert found.layer_speedup == pytest.approx(found.replicated.layer_tflop / found.shared.layer_tflop)
+    assert found.attention_speedup <= found.layer_speedup + 1e-12 <= found.rho + 2e-12
+    assert found.memory_ratio == pytest.approx(found.shared.layer_gib / found.replicated.layer_gib)
+
+
+def test_named_models_have_their_size() -> None:
+    billions = {"qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77}
+    billions |= {"qwen3-32b": 32.76, "llama3-8b": 8.03, "llama3-70b": 70.55}
+    assert {name: model.parameters / 1e9 for name, model in MODELS.items()} == pytest.approx(billions, rel=2e-3)
+
+
+# --- the paper ------------------------------------------------------------------------------------------------------
+
+
+def test_table_6() -> None:
+    """Bytes that one copy of the prompt saves, and MB as printed: the paper rounds some and cuts others off."""
+    saved = predict.predict(16 * K, [2 * K] * 8, QWEN).saved
+    counts = {"keys_and_values": 469_762_048, "queries": 939_524_096, "lse": 14_680_064, "total": 1_423_966_208}
+    assert saved == counts
+    assert [count / 1e6 for count in saved.values()] == pytest.approx([469, 940, 14, 1423], abs=0.99)
+
+
+@pytest.mark.parametrize(
+    ("n", "prompt", "response", "printed"),
+    [(8, 2 * K, 2 * K, 1.8), (8, 16 * K, 2 * K, 4.5), (8, 64 * K, 512, 7.6), (16, 16 * K, 2 * K, 6.0),
+     (32, 4 * K, 2 * K, 2.8), (32, 16 * K, 2 * K, 7.2), (16, 32 * K, 2 * K, 8.5), (16, 64 * K, 512, 14.3)],
+)  # fmt: skip
+def test_table_7(n: int, prompt: int, response: int, printed: float) -> None:
+    assert round(predict.predict(prompt, [response] * n, QWEN).rho, 1) == printed
+
+
+def test_limits_and_attention_of_the_paper() -> None:
+    assert predict.predict(4 * K, [2 * K] * 60_000, QWEN).rho == pytest.approx(1 + 4 / 2, rel=1e-4)  # N -> inf
+    assert predict.predict(1 << 40, [2 * K] * 8, QWEN).rho == pytest.approx(8, rel=1e-6)  # P -> inf
+    n, p, r = 16, 32 * K, 2 * K
+    assert n * (p + r) ** 2 / (p**2 + n * r * (p + r)) == pytest.approx(8.76, abs=5e-3), "Eq. 34"
+    found = predict.predict(p, [r] * n, QWEN).attention_speedup
+    assert found == pytest.approx(n * (p + r) ** 2 / (p**2 + n * r * (2 * p + r)), rel=1e-4)
+    assert found == pytest.approx(5.90, abs=5e-3), "the text has 6.1"
+
+
+# --- times ----------------------------------------------------------------------------------------------------------
+
+
+def measured_rows(gpu: str, benchmark: str) -> list[dict[str, Any]]:
+    """The newest committed time of each thing that a benchmark measured on a GPU."""
+    results = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*/*.json")]
+    wanted = [one for one in results if GPUS[gpu] in one["header"]["gpu"] and one["header"]["benchmark"] == benchmark]
+    newest = {}
+    for one in sorted(wanted, key=lambda one: str(one["header"]["date"])):
+        for row in one["rows"]:
+            if row["ms"] and "deterministic" not in row["impl"]:
+                newest[row["shape"], row["impl"], row["direction"]] = row
+    return [*newest.values()]
+
+
+@pytest.mark.parametrize("rates", [name for name in RATES if name != "equal"])
+def test_the_attention_of_the_results(rates: str) -> None:
+    """Forward and backward of every shape with these heads that takes 2 ms: sequences of a hundred to 128K tokens."""
+    gpu, _, peer = rates.partition("-")
+    packings, found = {"dualkv_sm90": "shared", f"{peer or 'fa2'}_replicated": "replicated"}, defaultdict(list)
+    for row in measured_rows(gpu, "kernel"):
+        heads = row["h"], row["h_k"], row["d"]
+        if row["impl"] in packings and heads == (32, 8, 128) and parse(row["shape"]).is_plain:
+            found[row["impl"], row["shape"]].append(row)
+    for (impl, shape), rows in found.items():
+        both = sum(row["ms"] for row in rows)
+        if len(rows) == 2 and both >= 2:
+            sizes = rows[0]["executed_tokens"], rows[0]["executed_pairs"]
+            predicted = RATES[rates].attention_ms(packings[impl], QWEN, *sizes)
+            bound = 0.1 if rows[0]["p"] + rows[0]["r"] >= 1000 else 0.2  # tokens of a sequence on average
+            assert predicted == pytest.approx(both, rel=bound), f"{impl}, {shape}: bring predict.RATES up to date"
+    assert {impl for impl, _ in found} == {*packings} and len(found) >= 12
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_the_layers_of_the_results(gpu: str) -> None:
+    """Times of every measured layer and their ratio: prompts of 256 to 131072 tokens, responses up to 16K."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for row in measured_rows(gpu, "layer"):
+        if "tree-" not in row["shape"]:  # whose leaves are no responses to a prompt
+            found[row["shape"]][row["impl"]] += row["ms"]
+    packings, compared = {"dualkv_sm90": "shared", "fa2_replicated": "replicated"}, 0
+    for shape, milliseconds in found.items():
+        (group,) = parse(shape).groups
+        predicted = predict.predict(group.prompt, group.responses, QWEN, RATES[gpu])
+        times = {name: milliseconds[one] for one, name in packings.items() if one in milliseconds}
+        for name, both in times.items():  # forward and backward
+            assert getattr(predicted, name).layer_ms == pytest.approx(both, rel=0.06), shape
+        if len(times) == 2:
+            compared += 1
+            ratio = times["replicated"] / times["shared"]
+            assert predicted.layer_speedup == pytest.approx(ratio, rel=0.06), shape
+    assert compared >= 2
+
+
+def test_times_follow_the_rates() -> None:
+    wide = dataclasses.replace(QWEN, heads=64)  # 8192 query columns
+    found = predict.predict(4096, [1000] * 4, wide, Rates(500, 400, 300, 200, 100, 1, 2, 10, 20))
+    for packing, forward, backward, ns in ((found.shared, 400, 300, 3), (found.replicated, 200, 100, 30)):
+        one, token_wise = packing.attention_tflop / 3.5, packing.layer_tflop - packing.attention_tflop
+        by_token = 2 * ns * packing.tokens / 1e6
+        assert packing.attention_ms == pytest.approx(1e3 * (one / forward + 2.5 * one / backward) + by_token)
+        assert packing.layer_ms - packing.attention_ms == pytest.approx(1e3 * token_wise / 500)
+    assert found.attention_speedup == found.replicated.attention_ms / found.shared.attention_ms
+
+
+@pytest.mark.parametrize(
+    ("prompt", "responses", "rates", "expected"),
+    [
+        (8192, [1024] * 16, RATES["h200"], []),
+        (8192, [1024] * 16, RATES["equal"], []),
+        (8192, [1024], RATES["equal"], ["there is one response", "layer becomes only 1.00x"]),
+        (600, [8000] * 8, RATES["equal"], ["rho is 1.07"]),
+        (300, [8000] * 8, RATES["equal"], ["rho is 1.03", "layer becomes only 1.0"]),
+        (200, [100] * 8, RATES["h200"], []),
+        (300, [4096] * 16, RATES["h200-fa4"], ["rho is 1.07"]),
+        (2048, [512] * 8, Rates(550, 50, 50, 400, 400), ["attention alone is slower"]),
+    ],
+)
+def test_warnings(prompt: int, responses: list[int], rates: Rates, expected: list[str]) -> None:
+    found = predict.predict(prompt, responses, QWEN, rates).warnings
+    assert len(found) == len(expected) and all(map(str.__contains__, found, expected)), found
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: predict.predict(0, [1], TINY), "prompt: expected at least 1 token, got 0"),
+        (lambda: predict.predict(5, [], TINY), "responses: expected at least one, got none"),
+        (lambda: predict.predict(5, [3, 0], TINY), "responses: expected at least 1 token each, got 0"),
+        (lambda: predict.predict(5, [3], TINY, RATES["h200"], -1), "bytes_per_parameter: expected .* >= 0, got -1"),
+        (lambda: dataclasses.replace(TINY, hidden=0), "hidden: expected at least 1, got 0"),
+        (lambda: dataclasses.replace(TINY, kv_heads=3), r"heads: expected a multiple of kv_heads \(3\), got 4"),
+        (lambda: dataclasses.replace(RATES["h200"], token_wise=math.nan), "token_wise: expected a rate > 0, got nan"),
+        (lambda: Rates(1, 1, 1, 1, 1, -1), "shared_forward_ns: expected a time >= 0, got -1"),
+        (lambda: TINY.layer_flops(1, 1, "sideways"), "direction: expected one of"),
+        (lambda: RATES["h200"].attention_ms("padded", TINY, 1, 1), "packing: expected one of .*, got 'padded'"),
+    ],
+)
+def test_bad_arguments(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+GROUP = ["--responses", "16", "--prompt", "8K", "--response", "1K"]
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert predict.main([*GROUP, "--rates", "h200"]) == 0
+    out = capsys.readouterr().out
+    assert "16 responses of 1,024 tokens to a prompt of 8,192" in out and "warning" not in out
+    assert "MB a layer: K and V 503.3, Q 1,006.6, LSE 15.7, together 1,525.7" in out
+    cells = {line.partition("  ")[0]: line.split()[-3:] for line in out.splitlines()}
+    assert cells["tokens (the ratio is rho)"] == ["147,456", "24,576", "6.00x"]
+    found = predict.predict(8192, [1024] * 16, QWEN, RATES["h200"])
+    milliseconds = [f"{one.layer_ms:.2f}" for one in (found.replicated, found.shared)]
+    assert cells["layer, ms"] == [*milliseconds, f"{found.layer_speedup:.2f}x"]
+    assert predict.main([*GROUP[2:], "--responses", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "warning: there is one response" in out and " ms" not in out, "there are none without a GPU's rates"
+
+
+MODEL, FIVE_RATES = dataclasses.replace(TINY, vocab=0, qk_norm=False), Rates(500, 400, 300, 200.5, 100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lengths", "assumptions"),
+    [
+        ("--responses 3 --response 1.5K", [1536] * 3, ()),
+        ("--response 500,2K,1200 --rates h100", [500, 2048, 1200], (QWEN, RATES["h100"])),
+        ("--responses 2 --response 500,900 --model llama3-8b", [500, 900], (MODELS["llama3-8b"],)),
+        ("--responses 10 --response 1..10", [*range(1, 11)], ()),
+        ("--responses 5 --response 1..10", [2, 4, 6, 8, 10], ()),
+        ("--responses 1 --response 100..201 --model 2,6,10,4,2,3 --no-qk-norm --rates 500,400,300,200.5,100 "
+         "--bytes-per-parameter 18", [151], (MODEL, FIVE_RATES, 18)),
+        ("--response 9,10 --rates 500,400,300,200.5,100,1,2.5,0,4", [9, 10],
+         (QWEN, Rates(500, 400, 300, 200.5, 100, 1, 2.5, 0, 4))),
+    ],
+)  # fmt: skip
+def test_json(arguments: str, lengths: list[int], assumptions: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert predict.main(["--prompt", "1000", *arguments.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model, rates, *_ = (*assumptions, *(QWEN, RATES["equal"])[len(assumptions) :])
+    assert found.pop("model") == dataclasses.asdict(model) and found.pop("rates") == dataclasses.asdict(rates)
+    expected = predict.predict(1000, lengths, *(assumptions or (QWEN,)))
+    assert found == {**dataclasses.asdict(expected), "warnings": list(expected.warnings)}
+
+
+def test_a_range_has_the_mean_of_its_distribution() -> None:
+    for n in (1, 2, 7, 16, 1917, 65536):
+        responses = spread(CommandLine("", ""), range(131, 2049), n)
+        assert abs(statistics.mean(responses) - (131 + 2048) / 2) <= 0.5 and len(responses) == n
+        assert min(responses) >= 131 and max(responses) <= 2048 and responses == sorted(responses)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (predict, "--responses 1000000000 --response 1", "--responses: expected .* 1 to 65,536 .*, got '1000000000'"),
+        (predict, "--response 9", "--responses: expected how many, got nothing"),
+        (predict, "--response 9,10 --responses 3", "--responses: expected 2, the lengths of --response, got 3"),
+        (predict, "--response 1,024", "--response: expected a whole number .*, got '024'"),
+        (predict, "--response 9,,10", "--response: expected a whole number .*, got ''"),
+        (predict, "--response 10..9", "--response: expected .* A..B with A <= B.*, got '10..9'"),
+        (predict, "--response 9..", "--response: expected .*, got ''"),
+        (predict, "--response 9 --responses 0", "--responses: expected .*, got '0'"),
+        (predict, "--response 9 --model gpt", "--model: expected qwen3-0.6b, .*, got 'gpt'"),
+        (predict, "--response 9 --model 1,1,1,3,2,1", "--model: heads: expected a multiple .*, got 3"),
+        (predict, "--response 9 --rates 1,2", "--rates: expected equal, .* or token_wise.*, got '1,2'"),
+        (predict, "--response 9 --rates nan,1,1,1,1", "--rates: expected a number .*, got 'nan'"),
+        (predict, "--response 9 --rates 0,1,1,1,1", "--rates: token_wise: expected a rate > 0, got 0"),
+        (predict, "--response 9 --rates 1,1,1,1,1,1", "--rates: expected equal, .*, got '1,1,1,1,1,1'"),
+        (predict, "--response 9 --bytes-per-parameter inf", "--bytes-per-parameter: expected a number .*, got 'inf'"),
+        (predict, "", "arguments are required: --response"),
+        (demo, "--prompt 100000000", "--prompt, .* expected a group that fits in [0-9,]+ GiB, got one .* [0-9,]+ GiB"),
+        (demo, "--device tpu", "--device: invalid choice: 'tpu' .choose from"),
+        (demo, "--responses 64K --response 1M", "--responses, .* expected a group that fits"),
+        *((one, f"--prompt {text} --responses 2 --response 9", "--prompt: expected a whole number from 1 to .*, got ")
+          for one in (predict, demo) for text in ("-5", "0", "1e3", "nan", "inf", "ten", "8G", "1.3K", "9" * 40)),
+    ],
+)  # fmt: skip
+def test_hostile_command_lines(command: Any, arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that says what was expected and what was got, and status 2."""
+    prompt = [] if "--prompt" in arguments else ["--prompt", "8"]
+    with pytest.raises(SystemExit) as caught:
+        command.main([*prompt, *arguments.split()])
+    streams = capsys.readouterr()
+    assert caught.value.code == 2 and not streams.out
+    assert re.fullmatch(f"error: .*{message}.*\n", streams.err)
+
+
+def test_the_documented_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = [path.read_text("utf-8") for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))]
+    commands = re.findall(r"python -m flash_attn_dualkv\.predict ([^`\n]*)", "\n".join([predict.__doc__ or "", *pages]))
+    assert len(commands) >= 3
+    for command in commands:
+        assert predict.main(command.split()) == 0
+        assert "rho" in capsys.readouterr().out

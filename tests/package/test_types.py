@@ -1,0 +1,94 @@
+"""A type checker sees what a user's script calls: mypy --strict against an installation, editable or not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """\
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+from flash_attn_dualkv import (
+    PackedBatch,
+    build_info,
+    flash_attn_dualkv_varlen_func,
+    flash_attn_tree_varlen_func,
+    flash_attn_varlen_func,
+    group_by_prompt,
+    pack_shared_prompts,
+    unpack_logprobs,
+)
+from flash_attn_dualkv.integrations.transformers import register, shared_prompt_forward
+
+
+def step(model: torch.nn.Module, prompts: list[Tensor], responses: list[list[int]], flag: bool) -> Tensor:
+    register(fallback="eager")
+    batch = pack_shared_prompts(prompts, responses, group_ids=[1, "two"], boundary="gather", drop_last=True)
+    assert_type(batch, PackedBatch)
+    assert_type(shared_prompt_forward(model, batch), tuple[Tensor, None])
+    assert_type(shared_prompt_forward(model, batch, with_entropy=flag), tuple[Tensor, Tensor | None])
+    logps, entropy = shared_prompt_forward(model, batch, with_entropy=True)
+    assert_type(group_by_prompt(prompts), list[list[int]])
+    return unpack_logprobs(logps - entropy, batch, width=128)
+
+
+q = torch.zeros(4, 2, 8)
+assert_type(flash_attn_varlen_func(q, q, q, q, q, 4, 4), Tensor)
+assert_type(flash_attn_varlen_func(q, q, q, q, q, 4, 4, return_attn_probs=True), tuple[Tensor, Tensor, None])
+assert_type(flash_attn_dualkv_varlen_func(q, q, q, q, q, q, q, 4, 4, 4), Tensor)
+assert_type(flash_attn_dualkv_varlen_func(q, q, q, q, q, q, q, 4, 4, 4, return_lse=True), tuple[Tensor, Tensor])
+assert_type(flash_attn_tree_varlen_func(q, q, q, q, q), Tensor)
+assert_type(flash_attn_tree_varlen_func(q, q, q, q, q, return_lse=True, mean_keys=4), tuple[Tensor, Tensor])
+assert_type(build_info()["compiled"], bool)
+"""
+MISTAKES = {
+    "pack_shared_prompts([[1]], [[2]], pad_to=8)": "call-arg",
+    'pack_shared_prompts([[1]], [[2]], boundary="both")': "arg-type",
+    'shared_prompt_forward(torch.nn.Linear(1, 1), step, with_entropy="no")': "call-overload",
+    'build_info()["version_of_it"]': "typeddict-item",
+}
+# transformers is not typed as a whole, and would take mypy half a minute.
+CONFIG = "[mypy]\nstrict = True\n[mypy-transformers.*]\nfollow_imports = skip\nignore_missing_imports = True\n"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mypy")
+
+
+@pytest.mark.parametrize("options", [["-e"], []], ids=["editable", "regular"])
+def test_a_users_script(options: list[str], cache: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    checkout, environment = tmp_path / "checkout", tmp_path / "environment"
+    names = ("flash_attn_dualkv", "csrc", "tools", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+    checkout.mkdir()
+    for name in names:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, checkout / name)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python = environment / "bin/python"
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "torch.pth").write_text(sysconfig.get_path("purelib"))  # not what lies in there editable
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-build-isolation", "--no-deps", "-q"]
+    subprocess.run([*pip, *options, str(checkout)], check=True, env={**os.environ, "DUALKV_PURE_PYTHON": "1"})
+
+    def mypy(text: str) -> str:
+        (tmp_path / "script.py").write_text(text)
+        (tmp_path / "mypy.ini").write_text(CONFIG)
+        options = ["--python-executable", str(python), "--cache-dir", str(cache)]
+        command = [sys.executable, "-m", "mypy", *options, "script.py"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+
+    assert mypy(SCRIPT).startswith("Success"), mypy(SCRIPT)
+    found = mypy(SCRIPT + "\n".join(MISTAKES)).splitlines()
+    for code in MISTAKES.values():
+        assert sum(f"[{code}]" in line for line in found) == 1, found

@@ -1,0 +1,164 @@
+"""Copies of models that take layouts, pickled, saved and deep ones: each is guarded itself, wherever it lands."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hybrid_models import KINDS, hybrid_model
+from tiny_models import MIXED, VERSION, dualkv, tiny_model
+
+from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError
+from flash_attn_dualkv.integrations.transformers import guard
+
+BATCH = MIXED.pack()
+
+
+def saved(model: Any) -> Any:
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved,
+    "deepcopy": copy.deepcopy,
+}
+
+
+def logits(model: Any, **options: Any) -> torch.Tensor:
+    inputs = dict(input_ids=BATCH.input_ids[None], position_ids=BATCH.position_ids[None], use_cache=False)
+    with torch.no_grad():
+        result: torch.Tensor = model(**inputs, shared_prompt_layout=BATCH.layout, **options).logits
+    return result
+
+
+def lose_a_layout(model: Any) -> None:
+    model.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "shared_prompt_layout": None}), with_kwargs=True
+    )
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("name", ["llama", *KINDS])
+def test_a_copy_is_guarded_itself(name: str, how: str) -> None:
+    model = tiny_model(name) if name == "llama" else hybrid_model(name)
+    handle = dualkv.install_layout_hook(model)
+    expected = logits(model)
+    twin = COPIES[how](model)
+    assert torch.equal(logits(twin), expected)
+    assert guard.current() is None
+    handle.remove()  # the original's, and not the copy's
+    with pytest.raises(SharedPromptLayoutError, match="the model would count rows"):
+        twin(BATCH.input_ids[None], use_cache=False, shared_prompt_layout=BATCH.layout)
+    if name == "llama":
+        lose_a_layout(twin)
+        with pytest.raises(SharedPromptLayoutError, match="consumed by 2 layers that mix tokens, got 1"):
+            logits(twin)
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("name", ["gemma2", *KINDS])
+def test_a_copy_of_a_model_that_was_scored(name: str, how: str) -> None:
+    model = tiny_model(name) if name == "gemma2" else hybrid_model(name)
+    expected, _ = dualkv.shared_prompt_forward(model, BATCH)
+    got, _ = dualkv.shared_prompt_forward(COPIES[how](model), BATCH)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_with_adapters(how: str) -> None:
+    peft = pytest.importorskip("peft")
+    options = dict(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, **options)).eval()
+    dualkv.install_layout_hook(model)
+    assert torch.equal(logits(COPIES[how](model)), logits(model))
+
+
+def test_a_copy_of_a_copy_forgets_interrupted_forwards_of_its_own_only() -> None:
+    class Interruption(BaseException):
+        pass
+
+    def interrupt(*_: Any) -> None:
+        raise Interruption
+
+    model = tiny_model("llama")
+    dualkv.install_layout_hook(model)
+    twin = copy.deepcopy(copy.deepcopy(model))
+    handle = twin.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(Interruption):
+        logits(twin)
+    handle.remove()
+    assert torch.equal(logits(twin), logits(model))
+    assert guard.current() is None
+
+
+READS = """
+import sys, torch
+from flash_attn_dualkv.integrations.transformers import register
+register()
+model, batch, expected = torch.load(sys.argv[1], weights_only=False)
+inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
+with torch.no_grad():
+    assert torch.equal(model(**inputs, shared_prompt_layout=batch.layout).logits, expected)
+"""
+
+
+def test_another_process_reads_a_hybrid_model(tmp_path: Path) -> None:
+    """Its classes are changed there when the first layout comes."""
+    model = hybrid_model(KINDS[0])
+    dualkv.install_layout_hook(model)
+    path = tmp_path / "model.pt"
+    torch.save((model, BATCH, logits(model)), path)
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    subprocess.run([sys.executable, "-c", READS, str(path)], check=True, env=environment, timeout=120)
+
+
+# --- adapters that look into the model --------------------------------------------------------------------------------
+
+
+def test_calls_that_want_more_than_scores() -> None:
+    """X-LoRA's first forward, and its like: the scorer has no hidden states to give."""
+    model = tiny_model("llama")
+    for name in ("output_hidden_states", "output_attentions"):
+        with pytest.raises(SharedPromptError, match=f"call it once, for its .*{name}=True"):
+            dualkv.shared_prompt_forward(Looks(model, name), BATCH)
+
+
+class Looks(torch.nn.Module):
+    """Calls its model once for what it wants to know of it, and once more with what it has learned."""
+
+    def __init__(self, model: Any, wanted: str) -> None:
+        super().__init__()
+        self.module, self.wanted = model, wanted
+
+    def forward(self, **inputs: Any) -> Any:
+        found = self.module(**{**inputs, self.wanted: True, "return_dict": True})
+        return self.module(**inputs, scalings=found.hidden_states)
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="made for newer versions")
+def test_x_lora(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    folders = {str(index): str(tmp_path / str(index)) for index in range(2)}
+    for folder in folders.values():
+        peft.get_peft_model(tiny_model("llama"), lora).save_pretrained(folder)
+    model = tiny_model("llama")
+    model.config.use_cache = False
+    mixture = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, xlora_depth=1, adapters=folders)
+    mixed = peft.get_peft_model(model, mixture).double()
+    with pytest.raises(SharedPromptError, match="peft_type=XLORA"):
+        dualkv.shared_prompt_forward(mixed, BATCH)

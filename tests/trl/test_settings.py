@@ -1,0 +1,147 @@
+"""Settings of TRL's trainers around shared prompts: compilers, rollouts, micro-batches, logs, noise and adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import row_lookers
+import tiny_models
+import tiny_trl
+import torch
+import transformers
+import trl
+from tiny_models import VERSION, tiny_model
+from tiny_trl import SLOW, StockInGroups, batch, check_runs, lora, model_on_disk, refused, score, shared, train, trainer
+
+pytestmark = pytest.mark.usefixtures("restored_registry")
+GRPO = shared.SharedPromptGRPOTrainer
+sharing = tiny_trl.importlib.import_module("flash_attn_dualkv.integrations.trl.sharing")
+
+
+@pytest.mark.skipif(VERSION < (5, 8), reason="TRL needs transformers 5.8 for continuous batching")
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "dualkv", "dualkv on eager"])
+def test_rollouts_by_continuous_batching(attention: str, tmp_path: Path) -> None:
+    """Which knows stock attention by its name: the model runs on that for as long as it generates."""
+    tiny_models.dualkv.register("dualkv on eager", fallback="eager")
+    stock_attention = "eager" if "eager" in attention else "sdpa"
+    sizes = dict(num_blocks=64, max_batch_tokens=64)
+    options = dict(use_transformers_continuous_batching=True, transformers_continuous_batching_config=sizes)
+    model, twin = (tiny_model("qwen3", dtype=torch.float32, attention=one) for one in (attention, stock_attention))
+    stock = train(trainer(StockInGroups, twin, tmp_path, max_steps=2, **options))
+    got = train(trainer(GRPO, model, tmp_path, max_steps=2, **options))
+    check_runs(got, stock)
+    assert sum(got.metric("fallbacks")) == 0
+
+
+@pytest.fixture
+def compiling() -> Iterator[None]:
+    """Without what other tests have compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.clear_compilation_metrics()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("GRPO", dict(torch_compile_backend="eager", beta=0.1, arguments=dict(verify_first_steps=1))),
+        SLOW("GRPO", dict(torch_compile_backend="aot_eager", gradient_checkpointing=False)),
+        SLOW("RLOO", dict(torch_compile_backend="eager", num_iterations=2)),
+        SLOW("DPO", dict(torch_compile_backend="eager", per_device_train_batch_size=4, precompute_ref_log_probs=True)),
+    ],
+    ids=str,
+)
+def test_compiled_models(kind: str, options: dict[str, Any], tmp_path: Path, compiling: None) -> None:
+    """The model is compiled as a stock one is, and packing is not: against what is computed without a compiler.
+
+    Stock forwards too, of verified steps.
+    """
+    model = model_on_disk(tmp_path, num_hidden_layers=1)
+    of_stock = {name: value for name, value in options.items() if name not in ("torch_compile_backend", "arguments")}
+    stock_class = StockInGroups if kind == "GRPO" else getattr(trl, f"{kind}Trainer")
+    stock = train(trainer(stock_class, model, tmp_path, max_steps=2, **of_stock))
+    ours = getattr(shared, f"SharedPrompt{kind}Trainer")
+    got = train(trainer(ours, model, tmp_path, max_steps=2, torch_compile=True, **options))
+    check_runs(got, stock)
+    assert sum(got.metric("fallbacks")) == 0
+    compiled = [str(one.co_filename) for one in torch._dynamo.utils.get_compilation_metrics()]
+    assert any("modeling_qwen3" in one for one in compiled)
+    assert not any("flash_attn_dualkv/data" in one or "flash_attn_dualkv/layout" in one for one in compiled)
+
+
+@pytest.mark.parametrize(("accumulated", "logged"), [(1, 1), (2, 1), (2, 2), (4, 1)])
+def test_tokens_are_counted_over_all_forwards(
+    accumulated: int, logged: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums, whatever the trainer makes means of: of all micro-batches, and of the passes without gradients."""
+    counts: list[tuple[int, int]] = []
+    add = sharing.Tally.add
+
+    def counting(tally: Any, replicated: Any, tokens: Any, *rest: Any) -> None:
+        counts.append((int(replicated), int(tokens)))
+        add(tally, replicated, tokens, *rest)
+
+    monkeypatch.setattr(sharing.Tally, "add", counting)
+    made = trainer(
+        GRPO, model_on_disk(tmp_path), tmp_path, max_steps=2, per_device_train_batch_size=4, beta=0.1,
+        gradient_accumulation_steps=accumulated, logging_steps=logged, arguments=dict(min_dedup_ratio=1.4),
+    )  # fmt: skip
+    with tiny_trl.quiet():
+        made.train()
+    logs = [one for one in made.state.log_history if "loss" in one]
+    assert len(logs) == 2 // logged
+    tokens, saved = (sum(one[f"shared_prompt/{name}"] for one in logs) for name in ("tokens", "tokens_saved"))
+    assert tokens == sum(tokens for _, tokens in counts)
+    assert saved == sum(replicated - tokens for replicated, tokens in counts) > 0
+    for one in logs:
+        run, not_run = (one[f"shared_prompt/{name}"] for name in ("tokens", "tokens_saved"))
+        assert one["shared_prompt/dedup_ratio"] == pytest.approx((run + not_run) / run)
+
+
+@pytest.mark.parametrize(
+    ("cls", "size", "message"),
+    [
+        (GRPO, 1, "nothing is shared"),
+        (GRPO, 2, "at most 2 of a prompt's 4 completions share it"),
+        (shared.SharedPromptRLOOTrainer, 2, "at most 2 of a prompt's 4"),
+        (GRPO, 4, None),
+        (shared.SharedPromptDPOTrainer, 1, None),
+    ],
+)
+def test_small_micro_batches_are_told_before_the_training(
+    cls: Any, size: int, message: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(cls, model_on_disk(tmp_path), tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=4)
+    assert ("per_device_train_batch_size" in caplog.text) == (message is not None)
+    assert message is None or message in caplog.text
+
+
+def test_noise_and_adapters_that_look_at_the_row_are_not_shared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NEFTune, aLoRA and a module that no library knows: the numbers are those of stock forwards."""
+    call = batch([(9, [5, 9, 3])])
+    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
+    transformers.integrations.neftune.activate_neftune(made.model.train(), 5.0)
+    assert refused(made, *call)[0] == "noise"
+    assert "model.embed_tokens (Embedding) draws some" in caplog.text
+    alora = lora(alora_invocation_tokens=[3, 4])
+    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path, arguments=dict(peft_config=alora))
+    assert refused(made, *call)[0] == "unsupported"
+    assert "alora_invocation_tokens=[3, 4]" in caplog.text
+    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
+    looker = row_lookers.train(row_lookers.add_looker(made.model, row_lookers.LOOKERS["row's mean"]))
+    reason, (logps, _, _) = refused(made, *call)
+    assert reason == "self_check"
+    assert "(WithoutMean)" in caplog.text
+    stock = trainer(trl.GRPOTrainer, model_on_disk(tmp_path), tmp_path)
+    row_lookers.add_looker(stock.model, type(looker)).load_state_dict(looker.state_dict())
+    assert torch.equal(logps, score(stock, *call)[0])
+    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path, arguments=dict(self_check=False))
+    row_lookers.train(row_lookers.add_looker(made.model, row_lookers.LOOKERS["row's mean"]))
+    score(made, *call)
+    assert not made._sharing.tally.fallbacks

@@ -1,0 +1,452 @@
+"""TRL's trainers on shared prompts train as the stock ones do: the same rollouts, losses, gradients, parameters."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import bench_trl
+import pytest
+import tiny_trl
+import torch
+import trl
+from hybrid_models import HYBRIDS, hybrid_model
+from sweep import any_model
+from tiny_models import SUPPORTED, tiny_model
+from tiny_trl import (
+    VALUE,
+    StockInGroups,
+    batch,
+    check_parameters,
+    check_runs,
+    compare,
+    lora,
+    model_on_disk,
+    refused,
+    score,
+    shared,
+    train,
+    trainer,
+)
+from torch import Tensor
+
+from flash_attn_dualkv import SharedPromptError
+from flash_attn_dualkv.errors import SharedPromptLayoutError
+
+pytestmark = pytest.mark.usefixtures("restored_registry")
+ROOT = Path(__file__).resolve().parents[2]
+GRPO = shared.SharedPromptGRPOTrainer
+sharing = tiny_trl.importlib.import_module("flash_attn_dualkv.integrations.trl.sharing")
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+RUNS: dict[str, dict[str, Any]] = {
+    "grpo": dict(loss_type="grpo", beta=0.1),
+    "dapo": dict(
+        loss_type="dapo", steps_per_generation=4, gradient_accumulation_steps=2, per_device_train_batch_size=4
+    ),
+    "bnpo": dict(loss_type="bnpo", temperature=0.7, mask_truncated_completions=True),
+    "dr_grpo": dict(loss_type="dr_grpo", num_iterations=2, per_device_train_batch_size=4),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", num_iterations=2, beta=0.05),
+    "entropy": dict(loss_type="cispo", entropy_coef=0.01, top_entropy_quantile=0.5),
+    "no activation checkpointing": dict(gradient_checkpointing=False, steps_per_generation=2),
+    "fp32 head": dict(cast_lm_head_to_fp32=True, pad_to_multiple_of=16),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_training_equals_stock(name: str, tmp_path: Path) -> None:
+    model = model_on_disk(tmp_path)
+    stock = train(trainer(StockInGroups, model, tmp_path, **RUNS[name]))
+    got = train(trainer(GRPO, model, tmp_path, **RUNS[name]))
+    check_runs(got, stock)
+    assert sum(got.metric("fallbacks")) == 0
+    assert min(got.metric("dedup_ratio")) > 1.2
+    assert min(got.metric("tokens_saved")) > 0
+
+
+@pytest.mark.parametrize("adapter", ["new", "trained"])
+def test_training_with_lora_equals_stock(adapter: str, tmp_path: Path) -> None:
+    """The reference is the model without its adapter, or with a copy of the one that training starts from."""
+    path = model_on_disk(tmp_path)
+
+    def run(cls: Any) -> Any:
+        arguments: dict[str, Any] = dict(peft_config=lora())
+        model: Any = path
+        if adapter == "trained":
+            import peft
+
+            torch.manual_seed(5)
+            plain = tiny_model("qwen3", dtype=torch.float32, attention="sdpa")
+            model = peft.get_peft_model(plain, lora(init_lora_weights=False))
+            arguments = {}
+        return train(trainer(cls, model, tmp_path, arguments=arguments, beta=0.1, num_iterations=2))
+
+    stock, got = run(trl.GRPOTrainer), run(GRPO)
+    # The embeddings and all that is frozen have not moved.
+    frozen = [name for name, one in got.before.items() if torch.equal(one, got.after[name])]
+    assert not any("lora_B" in name and ".ref." not in name for name in frozen)
+    assert any("embed_tokens" in name for name in frozen)
+    check_runs(got, stock)
+    assert sum(got.metric("fallbacks")) == 0
+
+
+def test_the_order_of_micro_batches_does_not_matter_to_an_accumulated_step(tmp_path: Path) -> None:
+    """Against the stock trainer's own shuffle: DAPO's loss sums over the window, however it is divided."""
+    model = model_on_disk(tmp_path)
+    config = dict(loss_type="dapo", gradient_accumulation_steps=4, per_device_train_batch_size=4)
+    stock = train(trainer(trl.GRPOTrainer, model, tmp_path, **config))
+    got = train(trainer(GRPO, model, tmp_path, **config))
+    assert sum(got.metric("fallbacks")) == 0
+    for ours, theirs in zip(got.logs, stock.logs):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+        assert ours["reward"] == theirs["reward"]
+    check_parameters(got, stock)
+
+
+def test_mixture_of_experts_with_its_auxiliary_loss(tmp_path: Path) -> None:
+    """Experts are balanced over the tokens of replicated prompts, although each prompt is computed once."""
+    model = model_on_disk(tmp_path, "mixtral", router_aux_loss_coef=0.1)
+    stock = train(trainer(StockInGroups, model, tmp_path, steps_per_generation=2))
+    got = train(trainer(GRPO, model, tmp_path, steps_per_generation=2))
+    assert all(one["aux_loss"] > 0 for one in stock.logs)
+    check_runs(got, stock)
+    assert sum(got.metric("fallbacks")) == 0
+
+
+def test_rloo_equals_stock(tmp_path: Path) -> None:
+    model = model_on_disk(tmp_path)
+    stock = train(trainer(trl.RLOOTrainer, model, tmp_path, beta=0.1))
+    got = train(trainer(shared.SharedPromptRLOOTrainer, model, tmp_path, beta=0.1))
+    check_runs(got, stock)
+    assert sum(got.metric("fallbacks")) == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(precompute_ref_log_probs=True), dict(ld_alpha=0.5, max_length=20)], ids=str
+)
+def test_dpo_equals_stock(options: dict[str, Any], tmp_path: Path) -> None:
+    model = model_on_disk(tmp_path)
+    stock = train(trainer(trl.DPOTrainer, model, tmp_path, per_device_train_batch_size=4, **options))
+    got = train(trainer(shared.SharedPromptDPOTrainer, model, tmp_path, per_device_train_batch_size=4, **options))
+    check_runs(got, stock)
+    assert sum(got.metric("fallbacks")) == 0
+    assert min(got.metric("dedup_ratio")) > 1.1
+
+
+def test_a_trainer_of_ones_own(tmp_path: Path) -> None:
+    class Mine(trl.GRPOTrainer):
+        def __init__(self, *args: Any, bonus: float, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.bonus = bonus
+
+        def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+            return super()._compute_loss(model, inputs) * self.bonus
+
+    class Shared(shared.SharedPromptMixin, Mine):
+        pass
+
+    model = model_on_disk(tmp_path)
+    stock = train(trainer(Mine, model, tmp_path, arguments=dict(bonus=2.0)))
+    got = train(trainer(Shared, model, tmp_path, arguments=dict(bonus=2.0, verify_first_steps=2)))
+    check_runs(got, stock)
+    assert got.trainer.bonus == 2.0
+    assert sum(got.metric("fallbacks")) == 0
+    assert [one.get("shared_prompt/logp_difference", 1.0) < VALUE for one in got.logs] == [True, True, False]
+
+
+@pytest.mark.gpu
+def test_training_on_a_gpu(tmp_path: Path) -> None:
+    """In bf16 on the kernels, compared with stock attention in every step; in 32 bits on stock attention."""
+    model = model_on_disk(tmp_path, hidden_size=256, head_dim=64)
+    options = dict(arguments=dict(verify_first_steps=3), beta=0.1, use_cpu=False)
+    got = train(trainer(GRPO, model, tmp_path, bf16=True, **options))
+    assert sum(got.metric("fallbacks")) == 0
+    assert 0 < max(got.metric("logp_difference")) < 0.1
+    in_32_bits = train(trainer(GRPO, model, tmp_path, **options))
+    assert in_32_bits.metric("fallbacks/dtype") == [1.0] * 3
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_evaluation_and_generation_are_stock(attention: str, tmp_path: Path) -> None:
+    results = []
+    for cls in (trl.GRPOTrainer, GRPO):
+        model = tiny_model("qwen3", dtype=torch.float32, attention=attention)
+        made = trainer(cls, model, tmp_path, arguments=dict(eval_dataset=tiny_trl.prompts()))
+        with tiny_trl.quiet():
+            torch.manual_seed(1)
+            metrics = made.evaluate()
+            ids = torch.randint(3, 90, (3, 6))
+            generated = made.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+            logits = made.model(ids).logits
+        results.append((metrics, generated, logits))
+    (stock, expected, stock_logits), (metrics, generated, logits) = results
+    assert torch.equal(generated, expected)
+    assert torch.equal(logits, stock_logits)
+    assert metrics["eval_loss"] == pytest.approx(stock["eval_loss"], abs=1e-6)
+    assert metrics["eval_entropy"] == pytest.approx(stock["eval_entropy"], rel=1e-5)
+    assert metrics["eval_shared_prompt/fallbacks"] == 0
+
+
+# --- one forward ------------------------------------------------------------------------------------------------------
+
+
+CASES = {
+    "mixed": (batch([(9, [5, 9, 0]), (2, [1, 7]), (1, [4])], [0, 3, 1, 5, 2, 4]), {}),
+    "chunks": (batch([(9, [5, 9, 3]), (6, [1, 7])]), dict(batch_size=2)),
+    "a prompt that begins another": (batch([(4, [3, 3]), (5, [2, 2])]), {}),
+    "all of them truncated and masked": (batch([(7, [0, 0, 0])], padding=5), {}),
+}
+FAMILIES = ["llama", "qwen2", "gemma2", "gemma3_text", "cohere2", "granite", "gpt_oss", "deepseek_v3", "qwen3_moe"]
+FAMILIES += ["gemma4_text"] if "gemma4_text" in SUPPORTED else []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_forward(case: str, tmp_path: Path) -> None:
+    (ids, mask, width), options = CASES[case]
+    model = model_on_disk(tmp_path)
+    stock, ours = (trainer(cls, model, tmp_path, temperature=0.8) for cls in (trl.GRPOTrainer, GRPO))
+    ours._sharing.options = ours._sharing.options._replace(min_dedup_ratio=0.1)
+    compare(stock, ours, ids, mask, width, **options)
+    assert not ours._sharing.tally.fallbacks
+    assert ours._sharing.tally.calls == 2 * -(-len(ids) // options.get("batch_size", len(ids)))
+
+
+@pytest.mark.parametrize("family", [name for name in ("qwen3_5_text", "bamba", "lfm2") if name in HYBRIDS])
+def test_hybrid_models(family: str, tmp_path: Path) -> None:
+    """States and convolutions of a prompt are handed on; under activation checkpointing, which is TRL's default."""
+    stock, ours = (
+        trainer(cls, hybrid_model(family, torch.float32, attention="sdpa"), tmp_path) for cls in (trl.GRPOTrainer, GRPO)
+    )
+    compare(stock, ours, *batch([(9, [5, 9, 3]), (12, [1, 7])]))
+    assert ours._sharing.tally.calls == 2
+    assert not ours._sharing.tally.fallbacks
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_model_families(family: str, tmp_path: Path) -> None:
+    """Windows, softcaps, scales of logits, sinks, experts; on eager attention where the family's stock is that."""
+    attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
+    options = dict(router_aux_loss_coef=0.0) if family in ("gpt_oss", "qwen3_moe") else {}
+    # Its scores are not divided by anything, so that float32 rounds gradients by more than is allowed here.
+    dtype = torch.float64 if family == "gemma4_text" else torch.float32
+    stock, ours = (
+        trainer(cls, tiny_model(family, dtype=dtype, attention=attention), tmp_path, **options)
+        for cls in (trl.GRPOTrainer, GRPO)
+    )
+    compare(stock, ours, *batch([(9, [5, 9, 3]), (12, [1, 7])]))
+    assert ours._sharing.tally.calls == 2
+    assert not ours._sharing.tally.fallbacks
+
+
+def test_a_layout_that_gets_lost_is_an_error(tmp_path: Path) -> None:
+    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
+    made.model.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "shared_prompt_layout": None}), with_kwargs=True
+    )
+    with pytest.raises(SharedPromptLayoutError, match="consumed by 2 layers that mix tokens"):
+        score(made, *batch([(9, [5, 9])]))
+
+
+# --- what is not shared -----------------------------------------------------------------------------------------------
+
+
+def test_calls_that_are_not_shared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_on_disk(tmp_path)
+    stock, ours = (trainer(cls, model, tmp_path) for cls in (trl.GRPOTrainer, GRPO))
+    single = batch([(9, [5]), (7, [2])])
+    ids, mask, width = batch([(9, [5, 9, 3])])
+    holes = mask.clone()
+    holes[1, 4] = 0
+    empty = mask.clone()
+    empty[0, :9] = 0
+    calls: dict[str, tuple[str, tuple[Any, ...]]] = {
+        "unique prompts": ("dedup_ratio", single),
+        "holes": ("samples", (ids, holes, width)),
+        "no prompt": ("samples", (ids, empty, width)),
+    }
+    for reason, call in calls.values():
+        got, scores = refused(ours, *call, compute_entropy=True)
+        assert got == reason
+        for one, expected in zip(scores, score(stock, *call, compute_entropy=True)):
+            assert one is expected is None or torch.equal(one, expected)
+    warnings = [one.getMessage() for one in caplog.records if one.name == sharing.__name__]
+    assert len(warnings) == 2  # once for each reason
+    assert "dedup_ratio" in warnings[0] and "1.000 is below min_dedup_ratio=1.1" in warnings[0]
+    assert "samples" in warnings[1]
+
+
+def test_what_else_a_model_may_be_given(tmp_path: Path) -> None:
+    """Not by GRPOTrainer today: the models have no arguments of these names, or drop them."""
+    ours = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
+    ids, mask, _ = batch([(9, [5, 9, 3])])
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :9] = -100
+    wrong, goes_on, behind = labels.clone(), labels.clone(), labels.clone()
+    wrong[0, 10] += 1
+    goes_on[1, -1] = -100
+    behind[0, -1] = ids[0, -1]
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("multimodal", dict(token_type_ids=mask)),
+        ("arguments", dict(position_ids=mask.cumsum(1) - 1)),
+        ("arguments", dict(labels=None, shift_labels=labels[:, 1:])),
+        ("samples", dict(labels=wrong)),
+        ("samples", dict(labels=goes_on)),
+        ("samples", dict(labels=behind)),
+    ]
+    for reason, changes in calls:
+        ours._sharing.take(torch.device("cpu"))
+        inputs = {**dict(input_ids=ids, attention_mask=mask, labels=labels), **changes}
+        if inputs["labels"] is None:
+            inputs["input_ids"], inputs["attention_mask"] = ids[:, :-1], mask[:, :-1]
+        ours.model(**inputs, fused_lm_head=True)
+        assert ours._sharing.tally.fallbacks == {reason: 1}
+
+
+def test_dropout_is_not_shared_in_training_mode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    call = batch([(9, [5, 9, 3])])
+    config = dict(lora_dropout=0.1)
+    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path, arguments=dict(peft_config=lora(**config)))
+    made.model.train()
+    assert refused(made, *call)[0] == "dropout"
+    assert "lora_dropout" in caplog.text
+    made.model.eval()
+    made._sharing.take(torch.device("cpu"))
+    score(made, *call)
+    assert not made._sharing.tally.fallbacks
+
+
+def test_models_that_are_not_shared(tmp_path: Path) -> None:
+    """Layers that are not exact; the numbers are the stock trainer's."""
+    call = batch([(9, [5, 9, 3])])
+    made = trainer(GRPO, tiny_model("qwen3", dtype=torch.float32, attention="sdpa"), tmp_path)
+    made.model.config.use_bidirectional_attention = True
+    reason, (logps, _, _) = refused(made, *call)
+    assert reason == "unsupported"
+    expected, _, _ = score(trainer(trl.GRPOTrainer, model_on_disk(tmp_path), tmp_path), *call)
+    assert torch.equal(logps, expected)
+
+
+def test_liger_is_not_shared(tmp_path: Path) -> None:
+    made = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
+    made.args.use_liger_kernel = True
+    assert refused(made, *batch([(9, [5, 9, 3])]))[0] == "liger"
+
+
+def test_reasons_are_metrics_from_when_they_come_up(tmp_path: Path) -> None:
+    """Shares of forwards, beside the trainer's own metrics; steps without a reason that was seen before count as 0."""
+    run = train(trainer(GRPO, model_on_disk(tmp_path), tmp_path, arguments=dict(min_dedup_ratio=1.8)))
+    ratios = run.metric("dedup_ratio")
+    shares = run.metric("fallbacks")
+    assert {0.0, 1.0} == set(shares)
+    for ratio, share in zip(ratios, shares):
+        assert (ratio == 1.0) == (share == 1.0)
+    first = shares.index(1.0)
+    assert [one.get("shared_prompt/fallbacks/dedup_ratio") for one in run.logs[first:]] == shares[first:]
+    assert not any("shared_prompt/fallbacks/dedup_ratio" in one for one in run.logs[:first])
+    assert not any(f"shared_prompt/fallbacks/{name}" in one for one in run.logs for name in ("samples", "liger"))
+
+
+def test_a_model_that_chooses_keys_stays_on_its_attention(tmp_path: Path) -> None:
+    """Its file computes another attention under a name that is none of transformers'."""
+    model = any_model("minimax_m3_vl_text")
+    model.set_attn_implementation("eager")
+    stock, ours = (trainer(cls, copy.deepcopy(model), tmp_path) for cls in (trl.GRPOTrainer, GRPO))
+    call = batch([(40, [5, 9])])
+    reason, scores = refused(ours, *call)
+    assert reason == "unsupported"
+    assert torch.equal(scores[0], score(stock, *call)[0])
+
+
+def test_verification_switches_off_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed row with other tokens: the loss of that very step is stock's already."""
+    call = batch([(9, [5, 9, 3])])
+    model = model_on_disk(tmp_path)
+    made = trainer(GRPO, model, tmp_path, arguments=dict(verify_first_steps=1))
+    pack = sharing.pack_padded
+    monkeypatch.setattr(sharing, "pack_padded", lambda ids, *rest, **kw: pack(ids.clamp(max=50), *rest, **kw))
+    logps, _, _ = score(made, *call)
+    expected, _, _ = score(trainer(trl.GRPOTrainer, model, tmp_path), *call)
+    assert torch.equal(logps, expected)
+    assert made._metrics["train"]["shared_prompt/logp_difference"][0] > 0.01
+    assert refused(made, *call)[0] == "switched_off"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(min_dedup_ratio=0), "min_dedup_ratio: expected a finite number > 0, got 0"),
+        (dict(min_dedup_ratio="2"), "min_dedup_ratio: expected a float > 0, got '2'"),
+        (dict(max_responses_per_group=0), "max_responses_per_group: expected an int >= 1, got 0"),
+        (dict(verify_first_steps=True), "verify_first_steps: expected an int >= 0, got True"),
+    ],
+    ids=str,
+)
+def test_wrong_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(SharedPromptError) as caught:
+        trainer(GRPO, "nowhere", tmp_path, arguments=options)
+    assert str(caught.value) == message
+
+
+def test_dpo_has_no_steps_to_verify(tmp_path: Path) -> None:
+    with pytest.raises(SharedPromptError, match="verify_first_steps: expected 0 for a trainer without rollouts, got 1"):
+        trainer(shared.SharedPromptDPOTrainer, "nowhere", tmp_path, arguments=dict(verify_first_steps=1))
+
+
+def test_large_groups_are_divided(tmp_path: Path) -> None:
+    model = model_on_disk(tmp_path)
+    ids, mask, width = batch([(20, [5, 9, 3, 4])])
+    tokens = []
+    for most in (None, 2, 1):
+        made = trainer(GRPO, model, tmp_path, arguments=dict(max_responses_per_group=most, min_dedup_ratio=0.5))
+        score(made, ids, mask, width)
+        tokens.append(made._sharing.tally.tokens)
+    assert tokens == [19 + 25, 2 * 19 + 25, 4 * 19 + 25]
+
+
+# --- documentation ----------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_all_options_reasons_and_metrics() -> None:
+    page = (ROOT / "docs/trl.md").read_text(encoding="utf-8")
+    options = [
+        one.name
+        for one in inspect.signature(shared.SharedPromptMixin.__init__).parameters.values()
+        if one.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    assert len(options) == 4
+    for name in (*options, *sharing.REASONS):
+        assert f"| `{name}` |" in page
+    for name in ("dedup_ratio", "tokens", "tokens_saved", "fallbacks", "fallbacks/<reason>", "logp_difference"):
+        assert f"`shared_prompt/{name}`" in page
+
+
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same rollouts and rewards in both runs and a table in the end; the benchmark makes one file of them."""
+
+    def in_this_process(command: list[Any], check: bool) -> None:
+        with monkeypatch.context() as patch, tiny_trl.quiet():
+            patch.setattr(sys, "argv", list(map(str, command[1:])))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+
+    monkeypatch.setattr(bench_trl, "subprocess", SimpleNamespace(run=in_this_process))
+    where = ["--out", str(tmp_path), "--name", "run", "--commit", "abc", "--clean"]
+    assert bench_trl.main([*where, "--", "--steps", "3", "--preset", "cpu"]) == 0
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert result["header"]["gpu"] == "CPU" and not result["header"]["dirty"]
+    stock, got = result["rows"]
+    assert [stock["arguments"]["stock"], got["arguments"]["stock"]] == [True, False]
+    table = capsys.readouterr().out
+    assert got["rewards"] == pytest.approx(stock["rewards"], abs=1e-6)
+    assert got["grad_norms"] == pytest.approx(stock["grad_norms"], rel=1e-3)
+    assert len(got["rewards"]) == 3 and min(got["dedup_ratio"]) > 3 and stock["dedup_ratio"] == [None] * 3
+    for name, seconds in got["phases"].items():
+        assert len(seconds) == 3 and min(seconds) > 0
+        assert f"\n{name} " in table

@@ -1,0 +1,326 @@
+"""Texts on multimodal checkpoints in real verl 0.9: the plug-in beside verl's own engines."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
+
+import torch
+import verl_rig
+from tensordict import TensorDict
+from torch import nn
+from torch.nn import functional
+from verl.workers.engine.fsdp import transformer_impl
+from verl_cases import Case, Found
+from verl_inputs import PICTURE_TOKEN, Batch, Model
+from verl_runs import ACTOR, ENVIRONMENT, MODEL, UNEQUAL, case, check_equal, check_shared
+
+from flash_attn_dualkv.errors import SharedPromptError
+from flash_attn_dualkv.integrations.transformers.hybrid.delivery import _causal_conv1d
+from flash_attn_dualkv.integrations.verl import engine as plugin
+from flash_attn_dualkv.integrations.verl import patches
+
+ROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4}
+INTERLEAVED = ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
+SMALL = dict(hidden_size=16, intermediate_size=16)
+# Patches of 4 x 4 pixels of two frames in three colours, four of them a token.
+QWEN_TOWER = dict(SMALL, depth=1, num_heads=2, patch_size=4, out_hidden_size=64, spatial_merge_size=2)
+OTHER_TOWER = dict(SMALL, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8)
+GEMMA4_TOWER = dict(OTHER_TOWER, num_key_value_heads=2, head_dim=8, position_embedding_size=16)
+NAMES = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+IDS = {name: PICTURE_TOKEN + number for number, name in enumerate(NAMES)}
+KINDS = ["sliding_attention", "full_attention"]
+WINDOWS = dict(sliding_window=16, query_pre_attn_scalar=16)
+LINEAR = dict(
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    layer_types=["linear_attention", "full_attention"],
+)
+
+
+def model(family: str, text: dict[str, Any], layers: int = 2, **others: Any) -> Model:
+    others["text_config"] = dict(text, vocab_size=PICTURE_TOKEN + len(NAMES))
+    return Model(family, layers=layers, others=json.dumps(others))
+
+
+def gemma4(layers: int, **text: Any) -> Model:
+    text = dict(WINDOWS, global_head_dim=32, layer_types=KINDS * (layers // 2), vocab_size_per_layer_input=516, **text)
+    ids = dict(image_token_id=512, video_token_id=513, audio_token_id=514)
+    return model("gemma4", text, layers, vision_config=GEMMA4_TOWER, **ids)
+
+
+QWEN3_VL = model(
+    "qwen3_vl",
+    dict(rope_parameters=INTERLEAVED),
+    vision_config=dict(QWEN_TOWER, num_position_embeddings=16, deepstack_visual_indexes=[0]),
+    **IDS,
+)
+QWEN2_5_VL = model(
+    "qwen2_5_vl",
+    dict(rope_parameters=ROPE),
+    vision_config=dict(QWEN_TOWER, window_size=16, fullatt_block_indexes=[0]),
+    **IDS,
+)
+QWEN3_5 = model(
+    "qwen3_5",
+    dict(rope_parameters=INTERLEAVED, **LINEAR),
+    vision_config=dict(QWEN_TOWER, num_position_embeddings=16),
+    **IDS,
+)
+GEMMA3 = model("gemma3", dict(WINDOWS, layer_types=KINDS), vision_config=OTHER_TOWER, mm_tokens_per_image=4)
+MISTRAL3 = model(
+    "mistral3",
+    dict(model_type="mistral", sliding_window=None),
+    vision_config=dict(OTHER_TOWER, model_type="pixtral", head_dim=8),
+    image_token_index=PICTURE_TOKEN,
+)
+SMALL_GEMMA4 = gemma4(4, hidden_size_per_layer_input=8, num_kv_shared_layers=2)
+LARGE_GEMMA4 = gemma4(2, hidden_size_per_layer_input=0, use_bidirectional_attention="vision")
+TEXT_QWEN3_5 = Model("qwen3_5_text", others=json.dumps(LINEAR))
+
+PADDED = "actor_rollout_ref.model.use_remove_padding=False"
+FUSED = "actor_rollout_ref.model.use_fused_kernels=True"
+OFF = f"{MODEL}.shared_prompt=false"
+ROUNDED = (f"{ACTOR}.pad_to_length=True", f"{ACTOR}.fsdp_config.pad_to_length_bucket=64")
+LORA = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16")
+MIXED = Batch(prompts=4, responses=4, shuffled=True)  # pictures in two of the prompts
+
+
+def text(name: str, model: Model, *overrides: str, **settings: Any) -> Case:
+    rows = 4 if model.family in ("qwen3_vl", "qwen2_5_vl", "qwen3_5") else 1
+    if "tokens" not in settings:
+        settings.setdefault("micro", 4)
+    return case(name, *overrides, model=model, attention="sdpa", **{"position_rows": rows, **settings})
+
+
+EQUAL = [
+    text("Qwen3-VL", QWEN3_VL),
+    text("Qwen3-VL, dynamic, several prompts", QWEN3_VL, tokens=150, batch=UNEQUAL),
+    text("Qwen3-VL, v0, fsdp1", QWEN3_VL, trainer="v0", engine="fsdp"),
+    text("Qwen3-VL, rounded up", QWEN3_VL, *ROUNDED),
+    text("Qwen3-VL, LoRA", QWEN3_VL, *LORA),
+    # Padded in verl: packed rows need flash-attn in the first, and mix neighbours in the others.
+    text("Qwen2.5-VL", QWEN2_5_VL, PADDED),
+    text("Qwen3.5", QWEN3_5, PADDED),
+    text("Qwen3.5, text alone", TEXT_QWEN3_5, PADDED),
+    text("Gemma 3", GEMMA3),
+    text("Mistral 3", MISTRAL3),
+    # Large logits: steps of a usual size make differences of what Adam divides by nearly nothing.
+    text("Gemma 4, small", SMALL_GEMMA4, learning_rate=1e-4),
+    text("Gemma 4, large", LARGE_GEMMA4, learning_rate=1e-4),
+]
+# One sequence each in verl: three rows do not say where a sequence begins.
+THREE = text("Qwen3-VL, three rows", QWEN3_VL, position_rows=3, micro=1)
+STRETCHED = text("positions that differ", QWEN3_VL, extra="stretched")
+ALONE = text("nothing to share in Qwen3.5", QWEN3_5, batch=Batch(prompts=8, responses=1))
+PICTURES = [
+    text("pictures, dynamic", QWEN3_VL, extra="pictures", tokens=150, batch=MIXED),
+    text("pictures, fixed", QWEN3_VL, extra="pictures", micro=4, batch=MIXED),
+    text("pictures, all in one", QWEN3_VL, extra="pictures", micro=16, batch=MIXED),
+]
+# verl patches the model's class, for as long as the process lives: behind all others.
+WITH_FUSED = text("Qwen3-VL, fused head", QWEN3_VL, FUSED, engine="fsdp")
+STOCK = [*EQUAL, THREE, STRETCHED, ALONE, *PICTURES, WITH_FUSED]
+
+
+def ours(one: Case) -> Case:
+    settings: dict[str, Any] = dict(name=f"ours, {one.name}", shares=True, balance="groups")
+    if PADDED in one.overrides:
+        settings["overrides"] = tuple(other for other in one.overrides if other != PADDED)
+    return replace(one, **settings, **({"micro": 4} if one is THREE else {}))
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, Found]:
+    """verl's engines and the plug-in in two processes: it must be there before verl patches models.
+
+    On texts verl 0.9 runs Qwen2.5-VL with the plug-in alone, switched off here.
+    """
+    stock = [one for one in STOCK if one.model is not QWEN2_5_VL]
+    off = [replace(one, overrides=(*one.overrides, OFF), shares=True) for one in STOCK if one.model is QWEN2_5_VL]
+    with ThreadPoolExecutor() as pool:
+        parts = pool.map(lambda cases: verl_rig.run(cases, 1, ENVIRONMENT, 400.0), [stock, [*off, *map(ours, STOCK)]])
+        return {name: found for part in parts for name, found in part.items()}
+
+
+def both(found: dict[str, Found], one: Case) -> tuple[Found, Found]:
+    stock, shared = found[one.name], found[f"ours, {one.name}"]
+    if one.model is QWEN2_5_VL:
+        stock = replace(stock, engine="verl., by the plug-in")
+    return stock, shared
+
+
+@pytest.mark.parametrize("one", [*EQUAL, THREE, WITH_FUSED], ids=lambda one: one.name)
+def test_texts_are_shared(one_rank: dict[str, Found], one: Case) -> None:
+    stock, shared = both(one_rank, one)
+    check_shared(stock, shared)
+    for metrics in (*shared.infer_metrics, *shared.metrics):
+        assert metrics["shared_prompt/fallback_micro_batches"] == 0
+
+
+def test_positions_that_differ(one_rank: dict[str, Found]) -> None:
+    """The micro-batch with rows of its own is verl's, the other one is shared."""
+    stock, shared = both(one_rank, STRETCHED)
+    check_shared(stock, shared)
+    for metrics in (*shared.infer_metrics, *shared.metrics):
+        assert metrics["shared_prompt/micro_batches"] == 2
+        assert metrics["shared_prompt/fallback/positions"] == metrics["shared_prompt/fallback_micro_batches"] == 1
+
+
+def test_the_path_of_verl_stays_what_it_was(one_rank: dict[str, Found]) -> None:
+    """Packed rows in layers that the plug-in has changed: convolutions see no neighbour."""
+    stock, shared = both(one_rank, ALONE)
+    check_equal(stock, shared)
+    for metrics in (*shared.infer_metrics, *shared.metrics):
+        assert metrics["shared_prompt/fallback/ratio"] == metrics["shared_prompt/micro_batches"] == 2
+
+
+@pytest.mark.parametrize("one", PICTURES, ids=lambda one: one.name)
+def test_pictures_are_left_to_verl(one_rank: dict[str, Found], one: Case) -> None:
+    """In micro-batches of their own, so that texts are shared: 8 of 16 samples have a picture."""
+    stock, shared = both(one_rank, one)
+    check_equal(stock, shared)
+    for metrics in (*shared.infer_metrics, *shared.metrics):
+        left, every = (metrics[f"shared_prompt/{name}micro_batches"] for name in ("fallback_", ""))
+        assert metrics["shared_prompt/fallback/multimodal"] == left
+        if one.micro is not None:
+            assert (left, every) == ((2, 4) if one.micro == 4 else (1, 1))
+        assert left > 0 and (left < every) == (metrics["shared_prompt/dedup_ratio"] > 1.1) == (one.micro != 16)
+
+
+ULYSSES = dict(sp=2, batch=UNEQUAL, attention="flash_attention_2", position_rows=4)
+TWO_RANKS = [
+    (replace(PICTURES[0], balance="none"), PICTURES[0]),
+    (case("Ulysses", model=QWEN3_VL, **ULYSSES), EQUAL[1]),
+    (case("Ulysses, fused head", FUSED, model=QWEN3_VL, engine="fsdp", **ULYSSES), EQUAL[1]),
+]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> dict[str, Found]:
+    return verl_rig.run([replace(one, shares=True) for one, _ in TWO_RANKS], 2, ENVIRONMENT, 400.0)
+
+
+@pytest.mark.parametrize(("one", "alone"), TWO_RANKS, ids=lambda one: one.name)
+def test_two_ranks(one_rank: dict[str, Found], two_ranks: dict[str, Found], one: Case, alone: Case) -> None:
+    """What verl computes on one rank; with pictures on some ranks, whose towers run on all."""
+    stock, shared = one_rank[alone.name], two_ranks[one.name]
+    assert (stock.error, shared.error) == (None, None)
+    for before, after, tolerance in zip(stock.values, shared.values, (1e-5, 5e-4), strict=True):
+        for name in before:
+            for values, others in zip(before[name], after[name], strict=True):
+                torch.testing.assert_close(others, values, rtol=0, atol=tolerance)
+    assert [metrics["grad_norm"] for metrics in shared.metrics] == pytest.approx(
+        [metrics["grad_norm"] for metrics in stock.metrics], rel=3e-5
+    )
+    for metrics in (*shared.infer_metrics, *shared.metrics):
+        assert metrics["shared_prompt/dedup_ratio"] > 1.1
+        assert (metrics["shared_prompt/fallback_micro_batches"] > 0) == (one.extra == "pictures")
+
+
+# --- parts of it, in this process -------------------------------------------------------------------------------------
+
+
+def of_verl(answer: str) -> Any:
+    def forward(self: nn.Module, **kwargs: Any) -> str:
+        return answer
+
+    forward.__module__ = "verl.models"
+    return forward
+
+
+def test_a_layer_chooses_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' with a layout, otherwise what verl has put there last."""
+
+    class Layer(nn.Module):
+        def forward(self, **kwargs: Any) -> str:
+            return "transformers"
+
+    class Other(Layer): ...
+
+    answers = iter(["one", "two", "three"])
+
+    def patch(model: nn.Module, **options: Any) -> None:
+        Layer.forward = of_verl(next(answers))  # type: ignore[method-assign]
+
+    monkeypatch.setattr(transformer_impl, "apply_monkey_patch", patch)
+    patches.install()
+    patches.install()
+    layer = Layer()
+    for expected in ("one", "two", "three"):
+        # The third time for another model, whose patches come to this class as well.
+        model = nn.Sequential(nn.Linear(1, 1), *([layer] if expected != "three" else []))
+        transformer_impl.apply_monkey_patch(model=model, use_remove_padding=True)
+        assert layer() == layer(shared_prompt_layout=None) == expected
+        assert layer(shared_prompt_layout="one") == "transformers"
+        assert not patches.is_replaced(layer)
+    assert Other()(shared_prompt_layout="one") == "transformers"  # as FSDP 2 makes classes
+
+
+@pytest.mark.parametrize("model", [QWEN3_VL, QWEN2_5_VL, GEMMA3, MISTRAL3, LARGE_GEMMA4], ids=lambda one: one.family)
+def test_only_the_decoder_gets_a_layout(model: Model) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    whole = AutoModelForImageTextToText.from_config(model.config())
+    engine: Any = SimpleNamespace(ulysses_sequence_parallel_size=1, has_lm_head=True)
+    assert plugin._SharedPrompts._attach(engine, whole) is None
+    assert engine.decoder is whole.model.language_model and engine.layers == model.layers
+    hooked = [name for name, one in whole.named_modules() if one._forward_pre_hooks]
+    assert hooked == ["model.language_model"]
+
+
+def test_layers_that_verl_alone_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made before the process loaded the plug-in: what transformers had there is gone."""
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLAttention
+
+    model = AutoModelForImageTextToText.from_config(QWEN2_5_VL.config())
+    monkeypatch.setattr(Qwen2_5_VLAttention, "forward", of_verl(""))
+    with pytest.raises(SharedPromptError, match=r"layers.0.self_attn: expected .* before .* got that of verl.models"):
+        patches.decoder_of(model)
+
+
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_rows_that_nobody_divides(monkeypatch: pytest.MonkeyPatch, is_divided: bool) -> None:
+    """Under Ulysses verl leaves the rows of such a model to the decoder, but patches few decoders."""
+
+    class Decoder(nn.Module):
+        forward = of_verl("") if is_divided else nn.Module.forward
+
+    engine: Any = plugin.SharedPromptFSDPEngine.__new__(plugin.SharedPromptFSDPEngine)
+    engine.use_ulysses_sp, engine.ulysses_sequence_parallel_size = True, 2
+    engine.stock_module, engine.decoder = SimpleNamespace(config=SimpleNamespace(vision_config={})), Decoder()
+    engine._why_not, engine.pad_to_length = lambda data: None, False
+
+    def pack(*args: Any) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(plugin, "pack_micro_batch", pack)
+    engine.options = None
+    if is_divided:
+        with pytest.raises(NotImplementedError):
+            engine._plan_of(TensorDict(batch_size=0))
+    else:
+        assert engine._plan_of(TensorDict(batch_size=0)) == "multimodal"
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 1, 1, 7, 2], [1, 1]])
+def test_convolutions_of_packed_rows(lengths: list[int]) -> None:
+    """Each sequence by itself, as the package causal_conv1d computes it."""
+    source = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=source).double() for shape in ((1, 6, sum(lengths)), (6, 4), (6,)))
+    of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    got = _causal_conv1d(x, weight, bias, "silu", seq_idx=of)
+    expected = [_causal_conv1d(one, weight, bias, "silu") for one in x.split(lengths, 2)]
+    torch.testing.assert_close(got, torch.cat(expected, 2))
+    alone = functional.conv1d(functional.pad(x[:, :, : lengths[0]], (3, 0)), weight[:, None], bias, groups=6)
+    torch.testing.assert_close(expected[0], functional.silu(alone))

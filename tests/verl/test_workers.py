@@ -1,0 +1,238 @@
+"""The plug-in in real verl 0.9, its config, worker, engine, loss and dispatch, beside verl's own engines."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
+
+import verl_rig
+from transformers import AutoConfig
+from verl_cases import Case, Found
+from verl_inputs import Batch, Model
+from verl_runs import ACTOR, ENVIRONMENT, MODEL, UNEQUAL, case, check_equal, check_shared
+
+EQUAL = [
+    case("dynamic, v1", updates=3),
+    case("dynamic, v0", trainer="v0"),
+    case("fixed, v1", micro=4, updates=3),
+    case("fixed, v0", micro=2, trainer="v0"),
+    case("fixed, several prompts, any order", micro=6, batch=UNEQUAL),
+    case("dynamic, several prompts, any order", tokens=150, batch=UNEQUAL),
+    case("a group over the budget", tokens=100),
+    case("at most two of a group", f"{MODEL}.shared_prompt_max_responses_per_group=2"),
+    case("two optimizer steps", batch=Batch(prompts=4), minis=2),
+    case("fsdp1", engine="fsdp"),
+    case("padded inputs", "actor_rollout_ref.model.use_remove_padding=False", attention="sdpa", micro=4),
+    case("packed inputs rounded up", f"{ACTOR}.pad_to_length=True", f"{ACTOR}.fsdp_config.pad_to_length_bucket=64"),
+    case("entropy in the loss", f"{ACTOR}.entropy_coeff=0.1"),
+    case("KL in the loss", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1"),
+    case("DAPO", f"{ACTOR}.clip_ratio_high=0.28", f"{ACTOR}.loss_agg_mode=token-mean", batch=UNEQUAL),
+    case("GSPO", f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", batch=UNEQUAL),
+    case("Dr. GRPO", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", micro=4),
+    case("without checkpointing", "actor_rollout_ref.model.enable_gradient_checkpointing=False"),
+    case("LoRA", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16", updates=3),
+    case("MoE", model=Model("qwen3_moe", experts=4, experts_per_token=2)),
+    case("Llama", model=Model("llama")),
+    # Padded: packed rows of verl mix the tokens of neighbours in such layers where flash-linear-attention is missing.
+    case(
+        "linear attention",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        attention="sdpa",
+        micro=4,
+        model=Model("qwen3_next", layers=4, experts=4, experts_per_token=4),
+    ),
+    case("sdpa", attention="sdpa"),
+    case("reference", role="ref", engine="fsdp"),
+    case("critic, dynamic", role="critic", updates=3),
+    case("critic, fixed, v0", role="critic", micro=4, trainer="v0"),
+]
+# verl patches the model's class, for as long as the process lives: of no other case.
+FUSED: dict[str, Any] = dict(engine="fsdp", model=Model("qwen2"))
+EQUAL += [
+    case("fused head, dynamic", "actor_rollout_ref.model.use_fused_kernels=True", **FUSED),
+    case("fused head, fixed", "actor_rollout_ref.model.use_fused_kernels=True", micro=4, batch=UNEQUAL, **FUSED),
+]
+APART = Batch(prompts=6, responses=2, shuffled=True)
+EQUAL_RANKS = [
+    case("2 ranks, dynamic", batch=UNEQUAL, updates=3),
+    case("2 ranks, fixed", batch=UNEQUAL, micro=2),
+    case("2 ranks, fsdp1, v0", engine="fsdp", batch=UNEQUAL, trainer="v0"),
+    case("2 ranks, siblings apart", batch=APART, balance="none"),
+    case("2 ranks, critic", role="critic", batch=UNEQUAL),
+    case("Ulysses", sp=2, tokens=100, updates=3),
+    case("Ulysses, fixed, v0, fsdp1", sp=2, micro=4, engine="fsdp", trainer="v0", batch=UNEQUAL),
+    case("Ulysses, more ranks than KV heads", sp=2, model=Model(kv_heads=1), batch=UNEQUAL),
+    case("Ulysses, fused head", "actor_rollout_ref.model.use_fused_kernels=True", sp=2, batch=UNEQUAL, **FUSED),
+    case("Ulysses, critic", sp=2, role="critic"),
+]
+# As benchmarks run large models: one worker for several divisions, behind calls that warm it up.
+STAYING: dict[str, Any] = dict(learning_rate=0.0, updates=1, batch=UNEQUAL, infers_at_the_end=False)
+KEPT = [
+    case("a worker", micro=3, warm=3, **STAYING),
+    case("the same worker, dynamic", tokens=150, warm=2, keeps_worker=True, **STAYING),
+    case("the same worker, fixed", micro=2, keeps_worker=True, **STAYING),
+]
+
+# Cases that verl's own path computes, and what the metrics call the reason.
+FALLBACKS = [
+    (case("images", extra="images"), "multimodal"),
+    (case("temperatures", extra="temperatures"), "temperature"),
+    (case("nothing to share", batch=Batch(prompts=8, responses=1)), "ratio"),
+    (case("a high threshold", f"{MODEL}.shared_prompt_min_dedup_ratio=9", micro=4), "ratio"),
+    (case("dropout", f"{MODEL}.attention_dropout=0.1"), "model"),
+]
+SWITCHED_OFF = case("switched off", f"{MODEL}.shared_prompt=false")
+VERIFIED = case("verified", f"{MODEL}.shared_prompt_verify_first_steps=2", updates=3)
+SPOILED = case("spoiled", f"{MODEL}.shared_prompt_verify_first_steps=1", batch=UNEQUAL)
+WITH_SPOILED = "actor_rollout_ref.model.external_lib=[flash_attn_dualkv.integrations.verl,spoiled]"
+ERRORS = [
+    (
+        case("no option", f"{MODEL}.shared_prompt_ratio=2"),
+        "override_config.*shared_prompt_min_dedup_ratio.*got shared_prompt_ratio",
+    ),
+    (
+        case("no number", f"{MODEL}.shared_prompt_min_dedup_ratio=much"),
+        "override_config.shared_prompt_min_dedup_ratio.*a number > 0.*'much'",
+    ),
+    (case("budget too small", tokens=40), "ppo_max_token_len_per_gpu.*longest sequence"),
+    (case("micro-batch size", micro=3), "micro_batch_size_per_gpu.*a divisor of the 8 samples"),
+]
+
+
+def start(cases: list[Case], ranks: int, wrong: list[Case] | None = None) -> dict[str, Found]:
+    """Of cases that verl computes and then, under "ours, ...", the plug-in; `wrong` ones only the plug-in."""
+    ours = []
+    for one in cases:
+        overrides = (*one.overrides, WITH_SPOILED) if one is SPOILED else one.overrides
+        balance = "groups" if one.balance == "lengths" else "none"
+        ours.append(replace(one, name=f"ours, {one.name}", shares=True, balance=balance, overrides=overrides))
+    ours += [replace(one, shares=True) for one in wrong or ()]
+    return verl_rig.run([*cases, *ours], ranks, ENVIRONMENT, timeout_s=400.0)
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, Found]:
+    cases = [*EQUAL, *(one for one, _ in FALLBACKS), SWITCHED_OFF, VERIFIED]
+    return start(cases, 1, wrong=[one for one, _ in ERRORS])
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> dict[str, Found]:
+    return start([*EQUAL_RANKS, *KEPT, SPOILED], 2)
+
+
+def names(cases: list[Case]) -> Any:
+    return pytest.mark.parametrize("name", [one.name for one in cases])
+
+
+def both(found: dict[str, Found], name: str) -> tuple[Found, Found]:
+    return found[name], found[f"ours, {name}"]
+
+
+@names(EQUAL)
+def test_one_rank(one_rank: dict[str, Found], name: str) -> None:
+    stock, ours = both(one_rank, name)
+    check_shared(stock, ours)
+    # The same micro-batches for both: no difference at all.
+    if ours.metrics and "actor/ppo_kl" in ours.metrics[0] and name != "two optimizer steps":
+        assert ours.metrics[0]["actor/ppo_kl"] == 0.0
+
+
+@names(EQUAL_RANKS)
+def test_two_ranks(two_ranks: dict[str, Found], name: str) -> None:
+    check_shared(*both(two_ranks, name))
+
+
+@names(KEPT)
+def test_kept_workers(two_ranks: dict[str, Found], name: str) -> None:
+    """Weights stay, divisions change, and calls that warm up leave no trace."""
+    stock, ours = both(two_ranks, name)
+    check_equal(stock, ours)
+    check_equal(two_ranks[KEPT[0].name], ours)
+    assert [len(one) for one in (ours.infer_s, ours.update_s, ours.metrics)] == [1, 1, 1]
+    divided = [two_ranks[f"ours, {one.name}"].metrics[0]["shared_prompt/micro_batches"] for one in KEPT]
+    assert len(set(divided)) == len(KEPT) and divided[0] == 2 and divided[2] == 3
+
+
+def test_weights_of_a_kept_worker_stay() -> None:
+    with pytest.raises(ValueError, match="learning_rate: expected 0.0 where keeps_worker is set, got 0.1"):
+        case("trained", keeps_worker=True, learning_rate=0.1)
+
+
+def test_what_there_was_before_a_failure() -> None:
+    """A rank that fails ends the others; results so far were written and count."""
+    seen: list[list[str]] = []
+    cases = [replace(one, shares=True, updates=1) for one in (EQUAL_RANKS[1], ERRORS[0][0], EQUAL_RANKS[0])]
+    found = verl_rig.run(cases, 2, ENVIRONMENT, 300.0, keep=lambda some: seen.append(list(some)))
+    assert list(found) == seen[0] == seen[-1] == [cases[0].name]
+
+
+def test_ray(two_ranks: dict[str, Found]) -> None:
+    """Under Ray, where verl's dispatch cuts the batch for two workers, what verl computes without Ray."""
+    stock = "2 ranks, dynamic"
+    ours = next(replace(one, name="Ray", shares=True) for one in EQUAL_RANKS if one.name == stock)
+    check_shared(two_ranks[stock], verl_rig.run([ours], 2, ENVIRONMENT, 300.0, on_ray=True)["Ray"])
+
+
+@pytest.mark.parametrize(("name", "reason"), [(one.name, reason) for one, reason in FALLBACKS])
+def test_fallbacks(one_rank: dict[str, Found], name: str, reason: str) -> None:
+    """To the bit what verl computes, counted under its reason."""
+    stock, ours = both(one_rank, name)
+    assert ours.error is None
+    for one, other in zip(stock.metrics, ours.metrics, strict=True):
+        same = (one["loss"], one["grad_norm"])
+        # Dropout draws in training only: old log-probabilities are shared.
+        assert (other["loss"], other["grad_norm"]) == (same if name != "dropout" else pytest.approx(same, rel=1e-5))
+        assert other["shared_prompt/dedup_ratio"] == 1.0
+        assert other[f"shared_prompt/fallback/{reason}"] == other["shared_prompt/micro_batches"] > 0
+    assert (ours.infer_metrics[0]["shared_prompt/dedup_ratio"] > 1.0) == (name == "dropout")
+
+
+def test_a_hybrid_model_is_not_divided() -> None:
+    """By Ulysses: verl's own path has an answer of its own to that, or none."""
+    from flash_attn_dualkv.integrations.verl import engine
+
+    module = SimpleNamespace(config=AutoConfig.for_model("qwen3_next"))
+    reason = engine._SharedPrompts._attach(SimpleNamespace(ulysses_sequence_parallel_size=2), module)  # type: ignore[arg-type]
+    assert reason is not None and "needs the whole row on one GPU" in reason
+
+
+def test_switched_off(one_rank: dict[str, Found]) -> None:
+    stock, ours = both(one_rank, "switched off")
+    assert ours.error is None
+    assert [one["grad_norm"] for one in ours.metrics] == [one["grad_norm"] for one in stock.metrics]
+    assert not any(name.startswith("shared_prompt/") for name in ours.metrics[0])
+
+
+def test_verified(one_rank: dict[str, Found]) -> None:
+    """The first two steps are verl's to the bit; then the plug-in goes on alone."""
+    stock, ours = both(one_rank, "verified")
+    check_equal(stock, ours)
+    assert [one["grad_norm"] for one in ours.metrics[:2]] == [one["grad_norm"] for one in stock.metrics[:2]]
+    for metrics in (*ours.infer_metrics, *ours.metrics[:2]):
+        assert 0 <= metrics["shared_prompt/verify_max_difference"] < 1e-5
+        assert metrics["shared_prompt/verify_failed"] == 0
+    assert "shared_prompt/verify_failed" not in ours.metrics[2]
+    assert ours.metrics[2]["shared_prompt/dedup_ratio"] > 1.2
+
+
+def test_verification_fails(two_ranks: dict[str, Found]) -> None:
+    """One rank is wrong: all take verl's results, then and later."""
+    stock, ours = both(two_ranks, "spoiled")
+    check_equal(stock, ours)
+    assert ours.infer_metrics[0]["shared_prompt/verify_failed"] == 1
+    for metrics in (ours.infer_metrics[1], *ours.metrics):
+        assert metrics["shared_prompt/dedup_ratio"] == 1.0
+        assert metrics["shared_prompt/fallback/verification"] == metrics["shared_prompt/micro_batches"] > 0
+
+
+@pytest.mark.parametrize(("name", "message"), [(one.name, message) for one, message in ERRORS])
+def test_errors(one_rank: dict[str, Found], name: str, message: str) -> None:
+    error = one_rank[name].error or ""
+    assert re.search(message, error, re.DOTALL), error
