@@ -31,7 +31,7 @@ def balance(
 
     Args:
         groups, prompt_lens, response_lens: as for `split_by_token_budget`.
-        num_ranks: how many lists to make.
+        num_ranks: how many lists to make, no more than samples.
         token_cost: of the work that is done token by token, in pairs; 0 balances attention alone.
         equal_counts: whether ranks get equally many samples, or where they do not divide them, some get one more.
             Without it costs alone count, and groups are never divided: for trainers that weight ranks by their tokens.
@@ -40,10 +40,10 @@ def balance(
         SharedPromptError: an argument is not as described.
     """
     tree = as_tree(groups, prompt_lens, response_lens)
-    ranks = checks.integer("num_ranks", num_ranks, 1)
     checks.flag("equal_counts", equal_counts)
     checks.number("token_cost", token_cost, zero=True, expected="a finite number >= 0")
     samples = sum(map(len, below(tree, [0] * tree.num_nodes)))
+    ranks = checks.integer("num_ranks", num_ranks, 1, max(1, samples))
     share, over = divmod(samples, ranks) if equal_counts else (samples, 0)
     tops = _tops(tree, share + (over > 0))
     loads = _Loads(tree, tops, ranks, token_cost)

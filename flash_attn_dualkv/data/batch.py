@@ -377,7 +377,7 @@ def _of_rows(name: str, values: Tensor, source_index: Tensor, batch: PackedBatch
     found = torch.nn.functional.pad(values.index_select(-1, source_index), (0, batch.pad))
     rows = batch.row_index
     is_same = (found.index_select(-1, rows.clamp(min=0)) == values) | (rows < 0)
-    if not bool(is_same.all()):
+    if not (is_same.is_meta or is_same.all()):
         expected = "equal values of tokens that share a row (or group_ids that keep them apart)"
         raise SharedPromptError(explain(f"row_values[{name!r}]", expected, "different ones"))
     return found

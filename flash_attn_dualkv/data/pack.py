@@ -297,6 +297,8 @@ def pack_prefix_tree(
     by_root = {("group_values", name): one for name, one in _named("group_values", group_values)}
     if chosen is not None:
         pick = _Pick.of(sequences, chosen)
+        if isinstance(group_ids, Tensor):
+            group_ids = checks.integers("group_ids", group_ids, 1).tolist()
         sequences = pick("sequences", sequences)
         loss_mask, group_ids, borders = (
             None if one is None else pick(name, one)
@@ -465,7 +467,7 @@ class _Pick(NamedTuple):
         return _Pick(total, [checks.integer(f"chosen[{at}]", one, 0, total - 1) for at, one in enumerate(given)])
 
     def __call__(self, name: str, values: Any) -> list[Any]:
-        given = values.tolist() if isinstance(values, Tensor) else checks.items(name, values, "values")
+        given = checks.items(name, values, "values")
         if len(given) != self.total:
             raise SharedPromptError(explain(name, f"{self.total} of them (as sequences)", len(given)))
         return [given[index] for index in self.indices]

@@ -16,11 +16,12 @@ from samples import Lists, samples
 
 from flash_attn_dualkv import (
     SharedPromptError,
-    balance_groups,
+    balance,
     group_by_prompt,
     pack_shared_prompts,
     split_by_token_budget,
 )
+from flash_attn_dualkv.data.samples import groups_of
 
 
 def packed_tokens(chosen: Sequence[int], prompts: Lists, responses: Lists) -> int:
@@ -92,10 +93,10 @@ def test_equally_many_micro_batches_on_every_rank(tmp_path: Any) -> None:
 def test_balance_keeps_groups_whole() -> None:
     prompt_lens = [100] * 4 + [80] * 4 + [90] * 4 + [85] * 4
     ids = [g for g in range(4) for _ in range(4)]
-    ranks = balance_groups(prompt_lens, [10] * 16, ids, 4)
+    ranks = balance(groups_of(ids), prompt_lens, [10] * 16, 4)
     assert sorted(itertools.chain(*ranks)) == list(range(16))
     assert all(len({ids[i] for i in rank}) == 1 and len(rank) == 4 for rank in ranks)
-    ranks = balance_groups(prompt_lens, [10] * 16, ids, 2)
+    ranks = balance(groups_of(ids), prompt_lens, [10] * 16, 2)
     prompts = [{ids[i] for i in rank} for rank in ranks]
     assert sorted(map(sorted, prompts)) == [[0, 1], [2, 3]]  # the most expensive with the cheapest
 
@@ -104,23 +105,26 @@ def test_balance_keeps_groups_whole() -> None:
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_balance_gives_equal_counts(sizes: list[int], num_ranks: int, rng: random.Random) -> None:
     ids = [g for g, size in enumerate(sizes) for _ in range(size)]
-    ids += [len(sizes)] * (-len(ids) % num_ranks)
     rng.shuffle(ids)
-    prompt_lens = [10 * (one + 1) for one in ids]
-    ranks = balance_groups(prompt_lens, [rng.randint(0, 50) for _ in ids], ids, num_ranks)
+    lens = [10 * (one + 1) for one in ids], [rng.randint(0, 50) for _ in ids]
+    num_ranks = min(num_ranks, len(ids))
+    ranks = balance(groups_of(ids), *lens, num_ranks)
     assert sorted(itertools.chain(*ranks)) == list(range(len(ids)))
-    assert {len(rank) for rank in ranks} == {len(ids) // num_ranks}
+    least, over = divmod(len(ids), num_ranks)
+    assert sorted(map(len, ranks)) == [least] * (num_ranks - over) + [least + 1] * over
+    # Without equal counts no group is divided.
+    ranks = balance(groups_of(ids), *lens, num_ranks, equal_counts=False)
+    assert sorted(itertools.chain(*ranks)) == list(range(len(ids)))
+    assert sum(len({ids[i] for i in rank}) for rank in ranks) == len({*ids})
 
 
 def test_nothing_to_split() -> None:
     assert split_by_token_budget([], [5], [2], 8) == []
 
 
-def test_ids_and_lengths_may_be_tensors() -> None:
-    """Ids in a tensor are compared by value, as everywhere."""
+def test_lengths_may_be_tensors() -> None:
     lens = torch.tensor([5, 5, 7, 7]), torch.tensor([1, 2, 3, 4])
-    for ids in (torch.tensor([0, 0, 1, 1]), ["a", "a", "b", "b"], iter([0, 0, 1, 1])):
-        assert balance_groups(*lens, ids, 2) == [[2, 3], [0, 1]]
+    assert balance([[0, 1], [2, 3]], *lens, 2) == [[2, 3], [0, 1]]
     assert split_by_token_budget([[0, 1], [2, 3]], *lens, 20) == split_by_token_budget(
         [[0, 1], [2, 3]], *(one.tolist() for one in lens), 20
     )

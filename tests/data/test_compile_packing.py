@@ -34,9 +34,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "group_by_prompt": lambda ids: api.group_by_prompt([one[:3] for one in ids]),
     "group_by_prefix": lambda ids: api.group_by_prefix([*ids], min_shared=1).borders,
     "split_by_token_budget": lambda ids: api.split_by_token_budget([[0, 1], [2]], [3, 3, 2], [2, 2, 2], max_tokens=9),
-    "balance_groups": lambda ids: api.balance_groups([3, 3, 2], [2, 2, 2], ["a", "a", "b"], 1),
-    "split_tree_by_token_budget": lambda ids: api.split_tree_by_token_budget(TREE, max_tokens=9),
-    "balance_tree": lambda ids: api.balance_tree(TREE, 1),
+    "balance": lambda ids: api.balance([[0, 1], [2]], [3, 3, 2], [2, 2, 2], 1),
     "from_tree": lambda ids: api.SharedPromptLayout.from_tree([3, 2, 2], [-1, 0, 0]).nodes.tolist(),
     "to": lambda ids: api.pack_padded(ids, MASK, LENS).layout.to("meta").nodes.shape,
 }

@@ -82,14 +82,20 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         dict(
             prompts=PROMPTS, responses=RESPONSES, group_ids=[0, 0, 1], boundary="gather", drop_last=True,
             max_responses_per_group=2, pad_to_multiple_of=4, device="cpu",
+            row_values={"height": [torch.arange(len(p) + len(r)) for p, r in zip(PROMPTS, RESPONSES)]},
+            group_values={"uid": ["a", "a", "b"]},
         ),
     ),
     "pack_prefix_tree": (
         api.pack_prefix_tree,
         dict(
             sequences=PROMPTS, loss_mask=[[0, 1, 1], [0, 0, 1], [0]], boundary="gather", min_shared=1, max_depth=2,
-            borders=None, group_ids=[0, 0, 1], pad_to_multiple_of=4, device="cpu",
+            borders=None, group_ids=[0, 0, 1], pad_to_multiple_of=4, device="cpu", tree=None, chosen=None,
+            row_values=None, group_values={"uid": ["a", "a", "b"]},
         ),
+    ),
+    "pack_prefix_tree of a tree": (
+        partial(api.pack_prefix_tree, PROMPTS), dict(tree=TREE, chosen=[2, 0], group_ids=[0, 0, 1]),
     ),
     "pack_prefix_tree with borders": (
         partial(api.pack_prefix_tree, PROMPTS), dict(boundary="gather", borders=[[1], [1], []], group_ids=[0, 0, 1]),
@@ -98,20 +104,27 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         api.group_by_prefix,
         dict(sequences=PROMPTS, boundary="gather", min_shared=1, max_depth=2, group_ids=[0, 0, 1]),
     ),
-    "split_tree_by_token_budget": (
-        api.split_tree_by_token_budget, dict(tree=TREE, max_tokens=9, dp_group=None),
-    ),
-    "balance_tree": (api.balance_tree, dict(tree=TREE, num_ranks=3, token_cost=0.0)),
+    "split_by_token_budget of a tree": (api.split_by_token_budget, dict(groups=TREE, max_tokens=9, dp_group=None)),
+    "balance of a tree": (api.balance, dict(groups=TREE, num_ranks=3, token_cost=0.0, equal_counts=True)),
     "pack_padded": (
         api.pack_padded,
-        dict(input_ids=IDS, attention_mask=(IDS > 0).long(), prompt_length=[3, 3, 1], group_ids=[0, 0, 1]),
+        dict(
+            input_ids=IDS, attention_mask=(IDS > 0).long(), prompt_length=[3, 3, 1], group_ids=[0, 0, 1],
+            row_values={"height": IDS[None]}, group_values={"uid": ["a", "a", "b"]},
+        ),
     ),
-    "pack_jagged": (api.pack_jagged, dict(input_ids=ragged(), prompt_lens=[2, 2], group_ids=[0, 0])),
+    "pack_jagged": (
+        api.pack_jagged,
+        dict(
+            input_ids=ragged(), prompt_lens=[2, 2], group_ids=[0, 0], row_values={"height": ragged()},
+            group_values={"uid": ["a", "a"]},
+        ),
+    ),
     "group_by_prompt": (api.group_by_prompt, dict(prompts=PROMPTS, group_ids=[0, 0, 1], verify=True)),
     "split_by_token_budget": (
         api.split_by_token_budget, dict(groups=[[0, 1], [2]], **LENS, max_tokens=9, dp_group=None),
     ),
-    "balance_groups": (api.balance_groups, dict(**LENS, group_ids=[0, 0, 1], num_ranks=3, token_cost=0.0)),
+    "balance": (api.balance, dict(groups=[[0, 1], [2]], **LENS, num_ranks=3, token_cost=0.0, equal_counts=False)),
     "unpack_logprobs": (
         api.unpack_logprobs, dict(values=torch.zeros(6), batch=BATCH, width=5, fill=0.0, per_row=False),
     ),
@@ -125,7 +138,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "SharedPromptLayout.pad_to": (BATCH.layout.pad_to, dict(multiple=8)),
     "SharedPromptLayout.to": (BATCH.layout.to, dict(device="cpu")),
     "PackedBatch.to": (BATCH.to, dict(device="cpu")),
-    "PackedBatch.to": (TREE_BATCH.to, dict(device="cpu")),
     "flash_composed_forest_attention_fused": (
         trees.flash_composed_forest_attention_fused,
         dict(

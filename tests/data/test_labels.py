@@ -59,6 +59,11 @@ def test_labels_say_everything_or_raise(form: str, options: dict[str, Any]) -> N
     logits = logits_of(batch)
     torch.testing.assert_close(cross_entropy(logits, batch.labels), by_token(batch, logits))
     gathered = FORMS[form](boundary="gather", **options)
+    if options.get("max_responses_per_group") == 1:  # no row stands before a branch
+        torch.testing.assert_close(
+            cross_entropy(logits_of(gathered), gathered.labels), by_token(gathered, logits_of(gathered))
+        )
+        return
     with pytest.raises(SharedPromptError, match=SHARED):
         _ = gathered.labels
     logits = logits_of(gathered)

@@ -80,7 +80,9 @@ def check(batch: PackedBatch, prompts: Lists, responses: Lists, boundary: str, d
     assert next(token_index, None) is None and next(targets, None) is None
     scored = set(batch.token_index.tolist())
     assert all(labels[row] == -100 for row in contexts - scored)
-    kept_rows = itertools.chain(*(own + [-1] * (len(p) + len(r) - len(own)) for own, p, r in zip(all_rows, prompts, responses)))
+    kept_rows = itertools.chain(
+        *(own + [-1] * (len(p) + len(r) - len(own)) for own, p, r in zip(all_rows, prompts, responses))
+    )
     assert batch.row_index.tolist() == [*kept_rows]
     used = list(itertools.chain.from_iterable(all_rows))
     assert batch.multiplicity.tolist() == [used.count(row) for row in range(layout.num_tokens)]

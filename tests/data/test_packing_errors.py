@@ -10,7 +10,7 @@ from samples import nested
 
 from flash_attn_dualkv import (
     SharedPromptError,
-    balance_groups,
+    balance,
     group_by_prefix,
     group_by_prompt,
     pack_jagged,
@@ -81,11 +81,16 @@ ERRORS: list[tuple[str, Any, str]] = [
     ),
     ("two prompts", lambda: split_by_token_budget([[0, 1]], [5, 6], [2] * 2, 99), r"^groups\[0\]: .* with one prompt"),
     ("no group", lambda: split_by_token_budget([[]], [5], [2], 99), r"^groups\[0\]: expected at least one sample"),
-    ("two prompts on a rank", lambda: balance_groups([5, 6], [1, 1], [0, 0], 1), "^group_ids 0: .* with one prompt"),
-    ("float ranks", lambda: balance_groups([5, 5], [1, 1], [0, 0], 2.0), "^num_ranks: expected an int >= 1, got 2.0"),
+    ("two prompts on a rank", lambda: balance([[0, 1]], [5, 6], [1, 1], 1), r"^groups\[0\]: .* with one prompt"),
+    (
+        "float ranks",
+        lambda: balance([[0, 1]], [5, 5], [1, 1], 2.0),
+        "^num_ranks: expected an int >= 1 and <= 2, got 2.0",
+    ),
     ("not nested", lambda: pack_jagged(ONES, [1, 1]), "^input_ids: expected a nested tensor"),
-    ("ranks", lambda: balance_groups([1] * 3, [1] * 3, [0] * 3, 2), "^num_ranks: expected a divisor of the 3"),
-    ("rank inputs", lambda: balance_groups([1] * 3, [1] * 2, [0] * 3, 1), "^response_lens: expected 3"),
+    ("no ranks", lambda: balance([[0, 1]], [5, 5], [1, 1]), "^num_ranks: expected an int >= 1 and <= 2, got None"),
+    ("counts flag", lambda: balance([[0]], [5], [1], 1, equal_counts=1), "^equal_counts: expected a bool"),
+    ("rank inputs", lambda: balance([[0, 1, 2]], [1] * 3, [1] * 2, 1), "^response_lens: expected 3"),
     ("budget", lambda: split_by_token_budget([[0, 1]], [5, 5], [2, 4], 8), "^max_tokens: expected at least 9.* got 8"),
 ]
 

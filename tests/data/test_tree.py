@@ -15,8 +15,7 @@ from packed_trees import BOUNDARIES, SEQUENCES, check, check_way_back, forests
 from samples import Lists, tensors
 from torch import Tensor
 
-from flash_attn_dualkv import PackedBatch, SharedPromptError, pack_prefix_tree, unpack_logprobs, unpack_to_jagged
-from flash_attn_dualkv.data.tree import group_by_prefix
+from flash_attn_dualkv import PackedBatch, SharedPromptError, group_by_prefix, pack_prefix_tree, unpack_logprobs
 
 
 def savings(batch: PackedBatch) -> list[int]:

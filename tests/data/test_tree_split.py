@@ -18,24 +18,22 @@ from samples import Lists
 from flash_attn_dualkv import (
     PrefixTree,
     SharedPromptError,
-    balance_tree,
+    balance,
     group_by_prefix,
     pack_prefix_tree,
     shared_prompt_attention,
     split_by_token_budget,
-    split_tree_by_token_budget,
     unpack_logprobs,
 )
-from flash_attn_dualkv.data.tree_split import _below, _Loads, _tops
+from flash_attn_dualkv.data.balance import _Loads, _tops
+from flash_attn_dualkv.data.split import below
 
 Forest = tuple[Lists, Lists, list[int]]
 
 
 def pack(chosen: list[int], sequences: Lists, tree: PrefixTree, boundary: Any = "gather", masks: Any = None) -> Any:
     """A micro-batch, as a user packs it."""
-    taken, borders = ([one[i] for i in chosen] for one in (sequences, tree.borders))
-    loss_mask = None if masks is None else [masks[i] for i in chosen]
-    return pack_prefix_tree(taken, loss_mask=loss_mask, borders=borders, boundary=boundary)
+    return pack_prefix_tree(sequences, loss_mask=masks, tree=tree, chosen=chosen, boundary=boundary)
 
 
 @settings(deadline=None, max_examples=300)
@@ -44,7 +42,7 @@ def test_split(forest: Forest, boundary: Any, min_shared: int, slack: int) -> No
     sequences = forest[0]
     budget = max(1, *map(len, sequences)) + slack
     tree = group_by_prefix(sequences, boundary=boundary, min_shared=min_shared)
-    micro_batches = split_tree_by_token_budget(tree, budget)
+    micro_batches = split_by_token_budget(tree, max_tokens=budget)
     assert sorted(itertools.chain(*micro_batches)) == [*range(len(sequences))]
     packed = [pack(one, sequences, tree, boundary) for one in micro_batches]
     assert all(one.num_rows <= budget for one in packed)
@@ -74,7 +72,7 @@ def test_split_of_prompts_with_responses() -> None:
     tree = group_by_prefix(sequences, boundary="replicate", min_shared=1)
     for budget in (150, 400, 1000):
         expected = split_by_token_budget(groups, [a for a, _ in lens], [b for _, b in lens], budget)
-        got = split_tree_by_token_budget(tree, budget)
+        got = split_by_token_budget(tree, max_tokens=budget)
         assert len(got) == len(expected) > 1
         sizes = [sorted(pack(one, sequences, tree, "replicate").num_rows for one in some) for some in (got, expected)]
         assert sizes[0] == sizes[1]
@@ -87,7 +85,7 @@ def test_a_tree_over_the_budget_is_cut_at_its_nodes() -> None:
     tree = group_by_prefix(sequences, min_shared=1)
     assert tree.num_rows == 50
     for budget, expected in ((50, [[0, 1, 2, 3]]), (49, [[0, 1], [2, 3]]), (29, [[0], [1], [2], [3]])):
-        assert split_tree_by_token_budget(tree, budget) == expected
+        assert split_by_token_budget(tree, max_tokens=budget) == expected
     assert [pack(one, sequences, tree).num_rows for one in ([0, 1], [2, 3])] == [30, 30]
 
 
@@ -97,8 +95,8 @@ def test_large_trees_are_split_well_and_fast() -> None:
     bush = [[*range(1000), *[2000 + at] * (50 + at % 400)] for at in range(5000)]
     for sequences, budget, least in ((comb, 10500, 1), (bush, 16384, 1 / 0.97)):
         tree = group_by_prefix(sequences, min_shared=1)
-        micro_batches = split_tree_by_token_budget(tree, budget)
-        assert least_time(4.0, split_tree_by_token_budget, tree, budget) < 4.0
+        micro_batches = split_by_token_budget(tree, max_tokens=budget)
+        assert least_time(4.0, split_by_token_budget, tree, None, None, budget) < 4.0
         assert sorted(itertools.chain(*micro_batches)) == [*range(len(sequences))]
         assert len(micro_batches) <= max(1, least * (tree.num_rows - 1000) / (budget - 1000) + 1)
 
@@ -106,11 +104,13 @@ def test_large_trees_are_split_well_and_fast() -> None:
 def _split_on_rank(rank: int, world: int, address: str, results: Any) -> None:
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
     tree = group_by_prefix(SEQUENCES, min_shared=1)
-    results[rank, "split"] = split_tree_by_token_budget(tree, (100, 7)[rank], dp_group=torch.distributed.group.WORLD)
+    results[rank, "split"] = split_by_token_budget(
+        tree, max_tokens=(100, 7)[rank], dp_group=torch.distributed.group.WORLD
+    )
     for name, sequences, budgets in (("budget", SEQUENCES, (100, 2)), ("samples", [[1], [2], [3]][rank:], (1, 1))):
         one = group_by_prefix(sequences[:1] if name == "samples" and rank else sequences)
         try:
-            split_tree_by_token_budget(one, budgets[rank], dp_group=torch.distributed.group.WORLD)
+            split_by_token_budget(one, max_tokens=budgets[rank], dp_group=torch.distributed.group.WORLD)
         except SharedPromptError as error:
             results[rank, name] = str(error)
     torch.distributed.destroy_process_group()
@@ -122,7 +122,7 @@ def test_equally_many_micro_batches_on_every_rank(tmp_path: Any) -> None:
     assert counts[0] == counts[1] > 1
     assert all(sorted(itertools.chain(*results[rank, "split"])) == [*range(9)] for rank in (0, 1))
     assert "one that cannot" in results[0, "budget"] and "at least 5" in results[1, "budget"]
-    assert all("at least 3 sequences on each rank" in results[rank, "samples"] for rank in (0, 1))
+    assert all("at least 3 samples on each rank" in results[rank, "samples"] for rank in (0, 1))
 
 
 # --- balance ----------------------------------------------------------------------------------------------------------
@@ -140,12 +140,12 @@ def test_balance(forest: Forest, num_ranks: int, token_cost: float) -> None:
     sequences = forest[0]
     sequences += [[5] * 9] * (-len(sequences) % num_ranks)
     tree = group_by_prefix(sequences, min_shared=1)
-    ranks = balance_tree(tree, num_ranks, token_cost=token_cost)
+    ranks = balance(tree, num_ranks=num_ranks, token_cost=token_cost)
     assert sorted(itertools.chain(*ranks)) == [*range(len(sequences))]
     assert {len(one) for one in ranks} == {len(sequences) // num_ranks}
     tops = _tops(tree, len(sequences) // num_ranks)
     loads, cost, all_of_it = _Loads(tree, tops, 1, token_cost), 0.0, [*range(len(sequences))]
-    for members in _below(tree, tops):
+    for members in below(tree, tops):
         cost += loads.added(0, members)
         loads.take(0, members)
     assert cost == cost_of(all_of_it, sequences, tree, token_cost)
@@ -163,7 +163,7 @@ def test_balance_keeps_together_what_shares() -> None:
     shuffled = [sequences[i] for i in order]
     tree = group_by_prefix(shuffled, min_shared=1)
     for num_ranks, size in ((4, 4), (2, 8), (8, 2)):
-        ranks = balance_tree(tree, num_ranks)
+        ranks = balance(tree, num_ranks=num_ranks)
         blocks = sorted(sorted(order[i] for i in one) for one in ranks)
         if num_ranks == 2:
             assert blocks == [[*range(8)], [*range(8, 16)]]
@@ -175,8 +175,8 @@ def test_balance_counts_paths_once() -> None:
     long = [1] * 1000
     sequences = [[*long, end] for end in range(2, 6)] + [[7] * 300, [8] * 300, [9] * 300, [10] * 300]
     tree = group_by_prefix(sequences, min_shared=1)
-    assert [*map(sorted, balance_tree(tree, 2))] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    ranks = balance_tree(group_by_prefix(sequences[:4], min_shared=1), 2)
+    assert [*map(sorted, balance(tree, num_ranks=2))] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    ranks = balance(group_by_prefix(sequences[:4], min_shared=1), num_ranks=2)
     assert [len(one) for one in ranks] == [2, 2]
 
 
@@ -188,23 +188,24 @@ def test_balance_is_even() -> None:
         stem = [*system, *[10 + prompt] * draw.randint(100, 600)]
         sequences += [[*stem, *[1000 + end] * draw.randint(50, 1000)] for end in range(8)]
     tree = group_by_prefix(sequences)
-    ranks = balance_tree(tree, 8, token_cost=10000.0)
+    ranks = balance(tree, num_ranks=8, token_cost=10000.0)
     costs = [cost_of(one, sequences, tree, 10000.0) for one in ranks]
     assert max(costs) <= 1.08 * sum(costs) / 8
     assert all(len({i // 8 for i in one}) == 8 for one in ranks)  # whole prompts
-    assert least_time(1.0, balance_tree, tree, 64) < 1.0
+    assert least_time(1.0, balance, tree, None, None, 64) < 1.0
 
 
 TREE = group_by_prefix([[1, 2, 3], [1, 2]])
 ERRORS: list[tuple[Any, str]] = [
-    (lambda: split_tree_by_token_budget(TREE, 0), "^max_tokens: expected an int >= 1, got 0"),
-    (lambda: split_tree_by_token_budget(TREE, 2), "^max_tokens: expected at least 3, the tokens of sequence 0, got 2"),
-    (lambda: split_tree_by_token_budget([[1, 2]], 8), "^tree: expected a PrefixTree, got"),
-    (lambda: split_tree_by_token_budget(TREE, 8, dp_group=1), "^dp_group: expected a process group"),
-    (lambda: balance_tree([[1, 2]], 1), "^tree: expected a PrefixTree, got"),
-    (lambda: balance_tree(TREE, 0), "^num_ranks: expected an int >= 1, got 0"),
-    (lambda: balance_tree(TREE, 3), "^num_ranks: expected a divisor of the 2 sequences, got 3"),
-    (lambda: balance_tree(TREE, 2, token_cost=-1), "^token_cost: expected a finite number >= 0"),
+    (lambda: split_by_token_budget(TREE, max_tokens=0), "^max_tokens: expected an int >= 1, got 0"),
+    (
+        lambda: split_by_token_budget(TREE, max_tokens=2),
+        "^max_tokens: expected at least 3, the tokens of sample 0, got 2",
+    ),
+    (lambda: split_by_token_budget(TREE, [3, 2], max_tokens=8), "^prompt_lens: expected None with a tree"),
+    (lambda: split_by_token_budget(TREE, max_tokens=8, dp_group=1), "^dp_group: expected a process group"),
+    (lambda: balance(TREE, num_ranks=0), "^num_ranks: expected an int >= 1 and <= 2, got 0"),
+    (lambda: balance(TREE, num_ranks=2, token_cost=-1), "^token_cost: expected a finite number >= 0"),
 ]
 
 
@@ -242,7 +243,7 @@ def test_any_cut_has_the_same_summed_gradient(seed: int, boundary: Any, min_shar
     everything = [*range(len(sequences))]
     tree = group_by_prefix(sequences, boundary=boundary, min_shared=min_shared)
     if data.draw(st.booleans()):
-        micro_batches = split_tree_by_token_budget(tree, data.draw(st.integers(max(map(len, sequences)), 60)))
+        micro_batches = split_by_token_budget(tree, max_tokens=data.draw(st.integers(max(map(len, sequences)), 60)))
     else:
         order = data.draw(st.permutations(everything))
         cuts = sorted(data.draw(st.sets(st.integers(1, len(order) - 1), max_size=4)))

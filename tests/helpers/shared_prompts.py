@@ -95,27 +95,28 @@ def sequence_rows(layout: SharedPromptLayout) -> list[tuple[list[int], list[int]
 
 def two_calls(inputs: Inputs, layout: SharedPromptLayout, **options: Any) -> Tensor:
     """The prompts in one call of the core function, the responses in another, put together."""
-    rows, end = layout.num_context_tokens, layout.num_tokens
-    q, k, v = inputs.q, inputs.k, inputs.v
+    context, decoded = layout.context_index(), layout.decoded_index()
+    own, above = ([one[index] for one in (inputs.q, inputs.k, inputs.v)] for index in (decoded, context))
 
     def offsets(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=q.device)
+        return torch.tensor(values, dtype=torch.int32, device=context.device)
 
-    groups, context, decoded = layout.num_groups, max(layout.context_lens), max(layout.decoded_lens)
+    groups, most_context, most = layout.num_groups, max(layout.context_lens), max(layout.decoded_lens)
     of_contexts, of_responses = (
         offsets([*accumulate(lens, initial=0)]) for lens in (layout.context_lens, layout.decoded_lens)
     )
     prompts = flash_attn_dualkv_varlen_func(
-        q[:rows], k[:rows], v[:rows], k[:0], v[:0],
-        of_contexts, offsets([0] * (groups + 1)), context, context, 0,
+        *above, *(one[:0] for one in above[1:]),
+        of_contexts, offsets([0] * (groups + 1)), most_context, most_context, 0,
         cu_seqlens_context=of_contexts, cu_seqs_per_context=offsets(range(groups + 1)), **options,
     )  # fmt: skip
     responses = flash_attn_dualkv_varlen_func(
-        q[rows:end], k[:rows], v[:rows], k[rows:end], v[rows:end],
-        of_responses, of_responses, decoded, context, decoded, cu_seqlens_context=of_contexts,
+        own[0], *above[1:], *own[1:],
+        of_responses, of_responses, most, most_context, most, cu_seqlens_context=of_contexts,
         cu_seqs_per_context=offsets(layout.group_offsets), **options,
     )  # fmt: skip
-    return torch.cat([prompts, responses])
+    out = prompts.new_zeros((layout.num_tokens, *prompts.shape[1:]))
+    return out.index_copy(0, context, prompts).index_copy(0, decoded, responses)
 
 
 def attend(inputs: Inputs, layout: SharedPromptLayout, **options: Any) -> Tensor:

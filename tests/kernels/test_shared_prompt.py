@@ -49,15 +49,16 @@ def data(shape: str, boundary: str = "replicate", **options: Any) -> tuple[Share
 
 def as_batch(inputs: Inputs, layout: SharedPromptLayout) -> Batch:
     """What the oracle reads: the packed tensors' regions, and a table with the prompts among the sequences."""
-    rows = layout.num_context_tokens
-    nodes = layout.nodes.tolist()
-    table = []
-    for q_begin, q_len, _, kv_begin, kv_len, _, parent, _ in nodes:
-        keys = (kv_begin, kv_len, 0, 0) if parent < 0 else (*nodes[parent][3:5], kv_begin - rows, kv_len)
-        table.append(SequenceRows(q_begin, q_len, *keys))
+    context, decoded = layout.context_index(), layout.decoded_index()
+    table, above, ends = [], (0, 0), [0, 0]  # the context that is shared, and where contexts and responses end
+    for q_begin, q_len, *_, parent, _ in layout.nodes.tolist():
+        own = (ends[parent >= 0], q_len)
+        ends[parent >= 0] += q_len
+        above = own if parent < 0 else above
+        table.append(SequenceRows(q_begin, q_len, *above, *((0, 0) if parent < 0 else own)))
     nothing = torch.zeros(0)
     return Batch(
-        inputs.q, inputs.k[:rows], inputs.v[:rows], inputs.k[rows:], inputs.v[rows:], inputs.dout,
+        inputs.q, inputs.k[context], inputs.v[context], inputs.k[decoded], inputs.v[decoded], inputs.dout,
         nothing, nothing, nothing, None, table, max(layout.context_lens),
     )  # fmt: skip
 
@@ -82,8 +83,8 @@ def run(inputs: Inputs, layout: SharedPromptLayout, deterministic: bool = False)
 
 def as_results(layout: SharedPromptLayout, out: Tensor, lse: Tensor, gradients: list[Tensor]) -> Results:
     dq, dk, dv = gradients
-    rows = layout.num_context_tokens
-    return Results(out, lse, dq, dk[:rows], dv[:rows], dk[rows:], dv[rows:])
+    context, decoded = layout.context_index(), layout.decoded_index()
+    return Results(out, lse, dq, dk[context], dv[context], dk[decoded], dv[decoded])
 
 
 @configurations

@@ -95,15 +95,15 @@ def test_a_layout_of_a_tree() -> None:
     assert not SharedPromptLayout.from_tree(DEEP[0], [-1] * 9, pad=5).is_like(layout)
     padded = layout.pad_to(32)
     padded.validate()
-    assert padded.num_tokens == 64 and padded.is_tree
+    assert padded.num_tokens == 64
     assert layout.to("meta").nodes.shape == (9, 8)
-    for name in ("context_lens", "decoded_lens", "group_offsets", "num_groups", "num_responses", "num_context_tokens"):
-        with pytest.raises(SharedPromptLayoutError, match=r"^layout: expected .* responses .* got one of trees"):
-            getattr(layout, name)
-    # One of prompts has the same nodes, but the rows of other places.
+    assert (layout.context_lens, layout.group_offsets, layout.num_groups) == ((7, 1, 0), (0, 5, 6, 6), 3)
+    assert layout.context_index().tolist() == [*range(7), 29]
+    assert layout.decoded_index().tolist() == [*range(7, 29), *range(30, 35)]
+    # Prompts and responses are trees of depth two.
     prompts = layout_of([(3, [2, 1]), (2, [4])], drop_last=True)
     tree = SharedPromptLayout.from_tree(prompts.node_lens, prompts.node_parents)
-    assert not tree.is_like(prompts) and not tree.nodes.equal(prompts.nodes)
+    assert tree.is_like(prompts) and tree.nodes.equal(prompts.nodes)
 
 
 @pytest.mark.parametrize(

@@ -168,8 +168,8 @@ def test_gradients_reach_only_what_a_response_depends_on(name):
     handle.remove()
     (gradient,) = torch.autograd.grad(logps[chosen].sum(), embedded[0])
     gradient = gradient[0]
-    begins = accumulate(batch.layout.decoded_lens, initial=batch.layout.num_context_tokens)
-    for place, (begin, end) in enumerate(pairwise(begins)):
+    parts = zip(pairwise(accumulate(batch.node_lens, initial=0)), batch.node_parents)
+    for place, (begin, end) in enumerate(part for part, parent in parts if parent >= 0):
         # The last token of the response itself scores nothing.
         is_seen = gradient[begin:end].abs().sum(-1) > 0
         expected = [batch.order[place] == chosen] * (end - begin - 1) + [False]
