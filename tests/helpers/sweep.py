@@ -15,16 +15,7 @@ import pytest
 import torch
 from hybrid_models import OPTIONS as HYBRID_OPTIONS
 from hybrid_models import in_float64
-from tiny_models import (
-    COMMON,
-    Samples,
-    Tolerance,
-    dualkv,
-    gradients,
-    replicated_logps,
-    stock_twin,
-    transformers,
-)
+from tiny_models import COMMON, Samples, Tolerance, dualkv, gradients, replicated_logps, stock_twin, transformers
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 

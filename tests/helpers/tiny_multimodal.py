@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 import torch
 from sweep import OPTIONS, OWN
-from tiny_models import (
-    VERSION,
-    transformers,
-)
+from tiny_models import VERSION, transformers
 from torch import Tensor
 
 HIDDEN: int = OPTIONS["hidden_size"]

@@ -21,12 +21,7 @@ from legal_calls import (
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_attn_dualkv import (
-    checks,
-    flash_attn_dualkv_varlen_func,
-    flash_attn_tree_varlen_func,
-    flash_attn_varlen_func,
-)
+from flash_attn_dualkv import checks, flash_attn_dualkv_varlen_func, flash_attn_tree_varlen_func, flash_attn_varlen_func
 
 LEGAL: list[tuple[str, Change]] = [
     ("numpy integers", lambda arguments: {"max_seqlen_q": torch.tensor(4).numpy()[()]}),

@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
-from calls import (
-    Call,
-    attend_packed,
-    attend_separate,
-    attend_tree,
-    packed,
-    packed_with_sinks,
-    separate,
-    tree,
-)
+from calls import Call, attend_packed, attend_separate, attend_tree, packed, packed_with_sinks, separate, tree
 from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from shared_prompts import GROUPS
 from torch import Tensor

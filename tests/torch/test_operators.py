@@ -244,8 +244,7 @@ def test_compiled_node_gets_the_arguments_of_calls_that_nobody_watches(
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("window_right", (-1, 0, 0.0)), ("softcap", (-1, -1, 1000.1)), ("softcap", (-1, -1, 0.009))],
+    ("name", "options"), [("window_right", (-1, 0, 0.0)), ("softcap", (-1, -1, 1000.1)), ("softcap", (-1, -1, 0.009))]
 )
 def test_the_kernels_refuse_what_they_lack(name: str, options: tuple[Any, ...], module: Mock) -> None:
     """Unless the reference is asked for."""

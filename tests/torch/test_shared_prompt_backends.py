@@ -9,11 +9,7 @@ import pytest
 import torch
 from shared_prompts import GROUPS, attend, inputs_of, layout_of
 
-from flash_attn_dualkv import (
-    SharedPromptError,
-    SharedPromptLayoutError,
-    shared_prompt_attention,
-)
+from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, shared_prompt_attention
 
 
 def test_a_window_of_the_longest_sequence_hides_nothing() -> None:

@@ -116,12 +116,7 @@ def with_detached_tails(values: Tensor, tails: Any) -> Tensor:
 
 @pytest.mark.parametrize(
     ("function", "mutant"),
-    [
-        ("hand_on", forget),
-        ("hand_on", detach),
-        ("insert_tails", without_tails),
-        ("insert_tails", with_detached_tails),
-    ],
+    [("hand_on", forget), ("hand_on", detach), ("insert_tails", without_tails), ("insert_tails", with_detached_tails)],
 )
 @pytest.mark.parametrize("name", KINDS)
 def test_mutants_differ(name: str, function: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:

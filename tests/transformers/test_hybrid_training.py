@@ -60,10 +60,7 @@ def test_checkpointing_of_trees_with_the_hook(name: str) -> None:
     model.train().gradient_checkpointing_enable(dict(use_reentrant=False))
     dualkv.install_layout_hook(model)
     logits = model(
-        batch.input_ids[None],
-        position_ids=batch.position_ids[None],
-        use_cache=False,
-        shared_prompt_layout=batch.layout,
+        batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, shared_prompt_layout=batch.layout
     ).logits[0]
     got = logits.log_softmax(-1)[batch.token_index, batch.targets]
     (weights_of(got) @ got).backward()

@@ -10,16 +10,7 @@ import models_page
 import pytest
 import torch
 from sweep import SAMPLES, check_page, verdict_of
-from tiny_models import (
-    MIXED,
-    VERSION,
-    Samples,
-    check_equal,
-    dualkv,
-    replicated_logps,
-    stock_twin,
-    transformers,
-)
+from tiny_models import MIXED, VERSION, Samples, check_equal, dualkv, replicated_logps, stock_twin, transformers
 from tiny_multimodal import EXACT, IMAGES, any_multimodal, image, multimodal_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 

@@ -37,11 +37,7 @@ def slices(prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
 
 
 @settings(deadline=None, max_examples=150)
-@given(
-    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=8),
-    count=st.integers(1, 5),
-    seed=st.integers(0, 99),
-)
+@given(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=8), count=st.integers(1, 5), seed=st.integers(0, 99))
 def test_rows_are_permuted_and_whole(sizes: list[int], count: int, seed: int) -> None:
     """All rows are there once, everything of a row moves with it, slices stay equally large."""
     rows = [[9 + group] * (group % 3 + 1) for group, size in enumerate(sizes) for _ in range(size)]
