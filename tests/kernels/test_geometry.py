@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from geometry import HERE, Record, build_shim, load_geometry
+from geometry import Record, build_shim, load_geometry
 from node_tables import (
     Problem,
     Tables,
@@ -375,10 +376,13 @@ def test_no_undefined_behaviour(tmp_path: Path) -> None:
     except subprocess.CalledProcessError:
         pytest.skip("this compiler has no undefined-behaviour sanitizer")
     program = (
-        "import sys, numpy as np, test_geometry as t; from pathlib import Path; shim = t.load(Path(sys.argv[1]))\n"
+        "import sys, numpy as np, geometry, test_geometry as t; shim = geometry.load(sys.argv[1])\n"
         "t.walk_hostile(shim, 1, 300); t.walk_far_rows(shim); rng = np.random.default_rng(2)\n"
         "for _ in range(100): t.check_tables(shim, t.random_tables(rng, (16, 16)), True, (16, 16), 2, t.UNSPLIT)\n"
     )
     command = [sys.executable, "-c", program, str(library)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=HERE, timeout=300)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parent, env=environment, timeout=300
+    )
     assert result.returncode == 0 and "runtime error" not in result.stderr, result.stderr[-2000:]
