@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jitter
 import pytest
@@ -47,39 +46,6 @@ def test_the_search_has_tests(case: str) -> None:
     found = subprocess.run(command, cwd=root, capture_output=True, text=True, env={**os.environ, PLACE: "cuda"}).stdout
     for head_dim in head_dims or (64, 128):
         assert re.search(rf"::{name}\[.*sm90.*\bd{head_dim}-|::{name}\[.*\bd{head_dim}-.*sm90", found), found[-2000:]
-
-
-def test_the_command_runs_what_it_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Built once, run elsewhere; the first case that finds something ends the search."""
-    asked: list[Any] = []
-
-    class Fake:
-        output = "1 failed"
-
-        def __init__(self, folder: Path, is_there: bool = False, **settings: str) -> None:
-            asked.append((folder, is_there, settings["DUALKV_HEAD_DIMS"], settings["DUALKV_TEST_REPEATS"]))
-            self.root = folder
-
-        def build(self) -> None:
-            (self.root / "build/objects").mkdir(parents=True)
-            (self.root / "build/objects/sm90_one.log").write_text("")
-
-        def test(self, file: str, select: str) -> str:
-            asked.append((file, select))
-            return "failed" if "packs" in select else "passed"
-
-    monkeypatch.setattr(jitter, "Tree", Fake)
-    assert jitter.main([str(tmp_path), "--only", "build", "--head-dim", "128"]) == 0
-    assert jitter.main([str(tmp_path), "--only", "run", "--runs", "7", "--cases", "packs", "trees"]) == 1
-    assert jitter.main([str(tmp_path), "--only", "run", "--head-dim", "512", "--cases", "packs", "trees"]) == 0
-    kernels = "tests/kernels/test_tree.py"
-    assert asked == [
-        (tmp_path, False, "128", "200"),
-        (tmp_path, True, "64,128", "7"),
-        (kernels, "test_packs_repeat_bit_for_bit and sm90 and (d64- or d128-)"),
-        (tmp_path, True, "512", "200"),
-        (kernels, "test_results_repeat_bit_for_bit and sm90 and (d512-)"),
-    ]
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
-"""Every violated precondition is an error that names the argument, what was expected and what was got."""
+"""Every violated precondition is an error that names the argument; whatever is unusual but legal is computed."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from groups import cumulative
 from legal_calls import (
     PLAIN_TENSORS,
     SHARED_TENSORS,
@@ -17,7 +19,6 @@ from legal_calls import (
     grouped,
     head_dim,
     heads,
-    parametrize,
     plain_arguments,
     replace_by,
     shared_arguments,
@@ -202,34 +203,27 @@ def check_raises(function: Any, arguments: Arguments, error: type[Exception], na
     assert got in tail
 
 
-@parametrize(SHARED_ROWS)
-def test_shared_context_function(
-    change: Change, error: type[Exception], name: str, got: str, monkeypatch: pytest.MonkeyPatch
+CALLS: dict[str, tuple[Any, Callable[..., Arguments], Any]] = {
+    "shared": (flash_attn_dualkv_varlen_func, shared_arguments, attention),
+    "plain": (flash_attn_varlen_func, plain_arguments, attention),
+    "tree": (flash_attn_tree_varlen_func, tree_arguments, packed_attention),
+}
+ROWS = [
+    pytest.param(call, *row[1:], id=f"{call}, {row[3]}: {row[0]}")
+    for call, rows in (("shared", SHARED_ROWS), ("plain", PLAIN_ROWS), ("tree", TREE_ROWS))
+    for row in rows
+]
+
+
+@pytest.mark.parametrize(("call", "change", "error", "name", "got"), ROWS)
+def test_errors(
+    call: str, change: Change, error: type[Exception], name: str, got: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = shared_arguments()
-    flash_attn_dualkv_varlen_func(**arguments)
-    monkeypatch.setattr(attention, "ops", None)  # nothing may be launched
-    check_raises(flash_attn_dualkv_varlen_func, arguments | change(arguments), error, name, got)
-
-
-@parametrize(PLAIN_ROWS)
-def test_context_free_function(
-    change: Change, error: type[Exception], name: str, got: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = plain_arguments()
-    flash_attn_varlen_func(**arguments)
-    monkeypatch.setattr(attention, "ops", None)
-    check_raises(flash_attn_varlen_func, arguments | change(arguments), error, name, got)
-
-
-@parametrize(TREE_ROWS)
-def test_tree_function(
-    change: Change, error: type[Exception], name: str, got: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = tree_arguments()
-    flash_attn_tree_varlen_func(**arguments)
-    monkeypatch.setattr(packed_attention, "ops", None)
-    check_raises(flash_attn_tree_varlen_func, arguments | change(arguments), error, name, got)
+    function, make, module = CALLS[call]
+    arguments = make()
+    function(**arguments)
+    monkeypatch.setattr(module, "ops", None)  # nothing may be launched
+    check_raises(function, arguments | change(arguments), error, name, got)
 
 
 @pytest.mark.parametrize("which", ["k", "v"])
@@ -262,3 +256,63 @@ def test_other_devices_are_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     with FakeTensorMode():
         arguments = shared_arguments("cuda:0" if kind == "ROCm" else kind, torch.bfloat16)
         check_raises(flash_attn_dualkv_varlen_func, arguments, ValueError, "q", kind)
+
+
+LEGAL: list[tuple[str, Change]] = [
+    ("numpy integers", lambda arguments: {"max_seqlen_q": torch.tensor(4).numpy()[()]}),
+    ("lengths that are too short", lambda arguments: {"max_seqlen_q": 0, "max_seqlen_k_decoded": 1}),
+    ("an int as the scale", replace_by("softmax_scale", 1)),
+    ("one KV head", lambda arguments: {name: heads(arguments[name], 1) for name in SHARED_TENSORS[1:]}),
+    ("groups", grouped()),
+    ("no sequences", lambda arguments: {name: cumulative([]) for name in ("cu_seqlens_q", "cu_seqlens_k_decoded")}),
+    ("rows that no sequence owns", replace_by("cu_seqlens_q", torch.tensor([1, 2, 5], dtype=torch.int32))),
+]
+
+
+@pytest.mark.parametrize("change", [pytest.param(change, id=name) for name, change in LEGAL])
+def test_legal_arguments(change: Change) -> None:
+    arguments = shared_arguments()
+    arguments |= change(arguments)
+    assert flash_attn_dualkv_varlen_func(**arguments).shape == arguments["q"].shape
+
+
+@pytest.mark.parametrize("dtype", checks.CPU_DTYPES, ids=str)
+def test_cpu_dtypes(dtype: torch.dtype) -> None:
+    assert flash_attn_dualkv_varlen_func(**shared_arguments(dtype=dtype)).dtype == dtype
+
+
+def test_window_that_says_causal_is_accepted() -> None:
+    arguments = plain_arguments()
+    expected = flash_attn_varlen_func(**arguments, causal=True)
+    for causal in (True, False):
+        assert flash_attn_varlen_func(**arguments, causal=causal, window_size=(-1, 0)).equal(expected)
+
+
+@pytest.mark.parametrize("width", [8, 24])
+def test_values_of_another_width(width: int) -> None:
+    for function, make, names in (
+        (flash_attn_dualkv_varlen_func, shared_arguments, ("v_context", "v_decoded")),
+        (flash_attn_varlen_func, plain_arguments, ("v",)),
+        (flash_attn_tree_varlen_func, tree_arguments, ("v",)),
+    ):
+        arguments = make()
+        for name in names:
+            arguments[name] = head_dim(arguments[name], width)
+        assert function(**arguments).shape == (6, 4, width)
+
+
+@pytest.mark.parametrize(("name", "value"), [("window_size", (3, 0)), ("softcap", 2.0)])
+def test_windows_and_softcaps_of_cuda_tensors(name: str, value: Any) -> None:
+    functions: list[tuple[Any, Any]] = [
+        (flash_attn_dualkv_varlen_func, shared_arguments),
+        (flash_attn_varlen_func, plain_arguments),
+        (flash_attn_tree_varlen_func, tree_arguments),
+    ]
+    for function, make in functions:
+        function(**make(), **{name: value})
+        with FakeTensorMode():
+            arguments = {
+                key: one.bfloat16() if isinstance(one, Tensor) and one.is_floating_point() else one
+                for key, one in make("cuda:0").items()
+            }
+            assert function(**arguments, **{name: value}).shape == (6, 4, 16)

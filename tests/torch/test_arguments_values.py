@@ -50,20 +50,6 @@ VALUE_ROWS: list[Row] = [
 ]
 
 
-@parametrize(VALUE_ROWS)
-def test_values_of_offsets(
-    change: Change, error: type[Exception], name: str, got: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DUALKV_DEBUG", "1" if device == "cuda" else "0")  # on the CPU they are always checked
-    arguments = shared_arguments(device, torch.bfloat16)
-    changed = {key: value.to(device) for key, value in change(arguments).items()}
-    with pytest.raises(error) as caught:
-        flash_attn_dualkv_varlen_func(**arguments | changed)
-    head, _, tail = str(caught.value).partition(", got ")
-    assert head.startswith(name)
-    assert got in tail
-
-
 TREE_VALUE_ROWS: list[Row] = [
     ("too many rows", replace_by("cu_seqlens", offsets(0, 2, 7)), ValueError, "cu_seqlens", "7"),
     ("first offset", replace_by("cu_seqlens", offsets(1, 2, 6)), ValueError, "cu_seqlens", "1"),
@@ -82,15 +68,18 @@ TREE_VALUE_ROWS: list[Row] = [
 ]
 
 
-@parametrize(TREE_VALUE_ROWS)
-def test_values_of_trees(
+@parametrize([*VALUE_ROWS, *TREE_VALUE_ROWS])
+def test_values(
     change: Change, error: type[Exception], name: str, got: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DUALKV_DEBUG", "1" if device == "cuda" else "0")
-    arguments = tree_arguments(device, torch.bfloat16)
+    monkeypatch.setenv("DUALKV_DEBUG", "1" if device == "cuda" else "0")  # on the CPU they are always checked
+    function, make = flash_attn_dualkv_varlen_func, shared_arguments
+    if name == "cu_seqlens" or name.startswith("parents"):
+        function, make = flash_attn_tree_varlen_func, tree_arguments
+    arguments = make(device, torch.bfloat16)
     changed = {key: value.to(device) for key, value in change(arguments).items()}
     with pytest.raises(error) as caught:
-        flash_attn_tree_varlen_func(**arguments | changed)
+        function(**arguments | changed)
     head, _, tail = str(caught.value).partition(", got ")
     assert head.startswith(name)
     assert got in tail

@@ -7,18 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_models import (
-    EXACT,
-    HYBRIDS,
-    KINDS,
-    RAGGED,
-    alone,
-    hybrid_config,
-    hybrid_model,
-    in_float64,
-    shared,
-    weights_of,
-)
+from hybrid_models import EXACT, HYBRIDS, KINDS, RAGGED, alone, hybrid_model, in_float64, shared, weights_of
 from tiny_models import (
     MASKS,
     SEQUENCES,
@@ -30,7 +19,6 @@ from tiny_models import (
     gradients,
     replicated_logps,
     stock_twin,
-    transformers,
 )
 from torch import Tensor
 
@@ -79,20 +67,6 @@ def test_float32(name: str) -> None:
     errors, stock_errors = (gradient_errors(one, exact_gradients) for one in (got_gradients, stock_gradients))
     for parameter, error in errors.items():
         assert error <= 1.5 * stock_errors[parameter] + 5e-6, parameter
-
-
-@pytest.mark.skipif("qwen3_5_text" not in HYBRIDS, reason="this transformers has no Qwen3.5")
-def test_the_text_side_of_a_multimodal_model() -> None:
-    """As the checkpoints of Qwen3.5 are."""
-    text = hybrid_config("qwen3_5_text").to_dict()
-    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=8, out_hidden_size=32)
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=dict(num_position_embeddings=16, **vision))
-    model = transformers.Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="dualkv")
-    model = model.double().eval()
-    with in_float64(), torch.no_grad():
-        expected, _ = replicated_logps(stock_twin(model, "eager"), RAGGED)
-        got, _ = dualkv.shared_prompt_forward(model, RAGGED.pack())
-    check_equal(got, expected, EXACT.value)
 
 
 # --- what the comparison must notice ----------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-import pickle
+from typing import Any
 
 import pytest
+import ranks
 import torch
 from hybrid_models import (
     EXACT,
@@ -24,7 +25,9 @@ from hybrid_models import (
 from tiny_models import (
     MIXED,
     SEQUENCES,
+    TOLERANCES,
     Samples,
+    Tolerance,
     check_equal,
     check_gradients,
     dualkv,
@@ -123,19 +126,6 @@ def test_16_bit_models(name: str, device: str) -> None:
     assert not {what: ratio for what, ratio in error_ratios(got, stock, exact).items() if not ratio <= 1.5}
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_copies_of_a_model(name: str) -> None:
-    """Copied and pickled with the hooks of its layers, whose functions are still those of its own parameters."""
-    model = hybrid_model(name, torch.float32)
-    dualkv.shared_prompt_forward(model, MIXED.pack())
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with torch.no_grad():
-            for one in other.parameters():
-                one.mul_(1.1)
-        expected, _ = replicated_logps(stock_twin(other, "eager"), MIXED)
-        check_equal(dualkv.shared_prompt_forward(other, MIXED.pack())[0].detach(), expected.detach(), 2e-5)
-
-
 def test_compiled_layers() -> None:
     """What mixes the tokens is left out of the graph; all else is compiled."""
     model = hybrid_model(KINDS[0], torch.float32)
@@ -144,3 +134,26 @@ def test_compiled_layers() -> None:
     got, got_gradients = shared(model, MIXED.pack())
     check_equal(got, expected, 1e-5)
     check_gradients(got_gradients, expected_gradients, 1e-4)
+
+
+SETUP = ranks.Setup(
+    "gloo",
+    "cpu",
+    torch.float32,
+    MIXED,
+    ["fsdp1", "fsdp2", "fsdp2, mixed precision"],
+    make="hybrid_models:hybrid_model",
+    name=KINDS[0],
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], ranks.Found]:
+    return ranks.run(SETUP, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("wrapper", SETUP.wrappers)
+def test_wrapped_models(found: Any, wrapper: str) -> None:
+    """Log-probabilities of each rank's own samples, and the mean of the ranks' gradients, with checkpointing."""
+    exact = Tolerance(TOLERANCES[torch.float32].value, 2e-5)
+    ranks.check(SETUP, found, wrapper, Tolerance(0.05, 0.2) if "mixed" in wrapper else exact)

@@ -22,9 +22,7 @@ from tiny_models import (
     gradients,
     replicated_logps,
     stock_twin,
-    tiny_config,
     tiny_model,
-    transformers,
 )
 
 from flash_attn_dualkv import unpack_logprobs
@@ -249,18 +247,3 @@ def test_no_response_tokens():
     # A rank without tokens takes part in the backward all the same: wrappers that communicate wait for it.
     logps.sum().backward()
     assert all((one.grad == 0).all() for one in model.model.layers.parameters())
-
-
-def test_the_text_side_of_a_multimodal_model():
-    text = tiny_config("gemma3_text").to_dict()
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16,
-                  patch_size=8)  # fmt: skip
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    torch.manual_seed(1)
-    model = transformers.Gemma3ForConditionalGeneration(config).double().eval()
-    with torch.no_grad():
-        model.set_attn_implementation("sdpa")
-        expected, _ = replicated_logps(model, MIXED)
-        model.set_attn_implementation("dualkv")
-        got, _ = dualkv.shared_prompt_forward(model, MIXED.pack())
-    check_equal(got, expected, TOLERANCES[torch.float64].value)

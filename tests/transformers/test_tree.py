@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -92,14 +90,6 @@ def test_in_bf16_no_less_accurate_than_each_sequence_alone(name: str) -> None:
     assert got.keys() == exact.keys()
     ratios = {key: ((got[key] - one).norm() / (stock[key] - one).norm()).item() for key, one in exact.items()}
     assert not {key: ratio for key, ratio in ratios.items() if not ratio <= 1.5}
-
-
-def test_copies_of_a_batch() -> None:
-    model = tiny_model("llama")
-    batch = pack_prefix_tree(SEQUENCES, loss_mask=MASKS, min_shared=1)
-    expected, _ = dualkv.shared_prompt_forward(model, batch)
-    for other in (pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch)):
-        assert dualkv.shared_prompt_forward(model, other)[0].equal(expected)
 
 
 def test_the_layout_in_a_forward_of_the_model() -> None:

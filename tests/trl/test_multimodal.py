@@ -54,23 +54,6 @@ def test_grpo_equals_stock(model_type: str, attention: str, tmp_path: Path) -> N
     assert min(got.metric("dedup_ratio")) > 1.2
 
 
-def test_dpo_equals_stock(tmp_path: Path) -> None:
-    path = on_disk(tmp_path, "mistral3")
-    stock = train(trainer(trl.DPOTrainer, path, tmp_path, per_device_train_batch_size=4))
-    got = train(trainer(shared.SharedPromptDPOTrainer, path, tmp_path, per_device_train_batch_size=4))
-    check_runs(got, stock)
-    assert sum(got.metric("fallbacks")) == 0
-
-
-def test_experts_with_their_auxiliary_loss(tmp_path: Path) -> None:
-    path = on_disk(tmp_path, "qwen3_vl_moe")
-    options = dict(max_steps=2, router_aux_loss_coef=0.1)
-    stock, got = (train(trainer(cls, path, tmp_path, **options)) for cls in (StockInGroups, GRPO))
-    assert all(one["aux_loss"] > 0 for one in stock.logs)
-    check_runs(got, stock)
-    assert sum(got.metric("fallbacks")) == 0
-
-
 def test_lora_equals_stock(tmp_path: Path) -> None:
     path = on_disk(tmp_path, "gemma3")
     made = [
