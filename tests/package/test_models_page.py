@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import models_page
 import pytest
-from models_page import ADAPTERS, CAUSAL_LMS, MULTIMODAL, Kind, Result, parse, render, why
+from models_page import ADAPTERS, CAUSAL_LMS, MULTIMODAL, Kind, Result, parse, render
 
 MIXES = "layer_types: expected layers that are exact (full ones, or others), got"
 TABLES: dict[str, dict[str, Result]] = {
@@ -36,24 +36,6 @@ def test_what_is_written_is_read(title: str) -> None:
     assert parse(render({}, {}), title) == {}
     counts = sum(int(number) for number in re.findall(r"^[A-Z].* \((\d+)\):", text, re.M))
     assert counts == sum(map(len, TABLES.values()))
-
-
-@pytest.mark.parametrize(
-    ("reason", "expected"),
-    [
-        (f"{MIXES} linear (mamba)", ("layer_types: expected layers that are exact", "linear")),
-        (f"{MIXES} m3_sparse (m3_text)", ("layer_types: expected layers that are exact", "m3_sparse")),
-        ("model: expected a forward, got that of BartForCausalLM", ("model: expected a forward", "")),
-        ("model.layers.0: expected a module, got ShortConv", ("expected a module", "")),
-        ("layout: expected given to 4 layers, got 2: others. Or", ("layout: expected given to all layers", "")),
-        ("dropout of model.a.0: expected 0 in training, got 0.5. One", ("dropout: expected 0 in training", "")),
-        ("x.embeddings.positions: expected from 0, got 1", ("expected from 0", "")),
-        ("PEFT adapter 'default': expected one, got a=[1, 2] in training (it does b). Run", ("it does b", "")),
-        ("no such\nerror | text", ("no such error / text", "")),
-    ],
-)
-def test_reasons_are_those_of_a_kind(reason: str, expected: tuple[str, str]) -> None:
-    assert why(reason) == expected
 
 
 def test_the_page_holds_what_the_tests_hold() -> None:

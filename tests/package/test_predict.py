@@ -174,12 +174,8 @@ def test_times_follow_the_rates() -> None:
     ("prompt", "responses", "rates", "expected"),
     [
         (8192, [1024] * 16, RATES["h200"], []),
-        (8192, [1024] * 16, RATES["equal"], []),
         (8192, [1024], RATES["equal"], ["there is one response", "layer becomes only 1.00x"]),
         (600, [8000] * 8, RATES["equal"], ["rho is 1.07"]),
-        (300, [8000] * 8, RATES["equal"], ["rho is 1.03", "layer becomes only 1.0"]),
-        (200, [100] * 8, RATES["h200"], []),
-        (300, [4096] * 16, RATES["h200-fa4"], ["rho is 1.07"]),
         (2048, [512] * 8, Rates(550, 50, 50, 400, 400), ["attention alone is slower"]),
     ],
 )
@@ -193,14 +189,12 @@ def test_warnings(prompt: int, responses: list[int], rates: Rates, expected: lis
     [
         (lambda: predict.predict(0, [1], TINY), "prompt: expected at least 1 token, got 0"),
         (lambda: predict.predict(5, [], TINY), "responses: expected at least one, got none"),
-        (lambda: predict.predict(5, [3, 0], TINY), "responses: expected at least 1 token each, got 0"),
         (lambda: predict.predict(5, [3], TINY, RATES["h200"], -1), "bytes_per_parameter: expected .* >= 0, got -1"),
         (lambda: dataclasses.replace(TINY, hidden=0), "hidden: expected at least 1, got 0"),
         (lambda: dataclasses.replace(TINY, kv_heads=3), r"heads: expected a multiple of kv_heads \(3\), got 4"),
         (lambda: dataclasses.replace(RATES["h200"], token_wise=math.nan), "token_wise: expected a rate > 0, got nan"),
         (lambda: Rates(1, 1, 1, 1, 1, -1), "shared_forward_ns: expected a time >= 0, got -1"),
         (lambda: TINY.layer_flops(1, 1, "sideways"), "direction: expected one of"),
-        (lambda: RATES["h200"].attention_ms("padded", TINY, 1, 1), "packing: expected one of .*, got 'padded'"),
     ],
 )
 def test_bad_arguments(call: Callable[[], Any], message: str) -> None:
@@ -237,12 +231,9 @@ MODEL, FIVE_RATES = dataclasses.replace(TINY, vocab=0, qk_norm=False), Rates(500
         ("--responses 3 --response 1.5K", [1536] * 3, ()),
         ("--response 500,2K,1200 --rates h100", [500, 2048, 1200], (QWEN, RATES["h100"])),
         ("--responses 2 --response 500,900 --model llama3-8b", [500, 900], (MODELS["llama3-8b"],)),
-        ("--responses 10 --response 1..10", [*range(1, 11)], ()),
         ("--responses 5 --response 1..10", [2, 4, 6, 8, 10], ()),
         ("--responses 1 --response 100..201 --model 2,6,10,4,2,3 --no-qk-norm --rates 500,400,300,200.5,100 "
          "--bytes-per-parameter 18", [151], (MODEL, FIVE_RATES, 18)),
-        ("--response 9,10 --rates 500,400,300,200.5,100,1,2.5,0,4", [9, 10],
-         (QWEN, Rates(500, 400, 300, 200.5, 100, 1, 2.5, 0, 4))),
     ],
 )  # fmt: skip
 def test_json(arguments: str, lengths: list[int], assumptions: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,23 +259,17 @@ def test_a_range_has_the_mean_of_its_distribution() -> None:
         (predict, "--response 9", "--responses: expected how many, got nothing"),
         (predict, "--response 9,10 --responses 3", "--responses: expected 2, the lengths of --response, got 3"),
         (predict, "--response 1,024", "--response: expected a whole number .*, got '024'"),
-        (predict, "--response 9,,10", "--response: expected a whole number .*, got ''"),
         (predict, "--response 10..9", "--response: expected .* A..B with A <= B.*, got '10..9'"),
-        (predict, "--response 9..", "--response: expected .*, got ''"),
-        (predict, "--response 9 --responses 0", "--responses: expected .*, got '0'"),
         (predict, "--response 9 --model gpt", "--model: expected qwen3-0.6b, .*, got 'gpt'"),
         (predict, "--response 9 --model 1,1,1,3,2,1", "--model: heads: expected a multiple .*, got 3"),
         (predict, "--response 9 --rates 1,2", "--rates: expected equal, .* or token_wise.*, got '1,2'"),
         (predict, "--response 9 --rates nan,1,1,1,1", "--rates: expected a number .*, got 'nan'"),
-        (predict, "--response 9 --rates 0,1,1,1,1", "--rates: token_wise: expected a rate > 0, got 0"),
-        (predict, "--response 9 --rates 1,1,1,1,1,1", "--rates: expected equal, .*, got '1,1,1,1,1,1'"),
         (predict, "--response 9 --bytes-per-parameter inf", "--bytes-per-parameter: expected a number .*, got 'inf'"),
         (predict, "", "arguments are required: --response"),
         (demo, "--prompt 100000000", "--prompt, .* expected a group that fits in [0-9,]+ GiB, got one .* [0-9,]+ GiB"),
         (demo, "--device tpu", "--device: invalid choice: 'tpu' .choose from"),
-        (demo, "--responses 64K --response 1M", "--responses, .* expected a group that fits"),
         *((one, f"--prompt {text} --responses 2 --response 9", "--prompt: expected a whole number from 1 to .*, got ")
-          for one in (predict, demo) for text in ("-5", "0", "1e3", "nan", "inf", "ten", "8G", "1.3K", "9" * 40)),
+          for one in (predict, demo) for text in ("-5", "0", "1e3", "nan", "8G", "1.3K", "9" * 40)),
     ],
 )  # fmt: skip
 def test_hostile_command_lines(command: Any, arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

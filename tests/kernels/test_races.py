@@ -1,19 +1,18 @@
-"""The search for races of jitter.py, and that every barrier of the kernels takes part.
-
-That results which differ are noticed, and that owners are split, mutants.txt shows.
-"""
+"""The searches for races: that every barrier takes part in jitter.py's, and what racecheck is made to see."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import jitter
 import pytest
-from mutants import has_hopper
+import sanitize
+from mutants import ROOT, has_hopper
 
 PLACE = "DUALKV_TEST_DEVICE"
 PTX = Path(__file__).resolve().parents[2] / "csrc/ptx"
@@ -57,3 +56,36 @@ def test_no_races(head_dim: int, tmp_path: Path) -> None:
     tree = jitter.jittered(tmp_path, [head_dim], runs=200)
     jitter.build(tree)
     assert jitter.search(tree, [head_dim]) == "passed"
+
+
+def test_no_arrival_of_one_lane_is_left_for_racecheck(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    assert len(sanitize.FOLLOWED) == 10
+    for change in sanitize.FOLLOWED:
+        change.apply(tmp_path)
+    sources = {path.name: path.read_text() for path in (tmp_path / "csrc/sm90").glob("*.h")}
+    assert not [name for name, text in sources.items() if "lane == 0" in text or "named_barrier_arrive(" in text]
+
+
+@pytest.mark.parametrize(
+    ("text", "returncode", "verdict"),
+    [
+        ("========= ERROR SUMMARY: 0 errors", 0, "clean"),
+        ("========= ERROR SUMMARY: 2 errors", 99, "2 errors"),
+        ("========= RACECHECK SUMMARY: 3 hazards displayed", 99, "3 errors"),
+        ("========= ERROR SUMMARY: 0 errors", 1, "failed"),
+        ("Device not supported", 0, "failed"),
+    ],
+)
+def test_verdicts(text: str, returncode: int, verdict: str) -> None:
+    assert sanitize.judge(text, returncode) == verdict
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", sanitize.TOOLS)
+def test_the_tools_find_nothing(tool: str, tmp_path: Path) -> None:
+    sanitizer = sanitize.find_sanitizer()
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is neither in PATH nor in CUDA_HOME/bin; it comes with the CUDA toolkit")
+    assert sanitize.run_tool(tool, sanitizer, tmp_path) == "clean"
