@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import oracle
 import torch
 from launches import DEVICE, HAS_KERNELS, poison_free_memory
 from shared_prompts import Inputs, inputs_of
@@ -88,6 +89,16 @@ def exact(inputs: Inputs, nodes: Tensor, variant: Variant = ALL) -> dict[str, Te
     sizes = {"SCORE_ELEMENTS": 1 << 25, "KEY_BLOCK": 1 << 13, "ACCUMULATOR_ELEMENTS": 1 << 40}
     with patch.multiple(specification, **sizes):
         return run(wide, nodes, reference=True, variant=variant)
+
+
+def check_errors(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """The LSE by its own rule; of all else the relative error, which has a bound for each type."""
+    if "lse" in found:
+        assert oracle.lse_violations(found["lse"], expected["lse"]) == []
+    for key, one in found.items():
+        if key != "lse":
+            error = (one.double() - expected[key]).norm() / expected[key].norm().clamp(min=1e-9)
+            assert one.isfinite().all() and error <= oracle.FROBENIUS_BOUND[dtype], f"{key}: {error:.3g}"
 
 
 def plain(inputs: Inputs, tree: Tree, variant: Variant = ALL) -> dict[str, Tensor]:

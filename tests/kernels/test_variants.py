@@ -25,7 +25,7 @@ from launches import (  # noqa: F401
 from shared_prompts import Inputs
 from torch import Tensor
 from tree_cases import offsets_and_parents, paths_of
-from tree_runs import MANY_KEYS, PAD, TREES, Variant, data, exact, plain, run
+from tree_runs import MANY_KEYS, PAD, TREES, Variant, check_errors, data, exact, plain, run
 
 from flash_attn_dualkv import flash_attn_tree_varlen_func, flash_attn_varlen_func, ops
 
@@ -112,10 +112,7 @@ def test_short_sequences_leave_dq_to_its_own_kernel(
             separate = few and len(used) == len(lens)
             assert any("backward_dq" in name for name in counts) == separate
             assert any("in_order" in name for name in counts) == (deterministic and not separate)
-            for key, one in found.items():
-                if key not in ("lse", "dsinks"):
-                    error = (one.double() - expected[key]).norm() / expected[key].norm()
-                    assert error <= oracle.FROBENIUS_BOUND[torch.bfloat16], f"{key}, {told}: {error:.3g}"
+            check_errors(found, expected, torch.bfloat16)
             if deterministic:
                 again = run(inputs, layout.nodes, deterministic, mean_keys=told)
                 assert all(again[key].equal(one) for key, one in found.items())
@@ -159,13 +156,8 @@ def test_sinks(variant: Variant, options: Options) -> None:
         oracle.assert_bits_equal("a sink of -inf", one, other)
     inputs = (inputs if variant == Variant() else loud(inputs))._replace(sinks=inputs.sinks.float())
     expected = exact(inputs, layout.nodes, variant)
-    bound = oracle.FROBENIUS_BOUND[inputs.q.dtype]
     for deterministic in (False, True):
-        found = run(inputs, layout.nodes, deterministic, variant=variant)
-        assert oracle.lse_violations(found.pop("lse"), expected["lse"]) == []
-        for key, one in found.items():
-            error = (one.double() - expected[key]).norm() / expected[key].norm()
-            assert one.isfinite().all() and error <= bound, f"{key}: {error:.3g} > {bound:.3g}"
+        check_errors(run(inputs, layout.nodes, deterministic, variant=variant), expected, inputs.q.dtype)
 
 
 PAIRS = [(192, 128), (128, 64), (64, 128), (96, 40), (256, 8), (40, 200), (72, 72), (512, 264), (40, 328)]
@@ -197,12 +189,7 @@ def test_split_tiles_of_heads_with_a_backward_of_their_own(head_dim: int, head_d
     layout, inputs = data(tree, heads=(8, 1), head_dim=head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16)
     expected = exact(inputs, layout.nodes, variant)
     for deterministic in (False, True):
-        found = run(inputs, layout.nodes, deterministic, variant=variant)
-        assert oracle.lse_violations(found.pop("lse"), expected["lse"]) == []
-        for key, one in found.items():
-            assert (one.double() - expected[key]).norm() / expected[key].norm() <= oracle.FROBENIUS_BOUND[
-                torch.bfloat16
-            ]
+        check_errors(run(inputs, layout.nodes, deterministic, variant=variant), expected, torch.bfloat16)
 
 
 @needs_kernels
@@ -292,11 +279,7 @@ def test_sequences_with_other_keys_than_queries(window: int, causal: bool, optio
     assert right_lse.isneginf().equal(empty)
     loss = (right * dout.double()).sum() + (right_lse * dlse.double()).masked_fill(empty, 0.0).sum()
     expected = dict(zip(found, (right, *torch.autograd.grad(loss, wide))))
-    bound = oracle.FROBENIUS_BOUND[options["dtype"]]
-    assert oracle.lse_violations(lse, right_lse.detach()) == []
-    for key, one in found.items():
-        error = (one.double() - expected[key]).norm() / expected[key].norm().clamp(min=1e-9)
-        assert one.isfinite().all() and error <= bound, f"{key}: {error:.3g} > {bound:.3g}"
+    check_errors(found | {"lse": lse}, expected | {"lse": right_lse.detach()}, options["dtype"])
 
 
 @needs_gpu
@@ -320,24 +303,3 @@ def test_the_operators_see_the_options_under_a_profiler(deterministic: bool) -> 
     for one, wanted in zip(watched, expected):
         torch.testing.assert_close(one, wanted, rtol=2e-2, atol=2e-2)
         assert not deterministic or one.equal(wanted)
-
-
-@needs_gpu
-def test_a_captured_window(kernels: str) -> None:  # noqa: F811
-    """No value is read on the host."""
-    tree = TREES["forest"]
-    layout, inputs = data(tree, heads=(4, 2), head_dim=64, dtype=torch.bfloat16)
-    leaves = inputs.leaves()
-    table = offsets_and_parents(tree, DEVICE)
-
-    def step() -> tuple[Tensor, ...]:
-        out = flash_attn_tree_varlen_func(
-            leaves.q, leaves.k, leaves.v, *table, window_size=(40, 0), softcap=3.0, deterministic=True
-        )
-        return (out.detach(), *torch.autograd.grad(out, leaves.tensors, inputs.dout))
-
-    graph, results = captured(step)
-    expected = run(inputs, layout.nodes, True, variant=Variant(40, 3.0))
-    graph.replay()
-    for key, one in zip(("out", "dq", "dk", "dv"), results):
-        oracle.assert_bits_equal(key, one, expected[key])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_models import KINDS, hybrid_model
-from tiny_models import MIXED, VERSION, check_equal, dualkv, replicated_logps, stock_twin, tiny_model
+from tiny_models import MIXED, check_equal, dualkv, replicated_logps, stock_twin, tiny_model
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError
 from flash_attn_dualkv.integrations.transformers import guard
@@ -82,15 +82,6 @@ def test_a_copy_of_a_model_that_was_scored(name: str, how: str) -> None:
     check_equal(dualkv.shared_prompt_forward(twin, BATCH)[0].detach(), stock.detach(), 2e-5)
 
 
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copy_with_adapters(how: str) -> None:
-    peft = pytest.importorskip("peft")
-    options = dict(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, **options)).eval()
-    dualkv.install_layout_hook(model)
-    assert torch.equal(logits(COPIES[how](model)), logits(model))
-
-
 READS = """
 import sys, torch
 from flash_attn_dualkv.integrations.transformers import register
@@ -134,18 +125,3 @@ class Looks(torch.nn.Module):
     def forward(self, **inputs: Any) -> Any:
         found = self.module(**{**inputs, self.wanted: True, "return_dict": True})
         return self.module(**inputs, scalings=found.hidden_states)
-
-
-@pytest.mark.skipif(VERSION < (5, 0), reason="made for newer versions")
-def test_x_lora(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
-    folders = {str(index): str(tmp_path / str(index)) for index in range(2)}
-    for folder in folders.values():
-        peft.get_peft_model(tiny_model("llama"), lora).save_pretrained(folder)
-    model = tiny_model("llama")
-    model.config.use_cache = False
-    mixture = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, xlora_depth=1, adapters=folders)
-    mixed = peft.get_peft_model(model, mixture).double()
-    with pytest.raises(SharedPromptError, match="peft_type=XLORA"):
-        dualkv.shared_prompt_forward(mixed, BATCH)
