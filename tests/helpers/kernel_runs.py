@@ -10,7 +10,6 @@ from groups import Batch, Group, Results, build_groups, run
 from launches import (
     CONFIGURATIONS,
     HAS_KERNELS,
-    kernels,  # noqa: F401
     kernels_ran,
     poison_free_memory,
 )

@@ -12,16 +12,7 @@ import oracle
 import pytest
 import torch
 from groups import Batch, Results, SequenceRows
-from launches import (  # noqa: F401
-    CONFIGURATIONS,
-    DEVICE,
-    GPU_MARKS,
-    HAS_KERNELS,
-    configurations,
-    kernels,
-    kernels_ran,
-    poison_free_memory,
-)
+from launches import CONFIGURATIONS, DEVICE, GPU_MARKS, HAS_KERNELS, configurations, kernels_ran, poison_free_memory
 from shared_prompts import GROUPS, Groups, Inputs, inputs_of, layout_of, two_calls
 from torch import Tensor
 

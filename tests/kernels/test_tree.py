@@ -18,7 +18,6 @@ from launches import (
     captured,
     configurations,
     counted_launches,
-    kernels,  # noqa: F401
     kernels_ran,
     needs_gpu,
     needs_kernels,
@@ -86,13 +85,7 @@ def narrow_data(tree: Tree, **options: Any) -> tuple[SharedPromptLayout, Inputs,
 @of_narrow_tiles
 @trees
 @pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
-def test_narrow_tiles(
-    kernels: str,  # noqa: F811
-    name: str,
-    head_dim: int,
-    heads: tuple[int, int],
-    variant: Variant,
-) -> None:
+def test_narrow_tiles(kernels: str, name: str, head_dim: int, heads: tuple[int, int], variant: Variant) -> None:
     """Of many rows with few keys each, dK and dV are made of tiles of 64 keys; a caller may call any number few."""
     tree, few = TREES[name], 1
     layout, inputs, pad = narrow_data(tree, head_dim=head_dim, heads=heads)
@@ -205,12 +198,7 @@ def test_nan_in_a_node_of_mla(name: str, deterministic: bool, options: Options) 
 @of_narrow_tiles
 @pytest.mark.parametrize("name", ["deep", "borders", "forest"] if HAS_KERNELS else [])
 @pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
-def test_nan_in_a_node_of_narrow_tiles(
-    kernels: str,  # noqa: F811
-    name: str,
-    head_dim: int,
-    heads: tuple[int, int],
-) -> None:
+def test_nan_in_a_node_of_narrow_tiles(kernels: str, name: str, head_dim: int, heads: tuple[int, int]) -> None:
     layout, inputs, _ = narrow_data(TREES[name], head_dim=head_dim, heads=heads)
     with counted_launches() as counts:
         check_nan_in_longest_child(TREES[name], layout, inputs, mean_keys=1)

@@ -10,14 +10,12 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from launches import (  # noqa: F401
+from launches import (
     DEVICE,
     GPU_MARKS,
     HAS_KERNELS,
-    captured,
     configurations,
     counted_launches,
-    kernels,
     kernels_ran,
     needs_gpu,
     needs_kernels,
@@ -78,12 +76,7 @@ def test_short_windows_of_many_heads(window: int, head_dim: int) -> None:
 @needs_kernels
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "least"), [(64, 64, 256), (128, 128, 256), (192, 128, 1024)])
 @pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
-def test_short_windows_leave_dq_to_its_own_kernel(
-    kernels: str,  # noqa: F811
-    head_dim: int,
-    head_dim_v: int,
-    least: int,
-) -> None:
+def test_short_windows_leave_dq_to_its_own_kernel(kernels: str, head_dim: int, head_dim_v: int, least: int) -> None:
     layout, inputs = data(TREES["chain"], heads=(2, 1), head_dim=head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16)
     for window in (least - 1, least):
         with counted_launches() as counts:
@@ -94,11 +87,7 @@ def test_short_windows_leave_dq_to_its_own_kernel(
 @needs_kernels
 @pytest.mark.parametrize(("head_dim", "deterministic"), [(64, True), (128, False)])
 @pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
-def test_short_sequences_leave_dq_to_its_own_kernel(
-    kernels: str,  # noqa: F811
-    head_dim: int,
-    deterministic: bool,
-) -> None:
+def test_short_sequences_leave_dq_to_its_own_kernel(kernels: str, head_dim: int, deterministic: bool) -> None:
     """Of 1024 rows or more, on every Hopper GPU; a number of keys that is given too large or too small does no harm."""
     longest = 150
     lens = [longest, 1, 64, *(16 * one for one in range(1, 9)), longest, 83]
@@ -123,12 +112,7 @@ def test_short_sequences_leave_dq_to_its_own_kernel(
 @pytest.mark.parametrize("length", [64, 1300])
 @pytest.mark.parametrize("head_dim", [128], ids="d{}".format)
 @pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
-def test_one_kv_head_with_short_nodes(
-    kernels: str,  # noqa: F811
-    head_dim: int,
-    length: int,
-    deterministic: bool,
-) -> None:
+def test_one_kv_head_with_short_nodes(kernels: str, head_dim: int, length: int, deterministic: bool) -> None:
     """On every Hopper GPU a deterministic dQ of nodes below 1280 tokens is made by itself, however many keys."""
     count = max(2, 1024 // length)
     layout, inputs = data(([length] * count, [-1] * count), 0, heads=(2, 1), head_dim=head_dim, dtype=torch.bfloat16)
@@ -195,7 +179,7 @@ def test_split_tiles_of_heads_with_a_backward_of_their_own(head_dim: int, head_d
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
-def test_kernels_for_long_and_for_short_nodes_agree(kernels: str, dtype: torch.dtype) -> None:  # noqa: F811
+def test_kernels_for_long_and_for_short_nodes_agree(kernels: str, dtype: torch.dtype) -> None:
     """Nodes of 1280 tokens and more on average take another kernel than the same nodes beside short ones."""
     tree = ([2300, 2100], [-1, 0])
     layout, inputs = data(tree, heads=(4, 2), head_dim=128, dtype=dtype)
