@@ -137,7 +137,7 @@ def test_all_small_trees(shim: ctypes.CDLL) -> None:
         shapes = list(all_forests(count))
         many += [
             (tuple(rng.choice([0, 1, 3, 4, 5, 8], count).tolist()), shapes[rng.integers(0, len(shapes))])
-            for _ in range(2000)
+            for _ in range(1000)
         ]
     for first in range(0, len(many), 40):
         tables = joined(many[first : first + 40])

@@ -39,8 +39,9 @@ from tiny_models import (
 from flash_attn_dualkv import pack_prefix_tree
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(
+    ("name", "use_reentrant"), [*((name, False) for name in HYBRIDS), *((name, True) for name in KINDS)]
+)
 def test_gradient_checkpointing(name: str, use_reentrant: bool) -> None:
     """The recomputation, in the backward, mixes tokens by the layout as well."""
     model = hybrid_model(name)
