@@ -18,7 +18,6 @@ from launches import (
     captured,
     configurations,
     counted_launches,
-    kernels_ran,
     needs_gpu,
     needs_kernels,
     poison_free_memory,
@@ -26,7 +25,7 @@ from launches import (
 from shared_prompts import Inputs
 from torch import Tensor
 from tree_cases import Tree, offsets_and_parents, paths_of, random_tree
-from tree_runs import ALL, PAD, TREES, Variant, check_errors, data, exact, plain, run
+from tree_runs import ALL, PAD, TREES, Variant, check_accuracy, check_errors, data, exact, plain, run
 
 from flash_attn_dualkv import SharedPromptLayout, flash_attn_tree_varlen_func, shared_prompt_attention
 
@@ -58,17 +57,7 @@ of_mla = pytest.mark.parametrize("options", MLA, ids=lambda one: "d{head_dim}-H{
 @configurations
 @trees
 def test_accuracy(name: str, options: Options) -> None:
-    layout, inputs = data(TREES[name], **options)
-    with kernels_ran("forward", "backward"):
-        results = run(inputs, layout.nodes)
-    expected, of_torch = exact(inputs, layout.nodes), plain(inputs, TREES[name])
-    for found in (results, run(inputs, layout.nodes, deterministic=True)):
-        problems = oracle.lse_violations(found["lse"], expected["lse"])
-        for key, value in of_torch.items():
-            assert found[key].dtype == inputs.q.dtype and found[key].is_contiguous()
-            problems += oracle.violations(key, found[key], value, expected[key], inputs.q.dtype)
-            assert not found[key][-PAD:].any()
-        assert not problems, "; ".join(problems)
+    check_accuracy(TREES[name], options)
 
 
 of_narrow_tiles = pytest.mark.parametrize(("head_dim", "heads"), [(64, (4, 1)), (128, (4, 1)), (128, (3, 3))])

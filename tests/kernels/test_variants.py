@@ -10,20 +10,11 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from launches import (
-    DEVICE,
-    GPU_MARKS,
-    HAS_KERNELS,
-    configurations,
-    counted_launches,
-    kernels_ran,
-    needs_gpu,
-    needs_kernels,
-)
+from launches import DEVICE, GPU_MARKS, HAS_KERNELS, configurations, counted_launches, needs_gpu, needs_kernels
 from shared_prompts import Inputs
 from torch import Tensor
 from tree_cases import offsets_and_parents, paths_of
-from tree_runs import MANY_KEYS, PAD, TREES, Variant, check_errors, data, exact, plain, run
+from tree_runs import MANY_KEYS, PAD, TREES, Variant, check_accuracy, check_errors, data, exact, plain, run
 
 from flash_attn_dualkv import flash_attn_tree_varlen_func, flash_attn_varlen_func, ops
 
@@ -45,17 +36,7 @@ def quiet(inputs: Inputs) -> Inputs:
 
 
 def check(name: str, options: Options, variant: Variant, make: Any = lambda inputs: inputs) -> None:
-    layout, inputs = data(TREES[name], **options)
-    inputs = make(inputs)
-    with kernels_ran("forward", "backward"):
-        results = run(inputs, layout.nodes, variant=variant)
-    expected, of_torch = exact(inputs, layout.nodes, variant), plain(inputs, TREES[name], variant)
-    for found in (results, run(inputs, layout.nodes, deterministic=True, variant=variant)):
-        problems = oracle.lse_violations(found["lse"], expected["lse"])
-        for key, value in of_torch.items():
-            problems += oracle.violations(key, found[key], value, expected[key], inputs.q.dtype)
-            assert not found[key][-PAD:].any()
-        assert not problems, "; ".join(problems)
+    check_accuracy(TREES[name], options, variant, make)
 
 
 @configurations

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from hybrid_models import EXACT, in_float64
+from hybrid_models import EXACT, alone, check_no_worse, in_float64, shared
 from tiny_models import (
     EVERY_EXPERT,
     FAMILIES,
@@ -18,7 +18,6 @@ from tiny_models import (
     check_equal,
     check_gradients,
     dualkv,
-    gradient_errors,
     gradients,
     replicated_logps,
     stock_twin,
@@ -61,12 +60,6 @@ def test_equals_replicated_prompts(name):
         check_gradients(gradients(model), expected, tolerance.gradient)
 
 
-def scored(model, logps) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probabilities and the gradients of a weighted sum of them."""
-    (weights(len(logps), logps.dtype) @ logps).backward()
-    return logps.detach(), gradients(model)
-
-
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_both_types(name):
     """In float64 throughout rounding is all that is left; in float32 the errors are those of the stock model."""
@@ -74,24 +67,16 @@ def test_both_types(name):
     if VERSION >= (5, 0):
         model.set_experts_implementation("eager")  # the other one has no float64
     with in_float64():
-        twin = stock_twin(model, "eager")
-        exact, exact_gradients = scored(twin, replicated_logps(twin, MIXED)[0])
-        got, got_gradients = scored(model, dualkv.shared_prompt_forward(model, MIXED.pack())[0])
-    check_equal(got, exact, EXACT.value)
-    assert got_gradients.keys() == exact_gradients.keys()
-    largest = max(one.abs().max().item() for one in exact_gradients.values())
-    for parameter, one in exact_gradients.items():
+        exact, got = alone(model, MIXED), shared(model, MIXED.pack())
+    check_equal(got[0], exact[0], EXACT.value)
+    assert got[1].keys() == exact[1].keys()
+    largest = max(one.abs().max().item() for one in exact[1].values())
+    for parameter, one in exact[1].items():
         # Some biases of keys change nothing: their gradients are rounding on both sides.
         bound = EXACT.gradient * max(one.abs().max().item(), 1e-3 * largest)
-        assert (got_gradients[parameter] - one).abs().max() <= bound, parameter
+        assert (got[1][parameter] - one).abs().max() <= bound, parameter
     model = model.float()
-    twin = stock_twin(model, "eager")
-    stock, stock_gradients = scored(twin, replicated_logps(twin, MIXED)[0])
-    got, got_gradients = scored(model, dualkv.shared_prompt_forward(model, MIXED.pack())[0])
-    assert (got - exact).abs().max() <= 1.5 * (stock - exact).abs().max() + 2e-6
-    errors, stock_errors = (gradient_errors(one, exact_gradients) for one in (got_gradients, stock_gradients))
-    for parameter, error in errors.items():
-        assert error <= 1.5 * stock_errors[parameter] + 5e-6, parameter
+    check_no_worse(shared(model, MIXED.pack()), alone(model, MIXED), exact)
 
 
 OPTIONS_THAT_MATTER = [

@@ -191,6 +191,7 @@ CASES = {
 }
 FAMILIES = ["llama", "qwen2", "gemma2", "gemma3_text", "cohere2", "granite", "gpt_oss", "deepseek_v3", "qwen3_moe"]
 FAMILIES += ["gemma4_text"] if "gemma4_text" in SUPPORTED else []
+FAMILIES += [name for name in ("qwen3_5_text", "bamba", "lfm2") if name in HYBRIDS]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -204,26 +205,16 @@ def test_one_forward(case: str, tmp_path: Path) -> None:
     assert ours._sharing.tally.calls == 2 * -(-len(ids) // options.get("batch_size", len(ids)))
 
 
-@pytest.mark.parametrize("family", [name for name in ("qwen3_5_text", "bamba", "lfm2") if name in HYBRIDS])
-def test_hybrid_models(family: str, tmp_path: Path) -> None:
-    """States and convolutions of a prompt are handed on; under activation checkpointing, which is TRL's default."""
-    stock, ours = (
-        trainer(cls, hybrid_model(family, torch.float32, attention="sdpa"), tmp_path) for cls in (trl.GRPOTrainer, GRPO)
-    )
-    compare(stock, ours, *batch([(9, [5, 9, 3]), (12, [1, 7])]))
-    assert ours._sharing.tally.calls == 2
-    assert not ours._sharing.tally.fallbacks
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_model_families(family: str, tmp_path: Path) -> None:
-    """Windows, softcaps, scales of logits, sinks, experts; on eager attention where the family's stock is that."""
+    """Windows, softcaps, scales of logits, sinks, experts, states; on eager attention where the stock model is."""
     attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
     options = dict(router_aux_loss_coef=0.0) if family in ("gpt_oss", "qwen3_moe") else {}
     # Its scores are not divided by anything, so that float32 rounds gradients by more than is allowed here.
     dtype = torch.float64 if family == "gemma4_text" else torch.float32
+    make = hybrid_model if family in HYBRIDS else tiny_model
     stock, ours = (
-        trainer(cls, tiny_model(family, dtype=dtype, attention=attention), tmp_path, **options)
+        trainer(cls, make(family, dtype=dtype, attention=attention), tmp_path, **options)
         for cls in (trl.GRPOTrainer, GRPO)
     )
     compare(stock, ours, *batch([(9, [5, 9, 3]), (12, [1, 7])]))
