@@ -298,27 +298,6 @@ def test_walks_without_gain_have_no_border_tile(shim: ctypes.CDLL) -> None:
         assert result.border_tiles == result.wrong_borders == 0
 
 
-def test_prompts_in_front_have_two_ranges_a_tile(shim: ctypes.CDLL) -> None:
-    responses = [100, 1, 64, 37, 0, 128, 70]
-    tables = packed_prompts([256, 256], [responses, responses])
-    result = record(shim.record_backward, tables.problem(True, (64, 128)), None, UNSPLIT)
-    response_tiles = sum(-(-length // 128) for length in responses)
-    assert result.ranges == 2 * (2 + 2 + response_tiles), "the prompt's own rows, and its responses"
-    context_steps = sum(-(-400 // 64) + 1 + 5 for _ in range(2))
-    response_steps = sum(length // 64 + 2 for length in responses)
-    assert result.steps <= 2 * (context_steps + response_steps)
-    assert result.masked_steps <= 2 * (2 * (2 + 3) + response_steps)
-
-
-def test_long_context_is_mostly_unmasked(shim: ctypes.CDLL) -> None:
-    tables = packed_prompts([4096], [[512] * 16])
-    for function, arguments in ((shim.record_forward, ()), (shim.record_backward, (UNSPLIT,))):
-        result = record(function, tables.problem(True, (64, 64), num_sms=132), None, *arguments)
-        pairs = 4096 * 4097 // 2 + 16 * (512 * 4096 + 512 * 513 // 2)
-        assert result.steps * 64 * 64 < 1.02 * pairs + 64 * 64 * 64 * 3
-        assert result.masked_steps < 0.05 * result.steps
-
-
 def test_relation_by_hand() -> None:
     """A context of two keys, three decoded keys, four queries; and a root with two children, one with a child."""
     nodes = np.array([[0, 0, 0, 0, 2, 0, -1, 2], [0, 4, 1, 2, 3, 2, 0, 2]], np.int32)

@@ -35,15 +35,6 @@ def test_sequence_classification_is_refused_at_once(name: str) -> None:
         dualkv.install_layout_hook(head_of("SequenceClassification", name))
 
 
-def test_double_heads() -> None:
-    """One value a token beside one a row: no table of transformers knows of them."""
-    model = transformers.GPT2DoubleHeadsModel(tiny_config("gpt2"))
-    model.set_attn_implementation("dualkv")
-    dualkv.install_layout_hook(model.eval())
-    with pytest.raises(SharedPromptError, match=f"^mc_logits of the model: {POOLED}"):
-        run(model)
-
-
 class Pooling(transformers.PreTrainedModel):
     """A model as users write it, for embeddings or rewards: one result from all rows, in one of many forms."""
 
