@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from calls import Call, packed, separate, tree
-from launches import kernels  # noqa: F401  a fixture
 
 from flash_attn_dualkv import build_info
 

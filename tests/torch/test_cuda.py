@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from calls import Call, packed, packed_with_sinks, separate, tree
-from launches import DETERMINISTIC, captured, counted_launches, kernel_pattern, poison_free_memory
+from launches import DETERMINISTIC, captured, counted_launches, kernel_pattern, kernels, poison_free_memory  # noqa: F401
 from shared_prompts import GROUPS, Groups
 from torch import Tensor
 
@@ -247,7 +247,7 @@ def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert forward < 100 and layer < 110 and backward - nothing < 75, measured
 
 
-def test_wide_heads_have_kernels_on_hopper_alone(kernels: str) -> None:
+def test_wide_heads_have_kernels_on_hopper_alone(kernels: str) -> None:  # noqa: F811
     rows = torch.randn(70, 2, 264, device="cuda", dtype=torch.bfloat16)
     call = lambda: flash_attn_varlen_func(rows, rows, rows, *[torch.tensor([0, 70], device="cuda").int()] * 2, 70, 70)  # noqa: E731
     if kernels == "sm90":
