@@ -132,6 +132,11 @@ def listed(title: str) -> dict[str, Kind]:
     return parse(PAGE.read_text(encoding="utf-8"), title)
 
 
+def exact(title: str) -> frozenset[str]:
+    """What docs/models.md calls exact under a heading: no newer version may refuse it."""
+    return frozenset(name for name, kind in listed(title).items() if kind == "exact")
+
+
 def is_of_installed(package: str) -> bool:
     """Whether docs/models.md was made with the installed version of a package, but for the patch."""
     found = re.search(rf"\b{package} (\d+\.\d+)", PAGE.read_text(encoding="utf-8"))

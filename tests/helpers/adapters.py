@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models_page
 import pytest
 import torch
 from sweep import Verdict, switched, verdict_of
@@ -145,14 +146,7 @@ KINDS: dict[str, Kind] = {
 }  # fmt: skip
 _KNOWN = {kind.peft_type for kind in KINDS.values()}
 KINDS.update({str(one.value): Kind(str(one.value)) for one in mapping.PEFT_TYPE_TO_CONFIG_MAPPING if one not in _KNOWN})
-# Those that are exact in PEFT 0.21: none of them may be refused there.
-_NAMES = """
-LoRA, LoRA of embedding and head, LoRA with biases, LoRA with modules_to_save, LoRA with trainable tokens, LoRA of
-experts, LoRA with layer_replication, DoRA, QALoRA, BD-LoRA, KaSA, MiCA, Arrow, VeLoRA, AdaLoRA, AdaMSS, BEFT, BOFT,
-C3A, DEFT, DeLoRA, FourierFT, FRoD, GLoRA, GraLoRA, HiRA, HRA, IA3, LN tuning, LoHa, LoKr, MiSS, MiSS (bat), OFT, OSF,
-PEANuT, PSOFT, RandLoRA, RoAd, SHiRA, SuperTuning, TinyLoRA, Trainable tokens, UniLoRA, VB-LoRA, VeRA, WaveFT
-"""
-EXACT = frozenset(" ".join(name.split()) for name in _NAMES.split(","))
+EXACT = models_page.exact(models_page.ADAPTERS)
 
 
 def configuration(kind: Kind) -> Any:

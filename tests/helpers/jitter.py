@@ -1,6 +1,6 @@
 """Looks for races with a build whose warps pause at random in front of every barrier.
 
-    pytest -m slow tests/kernels/test_jitter.py                                       everything, 200 times
+    pytest -m slow tests/kernels/test_races.py                                        everything, 200 times
     python tests/helpers/jitter.py FOLDER --cases trees packs --runs 40               some of it
     python tests/helpers/jitter.py FOLDER --head-dim 128 --only build                 first here, then where a GPU is:
     python tests/helpers/jitter.py FOLDER --head-dim 128 --only run --cases packs

@@ -7,13 +7,7 @@ from typing import Any
 import oracle
 import pytest
 from groups import Batch, Group, Results, build_groups, run
-from launches import (
-    CONFIGURATIONS,
-    HAS_KERNELS,
-    kernels,  # noqa: F401
-    kernels_ran,
-    poison_free_memory,
-)
+from launches import CONFIGURATIONS, HAS_KERNELS, kernels_ran, poison_free_memory
 
 # Lengths on both sides of tile borders, a prompt, queries without keys, an empty sequence, a context without owners.
 MIXED = (

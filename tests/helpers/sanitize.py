@@ -1,6 +1,6 @@
 """A small matrix of calls, and compute-sanitizer over them.
 
-    pytest -m slow tests/kernels/test_sanitize.py                                     every tool
+    pytest -m slow tests/kernels/test_races.py                                        every tool
     python tests/helpers/sanitize.py hostile                                          a part, in this process
     python tests/helpers/sanitize.py trees packs --head-dim 128 --tool memcheck       the same under a tool
     python tests/helpers/sanitize.py --head-dim 128 --only-build FOLDER               racecheck's build, then on a GPU:

@@ -80,19 +80,6 @@ def inputs_of(
     return Inputs(q, k, v, dout, normal(heads[0]) if sinks else None)
 
 
-def sequence_rows(layout: SharedPromptLayout) -> list[tuple[list[int], list[int]]]:
-    """(rows above, rows of its own) of every node that has rows."""
-    paths: list[list[int]] = []
-    rows: list[tuple[list[int], list[int]]] = []
-    for begin, length, *_, parent, _ in layout.nodes.tolist():
-        above = paths[parent] if parent >= 0 else []
-        own = list(range(begin, begin + length))
-        paths.append([*above, *own])
-        if own:
-            rows.append((above, own))
-    return rows
-
-
 def two_calls(inputs: Inputs, layout: SharedPromptLayout, **options: Any) -> Tensor:
     """The prompts in one call of the core function, the responses in another, put together."""
     context, decoded = layout.context_index(), layout.decoded_index()

@@ -18,10 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash_attn_dualkv import (
-    PackedBatch,
-    pack_shared_prompts,
-)
+from flash_attn_dualkv import PackedBatch, pack_shared_prompts
 
 transformers = pytest.importorskip("transformers", "4.57", reason="needs transformers 4.57 or newer")
 dualkv = importlib.import_module("flash_attn_dualkv.integrations.transformers")

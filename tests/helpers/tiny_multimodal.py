@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import models_page
 import pytest
 import torch
 from sweep import OPTIONS, OWN
-from tiny_models import (
-    VERSION,
-    transformers,
-)
+from tiny_models import VERSION, transformers
 from torch import Tensor
 
 HIDDEN: int = OPTIONS["hidden_size"]
@@ -161,13 +159,4 @@ def _make(model_type: str, attention: str | None, options: dict[str, Any]) -> An
     return transformers.AutoModelForImageTextToText.from_config(config, **chosen)
 
 
-# Those that transformers 5.24 has in a form that is exact: none of them may be refused there.
-_NAMES = """
-aria aya_vision chameleon cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_ocr2 deepseek_vl
-deepseek_vl_hybrid emu3 ernie4_5_vl_moe exaone4_5 fuyu gemma3 gemma4 gemma4_unified glm46v glm4v glm4v_moe glm_ocr
-glmga got_ocr2 granite_docling hunyuan_vl hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lfm2_vl
-lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision minicpmv4_7 mistral3 mllama muse_glimmer
-muse_spark ovis2 paddleocr_vl pp_chart2table qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe
-shieldgemma2 smolvlm step3p7 video_llava vipllava
-"""
-EXACT = frozenset(_NAMES.split())
+EXACT = models_page.exact(models_page.MULTIMODAL)

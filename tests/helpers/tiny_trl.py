@@ -144,6 +144,15 @@ def check_runs(got: Run, expected: Run) -> None:
     check_parameters(got, expected)
 
 
+def both(ours: Any, stock: Any, model: Any, out: Path, **config: Any) -> tuple[Run, Run]:
+    """A run of our trainer, which shares in every forward, and the stock one's, which it equals."""
+    expected = train(trainer(stock, model, out, **config))
+    got = train(trainer(ours, model, out, **config))
+    check_runs(got, expected)
+    assert sum(got.metric("fallbacks")) == 0
+    return got, expected
+
+
 def check_parameters(got: Run, expected: Run) -> None:
     """Every parameter, relative to its change and to what its type can hold."""
     moved = 0

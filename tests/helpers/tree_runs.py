@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import oracle
 import torch
-from launches import DEVICE, HAS_KERNELS, poison_free_memory
+from launches import DEVICE, HAS_KERNELS, kernels_ran, poison_free_memory
 from shared_prompts import Inputs, inputs_of
 from torch import Tensor
 from tree_cases import DEEP, Tree, paths_of, random_tree
@@ -90,6 +92,16 @@ def exact(inputs: Inputs, nodes: Tensor, variant: Variant = ALL) -> dict[str, Te
         return run(wide, nodes, reference=True, variant=variant)
 
 
+def check_errors(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """The LSE by its own rule; of all else the relative error, which has a bound for each type."""
+    if "lse" in found:
+        assert oracle.lse_violations(found["lse"], expected["lse"]) == []
+    for key, one in found.items():
+        if key != "lse":
+            error = (one.double() - expected[key]).norm() / expected[key].norm().clamp(min=1e-9)
+            assert one.isfinite().all() and error <= oracle.FROBENIUS_BOUND[dtype], f"{key}: {error:.3g}"
+
+
 def plain(inputs: Inputs, tree: Tree, variant: Variant = ALL) -> dict[str, Tensor]:
     """In the input type by ordinary PyTorch operations, path by path; gradients of keys are one fp32 sum."""
     dtype, ratio = inputs.q.dtype, inputs.q.shape[1] // inputs.k.shape[1]
@@ -116,3 +128,21 @@ def plain(inputs: Inputs, tree: Tree, variant: Variant = ALL) -> dict[str, Tenso
         for total, index, one in zip(sums, (own, own, rows, rows), (out.detach(), dq, *dkv)):
             total.index_add_(0, index, one.float().transpose(0, 1))
     return dict(zip(("out", "dq", "dk", "dv"), (one.to(dtype) for one in sums)))
+
+
+def check_accuracy(
+    tree: Tree, options: dict[str, Any], variant: Variant = ALL, make: Callable[[Inputs], Inputs] = lambda one: one
+) -> None:
+    """Both modes by the accuracy rule; rows of padding are zeros."""
+    layout, inputs = data(tree, **options)
+    inputs = make(inputs)
+    with kernels_ran("forward", "backward"):
+        results = run(inputs, layout.nodes, variant=variant)
+    expected, of_torch = exact(inputs, layout.nodes, variant), plain(inputs, tree, variant)
+    for found in (results, run(inputs, layout.nodes, deterministic=True, variant=variant)):
+        problems = oracle.lse_violations(found["lse"], expected["lse"])
+        for key, value in of_torch.items():
+            assert found[key].dtype == inputs.q.dtype and found[key].is_contiguous()
+            problems += oracle.violations(key, found[key], value, expected[key], inputs.q.dtype)
+            assert not found[key][-PAD:].any()
+        assert not problems, "; ".join(problems)

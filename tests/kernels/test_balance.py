@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterable
 
 import numpy as np
 import pytest
 from node_tables import Tables, comb, packed_prompts, random_parents, tree_tables
 from trees import balanced
-from work_lists import Backward, backward_list, forward_list, load_work_lists
+from work_lists import backward_list, forward_list, load_work_lists
 
 NUM_SMS = 132
 HEADS, KV_HEADS = 32, 8
@@ -87,49 +86,3 @@ def test_forward_blocks_end_together(shim: ctypes.CDLL, shape: str) -> None:
     made = forward_list(shim, SHAPES[shape].problem(True, (192 // pack, 80)))
     assert made.tiles.max() <= 1.3 * made.costs.max()
     assert idle_share((made.tiles + beside_steps).tolist() * (HEADS // pack)) < MOST_IDLE
-
-
-def tiles_read(tables: Tables, made: Backward, queries: int, cache: int) -> int:
-    """Query tiles that do not come from a cache of the last ``cache`` ones, where one is all heads of a KV head."""
-    rows = np.concatenate([[0], np.cumsum(tables["q_len"])])
-    nodes, n_blocks, first_steps, steps, *_ = made.items.T
-    ends = -(-rows[tables["subtree_end"][nodes]] // queries)
-    begins = (rows[nodes] + 128 * n_blocks) // queries
-    blocks = iter(made.blocks.tolist())
-    running: list[tuple[float, int, int, int, int]] = [(0.0, sm, 0, 0, 0) for sm in range(NUM_SMS)]
-    cached: OrderedDict[tuple[int, int], None] = OrderedDict()
-    read = 0
-    while running:
-        time, sm, head, left, tile = running[0]
-        if left == 0:
-            block = next(blocks, None)
-            if block is None:
-                heapq.heappop(running)
-                continue
-            item, head, is_reversed = block
-            begin = ends[item] - 1 - first_steps[item] if is_reversed else begins[item] + first_steps[item]
-            signed = int(steps[item]) * (-1 if is_reversed else 1)
-            heapq.heapreplace(running, (time + 8, sm, head, signed, int(begin)))
-            continue
-        if (head, tile) in cached:
-            cached.move_to_end((head, tile))
-        else:
-            read += 1
-            cached[head, tile] = None
-            if len(cached) > cache:
-                cached.popitem(last=False)
-        step = 1 if left > 0 else -1
-        heapq.heapreplace(running, (time + 1, sm, head, left - step, tile + step))
-    return read
-
-
-def test_blocks_that_run_together_read_the_same_queries(shim: ctypes.CDLL) -> None:
-    """H_k = 8, packs of 4 heads in 64 rows, whose Q, dO and sums of dQ are 64 KB: L2 holds some 430 on an H200.
-
-    In classes of cost a comb read every tile 18 times; 32 x 5059, whose tiles are split, 11 times.
-    """
-    for shape, most in (("comb", 4), ("32 x 5059", 4), ("28 x 4K x 2K", 4)):
-        tables = SHAPES[shape]
-        made = backward_list(shim, tables.problem(True, (16, 128), 1, KV_HEADS, NUM_SMS))
-        all_tiles = KV_HEADS * tables.q_rows / 16
-        assert tiles_read(tables, made, 16, 430) < most * all_tiles, shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from geometry import HERE, Record, build_shim, load_geometry
+from geometry import Record, build_shim, load_geometry
 from node_tables import (
     Problem,
     Tables,
@@ -136,7 +137,7 @@ def test_all_small_trees(shim: ctypes.CDLL) -> None:
         shapes = list(all_forests(count))
         many += [
             (tuple(rng.choice([0, 1, 3, 4, 5, 8], count).tolist()), shapes[rng.integers(0, len(shapes))])
-            for _ in range(2000)
+            for _ in range(1000)
         ]
     for first in range(0, len(many), 40):
         tables = joined(many[first : first + 40])
@@ -297,27 +298,6 @@ def test_walks_without_gain_have_no_border_tile(shim: ctypes.CDLL) -> None:
         assert result.border_tiles == result.wrong_borders == 0
 
 
-def test_prompts_in_front_have_two_ranges_a_tile(shim: ctypes.CDLL) -> None:
-    responses = [100, 1, 64, 37, 0, 128, 70]
-    tables = packed_prompts([256, 256], [responses, responses])
-    result = record(shim.record_backward, tables.problem(True, (64, 128)), None, UNSPLIT)
-    response_tiles = sum(-(-length // 128) for length in responses)
-    assert result.ranges == 2 * (2 + 2 + response_tiles), "the prompt's own rows, and its responses"
-    context_steps = sum(-(-400 // 64) + 1 + 5 for _ in range(2))
-    response_steps = sum(length // 64 + 2 for length in responses)
-    assert result.steps <= 2 * (context_steps + response_steps)
-    assert result.masked_steps <= 2 * (2 * (2 + 3) + response_steps)
-
-
-def test_long_context_is_mostly_unmasked(shim: ctypes.CDLL) -> None:
-    tables = packed_prompts([4096], [[512] * 16])
-    for function, arguments in ((shim.record_forward, ()), (shim.record_backward, (UNSPLIT,))):
-        result = record(function, tables.problem(True, (64, 64), num_sms=132), None, *arguments)
-        pairs = 4096 * 4097 // 2 + 16 * (512 * 4096 + 512 * 513 // 2)
-        assert result.steps * 64 * 64 < 1.02 * pairs + 64 * 64 * 64 * 3
-        assert result.masked_steps < 0.05 * result.steps
-
-
 def test_relation_by_hand() -> None:
     """A context of two keys, three decoded keys, four queries; and a root with two children, one with a child."""
     nodes = np.array([[0, 0, 0, 0, 2, 0, -1, 2], [0, 4, 1, 2, 3, 2, 0, 2]], np.int32)
@@ -375,10 +355,13 @@ def test_no_undefined_behaviour(tmp_path: Path) -> None:
     except subprocess.CalledProcessError:
         pytest.skip("this compiler has no undefined-behaviour sanitizer")
     program = (
-        "import sys, numpy as np, test_geometry as t; from pathlib import Path; shim = t.load(Path(sys.argv[1]))\n"
+        "import sys, numpy as np, geometry, test_geometry as t; shim = geometry.load(sys.argv[1])\n"
         "t.walk_hostile(shim, 1, 300); t.walk_far_rows(shim); rng = np.random.default_rng(2)\n"
         "for _ in range(100): t.check_tables(shim, t.random_tables(rng, (16, 16)), True, (16, 16), 2, t.UNSPLIT)\n"
     )
     command = [sys.executable, "-c", program, str(library)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=HERE, timeout=300)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parent, env=environment, timeout=300
+    )
     assert result.returncode == 0 and "runtime error" not in result.stderr, result.stderr[-2000:]

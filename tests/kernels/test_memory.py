@@ -13,16 +13,7 @@ import pytest
 import torch
 from groups import Batch, Group, Results, build_groups, pack, run
 from kernel_runs import MIXED, SMALL, Options, both_masks, check_both_modes, split_owner_batch
-from launches import (  # noqa: F401
-    CONFIGURATIONS,
-    DEVICE,
-    GPU_MARKS,
-    configurations,
-    kernels,
-    needs_gpu,
-    needs_kernels,
-    poison_free_memory,
-)
+from launches import DEVICE, GPU_MARKS, configurations, needs_gpu, needs_kernels
 from torch import Tensor
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]

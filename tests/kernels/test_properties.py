@@ -19,7 +19,6 @@ from launches import (
     configurations,
     kernel_families,
     kernel_pattern,
-    kernels,  # noqa: F401
     kernels_ran,
     needs_gpu,
     needs_kernels,
@@ -115,10 +114,7 @@ def check_repeats(batch: Batch, runs: int) -> None:
 
 
 @configurations
-def test_results_repeat_bit_for_bit(
-    options: Options,
-    kernels: str,  # noqa: F811
-) -> None:
+def test_results_repeat_bit_for_bit(options: Options, kernels: str) -> None:
     mixed, full = (build_groups(MIXED, causal=causal, **options) for causal in (True, False))
     long = build_groups(LONG, **options | {"heads": (8, 2)})
     for batch in (mixed, pack(full), long, split_owner_batch(options)):

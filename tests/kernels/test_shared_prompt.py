@@ -12,16 +12,7 @@ import oracle
 import pytest
 import torch
 from groups import Batch, Results, SequenceRows
-from launches import (  # noqa: F401
-    CONFIGURATIONS,
-    DEVICE,
-    GPU_MARKS,
-    HAS_KERNELS,
-    configurations,
-    kernels,
-    kernels_ran,
-    poison_free_memory,
-)
+from launches import CONFIGURATIONS, DEVICE, GPU_MARKS, HAS_KERNELS, configurations, kernels_ran, poison_free_memory
 from shared_prompts import GROUPS, Groups, Inputs, inputs_of, layout_of, two_calls
 from torch import Tensor
 
@@ -106,40 +97,3 @@ def test_equals_the_two_call_form(shape: str, options: Options) -> None:
     for sinks in (None, inputs.sinks):
         out = shared_prompt_attention(inputs.q, inputs.k, inputs.v, layout, sinks=sinks)
         oracle.assert_bits_equal("out", out, two_calls(inputs, layout, sinks=sinks))
-
-
-@configurations
-@shapes
-def test_the_public_call_is_the_operator(shape: str, options: Options) -> None:
-    """Bit by bit: with its own node and past the dispatcher."""
-    layout, inputs = data(shape, **options)
-    out, _, gradients = run(inputs, layout, deterministic=True)
-    leaves = inputs.leaves()
-    poison_free_memory()
-    other = shared_prompt_attention(leaves.q, leaves.k, leaves.v, layout, deterministic=True)
-    oracle.assert_bits_equal("out", other.detach(), out)
-    for name, one, wanted in zip(
-        ("dq", "dk", "dv"), torch.autograd.grad(other, leaves.tensors, inputs.dout), gradients
-    ):
-        oracle.assert_bits_equal(name, one, wanted)
-
-
-@configurations
-def test_sinks(options: Options) -> None:
-    """Against the reference in float64: as accurate as 16-bit outputs and gradients are."""
-    layout, inputs = data("large" if HAS_KERNELS else "several", sinks=True, **options)
-    assert inputs.sinks is not None
-    out, lse, gradients = run(inputs._replace(sinks=inputs.sinks.float()), layout)
-    exact = Inputs(*(one.double().cpu() for one in inputs if one is not None))
-    leaves = exact.leaves()
-    scale = inputs.q.shape[2] ** -0.5
-    expected, right_lse = forward(leaves.tensors, layout.to("cpu"), scale, True, False)
-    right = torch.autograd.grad(expected, leaves.tensors, exact.dout)
-    assert oracle.lse_violations(lse.cpu(), right_lse.detach()) == []
-    assert layout.pad and not out[-layout.pad :].any()
-    bound = oracle.FROBENIUS_BOUND[inputs.q.dtype]
-    for name, actual, wanted in zip(("out", "dq", "dk", "dv", "dsinks"), (out, *gradients), (expected, *right)):
-        error = (actual.cpu().double() - wanted.detach()).norm() / wanted.detach().norm()
-        assert actual.isfinite().all() and error <= bound, f"{name}: {error:.3g} > {bound:.3g}"
-    without = inputs._replace(sinks=torch.full_like(inputs.sinks, float("-inf")))
-    oracle.assert_bits_equal("out", run(without, layout)[0], run(inputs._replace(sinks=None), layout)[0])

@@ -19,17 +19,7 @@ from node_tables import (
     tree_tables,
 )
 from trees import spine
-from work_lists import (
-    Backward,
-    Step,
-    Tile,
-    are_over,
-    backward_list,
-    capacities,
-    forward_list,
-    load_work_lists,
-    walk_of,
-)
+from work_lists import Backward, Step, Tile, are_over, backward_list, capacities, forward_list, load_work_lists, walk_of
 
 
 @pytest.fixture(scope="module")

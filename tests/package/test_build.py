@@ -44,10 +44,8 @@ def plan(
         ({}, ((9, 0),), ("90",)),
         ({}, ((8, 0), (8, 6), (9, 0)), ("80", "86", "90")),
         ({}, ((7, 5), (8, 9)), ("89",)),
-        ({}, ((12, 1),), ("120",)),
         ({}, ((13, 0),), ()),
         ({}, (), ("80", "90")),
-        ({"DUALKV_ARCHS": "90;80"}, (), ("80", "90")),
         ({"DUALKV_ARCHS": "8.0, 9.0"}, ((12, 0),), ("80", "90")),
         ({"DUALKV_ARCHS": "80"}, ((7, 5),), ("80",)),
     ],
@@ -59,23 +57,15 @@ def test_archs_are_those_of_the_gpus_or_the_requested_ones(env, gpus, archs):
     assert result.head_dims == toolchain.HEAD_DIMS
 
 
-def test_a_choice_that_nobody_made_is_announced():
-    assert "no GPU is visible" in plan({}, torch_build()).notice
-    assert "compute capability 13.0" in plan({}, torch_build(gpus=((13, 0),))).notice
-    assert plan({"DUALKV_ARCHS": "90"}, torch_build()).notice == ""
-
-
 @pytest.mark.parametrize(
     ("env", "torch", "nvcc", "platform", "reason"),
     [
         ({}, torch_build(cuda=None), NVCC13, "linux", "built without CUDA.*install a CUDA build of torch"),
-        ({}, torch_build(cuda=None), None, "darwin", "built without CUDA"),
         ({}, torch_build(), None, "linux", r'no nvcc found.*no GPU.*"cuda-toolkit\[nvcc,nvvm,crt,cccl\]==13\.0\.\*"'),
         ({}, torch_build(cuda="12.8"), None, "linux", "CUDA 12.8 toolkit.*pip has no nvcc for CUDA 12.8"),
         ({}, torch_build(gpus=((7, 5),)), NVCC13, "linux", "compute capability 7.5; the kernels need 8.0"),
         ({}, torch_build(), NVCC13, "win32", "Linux only"),
         ({"DUALKV_PURE_PYTHON": "1"}, torch_build(gpus=((9, 0),)), NVCC13, "linux", "Unset it"),
-        ({"DUALKV_PURE_PYTHON": "1"}, None, None, "linux", "Unset it"),
     ],
 )
 def test_a_pure_python_installation_says_why_and_how_to_change_it(env, torch, nvcc, platform, reason):
@@ -91,12 +81,10 @@ def test_a_pure_python_installation_says_why_and_how_to_change_it(env, torch, nv
         ({}, torch_build(cuda=None, hip="6.4"), NVCC13, "ROCm.*DUALKV_PURE_PYTHON=1"),
         ({}, torch_build(gpus=((9, 0),)), None, "GPU of compute capability 9.0 is visible, but no nvcc.*cuda-toolkit"),
         ({"DUALKV_ARCHS": "90"}, torch_build(), None, "DUALKV_ARCHS=90 asks for CUDA kernels, but no nvcc"),
-        ({"DUALKV_ARCHS": "90"}, torch_build(cuda=None), NVCC13, "DUALKV_ARCHS=90 .* but torch .* without CUDA"),
         ({"DUALKV_ARCHS": "88"}, torch_build(), NVCC13, "cannot build for 88; it knows 80, 86, 89, 90, 100, 103, 120"),
         ({"DUALKV_ARCHS": "90a"}, torch_build(), NVCC13, "expected compute capabilities .* got '90a'"),
         ({"DUALKV_ARCHS": "80;75"}, torch_build(), NVCC13, "need 80 .* got 75"),
         ({"DUALKV_HEAD_DIMS": "64,80"}, torch_build(), NVCC13, "some of 64, 96, 128, 192, 256, 512, got '64,80'"),
-        ({"DUALKV_HEAD_DIMS": "x"}, torch_build(cuda=None), None, "DUALKV_HEAD_DIMS: expected"),
         ({"DUALKV_ARCHS": "90", "DUALKV_PURE_PYTHON": "1"}, torch_build(), NVCC13, "unset one of them"),
     ],
 )
@@ -374,12 +362,6 @@ def test_flags_that_nvcc_takes_from_the_environment_compile_a_kernel_again(tmp_p
         ((_, step),) = extension.kernel_steps(root, Nvcc(compiler, (13, 0)), ("90",))
         assert step.run()
         assert not step.run()
-
-
-def test_no_sources_for_the_chosen_head_dims_is_an_error(tmp_path):
-    root = source_tree(tmp_path, ["instances/sm80_forward_d64.cu"])
-    with pytest.raises(BuildError, match="no kernel sources .* head dims 128"):
-        extension.compile_steps(root, CudaBuild(torch_build(), NVCC13, ("80",), (128,)))
 
 
 def test_what_a_script_wrote_is_what_it_would_write_now():

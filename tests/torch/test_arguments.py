@@ -1,12 +1,15 @@
-"""Every violated precondition is an error that names the argument, what was expected and what was got."""
+"""Every violated precondition is an error that names the argument; whatever is unusual but legal is computed."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from groups import cumulative
 from legal_calls import (
     PLAIN_TENSORS,
     SHARED_TENSORS,
@@ -32,8 +35,10 @@ from flash_attn_dualkv import (
     flash_attn_dualkv_varlen_func,
     flash_attn_tree_varlen_func,
     flash_attn_varlen_func,
+    ops,
     packed_attention,
 )
+from flash_attn_dualkv import nodes as tables
 
 MANY_ROWS = (checks.MAX_ROWS, 2, 16)
 
@@ -202,34 +207,27 @@ def check_raises(function: Any, arguments: Arguments, error: type[Exception], na
     assert got in tail
 
 
-@parametrize(SHARED_ROWS)
-def test_shared_context_function(
-    change: Change, error: type[Exception], name: str, got: str, monkeypatch: pytest.MonkeyPatch
+CALLS: dict[str, tuple[Any, Callable[..., Arguments], Any]] = {
+    "shared": (flash_attn_dualkv_varlen_func, shared_arguments, attention),
+    "plain": (flash_attn_varlen_func, plain_arguments, attention),
+    "tree": (flash_attn_tree_varlen_func, tree_arguments, packed_attention),
+}
+ROWS = [
+    pytest.param(call, *row[1:], id=f"{call}, {row[3]}: {row[0]}")
+    for call, rows in (("shared", SHARED_ROWS), ("plain", PLAIN_ROWS), ("tree", TREE_ROWS))
+    for row in rows
+]
+
+
+@pytest.mark.parametrize(("call", "change", "error", "name", "got"), ROWS)
+def test_errors(
+    call: str, change: Change, error: type[Exception], name: str, got: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = shared_arguments()
-    flash_attn_dualkv_varlen_func(**arguments)
-    monkeypatch.setattr(attention, "ops", None)  # nothing may be launched
-    check_raises(flash_attn_dualkv_varlen_func, arguments | change(arguments), error, name, got)
-
-
-@parametrize(PLAIN_ROWS)
-def test_context_free_function(
-    change: Change, error: type[Exception], name: str, got: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = plain_arguments()
-    flash_attn_varlen_func(**arguments)
-    monkeypatch.setattr(attention, "ops", None)
-    check_raises(flash_attn_varlen_func, arguments | change(arguments), error, name, got)
-
-
-@parametrize(TREE_ROWS)
-def test_tree_function(
-    change: Change, error: type[Exception], name: str, got: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = tree_arguments()
-    flash_attn_tree_varlen_func(**arguments)
-    monkeypatch.setattr(packed_attention, "ops", None)
-    check_raises(flash_attn_tree_varlen_func, arguments | change(arguments), error, name, got)
+    function, make, module = CALLS[call]
+    arguments = make()
+    function(**arguments)
+    monkeypatch.setattr(module, "ops", None)  # nothing may be launched
+    check_raises(function, arguments | change(arguments), error, name, got)
 
 
 @pytest.mark.parametrize("which", ["k", "v"])
@@ -262,3 +260,175 @@ def test_other_devices_are_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     with FakeTensorMode():
         arguments = shared_arguments("cuda:0" if kind == "ROCm" else kind, torch.bfloat16)
         check_raises(flash_attn_dualkv_varlen_func, arguments, ValueError, "q", kind)
+
+
+LEGAL: list[tuple[str, Change]] = [
+    ("numpy integers", lambda arguments: {"max_seqlen_q": torch.tensor(4).numpy()[()]}),
+    ("lengths that are too short", lambda arguments: {"max_seqlen_q": 0, "max_seqlen_k_decoded": 1}),
+    ("an int as the scale", replace_by("softmax_scale", 1)),
+    ("one KV head", lambda arguments: {name: heads(arguments[name], 1) for name in SHARED_TENSORS[1:]}),
+    ("groups", grouped()),
+    ("no sequences", lambda arguments: {name: cumulative([]) for name in ("cu_seqlens_q", "cu_seqlens_k_decoded")}),
+    ("rows that no sequence owns", replace_by("cu_seqlens_q", torch.tensor([1, 2, 5], dtype=torch.int32))),
+]
+
+
+@pytest.mark.parametrize("change", [pytest.param(change, id=name) for name, change in LEGAL])
+def test_legal_arguments(change: Change) -> None:
+    arguments = shared_arguments()
+    arguments |= change(arguments)
+    assert flash_attn_dualkv_varlen_func(**arguments).shape == arguments["q"].shape
+
+
+@pytest.mark.parametrize("dtype", checks.CPU_DTYPES, ids=str)
+def test_cpu_dtypes(dtype: torch.dtype) -> None:
+    assert flash_attn_dualkv_varlen_func(**shared_arguments(dtype=dtype)).dtype == dtype
+
+
+def test_window_that_says_causal_is_accepted() -> None:
+    arguments = plain_arguments()
+    expected = flash_attn_varlen_func(**arguments, causal=True)
+    for causal in (True, False):
+        assert flash_attn_varlen_func(**arguments, causal=causal, window_size=(-1, 0)).equal(expected)
+
+
+@pytest.mark.parametrize("width", [8, 24])
+def test_values_of_another_width(width: int) -> None:
+    for function, make, names in (
+        (flash_attn_dualkv_varlen_func, shared_arguments, ("v_context", "v_decoded")),
+        (flash_attn_varlen_func, plain_arguments, ("v",)),
+        (flash_attn_tree_varlen_func, tree_arguments, ("v",)),
+    ):
+        arguments = make()
+        for name in names:
+            arguments[name] = head_dim(arguments[name], width)
+        assert function(**arguments).shape == (6, 4, width)
+
+
+@pytest.mark.parametrize(("name", "value"), [("window_size", (3, 0)), ("softcap", 2.0)])
+def test_windows_and_softcaps_of_cuda_tensors(name: str, value: Any) -> None:
+    functions: list[tuple[Any, Any]] = [
+        (flash_attn_dualkv_varlen_func, shared_arguments),
+        (flash_attn_varlen_func, plain_arguments),
+        (flash_attn_tree_varlen_func, tree_arguments),
+    ]
+    for function, make in functions:
+        function(**make(), **{name: value})
+        with FakeTensorMode():
+            arguments = {
+                key: one.bfloat16() if isinstance(one, Tensor) and one.is_floating_point() else one
+                for key, one in make("cuda:0").items()
+            }
+            assert function(**arguments, **{name: value}).shape == (6, 4, 16)
+
+
+def offsets(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+VALUE_ROWS: list[Row] = [
+    ("negative", replace_by("cu_seqlens_q", offsets(-1, 2, 6)), ValueError, "cu_seqlens_q", "-1"),
+    ("decreasing", replace_by("cu_seqlens_q", offsets(0, 4, 3)), ValueError, "cu_seqlens_q", "3 after 4 at index 2"),
+    ("past the end", replace_by("cu_seqlens_q", offsets(0, 2, 7)), ValueError, "cu_seqlens_q", "7"),
+    ("negative", replace_by("cu_seqlens_k_decoded", offsets(-2, 2, 6)), ValueError, "cu_seqlens_k_decoded", "-2"),
+    (
+        "decreasing",
+        replace_by("cu_seqlens_k_decoded", offsets(0, 4, 3)),
+        ValueError,
+        "cu_seqlens_k_decoded",
+        "3 after 4",
+    ),
+    ("past the end", replace_by("cu_seqlens_k_decoded", offsets(0, 2, 9)), ValueError, "cu_seqlens_k_decoded", "9"),
+    ("negative", grouped((-1, 2, 5)), ValueError, "cu_seqlens_context", "-1"),
+    ("decreasing", grouped((0, 4, 3)), ValueError, "cu_seqlens_context", "3 after 4"),
+    ("past the end", grouped((0, 2, 6)), ValueError, "cu_seqlens_context", "6"),
+    ("not from 0", grouped(owned=(1, 1, 2)), ValueError, "cu_seqs_per_context", "1"),
+    ("not to N", grouped(owned=(0, 1, 1)), ValueError, "cu_seqs_per_context", "1"),
+    ("beyond N", grouped(owned=(0, 1, 3)), ValueError, "cu_seqs_per_context", "3"),
+    ("decreasing", grouped(owned=(0, 3, 2)), ValueError, "cu_seqs_per_context", "2 after 3"),
+]
+
+
+TREE_VALUE_ROWS: list[Row] = [
+    ("too many rows", replace_by("cu_seqlens", offsets(0, 2, 7)), ValueError, "cu_seqlens", "7"),
+    ("first offset", replace_by("cu_seqlens", offsets(1, 2, 6)), ValueError, "cu_seqlens", "1"),
+    ("negative", replace_by("cu_seqlens", offsets(-1, 2, 6)), ValueError, "cu_seqlens", "-1"),
+    ("decrease", replace_by("cu_seqlens", offsets(0, 4, 3)), ValueError, "cu_seqlens", "3 after 4 at index 2"),
+    ("below -1", replace_by("parents", offsets(-1, -2)), ValueError, "parents[1]", "-2"),
+    ("itself", replace_by("parents", offsets(-1, 1)), ValueError, "parents[1]", "1"),
+    ("a later one", replace_by("parents", offsets(1, -1)), ValueError, "parents[0]", "1"),
+    (
+        "no depth-first order",
+        lambda _: {"cu_seqlens": offsets(0, 1, 2, 3, 4), "parents": offsets(-1, 0, 0, 1)},
+        ValueError,
+        "parents[3]: expected a node on the path to node 2 (depth-first order)",
+        "1",
+    ),
+]
+
+
+@parametrize([*VALUE_ROWS, *TREE_VALUE_ROWS])
+def test_values(
+    change: Change, error: type[Exception], name: str, got: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DUALKV_DEBUG", "1" if device == "cuda" else "0")  # on the CPU they are always checked
+    function, make = flash_attn_dualkv_varlen_func, shared_arguments
+    if name == "cu_seqlens" or name.startswith("parents"):
+        function, make = flash_attn_tree_varlen_func, tree_arguments
+    arguments = make(device, torch.bfloat16)
+    changed = {key: value.to(device) for key, value in change(arguments).items()}
+    with pytest.raises(error) as caught:
+        function(**arguments | changed)
+    head, _, tail = str(caught.value).partition(", got ")
+    assert head.startswith(name)
+    assert got in tail
+
+
+# What is wrong with a table that an operator gets: (row, column, value).
+TABLE_ROWS: list[tuple[str, tuple[int, int, int], str, str]] = [
+    ("row of q", (3, 1, 5), "cu_seqlens_q", "7"),
+    ("negative row", (3, 0, -1), "cu_seqlens_q", "-1"),
+    ("decoded row", (1, 4, 9), "cu_seqlens_k_decoded", "9"),
+    ("decoded row among the contexts", (1, 3, 1), "nodes: expected each row of the keys", "row 1 twice"),
+    ("context row", (2, 4, 4), "cu_seqlens_context", "6"),
+    ("rows of q twice", (3, 0, 1), "nodes: expected each row of q", "row 1 twice"),
+    ("decoded rows twice", (3, 3, 6), "nodes: expected each row of the keys", "row 6 twice"),
+    ("unknown parent", (1, 6, 9), "nodes[1].parent", "9"),
+    ("parent behind its child", (1, 6, 2), "nodes[1].parent", "2"),
+    ("its own parent", (1, 6, 1), "nodes[1].parent", "1"),
+    ("parent below -1", (3, 6, -2), "nodes[3].parent", "-2"),
+    ("no depth-first order", (3, 6, 0), "nodes[3].parent", "0"),
+    ("another parent", (3, 6, -1), "nodes[3].kv_pos0: expected 0", "3"),
+    ("position of a child", (3, 5, 2), "nodes[3].kv_pos0: expected 3", "2"),
+    ("position of a root", (0, 5, 1), "nodes[0].kv_pos0: expected 0", "1"),
+    ("subtree that ends early", (0, 7, 1), "nodes[0].subtree_end: expected 2", "1"),
+    ("subtree that ends late", (3, 7, 5), "nodes[3].subtree_end: expected 4", "5"),
+]
+
+
+@pytest.mark.parametrize(("change", "name", "got"), [pytest.param(*row[1:], id=row[0]) for row in TABLE_ROWS])
+def test_tables_given_to_the_operators(change: tuple[int, int, int], name: str, got: str) -> None:
+    arguments = shared_arguments()
+    offsets_q = arguments["cu_seqlens_q"]
+    nodes = ops.sequence_nodes(offsets_q, offsets_q, offsets(0, 2, 5), offsets(0, 1, 2), 5)
+    tables.checked_nodes(nodes, 6, 5, 6)
+    row, column, value = change
+    nodes[row, column] = value
+    inputs = [arguments[one] for one in SHARED_TENSORS]
+    options = (0.5, True, -1, -1, 0.0, False, 11, False)
+    lse = torch.zeros(4, 6)
+    for call in (
+        lambda: ops.forward(*inputs, None, nodes, *options),
+        lambda: ops.backward(inputs[0], None, *inputs, inputs[0], lse, nodes, *options),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(name)}") as caught:
+            call()
+        assert got in str(caught.value).partition(", got ")[2]
+
+
+def test_tables_of_other_shapes_and_types() -> None:
+    arguments = plain_arguments()
+    inputs = (arguments["q"], arguments["k"], arguments["v"], None, None, None)
+    for nodes, error in ((torch.zeros(2, 7, dtype=torch.int32), ValueError), (torch.zeros(2, 8), TypeError)):
+        with pytest.raises(error, match="^nodes: expected"):
+            ops.forward(*inputs, nodes, 0.5, True, -1, -1, 0.0, False, 6, False)

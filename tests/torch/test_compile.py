@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
-from calls import (
-    Call,
-    attend_packed,
-    attend_separate,
-    attend_tree,
-    packed,
-    packed_with_sinks,
-    separate,
-    tree,
-)
+from calls import Call, attend_packed, attend_separate, attend_tree, packed, packed_with_sinks, separate, tree
 from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from shared_prompts import GROUPS
 from torch import Tensor
@@ -70,7 +61,6 @@ def check_compiled(compiled: Any, function: Any, call: Call) -> None:
 # (function, how its arguments are made, options of the compiler)
 FUNCTIONS: dict[str, tuple[Any, Callable[..., Call], dict[str, Any]]] = {
     "separate": (repeatable(attend_separate), separate, {}),
-    "separate, dynamic": (repeatable(attend_separate), separate, {"dynamic": True}),
     "LSE": (with_lse, separate, {}),
     "context free": (context_free, separate, {}),
     "packed": (repeatable(attend_packed), packed, {}),
@@ -146,7 +136,7 @@ def test_compile_keeps_the_deterministic_argument(make: Callable[..., Call]) -> 
     assert flags == [True]
 
 
-@pytest.mark.parametrize("make", [separate, tree])
+@pytest.mark.parametrize("make", [separate, pytest.param(tree, marks=pytest.mark.slow)])
 def test_compiled_autograd(make: Callable[..., Call], device: str) -> None:
     """A compiler for the backward alone meets the node of an eager forward, with one tensor of keys and with two."""
     call = make([(2, [1])], device)  # on the CPU it traces into the reference, tile by tile

@@ -9,7 +9,7 @@ import torch
 from core_time import least_time
 from groups import cumulative
 from hypothesis import given, settings
-from shared_prompts import GROUPS, layout_of
+from shared_prompts import layout_of
 from tree_cases import DEEP, Tree, offsets_and_parents, paths_of, random_tree, trees
 
 from flash_attn_dualkv import SharedPromptLayout, SharedPromptLayoutError
@@ -67,14 +67,6 @@ def test_columns_of_trees(tree: Tree) -> None:
     columns = (begins, lens, positions, begins, lens, positions, parents, ends)
     assert nodes.tolist() == [list(row) for row in zip(*columns)]
     assert [list(node) for node in tables.checked_nodes(nodes, sum(lens), sum(lens), None)] == nodes.tolist()
-
-
-@pytest.mark.parametrize("name", list(GROUPS))
-def test_tables_of_layouts_are_consistent(name: str) -> None:
-    layout = layout_of(GROUPS[name], pad_to_multiple_of=8)
-    table = tables.checked_nodes(layout.nodes, layout.num_tokens, layout.num_tokens, None)
-    assert sum(node.q_len for node in table) == layout.num_tokens - layout.pad
-    assert all(node[:3] == node[3:6] for node in table)
 
 
 @pytest.mark.parametrize(("count", "milliseconds"), [(250, 1.0), (10_000, 10.0)])

@@ -13,8 +13,8 @@ import torch
 from groups import Batch, Group, build_groups, run
 from torch import Tensor
 
-from flash_attn_dualkv import flash_attn_dualkv_varlen_func, reference
 from flash_attn_dualkv import nodes as tables
+from flash_attn_dualkv import reference
 
 FLOAT64: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -69,33 +69,6 @@ def test_any_block_size(bounds: tuple[int, int, int], monkeypatch: pytest.Monkey
         check_against_dense(*random_batch(seed))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_more_than_one_block_of_each_kind(causal: bool) -> None:
-    groups = [Group(600, ((530, 530), (40, 600), (603, 3)))]
-    check_against_dense(build_groups(groups, head_dim=8, heads=(4, 2), dtype=torch.float64, causal=causal), None)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("heads", [(2, 1), (1, 1)])
-def test_gradcheck(causal: bool, heads: tuple[int, int]) -> None:
-    """Finite differences of the output and of the LSE, with rows that see nothing and rows that nobody owns."""
-    groups = [Group(2, ((2, 2), (0, 1), (3, 0))), Group(0, ((2, 1),)), Group(1, ())]
-    batch = build_groups(
-        groups, head_dim=8, heads=heads, dtype=torch.float64, causal=causal, slack=(1, 1), grouped=True
-    )
-
-    lengths: list[Any] = [batch.cu_seqlens_q, batch.cu_seqlens_k_decoded, 3, 2, 2]
-    grouping = {"cu_seqlens_context": batch.cu_seqlens_context, "cu_seqs_per_context": batch.cu_seqs_per_context}
-    options: dict[str, Any] = {**grouping, "softmax_scale": 0.4, "causal": causal, "return_lse": True}
-
-    def attention(*inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = flash_attn_dualkv_varlen_func(*inputs, *lengths, **options)
-        return out, lse.nan_to_num(neginf=0.0)
-
-    inputs = [one.nan_to_num().requires_grad_() for one in batch.inputs]
-    assert torch.autograd.gradcheck(attention, inputs)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_accuracy_rule(dtype: torch.dtype) -> None:
     """Gradients of a context sum in float32 over its sequences and heads: the rule that the kernels have to meet."""
@@ -112,34 +85,6 @@ def test_inputs_are_not_changed() -> None:
     before = [one.clone() for one in batch.inputs]
     run(batch)
     assert all(one.equal(copy) for one, copy in zip(batch.inputs, before))
-
-
-def test_tables_that_no_cumulative_lengths_give() -> None:
-    """Of two groups, whose prompts come last in q; the sequences of a group come in another order."""
-    contexts, decoded = (4, 6), (3, 5)
-    batch = build_groups(
-        [Group(4, ((3, 3), (4, 0))), Group(6, ((5, 5), (6, 0)))], head_dim=16, heads=(4, 2), dtype=torch.float64
-    )
-    expected = run(batch.replace(softmax_scale=0.25))
-    nodes = tables.sequence_nodes(
-        batch.cu_seqlens_q,
-        batch.cu_seqlens_k_decoded,
-        batch.cu_seqlens_context,
-        batch.cu_seqs_per_context,
-        sum(contexts),
-    )
-    lengths = [decoded[0], contexts[0], decoded[1], contexts[1]]
-    blocks = torch.arange(sum(lengths)).split(lengths)
-    order = torch.cat([blocks[0], blocks[2], blocks[1], blocks[3]])
-    nodes[:, 0] = torch.tensor([0, 0, 8, 0, 3, 12])
-    nodes = nodes[[0, 2, 1, 3, 5, 4]]
-    nodes[:, 7] = torch.tensor([3, 2, 3, 6, 5, 6])
-    inputs = (batch.q[order], *batch.inputs[1:])
-    out, lse = reference.forward(*inputs, None, nodes, 0.25, True)
-    gradients = reference.backward(batch.dout[order], None, *inputs, out, lse, nodes, 0.25, True)
-    wanted = (expected.out[order], expected.lse[:, order], expected.dq[order], *expected[3:])
-    for one, other in zip((out, lse, *gradients), wanted, strict=True):
-        torch.testing.assert_close(one, other, **FLOAT64)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -1,4 +1,4 @@
-"""shared_prompt_attention against dense attention of every sequence by itself, and how it is watched."""
+"""shared_prompt_attention: what test_tree.py does not hold by equality of bits; how it is watched; what it refuses."""
 
 from __future__ import annotations
 
@@ -7,84 +7,17 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of, run, sequence_rows, two_calls
+from shared_prompts import GROUPS, Inputs, attend, inputs_of, layout_of, run, two_calls
 from torch import Tensor
 
 from flash_attn_dualkv import (
+    SharedPromptError,
     SharedPromptLayout,
     SharedPromptLayoutError,
     pack_prefix_tree,
     pack_shared_prompts,
-    reference,
     shared_prompt_attention,
 )
-
-ALL_GROUPS = pytest.mark.parametrize("name", list(GROUPS))
-
-
-# --- against dense attention ---------------------------------------------------------------------------------------
-
-
-def dense(
-    inputs: Inputs, layout: SharedPromptLayout, scale: float, window: int | None = None, softcap: float | None = None
-) -> Tensor:
-    """Every sequence by itself, with a copy of its prompt, in ordinary differentiable operations."""
-    ratio = inputs.q.shape[1] // inputs.k.shape[1]
-    out = torch.zeros_like(inputs.q)
-    for prompt, own in sequence_rows(layout):
-        rows = torch.tensor(prompt + own, dtype=torch.int64)
-        q, k, v = (one[rows].transpose(0, 1) for one in (inputs.q, inputs.k, inputs.v))
-        k, v = (one.repeat_interleave(ratio, dim=0) for one in (k, v))
-        scores = scale * q @ k.transpose(1, 2)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        distance = torch.arange(len(rows))[:, None] - torch.arange(len(rows))[None, :]
-        hidden = (distance < 0) | (distance >= (window or math.inf))
-        scores = scores.masked_fill(hidden, -math.inf)
-        if inputs.sinks is not None:
-            scores = torch.cat([scores, inputs.sinks[:, None, None].expand(-1, len(rows), 1)], dim=-1)
-        values = scores.softmax(-1)[..., : len(rows)] @ v
-        out = out.index_put((rows[len(prompt) :],), values.transpose(0, 1)[len(prompt) :])
-    return out
-
-
-def check_dense(name: str, sinks: bool = False, rtol: float = 1e-10, **options: Any) -> None:
-    layout = layout_of(GROUPS[name], pad_to_multiple_of=16)
-    inputs = inputs_of(layout, sinks=sinks)
-    scale = options.get("softmax_scale", inputs.q.shape[2] ** -0.5)
-    out, gradients = run(inputs, lambda leaves: attend(leaves, layout, **options))
-    own = {"window": options.get("sliding_window"), "softcap": options.get("softcap")}
-    expected, right = run(inputs, lambda leaves: dense(leaves, layout, scale, **own))
-    assert out.is_contiguous() and all(one.is_contiguous() for one in gradients)
-    for actual, wanted in zip((out, *gradients), (expected, *right)):
-        torch.testing.assert_close(actual, wanted, rtol=rtol, atol=rtol)
-
-
-@ALL_GROUPS
-def test_against_dense_attention(name: str) -> None:
-    check_dense(name)
-    check_dense(name, softmax_scale=0.7)
-
-
-@pytest.mark.parametrize("window", [1, 2, 3, 7, 1000])
-@ALL_GROUPS
-def test_sliding_window(name: str, window: int) -> None:
-    check_dense(name, sliding_window=window)
-
-
-@pytest.mark.parametrize("softcap", [0.3, 20.0])
-@ALL_GROUPS
-def test_softcap(name: str, softcap: float) -> None:
-    check_dense(name, softcap=softcap)
-
-
-@ALL_GROUPS
-def test_sinks(name: str) -> None:
-    check_dense(name, sinks=True)
-
-
-def test_window_softcap_and_sinks_together() -> None:
-    check_dense("several", sinks=True, sliding_window=4, softcap=1.5, softmax_scale=0.9)
 
 
 def test_two_calls_with_separate_keys() -> None:
@@ -96,14 +29,6 @@ def test_two_calls_with_separate_keys() -> None:
     other, found = run(inputs, lambda one: two_calls(one, layout, sinks=one.sinks, **options))
     for one, wanted in zip((other, *found), (out, *gradients)):
         torch.testing.assert_close(one, wanted, rtol=1e-12, atol=1e-12)
-
-
-def test_long_sequences_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows and softcaps across the borders of the reference's blocks of keys and of queries."""
-    monkeypatch.setattr(reference, "KEY_BLOCK", 8)
-    monkeypatch.setattr(reference, "SCORE_ELEMENTS", 64)
-    for window in (None, 1, 5, 8, 9, 30):
-        check_dense("long", sinks=window == 5, sliding_window=window, softcap=2.0 if window == 9 else None)
 
 
 def test_a_sink_of_minus_infinity_is_none() -> None:
@@ -231,3 +156,70 @@ def test_positions_that_cannot_be_compared() -> None:
     whole = torch.zeros(3, 1, batch.num_rows)
     with pytest.raises(SharedPromptLayoutError, match="^position_ids: expected shape"):
         shared_prompt_attention(*tensors, batch.layout, position_ids=whole)
+
+
+def test_a_window_of_the_longest_sequence_hides_nothing() -> None:
+    """The longest sequence is no longer than the window, although prompt and response of different groups are."""
+    layout = layout_of([(40, [1]), (2, [30])])
+    assert layout.max_sequence == 41
+    inputs = inputs_of(layout)
+    assert attend(inputs, layout, sliding_window=41).equal(attend(inputs, layout))
+    assert not attend(inputs, layout, sliding_window=40).equal(attend(inputs, layout))
+
+
+def test_backends_of_cpu_tensors() -> None:
+    layout = layout_of(GROUPS["one"])
+    inputs = inputs_of(layout)
+    assert attend(inputs, layout, backend="auto").equal(attend(inputs, layout, backend="reference"))
+    with pytest.raises(SharedPromptError, match="^backend: expected 'auto' or 'reference' for cpu tensors, got 'cuda'"):
+        attend(inputs, layout, backend="cuda")
+    with pytest.raises(SharedPromptError, match="^backend: expected 'auto' or 'cuda' or 'reference', got 'triton'"):
+        attend(inputs, layout, backend="triton")
+
+
+# --- errors --------------------------------------------------------------------------------------------------------
+
+
+def valid() -> dict[str, Any]:
+    layout = layout_of(GROUPS["several"])
+    inputs = inputs_of(layout)
+    return {"q": inputs.q, "k": inputs.k, "v": inputs.v, "layout": layout}
+
+
+ERRORS: list[tuple[str, type[Exception], Any]] = [
+    ("layout: expected .* rows, its num_tokens", SharedPromptLayoutError, lambda a: a | {"q": a["q"][1:]}),
+    ("layout: .* in k", SharedPromptLayoutError, lambda a: a | {"k": a["k"][1:], "v": a["v"][1:]}),
+    ("layout: expected tensors on cpu", SharedPromptLayoutError, lambda a: a | {"layout": a["layout"].to("meta")}),
+    ("layout: expected a SharedPromptLayout", TypeError, lambda a: a | {"layout": None}),
+    ("v: expected .* rows", ValueError, lambda a: a | {"v": a["v"][1:]}),
+    ("k: expected a number of heads that divides", ValueError, lambda a: a | {"q": a["q"][:, :3]}),
+    ("v: expected a head dimension that is a multiple of 8", ValueError, lambda a: a | {"v": a["v"][..., :4]}),
+    ("k: expected dtype", TypeError, lambda a: a | {"k": a["k"].float()}),
+    ("q: expected a torch.Tensor", TypeError, lambda a: a | {"q": None}),
+    ("q: expected 3 dimensions", ValueError, lambda a: a | {"q": a["q"][None]}),
+    ("softmax_scale", ValueError, lambda a: a | {"softmax_scale": 0.0}),
+    ("sliding_window: expected an int >= 1", SharedPromptError, lambda a: a | {"sliding_window": 0}),
+    ("sliding_window: expected an int", TypeError, lambda a: a | {"sliding_window": 2.0}),
+    ("softcap: expected a finite", ValueError, lambda a: a | {"softcap": -1.0}),
+    ("softcap: expected a finite", ValueError, lambda a: a | {"softcap": math.nan}),
+    ("softcap: expected a float", TypeError, lambda a: a | {"softcap": "1"}),
+    ("sinks: expected a torch.Tensor", TypeError, lambda a: a | {"sinks": [0.0] * 4}),
+    ("sinks: expected a floating point", TypeError, lambda a: a | {"sinks": torch.ones(4, dtype=torch.int64)}),
+    ("sinks: expected shape .4,.", ValueError, lambda a: a | {"sinks": torch.ones(2)}),
+    ("sinks: expected device cpu", ValueError, lambda a: a | {"sinks": torch.ones(4, device="meta")}),
+    ("deterministic: expected a bool", TypeError, lambda a: a | {"deterministic": 1}),
+]
+
+
+@pytest.mark.parametrize(("message", "kind", "change"), ERRORS, ids=[one[0] for one in ERRORS])
+def test_errors(message: str, kind: type[Exception], change: Any) -> None:
+    shared_prompt_attention(**valid())
+    with pytest.raises(kind, match=f"^{message}"):
+        shared_prompt_attention(**change(valid()))
+
+
+def test_inconsistent_tables_are_found_in_the_reference() -> None:
+    arguments = valid()
+    arguments["layout"].nodes[1, 1] += 10**6
+    with pytest.raises(ValueError, match="^cu_seqlens_q"):
+        shared_prompt_attention(**arguments)

@@ -87,11 +87,6 @@ def test_variants(window: int, softcap: float, sinks: bool) -> None:
     check(DEEP, (4, 2), pad=2, sinks=sinks, window_size=(window, 0), softcap=softcap)
 
 
-def test_a_deep_comb() -> None:
-    depth = 40
-    check(([2, 3] * depth, [-1 if i == 0 else i - 1 if i % 2 else i - 2 for i in range(2 * depth)]), (2, 1))
-
-
 @pytest.mark.parametrize("fall", [0.2, 0.5, 0.9])
 def test_a_tree_equals_its_sequences(fall: float) -> None:
     """Every path that ends in a leaf as a sequence of its own: outputs, and the sum of all sequences' gradients."""
@@ -125,17 +120,6 @@ def test_the_mean_of_keys_reaches_the_operators() -> None:
         torch.autograd.grad(outs[-1].sum(), inputs)
     assert told == [12, 12, mean, 0, MAX_ROWS]
     assert all(one.equal(outs[0]) for one in outs)
-
-
-def test_gradcheck() -> None:
-    tensors = [torch.randn(9, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1)]
-    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
-    tree = offsets_and_parents(([3, 2, 0, 3, 1], [-1, 0, 0, 2, -1]))
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-        return flash_attn_tree_varlen_func(q, k, v, *tree, sinks=sinks, return_lse=True)
-
-    assert torch.autograd.gradcheck(attention, (*tensors, sinks))
 
 
 @pytest.mark.parametrize(("dtype", "typical", "most"), [(torch.bfloat16, 3e-3, 1e-2), (torch.float16, 4e-4, 1.2e-3)])

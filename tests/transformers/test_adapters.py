@@ -11,7 +11,6 @@ import models_page
 import pytest
 import torch
 from adapters import EXACT, KINDS, SAMPLES, TARGETS, Kind, adapted, adapter_verdict, base_of, peft, shift
-from row_lookers import LOOKERS, NOISES, OfEachToken, add_looker, train
 from sweep import check_page, switched, verdict_of
 from tiny_models import TOLERANCES, check_equal, dualkv, replicated_logps, tiny_model
 from torch import nn
@@ -153,31 +152,3 @@ def test_several_adapters_share_a_wrapper_with_what_is_saved_whole() -> None:
     with torch.random.fork_rng():
         shift(model)
     check_exact(model.double())
-
-
-@pytest.mark.parametrize("name", [*LOOKERS, *NOISES])
-def test_row_lookers_are_what_they_say(name: str) -> None:
-    """As they begin they do nothing; trained, the same tokens have other values in another row or another forward."""
-    model = tiny_model("llama")
-    ids = torch.tensor([SAMPLES.prompts[0]])
-    before = model(ids).logits
-    looker = add_looker(model, {**LOOKERS, **NOISES}[name]).train()
-    assert model(ids).logits.equal(before)
-    assert [one.requires_grad for one in looker.parameters()] == [True]
-    train(looker)
-    assert not torch.allclose(model(ids).logits, before, rtol=0, atol=1e-3)
-    hidden = torch.randn(1, 9, 32, dtype=torch.float64)
-    once, again = looker(hidden), looker(hidden)
-    assert once.equal(again) == (name in LOOKERS)
-    looker.eval()
-    assert looker(hidden).equal(looker(hidden))
-    elsewhere = looker(hidden[:, 3:7])
-    assert torch.allclose(looker(hidden)[:, 3:7], elsewhere, rtol=0, atol=1e-9) == (name in NOISES)
-
-
-def test_one_of_each_token_looks_at_no_row() -> None:
-    model = tiny_model("llama")
-    looker = train(add_looker(model, OfEachToken).train())
-    hidden = torch.randn(1, 9, 32, dtype=torch.float64)
-    torch.testing.assert_close(looker(hidden)[:, 3:7], looker(hidden[:, 3:7]), rtol=0, atol=1e-9)
-    assert verdict_of(model, SAMPLES).kind == "exact"

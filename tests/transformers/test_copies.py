@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_models import KINDS, hybrid_model
-from tiny_models import MIXED, VERSION, dualkv, tiny_model
+from tiny_models import MIXED, check_equal, dualkv, replicated_logps, stock_twin, tiny_model
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError
 from flash_attn_dualkv.integrations.transformers import guard
@@ -73,35 +73,13 @@ def test_a_copy_is_guarded_itself(name: str, how: str) -> None:
 def test_a_copy_of_a_model_that_was_scored(name: str, how: str) -> None:
     model = tiny_model(name) if name == "gemma2" else hybrid_model(name)
     expected, _ = dualkv.shared_prompt_forward(model, BATCH)
-    got, _ = dualkv.shared_prompt_forward(COPIES[how](model), BATCH)
-    assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copy_with_adapters(how: str) -> None:
-    peft = pytest.importorskip("peft")
-    options = dict(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, **options)).eval()
-    dualkv.install_layout_hook(model)
-    assert torch.equal(logits(COPIES[how](model)), logits(model))
-
-
-def test_a_copy_of_a_copy_forgets_interrupted_forwards_of_its_own_only() -> None:
-    class Interruption(BaseException):
-        pass
-
-    def interrupt(*_: Any) -> None:
-        raise Interruption
-
-    model = tiny_model("llama")
-    dualkv.install_layout_hook(model)
-    twin = copy.deepcopy(copy.deepcopy(model))
-    handle = twin.model.layers[1].register_forward_pre_hook(interrupt)
-    with pytest.raises(Interruption):
-        logits(twin)
-    handle.remove()
-    assert torch.equal(logits(twin), logits(model))
-    assert guard.current() is None
+    twin = COPIES[how](model)
+    assert torch.equal(dualkv.shared_prompt_forward(twin, BATCH)[0], expected)
+    with torch.no_grad():
+        for one in twin.parameters():  # its functions are those of its own parameters
+            one.mul_(1.1)
+    stock, _ = replicated_logps(stock_twin(twin, "eager"), MIXED)
+    check_equal(dualkv.shared_prompt_forward(twin, BATCH)[0].detach(), stock.detach(), 2e-5)
 
 
 READS = """
@@ -147,18 +125,3 @@ class Looks(torch.nn.Module):
     def forward(self, **inputs: Any) -> Any:
         found = self.module(**{**inputs, self.wanted: True, "return_dict": True})
         return self.module(**inputs, scalings=found.hidden_states)
-
-
-@pytest.mark.skipif(VERSION < (5, 0), reason="made for newer versions")
-def test_x_lora(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
-    folders = {str(index): str(tmp_path / str(index)) for index in range(2)}
-    for folder in folders.values():
-        peft.get_peft_model(tiny_model("llama"), lora).save_pretrained(folder)
-    model = tiny_model("llama")
-    model.config.use_cache = False
-    mixture = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, xlora_depth=1, adapters=folders)
-    mixed = peft.get_peft_model(model, mixture).double()
-    with pytest.raises(SharedPromptError, match="peft_type=XLORA"):
-        dualkv.shared_prompt_forward(mixed, BATCH)

@@ -29,7 +29,6 @@ from torch import nn
 from flash_attn_dualkv import SharedPromptError
 from flash_attn_dualkv.integrations.transformers import first_use, support, trial
 
-CAN_DRAW = ("llama", "qwen3", "phi3", "gemma2", "qwen3_moe")
 EXPERTS = [name for name in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3") if name in transformers.CONFIG_MAPPING]
 
 
@@ -54,23 +53,10 @@ def trials(monkeypatch):
 # --- noise ------------------------------------------------------------------------------------------------------------
 
 
-def neftune(model):
-    """What TRL's neftune_noise_alpha switches on."""
-    pytest.importorskip("transformers.integrations.neftune").activate_neftune(model, 5.0)
-
-
 def hook_of_a_layer(model):
     model.model.layers[1].register_forward_hook(
         lambda module, args, output: output + 0.01 * torch.randn_like(output) if module.training else output
     )
-
-
-def functional_dropout(model):
-    class Dropping(OfEachToken):
-        def look(self, hidden):
-            return nn.functional.dropout(hidden, 0.1, self.training)
-
-    train(add_looker(model, Dropping))
 
 
 def a_layer_that_is_left_out(model):
@@ -93,8 +79,7 @@ def noise_in_a_hook_of_its_own(model):
     model.model.norm.register_forward_pre_hook(shake)
 
 
-KINDS = [neftune, hook_of_a_layer, functional_dropout, a_layer_that_is_left_out, untrained_noise,
-         noise_in_a_hook_of_its_own]  # fmt: skip
+KINDS = [hook_of_a_layer, a_layer_that_is_left_out, untrained_noise, noise_in_a_hook_of_its_own]
 
 
 @pytest.mark.parametrize("add_noise", KINDS)
@@ -112,24 +97,6 @@ def test_noise_of_any_generator_is_refused(name):
     with pytest.raises(SharedPromptError, match=r"model.layers.0.mlp.looker \(Nois.+\) draws some"):
         forward(model)
     forward(model.eval())  # where it draws nothing
-
-
-@pytest.mark.parametrize("name", CAN_DRAW)
-def test_models_without_noise_are_not_refused(name):
-    forward(tiny_model(name, dtype=torch.float32).train())
-
-
-def test_lora_without_dropout_is_not_refused():
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    forward(peft.get_peft_model(tiny_model("qwen3", dtype=torch.float32), config).train())
-
-
-def test_random_numbers_without_effect_are_not_refused():
-    """A moved generator is a suspicion: dropout of 0 moves it too."""
-    model = tiny_model("llama").train()
-    model.model.layers[0].register_forward_hook(lambda module, args, output: output + 0 * torch.rand(()).to(output))
-    forward(model)
 
 
 def test_noise_that_configurations_name():
@@ -198,7 +165,7 @@ def test_a_module_that_cannot_take_a_packed_row():
 def test_experts_are_never_refused(name, dtype):
     """Rounding flips routes: with near ties in every layer, packed and alone differ by far more than by rounding."""
     flips = 0
-    for seed in range(12):
+    for seed in range(6):
         model = tiny_model(name, dtype=dtype).train()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -273,15 +240,6 @@ def test_it_can_be_switched_off(trials):
         forward(model)  # what was found without a trial says nothing of one
     with pytest.raises(TypeError, match="self_check"):
         forward(model, self_check=1)
-
-
-def test_an_error_is_raised_in_every_forward(trials):
-    model = tiny_model("llama")
-    train(add_looker(model, LOOKERS["row's mean"]))
-    for _ in range(2):
-        with pytest.raises(SharedPromptError, match="first module that differs"):
-            forward(model)
-    assert len(trials) == 1
 
 
 class Counting(OfEachToken):

@@ -1,11 +1,12 @@
-"""The LM head of `shared_prompt_forward`: in chunks, with the model's own arithmetic, in bounded memory."""
+"""The LM head of `shared_prompt_forward`: in chunks, with the model's own arithmetic; and heads of other kinds."""
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import gc
 import weakref
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,13 @@ from tiny_models import (
     check_gradients,
     dualkv,
     gradients,
-    replicated_logps,
+    tiny_config,
     tiny_model,
+    transformers,
 )
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
 
 from flash_attn_dualkv import SharedPromptError
 from flash_attn_dualkv.integrations import lm_head
@@ -103,35 +107,6 @@ def test_the_watch_sees_logits_that_stay(monkeypatch):
         assert logps.requires_grad
 
 
-@pytest.mark.parametrize("kind", ["untied", "tied", "lora"])
-def test_gradient_hooks_of_the_head_see_one_gradient(kind, monkeypatch):
-    """The whole one, over all chunks and with the embedding's part where that is the same parameter."""
-    monkeypatch.setattr(lm_head, "LOGIT_ELEMENTS", 4 * VOCABULARY)
-    model = tiny_model("qwen3", tie_word_embeddings=kind == "tied")
-    if kind == "lora":
-        peft = pytest.importorskip("peft", reason="needs peft")
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-        model = peft.get_peft_model(model, config).double()
-
-    def run(module, forward):
-        seen = {}
-        for name, one in module.named_parameters():
-            if one.requires_grad:
-                # Not linear: of parts and of their sum it makes something else.
-                seen[name] = []
-                one.register_hook(lambda gradient, calls=seen[name]: calls.append(0) or gradient**2)
-        forward(module)[0].sum().backward()
-        assert all(len(calls) == 1 for calls in seen.values())
-        return gradients(module)
-
-    twin = copy.deepcopy(model)
-    getattr(twin, "get_base_model", lambda: twin)().set_attn_implementation("sdpa")
-    got = run(model, lambda module: dualkv.shared_prompt_forward(module, MIXED.pack()))
-    expected = run(twin, lambda module: replicated_logps(module, MIXED))
-    assert any("lm_head" in name or kind == "tied" for name in got)
-    check_gradients(got, expected, 2 * TOLERANCES[torch.float64].gradient)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_model_is_left_as_it_was(fails):
     model = tiny_model("llama")
@@ -167,3 +142,116 @@ def test_a_forward_that_something_has_wrapped_is_called_as_wrapped():
 def test_temperature_is_a_positive_number(temperature, error):
     with pytest.raises(error, match="temperature: expected"):
         dualkv.shared_prompt_forward(tiny_model("llama"), MIXED.pack(), temperature=temperature)
+
+
+BATCH = MIXED.pack()
+INPUTS = dict(input_ids=BATCH.input_ids[None], position_ids=BATCH.position_ids[None], use_cache=False)
+POOLED = "expected one value for each row of the packed batch .* for the whole row"
+
+
+def head_of(kind: str, name: str, **options: Any) -> Any:
+    torch.manual_seed(1)
+    config = tiny_config(name, num_labels=1, **options)
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config, attn_implementation="dualkv")
+    return model.double().eval()
+
+
+def run(model: Any, **options: Any) -> Any:
+    return model(**INPUTS, shared_prompt_layout=BATCH.layout, **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gpt2"])
+def test_sequence_classification_is_refused_at_once(name: str) -> None:
+    with pytest.raises(SharedPromptError, match=f"^model: {POOLED}"):
+        dualkv.install_layout_hook(head_of("SequenceClassification", name))
+
+
+class Pooling(transformers.PreTrainedModel):
+    """A model as users write it, for embeddings or rewards: one result from all rows, in one of many forms."""
+
+    config_class = transformers.LlamaConfig
+    base_model_prefix = "inner"
+    _supports_attention_backend = True
+
+    def __init__(self, config: Any, form: str) -> None:
+        super().__init__(config)
+        self.inner = transformers.LlamaModel(config)
+        self.score = nn.Linear(config.hidden_size, 1)
+        self.form = form
+
+    def get_input_embeddings(self) -> nn.Module:
+        module: nn.Module = self.inner.embed_tokens
+        return module
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        hidden = self.inner(input_ids, position_ids=position_ids, **kwargs).last_hidden_state
+        if self.form == "the mean":
+            return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=hidden.mean(1))
+        if self.form == "the last":
+            return SequenceClassifierOutput(logits=self.score(hidden[:, -1]))
+        if self.form == "a tuple":
+            return hidden, (hidden.amax(1),)
+        if self.form == "a tensor":
+            return self.score(hidden[:, -1]).squeeze(-1)
+        return SequenceClassifierOutput(logits=self.score(hidden), loss=self.score(hidden).mean())
+
+
+FORMS = {
+    "the mean": f"^pooler_output of the model: {POOLED}",
+    "the last": f"^logits of the model: {POOLED}",
+    "a tuple": f"^1 of the model: {POOLED}",
+    "a tensor": f"^0 of the model: {POOLED}",
+    "a loss": "^loss: expected that of shift_labels=",
+}
+
+
+@pytest.mark.parametrize("expects", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_pooling_of_ones_own(form: str, expects: bool) -> None:
+    config = tiny_config("llama")
+    config._attn_implementation = "dualkv"
+    model = Pooling(config, form).eval()
+    dualkv.install_layout_hook(model)
+    context = dualkv.expect_shared_prompt(BATCH.layout, 2) if expects else contextlib.nullcontext()
+    with context, pytest.raises(SharedPromptError, match=FORMS[form]):
+        run(model)
+    model(torch.arange(3, 9)[None], use_cache=False)  # without a layout it is as it was
+
+
+def test_question_answering() -> None:
+    """Two outputs a token; its loss is one of the whole row."""
+    model = transformers.LlamaForQuestionAnswering(tiny_config("llama")).double().eval()
+    model.set_attn_implementation("dualkv")
+    dualkv.install_layout_hook(model)
+    assert run(model).start_logits.shape == (1, BATCH.num_rows)
+    with pytest.raises(SharedPromptError, match="^labels: expected shift_labels="):
+        run(model, start_positions=torch.tensor([1]), end_positions=torch.tensor([2]))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_values_of_tokens(name: str) -> None:
+    """A critic, as verl has it: the value and the gradients of each response token's row are those of its sequence."""
+    model = head_of("TokenClassification", name, classifier_dropout=0.0, hidden_dropout=0.0)
+    rows = []
+    for prompt, response in zip(MIXED.prompts, MIXED.responses):
+        values = model(torch.tensor([prompt + response]), use_cache=False).logits[0, :, 0]
+        rows.append(values[len(prompt) - 1 : len(prompt) - 1 + len(response)])
+    expected = torch.cat(rows)
+    weights = torch.linspace(-1, 2, len(expected), dtype=expected.dtype)
+    (weights @ expected).backward()
+    expected_gradients = gradients(model)
+    dualkv.install_layout_hook(model)
+    got = run(model).logits[0, BATCH.token_index, 0]
+    check_equal(got, expected, TOLERANCES[torch.float64].value)
+    (weights @ got).backward()
+    check_gradients(gradients(model), expected_gradients, TOLERANCES[torch.float64].gradient)
+
+
+@pytest.mark.parametrize("kept", [{}, dict(logits_to_keep=BATCH.token_index), dict(logits_to_keep=3)])
+@pytest.mark.parametrize("output", [{}, dict(return_dict=False), dict(output_hidden_states=True)])
+def test_what_causal_lms_return(kept: dict[str, Any], output: dict[str, Any]) -> None:
+    model = transformers.MixtralForCausalLM(tiny_config("mixtral", num_local_experts=2)).eval()
+    model.set_attn_implementation("dualkv")
+    dualkv.install_layout_hook(model)
+    run(model, output_router_logits=True, **kept, **output)
+    run(model.model, **output)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_models import HYBRIDS, KINDS, hybrid_config, hybrid_model
-from tiny_models import MIXED, VERSION, dualkv, replicated_logps, stock_twin, tiny_model, transformers
+from tiny_models import MIXED, dualkv, replicated_logps, stock_twin, tiny_model, transformers
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, SharedPromptLayoutError
 from flash_attn_dualkv.integrations.transformers import first_use, support
@@ -212,15 +212,6 @@ def test_layers_of_other_libraries_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(type(mixer_of(model)), "forward", forward)
     with pytest.raises(SharedPromptError, match=f"one whose forward is that of {__name__}"):
         dualkv.check_supported(model.config)
-
-
-@pytest.mark.skipif(VERSION >= (5, 15), reason="these models can hand states on")
-@pytest.mark.parametrize("name", ["bamba", "falcon_h1", "lfm2", "granitemoehybrid"])
-def test_older_versions_are_refused(name: str) -> None:
-    # By default all layers of LFM2 are attention, and others name the kinds of their layers otherwise.
-    config = hybrid_config(name) if name == "lfm2" else transformers.AutoConfig.for_model(name)
-    with pytest.raises(SharedPromptError, match=f"layer_types of {name}: expected transformers 5.17 or newer"):
-        dualkv.check_supported(config)
 
 
 def test_attention_layers_only() -> None:

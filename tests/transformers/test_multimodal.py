@@ -6,22 +6,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import models_page
 import pytest
 import torch
-from sweep import SAMPLES, check_page, verdict_of
-from tiny_models import (
-    MIXED,
-    VERSION,
-    Samples,
-    check_equal,
-    dualkv,
-    replicated_logps,
-    stock_twin,
-    transformers,
-)
-from tiny_multimodal import EXACT, IMAGES, any_multimodal, image, multimodal_model
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from tiny_models import MIXED, VERSION, Samples, check_equal, dualkv, replicated_logps, stock_twin, transformers
+from tiny_multimodal import IMAGES, image, multimodal_model
 
 from flash_attn_dualkv import SharedPromptError
 from flash_attn_dualkv.integrations.transformers.support import tower_configs
@@ -33,29 +21,6 @@ USED = [
     # 4.57's GLM-4V cannot make a mask of text.
     if name in transformers.CONFIG_MAPPING and (VERSION >= (5, 0) or name != "glm4v")
 ]
-
-
-@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
-def test_exact_or_refused(model_type: str) -> None:
-    """Log-probabilities and the gradients of all parameters, in training mode."""
-    verdict = verdict_of(any_multimodal(model_type).train())
-    assert verdict.kind != "inexact", verdict.reason
-    assert verdict.kind == "exact" or VERSION < (5, 24) or model_type not in EXACT
-    check_page(models_page.MULTIMODAL, "transformers", model_type, verdict)
-    if verdict.kind == "stock":
-        pytest.skip(f"the stock model cannot run on text: {verdict.reason}")
-
-
-@pytest.mark.parametrize("model_type", USED)
-def test_without_a_layout_as_stock(model_type: str) -> None:
-    model = multimodal_model(model_type)
-    ids = torch.tensor([SAMPLES.prompts[0], SAMPLES.prompts[0][::-1]])
-    mask = torch.ones_like(ids)
-    mask[1, -9:] = 0
-    with torch.no_grad():
-        got = model(ids, attention_mask=mask, use_cache=False).logits
-        expected = stock_twin(model, "eager")(ids, attention_mask=mask, use_cache=False).logits
-    check_equal(got[mask.bool()], expected[mask.bool()], 5e-5)
 
 
 # --- the attention of towers ------------------------------------------------------------------------------------------

@@ -10,20 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from sweep import any_model
-from tiny_models import (
-    MIXED,
-    TOLERANCES,
-    VERSION,
-    Samples,
-    check_equal,
-    dualkv,
-    replicated_logps,
-    stock_twin,
-    tiny_config,
-    tiny_model,
-    transformers,
-)
+from tiny_models import MIXED, VERSION, Samples, dualkv, tiny_config, tiny_model, transformers
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, ops
 from flash_attn_dualkv.integrations.transformers import guard, support
@@ -78,18 +65,6 @@ def test_a_layer_that_gets_no_layout_raises():
         model(**inputs(shared_prompt_layout=BATCH.layout))
     alone = dataclasses.replace(BATCH.layout, position_ids=None)
     model(**{**inputs(shared_prompt_layout=alone), "position_ids": BATCH.position_ids[None].clone()})
-
-
-@pytest.mark.skipif(VERSION >= (5, 0), reason="this transformers' GPT-2 passes the layout on")
-def test_a_model_that_drops_the_layout():
-    model = tiny_model("gpt2")
-    with pytest.raises(SharedPromptLayoutError, match=LOST + "0"):
-        dualkv.shared_prompt_forward(model, BATCH)
-    # The hook brings it to the backbone.
-    dualkv.install_layout_hook(model)
-    got, _ = dualkv.shared_prompt_forward(model, BATCH)
-    expected, _ = replicated_logps(stock_twin(model), MIXED)
-    check_equal(got, expected, TOLERANCES[torch.float64].value)
 
 
 def test_a_model_on_stock_attention_does_not_take_a_layout():
@@ -261,25 +236,6 @@ def test_bidirectional_masks_are_refused():
         model(**inputs(shared_prompt_layout=BATCH.layout))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "options", "message"),
-    [
-        ("jamba", {}, "mamba|linear_attention"),
-        ("roberta", {}, "positions that begin at 0|a forward that takes .*logits_to_keep"),
-        ("bart", {}, "a backbone whose forward takes position_ids|a forward that takes"),  # it counts rows by itself
-    ],
-)
-def test_inexact_models_are_refused_before_they_run(model_type, options, message):
-    try:
-        model = any_model(model_type, **options)
-    except SharedPromptError:  # an older version, in which its attention cannot be chosen
-        assert VERSION < (5, 0)
-        return
-    for function in (dualkv.install_layout_hook, lambda one: dualkv.shared_prompt_forward(one, BATCH)):
-        with pytest.raises(SharedPromptError, match=message):
-            function(model)
-
-
 def test_modules_that_mix_tokens_are_refused_whatever_the_configuration_says():
     model = tiny_model("llama")
     model.model.layers[0].mlp.extra = torch.nn.Conv1d(32, 32, 4)
@@ -404,45 +360,36 @@ def test_what_can_be_registered(options, message, restored_registry):
         (dict(attn_logit_softcapping=50.0, sliding_window=8), None),
         (dict(attn_logit_softcapping=2000.0), "a softcap of 2000"),
         (dict(head_dim=512), None),
-        (dict(head_dim=520), "a head dim of 520"),
         (dict(global_head_dim=520), "a head dim of 520"),
         (dict(head_dim=20), "a head dim of 20"),
-        ({}, None),
     ],
     ids=str,
 )
 def test_what_the_kernels_lack(settings: dict[str, Any], lack: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # what a GPU lacks is the next test's
-    config = tiny_config("llama")
-    for name, value in settings.items():
-        setattr(config, name, value)
-    found = support.kernels_lack(config)
+    found = support.kernels_lack(tiny_config("llama", **settings))
     assert found is None if lack is None else found is not None and found.startswith(lack)
 
 
 @pytest.mark.parametrize(
-    ("major", "built", "kernels", "lack"),
+    ("major", "built", "kernels", "is_refused"),
     [
-        (9, [64, 512], None, None),
-        (9, [64, 512], "sm90", None),
-        (9, [64, 512], "sm80", "a head dim of 512"),
-        (9, [64, 256], None, "a head dim of 512"),
-        (9, None, None, "a head dim of 512"),
-        (8, [64, 512], None, "a head dim of 512"),
-        (10, [64, 512], None, "a head dim of 512"),
+        (9, [64, 512], None, False),
+        (9, [64, 512], "sm80", True),
+        (9, [64, 256], None, True),
+        (9, None, None, True),
+        (10, [64, 512], None, True),
     ],
 )
 def test_heads_wider_than_256_need_kernels_for_hopper(
-    major: int, built: list[int] | None, kernels: str | None, lack: str | None, monkeypatch: pytest.MonkeyPatch
+    major: int, built: list[int] | None, kernels: str | None, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny_config("llama")
-    config.global_head_dim = 512
     info = {**ops.build_info(), "head_dims": {"sm80": [64, 256]} | ({} if built is None else {"sm90": built})}
     monkeypatch.setattr(ops, "build_info", lambda: info)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    if kernels is None:
-        monkeypatch.delenv("DUALKV_KERNELS", raising=False)
-    else:
+    monkeypatch.delenv("DUALKV_KERNELS", raising=False)
+    if kernels is not None:
         monkeypatch.setenv("DUALKV_KERNELS", kernels)
-    assert support.kernels_lack(config) == lack
+    found = support.kernels_lack(tiny_config("llama", global_head_dim=512))
+    assert found == ("a head dim of 512" if is_refused else None)

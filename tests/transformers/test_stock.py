@@ -59,7 +59,7 @@ def test_generate(name, cache):
 
 @pytest.mark.skipif(VERSION < (5, 10), reason="has another continuous batching")
 @pytest.mark.parametrize("fallback", ["auto", "sdpa", "eager"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_generate_with_continuous_batching(name, fallback, restored_registry):
     """On stock attention by its name, and afterwards on the registered one again, errors or not."""
     if fallback == "sdpa" and FAMILIES[name].stock == "eager":
@@ -82,8 +82,13 @@ def test_generate_with_continuous_batching(name, fallback, restored_registry):
     assert model.config._attn_implementation == "batched"
 
 
-@pytest.mark.parametrize("fallback", ["auto", "sdpa", "eager"])
-@pytest.mark.parametrize("name", [name for name in SUPPORTED if name != "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("name", "fallback"),
+    [
+        *((name, "auto") for name in SUPPORTED if name != "deepseek_v3"),
+        *((name, fallback) for name in ("llama", "mistral", "gemma2", "gpt_oss") for fallback in ("sdpa", "eager")),
+    ],
+)
 def test_padded_batches(name, fallback, restored_registry):
     """Logits and gradients of real tokens are bit-equal to those of the implementation that is fallen back to."""
     dualkv.register("fallback_of_a_test", fallback=fallback)

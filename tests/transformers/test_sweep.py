@@ -1,39 +1,59 @@
-"""Every causal LM that transformers can make from a tiny configuration: exact on shared prompts, or refused."""
+"""All models of text, and of more, that transformers makes of tiny configurations: exact or refused."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import models_page
 import pytest
 import torch
-from sweep import CAUSAL_LMS, EXACT, SAMPLES, any_model, causal_lm_verdict, check_page
+from sweep import CAUSAL_LMS, MULTIMODAL, SAMPLES, Verdict, any_model, check_page, verdict_of
 from tiny_models import VERSION, check_equal, stock_twin
+from tiny_multimodal import any_multimodal
 
 from flash_attn_dualkv import SharedPromptError
 
+pytestmark = pytest.mark.usefixtures("restored_registry")
+EXACT = {title: models_page.exact(title) for title in (models_page.CAUSAL_LMS, models_page.MULTIMODAL)}
+MODELS = [
+    *((models_page.CAUSAL_LMS, any_model, name) for name in CAUSAL_LMS),
+    *((models_page.MULTIMODAL, any_multimodal, name) for name in MULTIMODAL),
+]
+# Beside every causal LM.
+USED = ("qwen3_5", "qwen3_vl", "qwen2_5_vl", "gemma3", "gemma4", "mistral3", "llava")
 
-@pytest.mark.parametrize("model_type", CAUSAL_LMS)
-def test_exact_or_refused(model_type: str) -> None:
-    """Log-probabilities and the gradients of all parameters, in training mode."""
-    verdict = causal_lm_verdict(model_type)
+
+def must_be_exact(title: str, name: str) -> bool:
+    return VERSION >= (5, 24) and name in EXACT[title]
+
+
+@pytest.mark.parametrize(("title", "make", "name"), MODELS, ids=[f"{title}-{name}" for title, _, name in MODELS])
+def test_exact_or_refused(title: str, make: Callable[[str], Any], name: str) -> None:
+    """Log-probabilities of text and the gradients of all parameters, in training mode."""
+    try:
+        verdict = verdict_of(make(name).train())
+    except SharedPromptError as error:
+        verdict = Verdict("refused", str(error))
     assert verdict.kind != "inexact", verdict.reason
-    assert verdict.kind == "exact" or VERSION < (5, 17) or model_type not in EXACT
-    check_page(models_page.CAUSAL_LMS, "transformers", model_type, verdict)
+    assert verdict.kind == "exact" or not must_be_exact(title, name)
+    check_page(title, "transformers", name, verdict)
     if verdict.kind == "stock":
-        pytest.skip(f"the stock model cannot run: {verdict.reason}")
+        pytest.skip(f"the stock model cannot run on text: {verdict.reason}")
 
 
-@pytest.mark.parametrize("model_type", CAUSAL_LMS)
-def test_without_a_layout_as_stock(model_type: str) -> None:
+@pytest.mark.parametrize(("title", "make", "name"), [one for one in MODELS if one[1] is any_model or one[2] in USED])
+def test_without_a_layout_as_stock(title: str, make: Callable[[str], Any], name: str) -> None:
     """Also of models that are refused with one: where a name that is not transformers' own changes them, an error."""
     ids = torch.tensor([SAMPLES.prompts[0], SAMPLES.prompts[0][::-1]])
     mask = torch.ones_like(ids)
     mask[1, -9:] = 0
     with torch.no_grad():
         try:
-            model = any_model(model_type)
+            model = make(name)
             got = model(ids, attention_mask=mask, use_cache=False).logits
         except SharedPromptError:
-            assert VERSION < (5, 17) or model_type not in EXACT
+            assert not must_be_exact(title, name)
             return
         except Exception as error:
             with pytest.raises(type(error)):

@@ -113,14 +113,6 @@ def test_dropout_of_lora_is_refused_in_training():
     dualkv.shared_prompt_forward(model.eval(), MIXED.pack())
 
 
-def test_virtual_tokens_are_refused():
-    peft = pytest.importorskip("peft", reason="needs peft")
-    model = tiny_model("llama", dtype=torch.float32)
-    model = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(SharedPromptError, match="it puts virtual tokens in front of each row"):
-        dualkv.shared_prompt_forward(model, MIXED.pack())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_autocast(dtype):
     """float32 parameters, 16-bit arithmetic: as far from exact as the stock model under autocast."""

@@ -19,8 +19,8 @@ from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, pack_shared
 from flash_attn_dualkv.integrations.ulysses import UlyssesLayout, gather_rows, shard_rows, ulysses_attention
 
 # Query and KV heads, and which numbers of ranks divide the query heads.
-HEADS = {(8, 8): (2, 4, 8), (8, 2): (2, 4, 8), (8, 1): (2, 4, 8), (12, 6): (2, 4), (12, 4): (2, 3)}
-RANKS = (2, 3, 4, 8)
+HEADS = {(8, 8): (2, 4), (8, 2): (2, 4), (8, 1): (2, 4), (12, 6): (2, 4), (12, 4): (2, 3)}
+RANKS = (2, 3, 4)
 PAGE = Path(__file__).resolve().parents[2] / "docs/training.md"
 # Sinks and windows; softcaps; values of another width.
 MODELS = {"qwen3": (2, 4), "gpt_oss": (2, 4), "gemma2": (2, 4), "deepseek_v3": (2, 4)}

@@ -11,21 +11,7 @@ import torch
 import trl
 from tiny_models import VERSION, check_equal, gradients, transformers
 from tiny_multimodal import EXACT, image, multimodal_config, multimodal_model
-from tiny_trl import (
-    SLOW,
-    VALUE,
-    StockInGroups,
-    batch,
-    check_runs,
-    compare,
-    lora,
-    quiet,
-    refused,
-    score,
-    shared,
-    train,
-    trainer,
-)
+from tiny_trl import SLOW, VALUE, StockInGroups, batch, both, compare, lora, quiet, refused, score, shared, trainer
 
 GRPO = shared.SharedPromptGRPOTrainer
 FAST = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "gemma4", "mllama", "llava", "glm4v", "got_ocr2")
@@ -46,39 +32,14 @@ def test_grpo_equals_stock(model_type: str, attention: str, tmp_path: Path) -> N
     """The class that TRL makes of such a checkpoint, with a reference of its own."""
     path = on_disk(tmp_path, model_type)
     options = dict(max_steps=2, beta=0.1, model_init_kwargs=dict(dtype="float32", attn_implementation=attention))
-    stock = train(trainer(StockInGroups, path, tmp_path, **options))
-    got = train(trainer(GRPO, path, tmp_path, **options))
+    got, _ = both(GRPO, StockInGroups, path, tmp_path, **options)
     assert type(got.trainer.model).__name__.endswith("ForConditionalGeneration")
-    check_runs(got, stock)
-    assert sum(got.metric("fallbacks")) == 0
     assert min(got.metric("dedup_ratio")) > 1.2
 
 
-def test_dpo_equals_stock(tmp_path: Path) -> None:
-    path = on_disk(tmp_path, "mistral3")
-    stock = train(trainer(trl.DPOTrainer, path, tmp_path, per_device_train_batch_size=4))
-    got = train(trainer(shared.SharedPromptDPOTrainer, path, tmp_path, per_device_train_batch_size=4))
-    check_runs(got, stock)
-    assert sum(got.metric("fallbacks")) == 0
-
-
-def test_experts_with_their_auxiliary_loss(tmp_path: Path) -> None:
-    path = on_disk(tmp_path, "qwen3_vl_moe")
-    options = dict(max_steps=2, router_aux_loss_coef=0.1)
-    stock, got = (train(trainer(cls, path, tmp_path, **options)) for cls in (StockInGroups, GRPO))
-    assert all(one["aux_loss"] > 0 for one in stock.logs)
-    check_runs(got, stock)
-    assert sum(got.metric("fallbacks")) == 0
-
-
 def test_lora_equals_stock(tmp_path: Path) -> None:
-    path = on_disk(tmp_path, "gemma3")
-    made = [
-        train(trainer(cls, path, tmp_path, arguments=dict(peft_config=lora()), beta=0.1, max_steps=2))
-        for cls in (StockInGroups, GRPO)
-    ]
-    check_runs(made[1], made[0])
-    assert sum(made[1].metric("fallbacks")) == 0
+    options = dict(arguments=dict(peft_config=lora()), beta=0.1, max_steps=2)
+    both(GRPO, StockInGroups, on_disk(tmp_path, "gemma3"), tmp_path, **options)
 
 
 # HunYuan normalizes queries after their rotation: positions that count padding, as TRL's do, are other positions.

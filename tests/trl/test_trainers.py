@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import runpy
@@ -17,12 +16,12 @@ import tiny_trl
 import torch
 import trl
 from hybrid_models import HYBRIDS, hybrid_model
-from sweep import any_model
 from tiny_models import SUPPORTED, tiny_model
 from tiny_trl import (
     VALUE,
     StockInGroups,
     batch,
+    both,
     check_parameters,
     check_runs,
     compare,
@@ -63,11 +62,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_training_equals_stock(name: str, tmp_path: Path) -> None:
-    model = model_on_disk(tmp_path)
-    stock = train(trainer(StockInGroups, model, tmp_path, **RUNS[name]))
-    got = train(trainer(GRPO, model, tmp_path, **RUNS[name]))
-    check_runs(got, stock)
-    assert sum(got.metric("fallbacks")) == 0
+    got, _ = both(GRPO, StockInGroups, model_on_disk(tmp_path), tmp_path, **RUNS[name])
     assert min(got.metric("dedup_ratio")) > 1.2
     assert min(got.metric("tokens_saved")) > 0
 
@@ -114,30 +109,20 @@ def test_the_order_of_micro_batches_does_not_matter_to_an_accumulated_step(tmp_p
 def test_mixture_of_experts_with_its_auxiliary_loss(tmp_path: Path) -> None:
     """Experts are balanced over the tokens of replicated prompts, although each prompt is computed once."""
     model = model_on_disk(tmp_path, "mixtral", router_aux_loss_coef=0.1)
-    stock = train(trainer(StockInGroups, model, tmp_path, steps_per_generation=2))
-    got = train(trainer(GRPO, model, tmp_path, steps_per_generation=2))
+    _, stock = both(GRPO, StockInGroups, model, tmp_path, steps_per_generation=2)
     assert all(one["aux_loss"] > 0 for one in stock.logs)
-    check_runs(got, stock)
-    assert sum(got.metric("fallbacks")) == 0
 
 
 def test_rloo_equals_stock(tmp_path: Path) -> None:
-    model = model_on_disk(tmp_path)
-    stock = train(trainer(trl.RLOOTrainer, model, tmp_path, beta=0.1))
-    got = train(trainer(shared.SharedPromptRLOOTrainer, model, tmp_path, beta=0.1))
-    check_runs(got, stock)
-    assert sum(got.metric("fallbacks")) == 0
+    both(shared.SharedPromptRLOOTrainer, trl.RLOOTrainer, model_on_disk(tmp_path), tmp_path, beta=0.1)
 
 
 @pytest.mark.parametrize(
     "options", [{}, dict(precompute_ref_log_probs=True), dict(ld_alpha=0.5, max_length=20)], ids=str
 )
 def test_dpo_equals_stock(options: dict[str, Any], tmp_path: Path) -> None:
-    model = model_on_disk(tmp_path)
-    stock = train(trainer(trl.DPOTrainer, model, tmp_path, per_device_train_batch_size=4, **options))
-    got = train(trainer(shared.SharedPromptDPOTrainer, model, tmp_path, per_device_train_batch_size=4, **options))
-    check_runs(got, stock)
-    assert sum(got.metric("fallbacks")) == 0
+    options = dict(per_device_train_batch_size=4, **options)
+    got, _ = both(shared.SharedPromptDPOTrainer, trl.DPOTrainer, model_on_disk(tmp_path), tmp_path, **options)
     assert min(got.metric("dedup_ratio")) > 1.1
 
 
@@ -206,6 +191,7 @@ CASES = {
 }
 FAMILIES = ["llama", "qwen2", "gemma2", "gemma3_text", "cohere2", "granite", "gpt_oss", "deepseek_v3", "qwen3_moe"]
 FAMILIES += ["gemma4_text"] if "gemma4_text" in SUPPORTED else []
+FAMILIES += [name for name in ("qwen3_5_text", "bamba", "lfm2") if name in HYBRIDS]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -219,26 +205,16 @@ def test_one_forward(case: str, tmp_path: Path) -> None:
     assert ours._sharing.tally.calls == 2 * -(-len(ids) // options.get("batch_size", len(ids)))
 
 
-@pytest.mark.parametrize("family", [name for name in ("qwen3_5_text", "bamba", "lfm2") if name in HYBRIDS])
-def test_hybrid_models(family: str, tmp_path: Path) -> None:
-    """States and convolutions of a prompt are handed on; under activation checkpointing, which is TRL's default."""
-    stock, ours = (
-        trainer(cls, hybrid_model(family, torch.float32, attention="sdpa"), tmp_path) for cls in (trl.GRPOTrainer, GRPO)
-    )
-    compare(stock, ours, *batch([(9, [5, 9, 3]), (12, [1, 7])]))
-    assert ours._sharing.tally.calls == 2
-    assert not ours._sharing.tally.fallbacks
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_model_families(family: str, tmp_path: Path) -> None:
-    """Windows, softcaps, scales of logits, sinks, experts; on eager attention where the family's stock is that."""
+    """Windows, softcaps, scales of logits, sinks, experts, states; on eager attention where the stock model is."""
     attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
     options = dict(router_aux_loss_coef=0.0) if family in ("gpt_oss", "qwen3_moe") else {}
     # Its scores are not divided by anything, so that float32 rounds gradients by more than is allowed here.
     dtype = torch.float64 if family == "gemma4_text" else torch.float32
+    make = hybrid_model if family in HYBRIDS else tiny_model
     stock, ours = (
-        trainer(cls, tiny_model(family, dtype=dtype, attention=attention), tmp_path, **options)
+        trainer(cls, make(family, dtype=dtype, attention=attention), tmp_path, **options)
         for cls in (trl.GRPOTrainer, GRPO)
     )
     compare(stock, ours, *batch([(9, [5, 9, 3]), (12, [1, 7])]))
@@ -283,33 +259,6 @@ def test_calls_that_are_not_shared(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "samples" in warnings[1]
 
 
-def test_what_else_a_model_may_be_given(tmp_path: Path) -> None:
-    """Not by GRPOTrainer today: the models have no arguments of these names, or drop them."""
-    ours = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
-    ids, mask, _ = batch([(9, [5, 9, 3])])
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :9] = -100
-    wrong, goes_on, behind = labels.clone(), labels.clone(), labels.clone()
-    wrong[0, 10] += 1
-    goes_on[1, -1] = -100
-    behind[0, -1] = ids[0, -1]
-    calls: list[tuple[str, dict[str, Any]]] = [
-        ("multimodal", dict(token_type_ids=mask)),
-        ("arguments", dict(position_ids=mask.cumsum(1) - 1)),
-        ("arguments", dict(labels=None, shift_labels=labels[:, 1:])),
-        ("samples", dict(labels=wrong)),
-        ("samples", dict(labels=goes_on)),
-        ("samples", dict(labels=behind)),
-    ]
-    for reason, changes in calls:
-        ours._sharing.take(torch.device("cpu"))
-        inputs = {**dict(input_ids=ids, attention_mask=mask, labels=labels), **changes}
-        if inputs["labels"] is None:
-            inputs["input_ids"], inputs["attention_mask"] = ids[:, :-1], mask[:, :-1]
-        ours.model(**inputs, fused_lm_head=True)
-        assert ours._sharing.tally.fallbacks == {reason: 1}
-
-
 def test_dropout_is_not_shared_in_training_mode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     call = batch([(9, [5, 9, 3])])
     config = dict(lora_dropout=0.1)
@@ -352,17 +301,6 @@ def test_reasons_are_metrics_from_when_they_come_up(tmp_path: Path) -> None:
     assert [one.get("shared_prompt/fallbacks/dedup_ratio") for one in run.logs[first:]] == shares[first:]
     assert not any("shared_prompt/fallbacks/dedup_ratio" in one for one in run.logs[:first])
     assert not any(f"shared_prompt/fallbacks/{name}" in one for one in run.logs for name in ("samples", "liger"))
-
-
-def test_a_model_that_chooses_keys_stays_on_its_attention(tmp_path: Path) -> None:
-    """Its file computes another attention under a name that is none of transformers'."""
-    model = any_model("minimax_m3_vl_text")
-    model.set_attn_implementation("eager")
-    stock, ours = (trainer(cls, copy.deepcopy(model), tmp_path) for cls in (trl.GRPOTrainer, GRPO))
-    call = batch([(40, [5, 9])])
-    reason, scores = refused(ours, *call)
-    assert reason == "unsupported"
-    assert torch.equal(scores[0], score(stock, *call)[0])
 
 
 def test_verification_switches_off_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import math
 import weakref
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import tiny_trl
@@ -17,8 +15,6 @@ from torch import Tensor
 from transformers import AttentionInterface
 from trl.experimental.async_grpo import packing
 from trl.trainer.utils import add_fused_lm_head
-
-from flash_attn_dualkv import ops
 
 tree = tiny_trl.importlib.import_module("flash_attn_dualkv.integrations.trl.tree")
 trees = tiny_trl.importlib.import_module("flash_attn_dualkv.integrations.trees")
@@ -118,17 +114,6 @@ def test_nodes_are_the_segments(name: str, hook: None) -> None:
         own = [*range(bounds[node], bounds[node + 1])]
         found.append([*found[parent], *own] if parent >= 0 else own)
     assert [row for path in found for row in path] == packed["tree_kv_index"].tolist()
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_the_kernels_are_told_the_mean_of_keys(name: str, hook: None) -> None:
-    packed = pack(TREES[name])
-    tensors = [torch.zeros(1, heads, len(packed["input_ids"]), 8) for heads in (4, 2, 2)]
-    with patch.object(ops, "attend", side_effect=ops.attend) as told:
-        AttentionInterface._global_mapping["tree_fa3"](None, *tensors, None, **tree_kwargs(packed), scaling=0.3)
-    own, paths = (packed[f"tree_cu_seqlens_{one}"].diff().tolist() for one in "qk")
-    seen = [path - at for length, path in zip(own, paths) for at in range(length)]
-    assert ops.Options(*told.call_args.args[7:]).mean_keys == math.ceil(sum(seen) / len(seen))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

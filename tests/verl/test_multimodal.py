@@ -16,14 +16,12 @@ import torch
 import verl_rig
 from tensordict import TensorDict
 from torch import nn
-from torch.nn import functional
 from verl.workers.engine.fsdp import transformer_impl
 from verl_cases import Case, Found
 from verl_inputs import PICTURE_TOKEN, Batch, Model
 from verl_runs import ACTOR, ENVIRONMENT, MODEL, UNEQUAL, case, check_equal, check_shared
 
 from flash_attn_dualkv.errors import SharedPromptError
-from flash_attn_dualkv.integrations.transformers.hybrid.delivery import _causal_conv1d
 from flash_attn_dualkv.integrations.verl import engine as plugin
 from flash_attn_dualkv.integrations.verl import patches
 
@@ -311,16 +309,3 @@ def test_rows_that_nobody_divides(monkeypatch: pytest.MonkeyPatch, is_divided: b
             engine._plan_of(TensorDict(batch_size=0))
     else:
         assert engine._plan_of(TensorDict(batch_size=0)) == "multimodal"
-
-
-@pytest.mark.parametrize("lengths", [[5], [3, 1, 1, 7, 2], [1, 1]])
-def test_convolutions_of_packed_rows(lengths: list[int]) -> None:
-    """Each sequence by itself, as the package causal_conv1d computes it."""
-    source = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(shape, generator=source).double() for shape in ((1, 6, sum(lengths)), (6, 4), (6,)))
-    of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-    got = _causal_conv1d(x, weight, bias, "silu", seq_idx=of)
-    expected = [_causal_conv1d(one, weight, bias, "silu") for one in x.split(lengths, 2)]
-    torch.testing.assert_close(got, torch.cat(expected, 2))
-    alone = functional.conv1d(functional.pad(x[:, :, : lengths[0]], (3, 0)), weight[:, None], bias, groups=6)
-    torch.testing.assert_close(expected[0], functional.silu(alone))

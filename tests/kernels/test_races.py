@@ -1,20 +1,18 @@
-"""The search for races of jitter.py, and that every barrier of the kernels takes part.
-
-That results which differ are noticed, and that owners are split, mutants.txt shows.
-"""
+"""The searches for races: that every barrier takes part in jitter.py's, and what racecheck is made to see."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jitter
 import pytest
-from mutants import has_hopper
+import sanitize
+from mutants import ROOT, has_hopper
 
 PLACE = "DUALKV_TEST_DEVICE"
 PTX = Path(__file__).resolve().parents[2] / "csrc/ptx"
@@ -49,39 +47,6 @@ def test_the_search_has_tests(case: str) -> None:
         assert re.search(rf"::{name}\[.*sm90.*\bd{head_dim}-|::{name}\[.*\bd{head_dim}-.*sm90", found), found[-2000:]
 
 
-def test_the_command_runs_what_it_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Built once, run elsewhere; the first case that finds something ends the search."""
-    asked: list[Any] = []
-
-    class Fake:
-        output = "1 failed"
-
-        def __init__(self, folder: Path, is_there: bool = False, **settings: str) -> None:
-            asked.append((folder, is_there, settings["DUALKV_HEAD_DIMS"], settings["DUALKV_TEST_REPEATS"]))
-            self.root = folder
-
-        def build(self) -> None:
-            (self.root / "build/objects").mkdir(parents=True)
-            (self.root / "build/objects/sm90_one.log").write_text("")
-
-        def test(self, file: str, select: str) -> str:
-            asked.append((file, select))
-            return "failed" if "packs" in select else "passed"
-
-    monkeypatch.setattr(jitter, "Tree", Fake)
-    assert jitter.main([str(tmp_path), "--only", "build", "--head-dim", "128"]) == 0
-    assert jitter.main([str(tmp_path), "--only", "run", "--runs", "7", "--cases", "packs", "trees"]) == 1
-    assert jitter.main([str(tmp_path), "--only", "run", "--head-dim", "512", "--cases", "packs", "trees"]) == 0
-    kernels = "tests/kernels/test_tree.py"
-    assert asked == [
-        (tmp_path, False, "128", "200"),
-        (tmp_path, True, "64,128", "7"),
-        (kernels, "test_packs_repeat_bit_for_bit and sm90 and (d64- or d128-)"),
-        (tmp_path, True, "512", "200"),
-        (kernels, "test_results_repeat_bit_for_bit and sm90 and (d512-)"),
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 512])
@@ -91,3 +56,36 @@ def test_no_races(head_dim: int, tmp_path: Path) -> None:
     tree = jitter.jittered(tmp_path, [head_dim], runs=200)
     jitter.build(tree)
     assert jitter.search(tree, [head_dim]) == "passed"
+
+
+def test_no_arrival_of_one_lane_is_left_for_racecheck(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    assert len(sanitize.FOLLOWED) == 10
+    for change in sanitize.FOLLOWED:
+        change.apply(tmp_path)
+    sources = {path.name: path.read_text() for path in (tmp_path / "csrc/sm90").glob("*.h")}
+    assert not [name for name, text in sources.items() if "lane == 0" in text or "named_barrier_arrive(" in text]
+
+
+@pytest.mark.parametrize(
+    ("text", "returncode", "verdict"),
+    [
+        ("========= ERROR SUMMARY: 0 errors", 0, "clean"),
+        ("========= ERROR SUMMARY: 2 errors", 99, "2 errors"),
+        ("========= RACECHECK SUMMARY: 3 hazards displayed", 99, "3 errors"),
+        ("========= ERROR SUMMARY: 0 errors", 1, "failed"),
+        ("Device not supported", 0, "failed"),
+    ],
+)
+def test_verdicts(text: str, returncode: int, verdict: str) -> None:
+    assert sanitize.judge(text, returncode) == verdict
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", sanitize.TOOLS)
+def test_the_tools_find_nothing(tool: str, tmp_path: Path) -> None:
+    sanitizer = sanitize.find_sanitizer()
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is neither in PATH nor in CUDA_HOME/bin; it comes with the CUDA toolkit")
+    assert sanitize.run_tool(tool, sanitizer, tmp_path) == "clean"
