@@ -1,7 +1,7 @@
-// How a persistent block comes by its items of the work list (query tiles). One thread takes them from the list, three
-// reads that depend on each other, and loads their queries, while another, the producer, is still at the KV tiles of the
-// item before. Producer and consumers find items in slots in shared memory, each with a barrier for "filled" and one for
-// "emptied". What a consumer must know of a KV tile travels with its K.
+// Work scheduling of persistent blocks that own query tiles. A scheduler thread takes items from
+// the list (three dependent reads) and loads their queries, while the producer thread is still
+// loading the KV tiles of the previous item. Items are passed in slots in shared memory, each with
+// a full and an empty barrier. The geometry of a KV tile is passed along with its K.
 #pragma once
 
 #include "core/query_block.h"
@@ -10,12 +10,12 @@
 
 namespace dualkv::sm90 {
 
-// For the items of the consumers, of the producer, and the next.
+// Items of the consumers, of the producer, and the next one.
 constexpr int kWorkSlots = 3;
 
-// The two threads, of the first warpgroup: warp 0 has the producer, warp 1 takes items. The others of the warpgroup leave
-// first, so that the compiler knows each of the two to be alone in its warp; else it would keep nothing of theirs in uniform
-// registers, and spill.
+// Roles of the first warpgroup: warp 0 has the producer, warp 1 the scheduler. All other threads
+// exit first, so that the compiler knows each of the two to be alone in its warp; otherwise it
+// keeps none of their state in uniform registers, and spills.
 enum class QueryRole { none, produce, hand_out };
 __device__ __forceinline__ QueryRole query_role() {
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
@@ -23,7 +23,7 @@ __device__ __forceinline__ QueryRole query_role() {
   return warp == 0 ? QueryRole::produce : QueryRole::hand_out;
 }
 
-// Addresses in shared memory: the queries first, then rings of K and V.
+// Shared-memory layout: the queries, then rings of K and V.
 template <class Config>
 struct QueryShared {
   uint32_t base;
@@ -44,7 +44,7 @@ struct QueryShared {
     return handshake(Config::kStagesQ + Config::kStagesK + stage);
   }
   __device__ __forceinline__ Handshake work_ready(int slot) const { return handshake(kTileStages + slot); }
-  // The producer begins an item.
+  // Signals that the producer has started an item.
   __device__ __forceinline__ uint32_t work_begun() const { return handshake(kTileStages + kWorkSlots).barrier; }
 
   __device__ __forceinline__ void init_barriers() const {
@@ -59,12 +59,13 @@ struct QueryShared {
 
 struct QueryWork {
   QueryBlock block;
-  int valid;  // 0: the list has ended
+  int valid;  // 0: end of the list
 };
 
-// The thread that takes items: writes them into one slot after the other, once the consumers have left it, and loads the
-// queries by load(stage, handshake, block). It takes an item when the producer begins the one before, no earlier: an item
-// that waits could begin elsewhere. Behind the end of the list it tells everybody so.
+// Scheduler thread. Writes items into one slot after the other, once the consumers have released
+// it, and loads the queries by load(stage, handshake, block). An item is taken when the producer
+// starts the previous one, no earlier: an item that waits could start on another block. The end of
+// the list is published as an invalid item.
 template <class Config, class Shared, class Params, class Load>
 __device__ __forceinline__ void hand_out_works(const Shared& shared, const Params& p, QueryWork (&works)[kWorkSlots],
                                                QueryTiling tiling, Load load) {
@@ -91,8 +92,8 @@ __device__ __forceinline__ void hand_out_works(const Shared& shared, const Param
   }
 }
 
-// Producer: loads the K of the walk's current tile by load(address, barrier, tile). The copies first: the step may follow
-// while they are under way, for nobody reads it before this thread arrives.
+// Producer: loads K of the walk's current tile by load(address, barrier, tile). The copies are
+// issued before the step is written: no consumer reads it before this thread arrives.
 template <class Config, class Shared, class Walk, class Load>
 __device__ __forceinline__ KvStep load_k_step(const Shared& shared, KvStep (&steps)[Config::kStagesK],
                                               const Walk& path, const NodeTable& nodes, int group, Visibility sees,
@@ -107,7 +108,7 @@ __device__ __forceinline__ KvStep load_k_step(const Shared& shared, KvStep (&ste
   return step;
 }
 
-// The same for V of a tile.
+// Producer: loads V of a tile.
 template <class Config, class Shared, class Load>
 __device__ __forceinline__ void load_v_tile(const Shared& shared, const KvTile& tile,
                                             PipelineState<Config::kStagesV>& state, Load load) {
@@ -118,7 +119,7 @@ __device__ __forceinline__ void load_v_tile(const Shared& shared, const KvTile& 
   state.advance();
 }
 
-// Calls body(block, handshake of its slot) for every item, until the list ends.
+// Calls body(block, handshake of its slot) for every item of the list.
 template <class Shared, class Body>
 __device__ __forceinline__ void for_each_work(const Shared& shared, const QueryWork (&works)[kWorkSlots], Body body) {
   for (PipelineState<kWorkSlots> state;; state.advance()) {
@@ -129,7 +130,7 @@ __device__ __forceinline__ void for_each_work(const Shared& shared, const QueryW
   }
 }
 
-// The producer: calls load(block).
+// Producer: calls load(block) for every item.
 template <class Shared, class Load>
 __device__ __forceinline__ void produce_works(const Shared& shared, const QueryWork (&works)[kWorkSlots], Load load) {
   for_each_work(shared, works, [&](const QueryBlock& block, const Handshake&) {
@@ -138,7 +139,7 @@ __device__ __forceinline__ void produce_works(const Shared& shared, const QueryW
   });
 }
 
-// Consumer warps: call attend(block).
+// Consumer warps: call attend(block) for every item.
 template <class Shared, class Attend>
 __device__ __forceinline__ void consume_works(const Shared& shared, const QueryWork (&works)[kWorkSlots], int lane,
                                               Attend attend) {
@@ -148,8 +149,9 @@ __device__ __forceinline__ void consume_works(const Shared& shared, const QueryW
   });
 }
 
-// Zeroes those of the rows [first, kRows) of a KV tile that are foreign. They may hold NaN, and where a tile is an operand
-// 0 * NaN is NaN. Every warpgroup zeroes them for itself: two that write the same zeros need not wait for each other.
+// Zeroes the foreign rows of [first, kRows) of a KV tile: they may hold NaN, and 0 * NaN is NaN.
+// Every warpgroup zeroes them for itself: two that write the same zeros need not wait for each
+// other.
 template <class Tile, int kRows, class Foreign>
 __device__ __forceinline__ void zero_rows(uint32_t tile, int first, int group, int thread, Foreign is_foreign) {
   constexpr int kChunks = Tile::kPanels * Tile::kPanelChunks;
@@ -164,7 +166,7 @@ __device__ __forceinline__ void zero_rows(uint32_t tile, int first, int group, i
   ptx::named_barrier_sync(1 + group, kWarpgroup);
 }
 
-// Of a tile whose first `valid` rows are keys.
+// Zeroes all rows after the first `valid` ones.
 template <class Tile, int kRows>
 __device__ __forceinline__ void zero_tail(uint32_t tile, int valid, int group, int thread) {
   zero_rows<Tile, kRows>(tile, valid, group, thread, [](int) { return true; });
