@@ -7,13 +7,14 @@
 
 namespace dualkv {
 
-// Device pointers. The contexts of groups come first among the rows of keys, then the keys of the sequences.
+// Device pointers. Among the rows of keys, the contexts of all groups come before the keys of the
+// sequences.
 struct SequenceNodesArgs {
   const int* cu_seqlens_q;        // (num_sequences + 1)
   const int* cu_seqlens_k;        // (num_sequences + 1)
-  const int* cu_seqlens_context;  // (num_groups + 1); null: one group with all rows of the context, if there is one
+  const int* cu_seqlens_context;  // (num_groups + 1); null: one group with all context rows, if any
   const int* cu_seqs_per_context; // (num_groups + 1)
-  int num_sequences, num_groups;  // no group: sequences without a context
+  int num_sequences, num_groups;  // no group: sequences without context
   int context_rows;
   int* nodes;  // (num_groups + num_sequences, kNodeColumns)
 };
@@ -27,9 +28,9 @@ struct TreeNodesArgs {
 };
 void build_tree_nodes(const TreeNodesArgs& args, cudaStream_t stream);
 
-// Contiguous rows of a tensor. The launch that builds a work list also clears the rows that are in no item of it: a
-// memset of all of them costs the forward 1.5% of its time. Offsets that contradict each other may leave rows as they
-// were allocated: wrong numbers, as everywhere.
+// Contiguous rows of a tensor. The launch that builds a work list also clears the rows that are in
+// no item: a memset of all rows costs the forward 1.5% of its time. Offsets that contradict each
+// other may leave rows uninitialised: wrong numbers, as everywhere.
 struct ClearedRows {
   void* data;
   int64_t row_bytes;  // a multiple of 16
@@ -46,7 +47,7 @@ struct ForwardListArgs {
   int* count;
   int* next;  // set to zero
   ClearedRows rows;  // of the queries: O or dQ
-  float* lse;        // (num_heads, q_rows), set to -inf in the cleared rows; or null
+  float* lse;  // (num_heads, q_rows), -inf in cleared rows; or null
   int num_heads;
 };
 void prepare_forward(const ForwardListArgs& args, cudaStream_t stream);
@@ -59,16 +60,16 @@ struct BackwardListArgs {
   Visibility sees;
   int num_kv_heads, packs_per_group;
   int num_sms;
-  int tile_capacity, slot_capacity;  // cap the tiles, and the slots of split ones
+  int tile_capacity, slot_capacity;  // of tiles, and of slots of split tiles
   int query_capacity;                // rows of the queries
-  bool orders_dq;                    // whether blocks wait for those before them on the path (core/block_order.h)
+  bool orders_dq;  // whether dQ is added in order (core/block_order.h)
   int *tile_offsets, *query_offsets, *node_sums;  // (num_nodes + 1) scratch
-  int* tile_begins;                               // as large: the number of each node's first tile
+  int* tile_begins;  // as large: number of each node's first tile
   int *tile_nodes, *tile_steps, *part_offsets;    // (tile_capacity + 1) scratch
-  int* first_borders;                             // as large: where a tile's second part begins
-  int* part_places;                               // scratch for the parts behind the first of their tile
-  int *border_parts, *tiles_before, *parts_before;  // scratch for the borders of slices: tiles of queries and parts
-  BackwardItem* swept;                            // scratch for the items in the order of a sweep
+  int* first_borders;  // as large: where a tile's second part starts
+  int* part_places;  // scratch for the parts after the first of a tile
+  int *border_parts, *tiles_before, *parts_before;  // scratch: borders of slices
+  BackwardItem* swept;  // scratch for the items in raster order
   int* item_bins;                                 // as many
   BackwardItem* items;
   int* in_local_order;
@@ -76,10 +77,10 @@ struct BackwardListArgs {
   SplitTile* splits;
   int* split_count;
   ClearedRows keys[2], decoded[2];  // dK and dV
-  ClearedRows dq_sum;                  // all of it, and what its adders wait for: one "row"
+  ClearedRows dq_sum;  // all of it and its semaphores, as one "row"
 };
 
-// The list, the cleared rows and the row statistics.
+// Builds the list, clears rows and computes the row statistics.
 template <typename T>
 void prepare_backward(const BackwardListArgs& args, const RowStatisticsParams<T>& rows, cudaStream_t stream);
 
@@ -107,7 +108,8 @@ struct TokenNews {
 };
 constexpr TokenNews kNoNews{INT64_MAX, INT64_MIN, 0, 0};
 
-// Block `i` writes tokens of part `i % count` to `joined`, as int64, and what it says of them to `news[i]`.
+// Block `i` writes tokens of part `i % count` to `joined`, as int64, and what it says of them to
+// `news[i]`.
 int join_blocks(const TokenParts& parts);
 template <typename T>
 void join_tokens(const TokenParts& parts, int64_t* joined, TokenNews* news, cudaStream_t stream);
