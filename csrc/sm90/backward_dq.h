@@ -364,7 +364,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       using TileQ = typename Config::TileQ;
       using TileDo = typename Config::TileDo;
-      const auto load = [&](int stage, const Handshake& ready, const QueryBlock& work) {
+      const auto load = [&](int stage, const PipelineBarrier& ready, const QueryBlock& work) {
         ready.expect(TileQ::kBytes + TileDo::kBytes);
         load_tile<TileQ>(shared.q(stage), maps.q, ready.full(), work.head, work.q_tile.row);
         load_tile<TileDo>(shared.dout(stage), maps.dout, ready.full(), work.head, work.q_tile.row);

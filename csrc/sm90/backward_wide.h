@@ -18,7 +18,7 @@ struct BackwardWideShared : KvShared<Config> {
   __device__ __forceinline__ uint32_t probabilities(int buffer) const {
     return this->base + Config::kOffsetP + buffer * Config::kBytesP;
   }
-  __device__ __forceinline__ Handshake probabilities_ready(int buffer) const {
+  __device__ __forceinline__ PipelineBarrier probabilities_ready(int buffer) const {
     return {this->barrier(2 + 2 * (Config::kStagesQ + Config::kStagesDo + buffer))};
   }
 
@@ -108,7 +108,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, Shared> {
   }
 
   __device__ __forceinline__ void send(const Operand& packed) {
-    const Handshake ready = shared.probabilities_ready(probabilities.stage);
+    const PipelineBarrier ready = shared.probabilities_ready(probabilities.stage);
     ready.wait_empty(probabilities.phase);
     const uint32_t address = shared.probabilities(probabilities.stage) + thread * 16;
 #pragma unroll
@@ -122,7 +122,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, Shared> {
 
   // Computes dS^T from dP^T and the other warpgroup's P^T, into `operand`.
   __device__ __forceinline__ void differentiate(const Statistic& delta, bool is_masked, const FlaggedStep& step) {
-    const Handshake ready = shared.probabilities_ready(probabilities.stage);
+    const PipelineBarrier ready = shared.probabilities_ready(probabilities.stage);
     ready.wait_full(probabilities.phase);
     const uint32_t address = shared.probabilities(probabilities.stage) + thread * 16;
 #pragma unroll

@@ -16,7 +16,7 @@ struct DsShared : KvShared<Config> {
   }
   // Full when both warpgroups have written dS, empty when both have made dQ of it: the same warps
   // are producers and consumers.
-  __device__ __forceinline__ Handshake ds_ready(int buffer) const { return {barrier(kFirst + 2 * buffer)}; }
+  __device__ __forceinline__ PipelineBarrier ds_ready(int buffer) const { return {barrier(kFirst + 2 * buffer)}; }
 
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kConsumerWarps = Config::kConsumers * 4;

@@ -339,10 +339,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       const QueryTiling tiling{Config::kBlockM / p.packed_heads, p.packed_heads};
       const int q_bytes = tiling.queries * tiling.heads * Config::kHeadDim * static_cast<int>(sizeof(T));
-      hand_out_works<Config>(shared, p, works, tiling, [&](int stage, const Handshake& ready, const QueryBlock& work) {
+      const auto load = [&](int stage, const PipelineBarrier& ready, const QueryBlock& work) {
         ready.expect(q_bytes);
         load_tile<typename Config::TileQ>(shared.q(stage), maps.q, ready.full(), work.head, work.q_tile.row);
-      });
+      };
+      hand_out_works<Config>(shared, p, works, tiling, load);
     }
   } else {
     ptx::take_registers<Config::Registers::kConsumer>();

@@ -35,9 +35,9 @@ struct KvShared {
     return base + Config::kOffsetDelta + stage * Config::kBlockM * 4;
   }
   __device__ __forceinline__ uint32_t barrier(int index) const { return base + Config::kOffsetBarriers + index * 8; }
-  __device__ __forceinline__ Handshake kv_ready() const { return {barrier(0)}; }
-  __device__ __forceinline__ Handshake q_ready(int stage) const { return {barrier(2 + 2 * stage)}; }
-  __device__ __forceinline__ Handshake dout_ready(int stage) const {
+  __device__ __forceinline__ PipelineBarrier kv_ready() const { return {barrier(0)}; }
+  __device__ __forceinline__ PipelineBarrier q_ready(int stage) const { return {barrier(2 + 2 * stage)}; }
+  __device__ __forceinline__ PipelineBarrier dout_ready(int stage) const {
     return {barrier(2 + 2 * (Config::kStagesQ + stage))};
   }
 
@@ -123,7 +123,7 @@ struct BackwardProducer {
 
   // Publishes the next step with its Q and LSE, once the consumers have released the stage.
   __device__ __forceinline__ const BackwardStep& load_q(uint32_t more_flags = 0) {
-    const Handshake ready = shared.q_ready(q_state.stage);
+    const PipelineBarrier ready = shared.q_ready(q_state.stage);
     ready.wait_empty(q_state.phase);
     FlaggedStep& step = steps[q_state.template place<Config::kSteps>()];
     block.take_step(step);
@@ -141,7 +141,7 @@ struct BackwardProducer {
   }
 
   __device__ __forceinline__ void load_dout(const BackwardStep& step) {
-    const Handshake ready = shared.dout_ready(dout_state.stage);
+    const PipelineBarrier ready = shared.dout_ready(dout_state.stage);
     ready.wait_empty(dout_state.phase);
     ready.expect(TileDo::kBytes + kBlockM * 4);
     load_queries<TileDo>(shared.dout(dout_state.stage), maps.dout, ready.full(), step);

@@ -35,20 +35,22 @@ struct QueryShared {
   __device__ __forceinline__ uint32_t v(int stage) const {
     return base + Config::kOffsetV + stage * Config::TileV::kBytes;
   }
-  __device__ __forceinline__ Handshake handshake(int index) const {
+  __device__ __forceinline__ PipelineBarrier pipeline_barrier(int index) const {
     return {base + Config::kOffsetBarriers + index * 16};
   }
-  __device__ __forceinline__ Handshake queries_ready(int stage) const { return handshake(stage); }
-  __device__ __forceinline__ Handshake k_ready(int stage) const { return handshake(Config::kStagesQ + stage); }
-  __device__ __forceinline__ Handshake v_ready(int stage) const {
-    return handshake(Config::kStagesQ + Config::kStagesK + stage);
+  __device__ __forceinline__ PipelineBarrier queries_ready(int stage) const { return pipeline_barrier(stage); }
+  __device__ __forceinline__ PipelineBarrier k_ready(int stage) const {
+    return pipeline_barrier(Config::kStagesQ + stage);
   }
-  __device__ __forceinline__ Handshake work_ready(int slot) const { return handshake(kTileStages + slot); }
+  __device__ __forceinline__ PipelineBarrier v_ready(int stage) const {
+    return pipeline_barrier(Config::kStagesQ + Config::kStagesK + stage);
+  }
+  __device__ __forceinline__ PipelineBarrier work_ready(int slot) const { return pipeline_barrier(kTileStages + slot); }
   // Signals that the producer has started an item.
-  __device__ __forceinline__ uint32_t work_begun() const { return handshake(kTileStages + kWorkSlots).barrier; }
+  __device__ __forceinline__ uint32_t work_begun() const { return pipeline_barrier(kTileStages + kWorkSlots).barrier; }
 
   __device__ __forceinline__ void init_barriers() const {
-    for (int index = 0; index < kTileStages + kWorkSlots; ++index) handshake(index).init(Config::kConsumers * 4);
+    for (int index = 0; index < kTileStages + kWorkSlots; ++index) pipeline_barrier(index).init(Config::kConsumers * 4);
     ptx::mbarrier_init(work_begun(), 1);
     ptx::mbarrier_init_fence();
   }
@@ -63,7 +65,7 @@ struct QueryWork {
 };
 
 // Scheduler thread. Writes items into one slot after the other, once the consumers have released
-// it, and loads the queries by load(stage, handshake, block). An item is taken when the producer
+// it, and loads the queries by load(stage, barrier, block). An item is taken when the producer
 // starts the previous one, no earlier: an item that waits could start on another block. The end of
 // the list is published as an invalid item.
 template <class Config, class Shared, class Params, class Load>
@@ -74,7 +76,7 @@ __device__ __forceinline__ void hand_out_works(const Shared& shared, const Param
   PipelineState<Config::kStagesQ> queries;
   PipelineState<1> begun;
   for (PipelineState<kWorkSlots> state;; state.advance()) {
-    const Handshake ready = shared.work_ready(state.stage);
+    const PipelineBarrier ready = shared.work_ready(state.stage);
     QueryWork& work = works[state.stage];
     ready.wait_empty(state.phase);
     const bool exists = QueryBlock::exists(index, items, p.shape, tiling.heads);
@@ -82,7 +84,7 @@ __device__ __forceinline__ void hand_out_works(const Shared& shared, const Param
     if (exists) work.block.load(index, items, p.work, p.nodes, p.shape, tiling);
     ptx::mbarrier_arrive(ready.full());
     if (!exists) return;
-    const Handshake queries_ready = shared.queries_ready(queries.stage);
+    const PipelineBarrier queries_ready = shared.queries_ready(queries.stage);
     queries_ready.wait_empty(queries.phase);
     load(queries.stage, queries_ready, work.block);
     queries.advance();
@@ -99,7 +101,7 @@ __device__ __forceinline__ KvStep load_k_step(const Shared& shared, KvStep (&ste
                                               const Walk& path, const NodeTable& nodes, int group, Visibility sees,
                                               PipelineState<Config::kStagesK>& state, Load load) {
   const KvStep step = path.step(nodes, Config::kBlockN, group, sees);
-  const Handshake ready = shared.k_ready(state.stage);
+  const PipelineBarrier ready = shared.k_ready(state.stage);
   ready.wait_empty(state.phase);
   load(shared.k(state.stage), ready.full(), step.tile);
   steps[state.stage] = step;
@@ -112,18 +114,18 @@ __device__ __forceinline__ KvStep load_k_step(const Shared& shared, KvStep (&ste
 template <class Config, class Shared, class Load>
 __device__ __forceinline__ void load_v_tile(const Shared& shared, const KvTile& tile,
                                             PipelineState<Config::kStagesV>& state, Load load) {
-  const Handshake ready = shared.v_ready(state.stage);
+  const PipelineBarrier ready = shared.v_ready(state.stage);
   ready.wait_empty(state.phase);
   ready.expect(Config::TileV::kBytes);
   load(shared.v(state.stage), ready.full(), tile);
   state.advance();
 }
 
-// Calls body(block, handshake of its slot) for every item of the list.
+// Calls body(block, barrier of its slot) for every item of the list.
 template <class Shared, class Body>
 __device__ __forceinline__ void for_each_work(const Shared& shared, const QueryWork (&works)[kWorkSlots], Body body) {
   for (PipelineState<kWorkSlots> state;; state.advance()) {
-    const Handshake ready = shared.work_ready(state.stage);
+    const PipelineBarrier ready = shared.work_ready(state.stage);
     ready.wait_full(state.phase);
     if (!works[state.stage].valid) return;
     body(works[state.stage].block, ready);
@@ -133,7 +135,7 @@ __device__ __forceinline__ void for_each_work(const Shared& shared, const QueryW
 // Producer: calls load(block) for every item.
 template <class Shared, class Load>
 __device__ __forceinline__ void produce_works(const Shared& shared, const QueryWork (&works)[kWorkSlots], Load load) {
-  for_each_work(shared, works, [&](const QueryBlock& block, const Handshake&) {
+  for_each_work(shared, works, [&](const QueryBlock& block, const PipelineBarrier&) {
     ptx::mbarrier_arrive(shared.work_begun());
     load(block);
   });
@@ -143,7 +145,7 @@ __device__ __forceinline__ void produce_works(const Shared& shared, const QueryW
 template <class Shared, class Attend>
 __device__ __forceinline__ void consume_works(const Shared& shared, const QueryWork (&works)[kWorkSlots], int lane,
                                               Attend attend) {
-  for_each_work(shared, works, [&](const QueryBlock& block, const Handshake& ready) {
+  for_each_work(shared, works, [&](const QueryBlock& block, const PipelineBarrier& ready) {
     attend(block);
     ready.release(lane);
   });

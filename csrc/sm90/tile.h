@@ -157,7 +157,7 @@ struct PipelineState {
 
 // Full and empty barriers of one pipeline buffer, between the producer (a thread, or several warps)
 // and the consumer warps.
-struct Handshake {
+struct PipelineBarrier {
   uint32_t barrier;  // two mbarriers: full, empty
 
   __device__ __forceinline__ uint32_t full() const { return barrier; }
