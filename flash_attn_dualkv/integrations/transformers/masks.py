@@ -16,8 +16,8 @@ from ...checks import explain
 from ...errors import SharedPromptUnsupportedError
 from . import guard
 
-# What masks of causal and sliding-window attention of packed rows are made of in transformers. Anything else (blocks,
-# images that see themselves both ways, chunks) is no mask that a layout stands for.
+# Building blocks of transformers' masks for causal and sliding-window attention of packed rows. A
+# layout stands for no other mask (blocks, chunks, images that see themselves both ways).
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 _CAUSAL_MASKS = frozenset(
     {
@@ -113,7 +113,7 @@ class DeferredMask:
         return mask
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # wrappers ask so what an argument is
+        if name.startswith("_"):  # wrappers inspect arguments this way
             raise AttributeError(name)
         return getattr(self._tensor(), name)
 
@@ -122,7 +122,7 @@ class DeferredMask:
         parts = index if isinstance(index, tuple) else (index,)
         if all(map(_is_whole, parts)):
             return self
-        queries = self._arguments.get("q_length")  # none in older versions
+        queries = self._arguments.get("q_length")  # missing in older versions
         is_of_rows = len(parts) == 4 and isinstance(parts[2], slice) and parts[2].step is None
         if queries is None or not is_of_rows or not all(map(_is_whole, (*parts[:2], parts[3]))):
             return self._tensor()[index]
@@ -143,7 +143,7 @@ class DeferredMask:
 class _Uses:
     """What has been done with a mask, on all devices."""
 
-    is_read: bool = False  # by something that is no attention of ours
+    is_read: bool = False  # by anything but this package's attention
     is_replaced: bool = False  # by a layout, in at least one layer
 
 
@@ -171,11 +171,11 @@ def _parts(mask_function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     while pending:
         function = pending.pop()
-        # No getattr() with a default: TorchDynamo of PyTorch 2.11 answers it with the default.
+        # getattr() with a default always returns the default in TorchDynamo of PyTorch 2.11.
         name = function.__qualname__ if isinstance(function, FunctionType) else type(function).__name__
         inner = _functions(_closure(function))
         alternatives = [one for one in inner if not _is_without_blocks(one)]
-        # Where a row is text, there are no images whose tokens could see each other.
+        # Masks of images are dropped for rows of text.
         if name == "or_masks.<locals>.or_mask" and len(alternatives) == 1:
             pending += alternatives
             continue

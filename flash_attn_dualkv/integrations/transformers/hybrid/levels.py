@@ -39,7 +39,8 @@ class Tails:
     total: int
 
 
-# Segments of at most so many rows are alike: recurrences are computed in chunks of at least this many.
+# Segments up to this many rows share a bucket: recurrences are computed in chunks of at least
+# this many.
 ALIKE = 64
 
 
@@ -124,15 +125,15 @@ def _begins(lens: Sequence[int], parents: Sequence[int], is_tree: bool) -> list[
     return begins
 
 
-# By value, not by layout: FSDP makes a new layout for every layer. A few: all layers of a forward share one, and
-# micro-batches come one after the other.
+# Cached by value, not by layout: FSDP makes a new layout for every layer. A small cache: all layers
+# of a forward share an entry, and micro-batches come one after the other.
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
 def _tails(
     lens: tuple[int, ...], parents: tuple[int, ...], is_tree: bool, pad: int, width: int, device: torch.device
 ) -> Tails:
     begins = _begins(lens, parents, is_tree)
-    behind: list[list[int]] = []  # the last rows of the path to each node's end, at most `width`
+    behind: list[list[int]] = []  # last rows of each node's path, at most `width`
     for begin, length, parent in zip(begins, lens, parents):
         above = behind[parent] if parent >= 0 and length < width else []
         behind.append([*above, *range(begin + max(0, length - width), begin + length)][-width:] if width else [])
@@ -147,7 +148,7 @@ def _tails(
     places: list[int] = []
     pairs: list[tuple[int, int]] = []
     place = 0
-    for _, length, above in segments:  # in the order of their rows
+    for _, length, above in segments:  # in row order
         place += width
         pairs += ((source, place - len(above) + at) for at, source in enumerate(above))
         places.append(place)
@@ -166,8 +167,8 @@ def _tails(
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
 def _levels(lens: tuple[int, ...], parents: tuple[int, ...], is_tree: bool, pad: int, device: torch.device) -> Levels:
     begins = _begins(lens, parents, is_tree)
-    nearest: list[int] = []  # of each node, the last segment of its path
-    above: list[int] = []  # of each node, the segment that it continues
+    nearest: list[int] = []  # last segment of each node's path
+    above: list[int] = []  # segment that each node continues
     depths: list[int] = []
     for index, (length, parent) in enumerate(zip(lens, parents)):
         above.append(nearest[parent] if parent >= 0 else -1)
@@ -180,7 +181,7 @@ def _levels(lens: tuple[int, ...], parents: tuple[int, ...], is_tree: bool, pad:
         if index in continued:
             inner[depths[index]].append(index)
     calls = [one for one in inner if one]
-    places: dict[int, int] = {}  # of each segment that is continued, among all of them
+    places: dict[int, int] = {}  # index of each continued segment among all of them
     firsts: list[int] = []
     for one in calls:
         first = len(places)
