@@ -90,5 +90,5 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "docs" / "picture.py", tmp_path], check=True)
-    for name in ("shared_prompt.svg", "tree.svg"):
+    for name in ("shared_prompt.svg", "tree.svg", "tiles.svg"):
         assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), "run docs/picture.py again"
