@@ -13,7 +13,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks/results").glob("**/README.md"))]
+KERNELS = ROOT / "csrc/sm90/README.md"
+PAGES = [README, KERNELS, *sorted((ROOT / "docs").glob("**/*.md"))]
+PAGES += sorted((ROOT / "benchmarks/results").glob("**/README.md"))
 MOST_LINES = 220
 
 
