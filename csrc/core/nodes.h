@@ -84,8 +84,7 @@ DUALKV_HD void clamp_run(int& begin, int& length, int rows) {
   length = clamp_int(length, 0, rows - begin);
 }
 
-// Whether the queries of a node start at or after its first key, as in a tree: they then see all
-// keys of the ancestors.
+// Whether all queries of a node see all keys of its ancestors, as in a tree.
 DUALKV_HD bool sees_ancestors(const Node& n) { return n.q_pos0 >= n.kv_pos0; }
 
 // A run is a sequence of neighbouring nodes with consecutive query rows, such as the responses of a
@@ -156,8 +155,7 @@ struct alignas(16) KvStep {
   int last;  // whether this is the last tile of the walk
 };
 
-// Border policy of walks that give each node's tail a tile of its own. The other policy is
-// BorderTiles in core/border_tiles.h.
+// Border policy that gives each node's tail a tile of its own; BorderTiles is the other one.
 struct NoBorders {
   DUALKV_HD void start(const Node&, int, Visibility) {}
   DUALKV_HD bool take_tail(const Node&, int, bool) { return false; }
@@ -206,8 +204,7 @@ struct PathWalk {
                   tile.kv_pos <= first_key && !borders.waiting()};
   }
 
-  // Advances to the next tile. Its node may have to be read from global memory, so that this runs
-  // well before the tile is needed.
+  // Advances to the next tile, well before it is needed: its node may have to be read.
   DUALKV_HD void next(const NodeTable& table, int block_n, Visibility sees) {
     if (borders.ready(block_n)) {
       borders.next(block_n);
@@ -255,8 +252,7 @@ DUALKV_HD bool needs_mask(const KvStep& step, int q_pos) {
   return static_cast<unsigned>(q_pos) - static_cast<unsigned>(step.full_pos) > step.full_span;
 }
 
-// Columns [first_column, end_column) of the tile are visible to the query at q_pos; first_column
-// may be negative.
+// Columns [first_column, end_column) are visible to the query at q_pos; the first may be negative.
 DUALKV_HD int first_column(const KvTile& tile, int q_pos, Visibility sees) {
   return sees.first_key(q_pos) - tile.kv_pos;
 }
@@ -269,9 +265,8 @@ DUALKV_HD bool sees_keys(const KvTile& tile, int q_pos, Visibility sees) {
 }
 
 // ----------------------------------------------------------------------------------------------
-// KV tile -> queries (backward). Query tiles lie on one grid anchored at packed row 0, so that
-// loops run across the borders of sequences and every KV tile agrees on the borders of the dQ
-// tiles.
+// KV tile -> queries (backward). Query tiles are on one grid from packed row 0 on, so that loops run
+// across sequences and all KV tiles agree on the borders of dQ tiles.
 
 // Packed rows [row_begin, row_end) see at least one key of the tile, and rows [full_row, full_end)
 // all of it; of the others, row r is at logical position r + pos_offset.
@@ -324,8 +319,7 @@ DUALKV_HD void skip_hidden(const NodeTable& table, NodeCursor& cursor, const Nod
   cursor.begin = clamp_int(table.runs.begins[table.runs.counts[cursor.begin + 1]], cursor.begin, end);
 }
 
-// Queries of the next node that see `tile`; if they see all of it, those of the rest of its run.
-// Advances the cursor.
+// Queries of the next node, or of the rest of its run, that see `tile`. Advances the cursor.
 DUALKV_HD QueryRange take_nodes(const NodeTable& table, NodeCursor& cursor, const KvTile& tile, Visibility sees) {
   const int index = cursor.next();
   const Node n = table.node(index);
@@ -378,8 +372,7 @@ DUALKV_HD QueryRange next_query_range(const NodeTable& table, NodeCursor& cursor
 DUALKV_HD int first_m_block(const QueryRange& range, int block_m) { return range.row_begin / block_m; }
 DUALKV_HD int end_m_block(const QueryRange& range, int block_m) { return ceil_div(range.row_end, block_m); }
 
-// Number of query tiles (on the grid, once per range) that the owner of `tile` visits for one query
-// head.
+// Query tiles (on the grid, once per range) that the owner of `tile` visits for one query head.
 DUALKV_HD int64_t count_query_tiles(const NodeTable& table, int owner, const KvTile& tile, int block_m,
                                     Visibility sees) {
   int64_t count = 0;
@@ -430,8 +423,7 @@ DUALKV_HD bool needs_mask(const KvTile& tile, const QueryRange& range, int m_blo
   return tile.valid < block_n || row < range.row_begin || row < range.full_row || row + block_m > range.full_end;
 }
 
-// Rows [first_own_row, end_own_row) of a query tile on the grid belong to the range; all others are
-// foreign. Counted from the first row of the tile.
+// Rows [first_own_row, end_own_row) of a query tile belong to the range; all others are foreign.
 DUALKV_HD int first_own_row(const QueryRange& range, int m_block, int block_m) {
   return max_int(range.row_begin - m_block * block_m, 0);
 }
