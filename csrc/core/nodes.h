@@ -42,9 +42,9 @@ enum class Region : int { keys, decoded, borders };
 
 struct KvTile {
   Region region;
-  int row;  // packed row of the first key; for a border tile, the index of its first slab
+  int row;     // packed row of the first key; for a border tile, the index of its first slab
   int kv_pos;  // logical position of the first key; unused by border tiles, which every query sees
-  int valid;  // number of keys, stored in the first rows; or kScattered
+  int valid;   // number of keys, stored in the first rows; or kScattered
 };
 
 // KvTile::valid of a border tile some of whose rows are not keys: its KeyBits say which are.
@@ -178,9 +178,9 @@ struct NoBorders {
 template <class Borders = NoBorders>
 struct PathWalk {
   Borders borders;
-  Node node;  // node whose tiles are visited
-  int n_block;  // index of the current tile in the node
-  int q_end;  // logical position after the last query
+  Node node;      // node whose tiles are visited
+  int n_block;    // index of the current tile in the node
+  int q_end;      // logical position after the last query
   int first_key;  // start of the first query's window; keys start at position 0
 
   DUALKV_HD void start(const NodeTable& table, const Node& own, const QueryTile& q, int block_n, Visibility sees) {

@@ -16,7 +16,7 @@ constexpr double kMaxSoftcap = 1000, kMinSoftcap = 0.01;
 // Constants of c tanh(s / c), where s = softmax_scale * product. tanh(x) = 1 - 2 / (1 + e^2x) takes
 // two special-function instructions and is exact to 2^-23 of c; tanh.approx is exact to 2^-11 only.
 struct Softcap {
-  float bound = 0.f;  // c / softmax_scale, the bound of the products; 0: no softcap
+  float bound = 0.f;    // c / softmax_scale, the bound of the products; 0: no softcap
   float rate = 0.f;     // 2 log2(e) softmax_scale / c: e^2x = 2^(rate * product)
   float inverse = 0.f;  // 1 / (c log2(e))
 

@@ -45,9 +45,9 @@ struct ForwardListArgs {
   int* tile_offsets;  // (num_nodes + 1) scratch
   ForwardItem* items;
   int* count;
-  int* next;  // set to zero
+  int* next;         // set to zero
   ClearedRows rows;  // of the queries: O or dQ
-  float* lse;  // (num_heads, q_rows), -inf in cleared rows; or null
+  float* lse;        // (num_heads, q_rows), -inf in cleared rows; or null
   int num_heads;
 };
 void prepare_forward(const ForwardListArgs& args, cudaStream_t stream);
@@ -77,7 +77,7 @@ struct BackwardListArgs {
   SplitTile* splits;
   int* split_count;
   ClearedRows keys[2], decoded[2];  // dK and dV
-  ClearedRows dq_sum;  // all of it and its semaphores, as one "row"
+  ClearedRows dq_sum;               // all of it and its semaphores, as one "row"
 };
 
 // Builds the list, clears rows and computes the row statistics.
