@@ -48,7 +48,7 @@ class Generators:
         self._sources += [one for one in owned.values() if one is not None]
 
     def read(self) -> list[Any]:
-        """Their states."""
+        """States of all generators."""
         return [one.read() for one in self._sources]
 
     def write(self, states: list[Any]) -> None:
@@ -56,7 +56,7 @@ class Generators:
             source.write(state)
 
     def seed(self, number: int) -> list[Any]:
-        """Start all of them anew; returns their states."""
+        """Seed all generators; returns their states."""
         for source in self._sources:
             source.seed(number)
         return self.read()

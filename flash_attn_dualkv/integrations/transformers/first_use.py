@@ -1,4 +1,4 @@
-"""What is found out about a model before prompts are shared in it, once per mode and set of active adapters."""
+"""Checks of a model before prompts are shared in it, once per mode and set of active adapters."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _state_of(stock: nn.Module) -> tuple[Any, ...]:
 
 @functools.cache
 def _role(kind: Any) -> str | None:
-    """What modules of a class say about the state of their model."""
+    """State of a model that modules of a class hold: "dropout", "adapter" or None."""
     if issubclass(kind, nn.modules.dropout._DropoutNd):
         return "dropout"
     # `active_adapters` is a property of PEFT's layers and a method of transformers' models.

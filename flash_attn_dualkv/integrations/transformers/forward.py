@@ -126,7 +126,7 @@ def shared_prompt_forward(
 
 
 def _text_marks(causal_lm: Any, batch: PackedBatch) -> dict[str, Tensor]:
-    """What tells a model of text and images that all tokens are text: some want to be told in training mode."""
+    """Inputs that tell a model of text and images that all tokens are text, as some require in training mode."""
     if not tower_configs(causal_lm.config):
         return {}
     is_told = "mm_token_type_ids" in inspect.signature(type(causal_lm).forward).parameters

@@ -54,7 +54,7 @@ def current() -> Expectation | None:
 
 
 def begin(layout: SharedPromptLayout, num_layers: int, owner: object = None) -> Expectation:
-    """Start to expect that the layout is consumed, until `end`."""
+    """Expect that the layout is consumed, until `end`."""
     arguments.instance("layout", layout, SharedPromptLayout, " (batch.layout)")
     arguments.integer("num_layers", num_layers, 1)
     expectation = Expectation(layout, num_layers, current(), owner)
@@ -63,13 +63,13 @@ def begin(layout: SharedPromptLayout, num_layers: int, owner: object = None) -> 
 
 
 def end(expectation: Expectation) -> None:
-    """Go back to what was expected before."""
+    """Restore the previous expectation."""
     _expectation.set(expectation.outer)
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Forwards inside have nothing to do with the layout that is expected."""
+    """Hide the expected layout from forwards inside."""
     token = _expectation.set(None)
     try:
         yield

@@ -74,7 +74,7 @@ def _check_inputs(layout: Any, inputs: dict[str, Any]) -> None:
 
 
 class LayoutHook:
-    """What `install_layout_hook` has installed: on a causal LM and on its backbone, or on a backbone alone.
+    """State of `install_layout_hook`: on a causal LM and on its backbone, or on a backbone alone.
 
     The hooks are methods: a model with them can be pickled, and a copy of it has a copy of this object.
     """
@@ -92,7 +92,7 @@ class LayoutHook:
             self._handles.append(one.register_forward_hook(self._after, with_kwargs=True, always_call=True))
 
     def remove(self) -> None:
-        """Take it away again."""
+        """Remove the hook."""
         for handle in self._handles:
             handle.remove()
 

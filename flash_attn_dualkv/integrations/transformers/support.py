@@ -131,7 +131,7 @@ def check_attention(config: Any) -> None:
 
 
 def kernels_lack(config: Any) -> str | None:
-    """What the CUDA kernels lack for a supported model; None if they can run it.
+    """Requirement that the CUDA kernels do not meet for a supported model; None if they run it.
 
     To be asked before a forward: on several GPUs, one whose layer raises leaves the others waiting.
 

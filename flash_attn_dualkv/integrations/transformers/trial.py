@@ -87,7 +87,7 @@ class Pair(NamedTuple):
 
     @staticmethod
     def choose(config: Any, number: int) -> Pair:
-        """The same on every rank; no tokens to which the configuration gives a meaning, such as those of images."""
+        """Tokens of a pair, the same on every rank and without special tokens (of images, for example)."""
         text = text_config(config)
         special = set(_special_tokens(config.to_dict()))
         length = min(LENGTH, max(1, (getattr(text, "max_position_embeddings", None) or 2 * LENGTH) // 2))
@@ -185,7 +185,7 @@ class Trial:
         raise FirstUseError(explain("model", expected, got) + NOISE_ADVICE, "noise")
 
     def _rounding(self, pair: Pair, alone: Outputs, precision: float) -> float:
-        """How far from it other ways to compute the pair alone are: as a batch, and with rounded layers."""
+        """Differences by rounding: the pair alone computed in other ways, as a batch and with rounded layers."""
         ways = [self._run_alone(pair.sequences(self.device))]
         for seed in (1, 2):
             with jittered(self.decoder, precision, seed):
@@ -211,7 +211,7 @@ class Trial:
         raise FirstUseError(explain("hidden states of the model", expected, got + where) + ADVICE, "self_check")
 
     def _agreed(self, flag: bool) -> bool:
-        """Whether it holds on any of the ranks that run the same forwards, whose number depends on it."""
+        """Whether a condition holds on any rank that runs the same forwards, so that all run equally many."""
         if not (dist.is_available() and dist.is_initialized()):
             return flag
         value = torch.tensor(float(flag), device=self.device)
@@ -265,7 +265,7 @@ class Trial:
         return outputs
 
     def _answer(self, **inputs: Any) -> Outputs:
-        """What stands for the transformers model's forward: its decoder, and its head as the module that it is."""
+        """Outputs of decoder and head, in place of the transformers model's own forward."""
         hidden = self.decode(**inputs)[0]
         head = (self.stock if self.entry is None else self.entry).get_output_embeddings()
         # Heads such as ELECTRA's have a layer before the projection.
@@ -320,7 +320,7 @@ def _nudged(model: nn.Module) -> Iterator[None]:
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
-    """What this rank has of a parameter, outside of autograd: a forward may have saved it."""
+    """This rank's share of a parameter, outside autograd: a forward may have saved it."""
     own: Tensor = getattr(parameter, "ds_tensor", parameter).data  # DeepSpeed's ZeRO-3
     return own.to_local() if isinstance(own, DTensor) else own
 

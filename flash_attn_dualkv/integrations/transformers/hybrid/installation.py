@@ -1,4 +1,4 @@
-"""What must not be installed together: kernels that are known to compute wrong gradients."""
+"""Combinations of packages whose kernels are known to compute wrong gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the functions that mix tokens in hybrid models compute when there is a layout.
+"""Replacements, for calls with a layout, of the functions that mix tokens in hybrid models.
 
 Each takes the function of the model file that it stands for and calls it: on the packed row with context inserted, or
 level by level with states handed on. Only arguments that say what is mixed are known here; all others are passed on.
@@ -177,7 +177,7 @@ def _in_buckets(scan: PaddedScan) -> Scan:
 
 
 def implementation_of(stock: Mixer) -> Mixer:
-    """What a function of a model file runs: itself, or that of a package which transformers found in its place."""
+    """The implementation behind a function of a model file: itself, or a package's."""
     if isinstance(stock, nn.Module) and "forward" not in vars(stock):  # made by the package kernels, not replaced
         stock = _closure(type(stock).forward).get("func", stock)
     found: Mixer = _closure(stock).get("implementation", stock)
@@ -185,7 +185,7 @@ def implementation_of(stock: Mixer) -> Mixer:
 
 
 def _closure(function: Mixer) -> dict[str, Any]:
-    """The variables that a function has of the ones around it."""
+    """Variables in the closure of a function."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells))) if code is not None else {}
 
