@@ -31,7 +31,7 @@ struct BackwardShared : DsShared<Config> {
   // Completes when the reduction has read dQ of a warpgroup from shared memory.
   __device__ __forceinline__ uint32_t dq_read(int group) const { return barrier(kNextBarrier + group); }
   // Ping-pong: completes when a warpgroup may issue its products.
-  __device__ __forceinline__ uint32_t turn(int group) const {
+  __device__ __forceinline__ uint32_t issue_order(int group) const {
     return barrier(kNextBarrier + Config::kConsumers + group);
   }
 
@@ -39,15 +39,15 @@ struct BackwardShared : DsShared<Config> {
     static_assert((kNextBarrier + 2 * Config::kConsumers) * 8 <= Config::kBarrierBytes);
     for (int group = 0; group < Config::kConsumers; ++group) {
       ptx::mbarrier_init(dq_read(group), 1);
-      ptx::mbarrier_init(turn(group), 4);
+      ptx::mbarrier_init(issue_order(group), 4);
     }
     DsShared<Config>::init_barriers();
   }
 };
 
-// One consumer warpgroup, 64 keys of the tile. kLeavesOut: skip the steps of which these keys are
+// One consumer warpgroup, 64 keys of the tile. kSkipsHidden: skip the steps of which these keys are
 // not visible; with dQ, only the warpgroup's part of dQ is made for them.
-template <typename T, class Config, bool kComputeDq, bool kLeavesOut, bool kSoftcap>
+template <typename T, class Config, bool kComputeDq, bool kSkipsHidden, bool kSoftcap>
 struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftcap> {
   using Base = DsWarpgroup<T, Config, BackwardShared<Config>, kSoftcap>;
   using Base::block, Base::group, Base::lane, Base::p, Base::shared, Base::steps, Base::steps_done, Base::thread;
@@ -67,10 +67,10 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
 
   // dP is issued after the mask in start(), which here runs in the middle of the walk: the live
   // sums leave no registers for dP beside a mask with 128 queries a tile.
-  static constexpr bool kDpLater = !kComputeDq && kBlockM == 128;
+  static constexpr bool kLateDp = !kComputeDq && kBlockM == 128;
 
   // Hidden steps are skipped, but still take part in ping-pong and dQ.
-  static constexpr bool kOnTurn = kComputeDq && kLeavesOut;
+  static constexpr bool kSkipsWithDq = kComputeDq && kSkipsHidden;
 
   typename Base::template Gradient<kHeadDim> dk, dv;
   typename Base::Scores s, dp;
@@ -165,12 +165,12 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   }
 
   // Waits until the other warpgroup has issued the first products of its step. Warpgroup 0 starts.
-  __device__ __forceinline__ void take_turn() const {
-    ptx::mbarrier_wait(shared.turn(group), steps_done % 2 ^ group ^ 1);
+  __device__ __forceinline__ void wait_issue_order() const {
+    ptx::mbarrier_wait(shared.issue_order(group), steps_done % 2 ^ group ^ 1);
   }
-  __device__ __forceinline__ void pass_turn() const {
+  __device__ __forceinline__ void pass_issue_order() const {
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(shared.turn(group ^ 1));
+    if (lane == 0) ptx::mbarrier_arrive(shared.issue_order(group ^ 1));
   }
 
   __device__ __forceinline__ const FlaggedStep& first_step() const { return kComputeDq ? steps[0] : step_of(q); }
@@ -179,7 +179,7 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   // whole kernel and the main loop recomputes them in every step, which costs 1%.
   __device__ __forceinline__ uint32_t v_outside_loop() const {
     uint32_t tile = Base::v_tile();
-    if (kOnTurn) asm volatile("" : "+r"(tile));
+    if (kSkipsWithDq) asm volatile("" : "+r"(tile));
     return tile;
   }
 
@@ -189,20 +189,20 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     if (flags & FlaggedStep::kForeign) this->zero_foreign_rows(first_step(), q.stage, dout.stage, dout.phase);
     issue_scores(s, shared.q(q.stage));
     shared.dout_ready(dout.stage).wait_full(dout.phase);
-    if (!kDpLater) issue_dp(dp, shared.dout(dout.stage), v_outside_loop());
+    if (!kLateDp) issue_dp(dp, shared.dout(dout.stage), v_outside_loop());
     Statistic lse, delta;
     load_statistic(lse, shared.lse(q.stage));
-    ptx::wgmma_wait<kDpLater ? 0 : 1>();
+    ptx::wgmma_wait<kLateDp ? 0 : 1>();
     ptx::pin(s);
     this->exponentiate(s, lse);
     // Exponentials, mask and slopes are kept apart: interleaved they need more registers than there
     // are.
-    if (kDpLater) {
+    if (kLateDp) {
       ptx::pin(s);
       mask(s, first_step());
       ptx::pin(s);
       issue_dp(dp, shared.dout(dout.stage));
-    } else if (kOnTurn) {
+    } else if (kSkipsWithDq) {
       ptx::pin(s);
       if (flags & FlaggedStep::kMasked) mask(s, first_step());
       ptx::pin(s);
@@ -211,7 +211,7 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
     ptx::pin(s);
-    if (!kDpLater && !kOnTurn) {
+    if (!kLateDp && !kSkipsWithDq) {
       mask(s, first_step());
       ptx::pin(s);
     }
@@ -237,7 +237,7 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     const QState next_q = q.next();
     const DoState next_dout = dout.next();
     const bool leaves = kMakesDq && ((kPeelsFirst && kSeesThis && kSeesNext) || steps_done > 0);
-    if (kComputeDq) take_turn();
+    if (kComputeDq) wait_issue_order();
     if (kSeesThis) {
       issue_accumulate(dv, probabilities, shared.dout(dout.stage));
       if (!kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
@@ -245,7 +245,7 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     if (kComputeDq) announce_ds();
     if (kMakesDq) issue_dq(ds_state().previous());
     shared.q_ready(next_q.stage).wait_full(next_q.phase);
-    if (kComputeDq) pass_turn();
+    if (kComputeDq) pass_issue_order();
     if (flags & FlaggedStep::kNextForeign) {
       this->zero_foreign_rows(step_of(next_q), next_q.stage, next_dout.stage, next_dout.phase);
     }
@@ -329,9 +329,9 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
       return;
     }
     if constexpr (!kComputeDq) {
-      run_visible();
-    } else if constexpr (kLeavesOut) {
-      run_turns();
+      run_without_dq();
+    } else if constexpr (kSkipsHidden) {
+      run_with_dq();
     } else {
       start();
       if (kPeelsFirst && !(flags & FlaggedStep::kLast)) advance<false>();
@@ -343,7 +343,7 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   // Loop with dQ and skipped steps: both warpgroups make dQ of every step. Flags are reloaded after
   // the main loop: if the loaded value is used there, ptxas waits for it right after the load,
   // which costs 1% of the loop.
-  __device__ __forceinline__ void run_turns() {
+  __device__ __forceinline__ void run_with_dq() {
     const uint32_t hidden = FlaggedStep::kNextHidden << group;
     bool sees = !(steps[0].flags & FlaggedStep::kHidden << group);
     if (sees) {
@@ -372,7 +372,7 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   }
 
   // Loop without dQ: only the steps that this warpgroup sees.
-  __device__ __forceinline__ void run_visible() {
+  __device__ __forceinline__ void run_without_dq() {
     flags = steps[0].flags & FlaggedStep::kHidden << group ? FlaggedStep::kNextHidden << group : 0;
     while (true) {
       if (flags & FlaggedStep::kNextHidden << group) {
@@ -459,7 +459,7 @@ __device__ __forceinline__ void add_dq(const BackwardShared<Config>& shared, con
   }
 }
 
-template <typename T, class Config, bool kComputeDq, bool kLeavesOut, bool kSoftcap>
+template <typename T, class Config, bool kComputeDq, bool kSkipsHidden, bool kSoftcap>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     dualkv_sm90_backward(const __grid_constant__ BackwardParams<T> p, const __grid_constant__ BackwardMaps maps) {
   __shared__ KvBlock block;
@@ -473,14 +473,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     // Broadcast, so that the compiler knows it to be warp-uniform.
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
     if (threadIdx.x == 0) {
-      BackwardProducer<T, Config, kLeavesOut>{shared, p, maps, block, steps}.run();
+      BackwardProducer<T, Config, kSkipsHidden>{shared, p, maps, block, steps}.run();
     } else if (kComputeDq && (warp == 1 || warp == 2)) {
       add_dq(shared, p, block, steps, warp - 1);
     }
   } else {
     ptx::take_registers<Config::Registers::kConsumer>();
     const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
-    BackwardConsumer<T, Config, kComputeDq, kLeavesOut, kSoftcap> consumer{{shared, p, block, steps, group * 64}};
+    BackwardConsumer<T, Config, kComputeDq, kSkipsHidden, kSoftcap> consumer{{shared, p, block, steps, group * 64}};
     consumer.run();
     consumer.store();
   }

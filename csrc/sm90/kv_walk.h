@@ -69,8 +69,8 @@ struct alignas(16) FlaggedStep : BackwardStep {
 };
 
 // Producer thread: loads K and V, Q_0, then dO_m before Q_m+1. The geometry of a step is passed
-// along with its Q. kTellsHidden: compute which steps a warpgroup of 64 keys may skip.
-template <typename T, class Config, bool kTellsHidden = false>
+// along with its Q. kFlagsHidden: compute which steps a warpgroup of 64 keys may skip.
+template <typename T, class Config, bool kFlagsHidden = false>
 struct BackwardProducer {
   using TileQ = typename Config::TileQ;
   using TileDo = typename Config::TileDo;
@@ -103,7 +103,7 @@ struct BackwardProducer {
     if (has_foreign_rows(next.range, next.m_block, queries)) step.flags |= FlaggedStep::kNextForeign;
     if (is_masked(next)) {
       step.flags |= FlaggedStep::kNextMasked;
-      if (kTellsHidden) step.flags |= hidden(next) * FlaggedStep::kNextHidden;
+      if (kFlagsHidden) step.flags |= hidden(next) * FlaggedStep::kNextHidden;
     }
   }
 
@@ -170,7 +170,7 @@ struct BackwardProducer {
     load_kv();
     block.start_walk();
     uint32_t first_flags = 0;
-    if (kTellsHidden) {
+    if (kFlagsHidden) {
       first_flags = hidden(block.walk) * FlaggedStep::kHidden + (is_masked(block.walk) ? FlaggedStep::kMasked : 0);
     }
     const BackwardStep* step = &load_q(first_flags);
