@@ -1,5 +1,5 @@
 """Draws which keys each query sees: docs/shared_prompt.svg, with the prompt replicated and with the prompt stored once,
-and docs/tree.svg, in a prefix tree.
+and docs/tree.svg, in a prefix tree; and docs/tiles.svg, the way from a packed row to the tiles of kernels.
 
 python docs/picture.py [DIRECTORY]
 """
@@ -196,7 +196,103 @@ def draw_tree() -> str:
     return document(620, y + 60, shapes)
 
 
+# Two groups in one row, for docs/tiles.svg: name, tokens, parent. A tile is TILE tokens wide.
+GROUPS = (("P₁", 16, -1), ("R₁", 7, 0), ("R₂", 5, 0), ("R₃", 10, 0), ("P₂", 9, -1), ("R₄", 6, 4), ("R₅", 8, 4))
+TILE, TOKEN, BAR = 4, 12, 18
+
+
+def bar(
+    x: float, y: float, tokens: int, fill: str, words: str = "", ink: str = "#ffffff", step: float = TOKEN
+) -> list[str]:
+    """Neighbouring tokens as one box, `step` pixels each."""
+    width = step * tokens - 1
+    shapes = [f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{BAR}" fill="{fill}"/>']
+    if words:
+        shapes.append(text(x + width / 2, y + 13, words, 11, ink, text_anchor="middle"))
+    return shapes
+
+
+def arrow(x: float, y: float, end: float) -> str:
+    tip = 5 if end > x else -5
+    line = f"M{x:g} {y:g}H{end:g}M{end - tip:g} {y - 3:g}L{end:g} {y:g}L{end - tip:g} {y + 3:g}"
+    return f'<path d="{line}" fill="none" stroke="{MUTED}" stroke-width="1.5"/>'
+
+
+def node_color(parent: int) -> str:
+    return COLORS["prompt"] if parent < 0 else COLORS["response"]
+
+
+def packed_groups(x: float, y: float) -> list[str]:
+    """The row: storage."""
+    shapes: list[str] = []
+    for name, length, parent in GROUPS:
+        shapes += bar(x, y, length, node_color(parent), name)
+        x += TOKEN * length
+    return shapes
+
+
+def nodes_of_groups(x: float, y: float) -> list[str]:
+    """Each node at its logical positions, cut into KV tiles, which start with their node."""
+    shapes: list[str] = []
+    line = 0
+    for index, (name, length, parent) in enumerate(GROUPS):
+        if parent < 0 and index:
+            x, line = x + TOKEN * 31, 0
+        begin = x + (TOKEN * GROUPS[parent][1] if parent >= 0 else 0)
+        top = y + 24 * line
+        for first in range(0, length, TILE):
+            shapes += bar(begin + TOKEN * first, top, min(TILE, length - first), node_color(parent))
+        at, anchor = (begin - 8, "end") if parent < 0 else (begin + TOKEN * length + 4, "start")
+        shapes.append(text(at, top + 13, name, 11, MUTED, text_anchor=anchor))
+        line += 1
+    return shapes
+
+
+def forward_walk(x: float, y: float) -> list[str]:
+    """A query tile of R₃, and the KV tiles of its path in the order of the walk."""
+    shapes: list[str] = []
+    steps = iter(range(6, 0, -1))
+    for length, parent in ((16, -1), (8, 0)):
+        for _ in range(0, length, TILE):
+            shapes += bar(x, y, TILE, COLORS["context"] if parent < 0 else COLORS["response"], str(next(steps)), INK)
+            x += TOKEN * TILE
+    shapes += bar(x - TOKEN * TILE, y + 42, TILE, INK, "Q tile")
+    shapes.append(arrow(x - TOKEN * TILE / 2, y + 32, x - TOKEN * 24))
+    return shapes
+
+
+def backward_walk(x: float, y: float) -> list[str]:
+    """The second KV tile of P₁, and the query tiles of its subtree: one range of rows on one grid."""
+    step = 9.6
+    shapes: list[str] = []
+    for first in range(TILE, 38, TILE):
+        fill = COLORS["prompt"] if first < 16 else COLORS["response"]
+        shapes += bar(x + step * first, y, TILE, fill, step=step)
+    shapes += bar(x + step * TILE, y + 42, TILE, INK, "K, V", step=step)
+    shapes.append(arrow(x + step * 40, y + 32, x + step * TILE))
+    return shapes
+
+
+def draw_tiles() -> str:
+    x, right_x = 50, 420
+    shapes = [
+        text(20, 26, "1. Packed row (storage): two groups, depth first", 14, font_weight="600"),
+        *packed_groups(x, 40),
+        text(20, 92, "2. Nodes at their logical positions, cut into KV tiles", 14, font_weight="600"),
+        *nodes_of_groups(x, 108),
+        text(20, 232, "3. Forward, dQ: a block owns a query tile", 14, font_weight="600"),
+        text(20, 250, "KV tiles of the path: own node first, then its parent", 12, MUTED),
+        *forward_walk(x, 266),
+        text(20, 348, "forward.h, backward_dq.h", 12, MUTED),
+        text(right_x, 232, "4. Backward: a block owns a KV tile", 14, font_weight="600"),
+        text(right_x, 250, "query tiles of the subtree: P₁ from its diagonal on, R₁, R₂, R₃", 12, MUTED),
+        *backward_walk(right_x, 266),
+        text(right_x, 348, "backward.h, _mla.h, _wide.h, _columns.h", 12, MUTED),
+    ]
+    return document(820, 366, shapes)
+
+
 if __name__ == "__main__":
     directory = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
-    for name, picture in (("shared_prompt.svg", draw()), ("tree.svg", draw_tree())):
+    for name, picture in (("shared_prompt.svg", draw()), ("tree.svg", draw_tree()), ("tiles.svg", draw_tiles())):
         (directory / name).write_text(picture, encoding="utf-8")

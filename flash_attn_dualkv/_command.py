@@ -9,7 +9,7 @@ from dataclasses import fields
 from fractions import Fraction
 from typing import Any, NoReturn
 
-MOST_TOKENS = 1 << 30  # of a prompt or a response: what the kernels can address
+MOST_TOKENS = 1 << 30  # limit of a prompt or a response: what the kernels can address
 MOST_RESPONSES = 1 << 16
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
@@ -29,7 +29,7 @@ def number(low: float, high: float, whole: bool = True) -> Callable[[str], Any]:
     """Reads a number in [low, high], an int or else a float; 8K is 8192 and 1M is 1024K."""
 
     def read(text: str) -> float:
-        # No leading zeros: 1,024 is not two lengths.
+        # Leading zeros are refused: 1,024 is not two lengths.
         found = re.fullmatch(r"((?:0|[1-9][0-9]{0,11})(?:\.[0-9]{1,6})?)([KkMm]?)", text)
         exact = Fraction(found[1]) * UNITS[found[2].upper()] if found else Fraction(-1)
         value = int(exact) if whole else float(exact)

@@ -24,14 +24,15 @@ from . import build_info, flash_attn_dualkv_varlen_func
 from ._command import CommandLine, add_group, spread
 
 HEADS, HEAD_DIM = {"q": 32, "k": 8, "v": 8, "out": 32}, 128
-# Of each device: prompt, responses, their lengths, element type, timed repetitions, and the largest difference that
-# rounding may make, as a part of a tensor's largest value.
+# Settings of each device: prompt, responses, their lengths, element type, timed repetitions, and
+# the largest difference by rounding, relative to a tensor's largest value.
 DEFAULTS: dict[str, tuple[int, int, range, torch.dtype, int, float]] = {
     "cuda": (8192, 16, range(131, 2049), torch.bfloat16, 5, 3e-2),
     "cpu": (512, 8, range(16, 129), torch.float32, 1, 1e-5),
 }
 TOO_LARGE = "arguments --prompt, --responses, --response: expected a group that fits in"
-# Name and rows of the tensor of which each leaf is a copy; rows of each part of the output; what computes these parts.
+# Name and source rows of each leaf; rows of each part of the output; the function that computes
+# these parts.
 Way = tuple[list[tuple[str, Tensor]], list[Tensor], Callable[..., Any]]
 
 
@@ -113,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     responses = spread(parser, options.response or lengths, options.responses, count)
     tokens, copied = prompt + sum(responses), len(responses) * prompt + sum(responses)
 
-    # Inputs and results of both ways, as many of one as of the other; the group; results in float32.
+    # Inputs and results of both ways, as many of one as of the other; the group; results in
+    # float32.
     needed = sum(HEADS.values()) * HEAD_DIM * (dtype.itemsize * (2 * copied + 3 * tokens) + 8 * tokens)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if reason else torch.cuda.mem_get_info()[0]
     if needed > memory:

@@ -38,9 +38,9 @@ PACKINGS = ("shared", "replicated")
 
 GIB = 1 << 30
 BYTES_PER_PARAMETER = 4.0  # a 16-bit weight and its gradient
-LOWEST_RHO = 1.1  # below it fewer than a tenth of the tokens are saved
+LOWEST_RHO = 1.1  # below, less than a tenth of the tokens are saved
 LOWEST_LAYER_SPEEDUP = 1.05
-COLUMNS = 4096  # of the queries, heads * head_dim, for which `Rates` gives the time of a token
+COLUMNS = 4096  # heads * head_dim of the queries for which `Rates` gives the time of a token
 
 
 def causal_pairs(length: int) -> int:
@@ -191,10 +191,10 @@ class Rates:
         return total
 
 
-# GPUs by name are bf16 and head dimension 128: this library's Hopper kernels, and FlashAttention-2 or, where the name
-# says so, FlashAttention-4. Of benchmarks/results layers are predicted to within 6%, the attention of sequences of 1K
-# tokens and more to within 10%, and of shorter ones to within 20% where it takes 2 ms. Measure your own with
-# benchmarks/bench_kernel.py and benchmarks/bench_layer.py.
+# Measured rates, bf16 and head dimension 128: this library's Hopper kernels, and FlashAttention-2
+# or, where the name says so, FlashAttention-4. Layers of benchmarks/results are predicted to within
+# 6%, the attention of sequences of 1K tokens and more to within 10%, and of shorter ones to within
+# 20% if it takes 2 ms. benchmarks/bench_kernel.py and benchmarks/bench_layer.py measure your own.
 RATES = {
     "equal": Rates(1.0, 1.0, 1.0, 1.0, 1.0),
     "h200": Rates(550.0, 675.0, 590.0, 364.0, 328.0, 7.5, 30.0, 14.0, 48.0),
@@ -302,7 +302,7 @@ def predict(
         attention = sum(attention_flops(model.heads, model.head_dim, pairs, direction) for direction in DIRECTIONS)
         attention_ms = rates.attention_ms(name, model, tokens, pairs)
         activations = tokens * model.saved_bytes_per_token()
-        # During the backward one layer at a time has all its activations again.
+        # One layer at a time holds all its activations during the backward.
         checkpointed = 2 * tokens * model.hidden * model.layers + activations
         model_bytes = bytes_per_parameter * model.parameters
         return Packing(

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from .nodes import Node, checked_nodes
 
-# Bounds of the working memory: a block of scores, its keys, and the float32 sums of dK and dV (in elements).
+# Bounds of the working memory, in elements: a block of scores, its keys, and the float32 sums of
+# dK and dV.
 SCORE_ELEMENTS = 2**18
 KEY_BLOCK = 512
 ACCUMULATOR_ELEMENTS = 2**22
@@ -39,7 +40,7 @@ ACCUMULATOR_ELEMENTS = 2**22
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which logical key positions a query at a logical position sees: the only place that knows the rule.
+    """Visibility rule by logical positions: which keys a query sees. Defined only here.
 
     Up to `left` positions before its own and up to `right` behind it; None for all. Causality is `right` 0.
     """
@@ -316,7 +317,7 @@ def attend(problem: Problem, block: QueryBlock) -> tuple[Tensor, Tensor]:
         scores = problem.cap(q @ k.transpose(1, 2))
         problem.fill_hidden(scores, problem.hidden(block, keys), -math.inf)
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
-        # A row without a visible key so far has the maximum -inf, and -inf - -inf is not a number.
+        # Rows without a visible key so far have the maximum -inf, and -inf - -inf is NaN.
         shift = new_max.masked_fill(new_max == -math.inf, 0.0)
         weights = scores.sub_(shift).exp_()
         decay = (row_max - shift).exp_()
@@ -372,7 +373,7 @@ def _gradients(problem: Problem, results: tuple[Tensor, Tensor | None, Tensor, T
     dq = zeros_like(problem.q)
     dkeys, dvalues = tuple(map(zeros_like, problem.keys)), tuple(map(zeros_like, problem.values))
     for heads in problem.head_chunks():
-        sums: list[Sums] = []  # of the nodes on the path: as soon as a subtree is done, its sums are rounded
+        sums: list[Sums] = []  # one per node on the path; rounded once its subtree is done
         for path in problem.paths():
             while len(sums) >= len(path):
                 sums.pop().finish()

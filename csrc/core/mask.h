@@ -1,6 +1,6 @@
-// Masks and softcaps on accumulator fragments. A mask replaces, in each row, all elements from the first column on that
-// stands behind the query; with a window, those before its first column too; of border tiles, the columns that are no
-// keys. mask_transposed() is for fragments whose rows are keys.
+// Masks and softcaps on accumulator fragments. A mask replaces the elements of each row that are
+// after its query, those before its window, and the columns of a border tile that are not keys.
+// mask_transposed() serves fragments whose rows are keys.
 #pragma once
 
 #include "core/border_tiles.h"
@@ -8,8 +8,8 @@
 
 namespace dualkv {
 
-// Replaces every element whose column is not below its row's limit. `limit(row)` counts the visible columns of a
-// row; (row0, col0) is this thread's first element.
+// Replaces the elements of each row from column `limit(row)` on. (row0, col0) is this thread's
+// first element.
 template <int kM16, int kN8, class Limit>
 __device__ __forceinline__ void mask_fragment(float (&x)[kM16][kN8][4], int row0, int col0, float replacement,
                                               Limit limit) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ void mask_fragment(float (&x)[kM16][kN8][4], int row0
     }
 }
 
-// The same for elements whose column is below its row's `first(row)`, as windows hide them.
+// Replaces the elements of each row before column `first(row)`, which a window hides.
 template <int kM16, int kN8, class First>
 __device__ __forceinline__ void mask_front(float (&x)[kM16][kN8][4], int row0, int col0, float replacement,
                                            First first) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void mask_front(float (&x)[kM16][kN8][4], int row0, i
     }
 }
 
-// Both limits in one pass.
+// Replaces both in one pass.
 template <int kM16, int kN8, class First, class Limit>
 __device__ __forceinline__ void mask_fragment(float (&x)[kM16][kN8][4], int row0, int col0, float replacement,
                                               First first, Limit limit) {
@@ -60,13 +60,13 @@ __device__ __forceinline__ void mask_fragment(float (&x)[kM16][kN8][4], int row0
     }
 }
 
-// Replaces, in all rows, the elements in columns that are no keys of a border tile.
+// Replaces, in all rows, the columns of a border tile that are not keys.
 template <int kM16, int kN8>
 __device__ __forceinline__ void mask_columns(float (&x)[kM16][kN8][4], int col0, float replacement,
                                              const KeyBits& keys) {
 #pragma unroll
   for (int j = 0; j < kN8; ++j) {
-    const uint32_t own = keys.words[j / 4] >> (j % 4 * 8 + col0);  // of this thread's two columns
+    const uint32_t own = keys.words[j / 4] >> (j % 4 * 8 + col0);  // this thread's columns
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       if (!(own >> e % 2 & 1)) {
@@ -92,7 +92,8 @@ __device__ __forceinline__ void cap_scores(float (&x)[kM16][kN8][4], const Softc
   for (int i = 0; i < kM16; ++i) cap_scores(x[i], softcap);
 }
 
-// Multiplies probabilities by the derivative of the softcap at their scores. `lse_log2`: of the thread's two rows.
+// Multiplies probabilities by the derivative of the softcap at their scores. `lse_log2` belongs to
+// the thread's two rows.
 template <int kN8>
 __device__ __forceinline__ void multiply_by_slope(float (&p)[kN8][4], const float (&lse_log2)[2],
                                                   const Softcap& softcap) {
@@ -102,9 +103,9 @@ __device__ __forceinline__ void multiply_by_slope(float (&p)[kN8][4], const floa
     for (int e = 0; e < 4; ++e) p[j][e] *= softcap.slope(p[j][e], lse_log2[e / 2]);
 }
 
-// A mask for a transposed fragment, whose rows are keys and whose columns are queries: replaces by zero what lies outside
-// the columns [begin, end) of its row, which `columns(row)` gives. Limits belong to rows, of which a thread has two, and not
-// to its many columns: one comparison an element.
+// Mask of a transposed fragment, whose rows are keys and whose columns are queries: zeroes each row
+// outside its columns [begin, end) = `columns(row)`. Limits belong to the thread's two rows, so
+// that an element takes one comparison.
 template <int kN8, class Columns>
 __device__ __forceinline__ void mask_transposed(float (&x)[kN8][4], int row0, int col0, Columns columns) {
 #pragma unroll

@@ -1,8 +1,10 @@
-// The integer geometry of shared-prefix attention: which KV tiles a query tile sees, which queries see a KV tile, which
-// tiles need a mask, and where the rows of a tile are stored. Plain C++: kernels and host tests call the same functions.
+// Integer geometry of shared-prefix attention: the KV tiles that a query tile sees, the queries
+// that see a KV tile, which tiles need a mask, and where the rows of a tile are stored. Plain C++:
+// kernels and host tests call the same functions.
 //
-// Tokens are runs, called nodes, that continue one another: a prompt is a root and its responses are its children, and a
-// tree of turns may be of any depth. The table of nodes is in depth-first order: a node, then its subtree.
+// A node is a run of tokens that continues its parent: a prompt is a root, its responses are its
+// children, and a tree of turns may have any depth. The node table is in depth-first order: a node,
+// then its subtree.
 //
 //     node 0  |0 . . . . 9|                  root
 //     node 1              |10 . . 15|        child of 0
@@ -10,11 +12,12 @@
 //     node 3                       |16 . . 21| child of 1
 //     node 4              |10 . . . 17|      child of 0
 //
-// A query sees the keys on its path, from the root to its own node, that neither stand behind it nor lie before its
-// window. Logical positions decide that (struct Visibility is the whole rule); regions decide only where bytes live. KV
-// tiles are anchored at the start of each node, those that a query tile visits at the first key in a window of its queries;
-// what a node leaves over may share a tile with what others of its path do (core/border_tiles.h). So the tiles a row meets,
-// and their order, depend on its path and on nothing else in the batch.
+// A query sees the keys on its path, from the root to its own node, that are neither after it nor
+// before its window. Logical positions alone decide that (struct Visibility is the whole rule);
+// storage regions only say where bytes are. KV tiles start at the first key of a node, or at the
+// first key in the window of a query tile. The tails of several nodes on a path may share a tile
+// (core/border_tiles.h). So the tiles that a row meets, and their order, depend on its path and on
+// nothing else in the batch: results do not change with the batch.
 #pragma once
 
 #include <climits>
@@ -23,7 +26,7 @@
 
 namespace dualkv {
 
-// `*_begin` are packed rows (storage), `*_pos0` the logical positions of the first query and the first key.
+// `*_begin` are packed rows (storage); `*_pos0` are logical positions of the first query and key.
 struct Node {
   int q_begin, q_len;
   int q_pos0;  // negative where there are more queries than keys, aligned at their ends
@@ -33,27 +36,27 @@ struct Node {
   int subtree_end;  // nodes [own index, subtree_end) are the subtree
 };
 
-// The tensors in which keys live: k, or k_decoded, whose rows are counted behind those of k. The rows of a border tile
-// come from several nodes, and from either tensor.
+// Tensors that hold keys: k, and k_decoded, whose rows are counted after those of k. A border tile
+// takes rows from several nodes and from either tensor.
 enum class Region : int { keys, decoded, borders };
 
 struct KvTile {
   Region region;
-  int row;     // packed row of the first key: storage. Of a border tile: the place of its first slab
-  int kv_pos;  // logical position of the first key: masking. A border tile has none, for its keys are visible to all
-  int valid;   // keys in the tile, at most the tile size, and they are the first rows; or kScattered
+  int row;     // packed row of the first key; for a border tile, the index of its first slab
+  int kv_pos;  // logical position of the first key; unused by border tiles, which every query sees
+  int valid;   // number of keys, stored in the first rows; or kScattered
 };
 
-// KvTile::valid of a border tile with rows that are no keys: only its KeyBits say which.
+// KvTile::valid of a border tile some of whose rows are not keys: its KeyBits say which are.
 constexpr int kScattered = -1;
 
-// Rows of the packed tensors: what offsets are clamped to.
+// Row counts of the packed tensors; the node table is clamped to them.
 struct Extents {
   int q_rows, key_rows, decoded_rows;
 
   DUALKV_HD int all_key_rows() const { return key_rows + decoded_rows; }
   DUALKV_HD Region region_of(int row) const { return row < key_rows ? Region::keys : Region::decoded; }
-  // Of a row of all keys, the one in its tensor.
+  // Row within its own tensor.
   DUALKV_HD int row_in_region(int row) const { return row < key_rows ? row : row - key_rows; }
 };
 
@@ -64,7 +67,7 @@ constexpr int kNoWindow = kMaxPosition - 1;
 // Which keys of its path a query sees, by logical positions.
 //
 //     keys      0  1  2  3  4  5  6  7  8
-//     query 6         [-window-]  *             a window of 4: keys 2 to 6; 7 and 8 too if not causal
+//     query 6         [-window-]  *        a window of 4: keys 2 to 6; not causal: 7 and 8 too
 struct Visibility {
   bool causal;
   int window;  // positions before its own that a query sees
@@ -72,7 +75,7 @@ struct Visibility {
   DUALKV_HD bool has_window() const { return window < kNoWindow; }
   // Position of the first key in a query's window.
   DUALKV_HD int first_key(int q_pos) const { return max_int(q_pos - window, 0); }
-  // Position of the last query in whose window a key is.
+  // Position of the last query whose window holds the key.
   DUALKV_HD int last_query(int kv_pos) const { return kv_pos + window; }
 };
 
@@ -81,15 +84,16 @@ DUALKV_HD void clamp_run(int& begin, int& length, int rows) {
   length = clamp_int(length, 0, rows - begin);
 }
 
-// Whether the queries of a node begin at or behind its first key, as in a tree: they then see all keys above the node.
+// Whether all queries of a node see all keys of its ancestors, as in a tree.
 DUALKV_HD bool sees_ancestors(const Node& n) { return n.q_pos0 >= n.kv_pos0; }
 
-// A run: neighbouring nodes whose query rows follow one another, such as the responses of a prompt or a whole tree, and
-// whose queries see all keys above them, or else begin at one position. If one of them sees all of an ancestor's tile, all
-// of them do, and a walk takes the whole run at once. A block that asks 32 responses one by one begins 10 us later.
+// A run is a sequence of neighbouring nodes with consecutive query rows, such as the responses of a
+// prompt or a whole tree, whose queries see all ancestors' keys or else start at one position. If
+// one of them sees all of an ancestor's tile, all do, so that a walk takes the run in one step. A
+// block that reads 32 responses one by one starts 10 us later.
 struct NodeRuns {
-  const int* counts = nullptr;  // (num_nodes + 1): runs that begin before node i; null: runs were not looked for
-  const int* begins = nullptr;  // (runs + 1): the first node of each run, and the end of the last
+  const int* counts = nullptr;  // (num_nodes + 1): runs before node i; null: no runs were built
+  const int* begins = nullptr;  // (runs + 1): first node of each run, then the end of the last
 };
 
 DUALKV_HD bool continues_run(const Node& before, const Node& n) {
@@ -97,9 +101,9 @@ DUALKV_HD bool continues_run(const Node& before, const Node& n) {
   return sees_ancestors(n) || n.q_pos0 == before.q_pos0;
 }
 
-// The table of nodes on the device, read through the only place that turns its values into offsets. Its contents cannot
-// be checked without a host synchronisation, so every read is clamped: an inconsistent table gives wrong numbers, never
-// an access outside a tensor or an endless loop.
+// Node table on the device. Its contents cannot be checked without a host synchronisation, so every
+// read is clamped here: an inconsistent table gives wrong numbers, never an access outside a tensor
+// or an endless loop.
 struct NodeTable {
   const int* rows;  // (num_nodes, kNodeColumns)
   int num_nodes;
@@ -127,8 +131,8 @@ struct NodeTable {
   }
 };
 
-// ---------------------------------------------------------------------------------------------------------------
-// Query tile -> KV tiles (forward, and dQ by itself). Query tiles are anchored at their node.
+// ----------------------------------------------------------------------------------------------
+// Query tile -> KV tiles (forward, and the separate dQ kernel). Query tiles start at their node.
 
 struct QueryTile {
   int row;    // packed row of the first query
@@ -141,17 +145,17 @@ DUALKV_HD QueryTile query_tile(const Node& n, int m_block, int block_m) {
   return QueryTile{n.q_begin + first, min_int(block_m, n.q_len - first), n.q_pos0 + first};
 }
 
-// A KV tile of a walk along a path.
+// One KV tile of a walk along a path.
 struct alignas(16) KvStep {
   KvTile tile;
-  // A group of queries sees all columns of a tile, and needs no mask, if its first stands at one of the positions
-  // [full_pos, full_pos + full_span]. Two numbers for one comparison, which every warp makes for every tile.
+  // A group of queries needs no mask if its first position is in [full_pos, full_pos + full_span].
+  // Stored as start and span, the test is one unsigned comparison per warp and tile.
   int full_pos;
   unsigned full_span;
-  int last;  // whether the walk ends here
+  int last;  // whether this is the last tile of the walk
 };
 
-// Of walks that visit what every node leaves over in a tile by itself. The other choice is in core/border_tiles.h.
+// Border policy that gives each node's tail a tile of its own; BorderTiles is the other one.
 struct NoBorders {
   DUALKV_HD void start(const Node&, int, Visibility) {}
   DUALKV_HD bool take_tail(const Node&, int, bool) { return false; }
@@ -162,22 +166,22 @@ struct NoBorders {
   DUALKV_HD void next(int) {}
 };
 
-// The walk of a query tile along its path: in each node from the last tile of which the queries see something down to
-// the first, then on with the parent, as far as the window of the first query reaches. Parent pointers suffice for that.
+// Walk of a query tile along its path: the tiles of each node from the last visible one to the
+// first, then the parent, as far as the window of the first query reaches.
 //
 //     path    root |  0  |  1  |  2 |   turn |  3  |4|   own node |  5  |  6  |
 //     walk            8     7     6             5   4                3     2     1 (diagonal)
 //
-// The keys of a node before that window are left out first, so that tiles begin with a key that somebody sees: of tiles
-// anchored at the node a walk would visit one more in most cases. There is always a tile: queries that see no key walk
-// one without keys.
+// Keys before that window are dropped first, so that a tile starts at a visible key: with tiles
+// aligned to the node a walk would mostly visit one tile more. A walk has at least one tile:
+// queries that see no key get a tile without keys.
 template <class Borders = NoBorders>
 struct PathWalk {
   Borders borders;
-  Node node;    // whose tiles are visited
-  int n_block;  // the current one
-  int q_end;    // logical position behind the last query
-  int first_key;  // where the window of the first query begins; keys begin at position 0
+  Node node;      // node whose tiles are visited
+  int n_block;    // index of the current tile in the node
+  int q_end;      // logical position after the last query
+  int first_key;  // start of the first query's window; keys start at position 0
 
   DUALKV_HD void start(const NodeTable& table, const Node& own, const QueryTile& q, int block_n, Visibility sees) {
     q_end = q.q_pos + q.rows;
@@ -188,7 +192,7 @@ struct PathWalk {
     climb(table, block_n, sees);
   }
 
-  // Masks are decided for groups of `group` queries, or fewer.
+  // `group`: the most queries for which one mask decision is made.
   DUALKV_HD KvStep step(const NodeTable& table, int block_n, int group, Visibility sees) const {
     if (borders.ready(block_n)) return borders.step(block_n, n_block < 0 && !has_more());
     const KvTile tile = table.kv_tile(node, n_block, block_n);
@@ -200,7 +204,7 @@ struct PathWalk {
                   tile.kv_pos <= first_key && !borders.waiting()};
   }
 
-  // Moves on to the next tile, whose node may have to be read: long before anybody needs it.
+  // Advances to the next tile, well before it is needed: its node may have to be read.
   DUALKV_HD void next(const NodeTable& table, int block_n, Visibility sees) {
     if (borders.ready(block_n)) {
       borders.next(block_n);
@@ -211,7 +215,7 @@ struct PathWalk {
   }
 
  private:
-  // Takes the keys of a node that are in the window of the first query, or behind it.
+  // Enters a node, without the keys before the window of the first query.
   DUALKV_HD void enter(const Node& n) {
     node = n;
     const int hidden = clamp_int(first_key - n.kv_pos0, 0, n.kv_len);
@@ -222,7 +226,7 @@ struct PathWalk {
     return ceil_div(sees.causal ? clamp_int(q_end - node.kv_pos0, 0, node.kv_len) : node.kv_len, block_n);
   }
 
-  // Whether there are keys above the node that a query sees.
+  // Whether an ancestor has visible keys.
   DUALKV_HD bool has_more() const { return node.parent >= 0 && node.kv_pos0 > first_key; }
 
   DUALKV_HD void climb(const NodeTable& table, int block_n, Visibility sees) {
@@ -239,34 +243,33 @@ struct PathWalk {
     }
   }
 
-  // At row 0, because a region may have no rows at all.
+  // Row 0, because a region may have no rows at all.
   DUALKV_HD void take_no_keys() { node.kv_begin = node.kv_len = node.kv_pos0 = n_block = 0; }
 };
 
-// Of a group of queries whose first stands at q_pos.
+// Whether a group of queries whose first position is q_pos needs a mask.
 DUALKV_HD bool needs_mask(const KvStep& step, int q_pos) {
   return static_cast<unsigned>(q_pos) - static_cast<unsigned>(step.full_pos) > step.full_span;
 }
 
-// Columns [first_column, end_column) of the tile are visible to the query at logical position q_pos; the first may be
-// negative.
+// Columns [first_column, end_column) are visible to the query at q_pos; the first may be negative.
 DUALKV_HD int first_column(const KvTile& tile, int q_pos, Visibility sees) {
   return sees.first_key(q_pos) - tile.kv_pos;
 }
 DUALKV_HD int end_column(const KvTile& tile, int q_pos, Visibility sees) {
   return sees.causal ? min_int(tile.valid, q_pos - tile.kv_pos + 1) : tile.valid;
 }
-// Whether it sees any key of the tile.
+// Whether the query sees any key of the tile.
 DUALKV_HD bool sees_keys(const KvTile& tile, int q_pos, Visibility sees) {
   return tile.valid == kScattered || end_column(tile, q_pos, sees) > 0;
 }
 
-// ---------------------------------------------------------------------------------------------------------------
-// KV tile -> queries (backward). Query tiles lie on one grid anchored at packed row 0, so that loops run across the
-// borders of sequences and every KV tile agrees on the borders of the dQ tiles.
+// ----------------------------------------------------------------------------------------------
+// KV tile -> queries (backward). Query tiles are on one grid from packed row 0 on, so that loops run
+// across sequences and all KV tiles agree on the borders of dQ tiles.
 
-// Packed rows [row_begin, row_end) see at least one key of the tile, and rows [full_row, full_end) all of it; of the
-// others, row r is at logical position r + pos_offset.
+// Packed rows [row_begin, row_end) see at least one key of the tile, and rows [full_row, full_end)
+// all of it; of the others, row r is at logical position r + pos_offset.
 struct QueryRange {
   int row_begin, row_end;
   int full_row, full_end;
@@ -275,7 +278,7 @@ struct QueryRange {
   DUALKV_HD bool empty() const { return row_begin >= row_end; }
 };
 
-// How many of a node's queries, from the first on, stand no further behind a key than their window is long.
+// Number of a node's leading queries whose window reaches the key.
 DUALKV_HD int rows_reached(const Node& n, int kv_pos, Visibility sees) {
   if (!sees.has_window()) return n.q_len;
   const int64_t rows = int64_t{sees.last_query(kv_pos)} + 1 - n.q_pos0;
@@ -290,9 +293,9 @@ DUALKV_HD QueryRange query_range(const Node& n, const KvTile& tile, Visibility s
                     n.q_begin + rows_reached(n, tile.kv_pos, sees), n.q_pos0 - n.q_begin};
 }
 
-// Nodes whose queries are still to be visited, of the subtree of one: from the front or, `reversed`, from the back.
+// Nodes of a subtree that are still to be visited, from the front or, if `reversed`, from the back.
 struct NodeCursor {
-  int owner;  // the root of the subtree, which alone sees its tiles causally
+  int owner;  // root of the subtree, the only node that sees its own tiles causally
   int begin, end;
   bool reversed;
 
@@ -305,9 +308,8 @@ DUALKV_HD NodeCursor subtree_of(const NodeTable& table, int index, bool reversed
   return NodeCursor{index, index, table.node(index).subtree_end, reversed};
 }
 
-// Moves a cursor that has just passed a node over the nodes behind it whose windows end before the tile. Queries
-// that see the keys above them stand behind all of these: where a node ends behind the last query that a key reaches,
-// no node below it sees that key, as far as its run goes.
+// Skips descendants that no window reaches. If the last key of `n` is outside the window of the
+// tile, no descendant of `n` can see the tile: skip the rest of the run.
 DUALKV_HD void skip_hidden(const NodeTable& table, NodeCursor& cursor, const Node& n, const KvTile& tile,
                            Visibility sees) {
   const int last_key = tile.kv_pos + tile.valid - 1;
@@ -317,7 +319,7 @@ DUALKV_HD void skip_hidden(const NodeTable& table, NodeCursor& cursor, const Nod
   cursor.begin = clamp_int(table.runs.begins[table.runs.counts[cursor.begin + 1]], cursor.begin, end);
 }
 
-// The queries that see `tile`: of the next node or, where they see all of it, of the rest of its run. Moves the cursor.
+// Queries of the next node, or of the rest of its run, that see `tile`. Advances the cursor.
 DUALKV_HD QueryRange take_nodes(const NodeTable& table, NodeCursor& cursor, const KvTile& tile, Visibility sees) {
   const int index = cursor.next();
   const Node n = table.node(index);
@@ -344,9 +346,9 @@ DUALKV_HD bool joins(const QueryRange& front, const QueryRange& back) {
          back.full_end == back.row_end;
 }
 
-// The next range of queries that see `tile`, merged with the ranges behind it as long as these see all of it: in a packed
-// tree the rows of the subtree become one range, whose first rows need a mask. Both directions give the same ranges.
-// Moves the cursor; empty when there is none left.
+// Next range of queries that see `tile`, merged with the following ranges as long as these see all
+// of it: the rows of a packed subtree become one range, of which only the first rows need a mask.
+// Both directions give the same ranges. Advances the cursor; empty at the end.
 DUALKV_HD QueryRange next_query_range(const NodeTable& table, NodeCursor& cursor, const KvTile& tile,
                                       Visibility sees) {
   QueryRange range{0, 0, 0, 0, 0};
@@ -370,7 +372,7 @@ DUALKV_HD QueryRange next_query_range(const NodeTable& table, NodeCursor& cursor
 DUALKV_HD int first_m_block(const QueryRange& range, int block_m) { return range.row_begin / block_m; }
 DUALKV_HD int end_m_block(const QueryRange& range, int block_m) { return ceil_div(range.row_end, block_m); }
 
-// Query tiles (on the grid, once per range) that an owner of `tile` visits for one query head.
+// Query tiles (on the grid, once per range) that the owner of `tile` visits for one query head.
 DUALKV_HD int64_t count_query_tiles(const NodeTable& table, int owner, const KvTile& tile, int block_m,
                                     Visibility sees) {
   int64_t count = 0;
@@ -381,7 +383,7 @@ DUALKV_HD int64_t count_query_tiles(const NodeTable& table, int owner, const KvT
   return count;
 }
 
-// The same for packed row `row`, and no columns for a row outside the range.
+// The same for packed row `row`; rows outside the range see no columns.
 DUALKV_HD int first_column(const KvTile& tile, const QueryRange& range, int row, Visibility sees) {
   return row < range.full_end ? 0 : sees.first_key(row + range.pos_offset) - tile.kv_pos;
 }
@@ -390,12 +392,12 @@ DUALKV_HD int end_column(const KvTile& tile, const QueryRange& range, int row) {
   return row >= range.full_row ? tile.valid : row + range.pos_offset - tile.kv_pos + 1;
 }
 
-// Unsigned sums: those of an inconsistent table may exceed 32 bits.
+// `row` is an unsigned sum: with an inconsistent table it may exceed 32 bits.
 DUALKV_HD int clamp_row(unsigned row, const QueryRange& range) {
   return clamp_int(static_cast<int>(row), range.row_begin, range.row_end);
 }
 
-// The same the other way round: packed rows [begin, end) of a range see key `key` of the tile.
+// Packed rows [begin, end) of a range that see one key.
 struct RowsOfKey {
   int begin, end;
 };
@@ -421,8 +423,7 @@ DUALKV_HD bool needs_mask(const KvTile& tile, const QueryRange& range, int m_blo
   return tile.valid < block_n || row < range.row_begin || row < range.full_row || row + block_m > range.full_end;
 }
 
-// Of a query tile on the grid, rows [first_own_row, end_own_row) belong to the range; all others are foreign. Rows are
-// counted from the first of the tile.
+// Rows [first_own_row, end_own_row) of a query tile belong to the range; all others are foreign.
 DUALKV_HD int first_own_row(const QueryRange& range, int m_block, int block_m) {
   return max_int(range.row_begin - m_block * block_m, 0);
 }
@@ -433,16 +434,17 @@ DUALKV_HD bool has_foreign_rows(const QueryRange& range, int m_block, int block_
   return m_block * block_m < range.row_begin || (m_block + 1) * block_m > range.row_end;
 }
 
-// The walk of an owner over its steps: query tiles in packed order, or in reverse, and for each of them the query heads
-// of the KV group; or, `head_major`, all query tiles for one head after the other. A step is one (query tile, head). Where
-// tiles hold packs of heads, `heads` are packs.
+// Walk of a KV tile's owner. A step is one (query tile, head), where `heads` counts packs if tiles
+// hold packs of heads. Query tiles come in packed order or reversed, each with all heads of the KV
+// group; or, `head_major`, all query tiles of one head and then the next head's.
 struct QueryWalk {
-  // What changes with every step, or is asked for: 16 bytes at a time where a walk lies in shared memory, which is busy.
+  // State that changes with every step. Kept in 16 bytes, read in one access: the walk is in shared
+  // memory, whose bandwidth the products need.
   alignas(16) QueryRange range;
   int m_block, head;
-  int remaining;  // steps left, the current one included
+  int remaining;  // steps left, including the current one
   int block_m, heads;
-  int first_tile, end_tile;  // of the range: each is a division by block_m
+  int first_tile, end_tile;  // of the range, cached: each costs a division by block_m
 
   NodeTable table;
   KvTile tile;
@@ -450,7 +452,7 @@ struct QueryWalk {
   bool head_major;
   Visibility sees;
 
-  // Puts the walk on step `first_step` of those over all queries of `nodes`; it ends after `num_steps` steps.
+  // Starts at step `first_step` of those over all queries of `nodes` and ends after `num_steps`.
   DUALKV_HD void start(const NodeCursor& all, int first_step, int num_steps) {
     nodes = cursor = all;
     remaining = num_steps;
@@ -477,7 +479,7 @@ struct QueryWalk {
     if (last && remaining > 0) next_range();
   }
 
-  // Query tiles of the range from the current one on.
+  // Query tiles of the range that are left, including the current one.
   DUALKV_HD int tiles_left() const {
     return cursor.reversed ? m_block - first_tile + 1 : end_tile - m_block;
   }

@@ -13,7 +13,7 @@ namespace dualkv {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Two fp32 values rounded to nearest even and packed, the first in the low half.
+// Rounds two fp32 values to nearest even and packs them, the first in the low half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack2(float low, float high);
 

@@ -1,5 +1,6 @@
-// Softmax over KV tiles that arrive one after another, on accumulator fragments of mma m16n8: of each 16-row block i a
-// thread holds rows lane / 4 (half 0) and lane / 4 + 8 (half 1), and of each 8-column block two neighbours.
+// Online softmax over KV tiles, on accumulator fragments of mma m16n8: a thread holds rows lane / 4
+// (half 0) and lane / 4 + 8 (half 1) of each 16-row block, and two neighbouring columns of each
+// 8-column block.
 #pragma once
 
 #include <math_constants.h>
@@ -22,15 +23,15 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Softmax needs some number near the maximum of a row, not the maximum itself: whatever is subtracted divides out at
-// the end, and a probability of 2^8 rounds as well as one of 1. So the maximum is raised only where a score exceeds it
-// by more than a factor of 2^kSlackLog2. The gain is in rescaling, which a warp does for all of its 16 rows if one of
-// them moved: with random scores and 40 tiles, an exact maximum moves in some row of the 16 at 3 of 4 tiles. 0: an
-// exact maximum.
+// Online softmax with a lazy maximum. Whatever is subtracted divides out at the end, and a
+// probability of 2^8 rounds as well as one of 1, so that the maximum is raised only where a score
+// exceeds it by more than a factor of 2^kSlackLog2 (0: exact maximum). This saves rescaling, which
+// a warp does for all of its 16 rows if one of them moved: with random scores and 40 tiles, an
+// exact maximum moves in some row at 3 of 4 tiles.
 template <int kM16, int kSlackLog2 = 0>
 struct OnlineSoftmax {
-  float row_max[kM16][2];  // of the unscaled scores; it may lag behind by the slack
-  float row_sum[kM16][2];  // of this thread's columns; the quad is summed once, at the end
+  float row_max[kM16][2];  // of unscaled scores; may lag by the slack
+  float row_sum[kM16][2];  // of this thread's columns; summed over the quad at the end
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -42,12 +43,12 @@ struct OnlineSoftmax {
       }
   }
 
-  // Raises the maximum where new scores exceed it by more than the slack. Earlier sums and products must then be
-  // multiplied by `rescale`. Returns false if that is 1 for every row of the warp.
+  // Raises the maximum where new scores exceed it by more than the slack. Earlier sums and products
+  // must then be multiplied by `rescale`. Returns false if that is 1 for every row of the warp.
   template <int kN8>
   __device__ __forceinline__ bool raise_maximum(const float (&s)[kM16][kN8][4], float scale_log2,
                                                 float (&rescale)[kM16][2]) {
-    const float slack = fminf(kSlackLog2 / scale_log2, FLT_MAX);  // finite where the scale underflows
+    const float slack = fminf(kSlackLog2 / scale_log2, FLT_MAX);  // finite if the scale underflows
     bool moved = false;
 #pragma unroll
     for (int i = 0; i < kM16; ++i)
@@ -91,16 +92,16 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; ++half) row_sum[i][half] *= rescale[i][half];
   }
 
-  // A row that has seen no key yet has the maximum -inf, and -inf - -inf would be NaN.
+  // -inf (no key seen so far) as 0: -inf - -inf would be NaN.
   static __device__ __forceinline__ float finite(float top) { return top == -CUDART_INF_F ? 0.f : top; }
 
-  // Ends the sum of a row, which a sink joins: a scaled score that has no value (-inf: there is none). Returns the
-  // factor of the output, 1 / sum, or 0 for a row that saw no key. `lse` is the natural log of the sum; without a key
-  // and without a sink it is -inf.
+  // Finishes a row. A sink is one more scaled score without a value (-inf: no sink). Returns the
+  // factor of the output, 1 / sum, or 0 for a row without keys. `lse` is the natural log of the
+  // sum, -inf without keys and sink.
   __device__ __forceinline__ float finish(int i, int half, float softmax_scale, float sink, float& lse) {
     const float top = row_max[i][half] * softmax_scale, joined_top = fmaxf(top, sink);
     const bool empty = joined_top == -CUDART_INF_F;
-    const float share = expf(top - joined_top);  // takes the keys' sum to joined_top; 1 unless the sink is larger
+    const float share = expf(top - joined_top);  // 1 unless the sink is larger
     const float sum = quad_sum(row_sum[i][half]) * share + expf(sink - joined_top);
     lse = empty ? -CUDART_INF_F : joined_top + logf(sum);
     return empty ? 0.f : share / sum;

@@ -1,4 +1,4 @@
-// What lets one header serve the device compiler and the host compiler.
+// Helpers by which one header serves both the device compiler and the host compiler.
 #pragma once
 
 #include <cstdint>

@@ -1,19 +1,19 @@
-// A block that owns a query tile of one head and streams KV tiles.
+// Work of a block that owns a query tile of one head, or of a pack of heads, and streams KV tiles.
 #pragma once
 
 #include "params.h"
 
 namespace dualkv {
 
-// The block's work. It lives in shared memory, because accumulators and fragments need every register.
+// Kept in shared memory: accumulators and fragments need every register.
 struct QueryBlock {
   Node node;
   QueryTile q_tile;
-  int head;  // the first of the tile
+  int head;  // first head of the tile
   int kv_head;
 
-  // Block `index` of a grid of all items of the first head (or pack of heads), then all of the next, and so on: blocks
-  // that run at the same time read the same K and V. Whether there is one.
+  // Whether block `index` has work. The raster order is head by head (or pack by pack), all items
+  // of one and then of the next: blocks that run together read the same K and V.
   static __device__ __forceinline__ bool exists(int index, int items, const ProblemShape& shape, int heads) {
     return items > 0 && index / items * heads < shape.num_heads;
   }

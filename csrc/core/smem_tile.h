@@ -7,9 +7,10 @@
 
 namespace dualkv {
 
-// kRows x kCols 16-bit elements as panels of 64 columns (128-byte rows) or, where 64 does not divide kCols, 32
-// columns (64-byte rows). Within a panel the 16-byte chunks of a row are permuted by the row index, so that the 8
-// rows of an ldmatrix tile, or of a fragment store, fall into different banks.
+// Tile of kRows x kCols 16-bit elements in panels of 64 columns (128-byte rows) or, where 64 does
+// not divide kCols, of 32 columns (64-byte rows). The 16-byte chunks of a row are permuted by its
+// index (swizzle), so that the 8 rows of an ldmatrix tile, or of a fragment store, are in different
+// banks.
 template <int kRows_, int kCols_>
 struct SmemTile {
   static constexpr int kRows = kRows_, kCols = kCols_;
@@ -53,7 +54,7 @@ __device__ __forceinline__ void clear(float (&acc)[kM16][kN8][4]) {
   for (int i = 0; i < kM16; ++i) clear(acc[i]);
 }
 
-// An accumulator of two neighbouring n8 tiles, rounded, is the A fragment of one k16 step.
+// Rounds the accumulators of two neighbouring n8 tiles into the A fragment of one k16 step.
 template <typename T>
 __device__ __forceinline__ void accumulator_to_a(const float (&left)[4], const float (&right)[4], uint32_t (&a)[4]) {
   a[0] = pack2<T>(left[0], left[1]);
@@ -62,7 +63,7 @@ __device__ __forceinline__ void accumulator_to_a(const float (&left)[4], const f
   a[3] = pack2<T>(right[2], right[3]);
 }
 
-// Rounds an accumulator into a tile. (row, col) of the warp's first element; both multiples of 16 and 8.
+// Rounds an accumulator into a tile. (row, col) is the warp's first element, multiples of 16 and 8.
 template <class Tile, typename T, int kM16, int kN8>
 __device__ __forceinline__ void store_accumulator(uint32_t tile, int row, int col, const float (&acc)[kM16][kN8][4],
                                                   float scale, int lane) {
@@ -81,8 +82,9 @@ __device__ __forceinline__ void store_accumulator(uint32_t tile, int row, int co
     }
 }
 
-// Writes the first `rows` rows and `head_dim` columns of a tile to memory, 16 bytes at a time; `row_at(row)` is where a row
-// begins there. Never more: what follows belongs to another sequence.
+// Writes the first `rows` rows and `head_dim` columns of a tile to memory, 16 bytes at a time;
+// `row_at(row)` is the address of a row. Rows after these belong to another sequence and must not
+// be written.
 template <class Tile, int kRows, int kThreads, class RowAt>
 __device__ __forceinline__ void store_rows_at(RowAt row_at, uint32_t tile, int rows, int head_dim, int thread) {
   constexpr int kChunks = Tile::kPanels * Tile::kPanelChunks;
@@ -95,7 +97,7 @@ __device__ __forceinline__ void store_rows_at(RowAt row_at, uint32_t tile, int r
   }
 }
 
-// To rows at equal distances.
+// Writes rows at a constant stride.
 template <class Tile, int kRows, int kThreads, typename T>
 __device__ __forceinline__ void store_rows(T* row0, int64_t row_stride, uint32_t tile, int rows, int head_dim,
                                            int thread = threadIdx.x) {

@@ -8,14 +8,15 @@
 
 namespace dualkv {
 
-// Above the first the rounding of tanh, 2^-22 of the cap, would show in 16-bit results; below the second that of the
-// scores, 3e-6, from which slope() recovers tanh.
+// Limits of the cap. Above the maximum, the rounding of tanh (2^-22 of the cap) would show in
+// 16-bit results; below the minimum, the rounding of the scores (3e-6) would, because slope()
+// recovers tanh from them.
 constexpr double kMaxSoftcap = 1000, kMinSoftcap = 0.01;
 
-// The constants of c tanh(s / c), where s = softmax_scale * product. tanh(x) = 1 - 2 / (1 + e^2x) takes two
-// instructions of the special function unit and is exact to 2^-23 of c; the unit's own tanh is only exact to 2^-11.
+// Constants of c tanh(s / c), where s = softmax_scale * product. tanh(x) = 1 - 2 / (1 + e^2x) takes
+// two special-function instructions and is exact to 2^-23 of c; tanh.approx is exact to 2^-11 only.
 struct Softcap {
-  float bound = 0.f;    // c / softmax_scale: the bound of the products; 0: there is no softcap
+  float bound = 0.f;    // c / softmax_scale, the bound of the products; 0: no softcap
   float rate = 0.f;     // 2 log2(e) softmax_scale / c: e^2x = 2^(rate * product)
   float inverse = 0.f;  // 1 / (c log2(e))
 
@@ -31,13 +32,13 @@ struct Softcap {
   DUALKV_HD bool exists() const { return bound > 0.f; }
 
 #ifdef __CUDACC__
-  // A product after the cap, still to be multiplied by softmax_scale.
+  // Capped product, still to be multiplied by softmax_scale.
   __device__ __forceinline__ float apply(float product) const {
     return bound - 2.f * bound * reciprocal_approx(1.f + exp2_approx(product * rate));
   }
 
-  // 1 - tanh^2, the derivative of the cap, at the score whose probability is p = 2^(score * log2(e) - lse_log2). A
-  // probability of zero has no gradient.
+  // Derivative of the cap, 1 - tanh^2, at the score whose probability is p = 2^(score * log2(e) -
+  // lse_log2). It is 0 where the probability is 0.
   __device__ __forceinline__ float slope(float p, float lse_log2) const {
     const float tanh = (log2_approx(p) + lse_log2) * inverse;
     return p > 0.f ? fmaxf(1.f - tanh * tanh, 0.f) : 0.f;

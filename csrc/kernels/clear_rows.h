@@ -1,11 +1,12 @@
-// Clears the rows of an output that belong to no node, in blocks beside the one that builds the work list.
+// Clears the rows of an output that belong to no node, in blocks next to the one that builds the
+// work list.
 #pragma once
 
 #include "kernels/list_block.h"
 
 namespace dualkv {
 
-// Rows that a block looks after. It asks every node which of them it owns.
+// Rows per clearing block. It reads every node to find the rows that are owned.
 constexpr int kClearedRows = 256;
 inline int clearing_blocks(int rows) { return ceil_div(rows, kClearedRows); }
 
@@ -14,11 +15,12 @@ struct RowRun {
   int begin, end;
 };
 
-// Which a node owns: nobody else writes them, and it always does.
+// Rows owned by a node; exactly one block writes each.
 __device__ inline RowRun query_rows(const Node& n) { return RowRun{n.q_begin, n.q_begin + n.q_len}; }
 __device__ inline RowRun key_rows(const Node& n) { return RowRun{n.kv_begin, n.kv_begin + n.kv_len}; }
 
-// Calls clear(row), by a whole warp, for each of the rows [first, first + kClearedRows) that is in no rows_of(node).
+// Calls clear(row), by a whole warp, for each row of [first, first + kClearedRows) that is in no
+// rows_of(node).
 template <class RowsOf, class Clear>
 __device__ inline void clear_unowned(const NodeTable& nodes, int first, int rows, RowsOf rows_of, Clear clear) {
   __shared__ bool owned[kClearedRows];

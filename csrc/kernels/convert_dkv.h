@@ -1,5 +1,5 @@
-// dK and dV of split tiles: adds the fp32 parts that several blocks left in slots, in a fixed order, scales the sum and
-// rounds it once.
+// dK and dV of split tiles: adds the fp32 parts of several blocks in a fixed order (as split-KV
+// combines do), scales the sum and rounds it once.
 #pragma once
 
 #include "core/numerics.h"
@@ -7,11 +7,10 @@
 
 namespace dualkv {
 
-// Rows of a tile that one block converts. Few, so that even a few split tiles give all multiprocessors something to
-// read.
+// Rows of a tile per block. Few, so that even a few split tiles keep all multiprocessors reading.
 constexpr int kConvertedRows = 16;
 
-// Rows of dK (`index` 0) or dV (1) of one tile and KV head.
+// Sums rows of dK (`index` 0) or dV (1) of one tile and KV head.
 template <typename T>
 __device__ void sum_parts(const ConvertParams<T>& p, const SplitTile& split, int index, int kv_head, int first_row) {
   const KvTile tile = p.nodes.kv_tile(p.nodes.node(split.node), split.n_block, p.block_n);
@@ -21,7 +20,7 @@ __device__ void sum_parts(const ConvertParams<T>& p, const SplitTile& split, int
 
   const int64_t tile_floats = static_cast<int64_t>(p.block_n) * p.padded_head_dim;
   const float* first_part = p.dkv_slots + (2 * (int64_t{split.slot} + kv_head) + index) * tile_floats;
-  const int64_t stride = 2 * tile_floats * p.shape.num_kv_heads;  // of parts
+  const int64_t stride = 2 * tile_floats * p.shape.num_kv_heads;  // between parts
   const int quads = (index == 0 ? p.shape.head_dim : p.shape.head_dim_v) / 4;
   const int rows = min(kConvertedRows, tile.valid - first_row);
   for (int i = threadIdx.x; i < rows * quads; i += blockDim.x) {
@@ -38,8 +37,9 @@ __device__ void sum_parts(const ConvertParams<T>& p, const SplitTile& split, int
   }
 }
 
-// The size of the grid for all split tiles, of which only the device knows the number. Often there are none, and a grid
-// for the most possible would take 7 us to exit: so no more blocks than run at a time, each in a loop.
+// Grid size for all split tiles, whose number only the device knows. Often there are none, and a
+// grid for the largest possible number would take 7 us to exit: at most as many blocks as are
+// resident, each in a loop.
 template <typename T>
 int convert_dkv_blocks(const ConvertParams<T>& p, int threads) {
   const int64_t most = int64_t{p.splits.capacity} * p.shape.num_kv_heads * ceil_div(p.block_n, kConvertedRows) * 2;
@@ -47,7 +47,7 @@ int convert_dkv_blocks(const ConvertParams<T>& p, int threads) {
   return static_cast<int>(most < resident ? most : resident);
 }
 
-// What block number `block` of `blocks` converts.
+// Work of block `block` of `blocks`.
 template <typename T>
 __device__ void convert_dkv_context(const ConvertParams<T>& p, int block, int blocks) {
   const int row_blocks = ceil_div(p.block_n, kConvertedRows), heads = p.shape.num_kv_heads;

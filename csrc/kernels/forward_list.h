@@ -1,11 +1,11 @@
-// The list of query tiles, longest first.
+// Work list of query tiles, longest first.
 #pragma once
 
 #include "kernels/list_block.h"
 
 namespace dualkv {
 
-// Longest first: bin 0 holds the longest.
+// Bin of a cost; bin 0 holds the longest.
 __device__ inline int bin_of(int cost, int longest) {
   return kBins - 1 - static_cast<int>(static_cast<int64_t>(cost) * (kBins - 1) / max(longest, 1));
 }

@@ -1,6 +1,6 @@
-// What builds a work list on the device, where the lengths are. The lists are small (thousands of items), so that one
-// block makes a list, by a counting sort: it counts the items of each bin, turns counts into first places, and writes
-// the items, longest first.
+// Building blocks of work lists, which are made on the device, where the lengths are. Lists are
+// small (thousands of items), so that one block makes a list by counting sort: count the items of
+// each bin, turn counts into offsets, and write the items, longest first.
 #pragma once
 
 #include "core/schedule.h"
@@ -10,12 +10,13 @@ namespace dualkv {
 
 constexpr int kListThreads = 1024;  // of every block of such a launch
 constexpr int kBins = 1024;  // of the forward list, by cost
-// Bins of the backward list, for each class of cost: one for 32 neighbouring items, which one warp writes in order.
-// With more than 16K items (2M keys) several warps write into a bin, and the order of their items is left to chance.
+// Bins of the backward list per cost class: one for 32 neighbouring items, which one warp writes in
+// order. With more than 16K items (2M keys) several warps share a bin, and the order of its items
+// varies.
 constexpr int kTileBins = 512;
 
-// Inclusive sum over the threads of a block. `scratch` holds one value a warp. 64 bits: with hostile offsets every
-// node may span all rows.
+// Inclusive sum over the threads of a block. `scratch` holds one value per warp. 64 bits: with
+// hostile offsets every node may span all rows.
 __device__ inline int64_t block_inclusive_sum(int64_t value, int64_t* scratch) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int step = 1; step < 32; step *= 2) {
@@ -43,17 +44,17 @@ struct ListBlock {
   int64_t warp_sums[32];
   int bins[max_int(kBins, kCostClasses * kTileBins)];
   int carry, alternating;
-  int longest_path, longest_tile;                  // keys, steps
-  int long_tiles, shortest_tile;                   // of the tiles that would be split: number, steps
-  int most_parts;                                  // of a tile
-  int heaviest;                                    // steps of one node's tiles that take more than half of the longest
-  int longest, longest_leaf;                       // costs of items, and of those of leaves
-  int shortest, widest;                            // of class 0: steps of an item, tiles whose walks have a common end
+  int longest_path, longest_tile;  // keys, steps
+  int long_tiles, shortest_tile;   // of tiles that would be split: number, steps
+  int most_parts;                  // of a tile
+  int heaviest;                    // steps of one node's tiles longer than half of the longest
+  int longest, longest_leaf;       // costs of items, and of those of leaves
+  int shortest, widest;            // of class 0: steps of an item, tiles with a common end
   unsigned long long total_steps, long_steps, used_slots, class_steps[kCostClasses];
 };
 
-// offsets[i] = sum of count(0 .. i-1), but at most `capacity`: with hostile offsets nodes overlap and may have more
-// tiles than the tensors.
+// offsets[i] = sum of count(0 .. i-1), at most `capacity`: with hostile offsets nodes overlap and
+// may have more tiles than the tensors.
 template <class Count>
 __device__ inline void exclusive_offsets(ListBlock& block, int n, int capacity, int* offsets, Count count) {
   if (threadIdx.x == 0) block.carry = 0;
@@ -71,7 +72,7 @@ __device__ inline void exclusive_offsets(ListBlock& block, int n, int capacity, 
   __syncthreads();
 }
 
-// The i with offsets[i] <= index < offsets[i + 1].
+// Returns i with offsets[i] <= index < offsets[i + 1].
 __device__ inline int find_owner(const int* offsets, int n, int index) {
   int low = 0, high = n;
   while (high - low > 1) {
@@ -81,7 +82,7 @@ __device__ inline int find_owner(const int* offsets, int n, int index) {
   return low;
 }
 
-// Turns counts per bin into first places.
+// Turns counts per bin into offsets.
 template <int kCount>
 __device__ inline void bins_to_places(ListBlock& block) {
   static_assert(kCount % kListThreads == 0, "every thread takes as many bins");

@@ -1,4 +1,4 @@
-// The launches that write tables of nodes.
+// Launches that write node tables.
 #include "dispatch.h"
 #include "kernels/node_tables.h"
 

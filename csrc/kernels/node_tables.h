@@ -1,6 +1,6 @@
-// The table of nodes from the offsets that callers pass, on the device: no host synchronisation, and a captured graph
-// follows new contents of cu_seqlens and parents. Sums and differences are unsigned: hostile offsets may wrap, but not be
-// undefined. Every reader clamps them.
+// Node table from the offsets that callers pass, built on the device: no host synchronisation, and
+// a captured graph follows new contents of cu_seqlens and parents. Sums and differences are
+// unsigned: hostile offsets may wrap, but must not be undefined. Every reader clamps them.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -18,8 +18,8 @@ __device__ inline int difference(int end, int begin) {
 }
 __device__ inline int sum(int a, int b) { return static_cast<int>(static_cast<unsigned>(a) + static_cast<unsigned>(b)); }
 
-// A context is a node without queries, in front of the sequences that share it. One thread for each `index` of a sequence
-// or a group.
+// Node table of sequences with contexts. A context is a node without queries, before the sequences
+// that share it. One thread per sequence or group `index`.
 __device__ inline void write_sequence_nodes(const SequenceNodesArgs& a, int index) {
   const auto first_sequence = [&](int group) { return a.cu_seqs_per_context ? a.cu_seqs_per_context[group] : 0; };
   const auto end_sequence = [&](int group) {
@@ -37,7 +37,7 @@ __device__ inline void write_sequence_nodes(const SequenceNodesArgs& a, int inde
                {a.cu_seqlens_q[first], 0, 0, context_begin(index), context_len(index), 0, -1, end + index + 1});
   }
   if (index >= a.num_sequences) return;
-  int group = 0;  // the last one that starts at or before this sequence
+  int group = 0;  // last group that starts at or before this sequence
   for (int end = a.num_groups; end - group > 1;) {
     const int middle = (group + end) / 2;
     (first_sequence(middle) <= index ? group : end) = middle;
@@ -54,10 +54,12 @@ __device__ inline void write_sequence_nodes(const SequenceNodesArgs& a, int inde
 
 constexpr int kTreeThreads = 1024;
 
-// Pointer jumping: every round doubles how far a node looks, up its path and down its line of last children. Threads
-// read what others may just have moved on: whatever they find is true, so that a round only gets further.
+// Node table of a tree, by pointer jumping: every iteration doubles how far a node looks, up its
+// path and down its line of last children. Threads may read values that others have just advanced:
+// any value is true, so that an iteration only gets further.
 //
-// One block. `above` is (ancestor, keys between it and the node), one word: kv_pos0 = keys + kv_pos0 of the ancestor.
+// Runs as one block. `above` packs (ancestor, keys between it and the node) in one word: kv_pos0 =
+// keys + kv_pos0 of the ancestor.
 __device__ inline void write_tree_nodes(const TreeNodesArgs& a) {
   const auto row = [&](int index) { return a.nodes + static_cast<int64_t>(index) * kNodeColumns; };
   const auto length = [&](int index) { return difference(a.cu_seqlens[index + 1], a.cu_seqlens[index]); };

@@ -1,5 +1,6 @@
-// Before the backward, in one launch: its list of KV tiles, the rows that are in none of them, the sums of dQ, which
-// start from zero, and the row statistics. The list is the work of one block, which the others hide.
+// Preparation of the backward, in one launch: the work list of KV tiles, cleared rows (those in no
+// item, and the sums of dQ), and the row statistics. One block builds the list; the work of the
+// others hides it.
 #include <algorithm>
 
 #include "dispatch.h"
@@ -10,7 +11,7 @@
 namespace dualkv {
 namespace {
 
-// Rows from `first` on, those of k_decoded behind those of k.
+// Clears rows from `first` on; those of k_decoded come after those of k.
 __device__ void clear_keys(const BackwardListArgs& a, int first) {
   const Extents& extents = a.nodes.extents;
   clear_unowned(a.nodes, first, extents.all_key_rows(), key_rows, [&](int row) {
@@ -21,7 +22,7 @@ __device__ void clear_keys(const BackwardListArgs& a, int first) {
   });
 }
 
-// Block 0 makes the list; the others, one on every other multiprocessor, share the rest.
+// Block 0 builds the list; the others, one on every other multiprocessor, share the rest.
 template <typename T>
 __global__ void __launch_bounds__(kListThreads)
     dualkv_prepare_backward(const __grid_constant__ BackwardListArgs a,

@@ -1,4 +1,5 @@
-// Before the forward, in one launch: its list of query tiles, and the rows that are in none of them.
+// Preparation of the forward, in one launch: the work list of query tiles, and the rows in none of
+// them.
 #include <math_constants.h>
 
 #include "dispatch.h"

@@ -1,5 +1,5 @@
-// The row statistics of the backward: delta = rowsum(dO * O) - dLSE, what every dP of a row is measured against, and
-// the LSE in units of log 2.
+// Row statistics of the backward: delta = rowsum(dO * O) - dLSE, which is subtracted from every dP
+// of a row, and the LSE in units of log 2.
 #pragma once
 
 #include <math_constants.h>
@@ -9,7 +9,7 @@
 
 namespace dualkv {
 
-// Rows of one head that a warp takes. What it writes for them is contiguous, and no warp waits for another.
+// Rows of one head per warp. Their statistics are contiguous, and no warp waits for another.
 constexpr int kStatisticsRows = 16;
 static_assert(RowStatistics::kPadding % kStatisticsRows == 0, "warps end where the statistics do");
 
@@ -17,7 +17,7 @@ DUALKV_HD int64_t statistics_warps(const ProblemShape& shape, const RowStatistic
   return statistics.padded_rows / kStatisticsRows * shape.num_heads;
 }
 
-// Of two times 8 elements.
+// Dot product of two times 8 elements.
 template <typename T>
 __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
   const uint32_t a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
@@ -30,12 +30,12 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
   return sum;
 }
 
-// The statistics of rows first_row .. first_row + 15 of a head. kLanes neighbouring threads read a row, 16 bytes each, in
-// kReads reads.
+// Computes the statistics of rows first_row .. first_row + 15 of a head. kLanes neighbouring
+// threads read a row, 16 bytes each, in kReads reads.
 template <int kLanes, int kReads = 1, typename T>
 __device__ __forceinline__ void store_warp_statistics(const RowStatisticsParams<T>& p, int head, int64_t first_row) {
   constexpr int kElements = 8, kRowsAtATime = 32 / kLanes, kPasses = kStatisticsRows / kRowsAtATime;
-  constexpr int kInFlight = 4 / kReads;  // passes whose loads are on their way together
+  constexpr int kInFlight = 4 / kReads;  // passes with loads in flight
   const int lane = threadIdx.x % 32;
   float delta = 0.f;  // of row first_row + lane
 #pragma unroll 1
@@ -75,8 +75,8 @@ __device__ __forceinline__ void store_warp_statistics(const RowStatisticsParams<
   p.statistics.delta[p.statistics.index(head, row)] = delta;
 }
 
-// The statistics of all rows, by `warps` warps, of which this is number `warp`. Neighbouring warps take neighbouring
-// heads of the same rows: these lie side by side in memory.
+// Computes the statistics of all rows, by `warps` warps, of which this is number `warp`.
+// Neighbouring warps take neighbouring heads of the same rows, which are neighbours in memory.
 template <typename T>
 __device__ void store_statistics(const RowStatisticsParams<T>& p, int64_t warp, int64_t warps) {
   const int64_t all = statistics_warps(p.shape, p.statistics);

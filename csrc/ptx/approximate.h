@@ -1,4 +1,4 @@
-// Functions of the special function unit, one instruction each. Denormals count as zero.
+// Special-function instructions, one each. Denormals count as zero.
 #pragma once
 
 namespace dualkv::ptx {

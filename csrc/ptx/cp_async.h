@@ -1,4 +1,5 @@
-// cp.async: copies from global to shared memory that bypass registers. `bytes` = 0 writes zeros and reads nothing.
+// cp.async: copies from global to shared memory that bypass registers. `read` false writes zeros
+// and reads nothing.
 #pragma once
 
 #include <cstdint>

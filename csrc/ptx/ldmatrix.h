@@ -1,5 +1,5 @@
-// ldmatrix: one warp loads four 8x8 tiles of 16-bit elements from shared memory, lane l giving the address of row
-// l % 8 of tile l / 8.
+// ldmatrix: one warp loads four 8x8 tiles of 16-bit elements from shared memory, lane l giving the
+// address of row l % 8 of tile l / 8.
 #pragma once
 
 #include <cstdint>

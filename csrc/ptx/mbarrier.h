@@ -1,4 +1,5 @@
-// mbarrier: a counter in shared memory on which threads and bulk copies arrive, and threads wait by phase parity.
+// mbarrier: a counter in shared memory on which threads and bulk copies arrive, and threads wait by
+// phase parity.
 #pragma once
 
 #include <cstdint>

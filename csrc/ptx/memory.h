@@ -1,4 +1,4 @@
-// Plain shared and global memory accesses that C++ cannot spell.
+// Plain shared and global memory accesses that C++ cannot express.
 #pragma once
 
 #include <cstdint>
@@ -39,21 +39,23 @@ __device__ __forceinline__ void store_shared_float4(uint32_t address, const floa
                : "memory");
 }
 
-// Four additions to 16 aligned bytes, without a result. From sm_90 on.
+// Adds four floats to 16 aligned bytes, without a result. Needs sm_90.
 __device__ __forceinline__ void reduce_add_v4(float* address, const float (&v)[4]) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]),
                "f"(v[3])
                : "memory");
 }
 
-// A number that another block publishes, and what that block did before, also for the bulk copies that follow.
+// Semaphore: reads a number that another block publishes. What that block did before is then
+// visible, also to the bulk copies that follow.
 __device__ __forceinline__ uint64_t load_published(const uint64_t* address) {
   uint64_t value;
   asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
   asm volatile("fence.proxy.async.global;" ::: "memory");
   return value;
 }
-// Behind bulk_wait() for copies. Without the release, which takes a microsecond, other blocks' additions do come before them.
+// Semaphore: publishes a number, for copies after bulk_wait(). Without the release, which takes a
+// microsecond, additions of other blocks do come before this block's.
 __device__ __forceinline__ void publish(uint64_t* address, uint64_t value) {
   asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }

@@ -1,5 +1,5 @@
-// stmatrix: one warp stores four 8x8 tiles of 16-bit elements to shared memory, lane l giving the address of row l % 8
-// of tile l / 8.
+// stmatrix: one warp stores four 8x8 tiles of 16-bit elements to shared memory, lane l giving the
+// address of row l % 8 of tile l / 8.
 #pragma once
 
 #include <cstdint>

@@ -7,7 +7,8 @@
 
 namespace dualkv::ptx {
 
-// Loads the box at (column, head, row) of a packed (row, head, column) tensor; zeros outside the tensor.
+// Loads the box at (column, head, row) of a packed (row, head, column) tensor; zeros outside the
+// tensor.
 __device__ __forceinline__ void tma_load_3d(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int column,
                                             int head, int row) {
   asm volatile(
@@ -24,7 +25,8 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, i
                : "memory");
 }
 
-// Adds `bytes` contiguous bytes of floats to global memory, as part of this thread's current group of bulk copies.
+// Adds `bytes` contiguous bytes of floats to global memory, as part of this thread's current group
+// of bulk copies.
 __device__ __forceinline__ void bulk_reduce_add(float* global, uint32_t shared, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
                    reinterpret_cast<uint64_t>(global)),

@@ -1,4 +1,4 @@
-// What a group of 4 warps does together.
+// Operations of a warpgroup (4 warps).
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace dualkv::ptx {
 
-// Before the first wgmma that reads registers or accumulators written by ordinary instructions.
+// Required before the first wgmma that reads registers or accumulators written by ordinary
+// instructions.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
@@ -16,7 +17,8 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving register accesses across a wait: it does not see that wgmma is asynchronous.
+// Keeps the compiler from moving register accesses across a wait: it does not know that wgmma is
+// asynchronous.
 template <int kN8>
 __device__ __forceinline__ void pin(float (&x)[kN8][4]) {
 #pragma unroll
@@ -25,7 +27,7 @@ __device__ __forceinline__ void pin(float (&x)[kN8][4]) {
     for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(x[j][e])::"memory");
 }
 
-// threadIdx.x, read anew: the compiler cannot take it from a register that holds it since an earlier reading.
+// Reads threadIdx.x again: the compiler cannot take it from a register that already holds it.
 __device__ __forceinline__ int thread_index() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));

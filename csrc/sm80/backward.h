@@ -1,11 +1,12 @@
-// Backward: one block owns a KV tile of one KV head and walks all queries that see it, of all query heads of the KV
-// group; dK and dV stay in registers and are written once.
+// Backward: one block owns a KV tile of one KV head and walks all queries that see it, of all query
+// heads of the KV group. dK and dV stay in registers and are written once.
 //
 //   S = Q K^T;  P = exp(S - LSE);  dP = dO V^T;  dS = P * (dP - delta)
 //   dV += P^T dO;  dK += dS^T Q;  dQ += dS K
 //
-// P and dS pass through shared memory, because the products that follow cut them into other parts for the warps. dQ is
-// added in fp32 to a buffer in fragment order; with p.dq_sum null (deterministic mode) it is left to backward_dq.h.
+// P and dS pass through shared memory, because the following products divide them among the warps
+// in another way. dQ is added in fp32 to a buffer in fragment order; if p.dq_sum is null
+// (deterministic mode), it comes from backward_dq.h.
 #pragma once
 
 #include "core/kv_block.h"
@@ -14,7 +15,7 @@
 
 namespace dualkv::sm80 {
 
-// A ring of three steps: one is computed, the next is being loaded, and thread 0 finds the one after that.
+// Ring of three steps: one is computed, the next is loading, and thread 0 finds the one after.
 __device__ __forceinline__ int following(int slot) { return slot == 2 ? 0 : slot + 1; }
 
 template <typename T, class Config>
@@ -47,7 +48,8 @@ struct BackwardBlock {
                                          tile.valid, p.shape.head_dim_v);
   }
 
-  // Q, dO and the row statistics of a step. Rows outside the range become zero: they are operands of dK and dV.
+  // Loads Q, dO and the row statistics of a step. Foreign rows become zero, because they are
+  // operands of dK and dV.
   __device__ __forceinline__ void start_queries(const BackwardStep& step, int stage) const {
     const int row = step.m_block * kBlockM;
     const int low = step.first_row(kBlockM, Pack{}), high = step.end_row(kBlockM, Pack{});
@@ -66,7 +68,7 @@ struct BackwardBlock {
     ptx::cp_async_commit();
   }
 
-  // P and dS of a step, rounded, into shared memory.
+  // Computes P and dS of a step, rounded, into shared memory.
   __device__ __forceinline__ void scores(const BackwardStep& step, const KvTile& tile, int stage) const {
     const int warp_row = FragS::warp_row(warp), warp_col = FragS::warp_col(warp);
     typename FragS::Accumulator s, dp;
@@ -132,7 +134,7 @@ struct BackwardBlock {
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4(b, TileKv::at(b_base, j, k)); });
   }
 
-  // acc += X^T Y: X is P or dS, Y is dO or Q.
+  // acc += X^T Y, where X is P or dS and Y is dO or Q.
   __device__ __forceinline__ void accumulate_kv(typename FragKv::Accumulator& acc, uint32_t x, uint32_t y) const {
     const int row16 = FragKv::warp_row(warp) / 16, col16 = FragKv::warp_col(warp) / 16;
     const uint32_t x_base = columns_first_address<TileP>(x, lane);
@@ -142,7 +144,7 @@ struct BackwardBlock {
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, TileQ::at(y_base, k, col16 + j)); });
   }
 
-  // dQ of the step, added to the sums of its query tile.
+  // Adds dQ of the step to the sums of its query tile.
   __device__ __forceinline__ void add_dq(const BackwardStep& step) const {
     const int col16 = FragQ::warp_col(warp) / 16;
     const uint32_t ds_base = rows_first_address<TileP>(
@@ -163,7 +165,8 @@ struct BackwardBlock {
     FragQ::template reduce_add<kThreads>(p.dq_sum + (step.pack * m_blocks + step.m_block) * (kBlockM * kHeadDim), dq);
   }
 
-  // Writes dK (scaled) or dV of a whole tile, through the shared memory of K and V, which nobody reads any more.
+  // Writes dK (scaled) or dV of a whole tile, staged in the shared memory of K and V, which are no
+  // longer read.
   __device__ __forceinline__ void store_gradient(const typename FragKv::Accumulator& acc, float scale, uint32_t staging,
                                                  const TensorView<T>& view, int head_dim, const KvTile& tile,
                                                  int kv_head) const {
@@ -204,7 +207,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   block.start_queries(steps[0], 0);
   for (int now = 0, stage = 0; steps[now].valid; now = following(now)) {
     ptx::cp_async_wait<0>();
-    __syncthreads();  // the step's tiles are here; the tiles, P, dS and the slot of the step before are free
+    __syncthreads();  // tiles are loaded; the buffers of the last step are free
     const BackwardStep &step = steps[now], &next = steps[following(now)];
     if (kStages == 2 && next.valid) block.start_queries(next, stage ^ 1);
     if (threadIdx.x == 0) work.take_step(steps[following(following(now))]);
@@ -213,14 +216,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     block.accumulate_kv(dv, block.shared + Config::kOffsetP, block.s_dout(stage));
     block.accumulate_kv(dk, block.shared + Config::kOffsetDs, block.s_q(stage));
     if (kStages == 1) {
-      __syncthreads();  // every warp has left Q and dO
+      __syncthreads();  // all warps are done with Q and dO
       if (next.valid) block.start_queries(next, 0);
     }
     if (kComputeDq) block.add_dq(step);
     if (kStages == 2) stage ^= 1;
   }
   ptx::cp_async_wait<0>();
-  __syncthreads();  // every warp has left K and V
+  __syncthreads();  // all warps are done with K and V
 
   if (work.slot >= 0) {
     constexpr int kTileFloats = Config::kBlockN * Config::kHeadDim;

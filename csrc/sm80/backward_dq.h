@@ -1,6 +1,6 @@
-// dQ by itself, for deterministic mode: one block owns a query tile of one head and streams K and V, so that every
-// sum has one owner and one order. It computes S and dP a second time; the alternative, ordering the additions of
-// all KV tiles to a shared fp32 dQ, makes blocks wait for each other.
+// Separate dQ kernel, for deterministic mode: one block owns a query tile of one head and streams K
+// and V, so that every sum has one owner and one order. It computes S and dP a second time. The
+// alternative, a fixed order of all KV tiles' additions to a shared fp32 dQ, makes blocks wait.
 #pragma once
 
 #include "core/mask.h"
@@ -60,19 +60,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   for (int n = 0; !last; ++n) {
     last = block.step(n).last;
     ptx::cp_async_wait<0>();
-    __syncthreads();  // K_n and V_n are here
+    __syncthreads();  // K_n and V_n are loaded
     if (!last && threadIdx.x == 0) block.find<Config>(n + 2, p);
     float s[kM16][kN8][4], dp[kM16][kN8][4];
     clear(s);
     warp_matmul<T, kSteps>(
         s, [&](int k, int i, uint32_t(&a)[4]) { ptx::ldmatrix_x4(a, TileQ::at(q_address, i, k)); },
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4(b, TileKv::at(k_address, j, k)); });
-    cap_scores(s, p.shape.softcap);  // here, where the registers of dP are still free
+    cap_scores(s, p.shape.softcap);  // before dP takes registers
     clear(dp);
     warp_matmul<T, kSteps>(
         dp, [&](int k, int i, uint32_t(&a)[4]) { ptx::ldmatrix_x4(a, TileQ::at(dout_address, i, k)); },
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4(b, TileKv::at(v_address, j, k)); });
-    __syncthreads();  // every warp has left V_n
+    __syncthreads();  // all warps are done with V_n
     if (!last) start_v(n + 1);
 
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
@@ -93,11 +93,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     warp_matmul<T, Config::kBlockN / 16>(
         dq, [&](int k, int i, uint32_t(&a)[4]) { accumulator_to_a<T>(s[i][2 * k], s[i][2 * k + 1], a); },
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, TileKv::at(k_rows_address, k, j)); });
-    __syncthreads();  // every warp has left K_n
+    __syncthreads();  // all warps are done with K_n
     if (!last) start_k(n + 1);
   }
 
-  // A warp rewrites only the rows of sQ that it alone has read.
+  // Safe without a barrier: a warp overwrites only the rows of sQ that it alone has read.
   store_accumulator<TileQ, T>(s_q, warp_row, 0, dq, p.shape.softmax_scale, lane);
   __syncthreads();
   store_rows<TileQ, Config::kBlockM, Config::kThreads>(p.dq.at(work.q_tile.row, work.head), p.dq.row_stride, s_q,

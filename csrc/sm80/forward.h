@@ -1,8 +1,10 @@
-// Forward: one block per (query tile, query head); K and V stream through shared memory, the queries' own node first.
+// Forward: one block per (query tile, query head). K and V stream through shared memory, the
+// queries' own node first.
 //
-//   S = Q K^T;  P = exp(S - max);  O += P V        (online softmax; O is normalised and rounded once)
+//   S = Q K^T;  P = exp(S - max);  O += P V        (online; O is normalised and rounded once)
 //
-// K_n+1 is loaded during softmax and P V, V_n during Q K^T; two blocks a multiprocessor fill each other's waits.
+// K_n+1 is loaded during softmax and P V, V_n during Q K^T; two blocks a multiprocessor fill each
+// other's waits.
 #pragma once
 
 #include "core/mask.h"
@@ -46,7 +48,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   for (int n = 0; !last; ++n) {
     last = block.step(n).last;
     ptx::cp_async_wait<0>();
-    __syncthreads();  // K_n is here, and every warp has left V_n-1
+    __syncthreads();  // K_n is loaded, and all warps are done with V_n-1
     start_v(n);
     if (!last && threadIdx.x == 0) block.find<Config>(n + 2, p);
 
@@ -57,13 +59,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4(b, TileKv::at(k_address, j, k)); });
 
     ptx::cp_async_wait<0>();
-    __syncthreads();  // V_n is here, and every warp has left K_n
+    __syncthreads();  // V_n is loaded, and all warps are done with K_n
     if (!last) start_k(n + 1);
 
     cap_scores(s, p.shape.softcap);
     const KvStep& step = block.step(n);
     if (needs_mask(step, work.q_tile.q_pos)) mask_queries(s, warp_row, lane, -CUDART_INF_F, step.tile, work, p.shape.sees);
-    // The maximum of most rows stops moving after a few tiles; skipping a factor of exactly 1 changes no bit.
+    // Skipped where no maximum moved: multiplying by exactly 1 changes no bit, and after a few
+    // tiles the maximum of most rows stops moving.
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
     float rescale[kM16][2];
     if (softmax.raise_maximum(s, scale_log2, rescale)) {
@@ -89,7 +92,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       }
     }
   scale_rows(o, inverse_sum);
-  // A warp rewrites only the rows of sQ that it alone has read.
+  // Safe without a barrier: a warp overwrites only the rows of sQ that it alone has read.
   store_accumulator<TileQ, T>(s_q, warp_row, 0, o, 1.f, lane);
   __syncthreads();
   store_rows<TileQ, Config::kBlockM, Config::kThreads>(p.out.at(work.q_tile.row, work.head), p.out.row_stride, s_q,

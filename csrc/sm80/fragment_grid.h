@@ -1,4 +1,4 @@
-// Which warp and thread holds which element of a result that a grid of warps shares.
+// Elements of a result that a grid of warps shares: which warp and thread holds which.
 #pragma once
 
 #include "sm80/config.h"
@@ -15,9 +15,9 @@ struct FragmentGrid {
   static __device__ __forceinline__ int warp_row(int warp) { return warp / Grid::kCols * kWarpRows; }
   static __device__ __forceinline__ int warp_col(int warp) { return warp % Grid::kCols * kWarpCols; }
 
-  // Adds an accumulator to sums that lie in "fragment order", in which every access of a warp is contiguous: on sm_90,
-  // which adds 4 floats an instruction, the 4 floats of a thread's fragment are neighbours; elsewhere the same float of
-  // neighbouring threads.
+  // Adds an accumulator to sums in "fragment order", in which every access of a warp is contiguous.
+  // On sm_90, which adds 4 floats an instruction, the 4 floats of a thread's fragment are
+  // neighbours; elsewhere the same float of neighbouring threads.
   template <int kThreads>
   static __device__ __forceinline__ void reduce_add(float* sum, const Accumulator& acc) {
 #pragma unroll
@@ -51,7 +51,7 @@ struct FragmentGrid {
       }
   }
 
-  // Row-major fp32, two neighbours at a time.
+  // Stores row-major fp32, two neighbours at a time.
   static __device__ __forceinline__ void store_fp32(float* matrix, const Accumulator& acc, int warp, int lane) {
 #pragma unroll
     for (int i = 0; i < kM16; ++i)

@@ -1,4 +1,5 @@
-// What forward and dQ share: the walk over the KV tiles of a block's queries, and loading them.
+// Shared parts of the forward and dQ kernels: the walk over the KV tiles of a block's queries, and
+// their loads.
 #pragma once
 
 #include "core/mask.h"
@@ -7,17 +8,17 @@
 
 namespace dualkv::sm80 {
 
-// The block's work and its KV tiles, in shared memory: thread 0 walks, the others read. Of a ring of four, one tile is
-// computed, the next one is being loaded, and thread 0 finds the one after that.
+// Work of the block and its KV tiles, in shared memory: thread 0 walks, the others read. One tile
+// of the ring is computed, the next is loading, and thread 0 finds the one after.
 struct WalkedBlock {
   QueryBlock query;
   PathWalk<> path;
   KvStep ring[4];
 
-  // The n-th tile. Read anew wherever it is needed: there is no register to keep it in.
+  // The n-th tile. Read from shared memory at each use, for want of registers.
   __device__ __forceinline__ const KvStep& step(int n) const { return ring[n & 3]; }
 
-  // Takes item number blockIdx.x, and the first two tiles. False where the grid is larger than the list.
+  // Takes item blockIdx.x and finds its first two tiles. False if the grid is larger than the list.
   template <class Config, class Params>
   __device__ __forceinline__ bool take(const Params& p) {
     const int items = *p.work.count;
@@ -32,7 +33,7 @@ struct WalkedBlock {
     return true;
   }
 
-  // Behind the last tile there may be anything.
+  // After the last tile the result is meaningless.
   template <class Config, class Params>
   __device__ __forceinline__ void find(int n, const Params& p) {
     ring[n & 3] = path.step(p.nodes, Config::kBlockN, Config::kBlockM, p.shape.sees);
@@ -40,14 +41,15 @@ struct WalkedBlock {
   }
 };
 
-// Replaces the scores of a warp's queries, from row `warp_row` of the tile on, that a KV tile's columns do not get.
+// Replaces the scores of invisible keys. The warp's queries start at row `warp_row` of the tile.
 template <int kM16, int kN8>
 __device__ __forceinline__ void mask_queries(float (&s)[kM16][kN8][4], int warp_row, int lane, float replacement,
                                              const KvTile& tile, const QueryBlock& work, Visibility sees) {
   const int q_pos = work.q_tile.q_pos, row0 = warp_row + lane / 4, col0 = lane % 4 * 2;
   const auto first = [&](int row) { return first_column(tile, q_pos + row, sees); };
   const auto end = [&](int row) { return end_column(tile, q_pos + row, sees); };
-  // Without a window too: a second copy of the loop, for the end alone, spills registers.
+  // Both limits even without a window: a second copy of the loop for the end alone spills
+  // registers.
   mask_fragment(s, row0, col0, replacement, first, end);
 }
 

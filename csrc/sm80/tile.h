@@ -1,4 +1,4 @@
-// Filling tiles in shared memory with cp.async, and the warp-level matrix product over them.
+// Loads of tiles into shared memory with cp.async, and the warp-level product over them.
 #pragma once
 
 #include "core/smem_tile.h"
@@ -9,20 +9,22 @@
 
 namespace dualkv::sm80 {
 
-// Lane addresses of ldmatrix.x4, which reads a 16x16 block as four 8x8 tiles, in the two orders that fragments need.
-// "Rows first", tile 1 below tile 0: A from row-major storage, B from its transpose.
+// Lane addresses of ldmatrix.x4, which reads a 16x16 block as four 8x8 tiles, in the two orders
+// that fragments need. "Rows first", tile 1 below tile 0: A from row-major storage, B from its
+// transpose.
 template <class Tile>
 __device__ __forceinline__ uint32_t rows_first_address(uint32_t tile, int lane) {
   return tile + Tile::chunk_offset(lane & 15, lane >> 4);
 }
-// "Columns first", tile 1 to the right of tile 0: B from row-major [n][k] storage, A from its transpose.
+// "Columns first", tile 1 to the right of tile 0: B from row-major [n][k] storage, A from its
+// transpose.
 template <class Tile>
 __device__ __forceinline__ uint32_t columns_first_address(uint32_t tile, int lane) {
   return tile + Tile::chunk_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
 }
 
-// acc += A B over kSteps steps of 16. load_a(k, i, regs) gives the fragment of rows 16 i; load_b(k, j, regs) those
-// of columns 16 j.
+// acc += A B over kSteps steps of 16. load_a(k, i, regs) loads the fragment of rows 16 i, load_b(k,
+// j, regs) that of columns 16 j.
 template <typename T, int kSteps, int kM16, int kN8, class LoadA, class LoadB>
 __device__ __forceinline__ void warp_matmul(float (&acc)[kM16][kN8][4], LoadA load_a, LoadB load_b) {
   static_assert(kN8 % 2 == 0, "B fragments are loaded 16 columns at a time");
@@ -44,9 +46,9 @@ __device__ __forceinline__ void warp_matmul(float (&acc)[kM16][kN8][4], LoadA lo
   }
 }
 
-// Starts copying packed rows [row, row + kRows) of one head into a tile. Rows outside the tile-local range
-// [low, high) and columns past head_dim become zeros without being read: a foreign row may hold anything, and
-// 0 * NaN is NaN.
+// Starts copying packed rows [row, row + kRows) of one head into a tile. Rows outside the
+// tile-local range [low, high) and columns from head_dim on become zeros without being read: a
+// foreign row may hold anything, and 0 * NaN is NaN.
 template <class Tile, int kRows, int kThreads, typename T>
 __device__ __forceinline__ void load_rows(uint32_t tile, const T* row0, int64_t row_stride, int low, int high,
                                           int head_dim) {

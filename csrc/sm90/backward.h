@@ -1,15 +1,18 @@
-// Backward on Hopper for head dims up to 128: a block owns a KV tile of one KV head, half of it a consumer warpgroup,
-// and walks all queries that see it, of all query heads of the KV group; a producer thread feeds it.
+// Hopper backward for head dims up to 128. A block owns a KV tile of one KV head, 64 keys for each
+// consumer warpgroup, and walks all queries that see it, of all query heads of the KV group. A
+// producer thread loads them.
 //
 //   S^T = K Q^T;  P^T = exp(S^T - LSE);  dP^T = V dO^T;  dS^T = P^T * (dP^T - delta)
 //   dV += P^T dO;  dK += dS^T Q;  dQ += dS K
 //
-// The transposed form makes P^T and dS^T register operands of dV and dK; only dS passes through shared memory, because
-// dQ sums over both warpgroups' keys. dQ leaves by a bulk reduction into an fp32 buffer in fragment order.
+// The transposed form makes P^T and dS^T register operands of dV and dK. Only dS passes through
+// shared memory, because dQ sums over both warpgroups' keys. dQ is added to an fp32 buffer in
+// fragment order by bulk reduction.
 //
-// The loop is rotated, so that products of two steps are queued together, and dQ of a step is made one step later: then
-// no warpgroup waits for the dS of the other. The two take turns at issuing products: while one computes P and dS, the
-// tensor cores work for the other. README.md has a picture.
+// The loop is software-pipelined: products of two steps are queued together, and dQ of a step is
+// made one step later, so that no warpgroup waits for the dS of the other. The two warpgroups
+// ping-pong: while one computes P and dS, the tensor cores work for the other. README.md has a
+// picture.
 #pragma once
 
 #include "core/dq_turn.h"
@@ -25,10 +28,10 @@ struct BackwardShared : DsShared<Config> {
     return this->base + Config::kOffsetDq + group * Config::kDqBytes;
   }
 
-  // The reduction has read dQ of a warpgroup.
+  // Completes when the reduction has read dQ of a warpgroup from shared memory.
   __device__ __forceinline__ uint32_t dq_read(int group) const { return barrier(kNextBarrier + group); }
-  // It is a warpgroup's turn to issue products.
-  __device__ __forceinline__ uint32_t turn(int group) const {
+  // Ping-pong: completes when a warpgroup may issue its products.
+  __device__ __forceinline__ uint32_t issue_order(int group) const {
     return barrier(kNextBarrier + Config::kConsumers + group);
   }
 
@@ -36,15 +39,15 @@ struct BackwardShared : DsShared<Config> {
     static_assert((kNextBarrier + 2 * Config::kConsumers) * 8 <= Config::kBarrierBytes);
     for (int group = 0; group < Config::kConsumers; ++group) {
       ptx::mbarrier_init(dq_read(group), 1);
-      ptx::mbarrier_init(turn(group), 4);
+      ptx::mbarrier_init(issue_order(group), 4);
     }
     DsShared<Config>::init_barriers();
   }
 };
 
-// One consumer warpgroup: 64 keys of the tile. kLeavesOut: whether it leaves out the steps of which it sees nothing; of
-// those it then only makes its part of dQ.
-template <typename T, class Config, bool kComputeDq, bool kLeavesOut, bool kSoftcap>
+// One consumer warpgroup, 64 keys of the tile. kSkipsHidden: skip the steps of which these keys are
+// not visible; with dQ, only the warpgroup's part of dQ is made for them.
+template <typename T, class Config, bool kComputeDq, bool kSkipsHidden, bool kSoftcap>
 struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftcap> {
   using Base = DsWarpgroup<T, Config, BackwardShared<Config>, kSoftcap>;
   using Base::block, Base::group, Base::lane, Base::p, Base::shared, Base::steps, Base::steps_done, Base::thread;
@@ -54,31 +57,32 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   using Base::issue_accumulate, Base::issue_dp, Base::issue_scores, Base::k_tile, Base::load_statistic, Base::mask;
   using Base::step_of, Base::wait_kv;
   static constexpr bool kSplitRows = Config::kSplitRows;
-  // Without dQ nobody waits for anybody: the warpgroups take no turns, and dK is issued behind S and dP of the next step. dS
-  // then stays in registers beside them, for which 128 queries a tile leave no room, nor do the 232 registers of a warpgroup
-  // that is alone in its block.
+  // dK is issued after S and dP of the next step. This needs no dQ (the warpgroups do not wait for
+  // each other then) and registers for dS beside them: 128 queries a tile leave none, nor do the
+  // 232 registers of a block with one warpgroup.
   static constexpr bool kLateDk = !kComputeDq && kBlockM == 64 && Config::kConsumers == 2;
-  // The first turn of the loop has no dQ to make. With 128 queries a tile two copies of the loop would spill: there it is
-  // made of whatever the buffer holds, and goes nowhere.
+  // The first iteration has no dQ to make and is peeled. With 128 queries a tile two copies of the
+  // loop would spill: there dQ is made of whatever the buffer holds, and dropped.
   static constexpr bool kPeelsFirst = kBlockM == 64;
 
-  // start() then follows steps too, whose sums leave no registers for dP beside a mask with 128 queries a tile.
-  static constexpr bool kDpLater = !kComputeDq && kBlockM == 128;
+  // dP is issued after the mask in start(), which here runs in the middle of the walk: the live
+  // sums leave no registers for dP beside a mask with 128 queries a tile.
+  static constexpr bool kLateDp = !kComputeDq && kBlockM == 128;
 
-  // Steps are left out, but nobody's turn is.
-  static constexpr bool kOnTurn = kComputeDq && kLeavesOut;
+  // Hidden steps are skipped, but still take part in ping-pong and dQ.
+  static constexpr bool kSkipsWithDq = kComputeDq && kSkipsHidden;
 
   typename Base::template Gradient<kHeadDim> dk, dv;
   typename Base::Scores s, dp;
   typename Base::Operand probabilities, ds;
   float dq[Config::kDqCols / 8][4];
 
-  // The step at hand.
+  // Current step.
   QState q;
   DoState dout;
   uint32_t flags;
 
-  // Buffers of dS are as many as those of Q, or of dO.
+  // dS has as many buffers as Q, or as dO.
   __device__ __forceinline__ auto ds_state() const {
     static_assert(Config::kStagesDs == Config::kStagesQ || Config::kStagesDs == Config::kStagesDo);
     if constexpr (Config::kStagesDs == Config::kStagesQ) {
@@ -88,7 +92,7 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     }
   }
 
-  // dQ of a step, once both warpgroups have written their dS.
+  // Issues dQ of a step, once both warpgroups have written their dS.
   __device__ __forceinline__ void issue_dq(const DsState& made) {
     shared.ds_ready(made.stage).wait_full(made.phase);
     const uint32_t a = shared.ds(made.stage) + (kSplitRows ? group * TileDs::kPanelBytes : 0);
@@ -102,7 +106,7 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     ptx::wgmma_commit();
   }
 
-  // dS^T = P^T * (dP^T - delta), of the scores before the softcap.
+  // Computes dS^T = P^T * (dP^T - delta), times the derivative of the softcap.
   __device__ __forceinline__ void differentiate(const Statistic& delta, uint32_t lse_address) {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j)
@@ -111,7 +115,7 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     this->multiply_by_slope(dp, s, lse_address);
   }
 
-  // Zeroes dS where a key is not seen: P is zero there, but dP may be anything, and 0 * NaN is NaN.
+  // Zeroes dS of masked keys: P is zero there, but dP may be anything, and 0 * NaN is NaN.
   __device__ __forceinline__ void mask_ds() {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j)
@@ -142,8 +146,8 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   }
   __device__ __forceinline__ void announce_ds() const { Base::announce_ds(ds_state()); }
 
-  // Writes dQ of a step to shared memory, 16-byte chunks in fragment order, once the reduction before has read what was
-  // there.
+  // Writes dQ of a step to shared memory, 16-byte chunks in fragment order, once the previous
+  // reduction has read the buffer.
   __device__ __forceinline__ void stage_dq(const QState& state, const DsState& made) {
     shared.ds_ready(made.stage).release(lane);
     this->zero_foreign_dq(dq, step_of(state), kSplitRows ? group * 64 : 0);
@@ -153,51 +157,52 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     for (int j = 0; j < Config::kDqCols / 8; ++j) ptx::store_shared_float4(address + j * kWarpgroup * 16, dq[j]);
   }
 
-  // Hands dQ to the warp that adds it to the sums, or tells it that there is none. Products are issued between
-  // stage_dq() and this, as behind store_ds().
+  // Signals the reducing warp that dQ is staged, or that there is none. Products are issued between
+  // stage_dq() and this, to cover the fence, as after store_ds().
   __device__ __forceinline__ void send_dq() const {
     ptx::fence_async_proxy();
     ptx::named_barrier_arrive(kBarrierStaged + group, kWarpgroup + 32);
   }
 
-  // The first warpgroup begins, and in every step each waits for the other to have issued its first products.
-  __device__ __forceinline__ void take_turn() const {
-    ptx::mbarrier_wait(shared.turn(group), steps_done % 2 ^ group ^ 1);
+  // Waits until the other warpgroup has issued the first products of its step. Warpgroup 0 starts.
+  __device__ __forceinline__ void wait_issue_order() const {
+    ptx::mbarrier_wait(shared.issue_order(group), steps_done % 2 ^ group ^ 1);
   }
-  __device__ __forceinline__ void pass_turn() const {
+  __device__ __forceinline__ void pass_issue_order() const {
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(shared.turn(group ^ 1));
+    if (lane == 0) ptx::mbarrier_arrive(shared.issue_order(group ^ 1));
   }
 
   __device__ __forceinline__ const FlaggedStep& first_step() const { return kComputeDq ? steps[0] : step_of(q); }
 
-  // v_tile(), unknown to the compiler: else the descriptors of V become values of the whole kernel, which the main loop makes
-  // anew in every step. That takes 1% of it.
+  // v_tile(), made opaque to the compiler: otherwise the descriptors of V become values of the
+  // whole kernel and the main loop recomputes them in every step, which costs 1%.
   __device__ __forceinline__ uint32_t v_outside_loop() const {
     uint32_t tile = Base::v_tile();
-    if (kOnTurn) asm volatile("" : "+r"(tile));
+    if (kSkipsWithDq) asm volatile("" : "+r"(tile));
     return tile;
   }
 
-  // P and dS of the first step; nothing else is in flight.
+  // Computes P and dS of the first step, with nothing else in flight.
   __device__ __forceinline__ void start() {
     flags = first_step().flags;
     if (flags & FlaggedStep::kForeign) this->zero_foreign_rows(first_step(), q.stage, dout.stage, dout.phase);
     issue_scores(s, shared.q(q.stage));
     shared.dout_ready(dout.stage).wait_full(dout.phase);
-    if (!kDpLater) issue_dp(dp, shared.dout(dout.stage), v_outside_loop());
+    if (!kLateDp) issue_dp(dp, shared.dout(dout.stage), v_outside_loop());
     Statistic lse, delta;
     load_statistic(lse, shared.lse(q.stage));
-    ptx::wgmma_wait<kDpLater ? 0 : 1>();
+    ptx::wgmma_wait<kLateDp ? 0 : 1>();
     ptx::pin(s);
     this->exponentiate(s, lse);
-    // Exponentials, mask and slopes one after the other: mixed they need more registers than there are.
-    if (kDpLater) {
+    // Exponentials, mask and slopes are kept apart: interleaved they need more registers than there
+    // are.
+    if (kLateDp) {
       ptx::pin(s);
       mask(s, first_step());
       ptx::pin(s);
       issue_dp(dp, shared.dout(dout.stage));
-    } else if (kOnTurn) {
+    } else if (kSkipsWithDq) {
       ptx::pin(s);
       if (flags & FlaggedStep::kMasked) mask(s, first_step());
       ptx::pin(s);
@@ -206,7 +211,7 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
     ptx::pin(s);
-    if (!kDpLater && !kOnTurn) {
+    if (!kLateDp && !kSkipsWithDq) {
       mask(s, first_step());
       ptx::pin(s);
     }
@@ -216,7 +221,7 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     if (kComputeDq) store_ds();
   }
 
-  // The same where this warpgroup sees nothing of it.
+  // First step of which this warpgroup sees nothing.
   __device__ __forceinline__ void start_unseen() {
     flags = first_step().flags;
     if (flags & FlaggedStep::kForeign) this->zero_foreign_rows(first_step(), q.stage, dout.stage, dout.phase);
@@ -224,14 +229,15 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     store_zero_ds();
   }
 
-  // From one step to the next: dV and dK of the one, P and dS of the other and, if kMakesDq, dQ of the step before. kSeesThis
-  // and kSeesNext: whether this warpgroup sees anything of them; else it leaves out what is its own.
+  // One iteration: dV and dK of this step, P and dS of the next and, if kMakesDq, dQ of the
+  // previous one. kSeesThis and kSeesNext: whether this warpgroup sees any of the two steps; if
+  // not, its own products are skipped.
   template <bool kMakesDq, bool kSeesThis = true, bool kSeesNext = true>
   __device__ __forceinline__ void advance() {
     const QState next_q = q.next();
     const DoState next_dout = dout.next();
     const bool leaves = kMakesDq && ((kPeelsFirst && kSeesThis && kSeesNext) || steps_done > 0);
-    if (kComputeDq) take_turn();
+    if (kComputeDq) wait_issue_order();
     if (kSeesThis) {
       issue_accumulate(dv, probabilities, shared.dout(dout.stage));
       if (!kLateDk) issue_accumulate(dk, ds, shared.q(q.stage));
@@ -239,7 +245,7 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     if (kComputeDq) announce_ds();
     if (kMakesDq) issue_dq(ds_state().previous());
     shared.q_ready(next_q.stage).wait_full(next_q.phase);
-    if (kComputeDq) pass_turn();
+    if (kComputeDq) pass_issue_order();
     if (flags & FlaggedStep::kNextForeign) {
       this->zero_foreign_rows(step_of(next_q), next_q.stage, next_dout.stage, next_dout.phase);
     }
@@ -268,8 +274,8 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
       ptx::pin(s);
       this->exponentiate(s, lse);
       ptx::pin(s);
-      // The compiler moves nothing across this branch: else it would move the exponentials behind the wait for dP, and
-      // the two would no longer run at the same time.
+      // The branch also orders code: without it the compiler moves the exponentials after the wait
+      // for dP, and the two no longer overlap.
       if (flags & FlaggedStep::kNextMasked) mask(s, step_of(next_q));
       load_statistic(delta, shared.delta(next_dout.stage));
       ptx::wgmma_wait<kLateDk ? 1 : 0>();
@@ -289,7 +295,7 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     if (kComputeDq) kSeesNext ? store_ds() : store_zero_ds();
   }
 
-  // dV and dK of the last step, and dQ of the last two; the last of all stays in registers.
+  // Last step: dV and dK of it, and dQ of the last two. The very last dQ stays in registers.
   template <bool kSeesLast = true>
   __device__ __forceinline__ void finish() {
     if (kSeesLast) {
@@ -323,9 +329,9 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
       return;
     }
     if constexpr (!kComputeDq) {
-      run_visible();
-    } else if constexpr (kLeavesOut) {
-      run_turns();
+      run_without_dq();
+    } else if constexpr (kSkipsHidden) {
+      run_with_dq();
     } else {
       start();
       if (kPeelsFirst && !(flags & FlaggedStep::kLast)) advance<false>();
@@ -334,9 +340,10 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     }
   }
 
-  // With dQ: all steps in turn, because both warpgroups make dQ of each. Behind the main loop flags are read anew: ptxas waits
-  // right behind the load for a value that is used there, which takes 1% of the loop.
-  __device__ __forceinline__ void run_turns() {
+  // Loop with dQ and skipped steps: both warpgroups make dQ of every step. Flags are reloaded after
+  // the main loop: if the loaded value is used there, ptxas waits for it right after the load,
+  // which costs 1% of the loop.
+  __device__ __forceinline__ void run_with_dq() {
     const uint32_t hidden = FlaggedStep::kNextHidden << group;
     bool sees = !(steps[0].flags & FlaggedStep::kHidden << group);
     if (sees) {
@@ -364,8 +371,8 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     }
   }
 
-  // Without dQ: the steps of which this warpgroup sees something, from one of the others to the next.
-  __device__ __forceinline__ void run_visible() {
+  // Loop without dQ: only the steps that this warpgroup sees.
+  __device__ __forceinline__ void run_without_dq() {
     flags = steps[0].flags & FlaggedStep::kHidden << group ? FlaggedStep::kNextHidden << group : 0;
     while (true) {
       if (flags & FlaggedStep::kNextHidden << group) {
@@ -384,7 +391,7 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     }
   }
 
-  // Leaves a step to the other warpgroup, which does not zero its foreign rows alone.
+  // Skips a step, except for zeroing its foreign rows, which both warpgroups do together.
   __device__ __forceinline__ void skip_step() {
     const FlaggedStep& step = step_of(q);
     flags = step.flags;
@@ -394,9 +401,10 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
     shared.q_ready(q.stage).release(lane);
   }
 
-  // dK and dV go through this warpgroup's rows of V. Those of K will not do: the other warpgroup may still read them, for
-  // dQ. The address is v_tile() and not shared.v(), with which ptxas spends 15 more instructions a step on descriptors.
-  // The last dQ follows dV: meanwhile the one before it leaves shared memory.
+  // dK and dV are stored through this warpgroup's rows of V. Those of K will not do: the other
+  // warpgroup may still read them for dQ. The address is v_tile(), not shared.v(), with which ptxas
+  // spends 15 more instructions a step on descriptors. The last dQ follows dV, to give the one
+  // before it time to leave shared memory.
   __device__ __forceinline__ void store() {
     const KvPair<T>& out = p.dkv.of(block.tile.region);
     Base::store(dv, 1, 1.f, out.v, Base::v_tile());
@@ -408,26 +416,27 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   }
 };
 
-// The warp that adds dQ of a warpgroup to the sums of its query tiles, by one bulk reduction a step. Where there are turns, each
-// behind that of the block before, which owns the keys before on the path and sees the same queries: dQ of a query is
-// then summed in the order of its keys.
+// Reducing warp: adds dQ of one warpgroup to the sums of its query tiles, one bulk reduction a
+// step. With p.dq_turns each addition waits on a semaphore of the previous block on the path, which
+// owns the keys before this tile and sees the same queries: dQ is then summed in the order of its
+// keys.
 template <typename T, class Config>
 __device__ __forceinline__ void add_dq(const BackwardShared<Config>& shared, const BackwardParams<T>& p,
                                        const KvBlock& block, const FlaggedStep (&steps)[Config::kSteps], int group) {
-  // Steps that are published together, because that takes a microsecond. 28 x 16K x 2K takes 5% longer than in any order with
-  // 2, 6% with 3 and 8% with 4.
+  // Steps published together, because publishing takes a microsecond. Over the default mode, 28 x
+  // 16K x 2K takes 5% longer with 2, 6% with 3 and 8% with 4.
   constexpr int kPublished = 2;
   const bool adds = threadIdx.x % 32 == 0, ordered = p.dq_turns;
-  uint64_t done = block.before < 0 ? DqTurn::kOver : 0;  // by the block before
-  uint32_t next_tile = 0;  // of the next turn, or a later one
+  uint64_t done = block.before < 0 ? DqTurn::kOver : 0;  // progress of the block before
+  uint32_t next_tile = 0;  // tile of the next addition, or a later one
   int unpublished = 0;
   const auto ask = [&] { done = ptx::load_published(p.dq_turn(block.before, block.kv_head, group)); };
   for (int place = 0;; place = place + 1 < Config::kSteps ? place + 1 : 0) {
-    // Before dQ is there, because the answer takes a microsecond too: 3 to 5% of the backward.
+    // Asked before dQ is ready, because the answer takes a microsecond: 3 to 5% of the backward.
     if (adds && ordered && done >> 32 <= next_tile) ask();
     ptx::named_barrier_sync(kBarrierStaged + group, kWarpgroup + 32);
     const FlaggedStep& step = steps[place];
-    // Read now: when dq_read() has told the others, the step may be overwritten.
+    // Read before dq_read() is signalled: after that the step may be overwritten.
     const bool valid = step.valid, last = !valid || step.last;
     const DqTurn turn(step.m_block, step.own_begin, step.pack);
     __syncwarp();
@@ -450,7 +459,7 @@ __device__ __forceinline__ void add_dq(const BackwardShared<Config>& shared, con
   }
 }
 
-template <typename T, class Config, bool kComputeDq, bool kLeavesOut, bool kSoftcap>
+template <typename T, class Config, bool kComputeDq, bool kSkipsHidden, bool kSoftcap>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     dualkv_sm90_backward(const __grid_constant__ BackwardParams<T> p, const __grid_constant__ BackwardMaps maps) {
   __shared__ KvBlock block;
@@ -461,17 +470,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 
   if (threadIdx.x < kWarpgroup) {
     ptx::give_registers<Config::Registers::kProducer>();
-    // Broadcast, so that the compiler knows it to be uniform.
+    // Broadcast, so that the compiler knows it to be warp-uniform.
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
     if (threadIdx.x == 0) {
-      BackwardProducer<T, Config, kLeavesOut>{shared, p, maps, block, steps}.run();
+      BackwardProducer<T, Config, kSkipsHidden>{shared, p, maps, block, steps}.run();
     } else if (kComputeDq && (warp == 1 || warp == 2)) {
       add_dq(shared, p, block, steps, warp - 1);
     }
   } else {
     ptx::take_registers<Config::Registers::kConsumer>();
     const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
-    BackwardConsumer<T, Config, kComputeDq, kLeavesOut, kSoftcap> consumer{{shared, p, block, steps, group * 64}};
+    BackwardConsumer<T, Config, kComputeDq, kSkipsHidden, kSoftcap> consumer{{shared, p, block, steps, group * 64}};
     consumer.run();
     consumer.store();
   }

@@ -1,12 +1,12 @@
-// dK and dV on Hopper for heads wider than 256, of which 64 keys would fill every register of a multiprocessor. Several
-// blocks own these keys: each computes S and dP, and sums its columns of dV in one warpgroup and of dK in the other, as in
-// backward_wide.h. dQ is left to backward_dq.h.
+// Hopper dK and dV for heads wider than 256, of which 64 keys would fill every register of a
+// multiprocessor. Several blocks share these keys: each computes S and dP, and sums its columns of
+// dV in one warpgroup and of dK in the other, as in backward_wide.h. dQ comes from backward_dq.h.
 //
 //   sum_dv:  S^T = K Q^T;   P^T = exp(S^T - LSE);             dV += P^T dO
 //   sum_dk:  dP^T = V dO^T;  dS^T = P^T * (dP^T - delta);      dK += dS^T Q
 //
-// K and V, two tiles of Q and one of dO fill shared memory. But of Q a block needs the columns of other blocks for S alone:
-// behind S, P takes their place on its way from one warpgroup to the other.
+// K and V, two tiles of Q and one of dO fill shared memory. A block needs the other blocks' columns
+// of Q for S only, so that after S, P is handed from one warpgroup to the other in their place.
 #pragma once
 
 #include "sm90/backward_wide.h"
@@ -15,23 +15,25 @@ namespace dualkv::sm90 {
 
 template <class Config>
 struct BackwardColumnShared : BackwardWideShared<Config> {
-  int column;  // the first of the block's
+  int column;  // first column of the block
 
-  // One buffer for each stage of Q: P of a step lies in that step's stage.
+  // One buffer per stage of Q: P of a step is stored in that step's stage.
   __device__ __forceinline__ uint32_t probabilities(int buffer) const {
     static_assert(Config::kStagesQ == 2, "as many as BackwardWideConsumer has buffers");
     return from_column<typename Config::TileQ>(this->q(buffer), (column + Config::kColumns) % Config::kHeadDim);
   }
 };
 
-// A consumer warpgroup. It calls either sum_dv() or sum_dk(), which leaves the block's columns of dV or dK in `sum`.
+// Consumer warpgroup. It calls sum_dv() or sum_dk(), which leaves the block's columns of dV or dK
+// in `sum`.
 template <typename T, class Config>
 struct BackwardColumnConsumer : BackwardWideConsumer<T, Config, Config::kColumns, BackwardColumnShared<Config>> {
   using Base = BackwardWideConsumer<T, Config, Config::kColumns, BackwardColumnShared<Config>>;
   using Base::dout, Base::lane, Base::operand, Base::q, Base::shared, Base::steps, Base::sum, Base::x;
   using typename Base::Statistic, typename Base::TileDo, typename Base::TileQ;
 
-  // Calls body(step, is_masked) for every step, when its Q is there and foreign rows are zero. The body releases Q and dO.
+  // Calls body(step, is_masked) for every step, once its Q is loaded and foreign rows are zero. The
+  // body releases Q and dO.
   template <class Body>
   __device__ __forceinline__ void for_each_step(Body body) {
     uint32_t flags;
@@ -55,7 +57,7 @@ struct BackwardColumnConsumer : BackwardWideConsumer<T, Config, Config::kColumns
       ptx::wgmma_wait<0>();
       this->score_products.take(x);
       this->send_probabilities(lse, is_masked, step);
-      ptx::fence_async_proxy();  // another Q is copied to where P is
+      ptx::fence_async_proxy();  // the next Q is copied over P
       shared.q_ready(q.stage).release(lane);
       this->wait_dout(dout);
       this->issue_accumulate(sum, operand, from_column<TileDo>(shared.dout(dout.stage), shared.column));
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   BackwardColumnConsumer<T, Config> consumer{{{shared, p, block, steps, 0}}};
   const KvPair<T>& out = p.dkv.of(block.tile.region);
-  // Each leaves through the keys or values that it alone has read.
+  // Staging is the K or V tile that the warpgroup alone has read.
   if (threadIdx.x < 2 * kWarpgroup) {
     consumer.sum_dv();
     consumer.store(consumer.sum, 1, 1.f, out.v, shared.k(), column);

@@ -1,11 +1,12 @@
-// dQ by itself on Hopper, for deterministic mode and for all wide heads: a block owns a query tile of a pack of heads and
-// streams K and V, so that every sum has one owner and one order. S and dP are computed a second time.
+// Hopper dQ kernel, for deterministic mode, wide heads and short walks: a block owns a query tile
+// of a pack of heads and streams K and V, so that every sum has one owner and one order. S and dP
+// are computed a second time.
 //
 //   S = Q K^T;  P = exp(S - LSE);  dP = dO V^T;  dS = P * (dP - delta);  dQ += dS K
 //
-// dS is the register operand of dQ, and the warpgroups neither wait for each other nor exchange anything. Those of the widest
-// heads do: two share 64 queries, one computes S, the other dP, which pass between them where V was, and each has half of the
-// columns of dQ. Blocks are persistent, as in forward.h.
+// dS is the register operand of dQ, and the warpgroups exchange nothing. At d = 512 they do: two
+// share 64 queries, one computes S, the other dP, they exchange both in the stage of V, and each
+// sums half of the columns of dQ. Blocks are persistent, as in forward.h.
 #pragma once
 
 #include "core/mask.h"
@@ -28,13 +29,14 @@ struct BackwardDqShared : QueryShared<Config> {
   }
 };
 
-// The heads that share a query tile: one of the widest, whose warpgroups have no registers left to tell heads apart.
+// Heads that share a query tile. One at d = 512, whose warpgroups have no registers left to tell
+// heads apart.
 template <class Config, typename T>
 __device__ __forceinline__ Pack pack_of(const BackwardDqParams<T>& p) {
   return Config::kPacksHeads ? p.heads : Pack{};
 }
 
-// The producer thread.
+// Producer thread.
 template <typename T, class Config>
 struct BackwardDqProducer {
   const BackwardDqShared<Config>& shared;
@@ -45,7 +47,7 @@ struct BackwardDqProducer {
   PipelineState<Config::kStagesK> k_state;
   PipelineState<Config::kStagesV> v_state;
 
-  // K and V of the walk's current tile; moves on. Whether it was the last.
+  // Loads K and V of the walk's current tile and advances. Returns whether it was the last.
   __device__ __forceinline__ bool load_kv(const QueryBlock& work) {
     const auto load_k = [&](uint32_t k, uint32_t barrier, const KvTile& tile) {
       load_tile<typename Config::TileK>(k, maps.kv.of(tile.region).k, barrier, work.kv_head, tile.row);
@@ -53,7 +55,7 @@ struct BackwardDqProducer {
     const auto load_v = [&](uint32_t v, uint32_t barrier, const KvTile& tile) {
       load_tile<typename Config::TileV>(v, maps.kv.of(tile.region).v, barrier, work.kv_head, tile.row);
     };
-    const int group = pack_of<Config>(p).queries(64);  // of a warpgroup
+    const int group = pack_of<Config>(p).queries(64);  // queries of a warpgroup
     const KvStep step = load_k_step<Config>(shared, steps, path, p.nodes, group, p.shape.sees, k_state, load_k);
     load_v_tile<Config>(shared, step.tile, v_state, load_v);
     path.next(p.nodes, Config::kBlockN, p.shape.sees);
@@ -67,10 +69,10 @@ struct BackwardDqProducer {
   }
 };
 
-// What a warpgroup computes of dS: all of it, or its part where two share the queries.
+// Part of dS that a warpgroup computes: all, or S or dP where two share the queries.
 enum class DqRole { all, scores, dp };
 
-// One consumer warpgroup: 64 rows of each query tile, and all or some columns of their dQ.
+// One consumer warpgroup: 64 rows of each query tile, and all or half of the columns of their dQ.
 template <typename T, class Config, DqRole kRole>
 struct BackwardDqConsumer {
   using TileQ = typename Config::TileQ;
@@ -83,7 +85,7 @@ struct BackwardDqConsumer {
   const BackwardDqShared<Config>& shared;
   const BackwardDqParams<T>& p;
   const KvStep (&steps)[Config::kStagesK];
-  // Number of the warpgroup. Broadcast, so that the compiler knows it to be uniform.
+  // Index of the warpgroup. Broadcast, so that the compiler knows it to be warp-uniform.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
   const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
   const int group_row = group / kSharers * 64, group_column = group % kSharers * kColumns;
@@ -100,7 +102,7 @@ struct BackwardDqConsumer {
   RowProducts<T, TileQ, TileK, kBlockN / 8> score_products;
   RowProducts<T, TileDo, TileV, kBlockN / 8> dp_products;
 
-  // What row `row` of the tile holds: a query, counted from the first of the tile, and a head of the pack.
+  // Query (relative to the tile) and head (of the pack) of a row of the tile.
   __device__ __forceinline__ int query_of(int row) const { return pack_of<Config>(p).queries(row); }
   __device__ __forceinline__ int head_of(int row) const { return pack_of<Config>(p).of_row(row); }
 
@@ -129,7 +131,7 @@ struct BackwardDqConsumer {
     query_state.advance();
   }
 
-  // Waits for the next K, and zeroes its foreign rows: it is an operand of dQ.
+  // Waits for the next K and zeroes its foreign rows, because K is an operand of dQ.
   __device__ __forceinline__ KvStep wait_k(const PipelineState<Config::kStagesK>& state) const {
     shared.k_ready(state.stage).wait_full(state.phase);
     const KvStep step = steps[state.stage];
@@ -160,7 +162,7 @@ struct BackwardDqConsumer {
     }
   }
 
-  // P = exp2(S * scale - LSE), of capped scores.
+  // Computes P = exp2(S * scale - LSE), of capped scores.
   __device__ __forceinline__ void exponentiate() {
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
     cap_scores(s[0], p.shape.softcap);
@@ -170,15 +172,15 @@ struct BackwardDqConsumer {
       for (int e = 0; e < 4; ++e) s[0][j][e] = exp2_approx(s[0][j][e] * scale_log2 - lse_log2[e / 2]);
   }
 
-  // P, while dP is still computed; then dS, in `s`, and rounded in the A fragments of dQ.
+  // Computes P while dP is still in flight, then dS, rounded into the A fragments of dQ.
   __device__ __forceinline__ void finish_step(const QueryBlock& work, const KvStep& step, int q_pos) {
     const bool is_masked = needs_mask(step, q_pos);
     ptx::wgmma_wait<1>();
     score_products.take(s[0]);
     exponentiate();
     ptx::pin(s[0]);
-    // The compiler moves nothing across this branch: else it would move the exponentials behind the wait for dP, and
-    // the two would no longer run at the same time.
+    // The branch also orders code: without it the compiler moves the exponentials after the wait
+    // for dP, and the two no longer overlap.
     if (is_masked) mask(s, work, step.tile);
     if (p.shape.softcap.exists()) multiply_by_slope(s[0], lse_log2, p.shape.softcap);
     ptx::wgmma_wait<0>();
@@ -190,7 +192,7 @@ struct BackwardDqConsumer {
 #pragma unroll
       for (int e = 0; e < 4; ++e) dp[0][j][e] = s[0][j][e] * (dp[0][j][e] - delta[e / 2]);
     if (is_masked) {
-      // Where a key is not seen P is zero, but dP may be anything, and 0 * NaN is NaN.
+      // P of a masked key is zero, but dP may be anything, and 0 * NaN is NaN.
 #pragma unroll
       for (int j = 0; j < kBlockN / 8; ++j)
 #pragma unroll
@@ -209,7 +211,7 @@ struct BackwardDqConsumer {
     ptx::wgmma_commit();
   }
 
-  // The products of a step before dQ of the last one is left, and those behind it.
+  // Products of the next step that are issued before the wait for dQ of this one, and after it.
   __device__ __forceinline__ void issue_early(int steps_done, int k_stage) {
     if constexpr (kRole == DqRole::dp) return issue_dp(steps_done);
     issue_scores(steps_done, k_stage);
@@ -224,9 +226,10 @@ struct BackwardDqConsumer {
     if constexpr (kRole == DqRole::dp) return finish_dp();
   }
 
-  // Where two share the queries, dP goes to the one that has P, and dS comes back. They take the place of V, which nobody
-  // needs when dP is there. Both warpgroups meet twice: when dP has been written, and when dS has.
-  static constexpr int kBarrierMeet = 1 + Config::kConsumers;  // those before: zero_tail
+  // Exchange of two warpgroups that share queries: dP goes to the one that has P, and dS comes
+  // back, both in the stage of V, which is free once dP is computed. The two meet twice: when dP is
+  // written, and when dS is.
+  static constexpr int kBarrierMeet = 1 + Config::kConsumers;  // lower ones: zero_tail
   static constexpr int kBytesDp = kBlockN / 8 * kWarpgroup * 16, kBytesDs = kBlockN / 16 * kWarpgroup * 16;
   static_assert(kRole == DqRole::all || kBytesDp + kBytesDs <= TileV::kBytes, "dP and dS take the place of V");
   __device__ __forceinline__ uint32_t place_of_dp(int j) const {
@@ -235,7 +238,7 @@ struct BackwardDqConsumer {
   __device__ __forceinline__ uint32_t place_of_ds(int step) const { return place_of_dp(kBlockN / 8 + step); }
   __device__ __forceinline__ void meet() const { ptx::named_barrier_sync(kBarrierMeet, 2 * kWarpgroup); }
   __device__ __forceinline__ void leave_v() {
-    ptx::fence_async_proxy();  // another V is copied to this place
+    ptx::fence_async_proxy();  // the next V is copied over it
     shared.v_ready(v_state.stage).release(lane);
     v_state.advance();
   }
@@ -279,8 +282,8 @@ struct BackwardDqConsumer {
     leave_v();
   }
 
-  // The last tile of a node may leave a warpgroup without a query. It then releases all tiles unread: the producer
-  // loads them for the other warpgroup, and reuses a stage only when both have released it.
+  // Skips an item of which this warpgroup has no query, as the last tile of a node may. It still
+  // releases all tiles: the producer reuses a stage when both warpgroups have released it.
   __device__ __forceinline__ void skip_work() {
     wait_queries();
     release_queries();
@@ -311,7 +314,7 @@ struct BackwardDqConsumer {
       now = wait_k(next_k);
       issue_dq(shared.k(k_state.stage));
       issue_early(n, next_k.stage);
-      ptx::wgmma_wait<1>();  // dQ: its operands are overwritten below
+      ptx::wgmma_wait<1>();  // dQ: its operands are overwritten next
       shared.k_ready(k_state.stage).release(lane);
       k_state = next_k;
       issue_late(n);
@@ -361,7 +364,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       using TileQ = typename Config::TileQ;
       using TileDo = typename Config::TileDo;
-      const auto load = [&](int stage, const Handshake& ready, const QueryBlock& work) {
+      const auto load = [&](int stage, const PipelineBarrier& ready, const QueryBlock& work) {
         ready.expect(TileQ::kBytes + TileDo::kBytes);
         load_tile<TileQ>(shared.q(stage), maps.q, ready.full(), work.head, work.q_tile.row);
         load_tile<TileDo>(shared.dout(stage), maps.dout, ready.full(), work.head, work.q_tile.row);

@@ -1,17 +1,17 @@
-// Backward on Hopper for (192, 128), MLA's head dims, by the five products of backward.h: a block owns a KV tile of one KV
-// head, half of it a consumer warpgroup.
+// Hopper backward for (192, 128), the head dims of MLA, by the five products of backward.h: a block
+// owns a KV tile of one KV head, 64 keys for each consumer warpgroup.
 //
-// dK and dV of 64 keys are 160 registers a thread. The others hold either S or dP, and a third of a warpgroup's dQ. So S
-// comes first, P is rounded, and dP takes its place; dQ is made in three parts, and each is added to its sums before the
-// next one is there. It leaves from registers, because shared memory has no place for it. While a warpgroup waits for one of
-// its products, the tensor cores work for the other.
+// dK and dV of 64 keys take 160 registers a thread. What is left holds either S or dP, and a third
+// of a warpgroup's dQ. So S comes first, P is rounded, and dP takes its registers. dQ is made in
+// three parts, each added to its sums from registers before the next: shared memory has no room to
+// stage it. While a warpgroup waits for a product, the tensor cores work for the other.
 #pragma once
 
 #include "sm90/ds_exchange.h"
 
 namespace dualkv::sm90 {
 
-// One consumer warpgroup: 64 keys of the tile.
+// One consumer warpgroup, 64 keys of the tile.
 template <typename T, class Config, bool kComputeDq, bool kSoftcap>
 struct BackwardMlaConsumer : DsWarpgroup<T, Config, DsShared<Config>, kSoftcap> {
   using Base = DsWarpgroup<T, Config, DsShared<Config>, kSoftcap>;
@@ -21,7 +21,7 @@ struct BackwardMlaConsumer : DsWarpgroup<T, Config, DsShared<Config>, kSoftcap> 
   using typename Base::TileDs, typename Base::TileK;
   using Base::announce_ds, Base::issue_accumulate, Base::issue_dp, Base::issue_scores, Base::k_tile, Base::mask;
   using Base::load_statistic, Base::step_of, Base::store_ds, Base::wait_kv;
-  static constexpr int kPartCols = 32;  // of dQ; a part lies within a panel of K
+  static constexpr int kPartCols = 32;  // columns of a part of dQ, which is within a panel of K
   static_assert(Config::kDqCols == 3 * kPartCols && Config::kStagesDs == Config::kStagesDo);
 
   typename Base::template Gradient<kHeadDim> dk;
@@ -30,12 +30,12 @@ struct BackwardMlaConsumer : DsWarpgroup<T, Config, DsShared<Config>, kSoftcap> 
   Operand probabilities, ds;
   float dq[kPartCols / 8][4];
 
-  // The step at hand. `dout` is also where its dS is.
+  // Current step. Its dS has the stage of `dout`.
   QState q;
   DoState dout;
   uint32_t flags;
 
-  // A part of this warpgroup's columns of dQ.
+  // Issues one part of this warpgroup's columns of dQ.
   __device__ __forceinline__ void issue_dq(const DoState& made, int part) {
     const uint32_t a = shared.ds(made.stage), b = from_column<TileK>(k_tile(), group * Config::kDqCols + part * kPartCols);
     ptx::wgmma_fence();
@@ -46,12 +46,12 @@ struct BackwardMlaConsumer : DsWarpgroup<T, Config, DsShared<Config>, kSoftcap> 
     ptx::wgmma_commit();
   }
 
-  // Behind the wait for it.
+  // Adds a part of dQ to its sums, after the wait for it.
   __device__ __forceinline__ void add_dq(const QState& state, int part) {
     ptx::pin(dq);
     const FlaggedStep& step = step_of(state);
     this->zero_foreign_dq(dq, step, 0);
-    // Else the compiler keeps twelve addresses through the loop.
+    // Made to vary: otherwise the compiler keeps twelve addresses through the loop.
     const uint32_t own = varying(group * (Config::kDqBytes / 4) + thread * 4, steps_done);
     float* sum = p.dq_sum + (int64_t{step.dq_tile} * (kBlockM * kHeadDim) + own) + part * (kPartCols / 8 * kWarpgroup * 4);
 #pragma unroll
@@ -63,7 +63,8 @@ struct BackwardMlaConsumer : DsWarpgroup<T, Config, DsShared<Config>, kSoftcap> 
     for (int step = 0; step < kBlockM / 16; ++step) accumulator_to_a<T>(x[2 * step], x[2 * step + 1], operand[step]);
   }
 
-  // dS^T = P^T * (dP^T - delta). There are no registers for delta of all queries.
+  // Computes dS^T = P^T * (dP^T - delta). delta is loaded piece by piece: no registers for all of
+  // it.
   __device__ __forceinline__ void differentiate(uint32_t delta_address) {
 #pragma unroll
     for (int i = 0; i < kBlockM / 16; ++i) {
@@ -73,7 +74,7 @@ struct BackwardMlaConsumer : DsWarpgroup<T, Config, DsShared<Config>, kSoftcap> 
     }
   }
 
-  // From the scores in `x`, which have been issued, to dV and dS of their step.
+  // Finishes a step whose scores in `x` have been issued: P, dV, dP and dS.
   __device__ __forceinline__ void finish_scores(const QState& q, const DoState& dout, bool is_masked) {
     {
       Statistic lse;
@@ -86,7 +87,7 @@ struct BackwardMlaConsumer : DsWarpgroup<T, Config, DsShared<Config>, kSoftcap> 
     pack(probabilities);
     shared.dout_ready(dout.stage).wait_full(dout.phase);
     if (kSoftcap) {
-      // dS takes P times the cap's derivative, for which there is no place beside P.
+      // dS takes P times the cap's derivative, which overwrites P: dV must be done first.
       issue_accumulate(dv, probabilities, shared.dout(dout.stage));
       ptx::wgmma_wait<0>();
       this->multiply_by_slope(x, x, shared.lse(q.stage));
@@ -107,8 +108,8 @@ struct BackwardMlaConsumer : DsWarpgroup<T, Config, DsShared<Config>, kSoftcap> 
     if (kComputeDq) store_ds(ds, dout);
   }
 
-  // From one step to the next: dK of the one, dV and dS of the other and, if kMakesDq, dQ of the step before, for which the
-  // other warpgroup then has written its dS long ago.
+  // One iteration: dK of this step, dV and dS of the next and, if kMakesDq, dQ of the previous one,
+  // of which the other warpgroup's dS is long complete.
   template <bool kMakesDq>
   __device__ __forceinline__ void advance() {
     const QState next_q = q.next(), last_q = q.previous();
@@ -149,7 +150,7 @@ struct BackwardMlaConsumer : DsWarpgroup<T, Config, DsShared<Config>, kSoftcap> 
     flags = next_flags;
   }
 
-  // dQ of a step with nothing beside it.
+  // dQ of a step with nothing else in flight.
   __device__ __forceinline__ void make_dq(const QState& state, const DoState& made) {
     shared.ds_ready(made.stage).wait_full(made.phase);
 #pragma unroll
@@ -162,7 +163,8 @@ struct BackwardMlaConsumer : DsWarpgroup<T, Config, DsShared<Config>, kSoftcap> 
   }
 
   __device__ __forceinline__ void run() {
-    // Else the compiler knows its value in the first steps, and computes descriptors once that it then spills.
+    // Opaque: otherwise the compiler knows the value in the first steps, and computes descriptors
+    // once that it then spills.
     asm volatile("" : "+r"(steps_done));
     clear(dk);
     clear(dv);
@@ -185,8 +187,8 @@ struct BackwardMlaConsumer : DsWarpgroup<T, Config, DsShared<Config>, kSoftcap> 
     make_dq(q, dout);
   }
 
-  // All through this warpgroup's rows of V, which are narrower than dK. Those of K will not do: the other warpgroup may still
-  // read them, for dQ.
+  // Everything is stored through this warpgroup's rows of V, which are narrower than dK. Those of K
+  // will not do: the other warpgroup may still read them for dQ.
   __device__ __forceinline__ void store() {
     const KvPair<T>& out = p.dkv.of(block.tile.region);
     const float scale = p.shape.softmax_scale;
@@ -206,7 +208,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const DsShared<Config> shared{{(ptx::shared_address(bytes) + 1023) & ~1023u}};
   if (!feed_consumers<Config>(shared, block, steps, p, maps)) return;
 
-  // Broadcast, so that the compiler knows it to be uniform.
+  // Broadcast, so that the compiler knows it to be warp-uniform.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
   BackwardMlaConsumer<T, Config, kComputeDq, kSoftcap> consumer{{{shared, p, block, steps, group * 64}}};
   consumer.run();

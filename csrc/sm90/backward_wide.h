@@ -1,11 +1,12 @@
-// dK and dV on Hopper for head dims 192 and 256, where no warpgroup has registers for both: a block owns 64 keys of one
-// KV head, one consumer warpgroup sums dV and the other dK. dQ is left to backward_dq.h.
+// Hopper dK and dV for head dims 192 and 256, where no warpgroup has registers for both: a block
+// owns 64 keys of one KV head, one consumer warpgroup sums dV and the other dK. dQ comes from
+// backward_dq.h.
 //
 //   sum_dv:  S^T = K Q^T;   P^T = exp(S^T - LSE);             dV += P^T dO
 //   sum_dk:  dP^T = V dO^T;  dS^T = P^T * (dP^T - delta);      dK += dS^T Q
 //
-// S^T and dP^T have the same fragment layout. So P goes from one warpgroup to the other thread by thread: thread i
-// writes its elements, rounded, and thread i of the other reads them.
+// S^T and dP^T have the same fragment layout. So P is handed over thread by thread: thread i writes
+// its elements, rounded, and thread i of the other warpgroup reads them.
 #pragma once
 
 #include "sm90/kv_walk.h"
@@ -17,7 +18,7 @@ struct BackwardWideShared : KvShared<Config> {
   __device__ __forceinline__ uint32_t probabilities(int buffer) const {
     return this->base + Config::kOffsetP + buffer * Config::kBytesP;
   }
-  __device__ __forceinline__ Handshake probabilities_ready(int buffer) const {
+  __device__ __forceinline__ PipelineBarrier probabilities_ready(int buffer) const {
     return {this->barrier(2 + 2 * (Config::kStagesQ + Config::kStagesDo + buffer))};
   }
 
@@ -27,7 +28,8 @@ struct BackwardWideShared : KvShared<Config> {
   }
 };
 
-// A consumer warpgroup. It calls either sum_dv() or sum_dk(), which leaves dV or dK, of kCols columns, in `sum`.
+// Consumer warpgroup. It calls sum_dv() or sum_dk(), which leaves dV or dK, of kCols columns, in
+// `sum`.
 template <typename T, class Config, int kCols, class Shared = BackwardWideShared<Config>>
 struct BackwardWideConsumer : KvWarpgroup<T, Config, Shared> {
   using Base = KvWarpgroup<T, Config, Shared>;
@@ -61,7 +63,8 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, Shared> {
     shared.dout_ready(state.stage).wait_full(state.phase);
   }
 
-  // Waits for Q of the next step, and zeroes foreign rows of its Q and dO; `flags` are those of the current step.
+  // Waits for Q of the next step and zeroes foreign rows of its Q and dO. `flags` are those of the
+  // current step.
   __device__ __forceinline__ void wait_next_q(uint32_t flags) const {
     wait_q(next_q);
     if (flags & FlaggedStep::kNextForeign) {
@@ -69,7 +72,8 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, Shared> {
     }
   }
 
-  // Waits for the keys and Q of the first step, whose flags it reads. False if there is no step.
+  // Waits for the keys and the first Q, and reads the first step's flags. False if there is no
+  // step.
   __device__ __forceinline__ bool begin(uint32_t& flags) {
     clear(sum);
     shared.kv_ready().wait_full(0);
@@ -85,7 +89,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, Shared> {
     for (int step = 0; step < kBlockM / 16; ++step) accumulator_to_a<T>(x[2 * step], x[2 * step + 1], operand[step]);
   }
 
-  // P^T from the scores, into `operand` and to the other warpgroup.
+  // Computes P^T from the scores, into `operand` and for the other warpgroup.
   __device__ __forceinline__ void send_probabilities(const Statistic& lse, bool is_masked, const FlaggedStep& step) {
     this->exponentiate(x, lse);
     if (is_masked) mask(x, step);
@@ -94,7 +98,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, Shared> {
     send(operand);
   }
 
-  // With a softcap the other warpgroup gets P^T times the cap's derivative.
+  // With a softcap, the other warpgroup gets P^T times the cap's derivative.
   __device__ __forceinline__ void send_slopes(const Statistic& lse) {
     this->multiply_by_slope(x, x, lse);
     Operand slopes;
@@ -104,7 +108,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, Shared> {
   }
 
   __device__ __forceinline__ void send(const Operand& packed) {
-    const Handshake ready = shared.probabilities_ready(probabilities.stage);
+    const PipelineBarrier ready = shared.probabilities_ready(probabilities.stage);
     ready.wait_empty(probabilities.phase);
     const uint32_t address = shared.probabilities(probabilities.stage) + thread * 16;
 #pragma unroll
@@ -116,9 +120,9 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, Shared> {
     probabilities.advance();
   }
 
-  // dS^T from dP^T and the other warpgroup's P^T, into `operand`.
+  // Computes dS^T from dP^T and the other warpgroup's P^T, into `operand`.
   __device__ __forceinline__ void differentiate(const Statistic& delta, bool is_masked, const FlaggedStep& step) {
-    const Handshake ready = shared.probabilities_ready(probabilities.stage);
+    const PipelineBarrier ready = shared.probabilities_ready(probabilities.stage);
     ready.wait_full(probabilities.phase);
     const uint32_t address = shared.probabilities(probabilities.stage) + thread * 16;
 #pragma unroll
@@ -154,7 +158,7 @@ struct BackwardWideConsumer : KvWarpgroup<T, Config, Shared> {
       shared.dout_ready(dout.stage).release(lane);
       ptx::wgmma_wait<0>();
       ptx::pin(x);
-      // The other warpgroup still holds the stage, so that the step stays readable.
+      // The step stays readable: the other warpgroup still holds the stage.
       shared.q_ready(next_q.stage).release(lane);
       send_probabilities(lse, flags & FlaggedStep::kNextMasked, steps[next_q.stage]);
       flags = next_flags;
@@ -217,7 +221,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     BackwardWideConsumer<T, Config, Config::kHeadDim> consumer{{shared, p, block, steps, 0}};
     consumer.sum_dk();
-    // Nobody reads Q any more: the other warpgroup has used it before it sent the last probabilities.
+    // Q is free for staging: the other warpgroup has used it before it sent the last P.
     consumer.store(consumer.sum, 0, p.shape.softmax_scale, out.k, shared.q(0));
   }
 }

@@ -1,5 +1,5 @@
-// Turns what the backward left in fp32 into rows of the element type, scaled and rounded once: the sums of dQ, which
-// are in the fragment order of backward.h, and the parts of split tiles of dK and dV.
+// Converts what the backward left in fp32 to the element type, scaled and rounded once: the sums of
+// dQ, in the fragment order of backward.h, and the parts of split tiles of dK and dV.
 #pragma once
 
 #include "kernels/convert_dkv.h"
@@ -8,7 +8,7 @@
 
 namespace dualkv::sm90 {
 
-// Tile `index`, counted over the tiles of the first pack of heads, then of the next.
+// Converts query tile `index`. Tiles are counted over the first pack of heads, then the next.
 template <typename T, class Config>
 __device__ __forceinline__ void convert_dq(const ConvertParams<T>& p, int index) {
   using TileQ = typename Config::TileQ;

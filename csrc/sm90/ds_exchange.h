@@ -1,5 +1,5 @@
-// dS in shared memory, for the backward kernels that make dQ too: dQ sums over the keys of both warpgroups, so that each
-// reads what both wrote.
+// Exchange of dS through shared memory, for the backward kernels that also make dQ: dQ sums over
+// the keys of both warpgroups, so that each reads what both wrote.
 #pragma once
 
 #include "ptx/stmatrix.h"
@@ -14,8 +14,9 @@ struct DsShared : KvShared<Config> {
   __device__ __forceinline__ uint32_t ds(int buffer) const {
     return this->base + Config::kOffsetDs + buffer * Config::TileDs::kBytes;
   }
-  // dS of both warpgroups, between those that write it and those that make dQ of it: the same warps.
-  __device__ __forceinline__ Handshake ds_ready(int buffer) const { return {barrier(kFirst + 2 * buffer)}; }
+  // Full when both warpgroups have written dS, empty when both have made dQ of it: the same warps
+  // are producers and consumers.
+  __device__ __forceinline__ PipelineBarrier ds_ready(int buffer) const { return {barrier(kFirst + 2 * buffer)}; }
 
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kConsumerWarps = Config::kConsumers * 4;
@@ -24,14 +25,14 @@ struct DsShared : KvShared<Config> {
   }
 
  private:
-  static constexpr int kFirst = 2 + 2 * (Config::kStagesQ + Config::kStagesDo);  // behind the barriers of KvShared
+  static constexpr int kFirst = 2 + 2 * (Config::kStagesQ + Config::kStagesDo);  // after KvShared
 
  protected:
   static constexpr int kNextBarrier = kFirst + 2 * Config::kStagesDs;
   static_assert(kNextBarrier * 8 <= Config::kBarrierBytes);
 };
 
-// A consumer warpgroup that takes part in it.
+// Consumer warpgroup that takes part in the exchange.
 template <typename T, class Config, class Shared, bool kSoftcap>
 struct DsWarpgroup : KvWarpgroup<T, Config, Shared, kSoftcap> {
   using Base = KvWarpgroup<T, Config, Shared, kSoftcap>;
@@ -56,14 +57,15 @@ struct DsWarpgroup : KvWarpgroup<T, Config, Shared, kSoftcap> {
     for (int step = 0; step < kBlockM / 16; ++step) ptx::stmatrix_x4(TileDs::column(address, step), ds[step]);
   }
 
-  // Tells both warpgroups of the dS that store_ds() wrote. Products are issued between the two calls: the fence waits for
-  // the writes, and meanwhile the tensor cores work.
+  // Announces the dS that store_ds() wrote. Products are issued between the two calls: the fence
+  // waits for the writes, and meanwhile the tensor cores work.
   __device__ __forceinline__ void announce_ds(const DsState& made) const {
     ptx::fence_async_proxy();
     shared.ds_ready(made.stage).announce(lane);
   }
 
-  // dS of foreign rows is zero, but K may hold what those rows must not see. `first_row`: of dQ, in the query tile.
+  // Zeroes dQ of foreign rows. Their dS is zero, but K may hold NaN, and 0 * NaN is NaN.
+  // `first_row` is the row of the query tile at which `dq` starts.
   template <int kN8>
   __device__ __forceinline__ void zero_foreign_dq(float (&dq)[kN8][4], const FlaggedStep& step, int first_row) const {
     if (!(step.flags & FlaggedStep::kForeign)) return;
@@ -83,7 +85,7 @@ struct DsWarpgroup : KvWarpgroup<T, Config, Shared, kSoftcap> {
   __device__ __forceinline__ void wait_kv() const {
     shared.kv_ready().wait_full(0);
     if (block.tile.valid == kBlockN) return;
-    this->template zero_rows<TileK, kBlockN>(shared.k(), 0, block.tile.valid);  // an operand of dQ
+    this->template zero_rows<TileK, kBlockN>(shared.k(), 0, block.tile.valid);
     ptx::fence_async_proxy();
     ptx::named_barrier_sync(kBarrierZeroed, Base::kConsumerThreads);
   }

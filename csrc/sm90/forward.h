@@ -1,10 +1,12 @@
-// Forward on Hopper: one producer thread feeds K and V tiles by bulk copies, two or three warpgroups of 64 query rows
-// each consume them; of the widest heads two share 64 rows, and each has half of the columns of O.
+// Hopper forward. One producer thread loads K and V tiles by bulk copies; two or three consumer
+// warpgroups of 64 query rows each multiply. At d = 512 two share 64 rows, and each has half of the
+// columns of O.
 //
-//   S = Q K^T;  P = exp(S - max);  O += P V        (online softmax; O is normalised and rounded once)
+//   S = Q K^T;  P = exp(S - max);  O += P V        (online; O is normalised and rounded once)
 //
-// Inside a warpgroup the softmax of tile n runs beside O += P V of tile n-1, and while one warpgroup is in softmax the
-// others multiply. Blocks are persistent: the producer starts loading the next item while the consumers finish theirs.
+// Within a warpgroup the softmax of tile n overlaps O += P V of tile n-1; while one warpgroup is in
+// softmax, the others multiply. Blocks are persistent: the producer starts loading the next item
+// while the consumers finish theirs.
 #pragma once
 
 #include "core/border_tiles.h"
@@ -25,7 +27,7 @@ struct ForwardMaps {
 constexpr int kSlabRows = 16;
 using ForwardBorders = BorderTiles<kSlabRows>;
 
-// Producer: loads a border tile, slab by slab. `which` picks K or V.
+// Producer: loads a border tile slab by slab. `which` picks K or V.
 template <class Tile>
 __device__ __forceinline__ void load_border_tile(uint32_t tile, const RegionMaps& slab_maps,
                                                  CUtensorMap KvMaps::* which, uint32_t barrier, int kv_head,
@@ -42,17 +44,18 @@ __device__ __forceinline__ void load_border_tile(uint32_t tile, const RegionMaps
   }
 }
 
-// What travels with the tiles, in shared memory.
+// Shared state that is passed along with the tiles.
 template <class Config>
 struct ForwardSteps {
   KvStep steps[Config::kStagesK];
-  // Of border tiles. They are read when the K of a tile has been left, but before that of the next one but one is.
+  // Key masks of border tiles. A mask is read after its K stage is released, up to one tile later,
+  // so that there are twice as many as stages.
   KeyBits key_bits[2 * Config::kStagesK];
-  BorderSlab slabs[ForwardBorders::kPlaces];  // for the producer alone
+  BorderSlab slabs[ForwardBorders::kPlaces];  // used by the producer only
   static_assert(ForwardBorders::has_place_for(Config::kBlockN));
 };
 
-// The producer thread. It loads K of a tile before V of the one before: scores are one tile ahead of values.
+// Producer thread. It loads K of a tile before V of the previous one: scores are one tile ahead.
 template <typename T, class Config>
 struct ForwardProducer {
   using TileK = typename Config::TileK;
@@ -67,7 +70,7 @@ struct ForwardProducer {
   PipelineState<Config::kStagesV> v_state;
 
   __device__ __forceinline__ KvStep load_k(const QueryBlock& work) {
-    // The queries of a warpgroup; with packs that do not divide 64 it may hold parts of two more.
+    // Queries of a warpgroup; with packs that do not divide 64 it may hold parts of two more.
     const int group = 63 / p.packed_heads + 2;
     const auto load = [&](uint32_t k, uint32_t barrier, const KvTile& tile) {
       load_rows<TileK>(k, &KvMaps::k, barrier, work, tile);
@@ -106,8 +109,8 @@ struct ForwardProducer {
   }
 };
 
-// One consumer warpgroup: 64 rows of each query tile, and all or some columns of their O. The softcap is compiled apart, as
-// in backward.h, where a branch that nobody took cost 2 to 3%.
+// One consumer warpgroup: 64 rows of each query tile, and all or half of the columns of their O.
+// kSoftcap is a template parameter as in backward.h, where an untaken branch cost 2 to 3%.
 template <typename T, class Config, bool kSoftcap>
 struct ForwardConsumer {
   using TileQ = typename Config::TileQ;
@@ -120,7 +123,7 @@ struct ForwardConsumer {
   const QueryShared<Config>& shared;
   const ForwardParams<T>& p;
   const ForwardSteps<Config>& steps;
-  // Number of the warpgroup. Broadcast, so that the compiler knows it to be uniform.
+  // Index of the warpgroup. Broadcast, so that the compiler knows it to be warp-uniform.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup - 1, 0);
   const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
   const int group_row = group / kSharers * 64, group_column = group % kSharers * kColumns;
@@ -134,7 +137,7 @@ struct ForwardConsumer {
   float o[1][kColumns / 8][4];
   uint32_t probabilities[kBlockN / 16][4];
 
-  // What row `row` of this warpgroup's 64 holds: a query, counted from the first of the tile, and a head of the pack.
+  // Query (relative to the tile) and head (of the pack) of a row of this warpgroup.
   __device__ __forceinline__ int query_of(int row) const { return (group_row + row) / p.packed_heads; }
   __device__ __forceinline__ int head_of(int row) const { return (group_row + row) % p.packed_heads; }
 
@@ -165,7 +168,8 @@ struct ForwardConsumer {
     q_state.advance();
   }
 
-  // Waits for the next K, and reads what tile it is: before the stage is released, which is then written again.
+  // Waits for the next K. step() must be read before the stage is released, which is then
+  // rewritten.
   __device__ __forceinline__ void wait_k() const { shared.k_ready(k_state.stage).wait_full(k_state.phase); }
   __device__ __forceinline__ KvStep step() const { return steps.steps[k_state.stage]; }
   __device__ __forceinline__ void release_k() {
@@ -173,12 +177,12 @@ struct ForwardConsumer {
     k_state.advance();
   }
 
-  // Of the tile whose K was the last to be left.
+  // Key mask of the tile whose K was released last.
   __device__ __forceinline__ const KeyBits& key_bits() const {
     return steps.key_bits[k_state.previous().template place<2 * Config::kStagesK>()];
   }
 
-  // Waits for V of this tile of `valid` keys, and zeroes its foreign rows.
+  // Waits for V of this tile of `valid` keys and zeroes its foreign rows.
   __device__ __forceinline__ void wait_v(int valid) const {
     shared.v_ready(v_state.stage).wait_full(v_state.phase);
     if (valid == kBlockN) return;
@@ -192,7 +196,7 @@ struct ForwardConsumer {
     v_state.advance();
   }
 
-  // Softcap and mask; `q_pos`: of this warpgroup's first query.
+  // Applies softcap and mask. `q_pos` is the position of this warpgroup's first query.
   __device__ __forceinline__ void mask(const QueryBlock& work, const KvStep& step, int q_pos) {
     if constexpr (kSoftcap) cap_scores(s[0], p.shape.softcap);
     if (!needs_mask(step, q_pos)) return;
@@ -202,29 +206,29 @@ struct ForwardConsumer {
     const auto position = [&](int row) { return work.q_tile.q_pos + query_of(row); };
     const auto first = [&](int row) { return first_column(tile, position(row), sees); };
     const auto end = [&](int row) { return end_column(tile, position(row), sees); };
-    // Most tiles at the two ends of a window have but one of its limits.
+    // Two passes, because most tiles at the ends of a window have one of its limits only.
     if (sees.has_window() && first_column(tile, position(63), sees) > 0) {
       mask_front(s, row0, lane % 4 * 2, -CUDART_INF_F, first);
     }
     if (end_column(tile, q_pos, sees) < kBlockN) mask_fragment(s, row0, lane % 4 * 2, -CUDART_INF_F, end);
   }
 
-  // Rounds P into the A fragments of the next product; the scores are free for the next tile.
+  // Rounds P into the A fragments of the next product, which frees the scores.
   __device__ __forceinline__ void pack_probabilities() {
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step)
       accumulator_to_a<T>(s[0][2 * step], s[0][2 * step + 1], probabilities[step]);
   }
 
-  // Releases a tile unread, because no row of this warpgroup sees it. The producer loads it for the other warpgroups, and
-  // it reuses a stage only when every consumer has released it.
+  // Releases a tile of which no row of this warpgroup sees a key. The producer reuses a stage only
+  // when every consumer has released it.
   __device__ __forceinline__ void skip_tile() {
     release_k();
     shared.v_ready(v_state.stage).wait_full(v_state.phase);
     release_v();
   }
 
-  // The last tile of a node may leave a warpgroup without a query.
+  // Skips an item of which this warpgroup has no query, as the last tile of a node may.
   __device__ __forceinline__ void skip_work() {
     wait_queries();
     release_queries();
@@ -235,7 +239,8 @@ struct ForwardConsumer {
     }
   }
 
-  // The first tile of which a query at or before `q_pos` sees something, or the last one of the walk.
+  // Returns the first tile of which a query at or before `q_pos` sees a key, or the last of the
+  // walk.
   __device__ __forceinline__ KvStep first_step(int q_pos) {
     while (true) {
       wait_k();
@@ -267,7 +272,7 @@ struct ForwardConsumer {
     while (!now.last) {
       if (Config::kStagesV > 1) wait_v(now.tile.valid);
       issue_scores();
-      if (Config::kStagesV == 1) wait_v(now.tile.valid);  // its stage was in use until a moment ago
+      if (Config::kStagesV == 1) wait_v(now.tile.valid);  // its only stage
       issue_output(accumulate);
       now = step();
       accumulate = true;
@@ -279,8 +284,8 @@ struct ForwardConsumer {
       softmax.rescale_sum(rescale);
       softmax.exponentiate(s, scale_log2);
       ptx::pin(s[0]);
-      // The next scores need this wait; it stands here because of its loop, across which the compiler moves nothing:
-      // else it would move the softmax behind the wait for P V, and the two would no longer run at the same time.
+      // Needed by the next scores. It is here because the compiler moves nothing across its loop:
+      // otherwise it moves the softmax after the wait for P V, and the two no longer overlap.
       if (!now.last) wait_k();
       ptx::wgmma_wait<0>();
       ptx::pin(o[0]);
@@ -297,7 +302,7 @@ struct ForwardConsumer {
     store(work, softmax);
   }
 
-  // Straight from registers: a copy through shared memory would hold up the next item's Q.
+  // Stores O straight from registers: staging in shared memory would delay the next item's Q.
   __device__ __forceinline__ void store(const QueryBlock& work, Softmax& softmax) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -334,10 +339,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       const QueryTiling tiling{Config::kBlockM / p.packed_heads, p.packed_heads};
       const int q_bytes = tiling.queries * tiling.heads * Config::kHeadDim * static_cast<int>(sizeof(T));
-      hand_out_works<Config>(shared, p, works, tiling, [&](int stage, const Handshake& ready, const QueryBlock& work) {
+      const auto load = [&](int stage, const PipelineBarrier& ready, const QueryBlock& work) {
         ready.expect(q_bytes);
         load_tile<typename Config::TileQ>(shared.q(stage), maps.q, ready.full(), work.head, work.q_tile.row);
-      });
+      };
+      hand_out_works<Config>(shared, p, works, tiling, load);
     }
   } else {
     ptx::take_registers<Config::Registers::kConsumer>();

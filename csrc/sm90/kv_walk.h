@@ -1,5 +1,6 @@
-// What the backward kernels that own a KV tile share: the producer that walks the queries, and what a consumer
-// warpgroup does with 64 keys in the transposed form, whose rows are keys and whose columns are queries.
+// Shared parts of the backward kernels that own a KV tile: the producer that walks the queries, and
+// the operations of a consumer warpgroup on 64 keys in the transposed form, whose rows are keys and
+// whose columns are queries.
 #pragma once
 
 #include "core/kv_block.h"
@@ -15,7 +16,7 @@ struct BackwardMaps {
   RegionMaps kv;
 };
 
-// Addresses in shared memory.
+// Shared-memory addresses and barriers.
 template <class Config>
 struct KvShared {
   using TileQ = typename Config::TileQ;
@@ -34,9 +35,9 @@ struct KvShared {
     return base + Config::kOffsetDelta + stage * Config::kBlockM * 4;
   }
   __device__ __forceinline__ uint32_t barrier(int index) const { return base + Config::kOffsetBarriers + index * 8; }
-  __device__ __forceinline__ Handshake kv_ready() const { return {barrier(0)}; }
-  __device__ __forceinline__ Handshake q_ready(int stage) const { return {barrier(2 + 2 * stage)}; }
-  __device__ __forceinline__ Handshake dout_ready(int stage) const {
+  __device__ __forceinline__ PipelineBarrier kv_ready() const { return {barrier(0)}; }
+  __device__ __forceinline__ PipelineBarrier q_ready(int stage) const { return {barrier(2 + 2 * stage)}; }
+  __device__ __forceinline__ PipelineBarrier dout_ready(int stage) const {
     return {barrier(2 + 2 * (Config::kStagesQ + stage))};
   }
 
@@ -50,26 +51,26 @@ struct KvShared {
 };
 
 // Named barriers of the consumers; 0 is __syncthreads.
-constexpr int kBarrierStaged = 1;  // and 2: dQ of one warpgroup is in shared memory
+constexpr int kBarrierStaged = 1;  // and 2: dQ of a warpgroup is staged
 constexpr int kBarrierZeroed = 3;  // foreign rows are zero
-constexpr int kBarrierStored = 4;  // and 5: a gradient of one warpgroup is in shared memory, or has left it
+constexpr int kBarrierStored = 4;  // and 5: a gradient of a warpgroup is staged, or has left
 
-// A step as the consumers read it. `flags` is all that they need to know of most steps, in one word that they load long
-// before they use it: shared memory is busy with operands, and waiting for a load from it costs 3% of the loop. Some
-// flags are about the next step, so that nobody waits for that step's own word either.
+// Step as the consumers read it. `flags` holds what most steps need in one word, loaded long before
+// its use: shared memory is busy with operands, and waiting for a load from it costs 3% of the
+// loop. Flags about the next step save the wait for that step's own word.
 struct alignas(16) FlaggedStep : BackwardStep {
   static constexpr uint32_t kLast = 1, kForeign = 2, kNextForeign = 4, kNextMasked = 8;
-  // Shifted by the number of a warpgroup that sees nothing of the step: of the first step of a walk, and of the next one.
+  // Shifted by the index of a warpgroup that sees nothing of the first step, or of the next one.
   static constexpr uint32_t kHidden = 16, kNextHidden = 64;
-  static constexpr uint32_t kMasked = 256;  // the first step of a walk
+  static constexpr uint32_t kMasked = 256;  // of the first step
   uint32_t flags;
   int dq_tile;
-  int own_begin, own_end;  // rows of the tile that belong to the range; all others are foreign
+  int own_begin, own_end;  // rows of the tile inside the range; all others are foreign
 };
 
-// The producer thread: K and V, Q_0, then dO_m before Q_m+1. A step's geometry travels with its Q. kTellsHidden: whether it
-// tells warpgroups of 64 keys which steps they may leave out.
-template <typename T, class Config, bool kTellsHidden = false>
+// Producer thread: loads K and V, Q_0, then dO_m before Q_m+1. The geometry of a step is passed
+// along with its Q. kFlagsHidden: compute which steps a warpgroup of 64 keys may skip.
+template <typename T, class Config, bool kFlagsHidden = false>
 struct BackwardProducer {
   using TileQ = typename Config::TileQ;
   using TileDo = typename Config::TileDo;
@@ -86,7 +87,7 @@ struct BackwardProducer {
   PipelineState<Config::kStagesQ> q_state;
   PipelineState<Config::kStagesDo> dout_state;
 
-  // Fills a step with what the walk does not know; the walk is already at the step after it.
+  // Completes a step with what the walk does not know; the walk is already at the next step.
   __device__ __forceinline__ void flag(FlaggedStep& step) const {
     const QueryWalk& next = block.walk;
     const Pack heads = p.statistics.heads;
@@ -102,7 +103,7 @@ struct BackwardProducer {
     if (has_foreign_rows(next.range, next.m_block, queries)) step.flags |= FlaggedStep::kNextForeign;
     if (is_masked(next)) {
       step.flags |= FlaggedStep::kNextMasked;
-      if (kTellsHidden) step.flags |= hidden(next) * FlaggedStep::kNextHidden;
+      if (kFlagsHidden) step.flags |= hidden(next) * FlaggedStep::kNextHidden;
     }
   }
 
@@ -110,7 +111,7 @@ struct BackwardProducer {
     return needs_mask(at.tile, at.range, at.m_block, p.statistics.heads.queries(kBlockM), Config::kBlockN);
   }
 
-  // Bit by bit the warpgroups that see nothing of a query tile.
+  // Bit mask of the warpgroups that see nothing of a query tile.
   __device__ __forceinline__ uint32_t hidden(const QueryWalk& at) const {
     uint32_t groups = 0;
     for (int group = 0; group < Config::kBlockN / 64; ++group) {
@@ -120,9 +121,9 @@ struct BackwardProducer {
     return groups;
   }
 
-  // Hands out the next step, with its Q and LSE, once the consumers have left the stage.
+  // Publishes the next step with its Q and LSE, once the consumers have released the stage.
   __device__ __forceinline__ const BackwardStep& load_q(uint32_t more_flags = 0) {
-    const Handshake ready = shared.q_ready(q_state.stage);
+    const PipelineBarrier ready = shared.q_ready(q_state.stage);
     ready.wait_empty(q_state.phase);
     FlaggedStep& step = steps[q_state.template place<Config::kSteps>()];
     block.take_step(step);
@@ -140,7 +141,7 @@ struct BackwardProducer {
   }
 
   __device__ __forceinline__ void load_dout(const BackwardStep& step) {
-    const Handshake ready = shared.dout_ready(dout_state.stage);
+    const PipelineBarrier ready = shared.dout_ready(dout_state.stage);
     ready.wait_empty(dout_state.phase);
     ready.expect(TileDo::kBytes + kBlockM * 4);
     load_queries<TileDo>(shared.dout(dout_state.stage), maps.dout, ready.full(), step);
@@ -169,7 +170,7 @@ struct BackwardProducer {
     load_kv();
     block.start_walk();
     uint32_t first_flags = 0;
-    if (kTellsHidden) {
+    if (kFlagsHidden) {
       first_flags = hidden(block.walk) * FlaggedStep::kHidden + (is_masked(block.walk) ? FlaggedStep::kMasked : 0);
     }
     const BackwardStep* step = &load_q(first_flags);
@@ -181,7 +182,7 @@ struct BackwardProducer {
   }
 };
 
-// What every block that owns keys does first. False where the grid is larger than the list.
+// Start of every block that owns keys. False if the grid is larger than the list.
 template <class Config, class Shared, typename T>
 __device__ __forceinline__ bool start_block(const Shared& shared, KvBlock& block, const BackwardParams<T>& p) {
   bool exists = false;
@@ -193,7 +194,8 @@ __device__ __forceinline__ bool start_block(const Shared& shared, KvBlock& block
   return __syncthreads_or(exists);
 }
 
-// The same, and then the first warpgroup loads. False for it, and where there is no block; true for the consumers.
+// Starts the block and runs the producer on the first warpgroup. True for consumers, false for the
+// producer and where there is no block.
 template <class Config, class Shared, typename T>
 __device__ __forceinline__ bool feed_consumers(const Shared& shared, KvBlock& block, FlaggedStep (&steps)[Config::kSteps],
                                                const BackwardParams<T>& p, const BackwardMaps& maps) {
@@ -207,7 +209,8 @@ __device__ __forceinline__ bool feed_consumers(const Shared& shared, KvBlock& bl
   return true;
 }
 
-// A consumer warpgroup and its 64 keys. kSoftcap: whether there may be a softcap; where not, no loop asks.
+// Consumer warpgroup of 64 keys. kSoftcap: whether there may be a softcap; if not, no loop tests
+// it.
 template <typename T, class Config, class Shared, bool kSoftcap = true>
 struct KvWarpgroup {
   using TileQ = typename Config::TileQ;
@@ -226,7 +229,7 @@ struct KvWarpgroup {
   const BackwardParams<T>& p;
   const KvBlock& block;
   const FlaggedStep (&steps)[Config::kSteps];
-  const int first_key;  // of the tile's
+  const int first_key;  // first key of the warpgroup in the tile
   const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % 32;
   const int row0 = first_key + thread / 32 * 16 + lane / 4;  // this thread's first key
   const int col0 = lane % 4 * 2;                             // and its first query
@@ -250,7 +253,7 @@ struct KvWarpgroup {
     ptx::wgmma_commit();
   }
 
-  // acc += A Y: A is P^T or dS^T, Y is dO or Q.
+  // acc += A Y, where A is P^T or dS^T and Y is dO or Q.
   template <int kN8>
   __device__ __forceinline__ void issue_accumulate(float (&acc)[kN8][4], const Operand& a, uint32_t q_tile) const {
     ptx::wgmma_fence();
@@ -261,8 +264,8 @@ struct KvWarpgroup {
     ptx::wgmma_commit();
   }
 
-  // A row statistic of this thread's queries: [j][e] of queries 16 j + {0, 1, 8, 9} + col0. Loaded before the wait for
-  // the scores, whose products keep shared memory busy.
+  // Row statistic of this thread's queries: x[j][e] belongs to queries 16 j + {0, 1, 8, 9} + col0.
+  // Loaded before the wait for the scores, whose products keep shared memory busy.
   using Statistic = float[kBlockM / 16][4];
   __device__ __forceinline__ void load_statistic(Statistic& x, uint32_t address) const {
 #pragma unroll
@@ -272,7 +275,7 @@ struct KvWarpgroup {
     ptx::load_shared_float4(x, address + piece * 64 + col0 * 8);
   }
 
-  // P^T = exp2(S^T * scale - LSE), of capped scores.
+  // Computes P^T = exp2(S^T * scale - LSE), of capped scores.
   __device__ __forceinline__ void exponentiate(Scores& s, const Statistic& lse) const {
     if (kSoftcap) cap_scores(s, p.shape.softcap);
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
@@ -282,7 +285,7 @@ struct KvWarpgroup {
       for (int e = 0; e < 4; ++e) s[j][e] = exp2_approx(s[j][e] * scale_log2 - lse[j / 2][j % 2 * 2 + e % 2]);
   }
 
-  // x *= 1 - tanh^2 of the scores.
+  // Multiplies x by 1 - tanh^2 of the scores, the derivative of the softcap.
   __device__ __forceinline__ void multiply_by_slope(Scores& x, const Scores& probabilities, const Statistic& lse) const {
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j)
@@ -291,7 +294,8 @@ struct KvWarpgroup {
         x[j][e] *= p.shape.softcap.slope(probabilities[j][e], lse[j / 2][j % 2 * 2 + e % 2]);
       }
   }
-  // The same, where there is a softcap, with the LSE in shared memory: there are no registers to keep it.
+  // Variant that reloads the LSE from shared memory, if there is a softcap: no registers to keep
+  // it.
   __device__ __forceinline__ void multiply_by_slope(Scores& x, const Scores& probabilities, uint32_t lse_address) const {
     if (!kSoftcap || !p.shape.softcap.exists()) return;
     Statistic lse;
@@ -299,7 +303,7 @@ struct KvWarpgroup {
     multiply_by_slope(x, probabilities, lse);
   }
 
-  // dS^T = P^T * (dP^T - delta) of the 16 queries of a piece of an operand.
+  // Computes dS^T = P^T * (dP^T - delta) for the 16 queries of one operand fragment.
   __device__ __forceinline__ void multiply_by_probabilities(Scores& x, int piece, const uint32_t (&packed)[4],
                                                             const float (&delta)[4]) const {
 #pragma unroll
@@ -325,7 +329,7 @@ struct KvWarpgroup {
     });
   }
 
-  // Rows outside [first, end) of a tile become zero, by all threads of the consumers.
+  // Zeroes the rows of a tile outside [first, end), by all consumer threads.
   template <class Tile, int kRows>
   __device__ __forceinline__ void zero_rows(uint32_t tile, int first, int end) const {
     constexpr int kPanelChunks = kRows * Tile::kPanelChunks;
@@ -336,7 +340,7 @@ struct KvWarpgroup {
     }
   }
 
-  // Foreign rows of Q and dO are operands of dK and dV, and 0 * NaN is NaN.
+  // Zeroes foreign rows of Q and dO: they are operands of dK and dV, and 0 * NaN is NaN.
   __device__ __forceinline__ void zero_foreign_rows(const FlaggedStep& step, int q_stage, int dout_stage,
                                                     int dout_phase) const {
     shared.dout_ready(dout_stage).wait_full(dout_phase);
@@ -346,16 +350,17 @@ struct KvWarpgroup {
     ptx::named_barrier_sync(kBarrierZeroed, kConsumerThreads);
   }
 
-  // Stores dK (`index` 0, scaled) or dV (`index` 1) of this warpgroup's keys or, of a split tile, this block's part of
-  // it. It goes through `staging`, a tile of which nobody reads the rows of these keys any more, and leaves it in
-  // whole rows: straight from registers a store writes half sectors, which takes 5 us a block instead of 2.5. `column`: the
-  // gradient's column in which `acc` begins.
+  // Stores dK (`index` 0, scaled) or dV (`index` 1) of this warpgroup's keys; for a split tile,
+  // this block's part. Staged in `staging`, a tile whose rows of these keys are no longer read, and
+  // written in whole rows: straight from registers a store writes half sectors, 5 us a block
+  // instead of 2.5. `column` is the column of the gradient at which `acc` starts.
   template <int kN8>
   __device__ __forceinline__ void store(const float (&acc)[kN8][4], int index, float scale, const TensorView<T>& view,
                                         uint32_t staging, int column = 0) const {
     using Tile = SmemTile<kBlockN, kN8 * 8>;
     if (block.slot >= 0) return store_part(acc, index, column);
-    // Read anew: else the compiler computes what depends on it before the loop and keeps it in registers all the time.
+    // Read again: otherwise the compiler computes what depends on it before the loop and keeps it
+    // in registers.
     const int index_in_block = ptx::thread_index(), thread = index_in_block % kWarpgroup;
     const int barrier = kBarrierStored + index_in_block / kWarpgroup - 1;
     store_accumulator<Tile, T>(staging, first_key + thread / 32 * 16, 0,
@@ -367,7 +372,7 @@ struct KvWarpgroup {
     ptx::named_barrier_sync(barrier, kWarpgroup);
   }
 
-  // Straight from registers: a thread holds two neighbouring columns of two rows.
+  // Stores straight from registers: a thread holds two neighbouring columns of two rows.
   template <int kN8>
   __device__ __forceinline__ void store_part(const float (&acc)[kN8][4], int index, int column) const {
     float* slot = p.dkv_slots + (int64_t{block.slot} * 2 + index) * (Config::kBlockN * kHeadDim) + column;

@@ -1,4 +1,4 @@
-// Tensor maps of keys and values: of boxes of a whole tile, or of a slab of a border tile.
+// Tensor maps of keys and values, for boxes of a whole tile or of a slab of a border tile.
 #pragma once
 
 #include <cuda.h>
@@ -11,7 +11,7 @@ struct KvMaps {
   CUtensorMap k, v;
 };
 
-// The one place where a region picks a map.
+// Maps of both regions; the only place that picks one.
 struct RegionMaps {
   KvMaps keys, decoded;
 

@@ -1,7 +1,7 @@
-// How a persistent block comes by its items of the work list (query tiles). One thread takes them from the list, three
-// reads that depend on each other, and loads their queries, while another, the producer, is still at the KV tiles of the
-// item before. Producer and consumers find items in slots in shared memory, each with a barrier for "filled" and one for
-// "emptied". What a consumer must know of a KV tile travels with its K.
+// Work scheduling of persistent blocks that own query tiles. A scheduler thread takes items from
+// the list (three dependent reads) and loads their queries, while the producer thread is still
+// loading the KV tiles of the previous item. Items are passed in slots in shared memory, each with
+// a full and an empty barrier. The geometry of a KV tile is passed along with its K.
 #pragma once
 
 #include "core/query_block.h"
@@ -10,12 +10,12 @@
 
 namespace dualkv::sm90 {
 
-// For the items of the consumers, of the producer, and the next.
+// Items of the consumers, of the producer, and the next one.
 constexpr int kWorkSlots = 3;
 
-// The two threads, of the first warpgroup: warp 0 has the producer, warp 1 takes items. The others of the warpgroup leave
-// first, so that the compiler knows each of the two to be alone in its warp; else it would keep nothing of theirs in uniform
-// registers, and spill.
+// Roles of the first warpgroup: warp 0 has the producer, warp 1 the scheduler. All other threads
+// exit first, so that the compiler knows each of the two to be alone in its warp; otherwise it
+// keeps none of their state in uniform registers, and spills.
 enum class QueryRole { none, produce, hand_out };
 __device__ __forceinline__ QueryRole query_role() {
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
@@ -23,7 +23,7 @@ __device__ __forceinline__ QueryRole query_role() {
   return warp == 0 ? QueryRole::produce : QueryRole::hand_out;
 }
 
-// Addresses in shared memory: the queries first, then rings of K and V.
+// Shared-memory layout: the queries, then rings of K and V.
 template <class Config>
 struct QueryShared {
   uint32_t base;
@@ -35,20 +35,22 @@ struct QueryShared {
   __device__ __forceinline__ uint32_t v(int stage) const {
     return base + Config::kOffsetV + stage * Config::TileV::kBytes;
   }
-  __device__ __forceinline__ Handshake handshake(int index) const {
+  __device__ __forceinline__ PipelineBarrier pipeline_barrier(int index) const {
     return {base + Config::kOffsetBarriers + index * 16};
   }
-  __device__ __forceinline__ Handshake queries_ready(int stage) const { return handshake(stage); }
-  __device__ __forceinline__ Handshake k_ready(int stage) const { return handshake(Config::kStagesQ + stage); }
-  __device__ __forceinline__ Handshake v_ready(int stage) const {
-    return handshake(Config::kStagesQ + Config::kStagesK + stage);
+  __device__ __forceinline__ PipelineBarrier queries_ready(int stage) const { return pipeline_barrier(stage); }
+  __device__ __forceinline__ PipelineBarrier k_ready(int stage) const {
+    return pipeline_barrier(Config::kStagesQ + stage);
   }
-  __device__ __forceinline__ Handshake work_ready(int slot) const { return handshake(kTileStages + slot); }
-  // The producer begins an item.
-  __device__ __forceinline__ uint32_t work_begun() const { return handshake(kTileStages + kWorkSlots).barrier; }
+  __device__ __forceinline__ PipelineBarrier v_ready(int stage) const {
+    return pipeline_barrier(Config::kStagesQ + Config::kStagesK + stage);
+  }
+  __device__ __forceinline__ PipelineBarrier work_ready(int slot) const { return pipeline_barrier(kTileStages + slot); }
+  // Signals that the producer has started an item.
+  __device__ __forceinline__ uint32_t work_begun() const { return pipeline_barrier(kTileStages + kWorkSlots).barrier; }
 
   __device__ __forceinline__ void init_barriers() const {
-    for (int index = 0; index < kTileStages + kWorkSlots; ++index) handshake(index).init(Config::kConsumers * 4);
+    for (int index = 0; index < kTileStages + kWorkSlots; ++index) pipeline_barrier(index).init(Config::kConsumers * 4);
     ptx::mbarrier_init(work_begun(), 1);
     ptx::mbarrier_init_fence();
   }
@@ -59,12 +61,13 @@ struct QueryShared {
 
 struct QueryWork {
   QueryBlock block;
-  int valid;  // 0: the list has ended
+  int valid;  // 0: end of the list
 };
 
-// The thread that takes items: writes them into one slot after the other, once the consumers have left it, and loads the
-// queries by load(stage, handshake, block). It takes an item when the producer begins the one before, no earlier: an item
-// that waits could begin elsewhere. Behind the end of the list it tells everybody so.
+// Scheduler thread. Writes items into one slot after the other, once the consumers have released
+// it, and loads the queries by load(stage, barrier, block). An item is taken when the producer
+// starts the previous one, no earlier: an item that waits could start on another block. The end of
+// the list is published as an invalid item.
 template <class Config, class Shared, class Params, class Load>
 __device__ __forceinline__ void hand_out_works(const Shared& shared, const Params& p, QueryWork (&works)[kWorkSlots],
                                                QueryTiling tiling, Load load) {
@@ -73,7 +76,7 @@ __device__ __forceinline__ void hand_out_works(const Shared& shared, const Param
   PipelineState<Config::kStagesQ> queries;
   PipelineState<1> begun;
   for (PipelineState<kWorkSlots> state;; state.advance()) {
-    const Handshake ready = shared.work_ready(state.stage);
+    const PipelineBarrier ready = shared.work_ready(state.stage);
     QueryWork& work = works[state.stage];
     ready.wait_empty(state.phase);
     const bool exists = QueryBlock::exists(index, items, p.shape, tiling.heads);
@@ -81,7 +84,7 @@ __device__ __forceinline__ void hand_out_works(const Shared& shared, const Param
     if (exists) work.block.load(index, items, p.work, p.nodes, p.shape, tiling);
     ptx::mbarrier_arrive(ready.full());
     if (!exists) return;
-    const Handshake queries_ready = shared.queries_ready(queries.stage);
+    const PipelineBarrier queries_ready = shared.queries_ready(queries.stage);
     queries_ready.wait_empty(queries.phase);
     load(queries.stage, queries_ready, work.block);
     queries.advance();
@@ -91,14 +94,14 @@ __device__ __forceinline__ void hand_out_works(const Shared& shared, const Param
   }
 }
 
-// Producer: loads the K of the walk's current tile by load(address, barrier, tile). The copies first: the step may follow
-// while they are under way, for nobody reads it before this thread arrives.
+// Producer: loads K of the walk's current tile by load(address, barrier, tile). The copies are
+// issued before the step is written: no consumer reads it before this thread arrives.
 template <class Config, class Shared, class Walk, class Load>
 __device__ __forceinline__ KvStep load_k_step(const Shared& shared, KvStep (&steps)[Config::kStagesK],
                                               const Walk& path, const NodeTable& nodes, int group, Visibility sees,
                                               PipelineState<Config::kStagesK>& state, Load load) {
   const KvStep step = path.step(nodes, Config::kBlockN, group, sees);
-  const Handshake ready = shared.k_ready(state.stage);
+  const PipelineBarrier ready = shared.k_ready(state.stage);
   ready.wait_empty(state.phase);
   load(shared.k(state.stage), ready.full(), step.tile);
   steps[state.stage] = step;
@@ -107,49 +110,50 @@ __device__ __forceinline__ KvStep load_k_step(const Shared& shared, KvStep (&ste
   return step;
 }
 
-// The same for V of a tile.
+// Producer: loads V of a tile.
 template <class Config, class Shared, class Load>
 __device__ __forceinline__ void load_v_tile(const Shared& shared, const KvTile& tile,
                                             PipelineState<Config::kStagesV>& state, Load load) {
-  const Handshake ready = shared.v_ready(state.stage);
+  const PipelineBarrier ready = shared.v_ready(state.stage);
   ready.wait_empty(state.phase);
   ready.expect(Config::TileV::kBytes);
   load(shared.v(state.stage), ready.full(), tile);
   state.advance();
 }
 
-// Calls body(block, handshake of its slot) for every item, until the list ends.
+// Calls body(block, barrier of its slot) for every item of the list.
 template <class Shared, class Body>
 __device__ __forceinline__ void for_each_work(const Shared& shared, const QueryWork (&works)[kWorkSlots], Body body) {
   for (PipelineState<kWorkSlots> state;; state.advance()) {
-    const Handshake ready = shared.work_ready(state.stage);
+    const PipelineBarrier ready = shared.work_ready(state.stage);
     ready.wait_full(state.phase);
     if (!works[state.stage].valid) return;
     body(works[state.stage].block, ready);
   }
 }
 
-// The producer: calls load(block).
+// Producer: calls load(block) for every item.
 template <class Shared, class Load>
 __device__ __forceinline__ void produce_works(const Shared& shared, const QueryWork (&works)[kWorkSlots], Load load) {
-  for_each_work(shared, works, [&](const QueryBlock& block, const Handshake&) {
+  for_each_work(shared, works, [&](const QueryBlock& block, const PipelineBarrier&) {
     ptx::mbarrier_arrive(shared.work_begun());
     load(block);
   });
 }
 
-// Consumer warps: call attend(block).
+// Consumer warps: call attend(block) for every item.
 template <class Shared, class Attend>
 __device__ __forceinline__ void consume_works(const Shared& shared, const QueryWork (&works)[kWorkSlots], int lane,
                                               Attend attend) {
-  for_each_work(shared, works, [&](const QueryBlock& block, const Handshake& ready) {
+  for_each_work(shared, works, [&](const QueryBlock& block, const PipelineBarrier& ready) {
     attend(block);
     ready.release(lane);
   });
 }
 
-// Zeroes those of the rows [first, kRows) of a KV tile that are foreign. They may hold NaN, and where a tile is an operand
-// 0 * NaN is NaN. Every warpgroup zeroes them for itself: two that write the same zeros need not wait for each other.
+// Zeroes the foreign rows of [first, kRows) of a KV tile: they may hold NaN, and 0 * NaN is NaN.
+// Every warpgroup zeroes them for itself: two that write the same zeros need not wait for each
+// other.
 template <class Tile, int kRows, class Foreign>
 __device__ __forceinline__ void zero_rows(uint32_t tile, int first, int group, int thread, Foreign is_foreign) {
   constexpr int kChunks = Tile::kPanels * Tile::kPanelChunks;
@@ -164,7 +168,7 @@ __device__ __forceinline__ void zero_rows(uint32_t tile, int first, int group, i
   ptx::named_barrier_sync(1 + group, kWarpgroup);
 }
 
-// Of a tile whose first `valid` rows are keys.
+// Zeroes all rows after the first `valid` ones.
 template <class Tile, int kRows>
 __device__ __forceinline__ void zero_tail(uint32_t tile, int valid, int group, int thread) {
   zero_rows<Tile, kRows>(tile, valid, group, thread, [](int) { return true; });

@@ -1,4 +1,4 @@
-// Tensor maps: how the copy engine finds a box of a packed (rows, heads, head_dim) tensor.
+// Tensor maps: how TMA finds a box of a packed (rows, heads, head_dim) tensor.
 #pragma once
 
 #include <cuda.h>
@@ -9,8 +9,8 @@ namespace dualkv::sm90 {
 
 constexpr int kPanelCols = 64;  // one 128-byte swizzled row of 16-bit elements
 
-// The map of boxes of `box_rows` rows by `box_heads` heads by kPanelCols columns, 128-byte swizzled. A tensor without
-// rows has no map: an empty one is returned, never to be used.
+// Map with boxes of `box_rows` rows by `box_heads` heads by kPanelCols columns, 128-byte swizzled.
+// For a tensor without rows an empty map is returned, which must not be used.
 template <typename T>
 CUtensorMap make_tensor_map(const TensorView<const T>& view, int rows, int heads, int head_dim, int box_rows,
                             int box_heads = 1);

@@ -1,4 +1,4 @@
-// Tiles as wgmma and the copy engine see them, and products of a warpgroup over them.
+// Tiles as wgmma and TMA see them, products of a warpgroup over them, and pipeline barriers.
 #pragma once
 
 #include "core/smem_tile.h"
@@ -10,9 +10,10 @@
 
 namespace dualkv::sm90 {
 
-// Descriptor of an operand made of 128-byte swizzled rows, `offset` bytes into a tile. Groups of 8 rows lie 1024 bytes
-// apart; the distance of panels matters where the columns are the M or N dimension. Only the low word varies, and by
-// an addition: a descriptor costs one instruction beyond the first of its tile.
+// wgmma descriptor of an operand in 128-byte swizzled rows, `offset` bytes into a tile. Groups of 8
+// rows are 1024 bytes apart; the panel stride matters where the columns are the M or N dimension.
+// Only the low word varies, by an addition: a descriptor costs one instruction after the first of
+// its tile.
 template <class Tile>
 __device__ __forceinline__ uint64_t descriptor(uint32_t tile, uint32_t offset) {
   static_assert(Tile::kPanelCols == 64, "128-byte swizzle");
@@ -21,35 +22,37 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t tile, uint32_t offset) {
   return (static_cast<uint64_t>(high) << 32) | (low + (offset >> 4));
 }
 
-// Operand whose K dimension runs along the columns of a tile: the k-th step of 16.
+// Operand whose K dimension is along the columns of a tile: step k of 16.
 template <class Tile>
 __device__ __forceinline__ uint64_t along_columns(uint32_t tile, int k) {
   return descriptor<Tile>(tile, (k / 4) * Tile::kPanelBytes + (k % 4) * 32);
 }
 
-// Operand whose K dimension runs along the rows of a tile.
+// Operand whose K dimension is along the rows of a tile.
 template <class Tile>
 __device__ __forceinline__ uint64_t along_rows(uint32_t tile, int k) {
   return descriptor<Tile>(tile, k * (16 * Tile::kRowBytes));
 }
 
-// The part of a tile from a column on, a multiple of 8. Inside of a panel, a product must not read beyond that panel.
+// Address of a tile from a column on, a multiple of 8. Inside a panel, a product must not read past
+// that panel.
 template <class Tile>
 __device__ __forceinline__ uint32_t from_column(uint32_t tile, int column) {
   return tile + column / Tile::kPanelCols * Tile::kPanelBytes + column % Tile::kPanelCols * 2;
 }
 
-// Rows of X times rows of Y, over all columns: scores, or dP. Tensor cores truncate what they add to a sum, 16 products at a
-// time. Over 512 columns it is made of three, each shorter than that of heads half as wide, so that it is as exact. kBeside:
-// how many of them there are registers for beside the first.
+// Rows of X times rows of Y over all columns: S or dP. Tensor cores truncate what they add to a
+// sum, 16 products at a time. For more than 256 columns the result is the sum of three shorter
+// sums, so that it is as exact as for heads half as wide. kBeside: how many of the additional sums
+// fit in registers.
 template <typename T, class TileX, class TileY, int kN8, int kBeside = 2>
 struct RowProducts {
   static constexpr int kSteps = TileX::kCols / 16, kSums = TileX::kCols > 256 ? 3 : 1;
   static constexpr int kStepsOfSum = ceil_div(kSteps, kSums);
   float beside[kSums > 1 ? kBeside : 1][kN8][4];
 
-  // To be committed with whatever else the caller issues. Where registers are short nothing else may be in flight before:
-  // it waits for two sums before it issues the third.
+  // Issues the products; the caller commits. If not all sums fit in registers nothing else may be
+  // in flight: issue() then waits for two sums before it issues the third.
   __device__ __forceinline__ void issue(float (&acc)[kN8][4], uint32_t x, uint32_t y) {
 #pragma unroll
     for (int sum = 0; sum < kSums; ++sum) {
@@ -68,7 +71,7 @@ struct RowProducts {
     }
   }
 
-  // Behind the wait for them.
+  // Adds the partial sums, after the wait for them.
   __device__ __forceinline__ void take(float (&acc)[kN8][4]) {
     ptx::pin(acc);
     if constexpr (kSums > 1) {
@@ -84,12 +87,12 @@ struct RowProducts {
   }
 };
 
-// `address` itself, since step >> 30 is 0, but the compiler does not know that. Otherwise it computes the descriptors
-// of a tile that never changes once, before the loop, and spills them.
+// Returns `address` (step >> 30 is 0), which the compiler does not know. Otherwise it computes the
+// descriptors of a constant tile once, before the loop, and spills them.
 __device__ __forceinline__ uint32_t varying(uint32_t address, int step) { return address + (step >> 30); }
 
-// Four words of each thread of a quad change places: word i of thread t becomes word t of thread i. Of an accumulator's row
-// a thread then holds 8 neighbouring columns instead of 4 times 2.
+// Transposes 4 x 4 words in a quad: word i of thread t becomes word t of thread i. A thread then
+// holds 8 neighbouring columns of an accumulator's row instead of 4 times 2.
 __device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4], int lane) {
   const bool odd = lane & 1, upper = lane & 2;
 #pragma unroll
@@ -106,12 +109,12 @@ __device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4], int lane
   }
 }
 
-// Stores a row of accumulators, scaled, from column `column` of `out` on, as far as `end`: 64 bytes at a time. A quad of
-// threads holds it, in half `half` of its elements.
+// Stores a row of accumulators, scaled, to columns [column, end) of `out`, 64 bytes at a time. A
+// quad of threads holds it, in half `half` of its elements.
 template <typename T, int kN8>
 __device__ __forceinline__ void store_row(const float (&acc)[kN8][4], int half, float scale, T* out, int column, int end,
                                           int lane) {
-  const int first = column + lane % 4 * 8;  // this thread's
+  const int first = column + lane % 4 * 8;  // this thread's first column
 #pragma unroll
   for (int j = 0; j < kN8; j += 4) {
     uint32_t words[4];
@@ -123,8 +126,7 @@ __device__ __forceinline__ void store_row(const float (&acc)[kN8][4], int half, 
   }
 }
 
-// Where a user of a ring of buffers is: the stage, and the parity of its turns around the ring, which mbarriers ask
-// for.
+// Position in a ring of buffers: stage, and the phase parity that mbarriers need.
 template <int kStages>
 struct PipelineState {
   int stage = 0, phase = 0;
@@ -145,7 +147,7 @@ struct PipelineState {
     return stage > 0 ? PipelineState{stage - 1, phase} : PipelineState{kStages - 1, phase ^ 1};
   }
 
-  // The same turn in a ring of kSize places: as many, or twice as many.
+  // Position in a ring of kSize places: as many as stages, or twice as many.
   template <int kSize>
   __device__ __forceinline__ int place() const {
     static_assert(kSize == kStages || kSize == 2 * kStages, "places of whole turns");
@@ -153,9 +155,10 @@ struct PipelineState {
   }
 };
 
-// One buffer handed back and forth between the producer, a thread or several warps, and the consumer warps.
-struct Handshake {
-  uint32_t barrier;  // two mbarriers: filled, emptied
+// Full and empty barriers of one pipeline buffer, between the producer (a thread, or several warps)
+// and the consumer warps.
+struct PipelineBarrier {
+  uint32_t barrier;  // two mbarriers: full, empty
 
   __device__ __forceinline__ uint32_t full() const { return barrier; }
   __device__ __forceinline__ uint32_t empty() const { return barrier + 8; }
@@ -164,15 +167,15 @@ struct Handshake {
     ptx::mbarrier_init(full(), producers);
     ptx::mbarrier_init(empty(), consumer_warps);
   }
-  // Producer. In the first turn the buffer is empty from the start.
+  // Producer. In the first phase the buffer is empty.
   __device__ __forceinline__ void wait_empty(int phase) const { ptx::mbarrier_wait(empty(), phase ^ 1); }
   __device__ __forceinline__ void expect(int bytes) const { ptx::mbarrier_arrive_expect(full(), bytes); }
-  // Producers that are warps: every one for itself.
+  // Producers that are warps: each warp arrives.
   __device__ __forceinline__ void announce(int lane) const {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(full());
   }
-  // Consumers: every warp releases for itself.
+  // Consumers: each warp arrives.
   __device__ __forceinline__ void wait_full(int phase) const { ptx::mbarrier_wait(full(), phase); }
   __device__ __forceinline__ void release(int lane) const {
     __syncwarp();

@@ -65,12 +65,12 @@ FOLLOWED = read_mutants("""
 -     }
 + }
 +     ptx::mbarrier_arrive(shared.dq_read(group));
-# csrc/sm90/backward.h: turns are passed when all lanes say so
-- ptx::mbarrier_init(turn(group), 4);
-+ ptx::mbarrier_init(turn(group), 128);
+# csrc/sm90/backward.h: the issue order is passed when all lanes say so
+- ptx::mbarrier_init(issue_order(group), 4);
++ ptx::mbarrier_init(issue_order(group), 128);
 # csrc/sm90/backward.h: all lanes say so
-- if (lane == 0) ptx::mbarrier_arrive(shared.turn(group ^ 1));
-+ ptx::mbarrier_arrive(shared.turn(group ^ 1));
+- if (lane == 0) ptx::mbarrier_arrive(shared.issue_order(group ^ 1));
++ ptx::mbarrier_arrive(shared.issue_order(group ^ 1));
 # csrc/sm90/backward_wide.h: probabilities are ready when all lanes say so
 - probabilities_ready(buffer).init(4, 4);
 + probabilities_ready(buffer).init(4, 128);

@@ -15,7 +15,9 @@ from models_page import ADAPTERS, CAUSAL_LMS, MULTIMODAL, Result, parse, render
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks/results").glob("**/README.md"))]
+KERNELS = ROOT / "csrc/sm90/README.md"
+PAGES = [README, KERNELS, *sorted((ROOT / "docs").glob("**/*.md"))]
+PAGES += sorted((ROOT / "benchmarks/results").glob("**/README.md"))
 MOST_LINES = 220
 
 
@@ -92,7 +94,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "docs" / "picture.py", tmp_path], check=True)
-    for name in ("shared_prompt.svg", "tree.svg"):
+    for name in ("shared_prompt.svg", "tree.svg", "tiles.svg"):
         assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), "run docs/picture.py again"
 
 

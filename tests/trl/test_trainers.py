@@ -353,7 +353,7 @@ def test_large_groups_are_divided(tmp_path: Path) -> None:
 
 
 def test_the_page_has_all_options_reasons_and_metrics() -> None:
-    page = (ROOT / "docs/trl.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/trainers.md").read_text(encoding="utf-8")
     options = [
         one.name
         for one in inspect.signature(shared.SharedPromptMixin.__init__).parameters.values()

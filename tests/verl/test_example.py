@@ -1,4 +1,4 @@
-"""The example's command and the settings that docs/verl.md names: verl's own config knows them all."""
+"""The example's command and the settings that docs/verl.md and trainers.md name: verl's own config knows them all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flash_attn_dualkv.integrations.verl.statistics import Statistics
 from flash_attn_dualkv.integrations.verl.verify import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/verl.md").read_text(encoding="utf-8")
+PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("verl.md", "trainers.md"))
 PYTHON = """#!/usr/bin/env bash
 printf '%s\\n' "$@" > "$ARGUMENTS"
 """

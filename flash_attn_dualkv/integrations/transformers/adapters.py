@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ...checks import explain
 from ...errors import SharedPromptError
 
-# Kinds of which only the type tells, and why they are not exact.
+# Adapters that only their type reveals, and why they are not exact.
 _BY_TYPE = {
     "ADAPTION_PROMPT": "its wrapper calls the forward that the model had when it was wrapped",
     "LILY": "its router takes the mean over all tokens of the row",
@@ -75,7 +75,7 @@ def _reason(config: Any, training: bool) -> str | None:
 
 def _active_adapters(model: nn.Module) -> set[str]:
     """The names of all adapters that take part in a forward."""
-    # A property in PEFT's layers, a method in the models of transformers.
+    # `active_adapters` is a property of PEFT's layers and a method of transformers' models.
     layers: list[Any] = [
         one for one in model.modules() if isinstance(getattr(type(one), "disable_adapters", None), property)
     ]
@@ -83,7 +83,7 @@ def _active_adapters(model: nn.Module) -> set[str]:
     if layers and not enabled:
         return set()
     names = {name for layer in enabled for name in layer.active_adapters}
-    # Some kinds, such as virtual tokens, are in no layer: the wrapper says which one is active.
+    # Adapters without layers, such as virtual tokens: the wrapper says which one is active.
     for module in _outer_modules(model):
         active = vars(module).get("active_adapter")
         if isinstance(active, (str, list)) and not vars(module).get("_adapters_disabled", False):

@@ -26,8 +26,8 @@ from .masks import DeferredMask, deferred_mask
 from .support import TAKES_LAYOUT
 
 FALLBACKS = ("auto", "sdpa", "eager")
-# Keyword arguments of attention functions that do not change what a token attends to. Others are refused: an argument
-# that is ignored here might be a mask or a bias of the model.
+# Keyword arguments of attention functions that do not change what a token attends to. Others are
+# refused: an argument that is ignored here might be a mask or a bias of the model.
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -49,9 +49,10 @@ _HARMLESS = frozenset(
 )
 
 
-# Scores and softcaps that sdpa does not have, under the names by which model files hand them on.
+# Arguments for sinks and softcaps, which sdpa lacks, under the names of model files.
 _BEYOND_SDPA = ("softcap", "s_aux", "sinks")
-# Which keys an indexer has chosen. Model files put that into the mask for stock names only.
+# Argument for the keys that an indexer chose. Model files put it into the mask for stock names
+# only.
 _CHOSEN_KEYS = ("indices", "block_indices")
 
 
@@ -127,7 +128,7 @@ def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa
     _refuse_layouts_elsewhere()
 
 
-# --- with a layout ----------------------------------------------------------------------------------------------------
+# --- with a layout --------------------------------------------------------------------------------
 
 
 def _attend(
@@ -144,7 +145,7 @@ def _attend(
     scaling, softcap, s_aux = (kwargs.pop(name, None) for name in ("scaling", "softcap", "s_aux"))
     window = _window(attention_mask, kwargs.pop("sliding_window", None))
     _check_call(module, query, key, layout, attention_mask, kwargs)
-    if layout.device != query.device:  # the layers of a model may lie on several
+    if layout.device != query.device:  # layers of a model may be on several devices
         layout = layout.to(query.device)
     layout.check_positions(kwargs.get("position_ids"))
     check_running(module)
@@ -224,7 +225,7 @@ def _check_call(
         if attention_mask.others and attention_mask.is_causal:
             expected, others = "a causal or sliding-window one with a layout", ", ".join(attention_mask.others)
             raise SharedPromptError(explain("attention_mask", expected, f"one made of {others}"))
-        # The mask decides: beside one, some models pass is_causal=False for the sake of sdpa.
+        # The mask decides: some models pass is_causal=False with it, for sdpa's sake.
         is_causal = attention_mask.is_causal
     elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -242,7 +243,7 @@ def _is_unset(value: Any) -> bool:
     return value is None or value is False
 
 
-# --- without a layout -------------------------------------------------------------------------------------------------
+# --- without a layout -----------------------------------------------------------------------------
 
 
 def _attend_without_layout(
@@ -277,7 +278,7 @@ def _attend_without_layout(
 
 def _stock_mask(attention_mask: Any, kwargs: dict[str, Any]) -> Any:
     """The mask that stock attention takes; an error if it is for a packed row whose layout got lost."""
-    if guard.current() is None:  # which says how many layers have lost it
+    if guard.current() is None:  # the guard counts layers that lost it
         check_unpacked(kwargs.get("position_ids"), attention_mask)
     return attention_mask.build() if isinstance(attention_mask, DeferredMask) else attention_mask
 
@@ -295,7 +296,7 @@ def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, hidden)
 
 
-# --- stock names ------------------------------------------------------------------------------------------------------
+# --- stock names ----------------------------------------------------------------------------------
 
 
 def _refuse_layouts_elsewhere() -> None:

@@ -21,9 +21,9 @@ from ...checks import explain
 from ...errors import SharedPromptError
 from .support import text_config, tower_configs
 
-# Attention implementations that `register` has made, and the fallback of each.
+# Attention implementations made by `register`, and the fallback of each.
 own_names: dict[str, str] = {}
-# Configurations of the towers of a model whose attention is being changed.
+# Tower configurations of a model whose attention is being changed.
 _unchanged: ContextVar[tuple[Any, ...]] = ContextVar("dualkv_unchanged", default=())
 
 
@@ -69,12 +69,12 @@ def _checked_loss(stock: Callable[[Any], Callable[..., Any]]) -> Callable[[Any],
 def _checked_choice(stock: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(stock)
     def get_correct_attn_implementation(model: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-        # A model is asked before its parts are made. Unasked, these choose as stock ones do.
+        # Towers get no choice here, before they are made: they then choose as stock ones do.
         _keep(tower_configs(model.config), None)
         if requested_attention in own_names and any(model.config is one for one in _unchanged.get()):
             return str(model.config._attn_implementation)
         if requested_attention in own_names and not model._supports_attention_backend:
-            # Models of before the interface choose a class by the implementation's name.
+            # Models older than the interface choose a class by the implementation's name.
             names = vars(sys.modules[type(model).__module__])
             if any(name.endswith("ATTENTION_CLASSES") for name in names):
                 expected = "a model whose attention goes through transformers' interface (a newer version may have it)"

@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# Larger ones hold weights (of quantized models), which no forward writes.
+# Size limit of saved buffers: larger ones hold weights (of quantized models), which no forward
+# writes.
 _MOST_ELEMENTS = 2**18
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
-# Attributes of every module, which PyTorch looks after.
+# Attributes that every module has and PyTorch manages.
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
-# Packages that shard or move modules must keep their notes; this one's hooks have none.
+# Packages whose hooks are left alone: those that shard or move modules need their state, and this
+# package's have none.
 _BOOKKEEPERS = ("torch.", "deepspeed.", "accelerate.", "flash_attn_dualkv.")
 
 
@@ -46,7 +48,7 @@ class Generators:
         self._sources += [one for one in owned.values() if one is not None]
 
     def read(self) -> list[Any]:
-        """Their states."""
+        """States of all generators."""
         return [one.read() for one in self._sources]
 
     def write(self, states: list[Any]) -> None:
@@ -54,7 +56,7 @@ class Generators:
             source.write(state)
 
     def seed(self, number: int) -> list[Any]:
-        """Start all of them anew; returns their states."""
+        """Seed all generators; returns their states."""
         for source in self._sources:
             source.seed(number)
         return self.read()
@@ -79,7 +81,7 @@ def _source_of(value: Any) -> _Source | None:
         return _source_of_torch(value)
     if isinstance(value, random.Random):
         return _Source(value.getstate, value.setstate, value.seed)
-    inner = getattr(value, "bit_generator", None)  # of NumPy's Generator
+    inner = getattr(value, "bit_generator", None)  # NumPy's Generator
     if inner is None or type(inner).__module__.partition(".")[0] != "numpy":
         return None
     write = functools.partial(setattr, inner, "state")
@@ -89,7 +91,7 @@ def _source_of(value: Any) -> _Source | None:
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)
-    if isinstance(one, (tuple, dict)):  # of NumPy: names, numbers and arrays
+    if isinstance(one, (tuple, dict)):  # NumPy: names, numbers and arrays
         parts = (one, other) if isinstance(one, tuple) else (one.values(), other.values())
         return all(map(_is_same, *parts))
     return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
@@ -140,7 +142,7 @@ def _put_back_buffer(
         buffers[name] = tensor
 
 
-# A variable's value, and what gives it another one.
+# Value of a variable, and its setter.
 _Variable = tuple[Any, Callable[[Any], None]]
 
 

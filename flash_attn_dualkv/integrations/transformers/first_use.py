@@ -1,4 +1,4 @@
-"""What is found out about a model before prompts are shared in it, once per mode and set of active adapters."""
+"""Checks of a model before prompts are shared in it, once per mode and set of active adapters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .trial import FirstUseError, Trial, is_trying
 
 __all__ = ["FirstUseError", "check_first_use"]
 
-# Makes an error anew: an exception that is kept holds the tensors of all frames that it has passed.
+# Factory of the error: a kept exception would hold the tensors of all frames that it has passed.
 _Error = Callable[[], SharedPromptError]
 _errors: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Error | None]] = weakref.WeakKeyDictionary()
 
@@ -51,10 +51,10 @@ def check_first_use(
         return
     with lock_of(stock):
         prepare(stock)
-        # Each time: which of the adapters without layers is active shows in no module.
+        # Checked every time: the active adapter without layers shows in no module.
         check_adapters(stock if model is None else model)
         known = _errors.setdefault(stock, {})
-        # The outermost module has a part in what is tried.
+        # Keyed by the outermost module too, which takes part in the trial.
         state = (*_state_of(stock), self_check, None if model is None else weakref.ref(model))
         if state not in known:
             trial = Trial(stock, device, model) if self_check else None
@@ -74,7 +74,7 @@ def _error_of(stock: Any, trial: Trial | None) -> _Error | None:
             raise FirstUseError(str(error), "dropout") from None
         if trial is not None:
             trial.run()
-    except SharedPromptLayoutError:  # of something on the layout's way, which may be mended
+    except SharedPromptLayoutError:  # something on the layout's way, which may be mended
         raise
     except SharedPromptError as error:
         return functools.partial(type(error), *error.args)
@@ -109,8 +109,8 @@ def _state_of(stock: nn.Module) -> tuple[Any, ...]:
 
 @functools.cache
 def _role(kind: Any) -> str | None:
-    """What modules of a class say about the state of their model."""
+    """State of a model that modules of a class hold: "dropout", "adapter" or None."""
     if issubclass(kind, nn.modules.dropout._DropoutNd):
         return "dropout"
-    # A property of PEFT's layers, a method of transformers' models.
+    # `active_adapters` is a property of PEFT's layers and a method of transformers' models.
     return "adapter" if isinstance(getattr(kind, "disable_adapters", None), property) else None

@@ -32,7 +32,7 @@ from .support import (
     tower_configs,
 )
 
-# What modules have that FSDP 1 and 2 gather the parameters of.
+# Attributes of modules whose parameters FSDP 1 and 2 gather.
 _FSDP_UNIT = ("_fsdp_wrapped_module", "set_reshard_after_forward")
 
 
@@ -115,13 +115,14 @@ def shared_prompt_forward(
         scorer = _Scorer(causal_lm, backbone, batch, temperature, with_entropy)
         expected = expect_shared_prompt(batch.layout, num_mixing_layers(causal_lm))
         with expected, replaced_forward(causal_lm, scorer) as call:
-            # Through the outermost module, so that wrappers see one forward with the log-probabilities as its output.
+            # Through the outermost module, so that wrappers see one forward with the
+            # log-probabilities as its output.
             logps, entropy = call(model, inputs)
     return logps, entropy if with_entropy else None
 
 
 def _text_marks(causal_lm: Any, batch: PackedBatch) -> dict[str, Tensor]:
-    """What tells a model of text and images that all tokens are text: some want to be told in training mode."""
+    """Inputs that tell a model of text and images that all tokens are text, as some require in training mode."""
     if not tower_configs(causal_lm.config):
         return {}
     is_told = "mm_token_type_ids" in inspect.signature(type(causal_lm).forward).parameters
@@ -138,7 +139,7 @@ def _check_model(causal_lm: Any) -> str:
     if "logits_to_keep" not in inspect.signature(type(causal_lm).forward).parameters:
         expected = "a forward that takes logits_to_keep"
         raise SharedPromptError(explain("model", expected, f"that of {type(causal_lm).__name__}"))
-    # Ranks have different numbers of rows, hence of chunks: a unit that communicates in every call would wait for ever.
+    # A unit that communicates in every call would hang: ranks have different numbers of chunks.
     for module in head_modules(causal_lm, name):
         if any(hasattr(module, mark) for mark in _FSDP_UNIT):
             expected = "an LM head in the root's FSDP unit"
@@ -165,14 +166,15 @@ class _Scorer:
         self.batch = batch
         self.temperature = temperature
         self.with_entropy = with_entropy
-        # Bound, with whatever a library has put around it (autocast, for example).
+        # The bound method, with whatever a library has put around it (autocast, for example).
         self.stock_forward = causal_lm.forward
         self.thread = threading.get_ident()
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """The model's inputs -> log-probabilities and entropies, (sum R,) each."""
         output = self._run_backbone(inputs)
-        # One gather for all rows: a gather per chunk would have a backward as large as the whole pack.
+        # One gather for all rows: a gather per chunk would have a backward as large as the whole
+        # pack.
         states = output.last_hidden_state[0]
         # Layers may lie on several devices; the last of them says where the scores are computed.
         here, token_index = states.device, self.batch.token_index
@@ -185,7 +187,8 @@ class _Scorer:
             ready = type(output)(last_hidden_state=hidden[None])
             ready_backbone = _ready_backbone(self.causal_lm, self.backbone, ready)
             with lock_of(self.causal_lm), ready_backbone, already_gathered(gathered):
-                # Some heads look at the length of the input; nobody looks into it, since the backbone is ready.
+                # Only the length of the input is read, by some heads: the backbone's output is
+                # ready.
                 inputs = {"inputs_embeds": hidden.detach()[None], "use_cache": False, "return_dict": True}
                 result: Tensor = self.stock_forward(**inputs).logits[0].to(here)
             return result
@@ -210,7 +213,7 @@ class _Scorer:
         handle = getattr(self.causal_lm, self.backbone).register_forward_hook(keep)
         try:
             # Wrappers add arguments of their own, return_dict among them.
-            # A slice lies on no device. Given a number, models whose last layers share keys
+            # A slice is on no device. Given a number, models whose last layers share keys
             # compute these for the last rows alone.
             self.stock_forward(**{**inputs, "logits_to_keep": slice(0, 1), "return_dict": True})
         finally:
@@ -237,7 +240,8 @@ class _ReadyBackbone(nn.Module):
 
     def __init__(self, backbone: nn.Module, output: Any) -> None:
         super().__init__()
-        # Not as a submodule: this object lives for one call and must not claim the parameters.
+        # Kept out of the submodules: this object lives for one call and must not claim the
+        # parameters.
         self.__dict__["backbone"] = backbone
         self.__dict__["output"] = output
         self.__dict__["thread"] = threading.get_ident()

@@ -31,14 +31,14 @@ def head_modules(causal_lm: nn.Module, backbone: str) -> list[nn.Module]:
 
 
 def score_gathered(modules: Sequence[nn.Module], score: Score, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """score(hidden), in forward and backward with the parameters of the modules there."""
+    """score(hidden), with the parameters of the modules gathered in forward and backward."""
     for module in modules:
         score = _Around(module, score)
     return score(hidden)
 
 
 class _Around(nn.Module):
-    """A function in the place of a module's forward, inside of those hooks of the module that gather."""
+    """A function in place of a module's forward, inside the hooks of the module that gather."""
 
     def __init__(self, module: nn.Module, function: Score) -> None:
         super().__init__()

@@ -27,8 +27,8 @@ class Expectation:
     layout: SharedPromptLayout
     num_layers: int
     outer: Expectation | None
-    owner: object = None  # what is to end it, where that is not a with statement
-    # Identities of modules: activation checkpointing may run a layer a second time, which must not count twice.
+    owner: object = None  # ends the expectation, if no with statement does
+    # Identities of modules, because activation checkpointing may run a layer a second time.
     consumers: set[int] = field(default_factory=set)
 
     def check(self) -> None:
@@ -54,7 +54,7 @@ def current() -> Expectation | None:
 
 
 def begin(layout: SharedPromptLayout, num_layers: int, owner: object = None) -> Expectation:
-    """Start to expect that the layout is consumed, until `end`."""
+    """Expect that the layout is consumed, until `end`."""
     checks.instance("layout", layout, SharedPromptLayout, " (batch.layout)")
     checks.integer("num_layers", num_layers, 1)
     expectation = Expectation(layout, num_layers, current(), owner)
@@ -63,13 +63,13 @@ def begin(layout: SharedPromptLayout, num_layers: int, owner: object = None) -> 
 
 
 def end(expectation: Expectation) -> None:
-    """Go back to what was expected before."""
+    """Restore the previous expectation."""
     _expectation.set(expectation.outer)
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Forwards inside have nothing to do with the layout that is expected."""
+    """Hide the expected layout from forwards inside."""
     token = _expectation.set(None)
     try:
         yield
@@ -82,7 +82,7 @@ def consume(module: nn.Module, layout: SharedPromptLayout) -> None:
     expectation = _expectation.get()
     if expectation is None:
         return
-    # Not identity: wrappers such as FSDP rebuild dataclasses among the arguments.
+    # Equality, not identity: wrappers such as FSDP rebuild dataclasses among the arguments.
     if not layout.is_like(expectation.layout):
         raise SharedPromptLayoutError(
             explain("shared_prompt_layout", "the layout of the enclosing expect_shared_prompt", "another one")

@@ -18,11 +18,11 @@ from ...checks import explain
 from ...errors import SharedPromptError
 from ...layout import SharedPromptLayout
 
-# The tasks of transformers' own tables that are answered once a row; others show when they run.
+# Tasks of transformers' tables with one answer per row; others show when they run.
 _TASKS = ("SEQUENCE_CLASSIFICATION", "MULTIPLE_CHOICE", "NEXT_SENTENCE_PREDICTION")
 _EXPECTED = "one value for each row of the packed batch (a backbone, a causal LM, token classification)"
 _ADVICE = "one for the whole row, in which all sequences lie (give each a row of its own, without a layout)"
-# What towers make of images and the like, which is no result of the row.
+# Outputs of towers (vision, audio), which are no result of the row.
 _OF_TOWERS = re.compile(r"^(image|video|audio|vision)_")
 
 
@@ -57,7 +57,7 @@ def check_output(output: Any, layout: SharedPromptLayout, inputs: dict[str, Any]
         raise SharedPromptError(explain("loss", expected, f"one of other labels of {type(output).__name__}"))
     rows = {layout.num_local_tokens, *_kept(inputs.get("logits_to_keep"))}
     for name, one in _results(output):
-        # Whole numbers are no results (offsets of positions are some), losses have no dimension.
+        # Integers are no results (offsets of positions, for example); losses have no dimension.
         if one.dim() == 0 or not one.is_floating_point():
             continue
         if rows.isdisjoint(one.shape[: max(2, one.dim() - 1)]):

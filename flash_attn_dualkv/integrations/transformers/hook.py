@@ -74,7 +74,7 @@ def _check_inputs(layout: Any, inputs: dict[str, Any]) -> None:
 
 
 class LayoutHook:
-    """What `install_layout_hook` has installed: on a causal LM and on its backbone, or on a backbone alone.
+    """State of `install_layout_hook`: on a causal LM and on its backbone, or on a backbone alone.
 
     The hooks are methods: a model with them can be pickled, and a copy of it has a copy of this object.
     """
@@ -83,8 +83,8 @@ class LayoutHook:
         self._outermost = modules[0]
         self._layers = layers
         self._self_check = self_check
-        self._tried: set[bool] = set()  # modes, before forwards without a layout
-        # Names of the forwards' arguments, without self.
+        self._tried: set[bool] = set()  # modes in which forwards without a layout were tried
+        # Argument names of the forwards, without self.
         self._parameters = {type(one): tuple(inspect.signature(type(one).forward).parameters)[1:] for one in modules}
         self._handles: list[RemovableHandle] = []
         for one in modules:
@@ -92,7 +92,7 @@ class LayoutHook:
             self._handles.append(one.register_forward_hook(self._after, with_kwargs=True, always_call=True))
 
     def remove(self) -> None:
-        """Take it away again."""
+        """Remove the hook."""
         for handle in self._handles:
             handle.remove()
 
@@ -119,7 +119,7 @@ class LayoutHook:
         own = expectation if expectation is not None and expectation.owner == (self, module) else None
         if own is not None:
             guard.end(own)
-        if output is None:  # the forward has raised; its error says more than what follows
+        if output is None:  # the forward raised, with an error that says more
             return
         if own is not None:
             own.check()
@@ -129,7 +129,7 @@ class LayoutHook:
 
     def _try(self, module: nn.Module, inputs: dict[str, Any]) -> None:
         """SharedPromptError if the model cannot share prompts in its present mode and with its present adapters."""
-        if is_replaced(module):  # inside of shared_prompt_forward, which has asked
+        if is_replaced(module):  # inside shared_prompt_forward, which has checked
             return
         self._tried.add(module.training)
         given = [inputs.get(name) for name in ("input_ids", "inputs_embeds")]
@@ -138,7 +138,7 @@ class LayoutHook:
 
     def _inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments of a forward by their names."""
-        # FSDP2 puts a class of its own in front of the model's.
+        # The class may be FSDP2's, derived from the model's.
         names = next(self._parameters[kind] for kind in type(module).__mro__ if kind in self._parameters)
         return {**dict(zip(names, args)), **kwargs}
 

@@ -16,8 +16,8 @@ from ...checks import explain
 from ...errors import SharedPromptUnsupportedError
 from . import guard
 
-# What masks of causal and sliding-window attention of packed rows are made of in transformers. Anything else (blocks,
-# images that see themselves both ways, chunks) is no mask that a layout stands for.
+# Building blocks of transformers' masks for causal and sliding-window attention of packed rows. A
+# layout stands for no other mask (blocks, chunks, images that see themselves both ways).
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 _CAUSAL_MASKS = frozenset(
     {
@@ -31,7 +31,7 @@ _CAUSAL_MASKS = frozenset(
 
 
 class _MaskError(SharedPromptUnsupportedError, AttributeError):
-    """The mask of a forward with a layout is read. An AttributeError too, so that a wrapper's `hasattr` answers no."""
+    """Raised when the mask of a forward with a layout is read. An AttributeError, so that `hasattr` answers no."""
 
 
 class DeferredMask:
@@ -54,7 +54,7 @@ class DeferredMask:
 
     @property
     def others(self) -> list[str]:
-        """What it is made of beside causality and windows."""
+        """Mask functions other than causality and windows."""
         return self._read()[0]
 
     @property
@@ -63,7 +63,7 @@ class DeferredMask:
         return self._read()[1]
 
     def _read(self) -> tuple[list[str], int | None]:
-        """Others and window; once for all layers."""
+        """Other mask functions and the window; computed once for all layers."""
         if self._found is None:
             parts = _parts(self._arguments.get("mask_function", causal_mask_function))
             windows = self._arguments.get("local_size"), _closure(parts.get(_WINDOW)).get("sliding_window")
@@ -77,7 +77,7 @@ class DeferredMask:
         return "allow_is_bidirectional_skip" not in self._arguments
 
     def build(self) -> Tensor | None:
-        """What the builder makes, for sdpa (1, 1, T, T) bool or None if it is plainly causal; once for all layers."""
+        """The built mask: for sdpa (1, 1, T, T) bool, or None if it is plainly causal; built once for all layers."""
         if not self._is_built:
             self._mask = self._builder(**self._arguments)
             self._is_built = True
@@ -113,7 +113,7 @@ class DeferredMask:
         return mask
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # wrappers ask so what an argument is
+        if name.startswith("_"):  # wrappers inspect arguments this way
             raise AttributeError(name)
         return getattr(self._tensor(), name)
 
@@ -122,7 +122,7 @@ class DeferredMask:
         parts = index if isinstance(index, tuple) else (index,)
         if all(map(_is_whole, parts)):
             return self
-        queries = self._arguments.get("q_length")  # none in older versions
+        queries = self._arguments.get("q_length")  # missing in older versions
         is_of_rows = len(parts) == 4 and isinstance(parts[2], slice) and parts[2].step is None
         if queries is None or not is_of_rows or not all(map(_is_whole, (*parts[:2], parts[3]))):
             return self._tensor()[index]
@@ -141,14 +141,14 @@ class DeferredMask:
 
 @dataclass
 class _Uses:
-    """What has been done with a mask, on all devices."""
+    """Record of the use of a mask, on all devices."""
 
-    is_read: bool = False  # by something that is no attention of ours
+    is_read: bool = False  # by anything but this package's attention
     is_replaced: bool = False  # by a layout, in at least one layer
 
 
 def _device_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """The device of a call of `to` that asks for nothing else."""
+    """Device argument of a call of `to` without other arguments."""
     options = {name: value for name, value in kwargs.items() if name != "non_blocking"}
     targets = (*args, *options.values())
     if len(targets) != 1 or not options.keys() <= {"device"} or not isinstance(targets[0], (torch.device, str, int)):
@@ -171,11 +171,11 @@ def _parts(mask_function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     while pending:
         function = pending.pop()
-        # No getattr() with a default: TorchDynamo of PyTorch 2.11 answers it with the default.
+        # getattr() with a default always returns the default in TorchDynamo of PyTorch 2.11.
         name = function.__qualname__ if isinstance(function, FunctionType) else type(function).__name__
         inner = _functions(_closure(function))
         alternatives = [one for one in inner if not _is_without_blocks(one)]
-        # Where a row is text, there are no images whose tokens could see each other.
+        # Masks of images are dropped for rows of text.
         if name == "or_masks.<locals>.or_mask" and len(alternatives) == 1:
             pending += alternatives
             continue
@@ -185,7 +185,7 @@ def _parts(mask_function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
 
 
 def _closure(function: Callable[..., Any] | None) -> dict[str, Any]:
-    """What a function has kept, by the names that it has for it."""
+    """Variables in the closure of a function, by name."""
     if not isinstance(function, FunctionType):
         return {}
     return dict(zip(function.__code__.co_freevars, [cell.cell_contents for cell in function.__closure__ or ()]))

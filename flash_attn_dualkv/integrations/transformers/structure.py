@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...checks import explain
 from ...errors import SharedPromptError
 
-# Where wrappers (DDP, FSDP1, torch.compile, accelerate, DeepSpeed) keep what they wrap.
+# Attributes in which wrappers (DDP, FSDP1, torch.compile, accelerate, DeepSpeed) keep the model.
 _WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "module")
 
 
@@ -89,7 +89,7 @@ def replaced_forward(causal_lm: Any, forward: Callable[..., Any]) -> Iterator[Ca
     """
     attributes = causal_lm.__dict__
     had_one, before = "forward" in attributes, attributes.get("forward")
-    # Bound, with whatever a library has put around it (autocast, for example).
+    # The bound method, with whatever a library has put around it (autocast, for example).
     causal_lm.forward = replacement = _Replacement(causal_lm.forward, forward)
     try:
         yield replacement.call_outermost

@@ -30,17 +30,18 @@ from .hybrid.families import (
     mixers_of,
 )
 
-# Parts of the names of inputs beside text.
+# Substrings of the names of inputs other than text.
 MEDIA = ("pixel", "image", "token_type_ids", "spatial_shapes", "video", "audio")
-# The attribute by which attention functions that take a layout are known.
+# Attribute that marks attention functions that take a layout.
 TAKES_LAYOUT = "dualkv_takes_layout"
 
-# Fields of configurations whose models mix tokens by something else than attention too, unless layer_types says not.
+# Configuration fields of models that also mix tokens without attention, unless layer_types says
+# otherwise.
 _MIXER_FIELDS = re.compile(r"^(mamba|ssm|rwkv|conv_L_cache|linear_conv|lru|hybrid_override_pattern|use_rg_lru)")
 _MIXER_CLASSES = re.compile(
     r"mamba|deltanet|linearattention|lightningattention|shortconv|rwkv|rglru|retention|mlstm|slstm|indexer", re.I
 )
-# Random numbers that stock training draws for every copy of the prompt.
+# Configuration fields of random numbers that stock training draws for every copy of the prompt.
 _NOISE_FIELDS = re.compile(r"(dropout|_pdrop|layerdrop|drop_path|jitter)")
 _NOISE_OF_OTHER_HEADS = re.compile(r"^(classifier|summary)_")
 
@@ -68,7 +69,7 @@ def tower_configs(config: Any) -> list[Any]:
         return []
     try:
         text = text_config(config)
-    except ValueError:  # there are several decoders of text, and no layout will find its way to one of them
+    except ValueError:  # several text decoders: no layout reaches one of them
         return []
     return [one for one in parts if one is not text and all(part is not text for part in _parts(one))]
 
@@ -113,7 +114,7 @@ def check_supported(config: Any) -> None:
     chunk = getattr(text, "attention_chunk_size", None)
     if chunk and not layer_types:
         raise SharedPromptError(explain("attention_chunk_size", "None (chunked attention is not exact)", chunk))
-    # Llama 4: where there is no RoPE, queries grow with the index of their row, not with their position.
+    # Llama 4 scales queries of layers without RoPE by the index of their row, not by position.
     if getattr(text, "attn_temperature_tuning", None) and 0 in (getattr(text, "no_rope_layers", None) or ()):
         expected = "False (it counts the rows before a token instead of its position)"
         raise SharedPromptError(explain("attn_temperature_tuning", expected, text.attn_temperature_tuning))
@@ -130,7 +131,7 @@ def check_attention(config: Any) -> None:
 
 
 def kernels_lack(config: Any) -> str | None:
-    """What the CUDA kernels lack for a supported model; None if they can run it.
+    """Requirement that the CUDA kernels do not meet for a supported model; None if they run it.
 
     To be asked before a forward: on several GPUs, one whose layer raises leaves the others waiting.
 
@@ -142,7 +143,7 @@ def kernels_lack(config: Any) -> str | None:
     if not is_kernel_softcap(softcap):
         return f"a softcap of {softcap}"
     most = max_head_dim(torch.device("cuda"))
-    for name in ("head_dim", "global_head_dim"):  # the second: of layers without a window, where these have another
+    for name in ("head_dim", "global_head_dim"):  # the second: layers without a window
         head_dim = getattr(text, name, None) or 0
         if head_dim > most or head_dim % HEAD_DIM_MULTIPLE:
             return f"a head dim of {head_dim}"
@@ -163,7 +164,7 @@ def num_mixing_layers(model: Any) -> int:
     text = text_config(model.config)
     family = family_of(text)
     if family is None:
-        # Layers that attend to images do nothing where there is none.
+        # Cross-attention to images does nothing without images.
         of_images = getattr(text, "cross_attention_layers", None) or ()
         return len(set(range(text.num_hidden_layers)).difference(of_images))
     return sum(is_mixer(module, family) or is_attention(module, family) for module in model.modules())
@@ -188,7 +189,8 @@ def check_modules(model: nn.Module) -> None:
             or any(f"{name}.".startswith(one) or one.startswith(f"{name}.") for one in mixers)
         ):
             continue
-        # RoBERTa and its like: padding has a position of its own, and the first token the one behind it.
+        # RoBERTa and its like reserve a position for padding, and the first token gets the next
+        # one.
         if isinstance(module, nn.Embedding) and module.padding_idx is not None and "position" in name:
             raise SharedPromptError(explain(name, "positions that begin at 0", f"{module.padding_idx + 1}"))
         is_convolution = isinstance(module, nn.modules.conv._ConvNd) and module.kernel_size[-1] > 1

@@ -33,23 +33,23 @@ from .structure import causal_lm_of, decoder_of, replaced_forward
 from .support import num_mixing_layers, text_config
 from .watch import first_to_differ, first_to_draw, jittered, output_types
 
-# Tokens of the prompt and of each of the two responses: twice 32 alone, 47 packed.
+# Length of the prompt and of each of two responses: twice 32 tokens alone, 47 packed.
 LENGTH = 16
-# States of the generators beside the first: rare noise (a layer left out) shows in one of them.
+# Additional states of the generators: rare noise (layer drop) shows in one of them.
 SEEDS = 8
 # Pairs that must all differ. Rounding may send a token to another expert, in any of the five
-# computations of a pair that are compared. That the packed one is the odd one out has a chance of
-# one in five, and of one in 400,000 eight times in a row.
+# computations of a pair. The chance that the packed one is the odd one out is one in five, and one
+# in 400,000 eight times in a row.
 PAIRS = 8
-# How many times larger than between computations of the pair alone a difference must be. It is
-# 0.3 to 1.0 times as large in exact models of 16 and 32 bits, but for single routes of experts, and
-# 7 times and more where a module averages over its row.
+# Threshold of a difference, relative to that between computations of the pair alone. The ratio is
+# 0.3 to 1.0 in exact models of 16 and 32 bits, but for single routes of experts, and 7 or more if a
+# module averages over its row.
 FACTOR = 2.0
 # Rounding of float32 over many layers, in which softmax and rotary embeddings always are.
 LEAST = 64 * torch.finfo(torch.float32).eps
-TF32 = 2.0**-10  # in which a GPU may multiply float32
-# What stands for parameters that are all zero is at most so large. Zeros hide what they multiply,
-# as LoRA's B does before its first step.
+TF32 = 2.0**-10  # rounding of float32 products on a GPU
+# Magnitude of temporary values of all-zero parameters. Zeros hide what they multiply, as LoRA's B
+# does before its first step.
 NUDGE = 0.05
 
 ADVICE = (
@@ -87,7 +87,7 @@ class Pair(NamedTuple):
 
     @staticmethod
     def choose(config: Any, number: int) -> Pair:
-        """The same on every rank; no tokens to which the configuration gives a meaning, such as those of images."""
+        """Tokens of a pair, the same on every rank and without special tokens (of images, for example)."""
         text = text_config(config)
         special = set(_special_tokens(config.to_dict()))
         length = min(LENGTH, max(1, (getattr(text, "max_position_embeddings", None) or 2 * LENGTH) // 2))
@@ -126,7 +126,7 @@ class Trial:
         self.outermost: nn.Module = stock if model is None else model
         self.entry: Any = None if model is None else causal_lm_of(model)
         self.decoder: Any = decoder_of(stock)
-        # A decoder that is called itself is in its forward already: its hooks must not run again.
+        # Hooks of a decoder that is called directly are running already: they must not run again.
         is_called = self.decoder is (stock if model is None else self.entry)
         self.decode: Any = self.decoder.forward if is_called else self.decoder
 
@@ -174,7 +174,7 @@ class Trial:
     def _check_noise(self, generators: Generators, pair: Pair, alone: Outputs) -> None:
         generators.seed(0)
         again, others = _difference(self._alone(pair), alone), 0.0
-        for seed in range(1, SEEDS + 1):  # all of them: ranks run equally many forwards
+        for seed in range(1, SEEDS + 1):  # no early exit: ranks run equally many forwards
             generators.seed(seed)
             others = max(others, _difference(self._alone(pair), alone))
         if not self._agreed(others > FACTOR * again):
@@ -185,7 +185,7 @@ class Trial:
         raise FirstUseError(explain("model", expected, got) + NOISE_ADVICE, "noise")
 
     def _rounding(self, pair: Pair, alone: Outputs, precision: float) -> float:
-        """How far from it other ways to compute the pair alone are: as a batch, and with rounded layers."""
+        """Differences by rounding: the pair alone computed in other ways, as a batch and with rounded layers."""
         ways = [self._run_alone(pair.sequences(self.device))]
         for seed in (1, 2):
             with jittered(self.decoder, precision, seed):
@@ -211,7 +211,7 @@ class Trial:
         raise FirstUseError(explain("hidden states of the model", expected, got + where) + ADVICE, "self_check")
 
     def _agreed(self, flag: bool) -> bool:
-        """Whether it holds on any of the ranks that run the same forwards, whose number depends on it."""
+        """Whether a condition holds on any rank that runs the same forwards, so that all run equally many."""
         if not (dist.is_available() and dist.is_initialized()):
             return flag
         value = torch.tensor(float(flag), device=self.device)
@@ -219,7 +219,7 @@ class Trial:
             dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
         return bool(value.item())
 
-    # One forward each: the rows that score the responses, sequence by sequence.
+    # Rows that score the responses, from one forward per sequence.
 
     def _alone(self, pair: Pair) -> Outputs:
         found = [self._run_alone(one) for one in pair.sequences(self.device).split(1)]
@@ -248,7 +248,7 @@ class Trial:
         except (SharedPromptError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            # A model that does not run alone raises its own error. Inside of a forward, wrappers may
+            # A model that does not run alone raises its own error. Inside a forward, wrappers may
             # have prepared for other sequences.
             if not is_packed and self.model is not None:
                 raise
@@ -265,10 +265,10 @@ class Trial:
         return outputs
 
     def _answer(self, **inputs: Any) -> Outputs:
-        """What stands for the transformers model's forward: its decoder, and its head as the module that it is."""
+        """Outputs of decoder and head, in place of the transformers model's own forward."""
         hidden = self.decode(**inputs)[0]
         head = (self.stock if self.entry is None else self.entry).get_output_embeddings()
-        # ELECTRA's head, for one, has a layer in front of the projection.
+        # Heads such as ELECTRA's have a layer before the projection.
         is_whole = getattr(head, "in_features", None) == hidden.shape[-1]
         return (hidden, head(hidden)) if is_whole else (hidden,)
 
@@ -320,8 +320,8 @@ def _nudged(model: nn.Module) -> Iterator[None]:
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
-    """What this rank has of a parameter, outside of autograd: a forward may have saved it."""
-    own: Tensor = getattr(parameter, "ds_tensor", parameter).data  # of DeepSpeed's ZeRO-3
+    """This rank's share of a parameter, outside autograd: a forward may have saved it."""
+    own: Tensor = getattr(parameter, "ds_tensor", parameter).data  # DeepSpeed's ZeRO-3
     return own.to_local() if isinstance(own, DTensor) else own
 
 
@@ -329,11 +329,11 @@ def _groups(model: nn.Module) -> list[Any]:
     """The process groups whose ranks run a model's forwards together."""
     found: dict[int, Any] = {}
     for module in model.modules():
-        group = getattr(module, "process_group", None)  # of DDP and FSDP1
+        group = getattr(module, "process_group", None)  # DDP and FSDP1
         if isinstance(group, dist.ProcessGroup):
             found[id(group)] = group
     for parameter in model.parameters():
-        own: list[Any] = [getattr(parameter, "ds_process_group", None)]  # of ZeRO-3
+        own: list[Any] = [getattr(parameter, "ds_process_group", None)]  # ZeRO-3
         if isinstance(parameter, DTensor):
             own = parameter.device_mesh.get_all_groups()
         found |= {id(group): group for group in own if group is not None}

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .consequences import Generators
 
-# Called before a module's forward and its hooks, and behind both.
+# Callbacks before a module's forward and its hooks, and after both.
 Watcher = Callable[[str, nn.Module, Any], None]
 
 
@@ -110,7 +110,7 @@ def first_to_differ(
             first = next(iter(_tensors(output)), None)
             compared = None if first is None or not first.is_floating_point() else rows(first, is_packed)
             if compared is not None:
-                before = [found[name][1]] if name in found else []  # of sequences that run one after the other
+                before = [found[name][1]] if name in found else []  # sequences that run one after the other
                 found[name] = module, torch.cat([*before, compared.detach()])
 
         with watched(model, None, leave):

@@ -58,7 +58,7 @@ class _Running:
     module: nn.Module
     layout: SharedPromptLayout | None
     outer: _Running | None
-    called: set[str] | None = None  # functions that a layer which mixes tokens has called
+    called: set[str] | None = None  # functions that the layer has called
 
 
 _running: ContextVar[_Running | None] = ContextVar("dualkv_running_layer", default=None)
@@ -127,7 +127,7 @@ def _enter_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _leave_layer(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     running = _running.get()
-    if running is not None and running.module is module:  # else another hook has ended the forward before it began
+    if running is not None and running.module is module:  # else another hook ended the forward before it started
         _running.set(running.outer)
 
 
@@ -160,7 +160,7 @@ def _forward_with_layout(stock: Callable[..., Any], functions: tuple[str, ...]) 
 def _layout_of(mixer: nn.Module, kwargs: dict[str, Any], outer: _Running | None) -> SharedPromptLayout | None:
     """The layout with which a layer runs, among its arguments or of the decoder layer that it lies in."""
     layout: SharedPromptLayout | None = kwargs.get("shared_prompt_layout")
-    # PyTorch runs no hooks after Ctrl-C: what it found running then may be another model.
+    # May be stale: PyTorch runs no hooks after Ctrl-C, so that another model may be running.
     if layout is None and outer is not None and outer.layout is not None and _holds(outer.module, mixer):
         layout = outer.layout
         if not _RECOMPUTES_HOOKS and getattr(outer.module, "gradient_checkpointing", False):
@@ -197,7 +197,7 @@ def _causal_conv1d(
         out = x * weight[:, -1:]
         for back in range(1, min(width, rows)):
             is_own = seq_idx[:, None, back:] == seq_idx[:, None, :-back]
-            # Selected, not multiplied: what is not seen may be no number.
+            # Selected, not multiplied: invisible inputs may be NaN.
             seen = (x[:, :, :-back] * weight[:, -1 - back, None]).where(is_own, 0)
             out = out + functional.pad(seen, (back, 0))
         out = out if bias is None else out + bias[:, None]

@@ -20,19 +20,19 @@ DELTA_RULE = "torch_chunk_gated_delta_rule"
 CHANNEL_DELTA_RULE = "chunk_kimi_delta_attention"
 SCAN = "mamba2_chunk_scan"
 FUSED_SCAN = "mamba2_split_conv1d_scan_combined"
-# Attributes of a layer that hold the same functions, where an older model file has them.
+# Layer attributes that hold the same functions in older model files.
 ATTRIBUTES = {CONVOLUTION: "causal_conv1d_fn", DELTA_RULE: "chunk_gated_delta_rule"}
 
-# Where older configurations name the kinds of their layers. A layer that has both attention and a recurrence may be
-# called "attention" there.
+# Fields in which older configurations name the kinds of their layers. A layer with both attention
+# and a recurrence may be called "attention" there.
 _OLDER_LAYER_TYPES = ("layers_block_type", "block_types")
 
 _DELTA_NET = (CONVOLUTION, DELTA_RULE)
 _CHANNEL_DELTA_NET = (CONVOLUTION, CHANNEL_DELTA_RULE)
 _MAMBA2 = (CONVOLUTION, SCAN)
 
-# Kinds of layers in configurations: attention; of these families those that mix tokens with what is known here, and
-# those that mix none.
+# Kinds of layers in configurations: attention, token mixers that are known here, and layers that
+# mix no tokens.
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "mamba", "mlp", "moe"})
 
@@ -66,7 +66,7 @@ class Family:
 
     def refusal(self) -> tuple[str, str] | None:
         """What is expected and what there is, if this version of transformers cannot hand states on."""
-        # Libraries that replace it have their own ways to mix tokens.
+        # A library that replaces the layer mixes tokens in its own way.
         kind = getattr(self.file, self.mixer, None)
         owner = self.file.__name__ if kind is None else kind.forward.__module__
         if owner != self.file.__name__:
@@ -77,7 +77,7 @@ class Family:
         return expected, f"transformers {transformers.__version__}"
 
 
-# By the model type of the text's configuration.
+# Keyed by the model type of the text configuration.
 FAMILIES = {
     "qwen3_next": Family("qwen3_next", "Qwen3NextGatedDeltaNet", "Qwen3NextAttention", _DELTA_NET, has_attributes=True),
     "qwen3_5_text": Family("qwen3_5", "Qwen3_5GatedDeltaNet", "Qwen3_5Attention", _DELTA_NET, has_attributes=True),
@@ -131,7 +131,7 @@ def is_attention(module: nn.Module, family: Family) -> bool:
 
 
 def _is_a(module: nn.Module, name: str) -> bool:
-    # FSDP2 puts a class of its own in front of the model's.
+    # The class may be FSDP2's, derived from the model's.
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
@@ -139,6 +139,6 @@ def _is_own(file: types.ModuleType, name: str) -> bool:
     """Whether a file has a function of its own under a name; others are imported, and None where a package lacks."""
     function = getattr(file, name, None)
     function = getattr(function, "dualkv_stock", function)
-    # With the package kernels, such functions are modules, which it may let run something else.
+    # The package kernels turns such functions into modules, and may let them run something else.
     is_replaceable = isinstance(function, nn.Module) and hasattr(function, "kernel_layer_name")
     return is_replaceable or (callable(function) and getattr(function, "__module__", None) == file.__name__)

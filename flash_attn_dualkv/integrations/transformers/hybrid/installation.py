@@ -1,4 +1,4 @@
-"""What must not be installed together: kernels that are known to compute wrong gradients."""
+"""Combinations of packages whose kernels are known to compute wrong gradients."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ....checks import explain
 from ....errors import SharedPromptError
 
 _HOPPER = 9
-# From the first version of Triton that compiles them wrongly to the first that does not.
+# Triton versions that compile them wrongly: the first, and the first that is right again.
 _BROKEN = ((3, 4, 0), (3, 7, 1))
-# The first flash-linear-attention that computes these gradients with TileLang where that is installed.
+# First flash-linear-attention that computes these gradients with TileLang, if installed.
 _WITH_TILELANG = (0, 6, 0)
 
 
@@ -32,7 +32,7 @@ def check_gated_backward(device: torch.device) -> None:
     if triton is None or not _BROKEN[0] <= triton < _BROKEN[1]:
         return
     fla = _version("fla-core") or _version("flash-linear-attention")
-    is_off = os.environ.get("FLA_TILELANG") == "0"  # by flash-linear-attention's own switch
+    is_off = os.environ.get("FLA_TILELANG") == "0"  # flash-linear-attention's own switch
     if fla is not None and fla >= _WITH_TILELANG and not is_off and importlib.util.find_spec("tilelang") is not None:
         return
     expected = "Triton 3.7.1 or newer, or tilelang beside fla-core 0.6.0 or newer, to train on a Hopper GPU"

@@ -39,7 +39,8 @@ class Tails:
     total: int
 
 
-# Segments of at most so many rows are alike: recurrences are computed in chunks of at least this many.
+# Segments up to this many rows share a bucket: recurrences are computed in chunks of at least
+# this many.
 ALIKE = 64
 
 
@@ -110,8 +111,8 @@ def levels_of(layout: SharedPromptLayout, device: torch.device) -> Levels:
     return _levels(layout.node_lens, layout.node_parents, layout.pad, device)
 
 
-# By value, not by layout: FSDP makes a new layout for every layer. A few: all layers of a forward share one, and
-# micro-batches come one after the other.
+# Cached by value, not by layout: FSDP makes a new layout for every layer. A small cache: all layers
+# of a forward share an entry, and micro-batches come one after the other.
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
 def _tails(lens: tuple[int, ...], parents: tuple[int, ...], pad: int, width: int, device: torch.device) -> Tails:
@@ -131,7 +132,7 @@ def _tails(lens: tuple[int, ...], parents: tuple[int, ...], pad: int, width: int
     places: list[int] = []
     pairs: list[tuple[int, int]] = []
     place = 0
-    for _, length, above in segments:  # in the order of their rows
+    for _, length, above in segments:  # in row order
         place += width
         pairs += ((source, place - len(above) + at) for at, source in enumerate(above))
         places.append(place)
@@ -150,8 +151,8 @@ def _tails(lens: tuple[int, ...], parents: tuple[int, ...], pad: int, width: int
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
 def _levels(lens: tuple[int, ...], parents: tuple[int, ...], pad: int, device: torch.device) -> Levels:
     begins = [*accumulate(lens, initial=0)][:-1]
-    nearest: list[int] = []  # of each node, the last segment of its path
-    above: list[int] = []  # of each node, the segment that it continues
+    nearest: list[int] = []  # last segment of each node's path
+    above: list[int] = []  # segment that each node continues
     depths: list[int] = []
     for index, (length, parent) in enumerate(zip(lens, parents)):
         above.append(nearest[parent] if parent >= 0 else -1)
@@ -164,7 +165,7 @@ def _levels(lens: tuple[int, ...], parents: tuple[int, ...], pad: int, device: t
         if index in continued:
             inner[depths[index]].append(index)
     calls = [one for one in inner if one]
-    places: dict[int, int] = {}  # of each segment that is continued, among all of them
+    places: dict[int, int] = {}  # index of each continued segment among all of them
     firsts: list[int] = []
     for one in calls:
         first = len(places)

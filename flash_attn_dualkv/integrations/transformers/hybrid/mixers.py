@@ -1,4 +1,4 @@
-"""What the functions that mix tokens in hybrid models compute when there is a layout.
+"""Replacements, for calls with a layout, of the functions that mix tokens in hybrid models.
 
 Each takes the function of the model file that it stands for and calls it: on the packed row with context inserted, or
 level by level with states handed on. Only arguments that say what is mixed are known here; all others are passed on.
@@ -22,9 +22,11 @@ from .levels import Level, levels_of, tails_of
 from .rows import hand_on, insert_tails, put_rows, take_rows
 
 Mixer = Callable[..., Any]
-# Of a level: its rows of all inputs, (rows, ...) each, and its first states -> its rows of the output, its last states.
+# Scan of a level: its rows of all inputs, (rows, ...) each, and its first states -> its rows of the
+# output and its last states.
 Scan = Callable[[Level, Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor | None]]
-# Of n sequences of one length: all inputs, (n, length, ...) each, their first states, and whether the last are needed.
+# Scan of n sequences of one length: all inputs, (n, length, ...) each, their first states, and
+# whether the last states are needed.
 PaddedScan = Callable[[Sequence[Tensor], Tensor | None, bool], tuple[Tensor, Tensor | None]]
 
 
@@ -48,12 +50,12 @@ def gated_delta_rule(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwa
     implementation = implementation_of(stock)
     options = inspect.signature(implementation).parameters if _package(implementation) == "fla" else {}
     is_fla = "cu_seqlens" in options
-    if is_fla and torch.is_grad_enabled() and g.dim() == 3:  # decay of a head; that of channels has other kernels
+    if is_fla and torch.is_grad_enabled() and g.dim() == 3:  # decay per head; per channel it has other kernels
         check_gated_backward(g.device)
 
     def packed(level: Level, rows: Sequence[Tensor], states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         q, k, v, g, beta = (one[None] for one in rows)
-        # With the offsets on the host as well, it need not wait for the GPU.
+        # Offsets are passed on the host too, which saves a wait for the GPU.
         host = dict(cu_seqlens_cpu=level.cu_seqlens_host) if "cu_seqlens_cpu" in options else {}
         out, last = stock(
             q, k, v, g=g, beta=beta, initial_state=states, output_final_state=level.has_children,
@@ -62,7 +64,7 @@ def gated_delta_rule(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwa
         return out[0], last
 
     def padded(rows: Sequence[Tensor], states: Tensor | None, needs_last: bool) -> tuple[Tensor, Tensor | None]:
-        # A row of zeros leaves the state as it is: it forgets nothing (log of 1) and writes nothing.
+        # Zero rows leave the state as it is: they forget nothing (log of 1) and write nothing.
         q, k, v, g, beta = rows
         out, last = stock(q, k, v, g=g, beta=beta, initial_state=states, output_final_state=needs_last, **kwargs)
         return out, last
@@ -100,7 +102,7 @@ def _step_sizes(stock: Mixer, dt: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """
     bias, has_softplus = kwargs.pop("dt_bias", None), kwargs.pop("dt_softplus", False)
     low, high = kwargs.pop("dt_limit", (0.0, float("inf")))
-    if _package(implementation_of(stock)) == "mamba_ssm":  # its kernels compute them in float32
+    if _package(implementation_of(stock)) == "mamba_ssm":  # mamba_ssm's kernels compute them in float32
         dt = dt.float()
     if bias is not None:
         dt = dt + bias.to(dt.dtype)
@@ -109,7 +111,7 @@ def _step_sizes(stock: Mixer, dt: Tensor, kwargs: dict[str, Any]) -> Tensor:
     return dt.clamp(low, high)
 
 
-# --- levels -----------------------------------------------------------------------------------------------------------
+# --- levels ---------------------------------------------------------------------------------------
 
 
 def _by_levels(layout: SharedPromptLayout, inputs: Sequence[Tensor], scan: Scan) -> Tensor:
@@ -119,7 +121,7 @@ def _by_levels(layout: SharedPromptLayout, inputs: Sequence[Tensor], scan: Scan)
     plan = levels_of(layout, inputs[0].device)
     rows = [one[0] if plan.order is None else take_rows(one[0], plan.order) for one in inputs]
     outs: list[Tensor] = []
-    behind: list[Tensor] = []  # the states of each level
+    behind: list[Tensor] = []  # states of each level
     for level in plan.levels:
         states = None
         if level.parents is not None and level.children is not None:
@@ -171,19 +173,19 @@ def _in_buckets(scan: PaddedScan) -> Scan:
     return of_level
 
 
-# --- calls ------------------------------------------------------------------------------------------------------------
+# --- calls ----------------------------------------------------------------------------------------
 
 
 def implementation_of(stock: Mixer) -> Mixer:
-    """What a function of a model file runs: itself, or that of a package which transformers found in its place."""
-    if isinstance(stock, nn.Module) and "forward" not in vars(stock):  # of the package kernels, not replaced
+    """The implementation behind a function of a model file: itself, or a package's."""
+    if isinstance(stock, nn.Module) and "forward" not in vars(stock):  # made by the package kernels, not replaced
         stock = _closure(type(stock).forward).get("func", stock)
     found: Mixer = _closure(stock).get("implementation", stock)
     return found
 
 
 def _closure(function: Mixer) -> dict[str, Any]:
-    """The variables that a function has of the ones around it."""
+    """Variables in the closure of a function."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells))) if code is not None else {}
 
