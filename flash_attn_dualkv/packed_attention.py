@@ -16,52 +16,16 @@ BACKENDS = ("auto", "cuda", "reference")
 
 @overload
 def flash_attn_tree_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    parents: Tensor,
-    softmax_scale: float | None = None,
-    *,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: Literal[False] = False,
-    mean_keys: int | None = None,
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, parents: Tensor, softmax_scale: float | None = None, *,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
+    deterministic: bool = False, return_lse: Literal[False] = False, mean_keys: int | None = None,
+) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_tree_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    parents: Tensor,
-    softmax_scale: float | None = None,
-    *,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: Literal[True],
-    mean_keys: int | None = None,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def flash_attn_tree_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    parents: Tensor,
-    softmax_scale: float | None = None,
-    *,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: bool,
-    mean_keys: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, parents: Tensor, softmax_scale: float | None = None, *,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
+    deterministic: bool = False, return_lse: Literal[True], mean_keys: int | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attn_tree_varlen_func(
     q: Tensor,
     k: Tensor,

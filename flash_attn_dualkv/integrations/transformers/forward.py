@@ -45,15 +45,6 @@ def shared_prompt_forward(
     batch: PackedBatch,
     *,
     temperature: float = 1.0,
-    with_entropy: Literal[False] = False,
-    self_check: bool = True,
-) -> tuple[Tensor, None]: ...
-@overload
-def shared_prompt_forward(
-    model: nn.Module,
-    batch: PackedBatch,
-    *,
-    temperature: float = 1.0,
     with_entropy: Literal[True],
     self_check: bool = True,
 ) -> tuple[Tensor, Tensor]: ...
@@ -63,7 +54,7 @@ def shared_prompt_forward(
     batch: PackedBatch,
     *,
     temperature: float = 1.0,
-    with_entropy: bool,
+    with_entropy: bool = False,
     self_check: bool = True,
 ) -> tuple[Tensor, Tensor | None]: ...
 def shared_prompt_forward(
