@@ -10,6 +10,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from . import checks, ops
+from .calls import make_options
 from .packed_attention import flash_attn_tree_varlen_func, shared_prompt_attention
 
 __all__ = [
@@ -142,21 +143,24 @@ def flash_attn_dualkv_varlen_func(
     if cu_seqlens_context is None and context_seqlen != k_context.shape[0]:
         expected = f"{k_context.shape[0]} (the rows of k_context, as cu_seqlens_context is not given)"
         raise ValueError(checks.explain("context_seqlen", expected, context_seqlen))
-    checks.flag("causal", causal)
-    checks.flag("deterministic", deterministic)
     checks.flag("return_lse", return_lse)
     checks.check_sinks(sinks, q)
-    scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
-    causal, window, cap = checks.resolve_variant(causal, window_size, softcap)
-
+    causal, window = checks.resolve_window(causal, window_size)
+    options = make_options(
+        head_dim=q.shape[2],
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_left=window,
+        softcap=softcap,
+        mean_keys=_mean_keys(max_seqlen_q, context_seqlen + max_seqlen_k_decoded, causal),
+        deterministic=deterministic,
+    )
     nodes = ops.sequence_nodes(
         cu_seqlens_q, cu_seqlens_k_decoded, cu_seqlens_context, cu_seqs_per_context, k_context.shape[0]
     )
     out, lse = ops.attend(
-        q, k_context, v_context, k_decoded, v_decoded, sinks, nodes,
-        scale, causal, window, -1, cap, False,
-        _mean_keys(max_seqlen_q, context_seqlen + max_seqlen_k_decoded, causal), deterministic,
-    )  # fmt: skip
+        q, k_context, v_context, nodes, options, k_decoded=k_decoded, v_decoded=v_decoded, sinks=sinks
+    )
     return (out, lse) if return_lse else out
 
 
@@ -213,8 +217,6 @@ def flash_attn_varlen_func(
         TypeError, ValueError, RuntimeError: as there.
         NotImplementedError: as there, or an option that is not implemented is used; the message names it.
     """
-    checks.flag("causal", causal)
-    checks.flag("deterministic", deterministic)
     checks.flag("return_attn_probs", return_attn_probs)
     checks.check_unimplemented(dropout_p, alibi_slopes, block_table)
     q, k, v = checks.inputs(_PLAIN_NAMES, (q, k, v))
@@ -223,12 +225,18 @@ def flash_attn_varlen_func(
     checks.check_offsets("cu_seqlens_k", cu_seqlens_k, q.device, cu_seqlens_q.shape[0], "cu_seqlens_q")
     max_seqlen_q = checks.integer("max_seqlen_q", max_seqlen_q, 0)
     max_seqlen_k = checks.integer("max_seqlen_k", max_seqlen_k, 0)
-    scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
-    causal, window, cap = checks.resolve_variant(causal, window_size, softcap)
-
+    causal, window = checks.resolve_window(causal, window_size)
+    options = make_options(
+        head_dim=q.shape[2],
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_left=window,
+        softcap=softcap,
+        mean_keys=_mean_keys(max_seqlen_q, max_seqlen_k, causal),
+        deterministic=deterministic,
+    )
     nodes = ops.sequence_nodes(cu_seqlens_q, cu_seqlens_k, None, None, None)
-    keys = _mean_keys(max_seqlen_q, max_seqlen_k, causal)
-    out, lse = ops.attend(q, k, v, None, None, None, nodes, scale, causal, window, -1, cap, False, keys, deterministic)
+    out, lse = ops.attend(q, k, v, nodes, options)
     return (out, lse, None) if return_attn_probs else out
 
 

@@ -351,17 +351,12 @@ def is_kernel_softcap(softcap: float) -> bool:
     return softcap == 0.0 or KERNEL_SOFTCAPS[0] <= softcap <= KERNEL_SOFTCAPS[1]
 
 
-def resolve_softcap(softcap: Any) -> float:
-    """The bound of the scores, finite and >= 0; 0 for none."""
-    return number("softcap", softcap, zero=True)
-
-
-def resolve_variant(causal: bool, window_size: Any, softcap: Any) -> tuple[bool, int, float]:
-    """Whether the mask is causal, how many positions before its own a row sees (-1: all), and the softcap.
+def resolve_window(causal: Any, window_size: Any) -> tuple[bool, int]:
+    """Whether the mask is causal, and how many positions before its own a row sees (-1: all).
 
     As in FlashAttention, a window that ends with the row's own position is causality.
     """
-    cap = resolve_softcap(softcap)
+    flag("causal", causal)
     is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
     if not is_pair or any(isinstance(one, bool) or not isinstance(one, int) for one in window_size):
         raise TypeError(explain("window_size", "two ints", type(window_size).__name__))
@@ -371,7 +366,7 @@ def resolve_variant(causal: bool, window_size: Any, softcap: Any) -> tuple[bool,
     if right > 0:
         expected = "-1 or 0 as its second number (a window that ends behind a row is not implemented)"
         raise NotImplementedError(explain("window_size", expected, window))
-    return causal or right == 0, left, cap
+    return causal or right == 0, left
 
 
 def check_unimplemented(dropout_p: Any, alibi_slopes: Any, block_table: Any) -> None:

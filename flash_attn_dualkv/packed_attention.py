@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from . import checks, ops
+from .calls import make_options
 from .errors import SharedPromptError, SharedPromptLayoutError
 from .layout import SharedPromptLayout
 
@@ -91,17 +92,21 @@ def flash_attn_tree_varlen_func(
         raise ValueError(checks.explain("k", f"{q.shape[0]} rows (as q)", k.shape[0]))
     checks.check_offsets("cu_seqlens", cu_seqlens, q.device)
     checks.check_offsets("parents", parents, q.device, cu_seqlens.shape[0] - 1, "the nodes of cu_seqlens", least=0)
-    checks.flag("deterministic", deterministic)
     checks.flag("return_lse", return_lse)
     checks.check_sinks(sinks, q)
-    mean_keys = None if mean_keys is None else checks.integer("mean_keys", mean_keys, 0)
-    scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
-    _, window, cap = checks.resolve_variant(True, window_size, softcap)
-
-    nodes = ops.tree_nodes(cu_seqlens, parents, q.shape[0])
+    _, window = checks.resolve_window(True, window_size)
     # The lengths are on the device: for all that is known here, a row may see all of them.
-    keys = q.shape[0] if mean_keys is None else min(mean_keys, checks.MAX_ROWS)
-    out, lse = ops.attend(q, k, v, None, None, sinks, nodes, scale, True, window, -1, cap, False, keys, deterministic)
+    keys = q.shape[0] if mean_keys is None else min(checks.integer("mean_keys", mean_keys, 0), checks.MAX_ROWS)
+    options = make_options(
+        head_dim=q.shape[2],
+        softmax_scale=softmax_scale,
+        causal=True,
+        window_left=window,
+        softcap=softcap,
+        mean_keys=keys,
+        deterministic=deterministic,
+    )
+    out, lse = ops.attend(q, k, v, ops.tree_nodes(cu_seqlens, parents, q.shape[0]), options, sinks=sinks)
     return (out, lse) if return_lse else out
 
 
@@ -161,19 +166,21 @@ def shared_prompt_attention(
     q, k, v = checks.inputs(_NAMES, (q, k, v), checks.CPU_DTYPES if backend == "reference" else None)
     if backend == "cuda" and not q.is_cuda:
         raise SharedPromptError(checks.explain("backend", f"'auto' or 'reference' for {q.device} tensors", "'cuda'"))
-    in_reference = backend == "reference" or not q.is_cuda
     checks.check_pair_shape(q, "k", k, "v", v)
     _check_layout(layout, q, k)
     _check_positions(layout, position_ids)
-    checks.flag("deterministic", deterministic)
-    scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
-    window = _resolve_window(sliding_window, layout)
-    cap = 0.0 if softcap is None else checks.resolve_softcap(softcap)
     checks.check_sinks(sinks, q)
-    out, _ = ops.attend(
-        q, k, v, None, None, sinks, layout.nodes,
-        scale, True, window, -1, cap, in_reference, layout.mean_keys, deterministic,
-    )  # fmt: skip
+    options = make_options(
+        head_dim=q.shape[2],
+        softmax_scale=softmax_scale,
+        causal=True,
+        window_left=_resolve_window(sliding_window, layout),
+        softcap=0.0 if softcap is None else softcap,
+        reference=backend == "reference" or not q.is_cuda,
+        mean_keys=layout.mean_keys,
+        deterministic=deterministic,
+    )
+    out, _ = ops.attend(q, k, v, layout.nodes, options, sinks=sinks)
     return out
 
 

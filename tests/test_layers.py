@@ -16,7 +16,7 @@ FOLDER = Path(__file__).resolve().parents[1] / PACKAGE
 LAYERS = (
     ("_version", "errors"),
     ("checks", "predict", "_command"),
-    ("environment", "host"),
+    ("calls", "environment", "host"),
     ("nodes",),
     ("reference",),
     ("ops",),

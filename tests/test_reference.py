@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flash_attn_dualkv import flash_attn_dualkv_varlen_func, reference
 from flash_attn_dualkv import nodes as tables
+from flash_attn_dualkv.calls import BackwardCall, ForwardCall, make_options
 
 FLOAT64: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -135,8 +136,9 @@ def test_tables_that_no_cumulative_lengths_give() -> None:
     nodes = nodes[[0, 2, 1, 3, 5, 4]]
     nodes[:, 7] = torch.tensor([3, 2, 3, 6, 5, 6])
     inputs = (batch.q[order], *batch.inputs[1:])
-    out, lse = reference.forward(*inputs, None, nodes, 0.25, True)
-    gradients = reference.backward(batch.dout[order], None, *inputs, out, lse, nodes, 0.25, True)
+    options = make_options(head_dim=16, softmax_scale=0.25, causal=True, mean_keys=1)
+    out, lse = reference.forward(ForwardCall(*inputs, None, nodes, options))
+    gradients = reference.backward(BackwardCall(batch.dout[order], None, *inputs, out, lse, nodes, options))
     wanted = (expected.out[order], expected.lse[:, order], expected.dq[order], *expected[3:])
     for one, other in zip((out, lse, *gradients), wanted, strict=True):
         torch.testing.assert_close(one, other, **FLOAT64)
