@@ -79,12 +79,13 @@ def flag(name: str, value: Any) -> bool:
     return value
 
 
-def number(name: str, value: Any, *, zero: bool = False, expected: str = "a float") -> float:
+def number(name: str, value: Any, *, zero: bool = False, expected: str = "") -> float:
     """A finite number > 0, or with `zero` also 0."""
+    bound = ">= 0" if zero else "> 0"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise SharedPromptTypeError(explain(name, expected, describe(value)))
+        raise SharedPromptTypeError(explain(name, expected or f"a float {bound}", describe(value)))
     if not (0.0 < value < math.inf or (zero and value == 0.0)):
-        raise SharedPromptError(explain(name, f"a finite number {'>=' if zero else '>'} 0", value))
+        raise SharedPromptError(explain(name, f"a finite number {bound}", value))
     return float(value)
 
 

@@ -26,6 +26,7 @@ LAYERS = (
     ("packing",),
     ("integrations.lm_head", "integrations.trees", "integrations.ulysses"),
     ("integrations.transformers",),
+    ("integrations.fallback",),
     ("integrations.trl", "integrations.verl"),
     ("", "demo"),
 )

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from ...checks import CUDA_DTYPES
 from ...data.batch import IGNORED_LABEL, SharedPromptBatch
 from ...data.pack import pack_padded
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
+from ..fallback import Options, Refusal, Tally, kernels_refusal, reasons_of
 from ..transformers import check_supported, expect_shared_prompt, register, wrap
 from ..transformers.first_use import FirstUseError, check_first_use
 from ..transformers.structure import backbone_name, causal_lm_of
@@ -33,7 +31,6 @@ from ..transformers.support import (
     TAKES_LAYOUT,
     check_attention,
     is_mark_of_text,
-    kernels_lack,
     media_among,
     num_mixing_layers,
     text_config,
@@ -41,38 +38,11 @@ from ..transformers.support import (
 
 logger = get_logger(__name__)
 
+REASONS = reasons_of("trl")
 EAGER = "dualkv_eager"  # what takes a layout and, without one, is the model's own eager attention
-# Why a forward runs on stock attention, in the order in which it is looked at; names of metrics.
-REASONS = (
-    "switched_off",
-    "liger",
-    "unsupported",
-    "dtype",
-    "kernels",
-    "dropout",
-    "noise",
-    "self_check",
-    "multimodal",
-    "arguments",
-    "samples",
-    "dedup_ratio",
-)
 _SAMPLES = {"input_ids", "attention_mask", "labels"}
 _PASSED_ON = {"num_items_in_batch", "output_router_logits"}
 _WITHOUT_EFFECT = {"return_dict", "use_cache"}
-
-
-class Options(NamedTuple):
-    min_dedup_ratio: float
-    max_responses_per_group: int | None
-    self_check: bool
-
-
-class Refusal(NamedTuple):
-    """Why a forward cannot or need not share."""
-
-    reason: str  # one of REASONS
-    message: str
 
 
 class Refused(Exception):  # noqa: N818 (stock attention is no error)
@@ -81,30 +51,6 @@ class Refused(Exception):  # noqa: N818 (stock attention is no error)
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.refusal = Refusal(reason, message)
-
-
-@dataclass
-class Tally:
-    """What has been run."""
-
-    calls: int = 0
-    # Ints, or tensors that stay on their GPU.
-    replicated: Any = 0  # tokens that stock attention runs, without padding
-    tokens: Any = 0  # tokens that were run
-    fallbacks: Counter[str] = field(default_factory=Counter)
-
-    @torch.compiler.disable
-    def add(self, replicated: Any, tokens: Any, reason: str | None = None) -> None:
-        self.calls += 1
-        self.replicated = self.replicated + replicated
-        self.tokens = self.tokens + tokens
-        if reason is not None:
-            self.fallbacks[reason] += 1
-
-    def vector(self, device: torch.device) -> Tensor:
-        """calls, replicated, tokens and the fallbacks by reason."""
-        numbers = [self.calls, self.replicated, self.tokens, *(self.fallbacks[reason] for reason in REASONS)]
-        return torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device) for one in numbers])
 
 
 class Sharing:
@@ -118,9 +64,10 @@ class Sharing:
         self._announced: set[str] = set()
 
     def take(self, device: torch.device) -> Tensor:
-        """What has been run since this was last asked."""
+        """calls, replicated tokens, tokens, and the fallbacks by reason, since this was last asked."""
         tally, self.tally = self.tally, Tally()
-        return tally.vector(device)
+        numbers = [tally.calls, tally.replicated, tally.tokens, *(tally.fallbacks[reason] for reason in REASONS)]
+        return torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device) for one in numbers])
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -258,7 +205,11 @@ class SharedForward:
             check_supported(config)
             check_attention(config)
             if device.type == "cuda":
-                _check_kernels(self.causal_lm)
+                dtype = self.causal_lm.get_input_embeddings().weight.dtype
+                if torch.is_autocast_enabled("cuda"):
+                    dtype = torch.get_autocast_dtype("cuda")
+                if (refusal := kernels_refusal(config, dtype)) is not None:
+                    raise Refused(*refusal)
             check_first_use(self.causal_lm, device, self_check=self.sharing.options.self_check)
         except FirstUseError as error:
             advice = " (TRL's disable_dropout=True does so for all but LoRA's lora_dropout)"
@@ -293,17 +244,6 @@ class SharedForward:
             # An option of the model that no configuration tells: the first layer of the first forward finds it.
             self._unsupported = Refusal("unsupported", str(error))
             raise Refused("unsupported", str(error)) from None
-
-
-def _check_kernels(causal_lm: Any) -> None:
-    """Raise Refused for what the kernels lack, before any layer has run: other ranks may have nothing to refuse."""
-    dtype = causal_lm.get_input_embeddings().weight.dtype
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-    if dtype not in CUDA_DTYPES:
-        raise Refused("dtype", f"the kernels compute in 16 bits; the model has {dtype} (set bf16=True)")
-    if lack := kernels_lack(causal_lm.config):
-        raise Refused("kernels", f"they do not have {lack}")
 
 
 @contextmanager

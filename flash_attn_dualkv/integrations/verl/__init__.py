@@ -10,9 +10,9 @@ docs/verl.md has the options, the metrics and what is done when.
 Made for verl 0.9.
 """
 
+from ..fallback import Options
 from .balance import install as install_balance
 from .engine import SharedPromptFSDPEngine, SharedPromptFSDPValueEngine, install
-from .options import Options
 
 __all__ = ["Options", "SharedPromptFSDPEngine", "SharedPromptFSDPValueEngine", "install"]
 

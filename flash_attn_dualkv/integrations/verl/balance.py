@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...data.split import balance_groups
-from .options import Options
+from ..fallback import Options
 
 # What the matrix products of a token cost, in visible pairs of attention: about so many in models of 1B to 30B.
 TOKEN_COST = 16384.0

@@ -21,13 +21,13 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-from ...checks import CUDA_DTYPES
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
+from ..fallback import Options, Verification, kernels_refusal
 from ..transformers import expect_shared_prompt, install_layout_hook, wrap
 from ..transformers.first_use import check_first_use
 from ..transformers.structure import backbone_name, causal_lm_of
-from ..transformers.support import is_hybrid, kernels_lack, num_mixing_layers, text_config
+from ..transformers.support import is_hybrid, num_mixing_layers, text_config
 from ..ulysses import UlyssesLayout
 from . import patches
 from .micro_batches import (
@@ -38,9 +38,8 @@ from .micro_batches import (
     samples_with_media,
     why_not,
 )
-from .options import Options
 from .statistics import Statistics
-from .verify import Verifier
+from .verify import run_both
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class _SharedPrompts:
         self.options = Options.of(self.model_config.override_config)
         self.plan: Plan | None = None
         self.order: list[int] = []
-        self.verifiers = {kind: Verifier(self.options.verify_first_steps) for kind in ("train", "infer")}
+        self.verification = Verification(self.options.verify_first_steps, "train", "infer")
         self.stock_module = module
         self.refusal = self._attach(module) if self.options.enabled else "switched off"
         self.announced: set[str] = set()
@@ -124,19 +123,18 @@ class _SharedPrompts:
     # The engine's steps, in the order in which verl calls them
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
-        verifier = self.verifiers["infer" if forward_only else "train"]
-        if self.options.enabled:
-            self.refusal_now = self._refusal_now()
+        if not self.options.enabled:
+            return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
+        self.refusal_now = self._refusal_now()
 
         def run(shares: bool) -> Any:
             return self._run(data, loss_function, forward_only, shares)
 
-        if not self.options.enabled:
-            return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
-        has_failed = any(one.has_failed for one in self.verifiers.values())
-        if verifier.left and not has_failed:
-            return verifier.run(self, data, forward_only, run)
-        return run(not has_failed)
+        if not self.verification.is_due("infer" if forward_only else "train"):
+            return run(not self.verification.has_failed)
+        output, agree = run_both(self, data, forward_only, run)
+        self.verification.has_failed = not agree
+        return output
 
     def _run(self, data: TensorDict, loss_function: Any, forward_only: bool, shares: bool) -> Any:
         self.statistics.begin()
@@ -208,9 +206,8 @@ class _SharedPrompts:
         return why_not(data, apart) or (self._kernels_lack() if get_device_name() == "cuda" else None)
 
     def _kernels_lack(self) -> str | None:
-        if getattr(self, "_autocast_dtype", torch.bfloat16) not in CUDA_DTYPES:
-            return "dtype"
-        return "kernels" if kernels_lack(self.stock_module.config) else None
+        refusal = kernels_refusal(self.stock_module.config, getattr(self, "_autocast_dtype", torch.bfloat16))
+        return None if refusal is None else refusal.reason
 
     def _plan_of(self, micro_batch: TensorDict) -> Plan | str:
         """The packed form of a micro-batch, or the word for why it stays as it is."""

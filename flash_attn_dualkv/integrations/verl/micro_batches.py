@@ -19,24 +19,8 @@ from ...data.pack import group_by_prompt, pack_jagged
 from ...data.split import on_equal_terms, split_by_token_budget
 from ...errors import SharedPromptError
 from ...layout import SharedPromptLayout
+from ..fallback import Options
 from ..transformers.support import is_mark_of_text
-from .options import Options
-
-# Why a micro-batch runs on verl's own path, as its metrics call it.
-REASONS = (
-    "model",
-    "no_prompts",
-    "multimodal",
-    "positions",
-    "temperature",
-    "distillation",
-    "routing_replay",
-    "forced_groups",
-    "dtype",
-    "kernels",
-    "ratio",
-    "verification",
-)
 
 
 class Lengths(NamedTuple):
