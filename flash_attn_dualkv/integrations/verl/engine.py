@@ -23,7 +23,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
-from ..fallback import Options, Verification, kernels_refusal
+from ..fallback import REASONS, Options, Verification, kernels_refusal
 from ..transformers import expect_shared_prompt, install_layout_hook, wrap
 from ..transformers.first_use import check_first_use
 from ..transformers.structure import backbone_name, causal_lm_of
@@ -115,10 +115,14 @@ class _SharedPrompts:
             message = str(error)
         else:
             return None
+        self._announce(f"prompts are NOT shared: {message}")
+        return message
+
+    def _announce(self, message: str) -> None:
+        """Say it once."""
         if message not in self.announced:
             self.announced.add(message)
-            logger.warning("flash_attn_dualkv: prompts are NOT shared: %s", message)
-        return message
+            logger.warning("flash_attn_dualkv: %s", message)
 
     # The engine's steps, in the order in which verl calls them
 
@@ -165,6 +169,7 @@ class _SharedPrompts:
         found = self._plan_of(micro_batch)
         if isinstance(found, str):
             self.statistics.count_stock(Lengths.of(micro_batch), found)
+            self._announce(f"micro-batches run on verl's own path where this holds ({found}): {REASONS[found].meaning}")
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
         self.statistics.count_shared(found.batch)
         with self._planned(found), expect_shared_prompt(found.layout, self.layers):
