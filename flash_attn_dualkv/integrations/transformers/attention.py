@@ -28,27 +28,11 @@ from .support import TAKES_LAYOUT
 FALLBACKS = ("auto", "sdpa", "eager")
 # Keyword arguments of attention functions that do not change what a token attends to. Others are refused: an argument
 # that is ignored here might be a mask or a bias of the model.
-_HARMLESS = frozenset(
-    {
-        "cache_position",
-        "config",
-        "labels",
-        "layer_idx",
-        "logits_to_keep",
-        "num_items_in_batch",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "return_loss",
-        "shift_labels",
-        "use_cache",
-    }
-)
-
-
+_HARMLESS = frozenset((
+    "cache_position", "config", "labels", "layer_idx", "logits_to_keep", "num_items_in_batch", "output_attentions",
+    "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids", "return_dict",
+    "return_loss", "shift_labels", "use_cache",
+))  # fmt: skip
 # Scores and softcaps that sdpa does not have, under the names by which model files hand them on.
 _BEYOND_SDPA = ("softcap", "s_aux", "sinks")
 # Which keys an indexer has chosen. Model files put that into the mask for stock names only.
@@ -74,22 +58,8 @@ def register(name: str = "dualkv", fallback: str = "auto", *, backend: str = "au
     checks.choice("fallback", fallback, FALLBACKS)
     checks.choice("backend", backend, BACKENDS)
 
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        *,
-        shared_prompt_layout: SharedPromptLayout | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if shared_prompt_layout is None:
-            return _attend_without_layout(module, query, key, value, attention_mask, fallback, kwargs)
-        return _attend(module, query, key, value, attention_mask, shared_prompt_layout, backend, kwargs)
-
-    setattr(attention, TAKES_LAYOUT, True)
-    AttentionInterface.register(name, attention)
+    stock = functools.partial(_attend_without_layout, fallback)
+    AttentionInterface.register(name, _taking_layouts(stock, backend))
     AttentionMaskInterface.register(name, deferred_mask)
     base_class.own_names[name] = fallback
     base_class.install()
@@ -119,7 +89,10 @@ def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa
             expected = f"one of {', '.join(sorted(set(known) - {'eager'}))}"
             raise SharedPromptError(explain("names", expected, repr(name)))
     for name in names:
-        AttentionInterface.register(name, _wrapped_attention(known[name], backend))
+        stock = getattr(known[name], "dualkv_stock", known[name])
+        attention: Any = functools.wraps(stock)(_taking_layouts(stock, backend))
+        attention.dualkv_stock = stock
+        AttentionInterface.register(name, attention)
         stock_mask = AttentionMaskInterface._global_mapping.get(name)
         if stock_mask is not None:
             AttentionMaskInterface.register(name, _wrapped_mask(stock_mask))
@@ -132,15 +105,14 @@ def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa
 
 def _attend(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
     attention_mask: Any,
     layout: SharedPromptLayout,
     backend: str,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """Attention of one layer: query (1, H, T, d), key and value (1, H_k, T, d) -> (1, T, H, d_v)."""
+    query, key, _ = tensors
     scaling, softcap, s_aux = (kwargs.pop(name, None) for name in ("scaling", "softcap", "s_aux"))
     window = _window(attention_mask, kwargs.pop("sliding_window", None))
     _check_call(module, query, key, layout, attention_mask, kwargs)
@@ -149,7 +121,7 @@ def _attend(
     layout.check_positions(kwargs.get("position_ids"))
     check_running(module)
     guard.consume(module, layout)
-    q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
+    q, k, v = (one[0].transpose(0, 1) for one in tensors)
     q, k = _in_type_of(v, q, k)
     scaling = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     widest = max(q.shape[-1], v.shape[-1])
@@ -246,16 +218,15 @@ def _is_unset(value: Any) -> bool:
 
 
 def _attend_without_layout(
+    fallback: str,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
-    fallback: str,
-    kwargs: dict[str, Any],
+    attention_mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Stock attention on the mask that `deferred_mask` has made: None, bool, or a caller's own 4-D mask."""
-    attention_mask = _stock_mask(attention_mask, kwargs)
     chosen = [name for name in _CHOSEN_KEYS if kwargs.get(name) is not None]
     if chosen:
         expected = "stock attention (sdpa or eager) for a model that chooses keys with an indexer"
@@ -317,10 +288,9 @@ def _refusing_attention(name: str, stock: Callable[..., Any]) -> Callable[..., A
     return attention
 
 
-def _wrapped_attention(stock: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    stock = getattr(stock, "dualkv_stock", stock)
+def _taking_layouts(without_layout: Callable[..., Any], backend: str) -> Any:
+    """Attention under transformers' signature; calls without a layout go to the function given."""
 
-    @functools.wraps(stock)
     def attention(
         module: nn.Module,
         query: Tensor,
@@ -332,14 +302,12 @@ def _wrapped_attention(stock: Callable[..., Any], backend: str) -> Callable[...,
         **kwargs: Any,
     ) -> Any:
         if shared_prompt_layout is None:
-            attention_mask = _stock_mask(attention_mask, kwargs)
-            return stock(module, query, key, value, attention_mask, *args, **kwargs)
+            return without_layout(module, query, key, value, _stock_mask(attention_mask, kwargs), *args, **kwargs)
         if args:
             raise SharedPromptError(explain("attention", "options as keyword arguments", f"{len(args)} by position"))
-        return _attend(module, query, key, value, attention_mask, shared_prompt_layout, backend, kwargs)
+        return _attend(module, (query, key, value), attention_mask, shared_prompt_layout, backend, kwargs)
 
     setattr(attention, TAKES_LAYOUT, True)
-    attention.dualkv_stock = stock  # type: ignore[attr-defined]
     return attention
 
 

@@ -37,45 +37,18 @@ def use_dualkv_for_tree_attention() -> None:
 
 def _tree_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
     def tree_attention(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        *,
-        tree_kv_index: Tensor,
-        tree_cu_seqlens_q: Tensor,
-        tree_cu_seqlens_k: Tensor,
-        tree_max_seqlen_q: int,
-        tree_max_seqlen_k: int,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        **kwargs: Any,
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        if not _is_offered(query, value, softcap or 0.0):
-            result: tuple[Tensor, None] = stock(
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                tree_kv_index=tree_kv_index,
-                tree_cu_seqlens_q=tree_cu_seqlens_q,
-                tree_cu_seqlens_k=tree_cu_seqlens_k,
-                tree_max_seqlen_q=tree_max_seqlen_q,
-                tree_max_seqlen_k=tree_max_seqlen_k,
-                scaling=scaling,
-                sliding_window=sliding_window,
-                softcap=softcap,
-                **kwargs,
-            )
+        softcap, sliding_window = options.get("softcap") or 0.0, options.get("sliding_window")
+        if not _is_offered(query, value, softcap):
+            result: tuple[Tensor, None] = stock(module, query, key, value, attention_mask, **options)
             return result
-        tables = tree_cu_seqlens_q, tree_cu_seqlens_k
+        tables = options["tree_cu_seqlens_q"], options["tree_cu_seqlens_k"]
         forest = remembered(tables, lambda: read_tree(*tables))
         q, k, v = (one.transpose(1, 2) for one in (query, key, value))
         window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
-        out = forest.attend(q.to(v.dtype), k.to(v.dtype), v, scaling, window_size=window, softcap=softcap or 0.0)
+        scale = options.get("scaling")
+        out = forest.attend(q.to(v.dtype), k.to(v.dtype), v, scale, window_size=window, softcap=softcap)
         return out, None
 
     tree_attention.dualkv_stock = stock  # type: ignore[attr-defined]
