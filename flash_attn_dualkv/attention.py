@@ -1,4 +1,4 @@
-"""The functions with offsets of queries and keys: checked arguments in, one differentiable operator call, outputs out.
+"""Attention of sequences given by offsets: checked arguments in, one differentiable call.
 
 Those of packed rows, whose queries and keys are the same tokens, are in `packed_attention.py`.
 """
@@ -66,65 +66,68 @@ def flash_attn_dualkv_varlen_func(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of many sequences to a shared context and to their own keys; exact and differentiable.
+    """Exact, differentiable attention of many sequences to a shared context and their own keys.
 
     Sequence i attends with its queries q_i to the keys [k_context; k_decoded_i]:
 
         O_i = softmax(softmax_scale * q_i [k_context; k_decoded_i]^T + mask) [v_context; v_decoded_i]
 
     (Gai et al., DualKV, 2026). The context is stored once however many sequences share it, and its
-    gradients sum over all of them in float32. Sequences are packed along the first dimension and may
-    have any lengths, zero included.
+    gradients sum over all of them in float32. Sequences are packed along the first dimension and
+    may have any lengths, zero included.
 
-    With `causal`, sequences are aligned to the bottom right as in FlashAttention 2.1: the last query
-    row sees all context_len + decoded_len_i keys, the row before it all but the last, and so on. A row
-    that sees no key is 0, its LSE is -inf and its gradients are 0; so are rows that belong to no
-    sequence (offsets may end before the tensors do).
+    With `causal`, sequences are aligned to the bottom right as in FlashAttention 2.1: the last
+    query row sees all context_len + decoded_len_i keys, the row before it all but the last, and so
+    on. A row that sees no key is 0, its LSE is -inf and its gradients are 0; so are rows that
+    belong to no sequence (offsets may end before the tensors do).
 
     Several groups, each with its own context, run in one call if `cu_seqlens_context` and
-    `cu_seqs_per_context` say which rows of k_context belong to which group and which sequences share
-    them. A prompt attends to itself as a sequence of its group without decoded rows.
+    `cu_seqs_per_context` say which rows of k_context belong to which group and which sequences
+    share them. A prompt attends to itself as a sequence of its group without decoded rows.
 
     Args:
-        q: (total_q, H, d), float16 or bfloat16 (on the CPU also float32 or float64); d a multiple of 8,
-            at most 512 (256 on GPUs other than Hopper).
-        k_context, v_context: (total_context, H_k, d) and (total_context, H_k, d_v); H is a multiple of
-            H_k; d_v a multiple of 8, with the same limit.
-        k_decoded, v_decoded: (total_decoded, H_k, d) and (total_decoded, H_k, d_v); the rows behind the
-            context where all keys are one tensor. Other rows pass unnoticed: offsets may end early.
+        q: (total_q, H, d), float16 or bfloat16 (on the CPU also float32 or float64); d a multiple
+            of 8, at most 512 (256 on GPUs other than Hopper).
+        k_context, v_context: (total_context, H_k, d) and (total_context, H_k, d_v); H is a multiple
+            of H_k; d_v a multiple of 8, with the same limit.
+        k_decoded, v_decoded: (total_decoded, H_k, d) and (total_decoded, H_k, d_v); the rows behind
+            the context where all keys are one tensor. Other rows pass unnoticed: offsets may end
+            early.
         cu_seqlens_q: (N+1,) int32, sequence i has the rows [i] .. [i+1] - 1 of q.
         cu_seqlens_k_decoded: (N+1,) int32, the same for k_decoded and v_decoded.
         max_seqlen_q, max_seqlen_k_decoded: the longest lengths, >= 0.
-        context_seqlen: rows of k_context; with `cu_seqlens_context` the longest context. By these three
-            the backward chooses among its kernels: wrong ones cost time, never exactness.
+        context_seqlen: rows of k_context; with `cu_seqlens_context` the longest context. By these
+            three the backward chooses among its kernels: wrong ones cost time, never exactness.
         softmax_scale: finite and > 0; 1 / sqrt(d) if None.
         causal: see above; without it a row sees all keys of its sequence.
-        cu_seqlens_context: (G+1,) int32, group g has the rows [g] .. [g+1] - 1 of k_context. None: one
-            group.
+        cu_seqlens_context: (G+1,) int32, group g has the rows [g] .. [g+1] - 1 of k_context. None:
+            one group.
         cu_seqs_per_context: (G+1,) int32, from 0 to N: group g owns the sequences [g] .. [g+1] - 1.
-        window_size: (left, right) as in FlashAttention: a row sees `left` positions before its own, or
-            all with -1; `right` is -1, or 0 for causality.
-        softcap: c > 0 replaces every scaled score s by c * tanh(s / c); with the CUDA kernels 0.01 to
-            1000.
+        window_size: (left, right) as in FlashAttention: a row sees `left` positions before its own,
+            or all with -1; `right` is -1, or 0 for causality.
+        softcap: c > 0 replaces every scaled score s by c * tanh(s / c); with the CUDA kernels 0.01
+            to 1000.
         sinks: (H,) floating point, one score of each head that joins the softmax of every row and
             carries no value; it is in the LSE, and differentiable.
         deterministic: gradients bit-identical from run to run; also switched on by
-            torch.use_deterministic_algorithms and by FLASH_ATTENTION_DETERMINISTIC=1 in the environment.
+            torch.use_deterministic_algorithms and by FLASH_ATTENTION_DETERMINISTIC=1 in the
+            environment.
         return_lse: return the log-sum-exp of the scaled scores too; it is differentiable.
 
-    All q, k and v have one dtype and one device and a contiguous last dimension; views of one packed
-    tensor are used without a copy if their first bytes and other strides are 16-byte aligned. Under
-    autocast they are cast as for torch.nn.functional.scaled_dot_product_attention.
+    All q, k and v have one dtype and one device and a contiguous last dimension; views of one
+    packed tensor are used without a copy if their first bytes and other strides are 16-byte
+    aligned. Under autocast they are cast as for torch.nn.functional.scaled_dot_product_attention.
 
     Returns:
-        out (total_q, H, d_v), contiguous, in the dtype of q; with `return_lse` the pair (out, lse), lse
-        (H, total_q) in float32 (float64 for float64).
+        out (total_q, H, d_v), contiguous, in the dtype of q; with `return_lse` the pair (out, lse),
+        lse (H, total_q) in float32 (float64 for float64).
 
     Raises:
-        TypeError, ValueError: an argument is not as described; the message names it. Values of offsets
-            are checked on the CPU, and on a GPU only with DUALKV_DEBUG=1 in the environment (which
-            synchronises): otherwise wrong offsets give wrong numbers.
-        NotImplementedError: a window that ends behind the row; a softcap that the CUDA kernels lack.
+        TypeError, ValueError: an argument is not as described; the message names it. Values of
+            offsets are checked on the CPU, and on a GPU only with DUALKV_DEBUG=1 in the environment
+            (which synchronises): otherwise wrong offsets give wrong numbers.
+        NotImplementedError: a window that ends behind the row; a softcap that the CUDA kernels
+            lack.
         RuntimeError: CUDA tensors in an installation without the compiled module.
     """
     q, k_context, v_context, k_decoded, v_decoded = checks.inputs(
@@ -196,9 +199,10 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
-    """Attention of packed sequences without a shared context, called as FlashAttention 2's function.
+    """Attention without a shared context, called as FlashAttention 2's function of this name.
 
-    It is the context-free case of `flash_attn_dualkv_varlen_func`, which see for everything not said here.
+    It is the context-free case of `flash_attn_dualkv_varlen_func`, which see for everything not
+    said here.
 
     Args:
         q: (total_q, H, d).
@@ -241,5 +245,5 @@ def flash_attn_varlen_func(
 
 
 def _mean_keys(queries: int, keys: int, causal: bool) -> int:
-    """How many keys a query sees on average, rounded up, if all sequences are as long as the longest."""
+    """Keys that a query sees on average, rounded up, if all sequences have the longest lengths."""
     return keys - max(min(queries, keys) - 1, 0) // 2 if causal else keys

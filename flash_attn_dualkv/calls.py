@@ -1,9 +1,9 @@
 """One attention call as typed structures, from the public function to the launch.
 
-`ForwardCall` and `BackwardCall` are the arguments of the operators `forward` and `backward`, in the order of
-their schemas, which are derived from the fields here. torch.library wants arguments flat: `pack` and
-`unpack` are the only places that know it. A new option is a field of `Options` and an argument of
-`make_options`.
+`ForwardCall` and `BackwardCall` are the arguments of the operators `forward` and `backward`, in the
+order of their schemas, which are derived from the fields here. torch.library wants arguments flat:
+`pack` and `unpack` are the only places that know it. A new option is a field of `Options` and an
+argument of `make_options`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from . import checks
 class Options(NamedTuple):
     """What a call computes besides its tensors.
 
-    softmax_scale: factor of the scores, > 0. causal: a row sees only keys up to its own logical position.
-    window_left, window_right: positions before and behind its own that a row sees; -1 for all.
-    softcap: bound of the scores' magnitude; 0 for none. reference: compute CUDA tensors in PyTorch.
-    mean_keys: how many keys a row sees on average, by which the backward chooses its kernels: a wrong
-    number costs time. deterministic: gradients bit-identical from run to run. The last two are for the
-    backward of the call: autograd has no other way to it.
+    softmax_scale: factor of the scores, > 0. causal: a row sees only keys up to its own logical
+    position. window_left, window_right: positions before and behind its own that a row sees; -1 for
+    all. softcap: bound of the scores' magnitude; 0 for none. reference: compute CUDA tensors in
+    PyTorch. mean_keys: how many keys a row sees on average, by which the backward chooses its
+    kernels: a wrong number costs time. deterministic: gradients bit-identical from run to run. The
+    last two are for the backward of the call: autograd has no other way to it.
     """
 
     softmax_scale: float
@@ -56,7 +56,7 @@ def make_options(
     reference: bool = False,
     deterministic: Any = False,
 ) -> Options:
-    """The options of a public function's call; TypeError or ValueError for what its caller gave wrongly."""
+    """The options of a call; TypeError or ValueError for what the caller gave wrongly."""
     return Options(
         softmax_scale=checks.resolve_softmax_scale(softmax_scale, head_dim),
         causal=causal,
@@ -72,9 +72,9 @@ def make_options(
 class ForwardCall(NamedTuple):
     """A call of `forward`.
 
-    q: (total_q, H, d). k, v: (rows, H_k, d) and (rows, H_k, d_v). k_decoded, v_decoded: rows that follow
-    those of k and v; or None. sinks: (H,), a score of each query head that joins the softmax but carries
-    no value; or None. nodes: (n, 8) int32, see `nodes.Node`.
+    q: (total_q, H, d). k, v: (rows, H_k, d) and (rows, H_k, d_v). k_decoded, v_decoded: rows that
+    follow those of k and v; or None. sinks: (H,), a score of each query head that joins the softmax
+    but carries no value; or None. nodes: (n, 8) int32, see `nodes.Node`.
     """
 
     q: Tensor
@@ -88,9 +88,10 @@ class ForwardCall(NamedTuple):
 
 
 class BackwardCall(NamedTuple):
-    """A call of `backward`: dout (total_q, H, d_v), dlse (H, total_q) or None, and the forward's arguments and results.
+    """A call of `backward`: dout (total_q, H, d_v), dlse (H, total_q) or None, and the forward.
 
-    The sinks are in the LSE, by which P = exp(S - LSE) is computed, and their gradient needs no kernel.
+    The sinks are in the LSE, by which P = exp(S - LSE) is computed, and their gradient needs no
+    kernel.
     """
 
     dout: Tensor

@@ -1,9 +1,10 @@
-"""The operators that PyTorch sees, in the namespace `flash_attn_dualkv`: node tables, and attention with its gradient.
+"""The operators that PyTorch sees: node tables, and attention with its gradient.
 
-Every public function is `sequence_nodes`, `tree_nodes` or a ready table, and then one `forward`; autograd records one
-node. CPU tensors go to `nodes.py` and `reference.py`, CUDA tensors to the compiled module, or to the reference where it
-is asked for. The autograd formulas are registered with the dispatcher, so that compilers trace through them.
-`torch.library`'s low-level interface keeps calls cheap: a `custom_op` costs the host more than twice as much.
+Every public function is `sequence_nodes`, `tree_nodes` or a ready table, and then one `forward`;
+autograd records one node. CPU tensors go to `nodes.py` and `reference.py`, CUDA tensors to the
+compiled module, or to the reference where it is asked for. The autograd formulas are registered
+with the dispatcher, so that compilers trace through them. `torch.library`'s low-level interface
+keeps calls cheap: a `custom_op` costs the host more than twice as much.
 """
 
 from __future__ import annotations
@@ -89,12 +90,12 @@ def compiled_module() -> ModuleType:
 
 
 def checks_values() -> bool:
-    """Whether to read back offsets from the GPU and check them; impossible while a CUDA graph is captured."""
+    """Whether to check offsets on the GPU; impossible while a CUDA graph is captured."""
     return environment_flag("DUALKV_DEBUG") and not torch.cuda.is_current_stream_capturing()
 
 
 def is_deterministic(deterministic: bool) -> bool:
-    """Whether gradients must be bit-identical from run to run: by argument, PyTorch's setting or the environment."""
+    """Whether gradients must be bit-identical, by argument, PyTorch's setting or environment."""
     return (
         deterministic
         or torch.are_deterministic_algorithms_enabled()
@@ -132,13 +133,13 @@ def _kernels(options: Options) -> ModuleType:
 
 
 def _kernel_options(options: Options, *, of_backward: bool) -> tuple[Any, ...]:
-    """The options as the compiled module takes them; the last two are no business of the forward's."""
+    """The options as the compiled module takes them; the last two are the backward's."""
     scalars = options.softmax_scale, options.causal, options.window_left, options.softcap
     return (*scalars, options.mean_keys, is_deterministic(options.deterministic)) if of_backward else scalars
 
 
 def _forward_cuda(call: ForwardCall, *, records: bool = False) -> Results:
-    """The forward of CUDA tensors; with `records` as autograd's compiled node, which does what `_Attention` does."""
+    """The forward on CUDA; with `records` by the compiled equivalent of `_Attention`."""
     if call.options.reference:
         return reference.forward(call)
     compiled = _kernels(call.options)
@@ -213,14 +214,15 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
 
 
 def requires_grad(arguments: tuple[Any, ...]) -> bool:
-    """Whether autograd must record the call: below its own formula it must not look at the call again."""
+    """Whether autograd must record the call; below its formula it must not look again."""
     return torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in arguments)
 
 
 def is_watched(*tensors: Tensor | None) -> bool:
-    """Whether somebody may want to see a call of these as an operator: a subclass, a compiler, a mode, the profiler.
+    """Whether a subclass, a compiler, a mode or the profiler may want to see an operator.
 
-    Where nobody does, one implementation may call the next: each way through the dispatcher costs the host 10 us.
+    Where nobody does, one implementation may call the next: each way through the dispatcher costs
+    the host 10 us.
     """
     return _is_traced(tensors) or torch.autograd.profiler._is_profiler_enabled
 
@@ -237,7 +239,7 @@ def _is_traced(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def refuse_tangents(arguments: tuple[Any, ...]) -> None:
-    """NotImplementedError if a forward-mode derivative is asked for, which would be lost without a word."""
+    """NotImplementedError for forward-mode derivatives, which would be lost without a word."""
     if forward_ad._current_level < 0:
         return
     for one in arguments:
@@ -283,8 +285,8 @@ class _Attention(torch.autograd.Function):
 def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """(H,): of each row, its sink's probability times 0 - delta, since a sink's value is 0.
 
-    Its error is that of the rounded `out` in delta. To save what rounding takes would cost as much memory as `out`, for
-    an error of a third: the kernels round P too.
+    Its error is that of the rounded `out` in delta. To save what rounding takes would cost as much
+    memory as `out`, for an error of a third: the kernels round P too.
     """
     delta = (dout.to(lse.dtype) * out).sum(-1).transpose(0, 1)
     if dlse is not None:
@@ -342,8 +344,8 @@ def attend(
     if options.reference or not q.is_cuda:
         return _forward_autograd(call)
     refuse_tangents(call)
-    # The compiled node spares autograd's engine the interpreter. It asks the environment again, in the
-    # backward; here a misspelt switch is an error.
+    # The compiled node spares autograd's engine the interpreter. It asks the environment again, in
+    # the backward; here a misspelt switch is an error.
     return _forward_cuda(call, records=True)
 
 
@@ -361,11 +363,11 @@ def packing_module(tokens: Sequence[Tensor], device: torch.device) -> ModuleType
 class BuildInfo(TypedDict):
     """What `build_info` tells. What was built is empty or None where there is no compiled module.
 
-    version: of this package. compiled: whether the CUDA kernels are there. compiled_error: why they do not load, or
-    None. archs, ptx: compute capabilities with machine code, and that of the PTX for newer GPUs. head_dims,
-    backward_head_dims: those that are built for q, k and v alike, by family of kernels. dtypes: of tensors. cuda: its
-    version.
-    torch, torch_cuda, python, platform: what it runs in.
+    version: of this package. compiled: whether the CUDA kernels are there. compiled_error: why they
+    do not load, or None. archs, ptx: compute capabilities with machine code, and that of the PTX
+    for newer GPUs. head_dims, backward_head_dims: those that are built for q, k and v alike, by
+    family of kernels. dtypes: of tensors. cuda: its version. torch, torch_cuda, python, platform:
+    what it runs in.
     """
 
     version: str
@@ -404,7 +406,7 @@ def build_info() -> BuildInfo:
 
 
 def max_head_dim(device: torch.device) -> int:
-    """The largest head dimension on a device: of this build's kernels for that GPU, or of the reference on the CPU."""
+    """The largest head dimension: of this build's kernels on a GPU, of the reference on the CPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return MAX_HEAD_DIM
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9 and os.environ.get("DUALKV_KERNELS") != "sm80"

@@ -1,4 +1,4 @@
-"""The functions of packed rows, whose queries and keys are the same tokens: trees of any depth, and ready layouts."""
+"""Attention of packed rows, whose queries and keys are the same tokens: trees, layouts."""
 
 from __future__ import annotations
 
@@ -44,30 +44,31 @@ def flash_attn_tree_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of sequences packed as trees of shared prefixes; exact and differentiable.
 
-    A node is a run of rows that continues another node, its parent: a prompt, a turn, a response. A row
-    sees the rows of its own node up to itself and all rows of the nodes above: what it would see in a
-    sequence of its own. Any depth and any number of trees run in one call, and every row is stored and
-    computed once. The gradients of a node's keys and values sum over its whole subtree in float32 and
-    are rounded once. What is not said here is as in `flash_attn_dualkv_varlen_func`.
+    A node is a run of rows that continues another node, its parent: a prompt, a turn, a response. A
+    row sees the rows of its own node up to itself and all rows of the nodes above: what it would
+    see in a sequence of its own. Any depth and any number of trees run in one call, and every row
+    is stored and computed once. The gradients of a node's keys and values sum over its whole
+    subtree in float32 and are rounded once. What is not said here is as in
+    `flash_attn_dualkv_varlen_func`.
 
     Args:
         q: (T, H, d). k, v: (T, H_k, d) and (T, H_k, d_v).
-        cu_seqlens: (n+1,) int32 from 0, node i has the rows [i] .. [i+1] - 1. Nodes may be empty. Rows
-            behind the last node are padding: out 0, LSE -inf, gradients 0.
-        parents: (n,) int32, the node that each node continues, -1 for roots. Nodes are in depth-first
-            order: a node, then its subtree.
-        softmax_scale, window_size, softcap, sinks, deterministic, return_lse: as there; positions are
-            those of a row's path.
-        mean_keys: how many rows of its path a row sees on average, rounded up (`mean_keys` of a layout);
-            the row count if None. By it the backward chooses its kernels, some of which are fast for
-            few keys: a wrong number costs time, never exactness.
+        cu_seqlens: (n+1,) int32 from 0, node i has the rows [i] .. [i+1] - 1. Nodes may be empty.
+            Rows behind the last node are padding: out 0, LSE -inf, gradients 0.
+        parents: (n,) int32, the node that each node continues, -1 for roots. Nodes are in
+            depth-first order: a node, then its subtree.
+        softmax_scale, window_size, softcap, sinks, deterministic, return_lse: as there; positions
+            are those of a row's path.
+        mean_keys: how many rows of its path a row sees on average, rounded up (`mean_keys` of a
+            layout); the row count if None. By it the backward chooses its kernels, some of which
+            are fast for few keys: a wrong number costs time, never exactness.
 
     Returns:
         out (T, H, d_v), or with `return_lse` the pair (out, lse), lse (H, T).
 
     Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: as there; cu_seqlens and parents are
-            checked as offsets are.
+        TypeError, ValueError, NotImplementedError, RuntimeError: as there; cu_seqlens and parents
+            are checked as offsets are.
     """
     q, k, v = checks.inputs(_NAMES, (q, k, v))
     checks.check_pair_shape(q, "k", k, "v", v)
@@ -107,12 +108,12 @@ def shared_prompt_attention(
     backend: str = "auto",
     deterministic: bool = False,
 ) -> Tensor:
-    """Causal attention of all prompts and all responses of a packed micro-batch; exact and differentiable.
+    """Exact, differentiable causal attention of all prompts and responses of a micro-batch.
 
     Every row sees what its sequence would see with a copy of the prompt of its own: the rows of its
-    path, up to itself. One launch computes all groups, and autograd records one node. The gradients of
-    a prompt's keys and values sum over its own rows and all of its responses in float32 and are rounded
-    once. What is not said here is as in `flash_attn_dualkv_varlen_func`.
+    path, up to itself. One launch computes all groups, and autograd records one node. The gradients
+    of a prompt's keys and values sum over its own rows and all of its responses in float32 and are
+    rounded once. What is not said here is as in `flash_attn_dualkv_varlen_func`.
 
     Args:
         q: (T, H, d), float32 and float64 too in the reference. k, v: (T, H_k, d) and (T, H_k, d_v).
@@ -123,12 +124,12 @@ def shared_prompt_attention(
             compared by its place in memory, which costs nothing, and in compiled code is not done.
             None: the layout is taken as it is.
         softmax_scale, sinks, deterministic: as there.
-        sliding_window: a row sees this many positions of its sequence, its own the last of them; None
-            for all.
+        sliding_window: a row sees this many positions of its sequence, its own the last of them;
+            None for all.
         softcap: as there; None or 0 leaves scores as they are.
-        backend: "cuda" for the kernels, "reference" for the implementation in PyTorch, which is exact
-            and bounded in memory, but slow, and reads the layout back from a GPU; "auto" for the kernels
-            on CUDA tensors and for the reference on CPU tensors.
+        backend: "cuda" for the kernels, "reference" for the implementation in PyTorch, which is
+            exact and bounded in memory, but slow, and reads the layout back from a GPU; "auto" for
+            the kernels on CUDA tensors and for the reference on CPU tensors.
 
     Returns:
         out (T, H, d_v), contiguous, in the dtype of q; 0 in padding rows.

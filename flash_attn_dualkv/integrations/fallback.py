@@ -1,4 +1,4 @@
-"""What all trainers share: options, reasons for stock attention, counts, and verification against stock attention."""
+"""What trainers share: options, reasons for stock attention, counts, and verification."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ class Options(NamedTuple):
 
     Attributes:
         enabled: whether it does at all.
-        min_dedup_ratio: a micro-batch with less than this many times fewer tokens runs on stock attention.
-        max_responses_per_group: groups with more are divided, each part with a prompt of its own; None for no limit.
-        verify_first_steps: so many calls are computed by stock attention too and compared; if they differ by more than
-            rounding, sharing is switched off on all ranks.
-        self_check: before the first call in each mode and with each set of active adapters a pair of short sequences is
-            tried, as in `shared_prompt_forward`.
+        min_dedup_ratio: a micro-batch with less than this many times fewer tokens runs on stock
+            attention.
+        max_responses_per_group: groups with more are divided, each part with a prompt of its own;
+            None for no limit.
+        verify_first_steps: so many calls are computed by stock attention too and compared; if they
+            differ by more than rounding, sharing is switched off on all ranks.
+        self_check: before the first call in each mode and with each set of active adapters a pair
+            of short sequences is tried, as in `shared_prompt_forward`.
     """
 
     enabled: bool = True
@@ -41,7 +43,7 @@ class Options(NamedTuple):
 
     @staticmethod
     def checked(settings: Mapping[str, tuple[str, Any]]) -> Options:
-        """From (what errors call it, value) of each option; SharedPromptError for a value that is not as described."""
+        """From (name in errors, value) of each option; SharedPromptError for a wrong value."""
         readers: dict[str, Any] = {
             "enabled": checks.flag,
             "min_dedup_ratio": checks.number,
@@ -53,13 +55,14 @@ class Options(NamedTuple):
 
     @staticmethod
     def of(override_config: Mapping[str, Any]) -> Options:
-        """From `override_config`, whose keys begin with shared_prompt_, and the environment, where that has none.
+        """From `override_config`'s keys shared_prompt_..., else from the environment.
 
             +actor_rollout_ref.model.override_config.shared_prompt_min_dedup_ratio=1.1
             DUALKV_VERL_MIN_DEDUP_RATIO=1.1
 
         Raises:
-            ValueError: an unknown option, or a value that is not as described; the message names the setting.
+            ValueError: an unknown option, or a value that is not as described; the message names
+                the setting.
         """
         given: dict[str, tuple[str, Any]] = {}
         for option in Options._fields:
@@ -174,7 +177,7 @@ def savings(replicated: float, tokens: float) -> dict[str, float]:
 
 
 class Verification:
-    """How many calls of each kind are still to be computed by stock attention too, and whether one differed."""
+    """Calls of each kind still to be computed by stock attention too; whether one differed."""
 
     def __init__(self, calls: int, *kinds: str) -> None:
         self._left = dict.fromkeys(kinds, calls)
@@ -196,7 +199,7 @@ def difference(shared: Tensor, stock: Tensor, scored: Any = None) -> Tensor:
 
 
 def worst_of_ranks(values: Tensor) -> list[float]:
-    """The largest of each value over all ranks, so that all decide alike; infinite where one is not a number."""
+    """The largest of each value over all ranks, which so decide alike; NaN becomes infinite."""
     values = values.nan_to_num(nan=float("inf"))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)

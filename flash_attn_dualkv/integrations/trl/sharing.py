@@ -1,10 +1,11 @@
 """The forward that scores completions, on a packed row instead of a padded batch.
 
-TRL gives a causal LM a forward that returns log-probabilities instead of logits: `model(input_ids, attention_mask,
-labels, fused_lm_head=True)`. All of its trainers score their completions with it, policy and reference alike. Here that
-forward is replaced by one that packs the same samples, each prompt once, calls TRL's forward on the packed row, and
-puts what comes back where it stands in the padded batch. It runs below DDP, FSDP and PEFT, once for each of their
-forwards: some ranks may share and others not, their collectives are the same.
+TRL gives a causal LM a forward that returns log-probabilities instead of logits: `model(input_ids,
+attention_mask, labels, fused_lm_head=True)`. All of its trainers score their completions with it,
+policy and reference alike. Here that forward is replaced by one that packs the same samples, each
+prompt once, calls TRL's forward on the packed row, and puts what comes back where it stands in the
+padded batch. It runs below DDP, FSDP and PEFT, once for each of their forwards: some ranks may
+share and others not, their collectives are the same.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _WITHOUT_EFFECT = {"return_dict", "use_cache"}
 
 
 class Refused(Exception):  # noqa: N818 (stock attention is no error)
-    """Raised anew each time, never kept: an exception holds the tensors of all frames that it has passed."""
+    """Raised anew, never kept: an exception holds the tensors of the frames it has passed."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -64,7 +65,7 @@ class Sharing:
         self._announced: set[str] = set()
 
     def take(self, device: torch.device) -> Tensor:
-        """calls, replicated tokens, tokens, and the fallbacks by reason, since this was last asked."""
+        """Calls, replicated tokens, tokens and fallbacks by reason, since this was last asked."""
         tally, self.tally = self.tally, Tally()
         numbers = [tally.calls, tally.replicated, tally.tokens, *(tally.fallbacks[reason] for reason in REASONS)]
         return torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device) for one in numbers])
@@ -97,14 +98,14 @@ class Sharing:
 
 
 def _switch_attention(causal_lm: Any) -> None:
-    """Let the attention of the model take a layout; where that is impossible, `check_attention` will say so."""
+    """Let the model's attention take a layout; where it cannot, `check_attention` says so."""
     name = text_config(causal_lm.config)._attn_implementation
     known = AttentionInterface._global_mapping
     if name in known and not hasattr(known[name], TAKES_LAYOUT):
         wrap((name,))
     elif name == "eager" and _has_interface(causal_lm) and _is_supported(causal_lm.config):
-        # Every model file has an eager attention of its own: there is nothing to wrap. Files of models that cannot
-        # share may compute otherwise where the name is none of transformers'.
+        # Every model file has an eager attention of its own: there is nothing to wrap. Files of
+        # models that cannot share may compute otherwise where the name is none of transformers'.
         register(EAGER, fallback="eager")
         causal_lm.set_attn_implementation(EAGER)
 
@@ -127,8 +128,9 @@ def _is_supported(config: Any) -> bool:
 class SharedForward:
     """Takes the place of the forward that TRL has given to one causal LM.
 
-    Where the trainer compiles its model, this is a part of it. Compilers trace what the model computes, `stock`, and
-    nothing else here: packing looks into tokens, and no two batches have the same groups.
+    Where the trainer compiles its model, this is a part of it. Compilers trace what the model
+    computes, `stock`, and nothing else here: packing looks into tokens, and no two batches have the
+    same groups.
     """
 
     def __init__(self, sharing: Sharing, causal_lm: Any) -> None:
@@ -149,7 +151,7 @@ class SharedForward:
 
     @torch.compiler.disable(recursive=False)
     def score(self, *args: Any, **inputs: Any) -> Any:
-        """TRL's output for a padded batch: per-token fields (B, S - 1), zero where the next token has no label."""
+        """TRL's output for a padded batch: fields (B, S - 1), 0 where no label is next."""
         try:
             is_scored, batch, passed_on = self._pack(args, inputs)
             output = self._run(batch, passed_on)
@@ -161,7 +163,7 @@ class SharedForward:
 
     @torch.compiler.disable
     def _pack(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Tensor, SharedPromptBatch, dict[str, Any]]:
-        """Which tokens of the padded batch are scored, the packed batch, and what else to pass on. Raises Refused."""
+        """Which tokens are scored, the packed batch, and what else to pass on. Raises Refused."""
         if self.sharing.off is not None:
             raise Refused(*self.sharing.off)
         if self.sharing.args.use_liger_kernel:
@@ -197,7 +199,7 @@ class SharedForward:
         return is_scored, batch, passed_on | {name: torch.zeros_like(batch.input_ids)[None] for name in marks}
 
     def _check_model(self, device: torch.device) -> None:
-        """Raise Refused if the model does not allow to share, before anything that depends on this rank's samples."""
+        """Raise Refused for what the model does not allow, before samples are looked at."""
         if self._unsupported is not None:
             raise Refused(*self._unsupported)
         config = self.causal_lm.config
@@ -234,14 +236,16 @@ class SharedForward:
         )
         without_mask: Any = nullcontext()
         if wants_router:
-            # The loss that balances experts is a mean over tokens, weighted by what it is given as the mask.
+            # The loss that balances experts is a mean over tokens, weighted by what it is given as
+            # the mask.
             inputs["attention_mask"] = batch.multiplicity[None]
             without_mask = _without_mask(getattr(self.causal_lm, backbone_name(self.causal_lm) or ""))
         try:
             with expect_shared_prompt(batch.layout, num_mixing_layers(self.causal_lm)), without_mask:
                 return self.stock(fused_lm_head=True, **inputs)
         except SharedPromptUnsupportedError as error:
-            # An option of the model that no configuration tells: the first layer of the first forward finds it.
+            # An option of the model that no configuration tells: the first layer of the first
+            # forward finds it.
             self._unsupported = Refusal("unsupported", str(error))
             raise Refused("unsupported", str(error)) from None
 
@@ -262,7 +266,7 @@ def _without_mask(backbone: torch.nn.Module) -> Iterator[None]:
 
 @torch.compiler.disable
 def _unpack(output: Any, is_scored: Tensor, batch: SharedPromptBatch) -> Any:
-    """The output for a padded batch: what was said of the rows that score tokens, where these tokens stand."""
+    """The output for a padded batch: values of scoring rows where the scored tokens stand."""
 
     def placed(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape != (1, batch.layout.num_tokens):

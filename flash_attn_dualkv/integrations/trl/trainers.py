@@ -22,7 +22,7 @@ TOLERANCES = {32: 1e-4, 16: 0.05}
 
 
 class SiblingsTogetherMixin:
-    """A trainer that generates: the completions of one prompt go into one micro-batch where its size allows."""
+    """A generating trainer: completions of a prompt share a micro-batch where they fit."""
 
     def _prepare_inputs(self: Any, inputs: Any) -> Any:
         before = getattr(self, "_buffered_inputs", None)
@@ -39,7 +39,8 @@ class SharedPromptMixin(SiblingsTogetherMixin):
 
     Args:
         min_dedup_ratio, max_responses_per_group, self_check: see `fallback.Options`.
-        verify_first_steps: as there, of forwards of the policy, whose log-probabilities are compared.
+        verify_first_steps: as there, of forwards of the policy, whose log-probabilities are
+            compared.
 
     Everything else is the trainer's.
 
@@ -102,7 +103,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         return scores if self._agrees(scores[0], expected) else stock(model, *args, **kwargs)
 
     def _agrees(self: Any, logps: Tensor, expected: Tensor) -> bool:
-        """Whether log-probabilities are those of stock attention on all ranks; if not, switch off."""
+        """Whether all ranks have stock attention's log-probabilities; if not, switch off."""
         largest, mean = worst_of_ranks(difference(logps, expected, (expected != 0).sum().clamp(min=1)))
         self._metrics["train"]["shared_prompt/logp_difference"].append(largest)
         is_precise = self.accelerator.mixed_precision == "no" and self.model.dtype == torch.float32
@@ -115,7 +116,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         return False
 
     def _log_sharing(self: Any) -> None:
-        """Into the trainer's own metrics, what all ranks have run since the last line of the log."""
+        """Log what all ranks have run since the last line of the log, in the trainer's metrics."""
         numbers = self._sharing.take(self.accelerator.device)
         if self.accelerator.num_processes > 1:
             numbers = self.accelerator.reduce(numbers, reduction="sum")
@@ -163,4 +164,4 @@ class SharedPromptRLOOTrainer(SharedPromptMixin, RLOOTrainer):
 
 
 class SharedPromptDPOTrainer(SharedPromptMixin, DPOTrainer):
-    """DPOTrainer whose chosen and rejected completions share their prompt; see `SharedPromptMixin`."""
+    """DPOTrainer whose chosen and rejected completions share a prompt; see `SharedPromptMixin`."""

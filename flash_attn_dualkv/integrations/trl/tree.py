@@ -1,8 +1,8 @@
 """The tree attention of TRL's AsyncGRPOTrainer on this library's kernels.
 
-TRL packs the samples of a micro-batch as a tree of segments and attends along the path of each: it copies the keys and
-values of every path, so those of a prompt once for each of its completions. Here nothing is copied: the segments are
-nodes, and a tree of any depth is one call.
+TRL packs the samples of a micro-batch as a tree of segments and attends along the path of each: it
+copies the keys and values of every path, so those of a prompt once for each of its completions.
+Here nothing is copied: the segments are nodes, and a tree of any depth is one call.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ..trees import Forest, remembered
 
 
 def use_dualkv_for_tree_attention() -> None:
-    """Run the attention of TRL's AsyncGRPOTrainer on this library's kernels, before or after a trainer is made.
+    """Run TRL's AsyncGRPOTrainer on these kernels; call it before or after one is made.
 
-    Calls that the kernels do not offer (head dims above theirs or no multiple of 8; on a GPU 32 bits) go to TRL's own.
-    Calling it again changes nothing.
+    Calls that the kernels do not offer (head dims above theirs or no multiple of 8; on a GPU 32
+    bits) go to TRL's own. Calling it again changes nothing.
     """
     from trl.experimental.async_grpo import packing
 
@@ -64,7 +64,7 @@ def _is_offered(query: Tensor, value: Tensor, softcap: float) -> bool:
 
 
 def read_tree(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Forest:
-    """TRL's segments, which are depth first: (segments + 1,) offsets of their rows, and of their paths' rows."""
+    """TRL's depth-first segments: (segments + 1,) offsets of their rows and of their paths'."""
     bounds_q, bounds_k = torch.stack([cu_seqlens_q, cu_seqlens_k]).tolist()
     own = [end - begin for begin, end in pairwise(bounds_q)]
     paths = [end - begin for begin, end in pairwise(bounds_k)]

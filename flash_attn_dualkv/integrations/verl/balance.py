@@ -1,4 +1,4 @@
-"""Samples to ranks by groups: verl's trainers balance by length, which scatters the responses to a prompt."""
+"""Samples to ranks by groups: verl balances by length, which scatters responses."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from typing import Any
 from ...data.split import balance_groups
 from ..fallback import Options
 
-# What the matrix products of a token cost, in visible pairs of attention: about so many in models of 1B to 30B.
+# What the matrix products of a token cost, in visible pairs of attention: about so many in models
+# of 1B to 30B.
 TOKEN_COST = 16384.0
 
 
 def partitions(prompts: Sequence[int], responses: Sequence[int], uids: Sequence[str], ranks: int) -> list[list[int]]:
-    """Equally many samples for each rank, the responses to a prompt together, prompts in the order of the batch."""
+    """Equally many samples a rank, groups together, prompts in the order of the batch."""
     # Samples that only fill up a batch may have another prompt under the same uid.
     ids = [(uid, prompt) for uid, prompt in zip(uids, prompts)]
     parts = balance_groups(list(prompts), list(responses), ids, ranks, token_cost=TOKEN_COST)
-    # These begin with what is most expensive, and a rank's mini-batches are cut from its list: the first would have all
-    # long prompts.
+    # These begin with what is most expensive, and a rank's mini-batches are cut from its list: the
+    # first would have all long prompts.
     first = {one: index for index, one in reversed(list(enumerate(ids)))}
     return [sorted(part, key=lambda index: (first[ids[index]], index)) for part in parts]
 
@@ -84,7 +85,7 @@ _TRAINERS = {
 
 
 def install() -> None:
-    """Balance by groups in the trainers of this process; those that are not imported yet, when they are."""
+    """Balance by groups in this process's trainers, those not imported yet included."""
     for name in _TRAINERS:
         if name in sys.modules:
             _patch(name)
@@ -103,7 +104,7 @@ def _patch(name: str) -> None:
 
 
 class _OnImport(importlib.abc.MetaPathFinder):
-    """Patches the trainers' modules behind their import: to import them here takes seconds in every worker."""
+    """Patches trainers when they are imported: to import them takes seconds in every worker."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name not in _TRAINERS:

@@ -101,7 +101,7 @@ class _SharedPrompts:
         return None
 
     def _refusal_now(self) -> str | None:
-        """Why the model cannot be shared in its present mode and with its present adapters; all ranks ask together."""
+        """Why the model cannot share in its mode with its adapters; all ranks ask together."""
         if self.refusal is not None or (get_device_name() == "cuda" and self._kernels_lack()):
             return self.refusal
         device = torch.empty(0, device=get_device_id()).device
@@ -222,11 +222,13 @@ class _SharedPrompts:
         if ranks > 1 and hasattr(self.stock_module.config, "vision_config") and not patches.is_replaced(self.decoder):
             return "multimodal"  # verl leaves it to the decoder to divide the row, and has not patched it
         bucket = self.pad_to_length_bucket if self.pad_to_length else 1
-        # Ranks of Ulysses have different numbers of rows with a response token; a fused head makes no logits.
+        # Ranks of Ulysses have different numbers of rows with a response token; a fused head makes
+        # no logits.
         fused = tu.get_non_tensor_data(micro_batch, "use_fused_kernels", False)
         keeps = self.keeps_logits and ranks == 1 and not fused
         plan = pack_micro_batch(micro_batch, math.lcm(ranks, bucket), self.options, keeps)
-        # A micro-batch was filled by packed tokens: replicated ones must fit, too, for the way back.
+        # A micro-batch was filled by packed tokens: replicated ones must fit, too, for the way
+        # back.
         if plan.batch.dedup_ratio < self.options.min_dedup_ratio and self._fits(plan.batch.num_replicated_tokens):
             return "ratio"
         if ranks > 1:
@@ -276,7 +278,8 @@ def install() -> None:
     ):
         known = EngineRegistry._engines.get(model_type, {})
         for backend in ("fsdp", "fsdp2"):
-            # A vendor's engine is preferred to one for all; in tests on the CPU the vendor is called so.
+            # A vendor's engine is preferred to one for all; in tests on the CPU the vendor is
+            # called so.
             for vendor in ("nvidia", "cpu"):
                 if ("cuda", vendor) not in known.get(backend, {}):
                     EngineRegistry.register(model_type=model_type, backend=backend, device="cuda", vendor=vendor)(

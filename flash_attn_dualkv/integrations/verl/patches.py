@@ -59,7 +59,7 @@ def is_replaced(module: nn.Module) -> bool:
 
 
 def decoder_of(model: nn.Module) -> Any:
-    """The decoder of text tokens: of the transformers models that hold the embeddings the innermost.
+    """The decoder of text tokens: the innermost transformers model with the embeddings.
 
     Raises:
         SharedPromptError: no transformers model is inside; what its layers run is verl's alone.
@@ -99,7 +99,7 @@ def _keep(kind: type[nn.Module], before: Forward) -> None:
 
 
 def _with_mean(tower: nn.Module, args: Any, output: Any) -> None:
-    """A mean for what a tower returns: verl 0.9 takes it of texts, and Qwen2.5-VL's is no tensor."""
+    """A mean of a tower's output: verl 0.9 takes it of texts, and Qwen2.5-VL's is no tensor."""
     if not hasattr(output, "mean") and isinstance(features := getattr(output, "pooler_output", None), Tensor):
         output.mean = features.mean
 

@@ -37,7 +37,7 @@ class Statistics:
         self.pairs += sum(map(causal_pairs, totals))
 
     def metrics(self, seconds: float, forward_only: bool) -> dict[str, list[float]]:
-        """One value each, in a list as verl holds those of micro-batches. The same names on every rank."""
+        """One value each, in a list as verl wants it. The same names on every rank."""
         tally = self.tally
         found: dict[str, float] = {
             **savings(tally.replicated, tally.tokens),
@@ -52,8 +52,9 @@ class Statistics:
         return {f"{PREFIX}/{name}": [float(value)] for name, value in found.items()}
 
     def _mfu(self, seconds: float, forward_only: bool) -> float:
-        """Model FLOPs utilization of what is executed; verl's own counts the tokens of the replicated batch."""
-        # verl's estimate is linear in tokens and in the sum of squared lengths, which is twice the visible pairs.
+        """MFU of what is executed; verl's own counts the tokens of the replicated batch."""
+        # verl's estimate is linear in tokens and in the sum of squared lengths, which is twice the
+        # visible pairs.
         one, promised = self.flops.estimate_flops([1000], 1.0)
         two, _ = self.flops.estimate_flops([1000, 1000], 1.0)
         long, _ = self.flops.estimate_flops([2000], 1.0)

@@ -21,7 +21,8 @@ from .micro_batches import Lengths
 
 logger = logging.getLogger(__name__)
 
-# A wrong layout is off by 0.15 nats a token and more; bf16 over 28 layers by 0.03 on average, and by 0.001 in the norm.
+# A wrong layout is off by 0.15 nats a token and more; bf16 over 28 layers by 0.03 on average, and
+# by 0.001 in the norm.
 MOST_MEAN_DIFFERENCE = 0.08
 MOST_NORM_DIFFERENCE = 0.1
 METRICS = tuple(
@@ -30,7 +31,7 @@ METRICS = tuple(
 
 
 def run_both(engine: Any, data: TensorDict, forward_only: bool, run: Callable[[bool], Any]) -> tuple[Any, bool]:
-    """Both paths: the output and the gradients that stay, which are those of verl's, and whether the paths agree."""
+    """Run both paths: output and gradients stay verl's. Also whether the paths agree."""
     before = tu.get_non_tensor_data(data, "return_model_output", False)
     tu.assign_non_tensor(data, return_model_output=True)
     shared = run(True)
@@ -72,7 +73,7 @@ def _difference(shared: dict[str, Any], stock: dict[str, Any], lengths: Lengths)
 
 
 def _gradient_norm(engine: Any) -> float:
-    """Of all parameters on all ranks; the gradients stay as they are."""
+    """The norm over all parameters on all ranks; the gradients stay as they are."""
     module: Any = engine.module
     if isinstance(engine.module, Fsdp1):
         norm = module.clip_grad_norm_(float("inf"))
