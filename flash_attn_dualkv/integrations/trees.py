@@ -22,7 +22,7 @@ from ..host import ints, to_device
 from ..layout import HostLayout
 from ..packed_attention import flash_attn_tree_varlen_func
 
-# Forests by the first table of each micro-batch, with all tables they were read from and their state.
+# Forests by the first table of a micro-batch, with all tables they were read from and their state.
 _forests: Any = WeakTensorKeyDictionary()
 
 
