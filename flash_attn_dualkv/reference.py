@@ -1,18 +1,18 @@
-"""The specification in PyTorch: exact attention along paths, forward and backward, in blocks.
+"""The specification in PyTorch: exact attention along the paths of a tree, forward and backward, block by block.
 
-For a node with query rows Q, and the keys K and values V of its path (Gai et al., DualKV, 2026, for
-a context with its sequences)
+For a node with query rows Q, and the keys K and values V of its path (Gai et al., DualKV, 2026, for a context with its
+sequences)
 
     S = scale * Q K^T  where visible, else -inf        LSE = logsumexp(S)        P = exp(S - LSE)        O = P V
     delta = rowsum(dO * O) - dLSE        dV = P^T dO        dP = dO V^T        dS = P * (dP - delta)
     dQ = scale * dS K        dK = scale * dS^T Q
 
-with sums over the query heads of a KV head and, for the keys of a node, over its whole subtree. It
-follows the table of `nodes.py` and nothing else, runs on any device, and holds one block of scores
-at a time. 16-bit inputs are computed and summed in float32 and rounded once; float64 stays float64.
+with sums over the query heads of a KV head and, for the keys of a node, over its whole subtree. It follows the table of
+`nodes.py` and nothing else, runs on any device, and holds one block of scores at a time. 16-bit inputs are computed and
+summed in float32 and rounded once; float64 stays float64.
 
-A softcap c replaces S by c * tanh(S / c) before the mask, a window hides the keys that lie too far
-away, and sinks are one more score in every row's LSE, of a key whose value is 0.
+A softcap c replaces S by c * tanh(S / c) before the mask, a window hides the keys that lie too far away, and sinks are
+one more score in every row's LSE, of a key whose value is 0.
 
 The operators use it for CPU tensors; CUDA tensors reach it only where the caller asks for it.
 """
@@ -32,8 +32,7 @@ from torch import Tensor
 from .calls import BackwardCall, ForwardCall
 from .nodes import Node, checked_nodes
 
-# Bounds of the working memory: a block of scores, its keys, and the float32 sums of dK and dV (in
-# elements).
+# Bounds of the working memory: a block of scores, its keys, and the float32 sums of dK and dV (in elements).
 SCORE_ELEMENTS = 2**18
 KEY_BLOCK = 512
 ACCUMULATOR_ELEMENTS = 2**22
@@ -41,22 +40,21 @@ ACCUMULATOR_ELEMENTS = 2**22
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which key positions a query position sees: the only place that knows the rule.
+    """Which logical key positions a query at a logical position sees: the only place that knows the rule.
 
-    Up to `left` positions before its own and up to `right` behind it; None for all. Causality is
-    `right` 0.
+    Up to `left` positions before its own and up to `right` behind it; None for all. Causality is `right` 0.
     """
 
     left: int | None = None
     right: int | None = None
 
     def key_range(self, q_first: int, q_last: int, kv_len: int) -> tuple[int, int]:
-        """Keys [begin, end) that hold all that queries [q_first, q_last] see of kv_len keys."""
+        """Keys [begin, end) outside of which no query of [q_first, q_last] sees any of the kv_len keys."""
         begin = 0 if self.left is None else max(0, q_first - self.left)
         return begin, kv_len if self.right is None else max(0, min(kv_len, q_last + self.right + 1))
 
     def sees_all(self, q_first: int, q_last: int, kv_begin: int, kv_end: int) -> bool:
-        """Whether queries [q_first, q_last] see all keys of [kv_begin, kv_end) unmasked."""
+        """Whether every query of [q_first, q_last] sees every key of [kv_begin, kv_end): no mask is needed."""
         is_near = self.left is None or q_last - kv_begin <= self.left
         return is_near and (self.right is None or kv_end - 1 - q_first <= self.right)
 
@@ -78,7 +76,7 @@ class KeyBlock(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """Rows of a path's last node, for the query heads of KV heads [head_begin, head_end)."""
+    """Rows of the last node of a path, for the query heads of the KV heads [head_begin, head_end)."""
 
     path: Sequence[Node]
     row: int
@@ -119,7 +117,7 @@ class Problem:
         return self.q.shape[1] // self.kv_heads
 
     def head_chunks(self) -> Iterator[tuple[int, int]]:
-        """KV heads to compute at once: as many as fit in the bounds of memory, at least one."""
+        """KV heads to compute at once: one, unless several fit in the bounds of the working memory."""
         queries = max((one.q_len for one in self.nodes), default=0)
         longest = max((one.kv_len for one in self.nodes), default=0)
         path = max((one.kv_pos0 + one.kv_len for one in self.nodes), default=0)
@@ -131,7 +129,7 @@ class Problem:
             yield begin, min(begin + chunk, self.kv_heads)
 
     def paths(self) -> Iterator[Sequence[Node]]:
-        """The path of every node from the root, in table order; one list, which changes."""
+        """The path of every node, from the root, in the order of the table; one list, which changes."""
         path: list[Node] = []
         ends: list[int] = []
         for index, node in enumerate(self.nodes):
@@ -143,7 +141,7 @@ class Problem:
             yield path
 
     def query_blocks(self, path: Sequence[Node], head_begin: int, head_end: int) -> Iterator[QueryBlock]:
-        """The query rows of the path's last node, in blocks whose scores fit their bound."""
+        """The query rows of the path's last node, cut so that a block of scores stays within its bound."""
         node = path[-1]
         keys = min(KEY_BLOCK, max(1, *(one.kv_len for one in path)))
         size = max(1, SCORE_ELEMENTS // ((head_end - head_begin) * self.heads_per_kv_head * keys))
@@ -152,7 +150,7 @@ class Problem:
             yield QueryBlock(path, row, min(size, end - row), head_begin, head_end)
 
     def visible_blocks(self, block: QueryBlock) -> Iterator[KeyBlock]:
-        """The key blocks that the query block sees, from the root; none crosses a node's border."""
+        """The key blocks of which the query block sees something, from the root; none crosses a node's border."""
         node = block.path[-1]
         last = block.position + block.size - 1
         begin, end = self.visibility.key_range(block.position, last, node.kv_pos0 + node.kv_len)
@@ -184,7 +182,7 @@ class Problem:
         rows.unflatten(1, (-1, per_head)).copy_(value)
 
     def row_values(self, tensor: Tensor, block: QueryBlock) -> Tensor:
-        """View of a (H, total_q) tensor as (query heads, rows), in the order of `load_queries`."""
+        """View of a (H, total_q) tensor as (query heads, rows): the block's rows in the order of `load_queries`."""
         per_head = self.heads_per_kv_head
         return tensor[block.head_begin * per_head : block.head_end * per_head, block.row : block.row + block.size]
 
@@ -207,7 +205,7 @@ class Problem:
         return self.visibility.hidden(q_pos, kv_pos)
 
     def fill_hidden(self, scores: Tensor, hidden: Tensor | None, value: float) -> None:
-        """Set hidden entries of a block of scores, or of what follows from them, in place."""
+        """Set a block of scores (or of what is computed from them) to `value` where hidden, in place."""
         if hidden is not None:
             scores.unflatten(1, (self.heads_per_kv_head, -1)).masked_fill_(hidden, value)
 
@@ -250,9 +248,8 @@ def forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
     """Attention of every node of the table.
 
     Returns:
-        out (total_q, H, d_v) in q's dtype, and lse (H, total_q) in float32 (float64 for float64).
-        Rows that are in no node or see no key are 0 and -inf (with sinks, a row that sees no key
-        has its sink as LSE).
+        out (total_q, H, d_v) in q's dtype, and lse (H, total_q) in float32 (float64 for float64). Rows that are in no
+        node or see no key are 0 and -inf (with sinks, a row that sees no key has its sink as LSE).
 
     Raises:
         ValueError: the table is not consistent, see `nodes.checked_nodes`.
@@ -272,7 +269,7 @@ def forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
 
 
 def attend(problem: Problem, block: QueryBlock) -> tuple[Tensor, Tensor]:
-    """Online softmax of a query block: (heads, rows, d) and LSE (heads, rows, 1)."""
+    """Online softmax of one query block over the keys it sees: (heads, rows, d) and (heads, rows, 1)."""
     q = problem.load_queries(problem.q, block) * problem.scale
     total = q.new_zeros((*q.shape[:2], problem.values[0].shape[2]))
     sinks = problem.load_sinks(block)
@@ -304,9 +301,8 @@ def backward(call: BackwardCall) -> list[Tensor]:
     """Gradients of `forward`.
 
     Returns:
-        dq, dk, dv and, where there are these tensors, dk_decoded, dv_decoded: contiguous, 0 for
-        rows that took no part. The gradient of the sinks is not among them: it follows from these
-        arguments without a look at the keys.
+        dq, dk, dv and, where there are these tensors, dk_decoded, dv_decoded: contiguous, 0 for rows that took no part.
+        The gradient of the sinks is not among them: it follows from these arguments without a look at the keys.
     """
     problem = _problem(call, None)
     with plain_arithmetic(call.q.device):
@@ -314,7 +310,7 @@ def backward(call: BackwardCall) -> list[Tensor]:
 
 
 def _gradients(problem: Problem, results: tuple[Tensor, Tensor | None, Tensor, Tensor]) -> list[Tensor]:
-    """The gradients. A function of its own: PyTorch 2.11 cannot compile `with` after a break."""
+    """What `backward` returns. A function of its own: PyTorch 2.11 cannot compile a `with` behind a graph break."""
     dq = zeros_like(problem.q)
     dkeys, dvalues = tuple(map(zeros_like, problem.keys)), tuple(map(zeros_like, problem.values))
     for heads in problem.head_chunks():
@@ -332,7 +328,7 @@ def _gradients(problem: Problem, results: tuple[Tensor, Tensor | None, Tensor, T
 
 
 class Sums:
-    """Sums of dK and dV over rows: the gradients themselves, or wide copies of 16-bit ones."""
+    """Sums of dK and dV over a run of rows: the gradients themselves, or where those are narrower, wide copies."""
 
     def __init__(
         self, problem: Problem, dk: Tensor, dv: Tensor, begin: int, length: int, heads: tuple[int, int]
@@ -353,7 +349,7 @@ class Sums:
         self.dv[first : first + block.size].add_(dv.transpose(0, 1))
 
     def finish(self) -> None:
-        """Round the sums into the gradients and free them before the next ones are made."""
+        """Round the sums into the gradients and free them: the next ones are made while this object still lives."""
         if self.dk is not self.dk_out:
             self.dk_out.copy_(self.dk)
             self.dv_out.copy_(self.dv)
@@ -366,7 +362,7 @@ def differentiate(
     results: tuple[Tensor, Tensor | None, Tensor, Tensor],
     sums: Sequence[Sums],
 ) -> Tensor:
-    """dQ (heads, rows, d) of a query block; parts of dK and dV go to their node's sums."""
+    """dQ of one query block as (heads, rows, d); its parts of dK and dV are added to the sums of their node."""
     dout, dlse, out, lse = results
     q = problem.load_queries(problem.q, block) * problem.scale
     do = problem.load_queries(dout, block)

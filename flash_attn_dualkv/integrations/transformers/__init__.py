@@ -1,13 +1,12 @@
-"""Shared prompts in Hugging Face models whose attention runs through transformers' interface.
+"""Shared prompts in stock Hugging Face models: any causal LM whose attention runs through transformers' interface.
 
     register()  # once, before the model is made
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="dualkv")
     batch = pack_shared_prompts(prompts, responses)
     logps, entropy = shared_prompt_forward(model, batch)
 
-`model(...)` itself works too: it passes `shared_prompt_layout=batch.layout` on to every attention
-layer. Without a layout (generate, evaluation, padded batches) the same model attends as a stock
-one. Needs transformers 4.57 or newer.
+`model(...)` itself works too: it passes `shared_prompt_layout=batch.layout` on to every attention layer. Without a
+layout (generate, evaluation, padded batches) the same model attends as a stock one. Needs transformers 4.57 or newer.
 """
 
 from .attention import register, wrap

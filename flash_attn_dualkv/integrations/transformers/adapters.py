@@ -1,9 +1,8 @@
 """PEFT adapters that look at more than a token: what their configurations say, before any forward.
 
-Most kinds change a weight or a token's own hidden state and are exact on shared prompts. Others
-look at the row as a whole, and a packed row is one row of many sequences; or they draw random
-numbers, once for all copies of a prompt. PEFT itself is not imported: its models are known by what
-they carry.
+Most kinds change a weight or a token's own hidden state and are exact on shared prompts. Others look at the row as a
+whole, and a packed row is one row of many sequences; or they draw random numbers, once for all copies of a prompt.
+PEFT itself is not imported: its models are known by what they carry.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ _ADVICE = ". Run batches without a shared prompt, or the model without this adap
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Refuse a model with an active PEFT adapter whose configuration is not exact here.
+    """Refuse a model with a PEFT adapter, active and enabled, that is not exact on shared prompts by its configuration.
 
     Args:
-        model: with whatever is around it; adapters of PEFT and of transformers' own `add_adapter`
-            are found in it.
+        model: with whatever is around it; adapters of PEFT and of transformers' own `add_adapter` are found in it.
 
     Raises:
         SharedPromptError: names the adapter, the setting, and what it does.
@@ -53,7 +51,7 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def _reason(config: Any, training: bool) -> str | None:
-    """The setting of an adapter that is not exact, and what it does; None if all are exact."""
+    """The setting of an adapter that is not exact on shared prompts, and what it does; None if all are."""
     peft_type = getattr(config, "peft_type", None)  # a string where it is not PEFT's own enumeration
     kind = str(getattr(peft_type, "value", peft_type))
     if getattr(config, "is_prompt_learning", False):

@@ -1,4 +1,4 @@
-"""Attention functions for transformers that take a layout: new names, and stock names wrapped."""
+"""Attention functions of transformers' interface that take a layout: names of our own, and stock names wrapped."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .masks import DeferredMask, deferred_mask
 from .support import TAKES_LAYOUT
 
 FALLBACKS = ("auto", "sdpa", "eager")
-# Keyword arguments of attention functions that do not change what a token attends to. Others are
-# refused: an argument that is ignored here might be a mask or a bias of the model.
+# Keyword arguments of attention functions that do not change what a token attends to. Others are refused: an argument
+# that is ignored here might be a mask or a bias of the model.
 _HARMLESS = frozenset((
     "cache_position", "config", "labels", "layer_idx", "logits_to_keep", "num_items_in_batch", "output_attentions",
     "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids", "return_dict",
@@ -40,15 +40,13 @@ _CHOSEN_KEYS = ("indices", "block_indices")
 
 
 def register(name: str = "dualkv", fallback: str = "auto", *, backend: str = "auto") -> None:
-    """Make `attn_implementation=name` available to all models of this process.
+    """Make `attn_implementation=name` available to all models of this process, under every transformers version.
 
     Args:
         name: must not contain "flash": transformers takes such names for packages of kernels.
-        fallback: attention of calls without a layout: "sdpa", "eager" (the model's own), or "auto":
-            sdpa, but eager where the model has a softcap or attention sinks, which sdpa lacks.
-            Results are those of the stock one.
-        backend: of `shared_prompt_attention`: "reference" computes in PyTorch what the kernels do
-            not offer.
+        fallback: attention of calls without a layout: "sdpa", "eager" (the model's own), or "auto": sdpa, but eager
+            where the model has a softcap or attention sinks, which sdpa lacks. Results are those of the stock one.
+        backend: of `shared_prompt_attention`: "reference" computes in PyTorch what the kernels do not offer.
 
     Raises:
         SharedPromptError: an argument is not as described.
@@ -72,13 +70,12 @@ def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa
     """Let stock attention implementations take a layout, for programs that insist on their names.
 
     Calls without a layout go to the stock function unchanged. With "sdpa", pass the layout through
-    `shared_prompt_forward`, `expect_shared_prompt` or a backbone that has `install_layout_hook`:
-    transformers would build a mask of T x T elements for packed positions, and only these can tell
-    that none is needed. Wrapping twice changes nothing but the backend.
+    `shared_prompt_forward`, `expect_shared_prompt` or a backbone that has `install_layout_hook`: transformers would
+    build a mask of T x T elements for packed positions, and only these can tell that none is needed. Wrapping twice
+    changes nothing but the backend.
 
     Args:
-        names: registered attention implementations; not "eager", which every model file defines for
-            itself.
+        names: registered attention implementations; not "eager", which every model file defines for itself.
         backend: of `shared_prompt_attention`.
 
     Raises:
@@ -114,7 +111,7 @@ def _attend(
     backend: str,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Attention of a layer: query (1, H, T, d), key, value (1, H_k, T, d) -> (1, T, H, d_v)."""
+    """Attention of one layer: query (1, H, T, d), key and value (1, H_k, T, d) -> (1, T, H, d_v)."""
     query, key, _ = tensors
     scaling, softcap, s_aux = (kwargs.pop(name, None) for name in ("scaling", "softcap", "s_aux"))
     window = _window(attention_mask, kwargs.pop("sliding_window", None))
@@ -148,18 +145,18 @@ def _attend(
 
 
 def _in_type_of(value: Tensor, *others: Tensor) -> Iterator[Tensor]:
-    """q and k in the type of v, the model's: norms behind projections may be in float32."""
+    """q and k in the type that the model computes in, which v has: norms behind their projections may be in float32."""
     return (one.to(value.dtype) for one in others)
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    """Pad with zeros, which change no score; columns of v are cut off again."""
+    """Zeros beyond the head dimension change no score; those of v are columns of the output that are cut off."""
     missing = -tensor.shape[-1] % HEAD_DIM_MULTIPLE
     return functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _window(attention_mask: Any, sliding_window: int | None) -> int | None:
-    """The layer's window: the argument, or where the model has it there only, the mask's."""
+    """The layer's window: what the model passes, or where it has the window only in its mask, that of the mask."""
     if not isinstance(attention_mask, DeferredMask):
         return sliding_window
     if sliding_window is not None and sliding_window != attention_mask.window:
@@ -176,7 +173,7 @@ def _check_call(
     attention_mask: Any,
     kwargs: dict[str, Any],
 ) -> None:
-    """SharedPromptError unless the call is plain causal attention of the packed row."""
+    """SharedPromptError if the call is anything but plain causal attention of the layout's packed row."""
     checks.instance("shared_prompt_layout", layout, SharedPromptLayout, " (batch.layout)")
     if query.shape[0] != 1 or query.shape[2] != layout.num_local_tokens:
         expected = f"1 row of {layout.num_local_tokens} tokens (as the layout)"
@@ -229,7 +226,7 @@ def _attend_without_layout(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Stock attention on `deferred_mask`'s mask: None, bool, or a caller's own 4-D mask."""
+    """Stock attention on the mask that `deferred_mask` has made: None, bool, or a caller's own 4-D mask."""
     chosen = [name for name in _CHOSEN_KEYS if kwargs.get(name) is not None]
     if chosen:
         expected = "stock attention (sdpa or eager) for a model that chooses keys with an indexer"
@@ -250,14 +247,14 @@ def _attend_without_layout(
 
 
 def _stock_mask(attention_mask: Any, kwargs: dict[str, Any]) -> Any:
-    """The mask for stock attention; an error for a packed row whose layout got lost."""
+    """The mask that stock attention takes; an error if it is for a packed row whose layout got lost."""
     if guard.current() is None:  # which says how many layers have lost it
         check_unpacked(kwargs.get("position_ids"), attention_mask)
     return attention_mask.build() if isinstance(attention_mask, DeferredMask) else attention_mask
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """sdpa's mask for eager attention; None means causal there, unless there is one query."""
+    """sdpa's mask as eager attention takes it. None stands for causal there, unless there is one query."""
     queries, keys = query.shape[2], key.shape[2]
     if mask is None:
         if queries == 1:
@@ -273,7 +270,7 @@ def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def _refuse_layouts_elsewhere() -> None:
-    """Let stock attention raise when it gets a layout, which it would drop."""
+    """Let stock attention raise when it gets a layout, which it would drop: of a layer that was left on it, say."""
     for name, stock in list(AttentionInterface._global_mapping.items()):
         if not hasattr(stock, TAKES_LAYOUT) and not hasattr(stock, "dualkv_stock"):
             AttentionInterface.register(name, _refusing_attention(name, stock))

@@ -1,10 +1,9 @@
-"""What `register` and `wrap` add to transformers' base class, beside attention functions.
+"""What `register` and `wrap` add to transformers' base class, for calls that never reach the attention functions.
 
-Two mistakes become errors that say what to do: a model without transformers' attention interface,
-which raises a bare KeyError, and labels that a stock loss would shift by one row, which is wrong
-for a packed row. Registered names are for decoders of text: other parts of a model (vision, audio)
-stay on the stock attention that they have or would choose. And continuous batching, which knows
-stock names alone, runs on what a registered name stands for without a layout.
+Two mistakes become errors that say what to do: a model without transformers' attention interface, which raises a bare
+KeyError, and labels that a stock loss would shift by one row, which is wrong for a packed row. Registered names are for
+decoders of text: other parts of a model (vision, audio) stay on the stock attention that they have or would choose. And
+continuous batching, which knows stock names alone, runs on what a registered name stands for without a layout.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def install() -> None:
 
 
 def check_labels(labels: Any, shift_labels: Any) -> None:
-    """SharedPromptError for labels that the model would shift along the packed row."""
+    """SharedPromptError for labels that a model would shift itself: a packed row's next token is not the next row's."""
     if labels is not None and shift_labels is None:
         expected = "shift_labels=batch.labels[None] beside labels=batch.labels[None] with a shared prompt"
         raise SharedPromptError(explain("labels", expected, "labels alone, which the model would shift by a row"))
@@ -122,7 +121,7 @@ def _stock_batching(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _stock_names(model: Any) -> Iterator[None]:
-    """Put a model on the stock attention that it runs on without a layout, by its stock name."""
+    """Put a model on the stock attention that it runs on without a layout, under the name that this has."""
     configs = {id(one.config): one.config for one in model.modules() if isinstance(one, PreTrainedModel)}.values()
     before = [(config, config._attn_implementation) for config in configs]
     for config, name in before:

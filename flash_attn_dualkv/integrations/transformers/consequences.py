@@ -1,7 +1,7 @@
 """Forwards without consequences: what they draw, count or write is as it was before.
 
-A forward that only tries something out must not move the random numbers of a training run, the bias
-that a router keeps in a buffer, or the counter of somebody's hook.
+A forward that only tries something out must not move the random numbers of a training run, the bias that a router keeps
+in a buffer, or the counter of somebody's hook.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BOOKKEEPERS = ("torch.", "deepspeed.", "accelerate.", "flash_attn_dualkv.")
 
 
 class Generators:
-    """The generators that a forward draws from: PyTorch's, Python's, NumPy's, the model's own.
+    """What a forward draws from: the default generators of PyTorch, Python and NumPy, and those of the model's own.
 
     Args:
         model: whose modules and hooks may hold generators of their own.
@@ -97,7 +97,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 @contextmanager
 def without_consequences(model: nn.Module, devices: Iterable[torch.device]) -> Iterator[Generators]:
-    """On leaving, put back generators, small buffers, frozen parameters, and counters."""
+    """Put back generators, small buffers and frozen parameters, and what modules and hooks count, on leaving."""
     generators = Generators(model, devices)
     states = generators.read()
     restore = [*_kept_tensors(model), *_kept_counters(model)]
@@ -166,7 +166,7 @@ def _is_bookkeeper(kind: Any) -> bool:
 
 
 def _variables_of(hook: Any) -> Iterator[_Variable]:
-    """What a hook may count in: its closure, the object whose method it is, its attributes."""
+    """What a hook may count in: its closure, the object that it is a method of, attributes of its own."""
     if isinstance(hook, functools.partial):
         yield from _variables_of(hook.func)
         return

@@ -1,4 +1,4 @@
-"""What is found out about a model before its prompts are shared, once a mode and adapters."""
+"""What is found out about a model before prompts are shared in it, once per mode and set of active adapters."""
 
 from __future__ import annotations
 
@@ -32,16 +32,14 @@ def check_first_use(
     model: nn.Module | None = None,
     self_check: bool = True,
 ) -> None:
-    """Refuse a model that is not exact on shared prompts in its mode, with its adapters.
+    """Refuse a model that is not exact on shared prompts in its present mode and with its present adapters.
 
-    With `self_check` a pair of short sequences is tried, see `trial`: forwards of at most 64 tokens
-    without gradients, which are collectives where parameters are sharded, so that every rank must
-    ask at the same call. Generators, small buffers and counters of hooks are afterwards as they
-    were before.
+    With `self_check` a pair of short sequences is tried, see `trial`: forwards of at most 64 tokens without gradients,
+    which are collectives where parameters are sharded, so that every rank must ask at the same call. Generators, small
+    buffers and counters of hooks are afterwards as they were before.
 
     Args:
-        stock: the transformers model, see `causal_lm_of`, or its decoder; supported by its
-            configuration.
+        stock: the transformers model, see `causal_lm_of`, or its decoder; supported by its configuration.
         device: that of the inputs.
         model: the outermost module around it; None from inside of its forward.
         self_check: whether the pair is tried. If not, only parts and configuration are looked at.
@@ -84,11 +82,10 @@ def _error_of(stock: Any, trial: Trial | None) -> _Error | None:
 
 
 def _state_of(stock: nn.Module) -> tuple[Any, ...]:
-    """Equal while the model has the same parts, mode, dropout, adapters and (alone) hooks.
+    """Equal as long as the model has the same parts, mode, dropout and active adapters; in one process, the same hooks.
 
-    Several processes must try a model together, and hooks may come on one of them alone (those of
-    loggers, say). Every forward asks for the state, so it takes a third of the time of
-    `named_modules`.
+    Several processes must try a model together, and hooks may come on one of them alone (those of loggers, say).
+    Every forward asks for the state, so it takes a third of the time of `named_modules`.
     """
     is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     modules = hooks = training = 0

@@ -1,8 +1,7 @@
-"""Log-probabilities of packed responses: every token once, the LM head on scored rows.
+"""Log-probabilities of packed responses: the backbone over every token once, the LM head over the rows that are scored.
 
-The head is whatever the model's own forward does after its backbone (projection, softcapping,
-scaling of logits): it is run with the backbone replaced by one that returns ready hidden states, so
-no model needs to be known here.
+The head is whatever the model's own forward does after its backbone (projection, softcapping, scaling of logits): it is
+run with the backbone replaced by one that returns ready hidden states, so no model needs to be known here.
 """
 
 from __future__ import annotations
@@ -66,32 +65,29 @@ def shared_prompt_forward(
     with_entropy: bool = False,
     self_check: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of all response tokens, or of all trained tokens of trees; each row once.
+    """Log-probabilities of all response tokens of a micro-batch, or of all trained tokens of trees; each row once.
 
     Args:
-        model: a causal LM of transformers whose attention is registered or wrapped by this package;
-            also inside PEFT, DDP, FSDP or DeepSpeed. Gradients flow to its parameters unless grad
-            mode is off.
+        model: a causal LM of transformers whose attention is registered or wrapped by this package; also inside PEFT,
+            DDP, FSDP or DeepSpeed. Gradients flow to its parameters unless grad mode is off.
         batch: from `pack_shared_prompts` or `pack_prefix_tree`, on the model's device.
         temperature: divides the logits; finite and > 0.
         with_entropy: also return the entropy of each distribution (natural log, differentiable).
-        self_check: before the first forward in each mode and with each set of active adapters, try
-            a pair of short sequences: does the model draw random numbers, and does it compute the
-            same in a packed row as in rows of their own? Some forwards of at most 64 tokens, on all
-            ranks alike.
+        self_check: before the first forward in each mode and with each set of active adapters, try a pair of short
+            sequences: does the model draw random numbers, and does it compute the same in a packed row as in rows of
+            their own? Some forwards of at most 64 tokens, on all ranks alike.
 
     Returns:
-        logps, entropy: each (sum of response lengths,) in float32 (float64 for float64 models), the
-        responses (or the trained tokens of sequences) one after the other in the order in which
-        they were given; `unpack_logprobs` makes a (responses, tokens) matrix of them. entropy is
-        None unless asked for.
+        logps, entropy: each (sum of response lengths,) in float32 (float64 for float64 models), the responses (or the
+        trained tokens of sequences) one after the other in the order in which they were given; `unpack_logprobs` makes
+        a (responses, tokens) matrix of them.
+        entropy is None unless asked for.
 
     Raises:
-        SharedPromptError: an argument is not as described; a token id is not in the vocabulary; the
-            model is not exact on shared prompts (see `check_supported`), draws random numbers, runs
-            on another attention, or shards its LM head as an FSDP unit of its own.
-        SharedPromptLayoutError: an attention layer has not got the layout; nothing is returned
-            then.
+        SharedPromptError: an argument is not as described; a token id is not in the vocabulary; the model is not exact
+            on shared prompts (see `check_supported`), draws random numbers, runs on another attention, or shards its LM
+            head as an FSDP unit of its own.
+        SharedPromptLayoutError: an attention layer has not got the layout; nothing is returned then.
     """
     if not isinstance(batch, PrefixTreeBatch):
         checks.instance("batch", batch, SharedPromptBatch, " (of pack_shared_prompts)")
@@ -114,14 +110,13 @@ def shared_prompt_forward(
         scorer = _Scorer(causal_lm, backbone, batch, temperature, with_entropy)
         expected = expect_shared_prompt(batch.layout, num_mixing_layers(causal_lm))
         with expected, replaced_forward(causal_lm, scorer) as call:
-            # Through the outermost module, so that wrappers see one forward with the
-            # log-probabilities as its output.
+            # Through the outermost module, so that wrappers see one forward with the log-probabilities as its output.
             logps, entropy = call(model, inputs)
     return logps, entropy if with_entropy else None
 
 
 def _text_marks(causal_lm: Any, batch: PackedBatch) -> dict[str, Tensor]:
-    """Marks of text for models that also take images; some want them in training mode."""
+    """What tells a model of text and images that all tokens are text: some want to be told in training mode."""
     if not tower_configs(causal_lm.config):
         return {}
     is_told = "mm_token_type_ids" in inspect.signature(type(causal_lm).forward).parameters
@@ -138,8 +133,7 @@ def _check_model(causal_lm: Any) -> str:
     if "logits_to_keep" not in inspect.signature(type(causal_lm).forward).parameters:
         expected = "a forward that takes logits_to_keep"
         raise SharedPromptError(explain("model", expected, f"that of {type(causal_lm).__name__}"))
-    # Ranks have different numbers of rows, hence of chunks: a unit that communicates in every call
-    # would wait for ever.
+    # Ranks have different numbers of rows, hence of chunks: a unit that communicates in every call would wait for ever.
     for module in head_modules(causal_lm, name):
         if any(hasattr(module, mark) for mark in _FSDP_UNIT):
             expected = "an LM head in the root's FSDP unit"
@@ -148,7 +142,7 @@ def _check_model(causal_lm: Any) -> str:
 
 
 def _check_vocabulary(causal_lm: Any, batch: PackedBatch) -> None:
-    """SharedPromptError for unknown token ids: a GPU would only say "device-side assert"."""
+    """SharedPromptError for token ids that have no row: on a GPU the embedding would only say "device-side assert"."""
     ends = (causal_lm.get_input_embeddings(), "num_embeddings"), (causal_lm.get_output_embeddings(), "out_features")
     sizes = [size for module, name in ends if isinstance(size := getattr(module, name, None), int)]
     if sizes and batch.max_token >= min(sizes):
@@ -173,8 +167,7 @@ class _Scorer:
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """The model's inputs -> log-probabilities and entropies, (sum R,) each."""
         output = self._run_backbone(inputs)
-        # One gather for all rows: a gather per chunk would have a backward as large as the whole
-        # pack.
+        # One gather for all rows: a gather per chunk would have a backward as large as the whole pack.
         states = output.last_hidden_state[0]
         # Layers may lie on several devices; the last of them says where the scores are computed.
         here, token_index = states.device, self.batch.token_index
@@ -187,8 +180,7 @@ class _Scorer:
             ready = type(output)(last_hidden_state=hidden[None])
             ready_backbone = _ready_backbone(self.causal_lm, self.backbone, ready)
             with lock_of(self.causal_lm), ready_backbone, already_gathered(gathered):
-                # Some heads look at the length of the input; nobody looks into it, since the
-                # backbone is ready.
+                # Some heads look at the length of the input; nobody looks into it, since the backbone is ready.
                 inputs = {"inputs_embeds": hidden.detach()[None], "use_cache": False, "return_dict": True}
                 result: Tensor = self.stock_forward(**inputs).logits[0].to(here)
             return result
@@ -226,7 +218,7 @@ class _Scorer:
 
 @contextmanager
 def _ready_backbone(causal_lm: Any, name: str, output: Any) -> Iterator[None]:
-    """Replace the causal LM's backbone by one that has its output already and runs no hooks."""
+    """Replace the causal LM's backbone by one that has its output already, without running its hooks."""
     backbone = causal_lm._modules[name]
     causal_lm._modules[name] = _ReadyBackbone(backbone, output)
     try:

@@ -1,9 +1,8 @@
 """LM heads under DeepSpeed ZeRO-3, whose parameters are there once for all chunks.
 
-ZeRO-3 leaves a module's parameters empty and gathers them, from all processes, in hooks around the
-module's forward and backward. Around each chunk that would fail: processes with other numbers of
-chunks would wait for each other, and a gradient summed over chunks would meet an empty parameter.
-So the hooks run around all chunks at once.
+ZeRO-3 leaves a module's parameters empty and gathers them, from all processes, in hooks around the module's forward and
+backward. Around each chunk that would fail: processes with other numbers of chunks would wait for each other, and a
+gradient summed over chunks would meet an empty parameter. So the hooks run around all chunks at once.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def score_gathered(modules: Sequence[nn.Module], score: Score, hidden: Tensor) -
 
 
 class _Around(nn.Module):
-    """A function in the place of a module's forward, inside the module's hooks that gather."""
+    """A function in the place of a module's forward, inside of those hooks of the module that gather."""
 
     def __init__(self, module: nn.Module, function: Score) -> None:
         super().__init__()
@@ -73,5 +72,5 @@ def already_gathered(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _gathers(hook: Any) -> bool:
-    """Whether it is DeepSpeed's, whose hooks are closures known by their module alone."""
+    """Whether it is DeepSpeed's: closures, which nothing but where they are from tells from other hooks."""
     return str(getattr(hook, "__module__", "")).startswith("deepspeed.")

@@ -1,8 +1,8 @@
 """The guard against a layout that gets lost on its way to the layers that mix tokens.
 
-Models accept keyword arguments that they do not know and may drop them. Attention without its
-layout is still attention, over the wrong tokens: no error, only wrong numbers. So whoever passes a
-layout says how many attention layers must consume it, and every layer that does reports so here.
+Models accept keyword arguments that they do not know and may drop them. Attention without its layout is still
+attention, over the wrong tokens: no error, only wrong numbers. So whoever passes a layout says how many attention
+layers must consume it, and every layer that does reports so here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class Expectation:
     num_layers: int
     outer: Expectation | None
     owner: object = None  # what is to end it, where that is not a with statement
-    # Identities of modules: activation checkpointing may run a layer a second time, which must not
-    # count twice.
+    # Identities of modules: activation checkpointing may run a layer a second time, which must not count twice.
     consumers: set[int] = field(default_factory=set)
 
     def check(self) -> None:
@@ -79,7 +78,7 @@ def suspended() -> Iterator[None]:
 
 
 def consume(module: nn.Module, layout: SharedPromptLayout) -> None:
-    """Record that a layer has got `layout`; SharedPromptLayoutError if another is expected."""
+    """Record that an attention layer has got `layout`; SharedPromptLayoutError if another one is expected."""
     expectation = _expectation.get()
     if expectation is None:
         return
@@ -95,19 +94,18 @@ def consume(module: nn.Module, layout: SharedPromptLayout) -> None:
 def expect_shared_prompt(layout: SharedPromptLayout, num_layers: int) -> Iterator[None]:
     """Raise unless the forward inside consumes `layout` in `num_layers` layers.
 
-    Leave it before the backward. It counts layers and does not look at the model: `check_supported`
-    and `install_layout_hook` say whether that is exact on shared prompts. A backbone that has
-    `install_layout_hook` takes the layout from here when it is not among its arguments.
+    Leave it before the backward. It counts layers and does not look at the model: `check_supported` and
+    `install_layout_hook` say whether that is exact on shared prompts. A backbone that has `install_layout_hook` takes
+    the layout from here when it is not among its arguments.
 
     Args:
         layout: what the model gets as `shared_prompt_layout`.
-        num_layers: layers of the model that mix tokens: its attention layers, and of a hybrid model
-            the convolutions and recurrences too; >= 1.
+        num_layers: layers of the model that mix tokens: its attention layers, and of a hybrid model the convolutions
+            and recurrences too; >= 1.
 
     Raises:
         SharedPromptError: an argument is not as described.
-        SharedPromptLayoutError: on leaving, if any layer attended without the layout; inside, if a
-            layer gets another.
+        SharedPromptLayoutError: on leaving, if any layer attended without the layout; inside, if a layer gets another.
     """
     expectation = begin(layout, num_layers)
     try:

@@ -1,9 +1,8 @@
-"""Heads that look at the row as a whole: one value for a packed row is none for a sequence.
+"""Heads that look at the row as a whole: one value for a packed row is none for any of its sequences.
 
-A backbone, a causal LM's head and token classification (critics, reward models a token) give
-something for each row of the pack, which is exact. Sequence classification, multiple choice, double
-heads and poolers choose one row or average all of them. Which is which shows in the shape of what
-comes out, whatever the class is called.
+A backbone, a causal LM's head and token classification (critics, reward models a token) give something for each row of
+the pack, which is exact. Sequence classification, multiple choice, double heads and poolers choose one row or average
+all of them. Which is which shows in the shape of what comes out, whatever the class is called.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ def check_output(output: Any, layout: SharedPromptLayout, inputs: dict[str, Any]
         inputs: its arguments by their names.
 
     Raises:
-        SharedPromptError: a floating-point tensor that has no dimension of rows; a loss of labels
-            that were not given.
+        SharedPromptError: a floating-point tensor that has no dimension of rows; a loss of labels that were not given.
     """
     if isinstance(output, Mapping) and output.get("loss") is not None and inputs.get("shift_labels") is None:
         expected = "that of shift_labels=batch.labels[None] with a shared prompt"

@@ -1,4 +1,4 @@
-"""The hook that brings a layout to a backbone and sees that every attention layer gets it."""
+"""The hook that brings a layout to a model's backbone and sees that every attention layer has got it."""
 
 from __future__ import annotations
 
@@ -26,32 +26,27 @@ from .support import check_modules, check_positions, check_supported, media_amon
 def install_layout_hook(model: nn.Module, *, self_check: bool = True) -> LayoutHook:
     """Guard every forward of a model that has a layout, and pass the layout on to its backbone.
 
-    The layout is the keyword argument `shared_prompt_layout` or, if something between the caller
-    and the model drops unknown arguments, that of the enclosing `expect_shared_prompt`. The
-    backbone (`model.model` of a causal LM) gets it even if the causal LM around it drops it.
-    Install it before the model is wrapped or sharded. Layers of hybrid models get hooks of their
-    own, which stay, and do nothing without a layout. Copies of the model, pickled ones too, have a
+    The layout is the keyword argument `shared_prompt_layout` or, if something between the caller and the model drops
+    unknown arguments, that of the enclosing `expect_shared_prompt`. The backbone (`model.model` of a causal LM) gets it
+    even if the causal LM around it drops it. Install it before the model is wrapped or sharded. Layers of hybrid models
+    get hooks of their own, which stay, and do nothing without a layout. Copies of the model, pickled ones too, have a
     hook of their own.
 
     Args:
-        model: a causal LM, its backbone, or another model with one output a token; adapters
-            included.
-        self_check: try a pair of short sequences before the first forward in each mode and with
-            each set of active adapters, as in `shared_prompt_forward`. A forward without a layout
-            counts too, so that all ranks try it together; what is found refuses only forwards with
-            one.
+        model: a causal LM, its backbone, or another model with one output a token; adapters included.
+        self_check: try a pair of short sequences before the first forward in each mode and with each set of active
+            adapters, as in `shared_prompt_forward`. A forward without a layout counts too, so that all ranks try it
+            together; what is found refuses only forwards with one.
 
     Returns:
         A handle whose `remove()` takes the hook away.
 
     Raises:
-        SharedPromptError: the model is not supported; see `check_supported`. Its head gives one
-            value for the whole row, which shows at installation or from a forward. From a forward:
-            the model draws random numbers or is not exact with its present adapters. Labels without
-            shift_labels, which the model would shift by a row.
-        SharedPromptLayoutError: from a forward, when an attention layer has not consumed the
-            layout, when the positions are not those of the layout's batch, or when those of a batch
-            come without its layout.
+        SharedPromptError: the model is not supported; see `check_supported`. Its head gives one value for the whole
+            row, which shows at installation or from a forward. From a forward: the model draws random numbers or is
+            not exact with its present adapters. Labels without shift_labels, which the model would shift by a row.
+        SharedPromptLayoutError: from a forward, when an attention layer has not consumed the layout, when the positions
+            are not those of the layout's batch, or when those of a batch come without its layout.
     """
     stock = causal_lm_of(model)
     check_supported(stock.config)
@@ -65,7 +60,7 @@ def install_layout_hook(model: nn.Module, *, self_check: bool = True) -> LayoutH
 
 
 def _check_inputs(layout: Any, inputs: dict[str, Any]) -> None:
-    """Refuse a forward with a layout for which the model would make positions or shift labels."""
+    """Refuse a forward with a layout whose positions or labels the model would make or shift by itself."""
     checks.instance("shared_prompt_layout", layout, SharedPromptLayout, " (batch.layout)")
     position_ids = inputs.get("position_ids")
     if position_ids is None:
@@ -79,10 +74,9 @@ def _check_inputs(layout: Any, inputs: dict[str, Any]) -> None:
 
 
 class LayoutHook:
-    """What `install_layout_hook` has installed, on a causal LM and its backbone or one of them.
+    """What `install_layout_hook` has installed: on a causal LM and on its backbone, or on a backbone alone.
 
-    The hooks are methods: a model with them can be pickled, and a copy of it has a copy of this
-    object.
+    The hooks are methods: a model with them can be pickled, and a copy of it has a copy of this object.
     """
 
     def __init__(self, modules: list[nn.Module], layers: int, self_check: bool) -> None:
@@ -134,7 +128,7 @@ class LayoutHook:
             check_output(output, layout, self._inputs(module, args, kwargs))
 
     def _try(self, module: nn.Module, inputs: dict[str, Any]) -> None:
-        """SharedPromptError if the model cannot share prompts in its mode with its adapters."""
+        """SharedPromptError if the model cannot share prompts in its present mode and with its present adapters."""
         if is_replaced(module):  # inside of shared_prompt_forward, which has asked
             return
         self._tried.add(module.training)
@@ -149,10 +143,9 @@ class LayoutHook:
         return {**dict(zip(names, args)), **kwargs}
 
     def _end_interrupted(self, module: nn.Module) -> None:
-        """Forget expectations of forwards that never ended: PyTorch runs no hook after Ctrl-C.
+        """Forget the expectations of forwards that have not come to their end: PyTorch runs no hook after Ctrl-C.
 
-        `module` begins a forward; it cannot be inside another one of its own, nor of a module that
-        lies within it.
+        `module` begins a forward; it cannot be inside another one of its own, nor of a module that lies within it.
         """
         while (expectation := guard.current()) is not None:
             owner = expectation.owner

@@ -1,4 +1,4 @@
-"""Masks for a registered attention, built only for layers that have no layout."""
+"""The masks of models on a registered attention: built only for attention layers that have no layout."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from ...checks import explain
 from ...errors import SharedPromptUnsupportedError
 from . import guard
 
-# What masks of causal and sliding-window attention of packed rows are made of in transformers.
-# Anything else (blocks, images that see themselves both ways, chunks) is no mask that a layout
-# stands for.
+# What masks of causal and sliding-window attention of packed rows are made of in transformers. Anything else (blocks,
+# images that see themselves both ways, chunks) is no mask that a layout stands for.
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 _CAUSAL_MASKS = frozenset(
     {
@@ -32,14 +31,14 @@ _CAUSAL_MASKS = frozenset(
 
 
 class _MaskError(SharedPromptUnsupportedError, AttributeError):
-    """A mask is read beside a layout. An AttributeError too: a wrapper's `hasattr` answers no."""
+    """The mask of a forward with a layout is read. An AttributeError too, so that a wrapper's `hasattr` answers no."""
 
 
 class DeferredMask:
-    """Stands for the T x T mask of a packed row, which is built only when something reads it.
+    """Stands for the mask of a packed row, T x T elements, which is built only when something reads it.
 
-    Attention layers with a layout do not. To stock attention, and to models that compute with their
-    mask themselves, this object is the mask.
+    Attention layers with a layout do not. To stock attention, and to models that compute with their mask themselves,
+    this object is the mask.
     """
 
     def __init__(
@@ -74,24 +73,24 @@ class DeferredMask:
 
     @property
     def is_causal(self) -> bool:
-        """Whether it is causal; transformers makes bidirectional masks by the same function."""
+        """Whether it is a causal mask; transformers makes bidirectional ones through the same function."""
         return "allow_is_bidirectional_skip" not in self._arguments
 
     def build(self) -> Tensor | None:
-        """The built mask, for sdpa (1, 1, T, T) bool or None if plainly causal; made once."""
+        """What the builder makes, for sdpa (1, 1, T, T) bool or None if it is plainly causal; once for all layers."""
         if not self._is_built:
             self._mask = self._builder(**self._arguments)
             self._is_built = True
         return self._mask
 
     def replace(self) -> None:
-        """Note that a layer takes a layout instead; an error if another layer has read the mask."""
+        """Note that an attention layer takes a layout in its stead; an error if another layer has read it."""
         self._uses.is_replaced = True
         if self._uses.is_read:
             raise self._error()
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """The mask for layers on another device, which accelerate's hooks ask for, still unread."""
+        """The mask for layers on another device, which accelerate's hooks ask for: no layer has read it yet."""
         device = _device_alone(args, kwargs)
         if device is None:
             return self._tensor().to(*args, **kwargs)
@@ -119,7 +118,7 @@ class DeferredMask:
         return getattr(self._tensor(), name)
 
     def __getitem__(self, index: Any) -> Any:
-        """A part of the mask, or all of it; for models that drop rows, only the rows left."""
+        """A part of the mask, or all of it. Of models that drop rows, only the rows that are left are built."""
         parts = index if isinstance(index, tuple) else (index,)
         if all(map(_is_whole, parts)):
             return self
@@ -198,7 +197,7 @@ def _functions(values: dict[str, Any]) -> list[Callable[..., Any]]:
 
 
 def _is_without_blocks(function: Callable[..., Any]) -> bool:
-    """Whether a function shows blocks to themselves and there is none: all are text, -1."""
+    """Whether a function shows the tokens of a block to each other and there is no block: all are text, -1."""
     blocks = _closure(function).get("block_sequence_ids")
     return isinstance(blocks, Tensor) and not (blocks >= 0).any()
 
@@ -212,8 +211,7 @@ def deferred_mask(
 ) -> Any:
     """Mask function of a registered name: sdpa's mask, later if the call might have a layout.
 
-    Only a forward of one row without padding and cache can have one; then transformers gives no 2-D
-    mask.
+    Only a forward of one row without padding and cache can have one; then transformers gives no 2-D mask.
     """
     arguments = dict(batch_size=batch_size, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
     if batch_size == 1 and attention_mask is None and not _is_skipped(arguments):
@@ -223,11 +221,11 @@ def deferred_mask(
 
 
 def _drops_rows(config: Any) -> bool:
-    """Whether layers may get the last rows alone: None would be causal from the first on."""
+    """Whether layers with the keys of others may get the last rows alone: None would be causal from the first on."""
     return bool(getattr(config, "num_kv_shared_layers", 0))
 
 
 def _is_skipped(arguments: dict[str, Any]) -> bool:
-    """Whether sdpa_mask builds no T x T mask: uncompiled, for one plainly causal sequence."""
+    """Whether sdpa_mask builds nothing of T x T elements: of one plainly causal sequence, unless it is compiled."""
     is_plain = arguments["mask_function"] is causal_mask_function and arguments.get("local_size") is None
     return is_plain and bool(arguments.get("allow_is_causal_skip", True)) and not torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""The parts of a model inside wrappers and adapters, and one replaced during a call."""
+"""The parts of a model, found inside wrappers and adapters, and one of them replaced for the time of a call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def causal_lm_of(model: nn.Module) -> Any:
 
 
 def backbone_name(causal_lm: Any) -> str | None:
-    """The attribute of a causal LM with its backbone, the child with the input embeddings, or None.
+    """The attribute of a causal LM that holds its backbone, the child with the input embeddings; None for a backbone.
 
     Not `base_model_prefix`, which names an attribute that some classes do not have.
     """
@@ -54,7 +54,7 @@ def backbone_name(causal_lm: Any) -> str | None:
 
 
 def decoder_of(model: Any) -> Any:
-    """The decoder of text tokens: the innermost transformers model with the input embeddings."""
+    """The decoder of text tokens: of the transformers models that hold the input embeddings the innermost."""
     embeddings = model.get_input_embeddings()
     return [one for one in model.modules() if isinstance(one, PreTrainedModel) and _holds(one, embeddings)][-1]
 
@@ -68,7 +68,7 @@ _locks_lock = threading.Lock()
 
 
 def lock_of(causal_lm: nn.Module) -> threading.RLock:
-    """The lock of a thread that replaces parts of the model, lest another puts them back.
+    """What a thread must hold while it replaces parts of the model, which another one would put back too early.
 
     Plain forwards of other threads need no lock: to them the replacements are what they replace.
     """
@@ -77,7 +77,7 @@ def lock_of(causal_lm: nn.Module) -> threading.RLock:
 
 
 def is_elsewhere(thread: int) -> bool:
-    """Whether this is another thread. Compilers cannot trace that, and trace in one thread."""
+    """Whether this runs in another thread. Compilers cannot trace the question, and trace in one thread."""
     return not torch.compiler.is_compiling() and threading.get_ident() != thread
 
 
@@ -101,7 +101,7 @@ def replaced_forward(causal_lm: Any, forward: Callable[..., Any]) -> Iterator[Ca
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Whether a causal LM answers with another output than its own, see `replaced_forward`."""
+    """Whether a causal LM answers with something else than its own output, see `replaced_forward`."""
     return isinstance(module.__dict__.get("forward"), _Replacement)
 
 
@@ -128,7 +128,7 @@ class _Replacement:
 
 
 def _check_wanted(inputs: dict[str, Any]) -> None:
-    """SharedPromptError for a call by an adapter that wants to look into the model.
+    """SharedPromptError for a call that wants to look into the model: from an adapter, for purposes of its own.
 
     X-LoRA, for example, weighs its experts by the hidden states of a forward that goes before.
     """

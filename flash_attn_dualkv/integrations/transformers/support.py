@@ -1,10 +1,9 @@
-"""Which models are exact on shared prompts: decided here, and only here.
+"""Which models are exact on shared prompts: what makes a model unsupported is decided here, and only here.
 
-One copy of the prompt stands for all of them if a token's hidden state depends on the tokens that
-it attends to and on nothing else. Layers that mix tokens in another way (recurrence, convolution)
-break that silently unless they hand on what they carry, see `hybrid`; so do those that see keys by
-another rule than causality and a sliding window. Dropout draws one mask for the prompt instead of
-one per response.
+One copy of the prompt stands for all of them if a token's hidden state depends on the tokens that it attends to and on
+nothing else. Layers that mix tokens in another way (recurrence, convolution) break that silently unless they hand on
+what they carry, see `hybrid`; so do those that see keys by another rule than causality and a sliding window. Dropout
+draws one mask for the prompt instead of one per response.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ MEDIA = ("pixel", "image", "token_type_ids", "spatial_shapes", "video", "audio")
 # The attribute by which attention functions that take a layout are known.
 TAKES_LAYOUT = "dualkv_takes_layout"
 
-# Fields of configurations whose models mix tokens by something else than attention too, unless
-# layer_types says not.
+# Fields of configurations whose models mix tokens by something else than attention too, unless layer_types says not.
 _MIXER_FIELDS = re.compile(r"^(mamba|ssm|rwkv|conv_L_cache|linear_conv|lru|hybrid_override_pattern|use_rg_lru)")
 _MIXER_CLASSES = re.compile(
     r"mamba|deltanet|linearattention|lightningattention|shortconv|rwkv|rglru|retention|mlstm|slstm|indexer", re.I
@@ -64,7 +62,7 @@ def is_mark_of_text(name: str, value: Any) -> bool:
 
 
 def tower_configs(config: Any) -> list[Any]:
-    """The parts of a configuration, at any depth, for other inputs than text: vision, audio."""
+    """The parts of a configuration, at any depth, that do not describe the decoder of text tokens: vision, audio."""
     parts = _parts(config)
     if not parts:
         return []
@@ -115,8 +113,7 @@ def check_supported(config: Any) -> None:
     chunk = getattr(text, "attention_chunk_size", None)
     if chunk and not layer_types:
         raise SharedPromptError(explain("attention_chunk_size", "None (chunked attention is not exact)", chunk))
-    # Llama 4: where there is no RoPE, queries grow with the index of their row, not with their
-    # position.
+    # Llama 4: where there is no RoPE, queries grow with the index of their row, not with their position.
     if getattr(text, "attn_temperature_tuning", None) and 0 in (getattr(text, "no_rope_layers", None) or ()):
         expected = "False (it counts the rows before a token instead of its position)"
         raise SharedPromptError(explain("attn_temperature_tuning", expected, text.attn_temperature_tuning))
@@ -125,7 +122,7 @@ def check_supported(config: Any) -> None:
 
 
 def check_attention(config: Any) -> None:
-    """SharedPromptError unless the model's attention implementation takes a layout."""
+    """SharedPromptError unless the model runs on an attention implementation that takes a layout."""
     implementation = text_config(config)._attn_implementation
     if not hasattr(AttentionInterface._global_mapping.get(implementation), TAKES_LAYOUT):
         expected = 'a registered or wrapped attention (attn_implementation="dualkv" after register())'
@@ -153,7 +150,7 @@ def kernels_lack(config: Any) -> str | None:
 
 
 def is_hybrid(config: Any) -> bool:
-    """Whether a supported model has layers that carry a state along the sequence."""
+    """Whether a supported model has layers that carry something along the sequence, beside attention."""
     return family_of(text_config(config)) is not None
 
 
@@ -173,7 +170,7 @@ def num_mixing_layers(model: Any) -> int:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse a model with modules that mix tokens in a way that is not known here.
+    """Refuse a model with modules that mix tokens in an unknown way, whatever its configuration says.
 
     And one whose positions do not begin at 0, as those of packed batches do.
 
@@ -191,8 +188,7 @@ def check_modules(model: nn.Module) -> None:
             or any(f"{name}.".startswith(one) or one.startswith(f"{name}.") for one in mixers)
         ):
             continue
-        # RoBERTa and its like: padding has a position of its own, and the first token the one
-        # behind it.
+        # RoBERTa and its like: padding has a position of its own, and the first token the one behind it.
         if isinstance(module, nn.Embedding) and module.padding_idx is not None and "position" in name:
             raise SharedPromptError(explain(name, "positions that begin at 0", f"{module.padding_idx + 1}"))
         is_convolution = isinstance(module, nn.modules.conv._ConvNd) and module.kernel_size[-1] > 1
@@ -224,12 +220,12 @@ def tower_names(model: Any) -> tuple[str, ...]:
 
 
 def _is_text_layer(name: str) -> bool:
-    """Whether a module lies in a decoder layer; vision towers have convolutions too."""
+    """Whether a module lies in a decoder layer; the patch embeddings of vision towers are convolutions too."""
     return "layers." in name and not any(tower in name for tower in ("vision", "visual", "audio"))
 
 
 def check_noise(model: Any) -> None:
-    """Refuse a model that draws random numbers in its mode; in eval mode dropout does nothing.
+    """Refuse a model that draws random numbers per token in its present mode; in eval mode dropout does nothing.
 
     Args:
         model: a transformers model, adapters included.

@@ -1,13 +1,12 @@
-"""A trial of a model: does it draw noise, does a packed row change what it computes?
+"""A model tried on a pair of short sequences: does it draw noise, and does a packed row change what it computes?
 
-Configurations and names tell only what somebody has thought of. Two kinds of faults show in any
-model that has them:
+Configurations and names tell only what somebody has thought of. Two kinds of faults show in any model that has them:
 
-- Random numbers. Stock training draws noise for every copy of a prompt, a packed row would draw it
-  once for all. If the pair's forward moves a generator, it is repeated: noise is what differs with
-  another state and not with an equal one.
-- Modules that look at other tokens of their row, such as an adapter that averages over it. The pair
-  is computed packed and alone; the difference must be one of rounding.
+- Random numbers. Stock training draws noise for every copy of a prompt, a packed row would draw it once for all. If
+  the pair's forward moves a generator, it is repeated: noise is what differs with another state and not with an equal
+  one.
+- Modules that look at other tokens of their row, such as an adapter that averages over it. The pair is computed packed
+  and alone; the difference must be one of rounding.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class Pair(NamedTuple):
 
     @staticmethod
     def choose(config: Any, number: int) -> Pair:
-        """The same on every rank; no tokens with a meaning in the configuration (images)."""
+        """The same on every rank; no tokens to which the configuration gives a meaning, such as those of images."""
         text = text_config(config)
         special = set(_special_tokens(config.to_dict()))
         length = min(LENGTH, max(1, (getattr(text, "max_position_embeddings", None) or 2 * LENGTH) // 2))
@@ -133,7 +132,7 @@ class Trial:
 
     @torch.compiler.disable
     def run(self) -> None:
-        """Raise FirstUseError for noise, and for another result in a packed row."""
+        """Raise FirstUseError if the model draws noise, or computes something else in a packed row."""
         devices = {self.device, *(one.device for one in self.stock.parameters())}
         token = _trying.set(True)
         try:
@@ -186,7 +185,7 @@ class Trial:
         raise FirstUseError(explain("model", expected, got) + NOISE_ADVICE, "noise")
 
     def _rounding(self, pair: Pair, alone: Outputs, precision: float) -> float:
-        """How far other ways to compute the pair differ: as a batch, and with rounded layers."""
+        """How far from it other ways to compute the pair alone are: as a batch, and with rounded layers."""
         ways = [self._run_alone(pair.sequences(self.device))]
         for seed in (1, 2):
             with jittered(self.decoder, precision, seed):
@@ -212,7 +211,7 @@ class Trial:
         raise FirstUseError(explain("hidden states of the model", expected, got + where) + ADVICE, "self_check")
 
     def _agreed(self, flag: bool) -> bool:
-        """Whether it holds on any of the ranks whose number of forwards depends on it."""
+        """Whether it holds on any of the ranks that run the same forwards, whose number depends on it."""
         if not (dist.is_available() and dist.is_initialized()):
             return flag
         value = torch.tensor(float(flag), device=self.device)
@@ -249,8 +248,8 @@ class Trial:
         except (SharedPromptError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            # A model that does not run alone raises its own error. Inside of a forward, wrappers
-            # may have prepared for other sequences.
+            # A model that does not run alone raises its own error. Inside of a forward, wrappers may
+            # have prepared for other sequences.
             if not is_packed and self.model is not None:
                 raise
             expected = f"a decoder that takes {'packed sequences' if is_packed else 'other sequences meanwhile'}"
@@ -266,7 +265,7 @@ class Trial:
         return outputs
 
     def _answer(self, **inputs: Any) -> Outputs:
-        """What stands for the model's forward: its decoder, and its head as a module."""
+        """What stands for the transformers model's forward: its decoder, and its head as the module that it is."""
         hidden = self.decode(**inputs)[0]
         head = (self.stock if self.entry is None else self.entry).get_output_embeddings()
         # ELECTRA's head, for one, has a layer in front of the projection.
@@ -285,7 +284,7 @@ def _difference(one: Outputs, other: Outputs) -> float:
 
 
 def _row_difference(one: Tensor, other: Tensor) -> float:
-    """The rows' largest relative difference; rows of `other` that are not finite do not count."""
+    """The largest of the rows' differences, relative to the row; rows of `other` that are not finite say nothing."""
     one, other = one.double(), other.double()
     sizes = other.norm(dim=-1)
     relative = (one - other).norm(dim=-1) / sizes.clamp(min=torch.finfo(torch.float32).tiny)
@@ -294,7 +293,7 @@ def _row_difference(one: Tensor, other: Tensor) -> float:
 
 
 def _without_cache_of_autocast(device_type: str) -> torch.autocast:
-    """Autocast as it is, which keeps no parameters that are cast without gradients."""
+    """Autocast as it is, but parameters that are cast without gradients are not kept for forwards with gradients."""
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
 

@@ -18,7 +18,7 @@ Watcher = Callable[[str, nn.Module, Any], None]
 
 @contextmanager
 def watched(model: nn.Module, enter: Watcher | None, leave: Watcher) -> Iterator[None]:
-    """Call `enter` with a module's name, the module, its arguments; `leave` with its output."""
+    """Call `enter` with a module's name, itself and its arguments, and `leave` with its output in their stead."""
     handles = []
     for name, module in model.named_modules():
         if enter is not None:
@@ -35,7 +35,7 @@ def watched(model: nn.Module, enter: Watcher | None, leave: Watcher) -> Iterator
 
 @contextmanager
 def output_types(model: nn.Module) -> Iterator[set[torch.dtype]]:
-    """The types in which modules compute; autocast shows in outputs alone."""
+    """The types in which modules compute: autocast and mixed precision show in their outputs alone."""
     types: set[torch.dtype] = set()
 
     def leave(name: str, module: nn.Module, output: Any) -> None:
@@ -47,7 +47,7 @@ def output_types(model: nn.Module) -> Iterator[set[torch.dtype]]:
 
 @contextmanager
 def jittered(model: nn.Module, size: float, seed: int) -> Iterator[None]:
-    """Multiply outputs of embeddings and layers by 1 + u, |u| <= size, as rounding might."""
+    """Multiply what embeddings and decoder layers give with 1 + u, |u| <= size: errors as those of rounding."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def jitter(module: nn.Module, args: Any, output: Any) -> Any:
@@ -98,8 +98,7 @@ def first_to_differ(
     """The innermost of the modules whose outputs differ first between two forwards, with its class.
 
     Args:
-        rows: of an output, and whether it is that of `packed`, what is compared; None for an output
-            of another shape.
+        rows: of an output, and whether it is that of `packed`, what is compared; None for an output of another shape.
         difference: of two of them.
         most: differences of rounding.
     """

@@ -1,11 +1,10 @@
-"""How a layout reaches a hybrid model's layers, and the proof that each has used it.
+"""How a layout reaches the layers of a hybrid model that mix tokens, and the proof that each has used it.
 
-Model files hand keyword arguments on to their decoder layers, but not all do so to the convolutions
-and recurrences inside: a hook on each decoder layer keeps the layout while the layer runs. Layers
-run once more when activations are recomputed, in the backward, when nothing around the forward is
-there any longer; what is among the arguments of the layer itself is there both times. Older
-versions of transformers run the hooks of a layer again as well; newer ones do not, and there the
-layout must be among the arguments of the convolution or recurrence.
+Model files hand keyword arguments on to their decoder layers, but not all do so to the convolutions and recurrences
+inside: a hook on each decoder layer keeps the layout while the layer runs. Layers run once more when activations are
+recomputed, in the backward, when nothing around the forward is there any longer; what is among the arguments of the
+layer itself is there both times. Older versions of transformers run the hooks of a layer again as well; newer ones do
+not, and there the layout must be among the arguments of the convolution or recurrence.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ _running: ContextVar[_Running | None] = ContextVar("dualkv_running_layer", defau
 
 
 def install(model: nn.Module, family: Family) -> None:
-    """Let a model's layers take layouts, once; without a layout they compute as before."""
+    """Let the layers of a model take layouts, once. Without a layout they compute what they did before."""
     file = family.file
     kind = getattr(file, family.mixer)
     if not hasattr(kind.forward, "dualkv_stock"):
@@ -89,7 +88,7 @@ def install(model: nn.Module, family: Family) -> None:
 
 
 def check_running(attention: nn.Module) -> None:
-    """SharedPromptLayoutError if attention got a layout that the other layers will not get."""
+    """SharedPromptLayoutError if an attention layer of a hybrid model got a layout that the other layers will not."""
     config = getattr(attention, "config", None)
     if family_of(config) is None or is_in_backward():
         return
@@ -100,7 +99,7 @@ def check_running(attention: nn.Module) -> None:
 
 
 class MixerFunction:
-    """A model file's function that mixes tokens, and its stand-in while a layer has a layout."""
+    """A function of a model file that mixes tokens, and what stands for it while a layer with a layout runs."""
 
     def __init__(self, name: str, stock: Callable[..., Any]) -> None:
         functools.update_wrapper(self, stock, updated=())
@@ -133,7 +132,7 @@ def _leave_layer(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _forward_with_layout(stock: Callable[..., Any], functions: tuple[str, ...]) -> Callable[..., Any]:
-    """The forward of a class of mixing layers, for all models of its file, with its layout."""
+    """The forward of a class whose layers mix tokens, for all models of its file: with a layout, if there is one."""
 
     @functools.wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +158,7 @@ def _forward_with_layout(stock: Callable[..., Any], functions: tuple[str, ...]) 
 
 
 def _layout_of(mixer: nn.Module, kwargs: dict[str, Any], outer: _Running | None) -> SharedPromptLayout | None:
-    """A layer's layout, from its arguments or those of the decoder layer around it."""
+    """The layout with which a layer runs, among its arguments or of the decoder layer that it lies in."""
     layout: SharedPromptLayout | None = kwargs.get("shared_prompt_layout")
     # PyTorch runs no hooks after Ctrl-C: what it found running then may be another model.
     if layout is None and outer is not None and outer.layout is not None and _holds(outer.module, mixer):

@@ -1,8 +1,7 @@
-"""Which hybrid models are known: the class of layers that mix tokens, and their functions.
+"""Which hybrid models are known: the class of their layers that mix tokens, and the functions by which it does so.
 
-A family is exact where its model file leaves the mixing to functions that can be called with a
-state. They are global names of the file in newer versions of transformers; in older ones, of some
-families, attributes of each layer.
+A family is exact where its model file leaves the mixing to functions that can be called with a state. They are global
+names of the file in newer versions of transformers; in older ones, of some families, attributes of each layer.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ FUSED_SCAN = "mamba2_split_conv1d_scan_combined"
 # Attributes of a layer that hold the same functions, where an older model file has them.
 ATTRIBUTES = {CONVOLUTION: "causal_conv1d_fn", DELTA_RULE: "chunk_gated_delta_rule"}
 
-# Where older configurations name the kinds of their layers. A layer that has both attention and a
-# recurrence may be called "attention" there.
+# Where older configurations name the kinds of their layers. A layer that has both attention and a recurrence may be
+# called "attention" there.
 _OLDER_LAYER_TYPES = ("layers_block_type", "block_types")
 
 _DELTA_NET = (CONVOLUTION, DELTA_RULE)
 _CHANNEL_DELTA_NET = (CONVOLUTION, CHANNEL_DELTA_RULE)
 _MAMBA2 = (CONVOLUTION, SCAN)
 
-# Kinds of layers in configurations: attention; of these families those that mix tokens with what is
-# known here, and those that mix none.
+# Kinds of layers in configurations: attention; of these families those that mix tokens with what is known here, and
+# those that mix none.
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "mamba", "mlp", "moe"})
 
@@ -62,11 +61,11 @@ class Family:
 
     @property
     def is_global(self) -> bool:
-        """Whether the functions are global names of the file, whatever package lies behind them."""
+        """Whether the functions are global names of the file: its own, whatever package may stand behind them."""
         return all(_is_own(self.file, name) for name in self.functions)
 
     def refusal(self) -> tuple[str, str] | None:
-        """What is expected and what there is, if this transformers cannot hand states on."""
+        """What is expected and what there is, if this version of transformers cannot hand states on."""
         # Libraries that replace it have their own ways to mix tokens.
         kind = getattr(self.file, self.mixer, None)
         owner = self.file.__name__ if kind is None else kind.forward.__module__
@@ -137,7 +136,7 @@ def _is_a(module: nn.Module, name: str) -> bool:
 
 
 def _is_own(file: types.ModuleType, name: str) -> bool:
-    """Whether a file has its own function of a name, neither imported nor None."""
+    """Whether a file has a function of its own under a name; others are imported, and None where a package lacks."""
     function = getattr(file, name, None)
     function = getattr(function, "dualkv_stock", function)
     # With the package kernels, such functions are modules, which it may let run something else.

@@ -15,18 +15,16 @@ from ....errors import SharedPromptError
 _HOPPER = 9
 # From the first version of Triton that compiles them wrongly to the first that does not.
 _BROKEN = ((3, 4, 0), (3, 7, 1))
-# The first flash-linear-attention that computes these gradients with TileLang where that is
-# installed.
+# The first flash-linear-attention that computes these gradients with TileLang where that is installed.
 _WITH_TILELANG = (0, 6, 0)
 
 
 @functools.lru_cache(maxsize=8)
 def check_gated_backward(device: torch.device) -> None:
-    """Refuse to train a gated delta rule on a GPU with versions whose gradients are wrong.
+    """Refuse to train a gated delta rule on a GPU and with versions for which its gradients are wrong.
 
     Raises:
-        SharedPromptError: flash-linear-attention on a Hopper GPU with Triton 3.4.0 to 3.7.0,
-            without TileLang.
+        SharedPromptError: flash-linear-attention on a Hopper GPU with Triton 3.4.0 to 3.7.0, without TileLang.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != _HOPPER:
         return

@@ -1,8 +1,8 @@
-"""Index tensors of a layout's segments for layers that carry a state, made once.
+"""Where the segments of a layout lie for layers that carry something along the sequence: index tensors, made once.
 
-A segment is a node that has rows; it continues the nearest ancestor that has some. Segments with
-children are computed level by level, each level in one call from the states of the one before; then
-all that have none, from any level, in one more. For prompts and responses these are two calls.
+A segment is a node that has rows; it continues the nearest ancestor that has some. Segments with children are computed
+level by level, each level in one call from the states of the one before; then all that have none, from any level, in
+one more. For prompts and responses these are two calls.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from ....layout import SharedPromptLayout
 
 @dataclass(frozen=True)
 class Tails:
-    """The packed row with `width` rows of context before each segment, for a convolution.
+    """The packed row with `width` rows of context in front of each segment, for a convolution of width + 1 inputs.
 
     Attributes:
         own: (T,) int64, where each packed row lies.
         copies: (c,) int64, rows in front of segments, in the order of what they are copies of.
         copied: (c,) int64, the packed row of each.
-        sources: (u,) int64, the packed rows that are copied, once each; counts: (u,) int64, how
-            often.
-        total: rows E. Those that are neither own nor copies are zero: there is nothing in front of
-            a sequence.
+        sources: (u,) int64, the packed rows that are copied, once each; counts: (u,) int64, how often.
+        total: rows E. Those that are neither own nor copies are zero: there is nothing in front of a sequence.
     """
 
     own: Tensor
@@ -41,21 +39,19 @@ class Tails:
     total: int
 
 
-# Segments of at most so many rows are alike: recurrences are computed in chunks of at least this
-# many.
+# Segments of at most so many rows are alike: recurrences are computed in chunks of at least this many.
 ALIKE = 64
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Segments of a level, at most twice the shortest or 64 long, for functions without offsets.
+    """Segments of a level of about the same length, at most twice the shortest or 64, for functions without offsets.
 
     Attributes:
         count, longest: segments, and rows of the longest of them.
         segments: (count,) int64, which of the level's they are; None if they are all of them.
         rows: (r,) int64, which of the level's rows are theirs; None if these are all of them.
-        padded: (r,) int64, where these lie in `count` sequences of `longest` rows; None if all are
-            equally long.
+        padded: (r,) int64, where these lie in `count` sequences of `longest` rows; None if all are equally long.
     """
 
     count: int
@@ -73,9 +69,8 @@ class Level:
         begin, end: their rows.
         count: how many they are.
         cu_seqlens: (n+1,) int32, where they begin and end, and on the host.
-        parents: (n,) int64 or None, the state that each begins with: of the level before, or for
-            the last level of all levels, one after the other, with a state of zeros behind them if
-            `adds_zero`.
+        parents: (n,) int64 or None, the state that each begins with: of the level before, or for the last level of all
+            levels, one after the other, with a state of zeros behind them if `adds_zero`.
         children: of each of these states, how many continue it.
         buckets: the same segments by their lengths.
         has_children: whether the states behind these segments are needed.
@@ -98,8 +93,7 @@ class Levels:
     """All segments of a layout.
 
     Attributes:
-        order: (rows,) int64, the packed row of each row of the levels, or None if they are the
-            same.
+        order: (rows,) int64, the packed row of each row of the levels, or None if they are the same.
         total: rows T of the packed row, padding included.
     """
 
@@ -130,8 +124,8 @@ def _begins(lens: Sequence[int], parents: Sequence[int], is_tree: bool) -> list[
     return begins
 
 
-# By value, not by layout: FSDP makes a new layout for every layer. A few: all layers of a forward
-# share one, and micro-batches come one after the other.
+# By value, not by layout: FSDP makes a new layout for every layer. A few: all layers of a forward share one, and
+# micro-batches come one after the other.
 @functools.lru_cache(maxsize=16)
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
 def _tails(

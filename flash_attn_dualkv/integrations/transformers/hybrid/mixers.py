@@ -1,8 +1,7 @@
 """What the functions that mix tokens in hybrid models compute when there is a layout.
 
-Each takes the function of the model file that it stands for and calls it: on the packed row with
-context inserted, or level by level with states handed on. Only arguments that say what is mixed are
-known here; all others are passed on.
+Each takes the function of the model file that it stands for and calls it: on the packed row with context inserted, or
+level by level with states handed on. Only arguments that say what is mixed are known here; all others are passed on.
 """
 
 from __future__ import annotations
@@ -23,11 +22,9 @@ from .levels import Level, levels_of, tails_of
 from .rows import hand_on, insert_tails, put_rows, take_rows
 
 Mixer = Callable[..., Any]
-# The scan of a level: its rows of all inputs, (rows, ...) each, and first states -> its rows of the
-# output, and last states.
+# Of a level: its rows of all inputs, (rows, ...) each, and its first states -> its rows of the output, its last states.
 Scan = Callable[[Level, Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor | None]]
-# The scan of n sequences of one length: all inputs, (n, length, ...) each, their first states, and
-# whether the last are needed.
+# Of n sequences of one length: all inputs, (n, length, ...) each, their first states, and whether the last are needed.
 PaddedScan = Callable[[Sequence[Tensor], Tensor | None, bool], tuple[Tensor, Tensor | None]]
 
 
@@ -44,7 +41,7 @@ def convolution(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: 
 
 
 def gated_delta_rule(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """The gated delta rule: q, k, v, g and beta (1, T, H, ...) -> (1, T, H, d_v)."""
+    """Linear attention whose state forgets and is corrected: q, k, v, g and beta (1, T, H, ...) -> (1, T, H, d_v)."""
     names = ("query", "q"), ("key", "k"), ("value", "v"), ("g",), ("beta",)
     (*inputs, g, beta), kwargs = _positional(args, kwargs, *names)
     _check_unused("linear attention", kwargs, "cu_seqlens", "initial_state", "seq_idx", "output_final_state")
@@ -65,8 +62,7 @@ def gated_delta_rule(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwa
         return out[0], last
 
     def padded(rows: Sequence[Tensor], states: Tensor | None, needs_last: bool) -> tuple[Tensor, Tensor | None]:
-        # A row of zeros leaves the state as it is: it forgets nothing (log of 1) and writes
-        # nothing.
+        # A row of zeros leaves the state as it is: it forgets nothing (log of 1) and writes nothing.
         q, k, v, g, beta = rows
         out, last = stock(q, k, v, g=g, beta=beta, initial_state=states, output_final_state=needs_last, **kwargs)
         return out, last
@@ -75,7 +71,7 @@ def gated_delta_rule(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwa
 
 
 def mamba2_scan(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: Any) -> Tensor:
-    """Mamba-2: x (1, T, H, p), dt (1, T, H), A (H,), B and C (1, T, G, n) -> (1, T, H, p)."""
+    """Mamba-2's state space: x (1, T, H, p), dt (1, T, H), A (H,), B and C (1, T, G, n) -> (1, T, H, p)."""
     names = ("hidden_states", "x"), ("dt",), ("A",), ("B",), ("C",)
     (x, dt, A, B, C), kwargs = _positional(args, kwargs, *names)
     unused = "z", "initial_states", "return_final_states", "seq_idx", "cu_seqlens", "return_varlen_states"
@@ -93,12 +89,12 @@ def mamba2_scan(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: 
 
 
 def no_fused_scan(stock: Mixer, layout: SharedPromptLayout, *args: Any, **kwargs: Any) -> None:
-    """Mamba-2's one kernel for all steps: with a layout the steps are called one by one."""
+    """Mamba-2's convolution, scan, norm and projection in one kernel: not with a layout, then the parts are called."""
     return
 
 
 def _step_sizes(stock: Mixer, dt: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """The steps of Mamba-2 as the scan computes them; takes their parts from its arguments.
+    """The sizes of Mamba-2's steps as the scan would compute them; takes what they are made of from its arguments.
 
     Before rows are padded: there must be a step of exactly 0.
     """
@@ -147,7 +143,7 @@ def _by_levels(layout: SharedPromptLayout, inputs: Sequence[Tensor], scan: Scan)
 
 
 def _in_buckets(scan: PaddedScan) -> Scan:
-    """A scan of levels, from one of equally long sequences with zeros behind shorter ones."""
+    """A scan of levels, from one of sequences of equal length with zeros behind those that are shorter."""
 
     def of_level(level: Level, rows: Sequence[Tensor], states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         outs: list[Tensor] = []
@@ -179,7 +175,7 @@ def _in_buckets(scan: PaddedScan) -> Scan:
 
 
 def implementation_of(stock: Mixer) -> Mixer:
-    """What a model file's function runs: itself, or a package's that transformers found."""
+    """What a function of a model file runs: itself, or that of a package which transformers found in its place."""
     if isinstance(stock, nn.Module) and "forward" not in vars(stock):  # of the package kernels, not replaced
         stock = _closure(type(stock).forward).get("func", stock)
     found: Mixer = _closure(stock).get("implementation", stock)
@@ -197,7 +193,7 @@ def _package(function: Mixer) -> str:
 
 
 def _positional(args: Sequence[Any], kwargs: dict[str, Any], *names: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
-    """The first arguments of a call, by position or name; and the other named ones."""
+    """The first arguments of a call, given by position or by one of their names; and the other named ones."""
     kwargs, values = dict(kwargs), list(args)
     for known in names[len(values) :]:
         given = [name for name in known if name in kwargs]

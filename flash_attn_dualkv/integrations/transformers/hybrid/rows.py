@@ -1,8 +1,7 @@
-"""Rows and states of layers, with gradients summed in float32 in a fixed order.
+"""Rows and states on their way to and from the layers, with gradients that are summed in float32 in a fixed order.
 
-PyTorch's own gradients of these gathers add with atomics on a GPU, in the type of the activations:
-of a prompt's last rows, which every response reads, that would be a sum of 16-bit numbers in random
-order.
+PyTorch's own gradients of these gathers add with atomics on a GPU, in the type of the activations: of a prompt's last
+rows, which every response reads, that would be a sum of 16-bit numbers in random order.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def put_rows(values: Tensor, rows: Tensor, total: int) -> Tensor:
 
 
 def insert_tails(values: Tensor, tails: Tails) -> Tensor:
-    """Rows (T, C) -> (E, C): each segment behind the last inputs of its path, or zeros."""
+    """Rows (T, C) of a packed row -> (E, C): each segment behind the last inputs of its path, or zeros."""
     out: Tensor = _InsertTails.apply(values, tails)
     return out
 
@@ -101,6 +100,6 @@ class _HandOn(torch.autograd.Function):
 
 
 def _sum_runs(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sums (p, C) of runs of rows of (n, C), lengths (p,) rows each, in float32 or wider."""
+    """Sums (p, C) of runs of rows of (n, C), lengths (p,) of them, in float32 or wider, one after the other."""
     wide = values.to(torch.promote_types(values.dtype, torch.float32)).contiguous()
     return torch.segment_reduce(wide, "sum", lengths=lengths, unsafe=True)
