@@ -45,27 +45,14 @@ def flash_attn_dualkv_varlen_func(
     deterministic: bool = False, return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attn_dualkv_varlen_func(
-    q: Tensor,
-    k_context: Tensor,
-    v_context: Tensor,
-    k_decoded: Tensor,
-    v_decoded: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k_decoded: Tensor,
-    max_seqlen_q: int,
-    context_seqlen: int,
-    max_seqlen_k_decoded: int,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    *,
-    cu_seqlens_context: Tensor | None = None,
-    cu_seqs_per_context: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k_context: Tensor, v_context: Tensor, k_decoded: Tensor, v_decoded: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k_decoded: Tensor,
+    max_seqlen_q: int, context_seqlen: int, max_seqlen_k_decoded: int,
+    softmax_scale: float | None = None, causal: bool = True, *,
+    cu_seqlens_context: Tensor | None = None, cu_seqs_per_context: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
+    deterministic: bool = False, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Exact, differentiable attention of many sequences to a shared context and their own keys.
 
     Sequence i attends with its queries q_i to the keys [k_context; k_decoded_i]:
@@ -150,14 +137,9 @@ def flash_attn_dualkv_varlen_func(
     checks.check_sinks(sinks, q)
     causal, window = checks.resolve_window(causal, window_size)
     options = make_options(
-        head_dim=q.shape[2],
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_left=window,
-        softcap=softcap,
-        mean_keys=_mean_keys(max_seqlen_q, context_seqlen + max_seqlen_k_decoded, causal),
-        deterministic=deterministic,
-    )
+        head_dim=q.shape[2], softmax_scale=softmax_scale, causal=causal, window_left=window, softcap=softcap,
+        mean_keys=_mean_keys(max_seqlen_q, context_seqlen + max_seqlen_k_decoded, causal), deterministic=deterministic,
+    )  # fmt: skip
     nodes = ops.sequence_nodes(
         cu_seqlens_q, cu_seqlens_k_decoded, cu_seqlens_context, cu_seqs_per_context, k_context.shape[0]
     )
@@ -182,23 +164,11 @@ def flash_attn_varlen_func(
     deterministic: bool = False, *, return_attn_probs: Literal[True], block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, None]: ...  # fmt: skip
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, None]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
     """Attention without a shared context, called as FlashAttention 2's function of this name.
 
     It is the context-free case of `flash_attn_dualkv_varlen_func`, which see for everything not
@@ -231,14 +201,9 @@ def flash_attn_varlen_func(
     max_seqlen_k = checks.integer("max_seqlen_k", max_seqlen_k, 0)
     causal, window = checks.resolve_window(causal, window_size)
     options = make_options(
-        head_dim=q.shape[2],
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_left=window,
-        softcap=softcap,
-        mean_keys=_mean_keys(max_seqlen_q, max_seqlen_k, causal),
-        deterministic=deterministic,
-    )
+        head_dim=q.shape[2], softmax_scale=softmax_scale, causal=causal, window_left=window, softcap=softcap,
+        mean_keys=_mean_keys(max_seqlen_q, max_seqlen_k, causal), deterministic=deterministic,
+    )  # fmt: skip
     nodes = ops.sequence_nodes(cu_seqlens_q, cu_seqlens_k, None, None, None)
     out, lse = ops.attend(q, k, v, nodes, options)
     return (out, lse, None) if return_attn_probs else out

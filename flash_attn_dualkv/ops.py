@@ -103,25 +103,21 @@ def is_deterministic(deterministic: bool) -> bool:
     )
 
 
-def _sequence_nodes_cuda(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    cu_seqlens_context: Tensor | None,
-    cu_seqs_per_context: Tensor | None,
-    total_context: int | None,
-) -> Tensor:
-    compiled = compiled_module()
-    grouping = (cu_seqlens_context, cu_seqs_per_context)
+def _checked_on_host(table: Callable[..., Tensor], arguments: Sequence[Any]) -> Sequence[Any]:
+    """The arguments of a table, whose values are checked where that is asked for."""
     if checks_values():
-        context, owned = (None if one is None else one.cpu() for one in grouping)
-        tables.sequence_nodes(cu_seqlens_q.cpu(), cu_seqlens_k.cpu(), context, owned, total_context)
-    return cast(Tensor, compiled.sequence_nodes(cu_seqlens_q, cu_seqlens_k, *grouping, total_context))
+        table(*(one.cpu() if isinstance(one, Tensor) else one for one in arguments))
+    return arguments
+
+
+def _sequence_nodes_cuda(*arguments: Any) -> Tensor:
+    compiled = compiled_module()
+    return cast(Tensor, compiled.sequence_nodes(*_checked_on_host(tables.sequence_nodes, arguments)))
 
 
 def _tree_nodes_cuda(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
     compiled = compiled_module()
-    if checks_values():
-        tables.tree_nodes(cu_seqlens.cpu(), parents.cpu(), total)
+    _checked_on_host(tables.tree_nodes, (cu_seqlens, parents, total))
     return cast(Tensor, compiled.tree_nodes(cu_seqlens, parents))
 
 
@@ -181,9 +177,9 @@ library.impl("tree_nodes", _tree_nodes_cuda, "CUDA")
 @torch.library.register_fake("flash_attn_dualkv::sequence_nodes", lib=library)
 def _sequence_nodes_fake(
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    _k: Tensor,
     cu_seqlens_context: Tensor | None,
-    cu_seqs_per_context: Tensor | None,
+    _owned: Tensor | None,
     total_context: int | None,
 ) -> Tensor:
     contexts = 0 if total_context is None else 1
@@ -327,16 +323,9 @@ library.impl("backward", unpacking(BackwardCall, _backward_autograd), "Autograd"
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    nodes: Tensor,
-    options: Options,
-    *,
-    k_decoded: Tensor | None = None,
-    v_decoded: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Results:
+    q: Tensor, k: Tensor, v: Tensor, nodes: Tensor, options: Options, *,
+    k_decoded: Tensor | None = None, v_decoded: Tensor | None = None, sinks: Tensor | None = None,
+) -> Results:  # fmt: skip
     """`forward`, past the dispatcher where nobody watches it."""
     call = ForwardCall(q, k, v, k_decoded, v_decoded, sinks, nodes, options)
     if is_watched(*call[:-1]):

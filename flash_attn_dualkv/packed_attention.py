@@ -28,20 +28,10 @@ def flash_attn_tree_varlen_func(
     deterministic: bool = False, return_lse: Literal[True], mean_keys: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attn_tree_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    parents: Tensor,
-    softmax_scale: float | None = None,
-    *,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    mean_keys: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, parents: Tensor, softmax_scale: float | None = None, *,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
+    deterministic: bool = False, return_lse: bool = False, mean_keys: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Causal attention of sequences packed as trees of shared prefixes; exact and differentiable.
 
     A node is a run of rows that continues another node, its parent: a prompt, a turn, a response. A
@@ -82,32 +72,18 @@ def flash_attn_tree_varlen_func(
     # The lengths are on the device: for all that is known here, a row may see all of them.
     keys = q.shape[0] if mean_keys is None else min(checks.integer("mean_keys", mean_keys, 0), checks.MAX_ROWS)
     options = make_options(
-        head_dim=q.shape[2],
-        softmax_scale=softmax_scale,
-        causal=True,
-        window_left=window,
-        softcap=softcap,
-        mean_keys=keys,
-        deterministic=deterministic,
-    )
+        head_dim=q.shape[2], softmax_scale=softmax_scale, causal=True, window_left=window, softcap=softcap,
+        mean_keys=keys, deterministic=deterministic,
+    )  # fmt: skip
     out, lse = ops.attend(q, k, v, ops.tree_nodes(cu_seqlens, parents, q.shape[0]), options, sinks=sinks)
     return (out, lse) if return_lse else out
 
 
 def shared_prompt_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: SharedPromptLayout,
-    *,
-    position_ids: Tensor | None = None,
-    softmax_scale: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    backend: str = "auto",
-    deterministic: bool = False,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, layout: SharedPromptLayout, *,
+    position_ids: Tensor | None = None, softmax_scale: float | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, backend: str = "auto", deterministic: bool = False,
+) -> Tensor:  # fmt: skip
     """Exact, differentiable causal attention of all prompts and responses of a micro-batch.
 
     Every row sees what its sequence would see with a copy of the prompt of its own: the rows of its
@@ -148,15 +124,10 @@ def shared_prompt_attention(
     _check_positions(layout, position_ids)
     checks.check_sinks(sinks, q)
     options = make_options(
-        head_dim=q.shape[2],
-        softmax_scale=softmax_scale,
-        causal=True,
-        window_left=_resolve_window(sliding_window, layout),
-        softcap=0.0 if softcap is None else softcap,
-        reference=backend == "reference" or not q.is_cuda,
-        mean_keys=layout.mean_keys,
-        deterministic=deterministic,
-    )
+        head_dim=q.shape[2], softmax_scale=softmax_scale, causal=True,
+        window_left=_resolve_window(sliding_window, layout), softcap=0.0 if softcap is None else softcap,
+        reference=backend == "reference" or not q.is_cuda, mean_keys=layout.mean_keys, deterministic=deterministic,
+    )  # fmt: skip
     out, _ = ops.attend(q, k, v, layout.nodes, options, sinks=sinks)
     return out
 
