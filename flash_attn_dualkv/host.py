@@ -1,4 +1,4 @@
-"""Work on the host: tensors from lists, many copies in one, functions left uncompiled."""
+"""Work on the host: tensors from lists, copies of many in one go, functions that are not compiled."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t,
 
 
 def untraced(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
-    """Let torch.compile call a function as it is; without a compiler nothing changes.
+    """Let torch.compile call a function as it is, from whatever code it traces; elsewhere nothing changes.
 
-    `torch.compiler.disable` would import the compiler together with this package, which takes
-    seconds: it is called once there is a trace.
+    `torch.compiler.disable` would import the compiler together with this package, which takes seconds: it is called
+    once there is a trace.
     """
     disabled: list[Callable[..., Any]] = []
 
@@ -61,7 +61,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def ints(values: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """A host tensor of int32 or int64, made ten times faster than by `torch.tensor`."""
+    """A host tensor of int32 or int64; of thousands of values ten times faster than `torch.tensor`."""
     numbers = [*values]
     if not numbers:
         return torch.empty(0, dtype=dtype, device="cpu")
@@ -74,7 +74,7 @@ def ints(values: Iterable[int], dtype: torch.dtype) -> Tensor:
 
 
 def written(long: Sequence[int], short: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers for a copy to that device: int64, and then an even number of int32.
+    """Numbers on the host, where a copy to that device starts: int64, and an even number of int32 behind them.
 
     They are written to their place: tensors of their own, joined there, would be a dozen operators.
     """
@@ -89,7 +89,7 @@ def written(long: Sequence[int], short: Sequence[int], device: torch.device) -> 
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Integer tensors of one device as flat int64 tensors of the host; from a GPU in one copy."""
+    """Integer tensors of one device as flat, contiguous int64 tensors of the host; from a GPU in one copy."""
     flat = [one.reshape(-1) for one in tensors]
     if not flat[0].is_cuda:
         return [one.to("cpu", torch.int64).contiguous() for one in flat]
@@ -102,11 +102,10 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 @untraced
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
 def to_device(long: Sequence[Tensor], short: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The `long` (int64) and then the `short` (int32) tensors on another device, in one copy.
+    """The `long` (int64) and then the `short` (int32) tensors of one device on another, in one copy.
 
-    They share one buffer, but are no views of each other: to write to one does not spoil what
-    autograd has saved of another. A copy from the host to a GPU starts from pinned memory: the host
-    does not wait for it.
+    They share one buffer, but are no views of each other: to write to one does not spoil what autograd has saved of
+    another. A copy from the host to a GPU starts from pinned memory: the host does not wait for it.
     """
     source = (*long, *short)[0].device
     to_gpu = device.type == "cuda"
@@ -122,10 +121,9 @@ def to_device(long: Sequence[Tensor], short: Sequence[Tensor], device: torch.dev
 
 
 class SeparatelyPickled:
-    """A dataclass whose tensors share a buffer; each pickles only its own part.
+    """A dataclass whose tensors share a buffer, of which each takes only its own part along when it is pickled.
 
-    Otherwise the buffer would be pickled with every one of them, and `torch.save` refuses storage
-    of two types.
+    Otherwise the buffer would be pickled with every one of them, and `torch.save` refuses storage of two types.
     """
 
     def __getstate__(self) -> dict[str, Any]:
