@@ -372,18 +372,11 @@ def resolve_window(causal: Any, window_size: Any) -> tuple[bool, int]:
 
 def check_unimplemented(dropout_p: Any, alibi_slopes: Any, block_table: Any) -> None:
     """NotImplementedError for options of FlashAttention that are not implemented here."""
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        raise TypeError(explain("dropout_p", "a float", type(dropout_p).__name__))
-    if dropout_p != 0.0:
+    if number("dropout_p", dropout_p, zero=True, expected="a float") != 0.0:
         raise NotImplementedError(explain("dropout_p", "0.0 (dropout is not implemented)", dropout_p))
-    if alibi_slopes is not None:
-        raise NotImplementedError(
-            explain("alibi_slopes", "None (ALiBi is not implemented)", type(alibi_slopes).__name__)
-        )
-    if block_table is not None:
-        raise NotImplementedError(
-            explain("block_table", "None (paged KV is not implemented)", type(block_table).__name__)
-        )
+    for name, value, what in (("alibi_slopes", alibi_slopes, "ALiBi"), ("block_table", block_table, "paged KV")):
+        if value is not None:
+            raise NotImplementedError(explain(name, f"None ({what} is not implemented)", type(value).__name__))
 
 
 def autocast(tensors: Sequence[Tensor]) -> list[Tensor]:

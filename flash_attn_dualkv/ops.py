@@ -13,7 +13,7 @@ import importlib
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypedDict, TypeVar, cast
 
@@ -26,7 +26,7 @@ from . import nodes as tables
 from . import reference
 from ._version import __version__
 from .calls import AnyCall, BackwardCall, ForwardCall, Options, inputs_of, pack, schema, unpack
-from .checks import MAX_HEAD_DIM, PORTABLE_HEAD_DIM
+from .checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, is_kernel_softcap
 from .environment import environment_flag
 
 Results = tuple[Tensor, Tensor]
@@ -401,3 +401,12 @@ def max_head_dim(device: torch.device) -> int:
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9 and os.environ.get("DUALKV_KERNELS") != "sm80"
     has_wide = MAX_HEAD_DIM in build_info()["head_dims"].get("sm90", ())
     return MAX_HEAD_DIM if is_hopper and has_wide else PORTABLE_HEAD_DIM
+
+
+def kernels_lack(head_dims: Iterable[int], softcap: float, device: torch.device) -> str | None:
+    """What a device's kernels lack for these head dimensions and this softcap; None if they have all."""
+    if not is_kernel_softcap(softcap):
+        return f"a softcap of {softcap}"
+    most = max_head_dim(device)
+    wrong = [one for one in head_dims if one > most or one % HEAD_DIM_MULTIPLE]
+    return f"a head dim of {wrong[0]}" if wrong else None

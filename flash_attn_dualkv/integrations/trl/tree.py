@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from ...checks import CUDA_DTYPES, HEAD_DIM_MULTIPLE, autocast, is_kernel_softcap
-from ...ops import max_head_dim
+from ...checks import CUDA_DTYPES, autocast
+from ...ops import kernels_lack
 from ..trees import Forest, remembered
 
 
@@ -57,10 +57,11 @@ def _tree_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_offered(query: Tensor, value: Tensor, softcap: float) -> bool:
     """Whether the kernels have the head dimensions, the type and the softcap."""
-    most = max_head_dim(value.device)
-    if any(dim > most or dim % HEAD_DIM_MULTIPLE for dim in (query.shape[-1], value.shape[-1])):
-        return False
-    return not value.is_cuda or (autocast((value,))[0].dtype in CUDA_DTYPES and is_kernel_softcap(softcap))
+    head_dims = query.shape[-1], value.shape[-1]
+    if not value.is_cuda:
+        return kernels_lack(head_dims, 0.0, value.device) is None
+    is_typed = autocast((value,))[0].dtype in CUDA_DTYPES
+    return is_typed and kernels_lack(head_dims, softcap, value.device) is None
 
 
 def read_tree(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Forest:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from ...data.split import balance_groups
 from ..fallback import Options
 
@@ -28,6 +30,18 @@ def partitions(prompts: Sequence[int], responses: Sequence[int], uids: Sequence[
     return [sorted(part, key=lambda index: (first[ids[index]], index)) for part in parts]
 
 
+def _order(
+    prompts: list[int], responses: list[int], uids: list[str], ranks: int, metrics: dict[str, Any], prefix: str
+) -> list[int]:
+    """The samples rank by rank; notes in verl's metrics how even that is."""
+    from verl.utils.seqlen_balancing import log_seqlen_unbalance  # seconds, in every worker
+
+    chosen = partitions(prompts, responses, uids, ranks)
+    totals = list(map(int.__add__, prompts, responses))
+    metrics.update(log_seqlen_unbalance(seqlen_list=totals, partitions=chosen, prefix=prefix))
+    return [index for part in chosen for index in part]
+
+
 def _is_on(trainer: Any) -> bool:
     return Options.of(trainer.config.actor_rollout_ref.model.get("override_config") or {}).enabled
 
@@ -36,8 +50,6 @@ def _balance_v1(stock: Callable[..., Any]) -> Callable[..., Any]:
     def _balance_batch(
         self: Any, batch: Any, metrics: dict[str, Any], logging_prefix: str = "global_seqlen", *args: Any, **kwargs: Any
     ) -> Any:
-        from verl.utils.seqlen_balancing import log_seqlen_unbalance
-
         # Fills up the batch, and asks the workers how many ranks there are.
         batch = stock(self, batch, metrics, logging_prefix, *args, **kwargs)
         uids = [key.rsplit("_", 2)[0] for key in batch.keys]  # of {uid}_{session}_{index}
@@ -45,9 +57,7 @@ def _balance_v1(stock: Callable[..., Any]) -> Callable[..., Any]:
             return batch
         prompts, totals = ([int(tag[name]) for tag in batch.tags] for name in ("prompt_len", "seq_len"))
         ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-        chosen = partitions(prompts, list(map(int.__sub__, totals, prompts)), uids, ranks)
-        metrics.update(log_seqlen_unbalance(seqlen_list=totals, partitions=chosen, prefix=logging_prefix))
-        batch.reorder([index for part in chosen for index in part])
+        batch.reorder(_order(prompts, list(map(int.__sub__, totals, prompts)), uids, ranks, metrics, logging_prefix))
         return batch
 
     return _balance_batch
@@ -61,19 +71,14 @@ def _balance_v0(stock: Callable[..., Any]) -> Callable[..., Any]:
         logging_prefix: str = "global_seqlen",
         keep_minibatch: bool = False,
     ) -> None:
-        import torch
-        from verl.utils.seqlen_balancing import log_seqlen_unbalance
-
         stock(self, batch, metrics, logging_prefix, keep_minibatch)
         uids = list(batch.non_tensor_batch.get("uid", ()))
         if not _is_on(self) or keep_minibatch or len(set(uids)) == len(uids):
             return
         mask, columns = batch.batch["attention_mask"], batch.batch["prompts"].shape[1]
         prompts, responses = mask[:, :columns].sum(1).tolist(), mask[:, columns:].sum(1).tolist()
-        chosen = partitions(prompts, responses, uids, self._get_dp_size(self.actor_rollout_wg, "actor"))
-        totals = list(map(int.__add__, prompts, responses))
-        metrics.update(log_seqlen_unbalance(seqlen_list=totals, partitions=chosen, prefix=logging_prefix))
-        batch.reorder(torch.tensor([index for part in chosen for index in part]))
+        ranks = self._get_dp_size(self.actor_rollout_wg, "actor")
+        batch.reorder(torch.tensor(_order(prompts, responses, uids, ranks, metrics, logging_prefix)))
 
     return _balance_batch
 
