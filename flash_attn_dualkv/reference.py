@@ -357,10 +357,7 @@ class Sums:
 
 
 def differentiate(
-    problem: Problem,
-    block: QueryBlock,
-    results: tuple[Tensor, Tensor | None, Tensor, Tensor],
-    sums: Sequence[Sums],
+    problem: Problem, block: QueryBlock, results: tuple[Tensor, Tensor | None, Tensor, Tensor], sums: Sequence[Sums]
 ) -> Tensor:
     """dQ of one query block as (heads, rows, d); its parts of dK and dV are added to the sums of their node."""
     dout, dlse, out, lse = results

@@ -68,13 +68,7 @@ class UlyssesLayout(SharedPromptLayout):
 
 
 def ulysses_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: UlyssesLayout,
-    *,
-    sinks: Tensor | None = None,
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, layout: UlyssesLayout, *, sinks: Tensor | None = None, **options: Any
 ) -> Tensor:
     """`shared_prompt_attention` of a packed row whose slices lie on the group's ranks.
 

@@ -25,13 +25,7 @@ from .first_use import check_first_use
 from .gathered import already_gathered, gathered_modules, head_modules, score_gathered
 from .guard import expect_shared_prompt
 from .structure import backbone_name, causal_lm_of, is_elsewhere, lock_of, replaced_forward
-from .support import (
-    check_attention,
-    check_supported,
-    num_mixing_layers,
-    text_config,
-    tower_configs,
-)
+from .support import check_attention, check_supported, num_mixing_layers, text_config, tower_configs
 
 PackedBatch: TypeAlias = SharedPromptBatch | PrefixTreeBatch
 

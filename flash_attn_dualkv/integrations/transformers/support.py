@@ -20,15 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ... import ops
 from ...checks import describe, explain
 from ...errors import SharedPromptError, SharedPromptTypeError
-from .hybrid.families import (
-    ATTENTION_TYPES,
-    LAYER_TYPES,
-    family_of,
-    is_attention,
-    is_mixer,
-    layer_types_of,
-    mixers_of,
-)
+from .hybrid.families import ATTENTION_TYPES, LAYER_TYPES, family_of, is_attention, is_mixer, layer_types_of, mixers_of
 
 # Parts of the names of inputs beside text.
 MEDIA = ("pixel", "image", "token_type_ids", "spatial_shapes", "video", "audio")

@@ -6,12 +6,7 @@ The same arguments, losses, log-probabilities and gradients as those of the trai
 for. Rollouts, evaluation of rewards and everything else are TRL's own. Needs TRL 1.16 or newer.
 """
 
-from .trainers import (
-    SharedPromptDPOTrainer,
-    SharedPromptGRPOTrainer,
-    SharedPromptMixin,
-    SharedPromptRLOOTrainer,
-)
+from .trainers import SharedPromptDPOTrainer, SharedPromptGRPOTrainer, SharedPromptMixin, SharedPromptRLOOTrainer
 from .tree import use_dualkv_for_tree_attention
 
 __all__ = [

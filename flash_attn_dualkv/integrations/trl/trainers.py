@@ -130,11 +130,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         if calls == 0:
             return
         self._logged[mode] = numbers
-        values = {
-            **savings(replicated, tokens),
-            "tokens": tokens,
-            "fallbacks": sum(fallbacks) / calls,
-        }
+        values = {**savings(replicated, tokens), "tokens": tokens, "fallbacks": sum(fallbacks) / calls}
         for reason, count in zip(REASONS, fallbacks):
             if count or reason in self._known_reasons:
                 self._known_reasons.add(reason)

@@ -30,14 +30,7 @@ from ..transformers.structure import backbone_name, causal_lm_of
 from ..transformers.support import is_hybrid, num_mixing_layers, text_config
 from ..ulysses import UlyssesLayout
 from . import patches
-from .micro_batches import (
-    Lengths,
-    Plan,
-    grouped_micro_batches,
-    pack_micro_batch,
-    samples_with_media,
-    why_not,
-)
+from .micro_batches import Lengths, Plan, grouped_micro_batches, pack_micro_batch, samples_with_media, why_not
 from .statistics import Statistics
 from .verify import run_both
 
