@@ -24,7 +24,7 @@ LAYERS = (
     ("packed_attention", "attention"),
     ("data",),
     ("packing",),
-    ("integrations.lm_head", "integrations.trees", "integrations.ulysses"),
+    ("integrations.lm_head", "integrations.replacing", "integrations.trees", "integrations.ulysses"),
     ("integrations.transformers",),
     ("integrations.fallback",),
     ("integrations.trl", "integrations.verl"),

@@ -19,6 +19,7 @@ from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUn
 from ...layout import SharedPromptLayout, check_unpacked
 from ...ops import max_head_dim
 from ...packed_attention import BACKENDS, shared_prompt_attention
+from ..replacing import in_place_of, stock_of
 from ..ulysses import UlyssesLayout, ulysses_attention
 from . import base_class, guard
 from .hybrid.delivery import check_running
@@ -89,13 +90,11 @@ def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa
             expected = f"one of {', '.join(sorted(set(known) - {'eager'}))}"
             raise SharedPromptError(explain("names", expected, repr(name)))
     for name in names:
-        stock = getattr(known[name], "dualkv_stock", known[name])
-        attention: Any = functools.wraps(stock)(_taking_layouts(stock, backend))
-        attention.dualkv_stock = stock
-        AttentionInterface.register(name, attention)
+        stock = stock_of(known[name])
+        AttentionInterface.register(name, in_place_of(stock, _taking_layouts(stock, backend)))
         stock_mask = AttentionMaskInterface._global_mapping.get(name)
-        if stock_mask is not None:
-            AttentionMaskInterface.register(name, _wrapped_mask(stock_mask))
+        if stock_mask is not None and not hasattr(stock_mask, "dualkv_stock"):
+            AttentionMaskInterface.register(name, in_place_of(stock_mask, _wrapped_mask(stock_mask)))
     base_class.install()
     _refuse_layouts_elsewhere()
 
@@ -273,18 +272,16 @@ def _refuse_layouts_elsewhere() -> None:
     """Let stock attention raise when it gets a layout, which it would drop: of a layer that was left on it, say."""
     for name, stock in list(AttentionInterface._global_mapping.items()):
         if not hasattr(stock, TAKES_LAYOUT) and not hasattr(stock, "dualkv_stock"):
-            AttentionInterface.register(name, _refusing_attention(name, stock))
+            AttentionInterface.register(name, in_place_of(stock, _refusing_attention(name, stock)))
 
 
 def _refusing_attention(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("shared_prompt_layout") is not None:
             expected = "a registered or wrapped attention in every layer that gets a layout"
             raise SharedPromptLayoutError(explain(type(module).__name__, expected, repr(name)))
         return stock(module, *args, **kwargs)
 
-    attention.dualkv_stock = stock  # type: ignore[attr-defined]
     return attention
 
 
@@ -312,14 +309,9 @@ def _taking_layouts(without_layout: Callable[..., Any], backend: str) -> Any:
 
 
 def _wrapped_mask(stock: Callable[..., Any]) -> Callable[..., Any]:
-    if hasattr(stock, "dualkv_stock"):
-        return stock
-
-    @functools.wraps(stock)
     def mask(*args: Any, **kwargs: Any) -> Any:
         if not args and guard.current() is not None and kwargs.get("attention_mask") is None:
             return DeferredMask(stock, kwargs)
         return stock(*args, **kwargs)
 
-    mask.dualkv_stock = stock  # type: ignore[attr-defined]
     return mask

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from ...checks import CUDA_DTYPES, autocast
 from ...ops import kernels_lack
+from ..replacing import replace_once
 from ..trees import Forest, remembered
 
 
@@ -28,9 +29,8 @@ def use_dualkv_for_tree_attention() -> None:
     """
     from trl.experimental.async_grpo import packing
 
-    if not hasattr(packing.tree_attention, "dualkv_stock"):
-        # What the trainer registers when it is made.
-        packing.tree_attention = _tree_attention(packing.tree_attention)
+    # What the trainer registers when it is made.
+    replace_once(packing, "tree_attention", _tree_attention)
     if packing.TREE_ATTENTION in AttentionInterface._global_mapping:
         AttentionInterface.register(packing.TREE_ATTENTION, packing.tree_attention)
 
@@ -51,7 +51,6 @@ def _tree_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
         out = forest.attend(q.to(v.dtype), k.to(v.dtype), v, scale, window_size=window, softcap=softcap)
         return out, None
 
-    tree_attention.dualkv_stock = stock  # type: ignore[attr-defined]
     return tree_attention
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ...data.split import balance_groups
 from ..fallback import Options
+from ..replacing import replace_once
 
 # What the matrix products of a token cost, in visible pairs of attention: about so many in models
 # of 1B to 30B.
@@ -100,12 +101,7 @@ def install() -> None:
 
 def _patch(name: str) -> None:
     kind, make = _TRAINERS[name]
-    trainer = getattr(sys.modules[name], kind)
-    stock = trainer._balance_batch
-    if not hasattr(stock, "dualkv_stock"):
-        balance = make(stock)
-        balance.dualkv_stock = stock  # type: ignore[attr-defined]
-        trainer._balance_batch = balance
+    replace_once(getattr(sys.modules[name], kind), "_balance_batch", make)
 
 
 class _OnImport(importlib.abc.MetaPathFinder):

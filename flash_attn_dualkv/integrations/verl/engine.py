@@ -24,6 +24,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
 from ..fallback import REASONS, Options, Verification, kernels_refusal
+from ..replacing import replace_once
 from ..transformers import expect_shared_prompt, install_layout_hook, wrap
 from ..transformers.first_use import check_first_use
 from ..transformers.structure import backbone_name, causal_lm_of
@@ -279,9 +280,11 @@ def install() -> None:
                         engine
                     )
     patches.install()
-    stock = transformer_impl.prepare_micro_batches
-    if hasattr(stock, "dualkv_stock"):
-        return
+    replace_once(transformer_impl, "prepare_micro_batches", _prepare)
+
+
+def _prepare(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Micro-batches of the engine that runs, if one does."""
 
     def prepare_micro_batches(data: TensorDict, dp_group: Any = None, **options: Any) -> Any:
         engine = _running.get()
@@ -289,5 +292,4 @@ def install() -> None:
             return stock(data=data, dp_group=dp_group, **options)
         return engine.micro_batches(data, dp_group, lambda: stock(data=data, dp_group=dp_group, **options))
 
-    prepare_micro_batches.dualkv_stock = stock  # type: ignore[attr-defined]
-    transformer_impl.prepare_micro_batches = prepare_micro_batches
+    return prepare_micro_batches
