@@ -1,4 +1,4 @@
-"""The functions with offsets of queries and keys: checked arguments in, one differentiable operator call, outputs out.
+"""Attention of sequences given by offsets: checked arguments in, one differentiable call.
 
 Those of packed rows, whose queries and keys are the same tokens, are in `packed_attention.py`.
 """
@@ -10,6 +10,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from . import checks, ops
+from .calls import make_options
 from .packed_attention import flash_attn_tree_varlen_func, shared_prompt_attention
 
 __all__ = [
@@ -25,154 +26,95 @@ _PLAIN_NAMES = ("q", "k", "v")
 
 @overload
 def flash_attn_dualkv_varlen_func(
-    q: Tensor,
-    k_context: Tensor,
-    v_context: Tensor,
-    k_decoded: Tensor,
-    v_decoded: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k_decoded: Tensor,
-    max_seqlen_q: int,
-    context_seqlen: int,
-    max_seqlen_k_decoded: int,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    *,
-    cu_seqlens_context: Tensor | None = None,
-    cu_seqs_per_context: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: Literal[False] = False,
-) -> Tensor: ...
+    q: Tensor, k_context: Tensor, v_context: Tensor, k_decoded: Tensor, v_decoded: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k_decoded: Tensor,
+    max_seqlen_q: int, context_seqlen: int, max_seqlen_k_decoded: int,
+    softmax_scale: float | None = None, causal: bool = True, *,
+    cu_seqlens_context: Tensor | None = None, cu_seqs_per_context: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
+    deterministic: bool = False, return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_dualkv_varlen_func(
-    q: Tensor,
-    k_context: Tensor,
-    v_context: Tensor,
-    k_decoded: Tensor,
-    v_decoded: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k_decoded: Tensor,
-    max_seqlen_q: int,
-    context_seqlen: int,
-    max_seqlen_k_decoded: int,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    *,
-    cu_seqlens_context: Tensor | None = None,
-    cu_seqs_per_context: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-@overload
+    q: Tensor, k_context: Tensor, v_context: Tensor, k_decoded: Tensor, v_decoded: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k_decoded: Tensor,
+    max_seqlen_q: int, context_seqlen: int, max_seqlen_k_decoded: int,
+    softmax_scale: float | None = None, causal: bool = True, *,
+    cu_seqlens_context: Tensor | None = None, cu_seqs_per_context: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
+    deterministic: bool = False, return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attn_dualkv_varlen_func(
-    q: Tensor,
-    k_context: Tensor,
-    v_context: Tensor,
-    k_decoded: Tensor,
-    v_decoded: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k_decoded: Tensor,
-    max_seqlen_q: int,
-    context_seqlen: int,
-    max_seqlen_k_decoded: int,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    *,
-    cu_seqlens_context: Tensor | None = None,
-    cu_seqs_per_context: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]: ...
-def flash_attn_dualkv_varlen_func(
-    q: Tensor,
-    k_context: Tensor,
-    v_context: Tensor,
-    k_decoded: Tensor,
-    v_decoded: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k_decoded: Tensor,
-    max_seqlen_q: int,
-    context_seqlen: int,
-    max_seqlen_k_decoded: int,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    *,
-    cu_seqlens_context: Tensor | None = None,
-    cu_seqs_per_context: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of many sequences to a shared context and to their own keys; exact and differentiable.
+    q: Tensor, k_context: Tensor, v_context: Tensor, k_decoded: Tensor, v_decoded: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k_decoded: Tensor,
+    max_seqlen_q: int, context_seqlen: int, max_seqlen_k_decoded: int,
+    softmax_scale: float | None = None, causal: bool = True, *,
+    cu_seqlens_context: Tensor | None = None, cu_seqs_per_context: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
+    deterministic: bool = False, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Exact, differentiable attention of many sequences to a shared context and their own keys.
 
     Sequence i attends with its queries q_i to the keys [k_context; k_decoded_i]:
 
         O_i = softmax(softmax_scale * q_i [k_context; k_decoded_i]^T + mask) [v_context; v_decoded_i]
 
-    (Gai et al., DualKV, 2026). The context is stored once however many sequences share it, and its gradients sum over
-    all of them in float32. Sequences are packed along the first dimension and may have any lengths, zero included.
+    (Gai et al., DualKV, 2026). The context is stored once however many sequences share it, and its
+    gradients sum over all of them in float32. Sequences are packed along the first dimension and
+    may have any lengths, zero included.
 
-    With `causal`, sequences are aligned to the bottom right as in FlashAttention 2.1: of the
-    context_len + decoded_len_i keys, the last query row sees all, the row before it all but the last, and so on. A row
-    that sees no key is 0, its LSE is -inf and its gradients are 0; so are rows that belong to no sequence (offsets may
-    end before the tensors do).
+    With `causal`, sequences are aligned to the bottom right as in FlashAttention 2.1: the last
+    query row sees all context_len + decoded_len_i keys, the row before it all but the last, and so
+    on. A row that sees no key is 0, its LSE is -inf and its gradients are 0; so are rows that
+    belong to no sequence (offsets may end before the tensors do).
 
-    Several groups, each with its own context, run in one call if `cu_seqlens_context` and `cu_seqs_per_context` say
-    which rows of k_context belong to which group and which sequences share them. A prompt attends to itself as a
-    sequence of its group without decoded rows.
+    Several groups, each with its own context, run in one call if `cu_seqlens_context` and
+    `cu_seqs_per_context` say which rows of k_context belong to which group and which sequences
+    share them. A prompt attends to itself as a sequence of its group without decoded rows.
 
     Args:
-        q: (total_q, H, d), float16 or bfloat16 (on the CPU also float32 or float64); d a multiple of 8, at most 512
-            (256 on GPUs other than Hopper).
-        k_context, v_context: (total_context, H_k, d) and (total_context, H_k, d_v); H is a multiple of H_k; d_v a
-            multiple of 8, with the same limit.
-        k_decoded, v_decoded: (total_decoded, H_k, d) and (total_decoded, H_k, d_v), of one packed tensor the rows
-            behind the context. That offsets end before these rows do is no error, so it is not noticed if other rows
-            are given.
+        q: (total_q, H, d), float16 or bfloat16 (on the CPU also float32 or float64); d a multiple
+            of 8, at most 512 (256 on GPUs other than Hopper).
+        k_context, v_context: (total_context, H_k, d) and (total_context, H_k, d_v); H is a multiple
+            of H_k; d_v a multiple of 8, with the same limit.
+        k_decoded, v_decoded: (total_decoded, H_k, d) and (total_decoded, H_k, d_v); the rows behind
+            the context where all keys are one tensor. Other rows pass unnoticed: offsets may end
+            early.
         cu_seqlens_q: (N+1,) int32, sequence i has the rows [i] .. [i+1] - 1 of q.
         cu_seqlens_k_decoded: (N+1,) int32, the same for k_decoded and v_decoded.
         max_seqlen_q, max_seqlen_k_decoded: the longest lengths, >= 0.
-        context_seqlen: rows of k_context; with `cu_seqlens_context` the longest context. By these three the backward
-            chooses among its kernels: where they are wrong, gradients are exact and may take longer.
+        context_seqlen: rows of k_context; with `cu_seqlens_context` the longest context. By these
+            three the backward chooses among its kernels: wrong ones cost time, never exactness.
         softmax_scale: finite and > 0; 1 / sqrt(d) if None.
         causal: see above; without it a row sees all keys of its sequence.
-        cu_seqlens_context: (G+1,) int32, group g has the rows [g] .. [g+1] - 1 of k_context. None: one group.
+        cu_seqlens_context: (G+1,) int32, group g has the rows [g] .. [g+1] - 1 of k_context. None:
+            one group.
         cu_seqs_per_context: (G+1,) int32, from 0 to N: group g owns the sequences [g] .. [g+1] - 1.
-        window_size: (left, right) as in FlashAttention: a row sees `left` positions before its own, or all with -1;
-            `right` is -1, or 0 for causality.
+        window_size: (left, right) as in FlashAttention: a row sees `left` positions before its own,
+            or all with -1; `right` is -1, or 0 for causality.
         softcap: c > 0 replaces every scaled score s by c * tanh(s / c); with the CUDA kernels 0.01
             to 1000.
-        sinks: (H,) floating point, one score of each head that joins the softmax of every row and carries no value; it
-            is in the LSE, and differentiable.
+        sinks: (H,) floating point, one score of each head that joins the softmax of every row and
+            carries no value; it is in the LSE, and differentiable.
         deterministic: gradients bit-identical from run to run; also switched on by
-            torch.use_deterministic_algorithms and by the environment's FLASH_ATTENTION_DETERMINISTIC=1.
+            torch.use_deterministic_algorithms and by FLASH_ATTENTION_DETERMINISTIC=1 in the
+            environment.
         return_lse: return the log-sum-exp of the scaled scores too; it is differentiable.
 
-    All q, k and v have one dtype and one device and a contiguous last dimension; views of one packed tensor are used
-    without a copy if their first bytes and other strides are 16-byte aligned. Under autocast they are cast as for
-    torch.nn.functional.scaled_dot_product_attention.
+    All q, k and v have one dtype and one device and a contiguous last dimension; views of one
+    packed tensor are used without a copy if their first bytes and other strides are 16-byte
+    aligned. Under autocast they are cast as for torch.nn.functional.scaled_dot_product_attention.
 
     Returns:
-        out (total_q, H, d_v), contiguous, in the dtype of q; with `return_lse` the pair (out, lse), lse (H, total_q) in
-        float32 (float64 for float64).
+        out (total_q, H, d_v), contiguous, in the dtype of q; with `return_lse` the pair (out, lse),
+        lse (H, total_q) in float32 (float64 for float64).
 
     Raises:
-        TypeError, ValueError: an argument is not as described; the message names it. Values of the offsets are checked
-            on the CPU, and on a GPU only if the environment has DUALKV_DEBUG=1 (which synchronises): otherwise wrong
-            offsets give wrong numbers.
-        NotImplementedError: a window that ends behind the row; a softcap below 0.01 or above 1000 for CUDA
-            tensors.
+        TypeError, ValueError: an argument is not as described; the message names it. Values of
+            offsets are checked on the CPU, and on a GPU only with DUALKV_DEBUG=1 in the environment
+            (which synchronises): otherwise wrong offsets give wrong numbers.
+        NotImplementedError: a window that ends behind the row; a softcap that the CUDA kernels
+            lack.
         RuntimeError: CUDA tensors in an installation without the compiled module.
     """
     q, k_context, v_context, k_decoded, v_decoded = checks.inputs(
@@ -191,124 +133,64 @@ def flash_attn_dualkv_varlen_func(
     if cu_seqlens_context is None and context_seqlen != k_context.shape[0]:
         expected = f"{k_context.shape[0]} (the rows of k_context, as cu_seqlens_context is not given)"
         raise ValueError(checks.explain("context_seqlen", expected, context_seqlen))
-    checks.flag("causal", causal)
-    checks.flag("deterministic", deterministic)
     checks.flag("return_lse", return_lse)
     checks.check_sinks(sinks, q)
-    scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
-    causal, window, cap = checks.resolve_variant(causal, window_size, softcap)
-
+    causal, window = checks.resolve_window(causal, window_size)
+    options = make_options(
+        head_dim=q.shape[2], softmax_scale=softmax_scale, causal=causal, window_left=window, softcap=softcap,
+        mean_keys=_mean_keys(max_seqlen_q, context_seqlen + max_seqlen_k_decoded, causal), deterministic=deterministic,
+    )  # fmt: skip
     nodes = ops.sequence_nodes(
         cu_seqlens_q, cu_seqlens_k_decoded, cu_seqlens_context, cu_seqs_per_context, k_context.shape[0]
     )
     out, lse = ops.attend(
-        q, k_context, v_context, k_decoded, v_decoded, sinks, nodes,
-        scale, causal, window, -1, cap, False,
-        _mean_keys(max_seqlen_q, context_seqlen + max_seqlen_k_decoded, causal), deterministic,
-    )  # fmt: skip
+        q, k_context, v_context, nodes, options, k_decoded=k_decoded, v_decoded=v_decoded, sinks=sinks
+    )
     return (out, lse) if return_lse else out
 
 
 @overload
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: Literal[False] = False,
-    block_table: Tensor | None = None,
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False, block_table: Tensor | None = None,
+) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    *,
-    return_attn_probs: Literal[True],
-    block_table: Tensor | None = None,
-) -> tuple[Tensor, Tensor, None]: ...
-@overload
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, *, return_attn_probs: Literal[True], block_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor, None]: ...  # fmt: skip
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    *,
-    return_attn_probs: bool,
-    block_table: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, None]: ...
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, None]:
-    """Attention of packed sequences without a shared context, called as FlashAttention 2's function of this name.
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor, None]:  # fmt: skip
+    """Attention without a shared context, called as FlashAttention 2's function of this name.
 
-    The context-free case of `flash_attn_dualkv_varlen_func`, which see for everything not said here.
+    It is the context-free case of `flash_attn_dualkv_varlen_func`, which see for everything not
+    said here.
 
     Args:
         q: (total_q, H, d).
         k, v: (total_k, H_k, d) and (total_k, H_k, d_v).
         cu_seqlens_q, cu_seqlens_k: (N+1,) int32.
-        max_seqlen_q, max_seqlen_k: the longest lengths, >= 0. By them the backward chooses among its kernels: where
-            they are wrong, gradients are exact and may take longer.
+        max_seqlen_q, max_seqlen_k: the longest lengths, >= 0.
         dropout_p, alibi_slopes, block_table: not implemented; only the defaults are accepted.
-        softmax_scale, causal, window_size, softcap, deterministic: as there, except that `causal` defaults to False.
-        return_attn_probs: return (out, lse, None) as FlashAttention does without dropout; the LSE is differentiable.
+        softmax_scale, causal, window_size, softcap, deterministic: as there, except that `causal`
+            defaults to False.
+        return_attn_probs: return (out, lse, None) as FlashAttention does without dropout.
 
     Returns:
         out (total_q, H, d_v), or (out, lse, None) with lse (H, total_q).
 
     Raises:
+        NotImplementedError: an option that is not implemented is used; the message names it.
         TypeError, ValueError, RuntimeError: as there.
-        NotImplementedError: as there, or an option that is not implemented is used; the message names it.
     """
-    checks.flag("causal", causal)
-    checks.flag("deterministic", deterministic)
     checks.flag("return_attn_probs", return_attn_probs)
     checks.check_unimplemented(dropout_p, alibi_slopes, block_table)
     q, k, v = checks.inputs(_PLAIN_NAMES, (q, k, v))
@@ -317,15 +199,16 @@ def flash_attn_varlen_func(
     checks.check_offsets("cu_seqlens_k", cu_seqlens_k, q.device, cu_seqlens_q.shape[0], "cu_seqlens_q")
     max_seqlen_q = checks.integer("max_seqlen_q", max_seqlen_q, 0)
     max_seqlen_k = checks.integer("max_seqlen_k", max_seqlen_k, 0)
-    scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
-    causal, window, cap = checks.resolve_variant(causal, window_size, softcap)
-
+    causal, window = checks.resolve_window(causal, window_size)
+    options = make_options(
+        head_dim=q.shape[2], softmax_scale=softmax_scale, causal=causal, window_left=window, softcap=softcap,
+        mean_keys=_mean_keys(max_seqlen_q, max_seqlen_k, causal), deterministic=deterministic,
+    )  # fmt: skip
     nodes = ops.sequence_nodes(cu_seqlens_q, cu_seqlens_k, None, None, None)
-    keys = _mean_keys(max_seqlen_q, max_seqlen_k, causal)
-    out, lse = ops.attend(q, k, v, None, None, None, nodes, scale, causal, window, -1, cap, False, keys, deterministic)
+    out, lse = ops.attend(q, k, v, nodes, options)
     return (out, lse, None) if return_attn_probs else out
 
 
 def _mean_keys(queries: int, keys: int, causal: bool) -> int:
-    """How many keys a query sees on average, rounded up, if all sequences are as long as the longest."""
+    """Keys that a query sees on average, rounded up, if all sequences have the longest lengths."""
     return keys - max(min(queries, keys) - 1, 0) // 2 if causal else keys

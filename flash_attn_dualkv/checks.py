@@ -1,9 +1,9 @@
 """Checks of what callers give; an error names the argument, what was expected and what was got.
 
-Functions named after a kind (`integer`, `lengths`) return the value in the form that is used and raise a
-`SharedPromptError`, which is a ValueError and for a wrong type a TypeError too; `check_...` return nothing.
-Nothing that attention calls reads a tensor's contents, so it neither waits for a device nor breaks a trace.
-The values of offsets are checked in `nodes.py`.
+Functions named after a kind (`integer`, `lengths`) return the value in the form that is used and
+raise a `SharedPromptError`, which is a ValueError and for a wrong type a TypeError too; `check_...`
+return nothing. Nothing that attention calls reads a tensor's contents, so it neither waits for a
+device nor breaks a trace. The values of offsets are checked in `nodes.py`.
 """
 
 from __future__ import annotations
@@ -79,12 +79,13 @@ def flag(name: str, value: Any) -> bool:
     return value
 
 
-def number(name: str, value: Any, *, zero: bool = False, expected: str = "a float") -> float:
+def number(name: str, value: Any, *, zero: bool = False, expected: str = "") -> float:
     """A finite number > 0, or with `zero` also 0."""
+    bound = ">= 0" if zero else "> 0"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise SharedPromptTypeError(explain(name, expected, describe(value)))
+        raise SharedPromptTypeError(explain(name, expected or f"a float {bound}", describe(value)))
     if not (0.0 < value < math.inf or (zero and value == 0.0)):
-        raise SharedPromptError(explain(name, f"a finite number {'>=' if zero else '>'} 0", value))
+        raise SharedPromptError(explain(name, f"a finite number {bound}", value))
     return float(value)
 
 
@@ -115,7 +116,7 @@ def items(name: str, values: Any, of: str) -> Sequence[Any]:
 
 
 def integers(name: str, tensor: Any, dimensions: int, also: Sequence[torch.dtype] = ()) -> Tensor:
-    """A dense integer tensor with numbers in it, of that many dimensions; int64 for types that lack operators."""
+    """A dense integer tensor of that many dimensions; int64 for types that lack operators."""
     if not isinstance(tensor, Tensor):
         raise SharedPromptTypeError(explain(name, "an integer tensor", describe(tensor)))
     if tensor.layout != torch.strided or tensor.is_nested:
@@ -201,7 +202,7 @@ def check_device(name: str, tensor: Tensor) -> None:
 
 
 def inputs(names: Sequence[str], values: Sequence[Any], allowed: Sequence[torch.dtype] | None = None) -> list[Tensor]:
-    """q (total_q, H, d) and the k and v tensors behind it, cast as autocast casts them; TypeError, ValueError.
+    """q (total_q, H, d) and the k and v tensors, cast as autocast casts them.
 
     `allowed` are the dtypes of whoever computes; None for those of the device's own implementation.
     """
@@ -216,7 +217,7 @@ def inputs(names: Sequence[str], values: Sequence[Any], allowed: Sequence[torch.
 
 
 def _check_alike(names: Sequence[str], tensors: Sequence[Tensor], allowed: Sequence[torch.dtype] | None) -> None:
-    """Check rank, dtype, device, strides and rows of q, k and v tensors; the first one sets dtype and device."""
+    """Check rank, dtype, device, strides and rows; the first tensor sets dtype and device."""
     dtype, device = tensors[0].dtype, tensors[0].device
     if allowed is None:
         allowed = CUDA_DTYPES if device.type == "cuda" else CPU_DTYPES
@@ -262,8 +263,8 @@ def check_pair_shape(q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tensor) 
 def check_decoded(k: Tensor, v: Tensor, k_context: Tensor, v_context: Tensor) -> None:
     """Check k_decoded and v_decoded against the context's keys and values, which they follow.
 
-    A tensor that begins with the context's own rows is `k` where `k[context_seqlen:]` is meant: offsets may end before
-    the tensors do, so the rows behind would pass for padding.
+    A tensor that begins with the context's own rows is `k` where `k[context_seqlen:]` is meant:
+    offsets may end before the tensors do, so the rows behind would pass for padding.
     """
     if k.shape[1] != k_context.shape[1]:
         raise ValueError(explain("k_decoded", f"{k_context.shape[1]} heads (as k_context)", k.shape[1]))
@@ -279,7 +280,7 @@ def check_decoded(k: Tensor, v: Tensor, k_context: Tensor, v_context: Tensor) ->
 
 
 def address(tensor: Tensor) -> int | None:
-    """Where a tensor lies in memory; None where that cannot be known: in traces, and for wrappers."""
+    """Where a tensor lies in memory; None in traces and for wrappers, where nobody knows."""
     if type(tensor) is not Tensor or torch.compiler.is_compiling():
         return None
     try:
@@ -291,7 +292,7 @@ def address(tensor: Tensor) -> int | None:
 def check_offsets(
     name: str, offsets: Any, device: torch.device, length: int | None = None, like: str = "", least: int = 1
 ) -> None:
-    """Check a tensor of offsets: int32, contiguous, one dimension, on `device`, `length` elements (as `like`)."""
+    """Check offsets: int32, contiguous, 1-D, on `device`, `length` elements (as `like`)."""
     if not isinstance(offsets, Tensor):
         raise TypeError(explain(name, "a torch.Tensor", type(offsets).__name__))
     if offsets.dtype != torch.int32:
@@ -309,7 +310,7 @@ def check_offsets(
 
 
 def check_grouping(cu_seqlens_context: Any, cu_seqs_per_context: Any, sequences: int, device: torch.device) -> None:
-    """Check the two optional tensors that describe several groups: both or neither, equally long."""
+    """Check the two optional tensors that describe groups: both or neither, equally long."""
     if cu_seqlens_context is None and cu_seqs_per_context is None:
         return
     if cu_seqs_per_context is None:
@@ -351,17 +352,12 @@ def is_kernel_softcap(softcap: float) -> bool:
     return softcap == 0.0 or KERNEL_SOFTCAPS[0] <= softcap <= KERNEL_SOFTCAPS[1]
 
 
-def resolve_softcap(softcap: Any) -> float:
-    """The bound of the scores, finite and >= 0; 0 for none."""
-    return number("softcap", softcap, zero=True)
-
-
-def resolve_variant(causal: bool, window_size: Any, softcap: Any) -> tuple[bool, int, float]:
-    """Whether the mask is causal, how many positions before its own a row sees (-1: all), and the softcap.
+def resolve_window(causal: Any, window_size: Any) -> tuple[bool, int]:
+    """Whether the mask is causal, and how many positions before its own a row sees (-1: all).
 
     As in FlashAttention, a window that ends with the row's own position is causality.
     """
-    cap = resolve_softcap(softcap)
+    flag("causal", causal)
     is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
     if not is_pair or any(isinstance(one, bool) or not isinstance(one, int) for one in window_size):
         raise TypeError(explain("window_size", "two ints", type(window_size).__name__))
@@ -371,27 +367,20 @@ def resolve_variant(causal: bool, window_size: Any, softcap: Any) -> tuple[bool,
     if right > 0:
         expected = "-1 or 0 as its second number (a window that ends behind a row is not implemented)"
         raise NotImplementedError(explain("window_size", expected, window))
-    return causal or right == 0, left, cap
+    return causal or right == 0, left
 
 
 def check_unimplemented(dropout_p: Any, alibi_slopes: Any, block_table: Any) -> None:
-    """NotImplementedError for the options of FlashAttention that this library does not implement."""
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        raise TypeError(explain("dropout_p", "a float", type(dropout_p).__name__))
-    if dropout_p != 0.0:
+    """NotImplementedError for options of FlashAttention that are not implemented here."""
+    if number("dropout_p", dropout_p, zero=True, expected="a float") != 0.0:
         raise NotImplementedError(explain("dropout_p", "0.0 (dropout is not implemented)", dropout_p))
-    if alibi_slopes is not None:
-        raise NotImplementedError(
-            explain("alibi_slopes", "None (ALiBi is not implemented)", type(alibi_slopes).__name__)
-        )
-    if block_table is not None:
-        raise NotImplementedError(
-            explain("block_table", "None (paged KV is not implemented)", type(block_table).__name__)
-        )
+    for name, value, what in (("alibi_slopes", alibi_slopes, "ALiBi"), ("block_table", block_table, "paged KV")):
+        if value is not None:
+            raise NotImplementedError(explain(name, f"None ({what} is not implemented)", type(value).__name__))
 
 
 def autocast(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Cast as autocast does for PyTorch's own attention: floating point, other than float64, to its lower precision."""
+    """Cast to autocast's lower precision, as for PyTorch's attention; float64 stays."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return [*tensors]

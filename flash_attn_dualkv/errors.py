@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SharedPromptError(ValueError):
-    """An argument of the shared-prompt functions is not as described; the message says what was expected and got."""
+    """An argument is not as described; the message says what was expected and got."""
 
 
 class SharedPromptTypeError(SharedPromptError, TypeError):
@@ -16,4 +16,4 @@ class SharedPromptLayoutError(SharedPromptError):
 
 
 class SharedPromptUnsupportedError(SharedPromptError, NotImplementedError):
-    """What cannot be computed with a shared prompt, such as a head dimension above 512; the message names it."""
+    """What cannot be computed with a shared prompt, such as a head dimension above 512."""

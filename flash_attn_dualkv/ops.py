@@ -1,9 +1,10 @@
-"""The operators that PyTorch sees, in the namespace `flash_attn_dualkv`: node tables, and attention with its gradient.
+"""The operators that PyTorch sees: node tables, and attention with its gradient.
 
-Every public function is `sequence_nodes`, `tree_nodes` or a ready table, and then one `forward`; autograd records one
-node. CPU tensors go to `nodes.py` and `reference.py`, CUDA tensors to the compiled module, or to the reference where it
-is asked for. The autograd formulas are registered with the dispatcher, so that compilers trace through them.
-`torch.library`'s low-level interface keeps calls cheap: a `custom_op` costs the host more than twice as much.
+Every public function is `sequence_nodes`, `tree_nodes` or a ready table, and then one `forward`;
+autograd records one node. CPU tensors go to `nodes.py` and `reference.py`, CUDA tensors to the
+compiled module, or to the reference where it is asked for. The autograd formulas are registered
+with the dispatcher, so that compilers trace through them. `torch.library`'s low-level interface
+keeps calls cheap: a `custom_op` costs the host more than twice as much.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import importlib
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,10 +25,12 @@ from torch.autograd.function import FunctionCtx
 from . import nodes as tables
 from . import reference
 from ._version import __version__
-from .checks import KERNEL_SOFTCAPS, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, is_kernel_softcap
+from .calls import AnyCall, BackwardCall, ForwardCall, Options, inputs_of, pack, schema, unpack
+from .checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, is_kernel_softcap
 from .environment import environment_flag
 
 Results = tuple[Tensor, Tensor]
+Result = TypeVar("Result")
 
 DIFFERENTIABLE_ONCE = "flash_attn_dualkv is differentiable once: its gradients cannot be differentiated again"
 
@@ -50,82 +53,20 @@ library = torch.library.Library("flash_attn_dualkv", "DEF")
 # Compilers must not hand the kernels a tensor whose last dimension they have made strided.
 TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 
-# Of the keys: rows of k and then those of k_decoded, see `nodes.Node`.
-_KEYS = "Tensor q, Tensor k, Tensor v, Tensor? k_decoded, Tensor? v_decoded"
-# No argument has a default: the dispatcher would leave it out of what it hands to the implementations. `reference`
-# computes CUDA tensors in PyTorch. The last two are for the backward of this call: autograd has no other way to it.
-# A row sees about `mean_keys` keys on average: by it the backward chooses among its kernels; a wrong one costs time.
-_OPTIONS = (
-    "float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float softcap, bool reference, "
-    "SymInt mean_keys, bool deterministic"
-)
 library.define(
     "sequence_nodes(Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? cu_seqlens_context, Tensor? cu_seqs_per_context, "
     "SymInt? total_context) -> Tensor nodes",
     tags=TAGS,
 )
 library.define("tree_nodes(Tensor cu_seqlens, Tensor parents, SymInt total) -> Tensor nodes", tags=TAGS)
-library.define(f"forward({_KEYS}, Tensor? sinks, Tensor nodes, {_OPTIONS}) -> (Tensor out, Tensor lse)", tags=TAGS)
-# dq, dk, dv and, where there are these tensors, dk_decoded, dv_decoded. The sinks are in the LSE, by which the kernels
-# compute P = exp(S - LSE), and their gradient needs no kernel.
-library.define(
-    f"backward(Tensor dout, Tensor? dlse, {_KEYS}, Tensor out, Tensor lse, Tensor nodes, {_OPTIONS}) -> Tensor[]",
-    tags=TAGS,
-)
+library.define(f"forward({schema(ForwardCall)}) -> (Tensor out, Tensor lse)", tags=TAGS)
+# dq, dk, dv and, where there are these tensors, dk_decoded, dv_decoded.
+library.define(f"backward({schema(BackwardCall)}) -> Tensor[]", tags=TAGS)
 
 sequence_nodes = torch.ops.flash_attn_dualkv.sequence_nodes.default
 tree_nodes = torch.ops.flash_attn_dualkv.tree_nodes.default
 forward = torch.ops.flash_attn_dualkv.forward.default
 backward = torch.ops.flash_attn_dualkv.backward.default
-
-_NUM_KEYS = 5  # tensors of _KEYS
-
-
-class Options(NamedTuple):
-    """The arguments of both operators that are no tensors; what they mean says `reference.forward`."""
-
-    softmax_scale: float
-    causal: bool
-    window_left: int
-    window_right: int
-    softcap: float
-    reference: bool
-    mean_keys: int
-    deterministic: bool
-
-    @property
-    def variant(self) -> tuple[Any, ...]:
-        """Those of the reference."""
-        return self.softmax_scale, self.causal, self.window_left, self.window_right, self.softcap
-
-    @property
-    def kernel_scalars(self) -> tuple[Any, ...]:
-        """Those of the compiled module."""
-        return self.softmax_scale, self.causal, self.window_left, self.softcap
-
-    @property
-    def backward_scalars(self) -> tuple[Any, ...]:
-        """Those of the compiled module's backward."""
-        return *self.kernel_scalars, self.mean_keys, is_deterministic(self.deterministic)
-
-    def check_kernels(self) -> None:
-        """NotImplementedError for what only the reference has."""
-        if self.window_right != -1:
-            raise NotImplementedError(f"window_right: expected -1 for the CUDA kernels, got {self.window_right}")
-        if not is_kernel_softcap(self.softcap):
-            expected = f"0.0 or {KERNEL_SOFTCAPS[0]} to {KERNEL_SOFTCAPS[1]} for the CUDA kernels"
-            raise NotImplementedError(f"softcap: expected {expected}, got {self.softcap}")
-
-
-# The reference, on any device
-
-
-def _forward_reference(*arguments: Any) -> Results:
-    return reference.forward(*arguments[:7], *Options(*arguments[7:]).variant)
-
-
-def _backward_reference(*arguments: Any) -> list[Tensor]:
-    return reference.backward(*arguments[:10], *Options(*arguments[10:]).variant)
 
 
 # CUDA: the compiled module, or the reference for those who ask for it
@@ -149,12 +90,12 @@ def compiled_module() -> ModuleType:
 
 
 def checks_values() -> bool:
-    """Whether to read back offsets from the GPU and check them; impossible while a CUDA graph is captured."""
+    """Whether to check offsets on the GPU; impossible while a CUDA graph is captured."""
     return environment_flag("DUALKV_DEBUG") and not torch.cuda.is_current_stream_capturing()
 
 
 def is_deterministic(deterministic: bool) -> bool:
-    """Whether gradients must be bit-identical from run to run: by argument, PyTorch's setting or the environment."""
+    """Whether gradients must be bit-identical, by argument, PyTorch's setting or environment."""
     return (
         deterministic
         or torch.are_deterministic_algorithms_enabled()
@@ -162,25 +103,21 @@ def is_deterministic(deterministic: bool) -> bool:
     )
 
 
-def _sequence_nodes_cuda(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    cu_seqlens_context: Tensor | None,
-    cu_seqs_per_context: Tensor | None,
-    total_context: int | None,
-) -> Tensor:
-    compiled = compiled_module()
-    grouping = (cu_seqlens_context, cu_seqs_per_context)
+def _checked_on_host(table: Callable[..., Tensor], arguments: Sequence[Any]) -> Sequence[Any]:
+    """The arguments of a table, whose values are checked where that is asked for."""
     if checks_values():
-        context, owned = (None if one is None else one.cpu() for one in grouping)
-        tables.sequence_nodes(cu_seqlens_q.cpu(), cu_seqlens_k.cpu(), context, owned, total_context)
-    return cast(Tensor, compiled.sequence_nodes(cu_seqlens_q, cu_seqlens_k, *grouping, total_context))
+        table(*(one.cpu() if isinstance(one, Tensor) else one for one in arguments))
+    return arguments
+
+
+def _sequence_nodes_cuda(*arguments: Any) -> Tensor:
+    compiled = compiled_module()
+    return cast(Tensor, compiled.sequence_nodes(*_checked_on_host(tables.sequence_nodes, arguments)))
 
 
 def _tree_nodes_cuda(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
     compiled = compiled_module()
-    if checks_values():
-        tables.tree_nodes(cu_seqlens.cpu(), parents.cpu(), total)
+    _checked_on_host(tables.tree_nodes, (cu_seqlens, parents, total))
     return cast(Tensor, compiled.tree_nodes(cu_seqlens, parents))
 
 
@@ -191,33 +128,43 @@ def _kernels(options: Options) -> ModuleType:
     return compiled
 
 
-def _check_nodes(q: Tensor, k: Tensor, k_decoded: Tensor | None, nodes: Tensor) -> None:
+def kernel_options(options: Options, *, of_backward: bool) -> tuple[Any, ...]:
+    """The options as the compiled module takes them; the last two are the backward's."""
+    scalars = options.softmax_scale, options.causal, options.window_left, options.softcap
+    return (*scalars, options.mean_keys, is_deterministic(options.deterministic)) if of_backward else scalars
+
+
+def _forward_cuda(call: ForwardCall, *, records: bool = False) -> Results:
+    """The forward on CUDA; with `records` by the compiled equivalent of `_Attention`."""
+    if call.options.reference:
+        return reference.forward(call)
+    compiled = _kernels(call.options)
     if checks_values():
-        tables.checked_nodes(nodes, q.shape[0], k.shape[0], None if k_decoded is None else k_decoded.shape[0])
+        decoded = None if call.k_decoded is None else call.k_decoded.shape[0]
+        tables.checked_nodes(call.nodes, call.q.shape[0], call.k.shape[0], decoded)
+    launch = compiled.attention if records else compiled.forward
+    return cast(Results, launch(*call[:-1], *kernel_options(call.options, of_backward=records)))
 
 
-def _forward_cuda(*arguments: Any) -> Results:
-    options = Options(*arguments[7:])
-    if options.reference:
-        return _forward_reference(*arguments)
-    compiled = _kernels(options)
-    q, k, _, k_decoded, _, _, nodes = arguments[:7]
-    _check_nodes(q, k, k_decoded, nodes)
-    return cast(Results, compiled.forward(*arguments[:7], *options.kernel_scalars))
+def _backward_cuda(call: BackwardCall) -> list[Tensor]:
+    if call.options.reference:
+        return reference.backward(call)
+    launch = _kernels(call.options).backward
+    return cast("list[Tensor]", launch(*call[:-1], *kernel_options(call.options, of_backward=True)))
 
 
-def _backward_cuda(*arguments: Any) -> list[Tensor]:
-    options = Options(*arguments[10:])
-    if options.reference:
-        return _backward_reference(*arguments)
-    return cast("list[Tensor]", _kernels(options).backward(*arguments[:10], *options.backward_scalars))
+_FORWARD: dict[str, Callable[[ForwardCall], Results]] = {"cpu": reference.forward, "cuda": _forward_cuda}
+_BACKWARD: dict[str, Callable[[BackwardCall], list[Tensor]]] = {"cpu": reference.backward, "cuda": _backward_cuda}
 
 
-_FORWARD = {"cpu": _forward_reference, "cuda": _forward_cuda}
-_BACKWARD = {"cpu": _backward_reference, "cuda": _backward_cuda}
+def unpacking(kind: type[AnyCall], implementation: Callable[[AnyCall], Result]) -> Callable[..., Result]:
+    """The implementation as torch.library calls it."""
+    return lambda *arguments: implementation(unpack(kind, arguments))
+
+
 for _device in _FORWARD:
-    library.impl("forward", _FORWARD[_device], _device.upper())
-    library.impl("backward", _BACKWARD[_device], _device.upper())
+    library.impl("forward", unpacking(ForwardCall, _FORWARD[_device]), _device.upper())
+    library.impl("backward", unpacking(BackwardCall, _BACKWARD[_device]), _device.upper())
 library.impl("sequence_nodes", tables.sequence_nodes, "CPU")
 library.impl("sequence_nodes", _sequence_nodes_cuda, "CUDA")
 library.impl("tree_nodes", tables.tree_nodes, "CPU")
@@ -230,9 +177,9 @@ library.impl("tree_nodes", _tree_nodes_cuda, "CUDA")
 @torch.library.register_fake("flash_attn_dualkv::sequence_nodes", lib=library)
 def _sequence_nodes_fake(
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    _k: Tensor,
     cu_seqlens_context: Tensor | None,
-    cu_seqs_per_context: Tensor | None,
+    _owned: Tensor | None,
     total_context: int | None,
 ) -> Tensor:
     contexts = 0 if total_context is None else 1
@@ -254,22 +201,24 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Results:
 
 
 @torch.library.register_fake("flash_attn_dualkv::backward", lib=library)
-def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor]:
-    return [one.new_empty(one.shape) for one in arguments[:_NUM_KEYS] if one is not None]
+def _backward_fake(*arguments: Any) -> list[Tensor]:
+    inputs = inputs_of(unpack(BackwardCall, arguments))
+    return [one.new_empty(one.shape) for one in inputs if one is not None]
 
 
 # Autograd: above the device's implementations
 
 
 def requires_grad(arguments: tuple[Any, ...]) -> bool:
-    """Whether autograd must record the call: below its own formula it must not look at the call again."""
+    """Whether autograd must record the call; below its formula it must not look again."""
     return torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in arguments)
 
 
 def is_watched(*tensors: Tensor | None) -> bool:
-    """Whether somebody may want to see a call of these as an operator: a subclass, a compiler, a mode, the profiler.
+    """Whether a subclass, a compiler, a mode or the profiler may want to see an operator.
 
-    Where nobody does, one implementation may call the next: each way through the dispatcher costs the host 10 us.
+    Where nobody does, one implementation may call the next: each way through the dispatcher costs
+    the host 10 us.
     """
     return _is_traced(tensors) or torch.autograd.profiler._is_profiler_enabled
 
@@ -286,7 +235,7 @@ def _is_traced(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def refuse_tangents(arguments: tuple[Any, ...]) -> None:
-    """NotImplementedError if a forward-mode derivative is asked for, which would be lost without a word."""
+    """NotImplementedError for forward-mode derivatives, which would be lost without a word."""
     if forward_ad._current_level < 0:
         return
     for one in arguments:
@@ -294,21 +243,13 @@ def refuse_tangents(arguments: tuple[Any, ...]) -> None:
             raise NotImplementedError("flash_attn_dualkv has no forward-mode derivatives (torch.func.jvp, forward_ad)")
 
 
-def _forward_below(*arguments: Any) -> Results:
-    """The implementation of the operator, past the dispatcher where nobody watches."""
-    q = arguments[0]
-    if not is_watched(*arguments[:7]) and q.device.type in _FORWARD:
-        return _FORWARD[q.device.type](*arguments)
+def _below(operator: Any, implementations: Mapping[str, Callable[[AnyCall], Result]], call: AnyCall) -> Result:
+    """The device's implementation of the operator, past the dispatcher where nobody watches."""
+    implementation = implementations.get(call.q.device.type)
+    if implementation is not None and not is_watched(*call[:-1]):
+        return implementation(call)
     with torch._C._AutoDispatchBelowAutograd():
-        return cast(Results, forward(*arguments))
-
-
-def _backward_below(*arguments: Any) -> list[Tensor]:
-    q = arguments[2]
-    if not is_watched(*arguments[:10]) and q.device.type in _BACKWARD:
-        return _BACKWARD[q.device.type](*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
-        return cast("list[Tensor]", backward(*arguments))
+        return cast(Result, operator(*pack(call)))
 
 
 class _Attention(torch.autograd.Function):
@@ -316,30 +257,32 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Results:
-        out, lse = _forward_below(*arguments)
+        call = ForwardCall(*arguments)
+        out, lse = _below(forward, _FORWARD, call)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*arguments[:7], out, lse)
-        ctx.options = arguments[7:]
+        ctx.save_for_backward(*inputs_of(call), call.sinks, call.nodes, out, lse)
+        ctx.options = call.options
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *keys, sinks, nodes, out, lse = ctx.saved_tensors
+        *inputs, sinks, nodes, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        gradients = iter(_backward_autograd(dout, dlse, *keys, out, lse, nodes, *ctx.options))
+        call = BackwardCall._make((dout, dlse, *inputs, out, lse, nodes, ctx.options))
+        gradients = iter(_backward_autograd(call))
         needs = ctx.needs_input_grad
-        of_keys = [None if one is None else next(gradients) for one in keys]
-        kept = (gradient if need else None for gradient, need in zip(of_keys, needs))
-        dsinks = _sink_gradient(dout, dlse, out, lse, sinks) if needs[_NUM_KEYS] else None
-        return (*kept, dsinks, *(None for _ in needs[_NUM_KEYS + 1 :]))
+        of_inputs = [None if one is None else next(gradients) for one in inputs]
+        kept = (gradient if need else None for gradient, need in zip(of_inputs, needs))
+        dsinks = _sink_gradient(dout, dlse, out, lse, sinks) if needs[len(inputs)] else None
+        return (*kept, dsinks, None, None)
 
 
 def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """(H,): of each row, its sink's probability times 0 - delta, since a sink's value is 0.
 
-    Its error is that of the rounded `out` in delta. To save what rounding takes would cost as much memory as `out`, for
-    an error of a third: the kernels round P too.
+    Its error is that of the rounded `out` in delta. To save what rounding takes would cost as much
+    memory as `out`, for an error of a third: the kernels round P too.
     """
     delta = (dout.to(lse.dtype) * out).sum(-1).transpose(0, 1)
     if dlse is not None:
@@ -355,54 +298,54 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(_backward_below(*arguments))
+        return tuple(_below(backward, _BACKWARD, BackwardCall(*arguments)))
 
     @staticmethod
     def backward(ctx: FunctionCtx, *_: Any) -> Any:
         raise RuntimeError(DIFFERENTIABLE_ONCE)
 
 
-def _forward_autograd(*arguments: Any) -> Results:
-    refuse_tangents(arguments)
-    if requires_grad(arguments):
-        return cast(Results, _Attention.apply(*arguments))
-    return _forward_below(*arguments)
+def _forward_autograd(call: ForwardCall) -> Results:
+    refuse_tangents(call)
+    if requires_grad(call):
+        return cast(Results, _Attention.apply(*call))
+    return _below(forward, _FORWARD, call)
 
 
-def _backward_autograd(*arguments: Any) -> list[Tensor]:
-    if requires_grad(arguments):
-        return list(_Gradient.apply(*arguments))
-    return _backward_below(*arguments)
+def _backward_autograd(call: BackwardCall) -> list[Tensor]:
+    if requires_grad(call):
+        return list(_Gradient.apply(*call))
+    return _below(backward, _BACKWARD, call)
 
 
-library.impl("forward", _forward_autograd, "Autograd")
-library.impl("backward", _backward_autograd, "Autograd")
+library.impl("forward", unpacking(ForwardCall, _forward_autograd), "Autograd")
+library.impl("backward", unpacking(BackwardCall, _backward_autograd), "Autograd")
 
 
-def attend(*arguments: Any) -> Results:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, nodes: Tensor, options: Options, *,
+    k_decoded: Tensor | None = None, v_decoded: Tensor | None = None, sinks: Tensor | None = None,
+) -> Results:  # fmt: skip
     """`forward`, past the dispatcher where nobody watches it."""
-    if is_watched(*arguments[:7]):
-        return cast(Results, forward(*arguments))
-    options = Options(*arguments[7:])
-    q, k, _, k_decoded, _, _, nodes = arguments[:7]
+    call = ForwardCall(q, k, v, k_decoded, v_decoded, sinks, nodes, options)
+    if is_watched(*call[:-1]):
+        return cast(Results, forward(*pack(call)))
     if options.reference or not q.is_cuda:
-        return _forward_autograd(*arguments)
-    refuse_tangents(arguments)
-    # The same node as _Attention, but compiled: the engine then runs no Python for it.
-    compiled = _kernels(options)
-    _check_nodes(q, k, k_decoded, nodes)
-    # The node asks the environment again, in the backward; here a misspelt switch is an error.
-    return cast(Results, compiled.attention(*arguments[:7], *options.backward_scalars))
+        return _forward_autograd(call)
+    refuse_tangents(call)
+    # The compiled node spares autograd's engine the interpreter. It asks the environment again, in
+    # the backward; here a misspelt switch is an error.
+    return _forward_cuda(call, records=True)
 
 
 class BuildInfo(TypedDict):
     """What `build_info` tells. What was built is empty or None where there is no compiled module.
 
-    version: of this package. compiled: whether the CUDA kernels are there. compiled_error: why they do not load, or
-    None. archs, ptx: compute capabilities with machine code, and that of the PTX for newer GPUs. head_dims,
-    backward_head_dims: those that are built for q, k and v alike, by family of kernels. dtypes: of tensors. cuda: its
-    version.
-    torch, torch_cuda, python, platform: what it runs in.
+    version: of this package. compiled: whether the CUDA kernels are there. compiled_error: why they
+    do not load, or None. archs, ptx: compute capabilities with machine code, and that of the PTX
+    for newer GPUs. head_dims, backward_head_dims: those that are built for q, k and v alike, by
+    family of kernels. dtypes: of tensors. cuda: its version. torch, torch_cuda, python, platform:
+    what it runs in.
     """
 
     version: str
@@ -441,9 +384,18 @@ def build_info() -> BuildInfo:
 
 
 def max_head_dim(device: torch.device) -> int:
-    """The largest head dimension on a device: of this build's kernels for that GPU, or of the reference on the CPU."""
+    """The largest head dimension: of this build's kernels on a GPU, of the reference on the CPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return MAX_HEAD_DIM
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9 and os.environ.get("DUALKV_KERNELS") != "sm80"
     has_wide = MAX_HEAD_DIM in build_info()["head_dims"].get("sm90", ())
     return MAX_HEAD_DIM if is_hopper and has_wide else PORTABLE_HEAD_DIM
+
+
+def kernels_lack(head_dims: Iterable[int], softcap: float, device: torch.device) -> str | None:
+    """What a device's kernels lack for these head dimensions and this softcap; None if they have all."""
+    if not is_kernel_softcap(softcap):
+        return f"a softcap of {softcap}"
+    most = max_head_dim(device)
+    wrong = [one for one in head_dims if one > most or one % HEAD_DIM_MULTIPLE]
+    return f"a head dim of {wrong[0]}" if wrong else None

@@ -1,4 +1,4 @@
-"""The functions of packed rows, whose queries and keys are the same tokens: trees of any depth, and ready layouts."""
+"""Attention of packed rows, whose queries and keys are the same tokens: trees, layouts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from . import checks, ops
+from .calls import make_options
 from .errors import SharedPromptError, SharedPromptLayoutError
 from .layout import SharedPromptLayout
 
@@ -16,110 +17,48 @@ BACKENDS = ("auto", "cuda", "reference")
 
 @overload
 def flash_attn_tree_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    parents: Tensor,
-    softmax_scale: float | None = None,
-    *,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: Literal[False] = False,
-    mean_keys: int | None = None,
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, parents: Tensor, softmax_scale: float | None = None, *,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
+    deterministic: bool = False, return_lse: Literal[False] = False, mean_keys: int | None = None,
+) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_tree_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    parents: Tensor,
-    softmax_scale: float | None = None,
-    *,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: Literal[True],
-    mean_keys: int | None = None,
-) -> tuple[Tensor, Tensor]: ...
-@overload
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, parents: Tensor, softmax_scale: float | None = None, *,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
+    deterministic: bool = False, return_lse: Literal[True], mean_keys: int | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attn_tree_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    parents: Tensor,
-    softmax_scale: float | None = None,
-    *,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: bool,
-    mean_keys: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]: ...
-def flash_attn_tree_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    parents: Tensor,
-    softmax_scale: float | None = None,
-    *,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    mean_keys: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention of token sequences that are packed as trees of shared prefixes; exact and differentiable.
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, parents: Tensor, softmax_scale: float | None = None, *,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
+    deterministic: bool = False, return_lse: bool = False, mean_keys: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Causal attention of sequences packed as trees of shared prefixes; exact and differentiable.
 
-    A node is a run of rows that continues another node, its parent: a prompt, a turn, a response. A row sees the rows
-    of its own node up to itself and all rows of the nodes above: what it would see in a sequence of its own. Any depth
-    and any number of trees run in one call, and every row is stored and computed once. The gradients of a node's keys
-    and values sum over its whole subtree in float32 and are rounded once.
+    A node is a run of rows that continues another node, its parent: a prompt, a turn, a response. A
+    row sees the rows of its own node up to itself and all rows of the nodes above: what it would
+    see in a sequence of its own. Any depth and any number of trees run in one call, and every row
+    is stored and computed once. The gradients of a node's keys and values sum over its whole
+    subtree in float32 and are rounded once. What is not said here is as in
+    `flash_attn_dualkv_varlen_func`.
 
     Args:
-        q: (T, H, d), float16 or bfloat16 (on the CPU also float32 or float64); d a multiple of 8, at most 512
-            (256 on GPUs other than Hopper).
-        k, v: (T, H_k, d) and (T, H_k, d_v); H is a multiple of H_k; d_v a multiple of 8, with the same limit.
-        cu_seqlens: (n+1,) int32 from 0, node i has the rows [i] .. [i+1] - 1. Nodes may be empty. Rows behind the last
-            node are padding: out 0, LSE -inf, gradients 0.
-        parents: (n,) int32, the node that each node continues, -1 for roots. Nodes are in depth-first order: a node,
-            then its subtree.
-        softmax_scale: finite and > 0; 1 / sqrt(d) if None.
-        window_size: (left, right) as in FlashAttention: a row sees `left` positions of its path before its own, or all
-            with -1; `right` is -1 or 0.
-        softcap: c > 0 replaces every scaled score s by c * tanh(s / c); with the CUDA kernels 0.01
-            to 1000.
-        sinks: (H,) floating point, one score of each head that joins the softmax of every row and carries no value; it
-            is in the LSE, and differentiable.
-        deterministic: gradients bit-identical from run to run; also switched on by
-            torch.use_deterministic_algorithms and by the environment's FLASH_ATTENTION_DETERMINISTIC=1.
-        return_lse: return the log-sum-exp of the scaled scores too; it is differentiable.
-        mean_keys: how many rows of its path a row sees on average, rounded up (`mean_keys` of a layout); the row count
-            if None. By it the backward chooses its kernels, of which some are fast for few keys: a wrong number costs
-            time, never exactness.
-
-    q, k and v have a contiguous last dimension, and views of one packed tensor are used without a copy, as in
-    `flash_attn_dualkv_varlen_func`; so is autocast.
+        q: (T, H, d). k, v: (T, H_k, d) and (T, H_k, d_v).
+        cu_seqlens: (n+1,) int32 from 0, node i has the rows [i] .. [i+1] - 1. Nodes may be empty.
+            Rows behind the last node are padding: out 0, LSE -inf, gradients 0.
+        parents: (n,) int32, the node that each node continues, -1 for roots. Nodes are in
+            depth-first order: a node, then its subtree.
+        softmax_scale, window_size, softcap, sinks, deterministic, return_lse: as there; positions
+            are those of a row's path.
+        mean_keys: how many rows of its path a row sees on average, rounded up (`mean_keys` of a
+            layout); the row count if None. By it the backward chooses its kernels, some of which
+            are fast for few keys: a wrong number costs time, never exactness.
 
     Returns:
-        out (T, H, d_v), contiguous, in the dtype of q; with `return_lse` the pair (out, lse), lse (H, T) in float32
-        (float64 for float64).
+        out (T, H, d_v), or with `return_lse` the pair (out, lse), lse (H, T).
 
     Raises:
-        TypeError, ValueError: an argument is not as described; the message names it. The values of cu_seqlens and
-            parents are checked on the CPU, and on a GPU only if the environment has DUALKV_DEBUG=1 (which
-            synchronises): otherwise wrong values give wrong numbers.
-        NotImplementedError: a window that ends behind the row; a softcap below 0.01 or above 1000 for CUDA
-            tensors.
-        RuntimeError: CUDA tensors in an installation without the compiled module.
+        TypeError, ValueError, NotImplementedError, RuntimeError: as there; cu_seqlens and parents
+            are checked as offsets are.
     """
     q, k, v = checks.inputs(_NAMES, (q, k, v))
     checks.check_pair_shape(q, "k", k, "v", v)
@@ -127,62 +66,46 @@ def flash_attn_tree_varlen_func(
         raise ValueError(checks.explain("k", f"{q.shape[0]} rows (as q)", k.shape[0]))
     checks.check_offsets("cu_seqlens", cu_seqlens, q.device)
     checks.check_offsets("parents", parents, q.device, cu_seqlens.shape[0] - 1, "the nodes of cu_seqlens", least=0)
-    checks.flag("deterministic", deterministic)
     checks.flag("return_lse", return_lse)
     checks.check_sinks(sinks, q)
-    mean_keys = None if mean_keys is None else checks.integer("mean_keys", mean_keys, 0)
-    scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
-    _, window, cap = checks.resolve_variant(True, window_size, softcap)
-
-    nodes = ops.tree_nodes(cu_seqlens, parents, q.shape[0])
+    _, window = checks.resolve_window(True, window_size)
     # The lengths are on the device: for all that is known here, a row may see all of them.
-    keys = q.shape[0] if mean_keys is None else min(mean_keys, checks.MAX_ROWS)
-    out, lse = ops.attend(q, k, v, None, None, sinks, nodes, scale, True, window, -1, cap, False, keys, deterministic)
+    keys = q.shape[0] if mean_keys is None else min(checks.integer("mean_keys", mean_keys, 0), checks.MAX_ROWS)
+    options = make_options(
+        head_dim=q.shape[2], softmax_scale=softmax_scale, causal=True, window_left=window, softcap=softcap,
+        mean_keys=keys, deterministic=deterministic,
+    )  # fmt: skip
+    out, lse = ops.attend(q, k, v, ops.tree_nodes(cu_seqlens, parents, q.shape[0]), options, sinks=sinks)
     return (out, lse) if return_lse else out
 
 
 def shared_prompt_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: SharedPromptLayout,
-    *,
-    position_ids: Tensor | None = None,
-    softmax_scale: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    backend: str = "auto",
-    deterministic: bool = False,
-) -> Tensor:
-    """Causal attention of all prompts and all responses of a packed micro-batch; exact and differentiable.
+    q: Tensor, k: Tensor, v: Tensor, layout: SharedPromptLayout, *,
+    position_ids: Tensor | None = None, softmax_scale: float | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, backend: str = "auto", deterministic: bool = False,
+) -> Tensor:  # fmt: skip
+    """Exact, differentiable causal attention of all prompts and responses of a micro-batch.
 
-    A prompt's row sees the rows of its prompt up to itself, a response's row its whole prompt (the context of its
-    group) and the rows of its response up to itself: what every sequence would see with a copy of the prompt of its
-    own. One launch computes all groups, and autograd records one node. The gradients of a context's keys and values sum
-    over the prompt's own rows and all of its responses in float32 and are rounded once.
+    Every row sees what its sequence would see with a copy of the prompt of its own: the rows of its
+    path, up to itself. One launch computes all groups, and autograd records one node. The gradients
+    of a prompt's keys and values sum over its own rows and all of its responses in float32 and are
+    rounded once. What is not said here is as in `flash_attn_dualkv_varlen_func`.
 
     Args:
-        q: (T, H, d), float16 or bfloat16 (in the reference also float32 or float64); d a multiple of 8, at most 512
-            (256 on GPUs other than Hopper).
-        k, v: (T, H_k, d) and (T, H_k, d_v); H is a multiple of H_k; d_v a multiple of 8, with the same limit.
-        layout: where prompts and responses lie among the T rows, on the device of q. That of another batch with as many
-            rows cannot be told from it by q, k and v.
-        position_ids: (T,) or (1, T), what the model computes positions from, to know by it that the layout is that of
-            the same batch: `batch.position_ids` or a view of it, no copy. It is compared by its place in memory, which
-            costs nothing, and in compiled code is not done. None: the layout is taken as it is.
-        softmax_scale: finite and > 0; 1 / sqrt(d) if None.
-        sliding_window: a row sees this many positions of its sequence, its own the last of them; None for all.
-        softcap: c > 0 replaces every scaled score s by c * tanh(s / c); None or 0 leaves them.
-        sinks: (H,) floating point, one score of each head that joins the softmax of every row and carries no value (the
-            `s_aux` of transformers); differentiable.
-        backend: "cuda" for the kernels, "reference" for the implementation in PyTorch, which is exact and bounded in
-            memory, but slow, and reads the layout back from a GPU; "auto" for the kernels on CUDA tensors and for the
-            reference on CPU tensors.
-        deterministic: gradients bit-identical from run to run, as in `flash_attn_dualkv_varlen_func`.
-
-    q, k and v have a contiguous last dimension, and views of one packed tensor are used without a copy, as in
-    `flash_attn_dualkv_varlen_func`; so is autocast.
+        q: (T, H, d), float32 and float64 too in the reference. k, v: (T, H_k, d) and (T, H_k, d_v).
+        layout: where prompts and responses lie among the T rows, on the device of q. The layout of
+            another batch with as many rows cannot be told from it by q, k and v.
+        position_ids: (T,) or (1, T), what the model computes positions from, to know by it that the
+            layout is that of the same batch: `batch.position_ids` or a view of it, no copy. It is
+            compared by its place in memory, which costs nothing, and in compiled code is not done.
+            None: the layout is taken as it is.
+        softmax_scale, sinks, deterministic: as there.
+        sliding_window: a row sees this many positions of its sequence, its own the last of them;
+            None for all.
+        softcap: as there; None or 0 leaves scores as they are.
+        backend: "cuda" for the kernels, "reference" for the implementation in PyTorch, which is
+            exact and bounded in memory, but slow, and reads the layout back from a GPU; "auto" for
+            the kernels on CUDA tensors and for the reference on CPU tensors.
 
     Returns:
         out (T, H, d_v), contiguous, in the dtype of q; 0 in padding rows.
@@ -190,26 +113,22 @@ def shared_prompt_attention(
     Raises:
         SharedPromptError (a ValueError), TypeError, ValueError: an argument is not as described.
         SharedPromptLayoutError: the rows, the device or the positions are not the layout's.
-        NotImplementedError: a softcap below 0.01 or above 1000 with the CUDA kernels.
-        RuntimeError: CUDA tensors in an installation without the compiled module.
+        NotImplementedError, RuntimeError: as there.
     """
     checks.choice("backend", backend, BACKENDS)
     q, k, v = checks.inputs(_NAMES, (q, k, v), checks.CPU_DTYPES if backend == "reference" else None)
     if backend == "cuda" and not q.is_cuda:
         raise SharedPromptError(checks.explain("backend", f"'auto' or 'reference' for {q.device} tensors", "'cuda'"))
-    in_reference = backend == "reference" or not q.is_cuda
     checks.check_pair_shape(q, "k", k, "v", v)
     _check_layout(layout, q, k)
     _check_positions(layout, position_ids)
-    checks.flag("deterministic", deterministic)
-    scale = checks.resolve_softmax_scale(softmax_scale, q.shape[2])
-    window = _resolve_window(sliding_window, layout)
-    cap = 0.0 if softcap is None else checks.resolve_softcap(softcap)
     checks.check_sinks(sinks, q)
-    out, _ = ops.attend(
-        q, k, v, None, None, sinks, layout.nodes,
-        scale, True, window, -1, cap, in_reference, layout.mean_keys, deterministic,
+    options = make_options(
+        head_dim=q.shape[2], softmax_scale=softmax_scale, causal=True,
+        window_left=_resolve_window(sliding_window, layout), softcap=0.0 if softcap is None else softcap,
+        reference=backend == "reference" or not q.is_cuda, mean_keys=layout.mean_keys, deterministic=deterministic,
     )  # fmt: skip
+    out, _ = ops.attend(q, k, v, layout.nodes, options, sinks=sinks)
     return out
 
 

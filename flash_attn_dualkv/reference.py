@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .calls import BackwardCall, ForwardCall
 from .nodes import Node, checked_nodes
 
 # Bounds of the working memory, in elements: a block of scores, its keys, and the float32 sums of
@@ -233,53 +234,19 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_decoded: Tensor | None,
-    v_decoded: Tensor | None,
-    sinks: Tensor | None,
-    nodes: Tensor,
-    softmax_scale: float,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-) -> Problem:
-    table = checked_nodes(nodes, q.shape[0], k.shape[0], None if k_decoded is None else k_decoded.shape[0])
-    keys, values = (tuple(one for one in pair if one is not None) for pair in ((k, k_decoded), (v, v_decoded)))
-    left, right = (None if one < 0 else one for one in (window_left, window_right))
-    visibility = Visibility(left, 0 if causal else right)
-    return Problem(q, keys, values, table, softmax_scale, visibility, softcap, sinks)
+def _problem(call: ForwardCall | BackwardCall, sinks: Tensor | None) -> Problem:
+    decoded = None if call.k_decoded is None else call.k_decoded.shape[0]
+    table = checked_nodes(call.nodes, call.q.shape[0], call.k.shape[0], decoded)
+    keys = tuple(one for one in (call.k, call.k_decoded) if one is not None)
+    values = tuple(one for one in (call.v, call.v_decoded) if one is not None)
+    options = call.options
+    left, right = (None if one < 0 else one for one in (options.window_left, options.window_right))
+    visibility = Visibility(left, 0 if options.causal else right)
+    return Problem(call.q, keys, values, table, options.softmax_scale, visibility, options.softcap, sinks)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_decoded: Tensor | None,
-    v_decoded: Tensor | None,
-    sinks: Tensor | None,
-    nodes: Tensor,
-    softmax_scale: float,
-    causal: bool,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+def forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
     """Attention of every node of the table.
-
-    Args:
-        q: (total_q, H, d).
-        k, v: (rows, H_k, d) and (rows, H_k, d_v).
-        k_decoded, v_decoded: (more rows, H_k, d) and (more rows, H_k, d_v), those behind k and v; or None.
-        sinks: (H,), a score of each query head that joins the softmax but carries no value; or None.
-        nodes: (n, 8) int32, see `nodes.py`.
-        softmax_scale: factor of the scores, > 0.
-        causal: whether a row sees only keys up to its own logical position.
-        window_left, window_right: how many positions before and behind its own a row sees; -1 for all.
-        softcap: bound of the scores' magnitude; 0 for none.
 
     Returns:
         out (total_q, H, d_v) in q's dtype, and lse (H, total_q) in float32 (float64 for float64). Rows that are in no
@@ -288,10 +255,8 @@ def forward(
     Raises:
         ValueError: the table is not consistent, see `nodes.checked_nodes`.
     """
-    problem = _problem(
-        q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale, causal, window_left, window_right, softcap
-    )
-    out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
+    problem, q = _problem(call, call.sinks), call.q
+    out = torch.zeros((*q.shape[:2], call.v.shape[2]), dtype=q.dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=problem.dtype, device=q.device)
     with plain_arithmetic(q.device):
         for heads in problem.head_chunks():
@@ -333,39 +298,16 @@ def zeros_like(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_decoded: Tensor | None,
-    v_decoded: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    nodes: Tensor,
-    softmax_scale: float,
-    causal: bool,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-) -> list[Tensor]:
+def backward(call: BackwardCall) -> list[Tensor]:
     """Gradients of `forward`.
-
-    Args:
-        dout: (total_q, H, d_v), any strides.
-        dlse: (H, total_q), or None if the LSE is not used.
-        out, lse: what `forward` returned; the rest are its arguments.
 
     Returns:
         dq, dk, dv and, where there are these tensors, dk_decoded, dv_decoded: contiguous, 0 for rows that took no part.
         The gradient of the sinks is not among them: it follows from these arguments without a look at the keys.
     """
-    problem = _problem(
-        q, k, v, k_decoded, v_decoded, None, nodes, softmax_scale, causal, window_left, window_right, softcap
-    )
-    with plain_arithmetic(q.device):
-        return _gradients(problem, (dout, dlse, out, lse))
+    problem = _problem(call, None)
+    with plain_arithmetic(call.q.device):
+        return _gradients(problem, (call.dout, call.dlse, call.out, call.lse))
 
 
 def _gradients(problem: Problem, results: tuple[Tensor, Tensor | None, Tensor, Tensor]) -> list[Tensor]:
@@ -416,10 +358,7 @@ class Sums:
 
 
 def differentiate(
-    problem: Problem,
-    block: QueryBlock,
-    results: tuple[Tensor, Tensor | None, Tensor, Tensor],
-    sums: Sequence[Sums],
+    problem: Problem, block: QueryBlock, results: tuple[Tensor, Tensor | None, Tensor, Tensor], sums: Sequence[Sums]
 ) -> Tensor:
     """dQ of one query block as (heads, rows, d); its parts of dK and dV are added to the sums of their node."""
     dout, dlse, out, lse = results

@@ -1,1 +1,1 @@
-"""Shared-prompt attention inside other libraries' models; each module needs the library that it is named after."""
+"""Shared-prompt attention in other libraries; a module needs the library of its name."""

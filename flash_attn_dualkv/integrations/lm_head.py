@@ -1,9 +1,10 @@
 """Log-probabilities and entropies of tokens from an LM head that runs over some rows at a time.
 
-The logits of a chunk are computed again in the backward, so memory does not grow with rows x vocabulary. The gradients
-of the head's parameters are summed over the chunks in float32: of 149 chunks (64K tokens of a vocabulary of 152K) a sum
-in bf16 has three times the error of one product over all rows. During the backward that takes a float32 copy of them.
-Gradient hooks of the parameters see no chunk's part: they run once, for the sum and what other uses of a parameter add.
+The logits of a chunk are computed again in the backward, so memory does not grow with rows x
+vocabulary. The gradients of the head's parameters are summed over the chunks in float32: of 149
+chunks (64K tokens of a vocabulary of 152K) a sum in bf16 has three times the error of one product
+over all rows. During the backward that takes a float32 copy of them. Gradient hooks of the
+parameters see no chunk's part: they run once, for the sum and what other uses of a parameter add.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor
 from ..checks import explain
 from ..ops import DIFFERENTIABLE_ONCE
 
-# Logits that exist at once: 512 MiB in float32, and two to three times that with what is computed from them.
+# Logits that exist at once: 512 MiB in float32, and two to three times that with what is computed
+# from them.
 LOGIT_ELEMENTS = 2**27
 ROW_TILE = 128  # of matrix products: a chunk that is no multiple of it wastes a part of its last tile
 
@@ -38,15 +40,16 @@ def score_in_chunks(
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of tokens and entropies of their distributions, `rows` rows of logits at a time.
+    """Log-probabilities of tokens and entropies, `rows` rows of logits at a time.
 
     Args:
-        head: hidden states (n, D) to logits (n, vocabulary), for every n; called again in the backward.
+        head: hidden states (n, D) to logits (n, vocabulary), for every n; called again in the
+            backward.
         hidden: (T, D). targets: (T,) int64.
 
     Returns:
-        logps, entropy: (T,) each, float32, or float64 if the logits are; differentiable once, in `hidden` and in every
-        parameter that `head` depends on. entropy is zeros unless asked for.
+        logps, entropy: (T,) each, float32, or float64 if the logits are; differentiable once, in
+        `hidden` and in every parameter that `head` depends on. entropy is zeros unless asked for.
     """
     # Whatever the head is, its parameters are the leaves of what it computes of one row.
     parameters = _leaves(head, hidden.new_zeros(1, hidden.shape[1])) if torch.is_grad_enabled() else []
@@ -92,7 +95,7 @@ def _leaves_of(output: Tensor) -> list[Tensor]:
 
 
 class _ChunkedScores(torch.autograd.Function):
-    """One node for all chunks, so that the sums over chunks are made here and not, in 16 bits, by autograd."""
+    """One node for all chunks: the sums over chunks are made here, not by autograd in 16 bits."""
 
     @staticmethod
     def forward(
@@ -121,7 +124,7 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Of hidden and of every parameter."""
+        """The gradients of hidden and of every parameter."""
         settings: _Settings = ctx.settings
         targets, hidden, entropy, normalizer = ctx.saved_tensors
         d_logps = torch.zeros_like(entropy) if d_logps is None else d_logps
@@ -171,7 +174,8 @@ class _DifferentiableOnce(torch.autograd.Function):
 class _Waiting:
     """A gradient hook of a parameter that leaves the gradients of chunks alone.
 
-    These are known by their pass of autograd, whichever thread it runs in: other passes may go on meanwhile.
+    These are known by their pass of autograd, whichever thread it runs in: other passes may go on
+    meanwhile.
     """
 
     chunks: ClassVar[set[int]] = set()  # the passes that run now
@@ -260,7 +264,7 @@ def _score_gradient(
     d_logps: Tensor,
     d_entropy: Tensor | None,
 ) -> Tensor:
-    """The gradient of logits: with z = logits / temperature and p = softmax(z), the entropy's is -p (log p + H)."""
+    """Gradient of logits: z = logits / temperature, p = softmax(z); entropy: -p (log p + H)."""
     weights = _scaled(settings, logits).sub_(normalizer[:, None]).exp_()
     if d_entropy is None:
         gradient = weights.mul_(-d_logps[:, None])
@@ -281,7 +285,7 @@ def _scaled(settings: _Settings, logits: Tensor) -> Tensor:
 
 
 def _check_leaves(logits: Tensor, inputs: Sequence[Tensor]) -> None:
-    """RuntimeError if the head depends on a parameter now that it did not depend on in the forward."""
+    """RuntimeError if the head depends on a parameter that the forward has not seen."""
     known = {id(one) for one in inputs}
     for one in _leaves_of(logits):
         if id(one) not in known:

@@ -1,8 +1,8 @@
-"""Tree attention under the signatures by which other frameworks call theirs; docs/trees.md says who calls what.
+"""Tree attention under other frameworks' signatures; docs/trees.md says who calls what.
 
 Each function reads its framework's description of a tree, once for a micro-batch, and calls
-`flash_attn_tree_varlen_func`: every ancestor's keys and values are read where they are, and their gradients are summed
-in float32.
+`flash_attn_tree_varlen_func`: every ancestor's keys and values are read where they are, and their
+gradients are summed in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..host import ints, to_device
 from ..layout import SharedPromptLayout
 from ..packed_attention import flash_attn_tree_varlen_func
 
-# Of the first table of each micro-batch: what was read from it, and from which tables in which state.
+# Forests by the first table of a micro-batch, with all tables they were read from and their state.
 _forests: Any = WeakTensorKeyDictionary()
 
 
@@ -31,7 +31,8 @@ class Forest:
 
     Args:
         begins: (n,) the first row of each node.
-        lens: (n,) rows of each node; no two nodes have a row in common. Rows of no node are padding.
+        lens: (n,) rows of each node; no two nodes have a row in common. Rows of no node are
+            padding.
         parents: (n,) the node that each continues, before or behind it; -1 for roots.
 
     Raises:
@@ -80,8 +81,8 @@ class Forest:
             As q, with d_v in the place of d; 0 for padding.
 
         Raises:
-            ValueError: fewer rows than the nodes have, or not as many in each; what `flash_attn_tree_varlen_func`
-                refuses.
+            ValueError: fewer rows than the nodes have, or not as many in each; what
+                `flash_attn_tree_varlen_func` refuses.
         """
         check_are_tensors(("q", "k", "v"), (q, k, v))
         options: dict[str, Any] = dict(window_size=window_size, softcap=softcap, sinks=sinks)
@@ -97,7 +98,7 @@ class Forest:
         return out.new_zeros((len(q), *out.shape[1:])).index_copy(0, rows[0], out)
 
     def _check_rows(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Before any of them are moved: on a GPU an index of a row that is not there ends the process."""
+        """Check rows before any are moved: on a GPU a wrong index ends the process."""
         for name, one in (("q", q), ("k", k), ("v", v)):
             if one.dim() != 3:
                 raise ValueError(explain(name, "3 dimensions (rows, heads, head_dim)", f"shape {tuple(one.shape)}"))
@@ -134,10 +135,10 @@ def _depth_first(begins: Sequence[int], parents: Sequence[int]) -> list[int]:
 
 
 def remembered(tables: Sequence[Tensor], build: Callable[[], Forest]) -> Forest:
-    """A forest that is built once for a micro-batch: its layers and their recomputation are given the same tensors.
+    """A forest built once for a micro-batch: its layers are given the same tensors.
 
-    It is built again for other tables, and for tables that were written to: which only tensors of inference mode do
-    not tell.
+    It is built again for other tables, and for tables that were written to: which only tensors of
+    inference mode do not tell.
     """
     versions = [0 if one.is_inference() else one._version for one in tables]
     kept = _forests.get(tables[0])
@@ -161,8 +162,8 @@ def flash_composed_forest_attention_fused(
 
     Args:
         q: (T, H, d). k: (T, H_k, d). v: (T, H_k, d_v).
-        node_start, node_len, node_parent: (n,) first row, rows and parent (-1 for roots) of each node, integer tensors
-            or lists; see `Forest`.
+        node_start, node_len, node_parent: (n,) first row, rows and parent (-1 for roots) of each
+            node, integer tensors or lists; see `Forest`.
         scale: of the scores; None for 1 / sqrt(d).
 
     Returns:
@@ -197,8 +198,10 @@ def tree_attention(
 
     Args:
         query: (1, H, N, d). key: (1, H_k, N, d). value: (1, H_k, N, d_v).
-        packed_mask: (1, N, ceil(N / 64)) int64, bit j % 64 of [0, i, j // 64] set where row i sees row j.
-        kv_indices, kv_offsets, q_indices, q_offsets: which blocks of AReaL's own kernel have bits set; not needed here.
+        packed_mask: (1, N, ceil(N / 64)) int64, bit j % 64 of [0, i, j // 64] set where row i sees
+            row j.
+        kv_indices, kv_offsets, q_indices, q_offsets: which blocks of AReaL's own kernel have bits
+            set; not needed here.
         sm_scale: of the scores; None for 1 / sqrt(d).
 
     Returns:
@@ -267,7 +270,8 @@ def prefix_tree(
     """NeMo Automodel's description of a tree, whose attention is then `Forest.attend`.
 
     Args:
-        node_lengths: (n,) rows of each node, in the order of the packed row; a list or an integer tensor.
+        node_lengths: (n,) rows of each node, in the order of the packed row; a list or an integer
+            tensor.
         sample_paths: of each sample the nodes on its path, from the root; lists or integer tensors.
 
     Returns:

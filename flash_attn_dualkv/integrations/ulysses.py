@@ -1,9 +1,10 @@
-"""Ulysses sequence parallelism: each rank of a group holds a slice of the packed row, and attends to all of it.
+"""Ulysses sequence parallelism: each rank holds a slice of the row and attends to all of it.
 
-Around attention, an all-to-all exchanges slices of rows for slices of heads: every rank gets all rows of some heads,
-attends with the layout of the whole row, and sends the output back (Jacobs et al., DeepSpeed Ulysses, 2023). Where
-there are fewer KV heads than ranks, heads are repeated side by side, so that each rank gets those of its own query
-heads; the gradients of the copies are summed in float32.
+Around attention, an all-to-all exchanges slices of rows for slices of heads: every rank gets all
+rows of some heads, attends with the layout of the whole row, and sends the output back (Jacobs et
+al., DeepSpeed Ulysses, 2023). Where there are fewer KV heads than ranks, heads are repeated side by
+side, so that each rank gets those of its own query heads; the gradients of the copies are summed in
+float32.
 
     batch = pack_shared_prompts(..., pad_to_multiple_of=dist.get_world_size(group))
     layout = UlyssesLayout.of(batch.layout, group)
@@ -32,7 +33,7 @@ from ..packed_attention import shared_prompt_attention
 
 @dataclass(frozen=True, eq=False)
 class UlyssesLayout(SharedPromptLayout):
-    """A layout whose rows are divided among the ranks of `group`, in rank order: rank r has the r-th slice.
+    """A layout whose rows are divided among a group's ranks: rank r has the r-th slice.
 
     Models of transformers take it as they take a `SharedPromptLayout`.
     """
@@ -67,22 +68,16 @@ class UlyssesLayout(SharedPromptLayout):
 
 
 def ulysses_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: UlyssesLayout,
-    *,
-    sinks: Tensor | None = None,
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, layout: UlyssesLayout, *, sinks: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """`shared_prompt_attention` of a packed row whose slices lie on the ranks of the layout's group.
+    """`shared_prompt_attention` of a packed row whose slices lie on the group's ranks.
 
     Every rank must call. The result does not depend on the number of ranks.
 
     Args:
         q: (T / ranks, H, d), this rank's slice of the row; H is a multiple of the ranks.
-        k, v: (T / ranks, H_k, d) and (T / ranks, H_k, d_v); H is a multiple of H_k. There may be fewer KV heads than
-            ranks.
+        k, v: (T / ranks, H_k, d) and (T / ranks, H_k, d_v); H is a multiple of H_k. There may be
+            fewer KV heads than ranks.
         layout: of the whole row.
         sinks: (H,), all heads'; a rank's gradient is that of its own heads, zero for others.
         options: of `shared_prompt_attention`.
@@ -108,7 +103,8 @@ def ulysses_attention(
     copies = math.lcm(kv_heads, ranks) // kv_heads
     k, v = (_Repeat.apply(one, copies) if copies > 1 else one for one in (k, v))
     parts = [one.unflatten(1, (ranks, -1)) for one in (q, k, v)]
-    # One exchange for all three: their heads side by side, rank by rank. v may have a head dimension of its own.
+    # One exchange for all three: their heads side by side, rank by rank. v may have a head
+    # dimension of its own.
     exchanged = _Exchange.apply(torch.cat([one.flatten(2) for one in parts], 2).transpose(0, 1), group).flatten(0, 1)
     own_sinks = None if sinks is None else sinks.unflatten(0, (ranks, -1))[rank]
     pieces = exchanged.split([one.shape[2] * one.shape[3] for one in parts], 1)
@@ -118,7 +114,7 @@ def ulysses_attention(
 
 
 def shard_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice of (T, ...) values that every rank has; T is a multiple of the ranks. A view.
+    """This rank's slice, a view, of (T, ...) values; T is a multiple of the ranks.
 
     Raises:
         SharedPromptError: an argument is not as described.
@@ -134,8 +130,8 @@ def shard_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 def gather_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All ranks' slices one after the other: the inverse of `shard_rows`. Every rank must call.
 
-    Differentiable: a rank's gradient is that of its slice, summed over what every rank does with the whole. Where all
-    ranks compute the same loss of the whole, divide it by the number of ranks.
+    Differentiable: a rank's gradient is that of its slice, summed over what every rank does with
+    the whole. Where all ranks compute the same loss of the whole, divide it by the number of ranks.
 
     Args:
         values: (T / ranks, ...), equally many rows on every rank.
@@ -152,7 +148,7 @@ def _check_group(group: Any) -> None:
 
 
 class _Exchange(torch.autograd.Function):
-    """Block i of (ranks, ...) goes to rank i and block i of the result comes from there: its own inverse."""
+    """Block i of (ranks, ...) goes to rank i, the result's comes from there: self-inverse."""
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, group: Any) -> Tensor:
@@ -168,7 +164,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Repeat(torch.autograd.Function):
-    """Every head of (rows, heads, d) several times side by side; gradients of the copies are summed in float32."""
+    """Heads of (rows, heads, d) repeated side by side; gradients sum in float32."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, copies: int) -> Tensor:

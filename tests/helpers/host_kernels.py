@@ -29,6 +29,7 @@ from extension import python_include
 from toolchain import CompileStep, host_compiler, kernel_sources, parallel_jobs, parse_head_dims, run_parallel
 
 from flash_attn_dualkv import ops
+from flash_attn_dualkv.calls import BackwardCall, ForwardCall
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST_CUDA = Path(__file__).resolve().parent / "host_cuda"
@@ -122,19 +123,18 @@ def install() -> None:
     _libraries.append(library)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that these take the place of others
-        for name, table, place_of_q in (("forward", ops._FORWARD, 0), ("backward", ops._BACKWARD, 2)):
-            table["cpu"] = partial(_run, table["cuda"], table["cpu"], place_of_q)
-            library.impl(name, table["cpu"], "CPU", allow_override=True)
+        for name, table, kind in (("forward", ops._FORWARD, ForwardCall), ("backward", ops._BACKWARD, BackwardCall)):
+            table["cpu"] = partial(_run, table["cuda"], table["cpu"])
+            library.impl(name, ops.unpacking(kind, table["cpu"]), "CPU", allow_override=True)
         library.impl("sequence_nodes", ops._sequence_nodes_cuda, "CPU", allow_override=True)
         library.impl("tree_nodes", ops._tree_nodes_cuda, "CPU", allow_override=True)
 
 
-def _run(kernels: Callable[..., Any], reference: Callable[..., Any], place_of_q: int, *arguments: Any) -> Any:
-    if arguments[place_of_q].dtype not in (torch.float16, torch.bfloat16):
-        return reference(*arguments)
-    count = len(ops.Options._fields)
+def _run(kernels: Callable[..., Any], reference: Callable[..., Any], call: ForwardCall | BackwardCall) -> Any:
+    if call.q.dtype not in (torch.float16, torch.bfloat16):
+        return reference(call)
     # Packed attention asks for the reference where there is no GPU.
-    return kernels(*arguments[:-count], *ops.Options(*arguments[-count:])._replace(reference=False))
+    return kernels(call._replace(options=call.options._replace(reference=False)))
 
 
 _libraries: list[torch.library.Library] = []  # one that is deleted takes its implementations with it

@@ -15,6 +15,7 @@ from groups import Batch, Results, SequenceRows
 from torch import Tensor
 
 from flash_attn_dualkv import reference as specification
+from flash_attn_dualkv.calls import BackwardCall, ForwardCall, make_options
 
 FROBENIUS_BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 LSE_BOUND = 1e-4  # fp32 scores and sums, whatever the input type
@@ -78,9 +79,10 @@ def reference(batch: Batch, dlse: Tensor | None = None) -> Results:
     inputs, nodes = [x.double() for x in batch.inputs], _nodes(batch)
     sizes = {"SCORE_ELEMENTS": SCORES_AT_ONCE, "KEY_BLOCK": KEYS_AT_ONCE, "ACCUMULATOR_ELEMENTS": 1 << 40}
     with patch.multiple(specification, **sizes):
-        out, lse = specification.forward(*inputs, None, nodes, batch.scale, batch.causal)
+        options = make_options(head_dim=1, softmax_scale=batch.scale, causal=batch.causal, mean_keys=1)
+        out, lse = specification.forward(ForwardCall(*inputs, None, nodes, options))
         upstream = batch.dout.double(), None if dlse is None else dlse.double()
-        gradients = specification.backward(*upstream, *inputs, out, lse, nodes, batch.scale, batch.causal)
+        gradients = specification.backward(BackwardCall(*upstream, *inputs, out, lse, nodes, options))
     return Results(out, lse, *gradients)
 
 

@@ -34,7 +34,7 @@ def step(model: torch.nn.Module, prompts: list[Tensor], responses: list[list[int
     register(fallback="eager")
     batch = pack_shared_prompts(prompts, responses, group_ids=[1, "two"], boundary="gather", drop_last=True)
     assert_type(batch, PackedBatch)
-    assert_type(shared_prompt_forward(model, batch), tuple[Tensor, None])
+    assert_type(shared_prompt_forward(model, batch), tuple[Tensor, Tensor | None])
     assert_type(shared_prompt_forward(model, batch, with_entropy=flag), tuple[Tensor, Tensor | None])
     logps, entropy = shared_prompt_forward(model, batch, with_entropy=True)
     assert_type(group_by_prompt(prompts), list[list[int]])

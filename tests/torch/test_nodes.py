@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from shared_prompts import layout_of
 from tree_cases import DEEP, Tree, offsets_and_parents, paths_of, random_tree, trees
 
-from flash_attn_dualkv import SharedPromptLayout, SharedPromptLayoutError
+from flash_attn_dualkv import SharedPromptLayout
 from flash_attn_dualkv import nodes as tables
 from flash_attn_dualkv.errors import SharedPromptError
 

@@ -39,6 +39,7 @@ from flash_attn_dualkv import (
     flash_attn_varlen_func,
     ops,
 )
+from flash_attn_dualkv.calls import BackwardCall, ForwardCall, unpack
 
 
 def offsets_of(batch: Batch) -> tuple[Tensor | None, ...]:
@@ -174,7 +175,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 def test_what_makes_the_kernels_deterministic(module: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(flag: bool) -> bool:
-        ops._backward_cuda(*range(10), *PLAIN[:-1], flag)
+        ops._backward_cuda(unpack(BackwardCall, (*range(10), *PLAIN[:-1], flag)))
         *given, deterministic = module.backward.call_args.args
         assert given == [*range(10), *OF_KERNELS, 30]
         return bool(deterministic)
@@ -213,7 +214,7 @@ def test_compiled_module_gets_the_operators_arguments(module: Mock) -> None:
     module.sequence_nodes.assert_called_once_with("a", "b", "c", "d", 5)
     ops._tree_nodes_cuda("a", "b", 5)  # type: ignore[arg-type]
     module.tree_nodes.assert_called_once_with("a", "b")
-    ops._forward_cuda(*range(7), *PLAIN)
+    ops._forward_cuda(unpack(ForwardCall, (*range(7), *PLAIN)))
     module.forward.assert_called_with(*range(7), *OF_KERNELS)
 
 
@@ -228,8 +229,11 @@ def test_compiled_node_gets_the_arguments_of_calls_that_nobody_watches(
 ) -> None:
     monkeypatch.setattr(ops, "is_watched", lambda *_: False)
     for deterministic in (False, True):
-        tensors = [torch.zeros(()).as_subclass(OnGpu), *range(1, 7)]
-        assert ops.attend(*tensors, *PLAIN[:-1], deterministic) is module.attention.return_value
+        tensors: list[Any] = [torch.zeros(()).as_subclass(OnGpu), *range(1, 7)]
+        call = unpack(ForwardCall, (*tensors, *PLAIN[:-1], deterministic))
+        others = dict(k_decoded=call.k_decoded, v_decoded=call.v_decoded, sinks=call.sinks)
+        out = ops.attend(call.q, call.k, call.v, call.nodes, call.options, **others)
+        assert out is module.attention.return_value
         module.attention.assert_called_with(*tensors, *OF_KERNELS, 30, deterministic)
 
 
@@ -242,8 +246,8 @@ def test_the_kernels_refuse_what_they_lack(name: str, options: tuple[Any, ...], 
     q, k, v = call.tensors
     given, lse = (q, k, v, None, None), q.new_zeros(q.shape[1::-1])
     functions: list[tuple[Any, tuple[Any, ...]]] = [
-        (ops._forward_cuda, (*given, None, call.rest.nodes)),
-        (ops._backward_cuda, (call.dout, None, *given, q, lse, call.rest.nodes)),
+        (ops.unpacking(ForwardCall, ops._forward_cuda), (*given, None, call.rest.nodes)),
+        (ops.unpacking(BackwardCall, ops._backward_cuda), (call.dout, None, *given, q, lse, call.rest.nodes)),
     ]
     for function, tensors in functions:
         with pytest.raises(NotImplementedError, match=f"^{name}: expected .* for the CUDA kernels"):
@@ -265,7 +269,8 @@ def test_cuda_call_without_the_compiled_module_names_the_fix(
     monkeypatch.setattr(ops, "_C", None)
     monkeypatch.setattr(ops, "_load_error", reason)
     functions: list[tuple[Any, tuple[Any, ...]]] = [
-        (ops._forward_cuda, (*range(7), *PLAIN)), (ops._backward_cuda, (*range(10), *PLAIN)),
+        (ops.unpacking(ForwardCall, ops._forward_cuda), (*range(7), *PLAIN)),
+        (ops.unpacking(BackwardCall, ops._backward_cuda), (*range(10), *PLAIN)),
         (ops._sequence_nodes_cuda, (*range(5),)), (ops._tree_nodes_cuda, (*range(3),)),
     ]  # fmt: skip
     for function, given in functions:

@@ -162,7 +162,7 @@ def test_the_kernels_are_told_the_mean_of_keys(tree: Trees, moved: bool) -> None
     for call in calls:
         with patch.object(ops, "attend", side_effect=attend) as told:
             call()
-        assert ops.Options(*told.call_args.args[7:]).mean_keys == math.ceil(mask.sum().item() / max(rows, 1))
+        assert told.call_args.args[4].mean_keys == math.ceil(mask.sum().item() / max(rows, 1))
 
 
 def test_a_tree_is_read_once_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

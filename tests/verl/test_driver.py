@@ -157,7 +157,7 @@ def test_options(monkeypatch: Any, settings: Any, environment: Any, expected: pl
         (
             {"shared_prompt_min_dedup_ratio": 0},
             {},
-            "override_config.shared_prompt_min_dedup_ratio: expected a number > 0",
+            "override_config.shared_prompt_min_dedup_ratio: expected a finite number > 0",
         ),
         ({"shared_prompt_max_responses_per_group": 0}, {}, "max_responses_per_group: expected an int >= 1, got 0"),
         ({}, {"VERIFY_FIRST_STEPS": "all"}, "the environment's DUALKV_VERL_VERIFY_FIRST_STEPS: expected an int >= 0"),

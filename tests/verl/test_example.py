@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 from verl.utils.flops_counter import FlopsCounter
 
-from flash_attn_dualkv.integrations.verl import Options
-from flash_attn_dualkv.integrations.verl.micro_batches import REASONS
-from flash_attn_dualkv.integrations.verl.options import ENVIRONMENT, PREFIX
+from flash_attn_dualkv.integrations.fallback import ENVIRONMENT, PREFIX, Options, reasons_of
 from flash_attn_dualkv.integrations.verl.statistics import Statistics
 from flash_attn_dualkv.integrations.verl.verify import METRICS
 
@@ -86,11 +83,11 @@ def test_settings_of_the_page() -> None:
 
 
 def test_the_page_has_all_options_reasons_and_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    for one in fields(Options):
-        row = re.search(rf"^\| `{one.name}` \| (.+?) \|", PAGE, re.M)
-        assert row and row[1] == f"`{one.default}`", one.name
+    for name, default in Options._field_defaults.items():
+        row = re.search(rf"^\| `{name}` \| (.+?) \|", PAGE, re.M)
+        assert row and row[1] == f"`{default}`", name
     assert f"override_config.{PREFIX}_" in PAGE and f"{ENVIRONMENT}_" in PAGE
-    for reason in REASONS:
+    for reason in reasons_of("verl"):
         assert f"\n| `{reason}` |" in PAGE, reason
     monkeypatch.setattr("verl.utils.flops_counter.get_device_flops", lambda *args: 1.0)
     counted = Statistics(FlopsCounter(Qwen3Config()), 1).metrics(1.0, forward_only=False)

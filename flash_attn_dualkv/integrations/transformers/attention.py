@@ -19,6 +19,7 @@ from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUn
 from ...layout import SharedPromptLayout, check_unpacked
 from ...ops import max_head_dim
 from ...packed_attention import BACKENDS, shared_prompt_attention
+from ..replacing import in_place_of, stock_of
 from ..ulysses import UlyssesLayout, ulysses_attention
 from . import base_class, guard
 from .hybrid.delivery import check_running
@@ -26,30 +27,14 @@ from .masks import DeferredMask, deferred_mask
 from .support import TAKES_LAYOUT
 
 FALLBACKS = ("auto", "sdpa", "eager")
-# Keyword arguments of attention functions that do not change what a token attends to. Others are
-# refused: an argument that is ignored here might be a mask or a bias of the model.
-_HARMLESS = frozenset(
-    {
-        "cache_position",
-        "config",
-        "labels",
-        "layer_idx",
-        "logits_to_keep",
-        "num_items_in_batch",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "return_loss",
-        "shift_labels",
-        "use_cache",
-    }
-)
-
-
-# Arguments for sinks and softcaps, which sdpa lacks, under the names of model files.
+# Keyword arguments of attention functions that do not change what a token attends to. Others are refused: an argument
+# that is ignored here might be a mask or a bias of the model.
+_HARMLESS = frozenset((
+    "cache_position", "config", "labels", "layer_idx", "logits_to_keep", "num_items_in_batch", "output_attentions",
+    "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids", "return_dict",
+    "return_loss", "shift_labels", "use_cache",
+))  # fmt: skip
+# Scores and softcaps that sdpa does not have, under the names by which model files hand them on.
 _BEYOND_SDPA = ("softcap", "s_aux", "sinks")
 # Argument for the keys that an indexer chose. Model files put it into the mask for stock names
 # only.
@@ -75,22 +60,8 @@ def register(name: str = "dualkv", fallback: str = "auto", *, backend: str = "au
     checks.choice("fallback", fallback, FALLBACKS)
     checks.choice("backend", backend, BACKENDS)
 
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        *,
-        shared_prompt_layout: SharedPromptLayout | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if shared_prompt_layout is None:
-            return _attend_without_layout(module, query, key, value, attention_mask, fallback, kwargs)
-        return _attend(module, query, key, value, attention_mask, shared_prompt_layout, backend, kwargs)
-
-    setattr(attention, TAKES_LAYOUT, True)
-    AttentionInterface.register(name, attention)
+    stock = functools.partial(_attend_without_layout, fallback)
+    AttentionInterface.register(name, _taking_layouts(stock, backend))
     AttentionMaskInterface.register(name, deferred_mask)
     base_class.own_names[name] = fallback
     base_class.install()
@@ -120,10 +91,11 @@ def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa
             expected = f"one of {', '.join(sorted(set(known) - {'eager'}))}"
             raise SharedPromptError(explain("names", expected, repr(name)))
     for name in names:
-        AttentionInterface.register(name, _wrapped_attention(known[name], backend))
+        stock = stock_of(known[name])
+        AttentionInterface.register(name, in_place_of(stock, _taking_layouts(stock, backend)))
         stock_mask = AttentionMaskInterface._global_mapping.get(name)
-        if stock_mask is not None:
-            AttentionMaskInterface.register(name, _wrapped_mask(stock_mask))
+        if stock_mask is not None and not hasattr(stock_mask, "dualkv_stock"):
+            AttentionMaskInterface.register(name, in_place_of(stock_mask, _wrapped_mask(stock_mask)))
     base_class.install()
     _refuse_layouts_elsewhere()
 
@@ -133,15 +105,14 @@ def wrap(names: Iterable[str] = ("flash_attention_2", "flash_attention_3", "sdpa
 
 def _attend(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
     attention_mask: Any,
     layout: SharedPromptLayout,
     backend: str,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """Attention of one layer: query (1, H, T, d), key and value (1, H_k, T, d) -> (1, T, H, d_v)."""
+    query, key, _ = tensors
     scaling, softcap, s_aux = (kwargs.pop(name, None) for name in ("scaling", "softcap", "s_aux"))
     window = _window(attention_mask, kwargs.pop("sliding_window", None))
     _check_call(module, query, key, layout, attention_mask, kwargs)
@@ -150,7 +121,7 @@ def _attend(
     layout.check_positions(kwargs.get("position_ids"))
     check_running(module)
     guard.consume(module, layout)
-    q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
+    q, k, v = (one[0].transpose(0, 1) for one in tensors)
     q, k = _in_type_of(v, q, k)
     scaling = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     widest = max(q.shape[-1], v.shape[-1])
@@ -247,16 +218,15 @@ def _is_unset(value: Any) -> bool:
 
 
 def _attend_without_layout(
+    fallback: str,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
-    fallback: str,
-    kwargs: dict[str, Any],
+    attention_mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Stock attention on the mask that `deferred_mask` has made: None, bool, or a caller's own 4-D mask."""
-    attention_mask = _stock_mask(attention_mask, kwargs)
     chosen = [name for name in _CHOSEN_KEYS if kwargs.get(name) is not None]
     if chosen:
         expected = "stock attention (sdpa or eager) for a model that chooses keys with an indexer"
@@ -303,25 +273,22 @@ def _refuse_layouts_elsewhere() -> None:
     """Let stock attention raise when it gets a layout, which it would drop: of a layer that was left on it, say."""
     for name, stock in list(AttentionInterface._global_mapping.items()):
         if not hasattr(stock, TAKES_LAYOUT) and not hasattr(stock, "dualkv_stock"):
-            AttentionInterface.register(name, _refusing_attention(name, stock))
+            AttentionInterface.register(name, in_place_of(stock, _refusing_attention(name, stock)))
 
 
 def _refusing_attention(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("shared_prompt_layout") is not None:
             expected = "a registered or wrapped attention in every layer that gets a layout"
             raise SharedPromptLayoutError(explain(type(module).__name__, expected, repr(name)))
         return stock(module, *args, **kwargs)
 
-    attention.dualkv_stock = stock  # type: ignore[attr-defined]
     return attention
 
 
-def _wrapped_attention(stock: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    stock = getattr(stock, "dualkv_stock", stock)
+def _taking_layouts(without_layout: Callable[..., Any], backend: str) -> Any:
+    """Attention under transformers' signature; calls without a layout go to the function given."""
 
-    @functools.wraps(stock)
     def attention(
         module: nn.Module,
         query: Tensor,
@@ -333,26 +300,19 @@ def _wrapped_attention(stock: Callable[..., Any], backend: str) -> Callable[...,
         **kwargs: Any,
     ) -> Any:
         if shared_prompt_layout is None:
-            attention_mask = _stock_mask(attention_mask, kwargs)
-            return stock(module, query, key, value, attention_mask, *args, **kwargs)
+            return without_layout(module, query, key, value, _stock_mask(attention_mask, kwargs), *args, **kwargs)
         if args:
             raise SharedPromptError(explain("attention", "options as keyword arguments", f"{len(args)} by position"))
-        return _attend(module, query, key, value, attention_mask, shared_prompt_layout, backend, kwargs)
+        return _attend(module, (query, key, value), attention_mask, shared_prompt_layout, backend, kwargs)
 
     setattr(attention, TAKES_LAYOUT, True)
-    attention.dualkv_stock = stock  # type: ignore[attr-defined]
     return attention
 
 
 def _wrapped_mask(stock: Callable[..., Any]) -> Callable[..., Any]:
-    if hasattr(stock, "dualkv_stock"):
-        return stock
-
-    @functools.wraps(stock)
     def mask(*args: Any, **kwargs: Any) -> Any:
         if not args and guard.current() is not None and kwargs.get("attention_mask") is None:
             return DeferredMask(stock, kwargs)
         return stock(*args, **kwargs)
 
-    mask.dualkv_stock = stock  # type: ignore[attr-defined]
     return mask

@@ -19,6 +19,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ...checks import explain
 from ...errors import SharedPromptError
+from ..replacing import in_place_of, replace_once
 from .support import text_config, tower_configs
 
 # Attention implementations made by `register`, and the fallback of each.
@@ -31,16 +32,11 @@ def install() -> None:
     """Add all of it, once."""
     stock_loss = PreTrainedModel.loss_function
     if not hasattr(stock_loss.fget, "dualkv_stock"):
-        PreTrainedModel.loss_function = property(_checked_loss(stock_loss.fget), stock_loss.fset)
-    stock_choice = PreTrainedModel.get_correct_attn_implementation
-    if not hasattr(stock_choice, "dualkv_stock"):
-        PreTrainedModel.get_correct_attn_implementation = _checked_choice(stock_choice)
-    stock_change = PreTrainedModel.set_attn_implementation
-    if not hasattr(stock_change, "dualkv_stock"):
-        PreTrainedModel.set_attn_implementation = _change_of_text(stock_change)
-    stock_batching = getattr(GenerationMixin, "generate_batch", None)
-    if stock_batching is not None and not hasattr(stock_batching, "dualkv_stock"):
-        GenerationMixin.generate_batch = _stock_batching(stock_batching)
+        checked = in_place_of(stock_loss.fget, _checked_loss(stock_loss.fget))
+        PreTrainedModel.loss_function = property(checked, stock_loss.fset)
+    replace_once(PreTrainedModel, "get_correct_attn_implementation", _checked_choice)
+    replace_once(PreTrainedModel, "set_attn_implementation", _change_of_text)
+    replace_once(GenerationMixin, "generate_batch", _stock_batching)
 
 
 def check_labels(labels: Any, shift_labels: Any) -> None:
@@ -62,12 +58,10 @@ def _checked_loss(stock: Callable[[Any], Callable[..., Any]]) -> Callable[[Any],
 
         return checked
 
-    loss_function.dualkv_stock = stock  # type: ignore[attr-defined]
     return loss_function
 
 
 def _checked_choice(stock: Callable[..., str]) -> Callable[..., str]:
-    @functools.wraps(stock)
     def get_correct_attn_implementation(model: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         # Towers get no choice here, before they are made: they then choose as stock ones do.
         _keep(tower_configs(model.config), None)
@@ -81,7 +75,6 @@ def _checked_choice(stock: Callable[..., str]) -> Callable[..., str]:
                 raise SharedPromptError(explain("attn_implementation", expected, type(model).__name__))
         return stock(model, requested_attention, *args, **kwargs)
 
-    get_correct_attn_implementation.dualkv_stock = stock  # type: ignore[attr-defined]
     return get_correct_attn_implementation
 
 
@@ -93,7 +86,6 @@ def _keep(configs: list[Any], implementation: str | None) -> None:
 
 
 def _change_of_text(stock: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(stock)
     def set_attn_implementation(model: Any, *args: Any, **kwargs: Any) -> None:
         towers = tower_configs(model.config)
         before = [(config, config._attn_implementation) for config in towers]
@@ -105,17 +97,14 @@ def _change_of_text(stock: Callable[..., None]) -> Callable[..., None]:
         for config, implementation in before:  # of parts that are not asked
             _keep([config], implementation)
 
-    set_attn_implementation.dualkv_stock = stock  # type: ignore[attr-defined]
     return set_attn_implementation
 
 
 def _stock_batching(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
     def generate_batch(model: Any, *args: Any, **kwargs: Any) -> Any:
         with _stock_names(model):
             return stock(model, *args, **kwargs)
 
-    generate_batch.dualkv_stock = stock  # type: ignore[attr-defined]
     return generate_batch
 
 

@@ -26,11 +26,7 @@ _errors: weakref.WeakKeyDictionary[nn.Module, dict[Any, _Error | None]] = weakre
 
 
 def check_first_use(
-    stock: Any,
-    device: torch.device,
-    *,
-    model: nn.Module | None = None,
-    self_check: bool = True,
+    stock: Any, device: torch.device, *, model: nn.Module | None = None, self_check: bool = True
 ) -> None:
     """Refuse a model that is not exact on shared prompts in its present mode and with its present adapters.
 

@@ -24,27 +24,12 @@ from .first_use import check_first_use
 from .gathered import already_gathered, gathered_modules, head_modules, score_gathered
 from .guard import expect_shared_prompt
 from .structure import backbone_name, causal_lm_of, is_elsewhere, lock_of, replaced_forward
-from .support import (
-    check_attention,
-    check_supported,
-    num_mixing_layers,
-    text_config,
-    tower_configs,
-)
+from .support import check_attention, check_supported, num_mixing_layers, text_config, tower_configs
 
 # Attributes of modules whose parameters FSDP 1 and 2 gather.
 _FSDP_UNIT = ("_fsdp_wrapped_module", "set_reshard_after_forward")
 
 
-@overload
-def shared_prompt_forward(
-    model: nn.Module,
-    batch: PackedBatch,
-    *,
-    temperature: float = 1.0,
-    with_entropy: Literal[False] = False,
-    self_check: bool = True,
-) -> tuple[Tensor, None]: ...
 @overload
 def shared_prompt_forward(
     model: nn.Module,
@@ -60,7 +45,7 @@ def shared_prompt_forward(
     batch: PackedBatch,
     *,
     temperature: float = 1.0,
-    with_entropy: bool,
+    with_entropy: bool = False,
     self_check: bool = True,
 ) -> tuple[Tensor, Tensor | None]: ...
 def shared_prompt_forward(

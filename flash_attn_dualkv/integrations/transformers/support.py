@@ -17,18 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from ...checks import HEAD_DIM_MULTIPLE, describe, explain, is_kernel_softcap
+from ... import ops
+from ...checks import describe, explain
 from ...errors import SharedPromptError, SharedPromptTypeError
-from ...ops import max_head_dim
-from .hybrid.families import (
-    ATTENTION_TYPES,
-    LAYER_TYPES,
-    family_of,
-    is_attention,
-    is_mixer,
-    layer_types_of,
-    mixers_of,
-)
+from .hybrid.families import ATTENTION_TYPES, LAYER_TYPES, family_of, is_attention, is_mixer, layer_types_of, mixers_of
 
 # Substrings of the names of inputs other than text.
 MEDIA = ("pixel", "image", "token_type_ids", "spatial_shapes", "video", "audio")
@@ -139,15 +131,9 @@ def kernels_lack(config: Any) -> str | None:
         config: of a transformers model.
     """
     text = text_config(config)
-    softcap = getattr(text, "attn_logit_softcapping", None) or 0.0
-    if not is_kernel_softcap(softcap):
-        return f"a softcap of {softcap}"
-    most = max_head_dim(torch.device("cuda"))
-    for name in ("head_dim", "global_head_dim"):  # the second: layers without a window
-        head_dim = getattr(text, name, None) or 0
-        if head_dim > most or head_dim % HEAD_DIM_MULTIPLE:
-            return f"a head dim of {head_dim}"
-    return None
+    # global_head_dim: of layers without a window, where these have another.
+    head_dims = (getattr(text, name, None) or 0 for name in ("head_dim", "global_head_dim"))
+    return ops.kernels_lack(head_dims, getattr(text, "attn_logit_softcapping", None) or 0.0, torch.device("cuda"))
 
 
 def is_hybrid(config: Any) -> bool:

@@ -1,17 +1,12 @@
-"""TRL's trainers on shared prompts: change the name of the class, and every prompt is computed once.
+"""TRL's trainers on shared prompts: change the class, and every prompt is computed once.
 
     trainer = SharedPromptGRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...)
 
-The same arguments, losses, log-probabilities and gradients as those of the trainer that it stands for. Rollouts,
-evaluation of rewards and everything else are TRL's own. Needs TRL 1.16 or newer.
+The same arguments, losses, log-probabilities and gradients as those of the trainer that it stands
+for. Rollouts, evaluation of rewards and everything else are TRL's own. Needs TRL 1.16 or newer.
 """
 
-from .trainers import (
-    SharedPromptDPOTrainer,
-    SharedPromptGRPOTrainer,
-    SharedPromptMixin,
-    SharedPromptRLOOTrainer,
-)
+from .trainers import SharedPromptDPOTrainer, SharedPromptGRPOTrainer, SharedPromptMixin, SharedPromptRLOOTrainer
 from .tree import use_dualkv_for_tree_attention
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The slices that a generation batch is divided into, with the completions of one prompt in the same slice."""
+"""A generation batch's slices, with the completions of a prompt in the same slice."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch import Tensor
 def keep_siblings_together(slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Move rows between equally large slices so that rows with equal prompts meet.
 
-    TRL shuffles the completions before it divides them. The order of the prompts after the shuffle, which is random,
-    is kept, and no random number is drawn: the trainer's next one is what it is without this.
+    TRL shuffles the completions before it divides them. The order of the prompts after the shuffle,
+    which is random, is kept, and no random number is drawn: the trainer's next one is what it is
+    without this.
 
     Args:
-        slices: of one generation batch: tensors whose first dimension is the rows, lists of rows, or values that all
-            rows have in common. Others (the pixels of images) leave the slices as they are.
+        slices: of one generation batch: tensors whose first dimension is the rows, lists of rows,
+            or values that all rows have in common. Others (the pixels of images) leave the slices
+            as they are.
     """
     rows = _rows(slices)
     if len(slices) < 2 or rows is None:
@@ -32,9 +34,10 @@ def keep_siblings_together(slices: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def fill(groups: Any, rows: int) -> list[list[int]]:
-    """Divide the members of the groups among slices of `rows` each, with as few groups cut as first fit finds.
+    """Divide groups among slices of `rows` each, with as few groups cut as first fit finds.
 
-    Groups are looked at in their order, so are the slices; what is larger than a slice is cut into whole slices first.
+    Groups are looked at in their order, so are the slices; what is larger than a slice is cut into
+    whole slices first.
     """
     pieces = [group[at : at + rows] for group in groups for at in range(0, len(group), rows)]
     slices: list[list[int]] = [[] for _ in range(sum(map(len, pieces)) // rows)]
@@ -55,7 +58,7 @@ def fill(groups: Any, rows: int) -> list[list[int]]:
 
 
 def _rows(slices: Sequence[dict[str, Any]]) -> int | None:
-    """How many rows each slice has; None if they are not alike, or hold something that is not divided by rows."""
+    """Rows of each slice; None if they differ, or something is not divided by rows."""
     counts = {len(one["prompt_ids"]) for one in slices}
     for one in slices:
         if one.keys() != slices[0].keys():

@@ -1,31 +1,30 @@
 """The forward that scores completions, on a packed row instead of a padded batch.
 
-TRL gives a causal LM a forward that returns log-probabilities instead of logits: `model(input_ids, attention_mask,
-labels, fused_lm_head=True)`. All of its trainers score their completions with it, policy and reference alike. Here that
-forward is replaced by one that packs the same samples, each prompt once, calls TRL's forward on the packed row, and
-puts what comes back where it stands in the padded batch. It runs below DDP, FSDP and PEFT, once for each of their
-forwards: some ranks may share and others not, their collectives are the same.
+TRL gives a causal LM a forward that returns log-probabilities instead of logits: `model(input_ids,
+attention_mask, labels, fused_lm_head=True)`. All of its trainers score their completions with it,
+policy and reference alike. Here that forward is replaced by one that packs the same samples, each
+prompt once, calls TRL's forward on the packed row, and puts what comes back where it stands in the
+padded batch. It runs below DDP, FSDP and PEFT, once for each of their forwards: some ranks may
+share and others not, their collectives are the same.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from ...checks import CUDA_DTYPES
 from ...data.batch import IGNORED_LABEL, PackedBatch
 from ...data.pack import pack_padded
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
+from ..fallback import Options, Refusal, Tally, kernels_refusal, reasons_of
 from ..transformers import check_supported, expect_shared_prompt, register, wrap
 from ..transformers.first_use import FirstUseError, check_first_use
 from ..transformers.structure import backbone_name, causal_lm_of
@@ -33,7 +32,6 @@ from ..transformers.support import (
     TAKES_LAYOUT,
     check_attention,
     is_mark_of_text,
-    kernels_lack,
     media_among,
     num_mixing_layers,
     text_config,
@@ -41,70 +39,19 @@ from ..transformers.support import (
 
 logger = get_logger(__name__)
 
+REASONS = reasons_of("trl")
 EAGER = "dualkv_eager"  # what takes a layout and, without one, is the model's own eager attention
-# Why a forward runs on stock attention, in the order in which it is looked at; names of metrics.
-REASONS = (
-    "switched_off",
-    "liger",
-    "unsupported",
-    "dtype",
-    "kernels",
-    "dropout",
-    "noise",
-    "self_check",
-    "multimodal",
-    "arguments",
-    "samples",
-    "dedup_ratio",
-)
 _SAMPLES = {"input_ids", "attention_mask", "labels"}
 _PASSED_ON = {"num_items_in_batch", "output_router_logits"}
 _WITHOUT_EFFECT = {"return_dict", "use_cache"}
 
 
-class Options(NamedTuple):
-    min_dedup_ratio: float
-    max_responses_per_group: int | None
-    self_check: bool
-
-
-class Refusal(NamedTuple):
-    """Why a forward cannot or need not share."""
-
-    reason: str  # one of REASONS
-    message: str
-
-
 class Refused(Exception):  # noqa: N818 (stock attention is no error)
-    """Raised anew each time, never kept: an exception holds the tensors of all frames that it has passed."""
+    """Raised anew, never kept: an exception holds the tensors of the frames it has passed."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.refusal = Refusal(reason, message)
-
-
-@dataclass
-class Tally:
-    """What has been run."""
-
-    calls: int = 0
-    # Ints, or tensors that stay on their GPU.
-    replicated: Any = 0  # tokens that stock attention runs, without padding
-    tokens: Any = 0  # tokens that were run
-    fallbacks: Counter[str] = field(default_factory=Counter)
-
-    @torch.compiler.disable
-    def add(self, replicated: Any, tokens: Any, reason: str | None = None) -> None:
-        self.calls += 1
-        self.replicated = self.replicated + replicated
-        self.tokens = self.tokens + tokens
-        if reason is not None:
-            self.fallbacks[reason] += 1
-
-    def vector(self, device: torch.device) -> Tensor:
-        """calls, replicated, tokens and the fallbacks by reason."""
-        numbers = [self.calls, self.replicated, self.tokens, *(self.fallbacks[reason] for reason in REASONS)]
-        return torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device) for one in numbers])
 
 
 class Sharing:
@@ -118,9 +65,10 @@ class Sharing:
         self._announced: set[str] = set()
 
     def take(self, device: torch.device) -> Tensor:
-        """What has been run since this was last asked."""
+        """Calls, replicated tokens, tokens and fallbacks by reason, since this was last asked."""
         tally, self.tally = self.tally, Tally()
-        return tally.vector(device)
+        numbers = [tally.calls, tally.replicated, tally.tokens, *(tally.fallbacks[reason] for reason in REASONS)]
+        return torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device) for one in numbers])
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -150,14 +98,14 @@ class Sharing:
 
 
 def _switch_attention(causal_lm: Any) -> None:
-    """Let the attention of the model take a layout; where that is impossible, `check_attention` will say so."""
+    """Let the model's attention take a layout; where it cannot, `check_attention` says so."""
     name = text_config(causal_lm.config)._attn_implementation
     known = AttentionInterface._global_mapping
     if name in known and not hasattr(known[name], TAKES_LAYOUT):
         wrap((name,))
     elif name == "eager" and _has_interface(causal_lm) and _is_supported(causal_lm.config):
-        # Every model file has an eager attention of its own: there is nothing to wrap. Files of models that cannot
-        # share may compute otherwise where the name is none of transformers'.
+        # Every model file has an eager attention of its own: there is nothing to wrap. Files of
+        # models that cannot share may compute otherwise where the name is none of transformers'.
         register(EAGER, fallback="eager")
         causal_lm.set_attn_implementation(EAGER)
 
@@ -180,8 +128,9 @@ def _is_supported(config: Any) -> bool:
 class SharedForward:
     """Takes the place of the forward that TRL has given to one causal LM.
 
-    Where the trainer compiles its model, this is a part of it. Compilers trace what the model computes, `stock`, and
-    nothing else here: packing looks into tokens, and no two batches have the same groups.
+    Where the trainer compiles its model, this is a part of it. Compilers trace what the model
+    computes, `stock`, and nothing else here: packing looks into tokens, and no two batches have the
+    same groups.
     """
 
     def __init__(self, sharing: Sharing, causal_lm: Any) -> None:
@@ -202,7 +151,7 @@ class SharedForward:
 
     @torch.compiler.disable(recursive=False)
     def score(self, *args: Any, **inputs: Any) -> Any:
-        """TRL's output for a padded batch: per-token fields (B, S - 1), zero where the next token has no label."""
+        """TRL's output for a padded batch: fields (B, S - 1), 0 where no label is next."""
         try:
             is_scored, batch, passed_on = self._pack(args, inputs)
             output = self._run(batch, passed_on)
@@ -214,7 +163,7 @@ class SharedForward:
 
     @torch.compiler.disable
     def _pack(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Tensor, PackedBatch, dict[str, Any]]:
-        """Which tokens of the padded batch are scored, the packed batch, and what else to pass on. Raises Refused."""
+        """Which tokens are scored, the packed batch, and what else to pass on. Raises Refused."""
         if self.sharing.off is not None:
             raise Refused(*self.sharing.off)
         if self.sharing.args.use_liger_kernel:
@@ -250,7 +199,7 @@ class SharedForward:
         return is_scored, batch, passed_on | {name: torch.zeros_like(batch.input_ids)[None] for name in marks}
 
     def _check_model(self, device: torch.device) -> None:
-        """Raise Refused if the model does not allow to share, before anything that depends on this rank's samples."""
+        """Raise Refused for what the model does not allow, before samples are looked at."""
         if self._unsupported is not None:
             raise Refused(*self._unsupported)
         config = self.causal_lm.config
@@ -258,7 +207,11 @@ class SharedForward:
             check_supported(config)
             check_attention(config)
             if device.type == "cuda":
-                _check_kernels(self.causal_lm)
+                dtype = self.causal_lm.get_input_embeddings().weight.dtype
+                if torch.is_autocast_enabled("cuda"):
+                    dtype = torch.get_autocast_dtype("cuda")
+                if (refusal := kernels_refusal(config, dtype)) is not None:
+                    raise Refused(*refusal)
             check_first_use(self.causal_lm, device, self_check=self.sharing.options.self_check)
         except FirstUseError as error:
             advice = " (TRL's disable_dropout=True does so for all but LoRA's lora_dropout)"
@@ -283,27 +236,18 @@ class SharedForward:
         )
         without_mask: Any = nullcontext()
         if wants_router:
-            # The loss that balances experts is a mean over tokens, weighted by what it is given as the mask.
+            # The loss that balances experts is a mean over tokens, weighted by what it is given as
+            # the mask.
             inputs["attention_mask"] = batch.multiplicity[None]
             without_mask = _without_mask(getattr(self.causal_lm, backbone_name(self.causal_lm) or ""))
         try:
             with expect_shared_prompt(batch.layout, num_mixing_layers(self.causal_lm)), without_mask:
                 return self.stock(fused_lm_head=True, **inputs)
         except SharedPromptUnsupportedError as error:
-            # An option of the model that no configuration tells: the first layer of the first forward finds it.
+            # An option of the model that no configuration tells: the first layer of the first
+            # forward finds it.
             self._unsupported = Refusal("unsupported", str(error))
             raise Refused("unsupported", str(error)) from None
-
-
-def _check_kernels(causal_lm: Any) -> None:
-    """Raise Refused for what the kernels lack, before any layer has run: other ranks may have nothing to refuse."""
-    dtype = causal_lm.get_input_embeddings().weight.dtype
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-    if dtype not in CUDA_DTYPES:
-        raise Refused("dtype", f"the kernels compute in 16 bits; the model has {dtype} (set bf16=True)")
-    if lack := kernels_lack(causal_lm.config):
-        raise Refused("kernels", f"they do not have {lack}")
 
 
 @contextmanager
@@ -322,7 +266,7 @@ def _without_mask(backbone: torch.nn.Module) -> Iterator[None]:
 
 @torch.compiler.disable
 def _unpack(output: Any, is_scored: Tensor, batch: PackedBatch) -> Any:
-    """The output for a padded batch: what was said of the rows that score tokens, where these tokens stand."""
+    """The output for a padded batch: values of scoring rows where the scored tokens stand."""
 
     def placed(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape != (1, batch.layout.num_tokens):

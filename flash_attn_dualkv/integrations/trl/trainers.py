@@ -9,11 +9,11 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
-from ... import checks
 from ...checks import explain
 from ...errors import SharedPromptError
+from ..fallback import PREFIX, Options, Refusal, Verification, difference, savings, worst_of_ranks
 from .regroup import keep_siblings_together
-from .sharing import REASONS, Options, Refusal, Sharing
+from .sharing import REASONS, Sharing
 
 logger = get_logger(__name__)
 
@@ -22,7 +22,7 @@ TOLERANCES = {32: 1e-4, 16: 0.05}
 
 
 class SiblingsTogetherMixin:
-    """A trainer that generates: the completions of one prompt go into one micro-batch where its size allows."""
+    """A generating trainer: completions of a prompt share a micro-batch where they fit."""
 
     def _prepare_inputs(self: Any, inputs: Any) -> Any:
         before = getattr(self, "_buffered_inputs", None)
@@ -38,12 +38,9 @@ class SharedPromptMixin(SiblingsTogetherMixin):
     """Put before a trainer of TRL: `class MyTrainer(SharedPromptMixin, MyGRPOTrainer)`.
 
     Args:
-        min_dedup_ratio: share in forwards whose tokens become at least this many times fewer; > 0.
-        max_responses_per_group: larger groups are divided, each part with a prompt of its own; None for no limit.
-        verify_first_steps: in that many forwards of the policy, compare the log-probabilities with stock attention's;
-            where they differ by more than rounding, stay with stock attention, on all ranks alike.
-        self_check: before the first forward in each mode and with each set of active adapters, try a pair of short
-            sequences, as `shared_prompt_forward` does.
+        min_dedup_ratio, max_responses_per_group, self_check: see `fallback.Options`.
+        verify_first_steps: as there, of forwards of the policy, whose log-probabilities are
+            compared.
 
     Everything else is the trainer's.
 
@@ -60,14 +57,14 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         self_check: bool = True,
         **kwargs: Any,
     ) -> None:
-        if max_responses_per_group is not None:
-            max_responses_per_group = checks.integer("max_responses_per_group", max_responses_per_group, 1)
-        ratio, self_check = (
-            checks.number("min_dedup_ratio", min_dedup_ratio),
-            checks.flag("self_check", self_check),
+        given = dict(
+            min_dedup_ratio=min_dedup_ratio,
+            max_responses_per_group=max_responses_per_group,
+            verify_first_steps=verify_first_steps,
+            self_check=self_check,
         )
-        self._sharing_options = Options(ratio, max_responses_per_group, self_check)
-        self._verifications_left = checks.integer("verify_first_steps", verify_first_steps, 0)
+        self._sharing_options = Options.checked({name: (name, value) for name, value in given.items()})
+        self._verification = Verification(verify_first_steps, "policy")
         if verify_first_steps and not hasattr(super(), "_get_per_token_logps_and_entropies"):
             got = f"{verify_first_steps} for a {type(self).__name__}"
             raise SharedPromptError(explain("verify_first_steps", "0 for a trainer without rollouts", got))
@@ -98,21 +95,16 @@ class SharedPromptMixin(SiblingsTogetherMixin):
 
     def _get_per_token_logps_and_entropies(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         stock = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
-        if self._verifications_left == 0 or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self._verification.is_due("policy"):
             return stock(model, *args, **kwargs)
-        self._verifications_left -= 1
         with torch.no_grad(), self._sharing.paused():
             expected, *_ = stock(model, *args, **kwargs)
         scores = stock(model, *args, **kwargs)
         return scores if self._agrees(scores[0], expected) else stock(model, *args, **kwargs)
 
     def _agrees(self: Any, logps: Tensor, expected: Tensor) -> bool:
-        """Whether log-probabilities are those of stock attention on all ranks; if not, switch off."""
-        difference = (logps.detach() - expected).abs().float()
-        scored = (expected != 0).sum().clamp(min=1)
-        # Of the rank where they are largest; not a number if they are on any rank.
-        own = torch.stack([difference.max(), difference.sum() / scored])
-        largest, mean = self.accelerator.gather(own).view(-1, 2).max(0).values.tolist()
+        """Whether all ranks have stock attention's log-probabilities; if not, switch off."""
+        largest, mean = worst_of_ranks(difference(logps, expected, (expected != 0).sum().clamp(min=1)))
         self._metrics["train"]["shared_prompt/logp_difference"].append(largest)
         is_precise = self.accelerator.mixed_precision == "no" and self.model.dtype == torch.float32
         tolerance = TOLERANCES[32 if is_precise else 16]
@@ -120,10 +112,11 @@ class SharedPromptMixin(SiblingsTogetherMixin):
             return True
         message = f"log-probabilities differ from stock attention's by {mean:.2g} on average (at most {tolerance})"
         self._sharing.off = Refusal("switched_off", message)
+        self._verification.has_failed = True
         return False
 
     def _log_sharing(self: Any) -> None:
-        """Into the trainer's own metrics, what all ranks have run since the last line of the log."""
+        """Log what all ranks have run since the last line of the log, in the trainer's metrics."""
         numbers = self._sharing.take(self.accelerator.device)
         if self.accelerator.num_processes > 1:
             numbers = self.accelerator.reduce(numbers, reduction="sum")
@@ -137,19 +130,14 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         if calls == 0:
             return
         self._logged[mode] = numbers
-        values = {
-            "dedup_ratio": replicated / tokens if tokens else 1.0,
-            "tokens": tokens,
-            "tokens_saved": replicated - tokens,
-            "fallbacks": sum(fallbacks) / calls,
-        }
+        values = {**savings(replicated, tokens), "tokens": tokens, "fallbacks": sum(fallbacks) / calls}
         for reason, count in zip(REASONS, fallbacks):
             if count or reason in self._known_reasons:
                 self._known_reasons.add(reason)
                 values[f"fallbacks/{reason}"] = count / calls
         for name, value in values.items():
             # One value for all micro-batches: the trainer logs the mean of what it finds here.
-            metrics[f"shared_prompt/{name}"] = [value]
+            metrics[f"{PREFIX}/{name}"] = [value]
 
 
 def _warn_of_small_batches(args: Any) -> None:
@@ -172,4 +160,4 @@ class SharedPromptRLOOTrainer(SharedPromptMixin, RLOOTrainer):
 
 
 class SharedPromptDPOTrainer(SharedPromptMixin, DPOTrainer):
-    """DPOTrainer whose chosen and rejected completions share their prompt; see `SharedPromptMixin`."""
+    """DPOTrainer whose chosen and rejected completions share a prompt; see `SharedPromptMixin`."""

@@ -1,8 +1,8 @@
 """The tree attention of TRL's AsyncGRPOTrainer on this library's kernels.
 
-TRL packs the samples of a micro-batch as a tree of segments and attends along the path of each: it copies the keys and
-values of every path, so those of a prompt once for each of its completions. Here nothing is copied: the segments are
-nodes, and a tree of any depth is one call.
+TRL packs the samples of a micro-batch as a tree of segments and attends along the path of each: it
+copies the keys and values of every path, so those of a prompt once for each of its completions.
+Here nothing is copied: the segments are nodes, and a tree of any depth is one call.
 """
 
 from __future__ import annotations
@@ -15,83 +15,56 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from ...checks import CUDA_DTYPES, HEAD_DIM_MULTIPLE, autocast, is_kernel_softcap
-from ...ops import max_head_dim
+from ...checks import CUDA_DTYPES, autocast
+from ...ops import kernels_lack
+from ..replacing import replace_once
 from ..trees import Forest, remembered
 
 
 def use_dualkv_for_tree_attention() -> None:
-    """Run the attention of TRL's AsyncGRPOTrainer on this library's kernels, before or after a trainer is made.
+    """Run TRL's AsyncGRPOTrainer on these kernels; call it before or after one is made.
 
-    Calls that the kernels do not offer (head dims above theirs or no multiple of 8; on a GPU 32 bits) go to TRL's own.
-    Calling it again changes nothing.
+    Calls that the kernels do not offer (head dims above theirs or no multiple of 8; on a GPU 32
+    bits) go to TRL's own. Calling it again changes nothing.
     """
     from trl.experimental.async_grpo import packing
 
-    if not hasattr(packing.tree_attention, "dualkv_stock"):
-        # What the trainer registers when it is made.
-        packing.tree_attention = _tree_attention(packing.tree_attention)
+    # What the trainer registers when it is made.
+    replace_once(packing, "tree_attention", _tree_attention)
     if packing.TREE_ATTENTION in AttentionInterface._global_mapping:
         AttentionInterface.register(packing.TREE_ATTENTION, packing.tree_attention)
 
 
 def _tree_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
     def tree_attention(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        *,
-        tree_kv_index: Tensor,
-        tree_cu_seqlens_q: Tensor,
-        tree_cu_seqlens_k: Tensor,
-        tree_max_seqlen_q: int,
-        tree_max_seqlen_k: int,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        **kwargs: Any,
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        if not _is_offered(query, value, softcap or 0.0):
-            result: tuple[Tensor, None] = stock(
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                tree_kv_index=tree_kv_index,
-                tree_cu_seqlens_q=tree_cu_seqlens_q,
-                tree_cu_seqlens_k=tree_cu_seqlens_k,
-                tree_max_seqlen_q=tree_max_seqlen_q,
-                tree_max_seqlen_k=tree_max_seqlen_k,
-                scaling=scaling,
-                sliding_window=sliding_window,
-                softcap=softcap,
-                **kwargs,
-            )
+        softcap, sliding_window = options.get("softcap") or 0.0, options.get("sliding_window")
+        if not _is_offered(query, value, softcap):
+            result: tuple[Tensor, None] = stock(module, query, key, value, attention_mask, **options)
             return result
-        tables = tree_cu_seqlens_q, tree_cu_seqlens_k
+        tables = options["tree_cu_seqlens_q"], options["tree_cu_seqlens_k"]
         forest = remembered(tables, lambda: read_tree(*tables))
         q, k, v = (one.transpose(1, 2) for one in (query, key, value))
         window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
-        out = forest.attend(q.to(v.dtype), k.to(v.dtype), v, scaling, window_size=window, softcap=softcap or 0.0)
+        scale = options.get("scaling")
+        out = forest.attend(q.to(v.dtype), k.to(v.dtype), v, scale, window_size=window, softcap=softcap)
         return out, None
 
-    tree_attention.dualkv_stock = stock  # type: ignore[attr-defined]
     return tree_attention
 
 
 def _is_offered(query: Tensor, value: Tensor, softcap: float) -> bool:
     """Whether the kernels have the head dimensions, the type and the softcap."""
-    most = max_head_dim(value.device)
-    if any(dim > most or dim % HEAD_DIM_MULTIPLE for dim in (query.shape[-1], value.shape[-1])):
-        return False
-    return not value.is_cuda or (autocast((value,))[0].dtype in CUDA_DTYPES and is_kernel_softcap(softcap))
+    head_dims = query.shape[-1], value.shape[-1]
+    if not value.is_cuda:
+        return kernels_lack(head_dims, 0.0, value.device) is None
+    is_typed = autocast((value,))[0].dtype in CUDA_DTYPES
+    return is_typed and kernels_lack(head_dims, softcap, value.device) is None
 
 
 def read_tree(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Forest:
-    """TRL's segments, which are depth first: (segments + 1,) offsets of their rows, and of their paths' rows."""
+    """TRL's depth-first segments: (segments + 1,) offsets of their rows and of their paths'."""
     bounds_q, bounds_k = torch.stack([cu_seqlens_q, cu_seqlens_k]).tolist()
     own = [end - begin for begin, end in pairwise(bounds_q)]
     paths = [end - begin for begin, end in pairwise(bounds_k)]

@@ -2,17 +2,18 @@
 
     actor_rollout_ref.model.external_lib=flash_attn_dualkv.integrations.verl
 
-is all: verl imports this module in every worker, before it builds the engine, and takes these engines for FSDP instead
-of its own; and in the driver, where the trainers then keep the responses to a prompt on one rank, which verl's
-balancing would scatter. Where a micro-batch cannot be shared (images, for example) the engines do what verl's own do.
-docs/verl.md has the options, the metrics and what is done when.
+is all: verl imports this module in every worker, before it builds the engine, and takes these
+engines for FSDP instead of its own; and in the driver, where the trainers then keep the responses
+to a prompt on one rank, which verl's balancing would scatter. Where a micro-batch cannot be shared
+(images, for example) the engines do what verl's own do. docs/verl.md has the options, the metrics
+and what is done when.
 
 Made for verl 0.9.
 """
 
+from ..fallback import Options
 from .balance import install as install_balance
 from .engine import SharedPromptFSDPEngine, SharedPromptFSDPValueEngine, install
-from .options import Options
 
 __all__ = ["Options", "SharedPromptFSDPEngine", "SharedPromptFSDPValueEngine", "install"]
 

@@ -1,4 +1,4 @@
-"""Samples to ranks by groups: verl's trainers balance by length, which scatters the responses to a prompt."""
+"""Samples to ranks by groups: verl balances by length, which scatters responses."""
 
 from __future__ import annotations
 
@@ -9,23 +9,39 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from ...data.balance import balance
 from ...data.samples import groups_of
-from .options import Options
+from ..fallback import Options
+from ..replacing import replace_once
 
-# What the matrix products of a token cost, in visible pairs of attention: about so many in models of 1B to 30B.
+# What the matrix products of a token cost, in visible pairs of attention: about so many in models
+# of 1B to 30B.
 TOKEN_COST = 16384.0
 
 
 def partitions(prompts: Sequence[int], responses: Sequence[int], uids: Sequence[str], ranks: int) -> list[list[int]]:
-    """Equally many samples for each rank, the responses to a prompt together, prompts in the order of the batch."""
+    """Equally many samples a rank, groups together, prompts in the order of the batch."""
     # Samples that only fill up a batch may have another prompt under the same uid.
     ids = [(uid, prompt) for uid, prompt in zip(uids, prompts)]
     parts = balance(groups_of(ids), list(prompts), list(responses), ranks, token_cost=TOKEN_COST)
-    # These begin with what is most expensive, and a rank's mini-batches are cut from its list: the first would have all
-    # long prompts.
+    # These begin with what is most expensive, and a rank's mini-batches are cut from its list: the
+    # first would have all long prompts.
     first = {one: index for index, one in reversed(list(enumerate(ids)))}
     return [sorted(part, key=lambda index: (first[ids[index]], index)) for part in parts]
+
+
+def _order(
+    prompts: list[int], responses: list[int], uids: list[str], ranks: int, metrics: dict[str, Any], prefix: str
+) -> list[int]:
+    """The samples rank by rank; notes in verl's metrics how even that is."""
+    from verl.utils.seqlen_balancing import log_seqlen_unbalance  # seconds, in every worker
+
+    chosen = partitions(prompts, responses, uids, ranks)
+    totals = list(map(int.__add__, prompts, responses))
+    metrics.update(log_seqlen_unbalance(seqlen_list=totals, partitions=chosen, prefix=prefix))
+    return [index for part in chosen for index in part]
 
 
 def _is_on(trainer: Any) -> bool:
@@ -36,8 +52,6 @@ def _balance_v1(stock: Callable[..., Any]) -> Callable[..., Any]:
     def _balance_batch(
         self: Any, batch: Any, metrics: dict[str, Any], logging_prefix: str = "global_seqlen", *args: Any, **kwargs: Any
     ) -> Any:
-        from verl.utils.seqlen_balancing import log_seqlen_unbalance
-
         # Fills up the batch, and asks the workers how many ranks there are.
         batch = stock(self, batch, metrics, logging_prefix, *args, **kwargs)
         uids = [key.rsplit("_", 2)[0] for key in batch.keys]  # of {uid}_{session}_{index}
@@ -45,9 +59,7 @@ def _balance_v1(stock: Callable[..., Any]) -> Callable[..., Any]:
             return batch
         prompts, totals = ([int(tag[name]) for tag in batch.tags] for name in ("prompt_len", "seq_len"))
         ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-        chosen = partitions(prompts, list(map(int.__sub__, totals, prompts)), uids, ranks)
-        metrics.update(log_seqlen_unbalance(seqlen_list=totals, partitions=chosen, prefix=logging_prefix))
-        batch.reorder([index for part in chosen for index in part])
+        batch.reorder(_order(prompts, list(map(int.__sub__, totals, prompts)), uids, ranks, metrics, logging_prefix))
         return batch
 
     return _balance_batch
@@ -61,19 +73,14 @@ def _balance_v0(stock: Callable[..., Any]) -> Callable[..., Any]:
         logging_prefix: str = "global_seqlen",
         keep_minibatch: bool = False,
     ) -> None:
-        import torch
-        from verl.utils.seqlen_balancing import log_seqlen_unbalance
-
         stock(self, batch, metrics, logging_prefix, keep_minibatch)
         uids = list(batch.non_tensor_batch.get("uid", ()))
         if not _is_on(self) or keep_minibatch or len(set(uids)) == len(uids):
             return
         mask, columns = batch.batch["attention_mask"], batch.batch["prompts"].shape[1]
         prompts, responses = mask[:, :columns].sum(1).tolist(), mask[:, columns:].sum(1).tolist()
-        chosen = partitions(prompts, responses, uids, self._get_dp_size(self.actor_rollout_wg, "actor"))
-        totals = list(map(int.__add__, prompts, responses))
-        metrics.update(log_seqlen_unbalance(seqlen_list=totals, partitions=chosen, prefix=logging_prefix))
-        batch.reorder(torch.tensor([index for part in chosen for index in part]))
+        ranks = self._get_dp_size(self.actor_rollout_wg, "actor")
+        batch.reorder(torch.tensor(_order(prompts, responses, uids, ranks, metrics, logging_prefix)))
 
     return _balance_batch
 
@@ -85,7 +92,7 @@ _TRAINERS = {
 
 
 def install() -> None:
-    """Balance by groups in the trainers of this process; those that are not imported yet, when they are."""
+    """Balance by groups in this process's trainers, those not imported yet included."""
     for name in _TRAINERS:
         if name in sys.modules:
             _patch(name)
@@ -95,16 +102,11 @@ def install() -> None:
 
 def _patch(name: str) -> None:
     kind, make = _TRAINERS[name]
-    trainer = getattr(sys.modules[name], kind)
-    stock = trainer._balance_batch
-    if not hasattr(stock, "dualkv_stock"):
-        balance = make(stock)
-        balance.dualkv_stock = stock  # type: ignore[attr-defined]
-        trainer._balance_batch = balance
+    replace_once(getattr(sys.modules[name], kind), "_balance_batch", make)
 
 
 class _OnImport(importlib.abc.MetaPathFinder):
-    """Patches the trainers' modules behind their import: to import them here takes seconds in every worker."""
+    """Patches trainers when they are imported: to import them takes seconds in every worker."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name not in _TRAINERS:

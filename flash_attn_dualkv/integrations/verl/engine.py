@@ -21,26 +21,19 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-from ...checks import CUDA_DTYPES
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
+from ..fallback import REASONS, Options, Verification, kernels_refusal
+from ..replacing import replace_once
 from ..transformers import expect_shared_prompt, install_layout_hook, wrap
 from ..transformers.first_use import check_first_use
 from ..transformers.structure import backbone_name, causal_lm_of
-from ..transformers.support import is_hybrid, kernels_lack, num_mixing_layers, text_config
+from ..transformers.support import is_hybrid, num_mixing_layers, text_config
 from ..ulysses import UlyssesLayout
 from . import patches
-from .micro_batches import (
-    Lengths,
-    Plan,
-    grouped_micro_batches,
-    pack_micro_batch,
-    samples_with_media,
-    why_not,
-)
-from .options import Options
+from .micro_batches import Lengths, Plan, grouped_micro_batches, pack_micro_batch, samples_with_media, why_not
 from .statistics import Statistics
-from .verify import Verifier
+from .verify import run_both
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +64,7 @@ class _SharedPrompts:
         self.options = Options.of(self.model_config.override_config)
         self.plan: Plan | None = None
         self.order: list[int] = []
-        self.verifiers = {kind: Verifier(self.options.verify_first_steps) for kind in ("train", "infer")}
+        self.verification = Verification(self.options.verify_first_steps, "train", "infer")
         self.stock_module = module
         self.refusal = self._attach(module) if self.options.enabled else "switched off"
         self.announced: set[str] = set()
@@ -102,7 +95,7 @@ class _SharedPrompts:
         return None
 
     def _refusal_now(self) -> str | None:
-        """Why the model cannot be shared in its present mode and with its present adapters; all ranks ask together."""
+        """Why the model cannot share in its mode with its adapters; all ranks ask together."""
         if self.refusal is not None or (get_device_name() == "cuda" and self._kernels_lack()):
             return self.refusal
         device = torch.empty(0, device=get_device_id()).device
@@ -116,27 +109,30 @@ class _SharedPrompts:
             message = str(error)
         else:
             return None
+        self._announce(f"prompts are NOT shared: {message}")
+        return message
+
+    def _announce(self, message: str) -> None:
+        """Say it once."""
         if message not in self.announced:
             self.announced.add(message)
-            logger.warning("flash_attn_dualkv: prompts are NOT shared: %s", message)
-        return message
+            logger.warning("flash_attn_dualkv: %s", message)
 
     # The engine's steps, in the order in which verl calls them
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
-        verifier = self.verifiers["infer" if forward_only else "train"]
-        if self.options.enabled:
-            self.refusal_now = self._refusal_now()
+        if not self.options.enabled:
+            return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
+        self.refusal_now = self._refusal_now()
 
         def run(shares: bool) -> Any:
             return self._run(data, loss_function, forward_only, shares)
 
-        if not self.options.enabled:
-            return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
-        has_failed = any(one.has_failed for one in self.verifiers.values())
-        if verifier.left and not has_failed:
-            return verifier.run(self, data, forward_only, run)
-        return run(not has_failed)
+        if not self.verification.is_due("infer" if forward_only else "train"):
+            return run(not self.verification.has_failed)
+        output, agree = run_both(self, data, forward_only, run)
+        self.verification.has_failed = not agree
+        return output
 
     def _run(self, data: TensorDict, loss_function: Any, forward_only: bool, shares: bool) -> Any:
         self.statistics.begin()
@@ -167,6 +163,7 @@ class _SharedPrompts:
         found = self._plan_of(micro_batch)
         if isinstance(found, str):
             self.statistics.count_stock(Lengths.of(micro_batch), found)
+            self._announce(f"micro-batches run on verl's own path where this holds ({found}): {REASONS[found].meaning}")
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
         self.statistics.count_shared(found.batch)
         with self._planned(found), expect_shared_prompt(found.layout, self.layers):
@@ -208,9 +205,8 @@ class _SharedPrompts:
         return why_not(data, apart) or (self._kernels_lack() if get_device_name() == "cuda" else None)
 
     def _kernels_lack(self) -> str | None:
-        if getattr(self, "_autocast_dtype", torch.bfloat16) not in CUDA_DTYPES:
-            return "dtype"
-        return "kernels" if kernels_lack(self.stock_module.config) else None
+        refusal = kernels_refusal(self.stock_module.config, getattr(self, "_autocast_dtype", torch.bfloat16))
+        return None if refusal is None else refusal.reason
 
     def _plan_of(self, micro_batch: TensorDict) -> Plan | str:
         """The packed form of a micro-batch, or the word for why it stays as it is."""
@@ -220,11 +216,13 @@ class _SharedPrompts:
         if ranks > 1 and hasattr(self.stock_module.config, "vision_config") and not patches.is_replaced(self.decoder):
             return "multimodal"  # verl leaves it to the decoder to divide the row, and has not patched it
         bucket = self.pad_to_length_bucket if self.pad_to_length else 1
-        # Ranks of Ulysses have different numbers of rows with a response token; a fused head makes no logits.
+        # Ranks of Ulysses have different numbers of rows with a response token; a fused head makes
+        # no logits.
         fused = tu.get_non_tensor_data(micro_batch, "use_fused_kernels", False)
         keeps = self.keeps_logits and ranks == 1 and not fused
         plan = pack_micro_batch(micro_batch, math.lcm(ranks, bucket), self.options, keeps)
-        # A micro-batch was filled by packed tokens: replicated ones must fit, too, for the way back.
+        # A micro-batch was filled by packed tokens: replicated ones must fit, too, for the way
+        # back.
         if plan.batch.dedup_ratio < self.options.min_dedup_ratio and self._fits(plan.batch.num_replicated_tokens):
             return "ratio"
         if ranks > 1:
@@ -274,16 +272,19 @@ def install() -> None:
     ):
         known = EngineRegistry._engines.get(model_type, {})
         for backend in ("fsdp", "fsdp2"):
-            # A vendor's engine is preferred to one for all; in tests on the CPU the vendor is called so.
+            # A vendor's engine is preferred to one for all; in tests on the CPU the vendor is
+            # called so.
             for vendor in ("nvidia", "cpu"):
                 if ("cuda", vendor) not in known.get(backend, {}):
                     EngineRegistry.register(model_type=model_type, backend=backend, device="cuda", vendor=vendor)(
                         engine
                     )
     patches.install()
-    stock = transformer_impl.prepare_micro_batches
-    if hasattr(stock, "dualkv_stock"):
-        return
+    replace_once(transformer_impl, "prepare_micro_batches", _prepare)
+
+
+def _prepare(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Micro-batches of the engine that runs, if one does."""
 
     def prepare_micro_batches(data: TensorDict, dp_group: Any = None, **options: Any) -> Any:
         engine = _running.get()
@@ -291,5 +292,4 @@ def install() -> None:
             return stock(data=data, dp_group=dp_group, **options)
         return engine.micro_batches(data, dp_group, lambda: stock(data=data, dp_group=dp_group, **options))
 
-    prepare_micro_batches.dualkv_stock = stock  # type: ignore[attr-defined]
-    transformer_impl.prepare_micro_batches = prepare_micro_batches
+    return prepare_micro_batches

@@ -20,24 +20,8 @@ from ...data.samples import position_rows
 from ...data.split import on_equal_terms, split_by_token_budget
 from ...errors import SharedPromptError
 from ...layout import SharedPromptLayout
+from ..fallback import Options
 from ..transformers.support import is_mark_of_text
-from .options import Options
-
-# Why a micro-batch runs on verl's own path, as its metrics call it.
-REASONS = (
-    "model",
-    "no_prompts",
-    "multimodal",
-    "positions",
-    "temperature",
-    "distillation",
-    "routing_replay",
-    "forced_groups",
-    "dtype",
-    "kernels",
-    "ratio",
-    "verification",
-)
 
 
 class Lengths(NamedTuple):
@@ -54,7 +38,7 @@ class Lengths(NamedTuple):
 
 
 def prompt_lengths(data: TensorDict) -> Tensor:
-    """(B,): of jagged prompts by their offsets, of padded ones by the mask over their columns; 0 if there are none."""
+    """(B,) lengths, by offsets of jagged prompts or the mask of padded ones; 0 without prompts."""
     if "prompts" not in data:
         return torch.zeros_like(data["input_ids"].offsets().diff())
     prompts = data["prompts"]
@@ -121,8 +105,8 @@ class Plan:
         batch: how it is packed.
         layout: for attention.
         micro_batch: the packed row, as verl holds one.
-        scored: as verl would hold the rows that score response tokens, `batch.token_index`, if the LM head is to
-            compute these alone; None for all rows.
+        scored: as verl would hold the rows that score response tokens, `batch.token_index`, if the
+            LM head is to compute these alone; None for all rows.
     """
 
     batch: PackedBatch
@@ -132,7 +116,7 @@ class Plan:
 
 
 def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, scored_rows: bool = False) -> Plan:
-    """The micro-batch as one sequence: with the last prompt token before each response, rolled labels are right."""
+    """The micro-batch as one sequence; each response follows a last prompt token, for labels."""
     batch = pack_jagged(
         micro_batch["input_ids"],
         prompt_lengths(micro_batch),
@@ -155,7 +139,8 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
     temperature = micro_batch["temperature"]
     flags["temperature"] = float(temperature.reshape(-1)[0]) if isinstance(temperature, Tensor) else temperature
     flags["use_remove_padding"] = True
-    # Positions and layout are made here together; verl may pad and slice the positions, which makes copies.
+    # Positions and layout are made here together; verl may pad and slice the positions, which makes
+    # copies.
     layout = replace(batch.layout, position_ids=None)
     scored = None
     if scored_rows and len(batch.token_index):
@@ -167,7 +152,7 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
 
 @dataclass(frozen=True)
 class Grouped:
-    """Micro-batches that keep groups together; `order` of the samples where verl does not restore it."""
+    """Micro-batches that keep groups together; `order` where verl does not restore it."""
 
     micro_batches: list[TensorDict]
     indices: list[list[int]] | None

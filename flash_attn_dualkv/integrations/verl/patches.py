@@ -21,6 +21,7 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from ...checks import explain
 from ...errors import SharedPromptError
+from ..replacing import replace_once
 from ..transformers import structure
 
 Forward = Callable[..., Any]
@@ -33,10 +34,10 @@ _is_stock: ContextVar[bool] = ContextVar("dualkv_verl_stock_layers", default=Fal
 
 def install() -> None:
     """Let verl's patches keep what they replace; once."""
-    stock = transformer_impl.apply_monkey_patch
-    if hasattr(stock, "dualkv_stock"):
-        return
+    replace_once(transformer_impl, "apply_monkey_patch", _remembering)
 
+
+def _remembering(stock: Forward) -> Forward:
     def apply_monkey_patch(model: nn.Module, *args: Any, **options: Any) -> None:
         # Patches are those of a family: they come to classes of other models that are here, too.
         kinds: set[type[nn.Module]] = {*map(type, model.modules()), *_transformers}
@@ -49,8 +50,7 @@ def install() -> None:
             if is_replaced(module) and isinstance(tower := getattr(module, "visual", None), nn.Module):
                 tower.register_forward_hook(_with_mean)
 
-    apply_monkey_patch.dualkv_stock = stock  # type: ignore[attr-defined]
-    transformer_impl.apply_monkey_patch = apply_monkey_patch
+    return apply_monkey_patch
 
 
 def is_replaced(module: nn.Module) -> bool:
@@ -59,7 +59,7 @@ def is_replaced(module: nn.Module) -> bool:
 
 
 def decoder_of(model: nn.Module) -> Any:
-    """The decoder of text tokens: of the transformers models that hold the embeddings the innermost.
+    """The decoder of text tokens: the innermost transformers model with the embeddings.
 
     Raises:
         SharedPromptError: no transformers model is inside; what its layers run is verl's alone.
@@ -99,7 +99,7 @@ def _keep(kind: type[nn.Module], before: Forward) -> None:
 
 
 def _with_mean(tower: nn.Module, args: Any, output: Any) -> None:
-    """A mean for what a tower returns: verl 0.9 takes it of texts, and Qwen2.5-VL's is no tensor."""
+    """A mean of a tower's output: verl 0.9 takes it of texts, and Qwen2.5-VL's is no tensor."""
     if not hasattr(output, "mean") and isinstance(features := getattr(output, "pooler_output", None), Tensor):
         output.mean = features.mean
 

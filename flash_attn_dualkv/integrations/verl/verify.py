@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor
@@ -15,77 +16,64 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
 
+from ..fallback import PREFIX, difference, worst_of_ranks
 from .micro_batches import Lengths
 
 logger = logging.getLogger(__name__)
 
-# A wrong layout is off by 0.15 nats a token and more; bf16 over 28 layers by 0.03 on average, and by 0.001 in the norm.
+# A wrong layout is off by 0.15 nats a token and more; bf16 over 28 layers by 0.03 on average, and
+# by 0.001 in the norm.
 MOST_MEAN_DIFFERENCE = 0.08
 MOST_NORM_DIFFERENCE = 0.1
 METRICS = tuple(
-    f"shared_prompt/verify_{name}" for name in ("max_difference", "mean_difference", "grad_norm_difference", "failed")
+    f"{PREFIX}/verify_{name}" for name in ("max_difference", "mean_difference", "grad_norm_difference", "failed")
 )
 
 
-class Verifier:
-    """Counts the steps to be verified, and remembers whether one failed."""
-
-    def __init__(self, steps: int) -> None:
-        self.left = steps
-        self.has_failed = False
-
-    def run(self, engine: Any, data: TensorDict, forward_only: bool, run: Callable[[bool], Any]) -> Any:
-        """Both paths; the output and the gradients that stay are those of verl's."""
-        self.left -= 1
-        before = tu.get_non_tensor_data(data, "return_model_output", False)
-        tu.assign_non_tensor(data, return_model_output=True)
-        shared = run(True)
-        norm = 0.0
-        if not forward_only:
-            norm = _gradient_norm(engine)
-            engine.optimizer_zero_grad()
-        stock = run(False)
-        tu.assign_non_tensor(data, return_model_output=before)
-        expected = norm if forward_only else _gradient_norm(engine)
-        largest, mean = _difference(shared["model_output"], stock["model_output"], Lengths.of(data))
-        off = abs(norm - expected) / max(expected, 1e-12)
-        largest, mean, off = _largest([largest, mean, off])
-        # Not a number differs from everything.
-        self.has_failed = not (mean <= MOST_MEAN_DIFFERENCE and off <= MOST_NORM_DIFFERENCE)
-        text = f"largest difference of a score {largest:.2e}, mean {mean:.2e}, gradient norm {off:.2%}"
-        # The first rank says it for all.
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            if self.has_failed:
-                logger.error("flash_attn_dualkv: prompts are no longer shared, the results differ: %s", text)
-            else:
-                logger.warning("flash_attn_dualkv: verified, %s", text)
-        stock["metrics"].update(
-            {name: [one] for name, one in zip(METRICS, (largest, mean, off, float(self.has_failed)))}
-        )
-        return stock
+def run_both(engine: Any, data: TensorDict, forward_only: bool, run: Callable[[bool], Any]) -> tuple[Any, bool]:
+    """Run both paths: output and gradients stay verl's. Also whether the paths agree."""
+    before = tu.get_non_tensor_data(data, "return_model_output", False)
+    tu.assign_non_tensor(data, return_model_output=True)
+    shared = run(True)
+    norm = 0.0
+    if not forward_only:
+        norm = _gradient_norm(engine)
+        engine.optimizer_zero_grad()
+    stock = run(False)
+    tu.assign_non_tensor(data, return_model_output=before)
+    expected = norm if forward_only else _gradient_norm(engine)
+    found = _difference(shared["model_output"], stock["model_output"], Lengths.of(data)).tolist()
+    own = torch.tensor([*found, abs(norm - expected) / max(expected, 1e-12)], device=get_device_name())
+    largest, mean, off = worst_of_ranks(own)
+    agree = mean <= MOST_MEAN_DIFFERENCE and off <= MOST_NORM_DIFFERENCE
+    text = f"largest difference of a score {largest:.2e}, mean {mean:.2e}, gradient norm {off:.2%}"
+    # The first rank says it for all.
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        if agree:
+            logger.warning("flash_attn_dualkv: verified, %s", text)
+        else:
+            logger.error("flash_attn_dualkv: prompts are no longer shared, the results differ: %s", text)
+    stock["metrics"].update({name: [one] for name, one in zip(METRICS, (largest, mean, off, float(not agree)))})
+    return stock, agree
 
 
-def _difference(shared: dict[str, Any], stock: dict[str, Any], lengths: Lengths) -> tuple[float, float]:
+def _difference(shared: dict[str, Any], stock: dict[str, Any], lengths: Lengths) -> Tensor:
     """Largest and mean difference where responses are scored; what stands elsewhere is never read.
 
-    Of log-probabilities in nats, of a critic's values as a share of their mean size.
+    In nats for log-probabilities, as a share of their mean size for a critic's values.
     """
     name = "log_probs" if "log_probs" in stock else "values"
-    differences, sizes = [], []
-    for one, other, prompt, response in zip(shared[name].unbind(), stock[name].unbind(), *lengths):
-        rows = slice(prompt - 1, prompt - 1 + response)
-        differences.append((one[rows].float() - other[rows].float()).abs())
-        sizes.append(other[rows].float().abs())
-    together = torch.cat(differences)
-    if not len(together):
-        return 0.0, 0.0
-    if name == "values":
-        together = together / torch.cat(sizes).mean().clamp(min=1e-6)
-    return together.max().item(), together.mean().item()
+    rows = [slice(prompt - 1, prompt - 1 + response) for prompt, response in zip(*lengths)]
+    one, other = (
+        torch.cat([values[own].float() for values, own in zip(output[name].unbind(), rows)])
+        for output in (shared, stock)
+    )
+    found = difference(one, other)
+    return found / other.abs().mean().clamp(min=1e-6) if name == "values" and len(other) else found
 
 
 def _gradient_norm(engine: Any) -> float:
-    """Of all parameters on all ranks; the gradients stay as they are."""
+    """The norm over all parameters on all ranks; the gradients stay as they are."""
     module: Any = engine.module
     if isinstance(engine.module, Fsdp1):
         norm = module.clip_grad_norm_(float("inf"))
@@ -94,14 +82,3 @@ def _gradient_norm(engine: Any) -> float:
     else:
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), float("inf"))
     return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
-
-
-def _largest(values: list[float]) -> list[float]:
-    """Over all ranks, so that all decide alike."""
-    if not torch.distributed.is_initialized():
-        return values
-    # MAX may drop what is not a number.
-    tensor = torch.tensor(values, dtype=torch.float32).nan_to_num(nan=float("inf")).to(get_device_name())
-    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-    found: list[float] = tensor.tolist()
-    return found

@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ....checks import explain
 from ....errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ....layout import SharedPromptLayout, is_in_backward
+from ...replacing import replace_once
 from ...ulysses import UlyssesLayout
 from .. import guard
 from . import mixers
@@ -68,8 +69,7 @@ def install(model: nn.Module, family: Family) -> None:
     """Let the layers of a model take layouts, once. Without a layout they compute what they did before."""
     file = family.file
     kind = getattr(file, family.mixer)
-    if not hasattr(kind.forward, "dualkv_stock"):
-        kind.forward = _forward_with_layout(kind.forward, family.functions)
+    replace_once(kind, "forward", functools.partial(_forward_with_layout, family.functions))
     if family.is_global:
         for name in (*family.functions, FUSED_SCAN):
             stock = getattr(file, name, None)
@@ -131,10 +131,9 @@ def _leave_layer(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         _running.set(running.outer)
 
 
-def _forward_with_layout(stock: Callable[..., Any], functions: tuple[str, ...]) -> Callable[..., Any]:
+def _forward_with_layout(functions: tuple[str, ...], stock: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a class whose layers mix tokens, for all models of its file: with a layout, if there is one."""
 
-    @functools.wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         outer = _running.get()
         layout = _layout_of(self, kwargs, outer)
@@ -153,7 +152,6 @@ def _forward_with_layout(stock: Callable[..., Any], functions: tuple[str, ...]) 
             guard.consume(self, layout)
         return output
 
-    forward.dualkv_stock = stock  # type: ignore[attr-defined]
     return forward
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import transformers
 from torch import nn
 
+from ...replacing import stock_of
+
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULE = "torch_chunk_gated_delta_rule"
 CHANNEL_DELTA_RULE = "chunk_kimi_delta_attention"
@@ -137,8 +139,7 @@ def _is_a(module: nn.Module, name: str) -> bool:
 
 def _is_own(file: types.ModuleType, name: str) -> bool:
     """Whether a file has a function of its own under a name; others are imported, and None where a package lacks."""
-    function = getattr(file, name, None)
-    function = getattr(function, "dualkv_stock", function)
-    # The package kernels turns such functions into modules, and may let them run something else.
+    function = stock_of(getattr(file, name, None))
+    # With the package kernels, such functions are modules, which it may let run something else.
     is_replaceable = isinstance(function, nn.Module) and hasattr(function, "kernel_layer_name")
     return is_replaceable or (callable(function) and getattr(function, "__module__", None) == file.__name__)

@@ -1,0 +1,137 @@
+"""One attention call as typed structures, from the public function to the launch.
+
+`ForwardCall` and `BackwardCall` are the arguments of the operators `forward` and `backward`, in the
+order of their schemas, which are derived from the fields here. torch.library wants arguments flat:
+`pack` and `unpack` are the only places that know it. A new option is a field of `Options` and an
+argument of `make_options`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
+
+from torch import Tensor
+
+from . import checks
+
+
+class Options(NamedTuple):
+    """What a call computes besides its tensors.
+
+    softmax_scale: factor of the scores, > 0. causal: a row sees only keys up to its own logical
+    position. window_left, window_right: positions before and behind its own that a row sees; -1 for
+    all. softcap: bound of the scores' magnitude; 0 for none. reference: compute CUDA tensors in
+    PyTorch. mean_keys: how many keys a row sees on average, by which the backward chooses its
+    kernels: a wrong number costs time. deterministic: gradients bit-identical from run to run. The
+    last two are for the backward of the call: autograd has no other way to it.
+    """
+
+    softmax_scale: float
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float
+    reference: bool
+    mean_keys: int
+    deterministic: bool
+
+    def check_kernels(self) -> None:
+        """NotImplementedError for what only the reference has."""
+        if self.window_right != -1:
+            raise NotImplementedError(f"window_right: expected -1 for the CUDA kernels, got {self.window_right}")
+        if not checks.is_kernel_softcap(self.softcap):
+            expected = f"0.0 or {checks.KERNEL_SOFTCAPS[0]} to {checks.KERNEL_SOFTCAPS[1]} for the CUDA kernels"
+            raise NotImplementedError(f"softcap: expected {expected}, got {self.softcap}")
+
+
+def make_options(
+    *,
+    head_dim: int,
+    causal: bool,
+    mean_keys: int,
+    softmax_scale: Any = None,
+    window_left: int = -1,
+    softcap: Any = 0.0,
+    reference: bool = False,
+    deterministic: Any = False,
+) -> Options:
+    """The options of a call; TypeError or ValueError for what the caller gave wrongly."""
+    return Options(
+        softmax_scale=checks.resolve_softmax_scale(softmax_scale, head_dim),
+        causal=causal,
+        window_left=window_left,
+        window_right=-1,
+        softcap=checks.number("softcap", softcap, zero=True),
+        reference=reference,
+        mean_keys=mean_keys,
+        deterministic=checks.flag("deterministic", deterministic),
+    )
+
+
+class ForwardCall(NamedTuple):
+    """A call of `forward`.
+
+    q: (total_q, H, d). k, v: (rows, H_k, d) and (rows, H_k, d_v). k_decoded, v_decoded: rows that
+    follow those of k and v; or None. sinks: (H,), a score of each query head that joins the softmax
+    but carries no value; or None. nodes: (n, 8) int32, see `nodes.Node`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_decoded: Tensor | None
+    v_decoded: Tensor | None
+    sinks: Tensor | None
+    nodes: Tensor
+    options: Options
+
+
+class BackwardCall(NamedTuple):
+    """A call of `backward`: dout (total_q, H, d_v), dlse (H, total_q) or None, and the forward.
+
+    The sinks are in the LSE, by which P = exp(S - LSE) is computed, and their gradient needs no
+    kernel.
+    """
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_decoded: Tensor | None
+    v_decoded: Tensor | None
+    out: Tensor
+    lse: Tensor
+    nodes: Tensor
+    options: Options
+
+
+AnyCall = TypeVar("AnyCall", bound=ForwardCall | BackwardCall)
+
+_SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", int: "SymInt"}
+
+
+def schema(kind: type[NamedTuple]) -> str:
+    """The arguments in torch.library's notation.
+
+    None has a default: the dispatcher would leave it out of what it hands to the implementations.
+    """
+    hints = get_type_hints(kind).items()
+    return ", ".join(schema(one) if one is Options else f"{_SCHEMA_TYPES[one]} {name}" for name, one in hints)
+
+
+def pack(call: ForwardCall | BackwardCall) -> tuple[Any, ...]:
+    """The call as the operators take it."""
+    return *call[:-1], *call.options
+
+
+def unpack(kind: type[AnyCall], arguments: Sequence[Any]) -> AnyCall:
+    """What an operator was called with."""
+    tensors = len(kind._fields) - 1
+    return cast(AnyCall, kind._make((*arguments[:tensors], Options(*arguments[tensors:]))))
+
+
+def inputs_of(call: ForwardCall | BackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The tensors that `backward` has gradients of, where there are these tensors."""
+    return call.q, call.k, call.v, call.k_decoded, call.v_decoded

@@ -1,0 +1,207 @@
+"""What trainers share: options, reasons for stock attention, counts, and verification."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..checks import CUDA_DTYPES, explain
+from ..environment import spelled_flag
+from .transformers.support import kernels_lack
+
+PREFIX = "shared_prompt"  # of options in configurations, and of metrics
+ENVIRONMENT = "DUALKV_VERL"
+
+
+class Options(NamedTuple):
+    """How a trainer shares prompts.
+
+    Attributes:
+        enabled: whether it does at all.
+        min_dedup_ratio: a micro-batch with less than this many times fewer tokens runs on stock
+            attention.
+        max_responses_per_group: groups with more are divided, each part with a prompt of its own;
+            None for no limit.
+        verify_first_steps: so many calls are computed by stock attention too and compared; if they
+            differ by more than rounding, sharing is switched off on all ranks.
+        self_check: before the first call in each mode and with each set of active adapters a pair
+            of short sequences is tried, as in `shared_prompt_forward`.
+    """
+
+    enabled: bool = True
+    min_dedup_ratio: float = 1.02
+    max_responses_per_group: int | None = None
+    verify_first_steps: int = 0
+    self_check: bool = True
+
+    @staticmethod
+    def checked(settings: Mapping[str, tuple[str, Any]]) -> Options:
+        """From (name in errors, value) of each option; SharedPromptError for a wrong value."""
+        readers: dict[str, Any] = {
+            "enabled": checks.flag,
+            "min_dedup_ratio": checks.number,
+            "max_responses_per_group": lambda name, value: None if value is None else checks.integer(name, value, 1),
+            "verify_first_steps": lambda name, value: checks.integer(name, value, 0),
+            "self_check": checks.flag,
+        }
+        return Options(**{option: readers[option](name, value) for option, (name, value) in settings.items()})
+
+    @staticmethod
+    def of(override_config: Mapping[str, Any]) -> Options:
+        """From `override_config`'s keys shared_prompt_..., else from the environment.
+
+            +actor_rollout_ref.model.override_config.shared_prompt_min_dedup_ratio=1.1
+            DUALKV_VERL_MIN_DEDUP_RATIO=1.1
+
+        Raises:
+            ValueError: an unknown option, or a value that is not as described; the message names
+                the setting.
+        """
+        given: dict[str, tuple[str, Any]] = {}
+        for option in Options._fields:
+            variable = f"{ENVIRONMENT}_{option.upper()}"
+            if variable in os.environ:
+                given[option] = f"the environment's {variable}", os.environ[variable]
+        for key, value in override_config.items():
+            if key == PREFIX or key.startswith(f"{PREFIX}_"):
+                option = key.removeprefix(PREFIX).removeprefix("_") or "enabled"
+                if option not in Options._fields:
+                    expected = "one of " + ", ".join(f"{PREFIX}_{one}" for one in sorted(Options._fields))
+                    raise ValueError(explain("override_config", expected, key))
+                given[option] = f"override_config.{key}", value
+        return Options.checked(
+            {option: (name, _spelled(option, name, value)) for option, (name, value) in given.items()}
+        )
+
+
+def _spelled(option: str, name: str, value: Any) -> Any:
+    """The value of an option that may be given as text."""
+    if not isinstance(value, str):
+        return value
+    if option in ("enabled", "self_check"):
+        return spelled_flag(name, value)
+    if option == "max_responses_per_group" and not value:
+        return None
+    try:
+        return float(value) if option == "min_dedup_ratio" else int(value)
+    except ValueError:
+        expected = {"min_dedup_ratio": "a number > 0", "verify_first_steps": "an int >= 0"}.get(option, "an int >= 1")
+        raise ValueError(explain(name, expected, repr(value))) from None
+
+
+class Refusal(NamedTuple):
+    """Why a call cannot or need not share: one of REASONS, and what it is in this case."""
+
+    reason: str
+    message: str
+
+
+class Reason(NamedTuple):
+    """The trainers that have a reason among their metrics, and what it means."""
+
+    trainers: tuple[str, ...]
+    meaning: str
+
+
+_TRL, _VERL, _BOTH = ("trl",), ("verl",), ("trl", "verl")
+REASONS = {
+    "switched_off": Reason(_TRL, "verify_first_steps has found a difference"),
+    "verification": Reason(_VERL, "verify_first_steps has found a difference, or the step is a verified one"),
+    "liger": Reason(_TRL, "use_liger_kernel=True replaces layers of the model"),
+    "model": Reason(_VERL, "the model is not exact on shared prompts in its present mode, as a warning has said"),
+    "unsupported": Reason(_TRL, "the model has layers or options that are not exact on shared prompts"),
+    "dtype": Reason(_BOTH, "the kernels compute in 16 bits only"),
+    "kernels": Reason(_BOTH, "the kernels lack the model's head dimension or softcap"),
+    "dropout": Reason(_TRL, "the model has dropout in training mode"),
+    "noise": Reason(_TRL, "a forward draws random numbers"),
+    "self_check": Reason(_TRL, "the model computes something else in a packed row than alone"),
+    "no_prompts": Reason(_VERL, "samples have no prompts"),
+    "multimodal": Reason(_BOTH, "samples have images, video or audio"),
+    "arguments": Reason(_TRL, "the model is given arguments that are unknown here"),
+    "samples": Reason(_TRL, "samples are not a prompt with one completion behind it"),
+    "positions": Reason(_VERL, "position ids do not count the tokens of each sample"),
+    "temperature": Reason(_VERL, "samples have different temperatures"),
+    "distillation": Reason(_VERL, "the loss is on a teacher's top-k"),
+    "routing_replay": Reason(_VERL, "routes of experts are recorded or replayed"),
+    "forced_groups": Reason(_VERL, "force_group_size is above 1"),
+    "dedup_ratio": Reason(_TRL, "less is saved than min_dedup_ratio"),
+    "ratio": Reason(_VERL, "less is saved than min_dedup_ratio"),
+}
+
+
+def reasons_of(trainer: str) -> tuple[str, ...]:
+    """The reasons among the metrics of "trl" or "verl"."""
+    return tuple(name for name, reason in REASONS.items() if trainer in reason.trainers)
+
+
+def kernels_refusal(config: Any, dtype: torch.dtype) -> Refusal | None:
+    """What the CUDA kernels lack for a model that computes in that type, if anything.
+
+    To be asked before any layer has run: other ranks may have nothing to refuse.
+    """
+    if dtype not in CUDA_DTYPES:
+        return Refusal("dtype", f"the kernels compute in 16 bits; the model has {dtype} (set bf16=True)")
+    lack = kernels_lack(config)
+    return Refusal("kernels", f"they do not have {lack}") if lack else None
+
+
+@dataclass
+class Tally:
+    """What has been run."""
+
+    calls: int = 0
+    # Ints, or tensors that stay on their GPU.
+    replicated: Any = 0  # tokens that stock attention runs, without padding
+    tokens: Any = 0  # tokens that were run
+    fallbacks: Counter[str] = field(default_factory=Counter)
+
+    @torch.compiler.disable
+    def add(self, replicated: Any, tokens: Any, reason: str | None = None) -> None:
+        self.calls += 1
+        self.replicated = self.replicated + replicated
+        self.tokens = self.tokens + tokens
+        if reason is not None:
+            self.fallbacks[reason] += 1
+
+
+def savings(replicated: float, tokens: float) -> dict[str, float]:
+    """The metrics that every trainer has, without their prefix."""
+    return {"dedup_ratio": replicated / tokens if tokens else 1.0, "tokens_saved": replicated - tokens}
+
+
+class Verification:
+    """Calls of each kind still to be computed by stock attention too; whether one differed."""
+
+    def __init__(self, calls: int, *kinds: str) -> None:
+        self._left = dict.fromkeys(kinds, calls)
+        self.has_failed = False
+
+    def is_due(self, kind: str) -> bool:
+        """Whether this call is to be verified; it counts."""
+        is_due = self._left[kind] > 0 and not self.has_failed
+        self._left[kind] -= is_due
+        return is_due
+
+
+def difference(shared: Tensor, stock: Tensor, scored: Any = None) -> Tensor:
+    """(2,): the largest difference and the mean, over `scored` values; over all of them if None."""
+    if not stock.numel():
+        return stock.new_zeros(2, dtype=torch.float32)
+    found = (shared - stock).detach().abs().float()
+    return torch.stack([found.max(), found.sum() / (found.numel() if scored is None else scored)])
+
+
+def worst_of_ranks(values: Tensor) -> list[float]:
+    """The largest of each value over all ranks, which so decide alike; NaN becomes infinite."""
+    values = values.nan_to_num(nan=float("inf"))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
+    found: list[float] = values.tolist()
+    return found

@@ -1,0 +1,26 @@
+"""Functions of other libraries, replaced once: what takes their place knows them as `dualkv_stock`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def in_place_of(stock: Callable[..., Any], function: Callable[..., Any]) -> Any:
+    """The function under the name and signature of `stock`, which it knows."""
+    made: Any = functools.wraps(stock)(function)
+    made.dualkv_stock = stock
+    return made
+
+
+def stock_of(function: Any) -> Any:
+    """What a function stands for; itself if it is no replacement."""
+    return getattr(function, "dualkv_stock", function)
+
+
+def replace_once(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    """Put make(stock) in the place of an attribute, if it is there and nothing stands in its place yet."""
+    stock = getattr(owner, name, None)
+    if stock is not None and not hasattr(stock, "dualkv_stock"):
+        setattr(owner, name, in_place_of(stock, make(stock)))

@@ -1,0 +1,99 @@
+"""What trainers share in integrations/fallback.py: options as text, reasons, counts, verification."""
+
+from __future__ import annotations
+
+import ast
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from flash_attn_dualkv.errors import SharedPromptError
+from flash_attn_dualkv.integrations import fallback
+from flash_attn_dualkv.integrations.fallback import Options
+
+FOLDER = Path(fallback.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "expected"),
+    [
+        ({"shared_prompt": "off", "learning_rate": 1}, {}, Options(enabled=False)),
+        ({"shared_prompt_min_dedup_ratio": "1.5"}, {}, Options(min_dedup_ratio=1.5)),
+        ({"shared_prompt_max_responses_per_group": ""}, {"MAX_RESPONSES_PER_GROUP": "4"}, Options()),
+        ({}, {"MAX_RESPONSES_PER_GROUP": "4", "SELF_CHECK": "0"}, Options(max_responses_per_group=4, self_check=False)),
+    ],
+)
+def test_options_as_text(settings: Any, environment: Any, expected: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(f"DUALKV_VERL_{name}", value)
+    assert Options.of(settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("min_dedup_ratio", "much", "a number > 0, got 'much'"),
+        ("min_dedup_ratio", "inf", "a finite number > 0, got inf"),
+        ("max_responses_per_group", "2.5", "an int >= 1, got '2.5'"),
+        ("max_responses_per_group", "0", "an int >= 1, got 0"),
+        ("verify_first_steps", -1, "an int >= 0, got -1"),
+        ("self_check", 1, "a bool, got 1"),
+    ],
+)
+def test_wrong_options(option: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"override_config.shared_prompt_{option}: expected {message}"):
+        Options.of({f"shared_prompt_{option}": value})
+    if not isinstance(value, str):
+        with pytest.raises(SharedPromptError, match=f"^mine: expected {message}"):
+            Options.checked({option: ("mine", value)})
+
+
+def _given_reasons(path: Path) -> set[str]:
+    """First arguments of Refused and Refusal, and words that functions on reasons return or compare with."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Refused", "Refusal") and node.args:
+            found |= {one.value for one in ast.walk(node.args[0]) if isinstance(one, ast.Constant)}
+        elif isinstance(node, ast.FunctionDef) and node.name in ("why_not", "_why_not", "_plan_of"):
+            returned = [one.value for one in ast.walk(node) if isinstance(one, ast.Return) and one.value is not None]
+            parts = [one for value in returned for one in (value, getattr(value, "orelse", None))]
+            found |= {one.value for one in parts if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+    return found
+
+
+@pytest.mark.parametrize("trainer", ["trl", "verl"])
+def test_every_reason_that_is_given_is_counted(trainer: str) -> None:
+    """One that is not in the table would be missing from the trainer's metrics."""
+    given = set().union(*map(_given_reasons, (FOLDER / trainer).glob("*.py")))
+    assert len(given) > 4
+    assert given <= set(fallback.reasons_of(trainer))
+
+
+def test_a_verification_ends_with_its_calls_or_a_difference() -> None:
+    due = fallback.Verification(2, "train", "infer")
+    assert [due.is_due("train") for _ in range(3)] == [True, True, False]
+    assert due.is_due("infer")
+    due.has_failed = True
+    assert not due.is_due("infer")
+
+
+def test_differences() -> None:
+    shared, stock = torch.tensor([1.0, 2.0, 5.0]), torch.tensor([1.0, 1.0, 1.0])
+    assert fallback.difference(shared, stock).tolist() == pytest.approx([4.0, 5 / 3])
+    assert fallback.difference(shared, stock, 2).tolist() == [4.0, 2.5]
+    assert fallback.difference(shared[:0], stock[:0]).tolist() == [0.0, 0.0]
+    assert fallback.worst_of_ranks(torch.tensor([math.nan, 0.5])) == [math.inf, 0.5]
+
+
+def test_counts() -> None:
+    tally = fallback.Tally()
+    tally.add(torch.tensor(30), torch.tensor(10))
+    tally.add(5, 5, "dtype")
+    assert (tally.calls, int(tally.replicated), int(tally.tokens), dict(tally.fallbacks)) == (2, 35, 15, {"dtype": 1})
+    assert fallback.savings(35, 15) == {"dedup_ratio": 35 / 15, "tokens_saved": 20}
+    assert fallback.savings(0, 0)["dedup_ratio"] == 1.0

@@ -1,0 +1,104 @@
+"""The package is built in layers: a module imports from layers below its own, and nothing is imported late."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "flash_attn_dualkv"
+FOLDER = Path(__file__).resolve().parents[1] / PACKAGE
+
+# From the bottom up; a name stands for a module, or for all modules of a folder. Those of one line may import each
+# other, without a circle.
+LAYERS = (
+    ("_version", "errors"),
+    ("checks", "predict", "_command"),
+    ("calls", "environment", "host"),
+    ("nodes",),
+    ("reference",),
+    ("ops",),
+    ("layout",),
+    ("packed_attention", "attention"),
+    ("data",),
+    ("packing",),
+    ("integrations.lm_head", "integrations.replacing", "integrations.trees", "integrations.ulysses"),
+    ("integrations.transformers",),
+    ("integrations.fallback",),
+    ("integrations.trl", "integrations.verl"),
+    ("", "demo"),
+)
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name behind the package's; that of the package is "" and of a folder its."""
+    found: dict[str, Path] = {}
+    for path in sorted(FOLDER.rglob("*.py")):
+        parts = path.relative_to(FOLDER).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str, tree: ast.AST) -> Iterator[str]:
+    """Modules of the package that a module's code imports."""
+    package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == PACKAGE:
+                    yield alias.name.partition(".")[2]
+        elif isinstance(node, ast.ImportFrom):
+            if node.level == 0 and (node.module or "").split(".")[0] != PACKAGE:
+                continue
+            above = package.split(".") if package else []
+            above = above[: len(above) - node.level + 1] if node.level else []
+            module = node.module or "" if node.level else (node.module or "").partition(".")[2]
+            base = ".".join([*above, *([module] if module else [])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}".lstrip(".")
+                yield full if full in MODULES else base
+
+
+def parsed(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+def layer_of(name: str) -> int:
+    """The layer of the longest entry that is the module, or a folder around it."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        for layer, names in enumerate(LAYERS):
+            if ".".join(parts[:length]) in names:
+                return layer
+    raise AssertionError(f"{name or PACKAGE} has no layer: say in LAYERS where it belongs")
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "integrations"])
+def test_imports_come_from_below(name: str) -> None:
+    for imported in imports(name, parsed(name)):
+        assert layer_of(imported) <= layer_of(name), f"{name} imports {imported}, which stands above it"
+
+
+def test_no_circle() -> None:
+    arrows = {name: set(imports(name, parsed(name))) - {name} for name in MODULES}
+    # A package's own file runs before its modules, and takes from them what it shows: that is no circle of theirs.
+    arrows = {name: {one for one in found if not name.startswith(f"{one}.")} for name, found in arrows.items()}
+    left = dict(arrows)
+    while ready := [name for name, found in left.items() if not found & set(left)]:
+        for name in ready:
+            del left[name]
+    assert not left, f"these modules import each other in a circle: {sorted(left)}"
+
+
+def test_no_late_imports() -> None:
+    late = set()
+    for name in MODULES:
+        for function in ast.walk(parsed(name)):
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and [*imports(name, function)]:
+                late.add(f"{name}.{function.name}")
+    assert not late, f"imports inside of functions hide circles: {sorted(late)}"
