@@ -16,6 +16,7 @@ from .errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsu
 from .layout import SharedPromptLayout
 from .ops import build_info
 from .packed_attention import flash_attn_tree_varlen_func, shared_prompt_attention
+from .plan import explain_plan
 
 # Former names of modules with public functions; `packing` is one too.
 sys.modules[f"{__name__}.interface"] = attention
@@ -33,6 +34,7 @@ __all__ = [
     "balance_groups",
     "balance_tree",
     "build_info",
+    "explain_plan",
     "flash_attn_dualkv_varlen_func",
     "flash_attn_tree_varlen_func",
     "flash_attn_varlen_func",

@@ -10,6 +10,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from . import checks, ops
+from .nodes import mean_keys_of_longest
 from .packed_attention import flash_attn_tree_varlen_func, shared_prompt_attention
 
 __all__ = [
@@ -209,7 +210,7 @@ def flash_attn_dualkv_varlen_func(
     out, lse = ops.attend(
         q, k_context, v_context, k_decoded, v_decoded, sinks, nodes,
         scale, causal, window, -1, cap, False,
-        _mean_keys(max_seqlen_q, context_seqlen + max_seqlen_k_decoded, causal), deterministic,
+        mean_keys_of_longest(max_seqlen_q, context_seqlen + max_seqlen_k_decoded, causal), deterministic,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -331,11 +332,6 @@ def flash_attn_varlen_func(
     causal, window, cap = checks.resolve_variant(causal, window_size, softcap)
 
     nodes = ops.sequence_nodes(cu_seqlens_q, cu_seqlens_k, None, None, None)
-    keys = _mean_keys(max_seqlen_q, max_seqlen_k, causal)
+    keys = mean_keys_of_longest(max_seqlen_q, max_seqlen_k, causal)
     out, lse = ops.attend(q, k, v, None, None, None, nodes, scale, causal, window, -1, cap, False, keys, deterministic)
     return (out, lse, None) if return_attn_probs else out
-
-
-def _mean_keys(queries: int, keys: int, causal: bool) -> int:
-    """How many keys a query sees on average, rounded up, if all sequences are as long as the longest."""
-    return keys - max(min(queries, keys) - 1, 0) // 2 if causal else keys

@@ -382,10 +382,6 @@ bool does_first_class_alternate(int tiles, int widest, int num_kv_heads, int num
 
 int pack_of(int heads_per_group, int tile_rows) { return packed_heads(heads_per_group, tile_rows); }
 
-int backward_pack_of(int heads_per_group, int window, int summed_dim) {
-  return backward_pack(heads_per_group, Visibility{true, window < 0 ? kNoWindow : window}, summed_dim).heads();
-}
-
 bool has_code_for(int capability, const char* archs, const char* ptx) { return is_built_for(capability, archs, ptx); }
 
 }  // extern "C"

@@ -77,17 +77,6 @@ inline Pack largest_pack(int heads_per_group) {
   return pack;
 }
 
-// The pack of the kernels that own keys. Packed, a tile has few queries, and where a range of queries begins or ends few
-// of its rows are foreign: a quarter less time where nodes are short, 5% with sequences of 1300 rows, 2 to 15% with a window of
-// 128. With a long window all heads at a time are more than the L2 cache holds until the next tile of keys comes to them:
-// at 1024 keys 2.2 times the bytes, and 16% more time. Sums of dQ want room there too: beside them 11% more at 128 keys and
-// d = 128, 15% at 256, but 3% less at 256 and d = 64. `summed_dim`: their head dim, or 0 without them.
-inline Pack backward_pack(int heads_per_group, Visibility sees, int summed_dim) {
-  constexpr int kLongWindow = 256;
-  const int least = summed_dim > 0 ? kLongWindow * 64 / summed_dim : kLongWindow;
-  return sees.has_window() && sees.window >= least ? Pack{} : largest_pack(heads_per_group);
-}
-
 // Of a tile whose queries see no key too: it writes their rows.
 DUALKV_HD int forward_cost(const Node& n, int m_block, int block_m, int block_n, Visibility sees) {
   const QueryTile q = query_tile(n, m_block, block_m);
