@@ -202,7 +202,6 @@ class Threshold(NamedTuple):
         return Shape(head_dim=self.head_dim, head_dim_v=self.head_dim_v, window=window)
 
     def fields(self, value: int) -> dict[str, int]:
-        nodes = {"nodes": 1000, "rows": 1000 * value, "deterministic": 1}
         return {
             "dq_rows": {"rows": value, "mean_keys": 1},
             "pack_window": {"window": value},
@@ -210,8 +209,7 @@ class Threshold(NamedTuple):
             "dq_window": {"window": value},
             "dq_keys": {"mean_keys": value},
             "dq_keys_ordered": {"mean_keys": value, "deterministic": 1, "nodes": 1},
-            "dq_node_ordered": nodes,
-            "dq_node_ordered_one_head": nodes | {"kv_heads": 1},
+            "dq_node_ordered": {"nodes": 1000, "rows": 1000 * value, "deterministic": 1},
             "narrow_keys": {"mean_keys": value, "window": 1024, "deterministic": 1},
             "narrow_window": {"window": value, "deterministic": 1},
             "narrow_dq_keys": {"mean_keys": value, "window": 1024, "deterministic": 1},

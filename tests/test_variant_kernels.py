@@ -121,27 +121,6 @@ def test_short_sequences_leave_dq_to_its_own_kernel(
                 assert all(again[key].equal(one) for key, one in found.items())
 
 
-@needs_kernels
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("length", [64, 1300])
-@pytest.mark.parametrize("head_dim", [128], ids="d{}".format)
-@pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
-def test_one_kv_head_with_short_nodes(
-    kernels: str,  # noqa: F811
-    head_dim: int,
-    length: int,
-    deterministic: bool,
-) -> None:
-    """On every Hopper GPU a deterministic dQ of nodes below 1280 tokens is made by itself, however many keys."""
-    count = max(2, 1024 // length)
-    layout, inputs = data(([length] * count, [-1] * count), 0, heads=(2, 1), head_dim=head_dim, dtype=torch.bfloat16)
-    with counted_launches() as counts:
-        run(inputs, layout.nodes, deterministic)
-    separate = deterministic and length < 1280
-    assert any("backward_dq" in name for name in counts) == separate
-    assert any("in_order" in name for name in counts) == (deterministic and not separate)
-
-
 @configurations
 @pytest.mark.parametrize("softcap", SOFTCAPS)
 def test_softcaps(softcap: float, options: Options) -> None:

@@ -182,9 +182,7 @@ inline void choose_sums(BackwardPlan& plan, const KernelTraits& kernel, const Ca
                                   : "deterministic, and this kernel's sums have no order"});
   }
   const int keys = call.deterministic ? limits.dq_keys_ordered : limits.dq_keys;
-  const int node = !call.deterministic        ? 0
-                   : call.num_kv_heads == 1 ? limits.dq_node_ordered_one_head
-                                              : limits.dq_node_ordered;
+  const int node = call.deterministic ? limits.dq_node_ordered : 0;
   if (call.q_rows >= tuning.dq_rows) {
     if (call.mean_keys <= keys) return none({"mean keys", call.mean_keys, "<=", keys});
     if (call.q_rows < int64_t{node} * call.num_nodes) {

@@ -32,8 +32,7 @@ struct BackwardTuning {
   int dq_window = 0;        // dQ has a kernel of its own with a shorter window,
   int dq_keys = 0;          // where a row sees no more keys,
   int dq_keys_ordered = 0;  // with deterministic gradients, where it sees no more keys than these
-  int dq_node_ordered = 0;  // or nodes have fewer tokens,
-  int dq_node_ordered_one_head = 0;  // and with one KV head fewer than these
+  int dq_node_ordered = 0;  // or nodes have fewer tokens
   int narrow_keys = 0;       // dK and dV alone have narrow tiles where a row sees no more keys,
   int narrow_window = 0;     // or with a shorter window
   int narrow_dq_keys = 0;    // dQ alone has narrow tiles where a row sees no more keys,
@@ -68,7 +67,6 @@ inline constexpr Tuning kTunings[] = {
                    .dq_window = 256,
                    .dq_keys = 320,
                    .dq_keys_ordered = 512,
-                   .dq_node_ordered_one_head = 1280,
                    .narrow_keys = 320,
                    .narrow_window = 256,
                    .narrow_dq_keys = 640,
@@ -88,7 +86,6 @@ inline constexpr Tuning kTunings[] = {
                    .dq_keys = 600,
                    .dq_keys_ordered = 1280,
                    .dq_node_ordered = 1280,
-                   .dq_node_ordered_one_head = 1280,
                    .narrow_keys = 640,
                    .narrow_window = 256,
                    .narrow_dq_keys = 640,
@@ -148,13 +145,12 @@ void each_threshold(const Tuning& tuning, Visit visit) {
     visit_one("dq_keys", row.dq_keys);
     visit_one("dq_keys_ordered", row.dq_keys_ordered);
     visit_one("dq_node_ordered", row.dq_node_ordered);
-    visit_one("dq_node_ordered_one_head", row.dq_node_ordered_one_head);
     visit_one("narrow_keys", row.narrow_keys);
     visit_one("narrow_window", row.narrow_window);
     visit_one("narrow_dq_keys", row.narrow_dq_keys);
     visit_one("narrow_dq_window", row.narrow_dq_window);
   }
-  static_assert(sizeof(BackwardTuning) == 11 * sizeof(int), "a new threshold must be visited, too");
+  static_assert(sizeof(BackwardTuning) == 10 * sizeof(int), "a new threshold must be visited, too");
 }
 
 }  // namespace dualkv
