@@ -181,26 +181,6 @@ def test_split_tiles_of_heads_with_a_backward_of_their_own(head_dim: int, head_d
             ]
 
 
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
-def test_kernels_for_long_and_for_short_nodes_agree(kernels: str, dtype: torch.dtype) -> None:  # noqa: F811
-    """Nodes of 1280 tokens and more on average take another kernel than the same nodes beside short ones."""
-    tree = ([2300, 2100], [-1, 0])
-    layout, inputs = data(tree, heads=(4, 2), head_dim=128, dtype=dtype)
-    beside, more = data((tree[0] + [7] * 6, tree[1] + [-1] * 6), heads=(4, 2), head_dim=128, dtype=dtype)
-    rows = len(inputs.q)
-    inputs = Inputs(*(one[:rows] for one in more[:4]))
-    expected, of_torch = exact(inputs, layout.nodes), plain(inputs, tree)
-    long, short = run(inputs, layout.nodes), run(more, beside.nodes)
-    for key in ("out", "dq", "dk", "dv"):
-        one, other = long[key][: rows - PAD], short[key][: rows - PAD]
-        assert key == "dq" or torch.equal(one, other), key
-        for found in (one, other):
-            sizes = (found, of_torch[key][: rows - PAD], expected[key][: rows - PAD])
-            assert not oracle.violations(key, *sizes, dtype)
-
-
 @configurations
 def test_a_window_of_everything_changes_no_bit(options: Options) -> None:
     """Wider than every path: the same tiles in the same order for every query.

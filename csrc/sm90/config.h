@@ -218,18 +218,12 @@ struct NarrowBackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 80, 3, 2, 2> {};
 template <>
 struct NarrowBackwardDqConfig<128, 128> : BackwardDqTiles<128, 128, 64, 3, 2, 2> {};
 
-// kLongNode: of so many tokens a node on average, too few steps can be left out to pay for a loop
-// that asks: at d = 128 it takes 1% longer. 0: never.
 template <int kHeadDim, int kHeadDimV>
 struct BackwardConfig;
 template <>
-struct BackwardConfig<64, 64> : BackwardTiles<64, 64, 128> {
-  static constexpr int kLongNode = 0;
-};
+struct BackwardConfig<64, 64> : BackwardTiles<64, 64, 128> {};
 template <>
-struct BackwardConfig<128, 128> : BackwardTiles<128, 128, 64> {
-  static constexpr int kLongNode = 1280;
-};
+struct BackwardConfig<128, 128> : BackwardTiles<128, 128, 64> {};
 template <>
 struct BackwardConfig<192, 128> : BackwardTiles<192, 128, 64, false> {};
 template <>

@@ -106,24 +106,15 @@ bool register_forward() {
   });
 }
 
-// Of the kernels that sum dQ, the one for what a call wants. Steps of which a warpgroup sees
-// nothing are at the borders of nodes and windows. Where these are far apart they are too few to be
-// asked for.
+// The instance for a call. Steps of which a warpgroup sees nothing are left out, but not beside sums of
+// dQ with a softcap, whose registers leave no room for that.
 template <typename T, class Config>
 auto pick_backward(const BackwardParams<T>& p) {
   const auto pick = [&](auto has_softcap) {
     constexpr bool kSoftcap = decltype(has_softcap)::value;
     if constexpr (Config::kStagesDq) {
-      if (!p.dq_sum) return dualkv_sm90_backward<T, Config, false, true, kSoftcap>;
-      if constexpr (kSoftcap) {
-        return dualkv_sm90_backward<T, Config, true, false, true>;
-      } else if constexpr (Config::kLongNode == 0) {
-        return dualkv_sm90_backward<T, Config, true, true, false>;
-      } else {
-        const bool is_long = !p.shape.sees.has_window() && p.shape.q_rows / Config::kLongNode >= p.nodes.num_nodes;
-        return is_long ? dualkv_sm90_backward<T, Config, true, false, false>
-                       : dualkv_sm90_backward<T, Config, true, true, false>;
-      }
+      return p.dq_sum ? dualkv_sm90_backward<T, Config, true, !kSoftcap, kSoftcap>
+                      : dualkv_sm90_backward<T, Config, false, true, kSoftcap>;
     } else {
       return p.dq_sum ? dualkv_sm90_backward_mla<T, Config, true, kSoftcap>
                       : dualkv_sm90_backward_mla<T, Config, false, kSoftcap>;
