@@ -364,12 +364,7 @@ int read_local_part_limit(int longest, int64_t head_time, int num_kv_heads) {
 
 int class_of(int cost, int longest_here, int longest) { return cost_class_within(cost, longest_here, longest); }
 
-// {sets of walks, waves, free multiprocessors} of a round of the first class, and the blocks that fill it.
-int read_round(int tiles, int shortest, int mean, int64_t supply, int num_walks, int num_sms, int* out) {
-  const Round round = round_of(tiles, num_sms);
-  out[0] = round.walks, out[1] = round.waves, out[2] = round.free;
-  return fillers_of(tiles, shortest, mean, supply, num_walks, num_sms);
-}
+int heads_together(int tiles, int num_sms) { return heads_of_wave(tiles, num_sms); }
 
 // 0 where heads are not to be local.
 int read_local_heads(int64_t steps, int64_t first_class_steps, int longest, int64_t head_time, int num_kv_heads) {

@@ -55,8 +55,8 @@ int steps_of(const Problem* p, int index, int n_block) {
 }
 
 // Fills items (node, n_block, first_step, num_steps, slot, before), splits (node, n_block, slot, parts), the runs, and for
-// every thread block its item, KV head and direction. Returns the number of items; {splits, parts, fillers, alternating, items
-// of class 0, local heads} in `counts`.
+// every thread block its item, KV head and direction. Returns the number of items; {splits, whether heads come one
+// after the other, alternating, items of class 0, local heads} in `counts`.
 int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int* run_counts, int* run_begins, int* blocks,
                    int* counts) {
   const BackwardCapacities most = p->capacities();
@@ -89,8 +89,7 @@ int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int
     blocks[3 * block] = place.in_local_order ? in_local_order[place.item] : place.item;
     blocks[3 * block + 1] = place.kv_head, blocks[3 * block + 2] = place.reversed;
   }
-  counts[1] = order.by_head, counts[2] = order.fillers, counts[3] = order.alternating, counts[4] = order.begin[1];
-  counts[5] = order.local_heads;
+  counts[1] = order.by_head, counts[2] = order.alternating, counts[3] = order.begin[1], counts[4] = order.local_heads;
   return count;
 }
 

@@ -142,14 +142,14 @@ DUALKV_HD bool stay_whole(const LongTiles& tiles, int limit, int num_sms) {
 
 // Where tiles are split, fewer KV heads than these are none of them local: the last one is too much of the work then. A tree of
 // rollouts takes 3% less time so with three, and a comb up to 2% more with two.
-constexpr int kFewestSweeps = 3;
+constexpr int kFewestLocalHeads = 3;
 
 // The most steps of a part where tiles are split so that KV heads can come one after the other (core/block_order.h), or 0.
 // `head_time`: of one KV head on all multiprocessors. Not where that takes more than four parts, or short ones: each costs
 // a block and a round trip.
 DUALKV_HD int local_part_limit(int longest, int64_t head_time, int num_kv_heads) {
   const int64_t limit = 6 * head_time / 5;
-  const bool is_worth_it = limit >= 4 * kMinPartSteps && longest <= 4 * limit && num_kv_heads >= kFewestSweeps;
+  const bool is_worth_it = limit >= 4 * kMinPartSteps && longest <= 4 * limit && num_kv_heads >= kFewestLocalHeads;
   return is_worth_it && limit < longest ? static_cast<int>(limit) : 0;
 }
 

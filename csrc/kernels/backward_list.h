@@ -115,8 +115,8 @@ struct BackwardTiles {
     return a.run_counts[a.nodes.num_nodes] == 1 && first.q_begin == 0 && sees_ancestors(first);
   }
 
-  // Whole tiles of a node with children run together, as one set of a round (core/block_order.h): all of them cost what
-  // the first does, which the most queries see. With a window the last of them may be seen by more.
+  // Whole tiles of a node with children run together (core/block_order.h): all of them cost what the first does, which
+  // the most queries see. With a window the last of them may be seen by more.
   __device__ int whole_cost(const OwnedTile& t, int index) const {
     const int steps = a.tile_steps[index];
     return t.is_leaf || steps == 0 ? steps : max(steps, a.tile_steps[max(index - t.n_block, 0)]);
@@ -144,7 +144,7 @@ struct BackwardTiles {
     if (threadIdx.x < kCostClasses) block.class_steps[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
       block.long_tiles = 0, block.longest_tile = 0, block.shortest_tile = kMaxSteps, block.long_steps = 0;
-      block.longest = 0, block.longest_leaf = 0, block.shortest = kMaxSteps, block.alternating = 0;
+      block.longest = 0, block.longest_leaf = 0, block.alternating = 0;
       block.widest = 0, block.heaviest = 0;
       block.used_slots = 0, block.total_steps = 0;
     }
@@ -311,7 +311,6 @@ struct BackwardTiles {
         a.item_bins[place] = bin;
         atomicAdd(&block.class_steps[index], static_cast<unsigned long long>(steps));
         if (index == 0) {
-          atomicMin(&block.shortest, steps);
           atomicMax(&block.widest, atomicAdd(&first_class_tiles[t.end], 1) + 1);
         } else if (begins_in_waves(owned_tiles(a.nodes.node(t.node), a.block_n), a.num_sms)) {
           atomicOr(&block.alternating, 1 << index);
@@ -389,22 +388,15 @@ struct BackwardTiles {
     int64_t head_steps = 0;
     for (const unsigned long long steps : block.class_steps) head_steps += static_cast<int64_t>(steps);
     const int64_t head_time = ceil_div<int64_t>(head_steps, a.num_sms);
-    const bool spread = is_split() ? are_mixed && a.num_kv_heads >= kFewestSweeps
+    const bool spread = is_split() ? are_mixed && a.num_kv_heads >= kFewestLocalHeads
                                    : is_spread(head_steps, static_cast<int64_t>(block.class_steps[0]), block.longest,
                                                head_time);
     order.local_heads = spread ? local_heads_of(block.longest, head_time, a.num_kv_heads) : 0;
     order.by_head = is_split() || order.local_heads > 0;
-    order.alternating = 0, order.fillers = 0;
+    order.alternating = 0;
     if (order.by_head) return;
-    const int tiles_of_first = order.begin[1];
     order.alternating =
-        block.alternating | first_class_alternates(tiles_of_first, block.widest, a.num_kv_heads, a.num_sms);
-    int second = 1;  // the class that the fillers come from
-    while (second < kCostClasses - 1 && block.class_steps[second] == 0) ++second;
-    const int second_end = second + 1 < kCostClasses ? order.begin[second + 1] : items;
-    const int mean = static_cast<int>(block.class_steps[second] / max(1, second_end - order.begin[second]));
-    const int64_t supply = static_cast<int64_t>(items - tiles_of_first) * a.num_kv_heads;
-    order.fillers = fillers_of(tiles_of_first, block.shortest, mean, supply, a.num_kv_heads, a.num_sms);
+        block.alternating | first_class_alternates(order.begin[1], block.widest, a.num_kv_heads, a.num_sms);
   }
 };
 

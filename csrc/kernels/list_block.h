@@ -48,7 +48,7 @@ struct ListBlock {
   int most_parts;                                  // of a tile
   int heaviest;                                    // steps of one node's tiles that take more than half of the longest
   int longest, longest_leaf;                       // costs of items, and of those of leaves
-  int shortest, widest;                            // of class 0: steps of an item, tiles whose walks have a common end
+  int widest;                                      // of class 0: tiles whose walks have a common end
   unsigned long long total_steps, long_steps, used_slots, class_steps[kCostClasses];
 };
 
