@@ -2,14 +2,11 @@
 #pragma once
 
 #include "core/platform.h"
-#ifdef __CUDACC__
-#include "core/numerics.h"
-#endif
 
 namespace dualkv {
 
 // Above the first the rounding of tanh, 2^-22 of the cap, would show in 16-bit results; below the second that of the
-// scores, 3e-6, from which slope() recovers tanh.
+// scores, 3e-6, from which softcap_slope() recovers tanh.
 constexpr double kMaxSoftcap = 1000, kMinSoftcap = 0.01;
 
 // The constants of c tanh(s / c), where s = softmax_scale * product. tanh(x) = 1 - 2 / (1 + e^2x) takes two
@@ -29,20 +26,6 @@ struct Softcap {
   }
 
   DUALKV_HD bool exists() const { return bound > 0.f; }
-
-#ifdef __CUDACC__
-  // A product after the cap, still to be multiplied by softmax_scale.
-  __device__ __forceinline__ float apply(float product) const {
-    return bound - 2.f * bound * reciprocal_approx(1.f + exp2_approx(product * rate));
-  }
-
-  // 1 - tanh^2, the derivative of the cap, at the score whose probability is p = 2^(score * log2(e) - lse_log2). A
-  // probability of zero has no gradient.
-  __device__ __forceinline__ float slope(float p, float lse_log2) const {
-    const float tanh = (log2_approx(p) + lse_log2) * inverse;
-    return p > 0.f ? fmaxf(1.f - tanh * tanh, 0.f) : 0.f;
-  }
-#endif
 };
 
 }  // namespace dualkv

@@ -63,7 +63,7 @@ struct OwnedTile {
 };
 
 // The tiles of all nodes. One block calls the stages, from clear_sums() to finish_order(), in their order.
-struct BackwardTiles {
+struct BackwardListBuilder {
   const BackwardListArgs& a;
   ListBlock& block;
   int tiles;
@@ -403,7 +403,7 @@ struct BackwardTiles {
 __device__ inline void build_backward_list(const BackwardListArgs& a) {
   __shared__ ListBlock block;
   find_runs(a, block);
-  BackwardTiles list{a, block, number_tiles(a, block)};
+  BackwardListBuilder list{a, block, number_tiles(a, block)};
   list.clear_sums();
   list.count_steps();
   list.choose_slices();

@@ -2,8 +2,8 @@
 // rounds it once.
 #pragma once
 
-#include "core/numerics.h"
 #include "params.h"
+#include "tile/numerics.h"
 
 namespace dualkv {
 

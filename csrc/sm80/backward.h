@@ -8,9 +8,9 @@
 // added in fp32 to a buffer in fragment order; with p.dq_sum null (deterministic mode) it is left to backward_dq.h.
 #pragma once
 
-#include "core/kv_block.h"
-#include "core/mask.h"
+#include "kernels/kv_block.h"
 #include "sm80/fragment_grid.h"
+#include "tile/mask.h"
 
 namespace dualkv::sm80 {
 

@@ -50,7 +50,7 @@ struct WarpGrid {
 };
 
 template <int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_, class GridS_, class GridKv_, class GridQ_>
-struct BackwardTiles {
+struct BackwardWarpTiles {
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kStages = kStages_;
   static constexpr int kWarps = GridS_::kRows * GridS_::kCols, kThreads = kWarps * 32;
   static constexpr bool kSumsDq = true;
@@ -76,34 +76,34 @@ template <int kHeadDim, Footprint kFootprint>
 struct BackwardConfig;
 template <>
 struct BackwardConfig<64, Footprint::full>
-    : BackwardTiles<64, 128, 128, 2, WarpGrid<4, 2>, WarpGrid<4, 2>, WarpGrid<4, 2>> {};
+    : BackwardWarpTiles<64, 128, 128, 2, WarpGrid<4, 2>, WarpGrid<4, 2>, WarpGrid<4, 2>> {};
 template <>
 struct BackwardConfig<96, Footprint::full>
-    : BackwardTiles<96, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<8, 1>, WarpGrid<4, 2>> {};
+    : BackwardWarpTiles<96, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<8, 1>, WarpGrid<4, 2>> {};
 template <>
 struct BackwardConfig<128, Footprint::full>
-    : BackwardTiles<128, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
+    : BackwardWarpTiles<128, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
 template <>
 struct BackwardConfig<192, Footprint::full>
-    : BackwardTiles<192, 64, 64, 2, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
+    : BackwardWarpTiles<192, 64, 64, 2, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
 template <>
 struct BackwardConfig<256, Footprint::full>
-    : BackwardTiles<256, 64, 64, 1, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
+    : BackwardWarpTiles<256, 64, 64, 1, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
 template <>
 struct BackwardConfig<64, Footprint::compact>
-    : BackwardTiles<64, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<4, 2>, WarpGrid<2, 4>> {};
+    : BackwardWarpTiles<64, 64, 128, 2, WarpGrid<2, 4>, WarpGrid<4, 2>, WarpGrid<2, 4>> {};
 template <>
 struct BackwardConfig<96, Footprint::compact>
-    : BackwardTiles<96, 64, 64, 2, WarpGrid<4, 2>, WarpGrid<4, 2>, WarpGrid<4, 2>> {};
+    : BackwardWarpTiles<96, 64, 64, 2, WarpGrid<4, 2>, WarpGrid<4, 2>, WarpGrid<4, 2>> {};
 template <>
 struct BackwardConfig<128, Footprint::compact>
-    : BackwardTiles<128, 64, 64, 1, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
+    : BackwardWarpTiles<128, 64, 64, 1, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
 template <>
 struct BackwardConfig<192, Footprint::compact>
-    : BackwardTiles<192, 64, 32, 1, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
+    : BackwardWarpTiles<192, 64, 32, 1, WarpGrid<4, 2>, WarpGrid<2, 4>, WarpGrid<2, 4>> {};
 template <>
 struct BackwardConfig<256, Footprint::compact>
-    : BackwardTiles<256, 32, 32, 1, WarpGrid<2, 2>, WarpGrid<2, 2>, WarpGrid<2, 2>> {};
+    : BackwardWarpTiles<256, 32, 32, 1, WarpGrid<2, 2>, WarpGrid<2, 2>, WarpGrid<2, 2>> {};
 
 // dQ alone keeps Q and dO and streams K and V.
 template <int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kBlocksPerSm_>

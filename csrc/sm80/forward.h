@@ -5,9 +5,9 @@
 // K_n+1 is loaded during softmax and P V, V_n during Q K^T; two blocks a multiprocessor fill each other's waits.
 #pragma once
 
-#include "core/mask.h"
-#include "core/online_softmax.h"
 #include "sm80/query_block.h"
+#include "tile/mask.h"
+#include "tile/online_softmax.h"
 
 namespace dualkv::sm80 {
 

@@ -1,9 +1,9 @@
 // What forward and dQ share: the walk over the KV tiles of a block's queries, and loading them.
 #pragma once
 
-#include "core/mask.h"
-#include "core/query_block.h"
+#include "kernels/query_block.h"
 #include "sm80/config.h"
+#include "tile/mask.h"
 
 namespace dualkv::sm80 {
 

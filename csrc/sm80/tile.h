@@ -1,11 +1,11 @@
 // Filling tiles in shared memory with cp.async, and the warp-level matrix product over them.
 #pragma once
 
-#include "core/smem_tile.h"
 #include "params.h"
 #include "ptx/cp_async.h"
 #include "ptx/ldmatrix.h"
 #include "ptx/mma.h"
+#include "tile/smem_tile.h"
 
 namespace dualkv::sm80 {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/kernel_traits.h"
-#include "core/smem_tile.h"
+#include "tile/smem_tile.h"
 
 namespace dualkv::sm90 {
 
@@ -81,7 +81,7 @@ using BackwardRegisters = BackwardRegisterShare<2>;
 // its sums through shared memory; else it goes from registers. Of one warpgroup a multiprocessor
 // has room for two blocks, but not for dQ: while one begins or ends, the other multiplies.
 template <int kHeadDim_, int kHeadDimV_, int kBlockM_, bool kStagesDq_ = true, int kConsumers_ = 2>
-struct BackwardTiles {
+struct BackwardWarpgroupTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = kBlockM_, kBlockN = 64 * kConsumers_;
   static constexpr int kConsumers = kConsumers_, kThreads = (kConsumers + 1) * kWarpgroup, kBlocksPerSm = 2 / kConsumers;
   static constexpr bool kSumsDq = kConsumers == 2, kStagesDq = kStagesDq_;
@@ -221,11 +221,11 @@ struct NarrowBackwardDqConfig<128, 128> : BackwardDqTiles<128, 128, 64, 3, 2, 2>
 template <int kHeadDim, int kHeadDimV>
 struct BackwardConfig;
 template <>
-struct BackwardConfig<64, 64> : BackwardTiles<64, 64, 128> {};
+struct BackwardConfig<64, 64> : BackwardWarpgroupTiles<64, 64, 128> {};
 template <>
-struct BackwardConfig<128, 128> : BackwardTiles<128, 128, 64> {};
+struct BackwardConfig<128, 128> : BackwardWarpgroupTiles<128, 128, 64> {};
 template <>
-struct BackwardConfig<192, 128> : BackwardTiles<192, 128, 64, false> {};
+struct BackwardConfig<192, 128> : BackwardWarpgroupTiles<192, 128, 64, false> {};
 template <>
 struct BackwardConfig<192, 192> : BackwardWideTiles<192, 192, 3> {};
 template <>
@@ -240,9 +240,9 @@ struct BackwardConfig<512, 512> : BackwardColumnTiles<512, 2, 32> {};
 template <int kHeadDim, int kHeadDimV>
 struct NarrowBackwardConfig : BackwardConfig<kHeadDim, kHeadDimV> {};
 template <>
-struct NarrowBackwardConfig<64, 64> : BackwardTiles<64, 64, 64, true, 1> {};
+struct NarrowBackwardConfig<64, 64> : BackwardWarpgroupTiles<64, 64, 64, true, 1> {};
 template <>
-struct NarrowBackwardConfig<128, 128> : BackwardTiles<128, 128, 64, true, 1> {};
+struct NarrowBackwardConfig<128, 128> : BackwardWarpgroupTiles<128, 128, 64, true, 1> {};
 
 template <class Config>
 constexpr TileInfo tile_info(bool packs_heads = true, int column_blocks = 1) {

@@ -2,11 +2,11 @@
 // warpgroup does with 64 keys in the transposed form, whose rows are keys and whose columns are queries.
 #pragma once
 
-#include "core/kv_block.h"
-#include "core/mask.h"
+#include "kernels/kv_block.h"
 #include "sm90/config.h"
 #include "sm90/maps.h"
 #include "sm90/tile.h"
+#include "tile/mask.h"
 
 namespace dualkv::sm90 {
 
@@ -288,7 +288,7 @@ struct KvWarpgroup {
     for (int j = 0; j < kBlockM / 8; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        x[j][e] *= p.shape.softcap.slope(probabilities[j][e], lse[j / 2][j % 2 * 2 + e % 2]);
+        x[j][e] *= softcap_slope(p.shape.softcap, probabilities[j][e], lse[j / 2][j % 2 * 2 + e % 2]);
       }
   }
   // The same, where there is a softcap, with the LSE in shared memory: there are no registers to keep it.

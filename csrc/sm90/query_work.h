@@ -4,7 +4,7 @@
 // "emptied". What a consumer must know of a KV tile travels with its K.
 #pragma once
 
-#include "core/query_block.h"
+#include "kernels/query_block.h"
 #include "sm90/maps.h"
 #include "sm90/tile.h"
 

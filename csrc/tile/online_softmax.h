@@ -6,8 +6,8 @@
 
 #include <cfloat>
 
-#include "core/numerics.h"
 #include "core/platform.h"
+#include "tile/numerics.h"
 
 namespace dualkv {
 
