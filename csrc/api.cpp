@@ -120,7 +120,7 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
     kernel.run(plan.kernel.narrow,
                {problem.shape, list.nodes, list.work, view_of<const T>(problem.q), view_of<const T>(dout),
                 problem.kv.regions<const T>(), gradients.regions<T>(), list.statistics, list.dq_sum, list.dkv_slots,
-                list.dq_turns},
+                list.dq_semaphores},
                problem.stream);
     count_launch(backward_name(plan));
     kernel.convert({problem.shape, list.nodes, list.dq_sum, view_of<T>(dq), list.splits, list.dkv_slots,

@@ -77,7 +77,7 @@ struct BackwardList {
   WorkList<SplitTile> splits;
   RowStatistics statistics{};
   float* dq_sum = nullptr;
-  uint64_t* dq_turns = nullptr;
+  uint64_t* dq_semaphores = nullptr;
   float* dkv_slots = nullptr;
 
   BackwardList(const Problem& problem, const BackwardPlan& plan)
@@ -127,7 +127,7 @@ struct BackwardList {
       const int64_t rows = int64_t{ceil_div(shape.q_rows, queries)} * tiles.block_m;
       dq_sum = scratch.take<float>(packs * rows * plan.padded_head_dim());
       if (args_.orders_dq) {
-        dq_turns = scratch.take<uint64_t>(int64_t{capacity_.items} * shape.num_kv_heads * kDqAdders);
+        dq_semaphores = scratch.take<uint64_t>(int64_t{capacity_.items} * shape.num_kv_heads * kDqAdders);
         next_ = scratch.take(1);
       }
       args_.dq_sum = {dq_sum, scratch.end() - reinterpret_cast<uint8_t*>(dq_sum)};
@@ -147,7 +147,9 @@ struct BackwardList {
     for (int** array : {&args_.border_parts, &args_.tiles_before, &args_.parts_before}) {
       *array = scratch.take(ceil_div(shape.q_rows, queries) + capacity_.items - capacity_.tiles + 2);
     }
-    for (BackwardItem** array : {&args_.swept, &args_.items}) *array = scratch.take<BackwardItem>(capacity_.items);
+    for (BackwardItem** array : {&args_.in_raster_order, &args_.items}) {
+      *array = scratch.take<BackwardItem>(capacity_.items);
+    }
     for (int** array : {&args_.item_bins, &args_.in_local_order}) *array = scratch.take(capacity_.items);
     args_.order = scratch.take<BackwardOrder>(1);
     args_.splits = scratch.take<SplitTile>(capacity_.splits), args_.split_count = scratch.take(1);

@@ -47,7 +47,7 @@ class Plan:
         family: of the kernels, "sm80" or "sm90".
         forward: O and LSE.
         backward: dK and dV, and dQ unless it has a kernel of its own.
-        dq_sums: how dQ is made: "summed in any order" or "summed in order" beside dK and dV, or "own kernel".
+        dq_sums: how dQ is made: "summed in any order" or "summed in a fixed order" beside dK and dV, or "own kernel".
         dq: the kernel of dQ alone; None where it is summed.
         split_parts: the most parts, over all KV heads, that long KV tiles are split into.
         choices: all of these with their reasons.

@@ -344,7 +344,7 @@ int64_t count_steps(const Problem* p) {
   return total;
 }
 
-// Item, KV head and direction of a thread block, and whether items are counted in the order of a sweep; false for a
+// Item, KV head and direction of a thread block, and whether items are counted in raster order; false for a
 // surplus block.
 int place_of(int block, const BackwardOrder* order, int num_kv_heads, int num_sms, int* out) {
   const BackwardPlace place = backward_place(block, *order, num_kv_heads, num_sms);

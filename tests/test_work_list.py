@@ -105,7 +105,7 @@ def begins_of_walks(tables: Tables, made: Backward, block_m: int, packs: int) ->
 
 
 def test_trees(shim: ctypes.CDLL) -> None:
-    """A comb, a bush, a chain and a forest: the first KV head is a sweep from the last query to the first."""
+    """A comb, a bush, a chain and a forest: the first KV head is in raster order, from the last query to the first."""
     rng = np.random.default_rng(6)
     parents = random_parents(rng, 200, 0.5)
     trees = [

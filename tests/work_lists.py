@@ -106,7 +106,7 @@ class Step(NamedTuple):
     row: int  # the first of its query tile that it has
     end: int  # of these rows
     pack: int
-    turn: int  # when its dQ is added: DqTurn's number
+    turn: int  # when its dQ is added: DqSemaphore's number
 
 
 def walk_of(shim: ctypes.CDLL, problem: Problem, item: Ints) -> list[Step]:

@@ -33,7 +33,7 @@ inline std::string backward_name(const BackwardPlan& plan) {
 inline std::string dq_name(const BackwardPlan& plan) { return launch_name(plan.dq, "backward_dq"); }
 
 inline const char* describe(DqSums sums) {
-  return sums == DqSums::none ? "own kernel" : sums == DqSums::in_order ? "summed in order" : "summed in any order";
+  return sums == DqSums::none ? "own kernel" : sums == DqSums::in_order ? "summed in a fixed order" : "summed in any order";
 }
 
 namespace explain_steps {

@@ -12,7 +12,7 @@
 // tensor cores work for the other. README.md has a picture.
 #pragma once
 
-#include "core/dq_turn.h"
+#include "core/dq_semaphore.h"
 #include "sm90/ds_exchange.h"
 
 namespace dualkv::sm90 {
@@ -417,11 +417,11 @@ __device__ __forceinline__ void add_dq(const BackwardShared<Config>& shared, con
   // Steps that are published together, because that takes a microsecond. 28 x 16K x 2K takes 5% longer than in any order with
   // 2, 6% with 3 and 8% with 4.
   constexpr int kPublished = 2;
-  const bool adds = threadIdx.x % 32 == 0, ordered = p.dq_turns;
-  uint64_t done = block.before < 0 ? DqTurn::kOver : 0;  // by the block before
+  const bool adds = threadIdx.x % 32 == 0, ordered = p.dq_semaphores;
+  uint64_t done = block.before < 0 ? DqSemaphore::kOver : 0;  // by the block before
   uint32_t next_tile = 0;  // of the next turn, or a later one
   int unpublished = 0;
-  const auto ask = [&] { done = ptx::load_published(p.dq_turn(block.before, block.kv_head, group)); };
+  const auto ask = [&] { done = ptx::load_published(p.dq_semaphore(block.before, block.kv_head, group)); };
   for (int place = 0;; place = place + 1 < Config::kSteps ? place + 1 : 0) {
     // Before dQ is there, because the answer takes a microsecond too: 3 to 5% of the backward.
     if (adds && ordered && done >> 32 <= next_tile) ask();
@@ -429,7 +429,7 @@ __device__ __forceinline__ void add_dq(const BackwardShared<Config>& shared, con
     const FlaggedStep& step = steps[place];
     // Read now: when dq_read() has told the others, the step may be overwritten.
     const bool valid = step.valid, last = !valid || step.last;
-    const DqTurn turn(step.m_block, step.own_begin, step.pack);
+    const DqSemaphore turn(step.m_block, step.own_begin, step.pack);
     __syncwarp();
     if (adds && valid) {
       while (ordered && !turn.is_over(done)) ask();
@@ -443,7 +443,7 @@ __device__ __forceinline__ void add_dq(const BackwardShared<Config>& shared, con
     if (adds && ordered && (last || ++unpublished == kPublished)) {
       unpublished = 0;
       ptx::bulk_wait();
-      ptx::publish(p.dq_turn(block.index, block.kv_head, group), last ? DqTurn::kOver : turn.number());
+      ptx::publish(p.dq_semaphore(block.index, block.kv_head, group), last ? DqSemaphore::kOver : turn.number());
     }
     __syncwarp();
     if (last) return;

@@ -78,8 +78,8 @@ struct BackwardRegisterShare {
 using BackwardRegisters = BackwardRegisterShare<2>;
 
 // Backward with a stationary KV tile, 64 rows a consumer warpgroup. kStagesDq_: whether dQ goes to
-// its sums through shared memory; else it goes from registers. Of one warpgroup a multiprocessor
-// has room for two blocks, but not for dQ: while one begins or ends, the other multiplies.
+// its sums through shared memory; else it goes from registers. A multiprocessor has room for two
+// blocks of one warpgroup, but not for dQ: while one begins or ends, the other multiplies.
 template <int kHeadDim_, int kHeadDimV_, int kBlockM_, bool kStagesDq_ = true, int kConsumers_ = 2>
 struct BackwardWarpgroupTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = kBlockM_, kBlockN = 64 * kConsumers_;
@@ -172,7 +172,7 @@ struct BackwardColumnTiles {
   static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
 };
 
-// dQ by itself: a block owns 128 queries of one head, or 64 that its warpgroups share, and streams
+// dQ alone: a block owns 128 queries of one head, or 64 that its warpgroups share, and streams
 // K and V. A tile of K is held longer than one of V: it serves S of its step and dQ, which is
 // issued together with S of the next.
 template <int kHeadDim_, int kHeadDimV_, int kBlockN_, int kStagesK_, int kStagesV_, int kStagesQ_ = 1, int kSharers_ = 1>
