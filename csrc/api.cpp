@@ -13,13 +13,14 @@
 namespace dualkv {
 namespace {
 
-// What `make` plans for a call. Where no kernel serves its head dims, the error names the argument.
+// What `make` plans for a call. Where no kernel serves its head dims, the error names the argument
+// that has the larger one: `qk` or `v`.
 template <class Make>
-auto planned(const Call& call, Make make) {
+auto planned(const Call& call, Make make, const char* qk = "q", const char* v = "v") {
   try {
     return make(call);
   } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, call.dims.v > call.dims.qk ? "v: " : "q: ", error.what());
+    TORCH_CHECK_VALUE(false, call.dims.v > call.dims.qk ? v : qk, ": ", error.what());
   }
 }
 
@@ -31,10 +32,10 @@ auto with_element_type(const Tensor& q, Body body) {
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k, const Tensor& v,
                                    const std::optional<Tensor>& k_decoded, const std::optional<Tensor>& v_decoded,
-                                   const std::optional<Tensor>& sinks_in, const Tensor& nodes, double softmax_scale,
-                                   bool causal, int64_t window_left, double softcap) {
+                                   const std::optional<Tensor>& sinks_in, const Tensor& nodes,
+                                   const Options& options) {
   const auto guard = device_guard(q_in);
-  const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, {softmax_scale, causal, window_left, softcap});
+  const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, options);
   const Tensor& q = problem.q;
   if (sinks_in) {
     check_argument(sinks_in->device() == q.device(), "sinks", sinks_in->device(), "a tensor on the device of q");
@@ -54,9 +55,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k, const Te
   with_element_type(q, [&](auto element) {
     using T = decltype(element);
     const auto& built = registry<ForwardKernel<T>>();
-    const ForwardPlan plan = planned(problem.call(problem.shape.q_rows, false), [&](const Call& call) {
+    const ForwardPlan plan = planned(problem.call(options), [&](const Call& call) {
       return plan_forward(call, built.traits, problem.gpu);
     });
+    // Narrow tiles have the list of wide ones, which are as many queries.
     const TileInfo& tiles = built.traits[plan.kernel.index].tiles;
     const ForwardList list(problem, tiles.block_m / plan.pack, tiles.block_n, out, lse);
     built.kernels[plan.kernel.index].run(plan.kernel.narrow,
@@ -87,10 +89,9 @@ void backward_dq(const Problem& problem, const BackwardPlan& plan, const Tensor&
 std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>& dlse_in, const Tensor& q_in,
                              const Tensor& k, const Tensor& v, const std::optional<Tensor>& k_decoded,
                              const std::optional<Tensor>& v_decoded, const Tensor& out_in, const Tensor& lse_in,
-                             const Tensor& nodes, double softmax_scale, bool causal, int64_t window_left,
-                             double softcap, int64_t mean_keys, bool deterministic) {
+                             const Tensor& nodes, const Options& options) {
   const auto guard = device_guard(q_in);
-  const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, {softmax_scale, causal, window_left, softcap});
+  const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, options);
   const Tensor& q = problem.q;
   check_packed(dout_in, "dout", q, q.size(0), q.size(1), v.size(2));
   check_packed(out_in, "out", q, q.size(0), q.size(1), v.size(2));
@@ -111,7 +112,7 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
   with_element_type(q, [&](auto element) {
     using T = decltype(element);
     const auto& built = registry<BackwardKernel<T>>();
-    const BackwardPlan plan = planned(problem.call(mean_keys, deterministic), [&](const Call& call) {
+    const BackwardPlan plan = planned(problem.call(options), [&](const Call& call) {
       return plan_backward(call, built.traits, registry<BackwardDqKernel<T>>().traits, problem.gpu);
     });
     const BackwardKernel<T>& kernel = built.kernels[plan.kernel.index];
@@ -135,18 +136,16 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
 // `forward`, differentiable where a gradient is wanted.
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                      const std::optional<Tensor>& k_decoded, const std::optional<Tensor>& v_decoded,
-                                     const std::optional<Tensor>& sinks, const Tensor& nodes, double softmax_scale,
-                                     bool causal, int64_t window_left, double softcap, int64_t mean_keys,
-                                     bool deterministic) {
+                                     const std::optional<Tensor>& sinks, const Tensor& nodes, const Options& options) {
   bool is_recorded = false;
   for (const auto& t : {std::optional(q), std::optional(k), std::optional(v), k_decoded, v_decoded, sinks}) {
     is_recorded |= t && t->requires_grad();
   }
   if (!at::GradMode::is_enabled() || !is_recorded) {
-    return forward(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale, causal, window_left, softcap);
+    return forward(q, k, v, k_decoded, v_decoded, sinks, nodes, options);
   }
-  const auto results = AttentionNode<forward, backward>::apply(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale,
-                                                               causal, window_left, softcap, mean_keys, deterministic);
+  using Node = AttentionNode<forward, backward>;
+  const auto results = Node::apply(q, k, v, k_decoded, v_decoded, sinks, nodes, options);
   return {results[0], results[1]};
 }
 
@@ -201,19 +200,21 @@ Tensor tree_nodes(const Tensor& cu_seqlens, const Tensor& parents) {
 // What a call of these shapes runs and why, as (choice, value, reason). `gpu`: a row of
 // core/tuning.h; none: the card that there is, or DUALKV_GPU.
 std::vector<std::tuple<std::string, std::string, std::string>> explain_plan(
-    int num_heads, int num_kv_heads, int head_dim, int head_dim_v, int rows, int nodes, int64_t mean_keys,
-    int64_t window_left, bool has_softcap, bool deterministic, const std::optional<std::string>& gpu) {
+    int num_heads, int num_kv_heads, int head_dim, int head_dim_v, int rows, int nodes, const Options& options,
+    const std::optional<std::string>& gpu) {
   const char* const seen = std::getenv("DUALKV_GPU");
   const bool is_named = gpu || (seen && *seen);
   const Gpu card = gpu ? gpu_named("gpu", *gpu) : seen_by_policy(is_named ? Gpu{} : Device::current().gpu);
-  const Call asked{{head_dim, head_dim_v}, num_heads, num_kv_heads, rows, rows, nodes, mean_keys,
-                   {true, Scores{1, true, window_left, 0}.window()}, has_softcap, deterministic, wants_portable_kernels()};
+  const Call asked{{head_dim, head_dim_v}, num_heads, num_kv_heads, rows, rows, nodes, options.mean_keys,
+                   {options.causal, options.window()}, options.softcap > 0, options.deterministic,
+                   wants_portable_kernels()};
   using Any = __nv_bfloat16;  // all element types have the same kernels
-  const auto explained = planned(asked, [&](const Call& call) {
+  const auto make = [&](const Call& call) {
     return explain(card, plan_forward(call, registry<ForwardKernel<Any>>().traits, card),
                    plan_backward(call, registry<BackwardKernel<Any>>().traits, registry<BackwardDqKernel<Any>>().traits,
                                  card));
-  });
+  };
+  const auto explained = planned(asked, make, "head_dim", "head_dim_v");
   std::vector<std::tuple<std::string, std::string, std::string>> lines;
   for (const Explained& one : explained) lines.emplace_back(one.choice, one.value, one.why);
   return lines;
@@ -249,7 +250,16 @@ pybind11::dict build_info() {
 }  // namespace dualkv
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  namespace py = pybind11;
+  using dualkv::Options;
   m.doc() = "CUDA kernels of flash_attn_dualkv";
+  const auto make_options = [](double softmax_scale, bool causal, int64_t window_left, double softcap, int64_t mean_keys,
+                               bool deterministic) {
+    return Options{softmax_scale, causal, window_left, softcap, mean_keys, deterministic};
+  };
+  py::class_<Options>(m, "Options")
+      .def(py::init(make_options), py::kw_only(), py::arg("softmax_scale"), py::arg("causal"), py::arg("window_left"),
+           py::arg("softcap"), py::arg("mean_keys"), py::arg("deterministic"));
   m.def("sequence_nodes", &dualkv::sequence_nodes);
   m.def("tree_nodes", &dualkv::tree_nodes);
   m.def("forward", &dualkv::forward);

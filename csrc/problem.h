@@ -141,12 +141,15 @@ struct Keys {
   }
 };
 
-// What becomes of the products of queries and keys: the arguments of every call beside its tensors.
-struct Scores {
+// The arguments of every call beside its tensors; flash_attn_dualkv/reference.py says what they
+// mean.
+struct Options {
   double softmax_scale;
   bool causal;
   int64_t window_left;  // negative: no window
   double softcap;       // 0: none
+  int64_t mean_keys;    // that a row sees on average: the backward's plan depends on it, no result does
+  bool deterministic;   // whether gradients are bit-identical from run to run
 
   int window() const {
     return window_left < 0 || window_left >= kNoWindow ? kNoWindow : static_cast<int>(window_left);
@@ -163,7 +166,7 @@ struct Problem {
   Gpu gpu;  // as the policy sees it
   cudaStream_t stream;
 
-  Problem(const Tensor& q_in, const Keys& kv_in, const Tensor& nodes_in, const Scores& scores)
+  Problem(const Tensor& q_in, const Keys& kv_in, const Tensor& nodes_in, const Options& options)
       : q(q_in), kv(kv_in), nodes(nodes_in) {
     check_beside(kv.k, "k", q);
     const int64_t heads = q.size(1), kv_heads = kv.k.size(1);
@@ -180,9 +183,9 @@ struct Problem {
     if (kv.k_decoded) check_pair("k_decoded", *kv.k_decoded, "v_decoded", *kv.v_decoded, kv_heads, head_dim_v);
     check_argument(kv.rows() < kMaxPosition, "k_decoded", kv.rows(), "fewer than 2^30 rows together with k");
     check_table(nodes, "nodes", q, kNodeColumns);
-    check_argument(scores.softmax_scale > 0, "softmax_scale", scores.softmax_scale, "a positive number");
-    check_argument(scores.softcap == 0 || (scores.softcap >= kMinSoftcap && scores.softcap <= kMaxSoftcap), "softcap",
-                   scores.softcap, "0, or a number from ", kMinSoftcap, " to ", kMaxSoftcap);
+    check_argument(options.softmax_scale > 0, "softmax_scale", options.softmax_scale, "a positive number");
+    check_argument(options.softcap == 0 || (options.softcap >= kMinSoftcap && options.softcap <= kMaxSoftcap), "softcap",
+                   options.softcap, "0, or a number from ", kMinSoftcap, " to ", kMaxSoftcap);
 
     const Device& device = Device::current();
     const int major = device.gpu.capability;
@@ -203,9 +206,9 @@ struct Problem {
              static_cast<int>(kv_heads),
              static_cast<int>(q.size(2)),
              static_cast<int>(head_dim_v),
-             static_cast<float>(scores.softmax_scale),
-             {scores.causal, scores.window()},
-             {scores.softmax_scale, scores.softcap},
+             static_cast<float>(options.softmax_scale),
+             {options.causal, options.window()},
+             {options.softmax_scale, options.softcap},
              gpu.num_sms};
   }
 
@@ -215,10 +218,10 @@ struct Problem {
             {shape.q_rows, static_cast<int>(kv.k.size(0)), static_cast<int>(kv.decoded_rows())}};
   }
 
-  Call call(int64_t mean_keys, bool deterministic) const {
+  Call call(const Options& options) const {
     return {{shape.head_dim, shape.head_dim_v}, shape.num_heads, shape.num_kv_heads, shape.q_rows,
-            static_cast<int>(kv.rows()), static_cast<int>(nodes.size(0)), mean_keys, shape.sees, shape.softcap.exists(),
-            deterministic, wants_portable_kernels()};
+            static_cast<int>(kv.rows()), static_cast<int>(nodes.size(0)), options.mean_keys, shape.sees,
+            shape.softcap.exists(), options.deterministic, wants_portable_kernels()};
   }
 
   // Nobody sees a key.

@@ -97,15 +97,12 @@ class Options(NamedTuple):
         """Those of the reference."""
         return self.softmax_scale, self.causal, self.window_left, self.window_right, self.softcap
 
-    @property
-    def kernel_scalars(self) -> tuple[Any, ...]:
-        """Those of the compiled module."""
-        return self.softmax_scale, self.causal, self.window_left, self.softcap
-
-    @property
-    def backward_scalars(self) -> tuple[Any, ...]:
-        """Those of the compiled module's backward."""
-        return *self.kernel_scalars, self.mean_keys, is_deterministic(self.deterministic)
+    def of_kernels(self) -> Any:
+        """What the compiled module takes; here a misspelt switch in the environment is an error."""
+        return compiled_module().Options(
+            softmax_scale=self.softmax_scale, causal=self.causal, window_left=self.window_left, softcap=self.softcap,
+            mean_keys=self.mean_keys, deterministic=is_deterministic(self.deterministic),
+        )  # fmt: skip
 
     def check_kernels(self) -> None:
         """NotImplementedError for what only the reference has."""
@@ -202,14 +199,14 @@ def _forward_cuda(*arguments: Any) -> Results:
     compiled = _kernels(options)
     q, k, _, k_decoded, _, _, nodes = arguments[:7]
     _check_nodes(q, k, k_decoded, nodes)
-    return cast(Results, compiled.forward(*arguments[:7], *options.kernel_scalars))
+    return cast(Results, compiled.forward(*arguments[:7], options.of_kernels()))
 
 
 def _backward_cuda(*arguments: Any) -> list[Tensor]:
     options = Options(*arguments[10:])
     if options.reference:
         return _backward_reference(*arguments)
-    return cast("list[Tensor]", _kernels(options).backward(*arguments[:10], *options.backward_scalars))
+    return cast("list[Tensor]", _kernels(options).backward(*arguments[:10], options.of_kernels()))
 
 
 _FORWARD = {"cpu": _forward_reference, "cuda": _forward_cuda}
@@ -390,8 +387,8 @@ def attend(*arguments: Any) -> Results:
     # The same node as _Attention, but compiled: the engine then runs no Python for it.
     compiled = _kernels(options)
     _check_nodes(q, k, k_decoded, nodes)
-    # The node asks the environment again, in the backward; here a misspelt switch is an error.
-    return cast(Results, compiled.attention(*arguments[:7], *options.backward_scalars))
+    # The node asks the environment again, in the backward.
+    return cast(Results, compiled.attention(*arguments[:7], options.of_kernels()))
 
 
 # Packing

@@ -148,5 +148,5 @@ def explain_plan(
     compiled = ops.compiled_module()
     if gpu is None and not os.environ.get("DUALKV_GPU") and not torch.cuda.is_available():
         raise RuntimeError(explain("gpu", "the name of a card on a machine without a GPU", None))
-    in_order = ops.is_deterministic(deterministic)
-    return Plan.of(compiled.explain_plan(*sizes.values(), rows, nodes, mean_keys, window, cap > 0.0, in_order, gpu))
+    options = ops.Options(1.0, True, window, -1, cap, False, mean_keys, deterministic)
+    return Plan.of(compiled.explain_plan(*sizes.values(), rows, nodes, options.of_kernels(), gpu))

@@ -345,14 +345,14 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shim in the place of the compiled module."""
 
     def call(*arguments: Any) -> Lines:
-        heads, kv_heads, head_dim, head_dim_v, rows, nodes, mean_keys, window, softcap, deterministic, gpu = arguments
-        sizes = (rows, nodes, mean_keys, heads, kv_heads, head_dim, head_dim_v, window)
+        heads, kv_heads, head_dim, head_dim_v, rows, nodes, options, gpu = arguments
+        sizes = (rows, nodes, options.mean_keys, heads, kv_heads, head_dim, head_dim_v, options.window_left)
         try:
-            return lines_of(Shape(*sizes, int(softcap), int(deterministic)), gpu or "h200")
+            return lines_of(Shape(*sizes, options.softcap > 0, options.deterministic), gpu or "h200")
         except ValueError as error:
             raise ValueError(f"gpu: {error}") from None
 
-    monkeypatch.setattr(ops, "_C", SimpleNamespace(explain_plan=call))
+    monkeypatch.setattr(ops, "_C", SimpleNamespace(explain_plan=call, Options=SimpleNamespace))
 
 
 VALID: dict[str, Any] = dict(

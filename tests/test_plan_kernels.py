@@ -48,6 +48,8 @@ def test_a_card_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
         run(inputs, layout.nodes)
     with pytest.raises(ValueError, match="gpu: expected one of h200, h100, a100, got b200"):
         explain_plan(num_heads=2, num_kv_heads=1, head_dim=64, rows=8, gpu="b200")
+    with pytest.raises(ValueError, match=r"head_dim_v: head dim 8 \(v: 264\) is larger than every one in this build"):
+        explain_plan(num_heads=2, num_kv_heads=1, head_dim=8, head_dim_v=264, rows=8, gpu="a100")
 
 
 def test_the_plan_of_this_card(monkeypatch: pytest.MonkeyPatch) -> None:
