@@ -1,5 +1,6 @@
-// The Python module: check, allocate, fill the parameter structs, launch. Nothing but this file and the headers beside
-// it that it includes (check.h, problem.h, work_lists.h, autograd_node.h) sees torch.
+// The Python module: check, allocate, fill the parameter structs, launch. Nothing but this file and
+// the headers beside it that it includes (check.h, problem.h, work_lists.h, autograd_node.h)
+// sees torch.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -11,32 +12,15 @@
 namespace dualkv {
 namespace {
 
-// Whether the kernels written for Hopper may run: on compute capability 9.x, unless DUALKV_KERNELS=sm80 asks for the
-// portable ones (for tests and benchmarks).
-bool may_use_sm90(const Problem& problem) {
-  const char* wanted = std::getenv("DUALKV_KERNELS");
-  const bool portable = wanted && std::string(wanted) == "sm80";
-  TORCH_CHECK_VALUE(!wanted || portable || std::string(wanted) == "sm90", "DUALKV_KERNELS: expected sm80 or sm90, got ",
-                    wanted);
-  return problem.capability == 9 && !portable;
-}
-
-template <class Kernel>
-Selected<Kernel> select_for(const Problem& problem) {
-  const HeadDims wanted{problem.shape.head_dim, problem.shape.head_dim_v};
+// What `make` plans for a call. Where no kernel serves its head dims, the error names the argument
+// that has the larger one: `qk` or `v`.
+template <class Make>
+auto planned(const Call& call, Make make, const char* qk = "q", const char* v = "v") {
   try {
-    if (may_use_sm90(problem) && find_kernels<Kernel>(Arch::sm90, wanted)) {
-      return select<Kernel>(Arch::sm90, wanted, problem.shared_limit);
-    }
-    return select<Kernel>(Arch::sm80, wanted, problem.shared_limit);
+    return make(call);
   } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, wanted.v > wanted.qk ? "v: " : "q: ", error.what());
+    TORCH_CHECK_VALUE(false, call.dims.v > call.dims.qk ? v : qk, ": ", error.what());
   }
-}
-
-template <class Kernel>
-std::string kernel_name(const Selected<Kernel>& selected, const char* direction) {
-  return std::string("dualkv_") + name_of(selected.arch) + "_" + direction;
 }
 
 // Runs `body(T{})` for the element type of q.
@@ -47,10 +31,10 @@ auto with_element_type(const Tensor& q, Body body) {
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k, const Tensor& v,
                                    const std::optional<Tensor>& k_decoded, const std::optional<Tensor>& v_decoded,
-                                   const std::optional<Tensor>& sinks_in, const Tensor& nodes, double softmax_scale,
-                                   bool causal, int64_t window_left, double softcap) {
+                                   const std::optional<Tensor>& sinks_in, const Tensor& nodes,
+                                   const Options& options) {
   const auto guard = device_guard(q_in);
-  const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, {softmax_scale, causal, window_left, softcap});
+  const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, options);
   const Tensor& q = problem.q;
   if (sinks_in) {
     check_argument(sinks_in->device() == q.device(), "sinks", sinks_in->device(), "a tensor on the device of q");
@@ -69,60 +53,44 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k, const Te
 
   with_element_type(q, [&](auto element) {
     using T = decltype(element);
-    const auto selected = select_for<ForwardKernel<T>>(problem);
-    const TileInfo& tiles = selected.kernel.tiles;
-    const int pack = tiles.packs_heads ? packed_heads(problem.shape.heads_per_group(), tiles.block_m) : 1;
-    const ForwardList list(problem, tiles.block_m / pack, tiles.block_n, out, lse);
-    selected.kernel.launch({problem.shape, problem.table(), list.work, view_of<const T>(problem.q),
-                            problem.kv.regions<const T>(), view_of<T>(out), lse.data_ptr<float>(),
-                            sinks.defined() ? sinks.data_ptr<float>() : nullptr, pack},
-                           problem.stream);
-    count_launch(kernel_name(selected, "forward"));
+    const auto& built = registry<ForwardKernel<T>>();
+    const ForwardPlan plan = planned(problem.call(options), [&](const Call& call) {
+      return plan_forward(call, built.traits, problem.gpu);
+    });
+    // Narrow tiles have the list of wide ones, which are as many queries.
+    const TileInfo& tiles = built.traits[plan.kernel.index].tiles;
+    const ForwardList list(problem, tiles.block_m / plan.pack, tiles.block_n, out, lse);
+    built.kernels[plan.kernel.index].run(plan.kernel.narrow,
+                                         {problem.shape, problem.table(), list.work, view_of<const T>(problem.q),
+                                          problem.kv.regions<const T>(), view_of<T>(out), lse.data_ptr<float>(),
+                                          sinks.defined() ? sinks.data_ptr<float>() : nullptr, plan.pack},
+                                         problem.stream);
+    count_launch(forward_name(plan));
   });
   return {out, lse};
 }
 
 template <typename T>
-void backward_dq(const Problem& problem, const Tensor& dout, const RowStatistics& statistics, const Tensor& dq,
-                 int64_t mean_keys) {
-  const auto selected = select_for<BackwardDqKernel<T>>(problem);
-  const bool is_narrow = selected.kernel.takes_narrow(problem.shape.sees, mean_keys, problem.slow_memory);
-  const TileKernel<BackwardDqParams<T>>& kernel = is_narrow ? selected.kernel.narrow : selected.kernel;
-  const TileInfo& tiles = kernel.tiles;
-  const Pack pack = tiles.packs_heads ? largest_pack(problem.shape.heads_per_group()) : Pack{};
+void backward_dq(const Problem& problem, const BackwardPlan& plan, const Tensor& dout, const RowStatistics& statistics,
+                 const Tensor& dq) {
+  const TileInfo& tiles = plan.dq.tiles;
+  const Pack pack = plan.dq.pack;
   const ForwardList list(problem, pack.queries(tiles.block_m), tiles.block_n, dq, Tensor());
-  kernel.launch({problem.shape, problem.table(), list.work, view_of<const T>(problem.q), view_of<const T>(dout),
-                 problem.kv.regions<const T>(), statistics, view_of<T>(dq), pack},
-                problem.stream);
-  count_launch(kernel_name(selected, is_narrow ? "backward_dq_narrow" : "backward_dq"));
-}
-
-// Fewer rows than these take less time than another launch.
-constexpr int kRowsOfSeparateDq = 1024;
-
-// How a backward makes dQ. Without its window a row sees about `mean_keys` keys on average, as the caller says.
-template <typename T>
-DqSums choose_dq(const BackwardKernel<T>& kernel, const Problem& problem, int64_t mean_keys, bool deterministic) {
-  const auto& sees = problem.shape.sees;
-  if (!kernel.sums_dq || sees.window < kernel.short_window) return DqSums::none;
-  if (deterministic && (!kernel.orders_dq || sees.has_window())) return DqSums::none;
-  const FewKeys& few = problem.slow_memory ? kernel.few_keys_slow_memory : kernel.few_keys;
-  const int64_t rows = problem.shape.q_rows;
-  const bool few_keys = mean_keys <= (deterministic ? few.in_order : few.in_any_order);
-  const int short_node = problem.shape.num_kv_heads == 1 ? few.short_node_of_one_head : few.short_node;
-  const bool short_nodes = deterministic && rows < short_node * problem.nodes.size(0);
-  if (rows >= kRowsOfSeparateDq && (few_keys || short_nodes)) return DqSums::none;
-  return deterministic ? DqSums::in_order : DqSums::in_any_order;
+  registry<BackwardDqKernel<T>>().kernels[plan.dq.index].run(
+      plan.dq.narrow,
+      {problem.shape, problem.table(), list.work, view_of<const T>(problem.q), view_of<const T>(dout),
+       problem.kv.regions<const T>(), statistics, view_of<T>(dq), pack},
+      problem.stream);
+  count_launch(dq_name(plan));
 }
 
 // The gradients of q, k and v and, where these are given, of k_decoded and v_decoded.
 std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>& dlse_in, const Tensor& q_in,
                              const Tensor& k, const Tensor& v, const std::optional<Tensor>& k_decoded,
                              const std::optional<Tensor>& v_decoded, const Tensor& out_in, const Tensor& lse_in,
-                             const Tensor& nodes, double softmax_scale, bool causal, int64_t window_left,
-                             double softcap, int64_t mean_keys, bool deterministic) {
+                             const Tensor& nodes, const Options& options) {
   const auto guard = device_guard(q_in);
-  const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, {softmax_scale, causal, window_left, softcap});
+  const Problem problem(q_in, {k, v, k_decoded, v_decoded}, nodes, options);
   const Tensor& q = problem.q;
   check_packed(dout_in, "dout", q, q.size(0), q.size(1), v.size(2));
   check_packed(out_in, "out", q, q.size(0), q.size(1), v.size(2));
@@ -142,29 +110,24 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
   const Tensor dlse = dlse_in ? dlse_in->contiguous() : Tensor();
   with_element_type(q, [&](auto element) {
     using T = decltype(element);
-    const auto selected = select_for<BackwardKernel<T>>(problem);
-    const DqSums sums = choose_dq(selected.kernel, problem, mean_keys, deterministic);
-    const bool separate_dq = sums == DqSums::none;
-    const bool is_narrow =
-        separate_dq && selected.kernel.takes_narrow(problem.shape.sees, mean_keys, problem.slow_memory);
-    const TileKernel<BackwardParams<T>>& kernel = is_narrow ? selected.kernel.narrow : selected.kernel;
-    const TileInfo& tiles = kernel.tiles;
-    const int summed_dim = separate_dq ? 0 : selected.padded.qk;
-    const Pack pack =
-        tiles.packs_heads ? backward_pack(problem.shape.heads_per_group(), problem.shape.sees, summed_dim) : Pack{};
-    BackwardList list(problem, tiles, pack, selected.padded.qk, sums);
+    const auto& built = registry<BackwardKernel<T>>();
+    const BackwardPlan plan = planned(problem.call(options), [&](const Call& call) {
+      return plan_backward(call, built.traits, registry<BackwardDqKernel<T>>().traits, problem.gpu);
+    });
+    const BackwardKernel<T>& kernel = built.kernels[plan.kernel.index];
+    BackwardList list(problem, plan);
     list.prepare<T>(problem, gradients, out, dout, lse, dlse);
-    kernel.launch({problem.shape, list.nodes, list.work, view_of<const T>(problem.q), view_of<const T>(dout),
-                   problem.kv.regions<const T>(), gradients.regions<T>(), list.statistics, list.dq_sum, list.dkv_slots,
-                   list.dq_turns},
-                  problem.stream);
-    const char* const wide_name = sums == DqSums::in_order ? "backward_in_order" : "backward";
-    count_launch(kernel_name(selected, is_narrow ? "backward_narrow" : wide_name));
-    selected.kernel.convert({problem.shape, list.nodes, list.dq_sum, view_of<T>(dq), list.splits, list.dkv_slots,
-                             gradients.regions<T>(), tiles.block_n, selected.padded.qk, pack},
-                            problem.stream);
+    kernel.run(plan.kernel.narrow,
+               {problem.shape, list.nodes, list.work, view_of<const T>(problem.q), view_of<const T>(dout),
+                problem.kv.regions<const T>(), gradients.regions<T>(), list.statistics, list.dq_sum, list.dkv_slots,
+                list.dq_semaphores},
+               problem.stream);
+    count_launch(backward_name(plan));
+    kernel.convert({problem.shape, list.nodes, list.dq_sum, view_of<T>(dq), list.splits, list.dkv_slots,
+                    gradients.regions<T>(), plan.kernel.tiles.block_n, plan.padded_head_dim(), plan.kernel.pack},
+                   problem.stream);
     count_launch("dualkv_convert");
-    if (separate_dq) backward_dq<T>(problem, dout, list.statistics, dq, mean_keys);
+    if (plan.sums == DqSums::none) backward_dq<T>(problem, plan, dout, list.statistics, dq);
   });
   return results;
 }
@@ -172,18 +135,16 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
 // `forward`, differentiable where a gradient is wanted.
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                      const std::optional<Tensor>& k_decoded, const std::optional<Tensor>& v_decoded,
-                                     const std::optional<Tensor>& sinks, const Tensor& nodes, double softmax_scale,
-                                     bool causal, int64_t window_left, double softcap, int64_t mean_keys,
-                                     bool deterministic) {
+                                     const std::optional<Tensor>& sinks, const Tensor& nodes, const Options& options) {
   bool is_recorded = false;
   for (const auto& t : {std::optional(q), std::optional(k), std::optional(v), k_decoded, v_decoded, sinks}) {
     is_recorded |= t && t->requires_grad();
   }
   if (!at::GradMode::is_enabled() || !is_recorded) {
-    return forward(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale, causal, window_left, softcap);
+    return forward(q, k, v, k_decoded, v_decoded, sinks, nodes, options);
   }
-  const auto results = AttentionNode<forward, backward>::apply(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale,
-                                                               causal, window_left, softcap, mean_keys, deterministic);
+  using Node = AttentionNode<forward, backward>;
+  const auto results = Node::apply(q, k, v, k_decoded, v_decoded, sinks, nodes, options);
   return {results[0], results[1]};
 }
 
@@ -235,12 +196,36 @@ Tensor tree_nodes(const Tensor& cu_seqlens, const Tensor& parents) {
   return nodes;
 }
 
+// What a call of these shapes runs and why, as (choice, value, reason). `gpu`: a row of
+// core/tuning.h; none: the card that there is, or DUALKV_GPU.
+std::vector<std::tuple<std::string, std::string, std::string>> explain_plan(
+    int num_heads, int num_kv_heads, int head_dim, int head_dim_v, int rows, int nodes, const Options& options,
+    const std::optional<std::string>& gpu) {
+  const char* const seen = std::getenv("DUALKV_GPU");
+  const bool is_named = gpu || (seen && *seen);
+  const Gpu card = gpu ? gpu_named("gpu", *gpu) : seen_by_policy(is_named ? Gpu{} : Device::current().gpu);
+  const Call asked{{head_dim, head_dim_v}, num_heads, num_kv_heads, rows, rows, nodes, options.mean_keys,
+                   {options.causal, options.window()}, options.softcap > 0, options.deterministic,
+                   wants_portable_kernels()};
+  using Any = __nv_bfloat16;  // all element types have the same kernels
+  const auto make = [&](const Call& call) {
+    return explain(card, plan_forward(call, registry<ForwardKernel<Any>>().traits, card),
+                   plan_backward(call, registry<BackwardKernel<Any>>().traits, registry<BackwardDqKernel<Any>>().traits,
+                                 card));
+  };
+  const auto explained = planned(asked, make, "head_dim", "head_dim_v");
+  std::vector<std::tuple<std::string, std::string, std::string>> lines;
+  for (const Explained& one : explained) lines.emplace_back(one.choice, one.value, one.why);
+  return lines;
+}
+
 // Those built for q, k and v of one head dim.
 template <class Kernel>
 std::vector<int> equal_head_dims(Arch arch) {
   std::vector<int> found;
-  for (const HeadDims& dims : built_head_dims<Kernel>(arch)) {
-    if (dims.qk == dims.v) found.push_back(dims.qk);
+  for (const KernelTraits& kernel : registry<Kernel>().traits) {
+    const bool is_first = found.empty() || found.back() != kernel.dims.qk;
+    if (kernel.arch == arch && kernel.dims.qk == kernel.dims.v && is_first) found.push_back(kernel.dims.qk);
   }
   return found;
 }
@@ -264,12 +249,22 @@ pybind11::dict build_info() {
 }  // namespace dualkv
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  namespace py = pybind11;
+  using dualkv::Options;
   m.doc() = "CUDA kernels of flash_attn_dualkv";
+  const auto make_options = [](double softmax_scale, bool causal, int64_t window_left, double softcap, int64_t mean_keys,
+                               bool deterministic) {
+    return Options{softmax_scale, causal, window_left, softcap, mean_keys, deterministic};
+  };
+  py::class_<Options>(m, "Options")
+      .def(py::init(make_options), py::kw_only(), py::arg("softmax_scale"), py::arg("causal"), py::arg("window_left"),
+           py::arg("softcap"), py::arg("mean_keys"), py::arg("deterministic"));
   m.def("sequence_nodes", &dualkv::sequence_nodes);
   m.def("tree_nodes", &dualkv::tree_nodes);
   m.def("forward", &dualkv::forward);
   m.def("backward", &dualkv::backward);
   m.def("attention", &dualkv::attention);
   m.def("build_info", &dualkv::build_info);
+  m.def("explain_plan", &dualkv::explain_plan);
   m.def("launch_counts", &dualkv::launch_counts);
 }

@@ -15,8 +15,7 @@
 namespace dualkv {
 
 // kForward(q, k, v, k_decoded, v_decoded, sinks, nodes, options) gives O and LSE; kBackward(dout, dlse, q, k, v,
-// k_decoded, v_decoded, out, lse, nodes, options, mean_keys, deterministic) the gradients of queries, keys and values. The
-// options are softmax_scale, causal, window_left, softcap.
+// k_decoded, v_decoded, out, lse, nodes, options) the gradients of queries, keys and values.
 template <auto kForward, auto kBackward>
 struct AttentionNode : torch::autograd::Function<AttentionNode<kForward, kBackward>> {
   using Context = torch::autograd::AutogradContext;
@@ -25,20 +24,18 @@ struct AttentionNode : torch::autograd::Function<AttentionNode<kForward, kBackwa
 
   static Variables forward(Context* context, const Tensor& q, const Tensor& k, const Tensor& v,
                            const Optional& k_decoded, const Optional& v_decoded, const Optional& sinks,
-                           const Tensor& nodes, double softmax_scale, bool causal, int64_t window_left, double softcap,
-                           int64_t mean_keys, bool deterministic) {
-    const auto [out, lse] =
-        kForward(q, k, v, k_decoded, v_decoded, sinks, nodes, softmax_scale, causal, window_left, softcap);
+                           const Tensor& nodes, const Options& options) {
+    const auto [out, lse] = kForward(q, k, v, k_decoded, v_decoded, sinks, nodes, options);
     // Of a result that nobody used, no gradient is made up.
     context->set_materialize_grads(false);
     context->save_for_backward({q, k, v, k_decoded.value_or(Tensor()), v_decoded.value_or(Tensor()),
                                 sinks.value_or(Tensor()), nodes, out, lse});
-    context->saved_data["softmax_scale"] = softmax_scale;
-    context->saved_data["causal"] = causal;
-    context->saved_data["window_left"] = window_left;
-    context->saved_data["softcap"] = softcap;
-    context->saved_data["mean_keys"] = mean_keys;
-    context->saved_data["deterministic"] = deterministic;
+    context->saved_data["softmax_scale"] = options.softmax_scale;
+    context->saved_data["causal"] = options.causal;
+    context->saved_data["window_left"] = options.window_left;
+    context->saved_data["softcap"] = options.softcap;
+    context->saved_data["mean_keys"] = options.mean_keys;
+    context->saved_data["deterministic"] = options.deterministic;
     return {out, lse};
   }
 
@@ -49,12 +46,9 @@ struct AttentionNode : torch::autograd::Function<AttentionNode<kForward, kBackwa
     const Optional k_decoded = if_defined(saved[3]), v_decoded = if_defined(saved[4]);
     const Tensor dout = gradients[0].defined() ? gradients[0] : at::zeros_like(out);
     const Optional dlse = if_defined(gradients[1]);
-    const double softmax_scale = context->saved_data["softmax_scale"].toDouble();
-    const bool causal = context->saved_data["causal"].toBool();
-    const int64_t window_left = context->saved_data["window_left"].toInt();
-    const double softcap = context->saved_data["softcap"].toDouble();
-    const int64_t mean_keys = context->saved_data["mean_keys"].toInt();
-    const bool deterministic = context->saved_data["deterministic"].toBool();
+    Options options{context->saved_data["softmax_scale"].toDouble(), context->saved_data["causal"].toBool(),
+                    context->saved_data["window_left"].toInt(),      context->saved_data["softcap"].toDouble(),
+                    context->saved_data["mean_keys"].toInt(),        context->saved_data["deterministic"].toBool()};
 
     std::vector<Tensor> found;
     if (is_watched(dout)) {
@@ -62,17 +56,17 @@ struct AttentionNode : torch::autograd::Function<AttentionNode<kForward, kBackwa
           c10::Dispatcher::singleton().findSchemaOrThrow("flash_attn_dualkv::backward", "");
       constexpr int64_t window_right = -1;
       constexpr bool in_reference = false;
-      torch::jit::Stack stack{dout,          dlse,         q,           k,            v,       k_decoded,
-                              v_decoded,     out,          lse,         nodes,        softmax_scale, causal,
-                              window_left,   window_right, softcap,     in_reference, mean_keys, deterministic};
+      torch::jit::Stack stack{dout, dlse, q, k, v, k_decoded, v_decoded, out, lse, nodes, options.softmax_scale,
+                              options.causal, options.window_left, window_right, options.softcap, in_reference,
+                              options.mean_keys, options.deterministic};
       call.callBoxed(stack);
       found = stack[0].toTensorVector();
     } else {
-      found = kBackward(dout, dlse, q, k, v, k_decoded, v_decoded, out, lse, nodes, softmax_scale, causal, window_left,
-                        softcap, mean_keys, deterministic || wants_determinism());
+      options.deterministic |= wants_determinism();
+      found = kBackward(dout, dlse, q, k, v, k_decoded, v_decoded, out, lse, nodes, options);
     }
-    Variables result(13);  // one of every argument of `forward`
-    int input = 0;         // among those that are tensors, by which autograd asks
+    Variables result(8);  // one of every argument of `forward`
+    int input = 0;        // among those that are tensors, by which autograd asks
     for (int i = 0; i < 5 && i < static_cast<int>(found.size()); ++i, ++input) {
       if (context->needs_input_grad(input)) result[i] = found[i];
     }

@@ -5,28 +5,6 @@
 
 namespace dualkv {
 
-std::string describe(const HeadDims& dims) {
-  const std::string qk = std::to_string(dims.qk);
-  return dims.qk == dims.v ? qk : qk + " (v: " + std::to_string(dims.v) + ")";
-}
-
-std::string describe(const std::vector<HeadDims>& dims) {
-  std::string text;
-  for (const HeadDims& one : dims) text += (text.empty() ? "" : ", ") + describe(one);
-  return text.empty() ? "none" : text;
-}
-
-std::string too_wide(Arch arch, const HeadDims& wanted, const std::vector<HeadDims>& built) {
-  constexpr HeadDims kPortable{256, 256};
-  const std::string of_build = "head dim " + describe(wanted) + " is larger than every one in this build (" +
-                               describe(built) + ")";
-  if (arch == Arch::sm80 && !kPortable.hold(wanted)) {
-    return of_build + " of the portable kernels, which this call takes: above 256 there are kernels for Hopper alone, up to "
-                      "512, in builds whose DUALKV_ARCHS has 90 and whose DUALKV_HEAD_DIMS has 512";
-  }
-  return of_build + "; reinstall with DUALKV_HEAD_DIMS covering it";
-}
-
 namespace {
 
 struct LaunchCounts {

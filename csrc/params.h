@@ -49,9 +49,10 @@ struct WorkList {
   const Item* items;
   const int* count;
   int capacity;
-  int* next = nullptr;  // counter from which blocks take items, where it is not their number in the grid; zero at launch
+  // A counter from which blocks take items, zero at launch; null: blockIdx is their item.
+  int* next = nullptr;
   const BackwardOrder* order = nullptr;  // of a list of BackwardItem
-  const int* in_local_order = nullptr;   // the same list: indices of its items in the order of local heads
+  const int* in_local_order = nullptr;  // indices of the items in the order of local heads
 };
 
 template <typename T>
@@ -63,14 +64,15 @@ struct ForwardParams {
   KvRegions<const T> kv;
   TensorView<T> out;
   float* lse;          // (num_heads, q_rows)
-  const float* sinks;  // (num_heads): a score for every row of a head that joins its softmax and has no value; or null
+  const float* sinks;  // (num_heads): a score that joins each softmax and has no value; or null
   int packed_heads;    // query heads that share a tile
 
   DUALKV_HD float sink(int head) const { return sinks ? sinks[head] : -INFINITY; }
 };
 
-// What the backward needs of every query row: lse_log2 is LSE * log2(e), or 0 for a row that sees no key; `delta` is
-// rowsum(dO * O) - dLSE. Rows are padded to whole query tiles, and both are 0 in the padding.
+// What the backward needs of every query row: lse_log2 is LSE * log2(e), or 0 for a row that sees
+// no key; `delta` is rowsum(dO * O) - dLSE. Rows are padded to whole query tiles, and both are 0 in
+// the padding.
 struct RowStatistics {
   float* lse_log2;  // (packs, padded_rows * heads of a pack)
   float* delta;     // the same
@@ -79,8 +81,9 @@ struct RowStatistics {
 
   static constexpr int kPadding = 128;
 
-  // Every 16 rows are stored in the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15: where queries are the columns of an
-  // accumulator, these are the four of one thread, and it reads them with one load.
+  // Every 16 rows are stored in the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15: where queries
+  // are the columns of an accumulator, these are the four of one thread, and it reads them with one
+  // load.
   DUALKV_HD int64_t index_in_pack(int pack, int64_t row) const {
     const int within = row % 16;
     return (pack * padded_rows << heads.log2) + (row - within) + within % 8 / 2 * 4 + within / 8 * 2 + within % 2;
@@ -101,16 +104,19 @@ struct BackwardParams {
   KvRegions<const T> kv;
   KvRegions<T> dkv;
   RowStatistics statistics;
-  float* dq_sum;     // (packs, q tiles, block_m * kHeadDim) in fragment order; null: the kernel leaves dQ out
-  float* dkv_slots;  // (slots, 2, block_n, kHeadDim): partial dK and dV of split tiles; dV may leave columns unused
-  uint64_t* dq_turns;  // (items, KV heads, kDqAdders) where dQ is added in order, zero at launch; null: in any order
+  float* dq_sum;  // (packs, q tiles, block_m * kHeadDim) in fragment order; null: no dQ
+  // (slots, 2, block_n, kHeadDim): partial dK and dV of split tiles; dV may leave columns unused.
+  float* dkv_slots;
+  // (items, KV heads, kDqAdders), zero at launch, with deterministic sums of dQ; null: in any
+  // order.
+  uint64_t* dq_semaphores;
 
-  DUALKV_HD uint64_t* dq_turn(int item, int kv_head, int adder) const {
-    return dq_turns + (int64_t{item} * shape.num_kv_heads + kv_head) * kDqAdders + adder;
+  DUALKV_HD uint64_t* dq_semaphore(int item, int kv_head, int adder) const {
+    return dq_semaphores + (int64_t{item} * shape.num_kv_heads + kv_head) * kDqAdders + adder;
   }
 };
 
-// dQ by itself, one owner per query tile.
+// dQ alone, one owner per query tile.
 template <typename T>
 struct BackwardDqParams {
   ProblemShape shape;
@@ -123,7 +129,8 @@ struct BackwardDqParams {
   Pack heads;  // that share a query tile
 };
 
-// What the backward leaves in fp32: the sums of dQ (null: there are none) and the parts of split tiles.
+// What the backward leaves in fp32: the sums of dQ (null: there are none) and the parts of split
+// tiles.
 template <typename T>
 struct ConvertParams {
   ProblemShape shape;

@@ -8,8 +8,8 @@
 
 namespace dualkv {
 
-// The arrays of a call in one allocation, each on a boundary of 128 bytes. `place(*this)` takes them, and is called
-// twice: first to learn how much memory they need, then with that memory.
+// The arrays of a call in one allocation, each on a boundary of 128 bytes. `place(*this)` takes
+// them, and is called twice: first to learn how much memory they need, then with that memory.
 class Scratch {
  public:
   template <class Place>
@@ -41,8 +41,8 @@ inline ClearedRows cleared_rows(const Tensor& t) {
   return {t.data_ptr(), t.size(1) * t.size(2) * static_cast<int64_t>(t.element_size())};
 }
 
-// A list of query tiles, `queries` of a node each. Building it clears the rows of `out` (and of `lse`, where
-// defined) that are in no node.
+// A list of query tiles, `queries` of a node each. Building it clears the rows of `out` (and of
+// `lse`, where defined) that are in no node.
 struct ForwardList {
   WorkList<ForwardItem> work;
 
@@ -69,29 +69,28 @@ struct ForwardList {
   Scratch scratch_;
 };
 
-// Whether dQ is summed beside dK and dV: in whatever order blocks come, or in one that is the same from run to run.
-enum class DqSums { none, in_any_order, in_order };
-
-// What passes between the kernels of the backward: the list of KV tiles, the tiles that were split and the slots for
-// their parts, the row statistics and, if asked for, the fp32 sums of dQ.
+// What passes between the kernels of the backward: the list of KV tiles, the tiles that were split
+// and the slots for their parts, the row statistics and, if asked for, the fp32 sums of dQ.
 struct BackwardList {
   NodeTable nodes;  // with their runs
   WorkList<BackwardItem> work;
   WorkList<SplitTile> splits;
   RowStatistics statistics{};
   float* dq_sum = nullptr;
-  uint64_t* dq_turns = nullptr;
+  uint64_t* dq_semaphores = nullptr;
   float* dkv_slots = nullptr;
 
-  BackwardList(const Problem& problem, const TileInfo& tiles, Pack heads, int padded_head_dim, DqSums sums)
-      : scratch_(problem.q, [&](Scratch& scratch) { place(problem, tiles, heads, padded_head_dim, sums, scratch); }) {
+  BackwardList(const Problem& problem, const BackwardPlan& plan)
+      : capacity_(plan.capacities), scratch_(problem.q, [&](Scratch& scratch) { place(problem, plan, scratch); }) {
     const ProblemShape& shape = problem.shape;
+    const TileInfo& tiles = plan.kernel.tiles;
+    const Pack heads = plan.kernel.pack;
     nodes = args_.nodes;
     work = {args_.items, args_.order->begin + kCostClasses, capacity_.items, next_, args_.order, args_.in_local_order};
     splits = {args_.splits, args_.split_count, capacity_.splits};
     args_.block_m = heads.queries(tiles.block_m), args_.block_n = tiles.block_n, args_.sees = shape.sees;
     args_.num_kv_heads = shape.num_kv_heads, args_.packs_per_group = heads.queries(shape.heads_per_group());
-    args_.num_sms = tiles_at_a_time(shape.num_sms, tiles.column_blocks);
+    args_.num_sms = plan.tiles_at_a_time;
     args_.tile_capacity = capacity_.tiles, args_.slot_capacity = capacity_.slots;
     args_.query_capacity = shape.q_rows;
   }
@@ -113,28 +112,27 @@ struct BackwardList {
   }
 
  private:
-  void place(const Problem& problem, const TileInfo& tiles, Pack heads, int padded_head_dim, DqSums wanted,
-             Scratch& scratch) {
+  void place(const Problem& problem, const BackwardPlan& plan, Scratch& scratch) {
     const ProblemShape& shape = problem.shape;
+    const TileInfo& tiles = plan.kernel.tiles;
+    const Pack heads = plan.kernel.pack;
     const int queries = heads.queries(tiles.block_m), packs = heads.queries(shape.num_heads);
     args_.nodes = problem.table();
-    capacity_ = backward_capacities(args_.nodes, queries, tiles.block_n, packs, shape.num_kv_heads,
-                                    tiles_at_a_time(shape.num_sms, tiles.column_blocks));
     statistics.heads = heads;
     statistics.padded_rows = ceil_div<int64_t>(shape.q_rows, RowStatistics::kPadding) * RowStatistics::kPadding;
     statistics.lse_log2 = scratch.take<float>(shape.num_heads * statistics.padded_rows);
     statistics.delta = scratch.take<float>(shape.num_heads * statistics.padded_rows);
-    args_.orders_dq = wanted == DqSums::in_order;
-    if (wanted != DqSums::none) {
+    args_.orders_dq = plan.sums == DqSums::in_order;
+    if (plan.sums != DqSums::none) {
       const int64_t rows = int64_t{ceil_div(shape.q_rows, queries)} * tiles.block_m;
-      dq_sum = scratch.take<float>(packs * rows * padded_head_dim);
+      dq_sum = scratch.take<float>(packs * rows * plan.padded_head_dim());
       if (args_.orders_dq) {
-        dq_turns = scratch.take<uint64_t>(int64_t{capacity_.items} * shape.num_kv_heads * kDqAdders);
+        dq_semaphores = scratch.take<uint64_t>(int64_t{capacity_.items} * shape.num_kv_heads * kDqAdders);
         next_ = scratch.take(1);
       }
       args_.dq_sum = {dq_sum, scratch.end() - reinterpret_cast<uint8_t*>(dq_sum)};
     }
-    dkv_slots = scratch.take<float>(int64_t{capacity_.slots} * 2 * tiles.block_n * padded_head_dim);
+    dkv_slots = scratch.take<float>(int64_t{capacity_.slots} * 2 * tiles.block_n * plan.padded_head_dim());
 
     const int offsets = args_.nodes.num_nodes + 1;
     args_.run_counts = scratch.take(offsets), args_.run_begins = scratch.take(offsets);
@@ -149,14 +147,16 @@ struct BackwardList {
     for (int** array : {&args_.border_parts, &args_.tiles_before, &args_.parts_before}) {
       *array = scratch.take(ceil_div(shape.q_rows, queries) + capacity_.items - capacity_.tiles + 2);
     }
-    for (BackwardItem** array : {&args_.swept, &args_.items}) *array = scratch.take<BackwardItem>(capacity_.items);
+    for (BackwardItem** array : {&args_.in_raster_order, &args_.items}) {
+      *array = scratch.take<BackwardItem>(capacity_.items);
+    }
     for (int** array : {&args_.item_bins, &args_.in_local_order}) *array = scratch.take(capacity_.items);
     args_.order = scratch.take<BackwardOrder>(1);
     args_.splits = scratch.take<SplitTile>(capacity_.splits), args_.split_count = scratch.take(1);
   }
 
   BackwardListArgs args_{};
-  BackwardCapacities capacity_{};
+  BackwardCapacities capacity_;
   int* next_ = nullptr;
   Scratch scratch_;
 };

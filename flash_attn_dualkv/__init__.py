@@ -19,6 +19,7 @@ from .errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsu
 from .layout import SharedPromptLayout
 from .ops import build_info
 from .packed_attention import flash_attn_tree_varlen_func, shared_prompt_attention
+from .plan import explain_plan
 
 # Former names of the one class of batches.
 SharedPromptBatch = PrefixTreeBatch = PackedBatch
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "balance",
     "build_info",
+    "explain_plan",
     "flash_attn_dualkv_varlen_func",
     "flash_attn_tree_varlen_func",
     "flash_attn_varlen_func",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import checks, ops
 from .calls import make_options
+from .nodes import mean_keys_of_longest
 from .packed_attention import flash_attn_tree_varlen_func, shared_prompt_attention
 
 __all__ = [
@@ -138,7 +139,8 @@ def flash_attn_dualkv_varlen_func(
     causal, window = checks.resolve_window(causal, window_size)
     options = make_options(
         head_dim=q.shape[2], softmax_scale=softmax_scale, causal=causal, window_left=window, softcap=softcap,
-        mean_keys=_mean_keys(max_seqlen_q, context_seqlen + max_seqlen_k_decoded, causal), deterministic=deterministic,
+        mean_keys=mean_keys_of_longest(max_seqlen_q, context_seqlen + max_seqlen_k_decoded, causal),
+        deterministic=deterministic,
     )  # fmt: skip
     nodes = ops.sequence_nodes(
         cu_seqlens_q, cu_seqlens_k_decoded, cu_seqlens_context, cu_seqs_per_context, k_context.shape[0]
@@ -202,13 +204,8 @@ def flash_attn_varlen_func(
     causal, window = checks.resolve_window(causal, window_size)
     options = make_options(
         head_dim=q.shape[2], softmax_scale=softmax_scale, causal=causal, window_left=window, softcap=softcap,
-        mean_keys=_mean_keys(max_seqlen_q, max_seqlen_k, causal), deterministic=deterministic,
+        mean_keys=mean_keys_of_longest(max_seqlen_q, max_seqlen_k, causal), deterministic=deterministic,
     )  # fmt: skip
     nodes = ops.sequence_nodes(cu_seqlens_q, cu_seqlens_k, None, None, None)
     out, lse = ops.attend(q, k, v, nodes, options)
     return (out, lse, None) if return_attn_probs else out
-
-
-def _mean_keys(queries: int, keys: int, causal: bool) -> int:
-    """Keys that a query sees on average, rounded up, if all sequences have the longest lengths."""
-    return keys - max(min(queries, keys) - 1, 0) // 2 if causal else keys

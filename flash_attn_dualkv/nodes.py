@@ -110,6 +110,11 @@ def _group_nodes(
     return host_nodes(rows)
 
 
+def mean_keys_of_longest(queries: int, keys: int, causal: bool) -> int:
+    """How many keys a query sees on average, rounded up, if all sequences are as long as the longest."""
+    return keys - max(min(queries, keys) - 1, 0) // 2 if causal else keys
+
+
 def tree_nodes(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
     """Table of the nodes of trees whose rows are queries and keys alike, from tensors whose values are checked here.
 

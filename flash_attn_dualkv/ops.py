@@ -128,10 +128,12 @@ def _kernels(options: Options) -> ModuleType:
     return compiled
 
 
-def kernel_options(options: Options, *, of_backward: bool) -> tuple[Any, ...]:
-    """The options as the compiled module takes them; the last two are the backward's."""
-    scalars = options.softmax_scale, options.causal, options.window_left, options.softcap
-    return (*scalars, options.mean_keys, is_deterministic(options.deterministic)) if of_backward else scalars
+def kernel_options(options: Options) -> Any:
+    """The options as the compiled module takes them; a misspelt switch in the environment is an error here."""
+    return compiled_module().Options(
+        softmax_scale=options.softmax_scale, causal=options.causal, window_left=options.window_left,
+        softcap=options.softcap, mean_keys=options.mean_keys, deterministic=is_deterministic(options.deterministic),
+    )  # fmt: skip
 
 
 def _forward_cuda(call: ForwardCall, *, records: bool = False) -> Results:
@@ -143,14 +145,14 @@ def _forward_cuda(call: ForwardCall, *, records: bool = False) -> Results:
         decoded = None if call.k_decoded is None else call.k_decoded.shape[0]
         tables.checked_nodes(call.nodes, call.q.shape[0], call.k.shape[0], decoded)
     launch = compiled.attention if records else compiled.forward
-    return cast(Results, launch(*call[:-1], *kernel_options(call.options, of_backward=records)))
+    return cast(Results, launch(*call[:-1], kernel_options(call.options)))
 
 
 def _backward_cuda(call: BackwardCall) -> list[Tensor]:
     if call.options.reference:
         return reference.backward(call)
     launch = _kernels(call.options).backward
-    return cast("list[Tensor]", launch(*call[:-1], *kernel_options(call.options, of_backward=True)))
+    return cast("list[Tensor]", launch(*call[:-1], kernel_options(call.options)))
 
 
 _FORWARD: dict[str, Callable[[ForwardCall], Results]] = {"cpu": reference.forward, "cuda": _forward_cuda}

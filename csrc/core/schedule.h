@@ -1,19 +1,21 @@
-// The unit of work of a thread block and its cost. Lists of these are built on the device (kernels/*_list.h), longest
-// first: the hardware starts blocks in the order of the grid, so that short ones fill the gaps at the end.
+// The unit of work of a thread block and its cost. Lists of these are built on the device
+// (kernels/*_list.h), longest first: the hardware starts blocks in the order of the grid, so that
+// short ones fill the gaps at the end.
 //
 // Forward: an item is a query tile; its cost is the keys that it sees, in tiles.
 //
-// Backward: an item is a KV tile of a node. A step is one query tile of one query head; the tile's steps are all that see
-// it, from the rows of the node's subtree, so that long prompts with many responses make items of very unequal cost. A
-// tile with too many steps is split into parts, each an item of its own:
+// Backward: an item is a KV tile of a node. A step is one query tile of one query head; the tile's
+// steps are all that see it, from the rows of the node's subtree, so that long prompts with many
+// responses make items of very unequal cost. A tile with too many steps is split into parts, each
+// an item of its own:
 //
-//     prompt tile 0     |== part 2 ==|== part 1 ==|== part 0 ==|    each sums dK and dV into its fp32 slot
-//     prompt tile 1       |= part 2 =|== part 1 ==|== part 0 ==|    of the tile; convert_dkv_context adds the slots
-//     response 0                    |--- tile 0 ---|                a whole tile writes its dK and dV itself
+//     prompt tile 0   |== part 2 ==|== part 1 ==|== part 0 ==|   each sums dK and dV into its fp32
+//     prompt tile 1     |= part 2 =|== part 1 ==|== part 0 ==|   slot; convert_dkv_context adds them
+//     response 0                  |--- tile 0 ---|               a whole tile writes its own dK, dV
 //                       queries ->
 //
-// A part costs a round trip through fp32, so that tiles stay whole where the list is balanced without splitting them
-// (stay_whole).
+// A part costs a round trip through fp32, so that tiles stay whole where the list is balanced
+// without splitting them (stay_whole).
 #pragma once
 
 #include "core/block_order.h"
@@ -31,19 +33,21 @@ struct ForwardItem {
 struct BackwardItem {
   int node, n_block;
   int first_step, num_steps;  // of the tile's QueryWalk
-  int slot;                   // where the fp32 partial sums of a split tile go; -1: this item owns the whole tile
-  int before;                 // where dQ is added in order: the item that comes first; -1: none does
+  int slot;    // of the fp32 partial sums of a split tile; -1: this item owns the whole tile
+  int before;  // with deterministic sums of dQ: the item that adds its part first; -1: none does
 };
 
-// A tile whose queries were split: `parts` slots starting at `slot`, summed in order by convert_dkv_context.
+// A tile whose queries were split: `parts` slots starting at `slot`, summed in order by
+// convert_dkv_context.
 struct SplitTile {
   int node, n_block;
   int slot, parts;
 };
 
-// Query heads of one KV head that share a query tile of `tile_rows` rows: with pack = 4, rows 0 to 3 are query 0 of
-// heads 0 to 3, row 4 is query 1 of head 0. A response of 20 queries then fills 80 rows of a tile instead of 20. The
-// largest pack that divides the heads of the group and leaves at most an eighth of the tile's rows unused.
+// Query heads of one KV head that share a query tile of `tile_rows` rows: with pack = 4, rows 0 to
+// 3 are query 0 of heads 0 to 3, row 4 is query 1 of head 0. A response of 20 queries then fills 80
+// rows of a tile instead of 20. The largest pack that divides the heads of the group and leaves at
+// most an eighth of the tile's rows unused.
 DUALKV_HD int packed_heads(int heads_per_group, int tile_rows) {
   constexpr int kMaxPack = 16;
   int best = 1;
@@ -77,18 +81,7 @@ inline Pack largest_pack(int heads_per_group) {
   return pack;
 }
 
-// The pack of the kernels that own keys. Packed, a tile has few queries, and where a range of queries begins or ends few
-// of its rows are foreign: a quarter less time where nodes are short, 5% with sequences of 1300 rows, 2 to 15% with a window of
-// 128. With a long window all heads at a time are more than the L2 cache holds until the next tile of keys comes to them:
-// at 1024 keys 2.2 times the bytes, and 16% more time. Sums of dQ want room there too: beside them 11% more at 128 keys and
-// d = 128, 15% at 256, but 3% less at 256 and d = 64. `summed_dim`: their head dim, or 0 without them.
-inline Pack backward_pack(int heads_per_group, Visibility sees, int summed_dim) {
-  constexpr int kLongWindow = 256;
-  const int least = summed_dim > 0 ? kLongWindow * 64 / summed_dim : kLongWindow;
-  return sees.has_window() && sees.window >= least ? Pack{} : largest_pack(heads_per_group);
-}
-
-// Of a tile whose queries see no key too: it writes their rows.
+// The keys that a query tile sees, in tiles; one where it sees none, because it writes its rows.
 DUALKV_HD int forward_cost(const Node& n, int m_block, int block_m, int block_n, Visibility sees) {
   const QueryTile q = query_tile(n, m_block, block_m);
   const int keys = n.kv_pos0 + n.kv_len, end = sees.causal ? clamp_int(q.q_pos + q.rows, 0, keys) : keys;
@@ -102,10 +95,11 @@ inline int window_columns(Visibility sees, int queries, int block_n) {
 
 DUALKV_HD int owned_tiles(const Node& n, int block_n) { return ceil_div(n.kv_len, block_n); }
 
-// Whether other nodes than itself see its keys.
+// Whether other nodes see the keys of a node.
 DUALKV_HD bool has_children(const Node& n, int index) { return n.subtree_end > index + 1; }
 
-// No legal problem comes near this many steps an owner; overlapping hostile offsets are cut off here.
+// No legal problem comes near this many steps an owner; overlapping hostile offsets are cut off
+// here.
 constexpr int kMaxSteps = 1 << 30;
 
 // Steps of a tile of node `owner`.
@@ -115,15 +109,16 @@ DUALKV_HD int tile_steps(const NodeTable& table, int owner, const KvTile& tile, 
   return static_cast<int>(tiles < kMaxSteps / packs_per_group ? tiles * packs_per_group : kMaxSteps);
 }
 
-// How many KV tiles run at the same time where each takes as many blocks as its columns are divided among.
+// How many KV tiles run at the same time where each takes as many blocks as its columns are divided
+// among.
 DUALKV_HD int tiles_at_a_time(int num_sms, int column_blocks) {
   return column_blocks > 1 ? max_int(num_sms / column_blocks, 1) : num_sms;
 }
 
 // A shorter part is not worth its fp32 round trip: 32 steps take tens of microseconds.
 constexpr int kMinPartSteps = 32;
-// With parts of at most total / (4 x SMs) steps the last block of every simulated shape ends within 10% of the ideal
-// time.
+// With parts of at most total / (4 x SMs) steps the last block of every simulated shape ends within
+// 10% of the ideal time.
 constexpr int kPartsPerSm = 4;
 
 DUALKV_HD int part_limit(int64_t total_steps, int num_sms) {
@@ -138,11 +133,12 @@ struct LongTiles {
   int longest, shortest;
 };
 
-// Whether the tiles that `limit` would split may stay whole: if those that one multiprocessor gets, one a wave, take no
-// more steps than its part of the total, kPartsPerSm x limit; shorter items fill the rest. How many steps these are: a
-// wave takes `longest`, but where costs are spread evenly (the tiles of a causal context: the mean is no more than that of
-// longest and shortest) the longest of every second wave follow the shortest of the wave before, and two waves take
-// longest + shortest. Whole tiles save the sum of parts: 1.3% at 28 x 4K x 2K.
+// Whether the tiles that `limit` would split may stay whole: if those that one multiprocessor gets,
+// one a wave, take no more steps than its part of the total, kPartsPerSm x limit; shorter items
+// fill the rest. How many steps these are: a wave takes `longest`, but where costs are spread
+// evenly (the tiles of a causal context: the mean is no more than that of longest and shortest) the
+// longest of every second wave follow the shortest of the wave before, and two waves take longest +
+// shortest. Whole tiles save the sum of parts: 1.3% at 28 x 4K x 2K.
 DUALKV_HD bool stay_whole(const LongTiles& tiles, int limit, int num_sms) {
   const int64_t waves = ceil_div<int64_t>(tiles.count, num_sms), pair = int64_t{tiles.longest} + tiles.shortest;
   const auto about = [](int64_t most) { return most + most / 64; };
@@ -151,27 +147,29 @@ DUALKV_HD bool stay_whole(const LongTiles& tiles, int limit, int num_sms) {
   return end <= about(int64_t{kPartsPerSm} * limit);
 }
 
-// Where tiles are split, fewer KV heads than these are none of them local: the last one is too much of the work then. A tree of
-// rollouts takes 3% less time so with three, and a comb up to 2% more with two.
-constexpr int kFewestSweeps = 3;
+// The fewest KV heads of which some are local where tiles are split: with fewer the last one, which
+// is not, is too much of the work. A tree of rollouts takes 3% less time with three heads, a comb
+// up to 2% more with two.
+constexpr int kFewestLocalHeads = 3;
 
-// The most steps of a part where tiles are split so that KV heads can come one after the other (core/block_order.h), or 0.
-// `head_time`: of one KV head on all multiprocessors. Not where that takes more than four parts, or short ones: each costs
-// a block and a round trip.
+// The most steps of a part where tiles are split so that KV heads can be local
+// (core/block_order.h), or 0 where that takes more than four parts, or short ones: each costs a
+// block and an fp32 round trip. `head_time`: of one KV head on all multiprocessors.
 DUALKV_HD int local_part_limit(int longest, int64_t head_time, int num_kv_heads) {
   const int64_t limit = 6 * head_time / 5;
-  const bool is_worth_it = limit >= 4 * kMinPartSteps && longest <= 4 * limit && num_kv_heads >= kFewestSweeps;
+  const bool is_worth_it = limit >= 4 * kMinPartSteps && longest <= 4 * limit && num_kv_heads >= kFewestLocalHeads;
   return is_worth_it && limit < longest ? static_cast<int>(limit) : 0;
 }
 
-// Slices of the queries at which long tiles are cut, so that the parts of many tiles that begin at one border run
-// together. `rows` of the queries, in the order of the table, and `width` steps; both 0: tiles are whole.
+// Slices of the queries at which long tiles are cut, so that the parts of many tiles that begin at
+// one border run together. `rows` of the queries, in the order of the table, and `width` steps;
+// both 0: tiles are whole.
 struct Slices {
   int width, rows;
   int least;  // a part has at least so many steps, and fewer than width + 2 * least
 };
 
-// Of at least `steps` steps. A part that is shorter than width / share is not worth it.
+// Slices of at least `steps` steps. A part that is shorter than width / share is not worth it.
 DUALKV_HD Slices slices_of(int steps, int share, int block_m, int packs_per_group) {
   const int tiles = max_int(ceil_div(steps, packs_per_group), 1), width = tiles * packs_per_group;
   return Slices{width, min_int(tiles, kMaxSteps / block_m) * block_m, max_int(width / share, kMinPartSteps)};
@@ -186,8 +184,8 @@ struct TileCuts {
   }
 };
 
-// `first`: the steps from the begin of the walk to the first border of a slice. A tile that nobody sees is an item too, of
-// the least cost: it writes zeros.
+// `first`: the steps from the begin of the walk to the first border of a slice. A tile that nobody
+// sees is an item too, of the least cost: it writes zeros.
 DUALKV_HD TileCuts cuts_of(int steps, int first, Slices slices) {
   if (slices.width == 0) return TileCuts{1, steps, 1, steps};
   if (first < slices.least) first += slices.width;
@@ -195,10 +193,10 @@ DUALKV_HD TileCuts cuts_of(int steps, int first, Slices slices) {
   return TileCuts{behind < slices.least ? 1 : 2 + (behind - slices.least) / slices.width, first, slices.width, steps};
 }
 
-// Slots that suffice, from what the host knows: shapes. A tile that is split by its own steps has fewer than 2 x steps
-// / limit parts, so that all tiles and KV heads need fewer than 2 x total / limit slots, and `limit` is at least total
-// / (kPartsPerSm x SMs) and at least kMinPartSteps. The total is at most what it would be if every sequence saw every
-// tile with all rows.
+// Slots that suffice, from what the host knows: shapes. A tile that is split by its own steps has
+// fewer than 2 x steps / limit parts, so that all tiles and KV heads need fewer than 2 x total /
+// limit slots, and `limit` is at least total / (kPartsPerSm x SMs) and at least kMinPartSteps. The
+// total is at most what it would be if every sequence saw every tile with all rows.
 inline int slot_capacity(int64_t tile_capacity, int64_t num_nodes, int64_t q_rows, int block_m, int packs,
                          int num_sms) {
   const double total_steps = static_cast<double>(tile_capacity) * num_nodes * (q_rows / block_m + 2) * packs;
@@ -206,7 +204,8 @@ inline int slot_capacity(int64_t tile_capacity, int64_t num_nodes, int64_t q_row
   return static_cast<int>(by_size < by_balance ? by_size : by_balance);
 }
 
-// What the arrays of a list hold, known from shapes alone. A run of rows has at most one tile that is not full.
+// What the arrays of a list hold, known from shapes alone. A run of rows has at most one tile that
+// is not full.
 inline int forward_capacity(const NodeTable& table, int block_m) {
   return table.extents.q_rows / block_m + table.num_nodes;
 }

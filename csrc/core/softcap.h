@@ -2,15 +2,12 @@
 #pragma once
 
 #include "core/platform.h"
-#ifdef __CUDACC__
-#include "core/numerics.h"
-#endif
 
 namespace dualkv {
 
 // Limits of the cap. Above the maximum, the rounding of tanh (2^-22 of the cap) would show in
-// 16-bit results; below the minimum, the rounding of the scores (3e-6) would, because slope()
-// recovers tanh from them.
+// 16-bit results; below the minimum, the rounding of the scores (3e-6) would, because
+// softcap_slope() recovers tanh from them.
 constexpr double kMaxSoftcap = 1000, kMinSoftcap = 0.01;
 
 // Constants of c tanh(s / c), where s = softmax_scale * product. tanh(x) = 1 - 2 / (1 + e^2x) takes
@@ -30,20 +27,6 @@ struct Softcap {
   }
 
   DUALKV_HD bool exists() const { return bound > 0.f; }
-
-#ifdef __CUDACC__
-  // Capped product, still to be multiplied by softmax_scale.
-  __device__ __forceinline__ float apply(float product) const {
-    return bound - 2.f * bound * reciprocal_approx(1.f + exp2_approx(product * rate));
-  }
-
-  // Derivative of the cap, 1 - tanh^2, at the score whose probability is p = 2^(score * log2(e) -
-  // lse_log2). It is 0 where the probability is 0.
-  __device__ __forceinline__ float slope(float p, float lse_log2) const {
-    const float tanh = (log2_approx(p) + lse_log2) * inverse;
-    return p > 0.f ? fmaxf(1.f - tanh * tanh, 0.f) : 0.f;
-  }
-#endif
 };
 
 }  // namespace dualkv

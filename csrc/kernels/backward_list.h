@@ -1,5 +1,5 @@
-// Builds the list of KV tiles: which are split into how many parts (core/schedule.h), and their order
-// (core/block_order.h). Tiles are numbered in the order of a sweep.
+// Builds the list of KV tiles: which are split into how many parts (core/schedule.h), and their
+// order (core/block_order.h). Tiles are numbered in raster order.
 #pragma once
 
 #include "kernels/list_block.h"
@@ -18,8 +18,9 @@ __device__ inline void find_runs(const BackwardListArgs& a, ListBlock& block) {
   __syncthreads();
 }
 
-// Numbers the tiles: behind those of the nodes to the right of a subtree, and of the nodes above it, come those of its
-// root. Offsets that contradict each other may give a number twice, or never: then a tile is visited twice, or not at all.
+// Numbers the tiles: behind those of the nodes to the right of a subtree, and of the nodes above
+// it, come those of its root. Offsets that contradict each other may give a number twice, or never:
+// then a tile is visited twice, or not at all.
 __device__ inline int number_tiles(const BackwardListArgs& a, ListBlock& block) {
   const int nodes = a.nodes.num_nodes;
   if (threadIdx.x == 0) block.longest_path = 0;
@@ -29,7 +30,8 @@ __device__ inline int number_tiles(const BackwardListArgs& a, ListBlock& block) 
   // How many more tiles are above a node than above the one before it in the table.
   int* change = a.tile_begins;
   for (int i = threadIdx.x; i <= nodes; i += kListThreads) change[i] = 0;
-  for (int i = threadIdx.x; i < tiles; i += kListThreads) a.tile_nodes[i] = 0;  // also those that have no number
+  // Tiles without a number, too.
+  for (int i = threadIdx.x; i < tiles; i += kListThreads) a.tile_nodes[i] = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < nodes; i += kListThreads) {
     const Node node = a.nodes.node(i);
@@ -62,8 +64,9 @@ struct OwnedTile {
   bool is_leaf;
 };
 
-// The tiles of all nodes. One block calls the stages, from clear_sums() to finish_order(), in their order.
-struct BackwardTiles {
+// The tiles of all nodes. One block calls the stages, from clear_sums() to finish_order(), in their
+// order.
+struct BackwardListBuilder {
   const BackwardListArgs& a;
   ListBlock& block;
   int tiles;
@@ -84,7 +87,8 @@ struct BackwardTiles {
   __device__ int end_row(const OwnedTile& t) const { return a.query_offsets[t.end]; }
 
   __device__ TileCuts cuts_at(const OwnedTile& t, int index) const {
-    // With a window a walk begins with its first queries, and its steps are not all rows of the subtree.
+    // With a window a walk begins with its first queries, and its steps are not all rows of the
+    // subtree.
     int first = slices.width;
     if (is_split() && !a.sees.has_window()) {
       const int rows = (max(end_row(t), 1) - 1) % slices.rows + 1;
@@ -93,9 +97,9 @@ struct BackwardTiles {
     return cuts_of(a.tile_steps[index], first, slices);
   }
 
-  // The border of slices at which a tile's second part begins; the next ones begin at those before it. Borders are counted
-  // from the first row. Where nodes do not lie one behind the other, a walk has more steps than their rows have tiles, and
-  // its parts need as many borders all the same.
+  // The border of slices at which a tile's second part begins; the next ones begin at those before
+  // it. Borders are counted from the first row. Where nodes do not lie one behind the other, a walk
+  // has more steps than their rows have tiles, and its parts need as many borders all the same.
   __device__ int second_begin(const OwnedTile& t, const TileCuts& cuts) const {
     if (a.orders_dq) return first_slice(t);
     const int rows = cuts.begin(1) / a.packs_per_group * a.block_m;
@@ -108,21 +112,21 @@ struct BackwardTiles {
   // In which a tile's walk begins.
   __device__ int first_slice(const OwnedTile& t) const { return (max(end_row(t), 1) - 1) / slices.rows; }
 
-  // Whether a part walks the queries of one slice, the same for all tiles, so that a block waits for one other alone: where all
-  // rows lie one behind the other, and a walk passes each once.
+  // Whether a part walks the queries of one slice, the same for all tiles, so that a block waits
+  // for one other alone: where all rows lie one behind the other, and a walk passes each once.
   __device__ bool can_order_parts() const {
     const Node first = a.nodes.node(0);
     return a.run_counts[a.nodes.num_nodes] == 1 && first.q_begin == 0 && sees_ancestors(first);
   }
 
-  // Whole tiles of a node with children run together, as one set of a round (core/block_order.h): all of them cost what
+  // Whole tiles of a node with children run together (core/block_order.h): all of them cost what
   // the first does, which the most queries see. With a window the last of them may be seen by more.
   __device__ int whole_cost(const OwnedTile& t, int index) const {
     const int steps = a.tile_steps[index];
     return t.is_leaf || steps == 0 ? steps : max(steps, a.tile_steps[max(index - t.n_block, 0)]);
   }
 
-  // Where dQ is added in order, a cost that is never more than that of the tile before on the path.
+  // The cost with deterministic sums of dQ: never more than that of the tile before on the path.
   __device__ int rows_below(const OwnedTile& t) const {
     const int rows = end_row(t) - a.query_offsets[t.node];
     return t.is_leaf ? max(rows - t.n_block * a.block_n, 0) : rows;
@@ -144,7 +148,7 @@ struct BackwardTiles {
     if (threadIdx.x < kCostClasses) block.class_steps[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
       block.long_tiles = 0, block.longest_tile = 0, block.shortest_tile = kMaxSteps, block.long_steps = 0;
-      block.longest = 0, block.longest_leaf = 0, block.shortest = kMaxSteps, block.alternating = 0;
+      block.longest = 0, block.longest_leaf = 0, block.alternating = 0;
       block.widest = 0, block.heaviest = 0;
       block.used_slots = 0, block.total_steps = 0;
     }
@@ -219,8 +223,8 @@ struct BackwardTiles {
     if (!fits) slices = {};
   }
 
-  // Finds the places of parts behind the first of their tile: behind all tiles whose walks begin before their border, and
-  // behind the parts that begin before them.
+  // Finds the places of parts behind the first of their tile: behind all tiles whose walks begin
+  // before their border, and behind the parts that begin before them.
   __device__ void place_parts() {
     items = tiles;
     if (!is_split()) return;
@@ -266,20 +270,22 @@ struct BackwardTiles {
     });
   }
 
-  // The place of a part in the order of a sweep.
+  // The place of a part in raster order.
   __device__ int place_of(const OwnedTile& t, int index, int part) const {
     if (!is_split()) return index;
     if (part > 0) return a.part_places[a.part_offsets[index] + part - 1];
-    // Behind the parts that begin before this tile's walk, or with it: at this border and later ones.
+    // Behind the parts that begin before this tile's walk, or with it: at this border and later
+    // ones.
     return index + a.parts_before[max(border_count() - ceil_div(end_row(t), slices.rows), 0)];
   }
 
-  // Writes the items in the order of a sweep, and the class of each.
-  __device__ void sweep() const {
+  // Writes the items in raster order, and the cost class of each.
+  __device__ void write_in_raster_order() const {
     int* first_class_tiles = a.node_sums;  // by the end of their walks
     for (int i = threadIdx.x; i <= a.nodes.num_nodes; i += kListThreads) first_class_tiles[i] = 0;
     for (int i = threadIdx.x; i < items; i += kListThreads) {
-      a.swept[i] = BackwardItem{0, 0, 0, 0, -1, -1};  // where offsets contradict each other, places stay empty
+      // Where offsets contradict each other, places stay empty.
+      a.in_raster_order[i] = BackwardItem{0, 0, 0, 0, -1, -1};
       a.item_bins[i] = (kCostClasses - 1) * kTileBins;
       a.in_local_order[i] = 0;
     }
@@ -306,12 +312,12 @@ struct BackwardTiles {
       for (int part = 0; part < cuts.parts; ++part) {
         const int place = place_of(t, i, part), begin = cuts.begin(part), steps = cuts.begin(part + 1) - begin;
         if (place < 0 || place >= items) continue;
-        a.swept[place] = BackwardItem{t.node, t.n_block, begin, steps, slot < 0 ? -1 : slot + part * a.num_kv_heads, -1};
+        const int own_slot = slot < 0 ? -1 : slot + part * a.num_kv_heads;
+        a.in_raster_order[place] = BackwardItem{t.node, t.n_block, begin, steps, own_slot, -1};
         const int bin = bin_of(t, cost_at(t, i, cuts, part), place), index = bin / kTileBins;
         a.item_bins[place] = bin;
         atomicAdd(&block.class_steps[index], static_cast<unsigned long long>(steps));
         if (index == 0) {
-          atomicMin(&block.shortest, steps);
           atomicMax(&block.widest, atomicAdd(&first_class_tiles[t.end], 1) + 1);
         } else if (begins_in_waves(owned_tiles(a.nodes.node(t.node), a.block_n), a.num_sms)) {
           atomicOr(&block.alternating, 1 << index);
@@ -321,8 +327,8 @@ struct BackwardTiles {
     __syncthreads();
   }
 
-  // Sorts the items into classes. Each warp takes 32 neighbours, and writes those of one bin in order, with one place in the
-  // list from a shared counter.
+  // Sorts the items into classes. Each warp takes 32 neighbours, and writes those of one bin in
+  // order, with one place in the list from a shared counter.
   __device__ void sort() const {
     for (int i = threadIdx.x; i < items; i += kListThreads) atomicAdd(&block.bins[a.item_bins[i]], 1);
     __syncthreads();
@@ -330,7 +336,8 @@ struct BackwardTiles {
     if (threadIdx.x < kCostClasses) a.order->begin[threadIdx.x] = block.bins[threadIdx.x * kTileBins];
     __syncthreads();
     const bool in_table_order = !is_split() && !a.orders_dq && has_wide_paths(block.longest_path, a.block_n, a.num_sms);
-    // Where bins are larger than that, one warp alone keeps the order of blocks that wait for others.
+    // Where bins are larger than that, one warp alone keeps the order of blocks that wait for
+    // others.
     const int threads = a.orders_dq && items > 32 * kTileBins ? 32 : kListThreads;
     for (int first = 0; first < items && threadIdx.x < threads; first += threads) {
       const int i = first + threadIdx.x, lane = threadIdx.x % 32;
@@ -341,7 +348,7 @@ struct BackwardTiles {
       if (i < items && before == 0) place = atomicAdd(&block.bins[bin], __popc(peers));
       place = __shfl_sync(peers, place, __ffs(peers) - 1) + before;
       if (i >= items) continue;
-      const BackwardItem item = a.swept[i];
+      const BackwardItem item = a.in_raster_order[i];
       a.items[place] = item;
       a.in_local_order[in_table_order ? min(a.tile_offsets[item.node] + item.n_block, items - 1) : i] = place;
     }
@@ -364,8 +371,8 @@ struct BackwardTiles {
     return a.in_local_order[clamp_int(place_of(t, index, part), 0, items - 1)];
   }
 
-  // Tells every item which one comes before it. Offsets that contradict each other may make that a later one: nobody waits
-  // for those.
+  // Tells every item which one comes before it. Offsets that contradict each other may make that a
+  // later one: nobody waits for those.
   __device__ void link() const {
     for (int i = threadIdx.x; i < tiles; i += kListThreads) {
       const int above = tile_before(i);
@@ -389,34 +396,27 @@ struct BackwardTiles {
     int64_t head_steps = 0;
     for (const unsigned long long steps : block.class_steps) head_steps += static_cast<int64_t>(steps);
     const int64_t head_time = ceil_div<int64_t>(head_steps, a.num_sms);
-    const bool spread = is_split() ? are_mixed && a.num_kv_heads >= kFewestSweeps
+    const bool spread = is_split() ? are_mixed && a.num_kv_heads >= kFewestLocalHeads
                                    : is_spread(head_steps, static_cast<int64_t>(block.class_steps[0]), block.longest,
                                                head_time);
     order.local_heads = spread ? local_heads_of(block.longest, head_time, a.num_kv_heads) : 0;
     order.by_head = is_split() || order.local_heads > 0;
-    order.alternating = 0, order.fillers = 0;
+    order.alternating = 0;
     if (order.by_head) return;
-    const int tiles_of_first = order.begin[1];
     order.alternating =
-        block.alternating | first_class_alternates(tiles_of_first, block.widest, a.num_kv_heads, a.num_sms);
-    int second = 1;  // the class that the fillers come from
-    while (second < kCostClasses - 1 && block.class_steps[second] == 0) ++second;
-    const int second_end = second + 1 < kCostClasses ? order.begin[second + 1] : items;
-    const int mean = static_cast<int>(block.class_steps[second] / max(1, second_end - order.begin[second]));
-    const int64_t supply = static_cast<int64_t>(items - tiles_of_first) * a.num_kv_heads;
-    order.fillers = fillers_of(tiles_of_first, block.shortest, mean, supply, a.num_kv_heads, a.num_sms);
+        block.alternating | first_class_alternates(order.begin[1], block.widest, a.num_kv_heads, a.num_sms);
   }
 };
 
 __device__ inline void build_backward_list(const BackwardListArgs& a) {
   __shared__ ListBlock block;
   find_runs(a, block);
-  BackwardTiles list{a, block, number_tiles(a, block)};
+  BackwardListBuilder list{a, block, number_tiles(a, block)};
   list.clear_sums();
   list.count_steps();
   list.choose_slices();
   list.place_parts();
-  list.sweep();
+  list.write_in_raster_order();
   list.sort();
   if (a.orders_dq) list.link();
   list.finish_order();

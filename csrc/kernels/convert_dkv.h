@@ -2,8 +2,8 @@
 // combines do), scales the sum and rounds it once.
 #pragma once
 
-#include "core/numerics.h"
 #include "params.h"
+#include "tile/numerics.h"
 
 namespace dualkv {
 

@@ -68,7 +68,7 @@ struct BackwardListArgs {
   int* first_borders;                             // as large: where a tile's second part begins
   int* part_places;                               // scratch for the parts behind the first of their tile
   int *border_parts, *tiles_before, *parts_before;  // scratch for the borders of slices: tiles of queries and parts
-  BackwardItem* swept;                            // scratch for the items in the order of a sweep
+  BackwardItem* in_raster_order;                  // scratch for the items
   int* item_bins;                                 // as many
   BackwardItem* items;
   int* in_local_order;

@@ -44,12 +44,12 @@ struct ListBlock {
   int64_t warp_sums[32];
   int bins[max_int(kBins, kCostClasses * kTileBins)];
   int carry, alternating;
-  int longest_path, longest_tile;  // keys, steps
-  int long_tiles, shortest_tile;   // of tiles that would be split: number, steps
-  int most_parts;                  // of a tile
-  int heaviest;                    // steps of one node's tiles longer than half of the longest
-  int longest, longest_leaf;       // costs of items, and of those of leaves
-  int shortest, widest;            // of class 0: steps of an item, tiles with a common end
+  int longest_path, longest_tile;                  // keys, steps
+  int long_tiles, shortest_tile;                   // of the tiles that would be split: number, steps
+  int most_parts;                                  // of a tile
+  int heaviest;                                    // steps of one node's tiles that take more than half of the longest
+  int longest, longest_leaf;                       // costs of items, and of those of leaves
+  int widest;                                      // of class 0: tiles whose walks have a common end
   unsigned long long total_steps, long_steps, used_slots, class_steps[kCostClasses];
 };
 

@@ -4,8 +4,8 @@
 
 #include <math_constants.h>
 
-#include "core/numerics.h"
 #include "params.h"
+#include "tile/numerics.h"
 
 namespace dualkv {
 

@@ -9,9 +9,9 @@
 // (deterministic mode), it comes from backward_dq.h.
 #pragma once
 
-#include "core/kv_block.h"
-#include "core/mask.h"
+#include "kernels/kv_block.h"
 #include "sm80/fragment_grid.h"
+#include "tile/mask.h"
 
 namespace dualkv::sm80 {
 

@@ -3,9 +3,9 @@
 // alternative, a fixed order of all KV tiles' additions to a shared fp32 dQ, makes blocks wait.
 #pragma once
 
-#include "core/mask.h"
-#include "core/online_softmax.h"
 #include "sm80/query_block.h"
+#include "tile/mask.h"
+#include "tile/online_softmax.h"
 
 namespace dualkv::sm80 {
 

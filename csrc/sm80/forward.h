@@ -7,9 +7,9 @@
 // other's waits.
 #pragma once
 
-#include "core/mask.h"
-#include "core/online_softmax.h"
 #include "sm80/query_block.h"
+#include "tile/mask.h"
+#include "tile/online_softmax.h"
 
 namespace dualkv::sm80 {
 

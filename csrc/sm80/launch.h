@@ -1,4 +1,5 @@
-// Launches of the sm80 kernels, and the macros by which an instance file builds and registers one of them.
+// Launches of the sm80 kernels, and the macros by which an instance file builds and registers one
+// of them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -26,7 +27,7 @@ ForwardKernel<T> forward_kernel() {
     launch(dualkv_sm80_forward<T, Config>, int64_t{p.work.capacity} * p.shape.num_heads, Config::kThreads,
            Config::kSharedBytes, stream, p);
   };
-  return {{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes}, run};
+  return {{run}};
 }
 
 template <typename T, class Config>
@@ -41,8 +42,7 @@ BackwardKernel<T> backward_kernel() {
     launch(dualkv_convert_sm80<T, Config>, dkv_blocks + dq_blocks, Config::kThreads, Config::TileQ::kBytes, stream, p,
            dkv_blocks);
   };
-  const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes};
-  return {{{tiles, run}}, convert, true};
+  return {{run}, convert};
 }
 
 template <typename T, class Config>
@@ -51,25 +51,17 @@ BackwardDqKernel<T> backward_dq_kernel() {
     launch(dualkv_sm80_backward_dq<T, Config>, int64_t{p.work.capacity} * p.shape.num_heads, Config::kThreads,
            Config::kSharedBytes, stream, p);
   };
-  const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes + kStaticSharedBytes};
-  return {{{tiles, run}}};
+  return {{run}};
 }
 
-// Registers the full configuration and, where that exceeds the small multiprocessors, the compact one, for each element
-// type. `make(element, config)` makes a kernel of them.
+// Registers the kernels of all footprints for each element type. `make(element, config)` makes one
+// of them.
 template <template <typename> class Kernel, template <int, Footprint> class Config, int kHeadDim, class Make>
 bool register_kernels(Make make) {
-  using Full = Config<kHeadDim, Footprint::full>;
-  static_assert(Full::kSharedBytes + kStaticSharedBytes <= shared_limit(Footprint::full), "must fit an A100");
   return for_element_types([&](auto element) {
-    using T = decltype(element);
-    add_kernel<Kernel<T>>(Arch::sm80, {kHeadDim, kHeadDim}, make(element, Full{}));
-    if constexpr (Full::kSharedBytes + kStaticSharedBytes > shared_limit(Footprint::compact)) {
-      using Compact = Config<kHeadDim, Footprint::compact>;
-      static_assert(Compact::kSharedBytes + kStaticSharedBytes <= shared_limit(Footprint::compact),
-                    "must fit the multiprocessors with 99 KB");
-      add_kernel<Kernel<T>>(Arch::sm80, {kHeadDim, kHeadDim}, make(element, Compact{}));
-    }
+    each_footprint<Config, kHeadDim>([&](auto config) {
+      add_kernel<Kernel<decltype(element)>>(traits_of<decltype(config)>(), make(element, config));
+    });
   });
 }
 

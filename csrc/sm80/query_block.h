@@ -2,9 +2,9 @@
 // their loads.
 #pragma once
 
-#include "core/mask.h"
-#include "core/query_block.h"
+#include "kernels/query_block.h"
 #include "sm80/config.h"
+#include "tile/mask.h"
 
 namespace dualkv::sm80 {
 

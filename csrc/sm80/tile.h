@@ -1,11 +1,11 @@
 // Loads of tiles into shared memory with cp.async, and the warp-level product over them.
 #pragma once
 
-#include "core/smem_tile.h"
 #include "params.h"
 #include "ptx/cp_async.h"
 #include "ptx/ldmatrix.h"
 #include "ptx/mma.h"
+#include "tile/smem_tile.h"
 
 namespace dualkv::sm80 {
 

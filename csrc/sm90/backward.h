@@ -15,7 +15,7 @@
 // picture.
 #pragma once
 
-#include "core/dq_turn.h"
+#include "core/dq_semaphore.h"
 #include "sm90/ds_exchange.h"
 
 namespace dualkv::sm90 {
@@ -426,11 +426,11 @@ __device__ __forceinline__ void add_dq(const BackwardShared<Config>& shared, con
   // Steps published together, because publishing takes a microsecond. Over the default mode, 28 x
   // 16K x 2K takes 5% longer with 2, 6% with 3 and 8% with 4.
   constexpr int kPublished = 2;
-  const bool adds = threadIdx.x % 32 == 0, ordered = p.dq_turns;
-  uint64_t done = block.before < 0 ? DqTurn::kOver : 0;  // progress of the block before
-  uint32_t next_tile = 0;  // tile of the next addition, or a later one
+  const bool adds = threadIdx.x % 32 == 0, ordered = p.dq_semaphores;
+  uint64_t done = block.before < 0 ? DqSemaphore::kOver : 0;  // by the block before
+  uint32_t next_tile = 0;  // of the next turn, or a later one
   int unpublished = 0;
-  const auto ask = [&] { done = ptx::load_published(p.dq_turn(block.before, block.kv_head, group)); };
+  const auto ask = [&] { done = ptx::load_published(p.dq_semaphore(block.before, block.kv_head, group)); };
   for (int place = 0;; place = place + 1 < Config::kSteps ? place + 1 : 0) {
     // Asked before dQ is ready, because the answer takes a microsecond: 3 to 5% of the backward.
     if (adds && ordered && done >> 32 <= next_tile) ask();
@@ -438,7 +438,7 @@ __device__ __forceinline__ void add_dq(const BackwardShared<Config>& shared, con
     const FlaggedStep& step = steps[place];
     // Read before dq_read() is signalled: after that the step may be overwritten.
     const bool valid = step.valid, last = !valid || step.last;
-    const DqTurn turn(step.m_block, step.own_begin, step.pack);
+    const DqSemaphore turn(step.m_block, step.own_begin, step.pack);
     __syncwarp();
     if (adds && valid) {
       while (ordered && !turn.is_over(done)) ask();
@@ -452,7 +452,7 @@ __device__ __forceinline__ void add_dq(const BackwardShared<Config>& shared, con
     if (adds && ordered && (last || ++unpublished == kPublished)) {
       unpublished = 0;
       ptx::bulk_wait();
-      ptx::publish(p.dq_turn(block.index, block.kv_head, group), last ? DqTurn::kOver : turn.number());
+      ptx::publish(p.dq_semaphore(block.index, block.kv_head, group), last ? DqSemaphore::kOver : turn.number());
     }
     __syncwarp();
     if (last) return;

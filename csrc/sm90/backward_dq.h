@@ -9,11 +9,11 @@
 // sums half of the columns of dQ. Blocks are persistent, as in forward.h.
 #pragma once
 
-#include "core/mask.h"
 #include "sm90/config.h"
 #include "sm90/maps.h"
 #include "sm90/query_work.h"
 #include "sm90/tile.h"
+#include "tile/mask.h"
 
 namespace dualkv::sm90 {
 

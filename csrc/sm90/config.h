@@ -1,8 +1,8 @@
 // Tile sizes per head dimension on Hopper: 227 KB of shared memory, one block a multiprocessor.
 #pragma once
 
-#include "core/smem_tile.h"
-#include "dispatch.h"
+#include "core/kernel_traits.h"
+#include "tile/smem_tile.h"
 
 namespace dualkv::sm90 {
 
@@ -21,8 +21,9 @@ struct RegisterShare<3> {
   static constexpr int kProducer = 32, kConsumer = 160;
 };
 
-// kHeadDim is that of Q and K, kHeadDimV that of V, O and dO. kSharers_ warpgroups share 64 queries: each computes their
-// scores, and its part of the columns of what is summed. No warpgroup has registers for 64 rows of 512 columns.
+// kHeadDim is that of Q and K, kHeadDimV that of V, O and dO. kSharers_ warpgroups share 64
+// queries: each computes their scores, and its part of the columns of what is summed. No warpgroup
+// has registers for 64 rows of 512 columns.
 template <int kHeadDim_, int kHeadDimV_, int kConsumers_, int kBlockN_, int kStagesQ_ = 1, int kSharers_ = 1,
           int kStagesV_ = 2>
 struct ForwardTiles {
@@ -59,13 +60,15 @@ struct ForwardConfig<256, 256> : ForwardTiles<256, 256, 2, 80> {};
 template <>
 struct ForwardConfig<512, 512> : ForwardTiles<512, 512, 2, 48, 1, 2, 1> {};
 
-// For windows that are shorter than a tile: with d = 64, 24 queries of 8 heads and a window of 128 see 151 keys together.
+// For windows that are shorter than a tile: with d = 64, 24 queries of 8 heads and a window of 128
+// see 151 keys together.
 template <int kHeadDim, int kHeadDimV>
 struct NarrowForwardConfig : ForwardConfig<kHeadDim, kHeadDimV> {};
 template <>
 struct NarrowForwardConfig<64, 64> : ForwardTiles<64, 64, 3, 80, 2> {};
 
-// The backward kernels need every register: kBlocksPerSm blocks of a producer's warpgroup and kConsumers more.
+// The backward kernels need every register: kBlocksPerSm blocks of a producer's warpgroup and
+// kConsumers more.
 template <int kConsumers, int kBlocksPerSm = 1>
 struct BackwardRegisterShare {
   static constexpr int kProducer = 24, kConsumer = kConsumers == 2 ? 240 : 232;
@@ -74,11 +77,11 @@ struct BackwardRegisterShare {
 };
 using BackwardRegisters = BackwardRegisterShare<2>;
 
-// Backward with a stationary KV tile, 64 rows a consumer warpgroup. kStagesDq_: whether dQ goes to its sums through shared
-// memory; else it goes from registers. Of one warpgroup a multiprocessor has room for two blocks, but not for dQ: while one
-// begins or ends, the other multiplies.
+// Backward with a stationary KV tile, 64 rows a consumer warpgroup. kStagesDq_: whether dQ goes to
+// its sums through shared memory; else it goes from registers. A multiprocessor has room for two
+// blocks of one warpgroup, but not for dQ: while one begins or ends, the other multiplies.
 template <int kHeadDim_, int kHeadDimV_, int kBlockM_, bool kStagesDq_ = true, int kConsumers_ = 2>
-struct BackwardTiles {
+struct BackwardWarpgroupTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = kBlockM_, kBlockN = 64 * kConsumers_;
   static constexpr int kConsumers = kConsumers_, kThreads = (kConsumers + 1) * kWarpgroup, kBlocksPerSm = 2 / kConsumers;
   static constexpr bool kSumsDq = kConsumers == 2, kStagesDq = kStagesDq_;
@@ -143,8 +146,8 @@ struct BackwardWideTiles {
   static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
 };
 
-// dK and dV of heads wider than 256: a KV tile of 64 rows for kColumnBlocks_ blocks. Each sums its part of the columns of
-// both gradients, one warpgroup for each.
+// dK and dV of heads wider than 256: a KV tile of 64 rows for kColumnBlocks_ blocks. Each sums its
+// part of the columns of both gradients, one warpgroup for each.
 template <int kHeadDim_, int kColumnBlocks_, int kBlockM_>
 struct BackwardColumnTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim, kBlockM = kBlockM_, kBlockN = 64;
@@ -169,8 +172,9 @@ struct BackwardColumnTiles {
   static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
 };
 
-// dQ by itself: a block owns 128 queries of one head, or 64 that its warpgroups share, and streams K and V. A tile of K is
-// held longer than one of V: it serves S of its step and dQ, which is issued together with S of the next.
+// dQ alone: a block owns 128 queries of one head, or 64 that its warpgroups share, and streams
+// K and V. A tile of K is held longer than one of V: it serves S of its step and dQ, which is
+// issued together with S of the next.
 template <int kHeadDim_, int kHeadDimV_, int kBlockN_, int kStagesK_, int kStagesV_, int kStagesQ_ = 1, int kSharers_ = 1>
 struct BackwardDqTiles {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockN = kBlockN_, kSharers = kSharers_;
@@ -205,45 +209,23 @@ struct BackwardDqConfig<256, 256> : BackwardDqTiles<256, 256, 64, 2, 1> {};
 template <>
 struct BackwardDqConfig<512, 512> : BackwardDqTiles<512, 512, 32, 2, 1, 1, 2> {};
 
-// For short walks. At d = 64 as in the forward: 16 queries of 8 heads and a window of 128 see 143 keys. At d = 128 there is
-// room for the queries of the next item too. README.md ("Few keys", "Windows") has the times by which the limits were set.
+// For short walks. At d = 64 as in the forward: 16 queries of 8 heads and a window of 128 see 143
+// keys. At d = 128 there is room for the queries of the next item too.
 template <int kHeadDim, int kHeadDimV>
 struct NarrowBackwardDqConfig : BackwardDqConfig<kHeadDim, kHeadDimV> {};
 template <>
-struct NarrowBackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 80, 3, 2, 2> {
-  static constexpr ShortWalks kShortWalks{128, 128, 256};
-};
+struct NarrowBackwardDqConfig<64, 64> : BackwardDqTiles<64, 64, 80, 3, 2, 2> {};
 template <>
-struct NarrowBackwardDqConfig<128, 128> : BackwardDqTiles<128, 128, 64, 3, 2, 2> {
-  static constexpr ShortWalks kShortWalks{640, 640, 1024};
-};
+struct NarrowBackwardDqConfig<128, 128> : BackwardDqTiles<128, 128, 64, 3, 2, 2> {};
 
-// kShortWindow: with fewer keys a query dQ has a kernel of its own. Its sums travel through memory three times in fp32,
-// and for few keys it is less work to compute S and dP once more. At 8 x 8K, by how much less time: d = 64 5% with 256
-// keys; d = 128 18% with 160, 6% with 192, 3% with 256, -3% with 384; (192, 128), which adds dQ from registers, 2% with
-// 768, 3% with 1024, -2% with 2048.
-// kFewKeys: the same without a window; kFewKeysSlowMemory on an H100, whose memory has two thirds of the rate. There the
-// sums take 48% more time than dQ by itself with 287 keys, 7% with 503 and 7% less with 996; d = 64, 26% more with 287, 6%
-// less with 513; deterministic 13% more with 996, 6% on tree agentic. README.md ("Few keys") has the times.
-// kLongNode: of so many tokens a node on average, too few steps can be left out to pay for a loop that asks: at d = 128
-// it takes 1% longer. 0: never.
 template <int kHeadDim, int kHeadDimV>
 struct BackwardConfig;
 template <>
-struct BackwardConfig<64, 64> : BackwardTiles<64, 64, 128> {
-  static constexpr int kShortWindow = 256, kLongNode = 0;
-  static constexpr FewKeys kFewKeys{100, 320, 0, 0}, kFewKeysSlowMemory{512, 1280, 0, 0};
-};
+struct BackwardConfig<64, 64> : BackwardWarpgroupTiles<64, 64, 128> {};
 template <>
-struct BackwardConfig<128, 128> : BackwardTiles<128, 128, 64> {
-  static constexpr int kShortWindow = 256, kLongNode = 1280;
-  static constexpr FewKeys kFewKeys{320, 512, 0, 1280}, kFewKeysSlowMemory{600, 1280, 1280, 1280};
-};
+struct BackwardConfig<128, 128> : BackwardWarpgroupTiles<128, 128, 64> {};
 template <>
-struct BackwardConfig<192, 128> : BackwardTiles<192, 128, 64, false> {
-  static constexpr int kShortWindow = 1024;
-  static constexpr FewKeys kFewKeys{}, kFewKeysSlowMemory{};
-};
+struct BackwardConfig<192, 128> : BackwardWarpgroupTiles<192, 128, 64, false> {};
 template <>
 struct BackwardConfig<192, 192> : BackwardWideTiles<192, 192, 3> {};
 template <>
@@ -251,18 +233,50 @@ struct BackwardConfig<256, 256> : BackwardWideTiles<256, 256, 2> {};
 template <>
 struct BackwardConfig<512, 512> : BackwardColumnTiles<512, 2, 32> {};
 
-// For short walks: while one block begins or ends, the other of a multiprocessor multiplies. Twice as many bytes of Q and dO
-// come from L2, which costs 3% with a window of 1024. Lists count one block a multiprocessor here too: a part of a split tile
-// then takes up to half of the time instead of a quarter, and begins first.
+// For short walks: while one block begins or ends, the other of a multiprocessor multiplies. Twice
+// as many bytes of Q and dO come from L2, which costs 3% with a window of 1024. Lists count one
+// block a multiprocessor here too: a part of a split tile then takes up to half of the time instead
+// of a quarter, and begins first.
 template <int kHeadDim, int kHeadDimV>
 struct NarrowBackwardConfig : BackwardConfig<kHeadDim, kHeadDimV> {};
 template <>
-struct NarrowBackwardConfig<64, 64> : BackwardTiles<64, 64, 64, true, 1> {
-  static constexpr ShortWalks kShortWalks{100, 200, 0};
-};
+struct NarrowBackwardConfig<64, 64> : BackwardWarpgroupTiles<64, 64, 64, true, 1> {};
 template <>
-struct NarrowBackwardConfig<128, 128> : BackwardTiles<128, 128, 64, true, 1> {
-  static constexpr ShortWalks kShortWalks{320, 640, 256};
-};
+struct NarrowBackwardConfig<128, 128> : BackwardWarpgroupTiles<128, 128, 64, true, 1> {};
+
+template <class Config>
+constexpr TileInfo tile_info(bool packs_heads = true, int column_blocks = 1) {
+  return {Config::kBlockM, Config::kBlockN, Config::kSharedBytes, packs_heads, column_blocks};
+}
+
+template <int kHeadDim, int kHeadDimV>
+constexpr KernelTraits forward_traits() {
+  using Config = ForwardConfig<kHeadDim, kHeadDimV>;
+  using Narrow = NarrowForwardConfig<kHeadDim, kHeadDimV>;
+  KernelTraits traits{Arch::sm90, {kHeadDim, kHeadDimV}, tile_info<Config>()};
+  static_assert(Narrow::kBlockM == Config::kBlockM, "the list of query tiles serves both");
+  if constexpr (Narrow::kBlockN < Config::kBlockN) traits.narrow = tile_info<Narrow>();
+  return traits;
+}
+
+template <int kHeadDim, int kHeadDimV>
+constexpr KernelTraits backward_traits() {
+  using Config = BackwardConfig<kHeadDim, kHeadDimV>;
+  using Narrow = NarrowBackwardConfig<kHeadDim, kHeadDimV>;
+  KernelTraits traits{Arch::sm90, {kHeadDim, kHeadDimV}, tile_info<Config>(true, Config::kColumnBlocks)};
+  traits.sums_dq = Config::kSumsDq;
+  if constexpr (Config::kSumsDq) traits.orders_dq = Config::kStagesDq;
+  if constexpr (Narrow::kBlockN < Config::kBlockN) traits.narrow = tile_info<Narrow>();
+  return traits;
+}
+
+template <int kHeadDim, int kHeadDimV>
+constexpr KernelTraits backward_dq_traits() {
+  using Config = BackwardDqConfig<kHeadDim, kHeadDimV>;
+  using Narrow = NarrowBackwardDqConfig<kHeadDim, kHeadDimV>;
+  KernelTraits traits{Arch::sm90, {kHeadDim, kHeadDimV}, tile_info<Config>(Config::kPacksHeads)};
+  if constexpr (Narrow::kBlockN < Config::kBlockN) traits.narrow = tile_info<Narrow>(Narrow::kPacksHeads);
+  return traits;
+}
 
 }  // namespace dualkv::sm90

@@ -10,12 +10,12 @@
 #pragma once
 
 #include "core/border_tiles.h"
-#include "core/mask.h"
-#include "core/online_softmax.h"
 #include "sm90/config.h"
 #include "sm90/maps.h"
 #include "sm90/query_work.h"
 #include "sm90/tile.h"
+#include "tile/mask.h"
+#include "tile/online_softmax.h"
 
 namespace dualkv::sm90 {
 

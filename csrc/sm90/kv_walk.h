@@ -3,11 +3,11 @@
 // whose columns are queries.
 #pragma once
 
-#include "core/kv_block.h"
-#include "core/mask.h"
+#include "kernels/kv_block.h"
 #include "sm90/config.h"
 #include "sm90/maps.h"
 #include "sm90/tile.h"
+#include "tile/mask.h"
 
 namespace dualkv::sm90 {
 
@@ -291,7 +291,7 @@ struct KvWarpgroup {
     for (int j = 0; j < kBlockM / 8; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        x[j][e] *= p.shape.softcap.slope(probabilities[j][e], lse[j / 2][j % 2 * 2 + e % 2]);
+        x[j][e] *= softcap_slope(p.shape.softcap, probabilities[j][e], lse[j / 2][j % 2 * 2 + e % 2]);
       }
   }
   // Variant that reloads the LSE from shared memory, if there is a softcap: no registers to keep

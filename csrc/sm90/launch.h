@@ -1,4 +1,5 @@
-// Launches of the sm90 kernels, and the macros by which an instance file builds and registers one of them.
+// Launches of the sm90 kernels, and the macros by which an instance file builds and registers one
+// of them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -49,26 +50,10 @@ void launch_forward_tiles(const ForwardParams<T>& p, cudaStream_t stream) {
          Config::kSharedBytes, stream, p, maps);
 }
 
-// Where narrow tiles save a quarter of the columns.
-template <class Narrow, class Config>
-bool wants_narrow_tiles(Visibility sees, int heads) {
-  static_assert(Narrow::kBlockM == Config::kBlockM, "the list of query tiles serves both");
-  const int queries = Config::kBlockM / heads;
-  return sees.has_window() && 4 * int64_t{window_columns(sees, queries, Narrow::kBlockN)} <=
-                                  3 * int64_t{window_columns(sees, queries, Config::kBlockN)};
-}
-
-template <typename T, int kHeadDim, int kHeadDimV>
+template <typename T, class Config>
 void launch_forward(const ForwardParams<T>& p, cudaStream_t stream) {
-  using Config = ForwardConfig<kHeadDim, kHeadDimV>;
-  using Narrow = NarrowForwardConfig<kHeadDim, kHeadDimV>;
-  if (p.shape.softcap.exists()) return launch_forward_tiles<T, Config, true>(p, stream);
-  if constexpr (Narrow::kBlockN < Config::kBlockN) {
-    if (wants_narrow_tiles<Narrow, Config>(p.shape.sees, p.packed_heads)) {
-      return launch_forward_tiles<T, Narrow, false>(p, stream);
-    }
-  }
-  launch_forward_tiles<T, Config, false>(p, stream);
+  p.shape.softcap.exists() ? launch_forward_tiles<T, Config, true>(p, stream)
+                           : launch_forward_tiles<T, Config, false>(p, stream);
 }
 
 template <typename T>
@@ -112,30 +97,24 @@ void launch_convert(const ConvertParams<T>& p, cudaStream_t stream) {
 template <int kHeadDim, int kHeadDimV = kHeadDim>
 bool register_forward() {
   using Config = ForwardConfig<kHeadDim, kHeadDimV>;
+  using Narrow = NarrowForwardConfig<kHeadDim, kHeadDimV>;
   return for_element_types([](auto element) {
     using T = decltype(element);
-    const TileInfo tiles{Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true};
-    add_kernel<ForwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, {tiles, launch_forward<T, kHeadDim, kHeadDimV>});
+    ForwardKernel<T> kernel{{launch_forward<T, Config>}};
+    if constexpr (Narrow::kBlockN < Config::kBlockN) kernel.launch_narrow = launch_forward_tiles<T, Narrow, false>;
+    add_kernel<ForwardKernel<T>>(forward_traits<kHeadDim, kHeadDimV>(), kernel);
   });
 }
 
-// Of the kernels that sum dQ, the one for what a call wants. Steps of which a warpgroup sees nothing are at the borders of
-// nodes and windows. Where these are far apart they are too few to be asked for.
+// The instance for a call. Steps of which a warpgroup sees nothing are left out, but not beside
+// sums of dQ with a softcap, whose registers leave no room for that.
 template <typename T, class Config>
 auto pick_backward(const BackwardParams<T>& p) {
   const auto pick = [&](auto has_softcap) {
     constexpr bool kSoftcap = decltype(has_softcap)::value;
     if constexpr (Config::kStagesDq) {
-      if (!p.dq_sum) return dualkv_sm90_backward<T, Config, false, true, kSoftcap>;
-      if constexpr (kSoftcap) {
-        return dualkv_sm90_backward<T, Config, true, false, true>;
-      } else if constexpr (Config::kLongNode == 0) {
-        return dualkv_sm90_backward<T, Config, true, true, false>;
-      } else {
-        const bool is_long = !p.shape.sees.has_window() && p.shape.q_rows / Config::kLongNode >= p.nodes.num_nodes;
-        return is_long ? dualkv_sm90_backward<T, Config, true, false, false>
-                       : dualkv_sm90_backward<T, Config, true, true, false>;
-      }
+      return p.dq_sum ? dualkv_sm90_backward<T, Config, true, !kSoftcap, kSoftcap>
+                      : dualkv_sm90_backward<T, Config, false, true, kSoftcap>;
     } else {
       return p.dq_sum ? dualkv_sm90_backward_mla<T, Config, true, kSoftcap>
                       : dualkv_sm90_backward_mla<T, Config, false, kSoftcap>;
@@ -152,11 +131,6 @@ void launch_narrow_backward(const BackwardParams<T>& p, cudaStream_t stream) {
                              p, stream);
 }
 
-template <class Config>
-constexpr TileInfo backward_tiles() {
-  return {Config::kBlockM, Config::kBlockN, Config::kSharedBytes, true, Config::kColumnBlocks};
-}
-
 template <int kHeadDim, int kHeadDimV = kHeadDim>
 bool register_backward() {
   using Config = BackwardConfig<kHeadDim, kHeadDimV>;
@@ -171,25 +145,11 @@ bool register_backward() {
         launch_backward<T, Config>(dualkv_sm90_backward_wide<T, Config>, p, stream);
       }
     };
-    BackwardKernel<T> kernel{{{backward_tiles<Config>(), run}}, launch_convert<T, Config>, Config::kSumsDq};
-    if constexpr (Config::kSumsDq) {
-      kernel.short_window = Config::kShortWindow;
-      kernel.orders_dq = Config::kStagesDq;
-      kernel.few_keys = Config::kFewKeys;
-      kernel.few_keys_slow_memory = Config::kFewKeysSlowMemory;
-    }
+    BackwardKernel<T> kernel{{run}, launch_convert<T, Config>};
     using Narrow = NarrowBackwardConfig<kHeadDim, kHeadDimV>;
-    if constexpr (Narrow::kBlockN < Config::kBlockN) {
-      kernel.narrow = {backward_tiles<Narrow>(), launch_narrow_backward<T, Narrow>};
-      kernel.short_walks = Narrow::kShortWalks;
-    }
-    add_kernel<BackwardKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, kernel);
+    if constexpr (Narrow::kBlockN < Config::kBlockN) kernel.launch_narrow = launch_narrow_backward<T, Narrow>;
+    add_kernel<BackwardKernel<T>>(backward_traits<kHeadDim, kHeadDimV>(), kernel);
   });
-}
-
-template <class Config>
-constexpr TileInfo dq_tiles() {
-  return {Config::kBlockM, Config::kBlockN, Config::kSharedBytes, Config::kPacksHeads};
 }
 
 template <int kHeadDim, int kHeadDimV = kHeadDim>
@@ -198,12 +158,9 @@ bool register_backward_dq() {
   using Narrow = NarrowBackwardDqConfig<kHeadDim, kHeadDimV>;
   return for_element_types([](auto element) {
     using T = decltype(element);
-    BackwardDqKernel<T> kernel{{{dq_tiles<Config>(), launch_backward_dq<T, Config>}}};
-    if constexpr (Narrow::kBlockN < Config::kBlockN) {
-      kernel.narrow = {dq_tiles<Narrow>(), launch_backward_dq<T, Narrow>};
-      kernel.short_walks = Narrow::kShortWalks;
-    }
-    add_kernel<BackwardDqKernel<T>>(Arch::sm90, {kHeadDim, kHeadDimV}, kernel);
+    BackwardDqKernel<T> kernel{{launch_backward_dq<T, Config>}};
+    if constexpr (Narrow::kBlockN < Config::kBlockN) kernel.launch_narrow = launch_backward_dq<T, Narrow>;
+    add_kernel<BackwardDqKernel<T>>(backward_dq_traits<kHeadDim, kHeadDimV>(), kernel);
   });
 }
 

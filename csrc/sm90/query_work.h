@@ -4,7 +4,7 @@
 // a full and an empty barrier. The geometry of a KV tile is passed along with its K.
 #pragma once
 
-#include "core/query_block.h"
+#include "kernels/query_block.h"
 #include "sm90/maps.h"
 #include "sm90/tile.h"
 

@@ -1,12 +1,12 @@
 // Tiles as wgmma and TMA see them, products of a warpgroup over them, and pipeline barriers.
 #pragma once
 
-#include "core/smem_tile.h"
-#include "sm90/config.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
 #include "ptx/warpgroup.h"
 #include "ptx/wgmma.h"
+#include "sm90/config.h"
+#include "tile/smem_tile.h"
 
 namespace dualkv::sm90 {
 

@@ -344,7 +344,7 @@ int64_t count_steps(const Problem* p) {
   return total;
 }
 
-// Item, KV head and direction of a thread block, and whether items are counted in the order of a sweep; false for a
+// Item, KV head and direction of a thread block, and whether items are counted in raster order; false for a
 // surplus block.
 int place_of(int block, const BackwardOrder* order, int num_kv_heads, int num_sms, int* out) {
   const BackwardPlace place = backward_place(block, *order, num_kv_heads, num_sms);
@@ -364,12 +364,7 @@ int read_local_part_limit(int longest, int64_t head_time, int num_kv_heads) {
 
 int class_of(int cost, int longest_here, int longest) { return cost_class_within(cost, longest_here, longest); }
 
-// {sets of walks, waves, free multiprocessors} of a round of the first class, and the blocks that fill it.
-int read_round(int tiles, int shortest, int mean, int64_t supply, int num_walks, int num_sms, int* out) {
-  const Round round = round_of(tiles, num_sms);
-  out[0] = round.walks, out[1] = round.waves, out[2] = round.free;
-  return fillers_of(tiles, shortest, mean, supply, num_walks, num_sms);
-}
+int heads_together(int tiles, int num_sms) { return heads_of_wave(tiles, num_sms); }
 
 // 0 where heads are not to be local.
 int read_local_heads(int64_t steps, int64_t first_class_steps, int longest, int64_t head_time, int num_kv_heads) {
@@ -381,10 +376,6 @@ bool does_first_class_alternate(int tiles, int widest, int num_kv_heads, int num
 }
 
 int pack_of(int heads_per_group, int tile_rows) { return packed_heads(heads_per_group, tile_rows); }
-
-int backward_pack_of(int heads_per_group, int window, int summed_dim) {
-  return backward_pack(heads_per_group, Visibility{true, window < 0 ? kNoWindow : window}, summed_dim).heads();
-}
 
 bool has_code_for(int capability, const char* archs, const char* ptx) { return is_built_for(capability, archs, ptx); }
 

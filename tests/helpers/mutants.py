@@ -27,7 +27,8 @@ FOLDERS = ("benchmarks", "csrc", "flash_attn_dualkv", "tests", "tools")
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
 IGNORED = shutil.ignore_patterns("*.so", "__pycache__", "results")
 COMPILED_FOR_THE_HOST = tuple(
-    f"tests/kernels/test_{name}.py" for name in ("geometry", "block_order", "work_list", "balance", "node_tables")
+    f"tests/kernels/test_{name}.py"
+    for name in ("geometry", "block_order", "work_list", "balance", "node_tables", "plan")
 )
 TEST_SECONDS = 600  # a mutant that hangs is caught, too
 

@@ -1,7 +1,7 @@
 // The blocks that build work lists and tables of nodes, run on the host.
 #include "shim_problem.h"
 
-#include "core/dq_turn.h"
+#include "core/dq_semaphore.h"
 #include "kernels/backward_list.h"
 #include "kernels/clear_rows.h"
 #include "kernels/forward_list.h"
@@ -33,16 +33,16 @@ int read_walk(const Problem* p, const BackwardItem* item, int* out, uint64_t* tu
     *out++ = walk.m_block * p->block_m + own_begin;
     *out++ = walk.m_block * p->block_m + end_own_row(walk.range, walk.m_block, p->block_m);
     *out++ = walk.head;
-    *turns++ = DqTurn(walk.m_block, own_begin, walk.head).number();
+    *turns++ = DqSemaphore(walk.m_block, own_begin, walk.head).number();
   }
   return count;
 }
 
-uint64_t number_of_turn(int m_block, int own_begin, int pack) { return DqTurn(m_block, own_begin, pack).number(); }
+uint64_t number_of_turn(int m_block, int own_begin, int pack) { return DqSemaphore(m_block, own_begin, pack).number(); }
 
 // Whether a step's turn is over where another walk has come to each of `count` numbers.
 void are_turns_over(int m_block, int own_begin, int pack, const uint64_t* done, int count, bool* over) {
-  for (int i = 0; i < count; ++i) over[i] = DqTurn(m_block, own_begin, pack).is_over(done[i]);
+  for (int i = 0; i < count; ++i) over[i] = DqSemaphore(m_block, own_begin, pack).is_over(done[i]);
 }
 
 // Steps of KV tile n_block of a node, without runs; -1 where it has fewer tiles.
@@ -55,8 +55,8 @@ int steps_of(const Problem* p, int index, int n_block) {
 }
 
 // Fills items (node, n_block, first_step, num_steps, slot, before), splits (node, n_block, slot, parts), the runs, and for
-// every thread block its item, KV head and direction. Returns the number of items; {splits, parts, fillers, alternating, items
-// of class 0, local heads} in `counts`.
+// every thread block its item, KV head and direction. Returns the number of items; {splits, whether heads come one
+// after the other, alternating, items of class 0, local heads} in `counts`.
 int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int* run_counts, int* run_begins, int* blocks,
                    int* counts) {
   const BackwardCapacities most = p->capacities();
@@ -65,7 +65,7 @@ int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int
   for (auto& array : nodes) array.resize(p->num_nodes + 1);
   for (auto& array : tiles) array.resize(most.tiles + 1);
   for (auto& array : borders) array.resize(ceil_div(p->q_rows, p->block_m) + most.items - most.tiles + 2);
-  std::vector<BackwardItem> swept(most.items);
+  std::vector<BackwardItem> in_raster_order(most.items);
   BackwardOrder order{};
   BackwardListArgs args{};
   args.nodes = p->table();
@@ -80,7 +80,7 @@ int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int
   args.tile_nodes = tiles[0].data(), args.tile_steps = tiles[1].data(), args.part_offsets = tiles[2].data();
   args.first_borders = tiles[3].data(), args.part_places = part_places.data();
   args.border_parts = borders[0].data(), args.tiles_before = borders[1].data(), args.parts_before = borders[2].data();
-  args.swept = swept.data(), args.item_bins = bins.data(), args.in_local_order = in_local_order.data();
+  args.in_raster_order = in_raster_order.data(), args.item_bins = bins.data(), args.in_local_order = in_local_order.data();
   args.items = items, args.order = &order, args.splits = splits, args.split_count = counts;
   host_cuda::run_block(kListThreads, [&] { build_backward_list(args); });
   const int count = order.begin[kCostClasses];
@@ -89,8 +89,7 @@ int build_backward(const Problem* p, BackwardItem* items, SplitTile* splits, int
     blocks[3 * block] = place.in_local_order ? in_local_order[place.item] : place.item;
     blocks[3 * block + 1] = place.kv_head, blocks[3 * block + 2] = place.reversed;
   }
-  counts[1] = order.by_head, counts[2] = order.fillers, counts[3] = order.alternating, counts[4] = order.begin[1];
-  counts[5] = order.local_heads;
+  counts[1] = order.by_head, counts[2] = order.alternating, counts[3] = order.begin[1], counts[4] = order.local_heads;
   return count;
 }
 

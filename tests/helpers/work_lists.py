@@ -47,7 +47,6 @@ class Backward(NamedTuple):
     run_counts: Ints
     run_begins: Ints
     by_head: int
-    fillers: int
     alternating: int
     first_class: int  # items
     local_heads: int
@@ -93,7 +92,7 @@ def backward_list(shim: ctypes.CDLL, problem: Problem) -> Backward:
     )
     blocks = np.full(((most.items + guard) * problem.num_kv_heads, 3), -1, np.int32)
     runs = np.zeros((2, problem.num_nodes + 1), np.int32)
-    counts = (ctypes.c_int * 6)()
+    counts = (ctypes.c_int * 5)()
     count = shim.build_backward(ctypes.byref(problem), *pointers(items, splits, runs[0], runs[1], blocks), counts)
     assert (items[most.items :] == UNTOUCHED).all() and (splits[most.splits :] == UNTOUCHED).all()
     return Backward(
@@ -107,7 +106,7 @@ class Step(NamedTuple):
     row: int  # the first of its query tile that it has
     end: int  # of these rows
     pack: int
-    turn: int  # when its dQ is added: DqTurn's number
+    turn: int  # when its dQ is added: DqSemaphore's number
 
 
 def walk_of(shim: ctypes.CDLL, problem: Problem, item: Ints) -> list[Step]:

@@ -21,7 +21,7 @@ class Order(ctypes.Structure):
 
     _fields_ = [
         ("begin", ctypes.c_int * 13),
-        *((name, ctypes.c_int) for name in ("alternating", "fillers", "local_heads", "by_head", "ordered")),
+        *((name, ctypes.c_int) for name in ("alternating", "local_heads", "by_head", "ordered")),
     ]
 
     def classes(self) -> Iterator[range]:
@@ -29,7 +29,7 @@ class Order(ctypes.Structure):
         return itertools.starmap(range, itertools.pairwise(self.begin))
 
 
-Place = tuple[int, int, bool, bool]  # item, KV head, reversed, whether the item is counted in the order of a sweep
+Place = tuple[int, int, bool, bool]  # item, KV head, reversed, whether the item is counted in raster order
 
 
 def place_of(shim: ctypes.CDLL, block: int, order: Order, kv_heads: int, num_sms: int) -> Place | None:
@@ -38,66 +38,49 @@ def place_of(shim: ctypes.CDLL, block: int, order: Order, kv_heads: int, num_sms
     return (place[0], place[1], bool(place[2]), bool(place[3])) if exists else None
 
 
-def round_of(shim: ctypes.CDLL, tiles: int, num_sms: int) -> tuple[int, int, int]:
-    """Sets of walks, waves and free multiprocessors of a round of the first class."""
-    found = (ctypes.c_int * 3)()
-    shim.read_round(tiles, 1, 1, ctypes.c_int64(0), 1, num_sms, found)
-    return found[0], found[1], found[2]
-
-
-def expected_places(order: Order, kv_heads: int, walks_a_round: int) -> list[tuple[int, int]]:
-    """Every (item, KV head).
-
-    Rounds of the first class, in which all heads take a tile before the next; fillers behind each round; then class by
-    class and head by head.
-    """
+def expected_places(order: Order, kv_heads: int, together: int) -> list[tuple[int, int]]:
+    """Every (item, KV head): of the first class `together` heads take a tile before the next; then head by head."""
     first, *later = order.classes()
-    rest = [(item, head) for items in later for head in range(kv_heads) for item in items]
     places = []
-    for begin in range(0, kv_heads, walks_a_round):
-        heads = range(begin, min(begin + walks_a_round, kv_heads))
-        places += [(tile, head) for tile in first for head in heads]
-        count = order.fillers if heads.stop < kv_heads else len(rest)
-        places, rest = places + rest[:count], rest[count:]
-    return places
+    for begin in range(0, kv_heads, together):
+        places += [(tile, head) for tile in first for head in range(begin, min(begin + together, kv_heads))]
+    return places + [(item, head) for items in later for head in range(kv_heads) for item in items]
 
 
-def random_order(rng: np.random.Generator, shim: ctypes.CDLL, kv_heads: int, num_sms: int) -> Order:
+def random_order(rng: np.random.Generator, shim: ctypes.CDLL) -> Order:
     assert shim.cost_classes() == 12
     sizes = rng.integers(0, 40, 12) * rng.integers(0, 2, 12)
-    tiles = sizes[0] = int(rng.integers(1, 200))  # the longest item is in the first class
+    sizes[0] = int(rng.integers(1, 200))  # the longest item is in the first class
     order = Order((ctypes.c_int * 13)(*np.concatenate([[0], np.cumsum(sizes)]).tolist()))
     if rng.random() < 0.3:
         order.by_head = 1
         return order
     order.alternating = int(rng.integers(0, 1 << 12))
-    rounds = -(-kv_heads // round_of(shim, tiles, num_sms)[0])
-    order.fillers = int(rng.integers(0, 2)) * int(sizes[1:].sum()) * kv_heads // rounds
     return order
 
 
-def walks_a_round(shim: ctypes.CDLL, order: Order, num_sms: int) -> int:
-    return 1 if order.by_head else round_of(shim, order.begin[1], num_sms)[0]
+def heads_together(shim: ctypes.CDLL, order: Order, num_sms: int) -> int:
+    return 1 if order.by_head else int(shim.heads_together(order.begin[1], num_sms))
 
 
 def test_every_item_has_one_block_a_head(shim: ctypes.CDLL) -> None:
     rng = np.random.default_rng(0)
     for _ in range(200):
         kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
-        order = random_order(rng, shim, kv_heads, num_sms)
-        expected = expected_places(order, kv_heads, walks_a_round(shim, order, num_sms))
+        order = random_order(rng, shim)
+        expected = expected_places(order, kv_heads, heads_together(shim, order, num_sms))
         places = [place_of(shim, block, order, kv_heads, num_sms) for block in range(len(expected))]
         assert [place and place[:2] for place in places] == expected
         assert len(set(expected)) == len(expected) == order.begin[12] * kv_heads
         assert all(place_of(shim, len(expected) + more, order, kv_heads, num_sms) is None for more in (0, 7))
 
 
-def test_local_heads_come_first_in_the_order_of_a_sweep(shim: ctypes.CDLL) -> None:
+def test_local_heads_come_first_in_raster_order(shim: ctypes.CDLL) -> None:
     rng = np.random.default_rng(3)
     for _ in range(100):
         kv_heads, num_sms = int(rng.integers(2, 9)), int(rng.choice([8, 132]))
-        order = random_order(rng, shim, kv_heads, num_sms)
-        order.by_head, order.fillers, order.alternating = 1, 0, 0
+        order = random_order(rng, shim)
+        order.by_head, order.alternating = 1, 0
         local, items = int(rng.integers(1, kv_heads)), order.begin[12]
         others = expected_places(order, kv_heads - local, 1)
         alone = [place_of(shim, block, order, kv_heads - local, num_sms) for block in range(len(others))]
@@ -129,13 +112,12 @@ def test_which_heads_are_local(shim: ctypes.CDLL) -> None:
 
 
 def test_direction_of_walks(shim: ctypes.CDLL) -> None:
-    """Back from the end where blocks begin together; else a head, or with fillers a wave, walks in one direction."""
+    """Back from the end where blocks begin together; else a head walks in one direction."""
     rng = np.random.default_rng(1)
     seen = set()
     for _ in range(300):
         kv_heads, num_sms = int(rng.integers(1, 9)), int(rng.choice([1, 8, 132]))
-        order = random_order(rng, shim, kv_heads, num_sms)
-        a_round, waves, _ = round_of(shim, order.begin[1], num_sms)
+        order = random_order(rng, shim)
         directions: dict[tuple[int, int], set[bool]] = {}
         for block in range(order.begin[12] * kv_heads):
             place = place_of(shim, block, order, kv_heads, num_sms)
@@ -145,14 +127,9 @@ def test_direction_of_walks(shim: ctypes.CDLL) -> None:
             if not order.alternating >> index & 1:
                 assert is_reversed
                 continue
-            if index == 0 and order.fillers:
-                place_in_round = item * min(a_round, kv_heads - head // a_round * a_round) + head % a_round
-                directions.setdefault((-1, head // a_round * waves + place_in_round // num_sms), set()).add(is_reversed)
-            else:
-                directions.setdefault((index, head), set()).add(is_reversed)
+            directions.setdefault((index, head), set()).add(is_reversed)
         assert all(len(found) == 1 for found in directions.values())
-        assert all(found == {wave % 2 == 0} for (index, wave), found in directions.items() if index == -1)
-        seen |= {(index == -1, *found) for (index, _), found in directions.items()}
+        seen |= {(index == 0, *found) for (index, _), found in directions.items()}
     assert seen == set(itertools.product((True, False), (True, False)))
 
 
@@ -164,19 +141,9 @@ def test_the_first_class_alternates_where_its_walks_begin_in_waves(shim: ctypes.
     assert alternates(128, 44, 8, 132)
 
 
-def test_rounds_and_their_fillers(shim: ctypes.CDLL) -> None:
-    def fillers(tiles: int, shortest: int, mean: int, supply: int, walks: int = 8) -> int:
-        return int(shim.read_round(tiles, shortest, mean, ctypes.c_int64(supply), walks, 132, (ctypes.c_int * 3)()))
-
-    assert round_of(shim, 128, 132) == (1, 1, 4)
-    assert round_of(shim, 64, 132) == (2, 1, 4)
-    assert round_of(shim, 256, 132) == (1, 2, 8)
-    assert fillers(128, 3600, 96, 3584) == 4 * (3600 // 104)
-    assert fillers(128, 3600, 96, 8 * 136) == 136
-    assert fillers(128, 3600, 96, 8 * 136 - 1) == 0, "there are too few for all rounds"
-    assert fillers(132, 3600, 96, 3584) == 0, "no multiprocessor is free"
-    assert fillers(26, 3600, 96, 100000) == 0, "five heads and more run together anyway"
-    assert fillers(80, 3600, 96, 100000) == 0, "too many multiprocessors are free"
+def test_heads_that_share_a_wave(shim: ctypes.CDLL) -> None:
+    found = [shim.heads_together(tiles, 132) for tiles in (0, 26, 32, 64, 66, 67, 128, 256)]
+    assert found == [132, 5, 4, 2, 2, 1, 1, 1]
 
 
 def test_classes_are_a_factor_of_two_wide(shim: ctypes.CDLL) -> None:

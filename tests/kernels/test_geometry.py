@@ -243,15 +243,6 @@ def test_packs_of_heads_leave_few_rows_unused(shim: ctypes.CDLL) -> None:
         assert tile_rows - tile_rows // pack * pack <= tile_rows / 8
 
 
-@pytest.mark.parametrize("summed_dim", [0, 64, 128])
-@pytest.mark.parametrize("window", [-1, 127, 255, 1023])
-def test_packs_of_the_backward_fill_tiles(shim: ctypes.CDLL, window: int, summed_dim: int) -> None:
-    is_long = window == 1023 or (window == 255 and summed_dim == 128)
-    for heads in range(1, 129):
-        fitting = [n for n in (1, 2, 4, 8, 16) if heads % n == 0]
-        assert shim.backward_pack_of(heads, window, summed_dim) == (1 if is_long else max(fitting))
-
-
 def test_a_build_knows_for_which_gpus_it_has_code(shim: ctypes.CDLL) -> None:
     cases = {
         ("80;90", "90"): {80, 86, 89, 90, 100, 120},

@@ -14,7 +14,7 @@ from launches import DEVICE, GPU_MARKS, HAS_KERNELS, configurations, counted_lau
 from shared_prompts import Inputs
 from torch import Tensor
 from tree_cases import offsets_and_parents, paths_of
-from tree_runs import MANY_KEYS, PAD, TREES, Variant, check_accuracy, check_errors, data, exact, plain, run
+from tree_runs import MANY_KEYS, PAD, TREES, Variant, check_accuracy, check_errors, data, exact, run
 
 from flash_attn_dualkv import flash_attn_tree_varlen_func, flash_attn_varlen_func, ops
 
@@ -88,22 +88,6 @@ def test_short_sequences_leave_dq_to_its_own_kernel(kernels: str, head_dim: int,
                 assert all(again[key].equal(one) for key, one in found.items())
 
 
-@needs_kernels
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("length", [64, 1300])
-@pytest.mark.parametrize("head_dim", [128], ids="d{}".format)
-@pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
-def test_one_kv_head_with_short_nodes(kernels: str, head_dim: int, length: int, deterministic: bool) -> None:
-    """On every Hopper GPU a deterministic dQ of nodes below 1280 tokens is made by itself, however many keys."""
-    count = max(2, 1024 // length)
-    layout, inputs = data(([length] * count, [-1] * count), 0, heads=(2, 1), head_dim=head_dim, dtype=torch.bfloat16)
-    with counted_launches() as counts:
-        run(inputs, layout.nodes, deterministic)
-    separate = deterministic and length < 1280
-    assert any("backward_dq" in name for name in counts) == separate
-    assert any("in_order" in name for name in counts) == (deterministic and not separate)
-
-
 @configurations
 @pytest.mark.parametrize("softcap", SOFTCAPS)
 def test_softcaps(softcap: float, options: Options) -> None:
@@ -155,26 +139,6 @@ def test_split_tiles_of_heads_with_a_backward_of_their_own(head_dim: int, head_d
     expected = exact(inputs, layout.nodes, variant)
     for deterministic in (False, True):
         check_errors(run(inputs, layout.nodes, deterministic, variant=variant), expected, torch.bfloat16)
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
-def test_kernels_for_long_and_for_short_nodes_agree(kernels: str, dtype: torch.dtype) -> None:
-    """Nodes of 1280 tokens and more on average take another kernel than the same nodes beside short ones."""
-    tree = ([2300, 2100], [-1, 0])
-    layout, inputs = data(tree, heads=(4, 2), head_dim=128, dtype=dtype)
-    beside, more = data((tree[0] + [7] * 6, tree[1] + [-1] * 6), heads=(4, 2), head_dim=128, dtype=dtype)
-    rows = len(inputs.q)
-    inputs = Inputs(*(one[:rows] for one in more[:4]))
-    expected, of_torch = exact(inputs, layout.nodes), plain(inputs, tree)
-    long, short = run(inputs, layout.nodes), run(more, beside.nodes)
-    for key in ("out", "dq", "dk", "dv"):
-        one, other = long[key][: rows - PAD], short[key][: rows - PAD]
-        assert key == "dq" or torch.equal(one, other), key
-        for found in (one, other):
-            sizes = (found, of_torch[key][: rows - PAD], expected[key][: rows - PAD])
-            assert not oracle.violations(key, *sizes, dtype)
 
 
 @configurations

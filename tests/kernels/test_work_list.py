@@ -95,7 +95,7 @@ def begins_of_walks(tables: Tables, made: Backward, block_m: int, packs: int) ->
 
 
 def test_trees(shim: ctypes.CDLL) -> None:
-    """A comb, a bush, a chain and a forest: the first KV head is a sweep from the last query to the first."""
+    """A comb, a bush, a chain and a forest: the first KV head is in raster order, from the last query to the first."""
     rng = np.random.default_rng(6)
     parents = random_parents(rng, 200, 0.5)
     trees = [
@@ -123,7 +123,7 @@ def test_trees(shim: ctypes.CDLL) -> None:
 
 
 def test_long_shapes(shim: ctypes.CDLL) -> None:
-    """Of 132 multiprocessors: alternating waves, fillers, parts, local heads."""
+    """Of 132 multiprocessors: alternating waves, parts, local heads."""
     branched = spine(512, 6, 400, (2900, 2500), range(1, 5))
     shapes = {
         "28 x 4K x 2K": (packed_prompts([4096], [[2048] * 28]), 8),
@@ -138,16 +138,16 @@ def test_long_shapes(shim: ctypes.CDLL) -> None:
         for name, (tables, kv_heads) in shapes.items()
     }
     found = {
-        name: (len(one.splits) > 0, bool(one.by_head), one.alternating & 1, one.local_heads, one.fillers > 0)
+        name: (len(one.splits) > 0, bool(one.by_head), one.alternating & 1, one.local_heads)
         for name, one in made.items()
     }
     assert found == {
-        "28 x 4K x 2K": (False, False, 1, 0, True),
-        "two KV heads": (True, True, 0, 0, False),
-        "short": (True, True, 0, 0, False),
-        "32 x 5059": (True, True, 0, 0, False),
-        "sequences": (True, True, 0, 5, False),
-        "a spine": (False, False, 1, 0, False),  # its tiles have one end, though each node has few
+        "28 x 4K x 2K": (False, False, 1, 0),
+        "two KV heads": (True, True, 0, 0),
+        "short": (True, True, 0, 0),
+        "32 x 5059": (True, True, 0, 0),
+        "sequences": (True, True, 0, 5),
+        "a spine": (False, False, 1, 0),  # its tiles have one end, though each node has few
     }
 
 

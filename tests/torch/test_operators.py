@@ -53,7 +53,8 @@ def nodes_of(batch: Batch) -> Tensor:
 
 # scale, causal, window_left, window_right, softcap, reference, mean_keys, deterministic
 PLAIN = (0.25, True, 7, -1, 2.0, False, 30, True)
-OF_KERNELS = (0.25, True, 7, 2.0)  # those that the compiled module gets
+# What the compiled module gets, beside `deterministic`.
+OF_KERNELS = dict(softmax_scale=0.25, causal=True, window_left=7, softcap=2.0, mean_keys=30)
 
 # Operators
 
@@ -168,7 +169,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Stands for the compiled module."""
     for name in ("DUALKV_DEBUG", "FLASH_ATTENTION_DETERMINISTIC"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(ops, "_C", Mock())
+    monkeypatch.setattr(ops, "_C", Mock(Options=dict))
     made: Mock = ops._C
     return made
 
@@ -176,9 +177,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Mock:
 def test_what_makes_the_kernels_deterministic(module: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(flag: bool) -> bool:
         ops._backward_cuda(unpack(BackwardCall, (*range(10), *PLAIN[:-1], flag)))
-        *given, deterministic = module.backward.call_args.args
-        assert given == [*range(10), *OF_KERNELS, 30]
-        return bool(deterministic)
+        *given, options = module.backward.call_args.args
+        assert given == [*range(10)] and options == OF_KERNELS | {"deterministic": options["deterministic"]}
+        return bool(options["deterministic"])
 
     assert asked(True) and not asked(False)
     torch.use_deterministic_algorithms(True)
@@ -209,13 +210,13 @@ def test_switches_in_the_environment(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_compiled_module_gets_the_operators_arguments(module: Mock) -> None:
-    """Everything but what concerns Python alone; deterministic gradients are no business of the forward's."""
+    """Everything but what concerns Python alone."""
     ops._sequence_nodes_cuda("a", "b", "c", "d", 5)
     module.sequence_nodes.assert_called_once_with("a", "b", "c", "d", 5)
     ops._tree_nodes_cuda("a", "b", 5)  # type: ignore[arg-type]
     module.tree_nodes.assert_called_once_with("a", "b")
     ops._forward_cuda(unpack(ForwardCall, (*range(7), *PLAIN)))
-    module.forward.assert_called_with(*range(7), *OF_KERNELS)
+    module.forward.assert_called_with(*range(7), OF_KERNELS | {"deterministic": True})
 
 
 class OnGpu(Tensor):
@@ -234,7 +235,7 @@ def test_compiled_node_gets_the_arguments_of_calls_that_nobody_watches(
         others = dict(k_decoded=call.k_decoded, v_decoded=call.v_decoded, sinks=call.sinks)
         out = ops.attend(call.q, call.k, call.v, call.nodes, call.options, **others)
         assert out is module.attention.return_value
-        module.attention.assert_called_with(*tensors, *OF_KERNELS, 30, deterministic)
+        module.attention.assert_called_with(*tensors, OF_KERNELS | {"deterministic": deterministic})
 
 
 @pytest.mark.parametrize(

@@ -18,18 +18,20 @@ struct BackwardStep {
   DUALKV_HD bool has_foreign_rows(int queries) const { return dualkv::has_foreign_rows(range, m_block, queries); }
 };
 
-// The block's work. It lives in shared memory, because accumulators and fragments need every register: one thread
-// walks, the others read.
+// The block's work. It lives in shared memory, because accumulators and fragments need every
+// register: one thread walks, the others read.
 struct KvBlock {
   KvTile tile;
   int kv_head;
   int slot;  // where the fp32 partial sums of a split tile go; -1: the block owns the whole tile
-  int index, before;  // where dQ is added in order: of this block's item and of the one that comes first, or -1
+  // With deterministic sums of dQ: this block's item, and the one that adds its part first, or -1.
+  int index, before;
   QueryWalk walk;
 
-  // Finds the block's item and everything but the first step of its walk, for which start_walk() reads nodes one
-  // after another: that takes time in which K and V can already be on their way. False where the grid is larger than
-  // the list. `column_blocks` blocks of the grid, which are neighbours, take the same item. A query tile has block_m rows.
+  // Finds the block's item and everything but the first step of its walk, for which start_walk()
+  // reads nodes one after another: that takes time in which K and V can already be on their way.
+  // False where the grid is larger than the list. `column_blocks` blocks of the grid, which are
+  // neighbours, take the same item. A query tile has block_m rows.
   __device__ __forceinline__ bool load(const WorkList<BackwardItem>& work, const NodeTable& nodes,
                                        const ProblemShape& shape, Pack heads, int block_m, int block_n,
                                        int column_blocks = 1) {
@@ -48,12 +50,13 @@ struct KvBlock {
     walk.block_m = heads.queries(block_m);
     walk.heads = heads.queries(shape.heads_per_group());
     walk.sees = shape.sees;
-    // Neighbouring tiles, which run at the same time, see nearly the same queries of a window, each a few steps later than
-    // the one before. Pack by pack there are fewer steps between them, and the queries are still in the L2 cache: 5 to
-    // 8% at 4 packs. Where walks are long they meet in the cache anyway, and it costs up to 2%.
+    // Neighbouring tiles, which run at the same time, see nearly the same queries of a window, each
+    // a few steps later than the one before. Pack by pack there are fewer steps between them, and
+    // the queries are still in the L2 cache: 5 to 8% at 4 packs. Where walks are long they meet in
+    // the cache anyway, and it costs up to 2%.
     walk.head_major = shape.sees.has_window() && walk.heads >= 4;
-    // With a window nodes that do not see the tile are skipped from the front only: 28 of them, asked one by one, take
-    // 10 us.
+    // With a window nodes that do not see the tile are skipped from the front only: 28 of them,
+    // asked one by one, take 10 us.
     walk.cursor = subtree_of(nodes, item.node, place.reversed && !shape.sees.has_window());
     walk.head = item.first_step;
     walk.remaining = item.num_steps;

@@ -7,8 +7,8 @@
 
 #include <cfloat>
 
-#include "core/numerics.h"
 #include "core/platform.h"
+#include "tile/numerics.h"
 
 namespace dualkv {
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = "flash_attn_dualkv"
-FOLDER = Path(__file__).resolve().parents[1] / PACKAGE
+FOLDER = Path(__file__).resolve().parents[2] / PACKAGE
 
 # From the bottom up; a name stands for a module, or for all modules of a folder. Those of one line may import each
 # other, without a circle.

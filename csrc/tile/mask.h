@@ -5,6 +5,7 @@
 
 #include "core/border_tiles.h"
 #include "core/softcap.h"
+#include "tile/numerics.h"
 
 namespace dualkv {
 
@@ -77,6 +78,18 @@ __device__ __forceinline__ void mask_columns(float (&x)[kM16][kN8][4], int col0,
   }
 }
 
+// A product after the cap, still to be multiplied by softmax_scale.
+__device__ __forceinline__ float cap_score(const Softcap& softcap, float product) {
+  return softcap.bound - 2.f * softcap.bound * reciprocal_approx(1.f + exp2_approx(product * softcap.rate));
+}
+
+// 1 - tanh^2, the derivative of the cap, at the score whose probability is
+// p = 2^(score * log2(e) - lse_log2). A probability of zero has no gradient.
+__device__ __forceinline__ float softcap_slope(const Softcap& softcap, float p, float lse_log2) {
+  const float tanh = (log2_approx(p) + lse_log2) * softcap.inverse;
+  return p > 0.f ? fmaxf(1.f - tanh * tanh, 0.f) : 0.f;
+}
+
 // Caps the scores of a fragment, where there is a softcap.
 template <int kN8>
 __device__ __forceinline__ void cap_scores(float (&x)[kN8][4], const Softcap& softcap) {
@@ -84,7 +97,7 @@ __device__ __forceinline__ void cap_scores(float (&x)[kN8][4], const Softcap& so
 #pragma unroll
   for (int j = 0; j < kN8; ++j)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) x[j][e] = softcap.apply(x[j][e]);
+    for (int e = 0; e < 4; ++e) x[j][e] = cap_score(softcap, x[j][e]);
 }
 template <int kM16, int kN8>
 __device__ __forceinline__ void cap_scores(float (&x)[kM16][kN8][4], const Softcap& softcap) {
@@ -100,7 +113,7 @@ __device__ __forceinline__ void multiply_by_slope(float (&p)[kN8][4], const floa
 #pragma unroll
   for (int j = 0; j < kN8; ++j)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) p[j][e] *= softcap.slope(p[j][e], lse_log2[e / 2]);
+    for (int e = 0; e < 4; ++e) p[j][e] *= softcap_slope(softcap, p[j][e], lse_log2[e / 2]);
 }
 
 // Mask of a transposed fragment, whose rows are keys and whose columns are queries: zeroes each row

@@ -1,9 +1,9 @@
 // Tiles in shared memory, and the accumulator fragments that are written through them.
 #pragma once
 
-#include "core/numerics.h"
 #include "core/platform.h"
 #include "ptx/memory.h"
+#include "tile/numerics.h"
 
 namespace dualkv {
 

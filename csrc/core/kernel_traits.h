@@ -1,0 +1,44 @@
+// What the host knows of a kernel: for which head dims it is built, its tiles, and what it can do.
+#pragma once
+
+#include <utility>
+
+namespace dualkv {
+
+// Families of kernels, by the oldest GPU that runs them.
+enum class Arch : int { sm80, sm90 };
+
+inline const char* name_of(Arch arch) { return arch == Arch::sm80 ? "sm80" : "sm90"; }
+
+// The head dim of q and k, and that of v.
+struct HeadDims {
+  int qk = 0, v = 0;
+
+  bool hold(const HeadDims& wanted) const { return qk >= wanted.qk && v >= wanted.v; }
+  bool operator==(const HeadDims& other) const { return qk == other.qk && v == other.v; }
+  bool operator<(const HeadDims& other) const {
+    return std::pair(qk + v, qk) < std::pair(other.qk + other.v, other.qk);
+  }
+};
+
+// Tile sizes, which work lists are made of, and the footprint of a block.
+struct TileInfo {
+  int block_m, block_n;
+  int shared_bytes;
+  bool packs_heads = false;  // a tile may hold several query heads of a KV head
+  int column_blocks = 1;     // blocks that share a KV tile, each with some columns of its gradients
+};
+
+struct KernelTraits {
+  Arch arch;
+  HeadDims dims;
+  TileInfo tiles;
+  TileInfo narrow{};     // the same kernel with narrow KV tiles; block_n is 0 where there is none
+  bool sums_dq = false;  // a backward that adds up dQ in fp32, if asked to
+  // It can do so in an order that is the same from run to run, where there is no window.
+  bool orders_dq = false;
+
+  bool has_narrow() const { return narrow.block_n > 0; }
+};
+
+}  // namespace dualkv

@@ -1,0 +1,66 @@
+"""Which folder of csrc may include which: geometry and policy know no kernel, and only the entry files see torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+# Headers of csrc that each folder may include, as folders or as files.
+LAYERS = {
+    "ptx": {"ptx"},
+    "core": {"core"},
+    "tile": {"tile", "core", "ptx"},
+    "kernels": {"kernels", "core", "tile", "ptx", "params.h"},
+    "sm80": {"sm80", "kernels", "core", "tile", "ptx", "params.h"},
+    "sm90": {"sm90", "kernels", "core", "tile", "ptx", "params.h"},
+    "instances": {"sm80", "sm90"},
+    "params.h": {"core"},
+    "dispatch.h": {"core", "params.h"},
+}
+# Files with launches, which check and register them.
+LAUNCHES = re.compile(r"sm\d+/launch\.h|sm90/tensor_map\.cpp|kernels/\w+\.cu|dispatch\.cpp")
+TORCH = {"api.cpp", "autograd_node.h", "check.h", "packing.h", "problem.h", "work_lists.h"}
+
+
+def layer(path: str) -> str:
+    """The folder of a file, or the file where it lies in csrc itself."""
+    return path.partition("/")[0]
+
+
+def sources() -> dict[str, str]:
+    return {str(path.relative_to(CSRC)): path.read_text() for path in CSRC.rglob("*.*")}
+
+
+def test_folders_include_what_lies_below_them() -> None:
+    wrong = []
+    for path, text in sources().items():
+        allowed = LAYERS.get(layer(path))
+        for included in re.findall(r'^\s*#\s*include "(.+?)"', text, re.M):
+            may = allowed is None or layer(included) in allowed
+            may |= bool(LAUNCHES.fullmatch(path)) and included == "dispatch.h"
+            if not may:
+                wrong.append(f"{path} includes {included}")
+    assert not wrong
+    assert set(LAYERS) <= {layer(path) for path in sources()}
+
+
+def test_core_is_plain_cpp() -> None:
+    """No CUDA header, and no function that the device alone has."""
+    for path, text in sources().items():
+        if layer(path) == "core":
+            assert not re.search(
+                r"#\s*include <(cuda|math_constants)|^ *__device__|__syncthreads|\basm\b", text, re.M
+            ), path
+
+
+def test_torch_is_seen_by_the_entry_files_alone() -> None:
+    seen = re.compile(r"#\s*include <(torch|ATen|c10|pybind11)/")
+    assert {path for path, text in sources().items() if seen.search(text)} <= TORCH
+
+
+def test_families_do_not_see_each_other() -> None:
+    for path, text in sources().items():
+        if layer(path) in ("sm80", "sm90"):
+            other = "sm90" if layer(path) == "sm80" else "sm80"
+            assert f'"{other}/' not in text, path

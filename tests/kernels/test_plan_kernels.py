@@ -1,0 +1,62 @@
+"""What explain_plan says is what runs: on each card that DUALKV_GPU names, with exact gradients."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+from launches import DEVICE, GPU_MARKS, HAS_KERNELS, counted_launches, kernel_families, needs_kernels
+from tree_runs import Variant, data, exact, run
+
+from flash_attn_dualkv import explain_plan
+
+pytestmark = [*GPU_MARKS, needs_kernels]
+LENS = [150, 1, 64, *(16 * one for one in range(1, 9)), 150, 83]  # 1024 rows: enough for a launch for dQ alone
+IS_HOPPER = HAS_KERNELS and "sm90" in kernel_families()
+KEYS = [80, 400, 5000]  # on either side of where an H200 and an H100 choose otherwise
+CASES = [(card, keys) for card in ("h200", "h100") for keys in KEYS] if IS_HOPPER else []
+
+
+@pytest.mark.parametrize(("gpu", "mean_keys"), [*CASES, ("a100", 80)])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128], ids="d{}".format)
+def test_what_the_plan_says_runs(
+    gpu: str, head_dim: int, deterministic: bool, mean_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number of keys that is far from the right one does no harm."""
+    monkeypatch.setenv("DUALKV_GPU", gpu)
+    layout, inputs = data((LENS, [-1] * len(LENS)), 0, heads=(4, 2), head_dim=head_dim, dtype=torch.bfloat16)
+    plan = explain_plan(
+        num_heads=4, num_kv_heads=2, head_dim=head_dim, rows=layout.num_tokens, nodes=len(LENS), mean_keys=mean_keys,
+        deterministic=deterministic,
+    )  # fmt: skip
+    assert plan.gpu == gpu
+    with counted_launches() as counts:
+        found = run(inputs, layout.nodes, deterministic, mean_keys=mean_keys)
+    launched = {name for name in counts if name.startswith("dualkv_sm")}
+    assert launched == {one.launch for one in (plan.forward, plan.backward, plan.dq) if one}
+    expected = exact(inputs, layout.nodes, Variant())
+    for key in ("out", "dq", "dk", "dv"):
+        error = (found[key].double() - expected[key]).norm() / expected[key].norm()
+        assert error <= oracle.FROBENIUS_BOUND[torch.bfloat16], f"{key}: {error:.3g}"
+
+
+def test_a_card_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUALKV_GPU", "b200")
+    layout, inputs = data(([8], [-1]), 0, heads=(2, 1), head_dim=64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="DUALKV_GPU: expected one of h200, h100, a100, got b200"):
+        run(inputs, layout.nodes)
+    with pytest.raises(ValueError, match="gpu: expected one of h200, h100, a100, got b200"):
+        explain_plan(num_heads=2, num_kv_heads=1, head_dim=64, rows=8, gpu="b200")
+    with pytest.raises(ValueError, match=r"head_dim_v: head dim 8 \(v: 264\) is larger than every one in this build"):
+        explain_plan(num_heads=2, num_kv_heads=1, head_dim=8, head_dim_v=264, rows=8, gpu="a100")
+
+
+def test_the_plan_of_this_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DUALKV_GPU", raising=False)
+    if DEVICE != "cuda":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # the host's card is an H200
+    made = explain_plan(num_heads=32, num_kv_heads=8, head_dim=128, rows=4096)
+    named = explain_plan(num_heads=32, num_kv_heads=8, head_dim=128, rows=4096, gpu=made.gpu)
+    assert (made.forward, made.backward, made.dq_sums) == (named.forward, named.backward, named.dq_sums)
+    assert DEVICE == "cuda" or made.gpu == "h200"
