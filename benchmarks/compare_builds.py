@@ -1,0 +1,177 @@
+#!/usr/bin/env python
+"""Compare the kernels of two checkouts, each built in place, in alternating processes on one GPU.
+
+    python benchmarks/compare_builds.py OLD_ROOT NEW_ROOT                # every shape of a page, about 8 minutes
+    python benchmarks/compare_builds.py OLD_ROOT NEW_ROOT --shape 28x16Kx2K tree-comb
+
+Each process packs the same tokens with its own checkout's public functions, so the order of rows may differ. A time is
+the median of the processes' medians; calls are warmed up by 150 ms of themselves. A ratio above 1 means that NEW is
+slower; `*` marks more than 1%, or 3% in deterministic mode. Sampled rows of outputs and gradients are compared too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHAPES = [
+    "28x16Kx2K", "28x4Kx2K", "16x8Kx131-2048", "32x5059x131-2048", "8x16Kx131-2048", "32x8Kx32-256",
+    "4-groups-of-8x200x4K-16K", "8-groups-of-1x2Kx2K", "16-groups-of-8x256x131-2048", "8x1Kx131-2048",
+    "16-groups-of-8x128x64-512", "32-groups-of-4x64x8-64", "causal-1x16K", "causal-32x4K-16K", "causal-8x4K",
+    "causal-128x387-2304", "tree-balanced_d4", "tree-branched", "tree-comb", "tree-agentic", "tree-agentic_wide",
+    "28x4Kx2K-H8-Hk2", "28x4Kx2K-H4-Hk1", "28x16Kx2K-d64", "28x16Kx2K-H16-Hk4-d256", "28x16Kx2K-w1K",
+    "28x4Kx2K-H16-Hk16-d192v128", "causal-8x8K-H64-Hk8-d64-sinks", "causal-8x8K-H64-Hk8-d64-w128-sinks",
+    "causal-8x8K-H32-Hk16-w1K", "causal-8x8K-H16-Hk8-d256-c50", "causal-8x8K-c50", "causal-8x8K-H16-Hk2-d512",
+    "8x4Kx2K-H16-Hk2-d512",
+]  # fmt: skip
+MODES = {"forward": 1.01, "backward": 1.01, "both": 1.01, "deterministic": 1.03}  # and the ratio that is marked
+SAMPLED_ROWS = 64
+
+
+def median_ms(call: Callable[[], object], is_cuda: bool) -> float:
+    """Milliseconds of a call: the median of those that follow 150 ms of the same without a pause."""
+
+    def mark() -> Any:
+        if not is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def laps(count: int) -> list[float]:
+        marks = [mark()]
+        for _ in range(count):
+            call()
+            marks.append(mark())
+        if not is_cuda:
+            return [(end - begin) * 1e3 for begin, end in pairwise(marks)]
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) for begin, end in pairwise(marks)]
+
+    once = max(laps(2)[1], 1e-3)
+    warm_up, timed = (math.ceil(150 / once), max(3, min(20, math.ceil(60 / once)))) if is_cuda else (0, 1)
+    return statistics.median(laps(warm_up + timed)[warm_up:])
+
+
+def measure(name: str, device: torch.device) -> tuple[dict[str, float], list[Tensor]]:
+    """Times of one shape, and sampled rows of its output and gradients in an order that no packing changes."""
+    from packing import cumulative, make_source, path_rows
+    from shapes import parse
+
+    from flash_attn_dualkv import flash_attn_varlen_func, pack_prefix_tree, pack_shared_prompts, shared_prompt_attention
+
+    shape = parse(name)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    source, total = make_source(shape, dtype, device), shape.packed_tokens
+    options: dict[str, Any] = {"sliding_window": shape.window or None, "softcap": float(shape.softcap)}
+    if shape.sinks:
+        options["sinks"] = torch.linspace(-1, 1, shape.heads, device=device, dtype=dtype)
+    ids = torch.arange(total, device=device)  # a token's id is its place in the source, whatever row it gets
+    paths = path_rows(shape, shape.leaves)
+    if shape.is_context_free and shape.is_plain:
+        offsets, longest = cumulative(shape.responses, device), max(shape.responses)
+        attend: Callable[..., Any] = flash_attn_varlen_func
+        arguments, options = (offsets, offsets, longest, longest), {"causal": True}
+    else:
+        if shape.tree or shape.is_context_free:
+            batch: Any = pack_prefix_tree(paths, min_shared=1, device=device)
+        else:
+            samples = [(path[:-length], path[-length:]) for path, length in zip(paths, shape.responses)]
+            batch = pack_shared_prompts(*map(list, zip(*samples)), boundary="gather", device=device)
+        attend, arguments, ids = shared_prompt_attention, (batch.layout,), batch.input_ids
+    q, k, v = (one[ids].requires_grad_() for one in source[:3])
+    dout = source[3][ids]
+    wanted = torch.randperm(total, generator=torch.Generator().manual_seed(0))[:SAMPLED_ROWS].to(device)
+    rows = torch.empty_like(ids).index_copy_(0, ids, torch.arange(total, device=device))[wanted]
+    times: dict[str, float] = {}
+    sampled: list[Tensor] = []
+    for mode, deterministic in (("backward", False), ("deterministic", True)):
+        run = lambda: attend(q, k, v, *arguments, deterministic=deterministic, **options)  # noqa: B023, E731
+        if not deterministic:
+            times["forward"] = median_ms(run, device.type == "cuda")
+        out = run()
+        gradients = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        sampled += [one[rows].float().cpu() for one in (out.detach(), *gradients)]
+        del gradients
+        backward = lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)  # noqa: B023, E731
+        times[mode] = median_ms(backward, device.type == "cuda")
+    return {**times, "both": times["forward"] + times["backward"]}, sampled
+
+
+def child(root: Path, names: list[str], path: Path) -> None:
+    """All shapes with the package of `root`, which PYTHONPATH names first."""
+    import flash_attn_dualkv
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not Path(flash_attn_dualkv.__file__).resolve().is_relative_to(root):
+        raise SystemExit(f"{root}: expected its package, got {flash_attn_dualkv.__file__}")
+    if device.type == "cuda" and not flash_attn_dualkv.build_info()["compiled"]:
+        raise SystemExit(f"{root}: expected compiled kernels beside the package")
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            found[name] = measure(name, device)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    torch.save(found, path)
+
+
+def compared(name: str, old: list[Any], new: list[Any]) -> tuple[str, bool]:
+    """A line of the table: times of the old checkout and of the new one, and their ratio, mode by mode; is all well?"""
+    failures = [one[name] for one in (*old, *new) if isinstance(one[name], str)]
+    if failures:
+        return f"{name:40s} {failures[0]}", False
+    cells = []
+    for mode, most in MODES.items():
+        before, after = (statistics.median(one[name][0][mode] for one in runs) for runs in (old, new))
+        cells.append(f"{before:8.3f} {after:8.3f} {after / before:6.3f}{'*' if after / before > most else ' '}")
+    pairs = zip(old[0][name][1], new[0][name][1])
+    difference = max(((one - other).norm() / one.norm()).item() for one, other in pairs)
+    is_same = difference < 0.02
+    line = f"{name:40s} {'  '.join(cells)}  {difference:.1e}{'' if is_same else ' DIFFERS'}"
+    return line, is_same and "*" not in line
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("roots", type=Path, nargs=2, metavar="ROOT", help="the old and the new checkout")
+    parser.add_argument("--shape", nargs="+", default=SHAPES, metavar="NAME", help="as of bench_kernel.py")
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each checkout (default: %(default)s)")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    roots = [root.resolve() for root in options.roots]
+    if options.child:
+        child(roots[0], options.shape, options.child)
+        return 0
+    found: list[list[Any]] = [[], []]
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(2 * options.rounds):
+            which = (number + number // 2) % 2  # old, new, new, old, old, new
+            path, root = Path(folder) / "found.pt", str(roots[which])
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+            command = [sys.executable, __file__, root, root, "--child", str(path), "--shape", *options.shape]
+            subprocess.run(command, env=environment, check=True)
+            found[which].append(torch.load(path))
+    print("old ms, new ms, new over old:".ljust(40), "  ".join(mode.ljust(25) for mode in MODES), " difference")
+    lines = [compared(name, *found) for name in options.shape]
+    print(*(line for line, _ in lines), sep="\n")
+    return int(not all(is_fine for _, is_fine in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
