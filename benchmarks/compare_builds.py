@@ -12,19 +12,19 @@ slower; `*` marks more than 1%, or 3% in deterministic mode. Sampled rows of out
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from measure import Config, laps_under_load
+from packing import cumulative, make_source, path_rows
+from shapes import parse
 from torch import Tensor
 
 SHAPES = [
@@ -41,52 +41,28 @@ MODES = {"forward": 1.01, "backward": 1.01, "both": 1.01, "deterministic": 1.03}
 SAMPLED_ROWS = 64
 
 
-def median_ms(call: Callable[[], object], is_cuda: bool) -> float:
-    """Milliseconds of a call: the median of those that follow 150 ms of the same without a pause."""
-
-    def mark() -> Any:
-        if not is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def laps(count: int) -> list[float]:
-        marks = [mark()]
-        for _ in range(count):
-            call()
-            marks.append(mark())
-        if not is_cuda:
-            return [(end - begin) * 1e3 for begin, end in pairwise(marks)]
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) for begin, end in pairwise(marks)]
-
-    once = max(laps(2)[1], 1e-3)
-    warm_up, timed = (math.ceil(150 / once), max(3, min(20, math.ceil(60 / once)))) if is_cuda else (0, 1)
-    return statistics.median(laps(warm_up + timed)[warm_up:])
+def median_ms(call: Callable[[], object], config: Config) -> float:
+    return statistics.median(laps_under_load(config, (call,))[0])
 
 
-def measure(name: str, device: torch.device) -> tuple[dict[str, float], list[Tensor]]:
+def measure(name: str, config: Config) -> tuple[dict[str, float], list[Tensor]]:
     """Times of one shape, and sampled rows of its output and gradients in an order that no packing changes."""
-    from packing import cumulative, make_source, path_rows
-    from shapes import parse
-
     from flash_attn_dualkv import flash_attn_varlen_func, pack_prefix_tree, pack_shared_prompts, shared_prompt_attention
 
-    shape = parse(name)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    source, total = make_source(shape, dtype, device), shape.packed_tokens
+    shape, device = parse(name), config.device
+    source, total = make_source(shape, config.dtype, device), shape.packed_tokens
     options: dict[str, Any] = {"sliding_window": shape.window or None, "softcap": float(shape.softcap)}
     if shape.sinks:
-        options["sinks"] = torch.linspace(-1, 1, shape.heads, device=device, dtype=dtype)
+        options["sinks"] = torch.linspace(-1, 1, shape.heads, device=device, dtype=config.dtype)
     ids = torch.arange(total, device=device)  # a token's id is its place in the source, whatever row it gets
     paths = path_rows(shape, shape.leaves)
-    if shape.is_context_free and shape.is_plain:
+    attend: Callable[..., Any] = flash_attn_varlen_func
+    if shape.depth == 1 and shape.is_plain:
         offsets, longest = cumulative(shape.responses, device), max(shape.responses)
-        attend: Callable[..., Any] = flash_attn_varlen_func
-        arguments, options = (offsets, offsets, longest, longest), {"causal": True}
+        arguments: tuple[Any, ...] = (offsets, offsets, longest, longest)
+        options = {"causal": True}
     else:
-        if shape.tree or shape.is_context_free:
+        if shape.is_tree or shape.depth == 1:
             batch: Any = pack_prefix_tree(paths, min_shared=1, device=device)
         else:
             samples = [(path[:-length], path[-length:]) for path, length in zip(paths, shape.responses)]
@@ -101,13 +77,13 @@ def measure(name: str, device: torch.device) -> tuple[dict[str, float], list[Ten
     for mode, deterministic in (("backward", False), ("deterministic", True)):
         run = lambda: attend(q, k, v, *arguments, deterministic=deterministic, **options)  # noqa: B023, E731
         if not deterministic:
-            times["forward"] = median_ms(run, device.type == "cuda")
+            times["forward"] = median_ms(run, config)
         out = run()
         gradients = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
         sampled += [one[rows].float().cpu() for one in (out.detach(), *gradients)]
         del gradients
         backward = lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)  # noqa: B023, E731
-        times[mode] = median_ms(backward, device.type == "cuda")
+        times[mode] = median_ms(backward, config)
     return {**times, "both": times["forward"] + times["backward"]}, sampled
 
 
@@ -115,19 +91,19 @@ def child(root: Path, names: list[str], path: Path) -> None:
     """All shapes with the package of `root`, which PYTHONPATH names first."""
     import flash_attn_dualkv
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    is_cuda = torch.cuda.is_available()  # else a trial run
+    config = Config(torch.device("cuda"), dtype=torch.bfloat16) if is_cuda else Config(torch.device("cpu"), warm_ms=0.0)
     if not Path(flash_attn_dualkv.__file__).resolve().is_relative_to(root):
         raise SystemExit(f"{root}: expected its package, got {flash_attn_dualkv.__file__}")
-    if device.type == "cuda" and not flash_attn_dualkv.build_info()["compiled"]:
+    if is_cuda and not flash_attn_dualkv.build_info()["compiled"]:
         raise SystemExit(f"{root}: expected compiled kernels beside the package")
     found: dict[str, Any] = {}
     for name in names:
         try:
-            found[name] = measure(name, device)
+            found[name] = measure(name, config)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        config.clear(after_failure=isinstance(found[name], str))
     torch.save(found, path)
 
 

@@ -32,7 +32,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TQDM_DISABLE": "1",
     "PYTHONWARNINGS": "ignore",
-    "PYTHONPATH": os.pathsep.join(str(ROOT / one) for one in (".", "benchmarks", "tests/verl")),
+    "PYTHONPATH": os.pathsep.join(str(ROOT / one) for one in (".", "benchmarks/trainers", "tests/verl")),
 }
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "+actor_rollout_ref.model.override_config"

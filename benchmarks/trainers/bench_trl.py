@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Train with TRL's GRPOTrainer and with the one that shares prompts, from the same seed, by examples/trl_grpo.py.
 
-    python benchmarks/bench_trl.py                           # with the example's defaults; minutes on a GPU
-    python benchmarks/bench_trl.py -- --steps 20 --layers 8  # options of the example
-    python benchmarks/bench_verl.py --render                 # the page of trainers, of the result files
+    python benchmarks/trainers/bench_trl.py                           # with the example's defaults; minutes on a GPU
+    python benchmarks/trainers/bench_trl.py -- --steps 20 --layers 8  # options of the example
+    python benchmarks/trainers/bench_verl.py --render                 # the page of trainers, of the result files
 
 Each run is a process of its own, TRL's first. A row is a run: what the example writes about it.
 """
@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from command import RESULTS, ROOT, gpu_folder, tree_state
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from command import RESULTS, ROOT, add_commit, gpu_folder, make_header, write
+from report import BLUE, VERMILION
 
 FOLDER = RESULTS / "trainers" / "trl"
 EXAMPLE = ROOT / "examples" / "trl_grpo.py"
@@ -31,23 +33,15 @@ WINDOW = 10  # steps over which rewards are averaged
 
 
 def measure(options: argparse.Namespace) -> Path:
-    commit, is_dirty = tree_state(options.commit, options.clean)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in LABELS:
             switch = ["--stock"] if name == "stock" else []
             subprocess.run([sys.executable, EXAMPLE, "--out", folder, *switch, *options.example], check=True)
             rows.append({"who": name, **json.loads((Path(folder) / f"{name}.json").read_text())})
-            gpu = rows[0]["device"]
-            header = {
-                "gpu": gpu,
-                "commit": commit,
-                "dirty": is_dirty,
-                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            }
-            options.out.mkdir(parents=True, exist_ok=True)
-            path: Path = options.out / f"{options.name or gpu_folder(gpu)}.json"
-            path.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
+    gpu = rows[0]["device"]
+    path: Path = options.out / f"{options.name or gpu_folder(gpu)}.json"
+    write(path, make_header(options.commit, gpu), rows)
     return path
 
 
@@ -140,26 +134,23 @@ def closeness(runs: dict[str, Any]) -> str:
 
 
 def plot(runs: dict[str, Any], path: Path) -> None:
-    import plots
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    styles = (dict(color=plots.VERMILION, linewidth=4, alpha=0.5), dict(color=plots.BLUE, linewidth=1.2))
-    for index, ((name, run), style) in enumerate(zip(runs.items(), styles)):
-        left.plot(range(1, len(run["rewards"]) + 1), run["rewards"], label=LABELS[name], **style)
-        medians = {phase: statistics.median(seconds) for phase, seconds in steps_of(run).items()}
-        places = [place + (index - 0.5) * 0.4 for place in range(len(medians))]
-        right.barh(places, list(medians.values()), 0.36, color=style["color"])
-        for place, seconds in zip(places, medians.values()):
-            right.text(seconds, place, f" {seconds:.2f}", va="center", fontsize=7)
-    left.set_xlabel("step", fontsize=9)
-    left.set_ylabel("reward", fontsize=9)
-    right.set_yticks(range(len(medians)), list(medians), fontsize=8)
+    rewards = pd.DataFrame({LABELS[name]: run["rewards"] for name, run in runs.items()})
+    rewards.index += 1
+    rewards.plot(ax=left, color=[VERMILION, BLUE], xlabel="step", ylabel="reward", fontsize=8)
+    medians = pd.DataFrame({LABELS[name]: pd.DataFrame(steps_of(run)).median() for name, run in runs.items()})
+    medians.plot.barh(ax=right, color=[VERMILION, BLUE], legend=False, fontsize=8)
+    for bars in right.containers:
+        right.bar_label(bars, fmt=" %.2f", fontsize=7)
     right.invert_yaxis()
-    right.set_xlabel("seconds a step, median (shorter is faster)", fontsize=9)
-    plots.plain(left, "both")
-    plots.plain(right, "x")
-    plots.finish(figure, [left], "GRPO with TRL: the same curve in less time", path)
+    right.set_xlabel("seconds a step, median (shorter is faster)")
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("GRPO with TRL: the same curve in less time", fontsize=11)
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    plt.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -168,8 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("example", nargs="*", metavar="OPTION", help="of the example, behind --")
     add("--out", type=Path, metavar="FOLDER", default=FOLDER, help="where the result is written (default: %(default)s)")
     add("--name", help="of the result file (default: the GPU's)")
-    add("--commit", default=os.environ.get("DUALKV_COMMIT"), help="what is measured, for a copy that git does not know")
-    add("--clean", action="store_true", help="the tree is that commit's, without changes")
+    add_commit(parser)
     print(measure(parser.parse_args(arguments)))
     return 0
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Measure verl's policy update and old log-probabilities, its own engines beside the plug-in, on the same batch.
 
-    python benchmarks/bench_verl.py --preset paper                  # Qwen3-1.7B, N = 32, P up to 8192, R up to 2048
-    python benchmarks/bench_verl.py --preset math-1k --gpus 4
-    python benchmarks/bench_verl.py --render                        # the page, of the result files
+    python benchmarks/trainers/bench_verl.py --preset paper          # Qwen3-1.7B, N = 32, P up to 8192, R up to 2048
+    python benchmarks/trainers/bench_verl.py --preset math-1k --gpus 4
+    python benchmarks/trainers/bench_verl.py --render                # the page, of the result files
 
 Random weights, tokens and advantages; verl's worker, engine, loss and optimizer in a process for each GPU, see
 verl_rig.py. Times are those of the slowest rank in the last of the calls, in seconds; log-probabilities include
@@ -13,16 +13,17 @@ entropies, as verl's trainer asks for them. bf16 with fp32 sums, FSDP 2, activat
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
-from command import RESULTS, gpu_folder, tree_state
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from command import RESULTS, add_commit, gpu_folder, make_header, write
 from trainers_report import render
 from verl_cases import Case, Found
 from verl_presets import PRESETS, cases_of
@@ -81,20 +82,9 @@ def measure(options: argparse.Namespace) -> Path:
     cases = [case for preset in options.preset for case in cases_of(preset, options.gpus, options.cpu, options.updates)]
     cases = [case for case in cases if not options.only or any(word in case.name for word in options.only)]
     cases.sort(key=lambda one: one.shares)
-    commit, is_dirty = tree_state(options.commit, options.clean)
-    is_cuda = torch.cuda.is_available() and not options.cpu
-    header = {
-        "gpu": torch.cuda.get_device_name() if is_cuda else "cpu",
-        "gpus": options.gpus,
-        "torch": torch.__version__,
-        "commit": commit,
-        "dirty": is_dirty,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "attention_of_verl": options.attention,
-    }
-    folder = options.out or FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{options.name or '-'.join([gpu_folder(header['gpu']), *options.preset])}.json"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() and not options.cpu else "cpu"
+    header = make_header(options.commit, gpu, gpus=options.gpus, attention_of_verl=options.attention)
+    path = (options.out or FOLDER) / f"{options.name or '-'.join([gpu_folder(gpu), *options.preset])}.json"
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(one for one in paths if one)}
 
@@ -102,7 +92,7 @@ def measure(options: argparse.Namespace) -> Path:
         measured = [case for case in cases if case.name in found]
         rows = [row_of(case, found[case.name], options.gpus) for case in measured]
         differences(rows, measured, found)
-        path.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
+        write(path, header, rows)
 
     run(cases, options.gpus, environment, options.limit_s, keep=keep)
     return path
@@ -117,15 +107,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--cpu", action="store_true", help="a trial run in the environment of tests/verl, never a result")
     add("--updates", type=int, default=2, help="of each configuration; the last one is reported (default: 2)")
     add("--limit-s", type=float, default=3600.0, help="end then, with what there is")
-    add(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help=f"where the result is written (default: {FOLDER.relative_to(RESULTS)})",
-    )
+    add("--out", type=Path, metavar="FOLDER", help=f"of the result (default: {FOLDER.relative_to(RESULTS)})")
     add("--name", help="of the result file")
-    add("--commit", default=os.environ.get("DUALKV_COMMIT"), help="what is measured, for a copy that git does not know")
-    add("--clean", action="store_true", help="the tree is that commit's, without changes")
+    add_commit(parser)
     add("--attention", default="verl's attention: the flash-attn package.", help="a sentence on the attention of verl")
     add("--render", action="store_true", help="make the page of the result files and leave")
     options = parser.parse_args(arguments)
