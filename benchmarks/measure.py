@@ -150,7 +150,7 @@ class ShapeRun:
             facts = self.facts[impl.name]
             if missing := impl.missing():
                 facts["skipped"] = missing
-            elif not self.config.fits(40.0 if impl.compiles and self.config.is_cuda else 1.0):
+            elif not self.config.fits(25.0 if impl.compiles and self.config.is_cuda else 1.0):
                 facts["skipped"] = LEFT_OUT
             else:
                 self.guarded(impl, self.memory_pass)

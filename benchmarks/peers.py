@@ -135,22 +135,15 @@ def own_families(build: dict[str, Any], capability: tuple[int, int]) -> list[str
 
 def own_implementations(families: list[str] | None) -> list[Implementation]:
     """The GPU's best kernels, and those before them where they are asked for."""
-    if families is None:
-        return [Implementation("dualkv_reference", arrange_ours)]
-    names = [*reversed(families)]
-    found = [Implementation(f"dualkv_{one}", partial(arrange_ours, family=one), is_optional=True) for one in names]
-    return [replace(found[0], is_optional=False), *found[1:]]
+    names = [None] if families is None else [*reversed(families)]
+    every = [Implementation(f"dualkv_{one or 'reference'}", partial(arrange_ours, family=one)) for one in names]
+    return [every[0], *(replace(one, is_optional=True) for one in every[1:])]
 
 
-def deterministic_implementations(families: list[str] | None) -> list[Implementation]:
-    """Deterministic mode, which is a matter of the backward, of this library and of the peer that has it."""
-    options: dict[str, Any] = {"directions": ("backward",), "is_optional": True}
-    ours = [
-        Implementation(f"{one.name}_deterministic", partial(one.arrange, deterministic=True), **options)
-        for one in own_implementations(families)
-    ]
-    cudnn = replace(cudnn_flex(), name="cudnn_flex_deterministic", arrange=partial(arrange_cudnn, deterministic=True))
-    return [*ours, replace(cudnn, **options)]
+def deterministic(impl: Implementation) -> Implementation:
+    """The same in deterministic mode, which is a matter of the backward."""
+    arrange, name = partial(cast(Any, impl.arrange), deterministic=True), f"{impl.name}_deterministic"
+    return replace(impl, name=name, arrange=arrange, directions=("backward",), is_optional=True)
 
 
 # --- masks over packed rows: FlexAttention, cuDNN Flex Attention ----------------------------------------------------
@@ -414,4 +407,4 @@ def layer_implementations(families: list[str] | None) -> list[Implementation]:
 
 def kernel_implementations(families: list[str] | None) -> list[Implementation]:
     """Attention alone."""
-    return [*layer_implementations(families), *deterministic_implementations(families)]
+    return [*layer_implementations(families), *map(deterministic, [*own_implementations(families), cudnn_flex()])]
