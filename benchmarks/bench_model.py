@@ -204,7 +204,7 @@ class StepRun(LayerRun):
 
         shape, device = self.shape, self.config.device
         ids, _ = make_ids(shape, device)
-        how = impl.arrange(shape, device)  # of this library it chooses the kernels
+        how = impl.arrange(shape, device)
         if impl.is_ours:
             register()
             yield shared_step(shape, ids, self.model_on("dualkv"))
@@ -236,12 +236,10 @@ def stock_attention(impl: Implementation) -> str:
     return impl.name.removeprefix("stock_").removesuffix("_replicated")
 
 
-def implementations(families: list[str] | None) -> list[Implementation]:
+def implementations(kernels: str | None) -> list[Implementation]:
     """Ours first; peers of Qwen3, and other models as they are."""
-    ours, *others = layer_implementations(families)
-    found = [ours]
-    for one in others:
-        found.append(one if one.is_ours else one.only(lambda shape: not of_family(shape), "measured on Qwen3"))
+    ours, *others = layer_implementations(kernels)
+    found = [ours, *(one.only(lambda shape: not of_family(shape), "measured on Qwen3") for one in others)]
     for name, (package, compiles) in STOCK.items():
         arrange = partial(arrange_stock, has_one_length=name == "flex_attention")
         impl = Implementation(

@@ -41,10 +41,9 @@ from packing import Attention, first_copy, leaf, make_source, packed_rows, respo
 from peers import (
     CudnnFlex,
     Implementation,
-    choose_family,
     cudnn_endpoints,
     flex_attend,
-    own_implementations,
+    ours,
     packed_block_mask,
 )
 from shapes import K, Shape, nodes_of
@@ -112,14 +111,13 @@ def samples(shape: Shape, device: torch.device) -> tuple[list[Tensor], list[Tens
     return [one.to(device) for one in prompts], [one.to(device) for one in responses]
 
 
-def steps_of_ours(shape: Shape, device: torch.device, family: str | None = None) -> Steps:
+def steps_of_ours(shape: Shape, device: torch.device) -> Steps:
     from flash_attn_dualkv import pack_shared_prompts, shared_prompt_attention, unpack_logprobs
 
     tokens = samples(shape, device)
     rows = pack_shared_prompts(*tokens, boundary="gather").input_ids
 
     def pack() -> tuple[Attention, Unpack]:
-        choose_family(family)
         # boundary="gather" keeps a prompt whole, so that the tokens are those of every other implementation
         batch = pack_shared_prompts(*tokens, boundary="gather")
         return partial(shared_prompt_attention, layout=batch.layout), partial(unpack_logprobs, batch=batch)
@@ -163,17 +161,17 @@ def on_plan(shape: Shape, device: torch.device) -> Attention:
     return attend
 
 
-def implementations(families: list[str] | None) -> list[Implementation]:
+def implementations(kernels: str | None) -> list[Implementation]:
     """Each with its `Steps`. The last is the slowest: time may end before it."""
-    own = zip(own_implementations(families), reversed(families) if families else [None])
-    found = [replace(one, arrange=partial(steps_of_ours, family=family)) for one, family in own]
     attends: dict[str, tuple[str | None, Callable[..., Attention]]] = {"cudnn_flex": ("cudnn_flex", on_plan)}
-    if families is not None:
+    if kernels is not None:
         attends["flex_fa4"] = "fa4", partial(on_block_mask, on_fa4=True)
         attends["flex_packed"] = None, partial(on_block_mask, on_fa4=False)
-    for name, (package, attend) in attends.items():
-        found.append(Implementation(name, partial(steps_of_peer, attend=attend), package=package))
-    return found
+    found = [
+        Implementation(name, partial(steps_of_peer, attend=attend), package=package)
+        for name, (package, attend) in attends.items()
+    ]
+    return [replace(ours(kernels), arrange=steps_of_ours), *found]
 
 
 def graphs_compiled() -> int:
@@ -203,7 +201,8 @@ class StreamRun:
                 continue
             failure: Row = {}
             try:
-                self.visits(impl, deadline)
+                with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+                    self.visits(impl, deadline)
             except Exception as error:
                 failure = self.unmeasured[impl.name] = explain(error)
             self.config.clear(after_failure=bool(failure))

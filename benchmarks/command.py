@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from measure import LEFT_OUT, Config, Matmul, Row, ShapeRun, significant
-from peers import Implementation, own_families
+from peers import Implementation, own_kernels
 from shapes import parse, title
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +38,7 @@ class Benchmark:
         description: of the command, for --help.
         presets: names of what is measured, by the name of the list; "tiny" is the CPU's.
         default: the preset on a GPU when none is asked for.
-        implementations: all that can be measured here; its argument is what ``peers.own_families`` returns, None on the
+        implementations: all that can be measured here; its argument is what ``peers.own_kernels`` returns, None on the
             CPU.
         parse: what a name stands for; a ValueError says why it is none.
         run_type: measures one thing with ``(parsed, implementations, config, matmul)``: ``run()``, then ``rows``.
@@ -49,7 +49,7 @@ class Benchmark:
     description: str
     presets: Mapping[str, Sequence[str]]
     default: str
-    implementations: Callable[[list[str] | None], list[Implementation]]
+    implementations: Callable[[str | None], list[Implementation]]
     parse: Callable[[str], Any] = parse
     run_type: Callable[[Any, list[Implementation], Config, Matmul], Any] = ShapeRun
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -113,12 +113,13 @@ def chosen_implementations(benchmark: Benchmark, options: argparse.Namespace) ->
         ValueError: a word of --impls fits no implementation.
         RuntimeError: on a GPU, if this library has no compiled kernels for it.
     """
-    families = None
+    kernels = None
     if options.device == "cuda":
         from flash_attn_dualkv import build_info
 
-        families = own_families(dict(build_info()), torch.cuda.get_device_capability())
-    ours, *others = benchmark.implementations(families)
+        asked = os.environ.get("DUALKV_KERNELS")
+        kernels = own_kernels(dict(build_info()), torch.cuda.get_device_capability(), asked)
+    ours, *others = benchmark.implementations(kernels)
     if not options.impls:
         return [ours, *(one for one in others if not one.missing() and not one.is_optional)]
     unknown = [word for word in options.impls if not any(fits(word, one.name) for one in (ours, *others))]

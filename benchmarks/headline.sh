@@ -15,7 +15,7 @@ bench kernel-shared kernel 130 --impls =cudnn_flex =flex_fa4 =fa4_replicated --s
 bench tree tree 110 --impls =cudnn_flex =flex_fa4 fa4_gathered fa4_flattened --shape tree-branched tree-comb \
     tree-balanced_d4 tree-agentic_wide tree-agentic
 bench kernel-deterministic kernel 30 --impls =dualkv_sm90_deterministic =cudnn_flex =cudnn_flex_deterministic \
-    --shape 28x4Kx2K 28x16Kx2K tree-agentic_wide --rounds 3
+    --shape 28x4Kx2K 28x16Kx2K 16-groups-of-8x256x131-2048 --rounds 3
 bench layer layer 60 --impls =cudnn_flex =flex_fa4 =fa4_replicated --shape 16x8Kx131-2048
 bench stream stream 100 --impls =cudnn_flex =flex_fa4
 bench model model 110 --impls =cudnn_flex =flex_fa4 =fa4_replicated --shape 16x8Kx131-2048 --rounds 1

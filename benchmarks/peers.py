@@ -6,7 +6,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,7 +75,7 @@ def is_importable(label: str | None) -> bool:
         return True
     try:
         spec = importlib.util.find_spec(PACKAGES[label][0])
-    except ModuleNotFoundError:
+    except ImportError:
         return False
     return spec is not None and spec.origin is not None
 
@@ -84,19 +83,10 @@ def is_importable(label: str | None) -> bool:
 # --- this library ---------------------------------------------------------------------------------------------------
 
 
-def choose_family(family: str | None) -> None:
-    """From here on every call of this library goes to the kernels of that name; None leaves the choice to it."""
-    if family is not None:
-        os.environ["DUALKV_KERNELS"] = family
-
-
-def arrange_ours(
-    shape: Shape, device: torch.device, family: str | None = None, deterministic: bool = False
-) -> Arrangement:
+def arrange_ours(shape: Shape, device: torch.device, deterministic: bool = False) -> Arrangement:
     """One call on the packed row; sequences that share nothing go to the function that FlashAttention has too."""
     from flash_attn_dualkv import SharedPromptLayout, flash_attn_varlen_func, shared_prompt_attention
 
-    choose_family(family)
     if shape.depth == 1 and shape.is_plain:
         varlen: Any = flash_attn_varlen_func
         kernel = partial(varlen, causal=True, deterministic=deterministic)
@@ -114,30 +104,28 @@ def sinks_of(shape: Shape, device: torch.device) -> Tensor | None:
     return torch.randn(shape.heads, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
 
 
-def own_families(build: dict[str, Any], capability: tuple[int, int]) -> list[str]:
-    """The families of built kernels that this GPU runs, the fastest last.
+def own_kernels(build: dict[str, Any], capability: tuple[int, int], asked: str | None = None) -> str:
+    """The family of kernels that this GPU runs by itself, or ``asked``, what DUALKV_KERNELS says.
 
     Args:
         build: what ``flash_attn_dualkv.build_info`` returns.
         capability: the GPU's compute capability.
 
     Raises:
-        RuntimeError: there are no kernels for the GPU, or none at all.
+        RuntimeError: there are no such kernels for the GPU, or none at all.
     """
     if not build["compiled"]:
         raise RuntimeError(f"the CUDA kernels are not installed: {build['compiled_error'] or 'a pure-Python install'}")
-    usable = {"sm80": capability >= (8, 0), "sm90": capability[0] == 9}  # sm90 has instructions of 9.x alone
-    families = [family for family, dims in sorted(build["head_dims"].items()) if dims and usable[family]]
-    if not families:
+    usable = ["sm90"] * (capability[0] == 9) + ["sm80"] * (capability >= (8, 0))  # sm90: instructions of 9.x alone
+    found = [one for one in usable if build["head_dims"].get(one) and asked in (one, None)]
+    if not found:
         raise RuntimeError(f"this build has kernels for {sorted(build['head_dims'])}, the GPU is sm_{capability}")
-    return families
+    return found[0]
 
 
-def own_implementations(families: list[str] | None) -> list[Implementation]:
-    """The GPU's best kernels, and those before them where they are asked for."""
-    names = [None] if families is None else [*reversed(families)]
-    every = [Implementation(f"dualkv_{one or 'reference'}", partial(arrange_ours, family=one)) for one in names]
-    return [every[0], *(replace(one, is_optional=True) for one in every[1:])]
+def ours(kernels: str | None) -> Implementation:
+    """This library. ``kernels``: of ``own_kernels``, None on the CPU."""
+    return Implementation(f"dualkv_{kernels or 'reference'}", arrange_ours)
 
 
 def deterministic(impl: Implementation) -> Implementation:
@@ -396,15 +384,14 @@ def peers() -> list[Implementation]:
     return [one.only(lambda shape: shape.head_dim <= 256, "measured up to head dim 256") for one in found]
 
 
-def layer_implementations(families: list[str] | None) -> list[Implementation]:
-    """What a layer and a model are measured with, ours first. ``families``: of ``own_families``, None on the CPU."""
-    if families is None:
+def layer_implementations(kernels: str | None) -> list[Implementation]:
+    """What a layer and a model are measured with, ours first. ``kernels``: of ``own_kernels``, None on the CPU."""
+    if kernels is None:
         math = lambda: math_varlen  # noqa: E731
-        return [*own_implementations(None), replicated("math", math), *on_trees("math", math), cudnn_flex()]
-    trees = [*on_trees("fa4"), *on_trees("fa2", torch_varlen)]
-    return [*own_implementations(families), *peers(), *trees]
+        return [ours(None), replicated("math", math), *on_trees("math", math), cudnn_flex()]
+    return [ours(kernels), *peers(), *on_trees("fa4"), *on_trees("fa2", torch_varlen)]
 
 
-def kernel_implementations(families: list[str] | None) -> list[Implementation]:
+def kernel_implementations(kernels: str | None) -> list[Implementation]:
     """Attention alone."""
-    return [*layer_implementations(families), *map(deterministic, [*own_implementations(families), cudnn_flex()])]
+    return [*layer_implementations(kernels), deterministic(ours(kernels)), deterministic(cudnn_flex())]

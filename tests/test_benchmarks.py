@@ -220,7 +220,7 @@ def test_names_of_implementations() -> None:
     """A word is a part of a name, with = in front it is all of it; this library is always measured."""
     names = ("dualkv_sm90", "flex_fa4", "flex_fa4_static", "flex_packed")
     every = [Implementation(name, peers.arrange_ours, is_optional=name.endswith("static")) for name in names]
-    benchmark = replace(bench_stream.BENCHMARK, implementations=lambda families: every)
+    benchmark = replace(bench_stream.BENCHMARK, implementations=lambda kernels: every)
     for words, expected in (
         (["fa4"], ["flex_fa4", "flex_fa4_static"]),
         (["=flex_fa4"], ["flex_fa4"]),
@@ -268,30 +268,31 @@ def test_replicated_rows_beyond_32_bits_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("built", "capability", "expected"),
+    ("built", "capability", "asked", "expected"),
     [
-        (("sm80",), (9, 0), ["sm80"]),
-        (("sm80", "sm90"), (9, 0), ["sm80", "sm90"]),
-        (("sm80", "sm90"), (8, 9), ["sm80"]),
-        (("sm80", "sm90"), (12, 0), ["sm80"]),
-        (("sm90",), (8, 0), r"\['sm90'\], the GPU is sm_"),
-        ((), (9, 0), "not installed: broken library"),
+        (("sm80",), (9, 0), None, "sm80"),
+        (("sm80", "sm90"), (9, 0), None, "sm90"),
+        (("sm80", "sm90"), (9, 0), "sm80", "sm80"),
+        (("sm80", "sm90"), (8, 9), None, "sm80"),
+        (("sm80", "sm90"), (12, 0), None, "sm80"),
+        (("sm90",), (8, 0), None, r"\['sm90'\], the GPU is sm_"),
+        ((), (9, 0), None, "not installed: broken library"),
     ],
 )
-def test_own_families(built: tuple[str, ...], capability: tuple[int, int], expected: Any) -> None:
+def test_own_kernels(built: tuple[str, ...], capability: tuple[int, int], asked: Any, expected: str) -> None:
     head_dims = {family: [128] for family in built}
     build = {"compiled": bool(built), "compiled_error": "broken library", "head_dims": head_dims}
-    if isinstance(expected, str):
+    if len(expected) > 4:
         with pytest.raises(RuntimeError, match=expected):
-            peers.own_families(build, capability)
+            peers.own_kernels(build, capability, asked)
     else:
-        assert peers.own_families(build, capability) == expected
+        assert peers.own_kernels(build, capability, asked) == expected
 
 
 def test_every_implementation_has_a_label() -> None:
     bench_model = pytest.importorskip("bench_model")
     for module in (bench_kernel, bench_layer, bench_model, bench_stream):
-        found = module.BENCHMARK.implementations(["sm80", "sm90"])
+        found = module.BENCHMARK.implementations("sm90")
         assert found[0].name == report.OURS and not found[0].is_optional
         assert {one.name for one in found} <= {*report.LABELS, "stock_eager_replicated"}
 
@@ -306,7 +307,7 @@ def measured(implementations: list[Implementation], shape: Shape = RAGGED, **cha
     return run.rows
 
 
-OURS = peers.own_implementations(None)[0]
+OURS = peers.ours(None)
 
 
 def test_rows_of_a_measured_shape() -> None:
@@ -510,16 +511,14 @@ def test_on_the_gpu(kind: str) -> None:
     """All but FlexAttention, whose compilation takes longer than all of these."""
     import flash_attn_dualkv
 
-    families = peers.own_families(dict(flash_attn_dualkv.build_info()), torch.cuda.get_device_capability())
+    kernels = peers.own_kernels(dict(flash_attn_dualkv.build_info()), torch.cuda.get_device_capability())
     module: Any = {"kernel": bench_kernel, "tree": bench_tree, "layer": bench_layer}.get(kind)
     module = module or pytest.importorskip("bench_model")
     nodes = shapes.TREES["tiny"]() if kind == "tree" else nodes_of([(1000, (131, 700, 64))])
     shape = Shape(kind, tuple((17 * length, parent) for length, parent in nodes))
     if kind in ("layer", "model"):
         shape = replace(shape, model=shapes.ModelShape(2, 512, 1024, 32, 8, 128, vocab=1024))
-    found = [
-        one for one in module.BENCHMARK.implementations(families) if not one.missing() and "flex_p" not in one.name
-    ]
+    found = [one for one in module.BENCHMARK.implementations(kernels) if not one.missing() and "flex_p" not in one.name]
     config = measure.Config(torch.device("cuda"), rounds=1, target_ms=1.0, dtype=torch.bfloat16)
     run = module.BENCHMARK.run_type(
         shape, [one for one in found if one.name != "flex_fa4"], config, measure.Matmul(config)

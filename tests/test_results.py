@@ -42,7 +42,7 @@ OLDER = {"commit": "f" * 40, "date": "2026-11-20T08:00:00+00:00"}
 
 def result(module: Any, name: str, times: dict[str, Any], header: dict[str, Any] | None = None) -> dict[str, Any]:
     """As a GPU would give it: of each implementation a forward of these ms, a backward of twice that, or no time."""
-    found = {one.name: one for one in module.BENCHMARK.implementations(["sm80", "sm90"])}
+    found = {one.name: one for one in module.BENCHMARK.implementations("sm90")}
     shape, config = shapes.parse(name), measure.Config(torch.device("cpu"), dtype=torch.bfloat16)
     run = module.BENCHMARK.run_type(shape, [found[impl] for impl in times], config, measure.Matmul(config))
     for impl, ms in times.items():
