@@ -182,43 +182,35 @@ def graphs_compiled() -> int:
 
 
 class StreamRun:
-    """All measurements of one stream. ``rows`` holds one row per implementation and micro-batch."""
+    """All measurements of one stream. ``rows`` holds one row per implementation and micro-batch, up to a failure."""
 
     def __init__(self, stream: Stream, implementations: list[Implementation], config: Config, matmul: Matmul) -> None:
         self.chosen, self.config, self.matmul = implementations, config, matmul
-        self.shapes = stream.shapes()
-        # Other lengths than any that is measured.
-        self.warm_up = replace(stream, name=f"{stream.name}-warm-up", micro_batches=WARM_UP).shapes()
-        self.measured: dict[str, list[Row]] = {impl.name: [] for impl in implementations}
-        self.unmeasured: dict[str, Row] = {impl.name: {"skipped": LEFT_OUT} for impl in implementations}  # and why
+        # In front are others, of other lengths than any that is measured.
+        warm_up = replace(stream, name=f"{stream.name}-warm-up", micro_batches=WARM_UP).shapes()
+        self.shapes = [*warm_up, *stream.shapes()]
+        self.rows: list[Row] = []
         self.samples: dict[str, list[Tensor]] = {}  # of the first implementation
 
     def run(self) -> None:
         for index, impl in enumerate(self.chosen, 1):
             deadline = self.config.deadline - RESERVE_S * self.config.is_cuda * (len(self.chosen) - index)
-            if missing := impl.missing():
-                self.unmeasured[impl.name] = {"skipped": missing}
-                continue
-            failure: Row = {}
-            try:
-                with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
-                    self.visits(impl, deadline)
-            except Exception as error:
-                failure = self.unmeasured[impl.name] = explain(error)
+            torch._dynamo.reset()
+            longest, failure = 0.0, {"skipped": impl.missing()} if impl.missing() else {}
+            for place, shape in enumerate(self.shapes):
+                begin = time.monotonic()
+                if not failure and begin + longest + ROOM_S > deadline:
+                    failure = {"skipped": LEFT_OUT}
+                try:
+                    # Lengths are all different: more compilations than PyTorch's limits for one function.
+                    with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+                        row = self.visit(impl, shape) if not failure else self.row_without_times(impl, shape) | failure
+                except Exception as error:
+                    failure = explain(error)
+                    row = self.row_without_times(impl, shape) | failure
+                self.rows += [row] if place >= WARM_UP else []
+                longest = max(longest, time.monotonic() - begin) if place else 0.0  # the first loads and compiles
             self.config.clear(after_failure=bool(failure))
-
-    def visits(self, impl: Implementation, deadline: float) -> None:
-        torch._dynamo.reset()
-        rows, longest = self.measured[impl.name], 0.0
-        for index, shape in enumerate([*self.warm_up, *self.shapes]):
-            begin = time.monotonic()
-            if begin + longest + ROOM_S > deadline:
-                break
-            row = self.visit(impl, shape)
-            if index >= WARM_UP:
-                rows.append(row)
-            if index:  # the first loads and compiles
-                longest = max(longest, time.monotonic() - begin)
 
     def visit(self, impl: Implementation, shape: Shape) -> Row:
         """One micro-batch, as the module's docstring describes it."""
@@ -282,16 +274,6 @@ class StreamRun:
     def row_without_times(self, impl: Implementation, shape: Shape) -> Row:
         nothing = dict.fromkeys(("ms", "tflops", "fraction", "matmul_tflops"))
         return {**identity(shape, impl, self.config), "direction": "both", **nothing}
-
-    @property
-    def rows(self) -> list[Row]:
-        """What was measured, and rows with the reason for what was not."""
-        rows: list[Row] = []
-        for impl in self.chosen:
-            found = self.measured[impl.name]
-            rest = [self.row_without_times(impl, shape) | self.unmeasured[impl.name] for shape in self.shapes]
-            rows += [*found, *rest[len(found) :]]
-        return rows
 
 
 BENCHMARK = command.Benchmark(

@@ -25,8 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from command import RESULTS, add_commit, gpu_folder, make_header, write
 from trainers_report import render
-from verl_cases import Case, Found
-from verl_presets import PRESETS, cases_of
+from verl_cases import PRESETS, Case, Found, cases_of
 from verl_rig import run
 
 FOLDER = RESULTS / "trainers" / "verl"

@@ -9,7 +9,7 @@ from typing import Any
 import bench_trl
 import pandas as pd
 from report import BLUE, PURPLE, VERMILION, filled
-from verl_presets import LARGE, PRESETS, WHO
+from verl_cases import LARGE, PRESETS, WHO
 
 # Of the README: setups, and the micro-batches of both; without Ulysses.
 HEADLINE = (
