@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import NamedTuple
 
 import command
 import torch
@@ -34,38 +33,23 @@ ROPE_BASE, EPS, WEIGHT_STD = 1e6, 1e-6, 0.02
 HEAD_NORM = 1.6
 
 
-class Weights(NamedTuple):
-    """Of one layer, as torch.nn.functional.linear takes them: (outputs, inputs)."""
+Weights = dict[str, Tensor]  # of one layer, as torch.nn.functional.linear takes them: (outputs, inputs)
 
-    input_norm: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_norm: Tensor
-    k_norm: Tensor
-    o: Tensor
-    mlp_norm: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
 
-    @staticmethod
-    def random(model: ModelShape, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Weights:
-        """Norms are near 1."""
-        if not model.qk_norm:
-            raise ValueError("model: expected qk_norm, this layer has norms of queries and keys")
-        hidden, inner, dim = model.hidden, model.intermediate, model.head_dim
-        queries, keys = model.heads * dim, model.kv_heads * dim
-        matrices = dict(q=(queries, hidden), k=(keys, hidden), v=(keys, hidden), o=(hidden, queries))
-        matrices |= dict(gate=(inner, hidden), up=(inner, hidden), down=(hidden, inner))
-        norms = dict(input_norm=(1.0, hidden), mlp_norm=(1.0, hidden))
-        norms |= dict(q_norm=(HEAD_NORM, dim), k_norm=(HEAD_NORM, dim))
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(size, dtype=dtype, device=device, generator=generator) * WEIGHT_STD
-
-        found = {name: normal(*size) for name, size in matrices.items()}
-        return Weights(**found, **{name: mean + normal(size) for name, (mean, size) in norms.items()})
+def make_weights(model: ModelShape, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Weights:
+    """Random; norms are near 1."""
+    if not model.qk_norm:
+        raise ValueError("model: expected qk_norm, this layer has norms of queries and keys")
+    hidden, inner, dim = model.hidden, model.intermediate, model.head_dim
+    queries, keys = model.heads * dim, model.kv_heads * dim
+    sizes: dict[str, tuple[int, ...]] = dict(
+        q=(queries, hidden), k=(keys, hidden), v=(keys, hidden), o=(hidden, queries)
+    )
+    sizes |= dict(gate=(inner, hidden), up=(inner, hidden), down=(hidden, inner))
+    sizes |= dict(input_norm=(hidden,), mlp_norm=(hidden,), q_norm=(dim,), k_norm=(dim,))
+    means = dict(input_norm=1.0, mlp_norm=1.0, q_norm=HEAD_NORM, k_norm=HEAD_NORM)
+    found = {name: torch.randn(size, dtype=dtype, device=device, generator=generator) for name, size in sizes.items()}
+    return {name: means.get(name, 0.0) + one * WEIGHT_STD for name, one in found.items()}
 
 
 def rope_tables(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -86,13 +70,13 @@ def decoder_layer(
     x: Tensor, weights: Weights, cos: Tensor, sin: Tensor, attention: Attention, model: ModelShape
 ) -> Tensor:
     """The layer's output for hidden states x (T, hidden)."""
-    h = rms_norm(x, (model.hidden,), weights.input_norm, EPS)
-    q, k, v = (linear(h, one).unflatten(-1, (-1, model.head_dim)) for one in weights[1:4])
-    q = rotate(rms_norm(q, (model.head_dim,), weights.q_norm, EPS), cos, sin)
-    k = rotate(rms_norm(k, (model.head_dim,), weights.k_norm, EPS), cos, sin)
-    x = x + linear(attention(q, k, v).flatten(1), weights.o)
-    h = rms_norm(x, (model.hidden,), weights.mlp_norm, EPS)
-    return x + linear(silu(linear(h, weights.gate)) * linear(h, weights.up), weights.down)
+    h = rms_norm(x, (model.hidden,), weights["input_norm"], EPS)
+    q, k, v = (linear(h, weights[name]).unflatten(-1, (-1, model.head_dim)) for name in "qkv")
+    q = rotate(rms_norm(q, (model.head_dim,), weights["q_norm"], EPS), cos, sin)
+    k = rotate(rms_norm(k, (model.head_dim,), weights["k_norm"], EPS), cos, sin)
+    x = x + linear(attention(q, k, v).flatten(1), weights["o"])
+    h = rms_norm(x, (model.hidden,), weights["mlp_norm"], EPS)
+    return x + linear(silu(linear(h, weights["gate"])) * linear(h, weights["up"]), weights["down"])
 
 
 def make_layer_source(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Weights]:
@@ -100,7 +84,7 @@ def make_layer_source(shape: Shape, dtype: torch.dtype, device: torch.device) ->
     generator = torch.Generator(device).manual_seed(0)
     size = (shape.packed_tokens, shape.model.hidden)
     x, dout = (torch.randn(size, dtype=dtype, device=device, generator=generator) for _ in range(2))
-    return x, dout, Weights.random(shape.model, dtype, device, generator)
+    return x, dout, make_weights(shape.model, dtype, device, generator)
 
 
 def prepare_layer(shape: Shape, dtype: torch.dtype, device: torch.device, how: Arrangement) -> Prepared:
@@ -111,7 +95,7 @@ def prepare_layer(shape: Shape, dtype: torch.dtype, device: torch.device, how: A
     model, total = shape.model, shape.packed_tokens
     all_x, all_dout, all_weights = make_layer_source(shape, dtype, device)
     rows, copies = how.rows.to(device), how.counted(total).to(device)
-    x, weights = leaf(all_x[rows]), Weights(*map(leaf, all_weights))
+    x, weights = leaf(all_x[rows]), {name: leaf(one) for name, one in all_weights.items()}
     tables = rope_tables(packed_positions(shape).to(device), model.head_dim, x.dtype)
     cos, sin = (table[rows] for table in tables)
     del tables
@@ -122,7 +106,7 @@ def prepare_layer(shape: Shape, dtype: torch.dtype, device: torch.device, how: A
         return shared(added, copies[which])
 
     return Prepared(
-        (x, *weights),
+        (x, *weights.values()),
         shared(all_dout, copies)[rows],
         lambda: decoder_layer(x, weights, cos, sin, how.attention, model),
         take,

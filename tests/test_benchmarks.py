@@ -14,6 +14,7 @@ from typing import Any
 
 import bench_kernel
 import bench_layer
+import bench_model
 import bench_stream
 import bench_tree
 import command
@@ -147,7 +148,6 @@ def test_drawn_lengths_are_those_of_the_results() -> None:
 
 
 def test_presets_parse_and_nonsense_does_not() -> None:
-    bench_model = pytest.importorskip("bench_model")
     for module in (bench_kernel, bench_tree, bench_layer, bench_model):
         assert all(shapes.parse(name).name == name for names in module.PRESETS.values() for name in names)
     assert all(shapes.parse(name) for name in [one for names in report.HEADLINE.values() for one in names])
@@ -290,7 +290,6 @@ def test_own_kernels(built: tuple[str, ...], capability: tuple[int, int], asked:
 
 
 def test_every_implementation_has_a_label() -> None:
-    bench_model = pytest.importorskip("bench_model")
     for module in (bench_kernel, bench_layer, bench_model, bench_stream):
         found = module.BENCHMARK.implementations("sm90")
         assert found[0].name == report.OURS and not found[0].is_optional
@@ -320,14 +319,22 @@ def test_rows_of_a_measured_shape() -> None:
         assert row["ms_min"] <= row["ms"] <= row["ms_max"] and row["samples"] >= 2
 
 
-def test_what_is_timed_is_warm() -> None:
-    """150 ms of itself come first; medians are of rounds."""
-    calls: list[float] = []
-    config = measure.Config(CPU, warm_ms=50.0, target_ms=20.0, max_calls=10)
-    (times,) = measure.laps_under_load(config, (lambda: (time.sleep(0.005), calls.append(time.perf_counter())),))
-    assert 2 <= len(times) <= 4 and len(calls) - len(times) >= 8 and all(5 <= one < 30 for one in times)
-    first, second = measure.laps(config, (lambda: time.sleep(0.001), lambda: time.sleep(0.02)), 2)
-    assert max(first) < 15 < min(second)
+@pytest.mark.parametrize(("ms", "expected"), [(5.0, [1, 29 + 10]), (25.0, [1, 5 + 3]), (400.0, [1, 1])])
+def test_what_is_timed_is_warm(ms: float, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """150 ms of the same come first, then 60 ms, at least once and at most ten times."""
+    asked = []
+
+    def laps(config: measure.Config, steps: Any, rounds: int) -> list[list[float]]:
+        asked.append(rounds)
+        return [[ms] * rounds]
+
+    real = measure.laps
+    monkeypatch.setattr(measure, "laps", laps)
+    (times,) = measure.laps_under_load(measure.Config(CPU), (lambda: None,))
+    assert asked == expected and len(times) == {5.0: 10, 25.0: 3, 400.0: 1}[ms]
+    calls: list[str] = []
+    found = real(measure.Config(CPU), (lambda: calls.append("a"), lambda: calls.append("b")), 3)
+    assert calls == ["a", "b"] * 3 and [len(one) for one in found] == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -513,7 +520,7 @@ def test_on_the_gpu(kind: str) -> None:
 
     kernels = peers.own_kernels(dict(flash_attn_dualkv.build_info()), torch.cuda.get_device_capability())
     module: Any = {"kernel": bench_kernel, "tree": bench_tree, "layer": bench_layer}.get(kind)
-    module = module or pytest.importorskip("bench_model")
+    module = module or bench_model
     nodes = shapes.TREES["tiny"]() if kind == "tree" else nodes_of([(1000, (131, 700, 64))])
     shape = Shape(kind, tuple((17 * length, parent) for length, parent in nodes))
     if kind in ("layer", "model"):
