@@ -25,6 +25,7 @@ PRESETS = {
     "causal": ("causal-1x16K", "causal-32x4K-16K", "causal-8x4K", "causal-128x387-2304"),
     "heads": (
         "28x4Kx2K-H8-Hk2", "28x4Kx2K-H4-Hk1", "28x16Kx2K-d64", "28x16Kx2K-H16-Hk4-d256", "causal-1x16K-H32-Hk32",
+        "28x4Kx2K-H16-Hk16-d256",
     ),
     # gpt-oss, Gemma 3 and 2, DeepSeek-V3; and a long prompt with a window.
     "options": (

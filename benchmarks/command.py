@@ -82,9 +82,8 @@ def parse_arguments(benchmark: Benchmark, arguments: list[str] | None = None) ->
     add("--name", help="of the result file (default: the benchmark and its presets)")
     add_commit(parser)
     options = parser.parse_args(arguments)
-    for name, least in (("rounds", 1), ("limit_s", 0), ("budget_s", 0)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name.replace('_', '-')}: expected at least {least}, got {getattr(options, name)}")
+    if options.rounds < 1:
+        parser.error(f"--rounds: expected at least 1, got {options.rounds}")
     if options.device == "cuda" and not torch.cuda.is_available():
         print("There is no CUDA GPU here. --device cpu makes a trial run with plain PyTorch.", file=sys.stderr)
         raise SystemExit(2)
@@ -122,16 +121,12 @@ def chosen_implementations(benchmark: Benchmark, options: argparse.Namespace) ->
     ours, *others = benchmark.implementations(kernels)
     if not options.impls:
         return [ours, *(one for one in others if not one.missing() and not one.is_optional)]
-    unknown = [word for word in options.impls if not any(fits(word, one.name) for one in (ours, *others))]
-    if unknown:
-        known = ", ".join(one.name for one in (ours, *others))
-        raise ValueError(f"--impls: expected parts of the names {known}, got {' '.join(unknown)}")
-    return [ours, *(one for one in others if any(fits(word, one.name) for word in options.impls))]
-
-
-def fits(word: str, name: str) -> bool:
-    """Whether a word of --impls asks for that implementation."""
-    return word == f"={name}" or word in name
+    names = [one.name for one in (ours, *others)]
+    # "=name" is all of a name, "name" a part of it.
+    found = {word: [one for one in names if word in one or word == f"={one}"] for word in options.impls}
+    if unknown := [word for word, fits in found.items() if not fits]:
+        raise ValueError(f"--impls: expected parts of the names {', '.join(names)}, got {' '.join(unknown)}")
+    return [ours, *(one for one in others if any(one.name in fits for fits in found.values()))]
 
 
 def git(*arguments: str) -> str | None:
@@ -204,12 +199,10 @@ def run(benchmark: Benchmark, options: argparse.Namespace, config: Config, heade
 def summary(row: Row) -> str:
     """A line about one row."""
     name = f"{title(row['shape']):<32} {row['impl']:<26} {row['direction']:<8}"
-    peak = "" if row.get("peak_gib") is None else f"{row['peak_gib']:8.2f} GiB"
     if row["ms"] is None:
-        return f"{name} {'out of memory' if row.get('oom') else row.get('error') or row.get('skipped')} {peak}"
-    rate = "" if row["tflops"] is None else f"{row['tflops']:8.1f} TFLOP/s"
-    share = "" if row["fraction"] is None else f"{100 * row['fraction']:5.1f}% of matmul"
-    return f"{name} {row['ms']:10.3f} ms {rate} {share} {peak}"
+        return f"{name} {'out of memory' if row.get('oom') else row.get('error') or row.get('skipped')}"
+    units = {"ms": "ms", "tflops": "TFLOP/s", "fraction": "of matmul", "peak_gib": "GiB"}
+    return name + "".join(f" {row[key]:9.2f} {unit}" for key, unit in units.items() if row.get(key) is not None)
 
 
 def main(benchmark: Benchmark, arguments: list[str] | None = None) -> int:

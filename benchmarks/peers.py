@@ -252,10 +252,9 @@ def cudnn_flex() -> Implementation:
     def refuses(shape: Shape) -> str:
         if shape.softcap or shape.sinks:
             return "it has neither softcaps nor sinks"
-        widths = shape.head_dim, shape.head_dim_v or shape.head_dim
-        if widths[0] <= 128 or widths == (192, 128) or (widths[0] <= 256 and shape.heads == shape.kv_heads):
-            return ""
-        return "it has head dims up to 128, (192, 128), and 256 with as many KV heads as query heads"
+        largest = 256 if shape.heads == shape.kv_heads else 128
+        fits = shape.head_dim <= largest if not shape.head_dim_v else (shape.head_dim, shape.head_dim_v) == (192, 128)
+        return "" if fits else "it has head dims up to 128, (192, 128), and 256 with as many KV heads as query heads"
 
     return Implementation("cudnn_flex", arrange_cudnn, refuses, package="cudnn_flex", compiles=True)
 

@@ -250,30 +250,30 @@ NAMES = [
     )
 ]
 # Of a name to what people write: 16x8Kx131-2048 as 16 x 8K x 131..2048.
-SPELLINGS = (
-    (r"^causal-", "causal, "),
-    (r"^qwen3-([\d.]+)b-", r"Qwen3-\1B: "),
-    (r"^gpt-oss-20b-", "gpt-oss-20b: "),
-    (r"^gemma3-4b-", "Gemma 3 4B: "),
-    (r"^qwen3\.5-4b-", "Qwen3.5-4B: "),
-    (r"^deepseek-16b-a3b-", "DeepSeek-V3 of 16B: "),
-    (r"(?<=: )L(\d+)-", r"\1 layers, "),
-    (r"-groups-of-", " groups of "),
-    (r"\btree-", "tree "),
-    (r"(?<=[\dK])x(?=\d)", " x "),
-    (r"(?<=[\dK])-(?=\d+K?(-|$))", ".."),
-    (r"-Hk(?=\d)", ", H_k = "),
-    (r"-([Hd])(?=\d)", r", \1 = "),
-    (r"(?<=\d)v(?=\d)", ", d_v = "),
-    (r"-w(?=\d)", ", window "),
-    (r"-c(?=\d)", ", softcap "),
-    (r"-sinks$", ", sinks"),
-)
+SPELLINGS = {
+    r"^causal-": "causal, ",
+    r"^qwen3-([\d.]+)b-": r"Qwen3-\1B: ",
+    r"^gpt-oss-20b-": "gpt-oss-20b: ",
+    r"^gemma3-4b-": "Gemma 3 4B: ",
+    r"^qwen3\.5-4b-": "Qwen3.5-4B: ",
+    r"^deepseek-16b-a3b-": "DeepSeek-V3 of 16B: ",
+    r"(?<=: )L(\d+)-": r"\1 layers, ",
+    r"-groups-of-": " groups of ",
+    r"\btree-": "tree ",
+    r"(?<=[\dK])x(?=\d)": " x ",
+    r"(?<=[\dK])-(?=\d+K?(-|$))": "..",
+    r"-Hk(?=\d)": ", H_k = ",
+    r"-([Hd])(?=\d)": r", \1 = ",
+    r"(?<=\d)v(?=\d)": ", d_v = ",
+    r"-w(?=\d)": ", window ",
+    r"-c(?=\d)": ", softcap ",
+    r"-sinks$": ", sinks",
+}
 
 
 def title(name: str) -> str:
     """A shape's name for tables and plots."""
-    for pattern, spelling in SPELLINGS:
+    for pattern, spelling in SPELLINGS.items():
         name = re.sub(pattern, spelling, name)
     return name
 
