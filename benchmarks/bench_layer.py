@@ -118,9 +118,7 @@ class LayerRun(ShapeRun):
     """All measurements of one layer over one micro-batch."""
 
     counts_flops = False
-
-    def prepare(self, how: Arrangement) -> Prepared:
-        return prepare_layer(self.shape, self.config.dtype, self.config.device, how)
+    prepare = staticmethod(prepare_layer)
 
     def timed(self, impl: Implementation, prepared: Prepared) -> tuple[list[float], list[float]]:
         """A forward and its backward, which frees what the forward kept: there is memory for one of them only."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import command
 import torch
@@ -44,11 +44,7 @@ STOCK: dict[str, tuple[str | None, bool]] = {
 }  # fmt: skip
 
 
-class Step(NamedTuple):
-    """Log-probabilities of one micro-batch, and which of all scored tokens these are."""
-
-    run: Callable[[], Tensor]
-    scored: Tensor
+Step = tuple[Callable[[], Tensor], Tensor]  # log-probabilities of one micro-batch, and which of all these are
 
 
 def make_ids(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -100,7 +96,7 @@ def shared_step(shape: Shape, ids: Tensor, model: Any) -> Step:
     from flash_attn_dualkv.integrations.transformers import shared_prompt_forward
 
     batch = pack(shape, ids)
-    return Step(lambda: shared_prompt_forward(model, batch)[0], torch.arange(sum(shape.responses), device=ids.device))
+    return lambda: shared_prompt_forward(model, batch)[0], torch.arange(sum(shape.responses), device=ids.device)
 
 
 def peer_step(shape: Shape, ids: Tensor, model: Any, how: Arrangement) -> Step:
@@ -114,7 +110,7 @@ def peer_step(shape: Shape, ids: Tensor, model: Any, how: Arrangement) -> Step:
     rows = how.rows.to(ids.device)
     inputs = {"input_ids": ids[rows][None], "position_ids": packed_positions(shape).to(ids.device)[rows][None]}
     at, targets, which = (one.to(ids.device) for one in scored_rows(shape, how.rows))
-    return Step(partial(log_probabilities, shape, model, inputs, at, ids[targets]), which)
+    return partial(log_probabilities, shape, model, inputs, at, ids[targets]), which
 
 
 def stock_step(shape: Shape, ids: Tensor, model: Any, leaves: list[int], length: int) -> Step:
@@ -128,7 +124,7 @@ def stock_step(shape: Shape, ids: Tensor, model: Any, leaves: list[int], length:
     ends = [(index * length + shape.ends[leaf], leaf) for index, leaf in enumerate(leaves)]
     at = torch.cat([torch.arange(end - lengths[leaf] - 1, end - 1) for end, leaf in ends]).to(device)
     which = torch.cat([torch.arange(firsts[leaf], firsts[leaf] + lengths[leaf]) for leaf in leaves]).to(device)
-    return Step(partial(log_probabilities, shape, model, {"input_ids": padded}, at, padded.flatten()[at + 1]), which)
+    return partial(log_probabilities, shape, model, {"input_ids": padded}, at, padded.flatten()[at + 1]), which
 
 
 def log_probabilities(shape: Shape, model: Any, inputs: dict[str, Tensor], at: Tensor, targets: Tensor) -> Tensor:
@@ -193,9 +189,13 @@ class StepRun(LayerRun):
 
     def prepared(self, impl: Implementation) -> Iterator[Prepared]:
         """The leaves are all parameters; rows of the output are scored tokens."""
-        for step in self.steps(impl):
-            dout = make_ids(self.shape, self.config.device)[1]
-            yield prepared_step(self.model, step, dout)
+        dout = make_ids(self.shape, self.config.device)[1]
+        for run, scored in self.steps(impl):
+
+            def take(out: Tensor, which: Tensor, scored: Tensor = scored) -> Tensor:
+                return out.new_zeros(len(dout)).index_copy_(0, scored, out)[which]
+
+            yield Prepared(tuple(self.model.parameters()), dout[scored], run, take, lambda gradients, which: ())
 
     def steps(self, impl: Implementation) -> Iterator[Step]:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -209,31 +209,14 @@ class StepRun(LayerRun):
             register()
             yield shared_step(shape, ids, self.model_on("dualkv"))
         elif impl.name.startswith("stock_"):
+            name = impl.name.removeprefix("stock_").removesuffix("_replicated")
             for leaves, length in how:
-                yield stock_step(shape, ids, self.model_on(stock_attention(impl)), leaves, length)
+                yield stock_step(shape, ids, self.model_on(name), leaves, length)
         else:
             AttentionInterface.register(PEER, lambda *_, **options: None)
             AttentionMaskInterface.register(PEER, lambda *_, **options: None)
             for one in how if isinstance(how, list) else [how]:
                 yield peer_step(shape, ids, self.model_on(PEER), one)
-
-    @property
-    def sampled_rows(self) -> int:
-        return sum(self.shape.responses)
-
-
-def prepared_step(model: Any, step: Step, dout: Tensor) -> Prepared:
-    """One micro-batch, which has those of the scored tokens."""
-
-    def take(out: Tensor, which: Tensor) -> Tensor:
-        return out.new_zeros(len(dout)).index_copy_(0, step.scored, out)[which]
-
-    return Prepared(tuple(model.parameters()), dout[step.scored], step.run, take, lambda gradients, which: ())
-
-
-def stock_attention(impl: Implementation) -> str:
-    """By the name that transformers has for it."""
-    return impl.name.removeprefix("stock_").removesuffix("_replicated")
 
 
 def implementations(kernels: str | None) -> list[Implementation]:

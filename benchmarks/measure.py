@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from packing import Arrangement, Prepared, prepare_attention
+from packing import Prepared, prepare_attention
 from peers import Implementation
 from shapes import Shape
 from torch import Tensor
@@ -104,12 +104,10 @@ class Matmul:
 
     def __init__(self, config: Config) -> None:
         self.config, self.size = config, 8192 if config.is_cuda else 64
-        self.a, self.b = (torch.randn(self.size, self.size, device=config.device).bfloat16() for _ in range(2))
-        self.readings: list[float] = []
+        a, b = (torch.randn(self.size, self.size, device=config.device).bfloat16() for _ in range(2))
+        self.run: Callable[[], Tensor] = lambda: torch.mm(a, b)
         self.run()  # loads the library
-
-    def run(self) -> Tensor:
-        return torch.mm(self.a, self.b)
+        self.readings: list[float] = []
 
     def measure(self) -> None:
         (times,) = laps_under_load(self.config, (self.run,))
@@ -131,8 +129,9 @@ class ShapeRun:
     # Gradients of replicated rows are rounded to 16 bits before they are summed.
     largest_difference = 0.02
     largest_gradient_difference = 0.05
-    is_centred = False  # outputs are compared less their mean
+    is_centred = False  # outputs, one of each response token, are compared less their mean
     counts_flops = True
+    prepare = staticmethod(prepare_attention)
 
     def __init__(self, shape: Shape, implementations: list[Implementation], config: Config, matmul: Matmul) -> None:
         self.shape, self.config, self.matmul = shape, config, matmul
@@ -180,10 +179,7 @@ class ShapeRun:
         """Its micro-batches, of which one at a time takes memory."""
         how = impl.arrange(self.shape, self.config.device)
         for one in how if isinstance(how, list) else [how]:
-            yield self.prepare(one)
-
-    def prepare(self, how: Arrangement) -> Prepared:
-        return prepare_attention(self.shape, self.config.dtype, self.config.device, how)
+            yield self.prepare(self.shape, self.config.dtype, self.config.device, one)
 
     def memory_pass(self, impl: Implementation) -> None:
         """Peak of a forward and backward with all its tensors, behind one that compiles and loads unless that is slow.
@@ -192,7 +188,8 @@ class ShapeRun:
         something else is no peer.
         """
         config, facts = self.config, self.facts[impl.name]
-        which = torch.randperm(self.sampled_rows, generator=torch.Generator().manual_seed(0))
+        rows = sum(self.shape.responses) if self.is_centred else self.shape.packed_tokens
+        which = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
         which = which[:SAMPLED_ROWS].to(config.device)
         total, peak, sampled = 0.0, 0, list[Tensor]()
         for prepared in self.prepared(impl):
@@ -215,15 +212,10 @@ class ShapeRun:
         if config.is_cuda:
             facts["peak_gib"] = round(peak / GIB, 3)
         self.seconds[impl.name] = total
-        if self.is_centred:
-            sampled[0] = sampled[0] - sampled[0].mean()
+        sampled[0] -= sampled[0].mean() if self.is_centred else 0.0
         self.sample = self.sample or sampled
         facts["rel_diff"], facts["gradient_rel_diff"] = compared(sampled, self.sample)
         facts.update(verdict(facts["rel_diff"], facts["gradient_rel_diff"], self))
-
-    @property
-    def sampled_rows(self) -> int:
-        return self.shape.packed_tokens
 
     def laps(self, impl: Implementation, *steps: Callable[[], object]) -> list[list[float]]:
         is_slow = self.seconds.get(impl.name, 0.0) >= SLOW_S
@@ -271,31 +263,28 @@ class ShapeRun:
             "executed_tokens": tokens,
             "executed_pairs": pairs,
             "samples": len(times),
-            "ms_min": significant(min(times)) if ms else None,
-            "ms_max": significant(max(times)) if ms else None,
+            "ms_min": significant(min(times, default=None)),
+            "ms_max": significant(max(times, default=None)),
             **facts,
         }
 
 
 def verdict(output: float, gradient: float | None, bounds: ShapeRun | type[ShapeRun] = ShapeRun) -> Row:
     """An error where differences are larger than ``bounds`` allows."""
-    for what, difference, largest in (
-        ("output", output, bounds.largest_difference),
-        ("gradient", gradient or 0.0, bounds.largest_gradient_difference),
-    ):
-        if not difference <= largest:
-            return {"error": f"{what} differs by {difference:.3g} from the first implementation's"}
-    return {}
+    found = {"output": (output, bounds.largest_difference)}
+    found["gradient"] = (gradient or 0.0, bounds.largest_gradient_difference)
+    wrong = [f"{what} differs by {one:.3g}" for what, (one, largest) in found.items() if not one <= largest]
+    return {"error": f"{wrong[0]} from the first implementation's"} if wrong else {}
 
 
 def identity(shape: Shape, impl: Implementation, config: Config) -> Row:
     """What a row is about."""
     return {
         "shape": shape.name,
+        "impl": impl.name,
         "n": len(shape.leaves),
         "p": shape.mean_prompt,
         "r": round(sum(shape.responses) / len(shape.responses)),
-        "impl": impl.name,
         "dtype": {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(config.dtype, str(config.dtype)),
         "h": shape.heads,
         "h_k": shape.kv_heads,
