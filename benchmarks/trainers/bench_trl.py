@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -45,109 +44,71 @@ def measure(options: argparse.Namespace) -> Path:
     return path
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-SECTION = """## TRL
-
-[A run from scratch](../../../examples/trl_grpo.py) with TRL's GRPOTrainer and with SharedPromptGRPOTrainer, rollouts by
-Hugging Face generate. A random model learns to write numbers that obey a rule, the last word of its prompt; the reward
-is the share of numbers that do. N x P x R: N completions of R tokens to each prompt of P, so that nothing is padded.
-Times of a step are medians; "x" divides TRL's by the other. Rollouts run the same code in both, as fast as the host
-launches it.
-
-{parts}
-
-"""
-
-
 def section(folder: Path) -> str:
-    """Of the page of trainers: table and plot of each result file, which is written beside it; "" if there is none.
+    """The page's tables and plots of the result files; a plot is written beside its file. "" if there is none.
 
     Raises:
         SystemExit: a file is of a tree with changes, or lacks a run.
     """
     parts = []
     for path in sorted(folder.glob("*.json")):
-        result = json.loads(path.read_text())
-        runs = {row["who"]: row for row in result["rows"]}
-        if result["header"]["dirty"] or list(runs) != list(LABELS):
+        header, rows = json.loads(path.read_text()).values()
+        if header["dirty"] or [row["who"] for row in rows] != list(LABELS):
             raise SystemExit(f"{path}: expected both runs of a clean tree")
-        image = path.with_suffix(".png")
-        plot(runs, image)
-        parts.append(
-            f"### {title(result['header'], runs)}\n\n{table(runs)}\n\n![Reward and seconds a step]({folder.name}/"
-            f"{image.name})\n\n{closeness(runs)} [File]({folder.name}/{path.name}), commit"
-            f" `{result['header']['commit'][:12]}`."
-        )
-    return SECTION.format(parts="\n\n".join(parts)) if parts else ""
+        asked, image = rows[0]["arguments"], path.with_suffix(".png")
+        rewards = pd.DataFrame({LABELS[row["who"]]: row["rewards"] for row in rows})
+        phases = {LABELS[row["who"]]: pd.DataFrame(row["phases"]) for row in rows}
+        seconds = pd.DataFrame({name: one.assign(step=one.sum(axis=1)).median() for name, one in phases.items()})
+        plot(rewards, seconds, image)
+        parts += [
+            f"### {asked['steps']} steps of {asked['prompts']} prompts, {asked['responses']} x {asked['prompt']} x"
+            f" {asked['completion']}, {asked['layers']} layers of width {asked['hidden']}, {header['gpu']}",
+            table(rows, rewards, seconds),
+            f"![Reward and seconds a step]({folder.name}/{image.name})",
+            f"{closeness(rows, rewards)} [File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`.",
+        ]
+    return "\n\n".join(parts)
 
 
-def title(header: dict[str, Any], runs: dict[str, Any]) -> str:
-    asked = runs["stock"]["arguments"]
-    return (
-        f"{asked['steps']} steps of {asked['prompts']} prompts, {asked['responses']} x {asked['prompt']} x"
-        f" {asked['completion']}, {asked['layers']} layers of width {asked['hidden']}, {header['gpu']}"
-    )
+def table(rows: list[dict[str, Any]], rewards: pd.DataFrame, seconds: pd.DataFrame) -> str:
+    """Medians, peaks and means of rewards of both runs, and TRL's over the other."""
+    lines = [
+        (f"{phase}, s", *one.map("{:.3f}".format), f"{one.iloc[0] / one.iloc[1]:.2f}")
+        for phase, one in seconds.iterrows()
+    ]
+    if all(peaks := [row["peak_memory_gib"] for row in rows]):
+        lines.append(("peak memory, GiB", *map("{:.1f}".format, peaks), f"{peaks[0] / peaks[1]:.2f}"))
+    for what, part in ((f"reward, first {WINDOW} steps", rewards[:WINDOW]), (f"last {WINDOW}", rewards[-WINDOW:])):
+        lines.append((what, *part.mean().map("{:.3f}".format), ""))
+    return str(pd.DataFrame(lines, columns=["", *rewards, "x"]).to_markdown(index=False, disable_numparse=True))
 
 
-def steps_of(run: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds of each step by phase, and of all of them."""
-    phases: dict[str, list[float]] = run["phases"]
-    return {**phases, "step": [sum(one) for one in zip(*phases.values())]}
-
-
-def table(runs: dict[str, Any]) -> str:
-    stock, shared = (steps_of(run) for run in runs.values())
-    lines: list[tuple[str, ...]] = []
-    for phase in stock:
-        before, after = statistics.median(stock[phase]), statistics.median(shared[phase])
-        lines.append((f"{phase}, s", f"{before:.3f}", f"{after:.3f}", f"{before / after:.2f}"))
-    peaks = [run["peak_memory_gib"] for run in runs.values()]
-    if all(peaks):
-        lines.append(("peak memory, GiB", *(f"{peak:.1f}" for peak in peaks), f"{peaks[0] / peaks[1]:.2f}"))
-    for what, part in ((f"reward, first {WINDOW} steps", slice(WINDOW)), (f"last {WINDOW}", slice(-WINDOW, None))):
-        lines.append((what, *(f"{statistics.mean(run['rewards'][part]):.3f}" for run in runs.values()), ""))
-    frame = pd.DataFrame(lines, columns=["", *LABELS.values(), "x"])
-    return str(frame.to_markdown(index=False, disable_numparse=True))
-
-
-def running_mean(values: list[float]) -> list[float]:
-    return [statistics.mean(values[at - WINDOW : at]) for at in range(WINDOW, len(values) + 1)]
-
-
-def closeness(runs: dict[str, Any]) -> str:
+def closeness(rows: list[dict[str, Any]], rewards: pd.DataFrame) -> str:
     """How far the two runs are from each other, and a run's steps from their neighbours."""
-    stock, shared = runs.values()
-    apart = max(abs(a - b) for a, b in zip(*(running_mean(run["rewards"]) for run in (stock, shared))))
-    neighbours = statistics.mean(abs(a - b) for a, b in zip(stock["rewards"], stock["rewards"][1:]))
-    first = [run["rewards"][0] for run in (stock, shared)]
-    norms = [run["grad_norms"][0] for run in (stock, shared)]
-    versions = ", ".join(f"{name} {version}" for name, version in stock["versions"].items())
+    apart = rewards.rolling(WINDOW).mean().diff(axis=1).abs().max(axis=None)
+    neighbours = rewards[LABELS["stock"]].diff().abs().mean()
+    ratio, fallbacks = (pd.Series(rows[1][name]).mean() for name in ("dedup_ratio", "fallbacks"))
+    first, norms = rewards.iloc[0], [row["grad_norms"][0] for row in rows]
     return (
-        f"In the first step, the rewards are {first[0]:.4f} and {first[1]:.4f}, the norms of the gradient"
+        f"In the first step, the rewards are {first.iloc[0]:.4f} and {first.iloc[1]:.4f}, the norms of the gradient"
         f" {norms[0]:.4f} and {norms[1]:.4f}. Rounding then leads to other samples: means of {WINDOW} steps differ by"
         f" {apart:.3f} at most, while a step of TRL's run differs from the next by {neighbours:.3f} in the mean. A"
-        f" forward has {statistics.mean(shared['dedup_ratio']):.1f} times fewer tokens with shared prompts; of all"
-        f" forwards, {statistics.mean(shared['fallbacks']):.0%} fell back to stock attention"
-        f" ({stock['arguments']['attention']}). {versions}."
+        f" forward has {ratio:.1f} times fewer tokens with shared prompts; of all forwards, {fallbacks:.0%} fell back"
+        f" to stock attention ({rows[0]['arguments']['attention']})."
+        f" {', '.join(f'{name} {version}' for name, version in rows[0]['versions'].items())}."
     )
 
 
-def plot(runs: dict[str, Any], path: Path) -> None:
+def plot(rewards: pd.DataFrame, seconds: pd.DataFrame, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    rewards = pd.DataFrame({LABELS[name]: run["rewards"] for name, run in runs.items()})
-    rewards.index += 1
-    rewards.plot(ax=left, color=[VERMILION, BLUE], xlabel="step", ylabel="reward", fontsize=8)
-    medians = pd.DataFrame({LABELS[name]: pd.DataFrame(steps_of(run)).median() for name, run in runs.items()})
-    medians.plot.barh(ax=right, color=[VERMILION, BLUE], legend=False, fontsize=8)
+    rewards.plot(ax=left, color=[VERMILION, BLUE], xlabel="step, from 0", ylabel="reward", fontsize=8)
+    seconds.plot.barh(ax=right, color=[VERMILION, BLUE], legend=False, fontsize=8)
     for bars in right.containers:
         right.bar_label(bars, fmt=" %.2f", fontsize=7)
     right.invert_yaxis()
     right.set_xlabel("seconds a step, median (shorter is faster)")
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle("GRPO with TRL: the same curve in less time", fontsize=11)
     figure.savefig(path, dpi=130, metadata={"Software": None})
     plt.close(figure)

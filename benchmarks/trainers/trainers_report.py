@@ -55,10 +55,9 @@ def render(folder: Path) -> list[Path]:
         "accuracy": setup_name(exact.iloc[0]) if len(exact) else "",
         "differences": markdown(difference_table(rows)),
         "steps": curves(rows[rows["preset"] == "steps"], folder / "steps.png"),
-        "trl": bench_trl.section(folder / "trl"),
         "files": "\n".join(files),
     }
-    page.write_text(filled("trainers", {}, **parts))
+    page.write_text(filled("trainers", {"trl": bench_trl.section(folder / "trl")}, **parts))
     short.write_text(headline(rows) + "\n")
     return [page, short]
 
@@ -194,5 +193,5 @@ def curves(rows: pd.DataFrame, path: Path) -> str:
     return (
         f"### {len(base)} steps on one batch\n\n![Loss and norm of the gradient]({path.name})\n\n"
         f"{setup_name(rows.iloc[0])}. Largest difference of the loss to the first (its mean size is {mean:.1e}): "
-        f"{', '.join(f'{name} {value:.1e}' for name, value in spread.items())}.\n\n"
+        f"{', '.join(f'{name} {value:.1e}' for name, value in spread.items())}."
     )
