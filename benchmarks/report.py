@@ -371,7 +371,7 @@ def dots(figures: pd.DataFrame, heading: str, path: Path) -> list[str]:
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="x", color="#e1e0d9", linewidth=0.8)
     axis.tick_params(labelsize=8)
-    figure.suptitle(heading, fontsize=11)
+    figure.suptitle(f"{heading}, commit {figures['commit'].iloc[0][:12]}", fontsize=11)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     figure.savefig(path, dpi=130, metadata={"Software": None})
     plt.close(figure)

@@ -104,6 +104,7 @@ def plot(rewards: pd.DataFrame, seconds: pd.DataFrame, path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     rewards.plot(ax=left, color=[VERMILION, BLUE], xlabel="step, from 0", ylabel="reward", fontsize=8)
+    left.lines[0].set(linewidth=4, alpha=0.5)  # the other lies on it
     seconds.plot.barh(ax=right, color=[VERMILION, BLUE], legend=False, fontsize=8)
     for bars in right.containers:
         right.bar_label(bars, fmt=" %.2f", fontsize=7)

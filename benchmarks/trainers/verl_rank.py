@@ -93,22 +93,18 @@ class Session:
                 self.infer()
         return self.found
 
+    def given(self, known: dict[str, list[Tensor]], **settings: Any) -> Any:
+        """The batch as the trainer hands it over."""
+        case = self.case
+        return worker_input(self.samples, known, case.trainer, case.extra, case.position_rows, **settings)
+
     def infer(self) -> dict[str, list[Tensor]]:
         """Values of response tokens, of all ranks' samples."""
         from verl.utils import tensordict_utils as tu
         from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
         v0 = {"calculate_sum_pi_squared": False} if self.case.trainer == "v0" else {}
-        data = worker_input(
-            self.samples,
-            {},
-            self.case.trainer,
-            self.case.extra,
-            self.case.position_rows,
-            calculate_entropy=self.case.role == "actor",
-            compute_loss=False,
-            **v0,
-        )
+        data = self.given({}, calculate_entropy=self.case.role == "actor", compute_loss=False, **v0)
         if "loss_mask" not in data:
             data["loss_mask"] = data["response_mask"]
         data = self.group.share(data)
@@ -141,12 +137,8 @@ class Session:
         actor = self.config.actor_rollout_ref.actor
         mini = len(self.samples) // self.case.minis
         v0 = {"compute_loss": True, "multi_turn": False} if self.case.trainer == "v0" else {}
-        data = worker_input(
-            self.samples,
+        data = self.given(
             self.known,
-            self.case.trainer,
-            self.case.extra,
-            self.case.position_rows,
             calculate_entropy=actor.calculate_entropy or actor.entropy_coeff != 0.0,
             distillation_use_topk=False,
             distillation_only=False,
