@@ -262,7 +262,7 @@ class StreamRun:
         self.config.synchronize()
 
     def attention_ms(self, attend: Callable[[], object]) -> float:
-        """Of the kernels alone: the GPU waits while the host launches them."""
+        """Milliseconds of the kernels alone: the GPU waits while the host launches them."""
         times = []
         for _ in range(REPEATS):
             self.bring_under_load()

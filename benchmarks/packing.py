@@ -80,7 +80,7 @@ def make_source(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple
 
 
 def path_rows(shape: Shape, nodes: Sequence[int]) -> list[Tensor]:
-    """Of each of the nodes the packed rows of its path: every token from its root to its own end."""
+    """Packed rows of each node's path: every token from its root to its own end."""
     rows = [torch.arange(begin, begin + length) for begin, (length, _) in zip(shape.begins, shape.nodes)]
     return [torch.cat([rows[index] for index in shape.paths[node]]) for node in nodes]
 

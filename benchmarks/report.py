@@ -173,7 +173,7 @@ def cells(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def newest(facts: pd.DataFrame) -> pd.DataFrame:
-    """Of each shape and peer the newest file, with this library in the same file; the largest shapes last."""
+    """The newest file of each shape and peer, with this library in it; the largest shapes last."""
     facts = facts.sort_values("date", kind="stable")
     peers = facts[facts["impl"] != OURS].groupby(["benchmark", "shape", "impl"]).tail(1)
     own = facts[facts["impl"] == OURS]
@@ -321,7 +321,7 @@ def headline(frame: pd.DataFrame) -> tuple[pd.DataFrame, str, str]:
     facts = facts[facts["peers"] > 0]
     commits = facts.groupby("commit").agg(cells=("impl", "size"), date=("date", "max"))
     commit = commits.sort_values(["cells", "date"]).index[-1]
-    # Of several processes of a shape the one with the most peers, of equal ones the newest.
+    # The process of a shape with the most peers, of equal ones the newest.
     facts = facts[facts["commit"] == commit].sort_values(["group", "peers", "date", "rank"])
     facts = facts[facts["file"] == facts.groupby("group")["file"].transform("last")]
     facts = facts.assign(what=facts["benchmark"].map(WHAT) + facts["shape"].map(title))

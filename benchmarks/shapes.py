@@ -59,7 +59,7 @@ class Shape:
 
     @cached_property
     def paths(self) -> list[list[int]]:
-        """Of every node the nodes from its root to itself."""
+        """The nodes from its root to itself, of every node."""
         found: list[list[int]] = []
         for index, (_, parent) in enumerate(self.nodes):
             found.append([*(found[parent] if parent >= 0 else []), index])
@@ -67,12 +67,12 @@ class Shape:
 
     @cached_property
     def begins(self) -> list[int]:
-        """Of every node its first packed row."""
+        """The first packed row of every node."""
         return [*accumulate((length for length, _ in self.nodes), initial=0)][:-1]
 
     @cached_property
     def ends(self) -> list[int]:
-        """Of every node the length of its path."""
+        """The length of the path of every node."""
         return [sum(self.nodes[one][0] for one in path) for path in self.paths]
 
     @cached_property
@@ -96,7 +96,7 @@ class Shape:
 
     @property
     def mean_prompt(self) -> int:
-        """Of the roots; 0 where nothing is shared."""
+        """The mean length of the roots; 0 where nothing is shared."""
         lengths = [self.nodes[root][0] for root in self.roots] if self.depth > 1 else [0]
         return round(sum(lengths) / len(lengths))
 
@@ -249,7 +249,7 @@ NAMES = [
         rf"tree-(?P<tree>{'|'.join(TREES)})",
     )
 ]
-# Of a name to what people write: 16x8Kx131-2048 as 16 x 8K x 131..2048.
+# What people write for parts of names: 16 x 8K x 131..2048 for 16x8Kx131-2048.
 SPELLINGS = {
     r"^causal-": "causal, ",
     r"^qwen3-([\d.]+)b-": r"Qwen3-\1B: ",

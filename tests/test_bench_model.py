@@ -55,7 +55,7 @@ FAMILY_SHAPES = [
 def step_outcomes(
     shape: Shape, *more: peers.Implementation, dtype: torch.dtype = torch.float64
 ) -> list[list[torch.Tensor]]:
-    """Of each implementation the log-probabilities in the order of the responses, and all gradients."""
+    """Log-probabilities in the order of the responses, and all gradients, by each implementation."""
     config, outcomes = measure.Config(CPU, dtype=dtype), []
     found = [one for one in bench_model.implementations(None) if not one.refuses(shape) and not one.missing()]
     for impl in [*found, *more]:

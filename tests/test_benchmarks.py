@@ -386,7 +386,7 @@ def test_slow_peers_get_fewer_rounds_and_budgets_hold() -> None:
 
 
 def test_times_of_micro_batches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each the median."""
+    """The sum of the medians."""
     config = measure.Config(CPU)
     shape, impl = shapes.parse("tree-tiny-H4-Hk2-d16"), peers.on_trees("math", lambda: peers.math_varlen)[1]
     monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
@@ -498,7 +498,7 @@ def test_commit_and_dirtiness(
 
 
 def test_builds_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the same package twice; what is no shape is said, and is a failure."""
+    """The same package twice; what is no shape is said, and is a failure."""
     import compare_builds
 
     roots = [str(command.ROOT)] * 2

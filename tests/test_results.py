@@ -189,7 +189,7 @@ def test_pages_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_ratios_are_of_one_process(tmp_path: Path) -> None:
-    """Of each peer the newest file that has this library; a file without it, and one that is replaced, have none."""
+    """The newest file of each peer that has this library; files without it, and replaced ones, go."""
     old, new, peer = kernel_result(**OLDER), kernel_result(speed=2.0), kernel_result(speed=4.0)
     new["rows"] = [row for row in new["rows"] if row["impl"] in (report.OURS, "cudnn_flex")]
     peer["rows"] = [row for row in peer["rows"] if row["impl"] != report.OURS]
@@ -253,7 +253,7 @@ def test_pages_of_trainers(tmp_path: Path) -> None:
 
 
 def test_gains_of_verl() -> None:
-    """Of rows with the same budget and Ulysses on both sides; fixed micro-batches and lonely rows say nothing."""
+    """Rows with the same budget and Ulysses on both sides; fixed micro-batches and lonely rows say nothing."""
 
     def row(who: str, how: str, sp: int, update_s: float) -> dict[str, Any]:
         times = dict(update_s=update_s, infer_s=update_s / 4)

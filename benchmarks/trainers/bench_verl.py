@@ -46,7 +46,7 @@ def row_of(case: Case, found: Found, gpus: int) -> dict[str, Any]:
         "gpus": gpus,
         "batch": asdict(case.batch),
         "tokens": found.tokens,
-        # Of prompts that lie once in the batch: what sharing can save at most.
+        # What sharing can save at most: prompts lie once in the batch.
         "token_ratio": found.tokens / (sum(prompts.values()) + responses) if found.tokens else None,
         "update_s": found.update_s[-1] if found.update_s else None,
         "infer_s": found.infer_s[-1] if found.infer_s else None,

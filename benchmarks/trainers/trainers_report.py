@@ -11,7 +11,7 @@ import pandas as pd
 from report import BLUE, PURPLE, VERMILION, filled
 from verl_cases import LARGE, PRESETS, WHO
 
-# Of the README: setups, and the micro-batches of both; without Ulysses.
+# Setups of the README's table, and the micro-batches of both; without Ulysses.
 HEADLINE = (
     ("paper-8b", "micro 4", "micro-batches of 4"),
     ("paper-8b", "tokens 40960", "micro-batches of 40K tokens"),

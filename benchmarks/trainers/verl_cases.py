@@ -65,7 +65,7 @@ class Case:
 
 @dataclass
 class Found:
-    """Of one case: values by sample in the batch's order, metrics and times of the slowest rank."""
+    """What comes of one case: values by sample in the batch's order, metrics and times of the slowest rank."""
 
     engine: str = ""
     tokens: int = 0
@@ -93,7 +93,7 @@ PAPER = Batch(prompts=1, responses=32, prompt_tokens=8192, response_tokens=2048,
 
 
 class Setting(NamedTuple):
-    """Of verl: the plug-in or not, micro-batches of so many sequences or tokens, ranks of Ulysses, precision, head."""
+    """A setting of verl: the plug-in or not, micro-batches of so many sequences or tokens, ranks of Ulysses, precision, head."""
 
     shares: bool
     micro: int | None = None
