@@ -4,7 +4,7 @@
     python benchmarks/bench_tree.py                                  # five trees of shapes.py
     python benchmarks/bench_tree.py --shape tree-comb --impls cudnn_flex flex_fa4
     python benchmarks/bench_layer.py --preset tree                   # the agentic tree through a layer of Qwen3-8B
-    python benchmarks/bench_model.py --preset tree --rounds 1        # and through Qwen3-1.7B
+    python benchmarks/trainers/bench_model.py --preset tree --rounds 1        # and through Qwen3-1.7B
 
     dualkv      every node stored once, one launch
     cudnn_flex  cuDNN Flex Attention with the tree's mask

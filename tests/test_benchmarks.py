@@ -219,6 +219,8 @@ def test_endpoints_of_cudnn() -> None:
 
 def test_names_of_implementations() -> None:
     """A word is a part of a name, with = in front it is all of it; this library is always measured."""
+    assert peers.cudnn_flex().missing() == "nvidia-cudnn-frontend is not installed"
+    assert peers.replicated("fa4").missing() == "flash-attn-4 is not installed" and not peers.ours(None).missing()
     names = ("dualkv_sm90", "flex_fa4", "flex_fa4_static", "flex_packed")
     every = [Implementation(name, peers.arrange_ours, is_optional=name.endswith("static")) for name in names]
     benchmark = replace(bench_stream.BENCHMARK, implementations=lambda kernels: every)
@@ -231,13 +233,6 @@ def test_names_of_implementations() -> None:
         arguments = ["--device", "cpu", *(["--impls", *words] if words else [])]
         options = command.parse_arguments(benchmark, arguments)
         assert [one.name for one in options.implementations] == ["dualkv_sm90", *expected]
-
-
-def test_packages_that_are_not_there() -> None:
-    by_name = {one.name: one for one in peers.peers()}
-    assert by_name["cudnn_flex"].missing() == "nvidia-cudnn-frontend is not installed"
-    assert by_name["fa4_replicated"].missing() == by_name["flex_fa4"].missing() == "flash-attn-4 is not installed"
-    assert not by_name["fa2_replicated"].missing()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -16,7 +16,6 @@ import bench_model
 import bench_trl
 import bench_verl
 import measure
-import pandas as pd
 import pytest
 import report
 import shapes
@@ -252,55 +251,12 @@ def test_pages_of_trainers(tmp_path: Path) -> None:
     }
 
 
-def test_gains_of_verl() -> None:
-    """Rows with the same budget and Ulysses on both sides; fixed micro-batches and lonely rows say nothing."""
-
-    def row(who: str, how: str, sp: int, update_s: float) -> dict[str, Any]:
-        times = dict(update_s=update_s, infer_s=update_s / 4)
-        return dict(who=who, how=how, sp=sp, token_ratio=4.0, metrics={"shared_prompt/dedup_ratio": 3.5}, **times)
-
-    rows = [
-        row("verl", "micro 4", 1, 9.0),
-        row("verl", "tokens 64", 1, 12.0),
-        row("verl", "tokens 64", 2, 14.0),
-        row("plug-in", "micro 4", 1, 3.0),
-        row("plug-in", "tokens 64", 1, 4.0),
-        row("plug-in", "tokens 64", 2, 4.0),
-    ]
-    alone, with_ulysses = (
-        f" At equal budgets{how}, 3.50 was run: updates gain {gain}, log-probabilities {gain}."
-        for how, gain in (("", "3.00x (0.75 of it)"), (" with Ulysses 2", "3.50x (0.88 of it)"))
-    )
-    assert trainers_report.gains(pd.DataFrame(rows)) == alone + with_ulysses
-    assert trainers_report.gains(pd.DataFrame(rows[:-1])) == alone
-    assert trainers_report.gains(pd.DataFrame(rows[:4])) == ""
-    failed = rows[-1] | dict(update_s=None, infer_s=None, metrics=None)
-    assert trainers_report.gains(pd.DataFrame([*rows[:-1], failed])) == alone
-
-
-def test_section_of_trl(tmp_path: Path) -> None:
-    """Medians, their ratios, what the curves differ by; half a result is none."""
+@pytest.mark.parametrize("damage", [lambda header, rows: header.update(dirty=True), lambda header, rows: rows.pop()])
+def test_half_a_result_of_trl_is_none(damage: Any, tmp_path: Path) -> None:
     assert bench_trl.section(tmp_path) == ""
     (source,) = bench_trl.FOLDER.glob("*.json")
-    header, rows = json.loads(source.read_text()).values()
-    for row, shift in zip(rows, (0.0, 0.01)):
-        row["phases"] = {"rollout": [0.5] * 20, "update": [0.25 if shift else 1.5] * 19 + [9.0]}
-        row["rewards"] = [0.1 + 0.04 * step + (shift if step else 0.0) for step in range(20)]
-        row["peak_memory_gib"] = 15.0 if shift else 90.0
-    path = tmp_path / "result.json"
-    path.write_text(json.dumps({"header": header, "rows": rows}))
-    text = re.sub(" +", " ", bench_trl.section(tmp_path))
-    for line in (
-        "| update, s | 1.500 | 0.250 | 6.00 |",
-        "| step, s | 2.000 | 0.750 | 2.67 |",
-        "| peak memory, GiB | 90.0 | 15.0 | 6.00 |",
-        "| reward, first 10 steps | 0.280 | 0.289 | |",
-        "| last 10 | 0.680 | 0.690 | |",
-    ):
-        assert f"\n{line}\n" in text
-    assert "means of 10 steps differ by 0.010 at most, while a step of TRL's run differs from the next by 0.040" in text
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    for changes, kept in (({"dirty": True}, rows), ({}, rows[:1])):
-        path.write_text(json.dumps({"header": {**header, **changes}, "rows": kept}))
-        with pytest.raises(SystemExit, match=r"result\.json: expected both runs of a clean tree"):
-            bench_trl.section(tmp_path)
+    changed = json.loads(source.read_text())
+    damage(changed["header"], changed["rows"])
+    (tmp_path / "result.json").write_text(json.dumps(changed))
+    with pytest.raises(SystemExit, match=r"result\.json: expected both runs of a clean tree"):
+        bench_trl.section(tmp_path)

@@ -93,7 +93,7 @@ PAPER = Batch(prompts=1, responses=32, prompt_tokens=8192, response_tokens=2048,
 
 
 class Setting(NamedTuple):
-    """A setting of verl: the plug-in or not, micro-batches of so many sequences or tokens, ranks of Ulysses, precision, head."""
+    """The plug-in or not, micro-batches of so many sequences or tokens, ranks of Ulysses, precision, head."""
 
     shares: bool
     micro: int | None = None

@@ -34,29 +34,15 @@ class Model:
     def config(self) -> Any:
         from transformers import AutoConfig
 
-        experts: dict[str, Any] = {}
-        if self.experts:
-            experts = dict(
-                num_experts=self.experts,
-                num_experts_per_tok=self.experts_per_token,
-                moe_intermediate_size=self.intermediate,
-                norm_topk_prob=True,
-            )
         own: dict[str, Any] = dict(
-            num_hidden_layers=self.layers,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            vocab_size=self.vocabulary,
-            tie_word_embeddings=self.tied,
-            max_position_embeddings=1 << 17,
-            bos_token_id=None,
-            eos_token_id=1,
-            pad_token_id=0,
-            **experts,
-        )
+            num_hidden_layers=self.layers, hidden_size=self.hidden, intermediate_size=self.intermediate,
+            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, head_dim=self.head_dim,
+            vocab_size=self.vocabulary, tie_word_embeddings=self.tied, max_position_embeddings=1 << 17,
+            bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        )  # fmt: skip
+        if self.experts:
+            own |= dict(num_experts=self.experts, num_experts_per_tok=self.experts_per_token, norm_topk_prob=True)
+            own["moe_intermediate_size"] = self.intermediate
         others = json.loads(self.others)
         if "text_config" in others:
             others["text_config"] = own | others["text_config"]
@@ -197,15 +183,10 @@ def _picture() -> dict[str, Tensor]:
 def _jagged(samples: list[Sample], positions: list[Tensor], known: dict[str, list[Tensor]]) -> dict[str, Any]:
     from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
 
-    lists: dict[str, list[Tensor]] = {
-        "prompts": [one.prompt for one in samples],
-        "responses": [one.response for one in samples],
-        "input_ids": [torch.cat((one.prompt, one.response)) for one in samples],
-        "position_ids": positions,
-        "response_mask": [one.mask for one in samples],
-        "loss_mask": [one.mask for one in samples],
-        **known,
-    }
+    lists: dict[str, list[Tensor]] = {"position_ids": positions, **known}
+    lists["prompts"], lists["responses"] = [one.prompt for one in samples], [one.response for one in samples]
+    lists["input_ids"] = [torch.cat((one.prompt, one.response)) for one in samples]
+    lists["response_mask"] = lists["loss_mask"] = [one.mask for one in samples]
     return {name: nested_tensor_from_tensor_list(rows) for name, rows in lists.items()}
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Measure a training step in stock transformers: log-probabilities of all responses, and all gradients.
 
-    python benchmarks/bench_model.py                              # Qwen3-8B at 16 x 8K, 8 x 16K and 8 x 1K
-    python benchmarks/bench_model.py --preset qwen3-0.6b
-    python benchmarks/bench_model.py --preset tree --rounds 1  # Qwen3-1.7B on the agentic tree
-    python benchmarks/bench_model.py --preset models              # gpt-oss, Gemma 3, Qwen3.5, DeepSeek-V3
+    python benchmarks/trainers/bench_model.py                              # Qwen3-8B at 16 x 8K, 8 x 16K and 8 x 1K
+    python benchmarks/trainers/bench_model.py --preset qwen3-0.6b
+    python benchmarks/trainers/bench_model.py --preset tree --rounds 1  # Qwen3-1.7B on the agentic tree
+    python benchmarks/trainers/bench_model.py --preset models              # gpt-oss, Gemma 3, Qwen3.5, DeepSeek-V3
 
 All layers, bf16, random weights, activation checkpointing, the LM head in chunks over the response tokens; without
 an optimizer. This library goes through `shared_prompt_forward`, as its README says. Peers of Qwen3 get one packed row
@@ -22,18 +22,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import command
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import command
 from bench_layer import HEAD_NORM, QUICK, LayerRun
 from measure import Config, Matmul
 from models import FAMILIES, FamilyModel
 from packing import Arrangement, Prepared, first_copy, packed_positions, path_rows, response_rows, wide
 from peers import Implementation, layer_implementations
 from shapes import Shape
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 PEER = "benchmark_peer"  # transformers takes a name with "flash" in it for that of a package
 ROW_TILE = 128  # lengths of padded sequences are multiples of it, as FlexAttention's blocks are
