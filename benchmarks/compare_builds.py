@@ -21,28 +21,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_kernel
+import bench_tree
 import torch
 from measure import Config, laps_under_load
 from packing import cumulative, make_source, path_rows
 from shapes import parse
 from torch import Tensor
 
-SHAPES = [
-    "28x16Kx2K", "28x4Kx2K", "16x8Kx131-2048", "32x5059x131-2048", "8x16Kx131-2048", "32x8Kx32-256",
-    "4-groups-of-8x200x4K-16K", "8-groups-of-1x2Kx2K", "16-groups-of-8x256x131-2048", "8x1Kx131-2048",
-    "16-groups-of-8x128x64-512", "32-groups-of-4x64x8-64", "causal-1x16K", "causal-32x4K-16K", "causal-8x4K",
-    "causal-128x387-2304", "tree-balanced_d4", "tree-branched", "tree-comb", "tree-agentic", "tree-agentic_wide",
-    "28x4Kx2K-H8-Hk2", "28x4Kx2K-H4-Hk1", "28x16Kx2K-d64", "28x16Kx2K-H16-Hk4-d256", "28x16Kx2K-w1K",
-    "28x4Kx2K-H16-Hk16-d192v128", "causal-8x8K-H64-Hk8-d64-sinks", "causal-8x8K-H64-Hk8-d64-w128-sinks",
-    "causal-8x8K-H32-Hk16-w1K", "causal-8x8K-H16-Hk8-d256-c50", "causal-8x8K-c50", "causal-8x8K-H16-Hk2-d512",
-    "8x4Kx2K-H16-Hk2-d512",
-]  # fmt: skip
+KERNEL_PRESETS = ("shared", "responses", "causal", "heads", "options", "wide")
+SHAPES = [*(name for preset in KERNEL_PRESETS for name in bench_kernel.PRESETS[preset]), *bench_tree.PRESETS["trees"]]
 MODES = {"forward": 1.01, "backward": 1.01, "both": 1.01, "deterministic": 1.03}  # and the ratio that is marked
 SAMPLED_ROWS = 64
-
-
-def median_ms(call: Callable[[], object], config: Config) -> float:
-    return statistics.median(laps_under_load(config, (call,))[0])
 
 
 def measure(name: str, config: Config) -> tuple[dict[str, float], list[Tensor]]:
@@ -77,13 +67,13 @@ def measure(name: str, config: Config) -> tuple[dict[str, float], list[Tensor]]:
     for mode, deterministic in (("backward", False), ("deterministic", True)):
         run = lambda: attend(q, k, v, *arguments, deterministic=deterministic, **options)  # noqa: B023, E731
         if not deterministic:
-            times["forward"] = median_ms(run, config)
+            times["forward"] = statistics.median(laps_under_load(config, (run,))[0])
         out = run()
         gradients = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
         sampled += [one[rows].float().cpu() for one in (out.detach(), *gradients)]
         del gradients
         backward = lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)  # noqa: B023, E731
-        times[mode] = median_ms(backward, config)
+        times[mode] = statistics.median(laps_under_load(config, (backward,))[0])
     return {**times, "both": times["forward"] + times["backward"]}, sampled
 
 
