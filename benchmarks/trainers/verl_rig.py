@@ -27,8 +27,6 @@ from torch import Tensor
 from verl_cases import Case, Found
 from verl_inputs import Model, Sample, worker_input
 
-EXTERNAL_LIB = "flash_attn_dualkv.integrations.verl"
-
 
 def run(
     cases: Sequence[Case],
@@ -101,9 +99,6 @@ def _start(arguments: list[str], environment: dict[str, Any]) -> subprocess.Pope
     return subprocess.Popen([sys.executable, __file__, *arguments], env=variables)
 
 
-# --- a rank ---------------------------------------------------------------------------------------------------------
-
-
 def configuration(case: Case, folder: str, ranks: int) -> Any:
     """verl's own, of its ppo_trainer.yaml."""
     import verl
@@ -137,7 +132,8 @@ def configuration(case: Case, folder: str, ranks: int) -> Any:
         settings += [f"{flag}={case.tokens is not None}", f"{prefix}_micro_batch_size_per_gpu={micro}"]
         settings.append(f"{prefix}_max_token_len_per_gpu={tokens}")
     if case.shares:
-        settings += [f"{one}.model.external_lib={EXTERNAL_LIB}" for one in ("actor_rollout_ref", "critic")]
+        plugin = "flash_attn_dualkv.integrations.verl"
+        settings += [f"{one}.model.external_lib={plugin}" for one in ("actor_rollout_ref", "critic")]
     config_folder = Path(verl.__file__).parent / "trainer" / "config"
     with initialize_config_dir(str(config_folder), version_base=None):
         config = compose("ppo_trainer", overrides=[*settings, *case.overrides])
