@@ -108,7 +108,9 @@ class Steps(NamedTuple):
 def samples(shape: Shape, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
     """Prompts and responses as a sampler gives them, one of each per sample; a token's id is its packed row."""
     prompts, responses = zip(*response_rows(shape))
-    return [one.to(device) for one in prompts], [one.to(device) for one in responses]
+    parents = [shape.nodes[leaf][1] for leaf in shape.leaves]
+    of_group = {parent: prompt.to(device) for parent, prompt in zip(parents, prompts)}  # one tensor a prompt
+    return [of_group[parent] for parent in parents], [one.to(device) for one in responses]
 
 
 def steps_of_ours(shape: Shape, device: torch.device) -> Steps:
