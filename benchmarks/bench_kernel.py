@@ -1,32 +1,49 @@
 #!/usr/bin/env python
-"""Measure shared-prompt attention against its peers, on the same tokens and in the same run.
+"""Measure shared-prompt attention against its peers, on the same tokens and in the same process.
 
-    python benchmarks/bench_kernel.py --preset paper         # the DualKV paper's kernel table
-    python benchmarks/bench_kernel.py --preset responses     # where responses are longer than their prompts
-    python benchmarks/bench_kernel.py --shape 28x16Kx2K --impls dualkv flex
+    python benchmarks/bench_kernel.py                            # the shapes of the README, and their like
+    python benchmarks/bench_kernel.py --preset responses         # where responses are longer than their prompts
+    python benchmarks/bench_kernel.py --shape 28x16Kx2K --impls cudnn_flex deterministic
 
 The work of every implementation is prompt self-attention and all responses. TFLOP/s count visible (query, key) pairs of
 the deduplicated micro-batch, 4 H d operations per pair forward and 2.5 times that backward, whatever an implementation
-computes. Times are medians of CUDA events.
+computes. Times are medians of CUDA events. What compiles may take half a minute a shape before it is measured.
 """
 
 import sys
 from functools import partial
 
 import command
-from measure import ShapeRun
 from peers import kernel_implementations
-from shapes import KERNEL_PRESETS, parse
 
-BENCHMARK = command.Benchmark(
-    name="kernel",
-    description=__doc__ or "",
-    presets=KERNEL_PRESETS,
-    default="quick",
-    parse=parse,
-    implementations=kernel_implementations,
-    run_type=ShapeRun,
-)
+PRESETS = {
+    "shared": ("28x16Kx2K", "28x4Kx2K", "16x8Kx131-2048", "32x5059x131-2048", "32x8Kx32-256", "8x16Kx131-2048"),
+    "responses": (
+        "4-groups-of-8x200x4K-16K", "8-groups-of-1x2Kx2K", "16-groups-of-8x256x131-2048", "8x1Kx131-2048",
+        "16-groups-of-8x128x64-512", "32-groups-of-4x64x8-64",
+    ),
+    "causal": ("causal-1x16K", "causal-32x4K-16K", "causal-8x4K", "causal-128x387-2304"),
+    "heads": (
+        "28x4Kx2K-H8-Hk2", "28x4Kx2K-H4-Hk1", "28x16Kx2K-d64", "28x16Kx2K-H16-Hk4-d256", "causal-1x16K-H32-Hk32",
+        "28x4Kx2K-H16-Hk16-d256",
+    ),
+    # gpt-oss, Gemma 3 and 2, DeepSeek-V3; and a long prompt with a window.
+    "options": (
+        "causal-8x8K-H64-Hk8-d64-sinks", "causal-8x8K-H64-Hk8-d64-w128-sinks", "causal-8x8K-H32-Hk16-w1K",
+        "causal-8x8K-H16-Hk8-d256-c50", "causal-8x8K-H16-Hk8-d256-w4K-c50", "causal-8x8K-c50", "28x16Kx2K-w1K",
+        "causal-8x8K-H16-Hk16-d192v128", "28x4Kx2K-H16-Hk16-d192v128",
+    ),
+    # Where launches, and the begin and end of blocks, are a large part.
+    "small": (
+        "causal-64x128-256", "causal-256x128-512", "causal-64x512-768", "causal-32x512-1K", "causal-8x2K",
+        "32-groups-of-4x64x8-64-d64",
+    ),
+    "wide": ("causal-8x8K-H16-Hk2-d512", "8x4Kx2K-H16-Hk2-d512"),  # the full attention of Gemma 4
+    "scaling": ("28x64Kx2K", "28x128Kx2K", "32x4Kx2K", "4-groups-of-8x4Kx2K"),
+    "paper": ("28x4Kx2K", "28x16Kx2K", "16x32Kx2K", "28x32Kx2K", "16x64Kx2K"),  # the DualKV paper's kernel table
+    "tiny": ("4x96x24-H4-Hk2-d16", "2-groups-of-3x70x1-90-H4-Hk1-d16", "causal-1x128-H4-Hk4-d16"),
+}  # fmt: skip
+BENCHMARK = command.Benchmark("kernel", __doc__ or "", PRESETS, "shared", kernel_implementations)
 main = partial(command.main, BENCHMARK)
 
 if __name__ == "__main__":

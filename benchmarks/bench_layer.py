@@ -3,34 +3,149 @@
 
     python benchmarks/bench_layer.py                                   # 16 x 8K and 8 x 16K, all implementations
     python benchmarks/bench_layer.py --preset table11 --budget-s 500   # the DualKV paper's layer table
-    python benchmarks/bench_layer.py --preset memory --rounds 0        # peak memory alone, for the law that it follows
-    python benchmarks/bench_layer.py --preset tree                     # the agentic tree, against flattened sequences
+    python benchmarks/bench_layer.py --preset tree      # the agentic tree, against flattened sequences
 
-Plain PyTorch around the attention, bf16, no checkpointing. Replicated implementations run the whole layer over
-N (P + R) tokens, the others over P + N R; TFLOP/s count what an implementation computes. Times are those of a forward
-and of the backward that follows it, medians of CUDA events; peak memory includes weights and all gradients.
-FlexAttention is compiled anew for every shape, which takes longer than measuring it.
+Plain PyTorch around the attention, bf16, no checkpointing: RMSNorm, projections, an RMSNorm of every query and key
+head, RoPE, attention, output projection, RMSNorm, gated MLP. Replicated implementations run the whole layer over
+N (P + R) tokens, the others over P + N R. Times are those of a forward and of the backward that follows it, medians of
+CUDA events; peak memory includes weights and all gradients.
 """
+
+from __future__ import annotations
 
 import sys
 from functools import partial
 
 import command
-from measure import LayerRun
-from peers import layer_implementations
-from shapes import LAYER_PRESETS, LayerShape, parse
+import torch
+from measure import ShapeRun
+from packing import Arrangement, Attention, Prepared, folded, leaf, packed_positions, shared
+from peers import Implementation, layer_implementations
+from shapes import Shape
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, silu
 
+from flash_attn_dualkv.predict import ModelShape
+
+ROPE_BASE, EPS, WEIGHT_STD = 1e6, 1e-6, 0.02
+# The mean weight of norms of query and key heads. At 1 the scores of random tokens are nearly equal and attention is
+# close to an average of all values, in which an error would be lost.
+HEAD_NORM = 1.6
+
+
+Weights = dict[str, Tensor]  # of one layer, as torch.nn.functional.linear takes them: (outputs, inputs)
+
+
+def make_weights(model: ModelShape, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Weights:
+    """Random; norms are near 1."""
+    if not model.qk_norm:
+        raise ValueError("model: expected qk_norm, this layer has norms of queries and keys")
+    hidden, inner, dim = model.hidden, model.intermediate, model.head_dim
+    queries, keys = model.heads * dim, model.kv_heads * dim
+    sizes: dict[str, tuple[int, ...]] = dict(
+        q=(queries, hidden), k=(keys, hidden), v=(keys, hidden), o=(hidden, queries)
+    )
+    sizes |= dict(gate=(inner, hidden), up=(inner, hidden), down=(hidden, inner))
+    sizes |= dict(input_norm=(hidden,), mlp_norm=(hidden,), q_norm=(dim,), k_norm=(dim,))
+    means = dict(input_norm=1.0, mlp_norm=1.0, q_norm=HEAD_NORM, k_norm=HEAD_NORM)
+    found = {name: torch.randn(size, dtype=dtype, device=device, generator=generator) for name, size in sizes.items()}
+    return {name: means.get(name, 0.0) + one * WEIGHT_STD for name, one in found.items()}
+
+
+def rope_tables(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin, (T, 1, head_dim), of positions (T,); angles in fp64, as 128K times the fastest frequency needs."""
+    frequencies = ROPE_BASE ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim)
+    angles = positions.double()[:, None] * frequencies
+    angles = torch.cat([angles, angles], dim=-1)[:, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of (T, H, d), whose pairs are the two halves of a head."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def decoder_layer(
+    x: Tensor, weights: Weights, cos: Tensor, sin: Tensor, attention: Attention, model: ModelShape
+) -> Tensor:
+    """The layer's output for hidden states x (T, hidden)."""
+    h = rms_norm(x, (model.hidden,), weights["input_norm"], EPS)
+    q, k, v = (linear(h, weights[name]).unflatten(-1, (-1, model.head_dim)) for name in "qkv")
+    q = rotate(rms_norm(q, (model.head_dim,), weights["q_norm"], EPS), cos, sin)
+    k = rotate(rms_norm(k, (model.head_dim,), weights["k_norm"], EPS), cos, sin)
+    x = x + linear(attention(q, k, v).flatten(1), weights["o"])
+    h = rms_norm(x, (model.hidden,), weights["mlp_norm"], EPS)
+    return x + linear(silu(linear(h, weights["gate"])) * linear(h, weights["up"]), weights["down"])
+
+
+def make_layer_source(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Weights]:
+    """Random normal hidden states of the packed rows, the gradient of the output, and weights."""
+    generator = torch.Generator(device).manual_seed(0)
+    size = (shape.packed_tokens, shape.model.hidden)
+    x, dout = (torch.randn(size, dtype=dtype, device=device, generator=generator) for _ in range(2))
+    return x, dout, make_weights(shape.model, dtype, device, generator)
+
+
+def prepare_layer(shape: Shape, dtype: torch.dtype, device: torch.device, how: Arrangement) -> Prepared:
+    """The layer over the implementation's rows. Leaves are its input and its weights.
+
+    Nothing of the source stays alive: it would count as this implementation's memory.
+    """
+    model, total = shape.model, shape.packed_tokens
+    all_x, all_dout, all_weights = make_layer_source(shape, dtype, device)
+    rows, copies = how.rows.to(device), how.counted(total).to(device)
+    x, weights = leaf(all_x[rows]), {name: leaf(one) for name, one in all_weights.items()}
+    tables = rope_tables(packed_positions(shape).to(device), model.head_dim, x.dtype)
+    cos, sin = (table[rows] for table in tables)
+    del tables
+
+    def take(out: Tensor, which: Tensor) -> Tensor:
+        # What the layer adds to its input: the input itself is the same for all.
+        added = folded(out, rows, which, total) - folded(x.detach(), rows, which, total)
+        return shared(added, copies[which])
+
+    return Prepared(
+        (x, *weights.values()),
+        shared(all_dout, copies)[rows],
+        lambda: decoder_layer(x, weights, cos, sin, how.attention, model),
+        take,
+        lambda gradients, which: (folded(gradients[0], rows, which, total),),
+    )
+
+
+class LayerRun(ShapeRun):
+    """All measurements of one layer over one micro-batch."""
+
+    counts_flops = False
+    prepare = staticmethod(prepare_layer)
+
+    def timed(self, impl: Implementation, prepared: Prepared) -> tuple[list[float], list[float]]:
+        """A forward and its backward, which frees what the forward kept: there is memory for one of them only."""
+        held: list[Tensor] = []
+
+        def run() -> None:
+            held.clear()
+            held.append(prepared.run())
+
+        forward, after = self.laps(impl, run, lambda: prepared.backward(held.pop(), retain_graph=False))
+        return forward, after
+
+
+QUICK = ("16x8Kx131-2048", "8x16Kx131-2048")
+PRESETS = {
+    "quick": QUICK,
+    "table11": tuple(
+        f"{n}x{prompt}x131-2048" for prompt in ("5059", "8K", "16K", "32K", "64K", "128K") for n in (4, 8, 16, 32)
+    ),
+    "responses": ("64x256x131-2048", "32x300x1K-8K", "32x512x512-2K", "8x1Kx131-2048", "16x200x4K-16K"),
+    "tree": ("tree-agentic",),
+    "tiny": ("tiny-3x70x1-90", "tiny-4x64x24", "tiny-tree-tiny"),
+}
+# A pass is long: a few in a round give the median enough samples.
+SETTINGS = {"target_ms": 250.0, "max_calls": 5, "rounds": 3}
 BENCHMARK = command.Benchmark(
-    name="layer",
-    description=__doc__ or "",
-    presets=LAYER_PRESETS,
-    default="quick",
-    parse=partial(parse, kind=LayerShape),
-    implementations=layer_implementations,
-    run_type=LayerRun,
-    # A pass is long: a few in a round give the median enough samples.
-    settings={"target_ms": 250.0, "max_calls": 5, "assumed_tflops": 400.0},
-    rounds=3,
+    "layer", __doc__ or "", PRESETS, "quick", layer_implementations, run_type=LayerRun, settings=SETTINGS
 )
 main = partial(command.main, BENCHMARK)
 

@@ -2,44 +2,284 @@
 """Measure what micro-batches cost beside their attention when no two have the same lengths.
 
     python benchmarks/bench_stream.py                      # 40 micro-batches of about 64K tokens in 64 samples
-    python benchmarks/bench_stream.py --budget-s 300
-    python benchmarks/bench_stream.py --impls dualkv flex_fa4
+    python benchmarks/bench_stream.py --budget-s 300 --impls cudnn_flex flex_fa4
 
 From the tokens of every sample, which are on the GPU, to the gradients of one attention layer's q, k and v, and the
 values of response tokens by sample:
 
     this library    pack_shared_prompts (which finds the prompts that are the same, and makes positions and the layout),
                     attention, unpack_logprobs and its gradient
-    FlexAttention   the tokens joined, tables of the mask, create_block_mask, attention, values padded and their
-                    gradient; which samples share a prompt is known
+    peers           the tokens joined, the mask (tables and create_block_mask, or endpoints and create_mask_plan),
+                    attention, values padded and their gradient; which samples share a prompt is known
 
-create_block_mask and flex_attention are compiled with dynamic=True; "_static" compiles flex_attention anew for each
-length, as dynamic=False does. A row is a micro-batch; two others come first, which load and compile:
+create_block_mask and flex_attention are compiled with dynamic=True. A row is a micro-batch; two others come first,
+which load and compile:
 
     wall_ms         of all of that, the GPU idle before and done after
     attention_ms    of the attention's kernels, forward and backward: the same call again, several times, while the GPU
                     waits, so that no time of the host is in it; products in front give both times one clock
     ms              their difference: packing, mask, compilation, launches, unpacking
     host_ms         of the calls for packing, mask and unpacking alone, on the host
-    device_ms       of what these launch on the GPU, in a profile of a second visit; the mean of all micro-batches
     graphs          that torch.compile made for this micro-batch
 """
 
+from __future__ import annotations
+
+import random
+import statistics
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import command
-from shapes import STREAMS
-from stream import StreamRun, implementations, parse
+import torch
+from measure import LEFT_OUT, Config, Matmul, Row, compared, explain, identity, laps, significant, verdict
+from packing import Attention, first_copy, leaf, make_source, packed_rows, response_rows
+from peers import (
+    CudnnFlex,
+    Implementation,
+    cudnn_endpoints,
+    flex_attend,
+    ours,
+    packed_block_mask,
+)
+from shapes import K, Shape, nodes_of
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+WARM_UP = 2  # micro-batches in front of those that are measured
+REPEATS = 3  # of the attention alone
+WAIT_CYCLES = 2_000_000  # of a GPU that waits for the host to launch an attention: 1 ms or more
+ROOM_S = 1.0  # that a micro-batch must have left, beside what the slowest before took
+RESERVE_S = 30.0  # of the time, for each implementation that is still to come on a GPU
+
+Unpack = Callable[[Tensor], Tensor]  # values of response tokens, one after another, as (samples, longest response)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Micro-batches one after another, no two of the same lengths, as sampling makes them.
+
+    Each has ``samples`` responses in groups of one of ``group_sizes``; lengths are drawn from ``prompt`` and
+    ``response``.
+    """
+
+    name: str
+    micro_batches: int
+    samples: int
+    group_sizes: tuple[int, ...]
+    prompt: tuple[int, int]
+    response: tuple[int, int]
+    heads: tuple[int, int, int] = (32, 8, 128)
+
+    def shapes(self) -> list[Shape]:
+        draw = random.Random(self.name)
+        found = []
+        for index in range(self.micro_batches):
+            n = draw.choice(self.group_sizes)
+            groups = [
+                (draw.randint(*self.prompt), [draw.randint(*self.response) for _ in range(n)])
+                for _ in range(self.samples // n)
+            ]
+            found.append(Shape(f"{self.name}-{index:02d}", nodes_of(groups), *self.heads))
+        return found
+
+
+STREAMS = {
+    # About 64K packed tokens each.
+    "rl": Stream("stream-64K", 40, 64, (4, 8, 16), (256, 2 * K), (131, 3 * K // 2)),
+    "tiny": Stream("stream-tiny", 4, 8, (2, 4), (16, 48), (4, 32), (4, 2, 16)),
+}
+
+
+class Steps(NamedTuple):
+    """What an implementation does with one micro-batch.
+
+    ``rows``: the packed row of each row that attention is given; ``pack``: from tokens of samples to that attention.
+    """
+
+    rows: Tensor
+    pack: Callable[[], tuple[Attention, Unpack]]
+
+
+def samples(shape: Shape, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """Prompts and responses as a sampler gives them, one of each per sample; a token's id is its packed row."""
+    prompts, responses = zip(*response_rows(shape))
+    parents = [shape.nodes[leaf][1] for leaf in shape.leaves]
+    of_group = {parent: prompt.to(device) for parent, prompt in zip(parents, prompts)}  # one tensor a prompt
+    return [of_group[parent] for parent in parents], [one.to(device) for one in responses]
+
+
+def steps_of_ours(shape: Shape, device: torch.device) -> Steps:
+    from flash_attn_dualkv import pack_shared_prompts, shared_prompt_attention, unpack_logprobs
+
+    tokens = samples(shape, device)
+    rows = pack_shared_prompts(*tokens, boundary="gather").input_ids
+
+    def pack() -> tuple[Attention, Unpack]:
+        # boundary="gather" keeps a prompt whole, so that the tokens are those of every other implementation
+        batch = pack_shared_prompts(*tokens, boundary="gather")
+        return partial(shared_prompt_attention, layout=batch.layout), partial(unpack_logprobs, batch=batch)
+
+    return Steps(rows, pack)
+
+
+def steps_of_peer(shape: Shape, device: torch.device, attend: Callable[[Shape, torch.device], Attention]) -> Steps:
+    prompts, responses = samples(shape, device)
+    # Nodes are prompts and their responses: each prompt once, in front of its first response.
+    prompt_of = dict(zip([shape.nodes[one][1] for one in shape.leaves], prompts))
+    response_of = dict(zip(shape.leaves, responses))
+
+    def pack() -> tuple[Attention, Unpack]:
+        # The row of tokens that a model would be given.
+        torch.cat([prompt_of[node] if node in prompt_of else response_of[node] for node in range(len(shape.nodes))])
+        return attend(shape, device), unpack
+
+    def unpack(values: Tensor) -> Tensor:
+        return pad_sequence(list(values.split(shape.responses)), batch_first=True)
+
+    return Steps(packed_rows(shape), pack)
+
+
+def parse(name: str) -> Stream:
+    """The stream of that name."""
+    if name not in STREAMS:
+        raise ValueError(f"shape: expected one of {', '.join(STREAMS)}, got {name!r}")
+    return STREAMS[name]
+
+
+def on_block_mask(shape: Shape, device: torch.device, on_fa4: bool) -> Attention:
+    return flex_attend(packed_block_mask(shape, device), on_fa4, dynamic=True)
+
+
+def on_plan(shape: Shape, device: torch.device) -> Attention:
+    """The plan, which wants tensors of the sizes that follow, is made here and not by the first call."""
+    attend, dtype = CudnnFlex(cudnn_endpoints(shape, device)), torch.bfloat16 if device.type == "cuda" else None
+    sizes = [(shape.packed_tokens, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    attend.plan(*(torch.empty(size, dtype=dtype, device=device) for size in sizes))
+    return attend
+
+
+def implementations(kernels: str | None) -> list[Implementation]:
+    """Each with its `Steps`. The last is the slowest: time may end before it."""
+    attends: dict[str, tuple[str | None, Callable[..., Attention]]] = {"cudnn_flex": ("cudnn_flex", on_plan)}
+    if kernels is not None:
+        attends["flex_fa4"] = "fa4", partial(on_block_mask, on_fa4=True)
+        attends["flex_packed"] = None, partial(on_block_mask, on_fa4=False)
+    found = [
+        Implementation(name, partial(steps_of_peer, attend=attend), package=package)
+        for name, (package, attend) in attends.items()
+    ]
+    return [replace(ours(kernels), arrange=steps_of_ours), *found]
+
+
+def graphs_compiled() -> int:
+    """Graphs that torch.compile has made in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+class StreamRun:
+    """All measurements of one stream. ``rows`` holds one row per implementation and micro-batch, up to a failure."""
+
+    def __init__(self, stream: Stream, implementations: list[Implementation], config: Config, matmul: Matmul) -> None:
+        self.chosen, self.config, self.matmul = implementations, config, matmul
+        # In front are others, of other lengths than any that is measured.
+        warm_up = replace(stream, name=f"{stream.name}-warm-up", micro_batches=WARM_UP).shapes()
+        self.shapes = [*warm_up, *stream.shapes()]
+        self.rows: list[Row] = []
+        self.samples: dict[str, list[Tensor]] = {}  # of the first implementation
+
+    def run(self) -> None:
+        for index, impl in enumerate(self.chosen, 1):
+            deadline = self.config.deadline - RESERVE_S * self.config.is_cuda * (len(self.chosen) - index)
+            torch._dynamo.reset()
+            longest, failure = 0.0, {"skipped": impl.missing()} if impl.missing() else {}
+            for place, shape in enumerate(self.shapes):
+                begin = time.monotonic()
+                if not failure and begin + longest + ROOM_S > deadline:
+                    failure = {"skipped": LEFT_OUT}
+                try:
+                    # Lengths are all different: more compilations than PyTorch's limits for one function.
+                    with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+                        row = self.visit(impl, shape) if not failure else self.row_without_times(impl, shape) | failure
+                except Exception as error:
+                    failure = explain(error)
+                    row = self.row_without_times(impl, shape) | failure
+                self.rows += [row] if place >= WARM_UP else []
+                longest = max(longest, time.monotonic() - begin) if place else 0.0  # the first loads and compiles
+            self.config.clear(after_failure=bool(failure))
+
+    def visit(self, impl: Implementation, shape: Shape) -> Row:
+        """One micro-batch, as the module's docstring describes it."""
+        config, steps = self.config, impl.arrange(shape, self.config.device)
+        rows = steps.rows.to(config.device)
+        q, k, v, dout = (leaf(one[rows]) for one in make_source(shape, config.dtype, config.device))
+        values = torch.zeros(sum(shape.responses), device=config.device, requires_grad=True)
+        graphs = graphs_compiled()
+
+        def attend() -> list[Tensor]:
+            out = attention(q, k, v)
+            return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+        self.bring_under_load()
+        marks = [time.perf_counter()]
+        attention, unpack = steps.pack()
+        marks.append(time.perf_counter())
+        outcome = attend()
+        marks.append(time.perf_counter())
+        torch.autograd.grad(unpack(values).sum(), values)
+        marks.append(time.perf_counter())
+        config.synchronize()
+        wall = 1e3 * (time.perf_counter() - marks[0])
+        graphs = graphs_compiled() - graphs
+
+        which = first_copy(rows, len(rows))[:: len(rows) // 512 + 1]
+        sample = [one[which] for one in outcome]
+        if wrong := verdict(*compared(sample, self.samples.setdefault(shape.name, sample))):
+            raise RuntimeError(wrong["error"])
+        del outcome
+        alone = self.attention_ms(attend)
+        flops = sum(map(shape.flops, ("forward", "backward")))
+        return {
+            **self.row_without_times(impl, shape),
+            "ms": significant(wall - alone),
+            "tflops": significant(flops / alone / 1e9),
+            "wall_ms": significant(wall),
+            "attention_ms": significant(alone),
+            "host_ms": significant(1e3 * (marks[1] - marks[0] + marks[3] - marks[2])),
+            "graphs": graphs,
+        }
+
+    def bring_under_load(self) -> None:
+        """Products, then an idle GPU with the clock of one at work: a rest would raise it, by 10 to 20% for 50 ms."""
+        begin = time.monotonic()
+        while self.config.is_cuda and time.monotonic() - begin < self.config.warm_ms / 1e3:
+            self.matmul.run()
+            self.config.synchronize()
+        self.config.synchronize()
+
+    def attention_ms(self, attend: Callable[[], object]) -> float:
+        """Milliseconds of the kernels alone: the GPU waits while the host launches them."""
+        times = []
+        for _ in range(REPEATS):
+            self.bring_under_load()
+            if self.config.is_cuda:
+                torch.cuda._sleep(WAIT_CYCLES)
+            times += laps(self.config, (attend,), 1)[0]
+        return statistics.median(times)
+
+    def row_without_times(self, impl: Implementation, shape: Shape) -> Row:
+        nothing = dict.fromkeys(("ms", "tflops", "fraction", "matmul_tflops"))
+        return {**identity(shape, impl, self.config), "direction": "both", **nothing}
+
 
 BENCHMARK = command.Benchmark(
-    name="stream",
-    description=__doc__ or "",
-    presets={name: (name,) for name in STREAMS},
-    default="rl",
-    parse=parse,
-    implementations=implementations,
-    run_type=StreamRun,
+    "stream", __doc__ or "", {name: (name,) for name in STREAMS}, "rl", implementations, parse, StreamRun
 )
 main = partial(command.main, BENCHMARK)
 

@@ -12,14 +12,14 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
-from layer import prepare_layer
-from packing import Arrangement, Prepared, arrangements, prepare_attention
+from packing import Prepared, prepare_attention
 from peers import Implementation
-from shapes import LayerShape, Shape
+from shapes import Shape
 from torch import Tensor
 
 from flash_attn_dualkv.predict import DIRECTIONS
@@ -27,9 +27,7 @@ from flash_attn_dualkv.predict import DIRECTIONS
 GIB = 1 << 30
 SAMPLED_ROWS = 2048
 SLOW_S = 1.0  # a pass of this length needs no warm-up: what is loaded once, and the card's rest, are small beside it
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LEFT_OUT = "left out: budget"
-ROUND_S = 1.0  # about what a round of one implementation takes on a GPU
 
 Row = dict[str, Any]
 
@@ -38,16 +36,14 @@ Row = dict[str, Any]
 class Config:
     """How long to measure. Milliseconds aim at a steady clock; the limits keep slow peers from using up the time."""
 
-    dtype: str = "bf16"
-    device: torch.device = field(default_factory=lambda: torch.device("cuda"))
+    device: torch.device
     rounds: int = 5
     warm_ms: float = 150.0  # of calls in front of those that are timed
     target_ms: float = 60.0  # of calls per implementation, direction and round
     max_calls: int = 10
-    limit_s: float = 20.0  # per implementation and shape, estimated: fewer rounds where they do not fit, or none
-    assumed_tflops: float = 250.0  # for the estimates
+    limit_s: float = 20.0  # of passes per implementation and shape: fewer rounds where they do not fit, at least one
     deadline: float = math.inf  # time.monotonic() at which everything must be over
-    seed: int = 0
+    dtype: torch.dtype = torch.float32
 
     @property
     def is_cuda(self) -> bool:
@@ -56,74 +52,66 @@ class Config:
     def fits(self, seconds: float) -> bool:
         return time.monotonic() + seconds <= self.deadline
 
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize()
 
-class Stopwatch:
-    """Milliseconds of calls: CUDA events on a GPU, the wall clock elsewhere."""
+    def clear(self, after_failure: bool = False) -> None:
+        """Give memory back. What a failed call leaves in its traceback needs the slow garbage collector."""
+        if after_failure:
+            gc.collect()
+        self.synchronize()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
 
-    def laps_under_load(self, steps: Sequence[Callable[[], object]]) -> list[list[float]]:
-        """Laps that take ``target_ms`` behind others that take ``warm_ms``, without a pause between them.
+def laps(config: Config, steps: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+    """Milliseconds of every step, when all are called in order, ``rounds`` times: CUDA events, or the wall clock."""
 
-        After a rest the card holds its highest clock for 50 to 100 ms, then its limit of power tells: an H200's product
-        falls from 785 to 670 TFLOP/s. Without a warm-up of that length a short call is measured in one state, a long
-        one in the other, and what ran before decides. A pause would show in the first timed call: what the host takes
-        to launch it.
-        """
-        config = self.config
-        one = max(sum(times[0] for times in self.laps(steps, 1)), 1e-3)
-        warm_up = math.ceil(max(0.0, config.warm_ms - one) / one)
-        calls = max(1, min(config.max_calls, math.ceil(config.target_ms / one)))
-        return [times[warm_up:] for times in self.laps(steps, warm_up + calls)]
-
-    def laps(self, steps: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-        """Of every step its times, when all steps are called in order, ``rounds`` times."""
-        rounds_of_marks = []
-        for _ in range(rounds):
-            marks = [self._mark()]
-            for step in steps:
-                step()
-                marks.append(self._mark())
-            rounds_of_marks.append(marks)
-        synchronize(self.config)
-        return [[self._between(marks[i], marks[i + 1]) for marks in rounds_of_marks] for i in range(len(steps))]
-
-    def _mark(self) -> Any:
-        if not self.config.is_cuda:
+    def mark() -> Any:
+        if not config.is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _between(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end) if self.config.is_cuda else (end - begin) * 1e3)
+    marks = [mark()]
+    for _ in range(rounds):
+        for step in steps:
+            step()
+            marks.append(mark())
+    config.synchronize()
+    times = [begin.elapsed_time(end) if config.is_cuda else 1e3 * (end - begin) for begin, end in pairwise(marks)]
+    return [times[index :: len(steps)] for index in range(len(steps))]
+
+
+def laps_under_load(config: Config, steps: Sequence[Callable[[], object]]) -> list[list[float]]:
+    """Laps that take ``target_ms`` behind others that take ``warm_ms``, without a pause between them.
+
+    After a rest the card holds its highest clock for 50 to 100 ms, then its limit of power tells: an H200's product
+    falls from 785 to 670 TFLOP/s. Without a warm-up of that length a short call is measured in one state, a long one in
+    the other, and what ran before decides. A pause would show in the first timed call: what the host takes to launch
+    it.
+    """
+    one = max(sum(times[0] for times in laps(config, steps, 1)), 1e-3)
+    warm_up = math.ceil(max(0.0, config.warm_ms - one) / one)
+    calls = max(1, min(config.max_calls, math.ceil(config.target_ms / one)))
+    return [times[warm_up:] for times in laps(config, steps, warm_up + calls)]
 
 
 class Matmul:
     """The yardstick: a square bf16 product on random data, in TFLOP/s."""
 
     def __init__(self, config: Config) -> None:
-        self.size = 8192 if config.is_cuda else 64
-        generator = torch.Generator(config.device).manual_seed(config.seed)
-        self.a, self.b = (
-            torch.randn(self.size, self.size, device=config.device, generator=generator).bfloat16() for _ in range(2)
-        )
-        self.stopwatch = Stopwatch(config)
-        self.readings: list[float] = []
+        self.config, self.size = config, 8192 if config.is_cuda else 64
+        a, b = (torch.randn(self.size, self.size, device=config.device).bfloat16() for _ in range(2))
+        self.run: Callable[[], Tensor] = lambda: torch.mm(a, b)
         self.run()  # loads the library
-
-    def run(self) -> Tensor:
-        return torch.mm(self.a, self.b)
+        self.readings: list[float] = []
 
     def measure(self) -> None:
-        (times,) = self.stopwatch.laps_under_load((self.run,))
+        (times,) = laps_under_load(self.config, (self.run,))
         self.readings.append(2 * self.size**3 / statistics.median(times) / 1e9)
-
-
-def synchronize(config: Config) -> None:
-    if config.is_cuda:
-        torch.cuda.synchronize()
 
 
 def explain(error: BaseException) -> Row:
@@ -134,20 +122,6 @@ def explain(error: BaseException) -> Row:
     return {"error": f"{type(error).__name__}: {first_line}"}
 
 
-def clear(config: Config, after_failure: bool) -> None:
-    """Give memory back. What a failed call leaves in its traceback needs the slow garbage collector."""
-    if after_failure:
-        gc.collect()
-    if config.is_cuda:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-
-def backward(prepared: Prepared, out: Tensor, retain_graph: bool = True) -> tuple[Tensor, ...]:
-    """Gradients of the leaves. Only to be called again does it need ``retain_graph``, which training does without."""
-    return torch.autograd.grad(out, prepared.leaves, prepared.dout, retain_graph=retain_graph)
-
-
 class ShapeRun:
     """All measurements of one shape. ``rows`` afterwards holds one row per implementation and direction."""
 
@@ -155,66 +129,39 @@ class ShapeRun:
     # Gradients of replicated rows are rounded to 16 bits before they are summed.
     largest_difference = 0.02
     largest_gradient_difference = 0.05
-    is_centred = False  # outputs are compared less their mean
+    is_centred = False  # outputs, one of each response token, are compared less their mean
+    counts_flops = True
+    prepare = staticmethod(prepare_attention)
 
     def __init__(self, shape: Shape, implementations: list[Implementation], config: Config, matmul: Matmul) -> None:
         self.shape, self.config, self.matmul = shape, config, matmul
-        self.name = shape.name
-        self.chosen = [impl for impl in implementations if impl.refuses(shape) is None]
-        self.stopwatch = Stopwatch(config)
+        self.chosen = [impl for impl in implementations if not impl.refuses(shape)]
         self.times: dict[tuple[str, str], list[float]] = defaultdict(list)
         self.facts: dict[str, Row] = {impl.name: {} for impl in self.chosen}
-        self.seconds = {impl.name: self.estimate(impl) for impl in self.chosen}  # of a pass; measured after the first
-        self.rounds = {impl.name: self.planned_rounds(impl) for impl in self.chosen}
+        self.seconds: dict[str, float] = {}  # of a pass
         self.sample: list[Tensor] = []
-        self.readings_before = 0
+        self.readings_before = len(matmul.readings)
 
-    def estimate(self, impl: Implementation) -> float:
-        """Seconds of a forward and backward, from the work that the implementation really does."""
-        flops = sum(self.shape.flops(direction, *impl.executed(self.shape)) for direction in DIRECTIONS)
-        return flops / (self.config.assumed_tflops * 1e12)
-
-    def planned_rounds(self, impl: Implementation) -> int | None:
-        """Rounds that fit ``limit_s`` after the memory pass, up to ``rounds``; None leaves the implementation out."""
-        seconds = self.seconds[impl.name]
-        passes_a_round = 1 if seconds >= SLOW_S else 2
-        rounds = math.floor((self.config.limit_s / seconds - 1) / passes_a_round)
-        return None if rounds < min(1, self.config.rounds) else min(self.config.rounds, rounds)
-
-    def __len__(self) -> int:
-        """Steps of ``run``, for a progress bar."""
-        return sum(1 + count for count in self.rounds.values() if count is not None)
-
-    def run(self) -> Iterator[str]:
-        """Measure; yields a word before each step."""
-        self.readings_before = len(self.matmul.readings)
-        yield from self.memory_passes()
-        yield from self.timed_rounds()
-
-    def memory_passes(self) -> Iterator[str]:
-        room = ROUND_S * len(self.chosen) if self.config.is_cuda else 0.0  # for what has compiled to be timed
+    def run(self) -> None:
+        """A pass of each implementation for its memory and its outcome, then the timed rounds."""
+        self.baseline = torch.cuda.memory_allocated() if self.config.is_cuda else 0
         for impl in self.chosen:
-            facts, seconds = self.facts[impl.name], self.seconds[impl.name]
+            facts = self.facts[impl.name]
             if missing := impl.missing():
                 facts["skipped"] = missing
-            elif self.rounds[impl.name] is None:
-                facts["skipped"] = f"left out: about {seconds:.0f} s a pass at the assumed rate"
-            elif not self.config.fits(seconds * (1 if seconds >= SLOW_S else 2) + impl.compile_s + room):
+            elif not self.config.fits(25.0 if impl.compiles and self.config.is_cuda else 1.0):
                 facts["skipped"] = LEFT_OUT
             else:
-                yield f"{impl.name} memory"
                 self.guarded(impl, self.memory_pass)
-
-    def timed_rounds(self) -> Iterator[str]:
         for index in range(self.config.rounds):
             if self.config.fits(0.5):
                 self.matmul.measure()
             first = index % max(len(self.chosen), 1)
             for impl in self.chosen[first:] + self.chosen[:first]:
-                is_due = index < (self.rounds[impl.name] or 0) and not self.has_failed(impl)
+                seconds = self.seconds.get(impl.name, 0.0)
+                is_due = index == 0 or 2 * (index + 1) * seconds < self.config.limit_s
                 # A round makes the tensors again, and warms up in both directions.
-                if is_due and self.config.fits(0.5 + 4 * self.seconds[impl.name]):
-                    yield f"{impl.name} round {index + 1}"
+                if is_due and not self.has_failed(impl) and self.config.fits(0.5 + 2 * seconds):
                     self.guarded(impl, self.timed_pass)
 
     def has_failed(self, impl: Implementation) -> bool:
@@ -226,57 +173,53 @@ class ShapeRun:
             measure(impl)
         except Exception as error:
             self.facts[impl.name].update(explain(error))
-        clear(self.config, after_failure=self.has_failed(impl))
+        self.config.clear(after_failure=self.has_failed(impl))
 
     def prepared(self, impl: Implementation) -> Iterator[Prepared]:
         """Its micro-batches, of which one at a time takes memory."""
-        for how in arrangements(impl.arrange(self.shape, self.config.device)):
-            yield self.prepare(how)
-
-    def prepare(self, how: Arrangement) -> Prepared:
-        config = self.config
-        return prepare_attention(self.shape, DTYPES[config.dtype], config.device, config.seed, how)
+        how = impl.arrange(self.shape, self.config.device)
+        for one in how if isinstance(how, list) else [how]:
+            yield self.prepare(self.shape, self.config.dtype, self.config.device, one)
 
     def memory_pass(self, impl: Implementation) -> None:
-        """Peak of one forward and backward with all its tensors, after a first one that compiles and loads.
+        """Peak of a forward and backward with all its tensors, behind one that compiles and loads unless that is slow.
 
         Sampled rows of the output and of its gradients are compared with the first implementation's: one that computes
         something else is no peer.
         """
-        cuda, facts = (torch.cuda if self.config.is_cuda else None), self.facts[impl.name]
-        baseline = cuda.memory_allocated() if cuda else 0
-        is_slow = self.seconds[impl.name] >= SLOW_S
-        which = torch.randperm(self.shape.packed_tokens, generator=torch.Generator().manual_seed(self.config.seed))
-        which = which[:SAMPLED_ROWS].to(self.config.device)
+        config, facts = self.config, self.facts[impl.name]
+        rows = sum(self.shape.responses) if self.is_centred else self.shape.packed_tokens
+        which = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+        which = which[:SAMPLED_ROWS].to(config.device)
         total, peak, sampled = 0.0, 0, list[Tensor]()
         for prepared in self.prepared(impl):
-            for _ in range(1 if is_slow else 2):
-                if cuda:
-                    cuda.reset_peak_memory_stats()
+            for is_last in (False, True):
+                if config.is_cuda:
+                    torch.cuda.reset_peak_memory_stats()
                 begin = time.perf_counter()
                 out = prepared.run()
-                gradients = backward(prepared, out, retain_graph=False) if "backward" in impl.directions else ()
-                synchronize(self.config)
+                gradients = prepared.backward(out, retain_graph=False) if "backward" in impl.directions else ()
+                config.synchronize()
                 seconds = time.perf_counter() - begin
-                peak = max(peak, cuda.max_memory_allocated() - baseline) if cuda else 0
+                peak = max(peak, torch.cuda.max_memory_allocated() - self.baseline) if config.is_cuda else 0
                 share = [prepared.take(out.detach(), which), *(prepared.fold(gradients, which) if gradients else ())]
                 del out, gradients
+                if is_last or (seconds >= SLOW_S and not impl.compiles):
+                    break
             total += seconds
             sampled = [one + other for one, other in zip(sampled, share)] if sampled else share
             del prepared, share
-        if cuda:
+        if config.is_cuda:
             facts["peak_gib"] = round(peak / GIB, 3)
-        if not (is_slow and impl.compile_s):
-            self.seconds[impl.name] = total
-        if self.is_centred:
-            sampled[0] = sampled[0] - sampled[0].mean()
+        self.seconds[impl.name] = total
+        sampled[0] -= sampled[0].mean() if self.is_centred else 0.0
         self.sample = self.sample or sampled
         facts["rel_diff"], facts["gradient_rel_diff"] = compared(sampled, self.sample)
-        facts.update(verdict(self, facts["rel_diff"], facts["gradient_rel_diff"]))
+        facts.update(verdict(facts["rel_diff"], facts["gradient_rel_diff"], self))
 
     def laps(self, impl: Implementation, *steps: Callable[[], object]) -> list[list[float]]:
-        is_slow = self.seconds[impl.name] >= SLOW_S
-        return self.stopwatch.laps(steps, 1) if is_slow else self.stopwatch.laps_under_load(steps)
+        is_slow = self.seconds.get(impl.name, 0.0) >= SLOW_S
+        return laps(self.config, steps, 1) if is_slow else laps_under_load(self.config, steps)
 
     def timed_pass(self, impl: Implementation) -> None:
         """Times of several micro-batches are added: the median of each."""
@@ -289,12 +232,12 @@ class ShapeRun:
             self.times[impl.name, direction] += sums
 
     def timed(self, impl: Implementation, prepared: Prepared) -> tuple[list[float], list[float]]:
-        """Forward and backward times of one micro-batch; none of a direction that there is not."""
+        """Forward and backward times of one micro-batch; none of a direction that is not measured."""
         forward = self.laps(impl, prepared.run)[0] if "forward" in impl.directions else []
         if "backward" not in impl.directions:
             return forward, []
         out = prepared.run()
-        return forward, self.laps(impl, lambda: backward(prepared, out))[0]
+        return forward, self.laps(impl, lambda: prepared.backward(out))[0]
 
     @property
     def rows(self) -> list[Row]:
@@ -303,85 +246,46 @@ class ShapeRun:
         return [self.row(impl, one, matmul) for impl in self.chosen for one in DIRECTIONS if one in impl.directions]
 
     def row(self, impl: Implementation, direction: str, matmul: float | None) -> Row:
-        shape, times = self.shape, self.times[impl.name, direction]
-        facts, failed = dict(self.facts[impl.name]), self.has_failed(impl)
-        if not failed and not times:
-            facts["skipped"] = LEFT_OUT if self.config.rounds else "peak memory alone was measured"
-        tokens, pairs = impl.executed(shape)
-        ms = statistics.median(times) if times and not failed else None
-        tflops = shape.flops(direction, *self.counted(impl)) / ms / 1e9 if ms else None
+        times, facts = self.times[impl.name, direction], dict(self.facts[impl.name])
+        if not self.has_failed(impl) and not times:
+            facts["skipped"] = LEFT_OUT
+        ms = statistics.median(times) if times and not self.has_failed(impl) else None
+        tflops = self.shape.flops(direction) / ms / 1e9 if ms and self.counts_flops else None
+        tokens, pairs = impl.executed(self.shape)
         return {
-            **identity(shape, impl, self.config),
+            **identity(self.shape, impl, self.config),
             "direction": direction,
             "ms": significant(ms),
             "tflops": significant(tflops),
             "fraction": significant(tflops / matmul) if tflops and matmul else None,
             "matmul_tflops": significant(matmul),
             "peak_gib": None,
-            "oom": False,
             "executed_tokens": tokens,
             "executed_pairs": pairs,
             "samples": len(times),
-            "ms_min": significant(min(times)) if ms else None,
-            "ms_max": significant(max(times)) if ms else None,
+            "ms_min": significant(min(times, default=None)),
+            "ms_max": significant(max(times, default=None)),
             **facts,
         }
 
-    def counted(self, impl: Implementation) -> tuple[int, int]:
-        """Tokens and pairs that a row's TFLOP/s count: the useful ones, the same for all implementations."""
-        return self.shape.packed_tokens, self.shape.visible_pairs
 
-
-def verdict(run: ShapeRun | type[ShapeRun], output: float, gradient: float | None) -> Row:
-    """An error where differences are larger than those that the run allows."""
-    for what, difference, largest in (
-        ("output", output, run.largest_difference),
-        ("gradient", gradient or 0.0, run.largest_gradient_difference),
-    ):
-        if not difference <= largest:
-            return {"error": f"{what} differs by {difference:.3g} from the first implementation's"}
-    return {}
-
-
-class LayerRun(ShapeRun):
-    """All measurements of one layer, or of a whole model, over one micro-batch."""
-
-    shape: LayerShape
-
-    def prepare(self, how: Arrangement) -> Prepared:
-        config = self.config
-        return prepare_layer(self.shape, DTYPES[config.dtype], config.device, config.seed, how)
-
-    def timed(self, impl: Implementation, prepared: Prepared) -> tuple[list[float], list[float]]:
-        """A forward and its backward, which frees what the forward kept: there is memory for one of them only."""
-        held: list[Tensor] = []
-
-        def run() -> None:
-            held.clear()
-            held.append(prepared.run())
-
-        def run_backward() -> None:
-            backward(prepared, held.pop(), retain_graph=False)
-
-        if "backward" not in impl.directions:
-            return self.laps(impl, run)[0], []
-        forward, after = self.laps(impl, run, run_backward)
-        return forward, after
-
-    def counted(self, impl: Implementation) -> tuple[int, int]:
-        return impl.executed(self.shape)
+def verdict(output: float, gradient: float | None, bounds: ShapeRun | type[ShapeRun] = ShapeRun) -> Row:
+    """An error where differences are larger than ``bounds`` allows."""
+    found = {"output": (output, bounds.largest_difference)}
+    found["gradient"] = (gradient or 0.0, bounds.largest_gradient_difference)
+    wrong = [f"{what} differs by {one:.3g}" for what, (one, largest) in found.items() if not one <= largest]
+    return {"error": f"{wrong[0]} from the first implementation's"} if wrong else {}
 
 
 def identity(shape: Shape, impl: Implementation, config: Config) -> Row:
     """What a row is about."""
     return {
         "shape": shape.name,
-        "n": len(shape.responses),
-        "p": shape.mean_prompt,
-        "r": shape.mean_response,
-        "groups": len(shape.roots),
         "impl": impl.name,
-        "dtype": config.dtype,
+        "n": len(shape.leaves),
+        "p": shape.mean_prompt,
+        "r": round(sum(shape.responses) / len(shape.responses)),
+        "dtype": {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(config.dtype, str(config.dtype)),
         "h": shape.heads,
         "h_k": shape.kv_heads,
         "d": shape.head_dim,

@@ -1,7 +1,6 @@
-"""The deduplicated micro-batch that every implementation starts from, and the rows that each computes of it.
+"""The micro-batch that every implementation starts from, and the rows that each computes of it.
 
-Packed means ``[P][R_1]...[R_N]``, group after group, or the nodes of a tree, depth first. A row is an index into a
-packed tensor.
+Packed means the nodes depth first: ``[P][R_1]...[R_N]``, group after group. A row is an index into a packed tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from shapes import Shape
 from torch import Tensor
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (T, H, d), k and v (T, H_k, d) -> (T, H, d)
-Gradients = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,11 +36,6 @@ class Arrangement:
         return self.rows.bincount(minlength=total) if self.copies is None else self.copies
 
 
-def arrangements(how: Arrangement | list[Arrangement]) -> list[Arrangement]:
-    """The micro-batches one after another; mostly there is one."""
-    return how if isinstance(how, list) else [how]
-
-
 @dataclass
 class Prepared:
     """One implementation, ready to be called on one source.
@@ -56,12 +49,16 @@ class Prepared:
     dout: Tensor
     run: Callable[[], Tensor]
     take: Callable[[Tensor, Tensor], Tensor]
-    fold: Callable[[Gradients, Tensor], tuple[Tensor, ...]]
+    fold: Callable[[Sequence[Tensor], Tensor], tuple[Tensor, ...]]
+
+    def backward(self, out: Tensor, retain_graph: bool = True) -> tuple[Tensor, ...]:
+        """Gradients of the leaves. Only to be called again does it need ``retain_graph``."""
+        return torch.autograd.grad(out, self.leaves, self.dout, retain_graph=retain_graph)
 
 
-def prepare_attention(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, how: Arrangement) -> Prepared:
+def prepare_attention(shape: Shape, dtype: torch.dtype, device: torch.device, how: Arrangement) -> Prepared:
     """Attention alone, on random normal data (zeros would draw less power and run faster). Leaves are q, k and v."""
-    source, total = make_source(shape, dtype, device, seed), shape.packed_tokens
+    source, total = make_source(shape, dtype, device), shape.packed_tokens
     rows, copies = how.rows.to(device), how.counted(total).to(device)
     q, k, v = (leaf(one[rows]) for one in source[:3])
     return Prepared(
@@ -73,54 +70,23 @@ def prepare_attention(shape: Shape, dtype: torch.dtype, device: torch.device, se
     )
 
 
-def make_source(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+def make_source(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     """q, k, v and dout of the packed rows."""
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     of_qk, of_v = shape.head_dim, shape.head_dim_v or shape.head_dim
     heads = ((shape.heads, of_qk), (shape.kv_heads, of_qk), (shape.kv_heads, of_v), (shape.heads, of_v))
     sizes = [(shape.packed_tokens, *one) for one in heads]
     return tuple(torch.randn(size, dtype=dtype, device=device, generator=generator) for size in sizes)
 
 
-@dataclass(frozen=True)
-class Span:
-    """Packed rows [begin, end) of one node: a prompt, a response, a turn. Those of its subtree end at ``subtree_end``.
-
-    The first one stands at ``position`` of its sequences.
-    """
-
-    begin: int
-    end: int
-    position: int
-    subtree_end: int
-
-    @property
-    def length(self) -> int:
-        return self.end - self.begin
-
-    def rows(self) -> Tensor:
-        return torch.arange(self.begin, self.end)
-
-
-def spans(shape: Shape) -> list[Span]:
-    """All nodes in packed order."""
-    bounds = [*accumulate((length for length, _ in shape.nodes), initial=0)]
-    subtree_ends = bounds[1:]
-    for path in shape.paths:
-        for index in path:
-            subtree_ends[index] = bounds[path[-1] + 1]
-    positions = [end - length for end, (length, _) in zip(shape.ends, shape.nodes)]
-    return [Span(*one) for one in zip(bounds, bounds[1:], positions, subtree_ends)]
-
-
 def path_rows(shape: Shape, nodes: Sequence[int]) -> list[Tensor]:
-    """Of each of the nodes the packed rows of its path: every token from its root to its own end."""
-    rows = [one.rows() for one in spans(shape)]
+    """Packed rows of each node's path: every token from its root to its own end."""
+    rows = [torch.arange(begin, begin + length) for begin, (length, _) in zip(shape.begins, shape.nodes)]
     return [torch.cat([rows[index] for index in shape.paths[node]]) for node in nodes]
 
 
 def response_rows(shape: Shape) -> list[tuple[Tensor, Tensor]]:
-    """Packed rows of the prompt, or of all that is above it, and of the response of every sample."""
+    """Packed rows of all that is above each leaf, and of the leaf."""
     paths = zip(shape.responses, path_rows(shape, shape.leaves))
     return [(rows[: len(rows) - length], rows[len(rows) - length :]) for length, rows in paths]
 
@@ -129,20 +95,9 @@ def packed_rows(shape: Shape) -> Tensor:
     return torch.arange(shape.packed_tokens)
 
 
-def replicated_rows(shape: Shape) -> Tensor:
-    """Packed row of every token of ``[P R_1][P R_2]...``, (sum of P + R_i,) int64."""
-    return torch.cat(path_rows(shape, shape.leaves))
-
-
-def contexts_first_rows(shape: Shape) -> Tensor:
-    """Packed row of each row of this library's layout: all prompts, then all responses."""
-    found = spans(shape)
-    return torch.cat([found[index].rows() for index in (*shape.roots, *shape.leaves)])
-
-
 def packed_positions(shape: Shape) -> Tensor:
     """Position of every packed row in its sequence: responses count on from the end of their prompt."""
-    return torch.cat([one.rows() - one.begin + one.position for one in spans(shape)])
+    return torch.cat([torch.arange(end - length, end) for end, (length, _) in zip(shape.ends, shape.nodes)])
 
 
 def cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:

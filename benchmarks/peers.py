@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
-import os
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
-from flex import arrange_flex
-from packing import (
-    Arrangement,
-    Attention,
-    contexts_first_rows,
-    cumulative,
-    heads_first,
-    packed_rows,
-    path_rows,
-    replicated_rows,
-)
-from shapes import DETERMINISTIC, Shape, fits_one_call, gathered_calls, micro_batches
+from packing import Arrangement, Attention, cumulative, heads_first, packed_positions, packed_rows, path_rows
+from shapes import MOST_ELEMENTS, Shape
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from trees import Nodes, is_of_pairs
-from varlen import (
-    PACKAGES,
-    VarlenCall,
-    VarlenKernel,
-    is_importable,
-    math_varlen,
-    package_varlen,
-    torch_varlen,
-    varlen_attention,
-)
 
-from flash_attn_dualkv.checks import PORTABLE_HEAD_DIM
 from flash_attn_dualkv.predict import DIRECTIONS
+
+VarlenKernel = Callable[..., Tensor]  # q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
+# By the word that names of implementations have: the module that is imported, and what is installed for it.
+PACKAGES = {
+    "cudnn_flex": ("cudnn.flex_attention", "nvidia-cudnn-frontend"),
+    "fa4": ("flash_attn.cute", "flash-attn-4"),
+}
 
 
 @dataclass(frozen=True)
@@ -49,116 +34,67 @@ class Implementation:
     Attributes:
         arrange: its rows and its attention for a shape on a device: an Arrangement, or one for each of several
             micro-batches, or the Steps of a stream.
-        refuses: why a shape cannot be measured.
+        refuses: why a shape cannot be measured; "" if it can.
         is_replicated: every response has its own copy of the prompt.
         package: the key of ``PACKAGES`` that it needs.
-        compile_s: about how long the first call of a shape compiles.
-        work: tokens and pairs that it really computes, where these do not follow from ``is_replicated``.
+        compiles: whether the first call of a shape compiles.
+        is_optional: measured only where --impls names it.
     """
 
     name: str
     arrange: Callable[[Shape, torch.device], Any]
-    refuses: Callable[[Shape], str | None] = lambda shape: None
+    refuses: Callable[[Shape], str] = lambda shape: ""
     is_replicated: bool = False
-    is_ours: bool = False
     package: str | None = None
     directions: tuple[str, ...] = DIRECTIONS
-    compile_s: float = 0.0
-    work: Callable[[Shape], tuple[int, int]] | None = None
+    compiles: bool = False
+    is_optional: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name.startswith("dualkv")
 
     def executed(self, shape: Shape) -> tuple[int, int]:
         """Tokens and pairs that it computes."""
-        if self.work is not None:
-            return self.work(shape)
         if self.is_replicated:
             return shape.replicated_tokens, shape.replicated_pairs
         return shape.packed_tokens, shape.visible_pairs
 
-    def missing(self) -> str | None:
+    def missing(self) -> str:
         """Why it cannot run in this environment."""
-        if self.package is None or is_importable(self.package):
-            return None
-        return f"{PACKAGES[self.package][1]} is not installed"
+        return "" if is_importable(self.package) else f"{PACKAGES[self.package or ''][1]} is not installed"
+
+    def only(self, condition: Callable[[Shape], bool], reason: str) -> Implementation:
+        """The same for the shapes that fulfil the condition."""
+        return replace(self, refuses=lambda shape: self.refuses(shape) if condition(shape) else reason)
+
+
+def is_importable(label: str | None) -> bool:
+    """Whether the module is there: flash-attn-4 alone leaves a folder flash_attn that is not the flash_attn package."""
+    if label is None:
+        return True
+    try:
+        spec = importlib.util.find_spec(PACKAGES[label][0])
+    except ImportError:
+        return False
+    return spec is not None and spec.origin is not None
 
 
 # --- this library ---------------------------------------------------------------------------------------------------
 
 
-def choose_family(family: str | None) -> None:
-    """From here on every call of this library goes to the kernels of that name; None leaves the choice to it."""
-    if family is not None:
-        os.environ["DUALKV_KERNELS"] = family
+def arrange_ours(shape: Shape, device: torch.device, deterministic: bool = False) -> Arrangement:
+    """One call on the packed row; sequences that share nothing go to the function that FlashAttention has too."""
+    from flash_attn_dualkv import SharedPromptLayout, flash_attn_varlen_func, shared_prompt_attention
 
-
-def samples(shape: Shape, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Prompts and responses as a sampler gives them, one of each per sample, 1-D int64; prompts of groups differ."""
-    prompts = [torch.arange(group.prompt, device=device) + index for index, group in enumerate(shape.groups)]
-    repeated = [prompt for prompt, group in zip(prompts, shape.groups) for _ in group.responses]
-    return repeated, [torch.arange(length, device=device) for length in shape.responses]
-
-
-def arrange_ours(
-    shape: Shape, device: torch.device, family: str | None = None, deterministic: bool = False
-) -> Arrangement:
-    """One call on the packed row, in which all contexts come before all responses."""
-    from flash_attn_dualkv import flash_attn_varlen_func, pack_shared_prompts, shared_prompt_attention
-
-    choose_family(family)
-    if shape.tree or not shape.is_plain:
-        return arrange_tree(shape, device, deterministic)
-    if shape.is_context_free:
-        options: dict[str, Any] = {"causal": True, "deterministic": deterministic}
-        calls = [VarlenCall.of(shape.responses, device)]
-        return Arrangement(packed_rows(shape), varlen_attention(partial(flash_attn_varlen_func, **options), calls))
-    # boundary="gather" keeps a prompt whole, so that the tokens are those of every other implementation
-    layout = pack_shared_prompts(*samples(shape, device), boundary="gather").layout
-    return Arrangement(
-        contexts_first_rows(shape),
-        lambda q, k, v: shared_prompt_attention(q, k, v, layout, deterministic=deterministic),
-    )
-
-
-def arrange_tree(shape: Shape, device: torch.device, deterministic: bool) -> Arrangement:
-    """One call on the nodes, depth first."""
-    options: dict[str, Any] = {"window_size": shape.window_size, "softcap": float(shape.softcap)}
+    if shape.depth == 1 and shape.is_plain:
+        varlen: Any = flash_attn_varlen_func
+        kernel = partial(varlen, causal=True, deterministic=deterministic)
+        return Arrangement(packed_rows(shape), varlen_attention(kernel, shape.responses, device))
+    layout = SharedPromptLayout.from_tree(*zip(*shape.nodes), device=device)
+    options: dict[str, Any] = {"sliding_window": shape.window or None, "softcap": float(shape.softcap)}
     options |= {"sinks": sinks_of(shape, device), "deterministic": deterministic}
-    return Arrangement(packed_rows(shape), tree_attention(shape.nodes, device, **options))
-
-
-def tree_attention(nodes: Nodes, device: torch.device, **options: Any) -> Attention:
-    """This library's, over rows of these nodes."""
-    from flash_attn_dualkv import SharedPromptLayout, flash_attn_tree_varlen_func
-
-    lengths, above = zip(*nodes)
-    options["mean_keys"] = SharedPromptLayout.from_tree(lengths, above).mean_keys
-    parents = torch.tensor(above, dtype=torch.int32, device=device)
-    cu_seqlens = cumulative(lengths, device)
-    return lambda q, k, v: flash_attn_tree_varlen_func(q, k, v, cu_seqlens, parents, **options)
-
-
-def arrange_copied(shape: Shape, device: torch.device, family: str | None = None) -> Arrangement:
-    """Every leaf has its own copy of all that lies between the root and itself."""
-    choose_family(family)
-    rows, nodes = [packed_rows(shape)[: shape.nodes[0][0]]], [shape.nodes[0]]
-    for path in path_rows(shape, shape.leaves):
-        rows.append(path[shape.nodes[0][0] :])
-        nodes.append((len(rows[-1]), 0))
-    return Arrangement(torch.cat(rows), tree_attention(tuple(nodes), device))
-
-
-def copied(family: str | None = None) -> Implementation:
-    """This library without the nodes of trees of pairs."""
-
-    def refuses(shape: Shape) -> str | None:
-        return None if is_of_pairs(shape.name) else "measured on trees of pairs"
-
-    def work(shape: Shape) -> tuple[int, int]:
-        root = shape.nodes[0][0]
-        leaves = [shape.pairs_of(shape.ends[leaf]) - shape.pairs_of(root) for leaf in shape.leaves]
-        return root + sum(shape.ends[leaf] - root for leaf in shape.leaves), shape.pairs_of(root) + sum(leaves)
-
-    name = f"dualkv_{family or 'reference'}_copied"
-    return Implementation(name, partial(arrange_copied, family=family), refuses, is_ours=True, work=work)
+    return Arrangement(packed_rows(shape), lambda q, k, v: shared_prompt_attention(q, k, v, layout, **options))
 
 
 def sinks_of(shape: Shape, device: torch.device) -> Tensor | None:
@@ -168,142 +104,237 @@ def sinks_of(shape: Shape, device: torch.device) -> Tensor | None:
     return torch.randn(shape.heads, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
 
 
-def own_varlen(family: str | None = None) -> VarlenKernel:
-    """This library's kernels for packed sequences that share nothing."""
-    from flash_attn_dualkv import flash_attn_varlen_func
-
-    choose_family(family)
-    return partial(flash_attn_varlen_func, causal=True)
-
-
-def own_families(build: dict[str, Any], capability: tuple[int, int]) -> list[str]:
-    """The families of built kernels that this GPU runs.
+def own_kernels(build: dict[str, Any], capability: tuple[int, int], asked: str | None = None) -> str:
+    """The family of kernels that this GPU runs by itself, or ``asked``, what DUALKV_KERNELS says.
 
     Args:
         build: what ``flash_attn_dualkv.build_info`` returns.
         capability: the GPU's compute capability.
 
     Raises:
-        RuntimeError: there are no kernels for the GPU, or none at all.
+        RuntimeError: there are no such kernels for the GPU, or none at all.
     """
     if not build["compiled"]:
         raise RuntimeError(f"the CUDA kernels are not installed: {build['compiled_error'] or 'a pure-Python install'}")
-    usable = {"sm80": capability >= (8, 0), "sm90": capability[0] == 9}  # sm90 has instructions of 9.x alone
-    families = [family for family, dims in sorted(build["head_dims"].items()) if dims and usable[family]]
-    if not families:
+    usable = ["sm90"] * (capability[0] == 9) + ["sm80"] * (capability >= (8, 0))  # sm90: instructions of 9.x alone
+    found = [one for one in usable if build["head_dims"].get(one) and asked in (one, None)]
+    if not found:
         raise RuntimeError(f"this build has kernels for {sorted(build['head_dims'])}, the GPU is sm_{capability}")
-    return families
+    return found[0]
 
 
-def own_implementations(families: list[str]) -> list[Implementation]:
-    found = [Implementation(f"dualkv_{one}", partial(arrange_ours, family=one), is_ours=True) for one in families]
-    return [refuses_width(impl) if impl.name == "dualkv_sm80" else impl for impl in found]
+def ours(kernels: str | None) -> Implementation:
+    """This library. ``kernels``: of ``own_kernels``, None on the CPU."""
+    return Implementation(f"dualkv_{kernels or 'reference'}", arrange_ours)
 
 
-def is_wide(shape: Shape) -> bool:
-    return max(shape.head_dim, shape.head_dim_v) > PORTABLE_HEAD_DIM
-
-
-def refuses_width(impl: Implementation) -> Implementation:
-    """The same without wide heads, for which neither FlashAttention nor cuDNN has kernels, nor ours before Hopper."""
-    reason = f"measured up to head dim {PORTABLE_HEAD_DIM}"
-    return replace(impl, refuses=lambda shape: reason if is_wide(shape) else impl.refuses(shape))
-
-
-def deterministic(family: str) -> Implementation:
+def deterministic(impl: Implementation) -> Implementation:
     """The same in deterministic mode, which is a matter of the backward."""
-    return Implementation(
-        f"dualkv_{family}_deterministic",
-        partial(arrange_ours, family=family, deterministic=True),
-        lambda shape: None if shape.name in DETERMINISTIC else "measured at other shapes",
-        is_ours=True,
-        directions=("backward",),
-    )
+    arrange, name = partial(cast(Any, impl.arrange), deterministic=True), f"{impl.name}_deterministic"
+    return replace(impl, name=name, arrange=arrange, directions=("backward",), is_optional=True)
 
 
-# --- FlashAttention's kernels for packed sequences ------------------------------------------------------------------
+# --- masks over packed rows: FlexAttention, cuDNN Flex Attention ----------------------------------------------------
 
 
-def refuses_options(impl: Implementation) -> Implementation:
-    """The same for shapes that are plain causal attention alone."""
-    reason = "measured on plain causal attention"
-    return replace(impl, refuses=lambda shape: impl.refuses(shape) if shape.is_plain else reason)
+def packed_block_mask(shape: Shape, device: torch.device) -> Any:
+    """Visibility in FlexAttention's form: rows that see a key are its own and later ones of its node's subtree."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    last = {index: path[-1] for path in shape.paths for index in path}  # depth first: of each node's subtree
+    ends = torch.tensor([shape.begins[last[index]] + shape.nodes[last[index]][0] for index in range(len(last))])
+    lengths = torch.tensor([length for length, _ in shape.nodes]).to(device)
+    ends = ends.int().to(device).repeat_interleave(lengths, output_size=shape.packed_tokens)
+
+    def mask(b: Tensor, h: Tensor, q_row: Tensor, kv_row: Tensor) -> Tensor:
+        return (kv_row <= q_row) & (q_row < ends[kv_row])
+
+    total, is_cuda = shape.packed_tokens, device.type == "cuda"
+    # Uncompiled it makes tensors of all pairs of tokens.
+    make = compiled_once(create_block_mask, True) if is_cuda else create_block_mask
+    return make(mask, 1, 1, total, total, device.type)
 
 
-def in_pieces(shape: Shape) -> list[list[int]]:
-    """Lengths of the replicated sequences, call by call: one call where all queries fit one.
+@functools.cache
+def compiled_once(function: Any, dynamic: bool) -> Any:
+    from torch._functorch import config as functorch_config
 
-    With 2.28e9 elements of Q (32 x 16K) the backward of PyTorch's FlashAttention-2 met an illegal memory access.
+    functorch_config.donated_buffer = False  # otherwise the backward cannot be timed alone, several times
+    return torch.compile(function, dynamic=dynamic)
+
+
+@functools.lru_cache(maxsize=1)
+def block_mask_of_rounds(shape: Shape, device: torch.device) -> Any:
+    """One for all rounds of a shape: with it there is one mask function, so one compilation of the attention."""
+    return packed_block_mask(shape, device)
+
+
+def flex_attend(block_mask: Any, on_fa4: bool, dynamic: bool = False) -> Attention:
+    """FlexAttention over packed rows; ``on_fa4``: on FlashAttention-4's kernels instead of Triton's."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    options: dict[str, Any] = {"kernel_options": {"BACKEND": "FLASH"}} if on_fa4 else {}
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        flex = compiled_once(flex_attention, dynamic)
+        is_grouped = q.shape[1] != k.shape[1]
+        out: Tensor = flex(*map(heads_first, (q, k, v)), block_mask=block_mask, enable_gqa=is_grouped, **options)
+        return out[0].transpose(0, 1)
+
+    return attention
+
+
+def arrange_flex(shape: Shape, device: torch.device, on_fa4: bool = False) -> Arrangement:
+    return Arrangement(packed_rows(shape), flex_attend(block_mask_of_rounds(shape, device), on_fa4))
+
+
+def cudnn_endpoints(shape: Shape, device: torch.device) -> Tensor:
+    """(1, n, T) int32, n odd: each row sees keys [0, F0), [F1, F2), [F3, F4) and so on.
+
+    A row's intervals are the nodes of its path, neighbours in the row as one, up to the row itself. In front of a
+    window they begin later: keys of a run that begins at row r and position p have the position ``key + p - r``.
     """
-    lengths = shape.replicated_lengths
-    if fits_one_call(shape, sum(lengths)):
-        return [lengths]
-    pieces: list[list[int]] = [[]]
-    for length in lengths:
-        if pieces[-1] and not fits_one_call(shape, 2 * (sum(pieces[-1]) + length)):
-            pieces.append([])
-        pieces[-1].append(length)
-    return pieces
+    total, far = shape.packed_tokens, 1 << 30
+    runs = []  # of every node: the runs of its path, as [first row, end, position of the first row]
+    for path in shape.paths:
+        found: list[list[int]] = []
+        for index in path:
+            begin, length = shape.begins[index], shape.nodes[index][0]
+            if found and found[-1][1] == begin:
+                found[-1][1] += length
+            else:
+                found.append([begin, begin + length, shape.ends[index] - length])
+        found[-1][1] = far
+        runs.append(found)
+    from_zero = not shape.window and all(one[0][0] == 0 for one in runs)  # the first interval is a run of the path
+    intervals = max(map(len, runs)) + (not from_zero)
+    empty = [far, far, 0]
+    rows = [[*([] if from_zero else [[0, 0, 0]]), *one, *[empty] * intervals][:intervals] for one in runs]
+    lengths = torch.tensor([length for length, _ in shape.nodes])
+    begins, ends, positions = torch.tensor(rows, dtype=torch.int32).unbind(-1)  # (nodes, intervals) each
+    table = torch.stack([begins, ends, positions]).to(device)
+    table = table.repeat_interleave(lengths.to(device), 1, output_size=total).transpose(1, 2)  # (3, intervals, T)
+    begins, ends, positions = table.unbind()
+    row = torch.arange(1, total + 1, dtype=torch.int32, device=device)
+    if shape.window:
+        first = packed_positions(shape).int().to(device) + 1 - shape.window  # that a row sees
+        begins = torch.maximum(begins, torch.minimum(first - positions + begins, ends))
+    flat = torch.minimum(torch.stack([begins, ends], 1).flatten(0, 1), row)
+    return flat[1:][None].contiguous()
 
 
-def no_options(shape: Shape, device: torch.device) -> dict[str, Any]:
-    return {}
+class CudnnFlex:
+    """cuDNN Flex Attention over packed rows, with one plan of the mask."""
+
+    def __init__(self, endpoints: Tensor, deterministic: bool = False) -> None:
+        self.endpoints, self.deterministic = endpoints, deterministic
+        self.module: Any = importlib.import_module(PACKAGES["cudnn_flex"][0])
+        self.mask_plan: Any = None
+
+    def plan(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """What the first call does; it looks at sizes and types of q, k and v."""
+        self.mask_plan = self.module.create_mask_plan(self.endpoints, q[None], k[None], v[None], build_backward=True)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (one.contiguous() for one in (q, k, v))
+        if self.mask_plan is None:
+            self.plan(q, k, v)
+        options = {"mask_plan": self.mask_plan, "deterministic": self.deterministic}
+        out: Tensor = self.module.flex_attn_func(q[None], k[None], v[None], **options)
+        return out[0]
 
 
-def arrange_replicated(
-    shape: Shape,
-    device: torch.device,
-    load: Callable[[], VarlenKernel],
-    options: Callable[[Shape, torch.device], dict[str, Any]] = no_options,
-) -> Arrangement:
-    """Standard packing: N (P + R) tokens, every response with its own copy of the prompt.
+def arrange_cudnn(shape: Shape, device: torch.device, deterministic: bool = False) -> Arrangement:
+    return Arrangement(packed_rows(shape), CudnnFlex(cudnn_endpoints(shape, device), deterministic))
 
-    Args:
-        options: of a shape, and the device, what a kernel is told of windows, softcaps and sinks.
-    """
-    calls = [VarlenCall.of(lengths, device) for lengths in in_pieces(shape)]
-    kernel = load() if shape.is_plain else cast(VarlenKernel, partial(load(), **options(shape, device)))
-    return Arrangement(replicated_rows(shape), varlen_attention(kernel, calls))
+
+def cudnn_flex() -> Implementation:
+    def refuses(shape: Shape) -> str:
+        if shape.softcap or shape.sinks:
+            return "it has neither softcaps nor sinks"
+        largest = 256 if shape.heads == shape.kv_heads else 128
+        fits = shape.head_dim <= largest if not shape.head_dim_v else (shape.head_dim, shape.head_dim_v) == (192, 128)
+        return "" if fits else "it has head dims up to 128, (192, 128), and 256 with as many KV heads as query heads"
+
+    return Implementation("cudnn_flex", arrange_cudnn, refuses, package="cudnn_flex", compiles=True)
+
+
+# --- kernels for packed sequences that share nothing ----------------------------------------------------------------
+
+
+def varlen_attention(kernel: VarlenKernel, lengths: Sequence[int], device: torch.device) -> Attention:
+    """Causal attention of each sequence with itself."""
+    offsets, longest = cumulative(lengths, device), max(lengths)
+    return lambda q, k, v: kernel(q, k, v, offsets, offsets, longest, longest)
+
+
+def torch_varlen() -> VarlenKernel:
+    """PyTorch's own FlashAttention-2 kernels."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Newer versions want to be told about grouped heads, older ones do not know the argument, or no window.
+    parameters = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in parameters else {}
+    options |= {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+    return cast(VarlenKernel, partial(varlen_attn, **options))
+
+
+def package_varlen(label: str) -> VarlenKernel:
+    """``flash_attn_varlen_func`` of a package."""
+    function = importlib.import_module(PACKAGES[label][0]).flash_attn_varlen_func
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **options: Any
+    ) -> Tensor:
+        offsets, longest = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}, {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+        out = function(q, k, v, **offsets, **longest, causal=True, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    return kernel
+
+
+def math_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
+    """The same contract in plain PyTorch, sequence by sequence, for machines without a GPU."""
+    outs = []
+    for query, key, value in zip(*(one.split(cu.diff().tolist()) for one, cu in ((q, cu_q), (k, cu_k), (v, cu_k)))):
+        mask = torch.ones(len(query), len(key), dtype=torch.bool, device=q.device).tril(len(key) - len(query))
+        query, key, value = map(heads_first, (query, key, value))
+        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
 
 
 def fa4_options(shape: Shape, device: torch.device) -> dict[str, Any]:
-    """How FlashAttention-4 names them."""
-    found: dict[str, Any] = {"window_size": shape.window_size} if shape.window else {}
+    """How FlashAttention-4 names windows, softcaps and sinks."""
+    found: dict[str, Any] = {"window_size": (shape.window - 1, 0)} if shape.window else {}
     found |= {"softcap": float(shape.softcap)} if shape.softcap else {}
     return found | ({"learnable_sink": sinks_of(shape, device)} if shape.sinks else {})
 
 
-def refuses_groups(shape: Shape) -> str | None:
-    return None if len(shape.groups) == 1 else "written for one group"
-
-
-def refuses_trees(shape: Shape) -> str | None:
-    return "measured flattened" if shape.tree else None
-
-
-def refuses_prompts(shape: Shape) -> str | None:
-    return None if shape.tree else "written for trees"
+def arrange_replicated(shape: Shape, device: torch.device, load: Callable[[], VarlenKernel]) -> Arrangement:
+    """Standard packing: N (P + R) tokens, every response with its own copy of the prompt."""
+    kernel = load() if shape.is_plain else partial(load(), **fa4_options(shape, device))
+    rows = torch.cat(path_rows(shape, shape.leaves))
+    return Arrangement(rows, varlen_attention(kernel, shape.replicated_lengths, device))
 
 
 def arrange_flattened(shape: Shape, device: torch.device, load: Callable[[], VarlenKernel]) -> list[Arrangement]:
     """The path of every leaf as a sequence of its own, micro-batch after micro-batch."""
     kernel, found = load(), []
-    copies = replicated_rows(shape).bincount(minlength=shape.packed_tokens)
-    for leaves in micro_batches(shape):
-        call = VarlenCall.of([shape.ends[leaf] for leaf in leaves], device)
-        rows = torch.cat(path_rows(shape, leaves))
-        found.append(Arrangement(rows, varlen_attention(kernel, [call]), copies))
+    copies = torch.cat(path_rows(shape, shape.leaves)).bincount(minlength=shape.packed_tokens)
+    for leaves in shape.micro_batches():
+        attention = varlen_attention(kernel, [shape.ends[leaf] for leaf in leaves], device)
+        found.append(Arrangement(torch.cat(path_rows(shape, leaves)), attention, copies))
     return found
 
 
 def arrange_gathered(shape: Shape, device: torch.device, load: Callable[[], VarlenKernel]) -> Arrangement:
     """TRL's way: keys and values are copied so that those of every node's path lie side by side."""
     kernel, calls = load(), []
-    for nodes in gathered_calls(shape):
-        queries = VarlenCall.of([shape.nodes[node][0] for node in nodes], device)
-        keys = VarlenCall.of([shape.ends[node] for node in nodes], device)
-        lengths = queries.offsets, keys.offsets, queries.longest, keys.longest
-        calls.append((queries.tokens, torch.cat(path_rows(shape, nodes)).to(device), lengths))
+    for nodes in shape.gathered_calls():
+        queries, keys = [shape.nodes[node][0] for node in nodes], [shape.ends[node] for node in nodes]
+        lengths = cumulative(queries, device), cumulative(keys, device), max(queries), max(keys)
+        calls.append((sum(queries), torch.cat(path_rows(shape, nodes)).to(device), lengths))
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = q.split([tokens for tokens, *_ in calls]) if len(calls) > 1 else [q]
@@ -318,169 +349,48 @@ def arrange_gathered(shape: Shape, device: torch.device, load: Callable[[], Varl
 
 def replicated(label: str, load: Callable[[], VarlenKernel] | None = None) -> Implementation:
     """``load`` gives the kernel; None: that of the package of that label."""
-    has_options = label == "fa4"
-    impl = Implementation(
-        f"{label}_replicated",
-        partial(
-            arrange_replicated,
-            load=load or partial(package_varlen, label),
-            options=fa4_options if has_options else no_options,
-        ),
-        refuses_trees,
-        is_replicated=True,
-        package=None if load else label,
-        compile_s=20.0 if label == "fa4" else 0.0,
-    )
-    return impl if has_options else refuses_options(impl)
+
+    def refuses(shape: Shape) -> str:
+        if shape.is_tree:
+            return "measured flattened"
+        if shape.replicated_tokens * shape.heads * shape.head_dim >= MOST_ELEMENTS:
+            return "its kernels count fewer elements of Q than the replicated prompts have"
+        return "" if shape.is_plain or label == "fa4" else "measured on plain causal attention"
+
+    arrange = partial(arrange_replicated, load=load or partial(package_varlen, label))
+    package = None if load else label
+    return Implementation(f"{label}_replicated", arrange, refuses, True, package, compiles=label == "fa4")
 
 
 def on_trees(label: str, load: Callable[[], VarlenKernel] | None = None) -> list[Implementation]:
     """Both ways to a tree's attention with that kernel; the arguments are those of ``replicated``."""
-    kernel = load or partial(package_varlen, label)
-    options: dict[str, Any] = {"package": None if load else label, "compile_s": 20.0 if label == "fa4" else 0.0}
-    gathered, flattened = (partial(one, load=kernel) for one in (arrange_gathered, arrange_flattened))
-    return [
-        Implementation(f"{label}_gathered", gathered, refuses_prompts, **options),
-        Implementation(f"{label}_flattened", flattened, refuses_prompts, is_replicated=True, **options),
-    ]
-
-
-# --- others ---------------------------------------------------------------------------------------------------------
-
-
-def arrange_dense(shape: Shape, device: torch.device, backend: SDPBackend) -> Arrangement:
-    """scaled_dot_product_attention on (N, H, P + R, d): the prompt replicated, equal lengths."""
-    n = len(shape.responses)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            grouped = q.shape[1] != k.shape[1]
-            if grouped and backend is SDPBackend.EFFICIENT_ATTENTION:  # it has no GQA
-                k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
-                grouped = False
-            query, key, value = (one.unflatten(0, (n, -1)).transpose(1, 2) for one in (q, k, v))
-            out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-        return out.transpose(1, 2).flatten(0, 1)
-
-    return Arrangement(replicated_rows(shape), attention)
-
-
-def dense(name: str, backend: SDPBackend) -> Implementation:
-    def refuses(shape: Shape) -> str | None:
-        return refuses_trees(shape) or (None if len(set(shape.replicated_lengths)) == 1 else "needs equal lengths")
-
-    return refuses_options(Implementation(name, partial(arrange_dense, backend=backend), refuses, is_replicated=True))
-
-
-def of_any_width() -> list[Implementation]:
-    """The backends of scaled_dot_product_attention that have every head dim."""
-    backends = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
-    found = [dense(f"{name}_replicated", backend) for name, backend in backends.items()]
-    reason = "measured where others have no kernels"
-
-    def restrict(impl: Implementation) -> Implementation:
-        return replace(impl, refuses=lambda shape: impl.refuses(shape) if is_wide(shape) else reason)
-
-    return [restrict(impl) for impl in found]
-
-
-def arrange_prefix_grouper(shape: Shape, device: torch.device, load: Callable[[], VarlenKernel]) -> Arrangement:
-    """The prefix_grouper package: prompt attention, then responses over a copy of the prompt's K and V each.
-
-    It pads responses to the longest; the attention function it is given here removes the padding, as that of
-    transformers does, but with the tables of both of its calls made once per micro-batch.
-    """
-    (group,), kernel = shape.groups, load()
-    module: Any = importlib.import_module("prefix_grouper")
-    grouper = module.PrefixGrouper([[group.prompt, *group.responses]], device=device)
-    is_key = grouper.suffix_attn_mask  # (responses, prompt and longest response) bool
-    (keys,), (queries,) = (one.flatten().nonzero(as_tuple=True) for one in (is_key, is_key[:, group.prompt :]))
-    of_prompt = VarlenCall.of([group.prompt], device)
-    of_queries, of_keys = VarlenCall.of(shape.responses, device), VarlenCall.of(shape.replicated_lengths, device)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """(sequences, H, length, d) each -> (sequences, length, H, d), 0 in padding."""
-        size = (q.shape[0], q.shape[2])
-        q, k, v = (one.transpose(1, 2).flatten(0, 1) for one in (q, k, v))
-        if mask is grouper.prefix_attn_mask:
-            return varlen_attention(kernel, [of_prompt])(q, k, v)[None]
-        lengths = of_queries.offsets, of_keys.offsets, of_queries.longest, of_keys.longest
-        out = kernel(q[queries], k[keys], v[keys], *lengths)
-        return out.new_zeros((q.shape[0], *out.shape[1:])).index_copy(0, queries, out).unflatten(0, size)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = grouper.forward(attend, *map(heads_first, (q, k, v)))
-        return out[0]
-
-    return Arrangement(packed_rows(shape), attention)
-
-
-def prefix_grouper(load: Callable[[], VarlenKernel]) -> Implementation:
-    return Implementation(
-        "prefix_grouper", partial(arrange_prefix_grouper, load=load), refuses_groups, package="prefix_grouper"
-    )
+    package, kernel = None if load else label, load or partial(package_varlen, label)
+    flattened = Implementation(f"{label}_flattened", partial(arrange_flattened, load=kernel), is_replicated=True)
+    both = [Implementation(f"{label}_gathered", partial(arrange_gathered, load=kernel)), flattened]
+    found = [replace(one, package=package, compiles=label == "fa4") for one in both]
+    return [one.only(lambda shape: shape.is_tree, "written for trees") for one in found]
 
 
 # --- what is measured where -----------------------------------------------------------------------------------------
 
 
 def peers() -> list[Implementation]:
-    """What attention, a layer and a model are measured against."""
-    return [
-        refuses_options(Implementation("flex_fa4", partial(arrange_flex, on_fa4=True), package="fa4", compile_s=40.0)),
-        refuses_options(Implementation("flex_packed", arrange_flex, compile_s=20.0)),
-        replicated("fa4"),
-        replicated("fa2", torch_varlen),
-        replicated("flash_attn"),
-        replicated("fa3"),
-    ]
+    """What attention, a layer and a model are measured against, the strongest first."""
+    on_fa4 = Implementation("flex_fa4", partial(arrange_flex, on_fa4=True), package="fa4", compiles=True)
+    flex = [on_fa4, Implementation("flex_packed", arrange_flex, compiles=True)]
+    flex = [one.only(lambda shape: shape.is_plain, "measured on plain causal attention") for one in flex]
+    found = [cudnn_flex(), *flex, replicated("fa4"), replicated("fa2", torch_varlen)]
+    return [one.only(lambda shape: shape.head_dim <= 256, "measured up to head dim 256") for one in found]
 
 
-def tree_peers(families: list[str] | None) -> list[Implementation]:
-    """What is measured beside the peers on trees alone: keys gathered along paths, and flattened sequences."""
-    if families is None:
-        return [*on_trees("math", lambda: math_varlen), *on_trees("varlen_reference", own_varlen)[1:]]
-    ours = on_trees(f"varlen_{families[-1]}", partial(own_varlen, families[-1]))[1:]
-    return [*on_trees("fa4"), *on_trees("fa2", torch_varlen), *ours]
+def layer_implementations(kernels: str | None) -> list[Implementation]:
+    """What a layer and a model are measured with, ours first. ``kernels``: of ``own_kernels``, None on the CPU."""
+    if kernels is None:
+        math = lambda: math_varlen  # noqa: E731
+        return [ours(None), replicated("math", math), *on_trees("math", math), cudnn_flex()]
+    return [ours(kernels), *peers(), *on_trees("fa4"), *on_trees("fa2", torch_varlen)]
 
 
-def on_cpu(flex: bool) -> list[Implementation]:
-    """Plain PyTorch in the places of the kernels: for tests, never for results.
-
-    FlexAttention is not compiled there: it has no backward, and computes all pairs.
-    """
-    ours = Implementation("dualkv_reference", arrange_ours, is_ours=True)
-    work = lambda shape: (shape.packed_tokens, shape.packed_tokens**2)  # noqa: E731
-    eager = Implementation("flex_packed", arrange_flex, directions=("forward",), work=work)
-    return [ours, *([refuses_options(eager)] if flex else []), replicated("math", lambda: math_varlen)]
-
-
-def kernel_implementations(families: list[str] | None) -> list[Implementation]:
-    """Attention alone, ours first. ``families``: what ``own_families`` returns, None on the CPU."""
-    if families is None:
-        return [*on_cpu(flex=True), dense("sdpa_replicated", SDPBackend.MATH)]
-    cudnn = dense("cudnn_replicated", SDPBackend.CUDNN_ATTENTION)
-    others = map(refuses_width, (*peers(), cudnn))
-    return [*own_implementations(families), *map(deterministic, families), *others, *of_any_width()]
-
-
-def layer_implementations(families: list[str] | None) -> list[Implementation]:
-    """What a layer is measured with, ours first."""
-    if families is None:
-        return [*on_cpu(flex=True), prefix_grouper(lambda: math_varlen), *tree_peers(None)]
-    return [*own_implementations(families), *peers(), prefix_grouper(torch_varlen), *tree_peers(families)]
-
-
-def model_implementations(families: list[str] | None) -> list[Implementation]:
-    """What a whole model is measured with, ours first."""
-    ours_and_peers = on_cpu(flex=False) if families is None else [*own_implementations(families), *peers()]
-    return [*ours_and_peers, *tree_peers(families)]
-
-
-def tree_implementations(families: list[str] | None) -> list[Implementation]:
-    """Attention over a tree, ours first."""
-    if families is None:
-        return [*on_cpu(flex=True), copied(), *tree_peers(None)]
-    flex = [one for one in peers() if one.name.startswith("flex")]
-    ours = [*own_implementations(families), *map(deterministic, families), *map(copied, families)]
-    return [*ours, *flex, *tree_peers(families)]
+def kernel_implementations(kernels: str | None) -> list[Implementation]:
+    """Attention alone."""
+    return [*layer_implementations(kernels), deterministic(ours(kernels)), deterministic(cudnn_flex())]

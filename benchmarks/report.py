@@ -4,45 +4,186 @@
     python benchmarks/report.py              # everything under benchmarks/results
     python benchmarks/report.py FILE.json    # print the tables of these files
 
-Of several runs the median counts, and of this library the newest commit.
+A ratio is of one process: that of a peer is to this library's time in the same file, and a shape in whose file this
+library has no time is left out. A table is of one commit. Of several files the newest one with that peer counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-import plots
-from command import RESULTS
-from results import LABELS, OURS, ResultError, check, in_pieces, load, medians, of_newest_code, result_files
-from shapes import StepShape, family_of, parse, title
-from short_nodes import HEADINGS, cells, short_nodes
-from trees import is_of_pairs
+from command import RESULTS, gpu_folder
+from models import FamilyModel
+from shapes import parse, title
 
-GIB = 1 << 30
-USUAL_HEADS = (32, 8, 128)
-KINDS_OF_SHAPES: dict[str, Callable[[Any], bool]] = {
-    "Windows, softcaps, sinks, values of another width": lambda row: not parse(row.shape).is_plain,
-    "Without a prompt: plain causal attention": lambda row: row.p == 0,
-    "Other heads and head dims": lambda row: (row.h, row.h_k, row.d) != USUAL_HEADS,
-    "Responses longer than their prompts": lambda row: row.p < row.r,
-    "Shared prompts": lambda row: True,
+from flash_attn_dualkv.predict import DIRECTIONS
+
+OURS = "dualkv_sm90"  # on the kernels that a Hopper GPU takes by itself
+LABELS = {
+    OURS: "this library",
+    f"{OURS}_deterministic": "this library, deterministic",
+    "dualkv_sm80": "this library, portable kernels (sm_80)",
+    "dualkv_sm80_deterministic": "this library, portable kernels, deterministic",
+    "cudnn_flex": "cuDNN Flex Attention",
+    "cudnn_flex_deterministic": "cuDNN Flex Attention, deterministic",
+    "flex_fa4": "FlexAttention on FlashAttention-4",
+    "flex_packed": "FlexAttention",
+    "fa4_replicated": "FlashAttention-4, prompt replicated",
+    "fa2_replicated": "FlashAttention-2, prompt replicated",
+    "fa4_gathered": "FlashAttention-4, keys gathered along paths",
+    "fa2_gathered": "FlashAttention-2, keys gathered along paths",
+    "fa4_flattened": "FlashAttention-4, flattened",
+    "fa2_flattened": "FlashAttention-2, flattened",
+    "varlen_sm90_flattened": "this library's varlen kernels, flattened",
+    "prefix_grouper": "prefix_grouper, FlashAttention-2",
+    "cudnn_replicated": "cuDNN, prompt replicated",
+    "stock_flash_attention_4_replicated": "stock model on FlashAttention-4, prompt replicated",
+    "stock_flex_attention_replicated": "stock model on FlexAttention, prompt replicated",
+    "stock_sdpa_replicated": "stock model on SDPA, prompt replicated",
 }
-# The plot and the table of the README: shapes of each benchmark, and implementations.
+# Okabe and Ito's, which colour-blind readers can tell apart.
+BLUE, SKY, GREEN, VERMILION, PURPLE, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#E69F00"
+COLORS = {"cudnn_flex": VERMILION, "flex_fa4": BLUE, "flex_packed": GREEN, "fa4": PURPLE, "fa2": ORANGE, "stock": SKY}
+HEADER = {"benchmark": str, "gpu": str, "torch": str, "cuda": str, "commit": str, "date": str, "dirty": bool}
+ROW = {"shape", "impl", "direction", "dtype", "n", "p", "r", "h", "h_k", "d", "ms", "tflops", "fraction"}
+ROW |= {"matmul_tflops", "packed_tokens", "replicated_tokens", "visible_pairs"}
+# The plot and the table of the README: shapes of each benchmark, and peers.
 HEADLINE = {
-    "kernel": ("Attention", ("28x16Kx2K", "16x8Kx131-2048", "16-groups-of-8x256x131-2048")),
-    "layer": ("One layer of Qwen3-8B", ("16x8Kx131-2048",)),
-    "model": ("Qwen3-8B, all layers", ("16x8Kx131-2048",)),
-}
-HEADLINE_IMPLS = (OURS, "flex_fa4", "flex_packed", "fa2_replicated")
+    "kernel": ("28x16Kx2K", "16x8Kx131-2048", "32x8Kx32-256", "16-groups-of-8x256x131-2048"),
+    "tree": ("tree-branched", "tree-comb", "tree-agentic"),
+    "layer": ("16x8Kx131-2048",),
+    "model": ("16x8Kx131-2048",),
+}  # fmt: skip
+HEADLINE_PEERS = ("cudnn_flex", "flex_fa4", "fa4_replicated", "flex_packed", "fa2_replicated")
+WHAT = {"kernel": "Attention, ", "tree": "Attention, ", "layer": "One layer of Qwen3-8B, ", "model": "Qwen3-8B, "}
+TEMPLATES = Path(__file__).with_name("templates")
+WIDEST = 1.3  # ratio that a plot has room for; larger ones stand at its edge
 
 
-RATIOS = "Ratios to this library's time are those of the same process where both were measured in one."
+class ResultError(ValueError):
+    """A result file that cannot be read, or must not be published."""
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a result file holds.
+
+    Raises:
+        ResultError: it cannot be read, or lacks a header or rows.
+    """
+    try:
+        result = json.loads(path.read_text())
+        assert isinstance(result["header"], dict) and result["rows"] and isinstance(result["rows"][0], dict)
+    except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
+        raise ResultError(f"{path}: expected an object with header and rows, got {error}") from error
+    return dict(result)
+
+
+def check(path: Path) -> None:
+    """Refuse a result that must not be published.
+
+    Raises:
+        ResultError: lists everything that is wrong.
+    """
+    header, rows = read(path).values()
+    problems = [f"header: {key}" for key, kind in HEADER.items() if not isinstance(header.get(key), kind)]
+    if not problems:
+        if header["dirty"] or not re.fullmatch(r"[0-9a-f]{7,40}", header["commit"]):
+            problems.append("header: measured on a dirty tree, or one without a commit")
+        if header["benchmark"] not in (*KINDS, "stream") or gpu_folder(header["gpu"]) != path.parent.name:
+            problems.append(
+                f"header: {header['benchmark']} of {header['gpu']}, which is another folder or no benchmark"
+            )
+        for index, row in enumerate(rows):
+            problems += [f"rows[{index}]: {problem}" for problem in problems_of(row, header["benchmark"])]
+        if not any(row.get("impl") == OURS and row.get("ms") for row in rows):
+            problems.append("rows: no time of this library")
+    if problems:
+        raise ResultError(f"{path}: " + "; ".join(problems))
+
+
+def problems_of(row: dict[str, Any], benchmark: str) -> list[str]:
+    """What is wrong with a row: fields, names, and figures that do not follow from its time."""
+    if missing := sorted(ROW - row.keys()):
+        return [f"{', '.join(missing)} missing"]
+    problems = [] if row["impl"] in LABELS else [f"unknown impl {row['impl']}"]
+    if row["direction"] not in (*DIRECTIONS, "both") or row["dtype"] != "bf16":
+        problems.append(f"direction {row['direction']} or dtype {row['dtype']}")
+    if row.get("error") and row["impl"].startswith("dualkv"):
+        problems.append(f"{row['impl']} failed: {row['error']}")
+    if row["ms"] is None and not (row.get("oom") or row.get("skipped") or row.get("error")):
+        problems.append("no time, and neither oom, skipped nor error says why")
+    if problems or benchmark == "stream":
+        return problems
+    shape = parse(row["shape"])
+    if (row["packed_tokens"], row["visible_pairs"]) != (shape.packed_tokens, shape.visible_pairs):
+        return [f"tokens or pairs are not those of {row['shape']}"]
+    if row["ms"] and benchmark in ("kernel", "tree"):
+        tflops = shape.flops(row["direction"]) / row["ms"] / 1e9
+        expected = {"tflops": tflops, "fraction": tflops / row["matmul_tflops"]}
+        return [f"{key} does not follow from ms" for key, one in expected.items() if abs(row[key] / one - 1) > 0.01]
+    return []
+
+
+def load(paths: list[Path]) -> pd.DataFrame:
+    """The rows of result files, each with what the header says."""
+    frames = []
+    for path in paths:
+        result = read(path)
+        header = {key: result["header"].get(key) for key in HEADER}
+        header["versions"] = ", ".join(f"{key} {value}" for key, value in result["header"].get("versions", {}).items())
+        optional = dict.fromkeys(("oom", "error", "skipped", "peak_gib"))
+        frames.append(pd.DataFrame([{**optional, **row} for row in result["rows"]]).assign(**header, file=path.stem))
+    return pd.concat(frames, ignore_index=True)
+
+
+def cells(frame: pd.DataFrame) -> pd.DataFrame:
+    """A row per file, shape and implementation, both directions side by side; only where this library has times.
+
+    ``ratio``: the time of the directions that were measured, as a multiple of this library's in the same file.
+    """
+    keys = ["file", "shape", "impl"]
+    frame = frame[frame["direction"].isin(DIRECTIONS)]
+    facts = frame.groupby(keys, sort=False)[["benchmark", "commit", "date", "h", "h_k", "d", "p", "r"]].first()
+    facts = facts.join(frame.groupby(keys)[["packed_tokens", "replicated_tokens", "visible_pairs", "peak_gib"]].max())
+    facts["oom"] = frame.groupby(keys)["oom"].apply(lambda values: any(value is True for value in values))
+    for name in ("ms", "tflops", "fraction"):
+        found = frame.assign(**{name: frame[name].astype(float)}).pivot_table(
+            index=keys, columns="direction", values=name
+        )
+        facts = facts.join(found.reindex(columns=DIRECTIONS).add_suffix(f"_{name}"))
+    facts = facts.reset_index()
+    times = [f"{one}_ms" for one in DIRECTIONS]
+    own = facts[facts["impl"] == OURS].dropna(subset=times).set_index(["file", "shape"])[times]
+    facts = facts.join(own.add_prefix("own_"), on=["file", "shape"]).dropna(subset=[f"own_{one}" for one in times])
+    known = facts[times].notna().to_numpy()
+    facts["ratio"] = facts[times].sum(axis=1) / (facts[[f"own_{one}" for one in times]] * known).sum(axis=1)
+    facts["ms"] = facts[times].sum(axis=1, skipna=False)
+    facts["rank"] = facts["impl"].map(list(LABELS).index)
+    return facts[facts[times].notna().any(axis=1) | facts["oom"]]
+
+
+def newest(facts: pd.DataFrame) -> pd.DataFrame:
+    """The newest file of each shape and peer, with this library in it; the largest shapes last."""
+    facts = facts.sort_values("date", kind="stable")
+    peers = facts[facts["impl"] != OURS].groupby(["benchmark", "shape", "impl"]).tail(1)
+    own = facts[facts["impl"] == OURS]
+    alone = own[~own["shape"].isin(peers["shape"])].groupby(["benchmark", "shape"]).tail(1)
+    own = own.merge(pd.concat([peers, alone])[["file", "shape"]].drop_duplicates())
+    found = pd.concat([own, peers]).assign(size=lambda one: one["visible_pairs"] * one["h"] * one["d"])
+    return found.sort_values(["size", "shape", "date", "file", "rank"], ignore_index=True)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def number(value: Any, digits: int = 0) -> str:
@@ -53,10 +194,6 @@ def milliseconds(value: Any) -> str:
     return number(value, 0 if value >= 1000 else 1 if value >= 10 else 2)
 
 
-def percent(value: Any) -> str:
-    return "" if pd.isna(value) else f"{100 * value:.0f}%"
-
-
 def markdown(table: pd.DataFrame, left: int = 2) -> str:
     """The first ``left`` columns to the left, figures to the right; columns without a figure are left out."""
     table = table.loc[:, [index < left or bool((table[name] != "").any()) for index, name in enumerate(table)]]
@@ -64,346 +201,181 @@ def markdown(table: pd.DataFrame, left: int = 2) -> str:
     return str(table.to_markdown(index=False, disable_numparse=True, colalign=align))
 
 
-def kernel_section(frame: pd.DataFrame, folder: Path) -> list[str]:
-    figures = medians(frame)
-    kind = [next(name for name, is_it in KINDS_OF_SHAPES.items() if is_it(row)) for row in figures.itertuples()]
-    is_usual = figures[["h", "h_k", "d"]].apply(tuple, axis=1) == USUAL_HEADS
-    with_peers = figures[~figures["impl"].str.startswith("dualkv") & figures["ms"].notna()]["shape"]
-    shown = figures[is_usual & figures["shape"].isin(with_peers)]
-    plot = plots.bars_by_direction(shown, folder / "attention.png", "Attention")
-    parts = [
-        "## Attention",
-        *plot,
-        "Useful work over time: 4 H d operations a visible (query, key) pair forward, 2.5 times that backward (2 H d "
-        "in a product, where q and v differ in width), whatever an implementation computes. Of this library the newest "
-        "commit that measured a shape counts. Replicated: standard packing. Peak memory: forward and backward with "
-        "inputs, outputs and gradients.",
-    ]
-    for name in reversed(KINDS_OF_SHAPES):
-        chosen = figures[[one == name for one in kind]]
-        if len(chosen):
-            parts += [f"### {name}", markdown(table_of(chosen, "kernel"))]
-    return parts
-
-
-FLATTENED = (
-    "Flattened: the path of every leaf of a tree as a sequence of its own, in micro-batches of at most as many tokens "
-    "as the tree has (256K where it has fewer): the sum of their times, the largest of their peaks."
-)
-
-
-def tree_section(frame: pd.DataFrame, folder: Path) -> list[str]:
-    is_short = frame["shape"].map(is_of_pairs)
-    parts = trees_section(frame[~is_short], folder) if not is_short.all() else []
-    return parts + (short_nodes_section(frame[is_short]) if is_short.any() else [])
-
-
-def short_nodes_section(frame: pd.DataFrame) -> list[str]:
-    """Of several runs the newest."""
-    newest = frame[frame["date"] == frame.groupby(["shape", "impl"])["date"].transform("max")]
-    table = pd.DataFrame(map(cells, short_nodes(newest.to_dict("records"))), columns=list(HEADINGS))
-    return [
-        "## From how many tokens on a node of a tree pays",
-        "Pairs of leaves that share a node, beside the same with a copy of its tokens in each leaf; forward and "
-        "backward. A border costs tiles of keys that are not full in every row below it. A token that is not copied "
-        "spares the products of its layer, here one of Qwen3-8B at the rate of the plain product of the same process. "
-        "The cost of a border is what attention loses, in tokens of these products: a node of more tokens pays.",
-        markdown(table, left=0),
-    ]
-
-
-def trees_section(frame: pd.DataFrame, folder: Path) -> list[str]:
-    figures = medians(frame)
-    # A run that ended early leaves trees of which nothing is known.
-    figures = figures[figures.groupby("shape")["ms"].transform("count") > 0]
-    trees = [(name, parse(name)) for name in dict.fromkeys(figures["shape"])]
-    facts = pd.DataFrame(
-        {
-            "tree": title(name),
-            "nodes": str(len(tree.nodes)),
-            "leaves": str(len(tree.leaves)),
-            "depth": str(max(map(len, tree.paths))),
-            "tokens": f"{tree.packed_tokens:,}",
-            "tokens flattened": f"{tree.replicated_tokens:,}",
-            "pairs saved": f"{tree.replicated_pairs / tree.visible_pairs:.2f}x",
-        }
-        for name, tree in trees
-    )
-    return [
-        "## Prefix trees",
-        *plots.bars_by_direction(figures, folder / "trees.png", "Prefix trees"),
-        "Useful work over time: 4 H d operations a visible pair of the tree forward, 2.5 times that backward, whatever "
-        "an implementation computes. Keys gathered along paths: TRL's way, index_select of the keys and values of "
-        f"every node's path and a varlen kernel. {FLATTENED} The trees are those of [trees.py](../../trees.py).",
-        markdown(facts, left=1),
-        markdown(table_of(figures, "tree")),
-    ]
-
-
-def table_of(figures: pd.DataFrame, benchmark: str) -> pd.DataFrame:
-    """A row per shape and implementation; a shape is named once. Attention alone has no throughput in tokens."""
-    names, is_attention = figures["shape"].map(title), benchmark in ("kernel", "tree")
-    shapes = names.where(names != names.shift(), "")
-    table = pd.DataFrame({"tree" if benchmark == "tree" else "N x P x R": shapes})
-    table["implementation"] = figures["impl"].map(lambda name: LABELS.get(name, name))
-    for direction in ("forward", "backward"):
+def table_of(figures: pd.DataFrame) -> pd.DataFrame:
+    """A row per shape and implementation; a shape is named once in each process."""
+    names = figures["shape"].map(title)
+    is_new = (figures[["shape", "file"]] != figures[["shape", "file"]].shift()).any(axis=1)
+    table = pd.DataFrame({"N x P x R": names.where(is_new, ""), "implementation": figures["impl"].map(LABELS)})
+    for direction in DIRECTIONS:
         table[f"{direction} ms"] = figures[f"{direction}_ms"].map(milliseconds)
-        if is_attention:
-            table[f"{direction} TFLOP/s"] = figures[f"{direction}_tflops"].map(number)
-            table[f"{direction}, of matmul"] = figures[f"{direction}_fraction"].map(percent)
-    table["both ms"] = figures["ms"].map(milliseconds).where(figures["why"] == "", figures["why"])
-    table["time, ours = 1"] = figures["ratio"].map(lambda value: number(value, 2))
-    table["peak GiB"] = figures["peak_gib"].map(lambda value: number(value, 1))
-    if not is_attention:
-        for name, tokens in (("executed", figures["executed_tokens"]), ("effective", figures["replicated_tokens"])):
-            table[f"{name} ktok/s"] = (tokens / figures["ms"]).map(lambda rate: number(rate, 0 if rate >= 100 else 1))
+        table[f"{direction} TFLOP/s"] = figures[f"{direction}_tflops"].map(number)
+        share = 100 * figures[f"{direction}_fraction"]
+        table[f"{direction}, of matmul"] = share.map(lambda one: number(one) and f"{one:.0f}%")
+    table["both ms"] = figures["ms"].map(milliseconds).where(~figures["oom"], "out of memory")
+    table["time, ours = 1"] = figures["ratio"].where(~figures["oom"]).map(lambda one: number(one, 2))
+    table["peak GiB"] = figures["peak_gib"].map(lambda one: number(one, 1))
+    if not figures["benchmark"].isin(("kernel", "tree")).any():  # the batch with every prompt replicated, over time
+        table["effective ktok/s"] = (figures["replicated_tokens"] / figures["ms"]).map(lambda one: number(one, 1))
     return table
 
 
-EFFECTIVE = "Executed: the tokens that are computed. Effective: those of the replicated batch, whatever is computed."
+def newest_streams(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows of streams: of each implementation the newest file that has this library too."""
+    timed = frame[frame["ms"].notna()]
+    timed = timed[timed["file"].isin(timed.loc[timed["impl"] == OURS, "file"])].sort_values("date", kind="stable")
+    last = timed.groupby("impl")["file"].last()
+    return timed[timed["file"] == timed["impl"].map(last)]
 
 
-def layer_section(frame: pd.DataFrame, folder: Path) -> list[str]:
-    figures = medians(frame)
-    timed = figures[figures.groupby("shape")["ms"].transform("count") > 0]  # of others the memory alone was measured
-    plot = plots.layer_bars(timed, folder / "layer.png", "One layer of Qwen3-8B, forward and backward")
-    parts = [
-        "## One layer of Qwen3-8B",
-        *plot,
-        f"Forward and backward, plain PyTorch around the attention, no checkpointing. {EFFECTIVE}",
-        markdown(table_of(timed, "layer")),
-        *([FLATTENED] if timed["is_tree"].any() else []),
-    ]
-    if any(in_pieces(row) for row in timed[timed["ms"].notna()].itertuples()):
-        parts.append("FlashAttention-2 takes 2^31 and more elements of Q in several calls; outputs are joined.")
-    return parts + memory_section(figures[~figures["is_tree"]], folder)
-
-
-def memory_section(figures: pd.DataFrame, folder: Path) -> list[str]:
-    """The law that peaks of a layer follow, where there are enough of them."""
-    laws = {impl: law for impl, rows in figures.groupby("impl") if (law := fit(rows)) and law["r2"] > 0.99}
-    if not laws:
-        return []
-    plots.memory_law(figures, laws, folder / "memory.png")
-    table = pd.DataFrame(
-        {
-            "implementation": LABELS.get(impl, impl),
-            "law": f"M0 + cP {'N P' if impl.endswith('_replicated') else 'P'} + cR (sum of R)",
-            "M0, GiB": number(law["m0"], 2),
-            "cP, KiB a token": number(law["prompt"] * GIB / 1024, 1),
-            "cR, KiB a token": number(law["response"] * GIB / 1024, 1),
-            "R^2": number(law["r2"], 5),
-            "shapes": str(law["points"]),
-        }
-        for impl, law in laws.items()
-    )
-    return [
-        "### Peak memory of the layer",
-        "![Peak memory over the prompt's length](memory.png)",
-        "Weights and all gradients included; a least-squares fit over all shapes but those that a peer computes in "
-        "several calls, whose joined outputs are on top. With the prompt stored once it costs its memory once.",
-        markdown(table),
-    ]
-
-
-def fit(rows: pd.DataFrame) -> dict[str, float] | None:
-    """GiB over the tokens of prompts and of responses that are computed; None where points do not determine it."""
-    rows = rows[rows["peak_gib"].notna() & ~rows.apply(in_pieces, axis=1)]
-    prompt, response = prompt_tokens(rows), response_tokens(rows)
-    points = np.column_stack([np.ones(len(rows)), prompt, response]).astype(float)
-    peaks = rows["peak_gib"].to_numpy(float)
-    if len(rows) < 4 or np.linalg.matrix_rank(points / points.max(axis=0), tol=1e-6) < 3:
-        return None
-    solution, *_ = np.linalg.lstsq(points, peaks, rcond=None)
-    spread = ((peaks - peaks.mean()) ** 2).sum()
-    r2 = 1 - ((peaks - points @ solution) ** 2).sum() / spread if spread else 1.0
-    return dict(zip(("m0", "prompt", "response"), map(float, solution)), r2=float(r2), points=len(rows))
-
-
-def response_tokens(rows: pd.DataFrame) -> pd.Series:
-    """Of shapes with prompts of one length."""
-    return rows["replicated_tokens"] - rows["n"] * rows["p"]
-
-
-def prompt_tokens(rows: pd.DataFrame) -> pd.Series:
-    return rows["executed_tokens"] - response_tokens(rows)
-
-
-def model_section(frame: pd.DataFrame, folder: Path) -> list[str]:
-    is_family = frame["shape"].map(lambda name: family_of(parse(name, StepShape)) is not None)
-    parts = qwen3_section(frame[~is_family], folder) if not is_family.all() else []
-    return parts + (families_section(frame[is_family]) if is_family.any() else [])
-
-
-def micro_batch_sizes(figures: pd.DataFrame) -> str:
-    """How many sequences the stock models took at a time."""
-    sizes = {family.sequences for name in figures["shape"] if (family := family_of(parse(name, StepShape)))}
-    return " or ".join(str(size) for size in sorted(sizes)) + " sequences"
-
-
-def differences(frame: pd.DataFrame) -> str:
-    """A sentence on the largest relative difference of each model's log-probabilities from the stock model's."""
-    models = frame["shape"].map(lambda name: getattr(family_of(parse(name, StepShape)), "model_type", ""))
-    largest = frame.reindex(columns=["rel_diff"])["rel_diff"].astype(float).groupby(models).max().dropna()
-    if largest.empty:
-        return ""
-    named = ", ".join(f"{value:.2f} ({model})" for model, value in largest.items())
-    return (
-        f"These differ between the two by {named} of their spread; where a token's experts are chosen, rounding turns "
-        "choices over. "
+def stream_table(frame: pd.DataFrame) -> str:
+    """Medians and sums over the micro-batches."""
+    lines = []
+    for impl in (one for one in LABELS if (frame["impl"] == one).any()):
+        rows = frame[frame["impl"] == impl]
+        middle = rows[["ms", "host_ms", "attention_ms"]].astype(float).median().map(milliseconds)
+        lines.append((LABELS[impl], rows["commit"].iloc[0][:12], str(len(rows)), *middle))
+        lines[-1] += (number(rows["ms"].sum()), number(rows["graphs"].sum()))
+    names = ["implementation", "commit", "micro-batches", "beside the attention, median ms", "host, median ms"]
+    return markdown(
+        pd.DataFrame(lines, columns=[*names, "attention, median ms", "sum beside it, ms", "graphs compiled"])
     )
 
 
-def families_section(frame: pd.DataFrame) -> list[str]:
-    figures = medians(frame)
-    peers = figures[figures["impl"] != OURS]
-    ratios = peers["forward_ms"] / peers["shape"].map(figures[figures["impl"] == OURS].set_index("shape")["forward_ms"])
-    table = table_of(figures, "model")
-    table.insert(3, "forward, ours = 1", ratios.reindex(figures.index).map(lambda value: number(value, 2)))
-    return [
-        "## Other models",
-        "The same step of models whose layers are not all alike, in stock transformers with prompts shared, and with "
-        "prompts replicated on the attention that transformers has for the model: sequences padded to the longest of "
-        f"their micro-batch ({micro_batch_sizes(figures)}), or of all where FlexAttention would compile again, which "
-        "is not counted below. The forward keeps the input of each layer and no more: its time is that of "
-        "log-probabilities. "
-        f"{differences(frame)}"
-        f"Configurations: [families.py](../../families.py). {EFFECTIVE} Installed: "
-        f"{'; '.join(dict.fromkeys(frame['versions']))}.",
-        markdown(table),
-    ]
-
-
-def qwen3_section(frame: pd.DataFrame, folder: Path) -> list[str]:
-    figures = medians(frame).sort_values(["h", "size"], ascending=[False, True], kind="stable", ignore_index=True)
-    plot = plots.layer_bars(
-        figures, folder / "model.png", "Qwen3 in stock transformers, log-probabilities and gradients"
-    )
-    return [
-        "## A whole model",
-        *plot,
-        "Qwen3 in stock transformers, 8B where no other size is named: log-probabilities of all responses and the "
-        f"gradients of all parameters, every layer checkpointed, without an optimizer. {EFFECTIVE}",
-        markdown(table_of(figures, "model")),
-        *(["Of a tree the last node of every sequence is trained. " + FLATTENED] if figures["is_tree"].any() else []),
-    ]
-
-
-def stream_section(frame: pd.DataFrame, folder: Path) -> list[str]:
-    """Medians and sums over the micro-batches of a stream."""
-    frame = of_newest_code(frame)
-    columns = {"ms": ["count", "median", "sum"], "host_ms": "median", "device_ms": "mean", "attention_ms": "median"}
-    numbers = frame.reindex(columns=[*columns, "graphs"]).apply(pd.to_numeric)
-    by_micro_batch = numbers.where(numbers["ms"].notna()).groupby([frame["impl"], frame["shape"]]).median()
-    found = by_micro_batch.groupby("impl").agg({**columns, "graphs": "sum"})
-    errors = frame.groupby("impl")["error"].first()
-    total = frame["shape"].nunique()
-    table = pd.DataFrame(
-        {
-            "implementation": LABELS[impl],
-            "micro-batches": f"{found.loc[impl, ('ms', 'count')]:.0f} of {total}",
-            "beside the attention, median ms": milliseconds(found.loc[impl, ("ms", "median")]),
-            "sum ms": number(found.loc[impl, ("ms", "sum")] or None),
-            "host, median ms": milliseconds(found.loc[impl, ("host_ms", "median")]),
-            "device, mean ms": milliseconds(found.loc[impl, ("device_ms", "mean")]),
-            "attention, median ms": milliseconds(found.loc[impl, ("attention_ms", "median")]),
-            "graphs compiled": number(found.loc[impl, ("graphs", "sum")]),
-            "note": f"failed: {errors[impl]}" if isinstance(errors[impl], str) else "",
-        }
-        for impl in LABELS
-        if impl in found.index
-    )
-    tokens = frame.drop_duplicates("shape")["packed_tokens"].mean() / 1024
-    return [
-        "## A stream of micro-batches",
-        f"{total} micro-batches of different lengths, {tokens:.0f}K packed tokens each on average. "
-        "Beside the attention: wall time from the tokens of samples to gradients of one attention layer and values by "
-        "sample, less the time of the attention's kernels (packing and layout against joining tokens and "
-        "create_block_mask, compilation, launches, unpacking). Host, device: packing, mask and unpacking alone. "
-        "[bench_stream.py](../../bench_stream.py) says more.",
-        markdown(table),
-    ]
-
-
-SECTIONS = {
-    "kernel": kernel_section,
-    "tree": tree_section,
-    "model": model_section,
-    "layer": layer_section,
-    "stream": stream_section,
+Kinds = dict[str, Callable[[Any], bool]]  # headings, and what stands under them: the first that is true
+KINDS: dict[str, Kinds] = {
+    "kernel": {
+        "Windows, softcaps, sinks, values of another width": lambda row: not parse(row.shape).is_plain,
+        "Without a prompt: plain causal attention": lambda row: row.p == 0,
+        "Other heads and head dims": lambda row: (row.h, row.h_k, row.d) != (32, 8, 128),
+        "Responses longer than their prompts": lambda row: row.p < row.r,
+        "Shared prompts": lambda row: True,
+    },
+    "model": {
+        "Other models": lambda row: isinstance(parse(row.shape).model, FamilyModel),
+        "Qwen3": lambda row: True,
+    },
+    "tree": {"": lambda row: True},
+    "layer": {"": lambda row: True},
 }
 
 
+def section(figures: pd.DataFrame, kinds: Kinds, latest: str) -> list[str]:
+    """The tables of a benchmark, kind by kind; in each one for each commit, the newest first."""
+    kind = pd.Series([next(name for name, is_it in kinds.items() if is_it(row)) for row in figures.itertuples()])
+    parts = []
+    for name in (one for one in reversed(kinds) if (kind == one).any()):
+        chosen = figures[kind == name]
+        parts += [f"### {name}"] if name else []
+        for commit, date in chosen.groupby("commit")["date"].max().sort_values(ascending=False).items():
+            parts += [] if commit == latest else [f"Older, `{commit[:12]}` of {date[:10]}:"]
+            parts.append(markdown(table_of(chosen[chosen["commit"] == commit].reset_index(drop=True))))
+    return parts
+
+
 def page(frame: pd.DataFrame, folder: Path) -> str:
-    """The page of one machine; its plots are written beside it."""
-    gpu = frame["gpu"].iloc[0]
+    """The page of one machine; its plots are written beside it.
+
+    Raises:
+        ResultError: newer files have all that is in one.
+    """
+    figures, streams = newest(cells(frame)), newest_streams(frame[frame["benchmark"] == "stream"])
     runs = frame.drop_duplicates("file").sort_values("file")
-    versions = {name: "/".join(frame[name].unique()) for name in ("dtype", "torch", "cuda")}
+    if unused := sorted({*runs["file"]} - {*figures["file"], *streams["file"]}):
+        raise ResultError(f"{folder}: newer files have all that is in {', '.join(unused)}, which can go")
+    gpu, last = frame["gpu"].iloc[0], frame.loc[frame["date"].idxmax()]
+    parts = {"stream": stream_table(streams) if len(streams) else ""}
+    for name, kinds in KINDS.items():
+        own = figures[figures["benchmark"] == name].reset_index(drop=True)
+        plot = dots(own.assign(what=own["shape"].map(title)), gpu, folder / f"{name}.png")
+        parts[name] = "\n\n".join([*plot, *section(own, kinds, last["commit"])])
+    links = runs["file"].map("[{0}]({0}.json)".format)
+    files = pd.DataFrame({"file": links, "commit": runs["commit"].str[:12], "date": runs["date"].str[:10]})
     matmul = frame["matmul_tflops"].dropna()
-    parts = [
-        f"# {gpu}",
-        f"{versions['dtype']}, torch {versions['torch']}, CUDA {versions['cuda']}. Under load: everything is warmed up "
-        "by 150 ms of itself, implementations are interleaved in one process; medians of rounds and runs. "
-        f"{RATIOS} "
-        f'"Of matmul": of an 8192^3 bf16 matrix product in the same process, {matmul.min():.0f} to {matmul.max():.0f} '
-        "TFLOP/s.",
-        "A shape is N x P x R: N responses of R tokens to each prompt of P tokens, K = 1024; a..b: lengths drawn "
-        "between a and b, once and for all. H = 32 query heads, H_k = 8 KV heads and head dim d = 128 where no others "
-        "are named.",
-    ]
-    for benchmark, section in SECTIONS.items():
-        own = frame[frame["benchmark"] == benchmark]
-        if len(own):
-            parts += section(own, folder)
-    table = pd.DataFrame(
-        {
-            "file": [f"[{name}]({name}.json)" for name in runs["file"]],
-            "commit": [f"`{commit[:12]}`" for commit in runs["commit"]],
-            "date": [date[:10] for date in runs["date"]],
-        }
-    )
-    return "\n\n".join([*parts, "## Files", markdown(table, left=3)]) + "\n"
+    return filled(
+        "machine", parts, gpu=gpu, commit=last["commit"][:12], date=last["date"][:10],
+        torch=" and ".join(frame["torch"].unique()), cuda=" and ".join(frame["cuda"].unique()),
+        versions=last["versions"] and f"; {last['versions']}", slowest=matmul.min(), fastest=matmul.max(),
+        older=" Tables that name an older commit are of its kernels." if frame["commit"].nunique() > 1 else "",
+        files=markdown(files, left=3),
+    )  # fmt: skip
 
 
-def headline(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """Forward and backward of the chosen implementations, as figures and as a Markdown table."""
-    parts = [medians(own).assign(benchmark=name) for name, own in frame.groupby("benchmark") if name in HEADLINE]
-    wanted = [
-        (name, shape, impl) for name, (_, shapes) in HEADLINE.items() for shape in shapes for impl in HEADLINE_IMPLS
-    ]
-    table = (
-        pd.concat(parts).set_index(["benchmark", "shape", "impl"])[["ms", "ratio", "why"]].reindex(wanted).reset_index()
-    )
-    table["why"] = table["why"].fillna("not run")
-    table["what"] = [f"{HEADLINE[row.benchmark][0]}, {title(row.shape)}" for row in table.itertuples()]
-    measured = table[(table["impl"] == OURS) & table["ms"].notna()]["what"]
-    table = table[table["what"].isin(measured)].reset_index(drop=True)
-    ratios = ["" if row.impl == OURS else f" ({row.ratio:.2f}x)" for row in table.itertuples()]
-    table["cell"] = (table["ms"].map(milliseconds) + ratios).where(table["ms"].notna(), table["why"])
-    wide = table.pivot(index="what", columns="impl", values="cell").loc[list(dict.fromkeys(table["what"]))]
-    columns = [impl for impl in HEADLINE_IMPLS if (wide[impl] != "not run").any()]
-    wide = wide[columns].rename(columns=LABELS).rename_axis("forward + backward, ms").reset_index()
-    return table, f"{markdown(wide, left=1)}\n\n{RATIOS}"
+def filled(template: str, parts: dict[str, str], **facts: Any) -> str:
+    """The template, without its sections whose part is empty."""
+    sections = (TEMPLATES / f"{template}.md").read_text().split("\n## ")
+    empty = [f"{{{name}}}" for name, part in parts.items() if not part]
+    kept = [one for one in sections if not any(name in one for name in empty)]
+    return "\n## ".join(kept).format(**parts, **facts)
 
 
-INDEX = """# Results
+# --- the headline -----------------------------------------------------------------------------------------------------
 
-{machines}
-- [Trainers: verl's policy update, a run with TRL](trainers/README.md)
 
-A page for each machine, with tables and plots made from the JSON files beside it by `python benchmarks/report.py`. In
-short, on {gpu} ([plot](headline.png)):
+def headline(frame: pd.DataFrame) -> tuple[pd.DataFrame, str, str]:
+    """Rows of one commit: that with the most figures, of several the newest; their table, and the commit."""
+    facts = cells(frame[frame["benchmark"].isin(HEADLINE)])
+    wanted = [(name, shape) for name, shapes in HEADLINE.items() for shape in shapes]
+    facts = facts.merge(pd.DataFrame(wanted, columns=["benchmark", "shape"]).reset_index(names="group"))
+    facts = facts[facts["impl"].isin((OURS, *HEADLINE_PEERS)) & facts["ms"].notna()]
+    facts["peers"] = facts.groupby(["file", "shape"])["impl"].transform("count") - 1
+    facts = facts[facts["peers"] > 0]
+    commits = facts.groupby("commit").agg(cells=("impl", "size"), date=("date", "max"))
+    commit = commits.sort_values(["cells", "date"]).index[-1]
+    # The process of a shape with the most peers, of equal ones the newest.
+    facts = facts[facts["commit"] == commit].sort_values(["group", "peers", "date", "rank"])
+    facts = facts[facts["file"] == facts.groupby("group")["file"].transform("last")]
+    facts = facts.assign(what=facts["benchmark"].map(WHAT) + facts["shape"].map(title))
+    lines = []
+    for what, rows in facts.groupby("what", sort=False):
+        times, ratios = rows.set_index("impl")["ms"], rows.set_index("impl")["ratio"].drop(OURS)
+        found = {LABELS[impl]: f"{milliseconds(times[impl])} ({ratios[impl]:.2f}x)" for impl in ratios.index}
+        line = {"forward + backward, ms": what, LABELS[OURS]: milliseconds(times[OURS])}
+        line |= {LABELS[impl]: found.get(LABELS[impl], "") for impl in HEADLINE_PEERS}
+        lines.append(line | {"strongest peer over this library": f"{ratios.min():.2f}x"})
+    return facts, markdown(pd.DataFrame(lines), left=1), commit
 
-{headline}
 
-A file is one run of a benchmark: a header (GPU, versions, commit) and a row for every shape, implementation and
-direction, with the heads `h`, `h_k` and `d`, the time `ms`, `tflops`, and `fraction`, that of the matrix product of the
-same run (`matmul_tflops`). A row without a time says why. Each file names its commit; some are of earlier
-kernels.
+def dots(figures: pd.DataFrame, heading: str, path: Path) -> list[str]:
+    """A dot for each shape and peer: its time over this library's. Returns what a page shows the plot with."""
+    import matplotlib
 
-To add a run: `python benchmarks/bench_kernel.py --preset shared` (or `bench_tree.py`, `bench_layer.py`,
-`bench_model.py`, `bench_stream.py`) on a clean commit, then `python benchmarks/report.py`.
-"""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figures = figures[figures["ratio"].notna() & ~figures["impl"].str.startswith("dualkv")]
+    figures = figures[figures["commit"] == figures.loc[figures["date"] == figures["date"].max(), "commit"].max()]
+    if figures.empty:
+        return []
+    order = {what: place for place, what in enumerate(dict.fromkeys(figures["what"]))}
+    rows = figures.drop_duplicates(["what", "impl"], keep="last").assign(group=lambda one: one["what"].map(order))
+    rows = rows.sort_values(["group", "rank"], ignore_index=True)
+    places = rows.index + 0.7 * rows["group"]
+    low, high = min(0.95, rows["ratio"].min() - 0.03), min(WIDEST, max(1.1, rows["ratio"].max() + 0.03))
+    figure, axis = plt.subplots(figsize=(10, 1.4 + 0.19 * places.max()), layout="constrained")
+    for impl, own in rows.groupby("rank"):
+        name, at = list(LABELS)[impl], own["ratio"].clip(upper=high)
+        color: Any = next((one for start, one in COLORS.items() if name.startswith(start)), "grey")
+        style: dict[str, Any] = {"color": color, "clip_on": False}
+        axis.hlines(places[own.index], 1, at, linewidth=1.2, alpha=0.6, **style)
+        axis.plot(at, places[own.index], "o", markersize=5, label=LABELS[name], **style)
+        for index, ratio in own["ratio"].items():
+            text = f"{ratio:.2f}" + (" →" if ratio > high else "")
+            axis.annotate(text, (at[index], places[index]), (6, -2.5), textcoords="offset points", fontsize=7)
+    middles = places.groupby(rows["what"], sort=False).mean()
+    axis.set_yticks(middles, middles.index)
+    axis.set_ylim(places.max() + 0.8, -0.8)
+    axis.set_xlim(low, high + 0.05 * (high - low))
+    axis.axvline(1.0, color="black", linewidth=1)
+    axis.xaxis.set_major_formatter("{x:.2f}")
+    axis.set_xlabel("time of the peer over this library's in the same process; right of 1.00 this library is faster")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="x", color="#e1e0d9", linewidth=0.8)
+    axis.tick_params(labelsize=8)
+    figure.suptitle(f"{heading}, commit {figures['commit'].iloc[0][:12]}", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    plt.close(figure)
+    return [f"![{heading}]({path.name})"]
 
 
 def render(folder: Path = RESULTS) -> list[Path]:
@@ -412,7 +384,7 @@ def render(folder: Path = RESULTS) -> list[Path]:
     Raises:
         ResultError: there are no results, or one must not be published.
     """
-    paths = result_files(folder)
+    paths = sorted(folder.glob("*/*.json"))
     if not paths:
         raise ResultError(f"{folder}: expected <gpu>/<name>.json in it")
     for path in paths:
@@ -422,12 +394,13 @@ def render(folder: Path = RESULTS) -> list[Path]:
         frame = frames[machine] = load([path for path in paths if path.parent == machine])
         written.append(machine / "README.md")
         written[-1].write_text(page(frame, machine))
-    newest = max(frames, key=lambda machine: (frames[machine]["benchmark"].nunique(), len(frames[machine])))
-    gpu = frames[newest]["gpu"].iloc[0]
-    table, text = headline(frames[newest])
-    plots.headline(table, gpu, folder / "headline.png")
+    best = max(frames, key=lambda machine: (frames[machine]["benchmark"].nunique(), len(frames[machine])))
+    gpu = frames[best]["gpu"].iloc[0]
+    figures, table, commit = headline(frames[best])
+    dots(figures, f"Forward and backward on shared prompts, {gpu}", folder / "headline.png")
+    text = f"{table}\n\nEvery row is of one process, all of commit `{commit[:12]}`; ratios are to this library's time."
     machines = [f"- [{frame['gpu'].iloc[0]}]({machine.name}/README.md)" for machine, frame in frames.items()]
-    index = INDEX.format(machines="\n".join(machines), gpu=f"an {gpu}", headline=text)
+    index = filled("index", {}, machines="\n".join(machines), gpu=gpu, headline=text)
     for name, content in (("headline.md", text + "\n"), ("README.md", index)):
         (folder / name).write_text(content)
         written.append(folder / name)
@@ -446,7 +419,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ResultError as error:
         parser.error(str(error))
     for name, rows in frame.groupby("benchmark", sort=False):
-        print(stream_section(rows, RESULTS)[-1] if name == "stream" else markdown(table_of(medians(rows), str(name))))
+        print(stream_table(newest_streams(rows)) if name == "stream" else markdown(table_of(newest(cells(rows)))))
     return 0
 
 

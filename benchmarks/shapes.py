@@ -1,15 +1,16 @@
-"""The shapes that are measured: what their names mean, and what of their work counts.
+"""The micro-batches that are measured: what their names mean, and the work that counts.
 
-A shape is one micro-batch: groups of one prompt and its responses, written N x P x R, responses by prompt by response
-length, or a prefix tree of any depth. A name is a recipe that `parse` follows, so that any shape can be asked for:
+A shape is written N x P x R, N responses of R tokens to each prompt of P, or is a prefix tree of any depth. Its name is
+a recipe that `parse` follows, so that any shape can be asked for:
 
     28x16Kx2K                           one prompt of 16K tokens, 28 responses of 2K
     16x8Kx131-2048                      16 responses with lengths drawn from 131 to 2048, once and for all
     4-groups-of-8x200x4K-16K            four prompts with eight responses each
     causal-32x4K-16K                    32 sequences without a prompt
     28x16Kx2K-H16-Hk4-d256              other heads than H = 32 query heads, H_k = 8 KV heads, head dim d = 128
-    tree-agentic                        one of the trees of trees.py
-    qwen3-0.6b-4x1Kx131-2048            another model than Qwen3-8B, where a layer or a model is measured
+    causal-8x8K-d192v128-w1K-c50-sinks  values of another width, a window, a softcap, sinks
+    tree-agentic                        one of TREES
+    qwen3-0.6b-4x1Kx131-2048            another model than Qwen3-8B, whose heads it has
     gpt-oss-20b-L12-16x8Kx131-2048      its first 12 layers
 """
 
@@ -18,62 +19,27 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
-from families import FAMILIES, TINY, FamilyModel, with_layers
-from trees import SHORT, TREES, Nodes
+from models import ALL_MODELS, DEFAULT_MODEL
 
-from flash_attn_dualkv.predict import (
-    MODELS,
-    TOKEN_BACKWARD_OVER_FORWARD,
-    ModelShape,
-    attention_flops,
-    causal_pairs,
-)
+from flash_attn_dualkv.predict import ModelShape, attention_flops, causal_pairs
 
+Nodes = tuple[tuple[int, int], ...]  # (length, parent) depth first; a root's parent is -1
 K = 1024
-ALL_MODELS: dict[str, ModelShape] = {
-    **MODELS,
-    **FAMILIES,
-    **TINY,
-    "tiny": ModelShape(2, 48, 80, heads=4, kv_heads=2, head_dim=16, vocab=97),
-}
-DEFAULT_MODEL = "qwen3-8b"
-HEADS_OF_NAME = (
-    r"(?:-H(?P<heads>\d+)-Hk(?P<kv_heads>\d+))?(?:-d(?P<head_dim>\d+)(?:v(?P<head_dim_v>\d+))?)?"
-    r"(?:-w(?P<window>\d+K?))?(?:-c(?P<softcap>\d+))?(?P<sinks>-sinks)?"
-)
-LENGTHS = rf"(?P<low>\d+K?)(?:-(?P<high>\d+K?))?{HEADS_OF_NAME}"
-MODEL = rf"(?:(?P<model>{'|'.join(map(re.escape, ALL_MODELS))})-(?:L(?P<layers>\d+)-)?)?"
-SHARED_NAME = re.compile(rf"{MODEL}(?:(?P<groups>\d+)-groups-of-)?(?P<n>\d+)x(?P<prompt>\d+K?)x{LENGTHS}")
-CAUSAL_NAME = re.compile(rf"causal-(?P<n>\d+)x{LENGTHS}")
-TREE_NAME = re.compile(rf"{MODEL}tree-(?P<tree>{'|'.join(TREES)}){HEADS_OF_NAME}")
-# Also measured with deterministic=True.
-DETERMINISTIC = (
-    *("28x16Kx2K", "28x16Kx2K-d64", "28x16Kx2K-H16-Hk4-d256", "tree-agentic", "28x4Kx2K", "28x4Kx2K-H16-Hk2"),
-    *("16x8Kx131-2048", "causal-8x4K", "causal-128x387-2304", "16-groups-of-8x256x387-2304"),
-    "16-groups-of-8x256x387-2304-H8-Hk1",
-)
-MOST_ELEMENTS = 1 << 31  # of Q, in a call of a peer's kernel
+MOST_ELEMENTS = 1 << 31  # of Q, in a call of a peer's kernel: with more, PyTorch's FlashAttention-2 reads wild memory
 MICRO_BATCH_TOKENS = 256 * K  # of a flattened tree, where the tree itself has no more
 
 
-@dataclass(frozen=True)
-class Group:
-    """One prompt and the lengths of the responses sampled from it."""
-
-    prompt: int
-    responses: tuple[int, ...]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shape:
-    """A micro-batch and the heads of the attention layer. A prompt of length 0 is the context-free case.
+    """A micro-batch, the heads of its attention, and the model whose layers it goes through.
 
     Attributes:
-        tree: instead of groups, the nodes of a prefix tree as trees.py has them.
+        nodes: prompts are roots and responses leaves; a sequence without a prompt is a root.
         head_dim_v: of v; 0 for that of q and k.
         window: a row sees so many positions, its own the last of them; 0 for all.
         softcap: 0 for none.
@@ -81,36 +47,32 @@ class Shape:
     """
 
     name: str
-    groups: tuple[Group, ...]
+    nodes: Nodes
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
-    tree: Nodes = ()
     head_dim_v: int = 0
     window: int = 0
     softcap: int = 0
     sinks: bool = False
-
-    @cached_property
-    def nodes(self) -> Nodes:
-        """Of a tree, or of groups: each prompt a root, its responses the leaves below it."""
-        nodes = [*self.tree]
-        for group in self.groups:
-            root = len(nodes)
-            nodes += [(group.prompt, -1), *((length, root) for length in group.responses)]
-        return tuple(nodes)
+    model: ModelShape = field(default_factory=lambda: ALL_MODELS[DEFAULT_MODEL])
 
     @cached_property
     def paths(self) -> list[list[int]]:
-        """Of every node the nodes from its root to itself."""
+        """The nodes from its root to itself, of every node."""
         found: list[list[int]] = []
         for index, (_, parent) in enumerate(self.nodes):
             found.append([*(found[parent] if parent >= 0 else []), index])
         return found
 
     @cached_property
+    def begins(self) -> list[int]:
+        """The first packed row of every node."""
+        return [*accumulate((length for length, _ in self.nodes), initial=0)][:-1]
+
+    @cached_property
     def ends(self) -> list[int]:
-        """Of every node the length of its path."""
+        """The length of the path of every node."""
         return [sum(self.nodes[one][0] for one in path) for path in self.paths]
 
     @cached_property
@@ -124,30 +86,28 @@ class Shape:
         return [index for index, (_, parent) in enumerate(self.nodes) if parent < 0]
 
     @property
+    def depth(self) -> int:
+        return max(map(len, self.paths))
+
+    @property
     def responses(self) -> list[int]:
-        """Lengths of all responses, group after group; of a tree those of its leaves."""
+        """Lengths of the leaves."""
         return [self.nodes[leaf][0] for leaf in self.leaves]
 
     @property
     def mean_prompt(self) -> int:
-        return round(sum(self.nodes[root][0] for root in self.roots) / len(self.roots))
-
-    @property
-    def mean_response(self) -> int:
-        return round(sum(self.responses) / max(len(self.responses), 1))
-
-    @property
-    def is_context_free(self) -> bool:
-        return all(self.nodes[root][0] == 0 for root in self.roots)
+        """The mean length of the roots; 0 where nothing is shared."""
+        lengths = [self.nodes[root][0] for root in self.roots] if self.depth > 1 else [0]
+        return round(sum(lengths) / len(lengths))
 
     @property
     def packed_tokens(self) -> int:
-        """Tokens with every prompt, or node, stored once."""
+        """Tokens with every node stored once."""
         return sum(length for length, _ in self.nodes)
 
     @property
     def replicated_lengths(self) -> list[int]:
-        """Lengths of the sequences with the prompt, or path, in front of each of its responses."""
+        """Lengths of the sequences with the path in front of each leaf."""
         return [self.ends[leaf] for leaf in self.leaves]
 
     @property
@@ -155,14 +115,13 @@ class Shape:
         return sum(self.replicated_lengths)
 
     @property
+    def is_tree(self) -> bool:
+        return "tree-" in self.name
+
+    @property
     def is_plain(self) -> bool:
         """Causal attention and nothing else, of one head dim."""
         return not (self.head_dim_v or self.window or self.softcap or self.sinks)
-
-    @property
-    def window_size(self) -> tuple[int, int]:
-        """As FlashAttention names it."""
-        return (self.window - 1, 0) if self.window else (-1, -1)
 
     def pairs_of(self, length: int) -> int:
         """Visible (query, key) pairs of a sequence."""
@@ -177,89 +136,146 @@ class Shape:
 
     @property
     def replicated_pairs(self) -> int:
-        """Pairs that are computed when the prompt is replicated."""
+        """Pairs that are computed when paths are replicated."""
         return sum(map(self.pairs_of, self.replicated_lengths))
 
-    def flops(self, direction: str, tokens: int, pairs: int) -> float:
-        """Floating-point operations over ``tokens`` and ``pairs``: of the attention alone.
+    def flops(self, direction: str) -> float:
+        """Useful operations of the attention: forward a product of the head dim of q and k and one of that of v.
 
-        Forward a product of the head dim of q and k and one of that of v; backward three and two of them.
+        Backward three and two of them.
         """
         value_dim = self.head_dim_v or self.head_dim
         of_qk, of_v = (1, 1) if direction == "forward" else (3, 2)
-        equal = attention_flops(self.heads, self.head_dim, pairs, direction)
+        equal = attention_flops(self.heads, self.head_dim, self.visible_pairs, direction)
         return equal * (of_qk * self.head_dim + of_v * value_dim) / ((of_qk + of_v) * self.head_dim)
 
+    def by_tokens(self, nodes: Sequence[int], most: int) -> list[list[int]]:
+        """The nodes in runs whose paths have at most ``most`` tokens in all; a path that has more is alone."""
+        runs: list[list[int]] = []
+        tokens = most + 1
+        for node in nodes:
+            tokens += self.ends[node]
+            if tokens > most:
+                runs.append([])
+                tokens = self.ends[node]
+            runs[-1].append(node)
+        return runs
 
-@dataclass(frozen=True)
-class LayerShape(Shape):
-    """A micro-batch and the decoder layer that it goes through; the heads are the model's."""
+    def micro_batches(self) -> list[list[int]]:
+        """Leaves whose flattened sequences go together: as many tokens as the tree has, or 256K if it has fewer."""
+        return self.by_tokens(self.leaves, max(self.packed_tokens, MICRO_BATCH_TOKENS))
 
-    model: ModelShape = field(kw_only=True)
+    def gathered_calls(self) -> list[list[int]]:
+        """Nodes whose gathered paths go together; FlashAttention-2 makes gradients of keys for every query head."""
+        return self.by_tokens(range(len(self.nodes)), (MOST_ELEMENTS - 1) // (self.heads * self.head_dim))
 
-    def flops(self, direction: str, tokens: int, pairs: int) -> float:
-        return self.model.layer_flops(tokens, pairs, direction)
+
+# --- trees ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepShape(LayerShape):
-    """A micro-batch and the whole model that a training step takes it through, with activation checkpointing.
+def balanced(root: int, other: int, depth: int) -> Nodes:
+    """Two children below every node but those of the last level."""
+    nodes = [(root, -1)]
 
-    The backward computes the forward again, of the layers and of the LM head over the response tokens.
+    def grow(parent: int, level: int) -> None:
+        for _ in range(2 if level < depth else 0):
+            nodes.append((other, parent))
+            grow(len(nodes) - 1, level + 1)
+
+    grow(0, 1)
+    return tuple(nodes)
+
+
+def spine(root: int, turns: int, turn: int, leaves: tuple[int, ...], branching: range) -> Nodes:
+    """A chain of turns below the root, and leaves of the given lengths below those of its nodes that branch."""
+    nodes, parent = [(root, -1)], 0
+    for index in range(turns + 1):
+        if index in branching:
+            nodes += [(length, parent) for length in leaves]
+        if index < turns:
+            nodes.append((turn, parent))
+            parent = len(nodes) - 1
+    return tuple(nodes)
+
+
+def rollouts(
+    seed: int, root: tuple[int, int], turns: int, turn: tuple[int, int], probability: float, most: int
+) -> Nodes:
+    """Two rollouts of a task that branch on: behind every turn there are two to ``most`` next ones, or mostly one.
+
+    Turns that follow each other without a branch are one node. Lengths are drawn from ``root`` and ``turn``.
     """
+    draw = random.Random(seed)
+    nodes = [(draw.randint(*root), -1)]
 
-    def flops(self, direction: str, tokens: int, pairs: int) -> float:
-        head = 2.0 * self.model.hidden * self.model.vocab * sum(self.responses)
-        forward = self.layers_flops("forward", tokens, pairs) + head
-        if direction == "forward":
-            return forward
-        return forward + self.layers_flops(direction, tokens, pairs) + TOKEN_BACKWARD_OVER_FORWARD * head
+    def grow(parent: int, turns_left: int, branches: int) -> None:
+        for _ in range(branches):
+            length, left, next_branches = 0, turns_left, 1
+            while left and next_branches == 1:
+                length += draw.randint(*turn)
+                left -= 1
+                next_branches = draw.randint(2, most) if left and draw.random() < probability else 1
+            nodes.append((length, parent))
+            if left:
+                grow(len(nodes) - 1, left, next_branches)
 
-    def layers_flops(self, direction: str, tokens: int, pairs: int) -> float:
-        """Of all layers, once."""
-        if isinstance(self.model, FamilyModel):
-            return self.model.layers_flops(tokens, pairs, direction)
-        return self.model.layers * self.model.layer_flops(tokens, pairs, direction)
-
-
-def family_of(shape: Shape) -> FamilyModel | None:
-    """The model, if its step is measured and it is one of families.py."""
-    model = shape.model if isinstance(shape, StepShape) else None
-    return model if isinstance(model, FamilyModel) else None
+    grow(0, turns, 2)
+    return tuple(nodes)
 
 
-def fits_one_call(shape: Shape, tokens: int) -> bool:
-    """Whether a peer's kernel can take so many rows of Q. Several calls need memory for their joined outputs."""
-    return tokens * shape.heads * shape.head_dim < MOST_ELEMENTS
+# Seeds are those that come nearest to trees for which rates of more implementations are known: agentic, of 247 nodes,
+# 148 leaves and 273,553 tokens for 1,771,242; agentic_wide, of 22, 13 and 19,062 for 53,149.
+TREES = {
+    "balanced_d4": partial(balanced, 1024, 512, 5),
+    "branched": partial(spine, 512, 6, 400, (2900, 2500), range(1, 5)),
+    "comb": partial(spine, 1024, 64, 128, (256,), range(64)),
+    "agentic": partial(rollouts, 53057, (2048, 6144), 10, (64, 1200), 0.35, 3),
+    "agentic_wide": partial(rollouts, 3, (512, 2048), 7, (64, 800), 0.5, 4),
+    "tiny": partial(rollouts, 1, (20, 40), 3, (1, 24), 0.6, 3),
+}
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+OPTIONS = (
+    r"(?:-H(?P<heads>\d+)-Hk(?P<kv_heads>\d+))?(?:-d(?P<head_dim>\d+)(?:v(?P<head_dim_v>\d+))?)?"
+    r"(?:-w(?P<window>\d+K?))?(?:-c(?P<softcap>\d+))?(?P<sinks>-sinks)?"
+)
+LENGTHS = r"(?P<low>\d+K?)(?:-(?P<high>\d+K?))?"
+NAMES = [
+    re.compile(rf"(?:L(?P<layers>\d+)-)?{one}{OPTIONS}")
+    for one in (
+        rf"(?:(?P<groups>\d+)-groups-of-)?(?P<n>\d+)x(?P<prompt>\d+K?)x{LENGTHS}",
+        rf"causal-(?P<n>\d+)x{LENGTHS}",
+        rf"tree-(?P<tree>{'|'.join(TREES)})",
+    )
+]
+# What people write for parts of names: 16 x 8K x 131..2048 for 16x8Kx131-2048.
+SPELLINGS = {
+    r"^causal-": "causal, ",
+    r"^qwen3-([\d.]+)b-": r"Qwen3-\1B: ",
+    r"^gpt-oss-20b-": "gpt-oss-20b: ",
+    r"^gemma3-4b-": "Gemma 3 4B: ",
+    r"^qwen3\.5-4b-": "Qwen3.5-4B: ",
+    r"^deepseek-16b-a3b-": "DeepSeek-V3 of 16B: ",
+    r"(?<=: )L(\d+)-": r"\1 layers, ",
+    r"-groups-of-": " groups of ",
+    r"\btree-": "tree ",
+    r"(?<=[\dK])x(?=\d)": " x ",
+    r"(?<=[\dK])-(?=\d+K?(-|$))": "..",
+    r"-Hk(?=\d)": ", H_k = ",
+    r"-([Hd])(?=\d)": r", \1 = ",
+    r"(?<=\d)v(?=\d)": ", d_v = ",
+    r"-w(?=\d)": ", window ",
+    r"-c(?=\d)": ", softcap ",
+    r"-sinks$": ", sinks",
+}
 
 
-def micro_batches(shape: Shape) -> list[list[int]]:
-    """Leaves whose flattened sequences go together: no more tokens than the tree has, or 256K if it has fewer.
-
-    All at once they would need more memory than there is, and the tree is one micro-batch of its size.
-    """
-    return by_tokens(shape, shape.leaves, max(shape.packed_tokens, MICRO_BATCH_TOKENS))
-
-
-def gathered_calls(shape: Shape) -> list[list[int]]:
-    """Nodes whose paths go together where they are gathered.
-
-    FlashAttention-2 makes gradients of keys for every query head: as many elements as `fits_one_call` is about.
-    """
-    return by_tokens(shape, range(len(shape.nodes)), (MOST_ELEMENTS - 1) // (shape.heads * shape.head_dim))
-
-
-def by_tokens(shape: Shape, nodes: Sequence[int], most: int) -> list[list[int]]:
-    """The nodes in runs whose paths have at most ``most`` tokens in all; a path that has more is alone."""
-    runs: list[list[int]] = []
-    tokens = most + 1
-    for node in nodes:
-        tokens += shape.ends[node]
-        if tokens > most:
-            runs.append([])
-            tokens = shape.ends[node]
-        runs[-1].append(node)
-    return runs
+def title(name: str) -> str:
+    """A shape's name for tables and plots."""
+    for pattern, spelling in SPELLINGS.items():
+        name = re.sub(pattern, spelling, name)
+    return name
 
 
 def number(text: str) -> int:
@@ -267,175 +283,45 @@ def number(text: str) -> int:
     return int(text.removesuffix("K")) * (K if text.endswith("K") else 1)
 
 
-def parse(name: str, kind: type[Shape] = Shape) -> Shape:
-    """The shape of that name; for a layer or a model the heads are the model's.
+def parse(name: str) -> Shape:
+    """The shape of that name.
 
     Raises:
         ValueError: no shape can have that name.
     """
-    found = SHARED_NAME.fullmatch(name) or CAUSAL_NAME.fullmatch(name) or TREE_NAME.fullmatch(name)
-    if found is None:
-        known = "28x16Kx2K, 16x8Kx131-2048, 4-groups-of-8x200x4K-16K, causal-8x4K, tree-agentic"
-        raise ValueError(f"shape: expected a name like {known}, got {name!r}")
+    known = max((one for one in ALL_MODELS if name.startswith(f"{one}-")), key=len, default="")
+    rest = name.removeprefix(f"{known}-")
+    found = next((match for one in NAMES if (match := one.fullmatch(rest))), None)
+    if found is None or (found["layers"] and not known):
+        examples = "28x16Kx2K, 16x8Kx131-2048, 4-groups-of-8x200x4K-16K, causal-8x4K, tree-agentic"
+        raise ValueError(f"shape: expected a name like {examples}, got {name!r}")
     parts = {key: value for key, value in found.groupdict().items() if value is not None}
-    of_heads = ("heads", "kv_heads", "head_dim", "head_dim_v", "softcap")
-    heads: dict[str, Any] = {key: int(parts[key]) for key in of_heads if key in parts}
-    heads |= {"window": number(parts.get("window", "0")), "sinks": "sinks" in parts}
-    groups, tree = ((), TREES[parts["tree"]]()) if "tree" in parts else (drawn_groups(parts), ())
-    shape = Shape(name, groups, tree=tree, **heads)
-    model = ALL_MODELS[parts.get("model", DEFAULT_MODEL)]
-    if not issubclass(kind, StepShape) and (isinstance(model, FamilyModel) or "layers" in parts):
-        raise ValueError(f"shape: expected a model of equal layers, of which one is measured, got {name!r}")
-    if not issubclass(kind, LayerShape):
-        return shape
-    return of_model(shape, with_layers(model, int(parts["layers"])) if "layers" in parts else model, kind)
+    model = ALL_MODELS[known or DEFAULT_MODEL]
+    heads: dict[str, Any] = {"heads": model.heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
+    if "layers" in parts:
+        if not 1 <= (layers := int(parts["layers"])) <= model.layers:
+            raise ValueError(f"layers: expected 1 to {model.layers}, got {layers}")
+        model = replace(model, layers=layers)
+    for key in ("heads", "kv_heads", "head_dim", "head_dim_v", "window", "softcap"):
+        heads |= {key: number(parts[key])} if key in parts else {}
+    nodes = TREES[parts["tree"]]() if "tree" in parts else drawn_nodes(parts)
+    return Shape(name, nodes, **heads, sinks="sinks" in parts, model=model)
 
 
-def drawn_groups(parts: dict[str, str]) -> tuple[Group, ...]:
-    """What the parts of a name stand for."""
+def drawn_nodes(parts: dict[str, str]) -> Nodes:
+    """Prompts and responses that the parts of a name stand for."""
     n, prompt, low = int(parts["n"]), number(parts.get("prompt", "0")), number(parts["low"])
     high = number(parts.get("high", parts["low"]))
     draw = random.Random(f"{n}-{prompt}-{low}-{high}")
-    count = int(parts.get("groups", "1"))
-    return tuple(Group(prompt, tuple(draw.randint(low, high) for _ in range(n))) for _ in range(count))
+    groups = [(prompt, [draw.randint(low, high) for _ in range(n)]) for _ in range(int(parts.get("groups", "1")))]
+    return nodes_of(groups)
 
 
-def of_model(shape: Shape, model: ModelShape, kind: type[LayerShape] = LayerShape) -> LayerShape:
-    """The micro-batch of ``shape``, for a layer of the model or for all of it."""
-    return kind(shape.name, shape.groups, model.heads, model.kv_heads, model.head_dim, shape.tree, model=model)
-
-
-# Of a name to what people write: 16x8Kx131-2048 as 16 x 8K x 131..2048.
-SPELLINGS = (
-    (r"^causal-", "causal, "),
-    (r"^qwen3-([\d.]+)b-", r"Qwen3-\1B: "),
-    (r"^gpt-oss-20b-", "gpt-oss-20b: "),
-    (r"^gemma3-4b-", "Gemma 3 4B: "),
-    (r"^qwen3\.5-4b-", "Qwen3.5-4B: "),
-    (r"^deepseek-16b-a3b-", "DeepSeek-V3 of 16B: "),
-    (r"(?<=: )L(\d+)-", r"\1 layers, "),
-    (r"-groups-of-", " groups of "),
-    (r"\btree-pairs_(\d+)x(\d+K)", r"pairs of leaves of \2 below \1 tokens"),
-    (r"\btree-", "tree "),
-    (r"(?<=[\dK])x(?=\d)", " x "),
-    (r"(?<=[\dK])-(?=\d+K?(-|$))", ".."),
-    (r"-Hk(?=\d)", ", H_k = "),
-    (r"-([Hd])(?=\d)", r", \1 = "),
-    (r"(?<=\d)v(?=\d)", ", d_v = "),
-    (r"-w(?=\d)", ", window "),
-    (r"-c(?=\d)", ", softcap "),
-    (r"-sinks$", ", sinks"),
-)
-
-
-def title(name: str) -> str:
-    """A shape's name for tables and plots."""
-    for pattern, spelling in SPELLINGS:
-        name = re.sub(pattern, spelling, name)
-    return name
-
-
-PAPER = ("28x4Kx2K", "28x16Kx2K", "16x32Kx2K", "28x32Kx2K", "16x64Kx2K")
-RAGGED = ("32x5059x131-2048", "16x8Kx131-2048", "8x16Kx131-2048", "32x8Kx32-256")
-RESPONSES = (
-    "4-groups-of-8x200x4K-16K", "8-groups-of-1x2Kx2K", "16-groups-of-8x256x131-2048",
-    "8x1Kx131-2048", "16-groups-of-8x128x64-512", "32-groups-of-4x64x8-64",
-)  # fmt: skip
-CAUSAL = ("causal-1x16K", "causal-32x4K-16K", "causal-8x4K", "causal-128x387-2304")
-HEADS = ("28x4Kx2K-H8-Hk2", "28x4Kx2K-H4-Hk1", "28x16Kx2K-d64", "28x16Kx2K-H16-Hk4-d256", "causal-1x16K-H32-Hk32")
-# gpt-oss, Gemma 3 and 2, DeepSeek-V3; and a long prompt with a window.
-WINDOWS = (
-    "causal-8x8K-H64-Hk8-d64-sinks", "causal-8x8K-H64-Hk8-d64-w128-sinks", "causal-8x8K-H32-Hk16-w1K",
-    "causal-8x8K-H16-Hk8-d256-c50", "causal-8x8K-H16-Hk8-d256-w4K-c50", "causal-8x8K-c50", "28x16Kx2K-w1K",
-)  # fmt: skip
-MLA = ("causal-8x8K-H16-Hk16-d192v128", "28x4Kx2K-H16-Hk16-d192v128")
-OF_FA4 = (*WINDOWS[:6], MLA[0])  # what FlashAttention-4 has kernels for
-# Where launches, and the begin and end of blocks, are a large part.
-SMALL = (
-    "32-groups-of-4x64x8-64", "16-groups-of-8x128x64-512", "causal-64x128-256", "causal-256x128-512",
-    "causal-64x512-768", "causal-32x512-1K", "causal-8x2K", "32-groups-of-4x64x8-64-d64",
-)  # fmt: skip
-WIDE = ("causal-8x8K-H16-Hk2-d512", "8x4Kx2K-H16-Hk2-d512")  # the full attention of Gemma 4
-SCALING = ("28x64Kx2K", "28x128Kx2K", "32x4Kx2K", "4-groups-of-8x4Kx2K")
-KERNEL_PRESETS = {
-    "paper": PAPER,
-    "ragged": RAGGED,
-    "responses": RESPONSES,
-    "causal": CAUSAL,
-    "heads": HEADS,
-    "windows": WINDOWS,
-    "mla": MLA,
-    "fa4": OF_FA4,
-    "wide": WIDE,
-    "small": SMALL,
-    "scaling": SCALING,
-    "shared": (*PAPER[:2], *RAGGED),
-    "quick": ("8x1Kx256", "8x2Kx32-512"),
-    "tiny": ("4x96x24-H4-Hk2-d16", "2-groups-of-3x70x1-90-H4-Hk1-d16", "causal-1x128-H4-Hk4-d16"),
-    "tiny-options": ("causal-2x100-H4-Hk2-d16v8-w30-c5-sinks", "3x70x50-H4-Hk2-d16-w40-sinks"),
-}
-
-PAPER_GRID = tuple(
-    f"{n}x{prompt}x131-2048" for prompt in ("5059", "8K", "16K", "32K", "64K", "128K") for n in (4, 8, 16, 32)
-)
-LAYER_PRESETS = {
-    "table11": PAPER_GRID,
-    "memory": tuple(f"{n}x{prompt}x131-2048" for prompt in ("4K", "8K", "16K", "32K") for n in (4, 8, 16)),
-    "quick": ("16x8Kx131-2048", "8x16Kx131-2048"),
-    "tree": ("tree-agentic",),
-    "tiny": ("tiny-3x70x1-90", "tiny-4x64x24"),
-}
-MODEL_PRESETS = {
-    "qwen3-8b": (*LAYER_PRESETS["quick"], "8x1Kx131-2048"),
-    "qwen3-0.6b": tuple(f"qwen3-0.6b-{n}x{prompt}x131-2048" for prompt in ("1K", "8K", "32K") for n in (4, 16)),
-    "tree": ("qwen3-1.7b-tree-agentic",),
-    "models": (*(f"{name}-16x8Kx131-2048" for name in FAMILIES), "qwen3.5-4b-16x16Kx1K"),
-    "tiny": LAYER_PRESETS["tiny"],
-    "tiny-models": tuple(f"{name}-3x70x1-90" for name in TINY),
-}
-TREE_PRESETS = {
-    "trees": tuple(f"tree-{name}" for name in TREES if name != "tiny" and not name.startswith("pairs_")),
-    # Of d = 64 only long leaves: all of it takes a minute.
-    "min_shared": (
-        *(f"tree-pairs_{shared}x{leaf}K" for leaf in (1, 8) for shared in SHORT),
-        *(f"tree-pairs_{shared}x8K-d64" for shared in SHORT),
-    ),
-    "tiny": ("tree-tiny-H4-Hk2-d16",),
-    "tiny_min_shared": ("tree-pairs_tiny-H4-Hk2-d16",),
-}
-
-
-@dataclass(frozen=True)
-class Stream:
-    """Micro-batches one after another, no two of the same lengths, as sampling makes them.
-
-    Each has ``samples`` responses in groups of one of ``group_sizes``; lengths are drawn from ``prompt`` and
-    ``response``.
-    """
-
-    name: str
-    micro_batches: int
-    samples: int
-    group_sizes: tuple[int, ...]
-    prompt: tuple[int, int]
-    response: tuple[int, int]
-    heads: tuple[int, int, int] = (32, 8, 128)
-
-    def shapes(self) -> list[Shape]:
-        draw = random.Random(self.name)
-        found = []
-        for index in range(self.micro_batches):
-            n = draw.choice(self.group_sizes)
-            groups = tuple(
-                Group(draw.randint(*self.prompt), tuple(draw.randint(*self.response) for _ in range(n)))
-                for _ in range(self.samples // n)
-            )
-            found.append(Shape(f"{self.name}-{index:02d}", groups, *self.heads))
-        return found
-
-
-STREAMS = {
-    # About 64K packed tokens each.
-    "rl": Stream("stream-64K", 40, 64, (4, 8, 16), (256, 2 * K), (131, 3 * K // 2)),
-    "tiny": Stream("stream-tiny", 4, 8, (2, 4), (16, 48), (4, 32), (4, 2, 16)),
-}
+def nodes_of(groups: Sequence[tuple[int, Sequence[int]]]) -> Nodes:
+    """Prompts and their responses, by lengths; responses to a prompt of length 0 are roots."""
+    nodes: list[tuple[int, int]] = []
+    for prompt, responses in groups:
+        root = len(nodes) if prompt else -1
+        nodes += [(prompt, -1)] if prompt else []
+        nodes += [(length, root) for length in responses]
+    return tuple(nodes)

@@ -11,91 +11,63 @@ from typing import Any
 
 import pytest
 import torch
-import varlen
 
 pytest.importorskip("transformers", "4.57")
 
 import bench_model
 import measure
-import model
 import packing
 import peers
-import results
+import report
 import shapes
-import stock
-from families import FAMILIES, FULL, TINY, WINDOW
-from shapes import Group, Shape, StepShape, of_model, parse
+from bench_steps import step_outcomes
+from models import FAMILIES, FamilyModel
+from shapes import Shape, nodes_of, parse
 from transformers import CONFIG_MAPPING
 
-from flash_attn_dualkv import pack_shared_prompts
-
 CPU = torch.device("cpu")
-TWO_GROUPS = of_model(
-    Shape("two groups", (Group(50, (20, 31)), Group(64, (64,)))), shapes.ALL_MODELS["tiny"], StepShape
-)
-SMALL = (parse("tiny-3x70x1-90", StepShape), parse("tiny-4x64x24", StepShape), TWO_GROUPS)
-OURS, REPLICATED = model.implementations(None)[:2]
-KNOWN = [name for name, one in TINY.items() if one.model_type in CONFIG_MAPPING]
+TWO_GROUPS = Shape("two groups", nodes_of([(50, (20, 31)), (64, (64,))]), 4, 2, 16, model=shapes.ALL_MODELS["tiny"])
+SMALL = (parse("tiny-3x70x1-90"), parse("tiny-4x64x24"), TWO_GROUPS)
 
 
-def prepare(shape: Shape, impl: peers.Implementation, dtype: str) -> packing.Prepared:
-    config = measure.Config(dtype=dtype, device=CPU)
-    return next(model.StepRun(shape, [impl], config, measure.Matmul(config)).prepared(impl))
+def tiny(name: str) -> FamilyModel:
+    """The family with small sizes."""
+    sizes: dict[str, Any] = dict(layers=2, hidden=48, intermediate=32, heads=4, kv_heads=2, head_dim=16, vocab=97)
+    sizes |= {"gpt-oss-20b": dict(stock=("eager",)), "gemma3-4b": dict(layers=6, stock=("sdpa",))}.get(name, {})
+    sizes |= {"qwen3.5-4b": dict(layers=4), "deepseek-16b-a3b": dict(kv_heads=4, head_dim=24)}.get(name, {})
+    small = dict(
+        num_local_experts=4, num_experts_per_tok=2, sliding_window=20, query_pre_attn_scalar=16, head_dim=8,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, kv_lora_rank=16, n_routed_experts=4,
+        n_shared_experts=1, moe_intermediate_size=16,
+    )  # fmt: skip
+    family = FAMILIES[name]
+    options = {**family.options, **{key: value for key, value in small.items() if key in family.options}}
+    return replace(family, **{"sequences": 2, **sizes}, options=options)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+FAMILY_SHAPES = [
+    replace(parse("5x70x1-90"), name=name, model=tiny(name))
+    for name in FAMILIES
+    if FAMILIES[name].model_type in CONFIG_MAPPING
+]
+
+
 @pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
-def test_all_compute_the_same_step(shape: StepShape, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probabilities in the order of the responses, and the gradients of every parameter."""
-    monkeypatch.setitem(measure.DTYPES, "fp32", torch.float64)
-    outcomes = []
-    for impl in (OURS, REPLICATED, peers.on_cpu(flex=True)[1]):
-        prepared = prepare(shape, impl, "fp32")
-        out = prepared.run()
-        assert out.shape == (sum(shape.responses),)
-        gradients: tuple[torch.Tensor, ...] = ()
-        if "backward" in impl.directions:
-            gradients = torch.autograd.grad(out, prepared.leaves, prepared.dout.double())
-        outcomes.append((out, *gradients))
-    for others in outcomes[1:]:
-        for got, expected in zip(others, outcomes[0]):
-            assert (got - expected).abs().max() <= 2e-6 * expected.abs().max()
-
-
-def test_hidden_prompts_would_be_noticed() -> None:
-    """The check between implementations fails an attention that forgets the prompt, with a margin."""
-    shape = SMALL[0]
+def test_all_compute_the_same_step(shape: Shape) -> None:
+    """And one that forgets the prompt would be noticed, with a margin."""
 
     def forgetful(shape: Shape, device: torch.device) -> packing.Arrangement:
         pieces = [len(one) for pair in packing.response_rows(shape) for one in pair]
-        calls = [varlen.VarlenCall.of(pieces, device)]
-        return packing.Arrangement(packing.replicated_rows(shape), varlen.varlen_attention(varlen.math_varlen, calls))
+        rows = torch.cat(packing.path_rows(shape, shape.leaves))
+        return packing.Arrangement(rows, peers.varlen_attention(peers.math_varlen, pieces, device))
 
     wrong = peers.Implementation("forgetful", forgetful, is_replicated=True)
-    prepared = [prepare(shape, impl, "fp32") for impl in (OURS, wrong)]
-    outs = [one.take(one.run().detach(), torch.arange(shape.packed_tokens)) for one in prepared]
-    right, got = (out - out.mean() for out in outs)
-    assert measure.relative_difference(got, right) > 2 * model.StepRun.largest_difference
-
-
-def test_executed_work() -> None:
-    """Tokens are those of the library's layout; the backward repeats the forward, of the head too."""
-    shape = parse("16x8Kx131-2048", StepShape)
-    by_name = {one.name: one for one in model.implementations(["sm90"])}
-    weights = 4096 * 128 * (32 + 32 + 8 + 8) + 3 * 4096 * 12288
-    head = 2 * 4096 * 151936 * sum(shape.responses)
-    moved = shape.packed_tokens + 15
-    pairs = shape.visible_pairs + 15 * 8192  # a copy of the last token sees the whole prompt
-    dense = (shape.replicated_tokens, shape.replicated_pairs)
-    for name, (tokens, seen) in (("dualkv_sm90", (moved, pairs)), ("fa2_replicated", dense)):
-        assert by_name[name].executed(shape) == (tokens, seen)
-        forward = 36 * (2 * weights * tokens + 4 * 32 * 128 * seen) + head
-        backward = 36 * (4 * weights * tokens + 10 * 32 * 128 * seen) + 2 * head
-        assert shape.flops("forward", tokens, seen) == forward
-        assert shape.flops("backward", tokens, seen) == forward + backward
-    for small in SMALL:
-        layout = pack_shared_prompts(*model.samples(small, model.make_ids(small, CPU)[0])).layout
-        assert layout.num_tokens == OURS.executed(small)[0]
+    expected, replicated, forgot = step_outcomes(shape, wrong)
+    for got, right in zip(replicated, expected):
+        assert (got - right).abs().max() <= 2e-6 * right.abs().max()
+    right, got = (outs[0] - outs[0].mean() for outs in (expected, forgot))
+    assert measure.relative_difference(got, right) > 2 * bench_model.StepRun.largest_difference
 
 
 def test_the_command_on_the_cpu(tmp_path: Path) -> None:
@@ -104,42 +76,23 @@ def test_the_command_on_the_cpu(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = json.loads((tmp_path / "model.json").read_text())["rows"]
     assert [row["impl"] for row in rows] == ["dualkv_reference"] * 2 + ["math_replicated"] * 2
     for row in rows:
-        assert "error" not in row and row["rel_diff"] < 1e-4
-        assert results.problems_of({**row, "dtype": "bf16", "impl": "dualkv_sm90", "peak_gib": 1.0}, "model") == []
+        assert "error" not in row and row["rel_diff"] < 1e-4 and row["tflops"] is None
+        assert report.problems_of({**row, "dtype": "bf16", "impl": "dualkv_sm90"}, "model") == []
 
 
-# --- other models -----------------------------------------------------------------------------------------------------
-
-
-def family_runs(name: str, **settings: Any) -> tuple[StepShape, list[peers.Implementation], measure.Config]:
-    shape = parse(f"{name}-5x70x1-90", StepShape)
-    assert isinstance(shape, StepShape)
-    found = [one for one in bench_model.all_implementations(None) if one.refuses(shape) is None]
-    return shape, found, measure.Config(dtype="fp32", device=CPU, rounds=1, target_ms=1.0, warm_ms=0.0, **settings)
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_other_models_compute_the_same_step(name: str) -> None:
+@pytest.mark.parametrize("shape", FAMILY_SHAPES, ids=lambda shape: shape.name)
+def test_other_models_compute_the_same_step(shape: Shape) -> None:
     """Ours and the stock model's micro-batches: log-probabilities, and the sum of all gradients."""
-    shape, found, config = family_runs(name)
-    assert len(found) == 2 and len(stock.micro_batches(shape)) == 3
-    outcomes = []
-    for impl in found:
-        run = stock.run_of(shape, [impl], config, measure.Matmul(config))
-        every, out, sums = torch.arange(sum(shape.responses)), 0.0, 0.0
-        for prepared in run.prepared(impl):
-            part = prepared.run()
-            gradients = torch.autograd.grad(part, prepared.leaves, prepared.dout)
-            out = out + prepared.take(part.detach(), every)
-            sums = sums + torch.cat([one.flatten() for one in gradients])
-        outcomes.append((out, sums))
-    (expected, all_expected), (got, all_got) = outcomes
+    assert len(bench_model.padded_batches(shape, False)) == 3
+    (expected, *all_expected), (got, *all_got) = step_outcomes(shape, dtype=torch.float32)
     assert (got - expected).abs().max() <= 1e-4 * expected.std()
-    assert (all_got - all_expected).norm() <= 1e-4 * all_expected.norm()
+    whole, other = (torch.cat([one.flatten() for one in gradients]) for gradients in (all_expected, all_got))
+    assert (other - whole).norm() <= 1e-4 * whole.norm()
 
 
 @pytest.mark.skipif("gpt_oss" not in CONFIG_MAPPING, reason="this transformers has no gpt-oss")
-def test_gpt_oss_on_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_gpt_oss_on_flash_attention_4(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What transformers tells FlashAttention-4 of windows and sinks, by a stand-in of its signatures."""
     import fake_fa4
     from transformers import PreTrainedModel, modeling_flash_attention_utils
@@ -152,96 +105,49 @@ def test_gpt_oss_on_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", fake_fa4)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", fake_fa4)
     called: list[dict[str, Any]] = []
-    monkeypatch.setattr(fake_fa4, "flash_attn_func", counted(fake_fa4.flash_attn_func, called))
-    tiny = replace(TINY["tiny-gpt-oss"], stock=("eager", "flash_attention_4"))
-    monkeypatch.setitem(shapes.ALL_MODELS, "tiny-gpt-oss", tiny)
-    shape, found, config = family_runs("tiny-gpt-oss")
+
+    @functools.wraps(fake_fa4.flash_attn_func)
+    def call(*args: Any, **options: Any) -> Any:
+        called.append(options)
+        return function(*args, **options)
+
+    function = fake_fa4.flash_attn_func
+    monkeypatch.setattr(fake_fa4, "flash_attn_func", call)
+    model = replace(tiny("gpt-oss-20b"), stock=("eager", "flash_attention_4"))
+    shape = replace(parse("5x70x1-90"), model=model)
+    found = [replace(one, package=None) for one in bench_model.implementations(None) if not one.refuses(shape)]
     assert [one.name for one in found[1:]] == ["stock_eager_replicated", "stock_flash_attention_4_replicated"]
-    run = stock.run_of(shape, [replace(one, package=None) for one in found], config, measure.Matmul(config))
-    list(run.run())
-    assert [(row["impl"], row.get("error")) for row in run.rows if row["rel_diff"] > 1e-4 or not row["ms"]] == []
-    padded = [row.get("padded_tokens") for row in run.rows]
-    assert padded == [None, None, *[sum(2 * one.length for one in stock.micro_batches(shape)) - 128] * 4]
+    if is_wrong:  # a micro-batch is missing
+        batches = bench_model.padded_batches
+        monkeypatch.setattr(bench_model, "padded_batches", lambda *args: batches(*args)[1:])
+    config = measure.Config(CPU, rounds=1, target_ms=1.0, warm_ms=0.0)
+    run = bench_model.StepRun(shape, found, config, measure.Matmul(config))
+    run.run()
+    errors = [row.get("error", "") for row in run.rows]
+    assert errors[:2] == ["", ""] and all(("output differs" in one) == is_wrong for one in errors[2:])
+    if is_wrong:
+        return
+    assert all(row["ms"] and row["rel_diff"] < 1e-4 for row in run.rows)
     assert {tuple(one.get("window_size", ())) for one in called} == {(), (19, 19)}
     assert all(one["causal"] and len(one["learnable_sink"]) == 4 for one in called)
 
 
-def counted(function: Any, calls: list[dict[str, Any]]) -> Any:
-    """The same, of the same signature; keyword arguments of its calls are kept."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        calls.append(options)
-        return function(*args, **options)
-
-    return call
-
-
 def test_one_length_for_what_compiles() -> None:
     """FlexAttention sees one length, other attentions that of a micro-batch."""
-    shape = parse("gpt-oss-20b-16x8Kx131-2048", StepShape)
-    flex, others = (stock.micro_batches(shape, stock.KERNELS[name]) for name in ("flex_attention", "flash_attention_4"))
+    shape = parse("gpt-oss-20b-16x8Kx131-2048")
+    flex, others = (bench_model.padded_batches(shape, has_one_length) for has_one_length in (True, False))
     longest = max(shape.replicated_lengths)
-    assert {one.length for one in flex} == {-(-longest // 128) * 128} and len({one.length for one in others}) > 4
-    assert [one.leaves for one in flex] == [one.leaves for one in others]
-    assert all(one.length >= max(shape.ends[leaf] for leaf in one.leaves) for one in others)
-
-
-@pytest.mark.parametrize("name", KNOWN[:1])
-def test_a_model_that_computes_something_else_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The outputs of timed passes are compared, those of all micro-batches together."""
-    shape, found, config = family_runs(name)
-    for is_wrong in (False, True):
-        if is_wrong:
-            monkeypatch.setattr(
-                stock, "score", lambda head, hidden, *others: model.score(head, hidden.flip(0), *others)
-            )
-        run = stock.run_of(shape, found, config, measure.Matmul(config))
-        list(run.run())
-        errors = [row.get("error") for row in run.rows if not row["impl"].startswith("dualkv")]
-        assert len(errors) == 2 and all(("output differs" in str(one)) == is_wrong for one in errors)
+    assert {length for _, length in flex} == {-(-longest // 128) * 128} and len({length for _, length in others}) > 4
+    assert [leaves for leaves, _ in flex] == [leaves for leaves, _ in others]
+    assert all(length >= max(shape.ends[leaf] for leaf in leaves) for leaves, length in others)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].model_type in CONFIG_MAPPING])
 def test_sizes_are_those_of_the_configuration(name: str) -> None:
-    """Weights that a token is multiplied with: all matrices of a layer, of the experts those that it is sent to."""
-    shape = parse(f"{name}-1x16x16", StepShape)
-    assert isinstance(shape, StepShape)
+    """Layers, heads and windows of the model that transformers makes are those of models.py."""
     family = FAMILIES[name]
-    sparse = {"num_local_experts": "num_experts_per_tok", "n_routed_experts": "num_experts_per_tok"}
-    shares = [family.options[some] / family.options[every] for every, some in sparse.items() if every in family.options]
-    found = model.make_model(shape, "eager", torch.bfloat16, torch.device("meta"), 0)
-    layers = found.model.layers
-    assert len(layers) == family.layers and found.lm_head.weight.shape == (family.vocab, family.hidden)
-    for index, kind in enumerate(family.kinds):
-        types = getattr(found.config, "layer_types", None)
-        expected = {FULL: "full_attention", WINDOW: "sliding_attention"}.get(kind, "linear_attention")
-        assert types is None or types[index] == expected
-        count = 0.0
-        for weight, one in layers[index].named_parameters():
-            is_matrix = one.dim() > 1 and "conv" not in weight and not weight.endswith("_bias")
-            count += one.numel() * (shares[0] if ".experts." in weight else 1) * is_matrix
-        # DeepSeek's first layer has no router.
-        assert count == pytest.approx(family.mixers[kind] + family.mlp, rel=1e-9 if index else 2e-3)
-    window = getattr(found.config, "sliding_window", None)
-    assert not family.window or window == family.window
-
-
-def test_work_of_windows() -> None:
-    """Every token of a window's layer counts with a whole window."""
-    whole, first = (parse(f"{name}16x8Kx131-2048", StepShape) for name in ("gemma3-4b-", "gemma3-4b-L6-"))
-    assert isinstance(first, StepShape) and first.model.layers == 6
-    tokens, pairs = first.packed_tokens, first.visible_pairs
-    head = 2 * 2560 * 262208 * sum(first.responses)
-    weights = 6 * (2560 * 24 * 256 + 3 * 2560 * 10240)
-    forward = 2 * weights * tokens + 4 * 8 * 256 * (pairs + 5 * 1024 * tokens) + head
-    assert first.flops("forward", tokens, pairs) == forward
-    assert whole.flops("forward", tokens, pairs) > 5 * (forward - head)
-    for kind in (shapes.LayerShape, shapes.Shape):
-        for name in ("gemma3-4b-16x8Kx131-2048", "qwen3-8b-L6-16x8Kx131-2048"):
-            with pytest.raises(ValueError, match="expected a model of equal layers"):
-                parse(name, kind)
-    with pytest.raises(ValueError, match="layers: expected 1 to 36, got 37"):
-        parse("qwen3-8b-L37-16x8Kx131-2048", StepShape)
-    with pytest.raises(ValueError, match="expected a name like"):
-        parse("L6-16x8Kx131-2048", StepShape)
+    found = bench_model.make_model(parse(f"{name}-1x16x16"), "eager", torch.bfloat16, torch.device("meta"))
+    assert len(found.model.layers) == family.layers and found.lm_head.weight.shape == (family.vocab, family.hidden)
+    assert (found.config.num_attention_heads, found.config.num_key_value_heads) == (family.heads, family.kv_heads)
+    window = family.options.get("sliding_window")
+    assert window is None or found.config.sliding_window == window

@@ -1,36 +1,47 @@
-"""Shapes for the tests of the benchmarks, and dense attention on them."""
+"""Shapes for the tests of the benchmarks, dense attention on them, and stand-ins for packages of peers."""
 
 from __future__ import annotations
 
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_cudnn
+import fake_fa4
 import packing
+import pytest
 import shapes
 import torch
 from peers import Implementation
-from shapes import Group, Shape
+from shapes import Shape, nodes_of
 
 CPU = torch.device("cpu")
-RAGGED = Shape("ragged", (Group(70, (33, 1, 90)),), 4, 2, 16)
+RAGGED = Shape("ragged", nodes_of([(70, (33, 1, 90))]), 4, 2, 16)
 SMALL = (
     RAGGED,
     shapes.parse("4x96x24-H4-Hk2-d16"),
-    Shape("two groups", (Group(50, (20, 31)), Group(64, (64,))), 4, 1, 16),
-    Shape("no prompt", (Group(0, (70, 3, 128)),), 4, 4, 16),
-    Shape("one token", (Group(1, (1,)),), 2, 1, 8),
-    Shape("mqa", (Group(130, (2, 2, 2)),), 6, 1, 8),
+    Shape("two groups", nodes_of([(50, (20, 31)), (64, (64,))]), 4, 1, 16),
+    Shape("no prompt", nodes_of([(0, (70, 3, 128))]), 4, 4, 16),
+    Shape("one token", nodes_of([(1, (1,))]), 2, 1, 8),
+    Shape("mqa", nodes_of([(130, (2, 2, 2))]), 6, 1, 8),
 )
 
 
 def dense_mask(shape: Shape) -> torch.Tensor:
-    """Visibility in the packed layout, token by token from what each token is."""
-    owners: list[tuple[int, int | None, int]] = []  # (group, response or None, position in the sequence)
-    for number, group in enumerate(shape.groups):
-        owners += [(number, None, position) for position in range(group.prompt)]
-        for response, length in enumerate(group.responses):
-            owners += [(number, response, group.prompt + position) for position in range(length)]
-    rows = [
-        [key[0] == query[0] and key[1] in (None, query[1]) and key[2] <= query[2] for key in owners] for query in owners
+    """(T, T) bool: which packed row sees which, token by token from what each token is."""
+    tokens = [
+        (node, end - length + at)
+        for node, (end, (length, _)) in enumerate(zip(shape.ends, shape.nodes))
+        for at in range(length)
     ]
-    return torch.tensor(rows)
+
+    def sees(query: tuple[int, int], key: tuple[int, int]) -> bool:
+        behind = query[1] - key[1]
+        return key[0] in shape.paths[query[0]] and behind >= 0 and (not shape.window or behind < shape.window)
+
+    return torch.tensor([[sees(query, key) for key in tokens] for query in tokens])
 
 
 def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -39,12 +50,30 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: tor
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
 
 
-def outcome(impl: Implementation, prepared: packing.Prepared, shape: Shape) -> list[torch.Tensor]:
-    """Output and gradients of the packed rows, then gradients of what has no rows."""
-    out, rows = prepared.run(), torch.arange(shape.packed_tokens)
-    assert prepared.dout.shape == out.shape and len(out) == impl.executed(shape)[0]
-    if "backward" not in impl.directions:
-        return [prepared.take(out, rows)]
-    gradients = torch.autograd.grad(out, prepared.leaves, prepared.dout)
-    folded = prepared.fold(gradients, rows)
-    return [prepared.take(out, rows), *folded, *gradients[len(folded) :]]
+def outcome(impl: Implementation, shape: Shape, prepare: Any = packing.prepare_attention) -> list[torch.Tensor]:
+    """Output and gradients of the packed rows, then gradients of what has no rows: sums over micro-batches."""
+    how = impl.arrange(shape, CPU)
+    shares, rows, computed = [], torch.arange(shape.packed_tokens), 0
+    for one in how if isinstance(how, list) else [how]:
+        prepared = prepare(shape, torch.float64, CPU, one)
+        out = prepared.run()
+        assert prepared.dout.shape == out.shape
+        gradients = prepared.backward(out)
+        folded = prepared.fold(gradients, rows)
+        shares.append([prepared.take(out.detach(), rows), *folded, *gradients[len(folded) :]])
+        computed += len(out)
+    assert computed == impl.executed(shape)[0]
+    return [sum(parts) for parts in zip(*shares)]
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FlashAttention-4 and cuDNN Flex Attention with functions of their signatures that compute on the CPU."""
+    for module, stand_in in (("flash_attn/cute", fake_fa4), ("cudnn/flex_attention", fake_cudnn)):
+        package = tmp_path / module  # as in the wheel, nothing makes flash_attn itself a package
+        package.mkdir(parents=True)
+        shutil.copy(Path(str(stand_in.__file__)), package / "__init__.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name in ("flash_attn", "flash_attn.cute", "cudnn", "cudnn.flex_attention"):
+        sys.modules.pop(name, None)

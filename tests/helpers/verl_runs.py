@@ -23,7 +23,9 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TQDM_DISABLE": "1",
     "PYTHONWARNINGS": "ignore",
-    "PYTHONPATH": os.pathsep.join(str(ROOT / one) for one in (".", "benchmarks", "tests/helpers")),
+    "PYTHONPATH": os.pathsep.join(
+        str(ROOT / one) for one in (".", "benchmarks", "benchmarks/trainers", "tests/helpers")
+    ),
 }
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "+actor_rollout_ref.model.override_config"

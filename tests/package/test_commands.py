@@ -150,8 +150,8 @@ def test_the_layers_of_the_results(gpu: str) -> None:
             found[row["shape"]][row["impl"]] += row["ms"]
     packings, compared = {"dualkv_sm90": "shared", "fa2_replicated": "replicated"}, 0
     for shape, milliseconds in found.items():
-        (group,) = parse(shape).groups
-        predicted = predict.predict(group.prompt, group.responses, QWEN, RATES[gpu])
+        measured = parse(shape)
+        predicted = predict.predict(measured.mean_prompt, measured.responses, QWEN, RATES[gpu])
         times = {name: milliseconds[one] for one, name in packings.items() if one in milliseconds}
         for name, both in times.items():  # forward and backward
             assert getattr(predicted, name).layer_ms == pytest.approx(both, rel=0.06), shape

@@ -375,7 +375,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
             runpy.run_path(sys.argv[0], run_name="__main__")
 
     monkeypatch.setattr(bench_trl, "subprocess", SimpleNamespace(run=in_this_process))
-    where = ["--out", str(tmp_path), "--name", "run", "--commit", "abc", "--clean"]
+    where = ["--out", str(tmp_path), "--name", "run", "--commit", "abc"]
     assert bench_trl.main([*where, "--", "--steps", "3", "--preset", "cpu"]) == 0
     result = json.loads((tmp_path / "run.json").read_text())
     assert result["header"]["gpu"] == "CPU" and not result["header"]["dirty"]

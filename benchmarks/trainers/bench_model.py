@@ -1,0 +1,263 @@
+#!/usr/bin/env python
+"""Measure a training step in stock transformers: log-probabilities of all responses, and all gradients.
+
+    python benchmarks/trainers/bench_model.py                              # Qwen3-8B at 16 x 8K, 8 x 16K and 8 x 1K
+    python benchmarks/trainers/bench_model.py --preset qwen3-0.6b
+    python benchmarks/trainers/bench_model.py --preset tree --rounds 1  # Qwen3-1.7B on the agentic tree
+    python benchmarks/trainers/bench_model.py --preset models              # gpt-oss, Gemma 3, Qwen3.5, DeepSeek-V3
+
+All layers, bf16, random weights, activation checkpointing, the LM head in chunks over the response tokens; without
+an optimizer. This library goes through `shared_prompt_forward`, as its README says. Peers of Qwen3 get one packed row
+of the tokens that they compute through the same model on their attention, and the LM head over the same rows. Models of
+models.py are compared with themselves as transformers offers them: batches of sequences, prompts replicated, padded on
+the right, the longest first. No mask says what is padding: causal layers do not see what lies behind a token, and
+without a mask attention has its fast kernels.
+
+The forward keeps the input of each layer and no more: its time is that of log-probabilities without gradients. Peak
+memory includes weights and gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import command
+from bench_layer import HEAD_NORM, QUICK, LayerRun
+from measure import Config, Matmul
+from models import FAMILIES, FamilyModel
+from packing import Arrangement, Prepared, first_copy, packed_positions, path_rows, response_rows, wide
+from peers import Implementation, layer_implementations
+from shapes import Shape
+
+PEER = "benchmark_peer"  # transformers takes a name with "flash" in it for that of a package
+ROW_TILE = 128  # lengths of padded sequences are multiples of it, as FlexAttention's blocks are
+# Attention of stock models: the key of ``PACKAGES`` that it needs, and whether it compiles. FlexAttention compiles anew
+# for other lengths, minutes for each kind of layer: all of its sequences have one length.
+STOCK: dict[str, tuple[str | None, bool]] = {
+    "eager": (None, False), "sdpa": (None, False), "flash_attention_4": ("fa4", True), "flex_attention": (None, True)
+}  # fmt: skip
+
+
+Step = tuple[Callable[[], Tensor], Tensor]  # log-probabilities of one micro-batch, and which of all these are
+
+
+def make_ids(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random token ids of the packed rows, and the gradient of every log-probability: random advantages."""
+    generator = torch.Generator(device).manual_seed(0)
+    ids = torch.randint(shape.model.vocab, (shape.packed_tokens,), device=device, generator=generator)
+    scored = sum(shape.responses)
+    return ids, torch.randn(scored, device=device, generator=generator) / scored
+
+
+def make_model(shape: Shape, attention: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model on an attention of that registered name, with the same random weights every time."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = shape.model
+    options: dict[str, Any] = dict(
+        vocab_size=sizes.vocab, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim, tie_word_embeddings=sizes.tied, max_position_embeddings=1 << 18, use_cache=False,
+    )  # fmt: skip
+    model_type = "qwen3"
+    if isinstance(sizes, FamilyModel):
+        model_type, options = sizes.model_type, {**options, **sizes.options}
+    config = AutoConfig.for_model(model_type, **options)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):  # 1 at first, or 0 where models add 1 themselves
+                parameter.add_(HEAD_NORM - 1)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def pack(shape: Shape, ids: Tensor) -> Any:
+    """The micro-batch as this library packs it; in a tree the last node of every sequence is trained."""
+    from flash_attn_dualkv import pack_prefix_tree, pack_shared_prompts
+
+    pairs = [tuple(ids[rows.to(ids.device)] for rows in pair) for pair in response_rows(shape)]
+    if not shape.is_tree:
+        return pack_shared_prompts(*map(list, zip(*pairs)))
+    masks = [torch.cat([torch.zeros_like(above), torch.ones_like(own)]) for above, own in pairs]
+    return pack_prefix_tree([*map(torch.cat, pairs)], loss_mask=masks, min_shared=1)  # the nodes as they are
+
+
+def shared_step(shape: Shape, ids: Tensor, model: Any) -> Step:
+    """This library, called as its README says."""
+    from flash_attn_dualkv.integrations.transformers import shared_prompt_forward
+
+    batch = pack(shape, ids)
+    return lambda: shared_prompt_forward(model, batch)[0], torch.arange(sum(shape.responses), device=ids.device)
+
+
+def peer_step(shape: Shape, ids: Tensor, model: Any, how: Arrangement) -> Step:
+    """The same with one packed row of the implementation's tokens."""
+    from transformers import AttentionInterface
+
+    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> tuple[Tensor, None]:
+        return how.attention(*(one[0].transpose(0, 1) for one in (q, k, v)))[None], None
+
+    AttentionInterface.register(PEER, attend)
+    rows = how.rows.to(ids.device)
+    inputs = {"input_ids": ids[rows][None], "position_ids": packed_positions(shape).to(ids.device)[rows][None]}
+    at, targets, which = (one.to(ids.device) for one in scored_rows(shape, how.rows))
+    return partial(log_probabilities, shape, model, inputs, at, ids[targets]), which
+
+
+def stock_step(shape: Shape, ids: Tensor, model: Any, leaves: list[int], length: int) -> Step:
+    """The stock model on one micro-batch: the sequences of these leaves, padded to a length."""
+    device, rows = ids.device, path_rows(shape, leaves)
+    padded = ids.new_zeros(len(rows), length)
+    for sequence, one in zip(padded, rows):
+        sequence[: len(one)] = ids[one.to(device)]
+    lengths = dict(zip(shape.leaves, shape.responses))
+    firsts = dict(zip(shape.leaves, torch.tensor([0, *shape.responses]).cumsum(0).tolist()))
+    ends = [(index * length + shape.ends[leaf], leaf) for index, leaf in enumerate(leaves)]
+    at = torch.cat([torch.arange(end - lengths[leaf] - 1, end - 1) for end, leaf in ends]).to(device)
+    which = torch.cat([torch.arange(firsts[leaf], firsts[leaf] + lengths[leaf]) for leaf in leaves]).to(device)
+    return partial(log_probabilities, shape, model, {"input_ids": padded}, at, padded.flatten()[at + 1]), which
+
+
+def log_probabilities(shape: Shape, model: Any, inputs: dict[str, Tensor], at: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities of the targets (n,) by rows ``at`` of the output; the LM head in checkpointed chunks."""
+    from flash_attn_dualkv.integrations.lm_head import rows_of_a_chunk
+
+    def of_chunk(rows: Tensor, wanted: Tensor) -> Tensor:
+        logits = wide(model.lm_head(rows))
+        return logits.gather(-1, wanted[:, None])[:, 0] - logits.logsumexp(-1)
+
+    hidden = model.model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1).index_select(0, at)
+    size = rows_of_a_chunk(shape.model.vocab)
+    chunks = zip(hidden.split(size), targets.split(size))
+    return torch.cat([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks])
+
+
+def scored_rows(shape: Shape, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which of an implementation's ``rows`` score response tokens, the packed rows of those tokens, and which they are.
+
+    The row in front of a token scores it: that of a response's first token is the last of its prompt, in any copy. One
+    of several micro-batches has the tokens of some responses.
+    """
+    pairs = response_rows(shape)
+    before = torch.cat([torch.cat([prompt[-1:], response[:-1]]) for prompt, response in pairs])
+    targets = torch.cat([response for _, response in pairs])
+    which = torch.isin(targets, rows).nonzero().view(-1)
+    return first_copy(rows, shape.packed_tokens)[before[which]], targets[which], which
+
+
+def padded_batches(shape: Shape, has_one_length: bool) -> list[tuple[list[int], int]]:
+    """Leaves from the longest sequence to the shortest, as many at a time as the family says, and their length."""
+    assert isinstance(shape.model, FamilyModel)
+    leaves, size = sorted(shape.leaves, key=lambda leaf: -shape.ends[leaf]), shape.model.sequences
+    chosen = [leaves[begin : begin + size] for begin in range(0, len(leaves), size)]
+    longest = [shape.ends[(leaves if has_one_length else one)[0]] for one in chosen]
+    return [(one, -(-length // ROW_TILE) * ROW_TILE) for one, length in zip(chosen, longest)]
+
+
+class StepRun(LayerRun):
+    """All measurements of one model's step over one micro-batch. All implementations share one model."""
+
+    # Roundings to bf16 over 36 layers: shared and replicated prompts differ by 6 to 8% of the spread on an H200.
+    largest_difference = 0.1
+    is_centred = True  # the common part, the logarithm of the vocabulary's size, would hide what attention adds
+
+    def __init__(self, shape: Shape, implementations: list[Implementation], config: Config, matmul: Matmul) -> None:
+        super().__init__(shape, implementations, config, matmul)
+        self.model: Any = None
+        if isinstance(shape.model, FamilyModel):
+            self.largest_difference = shape.model.largest_difference
+
+    def run(self) -> None:
+        super().run()
+        self.model = None
+        self.config.clear(after_failure=True)
+
+    def model_on(self, attention: str) -> Any:
+        if self.model is None:
+            self.model = make_model(self.shape, attention, self.config.dtype, self.config.device)
+        self.model.set_attn_implementation(attention)
+        return self.model
+
+    def prepared(self, impl: Implementation) -> Iterator[Prepared]:
+        """The leaves are all parameters; rows of the output are scored tokens."""
+        dout = make_ids(self.shape, self.config.device)[1]
+        for run, scored in self.steps(impl):
+
+            def take(out: Tensor, which: Tensor, scored: Tensor = scored) -> Tensor:
+                return out.new_zeros(len(dout)).index_copy_(0, scored, out)[which]
+
+            yield Prepared(tuple(self.model.parameters()), dout[scored], run, take, lambda gradients, which: ())
+
+    def steps(self, impl: Implementation) -> Iterator[Step]:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        from flash_attn_dualkv.integrations.transformers import register
+
+        shape, device = self.shape, self.config.device
+        ids, _ = make_ids(shape, device)
+        how = impl.arrange(shape, device)
+        if impl.is_ours:
+            register()
+            yield shared_step(shape, ids, self.model_on("dualkv"))
+        elif impl.name.startswith("stock_"):
+            name = impl.name.removeprefix("stock_").removesuffix("_replicated")
+            for leaves, length in how:
+                yield stock_step(shape, ids, self.model_on(name), leaves, length)
+        else:
+            AttentionInterface.register(PEER, lambda *_, **options: None)
+            AttentionMaskInterface.register(PEER, lambda *_, **options: None)
+            for one in how if isinstance(how, list) else [how]:
+                yield peer_step(shape, ids, self.model_on(PEER), one)
+
+
+def implementations(kernels: str | None) -> list[Implementation]:
+    """Ours first; peers of Qwen3, and other models as they are."""
+    ours, *others = layer_implementations(kernels)
+    found = [ours, *(one.only(lambda shape: not of_family(shape), "measured on Qwen3") for one in others)]
+    for name, (package, compiles) in STOCK.items():
+        arrange = partial(arrange_stock, has_one_length=name == "flex_attention")
+        impl = Implementation(
+            f"stock_{name}_replicated", arrange, is_replicated=True, package=package, compiles=compiles
+        )
+        found.append(impl.only(partial(of_family, attention=name), "measured on families that have it"))
+    return found
+
+
+def arrange_stock(shape: Shape, device: torch.device, has_one_length: bool) -> list[tuple[list[int], int]]:
+    return padded_batches(shape, has_one_length)
+
+
+def of_family(shape: Shape, attention: str = "") -> bool:
+    """Whether the model is one of models.py's families, and measured on that attention."""
+    return isinstance(shape.model, FamilyModel) and (not attention or attention in shape.model.stock)
+
+
+PRESETS = {
+    "qwen3-8b": (*QUICK, "8x1Kx131-2048"),
+    "qwen3-0.6b": tuple(f"qwen3-0.6b-{n}x{prompt}x131-2048" for prompt in ("1K", "8K", "32K") for n in (4, 16)),
+    "tree": ("qwen3-1.7b-tree-agentic",),
+    "models": (*(f"{name}-16x8Kx131-2048" for name in FAMILIES), "qwen3.5-4b-16x16Kx1K"),
+    "tiny": ("tiny-3x70x1-90", "tiny-4x64x24"),
+}
+# A pass of replicated prompts takes half a minute.
+SETTINGS = {"target_ms": 250.0, "max_calls": 5, "rounds": 2, "limit_s": 120.0}
+BENCHMARK = command.Benchmark(
+    "model", __doc__ or "", PRESETS, "qwen3-8b", implementations, run_type=StepRun, settings=SETTINGS
+)
+main = partial(command.main, BENCHMARK)
+
+if __name__ == "__main__":
+    sys.exit(main())
