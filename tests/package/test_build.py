@@ -336,21 +336,6 @@ def test_an_error_is_a_sentence_and_no_traceback(checkout):
     assert "Traceback" not in result.stderr
 
 
-def test_the_extension_compiles_every_source_and_knows_what_it_contains(tmp_path, monkeypatch):
-    names = ["api.cpp", "dispatch.cpp", "kernels/node_tables.cu", "instances/sm80_forward_d64.cu"]
-    other_builds = ["instances/sm90_forward_d64.cu", "instances/sm80_forward_d96.cu"]
-    root = source_tree(tmp_path, [*names, *other_builds])
-    monkeypatch.setattr(Nvcc, "home", Path("/cuda-13.0"))
-    monkeypatch.setattr(Nvcc, "include_dir", lambda self: Path("/cuda-13.0/include"))
-    build = CudaBuild(torch_build(), NVCC13, ("80",), (64,))
-    commands = {Path(step.command[-1]).name: " ".join(step.command) for step in extension.compile_steps(root, build)}
-    assert sorted(commands) == sorted(Path(name).name for name in names)
-    assert '-DDUALKV_BUILD_ARCHS="80"' in commands["api.cpp"]
-    assert "-DTORCH_EXTENSION_NAME=_C" in commands["api.cpp"]
-    assert re.findall(r"code=\w+", commands["node_tables.cu"]) == ["code=sm_80", "code=compute_80"]
-    assert "/torch" not in commands["node_tables.cu"]
-
-
 def test_flags_that_nvcc_takes_from_the_environment_compile_a_kernel_again(tmp_path, monkeypatch):
     """As tests/helpers/jitter.py builds with them."""
     root = source_tree(tmp_path, ["instances/sm90_forward_d64.cu"])

@@ -162,17 +162,6 @@ def test_the_layers_of_the_results(gpu: str) -> None:
     assert compared >= 2
 
 
-def test_times_follow_the_rates() -> None:
-    wide = dataclasses.replace(QWEN, heads=64)  # 8192 query columns
-    found = predict.predict(4096, [1000] * 4, wide, Rates(500, 400, 300, 200, 100, 1, 2, 10, 20))
-    for packing, forward, backward, ns in ((found.shared, 400, 300, 3), (found.replicated, 200, 100, 30)):
-        one, token_wise = packing.attention_tflop / 3.5, packing.layer_tflop - packing.attention_tflop
-        by_token = 2 * ns * packing.tokens / 1e6
-        assert packing.attention_ms == pytest.approx(1e3 * (one / forward + 2.5 * one / backward) + by_token)
-        assert packing.layer_ms - packing.attention_ms == pytest.approx(1e3 * token_wise / 500)
-    assert found.attention_speedup == found.replicated.attention_ms / found.shared.attention_ms
-
-
 @pytest.mark.parametrize(
     ("prompt", "responses", "rates", "expected"),
     [

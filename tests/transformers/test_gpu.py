@@ -130,13 +130,3 @@ def test_layers_neither_synchronise_nor_copy():
             torch.cuda.set_sync_debug_mode("default")
         counts.append(sum("synchronizing" in str(one.message) for one in caught))
     assert counts[0] == counts[1]
-
-
-@pytest.mark.slow
-def test_compiled_model():
-    model = tiny_model("qwen3", dtype=torch.bfloat16, **_SHAPE, head_dim=64).to(DEVICE)
-    batch = SAMPLES.pack(device=DEVICE)
-    expected, _ = dualkv.shared_prompt_forward(model, batch)
-    got, _ = dualkv.shared_prompt_forward(torch.compile(model), batch)
-    got.sum().backward()
-    assert (got - expected).abs().max() < 0.1

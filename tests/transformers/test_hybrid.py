@@ -46,11 +46,21 @@ from flash_attn_dualkv.integrations.transformers.hybrid import delivery, mixers,
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_prompts_and_responses(name: str) -> None:
-    """Ragged groups, responses of no and of one token, prompts shorter than the convolution; all parameters."""
+    """Ragged groups, responses of no and of one token, prompts shorter than the convolution; all parameters.
+
+    Also with activation checkpointing, whose recomputation, in the backward, mixes tokens by the layout as well.
+    """
     model = hybrid_model(name)
+    runs: list[tuple[dict[str, Any], bool | None]] = [(dict(boundary="replicate"), None)]
+    runs += [(dict(boundary="gather", pad_to_multiple_of=16), None), ({}, False)]
+    runs += [({}, True)] if name in KINDS else []
     with in_float64():
         expected, expected_gradients = alone(model, RAGGED)
-        for options in (dict(boundary="replicate"), dict(boundary="gather", pad_to_multiple_of=16)):
+        for options, use_reentrant in runs:
+            if use_reentrant is not None:
+                model.train().gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
+            if use_reentrant:
+                model.enable_input_require_grads()
             got, got_gradients = shared(model, RAGGED.pack(**options))
             check_equal(got, expected, EXACT.value)
             check_gradients(got_gradients, expected_gradients, EXACT.gradient)
@@ -176,22 +186,6 @@ def test_the_convolution_without_its_package_keeps_sequences_apart() -> None:
     x[:, :, :6] = torch.nan
     got = delivery._causal_conv1d(x, weight, bias, "silu", seq_idx=index)
     torch.testing.assert_close(got[:, :, 6:], alone[2])
-
-
-@pytest.mark.parametrize(
-    ("name", "use_reentrant"), [*((name, False) for name in HYBRIDS), *((name, True) for name in KINDS)]
-)
-def test_gradient_checkpointing(name: str, use_reentrant: bool) -> None:
-    """The recomputation, in the backward, mixes tokens by the layout as well."""
-    model = hybrid_model(name)
-    with in_float64():
-        expected, expected_gradients = alone(model, RAGGED)
-        model.train().gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
-        if use_reentrant:
-            model.enable_input_require_grads()
-        got, got_gradients = shared(model, RAGGED.pack())
-    check_equal(got, expected, EXACT.value)
-    check_gradients(got_gradients, expected_gradients, EXACT.gradient)
 
 
 @pytest.mark.parametrize("name", KINDS)

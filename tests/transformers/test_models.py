@@ -43,24 +43,27 @@ def weights(count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(5), dtype=dtype)
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_equals_replicated_prompts(name):
+def check_packed(name, samples, batches, scored=slice(None), **options) -> None:
+    """Log-probabilities, entropies and the gradients of all parameters of every batch of the samples."""
     dtype = FAMILIES[name].dtype
-    model = tiny_model(name)
+    tolerance = TOLERANCES[dtype]
+    model = tiny_model(name, **options)
     twin = stock_twin(model)
-    logps, entropy = replicated_logps(twin, MIXED, temperature=0.7)
+    logps, entropy = (one[scored] for one in replicated_logps(twin, samples, temperature=0.7))
     loss_weights = weights(len(logps), dtype)
     (loss_weights @ logps + 0.3 * entropy.sum()).backward()
     expected = gradients(twin)
-    tolerance = TOLERANCES[dtype]
-    for options in PACKINGS.values():
-        got, got_entropy = dualkv.shared_prompt_forward(
-            model, MIXED.pack(**options), temperature=0.7, with_entropy=True
-        )
+    for batch in batches:
+        got, got_entropy = dualkv.shared_prompt_forward(model, batch, temperature=0.7, with_entropy=True)
         check_equal(got, logps, tolerance.value)
         check_equal(got_entropy, entropy, tolerance.value)
         (loss_weights @ got + 0.3 * got_entropy.sum()).backward()
         check_gradients(gradients(model), expected, tolerance.gradient)
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_equals_replicated_prompts(name):
+    check_packed(name, MIXED, [MIXED.pack(**options) for options in PACKINGS.values()])
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -242,26 +245,12 @@ OPTIONS = (dict(boundary="gather"), dict(boundary="replicate", pad_to_multiple_o
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_equals_each_sequence_alone(name: str) -> None:
-    """Log-probabilities, entropies and the gradients of all parameters; windows, softcaps and sinks are the models'."""
-    dtype = FAMILIES[name].dtype
-    tolerance = TOLERANCES[dtype]
-    model = tiny_model(name, **(EVERY_EXPERT[name] if name == "deepseek_v3" else {}))
-    twin = stock_twin(model)
+    """Windows, softcaps and sinks are the models'."""
     whole = Samples([one[:1] for one in SEQUENCES], [one[1:] for one in SEQUENCES])
     trained = torch.tensor([value for mask in MASKS for value in mask[1:]]).bool()
-    logps, entropy = (one[trained] for one in replicated_logps(twin, whole, temperature=0.7))
-    weights = torch.randn(len(logps), generator=torch.Generator().manual_seed(5), dtype=dtype)
-    (weights @ logps + 0.3 * entropy.sum()).backward()
-    expected = gradients(twin)
-    for options in OPTIONS:
-        batch = pack_prefix_tree(SEQUENCES, loss_mask=MASKS, min_shared=1, **options)
-        assert batch.depth >= 4 and batch.dedup_ratio > 1.5
-        got, got_entropy = dualkv.shared_prompt_forward(model, batch, temperature=0.7, with_entropy=True)
-        check_equal(got, logps, tolerance.value)
-        check_equal(got_entropy, entropy, tolerance.value)
-        (weights @ got + 0.3 * got_entropy.sum()).backward()
-        check_gradients(gradients(model), expected, tolerance.gradient)
-    assert unpack_logprobs(got, batch, per_row=False).shape == (len(SEQUENCES), max(map(sum, MASKS)))
+    batches = [pack_prefix_tree(SEQUENCES, loss_mask=MASKS, min_shared=1, **options) for options in OPTIONS]
+    assert all(one.depth >= 4 and one.dedup_ratio > 1.5 for one in batches)
+    check_packed(name, whole, batches, trained, **(EVERY_EXPERT[name] if name == "deepseek_v3" else {}))
 
 
 LOSSES = 256  # of one of them the error of either side is chance, of many it is a measure

@@ -49,24 +49,6 @@ def test_gradient_checkpointing(name, use_reentrant):
     check_gradients(gradients(model), gradients(twin), tolerance.gradient)
 
 
-def test_checkpointing_of_a_forward_with_the_hook():
-    """The recomputation runs when the expectation is over: layers must have their layout all the same."""
-    model = tiny_model("llama").train()
-    model.gradient_checkpointing_enable(dict(use_reentrant=False))
-    batch = MIXED.pack()
-    dualkv.install_layout_hook(model)
-    targets = batch.labels[batch.token_index][:, None]
-    with dualkv.expect_shared_prompt(batch.layout, 2):
-        logits = model(
-            batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False,
-            logits_to_keep=batch.token_index,
-        ).logits[0]  # fmt: skip
-    logits.log_softmax(-1).gather(-1, targets).sum().backward()
-    got = gradients(model)
-    dualkv.shared_prompt_forward(model, batch)[0].sum().backward()
-    check_gradients(got, gradients(model), 1e-6)
-
-
 def lora(model: Any, **options: Any) -> Any:
     peft = pytest.importorskip("peft", reason="needs peft")
     targets = ["q_proj", "v_proj", "down_proj", "lm_head"]
