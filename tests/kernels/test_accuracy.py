@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 from functools import partial
 
 import oracle
+import peers
 import pytest
 import torch
-import varlen
 from groups import (
     AXES,
     COST_CAP,
@@ -132,7 +132,7 @@ def key_rows(batch: Batch) -> tuple[Tensor, list[int]]:
     return torch.cat(runs).to(batch.q.device), lengths
 
 
-def replicated(batch: Batch, attend: varlen.VarlenKernel) -> Results:
+def replicated(batch: Batch, attend: peers.VarlenKernel) -> Results:
     """The batch through a peer. Its gradients of the copies of a key are summed in fp64 and rounded once."""
     rows, lengths = key_rows(batch)
     ratio = batch.q.shape[1] // batch.k_context.shape[1]
@@ -160,19 +160,19 @@ def peer_cases() -> Iterator[Case]:
     yield Case(1000, 64, 64, 128, (40, 8), query="longer")
 
 
-PEERS: dict[str, Callable[[], varlen.VarlenKernel]] = {
-    "PyTorch": varlen.torch_varlen,
-    "flash_attn": partial(varlen.package_varlen, "flash_attn"),
+PEERS: dict[str, Callable[[], peers.VarlenKernel]] = {
+    "PyTorch": peers.torch_varlen,
+    "flash_attn": partial(peers.package_varlen, "flash_attn"),
 }
 if DEVICE != "cuda":
-    PEERS = {"math": lambda: varlen.math_varlen}
+    PEERS = {"math": lambda: peers.math_varlen}
 
 
 @pytest.mark.parametrize("case", sized(tuple(peer_cases())), ids=lambda case: case.id)
 @pytest.mark.parametrize("peer", PEERS)
 def test_as_accurate_as_flash_attention_2(peer: str, case: Case) -> None:
     """Errors against fp64 are at most twice the peer's; a peer that is far off computes something else."""
-    if peer == "flash_attn" and not varlen.is_importable(peer):
+    if peer == "flash_attn" and not peers.is_importable(peer):
         pytest.skip("flash_attn is not installed")
     if peer == "PyTorch":
         pytest.importorskip("torch.nn.attention.varlen")

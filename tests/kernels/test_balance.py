@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 from node_tables import Tables, comb, packed_prompts, random_parents, tree_tables
-from trees import balanced
+from shapes import balanced
 from work_lists import backward_list, forward_list, load_work_lists
 
 NUM_SMS = 132

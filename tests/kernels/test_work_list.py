@@ -18,7 +18,7 @@ from node_tables import (
     random_tables,
     tree_tables,
 )
-from trees import spine
+from shapes import spine
 from work_lists import Backward, Step, Tile, are_over, backward_list, capacities, forward_list, load_work_lists, walk_of
 
 
