@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
+from processes import run_ranks
 from tiny_models import (
     FAMILIES,
     MIXED,
@@ -147,3 +150,33 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], r
 def test_wrapped_models_on_gpus(on_gpus, wrapper):
     """The same with a GPU for each rank, bfloat16 and NCCL, against one GPU that has all samples."""
     ranks.check(ranks.GPUS, on_gpus, wrapper, Tolerance(0.05, 0.1) if "mixed" in wrapper else Tolerance(0.02, 0.02))
+
+
+# --- the recipe for ranks ---------------------------------------------------------------------------------------------
+
+SIZES = (([5, 6, 7], 3), ([5, 6, 7], 9), ([8, 9], 4), ([5, 6, 7], 1), ([3] * 12, 6))  # five samples for two ranks
+
+
+def _recipe(rank: int, world: int, address: str, results: Any) -> None:
+    """The gradients of the page's step on a rank, as DDP averages them."""
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    page = (Path(__file__).resolve().parents[2] / "docs/training.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.split("<!-- example: ranks -->\n```python\n")[1].split("```")[0], names)
+    model = tiny_model("qwen3")
+    prompts, responses = [prompt for prompt, _ in SIZES], [[*range(10, 10 + count)] for _, count in SIZES]
+    advantages = torch.tensor([1.0, -1.0, 0.5, 2.0, -0.5], dtype=torch.float64)
+    names["step"](model, prompts, responses, advantages, 24, dist.group.WORLD)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world
+    results[rank] = [parameter.grad for parameter in model.parameters()]
+    dist.destroy_process_group()
+
+
+def test_the_recipe_for_ranks(tmp_path: Path) -> None:
+    """On two ranks, in micro-batches of 24 rows, and with unequal counts of samples: the gradient of one process."""
+    expected, *found = (run_ranks(_recipe, world, world, f"file://{tmp_path}/{world}") for world in (1, 2))
+    for one in (found[0][0], found[0][1]):
+        for got, wanted in zip(one, expected[0], strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
