@@ -19,7 +19,7 @@ inline std::string describe(const Why& why) {
   return std::string(why.text) + " " + number(why.value) + " " + why.relation + " " + number(why.bound);
 }
 
-// The name of a launch, such as "dualkv_sm90_backward_narrow".
+// The name of a launch, such as "dualkv_sm90_backward_dq_narrow".
 inline std::string launch_name(const KernelChoice& kernel, const std::string& direction) {
   return std::string("dualkv_") + name_of(kernel.arch) + "_" + direction + (kernel.narrow ? "_narrow" : "");
 }

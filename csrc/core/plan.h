@@ -231,14 +231,11 @@ inline BackwardPlan plan_backward(const Call& call, const std::vector<KernelTrai
   const BackwardTuning limits = backward_tuning(tuning, kernel.arch, kernel.dims);
   choose_sums(plan, kernel, call, tuning, limits);
   if (plan.sums == DqSums::none) {
-    choose_narrow(plan.kernel, kernel, call, limits.narrow_keys, limits.narrow_window);
     plan.dq = choose_kernel(dq_kernels, call, gpu);
     const KernelTraits& dq = dq_kernels[plan.dq.index];
     const BackwardTuning dq_limits = backward_tuning(tuning, dq.arch, dq.dims);
     choose_narrow(plan.dq, dq, call, dq_limits.narrow_dq_keys, dq_limits.narrow_dq_window);
     pack_all_heads(plan.dq, call);
-  } else if (kernel.has_narrow()) {
-    plan.kernel.tiles_why = {"wide: narrow tiles are for dK and dV alone"};
   }
   choose_backward_pack(plan, call, tuning);
   const KernelChoice& chosen = plan.kernel;

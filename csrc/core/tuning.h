@@ -25,16 +25,13 @@ struct Gpu {
 //
 // Sums of dQ travel through memory three times in fp32. For few keys it is less work to compute S
 // and dP once more, in a kernel for dQ alone, and the fewer bytes a card has for each
-// multiprocessor, the sooner. Narrow tiles waste fewer columns, and two of their blocks share a
-// multiprocessor: while one begins or ends, the other multiplies.
+// multiprocessor, the sooner. Narrow tiles waste fewer columns.
 struct BackwardTuning {
   HeadDims dims{};
   int dq_window = 0;        // dQ has a kernel of its own with a shorter window,
   int dq_keys = 0;          // where a row sees no more keys,
   int dq_keys_ordered = 0;  // with deterministic gradients, where it sees no more keys than these
   int dq_node_ordered = 0;  // or nodes have fewer tokens
-  int narrow_keys = 0;       // dK and dV alone have narrow tiles where a row sees no more keys,
-  int narrow_window = 0;     // or with a shorter window
   int narrow_dq_keys = 0;    // dQ alone has narrow tiles where a row sees no more keys,
   int narrow_dq_window = 0;  // or with a shorter window
 };
@@ -60,15 +57,12 @@ inline constexpr Tuning kTunings[] = {
                    .dq_window = 256,
                    .dq_keys = 100,
                    .dq_keys_ordered = 320,
-                   .narrow_keys = 100,
                    .narrow_dq_keys = 128,
                    .narrow_dq_window = 256},
                   {.dims = {128, 128},
                    .dq_window = 256,
                    .dq_keys = 320,
                    .dq_keys_ordered = 512,
-                   .narrow_keys = 320,
-                   .narrow_window = 256,
                    .narrow_dq_keys = 640,
                    .narrow_dq_window = 1024},
                   {.dims = {192, 128}, .dq_window = 1024}}},
@@ -78,7 +72,6 @@ inline constexpr Tuning kTunings[] = {
                    .dq_window = 256,
                    .dq_keys = 512,
                    .dq_keys_ordered = 1280,
-                   .narrow_keys = 200,
                    .narrow_dq_keys = 128,
                    .narrow_dq_window = 256},
                   {.dims = {128, 128},
@@ -86,8 +79,6 @@ inline constexpr Tuning kTunings[] = {
                    .dq_keys = 600,
                    .dq_keys_ordered = 1280,
                    .dq_node_ordered = 1280,
-                   .narrow_keys = 640,
-                   .narrow_window = 256,
                    .narrow_dq_keys = 640,
                    .narrow_dq_window = 1024},
                   {.dims = {192, 128}, .dq_window = 1024}}},
@@ -145,12 +136,10 @@ void each_threshold(const Tuning& tuning, Visit visit) {
     visit_one("dq_keys", row.dq_keys);
     visit_one("dq_keys_ordered", row.dq_keys_ordered);
     visit_one("dq_node_ordered", row.dq_node_ordered);
-    visit_one("narrow_keys", row.narrow_keys);
-    visit_one("narrow_window", row.narrow_window);
     visit_one("narrow_dq_keys", row.narrow_dq_keys);
     visit_one("narrow_dq_window", row.narrow_dq_window);
   }
-  static_assert(sizeof(BackwardTuning) == 10 * sizeof(int), "a new threshold must be visited, too");
+  static_assert(sizeof(BackwardTuning) == 8 * sizeof(int), "a new threshold must be visited, too");
 }
 
 }  // namespace dualkv

@@ -58,9 +58,8 @@ struct BackwardConsumer : DsWarpgroup<T, Config, BackwardShared<Config>, kSoftca
   using Base::step_of, Base::wait_kv;
   static constexpr bool kSplitRows = Config::kSplitRows;
   // dK is issued after S and dP of the next step. This needs no dQ (the warpgroups do not wait for
-  // each other then) and registers for dS beside them: 128 queries a tile leave none, nor do the
-  // 232 registers of a block with one warpgroup.
-  static constexpr bool kLateDk = !kComputeDq && kBlockM == 64 && Config::kConsumers == 2;
+  // each other then) and registers for dS beside them: 128 queries a tile leave none.
+  static constexpr bool kLateDk = !kComputeDq && kBlockM == 64;
   // The first iteration has no dQ to make and is peeled. With 128 queries a tile two copies of the
   // loop would spill: there dQ is made of whatever the buffer holds, and dropped.
   static constexpr bool kPeelsFirst = kBlockM == 64;
@@ -460,7 +459,7 @@ __device__ __forceinline__ void add_dq(const BackwardShared<Config>& shared, con
 }
 
 template <typename T, class Config, bool kComputeDq, bool kSkipsHidden, bool kSoftcap>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+__global__ void __launch_bounds__(Config::kThreads, 1)
     dualkv_sm90_backward(const __grid_constant__ BackwardParams<T> p, const __grid_constant__ BackwardMaps maps) {
   __shared__ KvBlock block;
   __shared__ FlaggedStep steps[Config::kSteps];

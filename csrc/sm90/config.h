@@ -67,30 +67,25 @@ struct NarrowForwardConfig : ForwardConfig<kHeadDim, kHeadDimV> {};
 template <>
 struct NarrowForwardConfig<64, 64> : ForwardTiles<64, 64, 3, 80, 2> {};
 
-// The backward kernels need every register: kBlocksPerSm blocks of a producer's warpgroup and
-// kConsumers more.
-template <int kConsumers, int kBlocksPerSm = 1>
-struct BackwardRegisterShare {
-  static constexpr int kProducer = 24, kConsumer = kConsumers == 2 ? 240 : 232;
-  static_assert(kBlocksPerSm * (kProducer + kConsumers * kConsumer) * kWarpgroup <= 64 * 1024,
-                "setmaxnreg would wait for ever");
+// The backward kernels need every register.
+struct BackwardRegisters {
+  static constexpr int kProducer = 24, kConsumer = 240;
+  static_assert((kProducer + 2 * kConsumer) * kWarpgroup <= 64 * 1024, "setmaxnreg would wait for ever");
 };
-using BackwardRegisters = BackwardRegisterShare<2>;
 
 // Backward with a stationary KV tile, 64 rows a consumer warpgroup. kStagesDq_: whether dQ goes to
-// its sums through shared memory; else it goes from registers. A multiprocessor has room for two
-// blocks of one warpgroup, but not for dQ: while one begins or ends, the other multiplies.
-template <int kHeadDim_, int kHeadDimV_, int kBlockM_, bool kStagesDq_ = true, int kConsumers_ = 2>
+// its sums through shared memory; else it goes from registers.
+template <int kHeadDim_, int kHeadDimV_, int kBlockM_, bool kStagesDq_ = true>
 struct BackwardWarpgroupTiles {
-  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = kBlockM_, kBlockN = 64 * kConsumers_;
-  static constexpr int kConsumers = kConsumers_, kThreads = (kConsumers + 1) * kWarpgroup, kBlocksPerSm = 2 / kConsumers;
-  static constexpr bool kSumsDq = kConsumers == 2, kStagesDq = kStagesDq_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockM = kBlockM_, kBlockN = 128;
+  static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
+  static constexpr bool kSumsDq = true, kStagesDq = kStagesDq_;
   static constexpr int kColumnBlocks = 1;
   // Q serves S of the next step and dK of this one while the one after is loaded.
-  static constexpr int kStagesQ = kSumsDq ? 3 : 2, kStagesDo = 2, kStagesDs = kStagesDq && kBlockM == 64 ? kStagesQ : 2;
+  static constexpr int kStagesQ = 3, kStagesDo = 2, kStagesDs = kStagesDq && kBlockM == 64 ? kStagesQ : 2;
   // The geometry of a step is read once more when its Q has been left: dQ leaves one step later.
   static constexpr int kSteps = 2 * kStagesQ;
-  using Registers = BackwardRegisterShare<kConsumers, kBlocksPerSm>;
+  using Registers = BackwardRegisters;
   using TileQ = SmemTile<kBlockM, kHeadDim>;
   using TileDo = SmemTile<kBlockM, kHeadDimV>;
   using TileK = SmemTile<kBlockN, kHeadDim>;
@@ -101,23 +96,21 @@ struct BackwardWarpgroupTiles {
   static constexpr bool kSplitRows = kBlockM == 128;
   static constexpr int kDqCols = kHeadDim * kBlockM / 128;
   static constexpr int kDqBytes = 64 * kDqCols * 4;  // a warpgroup's share, fp32
-  static_assert(!kSumsDq || kBlockM == 64 || kBlockM == 128, "two warpgroups share a dQ tile");
-  static_assert(!kSumsDq || kDqCols % (kStagesDq ? 64 : 32) == 0,
+  static_assert(kBlockM == 64 || kBlockM == 128, "two warpgroups share a dQ tile");
+  static_assert(kDqCols % (kStagesDq ? 64 : 32) == 0,
                 "a product's columns of dQ are whole panels of K, or within one");
 
   static constexpr int kOffsetV = TileK::kBytes;
   static constexpr int kOffsetQ = kOffsetV + TileV::kBytes;
   static constexpr int kOffsetDo = kOffsetQ + kStagesQ * TileQ::kBytes;
   static constexpr int kOffsetDs = kOffsetDo + kStagesDo * TileDo::kBytes;
-  static constexpr int kOffsetDq = kOffsetDs + (kSumsDq ? kStagesDs * TileDs::kBytes : 0);
-  static constexpr int kOffsetLse = kOffsetDq + (kSumsDq && kStagesDq ? kConsumers * kDqBytes : 0);
+  static constexpr int kOffsetDq = kOffsetDs + kStagesDs * TileDs::kBytes;
+  static constexpr int kOffsetLse = kOffsetDq + (kStagesDq ? kConsumers * kDqBytes : 0);
   static constexpr int kOffsetDelta = kOffsetLse + kStagesQ * kBlockM * 4;
   static constexpr int kOffsetBarriers = kOffsetDelta + kStagesDo * kBlockM * 4;
   static constexpr int kBarrierBytes = 256;
   static constexpr int kSharedBytes = kOffsetBarriers + kBarrierBytes + 1024;
   static_assert(kSharedBytes + 512 <= kMaxSharedBytes, "must fit a Hopper multiprocessor");
-  // Beside each block the hardware keeps 1 KB of 228.
-  static_assert(kBlocksPerSm * (kSharedBytes + 512 + 1024) <= kMaxSharedBytes + 1024, "all blocks must fit together");
 };
 
 // dK and dV of wide heads: a KV tile of 64 rows, one warpgroup for each of the two sums.
@@ -233,17 +226,6 @@ struct BackwardConfig<256, 256> : BackwardWideTiles<256, 256, 2> {};
 template <>
 struct BackwardConfig<512, 512> : BackwardColumnTiles<512, 2, 32> {};
 
-// For short walks: while one block begins or ends, the other of a multiprocessor multiplies. Twice
-// as many bytes of Q and dO come from L2, which costs 3% with a window of 1024. Lists count one
-// block a multiprocessor here too: a part of a split tile then takes up to half of the time instead
-// of a quarter, and begins first.
-template <int kHeadDim, int kHeadDimV>
-struct NarrowBackwardConfig : BackwardConfig<kHeadDim, kHeadDimV> {};
-template <>
-struct NarrowBackwardConfig<64, 64> : BackwardWarpgroupTiles<64, 64, 64, true, 1> {};
-template <>
-struct NarrowBackwardConfig<128, 128> : BackwardWarpgroupTiles<128, 128, 64, true, 1> {};
-
 template <class Config>
 constexpr TileInfo tile_info(bool packs_heads = true, int column_blocks = 1) {
   return {Config::kBlockM, Config::kBlockN, Config::kSharedBytes, packs_heads, column_blocks};
@@ -262,11 +244,9 @@ constexpr KernelTraits forward_traits() {
 template <int kHeadDim, int kHeadDimV>
 constexpr KernelTraits backward_traits() {
   using Config = BackwardConfig<kHeadDim, kHeadDimV>;
-  using Narrow = NarrowBackwardConfig<kHeadDim, kHeadDimV>;
   KernelTraits traits{Arch::sm90, {kHeadDim, kHeadDimV}, tile_info<Config>(true, Config::kColumnBlocks)};
   traits.sums_dq = Config::kSumsDq;
   if constexpr (Config::kSumsDq) traits.orders_dq = Config::kStagesDq;
-  if constexpr (Narrow::kBlockN < Config::kBlockN) traits.narrow = tile_info<Narrow>();
   return traits;
 }
 

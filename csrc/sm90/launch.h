@@ -123,14 +123,6 @@ auto pick_backward(const BackwardParams<T>& p) {
   return p.shape.softcap.exists() ? pick(std::true_type()) : pick(std::false_type());
 }
 
-// dK and dV alone, of tiles with nothing to leave out.
-template <typename T, class Config>
-void launch_narrow_backward(const BackwardParams<T>& p, cudaStream_t stream) {
-  launch_backward<T, Config>(p.shape.softcap.exists() ? dualkv_sm90_backward<T, Config, false, false, true>
-                                                      : dualkv_sm90_backward<T, Config, false, false, false>,
-                             p, stream);
-}
-
 template <int kHeadDim, int kHeadDimV = kHeadDim>
 bool register_backward() {
   using Config = BackwardConfig<kHeadDim, kHeadDimV>;
@@ -145,10 +137,7 @@ bool register_backward() {
         launch_backward<T, Config>(dualkv_sm90_backward_wide<T, Config>, p, stream);
       }
     };
-    BackwardKernel<T> kernel{{run}, launch_convert<T, Config>};
-    using Narrow = NarrowBackwardConfig<kHeadDim, kHeadDimV>;
-    if constexpr (Narrow::kBlockN < Config::kBlockN) kernel.launch_narrow = launch_narrow_backward<T, Narrow>;
-    add_kernel<BackwardKernel<T>>(backward_traits<kHeadDim, kHeadDimV>(), kernel);
+    add_kernel<BackwardKernel<T>>(backward_traits<kHeadDim, kHeadDimV>(), {{run}, launch_convert<T, Config>});
   });
 }
 

@@ -214,8 +214,6 @@ class Threshold(NamedTuple):
             "dq_keys": {"mean_keys": value},
             "dq_keys_ordered": {"mean_keys": value, "deterministic": 1, "nodes": 1},
             "dq_node_ordered": {"nodes": 1000, "rows": 1000 * value, "deterministic": 1},
-            "narrow_keys": {"mean_keys": value, "window": 1024, "deterministic": 1},
-            "narrow_window": {"window": value, "deterministic": 1},
             "narrow_dq_keys": {"mean_keys": value, "window": 1024, "deterministic": 1},
             "narrow_dq_window": {"window": value, "deterministic": 1},
         }[self.field]
@@ -368,7 +366,7 @@ VALID: dict[str, Any] = dict(
 def test_explain_plan(extension: None) -> None:
     made = explain_plan(**VALID)
     assert (made.gpu, made.family, made.dq_sums) == ("h200", "sm90", "own kernel")
-    assert made.backward.launch == "dualkv_sm90_backward_narrow" and made.backward.heads == 4
+    assert made.backward.launch == "dualkv_sm90_backward" and made.backward.heads == 4
     assert made.dq is not None and made.dq.launch == "dualkv_sm90_backward_dq_narrow"
     printed = str(made)
     assert all(f"{name} " in printed and why in printed for name, _, why in made.choices)
