@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Builds the extension flash_attn_dualkv._C. All metadata is in pyproject.toml.
 
     pip install --no-build-isolation .

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: BSD-3-Clause
 """Measure shared-prompt attention against its peers, on the same tokens and in the same process.
 
     python benchmarks/bench_kernel.py                            # the shapes of the README, and their like

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: BSD-3-Clause
 """Measure one decoder layer of Qwen3-8B, forward and backward, with shared and with replicated prompts.
 
     python benchmarks/bench_layer.py                                   # 16 x 8K and 8 x 16K, all implementations

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: BSD-3-Clause
 """Measure what micro-batches cost beside their attention when no two have the same lengths.
 
     python benchmarks/bench_stream.py                      # 40 micro-batches of about 64K tokens in 64 samples

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: BSD-3-Clause
 """Measure attention over prefix trees against its peers, on the same tokens and in the same process.
 
     python benchmarks/bench_tree.py                                  # five trees of shapes.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the benchmark commands have in common: their arguments, the header of a result, the run over all shapes."""
 
 from __future__ import annotations

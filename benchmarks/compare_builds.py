@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: BSD-3-Clause
 """Compare the kernels of two checkouts, each built in place, in alternating processes on one GPU.
 
     python benchmarks/compare_builds.py OLD_ROOT NEW_ROOT                # every shape of a page, about 8 minutes

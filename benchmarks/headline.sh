@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
 # Makes the README's table anew, and the pages of attention, trees and streams behind it, on one Hopper GPU in about nine
 # minutes, beside the strongest peers. They are installed before: pip install nvidia-cudnn-frontend flash-attn-4.
 #   benchmarks/headline.sh            # results go to benchmarks/results/<gpu>, then report.py makes the pages

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Timing of several implementations on one shape, interleaved in one process, and the peak memory of each.
 
 Only one implementation's tensors exist at a time. Every round visits all of them in a different order, between two

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Models that are measured: those of `flash_attn_dualkv.predict`, and families of transformers whose layers differ."""
 
 from __future__ import annotations

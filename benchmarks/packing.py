@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The micro-batch that every implementation starts from, and the rows that each computes of it.
 
 Packed means the nodes depth first: ``[P][R_1]...[R_N]``, group after group. A row is an index into a packed tensor.

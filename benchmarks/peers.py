@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every implementation of the attention that is measured: the rows it computes, and a call."""
 
 from __future__ import annotations

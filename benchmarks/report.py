@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: BSD-3-Clause
 """Make pages and plots of the result files, a page for each machine.
 
     python benchmarks/report.py              # everything under benchmarks/results

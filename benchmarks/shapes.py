@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The micro-batches that are measured: what their names mean, and the work that counts.
 
 A shape is written N x P x R, N responses of R tokens to each prompt of P, or is a prefix tree of any depth. Its name is

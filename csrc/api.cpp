@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The Python module: check, allocate, fill the parameter structs, launch. Nothing but this file and
 // the headers beside it that it includes (check.h, problem.h, work_lists.h, autograd_node.h)
 // sees torch.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The vocabulary of argument checks: every failure names the argument, what was expected and what was got.
 #pragma once
 

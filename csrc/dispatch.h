@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The kernels of a build. Every instance file registers its own when the library is loaded.
 #pragma once
 

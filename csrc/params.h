@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // What the kernels receive. Row and head strides are in elements; the last dimension is contiguous.
 #pragma once
 

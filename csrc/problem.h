@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // A call as the launches see it: its tensors, checked and ready to be read by kernels, and the
 // shapes.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Work lists with the memory that holds them; the kernels of kernels/ fill it on the device.
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Draws which keys each query sees: docs/shared_prompt.svg, with the prompt replicated and with the prompt stored once,
 and docs/tree.svg, in a prefix tree; and docs/tiles.svg, the way from a packed row to the tiles of kernels.
 

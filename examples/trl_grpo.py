@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """GRPO from scratch with TRL: a small random model learns a rule that code can check. No network, no files needed.
 
     python examples/trl_grpo.py --out runs            # every prompt computed once

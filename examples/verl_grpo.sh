@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
 # GRPO with verl 0.9 on shared prompts, on the GPUs of one machine. What it needs: docs/verl.md.
 #
 #   TRAIN=train.parquet VAL=test.parquet examples/verl_grpo.sh

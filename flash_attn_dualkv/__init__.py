@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Exact attention over a shared prompt: one copy of the prompt's keys and values serves all of its responses."""
 
 from ._version import __version__

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How the commands `predict` and `demo` read arguments: what makes no sense is refused in one line, with status 2."""
 
 from __future__ import annotations

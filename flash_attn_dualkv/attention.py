@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attention of sequences given by offsets: checked arguments in, one differentiable call.
 
 Those of packed rows, whose queries and keys are the same tokens, are in `packed_attention.py`.

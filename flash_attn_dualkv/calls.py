@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """One attention call as typed structures, from the public function to the launch.
 
 `ForwardCall` and `BackwardCall` are the arguments of the operators `forward` and `backward`, in the

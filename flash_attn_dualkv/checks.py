@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Checks of what callers give; an error names the argument, what was expected and what was got.
 
 Functions named after a kind (`integer`, `lengths`) return the value in the form that is used and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Does the installation work? Attends over one group twice: the prompt stored once, and copied for every response.
 
     python -m flash_attn_dualkv.demo

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Switches in the environment of the process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the shared-prompt functions raise."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Work on the host: tensors from lists, copies of many in one go, functions that are not compiled."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Where the nodes of a micro-batch lie in its packed row: built once, read by every attention layer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The node table: which rows of the packed tensors belong together, what they continue, and at which positions.
 
 A node is a run of queries and a run of keys that continue another node, its parent. A path is a node's ancestors from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The operators that PyTorch sees: node tables, and attention with its gradient.
 
 Every public function is `sequence_nodes`, `tree_nodes` or a ready table, and then one `forward`;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attention of packed rows, whose queries and keys are the same tokens: trees, layouts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which kernels a call runs, and why: what csrc/core/plan.h decides, in words and as fields."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What sharing a prompt saves in training: tokens, operations, time and memory, computed before anything is run.
 
     python -m flash_attn_dualkv.predict --responses 16 --prompt 8K --response 131..2048 --model qwen3-8b

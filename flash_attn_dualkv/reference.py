@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The specification in PyTorch: exact attention along the paths of a tree, forward and backward, block by block.
 
 For a node with query rows Q, and the keys K and values V of its path (Gai et al., DualKV, 2026, for a context with its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which tests can run here, and the devices that the others are run on."""
 
 from __future__ import annotations

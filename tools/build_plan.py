@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Decides what an installation builds: CUDA kernels (for which GPUs, with which nvcc) or only the Python package."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Compiles every kernel of a wheel for sm_80 and sm_90 and reads what ptxas says of it. Needs no GPU.
 
     python tools/check_kernels.py

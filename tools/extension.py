@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Compiles and links flash_attn_dualkv._C.
 
 torch's own build command has no options per file; here the kernels are compiled without torch's headers, and each

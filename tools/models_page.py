@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Writes docs/models.md: the models and adapters that are exact on shared prompts, those that are refused, and why.
 
     python tools/models_page.py

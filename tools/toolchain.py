@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the build and the check of the kernels share: which nvcc, flags and sources, and an incremental compile."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: BSD-3-Clause
 """Measure a training step in stock transformers: log-probabilities of all responses, and all gradients.
 
     python benchmarks/trainers/bench_model.py                              # Qwen3-8B at 16 x 8K, 8 x 16K and 8 x 1K

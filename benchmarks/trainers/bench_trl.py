@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: BSD-3-Clause
 """Train with TRL's GRPOTrainer and with the one that shares prompts, from the same seed, by examples/trl_grpo.py.
 
     python benchmarks/trainers/bench_trl.py                           # with the example's defaults; minutes on a GPU

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The page of trainers and the README's table of verl, made of the result files; TRL's section is of bench_trl.py."""
 
 from __future__ import annotations

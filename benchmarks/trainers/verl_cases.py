@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What is run in verl, and what comes of it: a case is a configuration of verl with its model and batch.
 
 Presets are what is measured: a model, a batch and settings of verl, and the cases that they make.

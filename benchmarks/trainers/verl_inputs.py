@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What is random where verl is measured or tested: a model and a batch, in the forms that verl's workers take."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """verl's policy update on random weights and a random batch, in processes of their own.
 
 `run` saves the models, starts one process a rank, all cases one after another in each, and returns what they found.

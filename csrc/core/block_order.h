@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The tile scheduler of the backward kernels: the order of their thread blocks. A block takes one
 // item of the work list (a KV tile, or a part of its queries) for one KV head and walks the queries
 // that see it. The order has two aims:

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Border tiles hold the tails of several ancestors of a path. A node of 128 keys takes two tiles of
 // 80, which wastes 32 rows: on a path of 64 such turns, a fifth of the work. So a walk sets the
 // tails of ancestors aside, in slabs of 16 rows, and visits them together once they fill a tile,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The semaphore of deterministic sums of dQ (core/block_order.h): the block of a KV tile adds its
 // part of a query tile's dQ when the block of the tile before it on the path has added its own.
 #pragma once

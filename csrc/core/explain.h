@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // A plan in words: what a call runs and why. For explain_plan(), and the names of launches.
 #pragma once
 

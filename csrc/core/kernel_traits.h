@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // What the host knows of a kernel: for which head dims it is built, its tiles, and what it can do.
 #pragma once
 

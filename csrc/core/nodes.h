@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Integer geometry of shared-prefix attention: the KV tiles that a query tile sees, the queries
 // that see a KV tile, which tiles need a mask, and where the rows of a tile are stored. Plain C++:
 // kernels and host tests call the same functions.

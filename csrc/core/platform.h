@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Helpers by which one header serves both the device compiler and the host compiler.
 #pragma once
 

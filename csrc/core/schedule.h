@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The unit of work of a thread block and its cost. Lists of these are built on the device
 // (kernels/*_list.h), longest first: the hardware starts blocks in the order of the grid, so that
 // short ones fill the gaps at the end.

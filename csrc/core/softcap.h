@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Softcap: a score s becomes c tanh(s / c), before the mask.
 #pragma once
 

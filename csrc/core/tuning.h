@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // One row of thresholds for each card that kernels were timed on. sm90/README.md ("Few keys",
 // "Windows") has the times.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Builds the list of KV tiles: which are split into how many parts (core/schedule.h), and their
 // order (core/block_order.h). Tiles are numbered in raster order.
 #pragma once

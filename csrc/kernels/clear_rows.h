@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Clears the rows of an output that belong to no node, in blocks next to the one that builds the
 // work list.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // dK and dV of split tiles: adds the fp32 parts of several blocks in a fixed order (as split-KV
 // combines do), scales the sum and rounds it once.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Work list of query tiles, longest first.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Launches of the kernels that belong to no architecture.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // A block that owns a KV tile of one KV head and walks the queries that see it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Building blocks of work lists, which are made on the device, where the lengths are. Lists are
 // small (thousands of items), so that one block makes a list by counting sort: count the items of
 // each bin, turn counts into offsets, and write the items, longest first.

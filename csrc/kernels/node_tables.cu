@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Launches that write node tables.
 #include "dispatch.h"
 #include "kernels/node_tables.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Node table from the offsets that callers pass, built on the device: no host synchronisation, and
 // a captured graph follows new contents of cu_seqlens and parents. Sums and differences are
 // unsigned: hostile offsets may wrap, but must not be undefined. Every reader clamps them.

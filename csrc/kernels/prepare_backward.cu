@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Preparation of the backward, in one launch: the work list of KV tiles, cleared rows (those in no
 // item, and the sums of dQ), and the row statistics. One block builds the list; the work of the
 // others hides it.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Preparation of the forward, in one launch: the work list of query tiles, and the rows in none of
 // them.
 #include <math_constants.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Work of a block that owns a query tile of one head, or of a pack of heads, and streams KV tiles.
 #pragma once
 

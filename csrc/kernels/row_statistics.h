@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Row statistics of the backward: delta = rowsum(dO * O) - dLSE, which is subtracted from every dP
 // of a row, and the LSE in units of log 2.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Special-function instructions, one each. Denormals count as zero.
 #pragma once
 

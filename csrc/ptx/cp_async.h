@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // cp.async: copies from global to shared memory that bypass registers. `read` false writes zeros
 // and reads nothing.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // ldmatrix: one warp loads four 8x8 tiles of 16-bit elements from shared memory, lane l giving the
 // address of row l % 8 of tile l / 8.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // mbarrier: a counter in shared memory on which threads and bulk copies arrive, and threads wait by
 // phase parity.
 #pragma once

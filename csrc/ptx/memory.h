@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Plain shared and global memory accesses that C++ cannot express.
 #pragma once
 

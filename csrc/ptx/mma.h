@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // mma.sync: one warp multiplies a 16x16 by a 16x8 tile of 16-bit elements into fp32.
 #pragma once
 

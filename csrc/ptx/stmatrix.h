@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // stmatrix: one warp stores four 8x8 tiles of 16-bit elements to shared memory, lane l giving the
 // address of row l % 8 of tile l / 8.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Bulk copies between global and shared memory.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Operations of a warpgroup (4 warps).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Backward: one block owns a KV tile of one KV head and walks all queries that see it, of all query
 // heads of the KV group. dK and dV stay in registers and are written once.
 //

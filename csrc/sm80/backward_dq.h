@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Separate dQ kernel, for deterministic mode: one block owns a query tile of one head and streams K
 // and V, so that every sum has one owner and one order. It computes S and dP a second time. The
 // alternative, a fixed order of all KV tiles' additions to a shared fp32 dQ, makes blocks wait.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Tile sizes per head dimension, for two sizes of multiprocessor: a block may have 163 KB of shared
 // memory on an A100 and 99 KB on sm_86, sm_89 and sm_120. Where the full configuration exceeds 99
 // KB there is a compact one as well.

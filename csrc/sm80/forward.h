@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Forward: one block per (query tile, query head). K and V stream through shared memory, the
 // queries' own node first.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Elements of a result that a grid of warps shares: which warp and thread holds which.
 #pragma once
 

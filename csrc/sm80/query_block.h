@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Shared parts of the forward and dQ kernels: the walk over the KV tiles of a block's queries, and
 // their loads.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Loads of tiles into shared memory with cp.async, and the warp-level product over them.
 #pragma once
 

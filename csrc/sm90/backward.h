@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Hopper backward for head dims up to 128. A block owns a KV tile of one KV head, 64 keys for each
 // consumer warpgroup, and walks all queries that see it, of all query heads of the KV group. A
 // producer thread loads them.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Hopper dK and dV for heads wider than 256, of which 64 keys would fill every register of a
 // multiprocessor. Several blocks share these keys: each computes S and dP, and sums its columns of
 // dV in one warpgroup and of dK in the other, as in backward_wide.h. dQ comes from backward_dq.h.

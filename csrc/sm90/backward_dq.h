@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Hopper dQ kernel, for deterministic mode, wide heads and short walks: a block owns a query tile
 // of a pack of heads and streams K and V, so that every sum has one owner and one order. S and dP
 // are computed a second time.

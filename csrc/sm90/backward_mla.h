@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Hopper backward for (192, 128), the head dims of MLA, by the five products of backward.h: a block
 // owns a KV tile of one KV head, 64 keys for each consumer warpgroup.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Hopper dK and dV for head dims 192 and 256, where no warpgroup has registers for both: a block
 // owns 64 keys of one KV head, one consumer warpgroup sums dV and the other dK. dQ comes from
 // backward_dq.h.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Tile sizes per head dimension on Hopper: 227 KB of shared memory, one block a multiprocessor.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Converts what the backward left in fp32 to the element type, scaled and rounded once: the sums of
 // dQ, in the fragment order of backward.h, and the parts of split tiles of dK and dV.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Exchange of dS through shared memory, for the backward kernels that also make dQ: dQ sums over
 // the keys of both warpgroups, so that each reads what both wrote.
 #pragma once

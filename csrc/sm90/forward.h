@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Hopper forward. One producer thread loads K and V tiles by bulk copies; two or three consumer
 // warpgroups of 64 query rows each multiply. At d = 512 two share 64 rows, and each has half of the
 // columns of O.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Shared parts of the backward kernels that own a KV tile: the producer that walks the queries, and
 // the operations of a consumer warpgroup on 64 keys in the transposed form, whose rows are keys and
 // whose columns are queries.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Launches of the sm90 kernels, and the macros by which an instance file builds and registers one
 // of them.
 #pragma once

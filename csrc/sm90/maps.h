@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Tensor maps of keys and values, for boxes of a whole tile or of a slab of a border tile.
 #pragma once
 

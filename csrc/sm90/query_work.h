@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Work scheduling of persistent blocks that own query tiles. A scheduler thread takes items from
 // the list (three dependent reads) and loads their queries, while the producer thread is still
 // loading the KV tiles of the previous item. Items are passed in slots in shared memory, each with

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 #include "sm90/tensor_map.h"
 
 #include <cuda_bf16.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Tensor maps: how TMA finds a box of a packed (rows, heads, head_dim) tensor.
 #pragma once
 

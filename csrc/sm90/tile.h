@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Tiles as wgmma and TMA see them, products of a warpgroup over them, and pipeline barriers.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Masks and softcaps on accumulator fragments. A mask replaces the elements of each row that are
 // after its query, those before its window, and the columns of a border tile that are not keys.
 // mask_transposed() serves fragments whose rows are keys.

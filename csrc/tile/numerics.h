@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Element types and the scalar arithmetic of the kernels.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Online softmax over KV tiles, on accumulator fragments of mma m16n8: a thread holds rows lane / 4
 // (half 0) and lane / 4 + 8 (half 1) of each 16-row block, and two neighbouring columns of each
 // 8-column block.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Tiles in shared memory, and the accumulator fragments that are written through them.
 #pragma once
 

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Samples into packed micro-batches and back: packing, unpacking, and which samples go into which micro-batch."""

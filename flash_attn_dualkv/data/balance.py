@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which sequences go onto which rank, so that what they share stays together and no rank waits for another."""
 
 from __future__ import annotations

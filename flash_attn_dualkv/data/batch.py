@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A packed micro-batch, and how its row is put together from the tokens of its sequences."""
 
 from __future__ import annotations

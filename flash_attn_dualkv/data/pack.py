@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Packing of sequences into one row that holds every shared beginning once.
 
     batch = pack_shared_prompts(prompts, responses)     # or pack_padded, pack_jagged, pack_prefix_tree
@@ -23,24 +24,30 @@ from torch import Tensor
 from .. import checks
 from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError
-from ..host import int64s, offsets_of, take, untraced
+from ..host import untraced
 from .batch import PackedBatch, Tokens, pack_tokens
 from .prefix_tree import BOUNDARIES, Boundary, PrefixTree
 from .samples import (
     GroupIds,
     Ones,
+    Pick,
     TokenIds,
     all_tokens,
     as_fetched,
     check_count,
     check_token_ids,
+    checked_group_values,
     extremes,
     fetch,
     group,
     groups_of,
     jagged_rows,
     joined,
+    joined_mask,
+    listed,
+    named,
     prompt_lengths,
+    scored_lens,
     selected,
     sequences_of,
 )
@@ -110,8 +117,8 @@ def pack_shared_prompts(
     prompt_lens, response_lens = lengths[::2], lengths[1::2]
     groups = group(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens, ids)
     totals = [*map(int.__add__, prompt_lens, response_lens)]
-    values = {name: _listed(name, one, totals) for name, one in _named("row_values", row_values)}
-    extras = values, _group_values(group_values, len(prompts))
+    values = {name: listed(name, one, totals) for name, one in named("row_values", row_values)}
+    extras = values, checked_group_values(group_values, len(prompts))
     return _pack(Tokens(tokens, response_lens, largest, None, *extras), groups, prompt_lens, options)
 
 
@@ -183,8 +190,8 @@ def pack_padded(
         return values.flatten(-2).index_select(-1, kept.to(values.device))
 
     kept = selected(torch.arange(input_ids.numel(), device=input_ids.device), attention_mask, count)
-    values = {name: flat(name, one) for name, one in _named("row_values", row_values)}
-    extras = values, _group_values(group_values, len(prompt_lens))
+    values = {name: flat(name, one) for name, one in named("row_values", row_values)}
+    extras = values, checked_group_values(group_values, len(prompt_lens))
     tokens = Tokens(input_ids.flatten().index_select(0, kept), response_lens, largest, None, *extras)
     return _pack(tokens, groups, prompt_lens, options)
 
@@ -233,8 +240,8 @@ def pack_jagged(
     check_token_ids("input_ids", smallest)
     response_lens = [total - length for total, length in zip(totals, lengths)]
     groups = group(tokens, offsets.tolist(), lengths, labels)
-    rows = {name: jagged_rows(name, one, values)[..., begin:end] for name, one in _named("row_values", row_values)}
-    extras = rows, _group_values(group_values, len(lengths))
+    rows = {name: jagged_rows(name, one, values)[..., begin:end] for name, one in named("row_values", row_values)}
+    extras = rows, checked_group_values(group_values, len(lengths))
     return _pack(Tokens(values[begin:end], response_lens, largest, None, *extras), groups, lengths, options)
 
 
@@ -293,10 +300,10 @@ def pack_prefix_tree(
     target = None if device is None else checks.device(device)
     if tree is not None:
         boundary, borders = _of_tree(tree, sequences, boundary, borders)
-    by_token = {("row_values", name): one for name, one in _named("row_values", row_values)}
-    by_root = {("group_values", name): one for name, one in _named("group_values", group_values)}
+    by_token = {("row_values", name): one for name, one in named("row_values", row_values)}
+    by_root = {("group_values", name): one for name, one in named("group_values", group_values)}
     if chosen is not None:
-        pick = _Pick.of(sequences, chosen)
+        pick = Pick.of(sequences, chosen)
         if isinstance(group_ids, Tensor):
             group_ids = checks.integers("group_ids", group_ids, 1).tolist()
         sequences = pick("sequences", sequences)
@@ -309,12 +316,12 @@ def pack_prefix_tree(
     given, lengths = _checked(sequences)
     tokens = [joined(given, "sequences")]
     if loss_mask is not None:
-        tokens.append(_joined_mask(loss_mask, lengths))
+        tokens.append(joined_mask(loss_mask, lengths))
     (ids, *mask), groups = fetch(tokens, group_ids)
     nodes, largest = rule.tree(ids, lengths, groups)
-    scored = _scored_lens(mask[0], lengths) if mask else [max(0, length - 1) for length in lengths]
-    values = {name: _listed(name, one, lengths) for (_, name), one in by_token.items()}
-    extras = values, _group_values({name: one for (_, name), one in by_root.items()}, len(lengths))
+    scored = scored_lens(mask[0], lengths) if mask else [max(0, length - 1) for length in lengths]
+    values = {name: listed(name, one, lengths) for (_, name), one in by_token.items()}
+    extras = values, checked_group_values({name: one for (_, name), one in by_root.items()}, len(lengths))
     what = Tokens(tokens[0], scored, largest, tokens[1] if mask else None, *extras)
     return pack_tokens(what, nodes, multiple, tokens[0].device if target is None else target)
 
@@ -454,25 +461,6 @@ def _of_tree(tree: Any, sequences: Any, boundary: Any, borders: Any) -> tuple[Bo
     return tree.boundary, tree.borders
 
 
-class _Pick(NamedTuple):
-    """What is given for some of the sequences."""
-
-    total: int
-    indices: list[int]
-
-    @staticmethod
-    def of(sequences: Any, chosen: Any) -> _Pick:
-        total = len(sequences_of("sequences", sequences))
-        given = checks.items("chosen", chosen, "indices of sequences")
-        return _Pick(total, [checks.integer(f"chosen[{at}]", one, 0, total - 1) for at, one in enumerate(given)])
-
-    def __call__(self, name: str, values: Any) -> list[Any]:
-        given = checks.items(name, values, "values")
-        if len(given) != self.total:
-            raise SharedPromptError(explain(name, f"{self.total} of them (as sequences)", len(given)))
-        return [given[index] for index in self.indices]
-
-
 def _checked(sequences: Any) -> tuple[list[Tensor], list[int]]:
     """The sequences as tensors, and their lengths."""
     given = all_tokens([*sequences_of("sequences", sequences)], ("sequences",))
@@ -494,62 +482,3 @@ def _checked_borders(borders: Sequence[Any], lengths: Sequence[int]) -> list[Seq
             raise SharedPromptError(explain(f"borders[{index}]", expected, checks.describe(own)))
         checked.append(own)
     return checked
-
-
-# What is scored, and what belongs to rows and groups
-
-
-def _joined_mask(loss_mask: Any, lengths: Sequence[int]) -> Tensor:
-    """All masks in one, each as long as its sequence."""
-    masks = all_tokens([*sequences_of("loss_mask", loss_mask, "masks")], ("loss_mask",), (torch.bool,))
-    if len(masks) != len(lengths):
-        raise SharedPromptError(explain("loss_mask", f"{len(lengths)} of them (as sequences)", len(masks)))
-    for index, (size, length) in enumerate(zip(map(Tensor.numel, masks), lengths)):
-        if size != length:
-            raise SharedPromptError(explain(f"loss_mask[{index}]", f"{length} values (as its sequence)", size))
-    return joined(masks, "loss_mask").long()
-
-
-def _scored_lens(mask: Tensor, lengths: Sequence[int]) -> list[int]:
-    """How many tokens of each sequence the mask (on the host) trains."""
-    smallest, largest = extremes(mask).tolist()
-    if smallest < 0 or largest > 1:
-        raise SharedPromptError(explain("loss_mask", "0 and 1", smallest if smallest < 0 else largest))
-    bounds, sums = offsets_of(int64s(lengths)), offsets_of(mask)
-    firsts = bounds[:-1]
-    # Of a sequence without tokens nothing is counted.
-    trains_first = take(sums, torch.minimum(firsts + 1, bounds[1:])) > take(sums, firsts)
-    if trains_first.any():
-        index = int(trains_first.nonzero()[0])
-        expected = "0 for the first token, which no row scores"
-        raise SharedPromptError(explain(f"loss_mask[{index}][0]", expected, 1))
-    scored: list[int] = take(sums, bounds).diff().tolist()
-    return scored
-
-
-def _named(name: str, values: Any) -> list[tuple[str, Any]]:
-    if values is None:
-        return []
-    return [*checks.instance(name, values, dict, " of names").items()]
-
-
-def _listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
-    """Tensors of (..., L_i) values, one for each sequence, in one."""
-    name = f"row_values[{name!r}]"
-    given = [torch.as_tensor(one) for one in sequences_of(name, values, "tensors")]
-    if len(given) != len(lengths):
-        raise SharedPromptError(explain(name, f"{len(lengths)} of them (as sequences)", len(given)))
-    for index, (one, length) in enumerate(zip(given, lengths)):
-        if one.dim() == 0 or one.shape[-1] != length or one.shape[:-1] != given[0].shape[:-1]:
-            expected = f"shape {(*given[0].shape[:-1], length)}, as sequence 0 and with a value for each token"
-            raise SharedPromptError(explain(f"{name}[{index}]", expected, tuple(one.shape)))
-    return torch.cat(given, -1)
-
-
-def _group_values(values: Any, count: int) -> dict[str, Sequence[Any]]:
-    named = _named("group_values", values)
-    found = {name: checks.items(f"group_values[{name!r}]", one, "values") for name, one in named}
-    for name, one in found.items():
-        if len(one) != count:
-            raise SharedPromptError(explain(f"group_values[{name!r}]", f"{count} of them (as samples)", len(one)))
-    return found

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which tokens sequences share, on the host: the nodes that every form of packing puts into a row."""
 
 from __future__ import annotations

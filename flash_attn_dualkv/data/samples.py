@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What callers give: checked, copied to the host once, and grouped by their prompts."""
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 from .. import checks
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
-from ..host import ints, memory_of, to_host
+from ..host import int64s, ints, memory_of, offsets_of, take, to_host
 
 _WORD = torch.int64.itemsize
 _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
@@ -246,3 +247,81 @@ def group(
                 expected = f"equal prompts of the samples with the id {group_ids[other]!r}"
                 raise SharedPromptError(explain("group_ids", expected, f"samples {members[0]} and {other} differ"))
     return groups
+
+
+# What is scored, and what belongs to rows and groups
+
+
+def joined_mask(loss_mask: Any, lengths: Sequence[int]) -> Tensor:
+    """All masks in one, each as long as its sequence."""
+    masks = all_tokens([*sequences_of("loss_mask", loss_mask, "masks")], ("loss_mask",), (torch.bool,))
+    if len(masks) != len(lengths):
+        raise SharedPromptError(explain("loss_mask", f"{len(lengths)} of them (as sequences)", len(masks)))
+    for index, (size, length) in enumerate(zip(map(Tensor.numel, masks), lengths)):
+        if size != length:
+            raise SharedPromptError(explain(f"loss_mask[{index}]", f"{length} values (as its sequence)", size))
+    return joined(masks, "loss_mask").long()
+
+
+def scored_lens(mask: Tensor, lengths: Sequence[int]) -> list[int]:
+    """How many tokens of each sequence the mask (on the host) trains."""
+    smallest, largest = extremes(mask).tolist()
+    if smallest < 0 or largest > 1:
+        raise SharedPromptError(explain("loss_mask", "0 and 1", smallest if smallest < 0 else largest))
+    bounds, sums = offsets_of(int64s(lengths)), offsets_of(mask)
+    firsts = bounds[:-1]
+    # Of a sequence without tokens nothing is counted.
+    trains_first = take(sums, torch.minimum(firsts + 1, bounds[1:])) > take(sums, firsts)
+    if trains_first.any():
+        index = int(trains_first.nonzero()[0])
+        expected = "0 for the first token, which no row scores"
+        raise SharedPromptError(explain(f"loss_mask[{index}][0]", expected, 1))
+    scored: list[int] = take(sums, bounds).diff().tolist()
+    return scored
+
+
+def named(name: str, values: Any) -> list[tuple[str, Any]]:
+    if values is None:
+        return []
+    return [*checks.instance(name, values, dict, " of names").items()]
+
+
+def listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
+    """Tensors of (..., L_i) values, one for each sequence, in one."""
+    name = f"row_values[{name!r}]"
+    given = [torch.as_tensor(one) for one in sequences_of(name, values, "tensors")]
+    if len(given) != len(lengths):
+        raise SharedPromptError(explain(name, f"{len(lengths)} of them (as sequences)", len(given)))
+    for index, (one, length) in enumerate(zip(given, lengths)):
+        if one.dim() == 0 or one.shape[-1] != length or one.shape[:-1] != given[0].shape[:-1]:
+            expected = f"shape {(*given[0].shape[:-1], length)}, as sequence 0 and with a value for each token"
+            raise SharedPromptError(explain(f"{name}[{index}]", expected, tuple(one.shape)))
+    return torch.cat(given, -1)
+
+
+def checked_group_values(values: Any, count: int) -> dict[str, Sequence[Any]]:
+    given = named("group_values", values)
+    found = {name: checks.items(f"group_values[{name!r}]", one, "values") for name, one in given}
+    for name, one in found.items():
+        if len(one) != count:
+            raise SharedPromptError(explain(f"group_values[{name!r}]", f"{count} of them (as samples)", len(one)))
+    return found
+
+
+class Pick(NamedTuple):
+    """What is given for some of the sequences."""
+
+    total: int
+    indices: list[int]
+
+    @staticmethod
+    def of(sequences: Any, chosen: Any) -> Pick:
+        total = len(sequences_of("sequences", sequences))
+        given = checks.items("chosen", chosen, "indices of sequences")
+        return Pick(total, [checks.integer(f"chosen[{at}]", one, 0, total - 1) for at, one in enumerate(given)])
+
+    def __call__(self, name: str, values: Any) -> list[Any]:
+        given = checks.items(name, values, "values")
+        if len(given) != self.total:
+            raise SharedPromptError(explain(name, f"{self.total} of them (as sequences)", len(given)))
+        return [given[index] for index in self.indices]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which sequences go into which micro-batch and onto which rank, so that what they share stays together.
 
     tree = group_by_prefix(sequences)

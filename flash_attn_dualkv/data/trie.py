@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which tokens of many sequences are shared: the nodes of their prefix tree, worked out on the host.
 
 Sequences are sorted, so that those that begin alike are neighbours; how many tokens neighbours have in common is all

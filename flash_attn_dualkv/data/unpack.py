@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Values of response tokens from the packed order into the shapes that trainers hold them in."""
 
 from __future__ import annotations

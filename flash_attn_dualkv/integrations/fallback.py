@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What trainers share: options, reasons for stock attention, counts, and verification."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Log-probabilities and entropies of tokens from an LM head that runs over some rows at a time.
 
 The logits of a chunk are computed again in the backward, so memory does not grow with rows x

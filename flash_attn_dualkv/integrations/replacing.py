@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Functions of other libraries, replaced once: what takes their place knows them as `dualkv_stock`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tree attention under other frameworks' signatures; docs/trees.md says who calls what.
 
 Each function reads its framework's description of a tree, once for a micro-batch, and calls

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ulysses sequence parallelism: each rank holds a slice of the row and attends to all of it.
 
 Around attention, an all-to-all exchanges slices of rows for slices of heads: every rank gets all

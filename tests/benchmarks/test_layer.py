@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The layer benchmark: that all implementations compute the same layer, and what is counted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The model benchmark: that all ways of packing give the same training step, and what is counted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The benchmarks: the work that is counted, that all peers do the same work, how it is measured, and the commands."""
 
 from __future__ import annotations

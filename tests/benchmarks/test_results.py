@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Results: what may be published, the pages made of it, and that the README says what the files say."""
 
 from __future__ import annotations

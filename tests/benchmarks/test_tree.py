@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The benchmark of prefix trees: the trees, and that all ways to their attention, and through layers, do the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Copies of a packed micro-batch: pickled, saved, from a data loader, moved; and that its tensors are independent."""
 
 from __future__ import annotations

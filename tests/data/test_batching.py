@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Micro-batches within a token budget, and prompts balanced over ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Packing inside compiled code: it is run as it is, whoever calls it, and costs nothing elsewhere."""
 
 from __future__ import annotations

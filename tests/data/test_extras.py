@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What belongs to rows and to groups in a packed batch, and values of sequences for their scored tokens."""
 
 from __future__ import annotations

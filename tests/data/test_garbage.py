@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Whatever is thrown at a public function, it either works or raises an error of this library's own words."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Labels for a loss over rows: one term for every trained token of every sequence, or an error."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Packing prompts with their responses: every row, label and index against the samples themselves, and the way back."""
 
 from __future__ import annotations

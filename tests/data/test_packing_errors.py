@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Wrong arguments of the packing functions: each is named, with what was expected and what was got."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Packing sequences as a prefix tree: every row, label and index against the sequences themselves, and the way back."""
 
 from __future__ import annotations

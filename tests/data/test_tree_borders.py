@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Borders of nodes that are given: equal along every path, whatever other sequences a micro-batch has."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Prefix trees within a token budget, and balanced over ranks; a training step does not depend on how it is cut."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A model on a packed tree computes what it computes on each sequence alone: log-probabilities, loss and gradients."""
 
 from __future__ import annotations

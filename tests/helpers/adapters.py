@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """All adapter kinds of the installed PEFT on tiny models, with weights as after training."""
 
 from __future__ import annotations

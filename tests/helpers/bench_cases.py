@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Shapes for the tests of the benchmarks, dense attention on them, and stand-ins for packages of peers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The step of a model by each implementation of the benchmarks."""
 
 from __future__ import annotations

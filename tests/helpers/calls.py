@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Small calls of the public functions, for the tests of how these live with the rest of PyTorch."""
 
 from __future__ import annotations

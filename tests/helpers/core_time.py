@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How much time of a core a call takes, on a machine that has other work."""
 
 from __future__ import annotations

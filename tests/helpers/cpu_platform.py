@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """verl on the CPU, for tests: a platform by verl's own plug-in, and what its FSDP and Ulysses paths miss without a GPU.
 
 VERL_USE_EXTERNAL_MODULES=cpu_platform VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda VERL_ENGINE_VENDOR=nvidia

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Stands for cudnn.flex_attention, cuDNN Flex Attention, on the CPU: its signatures, in plain PyTorch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Stands for flash_attn.cute, the package of FlashAttention-4, on the CPU: its signatures, in plain PyTorch.
 
 Arguments that nobody here passes are left out, so that one more is an error.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The geometry header for the tests: calls the functions that the kernels call and records what they visit. It adds
 // no geometry of its own. Every visit is checked against the tensors' extents before it is recorded.
 #include <cstdint>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cases of the kernel tests: which shapes exist, how they lie in memory, and random data for them.
 
 A `Case` names one point of the test space, `build` turns it into a `Batch` of tensors together with the table of its

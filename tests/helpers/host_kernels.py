@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The extension compiled for the host: every kernel of csrc, run by host_cuda instead of a GPU, on CPU tensors.
 
     DUALKV_TEST_DEVICE=host pytest tests/kernels/test_tree.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tiny random hybrid models, and what they compute in float64 throughout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Looks for races with a build whose warps pause at random in front of every barrier.
 
     pytest -m slow tests/kernels/test_races.py                                        everything, 200 times

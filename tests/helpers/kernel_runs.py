@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Batches for the tests of the kernels, and their results in both modes against the oracle."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Device, configurations and families of kernels for their tests, evidence that these ran, and poisoned memory."""
 
 from __future__ import annotations

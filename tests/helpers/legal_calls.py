@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Legal calls of the public functions on a few rows, and changes to their arguments."""
 
 from __future__ import annotations

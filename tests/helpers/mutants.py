@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Breaks the sources on purpose, one place at a time; test_mutants.py demands that the named tests notice.
 
 The mutants are in mutants.txt:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tables of nodes for the tests of the geometry: trees, contexts with their sequences, and arbitrary numbers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the kernels are measured against.
 
 `reference` is the package's specification in fp64; `plain` is the same mathematics as ordinary PyTorch operations in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Sequences that leave each other anywhere, what must hold of their packed trees, and a model to run on these."""
 
 from __future__ import annotations

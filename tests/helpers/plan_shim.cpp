@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The policy for the tests: plans of the kernels that csrc/instances builds, and the thresholds of
 // the table. The traits are those of the kernels' own configurations.
 #include <algorithm>

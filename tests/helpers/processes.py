@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Processes that find each other as the ranks of a group."""
 
 from __future__ import annotations

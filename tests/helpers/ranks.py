@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Models under what replicates or shards them over processes, each process with samples of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Modules for the MLPs of tiny models whose output for a token depends on its row, or on random numbers.
 
 None is known to any library. Their one trained weight begins with zeros, like LoRA's B: until it is trained they have

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Prompts and responses for the tests of packing, and the way back to them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A small matrix of calls, and compute-sanitizer over them.
 
     pytest -m slow tests/kernels/test_races.py                                        every tool

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Small packed micro-batches for the tests of shared_prompt_attention, and the same computed in two calls."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // A problem as the tests pass it to the shims.
 #pragma once
 

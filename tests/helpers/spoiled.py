@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A plug-in whose log-probabilities are wrong on the last rank: what verify_first_steps is for."""
 
 import os

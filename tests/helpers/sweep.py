@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What became of a model on shared prompts: exact, refused or wrong; and tiny models of every causal LM.
 
 The tests assert it, and tools/models_page.py writes it down.

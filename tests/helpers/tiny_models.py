@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tiny random transformers models of many families, and what they compute without a shared prompt.
 
 Importing this skips the test module when transformers is not installed.

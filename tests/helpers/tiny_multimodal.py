@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tiny random models of more than text: those of transformers' mapping from images and text to text."""
 
 from __future__ import annotations

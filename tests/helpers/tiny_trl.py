@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """TRL's trainers on a tiny random model with a vocabulary of numbers: no network, no files but the model's own.
 
 Importing this skips the test module when TRL is not installed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Trees for the tests of attention along paths: their tables, what each row sees, and random ones."""
 
 from __future__ import annotations

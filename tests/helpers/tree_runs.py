@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The trees of the kernel tests, and results on them: by the operators, exactly, and by ordinary PyTorch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Cases of verl's workers, run beside the plug-in's, and their comparison."""
 
 from __future__ import annotations

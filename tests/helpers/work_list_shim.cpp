@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The blocks that build work lists and tables of nodes, run on the host.
 #include "shim_problem.h"
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The blocks that build work lists and tables of nodes, compiled for the host, and what they make."""
 
 from __future__ import annotations

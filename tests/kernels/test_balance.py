@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Simulated schedules of prefix trees and shared prompts: how long multiprocessors stand idle, and what they read.
 
 An item takes as long as its steps and what a block takes beside them; a multiprocessor that is free takes the next.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The order of the backward's thread blocks, compiled for the host: every item has a block, every walk a direction."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The geometry header, compiled for the host, against the dense relation: the very functions that the kernels call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which folder of csrc may include which: geometry and policy know no kernel, and only the entry files see torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which bytes the kernels touch: NaN in all others, unusual strides, tensors past 2^31 elements, hostile offsets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The kernels that write tables of nodes, run on the host, against loops that write the same."""
 
 from __future__ import annotations

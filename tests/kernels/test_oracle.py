@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The tests' own tools: the covering array, the fp64 reference, and an accuracy rule that tells right from wrong."""
 
 from __future__ import annotations

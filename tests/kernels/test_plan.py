@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The policy, compiled for the host: which kernels calls run on each card, and every threshold of the table.
 
 plans.txt has the plans of the shapes that are measured, and those at each threshold. It is made by

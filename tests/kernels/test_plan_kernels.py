@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What explain_plan says is what runs: on each card that DUALKV_GPU names, with exact gradients."""
 
 from __future__ import annotations

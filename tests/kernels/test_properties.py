@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What must hold of results whatever the numbers: invariances, determinism, borders, and which kernels run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The check of the compiled kernels: on messages of ptxas, and on a real kernel that spills."""
 
 from __future__ import annotations

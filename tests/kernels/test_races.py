@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The searches for races: that every barrier takes part in jitter.py's, and what racecheck is made to see."""
 
 from __future__ import annotations

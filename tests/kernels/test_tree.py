@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Results of the kernels for trees: the accuracy rule of oracle.py, what a row's bits depend on, sinks, new trees.
 
 DUALKV_TEST_DEVICE=cpu runs the same code on the CPU implementation with small sizes: a check of the tests themselves.

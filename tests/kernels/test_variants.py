@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Sliding windows and softcaps on the kernels, with sinks and with each other: the accuracy rule of oracle.py.
 
 DUALKV_TEST_DEVICE=cpu runs the same code on the CPU implementation with small sizes: a check of the tests themselves.

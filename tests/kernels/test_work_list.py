@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The blocks that build work lists, run on the host: every step of every walk exactly once, by parts that agree."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What gets built and installed, tested without a GPU: plan, search for nvcc, archives and wheels."""
 
 from __future__ import annotations

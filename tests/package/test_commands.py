@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The prediction: counts against enumeration and the paper, times against measured layers; and its command."""
 
 from __future__ import annotations

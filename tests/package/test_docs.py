@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """README and docs: examples run as they stand, links lead somewhere, commands and lists say what is so."""
 
 from __future__ import annotations

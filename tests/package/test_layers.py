@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The package is built in layers: a module imports from layers below its own, and nothing is imported late."""
 
 from __future__ import annotations

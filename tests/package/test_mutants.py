@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The mutants of mutants.txt fit the sources, and the tests catch theirs.
 
 Quick are one of Python and one for each file of tests that are compiled for the host; -m slow runs the others. Those of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The README's training example, run as it stands there."""
 
 from __future__ import annotations

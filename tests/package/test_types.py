@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A type checker sees what a user's script calls: mypy --strict against an installation, editable or not."""
 
 from __future__ import annotations

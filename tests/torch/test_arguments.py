@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every violated precondition is an error that names the argument; whatever is unusual but legal is computed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How the public functions live with autograd: nodes, checkpoints, offloading, views and autocast."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torch.compile traces through the public functions, forward and backward, without a graph break."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How the public functions live on a GPU, with each family of kernels: CUDA graphs, streams, devices, host time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Node tables: their columns for every kind of call, what `checked_nodes` accepts, and the time that they take."""
 
 from __future__ import annotations

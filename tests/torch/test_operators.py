@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The operators: what PyTorch and the compiled module get of them; and the function of FlashAttention-2."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The specification: the CPU implementation against dense attention, by finite differences, and in bounded memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Scores of tokens from any LM head, chunk by chunk: values, gradients and how accurate their sums are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """shared_prompt_attention: what test_tree.py does not hold by equality of bits; how it is watched; what it refuses."""
 
 from __future__ import annotations

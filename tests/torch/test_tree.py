@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """flash_attn_tree_varlen_func in float64: against the dense relation of ancestors, and against single sequences."""
 
 from __future__ import annotations

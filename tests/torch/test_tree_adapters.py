@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tree attention under other frameworks' signatures: exact for nodes in any order, and read once for all layers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The adapters of trees against the packages whose signatures they have: AReaL and NeMo Automodel.
 
     pip install --no-deps areal==1.0.4 nemo-automodel==0.7.0

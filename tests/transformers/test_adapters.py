@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Adapters of PEFT on shared prompts: every kind is exact, or refused by what its configuration says."""
 
 from __future__ import annotations

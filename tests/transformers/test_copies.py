@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Copies of models that take layouts, pickled, saved and deep ones: each is guarded itself, wherever it lands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Models whose layers lie on several devices, as accelerate places them: layouts, masks and scores follow the layers.
 
 On the CPU accelerate's hooks run as they do between GPUs, with one device at both ends; what a layer on another GPU is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What is tried before a model's first forward with a layout: noise, modules that look at their row, and no traces."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The gated delta rule on flash-linear-attention's kernels, 16-bit, against each sequence alone and float64."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The LM head of `shared_prompt_forward`: in chunks, with the model's own arithmetic; and heads of other kinds."""
 
 from __future__ import annotations

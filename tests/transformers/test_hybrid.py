@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Hybrid models on shared prompts and prefix trees, also in training: what they compute on every sequence alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What layers carry along the sequence, handed on through random forests: against each path by itself."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Hybrid models: a layout that does not reach every layer raises, and so does what cannot be exact."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Stock models compute with one prompt for all responses, or on a tree, what they compute on each sequence alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Text on models of more than text: exact on shared prompts or refused, with towers that stay on stock attention."""
 
 from __future__ import annotations

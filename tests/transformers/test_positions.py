@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A layout reaches a model together with the positions and labels of its batch, or the forward raises."""
 
 from __future__ import annotations

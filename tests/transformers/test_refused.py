@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What would silently compute something else raises: lost layouts, inexact layers, dropout, foreign arguments."""
 
 from __future__ import annotations

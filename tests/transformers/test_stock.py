@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Without a layout a model on the registered attention is a stock model; so is one whose stock attention is wrapped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """All models of text, and of more, that transformers makes of tiny configurations: exact or refused."""
 
 from __future__ import annotations

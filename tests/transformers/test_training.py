@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Shared prompts under what training puts around a model: activation checkpointing, LoRA, DDP, FSDP."""
 
 from __future__ import annotations

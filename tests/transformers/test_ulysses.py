@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Sequence parallelism over heads: on any number of ranks the same output and gradients as in one process."""
 
 from __future__ import annotations

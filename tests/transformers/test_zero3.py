@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """DeepSpeed's ZeRO on two processes, each with samples of its own: a few steps change what stock training changes."""
 
 from __future__ import annotations

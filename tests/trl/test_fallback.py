@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What trainers share in integrations/fallback.py: options as text, reasons, counts, verification."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """TRL's trainers on the text of multimodal checkpoints: shared as a causal LM's is, and batches with images are not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """TRL's trainers on two processes: what is shared differs between the ranks, what comes out does not."""
 
 from __future__ import annotations

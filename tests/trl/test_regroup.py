@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which rows of a generation batch go into which micro-batch."""
 
 from __future__ import annotations

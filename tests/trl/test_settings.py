@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Settings of TRL's trainers around shared prompts: compilers, rollouts, micro-batches, logs, noise and adapters."""
 
 from __future__ import annotations

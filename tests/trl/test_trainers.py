@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """TRL's trainers on shared prompts train as the stock ones do: the same rollouts, losses, gradients, parameters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The tree attention of TRL's AsyncGRPO on this library: exact for every tree, in one call that copies no keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The plug-in where verl's trainers run: which samples go to which rank; and its figures and options."""
 
 from __future__ import annotations

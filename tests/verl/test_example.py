@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The example's command and the settings that docs/verl.md and trainers.md name: verl's own config knows them all."""
 
 from __future__ import annotations

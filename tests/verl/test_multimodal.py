@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Texts on multimodal checkpoints in real verl 0.9: the plug-in beside verl's own engines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The plug-in in real verl 0.9, its config, worker, engine, loss and dispatch, beside verl's own engines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Shared prompts in stock Hugging Face models: any causal LM whose attention runs through transformers' interface.
 
     register()  # once, before the model is made

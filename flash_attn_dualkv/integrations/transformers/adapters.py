@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """PEFT adapters that look at more than a token: what their configurations say, before any forward.
 
 Most kinds change a weight or a token's own hidden state and are exact on shared prompts. Others look at the row as a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attention functions of transformers' interface that take a layout: names of our own, and stock names wrapped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What `register` and `wrap` add to transformers' base class, for calls that never reach the attention functions.
 
 Two mistakes become errors that say what to do: a model without transformers' attention interface, which raises a bare

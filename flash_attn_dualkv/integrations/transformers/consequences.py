@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Forwards without consequences: what they draw, count or write is as it was before.
 
 A forward that only tries something out must not move the random numbers of a training run, the bias that a router keeps

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Checks of a model before prompts are shared in it, once per mode and set of active adapters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Log-probabilities of packed responses: the backbone over every token once, the LM head over the rows that are scored.
 
 The head is whatever the model's own forward does after its backbone (projection, softcapping, scaling of logits): it is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """LM heads under DeepSpeed ZeRO-3, whose parameters are there once for all chunks.
 
 ZeRO-3 leaves a module's parameters empty and gathers them, from all processes, in hooks around the module's forward and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The guard against a layout that gets lost on its way to the layers that mix tokens.
 
 Models accept keyword arguments that they do not know and may drop them. Attention without its layout is still

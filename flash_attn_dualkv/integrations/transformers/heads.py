@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Heads that look at the row as a whole: one value for a packed row is none for any of its sequences.
 
 A backbone, a causal LM's head and token classification (critics, reward models a token) give something for each row of

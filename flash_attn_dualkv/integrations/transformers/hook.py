@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The hook that brings a layout to a model's backbone and sees that every attention layer has got it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The masks of models on a registered attention: built only for attention layers that have no layout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The parts of a model, found inside wrappers and adapters, and one of them replaced for the time of a call."""
 
 from __future__ import annotations

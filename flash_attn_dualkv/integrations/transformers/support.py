@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which models are exact on shared prompts: what makes a model unsupported is decided here, and only here.
 
 One copy of the prompt stands for all of them if a token's hidden state depends on the tokens that it attends to and on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A model tried on a pair of short sequences: does it draw noise, and does a packed row change what it computes?
 
 Configurations and names tell only what somebody has thought of. Two kinds of faults show in any model that has them:

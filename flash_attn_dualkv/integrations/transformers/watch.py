@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Modules of a model, watched or disturbed while a forward runs."""
 
 from __future__ import annotations

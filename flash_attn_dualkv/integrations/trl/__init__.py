@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """TRL's trainers on shared prompts: change the class, and every prompt is computed once.
 
     trainer = SharedPromptGRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A generation batch's slices, with the completions of a prompt in the same slice."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The forward that scores completions, on a packed row instead of a padded batch.
 
 TRL gives a causal LM a forward that returns log-probabilities instead of logits: `model(input_ids,

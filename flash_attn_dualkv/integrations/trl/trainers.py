@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Trainers of TRL whose forwards share prompts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The tree attention of TRL's AsyncGRPOTrainer on this library's kernels.
 
 TRL packs the samples of a micro-batch as a tree of segments and attends along the path of each: it

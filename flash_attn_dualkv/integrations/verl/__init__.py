@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Shared prompts in verl: actor update, log-probabilities, reference and critic, without a fork.
 
     actor_rollout_ref.model.external_lib=flash_attn_dualkv.integrations.verl

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Samples to ranks by groups: verl balances by length, which scatters responses."""
 
 from __future__ import annotations

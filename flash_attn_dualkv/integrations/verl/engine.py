@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """verl's FSDP engines, on packed micro-batches that hold every prompt once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which samples share a micro-batch, and its packed form."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The forwards that verl puts in the place of transformers', and which of the two a layer runs.
 
 verl replaces forwards of classes, for as long as the process lives. Those inside a decoder

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What sharing has saved, for verl's loggers."""
 
 from __future__ import annotations

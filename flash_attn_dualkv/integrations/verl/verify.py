@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The first steps beside verl's own path: log-probabilities and the norm of the gradient."""
 
 from __future__ import annotations

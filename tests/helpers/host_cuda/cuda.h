@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Tensor maps on the host: plain numbers. Stands in for the toolkit's header of this name.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // float16 on the host. Stands in for the toolkit's header of this name.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Launches of kernels on the host, block after block. Stands in for the toolkit's header of this name.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Enough of CUDA to run kernels on the host, for tests. Stands in for the toolkit's header of this name.
 #pragma once
 

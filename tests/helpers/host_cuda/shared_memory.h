@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Dynamic shared memory, at 32-bit addresses, and the barriers in it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // One block of a kernel on the host: each of its threads has a stack of its own, and they take turns. A thread runs until
 // it has to wait for others: at a barrier, a shuffle, a product of a warpgroup, a copy. Who comes next is drawn, and some
 // warps sleep for a while, so that code which is right only because some warp happens to be early or late goes wrong.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Hybrid models on shared prompts: short convolutions, gated delta rule, Mamba-2.
 
 Such a layer carries something along the sequence: a convolution its last inputs, a recurrence its state. What it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How a layout reaches the layers of a hybrid model that mix tokens, and the proof that each has used it.
 
 Model files hand keyword arguments on to their decoder layers, but not all do so to the convolutions and recurrences

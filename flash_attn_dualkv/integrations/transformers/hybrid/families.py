@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which hybrid models are known: the class of their layers that mix tokens, and the functions by which it does so.
 
 A family is exact where its model file leaves the mixing to functions that can be called with a state. They are global

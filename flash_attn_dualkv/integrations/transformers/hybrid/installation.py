@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Combinations of packages whose kernels are known to compute wrong gradients."""
 
 from __future__ import annotations

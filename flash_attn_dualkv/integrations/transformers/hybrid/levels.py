@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Where the segments of a layout lie for layers that carry something along the sequence: index tensors, made once.
 
 A segment is a node that has rows; it continues the nearest ancestor that has some. Segments with children are computed

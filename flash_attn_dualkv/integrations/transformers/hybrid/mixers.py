@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Replacements, for calls with a layout, of the functions that mix tokens in hybrid models.
 
 Each takes the function of the model file that it stands for and calls it: on the packed row with context inserted, or

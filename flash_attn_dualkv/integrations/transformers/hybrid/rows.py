@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rows and states on their way to and from the layers, with gradients that are summed in float32 in a fixed order.
 
 PyTorch's own gradients of these gathers add with atomics on a GPU, in the type of the activations: of a prompt's last

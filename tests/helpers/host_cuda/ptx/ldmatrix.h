@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // csrc/ptx/ldmatrix.h on the host.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // csrc/ptx/tma.h on the host. Copies happen at any time between the order and what waits for them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // New tensors of the extension, on the host and full of NaN. Stands in for torch's header of this name.
 #pragma once
 

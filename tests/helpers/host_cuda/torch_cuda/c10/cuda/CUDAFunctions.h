@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Copies between two places on the host. Stands in for torch's header of this name.
 #pragma once
 

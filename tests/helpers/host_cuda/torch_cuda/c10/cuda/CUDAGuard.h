@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // The device of the extension is the host. Stands in for torch's header of this name.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Launches run at once. Stands in for torch's header of this name.
 #pragma once
 
