@@ -1,6 +1,6 @@
-// SPDX-License-Identifier: BSD-3-Clause
-// Autograd's node of attention for callers whom nobody watches. In Python it costs the host 20 to 40 us more a backward,
-// because the engine's thread then runs an interpreter; in a stack that is every layer's.
+// SPDX-License-Identifier: BSD-3-Clause Autograd's node of attention for callers whom nobody
+// watches. In Python it costs the host 20 to 40 us more a backward, because the engine's thread
+// then runs an interpreter; in a stack that is every layer's.
 #pragma once
 
 #include <ATen/Context.h>
@@ -15,8 +15,9 @@
 
 namespace dualkv {
 
-// kForward(q, k, v, k_decoded, v_decoded, sinks, nodes, options) gives O and LSE; kBackward(dout, dlse, q, k, v,
-// k_decoded, v_decoded, out, lse, nodes, options) the gradients of queries, keys and values.
+// kForward(q, k, v, k_decoded, v_decoded, sinks, nodes, options) gives O and LSE; kBackward(dout,
+// dlse, q, k, v, k_decoded, v_decoded, out, lse, nodes, options) the gradients of queries, keys and
+// values.
 template <auto kForward, auto kBackward>
 struct AttentionNode : torch::autograd::Function<AttentionNode<kForward, kBackward>> {
   using Context = torch::autograd::AutogradContext;
@@ -27,7 +28,7 @@ struct AttentionNode : torch::autograd::Function<AttentionNode<kForward, kBackwa
                            const Optional& k_decoded, const Optional& v_decoded, const Optional& sinks,
                            const Tensor& nodes, const Options& options) {
     const auto [out, lse] = kForward(q, k, v, k_decoded, v_decoded, sinks, nodes, options);
-    // Of a result that nobody used, no gradient is made up.
+    // A result that nobody used gets no gradient of zeros.
     context->set_materialize_grads(false);
     context->save_for_backward({q, k, v, k_decoded.value_or(Tensor()), v_decoded.value_or(Tensor()),
                                 sinks.value_or(Tensor()), nodes, out, lse});
@@ -89,8 +90,8 @@ struct AttentionNode : torch::autograd::Function<AttentionNode<kForward, kBackwa
     return rows.sum(1).neg().to(sinks.scalar_type());
   }
 
-  // Whether somebody may want to see the backward as an operator: as ops.is_watched, and under create_graph=True, where
-  // the operator refuses to be differentiated again.
+  // Whether somebody may want to see the backward as an operator: as ops.is_watched, and under
+  // create_graph=True, where the operator refuses to be differentiated again.
   static bool is_watched(const Tensor& dout) {
     return at::GradMode::is_enabled() || c10::impl::TorchDispatchModeTLS::any_modes_set() ||
            dout.key_set().has(c10::DispatchKey::Python) ||
@@ -98,7 +99,8 @@ struct AttentionNode : torch::autograd::Function<AttentionNode<kForward, kBackwa
            torch::profiler::impl::profilerEnabled();
   }
 
-  // As ops.is_deterministic, at the time of the backward. The forward has refused what is no spelling of a bool.
+  // As ops.is_deterministic, at the time of the backward. The forward has refused what is no
+  // spelling of a bool.
   static bool wants_determinism() {
     if (at::globalContext().deterministicAlgorithms()) return true;
     const char* text = std::getenv("FLASH_ATTENTION_DETERMINISTIC");

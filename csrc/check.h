@@ -1,5 +1,5 @@
-// SPDX-License-Identifier: BSD-3-Clause
-// The vocabulary of argument checks: every failure names the argument, what was expected and what was got.
+// SPDX-License-Identifier: BSD-3-Clause The vocabulary of argument checks: every failure names the
+// argument, what was expected and what was got.
 #pragma once
 
 #include <torch/python.h>
@@ -10,7 +10,8 @@
 
 namespace dualkv {
 
-// The text of a failure is made of `expected`, one part after the other, and `got`; where all is well, no text is.
+// The text of a failure is made of `expected`, one part after the other, and `got`; where all is
+// well, no text is.
 template <class Got, class... Expected>
 void check_argument(bool ok, const char* name, const Got& got, const Expected&... expected) {
   TORCH_CHECK_VALUE(ok, name, ": expected ", expected..., ", got ", got);

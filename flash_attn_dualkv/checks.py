@@ -42,7 +42,7 @@ def explain(name: str, expected: object, got: object) -> str:
     return f"{name}: expected {expected}, got {got}"
 
 
-# --- kinds of values --------------------------------------------------------------------------------------------------
+# --- kinds of values ---
 
 
 def describe(value: object) -> str:
@@ -182,7 +182,7 @@ def device(value: Any) -> torch.device:
     return chosen
 
 
-# --- tensors and options of attention ---------------------------------------------------------------------------------
+# --- tensors and options of attention ---
 
 
 def check_are_tensors(names: Sequence[str], values: Sequence[Any]) -> None:

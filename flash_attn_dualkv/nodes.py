@@ -44,7 +44,7 @@ class Node(NamedTuple):
 COLUMNS = len(Node._fields)
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- tables ---
 
 
 def sequence_nodes(
@@ -178,7 +178,7 @@ def host_nodes(rows: Iterable[int]) -> Tensor:
     return ints(rows, torch.int32).view(-1, COLUMNS)
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
+# --- checks ---
 
 
 def checked_nodes(nodes: Tensor, q_rows: int, k_rows: int, decoded_rows: int | None) -> list[Node]:

@@ -266,8 +266,8 @@ DUALKV_HD bool sees_keys(const KvTile& tile, int q_pos, Visibility sees) {
 }
 
 // ----------------------------------------------------------------------------------------------
-// KV tile -> queries (backward). Query tiles are on one grid from packed row 0 on, so that loops run
-// across sequences and all KV tiles agree on the borders of dQ tiles.
+// KV tile -> queries (backward). Query tiles are on one grid from packed row 0 on, so that loops
+// run across sequences and all KV tiles agree on the borders of dQ tiles.
 
 // Packed rows [row_begin, row_end) see at least one key of the tile, and rows [full_row, full_end)
 // all of it; of the others, row r is at logical position r + pos_offset.

@@ -8,7 +8,8 @@
 
 namespace dualkv {
 
-// Device pointers. The contexts of groups come first among the rows of keys, then the keys of the sequences.
+// Device pointers. The contexts of groups come first among the rows of keys, then the keys of the
+// sequences.
 struct SequenceNodesArgs {
   const int* cu_seqlens_q;        // (num_sequences + 1)
   const int* cu_seqlens_k;        // (num_sequences + 1)
@@ -28,9 +29,9 @@ struct TreeNodesArgs {
 };
 void build_tree_nodes(const TreeNodesArgs& args, cudaStream_t stream);
 
-// Contiguous rows of a tensor. The launch that builds a work list also clears the rows that are in no item of it: a
-// memset of all of them costs the forward 1.5% of its time. Offsets that contradict each other may leave rows as they
-// were allocated: wrong numbers, as everywhere.
+// Contiguous rows of a tensor. The launch that builds a work list also clears the rows that are in
+// no item of it: a memset of all of them costs the forward 1.5% of its time. Offsets that
+// contradict each other may leave rows as they were allocated: wrong numbers, as everywhere.
 struct ClearedRows {
   void* data;
   int64_t row_bytes;  // a multiple of 16

@@ -1,7 +1,6 @@
-// SPDX-License-Identifier: BSD-3-Clause
-// Random pauses before every barrier, in builds that look for races (-DDUALKV_JITTER,
-// tests/helpers/jitter.py). Code that is right only because some warp happens to be early or late then soon
-// gives wrong results.
+// SPDX-License-Identifier: BSD-3-Clause Random pauses before every barrier, in builds that look for
+// races (-DDUALKV_JITTER, tests/helpers/jitter.py). Code that is right only because some warp
+// happens to be early or late then soon gives wrong results.
 #pragma once
 
 #include <cstdint>

@@ -109,7 +109,7 @@ class _Loads:
         return self.tree.begins[node] + self.tree.node_lens[node]
 
     def _cost(self, node: int, end: int) -> float:
-        """Of the rows of a node before the position `end`."""
+        """Cost of the rows of a node before the position `end`."""
         begin = self.tree.begins[node]
         return (end * (end + 1) - begin * (begin + 1)) / 2 + self.token_cost * (end - begin)
 

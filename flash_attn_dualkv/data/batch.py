@@ -342,10 +342,11 @@ def _numbers(tokens: Tokens, tree: PrefixTree) -> list[Sequence[int]]:
     lens, begins, scored = tree.node_lens, tree.begins, tokens.scored_lens
     firsts = [*accumulate(tree.sequence_lens, initial=0)]
     rows, behind = accumulate(lens, initial=0), accumulate(scored, initial=0)
-    # Of each node, what a row's number becomes: the place of its token, its position.
+    # Shifts from a row's number to the place of its token, and to its position; one a node.
     positions = [begin - row for begin, row in zip(begins, rows)]
     sources = [firsts[source] + position for source, position in zip(tree.sources, positions)]
-    # Of each sequence, what the number of a scored token becomes: the place of the one before, its place when padded.
+    # Shifts from a scored token's number to the place of the one before, and to its place when
+    # padded; one a sequence.
     longest = max(scored)
     befores = [end - count - 1 - own for end, count, own in zip(firsts[1:], scored, behind)]
     places = [index * longest - own for index, own in enumerate(accumulate(scored[:-1], initial=0))]

@@ -53,9 +53,10 @@ from .samples import (
 )
 from .trie import build_tree, tree_with_borders
 
-# A node's last tile of keys is half empty for every row below it: 40 of 80 keys in the forward and 64 of 128 in the
-# backward, some 55 pairs a row where both are weighed by their work. A token costs a model of 2 to 8 billion parameters
-# as much as 10,000 to 20,000 pairs. So a border above R rows costs about R / 350 to R / 175 tokens: 64 for 11K to 22K.
+# A node's last tile of keys is half empty for every row below it: 40 of 80 keys in the forward and
+# 64 of 128 in the backward, some 55 pairs a row where both are weighed by their work. A token costs
+# a model of 2 to 8 billion parameters as much as 10,000 to 20,000 pairs. So a border above R rows
+# costs about R / 350 to R / 175 tokens: 64 for 11K to 22K.
 MIN_SHARED = 64
 
 RowValues = Mapping[str, Any]

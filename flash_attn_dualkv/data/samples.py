@@ -126,7 +126,7 @@ def jagged_rows(name: str, values: Any, like: Tensor) -> Tensor:
 
 
 class Ones(NamedTuple):
-    """Of every row of a mask: where its ones begin, how many ones, how many runs of ones, how many other values."""
+    """Ones of each row of a mask: where they begin, how many, in how many runs; how many other values."""
 
     begins: list[int]
     lengths: list[int]
@@ -188,7 +188,7 @@ def fetch(tensors: Sequence[Tensor], group_ids: GroupIds | None) -> tuple[list[T
 
 
 def bytes_of(tokens: Tensor, begins: Iterable[int], lengths: Iterable[int]) -> list[bytes]:
-    """Of each run of the tokens (int64 on the host, contiguous)."""
+    """Bytes of each run of the tokens (int64 on the host, contiguous)."""
     words = memory_of(tokens)
     return [words[begin * _WORD : (begin + length) * _WORD].tobytes() for begin, length in zip(begins, lengths)]
 
@@ -270,7 +270,7 @@ def scored_lens(mask: Tensor, lengths: Sequence[int]) -> list[int]:
         raise SharedPromptError(explain("loss_mask", "0 and 1", smallest if smallest < 0 else largest))
     bounds, sums = offsets_of(int64s(lengths)), offsets_of(mask)
     firsts = bounds[:-1]
-    # Of a sequence without tokens nothing is counted.
+    # A sequence without tokens counts nothing.
     trains_first = take(sums, torch.minimum(firsts + 1, bounds[1:])) > take(sums, firsts)
     if trains_first.any():
         index = int(trains_first.nonzero()[0])

@@ -162,7 +162,7 @@ class _Leaves(NamedTuple):
 
 
 def _numbers(groups: Sequence[Hashable] | None, count: int) -> list[int]:
-    """Of each sequence the number of its group, in the order of their first sequences."""
+    """Number of each sequence's group, in the order of their first sequences."""
     if groups is None:
         return [0] * count
     seen: dict[Hashable, int] = {}
@@ -248,7 +248,7 @@ class _Tree:
             self.branches[above[parent]] += 1
 
     def _limits(self, least: int) -> list[int]:
-        """Of each inner node, where a kept node above it may end at most for it to be kept; negative for never.
+        """Where a kept node above each inner node may end at most for it to be kept; negative for never.
 
         The least sum of a subtree, if the next kept node above it ends at x, is made of straight pieces: a child costs
         its end less x. Such a function is the line `constants[node] - counts[node] * x` of the largest x, and in a heap
@@ -329,7 +329,8 @@ class _Tree:
             if not self.kept[parent]:
                 self.leaf_parents[leaf] = self.parents[parent]
         inner = [node for node in self.order if self.kept[node]]
-        # Nodes with the same first leaf are ancestors of each other, of which the upper one ends first.
+        # Nodes with the same first leaf are ancestors of each other, of which the upper one ends
+        # first.
         entries = [(self.first_leaves[node], self.ends[node], node) for node in inner]
         entries += [(leaf, length, -1) for leaf, length in enumerate(self.leaf_lengths)]
         entries.sort()

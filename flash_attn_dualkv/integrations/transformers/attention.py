@@ -28,8 +28,8 @@ from .masks import DeferredMask, deferred_mask
 from .support import TAKES_LAYOUT
 
 FALLBACKS = ("auto", "sdpa", "eager")
-# Keyword arguments of attention functions that do not change what a token attends to. Others are refused: an argument
-# that is ignored here might be a mask or a bias of the model.
+# Keyword arguments of attention functions that do not change what a token attends to. Others are
+# refused: an argument that is ignored here might be a mask or a bias of the model.
 _HARMLESS = frozenset((
     "cache_position", "config", "labels", "layer_idx", "logits_to_keep", "num_items_in_batch", "output_attentions",
     "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids", "return_dict",
