@@ -4,8 +4,7 @@
 // kernels and host tests call the same functions.
 //
 // A node is a run of tokens that continues its parent: a prompt is a root, its responses are its
-// children, and a tree of turns may have any depth. The node table is in depth-first order: a node,
-// then its subtree.
+// children. The node table is in depth-first order, to any depth: a node, then its subtree.
 //
 //     node 0  |0 . . . . 9|                  root
 //     node 1              |10 . . 15|        child of 0

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// One row of thresholds for each card that kernels were timed on. sm90/README.md ("Few keys",
-// "Windows") has the times.
+// One row of thresholds for each card that kernels were timed on. docs/notes/dq.md and windows.md
+// have the times.
 #pragma once
 
 #include <cmath>

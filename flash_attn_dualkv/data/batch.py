@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import checks
 from ..checks import explain
-from ..errors import SharedPromptError
+from ..errors import SharedPromptError, SharedPromptTypeError
 from ..host import SeparatelyPickled, expand, int64s, offsets_of, same_device, take, to_device
 from ..layout import SharedPromptLayout
 from .prefix_tree import PrefixTree, Spans
@@ -135,12 +135,16 @@ class PackedBatch(SeparatelyPickled):
             (sum R, ...) on the batch's device.
         """
         device, count = self.input_ids.device, len(self.scored_lens)
-        values = per_sequence if isinstance(per_sequence, Tensor) else torch.tensor(per_sequence)
+        try:
+            values = torch.as_tensor(per_sequence, device=device)
+        except (TypeError, ValueError, RuntimeError):
+            expected = "a tensor or a list of numbers"
+            raise SharedPromptTypeError(explain("per_sequence", expected, checks.describe(per_sequence))) from None
         if values.dim() == 0 or len(values) != count:
             got = f"shape {tuple(values.shape)}"
             raise SharedPromptError(explain("per_sequence", f"{count} values (as sequences)", got))
         longest = max(1, *self.scored_lens)
-        return values.to(device).index_select(0, self.padded_index // longest)
+        return values.index_select(0, self.padded_index // longest)
 
     # Nodes and rows
 
@@ -154,12 +158,12 @@ class PackedBatch(SeparatelyPickled):
         """(n,) the node that each continues; -1 for roots."""
         return self.layout.node_parents
 
-    @property
+    @cached_property
     def cu_seqlens(self) -> Tensor:
         """(n+1,) int32, node i has the rows [i] .. [i+1] - 1; for `flash_attn_tree_varlen_func`, like `parents`."""
         return offsets_of(self.layout.nodes[:, 1]).int()
 
-    @property
+    @cached_property
     def parents(self) -> Tensor:
         """(n,) int32, `node_parents` on the device."""
         return self.layout.nodes[:, 6].contiguous()

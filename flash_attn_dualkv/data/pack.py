@@ -315,6 +315,8 @@ def pack_prefix_tree(
         by_token, by_root = ({key: pick(key[0], one) for key, one in by.items()} for by in (by_token, by_root))
     rule = _Rule.checked(boundary, min_shared, max_depth, borders)
     given, lengths = _checked(sequences)
+    if tree is not None:
+        _check_is_of(tree, lengths, chosen)
     tokens = [joined(given, "sequences")]
     if loss_mask is not None:
         tokens.append(joined_mask(loss_mask, lengths))
@@ -429,7 +431,9 @@ class _Rule(NamedTuple):
         if borders is not None:
             for name, value in (("min_shared", min_shared), ("max_depth", max_depth)):
                 if value is not None:
-                    raise SharedPromptError(explain(name, "None with borders, which say where nodes begin", value))
+                    raise SharedPromptError(
+                        explain(name, "None with borders, given or of a tree, which say where nodes begin", value)
+                    )
             borders = checks.items("borders", borders, "lists of positions")
         if max_depth is not None:
             checks.integer("max_depth", max_depth, 1)
@@ -450,16 +454,28 @@ class _Rule(NamedTuple):
 
 
 def _of_tree(tree: Any, sequences: Any, boundary: Any, borders: Any) -> tuple[Boundary, Sequence[Any]]:
-    """The boundary and the borders of a tree of these sequences."""
+    """The boundary and the borders of a tree, beside which no others may be given."""
     checks.instance("tree", tree, PrefixTree)
-    for name, value, own in (("borders", borders, None), ("boundary", boundary, tree.boundary)):
-        if value is not None and value != own:
-            raise SharedPromptError(explain(name, f"that of the tree, {own!r}", checks.describe(value)))
-    lengths = [len(one) for one in sequences_of("sequences", sequences)]
-    if lengths != [*tree.sequence_lens]:
-        expected = f"that of these {len(lengths)} sequences"
-        raise SharedPromptError(explain("tree", expected, f"one of {len(tree.sequence_lens)} with other lengths"))
+    count = len(sequences_of("sequences", sequences))
+    if count != len(tree.sequence_lens):
+        expected = f"that of these {count} sequences"
+        raise SharedPromptError(explain("tree", expected, f"one of {len(tree.sequence_lens)}"))
+    if borders is not None:
+        raise SharedPromptError(explain("borders", "None, for those of the tree", checks.describe(borders)))
+    if boundary not in (None, tree.boundary):
+        expected = f"None or {tree.boundary!r}, that of the tree"
+        raise SharedPromptError(explain("boundary", expected, checks.describe(boundary)))
     return tree.boundary, tree.borders
+
+
+def _check_is_of(tree: PrefixTree, lengths: Sequence[int], chosen: Sequence[int] | None) -> None:
+    """SharedPromptError for sequences of other lengths than those of the tree that were chosen."""
+    own = tree.sequence_lens if chosen is None else [tree.sequence_lens[index] for index in chosen]
+    for index, (length, expected) in enumerate(zip(lengths, own)):
+        if length != expected:
+            at = index if chosen is None else chosen[index]
+            got = f"one whose sequence {at} has {expected}"
+            raise SharedPromptError(explain("tree", f"that of these sequences, {length} tokens in sequence {at}", got))
 
 
 def _checked(sequences: Any) -> tuple[list[Tensor], list[int]]:

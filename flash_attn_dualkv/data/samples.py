@@ -289,7 +289,13 @@ def named(name: str, values: Any) -> list[tuple[str, Any]]:
 def listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
     """Tensors of (..., L_i) values, one for each sequence, in one."""
     name = f"row_values[{name!r}]"
-    given = [torch.as_tensor(one) for one in sequences_of(name, values, "tensors")]
+    try:
+        given = [torch.as_tensor(one) for one in sequences_of(name, values, "tensors")]
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, SharedPromptError):
+            raise
+        raise SharedPromptTypeError(explain(name, "a list of tensors", checks.describe(values))) from None
+    _common_device(given)
     if len(given) != len(lengths):
         raise SharedPromptError(explain(name, f"{len(lengths)} of them (as sequences)", len(given)))
     for index, (one, length) in enumerate(zip(given, lengths)):

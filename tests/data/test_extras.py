@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import nested, padded, tensors
+from samples import assert_same_batch, nested, padded, tensors
 
 from flash_attn_dualkv import (
     PackedBatch,
@@ -127,6 +127,11 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: pack_prefix_tree(WHOLE, tree=WHOLE), "^tree: expected a PrefixTree"),
     (lambda: pack_shared_prompts([[1]], [[2]]).expand([1.0, 2.0]), "^per_sequence: expected 1 values"),
     (lambda: pack_shared_prompts([[1]], [[2]]).expand(torch.tensor(1.0)), "^per_sequence: expected 1 values"),
+    (lambda: pack_shared_prompts([[1]], [[2]]).expand(["a"]), "^per_sequence: expected a tensor or a list"),
+    (lambda: lists(row_values={"x": ["a"] * 4}), r"^row_values\['x'\]: expected a list of tensors"),
+    (lambda: pack_prefix_tree([WHOLE[0], WHOLE[0], *WHOLE[2:]], tree=group_by_prefix(WHOLE)),
+     "^tree: .* 5 tokens in sequence 1, got one whose sequence 1 has 3"),
+    (lambda: pack_prefix_tree([1, 2, 3, 4], tree=group_by_prefix(WHOLE), chosen=[0]), r"^sequences\[0\]: expected"),
 ]  # fmt: skip
 
 
@@ -144,3 +149,14 @@ def test_expand() -> None:
     batch.expand(advantages).sum().backward()
     assert advantages.grad is not None and advantages.grad[:, 0].tolist() == [2.0, 1.0, 0.0, 3.0]
     assert pack_shared_prompts([[1]] * 2, [[]] * 2).expand([1.0, 2.0]).shape == (0,)
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_tokens_that_are_elsewhere_travel_with_the_numbers(has_mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a batch for another device takes along, in one copy: here between tensors of one device."""
+    masks = [[0] + [1] * (len(one) - 1) for one in WHOLE] if has_mask else None
+    kinds: dict[str, Any] = dict(loss_mask=masks, min_shared=1, pad_to_multiple_of=8)
+    expected = pack_prefix_tree(tensors(WHOLE), **kinds), lists(drop_last=True)
+    monkeypatch.setattr("flash_attn_dualkv.data.batch.same_device", lambda *_: False)
+    for one, other in zip((pack_prefix_tree(tensors(WHOLE), **kinds), lists(drop_last=True)), expected):
+        assert_same_batch(one, other)
