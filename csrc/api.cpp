@@ -118,7 +118,7 @@ std::vector<Tensor> backward(const Tensor& dout_in, const std::optional<Tensor>&
     const BackwardKernel<T>& kernel = built.kernels[plan.kernel.index];
     BackwardList list(problem, plan);
     list.prepare<T>(problem, gradients, out, dout, lse, dlse);
-    kernel.run(plan.kernel.narrow,
+    kernel.run(plan.every_step,
                {problem.shape, list.nodes, list.work, view_of<const T>(problem.q), view_of<const T>(dout),
                 problem.kv.regions<const T>(), gradients.regions<T>(), list.statistics, list.dq_sum, list.dkv_slots,
                 list.dq_semaphores},

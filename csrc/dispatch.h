@@ -22,14 +22,15 @@ inline void check_cuda(cudaError_t status) {
   if (status != cudaSuccess) throw std::runtime_error(std::string("CUDA error: ") + cudaGetErrorString(status));
 }
 
-// The launches of a kernel: with its tiles, and with its narrow ones; null where there are none.
+// The launches of a kernel: the usual one, and the other that a plan may choose: with narrow tiles
+// or, of dK and dV, with every step. Null where there is none.
 template <class Params>
 struct Launches {
   void (*launch)(const Params&, cudaStream_t);
-  void (*launch_narrow)(const Params&, cudaStream_t) = nullptr;
+  void (*launch_other)(const Params&, cudaStream_t) = nullptr;
 
-  void run(bool narrow, const Params& params, cudaStream_t stream) const {
-    (narrow ? launch_narrow : launch)(params, stream);
+  void run(bool other, const Params& params, cudaStream_t stream) const {
+    (other ? launch_other : launch)(params, stream);
   }
 };
 

@@ -65,6 +65,9 @@ inline std::vector<Explained> explain(const Gpu& gpu, const ForwardPlan& forward
   if (backward.sums == DqSums::none) {
     add_kernel(all, "dq", dq_name(backward), backward.dq, backward.dq.pack.heads());
   }
+  if (backward.steps_why.relation) {
+    all.push_back({"steps", backward.every_step ? "all" : "hidden ones left out", describe(backward.steps_why)});
+  }
   const std::string share = std::to_string(kPartsPerSm * backward.tiles_at_a_time);
   all.push_back({"split parts", std::to_string(backward.capacities.slots),
                  "the most, over all KV heads; the device splits KV tiles that take more than 1/" + share +

@@ -59,6 +59,8 @@ struct BackwardPlan {
   KernelChoice kernel;  // of dK, dV and, unless `sums` is none, dQ
   DqSums sums = DqSums::none;
   Why sums_why;
+  bool every_step = false;  // beside sums of dQ, steps that a warpgroup does not see are not left out
+  Why steps_why;
   KernelChoice dq;            // of dQ alone
   int tiles_at_a_time = 0;    // KV tiles that run at the same time
   BackwardCapacities capacities{};  // of the work list and of the slots for parts of split tiles
@@ -194,6 +196,10 @@ inline void choose_sums(BackwardPlan& plan, const KernelTraits& kernel, const Ca
     plan.sums_why = {"too few rows for another launch:", call.q_rows, "<", tuning.dq_rows};
   }
   plan.sums = call.deterministic ? DqSums::in_order : DqSums::in_any_order;
+  if (!kernel.has_every_step || call.has_softcap || call.sees.has_window()) return;
+  plan.every_step = call.q_rows >= int64_t{limits.every_step_node} * call.num_nodes;
+  plan.steps_why = {"tokens a node", call.q_rows / max_int(call.num_nodes, 1), plan.every_step ? ">=" : "<",
+                    limits.every_step_node};
 }
 
 }  // namespace plan_steps

@@ -227,6 +227,12 @@ struct BackwardConfig<256, 256> : BackwardWideTiles<256, 256, 2> {};
 template <>
 struct BackwardConfig<512, 512> : BackwardColumnTiles<512, 2, 32> {};
 
+// Whether sums of dQ have an instance that leaves out no steps (core/tuning.h, every_step_node).
+template <int kHeadDim, int kHeadDimV>
+constexpr bool kHasEveryStep = false;
+template <>
+inline constexpr bool kHasEveryStep<128, 128> = true;
+
 template <class Config>
 constexpr TileInfo tile_info(bool packs_heads = true, int column_blocks = 1) {
   return {Config::kBlockM, Config::kBlockN, Config::kSharedBytes, packs_heads, column_blocks};
@@ -248,6 +254,7 @@ constexpr KernelTraits backward_traits() {
   KernelTraits traits{Arch::sm90, {kHeadDim, kHeadDimV}, tile_info<Config>(true, Config::kColumnBlocks)};
   traits.sums_dq = Config::kSumsDq;
   if constexpr (Config::kSumsDq) traits.orders_dq = Config::kStagesDq;
+  traits.has_every_step = kHasEveryStep<kHeadDim, kHeadDimV>;
   return traits;
 }
 

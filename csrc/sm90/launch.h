@@ -102,13 +102,13 @@ bool register_forward() {
   return for_element_types([](auto element) {
     using T = decltype(element);
     ForwardKernel<T> kernel{{launch_forward<T, Config>}};
-    if constexpr (Narrow::kBlockN < Config::kBlockN) kernel.launch_narrow = launch_forward_tiles<T, Narrow, false>;
+    if constexpr (Narrow::kBlockN < Config::kBlockN) kernel.launch_other = launch_forward_tiles<T, Narrow, false>;
     add_kernel<ForwardKernel<T>>(forward_traits<kHeadDim, kHeadDimV>(), kernel);
   });
 }
 
-// The instance for a call. Steps of which a warpgroup sees nothing are left out, but not beside
-// sums of dQ with a softcap, whose registers leave no room for that.
+// The instance for a call. Steps of which a warpgroup sees nothing are left out, but not beside sums
+// of dQ with a softcap, whose registers leave no room for that.
 template <typename T, class Config>
 auto pick_backward(const BackwardParams<T>& p) {
   const auto pick = [&](auto has_softcap) {
@@ -122,6 +122,11 @@ auto pick_backward(const BackwardParams<T>& p) {
     }
   };
   return p.shape.softcap.exists() ? pick(std::true_type()) : pick(std::false_type());
+}
+
+template <typename T, class Config>
+void launch_every_step(const BackwardParams<T>& p, cudaStream_t stream) {
+  launch_backward<T, Config>(dualkv_sm90_backward<T, Config, true, false, false>, p, stream);
 }
 
 template <int kHeadDim, int kHeadDimV = kHeadDim>
@@ -138,7 +143,9 @@ bool register_backward() {
         launch_backward<T, Config>(dualkv_sm90_backward_wide<T, Config>, p, stream);
       }
     };
-    add_kernel<BackwardKernel<T>>(backward_traits<kHeadDim, kHeadDimV>(), {{run}, launch_convert<T, Config>});
+    BackwardKernel<T> kernel{{run}, launch_convert<T, Config>};
+    if constexpr (kHasEveryStep<kHeadDim, kHeadDimV>) kernel.launch_other = launch_every_step<T, Config>;
+    add_kernel<BackwardKernel<T>>(backward_traits<kHeadDim, kHeadDimV>(), kernel);
   });
 }
 
@@ -149,7 +156,7 @@ bool register_backward_dq() {
   return for_element_types([](auto element) {
     using T = decltype(element);
     BackwardDqKernel<T> kernel{{launch_backward_dq<T, Config>}};
-    if constexpr (Narrow::kBlockN < Config::kBlockN) kernel.launch_narrow = launch_backward_dq<T, Narrow>;
+    if constexpr (Narrow::kBlockN < Config::kBlockN) kernel.launch_other = launch_backward_dq<T, Narrow>;
     add_kernel<BackwardDqKernel<T>>(backward_dq_traits<kHeadDim, kHeadDimV>(), kernel);
   });
 }

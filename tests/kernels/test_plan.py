@@ -3,7 +3,7 @@
 
 plans.txt has the plans of the shapes that are measured, and those at each threshold. It is made by
 
-    PYTHONPATH=tests:benchmarks:. python tests/test_plan.py
+    PYTHONPATH=tests/helpers:benchmarks:. python tests/kernels/test_plan.py
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ def brief(made: Plan, whys: Sequence[str] = ("dq",)) -> str:
     """One line: the family, tiles and heads in one of each kernel, how dQ is made, and the reasons asked for."""
     kernels = {"forward": made.forward, "backward": made.backward} | ({"dq": made.dq} if made.dq else {})
     tiles = [f"{name} {one.block_m} x {one.block_n} of {one.heads}" for name, one in kernels.items()]
+    tiles += [f"{choice.value} steps" for choice in made.choices if choice[:2] == ("steps", "all")]
     reasons = [choice.why for choice in made.choices if choice.name in whys]
     return "; ".join([made.family, *tiles, f"dQ {made.dq_sums}", *reasons])
 
@@ -215,6 +216,7 @@ class Threshold(NamedTuple):
             "dq_keys": {"mean_keys": value},
             "dq_keys_ordered": {"mean_keys": value, "deterministic": 1, "nodes": 1},
             "dq_node_ordered": {"nodes": 1000, "rows": 1000 * value, "deterministic": 1},
+            "every_step_node": {"nodes": 1000, "rows": 1000 * value},
             "narrow_dq_keys": {"mean_keys": value, "window": 1024, "deterministic": 1},
             "narrow_dq_window": {"window": value, "deterministic": 1},
         }[self.field]

@@ -89,6 +89,22 @@ def test_short_sequences_leave_dq_to_its_own_kernel(kernels: str, head_dim: int,
                 assert all(again[key].equal(one) for key, one in found.items())
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
+def test_instances_for_long_and_for_short_nodes_agree(kernels: str, dtype: torch.dtype) -> None:
+    """Nodes of 1280 tokens or more on average take another instance than the same nodes beside short ones."""
+    lens, parents = [2300, 2100], [-1, 0]
+    beside, more = data((lens + [7] * 6, parents + [-1] * 6), 0, heads=(4, 2), head_dim=128, dtype=dtype)
+    layout, _ = data((lens, parents), 0, heads=(4, 2), head_dim=128, dtype=dtype)
+    inputs = type(more)(*(one[: sum(lens)] for one in more[:4]))
+    long, short = run(inputs, layout.nodes), run(more, beside.nodes)
+    for key in ("out", "dk", "dv"):
+        assert torch.equal(long[key], short[key][: sum(lens)]), key
+    for found, given, nodes in ((long, inputs, layout.nodes), (short, more, beside.nodes)):
+        check_errors(found, exact(given, nodes), dtype)
+
+
 @configurations
 @pytest.mark.parametrize("softcap", SOFTCAPS)
 def test_softcaps(softcap: float, options: Options) -> None:
