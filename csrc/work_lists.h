@@ -1,25 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Work lists with the memory that holds them; the kernels of kernels/ fill it on the device.
+// Work lists in the caller's scratch memory; the kernels of kernels/ fill them on the device.
 #pragma once
-
-#include <utility>
 
 #include "kernels/kernels.h"
 #include "problem.h"
 
 namespace dualkv {
 
-// The arrays of a call in one allocation, each on a boundary of 128 bytes. `place(*this)` takes
-// them, and is called twice: first to learn how much memory they need, then with that memory.
+// The arrays of a call one after the other, each on a boundary of 128 bytes. Without memory the
+// addresses are offsets: used() is what the call needs.
 class Scratch {
  public:
-  template <class Place>
-  Scratch(const Tensor& beside, Place place) {
-    place(*this);
-    storage_ = uninitialised(beside, {std::exchange(used_, 0)}, at::kByte);
-    begin_ = reinterpret_cast<uintptr_t>(storage_.data_ptr());
-    place(*this);
-  }
+  explicit Scratch(void* memory) : begin_(reinterpret_cast<uintptr_t>(memory)) {}
 
   template <typename Item = int>
   Item* take(int64_t count) {
@@ -30,44 +22,41 @@ class Scratch {
 
   // Behind what was taken.
   uint8_t* end() const { return reinterpret_cast<uint8_t*>(begin_ + used_); }
+  int64_t used() const { return used_; }
 
  private:
   static constexpr int64_t kAlignment = 128;
-  Tensor storage_;
-  uintptr_t begin_ = 0;
+  uintptr_t begin_;
   int64_t used_ = 0;
 };
 
-inline ClearedRows cleared_rows(const Tensor& t) {
-  return {t.data_ptr(), t.size(1) * t.size(2) * static_cast<int64_t>(t.element_size())};
-}
+// A contiguous tensor of 16-bit elements.
+inline ClearedRows cleared_rows(const DualkvTensor& t) { return {t.data, t.heads * t.head_dim * 2}; }
 
-// A list of query tiles, `queries` of a node each. Building it clears the rows of `out` (and of
-// `lse`, where defined) that are in no node.
-struct ForwardList {
-  WorkList<ForwardItem> work;
-
-  ForwardList(const Problem& problem, int queries, int block_n, const Tensor& out, const Tensor& lse)
-      : scratch_(problem.q, [&](Scratch& scratch) { place(problem, queries, scratch); }) {
+// A list of query tiles, `queries` of a node each.
+class ForwardList {
+ public:
+  ForwardList(const Problem& problem, int queries, int block_n, Scratch& scratch) : stream_(problem.stream) {
+    args_.nodes = problem.nodes;
     args_.block_m = queries, args_.block_n = block_n, args_.sees = problem.shape.sees;
-    args_.rows = cleared_rows(out), args_.lse = lse.defined() ? lse.data_ptr<float>() : nullptr;
     args_.num_heads = problem.shape.num_heads;
-    prepare_forward(args_, problem.stream);
-    count_launch("dualkv_prepare_forward");
-    work = {args_.items, args_.count, args_.capacity, args_.next};
-  }
-
- private:
-  void place(const Problem& problem, int queries, Scratch& scratch) {
-    args_.nodes = problem.table();
     args_.capacity = forward_capacity(args_.nodes, queries);
     args_.tile_offsets = scratch.take(args_.nodes.num_nodes + 1);
     args_.items = scratch.take<ForwardItem>(args_.capacity);
     args_.count = scratch.take(1), args_.next = scratch.take(1);
   }
 
+  // Fills it, and clears the rows of `out` (and of `lse`, unless null) that are in no node.
+  WorkList<ForwardItem> prepare(const DualkvTensor& out, float* lse) {
+    args_.rows = cleared_rows(out), args_.lse = lse;
+    prepare_forward(args_, stream_);
+    count_launch("dualkv_prepare_forward");
+    return {args_.items, args_.count, args_.capacity, args_.next};
+  }
+
+ private:
   ForwardListArgs args_{};
-  Scratch scratch_;
+  cudaStream_t stream_;
 };
 
 // What passes between the kernels of the backward: the list of KV tiles, the tiles that were split
@@ -81,8 +70,8 @@ struct BackwardList {
   uint64_t* dq_semaphores = nullptr;
   float* dkv_slots = nullptr;
 
-  BackwardList(const Problem& problem, const BackwardPlan& plan)
-      : capacity_(plan.capacities), scratch_(problem.q, [&](Scratch& scratch) { place(problem, plan, scratch); }) {
+  BackwardList(const Problem& problem, const BackwardPlan& plan, Scratch& scratch) : capacity_(plan.capacities) {
+    place(problem, plan, scratch);
     const ProblemShape& shape = problem.shape;
     const TileInfo& tiles = plan.kernel.tiles;
     const Pack heads = plan.kernel.pack;
@@ -96,18 +85,14 @@ struct BackwardList {
     args_.query_capacity = shape.q_rows;
   }
 
-  // Fills it, and clears the rows of `gradients` that are in no node.
+  // Fills it, and clears the rows of the gradients of keys that are in no node.
   template <typename T>
-  void prepare(const Problem& problem, const Keys& gradients, const Tensor& out, const Tensor& dout, const Tensor& lse,
-               const Tensor& dlse) {
-    args_.keys[0] = cleared_rows(gradients.k), args_.keys[1] = cleared_rows(gradients.v);
-    if (gradients.k_decoded) {
-      args_.decoded[0] = cleared_rows(*gradients.k_decoded), args_.decoded[1] = cleared_rows(*gradients.v_decoded);
-    }
-    const float* dlse_pointer = dlse.defined() ? dlse.data_ptr<float>() : nullptr;
+  void prepare(const Problem& problem, const DualkvBackward& tensors) {
+    args_.keys[0] = cleared_rows(tensors.dk), args_.keys[1] = cleared_rows(tensors.dv);
+    args_.decoded[0] = cleared_rows(tensors.dk_decoded), args_.decoded[1] = cleared_rows(tensors.dv_decoded);
     prepare_backward<T>(args_,
-                        {problem.shape, view_of<const T>(out), view_of<const T>(dout), lse.data_ptr<float>(),
-                         dlse_pointer, statistics},
+                        {problem.shape, view_of<const T>(tensors.out), view_of<const T>(tensors.dout), tensors.lse,
+                         tensors.dlse, statistics},
                         problem.stream);
     count_launch("dualkv_prepare_backward");
   }
@@ -118,7 +103,7 @@ struct BackwardList {
     const TileInfo& tiles = plan.kernel.tiles;
     const Pack heads = plan.kernel.pack;
     const int queries = heads.queries(tiles.block_m), packs = heads.queries(shape.num_heads);
-    args_.nodes = problem.table();
+    args_.nodes = problem.nodes;
     statistics.heads = heads;
     statistics.padded_rows = ceil_div<int64_t>(shape.q_rows, RowStatistics::kPadding) * RowStatistics::kPadding;
     statistics.lse_log2 = scratch.take<float>(shape.num_heads * statistics.padded_rows);
@@ -159,7 +144,6 @@ struct BackwardList {
   BackwardListArgs args_{};
   BackwardCapacities capacity_;
   int* next_ = nullptr;
-  Scratch scratch_;
 };
 
 }  // namespace dualkv

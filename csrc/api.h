@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The C interface of the kernel library: addresses, sizes and strides, no torch and no Python. The
+// caller owns all memory, scratch included, and has checked shapes, element types and alignment;
+// every function returns a status, and dualkv_error() says what went wrong.
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DUALKV_API __attribute__((visibility("default")))
+
+enum DualkvStatus { DUALKV_SUCCESS, DUALKV_INVALID_VALUE, DUALKV_FAILURE };
+
+// 16-bit (rows, heads, head_dim) in device memory, the base on 16 bytes. Strides are in elements,
+// multiples of 8 where the dimension is larger than 1; the last dimension is contiguous. Without
+// rows nothing is read.
+typedef struct {
+  void* data;
+  int64_t rows, heads, head_dim, row_stride, head_stride;
+} DualkvTensor;
+
+// flash_attn_dualkv/calls.py says what they mean.
+typedef struct {
+  double softmax_scale, softcap;
+  int64_t window_left, mean_keys;
+  int32_t causal, deterministic;
+} DualkvOptions;
+
+// A call of either direction. Some query and some key exist; `device` is the current one.
+typedef struct {
+  int32_t device, is_half;  // float16, or bfloat16
+  void* stream;
+  DualkvTensor q, k, v, k_decoded, v_decoded;  // the last two without rows where there are none
+  const int32_t* nodes;                        // (num_nodes, 8), contiguous
+  int64_t num_nodes;
+  DualkvOptions options;
+} DualkvCall;
+
+typedef struct {
+  DualkvTensor out;    // (rows, heads, head_dim of v), contiguous
+  float* lse;          // (heads, rows)
+  const float* sinks;  // (heads), or null
+} DualkvForward;
+
+typedef struct {
+  DualkvTensor dout, out;
+  const float* lse;   // (heads, rows)
+  const float* dlse;  // the same, or null
+  DualkvTensor dq, dk, dv, dk_decoded, dv_decoded;  // contiguous
+} DualkvBackward;
+
+// Bytes of scratch of a call; contents need not outlive it.
+DUALKV_API int dualkv_forward_scratch(const DualkvCall* call, int64_t* bytes);
+DUALKV_API int dualkv_backward_scratch(const DualkvCall* call, int64_t* bytes);
+
+// Launch the kernels of a call on its stream.
+DUALKV_API int dualkv_forward(const DualkvCall* call, const DualkvForward* tensors, void* scratch);
+DUALKV_API int dualkv_backward(const DualkvCall* call, const DualkvBackward* tensors, void* scratch);
+
+// Node tables, (rows, 8) each; csrc/kernels/kernels.h describes the offsets.
+DUALKV_API int dualkv_sequence_nodes(int32_t device, void* stream, const int32_t* cu_seqlens_q,
+                                     const int32_t* cu_seqlens_k, const int32_t* cu_seqlens_context,
+                                     const int32_t* cu_seqs_per_context, int64_t num_sequences, int64_t num_groups,
+                                     int64_t context_rows, int32_t* nodes);
+DUALKV_API int dualkv_tree_nodes(int32_t device, void* stream, const int32_t* cu_seqlens, const int32_t* parents,
+                                 int64_t num_nodes, int32_t* nodes);
+
+// Texts, valid until the thread's next call of a function that gives one.
+DUALKV_API const char* dualkv_error(void);    // of the thread's last failure
+DUALKV_API const char* dualkv_version(void);  // of the package that the library was built with
+// What a call of these shapes runs and why: lines of choice, value and reason, divided by tabs.
+// `gpu`: a row of core/tuning.h; null: what DUALKV_GPU names, or the device.
+DUALKV_API int dualkv_explain_plan(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t head_dim_v,
+                                   int64_t rows, int64_t num_nodes, const DualkvOptions* options, int32_t device,
+                                   const char* gpu, const char** text);
+// Lines of name and value, divided by tabs: archs, ptx, cuda, and head dims by family.
+DUALKV_API const char* dualkv_build_info(void);
+// Lines of a kernel's name and how often it was launched, divided by tabs.
+DUALKV_API const char* dualkv_launch_counts(void);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The Python module: hands tuples of numbers over to the kernel library, which it opens when asked
+// to. It sees neither torch nor CUDA, so that one file serves every PyTorch.
+#include <dlfcn.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "api.h"
+
+namespace py = pybind11;
+
+namespace {
+
+#define DUALKV_EVERY_FUNCTION(use)                                                            \
+  use(forward_scratch) use(backward_scratch) use(forward) use(backward) use(sequence_nodes)   \
+  use(tree_nodes) use(error) use(version) use(explain_plan) use(build_info) use(launch_counts)
+
+// Functions of the library that is open. It stays so: kernels may run until the process ends.
+struct Library {
+#define DUALKV_DECLARE(name) decltype(&dualkv_##name) name = nullptr;
+  DUALKV_EVERY_FUNCTION(DUALKV_DECLARE)
+} library;
+
+// Returns the version of the package that the library was built with.
+std::string open_library(const std::string& path) {
+  void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!handle) throw py::import_error(dlerror());
+  const auto find = [&](auto& function, const char* name) {
+    function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(handle, name));
+    if (!function) throw py::import_error(path + " has no " + name);
+  };
+#define DUALKV_FIND(name) find(library.name, "dualkv_" #name);
+  DUALKV_EVERY_FUNCTION(DUALKV_FIND)
+  return library.version();
+}
+
+void check(int status) {
+  if (status == DUALKV_SUCCESS) return;
+  const std::string text = library.error();
+  if (status == DUALKV_INVALID_VALUE) throw py::value_error(text);
+  throw std::runtime_error(text);
+}
+
+// Address, rows, heads, head dim, row stride, head stride.
+using View = std::array<int64_t, 6>;
+// softmax_scale, causal, window_left, softcap, mean_keys, deterministic.
+using Options = std::tuple<double, bool, int64_t, double, int64_t, bool>;
+
+template <typename T>
+T* pointer(int64_t address) {
+  return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
+}
+
+DualkvTensor tensor(const View& view) {
+  return {pointer<void>(view[0]), view[1], view[2], view[3], view[4], view[5]};
+}
+
+DualkvOptions options_of(const Options& given) {
+  const auto& [softmax_scale, causal, window_left, softcap, mean_keys, deterministic] = given;
+  return {softmax_scale, softcap, window_left, mean_keys, causal, deterministic};
+}
+
+DualkvCall make_call(int device, int64_t stream, bool is_half, const std::array<View, 5>& tensors, int64_t nodes,
+                     int64_t num_nodes, const Options& options) {
+  const auto& [q, k, v, k_decoded, v_decoded] = tensors;
+  return {device, is_half, pointer<void>(stream), tensor(q), tensor(k), tensor(v), tensor(k_decoded),
+          tensor(v_decoded), pointer<const int32_t>(nodes), num_nodes, options_of(options)};
+}
+
+int64_t scratch_of(decltype(&dualkv_forward_scratch) ask, const DualkvCall& call) {
+  int64_t bytes = 0;
+  check(ask(&call, &bytes));
+  return bytes;
+}
+
+void forward(const DualkvCall& call, int64_t scratch, const View& out, int64_t lse, int64_t sinks) {
+  const DualkvForward tensors{tensor(out), pointer<float>(lse), pointer<const float>(sinks)};
+  check(library.forward(&call, &tensors, pointer<void>(scratch)));
+}
+
+void backward(const DualkvCall& call, int64_t scratch, const View& dout, const View& out, int64_t lse, int64_t dlse,
+              const std::array<View, 5>& gradients) {
+  const auto& [dq, dk, dv, dk_decoded, dv_decoded] = gradients;
+  const DualkvBackward tensors{tensor(dout), tensor(out), pointer<const float>(lse), pointer<const float>(dlse),
+                               tensor(dq), tensor(dk), tensor(dv), tensor(dk_decoded), tensor(dv_decoded)};
+  check(library.backward(&call, &tensors, pointer<void>(scratch)));
+}
+
+void sequence_nodes(int device, int64_t stream, const std::array<int64_t, 4>& offsets, int64_t num_sequences,
+                    int64_t num_groups, int64_t context_rows, int64_t nodes) {
+  const auto at = [&](int index) { return pointer<const int32_t>(offsets[index]); };
+  check(library.sequence_nodes(device, pointer<void>(stream), at(0), at(1), at(2), at(3), num_sequences, num_groups,
+                               context_rows, pointer<int32_t>(nodes)));
+}
+
+void tree_nodes(int device, int64_t stream, int64_t cu_seqlens, int64_t parents, int64_t num_nodes, int64_t nodes) {
+  check(library.tree_nodes(device, pointer<void>(stream), pointer<const int32_t>(cu_seqlens),
+                           pointer<const int32_t>(parents), num_nodes, pointer<int32_t>(nodes)));
+}
+
+std::string explain_plan(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t head_dim_v, int64_t rows,
+                         int64_t num_nodes, const Options& options, int device, const std::optional<std::string>& gpu) {
+  const DualkvOptions asked = options_of(options);
+  const char* text = nullptr;
+  check(library.explain_plan(num_heads, num_kv_heads, head_dim, head_dim_v, rows, num_nodes, &asked, device,
+                             gpu ? gpu->c_str() : nullptr, &text));
+  return text;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The way to the kernel library of flash_attn_dualkv";
+  py::class_<DualkvCall>(m, "Call")
+      .def(py::init(&make_call))
+      .def("forward_scratch", [](const DualkvCall& call) { return scratch_of(library.forward_scratch, call); })
+      .def("backward_scratch", [](const DualkvCall& call) { return scratch_of(library.backward_scratch, call); })
+      .def("forward", &forward)
+      .def("backward", &backward);
+  m.def("open_library", &open_library);
+  m.def("sequence_nodes", &sequence_nodes);
+  m.def("tree_nodes", &tree_nodes);
+  m.def("explain_plan", &explain_plan);
+  m.def("build_info", [] { return std::string(library.build_info()); });
+  m.def("launch_counts", [] { return std::string(library.launch_counts()); });
+}
