@@ -18,7 +18,7 @@ from .data.split import split_by_token_budget
 from .data.unpack import unpack_logprobs, unpack_to_jagged
 from .errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from .layout import SharedPromptLayout
-from .ops import build_info
+from .kernels import build_info
 from .packed_attention import flash_attn_tree_varlen_func, shared_prompt_attention
 from .plan import explain_plan
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
 
+import torch
 from torch import Tensor
 
 from . import checks
@@ -106,6 +107,41 @@ class BackwardCall(NamedTuple):
     lse: Tensor
     nodes: Tensor
     options: Options
+
+
+def check_call(call: ForwardCall | BackwardCall) -> None:
+    """TypeError or ValueError for tensors that no implementation may be handed, in words of the operators' arguments."""
+    inputs = {name: getattr(call, name) for name in ("q", "k", "v", "k_decoded", "v_decoded")}
+    if (call.k_decoded is None) != (call.v_decoded is None):
+        raise ValueError(checks.explain("v_decoded", "it together with k_decoded", "only one of them"))
+    given = {name: one for name, one in inputs.items() if one is not None}
+    checks.check_alike([*given], [*given.values()])
+    q, k, v = call.q, call.k, call.v
+    if q.shape[1] < 1:
+        raise ValueError(checks.explain("q", "at least one head", f"shape {tuple(q.shape)}"))
+    checks.check_head_dim("q", q.shape[2])
+    checks.check_pair_shape(q, "k", k, "v", v)
+    rows = k.shape[0]
+    if call.k_decoded is not None and call.v_decoded is not None:
+        checks.check_pair_shape(q, "k_decoded", call.k_decoded, "v_decoded", call.v_decoded)
+        for name, one, other in (("k_decoded", call.k_decoded, k), ("v_decoded", call.v_decoded, v)):
+            if one.shape[1:] != other.shape[1:]:
+                raise ValueError(checks.explain(name, f"shape (rows, *{tuple(other.shape[1:])})", tuple(one.shape)))
+        rows += call.k_decoded.shape[0]
+    if rows >= checks.MAX_ROWS:
+        raise ValueError(checks.explain("k_decoded", f"fewer than {checks.MAX_ROWS} rows together with k", rows))
+    checks.number("softmax_scale", call.options.softmax_scale)
+    checks.check_table("nodes", call.nodes, q.device)
+    out_shape, lse_shape = (*q.shape[:2], v.shape[2]), (q.shape[1], q.shape[0])
+    if isinstance(call, ForwardCall):
+        checks.check_sinks(call.sinks, q)
+        return
+    for name, one in (("dout", call.dout), ("out", call.out)):
+        checks.check_shape(name, one, out_shape, q.device, q.dtype)
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for name, statistics in (("lse", call.lse), ("dlse", call.dlse)):
+        if statistics is not None:
+            checks.check_shape(name, statistics, lse_shape, q.device, lse_dtype)
 
 
 AnyCall = TypeVar("AnyCall", bound=ForwardCall | BackwardCall)

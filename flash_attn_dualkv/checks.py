@@ -210,15 +210,20 @@ def inputs(names: Sequence[str], values: Sequence[Any], allowed: Sequence[torch.
     check_are_tensors(names, values)
     check_device(names[0], values[0])
     tensors = autocast(values)
-    _check_alike(names, tensors, allowed)
+    check_alike(names, tensors, allowed)
+    for name, tensor in zip(names, tensors):
+        if tensor.stride(2) != 1 and tensor.shape[2] != 1 and tensor.numel() != 0:
+            raise ValueError(explain(name, "a contiguous last dimension (stride 1)", f"stride {tensor.stride(2)}"))
     if tensors[0].shape[1] < 1:
         raise ValueError(explain(names[0], "at least one head", f"shape {tuple(tensors[0].shape)}"))
-    _check_head_dim(names[0], tensors[0].shape[2])
+    check_head_dim(names[0], tensors[0].shape[2])
     return tensors
 
 
-def _check_alike(names: Sequence[str], tensors: Sequence[Tensor], allowed: Sequence[torch.dtype] | None) -> None:
-    """Check rank, dtype, device, strides and rows; the first tensor sets dtype and device."""
+def check_alike(
+    names: Sequence[str], tensors: Sequence[Tensor], allowed: Sequence[torch.dtype] | None = None
+) -> None:
+    """Check rank, dtype, device and rows; the first tensor sets dtype and device."""
     dtype, device = tensors[0].dtype, tensors[0].device
     if allowed is None:
         allowed = CUDA_DTYPES if device.type == "cuda" else CPU_DTYPES
@@ -235,11 +240,9 @@ def _check_alike(names: Sequence[str], tensors: Sequence[Tensor], allowed: Seque
             raise ValueError(explain(name, "3 dimensions (rows, heads, head_dim)", f"shape {tuple(shape)}"))
         if shape[0] >= MAX_ROWS:
             raise ValueError(explain(name, f"fewer than {MAX_ROWS} rows", shape[0]))
-        if tensor.stride(2) != 1 and shape[2] != 1 and tensor.numel() != 0:
-            raise ValueError(explain(name, "a contiguous last dimension (stride 1)", f"stride {tensor.stride(2)}"))
 
 
-def _check_head_dim(name: str, head_dim: int) -> None:
+def check_head_dim(name: str, head_dim: int) -> None:
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(explain(name, f"a head dimension of at most {MAX_HEAD_DIM}", head_dim))
     if head_dim < 1 or head_dim % HEAD_DIM_MULTIPLE != 0:
@@ -258,7 +261,7 @@ def check_pair_shape(q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tensor) 
         raise ValueError(explain(v_name, f"{rows} rows (as {k_name})", v.shape[0]))
     if v.shape[1] != kv_heads:
         raise ValueError(explain(v_name, f"{kv_heads} heads (as {k_name})", v.shape[1]))
-    _check_head_dim(v_name, v.shape[2])
+    check_head_dim(v_name, v.shape[2])
 
 
 def check_decoded(k: Tensor, v: Tensor, k_context: Tensor, v_context: Tensor) -> None:
@@ -323,6 +326,25 @@ def check_grouping(cu_seqlens_context: Any, cu_seqs_per_context: Any, sequences:
     check_offsets("cu_seqs_per_context", cu_seqs_per_context, device, groups + 1, "cu_seqlens_context")
     if groups == 0 and sequences != 0:
         raise ValueError(explain("cu_seqlens_context", f"at least one context for {sequences} sequences", 0))
+
+
+def check_shape(
+    name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    """Check a tensor's device, dtype (None: any) and shape."""
+    if tensor.device != device:
+        raise ValueError(explain(name, f"device {device} (as q)", tensor.device))
+    if dtype is not None and tensor.dtype != dtype:
+        raise TypeError(explain(name, f"dtype {dtype}", tensor.dtype))
+    if tensor.shape != shape:
+        raise ValueError(explain(name, f"shape {shape}", f"shape {tuple(tensor.shape)}"))
+
+
+def check_table(name: str, table: Tensor, device: torch.device) -> None:
+    """Check a table of nodes: (n, 8) int32, contiguous."""
+    check_shape(name, table, (table.shape[0] if table.dim() else 0, 8), device, torch.int32)
+    if not table.is_contiguous():
+        raise ValueError(explain(name, "a contiguous tensor", f"strides {table.stride()}"))
 
 
 def resolve_softmax_scale(softmax_scale: Any, head_dim: int) -> float:

@@ -31,29 +31,29 @@ LIBRARY = Path(__file__).with_name("libdualkv.so")
 NO_ROWS = (0, 0, 0, 0, 0, 0)  # the view of a tensor that is not there
 
 
-class _Loaded:
-    """The module and why it is not there, found by the first who asks."""
-
-    @functools.cached_property
-    def found(self) -> tuple[ModuleType | None, str | None]:
-        if not LIBRARY.exists():
-            return None, None
-        try:
-            module = importlib.import_module("flash_attn_dualkv._C")
-            built_with = module.open_library(str(LIBRARY))
-        except ImportError as error:
+@functools.cache
+def load() -> tuple[ModuleType | None, str | None]:
+    """The module with the library open, or None and why it is not there; both None in an installation without it."""
+    if not LIBRARY.exists():
+        return None, None
+    try:
+        module = importlib.import_module("flash_attn_dualkv._C")
+        built_with = module.open_library(str(LIBRARY))
+    except ModuleNotFoundError as error:
+        if error.name != "flash_attn_dualkv._C":
             return None, str(error)
-        if built_with != __version__:
-            return None, f"{LIBRARY.name} is of version {built_with}, the Python package of {__version__}"
-        return module, None
-
-
-loaded = _Loaded()
+        there = ", ".join(sorted(path.name for path in LIBRARY.parent.glob("_C.*"))) or "none"
+        return None, f"no module for this Python, {platform.python_version()}; there are: {there}"
+    except ImportError as error:
+        return None, str(error)
+    if built_with != __version__:
+        return None, f"{LIBRARY.name} is of version {built_with}, the Python package of {__version__}: reinstall both"
+    return module, None
 
 
 def compiled_module() -> ModuleType:
     """The compiled module; RuntimeError, with the fix, where there is none."""
-    module, error = loaded.found
+    module, error = load()
     if module is not None:
         return module
     problem = "it was installed without its kernel library" if error is None else f"its kernels do not load ({error})"
@@ -86,29 +86,35 @@ def kernel_options(options: Options) -> tuple[float, bool, int, float, int, bool
     )  # fmt: skip
 
 
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, copied where kernels cannot read it.
+# Address, rows, heads, head dim, row stride, head stride.
+View = tuple[int, int, int, int, int, int]
+
+
+def readable(tensor: Tensor) -> tuple[Tensor, View]:
+    """The tensor (rows, heads, head_dim), copied where kernels cannot read it, and as the library takes it.
 
     Copies move 16 bytes, and tensor maps know no stride of zero: rows must begin on 16 bytes, and
     expanded dimensions must be real.
     """
-    rows, heads, _ = tensor.shape
+    rows, heads, width = tensor.shape
     row, head, last = tensor.stride()
+    address = tensor.data_ptr()
     is_good = (
         (rows == 1 or (row > 0 and row % HEAD_DIM_MULTIPLE == 0))
         and (heads == 1 or (head > 0 and head % HEAD_DIM_MULTIPLE == 0))
         and last == 1
-        and tensor.data_ptr() % 16 == 0
+        and address % 16 == 0
     )
-    return tensor if is_good or tensor.numel() == 0 else tensor.clone(memory_format=torch.contiguous_format)
+    if is_good or rows == 0:
+        return tensor, (address, rows, heads, width, row, head)
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor, view(tensor)
 
 
-def view(tensor: Tensor | None) -> tuple[int, int, int, int, int, int]:
-    """A tensor (rows, heads, head_dim) as the library takes it."""
-    if tensor is None:
-        return NO_ROWS
-    row, head, _ = tensor.stride()
-    return (tensor.data_ptr(), *tensor.shape, row, head)  # type: ignore[return-value]
+def view(tensor: Tensor) -> View:
+    """A contiguous tensor as the library takes it."""
+    rows, heads, width = tensor.shape
+    return tensor.data_ptr(), rows, heads, width, heads * width, width
 
 
 def pointer(tensor: Tensor | None) -> int:
@@ -154,6 +160,11 @@ def prepare(device: int) -> None:
         )
 
 
+def uninitialised(beside: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """A new tensor that kernels will write entirely."""
+    return beside.new_empty(shape, dtype=dtype)
+
+
 def scratch(size: int, q: Tensor) -> torch.UntypedStorage:
     """Memory for what passes between kernels, from PyTorch's allocator.
 
@@ -162,60 +173,63 @@ def scratch(size: int, q: Tensor) -> torch.UntypedStorage:
     return torch.UntypedStorage(size, device=q.device)
 
 
-def library_call(module: ModuleType, device: int, tensors: Sequence[Tensor | None], nodes: Tensor, options: Options) -> Any:
-    """What both directions hand over: q, k, v, k_decoded, v_decoded, nodes and options."""
-    options.check_kernels()
-    q = tensors[0]
-    assert q is not None
-    return module.Call(
-        device, current_stream(device), q.dtype == torch.float16, [view(one) for one in tensors], nodes.data_ptr(),
-        nodes.shape[0], kernel_options(options),
-    )  # fmt: skip
+class _Inputs:
+    """What both directions hand over: q, k, v, k_decoded, v_decoded, nodes and options.
+
+    Holds the copies of tensors until the kernels that read them are launched.
+    """
+
+    def __init__(self, call: ForwardCall | BackwardCall, device: int) -> None:
+        given = (call.q, call.k, call.v, call.k_decoded, call.v_decoded)
+        self.tensors, views = [], []
+        for one in given:
+            tensor, seen = (None, NO_ROWS) if one is None else readable(one)
+            self.tensors.append(tensor)
+            views.append(seen)
+        self.call = compiled_module().Call(
+            device, current_stream(device), call.q.dtype == torch.float16, views, call.nodes.data_ptr(),
+            call.nodes.shape[0], kernel_options(call.options),
+        )  # fmt: skip
 
 
-def is_empty(q: Tensor, k: Tensor, k_decoded: Tensor | None, nodes: Tensor) -> bool:
+def is_empty(call: ForwardCall | BackwardCall) -> bool:
     """Whether nobody sees a key."""
-    keys = k.shape[0] + (0 if k_decoded is None else k_decoded.shape[0])
-    return nodes.shape[0] == 0 or q.shape[0] == 0 or keys == 0
+    keys = call.k.shape[0] + (0 if call.k_decoded is None else call.k_decoded.shape[0])
+    return call.nodes.shape[0] == 0 or call.q.shape[0] == 0 or keys == 0
 
 
 def forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
     """O and LSE of a call on CUDA tensors."""
-    module = compiled_module()
-    q, k, v, k_decoded, v_decoded = (None if one is None else aligned(one) for one in call[:5])
-    assert q is not None and k is not None and v is not None
-    rows, heads, _ = q.shape
-    if is_empty(q, k, k_decoded, call.nodes):
-        call.options.check_kernels()
-        lse = torch.full((heads, rows), -torch.inf, dtype=torch.float32, device=q.device)
-        return q.new_zeros((rows, heads, v.shape[2])), lse
+    call.options.check_kernels()
+    compiled_module()
+    q, (rows, heads, _) = call.q, call.q.shape
+    shape = (rows, heads, call.v.shape[2])
+    if is_empty(call):
+        return q.new_zeros(shape), torch.full((heads, rows), -torch.inf, dtype=torch.float32, device=q.device)
     sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
     with on_device(q) as device:
-        asked = library_call(module, device, (q, k, v, k_decoded, v_decoded), call.nodes, call.options)
-        memory = scratch(asked.forward_scratch(), q)
-        out = q.new_empty((rows, heads, v.shape[2]))
-        lse = q.new_empty((heads, rows), dtype=torch.float32)
-        asked.forward(memory.data_ptr(), view(out), lse.data_ptr(), pointer(sinks))
+        inputs = _Inputs(call, device)
+        memory = scratch(inputs.call.forward_scratch(), q)
+        out, lse = uninitialised(q, shape), uninitialised(q, (heads, rows), torch.float32)
+        inputs.call.forward(memory.data_ptr(), view(out), lse.data_ptr(), pointer(sinks))
     return out, lse
 
 
 def backward(call: BackwardCall) -> list[Tensor]:
     """The gradients of q, k and v and, where these are given, of k_decoded and v_decoded."""
-    module = compiled_module()
-    given = [call.q, call.k, call.v, call.k_decoded, call.v_decoded]
-    if is_empty(call.q, call.k, call.k_decoded, call.nodes):
-        call.options.check_kernels()
+    call.options.check_kernels()
+    compiled_module()
+    given = (call.q, call.k, call.v, call.k_decoded, call.v_decoded)
+    if is_empty(call):
         return [one.new_zeros(one.shape) for one in given if one is not None]
-    dout, out = aligned(call.dout), aligned(call.out)
-    lse, dlse = call.lse.contiguous(), None if call.dlse is None else call.dlse.contiguous()
     with on_device(call.q) as device:
-        tensors = [None if one is None else aligned(one) for one in given]
-        asked = library_call(module, device, tensors, call.nodes, call.options)
-        memory = scratch(asked.backward_scratch(), call.q)
-        gradients = [None if one is None else one.new_empty(one.shape) for one in given]
-        asked.backward(
-            memory.data_ptr(), view(dout), view(out), lse.data_ptr(), pointer(dlse), [view(one) for one in gradients]
-        )
+        inputs = _Inputs(call, device)
+        (dout, seen_dout), (out, seen_out) = readable(call.dout), readable(call.out)
+        lse, dlse = call.lse.contiguous(), None if call.dlse is None else call.dlse.contiguous()
+        memory = scratch(inputs.call.backward_scratch(), call.q)
+        gradients = [None if one is None else uninitialised(one, one.shape) for one in given]
+        views = [NO_ROWS if one is None else view(one) for one in gradients]
+        inputs.call.backward(memory.data_ptr(), seen_dout, seen_out, lse.data_ptr(), pointer(dlse), views)
     return [one for one in gradients if one is not None]
 
 
@@ -233,7 +247,7 @@ def sequence_nodes(
     if cu_seqlens_context is not None:
         groups = cu_seqlens_context.shape[0] - 1
     with on_device(cu_seqlens_q) as device:
-        nodes = cu_seqlens_q.new_empty((sequences + groups, COLUMNS))
+        nodes = uninitialised(cu_seqlens_q, (sequences + groups, COLUMNS))
         offsets = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_context, cu_seqs_per_context)
         module.sequence_nodes(
             device, current_stream(device), [pointer(one) for one in offsets], sequences, groups, total_context or 0,
@@ -246,7 +260,7 @@ def tree_nodes(cu_seqlens: Tensor, parents: Tensor) -> Tensor:
     """As `nodes.tree_nodes`, without a look at the values."""
     module = compiled_module()
     with on_device(cu_seqlens) as device:
-        nodes = parents.new_empty((parents.shape[0], COLUMNS))
+        nodes = uninitialised(parents, (parents.shape[0], COLUMNS))
         module.tree_nodes(
             device, current_stream(device), cu_seqlens.data_ptr(), parents.data_ptr(), parents.shape[0], nodes.data_ptr()
         )
@@ -256,20 +270,21 @@ def tree_nodes(cu_seqlens: Tensor, parents: Tensor) -> Tensor:
 # What there is
 
 
-def lines(text: str) -> list[list[str]]:
-    """Fields of the library's lines."""
-    return [line.split("\t") for line in text.splitlines()]
+def pairs(text: str) -> list[tuple[str, str]]:
+    """Name and value of each of the library's lines."""
+    return [(name, value) for name, _, value in (line.partition("\t") for line in text.splitlines())]
 
 
-def explain_plan(sizes: Sequence[int], options: Options, gpu: str | None) -> list[list[str]]:
+def explain_plan(sizes: Sequence[int], options: Options, gpu: str | None) -> list[tuple[str, str, str]]:
     """Choice, value and reason of a call; sizes: heads, KV heads, head dims, rows, nodes."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else 0
-    return lines(compiled_module().explain_plan(*sizes, kernel_options(options), device, gpu))
+    text: str = compiled_module().explain_plan(*sizes, kernel_options(options), device, gpu)
+    return [(name, value, why) for name, value, why in (line.split("\t") for line in text.splitlines())]
 
 
 def launch_counts() -> dict[str, int]:
     """Launches of each kernel since the process began."""
-    return {name: int(count) for name, count in lines(compiled_module().launch_counts())}
+    return {name: int(count) for name, count in pairs(compiled_module().launch_counts())}
 
 
 class BuildInfo(TypedDict):
@@ -299,8 +314,8 @@ class BuildInfo(TypedDict):
 
 def build_info() -> BuildInfo:
     """What this installation is; paste it into bug reports."""
-    module, error = loaded.found
-    built = {} if module is None else {name: value for name, value in lines(module.build_info())}
+    module, error = load()
+    built: dict[str, str] = {} if module is None else dict(pairs(module.build_info()))
 
     def head_dims(direction: str) -> dict[str, list[int]]:
         families = (name.split(" ") for name in built)

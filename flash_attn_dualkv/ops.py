@@ -2,32 +2,29 @@
 """The operators that PyTorch sees: node tables, and attention with its gradient.
 
 Every public function is `sequence_nodes`, `tree_nodes` or a ready table, and then one `forward`;
-autograd records one node. CPU tensors go to `nodes.py` and `reference.py`, CUDA tensors to the
-compiled module, or to the reference where it is asked for. The autograd formulas are registered
+autograd records one node. CPU tensors go to `nodes.py` and `reference.py`, CUDA tensors to
+`kernels.py`, or to the reference where it is asked for. The autograd formulas are registered
 with the dispatcher, so that compilers trace through them. `torch.library`'s low-level interface
 keeps calls cheap: a `custom_op` costs the host more than twice as much.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
 import math
-import os
-import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
-from typing import Any, TypedDict, TypeVar, cast
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
+from . import kernels, reference
 from . import nodes as tables
-from . import reference
-from ._version import __version__
-from .calls import AnyCall, BackwardCall, ForwardCall, Options, inputs_of, pack, schema, unpack
-from .checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, is_kernel_softcap
+from .calls import AnyCall, BackwardCall, ForwardCall, Options, check_call, inputs_of, pack, schema, unpack
 from .environment import environment_flag
 
 Results = tuple[Tensor, Tensor]
@@ -35,20 +32,6 @@ Result = TypeVar("Result")
 
 DIFFERENTIABLE_ONCE = "flash_attn_dualkv is differentiable once: its gradients cannot be differentiated again"
 
-
-def _load_compiled() -> tuple[ModuleType | None, str | None]:
-    """The compiled module, or None and why it is not there."""
-    try:
-        return importlib.import_module("flash_attn_dualkv._C"), None
-    except ModuleNotFoundError as error:
-        if error.name == "flash_attn_dualkv._C":
-            return None, None
-        return None, str(error)
-    except ImportError as error:
-        return None, str(error)
-
-
-_C, _load_error = _load_compiled()
 
 library = torch.library.Library("flash_attn_dualkv", "DEF")
 # Compilers must not hand the kernels a tensor whose last dimension they have made strided.
@@ -70,24 +53,7 @@ forward = torch.ops.flash_attn_dualkv.forward.default
 backward = torch.ops.flash_attn_dualkv.backward.default
 
 
-# CUDA: the compiled module, or the reference for those who ask for it
-
-
-def compiled_module() -> ModuleType:
-    """The compiled module; RuntimeError, with the fix, where there is none."""
-    if _C is not None:
-        return _C
-    if _load_error is not None:
-        problem = f"its compiled module does not load into PyTorch {torch.__version__} ({_load_error})"
-    else:
-        problem = "it was installed without its compiled module"
-    raise RuntimeError(
-        f"flash_attn_dualkv cannot run on CUDA tensors: {problem}. To fix it, install the CUDA compiler nvcc for CUDA "
-        f"{torch.version.cuda}, the version of this PyTorch (a CUDA toolkit, with CUDA_HOME set to it, or pip install "
-        f"'cuda-toolkit[nvcc,nvvm,crt,cccl]=={torch.version.cuda}.*'), then reinstall from the source directory with "
-        "'pip install --no-build-isolation --no-deps "
-        "--force-reinstall .'. CPU tensors work without it."
-    )
+# CUDA: the kernels, or the reference for those who ask for it
 
 
 def checks_values() -> bool:
@@ -95,65 +61,49 @@ def checks_values() -> bool:
     return environment_flag("DUALKV_DEBUG") and not torch.cuda.is_current_stream_capturing()
 
 
-def is_deterministic(deterministic: bool) -> bool:
-    """Whether gradients must be bit-identical, by argument, PyTorch's setting or environment."""
-    return (
-        deterministic
-        or torch.are_deterministic_algorithms_enabled()
-        or environment_flag("FLASH_ATTENTION_DETERMINISTIC")
-    )
+@functools.cache
+def _say_reference() -> None:
+    warnings.warn("DUALKV_FORCE_REFERENCE is set: attention runs on the reference in PyTorch, slowly", stacklevel=2)
 
 
-def _checked_on_host(table: Callable[..., Tensor], arguments: Sequence[Any]) -> Sequence[Any]:
-    """The arguments of a table, whose values are checked where that is asked for."""
-    if checks_values():
-        table(*(one.cpu() if isinstance(one, Tensor) else one for one in arguments))
-    return arguments
+def forces_reference() -> bool:
+    """Whether the environment asks for the reference everywhere, for debugging; said once."""
+    forces = environment_flag("DUALKV_FORCE_REFERENCE")
+    if forces:
+        _say_reference()
+    return forces
 
 
 def _sequence_nodes_cuda(*arguments: Any) -> Tensor:
-    compiled = compiled_module()
-    return cast(Tensor, compiled.sequence_nodes(*_checked_on_host(tables.sequence_nodes, arguments)))
+    if forces_reference():
+        return tables.sequence_nodes(*arguments)
+    if checks_values():
+        on_host: list[Any] = [one.cpu() if isinstance(one, Tensor) else one for one in arguments]
+        tables.sequence_nodes(*on_host)
+    return kernels.sequence_nodes(*arguments)
 
 
 def _tree_nodes_cuda(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
-    compiled = compiled_module()
-    _checked_on_host(tables.tree_nodes, (cu_seqlens, parents, total))
-    return cast(Tensor, compiled.tree_nodes(cu_seqlens, parents))
+    if forces_reference():
+        return tables.tree_nodes(cu_seqlens, parents, total)
+    if checks_values():
+        tables.tree_nodes(cu_seqlens.cpu(), parents.cpu(), total)
+    return kernels.tree_nodes(cu_seqlens, parents)
 
 
-def _kernels(options: Options) -> ModuleType:
-    """The compiled module, for a call that it can compute."""
-    compiled = compiled_module()
-    options.check_kernels()
-    return compiled
-
-
-def kernel_options(options: Options) -> Any:
-    """The options as the compiled module takes them; a misspelt switch in the environment is an error here."""
-    return compiled_module().Options(
-        softmax_scale=options.softmax_scale, causal=options.causal, window_left=options.window_left,
-        softcap=options.softcap, mean_keys=options.mean_keys, deterministic=is_deterministic(options.deterministic),
-    )  # fmt: skip
-
-
-def _forward_cuda(call: ForwardCall, *, records: bool = False) -> Results:
-    """The forward on CUDA; with `records` by the compiled equivalent of `_Attention`."""
-    if call.options.reference:
+def _forward_cuda(call: ForwardCall) -> Results:
+    if call.options.reference or forces_reference():
         return reference.forward(call)
-    compiled = _kernels(call.options)
     if checks_values():
         decoded = None if call.k_decoded is None else call.k_decoded.shape[0]
         tables.checked_nodes(call.nodes, call.q.shape[0], call.k.shape[0], decoded)
-    launch = compiled.attention if records else compiled.forward
-    return cast(Results, launch(*call[:-1], kernel_options(call.options)))
+    return kernels.forward(call)
 
 
 def _backward_cuda(call: BackwardCall) -> list[Tensor]:
-    if call.options.reference:
+    if call.options.reference or forces_reference():
         return reference.backward(call)
-    launch = _kernels(call.options).backward
-    return cast("list[Tensor]", launch(*call[:-1], kernel_options(call.options)))
+    return kernels.backward(call)
 
 
 _FORWARD: dict[str, Callable[[ForwardCall], Results]] = {"cpu": reference.forward, "cuda": _forward_cuda}
@@ -165,9 +115,23 @@ def unpacking(kind: type[AnyCall], implementation: Callable[[AnyCall], Result]) 
     return lambda *arguments: implementation(unpack(kind, arguments))
 
 
+def checking(implementation: Callable[[AnyCall], Result]) -> Callable[[AnyCall], Result]:
+    """The implementation for callers of the operators; the public functions have checked their arguments.
+
+    What a tracer hands over has no values to be wrong yet.
+    """
+
+    def call_checked(call: AnyCall) -> Result:
+        if not torch.compiler.is_compiling() and not any(isinstance(one, FakeTensor) for one in call):
+            check_call(call)
+        return implementation(call)
+
+    return call_checked
+
+
 for _device in _FORWARD:
-    library.impl("forward", unpacking(ForwardCall, _FORWARD[_device]), _device.upper())
-    library.impl("backward", unpacking(BackwardCall, _BACKWARD[_device]), _device.upper())
+    library.impl("forward", unpacking(ForwardCall, checking(_FORWARD[_device])), _device.upper())
+    library.impl("backward", unpacking(BackwardCall, checking(_BACKWARD[_device])), _device.upper())
 library.impl("sequence_nodes", tables.sequence_nodes, "CPU")
 library.impl("sequence_nodes", _sequence_nodes_cuda, "CUDA")
 library.impl("tree_nodes", tables.tree_nodes, "CPU")
@@ -321,8 +285,8 @@ def _backward_autograd(call: BackwardCall) -> list[Tensor]:
     return _below(backward, _BACKWARD, call)
 
 
-library.impl("forward", unpacking(ForwardCall, _forward_autograd), "Autograd")
-library.impl("backward", unpacking(BackwardCall, _backward_autograd), "Autograd")
+library.impl("forward", unpacking(ForwardCall, checking(_forward_autograd)), "Autograd")
+library.impl("backward", unpacking(BackwardCall, checking(_backward_autograd)), "Autograd")
 
 
 def attend(
@@ -333,72 +297,4 @@ def attend(
     call = ForwardCall(q, k, v, k_decoded, v_decoded, sinks, nodes, options)
     if is_watched(*call[:-1]):
         return cast(Results, forward(*pack(call)))
-    if options.reference or not q.is_cuda:
-        return _forward_autograd(call)
-    refuse_tangents(call)
-    # The compiled node spares autograd's engine the interpreter. It asks the environment again, in
-    # the backward; here a misspelt switch is an error.
-    return _forward_cuda(call, records=True)
-
-
-class BuildInfo(TypedDict):
-    """What `build_info` tells. What was built is empty or None where there is no compiled module.
-
-    version: of this package. compiled: whether the CUDA kernels are there. compiled_error: why they
-    do not load, or None. archs, ptx: compute capabilities with machine code, and that of the PTX
-    for newer GPUs. head_dims, backward_head_dims: those that are built for q, k and v alike, by
-    family of kernels. dtypes: of tensors. cuda: its version. torch, torch_cuda, python, platform:
-    what it runs in.
-    """
-
-    version: str
-    compiled: bool
-    compiled_error: str | None
-    archs: list[str]
-    ptx: str | None
-    head_dims: dict[str, list[int]]
-    backward_head_dims: dict[str, list[int]]
-    dtypes: list[str]
-    cuda: str | None
-    torch: str
-    torch_cuda: str | None
-    python: str
-    platform: str
-
-
-def build_info() -> BuildInfo:
-    """What this installation is; paste it into bug reports."""
-    built = {} if _C is None else _C.build_info()
-    return BuildInfo(
-        version=__version__,
-        compiled=_C is not None,
-        compiled_error=_load_error,
-        archs=built.get("archs", []),
-        ptx=built.get("ptx"),
-        head_dims=built.get("head_dims", {}),
-        backward_head_dims=built.get("backward_head_dims", {}),
-        dtypes=built.get("dtypes", []),
-        cuda=built.get("cuda"),
-        torch=str(torch.__version__),
-        torch_cuda=torch.version.cuda,
-        python=platform.python_version(),
-        platform=platform.platform(),
-    )
-
-
-def max_head_dim(device: torch.device) -> int:
-    """The largest head dimension: of this build's kernels on a GPU, of the reference on the CPU."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return MAX_HEAD_DIM
-    is_hopper = torch.cuda.get_device_capability(device)[0] == 9 and os.environ.get("DUALKV_KERNELS") != "sm80"
-    has_wide = MAX_HEAD_DIM in build_info()["head_dims"].get("sm90", ())
-    return MAX_HEAD_DIM if is_hopper and has_wide else PORTABLE_HEAD_DIM
-
-
-def kernels_lack(head_dims: Iterable[int], softcap: float, device: torch.device) -> str | None:
-    """What a device's kernels lack for these head dimensions and this softcap; None if they have all."""
-    if not is_kernel_softcap(softcap):
-        return f"a softcap of {softcap}"
-    most = max_head_dim(device)
-    wrong = [one for one in head_dims if one > most or one % HEAD_DIM_MULTIPLE]
-    return f"a head dim of {wrong[0]}" if wrong else None
+    return _forward_autograd(call)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import checks, ops
+from . import checks, kernels
 from .calls import make_options
 from .checks import explain
 from .layout import SharedPromptLayout
@@ -144,11 +144,11 @@ def explain_plan(
     _, window = checks.resolve_window(True, window_size)
     if gpu is not None and not isinstance(gpu, str):
         raise TypeError(explain("gpu", "the name of a card, or None", type(gpu).__name__))
-    compiled = ops.compiled_module()
+    kernels.compiled_module()
     if gpu is None and not os.environ.get("DUALKV_GPU") and not torch.cuda.is_available():
         raise RuntimeError(explain("gpu", "the name of a card on a machine without a GPU", None))
     options = make_options(
         head_dim=head_dim, causal=True, window_left=window, softcap=softcap, mean_keys=mean_keys,
         deterministic=deterministic,
     )  # fmt: skip
-    return Plan.of(compiled.explain_plan(*sizes.values(), rows, nodes, ops.kernel_options(options), gpu))
+    return Plan.of(kernels.explain_plan((*sizes.values(), rows, nodes), options, gpu))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The extension compiled for the host: every kernel of csrc, run by host_cuda instead of a GPU, on CPU tensors.
+"""The kernel library compiled for the host: every kernel of csrc, run by host_cuda instead of a GPU, on CPU tensors.
 
     DUALKV_TEST_DEVICE=host pytest tests/kernels/test_tree.py
 
@@ -11,6 +11,7 @@ The headers of csrc/ptx, a few instructions each, have twins in host_cuda/ptx.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import importlib.util
 import os
@@ -25,17 +26,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pybind11
 import torch
 from extension import python_include
 from toolchain import CompileStep, host_compiler, kernel_sources, parallel_jobs, parse_head_dims, run_parallel
 
-from flash_attn_dualkv import ops
+from flash_attn_dualkv import kernels, ops
+from flash_attn_dualkv._version import __version__
 from flash_attn_dualkv.calls import BackwardCall, ForwardCall
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST_CUDA = Path(__file__).resolve().parent / "host_cuda"
 FOLDER = ROOT / "build/host_kernels"
-NAME = "host_kernels_C"
 
 # What only nvcc understands.
 LAUNCH = re.compile(r"([\w:]+(?:<[\w, ]+>)?)<<<(.+?)>>>\(")
@@ -71,55 +73,85 @@ def compile_step(source: Path, options: tuple[str, ...]) -> CompileStep:
         "-Wno-unknown-pragmas",
     ]
     command += ["-march=native", f"-I{HOST_CUDA}", f"-I{FOLDER / 'csrc'}", *options, str(source)]
-    return CompileStep(tuple(command), FOLDER / "objects" / f"{source.name}.o", ROOT, f"torch {torch.__version__}")
+    return CompileStep(tuple(command), FOLDER / "objects" / f"{source.name}.o", ROOT, "host")
 
 
 def build() -> Path:
-    """The module, compiled anew where something has changed. One process at a time: others wait and find it made."""
+    """The folder of library and module, compiled anew where something has changed.
+
+    One process at a time: others wait and find it made.
+    """
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return _build()
+        _build()
+    return FOLDER
 
 
-def _build() -> Path:
+def _build() -> None:
     csrc = copy_sources()
     device = ("-O3", "-D__CUDACC__", "-D__CUDA_ARCH__=900", "-include", "cuda_runtime.h", "-xc++")
     head_dims = parse_head_dims(os.environ.get("DUALKV_HEAD_DIMS", ""))
     steps = [compile_step(source.path, device) for source in kernel_sources(csrc.parent, head_dims)]
-    torch_folder = Path(torch.__file__).parent
-    includes = (torch_folder / "include", torch_folder / "include/torch/csrc/api/include", python_include())
-    host = ["-O1", f"-I{HOST_CUDA / 'torch_cuda'}", *(part for one in includes for part in ("-isystem", str(one)))]
-    host += [f"-DTORCH_EXTENSION_NAME={NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"]
-    host += ['-DDUALKV_BUILD_ARCHS="80;90"', '-DDUALKV_BUILD_PTX="90"']
-    steps = [compile_step(source, tuple(host)) for source in csrc.rglob("*.cpp")] + steps
-    run_parallel(steps, parallel_jobs(os.environ))
-    output = FOLDER / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    objects = [step.output for step in steps]
-    linked = FOLDER / "linked"  # of which objects: fewer head dims are fewer
+    host = ("-O1", '-DDUALKV_BUILD_ARCHS="80;90"', '-DDUALKV_BUILD_PTX="80"', f'-DDUALKV_VERSION="{__version__}"')
+    steps += [compile_step(source, host) for source in csrc.rglob("*.cpp") if source.name != "module.cpp"]
+    includes = (python_include(), pybind11.get_include())
+    module = compile_step(csrc / "module.cpp", ("-O1", *(part for one in includes for part in ("-isystem", str(one)))))
+    run_parallel([*steps, module], parallel_jobs(os.environ))
+    link([step.output for step in steps], FOLDER / kernels.LIBRARY.name)
+    link([module.output], FOLDER / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")
+
+
+def link(objects: list[Path], output: Path) -> None:
+    linked = output.with_suffix(".linked")  # of which objects: fewer head dims are fewer
     is_new = output.exists() and output.stat().st_mtime > max(one.stat().st_mtime for one in objects)
     if is_new and linked.exists() and linked.read_text() == str(objects):
-        return output  # another process may have loaded it
-    command = [*shlex.split(host_compiler()), "-shared", "-o", str(output), *map(str, objects)]
-    command += [f"-L{torch_folder / 'lib'}", *(f"-l{name}" for name in ("c10", "torch", "torch_cpu", "torch_python"))]
-    subprocess.run(command, check=True)
+        return  # another process may have loaded it
+    subprocess.run([*shlex.split(host_compiler()), "-shared", "-o", str(output), *map(str, objects)], check=True)
     linked.write_text(str(objects))
-    return output
 
 
 @cache
-def load() -> ModuleType:
-    path = build()
-    spec = importlib.util.spec_from_file_location(NAME, path)
+def load() -> tuple[ModuleType, None]:
+    folder = build()
+    spec = importlib.util.spec_from_file_location("_C", folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    assert module.open_library(str(folder / kernels.LIBRARY.name)) == __version__
+    return module, None
+
+
+def poisoned(make: Callable[..., Any]) -> Callable[..., Any]:
+    """New memory that is full of NaN."""
+
+    def made(*arguments: Any) -> Any:
+        memory = make(*arguments)
+        ctypes.memset(memory.data_ptr(), 0xFF, memory.nbytes() if callable(memory.nbytes) else memory.nbytes)
+        return memory
+
+    return made
+
+
+class OnHost:
+    """Stands for kernels.on_device: the one device is the host."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        assert not tensor.is_cuda
+
+    def __enter__(self) -> int:
+        return 0
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
 
 
 def install() -> None:
     """Makes them what flash_attn_dualkv calls in this process for CPU tensors of 16 bits; others have no kernels."""
-    ops._C = load()
+    kernels.load = load
+    kernels.on_device = OnHost
+    kernels.current_stream = lambda device: 0
+    kernels.uninitialised, kernels.scratch = map(poisoned, (kernels.uninitialised, kernels.scratch))
     library = torch.library.Library("flash_attn_dualkv", "IMPL")
     _libraries.append(library)
     with warnings.catch_warnings():

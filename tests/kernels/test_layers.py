@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which folder of csrc may include which: geometry and policy know no kernel, and only the entry files see torch."""
+"""Which folder of csrc may include which: geometry and policy know no kernel, and nothing knows torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ LAYERS = {
 }
 # Files with launches, which check and register them.
 LAUNCHES = re.compile(r"sm\d+/launch\.h|sm90/tensor_map\.cpp|kernels/\w+\.cu|dispatch\.cpp")
-TORCH = {"api.cpp", "autograd_node.h", "check.h", "packing.h", "problem.h", "work_lists.h"}
 
 
 def layer(path: str) -> str:
@@ -55,9 +54,14 @@ def test_core_is_plain_cpp() -> None:
             ), path
 
 
-def test_torch_is_seen_by_the_entry_files_alone() -> None:
-    seen = re.compile(r"#\s*include <(torch|ATen|c10|pybind11)/")
-    assert {path for path, text in sources().items() if seen.search(text)} <= TORCH
+def test_nobody_sees_torch_and_one_file_python() -> None:
+    """The library is for any PyTorch; the module sees Python and the C interface alone, and is for any CUDA."""
+    seen = re.compile(r'#\s*include [<"]((?:torch|ATen|c10|pybind11|Python)\b.*?)[>"]')
+    found = {path: seen.findall(text) for path, text in sources().items()}
+    assert {path for path, names in found.items() if names} == {"module.cpp"}
+    assert all(name.startswith("pybind11/") for name in found["module.cpp"])
+    assert re.findall(r'#\s*include "(.+)"', sources()["module.cpp"]) == ["api.h"]
+    assert re.findall(r"#\s*include .(.+).", sources()["api.h"]) == ["stdint.h"]
 
 
 def test_families_do_not_see_each_other() -> None:

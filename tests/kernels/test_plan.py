@@ -24,7 +24,7 @@ import torch
 from geometry import COMPILER, HERE, INCLUDE
 from shapes import TREES
 
-from flash_attn_dualkv import SharedPromptLayout, explain_plan, ops
+from flash_attn_dualkv import SharedPromptLayout, explain_plan, kernels
 from flash_attn_dualkv.plan import Plan
 
 GOLDEN = Path(__file__).with_name("plans.txt")
@@ -349,15 +349,16 @@ def test_all_kernels_of_the_instances_are_planned() -> None:
 def extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shim in the place of the compiled module."""
 
-    def call(*arguments: Any) -> Lines:
-        heads, kv_heads, head_dim, head_dim_v, rows, nodes, options, gpu = arguments
-        sizes = (rows, nodes, options.mean_keys, heads, kv_heads, head_dim, head_dim_v, options.window_left)
+    def call(*arguments: Any) -> str:
+        heads, kv_heads, head_dim, head_dim_v, rows, nodes, options, _, gpu = arguments
+        _, _, window_left, softcap, mean_keys, deterministic = options
+        sizes = (rows, nodes, mean_keys, heads, kv_heads, head_dim, head_dim_v, window_left)
         try:
-            return lines_of(Shape(*sizes, options.softcap > 0, options.deterministic), gpu or "h200")
+            return "\n".join(map("\t".join, lines_of(Shape(*sizes, softcap > 0, deterministic), gpu or "h200")))
         except ValueError as error:
             raise ValueError(f"gpu: {error}") from None
 
-    monkeypatch.setattr(ops, "_C", SimpleNamespace(explain_plan=call, Options=SimpleNamespace))
+    monkeypatch.setattr(kernels, "load", lambda: (SimpleNamespace(explain_plan=call), None))
 
 
 VALID: dict[str, Any] = dict(
@@ -427,8 +428,8 @@ def test_garbage(extension: None, name: str) -> None:
 
 
 def test_without_the_compiled_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_C", None)
-    with pytest.raises(RuntimeError, match="it was installed without its compiled module"):
+    monkeypatch.setattr(kernels, "load", lambda: (None, None))
+    with pytest.raises(RuntimeError, match="it was installed without its kernel library"):
         explain_plan(**VALID)
 
 

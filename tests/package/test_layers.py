@@ -19,7 +19,7 @@ LAYERS = (
     ("checks", "predict", "_command"),
     ("calls", "environment", "host"),
     ("nodes",),
-    ("reference",),
+    ("reference", "kernels"),
     ("ops",),
     ("layout",),
     ("packed_attention", "attention", "plan"),

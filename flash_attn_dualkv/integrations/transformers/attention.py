@@ -18,7 +18,7 @@ from ... import checks
 from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, explain
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ...layout import SharedPromptLayout, check_unpacked
-from ...ops import max_head_dim
+from ...kernels import max_head_dim
 from ...packed_attention import BACKENDS, shared_prompt_attention
 from ..replacing import in_place_of, stock_of
 from ..ulysses import UlyssesLayout, ulysses_attention
