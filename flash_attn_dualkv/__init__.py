@@ -17,8 +17,8 @@ from .data.prefix_tree import PrefixTree
 from .data.split import split_by_token_budget
 from .data.unpack import unpack_logprobs, unpack_to_jagged
 from .errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
-from .layout import SharedPromptLayout
 from .kernels import build_info
+from .layout import SharedPromptLayout
 from .packed_attention import flash_attn_tree_varlen_func, shared_prompt_attention
 from .plan import explain_plan
 

@@ -110,7 +110,7 @@ class BackwardCall(NamedTuple):
 
 
 def check_call(call: ForwardCall | BackwardCall) -> None:
-    """TypeError or ValueError for tensors that no implementation may be handed, in words of the operators' arguments."""
+    """TypeError or ValueError for tensors that no implementation may be handed."""
     inputs = {name: getattr(call, name) for name in ("q", "k", "v", "k_decoded", "v_decoded")}
     if (call.k_decoded is None) != (call.v_decoded is None):
         raise ValueError(checks.explain("v_decoded", "it together with k_decoded", "only one of them"))

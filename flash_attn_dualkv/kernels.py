@@ -13,7 +13,7 @@ import importlib
 import os
 import platform
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypedDict
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ._version import __version__
 from .calls import BackwardCall, ForwardCall, Options
-from .checks import CUDA_DTYPES, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM
+from .checks import CUDA_DTYPES, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, is_kernel_softcap
 from .environment import environment_flag
 from .nodes import COLUMNS
 
@@ -224,12 +224,12 @@ def backward(call: BackwardCall) -> list[Tensor]:
         return [one.new_zeros(one.shape) for one in given if one is not None]
     with on_device(call.q) as device:
         inputs = _Inputs(call, device)
-        (dout, seen_dout), (out, seen_out) = readable(call.dout), readable(call.out)
+        dout, out = readable(call.dout), readable(call.out)
         lse, dlse = call.lse.contiguous(), None if call.dlse is None else call.dlse.contiguous()
         memory = scratch(inputs.call.backward_scratch(), call.q)
         gradients = [None if one is None else uninitialised(one, one.shape) for one in given]
         views = [NO_ROWS if one is None else view(one) for one in gradients]
-        inputs.call.backward(memory.data_ptr(), seen_dout, seen_out, lse.data_ptr(), pointer(dlse), views)
+        inputs.call.backward(memory.data_ptr(), dout[1], out[1], lse.data_ptr(), pointer(dlse), views)
     return [one for one in gradients if one is not None]
 
 
@@ -262,7 +262,7 @@ def tree_nodes(cu_seqlens: Tensor, parents: Tensor) -> Tensor:
     with on_device(cu_seqlens) as device:
         nodes = uninitialised(parents, (parents.shape[0], COLUMNS))
         module.tree_nodes(
-            device, current_stream(device), cu_seqlens.data_ptr(), parents.data_ptr(), parents.shape[0], nodes.data_ptr()
+            device, current_stream(device), pointer(cu_seqlens), pointer(parents), parents.shape[0], pointer(nodes)
         )
     return nodes
 
@@ -346,3 +346,12 @@ def max_head_dim(device: torch.device) -> int:
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9 and os.environ.get("DUALKV_KERNELS") != "sm80"
     has_wide = MAX_HEAD_DIM in build_info()["head_dims"].get("sm90", ())
     return MAX_HEAD_DIM if is_hopper and has_wide else PORTABLE_HEAD_DIM
+
+
+def kernels_lack(head_dims: Iterable[int], softcap: float, device: torch.device) -> str | None:
+    """What a device's kernels lack for these head dimensions and this softcap; None if they have all."""
+    if not is_kernel_softcap(softcap):
+        return f"a softcap of {softcap}"
+    most = max_head_dim(device)
+    wrong = [one for one in head_dims if one > most or one % HEAD_DIM_MULTIPLE]
+    return f"a head dim of {wrong[0]}" if wrong else None

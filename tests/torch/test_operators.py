@@ -274,9 +274,8 @@ def test_library_gets_addresses_and_strides(library: Library) -> None:
         assert out.shape == q.shape and lse.shape == (2, 6) and lse.dtype == torch.float32
     library.calls.clear()
     dlse = torch.randn(2, 6)
-    gradients = ops._backward_cuda(
-        unpack(BackwardCall, (q.transpose(0, 1).contiguous().transpose(0, 1), dlse, q, k, v, None, None, q, lse, nodes, *PLAIN))
-    )
+    dout = q.transpose(0, 1).contiguous().transpose(0, 1)
+    gradients = ops._backward_cuda(unpack(BackwardCall, (dout, dlse, q, k, v, None, None, q, lse, nodes, *PLAIN)))
     (_, call), (name, given) = library.calls
     assert call[3][3:] == [(0,) * 6] * 2 and name == "backward"
     assert given[3:5] == (lse.data_ptr(), dlse.data_ptr())
@@ -303,7 +302,8 @@ def test_nothing_is_launched_where_nobody_sees_a_key(library: Library) -> None:
         out, lse = ops._forward_cuda(unpack(ForwardCall, (*given, None, table, *PLAIN)))
         assert not out.any() and (lse == -math.inf).all() and lse.shape == (2, rows)
         gradients = ops._backward_cuda(unpack(BackwardCall, (out, None, *given, out, lse, table, *PLAIN)))
-        assert [one.shape for one in gradients] == [one.shape for one in given[:3]] and not any(map(torch.any, gradients))
+        assert [one.shape for one in gradients] == [one.shape for one in given[:3]]
+        assert not any(map(torch.any, gradients))
     assert library.calls == []
 
 
@@ -339,7 +339,8 @@ def test_cuda_call_without_kernels_names_the_fix(reason: str | None, monkeypatch
     functions: list[tuple[Any, tuple[Any, ...]]] = [
         (ops.unpacking(ForwardCall, ops._forward_cuda), (q, k, v, None, None, None, nodes, *PLAIN)),
         (ops.unpacking(BackwardCall, ops._backward_cuda), (q, None, q, k, v, None, None, q, q, nodes, *PLAIN)),
-        (ops._sequence_nodes_cuda, (nodes[0], nodes[0], None, None, None)), (ops._tree_nodes_cuda, (nodes[0], nodes[0], 3)),
+        (ops._sequence_nodes_cuda, (nodes[0], nodes[0], None, None, None)),
+        (ops._tree_nodes_cuda, (nodes[0], nodes[0], 3)),
     ]  # fmt: skip
     for function, given in functions:
         with pytest.raises(RuntimeError, match="install a wheel with kernels") as caught:

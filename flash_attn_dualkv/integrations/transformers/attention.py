@@ -17,8 +17,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from ... import checks
 from ...checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, explain
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
-from ...layout import SharedPromptLayout, check_unpacked
 from ...kernels import max_head_dim
+from ...layout import SharedPromptLayout, check_unpacked
 from ...packed_attention import BACKENDS, shared_prompt_attention
 from ..replacing import in_place_of, stock_of
 from ..ulysses import UlyssesLayout, ulysses_attention

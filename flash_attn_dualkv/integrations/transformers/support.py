@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from ... import ops
+from ... import kernels
 from ...checks import describe, explain
 from ...errors import SharedPromptError, SharedPromptTypeError
 from .hybrid.families import ATTENTION_TYPES, LAYER_TYPES, family_of, is_attention, is_mixer, layer_types_of, mixers_of
@@ -134,7 +134,7 @@ def kernels_lack(config: Any) -> str | None:
     text = text_config(config)
     # global_head_dim: of layers without a window, where these have another.
     head_dims = (getattr(text, name, None) or 0 for name in ("head_dim", "global_head_dim"))
-    return ops.kernels_lack(head_dims, getattr(text, "attn_logit_softcapping", None) or 0.0, torch.device("cuda"))
+    return kernels.kernels_lack(head_dims, getattr(text, "attn_logit_softcapping", None) or 0.0, torch.device("cuda"))
 
 
 def is_hybrid(config: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from ...checks import CUDA_DTYPES, autocast
-from ...ops import kernels_lack
+from ...kernels import kernels_lack
 from ..replacing import replace_once
 from ..trees import Forest, remembered
 
