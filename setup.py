@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Builds the extension flash_attn_dualkv._C. All metadata is in pyproject.toml.
+"""Builds the kernel library and its Python modules. All metadata is in pyproject.toml.
 
-    pip install --no-build-isolation .
+    pip install .
 
 Settings, all environment variables:
 
-DUALKV_ARCHS        compute capabilities to build for, such as "80;90"; default: those of the visible GPUs, or
-                    "80;90" where a CUDA toolkit but no GPU is found. PTX for the newest of them (8.0
+DUALKV_ARCHS        compute capabilities to build for, such as "80;90", whatever GPU or torch is here; default: those
+                    of the visible GPUs, or "80;90" where nvcc but no GPU is found. PTX for the oldest of them (8.0
                     where there is none) is included and serves newer GPUs.
 DUALKV_HEAD_DIMS    head dims to build, such as "64,128"; default: 64,96,128,192,256,512.
                     512 is for Hopper alone.
+DUALKV_PYTHONS      Pythons that the wheel serves, such as "python3.10 python3.11"; default: the running one.
 DUALKV_PURE_PYTHON  1: install only the CPU implementation, whatever is found.
 MAX_JOBS            compilations at a time; default: what cores and free memory allow.
 CUDA_HOME, CXX      the CUDA toolkit and the C++ compiler to use.
 
-What is built where:
+What is built where, without DUALKV_ARCHS:
 
-torch without CUDA (macOS and MPS included)    CPU implementation only, with a notice
+Windows, macOS                                 CPU implementation only, with a notice
+torch for the CPU, ROCm or MPS is installed    CPU implementation only, with a notice
 no nvcc and no GPU, or only GPUs before 8.0    CPU implementation only, with a notice
-a GPU and no nvcc                              error
-nvcc and torch of different CUDA versions      error
-torch for ROCm                                 error
-torch not importable (build isolation)         error
+nvcc and no GPU                                kernels for 8.0 and 9.0, with a notice
+a GPU and no nvcc that its driver can serve    error
+a GPU and nvcc                                 kernels for this GPU
+
 DUALKV_ARCHS given and no way to build         error
 """
 
@@ -39,7 +41,8 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 from build_plan import CudaBuild, PureBuild, plan_build  # noqa: E402
-from extension import EXTENSION, build  # noqa: E402
+from extension import MODULE, PACKAGE, build, file_names  # noqa: E402
+from pythons import wheel_tags  # noqa: E402
 from toolchain import BuildError  # noqa: E402
 
 MIN_SETUPTOOLS = 77
@@ -84,25 +87,36 @@ class BuildPy(build_py):
         plan = current_plan()
         if isinstance(plan, PureBuild):
             announce(f"installing the CPU implementation only, WITHOUT CUDA KERNELS: {plan.notice}")
-        elif plan.notice:
-            announce(plan.notice)
+        elif plan.target.notice:
+            announce(plan.target.notice)
         super().run()
 
 
 class BuildExt(build_ext):
-    """Compiles the extension with per-file options, which torch's own build command does not have."""
+    """Fills the package's folder: of the sources for an editable installation, else of the wheel in the making."""
 
     def run(self) -> None:
-        if isinstance(current_plan(), CudaBuild):
-            super().run()
-
-    def build_extension(self, ext: setuptools.Extension) -> None:
         plan = current_plan()
-        assert isinstance(plan, CudaBuild)
+        if isinstance(plan, PureBuild):
+            return
+        folder = self.folder()
+        if not self.inplace:
+            for stale in folder.glob("*.so"):  # of a build for other Pythons
+                stale.unlink()
         try:
-            build(ROOT, plan, Path(self.get_ext_fullpath(ext.name)))
+            build(ROOT, plan, folder)
         except BuildError as error:
             raise fail(error) from None
+
+    def folder(self) -> Path:
+        return (ROOT if self.inplace else Path(self.build_lib)) / PACKAGE
+
+    def get_outputs(self) -> list[str]:
+        plan = current_plan()
+        return [] if isinstance(plan, PureBuild) else [str(self.folder() / name) for name in file_names(plan)]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
 
 
 class BdistWheel(bdist_wheel):
@@ -113,9 +127,14 @@ class BdistWheel(bdist_wheel):
             self.distribution.ext_modules = []
         super().finalize_options()
 
+    def get_tag(self) -> tuple[str, str, str]:
+        plan = current_plan()
+        python, abi, platform = super().get_tag()
+        return (python, abi, platform) if isinstance(plan, PureBuild) else (*wheel_tags(plan.pythons), platform)
+
 
 if __name__ == "__main__":
     setuptools.setup(
-        ext_modules=[setuptools.Extension(EXTENSION, sources=[])],
+        ext_modules=[setuptools.Extension(f"{PACKAGE}.{MODULE}", sources=[])],
         cmdclass={"build_py": BuildPy, "build_ext": BuildExt, "bdist_wheel": BdistWheel},
     )

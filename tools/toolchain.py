@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from functools import cached_property
 from pathlib import Path
 
 OLDEST_ARCH = "80"
+OLDEST_CUDA = (12, 5)  # cudaGetDriverEntryPointByVersion
+STATIC_RUNTIME = "libcudart_static.a"
 HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 # -v: ptxas reports what tools/check_kernels.py reads.
 NVCC_FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas=-v")
@@ -39,7 +42,7 @@ class Nvcc:
 
     @property
     def release(self) -> str:
-        return f"{self.version[0]}.{self.version[1]}"
+        return _dotted(self.version)
 
     @cached_property
     def home(self) -> Path:
@@ -52,6 +55,11 @@ class Nvcc:
         """The real architectures that this nvcc can target, such as "80" and "90"."""
         return frozenset(re.findall(r"\bsm_(\d+)\b", run_text([self.path, "--list-gpu-code"])))
 
+    @property
+    def compression(self) -> tuple[str, ...]:
+        """The options for the smallest device code; nvcc before 12.8 has one way to compress alone."""
+        return ("--compress-mode=size",) if self.version >= (12, 8) else ()
+
     def include_dir(self) -> Path:
         """Where cuda_runtime_api.h lives, for sources that the host compiler sees."""
         for directory in (self.home / "include", *sorted(self.home.glob("targets/*/include"))):
@@ -59,26 +67,32 @@ class Nvcc:
                 return directory
         raise BuildError(
             f"{self.path} has no CUDA headers beside it (no cuda_runtime_api.h under {self.home}). Install the "
-            f"complete CUDA {self.release} toolkit, or with pip: {pip_toolkit(self.release)}"
+            f"complete toolkit. {install_nvcc(self.version)}"
         )
 
-    def runtime_library(self) -> Path:
-        """The shared CUDA runtime to link against; at run time torch has already loaded its own copy of it."""
-        name = f"libcudart.so.{self.version[0]}"
+    def static_runtime(self) -> Path:
+        """The CUDA runtime that becomes a part of the kernel library, so that it meets no other copy of it."""
         folders = [self.home / "lib64", self.home / "lib", *sorted(self.home.glob("targets/*/lib"))]
-        folders += [site / f"nvidia/cu{self.version[0]}/lib" for site in site_packages()]
-        folders += [site / "nvidia/cuda_runtime/lib" for site in site_packages()]
-        found = next((folder / name for folder in folders if (folder / name).exists()), None)
+        folders += [site / "nvidia/cuda_runtime/lib" for site in environment_folders()]
+        found = next((folder for folder in folders if (folder / STATIC_RUNTIME).exists()), None)
         if found is None:
-            raise BuildError(f"no {name} under {self.home}: install the CUDA {self.release} runtime library.")
-        return found
+            raise BuildError(f"no {STATIC_RUNTIME} under {self.home}. {install_nvcc(self.version)}")
+        return found / STATIC_RUNTIME
 
 
-def pip_toolkit(cuda: str) -> str:
-    """The pip command that brings nvcc, its parts and its headers in one matching version, or what else to do."""
-    if int(cuda.partition(".")[0]) >= 13:
-        return f'pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]=={cuda}.*"'
-    return f"pip has no nvcc for CUDA {cuda}; use NVIDIA's installer, the system's packages or conda"
+def install_nvcc(cuda: tuple[int, int] | None) -> str:
+    """How to get nvcc, its parts, headers and libraries in one matching version, that a driver for `cuda` runs."""
+    if cuda is not None and cuda[0] < 13:
+        how = (
+            f"Install a CUDA {cuda[0]} toolkit, {_dotted(OLDEST_CUDA)} or newer, and set CUDA_HOME to it: with "
+            "NVIDIA's installer, the system's packages or conda; pip has none."
+        )
+    else:
+        how = (
+            "Install a CUDA toolkit and set CUDA_HOME to it, or with pip: "
+            'pip install "cuda-toolkit[nvcc,nvvm,crt,cccl]==13.0.*".'
+        )
+    return f"{how} Then install this package again."
 
 
 def run_text(command: Sequence[str | Path]) -> str:
@@ -90,8 +104,10 @@ def run_text(command: Sequence[str | Path]) -> str:
     return result.stdout + result.stderr
 
 
-def site_packages() -> list[Path]:
-    return [Path(entry) for entry in sys.path if entry and (Path(entry) / "nvidia").is_dir()]
+def environment_folders() -> list[Path]:
+    """Where the packages of the environment lie; a build with isolation has only its own requirements on sys.path."""
+    entries = [*sys.path, *(sysconfig.get_paths()[name] for name in ("purelib", "platlib"))]
+    return list(dict.fromkeys(Path(entry) for entry in entries if entry))
 
 
 def nvcc_candidates(
@@ -101,7 +117,7 @@ def nvcc_candidates(
     found = [Path(env["CUDA_HOME"]) / "bin/nvcc"] if env.get("CUDA_HOME") else []
     found += [Path(folder) / "nvcc" for folder in env.get("PATH", "").split(os.pathsep) if folder]
     found += [local_root / "cuda/bin/nvcc", *sorted(local_root.glob("cuda-*/bin/nvcc"), reverse=True)]
-    for site in site_packages() if sites is None else sites:
+    for site in environment_folders() if sites is None else sites:
         found += [*sorted(site.glob("nvidia/cu*/bin/nvcc"), reverse=True), site / "nvidia/cuda_nvcc/bin/nvcc"]
     usable = [path for path in found if path.is_file() and os.access(path, os.X_OK)]
     return list(dict.fromkeys(usable))
@@ -114,29 +130,33 @@ def inspect_nvcc(path: Path) -> Nvcc | None:
 
 
 def find_nvcc(
-    cuda: str | None, candidates: Iterable[Path] | None = None, inspect: Callable[[Path], Nvcc | None] = inspect_nvcc
+    driver: tuple[int, int] | None = None,
+    candidates: Iterable[Path] | None = None,
+    inspect: Callable[[Path], Nvcc | None] = inspect_nvcc,
 ) -> Nvcc | None:
-    """The first nvcc with the major version of `cuda` (any if None), such as "13.0"; None if there is no nvcc at all.
+    """The first nvcc that knows all that the sources use, and whose kernels a driver for CUDA `driver` runs.
 
-    Raises BuildError if there are only compilers of other CUDA major versions.
+    None if there is no nvcc at all. Raises BuildError if there are only others.
     """
-    major = int(cuda.partition(".")[0]) if cuda else None
     others = []
     for path in nvcc_candidates(os.environ) if candidates is None else candidates:
         nvcc = inspect(path)
         if nvcc is None:
             continue
-        if major in (None, nvcc.version[0]):
+        if nvcc.version >= OLDEST_CUDA and (driver is None or nvcc.version[0] <= driver[0]):
             return nvcc
-        others.append(nvcc)
-    if not others or cuda is None:
+        others.append(f"{nvcc.path} (CUDA {nvcc.release})")
+    if not others:
         return None
-    listed = ", ".join(f"{nvcc.path} (CUDA {nvcc.release})" for nvcc in others)
+    runs = f", and one that the driver here runs: it is for CUDA {_dotted(driver)}" if driver else ""
     raise BuildError(
-        f"torch is built for CUDA {cuda}, but every nvcc found is of another major version: {listed}. "
-        f"Set CUDA_HOME to a CUDA {major} toolkit, or install one ({pip_toolkit(cuda)}), "
-        f"or install a torch built for CUDA {others[0].version[0]}."
+        f"the kernels need nvcc of CUDA {_dotted(OLDEST_CUDA)} or newer{runs}; found {', '.join(others)}. "
+        f"{install_nvcc(driver)}"
     )
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 # --- architectures and sources ---------------------------------------------------------------------------------------
@@ -178,8 +198,8 @@ def arch_for_gpu(capability: tuple[int, int], supported: Iterable[str]) -> str |
 
 
 def ptx_arch(archs: Iterable[str]) -> str:
-    """The architecture whose PTX a build for `archs` embeds."""
-    return max(archs, key=int, default=OLDEST_ARCH)
+    """The architecture whose PTX a build for `archs` embeds: the oldest, so that every newer GPU can compile it."""
+    return min(archs, key=int, default=OLDEST_ARCH)
 
 
 @dataclass(frozen=True)
@@ -197,10 +217,7 @@ class KernelSource:
         return [(f"compute_{arch}", f"sm_{arch}") for arch in archs]
 
     def gencode(self, archs: Iterable[str]) -> list[str]:
-        """The nvcc options for `archs`; the portable family also embeds PTX, which newer GPUs compile on loading.
-
-        It is that of the newest of `archs`, which nvcc makes anyway: another one would take a third of the time.
-        """
+        """The nvcc options for `archs`; the portable family also embeds PTX, which newer GPUs compile on loading."""
         archs = tuple(archs)
         pairs = self.targets(archs)
         if self.family == "sm80":
@@ -226,7 +243,7 @@ def kernel_sources(root: Path, head_dims: Iterable[int] = HEAD_DIMS) -> list[Ker
 
 @dataclass(frozen=True)
 class CompileStep:
-    """One compiler call. `command` lacks the output and dependency options, which are added here.
+    """One compiler call in the folder `root`. `command` lacks the output and dependency options, which are added here.
 
     The dependency list, the compiler's messages and a stamp of everything that went in lie beside `output`, so that a
     step whose inputs have not changed is not run again.
@@ -249,7 +266,7 @@ class CompileStep:
         self.output.parent.mkdir(parents=True, exist_ok=True)
         stamp.unlink(missing_ok=True)
         command = [*self.command, "-MD", "-MF", str(self._dependency_file), "-o", str(self.output)]
-        result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        result = subprocess.run(command, cwd=self.root, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         messages = result.stdout + result.stderr
         if result.returncode:
             raise BuildError(f"{' '.join(command)}\n{messages}")
@@ -265,7 +282,7 @@ class CompileStep:
         """Of the command, the toolchain (which stands for every header outside the project) and the project's files."""
         digest = hashlib.sha256("\0".join([self.toolchain, *self.command]).encode())
         for path in self._dependencies():
-            digest.update(str(path).encode())
+            digest.update(str(path.relative_to(self.root)).encode())
             digest.update(path.read_bytes() if path.is_file() else b"missing")
         return digest.hexdigest()
 
@@ -274,14 +291,15 @@ class CompileStep:
             return []
         listed = self._dependency_file.read_text().partition(":")[2].replace("\\\n", " ")
         names = (name.replace("\\ ", " ") for name in re.split(r"(?<!\\)\s+", listed) if name)
-        paths = {Path(os.path.abspath(name)) for name in names}
+        paths = {Path(os.path.abspath(self.root / name)) for name in names}
         return sorted(path for path in paths if path.is_relative_to(self.root))
 
 
 def nvcc_step(nvcc: Nvcc, source: Path, output: Path, root: Path, options: Sequence[str]) -> CompileStep:
     """The nvcc call for one source file."""
     host = ("-ccbin", os.environ["CXX"]) if os.environ.get("CXX") else ()
-    command = (str(nvcc.path), "-c", *NVCC_FLAGS, *host, f"-I{root / 'csrc'}", *options, str(source))
+    flags = (*NVCC_FLAGS, *nvcc.compression, *host, "-Icsrc", *options)
+    command = (str(nvcc.path), "-c", *flags, str(source.relative_to(root)))
     more_flags = [os.environ.get(f"NVCC_{place}_FLAGS", "") for place in ("PREPEND", "APPEND")]  # nvcc reads them
     return CompileStep(command, output, root, f"nvcc {nvcc.release} {nvcc.home} {more_flags}")
 

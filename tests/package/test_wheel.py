@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What gets installed: archives, the installation without kernels, and the wheel with all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import time
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import extension
+import pytest
+import pythons
+import toolchain
+from toolchain import BuildError
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHS = {"DUALKV_ARCHS": "80;90"}
+# What every Linux has.
+SYSTEM_LIBRARIES = {"libc", "libdl", "libgcc_s", "libm", "libpthread", "librt", "libstdc++", "ld-linux"}
+
+
+def copy_checkout(target: Path) -> Path:
+    """The sources, because building leaves its traces beside them."""
+    ignored = shutil.ignore_patterns(
+        ".git", "build", "*.egg-info", "__pycache__", ".*cache", ".hypothesis", ".venv*", "*.so"
+    )
+    shutil.copytree(ROOT, target, ignore=ignored)
+    return target
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    return copy_checkout(tmp_path_factory.mktemp("checkout") / "source")
+
+
+def run_python(
+    folder: Path, *arguments: str, executable: str = sys.executable, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """In a session of its own: no terminal, so nothing is written past the captured output."""
+    return subprocess.run(
+        [executable, *arguments],
+        cwd=folder,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_the_sdist_contains_everything(checkout, tmp_path):
+    backend = f"import setuptools.build_meta as backend; backend.build_sdist({str(tmp_path)!r})"
+    result = run_python(checkout, "-c", backend, DUALKV_ARCHS="", DUALKV_HEAD_DIMS="")
+    assert result.returncode == 0, result.stderr
+    (archive,) = tmp_path.glob("flash_attn_dualkv-*.tar.gz")
+    with tarfile.open(archive) as tar:
+        packed = {name.partition("/")[2] for name in tar.getnames()}
+    folders = ("csrc", "tests", "benchmarks", "tools", "docs", "flash_attn_dualkv")
+    files = [path for folder in folders for path in (checkout / folder).rglob("*") if path.is_file()]
+    expected = {str(path.relative_to(checkout)) for path in files if path.suffix != ".pyc"}
+    expected |= {"LICENSE", "README.md", "setup.py", "pyproject.toml", "MANIFEST.in", ".ci/run"}
+    assert expected <= packed, sorted(expected - packed)
+
+
+@pytest.fixture(scope="module")
+def installed(checkout, tmp_path_factory):
+    """The folder that `pip install` fills; without kernels even where they could be built: they take minutes."""
+    import torch
+
+    target = tmp_path_factory.mktemp("installed")
+    options = ["install", "--no-build-isolation", "--no-deps", "--no-index", "-v", "--target", str(target)]
+    knobs = {"DUALKV_ARCHS": "", "DUALKV_PURE_PYTHON": "1" if torch.version.cuda or torch.version.hip else ""}
+    result = run_python(checkout, "-m", "pip", *options, ".", **knobs)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "WITHOUT CUDA KERNELS" in result.stdout + result.stderr
+    return target
+
+
+def test_an_installation_contains_the_package_and_nothing_else(checkout, installed):
+    package = checkout / "flash_attn_dualkv"
+    sources = {path.relative_to(checkout) for path in package.rglob("*.py")} | {Path("flash_attn_dualkv/py.typed")}
+    files = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    metadata = {path for path in files if ".dist-info" in path.parts[0]}
+    assert files - metadata == sources
+    assert any(path.name == "LICENSE" for path in metadata)
+    (wheel,) = (installed / path for path in metadata if path.name == "WHEEL")
+    assert "Tag: py3-none-any" in wheel.read_text()
+
+
+def test_the_version_is_the_same_everywhere(installed):
+    code = (
+        "import flash_attn_dualkv, importlib.metadata as metadata\n"
+        "print(flash_attn_dualkv.__version__, metadata.version('flash-attn-dualkv'), flash_attn_dualkv.__file__)"
+    )
+    result = run_python(installed, "-c", code)
+    assert result.returncode == 0, result.stderr
+    version, recorded, file = result.stdout.split()
+    declared = re.search(r'__version__ = "(.+)"', (ROOT / "flash_attn_dualkv/_version.py").read_text())
+    assert declared is not None
+    assert version == recorded == declared.group(1)
+    assert Path(file).is_relative_to(installed)
+
+
+def test_an_error_is_a_sentence_and_no_traceback(checkout):
+    result = run_python(checkout, "setup.py", "build_ext", DUALKV_ARCHS="ninety")
+    assert result.returncode != 0
+    assert "flash_attn_dualkv cannot be installed: DUALKV_ARCHS: expected" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# --- the product ------------------------------------------------------------------------------------------------------
+
+
+def pythons_here() -> dict[str, str]:
+    """Executables by the suffix of their modules."""
+    names = [f"python3.{minor}" for minor in range(10, 20)]
+    paths = [*filter(None, map(shutil.which, names)), *map(str, Path.home().glob(".pyenv/versions/3.*/bin/python"))]
+    found = {}
+    for path in [sys.executable, *paths]:
+        with contextlib.suppress(BuildError):
+            found.setdefault(pythons.ask_python(path).suffix, path)
+    return found
+
+
+@dataclass(frozen=True)
+class Product:
+    """A checkout in which a wheel was built, with the Python that did it, which has nothing but pip."""
+
+    checkout: Path
+    wheel: Path
+    bare_python: str
+    pythons: dict[str, str]
+
+
+def build_in_isolation(product: Product, *arguments: str, **env: str) -> None:
+    """pip brings what pyproject.toml asks for, and no torch."""
+    arguments = ("-m", "pip", *arguments, "--no-deps", "--disable-pip-version-check")
+    result = run_python(product.checkout, *arguments, executable=product.bare_python, PYTHONPATH="", **ARCHS, **env)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def product(tmp_path_factory):
+    """All head dims: minutes, unless tools/check_kernels.py has compiled the kernels of this checkout."""
+    if toolchain.find_nvcc() is None or not shutil.which("g++"):
+        pytest.skip("needs nvcc and g++")
+    folder = tmp_path_factory.mktemp("product")
+    checkout = copy_checkout(folder / "source")
+    if (ROOT / extension.OBJECTS).is_dir():
+        shutil.copytree(ROOT / extension.OBJECTS, checkout / extension.OBJECTS)
+    venv.create(folder / "bare", with_pip=True)
+    name = f"flash_attn_dualkv-{extension.version_of(ROOT)}-py3-none-{sysconfig.get_platform().replace('-', '_')}.whl"
+    product = Product(checkout, folder / name, str(folder / "bare/bin/python"), pythons_here())
+    knobs = {"DUALKV_PYTHONS": " ".join(product.pythons.values()), "DUALKV_HEAD_DIMS": ""}
+    build_in_isolation(product, "wheel", "-w", str(folder), ".", **knobs)
+    return product
+
+
+@pytest.fixture(scope="module")
+def unpacked(product, tmp_path_factory):
+    """Installed in seconds where there is neither nvcc nor any other compiler."""
+    target, started = tmp_path_factory.mktemp("unpacked"), time.monotonic()
+    options = ["-m", "pip", "install", "--no-deps", "--no-index", "--target", str(target), str(product.wheel)]
+    result = run_python(target, *options, executable=product.bare_python, PATH="/nowhere", CUDA_HOME="")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert time.monotonic() - started < 30
+    return target
+
+
+@pytest.mark.slow
+def test_one_small_wheel_for_every_python(product, unpacked):
+    assert product.wheel.stat().st_size <= 25e6
+    sources = {path.relative_to(ROOT) for path in (ROOT / "flash_attn_dualkv").rglob("*.py")}
+    binaries = {"libdualkv.so", *(f"_C{suffix}" for suffix in product.pythons)}
+    expected = sources | {Path("flash_attn_dualkv") / name for name in ("py.typed", *binaries)}
+    files = {path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    metadata = {path for path in files if ".dist-info" in path.parts[0]}
+    assert files - metadata == expected
+    assert expected | metadata <= {Path(name) for name in zipfile.ZipFile(product.wheel).namelist()} | metadata
+    (wheel,) = (unpacked / path for path in metadata if path.name == "WHEEL")
+    assert "Root-Is-Purelib: false" in wheel.read_text()
+
+
+@pytest.mark.slow
+def test_binaries_need_and_show_nothing_of_cuda_torch_or_python(product, unpacked):
+    for path in sorted((unpacked / "flash_attn_dualkv").glob("*.so")):
+        needed = re.findall(r"\(NEEDED\).*\[(.+)\]", toolchain.run_text(["readelf", "-d", path]))
+        assert needed
+        assert {re.split(r"\.|-(?:x86|aarch)", name)[0] for name in needed} <= SYSTEM_LIBRARIES
+    library = unpacked / "flash_attn_dualkv/libdualkv.so"
+    shown = toolchain.run_text(["nm", "-D", "--defined-only", library]).split()[2::3]
+    assert "dualkv_forward" in shown
+    assert [name for name in shown if not name.startswith("dualkv_")] == []
+
+
+@pytest.mark.slow
+def test_every_python_opens_the_same_library(product, unpacked):
+    code = (
+        "import sys, _C; version = _C.open_library('libdualkv.so')\n"
+        "print(sys.version_info[1], version, *_C.build_info().split())"
+    )
+    folder = unpacked / "flash_attn_dualkv"
+    answers = [
+        run_python(folder, "-S", "-c", code.replace("libdualkv.so", str(folder / "libdualkv.so")), executable=python)
+        for python in product.pythons.values()
+    ]
+    assert [answer.stderr for answer in answers] == [""] * len(answers)
+    words = [answer.stdout.split() for answer in answers]
+    assert len({minor for minor, *_ in words}) == len(product.pythons)
+    assert all(rest == words[0][1:] for _, *rest in words)
+    assert words[0][1] == extension.version_of(ROOT)
+    assert "80;90" in words[0]
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_says_what_it_has(unpacked):
+    code = (
+        "import flash_attn_dualkv; info = flash_attn_dualkv.build_info()\n"
+        "print(info['compiled_error'], info['archs'], info['ptx'], info['head_dims'])"
+    )
+    result = run_python(unpacked, "-c", code, PYTHONPATH="", PATH="/nowhere")
+    built = "{'sm80': [64, 96, 128, 192, 256], 'sm90': [64, 128, 192, 256, 512]}"
+    assert result.stdout.split("\n")[0] == f"None ['80', '90'] 80 {built}", result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_an_editable_installation_fills_the_package_of_the_sources(product):
+    build_in_isolation(product, "install", "-e", ".", DUALKV_PYTHONS="", DUALKV_HEAD_DIMS="64")
+    binaries = {path.name for path in (product.checkout / "flash_attn_dualkv").glob("*.so")}
+    assert binaries == {"libdualkv.so", "_C" + sysconfig.get_config_var("EXT_SUFFIX")}
