@@ -17,6 +17,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import check_release
 import extension
 import pytest
 import pythons
@@ -43,6 +44,21 @@ def checkout(tmp_path_factory):
     return copy_checkout(tmp_path_factory.mktemp("checkout") / "source")
 
 
+def test_a_release_has_one_version():
+    assert check_release.main(f"v{extension.version_of(ROOT)}") == []
+    assert check_release.main(None) == []
+    version_py, changelog = '__version__ = "0.3.0"\n', "# Changelog\n\n## 0.3.0\n\n## 0.2.0\n"
+    assert check_release.problems(version_py, changelog, "v0.3.0") == []
+    for wrong in (
+        (version_py, changelog, "v0.2.0"),
+        (version_py, changelog, "0.3.0"),
+        (version_py, changelog.replace("## 0.3.0", ""), "v0.3.0"),
+        (version_py.replace("3", "4"), changelog, None),
+    ):
+        assert "expected one version" in "".join(check_release.problems(*wrong))
+    assert check_release.problems("", changelog, None) == ["flash_attn_dualkv/_version.py: no version found"]
+
+
 def run_python(
     folder: Path, *arguments: str, executable: str = sys.executable, **env: str
 ) -> subprocess.CompletedProcess[str]:
@@ -67,7 +83,8 @@ def test_the_sdist_contains_everything(checkout, tmp_path):
     folders = ("csrc", "tests", "benchmarks", "tools", "docs", "flash_attn_dualkv")
     files = [path for folder in folders for path in (checkout / folder).rglob("*") if path.is_file()]
     expected = {str(path.relative_to(checkout)) for path in files if path.suffix != ".pyc"}
-    expected |= {"LICENSE", "README.md", "setup.py", "pyproject.toml", "MANIFEST.in", ".ci/run"}
+    expected |= {"LICENSE", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", ".ci/run"}
+    expected |= {"setup.py", "pyproject.toml", "MANIFEST.in"}
     assert expected <= packed, sorted(expected - packed)
 
 
@@ -143,8 +160,11 @@ class Product:
 
 def build_in_isolation(product: Product, *arguments: str, **env: str) -> None:
     """pip brings what pyproject.toml asks for, and no torch."""
+    nvcc = toolchain.find_nvcc()
+    assert nvcc
+    env = {"PYTHONPATH": "", "CUDA_HOME": str(nvcc.path.parent.parent)} | ARCHS | env
     arguments = ("-m", "pip", *arguments, "--no-deps", "--disable-pip-version-check")
-    result = run_python(product.checkout, *arguments, executable=product.bare_python, PYTHONPATH="", **ARCHS, **env)
+    result = run_python(product.checkout, *arguments, executable=product.bare_python, **env)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
