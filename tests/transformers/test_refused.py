@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_models import MIXED, VERSION, Samples, dualkv, tiny_config, tiny_model, transformers
 
-from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, ops
+from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, kernels
 from flash_attn_dualkv.integrations.transformers import guard, support
 
 BATCH = MIXED.pack()
@@ -373,7 +373,7 @@ def test_what_the_kernels_lack(settings: dict[str, Any], lack: str | None, monke
 
 
 @pytest.mark.parametrize(
-    ("major", "built", "kernels", "is_refused"),
+    ("major", "built", "family", "is_refused"),
     [
         (9, [64, 512], None, False),
         (9, [64, 512], "sm80", True),
@@ -383,14 +383,14 @@ def test_what_the_kernels_lack(settings: dict[str, Any], lack: str | None, monke
     ],
 )
 def test_heads_wider_than_256_need_kernels_for_hopper(
-    major: int, built: list[int] | None, kernels: str | None, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+    major: int, built: list[int] | None, family: str | None, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    info = {**ops.build_info(), "head_dims": {"sm80": [64, 256]} | ({} if built is None else {"sm90": built})}
-    monkeypatch.setattr(ops, "build_info", lambda: info)
+    info = {**kernels.build_info(), "head_dims": {"sm80": [64, 256]} | ({} if built is None else {"sm90": built})}
+    monkeypatch.setattr(kernels, "build_info", lambda: info)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     monkeypatch.delenv("DUALKV_KERNELS", raising=False)
-    if kernels is not None:
-        monkeypatch.setenv("DUALKV_KERNELS", kernels)
+    if family is not None:
+        monkeypatch.setenv("DUALKV_KERNELS", family)
     found = support.kernels_lack(tiny_config("llama", global_head_dim=512))
     assert found == ("a head dim of 512" if is_refused else None)
