@@ -57,8 +57,8 @@ class Nvcc:
 
     @property
     def compression(self) -> tuple[str, ...]:
-        """The options for the smallest device code; nvcc before 12.8 has one way to compress alone."""
-        return ("--compress-mode=size",) if self.version >= (12, 8) else ()
+        """The options for the smallest device code; older drivers of CUDA 12 know only what is the default there."""
+        return ("--compress-mode=size",) if self.version >= (13, 0) else ()
 
     def include_dir(self) -> Path:
         """Where cuda_runtime_api.h lives, for sources that the host compiler sees."""
