@@ -82,7 +82,9 @@ class Nvcc:
 
 def install_nvcc(cuda: tuple[int, int] | None) -> str:
     """How to get nvcc, its parts, headers and libraries in one matching version, that a driver for `cuda` runs."""
-    if cuda is not None and cuda[0] < 13:
+    if cuda is not None and cuda < (12, 0):
+        how = "Update NVIDIA's driver to one for CUDA 12 or newer."
+    elif cuda is not None and cuda[0] < 13:
         how = (
             f"Install a CUDA {cuda[0]} toolkit, {_dotted(OLDEST_CUDA)} or newer, and set CUDA_HOME to it: with "
             "NVIDIA's installer, the system's packages or conda; pip has none."
