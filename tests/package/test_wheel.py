@@ -177,6 +177,9 @@ def product(tmp_path_factory):
     checkout = copy_checkout(folder / "source")
     if (ROOT / extension.OBJECTS).is_dir():
         shutil.copytree(ROOT / extension.OBJECTS, checkout / extension.OBJECTS)
+    stale = checkout / f"build/lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / extension.PACKAGE
+    stale.mkdir(parents=True)
+    (stale / "_C.of-an-earlier-build.so").touch()
     venv.create(folder / "bare", with_pip=True)
     name = f"flash_attn_dualkv-{extension.version_of(ROOT)}-py3-none-{sysconfig.get_platform().replace('-', '_')}.whl"
     product = Product(checkout, folder / name, str(folder / "bare/bin/python"), pythons_here())
