@@ -22,10 +22,11 @@ import extension
 import pytest
 import pythons
 import toolchain
+from build_plan import DEFAULT_ARCHS
 from toolchain import BuildError
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHS = {"DUALKV_ARCHS": "80;90"}
+ARCHS = {"DUALKV_ARCHS": ";".join(DEFAULT_ARCHS)}
 # What every Linux has.
 SYSTEM_LIBRARIES = {"libc", "libdl", "libgcc_s", "libm", "libpthread", "librt", "libstdc++", "ld-linux"}
 
@@ -59,6 +60,15 @@ def test_a_release_has_one_version():
     assert check_release.problems("", changelog, None) == ["flash_attn_dualkv/_version.py: no version found"]
 
 
+def test_released_wheels_serve_what_the_metadata_names():
+    workflow = (ROOT / ".github/workflows/release.yml").read_text()
+    served = re.findall(r"/opt/python/cp3(\d+)-cp3\1/bin/python", workflow)
+    classifiers = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert served == classifiers
+    assert int(classifiers[0]) == pythons.OLDEST[1]
+    assert re.findall(r'DUALKV_ARCHS="(.+)"', workflow) == [";".join(DEFAULT_ARCHS)]
+
+
 def run_python(
     folder: Path, *arguments: str, executable: str = sys.executable, **env: str
 ) -> subprocess.CompletedProcess[str]:
@@ -83,7 +93,7 @@ def test_the_sdist_contains_everything(checkout, tmp_path):
     folders = ("csrc", "tests", "benchmarks", "tools", "docs", "flash_attn_dualkv")
     files = [path for folder in folders for path in (checkout / folder).rglob("*") if path.is_file()]
     expected = {str(path.relative_to(checkout)) for path in files if path.suffix != ".pyc"}
-    expected |= {"LICENSE", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", ".ci/run"}
+    expected |= {"LICENSE", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", ".ci/run", ".github/workflows/release.yml"}
     expected |= {"setup.py", "pyproject.toml", "MANIFEST.in"}
     assert expected <= packed, sorted(expected - packed)
 
