@@ -5,10 +5,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
 #include <optional>
 #include <string>
-#include <tuple>
 
 #include "api.h"
 
@@ -46,30 +44,45 @@ void check(int status) {
   throw std::runtime_error(text);
 }
 
-// Address, rows, heads, head dim, row stride, head stride.
-using View = std::array<int64_t, 6>;
-// softmax_scale, causal, window_left, softcap, mean_keys, deterministic.
-using Options = std::tuple<double, bool, int64_t, double, int64_t, bool>;
-
 template <typename T>
 T* pointer(int64_t address) {
   return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
 }
 
-DualkvTensor tensor(const View& view) {
-  return {pointer<void>(view[0]), view[1], view[2], view[3], view[4], view[5]};
+// Items of a tuple. pybind11's general casters take five times as long, and a call has 60 numbers.
+PyObject* item(py::handle tuple, int index) { return PyTuple_GET_ITEM(tuple.ptr(), index); }
+int64_t integer(py::handle tuple, int index) { return PyLong_AsLongLong(item(tuple, index)); }
+
+void check_length(py::handle tuple, int length) {
+  if (PyTuple_Check(tuple.ptr()) && PyTuple_GET_SIZE(tuple.ptr()) == length) return;
+  throw py::type_error("expected a tuple of " + std::to_string(length));
+}
+void check_numbers() {
+  if (PyErr_Occurred()) throw py::error_already_set();
 }
 
-DualkvOptions options_of(const Options& given) {
-  const auto& [softmax_scale, causal, window_left, softcap, mean_keys, deterministic] = given;
-  return {softmax_scale, softcap, window_left, mean_keys, causal, deterministic};
+// Address, rows, heads, head dim, row stride, head stride.
+DualkvTensor tensor(py::handle view) {
+  check_length(view, 6);
+  return {pointer<void>(integer(view, 0)), integer(view, 1), integer(view, 2),
+          integer(view, 3),                integer(view, 4), integer(view, 5)};
 }
 
-DualkvCall make_call(int device, int64_t stream, bool is_half, const std::array<View, 5>& tensors, int64_t nodes,
-                     int64_t num_nodes, const Options& options) {
-  const auto& [q, k, v, k_decoded, v_decoded] = tensors;
-  return {device, is_half, pointer<void>(stream), tensor(q), tensor(k), tensor(v), tensor(k_decoded),
-          tensor(v_decoded), pointer<const int32_t>(nodes), num_nodes, options_of(options)};
+// softmax_scale, causal, window_left, softcap, mean_keys, deterministic.
+DualkvOptions options_of(py::handle given) {
+  check_length(given, 6);
+  return {PyFloat_AsDouble(item(given, 0)), PyFloat_AsDouble(item(given, 3)), integer(given, 2), integer(given, 4),
+          item(given, 1) == Py_True,        item(given, 5) == Py_True};
+}
+
+DualkvCall make_call(int device, int64_t stream, bool is_half, py::handle tensors, int64_t nodes, int64_t num_nodes,
+                     py::handle options) {
+  check_length(tensors, 5);
+  const auto at = [&](int index) { return tensor(item(tensors, index)); };
+  const DualkvCall call{device, is_half, pointer<void>(stream), at(0), at(1), at(2), at(3), at(4),
+                        pointer<const int32_t>(nodes), num_nodes, options_of(options)};
+  check_numbers();
+  return call;
 }
 
 int64_t scratch_of(decltype(&dualkv_forward_scratch) ask, const DualkvCall& call) {
@@ -78,22 +91,26 @@ int64_t scratch_of(decltype(&dualkv_forward_scratch) ask, const DualkvCall& call
   return bytes;
 }
 
-void forward(const DualkvCall& call, int64_t scratch, const View& out, int64_t lse, int64_t sinks) {
+void forward(const DualkvCall& call, int64_t scratch, py::handle out, int64_t lse, int64_t sinks) {
   const DualkvForward tensors{tensor(out), pointer<float>(lse), pointer<const float>(sinks)};
+  check_numbers();
   check(library.forward(&call, &tensors, pointer<void>(scratch)));
 }
 
-void backward(const DualkvCall& call, int64_t scratch, const View& dout, const View& out, int64_t lse, int64_t dlse,
-              const std::array<View, 5>& gradients) {
-  const auto& [dq, dk, dv, dk_decoded, dv_decoded] = gradients;
+void backward(const DualkvCall& call, int64_t scratch, py::handle dout, py::handle out, int64_t lse, int64_t dlse,
+              py::handle gradients) {
+  check_length(gradients, 5);
+  const auto at = [&](int index) { return tensor(item(gradients, index)); };
   const DualkvBackward tensors{tensor(dout), tensor(out), pointer<const float>(lse), pointer<const float>(dlse),
-                               tensor(dq), tensor(dk), tensor(dv), tensor(dk_decoded), tensor(dv_decoded)};
+                               at(0), at(1), at(2), at(3), at(4)};
+  check_numbers();
   check(library.backward(&call, &tensors, pointer<void>(scratch)));
 }
 
-void sequence_nodes(int device, int64_t stream, const std::array<int64_t, 4>& offsets, int64_t num_sequences,
-                    int64_t num_groups, int64_t context_rows, int64_t nodes) {
-  const auto at = [&](int index) { return pointer<const int32_t>(offsets[index]); };
+void sequence_nodes(int device, int64_t stream, py::handle offsets, int64_t num_sequences, int64_t num_groups,
+                    int64_t context_rows, int64_t nodes) {
+  check_length(offsets, 4);
+  const auto at = [&](int index) { return pointer<const int32_t>(integer(offsets, index)); };
   check(library.sequence_nodes(device, pointer<void>(stream), at(0), at(1), at(2), at(3), num_sequences, num_groups,
                                context_rows, pointer<int32_t>(nodes)));
 }
@@ -104,7 +121,7 @@ void tree_nodes(int device, int64_t stream, int64_t cu_seqlens, int64_t parents,
 }
 
 std::string explain_plan(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t head_dim_v, int64_t rows,
-                         int64_t num_nodes, const Options& options, int device, const std::optional<std::string>& gpu) {
+                         int64_t num_nodes, py::handle options, int device, const std::optional<std::string>& gpu) {
   const DualkvOptions asked = options_of(options);
   const char* text = nullptr;
   check(library.explain_plan(num_heads, num_kv_heads, head_dim, head_dim_v, rows, num_nodes, &asked, device,

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -78,12 +78,10 @@ def is_deterministic(deterministic: bool) -> bool:
     )
 
 
-def kernel_options(options: Options) -> tuple[float, bool, int, float, int, bool]:
-    """The options as the library takes them; a misspelt switch in the environment is an error here."""
-    return (
-        options.softmax_scale, options.causal, options.window_left, options.softcap, options.mean_keys,
-        is_deterministic(options.deterministic),
-    )  # fmt: skip
+def kernel_options(options: Options, deterministic: bool) -> tuple[float, bool, int, float, int, bool]:
+    """The options as the library takes them."""
+    softmax_scale, causal, window_left, _, softcap, _, mean_keys, _ = options
+    return softmax_scale, causal, window_left, softcap, mean_keys, deterministic
 
 
 # Address, rows, heads, head dim, row stride, head stride.
@@ -127,22 +125,7 @@ def current_stream(device: int) -> int:
     return stream
 
 
-class on_device:  # noqa: N801 - a context manager, as torch.cuda.device
-    """Makes the device of a tensor the current one, which costs nothing where it is; gives its index."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.index = tensor.get_device()
-        self.guard = None if self.index == torch.cuda.current_device() else torch.cuda.device(self.index)
-
-    def __enter__(self) -> int:
-        if self.guard is not None:
-            self.guard.__enter__()
-        prepare(self.index)
-        return self.index
-
-    def __exit__(self, *exception: Any) -> None:
-        if self.guard is not None:
-            self.guard.__exit__(*exception)
+current_device = torch.cuda.current_device
 
 
 @functools.cache
@@ -160,9 +143,14 @@ def prepare(device: int) -> None:
         )
 
 
-def uninitialised(beside: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """A new tensor that kernels will write entirely."""
+def uninitialised(beside: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """A new contiguous tensor, which kernels will write entirely."""
     return beside.new_empty(shape, dtype=dtype)
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    """The same for a gradient; new_empty takes the host twice as long."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def scratch(size: int, q: Tensor) -> torch.UntypedStorage:
@@ -173,23 +161,13 @@ def scratch(size: int, q: Tensor) -> torch.UntypedStorage:
     return torch.UntypedStorage(size, device=q.device)
 
 
-class _Inputs:
-    """What both directions hand over: q, k, v, k_decoded, v_decoded, nodes and options.
-
-    Holds the copies of tensors until the kernels that read them are launched.
-    """
-
-    def __init__(self, call: ForwardCall | BackwardCall, device: int) -> None:
-        given = (call.q, call.k, call.v, call.k_decoded, call.v_decoded)
-        self.tensors, views = [], []
-        for one in given:
-            tensor, seen = (None, NO_ROWS) if one is None else readable(one)
-            self.tensors.append(tensor)
-            views.append(seen)
-        self.call = compiled_module().Call(
-            device, current_stream(device), call.q.dtype == torch.float16, views, call.nodes.data_ptr(),
-            call.nodes.shape[0], kernel_options(call.options),
-        )  # fmt: skip
+def _readable_inputs(call: ForwardCall | BackwardCall) -> tuple[list[Tensor], tuple[View, ...]]:
+    """q, k, v, k_decoded and v_decoded, of which copies must live until the kernels are launched, and their views."""
+    (q, seen_q), (k, seen_k), (v, seen_v) = readable(call.q), readable(call.k), readable(call.v)
+    if call.k_decoded is None or call.v_decoded is None:
+        return [q, k, v], (seen_q, seen_k, seen_v, NO_ROWS, NO_ROWS)
+    (k_decoded, seen_k_decoded), (v_decoded, seen_v_decoded) = readable(call.k_decoded), readable(call.v_decoded)
+    return [q, k, v, k_decoded, v_decoded], (seen_q, seen_k, seen_v, seen_k_decoded, seen_v_decoded)
 
 
 def is_empty(call: ForwardCall | BackwardCall) -> bool:
@@ -200,37 +178,53 @@ def is_empty(call: ForwardCall | BackwardCall) -> bool:
 
 def forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
     """O and LSE of a call on CUDA tensors."""
-    call.options.check_kernels()
-    compiled_module()
-    q, (rows, heads, _) = call.q, call.q.shape
-    shape = (rows, heads, call.v.shape[2])
+    q, (rows, heads, _), options = call.q, call.q.shape, call.options
+    device, shape = q.get_device(), (rows, heads, call.v.shape[2])
+    if device != current_device():
+        with torch.cuda.device(device):
+            return forward(call)
+    options.check_kernels()
+    module = compiled_module()
     if is_empty(call):
         return q.new_zeros(shape), torch.full((heads, rows), -torch.inf, dtype=torch.float32, device=q.device)
+    prepare(device)
     sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
-    with on_device(q) as device:
-        inputs = _Inputs(call, device)
-        memory = scratch(inputs.call.forward_scratch(), q)
-        out, lse = uninitialised(q, shape), uninitialised(q, (heads, rows), torch.float32)
-        inputs.call.forward(memory.data_ptr(), view(out), lse.data_ptr(), pointer(sinks))
+    inputs, views = _readable_inputs(call)
+    asked = module.Call(
+        device, current_stream(device), q.dtype == torch.float16, views, call.nodes.data_ptr(), call.nodes.shape[0],
+        kernel_options(options, options.deterministic),
+    )  # fmt: skip
+    memory = scratch(asked.forward_scratch(), q)
+    out, lse = uninitialised(q, shape), uninitialised(q, (heads, rows), torch.float32)
+    asked.forward(memory.data_ptr(), view(out), lse.data_ptr(), pointer(sinks))
     return out, lse
 
 
 def backward(call: BackwardCall) -> list[Tensor]:
     """The gradients of q, k and v and, where these are given, of k_decoded and v_decoded."""
-    call.options.check_kernels()
-    compiled_module()
-    given = (call.q, call.k, call.v, call.k_decoded, call.v_decoded)
+    q, options = call.q, call.options
+    device = q.get_device()
+    if device != current_device():
+        with torch.cuda.device(device):
+            return backward(call)
+    options.check_kernels()
+    module = compiled_module()
     if is_empty(call):
+        given = (q, call.k, call.v, call.k_decoded, call.v_decoded)
         return [one.new_zeros(one.shape) for one in given if one is not None]
-    with on_device(call.q) as device:
-        inputs = _Inputs(call, device)
-        dout, out = readable(call.dout), readable(call.out)
-        lse, dlse = call.lse.contiguous(), None if call.dlse is None else call.dlse.contiguous()
-        memory = scratch(inputs.call.backward_scratch(), call.q)
-        gradients = [None if one is None else uninitialised(one, one.shape) for one in given]
-        views = [NO_ROWS if one is None else view(one) for one in gradients]
-        inputs.call.backward(memory.data_ptr(), dout[1], out[1], lse.data_ptr(), pointer(dlse), views)
-    return [one for one in gradients if one is not None]
+    prepare(device)
+    inputs, views = _readable_inputs(call)
+    dout, out = readable(call.dout), readable(call.out)
+    lse, dlse = call.lse.contiguous(), None if call.dlse is None else call.dlse.contiguous()
+    asked = module.Call(
+        device, current_stream(device), q.dtype == torch.float16, views, call.nodes.data_ptr(), call.nodes.shape[0],
+        kernel_options(options, is_deterministic(options.deterministic)),
+    )  # fmt: skip
+    memory = scratch(asked.backward_scratch(), q)
+    gradients = [*map(gradient_of, inputs)]
+    seen = (*map(view, gradients), *(NO_ROWS,) * (len(views) - len(gradients)))
+    asked.backward(memory.data_ptr(), dout[1], out[1], lse.data_ptr(), pointer(dlse), seen)
+    return gradients
 
 
 def sequence_nodes(
@@ -241,29 +235,34 @@ def sequence_nodes(
     total_context: int | None,
 ) -> Tensor:
     """As `nodes.sequence_nodes`, without a look at the values."""
+    offsets = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_context, cu_seqs_per_context)
+    device = cu_seqlens_q.get_device()
+    if device != current_device():
+        with torch.cuda.device(device):
+            return sequence_nodes(*offsets, total_context)
     module = compiled_module()
     sequences = cu_seqlens_q.shape[0] - 1
     groups = 0 if total_context is None else 1
     if cu_seqlens_context is not None:
         groups = cu_seqlens_context.shape[0] - 1
-    with on_device(cu_seqlens_q) as device:
-        nodes = uninitialised(cu_seqlens_q, (sequences + groups, COLUMNS))
-        offsets = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_context, cu_seqs_per_context)
-        module.sequence_nodes(
-            device, current_stream(device), [pointer(one) for one in offsets], sequences, groups, total_context or 0,
-            nodes.data_ptr(),
-        )  # fmt: skip
+    nodes = uninitialised(cu_seqlens_q, (sequences + groups, COLUMNS))
+    places = tuple(map(pointer, offsets))
+    module.sequence_nodes(
+        device, current_stream(device), places, sequences, groups, total_context or 0, nodes.data_ptr()
+    )
     return nodes
 
 
 def tree_nodes(cu_seqlens: Tensor, parents: Tensor) -> Tensor:
     """As `nodes.tree_nodes`, without a look at the values."""
+    device = cu_seqlens.get_device()
+    if device != current_device():
+        with torch.cuda.device(device):
+            return tree_nodes(cu_seqlens, parents)
     module = compiled_module()
-    with on_device(cu_seqlens) as device:
-        nodes = uninitialised(parents, (parents.shape[0], COLUMNS))
-        module.tree_nodes(
-            device, current_stream(device), pointer(cu_seqlens), pointer(parents), parents.shape[0], pointer(nodes)
-        )
+    nodes = uninitialised(parents, (parents.shape[0], COLUMNS))
+    places = pointer(cu_seqlens), pointer(parents)
+    module.tree_nodes(device, current_stream(device), *places, parents.shape[0], nodes.data_ptr())
     return nodes
 
 
@@ -278,7 +277,8 @@ def pairs(text: str) -> list[tuple[str, str]]:
 def explain_plan(sizes: Sequence[int], options: Options, gpu: str | None) -> list[tuple[str, str, str]]:
     """Choice, value and reason of a call; sizes: heads, KV heads, head dims, rows, nodes."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else 0
-    text: str = compiled_module().explain_plan(*sizes, kernel_options(options), device, gpu)
+    asked = kernel_options(options, is_deterministic(options.deterministic))
+    text: str = compiled_module().explain_plan(*sizes, asked, device, gpu)
     return [(name, value, why) for name, value, why in (line.split("\t") for line in text.splitlines())]
 
 

@@ -62,15 +62,11 @@ def checks_values() -> bool:
 
 
 @functools.cache
-def _say_reference() -> None:
-    warnings.warn("DUALKV_FORCE_REFERENCE is set: attention runs on the reference in PyTorch, slowly", stacklevel=2)
-
-
 def forces_reference() -> bool:
-    """Whether the environment asks for the reference everywhere, for debugging; said once."""
+    """Whether the environment asks for the reference everywhere, for debugging: said, and asked once a process."""
     forces = environment_flag("DUALKV_FORCE_REFERENCE")
     if forces:
-        _say_reference()
+        warnings.warn("DUALKV_FORCE_REFERENCE is set: attention runs on the reference in PyTorch, slowly", stacklevel=2)
     return forces
 
 
@@ -236,13 +232,14 @@ class _Attention(torch.autograd.Function):
         *inputs, sinks, nodes, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        call = BackwardCall._make((dout, dlse, *inputs, out, lse, nodes, ctx.options))
-        gradients = iter(_backward_autograd(call))
+        call = BackwardCall(dout, dlse, *inputs, out, lse, nodes, ctx.options)
+        gradients: list[Tensor | None] = [*_backward_autograd(call)]
+        gradients += [None] * (len(inputs) - len(gradients))
         needs = ctx.needs_input_grad
-        of_inputs = [None if one is None else next(gradients) for one in inputs]
-        kept = (gradient if need else None for gradient, need in zip(of_inputs, needs))
+        if not all(needs[:3]):
+            gradients = [gradient if need else None for gradient, need in zip(gradients, needs)]
         dsinks = _sink_gradient(dout, dlse, out, lse, sinks) if needs[len(inputs)] else None
-        return (*kept, dsinks, None, None)
+        return (*gradients, dsinks, None, None)
 
 
 def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

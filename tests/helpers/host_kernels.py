@@ -133,25 +133,14 @@ def poisoned(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-class OnHost:
-    """Stands for kernels.on_device: the one device is the host."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        assert not tensor.is_cuda
-
-    def __enter__(self) -> int:
-        return 0
-
-    def __exit__(self, *exception: Any) -> None:
-        pass
-
-
 def install() -> None:
     """Makes them what flash_attn_dualkv calls in this process for CPU tensors of 16 bits; others have no kernels."""
     kernels.load = load
-    kernels.on_device = OnHost
+    kernels.current_device = lambda: -1  # the host's
     kernels.current_stream = lambda device: 0
-    kernels.uninitialised, kernels.scratch = map(poisoned, (kernels.uninitialised, kernels.scratch))
+    kernels.prepare = lambda device: None
+    for name in ("uninitialised", "gradient_of", "scratch"):
+        setattr(kernels, name, poisoned(getattr(kernels, name)))
     library = torch.library.Library("flash_attn_dualkv", "IMPL")
     _libraries.append(library)
     with warnings.catch_warnings():

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 import re
@@ -188,19 +187,15 @@ class Library:
         return self.note(name)
 
 
-class OnHost(contextlib.nullcontext[int]):
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__(0)
-
-
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     for name in ("DUALKV_DEBUG", "FLASH_ATTENTION_DETERMINISTIC"):
         monkeypatch.delenv(name, raising=False)
     made = Library()
     monkeypatch.setattr(kernels, "load", lambda: (made, None))
-    monkeypatch.setattr(kernels, "on_device", OnHost)
+    monkeypatch.setattr(kernels, "current_device", lambda: -1)
     monkeypatch.setattr(kernels, "current_stream", lambda device: 77)
+    monkeypatch.setattr(kernels, "prepare", lambda device: None)
     return made
 
 
@@ -264,10 +259,10 @@ def test_library_gets_addresses_and_strides(library: Library) -> None:
         out, lse = ops._forward_cuda(unpack(ForwardCall, (q, k, v, k_decoded, v_decoded, sinks, nodes, *PLAIN)))
         (_, call), (name, given) = library.calls
         device, stream, is_half, views, table, rows, options = call
-        assert (device, stream, is_half, table, rows) == (0, 77, False, nodes.data_ptr(), 1)
+        assert (device, stream, is_half, table, rows) == (-1, 77, False, nodes.data_ptr(), 1)
         assert options == (*OF_KERNELS, True)
         others = [views[0], *views[2:]]
-        assert others == [view_of(one) for one in (q, v, k_decoded, v_decoded)]
+        assert isinstance(views, tuple) and others == [view_of(one) for one in (q, v, k_decoded, v_decoded)]
         assert (views[1] == view_of(k)) is not is_copied
         assert views[1][1:4] == k.shape and all(one % 8 == 0 and one > 0 for one in views[1][4:])
         assert name == "forward" and given[1:3] == (view_of(out), lse.data_ptr())
@@ -277,22 +272,22 @@ def test_library_gets_addresses_and_strides(library: Library) -> None:
     dout = q.transpose(0, 1).contiguous().transpose(0, 1)
     gradients = ops._backward_cuda(unpack(BackwardCall, (dout, dlse, q, k, v, None, None, q, lse, nodes, *PLAIN)))
     (_, call), (name, given) = library.calls
-    assert call[3][3:] == [(0,) * 6] * 2 and name == "backward"
+    assert call[3][3:] == ((0,) * 6,) * 2 and name == "backward"
     assert given[3:5] == (lse.data_ptr(), dlse.data_ptr())
-    assert given[5] == [*map(view_of, gradients), (0,) * 6, (0,) * 6]
+    assert given[5] == (*map(view_of, gradients), (0,) * 6, (0,) * 6)
     assert [one.shape for one in gradients] == [q.shape, k.shape, v.shape]
 
 
 def test_tables_reach_the_library(library: Library) -> None:
     offsets = [torch.tensor([0, 2, 5], dtype=torch.int32) for _ in range(4)]
-    places = [one.data_ptr() for one in offsets]
+    places = tuple(one.data_ptr() for one in offsets)
     assert ops._sequence_nodes_cuda(*offsets, 5).shape == (4, 8)
     assert ops._sequence_nodes_cuda(*offsets[:2], None, None, 5).shape == (3, 8)
     assert ops._sequence_nodes_cuda(*offsets[:2], None, None, None).shape == (2, 8)
     assert ops._tree_nodes_cuda(offsets[0], torch.tensor([-1, 0], dtype=torch.int32), 5).shape == (2, 8)
     given = [arguments[2:6] for _, arguments in library.calls[:3]]
-    assert given == [(places, 2, 2, 5), ([*places[:2], 0, 0], 2, 1, 5), ([*places[:2], 0, 0], 2, 0, 0)]
-    assert library.calls[3][1][:3] == (0, 77, places[0])
+    assert given == [(places, 2, 2, 5), ((*places[:2], 0, 0), 2, 1, 5), ((*places[:2], 0, 0), 2, 0, 0)]
+    assert library.calls[3][1][:3] == (-1, 77, places[0])
 
 
 def test_nothing_is_launched_where_nobody_sees_a_key(library: Library) -> None:
@@ -335,6 +330,7 @@ def test_softcaps_of_the_kernels_are_those_of_the_header() -> None:
 @pytest.mark.parametrize("reason", [None, "undefined symbol: cudaLaunch"])
 def test_cuda_call_without_kernels_names_the_fix(reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "load", lambda: (None, reason))
+    monkeypatch.setattr(kernels, "current_device", lambda: -1)
     q, k, v, *_, nodes = tensors_of_a_call()
     functions: list[tuple[Any, tuple[Any, ...]]] = [
         (ops.unpacking(ForwardCall, ops._forward_cuda), (q, k, v, None, None, None, nodes, *PLAIN)),
@@ -384,7 +380,7 @@ def test_ptx_is_said_once(capability: tuple[int, int], warns: bool, monkeypatch:
 def test_the_reference_can_be_forced(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """For debugging; said once."""
     monkeypatch.setenv("DUALKV_FORCE_REFERENCE", "1")
-    ops._say_reference.cache_clear()
+    ops.forces_reference.cache_clear()
     q, k, v, *_, nodes = tensors_of_a_call()
     with pytest.warns(UserWarning, match="DUALKV_FORCE_REFERENCE is set"):
         out, lse = ops._forward_cuda(unpack(ForwardCall, (q, k, v, None, None, None, nodes, *PLAIN)))
@@ -393,6 +389,7 @@ def test_the_reference_can_be_forced(library: Library, monkeypatch: pytest.Monke
         ops._backward_cuda(unpack(BackwardCall, (q, None, q, k, v, None, None, out, lse, nodes, *PLAIN)))
         ops._sequence_nodes_cuda(*[torch.tensor([0, 2, 5], dtype=torch.int32)] * 2, None, None, None)
         ops._tree_nodes_cuda(torch.tensor([0, 2], dtype=torch.int32), torch.tensor([-1], dtype=torch.int32), 5)
+    ops.forces_reference.cache_clear()
     assert library.calls == []
 
 
