@@ -21,7 +21,7 @@ Windows, macOS                                 CPU implementation only, with a n
 torch for the CPU, ROCm or MPS is installed    CPU implementation only, with a notice
 no nvcc and no GPU, or only GPUs before 8.0    CPU implementation only, with a notice
 nvcc and no GPU                                kernels for 8.0 and 9.0, with a notice
-a GPU and no nvcc whose code its driver runs    error
+a GPU and no nvcc, or none for its driver      error
 a GPU and nvcc                                 kernels for this GPU
 
 DUALKV_ARCHS given and no way to build         error
