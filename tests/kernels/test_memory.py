@@ -14,7 +14,7 @@ import pytest
 import torch
 from groups import Batch, Group, Results, build_groups, pack, run
 from kernel_runs import MIXED, SMALL, Options, both_masks, check_both_modes, split_owner_batch
-from launches import DEVICE, GPU_MARKS, configurations, needs_gpu, needs_kernels
+from launches import DEVICE, GPU_MARKS, configurations, needs_gpu
 from torch import Tensor
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
@@ -231,7 +231,6 @@ def test_hostile_offsets_neither_crash_nor_hang() -> None:
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
 
 
-@needs_kernels
 def test_results_after_hostile_offsets() -> None:
     """Overlapping and reversed offsets within one process: numbers are wrong, the next call is right."""
     batch = split_owner_batch(SMALL)

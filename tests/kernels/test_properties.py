@@ -22,7 +22,6 @@ from launches import (
     kernel_pattern,
     kernels_ran,
     needs_gpu,
-    needs_kernels,
     only_kernels_of,
     poison_free_memory,
     profiled,
@@ -218,7 +217,6 @@ def test_profiler_sees_our_kernels_and_no_copies(options: Options) -> None:
         assert not foreign, "strided views are read in place"
 
 
-@needs_kernels
 @configurations
 def test_kernels_for_small_shared_memory(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     """The configurations of GPUs that grant a block 99 KB, run on this one."""

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Transformers models on the kernels, 16-bit, against replicated prompts on PyTorch's FlashAttention and float32.
-
-DUALKV_TEST_DEVICE=cpu runs the same code on the CPU implementation, slowly: a check of the tests themselves.
-"""
+"""Transformers models on the kernels, 16-bit, against replicated prompts on PyTorch's FlashAttention and float32."""
 
 from __future__ import annotations
 
