@@ -190,7 +190,7 @@ CASES = {
     "a prompt that begins another": (batch([(4, [3, 3]), (5, [2, 2])]), {}),
     "all of them truncated and masked": (batch([(7, [0, 0, 0])], padding=5), {}),
 }
-FAMILIES = ["llama", "qwen2", "gemma2", "gemma3_text", "cohere2", "granite", "gpt_oss", "deepseek_v3", "qwen3_moe"]
+FAMILIES = ["llama", "gemma2", "gemma3_text", "granite", "gpt_oss", "deepseek_v3", "qwen3_moe"]
 FAMILIES += ["gemma4_text"] if "gemma4_text" in SUPPORTED else []
 FAMILIES += [name for name in ("qwen3_5_text", "bamba", "lfm2") if name in HYBRIDS]
 
