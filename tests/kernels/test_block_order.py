@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from geometry import load_geometry
+from geometry import load_shim
 
 
 @pytest.fixture(scope="module")
 def shim() -> ctypes.CDLL:
-    return load_geometry()
+    return load_shim("geometry")
 
 
 class Order(ctypes.Structure):

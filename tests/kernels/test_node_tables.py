@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from geometry import load_shim
 from node_tables import HOSTILE_VALUES, Ints, all_forests, random_parents, tree_tables
-from work_lists import UNTOUCHED, load_work_lists, pointers
+from work_lists import UNTOUCHED, pointers
 
 
 @pytest.fixture(scope="module")
 def shim() -> ctypes.CDLL:
-    return load_work_lists()
+    return load_shim("work_list")
 
 
 def offsets(lengths: Sequence[int], begin: int = 0) -> Ints:

@@ -11,17 +11,14 @@ from __future__ import annotations
 import ctypes
 import itertools
 import re
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from geometry import COMPILER, HERE, INCLUDE
+from geometry import COMPILER, HERE, INCLUDE, load_shim
 from shapes import TREES
 
 from flash_attn_dualkv import SharedPromptLayout, explain_plan, ops
@@ -70,18 +67,6 @@ class Shape(NamedTuple):
         return text + (f", window {self.window}" if self.window >= 0 else "") + (", softcap" if self.softcap else "")
 
 
-@cache
-def load_plans() -> ctypes.CDLL:
-    """Compiled once a process; skips where there is no compiler."""
-    if COMPILER is None:
-        pytest.skip("no C++ compiler")
-    with TemporaryDirectory() as folder:
-        library = Path(folder) / "plan.so"
-        command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{HERE / 'host_cuda'}", f"-I{INCLUDE}"]
-        subprocess.run([*command, str(HERE / "plan_shim.cpp"), "-o", str(library)], check=True)
-        return ctypes.CDLL(str(library))
-
-
 def read(function: Callable[..., int], *arguments: Any) -> str:
     text = ctypes.create_string_buffer(1 << 16)
     assert function(*arguments, text, len(text)) >= 0
@@ -90,7 +75,7 @@ def read(function: Callable[..., int], *arguments: Any) -> str:
 
 def lines_of(shape: Shape, gpu: str, **card: int) -> Lines:
     """What the extension's explain_plan() returns; ValueError with its words."""
-    text = read(load_plans().explain_call, gpu.encode(), ctypes.byref(shape.problem(**card)))
+    text = read(load_shim("plan").explain_call, gpu.encode(), ctypes.byref(shape.problem(**card)))
     if text.startswith("!"):
         raise ValueError(text[1:])
     return [(name, value, why) for name, value, why in (line.split("\t") for line in text.splitlines())]
@@ -217,7 +202,7 @@ class Threshold(NamedTuple):
 
 
 def thresholds() -> list[Threshold]:
-    rows = (line.split("\t") for line in read(load_plans().read_thresholds).splitlines())
+    rows = (line.split("\t") for line in read(load_shim("plan").read_thresholds).splitlines())
     return [Threshold(gpu, field, *map(int, numbers)) for gpu, field, *numbers in rows]
 
 

@@ -210,10 +210,10 @@ def test_bits_of_a_row_depend_on_its_path_alone(variant: Variant, options: Optio
 @configurations
 @trees
 def test_nan_in_a_node_stays_below_it(name: str, options: Options) -> None:
-    """Rows of other paths keep their bits, and so do the keys of nodes that are not above it."""
+    """Rows of other paths keep their bits, but for dQ that is added in any order; so do keys of nodes not above it."""
     tree = TREES[name]
     layout, inputs = data(tree, **options)
-    expected = run(inputs, layout.nodes, deterministic=True)
+    expected = {mode: run(inputs, layout.nodes, deterministic=mode) for mode in (False, True)}
     begin = 0
     for node, length in enumerate(tree[0]):
         rows = slice(begin, begin + length)
@@ -224,13 +224,17 @@ def test_nan_in_a_node_stays_below_it(name: str, options: Options) -> None:
         for one in (poisoned.q, poisoned.k, poisoned.v, poisoned.dout):
             one[rows] = float("nan")
         below, above = spoilt_by(tree, node, layout.num_tokens)
-        found = run(poisoned, layout.nodes, deterministic=True)
-        assert bool(found["out"][rows].isnan().any())
-        for key, spoilt in (("out", below), ("dq", below), ("dk", above), ("dv", above)):
-            kept = (~spoilt).to(DEVICE)
-            oracle.assert_bits_equal(f"{key} of node {node}", found[key][kept], expected[key][kept])
-        kept = (~below).to(DEVICE)
-        oracle.assert_bits_equal("lse", found["lse"][:, kept], expected["lse"][:, kept])
+        for mode, right in expected.items():
+            found = run(poisoned, layout.nodes, deterministic=mode)
+            assert bool(found["out"][rows].isnan().any())
+            for key, spoilt in (("out", below), ("dq", below), ("dk", above), ("dv", above)):
+                kept = (~spoilt).to(DEVICE)
+                if key == "dq" and not mode:
+                    torch.testing.assert_close(found[key][kept], right[key][kept], rtol=2**-7, atol=1e-4)
+                else:
+                    oracle.assert_bits_equal(f"{key} of node {node}", found[key][kept], right[key][kept])
+            kept = (~below).to(DEVICE)
+            oracle.assert_bits_equal("lse", found["lse"][:, kept], right["lse"][:, kept])
 
 
 @configurations

@@ -29,7 +29,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceCl
 
 from flash_attn_dualkv import SharedPromptError
 from flash_attn_dualkv.integrations import lm_head
-from flash_attn_dualkv.integrations.transformers import forward
 
 TOKENS = sum(map(len, MIXED.responses))
 
@@ -92,20 +91,6 @@ def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
         assert watched.most_rows == rows
         del logps, entropy
         assert watched.alive() == 0
-
-
-def test_the_watch_sees_logits_that_stay(monkeypatch):
-    """What the test before would say of a head without recomputation."""
-
-    def score(head, hidden, targets, **_):
-        logps = head(hidden).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-        return logps, logps
-
-    monkeypatch.setattr(forward, "score_in_chunks", score)
-    with Logits() as watched:
-        logps, _ = dualkv.shared_prompt_forward(tiny_model("llama"), MIXED.pack())
-        assert watched.alive() > 0
-        assert logps.requires_grad
 
 
 @pytest.mark.parametrize("fails", [False, True])
