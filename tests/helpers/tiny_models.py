@@ -169,6 +169,17 @@ class Samples:
 MIXED = Samples.random([(9, [5, 9, 0]), (2, [1, 7]), (1, [4])]).take([0, 3, 1, 5, 2, 4])
 
 
+def row_of(batch: PackedBatch, **more: Any) -> dict[str, Any]:
+    """What a forward of a model takes of a batch."""
+    row = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
+    return {**row, "shared_prompt_layout": batch.layout, **more}
+
+
+def logps_of(logits: Tensor, batch: PackedBatch) -> Tensor:
+    """Of all response tokens, from what such a forward returns."""
+    return logits[0, batch.token_index].log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+
+
 @contextmanager
 def wide_softmax() -> Iterator[None]:
     """Eager attention rounds its weights to float32 in float64 models, which would be the larger error by far."""

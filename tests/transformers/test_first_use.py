@@ -21,6 +21,7 @@ from tiny_models import (
     dualkv,
     gradients,
     replicated_logps,
+    row_of,
     stock_twin,
     tiny_model,
     transformers,
@@ -277,16 +278,14 @@ def test_the_layout_hook_asks_before_any_forward(trials):
     batch = MIXED.pack()
     model(torch.tensor([[3, 4, 5]]))
     assert len(trials) == 1
-    inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
-    with pytest.raises(SharedPromptError, match="first module that differs"):
-        model(**inputs, shared_prompt_layout=batch.layout)
-    with pytest.raises(SharedPromptError, match="first module that differs"):
-        model.model(**inputs, shared_prompt_layout=batch.layout)
+    for called in (model, model.model):
+        with pytest.raises(SharedPromptError, match="first module that differs"):
+            called(**row_of(batch))
     assert len(trials) == 2  # of the backbone, which is called by itself
     other = tiny_model("llama")
     train(add_looker(other, LOOKERS["row's mean"]))
     dualkv.install_layout_hook(other, self_check=False)
-    other(**inputs, shared_prompt_layout=batch.layout)
+    other(**row_of(batch))
     assert len(trials) == 2
 
 
@@ -353,8 +352,7 @@ def test_gradients_under_autocast(hooked):
         with torch.autocast("cpu", torch.bfloat16):
             if hooked:
                 dualkv.install_layout_hook(model, self_check=self_check)
-                inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
-                model(**inputs, shared_prompt_layout=batch.layout).logits.float().square().mean().backward()
+                model(**row_of(batch)).logits.float().square().mean().backward()
             else:
                 forward(model, self_check=self_check).sum().backward()
         found.append(gradients(model))

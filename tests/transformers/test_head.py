@@ -19,6 +19,7 @@ from tiny_models import (
     check_gradients,
     dualkv,
     gradients,
+    row_of,
     tiny_config,
     tiny_model,
     transformers,
@@ -131,7 +132,6 @@ def test_temperature_is_a_positive_number(temperature, error):
 
 
 BATCH = MIXED.pack()
-INPUTS = dict(input_ids=BATCH.input_ids[None], position_ids=BATCH.position_ids[None], use_cache=False)
 POOLED = "expected one value for each row of the packed batch .* for the whole row"
 
 
@@ -143,7 +143,7 @@ def head_of(kind: str, name: str, **options: Any) -> Any:
 
 
 def run(model: Any, **options: Any) -> Any:
-    return model(**INPUTS, shared_prompt_layout=BATCH.layout, **options)
+    return model(**row_of(BATCH, **options))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gpt2"])

@@ -36,7 +36,9 @@ from tiny_models import (
     dualkv,
     gradient_errors,
     gradients,
+    logps_of,
     replicated_logps,
+    row_of,
     stock_twin,
 )
 from torch import Tensor
@@ -197,10 +199,7 @@ def test_checkpointing_of_trees_with_the_hook(name: str) -> None:
     expected, expected_gradients = shared(model, batch)
     model.train().gradient_checkpointing_enable(dict(use_reentrant=False))
     dualkv.install_layout_hook(model)
-    logits = model(
-        batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, shared_prompt_layout=batch.layout
-    ).logits[0]
-    got = logits.log_softmax(-1)[batch.token_index, batch.targets]
+    got = logps_of(model(**row_of(batch)).logits, batch)
     (weights_of(got) @ got).backward()
     check_equal(got.detach(), expected, 2e-6)
     check_gradients(gradients(model), expected_gradients, 1e-5)

@@ -21,7 +21,9 @@ from tiny_models import (
     check_gradients,
     dualkv,
     gradients,
+    logps_of,
     replicated_logps,
+    row_of,
     stock_twin,
     tiny_model,
 )
@@ -89,7 +91,7 @@ def test_edges(name, edge):
 # --- isolation -------------------------------------------------------------------------------------------------------
 
 
-def logps_of(model, samples: Samples) -> list[torch.Tensor]:
+def logps_of_each(model, samples: Samples) -> list[torch.Tensor]:
     with torch.no_grad():
         return samples.split(dualkv.shared_prompt_forward(model, samples.pack())[0])
 
@@ -98,10 +100,10 @@ def logps_of(model, samples: Samples) -> list[torch.Tensor]:
 def test_a_response_does_not_see_the_others(name):
     """Other tokens in one response: the log-probabilities of all others stay equal to the last bit."""
     model = tiny_model(name, **EVERY_EXPERT.get(name, {}))
-    before = logps_of(model, MIXED)
+    before = logps_of_each(model, MIXED)
     changed = Samples(MIXED.prompts, [list(one) for one in MIXED.responses])
     changed.responses[2] = [(token + 1) % 90 + 3 for token in changed.responses[2]]
-    after = logps_of(model, changed)
+    after = logps_of_each(model, changed)
     for index, (one, other) in enumerate(zip(before, after)):
         assert torch.equal(one, other) == (index != 2)
 
@@ -133,13 +135,11 @@ def test_labels_and_rows_are_those_of_a_plain_forward():
     """A head of one's own: the logits of all rows with `labels`, or those of `token_index`, give the same."""
     model = tiny_model("qwen3")
     batch = MIXED.pack()
-    inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None])
-    layout = dict(attention_mask=None, use_cache=False, shared_prompt_layout=batch.layout)
     with torch.no_grad():
         expected, _ = dualkv.shared_prompt_forward(model, batch)
         with dualkv.expect_shared_prompt(batch.layout, 2):
-            all_logps = model(**inputs, **layout).logits[0].log_softmax(-1)
-        kept = model(**inputs, **layout, logits_to_keep=batch.token_index).logits[0].log_softmax(-1)
+            all_logps = model(**row_of(batch, attention_mask=None)).logits[0].log_softmax(-1)
+        kept = model(**row_of(batch, logits_to_keep=batch.token_index)).logits[0].log_softmax(-1)
     scored = batch.labels >= 0
     per_row = torch.zeros(len(scored), dtype=all_logps.dtype)
     per_row[scored] = all_logps[scored].gather(-1, batch.labels[scored][:, None])[:, 0]
@@ -157,11 +157,9 @@ def test_a_forward_of_all_rows(name):
     model = tiny_model(name)
     batch = MIXED.pack()
     dualkv.install_layout_hook(model)
-    inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
     with torch.no_grad():
-        logits = model(**inputs, shared_prompt_layout=batch.layout).logits[0, batch.token_index]
+        got = logps_of(model(**row_of(batch)).logits, batch)
         expected, _ = replicated_logps(stock_twin(model), MIXED)
-    got = logits.log_softmax(-1).gather(-1, batch.labels[batch.token_index][:, None])[:, 0]
     check_equal(got, expected, TOLERANCES[FAMILIES[name].dtype].value)
 
 
@@ -229,17 +227,13 @@ def test_the_layout_in_a_forward_of_the_model() -> None:
     """The hook, the guard and the check of positions, as for prompts."""
     model = tiny_model("llama")
     batch, other = (pack_prefix_tree(SEQUENCES[:count], min_shared=1) for count in (9, 8))
-    inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
     handle = dualkv.install_layout_hook(model)
-    logits = model(**inputs, shared_prompt_layout=batch.layout).logits[0]
-    scores = logits.log_softmax(-1)[batch.token_index, batch.targets]
-    check_equal(scores, dualkv.shared_prompt_forward(model, batch)[0], 1e-12)
-    wrong = torch.arange(batch.num_rows)[None]
+    check_equal(logps_of(model(**row_of(batch)).logits, batch), dualkv.shared_prompt_forward(model, batch)[0], 1e-12)
     with pytest.raises(SharedPromptLayoutError, match="^position_ids"):
-        model(**{**inputs, "position_ids": wrong}, shared_prompt_layout=batch.layout)
+        model(**row_of(batch, position_ids=torch.arange(batch.num_rows)[None]))
     handle.remove()
     with (
         pytest.raises(SharedPromptLayoutError, match="^shared_prompt_layout: expected the layout of the enclosing"),
         dualkv.expect_shared_prompt(other.layout, 2),
     ):
-        model(**inputs, shared_prompt_layout=batch.layout)
+        model(**row_of(batch))
