@@ -235,12 +235,14 @@ def golden() -> str:
         text.append(f"{name:20}  {brief(plan(shapes()[name], 'a100'))}")
     text += ["", "At every threshold", ""]
     for one in thresholds():
-        dims = f"({one.head_dim}, {one.head_dim_v})"
-        text.append(f"{one.gpu} {dims} {one.field} = {one.value}")
         values: dict[str, list[int]] = {}  # of each plan; of a share of columns a plan comes again
         for value, shape in one.beside():
             values.setdefault(brief(plan(shape, one.gpu)), []).append(value)
-        text += [f"  {', '.join(map(str, those))}: {made}" for made, those in values.items()]
+        sides = {made: made.split("; ") for made in values}
+        text.append(f"{one.gpu} ({one.head_dim}, {one.head_dim_v}) {one.field} = {one.value}")
+        for made, those in values.items():
+            own = [part for part in sides[made] if not all(part in side for side in sides.values())]
+            text[-1] += f"; {', '.join(map(str, those))}: {', '.join(own)}"
     text += ["", "Why dQ is made so", ""]
     for name, gpu, deterministic in REASONS:
         made = plan(shapes()[name]._replace(deterministic=deterministic), gpu)

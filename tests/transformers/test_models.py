@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from hybrid_models import drawn_gradients, error_ratios
+from hybrid_models import KINDS, RAGGED, drawn_gradients, error_ratios, hybrid_model
 from tiny_models import (
     EVERY_EXPERT,
     FAMILIES,
@@ -91,21 +91,23 @@ def test_edges(name, edge):
 # --- isolation -------------------------------------------------------------------------------------------------------
 
 
-def logps_of_each(model, samples: Samples) -> list[torch.Tensor]:
-    with torch.no_grad():
-        return samples.split(dualkv.shared_prompt_forward(model, samples.pack())[0])
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "qwen3_moe", "gpt_oss", "deepseek_v3", *KINDS])
 def test_a_response_does_not_see_the_others(name):
-    """Other tokens in one response: the log-probabilities of all others stay equal to the last bit."""
-    model = tiny_model(name, **EVERY_EXPERT.get(name, {}))
-    before = logps_of_each(model, MIXED)
-    changed = Samples(MIXED.prompts, [list(one) for one in MIXED.responses])
-    changed.responses[2] = [(token + 1) % 90 + 3 for token in changed.responses[2]]
-    after = logps_of_each(model, changed)
-    for index, (one, other) in enumerate(zip(before, after)):
-        assert torch.equal(one, other) == (index != 2)
+    """Other tokens in one response: all others stay equal to the last bit, and the gradients of a loss on them too."""
+    is_hybrid = name in KINDS
+    model = hybrid_model(name, torch.float32) if is_hybrid else tiny_model(name, **EVERY_EXPERT.get(name, {}))
+    samples = RAGGED if is_hybrid else MIXED
+    changed = Samples(samples.prompts, [list(one) for one in samples.responses])
+    index = max(range(len(samples)), key=lambda one: len(samples.responses[one]))
+    changed.responses[index] = [(token + 1) % 90 + 3 for token in changed.responses[index]]
+    found = []
+    for one in (samples, changed):
+        logps = one.split(dualkv.shared_prompt_forward(model, one.pack())[0])
+        sum(part.sum() for at, part in enumerate(logps) if at != index).backward()
+        found.append((logps, gradients(model)))
+    for at, (one, other) in enumerate(zip(found[0][0], found[1][0])):
+        assert torch.equal(one, other) == (at != index)
+    check_gradients(found[1][1], found[0][1], 1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
