@@ -44,10 +44,3 @@ def load_shim(name: str) -> ctypes.CDLL:
     """Compiled once a process."""
     with TemporaryDirectory() as folder:
         return ctypes.CDLL(str(build_shim(name, Path(folder))))
-
-
-def typed(shim: ctypes.CDLL) -> ctypes.CDLL:
-    """The geometry's, with the types of what its functions return."""
-    shim.count_steps.restype = ctypes.c_int64
-    shim.do_tiles_stay_whole.restype = ctypes.c_bool
-    return shim

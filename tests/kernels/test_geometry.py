@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from geometry import Record, build_shim, load_shim, typed
+from geometry import Record, build_shim, load_shim
 from node_tables import (
     Problem,
     Tables,
@@ -39,7 +39,7 @@ UNSPLIT = 0  # no slices
 
 @pytest.fixture(scope="module")
 def shim() -> ctypes.CDLL:
-    return typed(load_shim("geometry"))
+    return load_shim("geometry")
 
 
 def record(function: Callable[..., None], problem: Problem, seen: NDArray[np.uint8] | None, *arguments: int) -> Record:
@@ -203,40 +203,6 @@ def test_a_packed_tree_has_one_range_a_tile(shim: ctypes.CDLL) -> None:
         assert result.ranges == sum(-(-length // 16) for length in tables["kv_len"].tolist())
 
 
-def test_tiles_that_fit_their_multiprocessors_are_not_split(shim: ctypes.CDLL) -> None:
-    """Context tiles at 28 x 4K x 2K, there with one KV head, with short responses; where the bounds are exact."""
-    for limit, tiles, mean, longest, shortest, expected in (
-        (2256, 256, 3716, 3840, 3592, True),
-        (285, 32, 3716, 3840, 3592, False),
-        (548, 512, 556, 808, 304, True),
-        (541, 512, 556, 808, 304, False),
-        (1000, 132, 4062, 4062, 4062, True),
-        (1000, 132, 4063, 4063, 4063, False),
-        (1000, 264, 2031, 4000, 62, True),
-        (1000, 264, 2070, 4000, 62, False),  # too many of them are long for pairs of a long and a short one
-        (1000, 396, 1500, 2000, 1000, False),
-        (1282, 396, 1500, 2000, 1000, True),  # a pair, and a third wave
-    ):
-        steps = ctypes.c_int64(tiles * mean)
-        assert shim.do_tiles_stay_whole(limit, ctypes.c_int64(tiles), steps, longest, shortest, 132) == expected
-    assert shim.do_tiles_stay_whole(50, ctypes.c_int64(0), ctypes.c_int64(0), 0, 1 << 30, 132), "there is none"
-
-
-def test_tiles_are_split_for_local_heads_in_few_long_parts(shim: ctypes.CDLL) -> None:
-    """Agentic tree and comb; few KV heads; walks that are short enough, much too long, or of few steps."""
-    for longest, head_time, kv_heads, expected in (
-        (17227, 11048, 8, 13257),
-        (17227, 11048, 3, 13257),
-        (17227, 11048, 2, 0),
-        (1600, 477, 4, 572),
-        (13257, 11048, 8, 0),
-        (1532, 276, 8, 0),
-        (200, 100, 8, 0),
-        (0, 0, 8, 0),
-    ):
-        assert shim.read_local_part_limit(longest, ctypes.c_int64(head_time), kv_heads) == expected
-
-
 def test_packs_of_heads_leave_few_rows_unused(shim: ctypes.CDLL) -> None:
     for heads, tile_rows in itertools.product(range(1, 65), (64, 128, 192)):
         pack = shim.pack_of(heads, tile_rows)
@@ -347,8 +313,8 @@ def test_no_undefined_behaviour(tmp_path: Path) -> None:
     except subprocess.CalledProcessError:
         pytest.skip("this compiler has no undefined-behaviour sanitizer")
     program = (
-        "import ctypes, sys, numpy as np, geometry, test_geometry as t\n"
-        "shim = geometry.typed(ctypes.CDLL(sys.argv[1]))\n"
+        "import ctypes, sys, numpy as np, test_geometry as t\n"
+        "shim = ctypes.CDLL(sys.argv[1])\n"
         "t.walk_hostile(shim, 1, 300); t.walk_far_rows(shim); rng = np.random.default_rng(2)\n"
         "for _ in range(100): t.check_tables(shim, t.random_tables(rng, (16, 16)), True, (16, 16), 2, t.UNSPLIT)\n"
     )
