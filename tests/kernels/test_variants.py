@@ -52,38 +52,6 @@ def test_short_windows_of_many_heads(window: int, head_dim: int) -> None:
         check(name, {"heads": (16, 2), "head_dim": head_dim, "dtype": torch.bfloat16}, Variant(window))
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v", "least"), [(64, 64, 256), (128, 128, 256), (192, 128, 1024)])
-@pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
-def test_short_windows_leave_dq_to_its_own_kernel(kernels: str, head_dim: int, head_dim_v: int, least: int) -> None:
-    layout, inputs = data(TREES["chain"], heads=(2, 1), head_dim=head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16)
-    for window in (least - 1, least):
-        with counted_launches() as counts:
-            run(inputs, layout.nodes, variant=Variant(window))
-        assert any("backward_dq" in name for name in counts) == (window < least)
-
-
-@pytest.mark.parametrize(("head_dim", "deterministic"), [(64, True), (128, False)])
-@pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
-def test_short_sequences_leave_dq_to_its_own_kernel(kernels: str, head_dim: int, deterministic: bool) -> None:
-    """Of 1024 rows or more, on every Hopper GPU; a number of keys that is given too large or too small does no harm."""
-    longest = 150
-    lens = [longest, 1, 64, *(16 * one for one in range(1, 9)), longest, 83]
-    assert 1024 <= sum(lens) < 1024 + lens[2]
-    for used in (lens, [*lens[:2], *lens[3:]]):
-        layout, inputs = data((used, [-1] * len(used)), 0, heads=(4, 2), head_dim=head_dim, dtype=torch.bfloat16)
-        expected = exact(inputs, layout.nodes)
-        for told, few in ((longest, True), (MANY_KEYS, False), (1, True)):
-            with counted_launches() as counts:
-                found = run(inputs, layout.nodes, deterministic, mean_keys=told)
-            separate = few and len(used) == len(lens)
-            assert any("backward_dq" in name for name in counts) == separate
-            assert any("in_order" in name for name in counts) == (deterministic and not separate)
-            check_errors(found, expected, torch.bfloat16)
-            if deterministic:
-                again = run(inputs, layout.nodes, deterministic, mean_keys=told)
-                assert all(again[key].equal(one) for key, one in found.items())
-
-
 @configurations
 @pytest.mark.parametrize("softcap", SOFTCAPS)
 def test_softcaps(softcap: float, options: Options) -> None:

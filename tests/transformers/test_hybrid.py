@@ -45,7 +45,7 @@ from flash_attn_dualkv import pack_prefix_tree
 from flash_attn_dualkv.integrations.transformers.hybrid import delivery
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_prompts_and_responses(name: str) -> None:
     """Ragged groups, responses of no and of one token, prompts shorter than the convolution; all parameters.
 
@@ -53,8 +53,7 @@ def test_prompts_and_responses(name: str) -> None:
     """
     model = hybrid_model(name)
     runs: list[tuple[dict[str, Any], bool | None]] = [(dict(boundary="replicate"), None)]
-    runs += [(dict(boundary="gather", pad_to_multiple_of=16), None), ({}, False)]
-    runs += [({}, True)] if name in KINDS else []
+    runs += [(dict(boundary="gather", pad_to_multiple_of=16), None), ({}, False), ({}, True)]
     with in_float64():
         expected, expected_gradients = alone(model, RAGGED)
         for options, use_reentrant in runs:
