@@ -273,13 +273,13 @@ def build_groups(
     )  # fmt: skip
 
 
-def build(case: Case, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Batch:
-    """Random data for a case (`dtype` overrides the case's own)."""
+def build(case: Case, device: str | torch.device) -> Batch:
+    """Random data for a case."""
     batch = build_groups(
         groups_of(case),
         head_dim=case.head_dim,
         heads=case.heads,
-        dtype=dtype or case.torch_dtype,
+        dtype=case.torch_dtype,
         causal=case.causal,
         device=device,
         seed=case.seed,
