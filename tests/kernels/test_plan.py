@@ -127,10 +127,13 @@ def shapes() -> dict[str, Shape]:
     gpt_oss = long | {"heads": 64, "kv_heads": 8, "head_dim": 64}
     gemma2 = long | {"heads": 16, "kv_heads": 8, "head_dim": 256, "softcap": 1}
     made = {
+        "28 x 16K x 2K": prompts(1, 28, 16384, 2048),
         "28 x 4K x 2K": prompts(1, 28, 4096, 2048),
+        "16 x 8K x U": prompts(1, 16, 8192, 131, 2048),
         "32 x 5059 x U": prompts(1, 32, 5059, 131, 2048),
         "32 x 8K x U(32, 256)": prompts(1, 32, 8192, 32, 256),
         "4 x 8 x 200 x U(4K, 16K)": prompts(4, 8, 200, 4096, 16384),
+        "8 x 1 x 2K x 2K": prompts(8, 1, 2048, 2048),
         "16 x 8 x 256 x U": prompts(16, 8, 256, 131, 2048),
         "1 x 8 x 1024 x U": prompts(1, 8, 1024, 131, 2048),
         "16 x 8 x 128 x U(64, 512)": prompts(16, 8, 128, 64, 512),
@@ -223,13 +226,15 @@ REASONS = (
 
 def golden() -> str:
     text = ["Which kernels run: the plans of shapes. Made by tests/kernels/test_plan.py.", ""]
+    alike: dict[tuple[str, ...], list[str]] = {}  # shapes of the same plans
     for name, shape in shapes().items():
-        text += [f"{name}: {shape}"]
         modes: dict[str, list[str]] = {}  # of each plan
         for deterministic, gpu in itertools.product((0, 1), CARDS):
             mode = f"{gpu} deterministic" if deterministic else gpu
             modes.setdefault(brief(plan(shape._replace(deterministic=deterministic), gpu)), []).append(mode)
-        text += [f"  {', '.join(those)}: {one}" for one, those in modes.items()]
+        plans = tuple(f"  {', '.join(those)}: {one}" for one, those in modes.items())
+        alike.setdefault(plans, []).append(f"{name}: {shape}")
+    text += [line for plans, names in alike.items() for line in (*names, *plans)]
     text += ["", "On an A100", ""]
     for name in ("28 x 4K x 2K", "gpt-oss, window 128", "MLA", "Gemma 2, full"):
         text.append(f"{name:20}  {brief(plan(shapes()[name], 'a100'))}")
