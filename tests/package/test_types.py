@@ -57,8 +57,14 @@ MISTAKES = {
     'shared_prompt_forward(torch.nn.Linear(1, 1), step, with_entropy="no")': "call-overload",
     'build_info()["version_of_it"]': "typeddict-item",
 }
-# transformers is not typed as a whole, and would take mypy half a minute.
-CONFIG = "[mypy]\nstrict = True\n[mypy-transformers.*]\nfollow_imports = skip\nignore_missing_imports = True\n"
+# transformers is not typed as a whole, and would take mypy half a minute; the compilers of torch as long as all else.
+CONFIG = """\
+[mypy]
+strict = True
+[mypy-transformers.*,torch._inductor.*,torch._dynamo.*,torch.distributed.*,torch.fx.*,torch.onnx.*,torch.ao.*,sympy.*]
+follow_imports = skip
+ignore_missing_imports = True
+"""
 
 
 @pytest.fixture(scope="module")

@@ -40,14 +40,6 @@ def test_a_sink_of_minus_infinity_is_none() -> None:
     torch.testing.assert_close(attend(inputs._replace(sinks=sinks), layout), without, rtol=1e-13, atol=1e-13)
 
 
-def test_16_bit_inputs_are_rounded_once() -> None:
-    """Also with sinks: the result is that of float64, rounded."""
-    layout = layout_of(GROUPS["several"])
-    inputs = inputs_of(layout, dtype=torch.bfloat16, sinks=True)
-    exact = Inputs(*(one.double() for one in inputs if one is not None))
-    torch.testing.assert_close(attend(inputs, layout).double(), attend(exact, layout), rtol=2**-8, atol=1e-6)
-
-
 def test_padding_rows_take_no_part() -> None:
     """Whatever stands there, NaN included; their outputs and gradients are 0."""
     layout = layout_of(GROUPS["several"])
