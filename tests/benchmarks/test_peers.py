@@ -443,7 +443,7 @@ def test_builds_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()[-4:]
     assert [line.split()[0] for line in lines] == names and "expected a name like" in lines[3]
     assert all(line.endswith("0.0e+00") and len(line.split()) == 14 for line in lines[:3])
-    line, is_fine = compare_builds.compared("one", *([{"one": ({"forward": ms, "backward": 1.0, "both": 1.0 + ms,
+    line, is_fine = compare_builds.line_of("one", *([{"one": ({"forward": ms, "backward": 1.0, "both": 1.0 + ms,
         "deterministic": 1.0}, [torch.ones(3) * ms])}] for ms in (1.0, 1.02)))  # fmt: skip
     assert not is_fine and line.count("*") == 1 and "1.020*" in line
 
