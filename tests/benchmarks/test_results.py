@@ -245,7 +245,7 @@ def test_pages_of_trainers(tmp_path: Path) -> None:
         assert list(folder.glob("*.json"))
         shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("*.png"))
     page, short = trainers_report.render(tmp_path)
-    assert page.read_text() == (TRAINERS / page.name).read_text(), "run python benchmarks/bench_verl.py --render"
+    assert page.read_text() == (TRAINERS / page.name).read_text(), "run python benchmarks/report.py"
     assert short.read_text() in README, "copy benchmarks/results/trainers/headline.md into README.md"
     assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*.png")} == {
         path.relative_to(TRAINERS) for path in TRAINERS.rglob("*.png")
@@ -254,10 +254,10 @@ def test_pages_of_trainers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [lambda header, rows: header.update(dirty=True), lambda header, rows: rows.pop()])
 def test_half_a_result_of_trl_is_none(damage: Any, tmp_path: Path) -> None:
-    assert bench_trl.section(tmp_path) == ""
+    assert trainers_report.runs_of_trl(tmp_path) == ""
     (source,) = bench_trl.FOLDER.glob("*.json")
     changed = json.loads(source.read_text())
     damage(changed["header"], changed["rows"])
     (tmp_path / "result.json").write_text(json.dumps(changed))
-    with pytest.raises(SystemExit, match=r"result\.json: expected both runs of a clean tree"):
-        bench_trl.section(tmp_path)
+    with pytest.raises(report.ResultError, match=r"result\.json: expected both runs of a clean tree"):
+        trainers_report.runs_of_trl(tmp_path)
