@@ -256,7 +256,7 @@ def page(frame: pd.DataFrame, folder: Path) -> str:
     parts = {"stream": stream_table(streams) if len(streams) else ""}
     for name, kinds in KINDS.items():
         own = figures[figures["benchmark"] == name].reset_index(drop=True)
-        plot = dots(own.assign(what=own["shape"].map(title)), gpu, folder / f"{name}.png")
+        plot = bars(own.assign(what=own["shape"].map(title)), gpu, folder / f"{name}.png")
         parts[name] = "\n\n".join([*plot, *section(own, kinds, last["commit"])])
     links = runs["file"].map("[{0}]({0}.json)".format)
     files = pd.DataFrame({"file": links, "commit": runs["commit"].str[:12], "date": runs["date"].str[:10]})
@@ -297,44 +297,37 @@ def headline(frame: pd.DataFrame) -> tuple[pd.DataFrame, str, str]:
     return facts, markdown(pd.DataFrame(lines), left=1), commit
 
 
-def dots(figures: pd.DataFrame, heading: str, path: Path) -> list[str]:
-    """A dot for each shape and peer: its time over this library's. Returns what a page shows the plot with."""
+def bars(figures: pd.DataFrame, heading: str, path: Path) -> list[str]:
+    """A bar for each shape and peer: its time over this library's. Returns what a page shows the plot with."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     figures = figures[figures["ratio"].notna() & ~figures["impl"].str.startswith("dualkv")]
     figures = figures[figures["commit"] == figures.loc[figures["date"] == figures["date"].max(), "commit"].max()]
     if figures.empty:
         return []
-    order = {what: place for place, what in enumerate(dict.fromkeys(figures["what"]))}
-    rows = figures.drop_duplicates(["what", "impl"], keep="last").assign(group=lambda one: one["what"].map(order))
-    rows = rows.sort_values(["group", "rank"], ignore_index=True)
-    places = rows.index + 0.7 * rows["group"]
-    low, high = min(0.95, rows["ratio"].min() - 0.03), min(WIDEST, max(1.1, rows["ratio"].max() + 0.03))
-    figure, axis = plt.subplots(figsize=(10, 1.4 + 0.19 * places.max()), layout="constrained")
-    for impl, own in rows.groupby("rank"):
-        name, at = list(LABELS)[impl], own["ratio"].clip(upper=high)
-        color: Any = next((one for start, one in COLORS.items() if name.startswith(start)), "grey")
-        style: dict[str, Any] = {"color": color, "clip_on": False}
-        axis.hlines(places[own.index], 1, at, linewidth=1.2, alpha=0.6, **style)
-        axis.plot(at, places[own.index], "o", markersize=5, label=LABELS[name], **style)
-        for index, ratio in own["ratio"].items():
-            text = f"{ratio:.2f}" + (" →" if ratio > high else "")
-            axis.annotate(text, (at[index], places[index]), (6, -2.5), textcoords="offset points", fontsize=7)
-    middles = places.groupby(rows["what"], sort=False).mean()
-    axis.set_yticks(middles, middles.index)
-    axis.set_ylim(places.max() + 0.8, -0.8)
-    axis.set_xlim(low, high + 0.05 * (high - low))
+    last = figures.drop_duplicates(["what", "impl"], keep="last")
+    ratios = last.pivot(index="what", columns="rank", values="ratio").loc[figures["what"].unique()[::-1], ::-1]
+    names = [list(LABELS)[rank] for rank in ratios]
+    colors = [next((one for start, one in COLORS.items() if name.startswith(start)), "grey") for name in names]
+    longer = ratios.set_axis([LABELS[name] for name in names], axis=1) - 1
+    size = (10, 1.4 + 0.16 * (ratios.size + len(ratios)))
+    axis = longer.clip(upper=WIDEST - 1).plot.barh(
+        left=1, width=0.8, color=colors, figsize=size, fontsize=8, legend=False
+    )
+    for container, name in zip(axis.containers, ratios):
+        labels = [f" {one:.2f}" + (" →" if one > WIDEST else "") if one == one else "" for one in ratios[name]]
+        axis.bar_label(container, labels, fontsize=7)
+    axis.set(
+        xlim=(min(0.95, ratios.min(axis=None) - 0.03), min(WIDEST, max(1.1, ratios.max(axis=None))) + 0.05), ylabel=""
+    )
     axis.axvline(1.0, color="black", linewidth=1)
-    axis.xaxis.set_major_formatter("{x:.2f}")
     axis.set_xlabel("time of the peer over this library's in the same process; right of 1.00 this library is faster")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(axis="x", color="#e1e0d9", linewidth=0.8)
-    axis.tick_params(labelsize=8)
+    figure = axis.figure
+    figure.set_layout_engine("constrained")
     figure.suptitle(f"{heading}, commit {figures['commit'].iloc[0][:12]}", fontsize=11)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8, reverse=True)
     save(figure, path)
     return [f"![{heading}]({path.name})"]
 
@@ -358,7 +351,7 @@ def render(folder: Path = RESULTS) -> list[Path]:
     best = max(frames, key=lambda machine: (frames[machine]["benchmark"].nunique(), len(frames[machine])))
     gpu = frames[best]["gpu"].iloc[0]
     figures, table, commit = headline(frames[best])
-    dots(figures, f"Forward and backward on shared prompts, {gpu}", folder / "headline.png")
+    bars(figures, f"Forward and backward on shared prompts, {gpu}", folder / "headline.png")
     text = f"{table}\n\nEvery row is of one process, all of commit `{commit[:12]}`; ratios are to this library's time."
     machines = [f"- [{frame['gpu'].iloc[0]}]({machine.name}/README.md)" for machine, frame in frames.items()]
     index = filled("index", {}, machines="\n".join(machines), gpu=gpu, headline=text)
