@@ -37,8 +37,8 @@ from typing import NamedTuple
 
 import command
 import torch
-from measure import LEFT_OUT, Config, Matmul, Row, compared, explain, identity, laps, significant, verdict
-from packing import Attention, first_copy, leaf, make_source, packed_rows
+from measure import LARGEST_DIFFERENCES, LEFT_OUT, Config, Matmul, Row, compared, explain, identity, laps, significant
+from packing import Attention, first_copy, leaf, make_source, node_rows, packed_rows
 from peers import CudnnFlex, Implementation, cudnn_endpoints, flex_attend, ours, packed_block_mask
 from shapes import K, Shape, nodes_of
 from torch import Tensor
@@ -105,15 +105,10 @@ class Steps(NamedTuple):
     pack: Callable[[], tuple[Attention, Unpack]]
 
 
-def tokens_of(shape: Shape, device: torch.device) -> tuple[Tensor, ...]:
-    """Those of every prompt and response; a token's id is its packed row."""
-    return packed_rows(shape).to(device).split([length for length, _ in shape.nodes])
-
-
 def steps_of_ours(shape: Shape, device: torch.device) -> Steps:
     from flash_attn_dualkv import pack_shared_prompts, shared_prompt_attention, unpack_logprobs
 
-    nodes = tokens_of(shape, device)
+    nodes = [one.to(device) for one in node_rows(shape)]  # a token's id is its packed row
     # As a sampler gives them, a prompt and a response a sample. "gather" keeps a prompt whole, so that the tokens are
     # those of every other implementation.
     samples = [nodes[shape.nodes[leaf][1]] for leaf in shape.leaves], [nodes[leaf] for leaf in shape.leaves]
@@ -127,7 +122,7 @@ def steps_of_ours(shape: Shape, device: torch.device) -> Steps:
 
 
 def steps_of_peer(shape: Shape, device: torch.device, attend: Callable[[Shape, torch.device], Attention]) -> Steps:
-    nodes = tokens_of(shape, device)
+    nodes = [one.to(device) for one in node_rows(shape)]
 
     def pack() -> tuple[Attention, Unpack]:
         torch.cat(nodes)  # the row of tokens that a model would be given
@@ -227,8 +222,9 @@ class StreamRun:
 
         which = first_copy(rows, len(rows))[:: len(rows) // 512 + 1]
         sample = [one[which] for one in outcome]
-        if wrong := verdict(*compared(sample, self.samples.setdefault(shape.name, sample))):
-            raise RuntimeError(wrong["error"])
+        found = compared(sample, self.samples.setdefault(shape.name, sample), *LARGEST_DIFFERENCES)
+        if "error" in found:
+            raise RuntimeError(found["error"])
         del outcome
         alone = self.attention_ms(attend)
         flops = sum(map(shape.flops, ("forward", "backward")))

@@ -24,7 +24,7 @@ import bench_kernel
 import bench_tree
 import pandas as pd
 import torch
-from measure import Config, Matmul, ShapeRun, compared
+from measure import Config, Matmul, ShapeRun, relative_difference
 from peers import deterministic, ours
 from shapes import parse
 
@@ -43,8 +43,8 @@ def measure(name: str, config: Config, matmul: Matmul) -> tuple[dict[str, float]
     own = ours("own")
     run = ShapeRun(parse(name), [own, deterministic(own)], config, matmul)
     run.run()
-    if errors := [str(row) for row in run.rows if row["ms"] is None]:
-        raise RuntimeError(errors[0])
+    if failed := [row for row in run.rows if row["ms"] is None]:
+        raise RuntimeError(failed[0].get("error") or failed[0].get("skipped") or "out of memory")
     forward, backward, same_every_time = (row["ms"] for row in run.rows)
     times = {"forward": forward, "backward": backward, "both": forward + backward, "deterministic": same_every_time}
     return times, [one.cpu() for one in run.sample]
@@ -80,8 +80,7 @@ def line_of(name: str, old: list[Any], new: list[Any]) -> tuple[str, bool]:
         f"{before[mode]:8.3f} {after[mode]:8.3f} {ratio:6.3f}{'*' if ratio > MODES[mode] else ' '}"
         for mode, ratio in (after / before).items()
     ]
-    output, gradient = compared(new[0][name][1], old[0][name][1])
-    difference = max(output, gradient or 0.0)
+    difference = max(map(relative_difference, new[0][name][1], old[0][name][1]))
     is_same = difference < 0.02
     line = f"{name:40s} {'  '.join(cells)}  {difference:.1e}{'' if is_same else ' DIFFERS'}"
     return line, is_same and "*" not in line

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from bench_trl import LABELS
-from pages import BLUE, PURPLE, VERMILION, ResultError, filled, load, markdown, number, save
+from pages import BLUE, PURPLE, VERMILION, ResultError, filled, load, markdown, number, read, save
 from verl_cases import LARGE, PRESETS, WHO
 
 # Setups of the README's table, and the micro-batches of both; without Ulysses.
@@ -35,8 +34,8 @@ def render(folder: Path) -> list[Path]:
         ResultError: a file is of a tree with changes, or one of TRL lacks a run.
     """
     rows = load(sorted((folder / "verl").glob("*.json")))
-    if rows["dirty"].any():
-        raise ResultError(f"{folder}: expected results of a clean tree")
+    if dirty := [*rows.loc[rows["dirty"].ne(False), "file"].unique()]:
+        raise ResultError(f"{folder}: expected results of clean trees, got {', '.join(dirty)}")
     files = [
         f"- [{one.file}](verl/{one.file}.json): {one.gpu} x {one.gpus}, commit `{one.commit[:12]}`, torch {one.torch}"
         for one in rows.drop_duplicates("file").itertuples()
@@ -190,7 +189,7 @@ def runs_of_trl(folder: Path) -> str:
     """Tables and plots of the result files; a plot is written beside its file. "" if there is none."""
     parts = []
     for path in sorted(folder.glob("*.json")):
-        header, rows = json.loads(path.read_text()).values()
+        header, rows = read(path).values()
         if header["dirty"] or [row["who"] for row in rows] != list(LABELS):
             raise ResultError(f"{path}: expected both runs of a clean tree")
         asked, image = rows[0]["arguments"], path.with_suffix(".png")

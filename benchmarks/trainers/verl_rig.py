@@ -8,6 +8,7 @@ and cut into their shares.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -41,28 +42,33 @@ def run(
     What there was before a failure, or the end of the time, is returned.
 
     Raises:
-        RuntimeError: a rank has failed in the first case; its output says why.
+        RuntimeError: there was nothing yet; the output of the ranks says why.
     """
     with tempfile.TemporaryDirectory() as folder:
         torch.save(list(cases), Path(folder) / "cases.pt")
-        variables, arguments = {**os.environ, **QUIET, **environment}, [folder, str(ranks)]
+        # torchrun would leave each rank one thread.
+        variables = {"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ, **QUIET, **environment}
         # In a process of its own, whose memory is freed with it.
         subprocess.run([sys.executable, __file__, folder, "0"], env=variables, check=True, timeout=timeout_s)
         # One rank that fails ends the others, which would wait for it.
         start = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--local-addr=127.0.0.1"]
         start += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", __file__]
-        process = subprocess.Popen([sys.executable, *([driver] if driver else start), *arguments], env=variables)
+        process = subprocess.Popen(
+            [sys.executable, *([driver] if driver else start), folder, str(ranks)], env=variables
+        )
         try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            print(f"verl's ranks were ended after {timeout_s:.0f} s", file=sys.stderr)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s)
         finally:
             process.terminate()
             process.wait()
         path = Path(folder) / "found.pt"
         found: dict[str, Found] = torch.load(path, weights_only=False) if path.exists() else {}
-    if not found:
-        raise RuntimeError(f"verl's ranks ended with {process.returncode} in their first case; the output says why")
+    if process.returncode:
+        message = f"verl's ranks ended with {process.returncode} behind {list(found)}"
+        if not found:
+            raise RuntimeError(message)
+        print(message, file=sys.stderr)
     return found
 
 
@@ -112,6 +118,13 @@ def configuration(case: Case, folder: str, ranks: int) -> Any:
     return config
 
 
+def divide(engine: Any, case: Case) -> None:
+    """Into the micro-batches of a case, as the engine's configuration says them to each call."""
+    engine.use_dynamic_bsz = case.tokens is not None
+    engine.micro_batch_size_per_gpu = engine.infer_micro_batch_size_per_gpu = case.micro
+    engine.max_token_len_per_gpu = engine.infer_max_token_len_per_gpu = case.tokens
+
+
 def worker_of(case: Case, config: Any) -> tuple[Any, dict[str, str]]:
     """verl's worker with its model, and the names of its calls."""
     from verl.utils.config import omega_conf_to_dataclass
@@ -121,9 +134,7 @@ def worker_of(case: Case, config: Any) -> tuple[Any, dict[str, str]]:
         from verl.workers.utils.losses import value_loss
 
         critic = omega_conf_to_dataclass(config.critic)
-        critic.engine.use_dynamic_bsz = case.tokens is not None
-        critic.engine.infer_max_token_len_per_gpu = critic.engine.max_token_len_per_gpu = case.tokens
-        critic.engine.infer_micro_batch_size_per_gpu = critic.engine.micro_batch_size_per_gpu = case.micro
+        divide(critic.engine, case)
         configs = dict(model_config=critic.model, engine_config=critic.engine, optimizer_config=critic.optim)
         configs |= dict(checkpoint_config=critic.checkpoint, model_type="value_model")
         worker = TrainingWorker(config=TrainingWorkerConfig(**configs))
@@ -159,13 +170,6 @@ class Processes:
 
     def call(self, kind: str, data: Any) -> Any:
         return getattr(self.worker, self.calls[kind])(data)
-
-    def divide(self, case: Case) -> None:
-        """Into the micro-batches of another case, as the worker's configuration says them to each call."""
-        engine = engine_of(self.worker).engine_config
-        engine.use_dynamic_bsz = case.tokens is not None
-        engine.micro_batch_size_per_gpu = engine.infer_micro_batch_size_per_gpu = case.micro
-        engine.max_token_len_per_gpu = engine.infer_max_token_len_per_gpu = case.tokens
 
     def close(self) -> None:
         """Free what the model takes: something of PyTorch's may hold the first one of a process until its end."""
@@ -348,7 +352,7 @@ def run_cases(folder: str, ranks: int, kind: type[Processes]) -> None:
             torch.manual_seed(0)  # of LoRA's weights
             config = configuration(case, f"{folder}/model{models.index(case.model)}", ranks)
             if group:
-                group.divide(case)
+                divide(engine_of(group.worker).engine_config, case)
             group = group or kind(case, config, ranks)
             session = Session(case, config, ranks, group)
             found[case.name] = session.run()
@@ -382,7 +386,7 @@ def main(folder: str, ranks: int) -> None:
     local, visible = int(os.environ["LOCAL_RANK"]), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible != "":
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local] if visible else str(local)
-    os.environ["LOCAL_RANK"] = "0"
+    os.environ |= dict(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     join_ranks(int(os.environ["RANK"]), ranks)
     run_cases(folder, ranks, Processes)
     torch.distributed.barrier()
