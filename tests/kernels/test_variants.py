@@ -52,7 +52,7 @@ def test_short_windows_of_many_heads(window: int, head_dim: int) -> None:
         check(name, {"heads": (16, 2), "head_dim": head_dim, "dtype": torch.bfloat16}, Variant(window))
 
 
-@needs_kernels
+@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
 def test_instances_for_long_and_for_short_nodes_agree(kernels: str, dtype: torch.dtype) -> None:
