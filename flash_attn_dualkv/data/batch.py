@@ -18,6 +18,7 @@ from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
 from ..host import SeparatelyPickled, expand, int64s, offsets_of, same_device, take, to_device
 from ..layout import SharedPromptLayout
+from ..nodes import visible_pairs
 from .prefix_tree import PrefixTree, Spans
 from .samples import selected
 
@@ -98,16 +99,6 @@ class PackedBatch(SeparatelyPickled):
         """(B,) R_i: of samples the tokens of the response."""
         return self.scored_lens
 
-    @property
-    def leaves(self) -> tuple[int, ...]:
-        """(B,) the node whose path begins with each sequence; -1 for one without tokens."""
-        return self.tree.leaves
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """(B,) the sequences in the order of their leaves: of samples, response s of the layout is that of order[s]."""
-        return tuple(sorted(range(len(self.leaves)), key=self.leaves.__getitem__))
-
     @cached_property
     def row_index(self) -> Tensor:
         """(sum L,) int64, the row of every token of every sequence; -1 for tokens that `drop_last` has left out."""
@@ -116,8 +107,8 @@ class PackedBatch(SeparatelyPickled):
         tokens = torch.arange(total, device=self.input_ids.device)
         rows = spans.rows(tokens)
         ends = [
-            min(length, self.tree.begins[leaf] + self.node_lens[leaf]) if leaf >= 0 else 0
-            for leaf, length in zip(self.leaves, self.sequence_lens)
+            min(length, self.tree.begins[leaf] + self.tree.node_lens[leaf]) if leaf >= 0 else 0
+            for leaf, length in zip(self.tree.leaves, self.sequence_lens)
         ]
         if sum(ends) == total:
             return rows
@@ -148,16 +139,6 @@ class PackedBatch(SeparatelyPickled):
 
     # Nodes and rows
 
-    @property
-    def node_lens(self) -> tuple[int, ...]:
-        """(n,) rows of each node."""
-        return self.layout.node_lens
-
-    @property
-    def node_parents(self) -> tuple[int, ...]:
-        """(n,) the node that each continues; -1 for roots."""
-        return self.layout.node_parents
-
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """(n+1,) int32, node i has the rows [i] .. [i+1] - 1; for `flash_attn_tree_varlen_func`, like `parents`."""
@@ -165,27 +146,8 @@ class PackedBatch(SeparatelyPickled):
 
     @cached_property
     def parents(self) -> Tensor:
-        """(n,) int32, `node_parents` on the device."""
+        """(n,) int32, the node that each continues; -1 for roots."""
         return self.layout.nodes[:, 6].contiguous()
-
-    @property
-    def num_nodes(self) -> int:
-        return self.layout.num_nodes
-
-    @property
-    def num_rows(self) -> int:
-        """T, padding included."""
-        return self.layout.num_tokens
-
-    @property
-    def pad(self) -> int:
-        """Rows at the end that are padding."""
-        return self.layout.pad
-
-    @property
-    def depth(self) -> int:
-        """The most nodes on a path."""
-        return self.layout.depth
 
     @property
     def labels(self) -> Tensor:
@@ -217,27 +179,34 @@ class PackedBatch(SeparatelyPickled):
         return sum(self.sequence_lens)
 
     @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key that it sees."""
+        return sum(map(visible_pairs, self.tree.begins, self.tree.node_lens))
+
+    @property
     def dedup_ratio(self) -> float:
         """rho = sum(L_i) / T: how many times fewer tokens the model sees; inf where it sees none."""
-        return self.num_replicated_tokens / self.num_rows if self.num_rows else math.inf
+        rows = self.layout.num_tokens
+        return self.num_replicated_tokens / rows if rows else math.inf
 
     @property
     def pair_ratio(self) -> float:
-        """How many times fewer pairs of a query and a key that it sees there are than in the sequences alone."""
-        own = sum(_pairs(begin + length) - _pairs(begin) for begin, length in zip(self.tree.begins, self.node_lens))
-        return sum(map(_pairs, self.sequence_lens)) / own if own else math.inf
+        """How many times fewer such pairs there are than in the sequences, each by itself."""
+        own = self.num_pairs
+        return sum(visible_pairs(0, length) for length in self.sequence_lens) / own if own else math.inf
 
     def metrics(self) -> dict[str, float]:
         """What sharing saves in this micro-batch, for a logger."""
+        rows, prompts = self.layout.num_tokens, self.layout.num_groups
         return {
             "shared_prompt/dedup_ratio": self.dedup_ratio,
             "shared_prompt/pair_ratio": self.pair_ratio,
-            "shared_prompt/tokens": self.num_rows,
-            "shared_prompt/tokens_saved": self.num_replicated_tokens - self.num_rows,
-            "shared_prompt/num_prompts": self.layout.num_groups,
-            "shared_prompt/responses_per_prompt": len(self.scored_lens) / max(1, self.layout.num_groups),
-            "shared_prompt/num_nodes": self.num_nodes,
-            "shared_prompt/depth": self.depth,
+            "shared_prompt/tokens": rows,
+            "shared_prompt/tokens_saved": self.num_replicated_tokens - rows,
+            "shared_prompt/num_prompts": prompts,
+            "shared_prompt/responses_per_prompt": len(self.scored_lens) / max(1, prompts),
+            "shared_prompt/num_nodes": self.layout.num_nodes,
+            "shared_prompt/depth": self.layout.depth,
         }
 
     def to(self, device: torch.device | str) -> PackedBatch:
@@ -253,18 +222,13 @@ class PackedBatch(SeparatelyPickled):
         long = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         *moved, nodes = to_device([*long.values()], [self.layout.nodes], device)
         changes: dict[str, Any] = dict(zip(long, moved))
-        changes["layout"] = self.layout.with_nodes(nodes, changes["position_ids"])
+        changes["layout"] = replace(self.layout, nodes=nodes, position_ids=changes["position_ids"])
         changes["row_values"] = {name: one.to(device, non_blocking=True) for name, one in self.row_values.items()}
         changes["group_values"] = {
             name: tuple(one.to(device, non_blocking=True) if isinstance(one, Tensor) else one for one in values)
             for name, values in self.group_values.items()
         }
         return replace(self, **changes)
-
-
-def _pairs(length: int) -> int:
-    """Pairs of a query and a key that it sees in a sequence alone."""
-    return length * (length + 1) // 2
 
 
 @dataclass(frozen=True)
@@ -320,7 +284,7 @@ def pack_tokens(tokens: Tokens, tree: PrefixTree, multiple: int, device: torch.d
     batch = PackedBatch(
         _padded(take(ids, source_index), pad, PADDING_TOKEN),
         position_ids,
-        host.with_nodes(nodes, position_ids),
+        replace(host, nodes=nodes, position_ids=position_ids),
         tree,
         _first_targets(token_index, targets, rows + pad),
         token_index,
@@ -380,7 +344,7 @@ def _first_targets(token_index: Tensor, targets: Tensor, rows: int) -> Tensor:
 def _of_rows(name: str, values: Tensor, source_index: Tensor, batch: PackedBatch) -> Tensor:
     """(..., T) of (..., sum L) values, which must be equal where tokens share a row."""
     values = values.to(batch.input_ids.device)
-    found = torch.nn.functional.pad(values.index_select(-1, source_index), (0, batch.pad))
+    found = torch.nn.functional.pad(values.index_select(-1, source_index), (0, batch.layout.pad))
     rows = batch.row_index
     is_same = (found.index_select(-1, rows.clamp(min=0)) == values) | (rows < 0)
     if not (is_same.is_meta or is_same.all()):

@@ -90,7 +90,7 @@ def _of_scored_tokens(values: Tensor, batch: PackedBatch, per_row: bool | None) 
         raise SharedPromptError(explain("values", f"device {batch.token_index.device} (as the batch)", values.device))
     if values.dim() == 2 and values.shape[0] == 1:
         values = values[0]
-    tokens, rows = sum(batch.scored_lens), batch.num_rows
+    tokens, rows = sum(batch.scored_lens), batch.layout.num_tokens
     if per_row is None:
         if tokens == rows > 0 and values.shape == (rows,):
             raise SharedPromptError(explain("per_row", f"a bool, as {rows} values fit rows and scored tokens", None))

@@ -50,13 +50,13 @@ def ragged(heights: list[torch.Tensor]) -> torch.Tensor:
 
 
 def check(batch: PackedBatch) -> None:
-    end = batch.num_rows - batch.pad
+    end = batch.layout.num_tokens - batch.layout.pad
     heights = batch.row_values["height"]
     assert heights[0].tolist() == (10 * batch.position_ids).tolist()
     assert heights[1].tolist() == (100 * batch.position_ids).tolist()
     flat = torch.tensor([token for one in WHOLE for token in one])
     assert flat[batch.source_index[:end]].equal(batch.input_ids[:end])
-    assert batch.source_index[end:].tolist() == [-1] * batch.pad
+    assert batch.source_index[end:].tolist() == [-1] * batch.layout.pad
     assert batch.group_values["uid"] == ("a", "b", "c")
     assert [one[0, 0].item() for one in batch.group_values["pixels"]] == [1.0, 2.0, 3.0]
 

@@ -50,7 +50,7 @@ def by_token(batch: PackedBatch, logits: Tensor) -> Tensor:
 
 
 def logits_of(batch: PackedBatch) -> Tensor:
-    return torch.randn(batch.num_rows, 20, generator=torch.Generator().manual_seed(0))
+    return torch.randn(batch.layout.num_tokens, 20, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import Lists, assert_same_batch, check_way_back, nested, padded, samples, tensors
+from samples import Lists, assert_same_batch, check_layout, check_way_back, nested, padded, samples, tensors
 from torch import Tensor
 
 import flash_attn_dualkv
@@ -42,24 +42,16 @@ DISTINCT = 4
 
 def rows_of_samples(batch: PackedBatch) -> list[list[int]]:
     """Of each sample in original order, the packed rows of its context and then of its response."""
-    layout, order = batch.layout, iter(batch.order)
-    rows: list[list[int]] = [[] for _ in batch.order]
-    begins = itertools.accumulate(layout.node_lens, initial=0)
-    context = range(0)
-    for begin, length, parent in zip(begins, layout.node_lens, layout.node_parents):
-        own = range(begin, begin + length)
-        if parent < 0:
-            context = own
-        else:
-            rows[next(order)] = [*context, *own]
-    return rows
+    bounds = itertools.pairwise(itertools.accumulate(batch.layout.node_lens, initial=0))
+    rows = [[*range(begin, end)] for begin, end in bounds]
+    return [[*rows[batch.layout.node_parents[leaf]], *rows[leaf]] for leaf in batch.tree.leaves]
 
 
 def check(batch: PackedBatch, prompts: Lists, responses: Lists, boundary: str, drop_last: bool) -> None:
     """Every field of the batch, from the samples alone."""
     layout = batch.layout
-    layout.validate()
-    assert sorted(batch.order) == list(range(len(prompts)))
+    check_layout(layout)
+    assert len({*batch.tree.leaves}) == len(prompts)
     assert batch.prompt_lens == tuple(map(len, prompts)) and batch.response_lens == tuple(map(len, responses))
     input_ids, position_ids, labels = batch.input_ids.tolist(), batch.position_ids.tolist(), batch.row_labels.tolist()
     token_index, targets = iter(batch.token_index.tolist()), iter(batch.targets.tolist())
@@ -124,7 +116,7 @@ def test_the_example(boundary: str, drop_last: bool) -> None:
     check(batch, PROMPTS, RESPONSES, boundary, drop_last)
     check_way_back(batch)
     assert batch.layout.num_groups == DISTINCT
-    assert batch.order == (0, 2, 1, 3, 5, 4)
+    assert batch.tree.leaves == (1, 4, 2, 6, 9, 7)
 
 
 def test_values_by_hand() -> None:
@@ -138,7 +130,7 @@ def test_values_by_hand() -> None:
     layout = batch.layout
     nodes = [[0, 2, 0, 0, 2, 0, -1, 3], [2, 3, 2, 2, 3, 2, 0, 2], [5, 2, 2, 5, 2, 2, 0, 3]]
     assert layout.nodes.tolist() == nodes and layout.nodes.dtype == torch.int32
-    assert (layout.context_lens, layout.decoded_lens, layout.group_offsets) == ((2,), (3, 2), (0, 2))
+    assert (layout.node_lens, layout.node_parents) == ((2, 3, 2), (-1, 0, 0))
     assert (layout.max_sequence, layout.depth, layout.num_nodes) == (5, 2, 3)
     gathered = pack_shared_prompts([[11, 12, 13], [11, 12, 13]], [[21, 22], [31]], boundary="gather", drop_last=True)
     assert gathered.input_ids.tolist() == [11, 12, 13, 21]
@@ -244,7 +236,7 @@ def test_group_ids_divide_equal_prompts(form: Any) -> None:
     assert group_by_prompt(PROMPTS, group_ids=ids) == groups
     assert group_by_prompt(PROMPTS, group_ids=ids, verify=False) == groups
     batch = pack_shared_prompts(PROMPTS, RESPONSES, group_ids=ids)
-    assert batch.layout.group_offsets == (0, 1, 2, 3, 5, 6)
+    assert batch.layout.node_parents == (-1, 0, -1, 2, -1, 4, -1, 6, 6, -1, 9)
     check(batch, PROMPTS, RESPONSES, "replicate", False)
 
 
@@ -334,7 +326,7 @@ def test_layout_is_integers_and_init_fields_only() -> None:
             assert all(type(one) in (int, bool) for one in (value if isinstance(value, tuple) else (value,)))
     copy = dataclasses.replace(layout)
     assert copy is not layout and all(getattr(copy, name) is value for name, value in vars(layout).items())
-    copy.validate()
+    check_layout(copy)
     batch = pack_shared_prompts(PROMPTS, RESPONSES)
     assert dataclasses.replace(batch, row_labels=batch.labels).layout is batch.layout
 
@@ -344,7 +336,7 @@ def test_pad_to() -> None:
     tokens = layout.num_tokens
     for multiple in (1, 2, 7, 64, tokens):
         longer = layout.pad_to(multiple)
-        longer.validate()
+        check_layout(longer)
         assert longer.num_tokens % multiple == 0 and longer.num_tokens - longer.pad == tokens
         assert longer.pad < multiple and longer.nodes is layout.nodes
         assert longer.pad_to(1).num_tokens == tokens
@@ -352,38 +344,12 @@ def test_pad_to() -> None:
         layout.pad_to(0)
 
 
-CORRUPTIONS: list[tuple[str, Any]] = [
-    ("nodes", lambda one: one.nodes.index_fill(1, torch.tensor(2), 1)),
-    ("nodes", lambda one: one.nodes.flip(0)),
-    ("nodes", lambda one: one.nodes[:-1]),
-    ("max_sequence", lambda one: one.max_sequence + 1),
-    ("mean_keys", lambda one: one.mean_keys + 1),
-    ("num_tokens", lambda one: one.num_tokens + 1),
-    ("node_lens", lambda one: (*one.node_lens[:-1], one.node_lens[-1] + 1)),
-    ("node_lens", lambda one: (-1, *one.node_lens[1:])),
-    ("node_lens", lambda one: one.node_lens[1:]),
-    ("node_parents", lambda one: (0, *one.node_parents[1:])),
-    ("node_parents", lambda one: (-1, 0, 1, *one.node_parents[3:])),
-    ("node_parents", lambda one: (*one.node_parents[:-1], -1)),
-    ("pad", lambda one: 1),
-    ("pad", lambda one: -1),
-]
-
-
-@pytest.mark.parametrize(("name", "change"), CORRUPTIONS, ids=[one[0] for one in CORRUPTIONS])
-def test_validate(name: str, change: Any) -> None:
-    layout = pack_shared_prompts(PROMPTS, RESPONSES).layout
-    layout.validate()
-    with pytest.raises(SharedPromptLayoutError):
-        dataclasses.replace(layout, **{name: change(layout)}).validate()
-
-
 def test_layout_on_another_device(device: str) -> None:
     layout = pack_shared_prompts(PROMPTS, RESPONSES).layout
     assert layout.to("cpu") is layout
     moved = layout.to(device)
     back = moved.to("cpu")
-    moved.validate()
+    check_layout(moved)
     assert moved.nodes.device.type == device and back.nodes.equal(layout.nodes)
     batch = pack_shared_prompts(PROMPTS, RESPONSES)
     assert batch.to("cpu") is batch

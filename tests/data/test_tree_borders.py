@@ -27,7 +27,7 @@ Forest = tuple[Lists, Lists, list[int]]
 
 def borders_in(batch: PackedBatch) -> list[list[int]]:
     """Of each sequence the positions at which its rows pass from one node to the next."""
-    node_of = [index for index, size in enumerate(batch.node_lens) for _ in range(size)]
+    node_of = [index for index, size in enumerate(batch.layout.node_lens) for _ in range(size)]
     return [[at for at in range(1, len(own)) if node_of[own[at]] != node_of[own[at - 1]]] for own in rows_of(batch)]
 
 
@@ -62,7 +62,7 @@ def test_a_part_has_the_nodes_of_the_whole(
     united = len({row for i in chosen for row in rows[i]})
     # A beginning of several sequences lies in the rows of one of them, which another choice may change.
     is_beginning = any(one != other and one == other[: len(one)] for one in taken for other in taken)
-    assert part.num_rows <= united if is_beginning else part.num_rows == united
+    assert part.layout.num_tokens <= united if is_beginning else part.layout.num_tokens == united
 
 
 def shared(one: list[int], other: list[int], borders: tuple[list[int], list[int]], shift: int) -> int:
@@ -106,12 +106,12 @@ def test_borders_by_hand() -> None:
     assert tree.borders == ((2, 4), (2, 4, 5), (2,), (2, 4), (2,), (), (), (), (2, 4, 5))
     # One sequence in as many nodes as its path has; the other two share the first of them.
     alone = pack_prefix_tree(SEQUENCES[1:2], borders=tree.borders[1:2])
-    assert alone.node_lens == (2, 2, 1, 1) and alone.node_parents == (-1, 0, 1, 2)
+    assert alone.layout.node_lens == (2, 2, 1, 1) and alone.layout.node_parents == (-1, 0, 1, 2)
     assert alone.input_ids.tolist() == SEQUENCES[1]
     two = pack_prefix_tree(SEQUENCES[1:3], borders=tree.borders[1:3])
-    assert two.node_lens == (2, 2, 1, 1, 1) and two.node_parents == (-1, 0, 1, 2, 0)
+    assert two.layout.node_lens == (2, 2, 1, 1, 1) and two.layout.node_parents == (-1, 0, 1, 2, 0)
     # Without them they would be merged into fewer.
-    assert pack_prefix_tree(SEQUENCES[1:3], min_shared=1).node_lens == (2, 4, 1)
+    assert pack_prefix_tree(SEQUENCES[1:3], min_shared=1).layout.node_lens == (2, 4, 1)
 
 
 def test_borders_of_deep_and_wide_trees() -> None:
@@ -119,7 +119,7 @@ def test_borders_of_deep_and_wide_trees() -> None:
     tree = group_by_prefix(comb, min_shared=1)
     assert [*tree.borders[-1]] == [*accumulate([1] * 499)]
     lower = pack_prefix_tree(comb[-1:], borders=tree.borders[-1:])
-    assert lower.node_lens == (*[1] * 499, 2)
+    assert lower.layout.node_lens == (*[1] * 499, 2)
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
@@ -133,7 +133,8 @@ def test_a_row_has_the_same_bits_in_every_part(boundary: Any, device: str) -> No
         sequences.append(stem[: draw.randrange(len(stem))] + own)
     whole = pack_prefix_tree(sequences, boundary=boundary, min_shared=16, device=device)
     generator = torch.Generator(device).manual_seed(0)
-    rows = [torch.randn(whole.num_rows, h, 128, device=device, generator=generator).bfloat16() for h in (8, 2, 2)]
+    total = whole.layout.num_tokens
+    rows = [torch.randn(total, h, 128, device=device, generator=generator).bfloat16() for h in (8, 2, 2)]
     expected = flash_attn_tree_varlen_func(*rows, whole.cu_seqlens, whole.parents)
     of_whole = rows_of(whole)
     for size in (1, 3, 20):
@@ -141,7 +142,7 @@ def test_a_row_has_the_same_bits_in_every_part(boundary: Any, device: str) -> No
         taken, borders = ([one[i] for i in chosen] for one in (sequences, whole.tree.borders))
         part = pack_prefix_tree(taken, boundary=boundary, borders=borders, device=device)
         row_of = dict(zip(part.row_index.tolist(), (row for i in chosen for row in of_whole[i])))
-        index = torch.tensor([row_of[row] for row in range(part.num_rows)], device=device)
+        index = torch.tensor([row_of[row] for row in range(part.layout.num_tokens)], device=device)
         got = flash_attn_tree_varlen_func(*(one[index] for one in rows), part.cu_seqlens, part.parents)
         assert got.equal(expected[index])
 

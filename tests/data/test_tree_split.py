@@ -46,10 +46,10 @@ def test_split(forest: Forest, boundary: Any, min_shared: int, slack: int) -> No
     micro_batches = split_by_token_budget(tree, max_tokens=budget)
     assert sorted(itertools.chain(*micro_batches)) == [*range(len(sequences))]
     packed = [pack(one, sequences, tree, boundary) for one in micro_batches]
-    assert all(one.num_rows <= budget for one in packed)
+    assert all(one.layout.num_tokens <= budget for one in packed)
     # No two of them could be one.
     for one, other in itertools.combinations(micro_batches, 2):
-        assert pack([*one, *other], sequences, tree, boundary).num_rows > budget // 2
+        assert pack([*one, *other], sequences, tree, boundary).layout.num_tokens > budget // 2
     if tree.num_rows <= budget:
         assert len(micro_batches) == 1
     # Trees that fit are whole.
@@ -75,7 +75,10 @@ def test_split_of_prompts_with_responses() -> None:
         expected = split_by_token_budget(groups, [a for a, _ in lens], [b for _, b in lens], budget)
         got = split_by_token_budget(tree, max_tokens=budget)
         assert len(got) == len(expected) > 1
-        sizes = [sorted(pack(one, sequences, tree, "replicate").num_rows for one in some) for some in (got, expected)]
+        sizes = [
+            sorted(pack(one, sequences, tree, "replicate").layout.num_tokens for one in some)
+            for some in (got, expected)
+        ]
         assert sizes[0] == sizes[1]
 
 
@@ -87,7 +90,7 @@ def test_a_tree_over_the_budget_is_cut_at_its_nodes() -> None:
     assert tree.num_rows == 50
     for budget, expected in ((50, [[0, 1, 2, 3]]), (49, [[0, 1], [2, 3]]), (29, [[0], [1], [2], [3]])):
         assert split_by_token_budget(tree, max_tokens=budget) == expected
-    assert [pack(one, sequences, tree).num_rows for one in ([0, 1], [2, 3])] == [30, 30]
+    assert [pack(one, sequences, tree).layout.num_tokens for one in ([0, 1], [2, 3])] == [30, 30]
 
 
 def test_large_trees_are_split_well_and_fast() -> None:

@@ -50,7 +50,7 @@ def expected_logprobs(model: Model, sequences: Lists, masks: Lists, width: int) 
 def test_a_tree_equals_its_sequences(seed: int, options: dict[str, Any]) -> None:
     sequences, masks = transcripts(seed)
     batch = pack_prefix_tree(sequences, loss_mask=masks, **options)
-    assert batch.dedup_ratio > 1.1 and batch.depth > 1
+    assert batch.dedup_ratio > 1.1 and batch.layout.depth > 1
     model = Model()
     width = max(batch.scored_lens) + 1
     # Every token of every sequence has a weight of its own, as advantages do it.

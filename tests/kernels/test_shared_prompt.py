@@ -49,9 +49,10 @@ def as_batch(inputs: Inputs, layout: SharedPromptLayout) -> Batch:
         above = own if parent < 0 else above
         table.append(SequenceRows(q_begin, q_len, *above, *((0, 0) if parent < 0 else own)))
     nothing = torch.zeros(0)
+    most = max(length for length, parent in zip(layout.node_lens, layout.node_parents) if parent < 0)
     return Batch(
         inputs.q, inputs.k[context], inputs.v[context], inputs.k[decoded], inputs.v[decoded], inputs.dout,
-        nothing, nothing, nothing, None, table, max(layout.context_lens),
+        nothing, nothing, nothing, None, table, most,
     )  # fmt: skip
 
 

@@ -158,11 +158,13 @@ def test_gradients_reach_only_what_a_response_depends_on(name):
     handle.remove()
     (gradient,) = torch.autograd.grad(logps[chosen].sum(), embedded[0])
     gradient = gradient[0]
-    parts = zip(pairwise(accumulate(batch.node_lens, initial=0)), batch.node_parents)
-    for place, (begin, end) in enumerate(part for part, parent in parts if parent >= 0):
+    parts = zip(pairwise(accumulate(batch.layout.node_lens, initial=0)), batch.layout.node_parents)
+    for place, ((begin, end), parent) in enumerate(parts):
+        if parent < 0:
+            continue
         # The last token of the response itself scores nothing.
         is_seen = gradient[begin:end].abs().sum(-1) > 0
-        expected = [batch.order[place] == chosen] * (end - begin - 1) + [False]
+        expected = [batch.tree.leaves[chosen] == place] * (end - begin - 1) + [False]
         assert is_seen.tolist() == (expected if end > begin else [])
 
 
@@ -250,7 +252,7 @@ def test_equals_each_sequence_alone(name: str) -> None:
     whole = Samples([one[:1] for one in SEQUENCES], [one[1:] for one in SEQUENCES])
     trained = torch.tensor([value for mask in MASKS for value in mask[1:]]).bool()
     batches = [pack_prefix_tree(SEQUENCES, loss_mask=MASKS, min_shared=1, **options) for options in OPTIONS]
-    assert all(one.depth >= 4 and one.dedup_ratio > 1.5 for one in batches)
+    assert all(one.layout.depth >= 4 and one.dedup_ratio > 1.5 for one in batches)
     check_packed(name, whole, batches, trained, **(EVERY_EXPERT[name] if name == "deepseek_v3" else {}))
 
 
@@ -303,7 +305,7 @@ def test_the_layout_in_a_forward_of_the_model() -> None:
     logits = model(**inputs, shared_prompt_layout=batch.layout).logits[0]
     scores = logits.log_softmax(-1)[batch.token_index, batch.targets]
     check_equal(scores, dualkv.shared_prompt_forward(model, batch)[0], 1e-12)
-    wrong = torch.arange(batch.num_rows)[None]
+    wrong = torch.arange(batch.layout.num_tokens)[None]
     with pytest.raises(SharedPromptLayoutError, match="^position_ids"):
         model(**{**inputs, "position_ids": wrong}, shared_prompt_layout=batch.layout)
     handle.remove()

@@ -150,7 +150,7 @@ def test_positions_that_only_look_alike():
         addresses.add(batch.position_ids.data_ptr())
         del batch
     for _ in range(20):
-        positions = [torch.arange(BATCH.num_rows) for _ in range(9)]
+        positions = [torch.arange(BATCH.layout.num_tokens) for _ in range(9)]
         for one in positions:
             without_layout(model, BATCH, one[None])
         if addresses & {one.data_ptr() for one in positions}:
