@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import checks
 from ..checks import explain
 from ..errors import SharedPromptError, SharedPromptTypeError
-from ..host import SeparatelyPickled, expand, int64s, offsets_of, same_device, take, to_device
+from ..host import SeparatelyPickled, expand, int64s, offsets_of, same_device, take, to_device, untraced
 from ..layout import SharedPromptLayout
 from ..nodes import visible_pairs
 from .prefix_tree import PrefixTree, Spans
@@ -46,7 +46,6 @@ class PackedBatch(SeparatelyPickled):
         token_index: (sum R,) int64, the row whose logits score each scored token, sequence by sequence in original
             order: that of the token before it. A row before a branch scores several different tokens.
         targets: (sum R,) int64, the scored tokens themselves in that order.
-        multiplicity: (T,) int64, how many sequences the row stands for; 0 for padding.
         padded_index: (sum R,) int64, place of each scored token in a flattened (B, max R) tensor.
         jagged_index: (sum R,) int64, place of the token before each scored one among the tokens of all sequences.
         jagged_offsets: (B+1,) int64, where the sequences begin there.
@@ -66,7 +65,6 @@ class PackedBatch(SeparatelyPickled):
     row_labels: Tensor
     token_index: Tensor
     targets: Tensor
-    multiplicity: Tensor
     padded_index: Tensor
     jagged_index: Tensor
     jagged_offsets: Tensor
@@ -100,21 +98,17 @@ class PackedBatch(SeparatelyPickled):
         return self.scored_lens
 
     @cached_property
+    @untraced
     def row_index(self) -> Tensor:
-        """(sum L,) int64, the row of every token of every sequence; -1 for tokens that `drop_last` has left out."""
-        total = sum(self.sequence_lens)
+        """(sum L,) int64, the row of every token of every sequence."""
         spans = Spans(*to_device([*Spans.of(self.tree)], (), self.input_ids.device))
-        tokens = torch.arange(total, device=self.input_ids.device)
-        rows = spans.rows(tokens)
-        ends = [
-            min(length, self.tree.begins[leaf] + self.tree.node_lens[leaf]) if leaf >= 0 else 0
-            for leaf, length in zip(self.tree.leaves, self.sequence_lens)
-        ]
-        if sum(ends) == total:
-            return rows
-        lens, kept = to_device([int64s(self.sequence_lens), int64s(ends)], (), rows.device)
-        sequence, _ = expand(lens, total)
-        return torch.where(tokens - take(self.jagged_offsets, sequence) < take(kept, sequence), rows, -1)
+        return spans.rows(torch.arange(sum(self.sequence_lens), device=self.input_ids.device))
+
+    @cached_property
+    def multiplicity(self) -> Tensor:
+        """(T,) int64, how many sequences the row stands for; 0 for padding."""
+        rows = self.row_index
+        return torch.zeros_like(self.input_ids).index_add_(0, rows, torch.ones_like(rows))
 
     def expand(self, per_sequence: Tensor | Sequence[float]) -> Tensor:
         """A value of each sequence (an advantage) for each of its scored tokens, in the order of `token_index`.
@@ -266,14 +260,13 @@ def pack_tokens(tokens: Tokens, tree: PrefixTree, multiple: int, device: torch.d
         given = [one.cpu().long() for one in (ids, mask) if one is not None]
         *moved, nodes = to_device([*small, *given], [host.nodes], device)
         ids, mask = moved[len(small)], moved[-1] if mask is not None else None
-    lens, sources, begins, run_lens, run_counts, offsets, counts, firsts, places = moved[:9]
-    spans = Spans(*moved[9 : len(small)])
+    lens, sources, begins, offsets, counts, firsts, places = moved[:7]
+    spans = Spans(*moved[7 : len(small)])
     ids = ids.long()
 
     node, row = expand(lens, rows)
     source_index = take(sources, node).add_(row)
     position_ids = _padded(take(begins, node).add_(row), pad, 0)
-    multiplicity = torch.repeat_interleave(run_counts, run_lens, output_size=rows)
     sequence, place = expand(counts, scored)
     padded_index = take(places, sequence).add_(place)
     if mask is None:
@@ -289,7 +282,6 @@ def pack_tokens(tokens: Tokens, tree: PrefixTree, multiple: int, device: torch.d
         _first_targets(token_index, targets, rows + pad),
         token_index,
         targets,
-        _padded(multiplicity, pad, 0),
         padded_index,
         before,
         offsets,
@@ -318,7 +310,7 @@ def _numbers(tokens: Tokens, tree: PrefixTree) -> list[Sequence[int]]:
     longest = max(scored)
     befores = [end - count - 1 - own for end, count, own in zip(firsts[1:], scored, behind)]
     places = [index * longest - own for index, own in enumerate(accumulate(scored[:-1], initial=0))]
-    return [lens, sources, positions, *tree.multiplicity(), firsts, scored, befores, places]
+    return [lens, sources, positions, firsts, scored, befores, places]
 
 
 def _have_own_rows(tree: PrefixTree, scored_lens: Sequence[int]) -> bool:
@@ -345,8 +337,7 @@ def _of_rows(name: str, values: Tensor, source_index: Tensor, batch: PackedBatch
     """(..., T) of (..., sum L) values, which must be equal where tokens share a row."""
     values = values.to(batch.input_ids.device)
     found = torch.nn.functional.pad(values.index_select(-1, source_index), (0, batch.layout.pad))
-    rows = batch.row_index
-    is_same = (found.index_select(-1, rows.clamp(min=0)) == values) | (rows < 0)
+    is_same = found.index_select(-1, batch.row_index) == values
     if not (is_same.is_meta or is_same.all()):
         expected = "equal values of tokens that share a row (or group_ids that keep them apart)"
         raise SharedPromptError(explain(f"row_values[{name!r}]", expected, "different ones"))

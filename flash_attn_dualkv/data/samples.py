@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -19,6 +19,12 @@ _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.
 
 TokenIds = Tensor | Sequence[int]
 GroupIds = Iterable[Hashable] | Tensor
+
+
+def check_count(name: str, values: Sized, count: int, like: str) -> None:
+    """SharedPromptError unless there is one for each sample, or sequence."""
+    if len(values) != count:
+        raise SharedPromptError(explain(name, f"{count} of them (as {like})", len(values)))
 
 
 # Tokens
@@ -172,16 +178,21 @@ def _common_device(tensors: Sequence[Tensor]) -> torch.device:
     return device
 
 
-def fetch(tensors: Sequence[Tensor], group_ids: GroupIds | None) -> tuple[list[Tensor], list[Hashable] | None]:
-    """The tensors (flat int64) and the group ids on the host; one copy from a GPU."""
+def fetch(
+    tensors: Sequence[Tensor], group_ids: GroupIds | None, count: int, like: str = "prompts"
+) -> tuple[list[Tensor], list[Hashable] | None]:
+    """The tensors (flat int64) and the group ids, one for each sample, on the host; one copy from a GPU."""
     device = _common_device(tensors)
-    ids = None if group_ids is None else checks.group_ids(group_ids)
-    if isinstance(ids, Tensor):
-        if ids.device == device:
-            *host, copied = to_host([*tensors, ids])
-            return host, copied.tolist()
-        ids = ids.tolist()
-    return to_host(tensors) if tensors else [], ids
+    if group_ids is None:
+        return to_host(tensors), None
+    ids = checks.group_ids(group_ids)
+    check_count("group_ids", ids, count, like)
+    if not isinstance(ids, Tensor):
+        return to_host(tensors), ids
+    if ids.device != device:
+        return to_host(tensors), ids.tolist()
+    *host, copied = to_host([*tensors, ids])
+    return host, copied.tolist()
 
 
 # Groups
@@ -212,12 +223,6 @@ def _short_keys(prompts: Iterable[bytes]) -> Iterator[Hashable]:
         yield some if first.setdefault(some, prompt) == prompt else (prompt,)
 
 
-def check_count(group_ids: Sequence[Hashable], samples: int, like: str = "prompts") -> None:
-    """One id for each sample."""
-    if len(group_ids) != samples:
-        raise SharedPromptError(explain("group_ids", f"{samples} of them (as {like})", len(group_ids)))
-
-
 def group(
     tokens: Tensor,
     begins: Sequence[int],
@@ -239,7 +244,6 @@ def group(
     prompts = bytes_of(tokens, begins, lengths)
     if group_ids is None:
         return groups_of(_short_keys(prompts))
-    check_count(group_ids, len(prompts))
     groups = groups_of(group_ids)
     for members in groups:
         for other in members[1:]:
@@ -255,8 +259,7 @@ def group(
 def joined_mask(loss_mask: Any, lengths: Sequence[int]) -> Tensor:
     """All masks in one, each as long as its sequence."""
     masks = all_tokens([*sequences_of("loss_mask", loss_mask, "masks")], ("loss_mask",), (torch.bool,))
-    if len(masks) != len(lengths):
-        raise SharedPromptError(explain("loss_mask", f"{len(lengths)} of them (as sequences)", len(masks)))
+    check_count("loss_mask", masks, len(lengths), "sequences")
     for index, (size, length) in enumerate(zip(map(Tensor.numel, masks), lengths)):
         if size != length:
             raise SharedPromptError(explain(f"loss_mask[{index}]", f"{length} values (as its sequence)", size))
@@ -280,10 +283,8 @@ def scored_lens(mask: Tensor, lengths: Sequence[int]) -> list[int]:
     return scored
 
 
-def named(name: str, values: Any) -> list[tuple[str, Any]]:
-    if values is None:
-        return []
-    return [*checks.instance(name, values, dict, " of names").items()]
+def named(name: str, values: Any) -> dict[str, Any]:
+    return {} if values is None else checks.instance(name, values, dict, " of names")
 
 
 def listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
@@ -296,8 +297,7 @@ def listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
             raise
         raise SharedPromptTypeError(explain(name, "a list of tensors", checks.describe(values))) from None
     _common_device(given)
-    if len(given) != len(lengths):
-        raise SharedPromptError(explain(name, f"{len(lengths)} of them (as sequences)", len(given)))
+    check_count(name, given, len(lengths), "sequences")
     for index, (one, length) in enumerate(zip(given, lengths)):
         if one.dim() == 0 or one.shape[-1] != length or one.shape[:-1] != given[0].shape[:-1]:
             expected = f"shape {(*given[0].shape[:-1], length)}, as sequence 0 and with a value for each token"
@@ -307,27 +307,34 @@ def listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
 
 def checked_group_values(values: Any, count: int) -> dict[str, Sequence[Any]]:
     given = named("group_values", values)
-    found = {name: checks.items(f"group_values[{name!r}]", one, "values") for name, one in given}
+    found = {name: checks.items(f"group_values[{name!r}]", one, "values") for name, one in given.items()}
     for name, one in found.items():
-        if len(one) != count:
-            raise SharedPromptError(explain(f"group_values[{name!r}]", f"{count} of them (as samples)", len(one)))
+        check_count(f"group_values[{name!r}]", one, count, "samples")
     return found
 
 
 class Pick(NamedTuple):
-    """What is given for some of the sequences."""
+    """What is given for some of the sequences, or for all of them."""
 
     total: int
-    indices: list[int]
+    indices: Sequence[int]
 
     @staticmethod
     def of(sequences: Any, chosen: Any) -> Pick:
         total = len(sequences_of("sequences", sequences))
+        if chosen is None:
+            return Pick(total, range(total))
         given = checks.items("chosen", chosen, "indices of sequences")
         return Pick(total, [checks.integer(f"chosen[{at}]", one, 0, total - 1) for at, one in enumerate(given)])
 
-    def __call__(self, name: str, values: Any) -> list[Any]:
+    def __call__(self, name: str, values: Any) -> Any:
+        """The values of the sequences that are chosen; what is given for all of them is checked by who uses it."""
+        if values is None or isinstance(self.indices, range):
+            return values
         given = checks.items(name, values, "values")
-        if len(given) != self.total:
-            raise SharedPromptError(explain(name, f"{self.total} of them (as sequences)", len(given)))
+        check_count(name, given, self.total, "sequences")
         return [given[index] for index in self.indices]
+
+    def each(self, name: str, values: Any) -> dict[str, Any]:
+        """Likewise of each of the values that are given by name."""
+        return {one: self(f"{name}[{one!r}]", given) for one, given in named(name, values).items()}

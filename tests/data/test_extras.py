@@ -69,8 +69,6 @@ def test_values_of_rows_and_groups(form: str, boundary: str) -> None:
     check(pickle.loads(pickle.dumps(batch)))
     moved = batch.to("meta")
     assert moved.row_values["height"].is_meta and moved.group_values["pixels"][0].is_meta
-    dropped = batches(HEIGHTS, {}, boundary=boundary, drop_last=True)[form]()
-    assert dropped.row_values["height"][0].tolist() == (10 * dropped.position_ids).tolist()
 
 
 def test_values_of_trees() -> None:
@@ -156,7 +154,7 @@ def test_tokens_that_are_elsewhere_travel_with_the_numbers(has_mask: bool, monke
     """What a batch for another device takes along, in one copy: here between tensors of one device."""
     masks = [[0] + [1] * (len(one) - 1) for one in WHOLE] if has_mask else None
     kinds: dict[str, Any] = dict(loss_mask=masks, min_shared=1, pad_to_multiple_of=8)
-    expected = pack_prefix_tree(tensors(WHOLE), **kinds), lists(drop_last=True)
+    expected = pack_prefix_tree(tensors(WHOLE), **kinds), lists()
     monkeypatch.setattr("flash_attn_dualkv.data.batch.same_device", lambda *_: False)
-    for one, other in zip((pack_prefix_tree(tensors(WHOLE), **kinds), lists(drop_last=True)), expected):
+    for one, other in zip((pack_prefix_tree(tensors(WHOLE), **kinds), lists()), expected):
         assert_same_batch(one, other)

@@ -57,7 +57,6 @@ ERRORS: list[tuple[str, Any, str]] = [
     ("jagged tensor of lengths", lambda: pack_jagged(nested(ONES), torch.ones(2)), "^prompt_lens: expected integers"),
     ("ids in tensors", lambda: group_by_prompt([[1]], group_ids=list(torch.ones(1))), r"^group_ids\[0\]: .* no tensor"),
     ("list as id", lambda: group_by_prompt([[1]], group_ids=[[1]]), r"^group_ids\[0\]: expected a hashable value"),
-    ("flag", lambda: group_by_prompt([[1]], verify="no"), "^verify: expected a bool, got 'no'"),
     ("iterator", lambda: pack_shared_prompts(iter([[1]]), [[1]]), "^prompts: expected a list of token sequences"),
     ("negative", lambda: pack_shared_prompts([[1]], [[-1]]), "^prompts and responses: expected token ids >= 0, got -1"),
     ("negative, padded", lambda: pack_padded(-ONES, ONES, 2), "^input_ids: expected token ids >= 0, got -1"),

@@ -38,7 +38,6 @@ def distinct_prefixes(sequences: Lists, groups: list[int] | None) -> int:
     st.booleans(),
     st.booleans(),
     st.sampled_from([1, 2, 3, 5, 100]),
-    st.sampled_from([None, 1, 2, 3]),
     st.sampled_from([None, 8]),
 )
 def test_round_trip(
@@ -47,7 +46,6 @@ def test_round_trip(
     has_mask: bool,
     has_groups: bool,
     min_shared: int,
-    max_depth: int | None,
     multiple: int | None,
 ) -> None:
     sequences, masks, ids = forest
@@ -57,7 +55,6 @@ def test_round_trip(
         loss_mask=given_masks,
         boundary=boundary,
         min_shared=min_shared,
-        max_depth=max_depth,
         group_ids=groups,
         pad_to_multiple_of=multiple,
     )
@@ -65,12 +62,10 @@ def test_round_trip(
     check_way_back(batch)
     children = Counter(batch.layout.node_parents)
     assert all(children[index] != 1 for index in range(batch.layout.num_nodes))  # chains are merged
-    limits = dict(min_shared=min_shared, max_depth=max_depth)
-    assert group_by_prefix(sequences, boundary=boundary, group_ids=groups, **limits) == batch.tree
+    assert group_by_prefix(sequences, boundary=boundary, group_ids=groups, min_shared=min_shared) == batch.tree
     assert all(saved >= min_shared for saved in savings(batch))
-    assert max_depth is None or batch.layout.depth <= max_depth
     assert multiple is None or (batch.layout.num_tokens % multiple == 0 and batch.layout.pad < multiple)
-    if boundary == "gather" and min_shared == 1 and max_depth is None:
+    if boundary == "gather" and min_shared == 1:
         assert batch.layout.num_tokens - batch.layout.pad == distinct_prefixes(sequences, groups)
     if boundary == "replicate":
         assert len({*zip(batch.token_index.tolist(), batch.targets.tolist())}) == len(set(batch.token_index.tolist()))
@@ -146,7 +141,7 @@ def test_labels_of_several_spans() -> None:
 def test_sharing_without_a_node() -> None:
     """Repetitions and beginnings of a sequence are in its own rows, whatever the limits."""
     whole = [*range(10, 20)]
-    batch = pack_prefix_tree([whole[:4], whole, [], whole, whole[:1]], min_shared=1000, max_depth=1)
+    batch = pack_prefix_tree([whole[:4], whole, [], whole, whole[:1]], min_shared=1000)
     assert batch.layout.num_nodes == 1 and batch.input_ids.tolist() == whole
     assert batch.multiplicity.tolist() == [4, 3, 3, 3, 2, 2, 2, 2, 2, 2]
 
@@ -167,19 +162,11 @@ def test_min_shared() -> None:
     assert pack_prefix_tree([system + one for one in tail]).layout.num_nodes == 3
 
 
-def test_max_depth_gives_up_what_saves_least() -> None:
-    sequences = [[1, 2, *range(10, 20), 3, 4, end] for end in (5, 6)] + [[1, 2, *range(10, 20), 7], [1, 2, 8]]
-    lens = [pack_prefix_tree(sequences, min_shared=1, max_depth=depth).layout.node_lens for depth in (4, 3, 2, 1)]
-    assert lens == [(2, 1, 10, 2, 1, 1, 1), (2, 1, 10, 3, 3, 1), (3, 12, 3, 3, 1), (3, 15, 15, 13)]
-
-
 def test_deep_and_wide_trees() -> None:
     """A comb of 1,000 turns, and 5,000 leaves below one node."""
     comb = [[*range(turn), 5000] for turn in range(1, 1001)]
     batch = pack_prefix_tree(comb, min_shared=1)
     assert batch.layout.depth == 1000 and batch.layout.num_tokens == 2000
-    for depth in (1, 2, 8, 100):
-        assert pack_prefix_tree(comb, min_shared=1, max_depth=depth).layout.depth == depth
     bush = pack_prefix_tree([[1, 2, 3, end] for end in range(5000)])
     assert bush.layout.node_lens == (3, *[1] * 5000) and bush.layout.depth == 2
 
@@ -263,8 +250,7 @@ ERRORS: list[tuple[str, Any, str]] = [
     ("boundary", lambda: pack_prefix_tree([[1]], boundary="both"), "^boundary: expected 'replicate' or 'gather'"),
     ("min_shared", lambda: pack_prefix_tree([[1]], min_shared=0), "^min_shared: expected an int >= 1, got 0"),
     ("half a token", lambda: pack_prefix_tree([[1]], min_shared=1.5), "^min_shared: expected an int >= 1, got 1.5"),
-    ("max_depth", lambda: pack_prefix_tree([[1]], max_depth=0), "^max_depth: expected an int >= 1, got 0"),
-    ("bool as depth", lambda: pack_prefix_tree([[1]], max_depth=True), "^max_depth: expected an int >= 1, got True"),
+    ("bool as number", lambda: pack_prefix_tree([[1]], min_shared=True), "^min_shared: expected an int >= 1, got True"),
     ("multiple", lambda: pack_prefix_tree([[1]], pad_to_multiple_of=0), "^pad_to_multiple_of: expected an int >= 1"),
     ("ids", lambda: pack_prefix_tree([[1], [2]], group_ids=[0]), r"^group_ids: expected 2 of them \(as sequences\)"),
     ("list as id", lambda: pack_prefix_tree([[1]], group_ids=[[0]]), r"^group_ids\[0\]: expected a hashable value"),

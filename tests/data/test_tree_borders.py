@@ -37,17 +37,15 @@ def borders_in(batch: PackedBatch) -> list[list[int]]:
     st.sampled_from(BOUNDARIES),
     st.booleans(),
     st.sampled_from([1, 2, 3, 5]),
-    st.sampled_from([None, 1, 2, 3]),
     st.data(),
 )
 def test_a_part_has_the_nodes_of_the_whole(
-    forest: Forest, boundary: Any, has_groups: bool, min_shared: int, max_depth: int | None, data: st.DataObject
+    forest: Forest, boundary: Any, has_groups: bool, min_shared: int, data: st.DataObject
 ) -> None:
     """Packed with the borders of the whole: the same borders along every path, and the rows of the paths once."""
     sequences, masks, ids = forest
     options: dict[str, Any] = dict(boundary=boundary)
-    limits: dict[str, Any] = dict(min_shared=min_shared, max_depth=max_depth)
-    whole = pack_prefix_tree(sequences, group_ids=ids if has_groups else None, **limits, **options)
+    whole = pack_prefix_tree(sequences, group_ids=ids if has_groups else None, min_shared=min_shared, **options)
     chosen = data.draw(st.lists(st.sampled_from(range(len(sequences))), min_size=1, max_size=2 * len(sequences)))
     taken, taken_masks, groups = ([one[i] for i in chosen] for one in (sequences, masks, ids))
     borders = [whole.tree.borders[i] for i in chosen]
@@ -149,7 +147,6 @@ def test_a_row_has_the_same_bits_in_every_part(boundary: Any, device: str) -> No
 
 ERRORS: list[tuple[dict[str, Any], str]] = [
     (dict(borders=[[1]], min_shared=3), "^min_shared: expected None with borders, .* got 3"),
-    (dict(borders=[[1]], max_depth=3), "^max_depth: expected None with borders, .* got 3"),
     (dict(borders=[[1], [2]]), r"^borders: expected 1 of them \(as sequences\), got 2"),
     (dict(borders=1), "^borders: expected a list of lists of positions, got 1"),
     (dict(borders=[[0]]), r"^borders\[0\]: expected rising positions from 1 to 3, got \[0\]"),

@@ -41,7 +41,7 @@ def expected_logprobs(model: Model, sequences: Lists, masks: Lists, width: int) 
         dict(min_shared=1),
         dict(min_shared=1, boundary="replicate"),
         dict(min_shared=6),
-        dict(min_shared=1, max_depth=2, pad_to_multiple_of=16),
+        dict(min_shared=4, pad_to_multiple_of=16),
         dict(min_shared=1, group_ids=[0, 1] * 6),
     ],
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items() if name != "group_ids") or "ids",

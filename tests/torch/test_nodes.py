@@ -95,7 +95,7 @@ def test_a_layout_of_a_tree() -> None:
     assert layout.context_index().tolist() == [*range(7), 29]
     assert layout.decoded_index().tolist() == [*range(7, 29), *range(30, 35)]
     # Prompts and responses are trees of depth two.
-    prompts = layout_of([(3, [2, 1]), (2, [4])], drop_last=True)
+    prompts = layout_of([(3, [2, 1]), (2, [4])])
     tree = SharedPromptLayout.from_tree(prompts.node_lens, prompts.node_parents)
     assert tree.is_like(prompts) and tree.nodes.equal(prompts.nodes)
 

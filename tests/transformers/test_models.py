@@ -33,9 +33,8 @@ from flash_attn_dualkv import SharedPromptLayoutError, pack_prefix_tree, unpack_
 PACKINGS = {
     "replicate": {},
     "gather": dict(boundary="gather"),
-    "replicate, shortened, padded": dict(drop_last=True, pad_to_multiple_of=16),
+    "replicate, padded": dict(pad_to_multiple_of=16),
     "gather, split": dict(boundary="gather", max_responses_per_group=1),
-    "gather, shortened": dict(boundary="gather", drop_last=True),
 }
 
 
