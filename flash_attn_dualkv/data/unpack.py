@@ -44,8 +44,14 @@ def unpack_logprobs(
     values = _of_scored_tokens(values, batch, per_row)
     samples, longest = len(batch.scored_lens), max(batch.scored_lens)
     columns = longest if width is None else checks.integer("width", width, longest, MAX_ROWS)
-    check_fill(fill, values.dtype)
-    filled = values.new_full((samples * longest,), fill).scatter_(0, batch.padded_index, values).view(samples, longest)
+    expected = f"a number of {values.dtype} (as values)"
+    if isinstance(fill, bool) or not isinstance(fill, (int, float)):
+        raise SharedPromptTypeError(explain("fill", expected, checks.describe(fill)))
+    try:
+        filled = values.new_full((samples * longest,), fill)
+    except (RuntimeError, OverflowError):
+        raise SharedPromptError(explain("fill", expected, fill)) from None
+    filled = filled.scatter_(0, batch.padded_index, values).view(samples, longest)
     return filled if columns == longest else torch.nn.functional.pad(filled, (0, columns - longest), value=fill)
 
 
@@ -66,18 +72,6 @@ def unpack_to_jagged(values: Tensor, batch: PackedBatch, *, per_row: bool | None
     return torch.nested.nested_tensor_from_jagged(
         rows, batch.jagged_offsets, min_seqlen=min(totals), max_seqlen=max(totals)
     )
-
-
-def check_fill(fill: float, dtype: torch.dtype) -> None:
-    """SharedPromptError for what is no number of that type."""
-    if isinstance(fill, bool) or not isinstance(fill, (int, float)):
-        raise SharedPromptTypeError(explain("fill", "a float", checks.describe(fill)))
-    if fill == 0:  # a number of every type: the usual case needs no operator
-        return
-    try:
-        torch.full((), fill, dtype=dtype, device="cpu")
-    except (RuntimeError, OverflowError):
-        raise SharedPromptError(explain("fill", f"a number of {dtype} (as values)", fill)) from None
 
 
 def _of_scored_tokens(values: Tensor, batch: PackedBatch, per_row: bool | None) -> Tensor:

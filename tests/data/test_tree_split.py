@@ -26,8 +26,7 @@ from flash_attn_dualkv import (
     split_by_token_budget,
     unpack_logprobs,
 )
-from flash_attn_dualkv.data.balance import _Loads, _tops
-from flash_attn_dualkv.data.split import below
+from flash_attn_dualkv.data.balance import _costs
 
 Forest = tuple[Lists, Lists, list[int]]
 
@@ -147,12 +146,7 @@ def test_balance(forest: Forest, num_ranks: int, token_cost: float) -> None:
     ranks = balance(tree, num_ranks=num_ranks, token_cost=token_cost)
     assert sorted(itertools.chain(*ranks)) == [*range(len(sequences))]
     assert {len(one) for one in ranks} == {len(sequences) // num_ranks}
-    tops = _tops(tree, len(sequences) // num_ranks)
-    loads, cost, all_of_it = _Loads(tree, tops, 1, token_cost), 0.0, [*range(len(sequences))]
-    for members in below(tree, tops):
-        cost += loads.added(0, members)
-        loads.take(0, members)
-    assert cost == cost_of(all_of_it, sequences, tree, token_cost)
+    assert sum(_costs(tree, token_cost)) == cost_of([*range(len(sequences))], sequences, tree, token_cost)
 
 
 def test_balance_keeps_together_what_shares() -> None:
