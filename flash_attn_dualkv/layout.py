@@ -14,7 +14,7 @@ from torch import Tensor
 from . import checks
 from .errors import SharedPromptLayoutError
 from .host import SeparatelyPickled, runs, same_device, to_device, untraced
-from .nodes import host_nodes, mean_keys, tree_table
+from .nodes import tree_table
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +73,8 @@ class SharedPromptLayout(SeparatelyPickled):
         rows = sum(lens) + pad
         if rows >= checks.MAX_ROWS:
             raise SharedPromptLayoutError(checks.explain("node_lens", f"fewer than {checks.MAX_ROWS} rows", rows))
-        table, longest = tree_table(lens, above, SharedPromptLayoutError)
-        sizes = longest, mean_keys(table), rows, pad
-        layout = SharedPromptLayout(host_nodes(table), tuple(lens), tuple(above), *sizes)
+        nodes, longest, mean = tree_table(lens, above, SharedPromptLayoutError)
+        layout = SharedPromptLayout(nodes, tuple(lens), tuple(above), longest, mean, rows, pad)
         return layout if device is None else layout.to(device)
 
     def __post_init__(self) -> None:
@@ -136,18 +135,6 @@ class SharedPromptLayout(SeparatelyPickled):
             and self.node_parents == other.node_parents
             and self.num_tokens == other.num_tokens
         )
-
-    def pad_to(self, multiple: int) -> SharedPromptLayout:
-        """The layout of the row with as little padding behind it as makes its length a multiple of `multiple`.
-
-        Raises:
-            SharedPromptError: `multiple` is no int >= 1.
-        """
-        multiple = checks.integer("multiple", multiple, 1, checks.MAX_ROWS)
-        tokens = self.num_tokens - self.pad
-        pad = -tokens % multiple
-        position_ids = self.position_ids if pad == self.pad else None
-        return replace(self, num_tokens=tokens + pad, pad=pad, position_ids=position_ids)
 
     @untraced
     def to(self, device: torch.device | str) -> SharedPromptLayout:

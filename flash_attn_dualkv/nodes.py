@@ -123,14 +123,16 @@ def tree_nodes(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
     if starts[0] != 0:
         raise ValueError(explain("cu_seqlens", "a first offset of 0", starts[0]))
     _check_end("cu_seqlens", starts[-1], total, "rows of q")
-    table, _ = tree_table([end - begin for begin, end in pairwise(starts)], above)
-    return host_nodes(table).to(cu_seqlens.device)
+    return tree_table([end - begin for begin, end in pairwise(starts)], above)[0].to(cu_seqlens.device)
 
 
 def tree_table(
     lengths: Sequence[int], parents: Sequence[int], error: type[ValueError] = ValueError
-) -> tuple[list[int], int]:
-    """Numbers of the table of trees, row by row, and the most rows of a path; `error` as `tree_nodes` says."""
+) -> tuple[Tensor, int, int]:
+    """The table of trees on the host, the most rows of a path, and how many of its path a row sees on average.
+
+    The average is rounded up. `error` is raised as `tree_nodes` says.
+    """
     ends = _subtree_ends(parents, "parents[{}]", error)
     # Rows of the path to the end of each node; parent -1 finds the last entry, which stays 0.
     sums = [0] * (len(parents) + 1)
@@ -139,7 +141,9 @@ def tree_table(
         positions.append(sums[parent])
         sums[index] = sums[parent] + length
     rows = ([*accumulate(lengths, initial=0)][:-1], lengths, positions)
-    return [*chain.from_iterable(zip(*rows, *rows, parents, ends))], max(sums)
+    table = host_nodes(chain.from_iterable(zip(*rows, *rows, parents, ends)))
+    pairs = sum(map(visible_pairs, positions, lengths))
+    return table, max(sums), -(-pairs // max(sum(lengths), 1))
 
 
 def _subtree_ends(parents: Sequence[int], name: str, error: type[ValueError] = ValueError) -> list[int]:
@@ -161,12 +165,6 @@ def _subtree_ends(parents: Sequence[int], name: str, error: type[ValueError] = V
 def visible_pairs(begin: int, length: int) -> int:
     """Pairs of a query and a key that it sees, of `length` rows of a path behind its first `begin`."""
     return length * (2 * begin + length + 1) // 2
-
-
-def mean_keys(table: Sequence[int]) -> int:
-    """How many rows of its path a row sees on average, rounded up, from the numbers of a table of trees."""
-    lens, positions = (table[Node._fields.index(name) :: COLUMNS] for name in ("q_len", "q_pos0"))
-    return -(-sum(map(visible_pairs, positions, lens)) // max(sum(lens), 1))
 
 
 def host_nodes(rows: Iterable[int]) -> Tensor:

@@ -14,18 +14,16 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import explain
+from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError, SharedPromptTypeError
 from ..host import SeparatelyPickled, expand, int64s, offsets_of, same_device, take, to_device, untraced
 from ..layout import SharedPromptLayout
 from ..nodes import visible_pairs
 from .prefix_tree import PrefixTree, Spans
-from .samples import selected
+from .samples import check_count, named, selected
 
 IGNORED_LABEL = -100
 PADDING_TOKEN = 0  # any id that every vocabulary has
-# What to do where labels cannot say everything.
-LABELS_ADVICE = "score batch.targets with the rows of batch.token_index, as shared_prompt_forward does"
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,21 +147,19 @@ class PackedBatch(SeparatelyPickled):
 
         Raises:
             SharedPromptError: rows score several tokens, or one token for several sequences: such a loss would count
-                them once. To find that out, what a GPU has computed may be waited for the first time.
+                them once. To find that out, what a GPU has computed may be waited for.
         """
-        scored, rows = sum(self.scored_lens), self._labelled_rows
+        scored = sum(self.scored_lens)
+        rows = scored if self.own_labels else int((self.row_labels != IGNORED_LABEL).sum())
         if rows < scored:
             expected = f"a row for each of the {scored} scored tokens of all sequences"
             got = (
                 f"{rows} rows with a label: a loss over them counts what sequences share once, and with "
-                f'boundary="gather" one branch of several ({LABELS_ADVICE})'
+                'boundary="gather" one branch of several (score batch.targets with the rows of batch.token_index, as '
+                "shared_prompt_forward does)"
             )
             raise SharedPromptError(explain("labels", expected, got))
         return self.row_labels
-
-    @cached_property
-    def _labelled_rows(self) -> int:
-        return sum(self.scored_lens) if self.own_labels else int((self.row_labels != IGNORED_LABEL).sum())
 
     # What is saved
 
@@ -212,8 +208,8 @@ class PackedBatch(SeparatelyPickled):
         device = checks.device(device)
         if same_device(device, self.input_ids.device):
             return self
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
-        long = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        own = ((one.name, getattr(self, one.name)) for one in fields(self))
+        long = {name: value for name, value in own if isinstance(value, Tensor)}
         *moved, nodes = to_device([*long.values()], [self.layout.nodes], device)
         changes: dict[str, Any] = dict(zip(long, moved))
         changes["layout"] = replace(self.layout, nodes=nodes, position_ids=changes["position_ids"])
@@ -234,11 +230,13 @@ class Tokens:
     max_token: int
     mask: Tensor | None = None  # (sum L,) 1 for the scored ones, beside the ids; None: the last ones of each sequence
     row_values: Mapping[str, Tensor] = field(default_factory=dict)  # (..., sum L) each
-    group_values: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # B each
+    group_values: Mapping[str, Sequence[Any]] | None = None  # B each
 
 
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
-def pack_tokens(tokens: Tokens, tree: PrefixTree, multiple: int, device: torch.device) -> PackedBatch:
+def pack_tokens(
+    tokens: Tokens, tree: PrefixTree, pad_to_multiple_of: int | None, device: torch.device | str | None
+) -> PackedBatch:
     """The batch of a tree of sequences: a few numbers for each node and sequence are copied, and tokens if elsewhere.
 
     What these numbers mean for each row and each scored token is worked out on the device.
@@ -246,11 +244,13 @@ def pack_tokens(tokens: Tokens, tree: PrefixTree, multiple: int, device: torch.d
     Args:
         tokens: of the sequences.
         tree: their nodes.
-        multiple: the row is padded to a multiple of this.
-        device: of the batch.
+        pad_to_multiple_of: the row is padded to a multiple of this; None for no padding.
+        device: of the batch; None for that of the tokens.
     """
-    rows, scored = tree.num_rows, sum(tokens.scored_lens)
-    pad = -rows % multiple
+    device = tokens.ids.device if device is None else checks.device(device)
+    rows, scored, pad = tree.num_rows, sum(tokens.scored_lens), 0
+    if pad_to_multiple_of is not None:
+        pad = -rows % checks.integer("pad_to_multiple_of", pad_to_multiple_of, 1, MAX_ROWS)
     host = SharedPromptLayout.from_tree(tree.node_lens, tree.node_parents, pad=pad)
     small = [*map(int64s, _numbers(tokens, tree)), *Spans.of(tree)]
     ids, mask = tokens.ids, tokens.mask
@@ -290,10 +290,12 @@ def pack_tokens(tokens: Tokens, tree: PrefixTree, multiple: int, device: torch.d
         tokens.max_token,
         mask is None and _have_own_rows(tree, tokens.scored_lens),
     )
-    if not tokens.row_values and not tokens.group_values:
+    if not tokens.row_values and tokens.group_values is None:
         return batch
     row_values = {name: _of_rows(name, one, source_index, batch) for name, one in tokens.row_values.items()}
-    group_values = {name: _of_groups(name, one, tree) for name, one in tokens.group_values.items()}
+    group_values = {
+        name: _of_groups(name, one, tree) for name, one in named("group_values", tokens.group_values).items()
+    }
     return replace(batch, row_values=row_values, group_values=group_values)
 
 
@@ -346,6 +348,9 @@ def _of_rows(name: str, values: Tensor, source_index: Tensor, batch: PackedBatch
 
 def _of_groups(name: str, values: Sequence[Any], tree: PrefixTree) -> tuple[Any, ...]:
     """The value of the first sequence of each root, which all of its sequences must have."""
+    name = f"group_values[{name!r}]"
+    values = checks.items(name, values, "values")
+    check_count(name, values, len(tree.leaves), "samples")
     found: dict[int, tuple[int, Any]] = {}
     for index, (leaf, value) in enumerate(zip(tree.leaves, values)):
         if leaf < 0:
@@ -353,9 +358,7 @@ def _of_groups(name: str, values: Sequence[Any], tree: PrefixTree) -> tuple[Any,
         first, kept = found.setdefault(tree.roots[leaf], (index, value))
         if not _are_equal(kept, value):
             expected = "one value for all samples of a group (or group_ids that keep them apart)"
-            raise SharedPromptError(
-                explain(f"group_values[{name!r}]", expected, f"different ones of samples {first} and {index}")
-            )
+            raise SharedPromptError(explain(name, expected, f"different ones of samples {first} and {index}"))
     return tuple(found[root][1] for root in sorted(found))
 
 

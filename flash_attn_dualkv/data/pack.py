@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 from operator import lt
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import MAX_ROWS, explain
+from ..checks import explain
 from ..errors import SharedPromptError
 from ..host import untraced
 from .batch import PackedBatch, Tokens, pack_tokens
@@ -35,14 +35,13 @@ from .samples import (
     all_tokens,
     as_fetched,
     check_count,
-    check_token_ids,
-    checked_group_values,
     extremes,
     fetch,
     group,
     jagged_rows,
     joined,
     joined_mask,
+    largest_token,
     listed,
     named,
     prompt_lengths,
@@ -99,7 +98,6 @@ def pack_shared_prompts(
         SharedPromptError: an empty prompt, unequal numbers of prompts and responses, tokens that are no integers >= 0
             in one dimension, samples of one group id with different prompts, or an option that is not as described.
     """
-    options = _Options.checked(boundary, max_responses_per_group, pad_to_multiple_of, device)
     prompts = sequences_of("prompts", prompts)
     responses = sequences_of("responses", responses)
     check_count("responses", responses, len(prompts), "prompts")
@@ -107,15 +105,14 @@ def pack_shared_prompts(
     tokens = joined(given)
     # Where the tokens are: on the host they have just come from the GPU, and are in no cache.
     (fetched, bounds), ids = fetch([tokens, extremes(tokens)], group_ids, len(prompts))
-    smallest, largest = bounds.tolist()
-    check_token_ids("prompts and responses", smallest)
+    largest = largest_token("prompts and responses", bounds)
     lengths = [*map(Tensor.numel, given)]
     prompt_lens, response_lens = lengths[::2], lengths[1::2]
     groups = group(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens, ids)
     totals = [*map(int.__add__, prompt_lens, response_lens)]
     values = {name: listed(name, one, totals) for name, one in named("row_values", row_values).items()}
-    extras = values, checked_group_values(group_values, len(prompts))
-    return _pack(Tokens(tokens, response_lens, largest, None, *extras), groups, prompt_lens, options)
+    what = Tokens(tokens, response_lens, largest, None, values, group_values)
+    return _pack(what, groups, prompt_lens, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
 
 @untraced
@@ -147,7 +144,6 @@ def pack_padded(
     Raises:
         SharedPromptError: as there; a mask with holes.
     """
-    options = _Options.checked(boundary, max_responses_per_group, pad_to_multiple_of, device)
     input_ids = checks.integers("input_ids", input_ids, 2)
     attention_mask = checks.integers("attention_mask", attention_mask, 2, (torch.bool,))
     if attention_mask.shape != input_ids.shape:
@@ -163,17 +159,15 @@ def pack_padded(
     counts = torch.stack([one for mask in parts.values() for one in Ones.numbers(mask)])
     bounds = extremes(torch.where(attention_mask == 1, input_ids, 0))
     (ids, counted, found, *fetched), labels = fetch([input_ids, counts, bounds, *given], group_ids, len(input_ids))
-    smallest, largest = found.tolist()
-    check_token_ids("input_ids", smallest)
+    largest = largest_token("input_ids", found)
     ones = [Ones(*numbers) for numbers in counted.view(len(parts), len(Ones._fields), len(input_ids)).tolist()]
     for name, one in zip(parts, ones):
         one.check(name)
-    totals = ones[0].lengths
     if len(ones) == 2:
-        prompt_lens, response_lens = totals, ones[1].lengths
+        prompt_lens, response_lens = (one.lengths for one in ones)
     else:
-        prompt_lens = prompt_lengths("prompt_length", prompt_length, fetched, totals)
-        response_lens = [total - length for total, length in zip(totals, prompt_lens)]
+        prompt_lens = prompt_lengths("prompt_length", prompt_length, fetched, ones[0].lengths)
+        response_lens = [total - length for total, length in zip(ones[0].lengths, prompt_lens)]
     rows = range(0, ids.numel(), max(1, input_ids.shape[1]))
     groups = group(ids, [*map(int.__add__, rows, ones[0].begins)], prompt_lens, labels)
     count = sum(prompt_lens) + sum(response_lens)
@@ -186,9 +180,9 @@ def pack_padded(
 
     kept = selected(torch.arange(input_ids.numel(), device=input_ids.device), attention_mask, count)
     values = {name: flat(name, one) for name, one in named("row_values", row_values).items()}
-    extras = values, checked_group_values(group_values, len(prompt_lens))
-    tokens = Tokens(input_ids.flatten().index_select(0, kept), response_lens, largest, None, *extras)
-    return _pack(tokens, groups, prompt_lens, options)
+    tokens = input_ids.flatten().index_select(0, kept)
+    what = Tokens(tokens, response_lens, largest, None, values, group_values)
+    return _pack(what, groups, prompt_lens, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
 
 @untraced
@@ -216,7 +210,6 @@ def pack_jagged(
     Raises:
         SharedPromptError: as there; a tensor that is not nested, a prompt longer than its sequence.
     """
-    options = _Options.checked(boundary, max_responses_per_group, pad_to_multiple_of, device)
     if not isinstance(input_ids, Tensor) or not input_ids.is_nested or input_ids.layout != torch.jagged:
         expected, got = "a nested tensor with torch.jagged layout", checks.describe(input_ids)
         raise SharedPromptError(explain("input_ids", expected, "another one" if isinstance(input_ids, Tensor) else got))
@@ -230,15 +223,14 @@ def pack_jagged(
     totals = offsets.diff().tolist()
     lengths = prompt_lengths("prompt_lens", prompt_lens, fetched, totals)
     begin, end = (int(offsets[at]) for at in (0, -1))
-    smallest, largest = extremes(tokens[begin:end]).tolist()
-    check_token_ids("input_ids", smallest)
+    largest = largest_token("input_ids", extremes(tokens[begin:end]))
     response_lens = [total - length for total, length in zip(totals, lengths)]
     groups = group(tokens, offsets.tolist(), lengths, labels)
     rows = {
         name: jagged_rows(name, one, values)[..., begin:end] for name, one in named("row_values", row_values).items()
     }
-    extras = rows, checked_group_values(group_values, len(lengths))
-    return _pack(Tokens(values[begin:end], response_lens, largest, None, *extras), groups, lengths, options)
+    what = Tokens(values[begin:end], response_lens, largest, None, rows, group_values)
+    return _pack(what, groups, lengths, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
 
 @untraced
@@ -290,8 +282,6 @@ def pack_prefix_tree(
         SharedPromptError: no sequences, tokens that are no integers >= 0 in one dimension, a mask that is not as
             described, a tree of other sequences, or an option that is not as described.
     """
-    multiple = _multiple(pad_to_multiple_of)
-    target = None if device is None else checks.device(device)
     pick = Pick.of(sequences, chosen)
     given, lengths = _checked(pick("sequences", sequences))
     if tree is not None:
@@ -306,9 +296,8 @@ def pack_prefix_tree(
     scored = scored_lens(mask[0], lengths) if mask else [max(0, length - 1) for length in lengths]
     by_token, by_root = pick.each("row_values", row_values), pick.each("group_values", group_values)
     values = {name: listed(name, one, lengths) for name, one in by_token.items()}
-    extras = values, checked_group_values(by_root, len(lengths))
-    what = Tokens(tokens[0], scored, largest, tokens[1] if mask else None, *extras)
-    return pack_tokens(what, nodes, multiple, tokens[0].device if target is None else target)
+    what = Tokens(tokens[0], scored, largest, tokens[1] if mask else None, values, by_root)
+    return pack_tokens(what, nodes, pad_to_multiple_of, device)
 
 
 @untraced
@@ -350,38 +339,21 @@ def group_by_prefix(
     return _built(ids, lengths, groups, boundary, min_shared, None)[0]
 
 
-# Options
-
-
-class _Options(NamedTuple):
-    """The options that all forms of packing prompts have."""
-
-    boundary: Boundary
-    max_responses_per_group: int | None
-    multiple: int
-    device: torch.device | None
-
-    @staticmethod
-    def checked(boundary: Any, most_responses: Any, multiple: Any, device: Any) -> _Options:
-        return _Options(
-            checked_boundary(boundary),
-            None if most_responses is None else checks.integer("max_responses_per_group", most_responses, 1),
-            _multiple(multiple),
-            None if device is None else checks.device(device),
-        )
-
-
-def _multiple(pad_to_multiple_of: Any) -> int:
-    return 1 if pad_to_multiple_of is None else checks.integer("pad_to_multiple_of", pad_to_multiple_of, 1, MAX_ROWS)
-
-
-def _pack(tokens: Tokens, groups: list[list[int]], prompt_lens: list[int], options: _Options) -> PackedBatch:
+def _pack(
+    tokens: Tokens,
+    groups: list[list[int]],
+    prompt_lens: list[int],
+    boundary: Boundary,
+    max_responses_per_group: int | None,
+    pad_to_multiple_of: int | None,
+    device: torch.device | str | None,
+) -> PackedBatch:
     """The samples of these groups, whose scored tokens are their responses."""
-    if options.max_responses_per_group is not None:
-        step = options.max_responses_per_group
+    if max_responses_per_group is not None:
+        step = checks.integer("max_responses_per_group", max_responses_per_group, 1)
         groups = [members[at : at + step] for members in groups for at in range(0, len(members), step)]
-    tree = PrefixTree.of_prompts(groups, prompt_lens, tokens.scored_lens, options.boundary)
-    return pack_tokens(tokens, tree, options.multiple, tokens.ids.device if options.device is None else options.device)
+    tree = PrefixTree.of_prompts(groups, prompt_lens, tokens.scored_lens, checked_boundary(boundary))
+    return pack_tokens(tokens, tree, pad_to_multiple_of, device)
 
 
 # Trees
@@ -393,8 +365,7 @@ def _built(
     """The tree of the tokens of all sequences (on the host), and the largest token."""
     boundary = checked_boundary("gather" if boundary is None else boundary)
     least = checks.integer("min_shared", MIN_SHARED if min_shared is None else min_shared, 1)
-    smallest, largest = extremes(ids).tolist()
-    check_token_ids("sequences", smallest)
+    largest = largest_token("sequences", extremes(ids))
     if borders is None:
         return build_tree(ids, lengths, groups, boundary=boundary, min_shared=least), largest
     if min_shared is not None:

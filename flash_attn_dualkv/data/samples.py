@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Sized
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,17 +49,12 @@ def all_tokens(given: list[Any], names: Sequence[str], also: Sequence[torch.dtyp
 
     `also` are further types that they may have.
     """
-    if _are_tokens(given, also):
+    # To check thousands one by one would take a millisecond.
+    dtypes = _INTEGERS.union(also)
+    if all(type(one) is Tensor and one.dim() == 1 and one.dtype in dtypes for one in given):
         return given
     count = len(names)
     return [_tokens(f"{names[index % count]}[{index // count}]", one, also) for index, one in enumerate(given)]
-
-
-def _are_tokens(given: list[Any], also: Sequence[torch.dtype]) -> TypeGuard[list[Tensor]]:
-    """Whether all are such tensors already. To check thousands one by one would take a millisecond."""
-    if not set(map(type, given)) <= {Tensor}:
-        return False
-    return {one.dtype for one in given} <= _INTEGERS.union(also) and set(map(Tensor.dim, given)) <= {1}
 
 
 def _tokens(name: str, tokens: Any, also: Sequence[torch.dtype]) -> Tensor:
@@ -85,10 +80,12 @@ def joined(tokens: Sequence[Tensor], name: str = "prompts and responses") -> Ten
     return checks.integers(name, torch.cat(list(tokens)), 1, (torch.bool,))
 
 
-def check_token_ids(name: str, smallest: int) -> None:
-    """SharedPromptError for negative ones: what marks padding or ignored labels elsewhere is no token."""
+def largest_token(name: str, extremes: Tensor) -> int:
+    """The larger; SharedPromptError for negative ones: what marks padding or ignored labels elsewhere is no token."""
+    smallest, largest = extremes.tolist()
     if smallest < 0:
         raise SharedPromptError(explain(name, "token ids >= 0", smallest))
+    return int(largest)
 
 
 def extremes(tokens: Tensor) -> Tensor:
@@ -303,14 +300,6 @@ def listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
             expected = f"shape {(*given[0].shape[:-1], length)}, as sequence 0 and with a value for each token"
             raise SharedPromptError(explain(f"{name}[{index}]", expected, tuple(one.shape)))
     return torch.cat(given, -1)
-
-
-def checked_group_values(values: Any, count: int) -> dict[str, Sequence[Any]]:
-    given = named("group_values", values)
-    found = {name: checks.items(f"group_values[{name!r}]", one, "values") for name, one in given.items()}
-    for name, one in found.items():
-        check_count(f"group_values[{name!r}]", one, count, "samples")
-    return found
 
 
 class Pick(NamedTuple):

@@ -108,7 +108,12 @@ def on_equal_terms(
         fill: gives micro-batches, and the groups between which they should be divided further.
         dp_group: of torch.distributed, or None.
     """
-    _check_process_group(dp_group)
+    if dp_group is None:
+        return fill()[0]
+    is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not is_running or not isinstance(dp_group, torch.distributed.ProcessGroup):
+        expected = "a process group of an initialised torch.distributed, or None"
+        raise SharedPromptTypeError(explain("dp_group", expected, checks.describe(dp_group)))
     micro_batches: list[list[int]] = []
     groups: Sequence[Sequence[int]] = []
     # Not the exception: it holds this frame, and with it the process group beyond its end.
@@ -116,11 +121,7 @@ def on_equal_terms(
     try:
         micro_batches, groups = fill()
     except SharedPromptError as own:
-        if dp_group is None:
-            raise
         error = str(own)  # the other ranks wait for this one
-    if dp_group is None:
-        return micro_batches
     held = sum(map(len, micro_batches))
     wanted, fewest, failed = _largest([len(micro_batches), -held, error is not None], dp_group)
     if failed:
@@ -146,15 +147,6 @@ def _split_further(micro_batches: list[list[int]], groups: Sequence[Sequence[int
         at = micro_batches.index(chosen)
         micro_batches[at : at + 1] = [chosen[:cut], chosen[cut:]]
     return micro_batches
-
-
-def _check_process_group(dp_group: Any) -> None:
-    if dp_group is None:
-        return
-    is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not is_running or not isinstance(dp_group, torch.distributed.ProcessGroup):
-        expected = "a process group of an initialised torch.distributed, or None"
-        raise SharedPromptTypeError(explain("dp_group", expected, checks.describe(dp_group)))
 
 
 def _checked_groups(groups: Any, prompt_lens: Any, response_lens: Any) -> tuple[list[list[int]], list[int], list[int]]:

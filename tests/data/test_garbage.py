@@ -136,7 +136,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "SharedPromptLayout.from_tree": (
         api.SharedPromptLayout.from_tree, dict(node_lens=[3, 0, 4], parents=[-1, 0, 0], pad=2, device="cpu"),
     ),
-    "SharedPromptLayout.pad_to": (BATCH.layout.pad_to, dict(multiple=8)),
     "SharedPromptLayout.to": (BATCH.layout.to, dict(device="cpu")),
     "PackedBatch.to": (BATCH.to, dict(device="cpu")),
     "flash_composed_forest_attention_fused": (

@@ -316,19 +316,6 @@ def test_layout_is_integers_and_init_fields_only() -> None:
     assert dataclasses.replace(batch, row_labels=batch.labels).layout is batch.layout
 
 
-def test_pad_to() -> None:
-    layout = pack_shared_prompts(PROMPTS, RESPONSES).layout
-    tokens = layout.num_tokens
-    for multiple in (1, 2, 7, 64, tokens):
-        longer = layout.pad_to(multiple)
-        check_layout(longer)
-        assert longer.num_tokens % multiple == 0 and longer.num_tokens - longer.pad == tokens
-        assert longer.pad < multiple and longer.nodes is layout.nodes
-        assert longer.pad_to(1).num_tokens == tokens
-    with pytest.raises(SharedPromptError, match="^multiple"):
-        layout.pad_to(0)
-
-
 def test_layout_on_another_device(device: str) -> None:
     layout = pack_shared_prompts(PROMPTS, RESPONSES).layout
     assert layout.to("cpu") is layout

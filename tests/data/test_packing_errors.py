@@ -66,8 +66,8 @@ ERRORS: list[tuple[str, Any, str]] = [
     ("device", lambda: pack_shared_prompts([[1]], [[1]], device="gpu"), "^device: expected a device such as"),
     (
         "half a multiple",
-        lambda: pack_shared_prompts([[1]], [[1]]).layout.pad_to(2.5),
-        "^multiple: expected an int >= 1",
+        lambda: pack_shared_prompts([[1]], [[1]], pad_to_multiple_of=2.5),
+        "^pad_to_multiple_of: expected an int >= 1",
     ),
     ("narrow", lambda: unpack_logprobs(torch.zeros(3), BATCH_OF_3, width=2), "^width: expected an int >= 3"),
     ("no batch", lambda: unpack_logprobs(torch.zeros(3), {}), "^batch: expected a PackedBatch, got"),

@@ -51,7 +51,7 @@ def test_16_bit_inputs_are_rounded_once() -> None:
 def test_padding_rows_take_no_part() -> None:
     """Whatever stands there, NaN included; their outputs and gradients are 0."""
     layout = layout_of(GROUPS["several"])
-    padded = layout.pad_to(64)
+    padded = layout_of(GROUPS["several"], pad_to_multiple_of=64)
     inputs = inputs_of(padded, sinks=True)
     assert padded.pad > 0
     for one in (inputs.q, inputs.k, inputs.v, inputs.dout):

@@ -227,8 +227,6 @@ def test_copied_batches():
     call(model, rebuilt, position_ids=BATCH.position_ids.view(1, -1))
     alone = dataclasses.replace(BATCH, layout=pickle.loads(pickle.dumps(BATCH.layout)))
     call(model, alone, position_ids=BATCH.position_ids[None].clone())
-    padded = BATCH.layout.pad_to(64)
-    assert padded.num_tokens == 64 and padded.position_ids is None
 
 
 def test_slices_of_positions():
