@@ -235,7 +235,11 @@ class Tokens:
 
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
 def pack_tokens(
-    tokens: Tokens, tree: PrefixTree, pad_to_multiple_of: int | None, device: torch.device | str | None
+    tokens: Tokens,
+    tree: PrefixTree,
+    pad_to_multiple_of: int | None,
+    device: torch.device | str | None,
+    own_labels: bool = False,
 ) -> PackedBatch:
     """The batch of a tree of sequences: a few numbers for each node and sequence are copied, and tokens if elsewhere.
 
@@ -246,6 +250,7 @@ def pack_tokens(
         tree: their nodes.
         pad_to_multiple_of: the row is padded to a multiple of this; None for no padding.
         device: of the batch; None for that of the tokens.
+        own_labels: see `PackedBatch`.
     """
     device = tokens.ids.device if device is None else checks.device(device)
     rows, scored, pad = tree.num_rows, sum(tokens.scored_lens), 0
@@ -274,7 +279,8 @@ def pack_tokens(
     else:
         before = selected(torch.arange(len(ids), device=device), mask, scored).sub_(1)
     token_index, targets = spans.rows(before), take(ids, before + 1)
-    batch = PackedBatch(
+    group_values = named("group_values", tokens.group_values)
+    return PackedBatch(
         _padded(take(ids, source_index), pad, PADDING_TOKEN),
         position_ids,
         replace(host, nodes=nodes, position_ids=position_ids),
@@ -288,15 +294,10 @@ def pack_tokens(
         _padded(source_index, pad, -1),
         tuple(tokens.scored_lens),
         tokens.max_token,
-        mask is None and _have_own_rows(tree, tokens.scored_lens),
+        own_labels,
+        {name: _of_rows(name, one, source_index, spans, pad) for name, one in tokens.row_values.items()},
+        {name: _of_groups(name, one, tree) for name, one in group_values.items()},
     )
-    if not tokens.row_values and tokens.group_values is None:
-        return batch
-    row_values = {name: _of_rows(name, one, source_index, batch) for name, one in tokens.row_values.items()}
-    group_values = {
-        name: _of_groups(name, one, tree) for name, one in named("group_values", tokens.group_values).items()
-    }
-    return replace(batch, row_values=row_values, group_values=group_values)
 
 
 def _numbers(tokens: Tokens, tree: PrefixTree) -> list[Sequence[int]]:
@@ -315,14 +316,6 @@ def _numbers(tokens: Tokens, tree: PrefixTree) -> list[Sequence[int]]:
     return [lens, sources, positions, firsts, scored, befores, places]
 
 
-def _have_own_rows(tree: PrefixTree, scored_lens: Sequence[int]) -> bool:
-    """Whether the last tokens of each sequence, so many, are scored by rows that no other sequence has."""
-    if len({*tree.leaves}) < len(tree.leaves):
-        return False
-    ends = zip(tree.leaves, tree.sequence_lens, scored_lens)
-    return all(not count or length - count > tree.begins[leaf] for leaf, length, count in ends)
-
-
 def _padded(values: Tensor, pad: int, fill: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, pad), value=fill) if pad else values
 
@@ -335,15 +328,16 @@ def _first_targets(token_index: Tensor, targets: Tensor, rows: int) -> Tensor:
     return take(torch.nn.functional.pad(targets, (0, 1), value=IGNORED_LABEL), first)
 
 
-def _of_rows(name: str, values: Tensor, source_index: Tensor, batch: PackedBatch) -> Tensor:
+def _of_rows(name: str, values: Tensor, source_index: Tensor, spans: Spans, pad: int) -> Tensor:
     """(..., T) of (..., sum L) values, which must be equal where tokens share a row."""
-    values = values.to(batch.input_ids.device)
-    found = torch.nn.functional.pad(values.index_select(-1, source_index), (0, batch.layout.pad))
-    is_same = found.index_select(-1, batch.row_index) == values
+    values = values.to(source_index.device)
+    found = values.index_select(-1, source_index)
+    rows = spans.rows(torch.arange(values.shape[-1], device=values.device))
+    is_same = found.index_select(-1, rows) == values
     if not (is_same.is_meta or is_same.all()):
         expected = "equal values of tokens that share a row (or group_ids that keep them apart)"
         raise SharedPromptError(explain(f"row_values[{name!r}]", expected, "different ones"))
-    return found
+    return _padded(found, pad, 0)
 
 
 def _of_groups(name: str, values: Sequence[Any], tree: PrefixTree) -> tuple[Any, ...]:

@@ -29,21 +29,22 @@ from .batch import PackedBatch, Tokens, pack_tokens
 from .prefix_tree import Boundary, PrefixTree, checked_boundary
 from .samples import (
     GroupIds,
-    Ones,
     Pick,
     TokenIds,
     all_tokens,
-    as_fetched,
     check_count,
+    check_ones,
     extremes,
     fetch,
     group,
+    jagged,
     jagged_rows,
     joined,
     joined_mask,
     largest_token,
     listed,
     named,
+    ones_of,
     prompt_lengths,
     scored_lens,
     selected,
@@ -149,27 +150,27 @@ def pack_padded(
     if attention_mask.shape != input_ids.shape:
         expected = f"shape {tuple(input_ids.shape)} (as input_ids)"
         raise SharedPromptError(explain("attention_mask", expected, tuple(attention_mask.shape)))
-    given = as_fetched("prompt_length", prompt_length)
+    given = [checks.integers("prompt_length", prompt_length, 1)] if isinstance(prompt_length, Tensor) else []
     parts = {"attention_mask": attention_mask}
     if not given and (hasattr(prompt_length, "__index__") or not hasattr(prompt_length, "__len__")):
         columns = checks.integer("prompt_length", prompt_length, 0, input_ids.shape[1])
         prompts, responses = attention_mask[:, :columns], attention_mask[:, columns:]
         parts = {"attention_mask (prompts)": prompts, "attention_mask (responses)": responses}
     # The host needs some numbers of each row, not the mask.
-    counts = torch.stack([one for mask in parts.values() for one in Ones.numbers(mask)])
+    counts = torch.stack([one for mask in parts.values() for one in ones_of(mask)]).unflatten(0, (len(parts), -1))
     bounds = extremes(torch.where(attention_mask == 1, input_ids, 0))
-    (ids, counted, found, *fetched), labels = fetch([input_ids, counts, bounds, *given], group_ids, len(input_ids))
-    largest = largest_token("input_ids", found)
-    ones = [Ones(*numbers) for numbers in counted.view(len(parts), len(Ones._fields), len(input_ids)).tolist()]
-    for name, one in zip(parts, ones):
-        one.check(name)
-    if len(ones) == 2:
-        prompt_lens, response_lens = (one.lengths for one in ones)
+    (ids, counted, bounds, *fetched), labels = fetch([input_ids, counts, bounds, *given], group_ids, len(input_ids))
+    largest = largest_token("input_ids", bounds)
+    (begins, lengths, *_), *others = numbers = counted.view(counts.shape).tolist()
+    for name, (_, _, *found) in zip(parts, numbers):
+        check_ones(name, *found)
+    if others:
+        prompt_lens, response_lens = lengths, others[0][1]
     else:
-        prompt_lens = prompt_lengths("prompt_length", prompt_length, fetched, ones[0].lengths)
-        response_lens = [total - length for total, length in zip(ones[0].lengths, prompt_lens)]
+        prompt_lens = prompt_lengths("prompt_length", prompt_length, fetched, lengths)
+        response_lens = [total - length for total, length in zip(lengths, prompt_lens)]
     rows = range(0, ids.numel(), max(1, input_ids.shape[1]))
-    groups = group(ids, [*map(int.__add__, rows, ones[0].begins)], prompt_lens, labels)
+    groups = group(ids, [*map(int.__add__, rows, begins)], prompt_lens, labels)
     count = sum(prompt_lens) + sum(response_lens)
 
     def flat(name: str, values: Any) -> Tensor:
@@ -210,15 +211,12 @@ def pack_jagged(
     Raises:
         SharedPromptError: as there; a tensor that is not nested, a prompt longer than its sequence.
     """
-    if not isinstance(input_ids, Tensor) or not input_ids.is_nested or input_ids.layout != torch.jagged:
-        expected, got = "a nested tensor with torch.jagged layout", checks.describe(input_ids)
-        raise SharedPromptError(explain("input_ids", expected, "another one" if isinstance(input_ids, Tensor) else got))
-    nested: Any = input_ids  # a type checker knows nothing of its methods
+    nested = jagged("input_ids", input_ids)
     if nested.dim() != 2 or nested.lengths() is not None:
         got = f"{nested.dim()} dimensions, {'no ' if nested.lengths() is None else ''}gaps"
         raise SharedPromptError(explain("input_ids", "2 dimensions and no gaps between the sequences", got))
     values = checks.integers("input_ids", nested.values(), 1)
-    given = as_fetched("prompt_lens", prompt_lens)
+    given = [checks.integers("prompt_lens", prompt_lens, 1)] if isinstance(prompt_lens, Tensor) else []
     (tokens, offsets, *fetched), labels = fetch([values, nested.offsets(), *given], group_ids, len(nested))
     totals = offsets.diff().tolist()
     lengths = prompt_lengths("prompt_lens", prompt_lens, fetched, totals)
@@ -226,9 +224,8 @@ def pack_jagged(
     largest = largest_token("input_ids", extremes(tokens[begin:end]))
     response_lens = [total - length for total, length in zip(totals, lengths)]
     groups = group(tokens, offsets.tolist(), lengths, labels)
-    rows = {
-        name: jagged_rows(name, one, values)[..., begin:end] for name, one in named("row_values", row_values).items()
-    }
+    by_token = named("row_values", row_values)
+    rows = {name: jagged_rows(name, one, values)[..., begin:end] for name, one in by_token.items()}
     what = Tokens(values[begin:end], response_lens, largest, None, rows, group_values)
     return _pack(what, groups, lengths, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
@@ -294,8 +291,8 @@ def pack_prefix_tree(
     (ids, *mask), groups = fetch(tokens, pick("group_ids", group_ids), len(lengths), "sequences")
     nodes, largest = _built(ids, lengths, groups, boundary, min_shared, pick("borders", borders))
     scored = scored_lens(mask[0], lengths) if mask else [max(0, length - 1) for length in lengths]
-    by_token, by_root = pick.each("row_values", row_values), pick.each("group_values", group_values)
-    values = {name: listed(name, one, lengths) for name, one in by_token.items()}
+    values = {name: listed(name, one, lengths) for name, one in pick.each("row_values", row_values).items()}
+    by_root = pick.each("group_values", group_values)
     what = Tokens(tokens[0], scored, largest, tokens[1] if mask else None, values, by_root)
     return pack_tokens(what, nodes, pad_to_multiple_of, device)
 
@@ -353,7 +350,8 @@ def _pack(
         step = checks.integer("max_responses_per_group", max_responses_per_group, 1)
         groups = [members[at : at + step] for members in groups for at in range(0, len(members), step)]
     tree = PrefixTree.of_prompts(groups, prompt_lens, tokens.scored_lens, checked_boundary(boundary))
-    return pack_tokens(tokens, tree, pad_to_multiple_of, device)
+    # With "replicate" each scored token has a row of its own.
+    return pack_tokens(tokens, tree, pad_to_multiple_of, device, boundary == "replicate")
 
 
 # Trees

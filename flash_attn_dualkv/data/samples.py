@@ -103,6 +103,14 @@ def selected(values: Tensor, mask: Tensor, count: int) -> Tensor:
     return chosen[:count]
 
 
+def jagged(name: str, values: Any) -> Any:
+    """A nested tensor; a type checker knows nothing of its methods."""
+    if not isinstance(values, Tensor) or not values.is_nested or values.layout != torch.jagged:
+        got = checks.describe(values)
+        raise SharedPromptError(explain(name, "a nested tensor with torch.jagged layout", got))
+    return values
+
+
 def position_rows(values: Any) -> Tensor:
     """(n, T) of jagged (B, T_i) or (B, n, T_i) values, such as positions of time, height and width."""
     flat: Tensor = values.values()
@@ -117,9 +125,7 @@ def position_rows(values: Any) -> Tensor:
 def jagged_rows(name: str, values: Any, like: Tensor) -> Tensor:
     """(..., T) of jagged values that lie as the tokens do."""
     name = f"row_values[{name!r}]"
-    if not isinstance(values, Tensor) or not values.is_nested or values.layout != torch.jagged:
-        raise SharedPromptError(explain(name, "a nested tensor with torch.jagged layout", checks.describe(values)))
-    rows = position_rows(values)
+    rows = position_rows(jagged(name, values))
     if rows.shape[-1] != len(like):
         raise SharedPromptError(explain(name, f"{len(like)} values (as input_ids)", rows.shape[-1]))
     return rows[0] if values.dim() == 2 else rows
@@ -128,32 +134,20 @@ def jagged_rows(name: str, values: Any, like: Tensor) -> Tensor:
 # Lengths
 
 
-class Ones(NamedTuple):
-    """Ones of each row of a mask: where they begin, how many, in how many runs; how many other values."""
-
-    begins: list[int]
-    lengths: list[int]
-    runs: list[int]
-    others: list[int]
-
-    @staticmethod
-    def numbers(mask: Tensor) -> tuple[Tensor, ...]:
-        """On the device of the mask."""
-        ones = mask == 1
-        rises = (ones[:, 1:] & ~ones[:, :-1]).sum(1) + ones[:, :1].sum(1)
-        return (ones.cumsum(1) == 0).sum(1), ones.sum(1), rises, (~ones & (mask != 0)).sum(1)
-
-    def check(self, name: str) -> None:
-        if any(self.others):
-            raise SharedPromptError(explain("attention_mask", "0 and 1", "other values"))
-        for row, runs in enumerate(self.runs):
-            if runs > 1:
-                raise SharedPromptError(explain(name, "ones that stand together in each row", f"a hole in row {row}"))
+def ones_of(mask: Tensor) -> tuple[Tensor, ...]:
+    """(B,) each, on the device: where the ones of a row begin, how many, in how many runs; how many other values."""
+    ones = mask == 1
+    rises = (ones[:, 1:] & ~ones[:, :-1]).sum(1) + ones[:, :1].sum(1)
+    return (ones.cumsum(1) == 0).sum(1), ones.sum(1), rises, (~ones & (mask != 0)).sum(1)
 
 
-def as_fetched(name: str, lengths: Any) -> list[Tensor]:
-    """The lengths if they are a tensor, to be fetched with the tokens."""
-    return [checks.integers(name, lengths, 1)] if isinstance(lengths, Tensor) else []
+def check_ones(name: str, runs: Sequence[int], others: Sequence[int]) -> None:
+    """SharedPromptError unless the ones of each row stand together, and all else is 0."""
+    if any(others):
+        raise SharedPromptError(explain("attention_mask", "0 and 1", "other values"))
+    for row, count in enumerate(runs):
+        if count > 1:
+            raise SharedPromptError(explain(name, "ones that stand together in each row", f"a hole in row {row}"))
 
 
 def prompt_lengths(name: str, lengths: Any, fetched: Sequence[Tensor], totals: Sequence[int]) -> list[int]:
@@ -180,16 +174,13 @@ def fetch(
 ) -> tuple[list[Tensor], list[Hashable] | None]:
     """The tensors (flat int64) and the group ids, one for each sample, on the host; one copy from a GPU."""
     device = _common_device(tensors)
-    if group_ids is None:
-        return to_host(tensors), None
-    ids = checks.group_ids(group_ids)
-    check_count("group_ids", ids, count, like)
-    if not isinstance(ids, Tensor):
-        return to_host(tensors), ids
-    if ids.device != device:
-        return to_host(tensors), ids.tolist()
-    *host, copied = to_host([*tensors, ids])
-    return host, copied.tolist()
+    ids = None if group_ids is None else checks.group_ids(group_ids)
+    if ids is not None:
+        check_count("group_ids", ids, count, like)
+    if isinstance(ids, Tensor) and ids.device == device:
+        *host, copied = to_host([*tensors, ids])
+        return host, copied.tolist()
+    return to_host(tensors), ids.tolist() if isinstance(ids, Tensor) else ids
 
 
 # Groups
@@ -287,11 +278,10 @@ def named(name: str, values: Any) -> dict[str, Any]:
 def listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
     """Tensors of (..., L_i) values, one for each sequence, in one."""
     name = f"row_values[{name!r}]"
+    values = sequences_of(name, values, "tensors")
     try:
-        given = [torch.as_tensor(one) for one in sequences_of(name, values, "tensors")]
-    except (TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, SharedPromptError):
-            raise
+        given = [torch.as_tensor(one) for one in values]
+    except (TypeError, ValueError, RuntimeError):
         raise SharedPromptTypeError(explain(name, "a list of tensors", checks.describe(values))) from None
     _common_device(given)
     check_count(name, given, len(lengths), "sequences")

@@ -116,7 +116,8 @@ class _Leaves(NamedTuple):
     @staticmethod
     def of(tokens: Tensor, lengths: Sequence[int], groups: Sequence[Hashable] | None) -> _Leaves:
         begins = offsets_of(int64s(lengths))[:-1]
-        numbers = _numbers(groups, len(lengths))
+        seen: dict[Hashable, int] = {}
+        numbers = [seen.setdefault(one, len(seen)) for one in groups or [0] * len(lengths)]
         index = int64s(_sorted(tokens, begins, lengths, numbers))
         sizes = take(int64s(lengths), index)
         common = _common_prefixes(tokens, take(begins, index), sizes, take(int64s(numbers), index))
@@ -130,14 +131,6 @@ class _Leaves(NamedTuple):
             take(common, leaves[:-1]).tolist(),
             torch.empty_like(index).index_copy_(0, index, is_leaf.cumsum(0) - is_leaf.long()),
         )
-
-
-def _numbers(groups: Sequence[Hashable] | None, count: int) -> list[int]:
-    """Number of each sequence's group, in the order of their first sequences."""
-    if groups is None:
-        return [0] * count
-    seen: dict[Hashable, int] = {}
-    return [seen.setdefault(one, len(seen)) for one in groups]
 
 
 def _sorted(tokens: Tensor, begins: Tensor, lengths: Sequence[int], groups: Sequence[int]) -> list[int]:
