@@ -44,7 +44,7 @@ def balance(
     tree = as_tree(groups, prompt_lens, response_lens)
     checks.flag("equal_counts", equal_counts)
     checks.number("token_cost", token_cost, zero=True, expected="a finite number >= 0")
-    samples = sum(map(len, below(tree, [0] * tree.num_nodes)))
+    samples = sum(map(len, below(tree, [0] * len(tree.node_lens))))
     ranks = checks.integer("num_ranks", num_ranks, 1, max(1, samples))
     share, over = divmod(samples, ranks) if equal_counts else (samples, 0)
     costs = _costs(tree, token_cost)
@@ -93,18 +93,15 @@ def _on_paths(tree: PrefixTree, members: Sequence[int]) -> set[int]:
 
 def _tops(tree: PrefixTree, most: int) -> list[int]:
     """(n,) the uppermost node on its path of each node with at most so many sequences below, or its leaf; else -1."""
-    counts = [0] * tree.num_nodes
-    is_leaf = [True] * tree.num_nodes
+    # Leaf -1 and parent -1 find the last entry.
+    counts = [0] * (len(tree.node_lens) + 1)
     for leaf in tree.leaves:
-        if leaf >= 0:
-            counts[leaf] += 1
-    for node in reversed(range(tree.num_nodes)):
-        parent = tree.node_parents[node]
-        if parent >= 0:
-            counts[parent] += counts[node]
-            is_leaf[parent] = False
+        counts[leaf] += 1
+    for node in reversed(range(len(tree.node_lens))):
+        counts[tree.node_parents[node]] += counts[node]
+    inner = {*tree.node_parents}
     tops: list[int] = []
     for node, parent in enumerate(tree.node_parents):
         inherited = tops[parent] if parent >= 0 else -1
-        tops.append(inherited if inherited >= 0 else node if counts[node] <= most or is_leaf[node] else -1)
+        tops.append(inherited if inherited >= 0 else node if counts[node] <= most or node not in inner else -1)
     return tops

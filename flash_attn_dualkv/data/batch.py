@@ -49,7 +49,7 @@ class PackedBatch(SeparatelyPickled):
         jagged_offsets: (B+1,) int64, where the sequences begin there.
         source_index: (T,) int64, of each row one of the tokens that it stands for, among those of all sequences; -1 for
             padding.
-        scored_lens: (B,) R_i.
+        response_lens: (B,) R_i, of samples the tokens of the response.
         max_token: the largest token id.
         own_labels: whether each scored token is known to have a row of its own, without reading `row_labels`.
         row_values: by name, (..., T) what was given for the tokens, 0 in padding.
@@ -67,7 +67,7 @@ class PackedBatch(SeparatelyPickled):
     jagged_index: Tensor
     jagged_offsets: Tensor
     source_index: Tensor
-    scored_lens: tuple[int, ...]
+    response_lens: tuple[int, ...]
     max_token: int
     own_labels: bool = False
     row_values: Mapping[str, Tensor] = field(default_factory=dict)
@@ -88,12 +88,7 @@ class PackedBatch(SeparatelyPickled):
     @property
     def prompt_lens(self) -> tuple[int, ...]:
         """(B,) L_i - R_i: tokens that are not scored, of samples those of the prompt."""
-        return tuple(map(int.__sub__, self.sequence_lens, self.scored_lens))
-
-    @property
-    def response_lens(self) -> tuple[int, ...]:
-        """(B,) R_i: of samples the tokens of the response."""
-        return self.scored_lens
+        return tuple(map(int.__sub__, self.sequence_lens, self.response_lens))
 
     @cached_property
     @untraced
@@ -117,7 +112,7 @@ class PackedBatch(SeparatelyPickled):
         Returns:
             (sum R, ...) on the batch's device.
         """
-        device, count = self.input_ids.device, len(self.scored_lens)
+        device, count = self.input_ids.device, len(self.response_lens)
         try:
             values = torch.as_tensor(per_sequence, device=device)
         except (TypeError, ValueError, RuntimeError):
@@ -126,7 +121,7 @@ class PackedBatch(SeparatelyPickled):
         if values.dim() == 0 or len(values) != count:
             got = f"shape {tuple(values.shape)}"
             raise SharedPromptError(explain("per_sequence", f"{count} values (as sequences)", got))
-        longest = max(1, *self.scored_lens)
+        longest = max(1, *self.response_lens)
         return values.index_select(0, self.padded_index // longest)
 
     # Nodes and rows
@@ -149,7 +144,7 @@ class PackedBatch(SeparatelyPickled):
             SharedPromptError: rows score several tokens, or one token for several sequences: such a loss would count
                 them once. To find that out, what a GPU has computed may be waited for.
         """
-        scored = sum(self.scored_lens)
+        scored = sum(self.response_lens)
         rows = scored if self.own_labels else int((self.row_labels != IGNORED_LABEL).sum())
         if rows < scored:
             expected = f"a row for each of the {scored} scored tokens of all sequences"
@@ -194,7 +189,7 @@ class PackedBatch(SeparatelyPickled):
             "shared_prompt/tokens": rows,
             "shared_prompt/tokens_saved": self.num_replicated_tokens - rows,
             "shared_prompt/num_prompts": prompts,
-            "shared_prompt/responses_per_prompt": len(self.scored_lens) / max(1, prompts),
+            "shared_prompt/responses_per_prompt": len(self.response_lens) / max(1, prompts),
             "shared_prompt/num_nodes": self.layout.num_nodes,
             "shared_prompt/depth": self.layout.depth,
         }
@@ -253,17 +248,15 @@ def pack_tokens(
         own_labels: see `PackedBatch`.
     """
     device = tokens.ids.device if device is None else checks.device(device)
-    rows, scored, pad = tree.num_rows, sum(tokens.scored_lens), 0
+    rows, scored, pad = sum(tree.node_lens), sum(tokens.scored_lens), 0
     if pad_to_multiple_of is not None:
         pad = -rows % checks.integer("pad_to_multiple_of", pad_to_multiple_of, 1, MAX_ROWS)
     host = SharedPromptLayout.from_tree(tree.node_lens, tree.node_parents, pad=pad)
     small = [*map(int64s, _numbers(tokens, tree)), *Spans.of(tree)]
     ids, mask = tokens.ids, tokens.mask
-    if same_device(ids.device, device):
-        *moved, nodes = to_device(small, [host.nodes], device)
-    else:
-        given = [one.cpu().long() for one in (ids, mask) if one is not None]
-        *moved, nodes = to_device([*small, *given], [host.nodes], device)
+    given = [] if same_device(ids.device, device) else [one.cpu().long() for one in (ids, mask) if one is not None]
+    *moved, nodes = to_device([*small, *given], [host.nodes], device)
+    if given:
         ids, mask = moved[len(small)], moved[-1] if mask is not None else None
     lens, sources, begins, offsets, counts, firsts, places = moved[:7]
     spans = Spans(*moved[7 : len(small)])

@@ -291,8 +291,8 @@ def pack_prefix_tree(
     (ids, *mask), groups = fetch(tokens, pick("group_ids", group_ids), len(lengths), "sequences")
     nodes, largest = _built(ids, lengths, groups, boundary, min_shared, pick("borders", borders))
     scored = scored_lens(mask[0], lengths) if mask else [max(0, length - 1) for length in lengths]
-    values = {name: listed(name, one, lengths) for name, one in pick.each("row_values", row_values).items()}
-    by_root = pick.each("group_values", group_values)
+    by_token, by_root = pick.each("row_values", row_values), pick.each("group_values", group_values)
+    values = {name: listed(name, one, lengths) for name, one in by_token.items()}
     what = Tokens(tokens[0], scored, largest, tokens[1] if mask else None, values, by_root)
     return pack_tokens(what, nodes, pad_to_multiple_of, device)
 

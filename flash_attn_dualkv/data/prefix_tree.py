@@ -71,15 +71,6 @@ class PrefixTree:
         totals = tuple(map(int.__add__, prompt_lens, response_lens))
         return PrefixTree(tuple(lens), tuple(parents), tuple(leaves), totals, boundary)
 
-    @property
-    def num_nodes(self) -> int:
-        return len(self.node_lens)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the packed row, without padding."""
-        return sum(self.node_lens)
-
     @cached_property
     def begins(self) -> tuple[int, ...]:
         """(n,) the position of the first token of each node in its sequences."""
@@ -110,11 +101,11 @@ class PrefixTree:
     @cached_property
     def sources(self) -> tuple[int, ...]:
         """(n,) a sequence that has all tokens of each node."""
-        sources = [-1] * self.num_nodes
+        sources = [-1] * len(self.node_lens)
         for index, (leaf, length) in enumerate(zip(self.leaves, self.sequence_lens)):
             if leaf >= 0 and (sources[leaf] < 0 or length > self.sequence_lens[sources[leaf]]):
                 sources[leaf] = index
-        for node in reversed(range(self.num_nodes)):
+        for node in reversed(range(len(self.node_lens))):
             if self.node_parents[node] >= 0:
                 sources[self.node_parents[node]] = sources[node]
         return tuple(sources)

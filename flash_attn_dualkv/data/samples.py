@@ -106,8 +106,7 @@ def selected(values: Tensor, mask: Tensor, count: int) -> Tensor:
 def jagged(name: str, values: Any) -> Any:
     """A nested tensor; a type checker knows nothing of its methods."""
     if not isinstance(values, Tensor) or not values.is_nested or values.layout != torch.jagged:
-        got = checks.describe(values)
-        raise SharedPromptError(explain(name, "a nested tensor with torch.jagged layout", got))
+        raise SharedPromptError(explain(name, "a nested tensor with torch.jagged layout", checks.describe(values)))
     return values
 
 
@@ -226,9 +225,8 @@ def group(
     """
     if not lengths:
         raise SharedPromptError(explain("prompts", "at least one", 0))
-    if min(lengths) < 1:
-        index = next(index for index, length in enumerate(lengths) if length < 1)
-        raise SharedPromptError(explain(f"prompts[{index}]", "at least one token", lengths[index]))
+    if 0 in lengths:
+        raise SharedPromptError(explain(f"prompts[{lengths.index(0)}]", "at least one token", 0))
     prompts = bytes_of(tokens, begins, lengths)
     if group_ids is None:
         return groups_of(_short_keys(prompts))

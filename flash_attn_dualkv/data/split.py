@@ -122,8 +122,8 @@ def on_equal_terms(
         micro_batches, groups = fill()
     except SharedPromptError as own:
         error = str(own)  # the other ranks wait for this one
-    held = sum(map(len, micro_batches))
-    wanted, fewest, failed = _largest([len(micro_batches), -held, error is not None], dp_group)
+    numbers = len(micro_batches), -sum(map(len, micro_batches)), error is not None
+    wanted, fewest, failed = _largest(numbers, dp_group)
     if failed:
         raise SharedPromptError(error or explain("max_tokens", "a budget that every rank can keep", "one that cannot"))
     if wanted > -fewest:
@@ -192,7 +192,7 @@ def _fill_evenly(tree: PrefixTree, least: int, max_tokens: int) -> list[list[int
 
 def _fill(tree: PrefixTree, max_tokens: int) -> tuple[list[list[int]], int]:
     """The micro-batches, and the rows of all of them."""
-    nodes = tree.num_nodes
+    nodes = len(tree.node_lens)
     # Parts of what is below each node, and the forest behind them: rows that are not on the path,
     # sequences.
     parts: list[list[tuple[int, list[int]]]] = [[] for _ in range(nodes + 1)]

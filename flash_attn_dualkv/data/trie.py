@@ -160,8 +160,7 @@ def _common_prefixes(tokens: Tensor, begins: Tensor, lengths: Tensor, groups: Te
 class _Tree:
     """The tree while it is made: the root, then the inner nodes, each kept or dissolved into its children; the leaves.
 
-    The tokens of a node end at `ends`. Parents are those of the whole tree, dissolved nodes included, until
-    `depth_first`.
+    The tokens of a node end at `ends`. Parents may be dissolved nodes until `keep_savings`.
     """
 
     def __init__(self, leaf_lengths: list[int], borders: list[int]) -> None:
@@ -204,6 +203,8 @@ class _Tree:
             parent = above[self.parents[node]]
             self.kept[node] = self.ends[parent] <= limits[node]
             above[node] = node if self.kept[node] else parent
+            self.parents[node] = parent
+        self.leaf_parents = [above[parent] for parent in self.leaf_parents]
 
     def _limits(self, least: int) -> list[int]:
         """Where a kept node above each inner node may end at most for it to be kept; negative for never.
@@ -246,12 +247,6 @@ class _Tree:
 
     def depth_first(self, leaf_of: Tensor, lengths: Sequence[int], boundary: Boundary) -> PrefixTree:
         """The nodes that are kept, as the tree of sequences of these lengths; `leaf_of` counts leaves."""
-        for node in self.order:  # parents are resolved before their children
-            if not self.kept[self.parents[node]]:
-                self.parents[node] = self.parents[self.parents[node]]
-        for leaf, parent in enumerate(self.leaf_parents):
-            if not self.kept[parent]:
-                self.leaf_parents[leaf] = self.parents[parent]
         # Nodes with the same first leaf are ancestors of each other, of which the upper one ends
         # first.
         entries = [(self.first_leaves[node], self.ends[node], node) for node in self.order if self.kept[node]]

@@ -81,7 +81,7 @@ def test_values_of_trees() -> None:
     part = pack_prefix_tree(
         WHOLE, loss_mask=masks, tree=tree, chosen=chosen, row_values={"height": HEIGHTS}, group_values={"uid": UIDS}
     )
-    assert part.sequence_lens == (4, 5) and part.scored_lens == (3, 2)
+    assert part.sequence_lens == (4, 5) and part.response_lens == (3, 2)
     assert part.group_values["uid"] == ("c", "a")
     assert part.tree.borders == tuple(tree.borders[index] for index in chosen)
 

@@ -120,7 +120,7 @@ def test_values_by_hand() -> None:
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 4, 5, 5, 2, 0, 0, 1]
     assert batch.multiplicity.tolist() == [6, 6, 4, 4, 2, 2, 1, 1, 1, 1, 1, 1]
     assert batch.row_labels.tolist() == [0, 7, 1, 2, -100, 3, -100, -100, -100, -100, 2, -100]
-    assert batch.scored_lens == (4, 5, 2, 4, 1, 0, 1, 0, 5)
+    assert batch.response_lens == (4, 5, 2, 4, 1, 0, 1, 0, 5)
     assert batch.token_index[:11].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 5, 0, 1]
     replicated = pack_prefix_tree(SEQUENCES, min_shared=1, boundary="replicate")
     assert replicated.input_ids.tolist() == [5, 0, 7, 1, 2, 1, 3, 3, 3, 4, 0, 8, 9, 256, 2]

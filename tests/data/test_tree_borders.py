@@ -100,7 +100,7 @@ def test_any_borders(forest: Forest, boundary: Any, data: st.DataObject) -> None
 def test_borders_by_hand() -> None:
     tree = group_by_prefix(SEQUENCES, min_shared=1)
     assert tree.node_lens == (2, 2, 1, 1, 1, 1, 1, 1, 2) and tree.node_parents == (-1, 0, 1, 1, 3, 3, 0, -1, -1)
-    assert tree.leaves == (2, 4, 6, 2, 2, -1, 8, 7, 5) and tree.num_rows == 12
+    assert tree.leaves == (2, 4, 6, 2, 2, -1, 8, 7, 5) and sum(tree.node_lens) == 12
     assert tree.borders == ((2, 4), (2, 4, 5), (2,), (2, 4), (2,), (), (), (), (2, 4, 5))
     # One sequence in as many nodes as its path has; the other two share the first of them.
     alone = pack_prefix_tree(SEQUENCES[1:2], borders=tree.borders[1:2])

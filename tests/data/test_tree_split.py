@@ -49,7 +49,7 @@ def test_split(forest: Forest, boundary: Any, min_shared: int, slack: int) -> No
     # No two of them could be one.
     for one, other in itertools.combinations(micro_batches, 2):
         assert pack([*one, *other], sequences, tree, boundary).layout.num_tokens > budget // 2
-    if tree.num_rows <= budget:
+    if sum(tree.node_lens) <= budget:
         assert len(micro_batches) == 1
     # Trees that fit are whole.
     whole = pack_prefix_tree(sequences, boundary=boundary, min_shared=min_shared)
@@ -86,7 +86,7 @@ def test_a_tree_over_the_budget_is_cut_at_its_nodes() -> None:
     first, second = [1] * 10, ([2] * 10, [3] * 10)
     sequences = [[*first, *turn, *[end] * 5] for turn in second for end in (4, 5)]
     tree = group_by_prefix(sequences, min_shared=1)
-    assert tree.num_rows == 50
+    assert sum(tree.node_lens) == 50
     for budget, expected in ((50, [[0, 1, 2, 3]]), (49, [[0, 1], [2, 3]]), (29, [[0], [1], [2], [3]])):
         assert split_by_token_budget(tree, max_tokens=budget) == expected
     assert [pack(one, sequences, tree).layout.num_tokens for one in ([0, 1], [2, 3])] == [30, 30]
@@ -101,7 +101,7 @@ def test_large_trees_are_split_well_and_fast() -> None:
         micro_batches = split_by_token_budget(tree, max_tokens=budget)
         assert least_time(4.0, split_by_token_budget, tree, None, None, budget) < 4.0
         assert sorted(itertools.chain(*micro_batches)) == [*range(len(sequences))]
-        assert len(micro_batches) <= max(1, least * (tree.num_rows - 1000) / (budget - 1000) + 1)
+        assert len(micro_batches) <= max(1, least * (sum(tree.node_lens) - 1000) / (budget - 1000) + 1)
 
 
 def _split_on_rank(rank: int, world: int, address: str, results: Any) -> None:

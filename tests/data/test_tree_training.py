@@ -52,7 +52,7 @@ def test_a_tree_equals_its_sequences(seed: int, options: dict[str, Any]) -> None
     batch = pack_prefix_tree(sequences, loss_mask=masks, **options)
     assert batch.dedup_ratio > 1.1 and batch.layout.depth > 1
     model = Model()
-    width = max(batch.scored_lens) + 1
+    width = max(batch.response_lens) + 1
     # Every token of every sequence has a weight of its own, as advantages do it.
     weights = torch.randn(len(sequences), width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 

@@ -81,7 +81,7 @@ def check(batch: PackedBatch, sequences: Lists, masks: Lists | None, groups: lis
     assert 0 not in batch.multiplicity.tolist()[:end]
     assert batch.token_index.tolist() == [own[at - 1] for own, places in zip(rows, trained) for at in places]
     assert batch.targets.tolist() == [one[at] for one, places in zip(sequences, trained) for at in places]
-    assert batch.scored_lens == tuple(map(len, trained))
+    assert batch.response_lens == tuple(map(len, trained))
     first: dict[int, int] = {}
     for row, target in zip(batch.token_index.tolist(), batch.targets.tolist()):
         first.setdefault(row, target)
@@ -124,11 +124,11 @@ def check_ratios(batch: PackedBatch, sequences: Lists) -> None:
 
 def check_way_back(batch: PackedBatch) -> None:
     """Every value returns to its sequence and token, with its gradient."""
-    total, longest = sum(batch.scored_lens), max(batch.scored_lens)
+    total, longest = sum(batch.response_lens), max(batch.response_lens)
     values = torch.arange(1.0, total + 1, requires_grad=True)
     unpacked = unpack_logprobs(values, batch, fill=-7.0, per_row=False, width=longest + 1)
     numbers = iter(range(1, total + 1))
-    wanted = [[next(numbers) for _ in range(count)] + [-7] * (longest + 1 - count) for count in batch.scored_lens]
+    wanted = [[next(numbers) for _ in range(count)] + [-7] * (longest + 1 - count) for count in batch.response_lens]
     assert unpacked.tolist() == wanted
     weights = torch.rand(total)
     (gradient,) = torch.autograd.grad(unpack(values * weights, batch, per_row=False).sum(), values)
