@@ -33,7 +33,7 @@ from flash_attn_dualkv.integrations.transformers import register, shared_prompt_
 
 def step(model: torch.nn.Module, prompts: list[Tensor], responses: list[list[int]], flag: bool) -> Tensor:
     register(fallback="eager")
-    batch = pack_shared_prompts(prompts, responses, group_ids=[1, "two"], boundary="gather", drop_last=True)
+    batch = pack_shared_prompts(prompts, responses, group_ids=[1, "two"], boundary="gather")
     assert_type(batch, PackedBatch)
     assert_type(shared_prompt_forward(model, batch), tuple[Tensor, Tensor | None])
     assert_type(shared_prompt_forward(model, batch, with_entropy=flag), tuple[Tensor, Tensor | None])

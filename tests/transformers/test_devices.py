@@ -7,6 +7,7 @@ given (copies of all tensors, a layout that was moved) is made by a hook of our 
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -73,7 +74,7 @@ def test_hooks_of_accelerate(name: str, forward: Any) -> None:
 def as_elsewhere(given: Any) -> Any:
     """What `send_to_device` makes of an argument for a layer on another GPU, on the same one."""
     if isinstance(given, SharedPromptLayout):
-        return given.with_nodes(given.nodes.clone())
+        return dataclasses.replace(given, nodes=given.nodes.clone(), position_ids=None)
     if isinstance(given, DeferredMask):
         return given.to("cpu", non_blocking=True)
     if isinstance(given, tuple):

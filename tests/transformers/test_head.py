@@ -209,7 +209,7 @@ def test_question_answering() -> None:
     model = transformers.LlamaForQuestionAnswering(tiny_config("llama")).double().eval()
     model.set_attn_implementation("dualkv")
     dualkv.install_layout_hook(model)
-    assert run(model).start_logits.shape == (1, BATCH.num_rows)
+    assert run(model).start_logits.shape == (1, BATCH.layout.num_tokens)
     with pytest.raises(SharedPromptError, match="^labels: expected shift_labels="):
         run(model, start_positions=torch.tensor([1]), end_positions=torch.tensor([2]))
 

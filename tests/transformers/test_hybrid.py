@@ -72,7 +72,7 @@ def test_trees(name: str) -> None:
     whole = Samples([one[:1] for one in SEQUENCES], [one[1:] for one in SEQUENCES])
     trained = torch.tensor([value for mask in MASKS for value in mask[1:]]).bool()
     batch = pack_prefix_tree(SEQUENCES, loss_mask=MASKS, min_shared=1, pad_to_multiple_of=8)
-    assert batch.depth >= 4
+    assert batch.layout.depth >= 4
     with in_float64():
         twin = stock_twin(model, "eager")
         expected = replicated_logps(twin, whole)[0][trained]

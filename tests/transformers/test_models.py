@@ -33,9 +33,8 @@ from flash_attn_dualkv import SharedPromptLayoutError, pack_prefix_tree, unpack_
 PACKINGS = {
     "replicate": {},
     "gather": dict(boundary="gather"),
-    "replicate, shortened, padded": dict(drop_last=True, pad_to_multiple_of=16),
+    "replicate, padded": dict(pad_to_multiple_of=16),
     "gather, split": dict(boundary="gather", max_responses_per_group=1),
-    "gather, shortened": dict(boundary="gather", drop_last=True),
 }
 
 
@@ -122,11 +121,13 @@ def test_gradients_reach_only_what_a_response_depends_on(name):
     handle.remove()
     (gradient,) = torch.autograd.grad(logps[chosen].sum(), embedded[0])
     gradient = gradient[0]
-    parts = zip(pairwise(accumulate(batch.node_lens, initial=0)), batch.node_parents)
-    for place, (begin, end) in enumerate(part for part, parent in parts if parent >= 0):
+    parts = zip(pairwise(accumulate(batch.layout.node_lens, initial=0)), batch.layout.node_parents)
+    for place, ((begin, end), parent) in enumerate(parts):
+        if parent < 0:
+            continue
         # The last token of the response itself scores nothing.
         is_seen = gradient[begin:end].abs().sum(-1) > 0
-        expected = [batch.order[place] == chosen] * (end - begin - 1) + [False]
+        expected = [batch.tree.leaves[chosen] == place] * (end - begin - 1) + [False]
         assert is_seen.tolist() == (expected if end > begin else [])
 
 
@@ -193,7 +194,7 @@ def test_equals_each_sequence_alone(name: str) -> None:
     whole = Samples([one[:1] for one in SEQUENCES], [one[1:] for one in SEQUENCES])
     trained = torch.tensor([value for mask in MASKS for value in mask[1:]]).bool()
     batches = [pack_prefix_tree(SEQUENCES, loss_mask=MASKS, min_shared=1, **options) for options in OPTIONS]
-    assert all(one.depth >= 4 and one.dedup_ratio > 1.5 for one in batches)
+    assert all(one.layout.depth >= 4 and one.dedup_ratio > 1.5 for one in batches)
     check_packed(name, whole, batches, trained, **(EVERY_EXPERT[name] if name == "deepseek_v3" else {}))
 
 
@@ -224,7 +225,7 @@ def test_the_layout_in_a_forward_of_the_model() -> None:
     handle = dualkv.install_layout_hook(model)
     check_equal(logps_of(model(**row_of(batch)).logits, batch), dualkv.shared_prompt_forward(model, batch)[0], 1e-12)
     with pytest.raises(SharedPromptLayoutError, match="^position_ids"):
-        model(**row_of(batch, position_ids=torch.arange(batch.num_rows)[None]))
+        model(**row_of(batch, position_ids=torch.arange(batch.layout.num_tokens)[None]))
     handle.remove()
     with (
         pytest.raises(SharedPromptLayoutError, match="^shared_prompt_layout: expected the layout of the enclosing"),
