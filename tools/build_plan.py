@@ -78,7 +78,7 @@ def find_torch(folders: Iterable[Path] | None = None) -> TorchBuild | None:
         path = folder / "torch/version.py"
         if not path.is_file():
             continue
-        lines = re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= *(.+)$", path.read_text(), re.M)
+        lines = re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= *('[^']*'|\"[^\"]*\"|None)", path.read_text(), re.M)
         values = {name: ast.literal_eval(value) for name, value in lines}
         return TorchBuild(values.get("__version__", "?"), values.get("cuda"), values.get("hip"))
     return None

@@ -57,8 +57,8 @@ class Nvcc:
 
     @property
     def compression(self) -> tuple[str, ...]:
-        """The options for the smallest device code; nvcc before 12.8 has one way to compress alone."""
-        return ("--compress-mode=size",) if self.version >= (12, 8) else ()
+        """The options for the smallest device code; older drivers of CUDA 12 know only what is the default there."""
+        return ("--compress-mode=size",) if self.version >= (13, 0) else ()
 
     def include_dir(self) -> Path:
         """Where cuda_runtime_api.h lives, for sources that the host compiler sees."""
@@ -82,7 +82,9 @@ class Nvcc:
 
 def install_nvcc(cuda: tuple[int, int] | None) -> str:
     """How to get nvcc, its parts, headers and libraries in one matching version, that a driver for `cuda` runs."""
-    if cuda is not None and cuda[0] < 13:
+    if cuda is not None and cuda < (12, 0):
+        how = "Update NVIDIA's driver to one for CUDA 12 or newer."
+    elif cuda is not None and cuda[0] < 13:
         how = (
             f"Install a CUDA {cuda[0]} toolkit, {_dotted(OLDEST_CUDA)} or newer, and set CUDA_HOME to it: with "
             "NVIDIA's installer, the system's packages or conda; pip has none."

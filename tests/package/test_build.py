@@ -96,6 +96,7 @@ def test_a_pure_python_installation_says_why_and_how_to_change_it(machine, reaso
     [
         ({}, dict(gpus=((9, 0),), nvcc=None), "GPU of compute capability 9.0 is visible, but no nvcc.*pip install"),
         ({}, dict(gpus=((9, 0),), nvcc=None, driver=(12, 4)), "Install a CUDA 12 toolkit, 12.5 or newer.*pip has none"),
+        ({}, dict(gpus=((8, 0),), nvcc=None, driver=(11, 8)), "Update NVIDIA's driver to one for CUDA 12 or newer"),
         ({"DUALKV_ARCHS": "90"}, dict(nvcc=None), "DUALKV_ARCHS=90 asks for CUDA kernels, but no nvcc"),
         ({"DUALKV_ARCHS": "90"}, dict(platform="win32"), "DUALKV_ARCHS=90 asks for CUDA kernels, but .* Linux only"),
         ({"DUALKV_ARCHS": "88"}, dict(), "cannot build for 88; it knows 80, 86, 89, 90, 100, 103, 120"),
@@ -147,11 +148,14 @@ def test_numbers_in_settings():
 # --- torch, GPUs, Pythons and nvcc ------------------------------------------------------------------------------------
 
 
-def test_torch_is_found_without_importing_it(tmp_path):
+def test_torch_is_found_without_importing_it(tmp_path, monkeypatch):
     import torch
 
-    found = build_plan.find_torch()
-    assert found == TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip)
+    expected = TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip)
+    assert build_plan.find_torch() == expected
+    if (Path(sysconfig.get_paths()["purelib"]) / "torch").is_dir():
+        monkeypatch.setattr(sys, "path", ["/of/a/build/with/isolation"])
+        assert build_plan.find_torch() == expected
     (tmp_path / "torch").mkdir()
     text = "from typing import Optional\n__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n"
     (tmp_path / "torch/version.py").write_text(text)
@@ -301,9 +305,9 @@ def test_each_family_of_sources_gets_its_own_targets():
     assert hopper.gencode(["80"]) == []
 
 
-def test_device_code_is_compressed_where_nvcc_knows_how():
-    assert Nvcc(Path("nvcc"), (12, 8)).compression == ("--compress-mode=size",)
-    assert Nvcc(Path("nvcc"), (12, 6)).compression == ()
+def test_device_code_is_compressed_where_every_driver_knows_how():
+    assert Nvcc(Path("nvcc"), (13, 0)).compression == ("--compress-mode=size",)
+    assert Nvcc(Path("nvcc"), (12, 8)).compression == ()
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")

@@ -17,14 +17,16 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import check_release
 import extension
 import pytest
 import pythons
 import toolchain
+from build_plan import DEFAULT_ARCHS
 from toolchain import BuildError
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHS = {"DUALKV_ARCHS": "80;90"}
+ARCHS = {"DUALKV_ARCHS": ";".join(DEFAULT_ARCHS)}
 # What every Linux has.
 SYSTEM_LIBRARIES = {"libc", "libdl", "libgcc_s", "libm", "libpthread", "librt", "libstdc++", "ld-linux"}
 
@@ -41,6 +43,30 @@ def copy_checkout(target: Path) -> Path:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
     return copy_checkout(tmp_path_factory.mktemp("checkout") / "source")
+
+
+def test_a_release_has_one_version():
+    assert check_release.main(f"v{extension.version_of(ROOT)}") == []
+    assert check_release.main(None) == []
+    version_py, changelog = '__version__ = "0.3.0"\n', "# Changelog\n\n## 0.3.0\n\n## 0.2.0\n"
+    assert check_release.problems(version_py, changelog, "v0.3.0") == []
+    for wrong in (
+        (version_py, changelog, "v0.2.0"),
+        (version_py, changelog, "0.3.0"),
+        (version_py, changelog.replace("## 0.3.0", ""), "v0.3.0"),
+        (version_py.replace("3", "4"), changelog, None),
+    ):
+        assert "expected one version" in "".join(check_release.problems(*wrong))
+    assert check_release.problems("", changelog, None) == ["flash_attn_dualkv/_version.py: no version found"]
+
+
+def test_released_wheels_serve_what_the_metadata_names():
+    workflow = (ROOT / ".github/workflows/release.yml").read_text()
+    served = re.findall(r"/opt/python/cp3(\d+)-cp3\1/bin/python", workflow)
+    classifiers = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert served == classifiers
+    assert int(classifiers[0]) == pythons.OLDEST[1]
+    assert re.findall(r'DUALKV_ARCHS="(.+)"', workflow) == [";".join(DEFAULT_ARCHS)]
 
 
 def run_python(
@@ -67,7 +93,8 @@ def test_the_sdist_contains_everything(checkout, tmp_path):
     folders = ("csrc", "tests", "benchmarks", "tools", "docs", "flash_attn_dualkv")
     files = [path for folder in folders for path in (checkout / folder).rglob("*") if path.is_file()]
     expected = {str(path.relative_to(checkout)) for path in files if path.suffix != ".pyc"}
-    expected |= {"LICENSE", "README.md", "setup.py", "pyproject.toml", "MANIFEST.in", ".ci/run"}
+    expected |= {"LICENSE", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", ".ci/run", ".github/workflows/release.yml"}
+    expected |= {"setup.py", "pyproject.toml", "MANIFEST.in"}
     assert expected <= packed, sorted(expected - packed)
 
 
@@ -143,8 +170,11 @@ class Product:
 
 def build_in_isolation(product: Product, *arguments: str, **env: str) -> None:
     """pip brings what pyproject.toml asks for, and no torch."""
+    nvcc = toolchain.find_nvcc()
+    assert nvcc
+    env = {"PYTHONPATH": "", "CUDA_HOME": str(nvcc.path.parent.parent)} | ARCHS | env
     arguments = ("-m", "pip", *arguments, "--no-deps", "--disable-pip-version-check")
-    result = run_python(product.checkout, *arguments, executable=product.bare_python, PYTHONPATH="", **ARCHS, **env)
+    result = run_python(product.checkout, *arguments, executable=product.bare_python, **env)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -157,6 +187,9 @@ def product(tmp_path_factory):
     checkout = copy_checkout(folder / "source")
     if (ROOT / extension.OBJECTS).is_dir():
         shutil.copytree(ROOT / extension.OBJECTS, checkout / extension.OBJECTS)
+    stale = checkout / f"build/lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / extension.PACKAGE
+    stale.mkdir(parents=True)
+    (stale / "_C.of-an-earlier-build.so").touch()
     venv.create(folder / "bare", with_pip=True)
     name = f"flash_attn_dualkv-{extension.version_of(ROOT)}-py3-none-{sysconfig.get_platform().replace('-', '_')}.whl"
     product = Product(checkout, folder / name, str(folder / "bare/bin/python"), pythons_here())
