@@ -31,22 +31,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import command
 import torch
-from measure import LEFT_OUT, Config, Matmul, Row, compared, explain, identity, laps, significant, verdict
-from packing import Attention, first_copy, leaf, make_source, packed_rows, response_rows
-from peers import (
-    CudnnFlex,
-    Implementation,
-    cudnn_endpoints,
-    flex_attend,
-    ours,
-    packed_block_mask,
-)
+from measure import LARGEST_DIFFERENCES, LEFT_OUT, Config, Matmul, Row, compared, explain, identity, laps, significant
+from packing import Attention, first_copy, leaf, make_source, node_rows, packed_rows
+from peers import CudnnFlex, Implementation, cudnn_endpoints, flex_attend, ours, packed_block_mask
 from shapes import K, Shape, nodes_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -60,8 +53,7 @@ RESERVE_S = 30.0  # of the time, for each implementation that is still to come o
 Unpack = Callable[[Tensor], Tensor]  # values of response tokens, one after another, as (samples, longest response)
 
 
-@dataclass(frozen=True)
-class Stream:
+class Stream(NamedTuple):
     """Micro-batches one after another, no two of the same lengths, as sampling makes them.
 
     Each has ``samples`` responses in groups of one of ``group_sizes``; lengths are drawn from ``prompt`` and
@@ -96,6 +88,13 @@ STREAMS = {
 }
 
 
+def parse(name: str) -> Stream:
+    """The stream of that name."""
+    if name not in STREAMS:
+        raise ValueError(f"shape: expected one of {', '.join(STREAMS)}, got {name!r}")
+    return STREAMS[name]
+
+
 class Steps(NamedTuple):
     """What an implementation does with one micro-batch.
 
@@ -106,50 +105,33 @@ class Steps(NamedTuple):
     pack: Callable[[], tuple[Attention, Unpack]]
 
 
-def samples(shape: Shape, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Prompts and responses as a sampler gives them, one of each per sample; a token's id is its packed row."""
-    prompts, responses = zip(*response_rows(shape))
-    parents = [shape.nodes[leaf][1] for leaf in shape.leaves]
-    of_group = {parent: prompt.to(device) for parent, prompt in zip(parents, prompts)}  # one tensor a prompt
-    return [of_group[parent] for parent in parents], [one.to(device) for one in responses]
-
-
 def steps_of_ours(shape: Shape, device: torch.device) -> Steps:
     from flash_attn_dualkv import pack_shared_prompts, shared_prompt_attention, unpack_logprobs
 
-    tokens = samples(shape, device)
-    rows = pack_shared_prompts(*tokens, boundary="gather").input_ids
+    nodes = [one.to(device) for one in node_rows(shape)]  # a token's id is its packed row
+    # As a sampler gives them, a prompt and a response a sample. "gather" keeps a prompt whole, so that the tokens are
+    # those of every other implementation.
+    samples = [nodes[shape.nodes[leaf][1]] for leaf in shape.leaves], [nodes[leaf] for leaf in shape.leaves]
+    packed = partial(pack_shared_prompts, *samples, boundary="gather")
 
     def pack() -> tuple[Attention, Unpack]:
-        # boundary="gather" keeps a prompt whole, so that the tokens are those of every other implementation
-        batch = pack_shared_prompts(*tokens, boundary="gather")
+        batch = packed()
         return partial(shared_prompt_attention, layout=batch.layout), partial(unpack_logprobs, batch=batch)
 
-    return Steps(rows, pack)
+    return Steps(packed().input_ids, pack)
 
 
 def steps_of_peer(shape: Shape, device: torch.device, attend: Callable[[Shape, torch.device], Attention]) -> Steps:
-    prompts, responses = samples(shape, device)
-    # Nodes are prompts and their responses: each prompt once, in front of its first response.
-    prompt_of = dict(zip([shape.nodes[one][1] for one in shape.leaves], prompts))
-    response_of = dict(zip(shape.leaves, responses))
+    nodes = [one.to(device) for one in node_rows(shape)]
 
     def pack() -> tuple[Attention, Unpack]:
-        # The row of tokens that a model would be given.
-        torch.cat([prompt_of[node] if node in prompt_of else response_of[node] for node in range(len(shape.nodes))])
+        torch.cat(nodes)  # the row of tokens that a model would be given
         return attend(shape, device), unpack
 
     def unpack(values: Tensor) -> Tensor:
         return pad_sequence(list(values.split(shape.responses)), batch_first=True)
 
     return Steps(packed_rows(shape), pack)
-
-
-def parse(name: str) -> Stream:
-    """The stream of that name."""
-    if name not in STREAMS:
-        raise ValueError(f"shape: expected one of {', '.join(STREAMS)}, got {name!r}")
-    return STREAMS[name]
 
 
 def on_block_mask(shape: Shape, device: torch.device, on_fa4: bool) -> Attention:
@@ -166,15 +148,14 @@ def on_plan(shape: Shape, device: torch.device) -> Attention:
 
 def implementations(kernels: str | None) -> list[Implementation]:
     """Each with its `Steps`. The last is the slowest: time may end before it."""
-    attends: dict[str, tuple[str | None, Callable[..., Attention]]] = {"cudnn_flex": ("cudnn_flex", on_plan)}
+    attends: list[tuple[str, str | None, Callable[..., Attention]]] = [("cudnn_flex", "cudnn_flex", on_plan)]
     if kernels is not None:
-        attends["flex_fa4"] = "fa4", partial(on_block_mask, on_fa4=True)
-        attends["flex_packed"] = None, partial(on_block_mask, on_fa4=False)
-    found = [
-        Implementation(name, partial(steps_of_peer, attend=attend), package=package)
-        for name, (package, attend) in attends.items()
+        attends.append(("flex_fa4", "fa4", partial(on_block_mask, on_fa4=True)))
+        attends.append(("flex_packed", None, partial(on_block_mask, on_fa4=False)))
+    peers = [
+        Implementation(name, partial(steps_of_peer, attend=one), package=package) for name, package, one in attends
     ]
-    return [replace(ours(kernels), arrange=steps_of_ours), *found]
+    return [replace(ours(kernels), arrange=steps_of_ours), *peers]
 
 
 def graphs_compiled() -> int:
@@ -190,7 +171,7 @@ class StreamRun:
     def __init__(self, stream: Stream, implementations: list[Implementation], config: Config, matmul: Matmul) -> None:
         self.chosen, self.config, self.matmul = implementations, config, matmul
         # In front are others, of other lengths than any that is measured.
-        warm_up = replace(stream, name=f"{stream.name}-warm-up", micro_batches=WARM_UP).shapes()
+        warm_up = stream._replace(name=f"{stream.name}-warm-up", micro_batches=WARM_UP).shapes()
         self.shapes = [*warm_up, *stream.shapes()]
         self.rows: list[Row] = []
         self.samples: dict[str, list[Tensor]] = {}  # of the first implementation
@@ -241,8 +222,9 @@ class StreamRun:
 
         which = first_copy(rows, len(rows))[:: len(rows) // 512 + 1]
         sample = [one[which] for one in outcome]
-        if wrong := verdict(*compared(sample, self.samples.setdefault(shape.name, sample))):
-            raise RuntimeError(wrong["error"])
+        found = compared(sample, self.samples.setdefault(shape.name, sample), *LARGEST_DIFFERENCES)
+        if "error" in found:
+            raise RuntimeError(found["error"])
         del outcome
         alone = self.attention_ms(attend)
         flops = sum(map(shape.flops, ("forward", "backward")))

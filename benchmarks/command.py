@@ -79,9 +79,7 @@ def parse_arguments(benchmark: Benchmark, arguments: list[str] | None = None) ->
     add("--limit-s", type=float, default=limit_s, help="per implementation and shape (default: %(default)s)")
     add("--budget-s", type=float, default=float("inf"), help="stop after this many seconds and write what there is")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial run, never a result")
-    add("--out", type=Path, metavar="FOLDER", help="where the result is written (default: benchmarks/results/<gpu>)")
-    add("--name", help="of the result file (default: the benchmark and its presets)")
-    add_commit(parser)
+    add_result(parser)
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds: expected at least 1, got {options.rounds}")
@@ -99,9 +97,17 @@ def parse_arguments(benchmark: Benchmark, arguments: list[str] | None = None) ->
     return options
 
 
-def add_commit(parser: argparse.ArgumentParser) -> None:
+def add_result(parser: argparse.ArgumentParser) -> None:
+    """The options of every benchmark about its result."""
     text = "what is measured, for a copy of a clean tree that git does not know (default: DUALKV_COMMIT)"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the result (default: in benchmarks/results)")
+    parser.add_argument("--name", help="of the result file (default: what is measured)")
     parser.add_argument("--commit", default=os.environ.get("DUALKV_COMMIT"), help=text)
+
+
+def result_path(options: argparse.Namespace, folder: Path, name: str) -> Path:
+    """``folder`` and ``name`` where the options of `add_result` say nothing else."""
+    return Path(options.out or folder) / f"{options.name or name}.json"
 
 
 def chosen_implementations(benchmark: Benchmark, options: argparse.Namespace) -> list[Implementation]:
@@ -213,8 +219,8 @@ def main(benchmark: Benchmark, arguments: list[str] | None = None) -> int:
     is_cuda = options.device == "cuda"
     gpu = torch.cuda.get_device_name() if is_cuda else "cpu"
     header = make_header(options.commit, gpu, benchmark=benchmark.name, rounds=options.rounds)
-    name = options.name or "-".join([benchmark.name, *(options.preset or ["shapes"])])
-    path = (options.out or RESULTS / gpu_folder(gpu)) / f"{name}.json"
+    name = "-".join([benchmark.name, *(options.preset or ["shapes"])])
+    path = result_path(options, RESULTS / gpu_folder(gpu), name)
     limits = {"rounds": options.rounds, "limit_s": options.limit_s, "deadline": begin + options.budget_s}
     dtype = torch.bfloat16 if is_cuda else torch.float32
     config = Config(torch.device(options.device), dtype=dtype, **{**benchmark.settings, **limits})

@@ -29,6 +29,8 @@ GIB = 1 << 30
 SAMPLED_ROWS = 2048
 SLOW_S = 1.0  # a pass of this length needs no warm-up: what is loaded once, and the card's rest, are small beside it
 LEFT_OUT = "left out: budget"
+# Of outputs and of gradients, relative; gradients of replicated rows are rounded to 16 bits before they are summed.
+LARGEST_DIFFERENCES = (0.02, 0.05)
 
 Row = dict[str, Any]
 
@@ -127,9 +129,7 @@ class ShapeRun:
     """All measurements of one shape. ``rows`` afterwards holds one row per implementation and direction."""
 
     # Relative Frobenius differences above these mean that two implementations did not compute the same thing.
-    # Gradients of replicated rows are rounded to 16 bits before they are summed.
-    largest_difference = 0.02
-    largest_gradient_difference = 0.05
+    largest_difference, largest_gradient_difference = LARGEST_DIFFERENCES
     is_centred = False  # outputs, one of each response token, are compared less their mean
     counts_flops = True
     prepare = staticmethod(prepare_attention)
@@ -215,8 +215,7 @@ class ShapeRun:
         self.seconds[impl.name] = total
         sampled[0] -= sampled[0].mean() if self.is_centred else 0.0
         self.sample = self.sample or sampled
-        facts["rel_diff"], facts["gradient_rel_diff"] = compared(sampled, self.sample)
-        facts.update(verdict(facts["rel_diff"], facts["gradient_rel_diff"], self))
+        facts |= compared(sampled, self.sample, self.largest_difference, self.largest_gradient_difference)
 
     def laps(self, impl: Implementation, *steps: Callable[[], object]) -> list[list[float]]:
         is_slow = self.seconds.get(impl.name, 0.0) >= SLOW_S
@@ -270,14 +269,6 @@ class ShapeRun:
         }
 
 
-def verdict(output: float, gradient: float | None, bounds: ShapeRun | type[ShapeRun] = ShapeRun) -> Row:
-    """An error where differences are larger than ``bounds`` allows."""
-    found = {"output": (output, bounds.largest_difference)}
-    found["gradient"] = (gradient or 0.0, bounds.largest_gradient_difference)
-    wrong = [f"{what} differs by {one:.3g}" for what, (one, largest) in found.items() if not one <= largest]
-    return {"error": f"{wrong[0]} from the first implementation's"} if wrong else {}
-
-
 def identity(shape: Shape, impl: Implementation, config: Config) -> Row:
     """What a row is about."""
     return {
@@ -301,10 +292,14 @@ def relative_difference(one: Tensor, other: Tensor) -> float:
     return math.inf if math.isnan(difference) else round(difference, 6)
 
 
-def compared(sample: list[Tensor], expected: list[Tensor]) -> tuple[float, float | None]:
-    """Differences of an output, and the largest of its gradients, from those expected; None without gradients."""
+def compared(sample: list[Tensor], expected: list[Tensor], largest: float, largest_gradient: float) -> dict[str, Any]:
+    """Differences of an output, and the largest of its gradients, from those expected; an error if too large."""
     output, *gradients = map(relative_difference, sample, expected)
-    return output, max(gradients, default=None)
+    found: Row = {"rel_diff": output, "gradient_rel_diff": max(gradients, default=None)}
+    for what, one, most in (("output", output, largest), ("gradient", max(gradients, default=0.0), largest_gradient)):
+        if not one <= most:
+            return {**found, "error": f"{what} differs by {one:.3g} from the first implementation's"}
+    return found
 
 
 def significant(value: float | None) -> float | None:

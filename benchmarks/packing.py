@@ -82,8 +82,13 @@ def make_source(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple
 
 def path_rows(shape: Shape, nodes: Sequence[int]) -> list[Tensor]:
     """Packed rows of each node's path: every token from its root to its own end."""
-    rows = [torch.arange(begin, begin + length) for begin, (length, _) in zip(shape.begins, shape.nodes)]
+    rows = node_rows(shape)
     return [torch.cat([rows[index] for index in shape.paths[node]]) for node in nodes]
+
+
+def node_rows(shape: Shape) -> tuple[Tensor, ...]:
+    """Packed rows of each node."""
+    return packed_rows(shape).split([length for length, _ in shape.nodes])
 
 
 def response_rows(shape: Shape) -> list[tuple[Tensor, Tensor]]:

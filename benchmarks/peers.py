@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flash_attn_dualkv.predict import DIRECTIONS
 
 VarlenKernel = Callable[..., Tensor]  # q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
+Load = Callable[[], VarlenKernel]  # where it is needed: its package may not be there
 # By the word that names of implementations have: the module that is imported, and what is installed for it.
 PACKAGES = {
     "cudnn_flex": ("cudnn.flex_attention", "nvidia-cudnn-frontend"),
@@ -115,13 +116,11 @@ def own_kernels(build: dict[str, Any], capability: tuple[int, int], asked: str |
     Raises:
         RuntimeError: there are no such kernels for the GPU, or none at all.
     """
-    if not build["compiled"]:
-        raise RuntimeError(f"the CUDA kernels are not installed: {build['compiled_error'] or 'a pure-Python install'}")
     usable = ["sm90"] * (capability[0] == 9) + ["sm80"] * (capability >= (8, 0))  # sm90: instructions of 9.x alone
-    found = [one for one in usable if build["head_dims"].get(one) and asked in (one, None)]
-    if not found:
-        raise RuntimeError(f"this build has kernels for {sorted(build['head_dims'])}, the GPU is sm_{capability}")
-    return found[0]
+    if found := [one for one in usable if build["head_dims"].get(one) and asked in (one, None)]:
+        return found[0]
+    why = build["compiled_error"] or f"kernels for {sorted(build['head_dims'])}"
+    raise RuntimeError(f"expected compiled kernels for sm_{capability}, got {why}")
 
 
 def ours(kernels: str | None) -> Implementation:
@@ -312,14 +311,14 @@ def fa4_options(shape: Shape, device: torch.device) -> dict[str, Any]:
     return found | ({"learnable_sink": sinks_of(shape, device)} if shape.sinks else {})
 
 
-def arrange_replicated(shape: Shape, device: torch.device, load: Callable[[], VarlenKernel]) -> Arrangement:
+def arrange_replicated(shape: Shape, device: torch.device, load: Load) -> Arrangement:
     """Standard packing: N (P + R) tokens, every response with its own copy of the prompt."""
     kernel = load() if shape.is_plain else partial(load(), **fa4_options(shape, device))
     rows = torch.cat(path_rows(shape, shape.leaves))
     return Arrangement(rows, varlen_attention(kernel, shape.replicated_lengths, device))
 
 
-def arrange_flattened(shape: Shape, device: torch.device, load: Callable[[], VarlenKernel]) -> list[Arrangement]:
+def arrange_flattened(shape: Shape, device: torch.device, load: Load) -> list[Arrangement]:
     """The path of every leaf as a sequence of its own, micro-batch after micro-batch."""
     kernel, found = load(), []
     copies = torch.cat(path_rows(shape, shape.leaves)).bincount(minlength=shape.packed_tokens)
@@ -329,7 +328,7 @@ def arrange_flattened(shape: Shape, device: torch.device, load: Callable[[], Var
     return found
 
 
-def arrange_gathered(shape: Shape, device: torch.device, load: Callable[[], VarlenKernel]) -> Arrangement:
+def arrange_gathered(shape: Shape, device: torch.device, load: Load) -> Arrangement:
     """TRL's way: keys and values are copied so that those of every node's path lie side by side."""
     kernel, calls = load(), []
     for nodes in shape.gathered_calls():
@@ -348,8 +347,8 @@ def arrange_gathered(shape: Shape, device: torch.device, load: Callable[[], Varl
     return Arrangement(packed_rows(shape), attention)
 
 
-def replicated(label: str, load: Callable[[], VarlenKernel] | None = None) -> Implementation:
-    """``load`` gives the kernel; None: that of the package of that label."""
+def of_varlen(label: str, load: Load | None = None) -> list[Implementation]:
+    """Prompts replicated, and both ways to a tree's attention. ``load``: of the kernel; None: of that package."""
 
     def refuses(shape: Shape) -> str:
         if shape.is_tree:
@@ -358,38 +357,41 @@ def replicated(label: str, load: Callable[[], VarlenKernel] | None = None) -> Im
             return "its kernels count fewer elements of Q than the replicated prompts have"
         return "" if shape.is_plain or label == "fa4" else "measured on plain causal attention"
 
-    arrange = partial(arrange_replicated, load=load or partial(package_varlen, label))
-    package = None if load else label
-    return Implementation(f"{label}_replicated", arrange, refuses, True, package, compiles=label == "fa4")
+    def on_trees(shape: Shape) -> str:
+        return plain(shape) if shape.is_tree else "written for trees"
 
-
-def on_trees(label: str, load: Callable[[], VarlenKernel] | None = None) -> list[Implementation]:
-    """Both ways to a tree's attention with that kernel; the arguments are those of ``replicated``."""
-    package, kernel = None if load else label, load or partial(package_varlen, label)
-    flattened = Implementation(f"{label}_flattened", partial(arrange_flattened, load=kernel), is_replicated=True)
-    both = [Implementation(f"{label}_gathered", partial(arrange_gathered, load=kernel)), flattened]
-    found = [replace(one, package=package, compiles=label == "fa4") for one in both]
-    return [one.only(lambda shape: shape.is_tree, "written for trees") for one in found]
+    ways = {
+        "replicated": (arrange_replicated, refuses),
+        "gathered": (arrange_gathered, on_trees),
+        "flattened": (arrange_flattened, on_trees),
+    }
+    options: dict[str, Any] = dict(package=None if load else label, compiles=label == "fa4")
+    kernel = load or partial(package_varlen, label)
+    return [
+        Implementation(f"{label}_{way}", partial(arrange, load=kernel), refuse, way != "gathered", **options)
+        for way, (arrange, refuse) in ways.items()
+    ]
 
 
 # --- what is measured where -----------------------------------------------------------------------------------------
 
 
+def plain(shape: Shape) -> str:
+    return "" if shape.is_plain else "measured on plain causal attention"
+
+
 def peers() -> list[Implementation]:
     """What attention, a layer and a model are measured against, the strongest first."""
-    on_fa4 = Implementation("flex_fa4", partial(arrange_flex, on_fa4=True), package="fa4", compiles=True)
-    flex = [on_fa4, Implementation("flex_packed", arrange_flex, compiles=True)]
-    flex = [one.only(lambda shape: shape.is_plain, "measured on plain causal attention") for one in flex]
-    found = [cudnn_flex(), *flex, replicated("fa4"), replicated("fa2", torch_varlen)]
+    flex_fa4 = Implementation("flex_fa4", partial(arrange_flex, on_fa4=True), plain, package="fa4", compiles=True)
+    flex = Implementation("flex_packed", arrange_flex, plain, compiles=True)
+    found = [cudnn_flex(), flex_fa4, flex, *of_varlen("fa4"), *of_varlen("fa2", torch_varlen)]
     return [one.only(lambda shape: shape.head_dim <= 256, "measured up to head dim 256") for one in found]
 
 
 def layer_implementations(kernels: str | None) -> list[Implementation]:
     """What a layer and a model are measured with, ours first. ``kernels``: of ``own_kernels``, None on the CPU."""
-    if kernels is None:
-        math = lambda: math_varlen  # noqa: E731
-        return [ours(None), replicated("math", math), *on_trees("math", math), cudnn_flex()]
-    return [ours(kernels), *peers(), *on_trees("fa4"), *on_trees("fa2", torch_varlen)]
+    on_cpu = [*of_varlen("math", lambda: math_varlen), cudnn_flex()]
+    return [ours(kernels), *(peers() if kernels else on_cpu)]
 
 
 def kernel_implementations(kernels: str | None) -> list[Implementation]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: BSD-3-Clause
-"""Make pages and plots of the result files, a page for each machine.
+"""Make pages and plots of the result files, a page for each machine and one for the trainers.
 
     python benchmarks/report.py              # everything under benchmarks/results
     python benchmarks/report.py FILE.json    # print the tables of these files
@@ -12,7 +12,6 @@ library has no time is left out. A table is of one commit. Of several files the 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -22,9 +21,30 @@ from typing import Any
 import pandas as pd
 from command import RESULTS, gpu_folder
 from models import FamilyModel
+from pages import (
+    BLUE,
+    GREEN,
+    HEADER,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    ResultError,
+    filled,
+    load,
+    markdown,
+    milliseconds,
+    number,
+    read,
+    save,
+)
 from shapes import parse, title
 
 from flash_attn_dualkv.predict import DIRECTIONS
+
+sys.path.append(str(Path(__file__).with_name("trainers")))
+
+import trainers_report
 
 OURS = "dualkv_sm90"  # on the kernels that a Hopper GPU takes by itself
 LABELS = {
@@ -49,10 +69,7 @@ LABELS = {
     "stock_flex_attention_replicated": "stock model on FlexAttention, prompt replicated",
     "stock_sdpa_replicated": "stock model on SDPA, prompt replicated",
 }
-# Okabe and Ito's, which colour-blind readers can tell apart.
-BLUE, SKY, GREEN, VERMILION, PURPLE, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#E69F00"
 COLORS = {"cudnn_flex": VERMILION, "flex_fa4": BLUE, "flex_packed": GREEN, "fa4": PURPLE, "fa2": ORANGE, "stock": SKY}
-HEADER = {"benchmark": str, "gpu": str, "torch": str, "cuda": str, "commit": str, "date": str, "dirty": bool}
 ROW = {"shape", "impl", "direction", "dtype", "n", "p", "r", "h", "h_k", "d", "ms", "tflops", "fraction"}
 ROW |= {"matmul_tflops", "packed_tokens", "replicated_tokens", "visible_pairs"}
 # The plot and the table of the README: shapes of each benchmark, and peers.
@@ -64,29 +81,10 @@ HEADLINE = {
 }  # fmt: skip
 HEADLINE_PEERS = ("cudnn_flex", "flex_fa4", "fa4_replicated", "flex_packed", "fa2_replicated")
 WHAT = {"kernel": "Attention, ", "tree": "Attention, ", "layer": "One layer of Qwen3-8B, ", "model": "Qwen3-8B, "}
-TEMPLATES = Path(__file__).with_name("templates")
 WIDEST = 1.3  # ratio that a plot has room for; larger ones stand at its edge
 
 
-class ResultError(ValueError):
-    """A result file that cannot be read, or must not be published."""
-
-
 # --- files ------------------------------------------------------------------------------------------------------------
-
-
-def read(path: Path) -> dict[str, Any]:
-    """What a result file holds.
-
-    Raises:
-        ResultError: it cannot be read, or lacks a header or rows.
-    """
-    try:
-        result = json.loads(path.read_text())
-        assert isinstance(result["header"], dict) and result["rows"] and isinstance(result["rows"][0], dict)
-    except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
-        raise ResultError(f"{path}: expected an object with header and rows, got {error}") from error
-    return dict(result)
 
 
 def check(path: Path) -> None:
@@ -96,18 +94,16 @@ def check(path: Path) -> None:
         ResultError: lists everything that is wrong.
     """
     header, rows = read(path).values()
-    problems = [f"header: {key}" for key, kind in HEADER.items() if not isinstance(header.get(key), kind)]
-    if not problems:
-        if header["dirty"] or not re.fullmatch(r"[0-9a-f]{7,40}", header["commit"]):
-            problems.append("header: measured on a dirty tree, or one without a commit")
-        if header["benchmark"] not in (*KINDS, "stream") or gpu_folder(header["gpu"]) != path.parent.name:
-            problems.append(
-                f"header: {header['benchmark']} of {header['gpu']}, which is another folder or no benchmark"
-            )
-        for index, row in enumerate(rows):
-            problems += [f"rows[{index}]: {problem}" for problem in problems_of(row, header["benchmark"])]
-        if not any(row.get("impl") == OURS and row.get("ms") for row in rows):
-            problems.append("rows: no time of this library")
+    if problems := [f"header: {key} missing" for key in HEADER if header.get(key) is None]:
+        raise ResultError(f"{path}: " + "; ".join(problems))
+    if header["dirty"] or not re.fullmatch(r"[0-9a-f]{7,40}", header["commit"]):
+        problems.append("header: measured on a dirty tree, or one without a commit")
+    if header["benchmark"] not in (*KINDS, "stream") or gpu_folder(header["gpu"]) != path.parent.name:
+        problems.append(f"header: {header['benchmark']} of {header['gpu']}, which is another folder or no benchmark")
+    for index, row in enumerate(rows):
+        problems += [f"rows[{index}]: {problem}" for problem in problems_of(row, header["benchmark"])]
+    if not any(row.get("impl") == OURS and row.get("ms") for row in rows):
+        problems.append("rows: no time of this library")
     if problems:
         raise ResultError(f"{path}: " + "; ".join(problems))
 
@@ -116,13 +112,15 @@ def problems_of(row: dict[str, Any], benchmark: str) -> list[str]:
     """What is wrong with a row: fields, names, and figures that do not follow from its time."""
     if missing := sorted(ROW - row.keys()):
         return [f"{', '.join(missing)} missing"]
-    problems = [] if row["impl"] in LABELS else [f"unknown impl {row['impl']}"]
-    if row["direction"] not in (*DIRECTIONS, "both") or row["dtype"] != "bf16":
-        problems.append(f"direction {row['direction']} or dtype {row['dtype']}")
-    if row.get("error") and row["impl"].startswith("dualkv"):
-        problems.append(f"{row['impl']} failed: {row['error']}")
-    if row["ms"] is None and not (row.get("oom") or row.get("skipped") or row.get("error")):
-        problems.append("no time, and neither oom, skipped nor error says why")
+    error, is_known = row.get("error"), row["direction"] in (*DIRECTIONS, "both") and row["dtype"] == "bf16"
+    says_why = row.get("oom") or row.get("skipped") or error
+    wrong = {
+        f"unknown impl {row['impl']}": row["impl"] not in LABELS,
+        f"direction {row['direction']} or dtype {row['dtype']}": not is_known,
+        f"{row['impl']} failed: {error}": error and row["impl"].startswith("dualkv"),
+        "no time, and neither oom, skipped nor error says why": row["ms"] is None and not says_why,
+    }
+    problems = [problem for problem, is_so in wrong.items() if is_so]
     if problems or benchmark == "stream":
         return problems
     shape = parse(row["shape"])
@@ -135,35 +133,22 @@ def problems_of(row: dict[str, Any], benchmark: str) -> list[str]:
     return []
 
 
-def load(paths: list[Path]) -> pd.DataFrame:
-    """The rows of result files, each with what the header says."""
-    frames = []
-    for path in paths:
-        result = read(path)
-        header = {key: result["header"].get(key) for key in HEADER}
-        header["versions"] = ", ".join(f"{key} {value}" for key, value in result["header"].get("versions", {}).items())
-        optional = dict.fromkeys(("oom", "error", "skipped", "peak_gib"))
-        frames.append(pd.DataFrame([{**optional, **row} for row in result["rows"]]).assign(**header, file=path.stem))
-    return pd.concat(frames, ignore_index=True)
-
-
 def cells(frame: pd.DataFrame) -> pd.DataFrame:
     """A row per file, shape and implementation, both directions side by side; only where this library has times.
 
     ``ratio``: the time of the directions that were measured, as a multiple of this library's in the same file.
     """
-    keys = ["file", "shape", "impl"]
+    keys, times = ["file", "shape", "impl"], [f"ms_{one}" for one in DIRECTIONS]
     frame = frame[frame["direction"].isin(DIRECTIONS)]
-    facts = frame.groupby(keys, sort=False)[["benchmark", "commit", "date", "h", "h_k", "d", "p", "r"]].first()
-    facts = facts.join(frame.groupby(keys)[["packed_tokens", "replicated_tokens", "visible_pairs", "peak_gib"]].max())
-    facts["oom"] = frame.groupby(keys)["oom"].apply(lambda values: any(value is True for value in values))
-    for name in ("ms", "tflops", "fraction"):
-        found = frame.assign(**{name: frame[name].astype(float)}).pivot_table(
-            index=keys, columns="direction", values=name
-        )
-        facts = facts.join(found.reindex(columns=DIRECTIONS).add_suffix(f"_{name}"))
+    figures = ["ms", "tflops", "fraction"]
+    facts = frame.astype(dict.fromkeys(figures, float)).pivot(index=keys, columns="direction", values=figures)
+    facts.columns = pd.Index(map("_".join, facts.columns))
+    facts = facts.reindex(columns=[f"{figure}_{one}" for figure in figures for one in DIRECTIONS])
+    whole = frame.assign(oom=frame["oom"].eq(True)).groupby(keys)
+    firsts = ["benchmark", "commit", "date", "h", "h_k", "d", "p", "r"]
+    facts = facts.join(whole[firsts].first())
+    facts = facts.join(whole[["packed_tokens", "replicated_tokens", "visible_pairs", "peak_gib", "oom"]].max())
     facts = facts.reset_index()
-    times = [f"{one}_ms" for one in DIRECTIONS]
     own = facts[facts["impl"] == OURS].dropna(subset=times).set_index(["file", "shape"])[times]
     facts = facts.join(own.add_prefix("own_"), on=["file", "shape"]).dropna(subset=[f"own_{one}" for one in times])
     known = facts[times].notna().to_numpy()
@@ -187,30 +172,15 @@ def newest(facts: pd.DataFrame) -> pd.DataFrame:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def number(value: Any, digits: int = 0) -> str:
-    return "" if value is None or pd.isna(value) else f"{value:.{digits}f}"
-
-
-def milliseconds(value: Any) -> str:
-    return number(value, 0 if value >= 1000 else 1 if value >= 10 else 2)
-
-
-def markdown(table: pd.DataFrame, left: int = 2) -> str:
-    """The first ``left`` columns to the left, figures to the right; columns without a figure are left out."""
-    table = table.loc[:, [index < left or bool((table[name] != "").any()) for index, name in enumerate(table)]]
-    align = ["left" if index < left else "right" for index in range(table.shape[1])]
-    return str(table.to_markdown(index=False, disable_numparse=True, colalign=align))
-
-
 def table_of(figures: pd.DataFrame) -> pd.DataFrame:
     """A row per shape and implementation; a shape is named once in each process."""
     names = figures["shape"].map(title)
     is_new = (figures[["shape", "file"]] != figures[["shape", "file"]].shift()).any(axis=1)
     table = pd.DataFrame({"N x P x R": names.where(is_new, ""), "implementation": figures["impl"].map(LABELS)})
     for direction in DIRECTIONS:
-        table[f"{direction} ms"] = figures[f"{direction}_ms"].map(milliseconds)
-        table[f"{direction} TFLOP/s"] = figures[f"{direction}_tflops"].map(number)
-        share = 100 * figures[f"{direction}_fraction"]
+        table[f"{direction} ms"] = figures[f"ms_{direction}"].map(milliseconds)
+        table[f"{direction} TFLOP/s"] = figures[f"tflops_{direction}"].map(number)
+        share = 100 * figures[f"fraction_{direction}"]
         table[f"{direction}, of matmul"] = share.map(lambda one: number(one) and f"{one:.0f}%")
     table["both ms"] = figures["ms"].map(milliseconds).where(~figures["oom"], "out of memory")
     table["time, ours = 1"] = figures["ratio"].where(~figures["oom"]).map(lambda one: number(one, 2))
@@ -237,9 +207,8 @@ def stream_table(frame: pd.DataFrame) -> str:
         lines.append((LABELS[impl], rows["commit"].iloc[0][:12], str(len(rows)), *middle))
         lines[-1] += (number(rows["ms"].sum()), number(rows["graphs"].sum()))
     names = ["implementation", "commit", "micro-batches", "beside the attention, median ms", "host, median ms"]
-    return markdown(
-        pd.DataFrame(lines, columns=[*names, "attention, median ms", "sum beside it, ms", "graphs compiled"])
-    )
+    names += ["attention, median ms", "sum beside it, ms", "graphs compiled"]
+    return markdown(pd.DataFrame(lines, columns=names), left=2)
 
 
 Kinds = dict[str, Callable[[Any], bool]]  # headings, and what stands under them: the first that is true
@@ -269,7 +238,7 @@ def section(figures: pd.DataFrame, kinds: Kinds, latest: str) -> list[str]:
         parts += [f"### {name}"] if name else []
         for commit, date in chosen.groupby("commit")["date"].max().sort_values(ascending=False).items():
             parts += [] if commit == latest else [f"Older, `{commit[:12]}` of {date[:10]}:"]
-            parts.append(markdown(table_of(chosen[chosen["commit"] == commit].reset_index(drop=True))))
+            parts.append(markdown(table_of(chosen[chosen["commit"] == commit].reset_index(drop=True)), left=2))
     return parts
 
 
@@ -287,7 +256,7 @@ def page(frame: pd.DataFrame, folder: Path) -> str:
     parts = {"stream": stream_table(streams) if len(streams) else ""}
     for name, kinds in KINDS.items():
         own = figures[figures["benchmark"] == name].reset_index(drop=True)
-        plot = dots(own.assign(what=own["shape"].map(title)), gpu, folder / f"{name}.png")
+        plot = bars(own.assign(what=own["shape"].map(title)), gpu, folder / f"{name}.png")
         parts[name] = "\n\n".join([*plot, *section(own, kinds, last["commit"])])
     links = runs["file"].map("[{0}]({0}.json)".format)
     files = pd.DataFrame({"file": links, "commit": runs["commit"].str[:12], "date": runs["date"].str[:10]})
@@ -299,14 +268,6 @@ def page(frame: pd.DataFrame, folder: Path) -> str:
         older=" Tables that name an older commit are of its kernels." if frame["commit"].nunique() > 1 else "",
         files=markdown(files, left=3),
     )  # fmt: skip
-
-
-def filled(template: str, parts: dict[str, str], **facts: Any) -> str:
-    """The template, without its sections whose part is empty."""
-    sections = (TEMPLATES / f"{template}.md").read_text().split("\n## ")
-    empty = [f"{{{name}}}" for name, part in parts.items() if not part]
-    kept = [one for one in sections if not any(name in one for name in empty)]
-    return "\n## ".join(kept).format(**parts, **facts)
 
 
 # --- the headline -----------------------------------------------------------------------------------------------------
@@ -336,46 +297,38 @@ def headline(frame: pd.DataFrame) -> tuple[pd.DataFrame, str, str]:
     return facts, markdown(pd.DataFrame(lines), left=1), commit
 
 
-def dots(figures: pd.DataFrame, heading: str, path: Path) -> list[str]:
-    """A dot for each shape and peer: its time over this library's. Returns what a page shows the plot with."""
+def bars(figures: pd.DataFrame, heading: str, path: Path) -> list[str]:
+    """A bar for each shape and peer: its time over this library's. Returns what a page shows the plot with."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     figures = figures[figures["ratio"].notna() & ~figures["impl"].str.startswith("dualkv")]
     figures = figures[figures["commit"] == figures.loc[figures["date"] == figures["date"].max(), "commit"].max()]
     if figures.empty:
         return []
-    order = {what: place for place, what in enumerate(dict.fromkeys(figures["what"]))}
-    rows = figures.drop_duplicates(["what", "impl"], keep="last").assign(group=lambda one: one["what"].map(order))
-    rows = rows.sort_values(["group", "rank"], ignore_index=True)
-    places = rows.index + 0.7 * rows["group"]
-    low, high = min(0.95, rows["ratio"].min() - 0.03), min(WIDEST, max(1.1, rows["ratio"].max() + 0.03))
-    figure, axis = plt.subplots(figsize=(10, 1.4 + 0.19 * places.max()), layout="constrained")
-    for impl, own in rows.groupby("rank"):
-        name, at = list(LABELS)[impl], own["ratio"].clip(upper=high)
-        color: Any = next((one for start, one in COLORS.items() if name.startswith(start)), "grey")
-        style: dict[str, Any] = {"color": color, "clip_on": False}
-        axis.hlines(places[own.index], 1, at, linewidth=1.2, alpha=0.6, **style)
-        axis.plot(at, places[own.index], "o", markersize=5, label=LABELS[name], **style)
-        for index, ratio in own["ratio"].items():
-            text = f"{ratio:.2f}" + (" →" if ratio > high else "")
-            axis.annotate(text, (at[index], places[index]), (6, -2.5), textcoords="offset points", fontsize=7)
-    middles = places.groupby(rows["what"], sort=False).mean()
-    axis.set_yticks(middles, middles.index)
-    axis.set_ylim(places.max() + 0.8, -0.8)
-    axis.set_xlim(low, high + 0.05 * (high - low))
+    last = figures.drop_duplicates(["what", "impl"], keep="last")
+    ratios = last.pivot(index="what", columns="rank", values="ratio").loc[figures["what"].unique()[::-1], ::-1]
+    names = [list(LABELS)[rank] for rank in ratios]
+    colors = [next((one for start, one in COLORS.items() if name.startswith(start)), "grey") for name in names]
+    longer = ratios.set_axis([LABELS[name] for name in names], axis=1) - 1
+    size = (10, 1.4 + 0.16 * (ratios.size + len(ratios)))
+    axis = longer.clip(upper=WIDEST - 1).plot.barh(
+        left=1, width=0.8, color=colors, figsize=size, fontsize=8, legend=False
+    )
+    for container, name in zip(axis.containers, ratios):
+        labels = [f" {one:.2f}" + (" →" if one > WIDEST else "") if one == one else "" for one in ratios[name]]
+        axis.bar_label(container, labels, fontsize=7)
+    axis.set(
+        xlim=(min(0.95, ratios.min(axis=None) - 0.03), min(WIDEST, max(1.1, ratios.max(axis=None))) + 0.05), ylabel=""
+    )
     axis.axvline(1.0, color="black", linewidth=1)
-    axis.xaxis.set_major_formatter("{x:.2f}")
     axis.set_xlabel("time of the peer over this library's in the same process; right of 1.00 this library is faster")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(axis="x", color="#e1e0d9", linewidth=0.8)
-    axis.tick_params(labelsize=8)
+    figure = axis.figure
+    figure.set_layout_engine("constrained")
     figure.suptitle(f"{heading}, commit {figures['commit'].iloc[0][:12]}", fontsize=11)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130, metadata={"Software": None})
-    plt.close(figure)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8, reverse=True)
+    save(figure, path)
     return [f"![{heading}]({path.name})"]
 
 
@@ -398,13 +351,15 @@ def render(folder: Path = RESULTS) -> list[Path]:
     best = max(frames, key=lambda machine: (frames[machine]["benchmark"].nunique(), len(frames[machine])))
     gpu = frames[best]["gpu"].iloc[0]
     figures, table, commit = headline(frames[best])
-    dots(figures, f"Forward and backward on shared prompts, {gpu}", folder / "headline.png")
+    bars(figures, f"Forward and backward on shared prompts, {gpu}", folder / "headline.png")
     text = f"{table}\n\nEvery row is of one process, all of commit `{commit[:12]}`; ratios are to this library's time."
     machines = [f"- [{frame['gpu'].iloc[0]}]({machine.name}/README.md)" for machine, frame in frames.items()]
     index = filled("index", {}, machines="\n".join(machines), gpu=gpu, headline=text)
     for name, content in (("headline.md", text + "\n"), ("README.md", index)):
         (folder / name).write_text(content)
         written.append(folder / name)
+    if (folder / "trainers").is_dir():
+        written += trainers_report.render(folder / "trainers")
     return written
 
 
@@ -420,7 +375,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ResultError as error:
         parser.error(str(error))
     for name, rows in frame.groupby("benchmark", sort=False):
-        print(stream_table(newest_streams(rows)) if name == "stream" else markdown(table_of(newest(cells(rows)))))
+        print(
+            stream_table(newest_streams(rows)) if name == "stream" else markdown(table_of(newest(cells(rows))), left=2)
+        )
     return 0
 
 

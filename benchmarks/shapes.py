@@ -178,12 +178,12 @@ def balanced(root: int, other: int, depth: int) -> Nodes:
     """Two children below every node but those of the last level."""
     nodes = [(root, -1)]
 
-    def grow(parent: int, level: int) -> None:
-        for _ in range(2 if level < depth else 0):
+    def grow(parent: int, levels: int) -> None:
+        for _ in range(2 if levels else 0):
             nodes.append((other, parent))
-            grow(len(nodes) - 1, level + 1)
+            grow(len(nodes) - 1, levels - 1)
 
-    grow(0, 1)
+    grow(0, depth - 1)
     return tuple(nodes)
 
 
@@ -237,46 +237,45 @@ TREES = {
 
 # --- names ----------------------------------------------------------------------------------------------------------
 
-OPTIONS = (
+NAME = re.compile(
+    rf"(?:(?P<model>{'|'.join(map(re.escape, ALL_MODELS))})-(?:L(?P<layers>\d+)-)?)?"
+    rf"(?:tree-(?P<tree>{'|'.join(TREES)})|"
+    r"(?P<causal>causal-)?(?(causal)|(?:(?P<groups>\d+)-groups-of-)?)(?P<n>\d+)x(?(causal)|(?P<prompt>\d+K?)x)"
+    r"(?P<low>\d+K?)(?:-(?P<high>\d+K?))?)"
     r"(?:-H(?P<heads>\d+)-Hk(?P<kv_heads>\d+))?(?:-d(?P<head_dim>\d+)(?:v(?P<head_dim_v>\d+))?)?"
     r"(?:-w(?P<window>\d+K?))?(?:-c(?P<softcap>\d+))?(?P<sinks>-sinks)?"
 )
-LENGTHS = r"(?P<low>\d+K?)(?:-(?P<high>\d+K?))?"
-NAMES = [
-    re.compile(rf"(?:L(?P<layers>\d+)-)?{one}{OPTIONS}")
-    for one in (
-        rf"(?:(?P<groups>\d+)-groups-of-)?(?P<n>\d+)x(?P<prompt>\d+K?)x{LENGTHS}",
-        rf"causal-(?P<n>\d+)x{LENGTHS}",
-        rf"tree-(?P<tree>{'|'.join(TREES)})",
-    )
-]
-# What people write for parts of names: 16 x 8K x 131..2048 for 16x8Kx131-2048.
-SPELLINGS = {
-    r"^causal-": "causal, ",
-    r"^qwen3-([\d.]+)b-": r"Qwen3-\1B: ",
-    r"^gpt-oss-20b-": "gpt-oss-20b: ",
-    r"^gemma3-4b-": "Gemma 3 4B: ",
-    r"^qwen3\.5-4b-": "Qwen3.5-4B: ",
-    r"^deepseek-16b-a3b-": "DeepSeek-V3 of 16B: ",
-    r"(?<=: )L(\d+)-": r"\1 layers, ",
-    r"-groups-of-": " groups of ",
-    r"\btree-": "tree ",
-    r"(?<=[\dK])x(?=\d)": " x ",
-    r"(?<=[\dK])-(?=\d+K?(-|$))": "..",
-    r"-Hk(?=\d)": ", H_k = ",
-    r"-([Hd])(?=\d)": r", \1 = ",
-    r"(?<=\d)v(?=\d)": ", d_v = ",
-    r"-w(?=\d)": ", window ",
-    r"-c(?=\d)": ", softcap ",
-    r"-sinks$": ", sinks",
-}
+# What people write for parts of names.
+MODEL_TITLES = {"gpt-oss-20b": "gpt-oss-20b", "gemma3-4b": "Gemma 3 4B", "deepseek-16b-a3b": "DeepSeek-V3 of 16B"}
+OPTION_TITLES = {
+    "heads": "H = {}", "kv_heads": "H_k = {}", "head_dim": "d = {}", "head_dim_v": "d_v = {}", "window": "window {}",
+    "softcap": "softcap {}", "sinks": "sinks",
+}  # fmt: skip
+
+
+def parts_of(name: str) -> dict[str, str]:
+    """The parts that a shape's name has; none where it is no shape's."""
+    found = NAME.fullmatch(name)
+    return {key: value for key, value in found.groupdict().items() if value is not None} if found else {}
 
 
 def title(name: str) -> str:
-    """A shape's name for tables and plots."""
-    for pattern, spelling in SPELLINGS.items():
-        name = re.sub(pattern, spelling, name)
-    return name
+    """A shape's name for tables and plots: 16 x 8K x 131..2048 for 16x8Kx131-2048."""
+    if not (parts := parts_of(name)):
+        return name
+    model = parts.get("model", "")
+    model = f"{MODEL_TITLES.get(model, model.title())}: " if model else ""
+    layers = f"{parts['layers']} layers, " if "layers" in parts else ""
+    lengths = "..".join(parts[one] for one in ("low", "high") if one in parts)
+    if "tree" in parts:
+        what = f"tree {parts['tree']}"
+    elif "causal" in parts:
+        what = f"causal, {parts['n']} x {lengths}"
+    else:
+        groups = f"{parts['groups']} groups of " if "groups" in parts else ""
+        what = f"{groups}{parts['n']} x {parts['prompt']} x {lengths}"
+    options = [text.format(parts[one]) for one, text in OPTION_TITLES.items() if one in parts]
+    return model + layers + ", ".join([what, *options])
 
 
 def number(text: str) -> int:
@@ -290,23 +289,16 @@ def parse(name: str) -> Shape:
     Raises:
         ValueError: no shape can have that name.
     """
-    known = max((one for one in ALL_MODELS if name.startswith(f"{one}-")), key=len, default="")
-    rest = name.removeprefix(f"{known}-")
-    found = next((match for one in NAMES if (match := one.fullmatch(rest))), None)
-    if found is None or (found["layers"] and not known):
+    if not (parts := parts_of(name)):
         examples = "28x16Kx2K, 16x8Kx131-2048, 4-groups-of-8x200x4K-16K, causal-8x4K, tree-agentic"
         raise ValueError(f"shape: expected a name like {examples}, got {name!r}")
-    parts = {key: value for key, value in found.groupdict().items() if value is not None}
-    model = ALL_MODELS[known or DEFAULT_MODEL]
-    heads: dict[str, Any] = {"heads": model.heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
-    if "layers" in parts:
-        if not 1 <= (layers := int(parts["layers"])) <= model.layers:
-            raise ValueError(f"layers: expected 1 to {model.layers}, got {layers}")
-        model = replace(model, layers=layers)
-    for key in ("heads", "kv_heads", "head_dim", "head_dim_v", "window", "softcap"):
-        heads |= {key: number(parts[key])} if key in parts else {}
+    model = ALL_MODELS[parts.get("model", DEFAULT_MODEL)]
+    if not 1 <= (layers := int(parts.get("layers", model.layers))) <= model.layers:
+        raise ValueError(f"layers: expected 1 to {model.layers}, got {layers}")
+    options: dict[str, Any] = {"heads": model.heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
+    options |= {one: number(parts[one]) for one in OPTION_TITLES if one in parts and one != "sinks"}
     nodes = TREES[parts["tree"]]() if "tree" in parts else drawn_nodes(parts)
-    return Shape(name, nodes, **heads, sinks="sinks" in parts, model=model)
+    return Shape(name, nodes, **options, sinks="sinks" in parts, model=replace(model, layers=layers))
 
 
 def drawn_nodes(parts: dict[str, str]) -> Nodes:

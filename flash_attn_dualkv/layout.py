@@ -14,7 +14,7 @@ from torch import Tensor
 from . import checks
 from .errors import SharedPromptLayoutError
 from .host import SeparatelyPickled, runs, same_device, to_device, untraced
-from .nodes import host_nodes, mean_keys, tree_table
+from .nodes import tree_table
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,14 +73,14 @@ class SharedPromptLayout(SeparatelyPickled):
         rows = sum(lens) + pad
         if rows >= checks.MAX_ROWS:
             raise SharedPromptLayoutError(checks.explain("node_lens", f"fewer than {checks.MAX_ROWS} rows", rows))
-        table, longest = tree_table(lens, above, SharedPromptLayoutError)
-        sizes = longest, mean_keys(table), rows, pad
-        layout = SharedPromptLayout(host_nodes(table), tuple(lens), tuple(above), *sizes)
+        nodes, longest, mean = tree_table(lens, above, SharedPromptLayoutError)
+        layout = SharedPromptLayout(nodes, tuple(lens), tuple(above), longest, mean, rows, pad)
         return layout if device is None else layout.to(device)
 
     def __post_init__(self) -> None:
-        if self.position_ids is not None:
-            mark_packed(self.position_ids)
+        # A note that these are the positions of a packed row: nothing else keeps it, and it keeps nothing.
+        if self.position_ids is not None and not torch.compiler.is_compiling():
+            self.position_ids.dualkv_packed = True  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**super().__getstate__(), "position_ids": None}
@@ -111,35 +111,16 @@ class SharedPromptLayout(SeparatelyPickled):
     # Prompts and responses: the roots, and all other nodes
 
     @property
-    def context_lens(self) -> tuple[int, ...]:
-        """(G,) rows of each context: of each root."""
-        return tuple(length for length, parent in zip(self.node_lens, self.node_parents) if parent < 0)
-
-    @property
-    def decoded_lens(self) -> tuple[int, ...]:
-        """(S,) rows of each response: of each node that is no root."""
-        return tuple(length for length, parent in zip(self.node_lens, self.node_parents) if parent >= 0)
-
-    @property
-    def group_offsets(self) -> tuple[int, ...]:
-        """(G+1,) responses [g] .. [g+1] - 1 belong to prompt g."""
-        roots = [index for index, parent in enumerate(self.node_parents) if parent < 0]
-        return (*(root - group for group, root in enumerate(roots)), self.num_nodes - len(roots))
-
-    @property
     def num_groups(self) -> int:
-        return len(self.context_lens)
-
-    @property
-    def num_responses(self) -> int:
-        return len(self.decoded_lens)
+        """Prompts, or other roots."""
+        return self.node_parents.count(-1)
 
     def context_index(self) -> Tensor:
-        """(sum of context_lens,) int64, the rows of all contexts, one context after the other."""
+        """(rows,) int64, the rows of all contexts, one context after the other."""
         return self._rows_of([index for index, parent in enumerate(self.node_parents) if parent < 0])
 
     def decoded_index(self) -> Tensor:
-        """(sum of decoded_lens,) int64, the rows of all responses, one response after the other."""
+        """(rows,) int64, the rows of all responses, one response after the other."""
         return self._rows_of([index for index, parent in enumerate(self.node_parents) if parent >= 0])
 
     def _rows_of(self, chosen: Sequence[int]) -> Tensor:
@@ -155,22 +136,6 @@ class SharedPromptLayout(SeparatelyPickled):
             and self.num_tokens == other.num_tokens
         )
 
-    def with_nodes(self, nodes: Tensor, position_ids: Tensor | None = None) -> SharedPromptLayout:
-        """The layout with another copy of its table, and the positions that lie beside it."""
-        return replace(self, nodes=nodes, position_ids=position_ids)
-
-    def pad_to(self, multiple: int) -> SharedPromptLayout:
-        """The layout of the row with as little padding behind it as makes its length a multiple of `multiple`.
-
-        Raises:
-            SharedPromptError: `multiple` is no int >= 1.
-        """
-        multiple = checks.integer("multiple", multiple, 1, checks.MAX_ROWS)
-        tokens = self.num_tokens - self.pad
-        pad = -tokens % multiple
-        position_ids = self.position_ids if pad == self.pad else None
-        return replace(self, num_tokens=tokens + pad, pad=pad, position_ids=position_ids)
-
     @untraced
     def to(self, device: torch.device | str) -> SharedPromptLayout:
         """The layout on another device, in one copy, which is made once: the layers of a model may lie on several.
@@ -185,7 +150,7 @@ class SharedPromptLayout(SeparatelyPickled):
         copies: dict[tuple[str, int | None], SharedPromptLayout] = self.__dict__.setdefault("_copies", {})
         place = target.type, index
         if place not in copies:
-            copies[place] = self.with_nodes(to_device((), [self.nodes], target)[0])
+            copies[place] = replace(self, nodes=to_device((), [self.nodes], target)[0], position_ids=None)
         return copies[place]
 
     def check_positions(self, position_ids: Tensor | None) -> None:
@@ -205,36 +170,6 @@ class SharedPromptLayout(SeparatelyPickled):
             expected = "those of the layout's batch, batch.position_ids[None], and no copy of them"
             got = "others (a model that is given none makes its own, which are wrong for a packed row)"
             raise SharedPromptLayoutError(checks.explain("position_ids", expected, got))
-
-    def validate(self) -> None:
-        """SharedPromptLayoutError unless the table and the host's numbers agree. It reads the table back."""
-        if len(self.node_lens) != len(self.node_parents):
-            expected = f"{len(self.node_lens)} of them (as node_lens)"
-            raise SharedPromptLayoutError(checks.explain("node_parents", expected, len(self.node_parents)))
-        shortest = min((*self.node_lens, self.pad))
-        if shortest < 0:
-            raise SharedPromptLayoutError(checks.explain("layout", "lengths >= 0 and a pad >= 0", shortest))
-        rebuilt = SharedPromptLayout.from_tree(self.node_lens, self.node_parents, pad=self.pad)
-        rows, found = rebuilt.nodes.tolist(), self.nodes.tolist()
-        if len(found) != len(rows):
-            raise SharedPromptLayoutError(checks.explain("nodes", f"{len(rows)} rows", len(found)))
-        for index, (right, got) in enumerate(zip(rows, found)):
-            if right != got:
-                raise SharedPromptLayoutError(checks.explain(f"nodes[{index}]", right, got))
-        numbers = {
-            "max_sequence": rebuilt.max_sequence,
-            "mean_keys": rebuilt.mean_keys,
-            "num_tokens": rebuilt.num_tokens,
-        }
-        for name, number in numbers.items():
-            if getattr(self, name) != number:
-                raise SharedPromptLayoutError(checks.explain(name, number, getattr(self, name)))
-
-
-def mark_packed(position_ids: Tensor) -> None:
-    """Note on a tensor that it has the positions of a packed row: nothing else keeps it, and it keeps nothing."""
-    if not torch.compiler.is_compiling():
-        position_ids.dualkv_packed = True  # type: ignore[attr-defined]
 
 
 def check_unpacked(position_ids: Any, attention_mask: Any = None) -> None:

@@ -70,45 +70,31 @@ def sequence_nodes(
         ValueError: offsets that are negative, decrease, or do not cover the sequences.
     """
     q_starts = _offsets("cu_seqlens_q", cu_seqlens_q)
-    k_starts = _offsets("cu_seqlens_k" if total_context is None else "cu_seqlens_k_decoded", cu_seqlens_k)
+    kv_starts = _offsets("cu_seqlens_k" if total_context is None else "cu_seqlens_k_decoded", cu_seqlens_k)
     sequences = len(q_starts) - 1
-    if total_context is None:
-        rows: list[int] = []
-        for index, ((q, q_end), (kv, kv_end)) in enumerate(zip(pairwise(q_starts), pairwise(k_starts))):
-            rows += (q, q_end - q, kv_end - kv - (q_end - q), kv, kv_end - kv, 0, -1, index + 1)
-        return host_nodes(rows).to(cu_seqlens_q.device)
-    if cu_seqlens_context is None or cu_seqs_per_context is None:
-        context_starts, owned = [0, total_context], [0, sequences]
-    else:
+    context_starts, owned = [0, total_context or 0], [0, sequences]
+    if total_context is not None and cu_seqlens_context is not None and cu_seqs_per_context is not None:
         context_starts = _offsets("cu_seqlens_context", cu_seqlens_context)
         owned = _offsets("cu_seqs_per_context", cu_seqs_per_context)
         _check_end("cu_seqlens_context", context_starts[-1], total_context, "rows of k_context")
-        _check_covers("cu_seqs_per_context", owned, sequences)
-    k_starts = [total_context + row for row in k_starts]
-    return _group_nodes(context_starts, owned, q_starts, k_starts).to(cu_seqlens_q.device)
-
-
-def _group_nodes(
-    context_starts: Sequence[int], owned: Sequence[int], q_starts: Sequence[int], kv_starts: Sequence[int]
-) -> Tensor:
-    """Table of contexts without queries, each followed by the sequences that continue it.
-
-    Args:
-        context_starts: (G+1,) rows of the keys at which contexts begin.
-        owned: (G+1,) group g owns sequences [g] .. [g+1] - 1.
-        q_starts, kv_starts: (N+1,) rows at which the sequences' queries and keys begin.
-    """
+        if owned[0] != 0:
+            raise ValueError(explain("cu_seqs_per_context", "a first offset of 0", owned[0]))
+        if owned[-1] != sequences:
+            expected = f"a last offset of {sequences} (the number of sequences)"
+            raise ValueError(explain("cu_seqs_per_context", expected, owned[-1]))
     rows: list[int] = []
     # `Node` by `Node`: an object for each of thousands would take a millisecond.
-    for group, (begin, end) in enumerate(pairwise(context_starts)):
-        first, last, length = owned[group], owned[group + 1], end - begin
-        root = first + group
-        rows += (q_starts[first], 0, 0, begin, length, 0, -1, last + group + 1)
+    for (begin, end), (first, last) in zip(pairwise(context_starts), pairwise(owned)):
+        length, root = end - begin, -1
+        if total_context is not None:
+            root = len(rows) // COLUMNS
+            rows += (q_starts[first], 0, 0, begin, length, 0, -1, root + 1 + last - first)
         for index in range(first, last):
             q, kv = q_starts[index], kv_starts[index]
             q_len, kv_len = q_starts[index + 1] - q, kv_starts[index + 1] - kv
-            rows += (q, q_len, length + kv_len - q_len, kv, kv_len, length, root, index + group + 2)
-    return host_nodes(rows)
+            kv += total_context or 0
+            rows += (q, q_len, length + kv_len - q_len, kv, kv_len, length, root, len(rows) // COLUMNS + 1)
+    return host_nodes(rows).to(cu_seqlens_q.device)
 
 
 def mean_keys_of_longest(queries: int, keys: int, causal: bool) -> int:
@@ -137,40 +123,48 @@ def tree_nodes(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
     if starts[0] != 0:
         raise ValueError(explain("cu_seqlens", "a first offset of 0", starts[0]))
     _check_end("cu_seqlens", starts[-1], total, "rows of q")
-    table, _ = tree_table([end - begin for begin, end in pairwise(starts)], above)
-    return host_nodes(table).to(cu_seqlens.device)
+    return tree_table([end - begin for begin, end in pairwise(starts)], above)[0].to(cu_seqlens.device)
 
 
 def tree_table(
     lengths: Sequence[int], parents: Sequence[int], error: type[ValueError] = ValueError
-) -> tuple[list[int], int]:
-    """Numbers of the table of trees, row by row, and the most rows of a path; `error` as `tree_nodes` says."""
-    count = len(parents)
-    ends = [count] * count
+) -> tuple[Tensor, int, int]:
+    """The table of trees on the host, the most rows of a path, and how many of its path a row sees on average.
+
+    The average is rounded up. `error` is raised as `tree_nodes` says.
+    """
+    ends = _subtree_ends(parents, "parents[{}]", error)
     # Rows of the path to the end of each node; parent -1 finds the last entry, which stays 0.
-    sums = [0] * (count + 1)
+    sums = [0] * (len(parents) + 1)
     positions: list[int] = []
+    for index, (length, parent) in enumerate(zip(lengths, parents)):
+        positions.append(sums[parent])
+        sums[index] = sums[parent] + length
+    rows = ([*accumulate(lengths, initial=0)][:-1], lengths, positions)
+    table = host_nodes(chain.from_iterable(zip(*rows, *rows, parents, ends)))
+    pairs = sum(map(visible_pairs, positions, lengths))
+    return table, max(sums), -(-pairs // max(sum(lengths), 1))
+
+
+def _subtree_ends(parents: Sequence[int], name: str, error: type[ValueError] = ValueError) -> list[int]:
+    """The index behind the last descendant of each node; `error`, for the node's `name`, unless depth-first."""
+    ends = [len(parents)] * len(parents)
     path: list[int] = []
     for index, parent in enumerate(parents):
         if not -1 <= parent < index:
-            raise error(explain(f"parents[{index}]", f"-1 or a node before {index}", parent))
+            raise error(explain(name.format(index), f"-1 or a node before {index}", parent))
         while path and path[-1] != parent:
             ends[path.pop()] = index
         if parent >= 0 and not path:
             expected = f"a node on the path to node {index - 1} (depth-first order)"
-            raise error(explain(f"parents[{index}]", expected, parent))
+            raise error(explain(name.format(index), expected, parent))
         path.append(index)
-        positions.append(sums[parent])
-        sums[index] = sums[parent] + lengths[index]
-    rows = ([*accumulate(lengths, initial=0)][:-1], lengths, positions)
-    return [*chain.from_iterable(zip(*rows, *rows, parents, ends))], max(sums)
+    return ends
 
 
-def mean_keys(table: Sequence[int]) -> int:
-    """How many rows of its path a row sees on average, rounded up, from the numbers of a table of trees."""
-    lens, positions = (table[Node._fields.index(name) :: COLUMNS] for name in ("q_len", "q_pos0"))
-    pairs = sum(length * (2 * position + length + 1) for length, position in zip(lens, positions)) // 2
-    return -(-pairs // max(sum(lens), 1))
+def visible_pairs(begin: int, length: int) -> int:
+    """Pairs of a query and a key that it sees, of `length` rows of a path behind its first `begin`."""
+    return length * (2 * begin + length + 1) // 2
 
 
 def host_nodes(rows: Iterable[int]) -> Tensor:
@@ -197,8 +191,7 @@ def checked_nodes(nodes: Tensor, q_rows: int, k_rows: int, decoded_rows: int | N
     if nodes.dim() != 2 or nodes.shape[1] != COLUMNS:
         raise ValueError(explain("nodes", f"shape (nodes, {COLUMNS})", f"shape {tuple(nodes.shape)}"))
     table = [Node(*row) for row in nodes.tolist()]
-    path: list[int] = []
-    ends = [len(table)] * len(table)
+    ends = _subtree_ends([node.parent for node in table], "nodes[{}].parent")
     for index, node in enumerate(table):
         _check_rows("cu_seqlens_q", node.q_begin, node.q_len, q_rows, "q")
         if decoded_rows is None:
@@ -207,16 +200,10 @@ def checked_nodes(nodes: Tensor, q_rows: int, k_rows: int, decoded_rows: int | N
             _check_rows("cu_seqlens_context", node.kv_begin, node.kv_len, k_rows, "k_context")
         else:
             _check_rows("cu_seqlens_k_decoded", node.kv_begin - k_rows, node.kv_len, decoded_rows, "k_decoded")
-        while path and path[-1] != node.parent:
-            ends[path.pop()] = index
-        if node.parent != (path[-1] if path else -1):
-            expected = "-1 or a node on the path to the one before (depth-first order)"
-            raise ValueError(explain(f"nodes[{index}].parent", expected, node.parent))
-        above = table[node.parent] if path else None
+        above = table[node.parent] if node.parent >= 0 else None
         position = 0 if above is None else above.kv_pos0 + above.kv_len
         if node.kv_pos0 != position:
             raise ValueError(explain(f"nodes[{index}].kv_pos0", f"{position} (the keys above)", node.kv_pos0))
-        path.append(index)
     for index, (node, end) in enumerate(zip(table, ends)):
         if node.subtree_end != end:
             raise ValueError(explain(f"nodes[{index}].subtree_end", f"{end} (as the parents say)", node.subtree_end))
@@ -240,13 +227,6 @@ def _offsets(name: str, tensor: Tensor) -> list[int]:
 def _check_end(name: str, end: int, rows: int, of: str) -> None:
     if end > rows:
         raise ValueError(explain(name, f"offsets of at most {rows} ({of})", end))
-
-
-def _check_covers(name: str, owned: Sequence[int], sequences: int) -> None:
-    if owned[0] != 0:
-        raise ValueError(explain(name, "a first offset of 0", owned[0]))
-    if owned[-1] != sequences:
-        raise ValueError(explain(name, f"a last offset of {sequences} (the number of sequences)", owned[-1]))
 
 
 def _check_rows(name: str, begin: int, length: int, rows: int, of: str) -> None:

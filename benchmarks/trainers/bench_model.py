@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -36,7 +37,7 @@ import command
 from bench_layer import HEAD_NORM, QUICK, LayerRun
 from measure import Config, Matmul
 from models import FAMILIES, FamilyModel
-from packing import Arrangement, Prepared, first_copy, packed_positions, path_rows, response_rows, wide
+from packing import Attention, Prepared, first_copy, packed_positions, path_rows, response_rows, wide
 from peers import Implementation, layer_implementations
 from shapes import Shape
 
@@ -104,32 +105,28 @@ def shared_step(shape: Shape, ids: Tensor, model: Any) -> Step:
     return lambda: shared_prompt_forward(model, batch)[0], torch.arange(sum(shape.responses), device=ids.device)
 
 
-def peer_step(shape: Shape, ids: Tensor, model: Any, how: Arrangement) -> Step:
+def attend(
+    attention: Attention, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """A peer's attention as transformers calls one."""
+    return attention(*(one[0].transpose(0, 1) for one in (q, k, v)))[None], None
+
+
+def peer_step(shape: Shape, ids: Tensor, model: Any, rows: Tensor) -> Step:
     """The same with one packed row of the implementation's tokens."""
-    from transformers import AttentionInterface
-
-    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> tuple[Tensor, None]:
-        return how.attention(*(one[0].transpose(0, 1) for one in (q, k, v)))[None], None
-
-    AttentionInterface.register(PEER, attend)
-    rows = how.rows.to(ids.device)
+    rows = rows.to(ids.device)
     inputs = {"input_ids": ids[rows][None], "position_ids": packed_positions(shape).to(ids.device)[rows][None]}
-    at, targets, which = (one.to(ids.device) for one in scored_rows(shape, how.rows))
+    at, targets, which = scored_rows(shape, rows)
     return partial(log_probabilities, shape, model, inputs, at, ids[targets]), which
 
 
 def stock_step(shape: Shape, ids: Tensor, model: Any, leaves: list[int], length: int) -> Step:
     """The stock model on one micro-batch: the sequences of these leaves, padded to a length."""
-    device, rows = ids.device, path_rows(shape, leaves)
-    padded = ids.new_zeros(len(rows), length)
-    for sequence, one in zip(padded, rows):
-        sequence[: len(one)] = ids[one.to(device)]
-    lengths = dict(zip(shape.leaves, shape.responses))
-    firsts = dict(zip(shape.leaves, torch.tensor([0, *shape.responses]).cumsum(0).tolist()))
-    ends = [(index * length + shape.ends[leaf], leaf) for index, leaf in enumerate(leaves)]
-    at = torch.cat([torch.arange(end - lengths[leaf] - 1, end - 1) for end, leaf in ends]).to(device)
-    which = torch.cat([torch.arange(firsts[leaf], firsts[leaf] + lengths[leaf]) for leaf in leaves]).to(device)
-    return partial(log_probabilities, shape, model, {"input_ids": padded}, at, padded.flatten()[at + 1]), which
+    sequences = [pad(rows, (0, length - len(rows)), value=shape.packed_tokens) for rows in path_rows(shape, leaves)]
+    rows = torch.stack(sequences).to(ids.device)  # where a token is padding, the one behind all others
+    at, targets, which = scored_rows(shape, rows.flatten())
+    inputs = {"input_ids": torch.cat([ids, ids.new_zeros(1)])[rows]}
+    return partial(log_probabilities, shape, model, inputs, at, ids[targets]), which
 
 
 def log_probabilities(shape: Shape, model: Any, inputs: dict[str, Tensor], at: Tensor, targets: Tensor) -> Tensor:
@@ -153,13 +150,13 @@ def scored_rows(shape: Shape, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     of several micro-batches has the tokens of some responses.
     """
     pairs = response_rows(shape)
-    before = torch.cat([torch.cat([prompt[-1:], response[:-1]]) for prompt, response in pairs])
-    targets = torch.cat([response for _, response in pairs])
+    before = torch.cat([torch.cat([prompt[-1:], response[:-1]]) for prompt, response in pairs]).to(rows.device)
+    targets = torch.cat([response for _, response in pairs]).to(rows.device)
     which = torch.isin(targets, rows).nonzero().view(-1)
-    return first_copy(rows, shape.packed_tokens)[before[which]], targets[which], which
+    return first_copy(rows, shape.packed_tokens + 1)[before[which]], targets[which], which
 
 
-def padded_batches(shape: Shape, has_one_length: bool) -> list[tuple[list[int], int]]:
+def padded_batches(shape: Shape, device: torch.device, has_one_length: bool) -> list[tuple[list[int], int]]:
     """Leaves from the longest sequence to the shortest, as many at a time as the family says, and their length."""
     assert isinstance(shape.model, FamilyModel)
     leaves, size = sorted(shape.leaves, key=lambda leaf: -shape.ends[leaf]), shape.model.sequences
@@ -218,10 +215,10 @@ class StepRun(LayerRun):
             for leaves, length in how:
                 yield stock_step(shape, ids, self.model_on(name), leaves, length)
         else:
-            AttentionInterface.register(PEER, lambda *_, **options: None)
             AttentionMaskInterface.register(PEER, lambda *_, **options: None)
             for one in how if isinstance(how, list) else [how]:
-                yield peer_step(shape, ids, self.model_on(PEER), one)
+                AttentionInterface.register(PEER, partial(attend, one.attention))
+                yield peer_step(shape, ids, self.model_on(PEER), one.rows)
 
 
 def implementations(kernels: str | None) -> list[Implementation]:
@@ -229,16 +226,12 @@ def implementations(kernels: str | None) -> list[Implementation]:
     ours, *others = layer_implementations(kernels)
     found = [ours, *(one.only(lambda shape: not of_family(shape), "measured on Qwen3") for one in others)]
     for name, (package, compiles) in STOCK.items():
-        arrange = partial(arrange_stock, has_one_length=name == "flex_attention")
+        arrange = partial(padded_batches, has_one_length=name == "flex_attention")
         impl = Implementation(
             f"stock_{name}_replicated", arrange, is_replicated=True, package=package, compiles=compiles
         )
         found.append(impl.only(partial(of_family, attention=name), "measured on families that have it"))
     return found
-
-
-def arrange_stock(shape: Shape, device: torch.device, has_one_length: bool) -> list[tuple[list[int], int]]:
-    return padded_batches(shape, has_one_length)
 
 
 def of_family(shape: Shape, attention: str = "") -> bool:

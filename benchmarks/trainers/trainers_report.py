@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The page of trainers and the README's table of verl, made of the result files; TRL's section is of bench_trl.py."""
+"""The page of trainers and the README's table of verl, made of the result files of bench_verl.py and bench_trl.py."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import bench_trl
 import pandas as pd
-from report import BLUE, PURPLE, VERMILION, filled
+from bench_trl import LABELS
+from pages import BLUE, PURPLE, VERMILION, ResultError, filled, load, markdown, number, read, save
 from verl_cases import LARGE, PRESETS, WHO
 
 # Setups of the README's table, and the micro-batches of both; without Ulysses.
@@ -21,44 +20,45 @@ HEADLINE = (
     ("moe", "tokens 40960", "micro-batches of 40K tokens"),
     ("math-300", "tokens 32768", "short prompts"),
 )
+FIGURES = ["update_s", "infer_s", "update_gib", "infer_gib"]
+WINDOW = 10  # steps over which TRL's rewards are averaged
 
 
 def render(folder: Path) -> list[Path]:
-    """The page and the README's table, of all result files of clean trees; of what was measured twice, the newest.
+    """The page and the README's table, of all result files; of what was measured twice with verl, the newest.
 
     Args:
         folder: holds those of verl in verl/ and those of TRL in trl/, and gets what is made.
 
     Raises:
-        SystemExit: a file is of a tree with changes.
+        ResultError: a file is of a tree with changes, or one of TRL lacks a run.
     """
-    frames, files = [], []
-    for path in sorted((folder / "verl").glob("*.json")):
-        header, rows = json.loads(path.read_text()).values()
-        if header["dirty"]:
-            raise SystemExit(f"{path}: expected a result of a clean tree")
-        facts = {"date": header["date"], "attention": header["attention_of_verl"]}
-        frames.append(pd.DataFrame(rows).assign(**facts))
-        files.append(f"- [{path.stem}](verl/{path.name}): {header['gpu']} x {header['gpus']}, ")
-        files[-1] += f"commit `{header['commit'][:12]}`, torch {header['torch']}"
-    rows = pd.concat(frames, ignore_index=True).sort_values("date", kind="stable")
+    rows = load(sorted((folder / "verl").glob("*.json")))
+    if dirty := [*rows.loc[rows["dirty"].ne(False), "file"].unique()]:
+        raise ResultError(f"{folder}: expected results of clean trees, got {', '.join(dirty)}")
+    files = [
+        f"- [{one.file}](verl/{one.file}.json): {one.gpu} x {one.gpus}, commit `{one.commit[:12]}`, torch {one.torch}"
+        for one in rows.drop_duplicates("file").itertuples()
+    ]
+    rows[FIGURES] = rows[FIGURES].astype(float)
+    rows = rows.sort_values("date", kind="stable")
     rows = rows.drop_duplicates(["preset", "who", "how", "sp", "gpus"], keep="last").sort_index()
     # In the order of the presets, verl's own first.
     ordered = {preset: sorted(settings, key=lambda one: one.shares) for preset, (*_, settings) in PRESETS.items()}
-    known = [(preset, *one.title.split("/")) for preset, settings in ordered.items() for one in settings]
+    known = [(preset, *one.name.split("/")) for preset, settings in ordered.items() for one in settings]
     rank = [known.index((row.preset, row.who, row.how, f"SP {row.sp}")) for row in rows.itertuples()]
     rows = rows.assign(rank=rank).sort_values("rank", kind="stable")
     exact, page, short = rows[rows["preset"] == "accuracy"], folder / "README.md", folder / "headline.md"
     parts = {
-        "attention": " ".join(rows["attention"].unique()),
+        "attention": " ".join(rows["attention_of_verl"].unique()),
         "large": " and ".join(PRESETS[one][0].partition(",")[0] for one in LARGE),
         "tables": timings(rows[~rows["preset"].isin(("steps", "accuracy"))]),
         "accuracy": setup_name(exact.iloc[0]) if len(exact) else "",
-        "differences": markdown(difference_table(rows)),
-        "steps": curves(rows[rows["preset"] == "steps"], folder / "steps.png"),
+        "differences": differences(rows[rows["log_prob_max_difference"] > 0]),
+        "steps": steps(rows[rows["preset"] == "steps"], folder / "steps.png"),
         "files": "\n".join(files),
     }
-    page.write_text(filled("trainers", {"trl": bench_trl.section(folder / "trl")}, **parts))
+    page.write_text(filled("trainers", {"trl": runs_of_trl(folder / "trl")}, **parts))
     short.write_text(headline(rows) + "\n")
     return [page, short]
 
@@ -73,21 +73,18 @@ def headline(rows: pd.DataFrame) -> str:
             continue
         verl, ours = (one.iloc[0] for one in pair)
         line = {"": f"{verl.model}, {shape_of(verl.batch)}, {what}"}
-        line["update, s"] = change(verl.update_s, ours.update_s, verl.error, 1, True)
-        line["log-probs, s"] = change(verl.infer_s, ours.infer_s, verl.error, 2, True)
-        has_peak = not pd.isna(ours.update_gib)
-        line["peak, GiB"] = change(verl.update_gib, ours.update_gib, "", 1, False) if has_peak else ""
+        for name, column, digits in (("update, s", "update_s", 1), ("log-probs, s", "infer_s", 2)):
+            gain = number(verl[column] / ours[column], 2)
+            before = number(verl[column], digits) or failure(verl.error) or "-"
+            line[name] = f"{before} → {ours[column]:.{digits}f}" + (gain and f" ({gain}x)")
+        peaks = [number(one.update_gib, 1) for one in (verl, ours)]
+        line["peak, GiB"] = peaks[1] and f"{peaks[0] or '-'} → {peaks[1]}"
         table.append(line)
     return markdown(pd.DataFrame(table))
 
 
-def change(verl: float, ours: float, error: str | None, digits: int, with_ratio: bool) -> str:
-    times = f" ({ratio(verl, ours)}x)" if with_ratio and not pd.isna(verl) else ""
-    return f"{figure(verl, error, digits) or '-'} → {ours:.{digits}f}{times}"
-
-
-def markdown(table: pd.DataFrame) -> str:
-    return str(table.to_markdown(index=False, disable_numparse=True))
+def failure(error: str | None) -> str:
+    return "out of memory" if error and "memory" in error else error or ""
 
 
 def shape_of(batch: dict[str, Any]) -> str:
@@ -99,8 +96,8 @@ def setup_name(row: Any) -> str:
     return f"{found}, {counted(row.batch['prompts'], 'prompt')}, {counted(row.gpus, 'GPU')}"
 
 
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def configuration(row: Any) -> str:
@@ -114,17 +111,17 @@ def timings(rows: pd.DataFrame) -> str:
         table = pd.DataFrame(
             {
                 "": configuration(row),
-                "update s": figure(row.update_s, row.error),
-                "x": ratio(first.update_s, row.update_s),
-                "log-probs s": figure(row.infer_s, row.error),
-                "x ": ratio(first.infer_s, row.infer_s),
+                "update s": number(row.update_s, 2) or failure(row.error),
+                "x": number(first.update_s / row.update_s, 2),
+                "log-probs s": number(row.infer_s, 2) or failure(row.error),
+                "x ": number(first.infer_s / row.infer_s, 2),
                 "loss": f"{row.losses[0]:.6f}" if row.losses else "",
                 "gradient norm": f"{row.grad_norms[0]:.4f}" if row.grad_norms else "",
-                "peak GiB, update": figure(row.update_gib, "", 1),
-                "log-probs": figure(row.infer_gib, "", 1),
-                "ktok/s a GPU": figure(row.tokens / row.update_s / row.gpus / 1e3 if row.update_s else None, ""),
-                "MFU, of the batch": figure((row.metrics or {}).get("mfu"), ""),
-                "of executed tokens": figure((row.metrics or {}).get("shared_prompt/mfu_executed"), ""),
+                "peak GiB, update": number(row.update_gib, 1),
+                "log-probs": number(row.infer_gib, 1),
+                "ktok/s a GPU": number(row.tokens / row.update_s / row.gpus / 1e3, 2),
+                "MFU, of the batch": number((row.metrics or {}).get("mfu"), 2),
+                "of executed tokens": number((row.metrics or {}).get("shared_prompt/mfu_executed"), 2),
             }
             for row in setup.itertuples()
         )
@@ -150,49 +147,105 @@ def gains(setup: pd.DataFrame) -> str:
     return "".join(found)
 
 
-def figure(value: float | None, otherwise: str | None, digits: int = 2) -> str:
-    if value is None or pd.isna(value):
-        return "out of memory" if otherwise and "memory" in otherwise else otherwise or ""
-    return f"{value:.{digits}f}"
+def differences(rows: pd.DataFrame) -> str:
+    table = {
+        "setup": [f"{row.preset}, {counted(row.gpus, 'GPU')}" for row in rows.itertuples()],
+        "": map(configuration, rows.itertuples()),
+        "log-probs, max": rows["log_prob_max_difference"].map("{:.1e}".format),
+        "mean": rows["log_prob_mean_difference"].map("{:.1e}".format),
+    }
+    return markdown(pd.DataFrame(table))
 
 
-def ratio(first: float | None, value: float | None) -> str:
-    return "" if not first or not value or pd.isna(first) or pd.isna(value) else f"{first / value:.2f}"
-
-
-def difference_table(rows: pd.DataFrame) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "setup": f"{row.preset}, {counted(row.gpus, 'GPU')}",
-            "": configuration(row),
-            "log-probs, max": f"{row.log_prob_max_difference:.1e}",
-            "mean": f"{row.log_prob_mean_difference:.1e}",
-        }
-        for row in rows[rows["log_prob_max_difference"] > 0].itertuples()
-    )
-
-
-def curves(rows: pd.DataFrame, path: Path) -> str:
+def steps(rows: pd.DataFrame, path: Path) -> str:
     """Loss and gradient norm of many steps on one batch."""
     if not len(rows):
         return ""
     from matplotlib import pyplot as plt
 
-    plot, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for row, colour, style in zip(rows.itertuples(), (VERMILION, PURPLE, BLUE), ("-", ":", "--")):
-        for axis, values in zip(axes, (row.losses, row.grad_norms)):
-            axis.plot(range(1, len(values) + 1), values, style, color=colour, label=configuration(row))
-    for axis, name in zip(axes, ("loss", "norm of the gradient")):
+    names = [*map(configuration, rows.itertuples())]
+    losses, norms = (pd.DataFrame([*rows[one]], names).T for one in ("losses", "grad_norms"))
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for axis, values, title in zip(axes, (losses, norms), ("loss", "norm of the gradient")):
+        values.index += 1
+        values.plot(ax=axis, color=[VERMILION, PURPLE, BLUE], style=["-", ":", "--"], legend=axis is axes[0])
         axis.set_xlabel("step on the same batch")
-        axis.set_title(name, fontsize=10)
+        axis.set_title(title, fontsize=10)
     axes[0].legend(fontsize=8)
-    plot.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(plot)
-    base = rows.iloc[0].losses
-    spread = {configuration(row): max(abs(a - b) for a, b in zip(row.losses, base)) for row in rows.itertuples()}
-    mean = sum(map(abs, base)) / len(base)
+    save(figure, path)
+    base = losses.iloc[:, 0]
+    spread = losses.sub(base, axis=0).abs().max()
     return (
         f"### {len(base)} steps on one batch\n\n![Loss and norm of the gradient]({path.name})\n\n"
-        f"{setup_name(rows.iloc[0])}. Largest difference of the loss to the first (its mean size is {mean:.1e}): "
-        f"{', '.join(f'{name} {value:.1e}' for name, value in spread.items())}."
+        f"{setup_name(rows.iloc[0])}. Largest difference of the loss to the first (its mean size is"
+        f" {base.abs().mean():.1e}): {', '.join(f'{name} {value:.1e}' for name, value in spread.items())}."
     )
+
+
+# --- TRL --------------------------------------------------------------------------------------------------------------
+
+
+def runs_of_trl(folder: Path) -> str:
+    """Tables and plots of the result files; a plot is written beside its file. "" if there is none."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        header, rows = read(path).values()
+        if header["dirty"] or [row["who"] for row in rows] != list(LABELS):
+            raise ResultError(f"{path}: expected both runs of a clean tree")
+        asked, image = rows[0]["arguments"], path.with_suffix(".png")
+        rewards = pd.DataFrame({LABELS[row["who"]]: row["rewards"] for row in rows})
+        phases = {LABELS[row["who"]]: pd.DataFrame(row["phases"]) for row in rows}
+        seconds = pd.DataFrame({name: one.assign(step=one.sum(axis=1)).median() for name, one in phases.items()})
+        plot_of_trl(rewards, seconds, image)
+        parts += [
+            f"### {asked['steps']} steps of {asked['prompts']} prompts, {asked['responses']} x {asked['prompt']} x"
+            f" {asked['completion']}, {asked['layers']} layers of width {asked['hidden']}, {header['gpu']}",
+            table_of_trl(rows, rewards, seconds),
+            f"![Reward and seconds a step]({folder.name}/{image.name})",
+            f"{closeness(rows, rewards)} [File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`.",
+        ]
+    return "\n\n".join(parts)
+
+
+def table_of_trl(rows: list[dict[str, Any]], rewards: pd.DataFrame, seconds: pd.DataFrame) -> str:
+    """Medians, peaks and means of rewards of both runs, and TRL's over the other."""
+    lines = [
+        (f"{phase}, s", *one.map("{:.3f}".format), f"{one.iloc[0] / one.iloc[1]:.2f}")
+        for phase, one in seconds.iterrows()
+    ]
+    if all(peaks := [row["peak_memory_gib"] for row in rows]):
+        lines.append(("peak memory, GiB", *map("{:.1f}".format, peaks), f"{peaks[0] / peaks[1]:.2f}"))
+    for what, part in ((f"reward, first {WINDOW} steps", rewards[:WINDOW]), (f"last {WINDOW}", rewards[-WINDOW:])):
+        lines.append((what, *part.mean().map("{:.3f}".format), ""))
+    return markdown(pd.DataFrame(lines, columns=["", *rewards, "x"]))
+
+
+def closeness(rows: list[dict[str, Any]], rewards: pd.DataFrame) -> str:
+    """How far the two runs are from each other, and a run's steps from their neighbours."""
+    apart = rewards.rolling(WINDOW).mean().diff(axis=1).abs().max(axis=None)
+    neighbours = rewards[LABELS["stock"]].diff().abs().mean()
+    ratio, fallbacks = (pd.Series(rows[1][name]).mean() for name in ("dedup_ratio", "fallbacks"))
+    first, norms = rewards.iloc[0], [row["grad_norms"][0] for row in rows]
+    return (
+        f"In the first step, the rewards are {first.iloc[0]:.4f} and {first.iloc[1]:.4f}, the norms of the gradient"
+        f" {norms[0]:.4f} and {norms[1]:.4f}. Rounding then leads to other samples: means of {WINDOW} steps differ by"
+        f" {apart:.3f} at most, while a step of TRL's run differs from the next by {neighbours:.3f} in the mean. A"
+        f" forward has {ratio:.1f} times fewer tokens with shared prompts; of all forwards, {fallbacks:.0%} fell back"
+        f" to stock attention ({rows[0]['arguments']['attention']})."
+        f" {', '.join(f'{name} {version}' for name, version in rows[0]['versions'].items())}."
+    )
+
+
+def plot_of_trl(rewards: pd.DataFrame, seconds: pd.DataFrame, path: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    rewards.plot(ax=left, color=[VERMILION, BLUE], xlabel="step, from 0", ylabel="reward", fontsize=8)
+    left.lines[0].set(linewidth=4, alpha=0.5)  # the other lies on it
+    seconds.plot.barh(ax=right, color=[VERMILION, BLUE], legend=False, fontsize=8)
+    for bars in right.containers:
+        right.bar_label(bars, fmt=" %.2f", fontsize=7)
+    right.invert_yaxis()
+    right.set_xlabel("seconds a step, median (shorter is faster)")
+    figure.suptitle("GRPO with TRL: the same curve in less time", fontsize=11)
+    save(figure, path)

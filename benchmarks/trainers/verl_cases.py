@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from verl_inputs import Batch, Model
@@ -25,10 +25,9 @@ class Case:
         balance: of samples over ranks: "groups" as the plug-in does, "lengths" as verl's v1 trainer does, "none".
         trainer: v1 (jagged) or v0 (padded) form of the batch.
         overrides: of verl's config, as on its command line.
-        extra: what a test puts into the batch, see `worker_input`.
-        position_rows: of position ids, likewise.
+        learning_rate: at 0 weights stay as they are, and the next case has the same worker if it differs in
+            micro-batches only.
         warm: calls of so many of each rank's samples come before those that are recorded.
-        keeps_worker: of the case before, if the two differ in micro-batches only. Weights must stay as they are.
     """
 
     name: str
@@ -44,24 +43,17 @@ class Case:
     trainer: str = "v1"
     attention: str = "flash_attention_2"
     overrides: tuple[str, ...] = ()
-    extra: str | None = None
-    position_rows: int = 1
     updates: int = 3
     minis: int = 1  # optimizer steps an update
     learning_rate: float = 1e-3
     inferences: int = 1
     infers_at_the_end: bool = True
     warm: int = 0
-    keeps_worker: bool = False
-
-    def __post_init__(self) -> None:
-        if self.keeps_worker and self.learning_rate:
-            raise ValueError(f"learning_rate: expected 0.0 where keeps_worker is set, got {self.learning_rate}")
 
     @property
     def worker(self) -> Case:
         """Without what a worker can change."""
-        return replace(self, name="", micro=None, tokens=None, warm=0, keeps_worker=False)
+        return replace(self, name="", micro=None, tokens=None, warm=0)
 
 
 @dataclass
@@ -78,7 +70,6 @@ class Found:
     update_gib: float = 0.0
     metrics: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
-    left_gib: float = 0.0  # allocated when the case began: of the cases before
 
 
 # --- presets ---------------------------------------------------------------------------------------------------------
@@ -93,39 +84,52 @@ QWEN3 = {
 PAPER = Batch(prompts=1, responses=32, prompt_tokens=8192, response_tokens=2048, shortest=0.5)
 
 
-class Setting(NamedTuple):
-    """The plug-in or not, micro-batches of so many sequences or tokens, ranks of Ulysses, precision, head."""
-
-    shares: bool
-    micro: int | None = None
-    tokens: int | None = None
-    sp: int = 1
-    fp32: bool = False  # padded, on PyTorch's attention: what bf16 is compared with
-    head: str | None = None  # fused: torch or triton
-
-    @property
-    def title(self) -> str:
-        how = f"micro {self.micro}" if self.micro else f"tokens {self.tokens}"
-        how += " in fp32" if self.fp32 else ""
-        how += f", {self.head} head" if self.head else ""
-        return f"{WHO[self.shares]}/{how}/SP {self.sp}"
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        model = "actor_rollout_ref.model"
-        head = (f"{model}.use_fused_kernels=True", f"{model}.fused_kernel_options.impl_backend={self.head}")
-        return (*DAPO, *(FP32 if self.fp32 else ()), *(head if self.head else ()))
-
-
 WHO = ("verl", "plug-in")
-OWN, PLUGIN = partial(Setting, False), partial(Setting, True)
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+FP32 = (
+    *(f"+{ACTOR}.fsdp_config.mixed_precision.{name}_dtype=fp32" for name in ("param", "reduce", "buffer")),
+    f"{MODEL}.use_remove_padding=False",
+)
+NOT_COMPILED = (f"{ACTOR}.fsdp_config.use_torch_compile=False",)
+DAPO = (f"{ACTOR}.clip_ratio_high=0.28", f"{ACTOR}.loss_agg_mode=token-mean")
+
+
+def setting(
+    shares: bool,
+    micro: int | None = None,
+    tokens: int | None = None,
+    sp: int = 1,
+    fp32: bool = False,
+    head: str | None = None,
+) -> Case:
+    """The plug-in or not, micro-batches of so many sequences or tokens, ranks of Ulysses, precision, fused head.
+
+    `fp32` is padded, on PyTorch's attention: what bf16 is compared with. `head`: torch or triton.
+    """
+    how = f"micro {micro}" if micro else f"tokens {tokens}"
+    how += (" in fp32" if fp32 else "") + (f", {head} head" if head else "")
+    fused = (f"{MODEL}.use_fused_kernels=True", f"{MODEL}.fused_kernel_options.impl_backend={head}")
+    return Case(
+        f"{WHO[shares]}/{how}/SP {sp}",
+        shares=shares,
+        micro=micro,
+        tokens=tokens,
+        sp=sp,
+        attention="sdpa" if fp32 else "flash_attention_2",
+        balance="groups" if shares else "lengths",
+        overrides=(*DAPO, *(FP32 if fp32 else ()), *(fused if head else ())),
+        infers_at_the_end=False,
+    )
+
+
+OWN, PLUGIN = partial(setting, False), partial(setting, True)
 TOKENS = 40960
 SHORT = Batch(prompts=1, responses=16, prompt_tokens=2048, response_tokens=512, shortest=0.5)
 MATH = Batch(prompts=2, responses=16, prompt_tokens=1024, response_tokens=4096, shortest=0.25)
 BUDGET = [OWN(None, TOKENS), PLUGIN(None, TOKENS)]
 MATH_BUDGET = [OWN(None, 32768), PLUGIN(None, 32768)]
 # Prompts are those of one GPU.
-PRESETS: dict[str, tuple[str, Batch, list[Setting]]] = {
+PRESETS: dict[str, tuple[str, Batch, list[Case]]] = {
     "paper": ("Qwen3-1.7B", PAPER, [OWN(4), OWN(8), PLUGIN(4), PLUGIN(8), *BUDGET]),
     "paper-8b": ("Qwen3-8B", PAPER, [OWN(4), PLUGIN(4), PLUGIN(8), *BUDGET]),
     "math-1k": ("Qwen3-1.7B", MATH, MATH_BUDGET),
@@ -146,40 +150,24 @@ STEPS = {"steps": 20}
 # Models whose calls take long: a few samples of each rank warm up, calls run once, and one worker, whose weights stay
 # as they are, runs all micro-batches.
 LARGE = ("paper-8b", "moe")
-ACTOR = "actor_rollout_ref.actor"
-FP32 = (
-    *(f"+{ACTOR}.fsdp_config.mixed_precision.{name}_dtype=fp32" for name in ("param", "reduce", "buffer")),
-    "actor_rollout_ref.model.use_remove_padding=False",
-)
-NOT_COMPILED = (f"{ACTOR}.fsdp_config.use_torch_compile=False",)
-DAPO = (f"{ACTOR}.clip_ratio_high=0.28", f"{ACTOR}.loss_agg_mode=token-mean")
 
 
-def cases_of(preset: str, gpus: int, is_cpu: bool, updates: int) -> list[Case]:
+def cases_of(preset: str, gpus: int, is_cpu: bool) -> list[Case]:
     """verl's own first: a process that has loaded the plug-in never runs them again."""
-    model, batch, configurations = PRESETS[preset]
-    found = []
-    for setting in sorted(configurations, key=lambda one: one.shares):
-        if gpus % setting.sp:
-            continue
-        found.append(
-            Case(
-                f"{preset}/{setting.title}",
-                shares=setting.shares,
-                model=QWEN3[model],
-                batch=replace(batch, prompts=batch.prompts * gpus),
-                micro=setting.micro,
-                tokens=setting.tokens,
-                sp=setting.sp,
-                attention="sdpa" if setting.fp32 else "flash_attention_2",
-                balance="groups" if setting.shares else "lengths",
-                overrides=(*setting.overrides, *(NOT_COMPILED if is_cpu else ())),
-                updates=1 if preset in LARGE else STEPS.get(preset, updates),
-                inferences=1 if preset in LARGE else 2,
-                infers_at_the_end=False,
-                learning_rate=0.0 if preset in LARGE else 1e-6,
-                warm=(setting.micro or 4) if preset in LARGE else 0,
-                keeps_worker=preset in LARGE,
-            )
+    model, batch, settings = PRESETS[preset]
+    how: dict[str, Any] = dict(updates=STEPS.get(preset, 2), inferences=2, learning_rate=1e-6)
+    if preset in LARGE:
+        how = dict(updates=1, inferences=1, learning_rate=0.0)
+    return [
+        replace(
+            one,
+            name=f"{preset}/{one.name}",
+            model=QWEN3[model],
+            batch=replace(batch, prompts=batch.prompts * gpus),
+            overrides=(*one.overrides, *(NOT_COMPILED if is_cpu else ())),
+            warm=(one.micro or 4) if preset in LARGE else 0,
+            **how,
         )
-    return found
+        for one in sorted(settings, key=lambda one: one.shares)
+        if gpus % one.sp == 0
+    ]

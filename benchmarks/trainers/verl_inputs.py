@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Model:
         return AutoConfig.for_model(self.family, **own | others)
 
     def save(self, folder: Path) -> None:
-        from tokenizers import Tokenizer, models, pre_tokenizers
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
         config = self.config()
@@ -61,13 +65,9 @@ class Model:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = auto.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
-        words = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
-        words |= {byte: 3 + i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-        tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-        ).save_pretrained(folder)
+        words = WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>")
+        special = dict(eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special).save_pretrained(folder)
 
 
 class Sample(NamedTuple):
@@ -76,6 +76,7 @@ class Sample(NamedTuple):
     response: Tensor
     mask: Tensor  # of the response tokens that are trained
     advantage: float
+    others: Mapping[str, Any] = MappingProxyType({})  # what else a batch has of it, by verl's names
 
 
 @dataclass(frozen=True)
@@ -115,109 +116,46 @@ class Batch:
         return [found[i] for i in torch.randperm(len(found), generator=source)]
 
 
-# A picture of 4 x 4 patches: tokens of an id above those of text, and the values of its patches.
-PICTURE_TOKEN, PICTURE_TOKENS, PATCHES, PATCH_VALUES = 512, 4, 16, 96
-
-
-def worker_input(
-    samples: list[Sample],
-    known: dict[str, list[Tensor]],
-    trainer: str,
-    extra: str | None = None,
-    position_rows: int = 1,
-    **settings: Any,
-) -> Any:
+def worker_input(samples: list[Sample], known: dict[str, list[Tensor]], trainer: str, **settings: Any) -> Any:
     """What a worker is given.
 
     Args:
         known: values of response tokens, by sample.
         trainer: v1 (jagged) or v0 (padded), whose form it has.
-        extra: "temperatures" of each sample, "images" beside its text that no model looks at,
-            "pictures" in every second prompt, "stretched" position ids, in the last row of a sample.
-        position_rows: of position ids; verl has several where the processor knows of images.
         settings: what else the trainer says of the batch.
     """
-    from tensordict import TensorDict
-    from tensordict.tensorclass import NonTensorData, NonTensorStack
     from verl.utils import tensordict_utils as tu
-
-    positions = [torch.arange(len(one.prompt) + len(one.response)) for one in samples]
-    if position_rows > 1:
-        positions = [one.repeat(position_rows, 1) for one in positions]
-    if extra == "stretched":
-        positions[1][-1] *= 2
-    pictures: list[dict[str, Tensor]] = [{} for _ in samples]
-    if extra == "pictures":
-        for index, one in enumerate(samples):
-            if int(one.uid.removeprefix("prompt")) % 2:
-                samples = [*samples[:index], _with_picture(one), *samples[index + 1 :]]
-                pictures[index] = _picture()
-                positions[index][1:, 1 : 1 + PICTURE_TOKENS] -= torch.arange(PICTURE_TOKENS)
-    data = _padded(samples, positions, known) if trainer == "v0" else _jagged(samples, positions, known)
-    if isinstance(data, dict):
-        data["uid"] = NonTensorStack.from_list([NonTensorData(one.uid) for one in samples])
-        data = TensorDict(data, batch_size=len(samples))
-    settings["temperature"] = 1.0
-    if extra == "temperatures":
-        data["temperature"] = torch.linspace(0.7, 1.3, len(samples))
-        del settings["temperature"]
-    if extra == "images":
-        pictures = [{"grid": torch.ones(1)} for _ in samples]
-    if extra in ("images", "pictures"):
-        data["multi_modal_inputs"] = NonTensorStack.from_list([NonTensorData(one) for one in pictures])
-    tu.assign_non_tensor(data, **settings)
-    return data
-
-
-def _with_picture(sample: Sample) -> Sample:
-    prompt = sample.prompt.clone()
-    prompt[1 : 1 + PICTURE_TOKENS] = PICTURE_TOKEN
-    return sample._replace(prompt=prompt)
-
-
-def _picture() -> dict[str, Tensor]:
-    source = torch.Generator().manual_seed(0)
-    grid = torch.tensor([[1, 4, 4]])
-    return {"pixel_values": torch.randn(PATCHES, PATCH_VALUES, generator=source), "image_grid_thw": grid}
-
-
-def _jagged(samples: list[Sample], positions: list[Tensor], known: dict[str, list[Tensor]]) -> dict[str, Any]:
-    from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
-
-    lists: dict[str, list[Tensor]] = {"position_ids": positions, **known}
-    lists["prompts"], lists["responses"] = [one.prompt for one in samples], [one.response for one in samples]
-    lists["input_ids"] = [torch.cat((one.prompt, one.response)) for one in samples]
-    lists["response_mask"] = lists["loss_mask"] = [one.mask for one in samples]
-    return {name: nested_tensor_from_tensor_list(rows) for name, rows in lists.items()}
-
-
-def _padded(samples: list[Sample], positions: list[Tensor], known: dict[str, list[Tensor]]) -> Any:
-    import numpy
-    from verl import DataProto
     from verl.workers.utils.padding import left_right_2_no_padding
 
-    def left(rows: list[Tensor]) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+    whole = [torch.cat((one.prompt, one.response)) for one in samples]
+    lists = {"prompts": [one.prompt for one in samples], "responses": [one.response for one in samples], **known}
+    lists |= {"input_ids": whole, "response_mask": [one.mask for one in samples]}
+    lists["position_ids"] = [one.others.get("position_ids", torch.arange(len(ids))) for one, ids in zip(samples, whole)]
+    tensors: dict[str, Any] = {"uid": [one.uid for one in samples]}
+    for name in samples[0].others.keys() - {"position_ids"}:
+        values = [one.others[name] for one in samples]
+        tensors[name] = torch.stack(values) if isinstance(values[0], Tensor) else values
+    if "temperature" not in tensors:
+        settings["temperature"] = 1.0
+    if trainer == "v0":
+        settings["global_token_num"] = list(map(len, whole))
+        return left_right_2_no_padding(tu.get_tensordict({**tensors, **_padded(lists)}, settings))
+    tensors |= {name: tu.nested_tensor_from_tensor_list(rows) for name, rows in lists.items()}
+    return tu.get_tensordict({**tensors, "loss_mask": tensors["response_mask"]}, settings)
 
-    def right(rows: list[Tensor]) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
-    prompts, responses = left([one.prompt for one in samples]), right([one.response for one in samples])
-    ones = [torch.ones_like(one.prompt) for one in samples], [torch.ones_like(one.response) for one in samples]
-    mask = torch.cat((left(ones[0]), right(ones[1])), 1)
-    position_ids = torch.zeros(len(samples), *positions[0].shape[:-1], mask.shape[1], dtype=torch.int64)
-    for row, one, own in zip(position_ids, mask.bool(), positions):
-        row[..., one] = own
-    tensors = dict(
-        prompts=prompts,
-        responses=responses,
-        input_ids=torch.cat((prompts, responses), 1),
-        attention_mask=mask,
-        position_ids=position_ids,
-        response_mask=right([one.mask for one in samples]),
-        **{name: right(rows) for name, rows in known.items()},
-    )
-    uids = numpy.array([one.uid for one in samples], dtype=object)
-    info = {"temperature": 1.0, "global_token_num": mask.sum(1).tolist()}
-    batch = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids}, meta_info=info)
-    return left_right_2_no_padding(batch.to_tensordict())
+def _padded(lists: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    """Prompts padded on the left, responses on the right, and the mask of all that is no padding."""
+
+    def padded(name: str, side: str = "right", ones: bool = False) -> Tensor:
+        rows = [torch.ones_like(one) for one in lists[name]] if ones else lists[name]
+        return pad_sequence(rows, batch_first=True, padding_side=side)
+
+    mask = torch.cat((padded("prompts", "left", ones=True), padded("responses", ones=True)), 1)
+    found = {"attention_mask": mask, "prompts": padded("prompts", "left")}
+    for name in ("input_ids", "position_ids"):  # of which those for images have several rows
+        tokens = torch.cat([one.movedim(-1, 0) for one in lists[name]])
+        whole = torch.zeros(*mask.shape, *tokens.shape[1:], dtype=tokens.dtype)
+        whole[mask.bool()] = tokens
+        found[name] = whole.movedim(1, -1)
+    return {**found, **{name: padded(name) for name in lists.keys() - found.keys()}}

@@ -3,101 +3,77 @@
 
 `run` saves the models, starts one process a rank, all cases one after another in each, and returns what they found.
 What verl's trainer does around its workers is done in such a process: the batch of `verl_inputs` is balanced over ranks
-and cut into their shares. Workers are those of this process beside the other ranks', or actors of Ray.
+and cut into their shares.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
-import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from verl_cases import Case, Found
 from verl_inputs import Model, Sample, worker_input
 
+QUIET = dict(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", VERL_LOGGING_LEVEL="WARN")
+
 
 def run(
-    cases: Sequence[Case],
-    ranks: int,
-    environment: dict[str, str],
-    timeout_s: float,
-    on_ray: bool = False,
-    keep: Callable[[dict[str, Found]], None] | None = None,
+    cases: Sequence[Case], ranks: int, environment: dict[str, str], timeout_s: float, driver: str | None = None
 ) -> dict[str, Found]:
     """All cases, in this order, in processes of one start; on GPUs one each. Their output goes to this process's.
 
-    `on_ray`: each case in actors of its own under verl's RayWorkerGroup, which then cuts the batch into shares.
-    `keep`: is called with all that there is, behind each case; what there was before a failure or the end of the time
-    is then enough.
+    `driver`: a program that is started instead, once, and gets the folder and the number of ranks.
+
+    What there was before a failure, or the end of the time, is returned.
 
     Raises:
-        RuntimeError: a rank has failed; its output says why.
+        RuntimeError: there was nothing yet; the output of the ranks says why.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # In a process of its own, whose memory is freed with it.
-        models = json.dumps([asdict(model) for model in dict.fromkeys(case.model for case in cases)])
-        maker = _start(["models", folder, models], environment)
-        try:
-            if maker.wait(timeout_s):
-                raise RuntimeError("a model could not be saved; the output says why")
-        finally:
-            maker.kill()
         torch.save(list(cases), Path(folder) / "cases.pt")
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
-        children = []
-        for rank in range(1 if on_ray else ranks):
-            own: dict[str, Any] = dict(RANK=rank, WORLD_SIZE=ranks, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
-            own |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-            own |= dict(CUDA_VISIBLE_DEVICES=visible[rank] if visible else rank)
-            if on_ray:
-                own = dict(RIG_RANKS=ranks, RAY_USAGE_STATS_ENABLED=0, RAY_memory_monitor_refresh_ms=0)
-            own |= dict(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", VERL_LOGGING_LEVEL="WARN")
-            children.append(_start(["ray" if on_ray else "rank", folder], {**own, **environment}))
-        path, saved = Path(folder) / "found.pt", 0.0
-        end = time.monotonic() + timeout_s
-        codes: list[int | None] = [None]
+        # torchrun would leave each rank one thread.
+        variables = {"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ, **QUIET, **environment}
+        # In a process of its own, whose memory is freed with it.
+        subprocess.run([sys.executable, __file__, folder, "0"], env=variables, check=True, timeout=timeout_s)
+        # One rank that fails ends the others, which would wait for it.
+        start = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--local-addr=127.0.0.1"]
+        start += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", __file__]
+        process = subprocess.Popen(
+            [sys.executable, *([driver] if driver else start), folder, str(ranks)], env=variables
+        )
         try:
-            # One that failed leaves the others waiting for it.
-            while None in codes and not any(codes) and time.monotonic() < end:
-                time.sleep(0.2)
-                if keep and path.exists() and (now := path.stat().st_mtime) > saved:
-                    keep(torch.load(path, weights_only=False))
-                    saved = now
-                codes = [child.poll() for child in children]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s)
         finally:
-            for child in children:
-                child.kill()
-                child.wait()
+            process.terminate()
+            process.wait()
+        path = Path(folder) / "found.pt"
         found: dict[str, Found] = torch.load(path, weights_only=False) if path.exists() else {}
-        if any(code != 0 for code in codes):
-            message = f"verl's ranks ended with {codes} behind {list(found)}"
-            if not found or keep is None:
-                raise RuntimeError(message)
-            print(message, file=sys.stderr)
-        if keep:
-            keep(found)
-        return found
+    if process.returncode:
+        message = f"verl's ranks ended with {process.returncode} behind {list(found)}"
+        if not found:
+            raise RuntimeError(message)
+        print(message, file=sys.stderr)
+    return found
 
 
-def _start(arguments: list[str], environment: dict[str, Any]) -> subprocess.Popen[bytes]:
-    variables = {**os.environ, **{name: str(value) for name, value in environment.items()}}
-    return subprocess.Popen([sys.executable, __file__, *arguments], env=variables)
+def models_of(cases: Sequence[Case]) -> list[Model]:
+    return list(dict.fromkeys(case.model for case in cases))
 
 
 def configuration(case: Case, folder: str, ranks: int) -> Any:
@@ -142,6 +118,13 @@ def configuration(case: Case, folder: str, ranks: int) -> Any:
     return config
 
 
+def divide(engine: Any, case: Case) -> None:
+    """Into the micro-batches of a case, as the engine's configuration says them to each call."""
+    engine.use_dynamic_bsz = case.tokens is not None
+    engine.micro_batch_size_per_gpu = engine.infer_micro_batch_size_per_gpu = case.micro
+    engine.max_token_len_per_gpu = engine.infer_max_token_len_per_gpu = case.tokens
+
+
 def worker_of(case: Case, config: Any) -> tuple[Any, dict[str, str]]:
     """verl's worker with its model, and the names of its calls."""
     from verl.utils.config import omega_conf_to_dataclass
@@ -151,9 +134,7 @@ def worker_of(case: Case, config: Any) -> tuple[Any, dict[str, str]]:
         from verl.workers.utils.losses import value_loss
 
         critic = omega_conf_to_dataclass(config.critic)
-        critic.engine.use_dynamic_bsz = case.tokens is not None
-        critic.engine.infer_max_token_len_per_gpu = critic.engine.max_token_len_per_gpu = case.tokens
-        critic.engine.infer_micro_batch_size_per_gpu = critic.engine.micro_batch_size_per_gpu = case.micro
+        divide(critic.engine, case)
         configs = dict(model_config=critic.model, engine_config=critic.engine, optimizer_config=critic.optim)
         configs |= dict(checkpoint_config=critic.checkpoint, model_type="value_model")
         worker = TrainingWorker(config=TrainingWorkerConfig(**configs))
@@ -190,13 +171,6 @@ class Processes:
     def call(self, kind: str, data: Any) -> Any:
         return getattr(self.worker, self.calls[kind])(data)
 
-    def divide(self, case: Case) -> None:
-        """Into the micro-batches of another case, as the worker's configuration says them to each call."""
-        engine = engine_of(self.worker).engine_config
-        engine.use_dynamic_bsz = case.tokens is not None
-        engine.micro_batch_size_per_gpu = engine.infer_micro_batch_size_per_gpu = case.micro
-        engine.max_token_len_per_gpu = engine.infer_max_token_len_per_gpu = case.tokens
-
     def close(self) -> None:
         """Free what the model takes: something of PyTorch's may hold the first one of a process until its end."""
         engine = engine_of(self.worker)
@@ -215,51 +189,6 @@ class Processes:
         peak = device.max_memory_allocated() / 2**30
         device.reset_peak_memory_stats()
         return peak
-
-
-class Ray:
-    """Workers that are actors of Ray; this process is verl's driver. Of the role "actor"."""
-
-    def __init__(self, case: Case, config: Any, ranks: int) -> None:
-        if case.role != "actor":
-            raise ValueError(f"role: expected actor under Ray, got {case.role}")
-        import ray
-        from verl.single_controller.base.decorator import Dispatch, register
-        from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-        from verl.utils.device import get_device_name
-        from verl.workers.engine_workers import ActorRolloutRefWorker
-
-        class Worker(ActorRolloutRefWorker):
-            @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-            def prepare(self) -> None:
-                join_ranks(self.rank, self.world_size)
-
-            @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-            def engine(self) -> str:
-                return engine_name(self)
-
-        pool = RayResourcePool([ranks], use_gpu=get_device_name() != "cpu", max_colocate_count=1)
-        made = RayClassWithInitArgs(ray.remote(Worker), config=config.actor_rollout_ref, role="actor")
-        self.group = RayWorkerGroup(pool, made, device_name=get_device_name())
-        self.group.prepare()
-        self.group.init_model()
-
-    def engine(self) -> str:
-        return str(self.group.engine()[0])
-
-    def share(self, data: Any) -> Any:
-        return data
-
-    def every(self, mine: Any) -> list[Any]:
-        return [mine]
-
-    def call(self, kind: str, data: Any) -> Any:
-        return {"infer": self.group.compute_log_prob, "update": self.group.update_actor}[kind](data)
-
-    def close(self) -> None: ...  # the actors end with the case
-
-    def memory(self) -> float:
-        return 0.0
 
 
 def engine_of(worker: Any) -> Any:
@@ -301,21 +230,8 @@ def balanced(case: Case, samples: list[Sample], ranks: int) -> list[int]:
 class Session:
     """One case: its workers and its batch."""
 
-    def __init__(
-        self,
-        case: Case,
-        folder: str,
-        ranks: int,
-        kind: type[Processes] | type[Ray],
-        group: Processes | Ray | None = None,
-    ) -> None:
-        """`group`: of the case before, if this one keeps it."""
-        self.case, self.ranks = case, ranks
-        torch.manual_seed(0)  # of LoRA's weights
-        self.config = configuration(case, folder, ranks)
-        if isinstance(group, Processes):
-            group.divide(case)
-        self.group = group or kind(case, self.config, ranks)
+    def __init__(self, case: Case, config: Any, ranks: int, group: Processes) -> None:
+        self.case, self.config, self.ranks, self.group = case, config, ranks, group
         samples = case.batch.samples(case.model.vocabulary)
         self.order = balanced(case, samples, ranks // case.sp)
         self.samples = [samples[index] for index in self.order]
@@ -351,33 +267,20 @@ class Session:
                 self.infer()
         return self.found
 
-    def given(self, known: dict[str, list[Tensor]], **settings: Any) -> Any:
-        """The batch as the trainer hands it over."""
-        case = self.case
-        return worker_input(self.samples, known, case.trainer, case.extra, case.position_rows, **settings)
-
     def infer(self) -> dict[str, list[Tensor]]:
         """Values of response tokens, of all ranks' samples."""
         from verl.utils import tensordict_utils as tu
-        from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
+        from verl.workers.utils.padding import no_padding_2_padding
 
         v0 = {"calculate_sum_pi_squared": False} if self.case.trainer == "v0" else {}
-        data = self.given({}, calculate_entropy=self.case.role == "actor", compute_loss=False, **v0)
-        if "loss_mask" not in data:
-            data["loss_mask"] = data["response_mask"]
-        data = self.group.share(data)
+        settings = dict(calculate_entropy=self.case.role == "actor", compute_loss=False, **v0)
+        data = self.group.share(worker_input(self.samples, {}, self.case.trainer, **settings))
         output, seconds, memory = self._timed("infer", data.clone())
         self.found.infer_gib = max(self.found.infer_gib, memory)
         mine: dict[str, list[Tensor]] | None = None
         if output is not None:
-            mine = {}
-            for name in ("log_probs", "entropy", "values"):
-                if name in output:
-                    if self.case.trainer == "v0":
-                        rows = no_padding_2_padding(output[name], data).unbind()
-                    else:
-                        rows = response_from_nested(output[name], data["response_mask"]).unbind()
-                    mine[name] = [row.float().cpu().clone() for row in rows]
+            names = [name for name in ("log_probs", "entropy", "values") if name in output]
+            mine = {name: [*no_padding_2_padding(output[name], data).float().cpu()] for name in names}
             self.found.infer_metrics.append(_numbers(tu.get(output, "metrics")))
         parts = [part for part in self.group.every(mine) if part is not None]
         whole = {}
@@ -395,8 +298,10 @@ class Session:
         actor = self.config.actor_rollout_ref.actor
         mini = len(self.samples) // self.case.minis
         v0 = {"compute_loss": True, "multi_turn": False} if self.case.trainer == "v0" else {}
-        data = self.given(
+        data = worker_input(
+            self.samples,
             self.known,
+            self.case.trainer,
             calculate_entropy=actor.calculate_entropy or actor.entropy_coeff != 0.0,
             distillation_use_topk=False,
             distillation_only=False,
@@ -419,8 +324,6 @@ class Session:
         self.group.every(None)  # all begin together
         begin = time.perf_counter()
         output = self.group.call(kind, data)
-        if hasattr(output, "get") and hasattr(output, "futures"):  # of Ray
-            output = output.get()
         peak = self.group.memory()
         mine = (time.perf_counter() - begin, peak)
         every = self.group.every(mine)
@@ -429,71 +332,66 @@ class Session:
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
     """The mean of each, as verl's trainer logs it."""
-
-    def number(value: Any) -> float:
-        return float(value.aggregate() if hasattr(value, "aggregate") else value)
-
     found: dict[str, Any] = {}
     for name, value in metrics.items():
-        flat = [value]
-        while flat and isinstance(flat[0], list):
-            flat = [one for part in flat for one in part]
-        if flat and all(isinstance(one, (int, float)) or hasattr(one, "aggregate") for one in flat):
-            found[name] = sum(map(number, flat)) / len(flat)
+        parts = [one.aggregate() if hasattr(one, "aggregate") else one for one in tree_leaves(value)]
+        if parts and all(isinstance(one, Real) for one in parts):
+            found[name] = float(sum(parts) / len(parts))
     return found
 
 
-def _run_rank(folder: str, on_ray: bool) -> None:
+def run_cases(folder: str, ranks: int, kind: type[Processes]) -> None:
+    """What every process does. `kind` makes the workers of a case. The first process writes what was found."""
     cases: list[Case] = torch.load(Path(folder) / "cases.pt", weights_only=False)
-    models = {model: f"{folder}/model{i}" for i, model in enumerate(dict.fromkeys(case.model for case in cases))}
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("RIG_RANKS") or os.environ["WORLD_SIZE"])
-    if on_ray:
-        import ray
-
-        ray.init(num_cpus=2 * ranks + 2, include_dashboard=False, logging_level="warning")
-    else:
-        join_ranks(rank, ranks)
+    models, rank = models_of(cases), int(os.environ.get("RANK", 0))
     found: dict[str, Found] = {}
-    kept: Processes | Ray | None = None
-    left = 0.0
+    kept: Processes | None = None
     for case, following in zip(cases, [*cases[1:], None]):
-        begin = time.perf_counter()
-        if kept is None and torch.cuda.is_available() and not on_ray:
-            left = torch.cuda.memory_allocated() / 2**30
-        session = None
+        begin, session, group = time.perf_counter(), None, kept
         try:
-            session = Session(case, models[case.model], ranks, Ray if on_ray else Processes, kept)
+            torch.manual_seed(0)  # of LoRA's weights
+            config = configuration(case, f"{folder}/model{models.index(case.model)}", ranks)
+            if group:
+                divide(engine_of(group.worker).engine_config, case)
+            group = group or kind(case, config, ranks)
+            session = Session(case, config, ranks, group)
             found[case.name] = session.run()
-            found[case.name].left_gib = left
         except Exception as error:
             if ranks > 1:  # the others wait for this one
                 raise
             found[case.name] = replace(session.found if session else Found(), error=f"{type(error).__name__}: {error}")
-        group = session.group if session is not None else kept
-        keeps = following is not None and following.keeps_worker and following.worker == case.worker
-        kept = group if keeps and found[case.name].error is None else None
+        one = found[case.name]
+        stays = following is not None and following.worker == case.worker and not case.learning_rate
+        kept = group if stays and one.error is None else None
         if group is not None and kept is None:
             group.close()
         del session, group
         gc.collect()
-        if torch.cuda.is_available() and not on_ray:
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         if rank == 0:
             torch.save(found, Path(folder) / "found.tmp")  # whole at once for who reads it
             Path(folder, "found.tmp").replace(Path(folder) / "found.pt")
-            one = found[case.name]
             times = [round(value, 3) for value in (*one.infer_s, *one.update_s)]
             print(f"{case.name}: {time.perf_counter() - begin:.1f} s, {times}", one.error or "", flush=True)
-    if on_ray:
-        ray.shutdown()
-    else:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+
+
+def main(folder: str, ranks: int) -> None:
+    """One rank; of 0 ranks: the models."""
+    if not ranks:
+        for number, model in enumerate(models_of(torch.load(Path(folder) / "cases.pt", weights_only=False))):
+            model.save(Path(folder) / f"model{number}")
+        return
+    # As under Ray, every process sees one GPU.
+    local, visible = int(os.environ["LOCAL_RANK"]), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible != "":
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local] if visible else str(local)
+    os.environ |= dict(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    join_ranks(int(os.environ["RANK"]), ranks)
+    run_cases(folder, ranks, Processes)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "models":
-        for number, one in enumerate(json.loads(sys.argv[3])):
-            Model(**one).save(Path(sys.argv[2]) / f"model{number}")
-    else:
-        _run_rank(sys.argv[2], sys.argv[1] == "ray")
+    main(sys.argv[1], int(sys.argv[2]))

@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import explain
+from ..checks import MAX_ROWS, explain
 from ..errors import SharedPromptError, SharedPromptTypeError
-from ..host import SeparatelyPickled, expand, int64s, offsets_of, same_device, take, to_device
+from ..host import SeparatelyPickled, expand, int64s, offsets_of, same_device, take, to_device, untraced
 from ..layout import SharedPromptLayout
+from ..nodes import visible_pairs
 from .prefix_tree import PrefixTree, Spans
-from .samples import selected
+from .samples import check_count, named, selected
 
 IGNORED_LABEL = -100
 PADDING_TOKEN = 0  # any id that every vocabulary has
-# What to do where labels cannot say everything.
-LABELS_ADVICE = "score batch.targets with the rows of batch.token_index, as shared_prompt_forward does"
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +44,12 @@ class PackedBatch(SeparatelyPickled):
         token_index: (sum R,) int64, the row whose logits score each scored token, sequence by sequence in original
             order: that of the token before it. A row before a branch scores several different tokens.
         targets: (sum R,) int64, the scored tokens themselves in that order.
-        multiplicity: (T,) int64, how many sequences the row stands for; 0 for padding.
         padded_index: (sum R,) int64, place of each scored token in a flattened (B, max R) tensor.
         jagged_index: (sum R,) int64, place of the token before each scored one among the tokens of all sequences.
         jagged_offsets: (B+1,) int64, where the sequences begin there.
         source_index: (T,) int64, of each row one of the tokens that it stands for, among those of all sequences; -1 for
             padding.
-        scored_lens: (B,) R_i.
+        response_lens: (B,) R_i, of samples the tokens of the response.
         max_token: the largest token id.
         own_labels: whether each scored token is known to have a row of its own, without reading `row_labels`.
         row_values: by name, (..., T) what was given for the tokens, 0 in padding.
@@ -65,12 +63,11 @@ class PackedBatch(SeparatelyPickled):
     row_labels: Tensor
     token_index: Tensor
     targets: Tensor
-    multiplicity: Tensor
     padded_index: Tensor
     jagged_index: Tensor
     jagged_offsets: Tensor
     source_index: Tensor
-    scored_lens: tuple[int, ...]
+    response_lens: tuple[int, ...]
     max_token: int
     own_labels: bool = False
     row_values: Mapping[str, Tensor] = field(default_factory=dict)
@@ -91,39 +88,20 @@ class PackedBatch(SeparatelyPickled):
     @property
     def prompt_lens(self) -> tuple[int, ...]:
         """(B,) L_i - R_i: tokens that are not scored, of samples those of the prompt."""
-        return tuple(map(int.__sub__, self.sequence_lens, self.scored_lens))
-
-    @property
-    def response_lens(self) -> tuple[int, ...]:
-        """(B,) R_i: of samples the tokens of the response."""
-        return self.scored_lens
-
-    @property
-    def leaves(self) -> tuple[int, ...]:
-        """(B,) the node whose path begins with each sequence; -1 for one without tokens."""
-        return self.tree.leaves
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """(B,) the sequences in the order of their leaves: of samples, response s of the layout is that of order[s]."""
-        return tuple(sorted(range(len(self.leaves)), key=self.leaves.__getitem__))
+        return tuple(map(int.__sub__, self.sequence_lens, self.response_lens))
 
     @cached_property
+    @untraced
     def row_index(self) -> Tensor:
-        """(sum L,) int64, the row of every token of every sequence; -1 for tokens that `drop_last` has left out."""
-        total = sum(self.sequence_lens)
+        """(sum L,) int64, the row of every token of every sequence."""
         spans = Spans(*to_device([*Spans.of(self.tree)], (), self.input_ids.device))
-        tokens = torch.arange(total, device=self.input_ids.device)
-        rows = spans.rows(tokens)
-        ends = [
-            min(length, self.tree.begins[leaf] + self.node_lens[leaf]) if leaf >= 0 else 0
-            for leaf, length in zip(self.leaves, self.sequence_lens)
-        ]
-        if sum(ends) == total:
-            return rows
-        lens, kept = to_device([int64s(self.sequence_lens), int64s(ends)], (), rows.device)
-        sequence, _ = expand(lens, total)
-        return torch.where(tokens - take(self.jagged_offsets, sequence) < take(kept, sequence), rows, -1)
+        return spans.rows(torch.arange(sum(self.sequence_lens), device=self.input_ids.device))
+
+    @cached_property
+    def multiplicity(self) -> Tensor:
+        """(T,) int64, how many sequences the row stands for; 0 for padding."""
+        rows = self.row_index
+        return torch.zeros_like(self.input_ids).index_add_(0, rows, torch.ones_like(rows))
 
     def expand(self, per_sequence: Tensor | Sequence[float]) -> Tensor:
         """A value of each sequence (an advantage) for each of its scored tokens, in the order of `token_index`.
@@ -134,7 +112,7 @@ class PackedBatch(SeparatelyPickled):
         Returns:
             (sum R, ...) on the batch's device.
         """
-        device, count = self.input_ids.device, len(self.scored_lens)
+        device, count = self.input_ids.device, len(self.response_lens)
         try:
             values = torch.as_tensor(per_sequence, device=device)
         except (TypeError, ValueError, RuntimeError):
@@ -143,20 +121,10 @@ class PackedBatch(SeparatelyPickled):
         if values.dim() == 0 or len(values) != count:
             got = f"shape {tuple(values.shape)}"
             raise SharedPromptError(explain("per_sequence", f"{count} values (as sequences)", got))
-        longest = max(1, *self.scored_lens)
+        longest = max(1, *self.response_lens)
         return values.index_select(0, self.padded_index // longest)
 
     # Nodes and rows
-
-    @property
-    def node_lens(self) -> tuple[int, ...]:
-        """(n,) rows of each node."""
-        return self.layout.node_lens
-
-    @property
-    def node_parents(self) -> tuple[int, ...]:
-        """(n,) the node that each continues; -1 for roots."""
-        return self.layout.node_parents
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -165,27 +133,8 @@ class PackedBatch(SeparatelyPickled):
 
     @cached_property
     def parents(self) -> Tensor:
-        """(n,) int32, `node_parents` on the device."""
+        """(n,) int32, the node that each continues; -1 for roots."""
         return self.layout.nodes[:, 6].contiguous()
-
-    @property
-    def num_nodes(self) -> int:
-        return self.layout.num_nodes
-
-    @property
-    def num_rows(self) -> int:
-        """T, padding included."""
-        return self.layout.num_tokens
-
-    @property
-    def pad(self) -> int:
-        """Rows at the end that are padding."""
-        return self.layout.pad
-
-    @property
-    def depth(self) -> int:
-        """The most nodes on a path."""
-        return self.layout.depth
 
     @property
     def labels(self) -> Tensor:
@@ -193,21 +142,19 @@ class PackedBatch(SeparatelyPickled):
 
         Raises:
             SharedPromptError: rows score several tokens, or one token for several sequences: such a loss would count
-                them once. To find that out, what a GPU has computed may be waited for the first time.
+                them once. To find that out, what a GPU has computed may be waited for.
         """
-        scored, rows = sum(self.scored_lens), self._labelled_rows
+        scored = sum(self.response_lens)
+        rows = scored if self.own_labels else int((self.row_labels != IGNORED_LABEL).sum())
         if rows < scored:
             expected = f"a row for each of the {scored} scored tokens of all sequences"
             got = (
                 f"{rows} rows with a label: a loss over them counts what sequences share once, and with "
-                f'boundary="gather" one branch of several ({LABELS_ADVICE})'
+                'boundary="gather" one branch of several (score batch.targets with the rows of batch.token_index, as '
+                "shared_prompt_forward does)"
             )
             raise SharedPromptError(explain("labels", expected, got))
         return self.row_labels
-
-    @cached_property
-    def _labelled_rows(self) -> int:
-        return sum(self.scored_lens) if self.own_labels else int((self.row_labels != IGNORED_LABEL).sum())
 
     # What is saved
 
@@ -217,27 +164,34 @@ class PackedBatch(SeparatelyPickled):
         return sum(self.sequence_lens)
 
     @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key that it sees."""
+        return sum(map(visible_pairs, self.tree.begins, self.tree.node_lens))
+
+    @property
     def dedup_ratio(self) -> float:
         """rho = sum(L_i) / T: how many times fewer tokens the model sees; inf where it sees none."""
-        return self.num_replicated_tokens / self.num_rows if self.num_rows else math.inf
+        rows = self.layout.num_tokens
+        return self.num_replicated_tokens / rows if rows else math.inf
 
     @property
     def pair_ratio(self) -> float:
-        """How many times fewer pairs of a query and a key that it sees there are than in the sequences alone."""
-        own = sum(_pairs(begin + length) - _pairs(begin) for begin, length in zip(self.tree.begins, self.node_lens))
-        return sum(map(_pairs, self.sequence_lens)) / own if own else math.inf
+        """How many times fewer such pairs there are than in the sequences, each by itself."""
+        own = self.num_pairs
+        return sum(visible_pairs(0, length) for length in self.sequence_lens) / own if own else math.inf
 
     def metrics(self) -> dict[str, float]:
         """What sharing saves in this micro-batch, for a logger."""
+        rows, prompts = self.layout.num_tokens, self.layout.num_groups
         return {
             "shared_prompt/dedup_ratio": self.dedup_ratio,
             "shared_prompt/pair_ratio": self.pair_ratio,
-            "shared_prompt/tokens": self.num_rows,
-            "shared_prompt/tokens_saved": self.num_replicated_tokens - self.num_rows,
-            "shared_prompt/num_prompts": self.layout.num_groups,
-            "shared_prompt/responses_per_prompt": len(self.scored_lens) / max(1, self.layout.num_groups),
-            "shared_prompt/num_nodes": self.num_nodes,
-            "shared_prompt/depth": self.depth,
+            "shared_prompt/tokens": rows,
+            "shared_prompt/tokens_saved": self.num_replicated_tokens - rows,
+            "shared_prompt/num_prompts": prompts,
+            "shared_prompt/responses_per_prompt": len(self.response_lens) / max(1, prompts),
+            "shared_prompt/num_nodes": self.layout.num_nodes,
+            "shared_prompt/depth": self.layout.depth,
         }
 
     def to(self, device: torch.device | str) -> PackedBatch:
@@ -249,22 +203,17 @@ class PackedBatch(SeparatelyPickled):
         device = checks.device(device)
         if same_device(device, self.input_ids.device):
             return self
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
-        long = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        own = ((one.name, getattr(self, one.name)) for one in fields(self))
+        long = {name: value for name, value in own if isinstance(value, Tensor)}
         *moved, nodes = to_device([*long.values()], [self.layout.nodes], device)
         changes: dict[str, Any] = dict(zip(long, moved))
-        changes["layout"] = self.layout.with_nodes(nodes, changes["position_ids"])
+        changes["layout"] = replace(self.layout, nodes=nodes, position_ids=changes["position_ids"])
         changes["row_values"] = {name: one.to(device, non_blocking=True) for name, one in self.row_values.items()}
         changes["group_values"] = {
             name: tuple(one.to(device, non_blocking=True) if isinstance(one, Tensor) else one for one in values)
             for name, values in self.group_values.items()
         }
         return replace(self, **changes)
-
-
-def _pairs(length: int) -> int:
-    """Pairs of a query and a key that it sees in a sequence alone."""
-    return length * (length + 1) // 2
 
 
 @dataclass(frozen=True)
@@ -276,11 +225,17 @@ class Tokens:
     max_token: int
     mask: Tensor | None = None  # (sum L,) 1 for the scored ones, beside the ids; None: the last ones of each sequence
     row_values: Mapping[str, Tensor] = field(default_factory=dict)  # (..., sum L) each
-    group_values: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # B each
+    group_values: Mapping[str, Sequence[Any]] | None = None  # B each
 
 
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
-def pack_tokens(tokens: Tokens, tree: PrefixTree, multiple: int, device: torch.device) -> PackedBatch:
+def pack_tokens(
+    tokens: Tokens,
+    tree: PrefixTree,
+    pad_to_multiple_of: int | None,
+    device: torch.device | str | None,
+    own_labels: bool = False,
+) -> PackedBatch:
     """The batch of a tree of sequences: a few numbers for each node and sequence are copied, and tokens if elsewhere.
 
     What these numbers mean for each row and each scored token is worked out on the device.
@@ -288,28 +243,28 @@ def pack_tokens(tokens: Tokens, tree: PrefixTree, multiple: int, device: torch.d
     Args:
         tokens: of the sequences.
         tree: their nodes.
-        multiple: the row is padded to a multiple of this.
-        device: of the batch.
+        pad_to_multiple_of: the row is padded to a multiple of this; None for no padding.
+        device: of the batch; None for that of the tokens.
+        own_labels: see `PackedBatch`.
     """
-    rows, scored = tree.num_rows, sum(tokens.scored_lens)
-    pad = -rows % multiple
+    device = tokens.ids.device if device is None else checks.device(device)
+    rows, scored, pad = sum(tree.node_lens), sum(tokens.scored_lens), 0
+    if pad_to_multiple_of is not None:
+        pad = -rows % checks.integer("pad_to_multiple_of", pad_to_multiple_of, 1, MAX_ROWS)
     host = SharedPromptLayout.from_tree(tree.node_lens, tree.node_parents, pad=pad)
     small = [*map(int64s, _numbers(tokens, tree)), *Spans.of(tree)]
     ids, mask = tokens.ids, tokens.mask
-    if same_device(ids.device, device):
-        *moved, nodes = to_device(small, [host.nodes], device)
-    else:
-        given = [one.cpu().long() for one in (ids, mask) if one is not None]
-        *moved, nodes = to_device([*small, *given], [host.nodes], device)
+    given = [] if same_device(ids.device, device) else [one.cpu().long() for one in (ids, mask) if one is not None]
+    *moved, nodes = to_device([*small, *given], [host.nodes], device)
+    if given:
         ids, mask = moved[len(small)], moved[-1] if mask is not None else None
-    lens, sources, begins, run_lens, run_counts, offsets, counts, firsts, places = moved[:9]
-    spans = Spans(*moved[9 : len(small)])
+    lens, sources, begins, offsets, counts, firsts, places = moved[:7]
+    spans = Spans(*moved[7 : len(small)])
     ids = ids.long()
 
     node, row = expand(lens, rows)
     source_index = take(sources, node).add_(row)
     position_ids = _padded(take(begins, node).add_(row), pad, 0)
-    multiplicity = torch.repeat_interleave(run_counts, run_lens, output_size=rows)
     sequence, place = expand(counts, scored)
     padded_index = take(places, sequence).add_(place)
     if mask is None:
@@ -317,28 +272,25 @@ def pack_tokens(tokens: Tokens, tree: PrefixTree, multiple: int, device: torch.d
     else:
         before = selected(torch.arange(len(ids), device=device), mask, scored).sub_(1)
     token_index, targets = spans.rows(before), take(ids, before + 1)
-    batch = PackedBatch(
+    group_values = named("group_values", tokens.group_values)
+    return PackedBatch(
         _padded(take(ids, source_index), pad, PADDING_TOKEN),
         position_ids,
-        host.with_nodes(nodes, position_ids),
+        replace(host, nodes=nodes, position_ids=position_ids),
         tree,
         _first_targets(token_index, targets, rows + pad),
         token_index,
         targets,
-        _padded(multiplicity, pad, 0),
         padded_index,
         before,
         offsets,
         _padded(source_index, pad, -1),
         tuple(tokens.scored_lens),
         tokens.max_token,
-        mask is None and _have_own_rows(tree, tokens.scored_lens),
+        own_labels,
+        {name: _of_rows(name, one, source_index, spans, pad) for name, one in tokens.row_values.items()},
+        {name: _of_groups(name, one, tree) for name, one in group_values.items()},
     )
-    if not tokens.row_values and not tokens.group_values:
-        return batch
-    row_values = {name: _of_rows(name, one, source_index, batch) for name, one in tokens.row_values.items()}
-    group_values = {name: _of_groups(name, one, tree) for name, one in tokens.group_values.items()}
-    return replace(batch, row_values=row_values, group_values=group_values)
 
 
 def _numbers(tokens: Tokens, tree: PrefixTree) -> list[Sequence[int]]:
@@ -354,15 +306,7 @@ def _numbers(tokens: Tokens, tree: PrefixTree) -> list[Sequence[int]]:
     longest = max(scored)
     befores = [end - count - 1 - own for end, count, own in zip(firsts[1:], scored, behind)]
     places = [index * longest - own for index, own in enumerate(accumulate(scored[:-1], initial=0))]
-    return [lens, sources, positions, *tree.multiplicity(), firsts, scored, befores, places]
-
-
-def _have_own_rows(tree: PrefixTree, scored_lens: Sequence[int]) -> bool:
-    """Whether the last tokens of each sequence, so many, are scored by rows that no other sequence has."""
-    if len({*tree.leaves}) < len(tree.leaves):
-        return False
-    ends = zip(tree.leaves, tree.sequence_lens, scored_lens)
-    return all(not count or length - count > tree.begins[leaf] for leaf, length, count in ends)
+    return [lens, sources, positions, firsts, scored, befores, places]
 
 
 def _padded(values: Tensor, pad: int, fill: int) -> Tensor:
@@ -377,20 +321,23 @@ def _first_targets(token_index: Tensor, targets: Tensor, rows: int) -> Tensor:
     return take(torch.nn.functional.pad(targets, (0, 1), value=IGNORED_LABEL), first)
 
 
-def _of_rows(name: str, values: Tensor, source_index: Tensor, batch: PackedBatch) -> Tensor:
+def _of_rows(name: str, values: Tensor, source_index: Tensor, spans: Spans, pad: int) -> Tensor:
     """(..., T) of (..., sum L) values, which must be equal where tokens share a row."""
-    values = values.to(batch.input_ids.device)
-    found = torch.nn.functional.pad(values.index_select(-1, source_index), (0, batch.pad))
-    rows = batch.row_index
-    is_same = (found.index_select(-1, rows.clamp(min=0)) == values) | (rows < 0)
+    values = values.to(source_index.device)
+    found = values.index_select(-1, source_index)
+    rows = spans.rows(torch.arange(values.shape[-1], device=values.device))
+    is_same = found.index_select(-1, rows) == values
     if not (is_same.is_meta or is_same.all()):
         expected = "equal values of tokens that share a row (or group_ids that keep them apart)"
         raise SharedPromptError(explain(f"row_values[{name!r}]", expected, "different ones"))
-    return found
+    return _padded(found, pad, 0)
 
 
 def _of_groups(name: str, values: Sequence[Any], tree: PrefixTree) -> tuple[Any, ...]:
     """The value of the first sequence of each root, which all of its sequences must have."""
+    name = f"group_values[{name!r}]"
+    values = checks.items(name, values, "values")
+    check_count(name, values, len(tree.leaves), "samples")
     found: dict[int, tuple[int, Any]] = {}
     for index, (leaf, value) in enumerate(zip(tree.leaves, values)):
         if leaf < 0:
@@ -398,9 +345,7 @@ def _of_groups(name: str, values: Sequence[Any], tree: PrefixTree) -> tuple[Any,
         first, kept = found.setdefault(tree.roots[leaf], (index, value))
         if not _are_equal(kept, value):
             expected = "one value for all samples of a group (or group_ids that keep them apart)"
-            raise SharedPromptError(
-                explain(f"group_values[{name!r}]", expected, f"different ones of samples {first} and {index}")
-            )
+            raise SharedPromptError(explain(name, expected, f"different ones of samples {first} and {index}"))
     return tuple(found[root][1] for root in sorted(found))
 
 

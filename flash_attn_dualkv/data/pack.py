@@ -16,36 +16,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 from operator import lt
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import MAX_ROWS, explain
+from ..checks import explain
 from ..errors import SharedPromptError
 from ..host import untraced
 from .batch import PackedBatch, Tokens, pack_tokens
-from .prefix_tree import BOUNDARIES, Boundary, PrefixTree
+from .prefix_tree import Boundary, PrefixTree, checked_boundary
 from .samples import (
     GroupIds,
-    Ones,
     Pick,
     TokenIds,
     all_tokens,
-    as_fetched,
     check_count,
-    check_token_ids,
-    checked_group_values,
+    check_ones,
     extremes,
     fetch,
     group,
-    groups_of,
+    jagged,
     jagged_rows,
     joined,
     joined_mask,
+    largest_token,
     listed,
     named,
+    ones_of,
     prompt_lengths,
     scored_lens,
     selected,
@@ -70,7 +69,6 @@ def pack_shared_prompts(
     *,
     group_ids: GroupIds | None = None,
     boundary: Boundary = "replicate",
-    drop_last: bool = False,
     max_responses_per_group: int | None = None,
     pad_to_multiple_of: int | None = None,
     device: torch.device | str | None = None,
@@ -88,8 +86,6 @@ def pack_shared_prompts(
         boundary: "replicate" puts the last prompt token before each response instead of at the context's end, so that a
             response's rows score all of its tokens (context = prompt[:-1], decoded = prompt[-1:] + response). "gather"
             keeps the prompt whole (context = prompt, decoded = response); its last row scores every first token.
-        drop_last: leave out the last token of each response, whose logits nobody reads. It still has its label, but a
-            model that shifts input_ids itself would not see it.
         max_responses_per_group: groups with more are split into several; None for no limit.
         pad_to_multiple_of: pad the row to a multiple of this; None for no padding.
         device: of the batch; None for that of the tokens.
@@ -103,24 +99,21 @@ def pack_shared_prompts(
         SharedPromptError: an empty prompt, unequal numbers of prompts and responses, tokens that are no integers >= 0
             in one dimension, samples of one group id with different prompts, or an option that is not as described.
     """
-    options = _Options.checked(boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device)
     prompts = sequences_of("prompts", prompts)
     responses = sequences_of("responses", responses)
-    if len(prompts) != len(responses):
-        raise SharedPromptError(explain("responses", f"{len(prompts)} of them (as prompts)", len(responses)))
+    check_count("responses", responses, len(prompts), "prompts")
     given = all_tokens([*chain.from_iterable(zip(prompts, responses))], ("prompts", "responses"))
     tokens = joined(given)
     # Where the tokens are: on the host they have just come from the GPU, and are in no cache.
-    (fetched, bounds), ids = fetch([tokens, extremes(tokens)], group_ids)
-    smallest, largest = bounds.tolist()
-    check_token_ids("prompts and responses", smallest)
+    (fetched, bounds), ids = fetch([tokens, extremes(tokens)], group_ids, len(prompts))
+    largest = largest_token("prompts and responses", bounds)
     lengths = [*map(Tensor.numel, given)]
     prompt_lens, response_lens = lengths[::2], lengths[1::2]
     groups = group(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens, ids)
     totals = [*map(int.__add__, prompt_lens, response_lens)]
-    values = {name: listed(name, one, totals) for name, one in named("row_values", row_values)}
-    extras = values, checked_group_values(group_values, len(prompts))
-    return _pack(Tokens(tokens, response_lens, largest, None, *extras), groups, prompt_lens, options)
+    values = {name: listed(name, one, totals) for name, one in named("row_values", row_values).items()}
+    what = Tokens(tokens, response_lens, largest, None, values, group_values)
+    return _pack(what, groups, prompt_lens, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
 
 @untraced
@@ -131,7 +124,6 @@ def pack_padded(
     *,
     group_ids: GroupIds | None = None,
     boundary: Boundary = "replicate",
-    drop_last: bool = False,
     max_responses_per_group: int | None = None,
     pad_to_multiple_of: int | None = None,
     device: torch.device | str | None = None,
@@ -146,42 +138,39 @@ def pack_padded(
         prompt_length: the number of leading columns that hold the prompts, in each of which, and in the columns behind
             them, the real tokens stand together on either side; or (B,) numbers of prompt tokens, for rows whose real
             tokens stand together and begin with the prompt.
-        group_ids, boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device, group_values: as for
+        group_ids, boundary, max_responses_per_group, pad_to_multiple_of, device, group_values: as for
             `pack_shared_prompts`.
         row_values: as there, tensors of (..., B, S), padded like input_ids.
 
     Raises:
         SharedPromptError: as there; a mask with holes.
     """
-    options = _Options.checked(boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device)
     input_ids = checks.integers("input_ids", input_ids, 2)
     attention_mask = checks.integers("attention_mask", attention_mask, 2, (torch.bool,))
     if attention_mask.shape != input_ids.shape:
         expected = f"shape {tuple(input_ids.shape)} (as input_ids)"
         raise SharedPromptError(explain("attention_mask", expected, tuple(attention_mask.shape)))
-    given = as_fetched("prompt_length", prompt_length)
+    given = [checks.integers("prompt_length", prompt_length, 1)] if isinstance(prompt_length, Tensor) else []
     parts = {"attention_mask": attention_mask}
     if not given and (hasattr(prompt_length, "__index__") or not hasattr(prompt_length, "__len__")):
         columns = checks.integer("prompt_length", prompt_length, 0, input_ids.shape[1])
         prompts, responses = attention_mask[:, :columns], attention_mask[:, columns:]
         parts = {"attention_mask (prompts)": prompts, "attention_mask (responses)": responses}
     # The host needs some numbers of each row, not the mask.
-    counts = torch.stack([one for mask in parts.values() for one in Ones.numbers(mask)])
+    counts = torch.stack([one for mask in parts.values() for one in ones_of(mask)]).unflatten(0, (len(parts), -1))
     bounds = extremes(torch.where(attention_mask == 1, input_ids, 0))
-    (ids, counted, found, *fetched), labels = fetch([input_ids, counts, bounds, *given], group_ids)
-    smallest, largest = found.tolist()
-    check_token_ids("input_ids", smallest)
-    ones = [Ones(*numbers) for numbers in counted.view(len(parts), len(Ones._fields), len(input_ids)).tolist()]
-    for name, one in zip(parts, ones):
-        one.check(name)
-    totals = ones[0].lengths
-    if len(ones) == 2:
-        prompt_lens, response_lens = totals, ones[1].lengths
+    (ids, counted, bounds, *fetched), labels = fetch([input_ids, counts, bounds, *given], group_ids, len(input_ids))
+    largest = largest_token("input_ids", bounds)
+    (begins, lengths, *_), *others = numbers = counted.view(counts.shape).tolist()
+    for name, (_, _, *found) in zip(parts, numbers):
+        check_ones(name, *found)
+    if others:
+        prompt_lens, response_lens = lengths, others[0][1]
     else:
-        prompt_lens = prompt_lengths("prompt_length", prompt_length, fetched, totals)
-        response_lens = [total - length for total, length in zip(totals, prompt_lens)]
+        prompt_lens = prompt_lengths("prompt_length", prompt_length, fetched, lengths)
+        response_lens = [total - length for total, length in zip(lengths, prompt_lens)]
     rows = range(0, ids.numel(), max(1, input_ids.shape[1]))
-    groups = group(ids, [*map(int.__add__, rows, ones[0].begins)], prompt_lens, labels)
+    groups = group(ids, [*map(int.__add__, rows, begins)], prompt_lens, labels)
     count = sum(prompt_lens) + sum(response_lens)
 
     def flat(name: str, values: Any) -> Tensor:
@@ -191,10 +180,10 @@ def pack_padded(
         return values.flatten(-2).index_select(-1, kept.to(values.device))
 
     kept = selected(torch.arange(input_ids.numel(), device=input_ids.device), attention_mask, count)
-    values = {name: flat(name, one) for name, one in named("row_values", row_values)}
-    extras = values, checked_group_values(group_values, len(prompt_lens))
-    tokens = Tokens(input_ids.flatten().index_select(0, kept), response_lens, largest, None, *extras)
-    return _pack(tokens, groups, prompt_lens, options)
+    values = {name: flat(name, one) for name, one in named("row_values", row_values).items()}
+    tokens = input_ids.flatten().index_select(0, kept)
+    what = Tokens(tokens, response_lens, largest, None, values, group_values)
+    return _pack(what, groups, prompt_lens, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
 
 @untraced
@@ -204,7 +193,6 @@ def pack_jagged(
     *,
     group_ids: GroupIds | None = None,
     boundary: Boundary = "replicate",
-    drop_last: bool = False,
     max_responses_per_group: int | None = None,
     pad_to_multiple_of: int | None = None,
     device: torch.device | str | None = None,
@@ -216,34 +204,30 @@ def pack_jagged(
     Args:
         input_ids: nested (B, P_i + R_i) integers in the jagged layout, without gaps.
         prompt_lens: (B,) P_i.
-        group_ids, boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device, group_values: as for
+        group_ids, boundary, max_responses_per_group, pad_to_multiple_of, device, group_values: as for
             `pack_shared_prompts`.
         row_values: as there, nested (B, P_i + R_i) or (B, n, P_i + R_i) tensors.
 
     Raises:
         SharedPromptError: as there; a tensor that is not nested, a prompt longer than its sequence.
     """
-    options = _Options.checked(boundary, drop_last, max_responses_per_group, pad_to_multiple_of, device)
-    if not isinstance(input_ids, Tensor) or not input_ids.is_nested or input_ids.layout != torch.jagged:
-        expected, got = "a nested tensor with torch.jagged layout", checks.describe(input_ids)
-        raise SharedPromptError(explain("input_ids", expected, "another one" if isinstance(input_ids, Tensor) else got))
-    nested: Any = input_ids  # a type checker knows nothing of its methods
+    nested = jagged("input_ids", input_ids)
     if nested.dim() != 2 or nested.lengths() is not None:
         got = f"{nested.dim()} dimensions, {'no ' if nested.lengths() is None else ''}gaps"
         raise SharedPromptError(explain("input_ids", "2 dimensions and no gaps between the sequences", got))
     values = checks.integers("input_ids", nested.values(), 1)
-    given = as_fetched("prompt_lens", prompt_lens)
-    (tokens, offsets, *fetched), labels = fetch([values, nested.offsets(), *given], group_ids)
+    given = [checks.integers("prompt_lens", prompt_lens, 1)] if isinstance(prompt_lens, Tensor) else []
+    (tokens, offsets, *fetched), labels = fetch([values, nested.offsets(), *given], group_ids, len(nested))
     totals = offsets.diff().tolist()
     lengths = prompt_lengths("prompt_lens", prompt_lens, fetched, totals)
     begin, end = (int(offsets[at]) for at in (0, -1))
-    smallest, largest = extremes(tokens[begin:end]).tolist()
-    check_token_ids("input_ids", smallest)
+    largest = largest_token("input_ids", extremes(tokens[begin:end]))
     response_lens = [total - length for total, length in zip(totals, lengths)]
     groups = group(tokens, offsets.tolist(), lengths, labels)
-    rows = {name: jagged_rows(name, one, values)[..., begin:end] for name, one in named("row_values", row_values)}
-    extras = rows, checked_group_values(group_values, len(lengths))
-    return _pack(Tokens(values[begin:end], response_lens, largest, None, *extras), groups, lengths, options)
+    by_token = named("row_values", row_values)
+    rows = {name: jagged_rows(name, one, values)[..., begin:end] for name, one in by_token.items()}
+    what = Tokens(values[begin:end], response_lens, largest, None, rows, group_values)
+    return _pack(what, groups, lengths, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
 
 @untraced
@@ -253,7 +237,6 @@ def pack_prefix_tree(
     loss_mask: Sequence[TokenIds] | None = None,
     boundary: Boundary | None = None,
     min_shared: int | None = None,
-    max_depth: int | None = None,
     borders: Sequence[Sequence[int]] | None = None,
     tree: PrefixTree | None = None,
     chosen: Sequence[int] | None = None,
@@ -279,9 +262,8 @@ def pack_prefix_tree(
             different tokens. None: that of `tree`, or "gather".
         min_shared: the fewest tokens that a node must save; where it would save fewer, its children have a copy each.
             The nodes are those with which the rows, and this many for each node with children, are fewest. None: 64.
-        max_depth: the most nodes on a path; None for no limit. Nodes that save least are given up first.
-        borders: where nodes are to begin, instead of min_shared and max_depth: B sequences of rising positions, from 1
-            to the length of each sequence, as `PrefixTree.borders` gives them. Sequences share the nodes up to whose
+        borders: where nodes are to begin, instead of min_shared: B sequences of rising positions, from 1 to the length
+            of each sequence, as `PrefixTree.borders` gives them. Sequences share the nodes up to whose
             ends they agree in borders and tokens. The last bits of a row depend on where the nodes of its path begin:
             two passes give the same ones if their borders are the same, whatever other sequences each of them has.
         tree: of the sequences, as `group_by_prefix` gives it, whose borders and boundary are taken.
@@ -297,64 +279,39 @@ def pack_prefix_tree(
         SharedPromptError: no sequences, tokens that are no integers >= 0 in one dimension, a mask that is not as
             described, a tree of other sequences, or an option that is not as described.
     """
-    multiple = _multiple(pad_to_multiple_of)
-    target = None if device is None else checks.device(device)
+    pick = Pick.of(sequences, chosen)
+    given, lengths = _checked(pick("sequences", sequences))
     if tree is not None:
-        boundary, borders = _of_tree(tree, sequences, boundary, borders)
-    by_token = {("row_values", name): one for name, one in named("row_values", row_values)}
-    by_root = {("group_values", name): one for name, one in named("group_values", group_values)}
-    if chosen is not None:
-        pick = Pick.of(sequences, chosen)
-        if isinstance(group_ids, Tensor):
-            group_ids = checks.integers("group_ids", group_ids, 1).tolist()
-        sequences = pick("sequences", sequences)
-        loss_mask, group_ids, borders = (
-            None if one is None else pick(name, one)
-            for name, one in (("loss_mask", loss_mask), ("group_ids", group_ids), ("borders", borders))
-        )
-        by_token, by_root = ({key: pick(key[0], one) for key, one in by.items()} for by in (by_token, by_root))
-    rule = _Rule.checked(boundary, min_shared, max_depth, borders)
-    given, lengths = _checked(sequences)
-    if tree is not None:
-        _check_is_of(tree, lengths, chosen)
+        boundary, borders = _of_tree(tree, pick, lengths, boundary, borders)
+    if chosen is not None and isinstance(group_ids, Tensor):
+        group_ids = checks.integers("group_ids", group_ids, 1).tolist()
     tokens = [joined(given, "sequences")]
     if loss_mask is not None:
-        tokens.append(joined_mask(loss_mask, lengths))
-    (ids, *mask), groups = fetch(tokens, group_ids)
-    nodes, largest = rule.tree(ids, lengths, groups)
+        tokens.append(joined_mask(pick("loss_mask", loss_mask), lengths))
+    (ids, *mask), groups = fetch(tokens, pick("group_ids", group_ids), len(lengths), "sequences")
+    nodes, largest = _built(ids, lengths, groups, boundary, min_shared, pick("borders", borders))
     scored = scored_lens(mask[0], lengths) if mask else [max(0, length - 1) for length in lengths]
-    values = {name: listed(name, one, lengths) for (_, name), one in by_token.items()}
-    extras = values, checked_group_values({name: one for (_, name), one in by_root.items()}, len(lengths))
-    what = Tokens(tokens[0], scored, largest, tokens[1] if mask else None, *extras)
-    return pack_tokens(what, nodes, multiple, tokens[0].device if target is None else target)
+    by_token, by_root = pick.each("row_values", row_values), pick.each("group_values", group_values)
+    values = {name: listed(name, one, lengths) for name, one in by_token.items()}
+    what = Tokens(tokens[0], scored, largest, tokens[1] if mask else None, values, by_root)
+    return pack_tokens(what, nodes, pad_to_multiple_of, device)
 
 
 @untraced
-def group_by_prompt(
-    prompts: Sequence[TokenIds], *, group_ids: GroupIds | None = None, verify: bool = True
-) -> list[list[int]]:
+def group_by_prompt(prompts: Sequence[TokenIds], *, group_ids: GroupIds | None = None) -> list[list[int]]:
     """Which samples have the same prompt: lists of their indices, in the order of their first samples.
 
     Args:
         prompts, group_ids: as for `pack_shared_prompts`.
-        verify: whether to check that the prompts of a group id are equal; without it their tokens are not looked at.
 
     Raises:
         SharedPromptError: an empty prompt; samples of one group id with different prompts; an argument that is not as
             described.
     """
-    checks.flag("verify", verify)
     given = all_tokens([*sequences_of("prompts", prompts)], ("prompts",))
-    tokens = [] if group_ids is not None and not verify else [joined(given)]
-    fetched, ids = fetch(tokens, group_ids)
-    if ids is not None:
-        check_count(ids, len(given))
-    if not given:
-        return []
-    if ids is not None and not verify:
-        return groups_of(ids)
+    (tokens,), ids = fetch([joined(given)], group_ids, len(given))
     lengths = [*map(Tensor.numel, given)]
-    return group(fetched[0], [*accumulate(lengths, initial=0)], lengths, ids)
+    return group(tokens, [*accumulate(lengths, initial=0)], lengths, ids) if given else []
 
 
 @untraced
@@ -363,103 +320,71 @@ def group_by_prefix(
     *,
     boundary: Boundary = "gather",
     min_shared: int | None = None,
-    max_depth: int | None = None,
     group_ids: GroupIds | None = None,
 ) -> PrefixTree:
     """What sequences share, without packing them: the nodes that `pack_prefix_tree` would make.
 
     Args:
-        sequences, boundary, min_shared, max_depth, group_ids: as for `pack_prefix_tree`. Parts of the tree are then
-            packed with `pack_prefix_tree(sequences, tree=tree, chosen=indices)` and the same ids.
+        sequences, boundary, min_shared, group_ids: as for `pack_prefix_tree`. Parts of the tree are then packed with
+            `pack_prefix_tree(sequences, tree=tree, chosen=indices)` and the same ids.
 
     Raises:
         SharedPromptError: as there.
     """
-    rule = _Rule.checked(boundary, min_shared, max_depth, None)
-    given, lengths = _checked(sequences)
-    (ids,), groups = fetch([joined(given, "sequences")], group_ids)
-    return rule.tree(ids, lengths, groups)[0]
+    given, lengths = _checked(sequences_of("sequences", sequences))
+    (ids,), groups = fetch([joined(given, "sequences")], group_ids, len(lengths), "sequences")
+    return _built(ids, lengths, groups, boundary, min_shared, None)[0]
 
 
-# Options
-
-
-class _Options(NamedTuple):
-    """The options that all forms of packing prompts have."""
-
-    boundary: Any
-    drop_last: bool
-    max_responses_per_group: int | None
-    multiple: int
-    device: torch.device | None
-
-    @staticmethod
-    def checked(boundary: Any, drop_last: Any, most_responses: Any, multiple: Any, device: Any) -> _Options:
-        return _Options(
-            checks.choice("boundary", boundary, BOUNDARIES),
-            checks.flag("drop_last", drop_last),
-            None if most_responses is None else checks.integer("max_responses_per_group", most_responses, 1),
-            _multiple(multiple),
-            None if device is None else checks.device(device),
-        )
-
-
-def _multiple(pad_to_multiple_of: Any) -> int:
-    return 1 if pad_to_multiple_of is None else checks.integer("pad_to_multiple_of", pad_to_multiple_of, 1, MAX_ROWS)
-
-
-def _pack(tokens: Tokens, groups: list[list[int]], prompt_lens: list[int], options: _Options) -> PackedBatch:
+def _pack(
+    tokens: Tokens,
+    groups: list[list[int]],
+    prompt_lens: list[int],
+    boundary: Boundary,
+    max_responses_per_group: int | None,
+    pad_to_multiple_of: int | None,
+    device: torch.device | str | None,
+) -> PackedBatch:
     """The samples of these groups, whose scored tokens are their responses."""
-    if options.max_responses_per_group is not None:
-        step = options.max_responses_per_group
+    if max_responses_per_group is not None:
+        step = checks.integer("max_responses_per_group", max_responses_per_group, 1)
         groups = [members[at : at + step] for members in groups for at in range(0, len(members), step)]
-    tree = PrefixTree.of_prompts(groups, prompt_lens, tokens.scored_lens, options.boundary, options.drop_last)
-    return pack_tokens(tokens, tree, options.multiple, tokens.ids.device if options.device is None else options.device)
+    tree = PrefixTree.of_prompts(groups, prompt_lens, tokens.scored_lens, checked_boundary(boundary))
+    # With "replicate" each scored token has a row of its own.
+    return pack_tokens(tokens, tree, pad_to_multiple_of, device, boundary == "replicate")
 
 
-class _Rule(NamedTuple):
-    """Where the nodes of a tree begin."""
-
-    shift: int  # tokens before a branch that are left to the children
-    min_shared: int
-    max_depth: int | None
-    borders: Sequence[Any] | None
-
-    @staticmethod
-    def checked(boundary: Any, min_shared: Any, max_depth: Any, borders: Any) -> _Rule:
-        boundary = checks.choice("boundary", "gather" if boundary is None else boundary, BOUNDARIES)
-        if borders is not None:
-            for name, value in (("min_shared", min_shared), ("max_depth", max_depth)):
-                if value is not None:
-                    raise SharedPromptError(
-                        explain(name, "None with borders, given or of a tree, which say where nodes begin", value)
-                    )
-            borders = checks.items("borders", borders, "lists of positions")
-        if max_depth is not None:
-            checks.integer("max_depth", max_depth, 1)
-        least = checks.integer("min_shared", MIN_SHARED if min_shared is None else min_shared, 1)
-        return _Rule(1 if boundary == "replicate" else 0, least, max_depth, borders)
-
-    def tree(self, ids: Tensor, lengths: list[int], groups: list[Any] | None) -> tuple[PrefixTree, int]:
-        """That of the tokens of all sequences (on the host), and the largest token."""
-        if groups is not None:
-            check_count(groups, len(lengths), "sequences")
-        smallest, largest = extremes(ids).tolist()
-        check_token_ids("sequences", smallest)
-        if self.borders is not None:
-            borders = _checked_borders(self.borders, lengths)
-            return tree_with_borders(ids, lengths, groups, borders, shift=self.shift), largest
-        limits: Any = dict(min_shared=self.min_shared, max_depth=self.max_depth)
-        return build_tree(ids, lengths, groups, shift=self.shift, **limits), largest
+# Trees
 
 
-def _of_tree(tree: Any, sequences: Any, boundary: Any, borders: Any) -> tuple[Boundary, Sequence[Any]]:
-    """The boundary and the borders of a tree, beside which no others may be given."""
+def _built(
+    ids: Tensor, lengths: list[int], groups: list[Any] | None, boundary: Any, min_shared: Any, borders: Any
+) -> tuple[PrefixTree, int]:
+    """The tree of the tokens of all sequences (on the host), and the largest token."""
+    boundary = checked_boundary("gather" if boundary is None else boundary)
+    least = checks.integer("min_shared", MIN_SHARED if min_shared is None else min_shared, 1)
+    largest = largest_token("sequences", extremes(ids))
+    if borders is None:
+        return build_tree(ids, lengths, groups, boundary=boundary, min_shared=least), largest
+    if min_shared is not None:
+        expected = "None with borders, given or of a tree, which say where nodes begin"
+        raise SharedPromptError(explain("min_shared", expected, min_shared))
+    borders = _checked_borders(borders, lengths)
+    return tree_with_borders(ids, lengths, groups, borders, boundary=boundary), largest
+
+
+def _of_tree(
+    tree: Any, pick: Pick, lengths: list[int], boundary: Any, borders: Any
+) -> tuple[Boundary, Sequence[Sequence[int]]]:
+    """The boundary and the borders of a tree, of sequences of these lengths; no others may be given beside them."""
     checks.instance("tree", tree, PrefixTree)
-    count = len(sequences_of("sequences", sequences))
-    if count != len(tree.sequence_lens):
-        expected = f"that of these {count} sequences"
+    if pick.total != len(tree.sequence_lens):
+        expected = f"that of these {pick.total} sequences"
         raise SharedPromptError(explain("tree", expected, f"one of {len(tree.sequence_lens)}"))
+    for at, length in zip(pick.indices, lengths):
+        if length != tree.sequence_lens[at]:
+            got = f"one whose sequence {at} has {tree.sequence_lens[at]}"
+            raise SharedPromptError(explain("tree", f"that of these sequences, {length} tokens in sequence {at}", got))
     if borders is not None:
         raise SharedPromptError(explain("borders", "None, for those of the tree", checks.describe(borders)))
     if boundary not in (None, tree.boundary):
@@ -468,28 +393,18 @@ def _of_tree(tree: Any, sequences: Any, boundary: Any, borders: Any) -> tuple[Bo
     return tree.boundary, tree.borders
 
 
-def _check_is_of(tree: PrefixTree, lengths: Sequence[int], chosen: Sequence[int] | None) -> None:
-    """SharedPromptError for sequences of other lengths than those of the tree that were chosen."""
-    own = tree.sequence_lens if chosen is None else [tree.sequence_lens[index] for index in chosen]
-    for index, (length, expected) in enumerate(zip(lengths, own)):
-        if length != expected:
-            at = index if chosen is None else chosen[index]
-            got = f"one whose sequence {at} has {expected}"
-            raise SharedPromptError(explain("tree", f"that of these sequences, {length} tokens in sequence {at}", got))
-
-
-def _checked(sequences: Any) -> tuple[list[Tensor], list[int]]:
+def _checked(sequences: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
     """The sequences as tensors, and their lengths."""
-    given = all_tokens([*sequences_of("sequences", sequences)], ("sequences",))
+    given = all_tokens([*sequences], ("sequences",))
     if not given:
         raise SharedPromptError(explain("sequences", "at least one", 0))
     return given, [*map(Tensor.numel, given)]
 
 
-def _checked_borders(borders: Sequence[Any], lengths: Sequence[int]) -> list[Sequence[int]]:
+def _checked_borders(borders: Any, lengths: Sequence[int]) -> list[Sequence[int]]:
     """Those of each sequence, rising from 1 to its length."""
-    if len(borders) != len(lengths):
-        raise SharedPromptError(explain("borders", f"{len(lengths)} of them (as sequences)", len(borders)))
+    borders = checks.items("borders", borders, "lists of positions")
+    check_count("borders", borders, len(lengths), "sequences")
     checked: list[Sequence[int]] = []
     for index, (given, length) in enumerate(zip(borders, lengths)):
         is_plain = type(given) in (tuple, list) and {*map(type, given)} <= {int}

@@ -7,15 +7,20 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..host import int64s, offsets_of, take
 
 Boundary = Literal["replicate", "gather"]
-BOUNDARIES = ("replicate", "gather")
+SHIFTS = {"replicate": 1, "gather": 0}  # tokens before a branch that are left to the children
+
+
+def checked_boundary(value: Any) -> Boundary:
+    return cast(Boundary, checks.choice("boundary", value, tuple(SHIFTS)))
 
 
 @dataclass(frozen=True)
@@ -43,16 +48,15 @@ class PrefixTree:
         prompt_lens: Sequence[int],
         response_lens: Sequence[int],
         boundary: Boundary = "replicate",
-        drop_last: bool = False,
     ) -> PrefixTree:
         """The tree of depth two of prompts with their responses; nothing is checked.
 
         Args:
             groups: the samples of each prompt. Samples of no group have the leaf -1.
             prompt_lens, response_lens: (B,) of the samples.
-            boundary, drop_last: as of `pack_shared_prompts`.
+            boundary: as of `pack_shared_prompts`.
         """
-        shift = 1 if boundary == "replicate" else 0
+        shift = SHIFTS[boundary]
         lens: list[int] = []
         parents: list[int] = []
         leaves = [-1] * len(prompt_lens)
@@ -62,19 +66,10 @@ class PrefixTree:
             parents.append(-1)
             for index in members:
                 leaves[index] = len(lens)
-                lens.append(max(0, response_lens[index] + shift - drop_last))
+                lens.append(response_lens[index] + shift)
                 parents.append(root)
         totals = tuple(map(int.__add__, prompt_lens, response_lens))
         return PrefixTree(tuple(lens), tuple(parents), tuple(leaves), totals, boundary)
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.node_lens)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the packed row, without padding."""
-        return sum(self.node_lens)
 
     @cached_property
     def begins(self) -> tuple[int, ...]:
@@ -106,43 +101,14 @@ class PrefixTree:
     @cached_property
     def sources(self) -> tuple[int, ...]:
         """(n,) a sequence that has all tokens of each node."""
-        sources = [-1] * self.num_nodes
+        sources = [-1] * len(self.node_lens)
         for index, (leaf, length) in enumerate(zip(self.leaves, self.sequence_lens)):
             if leaf >= 0 and (sources[leaf] < 0 or length > self.sequence_lens[sources[leaf]]):
                 sources[leaf] = index
-        for node in reversed(range(self.num_nodes)):
+        for node in reversed(range(len(self.node_lens))):
             if self.node_parents[node] >= 0:
                 sources[self.node_parents[node]] = sources[node]
         return tuple(sources)
-
-    def multiplicity(self) -> tuple[list[int], list[int]]:
-        """Runs of rows that equally many sequences have: rows of each run, and how many sequences."""
-        counts = [0] * self.num_nodes
-        ends: dict[int, list[int]] = {}  # where sequences end that the node goes on behind
-        for leaf, length in zip(self.leaves, self.sequence_lens):
-            node = leaf
-            while node >= 0 and self.begins[node] >= length:
-                node = self.node_parents[node]
-            if node >= 0:
-                counts[node] += 1
-                if self.begins[node] + self.node_lens[node] > length:
-                    ends.setdefault(node, []).append(length - self.begins[node])
-        for node in reversed(range(self.num_nodes)):
-            if self.node_parents[node] >= 0:
-                counts[self.node_parents[node]] += counts[node]
-        if not ends:
-            return [*self.node_lens], counts
-        lens: list[int] = []
-        values: list[int] = []
-        for node, (length, count) in enumerate(zip(self.node_lens, counts)):
-            begin = 0
-            for end in sorted(ends.get(node, ())):
-                lens.append(end - begin)
-                values.append(count)
-                begin, count = end, count - 1
-            lens.append(length - begin)
-            values.append(count)
-        return lens, values
 
 
 class Spans(NamedTuple):

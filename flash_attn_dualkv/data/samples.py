@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Sized
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,12 @@ _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.
 
 TokenIds = Tensor | Sequence[int]
 GroupIds = Iterable[Hashable] | Tensor
+
+
+def check_count(name: str, values: Sized, count: int, like: str) -> None:
+    """SharedPromptError unless there is one for each sample, or sequence."""
+    if len(values) != count:
+        raise SharedPromptError(explain(name, f"{count} of them (as {like})", len(values)))
 
 
 # Tokens
@@ -43,17 +49,12 @@ def all_tokens(given: list[Any], names: Sequence[str], also: Sequence[torch.dtyp
 
     `also` are further types that they may have.
     """
-    if _are_tokens(given, also):
+    # To check thousands one by one would take a millisecond.
+    dtypes = _INTEGERS.union(also)
+    if all(type(one) is Tensor and one.dim() == 1 and one.dtype in dtypes for one in given):
         return given
     count = len(names)
     return [_tokens(f"{names[index % count]}[{index // count}]", one, also) for index, one in enumerate(given)]
-
-
-def _are_tokens(given: list[Any], also: Sequence[torch.dtype]) -> TypeGuard[list[Tensor]]:
-    """Whether all are such tensors already. To check thousands one by one would take a millisecond."""
-    if not set(map(type, given)) <= {Tensor}:
-        return False
-    return {one.dtype for one in given} <= _INTEGERS.union(also) and set(map(Tensor.dim, given)) <= {1}
 
 
 def _tokens(name: str, tokens: Any, also: Sequence[torch.dtype]) -> Tensor:
@@ -79,10 +80,12 @@ def joined(tokens: Sequence[Tensor], name: str = "prompts and responses") -> Ten
     return checks.integers(name, torch.cat(list(tokens)), 1, (torch.bool,))
 
 
-def check_token_ids(name: str, smallest: int) -> None:
-    """SharedPromptError for negative ones: what marks padding or ignored labels elsewhere is no token."""
+def largest_token(name: str, extremes: Tensor) -> int:
+    """The larger; SharedPromptError for negative ones: what marks padding or ignored labels elsewhere is no token."""
+    smallest, largest = extremes.tolist()
     if smallest < 0:
         raise SharedPromptError(explain(name, "token ids >= 0", smallest))
+    return int(largest)
 
 
 def extremes(tokens: Tensor) -> Tensor:
@@ -100,6 +103,13 @@ def selected(values: Tensor, mask: Tensor, count: int) -> Tensor:
     return chosen[:count]
 
 
+def jagged(name: str, values: Any) -> Any:
+    """A nested tensor; a type checker knows nothing of its methods."""
+    if not isinstance(values, Tensor) or not values.is_nested or values.layout != torch.jagged:
+        raise SharedPromptError(explain(name, "a nested tensor with torch.jagged layout", checks.describe(values)))
+    return values
+
+
 def position_rows(values: Any) -> Tensor:
     """(n, T) of jagged (B, T_i) or (B, n, T_i) values, such as positions of time, height and width."""
     flat: Tensor = values.values()
@@ -114,9 +124,7 @@ def position_rows(values: Any) -> Tensor:
 def jagged_rows(name: str, values: Any, like: Tensor) -> Tensor:
     """(..., T) of jagged values that lie as the tokens do."""
     name = f"row_values[{name!r}]"
-    if not isinstance(values, Tensor) or not values.is_nested or values.layout != torch.jagged:
-        raise SharedPromptError(explain(name, "a nested tensor with torch.jagged layout", checks.describe(values)))
-    rows = position_rows(values)
+    rows = position_rows(jagged(name, values))
     if rows.shape[-1] != len(like):
         raise SharedPromptError(explain(name, f"{len(like)} values (as input_ids)", rows.shape[-1]))
     return rows[0] if values.dim() == 2 else rows
@@ -125,32 +133,20 @@ def jagged_rows(name: str, values: Any, like: Tensor) -> Tensor:
 # Lengths
 
 
-class Ones(NamedTuple):
-    """Ones of each row of a mask: where they begin, how many, in how many runs; how many other values."""
-
-    begins: list[int]
-    lengths: list[int]
-    runs: list[int]
-    others: list[int]
-
-    @staticmethod
-    def numbers(mask: Tensor) -> tuple[Tensor, ...]:
-        """On the device of the mask."""
-        ones = mask == 1
-        rises = (ones[:, 1:] & ~ones[:, :-1]).sum(1) + ones[:, :1].sum(1)
-        return (ones.cumsum(1) == 0).sum(1), ones.sum(1), rises, (~ones & (mask != 0)).sum(1)
-
-    def check(self, name: str) -> None:
-        if any(self.others):
-            raise SharedPromptError(explain("attention_mask", "0 and 1", "other values"))
-        for row, runs in enumerate(self.runs):
-            if runs > 1:
-                raise SharedPromptError(explain(name, "ones that stand together in each row", f"a hole in row {row}"))
+def ones_of(mask: Tensor) -> tuple[Tensor, ...]:
+    """(B,) each, on the device: where the ones of a row begin, how many, in how many runs; how many other values."""
+    ones = mask == 1
+    rises = (ones[:, 1:] & ~ones[:, :-1]).sum(1) + ones[:, :1].sum(1)
+    return (ones.cumsum(1) == 0).sum(1), ones.sum(1), rises, (~ones & (mask != 0)).sum(1)
 
 
-def as_fetched(name: str, lengths: Any) -> list[Tensor]:
-    """The lengths if they are a tensor, to be fetched with the tokens."""
-    return [checks.integers(name, lengths, 1)] if isinstance(lengths, Tensor) else []
+def check_ones(name: str, runs: Sequence[int], others: Sequence[int]) -> None:
+    """SharedPromptError unless the ones of each row stand together, and all else is 0."""
+    if any(others):
+        raise SharedPromptError(explain("attention_mask", "0 and 1", "other values"))
+    for row, count in enumerate(runs):
+        if count > 1:
+            raise SharedPromptError(explain(name, "ones that stand together in each row", f"a hole in row {row}"))
 
 
 def prompt_lengths(name: str, lengths: Any, fetched: Sequence[Tensor], totals: Sequence[int]) -> list[int]:
@@ -172,16 +168,18 @@ def _common_device(tensors: Sequence[Tensor]) -> torch.device:
     return device
 
 
-def fetch(tensors: Sequence[Tensor], group_ids: GroupIds | None) -> tuple[list[Tensor], list[Hashable] | None]:
-    """The tensors (flat int64) and the group ids on the host; one copy from a GPU."""
+def fetch(
+    tensors: Sequence[Tensor], group_ids: GroupIds | None, count: int, like: str = "prompts"
+) -> tuple[list[Tensor], list[Hashable] | None]:
+    """The tensors (flat int64) and the group ids, one for each sample, on the host; one copy from a GPU."""
     device = _common_device(tensors)
     ids = None if group_ids is None else checks.group_ids(group_ids)
-    if isinstance(ids, Tensor):
-        if ids.device == device:
-            *host, copied = to_host([*tensors, ids])
-            return host, copied.tolist()
-        ids = ids.tolist()
-    return to_host(tensors) if tensors else [], ids
+    if ids is not None:
+        check_count("group_ids", ids, count, like)
+    if isinstance(ids, Tensor) and ids.device == device:
+        *host, copied = to_host([*tensors, ids])
+        return host, copied.tolist()
+    return to_host(tensors), ids.tolist() if isinstance(ids, Tensor) else ids
 
 
 # Groups
@@ -212,12 +210,6 @@ def _short_keys(prompts: Iterable[bytes]) -> Iterator[Hashable]:
         yield some if first.setdefault(some, prompt) == prompt else (prompt,)
 
 
-def check_count(group_ids: Sequence[Hashable], samples: int, like: str = "prompts") -> None:
-    """One id for each sample."""
-    if len(group_ids) != samples:
-        raise SharedPromptError(explain("group_ids", f"{samples} of them (as {like})", len(group_ids)))
-
-
 def group(
     tokens: Tensor,
     begins: Sequence[int],
@@ -233,13 +225,11 @@ def group(
     """
     if not lengths:
         raise SharedPromptError(explain("prompts", "at least one", 0))
-    if min(lengths) < 1:
-        index = next(index for index, length in enumerate(lengths) if length < 1)
-        raise SharedPromptError(explain(f"prompts[{index}]", "at least one token", lengths[index]))
+    if 0 in lengths:
+        raise SharedPromptError(explain(f"prompts[{lengths.index(0)}]", "at least one token", 0))
     prompts = bytes_of(tokens, begins, lengths)
     if group_ids is None:
         return groups_of(_short_keys(prompts))
-    check_count(group_ids, len(prompts))
     groups = groups_of(group_ids)
     for members in groups:
         for other in members[1:]:
@@ -255,8 +245,7 @@ def group(
 def joined_mask(loss_mask: Any, lengths: Sequence[int]) -> Tensor:
     """All masks in one, each as long as its sequence."""
     masks = all_tokens([*sequences_of("loss_mask", loss_mask, "masks")], ("loss_mask",), (torch.bool,))
-    if len(masks) != len(lengths):
-        raise SharedPromptError(explain("loss_mask", f"{len(lengths)} of them (as sequences)", len(masks)))
+    check_count("loss_mask", masks, len(lengths), "sequences")
     for index, (size, length) in enumerate(zip(map(Tensor.numel, masks), lengths)):
         if size != length:
             raise SharedPromptError(explain(f"loss_mask[{index}]", f"{length} values (as its sequence)", size))
@@ -280,24 +269,20 @@ def scored_lens(mask: Tensor, lengths: Sequence[int]) -> list[int]:
     return scored
 
 
-def named(name: str, values: Any) -> list[tuple[str, Any]]:
-    if values is None:
-        return []
-    return [*checks.instance(name, values, dict, " of names").items()]
+def named(name: str, values: Any) -> dict[str, Any]:
+    return {} if values is None else checks.instance(name, values, dict, " of names")
 
 
 def listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
     """Tensors of (..., L_i) values, one for each sequence, in one."""
     name = f"row_values[{name!r}]"
+    values = sequences_of(name, values, "tensors")
     try:
-        given = [torch.as_tensor(one) for one in sequences_of(name, values, "tensors")]
-    except (TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, SharedPromptError):
-            raise
+        given = [torch.as_tensor(one) for one in values]
+    except (TypeError, ValueError, RuntimeError):
         raise SharedPromptTypeError(explain(name, "a list of tensors", checks.describe(values))) from None
     _common_device(given)
-    if len(given) != len(lengths):
-        raise SharedPromptError(explain(name, f"{len(lengths)} of them (as sequences)", len(given)))
+    check_count(name, given, len(lengths), "sequences")
     for index, (one, length) in enumerate(zip(given, lengths)):
         if one.dim() == 0 or one.shape[-1] != length or one.shape[:-1] != given[0].shape[:-1]:
             expected = f"shape {(*given[0].shape[:-1], length)}, as sequence 0 and with a value for each token"
@@ -305,29 +290,28 @@ def listed(name: str, values: Any, lengths: Sequence[int]) -> Tensor:
     return torch.cat(given, -1)
 
 
-def checked_group_values(values: Any, count: int) -> dict[str, Sequence[Any]]:
-    given = named("group_values", values)
-    found = {name: checks.items(f"group_values[{name!r}]", one, "values") for name, one in given}
-    for name, one in found.items():
-        if len(one) != count:
-            raise SharedPromptError(explain(f"group_values[{name!r}]", f"{count} of them (as samples)", len(one)))
-    return found
-
-
 class Pick(NamedTuple):
-    """What is given for some of the sequences."""
+    """What is given for some of the sequences, or for all of them."""
 
     total: int
-    indices: list[int]
+    indices: Sequence[int]
 
     @staticmethod
     def of(sequences: Any, chosen: Any) -> Pick:
         total = len(sequences_of("sequences", sequences))
+        if chosen is None:
+            return Pick(total, range(total))
         given = checks.items("chosen", chosen, "indices of sequences")
         return Pick(total, [checks.integer(f"chosen[{at}]", one, 0, total - 1) for at, one in enumerate(given)])
 
-    def __call__(self, name: str, values: Any) -> list[Any]:
+    def __call__(self, name: str, values: Any) -> Any:
+        """The values of the sequences that are chosen; what is given for all of them is checked by who uses it."""
+        if values is None or isinstance(self.indices, range):
+            return values
         given = checks.items(name, values, "values")
-        if len(given) != self.total:
-            raise SharedPromptError(explain(name, f"{self.total} of them (as sequences)", len(given)))
+        check_count(name, given, self.total, "sequences")
         return [given[index] for index in self.indices]
+
+    def each(self, name: str, values: Any) -> dict[str, Any]:
+        """Likewise of each of the values that are given by name."""
+        return {one: self(f"{name}[{one!r}]", given) for one, given in named(name, values).items()}

@@ -74,9 +74,9 @@ def split_by_token_budget(
         held = (length for leaf, length in zip(tree.leaves, tree.sequence_lens) if leaf >= 0)
         # Trees that fit stay whole.
         least = max([*held, *(size for size in sizes if size <= budget)], default=0)
-        return fill_evenly(lambda size: _fill(tree, size), least, budget), below(tree, tree.roots)
+        return _fill_evenly(tree, least, budget), below(tree, tree.roots)
 
-    return on_equal_terms(fill, dp_group, "samples")
+    return on_equal_terms(fill, dp_group)
 
 
 def as_tree(groups: Any, prompt_lens: Any, response_lens: Any) -> PrefixTree:
@@ -100,16 +100,20 @@ def below(tree: PrefixTree, tops: Sequence[int]) -> list[list[int]]:
 
 
 def on_equal_terms(
-    fill: Callable[[], tuple[list[list[int]], Sequence[Sequence[int]]]], dp_group: Any, of: str
+    fill: Callable[[], tuple[list[list[int]], Sequence[Sequence[int]]]], dp_group: Any
 ) -> list[list[int]]:
     """The micro-batches that `fill` gives; with dp_group, equally many on all ranks, and an error on all of them.
 
     Args:
         fill: gives micro-batches, and the groups between which they should be divided further.
         dp_group: of torch.distributed, or None.
-        of: what micro-batches hold.
     """
-    _check_process_group(dp_group)
+    if dp_group is None:
+        return fill()[0]
+    is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not is_running or not isinstance(dp_group, torch.distributed.ProcessGroup):
+        expected = "a process group of an initialised torch.distributed, or None"
+        raise SharedPromptTypeError(explain("dp_group", expected, checks.describe(dp_group)))
     micro_batches: list[list[int]] = []
     groups: Sequence[Sequence[int]] = []
     # Not the exception: it holds this frame, and with it the process group beyond its end.
@@ -117,17 +121,13 @@ def on_equal_terms(
     try:
         micro_batches, groups = fill()
     except SharedPromptError as own:
-        if dp_group is None:
-            raise
         error = str(own)  # the other ranks wait for this one
-    if dp_group is None:
-        return micro_batches
-    held = sum(map(len, micro_batches))
-    wanted, fewest, failed = _largest([len(micro_batches), -held, error is not None], dp_group)
+    numbers = len(micro_batches), -sum(map(len, micro_batches)), error is not None
+    wanted, fewest, failed = _largest(numbers, dp_group)
     if failed:
         raise SharedPromptError(error or explain("max_tokens", "a budget that every rank can keep", "one that cannot"))
     if wanted > -fewest:
-        expected = f"at least {wanted} {of} on each rank, as many as another has micro-batches"
+        expected = f"at least {wanted} samples on each rank, as many as another has micro-batches"
         raise SharedPromptError(explain("groups", expected, -fewest))
     return _split_further(micro_batches, groups, wanted)
 
@@ -149,15 +149,6 @@ def _split_further(micro_batches: list[list[int]], groups: Sequence[Sequence[int
     return micro_batches
 
 
-def _check_process_group(dp_group: Any) -> None:
-    if dp_group is None:
-        return
-    is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not is_running or not isinstance(dp_group, torch.distributed.ProcessGroup):
-        expected = "a process group of an initialised torch.distributed, or None"
-        raise SharedPromptTypeError(explain("dp_group", expected, checks.describe(dp_group)))
-
-
 def _checked_groups(groups: Any, prompt_lens: Any, response_lens: Any) -> tuple[list[list[int]], list[int], list[int]]:
     """Groups of samples that exist, each once, with one prompt a group."""
     prompts = checks.lengths("prompt_lens", prompt_lens, least=1)
@@ -166,42 +157,32 @@ def _checked_groups(groups: Any, prompt_lens: Any, response_lens: Any) -> tuple[
     seen: set[int] = set()
     for number, members in enumerate(checks.items("groups", groups, "lists of sample indices")):
         name = f"groups[{number}]"
-        indices = [
-            checks.integer(f"{name}[{at}]", one, 0, len(prompts) - 1)
-            for at, one in enumerate(checks.items(name, members, "sample indices"))
-        ]
-        if not indices:
+        given = checks.items(name, members, "sample indices")
+        if not len(given):
             raise SharedPromptError(explain(name, "at least one sample", "none"))
-        for one in indices:
-            if one in seen:
-                raise SharedPromptError(explain(name, "samples that are in no group yet", f"sample {one} again"))
-            seen.add(one)
-        _check_one_prompt(name, indices, prompts)
-        checked.append(indices)
+        checked.append([])
+        for at, one in enumerate(given):
+            index = checks.integer(f"{name}[{at}]", one, 0, len(prompts) - 1)
+            if index in seen:
+                raise SharedPromptError(explain(name, "samples that are in no group yet", f"sample {index} again"))
+            seen.add(index)
+            checked[-1].append(index)
+            first = checked[-1][0]
+            if prompts[index] != prompts[first]:
+                expected = f"samples with one prompt, of {prompts[first]} tokens as that of sample {first}"
+                raise SharedPromptError(explain(name, expected, f"{prompts[index]} of sample {index}"))
     return checked, prompts, responses
 
 
-def _check_one_prompt(name: str, members: Sequence[int], prompt_lens: Sequence[int]) -> None:
-    for other in members[1:]:
-        if prompt_lens[other] != prompt_lens[members[0]]:
-            expected = f"samples with one prompt, of {prompt_lens[members[0]]} tokens as that of sample {members[0]}"
-            raise SharedPromptError(explain(name, expected, f"{prompt_lens[other]} of sample {other}"))
-
-
-def fill_evenly(fill: Callable[[int], tuple[list[list[int]], int]], least: int, max_tokens: int) -> list[list[int]]:
-    """As few micro-batches as within the budget, with no more rows, within a budget that is as small as that allows.
-
-    Args:
-        fill: gives the micro-batches of a budget, and the rows of all of them.
-        least: the smallest budget to try.
-    """
-    micro_batches, rows = fill(max_tokens)
+def _fill_evenly(tree: PrefixTree, least: int, max_tokens: int) -> list[list[int]]:
+    """As few micro-batches as within the budget, with no more rows, within one that is as small, from `least` on."""
+    micro_batches, rows = _fill(tree, max_tokens)
     if len(micro_batches) < 2:
         return micro_batches
     low, high = max(least, -(-rows // len(micro_batches))), max_tokens
     while high - low > max(1, max_tokens // 64):
         middle = (low + high) // 2
-        found, found_rows = fill(middle)
+        found, found_rows = _fill(tree, middle)
         if len(found) <= len(micro_batches) and found_rows <= rows:
             micro_batches, high = found, middle
         else:
@@ -211,7 +192,7 @@ def fill_evenly(fill: Callable[[int], tuple[list[list[int]], int]], least: int, 
 
 def _fill(tree: PrefixTree, max_tokens: int) -> tuple[list[list[int]], int]:
     """The micro-batches, and the rows of all of them."""
-    nodes = tree.num_nodes
+    nodes = len(tree.node_lens)
     # Parts of what is below each node, and the forest behind them: rows that are not on the path,
     # sequences.
     parts: list[list[tuple[int, list[int]]]] = [[] for _ in range(nodes + 1)]
@@ -231,11 +212,11 @@ def _fill(tree: PrefixTree, max_tokens: int) -> tuple[list[list[int]], int]:
 def _united(parts: list[tuple[int, list[int]]], room: int) -> list[tuple[int, list[int]]]:
     """Fewer parts of at most `room` rows."""
     sizes = [size for size, _ in parts]
-    bins = (sorted(chosen) for chosen in best_fit(sizes, room))
+    bins = (sorted(chosen) for chosen in _best_fit(sizes, room))
     return [(sum(sizes[at] for at in chosen), [index for at in chosen for index in parts[at][1]]) for chosen in bins]
 
 
-def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Indices of the sizes by bin, each of at most `capacity`: best fit, decreasing. No size is above the capacity."""
     if not sizes:
         return []

@@ -14,61 +14,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from heapq import heapify, heappop
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..host import expand, int64s, offsets_of, take
-from .prefix_tree import PrefixTree
+from .prefix_tree import SHIFTS, Boundary, PrefixTree
 from .samples import bytes_of
 
 ROOT = 0  # in `_Tree` what stands above all trees of the forest; it has no tokens
-
-
-class Nodes(NamedTuple):
-    """The nodes of a forest, depth first. (nodes,) each, but for `leaves`.
-
-    Node i holds the tokens at the positions begins[i] .. ends[i] - 1 of sequence sources[i], and of every other one
-    whose path goes through it.
-    """
-
-    parents: list[int]  # -1 for roots
-    begins: list[int]
-    ends: list[int]
-    sources: list[int]
-    leaves: Tensor  # (sequences,) the node whose path begins with the sequence; any number for one without tokens
-
-    def tree(self, lengths: Sequence[int], shift: int) -> PrefixTree:
-        """The tree of sequences of these lengths."""
-        node_lens = tuple(end - begin for begin, end in zip(self.begins, self.ends))
-        leaves = tuple(leaf if length else -1 for leaf, length in zip(self.leaves.tolist(), lengths))
-        return PrefixTree(node_lens, tuple(self.parents), leaves, tuple(lengths), "replicate" if shift else "gather")
-
-    def cut(self, borders: Sequence[Sequence[int]]) -> Nodes:
-        """The same rows, with a node more wherever a node goes on at a border of its sequence."""
-        parents: list[int] = []
-        begins: list[int] = []
-        ends: list[int] = []
-        sources: list[int] = []
-        lasts: list[int] = []  # what is left of each node at its end
-        for parent, begin, end, source in zip(self.parents, self.begins, self.ends, self.sources):
-            own = borders[source]
-            above = lasts[parent] if parent >= 0 else -1
-            for border in own[bisect_right(own, begin) : bisect_left(own, end)]:
-                parents.append(above)
-                begins.append(begin)
-                ends.append(border)
-                sources.append(source)
-                above, begin = len(parents) - 1, border
-            parents.append(above)
-            begins.append(begin)
-            ends.append(end)
-            sources.append(source)
-            lasts.append(len(parents) - 1)
-        return Nodes(parents, begins, ends, sources, take(int64s(lasts), self.leaves) if lasts else self.leaves)
 
 
 def build_tree(
@@ -76,9 +33,8 @@ def build_tree(
     lengths: Sequence[int],
     groups: Sequence[Hashable] | None,
     *,
-    shift: int,
+    boundary: Boundary,
     min_shared: int,
-    max_depth: int | None,
 ) -> PrefixTree:
     """The prefix tree of sequences.
 
@@ -86,16 +42,14 @@ def build_tree(
         tokens: of all sequences, one after the other, int64 on the host, none negative.
         lengths: of the sequences.
         groups: only sequences with equal ones share anything; None for one group.
-        shift: how many tokens before a branch are left to the children.
+        boundary: "replicate" leaves the last token before a branch to the children.
         min_shared: the fewest tokens that a node must save to be one of its own.
-        max_depth: the most nodes on a path; None for no limit.
     """
     leaves = _Leaves.of(tokens, lengths, groups)
+    shift = SHIFTS[boundary]
     tree = _Tree(leaves.lengths, [max(0, common - shift) for common in leaves.common])
     tree.keep_savings(min_shared)
-    if max_depth is not None:
-        tree.limit_depth(max_depth)
-    return tree.nodes(leaves.sources, leaves.leaf_of).tree(lengths, shift)
+    return tree.depth_first(leaves.leaf_of, lengths, boundary)
 
 
 def tree_with_borders(
@@ -104,17 +58,18 @@ def tree_with_borders(
     groups: Sequence[Hashable] | None,
     borders: Sequence[Sequence[int]],
     *,
-    shift: int,
+    boundary: Boundary,
 ) -> PrefixTree:
     """The prefix tree of sequences whose nodes begin at given positions.
 
-    Two sequences share a node if they have the same borders up to its end, and the same tokens up to there and in the
-    `shift` places behind it.
+    Two sequences share a node if they have the same borders up to its end, and the same tokens up to there and, with
+    the boundary "replicate", one token further.
 
     Args:
-        tokens, lengths, groups, shift: as for `build_tree`.
+        tokens, lengths, groups, boundary: as for `build_tree`.
         borders: of each sequence, rising, from 1 to its length.
     """
+    shift = SHIFTS[boundary]
     # What is compared is a token and whether a node ends `shift` places before the next one.
     firsts = offsets_of(int64s(lengths)).tolist()
     marked = [
@@ -130,8 +85,24 @@ def tree_with_borders(
         own[at - 1] if (at := bisect_right(own, most - shift)) else 0
         for own, most in zip((borders[source] for source in leaves.sources), leaves.common)
     ]
-    nodes = _Tree(leaves.lengths, common).nodes(leaves.sources, leaves.leaf_of).cut(borders)
-    return nodes.tree(lengths, shift)
+    return _cut(_Tree(leaves.lengths, common).depth_first(leaves.leaf_of, lengths, boundary), borders)
+
+
+def _cut(tree: PrefixTree, borders: Sequence[Sequence[int]]) -> PrefixTree:
+    """The same rows, with a node more wherever a node goes on at a border of its sequence."""
+    lens: list[int] = []
+    parents: list[int] = []
+    lasts: list[int] = []  # what is left of each node at its end
+    for length, parent, begin, source in zip(tree.node_lens, tree.node_parents, tree.begins, tree.sources):
+        own, end = borders[source], begin + length
+        above = lasts[parent] if parent >= 0 else -1
+        for border in (*own[bisect_right(own, begin) : bisect_left(own, end)], end):
+            lens.append(border - begin)
+            parents.append(above)
+            above, begin = len(parents) - 1, border
+        lasts.append(above)
+    leaves = tuple(lasts[leaf] if leaf >= 0 else -1 for leaf in tree.leaves)
+    return replace(tree, node_lens=tuple(lens), node_parents=tuple(parents), leaves=leaves)
 
 
 class _Leaves(NamedTuple):
@@ -140,12 +111,13 @@ class _Leaves(NamedTuple):
     sources: list[int]
     lengths: list[int]
     common: list[int]  # how many tokens each has in common with the next
-    leaf_of: Tensor  # (sequences,) the leaf that begins with the sequence
+    leaf_of: Tensor  # (sequences,) the leaf that begins with the sequence; any number for one without tokens
 
     @staticmethod
     def of(tokens: Tensor, lengths: Sequence[int], groups: Sequence[Hashable] | None) -> _Leaves:
         begins = offsets_of(int64s(lengths))[:-1]
-        numbers = _numbers(groups, len(lengths))
+        seen: dict[Hashable, int] = {}
+        numbers = [seen.setdefault(one, len(seen)) for one in groups or [0] * len(lengths)]
         index = int64s(_sorted(tokens, begins, lengths, numbers))
         sizes = take(int64s(lengths), index)
         common = _common_prefixes(tokens, take(begins, index), sizes, take(int64s(numbers), index))
@@ -159,14 +131,6 @@ class _Leaves(NamedTuple):
             take(common, leaves[:-1]).tolist(),
             torch.empty_like(index).index_copy_(0, index, is_leaf.cumsum(0) - is_leaf.long()),
         )
-
-
-def _numbers(groups: Sequence[Hashable] | None, count: int) -> list[int]:
-    """Number of each sequence's group, in the order of their first sequences."""
-    if groups is None:
-        return [0] * count
-    seen: dict[Hashable, int] = {}
-    return [seen.setdefault(one, len(seen)) for one in groups]
 
 
 def _sorted(tokens: Tensor, begins: Tensor, lengths: Sequence[int], groups: Sequence[int]) -> list[int]:
@@ -196,7 +160,7 @@ def _common_prefixes(tokens: Tensor, begins: Tensor, lengths: Tensor, groups: Te
 class _Tree:
     """The tree while it is made: the root, then the inner nodes, each kept or dissolved into its children; the leaves.
 
-    The tokens of a node end at `ends`. Parents are those of the whole tree, dissolved nodes included, until `nodes`.
+    The tokens of a node end at `ends`. Parents may be dissolved nodes until `keep_savings`.
     """
 
     def __init__(self, leaf_lengths: list[int], borders: list[int]) -> None:
@@ -224,9 +188,6 @@ class _Tree:
                 path.append(node)
             self.leaf_parents[leaf + 1] = path[-1]
         self.kept = [True] * len(self.ends)
-        self.branches = [0] * len(self.ends)  # children, where nodes that are not kept are left out
-        for parent in (*self.parents[1:], *self.leaf_parents):
-            self.branches[parent] += 1
         # The inner nodes, parents before their children.
         self.order = sorted(range(1, len(self.ends)), key=self.ends.__getitem__)
 
@@ -238,14 +199,12 @@ class _Tree:
         """
         limits = self._limits(least)
         above = [ROOT] * len(self.ends)  # the next kept node, or the node itself
-        self.branches = [0] * len(self.ends)
         for node in self.order:
             parent = above[self.parents[node]]
             self.kept[node] = self.ends[parent] <= limits[node]
             above[node] = node if self.kept[node] else parent
-            self.branches[parent] += self.kept[node]
-        for parent in self.leaf_parents:
-            self.branches[above[parent]] += 1
+            self.parents[node] = parent
+        self.leaf_parents = [above[parent] for parent in self.leaf_parents]
 
     def _limits(self, least: int) -> list[int]:
         """Where a kept node above each inner node may end at most for it to be kept; negative for never.
@@ -286,57 +245,15 @@ class _Tree:
             heapify(heaps[parent])
         return limits
 
-    def limit_depth(self, most: int) -> None:
-        """Dissolve nodes, of each path that has too many those that save least, the longest paths first."""
-        depths = [1] * len(self.ends)  # of the leaves below
-        for node in self.order:
-            depths[node] = depths[self.parents[node]] + self.kept[node]
-        leaf_depths = [depths[parent] for parent in self.leaf_parents]
-        for leaf in sorted(range(len(leaf_depths)), key=leaf_depths.__getitem__, reverse=True):
-            if leaf_depths[leaf] <= most:
-                break
-            path = self._path(leaf)
-            while len(path) > most:
-                savings = [self._saved(node, parent) for node, parent in pairwise(path)]
-                at = savings.index(min(savings))
-                self._dissolve(path[at], path[at + 1])
-                del path[at]
-
-    def _path(self, leaf: int) -> list[int]:
-        """The kept nodes above a leaf, from below; the root, which is none, stands for the leaf in their number."""
-        path = []
-        node = self.leaf_parents[leaf]
-        while node != ROOT:
-            if self.kept[node]:
-                path.append(node)
-            node = self.parents[node]
-        return [*path, ROOT]
-
-    def _saved(self, node: int, parent: int) -> int:
-        """How many tokens more the children would have without the node; `parent` is the next kept one above it."""
-        return (self.branches[node] - 1) * (self.ends[node] - self.ends[parent])
-
-    def _dissolve(self, node: int, parent: int) -> None:
-        self.kept[node] = False
-        self.branches[parent] += self.branches[node] - 1
-
-    def nodes(self, sources: list[int], leaf_of: Tensor) -> Nodes:
-        """Those that are kept, depth first. The leaves are the sequences `sources`; `leaf_of` counts leaves."""
-        for node in self.order:  # parents are resolved before their children
-            if not self.kept[self.parents[node]]:
-                self.parents[node] = self.parents[self.parents[node]]
-        for leaf, parent in enumerate(self.leaf_parents):
-            if not self.kept[parent]:
-                self.leaf_parents[leaf] = self.parents[parent]
-        inner = [node for node in self.order if self.kept[node]]
+    def depth_first(self, leaf_of: Tensor, lengths: Sequence[int], boundary: Boundary) -> PrefixTree:
+        """The nodes that are kept, as the tree of sequences of these lengths; `leaf_of` counts leaves."""
         # Nodes with the same first leaf are ancestors of each other, of which the upper one ends
         # first.
-        entries = [(self.first_leaves[node], self.ends[node], node) for node in inner]
+        entries = [(self.first_leaves[node], self.ends[node], node) for node in self.order if self.kept[node]]
         entries += [(leaf, length, -1) for leaf, length in enumerate(self.leaf_lengths)]
         entries.sort()
         places = [-1] * len(self.ends)
-        leaf_places = []
-        parents, begins, ends = [], [], []
+        leaf_places, lens, parents = [], [], []
         for place, (first_leaf, end, node) in enumerate(entries):
             if node < 0:
                 leaf_places.append(place)
@@ -344,8 +261,6 @@ class _Tree:
                 places[node] = place
             parent = self.parents[node] if node >= 0 else self.leaf_parents[first_leaf]
             parents.append(places[parent])
-            begins.append(self.ends[parent])
-            ends.append(end)
-        if leaf_places:
-            leaf_of = take(int64s(leaf_places), leaf_of.clamp_(max=len(leaf_places) - 1))
-        return Nodes(parents, begins, ends, [sources[leaf] for leaf, _, _ in entries], leaf_of)
+            lens.append(end - self.ends[parent])
+        leaves = tuple(leaf_places[leaf] if length else -1 for leaf, length in zip(leaf_of.tolist(), lengths))
+        return PrefixTree(tuple(lens), tuple(parents), leaves, tuple(lengths), boundary)

@@ -40,12 +40,17 @@ def unpack_logprobs(
         SharedPromptError: `values` has neither length, or has both and per_row is None; a width below the most
             scored tokens.
     """
-    checks.instance("batch", batch, PackedBatch)
     values = _of_scored_tokens(values, batch, per_row)
-    samples, longest = len(batch.scored_lens), max(batch.scored_lens)
+    samples, longest = len(batch.response_lens), max(batch.response_lens)
     columns = longest if width is None else checks.integer("width", width, longest, MAX_ROWS)
-    check_fill(fill, values.dtype)
-    filled = values.new_full((samples * longest,), fill).scatter_(0, batch.padded_index, values).view(samples, longest)
+    expected = f"a number of {values.dtype} (as values)"
+    if isinstance(fill, bool) or not isinstance(fill, (int, float)):
+        raise SharedPromptTypeError(explain("fill", expected, checks.describe(fill)))
+    try:
+        filled = values.new_full((samples * longest,), fill)
+    except (RuntimeError, OverflowError):
+        raise SharedPromptError(explain("fill", expected, fill)) from None
+    filled = filled.scatter_(0, batch.padded_index, values).view(samples, longest)
     return filled if columns == longest else torch.nn.functional.pad(filled, (0, columns - longest), value=fill)
 
 
@@ -59,7 +64,6 @@ def unpack_to_jagged(values: Tensor, batch: PackedBatch, *, per_row: bool | None
         nested (B, L_i): the value of a scored token stands at the place before it, where a model's unshifted output
         scores it (response token j at P_i - 1 + j); 0 elsewhere.
     """
-    checks.instance("batch", batch, PackedBatch)
     values = _of_scored_tokens(values, batch, per_row)
     rows = values.new_zeros((batch.num_replicated_tokens,)).scatter_(0, batch.jagged_index, values)
     totals = batch.sequence_lens
@@ -68,19 +72,8 @@ def unpack_to_jagged(values: Tensor, batch: PackedBatch, *, per_row: bool | None
     )
 
 
-def check_fill(fill: float, dtype: torch.dtype) -> None:
-    """SharedPromptError for what is no number of that type."""
-    if isinstance(fill, bool) or not isinstance(fill, (int, float)):
-        raise SharedPromptTypeError(explain("fill", "a float", checks.describe(fill)))
-    if fill == 0:  # a number of every type: the usual case needs no operator
-        return
-    try:
-        torch.full((), fill, dtype=dtype, device="cpu")
-    except (RuntimeError, OverflowError):
-        raise SharedPromptError(explain("fill", f"a number of {dtype} (as values)", fill)) from None
-
-
 def _of_scored_tokens(values: Tensor, batch: PackedBatch, per_row: bool | None) -> Tensor:
+    checks.instance("batch", batch, PackedBatch)
     checks.instance("values", values, Tensor)
     if per_row is not None:
         checks.flag("per_row", per_row)
@@ -90,7 +83,7 @@ def _of_scored_tokens(values: Tensor, batch: PackedBatch, per_row: bool | None) 
         raise SharedPromptError(explain("values", f"device {batch.token_index.device} (as the batch)", values.device))
     if values.dim() == 2 and values.shape[0] == 1:
         values = values[0]
-    tokens, rows = sum(batch.scored_lens), batch.num_rows
+    tokens, rows = sum(batch.response_lens), batch.layout.num_tokens
     if per_row is None:
         if tokens == rows > 0 and values.shape == (rows,):
             raise SharedPromptError(explain("per_row", f"a bool, as {rows} values fit rows and scored tokens", None))

@@ -50,7 +50,7 @@ class UlyssesLayout(SharedPromptLayout):
         """The layout of a whole packed row, divided among the ranks of a group.
 
         Args:
-            layout: with a number of rows that the ranks divide; see `SharedPromptLayout.pad_to`.
+            layout: with a number of rows that the ranks divide; see `pad_to_multiple_of` of the packing.
             group: of torch.distributed.
 
         Raises:

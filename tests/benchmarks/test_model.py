@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,16 +17,14 @@ import bench_model
 import measure
 import packing
 import peers
-import report
 import shapes
-from bench_steps import step_outcomes
+from bench_cases import CPU, TREES
 from models import FAMILIES, FamilyModel
 from shapes import Shape, nodes_of, parse
 from transformers import CONFIG_MAPPING
 
-CPU = torch.device("cpu")
 TWO_GROUPS = Shape("two groups", nodes_of([(50, (20, 31)), (64, (64,))]), 4, 2, 16, model=shapes.ALL_MODELS["tiny"])
-SMALL = (parse("tiny-3x70x1-90"), parse("tiny-4x64x24"), TWO_GROUPS)
+SMALL = (parse("tiny-3x70x1-90"), parse("tiny-4x64x24"), TWO_GROUPS, TREES[2])
 
 
 def tiny(name: str) -> FamilyModel:
@@ -54,9 +50,25 @@ FAMILY_SHAPES = [
 ]
 
 
+def step_outcomes(shape: Shape, *more: peers.Implementation, dtype: torch.dtype = torch.float64) -> list[Any]:
+    """Log-probabilities in the order of the responses, and all gradients, by each implementation."""
+    config, outcomes = measure.Config(CPU, dtype=dtype), []
+    found = [one for one in bench_model.implementations(None) if not one.refuses(shape) and not one.missing()]
+    for impl in [*found, *more]:
+        run, sums = bench_model.StepRun(shape, [impl], config, measure.Matmul(config)), list[torch.Tensor]()
+        for prepared in run.prepared(impl):
+            out = prepared.run()
+            gradients = torch.autograd.grad(out, prepared.leaves, prepared.dout.to(dtype))
+            share = [prepared.take(out.detach(), torch.arange(sum(shape.responses))), *gradients]
+            sums = [one + other for one, other in zip(sums, share)] if sums else share
+        outcomes.append(sums)
+    return outcomes
+
+
 @pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
-def test_all_compute_the_same_step(shape: Shape) -> None:
-    """And one that forgets the prompt would be noticed, with a margin."""
+def test_all_compute_the_same_step(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of trees, the last node of every sequence. One that forgets the prompt would be noticed, with a margin."""
+    monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
 
     def forgetful(shape: Shape, device: torch.device) -> packing.Arrangement:
         pieces = [len(one) for pair in packing.response_rows(shape) for one in pair]
@@ -64,27 +76,19 @@ def test_all_compute_the_same_step(shape: Shape) -> None:
         return packing.Arrangement(rows, peers.varlen_attention(peers.math_varlen, pieces, device))
 
     wrong = peers.Implementation("forgetful", forgetful, is_replicated=True)
-    expected, replicated, forgot = step_outcomes(shape, wrong)
-    for got, right in zip(replicated, expected):
-        assert (got - right).abs().max() <= 2e-6 * right.abs().max()
+    expected, *others, forgot = step_outcomes(shape, wrong)
+    assert len(others) == 1 + shape.is_tree
+    for outs in others:
+        for got, right in zip(outs, expected):
+            assert (got - right).abs().max() <= 2e-6 * right.abs().max()
     right, got = (outs[0] - outs[0].mean() for outs in (expected, forgot))
     assert measure.relative_difference(got, right) > 2 * bench_model.StepRun.largest_difference
-
-
-def test_the_command_on_the_cpu(tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--rounds", "1", "--shape", "tiny-3x70x1-90", "--out", str(tmp_path)]
-    assert bench_model.main([*arguments, "--name", "model"]) == 0
-    rows: list[dict[str, Any]] = json.loads((tmp_path / "model.json").read_text())["rows"]
-    assert [row["impl"] for row in rows] == ["dualkv_reference"] * 2 + ["math_replicated"] * 2
-    for row in rows:
-        assert "error" not in row and row["rel_diff"] < 1e-4 and row["tflops"] is None
-        assert report.problems_of({**row, "dtype": "bf16", "impl": "dualkv_sm90"}, "model") == []
 
 
 @pytest.mark.parametrize("shape", FAMILY_SHAPES, ids=lambda shape: shape.name)
 def test_other_models_compute_the_same_step(shape: Shape) -> None:
     """Ours and the stock model's micro-batches: log-probabilities, and the sum of all gradients."""
-    assert len(bench_model.padded_batches(shape, False)) == 3
+    assert len(bench_model.padded_batches(shape, CPU, False)) == 3
     (expected, *all_expected), (got, *all_got) = step_outcomes(shape, dtype=torch.float32)
     assert (got - expected).abs().max() <= 1e-4 * expected.std()
     whole, other = (torch.cat([one.flatten() for one in gradients]) for gradients in (all_expected, all_got))
@@ -116,11 +120,11 @@ def test_gpt_oss_on_flash_attention_4(is_wrong: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(fake_fa4, "flash_attn_func", call)
     model = replace(tiny("gpt-oss-20b"), stock=("eager", "flash_attention_4"))
     shape = replace(parse("5x70x1-90"), model=model)
-    found = [replace(one, package=None) for one in bench_model.implementations(None) if not one.refuses(shape)]
-    assert [one.name for one in found[1:]] == ["stock_eager_replicated", "stock_flash_attention_4_replicated"]
     if is_wrong:  # a micro-batch is missing
         batches = bench_model.padded_batches
-        monkeypatch.setattr(bench_model, "padded_batches", lambda *args: batches(*args)[1:])
+        monkeypatch.setattr(bench_model, "padded_batches", lambda *args, **options: batches(*args, **options)[1:])
+    found = [replace(one, package=None) for one in bench_model.implementations(None) if not one.refuses(shape)]
+    assert [one.name for one in found[1:]] == ["stock_eager_replicated", "stock_flash_attention_4_replicated"]
     config = measure.Config(CPU, rounds=1, target_ms=1.0, warm_ms=0.0)
     run = bench_model.StepRun(shape, found, config, measure.Matmul(config))
     run.run()
@@ -136,7 +140,7 @@ def test_gpt_oss_on_flash_attention_4(is_wrong: bool, monkeypatch: pytest.Monkey
 def test_one_length_for_what_compiles() -> None:
     """FlexAttention sees one length, other attentions that of a micro-batch."""
     shape = parse("gpt-oss-20b-16x8Kx131-2048")
-    flex, others = (bench_model.padded_batches(shape, has_one_length) for has_one_length in (True, False))
+    flex, others = (bench_model.padded_batches(shape, CPU, has_one_length) for has_one_length in (True, False))
     longest = max(shape.replicated_lengths)
     assert {length for _, length in flex} == {-(-longest // 128) * 128} and len({length for _, length in others}) > 4
     assert [leaves for leaves, _ in flex] == [leaves for leaves, _ in others]

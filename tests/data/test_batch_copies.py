@@ -32,12 +32,11 @@ def test_copies(how: str) -> None:
         torch.save(batch, stream)
         stream.seek(0)
         other = torch.load(stream, weights_only=False)
-    assert other.layout.is_like(batch.layout) and other.order == batch.order
+    assert other.layout.is_like(batch.layout) and other.tree == batch.tree
     for one, two in zip(all_tensors(batch), all_tensors(other), strict=True):
         assert torch.equal(one, two) and one.dtype == two.dtype
     size = sum(one.nbytes for one in all_tensors(batch))
     assert stream.tell() < 1.5 * size + 20_000
-    other.layout.validate()
 
 
 def test_batches_of_a_data_loader() -> None:

@@ -50,13 +50,13 @@ def ragged(heights: list[torch.Tensor]) -> torch.Tensor:
 
 
 def check(batch: PackedBatch) -> None:
-    end = batch.num_rows - batch.pad
+    end = batch.layout.num_tokens - batch.layout.pad
     heights = batch.row_values["height"]
     assert heights[0].tolist() == (10 * batch.position_ids).tolist()
     assert heights[1].tolist() == (100 * batch.position_ids).tolist()
     flat = torch.tensor([token for one in WHOLE for token in one])
     assert flat[batch.source_index[:end]].equal(batch.input_ids[:end])
-    assert batch.source_index[end:].tolist() == [-1] * batch.pad
+    assert batch.source_index[end:].tolist() == [-1] * batch.layout.pad
     assert batch.group_values["uid"] == ("a", "b", "c")
     assert [one[0, 0].item() for one in batch.group_values["pixels"]] == [1.0, 2.0, 3.0]
 
@@ -69,8 +69,6 @@ def test_values_of_rows_and_groups(form: str, boundary: str) -> None:
     check(pickle.loads(pickle.dumps(batch)))
     moved = batch.to("meta")
     assert moved.row_values["height"].is_meta and moved.group_values["pixels"][0].is_meta
-    dropped = batches(HEIGHTS, {}, boundary=boundary, drop_last=True)[form]()
-    assert dropped.row_values["height"][0].tolist() == (10 * dropped.position_ids).tolist()
 
 
 def test_values_of_trees() -> None:
@@ -83,7 +81,7 @@ def test_values_of_trees() -> None:
     part = pack_prefix_tree(
         WHOLE, loss_mask=masks, tree=tree, chosen=chosen, row_values={"height": HEIGHTS}, group_values={"uid": UIDS}
     )
-    assert part.sequence_lens == (4, 5) and part.scored_lens == (3, 2)
+    assert part.sequence_lens == (4, 5) and part.response_lens == (3, 2)
     assert part.group_values["uid"] == ("c", "a")
     assert part.tree.borders == tuple(tree.borders[index] for index in chosen)
 
@@ -156,7 +154,7 @@ def test_tokens_that_are_elsewhere_travel_with_the_numbers(has_mask: bool, monke
     """What a batch for another device takes along, in one copy: here between tensors of one device."""
     masks = [[0] + [1] * (len(one) - 1) for one in WHOLE] if has_mask else None
     kinds: dict[str, Any] = dict(loss_mask=masks, min_shared=1, pad_to_multiple_of=8)
-    expected = pack_prefix_tree(tensors(WHOLE), **kinds), lists(drop_last=True)
+    expected = pack_prefix_tree(tensors(WHOLE), **kinds), lists()
     monkeypatch.setattr("flash_attn_dualkv.data.batch.same_device", lambda *_: False)
-    for one, other in zip((pack_prefix_tree(tensors(WHOLE), **kinds), lists(drop_last=True)), expected):
+    for one, other in zip((pack_prefix_tree(tensors(WHOLE), **kinds), lists()), expected):
         assert_same_batch(one, other)

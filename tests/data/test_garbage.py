@@ -81,7 +81,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "pack_shared_prompts": (
         api.pack_shared_prompts,
         dict(
-            prompts=PROMPTS, responses=RESPONSES, group_ids=[0, 0, 1], boundary="gather", drop_last=True,
+            prompts=PROMPTS, responses=RESPONSES, group_ids=[0, 0, 1], boundary="gather",
             max_responses_per_group=2, pad_to_multiple_of=4, device="cpu",
             row_values={"height": [torch.arange(len(p) + len(r)) for p, r in zip(PROMPTS, RESPONSES)]},
             group_values={"uid": ["a", "a", "b"]},
@@ -90,7 +90,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "pack_prefix_tree": (
         api.pack_prefix_tree,
         dict(
-            sequences=PROMPTS, loss_mask=[[0, 1, 1], [0, 0, 1], [0]], boundary="gather", min_shared=1, max_depth=2,
+            sequences=PROMPTS, loss_mask=[[0, 1, 1], [0, 0, 1], [0]], boundary="gather", min_shared=1,
             borders=None, group_ids=[0, 0, 1], pad_to_multiple_of=4, device="cpu", tree=None, chosen=None,
             row_values=None, group_values={"uid": ["a", "a", "b"]},
         ),
@@ -103,7 +103,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "group_by_prefix": (
         api.group_by_prefix,
-        dict(sequences=PROMPTS, boundary="gather", min_shared=1, max_depth=2, group_ids=[0, 0, 1]),
+        dict(sequences=PROMPTS, boundary="gather", min_shared=1, group_ids=[0, 0, 1]),
     ),
     "split_by_token_budget of a tree": (api.split_by_token_budget, dict(groups=TREE, max_tokens=9, dp_group=None)),
     "balance of a tree": (api.balance, dict(groups=TREE, num_ranks=3, token_cost=0.0, equal_counts=True)),
@@ -121,7 +121,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             group_values={"uid": ["a", "a"]},
         ),
     ),
-    "group_by_prompt": (api.group_by_prompt, dict(prompts=PROMPTS, group_ids=[0, 0, 1], verify=True)),
+    "group_by_prompt": (api.group_by_prompt, dict(prompts=PROMPTS, group_ids=[0, 0, 1])),
     "split_by_token_budget": (
         api.split_by_token_budget, dict(groups=[[0, 1], [2]], **LENS, max_tokens=9, dp_group=None),
     ),
@@ -136,7 +136,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "SharedPromptLayout.from_tree": (
         api.SharedPromptLayout.from_tree, dict(node_lens=[3, 0, 4], parents=[-1, 0, 0], pad=2, device="cpu"),
     ),
-    "SharedPromptLayout.pad_to": (BATCH.layout.pad_to, dict(multiple=8)),
     "SharedPromptLayout.to": (BATCH.layout.to, dict(device="cpu")),
     "PackedBatch.to": (BATCH.to, dict(device="cpu")),
     "flash_composed_forest_attention_fused": (
@@ -237,5 +236,5 @@ def test_every_public_function_is_here() -> None:
     assert functions - elsewhere - {"build_info"} <= set(CALLS)
     for name, (function, valid) in CALLS.items():
         if name in functions:
-            optional = {"boundary", "drop_last", "max_responses_per_group", "pad_to_multiple_of", "device"}
+            optional = {"boundary", "max_responses_per_group", "pad_to_multiple_of", "device"}
             assert set(valid) | optional >= set(inspect.signature(getattr(api, name, function)).parameters) - {"model"}

@@ -36,10 +36,9 @@ FORMS: dict[str, Callable[..., PackedBatch]] = {
 }
 OPTIONS: list[dict[str, Any]] = [
     {},
-    dict(drop_last=True),
     dict(pad_to_multiple_of=8),
     dict(max_responses_per_group=1),
-    dict(drop_last=True, max_responses_per_group=2),
+    dict(max_responses_per_group=2),
 ]
 SHARED = r"^labels: expected a row for each of the \d+ scored tokens of all sequences, got \d+ rows"
 
@@ -50,7 +49,7 @@ def by_token(batch: PackedBatch, logits: Tensor) -> Tensor:
 
 
 def logits_of(batch: PackedBatch) -> Tensor:
-    return torch.randn(batch.num_rows, 20, generator=torch.Generator().manual_seed(0))
+    return torch.randn(batch.layout.num_tokens, 20, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import Lists, assert_same_batch, check_way_back, nested, padded, samples, tensors
+from samples import Lists, assert_same_batch, check_layout, check_way_back, nested, padded, samples, tensors
 from torch import Tensor
 
 import flash_attn_dualkv
@@ -25,6 +25,7 @@ from flash_attn_dualkv import (
     group_by_prompt,
     pack_jagged,
     pack_padded,
+    pack_prefix_tree,
     pack_shared_prompts,
     unpack_logprobs,
     unpack_to_jagged,
@@ -42,24 +43,16 @@ DISTINCT = 4
 
 def rows_of_samples(batch: PackedBatch) -> list[list[int]]:
     """Of each sample in original order, the packed rows of its context and then of its response."""
-    layout, order = batch.layout, iter(batch.order)
-    rows: list[list[int]] = [[] for _ in batch.order]
-    begins = itertools.accumulate(layout.node_lens, initial=0)
-    context = range(0)
-    for begin, length, parent in zip(begins, layout.node_lens, layout.node_parents):
-        own = range(begin, begin + length)
-        if parent < 0:
-            context = own
-        else:
-            rows[next(order)] = [*context, *own]
-    return rows
+    bounds = itertools.pairwise(itertools.accumulate(batch.layout.node_lens, initial=0))
+    rows = [[*range(begin, end)] for begin, end in bounds]
+    return [[*rows[batch.layout.node_parents[leaf]], *rows[leaf]] for leaf in batch.tree.leaves]
 
 
-def check(batch: PackedBatch, prompts: Lists, responses: Lists, boundary: str, drop_last: bool) -> None:
+def check(batch: PackedBatch, prompts: Lists, responses: Lists, boundary: str) -> None:
     """Every field of the batch, from the samples alone."""
     layout = batch.layout
-    layout.validate()
-    assert sorted(batch.order) == list(range(len(prompts)))
+    check_layout(layout)
+    assert len({*batch.tree.leaves}) == len(prompts)
     assert batch.prompt_lens == tuple(map(len, prompts)) and batch.response_lens == tuple(map(len, responses))
     input_ids, position_ids, labels = batch.input_ids.tolist(), batch.position_ids.tolist(), batch.row_labels.tolist()
     token_index, targets = iter(batch.token_index.tolist()), iter(batch.targets.tolist())
@@ -69,9 +62,8 @@ def check(batch: PackedBatch, prompts: Lists, responses: Lists, boundary: str, d
     for rows, prompt, response in zip(all_rows, prompts, responses):
         tokens = prompt + response
         shift = 1 if boundary == "replicate" else 0
-        kept = len(tokens) - 1 if drop_last and (response or shift) else len(tokens)
-        assert [input_ids[row] for row in rows] == tokens[:kept]
-        assert [position_ids[row] for row in rows] == list(range(kept))
+        assert [input_ids[row] for row in rows] == tokens
+        assert [position_ids[row] for row in rows] == list(range(len(tokens)))
         own = [row for row in rows if row not in contexts]
         assert len(rows) - len(own) == len(prompt) - shift
         following = [*tokens[len(prompt) - shift + 1 :], -100][: len(own)]
@@ -81,11 +73,8 @@ def check(batch: PackedBatch, prompts: Lists, responses: Lists, boundary: str, d
     assert next(token_index, None) is None and next(targets, None) is None
     scored = set(batch.token_index.tolist())
     assert all(labels[row] == -100 for row in contexts - scored)
-    kept_rows = itertools.chain(
-        *(own + [-1] * (len(p) + len(r) - len(own)) for own, p, r in zip(all_rows, prompts, responses))
-    )
-    assert batch.row_index.tolist() == [*kept_rows]
     used = list(itertools.chain.from_iterable(all_rows))
+    assert batch.row_index.tolist() == used
     assert batch.multiplicity.tolist() == [used.count(row) for row in range(layout.num_tokens)]
     end = layout.num_tokens - layout.pad
     assert input_ids[end:] == position_ids[end:] == [0] * layout.pad and labels[end:] == [-100] * layout.pad
@@ -94,20 +83,12 @@ def check(batch: PackedBatch, prompts: Lists, responses: Lists, boundary: str, d
 
 
 @settings(deadline=None, max_examples=150)
-@given(samples(), st.sampled_from(BOUNDARIES), st.booleans(), st.sampled_from([None, 1, 2]), st.sampled_from([None, 8]))
-def test_round_trip(
-    lists: tuple[Lists, Lists], boundary: str, drop_last: bool, limit: int | None, multiple: int | None
-) -> None:
+@given(samples(), st.sampled_from(BOUNDARIES), st.sampled_from([None, 1, 2]), st.sampled_from([None, 8]))
+def test_round_trip(lists: tuple[Lists, Lists], boundary: Any, limit: int | None, multiple: int | None) -> None:
     prompts, responses = lists
-    batch = pack_shared_prompts(
-        prompts,
-        responses,
-        boundary=boundary,
-        drop_last=drop_last,
-        max_responses_per_group=limit,
-        pad_to_multiple_of=multiple,
-    )
-    check(batch, prompts, responses, boundary, drop_last)
+    options: Any = dict(boundary=boundary, max_responses_per_group=limit, pad_to_multiple_of=multiple)
+    batch = pack_shared_prompts(prompts, responses, **options)
+    check(batch, prompts, responses, boundary)
     distinct = {tuple(one) for one in prompts}
     copies = [prompts.count(list(one)) for one in distinct]
     assert batch.layout.num_groups == sum(-(-count // (limit or count)) for count in copies)
@@ -117,14 +98,13 @@ def test_round_trip(
         check_way_back(batch)
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("boundary", BOUNDARIES)
-def test_the_example(boundary: str, drop_last: bool) -> None:
-    batch = pack_shared_prompts(PROMPTS, RESPONSES, boundary=boundary, drop_last=drop_last)
-    check(batch, PROMPTS, RESPONSES, boundary, drop_last)
+def test_the_example(boundary: Any) -> None:
+    batch = pack_shared_prompts(PROMPTS, RESPONSES, boundary=boundary)
+    check(batch, PROMPTS, RESPONSES, boundary)
     check_way_back(batch)
     assert batch.layout.num_groups == DISTINCT
-    assert batch.order == (0, 2, 1, 3, 5, 4)
+    assert batch.tree.leaves == (1, 4, 2, 6, 9, 7)
 
 
 def test_values_by_hand() -> None:
@@ -138,13 +118,13 @@ def test_values_by_hand() -> None:
     layout = batch.layout
     nodes = [[0, 2, 0, 0, 2, 0, -1, 3], [2, 3, 2, 2, 3, 2, 0, 2], [5, 2, 2, 5, 2, 2, 0, 3]]
     assert layout.nodes.tolist() == nodes and layout.nodes.dtype == torch.int32
-    assert (layout.context_lens, layout.decoded_lens, layout.group_offsets) == ((2,), (3, 2), (0, 2))
+    assert (layout.node_lens, layout.node_parents) == ((2, 3, 2), (-1, 0, 0))
     assert (layout.max_sequence, layout.depth, layout.num_nodes) == (5, 2, 3)
-    gathered = pack_shared_prompts([[11, 12, 13], [11, 12, 13]], [[21, 22], [31]], boundary="gather", drop_last=True)
-    assert gathered.input_ids.tolist() == [11, 12, 13, 21]
+    gathered = pack_shared_prompts([[11, 12, 13], [11, 12, 13]], [[21, 22], [31]], boundary="gather")
+    assert gathered.input_ids.tolist() == [11, 12, 13, 21, 22, 31]
     assert gathered.token_index.tolist() == [2, 3, 2]
     assert gathered.targets.tolist() == [21, 22, 31]
-    assert gathered.row_labels.tolist() == [-100, -100, 21, 22]
+    assert gathered.row_labels.tolist() == [-100, -100, 21, 22, -100, -100]
     assert batch.metrics() == {
         "shared_prompt/dedup_ratio": 9 / 7,
         "shared_prompt/pair_ratio": 25 / 22,
@@ -175,8 +155,8 @@ def test_pack_padded(sides: tuple[str, str], kind: torch.dtype) -> None:
 def test_pack_padded_with_a_prompt_length_for_each_row(side: str, form: Any) -> None:
     whole = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES)]
     ids, mask, _ = padded(whole, [[]] * len(whole), (side, side), pad=0)
-    batch = pack_padded(ids, mask, form([len(one) for one in PROMPTS]), drop_last=True)
-    assert_same_batch(batch, pack_shared_prompts(PROMPTS, RESPONSES, drop_last=True))
+    batch = pack_padded(ids, mask, form([len(one) for one in PROMPTS]))
+    assert_same_batch(batch, pack_shared_prompts(PROMPTS, RESPONSES))
 
 
 @pytest.mark.parametrize("form", [list, torch.tensor])
@@ -193,7 +173,7 @@ def test_pack_jagged(form: Any) -> None:
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_all_forms_on_a_device(device: str, boundary: str, dtype: torch.dtype) -> None:
     """The same batch wherever the tokens are and wherever it is wanted, of any integers, in deterministic mode too."""
-    options: Any = dict(boundary=boundary, drop_last=True, pad_to_multiple_of=8, max_responses_per_group=1)
+    options: Any = dict(boundary=boundary, pad_to_multiple_of=8, max_responses_per_group=1)
     expected = pack_shared_prompts(PROMPTS, RESPONSES, **options)
     prompts, responses = ([one.to(device, dtype) for one in tensors(lists)] for lists in (PROMPTS, RESPONSES))
     whole = [torch.cat(pair) for pair in zip(prompts, responses)]
@@ -242,10 +222,9 @@ def test_group_ids_divide_equal_prompts(form: Any) -> None:
     ids = form([7, 1, 8, 2, 3, 2])
     groups = [[0], [1], [2], [3, 5], [4]]
     assert group_by_prompt(PROMPTS, group_ids=ids) == groups
-    assert group_by_prompt(PROMPTS, group_ids=ids, verify=False) == groups
     batch = pack_shared_prompts(PROMPTS, RESPONSES, group_ids=ids)
-    assert batch.layout.group_offsets == (0, 1, 2, 3, 5, 6)
-    check(batch, PROMPTS, RESPONSES, "replicate", False)
+    assert batch.layout.node_parents == (-1, 0, -1, 2, -1, 4, -1, 6, 6, -1, 9)
+    check(batch, PROMPTS, RESPONSES, "replicate")
 
 
 def test_wrong_group_ids() -> None:
@@ -254,10 +233,8 @@ def test_wrong_group_ids() -> None:
         group_by_prompt(PROMPTS, group_ids=ids)
     with pytest.raises(SharedPromptError, match="^group_ids"):
         pack_shared_prompts(PROMPTS, RESPONSES, group_ids=ids)
-    assert group_by_prompt(PROMPTS, group_ids=ids, verify=False) == [[0], [1, 2], [3, 5], [4]]
-    for verify in (True, False):
-        with pytest.raises(SharedPromptError, match="^group_ids: expected 6 of them"):
-            group_by_prompt(PROMPTS, group_ids=ids[:-1], verify=verify)
+    with pytest.raises(SharedPromptError, match="^group_ids: expected 6 of them"):
+        group_by_prompt(PROMPTS, group_ids=ids[:-1])
 
 
 def test_strict_prefixes_of_equal_bytes_do_not_merge() -> None:
@@ -309,15 +286,15 @@ def test_unpacking_values_of_another_batch() -> None:
 
 
 def test_unpacking_asks_where_lengths_cannot_tell() -> None:
-    """As many rows as response tokens, but in another order."""
-    batch = pack_shared_prompts([[1], [2], [1]], [[5], [6], [7]], drop_last=True)
-    assert batch.layout.num_tokens == 3 and batch.token_index.tolist() == [0, 2, 1]
+    """As many rows as scored tokens, but other ones."""
+    batch = pack_prefix_tree([[1, 5], [1, 6], [1, 5]], min_shared=1)
+    assert batch.layout.num_tokens == 3 and batch.token_index.tolist() == [0, 0, 0]
     values = torch.tensor([1.0, 2.0, 3.0])
     with pytest.raises(SharedPromptError, match="^per_row: expected a bool"):
         unpack_logprobs(values, batch)
     assert unpack_logprobs(values, batch, per_row=False)[:, 0].tolist() == [1.0, 2.0, 3.0]
-    assert unpack_logprobs(values, batch, per_row=True)[:, 0].tolist() == [1.0, 3.0, 2.0]
-    assert unpack_logprobs(values[None], batch, per_row=True)[:, 0].tolist() == [1.0, 3.0, 2.0]
+    assert unpack_logprobs(values, batch, per_row=True)[:, 0].tolist() == [1.0, 1.0, 1.0]
+    assert unpack_logprobs(values[None], batch, per_row=True)[:, 0].tolist() == [1.0, 1.0, 1.0]
 
 
 # --- the layout ----------------------------------------------------------------------------------------------------
@@ -334,48 +311,9 @@ def test_layout_is_integers_and_init_fields_only() -> None:
             assert all(type(one) in (int, bool) for one in (value if isinstance(value, tuple) else (value,)))
     copy = dataclasses.replace(layout)
     assert copy is not layout and all(getattr(copy, name) is value for name, value in vars(layout).items())
-    copy.validate()
+    check_layout(copy)
     batch = pack_shared_prompts(PROMPTS, RESPONSES)
     assert dataclasses.replace(batch, row_labels=batch.labels).layout is batch.layout
-
-
-def test_pad_to() -> None:
-    layout = pack_shared_prompts(PROMPTS, RESPONSES).layout
-    tokens = layout.num_tokens
-    for multiple in (1, 2, 7, 64, tokens):
-        longer = layout.pad_to(multiple)
-        longer.validate()
-        assert longer.num_tokens % multiple == 0 and longer.num_tokens - longer.pad == tokens
-        assert longer.pad < multiple and longer.nodes is layout.nodes
-        assert longer.pad_to(1).num_tokens == tokens
-    with pytest.raises(SharedPromptError, match="^multiple"):
-        layout.pad_to(0)
-
-
-CORRUPTIONS: list[tuple[str, Any]] = [
-    ("nodes", lambda one: one.nodes.index_fill(1, torch.tensor(2), 1)),
-    ("nodes", lambda one: one.nodes.flip(0)),
-    ("nodes", lambda one: one.nodes[:-1]),
-    ("max_sequence", lambda one: one.max_sequence + 1),
-    ("mean_keys", lambda one: one.mean_keys + 1),
-    ("num_tokens", lambda one: one.num_tokens + 1),
-    ("node_lens", lambda one: (*one.node_lens[:-1], one.node_lens[-1] + 1)),
-    ("node_lens", lambda one: (-1, *one.node_lens[1:])),
-    ("node_lens", lambda one: one.node_lens[1:]),
-    ("node_parents", lambda one: (0, *one.node_parents[1:])),
-    ("node_parents", lambda one: (-1, 0, 1, *one.node_parents[3:])),
-    ("node_parents", lambda one: (*one.node_parents[:-1], -1)),
-    ("pad", lambda one: 1),
-    ("pad", lambda one: -1),
-]
-
-
-@pytest.mark.parametrize(("name", "change"), CORRUPTIONS, ids=[one[0] for one in CORRUPTIONS])
-def test_validate(name: str, change: Any) -> None:
-    layout = pack_shared_prompts(PROMPTS, RESPONSES).layout
-    layout.validate()
-    with pytest.raises(SharedPromptLayoutError):
-        dataclasses.replace(layout, **{name: change(layout)}).validate()
 
 
 def test_layout_on_another_device(device: str) -> None:
@@ -383,7 +321,7 @@ def test_layout_on_another_device(device: str) -> None:
     assert layout.to("cpu") is layout
     moved = layout.to(device)
     back = moved.to("cpu")
-    moved.validate()
+    check_layout(moved)
     assert moved.nodes.device.type == device and back.nodes.equal(layout.nodes)
     batch = pack_shared_prompts(PROMPTS, RESPONSES)
     assert batch.to("cpu") is batch

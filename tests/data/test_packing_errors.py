@@ -57,7 +57,6 @@ ERRORS: list[tuple[str, Any, str]] = [
     ("jagged tensor of lengths", lambda: pack_jagged(nested(ONES), torch.ones(2)), "^prompt_lens: expected integers"),
     ("ids in tensors", lambda: group_by_prompt([[1]], group_ids=list(torch.ones(1))), r"^group_ids\[0\]: .* no tensor"),
     ("list as id", lambda: group_by_prompt([[1]], group_ids=[[1]]), r"^group_ids\[0\]: expected a hashable value"),
-    ("flag", lambda: group_by_prompt([[1]], verify="no"), "^verify: expected a bool, got 'no'"),
     ("iterator", lambda: pack_shared_prompts(iter([[1]]), [[1]]), "^prompts: expected a list of token sequences"),
     ("negative", lambda: pack_shared_prompts([[1]], [[-1]]), "^prompts and responses: expected token ids >= 0, got -1"),
     ("negative, padded", lambda: pack_padded(-ONES, ONES, 2), "^input_ids: expected token ids >= 0, got -1"),
@@ -67,8 +66,8 @@ ERRORS: list[tuple[str, Any, str]] = [
     ("device", lambda: pack_shared_prompts([[1]], [[1]], device="gpu"), "^device: expected a device such as"),
     (
         "half a multiple",
-        lambda: pack_shared_prompts([[1]], [[1]]).layout.pad_to(2.5),
-        "^multiple: expected an int >= 1",
+        lambda: pack_shared_prompts([[1]], [[1]], pad_to_multiple_of=2.5),
+        "^pad_to_multiple_of: expected an int >= 1",
     ),
     ("narrow", lambda: unpack_logprobs(torch.zeros(3), BATCH_OF_3, width=2), "^width: expected an int >= 3"),
     ("no batch", lambda: unpack_logprobs(torch.zeros(3), {}), "^batch: expected a PackedBatch, got"),

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_trees import BOUNDARIES, SEQUENCES, check, check_way_back, forests
-from samples import Lists, tensors
+from samples import Lists, check_layout, tensors
 from torch import Tensor
 
 from flash_attn_dualkv import PackedBatch, SharedPromptError, group_by_prefix, pack_prefix_tree, unpack_logprobs
@@ -21,8 +21,8 @@ from flash_attn_dualkv import PackedBatch, SharedPromptError, group_by_prefix, p
 
 def savings(batch: PackedBatch) -> list[int]:
     """What each inner node saves."""
-    children = Counter(batch.node_parents)
-    return [(children[i] - 1) * size for i, size in enumerate(batch.node_lens) if children[i]]
+    children = Counter(batch.layout.node_parents)
+    return [(children[i] - 1) * size for i, size in enumerate(batch.layout.node_lens) if children[i]]
 
 
 def distinct_prefixes(sequences: Lists, groups: list[int] | None) -> int:
@@ -38,7 +38,6 @@ def distinct_prefixes(sequences: Lists, groups: list[int] | None) -> int:
     st.booleans(),
     st.booleans(),
     st.sampled_from([1, 2, 3, 5, 100]),
-    st.sampled_from([None, 1, 2, 3]),
     st.sampled_from([None, 8]),
 )
 def test_round_trip(
@@ -47,7 +46,6 @@ def test_round_trip(
     has_mask: bool,
     has_groups: bool,
     min_shared: int,
-    max_depth: int | None,
     multiple: int | None,
 ) -> None:
     sequences, masks, ids = forest
@@ -57,21 +55,18 @@ def test_round_trip(
         loss_mask=given_masks,
         boundary=boundary,
         min_shared=min_shared,
-        max_depth=max_depth,
         group_ids=groups,
         pad_to_multiple_of=multiple,
     )
     check(batch, sequences, given_masks, groups)
     check_way_back(batch)
-    children = Counter(batch.node_parents)
-    assert all(children[index] != 1 for index in range(batch.num_nodes))  # chains are merged
-    limits = dict(min_shared=min_shared, max_depth=max_depth)
-    assert group_by_prefix(sequences, boundary=boundary, group_ids=groups, **limits) == batch.tree
+    children = Counter(batch.layout.node_parents)
+    assert all(children[index] != 1 for index in range(batch.layout.num_nodes))  # chains are merged
+    assert group_by_prefix(sequences, boundary=boundary, group_ids=groups, min_shared=min_shared) == batch.tree
     assert all(saved >= min_shared for saved in savings(batch))
-    assert max_depth is None or batch.depth <= max_depth
-    assert multiple is None or (batch.num_rows % multiple == 0 and batch.pad < multiple)
-    if boundary == "gather" and min_shared == 1 and max_depth is None:
-        assert batch.num_rows - batch.pad == distinct_prefixes(sequences, groups)
+    assert multiple is None or (batch.layout.num_tokens % multiple == 0 and batch.layout.pad < multiple)
+    if boundary == "gather" and min_shared == 1:
+        assert batch.layout.num_tokens - batch.layout.pad == distinct_prefixes(sequences, groups)
     if boundary == "replicate":
         assert len({*zip(batch.token_index.tolist(), batch.targets.tolist())}) == len(set(batch.token_index.tolist()))
 
@@ -98,7 +93,7 @@ def test_no_other_nodes_save_more(forest: tuple[Lists, Lists, list[int]], min_sh
     # Runs of equal tokens make nodes of all lengths.
     sequences = [[token for token in one for _ in range(1 + 3 * token)] for one in forest[0][:7]]
     batch = pack_prefix_tree(sequences, min_shared=min_shared)
-    assert batch.num_rows + min_shared * len(savings(batch)) == fewest(sequences, min_shared)
+    assert batch.layout.num_tokens + min_shared * len(savings(batch)) == fewest(sequences, min_shared)
 
 
 @settings(deadline=None, max_examples=50)
@@ -125,11 +120,11 @@ def test_values_by_hand() -> None:
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 4, 5, 5, 2, 0, 0, 1]
     assert batch.multiplicity.tolist() == [6, 6, 4, 4, 2, 2, 1, 1, 1, 1, 1, 1]
     assert batch.row_labels.tolist() == [0, 7, 1, 2, -100, 3, -100, -100, -100, -100, 2, -100]
-    assert batch.scored_lens == (4, 5, 2, 4, 1, 0, 1, 0, 5)
+    assert batch.response_lens == (4, 5, 2, 4, 1, 0, 1, 0, 5)
     assert batch.token_index[:11].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 5, 0, 1]
     replicated = pack_prefix_tree(SEQUENCES, min_shared=1, boundary="replicate")
     assert replicated.input_ids.tolist() == [5, 0, 7, 1, 2, 1, 3, 3, 3, 4, 0, 8, 9, 256, 2]
-    assert replicated.node_lens == (1, 2, 2, 1, 2, 2, 2, 1, 2)
+    assert replicated.layout.node_lens == (1, 2, 2, 1, 2, 2, 2, 1, 2)
     assert replicated.row_labels.tolist() == [0, 7, 1, 2, -100, 3, 3, -100, 4, -100, 8, -100, -100, 2, -100]
 
 
@@ -146,8 +141,8 @@ def test_labels_of_several_spans() -> None:
 def test_sharing_without_a_node() -> None:
     """Repetitions and beginnings of a sequence are in its own rows, whatever the limits."""
     whole = [*range(10, 20)]
-    batch = pack_prefix_tree([whole[:4], whole, [], whole, whole[:1]], min_shared=1000, max_depth=1)
-    assert batch.num_nodes == 1 and batch.input_ids.tolist() == whole
+    batch = pack_prefix_tree([whole[:4], whole, [], whole, whole[:1]], min_shared=1000)
+    assert batch.layout.num_nodes == 1 and batch.input_ids.tolist() == whole
     assert batch.multiplicity.tolist() == [4, 3, 3, 3, 2, 2, 2, 2, 2, 2]
 
 
@@ -155,33 +150,25 @@ def test_min_shared() -> None:
     """A node of 3 tokens saves 3 with two children, 6 with three; below it one of 2 tokens saves 2."""
     two = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7]]
     three = [[1, 2, 3, 8], *two]
-    assert pack_prefix_tree(two, min_shared=5).num_rows == 7
-    assert pack_prefix_tree(two, min_shared=6).num_rows == 12
-    assert pack_prefix_tree(three, min_shared=2).node_lens == (3, 2, 1, 1, 1)
+    assert pack_prefix_tree(two, min_shared=5).layout.num_tokens == 7
+    assert pack_prefix_tree(two, min_shared=6).layout.num_tokens == 12
+    assert pack_prefix_tree(three, min_shared=2).layout.node_lens == (3, 2, 1, 1, 1)
     # Without the lower node the upper one has three children.
-    assert pack_prefix_tree(three, min_shared=6).node_lens == (3, 3, 3, 1)
-    assert pack_prefix_tree(three, min_shared=7).node_lens == (6, 6, 4)
+    assert pack_prefix_tree(three, min_shared=6).layout.node_lens == (3, 3, 3, 1)
+    assert pack_prefix_tree(three, min_shared=7).layout.node_lens == (6, 6, 4)
     # The default: a short beginning is no reason for a node.
     system, tail = [*range(64)], [[100], [101]]
-    assert pack_prefix_tree([system[:63] + one for one in tail]).num_nodes == 2
-    assert pack_prefix_tree([system + one for one in tail]).num_nodes == 3
-
-
-def test_max_depth_gives_up_what_saves_least() -> None:
-    sequences = [[1, 2, *range(10, 20), 3, 4, end] for end in (5, 6)] + [[1, 2, *range(10, 20), 7], [1, 2, 8]]
-    lens = [pack_prefix_tree(sequences, min_shared=1, max_depth=depth).node_lens for depth in (4, 3, 2, 1)]
-    assert lens == [(2, 1, 10, 2, 1, 1, 1), (2, 1, 10, 3, 3, 1), (3, 12, 3, 3, 1), (3, 15, 15, 13)]
+    assert pack_prefix_tree([system[:63] + one for one in tail]).layout.num_nodes == 2
+    assert pack_prefix_tree([system + one for one in tail]).layout.num_nodes == 3
 
 
 def test_deep_and_wide_trees() -> None:
     """A comb of 1,000 turns, and 5,000 leaves below one node."""
     comb = [[*range(turn), 5000] for turn in range(1, 1001)]
     batch = pack_prefix_tree(comb, min_shared=1)
-    assert batch.depth == 1000 and batch.num_rows == 2000
-    for depth in (1, 2, 8, 100):
-        assert pack_prefix_tree(comb, min_shared=1, max_depth=depth).depth == depth
+    assert batch.layout.depth == 1000 and batch.layout.num_tokens == 2000
     bush = pack_prefix_tree([[1, 2, 3, end] for end in range(5000)])
-    assert bush.node_lens == (3, *[1] * 5000) and bush.depth == 2
+    assert bush.layout.node_lens == (3, *[1] * 5000) and bush.layout.depth == 2
 
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.uint8], ids=str)
@@ -196,7 +183,7 @@ def test_forms_of_tokens_and_masks(kind: torch.dtype) -> None:
 
 
 def check_same(batch: PackedBatch, expected: PackedBatch) -> None:
-    batch.layout.validate()
+    check_layout(batch.layout)
     for name, wanted in vars(expected).items():
         got = getattr(batch, name)
         if isinstance(wanted, Tensor):
@@ -263,8 +250,7 @@ ERRORS: list[tuple[str, Any, str]] = [
     ("boundary", lambda: pack_prefix_tree([[1]], boundary="both"), "^boundary: expected 'replicate' or 'gather'"),
     ("min_shared", lambda: pack_prefix_tree([[1]], min_shared=0), "^min_shared: expected an int >= 1, got 0"),
     ("half a token", lambda: pack_prefix_tree([[1]], min_shared=1.5), "^min_shared: expected an int >= 1, got 1.5"),
-    ("max_depth", lambda: pack_prefix_tree([[1]], max_depth=0), "^max_depth: expected an int >= 1, got 0"),
-    ("bool as depth", lambda: pack_prefix_tree([[1]], max_depth=True), "^max_depth: expected an int >= 1, got True"),
+    ("bool as number", lambda: pack_prefix_tree([[1]], min_shared=True), "^min_shared: expected an int >= 1, got True"),
     ("multiple", lambda: pack_prefix_tree([[1]], pad_to_multiple_of=0), "^pad_to_multiple_of: expected an int >= 1"),
     ("ids", lambda: pack_prefix_tree([[1], [2]], group_ids=[0]), r"^group_ids: expected 2 of them \(as sequences\)"),
     ("list as id", lambda: pack_prefix_tree([[1]], group_ids=[[0]]), r"^group_ids\[0\]: expected a hashable value"),

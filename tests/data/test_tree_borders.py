@@ -27,7 +27,7 @@ Forest = tuple[Lists, Lists, list[int]]
 
 def borders_in(batch: PackedBatch) -> list[list[int]]:
     """Of each sequence the positions at which its rows pass from one node to the next."""
-    node_of = [index for index, size in enumerate(batch.node_lens) for _ in range(size)]
+    node_of = [index for index, size in enumerate(batch.layout.node_lens) for _ in range(size)]
     return [[at for at in range(1, len(own)) if node_of[own[at]] != node_of[own[at - 1]]] for own in rows_of(batch)]
 
 
@@ -37,17 +37,15 @@ def borders_in(batch: PackedBatch) -> list[list[int]]:
     st.sampled_from(BOUNDARIES),
     st.booleans(),
     st.sampled_from([1, 2, 3, 5]),
-    st.sampled_from([None, 1, 2, 3]),
     st.data(),
 )
 def test_a_part_has_the_nodes_of_the_whole(
-    forest: Forest, boundary: Any, has_groups: bool, min_shared: int, max_depth: int | None, data: st.DataObject
+    forest: Forest, boundary: Any, has_groups: bool, min_shared: int, data: st.DataObject
 ) -> None:
     """Packed with the borders of the whole: the same borders along every path, and the rows of the paths once."""
     sequences, masks, ids = forest
     options: dict[str, Any] = dict(boundary=boundary)
-    limits: dict[str, Any] = dict(min_shared=min_shared, max_depth=max_depth)
-    whole = pack_prefix_tree(sequences, group_ids=ids if has_groups else None, **limits, **options)
+    whole = pack_prefix_tree(sequences, group_ids=ids if has_groups else None, min_shared=min_shared, **options)
     chosen = data.draw(st.lists(st.sampled_from(range(len(sequences))), min_size=1, max_size=2 * len(sequences)))
     taken, taken_masks, groups = ([one[i] for i in chosen] for one in (sequences, masks, ids))
     borders = [whole.tree.borders[i] for i in chosen]
@@ -62,7 +60,7 @@ def test_a_part_has_the_nodes_of_the_whole(
     united = len({row for i in chosen for row in rows[i]})
     # A beginning of several sequences lies in the rows of one of them, which another choice may change.
     is_beginning = any(one != other and one == other[: len(one)] for one in taken for other in taken)
-    assert part.num_rows <= united if is_beginning else part.num_rows == united
+    assert part.layout.num_tokens <= united if is_beginning else part.layout.num_tokens == united
 
 
 def shared(one: list[int], other: list[int], borders: tuple[list[int], list[int]], shift: int) -> int:
@@ -102,16 +100,16 @@ def test_any_borders(forest: Forest, boundary: Any, data: st.DataObject) -> None
 def test_borders_by_hand() -> None:
     tree = group_by_prefix(SEQUENCES, min_shared=1)
     assert tree.node_lens == (2, 2, 1, 1, 1, 1, 1, 1, 2) and tree.node_parents == (-1, 0, 1, 1, 3, 3, 0, -1, -1)
-    assert tree.leaves == (2, 4, 6, 2, 2, -1, 8, 7, 5) and tree.num_rows == 12
+    assert tree.leaves == (2, 4, 6, 2, 2, -1, 8, 7, 5) and sum(tree.node_lens) == 12
     assert tree.borders == ((2, 4), (2, 4, 5), (2,), (2, 4), (2,), (), (), (), (2, 4, 5))
     # One sequence in as many nodes as its path has; the other two share the first of them.
     alone = pack_prefix_tree(SEQUENCES[1:2], borders=tree.borders[1:2])
-    assert alone.node_lens == (2, 2, 1, 1) and alone.node_parents == (-1, 0, 1, 2)
+    assert alone.layout.node_lens == (2, 2, 1, 1) and alone.layout.node_parents == (-1, 0, 1, 2)
     assert alone.input_ids.tolist() == SEQUENCES[1]
     two = pack_prefix_tree(SEQUENCES[1:3], borders=tree.borders[1:3])
-    assert two.node_lens == (2, 2, 1, 1, 1) and two.node_parents == (-1, 0, 1, 2, 0)
+    assert two.layout.node_lens == (2, 2, 1, 1, 1) and two.layout.node_parents == (-1, 0, 1, 2, 0)
     # Without them they would be merged into fewer.
-    assert pack_prefix_tree(SEQUENCES[1:3], min_shared=1).node_lens == (2, 4, 1)
+    assert pack_prefix_tree(SEQUENCES[1:3], min_shared=1).layout.node_lens == (2, 4, 1)
 
 
 def test_borders_of_deep_and_wide_trees() -> None:
@@ -119,7 +117,7 @@ def test_borders_of_deep_and_wide_trees() -> None:
     tree = group_by_prefix(comb, min_shared=1)
     assert [*tree.borders[-1]] == [*accumulate([1] * 499)]
     lower = pack_prefix_tree(comb[-1:], borders=tree.borders[-1:])
-    assert lower.node_lens == (*[1] * 499, 2)
+    assert lower.layout.node_lens == (*[1] * 499, 2)
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
@@ -133,7 +131,8 @@ def test_a_row_has_the_same_bits_in_every_part(boundary: Any, device: str) -> No
         sequences.append(stem[: draw.randrange(len(stem))] + own)
     whole = pack_prefix_tree(sequences, boundary=boundary, min_shared=16, device=device)
     generator = torch.Generator(device).manual_seed(0)
-    rows = [torch.randn(whole.num_rows, h, 128, device=device, generator=generator).bfloat16() for h in (8, 2, 2)]
+    total = whole.layout.num_tokens
+    rows = [torch.randn(total, h, 128, device=device, generator=generator).bfloat16() for h in (8, 2, 2)]
     expected = flash_attn_tree_varlen_func(*rows, whole.cu_seqlens, whole.parents)
     of_whole = rows_of(whole)
     for size in (1, 3, 20):
@@ -141,14 +140,13 @@ def test_a_row_has_the_same_bits_in_every_part(boundary: Any, device: str) -> No
         taken, borders = ([one[i] for i in chosen] for one in (sequences, whole.tree.borders))
         part = pack_prefix_tree(taken, boundary=boundary, borders=borders, device=device)
         row_of = dict(zip(part.row_index.tolist(), (row for i in chosen for row in of_whole[i])))
-        index = torch.tensor([row_of[row] for row in range(part.num_rows)], device=device)
+        index = torch.tensor([row_of[row] for row in range(part.layout.num_tokens)], device=device)
         got = flash_attn_tree_varlen_func(*(one[index] for one in rows), part.cu_seqlens, part.parents)
         assert got.equal(expected[index])
 
 
 ERRORS: list[tuple[dict[str, Any], str]] = [
     (dict(borders=[[1]], min_shared=3), "^min_shared: expected None with borders, .* got 3"),
-    (dict(borders=[[1]], max_depth=3), "^max_depth: expected None with borders, .* got 3"),
     (dict(borders=[[1], [2]]), r"^borders: expected 1 of them \(as sequences\), got 2"),
     (dict(borders=1), "^borders: expected a list of lists of positions, got 1"),
     (dict(borders=[[0]]), r"^borders\[0\]: expected rising positions from 1 to 3, got \[0\]"),

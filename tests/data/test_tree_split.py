@@ -26,8 +26,7 @@ from flash_attn_dualkv import (
     split_by_token_budget,
     unpack_logprobs,
 )
-from flash_attn_dualkv.data.balance import _Loads, _tops
-from flash_attn_dualkv.data.split import below
+from flash_attn_dualkv.data.balance import _costs
 
 Forest = tuple[Lists, Lists, list[int]]
 
@@ -46,11 +45,11 @@ def test_split(forest: Forest, boundary: Any, min_shared: int, slack: int) -> No
     micro_batches = split_by_token_budget(tree, max_tokens=budget)
     assert sorted(itertools.chain(*micro_batches)) == [*range(len(sequences))]
     packed = [pack(one, sequences, tree, boundary) for one in micro_batches]
-    assert all(one.num_rows <= budget for one in packed)
+    assert all(one.layout.num_tokens <= budget for one in packed)
     # No two of them could be one.
     for one, other in itertools.combinations(micro_batches, 2):
-        assert pack([*one, *other], sequences, tree, boundary).num_rows > budget // 2
-    if tree.num_rows <= budget:
+        assert pack([*one, *other], sequences, tree, boundary).layout.num_tokens > budget // 2
+    if sum(tree.node_lens) <= budget:
         assert len(micro_batches) == 1
     # Trees that fit are whole.
     whole = pack_prefix_tree(sequences, boundary=boundary, min_shared=min_shared)
@@ -75,7 +74,10 @@ def test_split_of_prompts_with_responses() -> None:
         expected = split_by_token_budget(groups, [a for a, _ in lens], [b for _, b in lens], budget)
         got = split_by_token_budget(tree, max_tokens=budget)
         assert len(got) == len(expected) > 1
-        sizes = [sorted(pack(one, sequences, tree, "replicate").num_rows for one in some) for some in (got, expected)]
+        sizes = [
+            sorted(pack(one, sequences, tree, "replicate").layout.num_tokens for one in some)
+            for some in (got, expected)
+        ]
         assert sizes[0] == sizes[1]
 
 
@@ -84,10 +86,10 @@ def test_a_tree_over_the_budget_is_cut_at_its_nodes() -> None:
     first, second = [1] * 10, ([2] * 10, [3] * 10)
     sequences = [[*first, *turn, *[end] * 5] for turn in second for end in (4, 5)]
     tree = group_by_prefix(sequences, min_shared=1)
-    assert tree.num_rows == 50
+    assert sum(tree.node_lens) == 50
     for budget, expected in ((50, [[0, 1, 2, 3]]), (49, [[0, 1], [2, 3]]), (29, [[0], [1], [2], [3]])):
         assert split_by_token_budget(tree, max_tokens=budget) == expected
-    assert [pack(one, sequences, tree).num_rows for one in ([0, 1], [2, 3])] == [30, 30]
+    assert [pack(one, sequences, tree).layout.num_tokens for one in ([0, 1], [2, 3])] == [30, 30]
 
 
 def test_large_trees_are_split_well_and_fast() -> None:
@@ -99,7 +101,7 @@ def test_large_trees_are_split_well_and_fast() -> None:
         micro_batches = split_by_token_budget(tree, max_tokens=budget)
         assert least_time(4.0, split_by_token_budget, tree, None, None, budget) < 4.0
         assert sorted(itertools.chain(*micro_batches)) == [*range(len(sequences))]
-        assert len(micro_batches) <= max(1, least * (tree.num_rows - 1000) / (budget - 1000) + 1)
+        assert len(micro_batches) <= max(1, least * (sum(tree.node_lens) - 1000) / (budget - 1000) + 1)
 
 
 def _split_on_rank(rank: int, world: int, address: str, results: Any) -> None:
@@ -144,12 +146,7 @@ def test_balance(forest: Forest, num_ranks: int, token_cost: float) -> None:
     ranks = balance(tree, num_ranks=num_ranks, token_cost=token_cost)
     assert sorted(itertools.chain(*ranks)) == [*range(len(sequences))]
     assert {len(one) for one in ranks} == {len(sequences) // num_ranks}
-    tops = _tops(tree, len(sequences) // num_ranks)
-    loads, cost, all_of_it = _Loads(tree, tops, 1, token_cost), 0.0, [*range(len(sequences))]
-    for members in below(tree, tops):
-        cost += loads.added(0, members)
-        loads.take(0, members)
-    assert cost == cost_of(all_of_it, sequences, tree, token_cost)
+    assert sum(_costs(tree, token_cost)) == cost_of([*range(len(sequences))], sequences, tree, token_cost)
 
 
 def test_balance_keeps_together_what_shares() -> None:

@@ -41,7 +41,7 @@ def expected_logprobs(model: Model, sequences: Lists, masks: Lists, width: int) 
         dict(min_shared=1),
         dict(min_shared=1, boundary="replicate"),
         dict(min_shared=6),
-        dict(min_shared=1, max_depth=2, pad_to_multiple_of=16),
+        dict(min_shared=4, pad_to_multiple_of=16),
         dict(min_shared=1, group_ids=[0, 1] * 6),
     ],
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items() if name != "group_ids") or "ids",
@@ -50,9 +50,9 @@ def expected_logprobs(model: Model, sequences: Lists, masks: Lists, width: int) 
 def test_a_tree_equals_its_sequences(seed: int, options: dict[str, Any]) -> None:
     sequences, masks = transcripts(seed)
     batch = pack_prefix_tree(sequences, loss_mask=masks, **options)
-    assert batch.dedup_ratio > 1.1 and batch.depth > 1
+    assert batch.dedup_ratio > 1.1 and batch.layout.depth > 1
     model = Model()
-    width = max(batch.scored_lens) + 1
+    width = max(batch.response_lens) + 1
     # Every token of every sequence has a weight of its own, as advantages do it.
     weights = torch.randn(len(sequences), width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 

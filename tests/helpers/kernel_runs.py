@@ -8,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 from groups import Batch, Group, Results, build_groups, run
-from launches import CONFIGURATIONS, HAS_KERNELS, kernels_ran, poison_free_memory
+from launches import CONFIGURATIONS, kernels_ran, poison_free_memory
 
 # Lengths on both sides of tile borders, a prompt, queries without keys, an empty sequence, a context without owners.
 MIXED = (
@@ -33,5 +33,4 @@ def check_both_modes(batch: Batch) -> tuple[Results, Results]:
 
 def split_owner_batch(options: Options, causal: bool = True) -> Batch:
     """A short context and one KV head, so that the queries of a context tile are split among blocks."""
-    responses = ((64, 64),) * (48 if HAS_KERNELS else 4)
-    return build_groups([Group(200, ((200, 0), *responses))], causal=causal, **options | {"heads": (8, 1)})
+    return build_groups([Group(200, ((200, 0), *(((64, 64),) * 48)))], causal=causal, **options | {"heads": (8, 1)})

@@ -15,17 +15,14 @@ from torch import Tensor
 from flash_attn_dualkv.checks import PORTABLE_HEAD_DIM
 
 # Where the kernel tests run. "cuda": on the GPU. "host": the same kernels compiled for the host (host_kernels.py), with
-# fewer heads and rows. "cpu": the CPU implementation, with small sizes, a check of the tests themselves.
-_PLACE = os.environ.get("DUALKV_TEST_DEVICE", "cuda")
-DEVICE = "cuda" if _PLACE == "cuda" else "cpu"
-HAS_KERNELS = _PLACE != "cpu"
+# fewer heads and rows.
+DEVICE = {"cuda": "cuda", "host": "cpu"}[os.environ.get("DUALKV_TEST_DEVICE", "cuda")]
 GPU_MARKS = [pytest.mark.gpu] if DEVICE == "cuda" else []
-if _PLACE == "host":
+if DEVICE == "cpu":
     import host_kernels
 
     host_kernels.install()
 needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="about the device")
-needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="about the kernels")
 DIRECTIONS = {"forward": "forward", "backward": "backward(?!_dq)", "backward_dq": "backward_dq"}
 DETERMINISTIC = {"backward_dq", "backward_in_order"}  # one of them is launched in deterministic mode
 # One for each instance, both types, groups of several sizes.
@@ -43,12 +40,9 @@ CONFIGURATIONS = [
         (512, (4, 1), torch.bfloat16),
     )
 ]
-if _PLACE == "host":
+if DEVICE == "cpu":
     fewer = {(8, 2): (4, 2), (4, 4): (2, 2), (6, 2): (3, 1), (8, 1): (4, 1), (4, 2): (2, 1), (4, 1): (2, 1)}
     CONFIGURATIONS = [options | {"heads": fewer[options["heads"]]} for options in CONFIGURATIONS]
-if not HAS_KERNELS:
-    sizes = ((16, (4, 2), torch.bfloat16), (8, (2, 2), torch.float16))
-    CONFIGURATIONS = [dict(head_dim=d, heads=heads, dtype=dtype, device=DEVICE) for d, heads, dtype in sizes]
 configurations = pytest.mark.parametrize(
     "options", CONFIGURATIONS, ids=lambda one: "d{head_dim}-H{heads[0]}-{heads[1]}-{dtype}".format(**one)
 )
@@ -57,11 +51,9 @@ CHOICE = "DUALKV_KERNELS"  # sm80: the portable kernels on any GPU; sm90: Hopper
 
 
 def kernel_families(head_dim: int = 0) -> list[str]:
-    """The families of kernels that can serve a call of a head dim here; one nameless family on the CPU."""
+    """The families of kernels that can serve a call of a head dim here."""
     from flash_attn_dualkv import build_info
 
-    if not HAS_KERNELS:
-        return [""]
     capability = torch.cuda.get_device_capability() if DEVICE == "cuda" else (9, 0)
     hopper = capability[0] == 9 and build_info()["head_dims"].get("sm90")
     portable = ["sm80"] if head_dim <= PORTABLE_HEAD_DIM else []
@@ -72,12 +64,11 @@ def kernel_families(head_dim: int = 0) -> list[str]:
 def use_kernels(family: str) -> Iterator[None]:
     """Calls in the block go to this family of kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        if family:
-            patch.setenv(CHOICE, family)
+        patch.setenv(CHOICE, family)
         yield
 
 
-@pytest.fixture(params=["sm90", "sm80"] if HAS_KERNELS else [""])
+@pytest.fixture(params=["sm90", "sm80"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test once with each family of kernels that has its head dims: of `options` or its own arguments."""
     family: str = request.param
@@ -107,9 +98,9 @@ def launch_counts() -> dict[str, int]:
 def counted_launches() -> Iterator[dict[str, int]]:
     """Yields a dictionary that holds, once the block has ended, how often each kernel was launched in it."""
     counts: dict[str, int] = {}
-    before = launch_counts() if HAS_KERNELS else {}
+    before = launch_counts()
     yield counts
-    after = launch_counts() if HAS_KERNELS else {}
+    after = launch_counts()
     counts |= {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
 
 
@@ -121,8 +112,7 @@ def only_kernels_of(family: str) -> Iterator[None]:
     ran = {name for name in counts if name.startswith("dualkv_sm")}
     kernels = {name.removeprefix(f"dualkv_{family}_").removesuffix("_narrow") for name in ran}
     repeated = kernels & DETERMINISTIC
-    found = not HAS_KERNELS or (repeated and kernels - repeated == {"forward", "backward"})
-    assert found, f"launched: {', '.join(sorted(ran))}"
+    assert repeated and kernels - repeated == {"forward", "backward"}, f"launched: {', '.join(sorted(ran))}"
 
 
 @contextmanager
@@ -139,10 +129,10 @@ def profiled() -> Iterator[list[str]]:
 
 @contextmanager
 def kernels_ran(*directions: str) -> Iterator[None]:
-    """Asserts that kernels of every direction were launched in the block. On the CPU nothing is checked."""
+    """Asserts that kernels of every direction were launched in the block."""
     with counted_launches() as counts:
         yield
-    for direction in directions if HAS_KERNELS else ():
+    for direction in directions:
         assert any(map(kernel_pattern(direction).search, counts)), f"no {direction}: {counts}"
 
 

@@ -265,17 +265,13 @@ def random_contexts(rng: np.random.Generator, block: int) -> Tables:
 
 
 def packed_prompts(prompts: Sequence[int], responses: Sequence[Sequence[int]]) -> Tables:
-    """Prompts with their responses in one tensor: all prompts first, then all responses."""
-    columns: list[tuple[int, ...]] = []
-    begin, row = 0, int(sum(prompts))
-    for prompt, lengths in zip(prompts, responses, strict=True):
-        root = len(columns)
-        columns.append((begin, prompt, 0, begin, prompt, 0, -1, root + len(lengths) + 1))
-        for length in lengths:
-            columns.append((row, length, prompt, row, length, prompt, root, len(columns) + 1))
-            row += length
-        begin += prompt
-    return Tables(np.array(columns, np.int32).reshape(-1, 8), row, row)
+    """Each prompt followed by its responses."""
+    lengths: list[int] = []
+    parents: list[int] = []
+    for prompt, own in zip(prompts, responses, strict=True):
+        parents += [-1, *[len(lengths)] * len(own)]
+        lengths += [prompt, *own]
+    return tree_tables(lengths, parents)
 
 
 def random_prompts(rng: np.random.Generator, block: int) -> Tables:

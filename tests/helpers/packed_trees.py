@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 import torch
 from hypothesis import strategies as st
-from samples import Lists
+from samples import Lists, check_layout
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
@@ -59,15 +59,16 @@ def rows_of(batch: PackedBatch) -> list[list[int]]:
 
 def check(batch: PackedBatch, sequences: Lists, masks: Lists | None, groups: list[int] | None) -> None:
     """Every field of the batch, from the sequences alone."""
-    table = tree_nodes(batch.cu_seqlens, batch.parents, batch.num_rows)  # refuses an order that is not depth-first
-    batch.layout.validate()
-    assert batch.layout.nodes.equal(table) and batch.layout.position_ids is batch.position_ids
+    layout, total = batch.layout, batch.layout.num_tokens
+    table = tree_nodes(batch.cu_seqlens, batch.parents, total)  # refuses an order that is not depth-first
+    check_layout(layout)
+    assert layout.nodes.equal(table) and layout.position_ids is batch.position_ids
     nodes = [Node(*row) for row in table.tolist()]
-    assert batch.node_lens == tuple(node.q_len for node in nodes) and min(batch.node_lens, default=1) > 0
-    assert batch.node_parents == tuple(node.parent for node in nodes)
+    assert layout.node_lens == tuple(node.q_len for node in nodes) and min(layout.node_lens, default=1) > 0
+    assert layout.node_parents == tuple(node.parent for node in nodes)
     assert batch.cu_seqlens.dtype == batch.parents.dtype == torch.int32
     end = batch.cu_seqlens.tolist()[-1]
-    assert batch.num_rows == end + batch.pad == len(batch.input_ids) == len(batch.position_ids)
+    assert total == end + layout.pad == len(batch.input_ids) == len(batch.position_ids)
     assert batch.sequence_lens == tuple(map(len, sequences))
     ids, positions, labels = batch.input_ids.tolist(), batch.position_ids.tolist(), batch.row_labels.tolist()
     node_of = [index for index, node in enumerate(nodes) for _ in range(node.q_len)]
@@ -76,19 +77,19 @@ def check(batch: PackedBatch, sequences: Lists, masks: Lists | None, groups: lis
         assert [ids[row] for row in own] == sequence and [positions[row] for row in own] == [*range(len(sequence))]
         if own:  # what its last row sees, causally, is the sequence
             assert all_paths[node_of[own[-1]]][: len(own)] == own
-    assert batch.multiplicity.tolist() == [sum(row in own for own in rows) for row in range(batch.num_rows)]
+    assert batch.multiplicity.tolist() == [sum(row in own for own in rows) for row in range(total)]
     assert 0 not in batch.multiplicity.tolist()[:end]
     assert batch.token_index.tolist() == [own[at - 1] for own, places in zip(rows, trained) for at in places]
     assert batch.targets.tolist() == [one[at] for one, places in zip(sequences, trained) for at in places]
-    assert batch.scored_lens == tuple(map(len, trained))
+    assert batch.response_lens == tuple(map(len, trained))
     first: dict[int, int] = {}
     for row, target in zip(batch.token_index.tolist(), batch.targets.tolist()):
         first.setdefault(row, target)
-    assert labels == [first.get(row, -100) for row in range(batch.num_rows)]
-    assert ids[end:] == positions[end:] == [0] * batch.pad
+    assert labels == [first.get(row, -100) for row in range(total)]
+    assert ids[end:] == positions[end:] == [0] * layout.pad
     assert batch.max_token == max((token for one in sequences for token in one), default=0)
-    assert batch.leaves == tuple(leaf if one else -1 for leaf, one in zip(batch.leaves, sequences))
-    assert all(all_paths[leaf][: len(own)] == own for leaf, own in zip(batch.leaves, rows) if own)
+    assert batch.tree.leaves == tuple(leaf if one else -1 for leaf, one in zip(batch.tree.leaves, sequences))
+    assert all(all_paths[leaf][: len(own)] == own for leaf, own in zip(batch.tree.leaves, rows) if own)
     if groups is not None:  # nothing is shared between them
         assert not any(
             set(one) & set(other)
@@ -100,39 +101,39 @@ def check(batch: PackedBatch, sequences: Lists, masks: Lists | None, groups: lis
 
 
 def check_ratios(batch: PackedBatch, sequences: Lists) -> None:
-    tokens = sum(map(len, sequences))
+    layout, total, tokens = batch.layout, batch.layout.num_tokens, sum(map(len, sequences))
     pairs = sum(len(one) * (len(one) + 1) // 2 for one in sequences)
-    seen = sum(position + 1 for position in batch.position_ids[: batch.num_rows - batch.pad].tolist())
-    assert batch.dedup_ratio == (tokens / batch.num_rows if batch.num_rows else math.inf)
+    seen = sum(position + 1 for position in batch.position_ids[: total - layout.pad].tolist())
+    assert batch.dedup_ratio == (tokens / total if total else math.inf)
     assert batch.pair_ratio == (pairs / seen if seen else math.inf)
-    depths = [0] * batch.num_nodes
-    for index, parent in enumerate(batch.node_parents):
+    depths = [0] * layout.num_nodes
+    for index, parent in enumerate(layout.node_parents):
         depths[index] = 1 + (depths[parent] if parent >= 0 else 0)
-    assert batch.depth == max(depths, default=0)
+    assert layout.depth == max(depths, default=0)
     assert batch.metrics() == {
         "shared_prompt/dedup_ratio": batch.dedup_ratio,
         "shared_prompt/pair_ratio": batch.pair_ratio,
-        "shared_prompt/tokens": batch.num_rows,
-        "shared_prompt/tokens_saved": tokens - batch.num_rows,
-        "shared_prompt/num_prompts": batch.node_parents.count(-1),
-        "shared_prompt/responses_per_prompt": len(sequences) / max(1, batch.node_parents.count(-1)),
-        "shared_prompt/num_nodes": batch.num_nodes,
-        "shared_prompt/depth": batch.depth,
+        "shared_prompt/tokens": total,
+        "shared_prompt/tokens_saved": tokens - total,
+        "shared_prompt/num_prompts": layout.node_parents.count(-1),
+        "shared_prompt/responses_per_prompt": len(sequences) / max(1, layout.node_parents.count(-1)),
+        "shared_prompt/num_nodes": layout.num_nodes,
+        "shared_prompt/depth": layout.depth,
     }
 
 
 def check_way_back(batch: PackedBatch) -> None:
     """Every value returns to its sequence and token, with its gradient."""
-    total, longest = sum(batch.scored_lens), max(batch.scored_lens)
+    total, longest = sum(batch.response_lens), max(batch.response_lens)
     values = torch.arange(1.0, total + 1, requires_grad=True)
     unpacked = unpack_logprobs(values, batch, fill=-7.0, per_row=False, width=longest + 1)
     numbers = iter(range(1, total + 1))
-    wanted = [[next(numbers) for _ in range(count)] + [-7] * (longest + 1 - count) for count in batch.scored_lens]
+    wanted = [[next(numbers) for _ in range(count)] + [-7] * (longest + 1 - count) for count in batch.response_lens]
     assert unpacked.tolist() == wanted
     weights = torch.rand(total)
     (gradient,) = torch.autograd.grad(unpack(values * weights, batch, per_row=False).sum(), values)
     assert gradient.equal(weights)
-    of_rows = torch.rand(batch.num_rows)
+    of_rows = torch.rand(batch.layout.num_tokens)
     assert unpack(of_rows, batch, per_row=True).equal(unpack(of_rows[batch.token_index], batch, per_row=False))
 
 

@@ -29,13 +29,6 @@ class OfEachToken(nn.Module):
         return hidden.tanh()
 
 
-class MeanRouter(OfEachToken):
-    """A router that averages over all tokens of the row."""
-
-    def look(self, hidden: Tensor) -> Tensor:
-        return hidden * hidden.softmax(-1).mean(1, keepdim=True) * hidden.shape[-1]
-
-
 class WithoutMean(OfEachToken):
     """The row's mean subtracted."""
 
@@ -96,7 +89,6 @@ class NoiseOfItsOwn(Noisy):
 
 
 LOOKERS: dict[str, type[OfEachToken]] = {
-    "router's mean": MeanRouter,
     "row's mean": WithoutMean,
     "last token": OffsetOfLastToken,
     "row's length": ScaledByLength,

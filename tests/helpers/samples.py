@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_attn_dualkv import PackedBatch, unpack_logprobs, unpack_to_jagged
+from flash_attn_dualkv import PackedBatch, SharedPromptLayout, unpack_logprobs, unpack_to_jagged
 
 Lists = list[list[int]]
 
@@ -61,6 +61,13 @@ def assert_same_batch(batch: PackedBatch, expected: PackedBatch) -> None:
                 assert got == wanted, field.name
 
 
+def check_layout(layout: SharedPromptLayout) -> None:
+    """Its table and its numbers are those of its nodes."""
+    rebuilt = SharedPromptLayout.from_tree(layout.node_lens, layout.node_parents, pad=layout.pad)
+    assert layout.nodes.cpu().equal(rebuilt.nodes) and layout.is_like(rebuilt)
+    assert (layout.max_sequence, layout.mean_keys) == (rebuilt.max_sequence, rebuilt.mean_keys)
+
+
 def check_way_back(batch: PackedBatch) -> None:
     """Every value returns to its sample and token, with its gradient."""
     total, rows = sum(batch.response_lens), batch.layout.num_tokens
@@ -70,7 +77,8 @@ def check_way_back(batch: PackedBatch) -> None:
     jagged: Any = unpack_to_jagged(values, batch, per_row=False)
     expected = iter(range(1, total + 1))
     parts = jagged.unbind()
-    assert padded.shape == (len(batch.order), max(batch.response_lens)) and len(parts) == len(batch.order)
+    samples = len(batch.prompt_lens)
+    assert padded.shape == (samples, max(batch.response_lens)) and len(parts) == samples
     for line, part, prompt_len, length in zip(padded.tolist(), parts, batch.prompt_lens, batch.response_lens):
         own = [next(expected) for _ in range(length)]
         assert line == own + [-7.0] * (len(line) - length)

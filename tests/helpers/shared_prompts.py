@@ -89,10 +89,12 @@ def two_calls(inputs: Inputs, layout: SharedPromptLayout, **options: Any) -> Ten
     def offsets(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=context.device)
 
-    groups, most_context, most = layout.num_groups, max(layout.context_lens), max(layout.decoded_lens)
-    of_contexts, of_responses = (
-        offsets([*accumulate(lens, initial=0)]) for lens in (layout.context_lens, layout.decoded_lens)
-    )
+    nodes = [*zip(layout.node_lens, layout.node_parents)]
+    contexts, lens = [size for size, parent in nodes if parent < 0], [size for size, parent in nodes if parent >= 0]
+    groups, most_context, most = len(contexts), max(contexts), max(lens)
+    of_contexts, of_responses = (offsets([*accumulate(sizes, initial=0)]) for sizes in (contexts, lens))
+    roots = [index for index, (_, parent) in enumerate(nodes) if parent < 0]
+    owned = [*(root - group for group, root in enumerate(roots)), len(lens)]
     prompts = flash_attn_dualkv_varlen_func(
         *above, *(one[:0] for one in above[1:]),
         of_contexts, offsets([0] * (groups + 1)), most_context, most_context, 0,
@@ -101,7 +103,7 @@ def two_calls(inputs: Inputs, layout: SharedPromptLayout, **options: Any) -> Ten
     responses = flash_attn_dualkv_varlen_func(
         own[0], *above[1:], *own[1:],
         of_responses, of_responses, most, most_context, most, cu_seqlens_context=of_contexts,
-        cu_seqs_per_context=offsets(layout.group_offsets), **options,
+        cu_seqs_per_context=offsets(owned), **options,
     )  # fmt: skip
     out = prompts.new_zeros((layout.num_tokens, *prompts.shape[1:]))
     return out.index_copy(0, context, prompts).index_copy(0, decoded, responses)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tiny random transformers models of many families, and what they compute without a shared prompt.
+"""Tiny random transformers models, one of each kind of layer, and what they compute without a shared prompt.
+
+All model types of transformers are in sweep.py.
 
 Importing this skips the test module when transformers is not installed.
 """
@@ -49,12 +51,10 @@ class Family:
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 FAMILIES = {
     "llama": Family(),
-    "qwen2": Family(dict(use_sliding_window=True, sliding_window=_WINDOW, max_window_layers=1, layer_types=_MIXED)),
     "qwen3": Family(dict(head_dim=16)),
     "qwen3_moe": Family(dict(head_dim=16, **_EXPERTS), torch.float32),
     "mistral": Family(dict(head_dim=8, sliding_window=_WINDOW)),
     "mixtral": Family(dict(num_local_experts=4), torch.float32),
-    "gemma": Family(dict(head_dim=16)),
     "gemma2": Family(
         dict(
             head_dim=16, sliding_window=_WINDOW, query_pre_attn_scalar=16, attn_logit_softcapping=1.5,
@@ -74,15 +74,10 @@ FAMILIES = {
         )
     ),
     "phi3": Family(dict(sliding_window=_WINDOW)),
-    "olmo2": Family(),
     "granite": Family(
         dict(logits_scaling=0.3, embedding_multiplier=2.0, residual_multiplier=0.5, attention_multiplier=0.5)
     ),
-    "smollm3": Family(),
-    "glm4": Family(dict(head_dim=8)),
-    "starcoder2": Family(dict(sliding_window=_WINDOW, residual_dropout=0.0, embedding_dropout=0.0)),
     "cohere": Family(dict(logit_scale=2.0)),
-    "cohere2": Family(dict(head_dim=8, sliding_window=_WINDOW, layer_types=_MIXED, logit_scale=2.0)),
     "gpt_oss": Family(
         dict(
             head_dim=8, sliding_window=_WINDOW, num_local_experts=4, num_experts_per_tok=2, layer_types=_MIXED,
@@ -174,6 +169,17 @@ class Samples:
 MIXED = Samples.random([(9, [5, 9, 0]), (2, [1, 7]), (1, [4])]).take([0, 3, 1, 5, 2, 4])
 
 
+def row_of(batch: PackedBatch, **more: Any) -> dict[str, Any]:
+    """What a forward of a model takes of a batch."""
+    row = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
+    return {**row, "shared_prompt_layout": batch.layout, **more}
+
+
+def logps_of(logits: Tensor, batch: PackedBatch) -> Tensor:
+    """Of all response tokens, from what such a forward returns."""
+    return logits[0, batch.token_index].log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+
+
 @contextmanager
 def wide_softmax() -> Iterator[None]:
     """Eager attention rounds its weights to float32 in float64 models, which would be the larger error by far."""
@@ -198,23 +204,6 @@ def replicated_logps(model: Any, samples: Samples, temperature: float = 1.0) -> 
         scores = _score(logits[len(prompt) - 1 : -1] / temperature, response)
         logps.append(scores[0])
         entropies.append(scores[1])
-    return torch.cat(logps), torch.cat(entropies)
-
-
-def padded_logps(model: Any, samples: Samples) -> tuple[Tensor, Tensor]:
-    """The same, as trainers do without a shared prompt: all sequences in one batch, padded on the right."""
-    device = next(model.parameters()).device
-    rows = [torch.tensor(prompt + response) for prompt, response in zip(samples.prompts, samples.responses)]
-    ids, mask = (
-        nn.utils.rnn.pad_sequence(one, batch_first=True).to(device)
-        for one in (rows, [torch.ones_like(row) for row in rows])
-    )
-    logits = model(ids, attention_mask=mask, use_cache=False).logits
-    scores = [
-        _score(row[len(prompt) - 1 : len(prompt) - 1 + len(response)], response)
-        for row, prompt, response in zip(logits, samples.prompts, samples.responses)
-    ]
-    logps, entropies = zip(*scores)
     return torch.cat(logps), torch.cat(entropies)
 
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import oracle
 import torch
-from launches import DEVICE, HAS_KERNELS, kernels_ran, poison_free_memory
+from launches import DEVICE, kernels_ran, poison_free_memory
 from shared_prompts import Inputs, inputs_of
 from torch import Tensor
 from tree_cases import DEEP, Tree, paths_of, random_tree
@@ -28,6 +28,10 @@ TREES: dict[str, Tree] = {
     "turns": ([208] + [20, 128] * 9, [-1] + [2 * (i // 2) for i in range(18)]),
     "bush": ([200] + [33] * 64, [-1] + [0] * 64),
     "bush of bushes": ([90] + [40, *[7] * 15] * 8, [-1] + [one for b in range(8) for one in (0, *[16 * b + 1] * 15)]),
+    "prompts": (
+        [length for g in range(16) for length in (64 + g, g, 128, 64 - g)],
+        [parent for g in range(16) for parent in (-1, *[4 * g] * 3)],
+    ),
     "chain": ([50, 1, 0, 130, 64, 3, 90], [-1, 0, 1, 2, 3, 4, 5]),
     "forest": random_tree(1, 60, 90, 0.4),
 }
@@ -43,8 +47,6 @@ if DEVICE == "cpu":
         ),
         "forest": random_tree(1, 25, 70, 0.4),
     }
-if not HAS_KERNELS:
-    TREES = {"deep": DEEP, "forest": random_tree(1, 12, 9, 0.4)}
 
 
 def data(tree: Tree, pad: int = PAD, **options: Any) -> tuple[SharedPromptLayout, Inputs]:

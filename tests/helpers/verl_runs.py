@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from verl_cases import Case, Found
-from verl_inputs import Batch
+from verl_inputs import Batch, Sample
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -22,6 +23,8 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
     "TQDM_DISABLE": "1",
     "PYTHONWARNINGS": "ignore",
     "PYTHONPATH": os.pathsep.join(
@@ -38,9 +41,55 @@ FP32 = tuple(
 UNEQUAL = Batch(prompts=3, responses=4, shuffled=True, trained=0.7)
 
 
+# A picture of 4 x 4 patches: tokens of an id above those of text, and the values of its patches.
+PICTURE_TOKEN, PICTURE_TOKENS, PATCHES, PATCH_VALUES = 512, 4, 16, 96
+
+
+@dataclass(frozen=True)
+class Unusual(Batch):
+    """A batch with more than text.
+
+    Attributes:
+        extra: "temperatures" of each sample, "images" beside its text that no model looks at, "pictures" in every
+            second prompt, "stretched" position ids, in the last row of a sample.
+        position_rows: of position ids; verl has several where the processor knows of images.
+    """
+
+    extra: str | None = None
+    position_rows: int = 1
+
+    def samples(self, vocabulary: int) -> list[Sample]:
+        found = super().samples(vocabulary)
+        return [self.changed(one, index / (len(found) - 1)) for index, one in enumerate(found)]
+
+    def changed(self, sample: Sample, place: float) -> Sample:
+        """`place`: of the sample in the batch, 0 to 1."""
+        positions = torch.arange(len(sample.prompt) + len(sample.response))
+        positions = positions.repeat(self.position_rows, 1) if self.position_rows > 1 else positions
+        others: dict[str, Any] = {"position_ids": positions}
+        if self.extra == "stretched" and 0 < place < 0.2:
+            positions[-1] *= 2
+        if self.extra == "temperatures":
+            others["temperature"] = torch.tensor(0.7 + 0.6 * place)
+        if self.extra == "images":
+            others["multi_modal_inputs"] = {"grid": torch.ones(1)}
+        if self.extra == "pictures":
+            others["multi_modal_inputs"] = {}
+            if int(sample.uid.removeprefix("prompt")) % 2:
+                source = torch.Generator().manual_seed(0)
+                grid, values = torch.tensor([[1, 4, 4]]), torch.randn(PATCHES, PATCH_VALUES, generator=source)
+                others["multi_modal_inputs"] = {"pixel_values": values, "image_grid_thw": grid}
+                sample = sample._replace(prompt=sample.prompt.clone())
+                sample.prompt[1 : 1 + PICTURE_TOKENS] = PICTURE_TOKEN
+                positions[1:, 1 : 1 + PICTURE_TOKENS] -= torch.arange(PICTURE_TOKENS)
+        return sample._replace(others=others)
+
+
 def case(name: str, *overrides: str, updates: int = 2, **settings: Any) -> Case:
     if "micro" not in settings:
         settings.setdefault("tokens", 200)
+    if unusual := {key: settings.pop(key) for key in ("extra", "position_rows") if key in settings}:
+        settings["batch"] = Unusual(**asdict(settings.get("batch", Batch())), **unusual)
     return Case(name, overrides=(*FP32, *overrides), updates=updates, **settings)
 
 

@@ -4,34 +4,12 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections import defaultdict
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
-import pytest
-from geometry import COMPILER, HERE, INCLUDE
 from node_tables import Ints, Problem
 from numpy.typing import NDArray
-
-
-@cache
-def load_work_lists() -> ctypes.CDLL:
-    """The source of the blocks, with a context for each of their threads; skips where there is no compiler.
-
-    Compiled once a process.
-    """
-    if COMPILER is None:
-        pytest.skip("no C++ compiler")
-    with TemporaryDirectory() as folder:
-        library = Path(folder) / "work_list.so"
-        command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{HERE / 'host_cuda'}"]
-        command += [f"-I{INCLUDE}", str(HERE / "work_list_shim.cpp"), "-o", str(library)]
-        subprocess.run(command, check=True)
-        return ctypes.CDLL(str(library))
 
 
 class Tile(NamedTuple):

@@ -12,9 +12,10 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
+from geometry import load_shim
 from node_tables import Tables, comb, packed_prompts, random_parents, tree_tables
 from shapes import balanced
-from work_lists import backward_list, forward_list, load_work_lists
+from work_lists import backward_list, forward_list
 
 NUM_SMS = 132
 HEADS, KV_HEADS = 32, 8
@@ -23,7 +24,7 @@ MOST_IDLE = 0.03  # of the time until the last multiprocessor ends; a tenth is w
 
 @pytest.fixture(scope="module")
 def shim() -> ctypes.CDLL:
-    return load_work_lists()
+    return load_shim("work_list")
 
 
 def bush(root: int, leaves: int, leaf: int) -> Tables:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from geometry import load_geometry
+from geometry import load_shim
 
 
 @pytest.fixture(scope="module")
 def shim() -> ctypes.CDLL:
-    return load_geometry()
+    return load_shim("geometry")
 
 
 class Order(ctypes.Structure):
@@ -91,25 +91,6 @@ def test_local_heads_come_first_in_raster_order(shim: ctypes.CDLL) -> None:
         shifted = [place and (place[0], place[1] + local, *place[2:]) for place in alone]
         assert places[local * items :] == shifted and [place and place[:2] for place in alone] == others
         assert place_of(shim, items * kv_heads, order, kv_heads, num_sms) is None
-
-
-def test_which_heads_are_local(shim: ctypes.CDLL) -> None:
-    """Steps and costs of KV heads of real problems, whose steps all multiprocessors take in a time of 10,000."""
-    for first_class, longest, kv_heads, expected in (
-        (1_200_000, 11_000, 8, 0),  # one prompt's tiles are nearly all of the work
-        (700_000, 15_000, 8, 6),  # a tree
-        (700_000, 15_000, 4, 2),
-        (700_000, 15_000, 2, 0),  # the last head would end with a long block
-        (700_000, 45_000, 8, 0),
-        (50_000, 1_000, 8, 7),  # many sequences
-        (1_200_000, 5_000, 8, 7),  # many prompts
-        (50_000, 1_000, 1, 0),
-    ):
-        sizes = ctypes.c_int64(1_320_000), ctypes.c_int64(first_class)
-        found = shim.read_local_heads(*sizes, longest, ctypes.c_int64(10_000), kv_heads)
-        assert found == expected, (first_class, longest, kv_heads)
-    nothing = ctypes.c_int64(0)
-    assert shim.read_local_heads(nothing, nothing, 0, nothing, 8) == 0
 
 
 def test_direction_of_walks(shim: ctypes.CDLL) -> None:

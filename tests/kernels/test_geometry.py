@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from geometry import Record, build_shim, load_geometry
+from geometry import Record, build_shim, load_shim
 from node_tables import (
     Problem,
     Tables,
@@ -39,7 +39,7 @@ UNSPLIT = 0  # no slices
 
 @pytest.fixture(scope="module")
 def shim() -> ctypes.CDLL:
-    return load_geometry()
+    return load_shim("geometry")
 
 
 def record(function: Callable[..., None], problem: Problem, seen: NDArray[np.uint8] | None, *arguments: int) -> Record:
@@ -130,7 +130,7 @@ def test_all_small_trees(shim: ctypes.CDLL) -> None:
     assert [len(list(all_forests(count))) for count in range(1, 7)] == [1, 2, 5, 14, 42, 132]
     for count in range(1, 5):
         for lengths, parents in small_trees(count, (0, 1, 4, 5)):
-            for window in (-1, 0, 3, 6):
+            for window in (-1, 3) if count == 4 else (-1, 0, 3, 6):
                 check_tables(shim, tree_tables(lengths, parents), True, (3, 4), 1, 2, window)
     many = [*small_trees(5, (0, 4, 5)), *small_trees(6, (0, 5))]
     rng = np.random.default_rng(0)
@@ -201,40 +201,6 @@ def test_a_packed_tree_has_one_range_a_tile(shim: ctypes.CDLL) -> None:
         tables = random_tree(rng, 16, most=40)
         result = record(shim.record_backward, tables.problem(True, (16, 16)), None, UNSPLIT)
         assert result.ranges == sum(-(-length // 16) for length in tables["kv_len"].tolist())
-
-
-def test_tiles_that_fit_their_multiprocessors_are_not_split(shim: ctypes.CDLL) -> None:
-    """Context tiles at 28 x 4K x 2K, there with one KV head, with short responses; where the bounds are exact."""
-    for limit, tiles, mean, longest, shortest, expected in (
-        (2256, 256, 3716, 3840, 3592, True),
-        (285, 32, 3716, 3840, 3592, False),
-        (548, 512, 556, 808, 304, True),
-        (541, 512, 556, 808, 304, False),
-        (1000, 132, 4062, 4062, 4062, True),
-        (1000, 132, 4063, 4063, 4063, False),
-        (1000, 264, 2031, 4000, 62, True),
-        (1000, 264, 2070, 4000, 62, False),  # too many of them are long for pairs of a long and a short one
-        (1000, 396, 1500, 2000, 1000, False),
-        (1282, 396, 1500, 2000, 1000, True),  # a pair, and a third wave
-    ):
-        steps = ctypes.c_int64(tiles * mean)
-        assert shim.do_tiles_stay_whole(limit, ctypes.c_int64(tiles), steps, longest, shortest, 132) == expected
-    assert shim.do_tiles_stay_whole(50, ctypes.c_int64(0), ctypes.c_int64(0), 0, 1 << 30, 132), "there is none"
-
-
-def test_tiles_are_split_for_local_heads_in_few_long_parts(shim: ctypes.CDLL) -> None:
-    """Agentic tree and comb; few KV heads; walks that are short enough, much too long, or of few steps."""
-    for longest, head_time, kv_heads, expected in (
-        (17227, 11048, 8, 13257),
-        (17227, 11048, 3, 13257),
-        (17227, 11048, 2, 0),
-        (1600, 477, 4, 572),
-        (13257, 11048, 8, 0),
-        (1532, 276, 8, 0),
-        (200, 100, 8, 0),
-        (0, 0, 8, 0),
-    ):
-        assert shim.read_local_part_limit(longest, ctypes.c_int64(head_time), kv_heads) == expected
 
 
 def test_packs_of_heads_leave_few_rows_unused(shim: ctypes.CDLL) -> None:
@@ -343,11 +309,12 @@ def test_hostile_tables_stay_inside_the_tensors(shim: ctypes.CDLL) -> None:
 def test_no_undefined_behaviour(tmp_path: Path) -> None:
     """Honest, hostile and huge tables under the undefined-behaviour sanitizer."""
     try:
-        library = build_shim(tmp_path, "-fsanitize=undefined")
+        library = build_shim("geometry", tmp_path, "-fsanitize=undefined")
     except subprocess.CalledProcessError:
         pytest.skip("this compiler has no undefined-behaviour sanitizer")
     program = (
-        "import sys, numpy as np, geometry, test_geometry as t; shim = geometry.load(sys.argv[1])\n"
+        "import ctypes, sys, numpy as np, test_geometry as t\n"
+        "shim = ctypes.CDLL(sys.argv[1])\n"
         "t.walk_hostile(shim, 1, 300); t.walk_far_rows(shim); rng = np.random.default_rng(2)\n"
         "for _ in range(100): t.check_tables(shim, t.random_tables(rng, (16, 16)), True, (16, 16), 2, t.UNSPLIT)\n"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The kernels that write tables of nodes, run on the host, against loops that write the same."""
+"""The kernels that write tables of nodes, run on the host, against the tables of the CPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
+from geometry import load_shim
 from node_tables import HOSTILE_VALUES, Ints, all_forests, random_parents, tree_tables
-from work_lists import UNTOUCHED, load_work_lists, pointers
+from work_lists import UNTOUCHED, pointers
+
+from flash_attn_dualkv import nodes as tables
 
 
 @pytest.fixture(scope="module")
 def shim() -> ctypes.CDLL:
-    return load_work_lists()
+    return load_shim("work_list")
 
 
 def offsets(lengths: Sequence[int], begin: int = 0) -> Ints:
@@ -66,46 +70,25 @@ def sequence_nodes(
     return nodes[:-1]
 
 
-def test_sequences_without_contexts(shim: ctypes.CDLL) -> None:
-    q, k = [3, 0, 5, 2], [4, 2, 5, 0]
-    nodes = sequence_nodes(shim, offsets(q), offsets(k), None, None, 0, 0)
-    assert nodes.tolist() == [
-        [0, 3, 1, 0, 4, 0, -1, 1], [3, 0, 2, 4, 2, 0, -1, 2], [3, 5, 0, 6, 5, 0, -1, 3], [8, 2, -2, 11, 0, 0, -1, 4],
-    ]  # fmt: skip
-
-
-def test_one_context(shim: ctypes.CDLL) -> None:
-    """All rows of the tensor, or as many as the offsets say; keys of the sequences stand behind those rows."""
-    q, k = [3, 9], [3, 2]
-    whole = sequence_nodes(shim, offsets(q), offsets(k), None, None, 1, 7)
-    assert whole.tolist() == [[0, 0, 0, 0, 7, 0, -1, 3], [0, 3, 7, 7, 3, 7, 0, 2], [3, 9, 0, 10, 2, 7, 0, 3]]
-    begun = sequence_nodes(shim, offsets(q), offsets(k), offsets([4], 2), offsets([2]), 1, 7)
-    assert begun.tolist() == [[0, 0, 0, 2, 4, 0, -1, 3], [0, 3, 4, 7, 3, 4, 0, 2], [3, 9, -3, 10, 2, 4, 0, 3]]
-
-
-def test_several_contexts(shim: ctypes.CDLL) -> None:
-    """Groups without sequences, in front and behind too, and contexts without tokens."""
+@pytest.mark.parametrize("kind", ["no context", "one of all rows", "one", "several"])
+def test_sequences(shim: ctypes.CDLL, kind: str) -> None:
+    """What the CPU's table is, but for where a context begins in q; groups without sequences, contexts without rows."""
     rng = np.random.default_rng(2)
     for _ in range(100):
-        counts = rng.integers(0, 5, rng.integers(1, 8)).tolist()
+        counts = rng.integers(0, 5, rng.integers(1, 8) if kind == "several" else 1).tolist()
         contexts = (rng.integers(0, 30, len(counts)) * rng.integers(0, 2, len(counts))).tolist()
         q, k = (rng.integers(0, 20, sum(counts)).tolist() for _ in range(2))
         begin = int(rng.integers(0, 3))  # padding before the first row
-        cu_q, cu_k, cu_context = offsets(q, begin), offsets(k, begin), offsets(contexts, begin)
-        rows = int(cu_context[-1]) + 2
-        expected: list[list[int]] = []
-        sequence = 0
-        for group, count in enumerate(counts):
-            root, context = len(expected), contexts[group]
-            expected.append([int(cu_q[sequence]), 0, 0, int(cu_context[group]), context, 0, -1, root + count + 1])
-            for i in range(sequence, sequence + count):
-                q_pos0 = context + k[i] - q[i]
-                expected.append(
-                    [int(cu_q[i]), q[i], q_pos0, rows + int(cu_k[i]), k[i], context, root, len(expected) + 1]
-                )
-            sequence += count
-        nodes = sequence_nodes(shim, cu_q, cu_k, cu_context, offsets(counts), len(counts), rows)
-        assert nodes.tolist() == expected
+        arrays = [offsets(q, begin), offsets(k, begin), offsets(contexts, begin), offsets(counts)]
+        rows = int(arrays[2][-1]) + (2 if kind in ("one", "several") else 0)
+        if kind in ("no context", "one of all rows"):
+            arrays[2:] = [None, None]
+        given = [None if one is None else torch.from_numpy(one) for one in arrays]
+        expected = tables.sequence_nodes(*given, None if kind == "no context" else rows).numpy()
+        has_context = kind != "no context"
+        nodes = sequence_nodes(shim, *arrays, len(counts) * has_context, rows * has_context)
+        np.testing.assert_array_equal(nodes[:, 1:], expected[:, 1:])
+        np.testing.assert_array_equal(nodes[nodes[:, 1] > 0, 0], expected[nodes[:, 1] > 0, 0])
 
 
 def test_hostile_offsets_stay_in_the_table(shim: ctypes.CDLL) -> None:

@@ -11,17 +11,14 @@ from __future__ import annotations
 import ctypes
 import itertools
 import re
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from geometry import COMPILER, HERE, INCLUDE
+from geometry import COMPILER, HERE, INCLUDE, load_shim
 from shapes import TREES
 
 from flash_attn_dualkv import SharedPromptLayout, explain_plan, kernels
@@ -70,18 +67,6 @@ class Shape(NamedTuple):
         return text + (f", window {self.window}" if self.window >= 0 else "") + (", softcap" if self.softcap else "")
 
 
-@cache
-def load_plans() -> ctypes.CDLL:
-    """Compiled once a process; skips where there is no compiler."""
-    if COMPILER is None:
-        pytest.skip("no C++ compiler")
-    with TemporaryDirectory() as folder:
-        library = Path(folder) / "plan.so"
-        command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{HERE / 'host_cuda'}", f"-I{INCLUDE}"]
-        subprocess.run([*command, str(HERE / "plan_shim.cpp"), "-o", str(library)], check=True)
-        return ctypes.CDLL(str(library))
-
-
 def read(function: Callable[..., int], *arguments: Any) -> str:
     text = ctypes.create_string_buffer(1 << 16)
     assert function(*arguments, text, len(text)) >= 0
@@ -90,7 +75,7 @@ def read(function: Callable[..., int], *arguments: Any) -> str:
 
 def lines_of(shape: Shape, gpu: str, **card: int) -> Lines:
     """What the extension's explain_plan() returns; ValueError with its words."""
-    text = read(load_plans().explain_call, gpu.encode(), ctypes.byref(shape.problem(**card)))
+    text = read(load_shim("plan").explain_call, gpu.encode(), ctypes.byref(shape.problem(**card)))
     if text.startswith("!"):
         raise ValueError(text[1:])
     return [(name, value, why) for name, value, why in (line.split("\t") for line in text.splitlines())]
@@ -100,13 +85,12 @@ def plan(shape: Shape, gpu: str, **card: int) -> Plan:
     return Plan.of(lines_of(shape, gpu, **card))
 
 
-def brief(made: Plan, whys: Sequence[str] = ("dq",)) -> str:
-    """One line: the family, tiles and heads in one of each kernel, how dQ is made, and the reasons asked for."""
+def brief(made: Plan) -> str:
+    """One line: the family, tiles and heads in one of each kernel, and how dQ is made."""
     kernels = {"forward": made.forward, "backward": made.backward} | ({"dq": made.dq} if made.dq else {})
     tiles = [f"{name} {one.block_m} x {one.block_n} of {one.heads}" for name, one in kernels.items()]
     tiles += [f"{choice.value} steps" for choice in made.choices if choice[:2] == ("steps", "all")]
-    reasons = [choice.why for choice in made.choices if choice.name in whys]
-    return "; ".join([made.family, *tiles, f"dQ {made.dq_sums}", *reasons])
+    return "; ".join([made.family, *tiles, f"dQ {made.dq_sums}"])
 
 
 # Shapes
@@ -223,28 +207,54 @@ class Threshold(NamedTuple):
 
 
 def thresholds() -> list[Threshold]:
-    rows = (line.split("\t") for line in read(load_plans().read_thresholds).splitlines())
+    rows = (line.split("\t") for line in read(load_shim("plan").read_thresholds).splitlines())
     return [Threshold(gpu, field, *map(int, numbers)) for gpu, field, *numbers in rows]
 
 
 # The golden file
 
+# One of each.
+REASONS = (
+    ("16 x 8 x 128 x U(64, 512)", "h200", 0),
+    ("28 x 4K x 2K", "h100", 1),
+    ("32 x 5059 x U", "h100", 1),
+    ("28 x 4K x 2K, window 1024", "h200", 1),
+    ("MLA, window 512", "h200", 0),
+    ("MLA", "h200", 0),
+    ("MLA", "h200", 1),
+    ("Gemma 2, window 4096", "h200", 0),
+)
+
 
 def golden() -> str:
-    text = ["Which kernels run: the plans of shapes, and why dQ is made so. Made by tests/test_plan.py.", ""]
+    text = ["Which kernels run: the plans of shapes. Made by tests/kernels/test_plan.py.", ""]
+    alike: dict[tuple[str, ...], list[str]] = {}  # shapes of the same plans
     for name, shape in shapes().items():
-        text += [f"{name}: {shape}"]
-        for gpu, deterministic in itertools.product(CARDS, (0, 1)):
-            mode = f"{gpu}, deterministic" if deterministic else gpu
-            text.append(f"  {mode:20}  {brief(plan(shape._replace(deterministic=deterministic), gpu))}")
+        modes: dict[str, list[str]] = {}  # of each plan
+        for deterministic, gpu in itertools.product((0, 1), CARDS):
+            mode = f"{gpu} deterministic" if deterministic else gpu
+            modes.setdefault(brief(plan(shape._replace(deterministic=deterministic), gpu)), []).append(mode)
+        plans = tuple(f"  {', '.join(those)}: {one}" for one, those in modes.items())
+        alike.setdefault(plans, []).append(f"{name}: {shape}")
+    text += [line for plans, names in alike.items() for line in (*names, *plans)]
     text += ["", "On an A100", ""]
     for name in ("28 x 4K x 2K", "gpt-oss, window 128", "MLA", "Gemma 2, full"):
         text.append(f"{name:20}  {brief(plan(shapes()[name], 'a100'))}")
     text += ["", "At every threshold", ""]
     for one in thresholds():
-        dims = f"({one.head_dim}, {one.head_dim_v})"
-        text.append(f"{one.gpu} {dims} {one.field} = {one.value}")
-        text += [f"  {value:5}  {brief(plan(shape, one.gpu), ())}" for value, shape in one.beside()]
+        values: dict[str, list[int]] = {}  # of each plan; of a share of columns a plan comes again
+        for value, shape in one.beside():
+            values.setdefault(brief(plan(shape, one.gpu)), []).append(value)
+        sides = {made: made.split("; ") for made in values}
+        text.append(f"{one.gpu} ({one.head_dim}, {one.head_dim_v}) {one.field} = {one.value}")
+        for made, those in values.items():
+            own = [part for part in sides[made] if not all(part in side for side in sides.values())]
+            text[-1] += f"; {', '.join(map(str, those))}: {', '.join(own)}"
+    text += ["", "Why dQ is made so", ""]
+    for name, gpu, deterministic in REASONS:
+        made = plan(shapes()[name]._replace(deterministic=deterministic), gpu)
+        mode = f"{gpu} deterministic" if deterministic else gpu
+        text += [f"{name}, {mode}: {one.why}" for one in made.choices if one.name == "dq"]
     for name, gpu in (("28 x 4K x 2K", "h200"), ("gpt-oss, window 128", "h100")):
         text += ["", f"All of {name} on {gpu}", "", str(plan(shapes()[name], gpu))]
     return "\n".join(text) + "\n"
@@ -257,7 +267,7 @@ def test_plans_are_those_of_the_file() -> None:
 @pytest.mark.parametrize("one", thresholds() if COMPILER else [], ids=lambda one: "-".join(map(str, one)))
 def test_thresholds_decide(one: Threshold) -> None:
     """The plan changes once between one below and one above; a threshold that changes nothing should go."""
-    plans = [brief(plan(shape, one.gpu), ()) for _, shape in one.beside()]
+    plans = [brief(plan(shape, one.gpu)) for _, shape in one.beside()]
     if one.field == "narrow_forward_percent":
         assert plans and all(before != behind for before, behind in zip(plans[::2], plans[1::2]))
     else:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 
 import oracle
 import pytest
 import torch
-from groups import Batch, Group, assemble, build_groups, one_large_advantage, pack, run
+from groups import Batch, Group, build_groups, one_large_advantage, pack, run
 from kernel_runs import MIXED, SMALL, Options, both_masks, check_both_modes, split_owner_batch
 from launches import (
     CHOICE,
@@ -22,17 +21,12 @@ from launches import (
     kernel_pattern,
     kernels_ran,
     needs_gpu,
-    needs_kernels,
     only_kernels_of,
     poison_free_memory,
     profiled,
 )
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
-
-
-def rows(begin: int, length: int) -> slice:
-    return slice(begin, begin + length)
 
 
 @both_masks
@@ -46,24 +40,6 @@ def test_mixed_groups_in_one_launch(options: Options, causal: bool) -> None:
     assert blind.q_len == 9
     assert bool(results.lse[:, blind.q_begin : blind.q_begin + 5].isneginf().all()) == causal
     assert bool(results.dk_context[150:187].any()) is False
-
-
-@both_masks
-@configurations
-def test_rows_are_bit_identical_in_any_batch(options: Options, causal: bool) -> None:
-    batch = build_groups(MIXED, causal=causal, **options)
-    whole = run(batch, backward=False)
-    owners = [[0, 1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11]]
-    everyone = list(range(len(batch.table)))
-    arrangements = [[[index]] for index in everyone]
-    arrangements += [[[index] for index in reversed(everyone)], [own[::-1] for own in owners[::-1]], owners[:1] * 3]
-    for arrangement, slack in itertools.product(arrangements, [(0, 0), (5, 70)]):
-        new = assemble(batch, arrangement, slack)
-        other = run(new, backward=False)
-        for index, to in zip((i for own in arrangement for i in own), new.table):
-            source, target = rows(batch.table[index].q_begin, to.q_len), rows(to.q_begin, to.q_len)
-            oracle.assert_bits_equal(f"out of sequence {index}", other.out[target], whole.out[source])
-            oracle.assert_bits_equal(f"lse of sequence {index}", other.lse[:, target], whole.lse[:, source])
 
 
 @both_masks
@@ -218,7 +194,6 @@ def test_profiler_sees_our_kernels_and_no_copies(options: Options) -> None:
         assert not foreign, "strided views are read in place"
 
 
-@needs_kernels
 @configurations
 def test_kernels_for_small_shared_memory(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     """The configurations of GPUs that grant a block 99 KB, run on this one."""

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sliding windows and softcaps on the kernels, with sinks and with each other: the accuracy rule of oracle.py.
-
-DUALKV_TEST_DEVICE=cpu runs the same code on the CPU implementation with small sizes: a check of the tests themselves.
-"""
+"""Sliding windows and softcaps on the kernels, with sinks and with each other: the accuracy rule of oracle.py."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from launches import DEVICE, GPU_MARKS, HAS_KERNELS, configurations, counted_launches, needs_gpu, needs_kernels
+from launches import DEVICE, GPU_MARKS, configurations, counted_launches, needs_gpu
 from shared_prompts import Inputs
 from torch import Tensor
 from tree_cases import offsets_and_parents, paths_of
@@ -22,7 +19,7 @@ from flash_attn_dualkv import flash_attn_tree_varlen_func, flash_attn_varlen_fun
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
 
 Options = dict[str, Any]
-WINDOWS = [0, 1, 62, 63, 64, 127, 447, 999, 10**9] if HAS_KERNELS else [0, 3, 10**9]
+WINDOWS = [0, 1, 62, 63, 64, 127, 447, 999, 10**9]
 SOFTCAPS = [5.0, 30.0, 50.0]
 
 
@@ -43,7 +40,7 @@ def check(name: str, options: Options, variant: Variant, make: Any = lambda inpu
 @configurations
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windows(window: int, options: Options) -> None:
-    for name in ("borders", "comb", "forest") if HAS_KERNELS else TREES:
+    for name in ("borders", "comb", "forest"):
         check(name, options, Variant(window))
 
 
@@ -51,45 +48,11 @@ def test_windows(window: int, options: Options) -> None:
 @pytest.mark.parametrize("window", [59, 127])
 def test_short_windows_of_many_heads(window: int, head_dim: int) -> None:
     """Tiles of few queries: at d = 64 they see so few keys that the kernels take narrow tiles, one or two of them."""
-    for name in ("borders", "comb") if HAS_KERNELS else ("deep",):
+    for name in ("borders", "comb"):
         check(name, {"heads": (16, 2), "head_dim": head_dim, "dtype": torch.bfloat16}, Variant(window))
 
 
-@needs_kernels
-@pytest.mark.parametrize(("head_dim", "head_dim_v", "least"), [(64, 64, 256), (128, 128, 256), (192, 128, 1024)])
-@pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
-def test_short_windows_leave_dq_to_its_own_kernel(kernels: str, head_dim: int, head_dim_v: int, least: int) -> None:
-    layout, inputs = data(TREES["chain"], heads=(2, 1), head_dim=head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16)
-    for window in (least - 1, least):
-        with counted_launches() as counts:
-            run(inputs, layout.nodes, variant=Variant(window))
-        assert any("backward_dq" in name for name in counts) == (window < least)
-
-
-@needs_kernels
-@pytest.mark.parametrize(("head_dim", "deterministic"), [(64, True), (128, False)])
-@pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
-def test_short_sequences_leave_dq_to_its_own_kernel(kernels: str, head_dim: int, deterministic: bool) -> None:
-    """Of 1024 rows or more, on every Hopper GPU; a number of keys that is given too large or too small does no harm."""
-    longest = 150
-    lens = [longest, 1, 64, *(16 * one for one in range(1, 9)), longest, 83]
-    assert 1024 <= sum(lens) < 1024 + lens[2]
-    for used in (lens, [*lens[:2], *lens[3:]]):
-        layout, inputs = data((used, [-1] * len(used)), 0, heads=(4, 2), head_dim=head_dim, dtype=torch.bfloat16)
-        expected = exact(inputs, layout.nodes)
-        for told, few in ((longest, True), (MANY_KEYS, False), (1, True)):
-            with counted_launches() as counts:
-                found = run(inputs, layout.nodes, deterministic, mean_keys=told)
-            separate = few and len(used) == len(lens)
-            assert any("backward_dq" in name for name in counts) == separate
-            assert any("in_order" in name for name in counts) == (deterministic and not separate)
-            check_errors(found, expected, torch.bfloat16)
-            if deterministic:
-                again = run(inputs, layout.nodes, deterministic, mean_keys=told)
-                assert all(again[key].equal(one) for key, one in found.items())
-
-
-@needs_kernels
+@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
 def test_instances_for_long_and_for_short_nodes_agree(kernels: str, dtype: torch.dtype) -> None:
@@ -129,15 +92,12 @@ def test_sinks(variant: Variant, options: Options) -> None:
 PAIRS = [(192, 128), (128, 64), (64, 128), (96, 40), (256, 8), (40, 200), (72, 72), (512, 264), (40, 328)]
 
 
-PAIRS_HERE = PAIRS if HAS_KERNELS else [(16, 8), (8, 24)]
-
-
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), PAIRS_HERE, ids=[f"d{qk}-{v}" for qk, v in PAIRS_HERE])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), PAIRS, ids=[f"d{qk}-{v}" for qk, v in PAIRS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_values_of_another_width(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
     """Nothing is read or written beyond either; split tiles and packs of heads too."""
     options = {"head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": dtype}
-    for heads, name in (((8, 2), "deep"), ((4, 4), "forest"), ((16, 1), "bush" if HAS_KERNELS else "forest")):
+    for heads, name in (((8, 2), "deep"), ((4, 4), "forest"), ((16, 1), "bush")):
         check(name, options | {"heads": heads}, Variant())
     check("forest", options | {"heads": (6, 2)}, Variant(70, 30.0), loud)
     check("forest", options | {"heads": (6, 2)}, Variant(70, 0.05), quiet)
@@ -146,7 +106,6 @@ def test_values_of_another_width(head_dim: int, head_dim_v: int, dtype: torch.dt
 VARIANTS_OF_LONG_NODES = [Variant(), Variant(causal=False), Variant(700), Variant(1300), Variant(1300, 30.0)]
 
 
-@needs_kernels
 @pytest.mark.parametrize("variant", VARIANTS_OF_LONG_NODES, ids=str)
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (512, 512)])
 def test_split_tiles_of_heads_with_a_backward_of_their_own(head_dim: int, head_dim_v: int, variant: Variant) -> None:
@@ -176,7 +135,6 @@ def test_a_window_of_everything_changes_no_bit(options: Options) -> None:
                 oracle.assert_bits_equal(key, one, expected[key])
 
 
-@needs_kernels
 @configurations
 def test_nan_outside_a_window_stays_there(options: Options) -> None:
     """Tiles beyond every window are not read: in a chain, rows far behind the poison keep their bits."""
@@ -197,8 +155,7 @@ def test_nan_outside_a_window_stays_there(options: Options) -> None:
 @pytest.mark.parametrize("window", [0, 50, 300])
 def test_sequences_with_other_keys_than_queries(window: int, causal: bool, options: Options) -> None:
     """flash_attn_varlen_func: fewer and more keys than queries, and none of either."""
-    scale = 1 if HAS_KERNELS else 10
-    q_lens, k_lens = ([one // scale for one in lens] for lens in ([130, 0, 400, 64, 1], [300, 20, 150, 0, 700]))
+    q_lens, k_lens = [130, 0, 400, 64, 1], [300, 20, 150, 0, 700]
     cu_q, cu_k = (torch.tensor([0, *lens]).cumsum(0).to(DEVICE, torch.int32) for lens in (q_lens, k_lens))
     heads, kv_heads = options["heads"]
     generator = torch.Generator().manual_seed(window)

@@ -67,7 +67,7 @@ def test_examples_of_hybrid_models(restored_registry: None) -> None:
 
 def test_examples_of_trees() -> None:
     names = run_examples(ROOT / "docs/trees.md")
-    assert len(names["micro_batches"]) > 1 and names["tree"].num_nodes > 4
+    assert len(names["micro_batches"]) > 1 and len(names["tree"].node_lens) > 4
     model, weights = names["model"], [one.weight for one in (names["embed"], names["qkv"], names["head"])]
     gradients = [one.grad.clone() for one in weights]
     for one in weights:

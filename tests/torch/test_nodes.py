@@ -10,6 +10,7 @@ import torch
 from core_time import least_time
 from groups import cumulative
 from hypothesis import given, settings
+from samples import check_layout
 from shared_prompts import layout_of
 from tree_cases import DEEP, Tree, offsets_and_parents, paths_of, random_tree, trees
 
@@ -52,7 +53,7 @@ def test_columns_of_trees(tree: Tree) -> None:
     lens, parents = tree
     nodes = tables.tree_nodes(*offsets_and_parents(tree), sum(lens))
     layout = SharedPromptLayout.from_tree(lens, parents, pad=3)
-    layout.validate()
+    check_layout(layout)
     assert layout.nodes.equal(nodes) and layout.num_tokens == sum(lens) + 3
     paths = paths_of(tree)
     assert layout.max_sequence == max(map(len, paths), default=0)
@@ -86,15 +87,13 @@ def test_a_layout_of_a_tree() -> None:
     assert (layout.depth, layout.num_nodes, layout.max_sequence) == (4, 9, 19)
     assert SharedPromptLayout.from_tree(torch.tensor(DEEP[0]), torch.tensor(DEEP[1]), pad=5).is_like(layout)
     assert not SharedPromptLayout.from_tree(DEEP[0], [-1] * 9, pad=5).is_like(layout)
-    padded = layout.pad_to(32)
-    padded.validate()
-    assert padded.num_tokens == 64
+    check_layout(layout)
     assert layout.to("meta").nodes.shape == (9, 8)
-    assert (layout.context_lens, layout.group_offsets, layout.num_groups) == ((7, 1, 0), (0, 5, 6, 6), 3)
+    assert layout.num_groups == 3
     assert layout.context_index().tolist() == [*range(7), 29]
     assert layout.decoded_index().tolist() == [*range(7, 29), *range(30, 35)]
     # Prompts and responses are trees of depth two.
-    prompts = layout_of([(3, [2, 1]), (2, [4])], drop_last=True)
+    prompts = layout_of([(3, [2, 1]), (2, [4])])
     tree = SharedPromptLayout.from_tree(prompts.node_lens, prompts.node_parents)
     assert tree.is_like(prompts) and tree.nodes.equal(prompts.nodes)
 

@@ -40,18 +40,10 @@ def test_a_sink_of_minus_infinity_is_none() -> None:
     torch.testing.assert_close(attend(inputs._replace(sinks=sinks), layout), without, rtol=1e-13, atol=1e-13)
 
 
-def test_16_bit_inputs_are_rounded_once() -> None:
-    """Also with sinks: the result is that of float64, rounded."""
-    layout = layout_of(GROUPS["several"])
-    inputs = inputs_of(layout, dtype=torch.bfloat16, sinks=True)
-    exact = Inputs(*(one.double() for one in inputs if one is not None))
-    torch.testing.assert_close(attend(inputs, layout).double(), attend(exact, layout), rtol=2**-8, atol=1e-6)
-
-
 def test_padding_rows_take_no_part() -> None:
     """Whatever stands there, NaN included; their outputs and gradients are 0."""
     layout = layout_of(GROUPS["several"])
-    padded = layout.pad_to(64)
+    padded = layout_of(GROUPS["several"], pad_to_multiple_of=64)
     inputs = inputs_of(padded, sinks=True)
     assert padded.pad > 0
     for one in (inputs.q, inputs.k, inputs.v, inputs.dout):
@@ -119,7 +111,7 @@ def test_any_input_that_is_a_subclass_sees_the_operator(which: int) -> None:
 
 
 def rows_of(batch: Any) -> list[Tensor]:
-    return [torch.randn(batch.num_rows, 2, 8) for _ in range(3)]
+    return [torch.randn(batch.layout.num_tokens, 2, 8) for _ in range(3)]
 
 
 BATCHES = [
@@ -137,7 +129,7 @@ def test_a_layout_of_another_batch_is_known_by_the_positions(batch: Any) -> None
         assert torch.equal(shared_prompt_attention(*tensors, batch.layout, position_ids=own), expected)
     for other in BATCHES:
         if other is not batch:
-            assert other.num_rows == batch.num_rows
+            assert other.layout.num_tokens == batch.layout.num_tokens
             with pytest.raises(SharedPromptLayoutError, match="^position_ids: expected those of the layout's batch"):
                 shared_prompt_attention(*tensors, other.layout, position_ids=batch.position_ids)
 
@@ -154,7 +146,7 @@ def test_positions_that_cannot_be_compared() -> None:
     for message, (layout, given) in wrong.items():
         with pytest.raises((SharedPromptLayoutError, TypeError), match=message):
             shared_prompt_attention(*tensors, layout, position_ids=given)
-    whole = torch.zeros(3, 1, batch.num_rows)
+    whole = torch.zeros(3, 1, batch.layout.num_tokens)
     with pytest.raises(SharedPromptLayoutError, match="^position_ids: expected shape"):
         shared_prompt_attention(*tensors, batch.layout, position_ids=whole)
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Copies of models that take layouts, pickled, saved and deep ones: each is guarded itself, wherever it lands."""
+"""Copies of models that take layouts, pickled and deep ones: each is guarded itself, wherever it lands."""
 
 from __future__ import annotations
 
 import copy
-import io
 import os
 import pickle
 import subprocess
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_models import KINDS, hybrid_model
-from tiny_models import MIXED, check_equal, dualkv, replicated_logps, stock_twin, tiny_model
+from tiny_models import MIXED, check_equal, dualkv, replicated_logps, row_of, stock_twin, tiny_model
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError
 from flash_attn_dualkv.integrations.transformers import guard
@@ -24,24 +23,15 @@ from flash_attn_dualkv.integrations.transformers import guard
 BATCH = MIXED.pack()
 
 
-def saved(model: Any) -> Any:
-    stream = io.BytesIO()
-    torch.save(model, stream)
-    stream.seek(0)
-    return torch.load(stream, weights_only=False)
-
-
 COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "torch.save": saved,
     "deepcopy": copy.deepcopy,
 }
 
 
 def logits(model: Any, **options: Any) -> torch.Tensor:
-    inputs = dict(input_ids=BATCH.input_ids[None], position_ids=BATCH.position_ids[None], use_cache=False)
     with torch.no_grad():
-        result: torch.Tensor = model(**inputs, shared_prompt_layout=BATCH.layout, **options).logits
+        result: torch.Tensor = model(**row_of(BATCH, **options)).logits
     return result
 
 

@@ -7,6 +7,7 @@ given (copies of all tensors, a layout that was moved) is made by a hook of our 
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_models import KINDS, hybrid_model
-from tiny_models import MIXED, Samples, check_equal, check_gradients, dualkv, gradients, tiny_model
+from tiny_models import MIXED, Samples, check_equal, check_gradients, dualkv, gradients, logps_of, row_of, tiny_model
 from torch import Tensor, nn
 from transformers.masking_utils import sdpa_mask
 
@@ -38,12 +39,9 @@ def scored(model: Any, batch: Any) -> Tensor:
 def hooked(model: Any, batch: Any) -> Tensor:
     """A forward of one's own, for the same tokens."""
     handle = dualkv.install_layout_hook(model)
-    inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
-    logits = model(**inputs, shared_prompt_layout=batch.layout).logits[0]
+    logits = model(**row_of(batch)).logits.to(batch.token_index.device)
     handle.remove()
-    logits = logits.to(batch.token_index.device)[batch.token_index]
-    logps = logits.float() if logits.dtype == torch.bfloat16 else logits
-    return logps.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+    return logps_of(logits.float() if logits.dtype == torch.bfloat16 else logits, batch)
 
 
 FORWARDS = pytest.mark.parametrize("forward", [scored, hooked])
@@ -76,7 +74,7 @@ def test_hooks_of_accelerate(name: str, forward: Any) -> None:
 def as_elsewhere(given: Any) -> Any:
     """What `send_to_device` makes of an argument for a layer on another GPU, on the same one."""
     if isinstance(given, SharedPromptLayout):
-        return given.with_nodes(given.nodes.clone())
+        return dataclasses.replace(given, nodes=given.nodes.clone(), position_ids=None)
     if isinstance(given, DeferredMask):
         return given.to("cpu", non_blocking=True)
     if isinstance(given, tuple):

@@ -21,6 +21,7 @@ from tiny_models import (
     dualkv,
     gradients,
     replicated_logps,
+    row_of,
     stock_twin,
     tiny_model,
     transformers,
@@ -71,16 +72,7 @@ def untrained_noise(model):
     add_looker(model, Noisy)
 
 
-def noise_in_a_hook_of_its_own(model):
-    generator = torch.Generator().manual_seed(3)
-
-    def shake(module, args):
-        return (args[0] + 0.01 * torch.randn(args[0].shape, generator=generator).to(args[0]),)
-
-    model.model.norm.register_forward_pre_hook(shake)
-
-
-KINDS = [hook_of_a_layer, a_layer_that_is_left_out, untrained_noise, noise_in_a_hook_of_its_own]
+KINDS = [hook_of_a_layer, a_layer_that_is_left_out, untrained_noise]
 
 
 @pytest.mark.parametrize("add_noise", KINDS)
@@ -166,7 +158,7 @@ def test_a_module_that_cannot_take_a_packed_row():
 def test_experts_are_never_refused(name, dtype):
     """Rounding flips routes: with near ties in every layer, packed and alone differ by far more than by rounding."""
     flips = 0
-    for seed in range(12):
+    for seed in range(6):
         model = tiny_model(name, dtype=dtype).train()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -277,16 +269,14 @@ def test_the_layout_hook_asks_before_any_forward(trials):
     batch = MIXED.pack()
     model(torch.tensor([[3, 4, 5]]))
     assert len(trials) == 1
-    inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
-    with pytest.raises(SharedPromptError, match="first module that differs"):
-        model(**inputs, shared_prompt_layout=batch.layout)
-    with pytest.raises(SharedPromptError, match="first module that differs"):
-        model.model(**inputs, shared_prompt_layout=batch.layout)
+    for called in (model, model.model):
+        with pytest.raises(SharedPromptError, match="first module that differs"):
+            called(**row_of(batch))
     assert len(trials) == 2  # of the backbone, which is called by itself
     other = tiny_model("llama")
     train(add_looker(other, LOOKERS["row's mean"]))
     dualkv.install_layout_hook(other, self_check=False)
-    other(**inputs, shared_prompt_layout=batch.layout)
+    other(**row_of(batch))
     assert len(trials) == 2
 
 
@@ -353,8 +343,7 @@ def test_gradients_under_autocast(hooked):
         with torch.autocast("cpu", torch.bfloat16):
             if hooked:
                 dualkv.install_layout_hook(model, self_check=self_check)
-                inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
-                model(**inputs, shared_prompt_layout=batch.layout).logits.float().square().mean().backward()
+                model(**row_of(batch)).logits.float().square().mean().backward()
             else:
                 forward(model, self_check=self_check).sum().backward()
         found.append(gradients(model))

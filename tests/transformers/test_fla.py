@@ -83,7 +83,7 @@ def test_trees() -> None:
     samples = Samples([one[:1] for one in longer], [one[1:] for one in longer])
     masks = [[0] + [1] * (len(one) - 1) for one in longer]
     batch = pack_prefix_tree(longer, loss_mask=masks, min_shared=1, device="cuda")
-    assert batch.depth >= 4
+    assert batch.layout.depth >= 4
     check_accuracy(MODELS[0], samples, batch)
 
 

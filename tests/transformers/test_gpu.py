@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Transformers models on the kernels, 16-bit, against replicated prompts on PyTorch's FlashAttention and float32.
-
-DUALKV_TEST_DEVICE=cpu runs the same code on the CPU implementation, slowly: a check of the tests themselves.
-"""
+"""Transformers models on the kernels, 16-bit, against each sequence alone on stock attention, and float32."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from hybrid_models import drawn_gradients, error_ratios
 from launches import DEVICE, GPU_MARKS, needs_gpu
-from tiny_models import SUPPORTED, VOCABULARY, Samples, dualkv, gradients, padded_logps, stock_twin, tiny_model
+from tiny_models import SUPPORTED, VOCABULARY, Samples, dualkv, stock_twin, tiny_model
 
 from flash_attn_dualkv.integrations import lm_head
 
@@ -26,7 +23,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(head_dim=64),
     "qwen3": dict(head_dim=128),
     "phi3": dict(sliding_window=None),
-    "olmo2": dict(),
     "qwen3_moe": dict(head_dim=64, num_experts=4, num_experts_per_tok=4),
     "gpt_oss": dict(head_dim=64, num_local_experts=4, num_experts_per_tok=4, sliding_window=128),
     "mistral": dict(head_dim=64, sliding_window=100),
@@ -34,14 +30,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": dict(head_dim=128, sliding_window=64),
     # Full attention has head dims of its own, and in half of the layers the keys and values of the other half.
     "gemma4_text": dict(head_dim=128, global_head_dim=512, sliding_window=100),
-    "cohere2": dict(head_dim=64, sliding_window=100),
     "deepseek_v3": dict(
         num_key_value_heads=8, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, first_k_dense_replace=2
     ),
 }
-# Losses. The gradients of sinks and routers are a handful of independent numbers, sums that nearly cancel: of one loss
-# the error of either side is chance, of several it is a measure.
-DRAWS = 16
+DRAWS = 16  # losses
 # Of the 16-bit gradient with those of float32 and of the stock model, where a random model is no better conditioned:
 # on an H100 it has 0.991 with that of float32 and 0.976 with that of the stock model.
 LEAST_COSINES = {"gemma4_text": 0.97}
@@ -60,30 +53,6 @@ def random_model(name: str) -> Any:
     return model.to(DEVICE)
 
 
-class Run(NamedTuple):
-    """Log-probabilities, losses of them and the gradients of each, all in float32."""
-
-    logps: torch.Tensor
-    losses: torch.Tensor  # (DRAWS,)
-    gradients: dict[str, torch.Tensor]  # (DRAWS, ...)
-
-
-def run(model: Any, shared: bool) -> Run:
-    if shared:
-        logps, entropy = dualkv.shared_prompt_forward(model, SAMPLES.pack(device=DEVICE), with_entropy=True)
-    else:
-        logps, entropy = padded_logps(model, SAMPLES)
-    weights = torch.randn(DRAWS, len(logps), generator=torch.Generator().manual_seed(0)).to(logps)
-    losses = (weights * logps).mean(1) - 0.1 * entropy.mean()
-    found: dict[str, list[torch.Tensor]] = {}
-    for loss in losses:
-        model.zero_grad()
-        loss.backward(retain_graph=True)
-        for name, one in gradients(model).items():
-            found.setdefault(name, []).append(one.float())
-    return Run(logps.detach().float(), losses.detach().float(), {k: torch.stack(v) for k, v in found.items()})
-
-
 @pytest.mark.parametrize("chunks", [1, 128])
 @pytest.mark.parametrize("name", MODELS)
 def test_no_less_accurate_than_replicated_prompts(name, chunks, monkeypatch):
@@ -93,22 +62,13 @@ def test_no_less_accurate_than_replicated_prompts(name, chunks, monkeypatch):
     rows = -(-sum(map(len, SAMPLES.responses)) // chunks)
     monkeypatch.setattr(lm_head, "LOGIT_ELEMENTS", rows * VOCABULARY)
     model = random_model(name)
-    stock = stock_twin(model)
-    exact = run(stock_twin(model).float(), shared=False)
-    dense = run(stock, shared=False)
-    got = run(model, shared=True)
-
-    def ratio(of: Callable[[Run], torch.Tensor]) -> float:
-        ours, theirs = ((of(one) - of(exact)).norm().item() for one in (got, dense))
-        return ours / theirs
-
-    assert ratio(lambda one: one.logps) <= 1.5
-    assert ratio(lambda one: one.losses) <= 1.5
-    assert got.gradients.keys() == exact.gradients.keys()
-    ratios = {name: ratio(lambda one, name=name: one.gradients[name]) for name in exact.gradients}
-    assert not {name: one for name, one in ratios.items() if not one <= 1.5}
+    exact, dense = (
+        drawn_gradients(one, SAMPLES, draws=DRAWS) for one in (stock_twin(model).float(), stock_twin(model))
+    )
+    got = drawn_gradients(model, SAMPLES, SAMPLES.pack(device=DEVICE), draws=DRAWS)
+    assert not {what: ratio for what, ratio in error_ratios(got, dense, exact).items() if not ratio <= 1.5}
     # Summed in fp64: in fp32 the cosine of 15 million numbers is off by 0.002.
-    whole, *others = (torch.cat([v.flatten() for v in one.gradients.values()]).double() for one in (got, exact, dense))
+    whole, *others = (torch.cat([one.flatten() for one in found.values()]) for _, found in (got, exact, dense))
     cosines = [torch.cosine_similarity(whole, other, dim=0).item() for other in others]
     assert min(cosines) > LEAST_COSINES.get(name, 0.999), cosines
 

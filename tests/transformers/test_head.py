@@ -19,6 +19,7 @@ from tiny_models import (
     check_gradients,
     dualkv,
     gradients,
+    row_of,
     tiny_config,
     tiny_model,
     transformers,
@@ -29,7 +30,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceCl
 
 from flash_attn_dualkv import SharedPromptError
 from flash_attn_dualkv.integrations import lm_head
-from flash_attn_dualkv.integrations.transformers import forward
 
 TOKENS = sum(map(len, MIXED.responses))
 
@@ -94,20 +94,6 @@ def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
         assert watched.alive() == 0
 
 
-def test_the_watch_sees_logits_that_stay(monkeypatch):
-    """What the test before would say of a head without recomputation."""
-
-    def score(head, hidden, targets, **_):
-        logps = head(hidden).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-        return logps, logps
-
-    monkeypatch.setattr(forward, "score_in_chunks", score)
-    with Logits() as watched:
-        logps, _ = dualkv.shared_prompt_forward(tiny_model("llama"), MIXED.pack())
-        assert watched.alive() > 0
-        assert logps.requires_grad
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_model_is_left_as_it_was(fails):
     model = tiny_model("llama")
@@ -146,7 +132,6 @@ def test_temperature_is_a_positive_number(temperature, error):
 
 
 BATCH = MIXED.pack()
-INPUTS = dict(input_ids=BATCH.input_ids[None], position_ids=BATCH.position_ids[None], use_cache=False)
 POOLED = "expected one value for each row of the packed batch .* for the whole row"
 
 
@@ -158,7 +143,7 @@ def head_of(kind: str, name: str, **options: Any) -> Any:
 
 
 def run(model: Any, **options: Any) -> Any:
-    return model(**INPUTS, shared_prompt_layout=BATCH.layout, **options)
+    return model(**row_of(BATCH, **options))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gpt2"])
@@ -224,7 +209,7 @@ def test_question_answering() -> None:
     model = transformers.LlamaForQuestionAnswering(tiny_config("llama")).double().eval()
     model.set_attn_implementation("dualkv")
     dualkv.install_layout_hook(model)
-    assert run(model).start_logits.shape == (1, BATCH.num_rows)
+    assert run(model).start_logits.shape == (1, BATCH.layout.num_tokens)
     with pytest.raises(SharedPromptError, match="^labels: expected shift_labels="):
         run(model, start_positions=torch.tensor([1]), end_positions=torch.tensor([2]))
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from tree_cases import paths_of, trees
 
 pytest.importorskip("transformers", "4.57", reason="needs transformers 4.57 or newer")
 
@@ -27,18 +28,9 @@ CPU = torch.device("cpu")
 @st.composite
 def forests(draw: st.DrawFn) -> SharedPromptLayout:
     """Trees of any depth, with nodes that have no rows, and padding."""
-    count = draw(st.integers(1, 12))
-    parents: list[int] = []
-    for index in range(count):
-        path = [-1]  # depth-first order: a node continues one on the path of the node before it
-        above = index - 1
-        while above >= 0:
-            path.append(above)
-            above = parents[above]
-        parents.append(draw(st.sampled_from(path)))
-    lens = draw(st.lists(st.integers(0, 6), min_size=count, max_size=count))
-    lens[draw(st.integers(0, count - 1))] += 1
-    return SharedPromptLayout.from_tree(lens, parents, pad=draw(st.integers(0, 2)))
+    return SharedPromptLayout.from_tree(
+        *draw(trees().filter(lambda tree: sum(tree[0]) > 0)), pad=draw(st.integers(0, 2))
+    )
 
 
 @st.composite
@@ -55,24 +47,13 @@ def groups(draw: st.DrawFn) -> SharedPromptLayout:
     return pack_shared_prompts(prompts, responses, group_ids=ids, **options).layout
 
 
-def paths(layout: SharedPromptLayout) -> list[tuple[list[int], list[int]]]:
-    """(rows above, own rows) of each node, from the table that attention reads."""
-    whole: list[list[int]] = []
-    found = []
-    for begin, length, *_, parent, _ in layout.nodes.tolist():
-        above = whole[parent] if parent >= 0 else []
-        own = list(range(begin, begin + length))
-        whole.append([*above, *own])
-        found.append((above, own))
-    return found
-
-
 def node_by_node(layout: SharedPromptLayout, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """What `compute` makes of each path by itself, in the rows of its last node."""
     out = torch.zeros_like(x)
-    for above, own in paths(layout):
-        if own:
-            out = out.index_put((torch.tensor(own),), compute(x[[*above, *own]])[len(above) :])
+    tree = [*layout.node_lens], [*layout.node_parents]
+    for path, length in zip(paths_of(tree), tree[0]):
+        if length:
+            out = out.index_put((torch.tensor(path[-length:]),), compute(x[path])[-length:])
     return out
 
 

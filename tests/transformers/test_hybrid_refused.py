@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import copy
 import types
+from functools import partial
 from importlib import metadata
 from typing import Any
 
 import pytest
 import torch
 from hybrid_models import HYBRIDS, KINDS, hybrid_config, hybrid_model
-from tiny_models import MIXED, dualkv, replicated_logps, stock_twin, tiny_model, transformers
+from tiny_models import MIXED, dualkv, replicated_logps, row_of, stock_twin, tiny_model, transformers
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, SharedPromptLayoutError
 from flash_attn_dualkv.integrations.transformers import first_use, support
@@ -24,9 +25,7 @@ NAME = KINDS[0]
 PLAIN = "a hybrid model's layout through shared_prompt_forward|a forward that calls .* of its model file"
 
 
-def inputs(**more: Any) -> dict[str, Any]:
-    row = dict(input_ids=BATCH.input_ids[None], position_ids=BATCH.position_ids[None], use_cache=False)
-    return {**row, "shared_prompt_layout": BATCH.layout, **more}
+inputs = partial(row_of, BATCH)
 
 
 def mixer_of(model: Any) -> Any:

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MIXED, VERSION, Samples, check_equal, dualkv, replicated_logps, stock_twin, transformers
+from tiny_models import (
+    MIXED,
+    VERSION,
+    Samples,
+    check_equal,
+    dualkv,
+    logps_of,
+    replicated_logps,
+    row_of,
+    stock_twin,
+    transformers,
+)
 from tiny_multimodal import IMAGES, image, multimodal_model
 
 from flash_attn_dualkv import SharedPromptError
@@ -124,15 +135,13 @@ def test_images_that_see_each_other_are_refused_and_text_is_exact(
     expected, _ = replicated_logps(stock_twin(model, "eager"), MIXED)
     check_equal(got.detach(), expected.detach(), 1e-9)
     marks = torch.zeros_like(batch.input_ids)[None]
-    inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
     with torch.no_grad():
         for image in (False, True):
             marks[0, 2:5] = int(image)
             refused = pytest.raises(SharedPromptError, match="blockwise_overlay") if image else nullcontext()
             with refused, dualkv.expect_shared_prompt(batch.layout, model.config.text_config.num_hidden_layers):
-                logits = model(**inputs, **{mark: marks}, shared_prompt_layout=batch.layout).logits
-    logps = logits[0, batch.token_index].log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
-    check_equal(logps, expected.detach(), 1e-9)
+                logits = model(**row_of(batch, **{mark: marks})).logits
+    check_equal(logps_of(logits, batch), expected.detach(), 1e-9)
 
 
 @pytest.mark.skipif(VERSION < (5, 0), reason="some stock models make masks of positions of one kind")
@@ -144,7 +153,6 @@ def test_positions_of_three_kinds(model_type: str) -> None:
     batch = MIXED.pack()
     logits = []
     for position_ids in (batch.position_ids[None], batch.position_ids.expand(3, 1, -1)):
-        inputs = dict(input_ids=batch.input_ids[None], position_ids=position_ids, use_cache=False)
         with torch.no_grad():
-            logits.append(model(**inputs, shared_prompt_layout=batch.layout).logits)
+            logits.append(model(**row_of(batch, position_ids=position_ids)).logits)
     assert torch.equal(*logits)

@@ -150,7 +150,7 @@ def test_positions_that_only_look_alike():
         addresses.add(batch.position_ids.data_ptr())
         del batch
     for _ in range(20):
-        positions = [torch.arange(BATCH.num_rows) for _ in range(9)]
+        positions = [torch.arange(BATCH.layout.num_tokens) for _ in range(9)]
         for one in positions:
             without_layout(model, BATCH, one[None])
         if addresses & {one.data_ptr() for one in positions}:
@@ -227,8 +227,6 @@ def test_copied_batches():
     call(model, rebuilt, position_ids=BATCH.position_ids.view(1, -1))
     alone = dataclasses.replace(BATCH, layout=pickle.loads(pickle.dumps(BATCH.layout)))
     call(model, alone, position_ids=BATCH.position_ids[None].clone())
-    padded = BATCH.layout.pad_to(64)
-    assert padded.num_tokens == 64 and padded.position_ids is None
 
 
 def test_slices_of_positions():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MIXED, VERSION, Samples, dualkv, tiny_config, tiny_model, transformers
+from tiny_models import MIXED, VERSION, Samples, dualkv, row_of, tiny_config, tiny_model, transformers
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, kernels
 from flash_attn_dualkv.integrations.transformers import guard, support
@@ -21,8 +21,7 @@ LOST = "shared_prompt_layout: expected consumed by 2 layers that mix tokens, got
 
 
 def inputs(batch=BATCH, **more):
-    ids = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None])
-    return dict(**ids, attention_mask=None, use_cache=False, **more)
+    return row_of(batch, attention_mask=None, **more)
 
 
 # --- the guard --------------------------------------------------------------------------------------------------------
@@ -46,7 +45,7 @@ def test_a_dropped_layout_raises():
     with pytest.raises(SharedPromptLayoutError, match=LOST + "0"):
         dualkv.shared_prompt_forward(model, BATCH)
     with pytest.raises(SharedPromptLayoutError, match=LOST + "0"), dualkv.expect_shared_prompt(BATCH.layout, 2):
-        model(**inputs(shared_prompt_layout=BATCH.layout))
+        model(**inputs())
 
 
 def test_a_layer_that_gets_no_layout_raises():
@@ -59,13 +58,13 @@ def test_a_layer_that_gets_no_layout_raises():
         dualkv.shared_prompt_forward(model, BATCH)
     handle = dualkv.install_layout_hook(model)
     with pytest.raises(SharedPromptLayoutError, match=LOST + "1"):
-        model(**inputs(shared_prompt_layout=BATCH.layout))
+        model(**inputs())
     handle.remove()
     # Nobody counts here, but the layer is given positions that it knows; of others nothing is seen.
     with pytest.raises(SharedPromptLayoutError, match="expected batch.layout beside the positions of its packed row"):
-        model(**inputs(shared_prompt_layout=BATCH.layout))
+        model(**inputs())
     alone = dataclasses.replace(BATCH.layout, position_ids=None)
-    model(**{**inputs(shared_prompt_layout=alone), "position_ids": BATCH.position_ids[None].clone()})
+    model(**inputs(shared_prompt_layout=alone, position_ids=BATCH.position_ids[None].clone()))
 
 
 def test_a_model_on_stock_attention_does_not_take_a_layout():
@@ -74,11 +73,11 @@ def test_a_model_on_stock_attention_does_not_take_a_layout():
     with pytest.raises(SharedPromptError, match=r"model: expected a registered or wrapped attention.*'sdpa'"):
         dualkv.shared_prompt_forward(model, BATCH)
     with pytest.raises(SharedPromptLayoutError, match="a registered or wrapped attention in every layer"):
-        model(**inputs(shared_prompt_layout=BATCH.layout))
+        model(**inputs())
     eager = tiny_model("llama", attention="eager")  # which lies in the model's own file
     dualkv.install_layout_hook(eager)
     with pytest.raises(SharedPromptLayoutError, match=LOST + "0"):
-        eager(**inputs(shared_prompt_layout=BATCH.layout))
+        eager(**inputs())
 
 
 EQUALLY_LONG = [Samples.random([(3, lengths)]).pack() for lengths in ([5, 3, 1], [3, 5, 1])]
@@ -94,7 +93,7 @@ EQUALLY_LONG = [Samples.random([(3, lengths)]).pack() for lengths in ([5, 3, 1],
 )
 def test_another_forward_than_the_expected_one(given, expected, layers, message):
     with pytest.raises(SharedPromptLayoutError, match=message), dualkv.expect_shared_prompt(expected.layout, layers):
-        tiny_model("llama")(**inputs(given, shared_prompt_layout=given.layout))
+        tiny_model("llama")(**inputs(given))
 
 
 def test_expectations_end_with_their_block():
@@ -116,7 +115,7 @@ def test_a_layer_that_runs_twice_counts_once():
     model.gradient_checkpointing_enable(dict(use_reentrant=False))
     with dualkv.expect_shared_prompt(BATCH.layout, 2):
         # The backward belongs outside; on the CPU it recomputes in this very thread.
-        model(**inputs(shared_prompt_layout=BATCH.layout)).logits.sum().backward()
+        model(**inputs()).logits.sum().backward()
     attention = model.model.layers[0].self_attn
     with pytest.raises(SharedPromptLayoutError, match=LOST + "1"), dualkv.expect_shared_prompt(BATCH.layout, 2):
         _ = [guard.consume(attention, BATCH.layout) for _ in range(2)]
@@ -139,12 +138,12 @@ def test_a_forward_that_was_interrupted_leaves_nothing_behind(through):
 
     handle = last.register_forward_pre_hook(interrupt)
     with pytest.raises(Interruption):
-        (model if through == "model" else model.model)(**inputs(shared_prompt_layout=BATCH.layout))
+        (model if through == "model" else model.model)(**inputs())
     handle.remove()
     assert torch.equal(model(**plain).logits, expected)
     assert guard.current() is None
     model.generate(torch.arange(3, 9)[None], max_new_tokens=2, do_sample=False)
-    model(**inputs(shared_prompt_layout=BATCH.layout))
+    model(**inputs())
 
 
 def test_threads_wait_for_each_other():
@@ -153,7 +152,7 @@ def test_threads_wait_for_each_other():
     expected, _ = dualkv.shared_prompt_forward(model, BATCH)
     parameters = list(model.parameters())
     expected_gradients = torch.autograd.grad(expected.sum(), parameters)
-    plain = model(**inputs(shared_prompt_layout=BATCH.layout)).logits
+    plain = model(**inputs()).logits
     dualkv.install_layout_hook(model)
     failures = []
 
@@ -164,7 +163,7 @@ def test_threads_wait_for_each_other():
                 assert torch.equal(logps, expected)
                 for one, other in zip(torch.autograd.grad(logps.sum(), parameters), expected_gradients, strict=True):
                     assert torch.equal(one, other)
-                assert torch.equal(model(**inputs(shared_prompt_layout=BATCH.layout)).logits, plain)
+                assert torch.equal(model(**inputs()).logits, plain)
         except BaseException as error:
             failures.append(error)
 
@@ -181,8 +180,8 @@ def test_the_hook_of_a_copy_looks_at_the_copy():
     dualkv.install_layout_hook(model)
     twin = copy.deepcopy(model).train()
     with pytest.raises(SharedPromptError, match="0 in training mode, got 0.1"):
-        twin(**inputs(shared_prompt_layout=BATCH.layout))
-    model(**inputs(shared_prompt_layout=BATCH.layout))
+        twin(**inputs())
+    model(**inputs())
 
 
 @pytest.mark.parametrize("layers", [0, -1])
@@ -234,7 +233,7 @@ def test_bidirectional_masks_are_refused():
     model = tiny_model("llama")
     model.config.is_causal = False
     with pytest.raises(SharedPromptError, match="is_causal: expected True"):
-        model(**inputs(shared_prompt_layout=BATCH.layout))
+        model(**inputs())
 
 
 def test_modules_that_mix_tokens_are_refused_whatever_the_configuration_says():
@@ -264,10 +263,10 @@ def test_masks_that_are_not_causal_are_refused():
     model = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation="dualkv").eval()
     images = torch.zeros_like(BATCH.input_ids)
     with dualkv.expect_shared_prompt(BATCH.layout, 2):
-        model(**inputs(shared_prompt_layout=BATCH.layout))
+        model(**inputs())
     images[:3] = 1
     with pytest.raises(SharedPromptError, match="causal or sliding-window one with a layout"):
-        model(**inputs(shared_prompt_layout=BATCH.layout, token_type_ids=images[None]))
+        model(**inputs(token_type_ids=images[None]))
 
 
 @pytest.mark.parametrize(
@@ -284,10 +283,10 @@ def test_dropout_is_refused_in_training(name, options, message):
         dualkv.shared_prompt_forward(model, BATCH)
     if "attention_dropout" in options:
         with pytest.raises(SharedPromptError, match="dropout of attention"):
-            model(**inputs(shared_prompt_layout=BATCH.layout))
+            model(**inputs())
     dualkv.install_layout_hook(model)
     with pytest.raises(SharedPromptError, match=message):
-        model(**inputs(shared_prompt_layout=BATCH.layout))
+        model(**inputs())
     dualkv.shared_prompt_forward(model.eval(), BATCH)
 
 
@@ -316,21 +315,20 @@ def test_a_sharded_head_is_refused(mark, whole):
 def test_arguments_that_would_be_ignored_are_refused():
     model = tiny_model("llama")
     with pytest.raises(SharedPromptError, match="expected no arguments of attention .* got position_bias"):
-        model(**inputs(shared_prompt_layout=BATCH.layout, position_bias=torch.zeros(1)))
+        model(**inputs(position_bias=torch.zeros(1)))
     with pytest.raises(SharedPromptError, match="output_attentions: expected False"):
-        model(**inputs(shared_prompt_layout=BATCH.layout, output_attentions=True))
+        model(**inputs(output_attentions=True))
 
 
 def test_caches_and_masks_are_refused():
     model = tiny_model("llama")
     cache = model(torch.arange(3, 9)[None], use_cache=True).past_key_values
-    ids = dict(input_ids=BATCH.input_ids[None], position_ids=BATCH.position_ids[None])
     with pytest.raises(SharedPromptError, match="no KV cache"):
-        model(**ids, past_key_values=cache, shared_prompt_layout=BATCH.layout)
-    padding = torch.ones_like(ids["input_ids"])
+        model(**row_of(BATCH, past_key_values=cache, use_cache=None))
+    padding = torch.ones_like(BATCH.input_ids[None])
     padding[0, 0] = 0
     with pytest.raises(SharedPromptError, match="attention_mask: expected None"):
-        model(**ids, attention_mask=padding, use_cache=False, shared_prompt_layout=BATCH.layout)
+        model(**row_of(BATCH, attention_mask=padding))
 
 
 def test_the_layout_is_that_of_the_row():

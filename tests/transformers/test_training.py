@@ -11,6 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from hybrid_models import KINDS, RAGGED, hybrid_model
 from processes import run_ranks
 from tiny_models import (
     FAMILIES,
@@ -99,15 +100,18 @@ def test_dropout_of_lora_is_refused_in_training():
     dualkv.shared_prompt_forward(model.eval(), MIXED.pack())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
-def test_autocast(dtype):
+@pytest.mark.parametrize("name", ["qwen3", *KINDS])
+def test_autocast(name):
     """float32 parameters, 16-bit arithmetic: as far from exact as the stock model under autocast."""
-    model = tiny_model("qwen3", dtype=torch.float32)
+    model, samples = tiny_model("qwen3", dtype=torch.float32), MIXED
+    if name in KINDS:
+        model, samples = hybrid_model(name, torch.float32), RAGGED
+    twin = stock_twin(model, "eager")
     with torch.no_grad():
-        exact, _ = replicated_logps(stock_twin(model), MIXED)
-        with torch.autocast("cpu", dtype):
-            got, _ = dualkv.shared_prompt_forward(model, MIXED.pack())
-            stock, _ = replicated_logps(stock_twin(model), MIXED)
+        exact, _ = replicated_logps(twin, samples)
+        with torch.autocast("cpu", torch.bfloat16):
+            got, _ = dualkv.shared_prompt_forward(model, samples.pack())
+            stock, _ = replicated_logps(twin, samples)
     assert got.dtype == torch.float32
     assert 0 < (got - exact).abs().max() <= 1.5 * (stock - exact).abs().max()
 

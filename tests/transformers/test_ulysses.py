@@ -40,7 +40,7 @@ def layout_for(ranks: int) -> SharedPromptLayout:
 
 def layouts_for(ranks: int) -> tuple[SharedPromptLayout, SharedPromptLayout]:
     """Of prompts, and of a tree."""
-    return layout_for(ranks), SharedPromptLayout.from_tree([7, 3, 0, 9, 4], [-1, 0, 0, 2, -1]).pad_to(ranks)
+    return layout_for(ranks), SharedPromptLayout.from_tree([7, 3, 0, 9, 4], [-1, 0, 0, 2, -1], pad=-23 % ranks)
 
 
 def inputs_for(layout: SharedPromptLayout, heads: tuple[int, int], width: int = 16) -> tuple[Inputs, Tensor]:

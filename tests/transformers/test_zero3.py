@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_ranks
-from tiny_models import MIXED, VOCABULARY, Samples, dualkv, replicated_logps, tiny_model
+from tiny_models import MIXED, VOCABULARY, Samples, dualkv, replicated_logps, row_of, tiny_model
 
 from flash_attn_dualkv.integrations import lm_head
 
@@ -52,8 +52,7 @@ def _logps(engine: Any, kind: str, samples: Samples) -> torch.Tensor:
     if "layout hook" not in kind:
         logps, entropy = dualkv.shared_prompt_forward(engine, batch, with_entropy=True)
         return logps + 0.1 * entropy
-    inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
-    logits = engine(**inputs, shared_prompt_layout=batch.layout, logits_to_keep=batch.token_index).logits[0]
+    logits = engine(**row_of(batch, logits_to_keep=batch.token_index)).logits[0]
     logps = logits.log_softmax(-1)
     entropy = torch.special.entr(logps.exp()).sum(-1)
     return logps.gather(-1, batch.targets[:, None])[:, 0] + 0.1 * entropy

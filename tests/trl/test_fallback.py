@@ -23,10 +23,12 @@ FOLDER = Path(fallback.__file__).parent
 @pytest.mark.parametrize(
     ("settings", "environment", "expected"),
     [
+        ({}, {}, Options()),
         ({"shared_prompt": "off", "learning_rate": 1}, {}, Options(enabled=False)),
         ({"shared_prompt_min_dedup_ratio": "1.5"}, {}, Options(min_dedup_ratio=1.5)),
         ({"shared_prompt_max_responses_per_group": ""}, {"MAX_RESPONSES_PER_GROUP": "4"}, Options()),
         ({}, {"MAX_RESPONSES_PER_GROUP": "4", "SELF_CHECK": "0"}, Options(max_responses_per_group=4, self_check=False)),
+        ({"shared_prompt_enabled": True}, {"ENABLED": "0"}, Options()),
     ],
 )
 def test_options_as_text(settings: Any, environment: Any, expected: Options, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,12 +48,17 @@ def test_options_as_text(settings: Any, environment: Any, expected: Options, mon
         ("self_check", 1, "a bool, got 1"),
     ],
 )
-def test_wrong_options(option: str, value: Any, message: str) -> None:
+def test_wrong_options(option: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=f"override_config.shared_prompt_{option}: expected {message}"):
         Options.of({f"shared_prompt_{option}": value})
     if not isinstance(value, str):
         with pytest.raises(SharedPromptError, match=f"^mine: expected {message}"):
             Options.checked({option: ("mine", value)})
+    with pytest.raises(ValueError, match="override_config: expected one of .*, got shared_prompt_mode"):
+        Options.of({"shared_prompt_mode": 1})
+    monkeypatch.setenv("DUALKV_VERL_VERIFY_FIRST_STEPS", "all")
+    with pytest.raises(ValueError, match="the environment's DUALKV_VERL_VERIFY_FIRST_STEPS: expected an int >= 0"):
+        Options.of({})
 
 
 def _given_reasons(path: Path) -> set[str]:

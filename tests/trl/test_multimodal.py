@@ -110,18 +110,3 @@ def test_batches_with_images_are_stock(attention: str, tmp_path: Path) -> None:
     ours._sharing.take(torch.device("cpu"))
     compare(stock, ours, *batch([(9, [5, 9, 3])]))
     assert not ours._sharing.tally.fallbacks
-
-
-@pytest.mark.parametrize("model_type", ["qwen4_exp", "minimax_m3_vl", "molmo2"])
-def test_text_that_is_not_exact_is_stock(model_type: str, tmp_path: Path) -> None:
-    """The text stack decides, or the first layer that gets a layout."""
-    if model_type not in transformers.CONFIG_MAPPING:
-        pytest.skip("another transformers")
-    stock, ours = (
-        trainer(cls, multimodal_model(model_type, attention="sdpa"), tmp_path) for cls in (trl.GRPOTrainer, GRPO)
-    )
-    ids, mask, width = batch([(9, [5, 9, 3])])
-    more = dict(mm_token_type_ids=torch.zeros_like(ids)) if model_type == "molmo2" else {}
-    reason, (logps, *_) = refused(ours, ids, mask, width, **more)
-    assert reason == "unsupported"
-    assert torch.equal(logps, score(stock, ids, mask, width, **more)[0])

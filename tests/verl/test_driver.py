@@ -133,44 +133,6 @@ def test_executed_mfu(config: Any) -> None:
     assert metrics["mfu_executed"] < 8 * one / promised / 2 / 3
 
 
-@pytest.mark.parametrize(
-    ("settings", "environment", "expected"),
-    [
-        ({}, {}, plugin.Options()),
-        ({"shared_prompt": False}, {}, plugin.Options(enabled=False)),
-        ({"shared_prompt_min_dedup_ratio": 1.5, "other": 3}, {}, plugin.Options(min_dedup_ratio=1.5)),
-        ({"shared_prompt_max_responses_per_group": 4}, {}, plugin.Options(max_responses_per_group=4)),
-        ({}, {"ENABLED": "no", "VERIFY_FIRST_STEPS": "2"}, plugin.Options(enabled=False, verify_first_steps=2)),
-        ({"shared_prompt_enabled": True}, {"ENABLED": "0"}, plugin.Options()),
-    ],
-)
-def test_options(monkeypatch: Any, settings: Any, environment: Any, expected: plugin.Options) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(f"DUALKV_VERL_{name}", value)
-    assert plugin.Options.of(settings) == expected
-
-
-@pytest.mark.parametrize(
-    ("settings", "environment", "message"),
-    [
-        ({"shared_prompt_mode": 1}, {}, "override_config: expected one of .*, got shared_prompt_mode"),
-        ({"shared_prompt": "maybe"}, {}, "override_config.shared_prompt: .*maybe"),
-        (
-            {"shared_prompt_min_dedup_ratio": 0},
-            {},
-            "override_config.shared_prompt_min_dedup_ratio: expected a finite number > 0",
-        ),
-        ({"shared_prompt_max_responses_per_group": 0}, {}, "max_responses_per_group: expected an int >= 1, got 0"),
-        ({}, {"VERIFY_FIRST_STEPS": "all"}, "the environment's DUALKV_VERL_VERIFY_FIRST_STEPS: expected an int >= 0"),
-    ],
-)
-def test_wrong_options(monkeypatch: Any, settings: Any, environment: Any, message: str) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(f"DUALKV_VERL_{name}", value)
-    with pytest.raises(ValueError, match=message):
-        plugin.Options.of(settings)
-
-
 def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
     return tu.nested_tensor_from_tensor_list(rows)
 

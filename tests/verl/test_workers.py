@@ -16,7 +16,7 @@ import verl_rig
 from transformers import AutoConfig
 from verl_cases import Case, Found
 from verl_inputs import Batch, Model
-from verl_runs import ACTOR, ENVIRONMENT, MODEL, UNEQUAL, case, check_equal, check_shared
+from verl_runs import ACTOR, ENVIRONMENT, MODEL, ROOT, UNEQUAL, case, check_equal, check_shared
 
 EQUAL = [
     case("dynamic, v1", updates=3),
@@ -76,8 +76,8 @@ EQUAL_RANKS = [
 STAYING: dict[str, Any] = dict(learning_rate=0.0, updates=1, batch=UNEQUAL, infers_at_the_end=False)
 KEPT = [
     case("a worker", micro=3, warm=3, **STAYING),
-    case("the same worker, dynamic", tokens=150, warm=2, keeps_worker=True, **STAYING),
-    case("the same worker, fixed", micro=2, keeps_worker=True, **STAYING),
+    case("the same worker, dynamic", tokens=150, warm=2, **STAYING),
+    case("the same worker, fixed", micro=2, **STAYING),
 ]
 
 # Cases that verl's own path computes, and what the metrics call the reason.
@@ -161,24 +161,20 @@ def test_kept_workers(two_ranks: dict[str, Found], name: str) -> None:
     assert len(set(divided)) == len(KEPT) and divided[0] == 2 and divided[2] == 3
 
 
-def test_weights_of_a_kept_worker_stay() -> None:
-    with pytest.raises(ValueError, match="learning_rate: expected 0.0 where keeps_worker is set, got 0.1"):
-        case("trained", keeps_worker=True, learning_rate=0.1)
-
-
 def test_what_there_was_before_a_failure() -> None:
-    """A rank that fails ends the others; results so far were written and count."""
-    seen: list[list[str]] = []
+    """A rank that fails ends the others; results so far count, if there are any."""
     cases = [replace(one, shares=True, updates=1) for one in (EQUAL_RANKS[1], ERRORS[0][0], EQUAL_RANKS[0])]
-    found = verl_rig.run(cases, 2, ENVIRONMENT, 300.0, keep=lambda some: seen.append(list(some)))
-    assert list(found) == seen[0] == seen[-1] == [cases[0].name]
+    assert list(verl_rig.run(cases, 2, ENVIRONMENT, 300.0)) == [cases[0].name]
+    with pytest.raises(RuntimeError, match=r"verl's ranks ended with .* behind \[\]"):
+        verl_rig.run(cases[1:], 2, ENVIRONMENT, 300.0)
 
 
 def test_ray(two_ranks: dict[str, Found]) -> None:
     """Under Ray, where verl's dispatch cuts the batch for two workers, what verl computes without Ray."""
     stock = "2 ranks, dynamic"
     ours = next(replace(one, name="Ray", shares=True) for one in EQUAL_RANKS if one.name == stock)
-    check_shared(two_ranks[stock], verl_rig.run([ours], 2, ENVIRONMENT, 300.0, on_ray=True)["Ray"])
+    verl_ray = str(ROOT / "tests/helpers/verl_ray.py")
+    check_shared(two_ranks[stock], verl_rig.run([ours], 2, ENVIRONMENT, 300.0, driver=verl_ray)["Ray"])
 
 
 @pytest.mark.parametrize(("name", "reason"), [(one.name, reason) for one, reason in FALLBACKS])

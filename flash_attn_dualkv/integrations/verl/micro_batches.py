@@ -203,7 +203,7 @@ def grouped_micro_batches(
         return parts[0] + parts[1], groups + singles
 
     try:
-        parts = on_equal_terms(fill, dp_group, "samples")
+        parts = on_equal_terms(fill, dp_group)
     except SharedPromptError as error:
         settings = (
             "ppo_max_token_len_per_gpu (of log-probabilities log_prob_max_token_len_per_gpu, of critics "

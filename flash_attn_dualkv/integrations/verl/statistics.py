@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from verl.utils.flops_counter import FlopsCounter
 
 from ...data.batch import PackedBatch
-from ...predict import causal_pairs, shared_pairs
+from ...predict import causal_pairs
 from ..fallback import PREFIX, Tally, reasons_of, savings
 from .micro_batches import Lengths
 
@@ -26,11 +24,8 @@ class Statistics:
         self.pairs = 0
 
     def count_shared(self, batch: PackedBatch) -> None:
-        layout = batch.layout
-        self.tally.add(batch.num_replicated_tokens, layout.num_tokens)
-        decoded_lens = layout.decoded_lens
-        for context, (first, end) in zip(layout.context_lens, pairwise(layout.group_offsets)):
-            self.pairs += shared_pairs(context, decoded_lens[first:end])
+        self.tally.add(batch.num_replicated_tokens, batch.layout.num_tokens)
+        self.pairs += batch.num_pairs
 
     def count_stock(self, lengths: Lengths, reason: str) -> None:
         totals = list(map(int.__add__, lengths.prompts, lengths.responses))

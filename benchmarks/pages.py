@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What all pages are made with: rows of result files, figures, tables, templates and plots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+# Okabe and Ito's, which colour-blind readers can tell apart.
+BLUE, SKY, GREEN, VERMILION, PURPLE, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#E69F00"
+HEADER = ("benchmark", "gpu", "torch", "cuda", "commit", "date", "dirty")
+TEMPLATES = Path(__file__).with_name("templates")
+
+
+class ResultError(ValueError):
+    """A result file that cannot be read, or must not be published."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a result file holds.
+
+    Raises:
+        ResultError: it cannot be read, or lacks a header or rows.
+    """
+    try:
+        result = json.loads(path.read_text())
+        assert isinstance(result["header"], dict) and result["rows"] and isinstance(result["rows"][0], dict)
+    except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
+        raise ResultError(f"{path}: expected an object with header and rows, got {error}") from error
+    return dict(result)
+
+
+def load(paths: list[Path]) -> pd.DataFrame:
+    """The rows of result files, each with what the header says."""
+    frames = []
+    for path in paths:
+        header, rows = read(path).values()
+        facts = {key: header.get(key) for key in (*HEADER, "attention_of_verl")}
+        facts["versions"] = ", ".join(f"{key} {value}" for key, value in header.get("versions", {}).items())
+        optional = dict.fromkeys(("oom", "error", "skipped", "peak_gib"))
+        frames.append(pd.DataFrame([{**optional, **row} for row in rows]).assign(**facts, file=path.stem))
+    return pd.concat(frames, ignore_index=True)
+
+
+def number(value: Any, digits: int = 0) -> str:
+    return "" if value is None or pd.isna(value) else f"{value:.{digits}f}"
+
+
+def milliseconds(value: Any) -> str:
+    return number(value, 0 if value >= 1000 else 1 if value >= 10 else 2)
+
+
+def markdown(table: pd.DataFrame, left: int | None = None) -> str:
+    """The first ``left`` columns to the left, figures to the right; None: all to the left.
+
+    Columns to the right without a figure are left out.
+    """
+    left = table.shape[1] if left is None else left
+    table = table.loc[:, [index < left or bool((table[name] != "").any()) for index, name in enumerate(table)]]
+    align = ["left" if index < left else "right" for index in range(table.shape[1])]
+    return str(table.to_markdown(index=False, disable_numparse=True, colalign=align))
+
+
+def filled(template: str, parts: dict[str, str], **facts: Any) -> str:
+    """The template, without its sections whose part is empty."""
+    sections = (TEMPLATES / f"{template}.md").read_text().split("\n## ")
+    empty = [f"{{{name}}}" for name, part in parts.items() if not part]
+    kept = [one for one in sections if not any(name in one for name in empty)]
+    return "\n## ".join(kept).format(**parts, **facts)
+
+
+def save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    plt.close(figure)

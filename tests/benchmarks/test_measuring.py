@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How the benchmarks measure, and their commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import bench_kernel
+import bench_layer
+import bench_model
+import bench_stream
+import bench_tree
+import command
+import compare_builds
+import measure
+import peers
+import pytest
+import report
+import shapes
+import torch
+from bench_cases import CPU, RAGGED
+from bench_cases import packages as packages
+from packing import Arrangement
+from peers import Implementation
+from shapes import Shape, nodes_of
+
+
+def measured(implementations: list[Implementation], shape: Shape = RAGGED, **changes: Any) -> list[dict[str, Any]]:
+    config = measure.Config(CPU, **{"rounds": 2, "max_calls": 2, "warm_ms": 1.0, **changes})
+    run = measure.ShapeRun(shape, implementations, config, measure.Matmul(config))
+    run.run()
+    return run.rows
+
+
+OURS = peers.ours(None)
+
+
+@pytest.mark.parametrize(("ms", "expected"), [(5.0, [1, 29 + 10]), (25.0, [1, 5 + 3]), (400.0, [1, 1])])
+def test_what_is_timed_is_warm(ms: float, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """150 ms of the same come first, then 60 ms, at least once and at most ten times."""
+    asked = []
+
+    def laps(config: measure.Config, steps: Any, rounds: int) -> list[list[float]]:
+        asked.append(rounds)
+        return [[ms] * rounds]
+
+    real = measure.laps
+    monkeypatch.setattr(measure, "laps", laps)
+    (times,) = measure.laps_under_load(measure.Config(CPU), (lambda: None,))
+    assert asked == expected and len(times) == {5.0: 10, 25.0: 3, 400.0: 1}[ms]
+    calls: list[str] = []
+    found = real(measure.Config(CPU), (lambda: calls.append("a"), lambda: calls.append("b")), 3)
+    assert calls == ["a", "b"] * 3 and [len(one) for one in found] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("error", "fact"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40 GiB"), {"oom": True}),
+        (RuntimeError("cudnn: out of memory"), {"oom": True}),
+        (RuntimeError("No available kernel.\nAborting."), {"error": "RuntimeError: No available kernel."}),
+        ("output", {"error": "output differs by 0.2 from the first implementation's"}),
+        ("gradient", {"error": "gradient differs by 0.2 from the first implementation's"}),
+    ],
+)
+def test_a_failure_is_a_row(error: Any, fact: dict[str, Any]) -> None:
+    """And so is an implementation that computes something else."""
+
+    def arrange(shape: Shape, device: torch.device) -> Arrangement:
+        if isinstance(error, Exception):
+            raise error
+        how = OURS.arrange(shape, device)
+
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if error == "output":
+                return 1.2 * how.attention(q, k, v)
+            return how.attention(q, k.detach() + 0.8 * (k - k.detach()), v)  # four fifths of the gradient of k
+
+        return Arrangement(how.rows, attention)
+
+    rows = measured([OURS, Implementation("broken", arrange)])
+    assert all(row["ms"] > 0 and not row["rel_diff"] and not row["gradient_rel_diff"] for row in rows[:2])
+    assert all(row["ms"] is row["tflops"] is None and fact.items() <= row.items() for row in rows[2:])
+
+
+def test_slow_peers_get_fewer_rounds() -> None:
+    """As many as fit the limit, at least one."""
+    config = measure.Config(CPU, rounds=4, limit_s=1.0, max_calls=1, warm_ms=0.0)
+    seconds = {OURS.name: 0.0, "slow": 0.2, "slowest": 0.6}
+    found = [replace(OURS, name=name) for name in seconds]
+    run = measure.ShapeRun(RAGGED, found, config, measure.Matmul(config))
+    run.memory_pass = lambda impl: run.seconds.update({impl.name: seconds[impl.name]})
+    run.run()
+    assert [row["samples"] for row in run.rows] == [4, 4, 2, 2, 1, 1]
+
+
+def test_budgets_hold() -> None:
+    begin = time.monotonic()
+    rows = measured([OURS], deadline=begin + 5, rounds=10**6, limit_s=1e9, max_calls=1)
+    assert time.monotonic() - begin < 10 and all(row["ms"] for row in rows)
+    assert {row["skipped"] for row in measured([OURS], deadline=0.0)} == {"left out: budget"}
+
+
+def test_times_of_micro_batches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of the medians."""
+    config = measure.Config(CPU)
+    shape, impl = shapes.parse("tree-tiny-H4-Hk2-d16"), peers.of_varlen("math", lambda: peers.math_varlen)[2]
+    monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
+    run, count = measure.ShapeRun(shape, [impl], config, measure.Matmul(config)), len(shape.micro_batches())
+    laps = iter([[1.0, 2.0, 9.0], [10.0], [3.0, 3.0], [30.0]] * 10)
+    monkeypatch.setattr(run, "laps", lambda impl, *steps: [next(laps)])
+    run.timed_pass(impl)
+    assert impl.name == "math_flattened" and count > 1
+    assert run.times[impl.name, "forward"] == [sum((2.0, 3.0)[index % 2] for index in range(count))]
+    assert run.times[impl.name, "backward"] == [sum((10.0, 30.0)[index % 2] for index in range(count))]
+
+
+# --- the commands ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "peers_of"),
+    [
+        (bench_kernel, ["--impls", "replicated"], {"4x96x24-H4-Hk2-d16": ["math_replicated"]}),
+        (bench_tree, [], {"tree-tiny-H4-Hk2-d16": ["math_gathered", "math_flattened"]}),
+        (
+            bench_layer,
+            [],
+            {"tiny-3x70x1-90": ["math_replicated"], "tiny-tree-tiny": ["math_gathered", "math_flattened"]},
+        ),
+        (bench_model, ["--shape", "tiny-3x70x1-90"], {"tiny-3x70x1-90": ["math_replicated"]}),
+    ],
+)
+def test_the_commands(module: Any, arguments: list[str], peers_of: dict[str, list[str]], tmp_path: Path) -> None:
+    """Rows and header of what each writes; a CPU's are no result."""
+    assert module.main(["--device", "cpu", "--rounds", "1", *arguments, "--out", str(tmp_path), "--name", "trial"]) == 0
+    header, rows = json.loads((tmp_path / "trial.json").read_text()).values()
+    assert header["matmul_tflops"] > 0 and header["benchmark"] == module.BENCHMARK.name
+    for name, expected in peers_of.items():
+        found = [row["impl"] for row in rows if row["shape"] == name and row["direction"] == "backward"]
+        assert found == ["dualkv_reference", *expected]
+    for row in rows:
+        shape, is_replicated = shapes.parse(row["shape"]), row["impl"] in ("math_replicated", "math_flattened")
+        work = (shape.replicated_tokens, shape.replicated_pairs) if is_replicated else None
+        assert (row["executed_tokens"], row["executed_pairs"]) == (work or (shape.packed_tokens, shape.visible_pairs))
+        assert row["ms_min"] <= row["ms"] <= row["ms_max"] and row["rel_diff"] < 1e-4
+        assert (row["tflops"] is None) == (header["benchmark"] in ("layer", "model"))
+        assert report.problems_of({**row, "dtype": "bf16", "impl": "dualkv_sm90"}, header["benchmark"]) == []
+    with pytest.raises(ValueError, match="unknown impl dualkv_reference|dirty tree"):
+        report.check(tmp_path / "trial.json")
+
+
+def test_the_stream_command(tmp_path: Path, packages: None) -> None:
+    """Packing and a mask plan for every micro-batch; a peer that computes something else, and one without time."""
+    assert bench_stream.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "stream-tiny.json").read_text())["rows"]
+    assert [row["impl"] for row in rows] == ["dualkv_reference"] * 4 + ["cudnn_flex"] * 4
+    assert len({row["packed_tokens"] for row in rows}) == 4
+    for row in rows:
+        assert "error" not in row and row["wall_ms"] > row["host_ms"] > 0
+        assert row["ms"] == pytest.approx(row["wall_ms"] - row["attention_ms"], abs=1e-2)
+        assert report.problems_of({**row, "dtype": "bf16", "impl": "cudnn_flex"}, "stream") == []
+    ours, peer = bench_stream.implementations(None)
+
+    def doubled(shape: Shape, device: torch.device) -> bench_stream.Steps:
+        steps = peer.arrange(shape, device)
+
+        def pack() -> Any:
+            attention, unpack = steps.pack()
+            return lambda q, k, v: 2 * attention(q, k, v), unpack
+
+        return bench_stream.Steps(steps.rows, pack)
+
+    for others, deadline, expected in ((doubled, 1e9, "output differs by"), (peer.arrange, 0.5, "left out: budget")):
+        config = measure.Config(CPU, deadline=time.monotonic() + deadline)
+        stream = bench_stream.parse("tiny")
+        run = bench_stream.StreamRun(stream, [ours, replace(peer, arrange=others)], config, measure.Matmul(config))
+        run.run()
+        assert all(expected in (row.get("error") or row["skipped"]) and row["ms"] is None for row in run.rows[4:])
+
+
+def test_a_gpu_that_fails_does_not_end_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def clear(config: measure.Config, after_failure: bool = False) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(measure.Config, "clear", clear)
+    assert bench_kernel.main(["--device", "cpu", "--impls", "dualkv", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "kernel-tiny.json").read_text())["rows"]
+    assert {row["shape"] for row in rows} == set(bench_kernel.PRESETS["tiny"])
+    assert {row["skipped"] for row in rows} == {"a failure before: RuntimeError"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "nothing"], "expected (a name like|one of rl, tiny)"),
+        (["--rounds", "0"], "--rounds: expected at least 1, got 0"),
+        (["--preset", "nothing"], "invalid choice"),
+        (["--impls", "=dualkv"], "dualkv_reference, .*cudnn_flex.*, got =dualkv"),
+    ],
+)
+@pytest.mark.parametrize("main", [bench_kernel.main, bench_stream.main])
+def test_bad_arguments(main: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu", *arguments])
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench_layer.main([])
+    assert "no CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("head", "top", "status", "expected"),
+    [
+        ("a" * 40, command.ROOT, "", ("a" * 40, False)),
+        ("a" * 40, command.ROOT, " M setup.py", ("a" * 40, True)),
+        ("a" * 40, command.ROOT, None, ("a" * 40, True)),
+        ("a" * 40, command.ROOT.parent, "", ("unknown", True)),  # a copy inside another repository
+        (None, None, None, ("unknown", True)),
+    ],
+)
+def test_commit_and_dirtiness(
+    monkeypatch: pytest.MonkeyPatch, head: Any, top: Any, status: Any, expected: tuple[str, bool]
+) -> None:
+    answers = {"rev-parse HEAD": head, "rev-parse --show-toplevel": top and str(top)}
+    monkeypatch.setattr(command, "git", lambda *words: answers.get(" ".join(words), status))
+    assert command.tree_state(None) == expected and command.tree_state("b" * 40) == ("b" * 40, False)
+
+
+def test_builds_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same package twice; what is no shape is said, and is a failure."""
+
+    roots = [str(command.ROOT)] * 2
+    names = ["2-groups-of-3x70x1-90-H4-Hk1-d16", "tree-tiny-H4-Hk2-d16", "causal-1x128-H4-Hk4-d16", "nothing"]
+    assert compare_builds.main([*roots, "--rounds", "1", "--shape", *names]) == 1
+    lines = capsys.readouterr().out.splitlines()[-4:]
+    assert [line.split()[0] for line in lines] == names and "expected a name like" in lines[3]
+    assert all(line.endswith("0.0e+00") and len(line.split()) == 14 for line in lines[:3])
+    line, is_fine = compare_builds.line_of("one", *([{"one": ({"forward": ms, "backward": 1.0, "both": 1.0 + ms,
+        "deterministic": 1.0}, [torch.ones(3) * ms])}] for ms in (1.0, 1.02)))  # fmt: skip
+    assert not is_fine and line.count("*") == 1 and "1.020*" in line
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["kernel", "tree", "layer", "model"])
+def test_on_the_gpu(kind: str) -> None:
+    """All but FlexAttention, whose compilation takes longer than all of these."""
+    import flash_attn_dualkv
+
+    kernels = peers.own_kernels(dict(flash_attn_dualkv.build_info()), torch.cuda.get_device_capability())
+    module: Any = {"kernel": bench_kernel, "tree": bench_tree, "layer": bench_layer}.get(kind)
+    module = module or bench_model
+    nodes = shapes.TREES["tiny"]() if kind == "tree" else nodes_of([(1000, (131, 700, 64))])
+    shape = Shape(kind, tuple((17 * length, parent) for length, parent in nodes))
+    if kind in ("layer", "model"):
+        shape = replace(shape, model=shapes.ModelShape(2, 512, 1024, 32, 8, 128, vocab=1024))
+    found = [one for one in module.BENCHMARK.implementations(kernels) if not one.missing() and "flex_p" not in one.name]
+    config = measure.Config(torch.device("cuda"), rounds=1, target_ms=1.0, dtype=torch.bfloat16)
+    run = module.BENCHMARK.run_type(
+        shape, [one for one in found if one.name != "flex_fa4"], config, measure.Matmul(config)
+    )
+    run.run()
+    assert all(row["ms"] and row["peak_gib"] > 0 and row["rel_diff"] < 0.1 for row in run.rows), run.rows

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Shapes of the benchmarks: their names, and the work that is counted."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import bench_kernel
+import bench_layer
+import bench_model
+import bench_tree
+import packing
+import pytest
+import report
+import shapes
+import torch
+from bench_cases import SMALL, TREES, dense_mask
+from shapes import Shape
+
+
+@pytest.fixture(autouse=True)
+def several_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a tree is flattened."""
+    monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
+
+
+@pytest.mark.parametrize("shape", [*SMALL, *TREES], ids=lambda shape: shape.name)
+def test_work_against_brute_force(shape: Shape) -> None:
+    mask = dense_mask(shape)
+    seen = mask.sum(1)  # of the last token of a leaf: its whole sequence
+    ends = [shape.begins[leaf] + shape.nodes[leaf][0] - 1 for leaf in shape.leaves]
+    assert (shape.packed_tokens, shape.visible_pairs) == (len(mask), mask.sum())
+    assert shape.replicated_lengths == seen[ends].tolist()
+    assert shape.replicated_pairs == sum(sum(range(1, length + 1)) for length in shape.replicated_lengths)
+    assert shape.flops("forward") == 4 * shape.heads * shape.head_dim * shape.visible_pairs
+    assert shape.flops("backward") == 2.5 * shape.flops("forward")
+    assert torch.equal(packing.packed_positions(shape), seen - 1)
+    rows = packing.path_rows(shape, shape.leaves)
+    assert all(torch.equal(one, mask[end].nonzero().view(-1)) for one, end in zip(rows, ends))
+    pieces, most = shape.micro_batches(), max(shape.packed_tokens, *shape.replicated_lengths)
+    assert [leaf for piece in pieces for leaf in piece] == shape.leaves
+    assert all(sum(shape.ends[leaf] for leaf in piece) <= most for piece in pieces)
+
+
+def test_options_and_drawn_lengths() -> None:
+    """Pairs of a window by brute force, the products that each head dim is in, and lengths as in the results."""
+    shape = shapes.parse("2-groups-of-3x7x9-H4-Hk2-d192v128-w5-c30-sinks")
+    assert (shape.head_dim_v, shape.window, shape.softcap, shape.sinks, shape.is_plain) == (128, 5, 30, True, False)
+    pairs = dense_mask(shape).sum().item()
+    assert shape.visible_pairs == pairs < replace(shape, window=0).visible_pairs
+    assert shape.flops("forward") == 2 * 4 * pairs * (192 + 128)
+    assert shape.flops("backward") == pytest.approx(2 * 4 * pairs * (3 * 192 + 2 * 128))
+    ragged = shapes.parse("16x8Kx131-2048")
+    assert ragged.responses[:4] == [820, 357, 1481, 1722] and ragged.packed_tokens == 27088
+    assert (ragged.mean_prompt, ragged.depth) == (8192, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "nodes", "heads"),
+    [
+        ("28x16Kx2K", "28 x 16K x 2K", [(16384, -1), *[(2048, 0)] * 28], (32, 8, 128)),
+        ("3x5059x7-H8-Hk2-d64", "3 x 5059 x 7, H = 8, H_k = 2, d = 64", [(5059, -1), *[(7, 0)] * 3], (8, 2, 64)),
+        ("2-groups-of-1x1Kx4", "2 groups of 1 x 1K x 4", [(1024, -1), (4, 0), (1024, -1), (4, 2)], (32, 8, 128)),
+        ("causal-2x4K", "causal, 2 x 4K", [(4096, -1)] * 2, (32, 8, 128)),
+        ("gemma3-4b-L6-1x5x7", "Gemma 3 4B: 6 layers, 1 x 5 x 7", [(5, -1), (7, 0)], (8, 4, 256)),
+        (
+            "1x5x7-d192v128-w5-c30-sinks",
+            "1 x 5 x 7, d = 192, d_v = 128, window 5, softcap 30, sinks",
+            [(5, -1), (7, 0)],
+            (32, 8, 192),
+        ),
+        ("16-groups-of-1x1x1-2", "16 groups of 1 x 1 x 1..2", None, (32, 8, 128)),
+    ],
+)
+def test_names_of_shapes(name: str, title: str, nodes: Any, heads: tuple[int, ...]) -> None:
+    shape = shapes.parse(name)
+    assert nodes in (None, [*shape.nodes]) and (shape.heads, shape.kv_heads, shape.head_dim) == heads
+    assert shapes.title(name) == title and shape.model.layers == (6 if "L6" in name else shape.model.layers)
+
+
+def test_presets_parse_and_nonsense_does_not() -> None:
+    for module in (bench_kernel, bench_tree, bench_layer, bench_model):
+        assert all(shapes.parse(name).name == name for names in module.PRESETS.values() for name in names)
+    assert all(shapes.parse(name) for names in report.HEADLINE.values() for name in names)
+    for name in ("4x5", "causal-4x5x6", "4x5x6-d", "8-groups-of-4x5", "U(1,2)", "L6-16x8Kx131-2048"):
+        with pytest.raises(ValueError, match=f"expected a name like .* got {re.escape(repr(name))}"):
+            shapes.parse(name)
+    with pytest.raises(ValueError, match="layers: expected 1 to 36, got 37"):
+        shapes.parse("qwen3-8b-L37-16x8Kx131-2048")
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "leaves", "depth", "tokens", "flattened", "saved"),
+    [
+        ("balanced_d4", 31, 16, 5, 16384, 49152, 1.99),
+        ("branched", 15, 9, 7, 24512, 36608, 1.15),
+        ("comb", 129, 65, 65, 25600, 349184, 8.83),
+        ("agentic", 248, 149, 11, 275618, 1765807, 3.68),
+        ("agentic_wide", 22, 13, 5, 19074, 53305, 1.98),
+    ],
+)
+def test_trees(name: str, nodes: int, leaves: int, depth: int, tokens: int, flattened: int, saved: float) -> None:
+    shape = shapes.parse(f"qwen3-1.7b-tree-{name}")
+    assert (shape.heads, shape.kv_heads, shapes.title(shape.name)) == (16, 8, f"Qwen3-1.7B: tree {name}")
+    assert (len(shape.nodes), len(shape.leaves), shape.depth) == (nodes, leaves, depth)
+    assert (shape.packed_tokens, shape.replicated_tokens) == (tokens, flattened)
+    assert round(shape.replicated_pairs / shape.visible_pairs, 2) == saved
+    # In depth-first order a node's parent is on the path of the node before it.
+    paths = [[-1], *shape.paths]
+    assert all(parent in (-1, *before) for before, (_, parent) in zip(paths, shape.nodes))
