@@ -162,7 +162,7 @@ def scratch(size: int, q: Tensor) -> torch.UntypedStorage:
 
 
 def _readable_inputs(call: ForwardCall | BackwardCall) -> tuple[list[Tensor], tuple[View, ...]]:
-    """q, k, v, k_decoded and v_decoded, of which copies must live until the kernels are launched, and their views."""
+    """q, k, v and, where these are given, k_decoded and v_decoded, copied where that is needed; and their five views."""
     (q, seen_q), (k, seen_k), (v, seen_v) = readable(call.q), readable(call.k), readable(call.v)
     if call.k_decoded is None or call.v_decoded is None:
         return [q, k, v], (seen_q, seen_k, seen_v, NO_ROWS, NO_ROWS)
@@ -189,7 +189,7 @@ def forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
         return q.new_zeros(shape), torch.full((heads, rows), -torch.inf, dtype=torch.float32, device=q.device)
     prepare(device)
     sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
-    inputs, views = _readable_inputs(call)
+    _inputs, views = _readable_inputs(call)  # copies live until the launch
     asked = module.Call(
         device, current_stream(device), q.dtype == torch.float16, views, call.nodes.data_ptr(), call.nodes.shape[0],
         kernel_options(options, options.deterministic),

@@ -232,7 +232,7 @@ class _Attention(torch.autograd.Function):
         *inputs, sinks, nodes, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        call = BackwardCall(dout, dlse, *inputs, out, lse, nodes, ctx.options)
+        call = BackwardCall._make((dout, dlse, *inputs, out, lse, nodes, ctx.options))
         gradients: list[Tensor | None] = [*_backward_autograd(call)]
         gradients += [None] * (len(inputs) - len(gradients))
         needs = ctx.needs_input_grad
