@@ -220,9 +220,7 @@ def inputs(names: Sequence[str], values: Sequence[Any], allowed: Sequence[torch.
     return tensors
 
 
-def check_alike(
-    names: Sequence[str], tensors: Sequence[Tensor], allowed: Sequence[torch.dtype] | None = None
-) -> None:
+def check_alike(names: Sequence[str], tensors: Sequence[Tensor], allowed: Sequence[torch.dtype] | None = None) -> None:
     """Check rank, dtype, device and rows; the first tensor sets dtype and device."""
     dtype, device = tensors[0].dtype, tensors[0].device
     if allowed is None:

@@ -162,7 +162,7 @@ def scratch(size: int, q: Tensor) -> torch.UntypedStorage:
 
 
 def _readable_inputs(call: ForwardCall | BackwardCall) -> tuple[list[Tensor], tuple[View, ...]]:
-    """q, k, v and, where these are given, k_decoded and v_decoded, copied where that is needed; and their five views."""
+    """q, k, v and, where given, k_decoded and v_decoded, copied where that is needed; and their five views."""
     (q, seen_q), (k, seen_k), (v, seen_v) = readable(call.q), readable(call.k), readable(call.v)
     if call.k_decoded is None or call.v_decoded is None:
         return [q, k, v], (seen_q, seen_k, seen_v, NO_ROWS, NO_ROWS)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checks that the package's version, the changelog's first heading and, where it is given, the tag are the same.
 
-    python tools/check_release.py v0.2.0
+python tools/check_release.py v0.2.0
 """
 
 from __future__ import annotations
