@@ -115,7 +115,7 @@ def check_call(call: ForwardCall | BackwardCall) -> None:
     if (call.k_decoded is None) != (call.v_decoded is None):
         raise ValueError(checks.explain("v_decoded", "it together with k_decoded", "only one of them"))
     given = {name: one for name, one in inputs.items() if one is not None}
-    checks.check_alike([*given], [*given.values()])
+    checks.check_alike([*given], [*given.values()], checks.CPU_DTYPES if call.options.reference else None)
     q, k, v = call.q, call.k, call.v
     if q.shape[1] < 1:
         raise ValueError(checks.explain("q", "at least one head", f"shape {tuple(q.shape)}"))

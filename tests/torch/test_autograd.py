@@ -49,9 +49,8 @@ def test_one_node_on_the_packed_tensors(device: str) -> None:
     call = packed(device=device)
     leaves = call.leaves()
     out = call(leaves)
-    assert out.grad_fn is not None
-    assert (out.grad_fn.name() == "_AttentionBackward") == (device == "cpu")  # on CUDA tensors the node is compiled
-    with Operators() as forward:  # whom a node in Python serves
+    assert out.grad_fn is not None and out.grad_fn.name() == "_AttentionBackward"
+    with Operators() as forward:
         out = call(leaves)
     assert out.grad_fn is not None
     inputs = [None if node is None else getattr(node, "variable", None) for node, _ in out.grad_fn.next_functions]
