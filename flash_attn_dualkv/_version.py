@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The single source of the package's version."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

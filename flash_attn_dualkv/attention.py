@@ -117,7 +117,7 @@ def flash_attn_dualkv_varlen_func(
             (which synchronises): otherwise wrong offsets give wrong numbers.
         NotImplementedError: a window that ends behind the row; a softcap that the CUDA kernels
             lack.
-        RuntimeError: CUDA tensors in an installation without the compiled module.
+        RuntimeError: CUDA tensors in an installation without kernels.
     """
     q, k_context, v_context, k_decoded, v_decoded = checks.inputs(
         _SHARED_NAMES, (q, k_context, v_context, k_decoded, v_decoded)

@@ -96,8 +96,8 @@ def choose_device(requested: str) -> tuple[str, str]:
     if not torch.cuda.is_available():
         return "cpu", "PyTorch sees no CUDA GPU"
     if not (build := build_info())["compiled"]:
-        cause = build["compiled_error"] or "it was not built when the package was installed"
-        return "cpu", f"the compiled module is not there ({cause}); install again where nvcc is"
+        cause = build["compiled_error"] or "they were not built when the package was installed"
+        return "cpu", f"the kernels are not there ({cause}); install a wheel with kernels, or again where nvcc is"
     return "cuda", ""
 
 
@@ -146,6 +146,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_same = is_same and all(part <= bound for part in parts)  # false for NaN too
         print(f"{name if name == 'out' else f'd{name.upper()}':<34}{parts[0]:>12.2e}{parts[1]:>12.2e}")
     print(f"\n{'the same' if is_same else 'NOT THE SAME'}: the bound is {bound:.0e}")
+    if not is_same:
+        print("flash_attn_dualkv DOES NOT WORK here: please report this output, with flash_attn_dualkv.build_info()")
+    else:
+        print(f"flash_attn_dualkv works {'with its kernels' if device == 'cuda' else f'on the CPU: {reason}'}")
     return int(not is_same)
 
 

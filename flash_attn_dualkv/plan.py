@@ -29,7 +29,7 @@ class KernelPlan:
     """A kernel and its tiles.
 
     Attributes:
-        launch: its name among the launches that profilers show and the compiled module counts.
+        launch: its name among the launches that profilers show and the library counts.
         block_m, block_n: rows of a query tile and of a KV tile.
         heads: query heads that share a query tile.
     """
@@ -66,7 +66,7 @@ class Plan:
 
     @classmethod
     def of(cls, lines: Iterable[tuple[str, str, str]]) -> Plan:
-        """The plan of the compiled module's lines."""
+        """The plan of the library's lines."""
         choices = tuple(Choice(*line) for line in lines)
         found = {choice.name: choice.value for choice in choices}
 
@@ -121,7 +121,7 @@ def explain_plan(
 
     Raises:
         TypeError, ValueError: an argument is not as described, or no kernel of this build serves the head dims.
-        RuntimeError: this installation has no compiled module, or there is no GPU and none is named.
+        RuntimeError: this installation has no kernels, or there is no GPU and none is named.
     """
     if layout is not None:
         for name, value in (("rows", rows), ("nodes", nodes), ("mean_keys", mean_keys)):
