@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
-from . import kernels, reference
+from . import checks, kernels, reference
 from . import nodes as tables
 from .calls import AnyCall, BackwardCall, ForwardCall, Options, check_call, inputs_of, pack, schema, unpack
 from .environment import environment_flag
@@ -70,16 +70,32 @@ def forces_reference() -> bool:
     return forces
 
 
-def _sequence_nodes_cuda(*arguments: Any) -> Tensor:
+def _sequence_nodes_cuda(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    cu_seqlens_context: Tensor | None,
+    cu_seqs_per_context: Tensor | None,
+    total_context: int | None,
+) -> Tensor:
+    offsets = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_context, cu_seqs_per_context)
+    checks.check_offsets("cu_seqlens_q", cu_seqlens_q, cu_seqlens_q.device)
+    length = cu_seqlens_q.shape[0]
+    checks.check_offsets("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.device, length, "cu_seqlens_q")
+    checks.check_grouping(cu_seqlens_context, cu_seqs_per_context, length - 1, cu_seqlens_q.device)
+    if cu_seqlens_context is not None and total_context is None:
+        raise ValueError(checks.explain("total_context", "it with cu_seqlens_context", None))
     if forces_reference():
-        return tables.sequence_nodes(*arguments)
+        return tables.sequence_nodes(*offsets, total_context)
     if checks_values():
-        on_host: list[Any] = [one.cpu() if isinstance(one, Tensor) else one for one in arguments]
-        tables.sequence_nodes(*on_host)
-    return kernels.sequence_nodes(*arguments)
+        on_host: list[Any] = [None if one is None else one.cpu() for one in offsets]
+        tables.sequence_nodes(*on_host, total_context)
+    return kernels.sequence_nodes(*offsets, total_context)
 
 
 def _tree_nodes_cuda(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
+    checks.check_offsets("cu_seqlens", cu_seqlens, cu_seqlens.device)
+    length = cu_seqlens.shape[0] - 1
+    checks.check_offsets("parents", parents, cu_seqlens.device, length, "the nodes of cu_seqlens", least=0)
     if forces_reference():
         return tables.tree_nodes(cu_seqlens, parents, total)
     if checks_values():

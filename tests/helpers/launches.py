@@ -88,7 +88,7 @@ def kernel_pattern(direction: str) -> re.Pattern[str]:
 
 
 def launch_counts() -> dict[str, int]:
-    """Launches of each kernel since the process began, as the extension counts them."""
+    """Launches of each kernel since the process began, as the library counts them."""
     from flash_attn_dualkv import kernels
 
     return kernels.launch_counts()

@@ -74,7 +74,7 @@ def read(function: Callable[..., int], *arguments: Any) -> str:
 
 
 def lines_of(shape: Shape, gpu: str, **card: int) -> Lines:
-    """What the extension's explain_plan() returns; ValueError with its words."""
+    """What the library's explain_plan() returns; ValueError with its words."""
     text = read(load_shim("plan").explain_call, gpu.encode(), ctypes.byref(shape.problem(**card)))
     if text.startswith("!"):
         raise ValueError(text[1:])

@@ -11,10 +11,10 @@ import torch
 from launches import DEVICE, GPU_MARKS, configurations, counted_launches, needs_gpu
 from shared_prompts import Inputs
 from torch import Tensor
-from tree_cases import offsets_and_parents, paths_of
+from tree_cases import paths_of
 from tree_runs import MANY_KEYS, PAD, TREES, Variant, check_accuracy, check_errors, data, exact, run
 
-from flash_attn_dualkv import flash_attn_tree_varlen_func, flash_attn_varlen_func, ops
+from flash_attn_dualkv import flash_attn_varlen_func, ops
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
 
@@ -183,26 +183,3 @@ def test_sequences_with_other_keys_than_queries(window: int, causal: bool, optio
     loss = (right * dout.double()).sum() + (right_lse * dlse.double()).masked_fill(empty, 0.0).sum()
     expected = dict(zip(found, (right, *torch.autograd.grad(loss, wide))))
     check_errors(found | {"lse": lse}, expected | {"lse": right_lse.detach()}, options["dtype"])
-
-
-@needs_gpu
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_the_operators_see_the_options_under_a_profiler(deterministic: bool) -> None:
-    """The compiled node calls the operator where somebody watches: with the window and the softcap."""
-    tree = TREES["deep"]
-    inputs = loud(data(tree, heads=(4, 2), head_dim=64, dtype=torch.bfloat16)[1])
-    table = offsets_and_parents(tree, DEVICE)
-
-    def gradients() -> tuple[Tensor, ...]:
-        leaves = inputs.leaves()
-        out = flash_attn_tree_varlen_func(
-            leaves.q, leaves.k, leaves.v, *table, window_size=(40, 0), softcap=3.0, deterministic=deterministic
-        )
-        return torch.autograd.grad(out, leaves.tensors, inputs.dout)
-
-    expected = gradients()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        watched = gradients()
-    for one, wanted in zip(watched, expected):
-        torch.testing.assert_close(one, wanted, rtol=2e-2, atol=2e-2)
-        assert not deterministic or one.equal(wanted)

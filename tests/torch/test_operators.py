@@ -290,6 +290,27 @@ def test_tables_reach_the_library(library: Library) -> None:
     assert library.calls[3][1][:3] == (-1, 77, places[0])
 
 
+def test_tables_refuse_what_the_library_would_misread(library: Library) -> None:
+    good, parents = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([-1, 0], dtype=torch.int32)
+    for bad, error in (
+        (good.long(), TypeError),
+        (good[:2], ValueError),
+        (good[None], ValueError),
+        (good.repeat(2)[::2], ValueError),
+    ):
+        for place in range(1, 4):
+            offsets = [good] * 4
+            offsets[place] = bad
+            with pytest.raises(error, match=r"^cu_seq"):
+                ops._sequence_nodes_cuda(*offsets, 5)
+        with pytest.raises(error, match=r"^(parents|cu_seqlens): expected"):
+            ops._tree_nodes_cuda(good, bad, 5)
+    for given in ((good, good, good, None, 5), (good, good, None, good, 5), (good, good, good, good, None)):
+        with pytest.raises(ValueError, match=r"^(cu_seq\w+|total_context): expected"):
+            ops._sequence_nodes_cuda(*given)
+    assert library.calls == [] and ops._tree_nodes_cuda(good, parents, 5).shape == (2, 8)
+
+
 def test_nothing_is_launched_where_nobody_sees_a_key(library: Library) -> None:
     q, k, v, *_, nodes = tensors_of_a_call()
     for rows, keys, table in ((0, 4, nodes), (6, 0, nodes), (6, 4, nodes[:0])):
