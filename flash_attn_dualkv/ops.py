@@ -87,8 +87,8 @@ def _sequence_nodes_cuda(
     if forces_reference():
         return tables.sequence_nodes(*offsets, total_context)
     if checks_values():
-        on_host: list[Any] = [None if one is None else one.cpu() for one in offsets]
-        tables.sequence_nodes(*on_host, total_context)
+        context, owned = (None if one is None else one.cpu() for one in (cu_seqlens_context, cu_seqs_per_context))
+        tables.sequence_nodes(cu_seqlens_q.cpu(), cu_seqlens_k.cpu(), context, owned, total_context)
     return kernels.sequence_nodes(*offsets, total_context)
 
 
