@@ -128,17 +128,24 @@ def current_stream(device: int) -> int:
 current_device = torch.cuda.current_device
 
 
+def code_for(device: int, archs: Sequence[str], ptx: str) -> str:
+    """What a GPU runs of a build: "machine code", "PTX" that its driver compiles, or "nothing"."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if any(int(arch) // 10 == major and int(arch) % 10 <= minor for arch in archs):
+        return "machine code"
+    return "PTX" if int(ptx) <= 10 * major + minor else "nothing"
+
+
 @functools.cache
 def prepare(device: int) -> None:
     """Says once for each GPU that it runs kernels which the driver has compiled from PTX."""
-    major, minor = torch.cuda.get_device_capability(device)
     build = build_info()
-    has_code = any(int(arch) // 10 == major and int(arch) % 10 <= minor for arch in build["archs"])
-    if build["compiled"] and not has_code and major >= int(build["ptx"] or 0) // 10:
+    if build["ptx"] is not None and code_for(device, build["archs"], build["ptx"]) == "PTX":
+        capability = "{}{}".format(*torch.cuda.get_device_capability(device))
         warnings.warn(
             f"flash_attn_dualkv has no machine code for {torch.cuda.get_device_name(device)} (compute capability "
-            f"{major}.{minor}); the driver compiles its PTX of {build['ptx']}, which takes minutes once. For native "
-            f'kernels install from source with DUALKV_ARCHS="{major}{minor}".',
+            f"{capability}); the driver compiles its PTX of {build['ptx']}, which takes minutes once. For native "
+            f'kernels install from source with DUALKV_ARCHS="{capability}".',
             stacklevel=2,
         )
 
@@ -290,18 +297,22 @@ def launch_counts() -> dict[str, int]:
 class BuildInfo(TypedDict):
     """What `build_info` tells. What was built is empty or None where there are no kernels.
 
-    version: of this package. compiled: whether the CUDA kernels are there. compiled_error: why they
-    do not load, or None. archs, ptx: compute capabilities with machine code, and that of the PTX
-    for newer GPUs. head_dims, backward_head_dims: those that are built for q, k and v alike, by
+    version: of this package. installation: "package" (of a wheel or by pip), or "checkout" where
+    Python imports the source folder. compiled: whether the CUDA kernels are there. compiled_error:
+    why they do not load, or None. archs, ptx: compute capabilities with machine code, and that of
+    the PTX for newer GPUs. gpus: the visible ones by name, and what they run: "machine code", "PTX"
+    or "nothing". head_dims, backward_head_dims: those that are built for q, k and v alike, by
     family of kernels. dtypes: of tensors. cuda: its version. torch, torch_cuda, python, platform:
     what it runs in.
     """
 
     version: str
+    installation: str
     compiled: bool
     compiled_error: str | None
     archs: list[str]
     ptx: str | None
+    gpus: dict[str, str]
     head_dims: dict[str, list[int]]
     backward_head_dims: dict[str, list[int]]
     dtypes: list[str]
@@ -322,12 +333,16 @@ def build_info() -> BuildInfo:
         found = {words[1]: built[" ".join(words)] for words in families if words[0] == direction}
         return {family: [int(one) for one in dims.split()] for family, dims in found.items()}
 
+    archs = [one for one in built.get("archs", "").split(";") if one]
+    gpus = range(torch.cuda.device_count() if module is not None and torch.cuda.is_available() else 0)
     return BuildInfo(
         version=__version__,
+        installation="checkout" if (LIBRARY.parents[1] / "csrc").is_dir() else "package",
         compiled=module is not None,
         compiled_error=error,
-        archs=[one for one in built.get("archs", "").split(";") if one],
+        archs=archs,
         ptx=built.get("ptx"),
+        gpus={f"{index}: {torch.cuda.get_device_name(index)}": code_for(index, archs, built["ptx"]) for index in gpus},
         head_dims=head_dims("head_dims"),
         backward_head_dims=head_dims("backward_head_dims"),
         dtypes=[] if module is None else [str(one).removeprefix("torch.") for one in CUDA_DTYPES],

@@ -383,13 +383,17 @@ def test_a_library_of_another_version_is_refused(tmp_path: Path, monkeypatch: py
     kernels.load.cache_clear()
 
 
-@pytest.mark.parametrize(("capability", "warns"), [((8, 0), False), ((8, 9), False), ((9, 0), False), ((12, 0), True)])
+@pytest.mark.parametrize(("capability", "warns"), [((7, 5), False), ((8, 9), False), ((9, 0), False), ((12, 0), True)])
 def test_ptx_is_said_once(capability: tuple[int, int], warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     built = Mock(build_info=lambda: "archs\t80;90\nptx\t80\ncuda\t13.0\nhead_dims sm80\t64 128\n")
     monkeypatch.setattr(kernels, "load", lambda: (built, None))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    assert build_info()["head_dims"] == {"sm80": [64, 128]} and build_info()["archs"] == ["80", "90"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    info = build_info()
+    assert info["head_dims"] == {"sm80": [64, 128]} and info["archs"] == ["80", "90"]
+    assert info["gpus"] == {"0: a GPU": "PTX" if warns else "nothing" if capability[0] == 7 else "machine code"}
     kernels.prepare.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -419,7 +423,8 @@ def test_build_info() -> None:
     assert info["version"] == flash_attn_dualkv.__version__
     assert info["torch"] == torch.__version__
     assert info["compiled"] == (kernels.load()[0] is not None) == bool(info["archs"]) == bool(info["head_dims"])
-    assert set(info) >= {"ptx", "dtypes", "cuda", "torch_cuda", "python", "platform", "compiled_error"}
+    assert info["installation"] == "checkout"
+    assert set(info) >= {"ptx", "gpus", "dtypes", "cuda", "torch_cuda", "python", "platform", "compiled_error"}
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
