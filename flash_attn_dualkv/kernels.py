@@ -125,7 +125,7 @@ def current_stream(device: int) -> int:
     return stream
 
 
-current_device = torch.cuda.current_device
+current_device = torch.cuda.current_device  # a name of this module, in whose place tests put the host
 
 
 def code_for(device: int, archs: Sequence[str], ptx: str) -> str:
