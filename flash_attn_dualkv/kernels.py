@@ -283,7 +283,7 @@ def pairs(text: str) -> list[tuple[str, str]]:
 
 def explain_plan(sizes: Sequence[int], options: Options, gpu: str | None) -> list[tuple[str, str, str]]:
     """Choice, value and reason of a call; sizes: heads, KV heads, head dims, rows, nodes."""
-    device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    device = current_device() if torch.cuda.is_available() else 0
     asked = kernel_options(options, is_deterministic(options.deterministic))
     text: str = compiled_module().explain_plan(*sizes, asked, device, gpu)
     return [(name, value, why) for name, value, why in (line.split("\t") for line in text.splitlines())]
