@@ -107,8 +107,8 @@ bool register_forward() {
   });
 }
 
-// The instance for a call. Steps of which a warpgroup sees nothing are left out, but not beside sums
-// of dQ with a softcap, whose registers leave no room for that.
+// The instance for a call. Steps of which a warpgroup sees nothing are left out, but not beside
+// sums of dQ with a softcap, whose registers leave no room for that.
 template <typename T, class Config>
 auto pick_backward(const BackwardParams<T>& p) {
   const auto pick = [&](auto has_softcap) {
