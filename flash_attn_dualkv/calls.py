@@ -113,7 +113,7 @@ def check_call(call: ForwardCall | BackwardCall) -> None:
     """TypeError or ValueError for tensors that no implementation may be handed."""
     inputs = {name: getattr(call, name) for name in ("q", "k", "v", "k_decoded", "v_decoded")}
     if (call.k_decoded is None) != (call.v_decoded is None):
-        raise ValueError(checks.explain("v_decoded", "it together with k_decoded", "only one of them"))
+        raise ValueError(checks.explain("v_decoded", "None or a tensor, as k_decoded", "only one of them"))
     given = {name: one for name, one in inputs.items() if one is not None}
     checks.check_alike([*given], [*given.values()], checks.CPU_DTYPES if call.options.reference else None)
     q, k, v = call.q, call.k, call.v

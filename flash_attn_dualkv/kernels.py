@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -177,6 +177,14 @@ def _readable_inputs(call: ForwardCall | BackwardCall) -> tuple[list[Tensor], tu
     return [q, k, v, k_decoded, v_decoded], (seen_q, seen_k, seen_v, seen_k_decoded, seen_v_decoded)
 
 
+def _library_call(call: ForwardCall | BackwardCall, device: int, views: tuple[View, ...], deterministic: bool) -> Any:
+    """What both directions hand over."""
+    return compiled_module().Call(
+        device, current_stream(device), call.q.dtype == torch.float16, views, call.nodes.data_ptr(),
+        call.nodes.shape[0], kernel_options(call.options, deterministic),
+    )  # fmt: skip
+
+
 def is_empty(call: ForwardCall | BackwardCall) -> bool:
     """Whether nobody sees a key."""
     keys = call.k.shape[0] + (0 if call.k_decoded is None else call.k_decoded.shape[0])
@@ -191,16 +199,13 @@ def forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
         with torch.cuda.device(device):
             return forward(call)
     options.check_kernels()
-    module = compiled_module()
+    compiled_module()
     if is_empty(call):
         return q.new_zeros(shape), torch.full((heads, rows), -torch.inf, dtype=torch.float32, device=q.device)
     prepare(device)
     sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
     _inputs, views = _readable_inputs(call)  # copies live until the launch
-    asked = module.Call(
-        device, current_stream(device), q.dtype == torch.float16, views, call.nodes.data_ptr(), call.nodes.shape[0],
-        kernel_options(options, options.deterministic),
-    )  # fmt: skip
+    asked = _library_call(call, device, views, options.deterministic)
     memory = scratch(asked.forward_scratch(), q)
     out, lse = uninitialised(q, shape), uninitialised(q, (heads, rows), torch.float32)
     asked.forward(memory.data_ptr(), view(out), lse.data_ptr(), pointer(sinks))
@@ -215,7 +220,7 @@ def backward(call: BackwardCall) -> list[Tensor]:
         with torch.cuda.device(device):
             return backward(call)
     options.check_kernels()
-    module = compiled_module()
+    compiled_module()
     if is_empty(call):
         given = (q, call.k, call.v, call.k_decoded, call.v_decoded)
         return [one.new_zeros(one.shape) for one in given if one is not None]
@@ -223,10 +228,7 @@ def backward(call: BackwardCall) -> list[Tensor]:
     inputs, views = _readable_inputs(call)
     dout, out = readable(call.dout), readable(call.out)
     lse, dlse = call.lse.contiguous(), None if call.dlse is None else call.dlse.contiguous()
-    asked = module.Call(
-        device, current_stream(device), q.dtype == torch.float16, views, call.nodes.data_ptr(), call.nodes.shape[0],
-        kernel_options(options, is_deterministic(options.deterministic)),
-    )  # fmt: skip
+    asked = _library_call(call, device, views, is_deterministic(options.deterministic))
     memory = scratch(asked.backward_scratch(), q)
     gradients = [*map(gradient_of, inputs)]
     seen = (*map(view, gradients), *(NO_ROWS,) * (len(views) - len(gradients)))
@@ -234,19 +236,13 @@ def backward(call: BackwardCall) -> list[Tensor]:
     return gradients
 
 
-def sequence_nodes(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    cu_seqlens_context: Tensor | None,
-    cu_seqs_per_context: Tensor | None,
-    total_context: int | None,
-) -> Tensor:
-    """As `nodes.sequence_nodes`, without a look at the values."""
-    offsets = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_context, cu_seqs_per_context)
+def sequence_nodes(offsets: tuple[Tensor, Tensor, Tensor | None, Tensor | None], total_context: int | None) -> Tensor:
+    """As `nodes.sequence_nodes`, whose four offsets it takes, without a look at the values."""
+    cu_seqlens_q, _, cu_seqlens_context, _ = offsets
     device = cu_seqlens_q.get_device()
     if device != current_device():
         with torch.cuda.device(device):
-            return sequence_nodes(*offsets, total_context)
+            return sequence_nodes(offsets, total_context)
     module = compiled_module()
     sequences = cu_seqlens_q.shape[0] - 1
     groups = 0 if total_context is None else 1

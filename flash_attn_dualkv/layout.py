@@ -78,7 +78,7 @@ class SharedPromptLayout(SeparatelyPickled):
         return layout if device is None else layout.to(device)
 
     def __post_init__(self) -> None:
-        # A note that these are the positions of a packed row. Nothing else keeps it.
+        # The mark by which check_unpacked() knows the positions of a packed row.
         if self.position_ids is not None and not torch.compiler.is_compiling():
             self.position_ids.dualkv_packed = True  # type: ignore[attr-defined]
 

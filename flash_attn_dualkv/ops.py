@@ -83,13 +83,13 @@ def _sequence_nodes_cuda(
     checks.check_offsets("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.device, length, "cu_seqlens_q")
     checks.check_grouping(cu_seqlens_context, cu_seqs_per_context, length - 1, cu_seqlens_q.device)
     if cu_seqlens_context is not None and total_context is None:
-        raise ValueError(checks.explain("total_context", "it with cu_seqlens_context", None))
+        raise ValueError(checks.explain("total_context", "an int (cu_seqlens_context is given)", None))
     if forces_reference():
         return tables.sequence_nodes(*offsets, total_context)
     if checks_values():
         context, owned = (None if one is None else one.cpu() for one in (cu_seqlens_context, cu_seqs_per_context))
         tables.sequence_nodes(cu_seqlens_q.cpu(), cu_seqlens_k.cpu(), context, owned, total_context)
-    return kernels.sequence_nodes(*offsets, total_context)
+    return kernels.sequence_nodes(offsets, total_context)
 
 
 def _tree_nodes_cuda(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:

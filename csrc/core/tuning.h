@@ -36,7 +36,7 @@ struct BackwardTuning {
   int narrow_dq_keys = 0;    // dQ alone has narrow tiles where a row sees no more keys,
   int narrow_dq_window = 0;  // or with a shorter window
   // Hidden steps, which lie at the ends of nodes, are left out of sums of dQ unless nodes have so
-  // many tokens on average: the loop that asks takes 1% longer at 28 x 16K, and wins 2% in trees.
+  // many tokens on average: the loop that asks takes 1% longer at 28 x 16K and wins 2% in trees.
   int every_step_node = 0;
 };
 

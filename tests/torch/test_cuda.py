@@ -230,8 +230,8 @@ def host_times(attend: Callable[..., Tensor], q: Tensor, *kv: Tensor, layers: in
 def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
     """Eager calls of a few groups cost the host 100 microseconds forward and 110 backward, as a layer of sixteen.
 
-    A lone backward wakes a thread, which then waits for the interpreter. PyTorch takes 50 to 110 us for that alone,
-    depending on the host, so what counts there is the time beside a node that computes nothing: 71 to 111 us.
+    A lone backward wakes a thread. PyTorch takes 50 to 110 us for that alone, depending on the host, so what counts
+    there is the time beside a node that computes nothing.
     """
     call = packed(device="cuda")
 
@@ -245,7 +245,7 @@ def test_host_time(capsys: pytest.CaptureFixture[str]) -> None:
     measured += f"{nothing:.0f} us an empty backward"
     with capsys.disabled():
         print(measured)
-    assert forward < 100 and layer < 110 and backward - nothing < 125, measured
+    assert forward < 100 and layer < 110 and backward - nothing < 75, measured
 
 
 def test_wide_heads_have_kernels_on_hopper_alone(kernels: str) -> None:  # noqa: F811
