@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from geometry import Record, build_shim, load_shim
 from node_tables import (
     Problem,
@@ -30,6 +31,8 @@ from node_tables import (
     tree_tables,
 )
 from numpy.typing import NDArray
+
+from flash_attn_dualkv import kernels
 
 KERNEL_TILES = [(192, 80), (128, 128), (128, 64), (128, 32), (64, 128), (64, 64)]
 SMALL_TILES = [(16, 16), (32, 16), (16, 32), (8, 64), (21, 16)]
@@ -210,7 +213,7 @@ def test_packs_of_heads_leave_few_rows_unused(shim: ctypes.CDLL) -> None:
         assert tile_rows - tile_rows // pack * pack <= tile_rows / 8
 
 
-def test_a_build_knows_for_which_gpus_it_has_code(shim: ctypes.CDLL) -> None:
+def test_a_build_knows_for_which_gpus_it_has_code(shim: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = {
         ("80;90", "90"): {80, 86, 89, 90, 100, 120},
         ("90", "90"): {90, 100, 120},
@@ -221,6 +224,10 @@ def test_a_build_knows_for_which_gpus_it_has_code(shim: ctypes.CDLL) -> None:
     for (archs, ptx), covered in cases.items():
         found = {one for one in (80, 86, 89, 90, 100, 120) if shim.has_code_for(one, archs.encode(), ptx.encode())}
         assert found == covered, (archs, found)
+        for one in (80, 86, 89, 90, 100, 120):  # what build_info() says agrees with what is launched
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(device, 10))
+            told = kernels.code_for(one, [arch for arch in archs.split(";") if arch], ptx)
+            assert (told != "nothing") == (one in covered), (archs, one, told)
 
 
 def test_borders_of_short_nodes_share_tiles(shim: ctypes.CDLL) -> None:
