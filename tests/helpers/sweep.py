@@ -194,10 +194,10 @@ def verdict_of(model: Any, samples: Samples = SAMPLES, stock: Stock = copied) ->
     return Verdict("stock", f"{type(stock_failure).__name__}: {stock_failure}")
 
 
-def causal_lm_verdict(model_type: str) -> Verdict:
-    """In training mode."""
+def model_verdict(make: Callable[[str], Any], model_type: str) -> Verdict:
+    """Of a new model in training mode."""
     try:
-        model = any_model(model_type).train()
+        model = make(model_type).train()
     except SharedPromptError as error:
         return Verdict("refused", str(error))
     return verdict_of(model)

@@ -15,7 +15,6 @@ from hybrid_models import (
     KINDS,
     RAGGED,
     alone,
-    check_no_worse,
     drawn_gradients,
     error_ratios,
     hybrid_model,
@@ -35,9 +34,7 @@ from tiny_models import (
     check_gradients,
     dualkv,
     gradients,
-    logps_of,
     replicated_logps,
-    row_of,
     stock_twin,
 )
 
@@ -82,16 +79,6 @@ def test_trees(name: str) -> None:
         check_gradients(got_gradients, gradients(twin), EXACT.gradient)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_float32(name: str) -> None:
-    """As models are: no further from float64 than the stock model."""
-    model = hybrid_model(name)
-    with in_float64():
-        exact = alone(model, RAGGED)
-    model = model.float()
-    check_no_worse(shared(model, RAGGED.pack()), alone(model, RAGGED), exact)
-
-
 # --- independence -----------------------------------------------------------------------------------------------------
 
 
@@ -132,20 +119,6 @@ def test_the_convolution_without_its_package_keeps_sequences_apart() -> None:
     x[:, :, :6] = torch.nan
     got = delivery._causal_conv1d(x, weight, bias, "silu", seq_idx=index)
     torch.testing.assert_close(got[:, :, 6:], alone[2])
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_checkpointing_of_trees_with_the_hook(name: str) -> None:
-    """A forward of one's own; the backward runs when the expectation is over."""
-    model = hybrid_model(name, torch.float32)
-    batch = pack_prefix_tree(SEQUENCES, min_shared=1)
-    expected, expected_gradients = shared(model, batch)
-    model.train().gradient_checkpointing_enable(dict(use_reentrant=False))
-    dualkv.install_layout_hook(model)
-    got = logps_of(model(**row_of(batch)).logits, batch)
-    (weights_of(got) @ got).backward()
-    check_equal(got.detach(), expected, 2e-6)
-    check_gradients(gradients(model), expected_gradients, 1e-5)
 
 
 TARGETS = {

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-
 import pytest
 import torch
-from hybrid_models import KINDS, RAGGED, drawn_gradients, error_ratios, hybrid_model
+from hybrid_models import KINDS, RAGGED, hybrid_model
 from tiny_models import (
     EVERY_EXPERT,
     FAMILIES,
@@ -28,7 +26,7 @@ from tiny_models import (
     tiny_model,
 )
 
-from flash_attn_dualkv import SharedPromptLayoutError, pack_prefix_tree, unpack_logprobs
+from flash_attn_dualkv import pack_prefix_tree, unpack_logprobs
 
 PACKINGS = {
     "replicate": {},
@@ -109,28 +107,6 @@ def test_a_response_does_not_see_the_others(name):
     check_gradients(found[1][1], found[0][1], 1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_gradients_reach_only_what_a_response_depends_on(name):
-    """Loss on one response: no gradient at the embeddings of the others; the prompt's is the replicated one's."""
-    model = tiny_model(name)
-    chosen = 2
-    batch = MIXED.pack(boundary="gather")
-    embedded = []
-    handle = model.get_input_embeddings().register_forward_hook(lambda module, args, out: embedded.append(out))
-    logps = MIXED.split(dualkv.shared_prompt_forward(model, batch)[0])
-    handle.remove()
-    (gradient,) = torch.autograd.grad(logps[chosen].sum(), embedded[0])
-    gradient = gradient[0]
-    parts = zip(pairwise(accumulate(batch.layout.node_lens, initial=0)), batch.layout.node_parents)
-    for place, ((begin, end), parent) in enumerate(parts):
-        if parent < 0:
-            continue
-        # The last token of the response itself scores nothing.
-        is_seen = gradient[begin:end].abs().sum(-1) > 0
-        expected = [batch.tree.leaves[chosen] == place] * (end - begin - 1) + [False]
-        assert is_seen.tolist() == (expected if end > begin else [])
-
-
 # --- what comes out ---------------------------------------------------------------------------------------------------
 
 
@@ -196,39 +172,3 @@ def test_equals_each_sequence_alone(name: str) -> None:
     batches = [pack_prefix_tree(SEQUENCES, loss_mask=MASKS, min_shared=1, **options) for options in OPTIONS]
     assert all(one.layout.depth >= 4 and one.dedup_ratio > 1.5 for one in batches)
     check_packed(name, whole, batches, trained, **(EVERY_EXPERT[name] if name == "deepseek_v3" else {}))
-
-
-ROUNDED = {
-    "llama": dict(head_dim=64),
-    "qwen3": dict(head_dim=128),
-    "gemma2": dict(head_dim=128, query_pre_attn_scalar=128),
-    "gpt_oss": dict(head_dim=64, **EVERY_EXPERT["gpt_oss"]),
-}
-
-
-@pytest.mark.parametrize("name", ROUNDED)
-def test_in_bf16_no_less_accurate_than_each_sequence_alone(name: str) -> None:
-    """Errors of log-probabilities and of all gradients against float32 are those of the stock model in bf16."""
-    shape = dict(hidden_size=128, intermediate_size=256)
-    model = tiny_model(name, dtype=torch.bfloat16, **shape, **ROUNDED[name])
-    samples = Samples([one[:1] for one in SEQUENCES], [one[1:] for one in SEQUENCES])
-    twin = stock_twin(model)
-    exact, stock = drawn_gradients(stock_twin(model).float(), samples), drawn_gradients(twin, samples)
-    ratios = error_ratios(drawn_gradients(model, samples, pack_prefix_tree(SEQUENCES, min_shared=1)), stock, exact)
-    assert not {what: ratio for what, ratio in ratios.items() if not ratio <= 1.5}
-
-
-def test_the_layout_in_a_forward_of_the_model() -> None:
-    """The hook, the guard and the check of positions, as for prompts."""
-    model = tiny_model("llama")
-    batch, other = (pack_prefix_tree(SEQUENCES[:count], min_shared=1) for count in (9, 8))
-    handle = dualkv.install_layout_hook(model)
-    check_equal(logps_of(model(**row_of(batch)).logits, batch), dualkv.shared_prompt_forward(model, batch)[0], 1e-12)
-    with pytest.raises(SharedPromptLayoutError, match="^position_ids"):
-        model(**row_of(batch, position_ids=torch.arange(batch.layout.num_tokens)[None]))
-    handle.remove()
-    with (
-        pytest.raises(SharedPromptLayoutError, match="^shared_prompt_layout: expected the layout of the enclosing"),
-        dualkv.expect_shared_prompt(other.layout, 2),
-    ):
-        model(**row_of(batch))

@@ -9,7 +9,7 @@ from typing import Any
 import models_page
 import pytest
 import torch
-from sweep import CAUSAL_LMS, MULTIMODAL, SAMPLES, Verdict, any_model, check_page, verdict_of
+from sweep import CAUSAL_LMS, MULTIMODAL, SAMPLES, any_model, check_page, model_verdict
 from tiny_models import VERSION, check_equal, stock_twin
 from tiny_multimodal import any_multimodal
 
@@ -32,10 +32,7 @@ def must_be_exact(title: str, name: str) -> bool:
 @pytest.mark.parametrize(("title", "make", "name"), MODELS, ids=[f"{title}-{name}" for title, _, name in MODELS])
 def test_exact_or_refused(title: str, make: Callable[[str], Any], name: str) -> None:
     """Log-probabilities of text and the gradients of all parameters, in training mode."""
-    try:
-        verdict = verdict_of(make(name).train())
-    except SharedPromptError as error:
-        verdict = Verdict("refused", str(error))
+    verdict = model_verdict(make, name)
     assert verdict.kind != "inexact", verdict.reason
     assert verdict.kind == "exact" or not must_be_exact(title, name)
     check_page(title, "transformers", name, verdict)

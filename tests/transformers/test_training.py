@@ -27,8 +27,6 @@ from tiny_models import (
     tiny_model,
 )
 
-from flash_attn_dualkv import SharedPromptError
-
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3"])
@@ -83,21 +81,6 @@ def test_lora(use_reentrant, task_type):
     assert found
     assert all("lora_" in name for name in found)
     check_gradients(found, gradients(twin), TOLERANCES[torch.float64].gradient)
-
-
-def test_the_reference_policy_of_lora_is_the_base_model():
-    model = lora(tiny_model("qwen3"))
-    with torch.no_grad(), model.disable_adapter():
-        got, _ = dualkv.shared_prompt_forward(model, MIXED.pack())
-        expected, _ = replicated_logps(stock_twin(tiny_model("qwen3")), MIXED)
-    check_equal(got, expected, TOLERANCES[torch.float64].value)
-
-
-def test_dropout_of_lora_is_refused_in_training():
-    model = lora(tiny_model("qwen3"), lora_dropout=0.1).train()
-    with pytest.raises(SharedPromptError, match=r"dropout of .*lora_dropout.*: expected 0 in training mode"):
-        dualkv.shared_prompt_forward(model, MIXED.pack())
-    dualkv.shared_prompt_forward(model.eval(), MIXED.pack())
 
 
 @pytest.mark.parametrize("name", ["qwen3", *KINDS])
