@@ -16,6 +16,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -166,10 +167,10 @@ def main() -> None:
     importlib.import_module("transformers").logging.set_verbosity_error()
     sys.path.insert(0, str(ROOT / "tests/helpers"))
     sweep, adapters = importlib.import_module("sweep"), importlib.import_module("adapters")
-    tables: dict[str, Table] = {CAUSAL_LMS: _results(sweep.CAUSAL_LMS, sweep.causal_lm_verdict, CAUSAL_LMS)}
+    tables: dict[str, Table] = {CAUSAL_LMS: _results(sweep.CAUSAL_LMS, partial(sweep.model_verdict, sweep.any_model), CAUSAL_LMS)}
     if importlib.util.find_spec("tiny_multimodal") is not None:
         make = importlib.import_module("tiny_multimodal").any_multimodal
-        found = _results(sweep.MULTIMODAL, lambda name: sweep.verdict_of(make(name).train()), MULTIMODAL)
+        found = _results(sweep.MULTIMODAL, partial(sweep.model_verdict, make), MULTIMODAL)
         # What no causal LM is made of may be one of these.
         elsewhere = {name for name, one in tables[CAUSAL_LMS].items() if one.kind == "untried"} & found.keys()
         tables[CAUSAL_LMS] = {name: one for name, one in tables[CAUSAL_LMS].items() if name not in elsewhere}

@@ -6,14 +6,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-import math
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import Lists, assert_same_batch, check_layout, check_way_back, nested, padded, samples, tensors
+from packed_trees import BOUNDARIES, check, rows_of
+from samples import Lists, assert_same_batch, check_layout, nested, padded, samples, tensors
 from torch import Tensor
 
 import flash_attn_dualkv
@@ -31,7 +31,6 @@ from flash_attn_dualkv import (
     unpack_to_jagged,
 )
 
-BOUNDARIES = ("replicate", "gather")
 # One prompt at a distance, a strict prefix of another, a single token, an empty response; 0 is a token like others.
 PROMPTS = [[5, 0, 7], [5, 0], [5, 0, 7], [3], [5, 0, 7, 0], [3]]
 RESPONSES = [[1, 2], [3], [], [4, 5, 6], [0, 0], [9]]
@@ -41,45 +40,17 @@ DISTINCT = 4
 # --- the packed row against the samples ----------------------------------------------------------------------------
 
 
-def rows_of_samples(batch: PackedBatch) -> list[list[int]]:
-    """Of each sample in original order, the packed rows of its context and then of its response."""
-    bounds = itertools.pairwise(itertools.accumulate(batch.layout.node_lens, initial=0))
-    rows = [[*range(begin, end)] for begin, end in bounds]
-    return [[*rows[batch.layout.node_parents[leaf]], *rows[leaf]] for leaf in batch.tree.leaves]
-
-
-def check(batch: PackedBatch, prompts: Lists, responses: Lists, boundary: str) -> None:
+def check_samples(batch: PackedBatch, prompts: Lists, responses: Lists, boundary: str) -> None:
     """Every field of the batch, from the samples alone."""
-    layout = batch.layout
-    check_layout(layout)
-    assert len({*batch.tree.leaves}) == len(prompts)
-    assert batch.prompt_lens == tuple(map(len, prompts)) and batch.response_lens == tuple(map(len, responses))
-    input_ids, position_ids, labels = batch.input_ids.tolist(), batch.position_ids.tolist(), batch.row_labels.tolist()
-    token_index, targets = iter(batch.token_index.tolist()), iter(batch.targets.tolist())
+    whole = [prompt + response for prompt, response in zip(prompts, responses)]
+    masks = [[0] * len(prompt) + [1] * len(response) for prompt, response in zip(prompts, responses)]
+    check(batch, whole, masks, None, least_rows=0)
+    layout, shift = batch.layout, 1 if boundary == "replicate" else 0
+    assert batch.prompt_lens == tuple(map(len, prompts)) and len({*batch.tree.leaves}) == len(prompts)
     contexts = set(layout.context_index().tolist())
     assert sorted([*contexts, *layout.decoded_index().tolist()]) == [*range(layout.num_tokens - layout.pad)]
-    all_rows = rows_of_samples(batch)
-    for rows, prompt, response in zip(all_rows, prompts, responses):
-        tokens = prompt + response
-        shift = 1 if boundary == "replicate" else 0
-        assert [input_ids[row] for row in rows] == tokens
-        assert [position_ids[row] for row in rows] == list(range(len(tokens)))
-        own = [row for row in rows if row not in contexts]
-        assert len(rows) - len(own) == len(prompt) - shift
-        following = [*tokens[len(prompt) - shift + 1 :], -100][: len(own)]
-        assert [labels[row] for row in own] == following
-        assert [next(token_index) for _ in response] == rows[len(prompt) - 1 : len(tokens) - 1]
-        assert [next(targets) for _ in response] == response
-    assert next(token_index, None) is None and next(targets, None) is None
-    scored = set(batch.token_index.tolist())
-    assert all(labels[row] == -100 for row in contexts - scored)
-    used = list(itertools.chain.from_iterable(all_rows))
-    assert batch.row_index.tolist() == used
-    assert batch.multiplicity.tolist() == [used.count(row) for row in range(layout.num_tokens)]
-    end = layout.num_tokens - layout.pad
-    assert input_ids[end:] == position_ids[end:] == [0] * layout.pad and labels[end:] == [-100] * layout.pad
-    replicated = sum(map(len, prompts + responses))
-    assert batch.dedup_ratio == pytest.approx(replicated / len(input_ids) if input_ids else math.inf)
+    for rows, prompt in zip(rows_of(batch), prompts):
+        assert sum(row in contexts for row in rows) == len(prompt) - shift
 
 
 @settings(deadline=None, max_examples=150)
@@ -88,21 +59,17 @@ def test_round_trip(lists: tuple[Lists, Lists], boundary: Any, limit: int | None
     prompts, responses = lists
     options: Any = dict(boundary=boundary, max_responses_per_group=limit, pad_to_multiple_of=multiple)
     batch = pack_shared_prompts(prompts, responses, **options)
-    check(batch, prompts, responses, boundary)
+    check_samples(batch, prompts, responses, boundary)
     distinct = {tuple(one) for one in prompts}
     copies = [prompts.count(list(one)) for one in distinct]
     assert batch.layout.num_groups == sum(-(-count // (limit or count)) for count in copies)
     assert multiple is None or (batch.layout.num_tokens % multiple == 0 and batch.layout.pad < multiple)
-    ambiguous = sum(batch.response_lens) == batch.layout.num_tokens
-    if max(batch.response_lens) > 0 and not ambiguous:
-        check_way_back(batch)
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_the_example(boundary: Any) -> None:
     batch = pack_shared_prompts(PROMPTS, RESPONSES, boundary=boundary)
-    check(batch, PROMPTS, RESPONSES, boundary)
-    check_way_back(batch)
+    check_samples(batch, PROMPTS, RESPONSES, boundary)
     assert batch.layout.num_groups == DISTINCT
     assert batch.tree.leaves == (1, 4, 2, 6, 9, 7)
 
@@ -125,16 +92,6 @@ def test_values_by_hand() -> None:
     assert gathered.token_index.tolist() == [2, 3, 2]
     assert gathered.targets.tolist() == [21, 22, 31]
     assert gathered.row_labels.tolist() == [-100, -100, 21, 22, -100, -100]
-    assert batch.metrics() == {
-        "shared_prompt/dedup_ratio": 9 / 7,
-        "shared_prompt/pair_ratio": 25 / 22,
-        "shared_prompt/tokens": 7,
-        "shared_prompt/tokens_saved": 2,
-        "shared_prompt/num_prompts": 1,
-        "shared_prompt/responses_per_prompt": 2.0,
-        "shared_prompt/num_nodes": 3,
-        "shared_prompt/depth": 2,
-    }
 
 
 # --- padded and jagged batches -------------------------------------------------------------------------------------
@@ -224,7 +181,7 @@ def test_group_ids_divide_equal_prompts(form: Any) -> None:
     assert group_by_prompt(PROMPTS, group_ids=ids) == groups
     batch = pack_shared_prompts(PROMPTS, RESPONSES, group_ids=ids)
     assert batch.layout.node_parents == (-1, 0, -1, 2, -1, 4, -1, 6, 6, -1, 9)
-    check(batch, PROMPTS, RESPONSES, "replicate")
+    check_samples(batch, PROMPTS, RESPONSES, "replicate")
 
 
 def test_wrong_group_ids() -> None:

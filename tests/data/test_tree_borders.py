@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_trees import BOUNDARIES, SEQUENCES, check, check_way_back, forests, rows_of
+from packed_trees import BOUNDARIES, SEQUENCES, check, forests, rows_of
 from samples import Lists
 
 from flash_attn_dualkv import (
@@ -53,7 +53,6 @@ def test_a_part_has_the_nodes_of_the_whole(
         options["group_ids"] = groups
     part = pack_prefix_tree(taken, loss_mask=taken_masks, borders=borders, **options)
     check(part, taken, taken_masks, groups if has_groups else None)
-    check_way_back(part)
     of_whole, of_part = borders_in(whole), borders_in(part)
     assert [of_whole[i] for i in chosen] == of_part
     rows = rows_of(whole)

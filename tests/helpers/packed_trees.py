@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -13,11 +14,7 @@ from samples import Lists, check_layout
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
-from flash_attn_dualkv import (
-    PackedBatch,
-    unpack_logprobs,
-)
-from flash_attn_dualkv.data.unpack import unpack_logprobs as unpack
+from flash_attn_dualkv import PackedBatch, unpack_logprobs, unpack_to_jagged
 from flash_attn_dualkv.nodes import Node, tree_nodes
 
 BOUNDARIES = ("gather", "replicate")
@@ -57,14 +54,16 @@ def rows_of(batch: PackedBatch) -> list[list[int]]:
     return [batch.row_index[begin:end].tolist() for begin, end in pairwise(bounds)]
 
 
-def check(batch: PackedBatch, sequences: Lists, masks: Lists | None, groups: list[int] | None) -> None:
-    """Every field of the batch, from the sequences alone."""
+def check(
+    batch: PackedBatch, sequences: Lists, masks: Lists | None, groups: list[int] | None, least_rows: int = 1
+) -> None:
+    """Every field of the batch, from the sequences alone, and the way back; `least_rows`: of a node."""
     layout, total = batch.layout, batch.layout.num_tokens
     table = tree_nodes(batch.cu_seqlens, batch.parents, total)  # refuses an order that is not depth-first
     check_layout(layout)
     assert layout.nodes.equal(table) and layout.position_ids is batch.position_ids
     nodes = [Node(*row) for row in table.tolist()]
-    assert layout.node_lens == tuple(node.q_len for node in nodes) and min(layout.node_lens, default=1) > 0
+    assert layout.node_lens == tuple(node.q_len for node in nodes) and min(layout.node_lens, default=1) >= least_rows
     assert layout.node_parents == tuple(node.parent for node in nodes)
     assert batch.cu_seqlens.dtype == batch.parents.dtype == torch.int32
     end = batch.cu_seqlens.tolist()[-1]
@@ -98,6 +97,7 @@ def check(batch: PackedBatch, sequences: Lists, masks: Lists | None, groups: lis
             if groups[i] != groups[j]
         )
     check_ratios(batch, sequences)
+    check_way_back(batch, trained)
 
 
 def check_ratios(batch: PackedBatch, sequences: Lists) -> None:
@@ -122,19 +122,28 @@ def check_ratios(batch: PackedBatch, sequences: Lists) -> None:
     }
 
 
-def check_way_back(batch: PackedBatch) -> None:
+def check_way_back(batch: PackedBatch, trained: Lists) -> None:
     """Every value returns to its sequence and token, with its gradient."""
     total, longest = sum(batch.response_lens), max(batch.response_lens)
     values = torch.arange(1.0, total + 1, requires_grad=True)
-    unpacked = unpack_logprobs(values, batch, fill=-7.0, per_row=False, width=longest + 1)
+    padded = unpack_logprobs(values, batch, fill=-7.0, per_row=False, width=longest + 1)
+    jagged: Any = unpack_to_jagged(values, batch, per_row=False)
     numbers = iter(range(1, total + 1))
-    wanted = [[next(numbers) for _ in range(count)] + [-7] * (longest + 1 - count) for count in batch.response_lens]
-    assert unpacked.tolist() == wanted
+    parts = jagged.unbind()
+    for line, part, length, places in zip(padded.tolist(), parts, batch.sequence_lens, trained, strict=True):
+        own = [next(numbers) for _ in places]
+        assert line == own + [-7.0] * (longest + 1 - len(own))
+        by_place = dict(zip(places, own))
+        assert part.tolist() == [by_place.get(place + 1, 0) for place in range(length)]
     weights = torch.rand(total)
-    (gradient,) = torch.autograd.grad(unpack(values * weights, batch, per_row=False).sum(), values)
-    assert gradient.equal(weights)
+    for unpack in (unpack_logprobs, unpack_to_jagged):
+        unpacked: Any = unpack(values * weights, batch, per_row=False)
+        flat = unpacked.values() if unpacked.is_nested else unpacked
+        (gradient,) = torch.autograd.grad(flat.sum(), values)
+        assert gradient.equal(weights)
     of_rows = torch.rand(batch.layout.num_tokens)
-    assert unpack(of_rows, batch, per_row=True).equal(unpack(of_rows[batch.token_index], batch, per_row=False))
+    by_token = unpack_logprobs(of_rows[batch.token_index], batch, per_row=False)
+    assert unpack_logprobs(of_rows, batch, per_row=True).equal(by_token)
 
 
 @st.composite

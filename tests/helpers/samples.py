@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Prompts and responses for the tests of packing, and the way back to them."""
+"""Prompts and responses for the tests of packing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_attn_dualkv import PackedBatch, SharedPromptLayout, unpack_logprobs, unpack_to_jagged
+from flash_attn_dualkv import PackedBatch, SharedPromptLayout
 
 Lists = list[list[int]]
 
@@ -51,7 +51,8 @@ def samples(draw: st.DrawFn) -> tuple[Lists, Lists]:
 
 
 def assert_same_batch(batch: PackedBatch, expected: PackedBatch) -> None:
-    """Every field, those of the layout too."""
+    """Every field, those of the layout too, which has the batch's own positions."""
+    assert batch.layout.position_ids is batch.position_ids
     for one, other in ((batch, expected), (batch.layout, expected.layout)):
         for field in dataclasses.fields(one):
             got, wanted = getattr(one, field.name), getattr(other, field.name)
@@ -66,26 +67,3 @@ def check_layout(layout: SharedPromptLayout) -> None:
     rebuilt = SharedPromptLayout.from_tree(layout.node_lens, layout.node_parents, pad=layout.pad)
     assert layout.nodes.cpu().equal(rebuilt.nodes) and layout.is_like(rebuilt)
     assert (layout.max_sequence, layout.mean_keys) == (rebuilt.max_sequence, rebuilt.mean_keys)
-
-
-def check_way_back(batch: PackedBatch) -> None:
-    """Every value returns to its sample and token, with its gradient."""
-    total, rows = sum(batch.response_lens), batch.layout.num_tokens
-    values = torch.arange(1.0, total + 1, requires_grad=True)
-    per_row = torch.zeros(rows).index_put((batch.token_index,), values.detach())
-    padded = unpack_logprobs(values, batch, fill=-7.0, per_row=False)
-    jagged: Any = unpack_to_jagged(values, batch, per_row=False)
-    expected = iter(range(1, total + 1))
-    parts = jagged.unbind()
-    samples = len(batch.prompt_lens)
-    assert padded.shape == (samples, max(batch.response_lens)) and len(parts) == samples
-    for line, part, prompt_len, length in zip(padded.tolist(), parts, batch.prompt_lens, batch.response_lens):
-        own = [next(expected) for _ in range(length)]
-        assert line == own + [-7.0] * (len(line) - length)
-        assert part.tolist() == [0.0] * (prompt_len - 1) + own + [0.0]
-    weights = torch.rand(total)
-    for unpacked in (unpack_logprobs(values * weights, batch), unpack_to_jagged(values * weights, batch).values()):
-        (gradient,) = torch.autograd.grad(unpacked.sum(), values)
-        assert gradient.equal(weights)
-    if torch.unique(batch.token_index).numel() == total:  # no row scores two tokens
-        assert unpack_logprobs(per_row, batch, fill=-7.0, per_row=True).equal(padded)

@@ -161,7 +161,12 @@ def test_no_response_tokens():
     assert all((one.grad == 0).all() for one in model.model.layers.parameters())
 
 
-OPTIONS = (dict(boundary="gather"), dict(boundary="replicate", pad_to_multiple_of=16))
+OPTIONS = (
+    dict(boundary="gather"),
+    dict(boundary="replicate", pad_to_multiple_of=16),
+    dict(min_shared=5),
+    dict(group_ids=[0, 0, 0, 1, 1, 1, 0, 0, 0]),
+)
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -169,6 +174,7 @@ def test_equals_each_sequence_alone(name: str) -> None:
     """Windows, softcaps and sinks are the models'."""
     whole = Samples([one[:1] for one in SEQUENCES], [one[1:] for one in SEQUENCES])
     trained = torch.tensor([value for mask in MASKS for value in mask[1:]]).bool()
-    batches = [pack_prefix_tree(SEQUENCES, loss_mask=MASKS, min_shared=1, **options) for options in OPTIONS]
-    assert all(one.layout.depth >= 4 and one.dedup_ratio > 1.5 for one in batches)
+    batches = [pack_prefix_tree(SEQUENCES, loss_mask=MASKS, **{"min_shared": 1, **options}) for options in OPTIONS]
+    assert all(one.layout.depth >= 4 and one.dedup_ratio > 1.5 for one in batches[:2])
+    assert all(one.layout.depth > 1 and one.dedup_ratio > 1.1 for one in batches)
     check_packed(name, whole, batches, trained, **(EVERY_EXPERT[name] if name == "deepseek_v3" else {}))
