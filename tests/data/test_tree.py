@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from packed_trees import BOUNDARIES, SEQUENCES, check, forests
 from samples import Lists, assert_same_batch, tensors
 
-from flash_attn_dualkv import PackedBatch, SharedPromptError, group_by_prefix, pack_prefix_tree, unpack_logprobs
+from flash_attn_dualkv import PackedBatch, group_by_prefix, pack_prefix_tree, unpack_logprobs
 
 
 def savings(batch: PackedBatch) -> list[int]:
@@ -190,50 +190,3 @@ def test_packing_for_a_gpu(origin: str) -> None:
     assert batch.input_ids.is_cuda and batch.parents.is_cuda
     assert_same_batch(batch.to("cpu"), expected)
     assert_same_batch(expected.to("cuda").to("cpu"), expected)
-
-
-ONE = pack_prefix_tree([[1, 2, 3, 4]])
-ERRORS: list[tuple[str, Any, str]] = [
-    ("none", lambda: pack_prefix_tree([]), "^sequences: expected at least one, got 0"),
-    ("no list", lambda: pack_prefix_tree(iter([[1]])), "^sequences: expected a list of token sequences"),
-    ("text", lambda: pack_prefix_tree(["text"]), r"^sequences\[0\]: expected a 1-D integer tensor"),
-    ("floats", lambda: pack_prefix_tree([[1], [0.5]]), r"^sequences\[1\]: expected integers"),
-    ("bools", lambda: pack_prefix_tree([torch.ones(2) > 0]), r"^sequences\[0\]: expected integers"),
-    ("2-D", lambda: pack_prefix_tree([torch.ones(2, 2).long()]), r"^sequences\[0\]: expected 1 dimension"),
-    ("negative", lambda: pack_prefix_tree([[1, -100]]), "^sequences: expected token ids >= 0, got -100"),
-    ("meta", lambda: pack_prefix_tree([torch.ones(2, device="meta").long()]), "^sequences: .* got one on meta"),
-    ("masks", lambda: pack_prefix_tree([[1], [2]], loss_mask=[[0]]), "^loss_mask: expected 2 of them .* got 1"),
-    ("mask of", lambda: pack_prefix_tree([[1], [2, 3]], loss_mask=[[0], [0]]), r"^loss_mask\[1\]: expected 2 values"),
-    ("mask values", lambda: pack_prefix_tree([[1, 2]], loss_mask=[[0, 2]]), "^loss_mask: expected 0 and 1, got 2"),
-    ("mask below 0", lambda: pack_prefix_tree([[1, 2]], loss_mask=[[0, -1]]), "^loss_mask: expected 0 and 1, got -1"),
-    ("float mask", lambda: pack_prefix_tree([[1, 2]], loss_mask=[[0.0, 1.0]]), r"^loss_mask\[0\]: expected integers"),
-    ("one mask", lambda: pack_prefix_tree([[1, 2]], loss_mask=torch.tensor(0)), "^loss_mask: expected a list of masks"),
-    (
-        "first token",
-        lambda: pack_prefix_tree([[1, 2], [], [3, 4]], loss_mask=[[0, 1], [], [1, 0]]),
-        r"^loss_mask\[2\]\[0\]: expected 0 for the first token, which no row scores, got 1",
-    ),
-    (
-        "mask device",
-        lambda: pack_prefix_tree([[1, 2]], loss_mask=[torch.zeros(2, device="meta").long()]),
-        "^loss_mask: .* got one on meta",
-    ),
-    ("boundary", lambda: pack_prefix_tree([[1]], boundary="both"), "^boundary: expected 'replicate' or 'gather'"),
-    ("min_shared", lambda: pack_prefix_tree([[1]], min_shared=0), "^min_shared: expected an int >= 1, got 0"),
-    ("half a token", lambda: pack_prefix_tree([[1]], min_shared=1.5), "^min_shared: expected an int >= 1, got 1.5"),
-    ("bool as number", lambda: pack_prefix_tree([[1]], min_shared=True), "^min_shared: expected an int >= 1, got True"),
-    ("multiple", lambda: pack_prefix_tree([[1]], pad_to_multiple_of=0), "^pad_to_multiple_of: expected an int >= 1"),
-    ("ids", lambda: pack_prefix_tree([[1], [2]], group_ids=[0]), r"^group_ids: expected 2 of them \(as sequences\)"),
-    ("list as id", lambda: pack_prefix_tree([[1]], group_ids=[[0]]), r"^group_ids\[0\]: expected a hashable value"),
-    ("device", lambda: pack_prefix_tree([[1]], device="gpu"), "^device: expected a device such as"),
-    ("to", lambda: ONE.to("gpu"), "^device: expected a device such as"),
-    ("values", lambda: unpack_logprobs(torch.zeros(5), ONE), r"^values: expected 3 \(scored tokens\) or 4 \(rows\)"),
-    ("width", lambda: unpack_logprobs(torch.zeros(3), ONE, width=2), "^width: expected an int >= 3"),
-]
-
-
-@pytest.mark.parametrize("call", [pytest.param(one[1:], id=one[0]) for one in ERRORS])
-def test_errors(call: Any) -> None:
-    function, message = call
-    with pytest.raises(SharedPromptError, match=message):
-        function()

@@ -16,7 +16,6 @@ from samples import Lists
 
 from flash_attn_dualkv import (
     PackedBatch,
-    SharedPromptError,
     flash_attn_tree_varlen_func,
     group_by_prefix,
     pack_prefix_tree,
@@ -142,22 +141,3 @@ def test_a_row_has_the_same_bits_in_every_part(boundary: Any, device: str) -> No
         index = torch.tensor([row_of[row] for row in range(part.layout.num_tokens)], device=device)
         got = flash_attn_tree_varlen_func(*(one[index] for one in rows), part.cu_seqlens, part.parents)
         assert got.equal(expected[index])
-
-
-ERRORS: list[tuple[dict[str, Any], str]] = [
-    (dict(borders=[[1]], min_shared=3), "^min_shared: expected None with borders, .* got 3"),
-    (dict(borders=[[1], [2]]), r"^borders: expected 1 of them \(as sequences\), got 2"),
-    (dict(borders=1), "^borders: expected a list of lists of positions, got 1"),
-    (dict(borders=[[0]]), r"^borders\[0\]: expected rising positions from 1 to 3, got \[0\]"),
-    (dict(borders=["12"]), r"^borders\[0\]: expected a list of ints"),
-    (dict(borders=[[1, 1]]), r"^borders\[0\]: expected rising positions from 1 to 3, got \[1, 1\]"),
-    (dict(borders=[[2, 1]]), r"^borders\[0\]: expected rising positions from 1 to 3, got \[2, 1\]"),
-    (dict(borders=[[1, 4]]), r"^borders\[0\]: expected rising positions from 1 to 3, got \[1, 4\]"),
-    (dict(borders=[[1.5]]), r"^borders\[0\]\[0\]: expected an int >= 0, got 1.5"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), ERRORS, ids=lambda one: str(one) if isinstance(one, dict) else "")
-def test_errors(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SharedPromptError, match=message):
-        pack_prefix_tree([[1, 2, 3]], **options)

@@ -7,7 +7,6 @@ import itertools
 import random
 from typing import Any
 
-import pytest
 import torch
 from core_time import least_time
 from hypothesis import given, settings
@@ -191,26 +190,6 @@ def test_balance_is_even() -> None:
     assert max(costs) <= 1.08 * sum(costs) / 8
     assert all(len({i // 8 for i in one}) == 8 for one in ranks)  # whole prompts
     assert least_time(1.0, balance, tree, None, None, 64) < 1.0
-
-
-TREE = group_by_prefix([[1, 2, 3], [1, 2]])
-ERRORS: list[tuple[Any, str]] = [
-    (lambda: split_by_token_budget(TREE, max_tokens=0), "^max_tokens: expected an int >= 1, got 0"),
-    (
-        lambda: split_by_token_budget(TREE, max_tokens=2),
-        "^max_tokens: expected at least 3, the tokens of sample 0, got 2",
-    ),
-    (lambda: split_by_token_budget(TREE, [3, 2], max_tokens=8), "^prompt_lens: expected None with a tree"),
-    (lambda: split_by_token_budget(TREE, max_tokens=8, dp_group=1), "^dp_group: expected a process group"),
-    (lambda: balance(TREE, num_ranks=0), "^num_ranks: expected an int >= 1 and <= 2, got 0"),
-    (lambda: balance(TREE, num_ranks=2, token_cost=-1), "^token_cost: expected a finite number >= 0"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), ERRORS, ids=range(len(ERRORS)))
-def test_errors(call: Any, message: str) -> None:
-    with pytest.raises(SharedPromptError, match=message):
-        call()
 
 
 # --- the training step ------------------------------------------------------------------------------------------------
