@@ -11,6 +11,8 @@ import torch
 from groups import cumulative
 from torch import Tensor
 
+from flash_attn_dualkv import SharedPromptLayout
+
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], Arguments]
 
@@ -53,6 +55,13 @@ def tree_arguments(device: str = "cpu", dtype: torch.dtype = torch.float32) -> A
     names = {"q": "q", "k": "k_decoded", "v": "v_decoded", "cu_seqlens": "cu_seqlens_q"}
     parents = torch.tensor([-1, 0], dtype=torch.int32, device=device)
     return {name: shared[source] for name, source in names.items()} | {"parents": parents}
+
+
+def packed_arguments(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Arguments:
+    """A legal call of shared_prompt_attention: a prompt of 2 rows and its response."""
+    shared = shared_arguments(device, dtype)
+    layout = SharedPromptLayout.from_tree([2, 4], [-1, 0], device=device)
+    return {"q": shared["q"], "k": shared["k_decoded"], "v": shared["v_decoded"], "layout": layout}
 
 
 def replace_by(name: str, value: Any) -> Change:

@@ -21,6 +21,7 @@ from legal_calls import (
     grouped,
     head_dim,
     heads,
+    packed_arguments,
     parametrize,
     plain_arguments,
     replace_by,
@@ -31,6 +32,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_dualkv import (
+    SharedPromptError,
+    SharedPromptLayoutError,
     attention,
     checks,
     flash_attn_dualkv_varlen_func,
@@ -38,6 +41,7 @@ from flash_attn_dualkv import (
     flash_attn_varlen_func,
     ops,
     packed_attention,
+    shared_prompt_attention,
 )
 from flash_attn_dualkv import nodes as tables
 
@@ -200,6 +204,23 @@ TREE_ROWS: list[Row] = [
 ]
 
 
+PACKED_ROWS: list[Row] = [
+    *tensor_rows(PLAIN_TENSORS),
+    *(row for row in COMMON_ROWS if row[3] != "window_size" and row[::3] != ("None", "softcap")),
+    *SINK_ROWS,
+    ("rows", alter("v", lambda t: t[1:]), ValueError, "v", "5"),
+    ("head_dim", alter("v", lambda t: head_dim(t, 12)), ValueError, "v", "12"),
+    ("rows of q", alter("q", lambda t: t[1:]), SharedPromptLayoutError, "layout", "5"),
+    ("rows of k", lambda a: {"k": a["k"][1:], "v": a["v"][1:]}, SharedPromptLayoutError, "layout", "5"),
+    ("device", alter("layout", lambda layout: layout.to("meta")), SharedPromptLayoutError, "layout", "meta"),
+    ("none", replace_by("layout", None), TypeError, "layout", "None"),
+    ("nothing", replace_by("sliding_window", 0), SharedPromptError, "sliding_window", "0"),
+    ("float", replace_by("sliding_window", 2.0), TypeError, "sliding_window", "2.0"),
+    ("nan", replace_by("softcap", math.nan), ValueError, "softcap", "nan"),
+    ("str", replace_by("softcap", "1"), TypeError, "softcap", "'1'"),
+]
+
+
 def check_raises(function: Any, arguments: Arguments, error: type[Exception], name: str, got: str) -> None:
     with pytest.raises(error) as caught:
         function(**arguments)
@@ -212,10 +233,11 @@ CALLS: dict[str, tuple[Any, Callable[..., Arguments], Any]] = {
     "shared": (flash_attn_dualkv_varlen_func, shared_arguments, attention),
     "plain": (flash_attn_varlen_func, plain_arguments, attention),
     "tree": (flash_attn_tree_varlen_func, tree_arguments, packed_attention),
+    "packed": (shared_prompt_attention, packed_arguments, packed_attention),
 }
 ROWS = [
     pytest.param(call, *row[1:], id=f"{call}, {row[3]}: {row[0]}")
-    for call, rows in (("shared", SHARED_ROWS), ("plain", PLAIN_ROWS), ("tree", TREE_ROWS))
+    for call, rows in (("shared", SHARED_ROWS), ("plain", PLAIN_ROWS), ("tree", TREE_ROWS), ("packed", PACKED_ROWS))
     for row in rows
 ]
 

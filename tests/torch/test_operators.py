@@ -24,7 +24,6 @@ from calls import (
     TWO_GROUPS,
     Call,
     Operators,
-    attend,
     batch_of,
     leaves_of,
     packed,
@@ -128,14 +127,6 @@ def test_gradcheck_of_everything_that_the_operators_offer(variant: tuple[Any, ..
         return out, lse.nan_to_num(neginf=0.0)
 
     assert torch.autograd.gradcheck(outputs, [one.requires_grad_() for one in inputs])
-
-
-def test_lse_dtype(device: str) -> None:
-    _, lse = attend(batch := batch_of(ONE_GROUP, device), batch.inputs, return_lse=True)
-    assert lse.dtype == (torch.float64 if device == "cpu" else torch.float32)
-    if device == "cpu":
-        _, lse = attend(batch := batch_of(ONE_GROUP, device, dtype=torch.bfloat16), batch.inputs, return_lse=True)
-        assert lse.dtype == torch.float32
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (1, 6), (3, 6), (9, 6), (0, 0)])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_prompts import GROUPS, inputs_of, layout_of, run
 from torch import Tensor
-from tree_cases import DEEP, Tree, offsets_and_parents, paths_of, random_tree, trees, visible
+from tree_cases import DEEP, Tree, offsets_and_parents, random_tree, trees, visible
 
 from flash_attn_dualkv import (
     SharedPromptLayout,
@@ -86,26 +86,6 @@ def test_random_trees(tree: Tree, heads: tuple[int, int], pad: int) -> None:
 @pytest.mark.parametrize(("window", "softcap", "sinks"), [*product([-1, 0, 5], [0.0, 0.7], [False, True])])
 def test_variants(window: int, softcap: float, sinks: bool) -> None:
     check(DEEP, (4, 2), pad=2, sinks=sinks, window_size=(window, 0), softcap=softcap)
-
-
-@pytest.mark.parametrize("fall", [0.2, 0.5, 0.9])
-def test_a_tree_equals_its_sequences(fall: float) -> None:
-    """Every path that ends in a leaf as a sequence of its own: outputs, and the sum of all sequences' gradients."""
-    tree = random_tree(0, 30, 9, fall)
-    lens, parents = tree
-    leaves = [index for index in range(len(lens)) if index not in parents]
-    paths = [paths_of(tree)[leaf] for leaf in leaves]
-    rows = torch.tensor([row for path in paths for row in path])
-    offsets, _ = offsets_and_parents(([*map(len, paths)], []))
-    inputs = [torch.randn(sum(lens), heads, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
-    out = flash_attn_tree_varlen_func(*inputs, *offsets_and_parents(tree))
-    longest = max(map(len, paths))
-    flat = flash_attn_varlen_func(*(one[rows] for one in inputs), offsets, offsets, longest, longest, causal=True)
-    torch.testing.assert_close(out[rows], flat, **FLOAT64)
-    weights = torch.randn_like(flat)
-    found, wanted = (torch.autograd.grad((one * weights).sum(), inputs) for one in (out[rows], flat))
-    for one, other in zip(found, wanted):
-        torch.testing.assert_close(one, other, **FLOAT64)
 
 
 def test_the_mean_of_keys_reaches_the_operators() -> None:

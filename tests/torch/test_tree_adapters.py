@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from tree_cases import check, inputs
+from tree_cases import check, inputs, offsets_and_parents
 
 from flash_attn_dualkv import flash_attn_tree_varlen_func, ops
 from flash_attn_dualkv.integrations import trees
@@ -79,22 +79,15 @@ def test_nodes_in_order_are_not_moved(tree: Trees, pad: int) -> None:
     "options", [dict(window_size=(4, 0)), dict(softcap=0.5), dict(sinks=torch.tensor([1.0, -0.5, 2.0, 0.0]).double())]
 )
 def test_windows_softcaps_and_sinks(options: dict[str, Any]) -> None:
-    """Each path by itself, whose last node's rows are those of the forest; the root lies behind its children."""
-    begins, lens, parents = [4, 0, 9], [5, 4, 3], [-1, 0, 0]
-    given_tensors = inputs(12)
-    sinks = [one.requires_grad_() for name, one in options.items() if name == "sinks"]
-    leaves = [*given_tensors, *sinks]
-    got = trees.Forest(begins, lens, parents).attend(*given_tensors, 0.7, **options)[0]
-    expected = torch.zeros_like(got)
-    plain = trees.Forest(begins, lens, parents).attend(*given_tensors, 0.7)[0]
-    assert (got - plain).abs().max() > 0.01
-    for node, (begin, length) in enumerate(zip(begins, lens)):
-        path = [*range(4, 9), *(range(begin, begin + length) if node else ())]
-        ends = torch.tensor([0, len(path)], dtype=torch.int32)
-        root = torch.tensor([-1], dtype=torch.int32)
-        alone = flash_attn_tree_varlen_func(*(one[0, path] for one in given_tensors), ends, root, 0.7, **options)
-        expected = expected.index_copy(0, torch.arange(begin, begin + length), alone[-length:])
+    """The root lies behind its children: what the tree has with the rows in the order of the nodes."""
+    given_tensors, rows = inputs(12), [*range(4, 9), *range(4), *range(9, 12)]
+    leaves = [*given_tensors, *(one.requires_grad_() for name, one in options.items() if name == "sinks")]
+    forest = trees.Forest([4, 0, 9], [5, 4, 3], [-1, 0, 0])
+    got = forest.attend(*given_tensors, 0.7, **options)[0, rows]
+    table = offsets_and_parents(([5, 4, 3], [-1, 0, 0]))
+    expected = flash_attn_tree_varlen_func(*(one[0, rows] for one in given_tensors), *table, 0.7, **options)
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+    assert (got - forest.attend(*given_tensors, 0.7)[0, rows]).abs().max() > 0.01
     weights = torch.arange(got.numel(), dtype=torch.float64).view_as(got).cos()
     for one, other in zip(*(torch.autograd.grad((side * weights).sum(), leaves) for side in (got, expected))):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
