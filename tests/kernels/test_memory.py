@@ -86,19 +86,6 @@ def test_strides_do_not_change_results(options: Options, strided: Callable[[Tens
         oracle.assert_same_results(run(other, deterministic=True), expected)
 
 
-@configurations
-def test_expanded_inputs(options: Options) -> None:
-    """Strides of zero, and an upstream gradient whose last dimension is not contiguous."""
-    batch = build_groups(MIXED, **options)
-    keys = batch.k_decoded[:, :1].expand_as(batch.k_decoded)
-    columns_apart = batch.dout.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    for dout in (batch.dout[:1, :1, :1].expand_as(batch.dout), columns_apart):
-        other = batch.replace(k_decoded=keys, dout=dout)
-        dense = other.replace(k_decoded=keys.contiguous(), dout=dout.contiguous())
-        expected = run(dense, deterministic=True)
-        oracle.assert_same_results(run(other, deterministic=True), expected)
-
-
 def test_single_rows_and_heads_may_have_any_stride() -> None:
     """The stride of a dimension of size one is arbitrary."""
     batch = build_groups([Group(1, ((1, 1),))], **SMALL | {"heads": (1, 1)})

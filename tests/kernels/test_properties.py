@@ -119,16 +119,6 @@ def test_gradient_of_the_lse(options: Options) -> None:
     oracle.check(silent, run(silent, dlse=strided), dlse=dlse)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 0.2, 0.5])
-@configurations
-def test_rising_scores(options: Options, scale: float) -> None:
-    """Keys that grow with their position: the running maximum changes in every tile."""
-    batch = build_groups(MIXED, **options)
-    for keys in (batch.k_context, batch.k_decoded):
-        keys *= torch.linspace(0.1, 1.5, len(keys), device=DEVICE).to(keys.dtype)[:, None, None]
-    check_both_modes(batch.replace(softmax_scale=scale * 8 * batch.scale))
-
-
 @pytest.mark.parametrize("rise", [2.0, 7.0, 60.0, -60.0])
 @configurations
 def test_a_maximum_that_moves_with_every_tile(options: Options, rise: float) -> None:

@@ -6,16 +6,12 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
-import os
-import subprocess
-import sys
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from hybrid_models import HYBRIDS, drawn_gradients, error_ratios, hybrid_model, in_float64, without_packages
-from tiny_models import SEQUENCES, VOCABULARY, Samples, stock_twin
+from tiny_models import SEQUENCES, Samples, stock_twin
 
 from flash_attn_dualkv import SharedPromptError, pack_prefix_tree
 from flash_attn_dualkv.integrations.transformers.hybrid import families, installation, mixers
@@ -85,37 +81,3 @@ def test_trees() -> None:
     batch = pack_prefix_tree(longer, loss_mask=masks, min_shared=1, device="cuda")
     assert batch.layout.depth >= 4
     check_accuracy(MODELS[0], samples, batch)
-
-
-REFUSED = f"""
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from flash_attn_dualkv import SharedPromptError, pack_shared_prompts
-from flash_attn_dualkv.integrations.transformers import register, shared_prompt_forward
-
-register()
-sizes = {SHAPE!r}
-options = dict(vocab_size={VOCABULARY}, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-config = AutoConfig.for_model("{MODELS[0] if MODELS else ""}", **options, num_key_value_heads=2, **sizes)
-model = AutoModelForCausalLM.from_config(config, attn_implementation="dualkv", dtype=torch.bfloat16).cuda()
-batch = pack_shared_prompts([list(range(3, 90))] * 2, [[5, 6], [7]], device="cuda")
-with torch.no_grad():
-    assert shared_prompt_forward(model, batch)[0].isfinite().all()
-try:
-    shared_prompt_forward(model, batch)
-except SharedPromptError as error:
-    print("refused:", error)
-"""
-
-
-@needs_models
-def test_wrong_gradients_are_refused() -> None:
-    """Without TileLang a forward with gradients raises where the kernels are wrong; one without gradients runs."""
-    with patch.dict(os.environ, FLA_TILELANG="0"):
-        installation.check_gated_backward.cache_clear()
-        is_refused = not is_trainable()
-        done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, check=False)
-    installation.check_gated_backward.cache_clear()
-    assert done.returncode == 0, done.stderr
-    assert ("refused: flash-linear-attention: expected Triton 3.7.1" in done.stdout) == is_refused

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import types
 from functools import partial
 from importlib import metadata
@@ -73,22 +72,6 @@ def test_layers_that_mix_tokens_are_counted(name: str) -> None:
         model(**inputs())
 
 
-def test_a_layer_that_gets_no_layout_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither from the decoder layer nor among its own arguments."""
-    model = hybrid_model(NAME, torch.float32)
-    dualkv.install_layout_hook(model)
-    monkeypatch.setattr(first_use, "prepare", lambda model: None)  # which would put the hooks back
-    layer = mixer_of(model)
-    for one in model.model.layers[0].modules():
-        for hooks in (one._forward_pre_hooks, one._forward_hooks):
-            for key, hook in list(hooks.items()):
-                if hook in (delivery._enter_layer, delivery._leave_layer):
-                    del hooks[key]
-    layer.register_forward_pre_hook(drop_the_layout, with_kwargs=True)
-    with pytest.raises(SharedPromptLayoutError, match="consumed by 2 layers that mix tokens, got 1"):
-        model(**inputs())
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_a_layer_that_computes_by_itself_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a kernel for a whole layer would, which knows of no layout."""
@@ -124,32 +107,6 @@ def test_a_decoder_layer_that_keeps_the_layout_raises_under_checkpointing() -> N
     model.gradient_checkpointing_enable(dict(use_reentrant=False))
     with pytest.raises(SharedPromptLayoutError, match="a decoder layer that hands it on"):
         dualkv.shared_prompt_forward(model, BATCH)
-
-
-class Interruption(BaseException):
-    """As Ctrl-C: PyTorch does not run the hooks behind a forward that it ends."""
-
-
-def test_a_forward_that_was_interrupted_leaves_nothing_behind() -> None:
-    """Neither for the model nor for another one that has no hooks."""
-    model = hybrid_model(NAME, torch.float32)
-    other = copy.deepcopy(model)
-    ids = torch.arange(3, 12)[None]
-    expected = model(ids, use_cache=False).logits
-    dualkv.install_layout_hook(model)
-
-    def interrupt(*_: Any) -> None:
-        raise Interruption
-
-    handle = mixer_of(model).register_forward_pre_hook(interrupt)
-    with pytest.raises(Interruption):
-        model(**inputs())
-    handle.remove()
-    for one in (other, model):
-        assert torch.equal(one(ids, use_cache=False).logits, expected)
-    with pytest.raises(SharedPromptLayoutError, match=PLAIN):
-        other(**inputs())
-    model(**inputs())
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hybrid_models import KINDS, hybrid_model
 from tiny_models import MIXED, VERSION, Samples, dualkv, row_of, tiny_config, tiny_model, transformers
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, kernels
@@ -126,8 +127,11 @@ class Interruption(BaseException):
 
 
 @pytest.mark.parametrize("through", ["model", "backbone"])
-def test_a_forward_that_was_interrupted_leaves_nothing_behind(through):
-    model = tiny_model("llama")
+@pytest.mark.parametrize("make", [lambda: tiny_model("llama"), lambda: hybrid_model(KINDS[0], torch.float32)])
+def test_a_forward_that_was_interrupted_leaves_nothing_behind(make, through):
+    """Neither for the model nor for another one that has no hooks."""
+    model = make()
+    other = copy.deepcopy(model)
     plain = dict(input_ids=torch.arange(3, 9)[None], use_cache=False)
     expected = model(**plain).logits
     dualkv.install_layout_hook(model)
@@ -140,7 +144,8 @@ def test_a_forward_that_was_interrupted_leaves_nothing_behind(through):
     with pytest.raises(Interruption):
         (model if through == "model" else model.model)(**inputs())
     handle.remove()
-    assert torch.equal(model(**plain).logits, expected)
+    for one in (other, model):
+        assert torch.equal(one(**plain).logits, expected)
     assert guard.current() is None
     model.generate(torch.arange(3, 9)[None], max_new_tokens=2, do_sample=False)
     model(**inputs())
