@@ -12,12 +12,14 @@ import torch
 from core_time import least_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_trees import SEQUENCES
 from processes import run_ranks
 from samples import Lists, samples
 
 from flash_attn_dualkv import (
     SharedPromptError,
     balance,
+    group_by_prefix,
     group_by_prompt,
     pack_shared_prompts,
     split_by_token_budget,
@@ -62,33 +64,40 @@ def test_parts_of_a_group_are_filled_well() -> None:
     assert len(parts) <= 1.08 * least
 
 
-def _budget_on_rank(rank: int, world: int, address: str, results: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+def _budget_on_rank(rank: int, results: Any) -> None:
     group = torch.distributed.group.WORLD
-    samples = 4
-    results[rank, "split"] = split_by_token_budget(
-        [list(range(samples))], [10] * samples, [4] * samples, (30, 20)[rank], dp_group=group
-    )
-    mixed = [[0, 1, 2, 3, 4], [5], [6, 7]], [10] * 8, [4] * 8
-    results[rank, "mixed"] = split_by_token_budget(*mixed, (200, 50)[rank], dp_group=group)
-    for name, budgets, counts in (("budget", (30, 13), (4, 4)), ("samples", (14, 40), (4, 2))):
+
+    def split(name: str, budgets: tuple[int, int], *given: Any) -> None:
         try:
-            lens = [10] * counts[rank], [4] * counts[rank]
-            split_by_token_budget([list(range(counts[rank]))], *lens, budgets[rank], dp_group=group)
+            results[rank, name] = split_by_token_budget(*given, max_tokens=budgets[rank], dp_group=group)
         except SharedPromptError as error:
             results[rank, name] = str(error)
-    torch.distributed.destroy_process_group()
+
+    def prompts(samples: int) -> Any:
+        return [list(range(samples))], [10] * samples, [4] * samples
+
+    split("split", (30, 20), *prompts(4))
+    split("mixed", (200, 50), [[0, 1, 2, 3, 4], [5], [6, 7]], [10] * 8, [4] * 8)
+    split("budget", (30, 13), *prompts(4))
+    split("samples", (14, 40), *prompts((4, 2)[rank]))
+    split("tree", (100, 7), group_by_prefix(SEQUENCES, min_shared=1))
+    split("budget of a tree", (100, 2), group_by_prefix(SEQUENCES))
+    split("sequences of a tree", (1, 1), group_by_prefix([[1], [2], [3]][: 3 - 2 * rank]))
 
 
-def test_equally_many_micro_batches_on_every_rank(tmp_path: Any) -> None:
+def test_equally_many_micro_batches_on_every_rank() -> None:
     """Ranks with fewer split theirs; what fails on one fails on all, so that none waits for another."""
-    results = run_ranks(_budget_on_rank, 2, 2, f"file://{tmp_path}/store")
-    assert [len(results[rank, "split"]) for rank in (0, 1)] == [2, 2]
-    assert all(sorted(itertools.chain(*results[rank, "split"])) == [0, 1, 2, 3] for rank in (0, 1))
-    assert len(results[0, "mixed"]) == len(results[1, "mixed"]) == 2
+    results = run_ranks(_budget_on_rank, 2)
+    for name, count, least in (("split", 4, 2), ("mixed", 8, 2), ("tree", 9, 2)):
+        of_ranks = [results[rank, name] for rank in (0, 1)]
+        assert len(of_ranks[0]) == len(of_ranks[1]) >= least
+        assert all(sorted(itertools.chain(*one)) == [*range(count)] for one in of_ranks)
+    assert len(results[0, "split"]) == len(results[0, "mixed"]) == 2
     assert sorted(map(sorted, results[0, "mixed"])) == [[0, 1, 2, 3, 4], [5, 6, 7]]  # no group in both
-    assert "one that cannot" in results[0, "budget"] and "at least 14" in results[1, "budget"]
-    assert all("at least 4 samples on each rank" in results[rank, "samples"] for rank in (0, 1))
+    for name, least in (("budget", 14), ("budget of a tree", 5)):
+        assert "one that cannot" in results[0, name] and f"at least {least}" in results[1, name]
+    for name, least in (("samples", 4), ("sequences of a tree", 3)):
+        assert all(f"at least {least} samples on each rank" in results[rank, name] for rank in (0, 1))
 
 
 def test_balance_keeps_groups_whole() -> None:

@@ -11,13 +11,11 @@ import torch
 from core_time import least_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_trees import BOUNDARIES, FLOAT64, SEQUENCES, Model, forests, paths, rows_of, transcripts
-from processes import run_ranks
+from packed_trees import BOUNDARIES, FLOAT64, Model, forests, paths, rows_of, transcripts
 from samples import Lists
 
 from flash_attn_dualkv import (
     PrefixTree,
-    SharedPromptError,
     balance,
     group_by_prefix,
     pack_prefix_tree,
@@ -101,30 +99,6 @@ def test_large_trees_are_split_well_and_fast() -> None:
         assert least_time(4.0, split_by_token_budget, tree, None, None, budget) < 4.0
         assert sorted(itertools.chain(*micro_batches)) == [*range(len(sequences))]
         assert len(micro_batches) <= max(1, least * (sum(tree.node_lens) - 1000) / (budget - 1000) + 1)
-
-
-def _split_on_rank(rank: int, world: int, address: str, results: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
-    tree = group_by_prefix(SEQUENCES, min_shared=1)
-    results[rank, "split"] = split_by_token_budget(
-        tree, max_tokens=(100, 7)[rank], dp_group=torch.distributed.group.WORLD
-    )
-    for name, sequences, budgets in (("budget", SEQUENCES, (100, 2)), ("samples", [[1], [2], [3]][rank:], (1, 1))):
-        one = group_by_prefix(sequences[:1] if name == "samples" and rank else sequences)
-        try:
-            split_by_token_budget(one, max_tokens=budgets[rank], dp_group=torch.distributed.group.WORLD)
-        except SharedPromptError as error:
-            results[rank, name] = str(error)
-    torch.distributed.destroy_process_group()
-
-
-def test_equally_many_micro_batches_on_every_rank(tmp_path: Any) -> None:
-    results = run_ranks(_split_on_rank, 2, 2, f"file://{tmp_path}/store")
-    counts = [len(results[rank, "split"]) for rank in (0, 1)]
-    assert counts[0] == counts[1] > 1
-    assert all(sorted(itertools.chain(*results[rank, "split"])) == [*range(9)] for rank in (0, 1))
-    assert "one that cannot" in results[0, "budget"] and "at least 5" in results[1, "budget"]
-    assert all("at least 3 samples on each rank" in results[rank, "samples"] for rank in (0, 1))
 
 
 # --- balance ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import importlib.util
 import multiprocessing
 import sys
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,27 +16,37 @@ import torch
 _PRELOADED = ["torch.distributed.fsdp", "transformers.modeling_utils", "flash_attn_dualkv.integrations.transformers"]
 
 
-def run_ranks(function: Callable[..., None], ranks: int, *arguments: Any, forked: bool = True) -> dict[Any, Any]:
-    """What `function(rank, *arguments, results)` writes to the dict `results`, in so many processes.
+def run_ranks(
+    function: Callable[..., None], ranks: int, *arguments: Any, forked: bool = True, backend: str | None = "gloo"
+) -> dict[Any, Any]:
+    """What `function(rank, *arguments, results)` writes to the dict `results`, in so many processes of one group.
 
-    `forked`: they begin with a few modules, which is for those only that leave CUDA alone.
+    Args:
+        forked: they begin with a few modules, which is for those only that leave CUDA alone.
+        backend: of the group; None: the function makes it.
     """
     method = "forkserver" if forked else "spawn"
     context = multiprocessing.get_context(method)
     if forked:
         context.set_forkserver_preload(_PRELOADED)
-    with context.Manager() as manager:
+    with context.Manager() as manager, TemporaryDirectory() as folder:
         results = manager.dict()
         module = function.__module__
-        called = (module, sys.modules[module].__file__, function.__name__, *arguments, results)
+        group = dict(backend=backend, init_method=f"file://{folder}/store", world_size=ranks)
+        called = (module, sys.modules[module].__file__, function.__name__, group, *arguments, results)
         torch.multiprocessing.start_processes(_call, called, nprocs=ranks, start_method=method)
         return dict(results)
 
 
-def _call(rank: int, module: str, file: str, function: str, *arguments: Any) -> None:
-    """Calls a function of a test module, which no path for imports leads to."""
+def _call(rank: int, module: str, file: str, function: str, group: dict[str, Any], *arguments: Any) -> None:
+    """Calls a function of a test module, which no path for imports leads to, in the group."""
     spec = importlib.util.spec_from_file_location(module, file)
     assert spec is not None and spec.loader is not None
     sys.modules[module] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[module])
+    torch.set_num_threads(1)
+    if group["backend"]:
+        torch.distributed.init_process_group(rank=rank, **group)
     getattr(sys.modules[module], function)(rank, *arguments)
+    if group["backend"]:
+        torch.distributed.destroy_process_group()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import importlib
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -73,10 +72,9 @@ class Found(NamedTuple):
     gradients: dict[str, torch.Tensor]
 
 
-def run(setup: Setup, directory: Path) -> dict[tuple[int, str], Found]:
+def run(setup: Setup) -> dict[tuple[int, str], Found]:
     """What all ranks compute under all wrappers, in one start of the processes."""
-    forked = setup.device_type == "cpu"
-    return run_ranks(_run_rank, len(SHARES), setup, str(directory / "store"), forked=forked)
+    return run_ranks(_run_rank, len(SHARES), setup, forked=setup.device_type == "cpu", backend=setup.backend)
 
 
 def check(setup: Setup, found: dict[tuple[int, str], Found], wrapper: str, tolerance: Tolerance) -> None:
@@ -94,12 +92,10 @@ def check(setup: Setup, found: dict[tuple[int, str], Found], wrapper: str, toler
         check_gradients(found[rank, wrapper].gradients, expected, tolerance.gradient)
 
 
-def _run_rank(rank: int, setup: Setup, store: str, results: Any) -> None:
-    torch.set_num_threads(1)
+def _run_rank(rank: int, setup: Setup, results: Any) -> None:
     device = setup.device(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(setup.backend, init_method=f"file://{store}", rank=rank, world_size=len(SHARES))
     lm_head.LOGIT_ELEMENTS = 97 * 8
     for wrapper in setup.wrappers:
         model = setup.model(rank, torch.float32 if "mixed" in wrapper else setup.dtype)
@@ -112,7 +108,6 @@ def _run_rank(rank: int, setup: Setup, store: str, results: Any) -> None:
         logps.sum().backward()
         whole = {name: one.float().cpu() for name, one in _whole_gradients(wrapped, model).items()}
         results[rank, wrapper] = Found(old.cpu(), logps.detach().cpu(), whole)
-    dist.destroy_process_group()
 
 
 def _wrap(model: Any, wrapper: str, device: torch.device) -> Any:

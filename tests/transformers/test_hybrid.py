@@ -186,8 +186,8 @@ SETUP = ranks.Setup(
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], ranks.Found]:
-    return ranks.run(SETUP, tmp_path_factory.mktemp("ranks"))
+def found() -> dict[tuple[int, str], ranks.Found]:
+    return ranks.run(SETUP)
 
 
 @pytest.mark.parametrize("wrapper", SETUP.wrappers)

@@ -115,8 +115,8 @@ def test_norms_in_float32():
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], ranks.Found]:
-    return ranks.run(ranks.CPU, tmp_path_factory.mktemp("ranks"))
+def on_cpu() -> dict[tuple[int, str], ranks.Found]:
+    return ranks.run(ranks.CPU)
 
 
 @pytest.mark.parametrize("wrapper", ranks.CPU.wrappers)
@@ -127,10 +127,10 @@ def test_wrapped_models(on_cpu, wrapper):
 
 
 @pytest.fixture(scope="module")
-def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], ranks.Found]:
+def on_gpus() -> dict[tuple[int, str], ranks.Found]:
     if torch.cuda.device_count() < len(ranks.SHARES):
         pytest.skip(f"needs {len(ranks.SHARES)} GPUs")
-    return ranks.run(ranks.GPUS, tmp_path_factory.mktemp("ranks"))
+    return ranks.run(ranks.GPUS)
 
 
 @pytest.mark.gpu
@@ -145,9 +145,8 @@ def test_wrapped_models_on_gpus(on_gpus, wrapper):
 SIZES = (([5, 6, 7], 3), ([5, 6, 7], 9), ([8, 9], 4), ([5, 6, 7], 1), ([3] * 12, 6))  # five samples for two ranks
 
 
-def _recipe(rank: int, world: int, address: str, results: Any) -> None:
+def _recipe(rank: int, world: int, results: Any) -> None:
     """The gradients of the page's step on a rank, as DDP averages them."""
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
     page = (Path(__file__).resolve().parents[2] / "docs/training.md").read_text()
     names: dict[str, Any] = {}
     exec(page.split("<!-- example: ranks -->\n```python\n")[1].split("```")[0], names)
@@ -159,12 +158,11 @@ def _recipe(rank: int, world: int, address: str, results: Any) -> None:
         dist.all_reduce(parameter.grad)
         parameter.grad /= world
     results[rank] = [parameter.grad for parameter in model.parameters()]
-    dist.destroy_process_group()
 
 
-def test_the_recipe_for_ranks(tmp_path: Path) -> None:
+def test_the_recipe_for_ranks() -> None:
     """On two ranks, in micro-batches of 24 rows, and with unequal counts of samples: the gradient of one process."""
-    expected, *found = (run_ranks(_recipe, world, world, f"file://{tmp_path}/{world}") for world in (1, 2))
+    expected, *found = (run_ranks(_recipe, world, world) for world in (1, 2))
     for one in (found[0][0], found[0][1]):
         for got, wanted in zip(one, expected[0], strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-10)

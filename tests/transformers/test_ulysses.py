@@ -95,17 +95,7 @@ def page_step() -> list[tuple[Tensor, dict[str, Tensor]]]:
     return found
 
 
-def _run_rank(rank: int, store: str, results: Any) -> None:
-    """All numbers of ranks, one after another."""
-    torch.set_num_threads(1)
-    for ranks in RANKS:
-        if rank < ranks:
-            dist.init_process_group("gloo", init_method=f"file://{store}{ranks}", rank=rank, world_size=ranks)
-            _run_in_group(rank, ranks, results)
-            dist.destroy_process_group()
-
-
-def _run_in_group(rank: int, ranks: int, results: Any) -> None:
+def _run_rank(rank: int, ranks: int, results: Any) -> None:
     group = dist.group.WORLD
     layout = layout_for(ranks)
     for heads, able in HEADS.items():
@@ -161,9 +151,9 @@ def message(call: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+def found() -> dict[Any, Any]:
     """What all ranks have found, by the number of ranks and the rank."""
-    return run_ranks(_run_rank, max(RANKS), str(tmp_path_factory.mktemp("ranks") / "store"))
+    return {key: one for ranks in RANKS for key, one in run_ranks(_run_rank, ranks, ranks).items()}
 
 
 @pytest.mark.parametrize("ranks", RANKS)

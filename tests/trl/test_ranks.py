@@ -37,7 +37,6 @@ class SomeRanks(shared.SharedPromptGRPOTrainer):
 
 
 def _join(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
     environment = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=RANKS)
     os.environ.update({name: str(value) for name, value in {**environment, "LOCAL_WORLD_SIZE": RANKS}.items()})
 
@@ -83,7 +82,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What all trainers do on both ranks, in one start of the processes; and the model that they begin with."""
     folder = tmp_path_factory.mktemp("ranks")
     model = model_on_disk(folder)
-    results = run_ranks(_run_rank, RANKS, _free_port(), model, str(folder))
+    results = run_ranks(_run_rank, RANKS, _free_port(), model, str(folder), backend=None)
     start = trainer(tiny_trl.trl.GRPOTrainer, model, folder).model.state_dict()
     return results, {name: one.clone() for name, one in start.items()}
 
@@ -158,7 +157,8 @@ def _run_gpu(rank: int, port: int, model: str, folder: str, config: dict[str, An
 def test_fsdp2_of_accelerate_on_gpus(tmp_path: Path) -> None:
     """Policy and reference model sharded by accelerate, in bf16 on the kernels: the step of stock attention."""
     model = model_on_disk(tmp_path, hidden_size=256, head_dim=64)
-    results = run_ranks(_run_gpu, RANKS, _free_port(), model, str(tmp_path), ON_GPUS, forked=False)
+    call = _free_port(), model, str(tmp_path), ON_GPUS
+    results = run_ranks(_run_gpu, RANKS, *call, forked=False, backend=None)
     for rank in range(RANKS):
         (stock_logs, stock), (logs, ours) = (results[rank, cls] for cls in ("StockInGroups", "SharedPromptGRPOTrainer"))
         log = logs[0]
