@@ -10,6 +10,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -44,3 +45,8 @@ def load_shim(name: str) -> ctypes.CDLL:
     """Compiled once a process."""
     with TemporaryDirectory() as folder:
         return ctypes.CDLL(str(build_shim(name, Path(folder))))
+
+
+def shim_fixture(name: str) -> Any:
+    """The library as a fixture of a module of tests."""
+    return pytest.fixture(scope="module", name="shim")(lambda: load_shim(name))

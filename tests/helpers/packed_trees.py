@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sequences that leave each other anywhere, what must hold of their packed trees, and a model to run on these."""
+"""Sequences that leave each other anywhere, and what must hold of their packed trees."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from samples import Lists, check_layout
-from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
 
 from flash_attn_dualkv import PackedBatch, unpack_logprobs, unpack_to_jagged
 from flash_attn_dualkv.nodes import Node, tree_nodes
@@ -159,51 +156,3 @@ def forests(draw: st.DrawFn) -> tuple[Lists, Lists, list[int]]:
     masks = [[0, *one[1:]] if one else [] for one in flags]
     groups = draw(st.lists(st.integers(0, 1), min_size=len(sequences), max_size=len(sequences)))
     return sequences, masks, groups
-
-
-VOCABULARY, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 31, 16, 4, 2, 8
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-FLOAT64 = dict(rtol=1e-9, atol=1e-11)
-
-
-class Model(nn.Module):
-    """A decoder of two layers with embedded positions, in float64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-
-        def matrix(*shape: int) -> nn.Parameter:
-            return nn.Parameter(0.4 * torch.randn(shape, dtype=torch.float64, generator=generator))
-
-        self.tokens, self.positions = matrix(VOCABULARY, WIDTH), matrix(64, WIDTH)
-        self.qkv = nn.ParameterList(matrix(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM) for _ in range(2))
-        self.out = nn.ParameterList(matrix(HEADS * HEAD_DIM, WIDTH) for _ in range(2))
-        self.mlp = nn.ParameterList(matrix(WIDTH, WIDTH) for _ in range(2))
-        self.head = matrix(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor, attend: Attention) -> Tensor:
-        """(T, vocabulary) log-probabilities."""
-        x = self.tokens[input_ids] + self.positions[position_ids]
-        for qkv, out, mlp in zip(self.qkv, self.out, self.mlp):
-            heads = (rms_norm(x, (WIDTH,)) @ qkv).unflatten(1, (-1, HEAD_DIM))
-            x = x + attend(*heads.split([HEADS, KV_HEADS, KV_HEADS], 1)).flatten(1) @ out
-            x = x + silu(rms_norm(x, (WIDTH,)) @ mlp)
-        return (x @ self.head).log_softmax(-1)
-
-
-def transcripts(seed: int) -> tuple[Lists, Lists]:
-    """Dialogues of several turns that branch between turns and within them, and masks of several spans."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(most: int) -> int:
-        return int(torch.randint(most, (), generator=generator))
-
-    sequences = [[draw(VOCABULARY) for _ in range(12 + draw(8))]]
-    for _ in range(7):
-        stem = sequences[draw(len(sequences))]
-        own = [draw(VOCABULARY) for _ in range(draw(9))]
-        sequences.append([*stem[: draw(len(stem) + 1)], *own])
-    sequences += [[], [3], sequences[1][:4], sequences[2]]
-    masks = [[0 if at == 0 else int(draw(3) > 0) for at in range(len(one))] for one in sequences]
-    return sequences, masks

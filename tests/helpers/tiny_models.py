@@ -180,6 +180,13 @@ def logps_of(logits: Tensor, batch: PackedBatch) -> Tensor:
     return logits[0, batch.token_index].log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
 
 
+def lose_a_layout(model: Any) -> None:
+    """The second layer gets none, as where code on the way does not know of layouts."""
+    model.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "shared_prompt_layout": None}), with_kwargs=True
+    )
+
+
 @contextmanager
 def wide_softmax() -> Iterator[None]:
     """Eager attention rounds its weights to float32 in float64 models, which would be the larger error by far."""
@@ -284,3 +291,6 @@ def transcripts(seed: int) -> tuple[Lists, Lists]:
 
 
 SEQUENCES, MASKS = transcripts(0)
+# Each as a sample whose tokens are all scored but for the first, and which of these its mask has.
+WHOLE = Samples([one[:1] for one in SEQUENCES], [one[1:] for one in SEQUENCES])
+TRAINED = torch.tensor([value for mask in MASKS for value in mask[1:]]).bool()

@@ -12,19 +12,16 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from geometry import load_shim
+from geometry import shim_fixture
 from node_tables import Tables, comb, packed_prompts, random_parents, tree_tables
 from shapes import balanced
 from work_lists import backward_list, forward_list
 
+shim = shim_fixture("work_list")
+
 NUM_SMS = 132
 HEADS, KV_HEADS = 32, 8
 MOST_IDLE = 0.03  # of the time until the last multiprocessor ends; a tenth is what the schedule is meant for
-
-
-@pytest.fixture(scope="module")
-def shim() -> ctypes.CDLL:
-    return load_shim("work_list")
 
 
 def bush(root: int, leaves: int, leaf: int) -> Tables:

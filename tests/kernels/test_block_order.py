@@ -8,13 +8,9 @@ import itertools
 from collections.abc import Iterator
 
 import numpy as np
-import pytest
-from geometry import load_shim
+from geometry import shim_fixture
 
-
-@pytest.fixture(scope="module")
-def shim() -> ctypes.CDLL:
-    return load_shim("geometry")
+shim = shim_fixture("geometry")
 
 
 class Order(ctypes.Structure):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from geometry import Record, build_shim, load_shim
+from geometry import Record, build_shim, shim_fixture
 from node_tables import (
     Problem,
     Tables,
@@ -34,15 +34,12 @@ from numpy.typing import NDArray
 
 from flash_attn_dualkv import kernels
 
+shim = shim_fixture("geometry")
+
 KERNEL_TILES = [(192, 80), (128, 128), (128, 64), (128, 32), (64, 128), (64, 64)]
 SMALL_TILES = [(16, 16), (32, 16), (16, 32), (8, 64), (21, 16)]
 BATCHES = 500  # random tables for each choice of causality and small tiles
 UNSPLIT = 0  # no slices
-
-
-@pytest.fixture(scope="module")
-def shim() -> ctypes.CDLL:
-    return load_shim("geometry")
 
 
 def record(function: Callable[..., None], problem: Problem, seen: NDArray[np.uint8] | None, *arguments: int) -> Record:

@@ -9,16 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from geometry import load_shim
+from geometry import shim_fixture
 from node_tables import HOSTILE_VALUES, Ints, all_forests, random_parents, tree_tables
 from work_lists import UNTOUCHED, pointers
 
 from flash_attn_dualkv import nodes as tables
 
-
-@pytest.fixture(scope="module")
-def shim() -> ctypes.CDLL:
-    return load_shim("work_list")
+shim = shim_fixture("work_list")
 
 
 def offsets(lengths: Sequence[int], begin: int = 0) -> Ints:

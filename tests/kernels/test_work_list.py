@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
-from geometry import load_shim
+from geometry import shim_fixture
 from node_tables import (
     Problem,
     Tables,
@@ -23,10 +23,7 @@ from node_tables import (
 from shapes import spine
 from work_lists import Backward, Step, Tile, are_over, backward_list, capacities, forward_list, walk_of
 
-
-@pytest.fixture(scope="module")
-def shim() -> ctypes.CDLL:
-    return load_shim("work_list")
+shim = shim_fixture("work_list")
 
 
 def expected_steps(shim: ctypes.CDLL, problem: Problem) -> dict[Tile, int]:

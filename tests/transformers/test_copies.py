@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_models import KINDS, hybrid_model
-from tiny_models import MIXED, check_equal, dualkv, replicated_logps, row_of, stock_twin, tiny_model
+from tiny_models import MIXED, check_equal, dualkv, lose_a_layout, replicated_logps, row_of, stock_twin, tiny_model
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError
 from flash_attn_dualkv.integrations.transformers import guard
@@ -33,12 +33,6 @@ def logits(model: Any, **options: Any) -> torch.Tensor:
     with torch.no_grad():
         result: torch.Tensor = model(**row_of(BATCH, **options)).logits
     return result
-
-
-def lose_a_layout(model: Any) -> None:
-    model.model.layers[1].self_attn.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, {**kwargs, "shared_prompt_layout": None}), with_kwargs=True
-    )
 
 
 @pytest.mark.parametrize("how", COPIES)

@@ -28,6 +28,8 @@ from tiny_models import (
     MIXED,
     SEQUENCES,
     TOLERANCES,
+    TRAINED,
+    WHOLE,
     Samples,
     Tolerance,
     check_equal,
@@ -66,13 +68,11 @@ def test_prompts_and_responses(name: str) -> None:
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_trees(name: str) -> None:
     model = hybrid_model(name)
-    whole = Samples([one[:1] for one in SEQUENCES], [one[1:] for one in SEQUENCES])
-    trained = torch.tensor([value for mask in MASKS for value in mask[1:]]).bool()
     batch = pack_prefix_tree(SEQUENCES, loss_mask=MASKS, min_shared=1, pad_to_multiple_of=8)
     assert batch.layout.depth >= 4
     with in_float64():
         twin = stock_twin(model, "eager")
-        expected = replicated_logps(twin, whole)[0][trained]
+        expected = replicated_logps(twin, WHOLE)[0][TRAINED]
         (weights_of(expected) @ expected).backward()
         got, got_gradients = shared(model, batch)
         check_equal(got, expected, EXACT.value)

@@ -14,6 +14,8 @@ from tiny_models import (
     SEQUENCES,
     SUPPORTED,
     TOLERANCES,
+    TRAINED,
+    WHOLE,
     Samples,
     check_equal,
     check_gradients,
@@ -172,9 +174,7 @@ OPTIONS = (
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_equals_each_sequence_alone(name: str) -> None:
     """Windows, softcaps and sinks are the models'."""
-    whole = Samples([one[:1] for one in SEQUENCES], [one[1:] for one in SEQUENCES])
-    trained = torch.tensor([value for mask in MASKS for value in mask[1:]]).bool()
     batches = [pack_prefix_tree(SEQUENCES, loss_mask=MASKS, **{"min_shared": 1, **options}) for options in OPTIONS]
     assert all(one.layout.depth >= 4 and one.dedup_ratio > 1.5 for one in batches[:2])
     assert all(one.layout.depth > 1 and one.dedup_ratio > 1.1 for one in batches)
-    check_packed(name, whole, batches, trained, **(EVERY_EXPERT[name] if name == "deepseek_v3" else {}))
+    check_packed(name, WHOLE, batches, TRAINED, **(EVERY_EXPERT[name] if name == "deepseek_v3" else {}))

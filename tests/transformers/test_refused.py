@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_models import KINDS, hybrid_model
-from tiny_models import MIXED, VERSION, Samples, dualkv, row_of, tiny_config, tiny_model, transformers
+from tiny_models import MIXED, VERSION, Samples, dualkv, lose_a_layout, row_of, tiny_config, tiny_model, transformers
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError, kernels
 from flash_attn_dualkv.integrations.transformers import guard, support
@@ -51,10 +51,7 @@ def test_a_dropped_layout_raises():
 
 def test_a_layer_that_gets_no_layout_raises():
     model = tiny_model("llama")
-    attention = model.model.layers[1].self_attn
-    attention.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, {**kwargs, "shared_prompt_layout": None}), with_kwargs=True
-    )
+    lose_a_layout(model)
     with pytest.raises(SharedPromptLayoutError, match=LOST + "1"):
         dualkv.shared_prompt_forward(model, BATCH)
     handle = dualkv.install_layout_hook(model)

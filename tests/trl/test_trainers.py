@@ -17,7 +17,7 @@ import tiny_trl
 import torch
 import trl
 from hybrid_models import HYBRIDS, hybrid_model
-from tiny_models import SUPPORTED, tiny_model
+from tiny_models import SUPPORTED, lose_a_layout, tiny_model
 from tiny_trl import (
     VALUE,
     StockInGroups,
@@ -225,9 +225,7 @@ def test_model_families(family: str, tmp_path: Path) -> None:
 
 def test_a_layout_that_gets_lost_is_an_error(tmp_path: Path) -> None:
     made = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
-    made.model.model.layers[1].self_attn.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, {**kwargs, "shared_prompt_layout": None}), with_kwargs=True
-    )
+    lose_a_layout(made.model)
     with pytest.raises(SharedPromptLayoutError, match="consumed by 2 layers that mix tokens"):
         score(made, *batch([(9, [5, 9])]))
 
