@@ -241,22 +241,24 @@ def golden() -> str:
     for name in ("28 x 4K x 2K", "gpt-oss, window 128", "MLA", "Gemma 2, full"):
         text.append(f"{name:20}  {brief(plan(shapes()[name], 'a100'))}")
     text += ["", "At every threshold", ""]
+    borders: dict[str, list[str]] = {}  # cards of each line
     for one in thresholds():
         values: dict[str, list[int]] = {}  # of each plan; of a share of columns a plan comes again
         for value, shape in one.beside():
             values.setdefault(brief(plan(shape, one.gpu)), []).append(value)
         sides = {made: made.split("; ") for made in values}
-        text.append(f"{one.gpu} ({one.head_dim}, {one.head_dim_v}) {one.field} = {one.value}")
+        line = f"({one.head_dim}, {one.head_dim_v}) {one.field} = {one.value}"
         for made, those in values.items():
             own = [part for part in sides[made] if not all(part in side for side in sides.values())]
-            text[-1] += f"; {', '.join(map(str, those))}: {', '.join(own)}"
+            line += f"; {', '.join(map(str, those))}: {', '.join(own)}"
+        borders.setdefault(line, []).append(one.gpu)
+    text += [f"{', '.join(cards)} {line}" for line, cards in borders.items()]
     text += ["", "Why dQ is made so", ""]
     for name, gpu, deterministic in REASONS:
         made = plan(shapes()[name]._replace(deterministic=deterministic), gpu)
         mode = f"{gpu} deterministic" if deterministic else gpu
         text += [f"{name}, {mode}: {one.why}" for one in made.choices if one.name == "dq"]
-    for name, gpu in (("28 x 4K x 2K", "h200"), ("gpt-oss, window 128", "h100")):
-        text += ["", f"All of {name} on {gpu}", "", str(plan(shapes()[name], gpu))]
+    text += ["", "All of gpt-oss, window 128 on h100", "", str(plan(shapes()["gpt-oss, window 128"], "h100"))]
     return "\n".join(text) + "\n"
 
 
