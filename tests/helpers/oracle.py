@@ -2,13 +2,13 @@
 """What the kernels are measured against.
 
 `reference` is the package's specification in fp64; `plain` is the same mathematics as ordinary PyTorch operations in
-the input type, sequence by sequence, differentiated by autograd; `compare` is the accuracy rule: at most twice the
+the input type, path by path, differentiated by autograd; `compare` is the accuracy rule: at most twice the
 error of the plain computation, and a bound on the relative Frobenius error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from unittest.mock import patch
 
 import torch
@@ -17,46 +17,13 @@ from torch import Tensor
 
 from flash_attn_dualkv import reference as specification
 from flash_attn_dualkv.calls import BackwardCall, ForwardCall, make_options
+from flash_attn_dualkv.nodes import Node
 
 FROBENIUS_BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 LSE_BOUND = 1e-4  # fp32 scores and sums, whatever the input type
 SCORES_AT_ONCE = 1 << 27  # elements of a matrix of scores of the reference: 1 GiB in fp64
 KEYS_AT_ONCE = 1 << 13
 ELEMENTS_AT_ONCE = 1 << 28  # elements of a tensor, scores of a sequence included: 2 GiB in fp64
-
-
-def visible(rows: SequenceRows, first: int, last: int, device: torch.device) -> Tensor:
-    """(last - first, keys) bool: the keys that query rows [first, last) of the sequence see under a causal mask."""
-    keys = torch.arange(rows.context_len + rows.decoded_len, device=device)
-    return keys[None, :] <= torch.arange(rows.q_pos0 + first, rows.q_pos0 + last, device=device)[:, None]
-
-
-def _key_rows(rows: SequenceRows) -> tuple[slice, slice]:
-    """The sequence's rows in both regions."""
-    context = slice(rows.context_begin, rows.context_begin + rows.context_len)
-    return context, slice(rows.decoded_begin, rows.decoded_begin + rows.decoded_len)
-
-
-def _keys(batch: Batch, rows: SequenceRows) -> tuple[Tensor, Tensor]:
-    """(keys, H_k, d): K and V of the sequence, context first."""
-    context, decoded = _key_rows(rows)
-    k = torch.cat([batch.k_context[context], batch.k_decoded[decoded]])
-    return k, torch.cat([batch.v_context[context], batch.v_decoded[decoded]])
-
-
-def _seeing_rows(rows: SequenceRows, causal: bool) -> tuple[int, int]:
-    """The query rows of the sequence that see at least one key: all, none, or all but the first few."""
-    if rows.context_len + rows.decoded_len == 0:
-        return rows.q_len, rows.q_len
-    return (min(max(-rows.q_pos0, 0), rows.q_len) if causal else 0), rows.q_len
-
-
-def _empty_results(batch: Batch, dtype: torch.dtype) -> Results:
-    """No row sees anything: zeros, and -inf for the LSE."""
-    zeros = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in batch.inputs]
-    total_q, heads, _ = batch.q.shape
-    lse = torch.full((heads, total_q), float("-inf"), dtype=torch.float64, device=batch.q.device)
-    return Results(torch.zeros_like(zeros[0]), lse, *zeros)
 
 
 def _nodes(batch: Batch) -> Tensor:
@@ -88,42 +55,64 @@ def reference(batch: Batch, dlse: Tensor | None = None) -> Results:
 
 
 def plain(batch: Batch, dlse: Tensor | None = None) -> Results:
-    """The same in the input type by ordinary PyTorch operations, the prompt taken through `expand`.
+    """The same in the input type by ordinary PyTorch operations."""
+    keys = [torch.cat(one) for one in ((batch.k_context, batch.k_decoded), (batch.v_context, batch.v_decoded))]
+    found = plain_of_nodes(batch.q, keys, batch.dout, _nodes(batch), scale=batch.scale, causal=batch.causal, dlse=dlse)
+    lse, (out, dq, *dkv) = found[1], (one.to(batch.q.dtype) for one in (found[0], *found[2:]))
+    dk, dv = (one.split([len(batch.k_context), len(batch.k_decoded)]) for one in dkv)
+    return Results(out, lse, dq, dk[0], dv[0], dk[1], dv[1])
 
-    Autograd's gradient of an expanded tensor is one fp32 sum of the copies' rounded gradients, rounded once; a
-    loop over the copies that sums them in fp32 is the same computation in bounded memory.
+
+def plain_of_nodes(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    dout: Tensor,
+    nodes: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int = -1,
+    softcap: float = 0.0,
+    dlse: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """out, lse, dQ, dK, dV of a table, path by path in the input type; `keys`: K and V, one region behind the other.
+
+    Autograd's gradient of an expanded tensor is one fp32 sum of the copies' rounded gradients, rounded once: what is
+    returned are such sums.
     """
-    dtype, ratio = batch.q.dtype, batch.q.shape[1] // batch.k_context.shape[1]
-    results = _empty_results(batch, torch.promote_types(dtype, torch.float32))
-    for rows in batch.table:
-        first, last = _seeing_rows(rows, batch.causal)
-        if first == last:
+    wide, ratio, device = torch.promote_types(q.dtype, torch.float32), q.shape[1] // keys[0].shape[1], q.device
+    sums = [torch.zeros(one.shape, dtype=wide, device=device) for one in (dout, q, *keys)]
+    lse = torch.full((q.shape[1], len(q)), float("-inf"), dtype=torch.float64, device=device)
+    paths: list[Tensor] = []
+    for node in map(Node._make, nodes.tolist()):
+        own = torch.arange(node.kv_begin, node.kv_begin + node.kv_len, device=device)
+        path = torch.cat([paths[node.parent], own]) if node.parent >= 0 else own
+        paths.append(path)
+        positions = torch.arange(node.q_pos0, node.q_pos0 + node.q_len, device=device)
+        behind = positions[:, None] - torch.arange(len(path), device=device)
+        sees = (behind >= 0) | (not causal)
+        if window >= 0:
+            sees &= behind <= window
+        used = sees.any(1).nonzero()[:, 0]
+        if len(used) == 0:
             continue
-        packed = slice(rows.q_begin + first, rows.q_begin + last)
-        k, v = (x.repeat_interleave(ratio, dim=1) for x in _keys(batch, rows))
-        leaves = [x.transpose(0, 1).contiguous().requires_grad_() for x in (batch.q[packed].detach(), k, v)]
-        scores = torch.matmul(leaves[0], leaves[1].transpose(1, 2)) * batch.scale
-        if batch.causal:
-            scores = scores.masked_fill(~visible(rows, first, last, scores.device), float("-inf"))
-        out = torch.matmul(scores.softmax(-1), leaves[2])
-        outputs, upstream = [out], [batch.dout[packed].transpose(0, 1).contiguous()]
+        rows = used + node.q_begin
+        copies = (one[path].repeat_interleave(ratio, 1) for one in keys)
+        leaves = [one.detach().transpose(0, 1).contiguous().requires_grad_() for one in (q[rows], *copies)]
+        scores = leaves[0] @ leaves[1].transpose(1, 2) * scale
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
+        scores = scores.masked_fill(~sees[used], float("-inf"))
+        outputs, upstream = [scores.softmax(-1) @ leaves[2]], [dout[rows].transpose(0, 1).contiguous()]
         if dlse is not None:
             outputs.append(scores.to(dlse.dtype).logsumexp(-1))
-            upstream.append(dlse[:, packed])
+            upstream.append(dlse[:, rows])
         dq, *dkv = torch.autograd.grad(outputs, leaves, upstream)
-        results.out[packed] = out.detach().transpose(0, 1).to(results.out.dtype)
-        results.lse[:, packed] = scores.detach().double().logsumexp(-1)
-        results.dq[packed] = dq.transpose(0, 1).to(results.dq.dtype)
-        # The gradient of every query head's copy of K, V is rounded.
-        dk, dv = (x.to(results.dq.dtype).unflatten(0, (-1, ratio)).sum(1).transpose(0, 1) for x in dkv)
-        context, decoded = _key_rows(rows)
-        for total, own, grad in (
-            (results.dk_context, results.dk_decoded, dk),
-            (results.dv_context, results.dv_decoded, dv),
-        ):
-            total[context] += grad[: rows.context_len]
-            own[decoded] += grad[rows.context_len :]
-    return Results(*(x if name == "lse" else x.to(dtype) for name, x in results._asdict().items()))
+        dkv = [one.to(wide).unflatten(0, (-1, ratio)).sum(1) for one in dkv]
+        for total, index, one in zip(sums, (rows, rows, path, path), (outputs[0].detach(), dq, *dkv)):
+            total.index_add_(0, index, one.to(wide).transpose(0, 1))
+        lse[:, rows] = scores.detach().double().logsumexp(-1)
+    return sums[0], lse, *sums[1:]
 
 
 def rounding_floor(expected: Tensor, dtype: torch.dtype) -> float:

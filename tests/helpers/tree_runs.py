@@ -12,7 +12,7 @@ import torch
 from launches import DEVICE, kernels_ran, poison_free_memory
 from shared_prompts import Inputs, inputs_of
 from torch import Tensor
-from tree_cases import DEEP, Tree, paths_of, random_tree
+from tree_cases import DEEP, Tree, random_tree
 
 from flash_attn_dualkv import SharedPromptLayout, ops
 from flash_attn_dualkv import reference as specification
@@ -105,32 +105,12 @@ def check_errors(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: t
             assert one.isfinite().all() and error <= oracle.FROBENIUS_BOUND[dtype], f"{key}: {error:.3g}"
 
 
-def plain(inputs: Inputs, tree: Tree, variant: Variant = ALL) -> dict[str, Tensor]:
-    """In the input type by ordinary PyTorch operations, path by path; gradients of keys are one fp32 sum."""
-    dtype, ratio = inputs.q.dtype, inputs.q.shape[1] // inputs.k.shape[1]
-    sums = [torch.zeros(one.shape, device=DEVICE) for one in (inputs.dout, inputs.q, inputs.k, inputs.v)]
-    for length, path in zip(tree[0], paths_of(tree)):
-        if length == 0:
-            continue
-        rows = torch.tensor(path, device=DEVICE)
-        own = rows[len(path) - length :]
-        keys = (one[rows].repeat_interleave(ratio, 1) for one in (inputs.k, inputs.v))
-        leaves = [one.transpose(0, 1).contiguous().requires_grad_() for one in (inputs.q[own], *keys)]
-        scores = leaves[0] @ leaves[1].transpose(1, 2) * inputs.q.shape[2] ** -0.5
-        if variant.softcap:
-            scores = variant.softcap * (scores / variant.softcap).tanh()
-        behind = (
-            torch.arange(len(path), device=DEVICE) - torch.arange(len(path) - length, len(path), device=DEVICE)[:, None]
-        )
-        hidden = behind > 0
-        if variant.window >= 0:
-            hidden |= behind < -variant.window
-        out = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ leaves[2]
-        dq, *dkv = torch.autograd.grad(out, leaves, inputs.dout[own].transpose(0, 1).contiguous())
-        dkv = [one.float().unflatten(0, (-1, ratio)).sum(1) for one in dkv]
-        for total, index, one in zip(sums, (own, own, rows, rows), (out.detach(), dq, *dkv)):
-            total.index_add_(0, index, one.float().transpose(0, 1))
-    return dict(zip(("out", "dq", "dk", "dv"), (one.to(dtype) for one in sums)))
+def plain(inputs: Inputs, nodes: Tensor, variant: Variant = ALL) -> dict[str, Tensor]:
+    """In the input type by ordinary PyTorch operations."""
+    scale = inputs.q.shape[2] ** -0.5
+    keys = inputs.k, inputs.v
+    out, _, *gradients = oracle.plain_of_nodes(inputs.q, keys, inputs.dout, nodes, scale=scale, **variant._asdict())
+    return {name: one.to(inputs.q.dtype) for name, one in zip(("out", "dq", "dk", "dv"), (out, *gradients))}
 
 
 def check_accuracy(
@@ -141,7 +121,7 @@ def check_accuracy(
     inputs = make(inputs)
     with kernels_ran("forward", "backward"):
         results = run(inputs, layout.nodes, variant=variant)
-    expected, of_torch = exact(inputs, layout.nodes, variant), plain(inputs, tree, variant)
+    expected, of_torch = exact(inputs, layout.nodes, variant), plain(inputs, layout.nodes, variant)
     for found in (results, run(inputs, layout.nodes, deterministic=True, variant=variant)):
         problems = oracle.lse_violations(found["lse"], expected["lse"])
         for key, value in of_torch.items():
