@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import verl_rig
 from verl_cases import Case, Found
 from verl_inputs import Batch, Sample
 
@@ -91,6 +94,13 @@ def case(name: str, *overrides: str, updates: int = 2, **settings: Any) -> Case:
     if unusual := {key: settings.pop(key) for key in ("extra", "position_rows") if key in settings}:
         settings["batch"] = Unusual(**asdict(settings.get("batch", Batch())), **unusual)
     return Case(name, overrides=(*FP32, *overrides), updates=updates, **settings)
+
+
+def run_beside(stock: Sequence[Case], ours: Sequence[Case], ranks: int = 1) -> dict[str, Found]:
+    """verl's engines and the plug-in in processes of their own: it must be there before verl patches models."""
+    with ThreadPoolExecutor() as pool:
+        parts = pool.map(lambda cases: verl_rig.run(cases, ranks, ENVIRONMENT, 400.0), [stock, ours])
+        return {name: found for part in parts for name, found in part.items()}
 
 
 def check_equal(stock: Found, ours: Found) -> None:

@@ -38,7 +38,7 @@ shim = shim_fixture("geometry")
 
 KERNEL_TILES = [(192, 80), (128, 128), (128, 64), (128, 32), (64, 128), (64, 64)]
 SMALL_TILES = [(16, 16), (32, 16), (16, 32), (8, 64), (21, 16)]
-BATCHES = 500  # random tables for each choice of causality and small tiles
+BATCHES = 240  # random tables for each choice of causality and small tiles
 UNSPLIT = 0  # no slices
 
 

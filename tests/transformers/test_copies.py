@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid_models import KINDS, hybrid_model
+from processes import run_ranks
 from tiny_models import MIXED, check_equal, dualkv, lose_a_layout, replicated_logps, row_of, stock_twin, tiny_model
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayoutError
@@ -67,26 +65,18 @@ def test_a_copy_of_a_model_that_was_scored(name: str, how: str) -> None:
     check_equal(dualkv.shared_prompt_forward(twin, BATCH)[0].detach(), stock.detach(), 2e-5)
 
 
-READS = """
-import sys, torch
-from flash_attn_dualkv.integrations.transformers import register
-register()
-model, batch, expected = torch.load(sys.argv[1], weights_only=False)
-inputs = dict(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
-with torch.no_grad():
-    assert torch.equal(model(**inputs, shared_prompt_layout=batch.layout).logits, expected)
-"""
+def _reads(rank: int, path: Path, results: Any) -> None:
+    model, batch, expected = torch.load(path, weights_only=False)
+    with torch.no_grad():
+        results["is_equal"] = torch.equal(model(**row_of(batch)).logits, expected)
 
 
 def test_another_process_reads_a_hybrid_model(tmp_path: Path) -> None:
     """Its classes are changed there when the first layout comes."""
     model = hybrid_model(KINDS[0])
     dualkv.install_layout_hook(model)
-    path = tmp_path / "model.pt"
-    torch.save((model, BATCH, logits(model)), path)
-    root = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    subprocess.run([sys.executable, "-c", READS, str(path)], check=True, env=environment, timeout=120)
+    torch.save((model, BATCH, logits(model)), tmp_path / "model.pt")
+    assert run_ranks(_reads, 1, tmp_path / "model.pt", backend=None) == {"is_equal": True}
 
 
 # --- adapters that look into the model --------------------------------------------------------------------------------

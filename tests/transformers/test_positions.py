@@ -195,14 +195,14 @@ def test_recomputation(reentrant, guarded):
     assert all(one.grad is not None for one in model.model.parameters())
 
 
-@pytest.mark.parametrize("guarded", ["both"], indirect=True)
-def test_compiled_model(guarded):
-    model = tiny_model("llama", dtype=torch.float32)
+def test_compiled_model():
+    model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1)
     torch._dynamo.reset()
     expected = call(model, position_ids=BATCH.position_ids[None]).logits
     compiled = torch.compile(model, backend="eager", dynamic=True)
-    with torch.no_grad():
-        got = guarded(compiled, position_ids=BATCH.position_ids[None]).logits
+    dualkv.install_layout_hook(compiled)
+    with torch.no_grad(), dualkv.expect_shared_prompt(BATCH.layout, 1):
+        got = call(compiled, position_ids=BATCH.position_ids[None]).logits
     check_equal(got, expected, 1e-5)
 
 

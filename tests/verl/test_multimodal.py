@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,18 @@ from torch import nn
 from verl.workers.engine.fsdp import transformer_impl
 from verl_cases import Case, Found
 from verl_inputs import Batch, Model
-from verl_runs import ACTOR, ENVIRONMENT, MODEL, PICTURE_TOKEN, UNEQUAL, Unusual, case, check_equal, check_shared
+from verl_runs import (
+    ACTOR,
+    ENVIRONMENT,
+    MODEL,
+    PICTURE_TOKEN,
+    UNEQUAL,
+    Unusual,
+    case,
+    check_equal,
+    check_shared,
+    run_beside,
+)
 
 from flash_attn_dualkv.errors import SharedPromptError
 from flash_attn_dualkv.integrations.verl import engine as plugin
@@ -140,15 +150,10 @@ def ours(one: Case) -> Case:
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, Found]:
-    """verl's engines and the plug-in in two processes: it must be there before verl patches models.
-
-    On texts verl 0.9 runs Qwen2.5-VL with the plug-in alone, switched off here.
-    """
+    """On texts verl 0.9 runs Qwen2.5-VL with the plug-in alone, switched off here."""
     stock = [one for one in STOCK if one.model is not QWEN2_5_VL]
     off = [replace(one, overrides=(*one.overrides, OFF), shares=True) for one in STOCK if one.model is QWEN2_5_VL]
-    with ThreadPoolExecutor() as pool:
-        parts = pool.map(lambda cases: verl_rig.run(cases, 1, ENVIRONMENT, 400.0), [stock, [*off, *map(ours, STOCK)]])
-        return {name: found for part in parts for name, found in part.items()}
+    return run_beside(stock, [*off, *map(ours, STOCK)])
 
 
 def both(found: dict[str, Found], one: Case) -> tuple[Found, Found]:
