@@ -65,3 +65,11 @@ def restored_registry() -> Iterator[None]:
     for mapping, items in zip(mappings, before):
         mapping.clear()
         mapping.update(items)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Without what other tests have compiled, and for them without what this one has."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -7,7 +7,7 @@ import inspect
 import subprocess
 import sys
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +17,8 @@ from torch import Tensor
 
 import flash_attn_dualkv as api
 from flash_attn_dualkv.host import REASON, untraced
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 IDS = torch.tensor([[5, 6, 7, 1, 9], [5, 6, 7, 2, 9], [0, 8, 9, 3, 9]])
 MASK = (IDS != 0).long()
@@ -40,13 +42,6 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "from_tree": lambda ids: api.SharedPromptLayout.from_tree([3, 2, 2], [-1, 0, 0]).nodes.tolist(),
     "to": lambda ids: api.pack_padded(ids, MASK, LENS).layout.to("meta").nodes.shape,
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -22,6 +22,8 @@ if DEVICE == "cpu":
     import host_kernels
 
     host_kernels.install()
+# More of them find races, see jitter.py.
+REPEATS = int(os.environ.get("DUALKV_TEST_REPEATS", 10 if DEVICE == "cuda" else 2))
 needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="about the device")
 DIRECTIONS = {"forward": "forward", "backward": "backward(?!_dq)", "backward_dq": "backward_dq"}
 DETERMINISTIC = {"backward_dq", "backward_in_order"}  # one of them is launched in deterministic mode

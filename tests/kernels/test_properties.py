@@ -16,6 +16,7 @@ from launches import (
     DEVICE,
     DIRECTIONS,
     GPU_MARKS,
+    REPEATS,
     configurations,
     kernel_families,
     kernel_pattern,
@@ -69,8 +70,6 @@ def test_heads_of_a_long_batch_have_the_gradients_of_heads_alone() -> None:
             assert error.max() < 0.02, f"{name} of row {error.argmax()}: off by {error.max():.3f}"
 
 
-# More of them find races, see jitter.py.
-REPEATS = int(os.environ.get("DUALKV_TEST_REPEATS", 10 if DEVICE == "cuda" else 2))
 # Long walks, in which every buffer is used again many times.
 LONG = (Group(900, ((900, 0), (300, 300), (515, 515))), Group(130, ((250, 250), (130, 130))))
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import oracle
@@ -12,6 +11,7 @@ import torch
 from launches import (
     DEVICE,
     GPU_MARKS,
+    REPEATS,
     captured,
     configurations,
     counted_launches,
@@ -24,9 +24,6 @@ from tree_cases import Tree, offsets_and_parents, paths_of, random_tree
 from tree_runs import ALL, PAD, TREES, Variant, check_accuracy, check_errors, data, exact, plain, run
 
 from flash_attn_dualkv import SharedPromptLayout, flash_attn_tree_varlen_func, shared_prompt_attention
-
-# More of them find races, see jitter.py.
-REPEATS = int(os.environ.get("DUALKV_TEST_REPEATS", 10 if DEVICE == "cuda" else 2))
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
 

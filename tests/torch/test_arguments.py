@@ -349,22 +349,19 @@ def offsets(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def value_rows(name: str, rows: int, change: Callable[..., Change]) -> list[Row]:
+    """Wrong offsets of so many rows."""
+    return [
+        ("negative", change((-1, 2, rows)), ValueError, name, "-1"),
+        ("decreasing", change((0, 4, 3)), ValueError, name, "3 after 4 at index 2"),
+        ("past the end", change((0, 2, rows + 1)), ValueError, name, str(rows + 1)),
+    ]
+
+
 VALUE_ROWS: list[Row] = [
-    ("negative", replace_by("cu_seqlens_q", offsets(-1, 2, 6)), ValueError, "cu_seqlens_q", "-1"),
-    ("decreasing", replace_by("cu_seqlens_q", offsets(0, 4, 3)), ValueError, "cu_seqlens_q", "3 after 4 at index 2"),
-    ("past the end", replace_by("cu_seqlens_q", offsets(0, 2, 7)), ValueError, "cu_seqlens_q", "7"),
-    ("negative", replace_by("cu_seqlens_k_decoded", offsets(-2, 2, 6)), ValueError, "cu_seqlens_k_decoded", "-2"),
-    (
-        "decreasing",
-        replace_by("cu_seqlens_k_decoded", offsets(0, 4, 3)),
-        ValueError,
-        "cu_seqlens_k_decoded",
-        "3 after 4",
-    ),
-    ("past the end", replace_by("cu_seqlens_k_decoded", offsets(0, 2, 9)), ValueError, "cu_seqlens_k_decoded", "9"),
-    ("negative", grouped((-1, 2, 5)), ValueError, "cu_seqlens_context", "-1"),
-    ("decreasing", grouped((0, 4, 3)), ValueError, "cu_seqlens_context", "3 after 4"),
-    ("past the end", grouped((0, 2, 6)), ValueError, "cu_seqlens_context", "6"),
+    *value_rows("cu_seqlens_q", 6, lambda values: replace_by("cu_seqlens_q", offsets(*values))),
+    *value_rows("cu_seqlens_k_decoded", 6, lambda values: replace_by("cu_seqlens_k_decoded", offsets(*values))),
+    *value_rows("cu_seqlens_context", 5, grouped),
     ("not from 0", grouped(owned=(1, 1, 2)), ValueError, "cu_seqs_per_context", "1"),
     ("not to N", grouped(owned=(0, 1, 1)), ValueError, "cu_seqs_per_context", "1"),
     ("beyond N", grouped(owned=(0, 1, 3)), ValueError, "cu_seqs_per_context", "3"),
@@ -373,10 +370,8 @@ VALUE_ROWS: list[Row] = [
 
 
 TREE_VALUE_ROWS: list[Row] = [
-    ("too many rows", replace_by("cu_seqlens", offsets(0, 2, 7)), ValueError, "cu_seqlens", "7"),
+    *value_rows("cu_seqlens", 6, lambda values: replace_by("cu_seqlens", offsets(*values))),
     ("first offset", replace_by("cu_seqlens", offsets(1, 2, 6)), ValueError, "cu_seqlens", "1"),
-    ("negative", replace_by("cu_seqlens", offsets(-1, 2, 6)), ValueError, "cu_seqlens", "-1"),
-    ("decrease", replace_by("cu_seqlens", offsets(0, 4, 3)), ValueError, "cu_seqlens", "3 after 4 at index 2"),
     ("below -1", replace_by("parents", offsets(-1, -2)), ValueError, "parents[1]", "-2"),
     ("itself", replace_by("parents", offsets(-1, 1)), ValueError, "parents[1]", "1"),
     ("a later one", replace_by("parents", offsets(1, -1)), ValueError, "parents[0]", "1"),

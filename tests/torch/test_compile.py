@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,12 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from flash_attn_dualkv import flash_attn_dualkv_varlen_func, flash_attn_varlen_func, ops
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def with_lse(tensors: Sequence[Tensor], rest: dict[str, Any]) -> tuple[Tensor, ...]:

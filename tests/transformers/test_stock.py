@@ -124,25 +124,6 @@ def test_rows_that_a_model_drops(mask, window, fallback, restored_registry):
                 check_equal(got[real], expected[:, -kept:][real], TOLERANCES[torch.float32].value)
 
 
-def test_parts_of_masks():
-    """A mask that is built when something reads it has the parts of the whole one."""
-    positions = torch.tensor([[*range(5), *range(4)]])
-    sizes = dict(q_length=9, kv_length=9) if VERSION >= (5, 0) else dict(cache_position=torch.arange(9), kv_length=9)
-
-    def packed(batch, head, query, key):
-        begin = torch.arange(9) - positions[0]
-        return (begin[query] == begin[key]) & (key <= query)
-
-    mask = masks.deferred_mask(1, mask_function=packed, allow_is_causal_skip=False, **sizes)
-    whole = mask.build()
-    assert whole.shape == (1, 1, 9, 9)
-    for rows in (slice(-3, None), slice(2, 7), slice(0, 4), slice(1, 9, 2), slice(6, 2)):
-        assert torch.equal(mask[:, :, rows, :], whole[:, :, rows])
-    assert torch.equal(mask[0, 0, 3], whole[0, 0, 3])
-    assert torch.equal(mask[:, :, :, :6], whole[:, :, :, :6])
-    assert mask[:, :, slice(-0, None), :] is mask
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_packed_sequences_without_a_layout(name):
     """Padding-free training as transformers knows it: position ids that start again tell the sequences apart."""

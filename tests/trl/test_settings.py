@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +36,6 @@ def test_rollouts_by_continuous_batching(attention: str, tmp_path: Path) -> None
     assert sum(got.metric("fallbacks")) == 0
 
 
-@pytest.fixture
-def compiling() -> Iterator[None]:
-    """Without what other tests have compiled."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.clear_compilation_metrics()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -56,11 +46,12 @@ def compiling() -> Iterator[None]:
     ],
     ids=str,
 )
-def test_compiled_models(kind: str, options: dict[str, Any], tmp_path: Path, compiling: None) -> None:
+def test_compiled_models(kind: str, options: dict[str, Any], tmp_path: Path, fresh_compiler: None) -> None:
     """The model is compiled as a stock one is, and packing is not: against what is computed without a compiler.
 
     Stock forwards too, of verified steps.
     """
+    torch._dynamo.utils.clear_compilation_metrics()
     model = model_on_disk(tmp_path, num_hidden_layers=1)
     of_stock = {name: value for name, value in options.items() if name not in ("torch_compile_backend", "arguments")}
     stock_class = StockInGroups if kind == "GRPO" else getattr(trl, f"{kind}Trainer")

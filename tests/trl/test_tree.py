@@ -103,20 +103,6 @@ def test_attention_and_its_gradients(name: str, hook: None) -> None:
         check_equal(one, wanted, 1e-13)
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_nodes_are_the_segments(name: str, hook: None) -> None:
-    """All rows once, each with the path that TRL gathers for it; nothing is moved."""
-    packed = pack(TREES[name])
-    forest = tree.read_tree(packed["tree_cu_seqlens_q"], packed["tree_cu_seqlens_k"])
-    cu_seqlens, parents = forest._on(torch.device("cpu"))
-    assert cu_seqlens.equal(packed["tree_cu_seqlens_q"])
-    bounds, found = cu_seqlens.tolist(), []
-    for node, parent in enumerate(parents.tolist()):
-        own = [*range(bounds[node], bounds[node + 1])]
-        found.append([*found[parent], *own] if parent >= 0 else own)
-    assert [row for path in found for row in path] == packed["tree_kv_index"].tolist()
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["one level", "deep", "prompts that begin alike"])
 def test_a_model_as_the_trainer_runs_it(name: str, checkpointing: bool, hook: None) -> None:
