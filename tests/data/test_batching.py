@@ -12,9 +12,8 @@ import torch
 from core_time import least_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_trees import SEQUENCES
 from processes import run_ranks
-from samples import Lists, samples
+from samples import SEQUENCES, Lists, samples
 
 from flash_attn_dualkv import (
     SharedPromptError,

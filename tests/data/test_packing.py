@@ -11,8 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_trees import BOUNDARIES, check, rows_of
-from samples import Lists, assert_same_batch, check_layout, nested, padded, samples, tensors
+from samples import BOUNDARIES, Lists, assert_same_batch, check, check_layout, nested, padded, rows_of, samples, tensors
 from torch import Tensor
 
 import flash_attn_dualkv

@@ -12,8 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_trees import BOUNDARIES, SEQUENCES, check, forests
-from samples import Lists, assert_same_batch, tensors
+from samples import BOUNDARIES, SEQUENCES, Lists, assert_same_batch, check, forests, tensors
 
 from flash_attn_dualkv import PackedBatch, group_by_prefix, pack_prefix_tree, unpack_logprobs
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_trees import BOUNDARIES, SEQUENCES, check, forests, rows_of
-from samples import Lists
+from samples import BOUNDARIES, SEQUENCES, Lists, check, forests, rows_of
 
 from flash_attn_dualkv import (
     PackedBatch,

@@ -11,8 +11,7 @@ import torch
 from core_time import least_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_trees import BOUNDARIES, forests, paths, rows_of
-from samples import Lists
+from samples import BOUNDARIES, Lists, forests, paths, rows_of
 from tiny_models import check_equal, check_gradients, dualkv, gradients, tiny_model, transcripts
 
 from flash_attn_dualkv import (
