@@ -99,17 +99,6 @@ def test_equally_many_micro_batches_on_every_rank() -> None:
         assert all(f"at least {least} samples on each rank" in results[rank, name] for rank in (0, 1))
 
 
-def test_balance_keeps_groups_whole() -> None:
-    prompt_lens = [100] * 4 + [80] * 4 + [90] * 4 + [85] * 4
-    ids = [g for g in range(4) for _ in range(4)]
-    ranks = balance(groups_of(ids), prompt_lens, [10] * 16, 4)
-    assert sorted(itertools.chain(*ranks)) == list(range(16))
-    assert all(len({ids[i] for i in rank}) == 1 and len(rank) == 4 for rank in ranks)
-    ranks = balance(groups_of(ids), prompt_lens, [10] * 16, 2)
-    prompts = [{ids[i] for i in rank} for rank in ranks]
-    assert sorted(map(sorted, prompts)) == [[0, 1], [2, 3]]  # the most expensive with the cheapest
-
-
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_balance_gives_equal_counts(sizes: list[int], num_ranks: int, rng: random.Random) -> None:

@@ -58,25 +58,6 @@ def test_split(forest: Forest, boundary: Any, min_shared: int, slack: int) -> No
             assert any(members <= {*one} for one in micro_batches), "a tree that fits was split"
 
 
-def test_split_of_prompts_with_responses() -> None:
-    """What the function for prompts makes of them, whose rows are those of the boundary "replicate"."""
-    draw = random.Random(0)
-    prompts = [[one] * draw.randint(5, 60) for one in range(1, 9)]
-    lens = [(len(prompts[i % 8]), draw.randint(5, 80)) for i in range(64)]
-    sequences = [prompts[i % 8] + [1000 + i] * response for i, (_, response) in enumerate(lens)]
-    groups = [[*range(one, 64, 8)] for one in range(8)]
-    tree = group_by_prefix(sequences, boundary="replicate", min_shared=1)
-    for budget in (150, 400, 1000):
-        expected = split_by_token_budget(groups, [a for a, _ in lens], [b for _, b in lens], budget)
-        got = split_by_token_budget(tree, max_tokens=budget)
-        assert len(got) == len(expected) > 1
-        sizes = [
-            sorted(pack(one, sequences, tree, "replicate").layout.num_tokens for one in some)
-            for some in (got, expected)
-        ]
-        assert sizes[0] == sizes[1]
-
-
 def test_a_tree_over_the_budget_is_cut_at_its_nodes() -> None:
     """Two turns with two ends each: the paths are repeated, and what shares most stays together."""
     first, second = [1] * 10, ([2] * 10, [3] * 10)

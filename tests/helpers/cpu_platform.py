@@ -32,11 +32,15 @@ class _Device(types.ModuleType):
         return getattr(torch.cpu, name, lambda *args, **kwargs: None)
 
 
+def _nothing(self: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):  # type: ignore[misc]
-    device_name = "cpu"
-    vendor_name = "cpu"
+    device_name = vendor_name = "cpu"
     device_module = _Device("cpu_device")
+    set_device = synchronize = empty_cache = set_allocator_settings = _nothing
+    profiler_start = profiler_stop = cudart = _nothing
 
     def is_available(self) -> bool:
         return True
@@ -50,18 +54,10 @@ class PlatformCPU(PlatformBase):  # type: ignore[misc]
     def device_count(self) -> int:
         return 0
 
-    def set_device(self, device_index: Any) -> None: ...
-
-    def synchronize(self, device_index: Any = None) -> None: ...
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
-
-    def set_allocator_settings(self, settings: str) -> None: ...
-
-    def empty_cache(self) -> None: ...
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
         return None, None
@@ -75,10 +71,6 @@ class PlatformCPU(PlatformBase):  # type: ignore[misc]
     def nvtx_range(self, msg: str) -> Any:
         return contextlib.nullcontext()
 
-    def profiler_start(self) -> None: ...
-
-    def profiler_stop(self) -> None: ...
-
     def ray_resource_name(self) -> str:
         return "CPU"
 
@@ -90,9 +82,6 @@ class PlatformCPU(PlatformBase):  # type: ignore[misc]
 
     def is_ipc_supported(self) -> bool:
         return False
-
-    def cudart(self) -> None:
-        return None
 
 
 def _without_the_check_for_gpus() -> None:
