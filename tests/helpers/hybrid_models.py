@@ -184,10 +184,10 @@ def weights_of(logps: Tensor) -> Tensor:
     return torch.randn(len(logps), generator=torch.Generator().manual_seed(3), dtype=logps.dtype).to(logps.device)
 
 
-def alone(model: Any, samples: Samples) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities of each sequence alone, and the gradients of a weighted sum of them."""
+def alone(model: Any, samples: Samples, scored: Any = slice(None)) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities of each sequence alone, and the gradients of a weighted sum of those that are scored."""
     twin = stock_twin(model, "eager")
-    logps, _ = replicated_logps(twin, samples)
+    logps = replicated_logps(twin, samples)[0][scored]
     (weights_of(logps) @ logps).backward()
     return logps.detach(), gradients(twin)
 

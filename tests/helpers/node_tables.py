@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,6 +133,16 @@ def tree_tables(lengths: Sequence[int], parents: Sequence[int]) -> Tables:
     columns = [begins, lengths, positions, begins, lengths, positions, parents, subtree_ends(parents)]
     nodes = np.ascontiguousarray(np.array(columns, np.int32).reshape(8, -1).T)
     return Tables(nodes, int(sum(lengths)), int(sum(lengths)))
+
+
+def joined(trees: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Tables:
+    """Lengths and parents of many trees in one table."""
+    lengths: list[int] = []
+    parents: list[int] = []
+    for own, above in trees:
+        parents += [parent + len(lengths) if parent >= 0 else -1 for parent in above]
+        lengths += own
+    return tree_tables(lengths, parents)
 
 
 def comb(root: int, turns: Sequence[int], leaf: int) -> Tables:
@@ -266,12 +276,7 @@ def random_contexts(rng: np.random.Generator, block: int) -> Tables:
 
 def packed_prompts(prompts: Sequence[int], responses: Sequence[Sequence[int]]) -> Tables:
     """Each prompt followed by its responses."""
-    lengths: list[int] = []
-    parents: list[int] = []
-    for prompt, own in zip(prompts, responses, strict=True):
-        parents += [-1, *[len(lengths)] * len(own)]
-        lengths += [prompt, *own]
-    return tree_tables(lengths, parents)
+    return joined(([prompt, *own], [-1, *[0] * len(own)]) for prompt, own in zip(prompts, responses, strict=True))
 
 
 def random_prompts(rng: np.random.Generator, block: int) -> Tables:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 from geometry import shim_fixture
-from node_tables import Tables, comb, packed_prompts, random_parents, tree_tables
+from node_tables import Tables, comb, joined, packed_prompts, random_parents, tree_tables
 from shapes import balanced
 from work_lists import backward_list, forward_list
 
@@ -24,37 +24,28 @@ HEADS, KV_HEADS = 32, 8
 MOST_IDLE = 0.03  # of the time until the last multiprocessor ends; a tenth is what the schedule is meant for
 
 
-def bush(root: int, leaves: int, leaf: int) -> Tables:
-    return tree_tables([root, *[leaf] * leaves], [-1, *[0] * leaves])
-
-
-def forest(trees: Iterable[Tables]) -> Tables:
-    lengths: list[int] = []
-    parents: list[int] = []
-    for tree in trees:
-        parents += [parent + len(lengths) if parent >= 0 else -1 for parent in tree["parent"].tolist()]
-        lengths += tree["kv_len"].tolist()
-    return tree_tables(lengths, parents)
-
-
 def random_tree_of_turns() -> Tables:
     rng = np.random.default_rng(0)
     return tree_tables(rng.integers(64, 1200, 250).tolist(), random_parents(rng, 250, 0.45))
+
+
+def forest(*trees: Tables) -> Tables:
+    return joined((one["kv_len"].tolist(), one["parent"].tolist()) for one in trees)
 
 
 COMB, CHAIN = comb(1024, [128] * 64, 256), comb(800, [800] * 39, 64)
 BALANCED = tree_tables(*zip(*balanced(1024, 512, 5)))
 SHAPES = {
     "comb": COMB,
-    "bush": bush(2048, 5000, 64),
+    "bush": packed_prompts([2048], [[64] * 5000]),
     "long chain, short leaves": CHAIN,
     "chain": tree_tables([800] * 40, range(-1, 39)),
     "balanced": BALANCED,
     "turns": random_tree_of_turns(),
-    "comb and bush": forest([COMB, bush(2048, 1000, 64)]),
-    "chain and bush": forest([bush(2048, 1000, 64), CHAIN]),
-    "chain and balanced": forest([CHAIN, BALANCED]),
-    "all": forest([BALANCED, COMB, CHAIN, bush(1000, 300, 64)]),
+    "comb and bush": forest(COMB, packed_prompts([2048], [[64] * 1000])),
+    "chain and bush": forest(packed_prompts([2048], [[64] * 1000]), CHAIN),
+    "chain and balanced": forest(CHAIN, BALANCED),
+    "all": forest(BALANCED, COMB, CHAIN, packed_prompts([1000], [[64] * 300])),
     "28 x 4K x 2K": packed_prompts([4096], [[2048] * 28]),
     "32 x 5059": packed_prompts([5059], [[*range(131, 2048, 60)]]),
 }

@@ -21,6 +21,7 @@ from node_tables import (
     all_forests,
     comb,
     hostile_tables,
+    joined,
     packed_prompts,
     random_contexts,
     random_parents,
@@ -113,16 +114,6 @@ def random_window(rng: np.random.Generator, tiles: tuple[int, int]) -> int:
 
 def small_trees(count: int, lengths: Iterable[int]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
     return itertools.product(itertools.product(lengths, repeat=count), all_forests(count))
-
-
-def joined(trees: Iterable[tuple[tuple[int, ...], list[int]]]) -> Tables:
-    """Many trees in one table."""
-    lengths: list[int] = []
-    parents: list[int] = []
-    for own, above in trees:
-        parents += [parent + len(lengths) if parent >= 0 else -1 for parent in above]
-        lengths += own
-    return tree_tables(lengths, parents)
 
 
 def test_all_small_trees(shim: ctypes.CDLL) -> None:

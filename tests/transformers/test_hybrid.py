@@ -71,12 +71,10 @@ def test_trees(name: str) -> None:
     batch = pack_prefix_tree(SEQUENCES, loss_mask=MASKS, min_shared=1, pad_to_multiple_of=8)
     assert batch.layout.depth >= 4
     with in_float64():
-        twin = stock_twin(model, "eager")
-        expected = replicated_logps(twin, WHOLE)[0][TRAINED]
-        (weights_of(expected) @ expected).backward()
+        expected, expected_gradients = alone(model, WHOLE, TRAINED)
         got, got_gradients = shared(model, batch)
         check_equal(got, expected, EXACT.value)
-        check_gradients(got_gradients, gradients(twin), EXACT.gradient)
+        check_gradients(got_gradients, expected_gradients, EXACT.gradient)
 
 
 # --- independence -----------------------------------------------------------------------------------------------------

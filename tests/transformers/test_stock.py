@@ -138,16 +138,6 @@ def test_packed_sequences_without_a_layout(name):
     check_equal(got[:, 9:], alone, 1e-6)
 
 
-def test_a_mask_of_ones_own():
-    model = tiny_model("llama")
-    mask = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril().logical_and(torch.rand(7, 7) < 0.7)
-    mask |= torch.eye(7, dtype=torch.bool)
-    with torch.no_grad():
-        got = model(PROMPTS[1:2], attention_mask=mask, use_cache=False).logits
-        expected = stock_twin(model)(PROMPTS[1:2], attention_mask=mask, use_cache=False).logits
-    assert torch.equal(got, expected)
-
-
 def test_saved_and_loaded(tmp_path):
     model = tiny_model("qwen3", dtype=torch.float32)
     model.save_pretrained(tmp_path)

@@ -271,17 +271,6 @@ def test_dropout_is_not_shared_in_training_mode(tmp_path: Path, caplog: pytest.L
     assert not made._sharing.tally.fallbacks
 
 
-def test_models_that_are_not_shared(tmp_path: Path) -> None:
-    """Layers that are not exact; the numbers are the stock trainer's."""
-    call = batch([(9, [5, 9, 3])])
-    made = trainer(GRPO, tiny_model("qwen3", dtype=torch.float32, attention="sdpa"), tmp_path)
-    made.model.config.use_bidirectional_attention = True
-    reason, (logps, _, _) = refused(made, *call)
-    assert reason == "unsupported"
-    expected, _, _ = score(trainer(trl.GRPOTrainer, model_on_disk(tmp_path), tmp_path), *call)
-    assert torch.equal(logps, expected)
-
-
 def test_liger_is_not_shared(tmp_path: Path) -> None:
     made = trainer(GRPO, model_on_disk(tmp_path), tmp_path)
     made.args.use_liger_kernel = True
