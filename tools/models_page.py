@@ -167,7 +167,8 @@ def main() -> None:
     importlib.import_module("transformers").logging.set_verbosity_error()
     sys.path.insert(0, str(ROOT / "tests/helpers"))
     sweep, adapters = importlib.import_module("sweep"), importlib.import_module("adapters")
-    tables: dict[str, Table] = {CAUSAL_LMS: _results(sweep.CAUSAL_LMS, partial(sweep.model_verdict, sweep.any_model), CAUSAL_LMS)}
+    verdict_of = partial(sweep.model_verdict, sweep.any_model)
+    tables: dict[str, Table] = {CAUSAL_LMS: _results(sweep.CAUSAL_LMS, verdict_of, CAUSAL_LMS)}
     if importlib.util.find_spec("tiny_multimodal") is not None:
         make = importlib.import_module("tiny_multimodal").any_multimodal
         found = _results(sweep.MULTIMODAL, partial(sweep.model_verdict, make), MULTIMODAL)
