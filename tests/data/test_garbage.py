@@ -232,7 +232,7 @@ def test_several_arguments_are_garbage(name: str, data: st.DataObject, restored_
 def test_every_public_function_is_here() -> None:
     functions = {name for name in api.__all__ if inspect.isfunction(getattr(api, name))}
     functions |= {name for name in dualkv.__all__ if inspect.isfunction(getattr(dualkv, name))}
-    elsewhere = {"expect_shared_prompt", "explain_plan"}  # test_transformers_refused, test_plan
+    elsewhere = {"expect_shared_prompt", "explain_plan"}  # test_refused, test_plan
     assert functions - elsewhere - {"build_info"} <= set(CALLS)
     for name, (function, valid) in CALLS.items():
         if name in functions:

@@ -98,7 +98,7 @@ FAMILIES = {
         dict(n_embd=32, n_layer=2, n_head=4, n_positions=2048, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
     ),
 }  # fmt: skip
-# 4.57's GPT-2 drops the layout: see test_transformers_refused.py.
+# 4.57's GPT-2 drops the layout: see test_refused.py.
 SUPPORTED = [name for name in FAMILIES if name in transformers.CONFIG_MAPPING and (VERSION >= (5, 0) or name != "gpt2")]
 
 

@@ -308,13 +308,6 @@ def test_cpu_dtypes(dtype: torch.dtype) -> None:
     assert flash_attn_dualkv_varlen_func(**shared_arguments(dtype=dtype)).dtype == dtype
 
 
-def test_window_that_says_causal_is_accepted() -> None:
-    arguments = plain_arguments()
-    expected = flash_attn_varlen_func(**arguments, causal=True)
-    for causal in (True, False):
-        assert flash_attn_varlen_func(**arguments, causal=causal, window_size=(-1, 0)).equal(expected)
-
-
 @pytest.mark.parametrize("width", [8, 24])
 def test_values_of_another_width(width: int) -> None:
     for function, make, names in (
