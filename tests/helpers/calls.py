@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from groups import Batch, Group, build_groups
 from shared_prompts import GROUPS, Groups, inputs_of, layout_of, small
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from tree_cases import offsets_and_parents
 
 from flash_attn_dualkv import (
     SharedPromptLayout,
@@ -147,11 +147,7 @@ def tree(groups: Groups = GROUPS["several"], device: str = "cpu", **options: Any
     lens, parents = tree_of(groups)
     layout = SharedPromptLayout.from_tree(lens, parents, device=device)
     inputs = inputs_of(layout, **{"sinks": True, **small(device), **options})
-    offsets = [*accumulate(lens, initial=0)]
-    rest = {
-        name: torch.tensor(one, dtype=torch.int32, device=device)
-        for name, one in (("cu_seqlens", offsets), ("parents", parents))
-    }
+    rest = dict(zip(("cu_seqlens", "parents"), offsets_and_parents((lens, parents), device)))
     return Call(attend_tree, inputs.tensors, rest, inputs.dout)
 
 
