@@ -160,7 +160,7 @@ def summed(model: Any, parts: list[Any], weights: torch.Tensor, chosen: list[lis
     return lines, gradients(model)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(0, 2), st.sampled_from(BOUNDARIES), st.sampled_from([1, 4]), st.data())
 def test_any_cut_has_the_same_summed_gradient(seed: int, boundary: Any, min_shared: int, data: st.DataObject) -> None:
     """By a token budget, or any other micro-batches; with the borders of the whole, or without."""
