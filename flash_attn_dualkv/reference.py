@@ -66,7 +66,7 @@ class Visibility:
 
 
 class Keys:
-    """Views (heads, rows, d) of a node's keys and values for some KV heads; in a backward the sums of their gradients."""
+    """A node's keys and values for some KV heads, (heads, rows, d) views; in a backward also the sums of gradients."""
 
     def __init__(self, node: Node, k: Tensor, v: Tensor, *gradients: Tensor, dtype: torch.dtype) -> None:
         self.node = node
@@ -298,7 +298,8 @@ def _fill_gradients(problem: Problem, call: BackwardCall, dq: Tensor) -> None:
     """All gradients. A function of its own: PyTorch 2.11 cannot compile a `with` behind a graph break."""
     kv_heads = call.k.shape[1]
     dqs, dout, out = (by_head(one, kv_heads) for one in (dq, call.dout, call.out))
-    lse, dlse = (None if one is None else row_values(one, kv_heads) for one in (call.lse, call.dlse))
+    lse = row_values(call.lse, kv_heads)
+    dlse = None if call.dlse is None else row_values(call.dlse, kv_heads)
     for block in problem.query_blocks():
         problem.store(dqs, block, differentiate(problem, block, dout, dlse, out, lse))
 

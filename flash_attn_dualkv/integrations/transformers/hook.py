@@ -20,7 +20,7 @@ from .base_class import check_labels
 from .first_use import check_first_use
 from .heads import check_head, check_output
 from .hybrid import prepare
-from .structure import backbone_name, causal_lm_of, is_replaced
+from .structure import backbone_name, causal_lm_of, holds, is_replaced
 from .support import check_modules, check_positions, check_supported, media_among, num_mixing_layers
 
 
@@ -150,7 +150,7 @@ class LayoutHook:
         """
         while (expectation := guard.current()) is not None:
             owner = expectation.owner
-            is_own = isinstance(owner, tuple) and owner[0] is self and any(one is owner[1] for one in module.modules())
+            is_own = isinstance(owner, tuple) and owner[0] is self and holds(module, owner[1])
             if not is_own:
                 return
             guard.end(expectation)

@@ -15,6 +15,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from ...checks import explain
 from ...errors import SharedPromptUnsupportedError
+from ..replacing import closure_of
 from . import guard
 
 # Building blocks of transformers' masks for causal and sliding-window attention of packed rows. A
@@ -67,7 +68,7 @@ class DeferredMask:
         """Other mask functions and the window; computed once for all layers."""
         if self._found is None:
             parts = _parts(self._arguments.get("mask_function", causal_mask_function))
-            windows = self._arguments.get("local_size"), _closure(parts.get(_WINDOW)).get("sliding_window")
+            windows = self._arguments.get("local_size"), closure_of(parts.get(_WINDOW)).get("sliding_window")
             found = min((one for one in windows if one is not None), default=None)
             self._found = sorted(parts.keys() - _CAUSAL_MASKS), found
         return self._found
@@ -174,7 +175,7 @@ def _parts(mask_function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
         function = pending.pop()
         # getattr() with a default always returns the default in TorchDynamo of PyTorch 2.11.
         name = function.__qualname__ if isinstance(function, FunctionType) else type(function).__name__
-        inner = _functions(_closure(function))
+        inner = _functions(closure_of(function))
         alternatives = [one for one in inner if not _is_without_blocks(one)]
         # Masks of images are dropped for rows of text.
         if name == "or_masks.<locals>.or_mask" and len(alternatives) == 1:
@@ -185,13 +186,6 @@ def _parts(mask_function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def _closure(function: Callable[..., Any] | None) -> dict[str, Any]:
-    """Variables in the closure of a function, by name."""
-    if not isinstance(function, FunctionType):
-        return {}
-    return dict(zip(function.__code__.co_freevars, [cell.cell_contents for cell in function.__closure__ or ()]))
-
-
 def _functions(values: dict[str, Any]) -> list[Callable[..., Any]]:
     parts = [one for value in values.values() for one in (value if isinstance(value, tuple) else (value,))]
     return [one for one in parts if callable(one)]
@@ -199,7 +193,7 @@ def _functions(values: dict[str, Any]) -> list[Callable[..., Any]]:
 
 def _is_without_blocks(function: Callable[..., Any]) -> bool:
     """Whether a function shows the tokens of a block to each other and there is no block: all are text, -1."""
-    blocks = _closure(function).get("block_sequence_ids")
+    blocks = closure_of(function).get("block_sequence_ids")
     return isinstance(blocks, Tensor) and not (blocks >= 0).any()
 
 

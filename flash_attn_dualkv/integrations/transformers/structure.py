@@ -49,7 +49,7 @@ def backbone_name(causal_lm: Any) -> str | None:
     """
     embeddings = causal_lm.get_input_embeddings()
     for name, child in causal_lm.named_children():
-        if child is not embeddings and _holds(child, embeddings):
+        if child is not embeddings and holds(child, embeddings):
             return str(name)
     return None
 
@@ -57,10 +57,11 @@ def backbone_name(causal_lm: Any) -> str | None:
 def decoder_of(model: Any) -> Any:
     """The decoder of text tokens: of the transformers models that hold the input embeddings the innermost."""
     embeddings = model.get_input_embeddings()
-    return [one for one in model.modules() if isinstance(one, PreTrainedModel) and _holds(one, embeddings)][-1]
+    return [one for one in model.modules() if isinstance(one, PreTrainedModel) and holds(one, embeddings)][-1]
 
 
-def _holds(module: nn.Module, other: nn.Module) -> bool:
+def holds(module: nn.Module, other: nn.Module) -> bool:
+    """Whether a module is another one, or contains it."""
     return any(one is other for one in module.modules())
 
 

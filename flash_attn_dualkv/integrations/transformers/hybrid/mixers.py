@@ -18,6 +18,7 @@ from torch.nn import functional
 from ....checks import explain
 from ....errors import SharedPromptError
 from ....layout import SharedPromptLayout
+from ...replacing import closure_of
 from .installation import check_gated_backward
 from .levels import Level, levels_of, tails_of
 from .rows import hand_on, insert_tails, put_rows, take_rows
@@ -126,9 +127,7 @@ def _by_levels(layout: SharedPromptLayout, inputs: Sequence[Tensor], scan: Scan)
     for level in plan.levels:
         states = None
         if level.parents is not None and level.children is not None:
-            known = behind[-1:] if level.has_children else list(behind)
-            if level.adds_zero:
-                known.append(torch.zeros_like(known[0][:1]))
+            known = behind[-1:] if level.has_children else behind
             together = known[0] if len(known) == 1 else torch.cat(known)
             states = hand_on(together, level.parents, level.children)
         out, last = scan(level, [one[level.begin : level.end] for one in rows], states)
@@ -168,8 +167,8 @@ def _in_buckets(scan: PaddedScan) -> Scan:
         if not places:
             return outs[0], lasts[0] if lasts else None
         back, order = (torch.cat(one) for one in zip(*places))
-        out = put_rows(torch.cat(outs), back, level.end - level.begin)
-        return out, put_rows(torch.cat(lasts), order, level.count) if lasts else None
+        out = put_rows(torch.cat(outs), back, len(back))
+        return out, put_rows(torch.cat(lasts), order, len(order)) if lasts else None
 
     return of_level
 
@@ -180,15 +179,9 @@ def _in_buckets(scan: PaddedScan) -> Scan:
 def implementation_of(stock: Mixer) -> Mixer:
     """The implementation behind a function of a model file: itself, or a package's."""
     if isinstance(stock, nn.Module) and "forward" not in vars(stock):  # made by the package kernels, not replaced
-        stock = _closure(type(stock).forward).get("func", stock)
-    found: Mixer = _closure(stock).get("implementation", stock)
+        stock = closure_of(type(stock).forward).get("func", stock)
+    found: Mixer = closure_of(stock).get("implementation", stock)
     return found
-
-
-def _closure(function: Mixer) -> dict[str, Any]:
-    """Variables in the closure of a function."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
-    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells))) if code is not None else {}
 
 
 def _package(function: Mixer) -> str:
