@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -108,10 +109,9 @@ def test_nodes_are_the_segments(name: str, hook: None) -> None:
     """All rows once, each with the path that TRL gathers for it; nothing is moved."""
     packed = pack(TREES[name])
     forest = tree.read_tree(packed["tree_cu_seqlens_q"], packed["tree_cu_seqlens_k"])
-    cu_seqlens, parents = forest._on(torch.device("cpu"))
-    assert cu_seqlens.equal(packed["tree_cu_seqlens_q"])
-    bounds, found = cu_seqlens.tolist(), []
-    for node, parent in enumerate(parents.tolist()):
+    bounds, found = [0, *accumulate(forest.layout.node_lens)], []
+    assert forest.rows is None and bounds == packed["tree_cu_seqlens_q"].tolist()
+    for node, parent in enumerate(forest.layout.node_parents):
         own = [*range(bounds[node], bounds[node + 1])]
         found.append([*found[parent], *own] if parent >= 0 else own)
     assert [row for path in found for row in path] == packed["tree_kv_index"].tolist()
