@@ -47,24 +47,6 @@ ALIKE = 64
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Segments of a level of about the same length, at most twice the shortest or 64, for functions without offsets.
-
-    Attributes:
-        count, longest: segments, and rows of the longest of them.
-        segments: (count,) int64, which of the level's they are; None if they are all of them.
-        rows: (r,) int64, which of the level's rows are theirs; None if these are all of them.
-        padded: (r,) int64, where these lie in `count` sequences of `longest` rows; None if all are equally long.
-    """
-
-    count: int
-    longest: int
-    segments: Tensor | None
-    rows: Tensor | None
-    padded: Tensor | None
-
-
-@dataclass(frozen=True)
 class Level:
     """Segments that are computed together; rows are those of the order of `Levels`.
 
@@ -74,7 +56,11 @@ class Level:
         parents: (n,) int64 or None, the state that each begins with: of the level before, or for the last level of all
             levels, one after the other.
         children: of each of these states, how many continue it.
-        buckets: the same segments by their lengths.
+        buckets: for functions without offsets, how many segments are about equally long (at most twice the shortest or
+            64), and how long the longest of them is.
+        order: (n,) int64, the segments bucket by bucket; None if there is one bucket.
+        places: (rows,) int64, where each row lies if each bucket's segments are padded to its longest, one bucket after
+            the other; None if all are equally long.
         has_children: whether the states behind these segments are needed.
     """
 
@@ -84,7 +70,9 @@ class Level:
     cu_seqlens_host: Tensor
     parents: Tensor | None
     children: Tensor | None
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[tuple[int, int], ...]
+    order: Tensor | None
+    places: Tensor | None
     has_children: bool
 
 
@@ -190,33 +178,27 @@ def _level(
     has_children: bool,
 ) -> Level:
     lens = [all_lens[index] for index in segments]
-    long: list[Tensor] = []
-    if states is not None:
-        children = Counter(states)
-        long += [int64s(states), int64s(children[state] for state in range(num_states))]
-    host = ints([0, *accumulate(lens)], torch.int32)
-    *tensors, cu_seqlens = to_device(long, [host], device)
-    parents, counts = tensors if states is not None else (None, None)
-    end = begin + sum(lens)
-    return Level(begin, end, cu_seqlens, host, parents, counts, _buckets(lens, device), has_children)
-
-
-def _buckets(lens: Sequence[int], device: torch.device) -> tuple[Bucket, ...]:
-    begins = [0, *accumulate(lens)]
     alike: dict[int, list[int]] = {}
     for index, length in enumerate(lens):
         alike.setdefault((max(length, ALIKE) - 1).bit_length(), []).append(index)
-    buckets = []
-    for chosen in alike.values():
-        own = [lens[index] for index in chosen]
-        longest = max(own)
-        long: list[Tensor] = []
-        if len(alike) > 1:
-            long += [int64s(chosen), runs([begins[index] for index in chosen], own)]
-        if min(own) < longest:
-            long.append(runs(range(0, len(own) * longest, longest), own))
-        tensors: list[Tensor | None] = [*to_device(long, (), device)] if long else []
-        padded = tensors.pop() if min(own) < longest else None
-        indices, rows = tensors or (None, None)
-        buckets.append(Bucket(len(own), longest, indices, rows, padded))
-    return tuple(buckets)
+    buckets = [(len(chosen), max(lens[index] for index in chosen)) for chosen in alike.values()]
+    firsts = [0] * len(lens)  # the place of each segment's first row
+    padded = 0
+    for chosen, (_, longest) in zip(alike.values(), buckets):
+        for index in chosen:
+            firsts[index] = padded
+            padded += longest
+    long = {}
+    if states is not None:
+        children = Counter(states)
+        long["parents"] = int64s(states)
+        long["children"] = int64s(children[state] for state in range(num_states))
+    if len(buckets) > 1:
+        long["order"] = int64s(index for chosen in alike.values() for index in chosen)
+    if len(buckets) > 1 or padded > sum(lens):
+        long["places"] = runs(firsts, lens)
+    host = ints([0, *accumulate(lens)], torch.int32)
+    *tensors, cu_seqlens = to_device([*long.values()], [host], device)
+    moved = dict.fromkeys(("parents", "children", "order", "places")) | dict(zip(long, tensors))
+    end = begin + sum(lens)
+    return Level(begin, end, cu_seqlens, host, buckets=tuple(buckets), has_children=has_children, **moved)

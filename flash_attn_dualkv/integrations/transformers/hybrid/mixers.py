@@ -148,27 +148,23 @@ def _in_buckets(scan: PaddedScan) -> Scan:
     """A scan of levels, from one of sequences of equal length with zeros behind those that are shorter."""
 
     def of_level(level: Level, rows: Sequence[Tensor], states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        sizes = [count * longest for count, longest in level.buckets]
+        if level.places is not None:
+            rows = [put_rows(one, level.places, sum(sizes)) for one in rows]
+        firsts: Sequence[Tensor | None] = [None] * len(sizes)
+        if states is not None:
+            ordered = states if level.order is None else take_rows(states, level.order)
+            firsts = ordered.split([count for count, _ in level.buckets])
         outs: list[Tensor] = []
         lasts: list[Tensor] = []
-        for bucket in level.buckets:
-            own = rows if bucket.rows is None else [take_rows(one, bucket.rows) for one in rows]
-            if bucket.padded is not None:
-                own = [put_rows(one, bucket.padded, bucket.count * bucket.longest) for one in own]
-            whole = [one.unflatten(0, (bucket.count, bucket.longest)) for one in own]
-            first = states if states is None or bucket.segments is None else take_rows(states, bucket.segments)
-            out, last = scan(whole, first, level.has_children)
-            out = out.flatten(0, 1)
-            outs.append(out if bucket.padded is None else take_rows(out, bucket.padded))
-            if last is not None:
-                lasts.append(last)
-        places = [
-            (one.rows, one.segments) for one in level.buckets if one.rows is not None and one.segments is not None
-        ]
-        if not places:
-            return outs[0], lasts[0] if lasts else None
-        back, order = (torch.cat(one) for one in zip(*places))
-        out = put_rows(torch.cat(outs), back, len(back))
-        return out, put_rows(torch.cat(lasts), order, len(order)) if lasts else None
+        for shape, first, *own in zip(level.buckets, firsts, *(one.split(sizes) for one in rows)):
+            out, last = scan([one.unflatten(0, shape) for one in own], first, level.has_children)
+            outs.append(out.flatten(0, 1))
+            lasts += [] if last is None else [last]
+        out = torch.cat(outs) if level.places is None else take_rows(torch.cat(outs), level.places)
+        if lasts and level.order is not None:
+            return out, put_rows(torch.cat(lasts), level.order, len(level.order))
+        return out, torch.cat(lasts) if lasts else None
 
     return of_level
 
