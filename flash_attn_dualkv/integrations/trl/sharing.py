@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ...data.batch import IGNORED_LABEL, PackedBatch
 from ...data.pack import pack_padded
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
-from ..fallback import Options, Refusal, Tally, kernels_refusal, reasons_of
+from ..fallback import TRL_REASONS, Options, Refusal, Tally, kernels_refusal
 from ..transformers import check_supported, expect_shared_prompt, register, wrap
 from ..transformers.first_use import FirstUseError, check_first_use
 from ..transformers.structure import backbone_name, causal_lm_of
@@ -40,7 +40,6 @@ from ..transformers.support import (
 
 logger = get_logger(__name__)
 
-REASONS = reasons_of("trl")
 EAGER = "dualkv_eager"  # what takes a layout and, without one, is the model's own eager attention
 _SAMPLES = {"input_ids", "attention_mask", "labels"}
 _PASSED_ON = {"num_items_in_batch", "output_router_logits"}
@@ -68,7 +67,7 @@ class Sharing:
     def take(self, device: torch.device) -> Tensor:
         """Calls, replicated tokens, tokens and fallbacks by reason, since this was last asked."""
         tally, self.tally = self.tally, Tally()
-        numbers = [tally.calls, tally.replicated, tally.tokens, *(tally.fallbacks[reason] for reason in REASONS)]
+        numbers = [tally.calls, tally.replicated, tally.tokens, *(tally.fallbacks[reason] for reason in TRL_REASONS)]
         return torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device) for one in numbers])
 
     @contextmanager
@@ -95,7 +94,7 @@ class Sharing:
         """Let a model that has TRL's forward share prompts."""
         causal_lm = causal_lm_of(model)
         _switch_attention(causal_lm)
-        SharedForward(self, causal_lm).install()
+        SharedForward(self, causal_lm)
 
 
 def _switch_attention(causal_lm: Any) -> None:
@@ -104,11 +103,13 @@ def _switch_attention(causal_lm: Any) -> None:
     known = AttentionInterface._global_mapping
     if name in known and not hasattr(known[name], TAKES_LAYOUT):
         wrap((name,))
-    elif name == "eager" and _has_interface(causal_lm) and _is_supported(causal_lm.config):
+    elif name == "eager" and _has_interface(causal_lm):
         # Every model file has an eager attention of its own: there is nothing to wrap. Files of
         # models that cannot share may compute otherwise where the name is none of transformers'.
-        register(EAGER, fallback="eager")
-        causal_lm.set_attn_implementation(EAGER)
+        with suppress(SharedPromptError):
+            check_supported(causal_lm.config)
+            register(EAGER, fallback="eager")
+            causal_lm.set_attn_implementation(EAGER)
 
 
 def _has_interface(causal_lm: Any) -> bool:
@@ -116,14 +117,6 @@ def _has_interface(causal_lm: Any) -> bool:
     text = text_config(causal_lm.config)
     models = [one for one in causal_lm.modules() if isinstance(one, PreTrainedModel) and one.config is text]
     return all(one._can_set_attn_implementation() for one in models)
-
-
-def _is_supported(config: Any) -> bool:
-    try:
-        check_supported(config)
-    except SharedPromptError:
-        return False
-    return True
 
 
 class SharedForward:
@@ -140,15 +133,14 @@ class SharedForward:
         self.stock: Callable[..., Any] = causal_lm.forward
         self._unsupported: Refusal | None = None
 
-    def install(self) -> None:
         # `generate` looks at the signature; accelerate expects a method.
-        @functools.wraps(type(self.causal_lm).forward)
+        @functools.wraps(type(causal_lm).forward)
         def forward(_model: Any, *args: Any, fused_lm_head: bool = False, **inputs: Any) -> Any:
             if not fused_lm_head:
                 return self.stock(*args, **inputs)
             return self.score(*args, **inputs)
 
-        self.causal_lm.forward = types.MethodType(forward, self.causal_lm)
+        causal_lm.forward = types.MethodType(forward, causal_lm)
 
     @torch.compiler.disable(recursive=False)
     def score(self, *args: Any, **inputs: Any) -> Any:
@@ -248,7 +240,7 @@ class SharedForward:
             # An option of the model that no configuration tells: the first layer of the first
             # forward finds it.
             self._unsupported = Refusal("unsupported", str(error))
-            raise Refused("unsupported", str(error)) from None
+            raise Refused(*self._unsupported) from None
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
 from ...checks import explain
 from ...errors import SharedPromptError
-from ..fallback import PREFIX, Options, Refusal, Verification, difference, savings, worst_of_ranks
+from ..fallback import PREFIX, TRL_REASONS, Options, Refusal, Verification, difference, savings, worst_of_ranks
 from .regroup import keep_siblings_together
-from .sharing import REASONS, Sharing
+from .sharing import Sharing
 
 logger = get_logger(__name__)
 
@@ -132,7 +132,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
             return
         self._logged[mode] = numbers
         values = {**savings(replicated, tokens), "tokens": tokens, "fallbacks": sum(fallbacks) / calls}
-        for reason, count in zip(REASONS, fallbacks):
+        for reason, count in zip(TRL_REASONS, fallbacks):
             if count or reason in self._known_reasons:
                 self._known_reasons.add(reason)
                 values[f"fallbacks/{reason}"] = count / calls

@@ -7,7 +7,7 @@ from verl.utils.flops_counter import FlopsCounter
 
 from ...data.batch import PackedBatch
 from ...predict import causal_pairs
-from ..fallback import PREFIX, Tally, reasons_of, savings
+from ..fallback import PREFIX, VERL_REASONS, Tally, savings
 from .micro_batches import Lengths
 
 
@@ -44,7 +44,7 @@ class Statistics:
             "micro_batches": tally.calls,
             "fallback_micro_batches": tally.fallbacks.total(),
         }
-        found |= {f"fallback/{reason}": tally.fallbacks[reason] for reason in reasons_of("verl")}
+        found |= {f"fallback/{reason}": tally.fallbacks[reason] for reason in VERL_REASONS}
         return {f"{PREFIX}/{name}": [float(value)] for name, value in found.items()}
 
     def _mfu(self, seconds: float, forward_only: bool) -> float:
