@@ -85,7 +85,7 @@ def is_elsewhere(thread: int) -> bool:
 
 @contextmanager
 def replaced_forward(causal_lm: Any, forward: Callable[..., Any]) -> Iterator[Call]:
-    """Let the causal LM answer calls of this thread with `forward`: below its hooks and wrappers.
+    """Let the causal LM answer calls of this thread with `forward(stock, ...)`: below its hooks and wrappers.
 
     Yields what calls the module around it, and sees that the answer came from `forward`.
     """
@@ -126,7 +126,7 @@ class _Replacement:
             return self._stock(*args, **inputs)
         _check_wanted(inputs)
         self._has_answered = True
-        return self._forward(*args, **inputs)
+        return self._forward(self._stock, *args, **inputs)
 
 
 def _check_wanted(inputs: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ... import kernels
 from ...checks import describe, explain
 from ...errors import SharedPromptError, SharedPromptTypeError
-from .hybrid.families import ATTENTION_TYPES, LAYER_TYPES, family_of, is_attention, is_mixer, layer_types_of, mixers_of
+from .hybrid.families import ATTENTION_TYPES, LAYER_TYPES, family_of, is_a, layer_types_of, mixers_of
 
 # Substrings of the names of inputs other than text.
 MEDIA = ("pixel", "image", "token_type_ids", "spatial_shapes", "video", "audio")
@@ -37,6 +37,17 @@ _MIXER_CLASSES = re.compile(
 # Configuration fields of random numbers that stock training draws for every copy of the prompt.
 _NOISE_FIELDS = re.compile(r"(dropout|_pdrop|layerdrop|drop_path|jitter)")
 _NOISE_OF_OTHER_HEADS = re.compile(r"^(classifier|summary)_")
+
+
+class FirstUseError(SharedPromptError):
+    """A model is not exact on shared prompts in its present mode and with its present adapters."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message, reason)
+        self.reason = reason  # "dropout", "noise" or "self_check"
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def text_config(config: Any) -> Any:
@@ -154,7 +165,7 @@ def num_mixing_layers(model: Any) -> int:
         # Cross-attention to images does nothing without images.
         of_images = getattr(text, "cross_attention_layers", None) or ()
         return len(set(range(text.num_hidden_layers)).difference(of_images))
-    return sum(is_mixer(module, family) or is_attention(module, family) for module in model.modules())
+    return sum(is_a(module, family.mixer) or is_a(module, family.attention) for module in model.modules())
 
 
 def check_modules(model: nn.Module) -> None:
@@ -172,7 +183,7 @@ def check_modules(model: nn.Module) -> None:
         if f"{name}.".startswith(towers):
             continue
         if family is not None and (
-            is_attention(module, family)
+            is_a(module, family.attention)
             or any(f"{name}.".startswith(one) or one.startswith(f"{name}.") for one in mixers)
         ):
             continue
@@ -220,7 +231,7 @@ def check_noise(model: Any) -> None:
         model: a transformers model, adapters included.
 
     Raises:
-        SharedPromptError: names the module or the field of the configuration.
+        FirstUseError: names the module or the field of the configuration.
     """
     advice = (
         ". One copy of the prompt cannot have a draw for each response; set it to 0 before the model is made, or "
@@ -230,13 +241,13 @@ def check_noise(model: Any) -> None:
     for name, module in model.named_modules():
         is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and not f"{name}.".startswith(towers)
         if is_dropout and module.training and module.p > 0:
-            raise SharedPromptError(explain(f"dropout of {name}", "0 in training mode", module.p) + advice)
+            raise FirstUseError(explain(f"dropout of {name}", "0 in training mode", module.p) + advice, "dropout")
     if not model.training:
         return
     for field, value in _numbers(text_config(model.config).to_dict()):
         is_noise = _NOISE_FIELDS.search(field) and not _NOISE_OF_OTHER_HEADS.match(field)
         if is_noise and value > 0:
-            raise SharedPromptError(explain(f"config.{field}", "0 in training mode", value) + advice)
+            raise FirstUseError(explain(f"config.{field}", "0 in training mode", value) + advice, "dropout")
 
 
 def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
