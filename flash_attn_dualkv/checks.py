@@ -135,11 +135,17 @@ def integers(name: str, tensor: Any, dimensions: int, also: Sequence[torch.dtype
 def lengths(name: str, values: Any, count: int | None = None, like: str = "", least: int = 0) -> list[int]:
     """Numbers of tokens, a list or a 1-D integer tensor, `count` of them (as `like`)."""
     given = integers(name, values, 1).tolist() if isinstance(values, Tensor) else items(name, values, "ints")
-    if count is not None and len(given) != count:
-        raise SharedPromptError(explain(name, f"{count} of them (as {like})", len(given)))
+    if count is not None:
+        check_count(name, given, count, like)
     if set(map(type, given)) <= {int} and min(given, default=least) >= least:
         return list(given)
     return [integer(f"{name}[{index}]", one, least) for index, one in enumerate(given)]
+
+
+def check_count(name: str, values: Sized, count: int, like: str) -> None:
+    """SharedPromptError unless there is one for each of `like`: samples, or sequences."""
+    if len(values) != count:
+        raise SharedPromptError(explain(name, f"{count} of them (as {like})", len(values)))
 
 
 def group_ids(values: Any) -> list[Hashable] | Tensor:

@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from . import checks
 from ._command import CommandLine, add_group, name_or_values, number, spread
 
 FLOPS_PER_PAIR = 4  # two products of head_dim multiply-adds each: Q K^T and P V
@@ -85,10 +85,9 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+            checks.integer(name, getattr(self, name), 1)
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads: expected a multiple of kv_heads ({self.kv_heads}), got {self.heads}")
+            raise ValueError(checks.explain("heads", f"a multiple of kv_heads ({self.kv_heads})", self.heads))
 
     @property
     def layer_weights(self) -> int:
@@ -145,8 +144,7 @@ class Rates:
     """What a GPU sustains, in TFLOP/s of the operations that each implementation executes.
 
     Attributes:
-        token_wise: the matrix products of a layer together with the element-wise work around them, so below the rate of
-            a matrix product alone.
+        token_wise: a layer's matrix products with the element-wise work around them: less than of the products alone.
         shared_forward, shared_backward: attention of this library, of long sequences.
         replicated_forward, replicated_backward: the attention kernels that it is compared with.
         shared_forward_ns, shared_backward_ns, replicated_forward_ns, replicated_backward_ns: ns of the same that a
@@ -166,9 +164,7 @@ class Rates:
 
     def __post_init__(self) -> None:
         for name, rate in dataclasses.asdict(self).items():
-            is_time = name.endswith("_ns")
-            if not (0 < rate < math.inf or (is_time and rate == 0)):
-                raise ValueError(f"{name}: expected {'a time >= 0' if is_time else 'a rate > 0'}, got {rate}")
+            checks.number(name, rate, zero=name.endswith("_ns"))
 
     def attention_ms(self, packing: str, model: ModelShape, tokens: int, pairs: int) -> float:
         """Forward and backward of the attention of one layer. `packing`: "shared" or "replicated"."""
@@ -260,14 +256,10 @@ def predict(
     Raises:
         ValueError: a length is below 1, there is no response, or `bytes_per_parameter` is negative or not finite.
     """
-    if prompt < 1:
-        raise ValueError(f"prompt: expected at least 1 token, got {prompt}")
-    if not responses:
-        raise ValueError("responses: expected at least one, got none")
-    if min(responses) < 1:
-        raise ValueError(f"responses: expected at least 1 token each, got {min(responses)}")
-    if not 0 <= bytes_per_parameter < math.inf:
-        raise ValueError(f"bytes_per_parameter: expected a number >= 0, got {bytes_per_parameter}")
+    checks.integer("prompt", prompt, 1)
+    if not checks.lengths("responses", responses, least=1):
+        raise ValueError(checks.explain("responses", "at least one", "none"))
+    checks.number("bytes_per_parameter", bytes_per_parameter, zero=True)
 
     def packing(name: str, copies: int, pairs: int) -> Packing:
         tokens = copies * prompt + sum(responses)

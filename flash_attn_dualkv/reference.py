@@ -32,8 +32,7 @@ from torch import Tensor
 from .calls import BackwardCall, ForwardCall, inputs_of
 from .nodes import Node, checked_nodes
 
-# Bounds of the working memory, in elements: a block of scores, its keys, and the float32 sums of
-# dK and dV.
+# Bounds of the working memory, in elements: a block of scores, its keys, and sums of dK and dV.
 SCORE_ELEMENTS = 2**18
 KEY_BLOCK = 512
 ACCUMULATOR_ELEMENTS = 2**22

@@ -193,8 +193,7 @@ def _fill_evenly(tree: PrefixTree, least: int, max_tokens: int) -> list[list[int
 def _fill(tree: PrefixTree, max_tokens: int) -> tuple[list[list[int]], int]:
     """The micro-batches, and the rows of all of them."""
     nodes = len(tree.node_lens)
-    # Parts of what is below each node, and the forest behind them: rows that are not on the path,
-    # sequences.
+    # Parts of what is below each node, and of the forest: rows that are not on the path, sequences.
     parts: list[list[tuple[int, list[int]]]] = [[] for _ in range(nodes + 1)]
     for members in below(tree, range(nodes)):
         parts[tree.leaves[members[0]]].append((0, members))

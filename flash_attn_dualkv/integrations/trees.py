@@ -32,8 +32,7 @@ class Forest:
 
     Args:
         begins: (n,) the first row of each node.
-        lens: (n,) rows of each node; no two nodes have a row in common. Rows of no node are
-            padding.
+        lens: (n,) rows of each node, no row in two of them. Rows of no node are padding.
         parents: (n,) the node that each continues, before or behind it; -1 for roots.
 
     Raises:
@@ -89,7 +88,7 @@ class Forest:
         options: dict[str, Any] = dict(window_size=window_size, softcap=softcap, sinks=sinks)
         if q.dim() == k.dim() == v.dim() == 4 and len(q) == len(k) == len(v) == 1:
             return self.attend(q[0], k[0], v[0], softmax_scale, **options)[None]
-        self._check_rows(q, k, v)
+        q, k, v = self._checked(q, k, v)
         _, left = checks.resolve_window(True, window_size)
         rows = self._rows_of(q.device)
         count, layout = self.layout.num_tokens, self.layout.to(q.device)
@@ -101,15 +100,15 @@ class Forest:
             return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, len(q) - count))
         return out.new_zeros((len(q), *out.shape[1:])).index_copy(0, rows, out)
 
-    def _check_rows(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Check rows before any are moved: on a GPU a wrong index ends the process."""
-        for name, one in (("q", q), ("k", k), ("v", v)):
-            if one.dim() != 3:
-                raise ValueError(explain(name, "3 dimensions (rows, heads, head_dim)", f"shape {tuple(one.shape)}"))
-            if one is not q and len(one) != len(q):
+    def _checked(self, *given: Tensor) -> list[Tensor]:
+        """Checked before any rows are moved: on a GPU a wrong index ends the process."""
+        q, k, v = tensors = checks.inputs(("q", "k", "v"), given)
+        for name, one in (("k", k), ("v", v)):
+            if len(one) != len(q):
                 raise ValueError(explain(name, f"{len(q)} rows (as q)", len(one)))
         if len(q) < self._end:
             raise ValueError(explain("q", f"at least {self._end} rows, those of the nodes", len(q)))
+        return tensors
 
     def _rows_of(self, device: torch.device) -> Tensor | None:
         if self.rows is not None and device not in self._rows_on:
@@ -198,10 +197,8 @@ def tree_attention(
 
     Args:
         query: (1, H, N, d). key: (1, H_k, N, d). value: (1, H_k, N, d_v).
-        packed_mask: (1, N, ceil(N / 64)) int64, bit j % 64 of [0, i, j // 64] set where row i sees
-            row j.
-        kv_indices, kv_offsets, q_indices, q_offsets: which blocks of AReaL's own kernel have bits
-            set; not needed here.
+        packed_mask: (1, N, ceil(N / 64)) int64, bit j % 64 of [0, i, j // 64]: row i sees row j.
+        kv_indices, kv_offsets, q_indices, q_offsets: blocks with bits set; not needed here.
         sm_scale: of the scores; None for 1 / sqrt(d).
 
     Returns:
@@ -270,8 +267,7 @@ def prefix_tree(
     """NeMo Automodel's description of a tree, whose attention is then `Forest.attend`.
 
     Args:
-        node_lengths: (n,) rows of each node, in the order of the packed row; a list or an integer
-            tensor.
+        node_lengths: (n,) rows of each node, in packed order; a list or an integer tensor.
         sample_paths: of each sample the nodes on its path, from the root; lists or integer tensors.
 
     Returns:

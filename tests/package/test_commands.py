@@ -157,13 +157,13 @@ def test_warnings(prompt: int, responses: list[int], rates: Rates, expected: lis
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: predict.predict(0, [1], TINY), "prompt: expected at least 1 token, got 0"),
+        (lambda: predict.predict(0, [1], TINY), "prompt: expected an int >= 1, got 0"),
         (lambda: predict.predict(5, [], TINY), "responses: expected at least one, got none"),
         (lambda: predict.predict(5, [3], TINY, RATES["h200"], -1), "bytes_per_parameter: expected .* >= 0, got -1"),
-        (lambda: dataclasses.replace(TINY, hidden=0), "hidden: expected at least 1, got 0"),
+        (lambda: dataclasses.replace(TINY, hidden=0), "hidden: expected an int >= 1, got 0"),
         (lambda: dataclasses.replace(TINY, kv_heads=3), r"heads: expected a multiple of kv_heads \(3\), got 4"),
-        (lambda: dataclasses.replace(RATES["h200"], token_wise=math.nan), "token_wise: expected a rate > 0, got nan"),
-        (lambda: Rates(1, 1, 1, 1, 1, -1), "shared_forward_ns: expected a time >= 0, got -1"),
+        (lambda: dataclasses.replace(RATES["h200"], token_wise=math.nan), "token_wise: expected a finite .*, got nan"),
+        (lambda: Rates(1, 1, 1, 1, 1, -1), "shared_forward_ns: expected a finite number >= 0, got -1"),
     ],
 )
 def test_bad_arguments(call: Callable[[], Any], message: str) -> None:
