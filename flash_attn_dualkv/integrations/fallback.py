@@ -27,10 +27,8 @@ class Options(NamedTuple):
 
     Attributes:
         enabled: whether it does at all.
-        min_dedup_ratio: a micro-batch with less than this many times fewer tokens runs on stock
-            attention.
-        max_responses_per_group: groups with more are divided, each part with a prompt of its own;
-            None for no limit.
+        min_dedup_ratio: with less than so many times fewer tokens stock attention runs.
+        max_responses_per_group: larger groups are divided, each part with its own prompt; or None.
         verify_first_steps: so many calls are computed by stock attention too and compared; if they
             differ by more than rounding, sharing is switched off on all ranks.
         self_check: before the first call in each mode and with each set of active adapters a pair
@@ -63,8 +61,7 @@ class Options(NamedTuple):
             DUALKV_VERL_MIN_DEDUP_RATIO=1.1
 
         Raises:
-            ValueError: an unknown option, or a value that is not as described; the message names
-                the setting.
+            ValueError: an unknown option or a wrong value; the message names the setting.
         """
         given: dict[str, tuple[str, Any]] = {}
         for option in Options._fields:

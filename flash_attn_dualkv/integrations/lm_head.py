@@ -20,8 +20,7 @@ from torch import Tensor
 from ..checks import explain
 from ..ops import DIFFERENTIABLE_ONCE
 
-# Logits that exist at once: 512 MiB in float32, and two to three times that with what is computed
-# from them.
+# Logits that exist at once: 512 MiB in float32, with what is computed from them two to three times.
 LOGIT_ELEMENTS = 2**27
 ROW_TILE = 128  # of matrix products: a chunk that is no multiple of it wastes a part of its last tile
 
@@ -44,8 +43,7 @@ def score_in_chunks(
     """Log-probabilities of tokens and entropies, `rows` rows of logits at a time.
 
     Args:
-        head: hidden states (n, D) to logits (n, vocabulary), for every n; called again in the
-            backward.
+        head: hidden states (n, D) to logits (n, vocabulary), for every n; in the backward too.
         hidden: (T, D). targets: (T,) int64.
 
     Returns:
@@ -163,8 +161,7 @@ class _DifferentiableOnce(torch.autograd.Function):
 class _Waiting:
     """A gradient hook of a parameter that leaves the gradients of chunks alone.
 
-    These are known by their pass of autograd, whichever thread it runs in: other passes may go on
-    meanwhile.
+    These are known by their pass of autograd, in whichever thread: others may run meanwhile.
     """
 
     chunks: ClassVar[set[int]] = set()  # the passes that run now

@@ -4,8 +4,7 @@
 Around attention, an all-to-all exchanges slices of rows for slices of heads: every rank gets all
 rows of some heads, attends with the layout of the whole row, and sends the output back (Jacobs et
 al., DeepSpeed Ulysses, 2023). Where there are fewer KV heads than ranks, heads are repeated side by
-side, so that each rank gets those of its own query heads; the gradients of the copies are summed in
-float32.
+side, so that each rank gets those of its query heads; gradients of copies are summed in float32.
 
     batch = pack_shared_prompts(..., pad_to_multiple_of=dist.get_world_size(group))
     layout = UlyssesLayout.of(batch.layout, group)

@@ -105,9 +105,12 @@ def _stock_batching(stock: Callable[..., Any]) -> Callable[..., Any]:
         # On the stock attention that it runs on without a layout, under the name that this has.
         configs = {id(one.config): one.config for one in model.modules() if isinstance(one, PreTrainedModel)}.values()
         before = [(config, config._attn_implementation) for config in configs]
+        has_softcap = getattr(text_config(model.config), "attn_logit_softcapping", None) is not None
+        auto = "sdpa" if model._supports_sdpa and not has_softcap else "eager"
         for config, name in before:
             if name in own_names:
-                config._attn_implementation_internal = _stock_name(model, own_names[name])
+                fallback = own_names[name]
+                config._attn_implementation_internal = auto if fallback == "auto" else fallback
         try:
             return stock(model, *args, **kwargs)
         finally:
@@ -115,10 +118,3 @@ def _stock_batching(stock: Callable[..., Any]) -> Callable[..., Any]:
                 config._attn_implementation_internal = name
 
     return generate_batch
-
-
-def _stock_name(model: Any, fallback: str) -> str:
-    if fallback != "auto":
-        return fallback
-    has_softcap = getattr(text_config(model.config), "attn_logit_softcapping", None) is not None
-    return "sdpa" if model._supports_sdpa and not has_softcap else "eager"

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# Size limit of saved buffers: larger ones hold weights (of quantized models), which no forward
-# writes.
+# Size limit of saved buffers: larger ones are weights of quantized models, which no forward writes.
 _MOST_ELEMENTS = 2**18
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 # Attributes that every module has and PyTorch manages.
@@ -183,11 +182,5 @@ def _named(namespace: dict[str, Any], others: frozenset[str] = frozenset()) -> I
 
 
 def _refill(container: Any, before: Any) -> None:
-    if _identities(container) != _identities(before):
-        container.clear()
-        container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
-
-
-def _identities(container: Any) -> list[int]:
-    parts = [*container, *container.values()] if isinstance(container, dict) else container
-    return [*map(id, parts)]
+    container.clear()
+    container.extend(before) if isinstance(container, (list, deque)) else container.update(before)

@@ -110,9 +110,8 @@ def shared_prompt_forward(
 
 def _text_marks(causal_lm: Any, batch: PackedBatch) -> dict[str, Tensor]:
     """Inputs that tell a model of text and images that all tokens are text, as some require in training mode."""
-    if not tower_configs(causal_lm.config):
-        return {}
-    is_told = "mm_token_type_ids" in inspect.signature(type(causal_lm).forward).parameters
+    parameters = inspect.signature(type(causal_lm).forward).parameters
+    is_told = "mm_token_type_ids" in parameters and tower_configs(causal_lm.config)
     return {"mm_token_type_ids": torch.zeros_like(batch.input_ids)[None]} if is_told else {}
 
 
@@ -155,8 +154,7 @@ class _Scorer:
     def __call__(self, stock: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
         """The model's inputs -> log-probabilities and entropies, (sum R,) each."""
         output = self._run_backbone(stock, inputs)
-        # One gather for all rows: a gather per chunk would have a backward as large as the whole
-        # pack.
+        # One gather for all rows: one per chunk would have a backward as large as the whole pack.
         states = output.last_hidden_state[0]
         # Layers may lie on several devices; the last of them says where the scores are computed.
         here, token_index = states.device, self.batch.token_index
@@ -169,8 +167,7 @@ class _Scorer:
             ready = type(output)(last_hidden_state=hidden[None])
             ready_backbone = _ready_backbone(self.causal_lm, self.backbone, ready)
             with lock_of(self.causal_lm), ready_backbone, already_gathered(gathered):
-                # Only the length of the input is read, by some heads: the backbone's output is
-                # ready.
+                # Some heads read the input's length, none more: the backbone's output is ready.
                 inputs = {"inputs_embeds": hidden.detach()[None], "use_cache": False, "return_dict": True}
                 result: Tensor = stock(**inputs).logits[0].to(here)
             return result
@@ -223,8 +220,7 @@ class _ReadyBackbone(nn.Module):
 
     def __init__(self, backbone: nn.Module, output: Any) -> None:
         super().__init__()
-        # Kept out of the submodules: this object lives for one call and must not claim the
-        # parameters.
+        # No submodule: this object lives for one call and must not claim the parameters.
         self.__dict__.update(backbone=backbone, output=output, thread=threading.get_ident())
 
     def __getattr__(self, name: str) -> Any:

@@ -34,8 +34,7 @@ def install_layout_hook(model: nn.Module, *, self_check: bool = True) -> LayoutH
     The layout is the keyword argument `shared_prompt_layout` or, if something between the caller and the model drops
     unknown arguments, that of the enclosing `expect_shared_prompt`. The backbone (`model.model` of a causal LM) gets it
     even if the causal LM around it drops it. Install it before the model is wrapped or sharded. Layers of hybrid models
-    get hooks of their own, which stay, and do nothing without a layout. Copies of the model, pickled ones too, have a
-    hook of their own.
+    get hooks of their own, which stay, and do nothing without a layout. A copied or pickled model has its own.
 
     Args:
         model: a causal LM, its backbone, or another model with one output a token; adapters included.

@@ -39,8 +39,7 @@ class _MaskError(SharedPromptUnsupportedError, AttributeError):
 class DeferredMask:
     """Stands for the mask of a packed row, T x T elements, which is built only when something reads it.
 
-    Attention layers with a layout do not. To stock attention, and to models that compute with their mask themselves,
-    this object is the mask.
+    Attention layers with a layout do not. To stock attention, and to models that compute with it, this is the mask.
     """
 
     def __init__(
@@ -93,8 +92,9 @@ class DeferredMask:
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """The mask for layers on another device, which accelerate's hooks ask for: no layer has read it yet."""
-        device = _device_alone(args, kwargs)
-        if device is None:
+        parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, layout = parsed
+        if device is None or dtype is not None or layout is not None:
             return self._tensor().to(*args, **kwargs)
         if device not in self._moved:
             builder = functools.partial(_built_on, device, self._builder)
@@ -147,15 +147,6 @@ class _Uses:
 
     is_read: bool = False  # by anything but this package's attention
     is_replaced: bool = False  # by a layout, in at least one layer
-
-
-def _device_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """Device argument of a call of `to` without other arguments."""
-    options = {name: value for name, value in kwargs.items() if name != "non_blocking"}
-    targets = (*args, *options.values())
-    if len(targets) != 1 or not options.keys() <= {"device"} or not isinstance(targets[0], (torch.device, str, int)):
-        return None
-    return torch.device(targets[0])
 
 
 def _built_on(device: torch.device, builder: Callable[..., Any], /, **arguments: Any) -> Any:
@@ -212,12 +203,9 @@ def deferred_mask(
     if batch_size == 1 and attention_mask is None and not _is_skipped(arguments):
         return DeferredMask(sdpa_mask, arguments)
     mask = sdpa_mask(**arguments)
-    return DeferredMask(sdpa_mask, arguments) if mask is None and _drops_rows(kwargs.get("config")) else mask
-
-
-def _drops_rows(config: Any) -> bool:
-    """Whether layers with the keys of others may get the last rows alone: None would be causal from the first on."""
-    return bool(getattr(config, "num_kv_shared_layers", 0))
+    # Layers with the keys of others may get the last rows alone: None would be causal from the first on.
+    drops_rows = bool(getattr(kwargs.get("config"), "num_kv_shared_layers", 0))
+    return DeferredMask(sdpa_mask, arguments) if mask is None and drops_rows else mask
 
 
 def _is_skipped(arguments: dict[str, Any]) -> bool:

@@ -20,9 +20,6 @@ from ...errors import SharedPromptError
 _WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "module")
 
 
-Call = Callable[[nn.Module, dict[str, Any]], Any]
-
-
 def causal_lm_of(model: nn.Module) -> Any:
     """The transformers model inside wrappers and adapters.
 
@@ -84,7 +81,7 @@ def is_elsewhere(thread: int) -> bool:
 
 
 @contextmanager
-def replaced_forward(causal_lm: Any, forward: Callable[..., Any]) -> Iterator[Call]:
+def replaced_forward(causal_lm: Any, forward: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Let the causal LM answer calls of this thread with `forward(stock, ...)`: below its hooks and wrappers.
 
     Yields what calls the module around it, and sees that the answer came from `forward`.
@@ -124,18 +121,11 @@ class _Replacement:
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         if is_elsewhere(self._thread):
             return self._stock(*args, **inputs)
-        _check_wanted(inputs)
+        # Adapters such as X-LoRA weigh their experts by the hidden states of a forward that goes before.
+        for name in ("output_hidden_states", "output_attentions"):
+            if inputs.get(name):
+                expected = "a model whose wrappers and adapters call it once, for its log-probabilities"
+                got = f"a call with {name}=True (an adapter looks into the model, and cannot be shared)"
+                raise SharedPromptError(explain("model", expected, got))
         self._has_answered = True
         return self._forward(self._stock, *args, **inputs)
-
-
-def _check_wanted(inputs: dict[str, Any]) -> None:
-    """SharedPromptError for a call that wants to look into the model: from an adapter, for purposes of its own.
-
-    X-LoRA, for example, weighs its experts by the hidden states of a forward that goes before.
-    """
-    for name in ("output_hidden_states", "output_attentions"):
-        if inputs.get(name):
-            expected = "a model whose wrappers and adapters call it once, for its log-probabilities"
-            got = f"a call with {name}=True (an adapter such as X-LoRA looks into the model, and cannot be shared)"
-            raise SharedPromptError(explain("model", expected, got))

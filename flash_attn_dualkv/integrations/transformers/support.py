@@ -28,8 +28,7 @@ MEDIA = ("pixel", "image", "token_type_ids", "spatial_shapes", "video", "audio")
 # Attribute that marks attention functions that take a layout.
 TAKES_LAYOUT = "dualkv_takes_layout"
 
-# Configuration fields of models that also mix tokens without attention, unless layer_types says
-# otherwise.
+# Fields of models that also mix tokens without attention, unless their layer_types say otherwise.
 _MIXER_FIELDS = re.compile(r"^(mamba|ssm|rwkv|conv_L_cache|linear_conv|lru|hybrid_override_pattern|use_rg_lru)")
 _MIXER_CLASSES = re.compile(
     r"mamba|deltanet|linearattention|lightningattention|shortconv|rwkv|rglru|retention|mlstm|slstm|indexer", re.I
@@ -187,12 +186,13 @@ def check_modules(model: nn.Module) -> None:
             or any(f"{name}.".startswith(one) or one.startswith(f"{name}.") for one in mixers)
         ):
             continue
-        # RoBERTa and its like reserve a position for padding, and the first token gets the next
-        # one.
+        # RoBERTa and its like reserve a position for padding: the first token gets the next one.
         if isinstance(module, nn.Embedding) and module.padding_idx is not None and "position" in name:
             raise SharedPromptError(explain(name, "positions that begin at 0", f"{module.padding_idx + 1}"))
         is_convolution = isinstance(module, nn.modules.conv._ConvNd) and module.kernel_size[-1] > 1
-        if (is_convolution and _is_text_layer(name)) or _MIXER_CLASSES.search(type(module).__name__):
+        # The patch embeddings of vision towers are convolutions too.
+        is_of_text = "layers." in name and not any(tower in name for tower in ("vision", "visual", "audio"))
+        if (is_convolution and is_of_text) or _MIXER_CLASSES.search(type(module).__name__):
             raise SharedPromptError(explain(name, "a module that does not mix tokens", type(module).__name__))
 
 
@@ -219,11 +219,6 @@ def tower_names(model: Any) -> tuple[str, ...]:
     )
 
 
-def _is_text_layer(name: str) -> bool:
-    """Whether a module lies in a decoder layer; the patch embeddings of vision towers are convolutions too."""
-    return "layers." in name and not any(tower in name for tower in ("vision", "visual", "audio"))
-
-
 def check_noise(model: Any) -> None:
     """Refuse a model that draws random numbers per token in its present mode; in eval mode dropout does nothing.
 
@@ -244,16 +239,16 @@ def check_noise(model: Any) -> None:
             raise FirstUseError(explain(f"dropout of {name}", "0 in training mode", module.p) + advice, "dropout")
     if not model.training:
         return
-    for field, value in _numbers(text_config(model.config).to_dict()):
+    for field, value in fields_of(text_config(model.config).to_dict()):
         is_noise = _NOISE_FIELDS.search(field) and not _NOISE_OF_OTHER_HEADS.match(field)
-        if is_noise and value > 0:
+        if is_noise and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
             raise FirstUseError(explain(f"config.{field}", "0 in training mode", value) + advice, "dropout")
 
 
-def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """Numbers of a configuration and of its parts, with their names."""
+def fields_of(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of a configuration and of its parts, with their names."""
     for name, value in config.items():
         if isinstance(value, dict):
-            yield from ((f"{name}.{inner}", number) for inner, number in _numbers(value))
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield from ((f"{name}.{inner}", one) for inner, one in fields_of(value))
+        else:
             yield str(name), value

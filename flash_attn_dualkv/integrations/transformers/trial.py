@@ -4,8 +4,7 @@
 Configurations and names tell only what somebody has thought of. Two kinds of faults show in any model that has them:
 
 - Random numbers. Stock training draws noise for every copy of a prompt, a packed row would draw it once for all. If
-  the pair's forward moves a generator, it is repeated: noise is what differs with another state and not with an equal
-  one.
+  the pair's forward moves a generator, it is repeated: noise differs with another state, and not with an equal one.
 - Modules that look at other tokens of their row, such as an adapter that averages over it. The pair is computed packed
   and alone; the difference must be one of rounding.
 """
@@ -32,7 +31,7 @@ from ..lm_head import current_autocast
 from . import guard
 from .consequences import Generators, without_consequences
 from .structure import causal_lm_of, decoder_of, replaced_forward
-from .support import FirstUseError, num_mixing_layers, text_config
+from .support import FirstUseError, fields_of, num_mixing_layers, text_config
 from .watch import described, first_to_draw, jittered, outputs_of, tensors_of, watched
 
 # Length of the prompt and of each of two responses: twice 32 tokens alone, 47 packed.
@@ -80,7 +79,8 @@ class Pair(NamedTuple):
     def choose(config: Any, number: int) -> Pair:
         """Tokens of a pair, the same on every rank and without special tokens (of images, for example)."""
         text = text_config(config)
-        special = set(_special_tokens(config.to_dict()))
+        tokens = (value for name, value in fields_of(config.to_dict()) if _TOKENS.search(name))
+        special = {one for value in tokens for one in (value if isinstance(value, list) else [value])}
         length = min(LENGTH, max(1, (getattr(text, "max_position_embeddings", None) or 2 * LENGTH) // 2))
         most = min(text.vocab_size, 3 * length + len(special))
         candidates = random.Random(number).sample(range(text.vocab_size), most)
@@ -91,14 +91,6 @@ class Pair(NamedTuple):
     def sequences(self, device: torch.device) -> Tensor:
         """(2, 2 x length)."""
         return torch.tensor([[*self.prompt, *response] for response in self.responses], device=device)
-
-
-def _special_tokens(config: dict[str, Any]) -> Iterator[int]:
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from _special_tokens(value)
-        elif _TOKENS.search(str(name)):
-            yield from (one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int))
 
 
 class Trial:

@@ -26,17 +26,10 @@ from ...data.batch import IGNORED_LABEL, PackedBatch
 from ...data.pack import pack_padded
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from ..fallback import TRL_REASONS, Options, Refusal, Tally, kernels_refusal
-from ..transformers import check_supported, expect_shared_prompt, register, wrap
+from ..transformers import check_supported, expect_shared_prompt, register, support, wrap
 from ..transformers.first_use import FirstUseError, check_first_use
 from ..transformers.structure import backbone_name, causal_lm_of
-from ..transformers.support import (
-    TAKES_LAYOUT,
-    check_attention,
-    is_mark_of_text,
-    media_among,
-    num_mixing_layers,
-    text_config,
-)
+from ..transformers.support import check_attention, is_mark_of_text, num_mixing_layers, text_config
 
 logger = get_logger(__name__)
 
@@ -101,7 +94,7 @@ def _switch_attention(causal_lm: Any) -> None:
     """Let the model's attention take a layout; where it cannot, `check_attention` says so."""
     name = text_config(causal_lm.config)._attn_implementation
     known = AttentionInterface._global_mapping
-    if name in known and not hasattr(known[name], TAKES_LAYOUT):
+    if name in known and not hasattr(known[name], support.TAKES_LAYOUT):
         wrap((name,))
     elif name == "eager" and _has_interface(causal_lm):
         # Every model file has an eager attention of its own: there is nothing to wrap. Files of
@@ -123,8 +116,7 @@ class SharedForward:
     """Takes the place of the forward that TRL has given to one causal LM.
 
     Where the trainer compiles its model, this is a part of it. Compilers trace what the model
-    computes, `stock`, and nothing else here: packing looks into tokens, and no two batches have the
-    same groups.
+    computes, `stock`, and nothing else here: packing looks into tokens, in other groups each time.
     """
 
     def __init__(self, sharing: Sharing, causal_lm: Any) -> None:
@@ -166,7 +158,7 @@ class SharedForward:
         marks = {name for name, value in inputs.items() if is_mark_of_text(name, value)}
         given = {name for name, value in inputs.items() if value is not None and value is not False} - marks
         others = sorted(given - _SAMPLES - _PASSED_ON - _WITHOUT_EFFECT)
-        if media := media_among(inputs):
+        if media := support.media_among(inputs):
             raise Refused("multimodal", f"the model is given {', '.join(media)}")
         if args or others or not given >= _SAMPLES:
             raise Refused("arguments", f"the model is given {', '.join(others) or sorted(given)} (needs {_SAMPLES})")
@@ -229,16 +221,14 @@ class SharedForward:
         )
         without_mask: Any = nullcontext()
         if wants_router:
-            # The loss that balances experts is a mean over tokens, weighted by what it is given as
-            # the mask.
+            # The loss that balances experts is a mean over tokens, weighted by its mask.
             inputs["attention_mask"] = batch.multiplicity[None]
             without_mask = _without_mask(getattr(self.causal_lm, backbone_name(self.causal_lm) or ""))
         try:
             with expect_shared_prompt(batch.layout, num_mixing_layers(self.causal_lm)), without_mask:
                 return self.stock(fused_lm_head=True, **inputs)
         except SharedPromptUnsupportedError as error:
-            # An option of the model that no configuration tells: the first layer of the first
-            # forward finds it.
+            # An option that no configuration tells: the first layer of a forward finds it.
             self._unsupported = Refusal("unsupported", str(error))
             raise Refused(*self._unsupported) from None
 

@@ -40,8 +40,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
 
     Args:
         min_dedup_ratio, max_responses_per_group, self_check: see `fallback.Options`.
-        verify_first_steps: as there, of forwards of the policy, whose log-probabilities are
-            compared.
+        verify_first_steps: as there, of the policy's forwards; log-probabilities are compared.
 
     Everything else is the trainer's.
 

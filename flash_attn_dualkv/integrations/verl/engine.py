@@ -216,13 +216,11 @@ class _SharedPrompts:
         if ranks > 1 and hasattr(self.stock_module.config, "vision_config") and not patches.is_replaced(self.decoder):
             return "multimodal"  # verl leaves it to the decoder to divide the row, and has not patched it
         bucket = self.pad_to_length_bucket if self.pad_to_length else 1
-        # Ranks of Ulysses have different numbers of rows with a response token; a fused head makes
-        # no logits.
+        # Ranks of Ulysses have unequal numbers of response tokens; a fused head makes no logits.
         fused = tu.get_non_tensor_data(micro_batch, "use_fused_kernels", False)
         keeps = self.keeps_logits and ranks == 1 and not fused
         plan = pack_micro_batch(micro_batch, math.lcm(ranks, bucket), self.options, keeps)
-        # A micro-batch was filled by packed tokens: replicated ones must fit, too, for the way
-        # back.
+        # A micro-batch was filled by packed tokens: for the way back replicated ones must fit, too.
         fits = self.budget is None or plan.batch.num_replicated_tokens <= self.budget
         if plan.batch.dedup_ratio < self.options.min_dedup_ratio and fits:
             return "ratio"
@@ -262,8 +260,7 @@ def install() -> None:
     ):
         known = EngineRegistry._engines.get(model_type, {})
         for backend in ("fsdp", "fsdp2"):
-            # A vendor's engine is preferred to one for all; in tests on the CPU the vendor is
-            # called so.
+            # A vendor's engine is preferred to one for all; "cpu" is the vendor in tests there.
             for vendor in ("nvidia", "cpu"):
                 if ("cuda", vendor) not in known.get(backend, {}):
                     EngineRegistry.register(model_type=model_type, backend=backend, device="cuda", vendor=vendor)(

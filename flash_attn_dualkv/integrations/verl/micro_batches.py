@@ -139,8 +139,7 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
     temperature = micro_batch["temperature"]
     flags["temperature"] = float(temperature.reshape(-1)[0]) if isinstance(temperature, Tensor) else temperature
     flags["use_remove_padding"] = True
-    # Positions and layout are made here together; verl may pad and slice the positions, which makes
-    # copies.
+    # Positions and layout are made here together; verl may pad and slice copies of the positions.
     layout = replace(batch.layout, position_ids=None)
     scored = None
     if scored_rows and len(batch.token_index):

@@ -49,8 +49,7 @@ class Statistics:
 
     def _mfu(self, seconds: float, forward_only: bool) -> float:
         """MFU of what is executed; verl's own counts the tokens of the replicated batch."""
-        # verl's estimate is linear in tokens and in the sum of squared lengths, which is twice the
-        # visible pairs.
+        # verl's estimate is linear in tokens and in squared lengths, whose sum is twice the pairs.
         one, promised = self.flops.estimate_flops([1000], 1.0)
         two, _ = self.flops.estimate_flops([1000, 1000], 1.0)
         long, _ = self.flops.estimate_flops([2000], 1.0)

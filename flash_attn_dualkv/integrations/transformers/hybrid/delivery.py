@@ -29,24 +29,15 @@ from ...replacing import replace_once
 from ...ulysses import UlyssesLayout
 from .. import guard
 from ..structure import holds
-from . import mixers
-from .families import (
-    ATTRIBUTES,
-    CHANNEL_DELTA_RULE,
-    CONVOLUTION,
-    DELTA_RULE,
-    FUSED_SCAN,
-    SCAN,
-    family_of,
-    mixers_of,
-)
+from . import families, mixers
+from .families import ATTRIBUTES, family_of, mixers_of
 
 _WITH_LAYOUT: dict[str, Callable[..., Any]] = {
-    CONVOLUTION: mixers.convolution,
-    DELTA_RULE: mixers.gated_delta_rule,
-    CHANNEL_DELTA_RULE: mixers.gated_delta_rule,
-    SCAN: mixers.mamba2_scan,
-    FUSED_SCAN: mixers.no_fused_scan,
+    families.CONVOLUTION: mixers.convolution,
+    families.DELTA_RULE: mixers.gated_delta_rule,
+    families.CHANNEL_DELTA_RULE: mixers.gated_delta_rule,
+    families.SCAN: mixers.mamba2_scan,
+    families.FUSED_SCAN: mixers.no_fused_scan,
 }
 # Whether activation checkpointing runs a layer with its hooks again.
 _RECOMPUTES_HOOKS = "__call__" in vars(GradientCheckpointingLayer)
@@ -79,7 +70,7 @@ def prepare(model: Any) -> None:
     kind = getattr(file, family.mixer)
     replace_once(kind, "forward", functools.partial(_forward_with_layout, family.functions))
     if family.is_global:
-        for name in (*family.functions, FUSED_SCAN):
+        for name in (*family.functions, families.FUSED_SCAN):
             stock = getattr(file, name, None)
             if stock is not None and not isinstance(stock, MixerFunction):
                 setattr(file, name, MixerFunction(name, stock))
@@ -172,17 +163,12 @@ def _layout_of(mixer: nn.Module, kwargs: dict[str, Any], outer: _Running | None)
         if not _RECOMPUTES_HOOKS and getattr(outer.module, "gradient_checkpointing", False):
             expected = "a decoder layer that hands it on, for activation checkpointing"
             raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, type(outer.module).__name__))
-    if layout is not None:
-        _check_call(layout, kwargs)
-    return layout
-
-
-def _check_call(layout: SharedPromptLayout, kwargs: dict[str, Any]) -> None:
     if isinstance(layout, UlyssesLayout):
         expected = "a row that lies on one GPU, for a layer that carries a state along the sequence"
         raise SharedPromptUnsupportedError(explain("shared_prompt_layout", expected, "one that ranks divide"))
-    if any(kwargs.get(name) is not None for name in _CACHES):
+    if layout is not None and any(kwargs.get(name) is not None for name in _CACHES):
         raise SharedPromptError(explain("use_cache", "False with a shared prompt in a hybrid model", True))
+    return layout
 
 
 def _causal_conv1d(

@@ -34,8 +34,7 @@ _DELTA_NET = (CONVOLUTION, DELTA_RULE)
 _CHANNEL_DELTA_NET = (CONVOLUTION, CHANNEL_DELTA_RULE)
 _MAMBA2 = (CONVOLUTION, SCAN)
 
-# Kinds of layers in configurations: attention, token mixers that are known here, and layers that
-# mix no tokens.
+# Kinds of layers in configurations: attention; known token mixers, and layers that mix no tokens.
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "mamba", "mlp", "moe"})
 

@@ -41,8 +41,7 @@ class Tails:
     total: int
 
 
-# Segments up to this many rows share a bucket: recurrences are computed in chunks of at least
-# this many.
+# Segments up to this many rows share a bucket: recurrences compute chunks of at least as many.
 ALIKE = 64
 
 
