@@ -135,24 +135,27 @@ def integers(name: str, tensor: Any, dimensions: int, also: Sequence[torch.dtype
 def lengths(name: str, values: Any, count: int | None = None, like: str = "", least: int = 0) -> list[int]:
     """Numbers of tokens, a list or a 1-D integer tensor, `count` of them (as `like`)."""
     given = integers(name, values, 1).tolist() if isinstance(values, Tensor) else items(name, values, "ints")
-    if count is not None and len(given) != count:
-        raise SharedPromptError(explain(name, f"{count} of them (as {like})", len(given)))
+    if count is not None:
+        check_count(name, given, count, like)
     if set(map(type, given)) <= {int} and min(given, default=least) >= least:
         return list(given)
     return [integer(f"{name}[{index}]", one, least) for index, one in enumerate(given)]
 
 
+def check_count(name: str, values: Sized, count: int, like: str) -> None:
+    """SharedPromptError unless there is one for each of `like`: samples, or sequences."""
+    if len(values) != count:
+        raise SharedPromptError(explain(name, f"{count} of them (as {like})", len(values)))
+
+
 def group_ids(values: Any) -> list[Hashable] | Tensor:
     """Ids of groups: hashable values, or one integer tensor, which is left where it is."""
-    expected = "hashable values or one integer tensor"
     if isinstance(values, Tensor):
         return integers("group_ids", values, 1)
-    if not isinstance(values, Iterable) or isinstance(values, _NOT_LISTS):
-        raise SharedPromptTypeError(explain("group_ids", expected, describe(values)))
-    try:
-        ids = list(values)
-    except TypeError:  # an array of no dimensions
-        raise SharedPromptTypeError(explain("group_ids", expected, describe(values))) from None
+    has_no_order = isinstance(values, _NOT_LISTS) or getattr(values, "ndim", 1) == 0
+    if not isinstance(values, Iterable) or has_no_order:
+        raise SharedPromptTypeError(explain("group_ids", "hashable values or one integer tensor", describe(values)))
+    ids = list(values)
     for index, one in enumerate(ids):
         # Equal tensors have different hashes.
         if isinstance(one, Tensor) or not _is_hashable(one):
@@ -194,12 +197,10 @@ def check_are_tensors(names: Sequence[str], values: Sequence[Any]) -> None:
 
 def check_device(name: str, tensor: Tensor) -> None:
     """ValueError unless the tensor is on an NVIDIA GPU or on the CPU."""
-    kind = tensor.device.type
-    if kind == "cuda":
-        if torch.version.hip is not None:
-            raise ValueError(explain(name, "an NVIDIA CUDA or CPU tensor", f"{tensor.device} of ROCm (unsupported)"))
-    elif kind != "cpu":
-        raise ValueError(explain(name, "an NVIDIA CUDA or CPU tensor", f"device {tensor.device} (unsupported)"))
+    is_rocm = tensor.is_cuda and torch.version.hip is not None
+    if is_rocm or tensor.device.type not in ("cpu", "cuda"):
+        got = f"device {tensor.device}{' of ROCm' if is_rocm else ''} (unsupported)"
+        raise ValueError(explain(name, "an NVIDIA CUDA or CPU tensor", got))
 
 
 def inputs(names: Sequence[str], values: Sequence[Any], allowed: Sequence[torch.dtype] | None = None) -> list[Tensor]:
@@ -295,8 +296,7 @@ def check_offsets(
     name: str, offsets: Any, device: torch.device, length: int | None = None, like: str = "", least: int = 1
 ) -> None:
     """Check offsets: int32, contiguous, 1-D, on `device`, `length` elements (as `like`)."""
-    if not isinstance(offsets, Tensor):
-        raise TypeError(explain(name, "a torch.Tensor", type(offsets).__name__))
+    check_are_tensors((name,), (offsets,))
     if offsets.dtype != torch.int32:
         raise TypeError(explain(name, "dtype torch.int32", offsets.dtype))
     if offsets.device != device:

@@ -32,8 +32,7 @@ DEFAULTS: dict[str, tuple[int, int, range, torch.dtype, int, float]] = {
     "cpu": (512, 8, range(16, 129), torch.float32, 1, 1e-5),
 }
 TOO_LARGE = "arguments --prompt, --responses, --response: expected a group that fits in"
-# Name and source rows of each leaf; rows of each part of the output; the function that computes
-# these parts.
+# Name and source rows of each leaf; rows of each part of the output; what computes these parts.
 Way = tuple[list[tuple[str, Tensor]], list[Tensor], Callable[..., Any]]
 
 
@@ -115,8 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     responses = spread(parser, options.response or lengths, options.responses, count)
     tokens, copied = prompt + sum(responses), len(responses) * prompt + sum(responses)
 
-    # Inputs and results of both ways, as many of one as of the other; the group; results in
-    # float32.
+    # Inputs and as many results of both ways; the group; results in float32.
     needed = sum(HEADS.values()) * HEAD_DIM * (dtype.itemsize * (2 * copied + 3 * tokens) + 8 * tokens)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if reason else torch.cuda.mem_get_info()[0]
     if needed > memory:

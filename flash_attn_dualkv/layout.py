@@ -22,8 +22,7 @@ class SharedPromptLayout(SeparatelyPickled):
     """Where the nodes of a micro-batch lie in its packed row: prompts with their responses, or trees of any depth.
 
     The row is [node_1 .. node_n][padding], depth first: a node, then its subtree. So each prompt (its context) is
-    followed by its responses. The layout holds one integer tensor and host integers only and is built once per
-    micro-batch.
+    followed by its responses. The layout holds one integer tensor and host integers, once per micro-batch.
 
     Attributes:
         nodes: (n, 8) int32, what the attention operators read, see `nodes.Node`.

@@ -101,8 +101,7 @@ def shared_prompt_attention(
             compared by its place in memory, which costs nothing, and in compiled code is not done.
             None: the layout is taken as it is.
         softmax_scale, sinks, deterministic: as there.
-        sliding_window: a row sees this many positions of its sequence, its own the last of them;
-            None for all.
+        sliding_window: a row sees so many positions of its sequence, its own the last; or None.
         softcap: as there; None or 0 leaves scores as they are.
         backend: "cuda" for the kernels, "reference" for the implementation in PyTorch, which is
             exact and bounded in memory, but slow, and reads the layout back from a GPU; "auto" for

@@ -23,19 +23,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from . import checks
 from ._command import CommandLine, add_group, name_or_values, number, spread
 
 FLOPS_PER_PAIR = 4  # two products of head_dim multiply-adds each: Q K^T and P V
-BACKWARD_OVER_FORWARD = 2.5  # attention: five products instead of two, since S is computed again
-TOKEN_BACKWARD_OVER_FORWARD = 2.0  # a linear layer: one product for its input's gradient, one for its weight's
-
-DIRECTIONS = ("forward", "backward")
-PACKINGS = ("shared", "replicated")
+# Operations of each direction over those of the forward. Attention's backward has five products instead of two, since S
+# is computed again; that of a linear layer one for its input's gradient and one for its weight's.
+ATTENTION_FACTORS = {"forward": 1.0, "backward": 2.5}
+TOKEN_FACTORS = {"forward": 1.0, "backward": 2.0}
+DIRECTIONS = tuple(ATTENTION_FACTORS)
 
 GIB = 1 << 30
 BYTES_PER_PARAMETER = 4.0  # a 16-bit weight and its gradient
@@ -61,13 +61,7 @@ def replicated_pairs(prompt: int, responses: Sequence[int]) -> int:
 
 def attention_flops(heads: int, head_dim: int, pairs: int, direction: str) -> float:
     """Operations of attention over `pairs` visible pairs of each of `heads` query heads. `direction`: in DIRECTIONS."""
-    return FLOPS_PER_PAIR * heads * head_dim * pairs * _factor(direction, BACKWARD_OVER_FORWARD)
-
-
-def _factor(direction: str, backward: float) -> float:
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction: expected one of {DIRECTIONS}, got {direction!r}")
-    return backward if direction == "backward" else 1.0
+    return FLOPS_PER_PAIR * heads * head_dim * pairs * ATTENTION_FACTORS[direction]
 
 
 @dataclass(frozen=True)
@@ -91,10 +85,9 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+            checks.integer(name, getattr(self, name), 1)
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads: expected a multiple of kv_heads ({self.kv_heads}), got {self.heads}")
+            raise ValueError(checks.explain("heads", f"a multiple of kv_heads ({self.kv_heads})", self.heads))
 
     @property
     def layer_weights(self) -> int:
@@ -115,11 +108,7 @@ class ModelShape:
 
     def token_flops(self, tokens: int, direction: str) -> float:
         """Operations of one layer's matrix products over `tokens`; what is element-wise is not counted."""
-        return 2 * self.layer_weights * tokens * _factor(direction, TOKEN_BACKWARD_OVER_FORWARD)
-
-    def layer_flops(self, tokens: int, pairs: int, direction: str) -> float:
-        """Operations of one layer: `token_flops`, and `attention_flops` of its heads."""
-        return self.token_flops(tokens, direction) + attention_flops(self.heads, self.head_dim, pairs, direction)
+        return 2 * self.layer_weights * tokens * TOKEN_FACTORS[direction]
 
     def saved_bytes_per_token(self, element_bytes: int = 2) -> int:
         """What one layer in plain PyTorch keeps of a token between forward and backward, without checkpointing.
@@ -155,8 +144,7 @@ class Rates:
     """What a GPU sustains, in TFLOP/s of the operations that each implementation executes.
 
     Attributes:
-        token_wise: the matrix products of a layer together with the element-wise work around them, so below the rate of
-            a matrix product alone.
+        token_wise: a layer's matrix products with the element-wise work around them: less than of the products alone.
         shared_forward, shared_backward: attention of this library, of long sequences.
         replicated_forward, replicated_backward: the attention kernels that it is compared with.
         shared_forward_ns, shared_backward_ns, replicated_forward_ns, replicated_backward_ns: ns of the same that a
@@ -176,14 +164,10 @@ class Rates:
 
     def __post_init__(self) -> None:
         for name, rate in dataclasses.asdict(self).items():
-            is_time = name.endswith("_ns")
-            if not (0 < rate < math.inf or (is_time and rate == 0)):
-                raise ValueError(f"{name}: expected {'a time >= 0' if is_time else 'a rate > 0'}, got {rate}")
+            checks.number(name, rate, zero=name.endswith("_ns"))
 
     def attention_ms(self, packing: str, model: ModelShape, tokens: int, pairs: int) -> float:
-        """Forward and backward of the attention of one layer. `packing`: in PACKINGS."""
-        if packing not in PACKINGS:
-            raise ValueError(f"packing: expected one of {PACKINGS}, got {packing!r}")
+        """Forward and backward of the attention of one layer. `packing`: "shared" or "replicated"."""
         columns, total = model.heads * model.head_dim, 0.0
         for direction in DIRECTIONS:
             rate, ns = (getattr(self, f"{packing}_{direction}{kind}") for kind in ("", "_ns"))
@@ -203,20 +187,6 @@ RATES = {
     "h100": Rates(550.0, 685.0, 575.0, 357.0, 322.0, 8.0, 25.0, 12.5, 40.0),
     "h100-fa4": Rates(550.0, 685.0, 575.0, 680.0, 640.0, 8.0, 25.0, 12.0, 54.0),
 }
-
-
-def prompt_bytes(prompt: int, copies: int, model: ModelShape) -> dict[str, int]:
-    """What the attention of one layer holds of copies of the prompt, 16-bit: K and V, Q, the LSE (float32), and all.
-
-    Sharing saves N - 1 copies: Table 6 of the paper.
-    """
-    positions = prompt * copies
-    sizes = {
-        "keys_and_values": 2 * positions * model.kv_heads * model.head_dim * 2,
-        "queries": positions * model.heads * model.head_dim * 2,
-        "lse": positions * model.heads * 4,
-    }
-    return {**sizes, "total": sum(sizes.values())}
 
 
 @dataclass(frozen=True)
@@ -251,7 +221,6 @@ class Prediction:
         rho: replicated tokens / shared tokens.
         attention_speedup, layer_speedup: replicated time / shared time of forward and backward.
         memory_ratio: shared `layer_gib` / replicated `layer_gib`.
-        saved: of that memory, `prompt_bytes` of N - 1 copies.
         warnings: why sharing does not pay here, if it does not.
     """
 
@@ -259,7 +228,6 @@ class Prediction:
     attention_speedup: float
     layer_speedup: float
     memory_ratio: float
-    saved: dict[str, int]
     replicated: Packing
     shared: Packing
     warnings: tuple[str, ...]
@@ -288,14 +256,10 @@ def predict(
     Raises:
         ValueError: a length is below 1, there is no response, or `bytes_per_parameter` is negative or not finite.
     """
-    if prompt < 1:
-        raise ValueError(f"prompt: expected at least 1 token, got {prompt}")
-    if not responses:
-        raise ValueError("responses: expected at least one, got none")
-    if min(responses) < 1:
-        raise ValueError(f"responses: expected at least 1 token each, got {min(responses)}")
-    if not 0 <= bytes_per_parameter < math.inf:
-        raise ValueError(f"bytes_per_parameter: expected a number >= 0, got {bytes_per_parameter}")
+    checks.integer("prompt", prompt, 1)
+    if not checks.lengths("responses", responses, least=1):
+        raise ValueError(checks.explain("responses", "at least one", "none"))
+    checks.number("bytes_per_parameter", bytes_per_parameter, zero=True)
 
     def packing(name: str, copies: int, pairs: int) -> Packing:
         tokens = copies * prompt + sum(responses)
@@ -326,7 +290,6 @@ def predict(
         attention_speedup=replicated.attention_ms / shared.attention_ms,
         layer_speedup=replicated.layer_ms / shared.layer_ms,
         memory_ratio=shared.layer_gib / replicated.layer_gib,
-        saved=prompt_bytes(prompt, n - 1, model),
         replicated=replicated,
         shared=shared,
         warnings=tuple(_warnings(n, replicated, shared)),
@@ -363,9 +326,6 @@ def table(prediction: Prediction, has_rates: bool) -> str:
     for name, field, digits in rows:
         before, after = (float(getattr(packing, field)) for packing in (prediction.replicated, prediction.shared))
         lines.append(f"{name:<48} {before:>19,.{digits}f} {after:>19,.{digits}f} {before / after:>7.2f}x")
-    names = ("K and V", "Q", "LSE", "together")
-    saved = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in zip(names, prediction.saved.values()))
-    lines.append(f"copies of the prompt that attention need not hold, MB a layer: {saved}")
     return "\n".join([*lines, *(f"warning: {text}" for text in prediction.warnings)])
 
 

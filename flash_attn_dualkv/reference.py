@@ -24,17 +24,15 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .calls import BackwardCall, ForwardCall
+from .calls import BackwardCall, ForwardCall, inputs_of
 from .nodes import Node, checked_nodes
 
-# Bounds of the working memory, in elements: a block of scores, its keys, and the float32 sums of
-# dK and dV.
+# Bounds of the working memory, in elements: a block of scores, its keys, and sums of dK and dV.
 SCORE_ELEMENTS = 2**18
 KEY_BLOCK = 512
 ACCUMULATOR_ELEMENTS = 2**22
@@ -55,177 +53,177 @@ class Visibility:
         begin = 0 if self.left is None else max(0, q_first - self.left)
         return begin, kv_len if self.right is None else max(0, min(kv_len, q_last + self.right + 1))
 
-    def sees_all(self, q_first: int, q_last: int, kv_begin: int, kv_end: int) -> bool:
-        """Whether every query of [q_first, q_last] sees every key of [kv_begin, kv_end): no mask is needed."""
-        is_near = self.left is None or q_last - kv_begin <= self.left
-        return is_near and (self.right is None or kv_end - 1 - q_first <= self.right)
-
-    def hidden(self, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
-        """(queries, keys) bool: True where the query does not see the key."""
+    def hidden(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
+        """(queries, keys) bool, True where the query does not see the key; None if every query sees every key."""
+        sees_left = self.left is None or queries[-1] - keys[0] <= self.left
+        if sees_left and (self.right is None or keys[-1] - queries[0] <= self.right):
+            return None
+        q_pos, kv_pos = (torch.arange(one.start, one.stop, device=device) for one in (queries, keys))
         distance = q_pos[:, None] - kv_pos[None, :]
         behind = torch.zeros_like(distance, dtype=torch.bool) if self.right is None else distance < -self.right
         return behind if self.left is None else behind | (distance > self.left)
 
 
-class KeyBlock(NamedTuple):
-    """Keys of the node at `depth` of a path: rows of k (storage 0) or of k_decoded (1)."""
+class Keys:
+    """A node's keys and values for some KV heads, (heads, rows, d) views; in a backward also the sums of gradients."""
 
-    depth: int
-    storage: int
-    row: int
-    position: int
-    size: int
+    def __init__(self, node: Node, k: Tensor, v: Tensor, *gradients: Tensor, dtype: torch.dtype) -> None:
+        self.node = node
+        self.k, self.v = k, v
+        self.gradients = gradients
+        self.sums = gradients
+        if any(one.dtype != dtype for one in gradients):
+            self.sums = tuple(torch.zeros(one.shape, dtype=dtype, device=one.device) for one in gradients)
+
+    def finish(self) -> None:
+        """Round the sums into the gradients and free them: the next ones are made while this object still lives."""
+        if self.sums is not self.gradients:
+            for gradient, total in zip(self.gradients, self.sums):
+                gradient.copy_(total)
+            self.sums = ()
+
+
+class KeyBlock(NamedTuple):
+    """Some rows of a node's keys, and their logical positions."""
+
+    source: Keys
+    rows: slice
+    positions: range
 
 
 class QueryBlock(NamedTuple):
-    """Rows of the last node of a path, for the query heads of the KV heads [head_begin, head_end)."""
+    """Some query rows of the last node of a path, for some KV heads and their query heads."""
 
-    path: Sequence[Node]
-    row: int
-    size: int
-    head_begin: int
-    head_end: int
+    path: Sequence[Keys]
+    rows: slice
+    heads: slice
 
     @property
-    def position(self) -> int:
-        """Logical position of the first row."""
-        return self.path[-1].q_pos0 + self.row - self.path[-1].q_begin
+    def positions(self) -> range:
+        """Logical positions of the rows."""
+        node = self.path[-1].node
+        return range(node.q_pos0 + self.rows.start - node.q_begin, node.q_pos0 + self.rows.stop - node.q_begin)
+
+    def of(self, values: Tensor) -> Tensor:
+        """The block's part of (KV heads, query heads per KV head, total_q, d), a view."""
+        return values[self.heads, :, self.rows]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The inputs of one call. The rows of several tensors of keys follow each other."""
+    """The inputs of one call.
+
+    Attributes:
+        q: (KV heads, query heads per KV head, total_q, d).
+        storages: tensors (KV heads, rows, d) of keys, values and in a backward their gradients; those of contexts and
+            those of decoded rows, whose rows follow in the table.
+        dtype: of all arithmetic and of the LSE.
+    """
 
     q: Tensor
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    storages: list[list[Tensor]]
     nodes: list[Node]
     scale: float
     visibility: Visibility
     softcap: float
-    sinks: Tensor | None
+    dtype: torch.dtype
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of all arithmetic and of the LSE."""
-        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+    @staticmethod
+    def of(call: ForwardCall | BackwardCall, gradients: Sequence[Tensor] = ()) -> Problem:
+        """The problem of a call; `gradients` are those of its tensors of keys and values."""
+        q, k, _, k_decoded, _ = inputs_of(call)
+        table = checked_nodes(call.nodes, len(q), len(k), None if k_decoded is None else len(k_decoded))
+        tensors = [one.transpose(0, 1) for one in inputs_of(call)[1:] if one is not None]
+        sums = [one.transpose(0, 1) for one in gradients]
+        storages = [tensors[at : at + 2] + sums[at : at + 2] for at in range(0, len(tensors), 2)]
+        options = call.options
+        left, right = (None if one < 0 else one for one in (options.window_left, options.window_right))
+        visibility = Visibility(left, 0 if options.causal else right)
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        rows = by_head(q, k.shape[1])
+        return Problem(rows, storages, table, options.softmax_scale, visibility, options.softcap, dtype)
 
-    @property
-    def kv_heads(self) -> int:
-        return self.keys[0].shape[1]
+    def query_blocks(self) -> Iterator[QueryBlock]:
+        """All query rows, node by node in the order of the table, cut so that a block of scores is within its bound.
 
-    @property
-    def heads_per_kv_head(self) -> int:
-        return self.q.shape[1] // self.kv_heads
+        The path of a block is one list, which changes; a node's sums are finished when its subtree is done.
+        """
+        for heads in self._head_chunks():
+            path: list[Keys] = []
+            for index, node in enumerate(self.nodes):
+                while path and path[-1].node.subtree_end <= index:
+                    path.pop().finish()
+                path.append(self._keys(node, heads))
+                keys = min(KEY_BLOCK, max(1, *(one.node.kv_len for one in path)))
+                size = max(1, SCORE_ELEMENTS // ((heads.stop - heads.start) * self.q.shape[1] * keys))
+                end = node.q_begin + node.q_len
+                for row in range(node.q_begin, end, size):
+                    yield QueryBlock(path, slice(row, min(row + size, end)), heads)
+            while path:
+                path.pop().finish()
 
-    def head_chunks(self) -> Iterator[tuple[int, int]]:
+    def _head_chunks(self) -> Iterator[slice]:
         """KV heads to compute at once: one, unless several fit in the bounds of the working memory."""
+        kv_heads, per_head, _, head_dim = self.q.shape
         queries = max((one.q_len for one in self.nodes), default=0)
         longest = max((one.kv_len for one in self.nodes), default=0)
         path = max((one.kv_pos0 + one.kv_len for one in self.nodes), default=0)
-        scores = self.heads_per_kv_head * queries * min(KEY_BLOCK, longest)
-        sums = path * (self.q.shape[2] + self.values[0].shape[2])
+        scores = per_head * queries * min(KEY_BLOCK, longest)
+        sums = path * (head_dim + self.storages[0][1].shape[2])
         chunk = min(SCORE_ELEMENTS // max(1, scores), ACCUMULATOR_ELEMENTS // max(1, sums))
-        chunk = max(1, min(chunk, self.kv_heads))
-        for begin in range(0, self.kv_heads, chunk):
-            yield begin, min(begin + chunk, self.kv_heads)
+        chunk = max(1, min(chunk, kv_heads))
+        for begin in range(0, kv_heads, chunk):
+            yield slice(begin, min(begin + chunk, kv_heads))
 
-    def paths(self) -> Iterator[Sequence[Node]]:
-        """The path of every node, from the root, in the order of the table; one list, which changes."""
-        path: list[Node] = []
-        ends: list[int] = []
-        for index, node in enumerate(self.nodes):
-            while ends and ends[-1] <= index:
-                path.pop()
-                ends.pop()
-            path.append(node)
-            ends.append(node.subtree_end)
-            yield path
-
-    def query_blocks(self, path: Sequence[Node], head_begin: int, head_end: int) -> Iterator[QueryBlock]:
-        """The query rows of the path's last node, cut so that a block of scores stays within its bound."""
-        node = path[-1]
-        keys = min(KEY_BLOCK, max(1, *(one.kv_len for one in path)))
-        size = max(1, SCORE_ELEMENTS // ((head_end - head_begin) * self.heads_per_kv_head * keys))
-        end = node.q_begin + node.q_len
-        for row in range(node.q_begin, end, size):
-            yield QueryBlock(path, row, min(size, end - row), head_begin, head_end)
+    def _keys(self, node: Node, heads: slice) -> Keys:
+        rows = self.storages[0][0].shape[1]
+        is_behind = len(self.storages) > 1 and node.kv_begin >= rows
+        begin = node.kv_begin - rows * is_behind
+        own = (one[heads, begin : begin + node.kv_len] for one in self.storages[is_behind])
+        return Keys(node, *own, dtype=self.dtype)
 
     def visible_blocks(self, block: QueryBlock) -> Iterator[KeyBlock]:
         """The key blocks of which the query block sees something, from the root; none crosses a node's border."""
-        node = block.path[-1]
-        last = block.position + block.size - 1
-        begin, end = self.visibility.key_range(block.position, last, node.kv_pos0 + node.kv_len)
-        for depth, one in enumerate(block.path):
-            stop = min(end, one.kv_pos0 + one.kv_len)
-            storage, row = self.locate(one)
-            for position in range(max(begin, one.kv_pos0), stop, KEY_BLOCK):
-                first = row + position - one.kv_pos0
-                yield KeyBlock(depth, storage, first, position, min(KEY_BLOCK, stop - position))
+        last, positions = block.path[-1].node, block.positions
+        begin, end = self.visibility.key_range(positions[0], positions[-1], last.kv_pos0 + last.kv_len)
+        for keys in block.path:
+            first = keys.node.kv_pos0
+            stop = min(end, first + keys.node.kv_len)
+            for position in range(max(begin, first), stop, KEY_BLOCK):
+                own = range(position, min(position + KEY_BLOCK, stop))
+                yield KeyBlock(keys, slice(own.start - first, own.stop - first), own)
 
-    def locate(self, node: Node) -> tuple[int, int]:
-        """In which tensor the node's keys lie, and at which row."""
-        rows = self.keys[0].shape[0]
-        is_behind = len(self.keys) > 1 and node.kv_begin >= rows
-        return int(is_behind), node.kv_begin - rows if is_behind else node.kv_begin
+    def load(self, values: Tensor, block: QueryBlock) -> Tensor:
+        """Its part of (KV heads, query heads per KV head, total_q, d) as (KV heads, query heads * rows, d)."""
+        return block.of(values).to(self.dtype).flatten(1, 2)
 
-    def load_queries(self, tensor: Tensor, block: QueryBlock) -> Tensor:
-        """Rows of a (total_q, H, d) tensor as (KV heads, query heads per KV head * rows, d)."""
-        per_head = self.heads_per_kv_head
-        rows = tensor[block.row : block.row + block.size, block.head_begin * per_head : block.head_end * per_head]
-        rows = rows.unflatten(1, (-1, per_head)).permute(1, 2, 0, 3)
-        return rows.to(self.dtype).reshape(rows.shape[0], -1, tensor.shape[2])
+    def store(self, values: Tensor, block: QueryBlock, part: Tensor) -> None:
+        """The inverse of `load`, rounding to the type of the values."""
+        block.of(values).copy_(part.unflatten(1, (values.shape[1], -1)))
 
-    def store_queries(self, tensor: Tensor, block: QueryBlock, value: Tensor) -> None:
-        """The inverse of `load_queries`, rounding to the tensor's type."""
-        per_head = self.heads_per_kv_head
-        rows = tensor[block.row : block.row + block.size, block.head_begin * per_head : block.head_end * per_head]
-        value = value.unflatten(1, (per_head, -1)).permute(2, 0, 1, 3)
-        rows.unflatten(1, (-1, per_head)).copy_(value)
+    def scores(self, block: QueryBlock, keys: KeyBlock, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scores of scaled queries within the softcap, -inf where hidden; and what is hidden, see `fill`."""
+        scores = q @ k.transpose(1, 2)
+        if self.softcap != 0.0:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        hidden = self.visibility.hidden(block.positions, keys.positions, q.device)
+        self.fill(scores, hidden, -math.inf)
+        return scores, hidden
 
-    def row_values(self, tensor: Tensor, block: QueryBlock) -> Tensor:
-        """View of a (H, total_q) tensor as (query heads, rows): the block's rows in the order of `load_queries`."""
-        per_head = self.heads_per_kv_head
-        return tensor[block.head_begin * per_head : block.head_end * per_head, block.row : block.row + block.size]
-
-    def load_row_values(self, tensor: Tensor, block: QueryBlock) -> Tensor:
-        """Rows of a (H, total_q) tensor as (KV heads, query heads per KV head * rows, 1)."""
-        return self.row_values(tensor, block).reshape(block.head_end - block.head_begin, -1, 1)
-
-    def load_keys(self, tensors: tuple[Tensor, ...], block: KeyBlock, head_begin: int, head_end: int) -> Tensor:
-        """Rows of a (rows, H_k, d) tensor as (KV heads, rows, d)."""
-        rows = tensors[block.storage][block.row : block.row + block.size, head_begin:head_end]
-        return rows.to(self.dtype).transpose(0, 1)
-
-    def hidden(self, queries: QueryBlock, keys: KeyBlock) -> Tensor | None:
-        """(rows, keys) bool, True where hidden; None if every row sees every key."""
-        last, end = queries.position + queries.size - 1, keys.position + keys.size
-        if self.visibility.sees_all(queries.position, last, keys.position, end):
-            return None
-        q_pos = torch.arange(queries.position, queries.position + queries.size, device=self.q.device)
-        kv_pos = torch.arange(keys.position, keys.position + keys.size, device=self.q.device)
-        return self.visibility.hidden(q_pos, kv_pos)
-
-    def fill_hidden(self, scores: Tensor, hidden: Tensor | None, value: float) -> None:
+    def fill(self, scores: Tensor, hidden: Tensor | None, value: float) -> None:
         """Set a block of scores (or of what is computed from them) to `value` where hidden, in place."""
         if hidden is not None:
-            scores.unflatten(1, (self.heads_per_kv_head, -1)).masked_fill_(hidden, value)
+            scores.unflatten(1, (self.q.shape[1], -1)).masked_fill_(hidden, value)
 
-    def load_sinks(self, block: QueryBlock) -> Tensor | None:
-        """The sinks of the block's heads as (KV heads, query heads per KV head * rows, 1)."""
-        if self.sinks is None:
-            return None
-        per_head = self.heads_per_kv_head
-        own = self.sinks[block.head_begin * per_head : block.head_end * per_head].to(self.dtype)
-        return own[:, None].expand(-1, block.size).reshape(block.head_end - block.head_begin, -1, 1)
 
-    def cap(self, scores: Tensor) -> Tensor:
-        """The scores within the softcap, in place."""
-        return scores if self.softcap == 0.0 else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+def by_head(rows: Tensor, kv_heads: int) -> Tensor:
+    """(total_q, H, d) as (KV heads, query heads per KV head, total_q, d), a view."""
+    return rows.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
-    def cap_slope(self, capped: Tensor) -> Tensor | None:
-        """Derivative of `cap` where it gave `capped`; None for 1."""
-        return None if self.softcap == 0.0 else (capped / self.softcap).square_().neg_().add_(1.0)
+
+def row_values(values: Tensor, kv_heads: int) -> Tensor:
+    """(H, total_q) likewise, with a d of 1."""
+    return by_head(values.transpose(0, 1)[:, :, None], kv_heads)
 
 
 @contextmanager
@@ -233,17 +231,6 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """No autograd, and no autocast that would round the float32 products."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
-
-
-def _problem(call: ForwardCall | BackwardCall, sinks: Tensor | None) -> Problem:
-    decoded = None if call.k_decoded is None else call.k_decoded.shape[0]
-    table = checked_nodes(call.nodes, call.q.shape[0], call.k.shape[0], decoded)
-    keys = tuple(one for one in (call.k, call.k_decoded) if one is not None)
-    values = tuple(one for one in (call.v, call.v_decoded) if one is not None)
-    options = call.options
-    left, right = (None if one < 0 else one for one in (options.window_left, options.window_right))
-    visibility = Visibility(left, 0 if options.causal else right)
-    return Problem(call.q, keys, values, table, options.softmax_scale, visibility, options.softcap, sinks)
 
 
 def forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
@@ -256,32 +243,29 @@ def forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: the table is not consistent, see `nodes.checked_nodes`.
     """
-    problem, q = _problem(call, call.sinks), call.q
+    problem, q = Problem.of(call), call.q
     out = torch.zeros((*q.shape[:2], call.v.shape[2]), dtype=q.dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=problem.dtype, device=q.device)
+    kv_heads = call.k.shape[1]
+    outs, lses = by_head(out, kv_heads), row_values(lse, kv_heads)
+    sinks = None if call.sinks is None else row_values(call.sinks[:, None].expand(-1, len(q)), kv_heads)
     with plain_arithmetic(q.device):
-        for heads in problem.head_chunks():
-            for path in problem.paths():
-                for block in problem.query_blocks(path, *heads):
-                    block_out, block_lse = attend(problem, block)
-                    problem.store_queries(out, block, block_out)
-                    rows = problem.row_values(lse, block)
-                    rows.copy_(block_lse.reshape(rows.shape))
+        for block in problem.query_blocks():
+            block_out, block_lse = attend(problem, block, sinks)
+            problem.store(outs, block, block_out)
+            problem.store(lses, block, block_lse)
     return out, lse
 
 
-def attend(problem: Problem, block: QueryBlock) -> tuple[Tensor, Tensor]:
+def attend(problem: Problem, block: QueryBlock, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Online softmax of one query block over the keys it sees: (heads, rows, d) and (heads, rows, 1)."""
-    q = problem.load_queries(problem.q, block) * problem.scale
-    total = q.new_zeros((*q.shape[:2], problem.values[0].shape[2]))
-    sinks = problem.load_sinks(block)
+    q = problem.load(problem.q, block) * problem.scale
+    total = q.new_zeros((*q.shape[:2], block.path[-1].v.shape[2]))
     row_sum = q.new_full((*q.shape[:2], 1), 0.0 if sinks is None else 1.0)
-    row_max = torch.full_like(row_sum, -math.inf) if sinks is None else sinks
+    row_max = torch.full_like(row_sum, -math.inf) if sinks is None else problem.load(sinks, block)
     for keys in problem.visible_blocks(block):
-        k = problem.load_keys(problem.keys, keys, block.head_begin, block.head_end)
-        v = problem.load_keys(problem.values, keys, block.head_begin, block.head_end)
-        scores = problem.cap(q @ k.transpose(1, 2))
-        problem.fill_hidden(scores, problem.hidden(block, keys), -math.inf)
+        k, v = (one[:, keys.rows].to(problem.dtype) for one in (keys.source.k, keys.source.v))
+        scores, _ = problem.scores(block, keys, q, k)
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
         # Rows without a visible key so far have the maximum -inf, and -inf - -inf is NaN.
         shift = new_max.masked_fill(new_max == -math.inf, 0.0)
@@ -294,11 +278,6 @@ def attend(problem: Problem, block: QueryBlock) -> tuple[Tensor, Tensor]:
     return out, row_max + row_sum.log()
 
 
-def zeros_like(tensor: Tensor) -> Tensor:
-    """Contiguous, whatever the tensor's strides."""
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
 def backward(call: BackwardCall) -> list[Tensor]:
     """Gradients of `forward`.
 
@@ -306,84 +285,46 @@ def backward(call: BackwardCall) -> list[Tensor]:
         dq, dk, dv and, where there are these tensors, dk_decoded, dv_decoded: contiguous, 0 for rows that took no part.
         The gradient of the sinks is not among them: it follows from these arguments without a look at the keys.
     """
-    problem = _problem(call, None)
+    inputs = [one for one in inputs_of(call) if one is not None]
+    gradients = [torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in inputs]
+    problem = Problem.of(call, gradients[1:])
     with plain_arithmetic(call.q.device):
-        return _gradients(problem, (call.dout, call.dlse, call.out, call.lse))
+        _fill_gradients(problem, call, gradients[0])
+    return gradients
 
 
-def _gradients(problem: Problem, results: tuple[Tensor, Tensor | None, Tensor, Tensor]) -> list[Tensor]:
-    """What `backward` returns. A function of its own: PyTorch 2.11 cannot compile a `with` behind a graph break."""
-    dq = zeros_like(problem.q)
-    dkeys, dvalues = tuple(map(zeros_like, problem.keys)), tuple(map(zeros_like, problem.values))
-    for heads in problem.head_chunks():
-        sums: list[Sums] = []  # one per node on the path; rounded once its subtree is done
-        for path in problem.paths():
-            while len(sums) >= len(path):
-                sums.pop().finish()
-            storage, row = problem.locate(path[-1])
-            sums.append(Sums(problem, dkeys[storage], dvalues[storage], row, path[-1].kv_len, heads))
-            for block in problem.query_blocks(path, *heads):
-                problem.store_queries(dq, block, differentiate(problem, block, results, sums))
-        while sums:
-            sums.pop().finish()
-    return [dq, *chain(*zip(dkeys, dvalues))]
-
-
-class Sums:
-    """Sums of dK and dV over a run of rows: the gradients themselves, or where those are narrower, wide copies."""
-
-    def __init__(
-        self, problem: Problem, dk: Tensor, dv: Tensor, begin: int, length: int, heads: tuple[int, int]
-    ) -> None:
-        self.begin = begin
-        self.dk_out = dk[begin : begin + length, heads[0] : heads[1]]
-        self.dv_out = dv[begin : begin + length, heads[0] : heads[1]]
-        self.dk, self.dv = self.dk_out, self.dv_out
-        if dk.dtype != problem.dtype:
-            self.dk, self.dv = (
-                torch.zeros(one.shape, dtype=problem.dtype, device=dk.device) for one in (self.dk_out, self.dv_out)
-            )
-
-    def add(self, block: KeyBlock, dk: Tensor, dv: Tensor) -> None:
-        """Add (heads, rows, d) to the block's rows."""
-        first = block.row - self.begin
-        self.dk[first : first + block.size].add_(dk.transpose(0, 1))
-        self.dv[first : first + block.size].add_(dv.transpose(0, 1))
-
-    def finish(self) -> None:
-        """Round the sums into the gradients and free them: the next ones are made while this object still lives."""
-        if self.dk is not self.dk_out:
-            self.dk_out.copy_(self.dk)
-            self.dv_out.copy_(self.dv)
-            del self.dk, self.dv
+def _fill_gradients(problem: Problem, call: BackwardCall, dq: Tensor) -> None:
+    """All gradients. A function of its own: PyTorch 2.11 cannot compile a `with` behind a graph break."""
+    kv_heads = call.k.shape[1]
+    dqs, dout, out = (by_head(one, kv_heads) for one in (dq, call.dout, call.out))
+    lse = row_values(call.lse, kv_heads)
+    dlse = None if call.dlse is None else row_values(call.dlse, kv_heads)
+    for block in problem.query_blocks():
+        problem.store(dqs, block, differentiate(problem, block, dout, dlse, out, lse))
 
 
 def differentiate(
-    problem: Problem, block: QueryBlock, results: tuple[Tensor, Tensor | None, Tensor, Tensor], sums: Sequence[Sums]
+    problem: Problem, block: QueryBlock, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> Tensor:
     """dQ of one query block as (heads, rows, d); its parts of dK and dV are added to the sums of their node."""
-    dout, dlse, out, lse = results
-    q = problem.load_queries(problem.q, block) * problem.scale
-    do = problem.load_queries(dout, block)
-    delta = (do * problem.load_queries(out, block)).sum(-1, keepdim=True)
+    q = problem.load(problem.q, block) * problem.scale
+    do = problem.load(dout, block)
+    delta = (do * problem.load(out, block)).sum(-1, keepdim=True)
     if dlse is not None:
-        delta -= problem.load_row_values(dlse, block)
-    row_lse = problem.load_row_values(lse, block)
+        delta -= problem.load(dlse, block)
+    row_lse = problem.load(lse, block)
     # Rows that see no key are hidden everywhere; 0 only keeps exp() away from -inf - -inf.
     row_lse = row_lse.masked_fill(row_lse == -math.inf, 0.0)
     dq = torch.zeros_like(q)
     for keys in problem.visible_blocks(block):
-        k = problem.load_keys(problem.keys, keys, block.head_begin, block.head_end)
-        v = problem.load_keys(problem.values, keys, block.head_begin, block.head_end)
-        hidden = problem.hidden(block, keys)
-        scores = problem.cap(q @ k.transpose(1, 2))
-        slope = problem.cap_slope(scores)
-        weights = scores.sub_(row_lse).exp_()
-        problem.fill_hidden(weights, hidden, 0.0)
+        k, v = (one[:, keys.rows].to(problem.dtype) for one in (keys.source.k, keys.source.v))
+        scores, hidden = problem.scores(block, keys, q, k)
+        weights = (scores - row_lse).exp_()
         dscores = (do @ v.transpose(1, 2)).sub_(delta).mul_(weights)
-        if slope is not None:
-            dscores.mul_(slope)
-        problem.fill_hidden(dscores, hidden, 0.0)
+        if problem.softcap != 0.0:
+            dscores.mul_(1.0 - (scores / problem.softcap).square_())
+        problem.fill(dscores, hidden, 0.0)
         dq += dscores @ k
-        sums[keys.depth].add(keys, dscores.transpose(1, 2) @ q, weights.transpose(1, 2) @ do)
+        for total, part in zip(keys.source.sums, (dscores.transpose(1, 2) @ q, weights.transpose(1, 2) @ do)):
+            total[:, keys.rows].add_(part)
     return dq.mul_(problem.scale)

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import MAX_ROWS, explain
+from ..checks import MAX_ROWS, check_count, explain
 from ..errors import SharedPromptError, SharedPromptTypeError
 from ..host import SeparatelyPickled, expand, int64s, offsets_of, same_device, take, to_device, untraced
 from ..layout import SharedPromptLayout
 from ..nodes import visible_pairs
 from .prefix_tree import PrefixTree, Spans
-from .samples import check_count, named, selected
+from .samples import named, selected
 
 IGNORED_LABEL = -100
 PADDING_TOKEN = 0  # any id that every vocabulary has
@@ -31,8 +31,7 @@ class PackedBatch(SeparatelyPickled):
     """A packed micro-batch: T rows, n nodes; B sequences of L_i tokens, of which R_i are scored.
 
     The row is [node_1 .. node_n][padding], depth first: a node, then its subtree. A row attends to the rows of its node
-    up to its own and to all of its node's ancestors. A sample is a sequence of a prompt and a response; its response is
-    scored.
+    up to its own and to all of its node's ancestors. A sample is a sequence of a prompt and its scored response.
 
     Attributes:
         input_ids: (T,) int64.

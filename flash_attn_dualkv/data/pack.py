@@ -7,8 +7,7 @@
 
 Samples are grouped by the equality of their prompts' tokens, other sequences by all that they begin with in common, in
 whatever order they come; everything that comes back is in their original order. To group them, tokens are copied to the
-host once. A few numbers for each node and sequence go back, and what they mean for each token is worked out on the
-device.
+host once. A few numbers for each node and sequence go back; what they mean for each token is worked out there.
 """
 
 from __future__ import annotations
@@ -22,34 +21,13 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import explain
+from ..checks import check_count, explain
 from ..errors import SharedPromptError
 from ..host import untraced
+from . import samples
 from .batch import PackedBatch, Tokens, pack_tokens
 from .prefix_tree import Boundary, PrefixTree, checked_boundary
-from .samples import (
-    GroupIds,
-    Pick,
-    TokenIds,
-    all_tokens,
-    check_count,
-    check_ones,
-    extremes,
-    fetch,
-    group,
-    jagged,
-    jagged_rows,
-    joined,
-    joined_mask,
-    largest_token,
-    listed,
-    named,
-    ones_of,
-    prompt_lengths,
-    scored_lens,
-    selected,
-    sequences_of,
-)
+from .samples import GroupIds, Pick, TokenIds, named
 from .trie import build_tree, tree_with_borders
 
 # A node's last tile of keys is half empty for every row below it: 40 of 80 keys in the forward and
@@ -99,19 +77,19 @@ def pack_shared_prompts(
         SharedPromptError: an empty prompt, unequal numbers of prompts and responses, tokens that are no integers >= 0
             in one dimension, samples of one group id with different prompts, or an option that is not as described.
     """
-    prompts = sequences_of("prompts", prompts)
-    responses = sequences_of("responses", responses)
+    prompts = samples.sequences_of("prompts", prompts)
+    responses = samples.sequences_of("responses", responses)
     check_count("responses", responses, len(prompts), "prompts")
-    given = all_tokens([*chain.from_iterable(zip(prompts, responses))], ("prompts", "responses"))
-    tokens = joined(given)
+    given = samples.all_tokens([*chain.from_iterable(zip(prompts, responses))], ("prompts", "responses"))
+    tokens = samples.joined(given)
     # Where the tokens are: on the host they have just come from the GPU, and are in no cache.
-    (fetched, bounds), ids = fetch([tokens, extremes(tokens)], group_ids, len(prompts))
-    largest = largest_token("prompts and responses", bounds)
+    (fetched, bounds), ids = samples.fetch([tokens, samples.extremes(tokens)], group_ids, len(prompts))
+    largest = samples.largest_token("prompts and responses", bounds)
     lengths = [*map(Tensor.numel, given)]
     prompt_lens, response_lens = lengths[::2], lengths[1::2]
-    groups = group(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens, ids)
+    groups = samples.group(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens, ids)
     totals = [*map(int.__add__, prompt_lens, response_lens)]
-    values = {name: listed(name, one, totals) for name, one in named("row_values", row_values).items()}
+    values = {name: samples.listed(name, one, totals) for name, one in named("row_values", row_values).items()}
     what = Tokens(tokens, response_lens, largest, None, values, group_values)
     return _pack(what, groups, prompt_lens, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
@@ -157,20 +135,22 @@ def pack_padded(
         prompts, responses = attention_mask[:, :columns], attention_mask[:, columns:]
         parts = {"attention_mask (prompts)": prompts, "attention_mask (responses)": responses}
     # The host needs some numbers of each row, not the mask.
-    counts = torch.stack([one for mask in parts.values() for one in ones_of(mask)]).unflatten(0, (len(parts), -1))
-    bounds = extremes(torch.where(attention_mask == 1, input_ids, 0))
-    (ids, counted, bounds, *fetched), labels = fetch([input_ids, counts, bounds, *given], group_ids, len(input_ids))
-    largest = largest_token("input_ids", bounds)
+    ones = [one for mask in parts.values() for one in samples.ones_of(mask)]
+    counts = torch.stack(ones).unflatten(0, (len(parts), -1))
+    bounds = samples.extremes(torch.where(attention_mask == 1, input_ids, 0))
+    wanted = [input_ids, counts, bounds, *given]
+    (ids, counted, bounds, *fetched), labels = samples.fetch(wanted, group_ids, len(input_ids))
+    largest = samples.largest_token("input_ids", bounds)
     (begins, lengths, *_), *others = numbers = counted.view(counts.shape).tolist()
     for name, (_, _, *found) in zip(parts, numbers):
-        check_ones(name, *found)
+        samples.check_ones(name, *found)
     if others:
         prompt_lens, response_lens = lengths, others[0][1]
     else:
-        prompt_lens = prompt_lengths("prompt_length", prompt_length, fetched, lengths)
+        prompt_lens = samples.prompt_lengths("prompt_length", prompt_length, fetched, lengths)
         response_lens = [total - length for total, length in zip(lengths, prompt_lens)]
     rows = range(0, ids.numel(), max(1, input_ids.shape[1]))
-    groups = group(ids, [*map(int.__add__, rows, begins)], prompt_lens, labels)
+    groups = samples.group(ids, [*map(int.__add__, rows, begins)], prompt_lens, labels)
     count = sum(prompt_lens) + sum(response_lens)
 
     def flat(name: str, values: Any) -> Tensor:
@@ -179,7 +159,7 @@ def pack_padded(
             raise SharedPromptError(explain(f"row_values[{name!r}]", expected, checks.describe(values)))
         return values.flatten(-2).index_select(-1, kept.to(values.device))
 
-    kept = selected(torch.arange(input_ids.numel(), device=input_ids.device), attention_mask, count)
+    kept = samples.selected(torch.arange(input_ids.numel(), device=input_ids.device), attention_mask, count)
     values = {name: flat(name, one) for name, one in named("row_values", row_values).items()}
     tokens = input_ids.flatten().index_select(0, kept)
     what = Tokens(tokens, response_lens, largest, None, values, group_values)
@@ -211,21 +191,21 @@ def pack_jagged(
     Raises:
         SharedPromptError: as there; a tensor that is not nested, a prompt longer than its sequence.
     """
-    nested = jagged("input_ids", input_ids)
+    nested = samples.jagged("input_ids", input_ids)
     if nested.dim() != 2 or nested.lengths() is not None:
         got = f"{nested.dim()} dimensions, {'no ' if nested.lengths() is None else ''}gaps"
         raise SharedPromptError(explain("input_ids", "2 dimensions and no gaps between the sequences", got))
     values = checks.integers("input_ids", nested.values(), 1)
     given = [checks.integers("prompt_lens", prompt_lens, 1)] if isinstance(prompt_lens, Tensor) else []
-    (tokens, offsets, *fetched), labels = fetch([values, nested.offsets(), *given], group_ids, len(nested))
+    (tokens, offsets, *fetched), labels = samples.fetch([values, nested.offsets(), *given], group_ids, len(nested))
     totals = offsets.diff().tolist()
-    lengths = prompt_lengths("prompt_lens", prompt_lens, fetched, totals)
+    lengths = samples.prompt_lengths("prompt_lens", prompt_lens, fetched, totals)
     begin, end = (int(offsets[at]) for at in (0, -1))
-    largest = largest_token("input_ids", extremes(tokens[begin:end]))
+    largest = samples.largest_token("input_ids", samples.extremes(tokens[begin:end]))
     response_lens = [total - length for total, length in zip(totals, lengths)]
-    groups = group(tokens, offsets.tolist(), lengths, labels)
+    groups = samples.group(tokens, offsets.tolist(), lengths, labels)
     by_token = named("row_values", row_values)
-    rows = {name: jagged_rows(name, one, values)[..., begin:end] for name, one in by_token.items()}
+    rows = {name: samples.jagged_rows(name, one, values)[..., begin:end] for name, one in by_token.items()}
     what = Tokens(values[begin:end], response_lens, largest, None, rows, group_values)
     return _pack(what, groups, lengths, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
@@ -285,14 +265,14 @@ def pack_prefix_tree(
         boundary, borders = _of_tree(tree, pick, lengths, boundary, borders)
     if chosen is not None and isinstance(group_ids, Tensor):
         group_ids = checks.integers("group_ids", group_ids, 1).tolist()
-    tokens = [joined(given, "sequences")]
+    tokens = [samples.joined(given, "sequences")]
     if loss_mask is not None:
-        tokens.append(joined_mask(pick("loss_mask", loss_mask), lengths))
-    (ids, *mask), groups = fetch(tokens, pick("group_ids", group_ids), len(lengths), "sequences")
+        tokens.append(samples.joined_mask(pick("loss_mask", loss_mask), lengths))
+    (ids, *mask), groups = samples.fetch(tokens, pick("group_ids", group_ids), len(lengths), "sequences")
     nodes, largest = _built(ids, lengths, groups, boundary, min_shared, pick("borders", borders))
-    scored = scored_lens(mask[0], lengths) if mask else [max(0, length - 1) for length in lengths]
+    scored = samples.scored_lens(mask[0], lengths) if mask else [max(0, length - 1) for length in lengths]
     by_token, by_root = pick.each("row_values", row_values), pick.each("group_values", group_values)
-    values = {name: listed(name, one, lengths) for name, one in by_token.items()}
+    values = {name: samples.listed(name, one, lengths) for name, one in by_token.items()}
     what = Tokens(tokens[0], scored, largest, tokens[1] if mask else None, values, by_root)
     return pack_tokens(what, nodes, pad_to_multiple_of, device)
 
@@ -308,10 +288,10 @@ def group_by_prompt(prompts: Sequence[TokenIds], *, group_ids: GroupIds | None =
         SharedPromptError: an empty prompt; samples of one group id with different prompts; an argument that is not as
             described.
     """
-    given = all_tokens([*sequences_of("prompts", prompts)], ("prompts",))
-    (tokens,), ids = fetch([joined(given)], group_ids, len(given))
+    given = samples.all_tokens([*samples.sequences_of("prompts", prompts)], ("prompts",))
+    (tokens,), ids = samples.fetch([samples.joined(given)], group_ids, len(given))
     lengths = [*map(Tensor.numel, given)]
-    return group(tokens, [*accumulate(lengths, initial=0)], lengths, ids) if given else []
+    return samples.group(tokens, [*accumulate(lengths, initial=0)], lengths, ids) if given else []
 
 
 @untraced
@@ -331,8 +311,8 @@ def group_by_prefix(
     Raises:
         SharedPromptError: as there.
     """
-    given, lengths = _checked(sequences_of("sequences", sequences))
-    (ids,), groups = fetch([joined(given, "sequences")], group_ids, len(lengths), "sequences")
+    given, lengths = _checked(samples.sequences_of("sequences", sequences))
+    (ids,), groups = samples.fetch([samples.joined(given, "sequences")], group_ids, len(lengths), "sequences")
     return _built(ids, lengths, groups, boundary, min_shared, None)[0]
 
 
@@ -363,7 +343,7 @@ def _built(
     """The tree of the tokens of all sequences (on the host), and the largest token."""
     boundary = checked_boundary("gather" if boundary is None else boundary)
     least = checks.integer("min_shared", MIN_SHARED if min_shared is None else min_shared, 1)
-    largest = largest_token("sequences", extremes(ids))
+    largest = samples.largest_token("sequences", samples.extremes(ids))
     if borders is None:
         return build_tree(ids, lengths, groups, boundary=boundary, min_shared=least), largest
     if min_shared is not None:
@@ -395,7 +375,7 @@ def _of_tree(
 
 def _checked(sequences: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
     """The sequences as tensors, and their lengths."""
-    given = all_tokens([*sequences], ("sequences",))
+    given = samples.all_tokens([*sequences], ("sequences",))
     if not given:
         raise SharedPromptError(explain("sequences", "at least one", 0))
     return given, [*map(Tensor.numel, given)]

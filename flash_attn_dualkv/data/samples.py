@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import explain
+from ..checks import check_count, explain
 from ..errors import SharedPromptError, SharedPromptTypeError
 from ..host import int64s, ints, memory_of, offsets_of, take, to_host
 
@@ -19,12 +19,6 @@ _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.
 
 TokenIds = Tensor | Sequence[int]
 GroupIds = Iterable[Hashable] | Tensor
-
-
-def check_count(name: str, values: Sized, count: int, like: str) -> None:
-    """SharedPromptError unless there is one for each sample, or sequence."""
-    if len(values) != count:
-        raise SharedPromptError(explain(name, f"{count} of them (as {like})", len(values)))
 
 
 # Tokens

@@ -123,7 +123,7 @@ def on_equal_terms(
     except SharedPromptError as own:
         error = str(own)  # the other ranks wait for this one
     numbers = len(micro_batches), -sum(map(len, micro_batches)), error is not None
-    wanted, fewest, failed = _largest(numbers, dp_group)
+    wanted, fewest, failed = largest_of_ranks(numbers, dp_group)
     if failed:
         raise SharedPromptError(error or explain("max_tokens", "a budget that every rank can keep", "one that cannot"))
     if wanted > -fewest:
@@ -193,8 +193,7 @@ def _fill_evenly(tree: PrefixTree, least: int, max_tokens: int) -> list[list[int
 def _fill(tree: PrefixTree, max_tokens: int) -> tuple[list[list[int]], int]:
     """The micro-batches, and the rows of all of them."""
     nodes = len(tree.node_lens)
-    # Parts of what is below each node, and the forest behind them: rows that are not on the path,
-    # sequences.
+    # Parts of what is below each node, and of the forest: rows that are not on the path, sequences.
     parts: list[list[tuple[int, list[int]]]] = [[] for _ in range(nodes + 1)]
     for members in below(tree, range(nodes)):
         parts[tree.leaves[members[0]]].append((0, members))
@@ -236,8 +235,10 @@ def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def _largest(values: Sequence[int], dp_group: Any) -> list[int]:
-    """The maximum of each value over the ranks of the group."""
+def largest_of_ranks(values: Sequence[int], dp_group: Any) -> list[int]:
+    """The maximum of each value over the ranks of the group; None for no group."""
+    if dp_group is None or not torch.distributed.is_initialized():
+        return [*values]
     backend = str(torch.distributed.get_backend(dp_group))  # a name, or pairs such as "cpu:gloo,cuda:nccl"
     device = torch.device("cpu")
     if "nccl" in backend and "cpu:" not in backend:

@@ -247,8 +247,7 @@ class _Tree:
 
     def depth_first(self, leaf_of: Tensor, lengths: Sequence[int], boundary: Boundary) -> PrefixTree:
         """The nodes that are kept, as the tree of sequences of these lengths; `leaf_of` counts leaves."""
-        # Nodes with the same first leaf are ancestors of each other, of which the upper one ends
-        # first.
+        # Nodes with the same first leaf are ancestors of each other: the upper one ends first.
         entries = [(self.first_leaves[node], self.ends[node], node) for node in self.order if self.kept[node]]
         entries += [(leaf, length, -1) for leaf, length in enumerate(self.leaf_lengths)]
         entries.sort()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,10 +27,8 @@ class Options(NamedTuple):
 
     Attributes:
         enabled: whether it does at all.
-        min_dedup_ratio: a micro-batch with less than this many times fewer tokens runs on stock
-            attention.
-        max_responses_per_group: groups with more are divided, each part with a prompt of its own;
-            None for no limit.
+        min_dedup_ratio: with less than so many times fewer tokens stock attention runs.
+        max_responses_per_group: larger groups are divided, each part with its own prompt; or None.
         verify_first_steps: so many calls are computed by stock attention too and compared; if they
             differ by more than rounding, sharing is switched off on all ranks.
         self_check: before the first call in each mode and with each set of active adapters a pair
@@ -62,8 +61,7 @@ class Options(NamedTuple):
             DUALKV_VERL_MIN_DEDUP_RATIO=1.1
 
         Raises:
-            ValueError: an unknown option, or a value that is not as described; the message names
-                the setting.
+            ValueError: an unknown option or a wrong value; the message names the setting.
         """
         given: dict[str, tuple[str, Any]] = {}
         for option in Options._fields:
@@ -83,63 +81,55 @@ class Options(NamedTuple):
 
 
 def _spelled(option: str, name: str, value: Any) -> Any:
-    """The value of an option that may be given as text."""
+    """The value of an option that may be given as text; what it cannot be stays text, which is refused."""
     if not isinstance(value, str):
         return value
     if option in ("enabled", "self_check"):
         return spelled_flag(name, value)
     if option == "max_responses_per_group" and not value:
         return None
-    try:
+    with suppress(ValueError):
         return float(value) if option == "min_dedup_ratio" else int(value)
-    except ValueError:
-        expected = {"min_dedup_ratio": "a number > 0", "verify_first_steps": "an int >= 0"}.get(option, "an int >= 1")
-        raise ValueError(explain(name, expected, repr(value))) from None
+    return value
 
 
 class Refusal(NamedTuple):
-    """Why a call cannot or need not share: one of REASONS, and what it is in this case."""
+    """Why a call cannot or need not share: one of the reasons below, and what it is in this case."""
 
     reason: str
     message: str
 
 
-class Reason(NamedTuple):
-    """The trainers that have a reason among their metrics, and what it means."""
-
-    trainers: tuple[str, ...]
-    meaning: str
-
-
-_TRL, _VERL, _BOTH = ("trl",), ("verl",), ("trl", "verl")
-REASONS = {
-    "switched_off": Reason(_TRL, "verify_first_steps has found a difference"),
-    "verification": Reason(_VERL, "verify_first_steps has found a difference, or the step is a verified one"),
-    "liger": Reason(_TRL, "use_liger_kernel=True replaces layers of the model"),
-    "model": Reason(_VERL, "the model is not exact on shared prompts in its present mode, as a warning has said"),
-    "unsupported": Reason(_TRL, "the model has layers or options that are not exact on shared prompts"),
-    "dtype": Reason(_BOTH, "the kernels compute in 16 bits only"),
-    "kernels": Reason(_BOTH, "the kernels lack the model's head dimension or softcap"),
-    "dropout": Reason(_TRL, "the model has dropout in training mode"),
-    "noise": Reason(_TRL, "a forward draws random numbers"),
-    "self_check": Reason(_TRL, "the model computes something else in a packed row than alone"),
-    "no_prompts": Reason(_VERL, "samples have no prompts"),
-    "multimodal": Reason(_BOTH, "samples have images, video or audio"),
-    "arguments": Reason(_TRL, "the model is given arguments that are unknown here"),
-    "samples": Reason(_TRL, "samples are not a prompt with one completion behind it"),
-    "positions": Reason(_VERL, "position ids do not count the tokens of each sample"),
-    "temperature": Reason(_VERL, "samples have different temperatures"),
-    "distillation": Reason(_VERL, "the loss is on a teacher's top-k"),
-    "routing_replay": Reason(_VERL, "routes of experts are recorded or replayed"),
-    "forced_groups": Reason(_VERL, "force_group_size is above 1"),
-    "dedup_ratio": Reason(_TRL, "less is saved than min_dedup_ratio"),
-    "ratio": Reason(_VERL, "less is saved than min_dedup_ratio"),
+# What the metrics of TRL's trainers count; the words that say why come with each case.
+TRL_REASONS = (
+    "switched_off",
+    "liger",
+    "unsupported",
+    "dtype",
+    "kernels",
+    "dropout",
+    "noise",
+    "self_check",
+    "multimodal",
+    "arguments",
+    "samples",
+    "dedup_ratio",
+)
+# What those of verl's engines count, and what it means.
+VERL_REASONS = {
+    "verification": "verify_first_steps has found a difference, or the step is a verified one",
+    "model": "the model is not exact on shared prompts in its present mode, as a warning has said",
+    "dtype": "the kernels compute in 16 bits only",
+    "kernels": "the kernels lack the model's head dimension or softcap",
+    "no_prompts": "samples have no prompts",
+    "multimodal": "samples have images, video or audio",
+    "positions": "position ids do not count the tokens of each sample",
+    "temperature": "samples have different temperatures",
+    "distillation": "the loss is on a teacher's top-k",
+    "routing_replay": "routes of experts are recorded or replayed",
+    "forced_groups": "force_group_size is above 1",
+    "ratio": "less is saved than min_dedup_ratio",
 }
-
-
-def reasons_of(trainer: str) -> tuple[str, ...]:
-    """The reasons among the metrics of "trl" or "verl"."""
-    return tuple(name for name, reason in REASONS.items() if trainer in reason.trainers)
 
 
 def kernels_refusal(config: Any, dtype: torch.dtype) -> Refusal | None:

@@ -20,8 +20,7 @@ from torch import Tensor
 from ..checks import explain
 from ..ops import DIFFERENTIABLE_ONCE
 
-# Logits that exist at once: 512 MiB in float32, and two to three times that with what is computed
-# from them.
+# Logits that exist at once: 512 MiB in float32, with what is computed from them two to three times.
 LOGIT_ELEMENTS = 2**27
 ROW_TILE = 128  # of matrix products: a chunk that is no multiple of it wastes a part of its last tile
 
@@ -44,8 +43,7 @@ def score_in_chunks(
     """Log-probabilities of tokens and entropies, `rows` rows of logits at a time.
 
     Args:
-        head: hidden states (n, D) to logits (n, vocabulary), for every n; called again in the
-            backward.
+        head: hidden states (n, D) to logits (n, vocabulary), for every n; in the backward too.
         hidden: (T, D). targets: (T,) int64.
 
     Returns:
@@ -53,8 +51,8 @@ def score_in_chunks(
         `hidden` and in every parameter that `head` depends on. entropy is zeros unless asked for.
     """
     # Whatever the head is, its parameters are the leaves of what it computes of one row.
-    parameters = _leaves(head, hidden.new_zeros(1, hidden.shape[1])) if torch.is_grad_enabled() else []
-    settings = _Settings(head, rows, temperature, with_entropy, _autocast(hidden.device.type))
+    parameters = _leaves_of(head(hidden.new_zeros(1, hidden.shape[1]))) if torch.is_grad_enabled() else []
+    settings = _Settings(head, rows, temperature, with_entropy, current_autocast(hidden.device.type))
     logps, entropy = _ChunkedScores.apply(settings, targets, hidden, *parameters)
     return logps, entropy
 
@@ -67,16 +65,10 @@ class _Settings(NamedTuple):
     autocast: Callable[[], Any]  # the state of the forward, which the backward takes again
 
 
-def _autocast(device_type: str) -> Callable[[], Any]:
-    """A context manager that sets autocast as it is now."""
+def current_autocast(device_type: str, **options: Any) -> Callable[[], torch.autocast]:
+    """Gives context managers that set autocast as it is now."""
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled)
-
-
-def _leaves(head: Callable[[Tensor], Tensor], hidden: Tensor) -> list[Tensor]:
-    """The parameters that the head's output depends on."""
-    with torch.enable_grad():
-        return _leaves_of(head(hidden))
+    return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled, **options)
 
 
 def _leaves_of(output: Tensor) -> list[Tensor]:
@@ -140,15 +132,9 @@ class _ChunkedScores(torch.autograd.Function):
                 part = hidden[chunk].detach().requires_grad_(needs_hidden)
                 logits = settings.head(part)
             _check_leaves(logits, (part, *ctx.parameters))
-            d_logits = _score_gradient(
-                settings,
-                logits.detach(),
-                targets[chunk],
-                entropy[chunk],
-                normalizer[chunk],
-                d_logps[chunk],
-                None if d_entropy is None else d_entropy[chunk],
-            )
+            of_rows = targets, entropy, normalizer, d_logps, d_entropy
+            own: Any = (None if one is None else one[chunk] for one in of_rows)
+            d_logits = _score_gradient(settings, logits.detach(), *own)
             inputs = [*wanted, part] if needs_hidden else wanted
             found = _gradients_of_a_chunk(logits, inputs, d_logits)
             del logits, d_logits
@@ -175,8 +161,7 @@ class _DifferentiableOnce(torch.autograd.Function):
 class _Waiting:
     """A gradient hook of a parameter that leaves the gradients of chunks alone.
 
-    These are known by their pass of autograd, whichever thread it runs in: other passes may go on
-    meanwhile.
+    These are known by their pass of autograd, in whichever thread: others may run meanwhile.
     """
 
     chunks: ClassVar[set[int]] = set()  # the passes that run now

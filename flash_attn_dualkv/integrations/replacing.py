@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Functions of other libraries, replaced once: what takes their place knows them as `dualkv_stock`."""
+"""Functions of other libraries, looked into, and replaced once: what takes their place knows them as `dualkv_stock`."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 
@@ -25,3 +26,11 @@ def replace_once(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]
     stock = getattr(owner, name, None)
     if stock is not None and not hasattr(stock, "dualkv_stock"):
         setattr(owner, name, in_place_of(stock, make(stock)))
+
+
+def closure_of(function: Any) -> dict[str, Any]:
+    """Variables in the closure of a Python function, by name."""
+    # getattr() with a default always returns the default in TorchDynamo of PyTorch 2.11.
+    if not isinstance(function, FunctionType):
+        return {}
+    return dict(zip(function.__code__.co_freevars, [cell.cell_contents for cell in function.__closure__ or ()]))

@@ -2,7 +2,7 @@
 """Tree attention under other frameworks' signatures; docs/trees.md says who calls what.
 
 Each function reads its framework's description of a tree, once for a micro-batch, and calls
-`flash_attn_tree_varlen_func`: every ancestor's keys and values are read where they are, and their
+`shared_prompt_attention`: every ancestor's keys and values are read where they are, and their
 gradients are summed in float32.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import checks
 from ..checks import check_are_tensors, explain
-from ..host import ints, to_device
+from ..host import runs, to_device
 from ..layout import SharedPromptLayout
-from ..packed_attention import flash_attn_tree_varlen_func
+from ..packed_attention import shared_prompt_attention
 
 # Forests by the first table of a micro-batch, with all tables they were read from and their state.
 _forests: Any = WeakTensorKeyDictionary()
@@ -32,8 +32,7 @@ class Forest:
 
     Args:
         begins: (n,) the first row of each node.
-        lens: (n,) rows of each node; no two nodes have a row in common. Rows of no node are
-            padding.
+        lens: (n,) rows of each node, no row in two of them. Rows of no node are padding.
         parents: (n,) the node that each continues, before or behind it; -1 for roots.
 
     Raises:
@@ -51,13 +50,13 @@ class Forest:
         self._end = end
         order = _depth_first(begins, parents)
         places = {node: place for place, node in enumerate(order)}
-        self._offsets = [*accumulate((lens[node] for node in order), initial=0)]
-        self._parents = [places.get(parents[node], -1) for node in order]
-        self._mean_keys = SharedPromptLayout.from_tree([lens[node] for node in order], self._parents).mean_keys
-        self._rows: list[int] | None = None  # in depth-first order, where that is another one
-        if any(lens[node] and begins[node] != offset for node, offset in zip(order, self._offsets)):
-            self._rows = [begins[node] + at for node in order for at in range(lens[node])]
-        self._tables: dict[torch.device, list[Tensor]] = {}
+        self.layout = SharedPromptLayout.from_tree(
+            [lens[node] for node in order], [places.get(parents[node], -1) for node in order]
+        )
+        # In depth-first order, where that is another one.
+        rows = runs([begins[node] for node in order], [lens[node] for node in order])
+        self.rows = None if rows.equal(torch.arange(len(rows))) else rows
+        self._rows_on: dict[torch.device, Tensor] = {}
 
     def attend(
         self,
@@ -83,39 +82,38 @@ class Forest:
 
         Raises:
             ValueError: fewer rows than the nodes have, or not as many in each; what
-                `flash_attn_tree_varlen_func` refuses.
+                `shared_prompt_attention` refuses.
         """
         check_are_tensors(("q", "k", "v"), (q, k, v))
         options: dict[str, Any] = dict(window_size=window_size, softcap=softcap, sinks=sinks)
         if q.dim() == k.dim() == v.dim() == 4 and len(q) == len(k) == len(v) == 1:
             return self.attend(q[0], k[0], v[0], softmax_scale, **options)[None]
-        self._check_rows(q, k, v)
-        cu_seqlens, parents, *rows = self._on(q.device)
-        queries, keys, values = (one.index_select(0, rows[0]) for one in (q, k, v)) if rows else (q, k, v)
-        options["mean_keys"] = self._mean_keys
-        out = flash_attn_tree_varlen_func(queries, keys, values, cu_seqlens, parents, softmax_scale, **options)
-        if not rows:
-            return out
-        return out.new_zeros((len(q), *out.shape[1:])).index_copy(0, rows[0], out)
+        q, k, v = self._checked(q, k, v)
+        _, left = checks.resolve_window(True, window_size)
+        rows = self._rows_of(q.device)
+        count, layout = self.layout.num_tokens, self.layout.to(q.device)
+        queries, keys, values = (one[:count] if rows is None else one.index_select(0, rows) for one in (q, k, v))
+        window = None if left < 0 else left + 1
+        options = dict(softmax_scale=softmax_scale, sliding_window=window, softcap=softcap, sinks=sinks)
+        out = shared_prompt_attention(queries, keys, values, layout, **options)
+        if rows is None:
+            return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, len(q) - count))
+        return out.new_zeros((len(q), *out.shape[1:])).index_copy(0, rows, out)
 
-    def _check_rows(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Check rows before any are moved: on a GPU a wrong index ends the process."""
-        for name, one in (("q", q), ("k", k), ("v", v)):
-            if one.dim() != 3:
-                raise ValueError(explain(name, "3 dimensions (rows, heads, head_dim)", f"shape {tuple(one.shape)}"))
-            if one is not q and len(one) != len(q):
+    def _checked(self, *given: Tensor) -> list[Tensor]:
+        """Checked before any rows are moved: on a GPU a wrong index ends the process."""
+        q, k, v = tensors = checks.inputs(("q", "k", "v"), given)
+        for name, one in (("k", k), ("v", v)):
+            if len(one) != len(q):
                 raise ValueError(explain(name, f"{len(q)} rows (as q)", len(one)))
         if len(q) < self._end:
             raise ValueError(explain("q", f"at least {self._end} rows, those of the nodes", len(q)))
+        return tensors
 
-    def _on(self, device: torch.device) -> list[Tensor]:
-        """cu_seqlens and parents, and the rows in their order if it is another one."""
-        if device not in self._tables:
-            tables = [ints(self._offsets, torch.int32), ints(self._parents, torch.int32)]
-            long = [] if self._rows is None else [ints(self._rows, torch.int64)]
-            *moved, cu_seqlens, parents = to_device(long, tables, device)
-            self._tables[device] = [cu_seqlens, parents, *moved]
-        return self._tables[device]
+    def _rows_of(self, device: torch.device) -> Tensor | None:
+        if self.rows is not None and device not in self._rows_on:
+            self._rows_on[device] = to_device([self.rows], (), device)[0]
+        return self._rows_on.get(device)
 
 
 def _depth_first(begins: Sequence[int], parents: Sequence[int]) -> list[int]:
@@ -199,10 +197,8 @@ def tree_attention(
 
     Args:
         query: (1, H, N, d). key: (1, H_k, N, d). value: (1, H_k, N, d_v).
-        packed_mask: (1, N, ceil(N / 64)) int64, bit j % 64 of [0, i, j // 64] set where row i sees
-            row j.
-        kv_indices, kv_offsets, q_indices, q_offsets: which blocks of AReaL's own kernel have bits
-            set; not needed here.
+        packed_mask: (1, N, ceil(N / 64)) int64, bit j % 64 of [0, i, j // 64]: row i sees row j.
+        kv_indices, kv_offsets, q_indices, q_offsets: blocks with bits set; not needed here.
         sm_scale: of the scores; None for 1 / sqrt(d).
 
     Returns:
@@ -259,9 +255,9 @@ def _forest_of_tokens(parents: Sequence[int]) -> Forest:
     begins |= {parents[row] + 1 for row in begins if parents[row] >= 0}  # what is left of the node that is branched off
     starts = sorted({0, *begins} if parents else ())
     node_of = [0] * len(parents)
-    for node, (begin, end) in enumerate(zip(starts, [*starts[1:], len(parents)])):
-        node_of[begin:end] = [node] * (end - begin)
-    lens = [end - begin for begin, end in zip(starts, [*starts[1:], len(parents)])]
+    lens = [end - begin for begin, end in pairwise([*starts, len(parents)])]
+    for node, (begin, length) in enumerate(zip(starts, lens)):
+        node_of[begin : begin + length] = [node] * length
     return Forest(starts, lens, [node_of[parents[begin]] if parents[begin] >= 0 else -1 for begin in starts])
 
 
@@ -271,8 +267,7 @@ def prefix_tree(
     """NeMo Automodel's description of a tree, whose attention is then `Forest.attend`.
 
     Args:
-        node_lengths: (n,) rows of each node, in the order of the packed row; a list or an integer
-            tensor.
+        node_lengths: (n,) rows of each node, in packed order; a list or an integer tensor.
         sample_paths: of each sample the nodes on its path, from the root; lists or integer tensors.
 
     Returns:

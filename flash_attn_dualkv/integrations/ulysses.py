@@ -4,8 +4,7 @@
 Around attention, an all-to-all exchanges slices of rows for slices of heads: every rank gets all
 rows of some heads, attends with the layout of the whole row, and sends the output back (Jacobs et
 al., DeepSpeed Ulysses, 2023). Where there are fewer KV heads than ranks, heads are repeated side by
-side, so that each rank gets those of its own query heads; the gradients of the copies are summed in
-float32.
+side, so that each rank gets those of its query heads; gradients of copies are summed in float32.
 
     batch = pack_shared_prompts(..., pad_to_multiple_of=dist.get_world_size(group))
     layout = UlyssesLayout.of(batch.layout, group)
@@ -102,7 +101,8 @@ def ulysses_attention(
         got = ", ".join(str(one.shape[0]) for one in (q, k, v))
         raise SharedPromptLayoutError(explain("layout", f"{rows} rows a rank in q, k and v", got))
     copies = math.lcm(kv_heads, ranks) // kv_heads
-    k, v = (_Repeat.apply(one, copies) if copies > 1 else one for one in (k, v))
+    # PyTorch sums the gradients of the copies in float32.
+    k, v = (one.repeat_interleave(copies, 1) if copies > 1 else one for one in (k, v))
     parts = [one.unflatten(1, (ranks, -1)) for one in (q, k, v)]
     # One exchange for all three: their heads side by side, rank by rank. v may have a head
     # dimension of its own.
@@ -162,20 +162,6 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _Exchange.apply(gradient, ctx.group), None
-
-
-class _Repeat(torch.autograd.Function):
-    """Heads of (rows, heads, d) repeated side by side; gradients sum in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, copies: int) -> Tensor:
-        ctx.copies = copies
-        return heads.repeat_interleave(copies, 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        return gradient.unflatten(1, (-1, ctx.copies)).sum(2, dtype=wide).to(gradient.dtype), None
 
 
 class _Gather(torch.autograd.Function):

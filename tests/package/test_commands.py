@@ -60,7 +60,6 @@ def test_counts_against_enumeration(prompt: int, responses: list[int]) -> None:
         assert packing.attention_tflop == pytest.approx(attention / 1e12)
         assert packing.layer_tflop == pytest.approx((attention + 3 * linear) / 1e12)
         assert TINY.token_flops(packing.tokens, "backward") == 2 * linear
-        assert TINY.layer_flops(packing.tokens, packing.pairs, "forward") == pytest.approx(linear + attention / 3.5)
         activations = packing.tokens * TINY.saved_bytes_per_token()
         assert packing.layer_gib * predict.GIB == pytest.approx(activations + 16 * TINY.layer_parameters)
         assert packing.model_gib * predict.GIB == pytest.approx(2 * activations + 16 * TINY.parameters)
@@ -81,14 +80,9 @@ def test_named_models_have_their_size() -> None:
 # --- the paper ------------------------------------------------------------------------------------------------------
 
 
-def test_tables_of_the_paper() -> None:
-    """Bytes that one copy of the prompt saves, and MB as printed: the paper rounds some and cuts others off."""
+def test_ratios_of_the_paper() -> None:
     assert round(predict.predict(32 * K, [2 * K] * 16, QWEN).rho, 1) == 8.5
     assert predict.predict(4 * K, [2 * K] * 60_000, QWEN).rho == pytest.approx(1 + 4 / 2, rel=1e-4)  # N -> inf
-    saved = predict.predict(16 * K, [2 * K] * 8, QWEN).saved
-    counts = {"keys_and_values": 469_762_048, "queries": 939_524_096, "lse": 14_680_064, "total": 1_423_966_208}
-    assert saved == counts
-    assert [count / 1e6 for count in saved.values()] == pytest.approx([469, 940, 14, 1423], abs=0.99)
 
 
 # --- times ----------------------------------------------------------------------------------------------------------
@@ -163,14 +157,13 @@ def test_warnings(prompt: int, responses: list[int], rates: Rates, expected: lis
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: predict.predict(0, [1], TINY), "prompt: expected at least 1 token, got 0"),
+        (lambda: predict.predict(0, [1], TINY), "prompt: expected an int >= 1, got 0"),
         (lambda: predict.predict(5, [], TINY), "responses: expected at least one, got none"),
         (lambda: predict.predict(5, [3], TINY, RATES["h200"], -1), "bytes_per_parameter: expected .* >= 0, got -1"),
-        (lambda: dataclasses.replace(TINY, hidden=0), "hidden: expected at least 1, got 0"),
+        (lambda: dataclasses.replace(TINY, hidden=0), "hidden: expected an int >= 1, got 0"),
         (lambda: dataclasses.replace(TINY, kv_heads=3), r"heads: expected a multiple of kv_heads \(3\), got 4"),
-        (lambda: dataclasses.replace(RATES["h200"], token_wise=math.nan), "token_wise: expected a rate > 0, got nan"),
-        (lambda: Rates(1, 1, 1, 1, 1, -1), "shared_forward_ns: expected a time >= 0, got -1"),
-        (lambda: TINY.layer_flops(1, 1, "sideways"), "direction: expected one of"),
+        (lambda: dataclasses.replace(RATES["h200"], token_wise=math.nan), "token_wise: expected a finite .*, got nan"),
+        (lambda: Rates(1, 1, 1, 1, 1, -1), "shared_forward_ns: expected a finite number >= 0, got -1"),
     ],
 )
 def test_bad_arguments(call: Callable[[], Any], message: str) -> None:
@@ -187,7 +180,6 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert predict.main([*GROUP, "--rates", "h200"]) == 0
     out = capsys.readouterr().out
     assert "16 responses of 1,024 tokens to a prompt of 8,192" in out and "warning" not in out
-    assert "MB a layer: K and V 503.3, Q 1,006.6, LSE 15.7, together 1,525.7" in out
     cells = {line.partition("  ")[0]: line.split()[-3:] for line in out.splitlines()}
     assert cells["tokens (the ratio is rho)"] == ["147,456", "24,576", "6.00x"]
     found = predict.predict(8192, [1024] * 16, QWEN, RATES["h200"])

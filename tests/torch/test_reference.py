@@ -96,11 +96,12 @@ def test_only_visible_blocks_are_computed(causal: bool) -> None:
     assert visibility.key_range(-7, -3, 1024) == ((0, 0) if causal else (0, 1024))
     assert reference.Visibility(3, 2).key_range(10, 12, 1024) == (7, 15)
     rows = torch.zeros(1024, 1, 8)
-    path = [tables.Node(0, 0, 0, 0, 700, 0, -1, 2), tables.Node(0, 512, 512, 700, 324, 700, 0, 2)]
-    problem = reference.Problem(rows, (rows,), (rows,), path, 1.0, visibility, 0.0, None)
-    blocks = list(problem.visible_blocks(reference.QueryBlock(path, 100, 100, 0, 1)))
-    assert sum(block.size for block in blocks) == (712 if causal else 1024)
-    assert [block.depth for block in blocks] == [0, 0, 1]
+    nodes = [tables.Node(0, 0, 0, 0, 700, 0, -1, 2), tables.Node(0, 512, 512, 700, 324, 700, 0, 2)]
+    path = [reference.Keys(node, rows, rows, dtype=rows.dtype) for node in nodes]
+    problem = reference.Problem(rows, [], nodes, 1.0, visibility, 0.0, rows.dtype)
+    blocks = list(problem.visible_blocks(reference.QueryBlock(path, slice(100, 200), slice(0, 1))))
+    assert sum(len(block.positions) for block in blocks) == (712 if causal else 1024)
+    assert [path.index(block.source) for block in blocks] == [0, 0, 1]
 
 
 def peak_mib(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> float:

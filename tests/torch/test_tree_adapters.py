@@ -69,8 +69,7 @@ def test_megatron(tree: Trees, pad: int, scale: float | None) -> None:
 @given(layouts(shuffled=False), st.integers(0, 3))
 def test_nodes_in_order_are_not_moved(tree: Trees, pad: int) -> None:
     forest = trees.Forest(*tree)
-    cu_seqlens, _, *rows = forest._on(torch.device("cpu"))
-    assert not rows and cu_seqlens[-1] == sum(tree[1])
+    assert forest.rows is None and forest.layout.num_tokens == sum(tree[1])
     given_tensors = inputs(sum(tree[1]) + pad)
     check(forest.attend(*given_tensors), given_tensors, visible(tree, sum(tree[1]) + pad), None)
 

@@ -147,9 +147,11 @@ def run(model: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gpt2"])
-def test_sequence_classification_is_refused_at_once(name: str) -> None:
-    with pytest.raises(SharedPromptError, match=f"^model: {POOLED}"):
-        dualkv.install_layout_hook(head_of("SequenceClassification", name))
+def test_sequence_classification_is_refused(name: str) -> None:
+    model = head_of("SequenceClassification", name).float()
+    dualkv.install_layout_hook(model)
+    with pytest.raises(SharedPromptError, match=f"^logits of the model: {POOLED}"):
+        run(model)
 
 
 class Pooling(transformers.PreTrainedModel):

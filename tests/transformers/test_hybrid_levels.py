@@ -143,10 +143,9 @@ def test_recurrences(package: str, alike: None, layout: SharedPromptLayout) -> N
     levels = levels_of(layout, CPU).levels
     assert calls == sorted(calls, reverse=True)
     assert len(calls) == sum(1 if package == "fla" else len(level.buckets) for level in levels)
-    for bucket in (bucket for level in levels for bucket in level.buckets):
-        assert (
-            levels_module.ALIKE > 1 or bucket.padded is None or bucket.count * bucket.longest < 2 * len(bucket.padded)
-        )
+    for level in levels:
+        padded = sum(count * longest for count, longest in level.buckets)
+        assert levels_module.ALIKE > 1 or padded < 2 * (level.end - level.begin)
 
 
 @pytest.mark.parametrize("package", ["transformers", "mamba_ssm"])

@@ -122,7 +122,7 @@ def test_caches_are_refused() -> None:
 def test_a_row_that_ranks_divide_is_refused() -> None:
     layout = UlyssesLayout(**{one: getattr(BATCH.layout, one) for one in SharedPromptLayout.__dataclass_fields__})
     with pytest.raises(SharedPromptError, match="a row that lies on one GPU"):
-        delivery._check_call(layout, {})
+        delivery._layout_of(torch.nn.Identity(), {"shared_prompt_layout": layout}, None)
 
 
 @pytest.mark.parametrize(

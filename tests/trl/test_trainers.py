@@ -335,7 +335,7 @@ def test_the_page_has_all_options_reasons_and_metrics() -> None:
         if one.kind is inspect.Parameter.KEYWORD_ONLY
     ]
     assert len(options) == 4
-    for name in (*options, *sharing.REASONS):
+    for name in (*options, *sharing.TRL_REASONS):
         assert f"| `{name}` |" in page
     for name in ("dedup_ratio", "tokens", "tokens_saved", "fallbacks", "fallbacks/<reason>", "logp_difference"):
         assert f"`shared_prompt/{name}`" in page

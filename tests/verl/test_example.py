@@ -21,7 +21,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 from verl.utils.flops_counter import FlopsCounter
 
-from flash_attn_dualkv.integrations.fallback import ENVIRONMENT, PREFIX, Options, reasons_of
+from flash_attn_dualkv.integrations.fallback import ENVIRONMENT, PREFIX, VERL_REASONS, Options
 from flash_attn_dualkv.integrations.verl.statistics import Statistics
 from flash_attn_dualkv.integrations.verl.verify import METRICS
 
@@ -82,7 +82,7 @@ def test_the_page_has_all_options_reasons_and_metrics(monkeypatch: pytest.Monkey
         row = re.search(rf"^\| `{name}` \| (.+?) \|", PAGE, re.M)
         assert row and row[1] == f"`{default}`", name
     assert f"override_config.{PREFIX}_" in PAGE and f"{ENVIRONMENT}_" in PAGE
-    for reason in reasons_of("verl"):
+    for reason in VERL_REASONS:
         assert f"\n| `{reason}` |" in PAGE, reason
     monkeypatch.setattr("verl.utils.flops_counter.get_device_flops", lambda *args: 1.0)
     counted = Statistics(FlopsCounter(Qwen3Config()), 1).metrics(1.0, forward_only=False)

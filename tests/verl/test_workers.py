@@ -96,7 +96,7 @@ ERRORS = [
     ),
     (
         case("no number", f"{MODEL}.shared_prompt_min_dedup_ratio=much"),
-        "override_config.shared_prompt_min_dedup_ratio.*a number > 0.*'much'",
+        "override_config.shared_prompt_min_dedup_ratio.*a float > 0.*'much'",
     ),
     (case("budget too small", tokens=40), "ppo_max_token_len_per_gpu.*longest sequence"),
     (case("micro-batch size", micro=3), "micro_batch_size_per_gpu.*a divisor of the 8 samples"),

@@ -74,12 +74,14 @@ def _reason(config: Any, training: bool) -> str | None:
     return None
 
 
+def is_adapter_layer(kind: Any) -> bool:
+    """Whether modules of a class are PEFT's layers: there it is a property, of transformers' models a method."""
+    return isinstance(getattr(kind, "disable_adapters", None), property)
+
+
 def _active_adapters(model: nn.Module) -> set[str]:
     """The names of all adapters that take part in a forward."""
-    # `active_adapters` is a property of PEFT's layers and a method of transformers' models.
-    layers: list[Any] = [
-        one for one in model.modules() if isinstance(getattr(type(one), "disable_adapters", None), property)
-    ]
+    layers: list[Any] = [one for one in model.modules() if is_adapter_layer(type(one))]
     enabled = [one for one in layers if not one.disable_adapters]
     if layers and not enabled:
         return set()

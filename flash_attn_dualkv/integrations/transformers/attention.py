@@ -37,8 +37,7 @@ _HARMLESS = frozenset((
 ))  # fmt: skip
 # Scores and softcaps that sdpa does not have, under the names by which model files hand them on.
 _BEYOND_SDPA = ("softcap", "s_aux", "sinks")
-# Argument for the keys that an indexer chose. Model files put it into the mask for stock names
-# only.
+# Argument for keys that an indexer chose; for stock names alone model files put it into the mask.
 _CHOSEN_KEYS = ("indices", "block_indices")
 
 
@@ -205,14 +204,10 @@ def _check_call(
         raise SharedPromptError(explain("is_causal", "True with a shared prompt", False))
     if kwargs.get("output_attentions"):
         raise SharedPromptError(explain("output_attentions", "False (weights are never formed)", True))
-    unknown = sorted(name for name, value in kwargs.items() if name not in _HARMLESS and not _is_unset(value))
-    if unknown:
+    given = {name for name, value in kwargs.items() if value is not None and value is not False}
+    if unknown := sorted(given - _HARMLESS):
         expected = "no arguments of attention that this library does not implement"
         raise SharedPromptError(explain(type(module).__name__, expected, ", ".join(unknown)))
-
-
-def _is_unset(value: Any) -> bool:
-    return value is None or value is False
 
 
 # --- without a layout -----------------------------------------------------------------------------

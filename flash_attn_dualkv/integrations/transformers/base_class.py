@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -103,29 +102,19 @@ def _change_of_text(stock: Callable[..., None]) -> Callable[..., None]:
 
 def _stock_batching(stock: Callable[..., Any]) -> Callable[..., Any]:
     def generate_batch(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with _stock_names(model):
+        # On the stock attention that it runs on without a layout, under the name that this has.
+        configs = {id(one.config): one.config for one in model.modules() if isinstance(one, PreTrainedModel)}.values()
+        before = [(config, config._attn_implementation) for config in configs]
+        has_softcap = getattr(text_config(model.config), "attn_logit_softcapping", None) is not None
+        auto = "sdpa" if model._supports_sdpa and not has_softcap else "eager"
+        for config, name in before:
+            if name in own_names:
+                fallback = own_names[name]
+                config._attn_implementation_internal = auto if fallback == "auto" else fallback
+        try:
             return stock(model, *args, **kwargs)
+        finally:
+            for config, name in before:
+                config._attn_implementation_internal = name
 
     return generate_batch
-
-
-@contextmanager
-def _stock_names(model: Any) -> Iterator[None]:
-    """Put a model on the stock attention that it runs on without a layout, under the name that this has."""
-    configs = {id(one.config): one.config for one in model.modules() if isinstance(one, PreTrainedModel)}.values()
-    before = [(config, config._attn_implementation) for config in configs]
-    for config, name in before:
-        if name in own_names:
-            config._attn_implementation_internal = _stock_name(model, own_names[name])
-    try:
-        yield
-    finally:
-        for config, name in before:
-            config._attn_implementation_internal = name
-
-
-def _stock_name(model: Any, fallback: str) -> str:
-    if fallback != "auto":
-        return fallback
-    has_softcap = getattr(text_config(model.config), "attn_logit_softcapping", None) is not None
-    return "sdpa" if model._supports_sdpa and not has_softcap else "eager"

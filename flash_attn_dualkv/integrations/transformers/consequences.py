@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# Size limit of saved buffers: larger ones hold weights (of quantized models), which no forward
-# writes.
+# Size limit of saved buffers: larger ones are weights of quantized models, which no forward writes.
 _MOST_ELEMENTS = 2**18
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 # Attributes that every module has and PyTorch manages.
@@ -42,11 +41,11 @@ class Generators:
     def __init__(self, model: nn.Module, devices: Iterable[torch.device]) -> None:
         indices = {one.index or 0 for one in devices if one.type == "cuda"}
         torchs = [torch.default_generator, *(torch.cuda.default_generators[one] for one in sorted(indices))]
-        self._sources = [_Source(random.getstate, random.setstate, random.seed), *map(_source_of_torch, torchs)]
+        self._sources = [_Source(random.getstate, random.setstate, random.seed)]
         if (numpy := sys.modules.get("numpy")) is not None:
             self._sources.append(_Source(numpy.random.get_state, numpy.random.set_state, numpy.random.seed))
-        owned = {id(value): _source_of(value) for value, _ in _variables(model)}
-        self._sources += [one for one in owned.values() if one is not None]
+        others = {id(value): _source_of(value) for value in (*torchs, *(value for value, _ in _variables(model)))}
+        self._sources += [one for one in others.values() if one is not None]
 
     def read(self) -> list[Any]:
         """States of all generators."""
@@ -72,14 +71,10 @@ class _Source(NamedTuple):
     seed: Callable[[int], Any]
 
 
-def _source_of_torch(generator: torch.Generator) -> _Source:
-    return _Source(generator.get_state, generator.set_state, generator.manual_seed)
-
-
 def _source_of(value: Any) -> _Source | None:
     """An object as a source of random numbers, if it is one."""
     if isinstance(value, torch.Generator):
-        return _source_of_torch(value)
+        return _Source(value.get_state, value.set_state, value.manual_seed)
     if isinstance(value, random.Random):
         return _Source(value.getstate, value.setstate, value.seed)
     inner = getattr(value, "bit_generator", None)  # NumPy's Generator
@@ -117,7 +112,7 @@ def _kept_tensors(model: nn.Module) -> Iterator[Callable[[], None]]:
         buffers = module._buffers
         for name, tensor in buffers.items():
             if tensor is not None:
-                yield functools.partial(_put_back_buffer, buffers, name, tensor, *_copy_of(tensor))
+                yield functools.partial(_put_back, tensor, *_copy_of(tensor), buffers, name)
         for parameter in module._parameters.values():
             if parameter is not None and not parameter.requires_grad:
                 yield functools.partial(_put_back, parameter, *_copy_of(parameter))
@@ -129,17 +124,13 @@ def _copy_of(tensor: Tensor) -> tuple[int, Tensor | None]:
     return tensor._version, tensor.detach().clone() if is_small else None
 
 
-def _put_back(tensor: Tensor, version: int, copy: Tensor | None) -> None:
+def _put_back(
+    tensor: Tensor, version: int, copy: Tensor | None, buffers: dict[str, Tensor | None] | None = None, name: str = ""
+) -> None:
     if copy is not None and tensor._version != version:
         with torch.no_grad():
             tensor.copy_(copy)
-
-
-def _put_back_buffer(
-    buffers: dict[str, Tensor | None], name: str, tensor: Tensor, version: int, copy: Tensor | None
-) -> None:
-    _put_back(tensor, version, copy)
-    if buffers.get(name) is not tensor:
+    if buffers is not None and buffers.get(name) is not tensor:
         buffers[name] = tensor
 
 
@@ -191,11 +182,5 @@ def _named(namespace: dict[str, Any], others: frozenset[str] = frozenset()) -> I
 
 
 def _refill(container: Any, before: Any) -> None:
-    if _identities(container) != _identities(before):
-        container.clear()
-        container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
-
-
-def _identities(container: Any) -> list[int]:
-    parts = [*container, *container.values()] if isinstance(container, dict) else container
-    return [*map(id, parts)]
+    container.clear()
+    container.extend(before) if isinstance(container, (list, deque)) else container.update(before)

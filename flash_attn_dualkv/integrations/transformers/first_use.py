@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import SharedPromptError, SharedPromptLayoutError
-from .adapters import check_adapters
+from .adapters import check_adapters, is_adapter_layer
 from .hybrid import prepare
 from .structure import decoder_of, lock_of
-from .support import check_modules, check_noise, check_positions
-from .trial import FirstUseError, Trial, is_trying
+from .support import FirstUseError, check_modules, check_noise, check_positions
+from .trial import Trial, is_trying
 
 __all__ = ["FirstUseError", "check_first_use"]
 
@@ -65,10 +65,7 @@ def _error_of(stock: Any, trial: Trial | None) -> _Error | None:
     try:
         check_modules(stock)
         check_positions(decoder_of(stock))
-        try:
-            check_noise(stock)
-        except SharedPromptError as error:
-            raise FirstUseError(str(error), "dropout") from None
+        check_noise(stock)
         if trial is not None:
             trial.run()
     except SharedPromptLayoutError:  # something on the layout's way, which may be mended
@@ -109,5 +106,4 @@ def _role(kind: Any) -> str | None:
     """State of a model that modules of a class hold: "dropout", "adapter" or None."""
     if issubclass(kind, nn.modules.dropout._DropoutNd):
         return "dropout"
-    # `active_adapters` is a property of PEFT's layers and a method of transformers' models.
-    return "adapter" if isinstance(getattr(kind, "disable_adapters", None), property) else None
+    return "adapter" if is_adapter_layer(kind) else None

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
@@ -109,9 +110,8 @@ def shared_prompt_forward(
 
 def _text_marks(causal_lm: Any, batch: PackedBatch) -> dict[str, Tensor]:
     """Inputs that tell a model of text and images that all tokens are text, as some require in training mode."""
-    if not tower_configs(causal_lm.config):
-        return {}
-    is_told = "mm_token_type_ids" in inspect.signature(type(causal_lm).forward).parameters
+    parameters = inspect.signature(type(causal_lm).forward).parameters
+    is_told = "mm_token_type_ids" in parameters and tower_configs(causal_lm.config)
     return {"mm_token_type_ids": torch.zeros_like(batch.input_ids)[None]} if is_told else {}
 
 
@@ -141,26 +141,20 @@ def _check_vocabulary(causal_lm: Any, batch: PackedBatch) -> None:
         raise SharedPromptError(explain("batch", f"token ids below {min(sizes)}, the vocabulary", batch.max_token))
 
 
+@dataclass(frozen=True)
 class _Scorer:
     """Takes the place of a causal LM's forward during one `shared_prompt_forward`."""
 
-    def __init__(
-        self, causal_lm: Any, backbone: str, batch: PackedBatch, temperature: float, with_entropy: bool
-    ) -> None:
-        self.causal_lm = causal_lm
-        self.backbone = backbone
-        self.batch = batch
-        self.temperature = temperature
-        self.with_entropy = with_entropy
-        # The bound method, with whatever a library has put around it (autocast, for example).
-        self.stock_forward = causal_lm.forward
-        self.thread = threading.get_ident()
+    causal_lm: Any
+    backbone: str
+    batch: PackedBatch
+    temperature: float
+    with_entropy: bool
 
-    def __call__(self, *args: Any, **inputs: Any) -> Any:
+    def __call__(self, stock: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
         """The model's inputs -> log-probabilities and entropies, (sum R,) each."""
-        output = self._run_backbone(inputs)
-        # One gather for all rows: a gather per chunk would have a backward as large as the whole
-        # pack.
+        output = self._run_backbone(stock, inputs)
+        # One gather for all rows: one per chunk would have a backward as large as the whole pack.
         states = output.last_hidden_state[0]
         # Layers may lie on several devices; the last of them says where the scores are computed.
         here, token_index = states.device, self.batch.token_index
@@ -173,10 +167,9 @@ class _Scorer:
             ready = type(output)(last_hidden_state=hidden[None])
             ready_backbone = _ready_backbone(self.causal_lm, self.backbone, ready)
             with lock_of(self.causal_lm), ready_backbone, already_gathered(gathered):
-                # Only the length of the input is read, by some heads: the backbone's output is
-                # ready.
+                # Some heads read the input's length, none more: the backbone's output is ready.
                 inputs = {"inputs_embeds": hidden.detach()[None], "use_cache": False, "return_dict": True}
-                result: Tensor = self.stock_forward(**inputs).logits[0].to(here)
+                result: Tensor = stock(**inputs).logits[0].to(here)
             return result
 
         targets = self.batch.targets.to(here)
@@ -188,12 +181,13 @@ class _Scorer:
         logps, entropy = score_gathered(gathered, score, hidden)
         return logps.to(token_index.device), entropy.to(token_index.device)
 
-    def _run_backbone(self, inputs: dict[str, Any]) -> Any:
+    def _run_backbone(self, stock: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """The backbone's output, from a stock forward whose head sees a single row."""
         outputs: list[Any] = []
+        thread = threading.get_ident()
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
-            if not is_elsewhere(self.thread):
+            if not is_elsewhere(thread):
                 outputs.append(output)
 
         handle = getattr(self.causal_lm, self.backbone).register_forward_hook(keep)
@@ -201,7 +195,7 @@ class _Scorer:
             # Wrappers add arguments of their own, return_dict among them.
             # A slice is on no device. Given a number, models whose last layers share keys
             # compute these for the last rows alone.
-            self.stock_forward(**{**inputs, "logits_to_keep": slice(0, 1), "return_dict": True})
+            stock(**{**inputs, "logits_to_keep": slice(0, 1), "return_dict": True})
         finally:
             handle.remove()
         if len(outputs) != 1 or not hasattr(outputs[0], "last_hidden_state"):
@@ -226,11 +220,8 @@ class _ReadyBackbone(nn.Module):
 
     def __init__(self, backbone: nn.Module, output: Any) -> None:
         super().__init__()
-        # Kept out of the submodules: this object lives for one call and must not claim the
-        # parameters.
-        self.__dict__["backbone"] = backbone
-        self.__dict__["output"] = output
-        self.__dict__["thread"] = threading.get_ident()
+        # No submodule: this object lives for one call and must not claim the parameters.
+        self.__dict__.update(backbone=backbone, output=output, thread=threading.get_ident())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["backbone"], name)

@@ -46,17 +46,13 @@ class _Around(nn.Module):
         self.__dict__["function"] = function  # which may be a module: not as a submodule
         self._is_full_backward_hook = module._is_full_backward_hook
         for name in _HOOKS:
-            hooks = {key: hook for key, hook in getattr(module, name).items() if _gathers(hook)}
-            getattr(self, name).update({key: _of(module, hook) for key, hook in hooks.items()})
+            for key, hook in getattr(module, name).items():
+                if _gathers(hook):  # as it runs for its own module
+                    getattr(self, name)[key] = lambda _, *arguments, hook=hook: hook(module, *arguments)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         scores: tuple[Tensor, Tensor] = self.__dict__["function"](hidden)
         return scores
-
-
-def _of(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook as it runs for its own module."""
-    return lambda _, *arguments: hook(module, *arguments)
 
 
 @contextmanager

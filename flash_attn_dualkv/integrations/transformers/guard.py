@@ -34,15 +34,15 @@ class Expectation:
 
     def check(self) -> None:
         """SharedPromptLayoutError unless every attention layer has consumed the layout."""
+        got = f"{len(self.consumers)}"
+        if len(self.consumers) < self.num_layers:
+            got += (
+                ": the others attended without it, so the results of this forward are wrong. Either the model does not "
+                "run on a registered or wrapped attention, or something on the way drops unknown keyword arguments "
+                "(install_layout_hook passes the layout to the backbone itself)"
+            )
         if len(self.consumers) != self.num_layers:
             expected = f"consumed by {self.num_layers} layers that mix tokens"
-            if len(self.consumers) > self.num_layers:
-                raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, f"{len(self.consumers)}"))
-            got = (
-                f"{len(self.consumers)}: the others attended without it, so the results of this forward are wrong. "
-                "Either the model does not run on a registered or wrapped attention, or something on the way drops "
-                "unknown keyword arguments (install_layout_hook passes the layout to the backbone itself)"
-            )
             raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, got))
 
 

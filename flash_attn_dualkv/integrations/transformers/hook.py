@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,10 +20,12 @@ from ...layout import SharedPromptLayout, check_unpacked
 from . import guard
 from .base_class import check_labels
 from .first_use import check_first_use
-from .heads import check_head, check_output
 from .hybrid import prepare
-from .structure import backbone_name, causal_lm_of, is_replaced
+from .structure import backbone_name, causal_lm_of, holds, is_replaced
 from .support import check_modules, check_positions, check_supported, media_among, num_mixing_layers
+
+# Outputs of towers (vision, audio), which are no result of the row.
+_OF_TOWERS = re.compile(r"^(image|video|audio|vision)_")
 
 
 def install_layout_hook(model: nn.Module, *, self_check: bool = True) -> LayoutHook:
@@ -30,8 +34,7 @@ def install_layout_hook(model: nn.Module, *, self_check: bool = True) -> LayoutH
     The layout is the keyword argument `shared_prompt_layout` or, if something between the caller and the model drops
     unknown arguments, that of the enclosing `expect_shared_prompt`. The backbone (`model.model` of a causal LM) gets it
     even if the causal LM around it drops it. Install it before the model is wrapped or sharded. Layers of hybrid models
-    get hooks of their own, which stay, and do nothing without a layout. Copies of the model, pickled ones too, have a
-    hook of their own.
+    get hooks of their own, which stay, and do nothing without a layout. A copied or pickled model has its own.
 
     Args:
         model: a causal LM, its backbone, or another model with one output a token; adapters included.
@@ -43,16 +46,15 @@ def install_layout_hook(model: nn.Module, *, self_check: bool = True) -> LayoutH
         A handle whose `remove()` takes the hook away.
 
     Raises:
-        SharedPromptError: the model is not supported; see `check_supported`. Its head gives one value for the whole
-            row, which shows at installation or from a forward. From a forward: the model draws random numbers or is
-            not exact with its present adapters. Labels without shift_labels, which the model would shift by a row.
+        SharedPromptError: the model is not supported; see `check_supported`. From a forward: its head gives one value
+            for the whole row; the model draws random numbers or is not exact with its present adapters. Labels without
+            shift_labels, which the model would shift by a row.
         SharedPromptLayoutError: from a forward, when an attention layer has not consumed the layout, when the positions
             are not those of the layout's batch, or when those of a batch come without its layout.
     """
     stock = causal_lm_of(model)
     check_supported(stock.config)
     check_modules(stock)
-    check_head(stock)
     name = backbone_name(stock)
     modules = [stock] if name is None else [stock, getattr(stock, name)]
     check_positions(modules[-1])
@@ -72,6 +74,47 @@ def _check_inputs(layout: Any, inputs: dict[str, Any]) -> None:
     if media := media_among(inputs):
         expected = "text alone with a shared prompt (its positions and places of images are those of single sequences)"
         raise SharedPromptError(explain("inputs of the model", expected, ", ".join(media)))
+
+
+def _check_output(output: Any, layout: SharedPromptLayout, inputs: dict[str, Any]) -> None:
+    """Refuse what a forward with a layout has computed from the row as a whole, which is none of any sequence's.
+
+    A backbone, a causal LM's head and token classification (critics, reward models a token) give something for each
+    row of the pack. Sequence classification, double heads and poolers choose one row or average all of them. Which is
+    which shows in the shape of what comes out, whatever the class is called.
+
+    Args:
+        output: of the model: one of transformers' outputs, a tuple or a tensor.
+        layout: of the forward.
+        inputs: its arguments by their names.
+
+    Raises:
+        SharedPromptError: a floating-point tensor that has no dimension of rows; a loss of labels that were not given.
+    """
+    if isinstance(output, Mapping) and output.get("loss") is not None and inputs.get("shift_labels") is None:
+        expected = "that of shift_labels=batch.labels[None] with a shared prompt"
+        raise SharedPromptError(explain("loss", expected, f"one of other labels of {type(output).__name__}"))
+    kept = inputs.get("logits_to_keep")
+    rows = [layout.num_local_tokens, kept.numel() if isinstance(kept, Tensor) else kept]
+    for name, one in _results(output):
+        # Integers are no results (offsets of positions, for example); losses have no dimension.
+        if one.dim() == 0 or not one.is_floating_point():
+            continue
+        if not any(size in rows for size in one.shape[: max(2, one.dim() - 1)]):
+            expected = "one value for each row of the packed batch (a backbone, a causal LM, token classification)"
+            advice = "one for the whole row, in which all sequences lie (give each a row of its own, without a layout)"
+            raise SharedPromptError(explain(f"{name} of the model", expected, f"shape {tuple(one.shape)}: {advice}"))
+
+
+def _results(output: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of an output, and those of tuples in it; caches are objects or lie deeper."""
+    named = output.items() if isinstance(output, Mapping) else enumerate(_parts(output))
+    values = [(str(name), one) for name, value in named for one in _parts(value)]
+    return [(name, one) for name, one in values if isinstance(one, Tensor) and not _OF_TOWERS.match(name)]
+
+
+def _parts(value: Any) -> Any:
+    return value if isinstance(value, (tuple, list)) else (value,)
 
 
 class LayoutHook:
@@ -126,7 +169,7 @@ class LayoutHook:
             own.check()
         layout = kwargs.get("shared_prompt_layout")
         if layout is not None and not is_replaced(module):
-            check_output(output, layout, self._inputs(module, args, kwargs))
+            _check_output(output, layout, self._inputs(module, args, kwargs))
 
     def _try(self, module: nn.Module, inputs: dict[str, Any]) -> None:
         """SharedPromptError if the model cannot share prompts in its present mode and with its present adapters."""
@@ -150,7 +193,7 @@ class LayoutHook:
         """
         while (expectation := guard.current()) is not None:
             owner = expectation.owner
-            is_own = isinstance(owner, tuple) and owner[0] is self and any(one is owner[1] for one in module.modules())
+            is_own = isinstance(owner, tuple) and owner[0] is self and holds(module, owner[1])
             if not is_own:
                 return
             guard.end(expectation)

@@ -15,6 +15,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from ...checks import explain
 from ...errors import SharedPromptUnsupportedError
+from ..replacing import closure_of
 from . import guard
 
 # Building blocks of transformers' masks for causal and sliding-window attention of packed rows. A
@@ -38,8 +39,7 @@ class _MaskError(SharedPromptUnsupportedError, AttributeError):
 class DeferredMask:
     """Stands for the mask of a packed row, T x T elements, which is built only when something reads it.
 
-    Attention layers with a layout do not. To stock attention, and to models that compute with their mask themselves,
-    this object is the mask.
+    Attention layers with a layout do not. To stock attention, and to models that compute with it, this is the mask.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DeferredMask:
         """Other mask functions and the window; computed once for all layers."""
         if self._found is None:
             parts = _parts(self._arguments.get("mask_function", causal_mask_function))
-            windows = self._arguments.get("local_size"), _closure(parts.get(_WINDOW)).get("sliding_window")
+            windows = self._arguments.get("local_size"), closure_of(parts.get(_WINDOW)).get("sliding_window")
             found = min((one for one in windows if one is not None), default=None)
             self._found = sorted(parts.keys() - _CAUSAL_MASKS), found
         return self._found
@@ -92,8 +92,9 @@ class DeferredMask:
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """The mask for layers on another device, which accelerate's hooks ask for: no layer has read it yet."""
-        device = _device_alone(args, kwargs)
-        if device is None:
+        parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, layout = parsed
+        if device is None or dtype is not None or layout is not None:
             return self._tensor().to(*args, **kwargs)
         if device not in self._moved:
             builder = functools.partial(_built_on, device, self._builder)
@@ -148,15 +149,6 @@ class _Uses:
     is_replaced: bool = False  # by a layout, in at least one layer
 
 
-def _device_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """Device argument of a call of `to` without other arguments."""
-    options = {name: value for name, value in kwargs.items() if name != "non_blocking"}
-    targets = (*args, *options.values())
-    if len(targets) != 1 or not options.keys() <= {"device"} or not isinstance(targets[0], (torch.device, str, int)):
-        return None
-    return torch.device(targets[0])
-
-
 def _built_on(device: torch.device, builder: Callable[..., Any], /, **arguments: Any) -> Any:
     mask = builder(**arguments)
     return mask.to(device) if isinstance(mask, Tensor) else mask
@@ -174,7 +166,7 @@ def _parts(mask_function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
         function = pending.pop()
         # getattr() with a default always returns the default in TorchDynamo of PyTorch 2.11.
         name = function.__qualname__ if isinstance(function, FunctionType) else type(function).__name__
-        inner = _functions(_closure(function))
+        inner = _functions(closure_of(function))
         alternatives = [one for one in inner if not _is_without_blocks(one)]
         # Masks of images are dropped for rows of text.
         if name == "or_masks.<locals>.or_mask" and len(alternatives) == 1:
@@ -185,13 +177,6 @@ def _parts(mask_function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def _closure(function: Callable[..., Any] | None) -> dict[str, Any]:
-    """Variables in the closure of a function, by name."""
-    if not isinstance(function, FunctionType):
-        return {}
-    return dict(zip(function.__code__.co_freevars, [cell.cell_contents for cell in function.__closure__ or ()]))
-
-
 def _functions(values: dict[str, Any]) -> list[Callable[..., Any]]:
     parts = [one for value in values.values() for one in (value if isinstance(value, tuple) else (value,))]
     return [one for one in parts if callable(one)]
@@ -199,7 +184,7 @@ def _functions(values: dict[str, Any]) -> list[Callable[..., Any]]:
 
 def _is_without_blocks(function: Callable[..., Any]) -> bool:
     """Whether a function shows the tokens of a block to each other and there is no block: all are text, -1."""
-    blocks = _closure(function).get("block_sequence_ids")
+    blocks = closure_of(function).get("block_sequence_ids")
     return isinstance(blocks, Tensor) and not (blocks >= 0).any()
 
 
@@ -218,12 +203,9 @@ def deferred_mask(
     if batch_size == 1 and attention_mask is None and not _is_skipped(arguments):
         return DeferredMask(sdpa_mask, arguments)
     mask = sdpa_mask(**arguments)
-    return DeferredMask(sdpa_mask, arguments) if mask is None and _drops_rows(kwargs.get("config")) else mask
-
-
-def _drops_rows(config: Any) -> bool:
-    """Whether layers with the keys of others may get the last rows alone: None would be causal from the first on."""
-    return bool(getattr(config, "num_kv_shared_layers", 0))
+    # Layers with the keys of others may get the last rows alone: None would be causal from the first on.
+    drops_rows = bool(getattr(kwargs.get("config"), "num_kv_shared_layers", 0))
+    return DeferredMask(sdpa_mask, arguments) if mask is None and drops_rows else mask
 
 
 def _is_skipped(arguments: dict[str, Any]) -> bool:

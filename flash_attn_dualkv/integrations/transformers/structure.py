@@ -20,9 +20,6 @@ from ...errors import SharedPromptError
 _WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "module")
 
 
-Call = Callable[[nn.Module, dict[str, Any]], Any]
-
-
 def causal_lm_of(model: nn.Module) -> Any:
     """The transformers model inside wrappers and adapters.
 
@@ -49,7 +46,7 @@ def backbone_name(causal_lm: Any) -> str | None:
     """
     embeddings = causal_lm.get_input_embeddings()
     for name, child in causal_lm.named_children():
-        if child is not embeddings and _holds(child, embeddings):
+        if child is not embeddings and holds(child, embeddings):
             return str(name)
     return None
 
@@ -57,10 +54,11 @@ def backbone_name(causal_lm: Any) -> str | None:
 def decoder_of(model: Any) -> Any:
     """The decoder of text tokens: of the transformers models that hold the input embeddings the innermost."""
     embeddings = model.get_input_embeddings()
-    return [one for one in model.modules() if isinstance(one, PreTrainedModel) and _holds(one, embeddings)][-1]
+    return [one for one in model.modules() if isinstance(one, PreTrainedModel) and holds(one, embeddings)][-1]
 
 
-def _holds(module: nn.Module, other: nn.Module) -> bool:
+def holds(module: nn.Module, other: nn.Module) -> bool:
+    """Whether a module is another one, or contains it."""
     return any(one is other for one in module.modules())
 
 
@@ -83,8 +81,8 @@ def is_elsewhere(thread: int) -> bool:
 
 
 @contextmanager
-def replaced_forward(causal_lm: Any, forward: Callable[..., Any]) -> Iterator[Call]:
-    """Let the causal LM answer calls of this thread with `forward`: below its hooks and wrappers.
+def replaced_forward(causal_lm: Any, forward: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Let the causal LM answer calls of this thread with `forward(stock, ...)`: below its hooks and wrappers.
 
     Yields what calls the module around it, and sees that the answer came from `forward`.
     """
@@ -123,18 +121,11 @@ class _Replacement:
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         if is_elsewhere(self._thread):
             return self._stock(*args, **inputs)
-        _check_wanted(inputs)
+        # Adapters such as X-LoRA weigh their experts by the hidden states of a forward that goes before.
+        for name in ("output_hidden_states", "output_attentions"):
+            if inputs.get(name):
+                expected = "a model whose wrappers and adapters call it once, for its log-probabilities"
+                got = f"a call with {name}=True (an adapter looks into the model, and cannot be shared)"
+                raise SharedPromptError(explain("model", expected, got))
         self._has_answered = True
-        return self._forward(*args, **inputs)
-
-
-def _check_wanted(inputs: dict[str, Any]) -> None:
-    """SharedPromptError for a call that wants to look into the model: from an adapter, for purposes of its own.
-
-    X-LoRA, for example, weighs its experts by the hidden states of a forward that goes before.
-    """
-    for name in ("output_hidden_states", "output_attentions"):
-        if inputs.get(name):
-            expected = "a model whose wrappers and adapters call it once, for its log-probabilities"
-            got = f"a call with {name}=True (an adapter such as X-LoRA looks into the model, and cannot be shared)"
-            raise SharedPromptError(explain("model", expected, got))
+        return self._forward(self._stock, *args, **inputs)

@@ -21,15 +21,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from ... import kernels
 from ...checks import describe, explain
 from ...errors import SharedPromptError, SharedPromptTypeError
-from .hybrid.families import ATTENTION_TYPES, LAYER_TYPES, family_of, is_attention, is_mixer, layer_types_of, mixers_of
+from .hybrid.families import ATTENTION_TYPES, LAYER_TYPES, family_of, is_a, layer_types_of, mixers_of
 
 # Substrings of the names of inputs other than text.
 MEDIA = ("pixel", "image", "token_type_ids", "spatial_shapes", "video", "audio")
 # Attribute that marks attention functions that take a layout.
 TAKES_LAYOUT = "dualkv_takes_layout"
 
-# Configuration fields of models that also mix tokens without attention, unless layer_types says
-# otherwise.
+# Fields of models that also mix tokens without attention, unless their layer_types say otherwise.
 _MIXER_FIELDS = re.compile(r"^(mamba|ssm|rwkv|conv_L_cache|linear_conv|lru|hybrid_override_pattern|use_rg_lru)")
 _MIXER_CLASSES = re.compile(
     r"mamba|deltanet|linearattention|lightningattention|shortconv|rwkv|rglru|retention|mlstm|slstm|indexer", re.I
@@ -37,6 +36,17 @@ _MIXER_CLASSES = re.compile(
 # Configuration fields of random numbers that stock training draws for every copy of the prompt.
 _NOISE_FIELDS = re.compile(r"(dropout|_pdrop|layerdrop|drop_path|jitter)")
 _NOISE_OF_OTHER_HEADS = re.compile(r"^(classifier|summary)_")
+
+
+class FirstUseError(SharedPromptError):
+    """A model is not exact on shared prompts in its present mode and with its present adapters."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message, reason)
+        self.reason = reason  # "dropout", "noise" or "self_check"
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def text_config(config: Any) -> Any:
@@ -154,7 +164,7 @@ def num_mixing_layers(model: Any) -> int:
         # Cross-attention to images does nothing without images.
         of_images = getattr(text, "cross_attention_layers", None) or ()
         return len(set(range(text.num_hidden_layers)).difference(of_images))
-    return sum(is_mixer(module, family) or is_attention(module, family) for module in model.modules())
+    return sum(is_a(module, family.mixer) or is_a(module, family.attention) for module in model.modules())
 
 
 def check_modules(model: nn.Module) -> None:
@@ -172,16 +182,17 @@ def check_modules(model: nn.Module) -> None:
         if f"{name}.".startswith(towers):
             continue
         if family is not None and (
-            is_attention(module, family)
+            is_a(module, family.attention)
             or any(f"{name}.".startswith(one) or one.startswith(f"{name}.") for one in mixers)
         ):
             continue
-        # RoBERTa and its like reserve a position for padding, and the first token gets the next
-        # one.
+        # RoBERTa and its like reserve a position for padding: the first token gets the next one.
         if isinstance(module, nn.Embedding) and module.padding_idx is not None and "position" in name:
             raise SharedPromptError(explain(name, "positions that begin at 0", f"{module.padding_idx + 1}"))
         is_convolution = isinstance(module, nn.modules.conv._ConvNd) and module.kernel_size[-1] > 1
-        if (is_convolution and _is_text_layer(name)) or _MIXER_CLASSES.search(type(module).__name__):
+        # The patch embeddings of vision towers are convolutions too.
+        is_of_text = "layers." in name and not any(tower in name for tower in ("vision", "visual", "audio"))
+        if (is_convolution and is_of_text) or _MIXER_CLASSES.search(type(module).__name__):
             raise SharedPromptError(explain(name, "a module that does not mix tokens", type(module).__name__))
 
 
@@ -208,11 +219,6 @@ def tower_names(model: Any) -> tuple[str, ...]:
     )
 
 
-def _is_text_layer(name: str) -> bool:
-    """Whether a module lies in a decoder layer; the patch embeddings of vision towers are convolutions too."""
-    return "layers." in name and not any(tower in name for tower in ("vision", "visual", "audio"))
-
-
 def check_noise(model: Any) -> None:
     """Refuse a model that draws random numbers per token in its present mode; in eval mode dropout does nothing.
 
@@ -220,7 +226,7 @@ def check_noise(model: Any) -> None:
         model: a transformers model, adapters included.
 
     Raises:
-        SharedPromptError: names the module or the field of the configuration.
+        FirstUseError: names the module or the field of the configuration.
     """
     advice = (
         ". One copy of the prompt cannot have a draw for each response; set it to 0 before the model is made, or "
@@ -230,19 +236,19 @@ def check_noise(model: Any) -> None:
     for name, module in model.named_modules():
         is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and not f"{name}.".startswith(towers)
         if is_dropout and module.training and module.p > 0:
-            raise SharedPromptError(explain(f"dropout of {name}", "0 in training mode", module.p) + advice)
+            raise FirstUseError(explain(f"dropout of {name}", "0 in training mode", module.p) + advice, "dropout")
     if not model.training:
         return
-    for field, value in _numbers(text_config(model.config).to_dict()):
+    for field, value in fields_of(text_config(model.config).to_dict()):
         is_noise = _NOISE_FIELDS.search(field) and not _NOISE_OF_OTHER_HEADS.match(field)
-        if is_noise and value > 0:
-            raise SharedPromptError(explain(f"config.{field}", "0 in training mode", value) + advice)
+        if is_noise and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            raise FirstUseError(explain(f"config.{field}", "0 in training mode", value) + advice, "dropout")
 
 
-def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """Numbers of a configuration and of its parts, with their names."""
+def fields_of(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of a configuration and of its parts, with their names."""
     for name, value in config.items():
         if isinstance(value, dict):
-            yield from ((f"{name}.{inner}", number) for inner, number in _numbers(value))
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield from ((f"{name}.{inner}", one) for inner, one in fields_of(value))
+        else:
             yield str(name), value

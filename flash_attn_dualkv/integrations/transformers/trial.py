@@ -4,8 +4,7 @@
 Configurations and names tell only what somebody has thought of. Two kinds of faults show in any model that has them:
 
 - Random numbers. Stock training draws noise for every copy of a prompt, a packed row would draw it once for all. If
-  the pair's forward moves a generator, it is repeated: noise is what differs with another state and not with an equal
-  one.
+  the pair's forward moves a generator, it is repeated: noise differs with another state, and not with an equal one.
 - Modules that look at other tokens of their row, such as an adapter that averages over it. The pair is computed packed
   and alone; the difference must be one of rounding.
 """
@@ -16,7 +15,7 @@ import random
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -28,11 +27,12 @@ from torch.distributed.tensor import DTensor
 from ...checks import explain
 from ...data.pack import pack_shared_prompts
 from ...errors import SharedPromptError
+from ..lm_head import current_autocast
 from . import guard
 from .consequences import Generators, without_consequences
 from .structure import causal_lm_of, decoder_of, replaced_forward
-from .support import num_mixing_layers, text_config
-from .watch import first_to_differ, first_to_draw, jittered, output_types
+from .support import FirstUseError, fields_of, num_mixing_layers, text_config
+from .watch import described, first_to_draw, jittered, outputs_of, tensors_of, watched
 
 # Length of the prompt and of each of two responses: twice 32 tokens alone, 47 packed.
 LENGTH = 16
@@ -64,17 +64,6 @@ _trying: ContextVar[bool] = ContextVar("dualkv_trying", default=False)
 Outputs = tuple[Tensor, ...]  # hidden states and, where there is a head, logits
 
 
-class FirstUseError(SharedPromptError):
-    """A model is not exact on shared prompts in its present mode and with its present adapters."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message, reason)
-        self.reason = reason  # "dropout", "noise" or "self_check"
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
 def is_trying() -> bool:
     """Whether this thread runs a trial: its forwards need not be tried."""
     return _trying.get()
@@ -90,7 +79,8 @@ class Pair(NamedTuple):
     def choose(config: Any, number: int) -> Pair:
         """Tokens of a pair, the same on every rank and without special tokens (of images, for example)."""
         text = text_config(config)
-        special = set(_special_tokens(config.to_dict()))
+        tokens = (value for name, value in fields_of(config.to_dict()) if _TOKENS.search(name))
+        special = {one for value in tokens for one in (value if isinstance(value, list) else [value])}
         length = min(LENGTH, max(1, (getattr(text, "max_position_embeddings", None) or 2 * LENGTH) // 2))
         most = min(text.vocab_size, 3 * length + len(special))
         candidates = random.Random(number).sample(range(text.vocab_size), most)
@@ -101,14 +91,6 @@ class Pair(NamedTuple):
     def sequences(self, device: torch.device) -> Tensor:
         """(2, 2 x length)."""
         return torch.tensor([[*self.prompt, *response] for response in self.responses], device=device)
-
-
-def _special_tokens(config: dict[str, Any]) -> Iterator[int]:
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from _special_tokens(value)
-        elif _TOKENS.search(str(name)):
-            yield from (one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int))
 
 
 class Trial:
@@ -125,11 +107,10 @@ class Trial:
         self.device = device
         self.model = model
         self.outermost: nn.Module = stock if model is None else model
-        self.entry: Any = None if model is None else causal_lm_of(model)
+        self.entry: Any = stock if model is None else causal_lm_of(model)
         self.decoder: Any = decoder_of(stock)
         # Hooks of a decoder that is called directly are running already: they must not run again.
-        is_called = self.decoder is (stock if model is None else self.entry)
-        self.decode: Any = self.decoder.forward if is_called else self.decoder
+        self.decode: Any = self.decoder.forward if self.decoder is self.entry else self.decoder
 
     @torch.compiler.disable
     def run(self) -> None:
@@ -137,15 +118,17 @@ class Trial:
         devices = {self.device, *(one.device for one in self.stock.parameters())}
         token = _trying.set(True)
         try:
-            with ExitStack() as stack:
-                stack.enter_context(warnings.catch_warnings())
+            with (
+                warnings.catch_warnings(),
+                torch.no_grad(),
+                # Parameters that are cast without gradients are not kept for forwards with gradients.
+                current_autocast(self.device.type, cache_enabled=False)(),
+                torch.compiler.set_stance("force_eager"),
+                guard.suspended(),
+                without_consequences(self.outermost, devices) as generators,
+                _nudged(self.stock),
+            ):
                 warnings.simplefilter("ignore")  # checkpointed layers miss gradients
-                stack.enter_context(torch.no_grad())
-                stack.enter_context(_without_cache_of_autocast(self.device.type))
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(guard.suspended())
-                generators = stack.enter_context(without_consequences(self.outermost, devices))
-                stack.enter_context(_nudged(self.stock))
                 self._run(generators)
         finally:
             _trying.reset(token)
@@ -153,7 +136,12 @@ class Trial:
     def _run(self, generators: Generators) -> None:
         pair = Pair.choose(self.stock.config, 0)
         begin = generators.seed(0)
-        with output_types(self.decoder) as types:
+        types: set[torch.dtype] = set()  # autocast and mixed precision show in outputs alone
+
+        def leave(name: str, module: nn.Module, output: Any) -> None:
+            types.update(one.dtype for one in tensors_of(output) if one.is_floating_point())
+
+        with watched(self.decoder, None, leave):
             alone = self._alone(pair)
         if self._agreed(generators.have_moved(begin)):
             self._check_noise(generators, pair, alone)
@@ -194,18 +182,22 @@ class Trial:
         return max(_difference(way, alone) for way in ways)
 
     def _refuse(self, pair: Pair, found: float, most: float) -> None:
-        rows = self._batch(pair).token_index
+        rows, length = self._batch(pair).token_index, 2 * len(pair.prompt)
 
-        def compared(output: Tensor, is_packed: bool) -> Tensor | None:
-            if is_packed:
-                is_row = output.dim() == 3 and output.shape[0] == 1 and output.shape[1] > int(rows.max())
-                return output[0].index_select(0, rows.to(output.device)) if is_row else None
-            is_row = output.dim() == 3 and output.shape[:2] == (1, 2 * len(pair.prompt))
-            return _scoring_rows(output) if is_row else None
+        def of_packed(output: Tensor) -> Tensor | None:
+            is_row = output.dim() == 3 and output.shape[0] == 1 and output.shape[1] > int(rows.max())
+            return output[0].index_select(0, rows.to(output.device)) if is_row else None
 
-        name = first_to_differ(
-            self.outermost, lambda: self._alone(pair), lambda: self._packed(pair), compared, _row_difference, most
-        )
+        def of_alone(output: Tensor) -> Tensor | None:
+            return _scoring_rows(output) if output.dim() == 3 and output.shape[:2] == (1, length) else None
+
+        others = outputs_of(self.outermost, lambda: self._alone(pair), of_alone)
+        name = ""
+        for one, (module, output) in outputs_of(self.outermost, lambda: self._packed(pair), of_packed).items():
+            other = others.get(one, (module, output[:0]))[1]
+            if output.shape == other.shape and not _row_difference(output, other) <= most:
+                name = described(one, module)
+                break
         expected = "the same in a packed row as in rows of their own"
         got = f"differences of {found:.2g} of their size, where rounding makes at most {most:.2g}"
         where = f"; the first module that differs is {name}" if name else ""
@@ -258,7 +250,7 @@ class Trial:
             raise FirstUseError(message + ADVICE, "self_check") from error
 
     def _run_outermost(self, model: nn.Module, inputs: dict[str, Any]) -> Outputs:
-        def answer(*args: Any, **given: Any) -> Outputs:
+        def answer(_stock: Any, *args: Any, **given: Any) -> Outputs:
             return self._answer(**{name: value for name, value in given.items() if value is not None})
 
         with replaced_forward(self.entry, answer) as call:
@@ -268,7 +260,7 @@ class Trial:
     def _answer(self, **inputs: Any) -> Outputs:
         """Outputs of decoder and head, in place of the transformers model's own forward."""
         hidden = self.decode(**inputs)[0]
-        head = (self.stock if self.entry is None else self.entry).get_output_embeddings()
+        head = self.entry.get_output_embeddings()
         # Heads such as ELECTRA's have a layer before the projection.
         is_whole = getattr(head, "in_features", None) == hidden.shape[-1]
         return (hidden, head(hidden)) if is_whole else (hidden,)
@@ -291,12 +283,6 @@ def _row_difference(one: Tensor, other: Tensor) -> float:
     relative = (one - other).norm(dim=-1) / sizes.clamp(min=torch.finfo(torch.float32).tiny)
     relative = relative.where(sizes.isfinite(), 0.0).nan_to_num(nan=float("inf"))
     return float(relative.max())
-
-
-def _without_cache_of_autocast(device_type: str) -> torch.autocast:
-    """Autocast as it is, but parameters that are cast without gradients are not kept for forwards with gradients."""
-    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
 @contextmanager

@@ -35,18 +35,6 @@ def watched(model: nn.Module, enter: Watcher | None, leave: Watcher) -> Iterator
 
 
 @contextmanager
-def output_types(model: nn.Module) -> Iterator[set[torch.dtype]]:
-    """The types in which modules compute: autocast and mixed precision show in their outputs alone."""
-    types: set[torch.dtype] = set()
-
-    def leave(name: str, module: nn.Module, output: Any) -> None:
-        types.update(one.dtype for one in _tensors(output) if one.is_floating_point())
-
-    with watched(model, None, leave):
-        yield types
-
-
-@contextmanager
 def jittered(model: nn.Module, size: float, seed: int) -> Iterator[None]:
     """Multiply what embeddings and decoder layers give with 1 + u, |u| <= size: errors as those of rounding."""
     generators: dict[torch.device, torch.Generator] = {}
@@ -81,61 +69,46 @@ def first_to_draw(model: nn.Module, generators: Generators, forward: Callable[[]
 
     def leave(name: str, module: nn.Module, output: Any) -> None:
         if generators.have_moved(states.pop()):
-            found.append(_described(name, module))
+            found.append(described(name, module))
 
     with watched(model, enter, leave):
         forward()
     return found[0] if found else None
 
 
-def first_to_differ(
-    model: nn.Module,
-    alone: Callable[[], Any],
-    packed: Callable[[], Any],
-    rows: Callable[[Tensor, bool], Tensor | None],
-    difference: Callable[[Tensor, Tensor], float],
-    most: float,
-) -> str | None:
-    """The innermost of the modules whose outputs differ first between two forwards, with its class.
+def outputs_of(
+    model: nn.Module, forward: Callable[[], Any], rows: Callable[[Tensor], Tensor | None]
+) -> dict[str, tuple[nn.Module, Tensor]]:
+    """What is compared of the modules' outputs in a forward, by name, from the innermost that runs first.
 
     Args:
-        rows: of an output, and whether it is that of `packed`, what is compared; None for an output of another shape.
-        difference: of two of them.
-        most: differences of rounding.
+        rows: of an output what is compared; None for an output of another shape.
     """
+    found: dict[str, tuple[nn.Module, Tensor]] = {}
 
-    def outputs(forward: Callable[[], Any], is_packed: bool) -> dict[str, tuple[nn.Module, Tensor]]:
-        found: dict[str, tuple[nn.Module, Tensor]] = {}
+    def leave(name: str, module: nn.Module, output: Any) -> None:
+        first = next(tensors_of(output), None)
+        compared = None if first is None or not first.is_floating_point() else rows(first)
+        if compared is not None:
+            before = [found[name][1]] if name in found else []  # sequences that run one after the other
+            found[name] = module, torch.cat([*before, compared.detach()])
 
-        def leave(name: str, module: nn.Module, output: Any) -> None:
-            first = next(iter(_tensors(output)), None)
-            compared = None if first is None or not first.is_floating_point() else rows(first, is_packed)
-            if compared is not None:
-                before = [found[name][1]] if name in found else []  # sequences that run one after the other
-                found[name] = module, torch.cat([*before, compared.detach()])
-
-        with watched(model, None, leave):
-            forward()
-        return found
-
-    others = outputs(alone, False)
-    for name, (module, one) in outputs(packed, True).items():
-        if name in others and one.shape == others[name][1].shape and not difference(one, others[name][1]) <= most:
-            return _described(name, module)
-    return None
+    with watched(model, None, leave):
+        forward()
+    return found
 
 
-def _described(name: str, module: nn.Module) -> str:
+def described(name: str, module: nn.Module) -> str:
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def tensors_of(output: Any) -> Iterator[Tensor]:
     """An output's tensors, at any depth of tuples and of transformers' outputs."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (tuple, list)):
         for one in output:
-            yield from _tensors(one)
+            yield from tensors_of(one)
     elif isinstance(output, dict):
         for one in output.values():
-            yield from _tensors(one)
+            yield from tensors_of(one)

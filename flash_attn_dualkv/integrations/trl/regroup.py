@@ -14,13 +14,11 @@ def keep_siblings_together(slices: list[dict[str, Any]]) -> list[dict[str, Any]]
     """Move rows between equally large slices so that rows with equal prompts meet.
 
     TRL shuffles the completions before it divides them. The order of the prompts after the shuffle,
-    which is random, is kept, and no random number is drawn: the trainer's next one is what it is
-    without this.
+    which is random, is kept, and no random number is drawn: the trainer's next one stays the same.
 
     Args:
         slices: of one generation batch: tensors whose first dimension is the rows, lists of rows,
-            or values that all rows have in common. Others (the pixels of images) leave the slices
-            as they are.
+            or values that all rows have in common. Others (pixels) leave the slices as they are.
     """
     rows = _rows(slices)
     if len(slices) < 2 or rows is None:
@@ -37,8 +35,7 @@ def keep_siblings_together(slices: list[dict[str, Any]]) -> list[dict[str, Any]]
 def fill(groups: Any, rows: int) -> list[list[int]]:
     """Divide groups among slices of `rows` each, with as few groups cut as first fit finds.
 
-    Groups are looked at in their order, so are the slices; what is larger than a slice is cut into
-    whole slices first.
+    Groups are looked at in their order, so are the slices; larger ones are cut into slices first.
     """
     pieces = [group[at : at + rows] for group in groups for at in range(0, len(group), rows)]
     slices: list[list[int]] = [[] for _ in range(sum(map(len, pieces)) // rows)]

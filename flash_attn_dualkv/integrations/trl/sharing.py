@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -25,22 +25,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from ...data.batch import IGNORED_LABEL, PackedBatch
 from ...data.pack import pack_padded
 from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
-from ..fallback import Options, Refusal, Tally, kernels_refusal, reasons_of
-from ..transformers import check_supported, expect_shared_prompt, register, wrap
+from ..fallback import TRL_REASONS, Options, Refusal, Tally, kernels_refusal
+from ..transformers import check_supported, expect_shared_prompt, register, support, wrap
 from ..transformers.first_use import FirstUseError, check_first_use
 from ..transformers.structure import backbone_name, causal_lm_of
-from ..transformers.support import (
-    TAKES_LAYOUT,
-    check_attention,
-    is_mark_of_text,
-    media_among,
-    num_mixing_layers,
-    text_config,
-)
+from ..transformers.support import check_attention, is_mark_of_text, num_mixing_layers, text_config
 
 logger = get_logger(__name__)
 
-REASONS = reasons_of("trl")
 EAGER = "dualkv_eager"  # what takes a layout and, without one, is the model's own eager attention
 _SAMPLES = {"input_ids", "attention_mask", "labels"}
 _PASSED_ON = {"num_items_in_batch", "output_router_logits"}
@@ -68,7 +60,7 @@ class Sharing:
     def take(self, device: torch.device) -> Tensor:
         """Calls, replicated tokens, tokens and fallbacks by reason, since this was last asked."""
         tally, self.tally = self.tally, Tally()
-        numbers = [tally.calls, tally.replicated, tally.tokens, *(tally.fallbacks[reason] for reason in REASONS)]
+        numbers = [tally.calls, tally.replicated, tally.tokens, *(tally.fallbacks[reason] for reason in TRL_REASONS)]
         return torch.stack([torch.as_tensor(one, dtype=torch.float64, device=device) for one in numbers])
 
     @contextmanager
@@ -95,20 +87,22 @@ class Sharing:
         """Let a model that has TRL's forward share prompts."""
         causal_lm = causal_lm_of(model)
         _switch_attention(causal_lm)
-        SharedForward(self, causal_lm).install()
+        SharedForward(self, causal_lm)
 
 
 def _switch_attention(causal_lm: Any) -> None:
     """Let the model's attention take a layout; where it cannot, `check_attention` says so."""
     name = text_config(causal_lm.config)._attn_implementation
     known = AttentionInterface._global_mapping
-    if name in known and not hasattr(known[name], TAKES_LAYOUT):
+    if name in known and not hasattr(known[name], support.TAKES_LAYOUT):
         wrap((name,))
-    elif name == "eager" and _has_interface(causal_lm) and _is_supported(causal_lm.config):
+    elif name == "eager" and _has_interface(causal_lm):
         # Every model file has an eager attention of its own: there is nothing to wrap. Files of
         # models that cannot share may compute otherwise where the name is none of transformers'.
-        register(EAGER, fallback="eager")
-        causal_lm.set_attn_implementation(EAGER)
+        with suppress(SharedPromptError):
+            check_supported(causal_lm.config)
+            register(EAGER, fallback="eager")
+            causal_lm.set_attn_implementation(EAGER)
 
 
 def _has_interface(causal_lm: Any) -> bool:
@@ -118,20 +112,11 @@ def _has_interface(causal_lm: Any) -> bool:
     return all(one._can_set_attn_implementation() for one in models)
 
 
-def _is_supported(config: Any) -> bool:
-    try:
-        check_supported(config)
-    except SharedPromptError:
-        return False
-    return True
-
-
 class SharedForward:
     """Takes the place of the forward that TRL has given to one causal LM.
 
     Where the trainer compiles its model, this is a part of it. Compilers trace what the model
-    computes, `stock`, and nothing else here: packing looks into tokens, and no two batches have the
-    same groups.
+    computes, `stock`, and nothing else here: packing looks into tokens, in other groups each time.
     """
 
     def __init__(self, sharing: Sharing, causal_lm: Any) -> None:
@@ -140,15 +125,14 @@ class SharedForward:
         self.stock: Callable[..., Any] = causal_lm.forward
         self._unsupported: Refusal | None = None
 
-    def install(self) -> None:
         # `generate` looks at the signature; accelerate expects a method.
-        @functools.wraps(type(self.causal_lm).forward)
+        @functools.wraps(type(causal_lm).forward)
         def forward(_model: Any, *args: Any, fused_lm_head: bool = False, **inputs: Any) -> Any:
             if not fused_lm_head:
                 return self.stock(*args, **inputs)
             return self.score(*args, **inputs)
 
-        self.causal_lm.forward = types.MethodType(forward, self.causal_lm)
+        causal_lm.forward = types.MethodType(forward, causal_lm)
 
     @torch.compiler.disable(recursive=False)
     def score(self, *args: Any, **inputs: Any) -> Any:
@@ -174,7 +158,7 @@ class SharedForward:
         marks = {name for name, value in inputs.items() if is_mark_of_text(name, value)}
         given = {name for name, value in inputs.items() if value is not None and value is not False} - marks
         others = sorted(given - _SAMPLES - _PASSED_ON - _WITHOUT_EFFECT)
-        if media := media_among(inputs):
+        if media := support.media_among(inputs):
             raise Refused("multimodal", f"the model is given {', '.join(media)}")
         if args or others or not given >= _SAMPLES:
             raise Refused("arguments", f"the model is given {', '.join(others) or sorted(given)} (needs {_SAMPLES})")
@@ -237,18 +221,16 @@ class SharedForward:
         )
         without_mask: Any = nullcontext()
         if wants_router:
-            # The loss that balances experts is a mean over tokens, weighted by what it is given as
-            # the mask.
+            # The loss that balances experts is a mean over tokens, weighted by its mask.
             inputs["attention_mask"] = batch.multiplicity[None]
             without_mask = _without_mask(getattr(self.causal_lm, backbone_name(self.causal_lm) or ""))
         try:
             with expect_shared_prompt(batch.layout, num_mixing_layers(self.causal_lm)), without_mask:
                 return self.stock(fused_lm_head=True, **inputs)
         except SharedPromptUnsupportedError as error:
-            # An option of the model that no configuration tells: the first layer of the first
-            # forward finds it.
+            # An option that no configuration tells: the first layer of a forward finds it.
             self._unsupported = Refusal("unsupported", str(error))
-            raise Refused("unsupported", str(error)) from None
+            raise Refused(*self._unsupported) from None
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
 from ...checks import explain
 from ...errors import SharedPromptError
-from ..fallback import PREFIX, Options, Refusal, Verification, difference, savings, worst_of_ranks
+from ..fallback import PREFIX, TRL_REASONS, Options, Refusal, Verification, difference, savings, worst_of_ranks
 from .regroup import keep_siblings_together
-from .sharing import REASONS, Sharing
+from .sharing import Sharing
 
 logger = get_logger(__name__)
 
@@ -40,8 +40,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
 
     Args:
         min_dedup_ratio, max_responses_per_group, self_check: see `fallback.Options`.
-        verify_first_steps: as there, of forwards of the policy, whose log-probabilities are
-            compared.
+        verify_first_steps: as there, of the policy's forwards; log-probabilities are compared.
 
     Everything else is the trainer's.
 
@@ -132,7 +131,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
             return
         self._logged[mode] = numbers
         values = {**savings(replicated, tokens), "tokens": tokens, "fallbacks": sum(fallbacks) / calls}
-        for reason, count in zip(REASONS, fallbacks):
+        for reason, count in zip(TRL_REASONS, fallbacks):
             if count or reason in self._known_reasons:
                 self._known_reasons.add(reason)
                 values[f"fallbacks/{reason}"] = count / calls

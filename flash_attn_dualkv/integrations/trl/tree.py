@@ -56,12 +56,11 @@ def _tree_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_offered(query: Tensor, value: Tensor, softcap: float) -> bool:
-    """Whether the kernels have the head dimensions, the type and the softcap."""
+    """Whether the kernels have the head dimensions, the type and the softcap; the reference has any of the last two."""
     head_dims = query.shape[-1], value.shape[-1]
-    if not value.is_cuda:
-        return kernels_lack(head_dims, 0.0, value.device) is None
-    is_typed = autocast((value,))[0].dtype in CUDA_DTYPES
-    return is_typed and kernels_lack(head_dims, softcap, value.device) is None
+    if value.is_cuda and autocast((value,))[0].dtype not in CUDA_DTYPES:
+        return False
+    return kernels_lack(head_dims, softcap if value.is_cuda else 0.0, value.device) is None
 
 
 def read_tree(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Forest:

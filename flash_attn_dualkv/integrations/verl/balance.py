@@ -17,8 +17,7 @@ from ...data.samples import groups_of
 from ..fallback import Options
 from ..replacing import replace_once
 
-# What the matrix products of a token cost, in visible pairs of attention: about so many in models
-# of 1B to 30B.
+# What a token's matrix products cost, in visible pairs of attention, in models of 1B to 30B.
 TOKEN_COST = 16384.0
 
 

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 
 from ...data.unpack import unpack_to_jagged
 from ...errors import SharedPromptError
-from ..fallback import REASONS, Options, Verification, kernels_refusal
+from ..fallback import VERL_REASONS, Options, Verification, kernels_refusal
 from ..replacing import replace_once
 from ..transformers import expect_shared_prompt, install_layout_hook, wrap
 from ..transformers.first_use import check_first_use
@@ -107,11 +107,9 @@ class _SharedPrompts:
             with patches.stock_layers(), autocast:
                 check_first_use(self.decoder, device, model=self.module, self_check=self.options.self_check)
         except SharedPromptError as error:
-            message = str(error)
-        else:
-            return None
-        self._announce(f"prompts are NOT shared: {message}")
-        return message
+            self._announce(f"prompts are NOT shared: {error}")
+            return str(error)
+        return None
 
     def _announce(self, message: str) -> None:
         """Say it once."""
@@ -125,10 +123,7 @@ class _SharedPrompts:
         if not self.options.enabled:
             return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
         self.refusal_now = self._refusal_now()
-
-        def run(shares: bool) -> Any:
-            return self._run(data, loss_function, forward_only, shares)
-
+        run = functools.partial(self._run, data, loss_function, forward_only)
         if not self.verification.is_due("infer" if forward_only else "train"):
             return run(not self.verification.has_failed)
         output, agree = run_both(self, data, forward_only, run)
@@ -164,11 +159,15 @@ class _SharedPrompts:
         found = self._plan_of(micro_batch)
         if isinstance(found, str):
             self.statistics.count_stock(Lengths.of(micro_batch), found)
-            self._announce(f"micro-batches run on verl's own path where this holds ({found}): {REASONS[found].meaning}")
+            self._announce(f"micro-batches run on verl's own path where this holds ({found}): {VERL_REASONS[found]}")
             return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
         self.statistics.count_shared(found.batch)
-        with self._planned(found), expect_shared_prompt(found.layout, self.layers):
-            return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
+        self.plan = found
+        try:
+            with expect_shared_prompt(found.layout, self.layers):
+                return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[misc]
+        finally:
+            self.plan = None
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> Any:
         plan = self.plan
@@ -217,30 +216,18 @@ class _SharedPrompts:
         if ranks > 1 and hasattr(self.stock_module.config, "vision_config") and not patches.is_replaced(self.decoder):
             return "multimodal"  # verl leaves it to the decoder to divide the row, and has not patched it
         bucket = self.pad_to_length_bucket if self.pad_to_length else 1
-        # Ranks of Ulysses have different numbers of rows with a response token; a fused head makes
-        # no logits.
+        # Ranks of Ulysses have unequal numbers of response tokens; a fused head makes no logits.
         fused = tu.get_non_tensor_data(micro_batch, "use_fused_kernels", False)
         keeps = self.keeps_logits and ranks == 1 and not fused
         plan = pack_micro_batch(micro_batch, math.lcm(ranks, bucket), self.options, keeps)
-        # A micro-batch was filled by packed tokens: replicated ones must fit, too, for the way
-        # back.
-        if plan.batch.dedup_ratio < self.options.min_dedup_ratio and self._fits(plan.batch.num_replicated_tokens):
+        # A micro-batch was filled by packed tokens: for the way back replicated ones must fit, too.
+        fits = self.budget is None or plan.batch.num_replicated_tokens <= self.budget
+        if plan.batch.dedup_ratio < self.options.min_dedup_ratio and fits:
             return "ratio"
         if ranks > 1:
             group = transformer_impl.get_ulysses_sequence_parallel_group()
             plan = replace(plan, layout=UlyssesLayout.of(plan.layout, group))
         return plan
-
-    def _fits(self, tokens: int) -> bool:
-        return self.budget is None or tokens <= self.budget
-
-    @contextmanager
-    def _planned(self, plan: Plan) -> Iterator[None]:
-        self.plan = plan
-        try:
-            yield
-        finally:
-            self.plan = None
 
     def micro_batches(self, data: TensorDict, dp_group: Any, stock: Callable[[], Any]) -> Any:
         """Micro-batches and their samples' indices, as verl's function gives them."""
@@ -273,8 +260,7 @@ def install() -> None:
     ):
         known = EngineRegistry._engines.get(model_type, {})
         for backend in ("fsdp", "fsdp2"):
-            # A vendor's engine is preferred to one for all; in tests on the CPU the vendor is
-            # called so.
+            # A vendor's engine is preferred to one for all; "cpu" is the vendor in tests there.
             for vendor in ("nvidia", "cpu"):
                 if ("cuda", vendor) not in known.get(backend, {}):
                     EngineRegistry.register(model_type=model_type, backend=backend, device="cuda", vendor=vendor)(

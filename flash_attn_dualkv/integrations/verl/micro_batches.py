@@ -12,13 +12,12 @@ import torch
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_name
 
 from ...checks import explain
 from ...data.batch import PackedBatch
 from ...data.pack import group_by_prompt, pack_jagged
 from ...data.samples import position_rows
-from ...data.split import on_equal_terms, split_by_token_budget
+from ...data.split import largest_of_ranks, on_equal_terms, split_by_token_budget
 from ...errors import SharedPromptError
 from ...layout import SharedPromptLayout
 from ..fallback import Options
@@ -140,8 +139,7 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
     temperature = micro_batch["temperature"]
     flags["temperature"] = float(temperature.reshape(-1)[0]) if isinstance(temperature, Tensor) else temperature
     flags["use_remove_padding"] = True
-    # Positions and layout are made here together; verl may pad and slice the positions, which makes
-    # copies.
+    # Positions and layout are made here together; verl may pad and slice copies of the positions.
     layout = replace(batch.layout, position_ids=None)
     scored = None
     if scored_rows and len(batch.token_index):
@@ -193,8 +191,8 @@ def grouped_micro_batches(
             raise ValueError(explain("micro_batch_size_per_gpu", expected, size))
         parts = [order[at : at + size] for at in range(0, len(order), size)]
         return Grouped([tu.index_select_tensor_dict(data, part) for part in parts], None, order, None)
-    able, any_wants = _agree([reason is None, wants], dp_group)
-    if not able or not any_wants:
+    is_refused, is_wanted = largest_of_ranks((reason is not None, wants), dp_group)
+    if is_refused or not is_wanted:
         return None
     budget = int(data["max_token_len_per_gpu"]) * tu.get_non_tensor_data(data, "sp_size", 1)
 
@@ -224,14 +222,3 @@ def _groups(data: TensorDict, lengths: Lengths, options: Options, apart: Contain
     if most is None:
         return groups
     return [group[at : at + most] for group in groups for at in range(0, len(group), most)]
-
-
-def _agree(values: list[bool], dp_group: Any) -> list[bool]:
-    """[first on every rank, second on any rank]."""
-    if dp_group is None or not torch.distributed.is_initialized():
-        return values
-    every, any_rank = values
-    tensor = torch.tensor([-int(every), int(any_rank)], device=get_device_name())
-    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=dp_group)
-    found = tensor.tolist()
-    return [found[0] == -1, found[1] == 1]

@@ -92,26 +92,21 @@ def stock_layers() -> Iterator[None]:
 def _keep(kind: type[nn.Module], before: Forward) -> None:
     """Remember both forwards of a class; a layer's class then chooses between them."""
     is_known = kind in _transformers
-    _transformers.setdefault(kind, before)
+    own = _transformers.setdefault(kind, before)
     _verl[kind] = kind.forward
+
+    @functools.wraps(own)
+    def choose(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_stock = kwargs.get("shared_prompt_layout") is not None or _is_stock.get()
+        chosen = own if is_stock else _verl[kind]
+        return chosen(self, *args, **kwargs)
+
     if not issubclass(kind, PreTrainedModel):  # models hand on what they are given
         # Patched again, for another engine: what chooses already stands in `before`.
-        kind.forward = before if is_known else _choice(kind)
+        kind.forward = before if is_known else choose
 
 
 def _with_mean(tower: nn.Module, args: Any, output: Any) -> None:
     """A mean of a tower's output: verl 0.9 takes it of texts, and Qwen2.5-VL's is no tensor."""
     if not hasattr(output, "mean") and isinstance(features := getattr(output, "pooler_output", None), Tensor):
         output.mean = features.mean
-
-
-def _choice(kind: type[nn.Module]) -> Forward:
-    own = _transformers[kind]
-
-    @functools.wraps(own)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_stock = kwargs.get("shared_prompt_layout") is not None or _is_stock.get()
-        chosen = own if is_stock else _verl[kind]
-        return chosen(self, *args, **kwargs)
-
-    return forward

@@ -7,7 +7,7 @@ from verl.utils.flops_counter import FlopsCounter
 
 from ...data.batch import PackedBatch
 from ...predict import causal_pairs
-from ..fallback import PREFIX, Tally, reasons_of, savings
+from ..fallback import PREFIX, VERL_REASONS, Tally, savings
 from .micro_batches import Lengths
 
 
@@ -44,13 +44,12 @@ class Statistics:
             "micro_batches": tally.calls,
             "fallback_micro_batches": tally.fallbacks.total(),
         }
-        found |= {f"fallback/{reason}": tally.fallbacks[reason] for reason in reasons_of("verl")}
+        found |= {f"fallback/{reason}": tally.fallbacks[reason] for reason in VERL_REASONS}
         return {f"{PREFIX}/{name}": [float(value)] for name, value in found.items()}
 
     def _mfu(self, seconds: float, forward_only: bool) -> float:
         """MFU of what is executed; verl's own counts the tokens of the replicated batch."""
-        # verl's estimate is linear in tokens and in the sum of squared lengths, which is twice the
-        # visible pairs.
+        # verl's estimate is linear in tokens and in squared lengths, whose sum is twice the pairs.
         one, promised = self.flops.estimate_flops([1000], 1.0)
         two, _ = self.flops.estimate_flops([1000, 1000], 1.0)
         long, _ = self.flops.estimate_flops([2000], 1.0)

@@ -9,22 +9,6 @@ included. In a tree every node hands it on to its children.
 `mixers` computes, `delivery` brings the layout to the layers and sees that it was used.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
-from .delivery import install
-from .families import family_of
+from .delivery import prepare
 
 __all__ = ["prepare"]
-
-
-def prepare(model: Any) -> None:
-    """Let the layers of a supported model take layouts where these do not reach them by attention alone.
-
-    Args:
-        model: a transformers model. It is changed if it is a hybrid one: for calls with a layout only, once.
-    """
-    family = family_of(model.config.get_text_config(decoder=True))
-    if family is not None:
-        install(model, family)

@@ -28,25 +28,16 @@ from ....layout import SharedPromptLayout, is_in_backward
 from ...replacing import replace_once
 from ...ulysses import UlyssesLayout
 from .. import guard
-from . import mixers
-from .families import (
-    ATTRIBUTES,
-    CHANNEL_DELTA_RULE,
-    CONVOLUTION,
-    DELTA_RULE,
-    FUSED_SCAN,
-    SCAN,
-    Family,
-    family_of,
-    mixers_of,
-)
+from ..structure import holds
+from . import families, mixers
+from .families import ATTRIBUTES, family_of, mixers_of
 
 _WITH_LAYOUT: dict[str, Callable[..., Any]] = {
-    CONVOLUTION: mixers.convolution,
-    DELTA_RULE: mixers.gated_delta_rule,
-    CHANNEL_DELTA_RULE: mixers.gated_delta_rule,
-    SCAN: mixers.mamba2_scan,
-    FUSED_SCAN: mixers.no_fused_scan,
+    families.CONVOLUTION: mixers.convolution,
+    families.DELTA_RULE: mixers.gated_delta_rule,
+    families.CHANNEL_DELTA_RULE: mixers.gated_delta_rule,
+    families.SCAN: mixers.mamba2_scan,
+    families.FUSED_SCAN: mixers.no_fused_scan,
 }
 # Whether activation checkpointing runs a layer with its hooks again.
 _RECOMPUTES_HOOKS = "__call__" in vars(GradientCheckpointingLayer)
@@ -66,13 +57,20 @@ class _Running:
 _running: ContextVar[_Running | None] = ContextVar("dualkv_running_layer", default=None)
 
 
-def install(model: nn.Module, family: Family) -> None:
-    """Let the layers of a model take layouts, once. Without a layout they compute what they did before."""
+def prepare(model: Any) -> None:
+    """Let the layers of a supported model take layouts where these do not reach them by attention alone.
+
+    Args:
+        model: a transformers model. It is changed if it is a hybrid one: for calls with a layout only, once.
+    """
+    family = family_of(model.config.get_text_config(decoder=True))
+    if family is None:
+        return
     file = family.file
     kind = getattr(file, family.mixer)
     replace_once(kind, "forward", functools.partial(_forward_with_layout, family.functions))
     if family.is_global:
-        for name in (*family.functions, FUSED_SCAN):
+        for name in (*family.functions, families.FUSED_SCAN):
             stock = getattr(file, name, None)
             if stock is not None and not isinstance(stock, MixerFunction):
                 setattr(file, name, MixerFunction(name, stock))
@@ -94,7 +92,7 @@ def check_running(attention: nn.Module) -> None:
     if family_of(config) is None or is_in_backward():
         return
     running = _running.get()
-    if running is None or not _holds(running.module, attention):
+    if running is None or not holds(running.module, attention):
         expected = "a hybrid model's layout through shared_prompt_forward, or a model that has install_layout_hook"
         raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, "a plain forward of the model"))
 
@@ -160,26 +158,17 @@ def _layout_of(mixer: nn.Module, kwargs: dict[str, Any], outer: _Running | None)
     """The layout with which a layer runs, among its arguments or of the decoder layer that it lies in."""
     layout: SharedPromptLayout | None = kwargs.get("shared_prompt_layout")
     # May be stale: PyTorch runs no hooks after Ctrl-C, so that another model may be running.
-    if layout is None and outer is not None and outer.layout is not None and _holds(outer.module, mixer):
+    if layout is None and outer is not None and outer.layout is not None and holds(outer.module, mixer):
         layout = outer.layout
         if not _RECOMPUTES_HOOKS and getattr(outer.module, "gradient_checkpointing", False):
             expected = "a decoder layer that hands it on, for activation checkpointing"
             raise SharedPromptLayoutError(explain("shared_prompt_layout", expected, type(outer.module).__name__))
-    if layout is not None:
-        _check_call(layout, kwargs)
-    return layout
-
-
-def _holds(module: nn.Module, other: nn.Module) -> bool:
-    return any(one is other for one in module.modules())
-
-
-def _check_call(layout: SharedPromptLayout, kwargs: dict[str, Any]) -> None:
     if isinstance(layout, UlyssesLayout):
         expected = "a row that lies on one GPU, for a layer that carries a state along the sequence"
         raise SharedPromptUnsupportedError(explain("shared_prompt_layout", expected, "one that ranks divide"))
-    if any(kwargs.get(name) is not None for name in _CACHES):
+    if layout is not None and any(kwargs.get(name) is not None for name in _CACHES):
         raise SharedPromptError(explain("use_cache", "False with a shared prompt in a hybrid model", True))
+    return layout
 
 
 def _causal_conv1d(

@@ -34,8 +34,7 @@ _DELTA_NET = (CONVOLUTION, DELTA_RULE)
 _CHANNEL_DELTA_NET = (CONVOLUTION, CHANNEL_DELTA_RULE)
 _MAMBA2 = (CONVOLUTION, SCAN)
 
-# Kinds of layers in configurations: attention, token mixers that are known here, and layers that
-# mix no tokens.
+# Kinds of layers in configurations: attention; known token mixers, and layers that mix no tokens.
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "mamba", "mlp", "moe"})
 
@@ -121,20 +120,12 @@ def layer_types_of(text_config: Any) -> set[str]:
 def mixers_of(model: nn.Module, family: Family) -> Iterator[tuple[str, nn.Module]]:
     """Names and layers of a model that mix tokens by something else than attention."""
     for name, module in model.named_modules():
-        if is_mixer(module, family):
+        if is_a(module, family.mixer):
             yield name, module
 
 
-def is_mixer(module: nn.Module, family: Family) -> bool:
-    return _is_a(module, family.mixer)
-
-
-def is_attention(module: nn.Module, family: Family) -> bool:
-    return _is_a(module, family.attention)
-
-
-def _is_a(module: nn.Module, name: str) -> bool:
-    # The class may be FSDP2's, derived from the model's.
+def is_a(module: nn.Module, name: str) -> bool:
+    """Whether a module is of a class of that name. Its own class may be FSDP2's, derived from the model's."""
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
 

@@ -9,15 +9,16 @@ import os
 from importlib import metadata
 
 import torch
+from packaging.version import Version
 
 from ....checks import explain
 from ....errors import SharedPromptError
 
 _HOPPER = 9
 # Triton versions that compile them wrongly: the first, and the first that is right again.
-_BROKEN = ((3, 4, 0), (3, 7, 1))
+_BROKEN = (Version("3.4.0"), Version("3.7.1"))
 # First flash-linear-attention that computes these gradients with TileLang, if installed.
-_WITH_TILELANG = (0, 6, 0)
+_WITH_TILELANG = Version("0.6.0")
 
 
 @functools.lru_cache(maxsize=8)
@@ -37,18 +38,13 @@ def check_gated_backward(device: torch.device) -> None:
     if fla is not None and fla >= _WITH_TILELANG and not is_off and importlib.util.find_spec("tilelang") is not None:
         return
     expected = "Triton 3.7.1 or newer, or tilelang beside fla-core 0.6.0 or newer, to train on a Hopper GPU"
-    got = f"Triton {'.'.join(map(str, triton))}, whose gradients of the gated delta rule are wrong there"
+    got = f"Triton {triton}, whose gradients of the gated delta rule are wrong there"
     raise SharedPromptError(explain("flash-linear-attention", expected, got))
 
 
-def _version(distribution: str) -> tuple[int, ...] | None:
-    """The first three numbers of an installed version; None if there is none."""
+def _version(distribution: str) -> Version | None:
+    """The installed version; None if there is none."""
     try:
-        text = metadata.version(distribution)
+        return Version(metadata.version(distribution))
     except metadata.PackageNotFoundError:
         return None
-    numbers: list[int] = []
-    for part in text.split("+")[0].split(".")[:3]:
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        numbers.append(int(digits) if digits else 0)
-    return tuple([*numbers, 0, 0][:3])

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Where the segments of a layout lie for layers that carry something along the sequence: index tensors, made once.
 
-A segment is a node that has rows; it continues the nearest ancestor that has some. Segments with children are computed
-level by level, each level in one call from the states of the one before; then all that have none, from any level, in
+A segment is a node that has rows; it continues the nearest ancestor that has some. Roots and segments with children are
+computed level by level, each level in one call from the states of the one before; then all others, from any level, in
 one more. For prompts and responses these are two calls.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,7 +17,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ....host import ints, runs, to_device
+from ....host import int64s, ints, runs, to_device
 from ....layout import SharedPromptLayout
 
 
@@ -40,27 +41,8 @@ class Tails:
     total: int
 
 
-# Segments up to this many rows share a bucket: recurrences are computed in chunks of at least
-# this many.
+# Segments up to this many rows share a bucket: recurrences compute chunks of at least as many.
 ALIKE = 64
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Segments of a level of about the same length, at most twice the shortest or 64, for functions without offsets.
-
-    Attributes:
-        count, longest: segments, and rows of the longest of them.
-        segments: (count,) int64, which of the level's they are; None if they are all of them.
-        rows: (r,) int64, which of the level's rows are theirs; None if these are all of them.
-        padded: (r,) int64, where these lie in `count` sequences of `longest` rows; None if all are equally long.
-    """
-
-    count: int
-    longest: int
-    segments: Tensor | None
-    rows: Tensor | None
-    padded: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -69,25 +51,28 @@ class Level:
 
     Attributes:
         begin, end: their rows.
-        count: how many they are.
         cu_seqlens: (n+1,) int32, where they begin and end, and on the host.
         parents: (n,) int64 or None, the state that each begins with: of the level before, or for the last level of all
-            levels, one after the other, with a state of zeros behind them if `adds_zero`.
+            levels, one after the other.
         children: of each of these states, how many continue it.
-        buckets: the same segments by their lengths.
+        buckets: for functions without offsets, how many segments are about equally long (at most twice the shortest or
+            64), and how long the longest of them is.
+        order: (n,) int64, the segments bucket by bucket; None if there is one bucket.
+        places: (rows,) int64, where each row lies if each bucket's segments are padded to its longest, one bucket after
+            the other; None if all are equally long.
         has_children: whether the states behind these segments are needed.
     """
 
     begin: int
     end: int
-    count: int
     cu_seqlens: Tensor
     cu_seqlens_host: Tensor
     parents: Tensor | None
     children: Tensor | None
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[tuple[int, int], ...]
+    order: Tensor | None
+    places: Tensor | None
     has_children: bool
-    adds_zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,30 +107,23 @@ def _tails(lens: tuple[int, ...], parents: tuple[int, ...], pad: int, width: int
     for begin, length, parent in zip(begins, lens, parents):
         above = behind[parent] if parent >= 0 and length < width else []
         behind.append([*above, *range(begin + max(0, length - width), begin + length)][-width:] if width else [])
-    rows = sum(lens)
-    segments = [
-        (begin, length, behind[parent] if parent >= 0 else [])
-        for begin, length, parent in sorted(zip(begins, lens, parents))
-        if length
-    ]
+    segments = [(length, behind[parent] if parent >= 0 else []) for length, parent in zip(lens, parents) if length]
     if pad:
-        segments.append((rows, pad, []))
+        segments.append((pad, []))
     places: list[int] = []
     pairs: list[tuple[int, int]] = []
     place = 0
-    for _, length, above in segments:  # in row order
+    for length, above in segments:  # in row order
         place += width
         pairs += ((source, place - len(above) + at) for at, source in enumerate(above))
         places.append(place)
         place += length
     pairs.sort()
-    counts: dict[int, int] = {}
-    for source, _ in pairs:
-        counts[source] = counts.get(source, 0) + 1
-    host = [[copy for _, copy in pairs], [source for source, _ in pairs], counts, counts.values()]
-    own = runs(places, [length for _, length, _ in segments])
-    rows_of = to_device([own, *(ints(one, torch.int64) for one in host)], (), device)
-    return Tails(rows_of[0], rows_of[1], rows_of[2], rows_of[3], rows_of[4], total=place)
+    uses = Counter(source for source, _ in pairs)
+    own_rows = runs(places, [length for length, _ in segments])
+    host = [[copy for _, copy in pairs], [source for source, _ in pairs], uses, uses.values()]
+    own, copies, copied, sources, counts = to_device([own_rows, *map(int64s, host)], (), device)
+    return Tails(own, copies, copied, sources, counts, place)
 
 
 @functools.lru_cache(maxsize=16)
@@ -159,36 +137,28 @@ def _levels(lens: tuple[int, ...], parents: tuple[int, ...], pad: int, device: t
         above.append(nearest[parent] if parent >= 0 else -1)
         nearest.append(index if length else above[index])
         depths.append(depths[above[index]] + 1 if above[index] >= 0 else 0)
-    segments = sorted((index for index, length in enumerate(lens) if length), key=begins.__getitem__)
+    segments = [index for index, length in enumerate(lens) if length]
     continued = {above[index] for index in segments}
-    inner: list[list[int]] = [[] for _ in range(1 + max((depths[index] for index in segments), default=0))]
+    calls: list[list[int]] = [[] for _ in range(len(lens) + 1)]
     for index in segments:
-        if index in continued:
-            inner[depths[index]].append(index)
-    calls = [one for one in inner if one]
-    places: dict[int, int] = {}  # index of each continued segment among all of them
-    firsts: list[int] = []
-    for one in calls:
-        first = len(places)
-        firsts.append(first)
-        # Children of one segment are neighbours: their gradients are summed as runs.
-        one.sort(key=lambda index: (places.get(above[index], -1), begins[index]))
-        places.update((index, first + at) for at, index in enumerate(one))
-    zero = len(places)
-    leaves = [index for index in segments if index not in continued]
-    leaves.sort(key=lambda index: (places.get(above[index], zero), begins[index]))
+        is_leaf = above[index] >= 0 and index not in continued
+        calls[-1 if is_leaf else depths[index]].append(index)
+    calls = [one for one in calls if one]
+    places: dict[int, int] = {}  # of each segment's state, among those of all levels
+    before = 0  # the first of the level above
     levels: list[Level] = []
     row = 0
-    for depth, one in enumerate(calls):
-        states = None if depth == 0 else [places[above[index]] - firsts[depth - 1] for index in one]
-        levels.append(_level(one, lens, row, states, len(calls[depth - 1]), device, has_children=True))
+    for one in calls:
+        # Children of one segment are neighbours: their gradients are summed as runs.
+        one.sort(key=lambda index: (places.get(above[index], -1), index))
+        is_last = one is calls[-1]
+        first = 0 if is_last else before
+        states = [places[above[index]] - first for index in one] if levels else None
+        levels.append(_level(one, lens, row, states, len(places) - first, device, has_children=not is_last))
         row = levels[-1].end
-    if leaves:
-        states = [places.get(above[index], zero) for index in leaves] if places else None
-        adds_zero = states is not None and states[-1] == zero
-        count = zero + adds_zero
-        levels.append(_level(leaves, lens, row, states, count, device, has_children=False, adds_zero=adds_zero))
-    ordered = [index for one in (*calls, leaves) for index in one]
+        before = len(places)
+        places.update((index, before + at) for at, index in enumerate(one))
+    ordered = [index for one in calls for index in one]
     order = None
     if ordered != segments:
         rows = runs([begins[index] for index in ordered], [lens[index] for index in ordered])
@@ -205,39 +175,29 @@ def _level(
     device: torch.device,
     *,
     has_children: bool,
-    adds_zero: bool = False,
 ) -> Level:
     lens = [all_lens[index] for index in segments]
-    long: list[Tensor] = []
-    if states is not None:
-        children = [0] * num_states
-        for state in states:
-            children[state] += 1
-        long += [ints(states, torch.int64), ints(children, torch.int64)]
-    host = ints([0, *accumulate(lens)], torch.int32)
-    *tensors, cu_seqlens = to_device(long, [host], device)
-    parents, counts = tensors if states is not None else (None, None)
-    end = begin + sum(lens)
-    buckets = _buckets(lens, device)
-    return Level(begin, end, len(lens), cu_seqlens, host, parents, counts, buckets, has_children, adds_zero)
-
-
-def _buckets(lens: Sequence[int], device: torch.device) -> tuple[Bucket, ...]:
-    begins = [0, *accumulate(lens)]
     alike: dict[int, list[int]] = {}
     for index, length in enumerate(lens):
         alike.setdefault((max(length, ALIKE) - 1).bit_length(), []).append(index)
-    buckets = []
-    for chosen in alike.values():
-        own = [lens[index] for index in chosen]
-        longest = max(own)
-        long: list[Tensor] = []
-        if len(alike) > 1:
-            long += [ints(chosen, torch.int64), runs([begins[index] for index in chosen], own)]
-        if min(own) < longest:
-            long.append(runs(range(0, len(own) * longest, longest), own))
-        tensors: list[Tensor | None] = [*to_device(long, (), device)] if long else []
-        padded = tensors.pop() if min(own) < longest else None
-        indices, rows = tensors or (None, None)
-        buckets.append(Bucket(len(own), longest, indices, rows, padded))
-    return tuple(buckets)
+    buckets = [(len(chosen), max(lens[index] for index in chosen)) for chosen in alike.values()]
+    firsts = [0] * len(lens)  # the place of each segment's first row
+    padded = 0
+    for chosen, (_, longest) in zip(alike.values(), buckets):
+        for index in chosen:
+            firsts[index] = padded
+            padded += longest
+    long = {}
+    if states is not None:
+        children = Counter(states)
+        long["parents"] = int64s(states)
+        long["children"] = int64s(children[state] for state in range(num_states))
+    if len(buckets) > 1:
+        long["order"] = int64s(index for chosen in alike.values() for index in chosen)
+    if len(buckets) > 1 or padded > sum(lens):
+        long["places"] = runs(firsts, lens)
+    host = ints([0, *accumulate(lens)], torch.int32)
+    *tensors, cu_seqlens = to_device([*long.values()], [host], device)
+    moved = dict.fromkeys(("parents", "children", "order", "places")) | dict(zip(long, tensors))
+    end = begin + sum(lens)
+    return Level(begin, end, cu_seqlens, host, buckets=tuple(buckets), has_children=has_children, **moved)

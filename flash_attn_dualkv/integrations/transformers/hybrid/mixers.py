@@ -18,6 +18,7 @@ from torch.nn import functional
 from ....checks import explain
 from ....errors import SharedPromptError
 from ....layout import SharedPromptLayout
+from ...replacing import closure_of
 from .installation import check_gated_backward
 from .levels import Level, levels_of, tails_of
 from .rows import hand_on, insert_tails, put_rows, take_rows
@@ -126,9 +127,7 @@ def _by_levels(layout: SharedPromptLayout, inputs: Sequence[Tensor], scan: Scan)
     for level in plan.levels:
         states = None
         if level.parents is not None and level.children is not None:
-            known = behind[-1:] if level.has_children else list(behind)
-            if level.adds_zero:
-                known.append(torch.zeros_like(known[0][:1]))
+            known = behind[-1:] if level.has_children else behind
             together = known[0] if len(known) == 1 else torch.cat(known)
             states = hand_on(together, level.parents, level.children)
         out, last = scan(level, [one[level.begin : level.end] for one in rows], states)
@@ -149,27 +148,23 @@ def _in_buckets(scan: PaddedScan) -> Scan:
     """A scan of levels, from one of sequences of equal length with zeros behind those that are shorter."""
 
     def of_level(level: Level, rows: Sequence[Tensor], states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        sizes = [count * longest for count, longest in level.buckets]
+        if level.places is not None:
+            rows = [put_rows(one, level.places, sum(sizes)) for one in rows]
+        firsts: Sequence[Tensor | None] = [None] * len(sizes)
+        if states is not None:
+            ordered = states if level.order is None else take_rows(states, level.order)
+            firsts = ordered.split([count for count, _ in level.buckets])
         outs: list[Tensor] = []
         lasts: list[Tensor] = []
-        for bucket in level.buckets:
-            own = rows if bucket.rows is None else [take_rows(one, bucket.rows) for one in rows]
-            if bucket.padded is not None:
-                own = [put_rows(one, bucket.padded, bucket.count * bucket.longest) for one in own]
-            whole = [one.unflatten(0, (bucket.count, bucket.longest)) for one in own]
-            first = states if states is None or bucket.segments is None else take_rows(states, bucket.segments)
-            out, last = scan(whole, first, level.has_children)
-            out = out.flatten(0, 1)
-            outs.append(out if bucket.padded is None else take_rows(out, bucket.padded))
-            if last is not None:
-                lasts.append(last)
-        places = [
-            (one.rows, one.segments) for one in level.buckets if one.rows is not None and one.segments is not None
-        ]
-        if not places:
-            return outs[0], lasts[0] if lasts else None
-        back, order = (torch.cat(one) for one in zip(*places))
-        out = put_rows(torch.cat(outs), back, level.end - level.begin)
-        return out, put_rows(torch.cat(lasts), order, level.count) if lasts else None
+        for shape, first, *own in zip(level.buckets, firsts, *(one.split(sizes) for one in rows)):
+            out, last = scan([one.unflatten(0, shape) for one in own], first, level.has_children)
+            outs.append(out.flatten(0, 1))
+            lasts += [] if last is None else [last]
+        out = torch.cat(outs) if level.places is None else take_rows(torch.cat(outs), level.places)
+        if lasts and level.order is not None:
+            return out, put_rows(torch.cat(lasts), level.order, len(level.order))
+        return out, torch.cat(lasts) if lasts else None
 
     return of_level
 
@@ -180,15 +175,9 @@ def _in_buckets(scan: PaddedScan) -> Scan:
 def implementation_of(stock: Mixer) -> Mixer:
     """The implementation behind a function of a model file: itself, or a package's."""
     if isinstance(stock, nn.Module) and "forward" not in vars(stock):  # made by the package kernels, not replaced
-        stock = _closure(type(stock).forward).get("func", stock)
-    found: Mixer = _closure(stock).get("implementation", stock)
+        stock = closure_of(type(stock).forward).get("func", stock)
+    found: Mixer = closure_of(stock).get("implementation", stock)
     return found
-
-
-def _closure(function: Mixer) -> dict[str, Any]:
-    """Variables in the closure of a function."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
-    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells))) if code is not None else {}
 
 
 def _package(function: Mixer) -> str:

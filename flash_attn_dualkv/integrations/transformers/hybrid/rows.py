@@ -23,8 +23,7 @@ def take_rows(values: Tensor, rows: Tensor) -> Tensor:
 
 def put_rows(values: Tensor, rows: Tensor, total: int) -> Tensor:
     """(m, ...), rows (m,) int64, each at most once -> (total, ...), zero in all other rows."""
-    out: Tensor = _PutRows.apply(values, rows, total)
-    return out
+    return values.new_zeros(total, *values.shape[1:]).index_copy(0, rows, values)
 
 
 def insert_tails(values: Tensor, tails: Tails) -> Tensor:
@@ -54,19 +53,7 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.total, *gradient.shape[1:]).index_copy_(0, rows, gradient), None
-
-
-class _PutRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, rows: Tensor, total: int) -> Tensor:
-        ctx.save_for_backward(rows)
-        return values.new_zeros(total, *values.shape[1:]).index_copy_(0, rows, values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (rows,) = ctx.saved_tensors
-        return gradient.index_select(0, rows), None, None
+        return put_rows(gradient, rows, ctx.total), None
 
 
 class _InsertTails(torch.autograd.Function):
