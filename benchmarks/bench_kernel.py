@@ -44,7 +44,7 @@ PRESETS = {
     "paper": ("28x4Kx2K", "28x16Kx2K", "16x32Kx2K", "28x32Kx2K", "16x64Kx2K"),  # the DualKV paper's kernel table
     "tiny": ("4x96x24-H4-Hk2-d16", "2-groups-of-3x70x1-90-H4-Hk1-d16", "causal-1x128-H4-Hk4-d16"),
 }  # fmt: skip
-BENCHMARK = command.Benchmark("kernel", __doc__ or "", PRESETS, "shared", kernel_implementations)
+BENCHMARK = command.Benchmark("kernel", __doc__ or "", PRESETS, kernel_implementations)
 main = partial(command.main, BENCHMARK)
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ PRESETS = {
     "trees": tuple(f"tree-{name}" for name in TREES if name != "tiny"),
     "tiny": ("tree-tiny-H4-Hk2-d16",),
 }
-BENCHMARK = command.Benchmark("tree", __doc__ or "", PRESETS, "trees", kernel_implementations)
+BENCHMARK = command.Benchmark("tree", __doc__ or "", PRESETS, kernel_implementations)
 main = partial(command.main, BENCHMARK)
 
 if __name__ == "__main__":

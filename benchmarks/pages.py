@@ -9,8 +9,11 @@ from typing import Any
 
 import pandas as pd
 
-# Okabe and Ito's, which colour-blind readers can tell apart.
-BLUE, SKY, GREEN, VERMILION, PURPLE, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#E69F00"
+# Okabe and Ito's, which colour-blind readers can tell apart, by the begin of an implementation's name.
+COLORS = {
+    "cudnn_flex": "#D55E00", "flex_fa4": "#0072B2", "flex_packed": "#009E73", "fa4": "#CC79A7", "fa2": "#E69F00",
+    "stock": "#56B4E9", "": "grey",
+}  # fmt: skip
 HEADER = ("benchmark", "gpu", "torch", "cuda", "commit", "date", "dirty")
 TEMPLATES = Path(__file__).with_name("templates")
 

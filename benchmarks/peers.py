@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,49 +38,41 @@ class Implementation:
         arrange: its rows and its attention for a shape on a device: an Arrangement, or one for each of several
             micro-batches, or the Steps of a stream.
         refuses: why a shape cannot be measured; "" if it can.
-        is_replicated: every response has its own copy of the prompt.
         package: the key of ``PACKAGES`` that it needs.
         compiles: whether the first call of a shape compiles.
-        is_optional: measured only where --impls names it.
+        is_deterministic: which is a matter of the backward; measured only where --impls names it.
     """
 
     name: str
     arrange: Callable[[Shape, torch.device], Any]
     refuses: Callable[[Shape], str] = lambda shape: ""
-    is_replicated: bool = False
     package: str | None = None
-    directions: tuple[str, ...] = DIRECTIONS
     compiles: bool = False
-    is_optional: bool = False
+    is_deterministic: bool = False
 
     @property
     def is_ours(self) -> bool:
         return self.name.startswith("dualkv")
 
-    def executed(self, shape: Shape) -> tuple[int, int]:
-        """Tokens and pairs that it computes."""
-        if self.is_replicated:
-            return shape.replicated_tokens, shape.replicated_pairs
-        return shape.packed_tokens, shape.visible_pairs
+    @property
+    def directions(self) -> tuple[str, ...]:
+        return DIRECTIONS[self.is_deterministic :]
 
     def missing(self) -> str:
-        """Why it cannot run in this environment."""
-        return "" if is_importable(self.package) else f"{PACKAGES[self.package or ''][1]} is not installed"
+        """Why it cannot run in this environment; "" if it can."""
+        if self.package is None:
+            return ""
+        module, package = PACKAGES[self.package]
+        try:
+            spec = importlib.util.find_spec(module)
+        except ImportError:
+            spec = None
+        # flash-attn-4 alone leaves a folder flash_attn that is not the flash_attn package.
+        return "" if spec and spec.origin else f"{package} is not installed"
 
     def only(self, condition: Callable[[Shape], bool], reason: str) -> Implementation:
         """The same for the shapes that fulfil the condition."""
         return replace(self, refuses=lambda shape: self.refuses(shape) if condition(shape) else reason)
-
-
-def is_importable(label: str | None) -> bool:
-    """Whether the module is there: flash-attn-4 alone leaves a folder flash_attn that is not the flash_attn package."""
-    if label is None:
-        return True
-    try:
-        spec = importlib.util.find_spec(PACKAGES[label][0])
-    except ImportError:
-        return False
-    return spec is not None and spec.origin is not None
 
 
 # --- this library ---------------------------------------------------------------------------------------------------
@@ -106,21 +99,19 @@ def sinks_of(shape: Shape, device: torch.device) -> Tensor | None:
     return torch.randn(shape.heads, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
 
 
-def own_kernels(build: dict[str, Any], capability: tuple[int, int], asked: str | None = None) -> str:
-    """The family of kernels that this GPU runs by itself, or ``asked``, what DUALKV_KERNELS says.
-
-    Args:
-        build: what ``flash_attn_dualkv.build_info`` returns.
-        capability: the GPU's compute capability.
+def own_kernels() -> str:
+    """The family of kernels that this GPU runs.
 
     Raises:
-        RuntimeError: there are no such kernels for the GPU, or none at all.
+        RuntimeError: there are no compiled kernels.
     """
-    usable = ["sm90"] * (capability[0] == 9) + ["sm80"] * (capability >= (8, 0))  # sm90: instructions of 9.x alone
-    if found := [one for one in usable if build["head_dims"].get(one) and asked in (one, None)]:
-        return found[0]
-    why = build["compiled_error"] or f"kernels for {sorted(build['head_dims'])}"
-    raise RuntimeError(f"expected compiled kernels for sm_{capability}, got {why}")
+    from flash_attn_dualkv import build_info
+
+    build = build_info()
+    if not build["compiled"]:
+        raise RuntimeError(f"expected compiled kernels, got {build['compiled_error']}")
+    is_hopper = torch.cuda.get_device_capability()[0] == 9 and os.environ.get("DUALKV_KERNELS") != "sm80"
+    return "sm90" if is_hopper and "sm90" in build["head_dims"] else "sm80"
 
 
 def ours(kernels: str | None) -> Implementation:
@@ -129,9 +120,9 @@ def ours(kernels: str | None) -> Implementation:
 
 
 def deterministic(impl: Implementation) -> Implementation:
-    """The same in deterministic mode, which is a matter of the backward."""
+    """The same in deterministic mode."""
     arrange, name = partial(cast(Any, impl.arrange), deterministic=True), f"{impl.name}_deterministic"
-    return replace(impl, name=name, arrange=arrange, directions=("backward",), is_optional=True)
+    return replace(impl, name=name, arrange=arrange, is_deterministic=True)
 
 
 # --- masks over packed rows: FlexAttention, cuDNN Flex Attention ----------------------------------------------------
@@ -279,15 +270,12 @@ def torch_varlen() -> VarlenKernel:
     return cast(VarlenKernel, partial(varlen_attn, **options))
 
 
-def package_varlen(label: str) -> VarlenKernel:
-    """``flash_attn_varlen_func`` of a package."""
-    function = importlib.import_module(PACKAGES[label][0]).flash_attn_varlen_func
+def fa4_varlen() -> VarlenKernel:
+    function = importlib.import_module(PACKAGES["fa4"][0]).flash_attn_varlen_func
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
-    def kernel(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **options: Any
-    ) -> Tensor:
-        offsets, longest = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}, {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
-        out = function(q, k, v, **offsets, **longest, causal=True, **options)
+    def kernel(*arguments: Any, **options: Any) -> Tensor:
+        out = function(**dict(zip(names, arguments)), causal=True, **options)
         return out[0] if isinstance(out, tuple) else out
 
     return kernel
@@ -320,11 +308,10 @@ def arrange_replicated(shape: Shape, device: torch.device, load: Load) -> Arrang
 
 def arrange_flattened(shape: Shape, device: torch.device, load: Load) -> list[Arrangement]:
     """The path of every leaf as a sequence of its own, micro-batch after micro-batch."""
-    kernel, found = load(), []
-    copies = torch.cat(path_rows(shape, shape.leaves)).bincount(minlength=shape.packed_tokens)
+    kernel, found, every = load(), [], torch.cat(path_rows(shape, shape.leaves))
     for leaves in shape.micro_batches():
         attention = varlen_attention(kernel, [shape.ends[leaf] for leaf in leaves], device)
-        found.append(Arrangement(torch.cat(path_rows(shape, leaves)), attention, copies))
+        found.append(Arrangement(torch.cat(path_rows(shape, leaves)), attention, every))
     return found
 
 
@@ -347,8 +334,11 @@ def arrange_gathered(shape: Shape, device: torch.device, load: Load) -> Arrangem
     return Arrangement(packed_rows(shape), attention)
 
 
-def of_varlen(label: str, load: Load | None = None) -> list[Implementation]:
-    """Prompts replicated, and both ways to a tree's attention. ``load``: of the kernel; None: of that package."""
+KERNELS: dict[str, Load] = {"fa4": fa4_varlen, "fa2": torch_varlen, "math": lambda: math_varlen}
+
+
+def of_varlen(label: str) -> list[Implementation]:
+    """Prompts replicated, and both ways to a tree's attention, on one of ``KERNELS``."""
 
     def refuses(shape: Shape) -> str:
         if shape.is_tree:
@@ -365,10 +355,9 @@ def of_varlen(label: str, load: Load | None = None) -> list[Implementation]:
         "gathered": (arrange_gathered, on_trees),
         "flattened": (arrange_flattened, on_trees),
     }
-    options: dict[str, Any] = dict(package=None if load else label, compiles=label == "fa4")
-    kernel = load or partial(package_varlen, label)
+    options: dict[str, Any] = dict(package="fa4", compiles=True) if label == "fa4" else {}
     return [
-        Implementation(f"{label}_{way}", partial(arrange, load=kernel), refuse, way != "gathered", **options)
+        Implementation(f"{label}_{way}", partial(arrange, load=KERNELS[label]), refuse, **options)
         for way, (arrange, refuse) in ways.items()
     ]
 
@@ -384,13 +373,13 @@ def peers() -> list[Implementation]:
     """What attention, a layer and a model are measured against, the strongest first."""
     flex_fa4 = Implementation("flex_fa4", partial(arrange_flex, on_fa4=True), plain, package="fa4", compiles=True)
     flex = Implementation("flex_packed", arrange_flex, plain, compiles=True)
-    found = [cudnn_flex(), flex_fa4, flex, *of_varlen("fa4"), *of_varlen("fa2", torch_varlen)]
+    found = [cudnn_flex(), flex_fa4, flex, *of_varlen("fa4"), *of_varlen("fa2")]
     return [one.only(lambda shape: shape.head_dim <= 256, "measured up to head dim 256") for one in found]
 
 
 def layer_implementations(kernels: str | None) -> list[Implementation]:
     """What a layer and a model are measured with, ours first. ``kernels``: of ``own_kernels``, None on the CPU."""
-    on_cpu = [*of_varlen("math", lambda: math_varlen), cudnn_flex()]
+    on_cpu = [*of_varlen("math"), cudnn_flex()]
     return [ours(kernels), *(peers() if kernels else on_cpu)]
 
 

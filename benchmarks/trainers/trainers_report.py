@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 from bench_trl import LABELS
-from pages import BLUE, PURPLE, VERMILION, ResultError, filled, load, markdown, number, read, save
-from verl_cases import LARGE, PRESETS, WHO
+from bench_verl import LARGE, PRESETS, WHO
+from pages import COLORS, ResultError, filled, load, markdown, number, read, save
 
 # Setups of the README's table, and the micro-batches of both; without Ulysses.
 HEADLINE = (
@@ -21,6 +21,7 @@ HEADLINE = (
     ("math-300", "tokens 32768", "short prompts"),
 )
 FIGURES = ["update_s", "infer_s", "update_gib", "infer_gib"]
+VERL, OURS, THIRD = (COLORS[name] for name in ("cudnn_flex", "flex_fa4", "fa4"))
 WINDOW = 10  # steps over which TRL's rewards are averaged
 
 
@@ -43,10 +44,8 @@ def render(folder: Path) -> list[Path]:
     rows[FIGURES] = rows[FIGURES].astype(float)
     rows = rows.sort_values("date", kind="stable")
     rows = rows.drop_duplicates(["preset", "who", "how", "sp", "gpus"], keep="last").sort_index()
-    # In the order of the presets, verl's own first.
-    ordered = {preset: sorted(settings, key=lambda one: one.shares) for preset, (*_, settings) in PRESETS.items()}
-    known = [(preset, *one.name.split("/")) for preset, settings in ordered.items() for one in settings]
-    rank = [known.index((row.preset, row.who, row.how, f"SP {row.sp}")) for row in rows.itertuples()]
+    known = [(preset, *one.names) for preset, (*_, settings) in PRESETS.items() for one in settings]
+    rank = [known.index((row.preset, row.who, row.how, row.sp)) for row in rows.itertuples()]
     rows = rows.assign(rank=rank).sort_values("rank", kind="stable")
     exact, page, short = rows[rows["preset"] == "accuracy"], folder / "README.md", folder / "headline.md"
     parts = {
@@ -168,7 +167,7 @@ def steps(rows: pd.DataFrame, path: Path) -> str:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for axis, values, title in zip(axes, (losses, norms), ("loss", "norm of the gradient")):
         values.index += 1
-        values.plot(ax=axis, color=[VERMILION, PURPLE, BLUE], style=["-", ":", "--"], legend=axis is axes[0])
+        values.plot(ax=axis, color=[VERL, THIRD, OURS], style=["-", ":", "--"], legend=axis is axes[0])
         axis.set_xlabel("step on the same batch")
         axis.set_title(title, fontsize=10)
     axes[0].legend(fontsize=8)
@@ -240,9 +239,9 @@ def plot_of_trl(rewards: pd.DataFrame, seconds: pd.DataFrame, path: Path) -> Non
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    rewards.plot(ax=left, color=[VERMILION, BLUE], xlabel="step, from 0", ylabel="reward", fontsize=8)
+    rewards.plot(ax=left, color=[VERL, OURS], xlabel="step, from 0", ylabel="reward", fontsize=8)
     left.lines[0].set(linewidth=4, alpha=0.5)  # the other lies on it
-    seconds.plot.barh(ax=right, color=[VERMILION, BLUE], legend=False, fontsize=8)
+    seconds.plot.barh(ax=right, color=[VERL, OURS], legend=False, fontsize=8)
     for bars in right.containers:
         right.bar_label(bars, fmt=" %.2f", fontsize=7)
     right.invert_yaxis()

@@ -88,32 +88,21 @@ def test_a_failure_is_a_row(error: Any, fact: dict[str, Any]) -> None:
     assert all(row["ms"] is row["tflops"] is None and fact.items() <= row.items() for row in rows[2:])
 
 
-def test_slow_peers_get_fewer_rounds() -> None:
-    """As many as fit the limit, at least one."""
-    config = measure.Config(CPU, rounds=4, limit_s=1.0, max_calls=1, warm_ms=0.0)
-    seconds = {OURS.name: 0.0, "slow": 0.2, "slowest": 0.6}
-    found = [replace(OURS, name=name) for name in seconds]
-    run = measure.ShapeRun(RAGGED, found, config, measure.Matmul(config))
-    run.memory_pass = lambda impl: run.seconds.update({impl.name: seconds[impl.name]})
-    run.run()
-    assert [row["samples"] for row in run.rows] == [4, 4, 2, 2, 1, 1]
-
-
 def test_budgets_hold() -> None:
     begin = time.monotonic()
-    rows = measured([OURS], deadline=begin + 5, rounds=10**6, limit_s=1e9, max_calls=1)
-    assert time.monotonic() - begin < 10 and all(row["ms"] for row in rows)
+    rows = measured([OURS], deadline=begin + 2, rounds=10**6, max_calls=1)
+    assert time.monotonic() - begin < 6 and all(row["ms"] for row in rows)
     assert {row["skipped"] for row in measured([OURS], deadline=0.0)} == {"left out: budget"}
 
 
 def test_times_of_micro_batches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of the medians."""
     config = measure.Config(CPU)
-    shape, impl = shapes.parse("tree-tiny-H4-Hk2-d16"), peers.of_varlen("math", lambda: peers.math_varlen)[2]
+    shape, impl = shapes.parse("tree-tiny-H4-Hk2-d16"), peers.of_varlen("math")[2]
     monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
     run, count = measure.ShapeRun(shape, [impl], config, measure.Matmul(config)), len(shape.micro_batches())
     laps = iter([[1.0, 2.0, 9.0], [10.0], [3.0, 3.0], [30.0]] * 10)
-    monkeypatch.setattr(run, "laps", lambda impl, *steps: [next(laps)])
+    monkeypatch.setattr(measure, "laps_under_load", lambda *_: [next(laps)])
     run.timed_pass(impl)
     assert impl.name == "math_flattened" and count > 1
     assert run.times[impl.name, "forward"] == [sum((2.0, 3.0)[index % 2] for index in range(count))]
@@ -140,18 +129,15 @@ def test_the_commands(module: Any, arguments: list[str], peers_of: dict[str, lis
     """Rows and header of what each writes; a CPU's are no result."""
     assert module.main(["--device", "cpu", "--rounds", "1", *arguments, "--out", str(tmp_path), "--name", "trial"]) == 0
     header, rows = json.loads((tmp_path / "trial.json").read_text()).values()
-    assert header["matmul_tflops"] > 0 and header["benchmark"] == module.BENCHMARK.name
+    assert header["benchmark"] == module.BENCHMARK.name
     for name, expected in peers_of.items():
         found = [row["impl"] for row in rows if row["shape"] == name and row["direction"] == "backward"]
         assert found == ["dualkv_reference", *expected]
     for row in rows:
-        shape, is_replicated = shapes.parse(row["shape"]), row["impl"] in ("math_replicated", "math_flattened")
-        work = (shape.replicated_tokens, shape.replicated_pairs) if is_replicated else None
-        assert (row["executed_tokens"], row["executed_pairs"]) == (work or (shape.packed_tokens, shape.visible_pairs))
-        assert row["ms_min"] <= row["ms"] <= row["ms_max"] and row["rel_diff"] < 1e-4
+        assert row["matmul_tflops"] > 0 and row["ms_min"] <= row["ms"] <= row["ms_max"] and row["rel_diff"] < 1e-4
         assert (row["tflops"] is None) == (header["benchmark"] in ("layer", "model"))
-        assert report.problems_of({**row, "dtype": "bf16", "impl": "dualkv_sm90"}, header["benchmark"]) == []
-    with pytest.raises(ValueError, match="unknown impl dualkv_reference|dirty tree"):
+        assert report.problems_of({**row, "impl": "dualkv_sm90"}, header["benchmark"]) == []
+    with pytest.raises(report.ResultError, match="dirty tree|another folder"):
         report.check(tmp_path / "trial.json")
 
 
@@ -164,19 +150,19 @@ def test_the_stream_command(tmp_path: Path, packages: None) -> None:
     for row in rows:
         assert "error" not in row and row["wall_ms"] > row["host_ms"] > 0
         assert row["ms"] == pytest.approx(row["wall_ms"] - row["attention_ms"], abs=1e-2)
-        assert report.problems_of({**row, "dtype": "bf16", "impl": "cudnn_flex"}, "stream") == []
+        assert report.problems_of({**row, "impl": "cudnn_flex"}, "stream") == []
     ours, peer = bench_stream.implementations(None)
 
-    def doubled(shape: Shape, device: torch.device) -> bench_stream.Steps:
-        steps = peer.arrange(shape, device)
+    def doubled(shape: Shape, device: torch.device) -> tuple[torch.Tensor, bench_stream.Pack]:
+        rows, pack = peer.arrange(shape, device)
 
-        def pack() -> Any:
-            attention, unpack = steps.pack()
+        def packed() -> Any:
+            attention, unpack = pack()
             return lambda q, k, v: 2 * attention(q, k, v), unpack
 
-        return bench_stream.Steps(steps.rows, pack)
+        return rows, packed
 
-    for others, deadline, expected in ((doubled, 1e9, "output differs by"), (peer.arrange, 0.5, "left out: budget")):
+    for others, deadline, expected in ((doubled, 1e9, "output differs by"), (peer.arrange, 0.0, "left out: budget")):
         config = measure.Config(CPU, deadline=time.monotonic() + deadline)
         stream = bench_stream.parse("tiny")
         run = bench_stream.StreamRun(stream, [ours, replace(peer, arrange=others)], config, measure.Matmul(config))
@@ -185,7 +171,7 @@ def test_the_stream_command(tmp_path: Path, packages: None) -> None:
 
 
 def test_a_gpu_that_fails_does_not_end_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def clear(config: measure.Config, after_failure: bool = False) -> None:
+    def clear(config: measure.Config) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(measure.Config, "clear", clear)
@@ -254,9 +240,7 @@ def test_builds_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("kind", ["kernel", "tree", "layer", "model"])
 def test_on_the_gpu(kind: str) -> None:
     """All but FlexAttention, whose compilation takes longer than all of these."""
-    import flash_attn_dualkv
-
-    kernels = peers.own_kernels(dict(flash_attn_dualkv.build_info()), torch.cuda.get_device_capability())
+    kernels = peers.own_kernels()
     module: Any = {"kernel": bench_kernel, "tree": bench_tree, "layer": bench_layer}.get(kind)
     module = module or bench_model
     nodes = shapes.TREES["tiny"]() if kind == "tree" else nodes_of([(1000, (131, 700, 64))])

@@ -59,7 +59,7 @@ def step_outcomes(shape: Shape, *more: peers.Implementation, dtype: torch.dtype 
         for prepared in run.prepared(impl):
             out = prepared.run()
             gradients = torch.autograd.grad(out, prepared.leaves, prepared.dout.to(dtype))
-            share = [prepared.take(out.detach(), torch.arange(sum(shape.responses))), *gradients]
+            share = [*prepared.sampled(out, gradients, torch.arange(sum(shape.responses))), *gradients]
             sums = [one + other for one, other in zip(sums, share)] if sums else share
         outcomes.append(sums)
     return outcomes
@@ -75,7 +75,7 @@ def test_all_compute_the_same_step(shape: Shape, monkeypatch: pytest.MonkeyPatch
         rows = torch.cat(packing.path_rows(shape, shape.leaves))
         return packing.Arrangement(rows, peers.varlen_attention(peers.math_varlen, pieces, device))
 
-    wrong = peers.Implementation("forgetful", forgetful, is_replicated=True)
+    wrong = peers.Implementation("forgetful", forgetful)
     expected, *others, forgot = step_outcomes(shape, wrong)
     assert len(others) == 1 + shape.is_tree
     for outs in others:

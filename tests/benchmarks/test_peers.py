@@ -95,7 +95,7 @@ def test_what_peers_refuse() -> None:
     """Head dims of cuDNN; rows beyond 32 bits, with which FlashAttention-2 would end the process; a layer."""
     fits = {"Hk4-d128": 1, "Hk4-d256": 0, "Hk16-d256": 1, "Hk16-d512": 0, "Hk4-d192v128": 1, "Hk4-d128v64": 0}
     assert {one: not peers.cudnn_flex().refuses(shapes.parse(f"4x1Kx256-H16-{one}")) for one in fits} == fits
-    fa2 = peers.of_varlen("fa2", peers.torch_varlen)[0]
+    fa2 = peers.of_varlen("fa2")[0]
     assert not fa2.refuses(shapes.parse("28x16Kx2K")) and "fewer elements" in fa2.refuses(shapes.parse("32x16Kx2K"))
     with pytest.raises(ValueError, match="expected qk_norm"):
         bench_layer.make_layer_source(shapes.parse("llama3-8b-1x5x7"), torch.float32, CPU)
@@ -142,7 +142,7 @@ def test_flex_on_fa4_asks_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> No
 def test_names_of_implementations(words: list[str], expected: list[str]) -> None:
     """A word is a part of a name, with = in front it is all of it; this library is always measured."""
     names = ("dualkv_sm90", "flex_fa4", "flex_fa4_static", "flex_packed")
-    every = [Implementation(name, peers.arrange_ours, is_optional=name.endswith("static")) for name in names]
+    every = [Implementation(name, peers.arrange_ours, is_deterministic=name.endswith("static")) for name in names]
     benchmark = replace(bench_stream.BENCHMARK, implementations=lambda kernels: every)
     options = command.parse_arguments(benchmark, ["--device", "cpu", *(["--impls", *words] if words else [])])
     assert [one.name for one in options.implementations] == ["dualkv_sm90", *expected]
@@ -153,30 +153,28 @@ def test_packages_and_labels() -> None:
     assert peers.of_varlen("fa4")[0].missing() == "flash-attn-4 is not installed" and not peers.ours(None).missing()
     for module in (bench_kernel, bench_layer, bench_model, bench_stream):
         found = module.BENCHMARK.implementations("sm90")
-        assert found[0].name == report.OURS and not found[0].is_optional
+        assert found[0].name == report.OURS and not found[0].is_deterministic
         assert {one.name for one in found} <= {*report.LABELS, "stock_eager_replicated"}
 
 
 @pytest.mark.parametrize(
     ("built", "capability", "asked", "expected"),
     [
-        (("sm80",), (9, 0), None, "sm80"),
-        (("sm80", "sm90"), (9, 0), None, "sm90"),
-        (("sm80", "sm90"), (9, 0), "sm80", "sm80"),
-        (("sm80", "sm90"), (8, 9), None, "sm80"),
-        (("sm80", "sm90"), (12, 0), None, "sm80"),
-        (("sm90",), (8, 0), None, r"for sm_.8, 0., got kernels for \['sm90'\]"),
-        ((), (9, 0), None, "got broken library"),
+        ("sm80", 9, "", "sm80"),
+        ("sm80 sm90", 9, "", "sm90"),
+        ("sm80 sm90", 9, "sm80", "sm80"),
+        ("sm80 sm90", 12, "", "sm80"),
     ],
 )
-def test_own_kernels(built: tuple[str, ...], capability: tuple[int, int], asked: Any, expected: str) -> None:
-    head_dims = {family: [128] for family in built}
-    build = {"compiled_error": None if built else "broken library", "head_dims": head_dims}
-    if len(expected) > 4:
-        with pytest.raises(RuntimeError, match=expected):
-            peers.own_kernels(build, capability, asked)
-    else:
-        assert peers.own_kernels(build, capability, asked) == expected
+def test_own_kernels(built: str, capability: int, asked: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build: dict[str, Any] = {"compiled": True, "head_dims": dict.fromkeys(built.split())}
+    monkeypatch.setattr("flash_attn_dualkv.build_info", lambda: build)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    monkeypatch.setenv("DUALKV_KERNELS", asked)
+    assert peers.own_kernels() == expected
+    build |= {"compiled": False, "compiled_error": "broken library"}
+    with pytest.raises(RuntimeError, match="got broken library"):
+        peers.own_kernels()
 
 
 class FusedNorm(torch.autograd.Function):

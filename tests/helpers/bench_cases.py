@@ -66,10 +66,10 @@ def outcome(impl: Implementation, shape: Shape, prepare: Any = packing.prepare_a
         out = prepared.run()
         assert prepared.dout.shape == out.shape
         gradients = prepared.backward(out)
-        folded = prepared.fold(gradients, rows)
-        shares.append([prepared.take(out.detach(), rows), *folded, *gradients[len(folded) :]])
+        shares.append([*prepared.sampled(out, gradients, rows), *gradients[prepared.with_rows :]])
         computed += len(out)
-    assert computed == impl.executed(shape)[0]
+    is_replicated = impl.name.endswith(("_replicated", "_flattened"))
+    assert computed == (shape.replicated_tokens if is_replicated else shape.packed_tokens)
     return [sum(parts) for parts in zip(*shares)]
 
 

@@ -18,8 +18,7 @@ import verl_rig
 from tensordict import TensorDict
 from torch import nn
 from verl.workers.engine.fsdp import transformer_impl
-from verl_cases import Case, Found
-from verl_inputs import Batch, Model
+from verl_inputs import Batch, Case, Found, Model
 from verl_runs import ACTOR, ENVIRONMENT, MODEL, PICTURE_TOKEN, UNEQUAL, Unusual, case, check_equal, check_shared
 
 from flash_attn_dualkv.errors import SharedPromptError
