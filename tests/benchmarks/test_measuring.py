@@ -18,6 +18,7 @@ import bench_tree
 import command
 import compare_builds
 import measure
+import pandas as pd
 import peers
 import pytest
 import report
@@ -222,18 +223,19 @@ def test_commit_and_dirtiness(
     assert command.tree_state(None) == expected and command.tree_state("b" * 40) == ("b" * 40, False)
 
 
-def test_builds_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    """The same package twice; what is no shape is said, and is a failure."""
-
+def test_builds_are_compared(capfd: pytest.CaptureFixture[str]) -> None:
+    """The same package twice: a row of four times and ratios for each shape; and what a slower build looks like."""
+    names = ["2-groups-of-3x70x1-90-H4-Hk1-d16", "tree-tiny-H4-Hk2-d16"]
     roots = [str(command.ROOT)] * 2
-    names = ["2-groups-of-3x70x1-90-H4-Hk1-d16", "tree-tiny-H4-Hk2-d16", "causal-1x128-H4-Hk4-d16", "nothing"]
-    assert compare_builds.main([*roots, "--rounds", "1", "--shape", *names]) == 1
-    lines = capsys.readouterr().out.splitlines()[-4:]
-    assert [line.split()[0] for line in lines] == names and "expected a name like" in lines[3]
-    assert all(line.endswith("0.0e+00") and len(line.split()) == 14 for line in lines[:3])
-    line, is_fine = compare_builds.line_of("one", *([{"one": ({"forward": ms, "backward": 1.0, "both": 1.0 + ms,
-        "deterministic": 1.0}, [torch.ones(3) * ms])}] for ms in (1.0, 1.02)))  # fmt: skip
-    assert not is_fine and line.count("*") == 1 and "1.020*" in line
+    compare_builds.main([*roots, "--processes", "1", "--device", "cpu", "--shape", *names])
+    lines = [line.replace("*", "").split() for line in capfd.readouterr().out.splitlines()[-2:]]
+    assert [line[0] for line in lines] == names and all(len(line) == 13 for line in lines)
+    assert all(float(line[3]) == pytest.approx(float(line[2]) / float(line[1]), rel=1e-2) for line in lines)
+    old = pd.DataFrame({"forward": [1.0], "backward": 1.0, "both": 2.0, "deterministic": 1.0}, index=["one"])
+    assert [cell[-7:] for cell in compare_builds.table(old, 1.02 * old).loc["one"]] == [" 1.020*"] * 3 + [" 1.020 "]
+    with pytest.raises(SystemExit):
+        compare_builds.main(["nowhere", roots[0]])
+    assert "expected checkouts with flash_attn_dualkv" in capfd.readouterr().err
 
 
 @pytest.mark.gpu
