@@ -39,7 +39,7 @@ import command
 import torch
 from measure import LEFT_OUT, Config, Matmul, Row, compared, explain, identity, laps, significant
 from packing import Attention, first_copy, leaf, make_source, node_rows, packed_rows
-from peers import CudnnFlex, Implementation, cudnn_endpoints, flex_attend, ours, packed_block_mask
+from peers import Implementation, cudnn_flex, flex, ours
 from shapes import K, Shape, nodes_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -111,14 +111,12 @@ def pack_of_ours(shape: Shape, device: torch.device) -> tuple[Tensor, Pack]:
     return packed().input_ids, pack
 
 
-def pack_of_peer(
-    shape: Shape, device: torch.device, attend: Callable[[Shape, torch.device], Attention]
-) -> tuple[Tensor, Pack]:
+def pack_of_peer(shape: Shape, device: torch.device, peer: Implementation) -> tuple[Tensor, Pack]:
     nodes = [one.to(device) for one in node_rows(shape)]
 
     def pack() -> tuple[Attention, Unpack]:
         torch.cat(nodes)  # the row of tokens that a model would be given
-        return attend(shape, device), unpack
+        return peer.arrange(shape, device).attention, unpack
 
     def unpack(values: Tensor) -> Tensor:
         return pad_sequence(list(values.split(shape.responses)), batch_first=True)
@@ -126,26 +124,11 @@ def pack_of_peer(
     return packed_rows(shape), pack
 
 
-def on_block_mask(shape: Shape, device: torch.device, on_fa4: bool) -> Attention:
-    return flex_attend(packed_block_mask(shape, device), on_fa4, dynamic=True)
-
-
-def on_plan(shape: Shape, device: torch.device) -> Attention:
-    """The plan, which wants tensors of the sizes that follow, is made here and not by the first call."""
-    attend, dtype = CudnnFlex(cudnn_endpoints(shape, device)), torch.bfloat16 if device.type == "cuda" else None
-    sizes = [(shape.packed_tokens, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    attend.plan(*(torch.empty(size, dtype=dtype, device=device) for size in sizes))
-    return attend
-
-
 def implementations(kernels: str | None) -> list[Implementation]:
     """The last is the slowest: time may end before it."""
-    attends: list[tuple[str, str | None, Callable[..., Attention]]] = [("cudnn_flex", "cudnn_flex", on_plan)]
-    if kernels is not None:
-        attends.append(("flex_fa4", "fa4", partial(on_block_mask, on_fa4=True)))
-        attends.append(("flex_packed", None, partial(on_block_mask, on_fa4=False)))
-    peers = [Implementation(name, partial(pack_of_peer, attend=one), package=package) for name, package, one in attends]
-    return [replace(ours(kernels), arrange=pack_of_ours), *peers]
+    peers = [cudnn_flex(), *(flex(dynamic=True) if kernels else [])]
+    packed = [replace(one, arrange=partial(pack_of_peer, peer=one)) for one in peers]
+    return [replace(ours(kernels), arrange=pack_of_ours), *packed]
 
 
 def graphs_compiled() -> int:

@@ -28,6 +28,7 @@ from flash_attn_dualkv.predict import DIRECTIONS
 GIB = 1 << 30
 SAMPLED_ROWS = 2048
 SLOW_MS = 1000.0  # a pass this long needs no warm-up: what is loaded once, and the card's rest, are small beside it
+COMPILATION_S = 25.0  # that the first call of an implementation may take
 LEFT_OUT = "left out: budget"
 # Relative Frobenius differences above these mean that two implementations did not compute the same thing. Gradients of
 # replicated rows are rounded to 16 bits before they are summed.
@@ -151,7 +152,7 @@ class ShapeRun:
             facts = self.facts[impl.name]
             if missing := impl.missing():
                 facts["skipped"] = missing
-            elif not self.config.fits(25.0 if impl.compiles and self.config.is_cuda else 1.0):
+            elif not self.config.fits(COMPILATION_S if self.config.is_cuda else 1.0):
                 facts["skipped"] = LEFT_OUT
             else:
                 self.guarded(impl, self.memory_pass)
@@ -182,7 +183,7 @@ class ShapeRun:
             yield self.prepare(self.shape, self.config.dtype, self.config.device, one)
 
     def memory_pass(self, impl: Implementation) -> None:
-        """Peak of a forward and backward with all its tensors, behind one that compiles and loads unless that is slow.
+        """Peak of a forward and backward with all its tensors, behind one that compiles and loads.
 
         Sampled rows of the output and of its gradients are compared with the first implementation's: one that computes
         something else is no peer.
@@ -192,7 +193,7 @@ class ShapeRun:
         for prepared in self.prepared(impl):
             which = torch.randperm(len(prepared.copies), generator=torch.Generator().manual_seed(0))
             which = which[:SAMPLED_ROWS].to(config.device)
-            for is_last in (False, True):
+            for _ in range(2):
                 if config.is_cuda:
                     torch.cuda.reset_peak_memory_stats()
                 begin = time.perf_counter()
@@ -203,8 +204,6 @@ class ShapeRun:
                 peak = max(peak, torch.cuda.max_memory_allocated() - self.baseline) if config.is_cuda else 0
                 share = prepared.sampled(out, gradients, which)
                 del out, gradients
-                if is_last or (1e3 * seconds >= SLOW_MS and not impl.compiles):
-                    break
             total += seconds
             sampled = [one + other for one, other in zip(sampled, share)] if sampled else share
             del prepared, share

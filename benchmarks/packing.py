@@ -90,7 +90,7 @@ def prepare_attention(shape: Shape, dtype: torch.dtype, device: torch.device, ho
 def make_source(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     """q, k, v and dout of the packed rows."""
     generator = torch.Generator(device).manual_seed(0)
-    of_qk, of_v = shape.head_dim, shape.head_dim_v or shape.head_dim
+    of_qk, of_v = shape.head_dim, shape.value_dim
     heads = ((shape.heads, of_qk), (shape.kv_heads, of_qk), (shape.kv_heads, of_v), (shape.heads, of_v))
     sizes = [(shape.packed_tokens, *one) for one in heads]
     return tuple(torch.randn(size, dtype=dtype, device=device, generator=generator) for size in sizes)

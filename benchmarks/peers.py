@@ -39,7 +39,6 @@ class Implementation:
             micro-batches, or the Steps of a stream.
         refuses: why a shape cannot be measured; "" if it can.
         package: the key of ``PACKAGES`` that it needs.
-        compiles: whether the first call of a shape compiles.
         is_deterministic: which is a matter of the backward; measured only where --impls names it.
     """
 
@@ -47,7 +46,6 @@ class Implementation:
     arrange: Callable[[Shape, torch.device], Any]
     refuses: Callable[[Shape], str] = lambda shape: ""
     package: str | None = None
-    compiles: bool = False
     is_deterministic: bool = False
 
     @property
@@ -73,6 +71,10 @@ class Implementation:
     def only(self, condition: Callable[[Shape], bool], reason: str) -> Implementation:
         """The same for the shapes that fulfil the condition."""
         return replace(self, refuses=lambda shape: self.refuses(shape) if condition(shape) else reason)
+
+
+def plain(shape: Shape) -> str:
+    return "" if shape.is_plain else "measured on plain causal attention"
 
 
 # --- this library ---------------------------------------------------------------------------------------------------
@@ -128,8 +130,12 @@ def deterministic(impl: Implementation) -> Implementation:
 # --- masks over packed rows: FlexAttention, cuDNN Flex Attention ----------------------------------------------------
 
 
+@functools.lru_cache(maxsize=1)
 def packed_block_mask(shape: Shape, device: torch.device) -> Any:
-    """Visibility in FlexAttention's form: rows that see a key are its own and later ones of its node's subtree."""
+    """Visibility in FlexAttention's form: rows that see a key are its own and later ones of its node's subtree.
+
+    One for all rounds of a shape: with it there is one mask function, so one compilation of the attention.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     last = {index: path[-1] for path in shape.paths for index in path}  # depth first: of each node's subtree
@@ -154,29 +160,25 @@ def compiled_once(function: Any, dynamic: bool) -> Any:
     return torch.compile(function, dynamic=dynamic)
 
 
-@functools.lru_cache(maxsize=1)
-def block_mask_of_rounds(shape: Shape, device: torch.device) -> Any:
-    """One for all rounds of a shape: with it there is one mask function, so one compilation of the attention."""
-    return packed_block_mask(shape, device)
-
-
-def flex_attend(block_mask: Any, on_fa4: bool, dynamic: bool = False) -> Attention:
-    """FlexAttention over packed rows; ``on_fa4``: on FlashAttention-4's kernels instead of Triton's."""
+def arrange_flex(shape: Shape, device: torch.device, on_fa4: bool, dynamic: bool) -> Arrangement:
     from torch.nn.attention.flex_attention import flex_attention
 
+    block_mask, is_grouped = packed_block_mask(shape, device), shape.heads != shape.kv_heads
     options: dict[str, Any] = {"kernel_options": {"BACKEND": "FLASH"}} if on_fa4 else {}
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         flex = compiled_once(flex_attention, dynamic)
-        is_grouped = q.shape[1] != k.shape[1]
         out: Tensor = flex(*map(heads_first, (q, k, v)), block_mask=block_mask, enable_gqa=is_grouped, **options)
         return out[0].transpose(0, 1)
 
-    return attention
+    return Arrangement(packed_rows(shape), attention)
 
 
-def arrange_flex(shape: Shape, device: torch.device, on_fa4: bool = False) -> Arrangement:
-    return Arrangement(packed_rows(shape), flex_attend(block_mask_of_rounds(shape, device), on_fa4))
+def flex(dynamic: bool = False) -> list[Implementation]:
+    """FlexAttention on FlashAttention-4's kernels, and on its own of Triton. ``dynamic``: compiled for any lengths."""
+    arrange = partial(arrange_flex, dynamic=dynamic)
+    on_fa4 = Implementation("flex_fa4", partial(arrange, on_fa4=True), plain, package="fa4")
+    return [on_fa4, Implementation("flex_packed", partial(arrange, on_fa4=False), plain)]
 
 
 def cudnn_endpoints(shape: Shape, device: torch.device) -> Tensor:
@@ -214,29 +216,20 @@ def cudnn_endpoints(shape: Shape, device: torch.device) -> Tensor:
     return flat[1:][None].contiguous()
 
 
-class CudnnFlex:
-    """cuDNN Flex Attention over packed rows, with one plan of the mask."""
+def arrange_cudnn(shape: Shape, device: torch.device, deterministic: bool = False) -> Arrangement:
+    """The plan looks at sizes and types of q, k and v."""
+    module: Any = importlib.import_module(PACKAGES["cudnn_flex"][0])
+    heads, dims = (shape.heads, shape.kv_heads, shape.kv_heads), (shape.head_dim,) * 2 + (shape.value_dim,)
+    dtype = torch.bfloat16 if device.type == "cuda" else None
+    qkv = (torch.empty(1, shape.packed_tokens, *one, dtype=dtype, device=device) for one in zip(heads, dims))
+    plan = module.create_mask_plan(cudnn_endpoints(shape, device), *qkv, build_backward=True)
 
-    def __init__(self, endpoints: Tensor, deterministic: bool = False) -> None:
-        self.endpoints, self.deterministic = endpoints, deterministic
-        self.module: Any = importlib.import_module(PACKAGES["cudnn_flex"][0])
-        self.mask_plan: Any = None
-
-    def plan(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """What the first call does; it looks at sizes and types of q, k and v."""
-        self.mask_plan = self.module.create_mask_plan(self.endpoints, q[None], k[None], v[None], build_backward=True)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (one.contiguous() for one in (q, k, v))
-        if self.mask_plan is None:
-            self.plan(q, k, v)
-        options = {"mask_plan": self.mask_plan, "deterministic": self.deterministic}
-        out: Tensor = self.module.flex_attn_func(q[None], k[None], v[None], **options)
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (one.contiguous()[None] for one in (q, k, v))
+        out: Tensor = module.flex_attn_func(q, k, v, mask_plan=plan, deterministic=deterministic)
         return out[0]
 
-
-def arrange_cudnn(shape: Shape, device: torch.device, deterministic: bool = False) -> Arrangement:
-    return Arrangement(packed_rows(shape), CudnnFlex(cudnn_endpoints(shape, device), deterministic))
+    return Arrangement(packed_rows(shape), attention)
 
 
 def cudnn_flex() -> Implementation:
@@ -247,7 +240,7 @@ def cudnn_flex() -> Implementation:
         fits = shape.head_dim <= largest if not shape.head_dim_v else (shape.head_dim, shape.head_dim_v) == (192, 128)
         return "" if fits else "it has head dims up to 128, (192, 128), and 256 with as many KV heads as query heads"
 
-    return Implementation("cudnn_flex", arrange_cudnn, refuses, package="cudnn_flex", compiles=True)
+    return Implementation("cudnn_flex", arrange_cudnn, refuses, package="cudnn_flex")
 
 
 # --- kernels for packed sequences that share nothing ----------------------------------------------------------------
@@ -355,9 +348,9 @@ def of_varlen(label: str) -> list[Implementation]:
         "gathered": (arrange_gathered, on_trees),
         "flattened": (arrange_flattened, on_trees),
     }
-    options: dict[str, Any] = dict(package="fa4", compiles=True) if label == "fa4" else {}
+    package = label if label in PACKAGES else None
     return [
-        Implementation(f"{label}_{way}", partial(arrange, load=KERNELS[label]), refuse, **options)
+        Implementation(f"{label}_{way}", partial(arrange, load=KERNELS[label]), refuse, package)
         for way, (arrange, refuse) in ways.items()
     ]
 
@@ -365,15 +358,9 @@ def of_varlen(label: str) -> list[Implementation]:
 # --- what is measured where -----------------------------------------------------------------------------------------
 
 
-def plain(shape: Shape) -> str:
-    return "" if shape.is_plain else "measured on plain causal attention"
-
-
 def peers() -> list[Implementation]:
     """What attention, a layer and a model are measured against, the strongest first."""
-    flex_fa4 = Implementation("flex_fa4", partial(arrange_flex, on_fa4=True), plain, package="fa4", compiles=True)
-    flex = Implementation("flex_packed", arrange_flex, plain, compiles=True)
-    found = [cudnn_flex(), flex_fa4, flex, *of_varlen("fa4"), *of_varlen("fa2")]
+    found = [cudnn_flex(), *flex(), *of_varlen("fa4"), *of_varlen("fa2")]
     return [one.only(lambda shape: shape.head_dim <= 256, "measured up to head dim 256") for one in found]
 
 

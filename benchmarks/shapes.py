@@ -116,6 +116,10 @@ class Shape:
         return sum(self.replicated_lengths)
 
     @property
+    def value_dim(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
     def is_tree(self) -> bool:
         return "tree-" in self.name
 
@@ -145,10 +149,9 @@ class Shape:
 
         Backward three and two of them.
         """
-        value_dim = self.head_dim_v or self.head_dim
         of_qk, of_v = (1, 1) if direction == "forward" else (3, 2)
         equal = attention_flops(self.heads, self.head_dim, self.visible_pairs, direction)
-        return equal * (of_qk * self.head_dim + of_v * value_dim) / ((of_qk + of_v) * self.head_dim)
+        return equal * (of_qk * self.head_dim + of_v * self.value_dim) / ((of_qk + of_v) * self.head_dim)
 
     def by_tokens(self, nodes: Sequence[int], most: int) -> list[list[int]]:
         """The nodes in runs whose paths have at most ``most`` tokens in all; a path that has more is alone."""

@@ -43,11 +43,8 @@ from shapes import Shape
 
 PEER = "benchmark_peer"  # transformers takes a name with "flash" in it for that of a package
 ROW_TILE = 128  # lengths of padded sequences are multiples of it, as FlexAttention's blocks are
-# Attention of stock models: the key of ``PACKAGES`` that it needs, and whether it compiles. FlexAttention compiles anew
-# for other lengths, minutes for each kind of layer: all of its sequences have one length.
-STOCK: dict[str, tuple[str | None, bool]] = {
-    "eager": (None, False), "sdpa": (None, False), "flash_attention_4": ("fa4", True), "flex_attention": (None, True)
-}  # fmt: skip
+# Attention of stock models, and the key of ``PACKAGES`` that it needs.
+STOCK: dict[str, str | None] = {"eager": None, "sdpa": None, "flash_attention_4": "fa4", "flex_attention": None}
 
 
 Step = tuple[Callable[[], Tensor], Tensor]  # log-probabilities of one micro-batch, and which of all these are
@@ -222,9 +219,10 @@ def implementations(kernels: str | None) -> list[Implementation]:
     """Ours first; peers of Qwen3, and other models as they are."""
     ours, *others = layer_implementations(kernels)
     found = [ours, *(one.only(lambda shape: not of_family(shape), "measured on Qwen3") for one in others)]
-    for name, (package, compiles) in STOCK.items():
+    for name, package in STOCK.items():
+        # FlexAttention compiles anew for other lengths, minutes for each kind of layer.
         arrange = partial(padded_batches, has_one_length=name == "flex_attention")
-        impl = Implementation(f"stock_{name}_replicated", arrange, package=package, compiles=compiles)
+        impl = Implementation(f"stock_{name}_replicated", arrange, package=package)
         found.append(impl.only(partial(of_family, attention=name), "measured on families that have it"))
     return found
 
