@@ -10,7 +10,6 @@ library has no time is left out. A table is of one commit. Of several files the 
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import pandas as pd
 from command import RESULTS, gpu_folder
 from models import FamilyModel
-from pages import COLORS, HEADER, ResultError, filled, load, markdown, milliseconds, number, read, save
+from pages import COLORS, ResultError, filled, load, markdown, milliseconds, number, read, save
 from shapes import parse, title
 
 from flash_attn_dualkv.predict import DIRECTIONS
@@ -72,15 +71,10 @@ def check(path: Path) -> None:
     Raises:
         ResultError: lists everything that is wrong.
     """
-    header, rows = read(path).values()
-    if problems := [f"header: {key} missing" for key in HEADER if header.get(key) is None]:
-        raise ResultError(f"{path}: " + "; ".join(problems))
-    if header["dirty"] or not re.fullmatch(r"[0-9a-f]{7,40}", header["commit"]):
-        problems.append("header: measured on a dirty tree, or one without a commit")
+    header, rows = read(path)
+    problems = [problem for row in rows for problem in problems_of(row, header["benchmark"])]
     if header["benchmark"] not in (*KINDS, "stream") or gpu_folder(header["gpu"]) != path.parent.name:
         problems.append(f"header: {header['benchmark']} of {header['gpu']}, which is another folder or no benchmark")
-    for row in rows:
-        problems += problems_of(row, header["benchmark"])
     if not any(row["impl"] == OURS and row["ms"] for row in rows):
         problems.append("rows: no time of this library")
     if problems:

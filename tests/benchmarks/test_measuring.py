@@ -138,7 +138,7 @@ def test_the_commands(module: Any, arguments: list[str], peers_of: dict[str, lis
         assert row["matmul_tflops"] > 0 and row["ms_min"] <= row["ms"] <= row["ms_max"] and row["rel_diff"] < 1e-4
         assert (row["tflops"] is None) == (header["benchmark"] in ("layer", "model"))
         assert report.problems_of({**row, "impl": "dualkv_sm90"}, header["benchmark"]) == []
-    with pytest.raises(report.ResultError, match="dirty tree|another folder"):
+    with pytest.raises(report.ResultError, match="clean tree|another folder"):
         report.check(tmp_path / "trial.json")
 
 
