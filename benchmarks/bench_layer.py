@@ -15,7 +15,6 @@ CUDA events; peak memory includes weights and all gradients.
 from __future__ import annotations
 
 import sys
-from functools import partial
 
 import command
 import torch
@@ -139,7 +138,6 @@ SETTINGS = {"target_ms": 250.0, "max_calls": 5, "rounds": 3}
 BENCHMARK = command.Benchmark(
     "layer", __doc__ or "", PRESETS, layer_implementations, run_type=LayerRun, settings=SETTINGS
 )
-main = partial(command.main, BENCHMARK)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -232,7 +232,6 @@ class StreamRun:
 BENCHMARK = command.Benchmark(
     "stream", __doc__ or "", {name: (name,) for name in STREAMS}, implementations, parse, StreamRun
 )
-main = partial(command.main, BENCHMARK)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -29,47 +29,26 @@ RESULTS = ROOT / "benchmarks" / "results"
 VERSIONS = ("nvidia-cudnn-frontend", "flash-attn-4", "transformers", "triton", "fla-core", "causal-conv1d", "mamba-ssm")
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """One command.
-
-    Attributes:
-        name: as in the header of its results.
-        description: of the command, for --help.
-        presets: names of what is measured, by the name of the list. The first is measured where none is asked for,
-            "tiny" on the CPU.
-        implementations: all that can be measured here; its argument is what ``peers.own_kernels`` returns, None on the
-            CPU.
-        parse: what a name stands for; a ValueError says why it is none.
-        run_type: measures one thing with ``(parsed, implementations, config, matmul)``: ``run()``, then ``rows``.
-        settings: for the ``Config``.
-    """
-
-    name: str
-    description: str
-    presets: Mapping[str, Sequence[str]]
-    implementations: Callable[[str | None], list[Implementation]]
-    parse: Callable[[str], Any] = parse
-    run_type: Callable[[Any, list[Implementation], Config, Matmul], Any] = ShapeRun
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
 # --- result files -----------------------------------------------------------------------------------------------------
 
 
-def add_result(parser: argparse.ArgumentParser) -> None:
-    """The options of every benchmark about its result."""
+def parser_of(description: str | None, epilog: str = "") -> argparse.ArgumentParser:
+    """With the options of every benchmark about its result."""
+    parser = argparse.ArgumentParser(
+        description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     text = "what is measured, for a copy of a clean tree that git does not know (default: DUALKV_COMMIT)"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the result (default: in benchmarks/results)")
     parser.add_argument("--name", help="of the result file (default: what is measured)")
     parser.add_argument("--commit", default=os.environ.get("DUALKV_COMMIT"), help=text)
+    return parser
 
 
 class Result:
     """A result file: a header with GPU, versions and commit, and rows.
 
     Args:
-        options: those of `add_result`.
+        options: those of `parser_of`.
         folder, name: where they say nothing else.
         more: of the header.
     """
@@ -118,42 +97,92 @@ def tree_state(commit: str | None) -> tuple[str, bool]:
     return head, changes != ""
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- commands --------------------------------------------------------------------------------------------------------
 
 
-def parse_arguments(benchmark: Benchmark, arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options, with `shapes` parsed and `implementations` chosen."""
-    presets = "\n".join(f"  {name:<12} {' '.join(shapes)}" for name, shapes in benchmark.presets.items())
-    parser = argparse.ArgumentParser(
-        description=benchmark.description,
-        epilog=f"presets:\n{presets}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    rounds = benchmark.settings.get("rounds", Config.rounds)
-    add = parser.add_argument
-    add("--preset", action="append", default=[], choices=benchmark.presets, help="a list of shapes; repeatable")
-    add("--shape", nargs="+", default=[], metavar="NAME", help="shapes by name")
-    add("--impls", nargs="+", default=[], metavar="WORD", help="those whose name has a word, or is all that follows =")
-    add("--rounds", type=int, default=rounds, help="visits of every implementation (default: %(default)s)")
-    add("--budget-s", type=float, default=float("inf"), help="stop after this many seconds and write what there is")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial run, never a result")
-    add_result(parser)
-    options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error(f"--rounds: expected at least 1, got {options.rounds}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("There is no CUDA GPU here. --device cpu makes a trial run with plain PyTorch.", file=sys.stderr)
-        raise SystemExit(2)
-    if not options.preset and not options.shape:
-        options.preset = ["tiny" if options.device == "cpu" else next(iter(benchmark.presets))]
-    names = [name for preset in options.preset for name in benchmark.presets[preset]] + options.shape
-    try:
-        options.shapes = [benchmark.parse(name) for name in dict.fromkeys(names)]
-        every = benchmark.implementations(own_kernels() if options.device == "cuda" else None)
-        options.implementations = chosen(every, options.impls)
-    except (ValueError, RuntimeError) as error:
-        parser.error(str(error))
-    return options
+@dataclass(frozen=True)
+class Benchmark:
+    """One command.
+
+    Attributes:
+        name: as in the header of its results.
+        description: of the command, for --help.
+        presets: names of what is measured, by the name of the list. The first is measured where none is asked for,
+            "tiny" on the CPU.
+        implementations: all that can be measured here; its argument is what ``peers.own_kernels`` returns, None on the
+            CPU.
+        parse: what a name stands for; a ValueError says why it is none.
+        run_type: measures one thing with ``(parsed, implementations, config, matmul)``: ``run()``, then ``rows``.
+        settings: for the ``Config``.
+    """
+
+    name: str
+    description: str
+    presets: Mapping[str, Sequence[str]]
+    implementations: Callable[[str | None], list[Implementation]]
+    parse: Callable[[str], Any] = parse
+    run_type: Callable[[Any, list[Implementation], Config, Matmul], Any] = ShapeRun
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def options(self, arguments: list[str] | None = None) -> argparse.Namespace:
+        """The options, with `shapes` parsed and `implementations` chosen."""
+        presets = "\n".join(f"  {name:<12} {' '.join(shapes)}" for name, shapes in self.presets.items())
+        parser = parser_of(self.description, f"presets:\n{presets}")
+        rounds, add = self.settings.get("rounds", Config.rounds), parser.add_argument
+        add("--preset", action="append", default=[], choices=self.presets, help="a list of shapes; repeatable")
+        add("--shape", nargs="+", default=[], metavar="NAME", help="shapes by name")
+        add("--impls", nargs="+", default=[], metavar="WORD", help="whose name has the word, or is what follows =")
+        add("--rounds", type=int, default=rounds, help="visits of every implementation (default: %(default)s)")
+        add("--budget-s", type=float, default=float("inf"), help="stop after this many seconds and write what there is")
+        add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial run, never a result")
+        options = parser.parse_args(arguments)
+        if options.rounds < 1:
+            parser.error(f"--rounds: expected at least 1, got {options.rounds}")
+        if options.device == "cuda" and not torch.cuda.is_available():
+            print("There is no CUDA GPU here. --device cpu makes a trial run with plain PyTorch.", file=sys.stderr)
+            raise SystemExit(2)
+        if not options.preset and not options.shape:
+            options.preset = ["tiny" if options.device == "cpu" else next(iter(self.presets))]
+        names = [name for preset in options.preset for name in self.presets[preset]] + options.shape
+        try:
+            options.shapes = [self.parse(name) for name in dict.fromkeys(names)]
+            every = self.implementations(own_kernels() if options.device == "cuda" else None)
+            options.implementations = chosen(every, options.impls)
+        except (ValueError, RuntimeError) as error:
+            parser.error(str(error))
+        return options
+
+    def main(self, arguments: list[str] | None = None) -> int:
+        """Measure shape after shape; the file is written behind each. What time does not reach has rows that say so.
+
+        Returns:
+            1 if an implementation of this library failed.
+        """
+        begin = time.monotonic()
+        options = self.options(arguments)
+        is_cuda = options.device == "cuda"
+        gpu, dtype = (torch.cuda.get_device_name(), torch.bfloat16) if is_cuda else ("cpu", torch.float32)
+        settings = {**self.settings, "rounds": options.rounds, "deadline": begin + options.budget_s}
+        config = Config(torch.device(options.device), dtype=dtype, **settings)
+        name = "-".join([self.name, *(options.preset or ["shapes"])])
+        result = Result(options, RESULTS / gpu_folder(gpu), name, gpu, benchmark=self.name, rounds=options.rounds)
+        matmul = Matmul(config)
+        rows: list[Row] = []
+        for shape in options.shapes:
+            torch._dynamo.reset()  # one compilation per shape; otherwise a limit on their number ends in eager mode
+            measured, failure = self.run_type(shape, options.implementations, config, matmul), ""
+            try:
+                measured.run()
+            except Exception as error:  # a peer's kernel can leave the GPU unusable: no reason to lose what there is
+                failure = f"a failure before: {type(error).__name__}"
+            for row in measured.rows:
+                if failure and row.get("skipped") == LEFT_OUT:
+                    row["skipped"] = failure
+                print(summary(row), flush=True)
+                rows.append(row)
+            result.write(rows)
+        print(result.path)
+        return 1 if any(row.get("error") and row["impl"].startswith("dualkv") for row in rows) else 0
 
 
 def chosen(every: list[Implementation], words: Sequence[str]) -> list[Implementation]:
@@ -177,26 +206,6 @@ def chosen(every: list[Implementation], words: Sequence[str]) -> list[Implementa
     return [ours, *(one for one in others if any(fits(word, one) for word in words))]
 
 
-def run(benchmark: Benchmark, options: argparse.Namespace, config: Config, result: Result) -> list[Row]:
-    """Measure shape after shape; the file is written behind each. What time does not reach has rows that say so."""
-    matmul = Matmul(config)
-    rows: list[Row] = []
-    for shape in options.shapes:
-        torch._dynamo.reset()  # one compilation per shape; otherwise a limit on their number ends in eager mode
-        measured, failure = benchmark.run_type(shape, options.implementations, config, matmul), ""
-        try:
-            measured.run()
-        except Exception as error:  # a peer's kernel can leave the GPU unusable: no reason to lose what there is
-            failure = f"a failure before: {type(error).__name__}"
-        for row in measured.rows:
-            if failure and row.get("skipped") == LEFT_OUT:
-                row["skipped"] = failure
-            print(summary(row), flush=True)
-            rows.append(row)
-        result.write(rows)
-    return rows
-
-
 def summary(row: Row) -> str:
     """A line about one row."""
     name = f"{title(row['shape']):<32} {row['impl']:<26} {row['direction']:<8}"
@@ -204,18 +213,3 @@ def summary(row: Row) -> str:
         return f"{name} {'out of memory' if row.get('oom') else row.get('error') or row.get('skipped')}"
     units = {"ms": "ms", "tflops": "TFLOP/s", "fraction": "of matmul", "peak_gib": "GiB"}
     return name + "".join(f" {row[key]:9.2f} {unit}" for key, unit in units.items() if row.get(key) is not None)
-
-
-def main(benchmark: Benchmark, arguments: list[str] | None = None) -> int:
-    """The command: 1 if an implementation of this library failed."""
-    begin = time.monotonic()
-    options = parse_arguments(benchmark, arguments)
-    is_cuda = options.device == "cuda"
-    gpu = torch.cuda.get_device_name() if is_cuda else "cpu"
-    name = "-".join([benchmark.name, *(options.preset or ["shapes"])])
-    result = Result(options, RESULTS / gpu_folder(gpu), name, gpu, benchmark=benchmark.name, rounds=options.rounds)
-    settings = {**benchmark.settings, "rounds": options.rounds, "deadline": begin + options.budget_s}
-    dtype = torch.bfloat16 if is_cuda else torch.float32
-    rows = run(benchmark, options, Config(torch.device(options.device), dtype=dtype, **settings), result)
-    print(result.path)
-    return 1 if any(row.get("error") and row["impl"].startswith("dualkv") for row in rows) else 0

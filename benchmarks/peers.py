@@ -360,8 +360,7 @@ def of_varlen(label: str) -> list[Implementation]:
 
 def peers() -> list[Implementation]:
     """What attention, a layer and a model are measured against, the strongest first."""
-    found = [cudnn_flex(), *flex(), *of_varlen("fa4"), *of_varlen("fa2")]
-    return [one.only(lambda shape: shape.head_dim <= 256, "measured up to head dim 256") for one in found]
+    return [cudnn_flex(), *flex(), *of_varlen("fa4"), *of_varlen("fa2")]
 
 
 def layer_implementations(kernels: str | None) -> list[Implementation]:

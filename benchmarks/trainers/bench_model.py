@@ -241,7 +241,6 @@ PRESETS = {
 }
 SETTINGS = {"target_ms": 250.0, "max_calls": 5, "rounds": 2}
 BENCHMARK = command.Benchmark("model", __doc__ or "", PRESETS, implementations, run_type=StepRun, settings=SETTINGS)
-main = partial(command.main, BENCHMARK)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

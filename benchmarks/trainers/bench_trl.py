@@ -11,7 +11,6 @@ Each run is a process of its own, TRL's first. A row is a run: what the example 
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from command import RESULTS, ROOT, Result, add_result, gpu_folder
+from command import RESULTS, ROOT, Result, gpu_folder, parser_of
 
 FOLDER = RESULTS / "trainers" / "trl"
 EXAMPLE = ROOT / "examples" / "trl_grpo.py"
@@ -28,9 +27,8 @@ LABELS = {"stock": "TRL", "shared": "shared prompts"}  # of both runs
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("example", nargs="*", metavar="OPTION", help="of the example, behind --")
-    add_result(parser)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         for switch in (["--stock"], []):

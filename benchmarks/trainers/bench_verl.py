@@ -25,7 +25,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from command import RESULTS, Result, add_result, gpu_folder
+from command import RESULTS, Result, gpu_folder, parser_of
 from measure import Row
 from verl_inputs import Batch, Case, Found, Model
 from verl_rig import run
@@ -177,7 +177,7 @@ def measure(options: argparse.Namespace) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--preset", action="append", choices=PRESETS, help="what is measured; repeatable (default: paper)")
     add("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="processes, one a GPU (default: all)")
@@ -185,7 +185,6 @@ def main(arguments: list[str] | None = None) -> int:
     add("--cpu", action="store_true", help="a trial run in the environment of tests/verl, never a result")
     add("--limit-s", type=float, default=3600.0, help="end then, with what there is")
     add("--attention", default="verl's attention: the flash-attn package.", help="a sentence on the attention of verl")
-    add_result(parser)
     options = parser.parse_args(arguments)
     if not options.cpu and not torch.cuda.is_available():
         print("There is no CUDA GPU here.", file=sys.stderr)

@@ -128,7 +128,8 @@ def test_times_of_micro_batches_are_added(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_the_commands(module: Any, arguments: list[str], peers_of: dict[str, list[str]], tmp_path: Path) -> None:
     """Rows and header of what each writes; a CPU's are no result."""
-    assert module.main(["--device", "cpu", "--rounds", "1", *arguments, "--out", str(tmp_path), "--name", "trial"]) == 0
+    where = ["--device", "cpu", "--out", str(tmp_path), "--name", "trial"]
+    assert module.BENCHMARK.main([*where, "--rounds", "1", *arguments]) == 0
     header, rows = json.loads((tmp_path / "trial.json").read_text()).values()
     assert header["benchmark"] == module.BENCHMARK.name
     for name, expected in peers_of.items():
@@ -144,7 +145,7 @@ def test_the_commands(module: Any, arguments: list[str], peers_of: dict[str, lis
 
 def test_the_stream_command(tmp_path: Path, packages: None) -> None:
     """Packing and a mask plan for every micro-batch; a peer that computes something else, and one without time."""
-    assert bench_stream.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert bench_stream.BENCHMARK.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "stream-tiny.json").read_text())["rows"]
     assert [row["impl"] for row in rows] == ["dualkv_reference"] * 4 + ["cudnn_flex"] * 4
     assert len({row["packed_tokens"] for row in rows}) == 4
@@ -176,7 +177,7 @@ def test_a_gpu_that_fails_does_not_end_the_command(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(measure.Config, "clear", clear)
-    assert bench_kernel.main(["--device", "cpu", "--impls", "dualkv", "--out", str(tmp_path)]) == 0
+    assert bench_kernel.BENCHMARK.main(["--device", "cpu", "--impls", "dualkv", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "kernel-tiny.json").read_text())["rows"]
     assert {row["shape"] for row in rows} == set(bench_kernel.PRESETS["tiny"])
     assert {row["skipped"] for row in rows} == {"a failure before: RuntimeError"}
@@ -191,7 +192,7 @@ def test_a_gpu_that_fails_does_not_end_the_command(monkeypatch: pytest.MonkeyPat
         (["--impls", "=dualkv"], "dualkv_reference, .*cudnn_flex.*, got =dualkv"),
     ],
 )
-@pytest.mark.parametrize("main", [bench_kernel.main, bench_stream.main])
+@pytest.mark.parametrize("main", [bench_kernel.BENCHMARK.main, bench_stream.BENCHMARK.main])
 def test_bad_arguments(main: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--device", "cpu", *arguments])
@@ -201,7 +202,7 @@ def test_bad_arguments(main: Any, arguments: list[str], message: str, capsys: py
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        bench_layer.main([])
+        bench_layer.BENCHMARK.main([])
     assert "no CUDA GPU" in capsys.readouterr().err
 
 

@@ -11,7 +11,6 @@ import bench_kernel
 import bench_layer
 import bench_model
 import bench_stream
-import command
 import packing
 import peers
 import pytest
@@ -144,7 +143,7 @@ def test_names_of_implementations(words: list[str], expected: list[str]) -> None
     names = ("dualkv_sm90", "flex_fa4", "flex_fa4_static", "flex_packed")
     every = [Implementation(name, peers.arrange_ours, is_deterministic=name.endswith("static")) for name in names]
     benchmark = replace(bench_stream.BENCHMARK, implementations=lambda kernels: every)
-    options = command.parse_arguments(benchmark, ["--device", "cpu", *(["--impls", *words] if words else [])])
+    options = benchmark.options(["--device", "cpu", *(["--impls", *words] if words else [])])
     assert [one.name for one in options.implementations] == ["dualkv_sm90", *expected]
 
 
