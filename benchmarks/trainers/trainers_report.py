@@ -21,6 +21,7 @@ HEADLINE = (
     ("math-300", "tokens 32768", "short prompts"),
 )
 FIGURES = ["update_s", "infer_s", "update_gib", "infer_gib"]
+TIMES = ["update_s", "infer_s", "update_s_ours", "infer_s_ours"]  # of both, side by side
 VERL, OURS, THIRD = (COLORS[name] for name in ("cudnn_flex", "flex_fa4", "fa4"))
 WINDOW = 10  # steps over which TRL's rewards are averaged
 
@@ -39,44 +40,43 @@ def render(folder: Path) -> list[Path]:
         f"- [{one.file}](verl/{one.file}.json): {one.gpu} x {one.gpus}, commit `{one.commit[:12]}`, torch {one.torch}"
         for one in rows.drop_duplicates("file").itertuples()
     ]
+    keys = ["preset", "gpus", "how", "sp"]
     rows[FIGURES] = rows[FIGURES].astype(float)
     rows = rows.sort_values("date", kind="stable")
-    rows = rows.drop_duplicates(["preset", "who", "how", "sp", "gpus"], keep="last").sort_index()
+    rows = rows.drop_duplicates([*keys, "who"], keep="last").sort_index()
     known = [(preset, *one.names) for preset, (*_, settings) in PRESETS.items() for one in settings]
     rank = [known.index((row.preset, row.who, row.how, row.sp)) for row in rows.itertuples()]
     rows = rows.assign(rank=rank).sort_values("rank", kind="stable")
+    verl, ours = (rows[rows["who"] == who] for who in WHO)
+    pairs = verl.merge(ours, on=keys, suffixes=("", "_ours"))
     exact, page, short = rows[rows["preset"] == "accuracy"], folder / "README.md", folder / "headline.md"
     parts = {
         "attention": " ".join(rows["attention_of_verl"].unique()),
         "large": " and ".join(PRESETS[one][0].partition(",")[0] for one in LARGE),
-        "tables": timings(rows[~rows["preset"].isin(("steps", "accuracy"))]),
+        "tables": timings(rows[~rows["preset"].isin(("steps", "accuracy"))], pairs),
         "accuracy": setup_name(exact.iloc[0]) if len(exact) else "",
         "differences": differences(rows[rows["log_prob_max_difference"] > 0]),
         "steps": steps(rows[rows["preset"] == "steps"], folder / "steps.png"),
         "files": "\n".join(files),
     }
     page.write_text(filled("trainers", {"trl": runs_of_trl(folder / "trl")}, **parts))
-    short.write_text(headline(rows) + "\n")
+    short.write_text(headline(pairs) + "\n")
     return [page, short]
 
 
-def headline(rows: pd.DataFrame) -> str:
+def headline(pairs: pd.DataFrame) -> str:
     """Seconds and peaks of a few setups, verl's own and the plug-in's."""
     table = []
-    for preset, how, what in HEADLINE:
-        of_setup = rows[(rows["preset"] == preset) & (rows["how"] == how) & (rows["sp"] == 1)]
-        pair = [of_setup[of_setup["who"] == who] for who in WHO]
-        if not all(map(len, pair)):
-            continue
-        verl, ours = (one.iloc[0] for one in pair)
-        line = {"": f"{verl.model}, {shape_of(verl.batch)}, {what}"}
-        for name, column, digits in (("update, s", "update_s", 1), ("log-probs, s", "infer_s", 2)):
-            gain = number(verl[column] / ours[column], 2)
-            before = number(verl[column], digits) or failure(verl.error) or "-"
-            line[name] = f"{before} → {ours[column]:.{digits}f}" + (gain and f" ({gain}x)")
-        peaks = [number(one.update_gib, 1) for one in (verl, ours)]
-        line["peak, GiB"] = peaks[1] and f"{peaks[0] or '-'} → {peaks[1]}"
-        table.append(line)
+    setups = pd.DataFrame(HEADLINE, columns=["preset", "how", "what"]).assign(sp=1).merge(pairs)
+    for row in setups.drop_duplicates(["preset", "how"]).itertuples():
+        line = {"": f"{row.model}, {shape_of(row.batch)}, {row.what}"}
+        updates, scores = (row.update_s, row.update_s_ours, 1), (row.infer_s, row.infer_s_ours, 2)
+        for name, (verl, ours, digits) in (("update, s", updates), ("log-probs, s", scores)):
+            gain = number(verl / ours, 2)
+            line[name] = f"{number(verl, digits) or failure(row.error) or '-'} → {ours:.{digits}f}"
+            line[name] += gain and f" ({gain}x)"
+        verl, ours = number(row.update_gib, 1), number(row.update_gib_ours, 1)
+        table.append(line | {"peak, GiB": ours and f"{verl or '-'} → {ours}"})
     return markdown(pd.DataFrame(table))
 
 
@@ -101,10 +101,10 @@ def configuration(row: Any) -> str:
     return f"{row.who}, {row.how}" + (f", Ulysses {row.sp}" if row.sp > 1 else "")
 
 
-def timings(rows: pd.DataFrame) -> str:
+def timings(rows: pd.DataFrame, pairs: pd.DataFrame) -> str:
     parts = []
-    for _, setup in rows.groupby(["preset", "gpus"], sort=False):
-        first = setup.iloc[0]
+    for (preset, gpus), setup in rows.groupby(["preset", "gpus"], sort=False):
+        first, both = setup.iloc[0], pairs[(pairs["preset"] == preset) & (pairs["gpus"] == gpus)]
         table = pd.DataFrame(
             {
                 "": configuration(row),
@@ -122,22 +122,18 @@ def timings(rows: pd.DataFrame) -> str:
             }
             for row in setup.itertuples()
         )
-        heading = f"### {setup_name(first)}\n\nToken ratio {first.token_ratio:.2f}.{gains(setup)}"
+        heading = f"### {setup_name(first)}\n\nToken ratio {first.token_ratio:.2f}.{gains(both)}"
         parts.append(f"{heading}\n\n{markdown(table)}")
     return "\n\n".join(parts)
 
 
-def gains(setup: pd.DataFrame) -> str:
+def gains(pairs: pd.DataFrame) -> str:
     """What of the token ratio was run, and what it brought, where both had the same budget of tokens."""
     found = []
-    for (micro, sp), pair in setup.groupby(["how", "sp"], sort=False):
-        has_times = pair[["update_s", "infer_s"]].notna().all(axis=None)
-        if not micro.startswith("tokens") or len(pair) != len(WHO) or not has_times:
-            continue
-        verl, ours = (pair[pair["who"] == who].iloc[0] for who in WHO)
-        times = [verl[name] / ours[name] for name in ("update_s", "infer_s")]
-        update, scores = (f"{one:.2f}x ({one / verl.token_ratio:.2f} of it)" for one in times)
-        how, run_ratio = f" with Ulysses {sp}" if sp > 1 else "", ours.metrics["shared_prompt/dedup_ratio"]
+    for row in pairs[pairs["how"].str.startswith("tokens")].dropna(subset=TIMES).itertuples():
+        times = row.update_s / row.update_s_ours, row.infer_s / row.infer_s_ours
+        update, scores = (f"{one:.2f}x ({one / row.token_ratio:.2f} of it)" for one in times)
+        how, run_ratio = f" with Ulysses {row.sp}" if row.sp > 1 else "", row.metrics_ours["shared_prompt/dedup_ratio"]
         found.append(
             f" At equal budgets{how}, {run_ratio:.2f} was run: updates gain {update}, log-probabilities {scores}."
         )
