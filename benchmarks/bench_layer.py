@@ -95,7 +95,9 @@ def prepare_layer(shape: Shape, dtype: torch.dtype, device: torch.device, how: A
     model, rows, copies = shape.model, how.rows.to(device), how.copies.to(device)
     all_x, all_dout, all_weights = make_layer_source(shape, dtype, device)
     x, weights = leaf(all_x[rows]), {name: leaf(one) for name, one in all_weights.items()}
-    cos, sin = rope_tables(packed_positions(shape).to(device)[rows], model.head_dim, x.dtype)
+    tables = rope_tables(packed_positions(shape).to(device), model.head_dim, x.dtype)
+    cos, sin = (table[rows] for table in tables)
+    del tables
     dout = shared(all_dout, copies)[rows]
 
     def run() -> Tensor:

@@ -116,7 +116,7 @@ def pack_of_peer(shape: Shape, device: torch.device, peer: Implementation) -> tu
 
     def pack() -> tuple[Attention, Unpack]:
         torch.cat(nodes)  # the row of tokens that a model would be given
-        return peer.arrange(shape, device).attention, unpack
+        return peer.arrange(shape, device)[0].attention, unpack
 
     def unpack(values: Tensor) -> Tensor:
         return pad_sequence(list(values.split(shape.responses)), batch_first=True)

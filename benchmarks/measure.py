@@ -23,9 +23,8 @@ from peers import Implementation
 from shapes import Shape
 from torch import Tensor
 
-from flash_attn_dualkv.predict import DIRECTIONS
+from flash_attn_dualkv.predict import DIRECTIONS, GIB
 
-GIB = 1 << 30
 SAMPLED_ROWS = 2048
 SLOW_MS = 1000.0  # a pass this long needs no warm-up: what is loaded once, and the card's rest, are small beside it
 COMPILATION_S = 25.0  # that the first call of an implementation may take
@@ -178,8 +177,7 @@ class ShapeRun:
 
     def prepared(self, impl: Implementation) -> Iterator[Prepared]:
         """Its micro-batches, of which one at a time takes memory."""
-        how = impl.arrange(self.shape, self.config.device)
-        for one in how if isinstance(how, list) else [how]:
+        for one in impl.arrange(self.shape, self.config.device):
             yield self.prepare(self.shape, self.config.dtype, self.config.device, one)
 
     def memory_pass(self, impl: Implementation) -> None:

@@ -35,8 +35,8 @@ class Implementation:
     """What a row of the tables is about.
 
     Attributes:
-        arrange: its rows and its attention for a shape on a device: an Arrangement, or one for each of several
-            micro-batches, or the Steps of a stream.
+        arrange: its rows and its attention for a shape on a device, of each of its micro-batches. Those of streams and
+            of stock models are their own.
         refuses: why a shape cannot be measured; "" if it can.
         package: the key of ``PACKAGES`` that it needs.
         is_deterministic: which is a matter of the backward; measured only where --impls names it.
@@ -80,18 +80,18 @@ def plain(shape: Shape) -> str:
 # --- this library ---------------------------------------------------------------------------------------------------
 
 
-def arrange_ours(shape: Shape, device: torch.device, deterministic: bool = False) -> Arrangement:
+def arrange_ours(shape: Shape, device: torch.device, deterministic: bool = False) -> list[Arrangement]:
     """One call on the packed row; sequences that share nothing go to the function that FlashAttention has too."""
     from flash_attn_dualkv import SharedPromptLayout, flash_attn_varlen_func, shared_prompt_attention
 
     if shape.depth == 1 and shape.is_plain:
         varlen: Any = flash_attn_varlen_func
         kernel = partial(varlen, causal=True, deterministic=deterministic)
-        return Arrangement(packed_rows(shape), varlen_attention(kernel, shape.responses, device))
+        return [Arrangement(packed_rows(shape), varlen_attention(kernel, shape.responses, device))]
     layout = SharedPromptLayout.from_tree(*zip(*shape.nodes), device=device)
     options: dict[str, Any] = {"sliding_window": shape.window or None, "softcap": float(shape.softcap)}
     options |= {"sinks": sinks_of(shape, device), "deterministic": deterministic}
-    return Arrangement(packed_rows(shape), lambda q, k, v: shared_prompt_attention(q, k, v, layout, **options))
+    return [Arrangement(packed_rows(shape), lambda q, k, v: shared_prompt_attention(q, k, v, layout, **options))]
 
 
 def sinks_of(shape: Shape, device: torch.device) -> Tensor | None:
@@ -160,7 +160,7 @@ def compiled_once(function: Any, dynamic: bool) -> Any:
     return torch.compile(function, dynamic=dynamic)
 
 
-def arrange_flex(shape: Shape, device: torch.device, on_fa4: bool, dynamic: bool) -> Arrangement:
+def arrange_flex(shape: Shape, device: torch.device, on_fa4: bool, dynamic: bool) -> list[Arrangement]:
     from torch.nn.attention.flex_attention import flex_attention
 
     block_mask, is_grouped = packed_block_mask(shape, device), shape.heads != shape.kv_heads
@@ -171,7 +171,7 @@ def arrange_flex(shape: Shape, device: torch.device, on_fa4: bool, dynamic: bool
         out: Tensor = flex(*map(heads_first, (q, k, v)), block_mask=block_mask, enable_gqa=is_grouped, **options)
         return out[0].transpose(0, 1)
 
-    return Arrangement(packed_rows(shape), attention)
+    return [Arrangement(packed_rows(shape), attention)]
 
 
 def flex(dynamic: bool = False) -> list[Implementation]:
@@ -216,7 +216,7 @@ def cudnn_endpoints(shape: Shape, device: torch.device) -> Tensor:
     return flat[1:][None].contiguous()
 
 
-def arrange_cudnn(shape: Shape, device: torch.device, deterministic: bool = False) -> Arrangement:
+def arrange_cudnn(shape: Shape, device: torch.device, deterministic: bool = False) -> list[Arrangement]:
     """The plan looks at sizes and types of q, k and v."""
     module: Any = importlib.import_module(PACKAGES["cudnn_flex"][0])
     heads, dims = (shape.heads, shape.kv_heads, shape.kv_heads), (shape.head_dim,) * 2 + (shape.value_dim,)
@@ -229,7 +229,7 @@ def arrange_cudnn(shape: Shape, device: torch.device, deterministic: bool = Fals
         out: Tensor = module.flex_attn_func(q, k, v, mask_plan=plan, deterministic=deterministic)
         return out[0]
 
-    return Arrangement(packed_rows(shape), attention)
+    return [Arrangement(packed_rows(shape), attention)]
 
 
 def cudnn_flex() -> Implementation:
@@ -292,23 +292,17 @@ def fa4_options(shape: Shape, device: torch.device) -> dict[str, Any]:
     return found | ({"learnable_sink": sinks_of(shape, device)} if shape.sinks else {})
 
 
-def arrange_replicated(shape: Shape, device: torch.device, load: Load) -> Arrangement:
-    """Standard packing: N (P + R) tokens, every response with its own copy of the prompt."""
+def arrange_replicated(shape: Shape, device: torch.device, load: Load) -> list[Arrangement]:
+    """Standard packing: the path of every leaf as a sequence of its own; of trees, micro-batch after micro-batch."""
     kernel = load() if shape.is_plain else partial(load(), **fa4_options(shape, device))
-    rows = torch.cat(path_rows(shape, shape.leaves))
-    return Arrangement(rows, varlen_attention(kernel, shape.replicated_lengths, device))
-
-
-def arrange_flattened(shape: Shape, device: torch.device, load: Load) -> list[Arrangement]:
-    """The path of every leaf as a sequence of its own, micro-batch after micro-batch."""
-    kernel, found, every = load(), [], torch.cat(path_rows(shape, shape.leaves))
-    for leaves in shape.micro_batches():
+    every, found = torch.cat(path_rows(shape, shape.leaves)), []
+    for leaves in shape.micro_batches() if shape.is_tree else [shape.leaves]:
         attention = varlen_attention(kernel, [shape.ends[leaf] for leaf in leaves], device)
         found.append(Arrangement(torch.cat(path_rows(shape, leaves)), attention, every))
     return found
 
 
-def arrange_gathered(shape: Shape, device: torch.device, load: Load) -> Arrangement:
+def arrange_gathered(shape: Shape, device: torch.device, load: Load) -> list[Arrangement]:
     """TRL's way: keys and values are copied so that those of every node's path lie side by side."""
     kernel, calls = load(), []
     for nodes in shape.gathered_calls():
@@ -324,7 +318,7 @@ def arrange_gathered(shape: Shape, device: torch.device, load: Load) -> Arrangem
         ]
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
-    return Arrangement(packed_rows(shape), attention)
+    return [Arrangement(packed_rows(shape), attention)]
 
 
 KERNELS: dict[str, Load] = {"fa4": fa4_varlen, "fa2": torch_varlen, "math": lambda: math_varlen}
@@ -346,7 +340,7 @@ def of_varlen(label: str) -> list[Implementation]:
     ways = {
         "replicated": (arrange_replicated, refuses),
         "gathered": (arrange_gathered, on_trees),
-        "flattened": (arrange_flattened, on_trees),
+        "flattened": (arrange_replicated, on_trees),
     }
     package = label if label in PACKAGES else None
     return [

@@ -83,10 +83,6 @@ class Shape:
         return [index for index in range(len(self.nodes)) if index not in parents]
 
     @property
-    def roots(self) -> list[int]:
-        return [index for index, (_, parent) in enumerate(self.nodes) if parent < 0]
-
-    @property
     def depth(self) -> int:
         return max(map(len, self.paths))
 
@@ -98,8 +94,8 @@ class Shape:
     @property
     def mean_prompt(self) -> int:
         """The mean length of the roots; 0 where nothing is shared."""
-        lengths = [self.nodes[root][0] for root in self.roots] if self.depth > 1 else [0]
-        return round(sum(lengths) / len(lengths))
+        lengths = [length for length, parent in self.nodes if parent < 0]
+        return round(sum(lengths) / len(lengths)) if self.depth > 1 else 0
 
     @property
     def packed_tokens(self) -> int:

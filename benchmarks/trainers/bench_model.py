@@ -210,7 +210,7 @@ class StepRun(LayerRun):
                 yield stock_step(shape, ids, self.model_on(name), leaves, length)
         else:
             AttentionMaskInterface.register(PEER, lambda *_, **options: None)
-            for one in how if isinstance(how, list) else [how]:
+            for one in how:
                 AttentionInterface.register(PEER, partial(attend, one.attention))
                 yield peer_step(shape, ids, self.model_on(PEER), one.rows)
 

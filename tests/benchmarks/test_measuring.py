@@ -72,17 +72,17 @@ def test_what_is_timed_is_warm(ms: float, expected: list[int], monkeypatch: pyte
 def test_a_failure_is_a_row(error: Any, fact: dict[str, Any]) -> None:
     """And so is an implementation that computes something else."""
 
-    def arrange(shape: Shape, device: torch.device) -> Arrangement:
+    def arrange(shape: Shape, device: torch.device) -> list[Arrangement]:
         if isinstance(error, Exception):
             raise error
-        how = OURS.arrange(shape, device)
+        (how,) = OURS.arrange(shape, device)
 
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if error == "output":
                 return 1.2 * how.attention(q, k, v)
             return how.attention(q, k.detach() + 0.8 * (k - k.detach()), v)  # four fifths of the gradient of k
 
-        return Arrangement(how.rows, attention)
+        return [Arrangement(how.rows, attention)]
 
     rows = measured([OURS, Implementation("broken", arrange)])
     assert all(row["ms"] > 0 and not row["rel_diff"] and not row["gradient_rel_diff"] for row in rows[:2])

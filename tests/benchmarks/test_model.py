@@ -70,10 +70,10 @@ def test_all_compute_the_same_step(shape: Shape, monkeypatch: pytest.MonkeyPatch
     """Of trees, the last node of every sequence. One that forgets the prompt would be noticed, with a margin."""
     monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
 
-    def forgetful(shape: Shape, device: torch.device) -> packing.Arrangement:
+    def forgetful(shape: Shape, device: torch.device) -> list[packing.Arrangement]:
         pieces = [len(one) for pair in packing.response_rows(shape) for one in pair]
         rows = torch.cat(packing.path_rows(shape, shape.leaves))
-        return packing.Arrangement(rows, peers.varlen_attention(peers.math_varlen, pieces, device))
+        return [packing.Arrangement(rows, peers.varlen_attention(peers.math_varlen, pieces, device))]
 
     wrong = peers.Implementation("forgetful", forgetful)
     expected, *others, forgot = step_outcomes(shape, wrong)

@@ -125,7 +125,7 @@ def test_flex_on_fa4_asks_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> No
         asked.clear()
         q, k, v, _ = packing.make_source(shape, torch.float64, CPU)
         for impl in peers.peers()[1:3]:
-            out = impl.arrange(shape, CPU).attention(q, k, v)
+            out = impl.arrange(shape, CPU)[0].attention(q, k, v)
             torch.testing.assert_close(out, dense_attention(q, k, v, dense_mask(shape)))
         assert asked == [({"BACKEND": "FLASH"}, (128, 128)), (None, (128, 128))]
 
@@ -194,7 +194,7 @@ def test_predicted_activations_are_what_autograd_saves(monkeypatch: pytest.Monke
     """Bytes of all distinct storages saved by a forward, without weights, RoPE tables and the layout."""
     monkeypatch.setattr(bench_layer, "rms_norm", lambda x, size, weight, eps: FusedNorm.apply(x, weight, eps))
     shape = LAYERS[0]
-    prepared = bench_layer.prepare_layer(shape, torch.float32, CPU, peers.arrange_ours(shape, CPU))
+    prepared = bench_layer.prepare_layer(shape, torch.float32, CPU, *peers.arrange_ours(shape, CPU))
     weights = {one.untyped_storage().data_ptr() for one in prepared.leaves[1:]}
     saved: dict[int, int] = {}
 

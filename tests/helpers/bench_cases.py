@@ -59,9 +59,8 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: tor
 
 def outcome(impl: Implementation, shape: Shape, prepare: Any = packing.prepare_attention) -> list[torch.Tensor]:
     """Output and gradients of the packed rows, then gradients of what has no rows: sums over micro-batches."""
-    how = impl.arrange(shape, CPU)
     shares, rows, computed = [], torch.arange(shape.packed_tokens), 0
-    for one in how if isinstance(how, list) else [how]:
+    for one in impl.arrange(shape, CPU):
         prepared = prepare(shape, torch.float64, CPU, one)
         out = prepared.run()
         assert prepared.dout.shape == out.shape
