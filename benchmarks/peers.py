@@ -17,7 +17,6 @@ import torch
 from packing import Arrangement, Attention, cumulative, heads_first, packed_positions, packed_rows, path_rows
 from shapes import MOST_ELEMENTS, Shape
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from flash_attn_dualkv.predict import DIRECTIONS
 
@@ -274,17 +273,6 @@ def fa4_varlen() -> VarlenKernel:
     return kernel
 
 
-def math_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
-    """The same contract in plain PyTorch, sequence by sequence, for machines without a GPU."""
-    outs = []
-    for query, key, value in zip(*(one.split(cu.diff().tolist()) for one, cu in ((q, cu_q), (k, cu_k), (v, cu_k)))):
-        mask = torch.ones(len(query), len(key), dtype=torch.bool, device=q.device).tril(len(key) - len(query))
-        query, key, value = map(heads_first, (query, key, value))
-        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-        outs.append(out[0].transpose(0, 1))
-    return torch.cat(outs)
-
-
 def fa4_options(shape: Shape, device: torch.device) -> dict[str, Any]:
     """How FlashAttention-4 names windows, softcaps and sinks."""
     found: dict[str, Any] = {"window_size": (shape.window - 1, 0)} if shape.window else {}
@@ -321,7 +309,7 @@ def arrange_gathered(shape: Shape, device: torch.device, load: Load) -> list[Arr
     return [Arrangement(packed_rows(shape), attention)]
 
 
-KERNELS: dict[str, Load] = {"fa4": fa4_varlen, "fa2": torch_varlen, "math": lambda: math_varlen}
+KERNELS: dict[str, Load] = {"fa4": fa4_varlen, "fa2": torch_varlen}
 
 
 def of_varlen(label: str) -> list[Implementation]:
@@ -359,8 +347,8 @@ def peers() -> list[Implementation]:
 
 def layer_implementations(kernels: str | None) -> list[Implementation]:
     """What a layer and a model are measured with, ours first. ``kernels``: of ``own_kernels``, None on the CPU."""
-    on_cpu = [*of_varlen("math"), cudnn_flex()]
-    return [ours(kernels), *(peers() if kernels else on_cpu)]
+    with_stand_ins = [*of_varlen("fa4"), cudnn_flex()]  # of tests: the others need a GPU
+    return [ours(kernels), *(peers() if kernels else with_stand_ins)]
 
 
 def kernel_implementations(kernels: str | None) -> list[Implementation]:

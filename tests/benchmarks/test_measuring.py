@@ -39,6 +39,7 @@ def measured(implementations: list[Implementation], shape: Shape = RAGGED, **cha
 
 
 OURS = peers.ours(None)
+TREE_PEERS = ["fa4_gathered", "fa4_flattened"]
 
 
 @pytest.mark.parametrize(("ms", "expected"), [(5.0, [1, 29 + 10]), (25.0, [1, 5 + 3]), (400.0, [1, 1])])
@@ -96,16 +97,16 @@ def test_budgets_hold() -> None:
     assert {row["skipped"] for row in measured([OURS], deadline=0.0)} == {"left out: budget"}
 
 
-def test_times_of_micro_batches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_of_micro_batches_are_added(monkeypatch: pytest.MonkeyPatch, packages: None) -> None:
     """The sum of the medians."""
     config = measure.Config(CPU)
-    shape, impl = shapes.parse("tree-tiny-H4-Hk2-d16"), peers.of_varlen("math")[2]
+    shape, impl = shapes.parse("tree-tiny-H4-Hk2-d16"), peers.of_varlen("fa4")[2]
     monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
     run, count = measure.ShapeRun(shape, [impl], config, measure.Matmul(config)), len(shape.micro_batches())
     laps = iter([[1.0, 2.0, 9.0], [10.0], [3.0, 3.0], [30.0]] * 10)
     monkeypatch.setattr(measure, "laps_under_load", lambda *_: [next(laps)])
     run.timed_pass(impl)
-    assert impl.name == "math_flattened" and count > 1
+    assert impl.name == "fa4_flattened" and count > 1
     assert run.times[impl.name, "forward"] == [sum((2.0, 3.0)[index % 2] for index in range(count))]
     assert run.times[impl.name, "backward"] == [sum((10.0, 30.0)[index % 2] for index in range(count))]
 
@@ -116,17 +117,15 @@ def test_times_of_micro_batches_are_added(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("module", "arguments", "peers_of"),
     [
-        (bench_kernel, ["--impls", "replicated"], {"4x96x24-H4-Hk2-d16": ["math_replicated"]}),
-        (bench_tree, [], {"tree-tiny-H4-Hk2-d16": ["math_gathered", "math_flattened"]}),
-        (
-            bench_layer,
-            [],
-            {"tiny-3x70x1-90": ["math_replicated"], "tiny-tree-tiny": ["math_gathered", "math_flattened"]},
-        ),
-        (bench_model, ["--shape", "tiny-3x70x1-90"], {"tiny-3x70x1-90": ["math_replicated"]}),
+        (bench_kernel, ["--impls", "replicated"], {"4x96x24-H4-Hk2-d16": ["fa4_replicated"]}),
+        (bench_tree, [], {"tree-tiny-H4-Hk2-d16": [*TREE_PEERS, "cudnn_flex"]}),
+        (bench_layer, ["--impls", "fa4"], {"tiny-3x70x1-90": ["fa4_replicated"], "tiny-tree-tiny": TREE_PEERS}),
+        (bench_model, ["--shape", "tiny-3x70x1-90"], {"tiny-3x70x1-90": ["fa4_replicated", "cudnn_flex"]}),
     ],
 )
-def test_the_commands(module: Any, arguments: list[str], peers_of: dict[str, list[str]], tmp_path: Path) -> None:
+def test_the_commands(
+    module: Any, arguments: list[str], peers_of: dict[str, list[str]], tmp_path: Path, packages: None
+) -> None:
     """Rows and header of what each writes; a CPU's are no result."""
     where = ["--device", "cpu", "--out", str(tmp_path), "--name", "trial"]
     assert module.BENCHMARK.main([*where, "--rounds", "1", *arguments]) == 0
