@@ -230,11 +230,11 @@ class ShapeRun:
 
     @property
     def rows(self) -> list[Row]:
+        return [self.row(impl, direction) for impl in self.chosen for direction in impl.directions]
+
+    def row(self, impl: Implementation, direction: str) -> Row:
         readings = self.matmul.readings[self.readings_before :]
         matmul = statistics.median(readings) if readings else None
-        return [self.row(impl, one, matmul) for impl in self.chosen for one in DIRECTIONS if one in impl.directions]
-
-    def row(self, impl: Implementation, direction: str, matmul: float | None) -> Row:
         times, facts = self.times[impl.name, direction], dict(self.facts[impl.name])
         if not self.has_failed(impl) and not times:
             facts["skipped"] = LEFT_OUT

@@ -90,10 +90,9 @@ class Batch:
     shortest: float = 0.3
     trained: float = 1.0
     shuffled: bool = False
-    seed: int = 0
 
     def samples(self, vocabulary: int) -> list[Sample]:
-        source = torch.Generator().manual_seed(self.seed)
+        source = torch.Generator().manual_seed(0)
 
         def length(most: int) -> int:
             return int(torch.randint(max(1, int(self.shortest * most)), most + 1, (), generator=source))

@@ -26,6 +26,7 @@ import shapes
 import torch
 from bench_cases import CPU, RAGGED
 from bench_cases import packages as packages
+from bench_cases import several_micro_batches as several_micro_batches
 from packing import Arrangement
 from peers import Implementation
 from shapes import Shape, nodes_of
@@ -101,7 +102,6 @@ def test_times_of_micro_batches_are_added(monkeypatch: pytest.MonkeyPatch, packa
     """The sum of the medians."""
     config = measure.Config(CPU)
     shape, impl = shapes.parse("tree-tiny-H4-Hk2-d16"), peers.of_varlen("fa4")[2]
-    monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
     run, count = measure.ShapeRun(shape, [impl], config, measure.Matmul(config)), len(shape.micro_batches())
     laps = iter([[1.0, 2.0, 9.0], [10.0], [3.0, 3.0], [30.0]] * 10)
     monkeypatch.setattr(measure, "laps_under_load", lambda *_: [next(laps)])

@@ -20,6 +20,7 @@ import peers
 import shapes
 from bench_cases import CPU, TREES
 from bench_cases import packages as packages
+from bench_cases import several_micro_batches as several_micro_batches
 from models import FAMILIES, FamilyModel
 from shapes import Shape, nodes_of, parse
 from transformers import CONFIG_MAPPING
@@ -67,9 +68,8 @@ def step_outcomes(shape: Shape, *more: peers.Implementation, dtype: torch.dtype 
 
 
 @pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
-def test_all_compute_the_same_step(shape: Shape, monkeypatch: pytest.MonkeyPatch, packages: None) -> None:
+def test_all_compute_the_same_step(shape: Shape, packages: None) -> None:
     """Of trees, the last node of every sequence. One that forgets the prompt would be noticed, with a margin."""
-    monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
 
     def forgetful(shape: Shape, device: torch.device) -> list[packing.Arrangement]:
         pieces = [len(one) for pair in packing.response_rows(shape) for one in pair]

@@ -19,16 +19,11 @@ import shapes
 import torch
 from bench_cases import CPU, SMALL, TREES, dense_attention, dense_mask, outcome
 from bench_cases import packages as packages
+from bench_cases import several_micro_batches as several_micro_batches
 from peers import Implementation
 from shapes import Shape
 
 LAYERS = [replace(one, heads=4, kv_heads=2, head_dim=16, model=shapes.ALL_MODELS["tiny"]) for one in (*SMALL, TREES[2])]
-
-
-@pytest.fixture(autouse=True)
-def several_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a tree is flattened."""
-    monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
 
 
 @pytest.mark.parametrize(("shape", "calls"), [*((one, 1) for one in (*SMALL, *TREES)), *((one, 2) for one in TREES)])

@@ -83,3 +83,9 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in ("flash_attn", "flash_attn.cute", "cudnn", "cudnn.flex_attention"):
         sys.modules.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def several_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a tree is flattened."""
+    monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
