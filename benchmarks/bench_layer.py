@@ -15,12 +15,11 @@ CUDA events; peak memory includes weights and all gradients.
 from __future__ import annotations
 
 import sys
-from functools import partial
 
 import command
 import torch
-from measure import ShapeRun
-from packing import Arrangement, Attention, Prepared, folded, leaf, packed_positions, shared
+from measure import ShapeRun, laps_under_load
+from packing import Arrangement, Attention, Prepared, leaf, packed_positions, shared
 from peers import Implementation, layer_implementations
 from shapes import Shape
 from torch import Tensor
@@ -93,26 +92,18 @@ def prepare_layer(shape: Shape, dtype: torch.dtype, device: torch.device, how: A
 
     Nothing of the source stays alive: it would count as this implementation's memory.
     """
-    model, total = shape.model, shape.packed_tokens
+    model, rows, copies = shape.model, how.rows.to(device), how.copies.to(device)
     all_x, all_dout, all_weights = make_layer_source(shape, dtype, device)
-    rows, copies = how.rows.to(device), how.counted(total).to(device)
     x, weights = leaf(all_x[rows]), {name: leaf(one) for name, one in all_weights.items()}
     tables = rope_tables(packed_positions(shape).to(device), model.head_dim, x.dtype)
     cos, sin = (table[rows] for table in tables)
     del tables
+    dout = shared(all_dout, copies)[rows]
 
-    def take(out: Tensor, which: Tensor) -> Tensor:
-        # What the layer adds to its input: the input itself is the same for all.
-        added = folded(out, rows, which, total) - folded(x.detach(), rows, which, total)
-        return shared(added, copies[which])
+    def run() -> Tensor:
+        return decoder_layer(x, weights, cos, sin, how.attention, model)
 
-    return Prepared(
-        (x, *weights.values()),
-        shared(all_dout, copies)[rows],
-        lambda: decoder_layer(x, weights, cos, sin, how.attention, model),
-        take,
-        lambda gradients, which: (folded(gradients[0], rows, which, total),),
-    )
+    return Prepared((x, *weights.values()), dout, run, rows, copies, with_rows=1, base=x.detach())
 
 
 class LayerRun(ShapeRun):
@@ -129,7 +120,8 @@ class LayerRun(ShapeRun):
             held.clear()
             held.append(prepared.run())
 
-        forward, after = self.laps(impl, run, lambda: prepared.backward(held.pop(), retain_graph=False))
+        steps = run, lambda: prepared.backward(held.pop(), retain_graph=False)
+        forward, after = laps_under_load(self.config, steps)
         return forward, after
 
 
@@ -146,9 +138,8 @@ PRESETS = {
 # A pass is long: a few in a round give the median enough samples.
 SETTINGS = {"target_ms": 250.0, "max_calls": 5, "rounds": 3}
 BENCHMARK = command.Benchmark(
-    "layer", __doc__ or "", PRESETS, "quick", layer_implementations, run_type=LayerRun, settings=SETTINGS
+    "layer", __doc__ or "", PRESETS, layer_implementations, run_type=LayerRun, settings=SETTINGS
 )
-main = partial(command.main, BENCHMARK)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -37,9 +37,9 @@ from typing import NamedTuple
 
 import command
 import torch
-from measure import LARGEST_DIFFERENCES, LEFT_OUT, Config, Matmul, Row, compared, explain, identity, laps, significant
+from measure import LEFT_OUT, Config, Matmul, Row, compared, explain, identity, laps, significant
 from packing import Attention, first_copy, leaf, make_source, node_rows, packed_rows
-from peers import CudnnFlex, Implementation, cudnn_endpoints, flex_attend, ours, packed_block_mask
+from peers import Implementation, cudnn_flex, flex, ours
 from shapes import K, Shape, nodes_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -47,10 +47,9 @@ from torch.nn.utils.rnn import pad_sequence
 WARM_UP = 2  # micro-batches in front of those that are measured
 REPEATS = 3  # of the attention alone
 WAIT_CYCLES = 2_000_000  # of a GPU that waits for the host to launch an attention: 1 ms or more
-ROOM_S = 1.0  # that a micro-batch must have left, beside what the slowest before took
-RESERVE_S = 30.0  # of the time, for each implementation that is still to come on a GPU
 
 Unpack = Callable[[Tensor], Tensor]  # values of response tokens, one after another, as (samples, longest response)
+Pack = Callable[[], tuple[Attention, Unpack]]  # from tokens of samples
 
 
 class Stream(NamedTuple):
@@ -95,17 +94,8 @@ def parse(name: str) -> Stream:
     return STREAMS[name]
 
 
-class Steps(NamedTuple):
-    """What an implementation does with one micro-batch.
-
-    ``rows``: the packed row of each row that attention is given; ``pack``: from tokens of samples to that attention.
-    """
-
-    rows: Tensor
-    pack: Callable[[], tuple[Attention, Unpack]]
-
-
-def steps_of_ours(shape: Shape, device: torch.device) -> Steps:
+def pack_of_ours(shape: Shape, device: torch.device) -> tuple[Tensor, Pack]:
+    """The packed row of each row that attention is given, and what is measured in front of the attention."""
     from flash_attn_dualkv import pack_shared_prompts, shared_prompt_attention, unpack_logprobs
 
     nodes = [one.to(device) for one in node_rows(shape)]  # a token's id is its packed row
@@ -118,44 +108,27 @@ def steps_of_ours(shape: Shape, device: torch.device) -> Steps:
         batch = packed()
         return partial(shared_prompt_attention, layout=batch.layout), partial(unpack_logprobs, batch=batch)
 
-    return Steps(packed().input_ids, pack)
+    return packed().input_ids, pack
 
 
-def steps_of_peer(shape: Shape, device: torch.device, attend: Callable[[Shape, torch.device], Attention]) -> Steps:
+def pack_of_peer(shape: Shape, device: torch.device, peer: Implementation) -> tuple[Tensor, Pack]:
     nodes = [one.to(device) for one in node_rows(shape)]
 
     def pack() -> tuple[Attention, Unpack]:
         torch.cat(nodes)  # the row of tokens that a model would be given
-        return attend(shape, device), unpack
+        return peer.arrange(shape, device)[0].attention, unpack
 
     def unpack(values: Tensor) -> Tensor:
         return pad_sequence(list(values.split(shape.responses)), batch_first=True)
 
-    return Steps(packed_rows(shape), pack)
-
-
-def on_block_mask(shape: Shape, device: torch.device, on_fa4: bool) -> Attention:
-    return flex_attend(packed_block_mask(shape, device), on_fa4, dynamic=True)
-
-
-def on_plan(shape: Shape, device: torch.device) -> Attention:
-    """The plan, which wants tensors of the sizes that follow, is made here and not by the first call."""
-    attend, dtype = CudnnFlex(cudnn_endpoints(shape, device)), torch.bfloat16 if device.type == "cuda" else None
-    sizes = [(shape.packed_tokens, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    attend.plan(*(torch.empty(size, dtype=dtype, device=device) for size in sizes))
-    return attend
+    return packed_rows(shape), pack
 
 
 def implementations(kernels: str | None) -> list[Implementation]:
-    """Each with its `Steps`. The last is the slowest: time may end before it."""
-    attends: list[tuple[str, str | None, Callable[..., Attention]]] = [("cudnn_flex", "cudnn_flex", on_plan)]
-    if kernels is not None:
-        attends.append(("flex_fa4", "fa4", partial(on_block_mask, on_fa4=True)))
-        attends.append(("flex_packed", None, partial(on_block_mask, on_fa4=False)))
-    peers = [
-        Implementation(name, partial(steps_of_peer, attend=one), package=package) for name, package, one in attends
-    ]
-    return [replace(ours(kernels), arrange=steps_of_ours), *peers]
+    """The last is the slowest: time may end before it."""
+    peers = [cudnn_flex(), *(flex(dynamic=True) if kernels else [])]
+    packed = [replace(one, arrange=partial(pack_of_peer, peer=one)) for one in peers]
+    return [replace(ours(kernels), arrange=pack_of_ours), *packed]
 
 
 def graphs_compiled() -> int:
@@ -166,7 +139,7 @@ def graphs_compiled() -> int:
 
 
 class StreamRun:
-    """All measurements of one stream. ``rows`` holds one row per implementation and micro-batch, up to a failure."""
+    """All measurements of one stream. ``rows`` holds one row per implementation and micro-batch."""
 
     def __init__(self, stream: Stream, implementations: list[Implementation], config: Config, matmul: Matmul) -> None:
         self.chosen, self.config, self.matmul = implementations, config, matmul
@@ -177,29 +150,31 @@ class StreamRun:
         self.samples: dict[str, list[Tensor]] = {}  # of the first implementation
 
     def run(self) -> None:
-        for index, impl in enumerate(self.chosen, 1):
-            deadline = self.config.deadline - RESERVE_S * self.config.is_cuda * (len(self.chosen) - index)
+        """Of the time that is left, an implementation has as much as each that comes behind it."""
+        for index, impl in enumerate(self.chosen):
+            begin = time.monotonic()
+            deadline = begin + (self.config.deadline - begin) / (len(self.chosen) - index)
             torch._dynamo.reset()
-            longest, failure = 0.0, {"skipped": impl.missing()} if impl.missing() else {}
-            for place, shape in enumerate(self.shapes):
-                begin = time.monotonic()
-                if not failure and begin + longest + ROOM_S > deadline:
+            failure: Row = {"skipped": impl.missing()} if impl.missing() else {}
+            for shape in self.shapes:
+                row: Row = {**identity(shape, impl, self.config), "direction": "both", "ms": None}
+                if not failure and time.monotonic() > deadline:
                     failure = {"skipped": LEFT_OUT}
                 try:
                     # Lengths are all different: more compilations than PyTorch's limits for one function.
                     with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
-                        row = self.visit(impl, shape) if not failure else self.row_without_times(impl, shape) | failure
+                        row |= failure or self.visit(impl, shape)
                 except Exception as error:
                     failure = explain(error)
-                    row = self.row_without_times(impl, shape) | failure
-                self.rows += [row] if place >= WARM_UP else []
-                longest = max(longest, time.monotonic() - begin) if place else 0.0  # the first loads and compiles
-            self.config.clear(after_failure=bool(failure))
+                    row |= failure
+                self.rows += [row] if shape in self.shapes[WARM_UP:] else []
+            self.config.clear()
 
     def visit(self, impl: Implementation, shape: Shape) -> Row:
         """One micro-batch, as the module's docstring describes it."""
-        config, steps = self.config, impl.arrange(shape, self.config.device)
-        rows = steps.rows.to(config.device)
+        config = self.config
+        rows, pack = impl.arrange(shape, config.device)
+        rows = rows.to(config.device)
         q, k, v, dout = (leaf(one[rows]) for one in make_source(shape, config.dtype, config.device))
         values = torch.zeros(sum(shape.responses), device=config.device, requires_grad=True)
         graphs = graphs_compiled()
@@ -210,7 +185,7 @@ class StreamRun:
 
         self.bring_under_load()
         marks = [time.perf_counter()]
-        attention, unpack = steps.pack()
+        attention, unpack = pack()
         marks.append(time.perf_counter())
         outcome = attend()
         marks.append(time.perf_counter())
@@ -222,16 +197,13 @@ class StreamRun:
 
         which = first_copy(rows, len(rows))[:: len(rows) // 512 + 1]
         sample = [one[which] for one in outcome]
-        found = compared(sample, self.samples.setdefault(shape.name, sample), *LARGEST_DIFFERENCES)
+        found = compared(sample, self.samples.setdefault(shape.name, sample))
         if "error" in found:
             raise RuntimeError(found["error"])
         del outcome
         alone = self.attention_ms(attend)
-        flops = sum(map(shape.flops, ("forward", "backward")))
         return {
-            **self.row_without_times(impl, shape),
             "ms": significant(wall - alone),
-            "tflops": significant(flops / alone / 1e9),
             "wall_ms": significant(wall),
             "attention_ms": significant(alone),
             "host_ms": significant(1e3 * (marks[1] - marks[0] + marks[3] - marks[2])),
@@ -256,15 +228,10 @@ class StreamRun:
             times += laps(self.config, (attend,), 1)[0]
         return statistics.median(times)
 
-    def row_without_times(self, impl: Implementation, shape: Shape) -> Row:
-        nothing = dict.fromkeys(("ms", "tflops", "fraction", "matmul_tflops"))
-        return {**identity(shape, impl, self.config), "direction": "both", **nothing}
-
 
 BENCHMARK = command.Benchmark(
-    "stream", __doc__ or "", {name: (name,) for name in STREAMS}, "rl", implementations, parse, StreamRun
+    "stream", __doc__ or "", {name: (name,) for name in STREAMS}, implementations, parse, StreamRun
 )
-main = partial(command.main, BENCHMARK)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

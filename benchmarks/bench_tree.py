@@ -19,7 +19,6 @@ whatever an implementation computes. Times are medians of CUDA events.
 """
 
 import sys
-from functools import partial
 
 import command
 from peers import kernel_implementations
@@ -29,8 +28,7 @@ PRESETS = {
     "trees": tuple(f"tree-{name}" for name in TREES if name != "tiny"),
     "tiny": ("tree-tiny-H4-Hk2-d16",),
 }
-BENCHMARK = command.Benchmark("tree", __doc__ or "", PRESETS, "trees", kernel_implementations)
-main = partial(command.main, BENCHMARK)
+BENCHMARK = command.Benchmark("tree", __doc__ or "", PRESETS, kernel_implementations)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -23,28 +23,28 @@ from peers import Implementation
 from shapes import Shape
 from torch import Tensor
 
-from flash_attn_dualkv.predict import DIRECTIONS
+from flash_attn_dualkv.predict import DIRECTIONS, GIB
 
-GIB = 1 << 30
 SAMPLED_ROWS = 2048
-SLOW_S = 1.0  # a pass of this length needs no warm-up: what is loaded once, and the card's rest, are small beside it
+SLOW_MS = 1000.0  # a pass this long needs no warm-up: what is loaded once, and the card's rest, are small beside it
+COMPILATION_S = 25.0  # that the first call of an implementation may take
 LEFT_OUT = "left out: budget"
-# Of outputs and of gradients, relative; gradients of replicated rows are rounded to 16 bits before they are summed.
-LARGEST_DIFFERENCES = (0.02, 0.05)
+# Relative Frobenius differences above these mean that two implementations computed different things.
+# Gradients of replicated rows are rounded to 16 bits before they are summed.
+LARGEST_DIFFERENCE, LARGEST_GRADIENT_DIFFERENCE = 0.02, 0.05
 
 Row = dict[str, Any]
 
 
 @dataclass
 class Config:
-    """How long to measure. Milliseconds aim at a steady clock; the limits keep slow peers from using up the time."""
+    """How long to measure. Milliseconds aim at a steady clock."""
 
     device: torch.device
     rounds: int = 5
     warm_ms: float = 150.0  # of calls in front of those that are timed
     target_ms: float = 60.0  # of calls per implementation, direction and round
     max_calls: int = 10
-    limit_s: float = 20.0  # of passes per implementation and shape: fewer rounds where they do not fit, at least one
     deadline: float = math.inf  # time.monotonic() at which everything must be over
     dtype: torch.dtype = torch.float32
 
@@ -59,10 +59,9 @@ class Config:
         if self.is_cuda:
             torch.cuda.synchronize()
 
-    def clear(self, after_failure: bool = False) -> None:
-        """Give memory back. What a failed call leaves in its traceback needs the slow garbage collector."""
-        if after_failure:
-            gc.collect()
+    def clear(self) -> None:
+        """Give memory back: that of a failed call's traceback, too."""
+        gc.collect()
         self.synchronize()
         if self.is_cuda:
             torch.cuda.empty_cache()
@@ -96,7 +95,10 @@ def laps_under_load(config: Config, steps: Sequence[Callable[[], object]]) -> li
     the other, and what ran before decides. A pause would show in the first timed call: what the host takes to launch
     it.
     """
-    one = max(sum(times[0] for times in laps(config, steps, 1)), 1e-3)
+    first = laps(config, steps, 1)
+    one = max(sum(times[0] for times in first), 1e-3)
+    if one >= SLOW_MS:
+        return first
     warm_up = math.ceil(max(0.0, config.warm_ms - one) / one)
     calls = max(1, min(config.max_calls, math.ceil(config.target_ms / one)))
     return [times[warm_up:] for times in laps(config, steps, warm_up + calls)]
@@ -128,8 +130,7 @@ def explain(error: BaseException) -> Row:
 class ShapeRun:
     """All measurements of one shape. ``rows`` afterwards holds one row per implementation and direction."""
 
-    # Relative Frobenius differences above these mean that two implementations did not compute the same thing.
-    largest_difference, largest_gradient_difference = LARGEST_DIFFERENCES
+    largest_difference = LARGEST_DIFFERENCE
     is_centred = False  # outputs, one of each response token, are compared less their mean
     counts_flops = True
     prepare = staticmethod(prepare_attention)
@@ -150,7 +151,7 @@ class ShapeRun:
             facts = self.facts[impl.name]
             if missing := impl.missing():
                 facts["skipped"] = missing
-            elif not self.config.fits(25.0 if impl.compiles and self.config.is_cuda else 1.0):
+            elif not self.config.fits(COMPILATION_S if self.config.is_cuda else 1.0):
                 facts["skipped"] = LEFT_OUT
             else:
                 self.guarded(impl, self.memory_pass)
@@ -159,10 +160,8 @@ class ShapeRun:
                 self.matmul.measure()
             first = index % max(len(self.chosen), 1)
             for impl in self.chosen[first:] + self.chosen[:first]:
-                seconds = self.seconds.get(impl.name, 0.0)
-                is_due = index == 0 or 2 * (index + 1) * seconds < self.config.limit_s
                 # A round makes the tensors again, and warms up in both directions.
-                if is_due and not self.has_failed(impl) and self.config.fits(0.5 + 2 * seconds):
+                if not self.has_failed(impl) and self.config.fits(0.5 + 2 * self.seconds[impl.name]):
                     self.guarded(impl, self.timed_pass)
 
     def has_failed(self, impl: Implementation) -> bool:
@@ -174,39 +173,35 @@ class ShapeRun:
             measure(impl)
         except Exception as error:
             self.facts[impl.name].update(explain(error))
-        self.config.clear(after_failure=self.has_failed(impl))
+        self.config.clear()
 
     def prepared(self, impl: Implementation) -> Iterator[Prepared]:
         """Its micro-batches, of which one at a time takes memory."""
-        how = impl.arrange(self.shape, self.config.device)
-        for one in how if isinstance(how, list) else [how]:
+        for one in impl.arrange(self.shape, self.config.device):
             yield self.prepare(self.shape, self.config.dtype, self.config.device, one)
 
     def memory_pass(self, impl: Implementation) -> None:
-        """Peak of a forward and backward with all its tensors, behind one that compiles and loads unless that is slow.
+        """Peak of a forward and backward with all its tensors, behind one that compiles and loads.
 
         Sampled rows of the output and of its gradients are compared with the first implementation's: one that computes
         something else is no peer.
         """
         config, facts = self.config, self.facts[impl.name]
-        rows = sum(self.shape.responses) if self.is_centred else self.shape.packed_tokens
-        which = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
-        which = which[:SAMPLED_ROWS].to(config.device)
         total, peak, sampled = 0.0, 0, list[Tensor]()
         for prepared in self.prepared(impl):
-            for is_last in (False, True):
+            which = torch.randperm(len(prepared.copies), generator=torch.Generator().manual_seed(0))
+            which = which[:SAMPLED_ROWS].to(config.device)
+            for _ in range(2):
                 if config.is_cuda:
                     torch.cuda.reset_peak_memory_stats()
                 begin = time.perf_counter()
                 out = prepared.run()
-                gradients = prepared.backward(out, retain_graph=False) if "backward" in impl.directions else ()
+                gradients = prepared.backward(out, retain_graph=False)
                 config.synchronize()
                 seconds = time.perf_counter() - begin
                 peak = max(peak, torch.cuda.max_memory_allocated() - self.baseline) if config.is_cuda else 0
-                share = [prepared.take(out.detach(), which), *(prepared.fold(gradients, which) if gradients else ())]
+                share = prepared.sampled(out, gradients, which)
                 del out, gradients
-                if is_last or (seconds >= SLOW_S and not impl.compiles):
-                    break
             total += seconds
             sampled = [one + other for one, other in zip(sampled, share)] if sampled else share
             del prepared, share
@@ -215,11 +210,7 @@ class ShapeRun:
         self.seconds[impl.name] = total
         sampled[0] -= sampled[0].mean() if self.is_centred else 0.0
         self.sample = self.sample or sampled
-        facts |= compared(sampled, self.sample, self.largest_difference, self.largest_gradient_difference)
-
-    def laps(self, impl: Implementation, *steps: Callable[[], object]) -> list[list[float]]:
-        is_slow = self.seconds.get(impl.name, 0.0) >= SLOW_S
-        return laps(self.config, steps, 1) if is_slow else laps_under_load(self.config, steps)
+        facts |= compared(sampled, self.sample, self.largest_difference)
 
     def timed_pass(self, impl: Implementation) -> None:
         """Times of several micro-batches are added: the median of each."""
@@ -233,25 +224,22 @@ class ShapeRun:
 
     def timed(self, impl: Implementation, prepared: Prepared) -> tuple[list[float], list[float]]:
         """Forward and backward times of one micro-batch; none of a direction that is not measured."""
-        forward = self.laps(impl, prepared.run)[0] if "forward" in impl.directions else []
-        if "backward" not in impl.directions:
-            return forward, []
+        forward = [] if impl.is_deterministic else laps_under_load(self.config, (prepared.run,))[0]
         out = prepared.run()
-        return forward, self.laps(impl, lambda: prepared.backward(out))[0]
+        return forward, laps_under_load(self.config, (lambda: prepared.backward(out),))[0]
 
     @property
     def rows(self) -> list[Row]:
+        return [self.row(impl, direction) for impl in self.chosen for direction in impl.directions]
+
+    def row(self, impl: Implementation, direction: str) -> Row:
         readings = self.matmul.readings[self.readings_before :]
         matmul = statistics.median(readings) if readings else None
-        return [self.row(impl, one, matmul) for impl in self.chosen for one in DIRECTIONS if one in impl.directions]
-
-    def row(self, impl: Implementation, direction: str, matmul: float | None) -> Row:
         times, facts = self.times[impl.name, direction], dict(self.facts[impl.name])
         if not self.has_failed(impl) and not times:
             facts["skipped"] = LEFT_OUT
         ms = statistics.median(times) if times and not self.has_failed(impl) else None
         tflops = self.shape.flops(direction) / ms / 1e9 if ms and self.counts_flops else None
-        tokens, pairs = impl.executed(self.shape)
         return {
             **identity(self.shape, impl, self.config),
             "direction": direction,
@@ -260,8 +248,6 @@ class ShapeRun:
             "fraction": significant(tflops / matmul) if tflops and matmul else None,
             "matmul_tflops": significant(matmul),
             "peak_gib": None,
-            "executed_tokens": tokens,
-            "executed_pairs": pairs,
             "samples": len(times),
             "ms_min": significant(min(times, default=None)),
             "ms_max": significant(max(times, default=None)),
@@ -292,11 +278,12 @@ def relative_difference(one: Tensor, other: Tensor) -> float:
     return math.inf if math.isnan(difference) else round(difference, 6)
 
 
-def compared(sample: list[Tensor], expected: list[Tensor], largest: float, largest_gradient: float) -> dict[str, Any]:
+def compared(sample: list[Tensor], expected: list[Tensor], largest: float = LARGEST_DIFFERENCE) -> Row:
     """Differences of an output, and the largest of its gradients, from those expected; an error if too large."""
     output, *gradients = map(relative_difference, sample, expected)
-    found: Row = {"rel_diff": output, "gradient_rel_diff": max(gradients, default=None)}
-    for what, one, most in (("output", output, largest), ("gradient", max(gradients, default=0.0), largest_gradient)):
+    gradient = max(gradients, default=None)
+    found: Row = {"rel_diff": output, "gradient_rel_diff": gradient}
+    for what, one, most in (("output", output, largest), ("gradient", gradient or 0.0, LARGEST_GRADIENT_DIFFERENCE)):
         if not one <= most:
             return {**found, "error": f"{what} differs by {one:.3g} from the first implementation's"}
     return found

@@ -24,57 +24,73 @@ class Arrangement:
     What has to be done in every layer of a model (gathering keys, for one) is part of ``attention``.
 
     Attributes:
-        copies: (packed rows,) how many rows stand for each packed row, where this is one of several micro-batches; None
-            to count ``rows``.
+        every: the packed rows of all micro-batches, where this is one of several.
     """
 
     rows: Tensor
     attention: Attention
-    copies: Tensor | None = None
+    every: Tensor | None = None
 
-    def counted(self, total: int) -> Tensor:
-        """``copies`` of ``total`` packed rows."""
-        return self.rows.bincount(minlength=total) if self.copies is None else self.copies
+    @property
+    def copies(self) -> Tensor:
+        """How many rows stand for each packed row."""
+        return (self.rows if self.every is None else self.every).bincount()
 
 
 @dataclass
 class Prepared:
     """One implementation, ready to be called on one source.
 
-    ``run`` computes the output from ``leaves``; ``dout`` has the output's shape. ``take`` gives packed rows of the
-    output, the mean of their copies. ``fold`` gives packed rows of the gradients of those leaves that have rows, summed
-    over their copies. One of several micro-batches gives its share of both.
+    Attributes:
+        leaves: what ``run`` computes the output from; the first ``with_rows`` have rows as the output.
+        dout: the gradient of the output.
+        rows: the row of the source that each row of the output stands for.
+        copies: how many stand for each row of the source.
+        base: part of the output that is the same for all implementations, and not compared.
     """
 
     leaves: tuple[Tensor, ...]
     dout: Tensor
     run: Callable[[], Tensor]
-    take: Callable[[Tensor, Tensor], Tensor]
-    fold: Callable[[Sequence[Tensor], Tensor], tuple[Tensor, ...]]
+    rows: Tensor
+    copies: Tensor
+    with_rows: int = 0
+    base: Tensor | None = None
 
     def backward(self, out: Tensor, retain_graph: bool = True) -> tuple[Tensor, ...]:
         """Gradients of the leaves. Only to be called again does it need ``retain_graph``."""
         return torch.autograd.grad(out, self.leaves, self.dout, retain_graph=retain_graph)
 
+    def sampled(self, out: Tensor, gradients: Sequence[Tensor], which: Tensor) -> list[Tensor]:
+        """Rows of the source: of the output the mean of their copies, of gradients the sum.
+
+        One of several micro-batches gives its share of both.
+        """
+        out = out.detach() if self.base is None else out.detach() - self.base
+        sums = [self.folded(one, which) for one in (out, *gradients[: self.with_rows])]
+        return [shared(sums[0], self.copies[which]), *sums[1:]]
+
+    def folded(self, values: Tensor, which: Tensor) -> Tensor:
+        """Sums, at least in fp32, of the values' rows that stand for each of the rows ``which`` of the source."""
+        place = torch.full_like(self.copies, -1)
+        place[which] = torch.arange(len(which), device=which.device)
+        at = place[self.rows]
+        chosen = wide(values[at >= 0])
+        return chosen.new_zeros((len(which), *chosen.shape[1:])).index_add_(0, at[at >= 0], chosen)
+
 
 def prepare_attention(shape: Shape, dtype: torch.dtype, device: torch.device, how: Arrangement) -> Prepared:
     """Attention alone, on random normal data (zeros would draw less power and run faster). Leaves are q, k and v."""
-    source, total = make_source(shape, dtype, device), shape.packed_tokens
-    rows, copies = how.rows.to(device), how.counted(total).to(device)
+    source, rows, copies = make_source(shape, dtype, device), how.rows.to(device), how.copies.to(device)
     q, k, v = (leaf(one[rows]) for one in source[:3])
-    return Prepared(
-        (q, k, v),
-        shared(source[3], copies)[rows],
-        lambda: how.attention(q, k, v),
-        lambda out, which: shared(folded(out, rows, which, total), copies[which]),
-        lambda gradients, which: tuple(folded(one, rows, which, total) for one in gradients),
-    )
+    dout = shared(source[3], copies)[rows]
+    return Prepared((q, k, v), dout, lambda: how.attention(q, k, v), rows, copies, with_rows=3)
 
 
 def make_source(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     """q, k, v and dout of the packed rows."""
     generator = torch.Generator(device).manual_seed(0)
-    of_qk, of_v = shape.head_dim, shape.head_dim_v or shape.head_dim
+    of_qk, of_v = shape.head_dim, shape.value_dim
     heads = ((shape.heads, of_qk), (shape.kv_heads, of_qk), (shape.kv_heads, of_v), (shape.heads, of_v))
     sizes = [(shape.packed_tokens, *one) for one in heads]
     return tuple(torch.randn(size, dtype=dtype, device=device, generator=generator) for size in sizes)
@@ -123,15 +139,6 @@ def heads_first(tensor: Tensor) -> Tensor:
 def wide(tensor: Tensor) -> Tensor:
     """At least fp32, so that sums over copies of a prompt do not lose what a test looks for."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def folded(gradient: Tensor, rows: Tensor, which: Tensor, total: int) -> Tensor:
-    """Sums, at least in fp32, of the gradient's rows that stand for each of the packed rows ``which``."""
-    place = torch.full((total,), -1, device=rows.device)
-    place[which] = torch.arange(len(which), device=rows.device)
-    at = place[rows]
-    chosen = wide(gradient[at >= 0])
-    return chosen.new_zeros((len(which), *chosen.shape[1:])).index_add_(0, at[at >= 0], chosen)
 
 
 def first_copy(rows: Tensor, total: int) -> Tensor:

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-# Okabe and Ito's, which colour-blind readers can tell apart.
-BLUE, SKY, GREEN, VERMILION, PURPLE, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#E69F00"
-HEADER = ("benchmark", "gpu", "torch", "cuda", "commit", "date", "dirty")
+# Okabe and Ito's, which colour-blind readers can tell apart, by the begin of an implementation's name.
+COLORS = {
+    "cudnn_flex": "#D55E00", "flex_fa4": "#0072B2", "flex_packed": "#009E73", "fa4": "#CC79A7", "fa2": "#E69F00",
+    "stock": "#56B4E9", "": "grey",
+}  # fmt: skip
 TEMPLATES = Path(__file__).with_name("templates")
 
 
@@ -19,26 +22,29 @@ class ResultError(ValueError):
     """A result file that cannot be read, or must not be published."""
 
 
-def read(path: Path) -> dict[str, Any]:
-    """What a result file holds.
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Header and rows of a result file.
 
     Raises:
-        ResultError: it cannot be read, or lacks a header or rows.
+        ResultError: it is no result file, or was measured on a tree with changes or without a commit.
     """
     try:
-        result = json.loads(path.read_text())
-        assert isinstance(result["header"], dict) and result["rows"] and isinstance(result["rows"][0], dict)
-    except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
-        raise ResultError(f"{path}: expected an object with header and rows, got {error}") from error
-    return dict(result)
+        header, rows = json.loads(path.read_text()).values()
+        is_clean = header["dirty"] is False and re.fullmatch(r"[0-9a-f]{7,40}", header["commit"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ResultError(f"{path}: expected an object with header and rows, got {error!r}") from error
+    if not is_clean or not rows:
+        raise ResultError(f"{path}: expected rows of a clean tree with a commit, got {header}")
+    return header, rows
 
 
 def load(paths: list[Path]) -> pd.DataFrame:
     """The rows of result files, each with what the header says."""
     frames = []
     for path in paths:
-        header, rows = read(path).values()
-        facts = {key: header.get(key) for key in (*HEADER, "attention_of_verl")}
+        header, rows = read(path)
+        facts = {key: header.get(key) for key in ("benchmark", "gpu", "torch", "cuda", "commit", "date")}
+        facts["attention_of_verl"] = header.get("attention_of_verl")
         facts["versions"] = ", ".join(f"{key} {value}" for key, value in header.get("versions", {}).items())
         optional = dict.fromkeys(("oom", "error", "skipped", "peak_gib"))
         frames.append(pd.DataFrame([{**optional, **row} for row in rows]).assign(**facts, file=path.stem))

@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,6 @@ import torch
 from packing import Arrangement, Attention, cumulative, heads_first, packed_positions, packed_rows, path_rows
 from shapes import MOST_ELEMENTS, Shape
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from flash_attn_dualkv.predict import DIRECTIONS
 
@@ -34,69 +34,63 @@ class Implementation:
     """What a row of the tables is about.
 
     Attributes:
-        arrange: its rows and its attention for a shape on a device: an Arrangement, or one for each of several
-            micro-batches, or the Steps of a stream.
+        arrange: its rows and its attention for a shape on a device, of each of its micro-batches. Those of streams and
+            of stock models are their own.
         refuses: why a shape cannot be measured; "" if it can.
-        is_replicated: every response has its own copy of the prompt.
         package: the key of ``PACKAGES`` that it needs.
-        compiles: whether the first call of a shape compiles.
-        is_optional: measured only where --impls names it.
+        is_deterministic: which is a matter of the backward; measured only where --impls names it.
     """
 
     name: str
     arrange: Callable[[Shape, torch.device], Any]
     refuses: Callable[[Shape], str] = lambda shape: ""
-    is_replicated: bool = False
     package: str | None = None
-    directions: tuple[str, ...] = DIRECTIONS
-    compiles: bool = False
-    is_optional: bool = False
+    is_deterministic: bool = False
 
     @property
     def is_ours(self) -> bool:
         return self.name.startswith("dualkv")
 
-    def executed(self, shape: Shape) -> tuple[int, int]:
-        """Tokens and pairs that it computes."""
-        if self.is_replicated:
-            return shape.replicated_tokens, shape.replicated_pairs
-        return shape.packed_tokens, shape.visible_pairs
+    @property
+    def directions(self) -> tuple[str, ...]:
+        return DIRECTIONS[self.is_deterministic :]
 
     def missing(self) -> str:
-        """Why it cannot run in this environment."""
-        return "" if is_importable(self.package) else f"{PACKAGES[self.package or ''][1]} is not installed"
+        """Why it cannot run in this environment; "" if it can."""
+        if self.package is None:
+            return ""
+        module, package = PACKAGES[self.package]
+        try:
+            spec = importlib.util.find_spec(module)
+        except ImportError:
+            spec = None
+        # flash-attn-4 alone leaves a folder flash_attn that is not the flash_attn package.
+        return "" if spec and spec.origin else f"{package} is not installed"
 
     def only(self, condition: Callable[[Shape], bool], reason: str) -> Implementation:
         """The same for the shapes that fulfil the condition."""
         return replace(self, refuses=lambda shape: self.refuses(shape) if condition(shape) else reason)
 
 
-def is_importable(label: str | None) -> bool:
-    """Whether the module is there: flash-attn-4 alone leaves a folder flash_attn that is not the flash_attn package."""
-    if label is None:
-        return True
-    try:
-        spec = importlib.util.find_spec(PACKAGES[label][0])
-    except ImportError:
-        return False
-    return spec is not None and spec.origin is not None
+def plain(shape: Shape) -> str:
+    return "" if shape.is_plain else "measured on plain causal attention"
 
 
 # --- this library ---------------------------------------------------------------------------------------------------
 
 
-def arrange_ours(shape: Shape, device: torch.device, deterministic: bool = False) -> Arrangement:
+def arrange_ours(shape: Shape, device: torch.device, deterministic: bool = False) -> list[Arrangement]:
     """One call on the packed row; sequences that share nothing go to the function that FlashAttention has too."""
     from flash_attn_dualkv import SharedPromptLayout, flash_attn_varlen_func, shared_prompt_attention
 
     if shape.depth == 1 and shape.is_plain:
         varlen: Any = flash_attn_varlen_func
         kernel = partial(varlen, causal=True, deterministic=deterministic)
-        return Arrangement(packed_rows(shape), varlen_attention(kernel, shape.responses, device))
+        return [Arrangement(packed_rows(shape), varlen_attention(kernel, shape.responses, device))]
     layout = SharedPromptLayout.from_tree(*zip(*shape.nodes), device=device)
     options: dict[str, Any] = {"sliding_window": shape.window or None, "softcap": float(shape.softcap)}
     options |= {"sinks": sinks_of(shape, device), "deterministic": deterministic}
-    return Arrangement(packed_rows(shape), lambda q, k, v: shared_prompt_attention(q, k, v, layout, **options))
+    return [Arrangement(packed_rows(shape), lambda q, k, v: shared_prompt_attention(q, k, v, layout, **options))]
 
 
 def sinks_of(shape: Shape, device: torch.device) -> Tensor | None:
@@ -106,21 +100,19 @@ def sinks_of(shape: Shape, device: torch.device) -> Tensor | None:
     return torch.randn(shape.heads, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
 
 
-def own_kernels(build: dict[str, Any], capability: tuple[int, int], asked: str | None = None) -> str:
-    """The family of kernels that this GPU runs by itself, or ``asked``, what DUALKV_KERNELS says.
-
-    Args:
-        build: what ``flash_attn_dualkv.build_info`` returns.
-        capability: the GPU's compute capability.
+def own_kernels() -> str:
+    """The family of kernels that this GPU runs.
 
     Raises:
-        RuntimeError: there are no such kernels for the GPU, or none at all.
+        RuntimeError: there are no compiled kernels.
     """
-    usable = ["sm90"] * (capability[0] == 9) + ["sm80"] * (capability >= (8, 0))  # sm90: instructions of 9.x alone
-    if found := [one for one in usable if build["head_dims"].get(one) and asked in (one, None)]:
-        return found[0]
-    why = build["compiled_error"] or f"kernels for {sorted(build['head_dims'])}"
-    raise RuntimeError(f"expected compiled kernels for sm_{capability}, got {why}")
+    from flash_attn_dualkv import build_info
+
+    build = build_info()
+    if not build["compiled"]:
+        raise RuntimeError(f"expected compiled kernels, got {build['compiled_error']}")
+    is_hopper = torch.cuda.get_device_capability()[0] == 9 and os.environ.get("DUALKV_KERNELS") != "sm80"
+    return "sm90" if is_hopper and "sm90" in build["head_dims"] else "sm80"
 
 
 def ours(kernels: str | None) -> Implementation:
@@ -129,16 +121,20 @@ def ours(kernels: str | None) -> Implementation:
 
 
 def deterministic(impl: Implementation) -> Implementation:
-    """The same in deterministic mode, which is a matter of the backward."""
+    """The same in deterministic mode."""
     arrange, name = partial(cast(Any, impl.arrange), deterministic=True), f"{impl.name}_deterministic"
-    return replace(impl, name=name, arrange=arrange, directions=("backward",), is_optional=True)
+    return replace(impl, name=name, arrange=arrange, is_deterministic=True)
 
 
 # --- masks over packed rows: FlexAttention, cuDNN Flex Attention ----------------------------------------------------
 
 
+@functools.lru_cache(maxsize=1)
 def packed_block_mask(shape: Shape, device: torch.device) -> Any:
-    """Visibility in FlexAttention's form: rows that see a key are its own and later ones of its node's subtree."""
+    """Visibility in FlexAttention's form: rows that see a key are its own and later ones of its node's subtree.
+
+    One for all rounds of a shape: with it there is one mask function, so one compilation of the attention.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     last = {index: path[-1] for path in shape.paths for index in path}  # depth first: of each node's subtree
@@ -163,29 +159,25 @@ def compiled_once(function: Any, dynamic: bool) -> Any:
     return torch.compile(function, dynamic=dynamic)
 
 
-@functools.lru_cache(maxsize=1)
-def block_mask_of_rounds(shape: Shape, device: torch.device) -> Any:
-    """One for all rounds of a shape: with it there is one mask function, so one compilation of the attention."""
-    return packed_block_mask(shape, device)
-
-
-def flex_attend(block_mask: Any, on_fa4: bool, dynamic: bool = False) -> Attention:
-    """FlexAttention over packed rows; ``on_fa4``: on FlashAttention-4's kernels instead of Triton's."""
+def arrange_flex(shape: Shape, device: torch.device, on_fa4: bool, dynamic: bool) -> list[Arrangement]:
     from torch.nn.attention.flex_attention import flex_attention
 
+    block_mask, is_grouped = packed_block_mask(shape, device), shape.heads != shape.kv_heads
     options: dict[str, Any] = {"kernel_options": {"BACKEND": "FLASH"}} if on_fa4 else {}
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         flex = compiled_once(flex_attention, dynamic)
-        is_grouped = q.shape[1] != k.shape[1]
         out: Tensor = flex(*map(heads_first, (q, k, v)), block_mask=block_mask, enable_gqa=is_grouped, **options)
         return out[0].transpose(0, 1)
 
-    return attention
+    return [Arrangement(packed_rows(shape), attention)]
 
 
-def arrange_flex(shape: Shape, device: torch.device, on_fa4: bool = False) -> Arrangement:
-    return Arrangement(packed_rows(shape), flex_attend(block_mask_of_rounds(shape, device), on_fa4))
+def flex(dynamic: bool = False) -> list[Implementation]:
+    """FlexAttention on FlashAttention-4's kernels, and on its own of Triton. ``dynamic``: compiled for any lengths."""
+    arrange = partial(arrange_flex, dynamic=dynamic)
+    on_fa4 = Implementation("flex_fa4", partial(arrange, on_fa4=True), plain, package="fa4")
+    return [on_fa4, Implementation("flex_packed", partial(arrange, on_fa4=False), plain)]
 
 
 def cudnn_endpoints(shape: Shape, device: torch.device) -> Tensor:
@@ -223,29 +215,20 @@ def cudnn_endpoints(shape: Shape, device: torch.device) -> Tensor:
     return flat[1:][None].contiguous()
 
 
-class CudnnFlex:
-    """cuDNN Flex Attention over packed rows, with one plan of the mask."""
+def arrange_cudnn(shape: Shape, device: torch.device, deterministic: bool = False) -> list[Arrangement]:
+    """The plan looks at sizes and types of q, k and v."""
+    module: Any = importlib.import_module(PACKAGES["cudnn_flex"][0])
+    heads, dims = (shape.heads, shape.kv_heads, shape.kv_heads), (shape.head_dim,) * 2 + (shape.value_dim,)
+    dtype = torch.bfloat16 if device.type == "cuda" else None
+    qkv = (torch.empty(1, shape.packed_tokens, *one, dtype=dtype, device=device) for one in zip(heads, dims))
+    plan = module.create_mask_plan(cudnn_endpoints(shape, device), *qkv, build_backward=True)
 
-    def __init__(self, endpoints: Tensor, deterministic: bool = False) -> None:
-        self.endpoints, self.deterministic = endpoints, deterministic
-        self.module: Any = importlib.import_module(PACKAGES["cudnn_flex"][0])
-        self.mask_plan: Any = None
-
-    def plan(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """What the first call does; it looks at sizes and types of q, k and v."""
-        self.mask_plan = self.module.create_mask_plan(self.endpoints, q[None], k[None], v[None], build_backward=True)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (one.contiguous() for one in (q, k, v))
-        if self.mask_plan is None:
-            self.plan(q, k, v)
-        options = {"mask_plan": self.mask_plan, "deterministic": self.deterministic}
-        out: Tensor = self.module.flex_attn_func(q[None], k[None], v[None], **options)
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (one.contiguous()[None] for one in (q, k, v))
+        out: Tensor = module.flex_attn_func(q, k, v, mask_plan=plan, deterministic=deterministic)
         return out[0]
 
-
-def arrange_cudnn(shape: Shape, device: torch.device, deterministic: bool = False) -> Arrangement:
-    return Arrangement(packed_rows(shape), CudnnFlex(cudnn_endpoints(shape, device), deterministic))
+    return [Arrangement(packed_rows(shape), attention)]
 
 
 def cudnn_flex() -> Implementation:
@@ -256,7 +239,7 @@ def cudnn_flex() -> Implementation:
         fits = shape.head_dim <= largest if not shape.head_dim_v else (shape.head_dim, shape.head_dim_v) == (192, 128)
         return "" if fits else "it has head dims up to 128, (192, 128), and 256 with as many KV heads as query heads"
 
-    return Implementation("cudnn_flex", arrange_cudnn, refuses, package="cudnn_flex", compiles=True)
+    return Implementation("cudnn_flex", arrange_cudnn, refuses, package="cudnn_flex")
 
 
 # --- kernels for packed sequences that share nothing ----------------------------------------------------------------
@@ -279,29 +262,15 @@ def torch_varlen() -> VarlenKernel:
     return cast(VarlenKernel, partial(varlen_attn, **options))
 
 
-def package_varlen(label: str) -> VarlenKernel:
-    """``flash_attn_varlen_func`` of a package."""
-    function = importlib.import_module(PACKAGES[label][0]).flash_attn_varlen_func
+def fa4_varlen() -> VarlenKernel:
+    function = importlib.import_module(PACKAGES["fa4"][0]).flash_attn_varlen_func
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
-    def kernel(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **options: Any
-    ) -> Tensor:
-        offsets, longest = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}, {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
-        out = function(q, k, v, **offsets, **longest, causal=True, **options)
+    def kernel(*arguments: Any, **options: Any) -> Tensor:
+        out = function(**dict(zip(names, arguments)), causal=True, **options)
         return out[0] if isinstance(out, tuple) else out
 
     return kernel
-
-
-def math_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
-    """The same contract in plain PyTorch, sequence by sequence, for machines without a GPU."""
-    outs = []
-    for query, key, value in zip(*(one.split(cu.diff().tolist()) for one, cu in ((q, cu_q), (k, cu_k), (v, cu_k)))):
-        mask = torch.ones(len(query), len(key), dtype=torch.bool, device=q.device).tril(len(key) - len(query))
-        query, key, value = map(heads_first, (query, key, value))
-        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-        outs.append(out[0].transpose(0, 1))
-    return torch.cat(outs)
 
 
 def fa4_options(shape: Shape, device: torch.device) -> dict[str, Any]:
@@ -311,24 +280,17 @@ def fa4_options(shape: Shape, device: torch.device) -> dict[str, Any]:
     return found | ({"learnable_sink": sinks_of(shape, device)} if shape.sinks else {})
 
 
-def arrange_replicated(shape: Shape, device: torch.device, load: Load) -> Arrangement:
-    """Standard packing: N (P + R) tokens, every response with its own copy of the prompt."""
+def arrange_replicated(shape: Shape, device: torch.device, load: Load) -> list[Arrangement]:
+    """Standard packing: the path of every leaf as a sequence of its own; of trees, micro-batch after micro-batch."""
     kernel = load() if shape.is_plain else partial(load(), **fa4_options(shape, device))
-    rows = torch.cat(path_rows(shape, shape.leaves))
-    return Arrangement(rows, varlen_attention(kernel, shape.replicated_lengths, device))
-
-
-def arrange_flattened(shape: Shape, device: torch.device, load: Load) -> list[Arrangement]:
-    """The path of every leaf as a sequence of its own, micro-batch after micro-batch."""
-    kernel, found = load(), []
-    copies = torch.cat(path_rows(shape, shape.leaves)).bincount(minlength=shape.packed_tokens)
-    for leaves in shape.micro_batches():
+    every, found = torch.cat(path_rows(shape, shape.leaves)), []
+    for leaves in shape.micro_batches() if shape.is_tree else [shape.leaves]:
         attention = varlen_attention(kernel, [shape.ends[leaf] for leaf in leaves], device)
-        found.append(Arrangement(torch.cat(path_rows(shape, leaves)), attention, copies))
+        found.append(Arrangement(torch.cat(path_rows(shape, leaves)), attention, every))
     return found
 
 
-def arrange_gathered(shape: Shape, device: torch.device, load: Load) -> Arrangement:
+def arrange_gathered(shape: Shape, device: torch.device, load: Load) -> list[Arrangement]:
     """TRL's way: keys and values are copied so that those of every node's path lie side by side."""
     kernel, calls = load(), []
     for nodes in shape.gathered_calls():
@@ -344,11 +306,14 @@ def arrange_gathered(shape: Shape, device: torch.device, load: Load) -> Arrangem
         ]
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
-    return Arrangement(packed_rows(shape), attention)
+    return [Arrangement(packed_rows(shape), attention)]
 
 
-def of_varlen(label: str, load: Load | None = None) -> list[Implementation]:
-    """Prompts replicated, and both ways to a tree's attention. ``load``: of the kernel; None: of that package."""
+KERNELS: dict[str, Load] = {"fa4": fa4_varlen, "fa2": torch_varlen}
+
+
+def of_varlen(label: str) -> list[Implementation]:
+    """Prompts replicated, and both ways to a tree's attention, on one of ``KERNELS``."""
 
     def refuses(shape: Shape) -> str:
         if shape.is_tree:
@@ -363,12 +328,11 @@ def of_varlen(label: str, load: Load | None = None) -> list[Implementation]:
     ways = {
         "replicated": (arrange_replicated, refuses),
         "gathered": (arrange_gathered, on_trees),
-        "flattened": (arrange_flattened, on_trees),
+        "flattened": (arrange_replicated, on_trees),
     }
-    options: dict[str, Any] = dict(package=None if load else label, compiles=label == "fa4")
-    kernel = load or partial(package_varlen, label)
+    package = label if label in PACKAGES else None
     return [
-        Implementation(f"{label}_{way}", partial(arrange, load=kernel), refuse, way != "gathered", **options)
+        Implementation(f"{label}_{way}", partial(arrange, load=KERNELS[label]), refuse, package)
         for way, (arrange, refuse) in ways.items()
     ]
 
@@ -376,22 +340,15 @@ def of_varlen(label: str, load: Load | None = None) -> list[Implementation]:
 # --- what is measured where -----------------------------------------------------------------------------------------
 
 
-def plain(shape: Shape) -> str:
-    return "" if shape.is_plain else "measured on plain causal attention"
-
-
 def peers() -> list[Implementation]:
     """What attention, a layer and a model are measured against, the strongest first."""
-    flex_fa4 = Implementation("flex_fa4", partial(arrange_flex, on_fa4=True), plain, package="fa4", compiles=True)
-    flex = Implementation("flex_packed", arrange_flex, plain, compiles=True)
-    found = [cudnn_flex(), flex_fa4, flex, *of_varlen("fa4"), *of_varlen("fa2", torch_varlen)]
-    return [one.only(lambda shape: shape.head_dim <= 256, "measured up to head dim 256") for one in found]
+    return [cudnn_flex(), *flex(), *of_varlen("fa4"), *of_varlen("fa2")]
 
 
 def layer_implementations(kernels: str | None) -> list[Implementation]:
     """What a layer and a model are measured with, ours first. ``kernels``: of ``own_kernels``, None on the CPU."""
-    on_cpu = [*of_varlen("math", lambda: math_varlen), cudnn_flex()]
-    return [ours(kernels), *(peers() if kernels else on_cpu)]
+    with_stand_ins = [*of_varlen("fa4"), cudnn_flex()]  # of tests: the others need a GPU
+    return [ours(kernels), *(peers() if kernels else with_stand_ins)]
 
 
 def kernel_implementations(kernels: str | None) -> list[Implementation]:

@@ -83,10 +83,6 @@ class Shape:
         return [index for index in range(len(self.nodes)) if index not in parents]
 
     @property
-    def roots(self) -> list[int]:
-        return [index for index, (_, parent) in enumerate(self.nodes) if parent < 0]
-
-    @property
     def depth(self) -> int:
         return max(map(len, self.paths))
 
@@ -98,8 +94,8 @@ class Shape:
     @property
     def mean_prompt(self) -> int:
         """The mean length of the roots; 0 where nothing is shared."""
-        lengths = [self.nodes[root][0] for root in self.roots] if self.depth > 1 else [0]
-        return round(sum(lengths) / len(lengths))
+        lengths = [length for length, parent in self.nodes if parent < 0]
+        return round(sum(lengths) / len(lengths)) if self.depth > 1 else 0
 
     @property
     def packed_tokens(self) -> int:
@@ -114,6 +110,10 @@ class Shape:
     @property
     def replicated_tokens(self) -> int:
         return sum(self.replicated_lengths)
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim_v or self.head_dim
 
     @property
     def is_tree(self) -> bool:
@@ -145,10 +145,9 @@ class Shape:
 
         Backward three and two of them.
         """
-        value_dim = self.head_dim_v or self.head_dim
         of_qk, of_v = (1, 1) if direction == "forward" else (3, 2)
         equal = attention_flops(self.heads, self.head_dim, self.visible_pairs, direction)
-        return equal * (of_qk * self.head_dim + of_v * value_dim) / ((of_qk + of_v) * self.head_dim)
+        return equal * (of_qk * self.head_dim + of_v * self.value_dim) / ((of_qk + of_v) * self.head_dim)
 
     def by_tokens(self, nodes: Sequence[int], most: int) -> list[list[int]]:
         """The nodes in runs whose paths have at most ``most`` tokens in all; a path that has more is alone."""

@@ -43,11 +43,8 @@ from shapes import Shape
 
 PEER = "benchmark_peer"  # transformers takes a name with "flash" in it for that of a package
 ROW_TILE = 128  # lengths of padded sequences are multiples of it, as FlexAttention's blocks are
-# Attention of stock models: the key of ``PACKAGES`` that it needs, and whether it compiles. FlexAttention compiles anew
-# for other lengths, minutes for each kind of layer: all of its sequences have one length.
-STOCK: dict[str, tuple[str | None, bool]] = {
-    "eager": (None, False), "sdpa": (None, False), "flash_attention_4": ("fa4", True), "flex_attention": (None, True)
-}  # fmt: skip
+# Attention of stock models, and the key of ``PACKAGES`` that it needs.
+STOCK: dict[str, str | None] = {"eager": None, "sdpa": None, "flash_attention_4": "fa4", "flex_attention": None}
 
 
 Step = tuple[Callable[[], Tensor], Tensor]  # log-probabilities of one micro-batch, and which of all these are
@@ -181,7 +178,7 @@ class StepRun(LayerRun):
     def run(self) -> None:
         super().run()
         self.model = None
-        self.config.clear(after_failure=True)
+        self.config.clear()
 
     def model_on(self, attention: str) -> Any:
         if self.model is None:
@@ -193,11 +190,8 @@ class StepRun(LayerRun):
         """The leaves are all parameters; rows of the output are scored tokens."""
         dout = make_ids(self.shape, self.config.device)[1]
         for run, scored in self.steps(impl):
-
-            def take(out: Tensor, which: Tensor, scored: Tensor = scored) -> Tensor:
-                return out.new_zeros(len(dout)).index_copy_(0, scored, out)[which]
-
-            yield Prepared(tuple(self.model.parameters()), dout[scored], run, take, lambda gradients, which: ())
+            once = torch.ones_like(dout, dtype=torch.int64)
+            yield Prepared(tuple(self.model.parameters()), dout[scored], run, scored, once)
 
     def steps(self, impl: Implementation) -> Iterator[Step]:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -216,7 +210,7 @@ class StepRun(LayerRun):
                 yield stock_step(shape, ids, self.model_on(name), leaves, length)
         else:
             AttentionMaskInterface.register(PEER, lambda *_, **options: None)
-            for one in how if isinstance(how, list) else [how]:
+            for one in how:
                 AttentionInterface.register(PEER, partial(attend, one.attention))
                 yield peer_step(shape, ids, self.model_on(PEER), one.rows)
 
@@ -225,11 +219,10 @@ def implementations(kernels: str | None) -> list[Implementation]:
     """Ours first; peers of Qwen3, and other models as they are."""
     ours, *others = layer_implementations(kernels)
     found = [ours, *(one.only(lambda shape: not of_family(shape), "measured on Qwen3") for one in others)]
-    for name, (package, compiles) in STOCK.items():
+    for name, package in STOCK.items():
+        # FlexAttention compiles anew for other lengths, minutes for each kind of layer.
         arrange = partial(padded_batches, has_one_length=name == "flex_attention")
-        impl = Implementation(
-            f"stock_{name}_replicated", arrange, is_replicated=True, package=package, compiles=compiles
-        )
+        impl = Implementation(f"stock_{name}_replicated", arrange, package=package)
         found.append(impl.only(partial(of_family, attention=name), "measured on families that have it"))
     return found
 
@@ -246,12 +239,8 @@ PRESETS = {
     "models": (*(f"{name}-16x8Kx131-2048" for name in FAMILIES), "qwen3.5-4b-16x16Kx1K"),
     "tiny": ("tiny-3x70x1-90", "tiny-4x64x24"),
 }
-# A pass of replicated prompts takes half a minute.
-SETTINGS = {"target_ms": 250.0, "max_calls": 5, "rounds": 2, "limit_s": 120.0}
-BENCHMARK = command.Benchmark(
-    "model", __doc__ or "", PRESETS, "qwen3-8b", implementations, run_type=StepRun, settings=SETTINGS
-)
-main = partial(command.main, BENCHMARK)
+SETTINGS = {"target_ms": 250.0, "max_calls": 5, "rounds": 2}
+BENCHMARK = command.Benchmark("model", __doc__ or "", PRESETS, implementations, run_type=StepRun, settings=SETTINGS)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

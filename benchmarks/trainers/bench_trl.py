@@ -11,7 +11,6 @@ Each run is a process of its own, TRL's first. A row is a run: what the example 
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -20,32 +19,23 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from command import RESULTS, ROOT, add_result, gpu_folder, make_header, result_path, write
-from measure import Row
+from command import RESULTS, ROOT, Result, gpu_folder, parser_of
 
 FOLDER = RESULTS / "trainers" / "trl"
 EXAMPLE = ROOT / "examples" / "trl_grpo.py"
 LABELS = {"stock": "TRL", "shared": "shared prompts"}  # of both runs
 
 
-def measure(options: argparse.Namespace) -> Path:
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in LABELS:
-            switch = ["--stock"] if name == "stock" else []
-            subprocess.run([sys.executable, EXAMPLE, "--out", folder, *switch, *options.example], check=True)
-            rows.append({"who": name, **json.loads((Path(folder) / f"{name}.json").read_text())})
-    gpu = rows[0]["device"]
-    path = result_path(options, FOLDER, gpu_folder(gpu))
-    write(path, make_header(options.commit, gpu), rows)
-    return path
-
-
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("example", nargs="*", metavar="OPTION", help="of the example, behind --")
-    add_result(parser)
-    print(measure(parser.parse_args(arguments)))
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        for switch in (["--stock"], []):
+            subprocess.run([sys.executable, EXAMPLE, "--out", folder, *switch, *options.example], check=True)
+        rows = [{"who": name, **json.loads((Path(folder) / f"{name}.json").read_text())} for name in LABELS]
+    gpu = rows[0]["device"]
+    print(Result(options, FOLDER, gpu_folder(gpu), gpu).write(rows))
     return 0
 
 

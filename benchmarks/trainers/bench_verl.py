@@ -16,33 +16,126 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from command import RESULTS, add_result, gpu_folder, make_header, result_path, write
+from command import RESULTS, Result, gpu_folder, parser_of
 from measure import Row
-from verl_cases import PRESETS, Case, Found, cases_of
+from verl_inputs import Batch, Case, Found, Model
 from verl_rig import run
 
 FOLDER = RESULTS / "trainers" / "verl"
+WHO = ("verl", "plug-in")
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+DAPO = (f"{ACTOR}.clip_ratio_high=0.28", f"{ACTOR}.loss_agg_mode=token-mean")
+FP32 = (
+    *(f"+{ACTOR}.fsdp_config.mixed_precision.{name}_dtype=fp32" for name in ("param", "reduce", "buffer")),
+    f"{MODEL}.use_remove_padding=False",
+)
 
 
-def row_of(case: Case, found: Found, gpus: int, scores: torch.Tensor | None, base: torch.Tensor | None) -> Row:
-    """`scores`: log-probabilities; `base`: those of verl's first of the preset: how far verl is from itself, too."""
-    preset, who, how, _ = case.name.split("/")
+class Setting(NamedTuple):
+    """The plug-in or not, micro-batches of so many sequences or tokens, ranks of Ulysses, precision, fused head.
+
+    ``fp32`` is padded, on PyTorch's attention: what bf16 is compared with. ``head``: torch or triton.
+    """
+
+    shares: bool
+    micro: int | None = None
+    tokens: int | None = None
+    sp: int = 1
+    fp32: bool = False
+    head: str | None = None
+
+    @property
+    def names(self) -> tuple[str, str, int]:
+        """Who, how, and ranks of Ulysses, as rows and pages say them."""
+        how = f"micro {self.micro}" if self.micro else f"tokens {self.tokens}"
+        how += (" in fp32" if self.fp32 else "") + (f", {self.head} head" if self.head else "")
+        return WHO[self.shares], how, self.sp
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        fused = (f"{MODEL}.use_fused_kernels=True", f"{MODEL}.fused_kernel_options.impl_backend={self.head}")
+        return (*DAPO, *(FP32 if self.fp32 else ()), *(fused if self.head else ()))
+
+
+OWN, PLUGIN = partial(Setting, False), partial(Setting, True)
+MODELS = {
+    "Qwen3-0.6B": Model("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True),
+    "Qwen3-1.7B": Model("qwen3", 28, 2048, 6144, 16, 8, 128, 151936, True),
+    "Qwen3-8B": Model("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False),
+    "Qwen3-30B-A3B, 12 layers": Model("qwen3_moe", 12, 2048, 768, 32, 4, 128, 151936, False, 128, 8),
+    "tiny": Model(),
+}
+PAPER = Batch(prompts=1, responses=32, prompt_tokens=8192, response_tokens=2048, shortest=0.5)
+SHORT = Batch(prompts=1, responses=16, prompt_tokens=2048, response_tokens=512, shortest=0.5)
+MATH = Batch(prompts=2, responses=16, prompt_tokens=1024, response_tokens=4096, shortest=0.25)
+TOKENS = 40960
+MATH_BUDGET = [OWN(tokens=32768), PLUGIN(tokens=32768)]
+# Prompts are those of one GPU.
+PRESETS: dict[str, tuple[str, Batch, list[Setting]]] = {
+    "paper": (
+        "Qwen3-1.7B",
+        PAPER,
+        [OWN(4), OWN(8), OWN(tokens=TOKENS), PLUGIN(4), PLUGIN(8), PLUGIN(tokens=TOKENS)],
+    ),
+    "paper-8b": ("Qwen3-8B", PAPER, [OWN(4), OWN(tokens=TOKENS), PLUGIN(4), PLUGIN(8), PLUGIN(tokens=TOKENS)]),
+    "math-1k": ("Qwen3-1.7B", MATH, MATH_BUDGET),
+    "math-300": ("Qwen3-1.7B", replace(MATH, prompt_tokens=300), MATH_BUDGET),
+    "moe": ("Qwen3-30B-A3B, 12 layers", PAPER, [one(tokens=TOKENS, sp=sp) for one in (OWN, PLUGIN) for sp in (1, 2)]),
+    "memory": ("Qwen3-1.7B", PAPER, [OWN(32), PLUGIN(32)]),
+    "fused": (
+        "Qwen3-0.6B",
+        SHORT,
+        [OWN(4), OWN(4, head="triton"), PLUGIN(4, head="triton"), PLUGIN(16, head="triton")],
+    ),
+    "steps": ("Qwen3-0.6B", SHORT, [OWN(4), OWN(8), PLUGIN(8)]),
+    "accuracy": ("Qwen3-0.6B", SHORT, [OWN(2, fp32=True), OWN(4), OWN(8), PLUGIN(4), PLUGIN(8)]),
+    "tiny": ("tiny", Batch(), [OWN(4, fp32=True), OWN(tokens=200), OWN(4), PLUGIN(tokens=200), PLUGIN(4)]),
+}
+# Models whose calls take long: a few samples of each rank warm up, calls run once, and one worker, whose weights stay
+# as they are, runs all micro-batches.
+LARGE = ("paper-8b", "moe")
+
+
+def case_of(preset: str, setting: Setting, gpus: int, is_cpu: bool) -> Case:
+    model, batch, _ = PRESETS[preset]
+    is_large = preset in LARGE
+    return Case(
+        "/".join([preset, *map(str, setting.names)]),
+        shares=setting.shares,
+        model=MODELS[model],
+        batch=replace(batch, prompts=batch.prompts * gpus),
+        micro=setting.micro,
+        tokens=setting.tokens,
+        sp=setting.sp,
+        attention="sdpa" if setting.fp32 else "flash_attention_2",
+        balance="groups" if setting.shares else "lengths",
+        overrides=(*setting.overrides, *([f"{ACTOR}.fsdp_config.use_torch_compile=False"] if is_cpu else [])),
+        updates=1 if is_large else 20 if preset == "steps" else 2,
+        inferences=1 if is_large else 2,
+        learning_rate=0.0 if is_large else 1e-6,
+        infers_at_the_end=False,
+        warm=(setting.micro or 4) if is_large else 0,
+    )
+
+
+def row_of(preset: str, setting: Setting, case: Case, found: Found, gpus: int, base: torch.Tensor | None) -> Row:
+    """`base`: log-probabilities of verl's first of the preset: how far verl is from itself, too."""
     samples = case.batch.samples(case.model.vocabulary)
     prompts = {one.uid: len(one.prompt) for one in samples}
     responses = sum(len(one.response) for one in samples)
     row = {
         "preset": preset,
         "model": PRESETS[preset][0],
-        "who": who,
-        "how": how,
-        "sp": case.sp,
+        **dict(zip(("who", "how", "sp"), setting.names)),
         "gpus": gpus,
         "batch": asdict(case.batch),
         "tokens": found.tokens,
@@ -54,48 +147,44 @@ def row_of(case: Case, found: Found, gpus: int, scores: torch.Tensor | None, bas
         "infer_gib": found.infer_gib or None,
         "losses": [one["loss"] for one in found.metrics],
         "grad_norms": [one["grad_norm"] for one in found.metrics],
-        "ppo_kl": [one["actor/ppo_kl"] for one in found.metrics],
-        "mean_log_prob": None if scores is None else scores.mean().item(),
         "metrics": found.metrics[-1] if found.metrics else {},
         "error": found.error,
     }
-    if scores is not None and base is not None:
-        apart = (scores - base).abs()
+    if found.values and base is not None:
+        apart = (found.log_probs - base).abs()
         row |= {"log_prob_max_difference": apart.max().item(), "log_prob_mean_difference": apart.mean().item()}
     return row
 
 
 def measure(options: argparse.Namespace) -> Path:
-    cases = [case for preset in options.preset for case in cases_of(preset, options.gpus, options.cpu)]
-    cases = [case for case in cases if not options.only or any(word in case.name for word in options.only)]
-    cases.sort(key=lambda one: one.shares)
+    every = [(preset, one) for preset in options.preset for one in PRESETS[preset][2] if options.gpus % one.sp == 0]
+    # verl's own come first: a process that has loaded the plug-in never runs them again.
+    every.sort(key=lambda one: one[1].shares)
+    cases = [(case_of(*one, options.gpus, options.cpu), *one) for one in every]
+    cases = [one for one in cases if not options.only or any(word in one[0].name for word in options.only)]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() and not options.cpu else "cpu"
-    header = make_header(options.commit, gpu, gpus=options.gpus, attention_of_verl=options.attention)
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    found = run(cases, options.gpus, {"PYTHONPATH": os.pathsep.join(filter(None, paths))}, options.limit_s)
+    name = "-".join([gpu_folder(gpu), *options.preset])
+    result = Result(options, FOLDER, name, gpu, gpus=options.gpus, attention_of_verl=options.attention)
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    found = run([case for case, *_ in cases], options.gpus, {"PYTHONPATH": paths}, options.limit_s)
     rows: list[Row] = []
     bases: dict[str, torch.Tensor] = {}
-    for case in (one for one in cases if one.name in found):
-        values, preset = found[case.name].values, case.name.split("/")[0]
-        scores = torch.cat(values[0]["log_probs"]) if values else None
-        if scores is not None and not case.shares:
-            bases.setdefault(preset, scores)
-        rows.append(row_of(case, found[case.name], options.gpus, scores, bases.get(preset)))
-    path = result_path(options, FOLDER, "-".join([gpu_folder(gpu), *options.preset]))
-    write(path, header, rows)
-    return path
+    for case, preset, setting in (one for one in cases if one[0].name in found):
+        if found[case.name].values and not case.shares:
+            bases.setdefault(preset, found[case.name].log_probs)
+        rows.append(row_of(preset, setting, case, found[case.name], options.gpus, bases.get(preset)))
+    return result.write(rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--preset", action="append", choices=PRESETS, help="what is measured; repeatable (default: paper)")
     add("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="processes, one a GPU (default: all)")
-    add("--only", nargs="+", metavar="WORD", help="only rows whose names (preset/plug-in/micro 4/SP 1) contain a word")
+    add("--only", nargs="+", metavar="WORD", help="only rows whose names (preset/plug-in/micro 4/1) contain a word")
     add("--cpu", action="store_true", help="a trial run in the environment of tests/verl, never a result")
     add("--limit-s", type=float, default=3600.0, help="end then, with what there is")
     add("--attention", default="verl's attention: the flash-attn package.", help="a sentence on the attention of verl")
-    add_result(parser)
     options = parser.parse_args(arguments)
     if not options.cpu and not torch.cuda.is_available():
         print("There is no CUDA GPU here.", file=sys.stderr)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 from bench_trl import LABELS
-from pages import BLUE, PURPLE, VERMILION, ResultError, filled, load, markdown, number, read, save
-from verl_cases import LARGE, PRESETS, WHO
+from bench_verl import LARGE, PRESETS, WHO
+from pages import COLORS, ResultError, filled, load, markdown, number, read, save
 
 # Setups of the README's table, and the micro-batches of both; without Ulysses.
 HEADLINE = (
@@ -21,6 +21,8 @@ HEADLINE = (
     ("math-300", "tokens 32768", "short prompts"),
 )
 FIGURES = ["update_s", "infer_s", "update_gib", "infer_gib"]
+TIMES = ["update_s", "infer_s", "update_s_ours", "infer_s_ours"]  # of both, side by side
+VERL, OURS, THIRD = (COLORS[name] for name in ("cudnn_flex", "flex_fa4", "fa4"))
 WINDOW = 10  # steps over which TRL's rewards are averaged
 
 
@@ -34,52 +36,47 @@ def render(folder: Path) -> list[Path]:
         ResultError: a file is of a tree with changes, or one of TRL lacks a run.
     """
     rows = load(sorted((folder / "verl").glob("*.json")))
-    if dirty := [*rows.loc[rows["dirty"].ne(False), "file"].unique()]:
-        raise ResultError(f"{folder}: expected results of clean trees, got {', '.join(dirty)}")
     files = [
         f"- [{one.file}](verl/{one.file}.json): {one.gpu} x {one.gpus}, commit `{one.commit[:12]}`, torch {one.torch}"
         for one in rows.drop_duplicates("file").itertuples()
     ]
+    keys = ["preset", "gpus", "how", "sp"]
     rows[FIGURES] = rows[FIGURES].astype(float)
     rows = rows.sort_values("date", kind="stable")
-    rows = rows.drop_duplicates(["preset", "who", "how", "sp", "gpus"], keep="last").sort_index()
-    # In the order of the presets, verl's own first.
-    ordered = {preset: sorted(settings, key=lambda one: one.shares) for preset, (*_, settings) in PRESETS.items()}
-    known = [(preset, *one.name.split("/")) for preset, settings in ordered.items() for one in settings]
-    rank = [known.index((row.preset, row.who, row.how, f"SP {row.sp}")) for row in rows.itertuples()]
+    rows = rows.drop_duplicates([*keys, "who"], keep="last").sort_index()
+    known = [(preset, *one.names) for preset, (*_, settings) in PRESETS.items() for one in settings]
+    rank = [known.index((row.preset, row.who, row.how, row.sp)) for row in rows.itertuples()]
     rows = rows.assign(rank=rank).sort_values("rank", kind="stable")
+    verl, ours = (rows[rows["who"] == who] for who in WHO)
+    pairs = verl.merge(ours, on=keys, suffixes=("", "_ours"))
     exact, page, short = rows[rows["preset"] == "accuracy"], folder / "README.md", folder / "headline.md"
     parts = {
         "attention": " ".join(rows["attention_of_verl"].unique()),
         "large": " and ".join(PRESETS[one][0].partition(",")[0] for one in LARGE),
-        "tables": timings(rows[~rows["preset"].isin(("steps", "accuracy"))]),
+        "tables": timings(rows[~rows["preset"].isin(("steps", "accuracy"))], pairs),
         "accuracy": setup_name(exact.iloc[0]) if len(exact) else "",
         "differences": differences(rows[rows["log_prob_max_difference"] > 0]),
         "steps": steps(rows[rows["preset"] == "steps"], folder / "steps.png"),
         "files": "\n".join(files),
     }
     page.write_text(filled("trainers", {"trl": runs_of_trl(folder / "trl")}, **parts))
-    short.write_text(headline(rows) + "\n")
+    short.write_text(headline(pairs) + "\n")
     return [page, short]
 
 
-def headline(rows: pd.DataFrame) -> str:
+def headline(pairs: pd.DataFrame) -> str:
     """Seconds and peaks of a few setups, verl's own and the plug-in's."""
     table = []
-    for preset, how, what in HEADLINE:
-        of_setup = rows[(rows["preset"] == preset) & (rows["how"] == how) & (rows["sp"] == 1)]
-        pair = [of_setup[of_setup["who"] == who] for who in WHO]
-        if not all(map(len, pair)):
-            continue
-        verl, ours = (one.iloc[0] for one in pair)
-        line = {"": f"{verl.model}, {shape_of(verl.batch)}, {what}"}
-        for name, column, digits in (("update, s", "update_s", 1), ("log-probs, s", "infer_s", 2)):
-            gain = number(verl[column] / ours[column], 2)
-            before = number(verl[column], digits) or failure(verl.error) or "-"
-            line[name] = f"{before} → {ours[column]:.{digits}f}" + (gain and f" ({gain}x)")
-        peaks = [number(one.update_gib, 1) for one in (verl, ours)]
-        line["peak, GiB"] = peaks[1] and f"{peaks[0] or '-'} → {peaks[1]}"
-        table.append(line)
+    setups = pd.DataFrame(HEADLINE, columns=["preset", "how", "what"]).assign(sp=1).merge(pairs)
+    for row in setups.drop_duplicates(["preset", "how"]).itertuples():
+        line = {"": f"{row.model}, {shape_of(row.batch)}, {row.what}"}
+        updates, scores = (row.update_s, row.update_s_ours, 1), (row.infer_s, row.infer_s_ours, 2)
+        for name, (verl, ours, digits) in (("update, s", updates), ("log-probs, s", scores)):
+            gain = number(verl / ours, 2)
+            line[name] = f"{number(verl, digits) or failure(row.error) or '-'} → {ours:.{digits}f}"
+            line[name] += gain and f" ({gain}x)"
+        verl, ours = number(row.update_gib, 1), number(row.update_gib_ours, 1)
+        table.append(line | {"peak, GiB": ours and f"{verl or '-'} → {ours}"})
     return markdown(pd.DataFrame(table))
 
 
@@ -104,10 +101,10 @@ def configuration(row: Any) -> str:
     return f"{row.who}, {row.how}" + (f", Ulysses {row.sp}" if row.sp > 1 else "")
 
 
-def timings(rows: pd.DataFrame) -> str:
+def timings(rows: pd.DataFrame, pairs: pd.DataFrame) -> str:
     parts = []
-    for _, setup in rows.groupby(["preset", "gpus"], sort=False):
-        first = setup.iloc[0]
+    for (preset, gpus), setup in rows.groupby(["preset", "gpus"], sort=False):
+        first, both = setup.iloc[0], pairs[(pairs["preset"] == preset) & (pairs["gpus"] == gpus)]
         table = pd.DataFrame(
             {
                 "": configuration(row),
@@ -125,22 +122,18 @@ def timings(rows: pd.DataFrame) -> str:
             }
             for row in setup.itertuples()
         )
-        heading = f"### {setup_name(first)}\n\nToken ratio {first.token_ratio:.2f}.{gains(setup)}"
+        heading = f"### {setup_name(first)}\n\nToken ratio {first.token_ratio:.2f}.{gains(both)}"
         parts.append(f"{heading}\n\n{markdown(table)}")
     return "\n\n".join(parts)
 
 
-def gains(setup: pd.DataFrame) -> str:
+def gains(pairs: pd.DataFrame) -> str:
     """What of the token ratio was run, and what it brought, where both had the same budget of tokens."""
     found = []
-    for (micro, sp), pair in setup.groupby(["how", "sp"], sort=False):
-        has_times = pair[["update_s", "infer_s"]].notna().all(axis=None)
-        if not micro.startswith("tokens") or len(pair) != len(WHO) or not has_times:
-            continue
-        verl, ours = (pair[pair["who"] == who].iloc[0] for who in WHO)
-        times = [verl[name] / ours[name] for name in ("update_s", "infer_s")]
-        update, scores = (f"{one:.2f}x ({one / verl.token_ratio:.2f} of it)" for one in times)
-        how, run_ratio = f" with Ulysses {sp}" if sp > 1 else "", ours.metrics["shared_prompt/dedup_ratio"]
+    for row in pairs[pairs["how"].str.startswith("tokens")].dropna(subset=TIMES).itertuples():
+        times = row.update_s / row.update_s_ours, row.infer_s / row.infer_s_ours
+        update, scores = (f"{one:.2f}x ({one / row.token_ratio:.2f} of it)" for one in times)
+        how, run_ratio = f" with Ulysses {row.sp}" if row.sp > 1 else "", row.metrics_ours["shared_prompt/dedup_ratio"]
         found.append(
             f" At equal budgets{how}, {run_ratio:.2f} was run: updates gain {update}, log-probabilities {scores}."
         )
@@ -168,7 +161,7 @@ def steps(rows: pd.DataFrame, path: Path) -> str:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for axis, values, title in zip(axes, (losses, norms), ("loss", "norm of the gradient")):
         values.index += 1
-        values.plot(ax=axis, color=[VERMILION, PURPLE, BLUE], style=["-", ":", "--"], legend=axis is axes[0])
+        values.plot(ax=axis, color=[VERL, THIRD, OURS], style=["-", ":", "--"], legend=axis is axes[0])
         axis.set_xlabel("step on the same batch")
         axis.set_title(title, fontsize=10)
     axes[0].legend(fontsize=8)
@@ -189,9 +182,9 @@ def runs_of_trl(folder: Path) -> str:
     """Tables and plots of the result files; a plot is written beside its file. "" if there is none."""
     parts = []
     for path in sorted(folder.glob("*.json")):
-        header, rows = read(path).values()
-        if header["dirty"] or [row["who"] for row in rows] != list(LABELS):
-            raise ResultError(f"{path}: expected both runs of a clean tree")
+        header, rows = read(path)
+        if [row["who"] for row in rows] != list(LABELS):
+            raise ResultError(f"{path}: expected both runs")
         asked, image = rows[0]["arguments"], path.with_suffix(".png")
         rewards = pd.DataFrame({LABELS[row["who"]]: row["rewards"] for row in rows})
         phases = {LABELS[row["who"]]: pd.DataFrame(row["phases"]) for row in rows}
@@ -240,9 +233,9 @@ def plot_of_trl(rewards: pd.DataFrame, seconds: pd.DataFrame, path: Path) -> Non
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    rewards.plot(ax=left, color=[VERMILION, BLUE], xlabel="step, from 0", ylabel="reward", fontsize=8)
+    rewards.plot(ax=left, color=[VERL, OURS], xlabel="step, from 0", ylabel="reward", fontsize=8)
     left.lines[0].set(linewidth=4, alpha=0.5)  # the other lies on it
-    seconds.plot.barh(ax=right, color=[VERMILION, BLUE], legend=False, fontsize=8)
+    seconds.plot.barh(ax=right, color=[VERL, OURS], legend=False, fontsize=8)
     for bars in right.containers:
         right.bar_label(bars, fmt=" %.2f", fontsize=7)
     right.invert_yaxis()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is random where verl is measured or tested: a model and a batch, in the forms that verl's workers take."""
+"""What is run in verl, and what comes of it: a case is a configuration of verl with its random model and batch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -90,10 +90,9 @@ class Batch:
     shortest: float = 0.3
     trained: float = 1.0
     shuffled: bool = False
-    seed: int = 0
 
     def samples(self, vocabulary: int) -> list[Sample]:
-        source = torch.Generator().manual_seed(self.seed)
+        source = torch.Generator().manual_seed(0)
 
         def length(most: int) -> int:
             return int(torch.randint(max(1, int(self.shortest * most)), most + 1, (), generator=source))
@@ -114,6 +113,69 @@ class Batch:
         if not self.shuffled:
             return found
         return [found[i] for i in torch.randperm(len(found), generator=source)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of verl and what it is given.
+
+    Attributes:
+        shares: whether the plug-in is on. A process that has loaded it never runs verl's own engines again.
+        micro, tokens: samples a micro-batch, or its token budget (dynamic micro-batches).
+        role: actor, ref or critic.
+        balance: of samples over ranks: "groups" as the plug-in does, "lengths" as verl's v1 trainer does, "none".
+        trainer: v1 (jagged) or v0 (padded) form of the batch.
+        overrides: of verl's config, as on its command line.
+        learning_rate: at 0 weights stay as they are, and the next case has the same worker if it differs in
+            micro-batches only.
+        warm: calls of so many of each rank's samples come before those that are recorded.
+    """
+
+    name: str
+    shares: bool = False
+    model: Model = field(default_factory=Model)
+    batch: Batch = field(default_factory=Batch)
+    micro: int | None = None
+    tokens: int | None = None
+    engine: str = "fsdp2"
+    sp: int = 1
+    role: str = "actor"
+    balance: str = "lengths"
+    trainer: str = "v1"
+    attention: str = "flash_attention_2"
+    overrides: tuple[str, ...] = ()
+    updates: int = 3
+    minis: int = 1  # optimizer steps an update
+    learning_rate: float = 1e-3
+    inferences: int = 1
+    infers_at_the_end: bool = True
+    warm: int = 0
+
+    @property
+    def worker(self) -> Case:
+        """Without what a worker can change."""
+        return replace(self, name="", micro=None, tokens=None, warm=0)
+
+
+@dataclass
+class Found:
+    """What comes of one case: values by sample in the batch's order, metrics and times of the slowest rank."""
+
+    engine: str = ""
+    tokens: int = 0
+    values: list[dict[str, list[Tensor]]] = field(default_factory=list)  # before the updates and behind them
+    infer_s: list[float] = field(default_factory=list)
+    infer_gib: float = 0.0
+    infer_metrics: list[dict[str, Any]] = field(default_factory=list)
+    update_s: list[float] = field(default_factory=list)
+    update_gib: float = 0.0
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Of all response tokens, before the updates."""
+        return torch.cat(self.values[0]["log_probs"])
 
 
 def worker_input(samples: list[Sample], known: dict[str, list[Tensor]], trainer: str, **settings: Any) -> Any:

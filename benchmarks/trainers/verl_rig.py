@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from verl_cases import Case, Found
-from verl_inputs import Model, Sample, worker_input
+from verl_inputs import Case, Found, Model, Sample, worker_input
 
 QUIET = dict(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", VERL_LOGGING_LEVEL="WARN")
 

@@ -18,6 +18,7 @@ import bench_tree
 import command
 import compare_builds
 import measure
+import pandas as pd
 import peers
 import pytest
 import report
@@ -25,6 +26,7 @@ import shapes
 import torch
 from bench_cases import CPU, RAGGED
 from bench_cases import packages as packages
+from bench_cases import several_micro_batches as several_micro_batches
 from packing import Arrangement
 from peers import Implementation
 from shapes import Shape, nodes_of
@@ -38,6 +40,7 @@ def measured(implementations: list[Implementation], shape: Shape = RAGGED, **cha
 
 
 OURS = peers.ours(None)
+TREE_PEERS = ["fa4_gathered", "fa4_flattened"]
 
 
 @pytest.mark.parametrize(("ms", "expected"), [(5.0, [1, 29 + 10]), (25.0, [1, 5 + 3]), (400.0, [1, 1])])
@@ -71,51 +74,39 @@ def test_what_is_timed_is_warm(ms: float, expected: list[int], monkeypatch: pyte
 def test_a_failure_is_a_row(error: Any, fact: dict[str, Any]) -> None:
     """And so is an implementation that computes something else."""
 
-    def arrange(shape: Shape, device: torch.device) -> Arrangement:
+    def arrange(shape: Shape, device: torch.device) -> list[Arrangement]:
         if isinstance(error, Exception):
             raise error
-        how = OURS.arrange(shape, device)
+        (how,) = OURS.arrange(shape, device)
 
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if error == "output":
                 return 1.2 * how.attention(q, k, v)
             return how.attention(q, k.detach() + 0.8 * (k - k.detach()), v)  # four fifths of the gradient of k
 
-        return Arrangement(how.rows, attention)
+        return [Arrangement(how.rows, attention)]
 
     rows = measured([OURS, Implementation("broken", arrange)])
     assert all(row["ms"] > 0 and not row["rel_diff"] and not row["gradient_rel_diff"] for row in rows[:2])
     assert all(row["ms"] is row["tflops"] is None and fact.items() <= row.items() for row in rows[2:])
 
 
-def test_slow_peers_get_fewer_rounds() -> None:
-    """As many as fit the limit, at least one."""
-    config = measure.Config(CPU, rounds=4, limit_s=1.0, max_calls=1, warm_ms=0.0)
-    seconds = {OURS.name: 0.0, "slow": 0.2, "slowest": 0.6}
-    found = [replace(OURS, name=name) for name in seconds]
-    run = measure.ShapeRun(RAGGED, found, config, measure.Matmul(config))
-    run.memory_pass = lambda impl: run.seconds.update({impl.name: seconds[impl.name]})
-    run.run()
-    assert [row["samples"] for row in run.rows] == [4, 4, 2, 2, 1, 1]
-
-
 def test_budgets_hold() -> None:
     begin = time.monotonic()
-    rows = measured([OURS], deadline=begin + 5, rounds=10**6, limit_s=1e9, max_calls=1)
-    assert time.monotonic() - begin < 10 and all(row["ms"] for row in rows)
+    rows = measured([OURS], deadline=begin + 2, rounds=10**6, max_calls=1)
+    assert time.monotonic() - begin < 6 and all(row["ms"] for row in rows)
     assert {row["skipped"] for row in measured([OURS], deadline=0.0)} == {"left out: budget"}
 
 
-def test_times_of_micro_batches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_of_micro_batches_are_added(monkeypatch: pytest.MonkeyPatch, packages: None) -> None:
     """The sum of the medians."""
     config = measure.Config(CPU)
-    shape, impl = shapes.parse("tree-tiny-H4-Hk2-d16"), peers.of_varlen("math", lambda: peers.math_varlen)[2]
-    monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
+    shape, impl = shapes.parse("tree-tiny-H4-Hk2-d16"), peers.of_varlen("fa4")[2]
     run, count = measure.ShapeRun(shape, [impl], config, measure.Matmul(config)), len(shape.micro_batches())
     laps = iter([[1.0, 2.0, 9.0], [10.0], [3.0, 3.0], [30.0]] * 10)
-    monkeypatch.setattr(run, "laps", lambda impl, *steps: [next(laps)])
+    monkeypatch.setattr(measure, "laps_under_load", lambda *_: [next(laps)])
     run.timed_pass(impl)
-    assert impl.name == "math_flattened" and count > 1
+    assert impl.name == "fa4_flattened" and count > 1
     assert run.times[impl.name, "forward"] == [sum((2.0, 3.0)[index % 2] for index in range(count))]
     assert run.times[impl.name, "backward"] == [sum((10.0, 30.0)[index % 2] for index in range(count))]
 
@@ -126,57 +117,53 @@ def test_times_of_micro_batches_are_added(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("module", "arguments", "peers_of"),
     [
-        (bench_kernel, ["--impls", "replicated"], {"4x96x24-H4-Hk2-d16": ["math_replicated"]}),
-        (bench_tree, [], {"tree-tiny-H4-Hk2-d16": ["math_gathered", "math_flattened"]}),
-        (
-            bench_layer,
-            [],
-            {"tiny-3x70x1-90": ["math_replicated"], "tiny-tree-tiny": ["math_gathered", "math_flattened"]},
-        ),
-        (bench_model, ["--shape", "tiny-3x70x1-90"], {"tiny-3x70x1-90": ["math_replicated"]}),
+        (bench_kernel, ["--impls", "replicated"], {"4x96x24-H4-Hk2-d16": ["fa4_replicated"]}),
+        (bench_tree, [], {"tree-tiny-H4-Hk2-d16": [*TREE_PEERS, "cudnn_flex"]}),
+        (bench_layer, ["--impls", "fa4"], {"tiny-3x70x1-90": ["fa4_replicated"], "tiny-tree-tiny": TREE_PEERS}),
+        (bench_model, ["--shape", "tiny-3x70x1-90"], {"tiny-3x70x1-90": ["fa4_replicated", "cudnn_flex"]}),
     ],
 )
-def test_the_commands(module: Any, arguments: list[str], peers_of: dict[str, list[str]], tmp_path: Path) -> None:
+def test_the_commands(
+    module: Any, arguments: list[str], peers_of: dict[str, list[str]], tmp_path: Path, packages: None
+) -> None:
     """Rows and header of what each writes; a CPU's are no result."""
-    assert module.main(["--device", "cpu", "--rounds", "1", *arguments, "--out", str(tmp_path), "--name", "trial"]) == 0
+    where = ["--device", "cpu", "--out", str(tmp_path), "--name", "trial"]
+    assert module.BENCHMARK.main([*where, "--rounds", "1", *arguments]) == 0
     header, rows = json.loads((tmp_path / "trial.json").read_text()).values()
-    assert header["matmul_tflops"] > 0 and header["benchmark"] == module.BENCHMARK.name
+    assert header["benchmark"] == module.BENCHMARK.name
     for name, expected in peers_of.items():
         found = [row["impl"] for row in rows if row["shape"] == name and row["direction"] == "backward"]
         assert found == ["dualkv_reference", *expected]
     for row in rows:
-        shape, is_replicated = shapes.parse(row["shape"]), row["impl"] in ("math_replicated", "math_flattened")
-        work = (shape.replicated_tokens, shape.replicated_pairs) if is_replicated else None
-        assert (row["executed_tokens"], row["executed_pairs"]) == (work or (shape.packed_tokens, shape.visible_pairs))
-        assert row["ms_min"] <= row["ms"] <= row["ms_max"] and row["rel_diff"] < 1e-4
+        assert row["matmul_tflops"] > 0 and row["ms_min"] <= row["ms"] <= row["ms_max"] and row["rel_diff"] < 1e-4
         assert (row["tflops"] is None) == (header["benchmark"] in ("layer", "model"))
-        assert report.problems_of({**row, "dtype": "bf16", "impl": "dualkv_sm90"}, header["benchmark"]) == []
-    with pytest.raises(ValueError, match="unknown impl dualkv_reference|dirty tree"):
+        assert report.problems_of({**row, "impl": "dualkv_sm90"}, header["benchmark"]) == []
+    with pytest.raises(report.ResultError, match="clean tree|another folder"):
         report.check(tmp_path / "trial.json")
 
 
 def test_the_stream_command(tmp_path: Path, packages: None) -> None:
     """Packing and a mask plan for every micro-batch; a peer that computes something else, and one without time."""
-    assert bench_stream.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert bench_stream.BENCHMARK.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "stream-tiny.json").read_text())["rows"]
     assert [row["impl"] for row in rows] == ["dualkv_reference"] * 4 + ["cudnn_flex"] * 4
     assert len({row["packed_tokens"] for row in rows}) == 4
     for row in rows:
         assert "error" not in row and row["wall_ms"] > row["host_ms"] > 0
         assert row["ms"] == pytest.approx(row["wall_ms"] - row["attention_ms"], abs=1e-2)
-        assert report.problems_of({**row, "dtype": "bf16", "impl": "cudnn_flex"}, "stream") == []
+        assert report.problems_of({**row, "impl": "cudnn_flex"}, "stream") == []
     ours, peer = bench_stream.implementations(None)
 
-    def doubled(shape: Shape, device: torch.device) -> bench_stream.Steps:
-        steps = peer.arrange(shape, device)
+    def doubled(shape: Shape, device: torch.device) -> tuple[torch.Tensor, bench_stream.Pack]:
+        rows, pack = peer.arrange(shape, device)
 
-        def pack() -> Any:
-            attention, unpack = steps.pack()
+        def packed() -> Any:
+            attention, unpack = pack()
             return lambda q, k, v: 2 * attention(q, k, v), unpack
 
-        return bench_stream.Steps(steps.rows, pack)
+        return rows, packed
 
-    for others, deadline, expected in ((doubled, 1e9, "output differs by"), (peer.arrange, 0.5, "left out: budget")):
+    for others, deadline, expected in ((doubled, 1e9, "output differs by"), (peer.arrange, 0.0, "left out: budget")):
         config = measure.Config(CPU, deadline=time.monotonic() + deadline)
         stream = bench_stream.parse("tiny")
         run = bench_stream.StreamRun(stream, [ours, replace(peer, arrange=others)], config, measure.Matmul(config))
@@ -185,11 +172,11 @@ def test_the_stream_command(tmp_path: Path, packages: None) -> None:
 
 
 def test_a_gpu_that_fails_does_not_end_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def clear(config: measure.Config, after_failure: bool = False) -> None:
+    def clear(config: measure.Config) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(measure.Config, "clear", clear)
-    assert bench_kernel.main(["--device", "cpu", "--impls", "dualkv", "--out", str(tmp_path)]) == 0
+    assert bench_kernel.BENCHMARK.main(["--device", "cpu", "--impls", "dualkv", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "kernel-tiny.json").read_text())["rows"]
     assert {row["shape"] for row in rows} == set(bench_kernel.PRESETS["tiny"])
     assert {row["skipped"] for row in rows} == {"a failure before: RuntimeError"}
@@ -204,7 +191,7 @@ def test_a_gpu_that_fails_does_not_end_the_command(monkeypatch: pytest.MonkeyPat
         (["--impls", "=dualkv"], "dualkv_reference, .*cudnn_flex.*, got =dualkv"),
     ],
 )
-@pytest.mark.parametrize("main", [bench_kernel.main, bench_stream.main])
+@pytest.mark.parametrize("main", [bench_kernel.BENCHMARK.main, bench_stream.BENCHMARK.main])
 def test_bad_arguments(main: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--device", "cpu", *arguments])
@@ -214,7 +201,7 @@ def test_bad_arguments(main: Any, arguments: list[str], message: str, capsys: py
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        bench_layer.main([])
+        bench_layer.BENCHMARK.main([])
     assert "no CUDA GPU" in capsys.readouterr().err
 
 
@@ -236,27 +223,26 @@ def test_commit_and_dirtiness(
     assert command.tree_state(None) == expected and command.tree_state("b" * 40) == ("b" * 40, False)
 
 
-def test_builds_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    """The same package twice; what is no shape is said, and is a failure."""
-
+def test_builds_are_compared(capfd: pytest.CaptureFixture[str]) -> None:
+    """The same package twice: a row of four times and ratios for each shape; and what a slower build looks like."""
+    names = ["2-groups-of-3x70x1-90-H4-Hk1-d16", "tree-tiny-H4-Hk2-d16"]
     roots = [str(command.ROOT)] * 2
-    names = ["2-groups-of-3x70x1-90-H4-Hk1-d16", "tree-tiny-H4-Hk2-d16", "causal-1x128-H4-Hk4-d16", "nothing"]
-    assert compare_builds.main([*roots, "--rounds", "1", "--shape", *names]) == 1
-    lines = capsys.readouterr().out.splitlines()[-4:]
-    assert [line.split()[0] for line in lines] == names and "expected a name like" in lines[3]
-    assert all(line.endswith("0.0e+00") and len(line.split()) == 14 for line in lines[:3])
-    line, is_fine = compare_builds.line_of("one", *([{"one": ({"forward": ms, "backward": 1.0, "both": 1.0 + ms,
-        "deterministic": 1.0}, [torch.ones(3) * ms])}] for ms in (1.0, 1.02)))  # fmt: skip
-    assert not is_fine and line.count("*") == 1 and "1.020*" in line
+    compare_builds.main([*roots, "--processes", "1", "--device", "cpu", "--shape", *names])
+    lines = [line.replace("*", "").split() for line in capfd.readouterr().out.splitlines()[-2:]]
+    assert [line[0] for line in lines] == names and all(len(line) == 13 for line in lines)
+    assert all(float(line[3]) == pytest.approx(float(line[2]) / float(line[1]), rel=1e-2) for line in lines)
+    old = pd.DataFrame({"forward": [1.0], "backward": 1.0, "both": 2.0, "deterministic": 1.0}, index=["one"])
+    assert [cell[-7:] for cell in compare_builds.table(old, 1.02 * old).loc["one"]] == [" 1.020*"] * 3 + [" 1.020 "]
+    with pytest.raises(SystemExit):
+        compare_builds.main(["nowhere", roots[0]])
+    assert "expected checkouts with flash_attn_dualkv" in capfd.readouterr().err
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["kernel", "tree", "layer", "model"])
 def test_on_the_gpu(kind: str) -> None:
     """All but FlexAttention, whose compilation takes longer than all of these."""
-    import flash_attn_dualkv
-
-    kernels = peers.own_kernels(dict(flash_attn_dualkv.build_info()), torch.cuda.get_device_capability())
+    kernels = peers.own_kernels()
     module: Any = {"kernel": bench_kernel, "tree": bench_tree, "layer": bench_layer}.get(kind)
     module = module or bench_model
     nodes = shapes.TREES["tiny"]() if kind == "tree" else nodes_of([(1000, (131, 700, 64))])

@@ -19,6 +19,8 @@ import packing
 import peers
 import shapes
 from bench_cases import CPU, TREES
+from bench_cases import packages as packages
+from bench_cases import several_micro_batches as several_micro_batches
 from models import FAMILIES, FamilyModel
 from shapes import Shape, nodes_of, parse
 from transformers import CONFIG_MAPPING
@@ -59,25 +61,24 @@ def step_outcomes(shape: Shape, *more: peers.Implementation, dtype: torch.dtype 
         for prepared in run.prepared(impl):
             out = prepared.run()
             gradients = torch.autograd.grad(out, prepared.leaves, prepared.dout.to(dtype))
-            share = [prepared.take(out.detach(), torch.arange(sum(shape.responses))), *gradients]
+            share = [*prepared.sampled(out, gradients, torch.arange(sum(shape.responses))), *gradients]
             sums = [one + other for one, other in zip(sums, share)] if sums else share
         outcomes.append(sums)
     return outcomes
 
 
 @pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
-def test_all_compute_the_same_step(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_compute_the_same_step(shape: Shape, packages: None) -> None:
     """Of trees, the last node of every sequence. One that forgets the prompt would be noticed, with a margin."""
-    monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
 
-    def forgetful(shape: Shape, device: torch.device) -> packing.Arrangement:
+    def forgetful(shape: Shape, device: torch.device) -> list[packing.Arrangement]:
         pieces = [len(one) for pair in packing.response_rows(shape) for one in pair]
         rows = torch.cat(packing.path_rows(shape, shape.leaves))
-        return packing.Arrangement(rows, peers.varlen_attention(peers.math_varlen, pieces, device))
+        return [packing.Arrangement(rows, peers.varlen_attention(peers.fa4_varlen(), pieces, device))]
 
-    wrong = peers.Implementation("forgetful", forgetful, is_replicated=True)
+    wrong = peers.Implementation("forgetful", forgetful)
     expected, *others, forgot = step_outcomes(shape, wrong)
-    assert len(others) == 1 + shape.is_tree
+    assert len(others) == 2 + shape.is_tree
     for outs in others:
         for got, right in zip(outs, expected):
             assert (got - right).abs().max() <= 2e-6 * right.abs().max()

@@ -11,7 +11,6 @@ import bench_kernel
 import bench_layer
 import bench_model
 import bench_stream
-import command
 import packing
 import peers
 import pytest
@@ -20,16 +19,11 @@ import shapes
 import torch
 from bench_cases import CPU, SMALL, TREES, dense_attention, dense_mask, outcome
 from bench_cases import packages as packages
+from bench_cases import several_micro_batches as several_micro_batches
 from peers import Implementation
 from shapes import Shape
 
 LAYERS = [replace(one, heads=4, kv_heads=2, head_dim=16, model=shapes.ALL_MODELS["tiny"]) for one in (*SMALL, TREES[2])]
-
-
-@pytest.fixture(autouse=True)
-def several_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a tree is flattened."""
-    monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
 
 
 @pytest.mark.parametrize(("shape", "calls"), [*((one, 1) for one in (*SMALL, *TREES)), *((one, 2) for one in TREES)])
@@ -44,7 +38,7 @@ def test_attention(shape: Shape, calls: int, packages: None, monkeypatch: pytest
     out = dense_attention(*leaves, dense_mask(shape))
     expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     compared = set()
-    for impl in [*peers.kernel_implementations(None), *peers.of_varlen("fa4")]:
+    for impl in peers.kernel_implementations(None):
         assert not impl.missing()
         if not impl.refuses(shape):
             compared.add(impl.name)
@@ -52,7 +46,7 @@ def test_attention(shape: Shape, calls: int, packages: None, monkeypatch: pytest
                 torch.testing.assert_close(value, reference, rtol=1e-9, atol=1e-10, msg=impl.name)
     ways = ("gathered", "flattened") if shape.is_tree else ("replicated",)
     both = {f"{name}{mode}" for name in ("dualkv_reference", "cudnn_flex") for mode in ("", "_deterministic")}
-    assert compared == both | {f"{kernel}_{way}" for kernel in ("math", "fa4") for way in ways}
+    assert compared == both | {f"fa4_{way}" for way in ways}
 
 
 @pytest.mark.parametrize("shape", LAYERS, ids=lambda shape: shape.name)
@@ -95,7 +89,7 @@ def test_what_peers_refuse() -> None:
     """Head dims of cuDNN; rows beyond 32 bits, with which FlashAttention-2 would end the process; a layer."""
     fits = {"Hk4-d128": 1, "Hk4-d256": 0, "Hk16-d256": 1, "Hk16-d512": 0, "Hk4-d192v128": 1, "Hk4-d128v64": 0}
     assert {one: not peers.cudnn_flex().refuses(shapes.parse(f"4x1Kx256-H16-{one}")) for one in fits} == fits
-    fa2 = peers.of_varlen("fa2", peers.torch_varlen)[0]
+    fa2 = peers.of_varlen("fa2")[0]
     assert not fa2.refuses(shapes.parse("28x16Kx2K")) and "fewer elements" in fa2.refuses(shapes.parse("32x16Kx2K"))
     with pytest.raises(ValueError, match="expected qk_norm"):
         bench_layer.make_layer_source(shapes.parse("llama3-8b-1x5x7"), torch.float32, CPU)
@@ -126,7 +120,7 @@ def test_flex_on_fa4_asks_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> No
         asked.clear()
         q, k, v, _ = packing.make_source(shape, torch.float64, CPU)
         for impl in peers.peers()[1:3]:
-            out = impl.arrange(shape, CPU).attention(q, k, v)
+            out = impl.arrange(shape, CPU)[0].attention(q, k, v)
             torch.testing.assert_close(out, dense_attention(q, k, v, dense_mask(shape)))
         assert asked == [({"BACKEND": "FLASH"}, (128, 128)), (None, (128, 128))]
 
@@ -142,9 +136,9 @@ def test_flex_on_fa4_asks_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> No
 def test_names_of_implementations(words: list[str], expected: list[str]) -> None:
     """A word is a part of a name, with = in front it is all of it; this library is always measured."""
     names = ("dualkv_sm90", "flex_fa4", "flex_fa4_static", "flex_packed")
-    every = [Implementation(name, peers.arrange_ours, is_optional=name.endswith("static")) for name in names]
+    every = [Implementation(name, peers.arrange_ours, is_deterministic=name.endswith("static")) for name in names]
     benchmark = replace(bench_stream.BENCHMARK, implementations=lambda kernels: every)
-    options = command.parse_arguments(benchmark, ["--device", "cpu", *(["--impls", *words] if words else [])])
+    options = benchmark.options(["--device", "cpu", *(["--impls", *words] if words else [])])
     assert [one.name for one in options.implementations] == ["dualkv_sm90", *expected]
 
 
@@ -153,30 +147,28 @@ def test_packages_and_labels() -> None:
     assert peers.of_varlen("fa4")[0].missing() == "flash-attn-4 is not installed" and not peers.ours(None).missing()
     for module in (bench_kernel, bench_layer, bench_model, bench_stream):
         found = module.BENCHMARK.implementations("sm90")
-        assert found[0].name == report.OURS and not found[0].is_optional
+        assert found[0].name == report.OURS and not found[0].is_deterministic
         assert {one.name for one in found} <= {*report.LABELS, "stock_eager_replicated"}
 
 
 @pytest.mark.parametrize(
     ("built", "capability", "asked", "expected"),
     [
-        (("sm80",), (9, 0), None, "sm80"),
-        (("sm80", "sm90"), (9, 0), None, "sm90"),
-        (("sm80", "sm90"), (9, 0), "sm80", "sm80"),
-        (("sm80", "sm90"), (8, 9), None, "sm80"),
-        (("sm80", "sm90"), (12, 0), None, "sm80"),
-        (("sm90",), (8, 0), None, r"for sm_.8, 0., got kernels for \['sm90'\]"),
-        ((), (9, 0), None, "got broken library"),
+        ("sm80", 9, "", "sm80"),
+        ("sm80 sm90", 9, "", "sm90"),
+        ("sm80 sm90", 9, "sm80", "sm80"),
+        ("sm80 sm90", 12, "", "sm80"),
     ],
 )
-def test_own_kernels(built: tuple[str, ...], capability: tuple[int, int], asked: Any, expected: str) -> None:
-    head_dims = {family: [128] for family in built}
-    build = {"compiled_error": None if built else "broken library", "head_dims": head_dims}
-    if len(expected) > 4:
-        with pytest.raises(RuntimeError, match=expected):
-            peers.own_kernels(build, capability, asked)
-    else:
-        assert peers.own_kernels(build, capability, asked) == expected
+def test_own_kernels(built: str, capability: int, asked: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build: dict[str, Any] = {"compiled": True, "head_dims": dict.fromkeys(built.split())}
+    monkeypatch.setattr("flash_attn_dualkv.build_info", lambda: build)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    monkeypatch.setenv("DUALKV_KERNELS", asked)
+    assert peers.own_kernels() == expected
+    build |= {"compiled": False, "compiled_error": "broken library"}
+    with pytest.raises(RuntimeError, match="got broken library"):
+        peers.own_kernels()
 
 
 class FusedNorm(torch.autograd.Function):
@@ -197,7 +189,7 @@ def test_predicted_activations_are_what_autograd_saves(monkeypatch: pytest.Monke
     """Bytes of all distinct storages saved by a forward, without weights, RoPE tables and the layout."""
     monkeypatch.setattr(bench_layer, "rms_norm", lambda x, size, weight, eps: FusedNorm.apply(x, weight, eps))
     shape = LAYERS[0]
-    prepared = bench_layer.prepare_layer(shape, torch.float32, CPU, peers.arrange_ours(shape, CPU))
+    prepared = bench_layer.prepare_layer(shape, torch.float32, CPU, *peers.arrange_ours(shape, CPU))
     weights = {one.untyped_storage().data_ptr() for one in prepared.leaves[1:]}
     saved: dict[int, int] = {}
 

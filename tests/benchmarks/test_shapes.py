@@ -17,13 +17,8 @@ import report
 import shapes
 import torch
 from bench_cases import SMALL, TREES, dense_mask
+from bench_cases import several_micro_batches as several_micro_batches
 from shapes import Shape
-
-
-@pytest.fixture(autouse=True)
-def several_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a tree is flattened."""
-    monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)
 
 
 @pytest.mark.parametrize("shape", [*SMALL, *TREES], ids=lambda shape: shape.name)

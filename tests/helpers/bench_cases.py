@@ -59,17 +59,16 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: tor
 
 def outcome(impl: Implementation, shape: Shape, prepare: Any = packing.prepare_attention) -> list[torch.Tensor]:
     """Output and gradients of the packed rows, then gradients of what has no rows: sums over micro-batches."""
-    how = impl.arrange(shape, CPU)
     shares, rows, computed = [], torch.arange(shape.packed_tokens), 0
-    for one in how if isinstance(how, list) else [how]:
+    for one in impl.arrange(shape, CPU):
         prepared = prepare(shape, torch.float64, CPU, one)
         out = prepared.run()
         assert prepared.dout.shape == out.shape
         gradients = prepared.backward(out)
-        folded = prepared.fold(gradients, rows)
-        shares.append([prepared.take(out.detach(), rows), *folded, *gradients[len(folded) :]])
+        shares.append([*prepared.sampled(out, gradients, rows), *gradients[prepared.with_rows :]])
         computed += len(out)
-    assert computed == impl.executed(shape)[0]
+    is_replicated = impl.name.endswith(("_replicated", "_flattened"))
+    assert computed == (shape.replicated_tokens if is_replicated else shape.packed_tokens)
     return [sum(parts) for parts in zip(*shares)]
 
 
@@ -84,3 +83,9 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in ("flash_attn", "flash_attn.cute", "cudnn", "cudnn.flex_attention"):
         sys.modules.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def several_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a tree is flattened."""
+    monkeypatch.setattr(shapes, "MICRO_BATCH_TOKENS", 1)

@@ -9,7 +9,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.device import get_device_name
 from verl.workers.engine_workers import ActorRolloutRefWorker
-from verl_cases import Case
+from verl_inputs import Case
 from verl_rig import Processes, engine_name, join_ranks, run_cases
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import verl_rig
-from verl_cases import Case, Found
-from verl_inputs import Batch, Sample
+from verl_inputs import Batch, Case, Found, Sample
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {

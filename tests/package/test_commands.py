@@ -112,8 +112,10 @@ def test_the_attention_of_the_results(rates: str) -> None:
     for (impl, shape), rows in found.items():
         both = sum(row["ms"] for row in rows)
         if len(rows) == 2 and both >= 2:
-            sizes = rows[0]["executed_tokens"], rows[0]["executed_pairs"]
-            predicted = RATES[rates].attention_ms(packings[impl], QWEN, *sizes)
+            measured, packing = parse(shape), packings[impl]
+            sizes = measured.packed_tokens, measured.visible_pairs
+            sizes = sizes if packing == "shared" else (measured.replicated_tokens, measured.replicated_pairs)
+            predicted = RATES[rates].attention_ms(packing, QWEN, *sizes)
             bound = 0.1 if rows[0]["p"] + rows[0]["r"] >= 1000 else 0.2  # tokens of a sequence on average
             assert predicted == pytest.approx(both, rel=bound), f"{impl}, {shape}: bring predict.RATES up to date"
     assert {impl for impl, _ in found} == {*packings} and len(found) >= 12

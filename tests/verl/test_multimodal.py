@@ -17,8 +17,7 @@ import verl_rig
 from tensordict import TensorDict
 from torch import nn
 from verl.workers.engine.fsdp import transformer_impl
-from verl_cases import Case, Found
-from verl_inputs import Batch, Model
+from verl_inputs import Batch, Case, Found, Model
 from verl_runs import (
     ACTOR,
     ENVIRONMENT,

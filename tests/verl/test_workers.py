@@ -15,8 +15,7 @@ pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
 
 import verl_rig
 from transformers import AutoConfig
-from verl_cases import Case, Found
-from verl_inputs import Batch, Model
+from verl_inputs import Batch, Case, Found, Model
 from verl_runs import ACTOR, ENVIRONMENT, MODEL, ROOT, UNEQUAL, case, check_equal, check_shared, run_beside
 
 EQUAL = [
