@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The Python module: hands tuples of numbers over to the kernel library, which it opens when asked
-// to. It sees neither torch nor CUDA, so that one file serves every PyTorch.
+// The Python module: reads tensors and hands them over to the kernel library, which it opens when
+// asked to. It sees neither torch nor CUDA: it asks tensors by their Python methods, so that one
+// file serves every PyTorch.
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
