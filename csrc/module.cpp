@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The Python module: hands tuples of numbers over to the kernel library, which it opens when asked
-// to. It sees neither torch nor CUDA, so that one file serves every PyTorch.
+// The Python module: reads tensors and hands them over to the kernel library, which it opens when
+// asked to. It sees neither torch nor CUDA: it asks tensors by their Python methods, so that one
+// file serves every PyTorch.
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "api.h"
 
@@ -60,51 +62,127 @@ void check_length(py::handle tuple, int length) {
 void check_numbers() {
   if (PyErr_Occurred()) throw py::error_already_set();
 }
-
-// Address, rows, heads, head dim, row stride, head stride.
-DualkvTensor tensor(py::handle view) {
-  check_length(view, 6);
-  return {pointer<void>(integer(view, 0)), integer(view, 1), integer(view, 2),
-          integer(view, 3),                integer(view, 4), integer(view, 5)};
+py::object checked(PyObject* made) {
+  if (!made) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(made);
 }
 
-// softmax_scale, causal, window_left, softcap, mean_keys, deterministic.
-DualkvOptions options_of(py::handle given) {
-  check_length(given, 6);
-  return {PyFloat_AsDouble(item(given, 0)), PyFloat_AsDouble(item(given, 3)), integer(given, 2), integer(given, 4),
-          item(given, 1) == Py_True,        item(given, 5) == Py_True};
+// What a tensor says of itself, by PyTorch's names, which are made once.
+PyObject* named(const char* name) { return PyUnicode_InternFromString(name); }
+py::object asked(py::handle tensor, PyObject* method) {
+  return checked(PyObject_CallMethodNoArgs(tensor.ptr(), method));
 }
 
-DualkvCall make_call(int device, int64_t stream, bool is_half, py::handle tensors, int64_t nodes, int64_t num_nodes,
-                     py::handle options) {
-  check_length(tensors, 5);
-  const auto at = [&](int index) { return tensor(item(tensors, index)); };
-  const DualkvCall call{device, is_half, pointer<void>(stream), at(0), at(1), at(2), at(3), at(4),
-                        pointer<const int32_t>(nodes), num_nodes, options_of(options)};
+int64_t address_of(py::handle tensor) {  // or of a storage; 0 for None
+  static PyObject* const data_ptr = named("data_ptr");
+  if (tensor.is_none()) return 0;
+  const int64_t address = PyLong_AsLongLong(asked(tensor, data_ptr).ptr());
   check_numbers();
-  return call;
+  return address;
+}
+py::object shape_of(py::handle tensor) {
+  static PyObject* const shape = named("shape");
+  return checked(PyObject_GetAttr(tensor.ptr(), shape));
 }
 
-int64_t scratch_of(decltype(&dualkv_forward_scratch) ask, const DualkvCall& call) {
-  int64_t bytes = 0;
-  check(ask(&call, &bytes));
-  return bytes;
+DualkvTensor contiguous(int64_t address, int64_t rows, int64_t heads, int64_t head_dim) {
+  return {pointer<void>(address), rows, heads, head_dim, heads * head_dim, head_dim};
 }
 
-void forward(const DualkvCall& call, int64_t scratch, py::handle out, int64_t lse, int64_t sinks) {
-  const DualkvForward tensors{tensor(out), pointer<float>(lse), pointer<const float>(sinks)};
-  check_numbers();
-  check(library.forward(&call, &tensors, pointer<void>(scratch)));
+// Reads tensors (rows, heads, head_dim). Those that kernels cannot read are copied: copies move 16
+// bytes, and tensor maps know no stride of zero, so rows must begin on 16 bytes, and expanded
+// dimensions must be real.
+class Reader {
+ public:
+  explicit Reader(py::handle copy) : copy_(copy) {}
+
+  DualkvTensor read(py::handle tensor) {
+    if (tensor.is_none()) return {};
+    static PyObject* const stride = named("stride");
+    const py::object shape = shape_of(tensor), strides = asked(tensor, stride);
+    check_length(shape, 3), check_length(strides, 3);
+    const int64_t address = address_of(tensor), rows = integer(shape, 0), heads = integer(shape, 1),
+                  head_dim = integer(shape, 2), row = integer(strides, 0), head = integer(strides, 1);
+    const bool is_good = address % 16 == 0 && (rows == 1 || (row > 0 && row % 8 == 0)) &&
+                         (heads == 1 || (head > 0 && head % 8 == 0)) && integer(strides, 2) == 1;
+    if (is_good || rows == 0) return {pointer<void>(address), rows, heads, head_dim, row, head};
+    copies_.push_back(copy_(tensor));
+    return contiguous(address_of(copies_.back()), rows, heads, head_dim);
+  }
+
+ private:
+  py::handle copy_;
+  std::vector<py::object> copies_;
+};
+
+// `Options` of calls.py, by the order of its fields.
+DualkvOptions options_of(py::handle given, bool deterministic) {
+  check_length(given, 8);
+  return {PyFloat_AsDouble(item(given, 0)), PyFloat_AsDouble(item(given, 4)), integer(given, 2), integer(given, 6),
+          item(given, 1) == Py_True,        deterministic};
 }
 
-void backward(const DualkvCall& call, int64_t scratch, py::handle dout, py::handle out, int64_t lse, int64_t dlse,
-              py::handle gradients) {
-  check_length(gradients, 5);
-  const auto at = [&](int index) { return tensor(item(gradients, index)); };
-  const DualkvBackward tensors{tensor(dout), tensor(out), pointer<const float>(lse), pointer<const float>(dlse),
-                               at(0), at(1), at(2), at(3), at(4)};
-  check_numbers();
-  check(library.backward(&call, &tensors, pointer<void>(scratch)));
+// A call of either direction, and what it keeps until the launch. `given`: device, stream, whether
+// float16, the five inputs, nodes, options, whether deterministic.
+struct Launch {
+  Launch(py::handle given, py::handle copy) : reader(copy) {
+    check_length(given, 7);
+    inputs = item(given, 3);
+    check_length(inputs, 5);
+    const py::handle nodes = item(given, 4);
+    call = {static_cast<int32_t>(integer(given, 0)), item(given, 2) == Py_True, pointer<void>(integer(given, 1)),
+            input(0), input(1), input(2), input(3), input(4), pointer<const int32_t>(address_of(nodes)),
+            integer(shape_of(nodes), 0), options_of(item(given, 5), item(given, 6) == Py_True)};
+    check_numbers();
+  }
+
+  // Whether nobody sees a key.
+  bool is_empty() const { return call.num_nodes == 0 || call.q.rows == 0 || call.k.rows + call.k_decoded.rows == 0; }
+
+  // Scratch memory, which belongs to what `allocate` makes of its size.
+  void* scratch(decltype(&dualkv_forward_scratch) size_of, py::handle allocate) {
+    int64_t bytes = 0;
+    check(size_of(&call, &bytes));
+    memory = allocate(bytes, py::handle(item(inputs, 0)));
+    return pointer<void>(address_of(memory));
+  }
+
+  DualkvCall call;
+  Reader reader;
+
+ private:
+  DualkvTensor input(int index) { return reader.read(item(inputs, index)); }
+
+  py::handle inputs;
+  py::object memory;
+};
+
+// Both return whether there was something to launch.
+bool forward(py::handle given, py::handle copy, py::handle allocate, py::handle out, py::handle lse, py::handle sinks) {
+  Launch launch(given, copy);
+  const DualkvCall& call = launch.call;
+  if (launch.is_empty()) return false;
+  const DualkvForward tensors{contiguous(address_of(out), call.q.rows, call.q.heads, call.v.head_dim),
+                              pointer<float>(address_of(lse)), pointer<const float>(address_of(sinks))};
+  check(library.forward(&call, &tensors, launch.scratch(library.forward_scratch, allocate)));
+  return true;
+}
+
+// `gradients`: of the inputs that there are.
+bool backward(py::handle given, py::handle copy, py::handle allocate, py::handle dout, py::handle out, py::handle lse,
+              py::handle dlse, const py::list& gradients) {
+  Launch launch(given, copy);
+  const DualkvCall& call = launch.call;
+  if (launch.is_empty()) return false;
+  const auto like = [&](const DualkvTensor& input, size_t index) {
+    const int64_t address = index < gradients.size() ? address_of(gradients[index]) : 0;
+    return contiguous(address, input.rows, input.heads, input.head_dim);
+  };
+  const DualkvBackward tensors{launch.reader.read(dout), launch.reader.read(out), pointer<const float>(address_of(lse)),
+                               pointer<const float>(address_of(dlse)), like(call.q, 0), like(call.k, 1),
+                               like(call.v, 2), like(call.k_decoded, 3), like(call.v_decoded, 4)};
+  check(library.backward(&call, &tensors, launch.scratch(library.backward_scratch, allocate)));
+  return true;
 }
 
 void sequence_nodes(int device, int64_t stream, py::handle offsets, int64_t num_sequences, int64_t num_groups,
@@ -121,8 +199,9 @@ void tree_nodes(int device, int64_t stream, int64_t cu_seqlens, int64_t parents,
 }
 
 std::string explain_plan(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t head_dim_v, int64_t rows,
-                         int64_t num_nodes, py::handle options, int device, const std::optional<std::string>& gpu) {
-  const DualkvOptions asked = options_of(options);
+                         int64_t num_nodes, py::handle options, bool deterministic, int device,
+                         const std::optional<std::string>& gpu) {
+  const DualkvOptions asked = options_of(options, deterministic);
   const char* text = nullptr;
   check(library.explain_plan(num_heads, num_kv_heads, head_dim, head_dim_v, rows, num_nodes, &asked, device,
                              gpu ? gpu->c_str() : nullptr, &text));
@@ -133,13 +212,9 @@ std::string explain_plan(int64_t num_heads, int64_t num_kv_heads, int64_t head_d
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The way to the kernel library of flash_attn_dualkv";
-  py::class_<DualkvCall>(m, "Call")
-      .def(py::init(&make_call))
-      .def("forward_scratch", [](const DualkvCall& call) { return scratch_of(library.forward_scratch, call); })
-      .def("backward_scratch", [](const DualkvCall& call) { return scratch_of(library.backward_scratch, call); })
-      .def("forward", &forward)
-      .def("backward", &backward);
   m.def("open_library", &open_library);
+  m.def("forward", &forward);
+  m.def("backward", &backward);
   m.def("sequence_nodes", &sequence_nodes);
   m.def("tree_nodes", &tree_nodes);
   m.def("explain_plan", &explain_plan);

@@ -59,16 +59,9 @@ def make_options(
     deterministic: Any = False,
 ) -> Options:
     """The options of a call; TypeError or ValueError for what the caller gave wrongly."""
-    return Options(
-        softmax_scale=checks.resolve_softmax_scale(softmax_scale, head_dim),
-        causal=causal,
-        window_left=window_left,
-        window_right=-1,
-        softcap=checks.number("softcap", softcap, zero=True),
-        reference=reference,
-        mean_keys=mean_keys,
-        deterministic=checks.flag("deterministic", deterministic),
-    )
+    scale, softcap = checks.resolve_softmax_scale(softmax_scale, head_dim), checks.number("softcap", softcap, zero=True)
+    is_deterministic = checks.flag("deterministic", deterministic)
+    return Options(scale, causal, window_left, -1, softcap, reference, mean_keys, is_deterministic)
 
 
 class ForwardCall(NamedTuple):

@@ -197,10 +197,11 @@ def check_are_tensors(names: Sequence[str], values: Sequence[Any]) -> None:
 
 def check_device(name: str, tensor: Tensor) -> None:
     """ValueError unless the tensor is on an NVIDIA GPU or on the CPU."""
-    is_rocm = tensor.is_cuda and torch.version.hip is not None
-    if is_rocm or tensor.device.type not in ("cpu", "cuda"):
-        got = f"device {tensor.device}{' of ROCm' if is_rocm else ''} (unsupported)"
-        raise ValueError(explain(name, "an NVIDIA CUDA or CPU tensor", got))
+    if tensor.is_cuda:
+        if torch.version.hip is not None:
+            raise ValueError(explain(name, "an NVIDIA CUDA or CPU tensor", f"{tensor.device} of ROCm (unsupported)"))
+    elif not tensor.is_cpu:
+        raise ValueError(explain(name, "an NVIDIA CUDA or CPU tensor", f"device {tensor.device} (unsupported)"))
 
 
 def inputs(names: Sequence[str], values: Sequence[Any], allowed: Sequence[torch.dtype] | None = None) -> list[Tensor]:
@@ -213,11 +214,13 @@ def inputs(names: Sequence[str], values: Sequence[Any], allowed: Sequence[torch.
     tensors = autocast(values)
     check_alike(names, tensors, allowed)
     for name, tensor in zip(names, tensors):
-        if tensor.stride(2) != 1 and tensor.shape[2] != 1 and tensor.numel() != 0:
-            raise ValueError(explain(name, "a contiguous last dimension (stride 1)", f"stride {tensor.stride(2)}"))
-    if tensors[0].shape[1] < 1:
-        raise ValueError(explain(names[0], "at least one head", f"shape {tuple(tensors[0].shape)}"))
-    check_head_dim(names[0], tensors[0].shape[2])
+        stride = tensor.stride()[2]
+        if stride != 1 and tensor.shape[2] != 1 and tensor.numel() != 0:
+            raise ValueError(explain(name, "a contiguous last dimension (stride 1)", f"stride {stride}"))
+    _, heads, head_dim = shape = tensors[0].shape
+    if heads < 1:
+        raise ValueError(explain(names[0], "at least one head", f"shape {tuple(shape)}"))
+    check_head_dim(names[0], head_dim)
     return tensors
 
 
@@ -225,7 +228,7 @@ def check_alike(names: Sequence[str], tensors: Sequence[Tensor], allowed: Sequen
     """Check rank, dtype, device and rows; the first tensor sets dtype and device."""
     dtype, device = tensors[0].dtype, tensors[0].device
     if allowed is None:
-        allowed = CUDA_DTYPES if device.type == "cuda" else CPU_DTYPES
+        allowed = CUDA_DTYPES if tensors[0].is_cuda else CPU_DTYPES
     if dtype not in allowed:
         expected = " or ".join(str(one) for one in allowed)
         raise TypeError(explain(names[0], f"dtype {expected} on {device.type}", dtype))
@@ -250,17 +253,16 @@ def check_head_dim(name: str, head_dim: int) -> None:
 
 def check_pair_shape(q: Tensor, k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:
     """Check one pair k (rows, H_k, d), v (rows, H_k, d_v) against q (total_q, H, d)."""
-    rows, kv_heads, head_dim = k.shape
-    if head_dim != q.shape[2]:
-        raise ValueError(explain(k_name, f"head dimension {q.shape[2]} (as q)", head_dim))
-    if kv_heads < 1 or q.shape[1] % kv_heads != 0:
-        expected = f"a number of heads that divides q's {q.shape[1]} heads"
-        raise ValueError(explain(k_name, expected, kv_heads))
-    if v.shape[0] != rows:
-        raise ValueError(explain(v_name, f"{rows} rows (as {k_name})", v.shape[0]))
-    if v.shape[1] != kv_heads:
-        raise ValueError(explain(v_name, f"{kv_heads} heads (as {k_name})", v.shape[1]))
-    check_head_dim(v_name, v.shape[2])
+    (_, heads, head_dim), (rows, kv_heads, k_dim), (v_rows, v_heads, v_dim) = q.shape, k.shape, v.shape
+    if k_dim != head_dim:
+        raise ValueError(explain(k_name, f"head dimension {head_dim} (as q)", k_dim))
+    if kv_heads < 1 or heads % kv_heads != 0:
+        raise ValueError(explain(k_name, f"a number of heads that divides q's {heads} heads", kv_heads))
+    if v_rows != rows:
+        raise ValueError(explain(v_name, f"{rows} rows (as {k_name})", v_rows))
+    if v_heads != kv_heads:
+        raise ValueError(explain(v_name, f"{kv_heads} heads (as {k_name})", v_heads))
+    check_head_dim(v_name, v_dim)
 
 
 def check_decoded(k: Tensor, v: Tensor, k_context: Tensor, v_context: Tensor) -> None:
@@ -402,7 +404,7 @@ def check_unimplemented(dropout_p: Any, alibi_slopes: Any, block_table: Any) -> 
 
 def autocast(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Cast to autocast's lower precision, as for PyTorch's attention; float64 stays."""
-    device_type = tensors[0].device.type
+    device_type = "cuda" if tensors[0].is_cuda else tensors[0].device.type  # which takes the host longer
     if not torch.is_autocast_enabled(device_type):
         return [*tensors]
     dtype = torch.get_autocast_dtype(device_type)

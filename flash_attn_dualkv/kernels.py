@@ -13,7 +13,7 @@ import importlib
 import os
 import platform
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypedDict
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ._version import __version__
-from .calls import BackwardCall, ForwardCall, Options
+from .calls import BackwardCall, ForwardCall, Options, inputs_of
 from .checks import CUDA_DTYPES, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, is_kernel_softcap
 from .environment import environment_flag
 from .nodes import COLUMNS
@@ -78,54 +78,24 @@ def is_deterministic(deterministic: bool) -> bool:
     )
 
 
-def kernel_options(options: Options, deterministic: bool) -> tuple[float, bool, int, float, int, bool]:
-    """The options as the library takes them."""
-    softmax_scale, causal, window_left, _, softcap, _, mean_keys, _ = options
-    return softmax_scale, causal, window_left, softcap, mean_keys, deterministic
-
-
-# Address, rows, heads, head dim, row stride, head stride.
-View = tuple[int, int, int, int, int, int]
-
-
-def readable(tensor: Tensor) -> tuple[Tensor, View]:
-    """The tensor (rows, heads, head_dim), copied where kernels cannot read it, and as the library takes it.
-
-    Copies move 16 bytes, and tensor maps know no stride of zero: rows must begin on 16 bytes, and
-    expanded dimensions must be real.
-    """
-    rows, heads, width = tensor.shape
-    row, head, last = tensor.stride()
-    address = tensor.data_ptr()
-    is_good = (
-        (rows == 1 or (row > 0 and row % HEAD_DIM_MULTIPLE == 0))
-        and (heads == 1 or (head > 0 and head % HEAD_DIM_MULTIPLE == 0))
-        and last == 1
-        and address % 16 == 0
-    )
-    if is_good or rows == 0:
-        return tensor, (address, rows, heads, width, row, head)
-    tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor, view(tensor)
-
-
-def view(tensor: Tensor) -> View:
-    """A contiguous tensor as the library takes it."""
-    rows, heads, width = tensor.shape
-    return tensor.data_ptr(), rows, heads, width, heads * width, width
+def copied(tensor: Tensor) -> Tensor:
+    """A contiguous copy."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+# Names of this module, in whose place tests put the host. CUDA is initialised where there are
+# tensors: torch.cuda.current_device would look again.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
 def current_stream(device: int) -> int:
     """Address of PyTorch's current stream."""
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     return stream
-
-
-current_device = torch.cuda.current_device  # a name of this module, in whose place tests put the host
 
 
 def code_for(device: int, archs: Sequence[str], ptx: str) -> str:
@@ -151,88 +121,63 @@ def prepare(device: int) -> None:
 
 
 def uninitialised(beside: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-    """A new contiguous tensor, which kernels will write entirely."""
-    return beside.new_empty(shape, dtype=dtype)
+    """A new contiguous tensor, which kernels will write entirely; new_empty takes the host half as long again."""
+    strides = (shape[1], 1) if len(shape) == 2 else (shape[1] * shape[2], shape[2], 1)
+    return beside.new_empty_strided(shape, strides, dtype=dtype)
 
 
 def gradient_of(tensor: Tensor) -> Tensor:
-    """The same for a gradient; new_empty takes the host twice as long."""
+    """The same for a gradient."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def scratch(size: int, q: Tensor) -> torch.UntypedStorage:
+def scratch(size: int, beside: Tensor) -> torch.UntypedStorage:
     """Memory for what passes between kernels, from PyTorch's allocator.
 
     A storage, because no mode fills it: use_deterministic_algorithms would write all of a tensor.
     """
-    return torch.UntypedStorage(size, device=q.device)
+    return torch.UntypedStorage(size, device=beside.device)
 
 
-def _readable_inputs(call: ForwardCall | BackwardCall) -> tuple[list[Tensor], tuple[View, ...]]:
-    """q, k, v and, where given, k_decoded and v_decoded, copied where that is needed; and their five views."""
-    (q, seen_q), (k, seen_k), (v, seen_v) = readable(call.q), readable(call.k), readable(call.v)
-    if call.k_decoded is None or call.v_decoded is None:
-        return [q, k, v], (seen_q, seen_k, seen_v, NO_ROWS, NO_ROWS)
-    (k_decoded, seen_k_decoded), (v_decoded, seen_v_decoded) = readable(call.k_decoded), readable(call.v_decoded)
-    return [q, k, v, k_decoded, v_decoded], (seen_q, seen_k, seen_v, seen_k_decoded, seen_v_decoded)
-
-
-def _library_call(call: ForwardCall | BackwardCall, device: int, views: tuple[View, ...], deterministic: bool) -> Any:
-    """What both directions hand over."""
-    return compiled_module().Call(
-        device, current_stream(device), call.q.dtype == torch.float16, views, call.nodes.data_ptr(),
-        call.nodes.shape[0], kernel_options(call.options, deterministic),
-    )  # fmt: skip
-
-
-def is_empty(call: ForwardCall | BackwardCall) -> bool:
-    """Whether nobody sees a key."""
-    keys = call.k.shape[0] + (0 if call.k_decoded is None else call.k_decoded.shape[0])
-    return call.nodes.shape[0] == 0 or call.q.shape[0] == 0 or keys == 0
+def _library_call(call: ForwardCall | BackwardCall, device: int, deterministic: bool) -> tuple[Any, ...]:
+    """What both directions hand over; copies and scratch live until the launch."""
+    is_half = call.q.dtype == torch.float16
+    asked = device, current_stream(device), is_half, inputs_of(call), call.nodes, call.options, deterministic
+    return asked, copied, scratch
 
 
 def forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
     """O and LSE of a call on CUDA tensors."""
-    q, (rows, heads, _), options = call.q, call.q.shape, call.options
-    device, shape = q.get_device(), (rows, heads, call.v.shape[2])
+    q, (rows, heads, _) = call.q, call.q.shape
+    device = q.get_device()
     if device != current_device():
         with torch.cuda.device(device):
             return forward(call)
-    options.check_kernels()
-    compiled_module()
-    if is_empty(call):
-        return q.new_zeros(shape), torch.full((heads, rows), -torch.inf, dtype=torch.float32, device=q.device)
+    call.options.check_kernels()
+    module = compiled_module()
     prepare(device)
     sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
-    _inputs, views = _readable_inputs(call)  # copies live until the launch
-    asked = _library_call(call, device, views, options.deterministic)
-    memory = scratch(asked.forward_scratch(), q)
-    out, lse = uninitialised(q, shape), uninitialised(q, (heads, rows), torch.float32)
-    asked.forward(memory.data_ptr(), view(out), lse.data_ptr(), pointer(sinks))
+    out, lse = uninitialised(q, (rows, heads, call.v.shape[2])), uninitialised(q, (heads, rows), torch.float32)
+    if not module.forward(*_library_call(call, device, call.options.deterministic), out, lse, sinks):
+        out.zero_(), lse.fill_(-torch.inf)
     return out, lse
 
 
 def backward(call: BackwardCall) -> list[Tensor]:
     """The gradients of q, k and v and, where these are given, of k_decoded and v_decoded."""
-    q, options = call.q, call.options
-    device = q.get_device()
+    device, deterministic = call.q.get_device(), call.options.deterministic
     if device != current_device():
         with torch.cuda.device(device):
             return backward(call)
-    options.check_kernels()
-    compiled_module()
-    if is_empty(call):
-        given = (q, call.k, call.v, call.k_decoded, call.v_decoded)
-        return [one.new_zeros(one.shape) for one in given if one is not None]
+    call.options.check_kernels()
+    module = compiled_module()
     prepare(device)
-    inputs, views = _readable_inputs(call)
-    dout, out = readable(call.dout), readable(call.out)
+    asked = _library_call(call, device, is_deterministic(deterministic))
     lse, dlse = call.lse.contiguous(), None if call.dlse is None else call.dlse.contiguous()
-    asked = _library_call(call, device, views, is_deterministic(options.deterministic))
-    memory = scratch(asked.backward_scratch(), q)
-    gradients = [*map(gradient_of, inputs)]
-    seen = (*map(view, gradients), *(NO_ROWS,) * (len(views) - len(gradients)))
-    asked.backward(memory.data_ptr(), dout[1], out[1], lse.data_ptr(), pointer(dlse), seen)
+    gradients = [gradient_of(one) for one in inputs_of(call) if one is not None]
+    if not module.backward(*asked, call.dout, call.out, lse, dlse, gradients):
+        for gradient in gradients:
+            gradient.zero_()
     return gradients
 
 
@@ -280,8 +225,8 @@ def pairs(text: str) -> list[tuple[str, str]]:
 def explain_plan(sizes: Sequence[int], options: Options, gpu: str | None) -> list[tuple[str, str, str]]:
     """Choice, value and reason of a call; sizes: heads, KV heads, head dims, rows, nodes."""
     device = current_device() if torch.cuda.is_available() else 0
-    asked = kernel_options(options, is_deterministic(options.deterministic))
-    text: str = compiled_module().explain_plan(*sizes, asked, device, gpu)
+    deterministic = is_deterministic(options.deterministic)
+    text: str = compiled_module().explain_plan(*sizes, options, deterministic, device, gpu)
     return [(name, value, why) for name, value, why in (line.split("\t") for line in text.splitlines())]
 
 

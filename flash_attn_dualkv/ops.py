@@ -13,13 +13,15 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.autograd.function import FunctionCtx
 
 from . import checks, kernels, reference
@@ -188,29 +190,38 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
 # Autograd: above the device's implementations
 
 
-def requires_grad(arguments: tuple[Any, ...]) -> bool:
+# Loops, not any() over a generator, which takes the host a microsecond more.
+
+
+def requires_grad(call: ForwardCall | BackwardCall) -> bool:
     """Whether autograd must record the call; below its formula it must not look again."""
-    return torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in arguments)
+    if torch.is_grad_enabled():
+        for one in call[:-1]:
+            if one is not None and one.requires_grad:
+                return True
+    return False
 
 
-def is_watched(*tensors: Tensor | None) -> bool:
-    """Whether a subclass, a compiler, a mode or the profiler may want to see an operator.
+def unwatched(
+    implementations: Mapping[str, Callable[[AnyCall], Result]], call: AnyCall
+) -> Callable[[AnyCall], Result] | None:
+    """The device's implementation, where no subclass, compiler, mode or profiler may want to see an operator.
 
     Where nobody does, one implementation may call the next: each way through the dispatcher costs
     the host 10 us.
     """
-    return _is_traced(tensors) or torch.autograd.profiler._is_profiler_enabled
-
-
-def _is_traced(tensors: Sequence[Tensor | None]) -> bool:
-    for one in tensors:  # any() over a generator takes the host a microsecond more
+    for one in call[:-1]:
         if type(one) is not Tensor and one is not None:
-            return True
-    return (
+            return None
+    if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+        or profiler._is_profiler_enabled
+    ):
+        return None
+    # The type of a device takes five times as long as is_cuda.
+    return implementations.get("cuda" if call.q.is_cuda else call.q.device.type)
 
 
 def refuse_tangents(arguments: tuple[Any, ...]) -> None:
@@ -223,9 +234,9 @@ def refuse_tangents(arguments: tuple[Any, ...]) -> None:
 
 
 def _below(operator: Any, implementations: Mapping[str, Callable[[AnyCall], Result]], call: AnyCall) -> Result:
-    """The device's implementation of the operator, past the dispatcher where nobody watches."""
-    implementation = implementations.get(call.q.device.type)
-    if implementation is not None and not is_watched(*call[:-1]):
+    """The operator below autograd, past the dispatcher where nobody watches."""
+    implementation = unwatched(implementations, call)
+    if implementation is not None:
         return implementation(call)
     with torch._C._AutoDispatchBelowAutograd():
         return cast(Result, operator(*pack(call)))
@@ -235,9 +246,9 @@ class _Attention(torch.autograd.Function):
     """Joins `forward` and `backward`. An unused LSE costs nothing: its gradient stays None."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Results:
-        call = ForwardCall(*arguments)
-        out, lse = _below(forward, _FORWARD, call)
+    def forward(ctx: Any, compute: Callable[[ForwardCall], Results], *arguments: Any) -> Results:
+        call = ForwardCall._make(arguments)
+        out, lse = compute(call)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs_of(call), call.sinks, call.nodes, out, lse)
         ctx.options = call.options
@@ -245,17 +256,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, sinks, nodes, out, lse = ctx.saved_tensors
+        q, k, v, k_decoded, v_decoded, sinks, nodes, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        call = BackwardCall._make((dout, dlse, *inputs, out, lse, nodes, ctx.options))
-        gradients: list[Tensor | None] = [*_backward_autograd(call)]
-        gradients += [None] * (len(inputs) - len(gradients))
-        needs = ctx.needs_input_grad
-        if not all(needs[:3]):
-            gradients = [gradient if need else None for gradient, need in zip(gradients, needs)]
-        dsinks = _sink_gradient(dout, dlse, out, lse, sinks) if needs[len(inputs)] else None
-        return (*gradients, dsinks, None, None)
+        call = BackwardCall(dout, dlse, q, k, v, k_decoded, v_decoded, out, lse, nodes, ctx.options)
+        dq, dk, dv, *decoded = _backward_autograd(call)
+        needs_sinks = sinks is not None and ctx.needs_input_grad[6]
+        dsinks = _sink_gradient(dout, dlse, out, lse, sinks) if needs_sinks else None
+        return None, dq, dk, dv, *(decoded or (None, None)), dsinks, None, None
 
 
 def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -287,9 +295,10 @@ class _Gradient(torch.autograd.Function):
 
 def _forward_autograd(call: ForwardCall) -> Results:
     refuse_tangents(call)
+    compute = partial(_below, forward, _FORWARD)
     if requires_grad(call):
-        return cast(Results, _Attention.apply(*call))
-    return _below(forward, _FORWARD, call)
+        return cast(Results, _Attention.apply(compute, *call))
+    return compute(call)
 
 
 def _backward_autograd(call: BackwardCall) -> list[Tensor]:
@@ -302,12 +311,23 @@ library.impl("forward", unpacking(ForwardCall, checking(_forward_autograd)), "Au
 library.impl("backward", unpacking(BackwardCall, checking(_backward_autograd)), "Autograd")
 
 
+def _record(compute: Callable[[ForwardCall], Results], call: ForwardCall) -> Results:
+    """What `_Attention.apply` comes down to where nobody watches: its search for function transforms takes 2 us."""
+    for one in call[:-1]:
+        if one is not None and is_functorch_wrapped_tensor(one):  # a transform has left it behind
+            return cast(Results, _Attention.apply(compute, *call))
+    results: Results = super(torch.autograd.Function, _Attention).apply(compute, *call)
+    return results
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, nodes: Tensor, options: Options, *,
     k_decoded: Tensor | None = None, v_decoded: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Results:  # fmt: skip
     """`forward`, past the dispatcher where nobody watches it."""
     call = ForwardCall(q, k, v, k_decoded, v_decoded, sinks, nodes, options)
-    if is_watched(*call[:-1]):
+    compute = unwatched(_FORWARD, call)
+    if compute is None:
         return cast(Results, forward(*pack(call)))
-    return _forward_autograd(call)
+    refuse_tangents(call)
+    return _record(compute, call) if requires_grad(call) else compute(call)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
 import re
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
+import pybind11
 import pytest
 import torch
 from calls import (
@@ -30,6 +32,8 @@ from calls import (
     packed_with_sinks,
     tree,
 )
+from extension import python_include
+from geometry import build_shim
 from groups import Batch, Group, cumulative
 from torch import Tensor
 
@@ -57,8 +61,6 @@ def nodes_of(batch: Batch) -> Tensor:
 
 # scale, causal, window_left, window_right, softcap, reference, mean_keys, deterministic
 PLAIN = (0.25, True, 7, -1, 2.0, False, 30, True)
-# What the library gets, before `deterministic`.
-OF_KERNELS = (0.25, True, 7, 2.0, 30)
 
 # Operators
 
@@ -166,11 +168,6 @@ class Library:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
-    def Call(self, *arguments: Any) -> Mock:
-        self.note("Call")(*arguments)
-        scratch = {"forward_scratch.return_value": 256, "backward_scratch.return_value": 512}
-        return Mock(forward=self.note("forward"), backward=self.note("backward"), **scratch)
-
     def note(self, name: str) -> Callable[..., None]:
         return lambda *arguments: self.calls.append((name, arguments))
 
@@ -204,8 +201,8 @@ def test_what_makes_the_kernels_deterministic(library: Library, monkeypatch: pyt
         library.calls.clear()
         given = (q, None, q, k, v, None, None, q, torch.zeros(2, 6), nodes)
         ops._backward_cuda(unpack(BackwardCall, (*given, *PLAIN[:-1], flag)))
-        *options, deterministic = library.calls[0][1][-1]
-        assert tuple(options) == OF_KERNELS
+        *_, options, deterministic = library.calls[0][1][0]
+        assert options == (*PLAIN[:-1], flag)
         return bool(deterministic)
 
     assert asked(True) and not asked(False)
@@ -236,38 +233,71 @@ def test_switches_in_the_environment(name: str, monkeypatch: pytest.MonkeyPatch)
 # The kernel library
 
 
-def view_of(tensor: Tensor | None) -> tuple[int, ...]:
-    return (0,) * 6 if tensor is None else (tensor.data_ptr(), *tensor.shape, *tensor.stride()[:2])
+@pytest.fixture(scope="session")
+def module(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """The compiled module, with a library that tells what it was handed."""
+    includes = [f"-I{one}" for one in (python_include(), pybind11.get_include())]
+    path = build_shim("module", tmp_path_factory.mktemp("module"), *includes)
+    spec = importlib.util.spec_from_file_location("_C", path)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    made.open_library(str(path))
+    return made
 
 
-def test_library_gets_addresses_and_strides(library: Library) -> None:
+def handed(name: str, tensor: Tensor | None) -> dict[str, int]:
+    """A tensor as the library is handed it, without its strides."""
+    address, shape = (0, (0, 0, 0)) if tensor is None else (tensor.data_ptr(), tensor.shape)
+    return {name: address, **dict(zip((f"{name}.rows", f"{name}.heads", f"{name}.width"), shape))}
+
+
+def strides(name: str, tensor: Tensor | None) -> dict[str, int]:
+    given = (0, 0) if tensor is None else tensor.stride()
+    return {f"{name}.row_stride": given[0], f"{name}.head_stride": given[1]}
+
+
+def test_library_gets_addresses_and_strides(
+    library: Library, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of views as they are; rows that do not begin on 16 bytes, and expanded ones, are copied."""
+    monkeypatch.setattr(kernels, "load", lambda: (module, None))
     q, k, v, k_decoded, v_decoded, sinks, nodes = tensors_of_a_call()
+    scale, causal, window, _, softcap, _, mean_keys, deterministic = PLAIN
+    common = {"device": -1, "stream": 77, "is_half": 0, "nodes": nodes.data_ptr(), "num_nodes": 1, "causal": causal}
+    common |= {"1000 softmax_scale": 1000 * scale, "1000 softcap": 1000 * softcap, "window_left": window}
+    common |= {"mean_keys": mean_keys, "deterministic": deterministic}
     wide, odd = torch.randn(4, 3, 24).bfloat16(), torch.randn(4, 20).bfloat16()[:, None, :16]
     good, misaligned = (wide[:, :1, :16], wide[:, 1:2, 8:]), (wide[:, :1, 4:20], odd, k[:1].expand(4, 1, 16))
     for k in (*good, *misaligned):
-        library.calls.clear()
-        is_copied = not any(k is one for one in good)
         out, lse = ops._forward_cuda(unpack(ForwardCall, (q, k, v, k_decoded, v_decoded, sinks, nodes, *PLAIN)))
-        (_, call), (name, given) = library.calls
-        device, stream, is_half, views, table, rows, options = call
-        assert (device, stream, is_half, table, rows) == (-1, 77, False, nodes.data_ptr(), 1)
-        assert options == (*OF_KERNELS, True)
-        others = [views[0], *views[2:]]
-        assert isinstance(views, tuple) and others == [view_of(one) for one in (q, v, k_decoded, v_decoded)]
-        assert (views[1] == view_of(k)) is not is_copied
-        assert views[1][1:4] == k.shape and all(one % 8 == 0 and one > 0 for one in views[1][4:])
-        assert name == "forward" and given[1:3] == (view_of(out), lse.data_ptr())
+        seen = kernels.launch_counts()
+        tensors = {"q": q, "v": v, "k_decoded": k_decoded, "v_decoded": v_decoded, "out": out}
+        if any(k is one for one in good):
+            tensors["k"] = k
+        else:
+            assert seen["k"] not in (0, k.data_ptr()) and seen["k"] % 16 == 0
+            assert [seen[f"k.{one}"] for one in ("rows", "heads", "width", "row_stride", "head_stride")] == [
+                *k.shape, 16, 16,
+            ]  # fmt: skip
+        for name, one in tensors.items():
+            assert seen.items() >= (handed(name, one) | strides(name, one)).items()
+        assert seen.items() >= (common | {"lse": lse.data_ptr(), "sinks": sinks.data_ptr()}).items()
+        assert seen["scratch"] != 0
         assert out.shape == q.shape and lse.shape == (2, 6) and lse.dtype == torch.float32
-    library.calls.clear()
     dlse = torch.randn(2, 6)
     dout = q.transpose(0, 1).contiguous().transpose(0, 1)
-    gradients = ops._backward_cuda(unpack(BackwardCall, (dout, dlse, q, k, v, None, None, q, lse, nodes, *PLAIN)))
-    (_, call), (name, given) = library.calls
-    assert call[3][3:] == ((0,) * 6,) * 2 and name == "backward"
-    assert given[3:5] == (lse.data_ptr(), dlse.data_ptr())
-    assert given[5] == (*map(view_of, gradients), (0,) * 6, (0,) * 6)
-    assert [one.shape for one in gradients] == [q.shape, k.shape, v.shape]
+    for decoded in ((None, None), (k_decoded, v_decoded)):
+        given = (dout, dlse, q, k, v, *decoded, q, lse, nodes)
+        gradients = ops._backward_cuda(unpack(BackwardCall, (*given, *PLAIN)))
+        seen = kernels.launch_counts()
+        names = ("dq", "dk", "dv", "dk_decoded", "dv_decoded")
+        for name, one in (*zip(names, gradients), ("dout", dout), ("out", q)):
+            assert seen.items() >= (handed(name, one) | strides(name, one)).items()
+        assert seen.items() >= (common | {"lse": lse.data_ptr(), "dlse": dlse.data_ptr()}).items()
+        inputs = [one for one in (q, k, v, *decoded) if one is not None]
+        assert [one.shape for one in gradients] == [one.shape for one in inputs]
+        assert all(seen[name] == 0 for name in names[len(inputs) :])
 
 
 def test_tables_reach_the_library(library: Library) -> None:
@@ -303,7 +333,11 @@ def test_tables_refuse_what_the_library_would_misread(library: Library) -> None:
     assert library.calls == [] and ops._tree_nodes_cuda(good, parents, 5).shape == (2, 8)
 
 
-def test_nothing_is_launched_where_nobody_sees_a_key(library: Library) -> None:
+def test_nothing_is_launched_where_nobody_sees_a_key(
+    library: Library, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "load", lambda: (module, None))
+    before = kernels.launch_counts()
     q, k, v, *_, nodes = tensors_of_a_call()
     for rows, keys, table in ((0, 4, nodes), (6, 0, nodes), (6, 4, nodes[:0])):
         given = (q[:rows], k[:keys], v[:keys], None, None)
@@ -312,7 +346,7 @@ def test_nothing_is_launched_where_nobody_sees_a_key(library: Library) -> None:
         gradients = ops._backward_cuda(unpack(BackwardCall, (out, None, *given, out, lse, table, *PLAIN)))
         assert [one.shape for one in gradients] == [one.shape for one in given[:3]]
         assert not any(map(torch.any, gradients))
-    assert library.calls == []
+    assert kernels.launch_counts() == before
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from itertools import accumulate
 from typing import Any
 
 import pytest
