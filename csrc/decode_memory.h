@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The memory of a decoding plan, which the caller keeps from step to step. It begins as zeros.
+#pragma once
+
+#include "kernels/decode_plan.h"
+#include "problem.h"
+#include "work_lists.h"
+
+namespace dualkv {
+
+// Where everything lies. What only sizes decide comes from the plan's limits, so that addresses
+// stay the same for as long as the plan lives.
+struct DecodeMemory {
+  DecodePlanArgs plan{};
+  DecodeProgress progress{};
+  DecodeStates states{};
+  int64_t bytes = 0;
+
+  explicit DecodeMemory(const DualkvDecodePlan& asked) {
+    Scratch scratch(asked.memory);
+    const int requests = static_cast<int>(asked.max_requests), rows = static_cast<int>(asked.max_queries);
+    const int kv_heads = static_cast<int>(asked.num_kv_heads);
+    const int heads_per_group = static_cast<int>(asked.num_heads) / kv_heads;
+    // Leaves: a request's last item may have less than kDecodeRows rows. Branches: as many again for
+    // each of up to kLevels levels of sharing; what does not fit is not shared.
+    const int leaves = requests + static_cast<int>(int64_t{rows} * heads_per_group / kDecodeRows);
+    plan.owners = scratch.take<unsigned long long>(asked.num_pages);
+    plan.step = scratch.take<unsigned>(1);
+    progress.next = scratch.take(1), progress.exits = scratch.take(1);
+    progress.branches = requests;
+    progress.arrived = scratch.take(int64_t{requests} * kv_heads);
+    for (int** array : {&plan.parents, &plan.shared_tiles, &plan.places}) *array = scratch.take(requests);
+    plan.scratch = scratch.take(int64_t{8} * requests);
+    DecodeLists& lists = plan.lists;
+    lists.alone_capacity = leaves, lists.shared_capacity = leaves * (1 + kLevels);
+    lists.shared = scratch.take<DecodeItem>(lists.shared_capacity);
+    lists.alone = scratch.take<DecodeItem>(lists.alone_capacity);
+    lists.counts = scratch.take(2);
+    lists.queries = scratch.take(rows);
+    states.out = scratch.take<float>(int64_t{rows} * asked.num_heads * asked.head_dim);
+    states.statistics = scratch.take<float>(int64_t{rows} * asked.num_heads * 8);
+    bytes = scratch.used();
+
+    plan.requests = {{asked.block_table, asked.table_stride, static_cast<int>(asked.requests),
+                      static_cast<int>(asked.columns), static_cast<int>(asked.num_pages),
+                      static_cast<int>(asked.page_size)},
+                     asked.seqlens, asked.cu_seqlens_q, asked.boundaries, static_cast<int>(asked.queries)};
+    plan.block_n = asked.head_dim == 64 ? 128 : 80;
+    plan.heads_per_group = heads_per_group;
+  }
+
+  static constexpr int kLevels = 4;
+};
+
+}  // namespace dualkv
