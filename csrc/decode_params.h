@@ -27,7 +27,7 @@ constexpr int kPageRows = 16;  // pages are multiples of it
 // K or V of a paged cache. Strides are in elements.
 template <typename T>
 struct PagedTensor {
-  const T* data;
+  T* data;
   int64_t page_stride, row_stride, head_stride;
 };
 
@@ -82,7 +82,7 @@ struct DecodeParams {
   ProblemShape shape;
   PageTable table;
   TensorView<const T> q;
-  PagedTensor<T> k, v;
+  PagedTensor<const T> k, v;
   TensorView<T> out;
   float* lse;          // (num_heads, q_rows)
   const float* sinks;  // (num_heads), or null
@@ -92,6 +92,10 @@ struct DecodeParams {
   DecodeProgress progress;
   DecodeStates states;
 
+  // Row of q of a row of items.
+  DUALKV_HD int query(int row) const {
+    return clamp_int(queries[row / shape.heads_per_group()], 0, shape.q_rows - 1);
+  }
   DUALKV_HD float sink(int head) const { return sinks ? sinks[head] : -INFINITY; }
 };
 
