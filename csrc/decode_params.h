@@ -18,7 +18,8 @@ struct PageTable {
   DUALKV_HD int entry(int request, int column) const {
     return entries[clamp_int(request, 0, requests - 1) * stride + clamp_int(column, 0, columns - 1)];
   }
-  DUALKV_HD int page(int request, int column) const { return clamp_int(entry(request, column), 0, num_pages - 1); }
+  DUALKV_HD int page_of(int entry) const { return clamp_int(entry, 0, num_pages - 1); }
+  DUALKV_HD int page(int request, int column) const { return page_of(entry(request, column)); }
   DUALKV_HD int most_keys() const { return columns * page_size; }
 };
 

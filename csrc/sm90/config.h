@@ -76,7 +76,7 @@ struct DecodeTiles {
   static constexpr int kHeadDim = kHeadDim_, kBlockN = ForwardConfig<kHeadDim, kHeadDim>::kBlockN;
   static constexpr int kStagesQ = kStagesQ_, kStagesKv = kStagesKv_, kWorkSlots = 2, kBlocks = kBlocks_;
   static constexpr int kThreads = 2 * kWarpgroup;
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 200;
+  static constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
   using TileQ = SmemTile<kDecodeRows, kHeadDim>;
   using TileKv = SmemTile<kBlockN, kHeadDim>;
   static constexpr int kOffsetK = kStagesQ * TileQ::kBytes;

@@ -99,40 +99,62 @@ struct DecodeProducer {
   const DecodeParams<T>& p;
   const int thread = threadIdx.x, lane = threadIdx.x % 32;
   const int chunk = thread % kChunks, row0 = thread / kChunks;
+  const int slabs = p.table.page_size / kPageRows;
+  const float slabs_inverse = 1.f / slabs;
   PipelineState<Config::kStagesQ> q_state;
   PipelineState<Config::kStagesKv> k_state, v_state;
 
-  // A tile, and where its keys lie: of the lane-th 16 rows of pages that it touches, the offsets of
-  // the first row in K and in V.
+  // A tile, and the page table's entry for the lane-th 16 rows of pages that it touches. It is read a
+  // step before it is needed, and nothing is computed from it until then: threads issue in order, and
+  // would wait for it.
+  struct Fetched {
+    DecodeTile tile;
+    int entry, row;  // row: the first of the 16 in its page
+  };
+  // The same with the offsets of that row in K and in V.
   struct Located {
     DecodeTile tile;
     int64_t k, v;
   };
 
-  __device__ __forceinline__ Located locate(int request, const DecodeTile& tile) const {
-    const int slab = tile.position / kPageRows + lane, slabs = p.table.page_size / kPageRows;
-    const int column = slab / slabs, row = slab % slabs * kPageRows;
-    const bool exists = slab * kPageRows < tile.position + tile.valid;
-    const int page = exists ? p.table.page(request, column) : 0;
-    return {tile, page * p.k.page_stride + row * p.k.row_stride, page * p.v.page_stride + row * p.v.row_stride};
+  __device__ __forceinline__ Fetched fetch(int request, const DecodeTile& tile) const {
+    const int slab = tile.position / kPageRows + lane;
+    // Exact below 2^21 slabs, and a fifth of an integer division.
+    const int column = static_cast<int>((slab + 0.5f) * slabs_inverse);
+    return {tile, p.table.entry(request, column), (slab - column * slabs) * kPageRows};
+  }
+  __device__ __forceinline__ Located locate(const Fetched& at) const {
+    const int page = p.table.page_of(at.entry);
+    return {at.tile, page * p.k.page_stride + at.row * p.k.row_stride,
+            page * p.v.page_stride + at.row * p.v.row_stride};
   }
 
   static __device__ __forceinline__ uint32_t place(uint32_t tile, int row, int chunk, int panel_bytes) {
     return tile + chunk / TileKv::kPanelChunks * panel_bytes + TileKv::chunk_offset(row, chunk % TileKv::kPanelChunks);
   }
 
-  // Rows of a page after the last key are never read: the tile gets zeros for them.
+  // Goes along the 16-row slabs of pages, which the tile's rows need not begin with: a thread's row
+  // in the tile, and with it its place in the swizzle, is the same in every slab but for the slab's
+  // number. So a copy takes six instructions, where addresses row by row took 26: one warp a scheduler
+  // issues 10 copies of a tile, and their latency was longer than that of memory. Rows of a page
+  // after the last key are never read: the tile gets zeros for them.
   __device__ __forceinline__ void copy_rows(uint32_t tile, const PagedTensor<const T>& from, int64_t offset,
                                             const DecodeTile& keys, int kv_head, uint32_t barrier) const {
-    const T* const data = from.data + kv_head * from.head_stride + chunk * 8;
-    const int first_slab = keys.position / kPageRows;
+    constexpr int kCopies = kPageRows / kRowsAtOnce;  // of a slab, by each thread
+    const int first_row = row0 - keys.position % kPageRows;
+    const T* const source = from.data + kv_head * from.head_stride + chunk * 8 + row0 * from.row_stride;
+    uint32_t places[kCopies];
 #pragma unroll
-    for (int i = 0; i < kBlockN / kRowsAtOnce; ++i) {
-      const int row = row0 + i * kRowsAtOnce, key = keys.position + row;
-      const int64_t slab = __shfl_sync(0xffffffffu, offset, key / kPageRows - first_slab);
-      const bool exists = row < keys.valid;
-      const T* const source = data + (exists ? slab + key % kPageRows * from.row_stride : 0);
-      ptx::cp_async_16(place(tile, row, chunk, TileKv::kPanelBytes), source, exists);
+    for (int i = 0; i < kCopies; ++i) places[i] = place(tile, first_row + i * kRowsAtOnce, chunk, TileKv::kPanelBytes);
+#pragma unroll
+    for (int slab = 0; slab <= kBlockN / kPageRows; ++slab) {
+      const T* row_source = source + __shfl_sync(0xffffffffu, offset, slab);
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i, row_source += kRowsAtOnce * from.row_stride) {
+        const int row = first_row + slab * kPageRows + i * kRowsAtOnce;
+        if (static_cast<unsigned>(row) >= kBlockN) continue;
+        ptx::cp_async_16(places[i] + slab * (kPageRows * TileKv::kRowBytes), row_source, row < keys.valid);
+      }
     }
     ptx::cp_async_arrive(barrier);
   }
@@ -178,12 +200,12 @@ struct DecodeProducer {
     const DecodeWalk walk(item, kBlockN, p.shape.sees);
     const int tiles = walk.tiles();
     if (tiles == 0) return;
-    Located next = locate(item.request, walk.tile(0));
+    Fetched next = fetch(item.request, walk.tile(0));
     load_queries(item, kv_head);
-    Located before = next;
+    Located before{};
     for (int step = 0; step < tiles; ++step) {
-      const Located now = next;
-      if (step + 1 < tiles) next = locate(item.request, walk.tile(step + 1));
+      const Located now = locate(next);
+      if (step + 1 < tiles) next = fetch(item.request, walk.tile(step + 1));
       load_k(now, kv_head);
       if (step > 0) load_v(before, kv_head);
       before = now;
@@ -193,17 +215,17 @@ struct DecodeProducer {
 
   // The first thread takes items: the next one while the others still load.
   __device__ __forceinline__ void run() {
-    const int64_t works = int64_t{*p.count} * p.shape.num_kv_heads;
-    int64_t index = blockIdx.x;
+    const unsigned kv_heads = p.shape.num_kv_heads, works = *p.count * kv_heads;
+    unsigned index = blockIdx.x;
     for (PipelineState<Config::kWorkSlots> slot;; slot.advance()) {
       const PipelineBarrier ready = shared.work_ready(slot.stage);
       if (thread == 0) {
         DecodeWork work{};
         work.exists = index < works;
         if (work.exists) {
-          work.item = p.items[index / p.shape.num_kv_heads];
-          work.kv_head = static_cast<int>(index % p.shape.num_kv_heads);
-          index = int64_t{gridDim.x} + atomicAdd(p.progress.next, 1);
+          work.item = p.items[index / kv_heads];
+          work.kv_head = static_cast<int>(index % kv_heads);
+          index = gridDim.x + atomicAdd(p.progress.next, 1);
         }
         ready.wait_empty(slot.phase);
         store_struct(shared.work(slot.stage), work);
@@ -238,11 +260,9 @@ struct DecodeConsumer {
   uint32_t probabilities[kBlockN / 16][4];
   int slot[2];  // of the thread's rows: row of q * num_heads + head; -1: none
 
-  // Copies by other threads are visible behind their barrier, and to products behind the fence.
-  __device__ __forceinline__ void wait_k() const {
-    shared.k_ready(k_state.stage).wait_full(k_state.phase);
-    ptx::fence_async_proxy();
-  }
+  // Copies by other threads are visible behind their barrier, and to products behind a fence, which
+  // comes once a step: it is a memory barrier, too.
+  __device__ __forceinline__ void wait_k() const { shared.k_ready(k_state.stage).wait_full(k_state.phase); }
   __device__ __forceinline__ void release_k() {
     shared.k_ready(k_state.stage).release(lane);
     k_state.advance();
@@ -278,11 +298,13 @@ struct DecodeConsumer {
     if constexpr (kSoftcap) cap_scores(s[0], p.shape.softcap);
     const Visibility sees = p.shape.sees;
     const KvTile tile{Region::keys, 0, keys.position, keys.valid};
+    const bool hides_end = end_column(tile, item.q_pos, sees) < kBlockN;
+    if (!hides_end && !sees.has_window()) return;
     const int heads = p.shape.heads_per_group(), offset = item.row % heads;
     const auto position = [&](int row) { return item.q_pos + (offset + row) / heads; };
     const auto first = [&](int row) { return first_column(tile, position(row), sees); };
     const auto end = [&](int row) { return end_column(tile, position(row), sees); };
-    if (end_column(tile, item.q_pos, sees) < kBlockN) mask_fragment(s, row0, lane % 4 * 2, -CUDART_INF_F, end);
+    if (hides_end) mask_fragment(s, row0, lane % 4 * 2, -CUDART_INF_F, end);
     if (sees.has_window() && first(item.rows - 1) > 0) mask_front(s, row0, lane % 4 * 2, -CUDART_INF_F, first);
   }
 
@@ -375,6 +397,7 @@ struct DecodeConsumer {
     float rescale[1][2];
     shared.queries_ready(q_state.stage).wait_full(q_state.phase);
     wait_k();
+    ptx::fence_async_proxy();
     issue_scores();
     ptx::wgmma_wait<0>();
     scores.take(s[0]);
