@@ -297,13 +297,18 @@ def _library_plan(step: Step) -> tuple[int, ...]:
     )  # fmt: skip
 
 
+def _is_idle(step: Step) -> bool:
+    """Whether no request has a query."""
+    return step.queries == 0 or step.block_table.shape[0] == 0
+
+
 def decode_plan(step: Step) -> None:
     """Makes the plan of a step in its memory."""
     device = step.block_table.get_device()
     if device != current_device():
         with torch.cuda.device(device):
             return decode_plan(step)
-    if step.queries > 0:
+    if not _is_idle(step):
         prepare(device)
         compiled_module().decode_plan(device, current_stream(device), _library_plan(step))
     return None
@@ -332,7 +337,7 @@ def decode(call: DecodeCall) -> Tensor:
     if step.cu_seqlens_q is not None:  # no kernel writes a row that no request owns
         out.zero_()
         lse.fill_(-torch.inf)
-    if step.queries == 0:
+    if _is_idle(step):
         return lse
     sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
     _q, seen = readable(q)  # a copy lives until the launch
