@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from .. import checks
@@ -89,6 +88,6 @@ def shared_prefix_decode(
     call = DecodeCall(q, k_cache, v_cache, sinks, q if out is None else out, scale, window, softcap, step)
     check_call(call)
     if out is None:
-        call = call._replace(out=torch.empty(q.shape, dtype=q.dtype, device=q.device))
+        call = call._replace(out=q.new_empty(q.shape))
     lse = operators.decode(call)
     return (call.out, lse) if return_lse else call.out

@@ -34,9 +34,9 @@ class SharedPrefixPlan:
         head_dim: of all of them; 64, 128 or 256 on a GPU, and on the CPU a multiple of 8, at most
             512.
         device: of all tensors: the CPU, or an NVIDIA GPU of the Hopper architecture.
-        exact: what the bits of a row are equal to. "trainer": those of the training forward with
-            the same keys and values, cut at `boundaries`, on the same GPU architecture by the same
-            version of this package. None: what suits the model's shape, never the batch; at present
+        exact: what the bits of a row are equal to. "trainer": without a window, those of the
+            training forward with the same keys and values, cut at `boundaries`, on the same GPU
+            architecture by the same version of this package. None: what suits the model's shape, never the batch; at present
             always "trainer".
 
     Attributes:
