@@ -25,12 +25,6 @@ def shared_prefix_decode(
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
     out: Tensor | None = None, return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def shared_prefix_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: SharedPrefixPlan, *, softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
-    out: Tensor | None = None, return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def shared_prefix_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: SharedPrefixPlan, *, softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,

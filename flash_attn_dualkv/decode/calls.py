@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 
 class DecodeCall(NamedTuple):
-    """Attention of one layer; `shared_prefix_decode` says what the tensors are. `out` is written."""
+    """Attention of a layer; `shared_prefix_decode` says what the tensors are. `out` is written."""
 
     q: Tensor
     k_cache: Tensor
@@ -178,7 +178,7 @@ def check_call(call: DecodeCall) -> None:
 
 
 def check_cache(name: str, cache: Tensor, k_cache: Tensor) -> None:
-    """Check one of the two caches by itself: its type and rank, and that both have one head dimension."""
+    """Check the type, rank and strides of a cache, and that both have one head dimension."""
     if cache.is_floating_point() and cache.dtype.itemsize == 1:
         raise NotImplementedError(explain(name, "16-bit numbers (FP8 caches are not implemented)", cache.dtype))
     allowed = checks.CUDA_DTYPES if cache.is_cuda else checks.CPU_DTYPES
@@ -196,7 +196,7 @@ def check_cache(name: str, cache: Tensor, k_cache: Tensor) -> None:
 
 
 def check_values(step: Step) -> None:
-    """ValueError for contents that contradict each other; requests without keys are padding and pass."""
+    """ValueError for contents that contradict each other; requests without keys pass."""
     table, page_size, pages = step.block_table.cpu(), step.limits.page_size, step.limits.num_pages
     requests, columns = table.shape
     keys, most = step.seqlens.tolist(), columns * page_size

@@ -199,7 +199,7 @@ def flash_attn_with_kvcache(
 
 
 def _left_window(causal: Any, window_size: Any, queries: int) -> int:
-    """Positions before its own that a row sees, -1 for all; as FlashAttention has it, causality ends the window."""
+    """Positions before its own that a row sees, -1 for all; causality ends the window."""
     is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
     last_only = checks.flag("causal", causal) or queries == 1
     if is_pair and last_only and isinstance(window_size[1], int) and window_size[1] > 0:

@@ -67,7 +67,7 @@ _PLAN: dict[str, Callable[[Step], None]] = {"cpu": _plan_cpu, "cuda": _plan_cuda
 _DECODE: dict[str, Callable[[DecodeCall], Tensor]] = {"cpu": reference.decode, "cuda": _decode_cuda}
 
 
-# Callers of the operators themselves are checked here; the public functions have checked their arguments.
+# Callers of the operators are checked here; the public functions have checked their arguments.
 
 
 def _is_traced(arguments: tuple[Any, ...]) -> bool:

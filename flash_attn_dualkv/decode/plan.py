@@ -15,7 +15,7 @@ from .operators import make_plan
 
 
 class SharedPrefixPlan:
-    """What decoding knows of a step's requests: which of their pages are the same, and who reads them.
+    """What decoding knows of a step's requests: which of their pages are the same, and whose.
 
     Make one for each block table (layers whose caches share a table share the plan) and keep it;
     call `update` once a step and `shared_prefix_decode` with it in every layer. Its buffers are
@@ -36,8 +36,8 @@ class SharedPrefixPlan:
         device: of all tensors: the CPU, or an NVIDIA GPU of the Hopper architecture.
         exact: what the bits of a row are equal to. "trainer": without a window, those of the
             training forward with the same keys and values, cut at `boundaries`, on the same GPU
-            architecture by the same version of this package. None: what suits the model's shape, never the batch; at present
-            always "trainer".
+            architecture by the same version of this package. None: what suits the model's shape,
+            never the batch; at present always "trainer".
 
     Attributes:
         limits: the sizes above.
@@ -120,7 +120,7 @@ class SharedPrefixPlan:
 
     @property
     def step(self) -> Step:
-        """The step of the last update; RuntimeError before the first one, or after one that failed."""
+        """The step of the last update; RuntimeError before the first, or after one that failed."""
         if self._step is None:
             raise RuntimeError("plan: expected one that has planned a step, got one that update() has not yet planned")
         return self._step
