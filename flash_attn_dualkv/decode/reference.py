@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Decoding in PyTorch, as the specification of the kernels: exact attention of each request over its pages.
+"""The specification of decoding in PyTorch: exact attention of each request over its pages.
 
 A request has the keys at positions [0, keys), of which position p is row p % page_size of page
 block_table[request, p // page_size]. Its queries are at the last positions, and each sees the keys
@@ -26,7 +26,7 @@ from .calls import DecodeCall, Step
 
 
 class Rows(NamedTuple):
-    """Some queries of a request: rows of q, the position of the first of them, and the request's pages."""
+    """Some queries of a request: rows of q, the first one's position, the request's pages."""
 
     begin: int
     end: int
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 def decode(call: DecodeCall) -> Tensor:
-    """Writes out (total_q, H, d) and returns lse (H, total_q), in float32 or for float64 in float64.
+    """Writes out (total_q, H, d) and returns lse (H, total_q) in float32, or float64 for float64.
 
     Rows that are of no request or see no key are 0 and -inf; with sinks, a request's row that sees
     no key has its sink as LSE.
@@ -100,6 +100,6 @@ def attend(call: DecodeCall, rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def load(cache: Tensor, pages: Tensor, positions: Tensor) -> Tensor:
-    """(positions, KV heads, d): the rows of these positions, and no others, from a request's pages."""
+    """(positions, KV heads, d): the rows of these positions, and no others, of a request."""
     page_size = cache.shape[1]
     return cache[pages[positions // page_size], positions % page_size]

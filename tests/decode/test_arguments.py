@@ -337,7 +337,8 @@ def test_what_kernels_cannot_read(library: Library) -> None:
     """A query is copied; a cache or a result never."""
     wide = torch.zeros(5, 16, 2, 24, dtype=torch.bfloat16)
     for name in ("k_cache", "v_cache"):
-        for wrong in (wide[..., 4:20], torch.zeros(5, 16, 2, 20, dtype=torch.bfloat16)[..., :16]):
+        expanded, odd = wide[:1, ..., :16].expand(5, 16, 2, 16), torch.zeros(5, 16, 2, 20).bfloat16()[..., :16]
+        for wrong in (wide[..., 4:20], odd, expanded):
             with pytest.raises(ValueError, match=f"^{name}: expected a first byte on 16 bytes, and strides"):
                 operators._decode_cuda(call_of(**{name: wrong}))
     odd = torch.zeros(3, 4, 20, dtype=torch.bfloat16)[..., :16]
