@@ -8,7 +8,7 @@
 #include <optional>
 #include <sstream>
 
-#include "work_lists.h"
+#include "decode_memory.h"
 
 namespace dualkv {
 namespace {
@@ -231,6 +231,19 @@ int dualkv_tree_nodes(int32_t device, void* stream, const int32_t* cu_seqlens, c
     Device::select(device).check();
     build_tree_nodes({cu_seqlens, parents, static_cast<int>(num_nodes), nodes}, static_cast<cudaStream_t>(stream));
     count_launch("dualkv_nodes");
+  });
+}
+
+int dualkv_decode_plan_bytes(const DualkvDecodePlan* plan, int64_t* bytes) {
+  return guarded([&] { *bytes = DecodeMemory(*plan).bytes; });
+}
+
+int dualkv_decode_plan(int32_t device, void* stream, const DualkvDecodePlan* plan) {
+  return guarded([&] {
+    const DecodeMemory memory(*plan);
+    Device::select(device).check();
+    plan_decode(memory.plan, static_cast<cudaStream_t>(stream));
+    count_launch("dualkv_decode_plan");
   });
 }
 
