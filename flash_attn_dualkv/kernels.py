@@ -314,7 +314,8 @@ def decode_plan(memory: Tensor, limits: DecodeLimits, step: DecodeStep) -> None:
     device = memory.get_device()
     if device != current_device():
         with torch.cuda.device(device):
-            return decode_plan(memory, limits, step)
+            decode_plan(memory, limits, step)
+        return
     compiled_module().decode_plan(device, current_stream(device), decode_plan_tuple(memory, limits, step))
 
 

@@ -28,9 +28,8 @@ struct Claims {
   DUALKV_HD unsigned long long of(int request, int column) const {
     return static_cast<unsigned long long>(step) << 32 | ~(static_cast<unsigned>(request) * columns + column);
   }
-  // Who made it; -1 if that was in an earlier step.
   DUALKV_HD int request(unsigned long long claim) const {
-    return claim >> 32 == step ? static_cast<int>(~static_cast<unsigned>(claim) / columns) : -1;
+    return static_cast<int>(~static_cast<unsigned>(claim) / columns);
   }
 };
 
@@ -84,11 +83,10 @@ __device__ inline void find_prefix(const DecodePlanArgs& a, int request) {
     const int entry = table.entry(request, column);
     return claim_on(entry) == claims.of(request, column) && is_page(table, entry);
   });
-  const int last = own > 0 ? table.entry(request, own - 1) : -1;
+  const int last = own > 0 ? table.entry(request, own - 1) : -1;  // the request claims it too, in this step
   int parent = is_page(table, last) ? claims.request(claim_on(last)) : -1, tiles = 0;
   if (parent >= 0 && parent < request) {
-    const int columns = min_int(own, shareable_columns(a.requests, parent));
-    const int common = find_column(columns, first_other, [&](int column) {
+    const int common = find_column(own, first_other, [&](int column) {
       return table.entry(request, column) != table.entry(parent, column);
     });
     const int keys = min_int(shareable_keys(a.requests, request), shareable_keys(a.requests, parent));

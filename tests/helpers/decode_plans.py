@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +69,7 @@ class Requests:
 
     @property
     def q_begins(self) -> list[int]:
-        return [self.rows_before + sum(self.q_lens[:index]) for index in range(len(self.table))]
+        return list(accumulate(self.q_lens, initial=self.rows_before))[:-1]
 
     def cut(self, request: int) -> int:
         return self.keys[request] if self.cuts is None else min(max(self.cuts[request], 0), self.keys[request])
@@ -151,7 +152,7 @@ def tiles_of(item: Item, block_n: int, most: int = 4096) -> list[Tile]:
 
 
 def trainers_tiles(requests: Requests, request: int, end: int, block_n: int) -> list[Tile]:
-    """What rows of a request whose last one sees keys [0, end) meet, in order: the node behind the cut, then that before."""
+    """What rows that see keys of [0, end) meet, in order: the node behind the request's cut, then that before it."""
     cut = min(requests.cut(request), end)
     return [
         (begin + first, min(block_n, node_end - begin - first))
@@ -162,21 +163,23 @@ def trainers_tiles(requests: Requests, request: int, end: int, block_n: int) -> 
 
 @dataclass
 class Walks:
-    """Checks a list row by row, and keeps how often each tile is read."""
+    """Checks a list row by row, and keeps who reads each tile."""
 
     requests: Requests
     lists: Lists
     heads: int  # of a KV head
-    reads: Counter[tuple[int, tuple[int, ...]]] = field(default_factory=Counter)  # by end of a tile and pages up to it
+    # Who reads a tile, a request for its own or -1 - branch: by the tile's end and the pages up to it.
+    readers: defaultdict[tuple[int, tuple[int, ...]], set[int]] = field(default_factory=lambda: defaultdict(set))
 
     def check(self, items: list[Item]) -> None:
         lists, rows = self.lists, self.requests.q_rows * self.heads
         assert sorted(lists.queries) == list(range(self.requests.q_rows))
+        begins = self.requests.q_begins
         tiles = [tiles_of(item, lists.block_n) for item in items]
         leaf_of, branch_of = [-1] * rows, defaultdict(dict)
         for index, item in enumerate(items):
-            assert 0 < item.rows <= ROWS and 0 <= item.row and item.row + item.rows <= rows
-            self.count_reads(item, tiles[index])
+            assert 0 < item.rows <= ROWS and item.row >= 0 and item.row + item.rows <= rows
+            self.note_readers(item, tiles[index])
             for row in range(item.row, item.row + item.rows):
                 if item.waits < 0:
                     assert leaf_of[row] == -1
@@ -191,19 +194,19 @@ class Walks:
             while (branch := items[chain[-1]].signals) >= 0:
                 chain.append(branch_of[branch].pop(row))
                 assert chain[-1] > chain[-2], "an item comes behind those that it waits for"
-            self.check_row(owners[query], query, [(items[index], tiles[index]) for index in chain], row)
+            place = query - begins[owners[query]]  # among the request's own
+            self.check_row(owners[query], place, [(items[index], tiles[index]) for index in chain], row)
         assert not any(branch_of.values()), "rows in a branch that nobody hands over"
         self.check_signals(items)
         self.check_order(items, tiles)
 
-    def check_row(self, request: int, query: int, chain: list[tuple[Item, list[Tile]]], row: int) -> None:
+    def check_row(self, request: int, place: int, chain: list[tuple[Item, list[Tile]]], row: int) -> None:
         leaf, met = chain[0][0], [tile for _, tiles in chain for tile in tiles]
         if request == PADDING:
             assert not met and len(chain) == 1
             return
         requests = self.requests
-        length, queries = requests.keys[request], requests.q_lens[request]
-        position = length - queries + query - requests.q_begins[request]
+        position = requests.keys[request] - requests.q_lens[request] + place
         assert leaf.request == request
         assert leaf.q_pos + row // self.heads - leaf.row // self.heads == position
         last = leaf.q_pos + (leaf.row + leaf.rows - 1) // self.heads - leaf.row // self.heads
@@ -211,15 +214,16 @@ class Walks:
         assert met == trainers_tiles(requests, request, leaf.keys, self.lists.block_n)
         for item, tiles in chain[1:]:
             for first, valid in tiles:
-                assert valid == self.lists.block_n and first + valid <= position + 1
-                assert requests.pages(item.request, first, first + valid) == requests.pages(request, first, first + valid)
+                end = first + valid
+                assert valid == self.lists.block_n and end <= position + 1
+                assert requests.pages(item.request, first, end) == requests.pages(request, first, end)
 
-    def count_reads(self, item: Item, tiles: list[Tile]) -> None:
-        """By KV walks: one for all M tiles of a branch or leaf."""
+    def note_readers(self, item: Item, tiles: list[Tile]) -> None:
+        """Whole tiles before the cut."""
         owner = item.request if item.waits < 0 else -1 - item.waits
         for first, valid in tiles:
-            if first + valid <= item.cut and first % self.lists.block_n == 0:
-                self._readers[first + valid, self.requests.pages(item.request, 0, first + valid)].add(owner)
+            if first + valid <= item.cut and valid == self.lists.block_n:
+                self.readers[first + valid, self.requests.pages(item.request, 0, first + valid)].add(owner)
 
     def check_signals(self, items: list[Item]) -> None:
         signals = Counter(item.signals for item in items)
@@ -242,22 +246,19 @@ class Walks:
         firsts = [longest[item.request, item.waits] for item in items if item.keys or item.first or item.end]
         assert firsts == sorted(firsts, reverse=True)
 
-    _readers: defaultdict[tuple[int, tuple[int, ...]], set[int]] = field(default_factory=lambda: defaultdict(set))
-
     def check_sharing(self) -> int:
         """Every whole tile is read once for all that may share it. Returns how many are shared.
 
         Where one of those that have its last page may share a part of it only, the tile may be read more often.
         """
-        requests, block_n, shared = self.requests, self.lists.block_n, 0
-        count = len(requests.table)
-        for (end, pages), readers in self._readers.items():
+        requests, shared, count = self.requests, 0, len(self.requests.table)
+        shareable = [requests.shareable(index) for index in range(count)]
+        for (end, pages), readers in self.readers.items():
+            last_page = (end - 1) // requests.page_size * requests.page_size
             same = [index for index in range(count) if requests.pages(index, 0, end) == pages]
-            able = [index for index in same if requests.shareable(index) >= end]
-            part = [index for index in same if requests.shareable(index) > (end - 1) // requests.page_size * requests.page_size]
-            if end % block_n == 0 and able == part and len(able) > 1:
-                unable = [index for index in same if index not in able and requests.q_lens[index]]
-                assert len(readers - set(unable)) == 1
+            able = [index for index in same if shareable[index] >= end]
+            if len(able) > 1 and len(able) == sum(shareable[index] > last_page for index in same):
+                assert len(readers.difference(set(same).difference(able))) == 1
                 shared += 1
         return shared
 

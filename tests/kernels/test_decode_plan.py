@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -31,7 +33,7 @@ sizes = pytest.mark.parametrize(("page_size", "head_dim"), SIZES)
 @sizes
 @pytest.mark.parametrize("heads", [(8, 2), (5, 1), (80, 1)], ids="H{0[0]}-{0[1]}".format)
 def test_random_forests(page_size: int, head_dim: int, heads: tuple[int, int]) -> None:
-    """Each row meets the trainer's tiles in their order, its own pages; what may be shared is read once; steps follow."""
+    """Each row meets the trainer's tiles in order, in its own pages; what may be shared is read once; steps follow."""
     rng = np.random.default_rng(page_size + head_dim)
     columns, shared = COLUMNS[page_size], 0
     for _ in range(6):
@@ -42,6 +44,26 @@ def test_random_forests(page_size: int, head_dim: int, heads: tuple[int, int]) -
             shared += walks.check_sharing()
             requests = grown(rng, requests, cache, columns)
     assert shared > 20
+
+
+@sizes
+def test_few_pages_anywhere(page_size: int, head_dim: int) -> None:
+    """Pages that are alike behind others that are not, a page in several columns, lengths and cuts of any kind."""
+    rng = np.random.default_rng(page_size + head_dim)
+    columns, branches = COLUMNS[page_size], 0
+    for turn in range(8):
+        count = int(rng.integers(2, 14))
+        pages = np.where(rng.random((count, columns)) < 0.9, np.arange(columns), rng.integers(0, columns + 2, columns))
+        keys = rng.integers(0, columns * page_size + 1, count)
+        requests = Requests(pages.tolist(), keys.tolist(), page_size, columns + 2)
+        if turn % 2:
+            requests.cuts = rng.integers(-9, columns * page_size, count).tolist()
+        if turn % 3 == 0:
+            requests.queries = rng.choice([0, 1, 2, 300], count).tolist()
+        found = Plan(limits_for(requests, (8, 2), head_dim), columns).update(requests)
+        check_lists(requests, found, 4)
+        branches += sum(item.waits >= 0 for item in found.shared)
+    assert branches > 8
 
 
 def test_what_a_fork_shares() -> None:
@@ -70,10 +92,6 @@ def test_nobody_depends_on_an_owner_that_cannot_share() -> None:
         assert walks.check_sharing() == 2
 
 
-def items_of(plan: Plan, lists: Lists) -> tuple[list[Item], list[Item], list[int]]:
-    return lists.shared, lists.alone, lists.queries
-
-
 def test_repeats() -> None:
     """Lists are the same again, in another memory, and after steps of others."""
     rng = np.random.default_rng(0)
@@ -89,34 +107,29 @@ def test_repeats() -> None:
 def chain(count: int, page_size: int) -> Requests:
     """Each request has one page more of the longest one than the request before, and one of its own."""
     long = list(range(count))
-    table = [long[: index + 1] + [count + index] for index in range(count)]
+    table = [[*long[: index + 1], count + index] for index in range(count)]
     return Requests(table, [page_size * len(pages) for pages in table], page_size, 2 * count)
 
 
-@pytest.mark.parametrize(("count", "fits"), [(60, True), (200, False), (300, False)])
-def test_deep_forests(count: int, fits: bool) -> None:
+@pytest.mark.parametrize(("count", "heads", "fits"), [(60, 4, True), (200, 4, False), (250, 1, True), (300, 1, False)])
+def test_deep_forests(count: int, heads: int, fits: bool) -> None:
     """Where the items of all branches have no room, or the forest is too deep, nothing is shared."""
     requests = chain(count, 128)
-    found = Plan(limits_for(requests, (4, 1), 64), count + 1).update(requests)
-    check_lists(requests, found, 4)
+    found = Plan(limits_for(requests, (heads, 1), 64), count + 1).update(requests)
+    check_lists(requests, found, heads)
     assert any(item.waits >= 0 for item in found.shared) == fits
     assert fits or found.shared == found.alone
 
 
 def test_a_long_chain_of_parents_is_flat() -> None:
-    """Requests that follow one another, each with a page more, share as many whole tiles: all are children of the first."""
-    requests = replace_cuts(chain(300, 16), 160)
+    """Requests that follow one another, each with a page more, share equally many tiles: each is read once."""
+    requests = replace(chain(300, 16), cuts=[160] * 300)
     found = Plan(limits_for(requests, (4, 1), 128), 301).update(requests)
     walks = check_lists(requests, found, 4)
-    assert walks.check_sharing() == 2 and max(item.waits for item in found.shared) < 12
+    assert walks.check_sharing() == 2
 
 
-def replace_cuts(requests: Requests, cut: int) -> Requests:
-    requests.cuts = [cut] * len(requests.table)
-    return requests
-
-
-@pytest.mark.parametrize("count", [1100, pytest.param(4096, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1100, 4096])
 def test_many_requests(count: int) -> None:
     """More than shared memory holds."""
     rng = np.random.default_rng(1)
@@ -156,7 +169,7 @@ def check_hostile(plan: Plan, step: DecodeStep, lists: Lists, heads: int) -> Non
         done: dict[int, int] = {}
         for item in items:
             assert 0 <= item.request < requests and item.waits < plan.limits.max_requests
-            assert 0 < item.rows <= 64 and 0 <= item.row and item.row + item.rows <= rows
+            assert 0 < item.rows <= 64 and item.row >= 0 and item.row + item.rows <= rows
             assert 0 <= item.first <= item.end and 0 <= item.cut <= item.keys <= columns * plan.limits.page_size
             assert (item.end - 1) * lists.block_n < item.cut
             assert item.waits < 0 or done.get(item.waits, 0) == item.arrivals
