@@ -273,6 +273,19 @@ int dualkv_tree_nodes(int32_t device, void* stream, const int32_t* cu_seqlens, c
   });
 }
 
+int dualkv_decode_plan_bytes(const DualkvDecodePlan* plan, int64_t* bytes) {
+  return guarded([&] { *bytes = decode_memory(*plan).bytes; });
+}
+
+int dualkv_decode_plan(int32_t device, void* stream, const DualkvDecodePlan* plan) {
+  return guarded([&] {
+    const DecodeMemory memory = decode_memory(*plan);
+    Device::select(device).check();
+    plan_decode(memory.plan, static_cast<cudaStream_t>(stream));
+    count_launch("dualkv_decode_plan");
+  });
+}
+
 int dualkv_decode(int32_t device, void* stream, const DualkvDecodePlan* plan, const DualkvDecode* call) {
   return guarded([&] {
     const Device& gpu = Device::select(device);

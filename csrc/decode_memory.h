@@ -17,20 +17,22 @@ struct DecodeMemory {
   int64_t bytes = 0;
 
   DecodeMemory(const DualkvDecodePlan& asked, int block_n) {
+    check(asked);
     Scratch scratch(asked.memory);
     const int requests = static_cast<int>(asked.max_requests), rows = static_cast<int>(asked.max_queries);
     const int kv_heads = static_cast<int>(asked.num_kv_heads);
     const int heads_per_group = static_cast<int>(asked.num_heads) / kv_heads;
-    // Leaves: a request's last item may have less than kDecodeRows rows. Branches: as many again for
-    // each of up to kLevels levels of sharing; what does not fit is not shared.
-    const int leaves = requests + static_cast<int>(int64_t{rows} * heads_per_group / kDecodeRows);
+    // Leaves: the last item of a request, and of the rows in none, may have less than kDecodeRows
+    // rows. Branches: as many again for each of up to kLevels levels of sharing; if they do not fit
+    // nothing is shared.
+    const int leaves = requests + 1 + static_cast<int>(int64_t{rows} * heads_per_group / kDecodeRows);
     plan.owners = scratch.take<unsigned long long>(asked.num_pages);
     plan.step = scratch.take<unsigned>(1);
     progress.next = scratch.take(1), progress.exits = scratch.take(1);
     progress.branches = requests;
     progress.arrived = scratch.take(int64_t{requests} * kv_heads);
-    for (int** array : {&plan.parents, &plan.shared_tiles, &plan.places}) *array = scratch.take(requests);
-    plan.scratch = scratch.take(int64_t{8} * requests);
+    for (int** array : {&plan.parents, &plan.shared_tiles}) *array = scratch.take(requests);
+    plan.forest = scratch.take(int64_t{kForestInts} * requests);
     DecodeLists& lists = plan.lists;
     lists.alone_capacity = leaves, lists.shared_capacity = leaves * (1 + kLevels);
     lists.shared = scratch.take<DecodeItem>(lists.shared_capacity);
@@ -50,6 +52,24 @@ struct DecodeMemory {
   }
 
   static constexpr int kLevels = 4;
+
+ private:
+  // Numbers that the kernels keep in 32 bits.
+  static void check(const DualkvDecodePlan& asked) {
+    const auto expect = [](int64_t value, int64_t most, const char* what, int64_t least = 0) {
+      if (value >= least && value <= most) return;
+      throw std::invalid_argument(std::string(what) + ": expected " + std::to_string(least) + " to " +
+                                  std::to_string(most) + ", got " + std::to_string(value));
+    };
+    expect(asked.max_requests, kMostRequests, "max_requests");
+    expect(asked.requests, asked.max_requests, "requests");
+    expect(asked.queries, asked.max_queries, "queries");
+    expect(asked.num_pages, INT_MAX, "num_pages", 1);
+    expect(asked.columns * asked.page_size, kMaxPosition, "keys of a request, pages times their size");
+    expect(asked.requests * asked.columns, INT_MAX, "entries of the block table");
+    expect(asked.max_queries * asked.num_heads, kMostRows, "max_queries times num_heads");
+  }
+  static constexpr int64_t kMostRows = int64_t{1} << 30;
 };
 
 }  // namespace dualkv

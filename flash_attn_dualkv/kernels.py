@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -277,7 +277,7 @@ DECODE_HEAD_DIMS = (64, 128, 256)
 
 def decode_plan_bytes(limits: Limits, device: torch.device) -> int:
     """Bytes of a plan's memory, which starts as zeros; NotImplementedError for what has no kernels."""
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     if major != 9:
         expected = "a Hopper GPU (compute capability 9.0): decoding has no kernels for others"
         raise NotImplementedError(explain("device", expected, f"{device} of {major}.{minor}"))
@@ -297,20 +297,14 @@ def _library_plan(step: Step) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _is_idle(step: Step) -> bool:
-    """Whether no request has a query."""
-    return step.queries == 0 or step.block_table.shape[0] == 0
-
-
 def decode_plan(step: Step) -> None:
     """Makes the plan of a step in its memory."""
     device = step.block_table.get_device()
     if device != current_device():
         with torch.cuda.device(device):
             return decode_plan(step)
-    if not _is_idle(step):
-        prepare(device)
-        compiled_module().decode_plan(device, current_stream(device), _library_plan(step))
+    prepare(device)
+    compiled_module().decode_plan(device, current_stream(device), _library_plan(step))
     return None
 
 
@@ -334,10 +328,7 @@ def decode(call: DecodeCall) -> Tensor:
     for name, tensor in (("k_cache", call.k_cache), ("v_cache", call.v_cache), ("out", out)):
         _check_in_place(name, tensor)
     lse = uninitialised(q, (q.shape[1], q.shape[0]), torch.float32)
-    if step.cu_seqlens_q is not None:  # no kernel writes a row that no request owns
-        out.zero_()
-        lse.fill_(-torch.inf)
-    if _is_idle(step):
+    if q.shape[0] == 0:
         return lse
     sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
     _q, seen = readable(q)  # a copy lives until the launch

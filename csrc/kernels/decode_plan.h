@@ -15,14 +15,17 @@ struct DecodePlanArgs {
   // (pages): the first request and column with a page, of the step in the upper half. Entries of
   // earlier steps are smaller, so that nothing is cleared.
   unsigned long long* owners;
-  unsigned* step;
-  // (requests), scratch of one update
-  int *parents, *shared_tiles, *places;
-  int* scratch;  // (8 * requests)
+  unsigned* step;  // how many are done
+  // (requests): whose first tiles a request reads too (-1: nobody's), and how many of them
+  int *parents, *shared_tiles;
+  int* forest;  // (kForestInts * requests)
   DecodeLists lists;
 };
 
-// Fills the lists. Four launches at most, no synchronisation, capturable.
+constexpr int kMostRequests = 4096;
+constexpr int kForestInts = 15;  // numbers of each request of a forest
+
+// Fills the lists. Three launches, no synchronisation, capturable.
 void plan_decode(const DecodePlanArgs& args, cudaStream_t stream);
 
 }  // namespace dualkv

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <climits>
 #include <cmath>
 #include <cstring>
 
@@ -140,6 +141,17 @@ inline bool __any_sync(unsigned mask, bool value) {
     }
   });
   return mine.value;
+}
+
+inline int __reduce_min_sync(unsigned mask, int value) {
+  host_cuda::together(mask, value, "a minimum", [](auto of) {
+    int least = INT_MAX;
+    for (int i = 0; i < 32; ++i) least = of(i) ? std::min(least, *of(i)) : least;
+    for (int i = 0; i < 32; ++i) {
+      if (of(i)) *of(i) = least;
+    }
+  });
+  return value;
 }
 
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
