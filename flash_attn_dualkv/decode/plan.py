@@ -14,6 +14,13 @@ from .calls import Limits, Step, check_limits, check_step, check_table
 from .operators import make_plan
 
 
+def make_memory(limits: Limits, device: torch.device) -> Tensor | None:
+    """The memory of a plan, zeros; None where the reference decodes, which needs none."""
+    if device.type == "cpu" or ops.forces_reference():
+        return None
+    return torch.zeros(kernels.decode_plan_bytes(limits, device), dtype=torch.uint8, device=device)
+
+
 class SharedPrefixPlan:
     """What decoding knows of a step's requests: which of their pages are the same, and whose.
 
@@ -66,15 +73,13 @@ class SharedPrefixPlan:
             raise NotImplementedError(explain("exact", f"None or 'trainer' ({what})", "'split'"))
         self.exact = "trainer" if exact is None else checks.choice("exact", exact, ("trainer",))
         self.device = checks.device(device)
-        self._memory: Tensor | None = None
-        self._step: Step | None = None
-        if self.device.type == "cuda":
-            checks.check_device("device", torch.empty(0, device=self.device))
-            size = 0 if ops.forces_reference() else kernels.decode_plan_bytes(self.limits, self.device)
-            self._memory = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            self.device = self._memory.device
-        elif self.device.type != "cpu":
+        if self.device.type not in ("cpu", "cuda"):
             raise ValueError(explain("device", "an NVIDIA GPU or the CPU", self.device))
+        empty = torch.empty(0, device=self.device)
+        checks.check_device("device", empty)
+        self.device = empty.device
+        self._memory = make_memory(self.limits, self.device)
+        self._step: Step | None = None
 
     def update(
         self, block_table: Tensor, seqlens: Tensor, *, cu_seqlens_q: Tensor | None = None,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +41,22 @@ class Forest:
     seqlens: list[int]
     queries: list[int]
 
+    def to(self, device: str) -> Forest:
+        """On that device, with the strides that it has."""
+        moved = {}
+        for name in ("q", "k_cache", "v_cache", "block_table"):
+            tensor = getattr(self, name)
+            moved[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            moved[name].copy_(tensor)
+        return replace(self, **moved)
+
+    def taken(self, order: list[int]) -> Forest:
+        """Some of the requests, in that order."""
+        offsets = self.offsets
+        rows = [row for index in order for row in range(offsets[index], offsets[index + 1])]
+        picked = {name: [getattr(self, name)[index] for index in order] for name in ("seqlens", "queries")}
+        return replace(self, q=self.q[rows], block_table=self.block_table[order], **picked)
+
     @property
     def offsets(self) -> list[int]:
         return [sum(self.queries[:index]) for index in range(len(self.queries) + 1)]
@@ -48,13 +64,15 @@ class Forest:
     def plan(self, **options: Any) -> SharedPrefixPlan:
         """A plan of the step, as ragged queries if some request has not one."""
         (requests, columns), (pages, page_size, kv_heads, head_dim) = self.block_table.shape, self.k_cache.shape
+        device = self.q.device
         made = SharedPrefixPlan(
-            requests, columns, num_pages=pages, max_queries=len(self.q), page_size=page_size,
-            num_heads=self.q.shape[1], num_kv_heads=kv_heads, head_dim=head_dim, device="cpu",
+            requests, columns, num_pages=pages, max_queries=max(len(self.q), 1), page_size=page_size,
+            num_heads=self.q.shape[1], num_kv_heads=kv_heads, head_dim=head_dim, device=device,
         )  # fmt: skip
         if set(self.queries) != {1}:
             options = {"cu_seqlens_q": ints(*self.offsets)} | options
-        return made.update(self.block_table, ints(*self.seqlens), **options)
+        options = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in options.items()}
+        return made.update(self.block_table, ints(*self.seqlens).to(device), **options)
 
     def keys(self, request: int) -> tuple[Tensor, Tensor]:
         """K and V of a request, position by position."""
@@ -66,22 +84,23 @@ class Forest:
         return (torch.stack(k), torch.stack(v)) if k else (empty, empty)
 
     def expected(
-        self, *, scale: float | None = None, window: int = -1, softcap: float = 0.0, sinks: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Dense attention in float64, with a softmax over all keys at once."""
+        self, *, scale: float | None = None, window: int = -1, softcap: float = 0.0, sinks: Tensor | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Dense attention in float64 or the dtype, with a softmax over all keys at once."""
         heads, head_dim = self.q.shape[1:]
         outs, lses = [], []
         for request, (begin, end) in enumerate(pairwise(self.offsets)):
-            k, v = (one.double().repeat_interleave(heads // one.shape[1], 1) for one in self.keys(request))
-            scores = torch.einsum("ihd,jhd->hij", self.q[begin:end].double(), k) * (scale or head_dim**-0.5)
+            k, v = (one.to(dtype).repeat_interleave(heads // one.shape[1], 1) for one in self.keys(request))
+            scores = torch.einsum("ihd,jhd->hij", self.q[begin:end].to(dtype), k) * (scale or head_dim**-0.5)
             if softcap:
                 scores = softcap * (scores / softcap).tanh()
             distance = (torch.arange(end - begin) + len(k) - (end - begin))[:, None] - torch.arange(len(k))
             hidden = (distance < 0) | (distance > (window if window >= 0 else len(k)))
             scores = scores.masked_fill(hidden, -torch.inf)
-            own = torch.full((heads, end - begin, 1), -torch.inf, dtype=torch.float64)
+            own = torch.full((heads, end - begin, 1), -torch.inf, dtype=dtype)
             if sinks is not None:
-                own = sinks.double().view(-1, 1, 1).expand(-1, end - begin, 1)
+                own = sinks.to(dtype).view(-1, 1, 1).expand(-1, end - begin, 1)
             lse = torch.cat([scores, own], -1).logsumexp(-1)
             weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
             outs.append(torch.einsum("hij,jhd->ihd", weights, v))
