@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -267,56 +267,6 @@ def tree_nodes(cu_seqlens: Tensor, parents: Tensor) -> Tensor:
     places = pointer(cu_seqlens), pointer(parents)
     module.tree_nodes(device, current_stream(device), *places, parents.shape[0], nodes.data_ptr())
     return nodes
-
-
-class DecodeLimits(NamedTuple):
-    """What stays for the life of a decoding plan."""
-
-    max_requests: int
-    max_queries: int
-    num_pages: int
-    page_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
-class DecodeStep(NamedTuple):
-    """What the plan of a step is made from. int32; the last dimension of block_table is contiguous."""
-
-    block_table: Tensor  # (requests, columns)
-    seqlens: Tensor  # (requests,): keys, those of the queries included
-    queries: int  # rows of q
-    cu_seqlens_q: Tensor | None = None  # (requests + 1,); None: one query each
-    boundaries: Tensor | None = None  # (requests,): where each request's keys are cut; None: nowhere
-
-
-NO_STEP = (0,) * 8  # of a plan whose size alone is asked for
-
-
-def decode_plan_bytes(limits: DecodeLimits) -> int:
-    """Bytes of a plan's memory, which begins as zeros."""
-    size: int = compiled_module().decode_plan_bytes((*NO_STEP, *limits, 0))
-    return size
-
-
-def decode_plan_tuple(memory: Tensor, limits: DecodeLimits, step: DecodeStep) -> tuple[int, ...]:
-    """A plan as the library takes it; `memory` stays where it is for the life of the plan."""
-    table = step.block_table
-    offsets = map(pointer, (step.seqlens, step.cu_seqlens_q, step.boundaries))
-    return (
-        table.data_ptr(), table.stride(0), *table.shape, step.queries, *offsets, *limits, memory.data_ptr(),
-    )  # fmt: skip
-
-
-def decode_plan(memory: Tensor, limits: DecodeLimits, step: DecodeStep) -> None:
-    """Makes the plan of a step in its memory, on the current stream, without a look at the values."""
-    device = memory.get_device()
-    if device != current_device():
-        with torch.cuda.device(device):
-            decode_plan(memory, limits, step)
-        return
-    compiled_module().decode_plan(device, current_stream(device), decode_plan_tuple(memory, limits, step))
 
 
 # What there is

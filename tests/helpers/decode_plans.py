@@ -16,11 +16,33 @@ from launches import DEVICE
 from torch import Tensor
 
 from flash_attn_dualkv import kernels
-from flash_attn_dualkv.kernels import DecodeLimits, DecodeStep
 
 ROWS = 64  # of an item
 GUARD = 4096  # bytes behind a plan's memory
+NO_STEP = (0,) * 8  # of a plan whose size alone is asked for
 PADDING = -1  # the request of a row that is in none
+
+
+class Limits(NamedTuple):
+    """What is fixed for a plan's life, in the order of DualkvDecodePlan (csrc/api.h)."""
+
+    max_requests: int
+    max_queries: int
+    num_pages: int
+    page_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class Step(NamedTuple):
+    """What a plan is made from, as the library takes it."""
+
+    block_table: Tensor
+    seqlens: Tensor
+    queries: int
+    cu_seqlens_q: Tensor | None = None
+    boundaries: Tensor | None = None
 
 
 class Item(NamedTuple):
@@ -87,14 +109,14 @@ class Requests:
         owners = [index for index, queries in enumerate(self.q_lens) for _ in range(queries)]
         return [PADDING] * self.rows_before + owners + [PADDING] * self.rows_behind
 
-    def step(self, columns: int) -> DecodeStep:
+    def step(self, columns: int) -> Step:
         table = torch.full((len(self.table), columns + 1), -7, dtype=torch.int32)  # its rows are not contiguous
         for row, entries in zip(table, self.table, strict=True):
             row[: len(entries)] = torch.tensor(entries, dtype=torch.int32)
         offsets = None if self.queries is None else [*self.q_begins, self.rows_before + sum(self.q_lens)]
         made = [None if one is None else ints(one) for one in (self.keys, offsets, self.cuts)]
         assert made[0] is not None
-        return DecodeStep(table.to(DEVICE)[:, :columns], made[0], self.q_rows, *made[1:])
+        return Step(table.to(DEVICE)[:, :columns], made[0], self.q_rows, *made[1:])
 
 
 def ints(values: list[int]) -> Tensor:
@@ -108,7 +130,7 @@ class PlanStruct(ctypes.Structure):
         ("block_table", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("table_stride", "requests", "columns", "queries")),
         *((name, ctypes.c_void_p) for name in ("seqlens", "cu_seqlens_q", "boundaries")),
-        *((name, ctypes.c_int64) for name in DecodeLimits._fields),
+        *((name, ctypes.c_int64) for name in Limits._fields),
         ("memory", ctypes.c_void_p),
     ]
 
@@ -116,19 +138,29 @@ class PlanStruct(ctypes.Structure):
 class Plan:
     """A plan's memory from step to step."""
 
-    def __init__(self, limits: DecodeLimits, columns: int) -> None:
+    def __init__(self, limits: Limits, columns: int) -> None:
         self.limits, self.columns = limits, columns
-        self.size = kernels.decode_plan_bytes(limits)
+        self.size: int = kernels.compiled_module().decode_plan_bytes((*NO_STEP, *limits, 0))
         self.memory = torch.zeros(self.size + GUARD, dtype=torch.uint8, device=DEVICE)
         self.memory[self.size :] = 0xA5
         found = (ctypes.c_int64 * 7)()
-        asked = PlanStruct(*kernels.NO_STEP, *limits, 0)
+        asked = PlanStruct(*NO_STEP, *limits, 0)
         load_shim("decode").read_decode_layout(ctypes.byref(asked), found)
         *self.offsets, self.shared_capacity, self.alone_capacity, self.block_n = found
 
-    def update(self, step: Requests | DecodeStep) -> Lists:
-        made = step if isinstance(step, DecodeStep) else step.step(self.columns)
-        kernels.decode_plan(self.memory, self.limits, made)
+    def update(self, step: Requests | Step) -> Lists:
+        made = step if isinstance(step, Step) else step.step(self.columns)
+        self.launch(made)
+        return self.read(made.queries)
+
+    def launch(self, step: Step) -> None:
+        table, device = step.block_table, self.memory.get_device()
+        offsets = map(kernels.pointer, (step.seqlens, step.cu_seqlens_q, step.boundaries))
+        given = (table.data_ptr(), table.stride(0), *table.shape, step.queries, *offsets)
+        stream = kernels.current_stream(device)
+        kernels.compiled_module().decode_plan(device, stream, (*given, *self.limits, self.memory.data_ptr()))
+
+    def read(self, q_rows: int) -> Lists:
         memory = self.memory.cpu().numpy()
         assert (memory[self.size :] == 0xA5).all()
         shared, alone, counts, queries = (memory[offset : self.size] for offset in self.offsets)
@@ -138,7 +170,7 @@ class Plan:
             [Item(*row[:11]) for row in one[: 48 * size].view(np.int32).reshape(-1, 12).tolist()]
             for one, size in zip((shared, alone), sizes, strict=True)
         ]
-        return Lists(lists[0], lists[1], queries[: 4 * made.queries].view(np.int32).tolist(), self.block_n)
+        return Lists(lists[0], lists[1], queries[: 4 * q_rows].view(np.int32).tolist(), self.block_n)
 
 
 Tile = tuple[int, int]  # position of the first key, and number of keys
@@ -335,7 +367,7 @@ def grown(rng: np.random.Generator, requests: Requests, cache: Cache, columns: i
     )  # fmt: skip
 
 
-def limits_for(requests: Requests, heads: tuple[int, int], head_dim: int, spare: int = 0) -> DecodeLimits:
-    return DecodeLimits(
+def limits_for(requests: Requests, heads: tuple[int, int], head_dim: int, spare: int = 0) -> Limits:
+    return Limits(
         len(requests.table) + spare, requests.q_rows + spare, requests.num_pages, requests.page_size, *heads, head_dim
     )
