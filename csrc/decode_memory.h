@@ -16,7 +16,7 @@ struct DecodeMemory {
   DecodeStates states{};
   int64_t bytes = 0;
 
-  explicit DecodeMemory(const DualkvDecodePlan& asked) {
+  DecodeMemory(const DualkvDecodePlan& asked, int block_n) {
     check(asked);
     Scratch scratch(asked.memory);
     const int requests = static_cast<int>(asked.max_requests), rows = static_cast<int>(asked.max_queries);
@@ -47,7 +47,7 @@ struct DecodeMemory {
                       static_cast<int>(asked.columns), static_cast<int>(asked.num_pages),
                       static_cast<int>(asked.page_size)},
                      asked.seqlens, asked.cu_seqlens_q, asked.boundaries, static_cast<int>(asked.queries)};
-    plan.block_n = asked.head_dim == 64 ? 128 : 80;
+    plan.block_n = block_n;
     plan.heads_per_group = heads_per_group;
   }
 

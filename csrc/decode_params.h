@@ -18,7 +18,8 @@ struct PageTable {
   DUALKV_HD int entry(int request, int column) const {
     return entries[clamp_int(request, 0, requests - 1) * stride + clamp_int(column, 0, columns - 1)];
   }
-  DUALKV_HD int page(int request, int column) const { return clamp_int(entry(request, column), 0, num_pages - 1); }
+  DUALKV_HD int page_of(int entry) const { return clamp_int(entry, 0, num_pages - 1); }
+  DUALKV_HD int page(int request, int column) const { return page_of(entry(request, column)); }
   DUALKV_HD int most_keys() const { return columns * page_size; }
 };
 
@@ -27,7 +28,7 @@ constexpr int kPageRows = 16;  // pages are multiples of it
 // K or V of a paged cache. Strides are in elements.
 template <typename T>
 struct PagedTensor {
-  const T* data;
+  T* data;
   int64_t page_stride, row_stride, head_stride;
 };
 
@@ -82,7 +83,7 @@ struct DecodeParams {
   ProblemShape shape;
   PageTable table;
   TensorView<const T> q;
-  PagedTensor<T> k, v;
+  PagedTensor<const T> k, v;
   TensorView<T> out;
   float* lse;          // (num_heads, q_rows)
   const float* sinks;  // (num_heads), or null
@@ -92,6 +93,10 @@ struct DecodeParams {
   DecodeProgress progress;
   DecodeStates states;
 
+  // Row of q of a row of items.
+  DUALKV_HD int query(int row) const {
+    return clamp_int(queries[row / shape.heads_per_group()], 0, shape.q_rows - 1);
+  }
   DUALKV_HD float sink(int head) const { return sinks ? sinks[head] : -INFINITY; }
 };
 

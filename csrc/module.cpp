@@ -16,7 +16,7 @@ namespace {
 
 #define DUALKV_EVERY_FUNCTION(use)                                                            \
   use(forward_scratch) use(backward_scratch) use(forward) use(backward) use(sequence_nodes)   \
-  use(tree_nodes) use(decode_plan_bytes) use(decode_plan) use(error) use(version)             \
+  use(tree_nodes) use(decode_plan_bytes) use(decode_plan) use(decode) use(error) use(version) \
   use(explain_plan) use(build_info) use(launch_counts)
 
 // Functions of the library that is open. It stays so: kernels may run until the process ends.
@@ -144,6 +144,23 @@ void decode_plan(int device, int64_t stream, py::handle given) {
   check(library.decode_plan(device, pointer<void>(stream), &plan));
 }
 
+// Address, strides of pages, rows and heads.
+DualkvPages pages(py::handle view) {
+  check_length(view, 4);
+  return {pointer<const void>(integer(view, 0)), integer(view, 1), integer(view, 2), integer(view, 3)};
+}
+
+void decode(int device, int64_t stream, py::handle plan, py::handle rows, py::handle caches, int64_t lse,
+            int64_t sinks, bool is_half, py::handle options) {
+  check_length(rows, 2);
+  check_length(caches, 2);
+  const DualkvDecodePlan planned = decode_plan_of(plan);
+  const DualkvDecode call{tensor(item(rows, 0)), tensor(item(rows, 1)), pages(item(caches, 0)), pages(item(caches, 1)),
+                          pointer<float>(lse), pointer<const float>(sinks), is_half, options_of(options)};
+  check_numbers();
+  check(library.decode(device, pointer<void>(stream), &planned, &call));
+}
+
 std::string explain_plan(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t head_dim_v, int64_t rows,
                          int64_t num_nodes, py::handle options, int device, const std::optional<std::string>& gpu) {
   const DualkvOptions asked = options_of(options);
@@ -168,6 +185,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("tree_nodes", &tree_nodes);
   m.def("decode_plan_bytes", &decode_plan_bytes);
   m.def("decode_plan", &decode_plan);
+  m.def("decode", &decode);
   m.def("explain_plan", &explain_plan);
   m.def("build_info", [] { return std::string(library.build_info()); });
   m.def("launch_counts", [] { return std::string(library.launch_counts()); });

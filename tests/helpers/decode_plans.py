@@ -16,33 +16,11 @@ from launches import DEVICE
 from torch import Tensor
 
 from flash_attn_dualkv import kernels
+from flash_attn_dualkv.decode.calls import Limits, Step
 
 ROWS = 64  # of an item
 GUARD = 4096  # bytes behind a plan's memory
-NO_STEP = (0,) * 8  # of a plan whose size alone is asked for
 PADDING = -1  # the request of a row that is in none
-
-
-class Limits(NamedTuple):
-    """What is fixed for a plan's life, in the order of DualkvDecodePlan (csrc/api.h)."""
-
-    max_requests: int
-    max_queries: int
-    num_pages: int
-    page_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
-class Step(NamedTuple):
-    """What a plan is made from, as the library takes it."""
-
-    block_table: Tensor
-    seqlens: Tensor
-    queries: int
-    cu_seqlens_q: Tensor | None = None
-    boundaries: Tensor | None = None
 
 
 class Item(NamedTuple):
@@ -59,6 +37,16 @@ class Item(NamedTuple):
     waits: int
     arrivals: int
     signals: int
+
+
+class DecodeStep(NamedTuple):
+    """A step without a plan's memory."""
+
+    block_table: Tensor
+    seqlens: Tensor
+    queries: int
+    cu_seqlens_q: Tensor | None = None
+    boundaries: Tensor | None = None
 
 
 class Lists(NamedTuple):
@@ -109,14 +97,14 @@ class Requests:
         owners = [index for index, queries in enumerate(self.q_lens) for _ in range(queries)]
         return [PADDING] * self.rows_before + owners + [PADDING] * self.rows_behind
 
-    def step(self, columns: int) -> Step:
+    def step(self, columns: int) -> DecodeStep:
         table = torch.full((len(self.table), columns + 1), -7, dtype=torch.int32)  # its rows are not contiguous
         for row, entries in zip(table, self.table, strict=True):
             row[: len(entries)] = torch.tensor(entries, dtype=torch.int32)
         offsets = None if self.queries is None else [*self.q_begins, self.rows_before + sum(self.q_lens)]
         made = [None if one is None else ints(one) for one in (self.keys, offsets, self.cuts)]
         assert made[0] is not None
-        return Step(table.to(DEVICE)[:, :columns], made[0], self.q_rows, *made[1:])
+        return DecodeStep(table.to(DEVICE)[:, :columns], made[0], self.q_rows, *made[1:])
 
 
 def ints(values: list[int]) -> Tensor:
@@ -140,25 +128,22 @@ class Plan:
 
     def __init__(self, limits: Limits, columns: int) -> None:
         self.limits, self.columns = limits, columns
-        self.size: int = kernels.compiled_module().decode_plan_bytes((*NO_STEP, *limits, 0))
+        self.size = kernels.decode_plan_bytes(limits, torch.device(DEVICE))
         self.memory = torch.zeros(self.size + GUARD, dtype=torch.uint8, device=DEVICE)
         self.memory[self.size :] = 0xA5
         found = (ctypes.c_int64 * 7)()
-        asked = PlanStruct(*NO_STEP, *limits, 0)
+        asked = PlanStruct(*(0,) * 8, *limits, 0)
         load_shim("decode").read_decode_layout(ctypes.byref(asked), found)
         *self.offsets, self.shared_capacity, self.alone_capacity, self.block_n = found
 
-    def update(self, step: Requests | Step) -> Lists:
-        made = step if isinstance(step, Step) else step.step(self.columns)
+    def update(self, step: Requests | DecodeStep) -> Lists:
+        made = step if isinstance(step, DecodeStep) else step.step(self.columns)
         self.launch(made)
         return self.read(made.queries)
 
-    def launch(self, step: Step) -> None:
-        table, device = step.block_table, self.memory.get_device()
-        offsets = map(kernels.pointer, (step.seqlens, step.cu_seqlens_q, step.boundaries))
-        given = (table.data_ptr(), table.stride(0), *table.shape, step.queries, *offsets)
-        stream = kernels.current_stream(device)
-        kernels.compiled_module().decode_plan(device, stream, (*given, *self.limits, self.memory.data_ptr()))
+    def launch(self, step: DecodeStep) -> None:
+        offsets = (step.cu_seqlens_q, step.boundaries)
+        kernels.decode_plan(Step(step.block_table, step.seqlens, *offsets, self.memory, step.queries, self.limits))
 
     def read(self, q_rows: int) -> Lists:
         memory = self.memory.cpu().numpy()

@@ -11,7 +11,7 @@ extern "C" {
 // Bytes from the beginning to the lists (shared, alone), their counts and the order of queries; then the capacities of the lists,
 // and the keys of a tile.
 void read_decode_layout(const DualkvDecodePlan* plan, int64_t* out) {
-  const DecodeMemory memory(*plan);
+  const DecodeMemory memory(*plan, plan->head_dim == 64 ? 128 : 80);
   const DecodeLists& lists = memory.plan.lists;
   const auto offset = [](const void* address) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address)); };
   const int64_t found[] = {offset(lists.shared), offset(lists.alone),  offset(lists.counts),   offset(lists.queries),

@@ -71,6 +71,7 @@ def compile_step(source: Path, options: tuple[str, ...]) -> CompileStep:
         "-fPIC",
         "-fvisibility=hidden",
         "-Wno-unknown-pragmas",
+        "-ffp-contract=off",
     ]
     command += ["-march=native", f"-I{HOST_CUDA}", f"-I{FOLDER / 'csrc'}", *options, str(source)]
     return CompileStep(tuple(command), FOLDER / "objects" / f"{source.name}.o", ROOT, "host")

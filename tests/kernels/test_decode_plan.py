@@ -10,11 +10,11 @@ import pytest
 import torch
 from decode_plans import (
     Cache,
+    DecodeStep,
     Item,
     Lists,
     Plan,
     Requests,
-    Step,
     check_lists,
     grown,
     ints,
@@ -160,7 +160,7 @@ def hostile(rng: np.random.Generator, like: torch.Tensor | None, share: float) -
     return torch.from_numpy(mixed.astype(np.int32)).to(DEVICE)
 
 
-def check_hostile(plan: Plan, step: Step, lists: Lists, heads: int) -> None:
+def check_hostile(plan: Plan, step: DecodeStep, lists: Lists, heads: int) -> None:
     """Rows and tiles are in their tensors, and whoever waits is served."""
     requests, columns = step.block_table.shape
     rows = step.queries * heads
@@ -189,12 +189,12 @@ def test_hostile_contents(page_size: int, head_dim: int) -> None:
         for share in (0.05, 0.5, 1.0):
             given = [hostile(rng, one, share if (turn + at) % 3 else 0.02) for at, one in enumerate(tensors(step))]
             assert given[0] is not None and given[1] is not None
-            wild = Step(given[0], given[1], step.queries, *given[2:])
+            wild = DecodeStep(given[0], given[1], step.queries, *given[2:])
             check_hostile(plan, wild, plan.update(wild), 4)
         check_lists(requests, plan.update(requests), 4).check_sharing()  # no step spoils the next
 
 
-def tensors(step: Step) -> tuple[torch.Tensor | None, ...]:
+def tensors(step: DecodeStep) -> tuple[torch.Tensor | None, ...]:
     return step.block_table, step.seqlens, step.cu_seqlens_q, step.boundaries
 
 
@@ -203,11 +203,11 @@ def test_a_graph_follows_new_contents() -> None:
     """Captured once, replayed with other requests, lengths, forests and queries."""
     rng = np.random.default_rng(3)
     made = [random_tree(rng, 16, 80, 60, most=20)[0] for _ in range(4)]
-    made = [replace(one, table=one.table[:20], keys=one.keys[:20], cuts=[200] * 20, queries=[1] * 20) for one in made]
-    made = [replace(one, rows_before=0, rows_behind=0) for one in made]
+    made = [replace(one, table=one.table[:20], keys=one.keys[:20], cuts=[200] * 20) for one in made]
+    made = [replace(one, queries=rng.permutation([0, 2] * 10).tolist(), rows_before=0, rows_behind=0) for one in made]
     limits = limits_for(made[0], (8, 2), 128)
     plan, eager, steps = Plan(limits, 60), Plan(limits, 60), [one.step(60) for one in made]
-    static = steps[0]._replace(block_table=steps[0].block_table.clone())
+    static = DecodeStep(*(one.clone() if isinstance(one, torch.Tensor) else one for one in steps[0]))
 
     def launch() -> tuple[torch.Tensor, ...]:
         plan.launch(static)
@@ -236,7 +236,7 @@ def test_offsets_that_decrease() -> None:
 def test_no_requests() -> None:
     requests = Requests([[0]], [16], 16, 4)
     plan = Plan(limits_for(requests, (4, 1), 64), 1)
-    step = Step(torch.zeros(0, 1, dtype=torch.int32, device=DEVICE), ints([]), 0)
+    step = DecodeStep(torch.zeros(0, 1, dtype=torch.int32, device=DEVICE), ints([]), 0)
     assert plan.update(step) == Lists([], [], [], 128)
 
 

@@ -176,5 +176,13 @@ T atomicMin(T* address, U value) {
   return std::exchange(*address, std::min(*address, static_cast<T>(value)));
 }
 
+inline void __threadfence() {}  // blocks run one after the other
+
+// Rounded one by one: products and sums are not contracted here (-ffp-contract=off).
+inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
+
 using std::max;
 using std::min;
