@@ -75,7 +75,7 @@ __device__ inline void for_each(int count, Body body) {
 __device__ inline bool load_forest(const DecodePlanArgs& a, Forest& f) {
   bool is_wrong = false;
   for_each(f.requests, [&](int i) {
-    f.parents[i] = a.parents[i], f.tiles[i] = a.shared_tiles[i];
+    f.tiles[i] = a.shared_tiles[i];
     f.queries[i] = f.subtree[i] = a.requests.queries(i);
     f.nearest[i] = f.arrivals[i] = 0;
     is_wrong |= a.requests.cu_seqlens_q && a.requests.first_query(i + 1) < a.requests.first_query(i);
@@ -86,21 +86,20 @@ __device__ inline bool load_forest(const DecodePlanArgs& a, Forest& f) {
   return true;
 }
 
-// Climbs to a parent that shares fewer tiles with its own. What a request shares with its parent and
-// the parent shares with the grandparent, it shares with the grandparent. Others may have climbed
-// already: then they have passed requests that share no less, so that this one passes them too.
-__device__ inline void climb(Forest& f) {
-  volatile int* const parents = f.parents;
+// Climbs to the nearest ancestor that shares fewer tiles with its own parent: what a request shares
+// with its parent, and the parent with the grandparent, the request shares with the grandparent.
+// Then sums the queries below each request.
+__device__ inline void climb(const DecodePlanArgs& a, Forest& f) {
   for_each(f.requests, [&](int i) {
-    int parent = parents[i];
-    while (parent >= 0 && f.tiles[i] <= f.tiles[parent]) parent = parents[parent];
-    parents[i] = parent;
+    int parent = a.parents[i];
+    while (parent >= 0 && f.tiles[i] <= f.tiles[parent]) parent = a.parents[parent];
+    f.parents[i] = parent;
   });
   __syncthreads();
   bool is_too_deep = false;
   for_each(f.requests, [&](int i) {
-    int above = parents[i];
-    for (int level = 0; above >= 0 && level < kMostLevels; ++level, above = parents[above]) {
+    int above = f.parents[i];
+    for (int level = 0; above >= 0 && level < kMostLevels; ++level, above = f.parents[above]) {
       atomicAdd(&f.subtree[above], f.queries[i]);
     }
     is_too_deep |= above >= 0;

@@ -34,7 +34,6 @@ struct DecodeOrder {
   // Leaves come before branches with equally many tiles, which may be those that they hand over to.
   __device__ void sort() {
     const int size = sorted_size(2 * f.requests);
-    __syncthreads();
     for_each(size, [&](int unit) {
       const bool is_leaf = unit < f.requests, is_branch = unit > f.requests && unit - f.requests < f.branches;
       const int tiles = is_leaf ? tiles_of_leaf(unit) : is_branch ? f.end_tile(branch_of(unit)) : 0;
@@ -148,7 +147,7 @@ __device__ inline void build_decode_lists(const DecodePlanArgs& a, uint64_t* key
   const int requests = a.requests.count();
   Forest f(requests, memory);
   const Padding padding(a.requests, load_forest(a, f));
-  climb(f);
+  climb(a, f);
   number_branches(f, keys, sums);
   find_places(f);
   int* const begins = memory + int64_t{Forest::kArrays} * requests;

@@ -138,8 +138,14 @@ class Plan:
 
     def update(self, step: Requests | DecodeStep) -> Lists:
         made = step if isinstance(step, DecodeStep) else step.step(self.columns)
-        offsets = (made.cu_seqlens_q, made.boundaries)
-        kernels.decode_plan(Step(made.block_table, made.seqlens, *offsets, self.memory, made.queries, self.limits))
+        self.launch(made)
+        return self.read(made.queries)
+
+    def launch(self, step: DecodeStep) -> None:
+        offsets = (step.cu_seqlens_q, step.boundaries)
+        kernels.decode_plan(Step(step.block_table, step.seqlens, *offsets, self.memory, step.queries, self.limits))
+
+    def read(self, q_rows: int) -> Lists:
         memory = self.memory.cpu().numpy()
         assert (memory[self.size :] == 0xA5).all()
         shared, alone, counts, queries = (memory[offset : self.size] for offset in self.offsets)
@@ -149,7 +155,7 @@ class Plan:
             [Item(*row[:11]) for row in one[: 48 * size].view(np.int32).reshape(-1, 12).tolist()]
             for one, size in zip((shared, alone), sizes, strict=True)
         ]
-        return Lists(lists[0], lists[1], queries[: 4 * made.queries].view(np.int32).tolist(), self.block_n)
+        return Lists(lists[0], lists[1], queries[: 4 * q_rows].view(np.int32).tolist(), self.block_n)
 
 
 Tile = tuple[int, int]  # position of the first key, and number of keys

@@ -21,7 +21,7 @@ from decode_plans import (
     limits_for,
     random_tree,
 )
-from launches import DEVICE, GPU_MARKS, counted_launches
+from launches import DEVICE, GPU_MARKS, captured, counted_launches, needs_gpu
 from node_tables import HOSTILE_VALUES
 
 pytestmark = GPU_MARKS
@@ -196,6 +196,31 @@ def test_hostile_contents(page_size: int, head_dim: int) -> None:
 
 def tensors(step: DecodeStep) -> tuple[torch.Tensor | None, ...]:
     return step.block_table, step.seqlens, step.cu_seqlens_q, step.boundaries
+
+
+@needs_gpu
+def test_a_graph_follows_new_contents() -> None:
+    """Captured once, replayed with other requests, lengths, forests and queries."""
+    rng = np.random.default_rng(3)
+    made = [random_tree(rng, 16, 80, 60, most=20)[0] for _ in range(4)]
+    made = [replace(one, table=one.table[:20], keys=one.keys[:20], cuts=[200] * 20) for one in made]
+    made = [replace(one, queries=rng.permutation([0, 2] * 10).tolist(), rows_before=0, rows_behind=0) for one in made]
+    limits = limits_for(made[0], (8, 2), 128)
+    plan, eager, steps = Plan(limits, 60), Plan(limits, 60), [one.step(60) for one in made]
+    static = DecodeStep(*(one.clone() if isinstance(one, torch.Tensor) else one for one in steps[0]))
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        plan.launch(static)
+        return (plan.memory,)
+
+    graph, _ = captured(launch)
+    for requests, step in zip(made, steps):
+        for to, new in zip(tensors(static), tensors(step)):
+            assert to is not None and new is not None
+            to.copy_(new)
+        graph.replay()
+        assert plan.read(static.queries) == eager.update(requests)
+        check_lists(requests, plan.read(static.queries), 4)
 
 
 def test_offsets_that_decrease() -> None:
