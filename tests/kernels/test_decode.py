@@ -14,12 +14,7 @@ from forests import Forest, forest, ints
 from launches import DEVICE, GPU_MARKS, captured, counted_launches, needs_gpu, poison_free_memory
 from torch import Tensor
 
-from flash_attn_dualkv import (
-    SharedPrefixPlan,
-    flash_attn_dualkv_varlen_func,
-    flash_attn_varlen_func,
-    shared_prefix_decode,
-)
+from flash_attn_dualkv import SharedPrefixPlan, flash_attn_dualkv_varlen_func, shared_prefix_decode
 
 pytestmark = GPU_MARKS
 HEADS = {64: (8, 2), 128: (4, 4), 256: (5, 1)}
@@ -92,9 +87,7 @@ def trained(step: Forest, request: int, cut: int, options: dict[str, Any]) -> tu
     rows = {"softmax_scale": options.get("scale"), "softcap": options.get("softcap", 0.0), "return_lse": True}
     rows |= {"causal": True, "sinks": sinks_of(step, options)}
     q, cu_q = step.q[begin:end], ints(0, end - begin).to(DEVICE)
-    if cut in (0, len(k)):
-        cu_k = ints(0, len(k)).to(DEVICE)
-        return flash_attn_varlen_func(q, k, v, cu_q, cu_k, end - begin, len(k), **rows)
+    cut = cut % len(k)  # uncut is a cut before the first key
     cu_k = ints(0, len(k) - cut).to(DEVICE)
     return flash_attn_dualkv_varlen_func(
         q, k[:cut], v[:cut], k[cut:], v[cut:], cu_q, cu_k, end - begin, cut, len(k) - cut, **rows
