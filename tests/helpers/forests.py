@@ -70,7 +70,7 @@ class Forest:
             num_heads=self.q.shape[1], num_kv_heads=kv_heads, head_dim=head_dim, device=device,
         )  # fmt: skip
         if set(self.queries) != {1}:
-            options = {"cu_seqlens_q": ints(*self.offsets)} | options
+            options = {"cu_seqlens_q": ints(*self.offsets), "num_queries": len(self.q)} | options
         options = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in options.items()}
         return made.update(self.block_table, ints(*self.seqlens).to(device), **options)
 
