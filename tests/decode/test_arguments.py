@@ -329,8 +329,6 @@ def test_library_gets_the_layer(library: Library) -> None:
         assert options == (0.5, True, 9, 2.0, 0, False)
         assert lse_place == lse.data_ptr() and sinks_place not in (0, sinks.data_ptr())
         assert lse.shape == (4, len(call.q)) and lse.dtype == torch.float32
-        # Rows that no request owns exist only where offsets are given.
-        assert (call.out == (0.0 if ragged else 7.0)).all() and (lse == -torch.inf).all() <= ragged
 
 
 def test_what_kernels_cannot_read(library: Library) -> None:
@@ -367,13 +365,11 @@ def test_what_kernels_lack(library: Library, monkeypatch: pytest.MonkeyPatch) ->
     assert library.calls == [("decode_plan_bytes", ((*[0] * 8, *limits, 0),))]
 
 
-def test_nothing_is_launched_without_queries(library: Library) -> None:
-    for rows, offsets in ((0, None), (0, ints(0)), (3, ints(0))):
-        plan = planned().update(torch.zeros(0, 2, dtype=torch.int32), ints(), cu_seqlens_q=offsets, num_queries=rows)
-        q, out = torch.zeros(rows, 4, 16).bfloat16(), torch.ones(rows, 4, 16).bfloat16()
-        call = call_of(q=q, out=out, step=plan.step)
-        operators._plan_cuda(call.step)
-        assert (operators._decode_cuda(call) == torch.full((4, rows), -torch.inf)).all() and not out.any()
+def test_nothing_is_launched_without_rows(library: Library) -> None:
+    for offsets in (None, ints(0)):
+        plan = planned().update(torch.zeros(0, 2, dtype=torch.int32), ints(), cu_seqlens_q=offsets, num_queries=0)
+        q = torch.zeros(0, 4, 16).bfloat16()
+        assert operators._decode_cuda(call_of(q=q, out=q, step=plan.step)).shape == (4, 0)
     assert library.calls == []
 
 
