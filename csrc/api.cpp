@@ -8,6 +8,7 @@
 #include <optional>
 #include <sstream>
 
+#include "decode_memory.h"
 #include "work_lists.h"
 
 namespace dualkv {
@@ -25,8 +26,8 @@ auto planned(const Call& call, Make make, const char* qk = "q", const char* v = 
 }
 
 // Runs `body(T{})` for the element type of a call.
-template <class Body>
-auto with_element_type(const DualkvCall& call, Body body) {
+template <class Call, class Body>
+auto with_element_type(const Call& call, Body body) {
   return call.is_half ? body(__half{}) : body(__nv_bfloat16{});
 }
 
@@ -159,6 +160,44 @@ std::string describe_build() {
   return text.str();
 }
 
+// The decode kernel of a plan, by element type the same index.
+int find_decode(const DualkvDecodePlan& plan) {
+  const std::vector<KernelTraits>& traits = registry<DecodeKernel<AnyElement>>().traits;
+  for (size_t i = 0; i < traits.size(); ++i) {
+    if (traits[i].dims.qk == plan.head_dim) return static_cast<int>(i);
+  }
+  throw std::invalid_argument("head_dim: expected one of those that decode kernels are built for, got " +
+                              std::to_string(plan.head_dim));
+}
+
+DecodeMemory decode_memory(const DualkvDecodePlan& plan) {
+  return DecodeMemory(plan, registry<DecodeKernel<AnyElement>>().traits[find_decode(plan)].tiles.block_n);
+}
+
+template <typename T>
+PagedTensor<const T> pages_of(const DualkvPages& pages) {
+  return {static_cast<const T*>(pages.data), pages.page_stride, pages.row_stride, pages.head_stride};
+}
+
+template <typename T>
+void launch_decode(const Device& device, cudaStream_t stream, const DualkvDecodePlan& plan, const DualkvDecode& call) {
+  const DecodeMemory memory = decode_memory(plan);
+  const DualkvOptions& options = call.options;
+  const int head_dim = static_cast<int>(plan.head_dim);
+  const ProblemShape shape{static_cast<int>(call.q.rows), static_cast<int>(plan.num_heads),
+                           static_cast<int>(plan.num_kv_heads), head_dim, head_dim,
+                           static_cast<float>(options.softmax_scale), {true, window_of(options)},
+                           {options.softmax_scale, options.softcap}, device.gpu.num_sms};
+  const bool alone = shape.sees.has_window();  // rows of a branch have windows of their own
+  const DecodeLists& lists = memory.plan.lists;
+  registry<DecodeKernel<T>>().kernels[find_decode(plan)].launch(
+      {shape, memory.plan.requests.table, view_of<const T>(call.q), pages_of<T>(call.k), pages_of<T>(call.v),
+       view_of<T>(call.out), call.lse, call.sinks, alone ? lists.alone : lists.shared, lists.counts + alone,
+       lists.queries, memory.progress, memory.states},
+      stream);
+  count_launch("dualkv_sm90_decode");
+}
+
 // Texts that outlive the call that returns them.
 std::string& last_error() {
   thread_local std::string text;
@@ -231,6 +270,29 @@ int dualkv_tree_nodes(int32_t device, void* stream, const int32_t* cu_seqlens, c
     Device::select(device).check();
     build_tree_nodes({cu_seqlens, parents, static_cast<int>(num_nodes), nodes}, static_cast<cudaStream_t>(stream));
     count_launch("dualkv_nodes");
+  });
+}
+
+int dualkv_decode_plan_bytes(const DualkvDecodePlan* plan, int64_t* bytes) {
+  return guarded([&] { *bytes = decode_memory(*plan).bytes; });
+}
+
+int dualkv_decode_plan(int32_t device, void* stream, const DualkvDecodePlan* plan) {
+  return guarded([&] {
+    const DecodeMemory memory = decode_memory(*plan);
+    Device::select(device).check();
+    plan_decode(memory.plan, static_cast<cudaStream_t>(stream));
+    count_launch("dualkv_decode_plan");
+  });
+}
+
+int dualkv_decode(int32_t device, void* stream, const DualkvDecodePlan* plan, const DualkvDecode* call) {
+  return guarded([&] {
+    const Device& gpu = Device::select(device);
+    gpu.check();
+    with_element_type(*call, [&](auto element) {
+      launch_decode<decltype(element)>(gpu, static_cast<cudaStream_t>(stream), *plan, *call);
+    });
   });
 }
 

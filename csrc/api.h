@@ -68,6 +68,41 @@ DUALKV_API int dualkv_sequence_nodes(int32_t device, void* stream, const int32_t
 DUALKV_API int dualkv_tree_nodes(int32_t device, void* stream, const int32_t* cu_seqlens, const int32_t* parents,
                                  int64_t num_nodes, int32_t* nodes);
 
+// Decoding over pages. A plan's memory belongs to the caller, starts as zeros and stays where it
+// is; max_* and all that follow them are fixed for its life, the rest is of one step. Pointers in
+// device memory; boundaries and cu_seqlens_q (null: one query each) may be null.
+typedef struct {
+  const int32_t* block_table;  // (requests, columns): pages of a request, in order
+  int64_t table_stride, requests, columns, queries;  // queries: rows of q
+  const int32_t* seqlens;       // (requests): keys, those of the queries included
+  const int32_t* cu_seqlens_q;  // (requests + 1)
+  const int32_t* boundaries;    // (requests): where each request's keys are cut into two nodes
+  int64_t max_requests, max_queries, num_pages, page_size, num_heads, num_kv_heads, head_dim;
+  void* memory;
+} DualkvDecodePlan;
+
+// K or V of a cache, (pages, page_size, num_kv_heads, head_dim) in any order of memory but for the
+// last dimension, which is contiguous; the base on 16 bytes, strides in elements, multiples of 8.
+typedef struct {
+  const void* data;
+  int64_t page_stride, row_stride, head_stride;
+} DualkvPages;
+
+typedef struct {
+  DualkvTensor q, out;  // (queries, num_heads, head_dim)
+  DualkvPages k, v;
+  float* lse;          // (num_heads, queries)
+  const float* sinks;  // (num_heads), or null
+  int32_t is_half;
+  DualkvOptions options;
+} DualkvDecode;
+
+DUALKV_API int dualkv_decode_plan_bytes(const DualkvDecodePlan* plan, int64_t* bytes);
+// Makes the plan of a step on the stream.
+DUALKV_API int dualkv_decode_plan(int32_t device, void* stream, const DualkvDecodePlan* plan);
+// Attention of a layer.
+DUALKV_API int dualkv_decode(int32_t device, void* stream, const DualkvDecodePlan* plan, const DualkvDecode* call);
+
 // Texts, valid until the thread's next call of a function that gives one.
 DUALKV_API const char* dualkv_error(void);    // of the thread's last failure
 DUALKV_API const char* dualkv_version(void);  // of the package that the library was built with

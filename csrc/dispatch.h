@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "core/kernel_traits.h"
-#include "params.h"
+#include "decode_params.h"
 
 namespace dualkv {
 
@@ -47,6 +47,10 @@ struct BackwardKernel : Launches<BackwardParams<T>> {
 // dQ alone.
 template <typename T>
 struct BackwardDqKernel : Launches<BackwardDqParams<T>> {};
+
+// Decode over pages.
+template <typename T>
+struct DecodeKernel : Launches<DecodeParams<T>> {};
 
 // Kernels of one direction and their traits, by family and head dims, small ones first; of equal
 // ones the preferred first.

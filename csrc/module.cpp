@@ -18,7 +18,8 @@ namespace {
 
 #define DUALKV_EVERY_FUNCTION(use)                                                            \
   use(forward_scratch) use(backward_scratch) use(forward) use(backward) use(sequence_nodes)   \
-  use(tree_nodes) use(error) use(version) use(explain_plan) use(build_info) use(launch_counts)
+  use(tree_nodes) use(decode_plan_bytes) use(decode_plan) use(decode) use(error) use(version) \
+  use(explain_plan) use(build_info) use(launch_counts)
 
 // Functions of the library that is open. It stays so: kernels may run until the process ends.
 struct Library {
@@ -198,6 +199,47 @@ void tree_nodes(int device, int64_t stream, int64_t cu_seqlens, int64_t parents,
                            pointer<const int32_t>(parents), num_nodes, pointer<int32_t>(nodes)));
 }
 
+// The fields of DualkvDecodePlan in their order: those of a step, then those that stay.
+DualkvDecodePlan decode_plan_of(py::handle given) {
+  check_length(given, 16);
+  const auto at = [&](int index) { return integer(given, index); };
+  const auto pointer_at = [&](int index) { return pointer<const int32_t>(at(index)); };
+  const DualkvDecodePlan plan{pointer_at(0), at(1), at(2),  at(3),  at(4),  pointer_at(5), pointer_at(6), pointer_at(7),
+                              at(8),         at(9), at(10), at(11), at(12), at(13),        at(14), pointer<void>(at(15))};
+  check_numbers();
+  return plan;
+}
+
+int64_t decode_plan_bytes(py::handle given) {
+  const DualkvDecodePlan plan = decode_plan_of(given);
+  int64_t bytes = 0;
+  check(library.decode_plan_bytes(&plan, &bytes));
+  return bytes;
+}
+
+void decode_plan(int device, int64_t stream, py::handle given) {
+  const DualkvDecodePlan plan = decode_plan_of(given);
+  check(library.decode_plan(device, pointer<void>(stream), &plan));
+}
+
+// A cache (pages, rows, heads, head_dim), in place.
+DualkvPages pages_of(py::handle cache) {
+  static PyObject* const stride = named("stride");
+  const py::object strides = asked(cache, stride);
+  check_length(strides, 4);
+  return {pointer<const void>(address_of(cache)), integer(strides, 0), integer(strides, 1), integer(strides, 2)};
+}
+
+void decode(int device, int64_t stream, py::handle plan, py::handle copy, py::handle q, py::handle out, py::handle k,
+            py::handle v, py::handle lse, py::handle sinks, bool is_half, py::handle options) {
+  Reader reader(copy);
+  const DualkvDecodePlan planned = decode_plan_of(plan);
+  const DualkvDecode call{reader.read(q), reader.read(out), pages_of(k), pages_of(v), pointer<float>(address_of(lse)),
+                          pointer<const float>(address_of(sinks)), is_half, options_of(options, false)};
+  check_numbers();
+  check(library.decode(device, pointer<void>(stream), &planned, &call));
+}
+
 std::string explain_plan(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t head_dim_v, int64_t rows,
                          int64_t num_nodes, py::handle options, bool deterministic, int device,
                          const std::optional<std::string>& gpu) {
@@ -217,6 +259,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("backward", &backward);
   m.def("sequence_nodes", &sequence_nodes);
   m.def("tree_nodes", &tree_nodes);
+  m.def("decode_plan_bytes", &decode_plan_bytes);
+  m.def("decode_plan", &decode_plan);
+  m.def("decode", &decode);
   m.def("explain_plan", &explain_plan);
   m.def("build_info", [] { return std::string(library.build_info()); });
   m.def("launch_counts", [] { return std::string(library.launch_counts()); });

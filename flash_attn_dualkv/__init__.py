@@ -16,6 +16,9 @@ from .data.pack import (
 from .data.prefix_tree import PrefixTree
 from .data.split import split_by_token_budget
 from .data.unpack import unpack_logprobs, unpack_to_jagged
+from .decode.attention import shared_prefix_decode
+from .decode.kvcache import append_kv, flash_attn_with_kvcache
+from .decode.plan import SharedPrefixPlan
 from .errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUnsupportedError
 from .kernels import build_info
 from .layout import SharedPromptLayout
@@ -29,24 +32,28 @@ __all__ = [
     "PackedBatch",
     "PrefixTree",
     "PrefixTreeBatch",
+    "SharedPrefixPlan",
     "SharedPromptBatch",
     "SharedPromptError",
     "SharedPromptLayout",
     "SharedPromptLayoutError",
     "SharedPromptUnsupportedError",
     "__version__",
+    "append_kv",
     "balance",
     "build_info",
     "explain_plan",
     "flash_attn_dualkv_varlen_func",
     "flash_attn_tree_varlen_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "group_by_prefix",
     "group_by_prompt",
     "pack_jagged",
     "pack_padded",
     "pack_prefix_tree",
     "pack_shared_prompts",
+    "shared_prefix_decode",
     "shared_prompt_attention",
     "split_by_token_budget",
     "unpack_logprobs",

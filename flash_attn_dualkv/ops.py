@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -193,32 +193,37 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
 # Loops, not any() over a generator, which takes the host a microsecond more.
 
 
-def requires_grad(call: ForwardCall | BackwardCall) -> bool:
-    """Whether autograd must record the call; below its formula it must not look again."""
+def requires_grad(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether autograd must record a call; below its formula it must not look again."""
     if torch.is_grad_enabled():
-        for one in call[:-1]:
+        for one in tensors:
             if one is not None and one.requires_grad:
                 return True
     return False
 
 
-def unwatched(
-    implementations: Mapping[str, Callable[[AnyCall], Result]], call: AnyCall
-) -> Callable[[AnyCall], Result] | None:
-    """The device's implementation, where no subclass, compiler, mode or profiler may want to see an operator.
+def is_watched(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a subclass, a compiler, a mode or the profiler may want to see an operator.
 
     Where nobody does, one implementation may call the next: each way through the dispatcher costs
     the host 10 us.
     """
-    for one in call[:-1]:
+    for one in tensors:
         if type(one) is not Tensor and one is not None:
-            return None
-    if (
+            return True
+    return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or profiler._is_profiler_enabled
-    ):
+    )
+
+
+def unwatched(
+    implementations: Mapping[str, Callable[[AnyCall], Result]], call: AnyCall
+) -> Callable[[AnyCall], Result] | None:
+    """The device's implementation, where nobody watches."""
+    if is_watched(call[:-1]):
         return None
     # The type of a device takes five times as long as is_cuda.
     return implementations.get("cuda" if call.q.is_cuda else call.q.device.type)
@@ -296,13 +301,13 @@ class _Gradient(torch.autograd.Function):
 def _forward_autograd(call: ForwardCall) -> Results:
     refuse_tangents(call)
     compute = partial(_below, forward, _FORWARD)
-    if requires_grad(call):
+    if requires_grad(call[:-1]):
         return cast(Results, _Attention.apply(compute, *call))
     return compute(call)
 
 
 def _backward_autograd(call: BackwardCall) -> list[Tensor]:
-    if requires_grad(call):
+    if requires_grad(call[:-1]):
         return list(_Gradient.apply(*call))
     return _below(backward, _BACKWARD, call)
 
@@ -330,4 +335,4 @@ def attend(
     if compute is None:
         return cast(Results, forward(*pack(call)))
     refuse_tangents(call)
-    return _record(compute, call) if requires_grad(call) else compute(call)
+    return _record(compute, call) if requires_grad(call[:-1]) else compute(call)

@@ -24,4 +24,10 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Arrives on an mbarrier once this thread's copies so far are complete. Needs sm_90's barriers, and
+// an arrival of this thread in the barrier's count.
+__device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 }  // namespace dualkv::ptx

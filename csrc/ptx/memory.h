@@ -61,4 +61,16 @@ __device__ __forceinline__ void publish(uint64_t* address, uint64_t value) {
   asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
+// A counter in global memory on which threads of any block arrive, once. What an arriving thread's
+// block did before a barrier is visible to the waiting thread's block behind one.
+__device__ __forceinline__ void arrive(int* counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ void wait_arrived(const int* counter, int arrivals) {
+  int now;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  } while (now < arrivals);
+}
+
 }  // namespace dualkv::ptx

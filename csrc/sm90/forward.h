@@ -282,8 +282,7 @@ struct ForwardConsumer {
       release_k();
       mask(work, now, q_pos);
       const bool moved = softmax.raise_maximum(s, scale_log2, rescale);
-      softmax.rescale_sum(rescale);
-      softmax.exponentiate(s, scale_log2);
+      softmax.exponentiate(s, scale_log2, rescale);
       ptx::pin(s[0]);
       // Needed by the next scores. It is here because the compiler moves nothing across its loop:
       // otherwise it moves the softmax after the wait for P V, and the two no longer overlap.

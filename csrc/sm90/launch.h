@@ -14,6 +14,7 @@
 #include "sm90/backward_mla.h"
 #include "sm90/backward_wide.h"
 #include "sm90/convert.h"
+#include "sm90/decode.h"
 #include "sm90/forward.h"
 #include "sm90/tensor_map.h"
 
@@ -161,6 +162,25 @@ bool register_backward_dq() {
   });
 }
 
+template <typename T, class Config, bool kSoftcap>
+void launch_decode_blocks(const DecodeParams<T>& p, cudaStream_t stream) {
+  launch(dualkv_sm90_decode<T, Config, kSoftcap>, Config::kBlocks * p.shape.num_sms, Config::kThreads,
+         Config::kSharedBytes, stream, p);
+}
+
+template <int kHeadDim>
+bool register_decode() {
+  return for_element_types([](auto element) {
+    using T = decltype(element);
+    using Config = DecodeConfig<kHeadDim>;
+    const auto run = [](const DecodeParams<T>& p, cudaStream_t stream) {
+      p.shape.softcap.exists() ? launch_decode_blocks<T, Config, true>(p, stream)
+                               : launch_decode_blocks<T, Config, false>(p, stream);
+    };
+    add_kernel<DecodeKernel<T>>(decode_traits<kHeadDim>(), {{run}});
+  });
+}
+
 }  // namespace dualkv::sm90
 
 // (head dim), or (head dim of q and k, head dim of v)
@@ -170,3 +190,5 @@ bool register_backward_dq() {
   [[maybe_unused]] static const bool registered = dualkv::sm90::register_backward<__VA_ARGS__>()
 #define DUALKV_SM90_BACKWARD_DQ(...) \
   [[maybe_unused]] static const bool registered = dualkv::sm90::register_backward_dq<__VA_ARGS__>()
+#define DUALKV_SM90_DECODE(...) \
+  [[maybe_unused]] static const bool registered = dualkv::sm90::register_decode<__VA_ARGS__>()

@@ -81,7 +81,8 @@ __device__ __forceinline__ void mask_columns(float (&x)[kM16][kN8][4], int col0,
 
 // A product after the cap, still to be multiplied by softmax_scale.
 __device__ __forceinline__ float cap_score(const Softcap& softcap, float product) {
-  return softcap.bound - 2.f * softcap.bound * reciprocal_approx(1.f + exp2_approx(product * softcap.rate));
+  const float reciprocal = reciprocal_approx(1.f + exp2_approx(product * softcap.rate));
+  return __fmaf_rn(-2.f * softcap.bound, reciprocal, softcap.bound);
 }
 
 // 1 - tanh^2, the derivative of the cap, at the score whose probability is

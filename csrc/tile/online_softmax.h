@@ -62,35 +62,43 @@ struct OnlineSoftmax {
         const bool raised = top > (kSlackLog2 > 0 ? row_max[i][half] + slack : row_max[i][half]);
         moved |= raised;
         if (kSlackLog2 > 0) top = raised ? top : row_max[i][half];
-        rescale[i][half] = exp2_approx((row_max[i][half] - finite(top)) * scale_log2);
+        rescale[i][half] = exp2_approx(__fmul_rn(__fsub_rn(row_max[i][half], finite(top)), scale_log2));
         row_max[i][half] = top;
       }
     return __any_sync(0xffffffffu, moved);
   }
 
-  // Turns scores into unnormalised probabilities exp2((s - max) * scale_log2) and sums them.
+  // Turns scores into unnormalised probabilities exp2((s - max) * scale_log2) and adds them to the
+  // sum, which is multiplied by `rescale` before. The arithmetic is spelled out: whether the compiler
+  // makes one fma of a product and a sum depends on the code around it, and decoding promises the
+  // bits of the forward.
   template <int kN8>
-  __device__ __forceinline__ void exponentiate(float (&s)[kM16][kN8][4], float scale_log2) {
+  __device__ __forceinline__ void exponentiate(float (&s)[kM16][kN8][4], float scale_log2,
+                                               const float (&rescale)[kM16][2]) {
 #pragma unroll
     for (int i = 0; i < kM16; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float shift = finite(row_max[i][half]) * scale_log2;
+        const float shift = __fmul_rn(finite(row_max[i][half]), scale_log2);
 #pragma unroll
         for (int j = 0; j < kN8; ++j)
 #pragma unroll
           for (int e = 2 * half; e < 2 * half + 2; ++e) {
-            s[i][j][e] = exp2_approx(s[i][j][e] * scale_log2 - shift);
-            row_sum[i][half] += s[i][j][e];
+            float& p = s[i][j][e];
+            float& sum = row_sum[i][half];
+            p = exp2_approx(__fmaf_rn(p, scale_log2, -shift));
+            sum = j == 0 && e == 2 * half ? __fmaf_rn(sum, rescale[i][half], p) : __fadd_rn(sum, p);
           }
       }
   }
 
-  __device__ __forceinline__ void rescale_sum(const float (&rescale)[kM16][2]) {
+  // The first tile of a row that has no sum yet.
+  template <int kN8>
+  __device__ __forceinline__ void exponentiate(float (&s)[kM16][kN8][4], float scale_log2) {
+    float rescale[kM16][2];
 #pragma unroll
-    for (int i = 0; i < kM16; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) row_sum[i][half] *= rescale[i][half];
+    for (int i = 0; i < kM16; ++i) rescale[i][0] = rescale[i][1] = 1.f;
+    exponentiate(s, scale_log2, rescale);
   }
 
   // -inf (no key seen so far) as 0: -inf - -inf would be NaN.
@@ -100,11 +108,11 @@ struct OnlineSoftmax {
   // factor of the output, 1 / sum, or 0 for a row without keys. `lse` is the natural log of the
   // sum, -inf without keys and sink.
   __device__ __forceinline__ float finish(int i, int half, float softmax_scale, float sink, float& lse) {
-    const float top = row_max[i][half] * softmax_scale, joined_top = fmaxf(top, sink);
+    const float top = __fmul_rn(row_max[i][half], softmax_scale), joined_top = fmaxf(top, sink);
     const bool empty = joined_top == -CUDART_INF_F;
-    const float share = expf(top - joined_top);  // 1 unless the sink is larger
-    const float sum = quad_sum(row_sum[i][half]) * share + expf(sink - joined_top);
-    lse = empty ? -CUDART_INF_F : joined_top + logf(sum);
+    const float share = expf(__fsub_rn(top, joined_top));  // 1 unless the sink is larger
+    const float sum = __fmaf_rn(quad_sum(row_sum[i][half]), share, expf(__fsub_rn(sink, joined_top)));
+    lse = empty ? -CUDART_INF_F : __fadd_rn(joined_top, logf(sum));
     return empty ? 0.f : share / sum;
   }
 };

@@ -34,6 +34,8 @@ from toolchain import CompileStep, host_compiler, kernel_sources, parallel_jobs,
 from flash_attn_dualkv import kernels, ops
 from flash_attn_dualkv._version import __version__
 from flash_attn_dualkv.calls import BackwardCall, ForwardCall
+from flash_attn_dualkv.decode import operators, plan
+from flash_attn_dualkv.decode.calls import DecodeCall, Limits, Step
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST_CUDA = Path(__file__).resolve().parent / "host_cuda"
@@ -71,6 +73,7 @@ def compile_step(source: Path, options: tuple[str, ...]) -> CompileStep:
         "-fPIC",
         "-fvisibility=hidden",
         "-Wno-unknown-pragmas",
+        "-ffp-contract=off",
     ]
     command += ["-march=native", f"-I{HOST_CUDA}", f"-I{FOLDER / 'csrc'}", *options, str(source)]
     return CompileStep(tuple(command), FOLDER / "objects" / f"{source.name}.o", ROOT, "host")
@@ -148,8 +151,23 @@ def install() -> None:
         for name, table, kind in (("forward", ops._FORWARD, ForwardCall), ("backward", ops._BACKWARD, BackwardCall)):
             table["cpu"] = partial(_run, table["cuda"], table["cpu"])
             library.impl(name, ops.unpacking(kind, table["cpu"]), "CPU", allow_override=True)
+        operators._DECODE["cpu"] = partial(_decode, operators._DECODE["cpu"])
+        operators._PLAN["cpu"] = partial(_plan, operators._PLAN["cpu"])
+        plan.make_memory = _plan_memory
         library.impl("sequence_nodes", ops._sequence_nodes_cuda, "CPU", allow_override=True)
         library.impl("tree_nodes", ops._tree_nodes_cuda, "CPU", allow_override=True)
+
+
+def _decode(reference: Callable[..., Any], call: DecodeCall) -> Any:
+    return reference(call) if call.step.memory is None else kernels.decode(call)
+
+
+def _plan(reference: Callable[..., Any], step: Step) -> Any:
+    return reference(step) if step.memory is None else kernels.decode_plan(step)
+
+
+def _plan_memory(limits: Limits, device: torch.device) -> torch.Tensor:
+    return torch.zeros(kernels.decode_plan_bytes(limits, device), dtype=torch.uint8)
 
 
 def _run(kernels: Callable[..., Any], reference: Callable[..., Any], call: ForwardCall | BackwardCall) -> Any:

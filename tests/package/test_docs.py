@@ -117,6 +117,17 @@ def test_examples_of_trees() -> None:
         torch.testing.assert_close(one, expected.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_examples_of_rollouts() -> None:
+    """The last request's last row against PyTorch's attention."""
+    names = run_examples(ROOT / "docs/rollouts.md")
+    assert names["cached"].tolist() == [43, 47, 50, 32]
+    k, v = (torch.cat([cache[7], cache[8]]).transpose(0, 1) for cache in (names["k_cache"], names["v_cache"]))
+    q = names["q"][3][:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)[:, 0]
+    tolerance = 1e-5 if q.dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(names["out"][3], expected, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8"))

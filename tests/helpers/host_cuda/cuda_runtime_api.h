@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <climits>
 #include <cmath>
 #include <cstring>
 
@@ -142,6 +143,17 @@ inline bool __any_sync(unsigned mask, bool value) {
   return mine.value;
 }
 
+inline int __reduce_min_sync(unsigned mask, int value) {
+  host_cuda::together(mask, value, "a minimum", [](auto of) {
+    int least = INT_MAX;
+    for (int i = 0; i < 32; ++i) least = of(i) ? std::min(least, *of(i)) : least;
+    for (int i = 0; i < 32; ++i) {
+      if (of(i)) *of(i) = least;
+    }
+  });
+  return value;
+}
+
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 
 template <typename T, typename U>
@@ -163,6 +175,14 @@ template <typename T, typename U>
 T atomicMin(T* address, U value) {
   return std::exchange(*address, std::min(*address, static_cast<T>(value)));
 }
+
+inline void __threadfence() {}  // blocks run one after the other
+
+// Rounded one by one: products and sums are not contracted here (-ffp-contract=off).
+inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
 
 using std::max;
 using std::min;

@@ -4,7 +4,7 @@
 
 #include <deque>
 
-#include "shared_memory.h"
+#include "ptx/mbarrier.h"
 
 namespace dualkv::ptx {
 
@@ -37,6 +37,17 @@ inline void cp_async_wait() {
   for (; copies.groups.size() > kPending; copies.groups.pop_front()) {
     for (const auto& copy : copies.groups.front()) copy();
   }
+}
+
+// Copies happen at any time before the arrival.
+inline void cp_async_arrive(uint32_t barrier) {
+  AsyncCopies& copies = async_copies[threadIdx.x];
+  std::vector<std::function<void()>> all = std::exchange(copies.open, {});
+  for (auto& group : std::exchange(copies.groups, {})) all.insert(all.end(), group.begin(), group.end());
+  host_cuda::defer([all, &reached = barrier_at(barrier)] {
+    for (const auto& copy : all) copy();
+    reached.arrive();
+  });
 }
 
 }  // namespace dualkv::ptx

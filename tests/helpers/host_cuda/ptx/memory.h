@@ -44,4 +44,9 @@ inline uint64_t load_published(const uint64_t* address) {
 }
 inline void publish(uint64_t* address, uint64_t value) { *address = value; }
 
+inline void arrive(int* counter) { ++*counter; }
+inline void wait_arrived(const int* counter, int arrivals) {
+  host_cuda::wait_until("items of blocks before it", [counter, arrivals] { return *counter >= arrivals; });
+}
+
 }  // namespace dualkv::ptx

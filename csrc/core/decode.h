@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Geometry of decoding over pages. A request's keys are at positions [0, keys) and its queries are
+// the last of them. Its cut divides the keys into two nodes, as a prompt and a response are in
+// training, and its rows meet the tiles of both in the order of the training forward: from the
+// last tile after the cut down to the cut, then from the last one before it down to position 0.
+//
+//     keys    0 |  0  |  1  |  2  |3|     cut | 0 |  1  |2|     queries at the end
+//     walk         6     5     4   3            2    1   0
+//
+// Requests whose first pages are the same read the tiles that lie in them once. Rows walk their
+// own tiles first (a leaf), then those that they share with others (a branch, whose rows are those
+// of all requests below it), up to tile 0. Between the items of a row its state waits in memory, so
+// that nothing is merged: the bits of a row do not depend on what is shared.
+//
+//     request 0   | branch 0: 0 1 2 3 | branch 1: 4 5 | leaf: 6 7 8 |
+//     request 1   |                   |               | leaf: 6 7 |
+//     request 2   |                   | leaf: 4 5 6 |
+#pragma once
+
+#include "core/nodes.h"
+
+namespace dualkv {
+
+constexpr int kDecodeRows = 64;  // rows of an item: queries of its requests, times the heads of a KV head
+
+// A walk of up to kDecodeRows rows over tiles of one request's pages, for every KV head.
+struct alignas(16) DecodeItem {
+  int request;      // whose pages are read
+  int row, rows;    // row / (heads of a KV head) is a place in the order of queries, the rest a head
+  int q_pos;        // position of the first row's query; kMaxPosition: all rows see all keys
+  int cut, keys;    // keys [cut, keys) are tiles from the cut on; none of a branch
+  int first, end;   // tiles [first, end) of those from position 0 on, which end at the cut
+  int waits;        // branch whose items hand over the states of these rows; -1: they start empty
+  int arrivals;     // how many items do, of each KV head
+  int signals;      // branch that goes on with these rows; -1: tile 0 was the last, or there is none
+  int unused = 0;
+};
+
+struct DecodeTile {
+  int position, valid;  // of its first key, and its number of keys
+};
+
+// Tiles of an item, last ones first.
+struct DecodeWalk {
+  int own_begin, own_tiles, own_end;
+  int low_begin, low_first, low_tiles, low_end;
+  int block_n;
+
+  DUALKV_HD DecodeWalk(const DecodeItem& item, int block_n_, Visibility sees) : block_n(block_n_) {
+    // Keys before the window of the first query are dropped, as in PathWalk. Only items that share
+    // nothing have windows.
+    const int first_key = sees.has_window() ? sees.first_key(item.q_pos) : 0;
+    own_begin = max_int(item.cut, min_int(first_key, item.keys));
+    own_end = item.keys;
+    own_tiles = ceil_div(own_end - own_begin, block_n);
+    low_begin = min_int(first_key, item.cut);
+    low_end = item.cut;
+    low_first = item.first;
+    low_tiles = sees.has_window() ? ceil_div(low_end - low_begin, block_n) : item.end - item.first;
+  }
+
+  DUALKV_HD int tiles() const { return own_tiles + low_tiles; }
+  DUALKV_HD DecodeTile tile(int step) const {
+    const bool is_own = step < own_tiles;
+    const int index = is_own ? own_tiles - 1 - step : low_first + low_tiles - 1 - (step - own_tiles);
+    const int position = (is_own ? own_begin : low_begin) + index * block_n;
+    return {position, min_int(block_n, (is_own ? own_end : low_end) - position)};
+  }
+};
+
+}  // namespace dualkv

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The memory of a decoding plan, which the caller keeps from step to step. It begins as zeros.
+#pragma once
+
+#include "kernels/decode_plan.h"
+#include "problem.h"
+#include "work_lists.h"
+
+namespace dualkv {
+
+// Where everything lies. What only sizes decide comes from the plan's limits, so that addresses
+// stay the same for as long as the plan lives.
+struct DecodeMemory {
+  DecodePlanArgs plan{};
+  DecodeProgress progress{};
+  DecodeStates states{};
+  int64_t bytes = 0;
+
+  DecodeMemory(const DualkvDecodePlan& asked, int block_n) {
+    check(asked);
+    Scratch scratch(asked.memory);
+    const int requests = static_cast<int>(asked.max_requests), rows = static_cast<int>(asked.max_queries);
+    const int kv_heads = static_cast<int>(asked.num_kv_heads);
+    const int heads_per_group = static_cast<int>(asked.num_heads) / kv_heads;
+    // Leaves: the last item of a request, and of the rows in none, may have less than kDecodeRows
+    // rows. Branches: as many again for each of up to kLevels levels of sharing; if they do not fit
+    // nothing is shared.
+    const int leaves = requests + 1 + static_cast<int>(int64_t{rows} * heads_per_group / kDecodeRows);
+    plan.owners = scratch.take<unsigned long long>(asked.num_pages);
+    plan.step = scratch.take<unsigned>(1);
+    progress.next = scratch.take(1), progress.exits = scratch.take(1);
+    progress.branches = requests;
+    progress.arrived = scratch.take(int64_t{requests} * kv_heads);
+    for (int** array : {&plan.parents, &plan.shared_tiles}) *array = scratch.take(requests);
+    plan.forest = scratch.take(int64_t{kForestInts} * requests);
+    DecodeLists& lists = plan.lists;
+    lists.alone_capacity = leaves, lists.shared_capacity = leaves * (1 + kLevels);
+    lists.shared = scratch.take<DecodeItem>(lists.shared_capacity);
+    lists.alone = scratch.take<DecodeItem>(lists.alone_capacity);
+    lists.counts = scratch.take(2);
+    lists.queries = scratch.take(rows);
+    states.out = scratch.take<float>(int64_t{rows} * asked.num_heads * asked.head_dim);
+    states.statistics = scratch.take<float>(int64_t{rows} * asked.num_heads * 8);
+    bytes = scratch.used();
+
+    plan.requests = {{asked.block_table, asked.table_stride, static_cast<int>(asked.requests),
+                      static_cast<int>(asked.columns), static_cast<int>(asked.num_pages),
+                      static_cast<int>(asked.page_size)},
+                     asked.seqlens, asked.cu_seqlens_q, asked.boundaries, static_cast<int>(asked.queries)};
+    plan.block_n = block_n;
+    plan.heads_per_group = heads_per_group;
+  }
+
+  static constexpr int kLevels = 4;
+
+ private:
+  // Numbers that the kernels keep in 32 bits.
+  static void check(const DualkvDecodePlan& asked) {
+    const auto expect = [](int64_t value, int64_t most, const char* what, int64_t least = 0) {
+      if (value >= least && value <= most) return;
+      throw std::invalid_argument(std::string(what) + ": expected " + std::to_string(least) + " to " +
+                                  std::to_string(most) + ", got " + std::to_string(value));
+    };
+    expect(asked.max_requests, kMostRequests, "max_requests");
+    expect(asked.requests, asked.max_requests, "requests");
+    expect(asked.queries, asked.max_queries, "queries");
+    expect(asked.num_pages, INT_MAX, "num_pages", 1);
+    expect(asked.columns * asked.page_size, kMaxPosition, "keys of a request, pages times their size");
+    expect(asked.requests * asked.columns, INT_MAX, "entries of the block table");
+    expect(asked.max_queries * asked.num_heads, kMostRows, "max_queries times num_heads");
+  }
+  static constexpr int64_t kMostRows = int64_t{1} << 30;
+};
+
+}  // namespace dualkv

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The forest of requests that share tiles, its branches, and an order of queries in which the rows
+// below each branch are neighbours. One block of kListThreads threads makes it.
+//
+// A request's children share more tiles with it than it does with its own parent; its branches end
+// where its children leave it. Its own queries come first, then its children, those that share most
+// first, each with all below it:
+//
+//     request 0   | branch 2   | branch 1     | leaf            queries of 0, 1 and 2, 3
+//     request 1                               | leaf            branch 1: those of 0, 1 and 2
+//     request 2                               | leaf            branch 2: all
+//     request 3                | leaf
+#pragma once
+
+#include "kernels/block_sort.h"
+#include "kernels/shared_prefixes.h"
+
+namespace dualkv {
+
+constexpr int kMostLevels = 256;  // of a forest; requests of a deeper one share nothing
+
+// Arrays of `requests` numbers. Branches count from 1 on; 0 is none.
+struct Forest {
+  static constexpr int kArrays = 11;
+
+  int requests;
+  int branches = 0;  // none included
+  int *parents, *tiles;         // of a request; -1: a root
+  int* queries;                 // of its own
+  int* subtree;                 // queries of all below it and its own; then its place
+  int *joins, *nearest;         // branch that ends where it leaves its parent, and that at which its leaf ends
+  int *before, *children;       // sum of `subtree` before it and before its first child, by parents and tiles
+  int *heads, *ends, *arrivals; // of a branch: a child, the sum behind its last one, items that hand over to it
+
+  __device__ Forest(int requests_, int* memory) : requests(requests_) {
+    for (int** array : {&parents, &tiles, &queries, &subtree, &joins, &nearest, &before, &children, &heads, &ends,
+                        &arrivals}) {
+      *array = memory;
+      memory += requests;
+    }
+  }
+
+  __device__ int place(int request) const { return subtree[request]; }
+  __device__ int next_of_leaf(int request) const { return nearest[request] ? nearest[request] : joins[request]; }
+
+  // Whose pages a branch reads.
+  __device__ int reader(int branch) const { return parents[heads[branch]]; }
+  __device__ int end_tile(int branch) const { return tiles[heads[branch]]; }
+  __device__ bool has_sibling(int branch) const {
+    return branch + 1 < branches && reader(branch + 1) == reader(branch);
+  }
+  __device__ int first_tile(int branch) const {
+    return has_sibling(branch) ? end_tile(branch + 1) : tiles[reader(branch)];
+  }
+  __device__ int next_of_branch(int branch) const {
+    return has_sibling(branch) ? branch + 1 : joins[reader(branch)];
+  }
+  __device__ int queries_of_branch(int branch) const {
+    return queries[reader(branch)] + difference(ends[branch], children[reader(branch)]);
+  }
+
+  // Sums of queries over a deep forest may wrap; their differences do not.
+  __device__ static int difference(int end, int begin) {
+    return static_cast<int>(static_cast<unsigned>(end) - static_cast<unsigned>(begin));
+  }
+};
+
+template <class Body>
+__device__ inline void for_each(int count, Body body) {
+  for (int i = threadIdx.x; i < count; i += kListThreads) body(i);
+}
+
+// Whether some offset is smaller than the one before. Requests would have rows in common, so that
+// none has any.
+__device__ inline bool load_forest(const DecodePlanArgs& a, Forest& f) {
+  bool is_wrong = false;
+  for_each(f.requests, [&](int i) {
+    f.tiles[i] = a.shared_tiles[i];
+    f.queries[i] = f.subtree[i] = a.requests.queries(i);
+    f.nearest[i] = f.arrivals[i] = 0;
+    is_wrong |= a.requests.cu_seqlens_q && a.requests.first_query(i + 1) < a.requests.first_query(i);
+  });
+  if (!__syncthreads_or(is_wrong)) return false;
+  for_each(f.requests, [&](int i) { f.queries[i] = f.subtree[i] = 0; });
+  __syncthreads();
+  return true;
+}
+
+// Climbs to the nearest ancestor that shares fewer tiles with its own parent: what a request shares
+// with its parent, and the parent with the grandparent, the request shares with the grandparent.
+// Then sums the queries below each request.
+__device__ inline void climb(const DecodePlanArgs& a, Forest& f) {
+  for_each(f.requests, [&](int i) {
+    int parent = a.parents[i];
+    while (parent >= 0 && f.tiles[i] <= f.tiles[parent]) parent = a.parents[parent];
+    f.parents[i] = parent;
+  });
+  __syncthreads();
+  bool is_too_deep = false;
+  for_each(f.requests, [&](int i) {
+    int above = f.parents[i];
+    for (int level = 0; above >= 0 && level < kMostLevels; ++level, above = f.parents[above]) {
+      atomicAdd(&f.subtree[above], f.queries[i]);
+    }
+    is_too_deep |= above >= 0;
+  });
+  if (!__syncthreads_or(is_too_deep)) return;
+  for_each(f.requests, [&](int i) { f.parents[i] = -1, f.tiles[i] = 0, f.subtree[i] = f.queries[i]; });
+  __syncthreads();
+}
+
+// A key of requests: by parent, then by tiles, most first.
+struct Sibling {
+  uint64_t key;
+
+  __device__ static Sibling of(const Forest& f, int i) {
+    return {static_cast<uint64_t>(f.parents[i] + 1) << 48 | static_cast<uint64_t>(INT_MAX - f.tiles[i]) << 16 |
+            static_cast<unsigned>(i)};
+  }
+  __device__ int request() const { return static_cast<int>(key & 0xffff); }
+  __device__ int parent() const { return static_cast<int>(key >> 48) - 1; }
+  __device__ bool has_parent_of(Sibling other) const { return key >> 48 == other.key >> 48; }
+  __device__ bool has_branch_of(Sibling other) const { return key >> 16 == other.key >> 16; }
+};
+
+// Numbers the branches: children of one parent that share equally many tiles. Roots are none.
+__device__ inline void number_branches(Forest& f, uint64_t* keys, int64_t* sums) {
+  constexpr int kShift = 48;  // the number is above the sum of queries
+  const int size = sorted_size(f.requests);
+  for_each(size, [&](int i) { keys[i] = i < f.requests ? Sibling::of(f, i).key : ~uint64_t{0}; });
+  sort_keys(keys, size);
+  const auto starts = [&](int i) { return i == 0 || !Sibling{keys[i]}.has_branch_of({keys[i - 1]}); };
+  const int64_t total = running_sums(
+      f.requests, sums,
+      [&](int i) { return static_cast<int64_t>(starts(i)) << kShift | f.subtree[Sibling{keys[i]}.request()]; },
+      [&](int i, int64_t before, int64_t sum) {
+        const Sibling one{keys[i]};
+        const int branch = static_cast<int>(sum >> kShift) - 1, request = one.request();
+        f.joins[request] = branch, f.before[request] = static_cast<int>(before);
+        if (one.parent() >= 0 && !one.has_parent_of({keys[i - 1]})) {
+          f.nearest[one.parent()] = branch, f.children[one.parent()] = static_cast<int>(before);
+        }
+        if (starts(i)) f.heads[branch] = request;
+        if (i + 1 == f.requests || starts(i + 1)) f.ends[branch] = static_cast<int>(sum);
+      });
+  f.branches = static_cast<int>(total >> kShift);
+}
+
+// Where each request's queries begin in the order of rows.
+__device__ inline void find_places(Forest& f) {
+  for_each(f.requests, [&](int i) {
+    int place = 0, request = i;
+    for (int parent; (parent = f.parents[request]) >= 0; request = parent) {
+      place += Forest::difference(f.before[request], f.children[parent]) + f.queries[parent];
+    }
+    f.subtree[i] = place + f.before[request];
+  });
+  __syncthreads();
+}
+
+}  // namespace dualkv

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Lists of items of a decoding step, from its forest. One block of kListThreads threads makes them.
+#pragma once
+
+#include "kernels/decode_forest.h"
+
+namespace dualkv {
+
+// Rows of q that are in no request: those before the first and behind the last. Their items have no
+// tiles, so that their results are those of a row without keys.
+struct Padding {
+  int place;           // behind the requests' queries
+  int before, end, rows;  // rows [0, before) and those from `end` on
+
+  __device__ Padding(const DecodeRequests& all, bool is_wrong) {
+    const bool has_requests = all.count() > 0 && !is_wrong;
+    const int last = all.count() - 1;
+    before = has_requests ? all.first_query(0) : all.q_rows;
+    end = has_requests ? all.first_query(last) + all.queries(last) : all.q_rows;
+    rows = before + all.q_rows - end, place = end - before;
+  }
+  __device__ int row(int index) const { return index < before ? index : end + index - before; }
+};
+
+// Leaves and branches in the order of the list, each with its items. Tiles that are left on a path
+// are all below the first: a branch that ends at tile T has T of them.
+struct DecodeOrder {
+  const DecodePlanArgs& a;
+  Forest& f;
+  uint64_t* keys;                 // of units, sorted: a leaf is its request, a branch comes behind all leaves
+  int *shared_begins, *alone_begins;  // first item of a unit
+  int units, shared_items, alone_items;
+
+  // Leaves come before branches with equally many tiles, which may be those that they hand over to.
+  __device__ void sort() {
+    const int size = sorted_size(2 * f.requests);
+    for_each(size, [&](int unit) {
+      const bool is_leaf = unit < f.requests, is_branch = unit > f.requests && unit - f.requests < f.branches;
+      const int tiles = is_leaf ? tiles_of_leaf(unit) : is_branch ? f.end_tile(branch_of(unit)) : 0;
+      keys[unit] = is_leaf || is_branch
+                       ? static_cast<uint64_t>(INT_MAX - tiles) << 32 | static_cast<unsigned>(unit)
+                       : ~uint64_t{0};
+      const int next = is_leaf ? f.next_of_leaf(unit) : is_branch ? f.next_of_branch(branch_of(unit)) : 0;
+      if (next) atomicAdd(&f.arrivals[next], items_of(unit));
+    });
+    sort_keys(keys, size);
+    units = max_int(f.requests + f.branches - 1, 0);
+  }
+
+  // False where the shared list has no room for all, and `padding` items.
+  __device__ bool count(int64_t* sums, int padding) {
+    constexpr int kShift = 27;  // items of leaves are fewer than 2^27, those of branches may be many more
+    const int64_t total = running_sums(
+        units, sums,
+        [&](int i) {
+          const int64_t items = items_of(unit_at(i));
+          return items << kShift | (unit_at(i) < f.requests ? items : 0);
+        },
+        [&](int i, int64_t before, int64_t) {
+          shared_begins[i] = static_cast<int>(before >> kShift);
+          alone_begins[i] = static_cast<int>(before & ((1 << kShift) - 1));
+        });
+    shared_items = static_cast<int>(total >> kShift);
+    alone_items = static_cast<int>(total & ((1 << kShift) - 1));
+    return (total >> kShift) + padding <= a.lists.shared_capacity;
+  }
+
+  __device__ DecodeItem shared_item(int index) const {
+    const int place = find_owner(shared_begins, units, index), unit = unit_at(place);
+    const int number = items_of(unit) - 1 - (index - shared_begins[place]);  // the longest walk of a leaf first
+    if (unit < f.requests) {
+      const int next = f.next_of_leaf(unit);
+      return leaf(unit, number, next ? f.end_tile(next) : 0, next - 1);
+    }
+    const int branch = branch_of(unit), request = f.reader(branch), end = f.end_tile(branch);
+    DecodeItem item = rows_of(request, f.queries_of_branch(branch), number);
+    item.q_pos = kMaxPosition, item.cut = item.keys = end * a.block_n;
+    item.first = f.first_tile(branch), item.end = end;
+    item.waits = branch - 1, item.arrivals = f.arrivals[branch], item.signals = f.next_of_branch(branch) - 1;
+    return item;
+  }
+
+  __device__ DecodeItem alone_item(int index) const {
+    const int place = find_owner(alone_begins, units, index), request = unit_at(place);
+    return leaf(request, items_of(request) - 1 - (index - alone_begins[place]), 0, -1);
+  }
+
+  __device__ DecodeItem padding_item(const Padding& padding, int index) const {
+    DecodeItem item{0, padding.place * a.heads_per_group, 0, 0, 0, 0, 0, 0, -1, 0, -1};
+    take_rows(item, padding.rows, index);
+    return item;
+  }
+
+  __device__ int items_for(int queries) const {
+    return static_cast<int>(ceil_div(int64_t{queries} * a.heads_per_group, int64_t{kDecodeRows}));
+  }
+
+ private:
+  __device__ int unit_at(int i) const { return static_cast<int>(keys[i] & 0xffffffff); }
+  __device__ int branch_of(int unit) const { return unit - f.requests; }
+  __device__ int items_of(int unit) const {
+    return items_for(unit < f.requests ? f.queries[unit] : f.queries_of_branch(branch_of(unit)));
+  }
+  __device__ int tiles_of_leaf(int request) const {
+    const int cut = a.requests.cut(request);
+    return ceil_div(a.requests.keys(request) - cut, a.block_n) + ceil_div(cut, a.block_n);
+  }
+
+  __device__ void take_rows(DecodeItem& item, int queries, int number) const {
+    const int first = number * kDecodeRows;
+    item.row += first, item.rows = min_int(kDecodeRows, queries * a.heads_per_group - first);
+  }
+  __device__ DecodeItem rows_of(int request, int queries, int number) const {
+    DecodeItem item{request, f.place(request) * a.heads_per_group, 0, 0, 0, 0, 0, 0, -1, 0, -1};
+    take_rows(item, queries, number);
+    return item;
+  }
+
+  // Keys behind the last query are in no tile, also where that comes before the cut.
+  __device__ DecodeItem leaf(int request, int number, int first, int signals) const {
+    DecodeItem item = rows_of(request, f.queries[request], number);
+    const int row = number * kDecodeRows, position = a.requests.keys(request) - f.queries[request];
+    item.q_pos = position + row / a.heads_per_group;
+    item.keys = max_int(position + (row + item.rows - 1) / a.heads_per_group + 1, 0);
+    item.cut = min_int(a.requests.cut(request), item.keys);
+    item.first = first, item.end = ceil_div(item.cut, a.block_n), item.signals = signals;
+    return item;
+  }
+};
+
+// A warp writes the rows of a request.
+__device__ inline void write_queries(const DecodePlanArgs& a, const Forest& f, const Padding& padding) {
+  const int lane = threadIdx.x % 32;
+  for (int i = threadIdx.x / 32; i < f.requests; i += kListThreads / 32) {
+    const int place = f.place(i), queries = f.queries[i];
+    if (lane >= queries) continue;
+    const int row = a.requests.first_query(i);
+    for (int query = lane; query < queries; query += 32) a.lists.queries[place + query] = row + query;
+  }
+  for_each(padding.rows, [&](int i) { a.lists.queries[padding.place + i] = padding.row(i); });
+}
+
+static_assert(kForestInts == Forest::kArrays + 4, "units are at most twice as many as requests, and have two numbers");
+
+__device__ inline void build_decode_lists(const DecodePlanArgs& a, uint64_t* keys, int* memory) {
+  __shared__ int64_t sums[kRunningSums];
+  const int requests = a.requests.count();
+  Forest f(requests, memory);
+  const Padding padding(a.requests, load_forest(a, f));
+  climb(a, f);
+  number_branches(f, keys, sums);
+  find_places(f);
+  int* const begins = memory + int64_t{Forest::kArrays} * requests;
+  DecodeOrder order{a, f, keys, begins, begins + 2 * requests, 0, 0, 0};
+  order.sort();
+  const int padding_items = order.items_for(padding.rows);
+  const bool shares = order.count(sums, padding_items);
+  const DecodeLists& lists = a.lists;
+  const int shared_items = shares ? order.shared_items : order.alone_items;
+  if (shares) for_each(shared_items, [&](int i) { lists.shared[i] = order.shared_item(i); });
+  // By the last threads, while the first ones write the shared list.
+  for (int i = kListThreads - 1 - threadIdx.x; i < order.alone_items; i += kListThreads) {
+    const DecodeItem item = order.alone_item(i);
+    lists.alone[i] = item;
+    if (!shares) lists.shared[i] = item;
+  }
+  for_each(padding_items, [&](int i) {
+    lists.alone[order.alone_items + i] = lists.shared[shared_items + i] = order.padding_item(padding, i);
+  });
+  write_queries(a, f, padding);
+  if (threadIdx.x > 0) return;
+  lists.counts[0] = shared_items + padding_items, lists.counts[1] = order.alone_items + padding_items;
+  ++*a.step;
+}
+
+}  // namespace dualkv

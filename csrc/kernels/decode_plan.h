@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The plan of a decoding step, made on the device from the block table alone.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "decode_params.h"
+
+namespace dualkv {
+
+struct DecodePlanArgs {
+  DecodeRequests requests;
+  int block_n;          // keys of a tile
+  int heads_per_group;  // query heads of a KV head
+  // (pages): the first request and column with a page, of the step in the upper half. Entries of
+  // earlier steps are smaller, so that nothing is cleared.
+  unsigned long long* owners;
+  unsigned* step;  // how many are done
+  // (requests): whose first tiles a request reads too (-1: nobody's), and how many of them
+  int *parents, *shared_tiles;
+  int* forest;  // (kForestInts * requests)
+  DecodeLists lists;
+};
+
+constexpr int kMostRequests = 4096;
+constexpr int kForestInts = 15;  // numbers of each request of a forest
+
+// Fills the lists. Three launches, no synchronisation, capturable.
+void plan_decode(const DecodePlanArgs& args, cudaStream_t stream);
+
+}  // namespace dualkv

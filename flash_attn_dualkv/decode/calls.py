@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A step of decoding and a layer's call as typed structures, and the checks of both.
+
+They are the arguments of the operators `decode_plan` and `decode`, flat and in the order of the
+fields. `check_step` and `check_call` look at shapes, types and places; `check_values` reads the
+contents of a step's tensors, which waits for the device.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..calls import Options
+from ..checks import MAX_ROWS, explain
+
+PAGE_ROWS = 16  # pages are multiples of it
+
+
+class Limits(NamedTuple):
+    """What is fixed for a plan's life: what its memory has room for, and the model's shape."""
+
+    max_requests: int
+    max_queries: int
+    num_pages: int
+    page_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class Step(NamedTuple):
+    """The requests of a step; `SharedPrefixPlan.update` says what the tensors are.
+
+    memory: of the plan, on a GPU; None for the reference. queries: rows of q.
+    """
+
+    block_table: Tensor
+    seqlens: Tensor
+    cu_seqlens_q: Tensor | None
+    boundaries: Tensor | None
+    memory: Tensor | None
+    queries: int
+    limits: Limits
+
+
+class DecodeCall(NamedTuple):
+    """Attention of a layer; `shared_prefix_decode` says what the tensors are. `out` is written."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    sinks: Tensor | None
+    out: Tensor
+    softmax_scale: float
+    window_left: int
+    softcap: float
+    step: Step
+
+    @property
+    def options(self) -> Options:
+        """As the kernels of training have them."""
+        return Options(self.softmax_scale, True, self.window_left, -1, self.softcap, False, 0, False)
+
+
+def pack_step(step: Step) -> tuple[Any, ...]:
+    """The step as the operators take it."""
+    return *step[:-1], *step.limits
+
+
+def unpack_step(arguments: tuple[Any, ...]) -> Step:
+    """What the operator `decode_plan` was called with."""
+    tensors = len(Step._fields) - 1
+    return Step._make((*arguments[:tensors], Limits._make(arguments[tensors:])))
+
+
+def pack(call: DecodeCall) -> tuple[Any, ...]:
+    """The call as the operator takes it."""
+    return *call[:-1], *pack_step(call.step)
+
+
+def unpack(arguments: tuple[Any, ...]) -> DecodeCall:
+    """What the operator `decode` was called with."""
+    own = len(DecodeCall._fields) - 1
+    return DecodeCall._make((*arguments[:own], unpack_step(arguments[own:])))
+
+
+def tensors_of(call: DecodeCall) -> tuple[Tensor | None, ...]:
+    """All tensors of a call, those of its step included."""
+    return *call[:5], *call.step[:5]
+
+
+# --- checks ---
+
+
+def check_limits(limits: Limits) -> None:
+    """TypeError or ValueError for sizes that no plan can have."""
+    for name, value in zip(Limits._fields, limits):
+        checks.integer(name, value, 1, MAX_ROWS)
+    if limits.page_size % PAGE_ROWS:
+        raise ValueError(explain("page_size", f"a multiple of {PAGE_ROWS}", limits.page_size))
+    if limits.num_heads % limits.num_kv_heads:
+        raise ValueError(explain("num_kv_heads", f"a number that divides {limits.num_heads}", limits.num_kv_heads))
+    if limits.max_queries * limits.num_heads > MAX_ROWS:
+        expected = f"at most {MAX_ROWS // limits.num_heads} with {limits.num_heads} heads"
+        raise ValueError(explain("max_queries", expected, limits.max_queries))
+    checks.check_head_dim("head_dim", limits.head_dim)
+
+
+def check_ints(name: str, tensor: Any, shape: tuple[int, ...], like: str, device: torch.device) -> None:
+    """Check a tensor of numbers of requests: int32, contiguous, of that shape (as `like`)."""
+    checks.check_are_tensors((name,), (tensor,))
+    if tensor.dtype != torch.int32:
+        raise TypeError(explain(name, "dtype torch.int32", tensor.dtype))
+    if tensor.device != device:
+        raise ValueError(explain(name, f"device {device} (the plan's)", tensor.device))
+    if tensor.shape != shape:
+        raise ValueError(explain(name, f"shape {shape} ({like})", f"shape {tuple(tensor.shape)}"))
+    if not tensor.is_contiguous():
+        raise ValueError(explain(name, "a contiguous tensor", f"strides {tensor.stride()}"))
+
+
+def check_table(block_table: Any, device: torch.device, most_columns: int = MAX_ROWS) -> None:
+    """Check a block table: (B, columns) int32, columns contiguous, on the device."""
+    checks.check_are_tensors(("block_table",), (block_table,))
+    if block_table.dtype != torch.int32:
+        raise TypeError(explain("block_table", "dtype torch.int32", block_table.dtype))
+    if block_table.device != device:
+        raise ValueError(explain("block_table", f"device {device}", block_table.device))
+    shape = tuple(block_table.shape)
+    if len(shape) != 2:
+        raise ValueError(explain("block_table", "2 dimensions (requests, pages of each)", f"shape {shape}"))
+    if not 1 <= shape[1] <= most_columns:
+        raise ValueError(explain("block_table", f"1 to {most_columns} columns (max_pages_per_request)", shape[1]))
+    if shape[1] > 1 and block_table.stride(1) != 1:
+        raise ValueError(explain("block_table", "contiguous columns (stride 1)", f"stride {block_table.stride(1)}"))
+
+
+def check_step(step: Step, device: torch.device, most_columns: int = MAX_ROWS) -> None:
+    """TypeError or ValueError for a step that no implementation may be handed."""
+    limits = step.limits
+    check_table(step.block_table, device, min(most_columns, MAX_ROWS // limits.page_size))
+    requests = step.block_table.shape[0]
+    if requests > limits.max_requests:
+        expected = f"at most {limits.max_requests} requests (max_requests)"
+        raise ValueError(explain("block_table", expected, requests))
+    check_ints("seqlens", step.seqlens, (requests,), "the requests of block_table", device)
+    if step.cu_seqlens_q is not None:
+        check_ints("cu_seqlens_q", step.cu_seqlens_q, (requests + 1,), "the requests of block_table + 1", device)
+    if step.boundaries is not None:
+        check_ints("boundaries", step.boundaries, (requests,), "the requests of block_table", device)
+    checks.integer("num_queries", step.queries, 0, limits.max_queries)
+    if step.cu_seqlens_q is None and step.queries != requests:
+        expected = f"{requests} (one query for each request, as cu_seqlens_q is not given)"
+        raise ValueError(explain("num_queries", expected, step.queries))
+
+
+def check_call(call: DecodeCall) -> None:
+    """An error for tensors that no implementation may be handed."""
+    q, k, v, limits = call.q, call.k_cache, call.v_cache, call.step.limits
+    checks.check_device("q", q)
+    if q.device != call.step.block_table.device:
+        raise ValueError(explain("q", f"device {call.step.block_table.device} (the plan's)", q.device))
+    pages = (limits.num_pages, limits.page_size, limits.num_kv_heads, limits.head_dim)
+    for name, cache in (("k_cache", k), ("v_cache", v)):
+        check_cache(name, cache, k)
+        checks.check_shape(name, cache, pages, q.device, k.dtype)
+    rows = (call.step.queries, limits.num_heads, limits.head_dim)
+    for name, tensor in (("q", q), ("out", call.out)):
+        checks.check_shape(name, tensor, rows, q.device, k.dtype)
+        if tensor.stride(2) != 1 and tensor.numel() != 0:
+            raise ValueError(explain(name, "a contiguous last dimension (stride 1)", f"stride {tensor.stride(2)}"))
+    checks.check_sinks(call.sinks, q)
+
+
+def check_cache(name: str, cache: Tensor, k_cache: Tensor) -> None:
+    """Check the type, rank and strides of a cache, and that both have one head dimension."""
+    if cache.is_floating_point() and cache.dtype.itemsize == 1:
+        raise NotImplementedError(explain(name, "16-bit numbers (FP8 caches are not implemented)", cache.dtype))
+    allowed = checks.CUDA_DTYPES if cache.is_cuda else checks.CPU_DTYPES
+    if cache.dtype not in allowed:
+        expected = " or ".join(map(str, allowed))
+        raise TypeError(explain(name, f"dtype {expected} on {cache.device.type}", cache.dtype))
+    if cache.dim() != 4:
+        expected = "4 dimensions (pages, page_size, heads, head_dim)"
+        raise ValueError(explain(name, expected, f"shape {tuple(cache.shape)}"))
+    if cache.shape[3] != k_cache.shape[3]:
+        expected = f"head dimension {k_cache.shape[3]} (as k_cache; another, as in MLA, is not implemented)"
+        raise NotImplementedError(explain(name, expected, cache.shape[3]))
+    if cache.stride(3) != 1 and cache.numel() != 0:
+        raise ValueError(explain(name, "a contiguous last dimension (stride 1)", f"stride {cache.stride(3)}"))
+
+
+def check_values(step: Step) -> None:
+    """ValueError for contents that contradict each other; requests without keys pass."""
+    table, page_size, pages = step.block_table.cpu(), step.limits.page_size, step.limits.num_pages
+    requests, columns = table.shape
+    keys, most = step.seqlens.tolist(), columns * page_size
+    starts = [*range(requests + 1)] if step.cu_seqlens_q is None else step.cu_seqlens_q.tolist()
+    for index, (before, start) in enumerate(pairwise([0, *starts])):
+        if not before <= start <= step.queries:
+            expected = f"offsets that do not decrease, from 0 to at most {step.queries} (num_queries)"
+            raise ValueError(explain(f"cu_seqlens_q[{index}]", expected, f"{start} after {before}"))
+    cuts = keys if step.boundaries is None else step.boundaries.tolist()
+    for index, (count, cut, queries) in enumerate(zip(keys, cuts, (end - start for start, end in pairwise(starts)))):
+        if not 0 <= count <= most:
+            expected = f"0 to {most} keys ({columns} pages of {page_size})"
+            raise ValueError(explain(f"seqlens[{index}]", expected, count))
+        if count and queries > count:
+            expected = f"at least {queries} keys (those of the request's queries)"
+            raise ValueError(explain(f"seqlens[{index}]", expected, count))
+        if count and not 0 <= cut <= count:
+            raise ValueError(explain(f"boundaries[{index}]", f"0 to {count} (the request's keys)", cut))
+    used = torch.arange(columns) * page_size < torch.tensor(keys).view(-1, 1)
+    wrong = (used & ((table < 0) | (table >= pages))).nonzero().tolist()
+    if wrong:
+        row, column = wrong[0]
+        expected = f"a page from 0 to {pages - 1}"
+        raise ValueError(explain(f"block_table[{row}, {column}]", expected, int(table[row, column])))

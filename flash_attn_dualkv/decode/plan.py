@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Plans of decoding steps: which requests share which pages, found once a step for all layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks, kernels, ops
+from ..checks import explain
+from .calls import Limits, Step, check_limits, check_step, check_table
+from .operators import make_plan
+
+
+def make_memory(limits: Limits, device: torch.device) -> Tensor | None:
+    """The memory of a plan, zeros; None where the reference decodes, which needs none."""
+    if device.type == "cpu" or ops.forces_reference():
+        return None
+    return torch.zeros(kernels.decode_plan_bytes(limits, device), dtype=torch.uint8, device=device)
+
+
+class SharedPrefixPlan:
+    """What decoding knows of a step's requests: which of their pages are the same, and whose.
+
+    Make one for each block table (layers whose caches share a table share the plan) and keep it;
+    call `update` once a step and `shared_prefix_decode` with it in every layer. Its buffers are
+    made here, once: `update` and decoding launch kernels on the current stream and neither wait for
+    the device nor allocate plans, so that a CUDA graph may hold both and be replayed with other
+    contents of the same tensors. The memory passes the states of a layer's rows from kernel to
+    kernel, so that a plan serves one stream at a time.
+
+    Args:
+        max_requests: the most requests of a step.
+        max_pages_per_request: the most columns of a block table.
+        num_pages: of the caches.
+        max_queries: the most rows of q; `max_requests` if None.
+        page_size: rows of a page, a multiple of 16.
+        num_heads, num_kv_heads: of q and of the caches; the first is a multiple of the second.
+        head_dim: of all of them; 64, 128 or 256 on a GPU, and on the CPU a multiple of 8, at most
+            512.
+        device: of all tensors: the CPU, or an NVIDIA GPU of the Hopper architecture.
+        exact: what the bits of a row are equal to. "trainer": without a window, those of the
+            training forward with the same keys and values, cut at `boundaries`, on the same GPU
+            architecture by the same version of this package. None: what suits the model's shape,
+            never the batch; at present always "trainer".
+
+    Attributes:
+        limits: the sizes above.
+        device: where its tensors are.
+        exact: "trainer".
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it.
+        NotImplementedError: `exact="split"`, in which long walks would be divided among blocks of
+            the GPU at fixed places; a GPU that is no Hopper; a head dim that the kernels lack.
+        RuntimeError: a GPU in an installation without kernels.
+    """
+
+    def __init__(
+        self, max_requests: int, max_pages_per_request: int, *, num_pages: int, max_queries: int | None = None,
+        page_size: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str,
+        exact: str | None = None,
+    ) -> None:  # fmt: skip
+        max_queries = max_requests if max_queries is None else max_queries
+        self.limits = Limits(max_requests, max_queries, num_pages, page_size, num_heads, num_kv_heads, head_dim)
+        check_limits(self.limits)
+        most = checks.MAX_ROWS // page_size
+        self.max_pages_per_request = checks.integer("max_pages_per_request", max_pages_per_request, 1, most)
+        if exact == "split":
+            what = "the mode that divides long walks at fixed places is not implemented"
+            raise NotImplementedError(explain("exact", f"None or 'trainer' ({what})", "'split'"))
+        self.exact = "trainer" if exact is None else checks.choice("exact", exact, ("trainer",))
+        self.device = checks.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(explain("device", "an NVIDIA GPU or the CPU", self.device))
+        empty = torch.empty(0, device=self.device)
+        checks.check_device("device", empty)
+        self.device = empty.device
+        self._memory = make_memory(self.limits, self.device)
+        self._step: Step | None = None
+
+    def update(
+        self, block_table: Tensor, seqlens: Tensor, *, cu_seqlens_q: Tensor | None = None,
+        boundaries: Tensor | None = None, num_queries: int | None = None,
+    ) -> SharedPrefixPlan:  # fmt: skip
+        """Plan a step. Requests are found to share what lies in the same pages at the same columns.
+
+        The plan keeps the tensors, and decoding reads them again: their contents must stay as they
+        are until the step's last layer has run. All are int32, contiguous (of the table its
+        columns) and on the plan's device.
+
+        Args:
+            block_table: (B, columns), the pages of each request in order. Entries behind a
+                request's keys are not read as pages and may be anything.
+            seqlens: (B,), keys of each request, with those of its queries, which are in the cache
+                when a layer decodes. A request with 0 keys is padding; its rows are 0.
+            cu_seqlens_q: (B+1,), request r has the rows [r] .. [r+1] - 1 of q; the kernels are
+                tuned for 1 to 16 each. None: one query for each request.
+            boundaries: (B,), where the keys of each request are cut as training cuts them into a
+                prompt and a response: its prompt's length. It decides about the bits of the
+                request's rows, not about what is read. None: nowhere, as a sequence that is trained
+                by itself.
+            num_queries: rows of q; those that no request owns are padding. B without
+                `cu_seqlens_q`, else `max_queries` if None.
+
+        Returns:
+            The plan itself.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described. Contents are checked only with
+                DUALKV_DEBUG=1 in the environment, which waits for the device: otherwise wrong ones
+                give wrong numbers, but never an access outside of the cache.
+        """
+        self._step = None
+        check_table(block_table, self.device)
+        if num_queries is None:
+            num_queries = block_table.shape[0] if cu_seqlens_q is None else self.limits.max_queries
+        step = Step(block_table, seqlens, cu_seqlens_q, boundaries, self._memory, num_queries, self.limits)
+        check_step(step, self.device, self.max_pages_per_request)
+        make_plan(step)
+        self._step = step
+        return self
+
+    @property
+    def step(self) -> Step:
+        """The step of the last update; RuntimeError before the first, or after one that failed."""
+        if self._step is None:
+            raise RuntimeError("plan: expected one that has planned a step, got one that update() has not yet planned")
+        return self._step
+
+
+def check_plan(plan: Any) -> Step:
+    """The step of what a caller gives as a plan."""
+    if not isinstance(plan, SharedPrefixPlan):
+        raise TypeError(explain("plan", "a SharedPrefixPlan", checks.describe(plan)))
+    return plan.step

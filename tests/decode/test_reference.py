@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Decoding by the reference against dense attention of every request's keys, in caches that are NaN elsewhere."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from forests import Forest, forest, ints
+
+from flash_attn_dualkv import SharedPrefixPlan, flash_attn_dualkv_varlen_func, shared_prefix_decode
+from flash_attn_dualkv.decode import reference
+
+VARIANTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"page_size": 48, "layout": "HND", "most_queries": 4}, {}),
+    ({"page_size": 256, "layout": "side by side", "most_pages": 2}, {}),
+    ({"most_queries": 20}, {"window": 19}),
+    ({"layout": "side by side", "most_queries": 3}, {"softcap": 1.5, "scale": 0.7}),
+    ({"heads": (6, 1), "most_queries": 2}, {"window": 0, "sinks": True}),
+    ({"heads": (3, 3), "layout": "HND"}, {"window": 40, "softcap": 3.0, "sinks": True}),
+]
+
+
+def check(step: Forest, rules: dict[str, Any], **options: Any) -> None:
+    if rules.get("sinks"):
+        rules = rules | {"sinks": torch.linspace(-1.0, 2.0, step.q.shape[1], dtype=torch.float64)}
+    out, lse = shared_prefix_decode(
+        step.q, step.k_cache, step.v_cache, step.plan(**options), softmax_scale=rules.get("scale"), return_lse=True,
+        window_size=(rules.get("window", -1), 0), softcap=rules.get("softcap", 0.0), sinks=rules.get("sinks"),
+    )  # fmt: skip
+    expected, expected_lse = step.expected(**rules)
+    assert out.dtype == step.q.dtype and lse.dtype == (torch.float64 if out.dtype == torch.float64 else torch.float32)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(out.dtype, 2e-2)
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    tolerance = min(tolerance, 1e-4)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+@pytest.mark.parametrize("seed", range(4))
+def test_against_dense_attention(variant: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, rules = VARIANTS[variant]
+    if seed % 2:  # several blocks of keys, and of queries
+        monkeypatch.setattr(reference, "KEY_BLOCK", 24)
+        monkeypatch.setattr(reference, "SCORE_ELEMENTS", 24 * 4 * 3)
+    check(forest(seed, **shape), rules)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_other_types(dtype: torch.dtype) -> None:
+    check(forest(1, dtype=dtype, most_queries=3), {"window": 30})
+
+
+def test_a_cut_changes_nothing_but_bits() -> None:
+    step = forest(3, most_queries=2)
+    check(step, {}, boundaries=ints(*(one // 2 for one in step.seqlens)))
+
+
+def test_rows_that_no_request_owns_are_zero() -> None:
+    step = forest(2, most_queries=3)
+    step.q = torch.cat([torch.ones_like(step.q[:2]), step.q, torch.ones_like(step.q[:1])])
+    rows = len(step.q)
+    offsets = ints(*(one + 2 for one in step.offsets))
+    plan = step.plan(cu_seqlens_q=offsets, num_queries=rows)
+    out, lse = shared_prefix_decode(step.q, step.k_cache, step.v_cache, plan, return_lse=True)
+    step.q = step.q[2:-1]
+    expected, expected_lse = step.expected()
+    torch.testing.assert_close(out[2:-1], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse[:, 2:-1], expected_lse, rtol=1e-12, atol=1e-12)
+    for index in (0, 1, -1):
+        assert not out[index].any() and (lse[:, index] == -math.inf).all()
+
+
+def test_out_is_written_and_returned() -> None:
+    step = forest(4)
+    wide = torch.full((len(step.q), 4, 40), torch.nan, dtype=torch.float64)
+    out = wide[..., 8:24]
+    plan = step.plan()
+    assert shared_prefix_decode(step.q, step.k_cache, step.v_cache, plan, out=out) is out
+    assert torch.equal(out, shared_prefix_decode(step.q, step.k_cache, step.v_cache, plan))
+    assert wide[..., :8].isnan().all() and wide[..., 24:].isnan().all()
+
+
+def test_bits_do_not_depend_on_the_batch() -> None:
+    """Nor on the order of requests, or on the pages where the keys lie."""
+    step = forest(5, dtype=torch.float32)
+    whole = shared_prefix_decode(step.q, step.k_cache, step.v_cache, step.plan())
+    for request in range(len(step.seqlens)):
+        table = step.block_table[request : request + 1]
+        moved = table.flip(0).clone()
+        k, v = step.k_cache.clone(), step.v_cache.clone()
+        for column in range(-(-step.seqlens[request] // 16)):
+            page = (int(table[0, column]) + 1) % len(k)
+            k[page], v[page] = step.k_cache[table[0, column]], step.v_cache[table[0, column]]
+            moved[0, column] = page
+        alone = Forest(step.q[request : request + 1], k, v, moved, step.seqlens[request : request + 1], [1])
+        assert torch.equal(shared_prefix_decode(alone.q, k, v, alone.plan()), whole[request : request + 1])
+
+
+def test_is_what_training_computes() -> None:
+    """Of the last rows of responses to one prompt, whose pages are shared up to the last full one."""
+    generator = torch.Generator().manual_seed(0)
+    prompt, responses = 37, [9, 30, 1]
+    total = prompt + sum(responses)
+    q, k, v = (torch.randn(total, heads, 16, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
+    trained = flash_attn_dualkv_varlen_func(
+        q, k[:prompt], v[:prompt], k[prompt:], v[prompt:], ints(0, 37, 46, 76, 77), ints(0, 0, 9, 39, 40), 37, 37, 30
+    )
+    k_cache, v_cache = (torch.full((12, 16, 2, 16), torch.nan, dtype=torch.float64) for _ in range(2))
+    table = torch.tensor([[3, 7, 0, 1, 2], [3, 7, 4, 5, 6], [3, 7, 8, 9, 10]], dtype=torch.int32)
+    begin = prompt
+    for row, length in zip(table.tolist(), responses):
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            keys = torch.cat([new[:prompt], new[begin : begin + length]])
+            for column, part in enumerate(keys.split(16)):
+                cache[row[column], : len(part)] = part
+        begin += length
+    ends = [prompt + sum(responses[: index + 1]) - 1 for index in range(3)]
+    plan = SharedPrefixPlan(
+        3, 5, num_pages=12, page_size=16, num_heads=4, num_kv_heads=2, head_dim=16, device="cpu"
+    ).update(table, ints(*(prompt + one for one in responses)), boundaries=ints(*[prompt] * 3))
+    out = shared_prefix_decode(q[ends], k_cache, v_cache, plan)
+    torch.testing.assert_close(out, trained[ends], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hostile_contents_are_clamped(seed: int) -> None:
+    """Any numbers give some numbers, from rows inside of the cache."""
+    step = forest(seed, most_queries=3)
+    generator = torch.Generator().manual_seed(seed)
+    plan = step.plan()
+
+    def any_ints(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31, shape, generator=generator).int()
+
+    requests, columns = step.block_table.shape
+    plan.update(
+        any_ints(requests, columns), any_ints(requests), cu_seqlens_q=any_ints(requests + 1),
+        boundaries=any_ints(requests), num_queries=len(step.q),
+    )  # fmt: skip
+    assert shared_prefix_decode(step.q, step.k_cache, step.v_cache, plan).shape == step.q.shape

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Where a decoding plan's memory holds what, and the tiles of its items.
+#define DUALKV_BUILD_ARCHS "90"
+#define DUALKV_BUILD_PTX "90"
+#include "decode_memory.h"
+
+using namespace dualkv;
+
+extern "C" {
+
+// Bytes from the beginning to the lists (shared, alone), their counts and the order of queries; then the capacities of the lists,
+// and the keys of a tile.
+void read_decode_layout(const DualkvDecodePlan* plan, int64_t* out) {
+  const DecodeMemory memory(*plan, plan->head_dim == 64 ? 128 : 80);
+  const DecodeLists& lists = memory.plan.lists;
+  const auto offset = [](const void* address) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address)); };
+  const int64_t found[] = {offset(lists.shared), offset(lists.alone),  offset(lists.counts),   offset(lists.queries),
+                           lists.shared_capacity, lists.alone_capacity, memory.plan.block_n};
+  for (const int64_t one : found) *out++ = one;
+}
+
+// Position and number of keys of each tile; returns how many there are, of which it writes up to `most`.
+int read_decode_walk(const DecodeItem* item, int block_n, int most, int* out) {
+  const DecodeWalk walk(*item, block_n, {true, kNoWindow});
+  for (int step = 0; step < min_int(walk.tiles(), most); ++step) {
+    const DecodeTile tile = walk.tile(step);
+    *out++ = tile.position, *out++ = tile.valid;
+  }
+  return walk.tiles();
+}
+
+}  // extern "C"

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Kernels of decoding over pages: results against fp64, and bits against training and other batches."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from forests import Forest, forest, ints
+from launches import DEVICE, GPU_MARKS, captured, counted_launches, needs_gpu, poison_free_memory
+from torch import Tensor
+
+from flash_attn_dualkv import SharedPrefixPlan, flash_attn_dualkv_varlen_func, shared_prefix_decode
+
+pytestmark = GPU_MARKS
+HEADS = {64: (8, 2), 128: (4, 4), 256: (5, 1)}
+# Head dim, page size, layout, most queries of a request, dtype, options.
+CASES: list[tuple[int, int, str, int, torch.dtype, dict[str, Any]]] = [
+    (64, 16, "NHD", 1, torch.bfloat16, {}),
+    (64, 48, "HND", 3, torch.float16, {"softcap": 5.0}),
+    (64, 256, "side by side", 2, torch.bfloat16, {"window": 70}),
+    (128, 16, "side by side", 4, torch.bfloat16, {"sinks": True}),
+    (128, 48, "NHD", 1, torch.float16, {"window": 40, "sinks": True}),
+    (128, 16, "HND", 20, torch.bfloat16, {"scale": 0.5}),
+    (256, 16, "NHD", 2, torch.float16, {"softcap": 20.0, "sinks": True}),
+    (256, 32, "HND", 1, torch.bfloat16, {}),
+]
+cases = pytest.mark.parametrize("case", CASES, ids=lambda one: "-".join(map(str, one[:4])))
+
+
+def random_forest(case: tuple[Any, ...], seed: int) -> Forest:
+    head_dim, page_size, layout, queries, dtype, _ = case
+    most = 20 if DEVICE == "cuda" else 9
+    made = forest(
+        seed, page_size=page_size, layout=layout, heads=HEADS[head_dim], head_dim=head_dim, dtype=dtype,
+        requests=40 if DEVICE == "cuda" else 6, most_pages=max(most * 32 // page_size, 3), most_queries=queries,
+    )  # fmt: skip
+    return made.to(DEVICE)
+
+
+def random_cuts(step: Forest, seed: int) -> Tensor:
+    """Cuts as those of prompts: requests that share pages often share them."""
+    rng = random.Random(seed)
+    cut = rng.randint(0, max(step.seqlens))
+    return ints(*(min(keys, cut) if rng.random() < 0.7 else rng.randint(0, keys) for keys in step.seqlens))
+
+
+def decode(step: Forest, options: dict[str, Any], **planned: Any) -> tuple[Tensor, Tensor]:
+    poison_free_memory()
+    return shared_prefix_decode(
+        step.q, step.k_cache, step.v_cache, step.plan(**planned), softmax_scale=options.get("scale"),
+        window_size=(options.get("window", -1), 0), softcap=options.get("softcap", 0.0), sinks=sinks_of(step, options),
+        return_lse=True,
+    )  # fmt: skip
+
+
+def sinks_of(step: Forest, options: dict[str, Any]) -> Tensor | None:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(step.q.shape[1], generator=generator).to(DEVICE) if options.get("sinks") else None
+
+
+@cases
+def test_results(case: tuple[Any, ...]) -> None:
+    """The accuracy rule, with NaN in every byte of the caches that is no key of a request."""
+    options = case[-1]
+    for seed in range(3 if DEVICE == "cuda" else 1):
+        step = random_forest(case, seed)
+        with counted_launches() as counts:
+            out, lse = decode(step, options, boundaries=random_cuts(step, seed))
+        assert counts.keys() == {"dualkv_decode_plan", "dualkv_sm90_decode"}
+        host = step.to("cpu")
+        given = options | {"sinks": None if sinks_of(step, options) is None else sinks_of(step, options).cpu()}
+        expected, expected_lse = host.expected(**given)
+        plain = host.expected(**given, dtype=case[4])[0]
+        assert not oracle.violations("out", out.cpu(), plain, expected, case[4])
+        assert not oracle.lse_violations(lse.cpu(), expected_lse)
+
+
+def trained(step: Forest, request: int, cut: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The last rows of a request by the training forward on its keys, cut there."""
+    begin, end = step.offsets[request : request + 2]
+    k, v = step.keys(request)
+    rows = {"softmax_scale": options.get("scale"), "softcap": options.get("softcap", 0.0), "return_lse": True}
+    rows |= {"causal": True, "sinks": sinks_of(step, options)}
+    q, cu_q = step.q[begin:end], ints(0, end - begin).to(DEVICE)
+    cut = cut % len(k)  # uncut is a cut before the first key
+    cu_k = ints(0, len(k) - cut).to(DEVICE)
+    return flash_attn_dualkv_varlen_func(
+        q, k[:cut], v[:cut], k[cut:], v[cut:], cu_q, cu_k, end - begin, cut, len(k) - cut, **rows
+    )
+
+
+@cases
+def test_bits_of_training(case: tuple[Any, ...]) -> None:
+    """Output and LSE of every row are the training forward's, whoever shares its pages."""
+    options = {name: value for name, value in case[-1].items() if name != "window"}
+    for seed in range(4 if DEVICE == "cuda" else 1):
+        step = random_forest(case, seed + 10)
+        cuts = random_cuts(step, seed)
+        out, lse = decode(step, options, boundaries=cuts)
+        for request, (begin, end) in enumerate(pairwise(step.offsets)):
+            if begin == end or step.seqlens[request] == 0:
+                continue
+            expected = trained(step, request, int(cuts[request]), options)
+            oracle.assert_bits_equal("out", out[begin:end], expected[0])
+            oracle.assert_bits_equal("lse", lse[:, begin:end], expected[1])
+
+
+@cases
+def test_batch_invariance(case: tuple[Any, ...]) -> None:
+    """Other requests, their order and the places of pages change no bit; a second launch neither."""
+    step, options = random_forest(case, 20), case[-1]
+    cuts = random_cuts(step, 1)
+    plan_twice = [decode(step, options, boundaries=cuts) for _ in range(2)]
+    out, lse = plan_twice[0]
+    oracle.assert_bits_equal("out", plan_twice[1][0], out)
+    rng = random.Random(3)
+    for count in (1, 3, len(step.seqlens)):
+        order = rng.sample(range(len(step.seqlens)), count)
+        fewer = moved(step.taken(order), rng)
+        found, found_lse = decode(fewer, options, boundaries=cuts[order])
+        for place, request in enumerate(order):
+            (begin, end), (first, last) = step.offsets[request : request + 2], fewer.offsets[place : place + 2]
+            oracle.assert_bits_equal("out", found[first:last], out[begin:end])
+            oracle.assert_bits_equal("lse", found_lse[:, first:last], lse[:, begin:end])
+
+
+def moved(step: Forest, rng: random.Random) -> Forest:
+    """The same requests with their pages in other places of the caches."""
+    places = rng.sample(range(len(step.k_cache)), len(step.k_cache))
+    index = torch.tensor(places, device=DEVICE)
+    table = step.block_table.clone()
+    inverse = torch.empty_like(index)
+    inverse[index] = torch.arange(len(places), device=DEVICE)
+    good = (table >= 0) & (table < len(places))
+    table[good] = inverse[table[good].long()].int()
+    caches = []
+    for cache in (step.k_cache, step.v_cache):
+        copy = torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=DEVICE)
+        caches.append(copy.copy_(cache[index]))
+    return Forest(step.q, *caches, table, step.seqlens, step.queries)
+
+
+def test_rows_of_nobody() -> None:
+    """Rows before the first request and behind the last are 0, their LSE -inf; so are requests without keys."""
+    step = random_forest(CASES[0], 4).taken([0, 1, 2])
+    q = torch.cat([step.q[:1], step.q, step.q[:2]])
+    plan = SharedPrefixPlan(
+        3, step.block_table.shape[1], num_pages=len(step.k_cache), max_queries=9, page_size=16, num_heads=8,
+        num_kv_heads=2, head_dim=64, device=DEVICE,
+    )  # fmt: skip
+    seqlens, offsets = ints(step.seqlens[0], 0, step.seqlens[2]).to(DEVICE), ints(1, 2, 3, 4).to(DEVICE)
+    plan.update(step.block_table, seqlens, cu_seqlens_q=offsets, num_queries=6)
+    out, lse = shared_prefix_decode(q, step.k_cache, step.v_cache, plan, return_lse=True)
+    nobody = [0, 2, 4, 5]
+    assert (out[nobody] == 0).all() and (lse[:, nobody] == -torch.inf).all()
+    alone = shared_prefix_decode(*(step.taken([0]).q, step.k_cache, step.v_cache), step.taken([0]).plan())
+    oracle.assert_bits_equal("out", out[1:2], alone)
+
+
+@needs_gpu
+def test_graph() -> None:
+    """A captured step is replayed with other lengths, pages and forests."""
+    steps = [random_forest(CASES[0], seed) for seed in range(30, 34)]
+    columns, pages = (max(getattr(one, name).shape[axis] for one in steps) for name, axis in
+                      (("block_table", 1), ("k_cache", 0)))  # fmt: skip
+    requests = len(steps[0].seqlens)
+    plan = SharedPrefixPlan(
+        requests, columns, num_pages=pages, page_size=16, num_heads=8, num_kv_heads=2, head_dim=64, device=DEVICE
+    )
+    q, caches = torch.empty_like(steps[0].q), steps[0].k_cache.new_zeros(2, pages, 16, 2, 64)
+    table, seqlens = (torch.zeros(requests, *shape, dtype=torch.int32, device=DEVICE) for shape in ((columns,), ()))
+
+    def run() -> tuple[Tensor, ...]:
+        plan.update(table, seqlens)
+        return shared_prefix_decode(q, *caches, plan, return_lse=True)
+
+    graph, (out, lse) = captured(run)
+    for step in steps:
+        q.copy_(step.q)
+        table.fill_(-1)[:, : step.block_table.shape[1]] = step.block_table
+        for cache, given in zip(caches, (step.k_cache, step.v_cache)):
+            cache.fill_(torch.nan)[: len(given)] = given
+        seqlens.copy_(ints(*step.seqlens))
+        graph.replay()
+        expected, expected_lse = decode(step, {})
+        oracle.assert_bits_equal("out", out, expected)
+        oracle.assert_bits_equal("lse", lse, expected_lse)
