@@ -62,6 +62,9 @@ int dualkv_sequence_nodes(int32_t, void*, const int32_t*, const int32_t*, const 
   return DUALKV_FAILURE;
 }
 int dualkv_tree_nodes(int32_t, void*, const int32_t*, const int32_t*, int64_t, int32_t*) { return DUALKV_FAILURE; }
+int dualkv_decode_plan_bytes(const DualkvDecodePlan*, int64_t*) { return DUALKV_FAILURE; }
+int dualkv_decode_plan(int32_t, void*, const DualkvDecodePlan*) { return DUALKV_FAILURE; }
+int dualkv_decode(int32_t, void*, const DualkvDecodePlan*, const DualkvDecode*) { return DUALKV_FAILURE; }
 const char* dualkv_error(void) { return "not here"; }
 const char* dualkv_version(void) { return ""; }
 int dualkv_explain_plan(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const DualkvOptions*, int32_t,
