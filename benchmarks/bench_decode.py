@@ -1,0 +1,298 @@
+#!/usr/bin/env python
+# SPDX-License-Identifier: BSD-3-Clause
+"""Measure decoding over shared prefixes against engines' kernels, on the same pages and in the same process.
+
+    python benchmarks/bench_decode.py                       # all forests below
+    python benchmarks/bench_decode.py --shape 16x16x8K 256x1x8K --rounds 5
+
+A shape is G x N x P: G prompts of P tokens, stored once, each with N requests that have decoded 1 to 2048 tokens since.
+A layer has 32 query heads and 8 KV heads of 128, bf16, pages of 16 rows in random places, and one query a request,
+unless the name says otherwise (-Hk2: KV heads, -q4: queries, -page256). `ragged` draws P from 2K to 16K, `half` lets
+every other request of a group have ended, `levels` puts two turns of 2K and 1K between the prompt and its requests.
+
+    dualkv           shared_prefix_decode, the plan made before
+    dualkv_step      the same and the plan, as a model of one layer would run it
+    fa3, fa3_splits  FlashAttention-3 as vLLM 0.26 has it, with one split and with as many as it likes
+    fa3_shuffled     the same with one split, requests in random order
+    flashinfer       FlashInfer's paged decode
+    cascade          FlashInfer's cascade, which is told the groups; its plan (host) is not counted
+
+The floor is the bytes of the forest, every page of a prompt once, at the rate at which the same process copies 4 GB.
+Peers are measured where they are installed: VLLM_FA3 names the library of vLLM's FlashAttention-3.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from command import RESULTS, Result, gpu_folder, parser_of
+from torch import Tensor
+
+from flash_attn_dualkv import SharedPrefixPlan, shared_prefix_decode
+
+SHAPES = (
+    "16x16x1K", "16x16x8K", "16x16x32K", "64x8x1K", "256x1x8K", "8x32x8K", "1x256x8K", "ragged-16x16", "half-16x16x8K",
+    "levels-16x16x4K", "16x16x8K-Hk2", "16x16x8K-Hk1", "16x16x8K-q4", "16x16x8K-page256",
+)  # fmt: skip
+HEADS, HEAD_DIM, LONGEST = 32, 128, 2048
+WARM_UP_S = 0.1
+
+
+@dataclass
+class Step:
+    """Requests over pages. trunks: of each prompt or turn its pages, and the requests that it is above of."""
+
+    kv_heads: int
+    queries: int
+    page_size: int
+    pages: int
+    tables: list[list[int]]
+    keys: list[int]
+    cuts: list[int]
+    trunks: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    # On the GPU:
+    k: Tensor = field(init=False)
+    v: Tensor = field(init=False)
+    q: Tensor = field(init=False)
+    table: Tensor = field(init=False)
+    seqlens: Tensor = field(init=False)
+    boundaries: Tensor = field(init=False)
+    cu_seqlens_q: Tensor = field(init=False)
+
+    def tensors(self) -> None:
+        """On the GPU: caches, table, lengths and queries."""
+        shape = (self.pages, self.page_size, self.kv_heads, HEAD_DIM)
+        self.k, self.v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        self.q = torch.randn(len(self.keys) * self.queries, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        columns = max(map(len, self.tables))
+        self.table = ints([row + [0] * (columns - len(row)) for row in self.tables])
+        self.seqlens, self.boundaries = ints(self.keys), ints(self.cuts)
+        self.cu_seqlens_q = ints([*range(0, len(self.q) + 1, self.queries)])
+
+    @property
+    def bytes(self) -> int:
+        """Of the forest's keys and values."""
+        shared = {page for pages, _ in self.trunks for page in pages}
+        rows = len(shared) * self.page_size
+        rows += sum(keys - sum(page in shared for page in table) * self.page_size
+                    for keys, table in zip(self.keys, self.tables))  # fmt: skip
+        return rows * self.kv_heads * HEAD_DIM * 2 * 2
+
+
+def ints(values: list[Any]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def make_step(name: str, seed: int = 0) -> Step:
+    """The step of a name in SHAPES; ValueError for what is none."""
+    found = re.fullmatch(r"(?:(ragged|half|levels)-)?(\d+)x(\d+)(?:x(\d+)K)?(?:-Hk(\d+)|-q(\d+)|-page(\d+))?", name)
+    if not found or (found[1] == "ragged") == bool(found[4]):
+        raise ValueError(f"shape: expected a name such as {', '.join(SHAPES)}, got {name}")
+    kind, groups, requests = found[1], int(found[2]), int(found[3])
+    rng, page_size = random.Random(seed), int(found[7] or 16)
+    step = Step(int(found[5] or 8), int(found[6] or 1), page_size, 0, [], [], [])
+
+    def take(tokens: int) -> list[int]:
+        first, step.pages = step.pages, step.pages + -(-tokens // page_size)
+        return [*range(first, step.pages)]
+
+    for _ in range(groups):
+        prompt = rng.randint(2048, 16384) // page_size * page_size if kind == "ragged" else int(found[4]) * 1024
+        trunk = take(prompt)
+        first = len(step.keys)
+        turns = [take(2048) for _ in range(4)] if kind == "levels" else [[]]
+        branches = [take(1024) for _ in range(8)] if kind == "levels" else [[]]
+        for index in range(requests // 2 if kind == "half" else requests):
+            turn, branch = index % len(turns), index % len(branches)
+            above = [*trunk, *turns[turn], *branches[branch]]
+            keys = len(above) * page_size + rng.randint(step.queries, LONGEST)
+            step.tables.append(above + take(keys - len(above) * page_size))
+            step.keys.append(keys)
+            step.cuts.append(len(above) * page_size)
+        members = [*range(first, len(step.keys))]
+        step.trunks.append((trunk, members))
+        for lists in (turns, branches) if kind == "levels" else ():
+            step.trunks += [(pages, [one for one in members if (one - first) % len(lists) == place])
+                            for place, pages in enumerate(lists)]  # fmt: skip
+    places = rng.sample(range(step.pages), step.pages)
+    step.tables = [[places[page] for page in table] for table in step.tables]
+    step.trunks = [([places[page] for page in pages], members) for pages, members in step.trunks]
+    return step
+
+
+# --- implementations --------------------------------------------------------------------------------------------------
+
+
+Run = Callable[[], Any]  # of which the first result is O
+
+
+def dualkv(step: Step) -> Iterator[tuple[str, Run]]:
+    plan = SharedPrefixPlan(
+        *step.table.shape, num_pages=step.pages, max_queries=len(step.q), page_size=step.page_size, num_heads=HEADS,
+        num_kv_heads=step.kv_heads, head_dim=HEAD_DIM, device="cuda",
+    )  # fmt: skip
+    offsets = step.cu_seqlens_q if step.queries > 1 else None
+    out = torch.empty_like(step.q)
+
+    def update() -> None:
+        plan.update(step.table, step.seqlens, cu_seqlens_q=offsets, boundaries=step.boundaries)
+
+    def decode() -> Tensor:
+        return shared_prefix_decode(step.q, step.k, step.v, plan, out=out)
+
+    def both() -> Tensor:
+        update()
+        return decode()
+
+    update()
+    yield "dualkv", decode
+    yield "dualkv_step", both
+
+
+def fa3(step: Step) -> Iterator[tuple[str, Run]]:
+    path = os.environ.get("VLLM_FA3")
+    if not path:
+        return
+    torch.ops.load_library(path)
+    operator = torch.ops._vllm_fa3_C.fwd
+    names = [argument.name for argument in operator.default._schema.arguments]
+
+    def call(order: Tensor, splits: int) -> Run:
+        q = step.q.view(len(step.keys), step.queries, HEADS, HEAD_DIM)[order].flatten(0, 1)
+        given = {
+            "q": q, "k": step.k, "v": step.v, "out": torch.empty_like(q), "page_table": step.table[order],
+            "seqused_k": step.seqlens[order], "max_seqlen_q": step.queries, "max_seqlen_k": max(step.keys),
+            "cu_seqlens_q": step.cu_seqlens_q, "softmax_scale": HEAD_DIM**-0.5, "is_causal": True, "num_splits": splits,
+            "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "is_rotary_interleaved": True,
+            "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0,
+        }  # fmt: skip
+        arguments = [given.get(name) for name in names]
+        return lambda: operator(*arguments)[0]
+
+    grouped = torch.arange(len(step.keys), device="cuda")
+    yield "fa3", call(grouped, 1)
+    yield "fa3_splits", call(grouped, 0)
+    yield "fa3_shuffled", call(torch.randperm(len(step.keys), device="cuda"), 1)
+
+
+def flashinfer(step: Step) -> Iterator[tuple[str, Run]]:
+    try:
+        import flashinfer as library  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        return
+    if step.queries > 1:
+        return
+    workspace = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    model = (HEADS, step.kv_heads, HEAD_DIM, step.page_size)
+
+    def runs(lists: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Offsets, pages, rows of the last page."""
+        ends = torch.tensor([len(pages) for pages, _ in lists]).cumsum(0).tolist()
+        last = [(keys - 1) % step.page_size + 1 if keys else 0 for _, keys in lists]
+        return ints([0, *ends]), ints([page for pages, _ in lists for page in pages]), ints(last)
+
+    decode = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    decode.plan(*runs([*zip(step.tables, step.keys)]), *model, q_data_type=torch.bfloat16)
+    yield "flashinfer", lambda: decode.run(step.q, (step.k, step.v))
+    if sum(len(members) for _, members in step.trunks) != len(step.keys):  # more than two levels
+        return
+    cascade = library.MultiLevelCascadeAttentionWrapper(2, workspace, "NHD")
+    above = [(pages, len(pages) * step.page_size) for pages, _ in step.trunks]
+    own = [(table[cut // step.page_size :], keys - cut) for table, keys, cut in zip(step.tables, step.keys, step.cuts)]
+    offsets = ints([0, *(members[-1] + 1 for _, members in step.trunks)])
+    first, second = runs(above), runs(own)
+    cascade.plan(
+        [offsets, step.cu_seqlens_q], [first[0], second[0]], [first[1], second[1]], [first[2], second[2]], *model,
+        q_data_type=torch.bfloat16,
+    )  # fmt: skip
+    yield "cascade", lambda: cascade.run(step.q, (step.k, step.v))
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def microseconds(run: Run, launches: int = 10) -> float:
+    """Of a launch, after a warm-up under load."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(launches):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1000 / launches
+
+
+def warm_up(run: Run) -> None:
+    spent = 0.0
+    while spent < WARM_UP_S:
+        spent += microseconds(run) * 1e-5
+
+
+def median_of(runs: dict[str, Run], rounds: int) -> dict[str, float]:
+    """Medians over rounds in which every one runs once."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            warm_up(run)
+            times[name].append(microseconds(run))
+    return {name: sorted(found)[len(found) // 2] for name, found in times.items()}
+
+
+def copy_rate() -> float:
+    """Bytes a microsecond, read and written."""
+    source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda")
+    target = torch.empty_like(source)
+    return 4 * source.numel() / median_of({"copy": lambda: target.copy_(source)}, 5)["copy"]
+
+
+def measure(name: str, rounds: int) -> list[dict[str, Any]]:
+    """Rows of a shape; an error is told and ends one implementation alone."""
+    step = make_step(name)
+    step.tensors()
+    runs: dict[str, Run] = {}
+    failed: dict[str, str] = {}
+    for make in (dualkv, fa3, flashinfer):
+        try:
+            runs |= dict(make(step))
+        except (RuntimeError, ValueError, TypeError) as error:
+            failed[make.__name__] = str(error).split("\n")[0]
+    expected = runs["dualkv"]().float()
+    differences = {impl: (run()[: len(expected)].float() - expected).abs().max().item() for impl, run in runs.items()
+                   if impl != "fa3_shuffled"}  # fmt: skip
+    floor = step.bytes / copy_rate()
+    times = median_of(runs, rounds)
+    rows: list[dict[str, Any]] = [{"shape": name, "impl": impl, "us": us, "floor_us": floor, "bytes": step.bytes,
+             "difference": differences.get(impl)} for impl, us in times.items()]  # fmt: skip
+    rows += [{"shape": name, "impl": impl, "us": None, "error": error} for impl, error in failed.items()]
+    for row in rows:
+        print(name, row["impl"], row.get("error") or f"{row['us']:.0f} us, {floor / row['us']:.3f} of copy", flush=True)
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--shape", nargs="+", default=SHAPES, help="such as 16x16x8K (default: all)")
+    parser.add_argument("--rounds", type=int, default=3, help="of which the median counts")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("decoding is measured on a GPU")
+    gpu = torch.cuda.get_device_name()
+    folder: Path = RESULTS / "decode" / gpu_folder(gpu)
+    result = Result(options, folder, "decode", gpu, benchmark="decode")
+    rows: list[dict[str, Any]] = []
+    for name in options.shape:
+        rows += measure(name, options.rounds)
+        print(result.write(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
