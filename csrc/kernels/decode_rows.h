@@ -11,7 +11,8 @@
 
 namespace dualkv {
 
-template <typename T, int kHeadDim>
+// kTogether: how many pairs of a state's columns a thread moves at a time. Two need more registers.
+template <typename T, int kHeadDim, int kTogether>
 struct DecodeRows {
   using Output = float[1][kHeadDim / 8][4];
 
@@ -56,10 +57,12 @@ struct DecodeRows {
       if (slot[half] < 0) continue;
       const float* const from = state_of(half);
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 8; j += 2) {
-        const float4 part = *reinterpret_cast<const float4*>(from + j * 2);
-        o[0][j][2 * half] = part.x, o[0][j][2 * half + 1] = part.y;
-        o[0][j + 1][2 * half] = part.z, o[0][j + 1][2 * half + 1] = part.w;
+      for (int j = 0; j < kHeadDim / 8; j += kTogether) {
+        const Columns columns = *reinterpret_cast<const Columns*>(from + j * 8);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          o[0][j + i][2 * half] = columns.pairs[i].x, o[0][j + i][2 * half + 1] = columns.pairs[i].y;
+        }
       }
       softmax.row_sum[0][half] = statistics_of(half)[lane % 4];
       softmax.row_max[0][half] = statistics_of(half)[4];
@@ -74,9 +77,13 @@ struct DecodeRows {
       if (slot[half] < 0) continue;
       float* const to = state_of(half);
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 8; j += 2) {
-        *reinterpret_cast<float4*>(to + j * 2) = make_float4(o[0][j][2 * half], o[0][j][2 * half + 1],
-                                                             o[0][j + 1][2 * half], o[0][j + 1][2 * half + 1]);
+      for (int j = 0; j < kHeadDim / 8; j += kTogether) {
+        Columns columns;
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          columns.pairs[i] = make_float2(o[0][j + i][2 * half], o[0][j + i][2 * half + 1]);
+        }
+        *reinterpret_cast<Columns*>(to + j * 8) = columns;
       }
       statistics_of(half)[lane % 4] = softmax.row_sum[0][half];
       if (lane % 4 == 0) statistics_of(half)[4] = softmax.row_max[0][half];
@@ -114,9 +121,12 @@ struct DecodeRows {
   }
 
  private:
-  // A thread's columns of a row are neighbours in memory, so that a quad moves 64 bytes at a time.
+  // Columns that a thread moves at a time are neighbours in memory, and so are those of a quad.
+  struct alignas(kTogether * 8) Columns {
+    float2 pairs[kTogether];
+  };
   __device__ __forceinline__ float* state_of(int half) const {
-    return p.states.out + int64_t{slot[half]} * kHeadDim + lane % 4 * (kHeadDim / 4);
+    return p.states.out + int64_t{slot[half]} * kHeadDim + lane % 4 * (kTogether * 2);
   }
   __device__ __forceinline__ float* statistics_of(int half) const {
     return p.states.statistics + int64_t{slot[half]} * 8;

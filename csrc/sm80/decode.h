@@ -24,30 +24,30 @@ struct DecodeBlock {
   const DecodeParams<T>& p;
   const uint32_t s_q, s_k = s_q + TileQ::kBytes, s_v = s_k + TileKv::kBytes;
   const PagedRows<T, TileQ, TileKv> loads{p};
-  DecodeRows<T, kHeadDim> rows{p};
+  DecodeRows<T, kHeadDim, 1> rows{p};
 
   static __device__ __forceinline__ void meet() { __syncthreads(); }
 
-  __device__ __forceinline__ void start_k(const LocatedPages& at, int kv_head) const {
-    loads.copy_k(s_k, at, kv_head);
+  __device__ __forceinline__ void start_k(const FetchedPages& at, int kv_head) const {
+    loads.copy_k(s_k, loads.locate(at), kv_head);
     ptx::cp_async_commit();
   }
-  __device__ __forceinline__ void start_v(const LocatedPages& at, int kv_head) const {
-    loads.copy_v(s_v, at, kv_head);
+  __device__ __forceinline__ void start_v(const FetchedPages& at, int kv_head) const {
+    loads.copy_v(s_v, loads.locate(at), kv_head);
     ptx::cp_async_commit();
   }
 
-  // The item is in shared memory.
-  __device__ __forceinline__ void attend(const DecodeItem& item, int kv_head) {
-    // The walk is made anew at each use, for want of registers.
+  // Both are in shared memory, where they are read at each use, and the walk is made anew: for want
+  // of registers.
+  __device__ __forceinline__ void attend(const DecodeItem& item, const int& kv_head) {
     const auto walk = [&] { return DecodeWalk(item, kBlockN, p.shape.sees); };
     const int tiles = walk().tiles();
-    LocatedPages now{};
+    FetchedPages now{};
     if (tiles > 0) {
       int queries[decltype(loads)::kQuerySteps];
       loads.find_queries(item, queries);
       loads.copy_queries(s_q, item, kv_head, queries);
-      now = loads.locate(loads.fetch(item.request, walk().tile(0)));
+      now = loads.fetch(item.request, walk().tile(0));
       start_k(now, kv_head);
     }
     rows.find(item, kv_head);
@@ -67,7 +67,7 @@ struct DecodeBlock {
       ptx::cp_async_wait<0>();
       __syncthreads();  // V_n is loaded, and all warps are done with K_n
       if (!last) {
-        now = loads.locate(next);
+        now = next;
         start_k(now, kv_head);
       }
       cap_scores(s, p.shape.softcap);
@@ -104,18 +104,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     dualkv_sm80_decode(const __grid_constant__ DecodeParams<T> p) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ DecodeItem item;
+  __shared__ int kv_head;
   __shared__ unsigned taken;
   DecodeBlock<T, Config> block{p, ptx::shared_address(shared)};
   const unsigned kv_heads = p.shape.num_kv_heads, works = *p.count * kv_heads;
   while (true) {
     if (threadIdx.x == 0) {
       taken = atomicAdd(p.progress.next, 1);
-      if (taken < works) item = p.items[taken / kv_heads];
+      if (taken < works) item = p.items[taken / kv_heads], kv_head = static_cast<int>(taken % kv_heads);
     }
     __syncthreads();
-    const unsigned index = taken;
-    if (index >= works) break;
-    block.attend(item, static_cast<int>(index % kv_heads));
+    if (taken >= works) break;
+    block.attend(item, kv_head);
     __syncthreads();  // all are done with the item, and with its last tile
   }
   block.rows.leave(block.s_q, DecodeBlock<T, Config>::meet);

@@ -174,7 +174,7 @@ struct DecodeConsumer {
   const DecodeShared<Config>& shared;
   const DecodeParams<T>& p;
   const int lane = threadIdx.x % 32;
-  DecodeRows<T, kHeadDim> rows{p};
+  DecodeRows<T, kHeadDim, 2> rows{p};
   PipelineState<Config::kStagesQ> q_state;
   PipelineState<Config::kStagesKv> k_state, v_state;
   float s[1][kBlockN / 8][4];
