@@ -160,18 +160,24 @@ std::string describe_build() {
   return text.str();
 }
 
-// The decode kernel of a plan, by element type the same index.
-int find_decode(const DualkvDecodePlan& plan) {
+// The decode kernel for a plan's head dim on a card, by element type the same index. Heads are never
+// padded. What decides is what decides for the forward: with its tiles come its bits.
+int find_decode(const DualkvDecodePlan& plan, const Gpu& gpu) {
   const std::vector<KernelTraits>& traits = registry<DecodeKernel<AnyElement>>().traits;
-  for (size_t i = 0; i < traits.size(); ++i) {
-    if (traits[i].dims.qk == plan.head_dim) return static_cast<int>(i);
+  const bool takes_hopper = gpu.capability == 9 && !wants_portable_kernels();
+  int found = -1;
+  for (int i = 0; i < static_cast<int>(traits.size()); ++i) {
+    if (traits[i].dims.qk != plan.head_dim) continue;
+    if (traits[i].arch == Arch::sm80 || takes_hopper) found = i;  // Hopper's come last
   }
-  throw std::invalid_argument("head_dim: expected one of those that decode kernels are built for, got " +
+  if (found >= 0) return found;
+  throw std::invalid_argument("head_dim: expected one of those that this build has decode kernels for (" +
+                              equal_head_dims<DecodeKernel<AnyElement>>(Arch::sm80) + "), got " +
                               std::to_string(plan.head_dim));
 }
 
-DecodeMemory decode_memory(const DualkvDecodePlan& plan) {
-  return DecodeMemory(plan, registry<DecodeKernel<AnyElement>>().traits[find_decode(plan)].tiles.block_n);
+DecodeMemory decode_memory(const DualkvDecodePlan& plan, const Gpu& gpu) {
+  return DecodeMemory(plan, registry<DecodeKernel<AnyElement>>().traits[find_decode(plan, gpu)].tiles.block_n);
 }
 
 template <typename T>
@@ -180,22 +186,23 @@ PagedTensor<const T> pages_of(const DualkvPages& pages) {
 }
 
 template <typename T>
-void launch_decode(const Device& device, cudaStream_t stream, const DualkvDecodePlan& plan, const DualkvDecode& call) {
-  const DecodeMemory memory = decode_memory(plan);
+void launch_decode(const Gpu& gpu, cudaStream_t stream, const DualkvDecodePlan& plan, const DualkvDecode& call) {
+  const int kernel = find_decode(plan, gpu);
+  const DecodeMemory memory = decode_memory(plan, gpu);
   const DualkvOptions& options = call.options;
   const int head_dim = static_cast<int>(plan.head_dim);
   const ProblemShape shape{static_cast<int>(call.q.rows), static_cast<int>(plan.num_heads),
                            static_cast<int>(plan.num_kv_heads), head_dim, head_dim,
                            static_cast<float>(options.softmax_scale), {true, window_of(options)},
-                           {options.softmax_scale, options.softcap}, device.gpu.num_sms};
+                           {options.softmax_scale, options.softcap}, gpu.num_sms};
   const bool alone = shape.sees.has_window();  // rows of a branch have windows of their own
   const DecodeLists& lists = memory.plan.lists;
-  registry<DecodeKernel<T>>().kernels[find_decode(plan)].launch(
+  registry<DecodeKernel<T>>().kernels[kernel].launch(
       {shape, memory.plan.requests.table, view_of<const T>(call.q), pages_of<T>(call.k), pages_of<T>(call.v),
        view_of<T>(call.out), call.lse, call.sinks, alone ? lists.alone : lists.shared, lists.counts + alone,
        lists.queries, memory.progress, memory.states},
       stream);
-  count_launch("dualkv_sm90_decode");
+  count_launch(std::string("dualkv_") + name_of(registry<DecodeKernel<T>>().traits[kernel].arch) + "_decode");
 }
 
 // Texts that outlive the call that returns them.
@@ -288,10 +295,10 @@ int dualkv_decode_plan(int32_t device, void* stream, const DualkvDecodePlan* pla
 
 int dualkv_decode(int32_t device, void* stream, const DualkvDecodePlan* plan, const DualkvDecode* call) {
   return guarded([&] {
-    const Device& gpu = Device::select(device);
-    gpu.check();
+    const Device& selected = Device::select(device);
+    selected.check();
     with_element_type(*call, [&](auto element) {
-      launch_decode<decltype(element)>(gpu, static_cast<cudaStream_t>(stream), *plan, *call);
+      launch_decode<decltype(element)>(seen_by_policy(selected), static_cast<cudaStream_t>(stream), *plan, *call);
     });
   });
 }

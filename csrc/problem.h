@@ -95,6 +95,17 @@ inline Gpu seen_by_policy(Gpu gpu) {
   return gpu;
 }
 
+// The same of a device, whose own kernels and memory the choices need.
+inline Gpu seen_by_policy(const Device& device) {
+  Gpu gpu = seen_by_policy(device.gpu);
+  gpu.shared_bytes = std::min(gpu.shared_bytes, device.gpu.shared_bytes);
+  if (gpu.capability == 9 && device.gpu.capability != 9) {
+    throw std::invalid_argument(std::string("DUALKV_GPU: expected a card whose kernels this GPU runs, got ") +
+                                tuning_of(gpu).name);
+  }
+  return gpu;
+}
+
 // Whether DUALKV_KERNELS asks for the portable kernels where there are others. For tests and
 // benchmarks.
 inline bool wants_portable_kernels() {
@@ -135,12 +146,7 @@ struct Problem {
   explicit Problem(const DualkvCall& call) : asked(call), stream(static_cast<cudaStream_t>(call.stream)) {
     const Device& device = Device::select(call.device);
     device.check();
-    gpu = seen_by_policy(device.gpu);
-    gpu.shared_bytes = std::min(gpu.shared_bytes, device.gpu.shared_bytes);
-    if (gpu.capability == 9 && device.gpu.capability != 9) {
-      throw std::invalid_argument(std::string("DUALKV_GPU: expected a card whose kernels this GPU runs, got ") +
-                                  tuning_of(gpu).name);
-    }
+    gpu = seen_by_policy(device);
     const DualkvOptions& options = call.options;
     shape = {static_cast<int>(call.q.rows),
              static_cast<int>(call.q.heads),

@@ -22,6 +22,7 @@
 namespace dualkv {
 
 constexpr int kDecodeRows = 64;  // rows of an item: queries of its requests, times the heads of a KV head
+constexpr int kDecodeThreads = 2 * kDecodeRows;  // that load them, and that multiply: 16 rows a warp
 
 // A walk of up to kDecodeRows rows over tiles of one request's pages, for every KV head.
 struct alignas(16) DecodeItem {
@@ -33,7 +34,7 @@ struct alignas(16) DecodeItem {
   int waits;        // branch whose items hand over the states of these rows; -1: they start empty
   int arrivals;     // how many items do, of each KV head
   int signals;      // branch that goes on with these rows; -1: tile 0 was the last, or there is none
-  int unused = 0;
+  int unused;
 };
 
 struct DecodeTile {

@@ -9,6 +9,7 @@
 #include "sm80/backward.h"
 #include "sm80/backward_dq.h"
 #include "sm80/convert.h"
+#include "sm80/decode.h"
 #include "sm80/forward.h"
 
 namespace dualkv::sm80 {
@@ -55,6 +56,15 @@ BackwardDqKernel<T> backward_dq_kernel() {
   return {{run}};
 }
 
+template <typename T, class Config>
+DecodeKernel<T> decode_kernel() {
+  const auto run = [](const DecodeParams<T>& p, cudaStream_t stream) {
+    launch(dualkv_sm80_decode<T, Config>, int64_t{Config::kBlocksPerSm} * p.shape.num_sms, Config::kThreads,
+           Config::kSharedBytes, stream, p);
+  };
+  return {{run}};
+}
+
 // Registers the kernels of all footprints for each element type. `make(element, config)` makes one
 // of them.
 template <template <typename> class Kernel, template <int, Footprint> class Config, int kHeadDim, class Make>
@@ -76,3 +86,4 @@ bool register_kernels(Make make) {
 #define DUALKV_SM80_BACKWARD(head_dim) DUALKV_SM80_REGISTER(BackwardKernel, BackwardConfig, head_dim, backward_kernel)
 #define DUALKV_SM80_BACKWARD_DQ(head_dim) \
   DUALKV_SM80_REGISTER(BackwardDqKernel, BackwardDqConfig, head_dim, backward_dq_kernel)
+#define DUALKV_SM80_DECODE(head_dim) DUALKV_SM80_REGISTER(DecodeKernel, DecodeConfig, head_dim, decode_kernel)

@@ -12,12 +12,13 @@ LAYERS = {
     "ptx": {"ptx"},
     "core": {"core"},
     "tile": {"tile", "core", "ptx"},
-    "kernels": {"kernels", "core", "tile", "ptx", "params.h"},
-    "sm80": {"sm80", "kernels", "core", "tile", "ptx", "params.h"},
-    "sm90": {"sm90", "kernels", "core", "tile", "ptx", "params.h"},
+    "kernels": {"kernels", "core", "tile", "ptx", "params.h", "decode_params.h"},
+    "sm80": {"sm80", "kernels", "core", "tile", "ptx", "params.h", "decode_params.h"},
+    "sm90": {"sm90", "kernels", "core", "tile", "ptx", "params.h", "decode_params.h"},
     "instances": {"sm80", "sm90"},
     "params.h": {"core"},
-    "dispatch.h": {"core", "params.h"},
+    "decode_params.h": {"core", "params.h"},
+    "dispatch.h": {"core", "params.h", "decode_params.h"},
 }
 # Files with launches, which check and register them.
 LAUNCHES = re.compile(r"sm\d+/launch\.h|sm90/tensor_map\.cpp|kernels/\w+\.cu|dispatch\.cpp")

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Rows of a decoding item as the threads that multiply hold them: 16 of them a warp, in accumulators
+// of m16 products. Masks, the states that pass from item to item, and the results.
+#pragma once
+
+#include "kernels/paged_rows.h"
+#include "ptx/memory.h"
+#include "tile/mask.h"
+#include "tile/online_softmax.h"
+#include "tile/store_row.h"
+
+namespace dualkv {
+
+// kTogether: how many pairs of a state's columns a thread moves at a time. Two need more registers.
+template <typename T, int kHeadDim, int kTogether>
+struct DecodeRows {
+  using Output = float[1][kHeadDim / 8][4];
+
+  const DecodeParams<T>& p;
+  const int thread = threadIdx.x % kDecodeThreads, lane = threadIdx.x % 32;
+  const int row0 = thread / 32 * 16 + lane / 4;  // this thread's first row, and 8 after it the other
+  int slot[2];  // of the thread's rows: row of q * num_heads + head; -1: none
+
+  __device__ __forceinline__ void find(const DecodeItem& item, int kv_head) {
+    const int heads = p.shape.heads_per_group();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row0 + half * 8, head = kv_head * heads + (item.row + row) % heads;
+      slot[half] = row < item.rows ? p.query(item.row + row) * p.shape.num_heads + head : -1;
+    }
+  }
+
+  template <int kN8>
+  __device__ __forceinline__ void mask(float (&s)[1][kN8][4], const DecodeItem& item, const DecodeTile& keys) const {
+    const Visibility sees = p.shape.sees;
+    const KvTile tile{Region::keys, 0, keys.position, keys.valid};
+    const bool hides_end = end_column(tile, item.q_pos, sees) < kN8 * 8;
+    if (!hides_end && !sees.has_window()) return;
+    const int heads = p.shape.heads_per_group(), offset = item.row % heads;
+    const auto position = [&](int row) { return item.q_pos + (offset + row) / heads; };
+    const auto first = [&](int row) { return first_column(tile, position(row), sees); };
+    const auto end = [&](int row) { return end_column(tile, position(row), sees); };
+    if (hides_end) mask_fragment(s, row0, lane % 4 * 2, -CUDART_INF_F, end);
+    if (sees.has_window() && first(item.rows - 1) > 0) mask_front(s, row0, lane % 4 * 2, -CUDART_INF_F, first);
+  }
+
+  // Takes over the states of the rows. `meet` is a barrier of the threads that multiply.
+  template <class Softmax, class Meet>
+  __device__ __forceinline__ void take(const DecodeItem& item, int kv_head, Output& o, Softmax& softmax,
+                                       Meet meet) const {
+    if (thread == 0) {
+      ptx::wait_arrived(p.progress.arrived + item.waits * p.shape.num_kv_heads + kv_head, item.arrivals);
+    }
+    meet();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (slot[half] < 0) continue;
+      const float* const from = state_of(half);
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; j += kTogether) {
+        const Columns columns = *reinterpret_cast<const Columns*>(from + j * 8);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          o[0][j + i][2 * half] = columns.pairs[i].x, o[0][j + i][2 * half + 1] = columns.pairs[i].y;
+        }
+      }
+      softmax.row_sum[0][half] = statistics_of(half)[lane % 4];
+      softmax.row_max[0][half] = statistics_of(half)[4];
+    }
+  }
+
+  template <class Softmax, class Meet>
+  __device__ __forceinline__ void hand_over(const DecodeItem& item, int kv_head, const Output& o,
+                                            const Softmax& softmax, Meet meet) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (slot[half] < 0) continue;
+      float* const to = state_of(half);
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; j += kTogether) {
+        Columns columns;
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          columns.pairs[i] = make_float2(o[0][j + i][2 * half], o[0][j + i][2 * half + 1]);
+        }
+        *reinterpret_cast<Columns*>(to + j * 8) = columns;
+      }
+      statistics_of(half)[lane % 4] = softmax.row_sum[0][half];
+      if (lane % 4 == 0) statistics_of(half)[4] = softmax.row_max[0][half];
+    }
+    meet();
+    if (thread == 0) ptx::arrive(p.progress.arrived + item.signals * p.shape.num_kv_heads + kv_head);
+  }
+
+  template <class Softmax>
+  __device__ __forceinline__ void store(const Output& o, Softmax& softmax) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = max_int(slot[half], 0) / p.shape.num_heads, head = max_int(slot[half], 0) % p.shape.num_heads;
+      float lse;
+      const float inverse_sum = softmax.finish(0, half, p.shape.softmax_scale, p.sink(head), lse);
+      if (lane % 4 == 0 && slot[half] >= 0) p.lse[static_cast<int64_t>(head) * p.shape.q_rows + row] = lse;
+      store_row<T>(o[0], half, inverse_sum, p.out.at(row, head), 0, slot[half] >= 0 ? kHeadDim : 0, lane);
+    }
+  }
+
+  // The last block clears what the launch has counted: the next one starts from zeros. `flag`: 16
+  // bytes of shared memory that nobody needs any more.
+  template <class Meet>
+  __device__ __forceinline__ void leave(uint32_t flag, Meet meet) const {
+    meet();
+    if (thread == 0) {
+      __threadfence();
+      ptx::store_shared_32(flag, atomicAdd(p.progress.exits, 1) == static_cast<int>(gridDim.x) - 1);
+    }
+    meet();
+    if (ptx::load_shared_128(flag).x == 0) return;
+    const int counters = p.progress.branches * p.shape.num_kv_heads;
+    for (int i = thread; i < counters; i += kDecodeThreads) p.progress.arrived[i] = 0;
+    if (thread == 0) *p.progress.next = 0, *p.progress.exits = 0;
+  }
+
+ private:
+  // Columns that a thread moves at a time are neighbours in memory, and so are those of a quad.
+  struct alignas(kTogether * 8) Columns {
+    float2 pairs[kTogether];
+  };
+  __device__ __forceinline__ float* state_of(int half) const {
+    return p.states.out + int64_t{slot[half]} * kHeadDim + lane % 4 * (kTogether * 2);
+  }
+  __device__ __forceinline__ float* statistics_of(int half) const {
+    return p.states.statistics + int64_t{slot[half]} * 8;
+  }
+};
+
+}  // namespace dualkv

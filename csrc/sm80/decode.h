@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Decode over pages. A block takes items in the order of the list, in which an item comes after all
+// that it waits for: whoever has the first open item can finish it. An item is 64 rows of queries,
+// 16 a warp: the queries and heads of all requests that share its keys.
+//
+//   S = Q K^T;  P = exp(S - max);  O += P V        (as in forward.h, in its order: the same bits)
+//
+// The state of a row (O, maximum, sums) passes from item to item through memory. While a block
+// waits for states it loads its queries and its first keys. K_n+1 is loaded during softmax and P V,
+// V_n during Q K^T; blocks that share a multiprocessor fill each other's waits.
+#pragma once
+
+#include "kernels/decode_rows.h"
+#include "sm80/config.h"
+
+namespace dualkv::sm80 {
+
+template <typename T, class Config>
+struct DecodeBlock {
+  using TileQ = typename Config::TileQ;
+  using TileKv = typename Config::TileKv;
+  static constexpr int kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
+
+  const DecodeParams<T>& p;
+  const uint32_t s_q, s_k = s_q + TileQ::kBytes, s_v = s_k + TileKv::kBytes;
+  const PagedRows<T, TileQ, TileKv> loads{p};
+  DecodeRows<T, kHeadDim, 1> rows{p};
+
+  static __device__ __forceinline__ void meet() { __syncthreads(); }
+
+  __device__ __forceinline__ void start_k(const FetchedPages& at, int kv_head) const {
+    loads.copy_k(s_k, loads.locate(at), kv_head);
+    ptx::cp_async_commit();
+  }
+  __device__ __forceinline__ void start_v(const FetchedPages& at, int kv_head) const {
+    loads.copy_v(s_v, loads.locate(at), kv_head);
+    ptx::cp_async_commit();
+  }
+
+  // Both are in shared memory, where they are read at each use, and the walk is made anew: for want
+  // of registers.
+  __device__ __forceinline__ void attend(const DecodeItem& item, const int& kv_head) {
+    const auto walk = [&] { return DecodeWalk(item, kBlockN, p.shape.sees); };
+    const int tiles = walk().tiles();
+    FetchedPages now{};
+    if (tiles > 0) {
+      int queries[decltype(loads)::kQuerySteps];
+      loads.find_queries(item, queries);
+      loads.copy_queries(s_q, item, kv_head, queries);
+      now = loads.fetch(item.request, walk().tile(0));
+      start_k(now, kv_head);
+    }
+    rows.find(item, kv_head);
+    OnlineSoftmax<1> softmax;
+    float o[1][kHeadDim / 8][4];
+    clear(o);
+    if (item.waits >= 0) rows.take(item, kv_head, o, softmax, meet);
+    for (int step = 0; step < tiles; ++step) {
+      const bool last = step + 1 == tiles;
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // K_n is loaded, and all warps are done with V_n-1
+      start_v(now, kv_head);
+      FetchedPages next{};
+      if (!last) next = loads.fetch(item.request, walk().tile(step + 1));
+      float s[1][kBlockN / 8][4];
+      multiply_keys(s);
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // V_n is loaded, and all warps are done with K_n
+      if (!last) {
+        now = next;
+        start_k(now, kv_head);
+      }
+      cap_scores(s, p.shape.softcap);
+      rows.mask(s, item, walk().tile(step));
+      const float scale_log2 = p.shape.softmax_scale * kLog2e;
+      float rescale[1][2];
+      if (softmax.raise_maximum(s, scale_log2, rescale)) scale_rows(o, rescale);
+      softmax.exponentiate(s, scale_log2, rescale);
+      multiply_values(o, s);
+    }
+    item.signals >= 0 ? rows.hand_over(item, kv_head, o, softmax, meet) : rows.store(o, softmax);
+  }
+
+  __device__ __forceinline__ void multiply_keys(float (&s)[1][kBlockN / 8][4]) const {
+    const int warp_row = rows.thread / 32 * 16;
+    const uint32_t q_address = rows_first_address<TileQ>(s_q + warp_row * TileQ::kRowBytes, rows.lane);
+    const uint32_t k_address = columns_first_address<TileKv>(s_k, rows.lane);
+    clear(s);
+    warp_matmul<T, kHeadDim / 16>(
+        s, [&](int k, int i, uint32_t(&a)[4]) { ptx::ldmatrix_x4(a, TileQ::at(q_address, i, k)); },
+        [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4(b, TileKv::at(k_address, j, k)); });
+  }
+  __device__ __forceinline__ void multiply_values(float (&o)[1][kHeadDim / 8][4],
+                                                  const float (&s)[1][kBlockN / 8][4]) const {
+    const uint32_t v_address = rows_first_address<TileKv>(s_v, rows.lane);
+    warp_matmul<T, kBlockN / 16>(
+        o, [&](int k, int i, uint32_t(&a)[4]) { accumulator_to_a<T>(s[i][2 * k], s[i][2 * k + 1], a); },
+        [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, TileKv::at(v_address, k, j)); });
+  }
+};
+
+template <typename T, class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    dualkv_sm80_decode(const __grid_constant__ DecodeParams<T> p) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ DecodeItem item;
+  __shared__ int kv_head;
+  __shared__ unsigned taken;
+  DecodeBlock<T, Config> block{p, ptx::shared_address(shared)};
+  const unsigned kv_heads = p.shape.num_kv_heads, works = *p.count * kv_heads;
+  while (true) {
+    if (threadIdx.x == 0) {
+      taken = atomicAdd(p.progress.next, 1);
+      if (taken < works) item = p.items[taken / kv_heads], kv_head = static_cast<int>(taken % kv_heads);
+    }
+    __syncthreads();
+    if (taken >= works) break;
+    block.attend(item, kv_head);
+    __syncthreads();  // all are done with the item, and with its last tile
+  }
+  block.rows.leave(block.s_q, DecodeBlock<T, Config>::meet);
+}
+
+}  // namespace dualkv::sm80
