@@ -176,6 +176,13 @@ int find_decode(const DualkvDecodePlan& plan, const Gpu& gpu) {
                               std::to_string(plan.head_dim));
 }
 
+// A device that has kernels, as the policy sees it.
+Gpu checked_gpu(int index) {
+  const Device& device = Device::select(index);
+  device.check();
+  return seen_by_policy(device);
+}
+
 DecodeMemory decode_memory(const DualkvDecodePlan& plan, const Gpu& gpu) {
   return DecodeMemory(plan, registry<DecodeKernel<AnyElement>>().traits[find_decode(plan, gpu)].tiles.block_n);
 }
@@ -280,14 +287,13 @@ int dualkv_tree_nodes(int32_t device, void* stream, const int32_t* cu_seqlens, c
   });
 }
 
-int dualkv_decode_plan_bytes(const DualkvDecodePlan* plan, int64_t* bytes) {
-  return guarded([&] { *bytes = decode_memory(*plan).bytes; });
+int dualkv_decode_plan_bytes(int32_t device, const DualkvDecodePlan* plan, int64_t* bytes) {
+  return guarded([&] { *bytes = decode_memory(*plan, checked_gpu(device)).bytes; });
 }
 
 int dualkv_decode_plan(int32_t device, void* stream, const DualkvDecodePlan* plan) {
   return guarded([&] {
-    const DecodeMemory memory = decode_memory(*plan);
-    Device::select(device).check();
+    const DecodeMemory memory = decode_memory(*plan, checked_gpu(device));
     plan_decode(memory.plan, static_cast<cudaStream_t>(stream));
     count_launch("dualkv_decode_plan");
   });
@@ -295,10 +301,9 @@ int dualkv_decode_plan(int32_t device, void* stream, const DualkvDecodePlan* pla
 
 int dualkv_decode(int32_t device, void* stream, const DualkvDecodePlan* plan, const DualkvDecode* call) {
   return guarded([&] {
-    const Device& selected = Device::select(device);
-    selected.check();
+    const Gpu gpu = checked_gpu(device);
     with_element_type(*call, [&](auto element) {
-      launch_decode<decltype(element)>(seen_by_policy(selected), static_cast<cudaStream_t>(stream), *plan, *call);
+      launch_decode<decltype(element)>(gpu, static_cast<cudaStream_t>(stream), *plan, *call);
     });
   });
 }

@@ -97,7 +97,7 @@ typedef struct {
   DualkvOptions options;
 } DualkvDecode;
 
-DUALKV_API int dualkv_decode_plan_bytes(const DualkvDecodePlan* plan, int64_t* bytes);
+DUALKV_API int dualkv_decode_plan_bytes(int32_t device, const DualkvDecodePlan* plan, int64_t* bytes);
 // Makes the plan of a step on the stream.
 DUALKV_API int dualkv_decode_plan(int32_t device, void* stream, const DualkvDecodePlan* plan);
 // Attention of a layer.

@@ -210,10 +210,10 @@ DualkvDecodePlan decode_plan_of(py::handle given) {
   return plan;
 }
 
-int64_t decode_plan_bytes(py::handle given) {
+int64_t decode_plan_bytes(int device, py::handle given) {
   const DualkvDecodePlan plan = decode_plan_of(given);
   int64_t bytes = 0;
-  check(library.decode_plan_bytes(&plan, &bytes));
+  check(library.decode_plan_bytes(device, &plan, &bytes));
   return bytes;
 }
 

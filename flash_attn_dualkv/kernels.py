@@ -222,14 +222,14 @@ DECODE_HEAD_DIMS = (64, 128, 256)
 
 def decode_plan_bytes(limits: Limits, device: torch.device) -> int:
     """Bytes of a plan's memory, which starts as zeros; NotImplementedError for what has no kernels."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    if major != 9:
-        expected = "a Hopper GPU (compute capability 9.0): decoding has no kernels for others"
-        raise NotImplementedError(explain("device", expected, f"{device} of {major}.{minor}"))
     if limits.head_dim not in DECODE_HEAD_DIMS:
         expected = f"one of {DECODE_HEAD_DIMS}: the kernels of decoding have no other"
         raise NotImplementedError(explain("head_dim", expected, limits.head_dim))
-    size: int = compiled_module().decode_plan_bytes((*(0,) * 8, *limits, 0))
+    index = -1 if device.index is None else device.index
+    if index != current_device():
+        with torch.cuda.device(device):
+            return decode_plan_bytes(limits, device)
+    size: int = compiled_module().decode_plan_bytes(index, (*(0,) * 8, *limits, 0))
     return size
 
 

@@ -40,7 +40,7 @@ class SharedPrefixPlan:
         num_heads, num_kv_heads: of q and of the caches; the first is a multiple of the second.
         head_dim: of all of them; 64, 128 or 256 on a GPU, and on the CPU a multiple of 8, at most
             512.
-        device: of all tensors: the CPU, or an NVIDIA GPU of the Hopper architecture.
+        device: of all tensors: the CPU, or an NVIDIA GPU of compute capability 8.0 or newer.
         exact: what the bits of a row are equal to. "trainer": without a window, those of the
             training forward with the same keys and values, cut at `boundaries`, on the same GPU
             architecture by the same version of this package. None: what suits the model's shape,
@@ -54,7 +54,7 @@ class SharedPrefixPlan:
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
         NotImplementedError: `exact="split"`, in which long walks would be divided among blocks of
-            the GPU at fixed places; a GPU that is no Hopper; a head dim that the kernels lack.
+            the GPU at fixed places; a head dim that the kernels lack.
         RuntimeError: a GPU in an installation without kernels.
     """
 

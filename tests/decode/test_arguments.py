@@ -266,8 +266,8 @@ class Library:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
-    def decode_plan_bytes(self, plan: tuple[int, ...]) -> int:
-        self.calls.append(("decode_plan_bytes", (plan,)))
+    def decode_plan_bytes(self, device: int, plan: tuple[int, ...]) -> int:
+        self.calls.append(("decode_plan_bytes", (device, plan)))
         return 4096
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -282,7 +282,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(kernels, "current_device", lambda: -1)
     monkeypatch.setattr(kernels, "current_stream", lambda device: 77)
     monkeypatch.setattr(kernels, "prepare", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return made
 
 
@@ -327,6 +326,35 @@ def test_library_gets_the_layer(library: Library) -> None:
         assert all(one is other for one, other in zip(tensors, (call.q, call.out, k, v), strict=True))
         assert lse_given is lse and sinks_given is not sinks and sinks_given.dtype == torch.float32
         assert lse.shape == (4, len(call.q)) and lse.dtype == torch.float32
+
+
+def test_what_kernels_cannot_read(library: Library) -> None:
+    """A query is copied; a cache or a result never."""
+    wide = torch.zeros(5, 16, 2, 24, dtype=torch.bfloat16)
+    for name in ("k_cache", "v_cache"):
+        expanded, odd = wide[:1, ..., :16].expand(5, 16, 2, 16), torch.zeros(5, 16, 2, 20).bfloat16()[..., :16]
+        for wrong in (wide[..., 4:20], odd, expanded):
+            with pytest.raises(ValueError, match=f"^{name}: expected a first byte on 16 bytes, and strides"):
+                operators._decode_cuda(call_of(**{name: wrong}))
+    odd = torch.zeros(3, 4, 20, dtype=torch.bfloat16)[..., :16]
+    with pytest.raises(ValueError, match="^out: expected a first byte on 16 bytes"):
+        operators._decode_cuda(call_of(out=odd))
+    assert library.calls == []
+    operators._decode_cuda(call_of(q=odd))
+    assert library.calls[0][1][4] is odd  # the module copies it
+
+
+def test_what_kernels_lack(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotImplementedError, match="^softcap: expected .* for the CUDA kernels, got 2000.0"):
+        operators._decode_cuda(call_of()._replace(softcap=2000.0))
+    limits = call_of().step.limits
+    for head_dim in (16, 96, 512):
+        with pytest.raises(NotImplementedError, match=f"^head_dim: expected one of .*, got {head_dim}"):
+            kernels.decode_plan_bytes(limits._replace(head_dim=head_dim), torch.device("cpu"))
+    assert library.calls == []
+    limits = limits._replace(head_dim=64)
+    assert kernels.decode_plan_bytes(limits, torch.device("cpu")) == 4096
+    assert library.calls == [("decode_plan_bytes", (-1, (*[0] * 8, *limits, 0)))]
 
 
 def test_nothing_is_launched_without_rows(library: Library) -> None:

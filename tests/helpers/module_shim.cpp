@@ -62,7 +62,7 @@ int dualkv_sequence_nodes(int32_t, void*, const int32_t*, const int32_t*, const 
   return DUALKV_FAILURE;
 }
 int dualkv_tree_nodes(int32_t, void*, const int32_t*, const int32_t*, int64_t, int32_t*) { return DUALKV_FAILURE; }
-int dualkv_decode_plan_bytes(const DualkvDecodePlan*, int64_t*) { return DUALKV_FAILURE; }
+int dualkv_decode_plan_bytes(int32_t, const DualkvDecodePlan*, int64_t*) { return DUALKV_FAILURE; }
 int dualkv_decode_plan(int32_t, void*, const DualkvDecodePlan*) { return DUALKV_FAILURE; }
 int dualkv_decode(int32_t, void*, const DualkvDecodePlan*, const DualkvDecode*) { return DUALKV_FAILURE; }
 const char* dualkv_error(void) { return "not here"; }

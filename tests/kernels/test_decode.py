@@ -11,7 +11,7 @@ import oracle
 import pytest
 import torch
 from forests import Forest, forest, ints
-from launches import DEVICE, GPU_MARKS, captured, counted_launches, needs_gpu, poison_free_memory
+from launches import DEVICE, GPU_MARKS, captured, counted_launches, kernels, needs_gpu, poison_free_memory
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPrefixPlan, flash_attn_dualkv_varlen_func, shared_prefix_decode
@@ -64,14 +64,14 @@ def sinks_of(step: Forest, options: dict[str, Any]) -> Tensor | None:
 
 
 @cases
-def test_results(case: tuple[Any, ...]) -> None:
+def test_results(case: tuple[Any, ...], kernels: str) -> None:
     """The accuracy rule, with NaN in every byte of the caches that is no key of a request."""
     options = case[-1]
     for seed in range(3 if DEVICE == "cuda" else 1):
         step = random_forest(case, seed)
         with counted_launches() as counts:
             out, lse = decode(step, options, boundaries=random_cuts(step, seed))
-        assert counts.keys() == {"dualkv_decode_plan", "dualkv_sm90_decode"}
+        assert counts.keys() == {"dualkv_decode_plan", f"dualkv_{kernels}_decode"}
         host = step.to("cpu")
         given = options | {"sinks": None if sinks_of(step, options) is None else sinks_of(step, options).cpu()}
         expected, expected_lse = host.expected(**given)
@@ -95,7 +95,7 @@ def trained(step: Forest, request: int, cut: int, options: dict[str, Any]) -> tu
 
 
 @cases
-def test_bits_of_training(case: tuple[Any, ...]) -> None:
+def test_bits_of_training(case: tuple[Any, ...], kernels: str) -> None:
     """Output and LSE of every row are the training forward's, whoever shares its pages."""
     options = {name: value for name, value in case[-1].items() if name != "window"}
     for seed in range(4 if DEVICE == "cuda" else 1):
@@ -111,7 +111,7 @@ def test_bits_of_training(case: tuple[Any, ...]) -> None:
 
 
 @cases
-def test_batch_invariance(case: tuple[Any, ...]) -> None:
+def test_batch_invariance(case: tuple[Any, ...], kernels: str) -> None:
     """Other requests, their order and the places of pages change no bit; a second launch neither."""
     step, options = random_forest(case, 20), case[-1]
     cuts = random_cuts(step, 1)
@@ -145,7 +145,7 @@ def moved(step: Forest, rng: random.Random) -> Forest:
     return Forest(step.q, *caches, table, step.seqlens, step.queries)
 
 
-def test_rows_of_nobody() -> None:
+def test_rows_of_nobody(kernels: str) -> None:
     """Rows before the first request and behind the last are 0, their LSE -inf; so are requests without keys."""
     step = random_forest(CASES[0], 4).taken([0, 1, 2])
     q = torch.cat([step.q[:1], step.q, step.q[:2]])
