@@ -11,7 +11,7 @@ import oracle
 import pytest
 import torch
 from forests import Forest, forest, ints
-from launches import DEVICE, GPU_MARKS, captured, counted_launches, kernels, needs_gpu, poison_free_memory
+from launches import DEVICE, GPU_MARKS, captured, counted_launches, needs_gpu, poison_free_memory
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPrefixPlan, flash_attn_dualkv_varlen_func, shared_prefix_decode
