@@ -71,8 +71,12 @@ struct NarrowForwardConfig<64, 64> : ForwardTiles<64, 64, 3, 80, 2> {};
 
 // Decode: the tiles of the forward, because their keys decide the bits of a row. Two blocks share a
 // multiprocessor where they fit, so that one loads while the other waits for states.
-template <int kHeadDim_, int kStagesQ_, int kStagesKv_, int kBlocks_>
+//
+// kScoresAhead_: scores of the next tile are computed during the softmax of this one, as far as
+// registers go. A lone walk is bound by latency.
+template <int kHeadDim_, int kStagesQ_, int kStagesKv_, int kBlocks_, bool kScoresAhead_ = false>
 struct DecodeTiles {
+  static constexpr bool kScoresAhead = kScoresAhead_;
   static constexpr int kHeadDim = kHeadDim_, kBlockN = ForwardConfig<kHeadDim, kHeadDim>::kBlockN;
   static constexpr int kStagesQ = kStagesQ_, kStagesKv = kStagesKv_, kWorkSlots = 2, kBlocks = kBlocks_;
   static constexpr int kThreads = 2 * kWarpgroup;
@@ -94,7 +98,7 @@ struct DecodeConfig;
 template <>
 struct DecodeConfig<64> : DecodeTiles<64, 2, 3, 2> {};
 template <>
-struct DecodeConfig<128> : DecodeTiles<128, 2, 2, 2> {};
+struct DecodeConfig<128> : DecodeTiles<128, 2, 2, 2, true> {};
 template <>
 struct DecodeConfig<256> : DecodeTiles<256, 1, 2, 1> {};
 

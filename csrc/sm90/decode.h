@@ -177,8 +177,8 @@ struct DecodeConsumer {
   DecodeRows<T, kHeadDim, 2> rows{p};
   PipelineState<Config::kStagesQ> q_state;
   PipelineState<Config::kStagesKv> k_state, v_state;
-  float s[1][kBlockN / 8][4];
-  RowProducts<T, TileQ, TileKv, kBlockN / 8, 1> scores;
+  using Scores = float[1][kBlockN / 8][4];
+  RowProducts<T, TileQ, TileKv, kBlockN / 8, 1> products;
   float o[1][kHeadDim / 8][4];
   uint32_t probabilities[kBlockN / 16][4];
 
@@ -187,7 +187,8 @@ struct DecodeConsumer {
   // Copies by other threads are visible behind their barrier, and to products behind a fence, which
   // comes once a step: it is a memory barrier, too.
   __device__ __forceinline__ void wait_k() const { shared.k_ready(k_state.stage).wait_full(k_state.phase); }
-  __device__ __forceinline__ void release_k() {
+  __device__ __forceinline__ void take_scores(Scores& s) {
+    products.take(s[0]);
     shared.k_ready(k_state.stage).release(lane);
     k_state.advance();
   }
@@ -200,10 +201,10 @@ struct DecodeConsumer {
     v_state.advance();
   }
 
-  __device__ __forceinline__ void issue_scores() {
+  __device__ __forceinline__ void issue_scores(Scores& s) {
     const uint32_t q = varying(shared.q(q_state.stage), k_state.stage);
     ptx::wgmma_fence();
-    scores.issue(s[0], q, shared.k(k_state.stage));
+    products.issue(s[0], q, shared.k(k_state.stage));
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void issue_output(bool accumulate) {
@@ -217,12 +218,27 @@ struct DecodeConsumer {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void cap_and_mask(const DecodeItem& item, const DecodeTile& keys) {
+  struct Rescaling {
+    bool moved;
+    float factors[1][2];
+  };
+
+  // Softcap, mask and softmax. `has_output`: some tile came before, of this item or another.
+  __device__ __forceinline__ Rescaling to_probabilities(Scores& s, const DecodeItem& item, const DecodeTile& keys,
+                                                        bool has_output, Softmax& softmax) {
     if constexpr (kSoftcap) cap_scores(s[0], p.shape.softcap);
     rows.mask(s, item, keys);
+    const float scale_log2 = p.shape.softmax_scale * kLog2e;
+    Rescaling rescaling;
+    rescaling.moved = softmax.raise_maximum(s, scale_log2, rescaling.factors) && has_output;
+    if (!has_output) rescaling.factors[0][0] = rescaling.factors[0][1] = 1.f;
+    softmax.exponentiate(s, scale_log2, rescaling.factors);
+    ptx::pin(s[0]);
+    return rescaling;
   }
 
-  __device__ __forceinline__ void pack_probabilities() {
+  // Rounds P, which frees the scores.
+  __device__ __forceinline__ void pack(const Scores& s) {
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step)
       accumulator_to_a<T>(s[0][2 * step], s[0][2 * step + 1], probabilities[step]);
@@ -240,46 +256,64 @@ struct DecodeConsumer {
     item.signals >= 0 ? rows.hand_over(item, kv_head, o, softmax, meet) : rows.store(o, softmax);
   }
 
+  // While the softmax of a tile runs, tensor cores have P V of the tile before and, where registers
+  // allow it, the scores of the tile after: a lone walk, of a branch, is as long as what nothing
+  // overlaps. No product is in flight from one step to the next, or ptxas would let none run beside
+  // other instructions.
   __device__ __forceinline__ void multiply(const DecodeItem& item, const DecodeWalk& walk, int tiles, bool has_states,
                                            Softmax& softmax) {
-    const float scale_log2 = p.shape.softmax_scale * kLog2e;
-    float rescale[1][2];
+    Scores now, next;
+    const auto start_next = [&](int step) {
+      if (!Config::kScoresAhead || step + 1 >= tiles) return;
+      issue_scores(next);
+    };
+    const auto wait_next = [&](int step) {
+      if (Config::kScoresAhead && step + 1 < tiles) wait_k();
+    };
+    const auto take_next = [&](int step) {
+      if (!Config::kScoresAhead || step + 1 >= tiles) return;
+      take_scores(next);
+#pragma unroll
+      for (int j = 0; j < kBlockN / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) now[0][j][e] = next[0][j][e];
+    };
     shared.queries_ready(q_state.stage).wait_full(q_state.phase);
     wait_k();
     ptx::fence_async_proxy();
-    issue_scores();
+    issue_scores(now);
     ptx::wgmma_wait<0>();
-    scores.take(s[0]);
-    release_k();
-    cap_and_mask(item, walk.tile(0));
-    softmax.raise_maximum(s, scale_log2, rescale);
-    if (has_states) {
-      softmax.exponentiate(s, scale_log2, rescale);
-      scale_rows(o, rescale);
-    } else {
-      softmax.exponentiate(s, scale_log2);
-    }
-    pack_probabilities();
+    take_scores(now);
+    wait_next(0);
+    ptx::fence_async_proxy();
+    start_next(0);
+    Rescaling rescaling = to_probabilities(now, item, walk.tile(0), has_states, softmax);
+    ptx::wgmma_wait<0>();
+    if (rescaling.moved) scale_rows(o, rescaling.factors);
+    pack(now);
+    take_next(0);
     bool accumulate = has_states;
-    if (tiles > 1) wait_k();
+    if (!Config::kScoresAhead && tiles > 1) wait_k();
     for (int step = 1; step < tiles; ++step) {
+      wait_next(step);
       wait_v();
-      issue_scores();
+      if (!Config::kScoresAhead) issue_scores(now);
       issue_output(accumulate);
+      start_next(step);
       accumulate = true;
-      ptx::wgmma_wait<1>();
-      scores.take(s[0]);
-      release_k();
-      cap_and_mask(item, walk.tile(step));
-      const bool moved = softmax.raise_maximum(s, scale_log2, rescale);
-      softmax.exponentiate(s, scale_log2, rescale);
-      ptx::pin(s[0]);
-      if (step + 1 < tiles) wait_k();  // here, as in forward.h: the compiler moves nothing across its loop
+      if (!Config::kScoresAhead) {
+        ptx::wgmma_wait<1>();
+        take_scores(now);
+      }
+      rescaling = to_probabilities(now, item, walk.tile(step), true, softmax);
+      // Here, as in forward.h: the compiler moves nothing across its loop.
+      if (!Config::kScoresAhead && step + 1 < tiles) wait_k();
       ptx::wgmma_wait<0>();
       ptx::pin(o[0]);
       release_v();
-      if (moved) scale_rows(o, rescale);
-      pack_probabilities();
+      if (rescaling.moved) scale_rows(o, rescaling.factors);
+      pack(now);
+      take_next(step);
     }
     shared.queries_ready(q_state.stage).release(lane);
     q_state.advance();
