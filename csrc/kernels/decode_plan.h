@@ -23,9 +23,9 @@ struct DecodePlanArgs {
 };
 
 constexpr int kMostRequests = 4096;
-constexpr int kForestInts = 15;  // numbers of each request of a forest
+constexpr int kForestInts = 18;  // numbers of each request of a forest
 
-// Fills the lists. Three launches, no synchronisation, capturable.
+// Fills the lists. Three launches that overlap where the GPU can, no synchronisation, capturable.
 void plan_decode(const DecodePlanArgs& args, cudaStream_t stream);
 
 }  // namespace dualkv
