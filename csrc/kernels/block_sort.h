@@ -25,9 +25,9 @@ __device__ inline int keys_below(const uint64_t* sorted, int count, uint64_t key
   return low;
 }
 
-// Sorts keys, no two of them alike, in ascending order: runs of 32 by counting, then runs are merged
-// in pairs, where a key's place is that in its own run plus the number of keys below it in the
-// other. The block meets once a merge; of a bitonic network, a merge is many stages.
+// Sorts keys, no two of them alike, in ascending order: runs of 32 by counting, then runs are
+// merged in pairs, where a key's place is that in its own run plus the number of keys below it in
+// the other. The block meets once a merge; in a bitonic network, a merge is many stages.
 __device__ inline void sort_keys(uint64_t* keys, uint64_t* spare, int count) {
   constexpr int kRun = 32;
   uint64_t *from = keys, *to = spare;

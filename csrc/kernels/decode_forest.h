@@ -41,6 +41,9 @@ struct Forest {
     }
   }
 
+  __device__ int shareable_keys(int request) const {
+    return dualkv::shareable_keys(queries[request], cuts[request], keys[request]);
+  }
   __device__ int place(int request) const { return subtree[request]; }
   __device__ int next_of_leaf(int request) const { return nearest[request] ? nearest[request] : joins[request]; }
 
@@ -82,14 +85,17 @@ __device__ inline bool load_requests(const DecodePlanArgs& a, Forest& f) {
   return true;
 }
 
-// Reads whom each request follows, and climbs to the nearest ancestor that shares fewer tiles with
-// its own parent: what a request shares with its parent, and the parent with the grandparent, the
-// request shares with the grandparent. Then sums the queries below each request.
+// Finds the whole tiles that each request shares with the one that it follows, and climbs to the
+// nearest ancestor that shares fewer tiles with its own parent: what a request shares with its
+// parent, and the parent with the grandparent, the request shares with the grandparent. Then sums
+// the queries below each request.
 __device__ inline void climb(const DecodePlanArgs& a, Forest& f) {
   int* const follows = f.before;  // which is not in use yet
   for_each(f.requests, [&](int i) {
-    const int parent = a.parents[i], tiles = a.shared_tiles[i];  // read at the same time
-    follows[i] = parent, f.tiles[i] = tiles;
+    const int parent = a.parents[i], columns = a.shared_columns[i];  // read at the same time
+    const int keys = parent < 0 ? 0 : min_int(f.shareable_keys(i), f.shareable_keys(parent));
+    f.tiles[i] = min_int(columns * a.requests.table.page_size, keys) / a.block_n;
+    follows[i] = f.tiles[i] > 0 ? parent : -1;
   });
   __syncthreads();
   for_each(f.requests, [&](int i) {

@@ -16,8 +16,8 @@ struct DecodePlanArgs {
   // earlier steps are smaller, so that nothing is cleared.
   unsigned long long* owners;
   unsigned* step;  // how many are done
-  // (requests): whose first tiles a request reads too (-1: nobody's), and how many of them
-  int *parents, *shared_tiles;
+  // (requests): whose first pages a request has too (-1: nobody's), and how many of them
+  int *parents, *shared_columns;
   int* forest;  // (kForestInts * requests)
   DecodeLists lists;
 };

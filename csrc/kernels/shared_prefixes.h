@@ -13,13 +13,12 @@
 namespace dualkv {
 
 // Keys that others may read for a request: those before its cut that all its queries see.
-DUALKV_HD int shareable_keys(const DecodeRequests& all, int request) {
-  // Without a branch before the last read, so that none waits for another.
-  const int queries = all.queries(request), cut = all.cut(request), keys = all.keys(request);
-  return queries > 0 ? max_int(min_int(cut, keys - queries + 1), 0) : 0;
+DUALKV_HD int shareable_keys(int queries, int cut, int keys) {
+  // Without a branch, in which compilers would read the last operands: one read after the other.
+  return max_int(min_int(cut, keys - queries + 1), 0) * min_int(queries, 1);
 }
-DUALKV_HD int shareable_columns(const DecodeRequests& all, int request) {
-  return ceil_div(shareable_keys(all, request), all.table.page_size);
+DUALKV_HD int shareable_keys(const DecodeRequests& all, int request) {
+  return shareable_keys(all.queries(request), all.cut(request), all.keys(request));
 }
 
 // Claims of a step; those of the first request and column are the largest.
@@ -45,13 +44,15 @@ __device__ inline void claim_page(const DecodePlanArgs& a, int request, int colu
   const PageTable& table = a.requests.table;
   if (request >= a.requests.count() || column >= table.columns) return;
   // All is read at the same time.
+  const Claims claims = claims_of(a);
   const int before = max_int(request - 1, 0);
   const int entry = table.entry(request, column), entry_before = table.entry(before, column);
-  const int end = shareable_columns(a.requests, request), end_before = shareable_columns(a.requests, before);
-  if (column >= end || !is_page(table, entry)) return;
+  const int keys = shareable_keys(a.requests, request), keys_before = shareable_keys(a.requests, before);
+  const int position = column * table.page_size;
+  if (position >= keys || !is_page(table, entry)) return;
   // Siblings are often neighbours: whose neighbour has the larger claim on the page needs none.
-  if (before < request && column < end_before && entry == entry_before) return;
-  atomicMax(&a.owners[entry], claims_of(a).of(request, column));
+  if (before < request && position < keys_before && entry == entry_before) return;
+  atomicMax(&a.owners[entry], claims.of(request, column));
 }
 
 constexpr int kPrefixThreads = 128;  // of the block of a request
@@ -73,8 +74,8 @@ struct Columns {
   __device__ int column(int i) const { return begin + i * kPrefixThreads + static_cast<int>(threadIdx.x); }
 };
 
-// The first of a request's columns [0, count) for which `holds`, or `count`. The block calls it once
-// with each type of `holds`; `columns` are the first ones.
+// The first of a request's columns [0, count) for which `holds`, or `count`; `columns` are the
+// first ones. The block calls it once with each type of `holds`, as that has its shared memory.
 template <class Holds>
 __device__ inline int find_column(const PageTable& table, int request, Columns columns, int count, Holds holds) {
   constexpr int kWarps = kPrefixThreads / 32;
@@ -97,32 +98,30 @@ __device__ inline int find_column(const PageTable& table, int request, Columns c
   }
 }
 
-// Parent of a request and the number of whole tiles that both share. Runs as one block; calls
+// Parent of a request and the number of columns that both share. Runs as one block; calls
 // wait() before it reads what the claims' launch wrote.
 template <class Wait>
 __device__ inline void find_prefix(const DecodePlanArgs& a, int request, Wait wait) {
   const PageTable& table = a.requests.table;
   const Claims claims = claims_of(a);
   const Columns columns(table, request, 0);
-  const int shareable = shareable_keys(a.requests, request);
+  const int shareable = ceil_div(shareable_keys(a.requests, request), table.page_size);
   wait();
   const auto claim_on = [&](int entry) { return a.owners[clamp_int(entry, 0, table.num_pages - 1)]; };
-  const int own =
-      find_column(table, request, columns, ceil_div(shareable, table.page_size), [&](int column, int entry) {
-        return claim_on(entry) == claims.of(request, column) && is_page(table, entry);
-      });
+  const int own = find_column(table, request, columns, shareable, [&](int column, int entry) {
+    return claim_on(entry) == claims.of(request, column) && is_page(table, entry);
+  });
   const int last = own > 0 ? table.entry(request, own - 1) : -1;  // claimed in this step, if it is a page
-  int parent = is_page(table, last) ? claims.request(claim_on(last)) : -1, tiles = 0;
+  const int parent = is_page(table, last) ? claims.request(claim_on(last)) : -1;
+  int common = 0;
   if (parent >= 0 && parent < request) {
-    const int keys = min_int(shareable, shareable_keys(a.requests, parent));
-    const int common = find_column(table, request, columns, own, [&](int column, int entry) {
+    common = find_column(table, request, columns, own, [&](int column, int entry) {
       return entry != table.entry(parent, column);
     });
-    tiles = min_int(common * table.page_size, keys) / a.block_n;
   }
   if (threadIdx.x > 0) return;
-  a.parents[request] = tiles > 0 ? parent : -1;
-  a.shared_tiles[request] = tiles;
+  a.parents[request] = common > 0 ? parent : -1;
+  a.shared_columns[request] = common;
 }
 
 }  // namespace dualkv
