@@ -31,7 +31,7 @@ struct DecodeMemory {
     progress.next = scratch.take(1), progress.exits = scratch.take(1);
     progress.branches = requests;
     progress.arrived = scratch.take(int64_t{requests} * kv_heads);
-    for (int** array : {&plan.parents, &plan.shared_tiles}) *array = scratch.take(requests);
+    for (int** array : {&plan.parents, &plan.shared_columns}) *array = scratch.take(requests);
     plan.forest = scratch.take(int64_t{kForestInts} * requests);
     DecodeLists& lists = plan.lists;
     lists.alone_capacity = leaves, lists.shared_capacity = leaves * (1 + kLevels);

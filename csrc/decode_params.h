@@ -50,7 +50,7 @@ struct DecodeRequests {
     return max_int(end - first_query(request), 0);
   }
   DUALKV_HD int cut(int request) const {
-    return boundaries ? clamp_int(boundaries[request], 0, keys(request)) : keys(request);
+    return clamp_int((boundaries ? boundaries : seqlens)[request], 0, keys(request));  // one read, no branch
   }
 };
 

@@ -6,34 +6,51 @@
 
 namespace dualkv {
 
-// The smallest power of two that is not below `count`, 2 at least.
-DUALKV_HD int sorted_size(int count) {
-  int size = 2;
-  while (size < count) size *= 2;
-  return size;
+template <class Body>
+__device__ inline void for_each(int count, Body body) {
+  // Not unrolled: most code runs once, and loading it takes longer.
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count; i += kListThreads) body(i);
 }
 
-// Sorts keys, a power of two of them, in ascending order: a bitonic network. Of strides up to 32 a
-// warp's 32 pairs are 64 neighbouring keys, which no other warp touches, so that few stages need the
-// whole block to meet.
-__device__ inline void sort_keys(uint64_t* keys, int count) {
-  const bool is_busy = static_cast<int>(threadIdx.x) / 32 * 32 < count / 2;
-  __syncthreads();
-  for (int size = 2; size <= count; size *= 2) {
-    for (int stride = size / 2; stride > 0; stride /= 2) {
-      for (int pair = threadIdx.x; pair < count / 2; pair += kListThreads) {
-        const int low = 2 * pair - (pair & (stride - 1)), high = low + stride;
-        const uint64_t a = keys[low], b = keys[high];
-        if ((a > b) == ((low & size) == 0)) keys[low] = b, keys[high] = a;
-      }
-      const int next = stride > 1 ? stride / 2 : size;  // stride
-      if (stride > 32 || next > 32) {
-        __syncthreads();
-      } else if (is_busy) {
-        __syncwarp();
-      }
-    }
+// How many of `count` sorted keys are below `key`.
+__device__ inline int keys_below(const uint64_t* sorted, int count, uint64_t key) {
+  int low = 0;
+  while (count > 0) {
+    const int half = count / 2;
+    const bool is_below = sorted[low + half] < key;
+    low = is_below ? low + half + 1 : low;
+    count = is_below ? count - half - 1 : half;
   }
+  return low;
+}
+
+// Sorts keys, no two of them alike, in ascending order: runs of 32 by counting, then runs are
+// merged in pairs, where a key's place is that in its own run plus the number of keys below it in
+// the other. The block meets once a merge; in a bitonic network, a merge is many stages.
+__device__ inline void sort_keys(uint64_t* keys, uint64_t* spare, int count) {
+  constexpr int kRun = 32;
+  uint64_t *from = keys, *to = spare;
+  const auto move_keys = [&](auto place) {  // of a key, by its present one
+    __syncthreads();
+    for_each(count, [&](int i) { to[place(i, from[i])] = from[i]; });
+    uint64_t* const last = from;
+    from = to, to = last;
+  };
+  move_keys([&](int i, uint64_t key) {
+    const int begin = i / kRun * kRun, end = min_int(begin + kRun, count);
+    int place = begin;
+#pragma unroll 4
+    for (int other = begin; other < end; ++other) place += from[other] < key;
+    return place;
+  });
+  for (int run = kRun; run < count; run *= 2) {
+    move_keys([&](int i, uint64_t key) {
+      const int begin = i & -(2 * run), other = begin + run - (i & run);
+      return begin + (i & (run - 1)) + keys_below(from + other, clamp_int(count - other, 0, run), key);
+    });
+  }
+  if (from != keys) move_keys([](int i, uint64_t) { return i; });
   __syncthreads();
 }
 

@@ -21,25 +21,29 @@ constexpr int kMostLevels = 256;  // of a forest; requests of a deeper one share
 
 // Arrays of `requests` numbers. Branches count from 1 on; 0 is none.
 struct Forest {
-  static constexpr int kArrays = 11;
+  static constexpr int kArrays = 14;
 
   int requests;
   int branches = 0;  // none included
   int *parents, *tiles;         // of a request; -1: a root
-  int* queries;                 // of its own
+  int *rows, *queries;          // the first row of its own queries, and how many they are
+  int *keys, *cuts;
   int* subtree;                 // queries of all below it and its own; then its place
   int *joins, *nearest;         // branch that ends where it leaves its parent, and that at which its leaf ends
   int *before, *children;       // sum of `subtree` before it and before its first child, by parents and tiles
   int *heads, *ends, *arrivals; // of a branch: a child, the sum behind its last one, items that hand over to it
 
   __device__ Forest(int requests_, int* memory) : requests(requests_) {
-    for (int** array : {&parents, &tiles, &queries, &subtree, &joins, &nearest, &before, &children, &heads, &ends,
-                        &arrivals}) {
+    for (int** array : {&parents, &tiles, &rows, &queries, &keys, &cuts, &subtree, &joins, &nearest, &before,
+                        &children, &heads, &ends, &arrivals}) {
       *array = memory;
       memory += requests;
     }
   }
 
+  __device__ int shareable_keys(int request) const {
+    return dualkv::shareable_keys(queries[request], cuts[request], keys[request]);
+  }
   __device__ int place(int request) const { return subtree[request]; }
   __device__ int next_of_leaf(int request) const { return nearest[request] ? nearest[request] : joins[request]; }
 
@@ -65,20 +69,15 @@ struct Forest {
   }
 };
 
-template <class Body>
-__device__ inline void for_each(int count, Body body) {
-  for (int i = threadIdx.x; i < count; i += kListThreads) body(i);
-}
-
-// Whether some offset is smaller than the one before. Requests would have rows in common, so that
-// none has any.
-__device__ inline bool load_forest(const DecodePlanArgs& a, Forest& f) {
+// Reads what is known of the requests before they are compared. Whether some offset is smaller than
+// the one before: requests would have rows in common, so that none has any.
+__device__ inline bool load_requests(const DecodePlanArgs& a, Forest& f) {
   bool is_wrong = false;
   for_each(f.requests, [&](int i) {
-    f.tiles[i] = a.shared_tiles[i];
-    f.queries[i] = f.subtree[i] = a.requests.queries(i);
+    f.rows[i] = a.requests.first_query(i), f.queries[i] = f.subtree[i] = a.requests.queries(i);
+    f.keys[i] = a.requests.keys(i), f.cuts[i] = a.requests.cut(i);
     f.nearest[i] = f.arrivals[i] = 0;
-    is_wrong |= a.requests.cu_seqlens_q && a.requests.first_query(i + 1) < a.requests.first_query(i);
+    is_wrong |= a.requests.cu_seqlens_q && a.requests.first_query(i + 1) < f.rows[i];
   });
   if (!__syncthreads_or(is_wrong)) return false;
   for_each(f.requests, [&](int i) { f.queries[i] = f.subtree[i] = 0; });
@@ -86,13 +85,22 @@ __device__ inline bool load_forest(const DecodePlanArgs& a, Forest& f) {
   return true;
 }
 
-// Climbs to the nearest ancestor that shares fewer tiles with its own parent: what a request shares
-// with its parent, and the parent with the grandparent, the request shares with the grandparent.
-// Then sums the queries below each request.
+// Finds the whole tiles that each request shares with the one that it follows, and climbs to the
+// nearest ancestor that shares fewer tiles with its own parent: what a request shares with its
+// parent, and the parent with the grandparent, the request shares with the grandparent. Then sums
+// the queries below each request.
 __device__ inline void climb(const DecodePlanArgs& a, Forest& f) {
+  int* const follows = f.before;  // which is not in use yet
   for_each(f.requests, [&](int i) {
-    int parent = a.parents[i];
-    while (parent >= 0 && f.tiles[i] <= f.tiles[parent]) parent = a.parents[parent];
+    const int parent = a.parents[i], columns = a.shared_columns[i];  // read at the same time
+    const int keys = parent < 0 ? 0 : min_int(f.shareable_keys(i), f.shareable_keys(parent));
+    f.tiles[i] = min_int(columns * a.requests.table.page_size, keys) / a.block_n;
+    follows[i] = f.tiles[i] > 0 ? parent : -1;
+  });
+  __syncthreads();
+  for_each(f.requests, [&](int i) {
+    int parent = follows[i];
+    while (parent >= 0 && f.tiles[i] <= f.tiles[parent]) parent = follows[parent];
     f.parents[i] = parent;
   });
   __syncthreads();
@@ -124,11 +132,10 @@ struct Sibling {
 };
 
 // Numbers the branches: children of one parent that share equally many tiles. Roots are none.
-__device__ inline void number_branches(Forest& f, uint64_t* keys, int64_t* sums) {
+__device__ inline void number_branches(Forest& f, uint64_t* keys, uint64_t* spare, int64_t* sums) {
   constexpr int kShift = 48;  // the number is above the sum of queries
-  const int size = sorted_size(f.requests);
-  for_each(size, [&](int i) { keys[i] = i < f.requests ? Sibling::of(f, i).key : ~uint64_t{0}; });
-  sort_keys(keys, size);
+  for_each(f.requests, [&](int i) { keys[i] = Sibling::of(f, i).key; });
+  sort_keys(keys, spare, f.requests);
   const auto starts = [&](int i) { return i == 0 || !Sibling{keys[i]}.has_branch_of({keys[i - 1]}); };
   const int64_t total = running_sums(
       f.requests, sums,

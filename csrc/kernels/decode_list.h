@@ -27,24 +27,31 @@ struct Padding {
 struct DecodeOrder {
   const DecodePlanArgs& a;
   Forest& f;
-  uint64_t* keys;                 // of units, sorted: a leaf is its request, a branch comes behind all leaves
+  int* in_order;                      // units: a leaf is its request, a branch comes behind all leaves
   int *shared_begins, *alone_begins;  // first item of a unit
-  int units, shared_items, alone_items;
+  int units = 0, shared_items = 0, alone_items = 0;
+
+  // Leaves do not depend on what is shared.
+  __device__ void sort_leaves(uint64_t* leaves, uint64_t* spare) const {
+    for_each(f.requests, [&](int i) { leaves[i] = key_of(i, tiles_of_leaf(i)); });
+    sort_keys(leaves, spare, f.requests);
+  }
 
   // Leaves come before branches with equally many tiles, which may be those that they hand over to.
-  __device__ void sort() {
-    const int size = sorted_size(2 * f.requests);
-    for_each(size, [&](int unit) {
-      const bool is_leaf = unit < f.requests, is_branch = unit > f.requests && unit - f.requests < f.branches;
-      const int tiles = is_leaf ? tiles_of_leaf(unit) : is_branch ? f.end_tile(branch_of(unit)) : 0;
-      keys[unit] = is_leaf || is_branch
-                       ? static_cast<uint64_t>(INT_MAX - tiles) << 32 | static_cast<unsigned>(unit)
-                       : ~uint64_t{0};
-      const int next = is_leaf ? f.next_of_leaf(unit) : is_branch ? f.next_of_branch(branch_of(unit)) : 0;
+  // `spare` is free again before the order is written, which may lie there.
+  __device__ void sort(const uint64_t* leaves, uint64_t* branches, uint64_t* spare) {
+    const int count = max_int(f.branches - 1, 0);
+    for_each(count, [&](int i) { branches[i] = key_of(f.requests + 1 + i, f.end_tile(1 + i)); });
+    sort_keys(branches, spare, count);
+    for_each(f.requests, [&](int i) { in_order[i + keys_below(branches, count, leaves[i])] = unit_of(leaves[i]); });
+    for_each(count, [&](int i) { in_order[i + keys_below(leaves, f.requests, branches[i])] = unit_of(branches[i]); });
+    units = f.requests + count;
+    for_each(units, [&](int i) {
+      const int unit = i < f.requests ? i : i + 1;
+      const int next = is_leaf(unit) ? f.next_of_leaf(unit) : f.next_of_branch(branch_of(unit));
       if (next) atomicAdd(&f.arrivals[next], items_of(unit));
     });
-    sort_keys(keys, size);
-    units = max_int(f.requests + f.branches - 1, 0);
+    __syncthreads();
   }
 
   // False where the shared list has no room for all, and `padding` items.
@@ -53,8 +60,8 @@ struct DecodeOrder {
     const int64_t total = running_sums(
         units, sums,
         [&](int i) {
-          const int64_t items = items_of(unit_at(i));
-          return items << kShift | (unit_at(i) < f.requests ? items : 0);
+          const int64_t items = items_of(in_order[i]);
+          return items << kShift | (is_leaf(in_order[i]) ? items : 0);
         },
         [&](int i, int64_t before, int64_t) {
           shared_begins[i] = static_cast<int>(before >> kShift);
@@ -66,9 +73,9 @@ struct DecodeOrder {
   }
 
   __device__ DecodeItem shared_item(int index) const {
-    const int place = find_owner(shared_begins, units, index), unit = unit_at(place);
+    const int place = place_of(shared_begins, index), unit = in_order[place];
     const int number = items_of(unit) - 1 - (index - shared_begins[place]);  // the longest walk of a leaf first
-    if (unit < f.requests) {
+    if (is_leaf(unit)) {
       const int next = f.next_of_leaf(unit);
       return leaf(unit, number, next ? f.end_tile(next) : 0, next - 1);
     }
@@ -81,7 +88,7 @@ struct DecodeOrder {
   }
 
   __device__ DecodeItem alone_item(int index) const {
-    const int place = find_owner(alone_begins, units, index), request = unit_at(place);
+    const int place = place_of(alone_begins, index), request = in_order[place];
     return leaf(request, items_of(request) - 1 - (index - alone_begins[place]), 0, -1);
   }
 
@@ -96,14 +103,23 @@ struct DecodeOrder {
   }
 
  private:
-  __device__ int unit_at(int i) const { return static_cast<int>(keys[i] & 0xffffffff); }
+  __device__ static uint64_t key_of(int unit, int tiles) {
+    return static_cast<uint64_t>(INT_MAX - tiles) << 32 | static_cast<unsigned>(unit);
+  }
+  __device__ static int unit_of(uint64_t key) { return static_cast<int>(key & 0xffffffff); }
+  __device__ bool is_leaf(int unit) const { return unit < f.requests; }
   __device__ int branch_of(int unit) const { return unit - f.requests; }
   __device__ int items_of(int unit) const {
-    return items_for(unit < f.requests ? f.queries[unit] : f.queries_of_branch(branch_of(unit)));
+    return items_for(is_leaf(unit) ? f.queries[unit] : f.queries_of_branch(branch_of(unit)));
   }
   __device__ int tiles_of_leaf(int request) const {
-    const int cut = a.requests.cut(request);
-    return ceil_div(a.requests.keys(request) - cut, a.block_n) + ceil_div(cut, a.block_n);
+    const int cut = f.cuts[request];
+    return ceil_div(f.keys[request] - cut, a.block_n) + ceil_div(cut, a.block_n);
+  }
+  // Of the unit with an item. Most units have one item.
+  __device__ int place_of(const int* begins, int item) const {
+    const bool has_one_each = item + 1 < units && begins[item] == item && begins[item + 1] == item + 1;
+    return has_one_each ? item : find_owner(begins, units, item);
   }
 
   __device__ void take_rows(DecodeItem& item, int queries, int number) const {
@@ -119,40 +135,57 @@ struct DecodeOrder {
   // Keys behind the last query are in no tile, also where that comes before the cut.
   __device__ DecodeItem leaf(int request, int number, int first, int signals) const {
     DecodeItem item = rows_of(request, f.queries[request], number);
-    const int row = number * kDecodeRows, position = a.requests.keys(request) - f.queries[request];
+    const int row = number * kDecodeRows, position = f.keys[request] - f.queries[request];
     item.q_pos = position + row / a.heads_per_group;
     item.keys = max_int(position + (row + item.rows - 1) / a.heads_per_group + 1, 0);
-    item.cut = min_int(a.requests.cut(request), item.keys);
+    item.cut = min_int(f.cuts[request], item.keys);
     item.first = first, item.end = ceil_div(item.cut, a.block_n), item.signals = signals;
     return item;
   }
 };
 
-// A warp writes the rows of a request.
+// A thread writes the few rows of its request; many rows of one are the warp's.
 __device__ inline void write_queries(const DecodePlanArgs& a, const Forest& f, const Padding& padding) {
+  constexpr int kFew = 8;
+  constexpr unsigned kAll = 0xffffffffu;
   const int lane = threadIdx.x % 32;
-  for (int i = threadIdx.x / 32; i < f.requests; i += kListThreads / 32) {
-    const int place = f.place(i), queries = f.queries[i];
-    if (lane >= queries) continue;
-    const int row = a.requests.first_query(i);
-    for (int query = lane; query < queries; query += 32) a.lists.queries[place + query] = row + query;
+#pragma unroll 1
+  for (int first = threadIdx.x - lane; first < f.requests; first += kListThreads) {
+    const int request = min_int(first + lane, f.requests - 1);
+    const int place = f.place(request), row = f.rows[request];
+    const int queries = first + lane < f.requests ? f.queries[request] : 0;
+    const bool has_few = queries <= kFew;
+    for (int query = 0; has_few && query < queries; ++query) a.lists.queries[place + query] = row + query;
+    for (unsigned others = __ballot_sync(kAll, !has_few); others; others &= others - 1) {
+      const int source = __ffs(others) - 1, end = __shfl_sync(kAll, queries, source);
+      const int to = __shfl_sync(kAll, place, source), from = __shfl_sync(kAll, row, source);
+      for (int query = lane; query < end; query += 32) a.lists.queries[to + query] = from + query;
+    }
   }
   for_each(padding.rows, [&](int i) { a.lists.queries[padding.place + i] = padding.row(i); });
 }
 
 static_assert(kForestInts == Forest::kArrays + 4, "units are at most twice as many as requests, and have two numbers");
 
-__device__ inline void build_decode_lists(const DecodePlanArgs& a, uint64_t* keys, int* memory) {
+// `keys` is memory for kSortedKeys of each request. Calls wait() before it reads or writes what
+// other launches of the step do.
+constexpr int kSortedKeys = 3;
+template <class Wait>
+__device__ inline void build_decode_lists(const DecodePlanArgs& a, uint64_t* keys, int* memory, Wait wait) {
   __shared__ int64_t sums[kRunningSums];
   const int requests = a.requests.count();
-  Forest f(requests, memory);
-  const Padding padding(a.requests, load_forest(a, f));
-  climb(a, f);
-  number_branches(f, keys, sums);
-  find_places(f);
+  const unsigned step = *a.step;
+  uint64_t *const leaves = keys, *const siblings = leaves + requests, *const spare = siblings + requests;
   int* const begins = memory + int64_t{Forest::kArrays} * requests;
-  DecodeOrder order{a, f, keys, begins, begins + 2 * requests, 0, 0, 0};
-  order.sort();
+  Forest f(requests, memory);
+  DecodeOrder order{a, f, reinterpret_cast<int*>(spare), begins, begins + 2 * requests};
+  const Padding padding(a.requests, load_requests(a, f));
+  order.sort_leaves(leaves, spare);
+  wait();
+  climb(a, f);
+  number_branches(f, siblings, spare, sums);
+  find_places(f);
+  order.sort(leaves, siblings, spare);
   const int padding_items = order.items_for(padding.rows);
   const bool shares = order.count(sums, padding_items);
   const DecodeLists& lists = a.lists;
@@ -170,7 +203,7 @@ __device__ inline void build_decode_lists(const DecodePlanArgs& a, uint64_t* key
   write_queries(a, f, padding);
   if (threadIdx.x > 0) return;
   lists.counts[0] = shared_items + padding_items, lists.counts[1] = order.alone_items + padding_items;
-  ++*a.step;
+  *a.step = step + 1;
 }
 
 }  // namespace dualkv

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Launches that make the plan of a decoding step.
+// Launches that make the plan of a decoding step. Where the GPU can, each is let in when the one
+// before has begun, reads what does not depend on it, and waits for its end.
 #include "dispatch.h"
 #include "kernels/decode_list.h"
 
@@ -12,41 +13,72 @@ constexpr int kMostInSharedMemory = 1024;
 
 int shared_bytes(int requests) {
   const int ints = requests <= kMostInSharedMemory ? kForestInts * requests : 0;
-  return sorted_size(2 * requests) * static_cast<int>(sizeof(uint64_t)) + ints * static_cast<int>(sizeof(int));
+  return kSortedKeys * requests * static_cast<int>(sizeof(uint64_t)) + ints * static_cast<int>(sizeof(int));
 }
 const int kMostSharedBytes = std::max(shared_bytes(kMostInSharedMemory), shared_bytes(kMostRequests));
 
+__device__ inline void let_next_launch_in() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+// The end of the launch before, whose writes are then visible.
+__device__ inline void wait_for_last_launch() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+
 __global__ void __launch_bounds__(kClaimThreads) dualkv_decode_claims(const DecodePlanArgs a, int blocks_a_request) {
+  let_next_launch_in();
   claim_page(a, blockIdx.x / blocks_a_request, blockIdx.x % blocks_a_request * kClaimThreads + threadIdx.x);
 }
 
 __global__ void __launch_bounds__(kPrefixThreads) dualkv_decode_prefixes(const DecodePlanArgs a) {
-  find_prefix(a, blockIdx.x);
+  let_next_launch_in();
+  find_prefix(a, blockIdx.x, [] { wait_for_last_launch(); });
 }
 
-__global__ void __launch_bounds__(kListThreads) dualkv_decode_lists(const DecodePlanArgs a, int keys) {
+template <bool kIsSmall>
+__global__ void __launch_bounds__(kListThreads, 1) dualkv_decode_lists(const DecodePlanArgs a) {
   extern __shared__ __align__(128) uint8_t shared_memory[];
-  uint64_t* const sorted = reinterpret_cast<uint64_t*>(shared_memory);
-  const bool is_small = a.requests.count() <= kMostInSharedMemory;
-  build_decode_lists(a, sorted, is_small ? reinterpret_cast<int*>(sorted + keys) : a.forest);
+  uint64_t* const keys = reinterpret_cast<uint64_t*>(shared_memory);
+  int* const forest = kIsSmall ? reinterpret_cast<int*>(keys + kSortedKeys * a.requests.count()) : a.forest;
+  build_decode_lists(a, keys, forest, [] { wait_for_last_launch(); });
+}
+
+// Launches a kernel that waits for the end of the launch before it, if code and driver can; PTX of
+// older GPUs does not wait.
+void launch_early(void (*kernel)(const DecodePlanArgs), int blocks, int threads, int bytes, const DecodePlanArgs& args,
+                  cudaStream_t stream) {
+  cudaFuncAttributes code;
+  check_cuda(cudaFuncGetAttributes(&code, reinterpret_cast<const void*>(kernel)));
+  int driver = 0;
+  check_cuda(cudaDriverGetVersion(&driver));
+  constexpr int kCapturesEarlyLaunches = 12030;
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim.x = static_cast<unsigned>(blocks), config.blockDim.x = static_cast<unsigned>(threads);
+  config.dynamicSmemBytes = static_cast<size_t>(bytes), config.stream = stream;
+  config.attrs = &early, config.numAttrs = code.ptxVersion >= 90 && driver >= kCapturesEarlyLaunches;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, args));
 }
 
 }  // namespace
 
 void plan_decode(const DecodePlanArgs& args, cudaStream_t stream) {
-  const int requests = args.requests.count(), blocks = ceil_div(args.requests.table.columns, kClaimThreads);
-  if (requests > 0 && blocks > 0) {
-    dualkv_decode_claims<<<requests * blocks, kClaimThreads, 0, stream>>>(args, blocks);
-    check_cuda(cudaGetLastError());
-  }
-  if (requests > 0) {
-    dualkv_decode_prefixes<<<requests, kPrefixThreads, 0, stream>>>(args);
-    check_cuda(cudaGetLastError());
-  }
-  allow_shared_bytes(reinterpret_cast<const void*>(&dualkv_decode_lists), kMostSharedBytes);
-  const int bytes = shared_bytes(requests);
-  dualkv_decode_lists<<<1, kListThreads, bytes, stream>>>(args, sorted_size(2 * requests));
+  const int requests = args.requests.count();
+  // The first launch is made without claims, too: it waits for all before the plan.
+  const int blocks = max_int(ceil_div(args.requests.table.columns, kClaimThreads), 1);
+  dualkv_decode_claims<<<max_int(requests, 1) * blocks, kClaimThreads, 0, stream>>>(args, blocks);
   check_cuda(cudaGetLastError());
+  if (requests > 0) launch_early(dualkv_decode_prefixes, requests, kPrefixThreads, 0, args, stream);
+  const auto lists = requests <= kMostInSharedMemory ? &dualkv_decode_lists<true> : &dualkv_decode_lists<false>;
+  allow_shared_bytes(reinterpret_cast<const void*>(lists), kMostSharedBytes);
+  launch_early(lists, 1, kListThreads, shared_bytes(requests), args, stream);
 }
 
 }  // namespace dualkv

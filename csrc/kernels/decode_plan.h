@@ -16,16 +16,16 @@ struct DecodePlanArgs {
   // earlier steps are smaller, so that nothing is cleared.
   unsigned long long* owners;
   unsigned* step;  // how many are done
-  // (requests): whose first tiles a request reads too (-1: nobody's), and how many of them
-  int *parents, *shared_tiles;
+  // (requests): whose first pages a request has too (-1: nobody's), and how many of them
+  int *parents, *shared_columns;
   int* forest;  // (kForestInts * requests)
   DecodeLists lists;
 };
 
 constexpr int kMostRequests = 4096;
-constexpr int kForestInts = 15;  // numbers of each request of a forest
+constexpr int kForestInts = 18;  // numbers of each request of a forest
 
-// Fills the lists. Three launches, no synchronisation, capturable.
+// Fills the lists. Three launches that overlap where the GPU can, no synchronisation, capturable.
 void plan_decode(const DecodePlanArgs& args, cudaStream_t stream);
 
 }  // namespace dualkv

@@ -35,3 +35,25 @@ Launch<Params...> launch(void (*kernel)(Params...), unsigned blocks, unsigned th
 }
 
 }  // namespace host_cuda
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  HostIndex gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+template <typename... Params>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
+                               const std::common_type_t<Params>&... params) {
+  host_cuda::launch(kernel, config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes, config->stream)(params...);
+  return cudaSuccess;
+}

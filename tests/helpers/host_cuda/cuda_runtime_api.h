@@ -54,6 +54,11 @@ inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess;
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
 
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* code, const void*) { return code->ptxVersion = 90, cudaSuccess; }
+
 enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrComputeCapabilityMinor,
@@ -175,6 +180,10 @@ template <typename T, typename U>
 T atomicMin(T* address, U value) {
   return std::exchange(*address, std::min(*address, static_cast<T>(value)));
 }
+
+// Launches run one after the other.
+inline void cudaTriggerProgrammaticLaunchCompletion() {}
+inline void cudaGridDependencySynchronize() {}
 
 inline void __threadfence() {}  // blocks run one after the other
 
