@@ -205,6 +205,11 @@ def _check_call(
         raise SharedPromptError(explain("is_causal", "True with a shared prompt", False))
     if kwargs.get("output_attentions"):
         raise SharedPromptError(explain("output_attentions", "False (weights are never formed)", True))
+    refuse_unknown(module, kwargs)
+
+
+def refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """SharedPromptError for arguments of attention that nobody has taken and that may change what a token sees."""
     unknown = sorted(name for name, value in kwargs.items() if name not in _HARMLESS and not _is_unset(value))
     if unknown:
         expected = "no arguments of attention that this library does not implement"
