@@ -5,8 +5,9 @@
     outputs = model.generate_batch(prompts, generation_config=GenerationConfig(num_return_sequences=16, ...))
 
 transformers batches, keeps the pages and shares them. A step in which every request has one token
-has a block table: it runs on `shared_prefix_decode`, with one plan for each table. All other steps
-run on `flash_attn_dualkv_varlen_func`, over keys that transformers gathers.
+has block tables: it runs on `shared_prefix_decode`, with one plan for each table. All other steps
+run on the kernels of training, over keys that transformers gathers. Both cut a request where
+training does, behind its prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from ...attention import flash_attn_dualkv_varlen_func
+from ... import checks, ops
+from ...calls import make_options
 from ...checks import CUDA_DTYPES, explain
 from ...decode.attention import shared_prefix_decode
 from ...decode.calls import PAGE_ROWS
@@ -29,17 +31,17 @@ from ...errors import SharedPromptError, SharedPromptUnsupportedError
 from ..replacing import replace_once, stock_of
 from . import base_class
 from .attention import refuse_unknown
-from .support import check_supported, is_hybrid, text_config
+from .support import check_supported, is_hybrid, kernels_lack, text_config
 
 # transformers builds no masks for implementations with "flash" in their names.
 NAME = "dualkv_flash"
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_SLIDING = "sliding_attention"
 _ROLLOUT = "shared_prefix_rollout"  # of a runner, and the argument by which layers get it
 _PACKAGE = "transformers.generation.continuous_batching"
-# What continuous batching hands to every layer, and only some implementations read.
+# What continuous batching hands to every layer.
 _OF_BATCHES = (
-    "k_cache", "logits_indices", "logits_processor_args", "max_length_k", "max_length_q", "max_seqlen_k",
-    "max_seqlen_q", "read_index", "v_cache", "write_index",
+    "cu_seq_lens_k", "cu_seq_lens_q", "k_cache", "logits_indices", "logits_processor_args", "max_length_k",
+    "max_length_q", "max_seqlen_k", "max_seqlen_q", "read_index", "v_cache", "write_index",
 )  # fmt: skip
 
 
@@ -53,7 +55,7 @@ def register_decode() -> None:
     Raises:
         SharedPromptError: transformers is older than 5.17.
 
-    Models that cannot run on it raise when generation starts: hybrids, and on a GPU what the
+    Models that cannot run on it raise when generation starts: hybrids, MLA, and on a GPU what the
     kernels lack.
     """
     for owner, name, make in _seams():
@@ -147,41 +149,55 @@ def check_decodes(model: Any) -> None:
     """
     check_supported(model.config)
     text = text_config(model.config)
+    expected, got = "attention as the only mixer of tokens, and values as wide as keys", None
     if is_hybrid(model.config):
-        expected = "attention as the only mixer of tokens (register_decode() has no linear attention or Mamba)"
-        raise SharedPromptUnsupportedError(explain("model", expected, f"a hybrid ({text.model_type})"))
+        got = "a hybrid"
+    elif getattr(text, "kv_lora_rank", None):
+        got = "multi-head latent attention"
+    if got is not None:
+        raise SharedPromptUnsupportedError(explain("model", f"{expected}, for decoding", f"{got} ({text.model_type})"))
     if model.device.type == "cpu":
         return
     if model.dtype not in CUDA_DTYPES:
         expected = " or ".join(map(str, CUDA_DTYPES))
         raise SharedPromptUnsupportedError(explain("dtype of the model", f"{expected} on a GPU", model.dtype))
-    if not has_windows(text):
-        heads = text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    lacking = kernels_lack(model.config)
+    if lacking is None and not has_windows(text):
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         try:
             SharedPrefixPlan(
                 1, 1, num_pages=1, page_size=PAGE_ROWS, num_heads=1, num_kv_heads=1, head_dim=head_dim,
                 device=model.device,
             )  # fmt: skip
         except NotImplementedError as error:
-            raise SharedPromptUnsupportedError(str(error)) from None
+            lacking = str(error)
+    if lacking is not None:
+        raise SharedPromptUnsupportedError(lacking)
 
 
 # --- attention ------------------------------------------------------------------------------------
 
 
-class _Pages(NamedTuple):
-    """Where a layer's keys are: its group of layers with one block table, and views of its pages."""
+class Options(NamedTuple):
+    """Of a layer's attention, as `shared_prefix_decode` takes them; `window` is its `left`, or -1."""
 
-    group: int
-    plans: bool  # as the first layer of its group
-    k: Tensor
-    v: Tensor
-    trash: int  # row of the flattened pages for tokens of padding
+    scale: float | None
+    window: int
+    softcap: float
+    sinks: Tensor | None
 
 
-class _Step(NamedTuple):
-    """A group's part of a step: its plan, and the row of the flattened pages of each new token."""
+class Group(NamedTuple):
+    """Layers with one block table: where it is among those of a step, and the first of the layers."""
+
+    index: int
+    first_layer: int
+    has_window: bool
+    trash: int  # row of the flattened pages that tokens of padding are written to
+
+
+class _Decoded(NamedTuple):
+    """A group's step of one token for each request: its plan, and the row of the flattened pages of each token."""
 
     plan: SharedPrefixPlan
     rows: Tensor
@@ -190,96 +206,154 @@ class _Step(NamedTuple):
 class Rollout:
     """What the layers of a model share while a manager generates with it.
 
+    The first layer of each group makes what the others use in a step: inside of a CUDA graph, if
+    there is one, so that it is made anew in every replay.
+
     Args:
         cache: the manager's PagedAttentionCache.
         max_requests: the most requests of a step.
     """
 
     def __init__(self, cache: Any, max_requests: int) -> None:
-        self.cache = cache
-        self.prompts = torch.zeros(max_requests, dtype=torch.int32, device=cache.device)  # lengths of a step's prompts
-        self._pages: dict[int, _Pages] = {}
-        self._steps: dict[int, _Step] = {}
+        self._cache = cache
+        # Lengths of the prompts of a step's requests. CUDA graphs read the same memory in every step.
+        self._prompts = torch.zeros(max_requests, dtype=torch.int32, device=cache.device)
+        self._groups: dict[int, Group] = {}  # by layer
+        self._decoded: dict[int, _Decoded] = {}  # by group
+        self._tables: dict[int, Tensor] = {}  # nodes of a step with several tokens of a request, by group
 
     def begin(self, batch: Any) -> None:
-        """Note where training cuts the requests of a step. CUDA graphs read the same memory in every step."""
+        """Note where training cuts the requests of the step that begins."""
         stream = batch.compute_stream
         if hasattr(batch, "io_pairs"):  # asynchronous batching
             batch = batch.io_pairs[batch.current_pair].host_io
-        if not batch.use_block_table:
-            return
         states = [one.state for one in batch.requests_in_batch]
-        # A request that was evicted begins anew with what it had generated.
+        # A request that was evicted begins anew, with what it had generated behind its prompt.
         lengths = torch.tensor(
             [one._true_initial_tokens or len(one.initial_tokens) for one in states], dtype=torch.int32,
-            pin_memory=self.prompts.is_cuda,
+            pin_memory=self._prompts.is_cuda,
         )  # fmt: skip
         with torch.cuda.stream(stream):
-            self.prompts[: len(states)].copy_(lengths, non_blocking=True)
+            self._prompts[: len(states)].copy_(lengths, non_blocking=True)
+
+    def group_of(self, layer: int) -> Group:
+        """The group of a layer."""
+        if layer not in self._groups:
+            self._groups[layer] = _older_group(self._cache, layer) or _group(self._cache, layer)
+        return self._groups[layer]
 
     def decode(
-        self, index: int, q: Tensor, k: Tensor, v: Tensor, table: Tensor, offsets: Tensor, options: dict[str, Any]
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, table: Tensor, offsets: Tensor, options: Options
     ) -> Tensor:  # fmt: skip
-        """Attention of a layer in a step of one token for each request, which is appended to the pages.
+        """Attention of a step of one token for each request, which is appended to the pages.
 
         Args:
-            index: of the layer.
+            layer: its index.
             q, k, v: (requests, heads, head_dim).
-            table: (requests, columns), or in older versions (groups, requests, columns).
-            offsets: (requests + 1,), of the keys of each request, with the new ones; none is padding.
-            options: of `shared_prefix_decode`.
+            table: (requests, columns).
+            offsets: (requests + 1,), of all keys of each request; a request without is padding.
+            options: of the layer.
         """
-        pages = self._pages_of(index)
-        if pages.plans:
-            table = table if table.dim() == 2 else table[pages.group]
-            self._steps[pages.group] = self._plan(pages, q.shape[1], table, offsets)
-        plan, rows = self._steps[pages.group]
-        for new, cache in ((k, pages.k), (v, pages.v)):
-            cache.flatten(0, 1).index_copy_(0, rows, new)
-        return shared_prefix_decode(q, pages.k, pages.v, plan, **options)
+        group, (k_pages, v_pages) = self.group_of(layer), _pages(self._cache, layer)
+        if layer == group.first_layer:
+            self._decoded[group.index] = self._plan(group, k_pages, q.shape[1], table, offsets)
+        plan, rows = self._decoded[group.index]
+        for new, pages in ((k, k_pages), (v, v_pages)):
+            pages.flatten(0, 1).index_copy_(0, rows, new)
+        return shared_prefix_decode(
+            q, k_pages, v_pages, plan, softmax_scale=options.scale, window_size=(options.window, -1),
+            softcap=options.softcap, sinks=options.sinks,
+        )  # fmt: skip
 
-    def _plan(self, pages: _Pages, heads: int, table: Tensor, offsets: Tensor) -> _Step:
-        """Plan a step. The first layer of a group does it, inside of a CUDA graph if there is one."""
-        count, columns = table.shape
-        num_pages, page_size, kv_heads, head_dim = pages.k.shape
-        plan = self._steps[pages.group].plan if pages.group in self._steps else None
-        if plan is None:
+    def _plan(self, group: Group, pages: Tensor, heads: int, table: Tensor, offsets: Tensor) -> _Decoded:
+        (requests, columns), (num_pages, page_size, kv_heads, head_dim) = table.shape, pages.shape
+        if group.index in self._decoded:
+            plan = self._decoded[group.index].plan
+        else:
             plan = SharedPrefixPlan(
-                len(self.prompts), columns, num_pages=num_pages, page_size=page_size, num_heads=heads,
-                num_kv_heads=kv_heads, head_dim=head_dim, device=pages.k.device,
+                len(self._prompts), columns, num_pages=num_pages, page_size=page_size, num_heads=heads,
+                num_kv_heads=kv_heads, head_dim=head_dim, device=pages.device,
             )  # fmt: skip
-        lengths = offsets[1 : count + 1] - offsets[:count]
-        plan.update(table, lengths, boundaries=self.prompts[:count])
+        lengths = offsets.diff()
+        plan.update(table, lengths, boundaries=self._prompts[:requests])
         position = (lengths - 1).clamp(min=0).long()
         page = table.gather(1, position[:, None] // page_size)[:, 0].long()
-        rows = torch.where(lengths > 0, page * page_size + position % page_size, pages.trash)
-        return _Step(plan, rows)
+        return _Decoded(plan, torch.where(lengths > 0, page * page_size + position % page_size, group.trash))
 
-    def _pages_of(self, index: int) -> _Pages:
-        """The pages of a layer; tensors of continuous batching stay where they are."""
-        if index not in self._pages:
-            self._pages[index] = _older_pages(self.cache, index) or _pages(self.cache, index)
-        return self._pages[index]
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, options: Options
+    ) -> Tensor:  # fmt: skip
+        """Attention of a step in which requests have any number of tokens, over gathered keys.
+
+        Args:
+            layer: its index.
+            q: (tokens, heads, head_dim), the last tokens of each request.
+            k, v: (keys, heads, head_dim), all keys of each request, or all that its windows show.
+            q_offsets, k_offsets: (requests + 1,).
+            options: of the layer.
+        """
+        group = self.group_of(layer)
+        if layer == group.first_layer:
+            # Keys before a window's are gone, so that cuts are where they are without the others.
+            prompts = self._prompts[: len(q_offsets) - 1]
+            cuts = torch.zeros_like(prompts) if group.has_window else prompts
+            self._tables[group.index] = cut_sequences(q_offsets, k_offsets, cuts)
+        q, k, v = checks.inputs(("query", "key", "value"), (q, k, v))
+        checks.check_pair_shape(q, "key", k, "value", v)
+        checks.check_sinks(options.sinks, q)
+        made = make_options(
+            head_dim=q.shape[2], causal=True, mean_keys=1, softmax_scale=options.scale, window_left=options.window,
+            softcap=options.softcap,
+        )  # fmt: skip
+        return ops.attend(q, k, v, self._tables[group.index], made, sinks=options.sinks)[0]
 
 
-def _pages(cache: Any, index: int) -> _Pages:
-    """Pages of all layers lie in one tensor, so that views of later layers have fewer of them."""
-    allocator = cache.layer_to_allocator[index]
-    views = [allocator.get_cache_for_block_table(one) for one in allocator.layer_indices]
-    count = min(len(k) for k, _ in views)
-    k, v = views[allocator.layer_indices.index(index)]
-    is_first = index == allocator.layer_indices[0]
-    return _Pages(allocator.index, is_first, k[:count], v[:count], allocator.write_trash_index)
+def cut_sequences(q_offsets: Tensor, k_offsets: Tensor, cuts: Tensor) -> Tensor:
+    """Node table of sequences that are cut in two, on the device: prompt and response, or parts of them.
+
+    Args:
+        q_offsets: (N+1,) int32, rows of q of each sequence, which are its last tokens.
+        k_offsets: (N+1,) int32, its keys.
+        cuts: (N,) int32, how many of them belong to the prompt; all if there are fewer.
+    """
+    q_begin, k_begin = q_offsets[:-1], k_offsets[:-1]
+    queries, keys = q_offsets.diff(), k_offsets.diff()
+    cuts = torch.minimum(cuts, keys)
+    first = keys - queries  # position of the first query
+    above = torch.minimum((cuts - first).clamp(min=0), queries)  # queries in the prompt
+    zero, index = torch.zeros_like(cuts), torch.arange(len(cuts), dtype=torch.int32, device=cuts.device)
+    end = 2 * index + 2
+    root = (q_begin, above, first, k_begin, cuts, zero, zero - 1, end)
+    leaf = (q_begin + above, queries - above, first + above, k_begin + cuts, keys - cuts, cuts, 2 * index, end)
+    return torch.stack((*root, *leaf), dim=1).view(-1, len(root))
 
 
-def _older_pages(cache: Any, index: int) -> _Pages | None:
-    """As transformers 5.17 keeps them: each layer of a group in tensors of its own."""
+def _group(cache: Any, layer: int) -> Group:
+    allocator = cache.layer_to_allocator[layer]
+    trash, has_window = allocator.write_trash_index, allocator.layer_type == _SLIDING
+    return Group(allocator.index, min(allocator.layer_indices), has_window, trash)
+
+
+def _older_group(cache: Any, layer: int) -> Group | None:
+    """As transformers 5.17 has them, where several groups may be of one kind."""
     if not hasattr(cache, "layer_index_to_group_indices"):
         return None
-    group, place = cache.layer_index_to_group_indices[index]
-    shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
-    k, v = cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
-    return _Pages(group, place == 0, k, v, cache.write_trash_index)
+    group = cache.layer_index_to_group_indices[layer][0]
+    layers = [one for one, (other, _) in cache.layer_index_to_group_indices.items() if other == group]
+    return Group(group, min(layers), cache.sliding_windows[layer] != 1, cache.write_trash_index)
+
+
+def _pages(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
+    """K and V of a layer as (pages, page_size, heads, head_dim), the same number of pages in all layers."""
+    if hasattr(cache, "layer_index_to_group_indices"):  # 5.17: each layer of a group has tensors of its own
+        place = cache.layer_index_to_group_indices[layer][1]
+        shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+        return cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
+    # One tensor has the pages of all layers: views of later layers begin later in it.
+    allocator = cache.layer_to_allocator[layer]
+    count = min(len(allocator.get_cache_for_block_table(one)[0]) for one in allocator.layer_indices)
+    k, v = allocator.get_cache_for_block_table(layer)
+    return k[:count], v[:count]
 
 
 @torch.compiler.disable
@@ -290,36 +364,24 @@ def _attend(
     rollout, cache, table = (kwargs.pop(name, None) for name in (_ROLLOUT, "cache", "block_table"))
     if rollout is None:
         raise SharedPromptError(explain("attn_implementation", "another outside of continuous batching", NAME))
-    index = int(module.layer_idx)  # type: ignore[arg-type]
     window, softcap = kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
-    options = dict(
-        softmax_scale=kwargs.pop("scaling", None),
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-        softcap=softcap or 0.0,
-        sinks=kwargs.pop("s_aux", None),
-    )
-    batch = {name: kwargs.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k", *_OF_BATCHES)}
-    if kwargs.pop("dropout", 0.0):
-        raise SharedPromptError(explain("dropout of attention", "0 in continuous batching", "another"))
-    if kwargs.pop("is_causal", True) is False or attention_mask is not None:
-        raise SharedPromptError(explain(type(module).__name__, "causal attention without a mask", "another"))
+    window = -1 if window is None else window - 1
+    options = Options(kwargs.pop("scaling", None), window, softcap or 0.0, kwargs.pop("s_aux", None))
+    batch = {name: kwargs.pop(name, None) for name in _OF_BATCHES}
+    if attention_mask is not None or kwargs.pop("dropout", 0.0) or kwargs.pop("is_causal", True) is False:
+        expected, got = "causal attention", "a mask, dropout, or attention that is not causal"
+        raise SharedPromptError(explain(type(module).__name__, expected, got))
     refuse_unknown(module, kwargs)
-    offsets = batch["cu_seq_lens_k"]
-    if isinstance(offsets, dict):  # up to 5.17 layers choose, and ask the cache themselves
-        offsets = offsets[_SLIDING if cache.sliding_windows[index] != 1 else _FULL]
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    group, offsets = rollout.group_of(layer), batch["cu_seq_lens_k"]
+    if isinstance(offsets, dict):  # in 5.17 layers choose their own, and put their keys into the cache
+        offsets = offsets[_SLIDING if group.has_window else "full_attention"]
+    if table is not None and table.dim() == 3:
+        table = table[group.index]
+    q, k, v = (one[0].transpose(0, 1).to(value.dtype) for one in (query, key, value))
     if table is not None:
-        q, k, v = (one[0].transpose(0, 1).to(value.dtype) for one in (query, key, value))
-        return rollout.decode(index, q, k, v, table, offsets, options)[None], None
+        return rollout.decode(layer, q, k, v, table, offsets, options)[None], None
     if cache is not None:
-        key, value = cache.update(key, value, index, read_index=batch["read_index"], write_index=batch["write_index"])
-    else:
-        key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    q, k = query[0].transpose(0, 1).to(value.dtype), key.to(value.dtype)
-    longest = [batch[f"max_length_{one}"] or batch[f"max_seqlen_{one}"] for one in "qk"]
-    if isinstance(longest[1], dict):
-        longest[1] = max(longest[1].values())
-    nothing = k[:0]
-    out = flash_attn_dualkv_varlen_func(
-        q, nothing, value[:0], k, value, batch["cu_seq_lens_q"], offsets, longest[0], 0, longest[1], **options
-    )  # fmt: skip
-    return out[None], None
+        indices = {name: batch[name] for name in ("read_index", "write_index")}
+        k, v = cache.update(key.to(value.dtype), value, layer, **indices)
+    return rollout.attend(layer, q, k, v, batch["cu_seq_lens_q"], offsets, options)[None], None
