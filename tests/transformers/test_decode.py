@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""transformers' continuous batching on decoding over shared prefixes: the tokens of stock attention, one plan a step."""
+"""transformers' continuous batching on decoding over shared prefixes: stock attention's tokens, and one plan a step."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,9 +75,7 @@ def generate(
     size = "page_size" if "page_size" in config_class.__dataclass_fields__ else "block_size"
     batching = {"num_blocks": 64, "max_batch_tokens": 64, size: page, **batching}
     torch.manual_seed(5)
-    found = model.generate_batch(
-        prompts, generation_config=config, continuous_batching_config=config_class(**batching)
-    )
+    found = model.generate_batch(prompts, generation_config=config, continuous_batching_config=config_class(**batching))
     assert all(one.error is None for one in found.values())
     return [found[name].generated_tokens for name in sorted(found)]
 
@@ -165,6 +165,15 @@ def test_attention_of_the_model(attention, registered, steps):
     assert len(steps["tables"]) == 2 * planned
 
 
+def test_documented_lines(registered, steps):
+    text = (Path(__file__).resolve().parents[2] / "docs/rollouts.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"^<!-- example: rollouts -->\n```python\n(.*?)^```$", text, re.M | re.S)
+    config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    names = {"model": stock_model("llama"), "prompts": PROMPTS, "config": config}
+    exec(source, names)
+    assert [len(one.generated_tokens) for one in names["outputs"].values()] == [3] * 4 and len(steps["tables"]) == 2
+
+
 def test_unregister(steps):
     seams = decode._seams()
     before = [getattr(owner, name) for owner, name, _ in seams]
@@ -226,9 +235,7 @@ def test_cut_sequences():
     assert [node.kv_len for node in table[::2]] == [9, 3, 0, 5, 0, 12]
     assert [node.q_len for node in table[::2]] == [9, 0, 0, 2, 0, 2]
     options = make_options(head_dim=8, causal=True, mean_keys=1)
-    got, expected = (
-        attend(q, k, v, one, options)[0] for one in (nodes, sequence_nodes(*offsets, None, None, None))
-    )
+    got, expected = (attend(q, k, v, one, options)[0] for one in (nodes, sequence_nodes(*offsets, None, None, None)))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
 
 

@@ -188,9 +188,9 @@ class Options(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Layers with one block table: where it is among those of a step, and the first of the layers."""
+    """Layers with one block table: its place among those of a step, and the first of the layers."""
 
-    index: int
+    place: int
     first_layer: int
     has_window: bool
     trash: int  # row of the flattened pages that tokens of padding are written to
@@ -256,8 +256,8 @@ class Rollout:
         """
         group, (k_pages, v_pages) = self.group_of(layer), _pages(self._cache, layer)
         if layer == group.first_layer:
-            self._decoded[group.index] = self._plan(group, k_pages, q.shape[1], table, offsets)
-        plan, rows = self._decoded[group.index]
+            self._decoded[group.place] = self._plan(group, k_pages, q.shape[1], table, offsets)
+        plan, rows = self._decoded[group.place]
         for new, pages in ((k, k_pages), (v, v_pages)):
             pages.flatten(0, 1).index_copy_(0, rows, new)
         return shared_prefix_decode(
@@ -267,8 +267,8 @@ class Rollout:
 
     def _plan(self, group: Group, pages: Tensor, heads: int, table: Tensor, offsets: Tensor) -> _Decoded:
         (requests, columns), (num_pages, page_size, kv_heads, head_dim) = table.shape, pages.shape
-        if group.index in self._decoded:
-            plan = self._decoded[group.index].plan
+        if group.place in self._decoded:
+            plan = self._decoded[group.place].plan
         else:
             plan = SharedPrefixPlan(
                 len(self._prompts), columns, num_pages=num_pages, page_size=page_size, num_heads=heads,
@@ -297,7 +297,7 @@ class Rollout:
             # Keys before a window's are gone, so that cuts are where they are without the others.
             prompts = self._prompts[: len(q_offsets) - 1]
             cuts = torch.zeros_like(prompts) if group.has_window else prompts
-            self._tables[group.index] = cut_sequences(q_offsets, k_offsets, cuts)
+            self._tables[group.place] = cut_sequences(q_offsets, k_offsets, cuts)
         q, k, v = checks.inputs(("query", "key", "value"), (q, k, v))
         checks.check_pair_shape(q, "key", k, "value", v)
         checks.check_sinks(options.sinks, q)
@@ -305,7 +305,7 @@ class Rollout:
             head_dim=q.shape[2], causal=True, mean_keys=1, softmax_scale=options.scale, window_left=options.window,
             softcap=options.softcap,
         )  # fmt: skip
-        return ops.attend(q, k, v, self._tables[group.index], made, sinks=options.sinks)[0]
+        return ops.attend(q, k, v, self._tables[group.place], made, sinks=options.sinks)[0]
 
 
 def cut_sequences(q_offsets: Tensor, k_offsets: Tensor, cuts: Tensor) -> Tensor:
@@ -377,7 +377,7 @@ def _attend(
     if isinstance(offsets, dict):  # in 5.17 layers choose their own, and put their keys into the cache
         offsets = offsets[_SLIDING if group.has_window else "full_attention"]
     if table is not None and table.dim() == 3:
-        table = table[group.index]
+        table = table[group.place]
     q, k, v = (one[0].transpose(0, 1).to(value.dtype) for one in (query, key, value))
     if table is not None:
         return rollout.decode(layer, q, k, v, table, offsets, options)[None], None
