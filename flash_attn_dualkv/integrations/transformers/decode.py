@@ -13,6 +13,7 @@ training does, behind its prompt.
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,8 +34,9 @@ from . import base_class
 from .attention import refuse_unknown
 from .support import check_supported, is_hybrid, kernels_lack, text_config
 
-# transformers builds no masks for implementations with "flash" in their names.
-NAME = "dualkv_flash"
+# Attention implementations of models on a GPU and on the CPU. For names with "flash" in them
+# transformers reserves no memory for masks, and captures CUDA graphs wherever there is a GPU.
+NAMES = ("dualkv_flash", "dualkv_paged")
 _SLIDING = "sliding_attention"
 _ROLLOUT = "shared_prefix_rollout"  # of a runner, and the argument by which layers get it
 _PACKAGE = "transformers.generation.continuous_batching"
@@ -50,25 +52,26 @@ def register_decode() -> None:
 
     It holds for `generate_batch`, for managers of continuous batching that are made from then on,
     and for TRL's `use_transformers_continuous_batching`, whatever `attn_implementation` a model
-    has; the model gets that back afterwards. It needs no `register()`.
+    has; the model gets that back afterwards. It needs no `register()`. Models that cannot run on
+    it raise when generation starts: hybrids, MLA, and on a GPU what the kernels lack.
 
     Raises:
         SharedPromptError: transformers is older than 5.17.
-
-    Models that cannot run on it raise when generation starts: hybrids, MLA, and on a GPU what the
-    kernels lack.
     """
     for owner, name, make in _seams():
         replace_once(owner, name, make)
-    AttentionInterface.register(NAME, _attend)
+    for name in NAMES:
+        AttentionInterface.register(name, _attend)
     base_class.install()  # generate_batch then gives a model its attention back, errors or not
 
 
 def unregister_decode() -> None:
     """Put stock continuous batching back; nothing happens without `register_decode`."""
-    if AttentionInterface._global_mapping.pop(NAME, None) is not None:
-        for owner, name, _ in _seams():
-            setattr(owner, name, stock_of(getattr(owner, name)))
+    for name in NAMES:
+        if AttentionInterface._global_mapping.pop(name, None) is None:
+            return
+    for owner, name, _ in _seams():
+        setattr(owner, name, stock_of(getattr(owner, name)))
 
 
 def _seams() -> list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]]:
@@ -93,11 +96,11 @@ def _seams() -> list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]]:
 def _switching(stock: Callable[..., None]) -> Callable[..., None]:
     def switch_to_cb_friendly_attn(manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         before = model.config._attn_implementation
-        if before == NAME:
+        if before in NAMES:
             return
         check_decodes(model)
         for config in (model.config, text_config(model.config)):
-            config._attn_implementation_internal = NAME
+            config._attn_implementation_internal = NAMES[model.device.type == "cpu"]
         manager._original_attn_impl = before  # which the manager puts back when it stops
 
     return switch_to_cb_friendly_attn
@@ -106,9 +109,12 @@ def _switching(stock: Callable[..., None]) -> Callable[..., None]:
 def _offering_tables(stock: Callable[..., None]) -> Callable[..., None]:
     def ensure_decode_fast_path_is_available(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> None:
         """The stock one knows packages of kernels alone, and no CPU."""
-        if config._attn_implementation != NAME:
+        if config._attn_implementation not in NAMES:
             stock(config, cb_config, *args, **kwargs)
-        elif has_windows(config):  # transformers keeps no block tables for such a model
+        elif has_windows(config):
+            expected = "no sliding-window layers, for which transformers keeps no block tables"
+            message = explain("model", expected, config.model_type)
+            warnings.warn(f"{message}: it generates the same, but prompts are read once for each request", stacklevel=2)
             cb_config.max_blocks_per_request = 0
         elif cb_config.max_blocks_per_request != 0:
             size = getattr(cb_config, "page_size", None) or cb_config.block_size
@@ -120,7 +126,7 @@ def _offering_tables(stock: Callable[..., None]) -> Callable[..., None]:
 
 def _with_rollout(stock: Callable[..., None]) -> Callable[..., None]:
     def compute_batch(runner: Any, model: Any, batch_data: dict[str, Any]) -> None:
-        if model.config._attn_implementation == NAME:
+        if model.config._attn_implementation in NAMES:
             rollout = getattr(runner, _ROLLOUT, None)
             if rollout is None:
                 rollout = Rollout(runner.cache, runner.cb_config.max_requests_per_batch)
@@ -363,7 +369,8 @@ def _attend(
     """Attention under transformers' signature, of a step of continuous batching: (1, T, H, d)."""
     rollout, cache, table = (kwargs.pop(name, None) for name in (_ROLLOUT, "cache", "block_table"))
     if rollout is None:
-        raise SharedPromptError(explain("attn_implementation", "another outside of continuous batching", NAME))
+        expected, got = "another outside of continuous batching", module.config._attn_implementation  # type: ignore[union-attr]
+        raise SharedPromptError(explain("attn_implementation", expected, got))
     window, softcap = kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
     window = -1 if window is None else window - 1
     options = Options(kwargs.pop("scaling", None), window, softcap or 0.0, kwargs.pop("s_aux", None))
