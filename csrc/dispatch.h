@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "core/kernel_traits.h"
-#include "decode_params.h"
+#include "params.h"
 
 namespace dualkv {
 
@@ -48,7 +48,9 @@ struct BackwardKernel : Launches<BackwardParams<T>> {
 template <typename T>
 struct BackwardDqKernel : Launches<BackwardDqParams<T>> {};
 
-// Decode over pages.
+// Decode over pages (decode_params.h).
+template <typename T>
+struct DecodeParams;
 template <typename T>
 struct DecodeKernel : Launches<DecodeParams<T>> {};
 

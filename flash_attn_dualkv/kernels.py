@@ -8,6 +8,7 @@ allocates here. The library is opened by the first call that needs it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -225,11 +226,8 @@ def decode_plan_bytes(limits: Limits, device: torch.device) -> int:
     if limits.head_dim not in DECODE_HEAD_DIMS:
         expected = f"one of {DECODE_HEAD_DIMS}: the kernels of decoding have no other"
         raise NotImplementedError(explain("head_dim", expected, limits.head_dim))
-    index = -1 if device.index is None else device.index
-    if index != current_device():
-        with torch.cuda.device(device):
-            return decode_plan_bytes(limits, device)
-    size: int = compiled_module().decode_plan_bytes(index, (*(0,) * 8, *limits, 0))
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        size: int = compiled_module().decode_plan_bytes(current_device(), (*(0,) * 8, *limits, 0))
     return size
 
 

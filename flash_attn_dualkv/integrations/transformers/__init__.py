@@ -8,9 +8,12 @@
 
 `model(...)` itself works too: it passes `shared_prompt_layout=batch.layout` on to every attention layer. Without a
 layout (generate, evaluation, padded batches) the same model attends as a stock one. Needs transformers 4.57 or newer.
+
+    register_decode()  # continuous batching reads prompts once for all of their responses: docs/rollouts.md
 """
 
 from .attention import register, wrap
+from .decode import register_decode, unregister_decode
 from .forward import shared_prompt_forward
 from .guard import expect_shared_prompt
 from .hook import install_layout_hook
@@ -21,6 +24,8 @@ __all__ = [
     "expect_shared_prompt",
     "install_layout_hook",
     "register",
+    "register_decode",
     "shared_prompt_forward",
+    "unregister_decode",
     "wrap",
 ]

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""transformers' continuous batching on decoding over shared prefixes.
+
+    register_decode()  # once; generate_batch of every model of the process then decodes with it
+    outputs = model.generate_batch(prompts, generation_config=GenerationConfig(num_return_sequences=16, ...))
+
+transformers batches, keeps the pages and shares them. A step in which every request has one token
+has block tables: it runs on `shared_prefix_decode`, with one plan for each table. All other steps
+run on the kernels of training, over keys that transformers gathers. Both cut a request where
+training does, behind its prompt.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from ... import checks, ops
+from ...calls import make_options
+from ...checks import CUDA_DTYPES, explain
+from ...decode.attention import shared_prefix_decode
+from ...decode.calls import PAGE_ROWS
+from ...decode.plan import SharedPrefixPlan
+from ...errors import SharedPromptError, SharedPromptUnsupportedError
+from ..replacing import replace_once, stock_of
+from . import base_class
+from .attention import refuse_unknown
+from .support import check_supported, is_hybrid, kernels_lack, text_config
+
+# Attention implementations of models on a GPU and on the CPU. For names with "flash" in them
+# transformers reserves no memory for masks, and captures CUDA graphs wherever there is a GPU.
+NAMES = ("dualkv_flash", "dualkv_paged")
+_SLIDING = "sliding_attention"
+_ROLLOUT = "shared_prefix_rollout"  # of a runner, and the argument by which layers get it
+_PACKAGE = "transformers.generation.continuous_batching"
+# What continuous batching hands to every layer.
+_OF_BATCHES = (
+    "cu_seq_lens_k", "cu_seq_lens_q", "k_cache", "logits_indices", "logits_processor_args", "max_length_k",
+    "max_length_q", "max_seqlen_k", "max_seqlen_q", "read_index", "v_cache", "write_index",
+)  # fmt: skip
+
+
+def register_decode() -> None:
+    """Let continuous batching of all models of this process run on this package, prefill and decoding.
+
+    It holds for `generate_batch`, for managers of continuous batching that are made from then on,
+    and for TRL's `use_transformers_continuous_batching`, whatever `attn_implementation` a model
+    has; the model gets that back afterwards. It needs no `register()`. Models that cannot run on
+    it raise when generation starts: hybrids, MLA, and on a GPU what the kernels lack.
+
+    Raises:
+        SharedPromptError: transformers is older than 5.17.
+    """
+    for owner, name, make in _seams():
+        replace_once(owner, name, make)
+    for name in NAMES:
+        AttentionInterface.register(name, _attend)
+    base_class.install()  # generate_batch then gives a model its attention back, errors or not
+
+
+def unregister_decode() -> None:
+    """Put stock continuous batching back; nothing happens without `register_decode`."""
+    for name in NAMES:
+        if AttentionInterface._global_mapping.pop(name, None) is None:
+            return
+    for owner, name, _ in _seams():
+        setattr(owner, name, stock_of(getattr(owner, name)))
+
+
+def _seams() -> list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]]:
+    """Functions of transformers that are replaced: their owners, names, and what makes the replacement."""
+    try:
+        api, initialization, runner = (
+            importlib.import_module(f"{_PACKAGE}.{name}")
+            for name in ("continuous_api", "initialization", "model_runner")
+        )
+    except ImportError as error:
+        raise SharedPromptError(explain("transformers", "5.17 or newer", transformers.__version__)) from error
+    return [
+        (api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switching),
+        (initialization, "ensure_decode_fast_path_is_available", _offering_tables),
+        (runner.ModelRunner, "compute_batch", _with_rollout),
+    ]
+
+
+# --- what is replaced -----------------------------------------------------------------------------
+
+
+def _switching(stock: Callable[..., None]) -> Callable[..., None]:
+    def switch_to_cb_friendly_attn(manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        before = model.config._attn_implementation
+        if before in NAMES:
+            return
+        check_decodes(model)
+        for config in (model.config, text_config(model.config)):
+            config._attn_implementation_internal = NAMES[model.device.type == "cpu"]
+        manager._original_attn_impl = before  # which the manager puts back when it stops
+
+    return switch_to_cb_friendly_attn
+
+
+def _offering_tables(stock: Callable[..., None]) -> Callable[..., None]:
+    def ensure_decode_fast_path_is_available(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> None:
+        """The stock one knows packages of kernels alone, and no CPU."""
+        if config._attn_implementation not in NAMES:
+            stock(config, cb_config, *args, **kwargs)
+        elif has_windows(config):
+            expected = "no sliding-window layers, for which transformers keeps no block tables"
+            message = explain("model", expected, config.model_type)
+            warnings.warn(f"{message}: it generates the same, but prompts are read once for each request", stacklevel=2)
+            cb_config.max_blocks_per_request = 0
+        elif cb_config.max_blocks_per_request != 0:
+            size = getattr(cb_config, "page_size", None) or cb_config.block_size
+            if size % PAGE_ROWS:
+                raise SharedPromptError(explain("page_size", f"a multiple of {PAGE_ROWS}", size))
+
+    return ensure_decode_fast_path_is_available
+
+
+def _with_rollout(stock: Callable[..., None]) -> Callable[..., None]:
+    def compute_batch(runner: Any, model: Any, batch_data: dict[str, Any]) -> None:
+        if model.config._attn_implementation in NAMES:
+            rollout = getattr(runner, _ROLLOUT, None)
+            if rollout is None:
+                rollout = Rollout(runner.cache, runner.cb_config.max_requests_per_batch)
+                setattr(runner, _ROLLOUT, rollout)
+            rollout.begin(runner.inputs_and_outputs)
+            batch_data[_ROLLOUT] = rollout
+        stock(runner, model, batch_data)
+
+    return compute_batch
+
+
+# --- which models ---------------------------------------------------------------------------------
+
+
+def has_windows(config: Any) -> bool:
+    """Whether layers of a model have a sliding window, as continuous batching sees it."""
+    types = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) is not None if types is None else _SLIDING in types
+
+
+def check_decodes(model: Any) -> None:
+    """Refuse a model that does not run on this, before anything is generated.
+
+    Raises:
+        SharedPromptError: names what is not supported.
+    """
+    check_supported(model.config)
+    text = text_config(model.config)
+    expected, got = "attention as the only mixer of tokens, and values as wide as keys", None
+    if is_hybrid(model.config):
+        got = "a hybrid"
+    elif getattr(text, "kv_lora_rank", None):
+        got = "multi-head latent attention"
+    if got is not None:
+        raise SharedPromptUnsupportedError(explain("model", f"{expected}, for decoding", f"{got} ({text.model_type})"))
+    if model.device.type == "cpu":
+        return
+    if model.dtype not in CUDA_DTYPES:
+        expected = " or ".join(map(str, CUDA_DTYPES))
+        raise SharedPromptUnsupportedError(explain("dtype of the model", f"{expected} on a GPU", model.dtype))
+    lacking = kernels_lack(model.config)
+    if lacking is None and not has_windows(text):
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        try:
+            SharedPrefixPlan(
+                1, 1, num_pages=1, page_size=PAGE_ROWS, num_heads=1, num_kv_heads=1, head_dim=head_dim,
+                device=model.device,
+            )  # fmt: skip
+        except NotImplementedError as error:
+            lacking = str(error)
+    if lacking is not None:
+        raise SharedPromptUnsupportedError(lacking)
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+class Options(NamedTuple):
+    """Of a layer's attention, as `shared_prefix_decode` takes them; `window` is its `left`, or -1."""
+
+    scale: float | None
+    window: int
+    softcap: float
+    sinks: Tensor | None
+
+
+class Group(NamedTuple):
+    """Layers with one block table: its place among those of a step, and the first of the layers."""
+
+    place: int
+    first_layer: int
+    has_window: bool
+    trash: int  # row of the flattened pages that tokens of padding are written to
+
+
+class _Decoded(NamedTuple):
+    """A group's step of one token for each request: its plan, and the row of the flattened pages of each token."""
+
+    plan: SharedPrefixPlan
+    rows: Tensor
+
+
+class Rollout:
+    """What the layers of a model share while a manager generates with it.
+
+    The first layer of each group makes what the others use in a step: inside of a CUDA graph, if
+    there is one, so that it is made anew in every replay.
+
+    Args:
+        cache: the manager's PagedAttentionCache.
+        max_requests: the most requests of a step.
+    """
+
+    def __init__(self, cache: Any, max_requests: int) -> None:
+        self._cache = cache
+        # Lengths of the prompts of a step's requests. CUDA graphs read the same memory in every step.
+        self._prompts = torch.zeros(max_requests, dtype=torch.int32, device=cache.device)
+        self._groups: dict[int, Group] = {}  # by layer
+        self._decoded: dict[int, _Decoded] = {}  # by group
+        self._tables: dict[int, Tensor] = {}  # nodes of a step with several tokens of a request, by group
+
+    def begin(self, batch: Any) -> None:
+        """Note where training cuts the requests of the step that begins."""
+        stream = batch.compute_stream
+        if hasattr(batch, "io_pairs"):  # asynchronous batching
+            batch = batch.io_pairs[batch.current_pair].host_io
+        states = [one.state for one in batch.requests_in_batch]
+        # A request that was evicted begins anew, with what it had generated behind its prompt.
+        lengths = torch.tensor(
+            [one._true_initial_tokens or len(one.initial_tokens) for one in states], dtype=torch.int32,
+            pin_memory=self._prompts.is_cuda,
+        )  # fmt: skip
+        with torch.cuda.stream(stream):
+            self._prompts[: len(states)].copy_(lengths, non_blocking=True)
+
+    def group_of(self, layer: int) -> Group:
+        """The group of a layer."""
+        if layer not in self._groups:
+            self._groups[layer] = _older_group(self._cache, layer) or _group(self._cache, layer)
+        return self._groups[layer]
+
+    def decode(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, table: Tensor, offsets: Tensor, options: Options
+    ) -> Tensor:  # fmt: skip
+        """Attention of a step of one token for each request, which is appended to the pages.
+
+        Args:
+            layer: its index.
+            q, k, v: (requests, heads, head_dim).
+            table: (requests, columns).
+            offsets: (requests + 1,), of all keys of each request; a request without is padding.
+            options: of the layer.
+        """
+        group, (k_pages, v_pages) = self.group_of(layer), _pages(self._cache, layer)
+        if layer == group.first_layer:
+            self._decoded[group.place] = self._plan(group, k_pages, q.shape[1], table, offsets)
+        plan, rows = self._decoded[group.place]
+        for new, pages in ((k, k_pages), (v, v_pages)):
+            pages.flatten(0, 1).index_copy_(0, rows, new)
+        return shared_prefix_decode(
+            q, k_pages, v_pages, plan, softmax_scale=options.scale, window_size=(options.window, -1),
+            softcap=options.softcap, sinks=options.sinks,
+        )  # fmt: skip
+
+    def _plan(self, group: Group, pages: Tensor, heads: int, table: Tensor, offsets: Tensor) -> _Decoded:
+        (requests, columns), (num_pages, page_size, kv_heads, head_dim) = table.shape, pages.shape
+        if group.place in self._decoded:
+            plan = self._decoded[group.place].plan
+        else:
+            plan = SharedPrefixPlan(
+                len(self._prompts), columns, num_pages=num_pages, page_size=page_size, num_heads=heads,
+                num_kv_heads=kv_heads, head_dim=head_dim, device=pages.device,
+            )  # fmt: skip
+        lengths = offsets.diff()
+        plan.update(table, lengths, boundaries=self._prompts[:requests])
+        position = (lengths - 1).clamp(min=0).long()
+        page = table.gather(1, position[:, None] // page_size)[:, 0].long()
+        return _Decoded(plan, torch.where(lengths > 0, page * page_size + position % page_size, group.trash))
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, options: Options
+    ) -> Tensor:  # fmt: skip
+        """Attention of a step in which requests have any number of tokens, over gathered keys.
+
+        Args:
+            layer: its index.
+            q: (tokens, heads, head_dim), the last tokens of each request.
+            k, v: (keys, heads, head_dim), all keys of each request, or all that its windows show.
+            q_offsets, k_offsets: (requests + 1,).
+            options: of the layer.
+        """
+        group = self.group_of(layer)
+        if layer == group.first_layer:
+            # Keys before a window's are gone, so that cuts are where they are without the others.
+            prompts = self._prompts[: len(q_offsets) - 1]
+            cuts = torch.zeros_like(prompts) if group.has_window else prompts
+            self._tables[group.place] = cut_sequences(q_offsets, k_offsets, cuts)
+        q, k, v = checks.inputs(("query", "key", "value"), (q, k, v))
+        checks.check_pair_shape(q, "key", k, "value", v)
+        checks.check_sinks(options.sinks, q)
+        made = make_options(
+            head_dim=q.shape[2], causal=True, mean_keys=1, softmax_scale=options.scale, window_left=options.window,
+            softcap=options.softcap,
+        )  # fmt: skip
+        return ops.attend(q, k, v, self._tables[group.place], made, sinks=options.sinks)[0]
+
+
+def cut_sequences(q_offsets: Tensor, k_offsets: Tensor, cuts: Tensor) -> Tensor:
+    """Node table of sequences that are cut in two, on the device: prompt and response, or parts of them.
+
+    Args:
+        q_offsets: (N+1,) int32, rows of q of each sequence, which are its last tokens.
+        k_offsets: (N+1,) int32, its keys.
+        cuts: (N,) int32, how many of them belong to the prompt; all if there are fewer.
+    """
+    q_begin, k_begin = q_offsets[:-1], k_offsets[:-1]
+    queries, keys = q_offsets.diff(), k_offsets.diff()
+    cuts = torch.minimum(cuts, keys)
+    first = keys - queries  # position of the first query
+    above = torch.minimum((cuts - first).clamp(min=0), queries)  # queries in the prompt
+    zero, index = torch.zeros_like(cuts), torch.arange(len(cuts), dtype=torch.int32, device=cuts.device)
+    end = 2 * index + 2
+    root = (q_begin, above, first, k_begin, cuts, zero, zero - 1, end)
+    leaf = (q_begin + above, queries - above, first + above, k_begin + cuts, keys - cuts, cuts, 2 * index, end)
+    return torch.stack((*root, *leaf), dim=1).view(-1, len(root))
+
+
+def _group(cache: Any, layer: int) -> Group:
+    allocator = cache.layer_to_allocator[layer]
+    trash, has_window = allocator.write_trash_index, allocator.layer_type == _SLIDING
+    return Group(allocator.index, min(allocator.layer_indices), has_window, trash)
+
+
+def _older_group(cache: Any, layer: int) -> Group | None:
+    """As transformers 5.17 has them, where several groups may be of one kind."""
+    if not hasattr(cache, "layer_index_to_group_indices"):
+        return None
+    group = cache.layer_index_to_group_indices[layer][0]
+    layers = [one for one, (other, _) in cache.layer_index_to_group_indices.items() if other == group]
+    return Group(group, min(layers), cache.sliding_windows[layer] != 1, cache.write_trash_index)
+
+
+def _pages(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
+    """K and V of a layer as (pages, page_size, heads, head_dim), the same number of pages in all layers."""
+    if hasattr(cache, "layer_index_to_group_indices"):  # 5.17: each layer of a group has tensors of its own
+        place = cache.layer_index_to_group_indices[layer][1]
+        shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+        return cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
+    # One tensor has the pages of all layers: views of later layers begin later in it.
+    allocator = cache.layer_to_allocator[layer]
+    count = min(len(allocator.get_cache_for_block_table(one)[0]) for one in allocator.layer_indices)
+    k, v = allocator.get_cache_for_block_table(layer)
+    return k[:count], v[:count]
+
+
+@torch.compiler.disable
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention under transformers' signature, of a step of continuous batching: (1, T, H, d)."""
+    rollout, cache, table = (kwargs.pop(name, None) for name in (_ROLLOUT, "cache", "block_table"))
+    if rollout is None:
+        expected, got = "another outside of continuous batching", module.config._attn_implementation  # type: ignore[union-attr]
+        raise SharedPromptError(explain("attn_implementation", expected, got))
+    window, softcap = kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
+    window = -1 if window is None else window - 1
+    options = Options(kwargs.pop("scaling", None), window, softcap or 0.0, kwargs.pop("s_aux", None))
+    batch = {name: kwargs.pop(name, None) for name in _OF_BATCHES}
+    if attention_mask is not None or kwargs.pop("dropout", 0.0) or kwargs.pop("is_causal", True) is False:
+        expected, got = "causal attention", "a mask, dropout, or attention that is not causal"
+        raise SharedPromptError(explain(type(module).__name__, expected, got))
+    refuse_unknown(module, kwargs)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    group, offsets = rollout.group_of(layer), batch["cu_seq_lens_k"]
+    if isinstance(offsets, dict):  # in 5.17 layers choose their own, and put their keys into the cache
+        offsets = offsets[_SLIDING if group.has_window else "full_attention"]
+    if table is not None and table.dim() == 3:
+        table = table[group.place]
+    q, k, v = (one[0].transpose(0, 1).to(value.dtype) for one in (query, key, value))
+    if table is not None:
+        return rollout.decode(layer, q, k, v, table, offsets, options)[None], None
+    if cache is not None:
+        indices = {name: batch[name] for name in ("read_index", "write_index")}
+        k, v = cache.update(key.to(value.dtype), value, layer, **indices)
+    return rollout.attend(layer, q, k, v, batch["cu_seq_lens_q"], offsets, options)[None], None

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""transformers' continuous batching on decoding over shared prefixes: stock attention's tokens, and one plan a step."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hybrid_models import OPTIONS
+from tiny_models import COMMON, FAMILIES, SUPPORTED, VERSION, VOCABULARY, dualkv, tiny_model, transformers
+
+from flash_attn_dualkv import SharedPrefixPlan, SharedPromptError, SharedPromptUnsupportedError
+from flash_attn_dualkv.calls import make_options
+from flash_attn_dualkv.integrations.transformers import decode
+from flash_attn_dualkv.nodes import checked_nodes
+from flash_attn_dualkv.ops import attend, sequence_nodes
+
+pytestmark = pytest.mark.skipif(VERSION < (5, 17), reason="needs transformers 5.17 or newer")
+
+FULL = dict(layer_types=["full_attention"] * 2)
+# With sinks, with a softcap, and with windows, for which transformers has no block tables.
+MODELS = [
+    ("llama", {}), ("qwen3", {}), ("gemma2", FULL), ("gpt_oss", FULL), ("gemma2", {}), ("gpt_oss", {}), ("mistral", {}),
+]  # fmt: skip
+PAGE = 16
+
+
+def draw(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+PROMPTS = draw(40, 7, 33, 1)  # two whole pages and a part of one, less than one, whole pages and a token, a token
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    dualkv.register_decode()
+    yield
+    dualkv.unregister_decode()
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """What plans were updated with, and the layers that decoded."""
+    seen: dict[str, list[Any]] = {"tables": [], "lengths": [], "boundaries": [], "layers": []}
+    update, attention = SharedPrefixPlan.update, decode.shared_prefix_decode
+
+    def recorded(plan: Any, table: Any, lengths: Any, *, boundaries: Any) -> Any:
+        for name, tensor in (("tables", table), ("lengths", lengths), ("boundaries", boundaries)):
+            seen[name].append(tensor.tolist())
+        return update(plan, table, lengths, boundaries=boundaries)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        seen["layers"].append(len(seen["tables"]))
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(SharedPrefixPlan, "update", recorded)
+    monkeypatch.setattr(decode, "shared_prefix_decode", counted)
+    return seen
+
+
+def generate(
+    model: Any, prompts: list[list[int]], *, returns: int = 1, eos: int = -1, page: int = PAGE, **batching: Any
+) -> list[list[int]]:  # fmt: skip
+    """The tokens of all requests; prompts are prefilled in chunks, beside requests that decode already."""
+    options = dict(max_new_tokens=24, do_sample=returns > 1, pad_token_id=0, eos_token_id=eos)
+    config = transformers.GenerationConfig(**options, num_return_sequences=returns)
+    config_class = transformers.ContinuousBatchingConfig
+    size = "page_size" if "page_size" in config_class.__dataclass_fields__ else "block_size"
+    batching = {"num_blocks": 64, "max_batch_tokens": 64, size: page, **batching}
+    torch.manual_seed(5)
+    found = model.generate_batch(prompts, generation_config=config, continuous_batching_config=config_class(**batching))
+    assert all(one.error is None for one in found.values())
+    return [found[name].generated_tokens for name in sorted(found)]
+
+
+def stock_model(name: str, **options: Any) -> Any:
+    """On the attention of stock continuous batching."""
+    return tiny_model(name, dtype=torch.float32, attention=FAMILIES[name].stock, **options)
+
+
+@pytest.mark.parametrize(("name", "options"), MODELS)
+def test_tokens(name, options, steps, request):
+    model = stock_model(name, **options)
+    expected = generate(model, PROMPTS)
+    assert [*map(len, expected)] == [24] * 4 and not steps["tables"]
+    request.getfixturevalue("registered")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert generate(model, PROMPTS) == expected
+    is_warned = any("expected no sliding-window layers" in str(one.message) for one in caught)
+    assert is_warned == decode.has_windows(model.config)
+    assert model.config._attn_implementation == FAMILIES[name].stock
+    if is_warned:
+        assert not steps["layers"]
+    else:  # each step is planned once, for two layers
+        assert len(steps["tables"]) >= 23
+        assert steps["layers"] == [step for step in range(1, len(steps["tables"]) + 1) for _ in range(2)]
+
+
+def test_returns_share_pages(steps, request):
+    """Forks of one prompt, sampled: the plan gets their pages as one, and where training cuts them."""
+    model, returns = stock_model("qwen3"), 3
+    expected = generate(model, PROMPTS, returns=returns, max_batch_tokens=128)
+    assert len({tuple(one) for one in expected}) == len(expected) >= len(PROMPTS)
+    request.getfixturevalue("registered")
+    assert generate(model, PROMPTS, returns=returns, max_batch_tokens=128) == expected
+    table, lengths, boundaries = (steps[name][-1] for name in ("tables", "lengths", "boundaries"))
+    assert sorted(boundaries) == sorted(len(one) for one in PROMPTS for _ in range(returns))
+    assert [length - cut for length, cut in zip(lengths, boundaries)] == [23] * 4 * returns
+    for length in (40, 33):
+        rows = [row for row, cut in zip(table, boundaries) if cut == length]
+        whole = length // PAGE
+        assert len({tuple(row[:whole]) for row in rows}) == 1 and len({row[whole] for row in rows}) == returns
+
+
+def test_repeated_prompts_share_pages(registered, steps):
+    """TRL repeats a prompt for each of its completions; transformers then finds equal pages itself."""
+    model = stock_model("llama")
+    alone = generate(model, PROMPTS[:1])
+    assert generate(model, PROMPTS[:1] * 4) == alone * 4
+    assert len({tuple(row[:2]) for row in steps["tables"][-1]}) == 1
+
+
+def test_end_of_a_request(steps, request):
+    """Requests that end early leave the batch, and their pages go to others."""
+    model = stock_model("llama")
+    tokens = generate(model, PROMPTS)
+    eos = tokens[0][3]
+    expected = generate(model, PROMPTS, eos=eos)
+    assert len({*map(len, expected)}) > 1
+    request.getfixturevalue("registered")
+    assert generate(model, PROMPTS, eos=eos) == expected
+    assert len({len(one) for one in steps["lengths"]}) > 1
+
+
+def test_evicted_requests(steps, request):
+    """Where pages run out, a request begins anew with what it has generated, and is cut where it was."""
+    model, prompts = stock_model("llama"), draw(40, 39, 38, 37)
+    expected = generate(model, prompts)
+    request.getfixturevalue("registered")
+    # 13 pages: the prompts alone need 12, and each request 4 in the end.
+    assert generate(model, prompts, num_blocks=13, allow_block_sharing=False) == expected
+    assert any(len(one) < 4 for one in steps["lengths"])
+    assert {cut for one in steps["boundaries"] for cut in one} == {40, 39, 38, 37}
+
+
+@pytest.mark.parametrize("attention", ["dualkv", "sdpa", "eager"])
+def test_attention_of_the_model(attention, registered, steps):
+    """Whatever it is, the model decodes here and has it afterwards, under a manager of its own too."""
+    model = tiny_model("llama", dtype=torch.float32, attention=attention)
+    tokens = generate(model, PROMPTS[:1])
+    planned = len(steps["tables"])
+    assert planned == 23 and model.config._attn_implementation == attention
+    config = transformers.GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    batching = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    with model.continuous_batching_context_manager(config, continuous_batching_config=batching) as manager:
+        name = manager.add_request(PROMPTS[0])
+        assert manager.get_result(name, timeout=60).generated_tokens == tokens[0]
+    assert len(steps["tables"]) == 2 * planned and model.config._attn_implementation == attention
+    ids = torch.tensor(PROMPTS[:1])
+    assert model.generate(ids, config)[0, ids.shape[1] :].tolist() == tokens[0]
+    assert len(steps["tables"]) == 2 * planned
+
+
+def test_documented_lines(registered, steps):
+    text = (Path(__file__).resolve().parents[2] / "docs/rollouts.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"^<!-- example: rollouts -->\n```python\n(.*?)^```$", text, re.M | re.S)
+    config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    names = {"model": stock_model("llama"), "prompts": PROMPTS, "config": config}
+    exec(source, names)
+    assert [len(one.generated_tokens) for one in names["outputs"].values()] == [3] * 4 and len(steps["tables"]) == 2
+
+
+def test_unregister(steps):
+    seams = decode._seams()
+    before = [getattr(owner, name) for owner, name, _ in seams]
+    dualkv.unregister_decode()
+    dualkv.register_decode()
+    dualkv.register_decode()
+    assert all(getattr(owner, name) is not stock for (owner, name, _), stock in zip(seams, before))
+    dualkv.unregister_decode()
+    assert [getattr(owner, name) for owner, name, _ in seams] == before
+    assert not transformers.AttentionInterface._global_mapping.keys() & decode.NAMES
+    assert generate(stock_model("llama"), PROMPTS[:1]) and not steps["layers"]
+
+
+@pytest.mark.parametrize("name", [one for one in ("qwen3_next", "lfm2", "bamba") if one in transformers.CONFIG_MAPPING])
+def test_hybrids_are_refused(name, registered):
+    config = transformers.AutoConfig.for_model(name, **{**COMMON, **OPTIONS[name]})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    before = model.config._attn_implementation
+    with pytest.raises(SharedPromptUnsupportedError, match=rf"^model: expected attention .* got a hybrid \({name}\)"):
+        generate(model, PROMPTS)
+    assert model.config._attn_implementation == before
+
+
+def test_refused(registered):
+    assert "deepseek_v3" in SUPPORTED
+    with pytest.raises(SharedPromptUnsupportedError, match="got multi-head latent attention"):
+        generate(stock_model("deepseek_v3"), PROMPTS)
+    model = stock_model("llama")
+    with pytest.raises(SharedPromptError, match="page_size: expected a multiple of 16, got 24"):
+        generate(model, PROMPTS, page=24)
+    assert model.config._attn_implementation == "sdpa"
+    module, q = model.model.layers[0].self_attn, torch.zeros(1, 4, 1, 8)
+    with pytest.raises(SharedPromptError, match="attn_implementation: expected another outside of continuous batching"):
+        decode._attend(module, q, q, q, None)
+    rollout = decode.Rollout.__new__(decode.Rollout)
+    for given, message in ((dict(position_bias=q), "got position_bias"), (dict(is_causal=False), "expected causal")):
+        with pytest.raises(SharedPromptError, match=message):
+            decode._attend(module, q, q, q, None, shared_prefix_rollout=rollout, **given)
+
+
+def test_older_transformers(monkeypatch):
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(decode.importlib, "import_module", missing)
+    with pytest.raises(SharedPromptError, match="transformers: expected 5.17 or newer, got "):
+        dualkv.register_decode()
+
+
+def test_cut_sequences():
+    """The attention of whole sequences, however they are cut, from tables that any call takes."""
+    generator = torch.Generator().manual_seed(1)
+    keys, queries = [9, 5, 0, 7, 1, 12], [9, 1, 0, 4, 1, 2]
+    cuts = torch.tensor([9, 3, 4, 5, 0, 20], dtype=torch.int32)  # among a request's queries, before them, behind all
+    offsets = [torch.tensor([0, *accumulate(one)], dtype=torch.int32) for one in (queries, keys)]
+    q, k, v = (torch.randn((rows, 2, 8), generator=generator) for rows in (sum(queries) + 2, sum(keys), sum(keys)))
+    nodes = decode.cut_sequences(*offsets, cuts)
+    table = checked_nodes(nodes, len(q), len(k), None)
+    assert [node.kv_len for node in table[::2]] == [9, 3, 0, 5, 0, 12]
+    assert [node.q_len for node in table[::2]] == [9, 0, 0, 2, 0, 2]
+    options = make_options(head_dim=8, causal=True, mean_keys=1)
+    got, expected = (attend(q, k, v, one, options)[0] for one in (nodes, sequence_nodes(*offsets, None, None, None)))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("name", "options"), [("llama", {}), ("gpt_oss", FULL), ("gemma2", {})])
+def test_on_a_gpu(name, options, graphs, steps, request):
+    """With CUDA graphs and two batches under way as without. Rounding may turn over a choice, and what follows it."""
+    shape = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    model = tiny_model(name, dtype=torch.bfloat16, attention="eager", **shape, **options).cuda()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    prompts = draw(300, 40, 77, 129)
+    expected = generate(model, prompts, num_blocks=256, max_batch_tokens=256)
+    request.getfixturevalue("registered")
+    got = generate(
+        model, prompts, num_blocks=256, max_batch_tokens=256, use_cuda_graph=graphs, use_async_batching=graphs
+    )
+    assert decode.has_windows(model.config) or steps["layers"]
+    assert model.config._attn_implementation == "eager"
+    same = [one == other for ours, stock in zip(got, expected) for one, other in zip(ours[:8], stock)]
+    assert sum(same) >= 0.8 * len(same)
