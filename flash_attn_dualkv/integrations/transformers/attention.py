@@ -204,18 +204,13 @@ def _check_call(
         raise SharedPromptError(explain("is_causal", "True with a shared prompt", False))
     if kwargs.get("output_attentions"):
         raise SharedPromptError(explain("output_attentions", "False (weights are never formed)", True))
-<<<<<<< HEAD
-    given = {name for name, value in kwargs.items() if value is not None and value is not False}
-    if unknown := sorted(given - _HARMLESS):
-=======
     refuse_unknown(module, kwargs)
 
 
 def refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """SharedPromptError for arguments of attention that nobody has taken and that may change what a token sees."""
-    unknown = sorted(name for name, value in kwargs.items() if name not in _HARMLESS and not _is_unset(value))
+    unknown = sorted({name for name, value in kwargs.items() if value is not None and value is not False} - _HARMLESS)
     if unknown:
->>>>>>> hf5
         expected = "no arguments of attention that this library does not implement"
         raise SharedPromptError(explain(type(module).__name__, expected, ", ".join(unknown)))
 
