@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import decode_report
 import pandas as pd
 from command import RESULTS, gpu_folder
 from models import FamilyModel
@@ -318,6 +319,8 @@ def render(folder: Path = RESULTS) -> list[Path]:
     for name, content in (("headline.md", text + "\n"), ("README.md", index)):
         (folder / name).write_text(content)
         written.append(folder / name)
+    if (folder / "decode").is_dir():
+        written += decode_report.render(folder / "decode")
     if (folder / "trainers").is_dir():
         written += trainers_report.render(folder / "trainers")
     return written

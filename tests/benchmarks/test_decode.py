@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The benchmark of decoding: forests of its shapes, and the page of its results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import bench_decode
+import decode_report
+import pytest
+from pages import ResultError
+
+
+@pytest.mark.parametrize("name", bench_decode.SHAPES)
+def test_forests(name: str) -> None:
+    """Requests share the pages of what they are below, and nothing else; every row counts once."""
+    step = bench_decode.make_step(name)
+    rows = {(page, row) for table, keys in zip(step.tables, step.keys) for column, page in enumerate(table)
+            for row in range(min(step.page_size, keys - column * step.page_size))}  # fmt: skip
+    assert step.bytes == len(rows) * step.kv_heads * bench_decode.HEAD_DIM * 4
+    owners: dict[int, set[int]] = {}
+    for request, table in enumerate(step.tables):
+        for page in table:
+            owners.setdefault(page, set()).add(request)
+    shared = {page: set(members) for pages, members in step.trunks for page in pages}
+    assert all(
+        found == shared.get(page, found) and (len(found) == 1 or page in shared) for page, found in owners.items()
+    )
+
+
+@pytest.mark.parametrize("name", ["16x16", "ragged-4x4x8K", "16x16x8M", "x", "16x16x8K-q"])
+def test_no_shape(name: str) -> None:
+    with pytest.raises(ValueError, match="^shape: expected a name such as"):
+        bench_decode.make_step(name)
+
+
+def test_page(tmp_path: Path) -> None:
+    header = {"benchmark": "decode", "gpu": "G", "torch": "1", "cuda": "1", "commit": "0123456", "dirty": False}
+    rows = [{"shape": shape, "impl": impl, "us": us, "floor_us": 80.0} for shape in ("a", "b")
+            for impl, us in (("dualkv", 100.0), ("fa3", 250.0))]  # fmt: skip
+    file = tmp_path / "G/decode.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"header": header | {"date": "2026", "versions": {}}, "rows": rows}))
+    (page,) = decode_report.render(tmp_path)
+    (line,) = (one for one in page.read_text().split("\n") if one.startswith("| a "))
+    assert [cell.strip() for cell in line.split("|")[1:-1]] == ["a", "80", "100", "250", "80%"]
+    assert (file.parent / "decode.png").stat().st_size > 0
+    file.write_text(json.dumps({"header": header | {"date": "2026", "versions": {}}, "rows": rows[1:2]}))
+    with pytest.raises(ResultError, match="this library among them"):
+        decode_report.render(tmp_path)
