@@ -271,8 +271,8 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     times = median_of(runs, rounds)
     rows: list[dict[str, Any]] = [{"shape": name, "impl": impl, "us": us, "floor_us": floor, "bytes": step.bytes,
              "difference": differences.get(impl)} for impl, us in times.items()]  # fmt: skip
-    for impl, error in failed.items():
-        print(name, impl, error, flush=True)
+    for impl, text in failed.items():
+        print(name, impl, text, flush=True)
     for row in rows:
         print(name, row["impl"], row.get("error") or f"{row['us']:.0f} us, {floor / row['us']:.3f} of copy", flush=True)
     return rows
