@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from hybrid_models import OPTIONS
 from tiny_models import COMMON, FAMILIES, SUPPORTED, VERSION, VOCABULARY, dualkv, tiny_model, transformers
 
-from flash_attn_dualkv import SharedPrefixPlan, SharedPromptError, SharedPromptUnsupportedError
+from flash_attn_dualkv import SharedPrefixPlan, SharedPromptError, SharedPromptUnsupportedError, shared_prefix_decode
 from flash_attn_dualkv.calls import make_options
 from flash_attn_dualkv.integrations.transformers import decode
 from flash_attn_dualkv.nodes import checked_nodes
@@ -88,9 +89,16 @@ def stock_model(name: str, **options: Any) -> Any:
 
 @pytest.mark.parametrize(("name", "options"), MODELS)
 def test_tokens(name, options, steps, request):
+    """Those of generate(), and of stock continuous batching but for softcaps, which it drops."""
     model = stock_model(name, **options)
-    expected = generate(model, PROMPTS)
-    assert [*map(len, expected)] == [24] * 4 and not steps["tables"]
+    with torch.no_grad():  # large scores, so that windows, softcaps and sinks matter
+        for key, parameter in model.named_parameters():
+            if "q_proj" in key:
+                parameter.mul_(40)
+    config = transformers.GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    alone = [torch.tensor([one]) for one in PROMPTS]
+    expected = [model.generate(one, config)[0, one.shape[1] :].tolist() for one in alone]
+    assert not steps["tables"] and (generate(model, PROMPTS) == expected) == (name != "gemma2")
     request.getfixturevalue("registered")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -228,6 +236,30 @@ def test_older_transformers(monkeypatch):
         dualkv.register_decode()
 
 
+def test_padded_step():
+    """CUDA graphs pad a step with requests without keys: they read nothing, and write to the trash alone."""
+    generator = torch.Generator().manual_seed(2)
+    pages = [torch.randn((6, PAGE, 2, 8), generator=generator) for _ in "kv"]
+    before = [one.clone() for one in pages]
+    allocator = SimpleNamespace(
+        index=0, layer_indices=[3], layer_type="full_attention", write_trash_index=5 * PAGE,
+        get_cache_for_block_table=lambda layer: tuple(pages),
+    )  # fmt: skip
+    rollout = decode.Rollout(SimpleNamespace(device="cpu", layer_to_allocator={3: allocator}), 4)
+    q, k, v = (torch.randn((3, heads, 8), generator=generator) for heads in (4, 2, 2))
+    table, keys = torch.tensor([[2, 4], [-1, -1], [-1, -1]], dtype=torch.int32), 19
+    offsets = torch.tensor([0, keys, keys, keys], dtype=torch.int32)
+    out = rollout.decode(3, q, k, v, table, offsets, decode.Options(None, -1, 0.0, None))
+    assert not out[1:].any()
+    for new, old, page in zip((k, v), before, pages):
+        assert torch.equal(page[4, 2], new[0])
+        old[4, 2], old[5, 0] = new[0], page[5, 0]
+        assert torch.equal(page, old)
+    plan = SharedPrefixPlan(1, 2, num_pages=6, page_size=PAGE, num_heads=4, num_kv_heads=2, head_dim=8, device="cpu")
+    plan.update(table[:1], torch.tensor([keys], dtype=torch.int32))
+    assert torch.equal(out[:1], shared_prefix_decode(q[:1], *pages, plan))
+
+
 def test_cut_sequences():
     """The attention of whole sequences, however they are cut, from tables that any call takes."""
     generator = torch.Generator().manual_seed(1)
@@ -246,19 +278,19 @@ def test_cut_sequences():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize(("name", "options"), [("llama", {}), ("gpt_oss", FULL), ("gemma2", {})])
-def test_on_a_gpu(name, options, graphs, steps, request):
+@pytest.mark.parametrize(("name", "options"), [("qwen3", {}), ("gpt_oss", FULL), ("gemma2", {})])
+def test_on_a_gpu(name, options, graphs, steps, registered):
     """With CUDA graphs and two batches under way as without. Rounding may turn over a choice, and what follows it."""
-    shape = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-    model = tiny_model(name, dtype=torch.bfloat16, attention="eager", **shape, **options).cuda()
+    shape = dict(hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=64)
+    model = tiny_model(name, dtype=torch.bfloat16, attention="eager", **{**shape, **options}).cuda()
     with torch.no_grad():
         model.lm_head.weight.mul_(20)
     prompts = draw(300, 40, 77, 129)
-    expected = generate(model, prompts, num_blocks=256, max_batch_tokens=256)
-    request.getfixturevalue("registered")
-    got = generate(
-        model, prompts, num_blocks=256, max_batch_tokens=256, use_cuda_graph=graphs, use_async_batching=graphs
-    )
+    config = transformers.GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    alone = [torch.tensor([one], device="cuda") for one in prompts]
+    expected = [model.generate(one, config)[0, one.shape[1] :].tolist() for one in alone]
+    batching = dict(num_blocks=256, max_batch_tokens=256, use_cuda_graph=graphs, use_async_batching=graphs)
+    got = generate(model, prompts, **batching)
     assert decode.has_windows(model.config) or steps["layers"]
     assert model.config._attn_implementation == "eager"
     same = [one == other for ours, stock in zip(got, expected) for one, other in zip(ours[:8], stock)]

@@ -294,16 +294,15 @@ class Rollout:
         Args:
             layer: its index.
             q: (tokens, heads, head_dim), the last tokens of each request.
-            k, v: (keys, heads, head_dim), all keys of each request, or all that its windows show.
+            k, v: (keys, heads, head_dim), all keys of each request, or the last ones, which its
+                windows show: where those are cut changes bits alone.
             q_offsets, k_offsets: (requests + 1,).
             options: of the layer.
         """
         group = self.group_of(layer)
         if layer == group.first_layer:
-            # Keys before a window's are gone, so that cuts are where they are without the others.
             prompts = self._prompts[: len(q_offsets) - 1]
-            cuts = torch.zeros_like(prompts) if group.has_window else prompts
-            self._tables[group.place] = cut_sequences(q_offsets, k_offsets, cuts)
+            self._tables[group.place] = cut_sequences(q_offsets, k_offsets, prompts)
         q, k, v = checks.inputs(("query", "key", "value"), (q, k, v))
         checks.check_pair_shape(q, "key", k, "value", v)
         checks.check_sinks(options.sinks, q)
