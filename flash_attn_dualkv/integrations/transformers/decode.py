@@ -12,7 +12,9 @@ training does, behind its prompt.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -265,7 +267,7 @@ class Rollout:
             self._decoded[group.place] = self._plan(group, k_pages, q.shape[1], table, offsets)
         plan, rows = self._decoded[group.place]
         for new, pages in ((k, k_pages), (v, v_pages)):
-            pages.flatten(0, 1).index_copy_(0, rows, new)
+            pages.view(-1, *pages.shape[2:]).index_copy_(0, rows, new)
         return shared_prefix_decode(
             q, k_pages, v_pages, plan, softmax_scale=options.scale, window_size=(options.window, -1),
             softcap=options.softcap, sinks=options.sinks,
@@ -389,9 +391,15 @@ def _attend(
     return rollout.attend(layer, q, k, v, batch["cu_seq_lens_q"], offsets, options)[None], None
 
 
+@functools.cache
+def _takes_kwargs(kind: type) -> bool:
+    """Whether caches choose for a layer, as from 5.19 on, or the layer does."""
+    return "kwargs" in inspect.signature(kind.update).parameters  # type: ignore[attr-defined]
+
+
 def _filled(cache: Any, key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Keys and values that a layer sees, with its new ones put into the cache; `kwargs` become those of the layer."""
-    if not _is_older(cache):
+    if _takes_kwargs(type(cache)):
         filled: tuple[Tensor, Tensor] = cache.update(key, value, layer, kwargs=kwargs)
         return filled
     group, offsets, table = _group(cache, layer), kwargs["cu_seq_lens_k"], kwargs.get("block_table")
