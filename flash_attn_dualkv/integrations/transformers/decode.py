@@ -12,7 +12,9 @@ training does, behind its prompt.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -42,8 +44,8 @@ _ROLLOUT = "shared_prefix_rollout"  # of a runner, and the argument by which lay
 _PACKAGE = "transformers.generation.continuous_batching"
 # What continuous batching hands to every layer.
 _OF_BATCHES = (
-    "cu_seq_lens_k", "cu_seq_lens_q", "k_cache", "logits_indices", "logits_processor_args", "max_length_k",
-    "max_length_q", "max_seqlen_k", "max_seqlen_q", "read_index", "v_cache", "write_index",
+    "block_table", "cu_seq_lens_k", "cu_seq_lens_q", "k_cache", "logits_indices", "logits_processor_args",
+    "max_length_k", "max_length_q", "max_seqlen_k", "max_seqlen_q", "read_index", "v_cache", "write_index",
 )  # fmt: skip
 
 
@@ -245,7 +247,7 @@ class Rollout:
     def group_of(self, layer: int) -> Group:
         """The group of a layer."""
         if layer not in self._groups:
-            self._groups[layer] = _older_group(self._cache, layer) or _group(self._cache, layer)
+            self._groups[layer] = _group(self._cache, layer)
         return self._groups[layer]
 
     def decode(
@@ -265,7 +267,7 @@ class Rollout:
             self._decoded[group.place] = self._plan(group, k_pages, q.shape[1], table, offsets)
         plan, rows = self._decoded[group.place]
         for new, pages in ((k, k_pages), (v, v_pages)):
-            pages.flatten(0, 1).index_copy_(0, rows, new)
+            pages.view(-1, *pages.shape[2:]).index_copy_(0, rows, new)
         return shared_prefix_decode(
             q, k_pages, v_pages, plan, softmax_scale=options.scale, window_size=(options.window, -1),
             softcap=options.softcap, sinks=options.sinks,
@@ -333,24 +335,24 @@ def cut_sequences(q_offsets: Tensor, k_offsets: Tensor, cuts: Tensor) -> Tensor:
     return torch.stack((*root, *leaf), dim=1).view(-1, len(root))
 
 
+def _is_older(cache: Any) -> bool:
+    """Whether a cache is that of transformers 5.17, which may have several groups of one kind of layer."""
+    return hasattr(cache, "layer_index_to_group_indices")
+
+
 def _group(cache: Any, layer: int) -> Group:
+    if _is_older(cache):
+        place = cache.layer_index_to_group_indices[layer][0]
+        layers = [one for one, (other, _) in cache.layer_index_to_group_indices.items() if other == place]
+        return Group(place, min(layers), cache.sliding_windows[layer] != 1, cache.write_trash_index)
     allocator = cache.layer_to_allocator[layer]
     trash, has_window = allocator.write_trash_index, allocator.layer_type == _SLIDING
     return Group(allocator.index, min(allocator.layer_indices), has_window, trash)
 
 
-def _older_group(cache: Any, layer: int) -> Group | None:
-    """As transformers 5.17 has them, where several groups may be of one kind."""
-    if not hasattr(cache, "layer_index_to_group_indices"):
-        return None
-    group = cache.layer_index_to_group_indices[layer][0]
-    layers = [one for one, (other, _) in cache.layer_index_to_group_indices.items() if other == group]
-    return Group(group, min(layers), cache.sliding_windows[layer] != 1, cache.write_trash_index)
-
-
 def _pages(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
     """K and V of a layer as (pages, page_size, heads, head_dim), the same number of pages in all layers."""
-    if hasattr(cache, "layer_index_to_group_indices"):  # 5.17: each layer of a group has tensors of its own
+    if _is_older(cache):  # each layer of a group has tensors of its own
         place = cache.layer_index_to_group_indices[layer][1]
         shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
         return cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
@@ -366,10 +368,14 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attention under transformers' signature, of a step of continuous batching: (1, T, H, d)."""
-    rollout, cache, table = (kwargs.pop(name, None) for name in (_ROLLOUT, "cache", "block_table"))
+    rollout, cache = kwargs.pop(_ROLLOUT, None), kwargs.pop("cache", None)
     if rollout is None:
         expected, got = "another outside of continuous batching", module.config._attn_implementation  # type: ignore[union-attr]
         raise SharedPromptError(explain("attn_implementation", expected, got))
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if cache is not None:  # up to 5.23; then models have put keys into their cache before
+        key, value = _filled(cache, key, value, layer, kwargs)
     window, softcap = kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
     window = -1 if window is None else window - 1
     options = Options(kwargs.pop("scaling", None), window, softcap or 0.0, kwargs.pop("s_aux", None))
@@ -378,16 +384,30 @@ def _attend(
         expected, got = "causal attention", "a mask, dropout, or attention that is not causal"
         raise SharedPromptError(explain(type(module).__name__, expected, got))
     refuse_unknown(module, kwargs)
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    group, offsets = rollout.group_of(layer), batch["cu_seq_lens_k"]
-    if isinstance(offsets, dict):  # in 5.17 layers choose their own, and put their keys into the cache
-        offsets = offsets[_SLIDING if group.has_window else "full_attention"]
-    if table is not None and table.dim() == 3:
-        table = table[group.place]
-    q, k, v = (one[0].transpose(0, 1).to(value.dtype) for one in (query, key, value))
+    q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
+    table, offsets = batch["block_table"], batch["cu_seq_lens_k"]
     if table is not None:
         return rollout.decode(layer, q, k, v, table, offsets, options)[None], None
-    if cache is not None:
-        indices = {name: batch[name] for name in ("read_index", "write_index")}
-        k, v = cache.update(key.to(value.dtype), value, layer, **indices)
     return rollout.attend(layer, q, k, v, batch["cu_seq_lens_q"], offsets, options)[None], None
+
+
+@functools.cache
+def _takes_kwargs(kind: type) -> bool:
+    """Whether caches choose for a layer, as from 5.19 on, or the layer does."""
+    return "kwargs" in inspect.signature(kind.update).parameters  # type: ignore[attr-defined]
+
+
+def _filled(cache: Any, key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Keys and values that a layer sees, with its new ones put into the cache; `kwargs` become those of the layer."""
+    if _takes_kwargs(type(cache)):
+        filled: tuple[Tensor, Tensor] = cache.update(key, value, layer, kwargs=kwargs)
+        return filled
+    group, offsets, table = _group(cache, layer), kwargs["cu_seq_lens_k"], kwargs.get("block_table")
+    if isinstance(offsets, dict):
+        kwargs["cu_seq_lens_k"] = offsets[_SLIDING if group.has_window else "full_attention"]
+    if table is not None:
+        kwargs["block_table"] = table[group.place]
+        return key, value
+    found = cache.update(key, value, layer, read_index=kwargs["read_index"], write_index=kwargs["write_index"])
+    key, value = (one.transpose(0, 1)[None] for one in found)
+    return key, value
