@@ -7,7 +7,7 @@
 transformers batches, keeps the pages and shares them. A step in which every request has one token
 has block tables: it runs on `shared_prefix_decode`, with one plan for each table. All other steps
 run on the kernels of training, over keys that transformers gathers. Both cut a request where
-training does, behind its prompt.
+training does, behind its prompt or a token before.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from transformers import AttentionInterface
 from ... import checks, ops
 from ...calls import make_options
 from ...checks import CUDA_DTYPES, explain
+from ...data.prefix_tree import SHIFTS, Boundary, checked_boundary
 from ...decode.attention import shared_prefix_decode
 from ...decode.calls import PAGE_ROWS
 from ...decode.plan import SharedPrefixPlan
@@ -42,6 +43,7 @@ NAMES = ("dualkv_flash", "dualkv_paged")
 _SLIDING = "sliding_attention"
 _ROLLOUT = "shared_prefix_rollout"  # of a runner, and the argument by which layers get it
 _PACKAGE = "transformers.generation.continuous_batching"
+_boundary: Boundary = "replicate"  # of the last `register_decode`
 # What continuous batching hands to every layer.
 _OF_BATCHES = (
     "block_table", "cu_seq_lens_k", "cu_seq_lens_q", "k_cache", "logits_indices", "logits_processor_args",
@@ -49,7 +51,7 @@ _OF_BATCHES = (
 )  # fmt: skip
 
 
-def register_decode() -> None:
+def register_decode(boundary: Boundary = "replicate") -> None:
     """Let continuous batching of all models of this process run on this package, prefill and decoding.
 
     It holds for `generate_batch`, for managers of continuous batching that are made from then on,
@@ -57,9 +59,16 @@ def register_decode() -> None:
     has; the model gets that back afterwards. It needs no `register()`. Models that cannot run on
     it raise when generation starts: hybrids, MLA, and on a GPU what the kernels lack.
 
+    Args:
+        boundary: as training packs its samples (`pack_shared_prompts`): with "replicate" the last
+            prompt token belongs to the response, with "gather" to the prompt. It decides where
+            requests are cut, and so whether the bits of a row are those of training.
+
     Raises:
         SharedPromptError: transformers is older than 5.17.
     """
+    global _boundary
+    _boundary = checked_boundary(boundary)
     for owner, name, make in _seams():
         replace_once(owner, name, make)
     for name in NAMES:
@@ -224,8 +233,8 @@ class Rollout:
 
     def __init__(self, cache: Any, max_requests: int) -> None:
         self._cache = cache
-        # Lengths of the prompts of a step's requests. CUDA graphs read the same memory in every step.
-        self._prompts = torch.zeros(max_requests, dtype=torch.int32, device=cache.device)
+        # Where a step's requests are cut. CUDA graphs read the same memory in every step.
+        self._cuts = torch.zeros(max_requests, dtype=torch.int32, device=cache.device)
         self._groups: dict[int, Group] = {}  # by layer
         self._decoded: dict[int, _Decoded] = {}  # by group
         self._tables: dict[int, Tensor] = {}  # nodes of a step with several tokens of a request, by group
@@ -237,12 +246,12 @@ class Rollout:
             batch = batch.io_pairs[batch.current_pair].host_io
         states = [one.state for one in batch.requests_in_batch]
         # A request that was evicted begins anew, with what it had generated behind its prompt.
-        lengths = torch.tensor(
-            [one._true_initial_tokens or len(one.initial_tokens) for one in states], dtype=torch.int32,
-            pin_memory=self._prompts.is_cuda,
-        )  # fmt: skip
+        lengths = [one._true_initial_tokens or len(one.initial_tokens) for one in states]
+        cuts = torch.tensor([one - SHIFTS[_boundary] for one in lengths], dtype=torch.int32)
+        if self._cuts.is_cuda:
+            cuts = cuts.pin_memory()
         with torch.cuda.stream(stream):
-            self._prompts[: len(states)].copy_(lengths, non_blocking=True)
+            self._cuts[: len(states)].copy_(cuts, non_blocking=True)
 
     def group_of(self, layer: int) -> Group:
         """The group of a layer."""
@@ -279,11 +288,11 @@ class Rollout:
             plan = self._decoded[group.place].plan
         else:
             plan = SharedPrefixPlan(
-                len(self._prompts), columns, num_pages=num_pages, page_size=page_size, num_heads=heads,
+                len(self._cuts), columns, num_pages=num_pages, page_size=page_size, num_heads=heads,
                 num_kv_heads=kv_heads, head_dim=head_dim, device=pages.device,
             )  # fmt: skip
         lengths = offsets.diff()
-        plan.update(table, lengths, boundaries=self._prompts[:requests])
+        plan.update(table, lengths, boundaries=self._cuts[:requests])
         position = (lengths - 1).clamp(min=0).long()
         page = table.gather(1, position[:, None] // page_size)[:, 0].long()
         return _Decoded(plan, torch.where(lengths > 0, page * page_size + position % page_size, group.trash))
@@ -303,8 +312,8 @@ class Rollout:
         """
         group = self.group_of(layer)
         if layer == group.first_layer:
-            prompts = self._prompts[: len(q_offsets) - 1]
-            self._tables[group.place] = cut_sequences(q_offsets, k_offsets, prompts)
+            cuts = self._cuts[: len(q_offsets) - 1]
+            self._tables[group.place] = cut_sequences(q_offsets, k_offsets, cuts)
         q, k, v = checks.inputs(("query", "key", "value"), (q, k, v))
         checks.check_pair_shape(q, "key", k, "value", v)
         checks.check_sinks(options.sinks, q)
