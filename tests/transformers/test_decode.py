@@ -243,7 +243,7 @@ def test_padded_step():
     pages = [torch.randn((6, PAGE, 2, 8), generator=generator) for _ in "kv"]
     before = [one.clone() for one in pages]
     allocator = SimpleNamespace(
-        index=0, layer_indices=[3], layer_type="full_attention", write_trash_index=5 * PAGE,
+        index=0, layer_indices=[3], write_trash_index=5 * PAGE,
         get_cache_for_block_table=lambda layer: tuple(pages),
     )  # fmt: skip
     rollout = decode.Rollout(SimpleNamespace(device="cpu", layer_to_allocator={3: allocator}), 4)

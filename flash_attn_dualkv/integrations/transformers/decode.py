@@ -355,7 +355,7 @@ def _group(cache: Any, layer: int) -> Group:
         layers = [one for one, (other, _) in cache.layer_index_to_group_indices.items() if other == place]
         return Group(place, min(layers), cache.sliding_windows[layer] != 1, cache.write_trash_index)
     allocator = cache.layer_to_allocator[layer]
-    trash, has_window = allocator.write_trash_index, allocator.layer_type == _SLIDING
+    trash, has_window = allocator.write_trash_index, hasattr(allocator, "sliding_window")
     return Group(allocator.index, min(allocator.layer_indices), has_window, trash)
 
 
@@ -401,14 +401,14 @@ def _attend(
 
 
 @functools.cache
-def _takes_kwargs(kind: type) -> bool:
+def _takes_kwargs(update: Callable[..., Any]) -> bool:
     """Whether caches choose for a layer, as from 5.19 on, or the layer does."""
-    return "kwargs" in inspect.signature(kind.update).parameters  # type: ignore[attr-defined]
+    return "kwargs" in inspect.signature(update).parameters
 
 
 def _filled(cache: Any, key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Keys and values that a layer sees, with its new ones put into the cache; `kwargs` become those of the layer."""
-    if _takes_kwargs(type(cache)):
+    if _takes_kwargs(type(cache).update):
         filled: tuple[Tensor, Tensor] = cache.update(key, value, layer, kwargs=kwargs)
         return filled
     group, offsets, table = _group(cache, layer), kwargs["cu_seq_lens_k"], kwargs.get("block_table")
