@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "ptx/jitter.h"
+
 namespace dualkv::ptx {
 
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, bool read) {
@@ -27,6 +29,7 @@ __device__ __forceinline__ void cp_async_wait() {
 // Arrives on an mbarrier once this thread's copies so far are complete. Needs sm_90's barriers, and
 // an arrival of this thread in the barrier's count.
 __device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
+  jitter();
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 

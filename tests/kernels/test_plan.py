@@ -362,11 +362,11 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shim in the place of the compiled module."""
 
     def call(*arguments: Any) -> str:
-        heads, kv_heads, head_dim, head_dim_v, rows, nodes, options, _, gpu = arguments
-        _, _, window_left, softcap, mean_keys, deterministic = options
-        sizes = (rows, nodes, mean_keys, heads, kv_heads, head_dim, head_dim_v, window_left)
+        heads, kv_heads, head_dim, head_dim_v, rows, nodes, options, deterministic, _, gpu = arguments
+        sizes = (rows, nodes, options.mean_keys, heads, kv_heads, head_dim, head_dim_v, options.window_left)
         try:
-            return "\n".join(map("\t".join, lines_of(Shape(*sizes, softcap > 0, deterministic), gpu or "h200")))
+            shape = Shape(*sizes, options.softcap > 0, deterministic)
+            return "\n".join(map("\t".join, lines_of(shape, gpu or "h200")))
         except ValueError as error:
             raise ValueError(f"gpu: {error}") from None
 

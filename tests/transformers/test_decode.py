@@ -296,3 +296,8 @@ def test_on_a_gpu(name, options, graphs, steps, registered):
     assert model.config._attn_implementation == "eager"
     same = [one == other for ours, stock in zip(got, expected) for one, other in zip(ours[:8], stock)]
     assert sum(same) >= 0.8 * len(same)
+
+
+def test_boundaries_that_are_none():
+    with pytest.raises(ValueError, match="^boundary: expected 'replicate' or 'gather', got 'copy'"):
+        dualkv.register_decode(boundary="copy")
