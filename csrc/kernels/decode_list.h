@@ -116,7 +116,7 @@ struct DecodeOrder {
     const int cut = f.cuts[request];
     return ceil_div(f.keys[request] - cut, a.block_n) + ceil_div(cut, a.block_n);
   }
-  // Of the unit with an item. Most units have one item.
+  // Place of the unit with an item. Most units have one item.
   __device__ int place_of(const int* begins, int item) const {
     const bool has_one_each = item + 1 < units && begins[item] == item && begins[item + 1] == item + 1;
     return has_one_each ? item : find_owner(begins, units, item);

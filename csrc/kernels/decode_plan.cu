@@ -8,7 +8,7 @@ namespace dualkv {
 namespace {
 
 constexpr int kClaimThreads = 256;
-// Of up to so many requests the forest is in shared memory, of more in the plan's.
+// Forests of up to so many requests are in shared memory, larger ones in the plan's.
 constexpr int kMostInSharedMemory = 1024;
 
 int shared_bytes(int requests) {

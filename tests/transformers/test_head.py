@@ -14,6 +14,7 @@ import torch
 from tiny_models import (
     MIXED,
     TOLERANCES,
+    VERSION,
     VOCABULARY,
     check_equal,
     check_gradients,
@@ -150,6 +151,10 @@ def run(model: Any, **options: Any) -> Any:
 def test_sequence_classification_is_refused(name: str) -> None:
     model = head_of("SequenceClassification", name).float()
     dualkv.install_layout_hook(model)
+    if name == "gpt2" and VERSION < (5, 0):  # its forward takes no argument that it does not know
+        with pytest.raises(TypeError, match="shared_prompt_layout"):
+            run(model)
+        return
     with pytest.raises(SharedPromptError, match=f"^logits of the model: {POOLED}"):
         run(model)
 
