@@ -160,8 +160,8 @@ std::string describe_build() {
   return text.str();
 }
 
-// The decode kernel for a plan's head dim on a card, by element type the same index. Heads are never
-// padded. What decides is what decides for the forward: with its tiles come its bits.
+// The decode kernel for a plan's head dim on a card, by element type the same index. Heads are
+// never padded. What decides is what decides for the forward: with its tiles come its bits.
 int find_decode(const DualkvDecodePlan& plan, const Gpu& gpu) {
   const std::vector<KernelTraits>& traits = registry<DecodeKernel<AnyElement>>().traits;
   const bool takes_hopper = gpu.capability == 9 && !wants_portable_kernels();

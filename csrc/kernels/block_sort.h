@@ -56,8 +56,8 @@ __device__ inline void sort_keys(uint64_t* keys, uint64_t* spare, int count) {
 
 constexpr int kRunningSums = 33;  // values that running_sums() keeps in shared memory
 
-// Calls use(i, sum of value(0 .. i-1), sum of value(0 .. i)) for every i in [0, count), one a thread.
-// Returns the sum of all; what `use` wrote is then visible to the block.
+// Calls use(i, sum of value(0 .. i-1), sum of value(0 .. i)) for every i in [0, count), one a
+// thread. Returns the sum of all; what `use` wrote is then visible to the block.
 template <class Value, class Use>
 __device__ inline int64_t running_sums(int count, int64_t* scratch, Value value, Use use) {
   int64_t before = 0;

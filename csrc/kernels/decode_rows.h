@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Rows of a decoding item as the threads that multiply hold them: 16 of them a warp, in accumulators
-// of m16 products. Masks, the states that pass from item to item, and the results.
+// Rows of a decoding item as the threads that multiply hold them: 16 of them a warp, in
+// accumulators of m16 products. Masks, the states that pass from item to item, and the results.
 #pragma once
 
 #include "kernels/paged_rows.h"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Copies of keys, which lie in pages, and of queries into tiles of decoding. The first kDecodeThreads
-// threads of a block order them, asynchronously, 16 bytes at a time; the caller waits for them.
+// Copies of keys, which lie in pages, and of queries into tiles of decoding. The first
+// kDecodeThreads threads of a block order them, asynchronously, 16 bytes at a time; the caller
+// waits for them.
 #pragma once
 
 #include "decode_params.h"
@@ -82,9 +83,9 @@ struct PagedRows {
 
   // Goes along the 16-row slabs of pages, which the tile's rows need not begin with: a thread's row
   // in the tile, and with it its place in the swizzle, is the same in every slab but for the slab's
-  // number. So a copy takes six instructions, where addresses row by row took 26: one warp a scheduler
-  // issues 10 copies of a tile, and their latency was longer than that of memory. Rows of a page
-  // after the last key are never read: the tile gets zeros for them.
+  // number. So a copy takes six instructions, where addresses row by row took 26: one warp a
+  // scheduler issues 10 copies of a tile, and their latency was longer than that of memory. Rows of
+  // a page after the last key are never read: the tile gets zeros for them.
   __device__ __forceinline__ void copy(uint32_t tile, const PagedTensor<const T>& from, int64_t offset,
                                        const DecodeTile& keys, int kv_head) const {
     constexpr int kCopies = kPageRows / kRowsAtOnce;  // of a slab, by each thread

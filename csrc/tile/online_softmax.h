@@ -69,9 +69,9 @@ struct OnlineSoftmax {
   }
 
   // Turns scores into unnormalised probabilities exp2((s - max) * scale_log2) and adds them to the
-  // sum, which is multiplied by `rescale` before. The arithmetic is spelled out: whether the compiler
-  // makes one fma of a product and a sum depends on the code around it, and decoding promises the
-  // bits of the forward.
+  // sum, which is multiplied by `rescale` before. The arithmetic is spelled out: whether the
+  // compiler makes one fma of a product and a sum depends on the code around it, and decoding
+  // promises the bits of the forward.
   template <int kN8>
   __device__ __forceinline__ void exponentiate(float (&s)[kM16][kN8][4], float scale_log2,
                                                const float (&rescale)[kM16][2]) {
