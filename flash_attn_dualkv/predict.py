@@ -38,6 +38,7 @@ TOKEN_FACTORS = {"forward": 1.0, "backward": 2.0}
 DIRECTIONS = tuple(ATTENTION_FACTORS)
 
 GIB = 1 << 30
+COPY_RATES = {"h200": 4.27e12}  # bytes a second, read and written, that copies of 2 GB reach
 BYTES_PER_PARAMETER = 4.0  # a 16-bit weight and its gradient
 LOWEST_RHO = 1.1  # below, less than a tenth of the tokens are saved
 LOWEST_LAYER_SPEEDUP = 1.05
@@ -296,6 +297,52 @@ def predict(
     )
 
 
+@dataclass(frozen=True)
+class DecodePrediction:
+    """Keys and values that attention reads in a decoding step of a group, all layers, and the time of that.
+
+    Attributes:
+        apart_gb, shared_gb: the prompt read for each response, and once.
+        apart_ms, shared_ms: the same at the rate at which a GPU copies.
+        ratio: of the two.
+    """
+
+    apart_gb: float
+    shared_gb: float
+    apart_ms: float
+    shared_ms: float
+    ratio: float
+
+
+def predict_decode(
+    prompt: int, responses: Sequence[int], model: ModelShape, copy_rate: float = COPY_RATES["h200"]
+) -> DecodePrediction:
+    """What one read of a shared prompt saves in generating its responses (docs/rollouts.md has what was measured).
+
+    A step in the middle of the rollout: half of each response is there. 16-bit keys and values. Decoding is bound by
+    bytes: a kernel that reads the prompt once reaches 0.6 to 1.0 of the copy rate.
+
+    Args:
+        prompt: tokens of the prompt, >= 1.
+        responses: tokens of each response, at least one response, each >= 1.
+        model: the decoder.
+        copy_rate: bytes a second that the GPU copies, read and written.
+
+    Raises:
+        ValueError: a length is below 1, there is no response, or `copy_rate` is not above 0.
+    """
+    checks.integer("prompt", prompt, 1)
+    if not checks.lengths("responses", responses, least=1):
+        raise ValueError(checks.explain("responses", "at least one", "none"))
+    checks.number("copy_rate", copy_rate)
+    token = 2 * 2 * model.kv_heads * model.head_dim * model.layers
+    own = sum(responses) / 2
+    apart, shared = (token * (count * prompt + own) for count in (len(responses), 1))
+    return DecodePrediction(
+        apart / 1e9, shared / 1e9, 1e3 * apart / copy_rate, 1e3 * shared / copy_rate, apart / shared
+    )
+
+
 def _warnings(num_responses: int, replicated: Packing, shared: Packing) -> list[str]:
     found = []
     rho, speedup = replicated.tokens / shared.tokens, replicated.layer_ms / shared.layer_ms
@@ -342,6 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--no-qk-norm", action="store_true", help="queries and keys have no norm of their own")
     add("--rates", type=name_or_values(RATES, (5, 9), ratio), default="equal", help=rates)
     add("--bytes-per-parameter", type=number(0, 1000, whole=False), default=BYTES_PER_PARAMETER, help=states)
+    add("--decode", choices=COPY_RATES, help="also the bytes that a decoding step reads, and their time on this GPU")
     add("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
 
@@ -349,8 +397,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shape = dataclasses.replace(options.model, qk_norm=options.model.qk_norm and not options.no_qk_norm)
     prediction = predict(options.prompt, responses, shape, options.rates, options.bytes_per_parameter)
     assumed = {"model": dataclasses.asdict(shape), "rates": dataclasses.asdict(options.rates)}
+    decode = options.decode and predict_decode(options.prompt, responses, shape, COPY_RATES[options.decode])
     if options.json:
-        print(json.dumps({**dataclasses.asdict(prediction), **assumed}, indent=1))
+        decoding = {"decode": dataclasses.asdict(decode)} if decode else {}
+        print(json.dumps({**dataclasses.asdict(prediction), **assumed, **decoding}, indent=1))
         return 0
     shortest, longest = min(responses), max(responses)
     lengths = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
@@ -358,6 +408,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for what, values in assumed.items():
         print(f"{what}: {', '.join(f'{name} {value}' for name, value in values.items())}")
     print(f"\n{table(prediction, options.rates != RATES['equal'])}")
+    if decode:
+        sizes = f"{decode.apart_gb:.2f} GB of keys and values, {decode.shared_gb:.2f} GB with the prompt read once"
+        times = f"at least {decode.apart_ms:.2f} and {decode.shared_ms:.2f} ms"
+        print(f"\na decoding step, all layers: {sizes} ({decode.ratio:.2f}x less); {times}")
     return 0
 
 

@@ -60,7 +60,7 @@ struct DecodeTiles {
 template <int kHeadDim, Footprint kFootprint>
 struct DecodeConfig;
 template <>
-struct DecodeConfig<64, Footprint::full> : DecodeTiles<64, 3> {};
+struct DecodeConfig<64, Footprint::full> : DecodeTiles<64, 2> {};
 template <>
 struct DecodeConfig<128, Footprint::full> : DecodeTiles<128, 3> {};
 template <>

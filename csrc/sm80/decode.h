@@ -74,8 +74,11 @@ struct DecodeBlock {
       rows.mask(s, item, walk().tile(step));
       const float scale_log2 = p.shape.softmax_scale * kLog2e;
       float rescale[1][2];
-      if (softmax.raise_maximum(s, scale_log2, rescale)) scale_rows(o, rescale);
-      softmax.exponentiate(s, scale_log2, rescale);
+      if (softmax.raise_maximum(s, scale_log2, rescale)) {
+        softmax.rescale_sum(rescale);
+        scale_rows(o, rescale);
+      }
+      softmax.exponentiate(s, scale_log2);
       multiply_values(o, s);
     }
     item.signals >= 0 ? rows.hand_over(item, kv_head, o, softmax, meet) : rows.store(o, softmax);

@@ -70,8 +70,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     // tiles the maximum of most rows stops moving.
     const float scale_log2 = p.shape.softmax_scale * kLog2e;
     float rescale[kM16][2];
-    if (softmax.raise_maximum(s, scale_log2, rescale)) scale_rows(o, rescale);
-    softmax.exponentiate(s, scale_log2, rescale);
+    if (softmax.raise_maximum(s, scale_log2, rescale)) {
+      softmax.rescale_sum(rescale);
+      scale_rows(o, rescale);
+    }
+    softmax.exponentiate(s, scale_log2);
     warp_matmul<T, Config::kBlockN / 16>(
         o, [&](int k, int i, uint32_t(&a)[4]) { accumulator_to_a<T>(s[i][2 * k], s[i][2 * k + 1], a); },
         [&](int k, int j, uint32_t(&b)[4]) { ptx::ldmatrix_x4_trans(b, TileKv::at(v_address, k, j)); });

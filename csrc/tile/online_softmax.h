@@ -92,7 +92,15 @@ struct OnlineSoftmax {
       }
   }
 
-  // The first tile of a row that has no sum yet.
+  // The same in two steps, where `rescale` would take registers until then. Other bits: a family of
+  // kernels does it one way everywhere.
+  __device__ __forceinline__ void rescale_sum(const float (&rescale)[kM16][2]) {
+#pragma unroll
+    for (int i = 0; i < kM16; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) row_sum[i][half] = __fmul_rn(row_sum[i][half], rescale[i][half]);
+  }
+  // Also the first tile of a row that has no sum yet.
   template <int kN8>
   __device__ __forceinline__ void exponentiate(float (&s)[kM16][kN8][4], float scale_log2) {
     float rescale[kM16][2];

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_decode
 import pytest
 import torch
 from shapes import parse
@@ -162,6 +163,9 @@ def test_warnings(prompt: int, responses: list[int], rates: Rates, expected: lis
         (lambda: predict.predict(0, [1], TINY), "prompt: expected an int >= 1, got 0"),
         (lambda: predict.predict(5, [], TINY), "responses: expected at least one, got none"),
         (lambda: predict.predict(5, [3], TINY, RATES["h200"], -1), "bytes_per_parameter: expected .* >= 0, got -1"),
+        (lambda: predict.predict_decode(0, [1], TINY), "prompt: expected an int >= 1, got 0"),
+        (lambda: predict.predict_decode(5, [], TINY), "responses: expected at least one, got none"),
+        (lambda: predict.predict_decode(5, [3], TINY, 0.0), "copy_rate: expected .*, got 0"),
         (lambda: dataclasses.replace(TINY, hidden=0), "hidden: expected an int >= 1, got 0"),
         (lambda: dataclasses.replace(TINY, kv_heads=3), r"heads: expected a multiple of kv_heads \(3\), got 4"),
         (lambda: dataclasses.replace(RATES["h200"], token_wise=math.nan), "token_wise: expected a finite .*, got nan"),
@@ -190,6 +194,22 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert predict.main([*GROUP[2:], "--responses", "1"]) == 0
     out = capsys.readouterr().out
     assert "warning: there is one response" in out and " ms" not in out, "there are none without a GPU's rates"
+
+
+def test_decode(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes as bench_decode.py counts those of one layer, of requests that have half of their responses."""
+    step = bench_decode.make_step("16x16x8K")
+    responses = [2 * (keys - cut) for keys, cut in zip(step.keys[:16], step.cuts)]
+    shape = ModelShape(1, 64, 64, bench_decode.HEADS, step.kv_heads, bench_decode.HEAD_DIM)
+    alone = bench_decode.Step(8, 1, 16, 0, step.tables[:16], step.keys[:16], step.cuts[:16], step.trunks[:1])
+    found = predict.predict_decode(8192, responses, shape, 1e12)
+    assert found.shared_gb == pytest.approx(alone.bytes / 1e9) and found.shared_ms == pytest.approx(found.shared_gb)
+    assert found.ratio == pytest.approx(found.apart_gb / found.shared_gb)
+    assert found.apart_gb - found.shared_gb == pytest.approx(15 * 8192 * 4096 / 1e9)
+    assert predict.main([*GROUP, "--decode", "h200"]) == 0
+    assert "with the prompt read once (" in capsys.readouterr().out
+    assert predict.main([*GROUP, "--decode", "h200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["decode"]["ratio"] > 1
 
 
 MODEL, FIVE_RATES = dataclasses.replace(TINY, vocab=0, qk_norm=False), Rates(500, 400, 300, 200.5, 100)
