@@ -12,7 +12,9 @@ import pytest
 from pages import ResultError
 
 
-@pytest.mark.parametrize("name", bench_decode.SHAPES)
+@pytest.mark.parametrize(
+    "name", ["4x3x1K", "ragged-4x2", "half-2x4x2K", "levels-2x8x1K", "2x2x1K-q4", "2x2x1K-page256"]
+)
 def test_forests(name: str) -> None:
     """Requests share the pages of what they are below, and nothing else; every row counts once."""
     step = bench_decode.make_step(name)
