@@ -29,7 +29,7 @@ CASES: list[tuple[int, int, str, int, torch.dtype, dict[str, Any]]] = [
     (256, 16, "NHD", 2, torch.float16, {"softcap": 20.0, "sinks": True}),
     (256, 32, "HND", 1, torch.bfloat16, {}),
 ]
-cases = pytest.mark.parametrize("case", CASES, ids=lambda one: "-".join(map(str, one[:4])))
+cases = pytest.mark.parametrize("case", CASES, ids=lambda one: "d" + "-".join(map(str, one[:4])))
 
 
 def random_forest(case: tuple[Any, ...], seed: int) -> Forest:
