@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
-import pybind11
 import pytest
 import torch
 from calls import (
@@ -236,6 +235,7 @@ def test_switches_in_the_environment(name: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture(scope="session")
 def module(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """The compiled module, with a library that tells what it was handed."""
+    pybind11 = pytest.importorskip("pybind11")
     includes = [f"-I{one}" for one in (python_include(), pybind11.get_include())]
     path = build_shim("module", tmp_path_factory.mktemp("module"), *includes)
     spec = importlib.util.spec_from_file_location("_C", path)
