@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// With whom a request shares its first tiles. Every request claims the pages of the keys that it may
-// share; of all claims on a page that of the first request counts. A request follows the owner of
-// the last page before the first that it owns itself, for as many pages as both have in common:
+// With whom a request shares its first tiles. Every request claims the pages of the keys that it
+// may share; of all claims on a page that of the first request counts. A request follows the owner
+// of the last page before the first that it owns itself, for as many pages as both have in common:
 //
 //     request 0   | 7 | 3 | 9 |             owns 7 3 9
 //     request 1   | 7 | 3 | 9 | 4 | 5 |     owns 4 5, follows 0 for three pages

@@ -140,7 +140,11 @@ struct DecodeProducer {
   // The first thread takes items: the next one while the others still load.
   __device__ __forceinline__ void run() {
     const unsigned kv_heads = p.shape.num_kv_heads, works = *p.count * kv_heads;
-    unsigned index = blockIdx.x;
+    // Also the first item. One that belonged to a block by its number would wait for that block to
+    // start, while running blocks wait for the item and leave it no room: a deadlock beside another
+    // launch.
+    const auto take = [&] { return static_cast<unsigned>(atomicAdd(p.progress.next, 1)); };
+    unsigned index = thread == 0 ? take() : 0;
     for (PipelineState<Config::kWorkSlots> slot;; slot.advance()) {
       const PipelineBarrier ready = shared.work_ready(slot.stage);
       if (thread == 0) {
@@ -149,7 +153,7 @@ struct DecodeProducer {
         if (work.exists) {
           work.item = p.items[index / kv_heads];
           work.kv_head = static_cast<int>(index % kv_heads);
-          index = gridDim.x + atomicAdd(p.progress.next, 1);
+          index = take();
         }
         ready.wait_empty(slot.phase);
         store_struct(shared.work(slot.stage), work);

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from itertools import combinations, pairwise, takewhile
 from typing import Any
 
 import oracle
@@ -32,14 +32,24 @@ CASES: list[tuple[int, int, str, int, torch.dtype, dict[str, Any]]] = [
 cases = pytest.mark.parametrize("case", CASES, ids=lambda one: "d" + "-".join(map(str, one[:4])))
 
 
-def random_forest(case: tuple[Any, ...], seed: int) -> Forest:
+TILE = 128  # keys of the widest tile of any kernel
+
+
+def random_step(case: tuple[Any, ...], seed: int) -> tuple[Forest, Tensor]:
+    """A forest and cuts in which some requests share a tile for sure, so that states are handed over."""
     head_dim, page_size, layout, queries, dtype, _ = case
     most = 20 if DEVICE == "cuda" else 9
-    made = forest(
-        seed, page_size=page_size, layout=layout, heads=HEADS[head_dim], head_dim=head_dim, dtype=dtype,
-        requests=40 if DEVICE == "cuda" else 6, most_pages=max(most * 32 // page_size, 3), most_queries=queries,
-    )  # fmt: skip
-    return made.to(DEVICE)
+    for attempt in range(1000):
+        number = 1000 * seed + attempt
+        made = forest(
+            number, page_size=page_size, layout=layout, heads=HEADS[head_dim], head_dim=head_dim,
+            dtype=dtype, requests=40 if DEVICE == "cuda" else 6, most_pages=max(most * 32 // page_size, 3),
+            most_queries=queries,
+        )  # fmt: skip
+        cuts = random_cuts(made, number)
+        if shared_keys(made, cuts.tolist()) >= TILE:
+            return made.to(DEVICE), cuts
+    raise AssertionError("no forest with a branch")
 
 
 def random_cuts(step: Forest, seed: int) -> Tensor:
@@ -47,6 +57,17 @@ def random_cuts(step: Forest, seed: int) -> Tensor:
     rng = random.Random(seed)
     cut = rng.randint(0, max(step.seqlens))
     return ints(*(min(keys, cut) if rng.random() < 0.7 else rng.randint(0, keys) for keys in step.seqlens))
+
+
+def shared_keys(step: Forest, cuts: list[int]) -> int:
+    """The most keys that two requests with queries have in common, before both cuts and seen by all queries."""
+    page_size, found = step.k_cache.shape[1], [0]
+    requests = [index for index, queries in enumerate(step.queries) if queries]
+    for one, other in combinations(requests, 2):
+        limits = (min(cuts[each], step.seqlens[each] - step.queries[each] + 1) for each in (one, other))
+        pairs = zip(step.block_table[one].tolist(), step.block_table[other].tolist())
+        found.append(min(*limits, page_size * sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))))
+    return max(found)
 
 
 def decode(step: Forest, options: dict[str, Any], **planned: Any) -> tuple[Tensor, Tensor]:
@@ -68,9 +89,9 @@ def test_results(case: tuple[Any, ...], kernels: str) -> None:
     """The accuracy rule, with NaN in every byte of the caches that is no key of a request."""
     options = case[-1]
     for seed in range(3 if DEVICE == "cuda" else 1):
-        step = random_forest(case, seed)
+        step, cuts = random_step(case, seed)
         with counted_launches() as counts:
-            out, lse = decode(step, options, boundaries=random_cuts(step, seed))
+            out, lse = decode(step, options, boundaries=cuts)
         assert counts.keys() == {"dualkv_decode_plan", f"dualkv_{kernels}_decode"}
         host = step.to("cpu")
         given = options | {"sinks": None if sinks_of(step, options) is None else sinks_of(step, options).cpu()}
@@ -99,8 +120,7 @@ def test_bits_of_training(case: tuple[Any, ...], kernels: str) -> None:
     """Output and LSE of every row are the training forward's, whoever shares its pages."""
     options = {name: value for name, value in case[-1].items() if name != "window"}
     for seed in range(4 if DEVICE == "cuda" else 1):
-        step = random_forest(case, seed + 10)
-        cuts = random_cuts(step, seed)
+        step, cuts = random_step(case, seed + 10)
         out, lse = decode(step, options, boundaries=cuts)
         for request, (begin, end) in enumerate(pairwise(step.offsets)):
             if begin == end or step.seqlens[request] == 0:
@@ -113,8 +133,7 @@ def test_bits_of_training(case: tuple[Any, ...], kernels: str) -> None:
 @cases
 def test_batch_invariance(case: tuple[Any, ...], kernels: str) -> None:
     """Other requests, their order and the places of pages change no bit; a second launch neither."""
-    step, options = random_forest(case, 20), case[-1]
-    cuts = random_cuts(step, 1)
+    (step, cuts), options = random_step(case, 20), case[-1]
     plan_twice = [decode(step, options, boundaries=cuts) for _ in range(2)]
     out, lse = plan_twice[0]
     oracle.assert_bits_equal("out", plan_twice[1][0], out)
@@ -147,7 +166,8 @@ def moved(step: Forest, rng: random.Random) -> Forest:
 
 def test_rows_of_nobody(kernels: str) -> None:
     """Rows before the first request and behind the last are 0, their LSE -inf; so are requests without keys."""
-    step = random_forest(CASES[0], 4).taken([0, 1, 2])
+    step, _ = random_step(CASES[0], 4)
+    step = step.taken([index for index, keys in enumerate(step.seqlens) if keys][:3])
     q = torch.cat([step.q[:1], step.q, step.q[:2]])
     plan = SharedPrefixPlan(
         3, step.block_table.shape[1], num_pages=len(step.k_cache), max_queries=9, page_size=16, num_heads=8,
@@ -165,7 +185,7 @@ def test_rows_of_nobody(kernels: str) -> None:
 @needs_gpu
 def test_graph() -> None:
     """A captured step is replayed with other lengths, pages and forests."""
-    steps = [random_forest(CASES[0], seed) for seed in range(30, 34)]
+    steps = [random_step(CASES[0], seed)[0] for seed in range(30, 34)]
     columns, pages = (max(getattr(one, name).shape[axis] for one in steps) for name, axis in
                       (("block_table", 1), ("k_cache", 0)))  # fmt: skip
     requests = len(steps[0].seqlens)

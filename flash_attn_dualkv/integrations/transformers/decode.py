@@ -196,7 +196,7 @@ def check_decodes(model: Any) -> None:
 
 
 class Options(NamedTuple):
-    """Of a layer's attention, as `shared_prefix_decode` takes them; `window` is its `left`, or -1."""
+    """Options of a layer's attention, as `shared_prefix_decode` takes them; `window` is its `left`, or -1."""
 
     scale: float | None
     window: int
