@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The page of trainers and the README's table of verl, made of the result files of bench_verl.py and bench_trl.py."""
+"""The page of trainers and the README's table of verl, made of the result files of bench_verl.py, bench_trl.py
+and bench_mismatch.py."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def render(folder: Path) -> list[Path]:
     """The page and the README's table, of all result files; of what was measured twice with verl, the newest.
 
     Args:
-        folder: holds those of verl in verl/ and those of TRL in trl/, and gets what is made.
+        folder: holds those of verl in verl/, of TRL in trl/, of rollouts in mismatch/, and gets what is made.
 
     Raises:
         ResultError: a file is of a tree with changes, or one of TRL lacks a run.
@@ -60,7 +61,8 @@ def render(folder: Path) -> list[Path]:
         "steps": steps(rows[rows["preset"] == "steps"], folder / "steps.png"),
         "files": "\n".join(files),
     }
-    page.write_text(filled("trainers", {"trl": runs_of_trl(folder / "trl")}, **parts))
+    sections = {"trl": runs_of_trl(folder / "trl"), "mismatch": mismatches(folder / "mismatch")}
+    page.write_text(filled("trainers", sections, **parts))
     short.write_text(headline(pairs) + "\n")
     return [page, short]
 
@@ -271,3 +273,32 @@ def plot_of_trl(rewards: pd.DataFrame, seconds: pd.DataFrame, path: Path) -> Non
     right.set_xlabel("seconds a step, median (shorter is faster)")
     figure.suptitle("GRPO with TRL" + (": the same curve in less time" if is_long else ""), fontsize=11)
     save(figure, path)
+
+
+# --- rollouts and training --------------------------------------------------------------------------------------------
+
+
+def mismatches(folder: Path) -> str:
+    """A table of every result file. "" if there is none."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        header, rows = read(path)
+        table = pd.DataFrame(
+            {
+                "rollouts": row["rollouts"],
+                "training": row["training"],
+                "other layers": "in fp64, rounded" if row["rowwise"] else "",
+                "mean": f"{row['mean']:.1e}",
+                "max": f"{row['max']:.1e}",
+                "k3": f"{row['k3']:.1e}",
+                "equal to the bit": f"{row['equal']:.2%}",
+            }
+            for row in rows
+        )
+        parts += [
+            f"### {header['prompts']} x {header['shape']}, {header['gpu']}",
+            markdown(table),
+            f"{rows[0]['tokens']} tokens. [File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`,"
+            f" torch {header['torch']}, transformers {header['versions']['transformers']}.",
+        ]
+    return "\n\n".join(parts)
