@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""GRPO from scratch with TRL: a small random model learns a rule that code can check. No network, no files needed.
+"""GRPO or RLOO from scratch with TRL: a small random model learns a rule that code can check. Needs no network.
 
     python examples/trl_grpo.py --out runs                       # every prompt computed once in an update
     python examples/trl_grpo.py --out runs --rollouts decode     # in rollouts too: continuous batching on this package
@@ -32,7 +32,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from flash_attn_dualkv.integrations.transformers import register_decode
-from flash_attn_dualkv.integrations.trl import SharedPromptGRPOTrainer
+from flash_attn_dualkv.integrations.trl import SharedPromptGRPOTrainer, SharedPromptRLOOTrainer
 
 RULES: dict[str, Callable[[int], bool]] = {
     "even": lambda number: number % 2 == 0,
@@ -56,6 +56,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": dict(**_QWEN3, hidden=1024),
     "qwen3-1.7b": dict(**_QWEN3, hidden=2048),
 }  # fmt: skip
+# Configuration, TRL's trainer, the one that shares prompts.
+TRAINERS = {
+    "grpo": (trl.GRPOConfig, trl.GRPOTrainer, SharedPromptGRPOTrainer),
+    "rloo": (trl.RLOOConfig, trl.RLOOTrainer, SharedPromptRLOOTrainer),
+}
 # Of rollouts: transformers' generate, its continuous batching, and that on this package.
 ROLLOUTS = ("generate", "batching", "decode")
 
@@ -192,7 +197,8 @@ def run(options: argparse.Namespace, path: Path) -> None:
     pages = samples * -(-(options.prompt + options.completion) // options.page)
     is_old = "page_size" not in transformers.ContinuousBatchingConfig.__dataclass_fields__
     batching = {"block_size" if is_old else "page_size": options.page, "num_blocks": pages}
-    arguments = trl.GRPOConfig(
+    config_class, *trainer_classes = TRAINERS[options.trainer]
+    arguments = config_class(
         output_dir=str(options.out / "checkpoints"),
         max_steps=options.steps,
         per_device_train_batch_size=options.micro_batch,
@@ -206,7 +212,7 @@ def run(options: argparse.Namespace, path: Path) -> None:
         learning_rate=options.learning_rate,
         lr_scheduler_type="constant",
         beta=0.0,
-        loss_type="dapo",
+        **({"loss_type": "dapo"} if options.trainer == "grpo" else {}),
         num_iterations=options.iterations,
         logging_steps=1,
         save_strategy="no",
@@ -217,8 +223,7 @@ def run(options: argparse.Namespace, path: Path) -> None:
     )
     if options.rollouts == "decode":
         register_decode()
-    trainer_class = trl.GRPOTrainer if options.stock else SharedPromptGRPOTrainer
-    trainer = trainer_class(
+    trainer = trainer_classes[0 if options.stock else 1](
         model=make_model(tokenizer, options, "cuda" if on_gpu else "cpu"),
         reward_funcs=reward,
         args=arguments,
@@ -258,7 +263,8 @@ def compare(out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--stock", action="store_true", help="TRL's own GRPOTrainer")
+    parser.add_argument("--stock", action="store_true", help="TRL's own trainer")
+    parser.add_argument("--trainer", choices=TRAINERS, default="grpo")
     parser.add_argument("--rollouts", choices=ROLLOUTS, default="generate", help="what generates the completions")
     parser.add_argument("--preset", choices=PRESETS, default="gpu" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=100)

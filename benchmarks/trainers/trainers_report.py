@@ -197,8 +197,9 @@ def runs_of_trl(folder: Path) -> str:
         seconds = pd.DataFrame({name: one.assign(step=one.sum(axis=1)).median() for name, one in phases.items()})
         plot_of_trl(rewards, seconds, image)
         parts += [
-            f"### {asked['steps']} steps of {asked['prompts']} prompts, {asked['responses']} x {asked['prompt']} x"
-            f" {asked['completion']}, {asked['layers']} layers of width {asked['hidden']}, {header['gpu']}",
+            f"### {asked.get('trainer', 'grpo').upper()}: {asked['steps']} steps of {asked['prompts']} prompts,"
+            f" {asked['responses']} x {asked['prompt']} x {asked['completion']}, {asked['layers']} layers of width"
+            f" {asked['hidden']}, {header['gpu']}",
             table_of_trl(ended, rewards, seconds),
             f"![Reward and seconds a step]({folder.name}/{image.name})",
             f"{closeness(rows, rewards)} [File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`.",
@@ -271,7 +272,7 @@ def plot_of_trl(rewards: pd.DataFrame, seconds: pd.DataFrame, path: Path) -> Non
         right.bar_label(bars, fmt=" %.2f", fontsize=7)
     right.invert_yaxis()
     right.set_xlabel("seconds a step, median (shorter is faster)")
-    figure.suptitle("GRPO with TRL" + (": the same curve in less time" if is_long else ""), fontsize=11)
+    figure.suptitle("TRL" + (": the same curve in less time" if is_long else ""), fontsize=11)
     save(figure, path)
 
 

@@ -42,7 +42,20 @@ def test_runs_of_trl(tmp_path, monkeypatch):
     one_run = bench_trl.one_run
     monkeypatch.setattr(bench_trl, "one_run", lambda name, *rest: running.append(name) or one_run(name, *rest))
     monkeypatch.setattr(subprocess, "run", in_process)
-    example = ["--preset", "cpu", "--steps", "2", "--completion", "4", "--prompts", "2", "--micro-batch", "8"]
+    example = [
+        "--preset",
+        "cpu",
+        "--steps",
+        "2",
+        "--completion",
+        "4",
+        "--prompts",
+        "2",
+        "--micro-batch",
+        "8",
+        "--trainer",
+        "rloo",
+    ]
     runs = ["stock", "stock-batching", "shared-decode", "shared-batching"]
     given = ["--out", str(tmp_path), "--limit", "9", *COMMIT, "--runs", *runs, "--", *example]
     assert bench_trl.main(given) == 0
@@ -57,6 +70,7 @@ def test_runs_of_trl(tmp_path, monkeypatch):
     assert rows[1]["rewards"] == rows[2]["rewards"]
     assert [row["dedup_ratio"][0] for row in rows[:2]] == [None, None] and rows[2]["dedup_ratio"][0] > 3
     page = trainers_report.runs_of_trl(tmp_path)
+    assert page.startswith("### RLOO: 2 steps of 2 prompts, 8 x 128 x 4, 2 layers of width 64, CPU")
     assert "shared prompts, continuous batching did not end within 9 s: 0 steps." in page
     header = next(line for line in page.splitlines() if line.startswith("|"))
     assert [one.strip() for one in header.split("|")[2:-2]] == [bench_trl.LABELS[one] for one in runs[:3]]

@@ -115,6 +115,13 @@ def test_tokens(name, options, steps, request):
         assert steps["layers"] == [step for step in range(1, len(steps["tables"]) + 1) for _ in range(2 // kinds)]
 
 
+def test_windows_without_kernels(monkeypatch, registered, steps):
+    monkeypatch.setattr(decode, "_windows_lack", lambda config: "kernels")
+    with pytest.warns(UserWarning, match="expected kernels, to decode with sliding-window layers, got mistral"):
+        generate(stock_model("mistral"), PROMPTS[:1])
+    assert not steps["layers"]
+
+
 def test_returns_share_pages(steps, request):
     """Forks of one prompt, sampled: the plan gets their pages as one, and where training cuts them."""
     model, returns = stock_model("qwen3"), 3
