@@ -8,6 +8,7 @@ the placeholders stand. Nothing else changes: tokens of images are rows of a pro
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -92,7 +93,7 @@ def row_inputs(model: nn.Module, batch: PackedBatch) -> dict[str, Any]:
     if positions is not None:
         layout = replace(layout, position_ids=positions)
     rows = (batch.position_ids if positions is None else positions)[..., None, :]
-    marks = {"mm_token_type_ids": _marks(causal_lm.config, ids)[None]} if _is_marked(causal_lm) else {}
+    marks = {"mm_token_type_ids": _marks(causal_lm.config, batch)[None]} if _is_marked(causal_lm) else {}
     inputs = {"input_ids": ids[None], "position_ids": rows, "attention_mask": None, "use_cache": False}
     return {**inputs, "shared_prompt_layout": layout, **marks, **batch.images}
 
@@ -103,13 +104,65 @@ def _is_marked(causal_lm: Any) -> bool:
     return "mm_token_type_ids" in parameters and bool(tower_configs(causal_lm.config))
 
 
-def _marks(config: Any, ids: Tensor) -> Tensor:
-    """Of each token the kind of its medium, 0 for text."""
-    marks = torch.zeros_like(ids)
-    if getattr(config, "model_type", None) in FAMILIES:
-        for one in MEDIA:
-            marks += one.mark * (ids == _token(config, one))
+def _marks(config: Any, batch: PackedBatch) -> Tensor:
+    """(T,) of each token the kind of its medium, 0 for text."""
+    marks = torch.zeros_like(batch.input_ids)
+    for one in _given(batch):
+        marks += one.mark * (batch.input_ids == _token(config, one))
     return marks
+
+
+def _given(batch: PackedBatch) -> list[Medium]:
+    """What a batch has: a placeholder of something else is a token like any other, which a response may have drawn."""
+    return [one for one in MEDIA if {one.pixels, one.grids} & batch.images.keys()]
+
+
+def images_of_samples(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, media: Mapping[str, Tensor]
+) -> dict[str, list[Tensor | None]]:
+    """The images of each sample of a padded batch, which its model takes one sample after the other.
+
+    Args:
+        model: a causal LM of transformers, wrapped or not.
+        input_ids, attention_mask: (B, S).
+        media: inputs of the model that are images, or say where these are.
+
+    Returns:
+        What `pack_padded` takes as `images`.
+
+    Raises:
+        SharedPromptError: images of a model that is not exact with them; those of a sample do not fit its placeholders.
+    """
+    found: dict[str, list[Tensor | None]] = {}
+    if not media:
+        return found
+    config = causal_lm_of(model).config
+    check_images(config, media)
+    merged = config.vision_config.spatial_merge_size**2
+    for medium in MEDIA:
+        if medium.pixels not in media:
+            continue
+        pixels, grids = media[medium.pixels], media[medium.grids]
+        is_placeholder = (input_ids == _token(config, medium)) & attention_mask.bool()
+        counts, patches = is_placeholder.sum(1).tolist(), grids.prod(-1).tolist()
+        ends = [0, *accumulate(patches)]
+        if ends[-1] != len(pixels):
+            raise SharedPromptError(explain(medium.pixels, f"{ends[-1]} patches, as {medium.grids}", len(pixels)))
+        found |= {medium.pixels: [], medium.grids: []}
+        begin = 0
+        for sample, end in enumerate(accumulate(counts)):
+            last = bisect_left(ends, end * merged, begin)
+            if last == len(ends) or ends[last] != end * merged:
+                expected, got = "images that fill its placeholders", f"{counts[sample]} of these"
+                raise SharedPromptError(explain(f"{medium.pixels} of sample {sample}", expected, got))
+            found[medium.pixels].append(pixels[ends[begin] : ends[last]] if last > begin else None)
+            found[medium.grids].append(grids[begin:last] if last > begin else None)
+            begin = last
+        if begin + 1 < len(ends):
+            raise SharedPromptError(explain(medium.grids, f"{begin} images, as placeholders say", len(grids)))
+    if not found:
+        raise SharedPromptError(explain("images", "pixels of the tokens that are marked as images", ", ".join(media)))
+    return found
 
 
 # Placeholders
@@ -134,7 +187,7 @@ def check_placeholders(config: Any, batch: PackedBatch) -> None:
         first.setdefault(batch.tree.roots[leaf], sample)
     roots = [node for node, parent in enumerate(batch.layout.node_parents) if parent < 0]
     ends = torch.tensor([*accumulate(batch.layout.node_lens, initial=0)], device=batch.input_ids.device)
-    for medium in MEDIA:
+    for medium in _given(batch):
         is_placeholder = batch.input_ids == _token(config, medium)
         counts = nn.functional.pad(is_placeholder.cumsum(0), (1, 0)).index_select(0, ends).diff().tolist()
         for group, (root, following) in enumerate(pairwise([*roots, len(counts)])):
@@ -157,17 +210,22 @@ def _of_group(batch: PackedBatch, name: str, group: int) -> Tensor | None:
 # Positions
 
 
+def _counter_of(model: nn.Module) -> Any:
+    """The part of a model that counts the positions of its images."""
+    return next(one for one in model.modules() if hasattr(type(one), "get_rope_index"))
+
+
 def row_positions(model: nn.Module, batch: PackedBatch) -> Tensor:
     """(3, T) positions of time, height and width, of which the images of each prompt take several tokens at once.
 
     Those that the model gives each sequence alone: what follows a prompt's images counts on from their largest one.
     """
     causal_lm = causal_lm_of(model)
-    counter = next(one for one in causal_lm.modules() if hasattr(type(one), "get_rope_index"))
+    counter = _counter_of(causal_lm)
     layout = batch.layout
     begins = [*accumulate(layout.node_lens, initial=0)]
     roots = [node for node, parent in enumerate(layout.node_parents) if parent < 0]
-    marks = _marks(causal_lm.config, batch.input_ids)
+    marks = _marks(causal_lm.config, batch)
     parts = []
     for group, (root, following) in enumerate(pairwise([*roots, layout.num_nodes])):
         begin, behind, end = begins[root], begins[root + 1], begins[following]
