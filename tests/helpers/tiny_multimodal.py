@@ -220,7 +220,10 @@ class Pictured:
 
     def pack(self, **options: Any) -> PackedBatch:
         """Each sample with a copy of its tensors, as a data loader gives them."""
-        own = {name: [None if one is None else one.clone() for one in values] for name, values in self.images.items()}
+        own = {
+            name: [one.clone() if isinstance(one, Tensor) else one for one in values]
+            for name, values in self.images.items()
+        }
         return self.samples.pack(images=own, **options)
 
     def of(self, index: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
