@@ -70,7 +70,8 @@ _TOKENS = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id
 QWEN = tuple(
     name
     for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-    if name in transformers.CONFIG_MAPPING
+    # 4.57's Qwen2-VL takes no logits_to_keep.
+    if name in transformers.CONFIG_MAPPING and (VERSION >= (5, 0) or name != "qwen2_vl")
 )
 for _name in QWEN:
     OWN_PARTS[_name] = {**OWN_PARTS.get(_name, {}), **_TOKENS}
@@ -238,7 +239,12 @@ class Pictured:
         found = []
         for index, (prompt, response) in enumerate(zip(self.samples.prompts, self.samples.responses)):
             ids = torch.tensor([prompt + response])
-            marks = dict(mm_token_type_ids=marks_of(ids)) if VERSION >= (5, 0) else {}
+            # Without a mask 4.57 takes the positions of an image for those of other sequences.
+            marks = (
+                dict(mm_token_type_ids=marks_of(ids))
+                if VERSION >= (5, 0)
+                else dict(attention_mask=ids.new_ones(ids.shape))
+            )
             with wide_softmax():
                 logits = model(input_ids=ids, use_cache=False, **marks, **self.of(index, model.dtype)).logits[0]
             logps = logits[len(prompt) - 1 : -1].log_softmax(-1)
