@@ -255,4 +255,15 @@ def test_images_that_see_themselves_both_ways_are_refused_by_name(model_type: st
     with pytest.raises(SharedPromptError, match=f"^images of {model_type}: .* see each other both ways"):
         dualkv.shared_prompt_forward(model, batch)
     with pytest.raises(SharedPromptError, match="^images: expected text alone .* got llava with pixel_values"):
-        check_images(multimodal_model("llava").config, ["pixel_values"])
+        check_images(multimodal_model("llava"), ["pixel_values"])
+
+
+def test_dropout_of_a_tower_is_refused() -> None:
+    """In training mode alone."""
+    model = multimodal_model("qwen3_vl")
+    model.model.visual.blocks[0].mlp.add_module("dropout", torch.nn.Dropout(0.1))
+    model.eval()
+    dualkv.shared_prompt_forward(model, MIXED.pack())
+    model.train()
+    with pytest.raises(SharedPromptError, match="dropout of a tower's blocks.0.mlp.dropout"):
+        dualkv.shared_prompt_forward(model, MIXED.pack())

@@ -95,7 +95,7 @@ def shared_prompt_forward(
         inputs = row_inputs(causal_lm, batch)
         scorer = _Scorer(causal_lm, backbone, batch, temperature, with_entropy)
         expected = expect_shared_prompt(batch.layout, num_mixing_layers(causal_lm))
-        with expected, towers_without_layout(causal_lm), replaced_forward(causal_lm, scorer) as call:
+        with expected, towers_without_layout(causal_lm, batch), replaced_forward(causal_lm, scorer) as call:
             # Through the outermost module, so that wrappers see one forward with the
             # log-probabilities as its output.
             logps, entropy = call(model, inputs)

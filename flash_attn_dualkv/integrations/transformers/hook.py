@@ -63,7 +63,7 @@ def install_layout_hook(model: nn.Module, *, self_check: bool = True) -> LayoutH
     return LayoutHook(modules, num_mixing_layers(stock), checks.flag("self_check", self_check))
 
 
-def _check_inputs(layout: Any, inputs: dict[str, Any], config: Any) -> None:
+def _check_inputs(layout: Any, inputs: dict[str, Any], model: nn.Module) -> None:
     """Refuse a forward with a layout whose positions or labels the model would make or shift by itself."""
     checks.instance("shared_prompt_layout", layout, SharedPromptLayout, " (batch.layout)")
     position_ids = inputs.get("position_ids")
@@ -72,7 +72,7 @@ def _check_inputs(layout: Any, inputs: dict[str, Any], config: Any) -> None:
         raise SharedPromptLayoutError(explain("position_ids", expected, "none, so that the model would count rows"))
     layout.check_positions(position_ids)
     check_labels(inputs.get("labels"), inputs.get("shift_labels"))
-    check_row_images(config, position_ids, inputs)
+    check_row_images(model, position_ids, inputs)
 
 
 def _check_output(output: Any, layout: SharedPromptLayout, inputs: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ class LayoutHook:
                 with suppress(SharedPromptError):
                     self._try(module, inputs)
             return None
-        _check_inputs(layout, inputs, self._outermost.config)
+        _check_inputs(layout, inputs, self._outermost)
         if outer is None or outer.owner != (self, self._outermost):
             self._try(module, inputs)
         if outer is None:

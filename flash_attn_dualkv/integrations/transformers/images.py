@@ -46,17 +46,18 @@ MEDIA = (
 INPUTS = frozenset(name for one in MEDIA for name in (one.pixels, one.grids)) | {"second_per_grid_ts"}
 
 
-def check_images(config: Any, names: Iterable[str]) -> None:
+def check_images(model: nn.Module, names: Iterable[str]) -> None:
     """Refuse images of a model that is not known to be exact with them in a shared prompt.
 
     Args:
-        config: of a transformers model.
+        model: of transformers, wrapped or not.
         names: inputs of the model that are images, or say where these are.
 
     Raises:
-        SharedPromptUnsupportedError: names the model, or the input.
+        SharedPromptUnsupportedError: names the model, the input, or dropout of a tower.
     """
-    kind = getattr(config, "model_type", None)
+    causal_lm = causal_lm_of(model)
+    kind = getattr(causal_lm.config, "model_type", None)
     if kind in BOTH_WAYS:
         expected = "text alone with a shared prompt (tokens of an image see each other both ways)"
         raise SharedPromptUnsupportedError(explain(f"images of {kind}", expected, ", ".join(sorted(names))))
@@ -65,6 +66,11 @@ def check_images(config: Any, names: Iterable[str]) -> None:
         raise SharedPromptUnsupportedError(explain("images", expected, f"{kind} with {', '.join(sorted(names))}"))
     if others := sorted({*names} - INPUTS - {"mm_token_type_ids"}):
         raise SharedPromptUnsupportedError(explain(f"images of {kind}", ", ".join(sorted(INPUTS)), ", ".join(others)))
+    for tower in towers_of(causal_lm):
+        for name, module in tower.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+                expected = "0 in training mode (images of a group have one mask, not one for each of its samples)"
+                raise SharedPromptUnsupportedError(explain(f"dropout of a tower's {name}", expected, module.p))
 
 
 def row_inputs(model: nn.Module, batch: PackedBatch) -> dict[str, Any]:
@@ -86,7 +92,7 @@ def row_inputs(model: nn.Module, batch: PackedBatch) -> dict[str, Any]:
     ids, layout = batch.input_ids, batch.layout
     positions = batch.row_values.get("position_ids")
     if batch.images:
-        check_images(causal_lm.config, batch.images)
+        check_images(causal_lm, batch.images)
         check_placeholders(causal_lm.config, batch)
         if positions is None:
             positions = row_positions(causal_lm, batch)
@@ -137,7 +143,7 @@ def images_of_samples(
     if not media:
         return found
     config = causal_lm_of(model).config
-    check_images(config, media)
+    check_images(model, media)
     merged = config.vision_config.spatial_merge_size**2
     for medium in MEDIA:
         if medium.pixels not in media:
@@ -259,9 +265,10 @@ def drop_layout(_tower: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[A
 
 
 @contextmanager
-def towers_without_layout(model: Any) -> Iterator[None]:
-    """Keep the layout of forwards inside from the towers of a transformers model."""
-    handles = [one.register_forward_pre_hook(drop_layout, with_kwargs=True) for one in towers_of(model)]
+def towers_without_layout(model: Any, batch: PackedBatch) -> Iterator[None]:
+    """Keep the layout of forwards inside, which have a batch, from the towers of a transformers model."""
+    towers = towers_of(model) if batch.images else []
+    handles = [one.register_forward_pre_hook(drop_layout, with_kwargs=True) for one in towers]
     try:
         yield
     finally:
@@ -269,7 +276,7 @@ def towers_without_layout(model: Any) -> Iterator[None]:
             one.remove()
 
 
-def check_row_images(config: Any, position_ids: Tensor, inputs: Mapping[str, Any]) -> None:
+def check_row_images(model: nn.Module, position_ids: Tensor, inputs: Mapping[str, Any]) -> None:
     """Refuse images beside a layout of a model that is not exact with them, or with positions of text.
 
     Raises:
@@ -278,7 +285,7 @@ def check_row_images(config: Any, position_ids: Tensor, inputs: Mapping[str, Any
     media = media_among(inputs)
     if not media:
         return
-    check_images(config, media)
+    check_images(model, media)
     if position_ids.dim() != 3:
         expected = "those of images, (n, 1, T) as row_inputs gives them"
         raise SharedPromptError(explain("position_ids", expected, describe(position_ids)))

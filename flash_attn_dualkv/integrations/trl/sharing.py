@@ -227,7 +227,7 @@ class SharedForward:
             without_mask = _without_mask(getattr(self.causal_lm, backbone_name(self.causal_lm) or ""))
         try:
             expected = expect_shared_prompt(batch.layout, num_mixing_layers(self.causal_lm))
-            with expected, without_mask, towers_without_layout(self.causal_lm):
+            with expected, without_mask, towers_without_layout(self.causal_lm, batch):
                 return self.stock(fused_lm_head=True, **inputs)
         except SharedPromptUnsupportedError as error:
             # An option that no configuration tells: the first layer of a forward finds it.

@@ -220,7 +220,7 @@ class _SharedPrompts:
         if not names or not self.runs_towers_on_text:
             return False
         try:
-            check_images(self.stock_module.config, names)
+            check_images(self.stock_module, names)
         except SharedPromptError as error:
             self._announce(f"prompts with images are not shared: {error}")
             return False
