@@ -125,7 +125,7 @@ VERL_REASONS = {
     "multimodal": "samples have images, video or audio that cannot be shared",
     "positions": "position ids do not count the tokens of each sample",
     "temperature": "samples have different temperatures",
-    "distillation": "the loss is on a teacher's top-k",
+    "distillation": "the loss is on a teacher's top-k, of a fused head",
     "routing_replay": "routes of experts are recorded or replayed",
     "forced_groups": "force_group_size is above 1",
     "ratio": "less is saved than min_dedup_ratio",

@@ -240,6 +240,8 @@ def test_padded_batches_whose_images_do_not_fit() -> None:
     ):
         with pytest.raises(SharedPromptError, match=message):
             images_of_samples(model, ids, mask, {**media, **other})
+    with pytest.raises(SharedPromptError, match="^image_grid_thw: expected grids beside pixel_values"):
+        images_of_samples(model, ids, mask, dict(pixel_values=media["pixel_values"]))
     with pytest.raises(SharedPromptError, match="pixels of the tokens that are marked"):
         images_of_samples(model, ids, mask, dict(mm_token_type_ids=marks_of(ids)))
 

@@ -148,7 +148,9 @@ def images_of_samples(
     for medium in MEDIA:
         if medium.pixels not in media:
             continue
-        pixels, grids = media[medium.pixels], media[medium.grids]
+        pixels, grids = media[medium.pixels], media.get(medium.grids)
+        if grids is None:
+            raise SharedPromptError(explain(medium.grids, f"grids beside {medium.pixels}", "none"))
         is_placeholder = (input_ids == _token(config, medium)) & attention_mask.bool()
         counts, patches = is_placeholder.sum(1).tolist(), grids.prod(-1).tolist()
         ends = [0, *accumulate(patches)]

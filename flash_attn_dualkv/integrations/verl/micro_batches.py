@@ -89,8 +89,9 @@ def why_not(data: TensorDict, apart: Sequence[int] = (), takes_images: bool = Fa
     temperature = data["temperature"]
     if isinstance(temperature, Tensor) and temperature.numel() > 1 and temperature.min() != temperature.max():
         return "temperature"
-    if any(tu.get_non_tensor_data(data, key, False) for key in ("distillation_use_topk", "distillation_only")):
-        return "distillation"
+    distills = any(tu.get_non_tensor_data(data, key, False) for key in ("distillation_use_topk", "distillation_only"))
+    if distills and tu.get_non_tensor_data(data, "use_fused_kernels", False):
+        return "distillation"  # a fused head makes no logits
     if "routed_experts" in data or tu.get_non_tensor_data(data, "enable_routing_replay", False):
         return "routing_replay"
     if tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
@@ -157,6 +158,7 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
     }
     if batch.images:
         row["multi_modal_inputs"] = [batch.images]
+    row |= _teacher_of(micro_batch, batch.source_index.clamp(min=0), offsets)
     flags = {}
     for name in micro_batch.keys():  # noqa: SIM118, of tensors that are no mapping
         value = tu.get(micro_batch, name)
@@ -171,8 +173,17 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
     if scored_rows and len(batch.token_index):
         ends = torch.tensor([0, len(batch.token_index)], device=batch.input_ids.device)
         ids = torch.nested.nested_tensor_from_jagged(batch.input_ids[batch.token_index], ends)
-        scored = tu.get_tensordict({"input_ids": ids}, flags)
+        scored = tu.get_tensordict({"input_ids": ids, **_teacher_of(micro_batch, batch.jagged_index, ends)}, flags)
     return Plan(batch, layout, tu.get_tensordict(row, flags), scored)
+
+
+def _teacher_of(micro_batch: TensorDict, index: Tensor, offsets: Tensor) -> dict[str, Tensor]:
+    """What a teacher says of these tokens, if one does: verl's losses on its top-k are those of logits by row."""
+    given = {name: micro_batch[name].values() for name in ("teacher_logprobs", "teacher_ids") if name in micro_batch}
+    return {
+        name: torch.nested.nested_tensor_from_jagged(values.index_select(0, index), offsets)
+        for name, values in given.items()
+    }
 
 
 @dataclass(frozen=True)
