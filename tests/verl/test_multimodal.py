@@ -14,7 +14,7 @@ pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
 
 import torch
 import verl_rig
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import nn
 from verl.workers.engine.fsdp import transformer_impl
 from verl_inputs import Batch, Case, Found, Model
@@ -305,6 +305,46 @@ def test_layers_that_verl_alone_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Qwen2_5_VLAttention, "forward", of_verl(""))
     with pytest.raises(SharedPromptError, match=r"layers.0.self_attn: expected .* before .* got that of verl.models"):
         patches.decoder_of(model)
+
+
+def with_picture(name: str = "pixel_values") -> TensorDict:
+    data = TensorDict({"one": torch.zeros(1)}, batch_size=1)
+    data["multi_modal_inputs"] = NonTensorStack.from_list([NonTensorData({name: torch.zeros(1, 3, 16, 16)})])
+    data["uid"] = NonTensorStack.from_list([NonTensorData("prompt7")])
+    return data
+
+
+def engine_of(model: Model) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    engine = plugin.SharedPromptFSDPEngine.__new__(plugin.SharedPromptFSDPEngine)
+    engine.stock_module, engine.announced = AutoModelForImageTextToText.from_config(model.config()), set()
+    engine.runs_towers_on_text, engine.use_ulysses_sp, engine.pad_to_length = True, False, False
+    return engine
+
+
+def test_pictures_that_are_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    """The model's family, or the input; and nothing is taken where ranks disagree on who runs a tower."""
+    engine = engine_of(GEMMA3)
+    assert not engine._takes_images(with_picture()) and "images of gemma3" in caplog.text
+    engine = engine_of(QWEN3_VL)
+    assert engine._takes_images(with_picture()) and not engine._takes_images(with_picture("pixel_masks"))
+    assert "got pixel_masks" in caplog.text
+    engine.runs_towers_on_text = False
+    assert not engine._takes_images(with_picture())
+
+
+def test_the_prompts_of_pictures_that_do_not_fit_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise SharedPromptError("they do not fit", "")
+
+    engine = engine_of(QWEN3_VL)
+    engine._why_not, engine.options, engine.keeps_logits = lambda data: None, None, True
+    monkeypatch.setattr(plugin, "pack_micro_batch", refuse)
+    assert engine._plan_of(with_picture()) == "multimodal"
+    assert "prompts prompt7 images are not shared" in caplog.text
 
 
 @pytest.mark.parametrize("is_divided", [True, False])
