@@ -205,8 +205,9 @@ def run(options: argparse.Namespace, path: Path) -> None:
         gradient_accumulation_steps=samples // options.micro_batch,
         num_generations=options.responses,
         max_completion_length=options.completion,
-        # Of one length, as prompts are: stock attention is faster where nothing is padded.
-        generation_kwargs={"suppress_tokens": [tokenizer.eos_token_id]},
+        # Nothing ends a completion, so that all have one length: stock attention is faster where nothing is padded. To
+        # suppress the token that does is a copy from the host, which no CUDA graph captures.
+        generation_kwargs={"eos_token_id": -1},
         use_transformers_continuous_batching=options.rollouts != "generate",
         transformers_continuous_batching_config={**batching, "max_batch_tokens": 2 * options.prompt},
         learning_rate=options.learning_rate,
