@@ -109,8 +109,8 @@ def running(engine: Engine, requests: int, length: int) -> Iterator[Any]:
         }  # fmt: skip
         if engine.backend is not None:
             arguments["attention_backend"] = engine.backend
-        if engine.exact is not None:
-            arguments["additional_config"] = {"flash_attn_dualkv": {"exact": engine.exact}}
+        if engine.backend == "CUSTOM":
+            arguments["additional_config"] = {"flash_attn_dualkv": {"exact": engine.exact, "log_interval": 2.0}}
         yield LLM(model=folder, **(arguments | engine.options))
 
 

@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import logging
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,14 +17,21 @@ pytest.importorskip("vllm", reason="vLLM is not installed: .ci/run puts its Pyth
 
 import vllm
 import vllm_steps as steps
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker import gpu_input_batch, gpu_model_runner
+from vllm.v1.worker.gpu import input_batch, model_runner, states
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.utils import AttentionGroup
 from vllm_steps import Calls, Layer, Request
 
 import flash_attn_dualkv.integrations.vllm as plugin
-from flash_attn_dualkv.errors import SharedPromptUnsupportedError
-from flash_attn_dualkv.integrations.vllm import backend
+from flash_attn_dualkv.errors import SharedPromptError, SharedPromptUnsupportedError
+from flash_attn_dualkv.integrations.vllm import backend, log, prompts
+from flash_attn_dualkv.integrations.vllm.settings import KEY, Settings, read_settings
+from flash_attn_dualkv.integrations.vllm.statistics import Reading, Statistics, read_table
 
 PROMPT = [3, 9, 5]
 # Two groups of siblings and a request by itself, shuffled.
@@ -202,3 +214,123 @@ def test_stock_steps(calls: Calls) -> None:
     assert not hasattr(builder.build(0, steps.metadata(DECODING, causal=False)), backend._SHARED)
     assert calls.rows == [6]
     assert not builder.use_cascade_attention()
+
+
+# --- vLLM's own code around it --------------------------------------------------------------------
+
+
+def test_build_attn_metadata(calls: Calls) -> None:
+    """Metadata as vLLM's second model runner has it built, with padded requests, also for a capture."""
+    layer = Layer()
+    builder = steps.builder(layer)
+    group = AttentionGroup(backend.SharedPrefixBackend, [steps.NAME], builder.kv_cache_spec, 0)
+    group.metadata_builders = [builder]
+    common = steps.metadata(DECODING, padded=8)
+    for capture in (True, False):
+        found = build_attn_metadata(
+            attn_groups=[[group]],
+            num_reqs=8,
+            num_tokens=8,
+            query_start_loc_gpu=common.query_start_loc,
+            query_start_loc_cpu=common.query_start_loc_cpu,
+            max_query_len=1,
+            seq_lens=common.seq_lens,
+            max_seq_len=1024,
+            block_tables=[common.block_table_tensor],
+            slot_mappings=common.slot_mapping[None],
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[None]),
+            is_prefilling=common.is_prefilling,
+            for_cudagraph_capture=capture,
+        )
+        shared = getattr(found[steps.NAME], backend._SHARED)
+        assert (shared.requests, shared.tokens, shared.behind) == (8, 8, 0)
+        assert builder._sharing.statistics.steps == ({} if capture else {"decode": 1})
+
+
+def test_seams_of_the_runners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts' lengths are where the plug-in looks for them, in the order of a step's requests."""
+    assert "self.num_prompt_tokens = " in inspect.getsource(gpu_input_batch.InputBatch.__init__)
+    assert "idx_mapping_np" in {one.name for one in dataclasses.fields(input_batch.InputBatch)}
+    assert "self.prompt_len = UvaBackedTensor(" in inspect.getsource(states.RequestState.__init__)
+    first = SimpleNamespace(input_batch=SimpleNamespace(num_prompt_tokens=np.array([5, 6, 0])))
+    second = SimpleNamespace(req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.array([7, 8, 9]))))
+    batch = SimpleNamespace(idx_mapping_np=np.array([2, 0]))
+    for module, name, runner, arguments, lengths in (
+        (gpu_model_runner, "_build_attention_metadata", first, {"num_tokens": 2}, [5, 6, 0]),
+        (model_runner, "prepare_attn", second, {"input_batch": batch}, [9, 7]),
+    ):
+        stock = getattr(module.GPUModelRunner, name)
+        assert set(arguments) <= set(steps.parameters(stock)) | {"num_tokens"}
+        monkeypatch.setattr(module.GPUModelRunner, name, lambda *_, **given: given)
+        prompts.install()
+        prompts.install()
+        replaced = getattr(module.GPUModelRunner, name)
+        assert replaced(runner, **arguments) in (arguments, {})
+        noted = prompts.newest()
+        assert noted is not None and noted.lengths.tolist() == lengths
+
+
+def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM finds the backend invalid, its own choice serves, and the log says why."""
+    said: list[tuple[str, ...]] = []
+
+    def choose(selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        if selected_backend is AttentionBackendEnum.CUSTOM and attn_selector_config == "mla":
+            raise ValueError("Reason: ['MLA not supported']")
+        if selected_backend is AttentionBackendEnum.CUSTOM and attn_selector_config == "version":
+            raise SharedPromptUnsupportedError("vllm: expected another")
+        return str(selected_backend)
+
+    platform = current_platform
+    monkeypatch.setattr(platform, "get_attn_backend_cls", choose, raising=False)
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log.logger, "warning", lambda *message: said.append(message))
+    plugin.register()
+    try:
+        custom, found = AttentionBackendEnum.CUSTOM, platform.get_attn_backend_cls
+        assert found(custom, attn_selector_config="dense", num_heads=2) == str(custom)
+        assert found(None, "dense") == "None"
+        assert found(custom, "mla") == found(custom, "mla") == "None"
+        assert len(said) == 1 and "MLA not supported" in said[0][1]
+        with pytest.raises(SharedPromptUnsupportedError):
+            found(custom, "version")
+        monkeypatch.setenv("DUALKV_VLLM", "1")
+        assert found(None, "dense") == str(custom) and found(None, "mla") == "None"
+        assert found(AttentionBackendEnum.FLASH_ATTN, "dense") == str(AttentionBackendEnum.FLASH_ATTN)
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+
+
+# --- settings and statistics ----------------------------------------------------------------------
+
+
+def test_settings() -> None:
+    assert read_settings({}, False) == Settings() and read_settings({}, True).exact == "trainer"
+    given = {"exact": "trainer", "boundary": "gather", "log_interval": 0}
+    assert read_settings({KEY: given, "other": 1}, False) == Settings("trainer", "gather", 0.0)
+    for wrong, message in (
+        ({"exact": "split"}, "'exact'.*'trainer'"),
+        ({"boundary": "here"}, "boundary"),
+        ({"log_interval": -1}, "'log_interval'"),
+        ({"exakt": "trainer"}, "a dict of exact, boundary, log_interval, got 'exakt'"),
+        ("trainer", "a dict"),
+    ):
+        with pytest.raises(SharedPromptError, match=message):
+            read_settings({KEY: wrong}, False)
+
+
+def test_statistics(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = steps.metadata(DECODING, padded=8)
+    cuts = np.array([one.prompt - 1 for one in DECODING] + [0, 0], dtype=np.int32)
+    table, keys = common.block_table_tensor.numpy(), common.seq_lens.numpy()
+    # Whole pages before the cut: 3, 2 and 3 of the first group, 1 and 1 of the second.
+    reading = read_table(table, keys, cuts, steps.PAGE)
+    assert reading == Reading(sum(one.keys for one in DECODING), (3 + 2 + 3 - 3 + 1 + 1 - 1) * 16, 6, 2, 5)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    statistics = Statistics(1e-9, "4 layers")
+    statistics.count_stock("prompts alone")
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            statistics.count_shared(common.block_table_tensor, common.seq_lens, torch.from_numpy(cuts), 16, False)
+    assert "4 layers: a step of 6 requests reads" in caplog.text and "2 groups of 2.5 siblings" in caplog.text
+    assert "steps: 2 of decoding, 0 mixed, vLLM's own 1 (prompts alone)" in caplog.text
