@@ -48,6 +48,9 @@ def check_samples(batch: PackedBatch, prompts: Lists, responses: Lists, boundary
     assert sorted([*contexts, *layout.decoded_index().tolist()]) == [*range(layout.num_tokens - layout.pad)]
     for rows, prompt in zip(rows_of(batch), prompts):
         assert sum(row in contexts for row in rows) == len(prompt) - shift
+    if boundary == "replicate":  # as fused heads make labels: right in every row that has one
+        is_scored = batch.labels >= 0
+        assert batch.input_ids.roll(-1)[is_scored].equal(batch.labels[is_scored])
 
 
 @settings(deadline=None, max_examples=150)
