@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_prompts import GROUPS, inputs_of, layout_of, run
+from shared_prompts import inputs_of
 from torch import Tensor
 from tree_cases import DEEP, Tree, offsets_and_parents, random_tree, trees, visible
 
@@ -21,7 +21,6 @@ from flash_attn_dualkv import (
     flash_attn_varlen_func,
     ops,
     reference,
-    shared_prompt_attention,
 )
 from flash_attn_dualkv.checks import MAX_ROWS
 
@@ -126,23 +125,6 @@ def test_how_accurate_the_gradient_of_sinks_is(dtype: torch.dtype, typical: floa
     relative = torch.stack(errors).detach()
     assert typical / 2 <= relative.square().mean().sqrt() <= typical
     assert relative.abs().max() <= most
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("name", list(GROUPS))
-def test_prompts_are_trees(name: str, sinks: bool) -> None:
-    """Bit by bit what shared_prompt_attention gives."""
-    layout = layout_of(GROUPS[name])
-    inputs = inputs_of(layout, sinks=sinks)
-    table = offsets_and_parents((list(layout.node_lens), list(layout.node_parents)))
-    out, gradients = run(
-        inputs, lambda one: shared_prompt_attention(one.q, one.k, one.v, layout, sinks=one.sinks, sliding_window=9)
-    )
-    other, found = run(
-        inputs,
-        lambda one: flash_attn_tree_varlen_func(one.q, one.k, one.v, *table, sinks=one.sinks, window_size=(8, 0)),
-    )
-    assert other.equal(out) and all(one.equal(right) for one, right in zip(found, gradients))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
