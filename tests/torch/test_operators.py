@@ -229,18 +229,6 @@ def test_switches_in_the_environment(name: str, monkeypatch: pytest.MonkeyPatch)
 # The kernel library
 
 
-def test_tables_reach_the_library(library: Library) -> None:
-    offsets = [torch.tensor([0, 2, 5], dtype=torch.int32) for _ in range(4)]
-    places = tuple(one.data_ptr() for one in offsets)
-    assert ops._sequence_nodes_cuda(*offsets, 5).shape == (4, 8)
-    assert ops._sequence_nodes_cuda(*offsets[:2], None, None, 5).shape == (3, 8)
-    assert ops._sequence_nodes_cuda(*offsets[:2], None, None, None).shape == (2, 8)
-    assert ops._tree_nodes_cuda(offsets[0], torch.tensor([-1, 0], dtype=torch.int32), 5).shape == (2, 8)
-    given = [arguments[2:6] for _, arguments in library.calls[:3]]
-    assert given == [(places, 2, 2, 5), ((*places[:2], 0, 0), 2, 1, 5), ((*places[:2], 0, 0), 2, 0, 0)]
-    assert library.calls[3][1][:3] == (-1, 77, places[0])
-
-
 def test_tables_refuse_what_the_library_would_misread(library: Library) -> None:
     good, parents = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([-1, 0], dtype=torch.int32)
     for bad, error in (
