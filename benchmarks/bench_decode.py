@@ -10,8 +10,9 @@ A layer has 32 query heads and 8 KV heads of 128, bf16, pages of 16 rows in rand
 unless the name says otherwise (-Hk2: KV heads, -q4: queries, -page256). `ragged` draws P from 2K to 16K, `half` lets
 every other request of a group have ended, `levels` puts two turns of 2K and 1K between the prompt and its requests.
 
-    dualkv           shared_prefix_decode, the plan made before
-    dualkv_step      the same and the plan, as a model of one layer would run it
+    dualkv           shared_prefix_decode with the trainer's bits, the plan made before
+    dualkv_split     the same with walks that are divided (exact="split")
+    dualkv_step      both of the plan's default, and the plan, as a model of one layer would run it
     fa3, fa3_splits  FlashAttention-3 as vLLM 0.26 has it, with one split and with as many as it likes
     fa3_shuffled     the same with one split, requests in random order
     flashinfer       FlashInfer's paged decode
@@ -135,26 +136,27 @@ Run = Callable[[], Any]  # of which the first result is O
 
 
 def dualkv(step: Step) -> Iterator[tuple[str, Run]]:
-    plan = SharedPrefixPlan(
-        *step.table.shape, num_pages=step.pages, max_queries=len(step.q), page_size=step.page_size, num_heads=HEADS,
-        num_kv_heads=step.kv_heads, head_dim=HEAD_DIM, device="cuda",
-    )  # fmt: skip
     offsets = step.cu_seqlens_q if step.queries > 1 else None
-    out = torch.empty_like(step.q)
+    for name, exact in (("dualkv", "trainer"), ("dualkv_split", "split"), ("dualkv_step", None)):
+        plan = SharedPrefixPlan(
+            *step.table.shape, num_pages=step.pages, max_queries=len(step.q), page_size=step.page_size, num_heads=HEADS,
+            num_kv_heads=step.kv_heads, head_dim=HEAD_DIM, device="cuda", exact=exact,
+        )  # fmt: skip
+        out = torch.empty_like(step.q)
 
-    def update() -> None:
-        plan.update(step.table, step.seqlens, cu_seqlens_q=offsets, boundaries=step.boundaries)
+        def update(plan: SharedPrefixPlan = plan) -> SharedPrefixPlan:
+            return plan.update(step.table, step.seqlens, cu_seqlens_q=offsets, boundaries=step.boundaries)
 
-    def decode() -> Tensor:
-        return shared_prefix_decode(step.q, step.k, step.v, plan, out=out)
+        def decode(plan: SharedPrefixPlan = plan, out: Tensor = out) -> Tensor:
+            return shared_prefix_decode(step.q, step.k, step.v, plan, out=out)
 
-    def both() -> Tensor:
+        def both(
+            update: Callable[[], SharedPrefixPlan] = update, decode: Callable[[SharedPrefixPlan], Tensor] = decode
+        ) -> Tensor:
+            return decode(update())
+
         update()
-        return decode()
-
-    update()
-    yield "dualkv", decode
-    yield "dualkv_step", both
+        yield name, decode if exact else both
 
 
 def fa3(step: Step) -> Iterator[tuple[str, Run]]:

@@ -73,7 +73,6 @@ PLAN_ROWS: list[Row] = [
     ("too many with the heads", replace_by("max_queries", 2**29), ValueError, "max_queries", str(2**29)),
     ("no device", replace_by("device", "gpu"), ValueError, "device", "'gpu'"),
     ("another device", replace_by("device", "meta"), ValueError, "device", "meta"),
-    ("split", replace_by("exact", "split"), NotImplementedError, "exact", "'split'"),
     ("unknown", replace_by("exact", "fast"), ValueError, "exact", "'fast'"),
     ("bool", replace_by("exact", True), ValueError, "exact", "True"),
 ]
@@ -82,7 +81,7 @@ PLAN_ROWS: list[Row] = [
 @parametrize(PLAN_ROWS)
 def test_plans(change: Change, error: type[Exception], name: str, got: str) -> None:
     arguments = plan_arguments()
-    assert SharedPrefixPlan(**arguments).exact == "trainer"
+    assert SharedPrefixPlan(**arguments).exact == "split"
     check_raises(SharedPrefixPlan, arguments | change(arguments), error, name, got)
 
 

@@ -31,6 +31,13 @@ CASES: list[tuple[int, int, str, int, torch.dtype, dict[str, Any]]] = [
     (256, 32, "HND", 1, torch.bfloat16, {}),
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=lambda one: "d" + "-".join(map(str, one[:4])))
+modes = pytest.mark.parametrize("exact", ["trainer", "split"])
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two tiles or three, so that rows have several."""
+    monkeypatch.setattr("flash_attn_dualkv.decode.plan.SPLIT_KEYS", 160)
 
 
 TILE = 128  # keys of the widest tile of any kernel
@@ -87,15 +94,17 @@ def sinks_of(step: Forest, options: dict[str, Any]) -> Tensor | None:
     return torch.randn(step.q.shape[1], generator=generator).to(DEVICE) if options.get("sinks") else None
 
 
+@modes
 @cases
-def test_results(case: tuple[Any, ...], kernels: str) -> None:
+def test_results(case: tuple[Any, ...], exact: str, kernels: str) -> None:
     """The accuracy rule, with NaN in every byte of the caches that is no key of a request."""
     options = case[-1]
     for seed in range(3 if DEVICE == "cuda" else 1):
         step, cuts = random_step(case, seed)
         with counted_launches() as counts:
-            out, lse = decode(step, options, boundaries=cuts)
-        assert counts.keys() == {"dualkv_decode_plan", f"dualkv_{kernels}_decode"}
+            out, lse = decode(step, options, boundaries=cuts, exact=exact)
+        combines = {"dualkv_decode_combine"} if exact == "split" and "window" not in options else set()
+        assert counts.keys() == {"dualkv_decode_plan", f"dualkv_{kernels}_decode", *combines}
         host = step.to("cpu")
         given = options | {"sinks": None if sinks_of(step, options) is None else sinks_of(step, options).cpu()}
         expected, expected_lse = host.expected(**given)
@@ -133,29 +142,31 @@ def test_bits_of_training(case: tuple[Any, ...], kernels: str) -> None:
             oracle.assert_bits_equal("lse", lse[:, begin:end], expected[1])
 
 
+@modes
 @cases
-def test_batch_invariance(case: tuple[Any, ...], kernels: str) -> None:
+def test_batch_invariance(case: tuple[Any, ...], exact: str, kernels: str) -> None:
     """Other requests, their order and the places of pages change no bit; a second launch neither."""
     (step, cuts), options = random_step(case, 20), case[-1]
-    plan_twice = [decode(step, options, boundaries=cuts) for _ in range(2)]
+    plan_twice = [decode(step, options, boundaries=cuts, exact=exact) for _ in range(2)]
     out, lse = plan_twice[0]
     oracle.assert_bits_equal("out", plan_twice[1][0], out)
     rng = random.Random(3)
     for count in (1, 3, len(step.seqlens)):
         order = rng.sample(range(len(step.seqlens)), count)
         fewer = moved(step.taken(order), rng)
-        found, found_lse = decode(fewer, options, boundaries=cuts[order])
+        found, found_lse = decode(fewer, options, boundaries=cuts[order], exact=exact)
         for place, request in enumerate(order):
             (begin, end), (first, last) = step.offsets[request : request + 2], fewer.offsets[place : place + 2]
             oracle.assert_bits_equal("out", found[first:last], out[begin:end])
             oracle.assert_bits_equal("lse", found_lse[:, first:last], lse[:, begin:end])
 
 
+@modes
 @cases
-def test_results_repeat_bit_for_bit(case: tuple[Any, ...], kernels: str) -> None:
+def test_results_repeat_bit_for_bit(case: tuple[Any, ...], exact: str, kernels: str) -> None:
     """States are handed over in one order, whichever blocks are early: of one plan, launch after launch."""
     (step, cuts), options = random_step(case, 40), case[-1]
-    plan = step.plan(boundaries=cuts)
+    plan = step.plan(exact, boundaries=cuts)
     first, *others = (decode(step, options, plan) for _ in range(REPEATS))
     for found in others:
         for name, one, expected in zip(("out", "lse"), found, first):
@@ -210,27 +221,29 @@ def test_rows_of_nobody(kernels: str) -> None:
     q = torch.cat([step.q[:1], step.q, step.q[:2]])
     plan = SharedPrefixPlan(
         3, step.block_table.shape[1], num_pages=len(step.k_cache), max_queries=9, page_size=16, num_heads=8,
-        num_kv_heads=2, head_dim=64, device=DEVICE,
+        num_kv_heads=2, head_dim=64, device=DEVICE, exact="split",
     )  # fmt: skip
     seqlens, offsets = ints(step.seqlens[0], 0, step.seqlens[2]).to(DEVICE), ints(1, 2, 3, 4).to(DEVICE)
     plan.update(step.block_table, seqlens, cu_seqlens_q=offsets, num_queries=6)
     out, lse = shared_prefix_decode(q, step.k_cache, step.v_cache, plan, return_lse=True)
     nobody = [0, 2, 4, 5]
     assert (out[nobody] == 0).all() and (lse[:, nobody] == -torch.inf).all()
-    alone = shared_prefix_decode(*(step.taken([0]).q, step.k_cache, step.v_cache), step.taken([0]).plan())
+    alone = shared_prefix_decode(*(step.taken([0]).q, step.k_cache, step.v_cache), step.taken([0]).plan("split"))
     oracle.assert_bits_equal("out", out[1:2], alone)
 
 
 @needs_gpu
-def test_graph() -> None:
+@modes
+def test_graph(exact: str) -> None:
     """A captured step is replayed with other lengths, pages and forests."""
     steps = [random_step(CASES[0], seed)[0] for seed in range(30, 34)]
     columns, pages = (max(getattr(one, name).shape[axis] for one in steps) for name, axis in
                       (("block_table", 1), ("k_cache", 0)))  # fmt: skip
     requests = len(steps[0].seqlens)
     plan = SharedPrefixPlan(
-        requests, columns, num_pages=pages, page_size=16, num_heads=8, num_kv_heads=2, head_dim=64, device=DEVICE
-    )
+        requests, columns, num_pages=pages, page_size=16, num_heads=8, num_kv_heads=2, head_dim=64, device=DEVICE,
+        exact=exact,
+    )  # fmt: skip
     q, caches = torch.empty_like(steps[0].q), steps[0].k_cache.new_zeros(2, pages, 16, 2, 64)
     table, seqlens = (torch.zeros(requests, *shape, dtype=torch.int32, device=DEVICE) for shape in ((columns,), ()))
 
@@ -246,6 +259,6 @@ def test_graph() -> None:
             cache.fill_(torch.nan)[: len(given)] = given
         seqlens.copy_(ints(*step.seqlens))
         graph.replay()
-        expected, expected_lse = decode(step, {})
+        expected, expected_lse = decode(step, {}, exact=exact)
         oracle.assert_bits_equal("out", out, expected)
         oracle.assert_bits_equal("lse", lse, expected_lse)
