@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "decode_memory.h"
+#include "kernels/decode_combine.h"
 #include "work_lists.h"
 
 namespace dualkv {
@@ -209,7 +210,12 @@ void launch_decode(const Gpu& gpu, cudaStream_t stream, const DualkvDecodePlan& 
        view_of<T>(call.out), call.lse, call.sinks, alone ? lists.alone : lists.shared, lists.counts + alone,
        lists.queries, memory.progress, memory.states},
       stream);
-  count_launch(std::string("dualkv_") + name_of(registry<DecodeKernel<T>>().traits[kernel].arch) + "_decode");
+  const Arch arch = registry<DecodeKernel<T>>().traits[kernel].arch;
+  count_launch(std::string("dualkv_") + name_of(arch) + "_decode");
+  if (alone || !memory.plan.splits.divide()) return;
+  combine_splits<T>({shape, memory.states, state_pairs(arch), lists.splits, view_of<T>(call.out), call.lse, call.sinks},
+                    stream);
+  count_launch("dualkv_decode_combine");
 }
 
 // Texts that outlive the call that returns them.

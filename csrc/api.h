@@ -77,7 +77,8 @@ typedef struct {
   const int32_t* seqlens;       // (requests): keys, those of the queries included
   const int32_t* cu_seqlens_q;  // (requests + 1)
   const int32_t* boundaries;    // (requests): where each request's keys are cut into two nodes
-  int64_t max_requests, max_queries, num_pages, page_size, num_heads, num_kv_heads, head_dim;
+  // max_keys: of a request; split_keys: whole tiles of so many make a split, 0: nothing is divided.
+  int64_t max_requests, max_keys, max_queries, num_pages, page_size, num_heads, num_kv_heads, head_dim, split_keys;
   void* memory;
 } DualkvDecodePlan;
 

@@ -24,7 +24,7 @@ struct DecodeMemory {
     const int heads_per_group = static_cast<int>(asked.num_heads) / kv_heads;
     // Leaves: the last item of a request, and of the rows in none, may have less than kDecodeRows
     // rows. Branches: as many again for each of up to kLevels levels of sharing; if they do not fit
-    // nothing is shared.
+    // nothing is shared. A path has as many pieces as splits, and one more for each level.
     const int leaves = requests + 1 + static_cast<int>(int64_t{rows} * heads_per_group / kDecodeRows);
     plan.owners = scratch.take<unsigned long long>(asked.num_pages);
     plan.step = scratch.take<unsigned>(1);
@@ -34,13 +34,16 @@ struct DecodeMemory {
     for (int** array : {&plan.parents, &plan.shared_columns}) *array = scratch.take(requests);
     plan.forest = scratch.take(int64_t{kForestInts} * requests);
     DecodeLists& lists = plan.lists;
-    lists.alone_capacity = leaves, lists.shared_capacity = leaves * (1 + kLevels);
+    plan.splits = {static_cast<int>(ceil_div(asked.split_keys, int64_t{block_n}))};
+    states.per_row = most_splits(asked, plan.splits, block_n);
+    lists.alone_capacity = leaves, lists.shared_capacity = leaves * (states.per_row + kLevels);
     lists.shared = scratch.take<DecodeItem>(lists.shared_capacity);
     lists.alone = scratch.take<DecodeItem>(lists.alone_capacity);
     lists.counts = scratch.take(2);
-    lists.queries = scratch.take(rows);
-    states.out = scratch.take<float>(int64_t{rows} * asked.num_heads * asked.head_dim);
-    states.statistics = scratch.take<float>(int64_t{rows} * asked.num_heads * 8);
+    lists.queries = scratch.take(rows), lists.splits = scratch.take(plan.splits.divide() ? rows : 0);
+    const int64_t most_states = int64_t{rows} * asked.num_heads * states.per_row;
+    states.out = scratch.take<float>(most_states * asked.head_dim);
+    states.statistics = scratch.take<float>(most_states * 8);
     bytes = scratch.used();
 
     plan.requests = {{asked.block_table, asked.table_stride, static_cast<int>(asked.requests),
@@ -54,6 +57,12 @@ struct DecodeMemory {
   static constexpr int kLevels = 4;
 
  private:
+  // Low and own ones may each have one that is not full; the tile of the cut counts for both.
+  static int most_splits(const DualkvDecodePlan& asked, DecodeSplits splits, int block_n) {
+    const int tiles = ceil_div(static_cast<int>(asked.max_keys), block_n) + 1;
+    return splits.divide() ? ceil_div(tiles, splits.tiles) + 1 : 1;
+  }
+
   // Numbers that the kernels keep in 32 bits.
   static void check(const DualkvDecodePlan& asked) {
     const auto expect = [](int64_t value, int64_t most, const char* what, int64_t least = 0) {
@@ -65,7 +74,9 @@ struct DecodeMemory {
     expect(asked.requests, asked.max_requests, "requests");
     expect(asked.queries, asked.max_queries, "queries");
     expect(asked.num_pages, INT_MAX, "num_pages", 1);
-    expect(asked.columns * asked.page_size, kMaxPosition, "keys of a request, pages times their size");
+    expect(asked.max_keys, kMaxPosition, "max_keys");
+    expect(asked.split_keys, kMaxPosition, "split_keys");
+    expect(asked.columns * asked.page_size, asked.max_keys, "keys of a request, pages times their size");
     expect(asked.requests * asked.columns, INT_MAX, "entries of the block table");
     expect(asked.max_queries * asked.num_heads, kMostRows, "max_queries times num_heads");
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/decode.h"
+#include "core/kernel_traits.h"
 #include "params.h"
 
 namespace dualkv {
@@ -61,6 +62,7 @@ struct DecodeLists {
   DecodeItem* alone;   // leaves that go to position 0, for windows
   int* counts;         // of both
   int* queries;        // (q_rows): rows of q in the order in which the rows of items count them
+  int* splits;         // (q_rows): how many of each row of q are to be combined
   int shared_capacity, alone_capacity;
 };
 
@@ -72,11 +74,16 @@ struct DecodeProgress {
   int branches;  // room for them
 };
 
-// States of rows between their items; a row's slot is row of q * num_heads + head.
+// The states of a row, one for each split: between its items, and at its end. A row's slot is row of
+// q * num_heads + head.
 struct DecodeStates {
-  float* out;         // (slots, head dim): not normalised, in the order of a thread's registers
-  float* statistics;  // (slots, 8): four partial sums, the maximum, three unused
+  float* out;         // (slots, per_row, head dim): not normalised, in the order of a thread's registers
+  float* statistics;  // (slots, per_row, 8): four partial sums, the maximum, three unused
+  int per_row;        // the most splits of a row
 };
+
+// Pairs of columns that a thread moves at a time: two where registers allow it.
+constexpr int state_pairs(Arch arch) { return arch == Arch::sm90 ? 2 : 1; }
 
 template <typename T>
 struct DecodeParams {

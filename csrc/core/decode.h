@@ -15,6 +15,11 @@
 //     request 0   | branch 0: 0 1 2 3 | branch 1: 4 5 | leaf: 6 7 8 |
 //     request 1   |                   |               | leaf: 6 7 |
 //     request 2   |                   | leaf: 4 5 6 |
+//
+// Long walks may be divided: with exact="split" states reset at fixed places, and what lies between
+// two of them, a split, is an item of its own of each leaf or branch that has tiles there. A launch
+// behind combines the splits of a row in ascending order. Places depend on the request alone, so
+// that its bits do not depend on what is shared either.
 #pragma once
 
 #include "core/nodes.h"
@@ -34,7 +39,22 @@ struct alignas(16) DecodeItem {
   int waits;        // branch whose items hand over the states of these rows; -1: they start empty
   int arrivals;     // how many items do, of each KV head
   int signals;      // branch that goes on with these rows; -1: tile 0 was the last, or there is none
-  int unused;
+  int split;        // of its rows, which it begins, goes on with, or ends; -1: they have one
+};
+
+// Where the states of a request's rows reset: at every `tiles`-th tile from position 0 on up to the
+// last whole tile before the cut, there, and at every `tiles`-th tile from the cut on. The tile that
+// the cut divides belongs to the first split behind it.
+struct DecodeSplits {
+  int tiles;  // of a split; 0: nothing is divided
+
+  DUALKV_HD bool divide() const { return tiles > 0; }
+  // Of rows whose cut has so many whole tiles before it.
+  DUALKV_HD int low(int whole_tiles) const { return ceil_div(whole_tiles, tiles); }
+  DUALKV_HD int own(int own_tiles) const { return max_int(ceil_div(own_tiles, tiles), 1); }
+  // Of a walk over tiles [first, end) before the cut.
+  DUALKV_HD int between(int first, int end) const { return end > first ? low(end) - first / tiles : 0; }
+  DUALKV_HD bool begin_at(int tile) const { return tile % tiles == 0; }
 };
 
 struct DecodeTile {

@@ -153,6 +153,14 @@ __device__ inline void number_branches(Forest& f, uint64_t* keys, uint64_t* spar
   f.branches = static_cast<int>(total >> kShift);
 }
 
+// Every request reads all of its tiles.
+__device__ inline void forget_branches(Forest& f) {
+  __syncthreads();
+  for_each(f.requests, [&](int i) { f.nearest[i] = f.joins[i] = 0; });
+  f.branches = 1;
+  __syncthreads();
+}
+
 // Where each request's queries begin in the order of rows.
 __device__ inline void find_places(Forest& f) {
   for_each(f.requests, [&](int i) {

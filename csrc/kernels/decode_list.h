@@ -49,7 +49,9 @@ struct DecodeOrder {
     for_each(units, [&](int i) {
       const int unit = i < f.requests ? i : i + 1;
       const int next = is_leaf(unit) ? f.next_of_leaf(unit) : f.next_of_branch(branch_of(unit));
-      if (next) atomicAdd(&f.arrivals[next], items_of(unit));
+      if (!next) return;
+      atomicAdd(&f.arrivals[next], row_tiles(unit));
+      if (goes_on(unit, f.end_tile(next))) atomicOr(&f.arrivals[next], kWaits);
     });
     __syncthreads();
   }
@@ -60,8 +62,8 @@ struct DecodeOrder {
     const int64_t total = running_sums(
         units, sums,
         [&](int i) {
-          const int64_t items = items_of(in_order[i]);
-          return items << kShift | (is_leaf(in_order[i]) ? items : 0);
+          const int unit = in_order[i];
+          return int64_t{items_of(unit)} << kShift | (is_leaf(unit) ? row_tiles(unit) : 0);
         },
         [&](int i, int64_t before, int64_t) {
           shared_begins[i] = static_cast<int>(before >> kShift);
@@ -72,34 +74,32 @@ struct DecodeOrder {
     return (total >> kShift) + padding <= a.lists.shared_capacity;
   }
 
+  // Row tiles of a piece are neighbours in the list, so that one of them finds its keys in the cache.
   __device__ DecodeItem shared_item(int index) const {
-    const int place = place_of(shared_begins, index), unit = in_order[place];
+    const int place = place_of(shared_begins, index), unit = in_order[place], tiles = row_tiles(unit);
     const int number = items_of(unit) - 1 - (index - shared_begins[place]);  // the longest walk of a leaf first
-    if (is_leaf(unit)) {
-      const int next = f.next_of_leaf(unit);
-      return leaf(unit, number, next ? f.end_tile(next) : 0, next - 1);
-    }
-    const int branch = branch_of(unit), request = f.reader(branch), end = f.end_tile(branch);
-    DecodeItem item = rows_of(request, f.queries_of_branch(branch), number);
-    item.q_pos = kMaxPosition, item.cut = item.keys = end * a.block_n;
-    item.first = f.first_tile(branch), item.end = end;
-    item.waits = branch - 1, item.arrivals = f.arrivals[branch], item.signals = f.next_of_branch(branch) - 1;
-    return item;
+    return is_leaf(unit) ? leaf(unit, number % tiles, number / tiles)
+                         : branch(branch_of(unit), number % tiles, number / tiles);
   }
 
   __device__ DecodeItem alone_item(int index) const {
     const int place = place_of(alone_begins, index), request = in_order[place];
-    return leaf(request, items_of(request) - 1 - (index - alone_begins[place]), 0, -1);
+    return whole_leaf(request, row_tiles(request) - 1 - (index - alone_begins[place]));
   }
 
   __device__ DecodeItem padding_item(const Padding& padding, int index) const {
-    DecodeItem item{0, padding.place * a.heads_per_group, 0, 0, 0, 0, 0, 0, -1, 0, -1};
+    DecodeItem item{0, padding.place * a.heads_per_group, 0, 0, 0, 0, 0, 0, -1, 0, -1, -1};
     take_rows(item, padding.rows, index);
     return item;
   }
 
-  __device__ int items_for(int queries) const {
+  __device__ int row_tiles_for(int queries) const {
     return static_cast<int>(ceil_div(int64_t{queries} * a.heads_per_group, int64_t{kDecodeRows}));
+  }
+  // How many splits of a request's rows are to be combined.
+  __device__ int combined_splits(int request) const {
+    const int splits = a.splits.divide() ? a.splits.low(whole_tiles(request)) + a.splits.own(own_tiles(request)) : 1;
+    return splits > 1 ? splits : 0;
   }
 
  private:
@@ -109,13 +109,36 @@ struct DecodeOrder {
   __device__ static int unit_of(uint64_t key) { return static_cast<int>(key & 0xffffffff); }
   __device__ bool is_leaf(int unit) const { return unit < f.requests; }
   __device__ int branch_of(int unit) const { return unit - f.requests; }
-  __device__ int items_of(int unit) const {
-    return items_for(is_leaf(unit) ? f.queries[unit] : f.queries_of_branch(branch_of(unit)));
+  __device__ int row_tiles(int unit) const {
+    return row_tiles_for(is_leaf(unit) ? f.queries[unit] : f.queries_of_branch(branch_of(unit)));
   }
+  __device__ int own_tiles(int request) const { return ceil_div(f.keys[request] - f.cuts[request], a.block_n); }
+  __device__ int whole_tiles(int request) const { return f.cuts[request] / a.block_n; }
   __device__ int tiles_of_leaf(int request) const {
-    const int cut = f.cuts[request];
-    return ceil_div(f.keys[request] - cut, a.block_n) + ceil_div(cut, a.block_n);
+    return own_tiles(request) + ceil_div(f.cuts[request], a.block_n);
   }
+
+  // Items of a row tile.
+  __device__ int pieces_of(int unit) const {
+    if (!a.splits.divide()) return 1;
+    return is_leaf(unit) ? a.splits.own(own_tiles(unit)) + low_pieces(unit)
+                         : a.splits.between(f.first_tile(branch_of(unit)), f.end_tile(branch_of(unit)));
+  }
+  // A leaf without tiles in a split that others of its branch have begun hands over an empty state.
+  __device__ int low_pieces(int request) const {
+    const int next = f.next_of_leaf(request), first = next ? f.end_tile(next) : 0;
+    return max_int(a.splits.between(first, whole_tiles(request)), next && waits(next));
+  }
+  __device__ int items_of(int unit) const { return row_tiles(unit) * pieces_of(unit); }
+
+  // Whether the branch that ends at `tile` goes on with states of a unit that it follows.
+  __device__ bool goes_on(int unit, int tile) const {
+    if (!a.splits.divide()) return true;
+    return !a.splits.begin_at(tile) && (!is_leaf(unit) || whole_tiles(unit) > tile);
+  }
+  static constexpr int kWaits = 1 << 30;  // beside the arrivals of a branch
+  __device__ bool waits(int branch) const { return f.arrivals[branch] & kWaits; }
+
   // Place of the unit with an item. Most units have one item.
   __device__ int place_of(const int* begins, int item) const {
     const bool has_one_each = item + 1 < units && begins[item] == item && begins[item + 1] == item + 1;
@@ -127,42 +150,93 @@ struct DecodeOrder {
     item.row += first, item.rows = min_int(kDecodeRows, queries * a.heads_per_group - first);
   }
   __device__ DecodeItem rows_of(int request, int queries, int number) const {
-    DecodeItem item{request, f.place(request) * a.heads_per_group, 0, 0, 0, 0, 0, 0, -1, 0, -1};
+    DecodeItem item{request, f.place(request) * a.heads_per_group, 0, 0, 0, 0, 0, 0, -1, 0, -1, -1};
     take_rows(item, queries, number);
     return item;
   }
 
   // Keys behind the last query are in no tile, also where that comes before the cut.
-  __device__ DecodeItem leaf(int request, int number, int first, int signals) const {
+  __device__ DecodeItem whole_leaf(int request, int number) const {
     DecodeItem item = rows_of(request, f.queries[request], number);
     const int row = number * kDecodeRows, position = f.keys[request] - f.queries[request];
     item.q_pos = position + row / a.heads_per_group;
     item.keys = max_int(position + (row + item.rows - 1) / a.heads_per_group + 1, 0);
     item.cut = min_int(f.cuts[request], item.keys);
-    item.first = first, item.end = ceil_div(item.cut, a.block_n), item.signals = signals;
+    item.end = ceil_div(item.cut, a.block_n);
     return item;
+  }
+
+  __device__ DecodeItem leaf(int request, int number, int piece) const {
+    DecodeItem item = whole_leaf(request, number);
+    const int next = f.next_of_leaf(request), first = next ? f.end_tile(next) : 0;
+    if (!a.splits.divide()) {
+      item.first = first, item.signals = next - 1;
+      return item;
+    }
+    const int whole = whole_tiles(request), own = a.splits.own(own_tiles(request));
+    if (piece >= own) return low_piece(item, first, whole, piece - own, next);
+    if (combined_splits(request)) item.split = a.splits.low(whole) + piece;
+    const int keys = a.splits.tiles * a.block_n, begin = f.cuts[request] + piece * keys;
+    item.keys = min_int(item.keys, begin + keys);
+    if (piece > 0) item.cut = min_int(begin, item.keys), item.end = 0;
+    item.first = min_int(whole, item.end);
+    return item;
+  }
+  // Piece of tiles [first, whole), the low ones of a leaf.
+  __device__ DecodeItem low_piece(DecodeItem item, int first, int whole, int piece, int next) const {
+    const int end = item.end;
+    divide(item, first, whole, piece, next);
+    item.end = min_int(item.end, end), item.first = min_int(item.first, item.end);
+    item.keys = item.cut = min_int(item.end * a.block_n, item.cut);
+    return item;
+  }
+
+  __device__ DecodeItem branch(int branch, int number, int piece) const {
+    const int request = f.reader(branch), first = f.first_tile(branch), end = f.end_tile(branch);
+    const int next = f.next_of_branch(branch);
+    DecodeItem item = rows_of(request, f.queries_of_branch(branch), number);
+    item.q_pos = kMaxPosition, item.first = first, item.end = end, item.signals = next - 1;
+    if (a.splits.divide()) divide(item, first, end, piece, next);
+    item.cut = item.keys = item.end * a.block_n;
+    if (item.end == end && waits(branch)) item.waits = branch - 1, item.arrivals = f.arrivals[branch] & ~kWaits;
+    return item;
+  }
+
+  // Piece of tiles [first, end): those of a split. Only its lowest tiles are gone on with.
+  __device__ void divide(DecodeItem& item, int first, int end, int piece, int next) const {
+    const int split = first / a.splits.tiles + piece;
+    item.split = split;
+    item.first = max_int(first, split * a.splits.tiles);
+    item.end = min_int(end, (split + 1) * a.splits.tiles);
+    item.signals = a.splits.begin_at(item.first) ? -1 : next - 1;
   }
 };
 
 // A thread writes the few rows of its request; many rows of one are the warp's.
-__device__ inline void write_queries(const DecodePlanArgs& a, const Forest& f, const Padding& padding) {
+__device__ inline void write_queries(const DecodePlanArgs& a, const DecodeOrder& order, const Padding& padding) {
   constexpr int kFew = 8;
   constexpr unsigned kAll = 0xffffffffu;
+  const Forest& f = order.f;
   const int lane = threadIdx.x % 32;
+  const auto write = [&](int place, int row, int splits) {
+    a.lists.queries[place] = row;
+    if (a.splits.divide()) a.lists.splits[row] = splits;
+  };
 #pragma unroll 1
   for (int first = threadIdx.x - lane; first < f.requests; first += kListThreads) {
     const int request = min_int(first + lane, f.requests - 1);
-    const int place = f.place(request), row = f.rows[request];
+    const int place = f.place(request), row = f.rows[request], splits = order.combined_splits(request);
     const int queries = first + lane < f.requests ? f.queries[request] : 0;
     const bool has_few = queries <= kFew;
-    for (int query = 0; has_few && query < queries; ++query) a.lists.queries[place + query] = row + query;
+    for (int query = 0; has_few && query < queries; ++query) write(place + query, row + query, splits);
     for (unsigned others = __ballot_sync(kAll, !has_few); others; others &= others - 1) {
       const int source = __ffs(others) - 1, end = __shfl_sync(kAll, queries, source);
       const int to = __shfl_sync(kAll, place, source), from = __shfl_sync(kAll, row, source);
-      for (int query = lane; query < end; query += 32) a.lists.queries[to + query] = from + query;
+      const int count = __shfl_sync(kAll, splits, source);
+      for (int query = lane; query < end; query += 32) write(to + query, from + query, count);
     }
   }
-  for_each(padding.rows, [&](int i) { a.lists.queries[padding.place + i] = padding.row(i); });
+  for_each(padding.rows, [&](int i) { write(padding.place + i, padding.row(i), 0); });
 }
 
 static_assert(kForestInts == Forest::kArrays + 4, "units are at most twice as many as requests, and have two numbers");
@@ -185,22 +259,24 @@ __device__ inline void build_decode_lists(const DecodePlanArgs& a, uint64_t* key
   climb(a, f);
   number_branches(f, siblings, spare, sums);
   find_places(f);
+  const int padding_items = order.row_tiles_for(padding.rows);
   order.sort(leaves, siblings, spare);
-  const int padding_items = order.items_for(padding.rows);
-  const bool shares = order.count(sums, padding_items);
+  if (!order.count(sums, padding_items)) {
+    forget_branches(f);
+    order.sort(leaves, siblings, spare);
+    order.count(sums, padding_items);
+  }
   const DecodeLists& lists = a.lists;
-  const int shared_items = shares ? order.shared_items : order.alone_items;
-  if (shares) for_each(shared_items, [&](int i) { lists.shared[i] = order.shared_item(i); });
+  const int shared_items = order.shared_items;
+  for_each(shared_items, [&](int i) { lists.shared[i] = order.shared_item(i); });
   // By the last threads, while the first ones write the shared list.
   for (int i = kListThreads - 1 - threadIdx.x; i < order.alone_items; i += kListThreads) {
-    const DecodeItem item = order.alone_item(i);
-    lists.alone[i] = item;
-    if (!shares) lists.shared[i] = item;
+    lists.alone[i] = order.alone_item(i);
   }
   for_each(padding_items, [&](int i) {
     lists.alone[order.alone_items + i] = lists.shared[shared_items + i] = order.padding_item(padding, i);
   });
-  write_queries(a, f, padding);
+  write_queries(a, order, padding);
   if (threadIdx.x > 0) return;
   lists.counts[0] = shared_items + padding_items, lists.counts[1] = order.alone_items + padding_items;
   *a.step = step + 1;

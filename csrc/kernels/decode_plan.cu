@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Launches that make the plan of a decoding step. Where the GPU can, each is let in when the one
 // before has begun, reads what does not depend on it, and waits for its end.
-#include "dispatch.h"
 #include "kernels/decode_list.h"
+#include "kernels/early_launch.h"
 
 namespace dualkv {
 namespace {
@@ -16,19 +16,6 @@ int shared_bytes(int requests) {
   return kSortedKeys * requests * static_cast<int>(sizeof(uint64_t)) + ints * static_cast<int>(sizeof(int));
 }
 const int kMostSharedBytes = std::max(shared_bytes(kMostInSharedMemory), shared_bytes(kMostRequests));
-
-__device__ inline void let_next_launch_in() {
-#if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
-}
-
-// The end of the launch before, whose writes are then visible.
-__device__ inline void wait_for_last_launch() {
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
-}
 
 __global__ void __launch_bounds__(kClaimThreads) dualkv_decode_claims(const DecodePlanArgs a, int blocks_a_request) {
   let_next_launch_in();
@@ -46,25 +33,6 @@ __global__ void __launch_bounds__(kListThreads, 1) dualkv_decode_lists(const Dec
   uint64_t* const keys = reinterpret_cast<uint64_t*>(shared_memory);
   int* const forest = kIsSmall ? reinterpret_cast<int*>(keys + kSortedKeys * a.requests.count()) : a.forest;
   build_decode_lists(a, keys, forest, [] { wait_for_last_launch(); });
-}
-
-// Launches a kernel that waits for the end of the launch before it, if code and driver can; PTX of
-// older GPUs does not wait.
-void launch_early(void (*kernel)(const DecodePlanArgs), int blocks, int threads, int bytes, const DecodePlanArgs& args,
-                  cudaStream_t stream) {
-  cudaFuncAttributes code;
-  check_cuda(cudaFuncGetAttributes(&code, reinterpret_cast<const void*>(kernel)));
-  int driver = 0;
-  check_cuda(cudaDriverGetVersion(&driver));
-  constexpr int kCapturesEarlyLaunches = 12030;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim.x = static_cast<unsigned>(blocks), config.blockDim.x = static_cast<unsigned>(threads);
-  config.dynamicSmemBytes = static_cast<size_t>(bytes), config.stream = stream;
-  config.attrs = &early, config.numAttrs = code.ptxVersion >= 90 && driver >= kCapturesEarlyLaunches;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, args));
 }
 
 }  // namespace

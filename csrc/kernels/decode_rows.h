@@ -11,9 +11,10 @@
 
 namespace dualkv {
 
-// kTogether: how many pairs of a state's columns a thread moves at a time. Two need more registers.
-template <typename T, int kHeadDim, int kTogether>
+template <typename T, int kHeadDim, Arch kArch>
 struct DecodeRows {
+  static constexpr int kTogether = state_pairs(kArch);
+
   using Output = float[1][kHeadDim / 8][4];
 
   const DecodeParams<T>& p;
@@ -55,7 +56,7 @@ struct DecodeRows {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (slot[half] < 0) continue;
-      const float* const from = state_of(half);
+      const float* const from = state_of(half, item);
 #pragma unroll
       for (int j = 0; j < kHeadDim / 8; j += kTogether) {
         const Columns columns = *reinterpret_cast<const Columns*>(from + j * 8);
@@ -64,44 +65,21 @@ struct DecodeRows {
           o[0][j + i][2 * half] = columns.pairs[i].x, o[0][j + i][2 * half + 1] = columns.pairs[i].y;
         }
       }
-      softmax.row_sum[0][half] = statistics_of(half)[lane % 4];
-      softmax.row_max[0][half] = statistics_of(half)[4];
+      softmax.row_sum[0][half] = statistics_of(half, item)[lane % 4];
+      softmax.row_max[0][half] = statistics_of(half, item)[4];
     }
   }
 
+  // What becomes of the rows at the end of an item: results, or states for the next item or for
+  // the launch that combines splits.
   template <class Softmax, class Meet>
-  __device__ __forceinline__ void hand_over(const DecodeItem& item, int kv_head, const Output& o,
-                                            const Softmax& softmax, Meet meet) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (slot[half] < 0) continue;
-      float* const to = state_of(half);
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 8; j += kTogether) {
-        Columns columns;
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          columns.pairs[i] = make_float2(o[0][j + i][2 * half], o[0][j + i][2 * half + 1]);
-        }
-        *reinterpret_cast<Columns*>(to + j * 8) = columns;
-      }
-      statistics_of(half)[lane % 4] = softmax.row_sum[0][half];
-      if (lane % 4 == 0) statistics_of(half)[4] = softmax.row_max[0][half];
-    }
+  __device__ __forceinline__ void finish(const DecodeItem& item, int kv_head, const Output& o, Softmax& softmax,
+                                         Meet meet) const {
+    if (item.signals < 0 && item.split < 0) return store(o, softmax);
+    keep(item, o, softmax);
+    if (item.signals < 0) return;
     meet();
     if (thread == 0) ptx::arrive(p.progress.arrived + item.signals * p.shape.num_kv_heads + kv_head);
-  }
-
-  template <class Softmax>
-  __device__ __forceinline__ void store(const Output& o, Softmax& softmax) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = max_int(slot[half], 0) / p.shape.num_heads, head = max_int(slot[half], 0) % p.shape.num_heads;
-      float lse;
-      const float inverse_sum = softmax.finish(0, half, p.shape.softmax_scale, p.sink(head), lse);
-      if (lane % 4 == 0 && slot[half] >= 0) p.lse[static_cast<int64_t>(head) * p.shape.q_rows + row] = lse;
-      store_row<T>(o[0], half, inverse_sum, p.out.at(row, head), 0, slot[half] >= 0 ? kHeadDim : 0, lane);
-    }
   }
 
   // The last block clears what the launch has counted: the next one starts from zeros. `flag`: 16
@@ -121,15 +99,50 @@ struct DecodeRows {
   }
 
  private:
+  template <class Softmax>
+  __device__ __forceinline__ void keep(const DecodeItem& item, const Output& o, const Softmax& softmax) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (slot[half] < 0) continue;
+      float* const to = state_of(half, item);
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; j += kTogether) {
+        Columns columns;
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          columns.pairs[i] = make_float2(o[0][j + i][2 * half], o[0][j + i][2 * half + 1]);
+        }
+        *reinterpret_cast<Columns*>(to + j * 8) = columns;
+      }
+      statistics_of(half, item)[lane % 4] = softmax.row_sum[0][half];
+      if (lane % 4 == 0) statistics_of(half, item)[4] = softmax.row_max[0][half];
+    }
+  }
+
+  template <class Softmax>
+  __device__ __forceinline__ void store(const Output& o, Softmax& softmax) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = max_int(slot[half], 0) / p.shape.num_heads, head = max_int(slot[half], 0) % p.shape.num_heads;
+      float lse;
+      const float inverse_sum = softmax.finish(0, half, p.shape.softmax_scale, p.sink(head), lse);
+      if (lane % 4 == 0 && slot[half] >= 0) p.lse[static_cast<int64_t>(head) * p.shape.q_rows + row] = lse;
+      store_row<T>(o[0], half, inverse_sum, p.out.at(row, head), 0, slot[half] >= 0 ? kHeadDim : 0, lane);
+    }
+  }
+
   // Columns that a thread moves at a time are neighbours in memory, and so are those of a quad.
   struct alignas(kTogether * 8) Columns {
     float2 pairs[kTogether];
   };
-  __device__ __forceinline__ float* state_of(int half) const {
-    return p.states.out + int64_t{slot[half]} * kHeadDim + lane % 4 * (kTogether * 2);
+  __device__ __forceinline__ int64_t place_of(int half, const DecodeItem& item) const {
+    return int64_t{slot[half]} * p.states.per_row + max_int(item.split, 0);
   }
-  __device__ __forceinline__ float* statistics_of(int half) const {
-    return p.states.statistics + int64_t{slot[half]} * 8;
+  __device__ __forceinline__ float* state_of(int half, const DecodeItem& item) const {
+    return p.states.out + place_of(half, item) * kHeadDim + lane % 4 * (kTogether * 2);
+  }
+  __device__ __forceinline__ float* statistics_of(int half, const DecodeItem& item) const {
+    return p.states.statistics + place_of(half, item) * 8;
   }
 };
 

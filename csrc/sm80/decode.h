@@ -24,7 +24,7 @@ struct DecodeBlock {
   const DecodeParams<T>& p;
   const uint32_t s_q, s_k = s_q + TileQ::kBytes, s_v = s_k + TileKv::kBytes;
   const PagedRows<T, TileQ, TileKv> loads{p};
-  DecodeRows<T, kHeadDim, 1> rows{p};
+  DecodeRows<T, kHeadDim, Arch::sm80> rows{p};
 
   static __device__ __forceinline__ void meet() { __syncthreads(); }
 
@@ -81,7 +81,7 @@ struct DecodeBlock {
       softmax.exponentiate(s, scale_log2);
       multiply_values(o, s);
     }
-    item.signals >= 0 ? rows.hand_over(item, kv_head, o, softmax, meet) : rows.store(o, softmax);
+    rows.finish(item, kv_head, o, softmax, meet);
   }
 
   __device__ __forceinline__ void multiply_keys(float (&s)[1][kBlockN / 8][4]) const {

@@ -178,7 +178,7 @@ struct DecodeConsumer {
   const DecodeShared<Config>& shared;
   const DecodeParams<T>& p;
   const int lane = threadIdx.x % 32;
-  DecodeRows<T, kHeadDim, 2> rows{p};
+  DecodeRows<T, kHeadDim, Arch::sm90> rows{p};
   PipelineState<Config::kStagesQ> q_state;
   PipelineState<Config::kStagesKv> k_state, v_state;
   using Scores = float[1][kBlockN / 8][4];
@@ -257,7 +257,7 @@ struct DecodeConsumer {
     const DecodeWalk walk(item, kBlockN, p.shape.sees);
     const int tiles = walk.tiles();
     if (tiles > 0) multiply(item, walk, tiles, has_states, softmax);
-    item.signals >= 0 ? rows.hand_over(item, kv_head, o, softmax, meet) : rows.store(o, softmax);
+    rows.finish(item, kv_head, o, softmax, meet);
   }
 
   // While the softmax of a tile runs, tensor cores have P V of the tile before and, where registers

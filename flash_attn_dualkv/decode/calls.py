@@ -22,15 +22,20 @@ PAGE_ROWS = 16  # pages are multiples of it
 
 
 class Limits(NamedTuple):
-    """What is fixed for a plan's life: what its memory has room for, and the model's shape."""
+    """What is fixed for a plan's life: what its memory has room for, and the model's shape.
+
+    max_keys: of a request. split_keys: of a split, with `exact="split"`, rounded up to tiles; else 0.
+    """
 
     max_requests: int
+    max_keys: int
     max_queries: int
     num_pages: int
     page_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    split_keys: int
 
 
 class Step(NamedTuple):
@@ -99,8 +104,9 @@ def tensors_of(call: DecodeCall) -> tuple[Tensor | None, ...]:
 
 def check_limits(limits: Limits) -> None:
     """TypeError or ValueError for sizes that no plan can have."""
-    for name, value in zip(Limits._fields, limits):
+    for name, value in zip(Limits._fields[:-1], limits):
         checks.integer(name, value, 1, MAX_ROWS)
+    checks.integer("split_keys", limits.split_keys, 0, MAX_ROWS)
     if limits.page_size % PAGE_ROWS:
         raise ValueError(explain("page_size", f"a multiple of {PAGE_ROWS}", limits.page_size))
     if limits.num_heads % limits.num_kv_heads:

@@ -34,8 +34,8 @@ from .calls import (
 
 _STEP = (
     "Tensor block_table, Tensor seqlens, Tensor? cu_seqlens_q, Tensor? boundaries, Tensor(a!)? memory, SymInt queries, "
-    "SymInt max_requests, SymInt max_queries, SymInt num_pages, SymInt page_size, SymInt num_heads, "
-    "SymInt num_kv_heads, SymInt head_dim"
+    "SymInt max_requests, SymInt max_keys, SymInt max_queries, SymInt num_pages, SymInt page_size, SymInt num_heads, "
+    "SymInt num_kv_heads, SymInt head_dim, SymInt split_keys"
 )
 ops.library.define(f"decode_plan({_STEP}) -> ()", tags=ops.TAGS)
 ops.library.define(

@@ -14,6 +14,12 @@ from .calls import Limits, Step, check_limits, check_step, check_table
 from .operators import make_plan
 
 
+SPLIT_KV_HEADS = 2  # with so few, prompts keep less than half of the GPU's blocks busy
+# Keys of a split, at least, and the most splits of a request, which bound the memory of its states. Reading and writing
+# the states of 64 rows is 6% of the traffic of 1K keys.
+SPLIT_KEYS, MOST_SPLITS = 1024, 32
+
+
 def make_memory(limits: Limits, device: torch.device) -> Tensor | None:
     """The memory of a plan, zeros; None where the reference decodes, which needs none."""
     if device.type == "cpu" or ops.forces_reference():
@@ -43,18 +49,20 @@ class SharedPrefixPlan:
         device: of all tensors: the CPU, or an NVIDIA GPU of compute capability 8.0 or newer.
         exact: what the bits of a row are equal to. "trainer": without a window, those of the
             training forward with the same keys and values, cut at `boundaries`, on the same GPU
-            architecture by the same version of this package. None: what suits the model's shape,
-            never the batch; at present always "trainer".
+            architecture by the same version of this package. "split": those of the same request in
+            any other batch of a plan with as many pages for each request; walks of more than 1K
+            keys (a 32nd of a request's most) are divided at fixed places, so that few prompts, or
+            few KV heads, keep the whole GPU busy. Windows are not divided. None: "split" with up
+            to 2 KV heads, else "trainer".
 
     Attributes:
         limits: the sizes above.
         device: where its tensors are.
-        exact: "trainer".
+        exact: "trainer" or "split".
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
-        NotImplementedError: `exact="split"`, in which long walks would be divided among blocks of
-            the GPU at fixed places; a head dim that the kernels lack.
+        NotImplementedError: a head dim that the kernels lack.
         RuntimeError: a GPU in an installation without kernels.
     """
 
@@ -64,14 +72,19 @@ class SharedPrefixPlan:
         exact: str | None = None,
     ) -> None:  # fmt: skip
         max_queries = max_requests if max_queries is None else max_queries
-        self.limits = Limits(max_requests, max_queries, num_pages, page_size, num_heads, num_kv_heads, head_dim)
-        check_limits(self.limits)
+        page_size = checks.integer("page_size", page_size, 1, checks.MAX_ROWS)
         most = checks.MAX_ROWS // page_size
         self.max_pages_per_request = checks.integer("max_pages_per_request", max_pages_per_request, 1, most)
-        if exact == "split":
-            what = "the mode that divides long walks at fixed places is not implemented"
-            raise NotImplementedError(explain("exact", f"None or 'trainer' ({what})", "'split'"))
-        self.exact = "trainer" if exact is None else checks.choice("exact", exact, ("trainer",))
+        num_kv_heads = checks.integer("num_kv_heads", num_kv_heads, 1, checks.MAX_ROWS)
+        if exact is None:
+            exact = "split" if num_kv_heads <= SPLIT_KV_HEADS else "trainer"
+        self.exact = checks.choice("exact", exact, ("trainer", "split"))
+        max_keys = self.max_pages_per_request * page_size
+        split_keys = max(SPLIT_KEYS, -(-max_keys // MOST_SPLITS)) if exact == "split" else 0
+        self.limits = Limits(
+            max_requests, max_keys, max_queries, num_pages, page_size, num_heads, num_kv_heads, head_dim, split_keys
+        )
+        check_limits(self.limits)
         self.device = checks.device(device)
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(explain("device", "an NVIDIA GPU or the CPU", self.device))

@@ -122,7 +122,7 @@ VERL_REASONS = {
     "dtype": "the kernels compute in 16 bits only",
     "kernels": "the kernels lack the model's head dimension or softcap",
     "no_prompts": "samples have no prompts",
-    "multimodal": "samples have images, video or audio",
+    "multimodal": "samples have images, video or audio that cannot be shared",
     "positions": "position ids do not count the tokens of each sample",
     "temperature": "samples have different temperatures",
     "distillation": "the loss is on a teacher's top-k",

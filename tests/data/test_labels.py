@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,23 +16,12 @@ from torch.nn.functional import cross_entropy
 from flash_attn_dualkv import (
     PackedBatch,
     SharedPromptError,
-    pack_jagged,
-    pack_padded,
     pack_prefix_tree,
     pack_shared_prompts,
     unpack_logprobs,
 )
 
 PROMPTS, RESPONSES = [[5, 6, 7], [5, 6, 7], [8], [5, 6, 7]], [[1, 2], [3], [4, 5, 6], []]
-WHOLE = [torch.tensor(one + other) for one, other in zip(PROMPTS, RESPONSES)]
-IDS = torch.nn.utils.rnn.pad_sequence(WHOLE, batch_first=True)
-MASK = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in WHOLE], batch_first=True)
-LENS = [*map(len, PROMPTS)]
-FORMS: dict[str, Callable[..., PackedBatch]] = {
-    "lists": lambda **options: pack_shared_prompts(PROMPTS, RESPONSES, **options),
-    "padded": lambda **options: pack_padded(IDS, MASK, LENS, **options),
-    "jagged": lambda **options: pack_jagged(torch.nested.nested_tensor(WHOLE, layout=torch.jagged), LENS, **options),
-}
 OPTIONS: list[dict[str, Any]] = [
     {},
     dict(pad_to_multiple_of=8),
@@ -53,12 +41,11 @@ def logits_of(batch: PackedBatch) -> Tensor:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("form", FORMS)
-def test_labels_say_everything_or_raise(form: str, options: dict[str, Any]) -> None:
-    batch = FORMS[form](**options)
+def test_labels_say_everything_or_raise(options: dict[str, Any]) -> None:
+    batch = pack_shared_prompts(PROMPTS, RESPONSES, **options)
     logits = logits_of(batch)
     torch.testing.assert_close(cross_entropy(logits, batch.labels), by_token(batch, logits))
-    gathered = FORMS[form](boundary="gather", **options)
+    gathered = pack_shared_prompts(PROMPTS, RESPONSES, boundary="gather", **options)
     if options.get("max_responses_per_group") == 1:  # no row stands before a branch
         torch.testing.assert_close(
             cross_entropy(logits_of(gathered), gathered.labels), by_token(gathered, logits_of(gathered))
@@ -117,7 +104,10 @@ def test_trees_whose_sequences_train_tokens_of_their_own() -> None:
     assert one_side.labels.tolist() == [-100, 7, -100, -100]
 
 
-@pytest.mark.parametrize("batch", [FORMS["lists"](boundary="gather"), tree_of(*TREES["equal sequences"])])
+GATHERED = pack_shared_prompts(PROMPTS, RESPONSES, boundary="gather")
+
+
+@pytest.mark.parametrize("batch", [GATHERED, tree_of(*TREES["equal sequences"])])
 def test_batches_without_labels_are_batches(batch: Any) -> None:
     """Nothing but the labels raises: printed, copied, moved and changed they are as others."""
     assert "row_labels" in repr(batch)

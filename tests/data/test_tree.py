@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import BOUNDARIES, SEQUENCES, Lists, assert_same_batch, check, forests, tensors
 
-from flash_attn_dualkv import PackedBatch, group_by_prefix, pack_prefix_tree, unpack_logprobs
+from flash_attn_dualkv import PackedBatch, group_by_prefix, pack_prefix_tree
 
 
 def savings(batch: PackedBatch) -> list[int]:
@@ -125,35 +125,8 @@ def test_values_by_hand() -> None:
     assert replicated.row_labels.tolist() == [0, 7, 1, 2, -100, 3, 3, -100, 4, -100, 8, -100, -100, 2, -100]
 
 
-def test_labels_of_several_spans() -> None:
-    """A token that one sequence trains and another does not, and a row that scores two tokens."""
-    sequences, masks = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 4]], [[0, 0, 1, 0], [0, 1, 0, 1], [0, 0, 0, 1]]
-    batch = pack_prefix_tree(sequences, loss_mask=masks, min_shared=1)
-    assert batch.input_ids.tolist() == [1, 2, 3, 4, 5]
-    assert batch.token_index.tolist() == [1, 0, 2, 2] and batch.targets.tolist() == [3, 2, 5, 4]
-    assert batch.row_labels.tolist() == [2, 3, 5, -100, -100]
-    assert unpack_logprobs(torch.tensor([1.0, 2.0, 3.0, 4.0]), batch).tolist() == [[1, 0], [2, 3], [4, 0]]
-
-
-def test_sharing_without_a_node() -> None:
-    """Repetitions and beginnings of a sequence are in its own rows, whatever the limits."""
-    whole = [*range(10, 20)]
-    batch = pack_prefix_tree([whole[:4], whole, [], whole, whole[:1]], min_shared=1000)
-    assert batch.layout.num_nodes == 1 and batch.input_ids.tolist() == whole
-    assert batch.multiplicity.tolist() == [4, 3, 3, 3, 2, 2, 2, 2, 2, 2]
-
-
-def test_min_shared() -> None:
-    """A node of 3 tokens saves 3 with two children, 6 with three; below it one of 2 tokens saves 2."""
-    two = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7]]
-    three = [[1, 2, 3, 8], *two]
-    assert pack_prefix_tree(two, min_shared=5).layout.num_tokens == 7
-    assert pack_prefix_tree(two, min_shared=6).layout.num_tokens == 12
-    assert pack_prefix_tree(three, min_shared=2).layout.node_lens == (3, 2, 1, 1, 1)
-    # Without the lower node the upper one has three children.
-    assert pack_prefix_tree(three, min_shared=6).layout.node_lens == (3, 3, 3, 1)
-    assert pack_prefix_tree(three, min_shared=7).layout.node_lens == (6, 6, 4)
-    # The default: a short beginning is no reason for a node.
+def test_the_default_of_min_shared() -> None:
+    """A short beginning is no reason for a node."""
     system, tail = [*range(64)], [[100], [101]]
     assert pack_prefix_tree([system[:63] + one for one in tail]).layout.num_nodes == 2
     assert pack_prefix_tree([system + one for one in tail]).layout.num_nodes == 3

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import BOUNDARIES, SEQUENCES, Lists, check, forests, rows_of
+from samples import BOUNDARIES, Lists, check, forests, rows_of
 
 from flash_attn_dualkv import (
     PackedBatch,
@@ -92,21 +92,6 @@ def test_any_borders(forest: Forest, boundary: Any, data: st.DataObject) -> None
             if one[:size] != other[:size]:
                 count = shared(one, other, (borders[i], borders[j]), 1 if boundary == "replicate" else 0)
                 assert len({*rows[i]} & {*rows[j]}) == count
-
-
-def test_borders_by_hand() -> None:
-    tree = group_by_prefix(SEQUENCES, min_shared=1)
-    assert tree.node_lens == (2, 2, 1, 1, 1, 1, 1, 1, 2) and tree.node_parents == (-1, 0, 1, 1, 3, 3, 0, -1, -1)
-    assert tree.leaves == (2, 4, 6, 2, 2, -1, 8, 7, 5) and sum(tree.node_lens) == 12
-    assert tree.borders == ((2, 4), (2, 4, 5), (2,), (2, 4), (2,), (), (), (), (2, 4, 5))
-    # One sequence in as many nodes as its path has; the other two share the first of them.
-    alone = pack_prefix_tree(SEQUENCES[1:2], borders=tree.borders[1:2])
-    assert alone.layout.node_lens == (2, 2, 1, 1) and alone.layout.node_parents == (-1, 0, 1, 2)
-    assert alone.input_ids.tolist() == SEQUENCES[1]
-    two = pack_prefix_tree(SEQUENCES[1:3], borders=tree.borders[1:3])
-    assert two.layout.node_lens == (2, 2, 1, 1, 1) and two.layout.node_parents == (-1, 0, 1, 2, 0)
-    # Without them they would be merged into fewer.
-    assert pack_prefix_tree(SEQUENCES[1:3], min_shared=1).layout.node_lens == (2, 4, 1)
 
 
 def test_borders_of_deep_and_wide_trees() -> None:

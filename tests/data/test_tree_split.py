@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Prefix trees within a token budget, and balanced over ranks; a training step does not depend on how it is cut."""
+"""Prefix trees within a token budget, and balanced over ranks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import itertools
 import random
 from typing import Any
 
-import torch
 from core_time import least_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import BOUNDARIES, Lists, forests, paths, rows_of
-from tiny_models import check_equal, check_gradients, dualkv, gradients, tiny_model, transcripts
 
 from flash_attn_dualkv import (
     PrefixTree,
@@ -20,16 +18,15 @@ from flash_attn_dualkv import (
     group_by_prefix,
     pack_prefix_tree,
     split_by_token_budget,
-    unpack_logprobs,
 )
 from flash_attn_dualkv.data.balance import _costs
 
 Forest = tuple[Lists, Lists, list[int]]
 
 
-def pack(chosen: list[int], sequences: Lists, tree: PrefixTree, boundary: Any = "gather", masks: Any = None) -> Any:
+def pack(chosen: list[int], sequences: Lists, tree: PrefixTree, boundary: Any = "gather") -> Any:
     """A micro-batch, as a user packs it."""
-    return pack_prefix_tree(sequences, loss_mask=masks, tree=tree, chosen=chosen, boundary=boundary)
+    return pack_prefix_tree(sequences, tree=tree, chosen=chosen, boundary=boundary)
 
 
 @settings(deadline=None, max_examples=300)
@@ -144,47 +141,3 @@ def test_balance_is_even() -> None:
     assert max(costs) <= 1.08 * sum(costs) / 8
     assert all(len({i // 8 for i in one}) == 8 for one in ranks)  # whole prompts
     assert least_time(1.0, balance, tree, None, None, 64) < 1.0
-
-
-# --- the training step ------------------------------------------------------------------------------------------------
-
-
-def summed(model: Any, parts: list[Any], weights: torch.Tensor, chosen: list[list[int]]) -> tuple[Any, Any]:
-    """The log-probabilities (B, width) and the gradient of their weighted sum, one micro-batch after the other."""
-    lines = torch.zeros_like(weights)
-    for indices, batch in zip(chosen, parts):
-        values, _ = dualkv.shared_prompt_forward(model, batch)
-        logps = unpack_logprobs(values, batch, width=weights.shape[1], per_row=False)
-        (logps * weights[indices]).sum().backward()
-        lines[indices] = logps.detach()
-    return lines, gradients(model)
-
-
-@settings(deadline=None, max_examples=12)
-@given(st.integers(0, 2), st.sampled_from(BOUNDARIES), st.sampled_from([1, 4]), st.data())
-def test_any_cut_has_the_same_summed_gradient(seed: int, boundary: Any, min_shared: int, data: st.DataObject) -> None:
-    """By a token budget, or any other micro-batches; with the borders of the whole, or without."""
-    sequences, masks = transcripts(seed)
-    everything = [*range(len(sequences))]
-    tree = group_by_prefix(sequences, boundary=boundary, min_shared=min_shared)
-    if data.draw(st.booleans()):
-        micro_batches = split_by_token_budget(tree, max_tokens=data.draw(st.integers(max(map(len, sequences)), 60)))
-    else:
-        order = data.draw(st.permutations(everything))
-        cuts = sorted(data.draw(st.sets(st.integers(1, len(order) - 1), max_size=4)))
-        micro_batches = [[*order[a:b]] for a, b in itertools.pairwise([0, *cuts, len(order)])]
-    model = tiny_model("llama")
-    generator = torch.Generator().manual_seed(seed)
-    weights = torch.randn(len(sequences), 20, dtype=torch.float64, generator=generator)
-    whole = pack(everything, sequences, tree, boundary, masks)
-    expected = summed(model, [whole], weights, [everything])
-    if data.draw(st.booleans()):
-        parts = [pack(one, sequences, tree, boundary, masks) for one in micro_batches]
-    else:
-        parts = [
-            pack_prefix_tree([sequences[i] for i in one], loss_mask=[masks[i] for i in one], min_shared=min_shared)
-            for one in micro_batches
-        ]
-    got = summed(model, parts, weights, micro_batches)
-    check_equal(got[0], expected[0], 1e-7)
-    check_gradients(got[1], expected[1], 2e-6)

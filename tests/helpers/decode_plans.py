@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from flash_attn_dualkv.decode.calls import Limits, Step
 ROWS = 64  # of an item
 GUARD = 4096  # bytes behind a plan's memory
 PADDING = -1  # the request of a row that is in none
+MAX_KEYS = 1 << 16  # of a request
 
 
 class Item(NamedTuple):
@@ -37,6 +38,7 @@ class Item(NamedTuple):
     waits: int
     arrivals: int
     signals: int
+    split: int = -1
 
 
 class DecodeStep(NamedTuple):
@@ -53,6 +55,7 @@ class Lists(NamedTuple):
     shared: list[Item]
     alone: list[Item]
     queries: list[int]
+    splits: list[int]  # of each row of q, to be combined
     block_n: int
 
 
@@ -131,7 +134,7 @@ class Plan:
         self.size = kernels.decode_plan_bytes(limits, torch.device(DEVICE))
         self.memory = torch.zeros(self.size + GUARD, dtype=torch.uint8, device=DEVICE)
         self.memory[self.size :] = 0xA5
-        found = (ctypes.c_int64 * 7)()
+        found = (ctypes.c_int64 * 8)()
         asked = PlanStruct(*(0,) * 8, *limits, 0)
         load_shim("decode").read_decode_layout(ctypes.byref(asked), found)
         *self.offsets, self.shared_capacity, self.alone_capacity, self.block_n = found
@@ -148,14 +151,15 @@ class Plan:
     def read(self, q_rows: int) -> Lists:
         memory = self.memory.cpu().numpy()
         assert (memory[self.size :] == 0xA5).all()
-        shared, alone, counts, queries = (memory[offset : self.size] for offset in self.offsets)
+        shared, alone, counts, queries, splits = (memory[offset : self.size] for offset in self.offsets)
         sizes = counts[:8].view(np.int32)
         assert 0 <= sizes[0] <= self.shared_capacity and 0 <= sizes[1] <= self.alone_capacity
         lists = [
-            [Item(*row[:11]) for row in one[: 48 * size].view(np.int32).reshape(-1, 12).tolist()]
+            [Item(*row) for row in one[: 48 * size].view(np.int32).reshape(-1, 12).tolist()]
             for one, size in zip((shared, alone), sizes, strict=True)
         ]
-        return Lists(lists[0], lists[1], queries[: 4 * q_rows].view(np.int32).tolist(), self.block_n)
+        numbers = [one[: 4 * q_rows].view(np.int32).tolist() for one in (queries, splits)]
+        return Lists(*lists, numbers[0], numbers[1] if self.limits.split_keys else [], self.block_n)
 
 
 Tile = tuple[int, int]  # position of the first key, and number of keys
@@ -178,6 +182,26 @@ def trainers_tiles(requests: Requests, request: int, end: int, block_n: int) -> 
     ]
 
 
+def splits_of(requests: Requests, request: int, end: int, block_n: int, split_tiles: int) -> dict[int, list[Tile]]:
+    """The same tiles by their split, -1 where nothing is to be combined."""
+    cut, tiles = requests.cut(request), trainers_tiles(requests, request, end, block_n)
+    if split_tiles == 0:
+        return {-1: tiles}
+    whole, own = cut // block_n, -(-(requests.keys[request] - cut) // block_n)
+    low = -(-whole // split_tiles)
+    total = low + max(-(-own // split_tiles), 1)
+    found: dict[int, list[Tile]] = {split: [] for split in range(total)}
+    for first, valid in tiles:
+        is_low = first < whole * block_n
+        found[first // block_n // split_tiles if is_low else low + max(first - cut, 0) // block_n // split_tiles].append(
+            (first, valid)
+        )
+    return found if total > 1 else {-1: tiles}
+
+
+BRANCH = 1 << 30  # position of the queries of one
+
+
 @dataclass
 class Walks:
     """Checks a list row by row, and keeps who reads each tile."""
@@ -185,7 +209,8 @@ class Walks:
     requests: Requests
     lists: Lists
     heads: int  # of a KV head
-    # Who reads a tile, a request for its own or -1 - branch: by the tile's end and the pages up to it.
+    split_tiles: int = 0
+    # Who reads a tile, a request for its own or -1 - that of a branch: by the tile's end and the pages up to it.
     readers: defaultdict[tuple[int, tuple[int, ...]], set[int]] = field(default_factory=lambda: defaultdict(set))
 
     def check(self, items: list[Item]) -> None:
@@ -193,51 +218,52 @@ class Walks:
         assert sorted(lists.queries) == list(range(self.requests.q_rows))
         begins = self.requests.q_begins
         tiles = [tiles_of(item, lists.block_n) for item in items]
-        leaf_of, branch_of = [-1] * rows, defaultdict(dict)
+        chains: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in range(rows)]  # by split
         for index, item in enumerate(items):
             assert 0 < item.rows <= ROWS and item.row >= 0 and item.row + item.rows <= rows
             self.note_readers(item, tiles[index])
             for row in range(item.row, item.row + item.rows):
-                if item.waits < 0:
-                    assert leaf_of[row] == -1
-                    leaf_of[row] = index
-                else:
-                    assert row not in branch_of[item.waits]
-                    branch_of[item.waits][row] = index
+                chains[row][item.split].append(index)
         owners = self.requests.request_of_row()
         for row in range(rows):
+            for chain in chains[row].values():
+                links = [(items[one].signals, items[other].waits) for one, other in pairwise(chain)]
+                assert items[chain[0]].waits == items[chain[-1]].signals == -1
+                assert all(signals == waits >= 0 for signals, waits in links), "items come behind those they wait for"
             query = lists.queries[row // self.heads]
-            chain = [leaf_of[row]]
-            while (branch := items[chain[-1]].signals) >= 0:
-                chain.append(branch_of[branch].pop(row))
-                assert chain[-1] > chain[-2], "an item comes behind those that it waits for"
             place = query - begins[owners[query]]  # among the request's own
-            self.check_row(owners[query], place, [(items[index], tiles[index]) for index in chain], row)
-        assert not any(branch_of.values()), "rows in a branch that nobody hands over"
+            walks = {split: [(items[index], tiles[index]) for index in chain] for split, chain in chains[row].items()}
+            self.check_row(owners[query], place, walks, row)
+            assert not self.split_tiles or lists.splits[query] == (0 if -1 in walks else len(walks))
         self.check_signals(items)
-        self.check_order(items, tiles)
+        if not self.split_tiles:
+            self.check_order(items, tiles)
 
-    def check_row(self, request: int, place: int, chain: list[tuple[Item, list[Tile]]], row: int) -> None:
-        leaf, met = chain[0][0], [tile for _, tiles in chain for tile in tiles]
+    def check_row(self, request: int, place: int, walks: dict[int, list[tuple[Item, list[Tile]]]], row: int) -> None:
+        every = [one for walk in walks.values() for one in walk]
         if request == PADDING:
-            assert not met and len(chain) == 1
+            assert len(every) == 1 and not every[0][1] and -1 in walks
             return
-        requests = self.requests
+        requests, block_n = self.requests, self.lists.block_n
         position = requests.keys[request] - requests.q_lens[request] + place
-        assert leaf.request == request
-        assert leaf.q_pos + row // self.heads - leaf.row // self.heads == position
-        last = leaf.q_pos + (leaf.row + leaf.rows - 1) // self.heads - leaf.row // self.heads
-        assert leaf.keys == max(last + 1, 0)
-        assert met == trainers_tiles(requests, request, leaf.keys, self.lists.block_n)
-        for item, tiles in chain[1:]:
-            for first, valid in tiles:
-                end = first + valid
-                assert valid == self.lists.block_n and end <= position + 1
-                assert requests.pages(item.request, first, end) == requests.pages(request, first, end)
+        ends = set()
+        for item, tiles in every:
+            if item.q_pos == BRANCH:
+                for first, valid in tiles:
+                    end = first + valid
+                    assert valid == block_n and end <= position + 1
+                    assert requests.pages(item.request, first, end) == requests.pages(request, first, end)
+                continue
+            assert item.request == request
+            assert item.q_pos + row // self.heads - item.row // self.heads == position
+            ends.add(item.q_pos + (item.row + item.rows - 1) // self.heads - item.row // self.heads + 1)
+        assert len(ends) == 1  # behind the last query of a row tile
+        expected = splits_of(requests, request, max(*ends, 0), block_n, self.split_tiles)
+        assert {split: [tile for _, tiles in walk for tile in tiles] for split, walk in walks.items()} == expected
 
     def note_readers(self, item: Item, tiles: list[Tile]) -> None:
         """Whole tiles before the cut."""
-        owner = item.request if item.waits < 0 else -1 - item.waits
+        owner = -1 - item.request if item.q_pos == BRANCH else item.request
         for first, valid in tiles:
             if first + valid <= item.cut and valid == self.lists.block_n:
                 self.readers[first + valid, self.requests.pages(item.request, 0, first + valid)].add(owner)
@@ -280,11 +306,11 @@ class Walks:
         return shared
 
 
-def check_lists(requests: Requests, lists: Lists, heads: int) -> Walks:
+def check_lists(requests: Requests, lists: Lists, heads: int, split_tiles: int = 0) -> Walks:
     """Checks both lists; the walks of the shared one."""
     Walks(requests, lists, heads).check(lists.alone)
-    assert all(item.signals == item.waits == -1 and item.first == 0 for item in lists.alone)
-    walks = Walks(requests, lists, heads)
+    assert all(item.signals == item.waits == item.split == -1 and item.first == 0 for item in lists.alone)
+    walks = Walks(requests, lists, heads, split_tiles)
     walks.check(lists.shared)
     return walks
 
@@ -352,7 +378,10 @@ def grown(rng: np.random.Generator, requests: Requests, cache: Cache, columns: i
     )  # fmt: skip
 
 
-def limits_for(requests: Requests, heads: tuple[int, int], head_dim: int, spare: int = 0) -> Limits:
+def limits_for(
+    requests: Requests, heads: tuple[int, int], head_dim: int, spare: int = 0, split_keys: int = 0
+) -> Limits:
     return Limits(
-        len(requests.table) + spare, requests.q_rows + spare, requests.num_pages, requests.page_size, *heads, head_dim
-    )
+        len(requests.table) + spare, MAX_KEYS, requests.q_rows + spare, requests.num_pages, requests.page_size, *heads,
+        head_dim, split_keys,
+    )  # fmt: skip

@@ -8,14 +8,14 @@ using namespace dualkv;
 
 extern "C" {
 
-// Bytes from the beginning to the lists (shared, alone), their counts and the order of queries; then the capacities of the lists,
-// and the keys of a tile.
+// Bytes from the beginning to the lists (shared, alone), their counts, the order of queries and their splits; then the
+// capacities of the lists, and the keys of a tile.
 void read_decode_layout(const DualkvDecodePlan* plan, int64_t* out) {
   const DecodeMemory memory(*plan, plan->head_dim == 64 ? 128 : 80);
   const DecodeLists& lists = memory.plan.lists;
   const auto offset = [](const void* address) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address)); };
-  const int64_t found[] = {offset(lists.shared), offset(lists.alone),  offset(lists.counts),   offset(lists.queries),
-                           lists.shared_capacity, lists.alone_capacity, memory.plan.block_n};
+  const int64_t found[] = {offset(lists.shared), offset(lists.alone),  offset(lists.counts), offset(lists.queries),
+                           offset(lists.splits), lists.shared_capacity, lists.alone_capacity, memory.plan.block_n};
   for (const int64_t one : found) *out++ = one;
 }
 

@@ -35,8 +35,10 @@ def build_shim(name: str, folder: Path, *flags: str) -> Path:
     if COMPILER is None:
         pytest.skip("no C++ compiler")
     library = folder / f"{name}.so"
+    # Streams of a C++ library that Python has already loaded may be of another version.
+    own_library = ["-static-libstdc++", "-Wl,-Bsymbolic", "-Wl,--exclude-libs,ALL"]
     command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", *flags, f"-I{HERE / 'host_cuda'}", f"-I{INCLUDE}"]
-    subprocess.run([*command, str(HERE / f"{name}_shim.cpp"), "-o", str(library)], check=True)
+    subprocess.run([*command, str(HERE / f"{name}_shim.cpp"), *own_library, "-o", str(library)], check=True)
     return library
 
 

@@ -72,23 +72,6 @@ def test_every_item_has_one_block_a_head(shim: ctypes.CDLL) -> None:
         assert all(place_of(shim, len(expected) + more, order, kv_heads, num_sms) is None for more in (0, 7))
 
 
-def test_local_heads_come_first_in_raster_order(shim: ctypes.CDLL) -> None:
-    rng = np.random.default_rng(3)
-    for _ in range(100):
-        kv_heads, num_sms = int(rng.integers(2, 9)), int(rng.choice([8, 132]))
-        order = random_order(rng, shim)
-        order.by_head, order.alternating = 1, 0
-        local, items = int(rng.integers(1, kv_heads)), order.begin[12]
-        others = expected_places(order, kv_heads - local, 1)
-        alone = [place_of(shim, block, order, kv_heads - local, num_sms) for block in range(len(others))]
-        order.local_heads = local
-        places = [place_of(shim, block, order, kv_heads, num_sms) for block in range(items * kv_heads)]
-        assert places[: local * items] == [(item, head, True, True) for head in range(local) for item in range(items)]
-        shifted = [place and (place[0], place[1] + local, *place[2:]) for place in alone]
-        assert places[local * items :] == shifted and [place and place[:2] for place in alone] == others
-        assert place_of(shim, items * kv_heads, order, kv_heads, num_sms) is None
-
-
 def test_direction_of_walks(shim: ctypes.CDLL) -> None:
     """Back from the end where blocks begin together; else a head walks in one direction."""
     rng = np.random.default_rng(1)

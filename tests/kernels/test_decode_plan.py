@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from decode_plans import (
+    BRANCH,
     Cache,
     DecodeStep,
     Item,
@@ -28,26 +29,35 @@ pytestmark = GPU_MARKS
 COLUMNS = {16: 60, 48: 24, 256: 7}  # of pages
 SIZES = [(page_size, head_dim) for page_size in COLUMNS for head_dim in (64, 128)]
 sizes = pytest.mark.parametrize(("page_size", "head_dim"), SIZES)
+splits = pytest.mark.parametrize("split", [0, 2], ids="split{}".format)
+
+
+def split_keys(split: int, head_dim: int) -> int:
+    """Of so many tiles."""
+    return split * (80 if head_dim == 128 else 128)
 
 
 @sizes
+@splits
 @pytest.mark.parametrize("heads", [(8, 2), (5, 1), (80, 1)], ids="H{0[0]}-{0[1]}".format)
-def test_random_forests(page_size: int, head_dim: int, heads: tuple[int, int]) -> None:
+def test_random_forests(page_size: int, head_dim: int, split: int, heads: tuple[int, int]) -> None:
     """Each row meets the trainer's tiles in order, in its own pages; what may be shared is read once; steps follow."""
     rng = np.random.default_rng(page_size + head_dim)
     columns, shared = COLUMNS[page_size], 0
     for _ in range(6):
         requests, cache = random_tree(rng, page_size, 80 if head_dim == 128 else 128, columns)
-        plan = Plan(limits_for(requests, heads, head_dim, spare=int(rng.integers(0, 3))), columns)
+        spare = int(rng.integers(0, 3))
+        plan = Plan(limits_for(requests, heads, head_dim, spare, split_keys(split, head_dim)), columns)
         for _ in range(3):
-            walks = check_lists(requests, plan.update(requests), heads[0] // heads[1])
+            walks = check_lists(requests, plan.update(requests), heads[0] // heads[1], split)
             shared += walks.check_sharing()
             requests = grown(rng, requests, cache, columns)
     assert shared > 20
 
 
 @sizes
-def test_few_pages_anywhere(page_size: int, head_dim: int) -> None:
+@splits
+def test_few_pages_anywhere(page_size: int, head_dim: int, split: int) -> None:
     """Pages that are alike behind others that are not, a page in several columns, lengths and cuts of any kind."""
     rng = np.random.default_rng(page_size + head_dim)
     columns, branches = COLUMNS[page_size], 0
@@ -60,8 +70,9 @@ def test_few_pages_anywhere(page_size: int, head_dim: int) -> None:
             requests.cuts = rng.integers(-9, columns * page_size, count).tolist()
         if turn % 3 == 0:
             requests.queries = rng.choice([0, 1, 2, 300], count).tolist()
-        found = Plan(limits_for(requests, (8, 2), head_dim), columns).update(requests)
-        check_lists(requests, found, 4)
+        limits = limits_for(requests, (8, 2), head_dim, split_keys=split_keys(split, head_dim))
+        found = Plan(limits, columns).update(requests)
+        check_lists(requests, found, 4, split)
         branches += sum(item.waits >= 0 for item in found.shared)
     assert branches > 8
 
@@ -112,13 +123,15 @@ def chain(count: int, page_size: int) -> Requests:
 
 
 @pytest.mark.parametrize(("count", "heads", "fits"), [(60, 4, True), (200, 4, False), (250, 1, True), (300, 1, False)])
-def test_deep_forests(count: int, heads: int, fits: bool) -> None:
+@splits
+def test_deep_forests(count: int, heads: int, fits: bool, split: int) -> None:
     """Where the items of all branches have no room, or the forest is too deep, nothing is shared."""
     requests = chain(count, 128)
-    found = Plan(limits_for(requests, (heads, 1), 64), count + 1).update(requests)
-    check_lists(requests, found, heads)
-    assert any(item.waits >= 0 for item in found.shared) == fits
-    assert fits or found.shared == found.alone
+    limits = limits_for(requests, (heads, 1), 64, split_keys=128 * split)
+    found = Plan(limits, count + 1).update(requests)
+    check_lists(requests, found, heads, split)
+    assert any(item.q_pos == BRANCH for item in found.shared) == (fits or split > 0 and count < 256)
+    assert fits or split or found.shared == found.alone
 
 
 def test_a_long_chain_of_parents_is_flat() -> None:
@@ -185,13 +198,15 @@ def test_hostile_contents(page_size: int, head_dim: int) -> None:
     columns = COLUMNS[page_size]
     for turn in range(12):
         requests, _ = random_tree(rng, page_size, 80, columns)
-        plan, step = Plan(limits_for(requests, (8, 2), head_dim, spare=1), columns), requests.step(columns)
+        split = turn % 3
+        limits = limits_for(requests, (8, 2), head_dim, 1, split_keys(split, head_dim))
+        plan, step = Plan(limits, columns), requests.step(columns)
         for share in (0.05, 0.5, 1.0):
             given = [hostile(rng, one, share if (turn + at) % 3 else 0.02) for at, one in enumerate(tensors(step))]
             assert given[0] is not None and given[1] is not None
             wild = DecodeStep(given[0], given[1], step.queries, *given[2:])
             check_hostile(plan, wild, plan.update(wild), 4)
-        check_lists(requests, plan.update(requests), 4).check_sharing()  # no step spoils the next
+        check_lists(requests, plan.update(requests), 4, split).check_sharing()  # no step spoils the next
 
 
 def tensors(step: DecodeStep) -> tuple[torch.Tensor | None, ...]:
@@ -237,7 +252,7 @@ def test_no_requests() -> None:
     requests = Requests([[0]], [16], 16, 4)
     plan = Plan(limits_for(requests, (4, 1), 64), 1)
     step = DecodeStep(torch.zeros(0, 1, dtype=torch.int32, device=DEVICE), ints([]), 0)
-    assert plan.update(step) == Lists([], [], [], 128)
+    assert plan.update(step) == Lists([], [], [], [], 128)
 
 
 def test_sizes_that_are_refused() -> None:

@@ -251,18 +251,6 @@ def test_walks_without_gain_have_no_border_tile(shim: ctypes.CDLL) -> None:
         assert result.border_tiles == result.wrong_borders == 0
 
 
-def test_relation_by_hand() -> None:
-    """A context of two keys, three decoded keys, four queries; and a root with two children, one with a child."""
-    nodes = np.array([[0, 0, 0, 0, 2, 0, -1, 2], [0, 4, 1, 2, 3, 2, 0, 2]], np.int32)
-    causal = Tables(nodes, 4, 2, 3).dense(True)
-    assert causal.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-    tree = tree_tables([2, 1, 1, 1], [-1, 0, 1, 0])
-    assert tree["subtree_end"].tolist() == [4, 3, 3, 4] and tree["kv_pos0"].tolist() == [0, 2, 3, 2]
-    assert tree.dense(True).tolist() == [
-        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1],
-    ]  # fmt: skip
-
-
 def walk_hostile(shim: ctypes.CDLL, seed: int, count: int) -> None:
     """Raises AssertionError when a table of arbitrary numbers leads outside the tensors."""
     rng = np.random.default_rng(seed)

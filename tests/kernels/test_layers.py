@@ -63,10 +63,3 @@ def test_nobody_sees_torch_and_one_file_python() -> None:
     assert all(name.startswith("pybind11/") for name in found["module.cpp"])
     assert re.findall(r'#\s*include "(.+)"', sources()["module.cpp"]) == ["api.h"]
     assert re.findall(r"#\s*include .(.+).", sources()["api.h"]) == ["stdint.h"]
-
-
-def test_families_do_not_see_each_other() -> None:
-    for path, text in sources().items():
-        if layer(path) in ("sm80", "sm90"):
-            other = "sm90" if layer(path) == "sm80" else "sm80"
-            assert f'"{other}/' not in text, path

@@ -64,6 +64,11 @@ def off_by_one(x: Tensor) -> Tensor:
 
 def odd_rows(x: Tensor) -> Tensor:
     """The same values in a parent whose rows are no multiple of 16 bytes apart."""
+    return x.new_full((len(x), x[0].numel() + 3), NAN)[:, :-3].view(x.shape).copy_(x)
+
+
+def odd_heads(x: Tensor) -> Tensor:
+    """The same for heads."""
     return x.new_full((*x.shape[:2], x.shape[2] + 3), NAN)[..., : x.shape[2]].copy_(x)
 
 
@@ -76,7 +81,7 @@ def every_other_row(x: Tensor) -> Tensor:
     return x.new_full((2 * x.shape[0], *x.shape[1:]), NAN)[::2].copy_(x)
 
 
-@pytest.mark.parametrize("strided", [off_by_one, odd_rows, heads_outermost, every_other_row])
+@pytest.mark.parametrize("strided", [off_by_one, odd_rows, odd_heads, heads_outermost, every_other_row])
 @configurations
 def test_strides_do_not_change_results(options: Options, strided: Callable[[Tensor], Tensor]) -> None:
     batch = build_groups(MIXED, **options)
@@ -92,6 +97,14 @@ def test_single_rows_and_heads_may_have_any_stride() -> None:
     expected = run(batch, deterministic=True)
     other = batch.replace(**{name: getattr(batch, name).as_strided(batch.q.shape, (3, 5, 1)) for name in INPUTS})
     oracle.assert_same_results(run(other, deterministic=True), expected)
+
+
+def test_an_expanded_gradient() -> None:
+    """As a sum hands them over: all rows at one address."""
+    batch = build_groups(MIXED, **SMALL)
+    dout = batch.dout[:1].expand_as(batch.dout)
+    expected = run(batch.replace(dout=dout.contiguous()), deterministic=True)
+    oracle.assert_same_results(run(batch.replace(dout=dout), deterministic=True), expected)
 
 
 # --- large tensors ------------------------------------------------------------------------------------------------

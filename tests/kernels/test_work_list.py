@@ -113,7 +113,7 @@ def test_trees(shim: ctypes.CDLL) -> None:
         if made.local_heads:
             local += 1
             order = made.blocks[: len(made.items), 0]
-            assert len(set(order.tolist())) == len(order)
+            assert len(set(order.tolist())) == len(order) and made.blocks[: len(made.items), 2].all()
             assert (np.diff(begins[order]) < 16).all()
             whole = order[made.items[order, 2] == 0]
             keys = [(-begins[item], *made.items[item, :2].tolist()) for item in whole.tolist()]

@@ -28,7 +28,7 @@ LAYERS = (
     ("integrations.lm_head", "integrations.replacing", "integrations.trees", "integrations.ulysses"),
     ("integrations.transformers",),
     ("integrations.fallback",),
-    ("integrations.trl", "integrations.verl"),
+    ("integrations.trl", "integrations.verl", "integrations.vllm"),
     ("", "demo"),
 )
 

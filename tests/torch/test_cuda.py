@@ -32,14 +32,14 @@ def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor], determini
             torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
-# The same numbers of rows and of responses.
-LENGTHS: list[Groups] = [[(41, [64, 16]), (25, [48])], [(9, [1, 100]), (57, [27])], [(65, [128, 0]), (1, [0])]]
+# The same numbers of rows, prompts and responses; the second has other parents.
+LENGTHS: list[Groups] = [[(41, [64, 16]), (25, [48])], [(9, [1]), (57, [100, 27])], [(65, [128, 0]), (1, [0])]]
 
 
 @both_modes
 @all_functions
 def test_cuda_graph_follows_new_offsets(make: Make, deterministic: bool) -> None:
-    """Captured once, forward and backward; replayed with other lengths and other data."""
+    """Captured once, forward and backward; replayed with other lengths, parents and data."""
     buffers = make(LENGTHS[0], "cuda")
     leaves = buffers.leaves()
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
 import re
@@ -31,8 +30,6 @@ from calls import (
     packed_with_sinks,
     tree,
 )
-from extension import python_include
-from geometry import build_shim
 from groups import Batch, Group, cumulative
 from torch import Tensor
 
@@ -232,86 +229,6 @@ def test_switches_in_the_environment(name: str, monkeypatch: pytest.MonkeyPatch)
 # The kernel library
 
 
-@pytest.fixture(scope="session")
-def module(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """The compiled module, with a library that tells what it was handed."""
-    pybind11 = pytest.importorskip("pybind11")
-    includes = [f"-I{one}" for one in (python_include(), pybind11.get_include())]
-    path = build_shim("module", tmp_path_factory.mktemp("module"), *includes)
-    spec = importlib.util.spec_from_file_location("_C", path)
-    assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    made.open_library(str(path))
-    return made
-
-
-def handed(name: str, tensor: Tensor | None) -> dict[str, int]:
-    """A tensor as the library is handed it, without its strides."""
-    address, shape = (0, (0, 0, 0)) if tensor is None else (tensor.data_ptr(), tensor.shape)
-    return {name: address, **dict(zip((f"{name}.rows", f"{name}.heads", f"{name}.width"), shape))}
-
-
-def strides(name: str, tensor: Tensor | None) -> dict[str, int]:
-    given = (0, 0) if tensor is None else tensor.stride()
-    return {f"{name}.row_stride": given[0], f"{name}.head_stride": given[1]}
-
-
-def test_library_gets_addresses_and_strides(
-    library: Library, module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of views as they are; rows that do not begin on 16 bytes, and expanded ones, are copied."""
-    monkeypatch.setattr(kernels, "load", lambda: (module, None))
-    q, k, v, k_decoded, v_decoded, sinks, nodes = tensors_of_a_call()
-    scale, causal, window, _, softcap, _, mean_keys, deterministic = PLAIN
-    common = {"device": -1, "stream": 77, "is_half": 0, "nodes": nodes.data_ptr(), "num_nodes": 1, "causal": causal}
-    common |= {"1000 softmax_scale": 1000 * scale, "1000 softcap": 1000 * softcap, "window_left": window}
-    common |= {"mean_keys": mean_keys, "deterministic": deterministic}
-    wide, odd = torch.randn(4, 3, 24).bfloat16(), torch.randn(4, 20).bfloat16()[:, None, :16]
-    good, misaligned = (wide[:, :1, :16], wide[:, 1:2, 8:]), (wide[:, :1, 4:20], odd, k[:1].expand(4, 1, 16))
-    for k in (*good, *misaligned):
-        out, lse = ops._forward_cuda(unpack(ForwardCall, (q, k, v, k_decoded, v_decoded, sinks, nodes, *PLAIN)))
-        seen = kernels.launch_counts()
-        tensors = {"q": q, "v": v, "k_decoded": k_decoded, "v_decoded": v_decoded, "out": out}
-        if any(k is one for one in good):
-            tensors["k"] = k
-        else:
-            assert seen["k"] not in (0, k.data_ptr()) and seen["k"] % 16 == 0
-            assert [seen[f"k.{one}"] for one in ("rows", "heads", "width", "row_stride", "head_stride")] == [
-                *k.shape, 16, 16,
-            ]  # fmt: skip
-        for name, one in tensors.items():
-            assert seen.items() >= (handed(name, one) | strides(name, one)).items()
-        assert seen.items() >= (common | {"lse": lse.data_ptr(), "sinks": sinks.data_ptr()}).items()
-        assert seen["scratch"] != 0
-        assert out.shape == q.shape and lse.shape == (2, 6) and lse.dtype == torch.float32
-    dlse = torch.randn(2, 6)
-    dout = q.transpose(0, 1).contiguous().transpose(0, 1)
-    for decoded in ((None, None), (k_decoded, v_decoded)):
-        given = (dout, dlse, q, k, v, *decoded, q, lse, nodes)
-        gradients = ops._backward_cuda(unpack(BackwardCall, (*given, *PLAIN)))
-        seen = kernels.launch_counts()
-        names = ("dq", "dk", "dv", "dk_decoded", "dv_decoded")
-        for name, one in (*zip(names, gradients), ("dout", dout), ("out", q)):
-            assert seen.items() >= (handed(name, one) | strides(name, one)).items()
-        assert seen.items() >= (common | {"lse": lse.data_ptr(), "dlse": dlse.data_ptr()}).items()
-        inputs = [one for one in (q, k, v, *decoded) if one is not None]
-        assert [one.shape for one in gradients] == [one.shape for one in inputs]
-        assert all(seen[name] == 0 for name in names[len(inputs) :])
-
-
-def test_tables_reach_the_library(library: Library) -> None:
-    offsets = [torch.tensor([0, 2, 5], dtype=torch.int32) for _ in range(4)]
-    places = tuple(one.data_ptr() for one in offsets)
-    assert ops._sequence_nodes_cuda(*offsets, 5).shape == (4, 8)
-    assert ops._sequence_nodes_cuda(*offsets[:2], None, None, 5).shape == (3, 8)
-    assert ops._sequence_nodes_cuda(*offsets[:2], None, None, None).shape == (2, 8)
-    assert ops._tree_nodes_cuda(offsets[0], torch.tensor([-1, 0], dtype=torch.int32), 5).shape == (2, 8)
-    given = [arguments[2:6] for _, arguments in library.calls[:3]]
-    assert given == [(places, 2, 2, 5), ((*places[:2], 0, 0), 2, 1, 5), ((*places[:2], 0, 0), 2, 0, 0)]
-    assert library.calls[3][1][:3] == (-1, 77, places[0])
-
-
 def test_tables_refuse_what_the_library_would_misread(library: Library) -> None:
     good, parents = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([-1, 0], dtype=torch.int32)
     for bad, error in (
@@ -331,22 +248,6 @@ def test_tables_refuse_what_the_library_would_misread(library: Library) -> None:
         with pytest.raises(ValueError, match=r"^(cu_seq\w+|total_context): expected"):
             ops._sequence_nodes_cuda(*given)
     assert library.calls == [] and ops._tree_nodes_cuda(good, parents, 5).shape == (2, 8)
-
-
-def test_nothing_is_launched_where_nobody_sees_a_key(
-    library: Library, module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "load", lambda: (module, None))
-    before = kernels.launch_counts()
-    q, k, v, *_, nodes = tensors_of_a_call()
-    for rows, keys, table in ((0, 4, nodes), (6, 0, nodes), (6, 4, nodes[:0])):
-        given = (q[:rows], k[:keys], v[:keys], None, None)
-        out, lse = ops._forward_cuda(unpack(ForwardCall, (*given, None, table, *PLAIN)))
-        assert not out.any() and (lse == -math.inf).all() and lse.shape == (2, rows)
-        gradients = ops._backward_cuda(unpack(BackwardCall, (out, None, *given, out, lse, table, *PLAIN)))
-        assert [one.shape for one in gradients] == [one.shape for one in given[:3]]
-        assert not any(map(torch.any, gradients))
-    assert kernels.launch_counts() == before
 
 
 @pytest.mark.parametrize(

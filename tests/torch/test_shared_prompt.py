@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""shared_prompt_attention: what test_tree.py does not hold by equality of bits; how it is watched."""
+"""shared_prompt_attention: against two calls with separate keys; padding, and how it is watched."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from flash_attn_dualkv import (
 )
 
 
-def test_two_calls_with_separate_keys() -> None:
+@pytest.mark.parametrize("name", GROUPS)
+def test_two_calls_with_separate_keys(name: str) -> None:
     """Windows, softcaps and sinks of flash_attn_dualkv_varlen_func, with their gradients."""
-    layout = layout_of(GROUPS["several"])
+    layout = layout_of(GROUPS[name])
     inputs = inputs_of(layout, sinks=True)
     out, gradients = run(inputs, lambda one: attend(one, layout, sliding_window=5, softcap=1.5))
     options = {"window_size": (4, 0), "softcap": 1.5}

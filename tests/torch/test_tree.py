@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_prompts import GROUPS, inputs_of, layout_of, run
+from shared_prompts import inputs_of
 from torch import Tensor
 from tree_cases import DEEP, Tree, offsets_and_parents, random_tree, trees, visible
 
@@ -21,7 +21,6 @@ from flash_attn_dualkv import (
     flash_attn_varlen_func,
     ops,
     reference,
-    shared_prompt_attention,
 )
 from flash_attn_dualkv.checks import MAX_ROWS
 
@@ -126,42 +125,6 @@ def test_how_accurate_the_gradient_of_sinks_is(dtype: torch.dtype, typical: floa
     relative = torch.stack(errors).detach()
     assert typical / 2 <= relative.square().mean().sqrt() <= typical
     assert relative.abs().max() <= most
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("name", list(GROUPS))
-def test_prompts_are_trees(name: str, sinks: bool) -> None:
-    """Bit by bit what shared_prompt_attention gives."""
-    layout = layout_of(GROUPS[name])
-    inputs = inputs_of(layout, sinks=sinks)
-    table = offsets_and_parents((list(layout.node_lens), list(layout.node_parents)))
-    out, gradients = run(
-        inputs, lambda one: shared_prompt_attention(one.q, one.k, one.v, layout, sinks=one.sinks, sliding_window=9)
-    )
-    other, found = run(
-        inputs,
-        lambda one: flash_attn_tree_varlen_func(one.q, one.k, one.v, *table, sinks=one.sinks, window_size=(8, 0)),
-    )
-    assert other.equal(out) and all(one.equal(right) for one, right in zip(found, gradients))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_narrow_types_are_rounded_once(dtype: torch.dtype) -> None:
-    """200 children: sums in 16 bits would be far off."""
-    generator = torch.Generator().manual_seed(3)
-    table = offsets_and_parents(([4] * 201, [-1, *[0] * 200]))
-    tensors = [torch.randn(804, 2, 8, generator=generator).to(dtype) for _ in range(4)]
-    results = []
-    for kind in (dtype, torch.float64):
-        *inputs, dout = (one.to(kind) for one in tensors)
-        leaves = [one.requires_grad_() for one in inputs]
-        out, lse = flash_attn_tree_varlen_func(*leaves, *table, return_lse=True)
-        results.append([out, *torch.autograd.grad(out, leaves, dout)])
-        assert {one.dtype for one in results[-1]} == {kind}
-        assert lse.dtype == (torch.float64 if kind == torch.float64 else torch.float32)
-    for one, other in zip(*results):
-        # A third of this is seen; 16-bit sums have twice as much.
-        assert (one.double() - other).norm() / other.norm() < torch.finfo(dtype).eps
 
 
 def test_windows_and_softcaps_of_the_other_functions() -> None:

@@ -33,20 +33,6 @@ def forests(draw: st.DrawFn) -> SharedPromptLayout:
     )
 
 
-@st.composite
-def groups(draw: st.DrawFn) -> SharedPromptLayout:
-    """Prompts and responses, of which some are empty; prompts of one token have empty contexts."""
-    prompts, responses, ids = [], [], []
-    for group in range(draw(st.integers(1, 4))):
-        prompt = [0] * draw(st.integers(1, 6))
-        for _ in range(draw(st.integers(1, 3))):
-            prompts.append(prompt)
-            responses.append([0] * draw(st.integers(0, 5)))
-            ids.append(group)
-    options = dict(boundary=draw(st.sampled_from(["replicate", "gather"])), pad_to_multiple_of=draw(st.integers(1, 3)))
-    return pack_shared_prompts(prompts, responses, group_ids=ids, **options).layout
-
-
 def node_by_node(layout: SharedPromptLayout, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """What `compute` makes of each path by itself, in the rows of its last node."""
     out = torch.zeros_like(x)
@@ -91,7 +77,7 @@ def scan(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(layout=st.one_of(forests(), groups()), width=st.integers(1, 5))
+@given(layout=forests(), width=st.integers(1, 5))
 def test_convolutions(layout: SharedPromptLayout, width: int) -> None:
     weight = torch.randn(3, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     check(
@@ -114,7 +100,7 @@ def alike(request: pytest.FixtureRequest) -> Iterator[None]:
     ("package", "alike"), [("transformers", 64), ("transformers", 1), ("fla", 64)], indirect=["alike"]
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(layout=st.one_of(forests(), groups()))
+@given(layout=forests())
 def test_recurrences(package: str, alike: None, layout: SharedPromptLayout) -> None:
     """Sequences padded to one length, to several, and one after the other with the offsets of each."""
     calls = []

@@ -14,7 +14,7 @@ from hybrid_models import HYBRIDS, KINDS, hybrid_config, hybrid_model
 from tiny_models import MIXED, dualkv, replicated_logps, row_of, stock_twin, tiny_model, transformers
 
 from flash_attn_dualkv import SharedPromptError, SharedPromptLayout, SharedPromptLayoutError
-from flash_attn_dualkv.integrations.transformers import first_use, support
+from flash_attn_dualkv.integrations.transformers import first_use
 from flash_attn_dualkv.integrations.transformers.hybrid import delivery, families, installation, mixers
 from flash_attn_dualkv.integrations.ulysses import UlyssesLayout
 
@@ -56,20 +56,6 @@ def test_a_plain_forward_raises(name: str) -> None:
         model(**inputs())
     dualkv.install_layout_hook(model)
     model(**inputs())
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_layers_that_mix_tokens_are_counted(name: str) -> None:
-    model = hybrid_model(name, torch.float32)
-    layers = support.num_mixing_layers(model)
-    dualkv.install_layout_hook(model).remove()
-    with dualkv.expect_shared_prompt(BATCH.layout, layers):
-        model(**inputs())
-    with (
-        pytest.raises(SharedPromptLayoutError, match=f"consumed by {layers + 1} layers that mix tokens, got {layers}:"),
-        dualkv.expect_shared_prompt(BATCH.layout, layers + 1),
-    ):
-        model(**inputs())
 
 
 @pytest.mark.parametrize("name", KINDS)

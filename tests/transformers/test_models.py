@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hybrid_models import KINDS, RAGGED, hybrid_model
 from tiny_models import (
     EVERY_EXPERT,
     FAMILIES,
@@ -15,6 +14,7 @@ from tiny_models import (
     SUPPORTED,
     TOLERANCES,
     TRAINED,
+    VOCABULARY,
     WHOLE,
     Samples,
     check_equal,
@@ -28,7 +28,8 @@ from tiny_models import (
     tiny_model,
 )
 
-from flash_attn_dualkv import pack_prefix_tree, unpack_logprobs
+from flash_attn_dualkv import pack_prefix_tree
+from flash_attn_dualkv.integrations import lm_head
 
 PACKINGS = {
     "replicate": {},
@@ -62,74 +63,13 @@ def check_packed(name, samples, batches, scored=slice(None), **options) -> None:
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_equals_replicated_prompts(name):
+def test_equals_replicated_prompts(name, monkeypatch):
+    """The head in chunks; below, in one."""
+    monkeypatch.setattr(lm_head, "LOGIT_ELEMENTS", 4 * VOCABULARY + 1)
     check_packed(name, MIXED, [MIXED.pack(**options) for options in PACKINGS.values()])
 
 
-# A strict prefix of another prompt, one prompt at distant places and the padding token inside a prompt only look alike.
-EDGES = {
-    **{f"a prompt of {length} tokens": Samples.random([(length, [3, 1])]) for length in (511, 512, 513)},
-    "prompts that only look alike": Samples(
-        [[7, 8, 9], [7, 8], [0, 7, 0, 8], [7, 8, 9], [7, 8]], [[5, 6], [9, 5, 6], [0, 4], [6], [5, 5, 5]]
-    ),
-    "one sample": Samples.random([(6, [4])]),
-    "unique prompts": Samples.random([(6, [4]), (3, [2]), (9, [5])]),
-}
-
-
-@pytest.mark.parametrize("edge", EDGES)
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-def test_edges(name, edge):
-    model = tiny_model(name)
-    with torch.no_grad():
-        got, _ = dualkv.shared_prompt_forward(model, EDGES[edge].pack())
-        expected, _ = replicated_logps(stock_twin(model), EDGES[edge])
-    check_equal(got, expected, TOLERANCES[FAMILIES[name].dtype].value)
-
-
-# --- isolation -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "qwen3_moe", "gpt_oss", "deepseek_v3", *KINDS])
-def test_a_response_does_not_see_the_others(name):
-    """Other tokens in one response: all others stay equal to the last bit, and the gradients of a loss on them too."""
-    is_hybrid = name in KINDS
-    model = hybrid_model(name, torch.float32) if is_hybrid else tiny_model(name, **EVERY_EXPERT.get(name, {}))
-    samples = RAGGED if is_hybrid else MIXED
-    changed = Samples(samples.prompts, [list(one) for one in samples.responses])
-    index = max(range(len(samples)), key=lambda one: len(samples.responses[one]))
-    changed.responses[index] = [(token + 1) % 90 + 3 for token in changed.responses[index]]
-    found = []
-    for one in (samples, changed):
-        logps = one.split(dualkv.shared_prompt_forward(model, one.pack())[0])
-        sum(part.sum() for at, part in enumerate(logps) if at != index).backward()
-        found.append((logps, gradients(model)))
-    for at, (one, other) in enumerate(zip(found[0][0], found[1][0])):
-        assert torch.equal(one, other) == (at != index)
-    check_gradients(found[1][1], found[0][1], 1e-5)
-
-
 # --- what comes out ---------------------------------------------------------------------------------------------------
-
-
-def test_labels_and_rows_are_those_of_a_plain_forward():
-    """A head of one's own: the logits of all rows with `labels`, or those of `token_index`, give the same."""
-    model = tiny_model("qwen3")
-    batch = MIXED.pack()
-    with torch.no_grad():
-        expected, _ = dualkv.shared_prompt_forward(model, batch)
-        with dualkv.expect_shared_prompt(batch.layout, 2):
-            all_logps = model(**row_of(batch, attention_mask=None)).logits[0].log_softmax(-1)
-        kept = model(**row_of(batch, logits_to_keep=batch.token_index)).logits[0].log_softmax(-1)
-    scored = batch.labels >= 0
-    per_row = torch.zeros(len(scored), dtype=all_logps.dtype)
-    per_row[scored] = all_logps[scored].gather(-1, batch.labels[scored][:, None])[:, 0]
-    check_equal(unpack_logprobs(per_row, batch), unpack_logprobs(expected, batch), 1e-12)
-    targets = batch.labels[batch.token_index]
-    check_equal(kept.gather(-1, targets[:, None])[:, 0], expected, 1e-12)
-    # Rolled labels, as fused heads make them: right in every row that has a label.
-    rolled = batch.input_ids.roll(-1)
-    assert torch.equal(rolled[scored], batch.labels[scored])
 
 
 @pytest.mark.parametrize("name", SUPPORTED)

@@ -28,27 +28,6 @@ def inputs(batch=BATCH, **more):
 # --- the guard --------------------------------------------------------------------------------------------------------
 
 
-class DropsUnknownArguments(torch.nn.Module):
-    """A backbone whose code does not know of layouts."""
-
-    def __init__(self, backbone):
-        super().__init__()
-        self.backbone = backbone
-
-    def forward(self, input_ids=None, position_ids=None, use_cache=None, **_):
-        return self.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
-
-
-def test_a_dropped_layout_raises():
-    model = tiny_model("llama")
-    model.model = DropsUnknownArguments(model.model)
-    model.get_input_embeddings = lambda: model.model.backbone.embed_tokens
-    with pytest.raises(SharedPromptLayoutError, match=LOST + "0"):
-        dualkv.shared_prompt_forward(model, BATCH)
-    with pytest.raises(SharedPromptLayoutError, match=LOST + "0"), dualkv.expect_shared_prompt(BATCH.layout, 2):
-        model(**inputs())
-
-
 def test_a_layer_that_gets_no_layout_raises():
     model = tiny_model("llama")
     lose_a_layout(model)

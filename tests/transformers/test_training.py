@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,73 +13,14 @@ import torch.distributed as dist
 from hybrid_models import KINDS, RAGGED, hybrid_model
 from processes import run_ranks
 from tiny_models import (
-    FAMILIES,
     MIXED,
     TOLERANCES,
     Tolerance,
-    check_equal,
-    check_gradients,
     dualkv,
-    gradients,
     replicated_logps,
     stock_twin,
     tiny_model,
 )
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_gradient_checkpointing(name, use_reentrant):
-    model = tiny_model(name).train()
-    twin = stock_twin(model)
-    expected, _ = replicated_logps(twin, MIXED)
-    expected.square().sum().backward()
-    model.gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
-    if use_reentrant:
-        # Reentrant checkpoints have gradients only for inputs that need one themselves.
-        model.enable_input_require_grads()
-    runs = []
-    attention = model.model.layers[0].self_attn
-    handle = attention.register_forward_hook(lambda module, args, output: runs.append(torch.is_grad_enabled()))
-    got, _ = dualkv.shared_prompt_forward(model, MIXED.pack())
-    before = len(runs)
-    got.square().sum().backward()
-    handle.remove()
-    assert (before, len(runs)) == (1, 2)
-    tolerance = TOLERANCES[FAMILIES[name].dtype]
-    check_equal(got.detach(), expected.detach(), tolerance.value)
-    check_gradients(gradients(model), gradients(twin), tolerance.gradient)
-
-
-def lora(model: Any, **options: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="needs peft")
-    targets = ["q_proj", "v_proj", "down_proj", "lm_head"]
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, **options)
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        # LoRA's own parameters are made in float32.
-        return peft.get_peft_model(model, config).to(model.dtype)
-
-
-@pytest.mark.parametrize("task_type", [None, "CAUSAL_LM"])
-@pytest.mark.parametrize("use_reentrant", [None, False, True])
-def test_lora(use_reentrant, task_type):
-    """Adapters in attention, in the MLP and in the head itself; gradients for them only."""
-    model = lora(tiny_model("qwen3"), task_type=task_type).train()
-    twin = copy.deepcopy(model)
-    twin.get_base_model().set_attn_implementation("sdpa")
-    expected, _ = replicated_logps(twin, MIXED)
-    expected.sum().backward()
-    if use_reentrant is not None:
-        model.gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
-        model.enable_input_require_grads()
-    got, _ = dualkv.shared_prompt_forward(model, MIXED.pack())
-    got.sum().backward()
-    check_equal(got.detach(), expected.detach(), TOLERANCES[torch.float64].value)
-    found = gradients(model)
-    assert found
-    assert all("lora_" in name for name in found)
-    check_gradients(found, gradients(twin), TOLERANCES[torch.float64].gradient)
 
 
 @pytest.mark.parametrize("name", ["qwen3", *KINDS])

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""An engine of vLLM in this process, with random weights of a known shape, and the decoding steps that it takes.
+
+    python benchmarks/trainers/vllm_rig.py '{"model": "qwen3-8b", "layers": 8, "rollouts": [[16, 16, 8192, 128]]}'
+
+prints a line of JSON for each rollout. bench_vllm.py and check_vllm.py start it, one process for each engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flash_attn_dualkv.predict import MODELS
+
+MARK = "RESULT "  # in front of lines of results
+WARM_UP_TOKENS = 8
+
+
+@dataclass
+class Engine:
+    """What is run.
+
+    Attributes:
+        model, layers: its shape, by its name in `flash_attn_dualkv.predict`, and how many layers of it.
+        backend: of attention, as vLLM names it; None: vLLM's default; CUSTOM: this package.
+        exact: of this package.
+        compile: of vLLM: "eager" takes its own operators and generates no code.
+        graphs: vLLM's mode of CUDA graphs; None: its default.
+        runner: "1" or "2", vLLM's model runner; None: its default.
+        rollouts: groups, responses of each, tokens of a prompt and of a response.
+        repeat: runs of each of them behind the warm-up.
+        options: more arguments of vLLM's LLM.
+    """
+
+    model: str = "qwen3-8b"
+    layers: int = 8
+    backend: str | None = None
+    exact: str | None = None
+    compile: str = "eager"
+    graphs: str | None = None
+    runner: str | None = None
+    rollouts: list[list[int]] = field(default_factory=list)
+    repeat: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def write_model(engine: Engine, folder: str, length: int) -> None:
+    """A configuration of transformers that vLLM reads."""
+    shape = MODELS[engine.model]
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": engine.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": max(40960, length),
+        "attention_bias": False, "tie_word_embeddings": shape.tied, "torch_dtype": "bfloat16",
+        "bos_token_id": 151643, "eos_token_id": 151645,
+    }  # fmt: skip
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+
+
+def prepare_environment(folder: str, runner: str | None) -> None:
+    """No network, nothing kept, the engine in this process."""
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_DISABLE_COMPILE_CACHE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_CACHE_ROOT": f"{folder}/vllm", "VLLM_CONFIG_ROOT": f"{folder}/config",
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+    }  # fmt: skip
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    if runner is not None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "2"))
+
+
+@contextlib.contextmanager
+def running(engine: Engine, requests: int, length: int) -> Iterator[Any]:
+    """vLLM's LLM for so many requests of at most so many tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        prepare_environment(folder, engine.runner)
+        write_model(engine, folder, length)
+        from vllm import LLM
+        from vllm.plugins import load_general_plugins
+
+        from flash_attn_dualkv.integrations.vllm import register
+
+        load_general_plugins()
+        register()  # where the package is on the path, but not installed
+        sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size < requests} | {requests})
+        graphs = {} if engine.graphs is None else {"cudagraph_mode": engine.graphs}
+        arguments: dict[str, Any] = {
+            "load_format": "dummy", "dtype": "bfloat16", "skip_tokenizer_init": True, "enable_prefix_caching": True,
+            "max_num_seqs": requests, "max_model_len": length, "gpu_memory_utilization": 0.85, "seed": 0,
+            "kernel_config": {"enable_flashinfer_autotune": False},
+            "compilation_config": {
+                "mode": 3, "backend": engine.compile, "cudagraph_capture_sizes": sizes, **graphs,
+            },
+        }  # fmt: skip
+        if engine.backend is not None:
+            arguments["attention_backend"] = engine.backend
+        if engine.backend == "CUSTOM":
+            arguments["additional_config"] = {"flash_attn_dualkv": {"exact": engine.exact, "log_interval": 2.0}}
+        yield LLM(model=folder, **(arguments | engine.options))
+
+
+def ask(thing: Any, path: str) -> Any:
+    """An attribute of attributes, or None; numbers are places in lists."""
+    for name in path.split("."):
+        thing = thing[int(name)] if name.isdigit() and thing else getattr(thing, name, None)
+    return thing
+
+
+def runner_of(llm: Any) -> Any:
+    """vLLM's model runner, in this process."""
+    worker = ask(llm.llm_engine, "engine_core.engine_core.model_executor.driver_worker")
+    return ask(worker, "worker.model_runner") or ask(worker, "model_runner")
+
+
+@torch.no_grad()
+def set_weights(llm: Any, seed: int = 0) -> None:
+    """Weights with which attention and next tokens are neither uniform nor certain, the same in every engine."""
+    for name, one in runner_of(llm).model.named_parameters():
+        draw = torch.Generator(one.device).manual_seed(seed + sum(name.encode()))
+        if one.dim() > 1:
+            one.normal_(0.0, 1.0 if "embed_tokens" in name else 1.0 / one.shape[-1] ** 0.5, generator=draw)
+        else:
+            one.fill_(2.0 if "q_norm" in name else 1.0)
+
+
+def describe(llm: Any) -> dict[str, Any]:
+    """Which runner, backend and graphs an engine has, and how many steps this package has counted."""
+    engine, runner = llm.llm_engine, runner_of(llm)
+    builder = ask(runner, "attn_groups.0.0.metadata_builders.0")
+    found = {
+        "runner": type(runner).__module__,
+        "backend": type(builder).__module__,
+        "graphs": str(ask(engine, "vllm_config.compilation_config.cudagraph_mode")),
+        "block_size": ask(engine, "vllm_config.cache_config.block_size"),
+    }
+    counted = ask(builder, "_sharing.statistics")
+    if counted is not None:
+        found |= {"steps": dict(counted.steps), "stock_steps": dict(counted.stock)}
+    return found
+
+
+def draw_prompts(groups: int, tokens: int, seed: int) -> list[list[int]]:
+    """Random tokens."""
+    draw = random.Random(seed)
+    return [[draw.randrange(1000, 150000) for _ in range(tokens)] for _ in range(groups)]
+
+
+def roll_out(llm: Any, groups: int, n: int, prompt: int, new: int, seed: int) -> dict[str, Any]:
+    """Times of a rollout: requests are submitted one by one, in a random order."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": one} for one in draw_prompts(groups, prompt, seed) for _ in range(n)]
+    random.Random(seed).shuffle(prompts)
+    sampling = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
+    steps: list[float] = []
+    step = llm.llm_engine.step
+
+    def timed() -> Any:
+        begin = time.perf_counter()
+        outputs = step()
+        steps.append(time.perf_counter() - begin)
+        return outputs
+
+    llm.llm_engine.step = timed
+    try:
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+    finally:
+        llm.llm_engine.step = step
+    tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    assert tokens == groups * n * new, f"expected {groups * n * new} tokens, got {tokens}"
+    decoding = sorted(steps[-(new // 2) : -3] or steps)  # all requests decode
+    return {
+        "seconds": seconds, "tokens_per_s": tokens / seconds, "steps": len(steps),
+        "step_ms": 1e3 * statistics.median(decoding),
+        "step_ms_10": 1e3 * decoding[len(decoding) // 10], "step_ms_90": 1e3 * decoding[len(decoding) * 9 // 10],
+        "decode_tokens_per_s": groups * n / statistics.median(decoding),
+    }  # fmt: skip
+
+
+def main(text: str) -> None:
+    engine = Engine(**json.loads(text))
+    requests = max(groups * n for groups, n, _, _ in engine.rollouts)
+    length = max(prompt + new for _, _, prompt, new in engine.rollouts) + 16
+    begin = time.perf_counter()
+    with running(engine, requests, length) as llm:
+        started = time.perf_counter() - begin
+        print(f"{describe(llm)}, {started:.0f} s to start", file=sys.stderr)
+        for groups, n, prompt, new in engine.rollouts:
+            roll_out(llm, groups, n, prompt, WARM_UP_TOKENS, seed=0)
+            for run in range(engine.repeat):
+                found = roll_out(llm, groups, n, prompt, new, seed=run + 1)
+                row = {
+                    "model": engine.model, "layers": engine.layers, "backend": engine.backend, "exact": engine.exact,
+                    "groups": groups, "n": n, "prompt": prompt, "new": new, "run": run, **found, **describe(llm),
+                    "device": torch.cuda.get_device_name(), "startup_s": started,
+                }  # fmt: skip
+                print(MARK + json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

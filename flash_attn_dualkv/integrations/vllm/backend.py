@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The backend: vLLM's FlashAttention backend, of which decoding runs on shared prefixes.
+
+Cache layout, writes to the cache, prompts and all that decoding here lacks are vLLM's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+import vllm.envs as envs
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+
+from ...checks import CUDA_DTYPES
+from ...decode.attention import shared_prefix_decode
+from . import prompts
+from .settings import read_settings
+from .sharing import MOST_REQUESTS, Geometry, Shared, Sharing
+
+_SHARED = "dualkv_shared"  # of a step's metadata
+_PROMPTS = "dualkv_prompts"  # of a step's metadata: the metadata of the requests behind those that decode
+
+
+class SharedPrefixBackend(FlashAttentionBackend):
+    """vLLM's backend CUSTOM."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[SharedPrefixImpl]:
+        return SharedPrefixImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SharedPrefixMetadataBuilder]:
+        return SharedPrefixMetadataBuilder
+
+
+class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
+    """Metadata of a step, with the plan of its requests that decode."""
+
+    # Graphs hold steps in which all requests have one number of tokens: whether prompts are in a
+    # step is not known on the device.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    # Each block table has a plan of its own.
+    supports_update_block_table: bool = False
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        prompts.install()
+        context = vllm_config.compilation_config.static_forward_context
+        layers = {name: context[name] for name in layer_names}
+        scheduler = vllm_config.scheduler_config
+        first = next(iter(layers.values())).impl
+        geometry = Geometry(
+            first.num_heads, first.num_kv_heads, first.head_size, self.reorder_batch_threshold,
+            scheduler.max_num_seqs, scheduler.max_num_batched_tokens,
+        )  # fmt: skip
+        settings = read_settings(vllm_config.additional_config, envs.VLLM_BATCH_INVARIANT)
+        self._sharing = Sharing(layers, geometry, settings, device)
+        self._is_drafting = self._is_capturing = False
+        reason = why_stock(vllm_config, layers)
+        if reason is not None:
+            self._sharing.refuse(reason)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        common = common_attn_metadata
+        reason = self._sharing.lacking or self._unplanned(common)
+        if reason is not None:
+            self._sharing.statistics.count_stock(reason)
+        shared = self._sharing.begin(common, not self._is_capturing) if reason is None else None
+        if shared is None:
+            return super().build(common_prefix_len, common, fast_build)
+        # FlashAttention's own schedule is for prompts alone, but the first step is when it looks for windows.
+        is_first = getattr(self, "aot_sliding_window", None) is None
+        metadata = super().build(0, common, fast_build=not is_first)
+        setattr(metadata, _SHARED, shared)
+        if shared.behind:
+            setattr(metadata, _PROMPTS, super().build(0, requests_behind(common, shared), fast_build))
+        return metadata
+
+    def _unplanned(self, common: Any) -> str | None:
+        """Why a step has no plan."""
+        if self._is_drafting or common.is_prefilling is None:
+            return "a draft model, or requests that vLLM divides"
+        if common.causal is not True:
+            return "attention that is not causal"
+        if common.logits_indices_padded is not None:
+            return "fast prefill"
+        return None
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        self._is_capturing = True
+        try:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._is_capturing = False
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
+        self._is_drafting = True
+        try:
+            return super().build_for_drafting(common_attn_metadata, draft_index)
+        finally:
+            self._is_drafting = False
+
+    def use_cascade_attention(self, *_: Any, **__: Any) -> bool:
+        return False
+
+
+def requests_behind(common: Any, shared: Shared) -> Any:
+    """vLLM's CommonAttentionMetadata of the requests behind those of the plan."""
+    rows, first = common.num_reqs, shared.requests
+    of_requests = ("seq_lens", "block_table_tensor", "seq_lens_cpu_upper_bound", "is_prefilling", "rswa_prefix_lens")
+    new: dict[str, Any] = {one.name: None for one in dataclasses.fields(common) if one.name.startswith("_")}
+    new |= {name: value[first:rows] for name in of_requests if (value := getattr(common, name)) is not None}
+    if common.positions is not None:
+        new["positions"] = common.positions[shared.tokens :]
+    return common.replace(
+        query_start_loc=common.query_start_loc[first : rows + 1] - shared.tokens,
+        query_start_loc_cpu=common.query_start_loc_cpu[first : rows + 1] - shared.tokens,
+        slot_mapping=common.slot_mapping[shared.tokens :],
+        num_reqs=shared.behind,
+        num_actual_tokens=common.num_actual_tokens - shared.tokens,
+        **new,
+    )
+
+
+class SharedPrefixImpl(FlashAttentionImpl):
+    """Attention of a layer."""
+
+    def forward(
+        self, layer: torch.nn.Module, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
+        attn_metadata: Any, output: Tensor, output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        shared: Shared | None = getattr(attn_metadata, _SHARED, None)
+        scales = output_scale, output_block_scale
+        if shared is None or scales != (None, None):
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+        k, v = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        tokens = shared.tokens
+        shared_prefix_decode(
+            query[:tokens], k, v, shared.plan, softmax_scale=self.scale, window_size=self.sliding_window,
+            softcap=float(self.logits_soft_cap), sinks=self.sinks, out=output[:tokens],
+        )  # fmt: skip
+        if shared.behind:
+            rest = (None if one is None else one[tokens:] for one in (query, key, value))
+            super().forward(layer, *rest, kv_cache, getattr(attn_metadata, _PROMPTS), output[tokens:])
+        return output
+
+
+def why_stock(vllm_config: Any, layers: dict[str, Any]) -> str | None:
+    """Why layers run on vLLM's own attention in all steps; None if they need not."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    found = [
+        ("decode context parallelism", parallel.decode_context_parallel_size > 1),
+        ("prefill context parallelism", parallel.prefill_context_parallel_size > 1),
+        ("steps in two halves (dual batch overlap)", parallel.use_ubatching),
+        ("a hybrid of attention and other mixers", model.is_hybrid),
+        ("reference sliding windows", model.rswa_window is not None),
+        ("attention to images in both directions", model.is_mm_prefix_lm),
+        (f"more than {MOST_REQUESTS} requests", vllm_config.scheduler_config.max_num_seqs > MOST_REQUESTS),
+    ]
+    sizes = set()
+    for layer in layers.values():
+        impl, dtype = layer.impl, layer.kv_cache_torch_dtype
+        if not isinstance(impl, SharedPrefixImpl):
+            return f"layers with {type(impl).__name__}"
+        sizes.add((impl.num_heads, impl.num_kv_heads, impl.head_size))
+        found += [
+            (f"attention of the type {impl.attn_type}", impl.attn_type != AttentionType.DECODER),
+            ("ALiBi", impl.alibi_slopes is not None),
+            (f"a cache of {impl.kv_cache_dtype} ({dtype})", dtype not in CUDA_DTYPES),
+        ]
+    found.append(("layers of several shapes with one block table", len(sizes) > 1))
+    return next((reason for reason, holds in found if holds), None)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which attention backend vLLM takes for a layer: where this one cannot serve, vLLM's own choice."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from ...environment import environment_flag
+from ...errors import SharedPromptError
+from ..replacing import replace_once
+from .log import say_once
+
+FLAG = "DUALKV_VLLM"
+
+
+def install(custom: Any) -> None:
+    """Let vLLM's choice of a backend know this one, `custom` of vLLM's enumeration."""
+    platform: Any = importlib.import_module("vllm.platforms").current_platform
+
+    def choosing(stock: Callable[..., str]) -> Callable[..., str]:
+        def get_attn_backend_cls(selected_backend: Any, *args: Any, **kwargs: Any) -> str:
+            if selected_backend is None and environment_flag(FLAG):
+                selected_backend = custom
+            if selected_backend is not custom:
+                return stock(selected_backend, *args, **kwargs)
+            try:
+                return stock(custom, *args, **kwargs)
+            except SharedPromptError:
+                raise
+            except ValueError as error:  # vLLM's: MLA, sparse attention, and so on
+                say_once(f"layers run on vLLM's own attention backend: {error}")
+                return stock(None, *args, **kwargs)
+
+        return get_attn_backend_cls
+
+    replace_once(platform, "get_attn_backend_cls", choosing)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Settings of the plug-in."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ... import checks
+from ...checks import explain
+from ...data.prefix_tree import Boundary, checked_boundary
+from ...errors import SharedPromptError
+
+KEY = "flash_attn_dualkv"
+
+
+class Settings(NamedTuple):
+    """`additional_config={"flash_attn_dualkv": {...}}` of an engine.
+
+    exact: "trainer" computes prompts as decoding does, so that attention has the bits of the
+        training forward in every step, and in any chunks. None: prompts run on vLLM's kernels;
+        under VLLM_BATCH_INVARIANT=1 it is "trainer".
+    boundary: as training packs its samples (`pack_shared_prompts`).
+    log_interval: seconds between two lines of statistics in vLLM's log; 0: none.
+    """
+
+    exact: str | None = None
+    boundary: Boundary = "replicate"
+    log_interval: float = 60.0
+
+
+def read_settings(additional_config: Any, batch_invariant: bool) -> Settings:
+    """The settings of an engine.
+
+    Raises:
+        SharedPromptError: names an entry that is not as described.
+    """
+    found = additional_config.get(KEY, {}) if isinstance(additional_config, dict) else {}
+    name = f"additional_config[{KEY!r}]"
+    unknown = set(found) - set(Settings._fields) if isinstance(found, dict) else {found}
+    if unknown:
+        expected = f"a dict of {', '.join(Settings._fields)}"
+        raise SharedPromptError(explain(name, expected, ", ".join(map(repr, unknown))))
+    asked = Settings(**found)
+    exact = asked.exact
+    if exact is not None:
+        checks.choice(f"{name}['exact']", exact, ("trainer",))
+    elif batch_invariant:
+        exact = "trainer"
+    interval = checks.number(f"{name}['log_interval']", asked.log_interval, zero=True)
+    return Settings(exact, checked_boundary(asked.boundary), interval)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the layers of a builder of vLLM share in a step: a plan, and which rows run on it.
+
+vLLM puts requests with few tokens first. Their rows are decoded by a plan; the others, prompts and
+long chunks of them, are left to vLLM's own attention, or with exact="trainer" are decoded, too.
+The plan is made when vLLM builds a step's metadata, outside of CUDA graphs. A graph of a layer
+reads it from the same memory in every replay, so that it serves all forests of its size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...data.prefix_tree import SHIFTS
+from ...decode.calls import PAGE_ROWS
+from ...decode.plan import SharedPrefixPlan
+from . import prompts
+from .log import say_once
+from .settings import Settings
+from .statistics import Statistics
+
+MOST_REQUESTS = 4096  # of a plan, on a GPU
+_NOWHERE = np.iinfo(np.int32).max  # a request that is not cut
+
+
+class Shared(NamedTuple):
+    """A step: the plan of its first requests, and their rows; `behind`: how many requests have the others."""
+
+    plan: SharedPrefixPlan
+    requests: int
+    tokens: int
+    behind: int
+
+
+class Geometry(NamedTuple):
+    """What is fixed for a builder's layers.
+
+    threshold: tokens of a request that decodes, at most.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    threshold: int
+    max_requests: int
+    max_tokens: int
+
+
+class Sharing:
+    """Plans of a builder's steps.
+
+    Args:
+        layers: the layers, by name: vLLM's, whose `kv_cache` is there when the first step comes.
+        geometry: their sizes.
+        settings: the engine's.
+        device: where steps run.
+    """
+
+    def __init__(self, layers: dict[str, Any], geometry: Geometry, settings: Settings, device: torch.device) -> None:
+        self.geometry, self.settings, self.device = geometry, settings, device
+        self.statistics = Statistics(settings.log_interval, f"{len(layers)} layers")
+        self._layers = layers
+        self._plan: SharedPrefixPlan | None = None
+        # Where requests are cut: what the plan reads in every step, and what it holds.
+        self._cuts = torch.full((geometry.max_requests,), _NOWHERE, dtype=torch.int32, device=device)
+        self._known = np.full(geometry.max_requests, _NOWHERE, dtype=np.int32)
+        self.lacking: str | None = None  # why the kernels cannot serve these layers
+
+    def begin(self, common: Any, is_real: bool) -> Shared | None:
+        """Plan a step of vLLM's CommonAttentionMetadata; None if all of it is vLLM's own.
+
+        Args:
+            common: the metadata.
+            is_real: whether it is a step of requests, not of a capture.
+        """
+        requests, tokens = self._decoded(common)
+        rows = self._rows()
+        if requests > self.geometry.max_requests or tokens > rows:
+            expected = f"{self.geometry.max_requests} requests of {rows} tokens"
+            self.statistics.count_stock(f"a step of {requests} requests and {tokens} tokens, more than {expected}")
+            return None
+        if requests == 0:
+            self.statistics.count_stock("prompts alone")
+            return None
+        table, keys = common.block_table_tensor[:requests], common.seq_lens[:requests]
+        plan = self._made(table.shape[1])
+        if plan is None:
+            return None
+        cuts = self._cut(requests)
+        plan.update(
+            table, keys, cu_seqlens_q=common.query_start_loc[: requests + 1], boundaries=cuts, num_queries=tokens
+        )
+        behind = common.num_reqs - requests
+        if is_real:
+            self.statistics.count_shared(table, keys, cuts, plan.limits.page_size, is_mixed=behind > 0)
+        return Shared(plan, requests, tokens, behind)
+
+    def _decoded(self, common: Any) -> tuple[int, int]:
+        """How many of a step's first requests are decoded, and their tokens."""
+        everything = common.num_reqs, common.num_actual_tokens
+        if self.settings.exact is not None or common.max_query_len <= self.geometry.threshold:
+            return everything
+        offsets = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
+        is_long = np.diff(offsets) > self.geometry.threshold
+        first = int(is_long.argmax())
+        return (first, int(offsets[first])) if is_long[first] else everything
+
+    def _rows(self) -> int:
+        most = self.geometry.max_requests * self.geometry.threshold
+        return max(most, self.geometry.max_tokens) if self.settings.exact is not None else most
+
+    def _made(self, columns: int) -> SharedPrefixPlan | None:
+        """The plan, made with the first step: not with the builder, whose memory vLLM may put to sleep."""
+        if self._plan is None and self.lacking is None:
+            geometry = self.geometry
+            pages, _, page_size, _ = next(iter(self._layers.values())).kv_cache.shape
+            if page_size % PAGE_ROWS:
+                self.refuse(f"pages of {page_size} tokens")
+                return None
+            try:
+                self._plan = SharedPrefixPlan(
+                    geometry.max_requests, columns, num_pages=pages, max_queries=self._rows(), page_size=page_size,
+                    num_heads=geometry.num_heads, num_kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim,
+                    device=self.device, exact=self.settings.exact,
+                )  # fmt: skip
+            except NotImplementedError as error:
+                self.refuse(str(error))
+        return self._plan
+
+    def refuse(self, reason: str) -> None:
+        """Leave these layers to vLLM's own attention from now on, and say so once."""
+        self.lacking = reason
+        say_once(f"{len(self._layers)} layers run on vLLM's own attention: {reason}")
+
+    def _cut(self, requests: int) -> Tensor:
+        """Where training cuts each request, on the device. It is written when it changes."""
+        cuts = np.full(requests, _NOWHERE, dtype=np.int32)
+        noted = prompts.newest()
+        if noted is not None:
+            known = noted.lengths[:requests]
+            cuts[: len(known)] = known - SHIFTS[self.settings.boundary]
+        if not np.array_equal(cuts, self._known[:requests]):
+            self._known[:requests] = cuts
+            new = torch.from_numpy(cuts)
+            # Pinned memory that is not used again: earlier steps may still copy from theirs.
+            self._cuts[:requests].copy_(new.pin_memory() if self._cuts.is_cuda else new, non_blocking=True)
+        return self._cuts[:requests]

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What sharing saves, for vLLM's log.
+
+Steps are counted on the host. Once an interval a step's block table is copied, without waiting for
+the device, and looked at when it is there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .log import logger
+
+
+class Reading(NamedTuple):
+    """Keys of a step: of all its requests, and what others of them have read already; groups of requests that share."""
+
+    keys: int
+    saved: int
+    requests: int
+    groups: int
+    siblings: int  # requests in the groups
+
+    def __str__(self) -> str:
+        read = 100.0 * (self.keys - self.saved) / max(self.keys, 1)
+        each = self.siblings / max(self.groups, 1)
+        return (
+            f"a step of {self.requests} requests reads {read:.1f}% of its {self.keys} keys, those shared once; "
+            f"{self.groups} groups of {each:.1f} siblings"
+        )
+
+
+def read_table(table: Any, keys: Any, cuts: Any, page_size: int) -> Reading:
+    """What a step shares: NumPy arrays of its block table, keys, and where requests are cut."""
+    is_used = keys > 0
+    table, keys, cuts = table[is_used], keys[is_used], cuts[is_used]
+    shareable = np.clip(np.minimum(cuts, keys), 0, None) // page_size  # whole pages
+    places = np.arange(table.shape[1]) < shareable[:, None]
+    columns = np.broadcast_to(np.arange(table.shape[1]), table.shape)[places]
+    distinct = np.unique(columns.astype(np.int64) << 32 | table[places]).size
+    firsts = table[shareable > 0, 0]
+    counts = np.unique(firsts, return_counts=True)[1]
+    counts = counts[counts > 1]
+    saved = (int(places.sum()) - distinct) * page_size
+    return Reading(int(keys.sum()), saved, len(keys), len(counts), int(counts.sum()))
+
+
+class Statistics:
+    """Of a builder's steps.
+
+    Args:
+        interval: seconds between two lines; 0: none.
+        whose: the builder's layers, in words.
+    """
+
+    def __init__(self, interval: float, whose: str) -> None:
+        self.interval, self.whose = interval, whose
+        self.steps: Counter[str] = Counter()  # "decode", "mixed"
+        self.stock: Counter[str] = Counter()  # reasons
+        self._last = time.monotonic() if interval else 0.0
+        self._pending: tuple[list[Tensor], int, Any] | None = None
+
+    def count_stock(self, reason: str) -> None:
+        """A step that is vLLM's own."""
+        self.stock[reason] += 1
+
+    def count_shared(self, table: Tensor, keys: Tensor, cuts: Tensor, page_size: int, is_mixed: bool) -> None:
+        """A step whose requests decode on a plan."""
+        self.steps["mixed" if is_mixed else "decode"] += 1
+        if not self.interval:
+            return
+        if self._pending is not None:
+            self._report()
+        elif time.monotonic() - self._last > self.interval:
+            self._last = time.monotonic()
+            copies = [torch.empty(one.shape, dtype=one.dtype, pin_memory=one.is_cuda) for one in (table, keys, cuts)]
+            for copy, one in zip(copies, (table, keys, cuts)):
+                copy.copy_(one, non_blocking=True)
+            event = None
+            if table.is_cuda:
+                event = torch.cuda.Event()
+                event.record()
+            self._pending = copies, page_size, event
+
+    def _report(self) -> None:
+        assert self._pending is not None
+        copies, page_size, event = self._pending
+        if event is not None and not event.query():
+            return
+        self._pending = None
+        table, keys, cuts = (one.numpy() for one in copies)
+        logger.info("flash_attn_dualkv, %s: %s", self.whose, self.line(read_table(table, keys, cuts, page_size)))
+
+    def line(self, reading: Reading) -> str:
+        """A line of the log."""
+        stock = ", ".join(f"{count} ({reason})" for reason, count in self.stock.items()) or "0"
+        return f"{reading}; steps: {self.steps['decode']} of decoding, {self.steps['mixed']} mixed, vLLM's own {stock}"

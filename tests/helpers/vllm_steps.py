@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Steps of vLLM on the CPU: real backend, builder, metadata and layer code of the installed vLLM, without its engine.
+
+What vLLM's configuration and runner give is made here, from lists of requests. Prompts run on vLLM's code down to its
+FlashAttention function, which is a plain one here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from flash_attn_dualkv.integrations.vllm import backend, prompts
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 64, 16
+PAGES, COLUMNS, MAX_REQUESTS, MAX_TOKENS = 64, 12, 8, 128
+DTYPE = torch.bfloat16
+NAME = "model.layers.0.self_attn.attn"
+
+
+@dataclass
+class Request:
+    """Of a step: its keys, how many of them are its queries', its prompt's length and its pages."""
+
+    keys: int
+    queries: int
+    prompt: int
+    pages: list[int]
+
+
+@dataclass
+class Calls:
+    """Of vLLM's FlashAttention: rows of q of each."""
+
+    rows: list[int] = field(default_factory=list)
+
+
+def ints(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def config(threshold: int = 1, **changes: Any) -> Any:
+    """As much of a VllmConfig as the builder reads. `changes` are of its parts: parallel__use_ubatching=True."""
+    speculative = None
+    if threshold > 1:
+        speculative = SimpleNamespace(num_speculative_tokens=threshold - 1, parallel_drafting=False)
+    made = SimpleNamespace(
+        model_config=SimpleNamespace(
+            is_hybrid=False, rswa_window=None, is_mm_prefix_lm=False, get_num_attention_heads=lambda _: HEADS,
+            get_num_kv_heads=lambda _: KV_HEADS, get_head_size=lambda: HEAD_DIM, dtype=DTYPE, max_model_len=1024,
+            hf_config=SimpleNamespace(model_type="qwen3"),
+        ),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False,
+            cp_kv_cache_interleave_size=1,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=PAGE),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True), max_cudagraph_capture_size=8,
+            static_forward_context={},
+        ),
+        attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32, flash_attn_version=None),
+        scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS),
+        speculative_config=speculative, kernel_config=SimpleNamespace(enable_jit_warmup=False), additional_config={},
+        use_v2_model_runner=True,
+    )  # fmt: skip
+    for name, value in changes.items():
+        part, _, attribute = name.partition("__")
+        if attribute:
+            setattr(getattr(made, f"{part}_config"), attribute, value)
+        else:
+            setattr(made, name, value)
+    return made
+
+
+class Layer(torch.nn.Module):
+    """As much of vLLM's Attention as the backend reads."""
+
+    def __init__(self, impl_class: type = backend.SharedPrefixImpl, **attributes: Any) -> None:
+        super().__init__()
+        impl: Any = impl_class.__new__(impl_class)
+        values = {
+            "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_DIM, "scale": 0.125,
+            "alibi_slopes": None, "sliding_window": (-1, -1), "kv_cache_dtype": "auto", "logits_soft_cap": 0,
+            "attn_type": AttentionType.DECODER, "sinks": None, "vllm_flash_attn_version": 3,
+            "supports_quant_query_input": False, "fa4_hd256": False, "dcp_world_size": 1, "num_queries_per_kv": 2,
+        }  # fmt: skip
+        for name, value in (values | attributes).items():
+            setattr(impl, name, value)
+        self.impl = impl
+        self.kv_cache_torch_dtype = DTYPE
+        self._q_scale = self._k_scale = self._v_scale = torch.ones(1)
+        # vLLM's: (blocks, heads, rows, K and V side by side), of which NaN shows what is read too much.
+        self.kv_cache = torch.full((PAGES, KV_HEADS, PAGE, 2 * HEAD_DIM), torch.nan, dtype=DTYPE)
+
+
+def builder(layer: Layer, vllm_config: Any | None = None) -> Any:
+    """The backend's metadata builder of a layer."""
+    made = vllm_config or config()
+    made.compilation_config.static_forward_context[NAME] = layer
+    sizes = {"block_size": PAGE, "num_kv_heads": KV_HEADS, "head_size": HEAD_DIM, "dtype": DTYPE}
+    window = layer.impl.sliding_window[0] + 1
+    spec = SlidingWindowSpec(sliding_window=window, **sizes) if window else FullAttentionSpec(**sizes)
+    kind = backend.SharedPrefixBackend.get_builder_cls()
+    return kind(spec, [NAME], made, torch.device("cpu"))
+
+
+def metadata(requests: list[Request], padded: int | None = None, **changes: Any) -> Any:
+    """vLLM's CommonAttentionMetadata of requests, padded to that many as for a CUDA graph."""
+    count = padded or len(requests)
+    queries = [one.queries for one in requests]
+    offsets = np.cumsum([0, *queries, *[0] * (count - len(requests))])
+    table = torch.zeros(count, COLUMNS, dtype=torch.int32)
+    for row, one in enumerate(requests):
+        table[row, : len(one.pages)] = ints(one.pages)
+        table[row, len(one.pages) :] = 7  # what an earlier step has left
+    keys = ints([*(one.keys for one in requests), *[0] * (count - len(requests))])
+    prompts.note(np.array([one.prompt for one in requests], dtype=np.int32))
+    tokens = count if padded else int(offsets[-1])
+    values = {
+        "query_start_loc": ints(offsets), "query_start_loc_cpu": ints(offsets), "seq_lens": keys,
+        "num_reqs": count, "num_actual_tokens": tokens, "max_query_len": max(queries), "max_seq_len": 1024,
+        "block_table_tensor": table, "slot_mapping": torch.zeros(tokens, dtype=torch.int64), "causal": True,
+        "seq_lens_cpu_upper_bound": keys, "is_prefilling": torch.zeros(count, dtype=torch.bool),
+        "positions": torch.zeros(tokens, dtype=torch.int64),
+    }  # fmt: skip
+    return CommonAttentionMetadata(**(values | changes))
+
+
+def fill(layer: Layer, requests: list[Request], seed: int = 0) -> None:
+    """Keys and values of the requests, in their pages; equal pages get equal ones."""
+    draw = torch.Generator().manual_seed(seed)
+    for page in sorted({page for one in requests for page in one.pages}):
+        layer.kv_cache[page] = torch.randn(KV_HEADS, PAGE, 2 * HEAD_DIM, generator=draw).to(DTYPE)
+    for one in requests:  # behind a request's last key there is nothing
+        last, rows = divmod(one.keys, PAGE)
+        if rows and not any(one.pages[last] in other.pages for other in requests if other is not one):
+            layer.kv_cache[one.pages[last], :, rows:] = torch.nan
+
+
+def plain(
+    q: Tensor, cache: Tensor, request: Request, scale: float, window: int = -1, softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of a request's rows, in float64."""
+    positions = torch.arange(request.keys)
+    pages = torch.tensor(request.pages)[positions // PAGE]
+    found = cache[pages, :, positions % PAGE].double()  # (keys, KV heads, K and V)
+    k, v = (one.repeat_interleave(HEADS // KV_HEADS, 1) for one in found.split(HEAD_DIM, -1))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    distance = torch.arange(request.keys - request.queries, request.keys)[:, None] - positions
+    hidden = distance < 0 if window < 0 else (distance < 0) | (distance > window)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, len(q), 1)), -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : request.keys], v)
+
+
+def flash_attention(calls: Calls) -> Any:
+    """vLLM's flash_attn_varlen_func on a paged cache: plain, and it counts its rows."""
+
+    def flash_attn_varlen_func(**call: Any) -> Tensor:
+        q, offsets, keys = call["q"], call["cu_seqlens_q"].tolist(), call["seqused_k"].tolist()
+        calls.rows.append(len(q))
+        cache = torch.cat((call["k"], call["v"]), -1).transpose(1, 2)
+        window = (call["window_size"] or (-1, -1))[0]
+        for row, count in enumerate(keys):
+            begin, end = offsets[row : row + 2]
+            request = Request(count, end - begin, 0, call["block_table"][row].tolist())
+            if end > begin:
+                call["out"][begin:end] = plain(q[begin:end], cache, request, call["softmax_scale"], window).to(DTYPE)
+        assert call["softcap"] == 0 and call["alibi_slopes"] is None
+        out: Tensor = call["out"]
+        return out
+
+    return flash_attn_varlen_func
+
+
+def parameters(function: Any) -> list[str]:
+    """Names of a function's parameters."""
+    return list(inspect.signature(function).parameters)

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The plug-in on the code of the installed vLLM: its classes, metadata builder and layers, without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed: .ci/run puts its Python code on the path")
+
+import vllm
+import vllm_steps as steps
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker import gpu_input_batch, gpu_model_runner
+from vllm.v1.worker.gpu import input_batch, model_runner, states
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.utils import AttentionGroup
+from vllm_steps import Calls, Layer, Request
+
+import flash_attn_dualkv.integrations.vllm as plugin
+from flash_attn_dualkv.errors import SharedPromptError, SharedPromptUnsupportedError
+from flash_attn_dualkv.integrations.vllm import backend, log, prompts
+from flash_attn_dualkv.integrations.vllm.settings import KEY, Settings, read_settings
+from flash_attn_dualkv.integrations.vllm.statistics import Reading, Statistics, read_table
+
+PROMPT = [3, 9, 5]
+# Two groups of siblings and a request by itself, shuffled.
+DECODING = [
+    Request(60, 1, 50, [*PROMPT, 11]),
+    Request(20, 1, 18, [40, 41]),
+    Request(49, 1, 48, [*PROMPT, 12]),
+    Request(33, 1, 32, [20, 21, 22]),
+    Request(70, 1, 50, [*PROMPT, 13, 14]),
+    Request(40, 1, 32, [20, 21, 23]),
+]
+PREFILL = [Request(37, 37, 37, [50, 51, 52]), Request(64, 5, 70, [55, 56, 57, 58])]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Calls of vLLM's own attention, which a plain one stands for."""
+    found = Calls()
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", steps.flash_attention(found), raising=False)
+    return found
+
+
+def run(layer: Layer, builder: Any, requests: list[Request], padded: int | None = None, **changes: Any) -> torch.Tensor:
+    """A step: output of its rows, each checked against plain attention."""
+    common = steps.metadata(requests, padded, **changes)
+    steps.fill(layer, requests)
+    q = torch.randn(common.num_actual_tokens, steps.HEADS, steps.HEAD_DIM).to(steps.DTYPE)
+    kv = torch.zeros(common.num_actual_tokens, steps.KV_HEADS, steps.HEAD_DIM).to(steps.DTYPE)
+    out = torch.full_like(q, torch.nan)
+    metadata = builder.build(0, common)
+    assert layer.impl.forward(layer, q, kv, kv, layer.kv_cache, metadata, out) is out
+    row, impl = 0, layer.impl
+    options = impl.scale, impl.sliding_window[0], impl.logits_soft_cap, impl.sinks
+    for one in requests:
+        expected = steps.plain(q[row : row + one.queries], layer.kv_cache, one, *options)
+        torch.testing.assert_close(out[row : row + one.queries].double(), expected, atol=2e-2, rtol=2e-2)
+        row += one.queries
+    assert not out[row:].any() and not out.isnan().any()
+    return out
+
+
+# --- what vLLM is told ----------------------------------------------------------------------------
+
+
+def test_registration() -> None:
+    custom = AttentionBackendEnum.CUSTOM
+    custom.clear_override()
+    plugin.register()
+    plugin.register()
+    found = custom.get_class()
+    assert found is backend.SharedPrefixBackend and AttentionBackendEnum[found.get_name()] is custom
+    assert issubclass(found.get_impl_cls(), flash_attn.FlashAttentionImpl)
+    assert issubclass(found.get_builder_cls(), flash_attn.FlashAttentionMetadataBuilder)
+    assert found.supports_batch_invariance()
+    assert found.get_builder_cls().get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
+    _AttentionOverrides = vllm.v1.attention.backends.registry._ATTN_OVERRIDES
+    _AttentionOverrides[custom] = "another.Plugin"
+    try:
+        plugin.register()
+        assert custom.get_path() == "another.Plugin"
+    finally:
+        custom.clear_override()
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.27.0", "1.0.0"])
+def test_other_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    plugin.register()  # does nothing to who does not ask for it
+    try:
+        with pytest.raises(SharedPromptUnsupportedError, match=f"vllm: expected 0.26.x or 0.33.x .*, got {version}"):
+            AttentionBackendEnum.CUSTOM.get_class()
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+
+
+def test_signatures() -> None:
+    """Every method has the parameters of the one that it stands for."""
+    for kind in (backend.SharedPrefixBackend, backend.SharedPrefixMetadataBuilder, backend.SharedPrefixImpl):
+        for name, function in vars(kind).items():
+            function = getattr(function, "__func__", function)
+            if callable(function) and name != "use_cascade_attention" and not name.startswith("_un"):
+                assert steps.parameters(function) == steps.parameters(getattr(kind.__mro__[1], name)), name
+
+
+# --- decoding -------------------------------------------------------------------------------------
+
+
+def test_decoding(calls: Calls) -> None:
+    layer = Layer()
+    builder = steps.builder(layer)
+    out = run(layer, builder, DECODING)
+    again = run(layer, builder, DECODING, padded=8)  # as in a CUDA graph, whose last requests have no keys
+    assert not calls.rows and out.shape[0] == 6 and again.shape[0] == 8
+    assert builder._sharing.statistics.steps == {"decode": 2}
+
+
+def test_mixed_steps(calls: Calls) -> None:
+    layer = Layer()
+    run(layer, builder := steps.builder(layer), [*DECODING, *PREFILL])
+    assert calls.rows == [42]
+    run(layer, builder, PREFILL)
+    assert calls.rows == [42, 42]
+    assert builder._sharing.statistics.steps == {"mixed": 1}
+    assert builder._sharing.statistics.stock == {"prompts alone": 1}
+
+
+def test_speculation(calls: Calls) -> None:
+    layer = Layer()
+    builder = steps.builder(layer, steps.config(threshold=4))
+    assert builder.reorder_batch_threshold == 4
+    some = [Request(one.keys, 1 + row % 4, one.prompt, one.pages) for row, one in enumerate(DECODING)]
+    run(layer, builder, [*some, *PREFILL])
+    assert calls.rows == [42]
+
+
+def test_windows_and_trainer(calls: Calls) -> None:
+    run(layer := Layer(sliding_window=(9, 0)), steps.builder(layer), [*DECODING, *PREFILL])
+    assert calls.rows == [42]
+    settings = {"flash_attn_dualkv": {"exact": "trainer"}}
+    run(layer := Layer(), steps.builder(layer, steps.config(additional_config=settings)), [*DECODING, *PREFILL])
+    assert calls.rows == [42]
+
+
+def test_sinks_and_softcap() -> None:
+    layer = Layer(sinks=torch.tensor([0.0, 2.0, -1.0, 4.0]), logits_soft_cap=0.5)
+    run(layer, steps.builder(layer), DECODING)
+
+
+def test_prompts_decide_where_requests_are_cut() -> None:
+    layer = Layer()
+    builder = steps.builder(layer)
+    run(layer, builder, DECODING)
+    step = builder._sharing._plan.step
+    assert step.boundaries.tolist() == [one.prompt - 1 for one in DECODING]
+    memory = step.boundaries.data_ptr()
+    run(layer, builder, DECODING[::-1])
+    step = builder._sharing._plan.step
+    assert step.boundaries.tolist() == [one.prompt - 1 for one in DECODING[::-1]]
+    assert step.boundaries.data_ptr() == memory, "graphs read the same memory"
+    gathered = {"flash_attn_dualkv": {"boundary": "gather"}}
+    builder = steps.builder(layer, steps.config(additional_config=gathered))
+    run(layer, builder, DECODING)
+    assert builder._sharing._plan.step.boundaries.tolist() == [one.prompt for one in DECODING]
+
+
+# --- what is vLLM's own ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes", "attributes"),
+    [
+        ("decode context parallelism", {"parallel__decode_context_parallel_size": 2}, {}),
+        ("dual batch overlap", {"parallel__use_ubatching": True}, {}),
+        ("a hybrid", {"model__is_hybrid": True}, {}),
+        ("reference sliding windows", {"model__rswa_window": 4}, {}),
+        ("in both directions", {"model__is_mm_prefix_lm": True}, {}),
+        ("more than 4096 requests", {"scheduler__max_num_seqs": 5000}, {}),
+        ("ALiBi", {}, {"alibi_slopes": [1.0]}),
+        ("of the type encoder_only", {}, {"attn_type": AttentionType.ENCODER_ONLY.value}),
+    ],
+)
+def test_reasons(reason: str, changes: dict[str, Any], attributes: dict[str, Any]) -> None:
+    made = steps.config(**changes)
+    found = backend.why_stock(made, {"layer": Layer(**attributes)})
+    assert found is not None and reason in found
+
+
+def test_stock_steps(calls: Calls) -> None:
+    layer = Layer()
+    layer.impl.kv_cache_dtype, layer.kv_cache_torch_dtype = "fp8", torch.uint8
+    made = steps.builder(layer)
+    assert "fp8" in made._sharing.lacking
+    layer.impl.kv_cache_dtype = "auto"
+    layer = Layer()
+    builder = steps.builder(layer)
+    run(layer, builder, DECODING, is_prefilling=None)  # as draft models are built
+    common = steps.metadata(DECODING)
+    assert not hasattr(builder.build_for_drafting(common, 0), backend._SHARED)
+    assert hasattr(builder.build(0, common), backend._SHARED)
+    assert not hasattr(builder.build(0, steps.metadata(DECODING, causal=False)), backend._SHARED)
+    assert calls.rows == [6]
+    assert not builder.use_cascade_attention()
+
+
+# --- vLLM's own code around it --------------------------------------------------------------------
+
+
+def test_build_attn_metadata(calls: Calls) -> None:
+    """Metadata as vLLM's second model runner has it built, with padded requests, also for a capture."""
+    layer = Layer()
+    builder = steps.builder(layer)
+    group = AttentionGroup(backend.SharedPrefixBackend, [steps.NAME], builder.kv_cache_spec, 0)
+    group.metadata_builders = [builder]
+    common = steps.metadata(DECODING, padded=8)
+    for capture in (True, False):
+        found = build_attn_metadata(
+            attn_groups=[[group]],
+            num_reqs=8,
+            num_tokens=8,
+            query_start_loc_gpu=common.query_start_loc,
+            query_start_loc_cpu=common.query_start_loc_cpu,
+            max_query_len=1,
+            seq_lens=common.seq_lens,
+            max_seq_len=1024,
+            block_tables=[common.block_table_tensor],
+            slot_mappings=common.slot_mapping[None],
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[None]),
+            is_prefilling=common.is_prefilling,
+            for_cudagraph_capture=capture,
+        )
+        shared = getattr(found[steps.NAME], backend._SHARED)
+        assert (shared.requests, shared.tokens, shared.behind) == (8, 8, 0)
+        assert builder._sharing.statistics.steps == ({} if capture else {"decode": 1})
+
+
+def test_seams_of_the_runners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts' lengths are where the plug-in looks for them, in the order of a step's requests."""
+    assert "self.num_prompt_tokens = " in inspect.getsource(gpu_input_batch.InputBatch.__init__)
+    assert "idx_mapping_np" in {one.name for one in dataclasses.fields(input_batch.InputBatch)}
+    assert "self.prompt_len = UvaBackedTensor(" in inspect.getsource(states.RequestState.__init__)
+    first = SimpleNamespace(input_batch=SimpleNamespace(num_prompt_tokens=np.array([5, 6, 0])))
+    second = SimpleNamespace(req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.array([7, 8, 9]))))
+    batch = SimpleNamespace(idx_mapping_np=np.array([2, 0]))
+    for module, name, runner, arguments, lengths in (
+        (gpu_model_runner, "_build_attention_metadata", first, {"num_tokens": 2}, [5, 6, 0]),
+        (model_runner, "prepare_attn", second, {"input_batch": batch}, [9, 7]),
+    ):
+        stock = getattr(module.GPUModelRunner, name)
+        assert set(arguments) <= set(steps.parameters(stock)) | {"num_tokens"}
+        monkeypatch.setattr(module.GPUModelRunner, name, lambda *_, **given: given)
+        prompts.install()
+        prompts.install()
+        replaced = getattr(module.GPUModelRunner, name)
+        assert replaced(runner, **arguments) in (arguments, {})
+        noted = prompts.newest()
+        assert noted is not None and noted.lengths.tolist() == lengths
+
+
+def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM finds the backend invalid, its own choice serves, and the log says why."""
+    said: list[tuple[str, ...]] = []
+
+    def choose(selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        if selected_backend is AttentionBackendEnum.CUSTOM and attn_selector_config == "mla":
+            raise ValueError("Reason: ['MLA not supported']")
+        if selected_backend is AttentionBackendEnum.CUSTOM and attn_selector_config == "version":
+            raise SharedPromptUnsupportedError("vllm: expected another")
+        return str(selected_backend)
+
+    platform = current_platform
+    monkeypatch.setattr(platform, "get_attn_backend_cls", choose, raising=False)
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log.logger, "warning", lambda *message: said.append(message))
+    plugin.register()
+    try:
+        custom, found = AttentionBackendEnum.CUSTOM, platform.get_attn_backend_cls
+        assert found(custom, attn_selector_config="dense", num_heads=2) == str(custom)
+        assert found(None, "dense") == "None"
+        assert found(custom, "mla") == found(custom, "mla") == "None"
+        assert len(said) == 1 and "MLA not supported" in said[0][1]
+        with pytest.raises(SharedPromptUnsupportedError):
+            found(custom, "version")
+        monkeypatch.setenv("DUALKV_VLLM", "1")
+        assert found(None, "dense") == str(custom) and found(None, "mla") == "None"
+        assert found(AttentionBackendEnum.FLASH_ATTN, "dense") == str(AttentionBackendEnum.FLASH_ATTN)
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+
+
+# --- settings and statistics ----------------------------------------------------------------------
+
+
+def test_settings() -> None:
+    assert read_settings({}, False) == Settings() and read_settings({}, True).exact == "trainer"
+    given = {"exact": "trainer", "boundary": "gather", "log_interval": 0}
+    assert read_settings({KEY: given, "other": 1}, False) == Settings("trainer", "gather", 0.0)
+    for wrong, message in (
+        ({"exact": "split"}, "'exact'.*'trainer'"),
+        ({"boundary": "here"}, "boundary"),
+        ({"log_interval": -1}, "'log_interval'"),
+        ({"exakt": "trainer"}, "a dict of exact, boundary, log_interval, got 'exakt'"),
+        ("trainer", "a dict"),
+    ):
+        with pytest.raises(SharedPromptError, match=message):
+            read_settings({KEY: wrong}, False)
+
+
+def test_statistics(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = steps.metadata(DECODING, padded=8)
+    cuts = np.array([one.prompt - 1 for one in DECODING] + [0, 0], dtype=np.int32)
+    table, keys = common.block_table_tensor.numpy(), common.seq_lens.numpy()
+    # Whole pages before the cut: 3, 2 and 3 of the first group, 1 and 1 of the second.
+    reading = read_table(table, keys, cuts, steps.PAGE)
+    assert reading == Reading(sum(one.keys for one in DECODING), (3 + 2 + 3 - 3 + 1 + 1 - 1) * 16, 6, 2, 5)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    statistics = Statistics(1e-9, "4 layers")
+    statistics.count_stock("prompts alone")
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            statistics.count_shared(common.block_table_tensor, common.seq_lens, torch.from_numpy(cuts), 16, False)
+    assert "4 layers: a step of 6 requests reads" in caplog.text and "2 groups of 2.5 siblings" in caplog.text
+    assert "steps: 2 of decoding, 0 mixed, vLLM's own 1 (prompts alone)" in caplog.text
