@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, takewhile, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import NamedTuple
 
 import numpy as np

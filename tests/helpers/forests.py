@@ -61,13 +61,13 @@ class Forest:
     def offsets(self) -> list[int]:
         return [sum(self.queries[:index]) for index in range(len(self.queries) + 1)]
 
-    def plan(self, **options: Any) -> SharedPrefixPlan:
+    def plan(self, exact: str = "trainer", **options: Any) -> SharedPrefixPlan:
         """A plan of the step, as ragged queries if some request has not one."""
         (requests, columns), (pages, page_size, kv_heads, head_dim) = self.block_table.shape, self.k_cache.shape
         device = self.q.device
         made = SharedPrefixPlan(
             requests, columns, num_pages=pages, max_queries=max(len(self.q), 1), page_size=page_size,
-            num_heads=self.q.shape[1], num_kv_heads=kv_heads, head_dim=head_dim, device=device,
+            num_heads=self.q.shape[1], num_kv_heads=kv_heads, head_dim=head_dim, device=device, exact=exact,
         )  # fmt: skip
         if set(self.queries) != {1}:
             options = {"cu_seqlens_q": ints(*self.offsets), "num_queries": len(self.q)} | options
