@@ -70,13 +70,16 @@ DUALKV_API int dualkv_tree_nodes(int32_t device, void* stream, const int32_t* cu
 
 // Decoding over pages. A plan's memory belongs to the caller, starts as zeros and stays where it
 // is; max_* and all that follow them are fixed for its life, the rest is of one step. Pointers in
-// device memory; boundaries and cu_seqlens_q (null: one query each) may be null.
+// device memory; cu_seqlens_q (null: one query each), boundaries, and parents with shared_pages
+// (null: the plan looks for them) may be null.
 typedef struct {
   const int32_t* block_table;  // (requests, columns): pages of a request, in order
   int64_t table_stride, requests, columns, queries;  // queries: rows of q
   const int32_t* seqlens;       // (requests): keys, those of the queries included
   const int32_t* cu_seqlens_q;  // (requests + 1)
   const int32_t* boundaries;    // (requests): where each request's keys are cut into two nodes
+  // (requests): an earlier request or -1, and how many of its first pages the request has, too.
+  const int32_t *parents, *shared_pages;
   // max_keys: of a request; split_keys: whole tiles of so many make a split, 0: nothing is divided.
   int64_t max_requests, max_keys, max_queries, num_pages, page_size, num_heads, num_kv_heads, head_dim, split_keys;
   void* memory;

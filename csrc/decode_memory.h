@@ -49,7 +49,8 @@ struct DecodeMemory {
     plan.requests = {{asked.block_table, asked.table_stride, static_cast<int>(asked.requests),
                       static_cast<int>(asked.columns), static_cast<int>(asked.num_pages),
                       static_cast<int>(asked.page_size)},
-                     asked.seqlens, asked.cu_seqlens_q, asked.boundaries, static_cast<int>(asked.queries)};
+                     asked.seqlens, asked.cu_seqlens_q, asked.boundaries,
+                     asked.parents, asked.shared_pages, static_cast<int>(asked.queries)};
     plan.block_n = block_n;
     plan.heads_per_group = heads_per_group;
   }

@@ -39,6 +39,8 @@ struct DecodeRequests {
   const int* seqlens;       // (requests): keys, those of the queries included
   const int* cu_seqlens_q;  // (requests + 1); null: one query each
   const int* boundaries;    // (requests): where each request's keys are cut; null: nowhere
+  // (requests): whose first pages a request has too, and how many; null: the plan looks for them.
+  const int *parents, *shared_pages;
   int q_rows;               // rows of q
 
   DUALKV_HD int count() const { return table.requests; }

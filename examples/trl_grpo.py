@@ -197,6 +197,9 @@ def run(options: argparse.Namespace, path: Path) -> None:
     pages = samples * -(-(options.prompt + options.completion) // options.page)
     is_old = "page_size" not in transformers.ContinuousBatchingConfig.__dataclass_fields__
     batching = {"block_size" if is_old else "page_size": options.page, "num_blocks": pages}
+    # Of one length, as prompts are: stock attention is faster where nothing is padded. Continuous
+    # batching knows no least length: there, no token ends a completion.
+    length = {"min_new_tokens": options.completion} if options.rollouts == "generate" else {"eos_token_id": -1}
     config_class, *trainer_classes = TRAINERS[options.trainer]
     arguments = config_class(
         output_dir=str(options.out / "checkpoints"),
@@ -205,9 +208,7 @@ def run(options: argparse.Namespace, path: Path) -> None:
         gradient_accumulation_steps=samples // options.micro_batch,
         num_generations=options.responses,
         max_completion_length=options.completion,
-        # Nothing ends a completion, so that all have one length: stock attention is faster where nothing is padded. To
-        # suppress the token that does is a copy from the host, which no CUDA graph captures.
-        generation_kwargs={"eos_token_id": -1},
+        generation_kwargs=length,
         use_transformers_continuous_batching=options.rollouts != "generate",
         transformers_continuous_batching_config={**batching, "max_batch_tokens": 2 * options.prompt},
         learning_rate=options.learning_rate,

@@ -227,7 +227,7 @@ def decode_plan_bytes(limits: Limits, device: torch.device) -> int:
         expected = f"one of {DECODE_HEAD_DIMS}: the kernels of decoding have no other"
         raise NotImplementedError(explain("head_dim", expected, limits.head_dim))
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        size: int = compiled_module().decode_plan_bytes(current_device(), (*(0,) * 8, *limits, 0))
+        size: int = compiled_module().decode_plan_bytes(current_device(), (*(0,) * 10, *limits, 0))
     return size
 
 
@@ -236,7 +236,8 @@ def _library_plan(step: Step) -> tuple[int, ...]:
     table = step.block_table
     return (
         table.data_ptr(), table.stride(0), *table.shape, step.queries, step.seqlens.data_ptr(),
-        pointer(step.cu_seqlens_q), pointer(step.boundaries), *step.limits, pointer(step.memory),
+        pointer(step.cu_seqlens_q), pointer(step.boundaries), pointer(step.parents), pointer(step.shared_pages),
+        *step.limits, pointer(step.memory),
     )  # fmt: skip
 
 

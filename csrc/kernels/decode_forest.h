@@ -92,7 +92,7 @@ __device__ inline bool load_requests(const DecodePlanArgs& a, Forest& f) {
 __device__ inline void climb(const DecodePlanArgs& a, Forest& f) {
   int* const follows = f.before;  // which is not in use yet
   for_each(f.requests, [&](int i) {
-    const int parent = a.parents[i], columns = a.shared_columns[i];  // read at the same time
+    const int parent = a.parent(i), columns = a.shared_pages(i);  // read at the same time
     const int keys = parent < 0 ? 0 : min_int(f.shareable_keys(i), f.shareable_keys(parent));
     f.tiles[i] = min_int(columns * a.requests.table.page_size, keys) / a.block_n;
     follows[i] = f.tiles[i] > 0 ? parent : -1;

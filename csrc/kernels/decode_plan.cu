@@ -39,13 +39,17 @@ __global__ void __launch_bounds__(kListThreads, 1) dualkv_decode_lists(const Dec
 
 void plan_decode(const DecodePlanArgs& args, cudaStream_t stream) {
   const int requests = args.requests.count();
+  const auto lists = requests <= kMostInSharedMemory ? &dualkv_decode_lists<true> : &dualkv_decode_lists<false>;
+  allow_shared_bytes(reinterpret_cast<const void*>(lists), kMostSharedBytes);
+  if (args.requests.parents) {
+    lists<<<1, kListThreads, shared_bytes(requests), stream>>>(args);
+    return check_cuda(cudaGetLastError());
+  }
   // The first launch is made without claims, too: it waits for all before the plan.
   const int blocks = max_int(ceil_div(args.requests.table.columns, kClaimThreads), 1);
   dualkv_decode_claims<<<max_int(requests, 1) * blocks, kClaimThreads, 0, stream>>>(args, blocks);
   check_cuda(cudaGetLastError());
   if (requests > 0) launch_early(dualkv_decode_prefixes, requests, kPrefixThreads, 0, args, stream);
-  const auto lists = requests <= kMostInSharedMemory ? &dualkv_decode_lists<true> : &dualkv_decode_lists<false>;
-  allow_shared_bytes(reinterpret_cast<const void*>(lists), kMostSharedBytes);
   launch_early(lists, 1, kListThreads, shared_bytes(requests), args, stream);
 }
 

@@ -48,6 +48,8 @@ class Step(NamedTuple):
     seqlens: Tensor
     cu_seqlens_q: Tensor | None
     boundaries: Tensor | None
+    parents: Tensor | None
+    shared_pages: Tensor | None
     memory: Tensor | None
     queries: int
     limits: Limits
@@ -96,7 +98,7 @@ def unpack(arguments: tuple[Any, ...]) -> DecodeCall:
 
 def tensors_of(call: DecodeCall) -> tuple[Tensor | None, ...]:
     """All tensors of a call, those of its step included."""
-    return *call[:5], *call.step[:5]
+    return *call[:5], *call.step[:7]
 
 
 # --- checks ---
@@ -157,8 +159,11 @@ def check_step(step: Step, device: torch.device, most_columns: int = MAX_ROWS) -
     check_ints("seqlens", step.seqlens, (requests,), "the requests of block_table", device)
     if step.cu_seqlens_q is not None:
         check_ints("cu_seqlens_q", step.cu_seqlens_q, (requests + 1,), "the requests of block_table + 1", device)
-    if step.boundaries is not None:
-        check_ints("boundaries", step.boundaries, (requests,), "the requests of block_table", device)
+    for name in ("boundaries", "parents", "shared_pages"):
+        if getattr(step, name) is not None:
+            check_ints(name, getattr(step, name), (requests,), "the requests of block_table", device)
+    if (step.parents is None) != (step.shared_pages is None):
+        raise ValueError(explain("parents", "both this and shared_pages, or neither", "one of them"))
     checks.integer("num_queries", step.queries, 0, limits.max_queries)
     if step.cu_seqlens_q is None and step.queries != requests:
         expected = f"{requests} (one query for each request, as cu_seqlens_q is not given)"
@@ -227,3 +232,22 @@ def check_values(step: Step) -> None:
         row, column = wrong[0]
         expected = f"a page from 0 to {pages - 1}"
         raise ValueError(explain(f"block_table[{row}, {column}]", expected, int(table[row, column])))
+    if step.parents is not None and step.shared_pages is not None:
+        check_parents(table, used.sum(1).tolist(), step.parents.tolist(), step.shared_pages.tolist())
+
+
+def check_parents(table: Tensor, used: list[int], parents: list[int], shared: list[int]) -> None:
+    """ValueError for a request that has not its parent's pages; `used`: how many pages hold keys of each."""
+    columns = table.shape[1]
+    for index, (parent, pages) in enumerate(zip(parents, shared)):
+        if not -1 <= parent < index:
+            raise ValueError(explain(f"parents[{index}]", "an earlier request, or -1", parent))
+        if not 0 <= pages <= columns:
+            raise ValueError(explain(f"shared_pages[{index}]", f"0 to {columns} (columns)", pages))
+        if parent < 0:
+            continue
+        most = min(pages, used[index], used[parent])
+        differ = (table[index, :most] != table[parent, :most]).nonzero()
+        if len(differ):
+            expected = f"at most {int(differ[0])} pages that are those of request {parent}"
+            raise ValueError(explain(f"shared_pages[{index}]", expected, pages))

@@ -33,7 +33,8 @@ from .calls import (
 )
 
 _STEP = (
-    "Tensor block_table, Tensor seqlens, Tensor? cu_seqlens_q, Tensor? boundaries, Tensor(a!)? memory, SymInt queries, "
+    "Tensor block_table, Tensor seqlens, Tensor? cu_seqlens_q, Tensor? boundaries, Tensor? parents, "
+    "Tensor? shared_pages, Tensor(a!)? memory, SymInt queries, "
     "SymInt max_requests, SymInt max_keys, SymInt max_queries, SymInt num_pages, SymInt page_size, SymInt num_heads, "
     "SymInt num_kv_heads, SymInt head_dim, SymInt split_keys"
 )
@@ -146,7 +147,7 @@ def _decode_fake(q: Tensor, *_: Any) -> Tensor:
 
 def make_plan(step: Step) -> None:
     """Writes the plan of a step into its memory."""
-    if ops.is_watched(step[:5]):
+    if ops.is_watched(step[:7]):
         _decode_plan(*pack_step(step))
     else:
         _PLAN[step.block_table.device.type](step)

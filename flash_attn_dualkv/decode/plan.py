@@ -96,7 +96,8 @@ class SharedPrefixPlan:
 
     def update(
         self, block_table: Tensor, seqlens: Tensor, *, cu_seqlens_q: Tensor | None = None,
-        boundaries: Tensor | None = None, num_queries: int | None = None,
+        boundaries: Tensor | None = None, num_queries: int | None = None, parents: Tensor | None = None,
+        shared_pages: Tensor | None = None,
     ) -> SharedPrefixPlan:  # fmt: skip
         """Plan a step. Requests are found to share what lies in the same pages at the same columns.
 
@@ -117,6 +118,11 @@ class SharedPrefixPlan:
                 by itself.
             num_queries: rows of q; those that no request owns are padding. B without
                 `cu_seqlens_q`, else `max_queries` if None.
+            parents, shared_pages: (B,), both or neither, from an engine that knows its tree, which
+                saves the search: an earlier request (or -1), and how many of its first pages are
+                the request's, too. The most is shared if it is the earlier request with most pages
+                in common, of those that have a query; pages that are not said to be shared are read
+                for each request.
 
         Returns:
             The plan itself.
@@ -130,7 +136,8 @@ class SharedPrefixPlan:
         check_table(block_table, self.device)
         if num_queries is None:
             num_queries = block_table.shape[0] if cu_seqlens_q is None else self.limits.max_queries
-        step = Step(block_table, seqlens, cu_seqlens_q, boundaries, self._memory, num_queries, self.limits)
+        given = (block_table, seqlens, cu_seqlens_q, boundaries, parents, shared_pages)
+        step = Step(*given, self._memory, num_queries, self.limits)
         check_step(step, self.device, self.max_pages_per_request)
         make_plan(step)
         self._step = step

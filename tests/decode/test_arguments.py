@@ -27,7 +27,8 @@ def plan_arguments() -> dict[str, Any]:
 def update_arguments() -> dict[str, Any]:
     table = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32)
     offsets, lengths = ints(0, 1, 3), ints(20, 32)
-    return {"block_table": table, "seqlens": lengths, "cu_seqlens_q": offsets, "boundaries": ints(16, 0)}
+    tree = {"parents": ints(-1, 0), "shared_pages": ints(0, 1)}
+    return {"block_table": table, "seqlens": lengths, "cu_seqlens_q": offsets, "boundaries": ints(16, 0), **tree}
 
 
 def planned(**options: Any) -> SharedPrefixPlan:
@@ -108,11 +109,13 @@ def table_rows() -> list[Row]:
     ]
 
 
+OFFSETS = ("seqlens", "cu_seqlens_q", "boundaries", "parents", "shared_pages")
 UPDATE_ROWS: list[Row] = [
     *table_rows(),
     ("too many columns", alter("block_table", lambda t: t.repeat(1, 3)), ValueError, "block_table", "6"),
     ("too many requests", alter("block_table", lambda t: t.repeat(2, 1)), ValueError, "block_table", "4"),
-    *(row for name in ("seqlens", "cu_seqlens_q", "boundaries") for row in int_rows(name)),
+    *(row for name in OFFSETS for row in int_rows(name)),
+    ("alone", replace_by("shared_pages", None), ValueError, "parents: expected both", "one of them"),
     ("missing", replace_by("seqlens", None), TypeError, "seqlens", "NoneType"),
     ("above max_queries", replace_by("num_queries", 7), ValueError, "num_queries", "7"),
     ("negative", replace_by("num_queries", -1), ValueError, "num_queries", "-1"),
@@ -235,6 +238,11 @@ VALUE_ROWS: list[Row] = [
     ("behind the keys", replace_by("boundaries", ints(20, 33)), ValueError, "boundaries[1]", "33"),
     ("negative", replace_by("block_table", ints(0, 1, 0, -1).view(2, 2)), ValueError, "block_table[1, 1]", "-1"),
     ("no page", replace_by("block_table", ints(5, 1, 0, 2).view(2, 2)), ValueError, "block_table[0, 0]", "5"),
+    ("a later request", replace_by("parents", ints(-1, 1)), ValueError, "parents[1]", "1"),
+    ("none", replace_by("parents", ints(-2, 0)), ValueError, "parents[0]", "-2"),
+    ("negative", replace_by("shared_pages", ints(0, -1)), ValueError, "shared_pages[1]", "-1"),
+    ("more than the table", replace_by("shared_pages", ints(3, 1)), ValueError, "shared_pages[0]", "3"),
+    ("other pages", replace_by("shared_pages", ints(0, 2)), ValueError, "shared_pages[1]", "2"),
 ]  # fmt: skip
 
 
@@ -288,7 +296,7 @@ def call_of(ragged: bool = True, **changes: Any) -> DecodeCall:
     arguments = decode_arguments(torch.bfloat16)
     plan = arguments.pop("plan")
     if not ragged:
-        given = update_arguments() | {"cu_seqlens_q": None, "boundaries": None}
+        given = update_arguments() | dict.fromkeys(("cu_seqlens_q", "boundaries", "parents", "shared_pages"))
         arguments["q"], plan = arguments["q"][:2], plan.update(**given)
     step = plan.step._replace(memory=torch.zeros(64, dtype=torch.uint8))
     out = torch.full(arguments["q"].shape, 7.0, dtype=torch.bfloat16)
@@ -307,9 +315,9 @@ def test_library_gets_the_step(library: Library) -> None:
         ((name, (device, stream, plan)),) = library.calls
         assert (name, device, stream) == ("decode_plan", -1, 77)
         assert plan[:5] == (step.block_table.data_ptr(), 3, 2, 2, 3 if ragged else 2)
-        optional = [0 if one is None else one.data_ptr() for one in (step.cu_seqlens_q, step.boundaries)]
-        assert plan[5:8] == (step.seqlens.data_ptr(), *optional) and all(optional) == ragged
-        assert plan[8:] == (3, 6, 5, 16, 4, 2, 16, step.memory.data_ptr())  # type: ignore[union-attr]
+        optional = [0 if one is None else one.data_ptr() for one in step[2:6]]
+        assert plan[5:10] == (step.seqlens.data_ptr(), *optional) and all(optional) == ragged
+        assert plan[10:] == (3, 6, 5, 16, 4, 2, 16, step.memory.data_ptr())  # type: ignore[union-attr]
 
 
 def test_library_gets_the_layer(library: Library) -> None:
@@ -353,7 +361,7 @@ def test_what_kernels_lack(library: Library, monkeypatch: pytest.MonkeyPatch) ->
     assert library.calls == []
     limits = limits._replace(head_dim=64)
     assert kernels.decode_plan_bytes(limits, torch.device("cpu")) == 4096
-    assert library.calls == [("decode_plan_bytes", (-1, (*[0] * 8, *limits, 0)))]
+    assert library.calls == [("decode_plan_bytes", (-1, (*[0] * 10, *limits, 0)))]
 
 
 def test_nothing_is_launched_without_rows(library: Library) -> None:
@@ -383,4 +391,5 @@ def test_the_struct_of_the_library() -> None:
     names = [re.sub(r".*[ *]", "", one.strip()) for line in declarations for one in line.split(",") if one.strip()]
     sizes = ["max_requests", "max_queries", "num_pages", "page_size", "num_heads", "num_kv_heads", "head_dim"]
     step = ["block_table", "table_stride", "requests", "columns", "queries", "seqlens", "cu_seqlens_q", "boundaries"]
+    step += ["parents", "shared_pages"]
     assert names == [*step, *sizes, "memory"] and list(call_of().step.limits._fields) == sizes

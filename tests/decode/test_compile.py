@@ -110,7 +110,7 @@ def test_shapes_of_cuda_tensors() -> None:
         cache = torch.zeros(5, 16, 2, 64, dtype=torch.bfloat16)
         table, lengths = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
         memory = torch.zeros(4096, dtype=torch.uint8)
-        step = Step(table, lengths, None, None, memory, 3, Limits(3, 32, 3, 5, 16, 4, 2, 64, 0))
+        step = Step(table, lengths, None, None, None, None, memory, 3, Limits(3, 32, 3, 5, 16, 4, 2, 64, 0))
         torch.ops.flash_attn_dualkv.decode_plan(*pack_step(step))
         lse = torch.ops.flash_attn_dualkv.decode(q, cache, cache, None, out, 0.1, -1, 0.0, *pack_step(step))
         assert lse.shape == (4, 3) and lse.dtype == torch.float32 and lse.device == torch.device("cuda:0")

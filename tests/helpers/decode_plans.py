@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +49,8 @@ class DecodeStep(NamedTuple):
     queries: int
     cu_seqlens_q: Tensor | None = None
     boundaries: Tensor | None = None
+    parents: Tensor | None = None
+    shared_pages: Tensor | None = None
 
 
 class Lists(NamedTuple):
@@ -96,16 +98,29 @@ class Requests:
         """Of keys [begin, end)."""
         return tuple(self.table[request][begin // self.page_size : -(-end // self.page_size)])
 
+    def tree(self) -> tuple[list[int], list[int]]:
+        """Of each request the earlier one with most of its first pages that both may share, and how many."""
+        most = [-(-self.shareable(request) // self.page_size) for request in range(len(self.table))]
+        parents, shared = [-1] * len(most), [0] * len(most)
+        for request in range(len(most)):
+            for other in range(request):
+                pairs = zip(self.table[request][: most[request]], self.table[other][: most[other]])
+                common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                if common > shared[request]:
+                    parents[request], shared[request] = other, common
+        return parents, shared
+
     def request_of_row(self) -> list[int]:
         owners = [index for index, queries in enumerate(self.q_lens) for _ in range(queries)]
         return [PADDING] * self.rows_before + owners + [PADDING] * self.rows_behind
 
-    def step(self, columns: int) -> DecodeStep:
+    def step(self, columns: int, gives_tree: bool = False) -> DecodeStep:
         table = torch.full((len(self.table), columns + 1), -7, dtype=torch.int32)  # its rows are not contiguous
         for row, entries in zip(table, self.table, strict=True):
             row[: len(entries)] = torch.tensor(entries, dtype=torch.int32)
         offsets = None if self.queries is None else [*self.q_begins, self.rows_before + sum(self.q_lens)]
-        made = [None if one is None else ints(one) for one in (self.keys, offsets, self.cuts)]
+        tree = self.tree() if gives_tree else (None, None)
+        made = [None if one is None else ints(one) for one in (self.keys, offsets, self.cuts, *tree)]
         assert made[0] is not None
         return DecodeStep(table.to(DEVICE)[:, :columns], made[0], self.q_rows, *made[1:])
 
@@ -120,7 +135,7 @@ class PlanStruct(ctypes.Structure):
     _fields_ = [
         ("block_table", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("table_stride", "requests", "columns", "queries")),
-        *((name, ctypes.c_void_p) for name in ("seqlens", "cu_seqlens_q", "boundaries")),
+        *((name, ctypes.c_void_p) for name in ("seqlens", "cu_seqlens_q", "boundaries", "parents", "shared_pages")),
         *((name, ctypes.c_int64) for name in Limits._fields),
         ("memory", ctypes.c_void_p),
     ]
@@ -135,7 +150,7 @@ class Plan:
         self.memory = torch.zeros(self.size + GUARD, dtype=torch.uint8, device=DEVICE)
         self.memory[self.size :] = 0xA5
         found = (ctypes.c_int64 * 8)()
-        asked = PlanStruct(*(0,) * 8, *limits, 0)
+        asked = PlanStruct(*(0,) * 10, *limits, 0)
         load_shim("decode").read_decode_layout(ctypes.byref(asked), found)
         *self.offsets, self.shared_capacity, self.alone_capacity, self.block_n = found
 
@@ -145,8 +160,8 @@ class Plan:
         return self.read(made.queries)
 
     def launch(self, step: DecodeStep) -> None:
-        offsets = (step.cu_seqlens_q, step.boundaries)
-        kernels.decode_plan(Step(step.block_table, step.seqlens, *offsets, self.memory, step.queries, self.limits))
+        optional = (step.cu_seqlens_q, step.boundaries, step.parents, step.shared_pages)
+        kernels.decode_plan(Step(step.block_table, step.seqlens, *optional, self.memory, step.queries, self.limits))
 
     def read(self, q_rows: int) -> Lists:
         memory = self.memory.cpu().numpy()
@@ -193,9 +208,9 @@ def splits_of(requests: Requests, request: int, end: int, block_n: int, split_ti
     found: dict[int, list[Tile]] = {split: [] for split in range(total)}
     for first, valid in tiles:
         is_low = first < whole * block_n
-        found[first // block_n // split_tiles if is_low else low + max(first - cut, 0) // block_n // split_tiles].append(
-            (first, valid)
-        )
+        found[
+            first // block_n // split_tiles if is_low else low + max(first - cut, 0) // block_n // split_tiles
+        ].append((first, valid))
     return found if total > 1 else {-1: tiles}
 
 

@@ -73,9 +73,14 @@ def shared_keys(step: Forest, cuts: list[int]) -> int:
     requests = [index for index, queries in enumerate(step.queries) if queries]
     for one, other in combinations(requests, 2):
         limits = (min(cuts[each], step.seqlens[each] - step.queries[each] + 1) for each in (one, other))
-        pairs = zip(step.block_table[one].tolist(), step.block_table[other].tolist())
-        found.append(min(*limits, page_size * sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))))
+        tables = (step.block_table[each].tolist() for each in (one, other))
+        found.append(min(*limits, page_size * common_columns(*tables)))
     return max(found)
+
+
+def common_columns(one: list[int], other: list[int]) -> int:
+    """How many entries are the same before the first that is not."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
 
 
 def decode(
@@ -196,6 +201,20 @@ def test_growing_request(case: tuple[Any, ...], kernels: str) -> None:
             expected = trained(now, grown, min(length, int(cuts[grown])), options)
             oracle.assert_bits_equal("out", out[begin:end], expected[0])
             oracle.assert_bits_equal("lse", lse[:, begin:end], expected[1])
+
+
+@cases
+def test_given_tree(case: tuple[Any, ...], kernels: str) -> None:
+    """An engine's word for who shares what with whom changes no bit, complete or not."""
+    (step, cuts), options = random_step(case, 60), case[-1]
+    expected = decode(step, options, boundaries=cuts)
+    tables = step.block_table.tolist()
+    common = [[common_columns(row, other) for other in tables[:index]] for index, row in enumerate(tables)]
+    parents = [row.index(max(row)) if row else -1 for row in common]
+    for shared in ([max(row, default=0) for row in common], [min(row, default=0) for row in common]):
+        found = decode(step, options, boundaries=cuts, parents=ints(*parents), shared_pages=ints(*shared))
+        for name, one, right in zip(("out", "lse"), found, expected):
+            oracle.assert_bits_equal(name, one, right)
 
 
 def moved(step: Forest, rng: random.Random) -> Forest:

@@ -48,8 +48,9 @@ def test_random_forests(page_size: int, head_dim: int, split: int, heads: tuple[
         requests, cache = random_tree(rng, page_size, 80 if head_dim == 128 else 128, columns)
         spare = int(rng.integers(0, 3))
         plan = Plan(limits_for(requests, heads, head_dim, spare, split_keys(split, head_dim)), columns)
-        for _ in range(3):
-            walks = check_lists(requests, plan.update(requests), heads[0] // heads[1], split)
+        for turn in range(3):
+            found = plan.update(requests.step(columns, gives_tree=turn % 2 == 1))
+            walks = check_lists(requests, found, heads[0] // heads[1], split)
             shared += walks.check_sharing()
             requests = grown(rng, requests, cache, columns)
     assert shared > 20
@@ -200,7 +201,7 @@ def test_hostile_contents(page_size: int, head_dim: int) -> None:
         requests, _ = random_tree(rng, page_size, 80, columns)
         split = turn % 3
         limits = limits_for(requests, (8, 2), head_dim, 1, split_keys(split, head_dim))
-        plan, step = Plan(limits, columns), requests.step(columns)
+        plan, step = Plan(limits, columns), requests.step(columns, gives_tree=turn % 2 == 1)
         for share in (0.05, 0.5, 1.0):
             given = [hostile(rng, one, share if (turn + at) % 3 else 0.02) for at, one in enumerate(tensors(step))]
             assert given[0] is not None and given[1] is not None
@@ -210,18 +211,19 @@ def test_hostile_contents(page_size: int, head_dim: int) -> None:
 
 
 def tensors(step: DecodeStep) -> tuple[torch.Tensor | None, ...]:
-    return step.block_table, step.seqlens, step.cu_seqlens_q, step.boundaries
+    return step.block_table, step.seqlens, *step[3:]
 
 
 @needs_gpu
-def test_a_graph_follows_new_contents() -> None:
+@pytest.mark.parametrize("gives_tree", [False, True])
+def test_a_graph_follows_new_contents(gives_tree: bool) -> None:
     """Captured once, replayed with other requests, lengths, forests and queries."""
     rng = np.random.default_rng(3)
     made = [random_tree(rng, 16, 80, 60, most=20)[0] for _ in range(4)]
     made = [replace(one, table=one.table[:20], keys=one.keys[:20], cuts=[200] * 20) for one in made]
     made = [replace(one, queries=rng.permutation([0, 2] * 10).tolist(), rows_before=0, rows_behind=0) for one in made]
     limits = limits_for(made[0], (8, 2), 128)
-    plan, eager, steps = Plan(limits, 60), Plan(limits, 60), [one.step(60) for one in made]
+    plan, eager, steps = Plan(limits, 60), Plan(limits, 60), [one.step(60, gives_tree) for one in made]
     static = DecodeStep(*(one.clone() if isinstance(one, torch.Tensor) else one for one in steps[0]))
 
     def launch() -> tuple[torch.Tensor, ...]:
@@ -231,10 +233,10 @@ def test_a_graph_follows_new_contents() -> None:
     graph, _ = captured(launch)
     for requests, step in zip(made, steps):
         for to, new in zip(tensors(static), tensors(step)):
-            assert to is not None and new is not None
-            to.copy_(new)
+            if to is not None and new is not None:
+                to.copy_(new)
         graph.replay()
-        assert plan.read(static.queries) == eager.update(requests)
+        assert plan.read(static.queries) == eager.update(step)
         check_lists(requests, plan.read(static.queries), 4)
 
 
@@ -270,3 +272,19 @@ def test_launches() -> None:
     with counted_launches() as counts:
         plan.update(requests)
     assert counts == {"dualkv_decode_plan": 1}
+
+
+def test_what_is_not_said_is_not_shared() -> None:
+    """A given tree takes the place of the search: equal pages are read for each request, a wrong tree is believed."""
+    pages = list(range(12))
+    requests = Requests([pages, pages, [*pages[:11], 13]], [192] * 3, 16, 20)
+    plan, step = Plan(limits_for(requests, (4, 1), 128), 12), requests.step(12)
+    for parents, shared, branches in (
+        ([-1, -1, -1], [0, 0, 0], 0),
+        ([-1, 0, -1], [0, 5, 9], 1),
+        ([7, 99, 99], [99] * 3, 1),
+    ):
+        found = plan.update(step._replace(parents=ints(parents), shared_pages=ints(shared)))
+        assert sum(item.waits >= 0 for item in found.shared) == branches
+        if parents[0] < 0:
+            check_lists(requests, found, 4)

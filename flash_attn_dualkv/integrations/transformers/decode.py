@@ -339,7 +339,7 @@ class Rollout:
         else:
             plan = SharedPrefixPlan(
                 len(self._cuts), columns, num_pages=num_pages, page_size=page_size, num_heads=heads,
-                num_kv_heads=kv_heads, head_dim=head_dim, device=pages.device,
+                num_kv_heads=kv_heads, head_dim=head_dim, device=pages.device, exact="trainer",
             )  # fmt: skip
         lengths = offsets.diff()
         plan.update(table, lengths, boundaries=None if group.window else self._cuts[:requests])
