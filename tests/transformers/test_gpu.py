@@ -74,6 +74,7 @@ def test_no_less_accurate_than_replicated_prompts(name, chunks, monkeypatch):
     assert min(cosines) > LEAST_COSINES.get(name, 0.999), cosines
 
 
+@needs_gpu  # minutes on emulated kernels
 @pytest.mark.parametrize("model_type", [one for one in QWEN if one in ("qwen2_5_vl", "qwen3_vl")])
 def test_images_are_no_less_accurate(model_type: str) -> None:
     """Likewise of models with a tower, whose images go through it once a group."""
