@@ -52,7 +52,7 @@ the trainers' plug-ins then take the stock path.
 """
 _NOTES = {
     CAUSAL_LMS: "By `model_type` in a checkpoint's `config.json`.",
-    MULTIMODAL: "By `model_type` in a checkpoint's `config.json`; batches without images.",
+    MULTIMODAL: "By `model_type` in a checkpoint's `config.json`; batches without [images](images.md).",
     ADAPTERS: "What is refused for what it does in training mode only is exact in eval mode.",
 }
 _LABELS: dict[Kind, str] = {

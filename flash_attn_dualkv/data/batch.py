@@ -217,10 +217,7 @@ class PackedBatch(SeparatelyPickled):
         changes["layout"] = replace(self.layout, nodes=nodes, position_ids=changes["position_ids"])
         changes["row_values"] = {name: one.to(device, non_blocking=True) for name, one in self.row_values.items()}
         for of_groups in ("group_values", "group_images"):
-            changes[of_groups] = {
-                name: tuple(one.to(device, non_blocking=True) if isinstance(one, Tensor) else one for one in values)
-                for name, values in getattr(self, of_groups).items()
-            }
+            changes[of_groups] = {name: _on(device, values) for name, values in getattr(self, of_groups).items()}
         return replace(self, **changes)
 
 
@@ -299,7 +296,7 @@ def pack_tokens(
         own_labels,
         {name: _of_rows(name, one, source_index, spans, pad) for name, one in tokens.row_values.items()},
         {name: _of_groups(name, one, tree) for name, one in group_values.items()},
-        {name: _of_groups(name, one, tree) for name, one in tokens.images.items()},
+        {name: _on(device, _of_groups(name, one, tree)) for name, one in tokens.images.items()},
     )
 
 
@@ -357,6 +354,11 @@ def _of_groups(name: str, values: Sequence[Any], tree: PrefixTree) -> tuple[Any,
             expected = "one value for all samples of a group (or group_ids that keep them apart)"
             raise SharedPromptError(explain(name, expected, f"different ones of samples {first} and {index}"))
     return tuple(found[root][1] for root in sorted(found))
+
+
+def _on(device: torch.device, values: Sequence[Any]) -> tuple[Any, ...]:
+    """Tensors among them on the device."""
+    return tuple(one.to(device, non_blocking=True) if isinstance(one, Tensor) else one for one in values)
 
 
 def _are_equal(one: Any, other: Any) -> bool:

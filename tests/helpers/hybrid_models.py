@@ -130,6 +130,11 @@ def drawn_gradients(
         logps, _ = replicated_logps(model, samples)
     else:
         logps, _ = dualkv.shared_prompt_forward(model, batch)
+    return drawn_gradients_of(model, logps, draws)
+
+
+def drawn_gradients_of(model: Any, logps: Tensor, draws: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Likewise, of log-probabilities that a model has computed."""
     weights = torch.randn(draws, len(logps), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     found: dict[str, list[Tensor]] = {}
     for one in weights.to(logps):

@@ -238,7 +238,8 @@ class Pictured:
         """Log-probabilities of all response tokens, each sequence alone with images of its own."""
         found = []
         for index, (prompt, response) in enumerate(zip(self.samples.prompts, self.samples.responses)):
-            ids = torch.tensor([prompt + response])
+            ids = torch.tensor([prompt + response], device=model.device)
+            images = {name: one.to(ids.device) for name, one in self.of(index, model.dtype).items()}
             # Without a mask 4.57 takes the positions of an image for those of other sequences.
             marks = (
                 dict(mm_token_type_ids=marks_of(ids))
@@ -246,9 +247,9 @@ class Pictured:
                 else dict(attention_mask=ids.new_ones(ids.shape))
             )
             with wide_softmax():
-                logits = model(input_ids=ids, use_cache=False, **marks, **self.of(index, model.dtype)).logits[0]
-            logps = logits[len(prompt) - 1 : -1].log_softmax(-1)
-            found.append(logps.gather(-1, torch.tensor(response, dtype=torch.int64)[:, None])[:, 0])
+                logits = model(input_ids=ids, use_cache=False, **marks, **images).logits[0]
+            logps = logits[len(prompt) - 1 : -1].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+            found.append(logps.gather(-1, ids[0, len(prompt) :, None])[:, 0])
         return torch.cat(found)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_models import drawn_gradients, error_ratios
+from hybrid_models import drawn_gradients, drawn_gradients_of, error_ratios
 from launches import DEVICE, GPU_MARKS, needs_gpu
 from tiny_models import SUPPORTED, VOCABULARY, Samples, dualkv, stock_twin, tiny_model
+from tiny_multimodal import QWEN, Pictured, multimodal_model
 
 from flash_attn_dualkv.integrations import lm_head
 
@@ -71,6 +72,22 @@ def test_no_less_accurate_than_replicated_prompts(name, chunks, monkeypatch):
     whole, *others = (torch.cat([one.flatten() for one in found.values()]) for _, found in (got, exact, dense))
     cosines = [torch.cosine_similarity(whole, other, dim=0).item() for other in others]
     assert min(cosines) > LEAST_COSINES.get(name, 0.999), cosines
+
+
+@needs_gpu  # minutes on emulated kernels
+@pytest.mark.parametrize("model_type", [one for one in QWEN if one in ("qwen2_5_vl", "qwen3_vl")])
+def test_images_are_no_less_accurate(model_type: str) -> None:
+    """Likewise of models with a tower, whose images go through it once a group."""
+    given = Pictured.random([([(1, 8, 16), (1, 8, 8)], [70, 33, 1]), ([], [40, 20])]).take([0, 3, 1, 4, 2])
+    model = multimodal_model(model_type, dtype=torch.bfloat16).to(DEVICE)
+    exact, dense = (
+        drawn_gradients_of(one, given.stock_logps(one), DRAWS)
+        for one in (stock_twin(model, "sdpa").float(), stock_twin(model, "sdpa"))
+    )
+    batch = given.pack(device=DEVICE)
+    assert batch.images["pixel_values"].device == batch.input_ids.device
+    got = drawn_gradients_of(model, dualkv.shared_prompt_forward(model, batch)[0], DRAWS)
+    assert not {what: ratio for what, ratio in error_ratios(got, dense, exact).items() if not ratio <= 1.5}
 
 
 @needs_gpu

@@ -20,6 +20,7 @@ from torch import Tensor
 from trl.trainer.utils import split_pixel_values_by_grid
 
 from flash_attn_dualkv.integrations.trl.regroup import keep_siblings_together
+from flash_attn_dualkv.integrations.trl.trainers import SiblingsTogetherMixin
 
 GRPO = shared.SharedPromptGRPOTrainer
 FAST = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "gemma4", "mllama", "llava", "glm4v", "got_ocr2")
@@ -119,7 +120,11 @@ def test_images_of_prompts_are_shared(
         for cls in (trl.GRPOTrainer, GRPO)
     )
     padded, images = as_trl_gives_them(MIXED)
+    patches: list[int] = []
+    tower = next(one for name, one in ours.model.named_modules() if name.endswith("visual"))
+    tower.register_forward_pre_hook(lambda _, args: patches.append(len(args[0])))
     compare(stock, ours, *padded, **images)
+    assert patches == [16 + 24 + 8] * 2  # of the two groups with images, once each
     assert ours._sharing.tally.calls == 2 and not ours._sharing.tally.fallbacks
     assert ours._sharing.tally.replicated > 1.5 * ours._sharing.tally.tokens
     assert ours.model.config.vision_config._attn_implementation == attention
@@ -254,14 +259,24 @@ def test_images_move_with_their_samples() -> None:
             assert (pixels == kinds[row]).all()
 
 
-@pytest.mark.parametrize("is_lora", [False, True])
-def test_grpo_with_images_equals_stock(is_lora: bool, tmp_path: Path) -> None:
+class StockRLOOInGroups(SiblingsTogetherMixin, trl.RLOOTrainer): ...
+
+
+TRAINERS = {
+    "GRPO": (GRPO, StockInGroups),
+    "GRPO, LoRA": (GRPO, StockInGroups),
+    "RLOO": (shared.SharedPromptRLOOTrainer, StockRLOOInGroups),
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_training_with_images_equals_stock(name: str, tmp_path: Path) -> None:
     """Rollouts of TRL from its images column, divided into micro-batches; siblings are those of an image."""
     arguments = dict(processing_class=Processor(), train_dataset=pictures(), reward_funcs=of_chats)
-    if is_lora:
+    if "LoRA" in name:
         arguments["peft_config"] = lora()
     options = dict(max_steps=2, beta=0.1, gradient_accumulation_steps=2)
-    got, _ = both(GRPO, StockInGroups, on_disk(tmp_path, "qwen3_vl"), tmp_path, arguments=arguments, **options)
+    got, _ = both(*TRAINERS[name], on_disk(tmp_path, "qwen3_vl"), tmp_path, arguments=arguments, **options)
     assert min(got.metric("dedup_ratio")) > 1.2
-    moved = [name for name, one in got.after.items() if not torch.equal(one, got.before[name])]
-    assert is_lora or any("visual" in name for name in moved)
+    moved = [one for one, value in got.after.items() if not torch.equal(value, got.before[one])]
+    assert "LoRA" in name or any("visual" in one for one in moved)

@@ -24,6 +24,7 @@ from flash_attn_dualkv.integrations.verl.micro_batches import (
     Lengths,
     grouped_micro_batches,
     position_rows,
+    samples_with_late_images,
     samples_with_media,
     why_not,
 )
@@ -227,6 +228,15 @@ def test_which_samples_have_images() -> None:
     data["multi_modal_inputs"] = media(*inputs, {"pixel_values": None})
     assert samples_with_media(data) == [2, 4]
     assert samples_with_media(data[:2]) == samples_with_media(data.exclude("multi_modal_inputs")) == []
+
+
+def test_which_samples_have_late_images() -> None:
+    """At the end of a prompt, of which each response has a copy, or behind it; a text may have drawn such a token."""
+    rows = [torch.tensor(one) for one in ([9, 9, 1, 2], [1, 9, 2], [1, 2, 3, 9, 4], [1, 2, 9], [9, 1, 2, 3, 4])]
+    data = TensorDict({"input_ids": jagged(rows), "prompts": jagged([torch.zeros(n) for n in (3, 2, 3, 2, 4)])}, 5)
+    data["multi_modal_inputs"] = media(*[{"pixel_values": torch.ones(1)}] * 3, {}, {"pixel_values": torch.ones(1)})
+    assert samples_with_late_images(data, [9, 8]) == [1, 2]
+    assert samples_with_late_images(data.exclude("multi_modal_inputs"), [9]) == []
 
 
 @pytest.mark.parametrize("is_dynamic", [True, False])

@@ -140,7 +140,7 @@ PICTURES = [
     text("pictures, Qwen3.5", QWEN3_5, PADDED, extra="pictures", micro=16, batch=MIXED),
     text("equal tokens, a pixel apart", QWEN3_VL, extra="twins", micro=8, batch=TWINS),
 ]
-LATE = text("pictures in responses", QWEN3_VL, extra="late", micro=4, batch=MIXED)
+LATE = text("pictures in responses", QWEN3_VL, extra="late", tokens=150, batch=MIXED)
 # verl patches the model's class, for as long as the process lives: behind all others.
 WITH_FUSED = text("Qwen3-VL, fused head", QWEN3_VL, FUSED, engine="fsdp")
 STOCK = [*EQUAL, THREE, STRETCHED, ALONE, *PICTURES, LATE, WITH_FUSED]
@@ -206,12 +206,13 @@ def test_pictures_are_shared(one_rank: dict[str, Found], one: Case) -> None:
 
 
 def test_pictures_in_responses_are_left_to_verl(one_rank: dict[str, Found]) -> None:
-    """Their micro-batches; those of text are shared."""
+    """In micro-batches of their own, so that texts are shared."""
     stock, shared = both(one_rank, LATE)
     check_equal(stock, shared)
     for metrics in (*shared.infer_metrics, *shared.metrics):
-        assert metrics["shared_prompt/fallback/multimodal"] == metrics["shared_prompt/fallback_micro_batches"] == 2
-        assert metrics["shared_prompt/micro_batches"] == 4 and metrics["shared_prompt/dedup_ratio"] > 1.1
+        left, every = (metrics[f"shared_prompt/{name}micro_batches"] for name in ("fallback_", ""))
+        assert 0 < left < every and metrics["shared_prompt/fallback/multimodal"] == left
+        assert metrics["shared_prompt/dedup_ratio"] > 1.1
 
 
 ULYSSES = dict(sp=2, batch=UNEQUAL, attention="flash_attention_2", position_rows=4)

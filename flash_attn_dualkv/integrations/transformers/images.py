@@ -181,6 +181,11 @@ def _token(config: Any, medium: Medium) -> int:
     return token
 
 
+def placeholders_of(config: Any) -> list[int]:
+    """The tokens of a supported model that stand for images."""
+    return [_token(config, medium) for medium in MEDIA]
+
+
 def check_placeholders(config: Any, batch: PackedBatch) -> None:
     """Refuse images that do not fit the placeholders of their group's prompt, and placeholders elsewhere.
 

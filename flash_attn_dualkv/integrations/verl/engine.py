@@ -28,7 +28,7 @@ from ..fallback import VERL_REASONS, Options, Verification, kernels_refusal
 from ..replacing import replace_once
 from ..transformers import expect_shared_prompt, install_layout_hook, wrap
 from ..transformers.first_use import check_first_use
-from ..transformers.images import check_images, check_placeholders
+from ..transformers.images import check_images, check_placeholders, placeholders_of
 from ..transformers.structure import backbone_name, causal_lm_of
 from ..transformers.support import is_hybrid, num_mixing_layers, text_config
 from ..ulysses import UlyssesLayout
@@ -39,6 +39,7 @@ from .micro_batches import (
     grouped_micro_batches,
     images_of,
     pack_micro_batch,
+    samples_with_late_images,
     samples_with_media,
     why_not,
 )
@@ -265,7 +266,9 @@ class _SharedPrompts:
         self.budget = None
         # Images that are not shared get micro-batches of their own where towers run on texts as well:
         # elsewhere a rank with images would wait for one without.
-        apart = samples_with_media(data) if self.runs_towers_on_text and not self._takes_images(data) else []
+        apart = samples_with_media(data) if self.runs_towers_on_text else []
+        if self._takes_images(data):
+            apart = samples_with_late_images(data, placeholders_of(self.stock_module.config))
         found = grouped_micro_batches(data, dp_group, self.options, self._why_not(data, apart), apart)
         if found is None:
             return stock()

@@ -19,6 +19,7 @@ from ...data.pack import group_by_prompt, pack_jagged
 from ...data.samples import position_rows
 from ...data.split import largest_of_ranks, on_equal_terms, split_by_token_budget
 from ...errors import SharedPromptError
+from ...host import offsets_of, take
 from ...layout import SharedPromptLayout
 from ..fallback import Options
 from ..transformers.support import is_mark_of_text
@@ -61,6 +62,23 @@ def _media_of(data: TensorDict) -> list[dict[str, Any]]:
 def samples_with_media(data: TensorDict) -> list[int]:
     """Samples that have images or other inputs beside their text."""
     return [index for index, one in enumerate(_media_of(data)) if one]
+
+
+def samples_with_late_images(data: TensorDict, placeholders: Sequence[int]) -> list[int]:
+    """Samples that have images in their responses, of tools say, or at the end of their prompts.
+
+    Args:
+        data: of verl.
+        placeholders: tokens that stand for images.
+    """
+    media = samples_with_media(data)
+    if not media:
+        return []
+    tokens, offsets = data["input_ids"].values(), data["input_ids"].offsets()
+    sums = offsets_of(torch.isin(tokens, torch.tensor(placeholders, device=tokens.device)).long())
+    begins = offsets[:-1] + prompt_lengths(data).to(offsets.device) - 1
+    are_late = (take(sums, offsets[1:]) > take(sums, begins)).tolist()
+    return [index for index in media if are_late[index]]
 
 
 def images_of(data: TensorDict) -> dict[str, list[Tensor | None]]:
@@ -253,7 +271,10 @@ def _groups(data: TensorDict, lengths: Lengths, options: Options, apart: Contain
     tokens = data["input_ids"].values().cpu()
     begins = accumulate(map(int.__add__, lengths.prompts, lengths.responses), initial=0)
     prompts = [tokens[begin : begin + count] for (begin, _), count in zip(pairwise(begins), lengths.prompts)]
-    images = {} if apart else images_of(data)
+    images = {
+        name: [None if index in apart else one for index, one in enumerate(values)]
+        for name, values in images_of(data).items()
+    }
     groups = [[index for index in group if index not in apart] for group in group_by_prompt(prompts, images=images)]
     groups = [group for group in groups if group]
     most = options.max_responses_per_group
