@@ -127,7 +127,7 @@ def runner_of(llm: Any) -> Any:
     return ask(worker, "worker.model_runner") or ask(worker, "model_runner")
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def set_weights(llm: Any, seed: int = 0) -> None:
     """Weights with which attention and next tokens are neither uniform nor certain, the same in every engine."""
     for name, one in runner_of(llm).model.named_parameters():
