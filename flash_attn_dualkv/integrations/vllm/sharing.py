@@ -62,7 +62,8 @@ class Sharing:
 
     def __init__(self, layers: dict[str, Any], geometry: Geometry, settings: Settings, device: torch.device) -> None:
         self.geometry, self.settings, self.device = geometry, settings, device
-        self.statistics = Statistics(settings.log_interval, f"{len(layers)} layers")
+        reads_all = any(one.impl.sliding_window[0] < 0 for one in layers.values())  # windows are read for each request
+        self.statistics = Statistics(settings.log_interval * reads_all, f"{len(layers)} layers")
         self._layers = layers
         # Made with the first step: memory that vLLM gives to builders loses its contents when an engine sleeps.
         self._plan: SharedPrefixPlan | None = None
