@@ -210,8 +210,9 @@ def main(text: str) -> None:
                 found = roll_out(llm, groups, n, prompt, least, most, seed=run + 1)
                 row = {
                     "model": engine.model, "layers": engine.layers, "backend": engine.backend, "exact": engine.exact,
-                    "groups": groups, "n": n, "prompt": prompt, "new": str(most) if least == most else f"{least}-{most}",
-                    "run": run, "device": torch.cuda.get_device_name(), "startup_s": started, **found, **describe(llm),
+                    "groups": groups, "n": n, "prompt": prompt,
+                    "new": str(most) if least == most else f"{least}-{most}", "run": run,
+                    "device": torch.cuda.get_device_name(), "startup_s": started, **found, **describe(llm),
                 }  # fmt: skip
                 print(MARK + json.dumps(row), flush=True)
 

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The scripts that measure vLLM, without it: shapes, what processes print, comparison of samples."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import bench_vllm
+import check_vllm
+import pytest
+import vllm_rig
+
+
+def test_shapes() -> None:
+    assert bench_vllm.rollout("16x4x1024x128") == [16, 4, 1024, 128, 128]
+    assert bench_vllm.rollout("16x4x1024x64-2048") == [16, 4, 1024, 64, 2048]
+    assert vllm_rig.draw_prompts(2, 3, 5) == vllm_rig.draw_prompts(2, 3, 5) != vllm_rig.draw_prompts(2, 3, 6)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rows_of_a_process(fails: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that a process has printed are kept when it fails or runs out of time."""
+    row = vllm_rig.MARK + json.dumps({"step_ms": 1.5})
+    program = f"import sys, time; print({row!r}, flush=True); {'sys.exit(3)' if fails else 'time.sleep(60)'}"
+    real = subprocess.run
+
+    def run(command: list[str], **options: Any) -> Any:
+        assert json.loads(command[-1]) == {"layers": 2, "backend": "CUSTOM"} and options["env"]["PATH"]
+        return real([sys.executable, "-c", program], **options)
+
+    monkeypatch.setattr(bench_vllm.subprocess, "run", run)
+    rows = bench_vllm.run_engine("dualkv", {"layers": 2}, 20.0 if fails else 2.0)
+    assert rows == [{"who": "dualkv", "step_ms": 1.5}]
+    assert ("exit status 3" if fails else "time limit") in capsys.readouterr().out
+
+
+def test_comparison_of_samples() -> None:
+    one = {"tokens": [[1, 2, 3], [4, 5, 6]], "logprobs": [[-1.0, -2.0, -3.0], [-1.0, -1.0, -1.0]]}
+    other = {"tokens": [[1, 2, 3], [4, 7, 6]], "logprobs": [[-1.0, -2.5, -3.0], [-1.25, -9.0, -9.0]]}
+    tokens, all_tokens, mean, largest = check_vllm.differences(one, other)
+    assert (tokens, all_tokens, largest) == (5, 6, 0.5) and mean == pytest.approx(0.15)
+    assert check_vllm.differences(one, one) == (6, 6, 0.0, 0.0)
+
+
+def test_configuration(tmp_path: Path) -> None:
+    vllm_rig.write_model(vllm_rig.Engine(model="qwen3-1.7b", layers=3), str(tmp_path), 50000)
+    found = json.loads((tmp_path / "config.json").read_text())
+    assert found["num_hidden_layers"] == 3 and found["hidden_size"] == 2048 and found["tie_word_embeddings"]
+    assert found["max_position_embeddings"] == 50000
