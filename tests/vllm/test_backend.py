@@ -185,6 +185,7 @@ def test_prompts_decide_where_requests_are_cut() -> None:
     [
         ("decode context parallelism", {"parallel__decode_context_parallel_size": 2}, {}),
         ("dual batch overlap", {"parallel__use_ubatching": True}, {}),
+        ("fast prefill", {"cache__kv_sharing_fast_prefill": True}, {}),
         ("a hybrid", {"model__is_hybrid": True}, {}),
         ("reference sliding windows", {"model__rswa_window": 4}, {}),
         ("in both directions", {"model__is_mm_prefix_lm": True}, {}),
