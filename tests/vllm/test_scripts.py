@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The scripts that measure vLLM, without it: shapes, what processes print, comparison of samples."""
+"""Without vLLM: its entry point, and the scripts that measure it: shapes, what processes print, comparison."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,17 @@ import bench_vllm
 import check_vllm
 import pytest
 import vllm_rig
+
+
+def test_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM calls in every process is there, and does nothing where there is no vLLM to register with."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    (value,) = re.findall(r'^\[project.entry-points."vllm.general_plugins"\]\nflash_attn_dualkv = "(.*)"$', text, re.M)
+    register = EntryPoint("flash_attn_dualkv", value, "vllm.general_plugins").load()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert register() is None
 
 
 def test_shapes() -> None:
