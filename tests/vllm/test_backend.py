@@ -87,8 +87,8 @@ def test_registration() -> None:
     assert issubclass(found.get_builder_cls(), flash_attn.FlashAttentionMetadataBuilder)
     assert found.supports_batch_invariance()
     assert found.get_builder_cls().get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
-    _AttentionOverrides = vllm.v1.attention.backends.registry._ATTN_OVERRIDES
-    _AttentionOverrides[custom] = "another.Plugin"
+    overrides = vllm.v1.attention.backends.registry._ATTN_OVERRIDES
+    overrides[custom] = "another.Plugin"
     try:
         plugin.register()
         assert custom.get_path() == "another.Plugin"
