@@ -29,6 +29,31 @@ class FamilyModel(ModelShape):
     largest_difference: float = 0.2
 
 
+@dataclass(frozen=True, kw_only=True)
+class VisionModel(FamilyModel):
+    """One that sees images too, with its tower: each prompt has them at these places.
+
+    Attributes:
+        vision: of the tower's configuration.
+        places: where in a prompt an image's tokens begin.
+        grid: the patches of each image: frames, rows and columns.
+    """
+
+    vision: Mapping[str, Any]
+    places: tuple[int, ...] = (256, 1536)
+    grid: tuple[int, int, int] = (1, 64, 64)
+
+    @property
+    def placeholder(self) -> int:
+        """The last token of the vocabulary; that of videos is in front of it, and text has neither."""
+        return self.vocab - 1
+
+    @property
+    def patch_values(self) -> int:
+        """Of two frames in three colours."""
+        return 3 * 2 * int(self.vision["patch_size"]) ** 2
+
+
 FAMILIES = {
     "gpt-oss-20b": FamilyModel(
         24, 2880, 2880, heads=64, kv_heads=8, head_dim=64, qk_norm=False, vocab=201088,
@@ -67,9 +92,23 @@ FAMILIES = {
         largest_difference=0.5,
     ),
 }  # fmt: skip
+# Two images of 1K tokens in a prompt of 4K.
+VISION = {
+    "qwen3-vl-8b": VisionModel(
+        36, 4096, 12288, heads=32, kv_heads=8, head_dim=128, vocab=151936,
+        model_type="qwen3_vl",
+        options=dict(rope_parameters=dict(rope_type="default", rope_theta=5e6, mrope_section=[24, 20, 20])),
+        vision=dict(
+            depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, patch_size=16, out_hidden_size=4096,
+            num_position_embeddings=2304, deepstack_visual_indexes=[8, 16, 24],
+        ),
+        sequences=16,  # as many as are packed: the memory of one is compared with that of the other
+    ),
+}  # fmt: skip
 ALL_MODELS: dict[str, ModelShape] = {
     **MODELS,
     **FAMILIES,
+    **VISION,
     "tiny": ModelShape(2, 48, 80, heads=4, kv_heads=2, head_dim=16, vocab=97),
 }
 DEFAULT_MODEL = "qwen3-8b"

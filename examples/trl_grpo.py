@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""GRPO from scratch with TRL: a small random model learns a rule that code can check. No network, no files needed.
+"""GRPO or RLOO from scratch with TRL: a small random model learns a rule that code can check. Needs no network.
 
-    python examples/trl_grpo.py --out runs            # every prompt computed once
-    python examples/trl_grpo.py --out runs --stock    # TRL's own trainer, for comparison
+    python examples/trl_grpo.py --out runs                       # every prompt computed once in an update
+    python examples/trl_grpo.py --out runs --rollouts decode     # in rollouts too: continuous batching on this package
+    python examples/trl_grpo.py --out runs --stock               # TRL's own trainer, for comparison
+    python examples/trl_grpo.py --out runs --stock --rollouts batching    # and transformers' continuous batching
 
 A prompt is a list of numbers and the name of a rule; the reward is the share of a completion's numbers that obey it.
-Writes rewards and times of every step to <out>/shared.json or <out>/stock.json, and once both are there, compares them
-in a table and in <out>/trl_grpo.png (with matplotlib).
+Writes rewards and times of every step to <out>/shared.json, stock.json, shared-decode.json and so on, and compares the
+runs that are there in a table and in <out>/trl_grpo.png (with matplotlib).
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+import pandas as pd
 import torch
 import transformers
 import trl
@@ -29,22 +31,43 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from flash_attn_dualkv.integrations.trl import SharedPromptGRPOTrainer
+from flash_attn_dualkv.integrations.transformers import register_decode
+from flash_attn_dualkv.integrations.trl import SharedPromptGRPOTrainer, SharedPromptRLOOTrainer
 
-NUMBERS = 100
 RULES: dict[str, Callable[[int], bool]] = {
     "even": lambda number: number % 2 == 0,
-    "small": lambda number: number < NUMBERS // 2,
+    "small": lambda number: number < 50,
     "round": lambda number: number % 10 == 0,
 }
-PRESETS = {
-    "cpu": dict(layers=2, hidden=64, prompt=128, completion=16, responses=8, prompts=4, learning_rate=5e-3),
-    "gpu": dict(layers=4, hidden=1024, prompt=2048, completion=16, responses=16, prompts=4, learning_rate=4e-6),
+_SMALL = dict(vocabulary=106, dtype="float32", completion=16, prompts=4)
+_QWEN3 = dict(
+    layers=28, heads=16, head_dim=128, vocabulary=151936, dtype="bfloat16", prompt=4096, completion=512, responses=16,
+    prompts=8, micro_batch=16, page=256, learning_rate=1e-6,
+)  # fmt: skip
+PRESETS: dict[str, dict[str, Any]] = {
+    "cpu": dict(
+        **_SMALL, layers=2, hidden=64, heads=2, head_dim=64, prompt=128, responses=8, micro_batch=32, page=16,
+        learning_rate=5e-3,
+    ),
+    "gpu": dict(
+        **_SMALL, layers=4, hidden=1024, heads=16, head_dim=64, prompt=2048, responses=16, micro_batch=64, page=256,
+        learning_rate=4e-6,
+    ),
+    "qwen3-0.6b": dict(**_QWEN3, hidden=1024),
+    "qwen3-1.7b": dict(**_QWEN3, hidden=2048),
+}  # fmt: skip
+# Configuration, TRL's trainer, the one that shares prompts.
+TRAINERS = {
+    "grpo": (trl.GRPOConfig, trl.GRPOTrainer, SharedPromptGRPOTrainer),
+    "rloo": (trl.RLOOConfig, trl.RLOOTrainer, SharedPromptRLOOTrainer),
 }
+# Of rollouts: transformers' generate, its continuous batching, and that on this package.
+ROLLOUTS = ("generate", "batching", "decode")
 
 
-def make_tokenizer() -> Any:
-    words = ["<pad>", "<bos>", "<eos>", *RULES, *map(str, range(NUMBERS))]
+def make_tokenizer(vocabulary: int) -> Any:
+    words = ["<pad>", "<bos>", "<eos>", *RULES]
+    words += map(str, range(vocabulary - len(words)))
     inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
     inner.pre_tokenizer = WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(
@@ -52,21 +75,25 @@ def make_tokenizer() -> Any:
     )
 
 
-def make_model(tokenizer: Any, options: argparse.Namespace) -> Any:
+def make_model(tokenizer: Any, options: argparse.Namespace, device: str) -> Any:
     config = transformers.Qwen3Config(
-        vocab_size=len(tokenizer),
+        vocab_size=options.vocabulary,
         hidden_size=options.hidden,
         intermediate_size=3 * options.hidden,
         num_hidden_layers=options.layers,
-        num_attention_heads=max(2, options.hidden // 64),
-        num_key_value_heads=max(1, options.hidden // 128),
-        head_dim=64,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.heads // 2,
+        head_dim=options.head_dim,
+        tie_word_embeddings=options.preset.startswith("qwen3"),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
     torch.manual_seed(options.seed)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=options.attention)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=options.attention, dtype=getattr(torch, options.dtype)
+        )
 
 
 def make_prompts(options: argparse.Namespace) -> Dataset:
@@ -74,7 +101,7 @@ def make_prompts(options: argparse.Namespace) -> Dataset:
     draw = random.Random(options.seed)
 
     def prompt() -> dict[str, str]:
-        numbers = [str(draw.randrange(NUMBERS)) for _ in range(options.prompt - 1)]
+        numbers = [str(draw.randrange(options.vocabulary - 3 - len(RULES))) for _ in range(options.prompt - 1)]
         rule = draw.choice(list(RULES))
         return {"prompt": " ".join([*numbers, rule]), "rule": rule}
 
@@ -91,19 +118,28 @@ def reward(completions: list[str], rule: list[str], **_: Any) -> list[float]:
     return [share(text, RULES[name]) for text, name in zip(completions, rule)]
 
 
-class Clock:
-    """Seconds of each call of some methods; GPUs have finished what was begun before they are read."""
+class Clock(transformers.TrainerCallback):
+    """Seconds of each step's phases; GPUs have finished what was begun before they are read.
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = defaultdict(list)
+    Args:
+        trainer: whose methods are watched.
+    """
 
-    def watch(self, owner: Any, name: str) -> None:
+    def __init__(self, trainer: Any) -> None:
+        self.phases: dict[str, list[float]] = defaultdict(list)
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._begin = 0.0
+        for name in ("_generate", "_prepare_inputs", "training_step"):
+            self._watch(trainer, name)
+        trainer.add_callback(self)
+
+    def _watch(self, owner: Any, name: str) -> None:
         method = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin = self._now()
             result = method(*args, **kwargs)
-            self.seconds[name].append(self._now() - begin)
+            self._seconds[name] += self._now() - begin
             return result
 
         setattr(owner, name, timed)
@@ -114,32 +150,69 @@ class Clock:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def phases(self) -> dict[str, list[float]]:
-        """Of each step: generation, rewards and reference, loss and backward."""
-        rollout, prepare, step = (self.seconds[name] for name in ("_generate", "_prepare_inputs", "training_step"))
-        return {
-            "rollout": rollout,
-            "rewards and reference": [whole - part for whole, part in zip(prepare, rollout)],
-            "update": [whole - part for whole, part in zip(step, prepare)],
-        }
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._seconds.clear()
+        self._begin = self._now()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        rollout, prepare, update = (self._seconds[one] for one in ("_generate", "_prepare_inputs", "training_step"))
+        self.phases["rollout"].append(rollout)
+        self.phases["rewards and reference"].append(prepare - rollout)
+        self.phases["update"].append(update - prepare)  # loss and gradients
+        self.phases["optimizer"].append(self._now() - self._begin - update)
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Train, and return what is to be compared."""
-    on_gpu = torch.cuda.is_available() and options.preset == "gpu"
-    tokenizer = make_tokenizer()
-    arguments = trl.GRPOConfig(
+class Record(transformers.TrainerCallback):
+    """Writes the run's file after every step, so that a run which is ended early has one."""
+
+    def __init__(self, clock: Clock, path: Path, **facts: Any) -> None:
+        self._clock, self._path, self._facts = clock, path, facts
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs = [one for one in state.log_history if "loss" in one]
+        found = self._facts | {"phases": self._clock.phases}
+        if torch.cuda.is_available():
+            found["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        for name, key in LOGGED.items():
+            found[name] = [one.get(key) for one in logs]
+        self._path.write_text(json.dumps(found, indent=1))
+
+
+# Of each step, by their names in files and in the trainer's log.
+LOGGED = {
+    "rewards": "reward",
+    "grad_norms": "grad_norm",
+    "entropies": "entropy",
+    "dedup_ratio": "shared_prompt/dedup_ratio",
+    "fallbacks": "shared_prompt/fallbacks",
+}
+
+
+def run(options: argparse.Namespace, path: Path) -> None:
+    """Train, and write what is to be compared."""
+    on_gpu = torch.cuda.is_available() and options.preset != "cpu"
+    tokenizer = make_tokenizer(options.vocabulary)
+    samples = options.prompts * options.responses
+    # Pages for all samples by themselves: as many keys can stock batching read in a step, shared or not.
+    pages = samples * -(-(options.prompt + options.completion) // options.page)
+    is_old = "page_size" not in transformers.ContinuousBatchingConfig.__dataclass_fields__
+    batching = {"block_size" if is_old else "page_size": options.page, "num_blocks": pages}
+    config_class, *trainer_classes = TRAINERS[options.trainer]
+    arguments = config_class(
         output_dir=str(options.out / "checkpoints"),
         max_steps=options.steps,
-        per_device_train_batch_size=options.prompts * options.responses,
+        per_device_train_batch_size=options.micro_batch,
+        gradient_accumulation_steps=samples // options.micro_batch,
         num_generations=options.responses,
         max_completion_length=options.completion,
         # Of one length, as prompts are: stock attention is faster where nothing is padded.
-        generation_kwargs={"min_new_tokens": options.completion},
+        generation_kwargs={"suppress_tokens": [tokenizer.eos_token_id]},
+        use_transformers_continuous_batching=options.rollouts != "generate",
+        transformers_continuous_batching_config={**batching, "max_batch_tokens": 2 * options.prompt},
         learning_rate=options.learning_rate,
         lr_scheduler_type="constant",
         beta=0.0,
-        loss_type="dapo",
+        **({"loss_type": "dapo"} if options.trainer == "grpo" else {}),
         num_iterations=options.iterations,
         logging_steps=1,
         save_strategy="no",
@@ -148,71 +221,51 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         bf16=on_gpu,
         use_cpu=not on_gpu,
     )
-    trainer_class = trl.GRPOTrainer if options.stock else SharedPromptGRPOTrainer
-    trainer = trainer_class(
-        model=make_model(tokenizer, options),
+    if options.rollouts == "decode":
+        register_decode()
+    trainer = trainer_classes[0 if options.stock else 1](
+        model=make_model(tokenizer, options, "cuda" if on_gpu else "cpu"),
         reward_funcs=reward,
         args=arguments,
         train_dataset=make_prompts(options),
         processing_class=tokenizer,
     )
-    clock = Clock()
-    for name in ("_generate", "_prepare_inputs", "training_step"):
-        clock.watch(trainer, name)
-    begin = time.perf_counter()
-    trainer.train()
-    logs = [one for one in trainer.state.log_history if "loss" in one]
-    return {
+    facts = {
         "arguments": {name: value for name, value in vars(options).items() if name != "out"},
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "versions": {one.__name__: one.__version__ for one in (torch, transformers, trl)},
-        "total_seconds": time.perf_counter() - begin,
-        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
-        "phases": clock.phases(),
-        "rewards": [one["reward"] for one in logs],
-        "grad_norms": [one["grad_norm"] for one in logs],
-        "entropies": [one["entropy"] for one in logs],
-        "dedup_ratio": [one.get("shared_prompt/dedup_ratio") for one in logs],
-        "fallbacks": [one.get("shared_prompt/fallbacks") for one in logs],
+        "peak_memory_gib": None,
     }
+    trainer.add_callback(Record(Clock(trainer), path, **facts))
+    trainer.train()
 
 
 def compare(out: Path) -> None:
-    """Both runs in one table and one picture."""
-    runs = {name: json.loads((out / f"{name}.json").read_text()) for name in ("stock", "shared")}
-    print(f"{'median seconds a step':24} {'stock':>9} {'shared':>9} {'ratio':>7}")
-    for phase in runs["stock"]["phases"]:
-        stock, shared = (median(one["phases"][phase]) for one in runs.values())
-        print(f"{phase:24} {stock:9.3f} {shared:9.3f} {stock / shared:6.2f}x")
-    last = max(1, len(runs["stock"]["rewards"]) // 10)
-    means = [sum(one["rewards"][-last:]) / last for one in runs.values()]
-    print(f"{f'reward, last {last} steps':24} {means[0]:9.3f} {means[1]:9.3f}")
-    if runs["stock"]["peak_memory_gib"]:
-        peaks = [one["peak_memory_gib"] for one in runs.values()]
-        print(f"{'peak memory, GiB':24} {peaks[0]:9.1f} {peaks[1]:9.1f}")
+    """All runs in one table and one picture."""
+    runs = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
+    seconds = pd.DataFrame({name: pd.DataFrame(one["phases"]).median() for name, one in runs.items()})
+    table = seconds.copy()
+    table.loc["reward, last 10 steps"] = {name: pd.Series(one["rewards"])[-10:].mean() for name, one in runs.items()}
+    table.loc["peak memory, GiB"] = {name: one["peak_memory_gib"] for name, one in runs.items()}
+    print(table.rename_axis("median seconds a step").dropna().to_string(float_format="%.3f"))
     try:
         import matplotlib.pyplot as plt
     except ImportError:
         return
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for (name, one), style in zip(runs.items(), ("-", "--")):
-        left.plot(one["rewards"], style, label=name)
-    left.set(xlabel="step", ylabel="reward")
-    left.legend()
-    below = [0.0, 0.0]
-    for phase in runs["stock"]["phases"]:
-        heights = [median(one["phases"][phase]) for one in runs.values()]
-        right.bar(list(runs), heights, bottom=below, label=phase)
-        below = [low + height for low, height in zip(below, heights)]
-    right.set(ylabel="seconds a step (median)")
-    right.legend()
+    pd.DataFrame({name: pd.Series(one["rewards"]) for name, one in runs.items()}).plot(
+        ax=left, xlabel="step", ylabel="reward", style=["-", "--", "-.", ":"]
+    )
+    seconds.T.plot.bar(ax=right, stacked=True, ylabel="seconds a step (median)", rot=0)
     figure.savefig(out / "trl_grpo.png", dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--stock", action="store_true", help="TRL's own GRPOTrainer")
+    parser.add_argument("--stock", action="store_true", help="TRL's own trainer")
+    parser.add_argument("--trainer", choices=TRAINERS, default="grpo")
+    parser.add_argument("--rollouts", choices=ROLLOUTS, default="generate", help="what generates the completions")
     parser.add_argument("--preset", choices=PRESETS, default="gpu" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -226,9 +279,9 @@ def main() -> None:
             setattr(options, name, value)
     options.out.mkdir(parents=True, exist_ok=True)
     name = "stock" if options.stock else "shared"
-    (options.out / f"{name}.json").write_text(json.dumps(run(options), indent=1))
-    if all((options.out / f"{one}.json").exists() for one in ("stock", "shared")):
-        compare(options.out)
+    name += "" if options.rollouts == "generate" else f"-{options.rollouts}"
+    run(options, options.out / f"{name}.json")
+    compare(options.out)
 
 
 if __name__ == "__main__":

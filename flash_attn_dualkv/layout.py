@@ -32,9 +32,10 @@ class SharedPromptLayout(SeparatelyPickled):
         mean_keys: how many rows of its path a row sees on average, rounded up. By it the backward chooses its kernels.
         num_tokens: rows T of the packed tensors, padding included.
         pad: how many of them, at the end, are padding.
-        position_ids: (T,) int64, those of the batch that the layout belongs to. A model's attention refuses the layout
-            with others, which it knows by where they lie in memory: to compare values would wait for the GPU. None for
-            a layout that was copied without its batch: then nothing is known of them.
+        position_ids: (T,) int64, or (n, T) where images have several, those of the batch that the layout belongs to. A
+            model's attention refuses the layout with others, which it knows by where they lie in memory: to compare
+            values would wait for the GPU. None for a layout that was copied without its batch: then nothing is known of
+            them.
     """
 
     nodes: Tensor
@@ -155,17 +156,20 @@ class SharedPromptLayout(SeparatelyPickled):
     def check_positions(self, position_ids: Tensor | None) -> None:
         """SharedPromptLayoutError if a model runs on other positions than those of the layout's batch.
 
-        Nothing can be said of positions of another length (a rank's slice of them), of those of images (three or more
-        dimensions), of what a compiler traces, and in a recomputation, which had its forward before.
+        Nothing can be said of positions of another length (a rank's slice of them), of those of text beside a layout of
+        images' (rows of these), and of those of three or more dimensions beside one of text, of what a compiler traces,
+        and in a recomputation, which had its forward before.
         """
         own = self.position_ids
-        if own is None or position_ids is None or position_ids.dim() > 2 or position_ids.numel() != len(own):
+        if own is None or position_ids is None or position_ids.numel() != own.numel():
+            return
+        if (position_ids.dim() > 2) != (own.dim() > 1):
             return
         places = checks.address(own), checks.address(position_ids)
         if None in places or is_in_backward():
             return
         is_own = places[0] == places[1] and position_ids.dtype == own.dtype
-        if not is_own or (len(own) > 1 and position_ids.stride(-1) != own.stride(-1)):
+        if not is_own or (own.numel() > 1 and position_ids.stride(-1) != own.stride(-1)):
             expected = "those of the layout's batch, batch.position_ids[None], and no copy of them"
             got = "others (a model that is given none makes its own, which are wrong for a packed row)"
             raise SharedPromptLayoutError(checks.explain("position_ids", expected, got))

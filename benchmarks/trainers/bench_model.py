@@ -6,13 +6,14 @@
     python benchmarks/trainers/bench_model.py --preset qwen3-0.6b
     python benchmarks/trainers/bench_model.py --preset tree --rounds 1  # Qwen3-1.7B on the agentic tree
     python benchmarks/trainers/bench_model.py --preset models              # gpt-oss, Gemma 3, Qwen3.5, DeepSeek-V3
+    python benchmarks/trainers/bench_model.py --preset images              # Qwen3-VL-8B, tower included
 
 All layers, bf16, random weights, activation checkpointing, the LM head in chunks over the response tokens; without
 an optimizer. This library goes through `shared_prompt_forward`, as its README says. Peers of Qwen3 get one packed row
 of the tokens that they compute through the same model on their attention, and the LM head over the same rows. Models of
 models.py are compared with themselves as transformers offers them: batches of sequences, prompts replicated, padded on
 the right, the longest first. No mask says what is padding: causal layers do not see what lies behind a token, and
-without a mask attention has its fast kernels.
+without a mask attention has its fast kernels. Images in a prompt go through the tower once for each sequence there.
 
 The forward keeps the input of each layer and no more: its time is that of log-probabilities without gradients. Peak
 memory includes weights and gradients.
@@ -20,6 +21,7 @@ memory includes weights and gradients.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -36,7 +38,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import command
 from bench_layer import HEAD_NORM, QUICK, LayerRun
 from measure import Config, Matmul
-from models import FAMILIES, FamilyModel
+from models import FAMILIES, FamilyModel, VisionModel
 from packing import Attention, Prepared, first_copy, packed_positions, path_rows, response_rows, wide
 from peers import Implementation, layer_implementations
 from shapes import Shape
@@ -53,14 +55,42 @@ Step = tuple[Callable[[], Tensor], Tensor]  # log-probabilities of one micro-bat
 def make_ids(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
     """Random token ids of the packed rows, and the gradient of every log-probability: random advantages."""
     generator = torch.Generator(device).manual_seed(0)
-    ids = torch.randint(shape.model.vocab, (shape.packed_tokens,), device=device, generator=generator)
+    reserved = 2 if isinstance(shape.model, VisionModel) else 0
+    ids = torch.randint(shape.model.vocab - reserved, (shape.packed_tokens,), device=device, generator=generator)
     scored = sum(shape.responses)
+    if isinstance(shape.model, VisionModel):
+        tokens = math.prod(shape.model.grid) // 4
+        for begin in (root + place for root in image_roots(shape) for place in shape.model.places):
+            ids[begin : begin + tokens] = shape.model.placeholder
     return ids, torch.randn(scored, device=device, generator=generator) / scored
+
+
+def image_roots(shape: Shape) -> list[int]:
+    """The first row of each prompt."""
+    return [begin for begin, (_, parent) in zip(shape.begins, shape.nodes) if parent < 0]
+
+
+def make_images(shape: Shape, device: torch.device) -> list[dict[str, Tensor]]:
+    """Random images of the prompt of each sequence, by the names of a model's inputs; none for a model of text."""
+    model, found = shape.model, dict[int, dict[str, Tensor]]()
+    if not isinstance(model, VisionModel):
+        return []
+    generator = torch.Generator(device).manual_seed(1)
+    size = (len(model.places) * math.prod(model.grid), model.patch_values)
+    grids = torch.tensor([model.grid] * len(model.places), device=device)
+    roots = [shape.paths[leaf][0] for leaf in shape.leaves]
+    for root in roots:
+        if root not in found:
+            found[root] = {
+                "pixel_values": torch.randn(size, device=device, generator=generator),
+                "image_grid_thw": grids,
+            }
+    return [found[root] for root in roots]
 
 
 def make_model(shape: Shape, attention: str, dtype: torch.dtype, device: torch.device) -> Any:
     """The model on an attention of that registered name, with the same random weights every time."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     sizes = shape.model
     options: dict[str, Any] = dict(
@@ -68,13 +98,17 @@ def make_model(shape: Shape, attention: str, dtype: torch.dtype, device: torch.d
         num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads,
         head_dim=sizes.head_dim, tie_word_embeddings=sizes.tied, max_position_embeddings=1 << 18, use_cache=False,
     )  # fmt: skip
-    model_type = "qwen3"
+    model_type, auto = "qwen3", AutoModelForCausalLM
     if isinstance(sizes, FamilyModel):
         model_type, options = sizes.model_type, {**options, **sizes.options}
+    if isinstance(sizes, VisionModel):
+        auto, tokens = AutoModelForImageTextToText, (sizes.placeholder, sizes.placeholder - 1)
+        options = {"text_config": options, "vision_config": dict(sizes.vision), "tie_word_embeddings": sizes.tied}
+        options |= dict(zip(("image_token_id", "video_token_id"), tokens))
     config = AutoConfig.for_model(model_type, **options)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+        model = auto.from_config(config, attn_implementation=attention, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):  # 1 at first, or 0 where models add 1 themselves
@@ -89,7 +123,9 @@ def pack(shape: Shape, ids: Tensor) -> Any:
 
     pairs = [tuple(ids[rows.to(ids.device)] for rows in pair) for pair in response_rows(shape)]
     if not shape.is_tree:
-        return pack_shared_prompts(*map(list, zip(*pairs)))
+        images = make_images(shape, ids.device)
+        by_name = {name: [one[name] for one in images] for name in images[0]} if images else None
+        return pack_shared_prompts(*map(list, zip(*pairs)), images=by_name)
     masks = [torch.cat([torch.zeros_like(above), torch.ones_like(own)]) for above, own in pairs]
     return pack_prefix_tree([*map(torch.cat, pairs)], loss_mask=masks, min_shared=1)  # the nodes as they are
 
@@ -123,6 +159,10 @@ def stock_step(shape: Shape, ids: Tensor, model: Any, leaves: list[int], length:
     rows = torch.stack(sequences).to(ids.device)  # where a token is padding, the one behind all others
     at, targets, which = scored_rows(shape, rows.flatten())
     inputs = {"input_ids": torch.cat([ids, ids.new_zeros(1)])[rows]}
+    if images := dict(zip(shape.leaves, make_images(shape, ids.device))):
+        names = images[leaves[0]]
+        inputs |= {name: torch.cat([images[leaf][name] for leaf in leaves]) for name in names}
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == shape.model.vocab - 1).long()
     return partial(log_probabilities, shape, model, inputs, at, ids[targets]), which
 
 
@@ -237,6 +277,7 @@ PRESETS = {
     "qwen3-0.6b": tuple(f"qwen3-0.6b-{n}x{prompt}x131-2048" for prompt in ("1K", "8K", "32K") for n in (4, 16)),
     "tree": ("qwen3-1.7b-tree-agentic",),
     "models": (*(f"{name}-16x8Kx131-2048" for name in FAMILIES), "qwen3.5-4b-16x16Kx1K"),
+    "images": ("qwen3-vl-8b-16x4Kx512",),
     "tiny": ("tiny-3x70x1-90", "tiny-4x64x24"),
 }
 SETTINGS = {"target_ms": 250.0, "max_calls": 5, "rounds": 2}

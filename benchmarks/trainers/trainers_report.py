@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The page of trainers and the README's table of verl, made of the result files of bench_verl.py and bench_trl.py."""
+"""The page of trainers and the README's table of verl, made of the result files of bench_verl.py, bench_trl.py
+and bench_mismatch.py."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ HEADLINE = (
 )
 FIGURES = ["update_s", "infer_s", "update_gib", "infer_gib"]
 TIMES = ["update_s", "infer_s", "update_s_ours", "infer_s_ours"]  # of both, side by side
-VERL, OURS, THIRD = (COLORS[name] for name in ("cudnn_flex", "flex_fa4", "fa4"))
+VERL, OURS, *OTHERS = (COLORS[name] for name in ("cudnn_flex", "flex_fa4", "fa4", "flex_packed", "fa2"))
 WINDOW = 10  # steps over which TRL's rewards are averaged
 
 
@@ -30,7 +32,7 @@ def render(folder: Path) -> list[Path]:
     """The page and the README's table, of all result files; of what was measured twice with verl, the newest.
 
     Args:
-        folder: holds those of verl in verl/ and those of TRL in trl/, and gets what is made.
+        folder: holds those of verl in verl/, of TRL in trl/, of rollouts in mismatch/, and gets what is made.
 
     Raises:
         ResultError: a file is of a tree with changes, or one of TRL lacks a run.
@@ -59,7 +61,8 @@ def render(folder: Path) -> list[Path]:
         "steps": steps(rows[rows["preset"] == "steps"], folder / "steps.png"),
         "files": "\n".join(files),
     }
-    page.write_text(filled("trainers", {"trl": runs_of_trl(folder / "trl")}, **parts))
+    sections = {"trl": runs_of_trl(folder / "trl"), "mismatch": mismatches(folder / "mismatch")}
+    page.write_text(filled("trainers", sections, **parts))
     short.write_text(headline(pairs) + "\n")
     return [page, short]
 
@@ -161,7 +164,7 @@ def steps(rows: pd.DataFrame, path: Path) -> str:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for axis, values, title in zip(axes, (losses, norms), ("loss", "norm of the gradient")):
         values.index += 1
-        values.plot(ax=axis, color=[VERL, THIRD, OURS], style=["-", ":", "--"], legend=axis is axes[0])
+        values.plot(ax=axis, color=[VERL, OTHERS[0], OURS], style=["-", ":", "--"], legend=axis is axes[0])
         axis.set_xlabel("step on the same batch")
         axis.set_title(title, fontsize=10)
     axes[0].legend(fontsize=8)
@@ -183,17 +186,21 @@ def runs_of_trl(folder: Path) -> str:
     parts = []
     for path in sorted(folder.glob("*.json")):
         header, rows = read(path)
-        if [row["who"] for row in rows] != list(LABELS):
-            raise ResultError(f"{path}: expected both runs")
-        asked, image = rows[0]["arguments"], path.with_suffix(".png")
-        rewards = pd.DataFrame({LABELS[row["who"]]: row["rewards"] for row in rows})
-        phases = {LABELS[row["who"]]: pd.DataFrame(row["phases"]) for row in rows}
+        ended = [row for row in rows if "phases" in row]
+        if len(ended) < 2 or not ended[0]["arguments"]["stock"] or ended[-1]["arguments"]["stock"]:
+            raise ResultError(f"{path}: expected steps of TRL's run first, and of one that shares prompts last")
+        asked, image = ended[-1]["arguments"], path.with_suffix(".png")
+        rewards = pd.DataFrame({LABELS[row["who"]]: pd.Series(row["rewards"]) for row in ended})
+        phases = {LABELS[row["who"]]: pd.DataFrame(row["phases"]) for row in ended}
+        # What is done once is in the first step, which counts where there are many or no other.
+        phases = {name: one[1 if 1 < len(one) < WINDOW else 0 :] for name, one in phases.items()}
         seconds = pd.DataFrame({name: one.assign(step=one.sum(axis=1)).median() for name, one in phases.items()})
         plot_of_trl(rewards, seconds, image)
         parts += [
-            f"### {asked['steps']} steps of {asked['prompts']} prompts, {asked['responses']} x {asked['prompt']} x"
-            f" {asked['completion']}, {asked['layers']} layers of width {asked['hidden']}, {header['gpu']}",
-            table_of_trl(rows, rewards, seconds),
+            f"### {asked.get('trainer', 'grpo').upper()}: {asked['steps']} steps of {asked['prompts']} prompts,"
+            f" {asked['responses']} x {asked['prompt']} x {asked['completion']}, {asked['layers']} layers of width"
+            f" {asked['hidden']}, {header['gpu']}",
+            table_of_trl(ended, rewards, seconds),
             f"![Reward and seconds a step]({folder.name}/{image.name})",
             f"{closeness(rows, rewards)} [File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`.",
         ]
@@ -201,44 +208,98 @@ def runs_of_trl(folder: Path) -> str:
 
 
 def table_of_trl(rows: list[dict[str, Any]], rewards: pd.DataFrame, seconds: pd.DataFrame) -> str:
-    """Medians, peaks and means of rewards of both runs, and TRL's over the other."""
+    """Medians, peaks and means of rewards of all runs, and the first's over the last's."""
     lines = [
-        (f"{phase}, s", *one.map("{:.3f}".format), f"{one.iloc[0] / one.iloc[1]:.2f}")
+        (f"{phase}, s", *(number(value, 3) for value in one), number(one.iloc[0] / one.iloc[-1], 2))
         for phase, one in seconds.iterrows()
     ]
     if all(peaks := [row["peak_memory_gib"] for row in rows]):
-        lines.append(("peak memory, GiB", *map("{:.1f}".format, peaks), f"{peaks[0] / peaks[1]:.2f}"))
-    for what, part in ((f"reward, first {WINDOW} steps", rewards[:WINDOW]), (f"last {WINDOW}", rewards[-WINDOW:])):
-        lines.append((what, *part.mean().map("{:.3f}".format), ""))
+        lines.append(("peak memory, GiB", *map("{:.1f}".format, peaks), f"{peaks[0] / peaks[-1]:.2f}"))
+    if len(rewards) >= WINDOW:
+        for what, part in ((f"reward, first {WINDOW} steps", rewards[:WINDOW]), (f"last {WINDOW}", rewards[-WINDOW:])):
+            lines.append((what, *part.mean().map("{:.3f}".format), ""))
     return markdown(pd.DataFrame(lines, columns=["", *rewards, "x"]))
 
 
 def closeness(rows: list[dict[str, Any]], rewards: pd.DataFrame) -> str:
-    """How far the two runs are from each other, and a run's steps from their neighbours."""
-    apart = rewards.rolling(WINDOW).mean().diff(axis=1).abs().max(axis=None)
-    neighbours = rewards[LABELS["stock"]].diff().abs().mean()
-    ratio, fallbacks = (pd.Series(rows[1][name]).mean() for name in ("dedup_ratio", "fallbacks"))
-    first, norms = rewards.iloc[0], [row["grad_norms"][0] for row in rows]
+    """Which runs did not end, how far runs are from each other, and a run's steps from their neighbours."""
+    ended = [row for row in rows if "phases" in row]
+    (first, *_, last), norms = ended, [f"{row['grad_norms'][0]:.4f}" for row in ended]
+    found = "".join(
+        f"{LABELS[row['who']]} {row['error']}: {counted(len(row.get('rewards', [])), 'step')}. "
+        for row in rows
+        if "error" in row
+    )
+    found += (
+        f"In the first step, the rewards are {listed(rewards.iloc[0].map('{:.4f}'.format))}, the norms of the gradient"
+        f" {listed(norms)}."
+    )
+    if any(row["arguments"].get("rollouts", "generate") != "generate" for row in ended):
+        found += " Continuous batching draws its random numbers in another order than generate."
+    if len(rewards) >= WINDOW:
+        apart = rewards.rolling(WINDOW).mean().agg(lambda row: row.max() - row.min(), axis=1).max()
+        neighbours = rewards[LABELS["stock"]].diff().abs().mean()
+        found += (
+            f" Rounding then leads to other samples: means of {WINDOW} steps differ by {apart:.3f} at most, while a"
+            f" step of TRL's run differs from the next by {neighbours:.3f} in the mean."
+        )
+    ratio, fallbacks = (pd.Series(last[name]).mean() for name in ("dedup_ratio", "fallbacks"))
     return (
-        f"In the first step, the rewards are {first.iloc[0]:.4f} and {first.iloc[1]:.4f}, the norms of the gradient"
-        f" {norms[0]:.4f} and {norms[1]:.4f}. Rounding then leads to other samples: means of {WINDOW} steps differ by"
-        f" {apart:.3f} at most, while a step of TRL's run differs from the next by {neighbours:.3f} in the mean. A"
-        f" forward has {ratio:.1f} times fewer tokens with shared prompts; of all forwards, {fallbacks:.0%} fell back"
-        f" to stock attention ({rows[0]['arguments']['attention']})."
-        f" {', '.join(f'{name} {version}' for name, version in rows[0]['versions'].items())}."
+        f"{found} A forward has {ratio:.1f} times fewer tokens with shared prompts; of all forwards, {fallbacks:.0%}"
+        f" fell back to stock attention ({first['arguments']['attention']})."
+        f" {', '.join(f'{name} {version}' for name, version in first['versions'].items())}."
     )
 
 
+def listed(words: Iterable[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} and {last}"
+
+
 def plot_of_trl(rewards: pd.DataFrame, seconds: pd.DataFrame, path: Path) -> None:
+    """Seconds, and beside them the rewards of runs that are long enough for a curve."""
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    rewards.plot(ax=left, color=[VERL, OURS], xlabel="step, from 0", ylabel="reward", fontsize=8)
-    left.lines[0].set(linewidth=4, alpha=0.5)  # the other lies on it
-    seconds.plot.barh(ax=right, color=[VERL, OURS], legend=False, fontsize=8)
+    is_long, colors = len(rewards) >= WINDOW, [VERL, *OTHERS[: rewards.shape[1] - 2], OURS]
+    figure, axes = plt.subplots(1, 1 + is_long, figsize=(9, 3.4), layout="constrained", squeeze=False)
+    if is_long:
+        left = axes[0, 0]
+        rewards.plot(ax=left, color=colors, xlabel="step, from 0", ylabel="reward", fontsize=8)
+        left.lines[0].set(linewidth=4, alpha=0.5)  # others lie on it
+    right = axes[0, -1]
+    seconds.plot.barh(ax=right, color=colors, legend=not is_long, fontsize=8)
     for bars in right.containers:
         right.bar_label(bars, fmt=" %.2f", fontsize=7)
     right.invert_yaxis()
     right.set_xlabel("seconds a step, median (shorter is faster)")
-    figure.suptitle("GRPO with TRL: the same curve in less time", fontsize=11)
+    figure.suptitle("TRL" + (": the same curve in less time" if is_long else ""), fontsize=11)
     save(figure, path)
+
+
+# --- rollouts and training --------------------------------------------------------------------------------------------
+
+
+def mismatches(folder: Path) -> str:
+    """A table of every result file. "" if there is none."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        header, rows = read(path)
+        table = pd.DataFrame(
+            {
+                "rollouts": row["rollouts"],
+                "training": row["training"],
+                "other layers": "in fp64, rounded" if row["rowwise"] else "",
+                "mean": f"{row['mean']:.1e}",
+                "max": f"{row['max']:.1e}",
+                "k3": f"{row['k3']:.1e}",
+                "equal to the bit": f"{row['equal']:.2%}",
+            }
+            for row in rows
+        )
+        parts += [
+            f"### {header['prompts']} x {header['shape']}, {header['gpu']}",
+            markdown(table),
+            f"{rows[0]['tokens']} tokens. [File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`,"
+            f" torch {header['torch']}, transformers {header['versions']['transformers']}.",
+        ]
+    return "\n\n".join(parts)

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "ptx/jitter.h"
+
 namespace dualkv::ptx {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -64,9 +66,11 @@ __device__ __forceinline__ void publish(uint64_t* address, uint64_t value) {
 // A counter in global memory on which threads of any block arrive, once. What an arriving thread's
 // block did before a barrier is visible to the waiting thread's block behind one.
 __device__ __forceinline__ void arrive(int* counter) {
+  jitter();
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
 __device__ __forceinline__ void wait_arrived(const int* counter, int arrivals) {
+  jitter();
   int now;
   do {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");

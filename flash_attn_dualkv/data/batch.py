@@ -53,6 +53,7 @@ class PackedBatch(SeparatelyPickled):
         own_labels: whether each scored token is known to have a row of its own, without reading `row_labels`.
         row_values: by name, (..., T) what was given for the tokens, 0 in padding.
         group_values: by name, what was given for the sequences: one value for each root.
+        group_images: likewise, the tensors of images; None for a root without.
     """
 
     input_ids: Tensor
@@ -71,6 +72,7 @@ class PackedBatch(SeparatelyPickled):
     own_labels: bool = False
     row_values: Mapping[str, Tensor] = field(default_factory=dict)
     group_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    group_images: Mapping[str, tuple[Tensor | None, ...]] = field(default_factory=dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -101,6 +103,12 @@ class PackedBatch(SeparatelyPickled):
         """(T,) int64, how many sequences the row stands for; 0 for padding."""
         rows = self.row_index
         return torch.zeros_like(self.input_ids).index_add_(0, rows, torch.ones_like(rows))
+
+    @cached_property
+    def images(self) -> dict[str, Tensor]:
+        """By the names of a model's inputs, the images of all roots in the order of the row; nothing without any."""
+        present = {name: [one for one in values if one is not None] for name, values in self.group_images.items()}
+        return {name: torch.cat(values) for name, values in present.items() if values}
 
     def expand(self, per_sequence: Tensor | Sequence[float]) -> Tensor:
         """A value of each sequence (an advantage) for each of its scored tokens, in the order of `token_index`.
@@ -208,10 +216,11 @@ class PackedBatch(SeparatelyPickled):
         changes: dict[str, Any] = dict(zip(long, moved))
         changes["layout"] = replace(self.layout, nodes=nodes, position_ids=changes["position_ids"])
         changes["row_values"] = {name: one.to(device, non_blocking=True) for name, one in self.row_values.items()}
-        changes["group_values"] = {
-            name: tuple(one.to(device, non_blocking=True) if isinstance(one, Tensor) else one for one in values)
-            for name, values in self.group_values.items()
-        }
+        for of_groups in ("group_values", "group_images"):
+            changes[of_groups] = {
+                name: tuple(one.to(device, non_blocking=True) if isinstance(one, Tensor) else one for one in values)
+                for name, values in getattr(self, of_groups).items()
+            }
         return replace(self, **changes)
 
 
@@ -225,6 +234,7 @@ class Tokens:
     mask: Tensor | None = None  # (sum L,) 1 for the scored ones, beside the ids; None: the last ones of each sequence
     row_values: Mapping[str, Tensor] = field(default_factory=dict)  # (..., sum L) each
     group_values: Mapping[str, Sequence[Any]] | None = None  # B each
+    images: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)  # B each
 
 
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
@@ -289,6 +299,7 @@ def pack_tokens(
         own_labels,
         {name: _of_rows(name, one, source_index, spans, pad) for name, one in tokens.row_values.items()},
         {name: _of_groups(name, one, tree) for name, one in group_values.items()},
+        {name: _of_groups(name, one, tree) for name, one in tokens.images.items()},
     )
 
 

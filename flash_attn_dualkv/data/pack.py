@@ -26,6 +26,7 @@ from ..errors import SharedPromptError
 from ..host import untraced
 from . import samples
 from .batch import PackedBatch, Tokens, pack_tokens
+from .images import Images, ImageValues
 from .prefix_tree import Boundary, PrefixTree, checked_boundary
 from .samples import GroupIds, Pick, TokenIds, named
 from .trie import build_tree, tree_with_borders
@@ -52,6 +53,7 @@ def pack_shared_prompts(
     device: torch.device | str | None = None,
     row_values: RowValues | None = None,
     group_values: GroupValues | None = None,
+    images: ImageValues | None = None,
 ) -> PackedBatch:
     """Pack one prompt and one response per sample, each prompt once for all samples that have it.
 
@@ -59,8 +61,9 @@ def pack_shared_prompts(
         prompts: B sequences of token ids, 1-D integer tensors of one device or Python sequences; none empty.
         responses: B of them; a response may be empty.
         group_ids: (B,) hashable values or an integer tensor: samples share a prompt where their ids are equal, and
-            their prompts are then checked to be equal. Needed where equal tokens do not mean equal prompts (images).
-            None: by the tokens. A prompt that is only the beginning of another is another prompt.
+            their prompts are then checked to be equal. Needed where equal tokens do not mean equal prompts, and
+            `images` does not tell them apart. None: by the tokens and `images`. A prompt that is only the beginning of
+            another is another prompt.
         boundary: "replicate" puts the last prompt token before each response instead of at the context's end, so that a
             response's rows score all of its tokens (context = prompt[:-1], decoded = prompt[-1:] + response). "gather"
             keeps the prompt whole (context = prompt, decoded = response); its last row scores every first token.
@@ -70,8 +73,12 @@ def pack_shared_prompts(
         row_values: by name, what belongs to tokens, such as positions of several dimensions: B tensors of
             (..., P_i + R_i), of the prompt and then the response. Tokens that share a row must have equal ones, which
             waits for a GPU; `batch.row_values` has those of the packed row.
-        group_values: by name, what belongs to prompts, such as pixels or a uid: B values, equal for the samples of a
-            group; `batch.group_values` has one for each group.
+        group_values: by name, what belongs to prompts, such as a uid: B values, equal for the samples of a group;
+            `batch.group_values` has one for each group.
+        images: by the names of a model's inputs (pixel_values, image_grid_thw), what the prompts' images are: B tensors
+            whose first dimension may differ, None for a sample without. Samples share a prompt only where all values
+            are equal; they are compared, which waits for a GPU. `batch.images` has those of one sample of each group,
+            one after the other in the order of the row, which is what the model is given.
 
     Raises:
         SharedPromptError: an empty prompt, unequal numbers of prompts and responses, tokens that are no integers >= 0
@@ -87,10 +94,12 @@ def pack_shared_prompts(
     largest = samples.largest_token("prompts and responses", bounds)
     lengths = [*map(Tensor.numel, given)]
     prompt_lens, response_lens = lengths[::2], lengths[1::2]
+    given_images = Images.of(images, len(prompts))
     groups = samples.group(fetched, [*accumulate(lengths, initial=0)][:-1:2], prompt_lens, ids)
+    groups = given_images.divide(groups, ids)
     totals = [*map(int.__add__, prompt_lens, response_lens)]
     values = {name: samples.listed(name, one, totals) for name, one in named("row_values", row_values).items()}
-    what = Tokens(tokens, response_lens, largest, None, values, group_values)
+    what = Tokens(tokens, response_lens, largest, None, values, group_values, given_images.values)
     return _pack(what, groups, prompt_lens, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
 
@@ -107,6 +116,7 @@ def pack_padded(
     device: torch.device | str | None = None,
     row_values: RowValues | None = None,
     group_values: GroupValues | None = None,
+    images: ImageValues | None = None,
 ) -> PackedBatch:
     """Pack a padded (B, S) batch as Hugging Face and TRL make it. Padding is what the mask says, whatever the token.
 
@@ -116,7 +126,7 @@ def pack_padded(
         prompt_length: the number of leading columns that hold the prompts, in each of which, and in the columns behind
             them, the real tokens stand together on either side; or (B,) numbers of prompt tokens, for rows whose real
             tokens stand together and begin with the prompt.
-        group_ids, boundary, max_responses_per_group, pad_to_multiple_of, device, group_values: as for
+        group_ids, boundary, max_responses_per_group, pad_to_multiple_of, device, group_values, images: as for
             `pack_shared_prompts`.
         row_values: as there, tensors of (..., B, S), padded like input_ids.
 
@@ -150,7 +160,8 @@ def pack_padded(
         prompt_lens = samples.prompt_lengths("prompt_length", prompt_length, fetched, lengths)
         response_lens = [total - length for total, length in zip(lengths, prompt_lens)]
     rows = range(0, ids.numel(), max(1, input_ids.shape[1]))
-    groups = samples.group(ids, [*map(int.__add__, rows, begins)], prompt_lens, labels)
+    given_images = Images.of(images, len(input_ids))
+    groups = given_images.divide(samples.group(ids, [*map(int.__add__, rows, begins)], prompt_lens, labels), labels)
     count = sum(prompt_lens) + sum(response_lens)
 
     def flat(name: str, values: Any) -> Tensor:
@@ -162,7 +173,7 @@ def pack_padded(
     kept = samples.selected(torch.arange(input_ids.numel(), device=input_ids.device), attention_mask, count)
     values = {name: flat(name, one) for name, one in named("row_values", row_values).items()}
     tokens = input_ids.flatten().index_select(0, kept)
-    what = Tokens(tokens, response_lens, largest, None, values, group_values)
+    what = Tokens(tokens, response_lens, largest, None, values, group_values, given_images.values)
     return _pack(what, groups, prompt_lens, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
 
@@ -178,13 +189,14 @@ def pack_jagged(
     device: torch.device | str | None = None,
     row_values: RowValues | None = None,
     group_values: GroupValues | None = None,
+    images: ImageValues | None = None,
 ) -> PackedBatch:
     """Pack a nested (jagged) tensor of whole sequences, as verl holds them.
 
     Args:
         input_ids: nested (B, P_i + R_i) integers in the jagged layout, without gaps.
         prompt_lens: (B,) P_i.
-        group_ids, boundary, max_responses_per_group, pad_to_multiple_of, device, group_values: as for
+        group_ids, boundary, max_responses_per_group, pad_to_multiple_of, device, group_values, images: as for
             `pack_shared_prompts`.
         row_values: as there, nested (B, P_i + R_i) or (B, n, P_i + R_i) tensors.
 
@@ -203,10 +215,11 @@ def pack_jagged(
     begin, end = (int(offsets[at]) for at in (0, -1))
     largest = samples.largest_token("input_ids", samples.extremes(tokens[begin:end]))
     response_lens = [total - length for total, length in zip(totals, lengths)]
-    groups = samples.group(tokens, offsets.tolist(), lengths, labels)
+    given_images = Images.of(images, len(nested))
+    groups = given_images.divide(samples.group(tokens, offsets.tolist(), lengths, labels), labels)
     by_token = named("row_values", row_values)
     rows = {name: samples.jagged_rows(name, one, values)[..., begin:end] for name, one in by_token.items()}
-    what = Tokens(values[begin:end], response_lens, largest, None, rows, group_values)
+    what = Tokens(values[begin:end], response_lens, largest, None, rows, group_values, given_images.values)
     return _pack(what, groups, lengths, boundary, max_responses_per_group, pad_to_multiple_of, device)
 
 
@@ -278,11 +291,13 @@ def pack_prefix_tree(
 
 
 @untraced
-def group_by_prompt(prompts: Sequence[TokenIds], *, group_ids: GroupIds | None = None) -> list[list[int]]:
+def group_by_prompt(
+    prompts: Sequence[TokenIds], *, group_ids: GroupIds | None = None, images: ImageValues | None = None
+) -> list[list[int]]:
     """Which samples have the same prompt: lists of their indices, in the order of their first samples.
 
     Args:
-        prompts, group_ids: as for `pack_shared_prompts`.
+        prompts, group_ids, images: as for `pack_shared_prompts`.
 
     Raises:
         SharedPromptError: an empty prompt; samples of one group id with different prompts; an argument that is not as
@@ -291,7 +306,10 @@ def group_by_prompt(prompts: Sequence[TokenIds], *, group_ids: GroupIds | None =
     given = samples.all_tokens([*samples.sequences_of("prompts", prompts)], ("prompts",))
     (tokens,), ids = samples.fetch([samples.joined(given)], group_ids, len(given))
     lengths = [*map(Tensor.numel, given)]
-    return samples.group(tokens, [*accumulate(lengths, initial=0)], lengths, ids) if given else []
+    given_images = Images.of(images, len(given))
+    if not given:
+        return []
+    return given_images.divide(samples.group(tokens, [*accumulate(lengths, initial=0)], lengths, ids), ids)
 
 
 @untraced

@@ -21,7 +21,7 @@ import shapes
 from bench_cases import CPU, TREES
 from bench_cases import packages as packages
 from bench_cases import several_micro_batches as several_micro_batches
-from models import FAMILIES, FamilyModel
+from models import FAMILIES, VISION, FamilyModel
 from shapes import Shape, nodes_of, parse
 from transformers import CONFIG_MAPPING
 
@@ -40,7 +40,12 @@ def tiny(name: str) -> FamilyModel:
         qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, kv_lora_rank=16, n_routed_experts=4,
         n_shared_experts=1, moe_intermediate_size=16,
     )  # fmt: skip
-    family = FAMILIES[name]
+    family = {**FAMILIES, **VISION}[name]
+    if name in VISION:
+        rope, tower = dict(rope_type="default", mrope_section=[4, 2, 2]), dict(depth=2, hidden_size=16, num_heads=2)
+        tower |= dict(intermediate_size=16, patch_size=2, out_hidden_size=48, num_position_embeddings=16)
+        sizes |= dict(vision=dict(tower, deepstack_visual_indexes=[0]), places=(3, 20), grid=(1, 4, 8))
+        return replace(family, **{"sequences": 3, **sizes}, options=dict(rope_parameters=rope))
     options = {**family.options, **{key: value for key, value in small.items() if key in family.options}}
     return replace(family, **{"sequences": 2, **sizes}, options=options)
 
@@ -50,6 +55,7 @@ FAMILY_SHAPES = [
     for name in FAMILIES
     if FAMILIES[name].model_type in CONFIG_MAPPING
 ]
+IMAGES = replace(TWO_GROUPS, name="images", model=tiny("qwen3-vl-8b"))
 
 
 def step_outcomes(shape: Shape, *more: peers.Implementation, dtype: torch.dtype = torch.float64) -> list[Any]:
@@ -86,10 +92,10 @@ def test_all_compute_the_same_step(shape: Shape, packages: None) -> None:
     assert measure.relative_difference(got, right) > 2 * bench_model.StepRun.largest_difference
 
 
-@pytest.mark.parametrize("shape", FAMILY_SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [*FAMILY_SHAPES, IMAGES], ids=lambda shape: shape.name)
 def test_other_models_compute_the_same_step(shape: Shape) -> None:
     """Ours and the stock model's micro-batches: log-probabilities, and the sum of all gradients."""
-    assert len(bench_model.padded_batches(shape, CPU, False)) == 3
+    assert len(bench_model.padded_batches(shape, CPU, False)) == (1 if shape is IMAGES else 3)
     (expected, *all_expected), (got, *all_got) = step_outcomes(shape, dtype=torch.float32)
     assert (got - expected).abs().max() <= 1e-4 * expected.std()
     whole, other = (torch.cat([one.flatten() for one in gradients]) for gradients in (all_expected, all_got))

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import models_page
 import pytest
 import torch
 from sweep import OPTIONS, OWN
-from tiny_models import VERSION, transformers
+from tiny_models import VERSION, Samples, transformers, wide_softmax
 from torch import Tensor
+
+from flash_attn_dualkv import PackedBatch
 
 HIDDEN: int = OPTIONS["hidden_size"]
 # Of the parts that are no decoder of text, by the names that their configurations have for sizes.
@@ -46,9 +50,7 @@ OWN_PARTS: dict[str, dict[str, Any]] = {
     "glm4v_moe": _mrope(1, 1, 0),
     "hunyuan_vl": _mrope(2, 1, 1),
     "llava": dict(image_token_id=90, vision_feature_layer=-1),
-    "qwen3_vl": dict(
-        image_token_id=90, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93, **_mrope(2, 1, 1)
-    ),
+    "qwen3_vl": _mrope(2, 1, 1),
     "qwen3_vl_moe": _mrope(2, 1, 1),
     "chameleon": dict(vocabulary_map={"<image>": 90}),
     "emu3": dict(vocabulary_map={"<image>": 90}),
@@ -61,6 +63,18 @@ OWN_PARTS: dict[str, dict[str, Any]] = {
     "muse_spark": dict(audio_config=dict(num_hidden_layers=1, depths=[1], hidden_sizes=[32], patch_sizes=[16])),
     "nemotron_h_omni": dict(vision_config=dict(video_temporal_patch_size=2)),
 }
+
+# Placeholders of the families of Qwen, whose own are beyond a tiny vocabulary, and grids of 2 x 2 patches a token.
+IMAGE, VIDEO = 90, 91
+_TOKENS = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=92, vision_end_token_id=93)
+QWEN = tuple(
+    name
+    for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+    # 4.57's Qwen2-VL takes no logits_to_keep.
+    if name in transformers.CONFIG_MAPPING and (VERSION >= (5, 0) or name != "qwen2_vl")
+)
+for _name in QWEN:
+    OWN_PARTS[_name] = {**OWN_PARTS.get(_name, {}), **_TOKENS}
 
 
 def multimodal_config(model_type: str, **options: Any) -> Any:
@@ -161,3 +175,87 @@ def _make(model_type: str, attention: str | None, options: dict[str, Any]) -> An
 
 
 EXACT = models_page.exact(models_page.MULTIMODAL)
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """Samples with images in their prompts, as a model of Qwen takes them.
+
+    `images`: by the names of a model's inputs, of each sample; None for a sample of text.
+    """
+
+    samples: Samples
+    images: dict[str, list[Tensor | None]]
+
+    @staticmethod
+    def random(
+        groups: list[tuple[list[tuple[int, int, int]], list[int]]], seed: int = 0, video: bool = False
+    ) -> Pictured:
+        """Groups given as (grids of images, response lengths): each image between two tokens of text."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def text(length: int) -> list[int]:
+            return torch.randint(3, 90, (length,), generator=generator).tolist()
+
+        prompts, responses = [], []
+        pixels, grids = ("pixel_values_videos", "video_grid_thw") if video else ("pixel_values", "image_grid_thw")
+        images: dict[str, list[Tensor | None]] = {pixels: [], grids: []}
+        for shapes, lengths in groups:
+            prompt = text(2)
+            for frames, height, width in shapes:
+                for _ in range(frames if video else 1):  # of a video each frame stands alone
+                    tokens = height * width // 4 * (1 if video else frames)
+                    prompt += [92, *[VIDEO if video else IMAGE] * tokens, 93, *text(1)]
+            prompt += text(2)
+            grid = torch.tensor(shapes) if shapes else None
+            values = torch.randn(int(grid.prod(-1).sum()), PATCH, generator=generator) if shapes else None
+            prompts += [prompt] * len(lengths)
+            responses += [text(length) for length in lengths]
+            images[pixels] += [values] * len(lengths)
+            images[grids] += [grid] * len(lengths)
+        return Pictured(Samples(prompts, responses), images)
+
+    def take(self, indices: Sequence[int]) -> Pictured:
+        images = {name: [values[index] for index in indices] for name, values in self.images.items()}
+        return Pictured(self.samples.take(indices), images)
+
+    def pack(self, **options: Any) -> PackedBatch:
+        """Each sample with a copy of its tensors, as a data loader gives them."""
+        own = {
+            name: [one.clone() if isinstance(one, Tensor) else one for one in values]
+            for name, values in self.images.items()
+        }
+        return self.samples.pack(images=own, **options)
+
+    def of(self, index: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """The images of one sample, for a model."""
+        given = {name: values[index] for name, values in self.images.items()}
+        return {
+            name: one.to(dtype) if one.is_floating_point() else one for name, one in given.items() if one is not None
+        }
+
+    def stock_logps(self, model: Any) -> Tensor:
+        """Log-probabilities of all response tokens, each sequence alone with images of its own."""
+        found = []
+        for index, (prompt, response) in enumerate(zip(self.samples.prompts, self.samples.responses)):
+            ids = torch.tensor([prompt + response])
+            # Without a mask 4.57 takes the positions of an image for those of other sequences.
+            marks = (
+                dict(mm_token_type_ids=marks_of(ids))
+                if VERSION >= (5, 0)
+                else dict(attention_mask=ids.new_ones(ids.shape))
+            )
+            with wide_softmax():
+                logits = model(input_ids=ids, use_cache=False, **marks, **self.of(index, model.dtype)).logits[0]
+            logps = logits[len(prompt) - 1 : -1].log_softmax(-1)
+            found.append(logps.gather(-1, torch.tensor(response, dtype=torch.int64)[:, None])[:, 0])
+        return torch.cat(found)
+
+
+def marks_of(ids: Tensor) -> Tensor:
+    """Which tokens are images, 1, or videos, 2."""
+    return (ids == IMAGE).long() + 2 * (ids == VIDEO)
+
+
+# Two frames of 8 x 8 pixels in three colours.
+PATCH = 3 * 2 * 8 * 8

@@ -53,7 +53,8 @@ class Unusual(Batch):
 
     Attributes:
         extra: "temperatures" of each sample, "images" beside its text that no model looks at, "pictures" in every
-            second prompt, "stretched" position ids, in the last row of a sample.
+            second prompt, "twins" that are such prompts of equal tokens and pictures that differ in a pixel, "late"
+            pictures in responses, "stretched" position ids, in the last row of a sample.
         position_rows: of position ids; verl has several where the processor knows of images.
     """
 
@@ -62,6 +63,8 @@ class Unusual(Batch):
 
     def samples(self, vocabulary: int) -> list[Sample]:
         found = super().samples(vocabulary)
+        if self.extra == "twins":
+            found = [one._replace(prompt=found[0].prompt) for one in found]
         return [self.changed(one, index / (len(found) - 1)) for index, one in enumerate(found)]
 
     def changed(self, sample: Sample, place: float) -> Sample:
@@ -75,15 +78,19 @@ class Unusual(Batch):
             others["temperature"] = torch.tensor(0.7 + 0.6 * place)
         if self.extra == "images":
             others["multi_modal_inputs"] = {"grid": torch.ones(1)}
-        if self.extra == "pictures":
+        if self.extra in ("pictures", "twins", "late"):
             others["multi_modal_inputs"] = {}
-            if int(sample.uid.removeprefix("prompt")) % 2:
+            number = int(sample.uid.removeprefix("prompt"))
+            if number % 2 or self.extra == "twins":
                 source = torch.Generator().manual_seed(0)
                 grid, values = torch.tensor([[1, 4, 4]]), torch.randn(PATCHES, PATCH_VALUES, generator=source)
+                values[7, 5] += number * (self.extra == "twins")
                 others["multi_modal_inputs"] = {"pixel_values": values, "image_grid_thw": grid}
-                sample = sample._replace(prompt=sample.prompt.clone())
-                sample.prompt[1 : 1 + PICTURE_TOKENS] = PICTURE_TOKEN
-                positions[1:, 1 : 1 + PICTURE_TOKENS] -= torch.arange(PICTURE_TOKENS)
+                sample = sample._replace(prompt=sample.prompt.clone(), response=sample.response.clone())
+                begin = len(sample.prompt) if self.extra == "late" else 1
+                tokens = sample.response if self.extra == "late" else sample.prompt[1:]
+                tokens[:PICTURE_TOKENS] = PICTURE_TOKEN
+                positions[1:, begin : begin + PICTURE_TOKENS] -= torch.arange(PICTURE_TOKENS)
         return sample._replace(others=others)
 
 
@@ -95,10 +102,12 @@ def case(name: str, *overrides: str, updates: int = 2, **settings: Any) -> Case:
     return Case(name, overrides=(*FP32, *overrides), updates=updates, **settings)
 
 
-def run_beside(stock: Sequence[Case], ours: Sequence[Case], ranks: int = 1) -> dict[str, Found]:
+def run_beside(
+    stock: Sequence[Case], ours: Sequence[Case], ranks: int = 1, driver: str | None = None
+) -> dict[str, Found]:
     """verl's engines and the plug-in in processes of their own: it must be there before verl patches models."""
     with ThreadPoolExecutor() as pool:
-        parts = pool.map(lambda cases: verl_rig.run(cases, ranks, ENVIRONMENT, 400.0), [stock, ours])
+        parts = pool.map(lambda cases: verl_rig.run(cases, ranks, ENVIRONMENT, 400.0, driver), [stock, ours])
         return {name: found for part in parts for name, found in part.items()}
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations, pairwise, takewhile
 from typing import Any
 
@@ -11,7 +12,7 @@ import oracle
 import pytest
 import torch
 from forests import Forest, forest, ints
-from launches import DEVICE, GPU_MARKS, captured, counted_launches, needs_gpu, poison_free_memory
+from launches import DEVICE, GPU_MARKS, REPEATS, captured, counted_launches, needs_gpu, poison_free_memory
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPrefixPlan, flash_attn_dualkv_varlen_func, shared_prefix_decode
@@ -70,10 +71,12 @@ def shared_keys(step: Forest, cuts: list[int]) -> int:
     return max(found)
 
 
-def decode(step: Forest, options: dict[str, Any], **planned: Any) -> tuple[Tensor, Tensor]:
+def decode(
+    step: Forest, options: dict[str, Any], plan: SharedPrefixPlan | None = None, **planned: Any
+) -> tuple[Tensor, Tensor]:
     poison_free_memory()
     return shared_prefix_decode(
-        step.q, step.k_cache, step.v_cache, step.plan(**planned), softmax_scale=options.get("scale"),
+        step.q, step.k_cache, step.v_cache, plan or step.plan(**planned), softmax_scale=options.get("scale"),
         window_size=(options.get("window", -1), 0), softcap=options.get("softcap", 0.0), sinks=sinks_of(step, options),
         return_lse=True,
     )  # fmt: skip
@@ -146,6 +149,42 @@ def test_batch_invariance(case: tuple[Any, ...], kernels: str) -> None:
             (begin, end), (first, last) = step.offsets[request : request + 2], fewer.offsets[place : place + 2]
             oracle.assert_bits_equal("out", found[first:last], out[begin:end])
             oracle.assert_bits_equal("lse", found_lse[:, first:last], lse[:, begin:end])
+
+
+@cases
+def test_results_repeat_bit_for_bit(case: tuple[Any, ...], kernels: str) -> None:
+    """States are handed over in one order, whichever blocks are early: of one plan, launch after launch."""
+    (step, cuts), options = random_step(case, 40), case[-1]
+    plan = step.plan(boundaries=cuts)
+    first, *others = (decode(step, options, plan) for _ in range(REPEATS))
+    for found in others:
+        for name, one, expected in zip(("out", "lse"), found, first):
+            oracle.assert_bits_equal(name, one, expected)
+
+
+@cases
+def test_growing_request(case: tuple[Any, ...], kernels: str) -> None:
+    """Token by token over the edge of a tile: other rows keep their bits, and its own are training's."""
+    (step, cuts), options = random_step(case, 50), case[-1]
+    first_pages = step.block_table[:, 0].tolist()
+    sharing = [index for index, page in enumerate(first_pages) if step.queries[index] and first_pages.count(page) > 1]
+    grown = max(sharing, key=step.seqlens.__getitem__)
+    keys = step.seqlens[grown]
+    edge = (keys - 2) // 64 * 64 or keys - 2
+    begin, end = step.offsets[grown : grown + 2]
+    others = [row for row in range(len(step.q)) if not begin <= row < end]
+    first = None
+    for length in range(edge - 3, edge + 3):
+        seqlens = [*step.seqlens[:grown], length, *step.seqlens[grown + 1 :]]
+        now = replace(step, seqlens=seqlens)
+        out, lse = decode(now, options, now.plan(boundaries=cuts))
+        first = first or (out[others], lse[:, others])
+        for name, found, expected in zip(("out", "lse"), (out[others], lse[:, others]), first):
+            oracle.assert_bits_equal(f"{name} at {length}", found, expected)
+        if options.get("window") is None:
+            expected = trained(now, grown, min(length, int(cuts[grown])), options)
+            oracle.assert_bits_equal("out", out[begin:end], expected[0])
+            oracle.assert_bits_equal("lse", lse[:, begin:end], expected[1])
 
 
 def moved(step: Forest, rng: random.Random) -> Forest:

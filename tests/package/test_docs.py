@@ -102,6 +102,14 @@ def test_examples_of_hybrid_models(restored_registry: None) -> None:
     assert all(one.grad is not None for one in names["model"].parameters())
 
 
+def test_examples_of_images(restored_registry: None) -> None:
+    if VERSION < (5, 0):
+        pytest.skip("this transformers writes rope_parameters otherwise")
+    names = run_examples(ROOT / "docs/images.md")
+    assert names["logps"].shape == (6,) and len(names["batch"].images["pixel_values"]) == 16
+    assert all(one.grad is not None for one in names["model"].parameters())
+
+
 def test_examples_of_trees() -> None:
     names = run_examples(ROOT / "docs/trees.md")
     assert len(names["micro_batches"]) > 1 and len(names["tree"].node_lens) > 4

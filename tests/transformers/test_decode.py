@@ -25,7 +25,7 @@ from flash_attn_dualkv.ops import attend, sequence_nodes
 pytestmark = pytest.mark.skipif(VERSION < (5, 17), reason="needs transformers 5.17 or newer")
 
 FULL = dict(layer_types=["full_attention"] * 2)
-# With sinks, with a softcap, and with windows, for which transformers has no block tables.
+# With sinks, with a softcap, and with windows, in some layers or all, for which transformers 5.17 has no block tables.
 MODELS = [
     ("llama", {}), ("qwen3", {}), ("gemma2", FULL), ("gpt_oss", FULL), ("gemma2", {}), ("gpt_oss", {}), ("mistral", {}),
 ]  # fmt: skip
@@ -56,7 +56,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     def recorded(plan: Any, table: Any, lengths: Any, *, boundaries: Any) -> Any:
         is_captured = table.is_cuda and torch.cuda.is_current_stream_capturing()  # and has no values yet
         for name, tensor in (("tables", table), ("lengths", lengths), ("boundaries", boundaries)):
-            seen[name].append([] if is_captured else tensor.tolist())
+            seen[name].append(tensor if tensor is None else [] if is_captured else tensor.tolist())
         return update(plan, table, lengths, boundaries=boundaries)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -104,14 +104,22 @@ def test_tokens(name, options, steps, request):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert generate(model, PROMPTS) == expected
-    is_warned = any("expected no sliding-window layers" in str(one.message) for one in caught)
-    assert is_warned == decode.has_windows(model.config)
+    is_warned = any("to decode with sliding-window layers" in str(one.message) for one in caught)
+    assert is_warned == (VERSION < (5, 18) and decode.has_windows(model.config))
     assert model.config._attn_implementation == FAMILIES[name].stock
     if is_warned:
         assert not steps["layers"]
-    else:  # each step is planned once, for two layers
-        assert len(steps["tables"]) >= 23
-        assert steps["layers"] == [step for step in range(1, len(steps["tables"]) + 1) for _ in range(2)]
+    else:  # each step is planned once for two layers, or for either, if one has a window
+        kinds = len({*getattr(model.config, "layer_types", [""])})
+        assert len(steps["tables"]) >= 23 * kinds
+        assert steps["layers"] == [step for step in range(1, len(steps["tables"]) + 1) for _ in range(2 // kinds)]
+
+
+def test_windows_without_kernels(monkeypatch, registered, steps):
+    monkeypatch.setattr(decode, "_windows_lack", lambda config: "kernels")
+    with pytest.warns(UserWarning, match="expected kernels, to decode with sliding-window layers, got mistral"):
+        generate(stock_model("mistral"), PROMPTS[:1])
+    assert not steps["layers"]
 
 
 def test_returns_share_pages(steps, request):
@@ -136,6 +144,24 @@ def test_repeated_prompts_share_pages(registered, steps):
     alone = generate(model, PROMPTS[:1])
     assert generate(model, PROMPTS[:1] * 4) == alone * 4
     assert len({tuple(row[:2]) for row in steps["tables"][-1]}) == 1
+
+
+@pytest.mark.skipif(VERSION < (5, 18), reason="block tables beside windows")
+@pytest.mark.parametrize("returns", [1, 3])
+def test_layers_beside_windows_share_pages(returns, steps, request):
+    """Of a repeated prompt or of forks; the others have a ring of pages for each request."""
+    window, requests = 20, 3
+    model, prompts = stock_model("gpt_oss", sliding_window=window), PROMPTS[:1] * (requests // returns)
+    expected = generate(model, prompts, returns=returns)
+    request.getfixturevalue("registered")
+    assert generate(model, prompts, returns=returns) == expected
+    together = [at for at, table in enumerate(steps["tables"]) if len(table) == requests]
+    last = {steps["boundaries"][at] is None: at for at in together}  # of rings and of other layers
+    rings, tables = steps["tables"][last[True]], steps["tables"][last[False]]
+    assert len({tuple(row[: len(PROMPTS[0]) // PAGE]) for row in tables}) == 1
+    pages = [page for row in rings for page in row if page >= 0]
+    assert len({*pages}) == len(pages) == requests * -(-window // PAGE)
+    assert {*steps["lengths"][last[True]]} == {window} and max(steps["lengths"][last[False]]) > len(PROMPTS[0])
 
 
 def test_end_of_a_request(steps, request):
@@ -197,6 +223,7 @@ def test_unregister(steps):
     assert all(getattr(owner, name) is not stock for (owner, name, _), stock in zip(seams, before))
     dualkv.unregister_decode()
     assert [getattr(owner, name) for owner, name, _ in seams] == before
+    assert VERSION < (5, 18) or decode._ring_class().supports_block_table is False
     assert not transformers.AttentionInterface._global_mapping.keys() & decode.NAMES
     assert generate(stock_model("llama"), PROMPTS[:1]) and not steps["layers"]
 
@@ -247,6 +274,7 @@ def test_padded_step():
         get_cache_for_block_table=lambda layer: tuple(pages),
     )  # fmt: skip
     rollout = decode.Rollout(SimpleNamespace(device="cpu", layer_to_allocator={3: allocator}), 4)
+    rollout._positions = torch.tensor([18, 7777, 7])  # of padding, anything
     q, k, v = (torch.randn((3, heads, 8), generator=generator) for heads in (4, 2, 2))
     table, keys = torch.tensor([[2, 4], [-1, -1], [-1, -1]], dtype=torch.int32), 19
     offsets = torch.tensor([0, keys, keys, keys], dtype=torch.int32)

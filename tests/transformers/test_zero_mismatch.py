@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import bench_mismatch
 import pytest
 import torch
 from tiny_models import VERSION, VOCABULARY, Samples, dualkv, row_of, tiny_model, transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from flash_attn_dualkv import SharedPrefixPlan
 
@@ -24,21 +25,9 @@ RETURNS, TOKENS = 4, 48
 
 
 @pytest.fixture
-def rowwise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Products and norms in float64; the rest of the model works element by element."""
-    linear = nn.functional.linear
-
-    def wide(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
-
-    def norm(module: Any, x: Tensor) -> Tensor:
-        exact = x.double()
-        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + module.variance_epsilon)
-        return (module.weight.double() * exact * scale).to(x.dtype)
-
-    monkeypatch.setattr(nn.functional, "linear", wide)
-    monkeypatch.setattr(transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm, "forward", norm)
-    yield
+def rowwise() -> Iterator[None]:
+    with bench_mismatch.rowwise(transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm):
+        yield
     dualkv.unregister_decode()
 
 

@@ -156,7 +156,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "multimodal": dict(multi_modal_inputs=media({}, {"grid": torch.ones(1)})),
     "positions": dict(position_ids=other_positions((2, 5))),
     "temperature": dict(temperature=torch.tensor([0.7, 1.3])),
-    "distillation": dict(distillation_only=True),
+    "distillation": dict(distillation_only=True, use_fused_kernels=True),
     "routing_replay": dict(enable_routing_replay=True),
     "forced_groups": dict(force_group_size=2),
     "no_prompts": {},
@@ -176,7 +176,7 @@ def samples(**given: Any) -> TensorDict:
 
 @pytest.mark.parametrize("reason", [None, *REFUSED])
 def test_what_in_the_samples_is_left_to_verl(reason: str | None) -> None:
-    given: dict[str, Any] = dict(position_ids=of_text(4, 3, 4), distillation_use_topk=False, force_group_size=1)
+    given: dict[str, Any] = dict(position_ids=of_text(4, 3, 4), distillation_use_topk=True, force_group_size=1)
     given |= dict(prompts=torch.ones(2, 3)) if reason != "no_prompts" else {}
     assert why_not(samples(**given | REFUSED.get(reason or "", {}))) == reason
 

@@ -14,7 +14,7 @@ pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
 
 import torch
 import verl_rig
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import nn
 from verl.workers.engine.fsdp import transformer_impl
 from verl_inputs import Batch, Case, Found, Model
@@ -24,7 +24,6 @@ from verl_runs import (
     MODEL,
     PICTURE_TOKEN,
     UNEQUAL,
-    Unusual,
     case,
     check_equal,
     check_shared,
@@ -101,6 +100,7 @@ OFF = f"{MODEL}.shared_prompt=false"
 ROUNDED = (f"{ACTOR}.pad_to_length=True", f"{ACTOR}.fsdp_config.pad_to_length_bucket=64")
 LORA = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16")
 MIXED = Batch(prompts=4, responses=4, shuffled=True)  # pictures in two of the prompts
+TWINS = Batch(prompts=2, responses=4, shuffled=True)
 
 
 def text(name: str, model: Model, *overrides: str, **settings: Any) -> Case:
@@ -134,10 +134,16 @@ PICTURES = [
     text("pictures, dynamic", QWEN3_VL, extra="pictures", tokens=150, batch=MIXED),
     text("pictures, fixed", QWEN3_VL, extra="pictures", micro=4, batch=MIXED),
     text("pictures, all in one", QWEN3_VL, extra="pictures", micro=16, batch=MIXED),
+    text("pictures, v0, fsdp1", QWEN3_VL, extra="pictures", trainer="v0", engine="fsdp", micro=16, batch=MIXED),
+    text("pictures, LoRA", QWEN3_VL, *LORA, extra="pictures", micro=16, batch=MIXED),
+    text("pictures, Qwen2.5-VL", QWEN2_5_VL, PADDED, extra="pictures", micro=16, batch=MIXED),
+    text("pictures, Qwen3.5", QWEN3_5, PADDED, extra="pictures", micro=16, batch=MIXED),
+    text("equal tokens, a pixel apart", QWEN3_VL, extra="twins", micro=8, batch=TWINS),
 ]
+LATE = text("pictures in responses", QWEN3_VL, extra="late", micro=4, batch=MIXED)
 # verl patches the model's class, for as long as the process lives: behind all others.
 WITH_FUSED = text("Qwen3-VL, fused head", QWEN3_VL, FUSED, engine="fsdp")
-STOCK = [*EQUAL, THREE, STRETCHED, ALONE, *PICTURES, WITH_FUSED]
+STOCK = [*EQUAL, THREE, STRETCHED, ALONE, *PICTURES, LATE, WITH_FUSED]
 
 
 def ours(one: Case) -> Case:
@@ -188,16 +194,24 @@ def test_the_path_of_verl_stays_what_it_was(one_rank: dict[str, Found]) -> None:
 
 
 @pytest.mark.parametrize("one", PICTURES, ids=lambda one: one.name)
-def test_pictures_are_left_to_verl(one_rank: dict[str, Found], one: Case) -> None:
-    """In micro-batches of their own, so that texts are shared: 8 of 16 samples have a picture."""
+def test_pictures_are_shared(one_rank: dict[str, Found], one: Case) -> None:
+    """With texts in their micro-batch and without; a picture that differs in a pixel is another one."""
     stock, shared = both(one_rank, one)
+    check_shared(stock, shared)
+    for metrics in (*shared.infer_metrics, *shared.metrics):
+        assert metrics["shared_prompt/fallback_micro_batches"] == 0
+        if one.batch.prompts == 2:  # each prompt of these is in the row twice
+            rows = 2 * len(one.batch.samples(PICTURE_TOKEN)[0].prompt)
+            assert metrics["shared_prompt/executed_tokens"] > rows
+
+
+def test_pictures_in_responses_are_left_to_verl(one_rank: dict[str, Found]) -> None:
+    """Their micro-batches; those of text are shared."""
+    stock, shared = both(one_rank, LATE)
     check_equal(stock, shared)
     for metrics in (*shared.infer_metrics, *shared.metrics):
-        left, every = (metrics[f"shared_prompt/{name}micro_batches"] for name in ("fallback_", ""))
-        assert metrics["shared_prompt/fallback/multimodal"] == left
-        if one.micro is not None:
-            assert (left, every) == ((2, 4) if one.micro == 4 else (1, 1))
-        assert left > 0 and (left < every) == (metrics["shared_prompt/dedup_ratio"] > 1.1) == (one.micro != 16)
+        assert metrics["shared_prompt/fallback/multimodal"] == metrics["shared_prompt/fallback_micro_batches"] == 2
+        assert metrics["shared_prompt/micro_batches"] == 4 and metrics["shared_prompt/dedup_ratio"] > 1.1
 
 
 ULYSSES = dict(sp=2, batch=UNEQUAL, attention="flash_attention_2", position_rows=4)
@@ -205,6 +219,7 @@ TWO_RANKS = [
     (replace(PICTURES[0], balance="none"), PICTURES[0]),
     (case("Ulysses", model=QWEN3_VL, **ULYSSES), EQUAL[1]),
     (case("Ulysses, fused head", FUSED, model=QWEN3_VL, engine="fsdp", **ULYSSES), EQUAL[1]),
+    (case("Ulysses, pictures", model=QWEN3_VL, extra="pictures", **{**ULYSSES, "batch": MIXED}), PICTURES[0]),
 ]
 
 
@@ -215,7 +230,7 @@ def two_ranks() -> dict[str, Found]:
 
 @pytest.mark.parametrize(("one", "alone"), TWO_RANKS, ids=lambda one: one.name)
 def test_two_ranks(one_rank: dict[str, Found], two_ranks: dict[str, Found], one: Case, alone: Case) -> None:
-    """What verl computes on one rank; with pictures on some ranks, whose towers run on all."""
+    """What verl computes on one rank, with pictures of each group on one of them."""
     stock, shared = one_rank[alone.name], two_ranks[one.name]
     assert (stock.error, shared.error) == (None, None)
     for before, after, tolerance in zip(stock.values, shared.values, (1e-5, 5e-4), strict=True):
@@ -225,10 +240,9 @@ def test_two_ranks(one_rank: dict[str, Found], two_ranks: dict[str, Found], one:
     assert [metrics["grad_norm"] for metrics in shared.metrics] == pytest.approx(
         [metrics["grad_norm"] for metrics in stock.metrics], rel=3e-5
     )
-    has_pictures = isinstance(one.batch, Unusual) and one.batch.extra == "pictures"
     for metrics in (*shared.infer_metrics, *shared.metrics):
         assert metrics["shared_prompt/dedup_ratio"] > 1.1
-        assert (metrics["shared_prompt/fallback_micro_batches"] > 0) == has_pictures
+        assert metrics["shared_prompt/fallback_micro_batches"] == 0
 
 
 # --- parts of it, in this process -------------------------------------------------------------------------------------
@@ -291,6 +305,46 @@ def test_layers_that_verl_alone_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Qwen2_5_VLAttention, "forward", of_verl(""))
     with pytest.raises(SharedPromptError, match=r"layers.0.self_attn: expected .* before .* got that of verl.models"):
         patches.decoder_of(model)
+
+
+def with_picture(name: str = "pixel_values") -> TensorDict:
+    data = TensorDict({"one": torch.zeros(1)}, batch_size=1)
+    data["multi_modal_inputs"] = NonTensorStack.from_list([NonTensorData({name: torch.zeros(1, 3, 16, 16)})])
+    data["uid"] = NonTensorStack.from_list([NonTensorData("prompt7")])
+    return data
+
+
+def engine_of(model: Model) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    engine = plugin.SharedPromptFSDPEngine.__new__(plugin.SharedPromptFSDPEngine)
+    engine.stock_module, engine.announced = AutoModelForImageTextToText.from_config(model.config()), set()
+    engine.runs_towers_on_text, engine.use_ulysses_sp, engine.pad_to_length = True, False, False
+    return engine
+
+
+def test_pictures_that_are_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    """The model's family, or the input; and nothing is taken where ranks disagree on who runs a tower."""
+    engine = engine_of(GEMMA3)
+    assert not engine._takes_images(with_picture()) and "images of gemma3" in caplog.text
+    engine = engine_of(QWEN3_VL)
+    assert engine._takes_images(with_picture()) and not engine._takes_images(with_picture("pixel_masks"))
+    assert "got pixel_masks" in caplog.text
+    engine.runs_towers_on_text = False
+    assert not engine._takes_images(with_picture())
+
+
+def test_the_prompts_of_pictures_that_do_not_fit_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise SharedPromptError("they do not fit", "")
+
+    engine = engine_of(QWEN3_VL)
+    engine._why_not, engine.options, engine.keeps_logits = lambda data: None, None, True
+    monkeypatch.setattr(plugin, "pack_micro_batch", refuse)
+    assert engine._plan_of(with_picture()) == "multimodal"
+    assert "prompts prompt7 images are not shared" in caplog.text
 
 
 @pytest.mark.parametrize("is_divided", [True, False])

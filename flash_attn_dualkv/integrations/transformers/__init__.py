@@ -17,6 +17,7 @@ from .decode import register_decode, unregister_decode
 from .forward import shared_prompt_forward
 from .guard import expect_shared_prompt
 from .hook import install_layout_hook
+from .images import row_inputs
 from .support import check_supported
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "install_layout_hook",
     "register",
     "register_decode",
+    "row_inputs",
     "shared_prompt_forward",
     "unregister_decode",
     "wrap",

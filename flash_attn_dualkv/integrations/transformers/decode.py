@@ -5,7 +5,8 @@
     outputs = model.generate_batch(prompts, generation_config=GenerationConfig(num_return_sequences=16, ...))
 
 transformers batches, keeps the pages and shares them. A step in which every request has one token
-has block tables: it runs on `shared_prefix_decode`, with one plan for each table. All other steps
+has block tables: it runs on `shared_prefix_decode`, with one plan for each table. Layers with a
+sliding window have a table of a ring, whose rows are all that a token sees. All other steps
 run on the kernels of training, over keys that transformers gathers. Both cut a request where
 training does, behind its prompt or a token before.
 """
@@ -17,6 +18,7 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +73,8 @@ def register_decode(boundary: Boundary = "replicate") -> None:
     _boundary = checked_boundary(boundary)
     for owner, name, make in _seams():
         replace_once(owner, name, make)
+    if _ring_class() is not None:
+        _ring_class().supports_block_table = True
     for name in NAMES:
         AttentionInterface.register(name, _attend)
     base_class.install()  # generate_batch then gives a model its attention back, errors or not
@@ -83,22 +87,38 @@ def unregister_decode() -> None:
             return
     for owner, name, _ in _seams():
         setattr(owner, name, stock_of(getattr(owner, name)))
+    if _ring_class() is not None:
+        _ring_class().supports_block_table = False
 
 
 def _seams() -> list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]]:
     """Functions of transformers that are replaced: their owners, names, and what makes the replacement."""
     try:
-        api, initialization, runner = (
+        api, initialization, runner, cache = (
             importlib.import_module(f"{_PACKAGE}.{name}")
-            for name in ("continuous_api", "initialization", "model_runner")
+            for name in ("continuous_api", "initialization", "model_runner", "cache")
         )
     except ImportError as error:
         raise SharedPromptError(explain("transformers", "5.17 or newer", transformers.__version__)) from error
-    return [
+    seams: list[tuple[Any, str, Callable[[Any], Callable[..., Any]]]] = [
         (api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switching),
         (initialization, "ensure_decode_fast_path_is_available", _offering_tables),
         (runner.ModelRunner, "compute_batch", _with_rollout),
     ]
+    if ring := _ring_class():
+        names = ("fill_block_table", "get_cache_for_block_table")
+        seams += [(ring, name, functools.partial(_as_without_window, name)) for name in names]
+        seams.append((cache.PagedAttentionCache, "count_new_complete_blocks", _sharing_beside_windows))
+    return seams
+
+
+def _ring_class() -> Any:
+    """What keeps the pages of layers with a sliding window; None in transformers 5.17, which has no tables of them."""
+    try:
+        allocators = importlib.import_module(f"{_PACKAGE}.cache_allocators")
+    except ImportError:
+        return None
+    return allocators.SlidingAttentionCacheAllocator
 
 
 # --- what is replaced -----------------------------------------------------------------------------
@@ -122,9 +142,8 @@ def _offering_tables(stock: Callable[..., None]) -> Callable[..., None]:
         """The stock one knows packages of kernels alone, and no CPU."""
         if config._attn_implementation not in NAMES:
             stock(config, cb_config, *args, **kwargs)
-        elif has_windows(config):
-            expected = "no sliding-window layers, for which transformers keeps no block tables"
-            message = explain("model", expected, config.model_type)
+        elif has_windows(config) and (lacking := _windows_lack(config)):
+            message = explain("model", f"{lacking}, to decode with sliding-window layers", config.model_type)
             warnings.warn(f"{message}: it generates the same, but prompts are read once for each request", stacklevel=2)
             cb_config.max_blocks_per_request = 0
         elif cb_config.max_blocks_per_request != 0:
@@ -142,11 +161,27 @@ def _with_rollout(stock: Callable[..., None]) -> Callable[..., None]:
             if rollout is None:
                 rollout = Rollout(runner.cache, runner.cb_config.max_requests_per_batch)
                 setattr(runner, _ROLLOUT, rollout)
-            rollout.begin(runner.inputs_and_outputs)
+            rollout.begin(runner.inputs_and_outputs, batch_data["position_ids"][0])
             batch_data[_ROLLOUT] = rollout
         stock(runner, model, batch_data)
 
     return compute_batch
+
+
+def _as_without_window(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The method of layers without a window: the ring's pages are in the order of its rows."""
+    return lambda allocator, *args: getattr(super(_ring_class(), allocator), name)(*args)
+
+
+def _sharing_beside_windows(stock: Callable[..., dict[str, int]]) -> Callable[..., dict[str, int]]:
+    def count_new_complete_blocks(cache: Any, *args: Any) -> dict[str, int]:
+        """Layers without a window share equal pages, too, where others cannot and prompts are computed anew."""
+        if cache.use_prefix_sharing or not cache.allow_block_sharing:
+            return stock(cache, *args)
+        sharing = {name: one for name, one in cache.cache_allocators.items() if one.use_block_sharing}
+        return stock(SimpleNamespace(use_prefix_sharing=True, cache_allocators=sharing), *args)
+
+    return count_new_complete_blocks
 
 
 # --- which models ---------------------------------------------------------------------------------
@@ -156,6 +191,25 @@ def has_windows(config: Any) -> bool:
     """Whether layers of a model have a sliding window, as continuous batching sees it."""
     types = getattr(config, "layer_types", None)
     return getattr(config, "sliding_window", None) is not None if types is None else _SLIDING in types
+
+
+def _windows_lack(config: Any) -> str | None:
+    """What keeps layers with windows, and so the model, from block tables."""
+    if _ring_class() is None:
+        return "transformers 5.18 or newer"
+    return _kernels_lack(config, "cuda" if config._attn_implementation == NAMES[0] else "cpu")
+
+
+def _kernels_lack(config: Any, device: torch.device | str) -> str | None:
+    """What decoding lacks for the model's heads."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    try:
+        SharedPrefixPlan(
+            1, 1, num_pages=1, page_size=PAGE_ROWS, num_heads=1, num_kv_heads=1, head_dim=head_dim, device=device
+        )
+    except NotImplementedError as error:
+        return str(error)
+    return None
 
 
 def check_decodes(model: Any) -> None:
@@ -180,14 +234,7 @@ def check_decodes(model: Any) -> None:
         raise SharedPromptUnsupportedError(explain("dtype of the model", f"{expected} on a GPU", model.dtype))
     lacking = kernels_lack(model.config)
     if lacking is None and not has_windows(text):
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        try:
-            SharedPrefixPlan(
-                1, 1, num_pages=1, page_size=PAGE_ROWS, num_heads=1, num_kv_heads=1, head_dim=head_dim,
-                device=model.device,
-            )  # fmt: skip
-        except NotImplementedError as error:
-            lacking = str(error)
+        lacking = _kernels_lack(text, model.device)
     if lacking is not None:
         raise SharedPromptUnsupportedError(lacking)
 
@@ -209,7 +256,7 @@ class Group(NamedTuple):
 
     place: int
     first_layer: int
-    has_window: bool
+    window: int  # rows of a ring of pages, which is all that a token sees; 0: none
     trash: int  # row of the flattened pages that tokens of padding are written to
 
 
@@ -235,12 +282,14 @@ class Rollout:
         self._cache = cache
         # Where a step's requests are cut. CUDA graphs read the same memory in every step.
         self._cuts = torch.zeros(max_requests, dtype=torch.int32, device=cache.device)
+        self._positions = self._cuts.long()  # of the step's tokens
         self._groups: dict[int, Group] = {}  # by layer
         self._decoded: dict[int, _Decoded] = {}  # by group
         self._tables: dict[int, Tensor] = {}  # nodes of a step with several tokens of a request, by group
 
-    def begin(self, batch: Any) -> None:
-        """Note where training cuts the requests of the step that begins."""
+    def begin(self, batch: Any, positions: Tensor) -> None:
+        """Note where training cuts the requests of the step that begins, and positions of its tokens."""
+        self._positions = positions
         stream = batch.compute_stream
         if hasattr(batch, "io_pairs"):  # asynchronous batching
             batch = batch.io_pairs[batch.current_pair].host_io
@@ -277,8 +326,9 @@ class Rollout:
         plan, rows = self._decoded[group.place]
         for new, pages in ((k, k_pages), (v, v_pages)):
             pages.view(-1, *pages.shape[2:]).index_copy_(0, rows, new)
+        window = -1 if group.window else options.window
         return shared_prefix_decode(
-            q, k_pages, v_pages, plan, softmax_scale=options.scale, window_size=(options.window, -1),
+            q, k_pages, v_pages, plan, softmax_scale=options.scale, window_size=(window, -1),
             softcap=options.softcap, sinks=options.sinks,
         )  # fmt: skip
 
@@ -292,8 +342,10 @@ class Rollout:
                 num_kv_heads=kv_heads, head_dim=head_dim, device=pages.device,
             )  # fmt: skip
         lengths = offsets.diff()
-        plan.update(table, lengths, boundaries=self._cuts[:requests])
-        position = (lengths - 1).clamp(min=0).long()
+        plan.update(table, lengths, boundaries=None if group.window else self._cuts[:requests])
+        position = torch.where(lengths > 0, self._positions[:requests], 0).long()
+        if group.window:
+            position %= group.window
         page = table.gather(1, position[:, None] // page_size)[:, 0].long()
         return _Decoded(plan, torch.where(lengths > 0, page * page_size + position % page_size, group.trash))
 
@@ -353,10 +405,11 @@ def _group(cache: Any, layer: int) -> Group:
     if _is_older(cache):
         place = cache.layer_index_to_group_indices[layer][0]
         layers = [one for one, (other, _) in cache.layer_index_to_group_indices.items() if other == place]
-        return Group(place, min(layers), cache.sliding_windows[layer] != 1, cache.write_trash_index)
+        window = cache.sliding_windows[layer]
+        return Group(place, min(layers), 0 if window == 1 else window, cache.write_trash_index)
     allocator = cache.layer_to_allocator[layer]
-    trash, has_window = allocator.write_trash_index, hasattr(allocator, "sliding_window")
-    return Group(allocator.index, min(allocator.layer_indices), has_window, trash)
+    trash, window = allocator.write_trash_index, getattr(allocator, "sliding_window", 0)
+    return Group(allocator.index, min(allocator.layer_indices), window, trash)
 
 
 def _pages(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
@@ -413,7 +466,7 @@ def _filled(cache: Any, key: Tensor, value: Tensor, layer: int, kwargs: dict[str
         return filled
     group, offsets, table = _group(cache, layer), kwargs["cu_seq_lens_k"], kwargs.get("block_table")
     if isinstance(offsets, dict):
-        kwargs["cu_seq_lens_k"] = offsets[_SLIDING if group.has_window else "full_attention"]
+        kwargs["cu_seq_lens_k"] = offsets[_SLIDING if group.window else "full_attention"]
     if table is not None:
         kwargs["block_table"] = table[group.place]
         return key, value

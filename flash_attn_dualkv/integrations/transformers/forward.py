@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor, nn
 
 from ... import checks
@@ -25,8 +24,9 @@ from ..lm_head import rows_of_a_chunk, score_in_chunks
 from .first_use import check_first_use
 from .gathered import already_gathered, gathered_modules, head_modules, score_gathered
 from .guard import expect_shared_prompt
+from .images import row_inputs, towers_without_layout
 from .structure import backbone_name, causal_lm_of, is_elsewhere, lock_of, replaced_forward
-from .support import check_attention, check_supported, num_mixing_layers, text_config, tower_configs
+from .support import check_attention, check_supported, num_mixing_layers, text_config
 
 # Attributes of modules whose parameters FSDP 1 and 2 gather.
 _FSDP_UNIT = ("_fsdp_wrapped_module", "set_reshard_after_forward")
@@ -63,7 +63,8 @@ def shared_prompt_forward(
     Args:
         model: a causal LM of transformers whose attention is registered or wrapped by this package; also inside PEFT,
             DDP, FSDP or DeepSpeed. Gradients flow to its parameters unless grad mode is off.
-        batch: from `pack_shared_prompts` or `pack_prefix_tree`, on the model's device.
+        batch: from `pack_shared_prompts` or `pack_prefix_tree`, on the model's device. The images of its prompts are
+            those that it was packed with.
         temperature: divides the logits; finite and > 0.
         with_entropy: also return the entropy of each distribution (natural log, differentiable).
         self_check: before the first forward in each mode and with each set of active adapters, try a pair of short
@@ -87,32 +88,18 @@ def shared_prompt_forward(
     checks.flag("with_entropy", with_entropy)
     checks.flag("self_check", self_check)
     causal_lm = causal_lm_of(model)
-    inputs = {
-        "input_ids": batch.input_ids[None],
-        "position_ids": batch.position_ids[None],
-        "attention_mask": None,
-        "use_cache": False,
-        "shared_prompt_layout": batch.layout,
-        **_text_marks(causal_lm, batch),
-    }
     with lock_of(causal_lm):
         backbone = _check_model(causal_lm)
         check_first_use(causal_lm, batch.input_ids.device, model=model, self_check=self_check)
         _check_vocabulary(causal_lm, batch)
+        inputs = row_inputs(causal_lm, batch)
         scorer = _Scorer(causal_lm, backbone, batch, temperature, with_entropy)
         expected = expect_shared_prompt(batch.layout, num_mixing_layers(causal_lm))
-        with expected, replaced_forward(causal_lm, scorer) as call:
+        with expected, towers_without_layout(causal_lm, batch), replaced_forward(causal_lm, scorer) as call:
             # Through the outermost module, so that wrappers see one forward with the
             # log-probabilities as its output.
             logps, entropy = call(model, inputs)
     return logps, entropy if with_entropy else None
-
-
-def _text_marks(causal_lm: Any, batch: PackedBatch) -> dict[str, Tensor]:
-    """Inputs that tell a model of text and images that all tokens are text, as some require in training mode."""
-    parameters = inspect.signature(type(causal_lm).forward).parameters
-    is_told = "mm_token_type_ids" in parameters and tower_configs(causal_lm.config)
-    return {"mm_token_type_ids": torch.zeros_like(batch.input_ids)[None]} if is_told else {}
 
 
 def _check_model(causal_lm: Any) -> str:

@@ -21,8 +21,9 @@ from . import guard
 from .base_class import check_labels
 from .first_use import check_first_use
 from .hybrid import prepare
+from .images import check_row_images, drop_layout, towers_of
 from .structure import backbone_name, causal_lm_of, holds, is_replaced
-from .support import check_modules, check_positions, check_supported, media_among, num_mixing_layers
+from .support import check_modules, check_positions, check_supported, num_mixing_layers
 
 # Outputs of towers (vision, audio), which are no result of the row.
 _OF_TOWERS = re.compile(r"^(image|video|audio|vision)_")
@@ -62,7 +63,7 @@ def install_layout_hook(model: nn.Module, *, self_check: bool = True) -> LayoutH
     return LayoutHook(modules, num_mixing_layers(stock), checks.flag("self_check", self_check))
 
 
-def _check_inputs(layout: Any, inputs: dict[str, Any]) -> None:
+def _check_inputs(layout: Any, inputs: dict[str, Any], model: nn.Module) -> None:
     """Refuse a forward with a layout whose positions or labels the model would make or shift by itself."""
     checks.instance("shared_prompt_layout", layout, SharedPromptLayout, " (batch.layout)")
     position_ids = inputs.get("position_ids")
@@ -71,9 +72,7 @@ def _check_inputs(layout: Any, inputs: dict[str, Any]) -> None:
         raise SharedPromptLayoutError(explain("position_ids", expected, "none, so that the model would count rows"))
     layout.check_positions(position_ids)
     check_labels(inputs.get("labels"), inputs.get("shift_labels"))
-    if media := media_among(inputs):
-        expected = "text alone with a shared prompt (its positions and places of images are those of single sequences)"
-        raise SharedPromptError(explain("inputs of the model", expected, ", ".join(media)))
+    check_row_images(model, position_ids, inputs)
 
 
 def _check_output(output: Any, layout: SharedPromptLayout, inputs: dict[str, Any]) -> None:
@@ -134,6 +133,8 @@ class LayoutHook:
         for one in modules:
             self._handles.append(one.register_forward_pre_hook(self._before, with_kwargs=True))
             self._handles.append(one.register_forward_hook(self._after, with_kwargs=True, always_call=True))
+        for tower in towers_of(modules[0]):
+            self._handles.append(tower.register_forward_pre_hook(drop_layout, with_kwargs=True))
 
     def remove(self) -> None:
         """Remove the hook."""
@@ -151,7 +152,7 @@ class LayoutHook:
                 with suppress(SharedPromptError):
                     self._try(module, inputs)
             return None
-        _check_inputs(layout, inputs)
+        _check_inputs(layout, inputs, self._outermost)
         if outer is None or outer.owner != (self, self._outermost):
             self._try(module, inputs)
         if outer is None:

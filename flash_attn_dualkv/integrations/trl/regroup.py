@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+
+from ...data.images import Images
 
 
 def keep_siblings_together(slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -18,18 +21,23 @@ def keep_siblings_together(slices: list[dict[str, Any]]) -> list[dict[str, Any]]
 
     Args:
         slices: of one generation batch: tensors whose first dimension is the rows, lists of rows,
-            or values that all rows have in common. Others (pixels) leave the slices as they are.
+            values that all rows have in common, or images as TRL keeps them. Others leave the
+            slices as they are.
     """
+    stock, slices = slices, [split_pixel_values_by_grid(one) for one in slices]
     rows = _rows(slices)
     if len(slices) < 2 or rows is None:
-        return slices
+        return stock
     merged = {name: _join([one[name] for one in slices]) for name in slices[0]}
     padding = merged["prompt_mask"] == 0
     prompts = merged["prompt_ids"].masked_fill(padding, -1).tolist()
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt), []).append(row)
-    return [{name: _select(value, part) for name, value in merged.items()} for part in fill(groups.values(), rows)]
+    images = {name: value for name, value in merged.items() if isinstance(value, list) and isinstance(value[0], Tensor)}
+    parts = fill(Images.of(images, len(prompts)).divide([*groups.values()]), rows)
+    moved = [{name: _select(value, part) for name, value in merged.items()} for part in parts]
+    return [unsplit_pixel_values_by_grid(one) for one in moved]
 
 
 def fill(groups: Any, rows: int) -> list[list[int]]:

@@ -28,6 +28,7 @@ from ...errors import SharedPromptError, SharedPromptLayoutError, SharedPromptUn
 from ..fallback import TRL_REASONS, Options, Refusal, Tally, kernels_refusal
 from ..transformers import check_supported, expect_shared_prompt, register, support, wrap
 from ..transformers.first_use import FirstUseError, check_first_use
+from ..transformers.images import images_of_samples, row_inputs, towers_without_layout
 from ..transformers.structure import backbone_name, causal_lm_of
 from ..transformers.support import check_attention, is_mark_of_text, num_mixing_layers, text_config
 
@@ -138,8 +139,8 @@ class SharedForward:
     def score(self, *args: Any, **inputs: Any) -> Any:
         """TRL's output for a padded batch: fields (B, S - 1), 0 where no label is next."""
         try:
-            is_scored, batch, passed_on = self._pack(args, inputs)
-            output = self._run(batch, passed_on)
+            is_scored, batch, row = self._pack(args, inputs)
+            output = self._run(batch, row)
         except Refused as refused:
             self.sharing.fall_back(refused.refusal, inputs)
             return self.stock(*args, fused_lm_head=True, **inputs)
@@ -148,7 +149,7 @@ class SharedForward:
 
     @torch.compiler.disable
     def _pack(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Tensor, PackedBatch, dict[str, Any]]:
-        """Which tokens are scored, the packed batch, and what else to pass on. Raises Refused."""
+        """Which tokens are scored, the packed batch, and what the model is given. Raises Refused."""
         if self.sharing.off is not None:
             raise Refused(*self.sharing.off)
         if self.sharing.args.use_liger_kernel:
@@ -157,9 +158,8 @@ class SharedForward:
         self._check_model(devices[0] if devices else self.causal_lm.device)
         marks = {name for name, value in inputs.items() if is_mark_of_text(name, value)}
         given = {name for name, value in inputs.items() if value is not None and value is not False} - marks
-        others = sorted(given - _SAMPLES - _PASSED_ON - _WITHOUT_EFFECT)
-        if media := support.media_among(inputs):
-            raise Refused("multimodal", f"the model is given {', '.join(media)}")
+        media = support.media_among(inputs)
+        others = sorted(given - _SAMPLES - _PASSED_ON - _WITHOUT_EFFECT - {*media})
         if args or others or not given >= _SAMPLES:
             raise Refused("arguments", f"the model is given {', '.join(others) or sorted(given)} (needs {_SAMPLES})")
         ids, attention_mask, labels = (inputs[name] for name in ("input_ids", "attention_mask", "labels"))
@@ -172,7 +172,11 @@ class SharedForward:
             raise Refused("samples", "the tokens that are scored are not one completion at the end of each sample")
         most = self.sharing.options.max_responses_per_group
         try:
-            batch = pack_padded(ids, attention_mask, is_prompt.sum(1), max_responses_per_group=most)
+            images = images_of_samples(self.causal_lm, ids, attention_mask, {name: inputs[name] for name in media})
+        except SharedPromptError as error:
+            raise Refused("multimodal", str(error)) from None
+        try:
+            batch = pack_padded(ids, attention_mask, is_prompt.sum(1), max_responses_per_group=most, images=images)
         except SharedPromptError as error:
             raise Refused("samples", str(error)) from None
         if batch.dedup_ratio < self.sharing.options.min_dedup_ratio:
@@ -181,7 +185,11 @@ class SharedForward:
             raise Refused("dedup_ratio", message)
         passed_on = {name: inputs[name] for name in _PASSED_ON if name in inputs}
         # The packed row is text too.
-        return is_scored, batch, passed_on | {name: torch.zeros_like(batch.input_ids)[None] for name in marks}
+        row = passed_on | {name: torch.zeros_like(batch.input_ids)[None] for name in marks}
+        try:
+            return is_scored, batch, row | row_inputs(self.causal_lm, batch)
+        except SharedPromptError as error:
+            raise Refused("multimodal", str(error)) from None
 
     def _check_model(self, device: torch.device) -> None:
         """Raise Refused for what the model does not allow, before samples are looked at."""
@@ -207,25 +215,19 @@ class SharedForward:
             raise Refused("unsupported", str(error)) from None
 
     @torch.compiler.disable(recursive=False)
-    def _run(self, batch: PackedBatch, passed_on: dict[str, Any]) -> Any:
+    def _run(self, batch: PackedBatch, row: dict[str, Any]) -> Any:
         """TRL's output for the packed row."""
         config = self.causal_lm.config
-        wants_router = passed_on.get("output_router_logits") or getattr(text_config(config), "output_router_logits", 0)
-        inputs = dict(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
-            attention_mask=None,
-            shift_labels=batch.labels[None],
-            shared_prompt_layout=batch.layout,
-            **passed_on,
-        )
+        wants_router = row.get("output_router_logits") or getattr(text_config(config), "output_router_logits", 0)
+        inputs = {**row, "shift_labels": batch.labels[None]}
         without_mask: Any = nullcontext()
         if wants_router:
             # The loss that balances experts is a mean over tokens, weighted by its mask.
             inputs["attention_mask"] = batch.multiplicity[None]
             without_mask = _without_mask(getattr(self.causal_lm, backbone_name(self.causal_lm) or ""))
         try:
-            with expect_shared_prompt(batch.layout, num_mixing_layers(self.causal_lm)), without_mask:
+            expected = expect_shared_prompt(batch.layout, num_mixing_layers(self.causal_lm))
+            with expected, without_mask, towers_without_layout(self.causal_lm, batch):
                 return self.stock(fused_lm_head=True, **inputs)
         except SharedPromptUnsupportedError as error:
             # An option that no configuration tells: the first layer of a forward finds it.

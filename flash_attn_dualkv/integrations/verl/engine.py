@@ -28,11 +28,20 @@ from ..fallback import VERL_REASONS, Options, Verification, kernels_refusal
 from ..replacing import replace_once
 from ..transformers import expect_shared_prompt, install_layout_hook, wrap
 from ..transformers.first_use import check_first_use
+from ..transformers.images import check_images, check_placeholders
 from ..transformers.structure import backbone_name, causal_lm_of
 from ..transformers.support import is_hybrid, num_mixing_layers, text_config
 from ..ulysses import UlyssesLayout
 from . import patches
-from .micro_batches import Lengths, Plan, grouped_micro_batches, pack_micro_batch, samples_with_media, why_not
+from .micro_batches import (
+    Lengths,
+    Plan,
+    grouped_micro_batches,
+    images_of,
+    pack_micro_batch,
+    samples_with_media,
+    why_not,
+)
 from .statistics import Statistics
 from .verify import run_both
 
@@ -202,7 +211,20 @@ class _SharedPrompts:
             return "verification"
         if self.refusal_now is not None:
             return "model"
-        return why_not(data, apart) or (self._kernels_lack() if get_device_name() == "cuda" else None)
+        reason = why_not(data, apart, self._takes_images(data))
+        return reason or (self._kernels_lack() if get_device_name() == "cuda" else None)
+
+    def _takes_images(self, data: TensorDict) -> bool:
+        """Whether the model is exact with the images of these samples in shared prompts; it says why not."""
+        names = images_of(data)
+        if not names or not self.runs_towers_on_text:
+            return False
+        try:
+            check_images(self.stock_module, names)
+        except SharedPromptError as error:
+            self._announce(f"prompts with images are not shared: {error}")
+            return False
+        return True
 
     def _kernels_lack(self) -> str | None:
         refusal = kernels_refusal(self.stock_module.config, getattr(self, "_autocast_dtype", torch.bfloat16))
@@ -219,7 +241,16 @@ class _SharedPrompts:
         # Ranks of Ulysses have unequal numbers of response tokens; a fused head makes no logits.
         fused = tu.get_non_tensor_data(micro_batch, "use_fused_kernels", False)
         keeps = self.keeps_logits and ranks == 1 and not fused
-        plan = pack_micro_batch(micro_batch, math.lcm(ranks, bucket), self.options, keeps)
+        try:
+            plan = pack_micro_batch(micro_batch, math.lcm(ranks, bucket), self.options, keeps)
+            if plan.batch.images:
+                check_placeholders(self.stock_module.config, plan.batch)
+        except SharedPromptError as error:
+            if not samples_with_media(micro_batch):
+                raise
+            uids = ", ".join(map(str, dict.fromkeys(tu.get(micro_batch, "uid", []))))
+            self._announce(f"in a micro-batch of the prompts {uids} images are not shared: {error}")
+            return "multimodal"
         # A micro-batch was filled by packed tokens: for the way back replicated ones must fit, too.
         fits = self.budget is None or plan.batch.num_replicated_tokens <= self.budget
         if plan.batch.dedup_ratio < self.options.min_dedup_ratio and fits:
@@ -232,9 +263,9 @@ class _SharedPrompts:
     def micro_batches(self, data: TensorDict, dp_group: Any, stock: Callable[[], Any]) -> Any:
         """Micro-batches and their samples' indices, as verl's function gives them."""
         self.budget = None
-        # Samples with images get micro-batches of their own where towers run on texts as well:
+        # Images that are not shared get micro-batches of their own where towers run on texts as well:
         # elsewhere a rank with images would wait for one without.
-        apart = samples_with_media(data) if self.runs_towers_on_text else []
+        apart = samples_with_media(data) if self.runs_towers_on_text and not self._takes_images(data) else []
         found = grouped_micro_batches(data, dp_group, self.options, self._why_not(data, apart), apart)
         if found is None:
             return stock()

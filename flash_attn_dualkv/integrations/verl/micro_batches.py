@@ -48,38 +48,56 @@ def prompt_lengths(data: TensorDict) -> Tensor:
     return data["attention_mask"][:, : prompts.shape[1]].sum(1)
 
 
-def samples_with_media(data: TensorDict) -> list[int]:
-    """Samples that have images or other inputs beside their text."""
+def _media_of(data: TensorDict) -> list[dict[str, Any]]:
+    """What samples have beside their text, but marks of text."""
     inputs = [one.data if isinstance(one, NonTensorData) else one for one in data.get("multi_modal_inputs", [])]
     # Processors mark the tokens of texts as well.
     return [
-        index
-        for index, one in enumerate(inputs)
-        if one and any(value is not None and not is_mark_of_text(name, value) for name, value in one.items())
+        {name: value for name, value in (one or {}).items() if value is not None and not is_mark_of_text(name, value)}
+        for one in inputs
     ]
 
 
-def why_not(data: TensorDict, apart: Sequence[int] = ()) -> str | None:
+def samples_with_media(data: TensorDict) -> list[int]:
+    """Samples that have images or other inputs beside their text."""
+    return [index for index, one in enumerate(_media_of(data)) if one]
+
+
+def images_of(data: TensorDict) -> dict[str, list[Tensor | None]]:
+    """By the names of a model's inputs the images of each sample, as they are packed.
+
+    Positions are in the batch: a model needs no marks of images.
+    """
+    media = _media_of(data)
+    names = sorted({name for one in media for name in one if not name.endswith("token_type_ids")})
+    return {name: [one.get(name) for one in media] for name in names}
+
+
+def why_not(data: TensorDict, apart: Sequence[int] = (), takes_images: bool = False) -> str | None:
     """What in the samples cannot be shared, if anything.
 
     Args:
         data: of verl.
         apart: samples that do not count, because they get micro-batches of their own.
+        takes_images: whether samples with images can be shared.
     """
     if "prompts" not in data:
         return "no_prompts"  # of verl's SFT trainer
-    if len(apart) == len(data) or set(samples_with_media(data)) - set(apart):
-        return "multimodal"  # equal tokens are not equal prompts, and positions are those of images
+    media = samples_with_media(data)
+    if len(apart) == len(data) or (set(media) - set(apart) and not takes_images):
+        return "multimodal"
     temperature = data["temperature"]
     if isinstance(temperature, Tensor) and temperature.numel() > 1 and temperature.min() != temperature.max():
         return "temperature"
-    if any(tu.get_non_tensor_data(data, key, False) for key in ("distillation_use_topk", "distillation_only")):
-        return "distillation"
+    distills = any(tu.get_non_tensor_data(data, key, False) for key in ("distillation_use_topk", "distillation_only"))
+    if distills and tu.get_non_tensor_data(data, "use_fused_kernels", False):
+        return "distillation"  # a fused head makes no logits
     if "routed_experts" in data or tu.get_non_tensor_data(data, "enable_routing_replay", False):
         return "routing_replay"
     if tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
         return "forced_groups"
-    return None if _are_of_text(data, apart) else "positions"
+    # Those of images are compared where samples share them.
+    return None if _are_of_text(data, [*apart, *media]) else "positions"
 
 
 def _are_of_text(data: TensorDict, apart: Sequence[int]) -> bool:
@@ -116,21 +134,31 @@ class Plan:
 
 
 def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, scored_rows: bool = False) -> Plan:
-    """The micro-batch as one sequence; each response follows a last prompt token, for labels."""
+    """The micro-batch as one sequence; each response follows a last prompt token, for labels.
+
+    Raises:
+        SharedPromptError: images of prompts that do not fit these, or positions that differ where they are equal.
+    """
+    images = images_of(micro_batch)
     batch = pack_jagged(
         micro_batch["input_ids"],
         prompt_lengths(micro_batch),
         pad_to_multiple_of=multiple,
         max_responses_per_group=options.max_responses_per_group,
+        row_values={"position_ids": micro_batch["position_ids"]} if images else None,
+        images=images,
     )
     offsets = torch.tensor([0, batch.layout.num_tokens], device=batch.input_ids.device)
-    positions = batch.position_ids
-    if micro_batch["position_ids"].dim() == 3:  # the model's own form, all rows of it alike
+    positions = batch.row_values.get("position_ids", batch.position_ids)
+    if not images and micro_batch["position_ids"].dim() == 3:  # the model's own form, all rows of it alike
         positions = positions.repeat(len(position_rows(micro_batch["position_ids"])), 1)
-    row = {
+    row: dict[str, Any] = {
         name: torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=values.dim())
         for name, values in (("input_ids", batch.input_ids), ("position_ids", positions))
     }
+    if batch.images:
+        row["multi_modal_inputs"] = [batch.images]
+    row |= _teacher_of(micro_batch, batch.source_index.clamp(min=0), offsets)
     flags = {}
     for name in micro_batch.keys():  # noqa: SIM118, of tensors that are no mapping
         value = tu.get(micro_batch, name)
@@ -145,8 +173,17 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
     if scored_rows and len(batch.token_index):
         ends = torch.tensor([0, len(batch.token_index)], device=batch.input_ids.device)
         ids = torch.nested.nested_tensor_from_jagged(batch.input_ids[batch.token_index], ends)
-        scored = tu.get_tensordict({"input_ids": ids}, flags)
+        scored = tu.get_tensordict({"input_ids": ids, **_teacher_of(micro_batch, batch.jagged_index, ends)}, flags)
     return Plan(batch, layout, tu.get_tensordict(row, flags), scored)
+
+
+def _teacher_of(micro_batch: TensorDict, index: Tensor, offsets: Tensor) -> dict[str, Tensor]:
+    """What a teacher says of these tokens, if one does: verl's losses on its top-k are those of logits by row."""
+    given = {name: micro_batch[name].values() for name in ("teacher_logprobs", "teacher_ids") if name in micro_batch}
+    return {
+        name: torch.nested.nested_tensor_from_jagged(values.index_select(0, index), offsets)
+        for name, values in given.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -216,7 +253,8 @@ def _groups(data: TensorDict, lengths: Lengths, options: Options, apart: Contain
     tokens = data["input_ids"].values().cpu()
     begins = accumulate(map(int.__add__, lengths.prompts, lengths.responses), initial=0)
     prompts = [tokens[begin : begin + count] for (begin, _), count in zip(pairwise(begins), lengths.prompts)]
-    groups = [[index for index in group if index not in apart] for group in group_by_prompt(prompts)]
+    images = {} if apart else images_of(data)
+    groups = [[index for index in group if index not in apart] for group in group_by_prompt(prompts, images=images)]
     groups = [group for group in groups if group]
     most = options.max_responses_per_group
     if most is None:

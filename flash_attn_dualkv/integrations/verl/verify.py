@@ -63,7 +63,7 @@ def _difference(shared: dict[str, Any], stock: dict[str, Any], lengths: Lengths)
 
     In nats for log-probabilities, as a share of their mean size for a critic's values.
     """
-    name = "log_probs" if "log_probs" in stock else "values"
+    name = next(one for one in ("log_probs", "values", "distillation_losses") if one in stock)
     rows = [slice(prompt - 1, prompt - 1 + response) for prompt, response in zip(*lengths)]
     one, other = (
         torch.cat([values[own].float() for values, own in zip(output[name].unbind(), rows)])
