@@ -29,7 +29,7 @@ from vllm_steps import Calls, Layer, Request
 
 import flash_attn_dualkv.integrations.vllm as plugin
 from flash_attn_dualkv.errors import SharedPromptError, SharedPromptUnsupportedError
-from flash_attn_dualkv.integrations.vllm import backend, log, prompts
+from flash_attn_dualkv.integrations.vllm import backend, log, prompts, sharing
 from flash_attn_dualkv.integrations.vllm.settings import KEY, Settings, read_settings
 from flash_attn_dualkv.integrations.vllm.statistics import Reading, Statistics, read_table
 
@@ -86,7 +86,9 @@ def test_registration() -> None:
     assert issubclass(found.get_impl_cls(), flash_attn.FlashAttentionImpl)
     assert issubclass(found.get_builder_cls(), flash_attn.FlashAttentionMetadataBuilder)
     assert found.supports_batch_invariance()
-    assert found.get_builder_cls().get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
+    builder = found.get_builder_cls()
+    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
+    assert not builder.supports_update_block_table, "a plan belongs to a block table"
     overrides = vllm.v1.attention.backends.registry._ATTN_OVERRIDES
     overrides[custom] = "another.Plugin"
     try:
@@ -215,6 +217,39 @@ def test_stock_steps(calls: Calls) -> None:
     assert not hasattr(builder.build(0, steps.metadata(DECODING, causal=False)), backend._SHARED)
     assert calls.rows == [6]
     assert not builder.use_cascade_attention()
+
+
+def test_what_kernels_lack(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that no plan can be made for stay vLLM's own, from the first step on, and the log says why."""
+    said: list[tuple[str, ...]] = []
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("head_dim: expected one of (64, 128, 256), got 80")
+
+    monkeypatch.setattr(sharing, "SharedPrefixPlan", refuse)
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log.logger, "warning", lambda *message: said.append(message))
+    layer = Layer()
+    builder = steps.builder(layer)
+    for _ in range(2):
+        run(layer, builder, DECODING)
+    assert calls.rows == [6, 6] and len(said) == 1 and "head_dim" in said[0][1]
+
+
+def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention makes no schedule of rows that decode, but looks for windows in its first step, where it would."""
+    fast: list[tuple[int, bool]] = []
+    stock = flash_attn.FlashAttentionMetadataBuilder.build
+
+    def build(builder: Any, prefix: int, common: Any, fast_build: bool = False) -> Any:
+        fast.append((common.num_reqs, fast_build))
+        return stock(builder, prefix, common, fast_build)
+
+    monkeypatch.setattr(flash_attn.FlashAttentionMetadataBuilder, "build", build)
+    builder = steps.builder(Layer())
+    for _ in range(2):
+        builder.build(0, steps.metadata([*DECODING, *PREFILL]))
+    assert fast == [(8, False), (2, False), (8, True), (2, False)]
 
 
 # --- vLLM's own code around it --------------------------------------------------------------------
