@@ -143,6 +143,7 @@ def describe(llm: Any) -> dict[str, Any]:
     engine, runner = llm.llm_engine, runner_of(llm)
     builder = ask(runner, "attn_groups.0.0.metadata_builders.0")
     found = {
+        "vllm": sys.modules["vllm"].__version__,
         "runner": type(runner).__module__,
         "backend": type(builder).__module__,
         "graphs": str(ask(engine, "vllm_config.compilation_config.cudagraph_mode")),

@@ -14,6 +14,7 @@ from typing import Any
 import bench_vllm
 import check_vllm
 import pytest
+import vllm_report
 import vllm_rig
 
 
@@ -64,3 +65,20 @@ def test_configuration(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "config.json").read_text())
     assert found["num_hidden_layers"] == 3 and found["hidden_size"] == 2048 and found["tie_word_embeddings"]
     assert found["max_position_embeddings"] == 50000
+
+
+def test_page(tmp_path: Path) -> None:
+    """Ratios are to the first engine of the same shape; medians are of a shape's runs."""
+    shape = {"model": "qwen3-8b", "layers": 8, "groups": 16, "n": 16, "prompt": 8192, "new": "128", "vllm": "0.26.0"}
+    times = (("stock", 12.0, 1e4), ("stock", 14.0, 1.2e4), ("dualkv", 5.0, 2.2e4), ("dualkv", 5.0, 2.2e4))
+    rows = [shape | {"who": who, "step_ms": step, "tokens_per_s": rate} for who, step, rate in times]
+    rows.append(shape | {"groups": 1, "who": "dualkv", "step_ms": 2.0, "tokens_per_s": 1.0})
+    header = {"gpu": "NVIDIA H200", "commit": "0123456789ab", "dirty": False, "torch": "2.11"}
+    (tmp_path / "h200.json").write_text(json.dumps({"header": header, "rows": rows}))
+    page = vllm_report.rollouts_of_vllm(tmp_path)
+    assert "### vLLM 0.26.0, NVIDIA H200" in page
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| q")]
+    assert cells[0][1:] == ["16 x 16 x 8192 x 128", "vLLM", "13.00", "1.00", "11000", "1.00"]
+    assert cells[1][2:] == ["this package", "5.00", "2.60", "22000", "2.00"]
+    assert cells[2][4] == "1.00" and vllm_report.rollouts_of_vllm(tmp_path / "none") == ""
+    assert vllm_report.LABELS.keys() == bench_vllm.ENGINES.keys()
