@@ -190,7 +190,7 @@ LOGGED = {
 }
 
 
-def rollout_settings(options: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+def rollout_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Of TRL's configuration. Completions have one length, as prompts do: stock attention is faster without padding."""
     if options.rollouts.startswith("vllm"):
         os.environ["DUALKV_VLLM"] = str(int(options.rollouts == "vllm-decode"))
@@ -208,7 +208,9 @@ def rollout_settings(options: argparse.Namespace, tokenizer: Any) -> dict[str, A
     return {
         "use_transformers_continuous_batching": options.rollouts != "generate",
         "transformers_continuous_batching_config": {**batching, "max_batch_tokens": 2 * options.prompt},
-        "generation_kwargs": {"suppress_tokens": [tokenizer.eos_token_id]},
+        # Nothing ends a completion. To suppress the token that does is a copy from the host, which no CUDA graph
+        # captures.
+        "generation_kwargs": {"eos_token_id": -1},
     }
 
 
@@ -225,7 +227,7 @@ def run(options: argparse.Namespace, path: Path) -> None:
         gradient_accumulation_steps=samples // options.micro_batch,
         num_generations=options.responses,
         max_completion_length=options.completion,
-        **rollout_settings(options, tokenizer),
+        **rollout_settings(options),
         learning_rate=options.learning_rate,
         lr_scheduler_type="constant",
         beta=0.0,
