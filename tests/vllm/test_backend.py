@@ -123,9 +123,10 @@ def test_signatures() -> None:
 
 def test_decoding(calls: Calls) -> None:
     layer = Layer()
-    builder = steps.builder(layer)
-    out = run(layer, builder, DECODING)
-    again = run(layer, builder, DECODING, padded=8)  # as in a CUDA graph, whose last requests have no keys
+    with torch.inference_mode():  # as vLLM runs it
+        builder = steps.builder(layer)
+        out = run(layer, builder, DECODING)
+    again = run(layer, builder, DECODING[::-1], padded=8)  # as in a CUDA graph, whose last requests have no keys
     assert not calls.rows and out.shape[0] == 6 and again.shape[0] == 8
     assert builder._sharing.statistics.steps == {"decode": 2}
 

@@ -127,7 +127,8 @@ class Sharing:
                     num_heads=geometry.num_heads, num_kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim,
                     device=self.device, exact=self.settings.exact,
                 )  # fmt: skip
-                self._cuts = torch.from_numpy(self._known).to(self.device, copy=True)
+                with torch.inference_mode(False):  # a tensor that can be written in any mode
+                    self._cuts = torch.from_numpy(self._known).to(self.device, copy=True)
             except NotImplementedError as error:
                 self.refuse(str(error))
         return self._plan
