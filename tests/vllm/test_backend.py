@@ -29,6 +29,7 @@ from vllm_steps import Calls, Layer, Request
 
 import flash_attn_dualkv.integrations.vllm as plugin
 from flash_attn_dualkv.errors import SharedPromptError, SharedPromptUnsupportedError
+from flash_attn_dualkv.integrations.replacing import stock_of
 from flash_attn_dualkv.integrations.vllm import backend, log, prompts, sharing
 from flash_attn_dualkv.integrations.vllm.settings import KEY, Settings, read_settings
 from flash_attn_dualkv.integrations.vllm.statistics import Reading, Statistics, read_table
@@ -371,3 +372,43 @@ def test_statistics(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monkey
             statistics.count_shared(common.block_table_tensor, common.seq_lens, torch.from_numpy(cuts), 16, False)
     assert "4 layers: a step of 6 requests reads" in caplog.text and "2 groups of 2.5 siblings" in caplog.text
     assert "steps: 2 of decoding, 0 mixed, vLLM's own 1 (prompts alone)" in caplog.text
+
+
+def test_first_runner(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metadata as vLLM's first model runner builds it, with padded requests: the plug-in sees its prompts' lengths."""
+    layer = Layer()
+    builder = steps.builder(layer)
+    group = AttentionGroup(backend.SharedPrefixBackend, [steps.NAME], builder.kv_cache_spec, 0)
+    group.metadata_builders = [builder]
+    common = steps.metadata(DECODING, padded=8)
+    prompts.note(np.zeros(0, dtype=np.int32))
+    lengths = np.array([one.prompt for one in DECODING] + [99, 99], dtype=np.int32)  # those behind are of earlier steps
+    computed = common.seq_lens - 1
+
+    def buffer(tensor: torch.Tensor) -> Any:
+        return SimpleNamespace(gpu=tensor, cpu=tensor)
+
+    table = SimpleNamespace(get_device_tensor=lambda count: common.block_table_tensor[:count])
+    runner = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=builder.kv_cache_spec)]),
+        optimistic_seq_lens_cpu=common.seq_lens, seq_lens=common.seq_lens, positions=common.positions,
+        query_start_loc=buffer(common.query_start_loc), device=torch.device("cpu"), attn_groups=[[group]],
+        input_batch=SimpleNamespace(
+            block_table=[table], num_computed_tokens_cpu_tensor=computed, num_prompt_tokens=lengths,
+            num_prompt_tokens_cpu_tensor=torch.from_numpy(lengths), req_ids=list("abcdef"),
+        ),
+        model_config=SimpleNamespace(rswa_window=None),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, use_replayssm=False),
+        routed_experts_initialized=False, use_async_spec_decode=False, is_mm_prefix_lm=False, dcp_world_size=1,
+        speculative_config=None, max_model_len=1024, _get_encoder_seq_lens=lambda *_, **__: (None, None),
+    )  # fmt: skip
+    kind = gpu_model_runner.GPUModelRunner
+    monkeypatch.setattr(kind, "_build_attention_metadata", stock_of(kind._build_attention_metadata))
+    prompts.install()
+    found, _ = kind._build_attention_metadata(
+        runner, num_tokens=6, num_reqs=6, max_query_len=1, num_tokens_padded=8, num_reqs_padded=8,
+        slot_mappings={0: common.slot_mapping},
+    )  # fmt: skip
+    shared = getattr(found[steps.NAME], backend._SHARED)
+    assert (shared.requests, shared.tokens, shared.behind) == (8, 8, 0) and not calls.rows
+    assert shared.plan.step.boundaries[:6].tolist() == [one.prompt - 1 for one in DECODING]
