@@ -5,6 +5,7 @@
     python examples/trl_grpo.py --out runs --rollouts decode     # in rollouts too: continuous batching on this package
     python examples/trl_grpo.py --out runs --stock               # TRL's own trainer, for comparison
     python examples/trl_grpo.py --out runs --stock --rollouts batching    # and transformers' continuous batching
+    python examples/trl_grpo.py --out runs --rollouts vllm-decode         # by vLLM on this package (vllm: on its own)
 
 A prompt is a list of numbers and the name of a rule; the reward is the share of a completion's numbers that obey it.
 Writes rewards and times of every step to <out>/shared.json, stock.json, shared-decode.json and so on, and compares the
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import time
 from collections import defaultdict
@@ -61,8 +63,8 @@ TRAINERS = {
     "grpo": (trl.GRPOConfig, trl.GRPOTrainer, SharedPromptGRPOTrainer),
     "rloo": (trl.RLOOConfig, trl.RLOOTrainer, SharedPromptRLOOTrainer),
 }
-# Of rollouts: transformers' generate, its continuous batching, and that on this package.
-ROLLOUTS = ("generate", "batching", "decode")
+# Of rollouts: transformers' generate, its continuous batching, that on this package; vLLM, and that on this package.
+ROLLOUTS = ("generate", "batching", "decode", "vllm", "vllm-decode")
 
 
 def make_tokenizer(vocabulary: int) -> Any:
@@ -188,18 +190,37 @@ LOGGED = {
 }
 
 
+def rollout_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Of TRL's configuration. Completions have one length, as prompts do: stock attention is faster without padding."""
+    if options.rollouts.startswith("vllm"):
+        os.environ["DUALKV_VLLM"] = str(int(options.rollouts == "vllm-decode"))
+        return {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_gpu_memory_utilization": 0.4,
+            "vllm_max_model_length": options.prompt + options.completion + 1,
+            "generation_kwargs": {"ignore_eos": True},
+        }
+    # Pages for all samples by themselves: as many keys can stock batching read in a step, shared or not.
+    pages = options.prompts * options.responses * -(-(options.prompt + options.completion) // options.page)
+    is_old = "page_size" not in transformers.ContinuousBatchingConfig.__dataclass_fields__
+    batching = {"block_size" if is_old else "page_size": options.page, "num_blocks": pages}
+    return {
+        "use_transformers_continuous_batching": options.rollouts != "generate",
+        "transformers_continuous_batching_config": {**batching, "max_batch_tokens": 2 * options.prompt},
+        # Continuous batching knows no least length, and to suppress the token that ends a completion is a copy from
+        # the host, which no CUDA graph captures: no token does.
+        "generation_kwargs": {"min_new_tokens": options.completion}
+        if options.rollouts == "generate"
+        else {"eos_token_id": -1},
+    }
+
+
 def run(options: argparse.Namespace, path: Path) -> None:
     """Train, and write what is to be compared."""
     on_gpu = torch.cuda.is_available() and options.preset != "cpu"
     tokenizer = make_tokenizer(options.vocabulary)
     samples = options.prompts * options.responses
-    # Pages for all samples by themselves: as many keys can stock batching read in a step, shared or not.
-    pages = samples * -(-(options.prompt + options.completion) // options.page)
-    is_old = "page_size" not in transformers.ContinuousBatchingConfig.__dataclass_fields__
-    batching = {"block_size" if is_old else "page_size": options.page, "num_blocks": pages}
-    # Of one length, as prompts are: stock attention is faster where nothing is padded. Continuous
-    # batching knows no least length: there, no token ends a completion.
-    length = {"min_new_tokens": options.completion} if options.rollouts == "generate" else {"eos_token_id": -1}
     config_class, *trainer_classes = TRAINERS[options.trainer]
     arguments = config_class(
         output_dir=str(options.out / "checkpoints"),
@@ -208,9 +229,7 @@ def run(options: argparse.Namespace, path: Path) -> None:
         gradient_accumulation_steps=samples // options.micro_batch,
         num_generations=options.responses,
         max_completion_length=options.completion,
-        generation_kwargs=length,
-        use_transformers_continuous_batching=options.rollouts != "generate",
-        transformers_continuous_batching_config={**batching, "max_batch_tokens": 2 * options.prompt},
+        **rollout_settings(options),
         learning_rate=options.learning_rate,
         lr_scheduler_type="constant",
         beta=0.0,
@@ -225,8 +244,13 @@ def run(options: argparse.Namespace, path: Path) -> None:
     )
     if options.rollouts == "decode":
         register_decode()
+    model = make_model(tokenizer, options, "cuda" if on_gpu else "cpu")
+    if options.rollouts.startswith("vllm"):  # which loads its model, and gets the weights of each step
+        model.name_or_path = str(options.out / "model")
+        for one in (model, tokenizer):
+            one.save_pretrained(model.name_or_path)
     trainer = trainer_classes[0 if options.stock else 1](
-        model=make_model(tokenizer, options, "cuda" if on_gpu else "cpu"),
+        model=model,
         reward_funcs=reward,
         args=arguments,
         train_dataset=make_prompts(options),

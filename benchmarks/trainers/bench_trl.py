@@ -33,6 +33,9 @@ LABELS = {  # of all runs, by the trainer and its rollouts; the first of a file 
     "shared": "shared prompts",
     "shared-batching": "shared prompts, continuous batching",
     "shared-decode": "shared prompts, rollouts too",
+    "stock-vllm": "TRL, vLLM",
+    "shared-vllm": "shared prompts, vLLM",
+    "shared-vllm-decode": "shared prompts, vLLM's rollouts too",
 }
 
 

@@ -5,8 +5,9 @@
     python benchmarks/trainers/bench_vllm.py --shape 16x16x8192x128 --layers 8     # three minutes on one H200
     python benchmarks/trainers/bench_vllm.py --engines stock dualkv trainer --shape 16x16x1024x512 256x1x8192x128
 
-A shape is groups x responses x prompt tokens x new tokens. Each engine is a process of its own with a time limit, with
-random weights; requests are submitted one by one in a random order, and prompts are random tokens.
+A shape is groups x responses x prompt tokens x new tokens, or fewest-most of these. Each engine is a process of its own
+with a time limit, with random weights; requests are submitted one by one in a random order, and prompts are random
+tokens.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 
 
 def rollout(text: str) -> list[int]:
-    """Groups, responses, prompt tokens and new tokens."""
-    return [int(one) for one in text.split("x")]
+    """Groups, responses, prompt tokens, and fewest and most new tokens."""
+    *sizes, new = text.split("x")
+    least, _, most = new.partition("-")
+    return [*map(int, sizes), int(least), int(most or least)]
 
 
 def run_engine(name: str, settings: dict[str, Any], limit: float) -> list[dict[str, Any]]:
@@ -66,7 +69,7 @@ def run_engine(name: str, settings: dict[str, Any], limit: float) -> list[dict[s
 def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--engines", nargs="+", default=["stock", "dualkv"], choices=list(ENGINES))
-    parser.add_argument("--shape", nargs="+", type=rollout, default=[[16, 16, 8192, 128]], metavar="GxNxPxNEW")
+    parser.add_argument("--shape", nargs="+", type=rollout, default=[[16, 16, 8192, 128, 128]], metavar="GxNxPxNEW")
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=2)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The page of trainers and the README's table of verl, made of the result files of bench_verl.py, bench_trl.py
-and bench_mismatch.py."""
+"""The page of trainers and the README's table of verl, made of the result files of bench_verl.py, bench_trl.py,
+bench_mismatch.py and bench_vllm.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pandas as pd
 from bench_trl import LABELS
 from bench_verl import LARGE, PRESETS, WHO
 from pages import COLORS, ResultError, filled, load, markdown, number, read, save
+from vllm_report import rollouts_of_vllm
 
 # Setups of the README's table, and the micro-batches of both; without Ulysses.
 HEADLINE = (
@@ -32,7 +33,8 @@ def render(folder: Path) -> list[Path]:
     """The page and the README's table, of all result files; of what was measured twice with verl, the newest.
 
     Args:
-        folder: holds those of verl in verl/, of TRL in trl/, of rollouts in mismatch/, and gets what is made.
+        folder: holds those of verl in verl/, of TRL in trl/, of rollouts in mismatch/ and vllm/, and gets what is
+            made.
 
     Raises:
         ResultError: a file is of a tree with changes, or one of TRL lacks a run.
@@ -61,7 +63,11 @@ def render(folder: Path) -> list[Path]:
         "steps": steps(rows[rows["preset"] == "steps"], folder / "steps.png"),
         "files": "\n".join(files),
     }
-    sections = {"trl": runs_of_trl(folder / "trl"), "mismatch": mismatches(folder / "mismatch")}
+    sections = {
+        "trl": runs_of_trl(folder / "trl"),
+        "mismatch": mismatches(folder / "mismatch"),
+        "vllm": rollouts_of_vllm(folder / "vllm"),
+    }
     page.write_text(filled("trainers", sections, **parts))
     short.write_text(headline(pairs) + "\n")
     return [page, short]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """An engine of vLLM in this process, with random weights of a known shape, and the decoding steps that it takes.
 
-    python benchmarks/trainers/vllm_rig.py '{"model": "qwen3-8b", "layers": 8, "rollouts": [[16, 16, 8192, 128]]}'
+    python benchmarks/trainers/vllm_rig.py '{"model": "qwen3-8b", "layers": 8, "rollouts": [[16, 16, 8192, 128, 128]]}'
 
 prints a line of JSON for each rollout. bench_vllm.py and check_vllm.py start it, one process for each engine.
 """
@@ -40,7 +40,7 @@ class Engine:
         compile: of vLLM: "eager" takes its own operators and generates no code.
         graphs: vLLM's mode of CUDA graphs; None: its default.
         runner: "1" or "2", vLLM's model runner; None: its default.
-        rollouts: groups, responses of each, tokens of a prompt and of a response.
+        rollouts: groups, responses of each, tokens of a prompt, fewest and most tokens of a response.
         repeat: runs of each of them behind the warm-up.
         options: more arguments of vLLM's LLM.
     """
@@ -127,7 +127,7 @@ def runner_of(llm: Any) -> Any:
     return ask(worker, "worker.model_runner") or ask(worker, "model_runner")
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def set_weights(llm: Any, seed: int = 0) -> None:
     """Weights with which attention and next tokens are neither uniform nor certain, the same in every engine."""
     for name, one in runner_of(llm).model.named_parameters():
@@ -143,6 +143,7 @@ def describe(llm: Any) -> dict[str, Any]:
     engine, runner = llm.llm_engine, runner_of(llm)
     builder = ask(runner, "attn_groups.0.0.metadata_builders.0")
     found = {
+        "vllm": sys.modules["vllm"].__version__,
         "runner": type(runner).__module__,
         "backend": type(builder).__module__,
         "graphs": str(ask(engine, "vllm_config.compilation_config.cudagraph_mode")),
@@ -160,13 +161,15 @@ def draw_prompts(groups: int, tokens: int, seed: int) -> list[list[int]]:
     return [[draw.randrange(1000, 150000) for _ in range(tokens)] for _ in range(groups)]
 
 
-def roll_out(llm: Any, groups: int, n: int, prompt: int, new: int, seed: int) -> dict[str, Any]:
-    """Times of a rollout: requests are submitted one by one, in a random order."""
+def roll_out(llm: Any, groups: int, n: int, prompt: int, least: int, most: int, seed: int) -> dict[str, Any]:
+    """Times of a rollout: requests are submitted one by one in a random order, and have random lengths."""
     from vllm import SamplingParams
 
+    draw = random.Random(seed)
     prompts = [{"prompt_token_ids": one} for one in draw_prompts(groups, prompt, seed) for _ in range(n)]
-    random.Random(seed).shuffle(prompts)
-    sampling = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
+    draw.shuffle(prompts)
+    lengths = [draw.randint(least, most) for _ in prompts]
+    sampling = [SamplingParams(temperature=1.0, max_tokens=one, ignore_eos=True, detokenize=False) for one in lengths]
     steps: list[float] = []
     step = llm.llm_engine.step
 
@@ -184,8 +187,8 @@ def roll_out(llm: Any, groups: int, n: int, prompt: int, new: int, seed: int) ->
     finally:
         llm.llm_engine.step = step
     tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-    assert tokens == groups * n * new, f"expected {groups * n * new} tokens, got {tokens}"
-    decoding = sorted(steps[-(new // 2) : -3] or steps)  # all requests decode
+    assert tokens == sum(lengths), f"expected {sum(lengths)} tokens, got {tokens}"
+    decoding = sorted(steps[-(least // 2) : -3] or steps)  # of equal lengths, all requests decode
     return {
         "seconds": seconds, "tokens_per_s": tokens / seconds, "steps": len(steps),
         "step_ms": 1e3 * statistics.median(decoding),
@@ -196,20 +199,21 @@ def roll_out(llm: Any, groups: int, n: int, prompt: int, new: int, seed: int) ->
 
 def main(text: str) -> None:
     engine = Engine(**json.loads(text))
-    requests = max(groups * n for groups, n, _, _ in engine.rollouts)
-    length = max(prompt + new for _, _, prompt, new in engine.rollouts) + 16
+    requests = max(groups * n for groups, n, *_ in engine.rollouts)
+    length = max(prompt + most for _, _, prompt, _, most in engine.rollouts) + 16
     begin = time.perf_counter()
     with running(engine, requests, length) as llm:
         started = time.perf_counter() - begin
         print(f"{describe(llm)}, {started:.0f} s to start", file=sys.stderr)
-        for groups, n, prompt, new in engine.rollouts:
-            roll_out(llm, groups, n, prompt, WARM_UP_TOKENS, seed=0)
+        for groups, n, prompt, least, most in engine.rollouts:
+            roll_out(llm, groups, n, prompt, WARM_UP_TOKENS, WARM_UP_TOKENS, seed=0)
             for run in range(engine.repeat):
-                found = roll_out(llm, groups, n, prompt, new, seed=run + 1)
+                found = roll_out(llm, groups, n, prompt, least, most, seed=run + 1)
                 row = {
                     "model": engine.model, "layers": engine.layers, "backend": engine.backend, "exact": engine.exact,
-                    "groups": groups, "n": n, "prompt": prompt, "new": new, "run": run, **found, **describe(llm),
-                    "device": torch.cuda.get_device_name(), "startup_s": started,
+                    "groups": groups, "n": n, "prompt": prompt,
+                    "new": str(most) if least == most else f"{least}-{most}", "run": run,
+                    "device": torch.cuda.get_device_name(), "startup_s": started, **found, **describe(llm),
                 }  # fmt: skip
                 print(MARK + json.dumps(row), flush=True)
 

@@ -62,7 +62,7 @@ def config(threshold: int = 1, **changes: Any) -> Any:
             decode_context_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False,
             cp_kv_cache_interleave_size=1,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", block_size=PAGE),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=PAGE, kv_sharing_fast_prefill=False),
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True), max_cudagraph_capture_size=8,
             static_forward_context={},

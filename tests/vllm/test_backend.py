@@ -29,7 +29,8 @@ from vllm_steps import Calls, Layer, Request
 
 import flash_attn_dualkv.integrations.vllm as plugin
 from flash_attn_dualkv.errors import SharedPromptError, SharedPromptUnsupportedError
-from flash_attn_dualkv.integrations.vllm import backend, log, prompts
+from flash_attn_dualkv.integrations.replacing import stock_of
+from flash_attn_dualkv.integrations.vllm import backend, log, prompts, sharing
 from flash_attn_dualkv.integrations.vllm.settings import KEY, Settings, read_settings
 from flash_attn_dualkv.integrations.vllm.statistics import Reading, Statistics, read_table
 
@@ -86,9 +87,11 @@ def test_registration() -> None:
     assert issubclass(found.get_impl_cls(), flash_attn.FlashAttentionImpl)
     assert issubclass(found.get_builder_cls(), flash_attn.FlashAttentionMetadataBuilder)
     assert found.supports_batch_invariance()
-    assert found.get_builder_cls().get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
-    _AttentionOverrides = vllm.v1.attention.backends.registry._ATTN_OVERRIDES
-    _AttentionOverrides[custom] = "another.Plugin"
+    builder = found.get_builder_cls()
+    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
+    assert not builder.supports_update_block_table, "a plan belongs to a block table"
+    overrides = vllm.v1.attention.backends.registry._ATTN_OVERRIDES
+    overrides[custom] = "another.Plugin"
     try:
         plugin.register()
         assert custom.get_path() == "another.Plugin"
@@ -121,9 +124,10 @@ def test_signatures() -> None:
 
 def test_decoding(calls: Calls) -> None:
     layer = Layer()
-    builder = steps.builder(layer)
-    out = run(layer, builder, DECODING)
-    again = run(layer, builder, DECODING, padded=8)  # as in a CUDA graph, whose last requests have no keys
+    with torch.inference_mode():  # as vLLM runs it
+        builder = steps.builder(layer)
+        out = run(layer, builder, DECODING)
+    again = run(layer, builder, DECODING[::-1], padded=8)  # as in a CUDA graph, whose last requests have no keys
     assert not calls.rows and out.shape[0] == 6 and again.shape[0] == 8
     assert builder._sharing.statistics.steps == {"decode": 2}
 
@@ -185,6 +189,7 @@ def test_prompts_decide_where_requests_are_cut() -> None:
     [
         ("decode context parallelism", {"parallel__decode_context_parallel_size": 2}, {}),
         ("dual batch overlap", {"parallel__use_ubatching": True}, {}),
+        ("fast prefill", {"cache__kv_sharing_fast_prefill": True}, {}),
         ("a hybrid", {"model__is_hybrid": True}, {}),
         ("reference sliding windows", {"model__rswa_window": 4}, {}),
         ("in both directions", {"model__is_mm_prefix_lm": True}, {}),
@@ -214,6 +219,39 @@ def test_stock_steps(calls: Calls) -> None:
     assert not hasattr(builder.build(0, steps.metadata(DECODING, causal=False)), backend._SHARED)
     assert calls.rows == [6]
     assert not builder.use_cascade_attention()
+
+
+def test_what_kernels_lack(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that no plan can be made for stay vLLM's own, from the first step on, and the log says why."""
+    said: list[tuple[str, ...]] = []
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("head_dim: expected one of (64, 128, 256), got 80")
+
+    monkeypatch.setattr(sharing, "SharedPrefixPlan", refuse)
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log.logger, "warning", lambda *message: said.append(message))
+    layer = Layer()
+    builder = steps.builder(layer)
+    for _ in range(2):
+        run(layer, builder, DECODING)
+    assert calls.rows == [6, 6] and len(said) == 1 and "head_dim" in said[0][1]
+
+
+def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention makes no schedule of rows that decode, but looks for windows in its first step, where it would."""
+    fast: list[tuple[int, bool]] = []
+    stock = flash_attn.FlashAttentionMetadataBuilder.build
+
+    def build(builder: Any, prefix: int, common: Any, fast_build: bool = False) -> Any:
+        fast.append((common.num_reqs, fast_build))
+        return stock(builder, prefix, common, fast_build)
+
+    monkeypatch.setattr(flash_attn.FlashAttentionMetadataBuilder, "build", build)
+    builder = steps.builder(Layer())
+    for _ in range(2):
+        builder.build(0, steps.metadata([*DECODING, *PREFILL]))
+    assert fast == [(8, False), (2, False), (8, True), (2, False)]
 
 
 # --- vLLM's own code around it --------------------------------------------------------------------
@@ -334,3 +372,43 @@ def test_statistics(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monkey
             statistics.count_shared(common.block_table_tensor, common.seq_lens, torch.from_numpy(cuts), 16, False)
     assert "4 layers: a step of 6 requests reads" in caplog.text and "2 groups of 2.5 siblings" in caplog.text
     assert "steps: 2 of decoding, 0 mixed, vLLM's own 1 (prompts alone)" in caplog.text
+
+
+def test_first_runner(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metadata as vLLM's first model runner builds it, with padded requests: the plug-in sees its prompts' lengths."""
+    layer = Layer()
+    builder = steps.builder(layer)
+    group = AttentionGroup(backend.SharedPrefixBackend, [steps.NAME], builder.kv_cache_spec, 0)
+    group.metadata_builders = [builder]
+    common = steps.metadata(DECODING, padded=8)
+    prompts.note(np.zeros(0, dtype=np.int32))
+    lengths = np.array([one.prompt for one in DECODING] + [99, 99], dtype=np.int32)  # those behind are of earlier steps
+    computed = common.seq_lens - 1
+
+    def buffer(tensor: torch.Tensor) -> Any:
+        return SimpleNamespace(gpu=tensor, cpu=tensor)
+
+    table = SimpleNamespace(get_device_tensor=lambda count: common.block_table_tensor[:count])
+    runner = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=builder.kv_cache_spec)]),
+        optimistic_seq_lens_cpu=common.seq_lens, seq_lens=common.seq_lens, positions=common.positions,
+        query_start_loc=buffer(common.query_start_loc), device=torch.device("cpu"), attn_groups=[[group]],
+        input_batch=SimpleNamespace(
+            block_table=[table], num_computed_tokens_cpu_tensor=computed, num_prompt_tokens=lengths,
+            num_prompt_tokens_cpu_tensor=torch.from_numpy(lengths), req_ids=list("abcdef"),
+        ),
+        model_config=SimpleNamespace(rswa_window=None),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, use_replayssm=False),
+        routed_experts_initialized=False, use_async_spec_decode=False, is_mm_prefix_lm=False, dcp_world_size=1,
+        speculative_config=None, max_model_len=1024, _get_encoder_seq_lens=lambda *_, **__: (None, None),
+    )  # fmt: skip
+    kind = gpu_model_runner.GPUModelRunner
+    monkeypatch.setattr(kind, "_build_attention_metadata", stock_of(kind._build_attention_metadata))
+    prompts.install()
+    found, _ = kind._build_attention_metadata(
+        runner, num_tokens=6, num_reqs=6, max_query_len=1, num_tokens_padded=8, num_reqs_padded=8,
+        slot_mappings={0: common.slot_mapping},
+    )  # fmt: skip
+    shared = getattr(found[steps.NAME], backend._SHARED)
+    assert (shared.requests, shared.tokens, shared.behind) == (8, 8, 0) and not calls.rows
+    assert shared.plan.step.boundaries[:6].tolist() == [one.prompt - 1 for one in DECODING]

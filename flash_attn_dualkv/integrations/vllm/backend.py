@@ -95,8 +95,6 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
             return "a draft model, or requests that vLLM divides"
         if common.causal is not True:
             return "attention that is not causal"
-        if common.logits_indices_padded is not None:
-            return "fast prefill"
         return None
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
@@ -166,6 +164,7 @@ def why_stock(vllm_config: Any, layers: dict[str, Any]) -> str | None:
         ("decode context parallelism", parallel.decode_context_parallel_size > 1),
         ("prefill context parallelism", parallel.prefill_context_parallel_size > 1),
         ("steps in two halves (dual batch overlap)", parallel.use_ubatching),
+        ("fast prefill of layers that share keys", vllm_config.cache_config.kv_sharing_fast_prefill),
         ("a hybrid of attention and other mixers", model.is_hybrid),
         ("reference sliding windows", model.rswa_window is not None),
         ("attention to images in both directions", model.is_mm_prefix_lm),

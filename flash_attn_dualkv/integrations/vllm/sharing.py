@@ -62,12 +62,13 @@ class Sharing:
 
     def __init__(self, layers: dict[str, Any], geometry: Geometry, settings: Settings, device: torch.device) -> None:
         self.geometry, self.settings, self.device = geometry, settings, device
-        self.statistics = Statistics(settings.log_interval, f"{len(layers)} layers")
+        reads_all = any(one.impl.sliding_window[0] < 0 for one in layers.values())  # windows are read for each request
+        self.statistics = Statistics(settings.log_interval * reads_all, f"{len(layers)} layers")
         self._layers = layers
+        # Made with the first step: memory that vLLM gives to builders loses its contents when an engine sleeps.
         self._plan: SharedPrefixPlan | None = None
-        # Where requests are cut: what the plan reads in every step, and what it holds.
-        self._cuts = torch.full((geometry.max_requests,), _NOWHERE, dtype=torch.int32, device=device)
-        self._known = np.full(geometry.max_requests, _NOWHERE, dtype=np.int32)
+        self._cuts = torch.empty(0, dtype=torch.int32, device=device)  # where requests are cut, which all steps read
+        self._known = np.full(geometry.max_requests, _NOWHERE, dtype=np.int32)  # what it holds
         self.lacking: str | None = None  # why the kernels cannot serve these layers
 
     def begin(self, common: Any, is_real: bool) -> Shared | None:
@@ -80,8 +81,7 @@ class Sharing:
         requests, tokens = self._decoded(common)
         rows = self._rows()
         if requests > self.geometry.max_requests or tokens > rows:
-            expected = f"{self.geometry.max_requests} requests of {rows} tokens"
-            self.statistics.count_stock(f"a step of {requests} requests and {tokens} tokens, more than {expected}")
+            self.statistics.count_stock(f"more than {self.geometry.max_requests} requests or {rows} tokens")
             return None
         if requests == 0:
             self.statistics.count_stock("prompts alone")
@@ -114,7 +114,7 @@ class Sharing:
         return max(most, self.geometry.max_tokens) if self.settings.exact is not None else most
 
     def _made(self, columns: int) -> SharedPrefixPlan | None:
-        """The plan, made with the first step: not with the builder, whose memory vLLM may put to sleep."""
+        """The plan for block tables of so many columns; None if the kernels lack what it needs."""
         if self._plan is None and self.lacking is None:
             geometry = self.geometry
             pages, _, page_size, _ = next(iter(self._layers.values())).kv_cache.shape
@@ -127,6 +127,8 @@ class Sharing:
                     num_heads=geometry.num_heads, num_kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim,
                     device=self.device, exact=self.settings.exact,
                 )  # fmt: skip
+                with torch.inference_mode(False):  # a tensor that can be written in any mode
+                    self._cuts = torch.from_numpy(self._known).to(self.device, copy=True)
             except NotImplementedError as error:
                 self.refuse(str(error))
         return self._plan

@@ -1,0 +1,126 @@
+#!/usr/bin/env python
+# SPDX-License-Identifier: BSD-3-Clause
+"""How far log-probabilities of vLLM's sampler are from those of a training forward on the same weights and tokens.
+
+    python benchmarks/trainers/mismatch_vllm.py        # on a GPU; about a minute for each of five engines
+
+The training forward is this package's, on shared prompts, of transformers' model. Engines differ in attention, and in
+whether vLLM's other operators are batch-invariant: then the matrix products of both sides are the same. Differences are
+trainer - sampler; k3 is the mean of exp(d) - 1 - d, as losses estimate the KL divergence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from bench_vllm import ENGINES
+from vllm_rig import MARK, Engine, draw_prompts, runner_of, running, set_weights
+
+GROUPS, N, PROMPT, NEW = 8, 4, 1000, 256
+DEFAULT = ("stock", "dualkv", "trainer", "stock_invariant", "dualkv_invariant")
+
+
+def sampled(llm: Any, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
+    """Tokens of N responses to each prompt, one after the other, and their log-probabilities."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=1.0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=0, seed=1)
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(N)]
+    several = [sampling.clone() for _ in requests]
+    for seed, one in enumerate(several):
+        one.seed = seed
+    outputs = [output.outputs[0] for output in llm.generate(requests, several, use_tqdm=False)]
+    rows = [[step[token].logprob for token, step in zip(one.token_ids, one.logprobs)] for one in outputs]
+    return [list(one.token_ids) for one in outputs], torch.tensor(rows)
+
+
+@torch.no_grad()
+def copied_model(llm: Any) -> Any:
+    """transformers' model on the kernels of training, with the engine's weights."""
+    import transformers
+
+    from flash_attn_dualkv.integrations.transformers import register
+
+    register()
+    config = llm.llm_engine.vllm_config.model_config.hf_config
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="dualkv", dtype=torch.bfloat16
+        )
+    weights = dict(runner_of(llm).model.named_parameters())
+    heads, kv_heads = (config.head_dim * one for one in (config.num_attention_heads, config.num_key_value_heads))
+    for name, one in model.named_parameters():
+        for part, fused, sizes in (
+            (("q_proj", "k_proj", "v_proj"), "qkv_proj", (heads, kv_heads, kv_heads)),
+            (("gate_proj", "up_proj"), "gate_up_proj", (config.intermediate_size,) * 2),
+        ):
+            found = [place for place, own in enumerate(part) if own in name]
+            if found:
+                whole = weights[name.replace(part[found[0]], fused)]
+                one.copy_(whole.split(sizes)[found[0]])
+                break
+        else:
+            one.copy_(weights[name][: one.shape[0]])
+    return model.eval()
+
+
+def child(settings: dict[str, Any]) -> None:
+    """An engine's process: prints differences."""
+    engine = Engine(**settings)
+    prompts = draw_prompts(GROUPS, PROMPT, seed=3)
+    with running(engine, GROUPS * N, PROMPT + NEW + 16) as llm:
+        set_weights(llm)
+        tokens, chances = sampled(llm, prompts)
+        from flash_attn_dualkv import pack_shared_prompts, unpack_logprobs
+        from flash_attn_dualkv.integrations.transformers import shared_prompt_forward
+
+        batch = pack_shared_prompts([one for one in prompts for _ in range(N)], tokens, device="cuda")
+        model = copied_model(llm)
+        with torch.no_grad():
+            logps, _ = shared_prompt_forward(model, batch)
+        gaps = unpack_logprobs(logps, batch).double().cpu() - chances.double()
+        row = {
+            "mean": gaps.abs().mean().item(), "largest": gaps.abs().max().item(),
+            "k3": (gaps.exp() - 1.0 - gaps).mean().item(), "equal": (gaps == 0).double().mean().item(),
+            "first_token": gaps[:, 0].abs().mean().item(), "logprob": chances.mean().item(),
+        }  # fmt: skip
+        print(MARK + json.dumps(row), flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", default=DEFAULT, choices=list(ENGINES))
+    parser.add_argument("--model", default="qwen3-1.7b")
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--limit-s", type=float, default=200.0, help="of an engine")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        child(json.loads(options.child))
+        return 0
+    failed = False
+    for name in options.engines:
+        own, environment = ENGINES[name]
+        settings = {"model": options.model, "layers": options.layers, "options": {"gpu_memory_utilization": 0.5}} | own
+        command = [sys.executable, __file__, "--child", json.dumps(settings)]
+        done = subprocess.run(
+            command, env=os.environ | environment, timeout=options.limit_s, capture_output=True, text=True
+        )
+        rows = [line[len(MARK) :] for line in done.stdout.splitlines() if line.startswith(MARK)]
+        failed |= not rows
+        print(f"{name:16} {rows[0] if rows else (done.stdout + done.stderr)[-5000:]}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

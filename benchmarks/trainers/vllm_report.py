@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The section about vLLM of the trainers' page, made of the result files of bench_vllm.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from pages import markdown, number, read
+
+LABELS = {  # of engines, by their names in bench_vllm.py; the first of a shape is what others are compared with
+    "stock": "vLLM",
+    "stock_invariant": "vLLM, batch-invariant",
+    "triton": "vLLM, Triton",
+    "dualkv": "this package",
+    "trainer": 'this package, exact="trainer"',
+    "dualkv_invariant": "this package, batch-invariant",
+}
+SHAPE = ["model", "layers", "groups", "n", "prompt", "new"]
+
+
+def rollouts_of_vllm(folder: Path) -> str:
+    """A table of every result file: medians of its runs. "" if there is none."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        header, rows = read(path)
+        frame = pd.DataFrame(rows)
+        medians = frame.groupby([*SHAPE, "who"], sort=False)[["step_ms", "tokens_per_s"]].median().reset_index()
+        firsts = medians.groupby(SHAPE, sort=False)[["step_ms", "tokens_per_s"]].transform("first")
+        table = pd.DataFrame(
+            {
+                "model": [f"{row.model}, {row.layers} layers" for row in medians.itertuples()],
+                "G x N x P x R": [f"{row.groups} x {row.n} x {row.prompt} x {row.new}" for row in medians.itertuples()],
+                "attention": medians["who"].map(LABELS),
+                "decoding step, ms": medians["step_ms"].map(lambda value: number(value, 2)),
+                "x": (firsts["step_ms"] / medians["step_ms"]).map(lambda value: number(value, 2)),
+                "tokens/s": medians["tokens_per_s"].map(number),
+                "x, with the prefill": (medians["tokens_per_s"] / firsts["tokens_per_s"]).map(
+                    lambda value: number(value, 2)
+                ),
+            }
+        )
+        parts += [
+            f"### vLLM {rows[0]['vllm']}, {header['gpu']}",
+            markdown(table, 3),
+            f"[File]({folder.name}/{path.name}), commit `{header['commit'][:12]}`, torch {header['torch']}.",
+        ]
+    return "\n\n".join(parts)

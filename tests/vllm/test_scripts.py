@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Without vLLM: its entry point, and the scripts that measure it: shapes, what processes print, comparison."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import bench_vllm
+import check_vllm
+import pytest
+import vllm_report
+import vllm_rig
+
+
+def test_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM calls in every process is there, and does nothing where there is no vLLM to register with."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    (value,) = re.findall(r'^\[project.entry-points."vllm.general_plugins"\]\nflash_attn_dualkv = "(.*)"$', text, re.M)
+    register = EntryPoint("flash_attn_dualkv", value, "vllm.general_plugins").load()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert register() is None
+
+
+def test_shapes() -> None:
+    assert bench_vllm.rollout("16x4x1024x128") == [16, 4, 1024, 128, 128]
+    assert bench_vllm.rollout("16x4x1024x64-2048") == [16, 4, 1024, 64, 2048]
+    assert vllm_rig.draw_prompts(2, 3, 5) == vllm_rig.draw_prompts(2, 3, 5) != vllm_rig.draw_prompts(2, 3, 6)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rows_of_a_process(fails: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that a process has printed are kept when it fails or runs out of time."""
+    row = vllm_rig.MARK + json.dumps({"step_ms": 1.5})
+    program = f"import sys, time; print({row!r}, flush=True); {'sys.exit(3)' if fails else 'time.sleep(60)'}"
+    real = subprocess.run
+
+    def run(command: list[str], **options: Any) -> Any:
+        assert json.loads(command[-1]) == {"layers": 2, "backend": "CUSTOM"} and options["env"]["PATH"]
+        return real([sys.executable, "-c", program], **options)
+
+    monkeypatch.setattr(bench_vllm.subprocess, "run", run)
+    rows = bench_vllm.run_engine("dualkv", {"layers": 2}, 20.0 if fails else 2.0)
+    assert rows == [{"who": "dualkv", "step_ms": 1.5}]
+    assert ("exit status 3" if fails else "time limit") in capsys.readouterr().out
+
+
+def test_comparison_of_samples() -> None:
+    one = {"tokens": [[1, 2, 3], [4, 5, 6]], "logprobs": [[-1.0, -2.0, -3.0], [-1.0, -1.0, -1.0]]}
+    other = {"tokens": [[1, 2, 3], [4, 7, 6]], "logprobs": [[-1.0, -2.5, -3.0], [-1.25, -9.0, -9.0]]}
+    tokens, all_tokens, mean, largest = check_vllm.differences(one, other)
+    assert (tokens, all_tokens, largest) == (5, 6, 0.5) and mean == pytest.approx(0.15)
+    assert check_vllm.differences(one, one) == (6, 6, 0.0, 0.0)
+
+
+def test_configuration(tmp_path: Path) -> None:
+    vllm_rig.write_model(vllm_rig.Engine(model="qwen3-1.7b", layers=3), str(tmp_path), 50000)
+    found = json.loads((tmp_path / "config.json").read_text())
+    assert found["num_hidden_layers"] == 3 and found["hidden_size"] == 2048 and found["tie_word_embeddings"]
+    assert found["max_position_embeddings"] == 50000
+
+
+def test_page(tmp_path: Path) -> None:
+    """Ratios are to the first engine of the same shape; medians are of a shape's runs."""
+    shape = {"model": "qwen3-8b", "layers": 8, "groups": 16, "n": 16, "prompt": 8192, "new": "128", "vllm": "0.26.0"}
+    times = (("stock", 12.0, 1e4), ("stock", 14.0, 1.2e4), ("dualkv", 5.0, 2.2e4), ("dualkv", 5.0, 2.2e4))
+    rows = [shape | {"who": who, "step_ms": step, "tokens_per_s": rate} for who, step, rate in times]
+    rows.append(shape | {"groups": 1, "who": "dualkv", "step_ms": 2.0, "tokens_per_s": 1.0})
+    header = {"gpu": "NVIDIA H200", "commit": "0123456789ab", "dirty": False, "torch": "2.11"}
+    (tmp_path / "h200.json").write_text(json.dumps({"header": header, "rows": rows}))
+    page = vllm_report.rollouts_of_vllm(tmp_path)
+    assert "### vLLM 0.26.0, NVIDIA H200" in page
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| q")]
+    assert cells[0][1:] == ["16 x 16 x 8192 x 128", "vLLM", "13.00", "1.00", "11000", "1.00"]
+    assert cells[1][2:] == ["this package", "5.00", "2.60", "22000", "2.00"]
+    assert cells[2][4] == "1.00" and vllm_report.rollouts_of_vllm(tmp_path / "none") == ""
+    assert vllm_report.LABELS.keys() == bench_vllm.ENGINES.keys()
