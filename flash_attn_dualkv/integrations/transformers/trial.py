@@ -14,8 +14,8 @@ from __future__ import annotations
 import random
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...checks import explain
 from ...data.pack import pack_shared_prompts
@@ -32,7 +33,6 @@ from . import guard
 from .consequences import Generators, without_consequences
 from .structure import causal_lm_of, decoder_of, replaced_forward
 from .support import FirstUseError, fields_of, num_mixing_layers, text_config
-from .watch import described, first_to_draw, jittered, outputs_of, tensors_of, watched
 
 # Length of the prompt and of each of two responses: twice 32 tokens alone, 47 packed.
 LENGTH = 16
@@ -62,6 +62,7 @@ _TOKENS = re.compile(r"token_(id|ids|index)$")
 _trying: ContextVar[bool] = ContextVar("dualkv_trying", default=False)
 
 Outputs = tuple[Tensor, ...]  # hidden states and, where there is a head, logits
+Watcher = Callable[[str, nn.Module, Any], None]  # before a module's forward and its hooks, or after both
 
 
 def is_trying() -> bool:
@@ -325,3 +326,97 @@ def _groups(model: nn.Module) -> list[Any]:
             own = parameter.device_mesh.get_all_groups()
         found |= {id(group): group for group in own if group is not None}
     return list(found.values())
+
+
+# Modules, watched or disturbed while a forward runs
+
+
+@contextmanager
+def watched(model: nn.Module, enter: Watcher | None, leave: Watcher) -> Iterator[None]:
+    """Call `enter` with a module's name, itself and its arguments, and `leave` with its output in their stead."""
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if enter is not None:
+                before = lambda module, args, name=name: enter(name, module, args)  # noqa: E731
+                hooks.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+            after = lambda module, args, output, name=name: leave(name, module, output)  # noqa: E731
+            hooks.callback(module.register_forward_hook(after).remove)
+        yield
+
+
+@contextmanager
+def jittered(model: nn.Module, size: float, seed: int) -> Iterator[None]:
+    """Multiply what embeddings and decoder layers give with 1 + u, |u| <= size: errors as those of rounding."""
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def jitter(module: nn.Module, args: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        if not isinstance(first, Tensor) or not first.is_floating_point():
+            return output
+        device = first.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed)
+        factors = torch.rand(first.shape, generator=generators[device], device=device).mul_(2 * size).add_(1 - size)
+        changed = (first * factors).to(first.dtype)
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    with ExitStack() as hooks:
+        for one in model.modules():
+            if isinstance(one, (GradientCheckpointingLayer, nn.Embedding)):
+                hooks.callback(one.register_forward_hook(jitter).remove)
+        yield
+
+
+def first_to_draw(model: nn.Module, generators: Generators, forward: Callable[[], Any]) -> str | None:
+    """The innermost of the modules that move a generator first, hooks included, with its class."""
+    found: list[str] = []
+    states: list[list[Any]] = []
+
+    def enter(name: str, module: nn.Module, args: Any) -> None:
+        states.append(generators.read())
+
+    def leave(name: str, module: nn.Module, output: Any) -> None:
+        if generators.have_moved(states.pop()):
+            found.append(described(name, module))
+
+    with watched(model, enter, leave):
+        forward()
+    return found[0] if found else None
+
+
+def outputs_of(
+    model: nn.Module, forward: Callable[[], Any], rows: Callable[[Tensor], Tensor | None]
+) -> dict[str, tuple[nn.Module, Tensor]]:
+    """What is compared of the modules' outputs in a forward, by name, from the innermost that runs first.
+
+    Args:
+        rows: of an output what is compared; None for an output of another shape.
+    """
+    found: dict[str, tuple[nn.Module, Tensor]] = {}
+
+    def leave(name: str, module: nn.Module, output: Any) -> None:
+        first = next(tensors_of(output), None)
+        compared = None if first is None or not first.is_floating_point() else rows(first)
+        if compared is not None:
+            before = [found[name][1]] if name in found else []  # sequences that run one after the other
+            found[name] = module, torch.cat([*before, compared.detach()])
+
+    with watched(model, None, leave):
+        forward()
+    return found
+
+
+def described(name: str, module: nn.Module) -> str:
+    return f"{name or 'the model'} ({type(module).__name__})"
+
+
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """An output's tensors, at any depth of tuples and of transformers' outputs."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (tuple, list)):
+        for one in output:
+            yield from tensors_of(one)
+    elif isinstance(output, dict):
+        for one in output.values():
+            yield from tensors_of(one)
