@@ -127,11 +127,15 @@ def tree_nodes(cu_seqlens: Tensor, parents: Tensor, total: int) -> Tensor:
 
 
 def tree_table(
-    lengths: Sequence[int], parents: Sequence[int], error: type[ValueError] = ValueError
+    lengths: Sequence[int],
+    parents: Sequence[int],
+    error: type[ValueError] = ValueError,
+    begins: Sequence[int] | None = None,
 ) -> tuple[Tensor, int, int]:
     """The table of trees on the host, the most rows of a path, and how many of its path a row sees on average.
 
-    The average is rounded up. `error` is raised as `tree_nodes` says.
+    The average is rounded up. `error` is raised as `tree_nodes` says. `begins`: the first row of each node; None where
+    they lie one behind the other.
     """
     ends = _subtree_ends(parents, "parents[{}]", error)
     # Rows of the path to the end of each node; parent -1 finds the last entry, which stays 0.
@@ -140,7 +144,8 @@ def tree_table(
     for index, (length, parent) in enumerate(zip(lengths, parents)):
         positions.append(sums[parent])
         sums[index] = sums[parent] + length
-    rows = ([*accumulate(lengths, initial=0)][:-1], lengths, positions)
+    begins = [*accumulate(lengths, initial=0)][:-1] if begins is None else begins
+    rows = (begins, lengths, positions)
     table = host_nodes(chain.from_iterable(zip(*rows, *rows, parents, ends)))
     pairs = sum(map(visible_pairs, positions, lengths))
     return table, max(sums), -(-pairs // max(sum(lengths), 1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,8 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import checks
 from ..checks import check_are_tensors, explain
-from ..host import runs, to_device
 from ..layout import SharedPromptLayout
+from ..nodes import tree_table
 from ..packed_attention import shared_prompt_attention
 
 # Forests by the first table of a micro-batch, with all tables they were read from and their state.
@@ -47,16 +48,12 @@ class Forest:
             if lens[node] < 0 or (lens[node] and begins[node] < end):
                 raise ValueError(explain(f"node {node}", f"rows from {end} on", f"{lens[node]} from {begins[node]} on"))
             end = max(end, begins[node] + lens[node])
-        self._end = end
         order = _depth_first(begins, parents)
         places = {node: place for place, node in enumerate(order)}
-        self.layout = SharedPromptLayout.from_tree(
-            [lens[node] for node in order], [places.get(parents[node], -1) for node in order]
-        )
-        # In depth-first order, where that is another one.
-        rows = runs([begins[node] for node in order], [lens[node] for node in order])
-        self.rows = None if rows.equal(torch.arange(len(rows))) else rows
-        self._rows_on: dict[torch.device, Tensor] = {}
+        first, sizes = [begins[node] for node in order], tuple(lens[node] for node in order)
+        above = tuple(places.get(parents[node], -1) for node in order)
+        nodes, longest, mean = tree_table(sizes, above, begins=first)
+        self.layout = SharedPromptLayout(nodes, sizes, above, longest, mean, end)
 
     def attend(
         self,
@@ -85,35 +82,16 @@ class Forest:
                 `shared_prompt_attention` refuses.
         """
         check_are_tensors(("q", "k", "v"), (q, k, v))
-        options: dict[str, Any] = dict(window_size=window_size, softcap=softcap, sinks=sinks)
         if q.dim() == k.dim() == v.dim() == 4 and len(q) == len(k) == len(v) == 1:
+            options: dict[str, Any] = dict(window_size=window_size, softcap=softcap, sinks=sinks)
             return self.attend(q[0], k[0], v[0], softmax_scale, **options)[None]
-        q, k, v = self._checked(q, k, v)
+        if len(q) < self.layout.num_tokens:
+            expected = f"at least {self.layout.num_tokens} rows, those of the nodes"
+            raise ValueError(explain("q", expected, len(q)))
         _, left = checks.resolve_window(True, window_size)
-        rows = self._rows_of(q.device)
-        count, layout = self.layout.num_tokens, self.layout.to(q.device)
-        queries, keys, values = (one[:count] if rows is None else one.index_select(0, rows) for one in (q, k, v))
-        window = None if left < 0 else left + 1
-        options = dict(softmax_scale=softmax_scale, sliding_window=window, softcap=softcap, sinks=sinks)
-        out = shared_prompt_attention(queries, keys, values, layout, **options)
-        if rows is None:
-            return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, len(q) - count))
-        return out.new_zeros((len(q), *out.shape[1:])).index_copy(0, rows, out)
-
-    def _checked(self, *given: Tensor) -> list[Tensor]:
-        """Checked before any rows are moved: on a GPU a wrong index ends the process."""
-        q, k, v = tensors = checks.inputs(("q", "k", "v"), given)
-        for name, one in (("k", k), ("v", v)):
-            if len(one) != len(q):
-                raise ValueError(explain(name, f"{len(q)} rows (as q)", len(one)))
-        if len(q) < self._end:
-            raise ValueError(explain("q", f"at least {self._end} rows, those of the nodes", len(q)))
-        return tensors
-
-    def _rows_of(self, device: torch.device) -> Tensor | None:
-        if self.rows is not None and device not in self._rows_on:
-            self._rows_on[device] = to_device([self.rows], (), device)[0]
-        return self._rows_on.get(device)
+        layout = replace(self.layout.to(q.device), num_tokens=len(q))
+        options = dict(sliding_window=None if left < 0 else left + 1, softcap=softcap, sinks=sinks)
+        return shared_prompt_attention(q, k, v, layout, softmax_scale=softmax_scale, **options)
 
 
 def _depth_first(begins: Sequence[int], parents: Sequence[int]) -> list[int]:
