@@ -77,24 +77,23 @@ def gpu_folder(gpu: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", gpu).strip("-")
 
 
-def git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
+def git_status() -> list[str]:
+    """The commit of this tree, then its changes; nothing where it is no repository of its own. Results do not count."""
+    words = ("git", "status", "--porcelain=v2", "--branch", "--", ".", ":(exclude)benchmarks/results")
+    # A copy of the tree inside another repository is not that repository's commit.
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(ROOT.parent)}
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        return [line for line in done.stdout.splitlines() if not re.match("# branch.(?!oid)", line)]
+    return []
 
 
 def tree_state(commit: str | None) -> tuple[str, bool]:
-    """(commit, dirty): what the caller states, else what git says. Result files do not make a tree dirty."""
+    """(commit, dirty): what the caller states, else what git says."""
     if commit:
         return commit, False
-    head = git("rev-parse", "HEAD")
-    # A copy of the tree inside another repository is not that repository's commit.
-    if head is None or Path(git("rev-parse", "--show-toplevel") or "/").resolve() != ROOT:
-        return "unknown", True
-    changes = git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
-    return head, changes != ""
+    head, *changes = git_status() or ["unknown", ""]
+    return head.split()[-1], bool(changes)
 
 
 # --- commands --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -205,22 +206,21 @@ def test_no_gpu_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no CUDA GPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("head", "top", "status", "expected"),
-    [
-        ("a" * 40, command.ROOT, "", ("a" * 40, False)),
-        ("a" * 40, command.ROOT, " M setup.py", ("a" * 40, True)),
-        ("a" * 40, command.ROOT, None, ("a" * 40, True)),
-        ("a" * 40, command.ROOT.parent, "", ("unknown", True)),  # a copy inside another repository
-        (None, None, None, ("unknown", True)),
-    ],
-)
-def test_commit_and_dirtiness(
-    monkeypatch: pytest.MonkeyPatch, head: Any, top: Any, status: Any, expected: tuple[str, bool]
-) -> None:
-    answers = {"rev-parse HEAD": head, "rev-parse --show-toplevel": top and str(top)}
-    monkeypatch.setattr(command, "git", lambda *words: answers.get(" ".join(words), status))
-    assert command.tree_state(None) == expected and command.tree_state("b" * 40) == ("b" * 40, False)
+def test_commit_and_dirtiness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the tree's own repository; changes of results do not count, and what the caller states does."""
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    assert command.tree_state(None) == ("unknown", True) and command.tree_state("b" * 40) == ("b" * 40, False)
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-qm", "first", "--allow-empty"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    (tmp_path / "benchmarks/results").mkdir(parents=True)
+    (tmp_path / "benchmarks/results/one.json").touch()
+    assert command.tree_state(None) == (head, False)
+    (tmp_path / "new.py").touch()
+    assert command.tree_state(None) == (head, True)
+    monkeypatch.setattr(command, "ROOT", tmp_path / "benchmarks")  # a copy inside another repository
+    assert command.tree_state(None) == ("unknown", True)
 
 
 def test_builds_are_compared(capfd: pytest.CaptureFixture[str]) -> None:
