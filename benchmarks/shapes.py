@@ -173,19 +173,6 @@ class Shape:
 # --- trees ----------------------------------------------------------------------------------------------------------
 
 
-def balanced(root: int, other: int, depth: int) -> Nodes:
-    """Two children below every node but those of the last level."""
-    nodes = [(root, -1)]
-
-    def grow(parent: int, levels: int) -> None:
-        for _ in range(2 if levels else 0):
-            nodes.append((other, parent))
-            grow(len(nodes) - 1, levels - 1)
-
-    grow(0, depth - 1)
-    return tuple(nodes)
-
-
 def spine(root: int, turns: int, turn: int, leaves: tuple[int, ...], branching: range) -> Nodes:
     """A chain of turns below the root, and leaves of the given lengths below those of its nodes that branch."""
     nodes, parent = [(root, -1)], 0
@@ -201,7 +188,7 @@ def spine(root: int, turns: int, turn: int, leaves: tuple[int, ...], branching: 
 def rollouts(
     seed: int, root: tuple[int, int], turns: int, turn: tuple[int, int], probability: float, most: int
 ) -> Nodes:
-    """Two rollouts of a task that branch on: behind every turn there are two to ``most`` next ones, or mostly one.
+    """Two rollouts of a task that branch on: behind a turn there are two to ``most`` next ones, or one.
 
     Turns that follow each other without a branch are one node. Lengths are drawn from ``root`` and ``turn``.
     """
@@ -226,7 +213,7 @@ def rollouts(
 # Seeds are those that come nearest to trees for which rates of more implementations are known: agentic, of 247 nodes,
 # 148 leaves and 273,553 tokens for 1,771,242; agentic_wide, of 22, 13 and 19,062 for 53,149.
 TREES = {
-    "balanced_d4": partial(balanced, 1024, 512, 5),
+    "balanced_d4": partial(rollouts, 0, (1024, 1024), 4, (512, 512), 1.0, 2),
     "branched": partial(spine, 512, 6, 400, (2900, 2500), range(1, 5)),
     "comb": partial(spine, 1024, 64, 128, (256,), range(64)),
     "agentic": partial(rollouts, 53057, (2048, 6144), 10, (64, 1200), 0.35, 3),
