@@ -114,23 +114,23 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @untraced
 @torch.inference_mode(False)  # tensors made in inference mode could not be saved for a later backward
-def to_device(long: Sequence[Tensor], short: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The `long` (int64) and then the `short` (int32) tensors of one device on another, in one copy.
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of int64, or of int32 with an even number of elements, of one device on another, in one copy.
 
     They share one buffer, but are no views of each other: to write to one does not spoil what autograd has saved of
     another. A copy from the host to a GPU starts from pinned memory: the host does not wait for it.
     """
-    source = (*long, *short)[0].device
-    to_gpu = device.type == "cuda"
-    words = sum(one.numel() for one in long)
-    halves = sum(one.numel() for one in short)
+    source, to_gpu = tensors[0].device, device.type == "cuda"
+    words = [one.reshape(-1).view(torch.int64) for one in tensors]
+    sizes = [*map(Tensor.numel, words)]
     is_pinned = to_gpu and source.type == "cpu"
-    buffer = torch.empty(words + (halves + 1) // 2, dtype=torch.int64, device=source, pin_memory=is_pinned)
-    for part, tensors in zip(_parts(buffer, words, halves), (long, short)):
-        if tensors:
-            torch.cat([one.reshape(-1) for one in tensors], out=part)
-    moved = _parts(buffer.to(device, non_blocking=to_gpu), words, halves)
-    return [one for part, tensors in zip(moved, (long, short)) for one in _split(part, tensors)]
+    buffer = torch.empty(sum(sizes), dtype=torch.int64, device=source, pin_memory=is_pinned)
+    parts = torch.cat(words, out=buffer).to(device, non_blocking=to_gpu).unsafe_split_with_sizes(sizes)
+    is_flat = [one.dim() == 1 and one.dtype == torch.int64 for one in tensors]
+    return [
+        part if stays else part.view(one.dtype).view(one.shape).data
+        for part, one, stays in zip(parts, tensors, is_flat)
+    ]
 
 
 class SeparatelyPickled:
@@ -148,14 +148,3 @@ def same_device(one: torch.device, other: torch.device) -> bool:
     if one.type == other.type == "cuda":
         return len({torch.cuda.current_device() if each.index is None else each.index for each in (one, other)}) == 1
     return one == other
-
-
-def _parts(buffer: Tensor, words: int, halves: int) -> tuple[Tensor, Tensor]:
-    """The int64 numbers in front, and the int32 numbers behind them."""
-    return buffer[:words], buffer[words:].view(torch.int32)[:halves]
-
-
-def _split(part: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The part as tensors of their shapes that know nothing of each other."""
-    split = part.unsafe_split_with_sizes([one.numel() for one in like]) if like else ()
-    return [own if one.dim() == 1 else own.view(one.shape).data for own, one in zip(split, like)]

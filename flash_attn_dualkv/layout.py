@@ -126,7 +126,7 @@ class SharedPromptLayout(SeparatelyPickled):
     def _rows_of(self, chosen: Sequence[int]) -> Tensor:
         begins = [*accumulate(self.node_lens, initial=0)]
         index = runs([begins[node] for node in chosen], [self.node_lens[node] for node in chosen])
-        return to_device([index], (), self.device)[0]
+        return to_device([index], self.device)[0]
 
     def is_like(self, other: SharedPromptLayout) -> bool:
         """Whether both describe the same row; their tensors may be different copies."""
@@ -150,7 +150,7 @@ class SharedPromptLayout(SeparatelyPickled):
         copies: dict[tuple[str, int | None], SharedPromptLayout] = self.__dict__.setdefault("_copies", {})
         place = target.type, index
         if place not in copies:
-            copies[place] = replace(self, nodes=to_device((), [self.nodes], target)[0], position_ids=None)
+            copies[place] = replace(self, nodes=to_device([self.nodes], target)[0], position_ids=None)
         return copies[place]
 
     def check_positions(self, position_ids: Tensor | None) -> None:

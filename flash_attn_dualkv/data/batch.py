@@ -95,7 +95,7 @@ class PackedBatch(SeparatelyPickled):
     @untraced
     def row_index(self) -> Tensor:
         """(sum L,) int64, the row of every token of every sequence."""
-        spans = Spans(*to_device([*Spans.of(self.tree)], (), self.input_ids.device))
+        spans = Spans(*to_device([*Spans.of(self.tree)], self.input_ids.device))
         return spans.rows(torch.arange(sum(self.sequence_lens), device=self.input_ids.device))
 
     @cached_property
@@ -212,7 +212,7 @@ class PackedBatch(SeparatelyPickled):
             return self
         own = ((one.name, getattr(self, one.name)) for one in fields(self))
         long = {name: value for name, value in own if isinstance(value, Tensor)}
-        *moved, nodes = to_device([*long.values()], [self.layout.nodes], device)
+        *moved, nodes = to_device([*long.values(), self.layout.nodes], device)
         changes: dict[str, Any] = dict(zip(long, moved))
         changes["layout"] = replace(self.layout, nodes=nodes, position_ids=changes["position_ids"])
         changes["row_values"] = {name: one.to(device, non_blocking=True) for name, one in self.row_values.items()}
@@ -261,7 +261,7 @@ def pack_tokens(
     small = [*map(int64s, _numbers(tokens, tree)), *Spans.of(tree)]
     ids, mask = tokens.ids, tokens.mask
     given = [] if same_device(ids.device, device) else [one.cpu().long() for one in (ids, mask) if one is not None]
-    *moved, nodes = to_device([*small, *given], [host.nodes], device)
+    *moved, nodes = to_device([*small, *given, host.nodes], device)
     if given:
         ids, mask = moved[len(small)], moved[-1] if mask is not None else None
     lens, sources, begins, offsets, counts, firsts, places = moved[:7]

@@ -85,11 +85,11 @@ class Forest:
         if q.dim() == k.dim() == v.dim() == 4 and len(q) == len(k) == len(v) == 1:
             options: dict[str, Any] = dict(window_size=window_size, softcap=softcap, sinks=sinks)
             return self.attend(q[0], k[0], v[0], softmax_scale, **options)[None]
-        if len(q) < self.layout.num_tokens:
-            expected = f"at least {self.layout.num_tokens} rows, those of the nodes"
-            raise ValueError(explain("q", expected, len(q)))
+        rows = len(q) if q.dim() else 0
+        if rows < self.layout.num_tokens:
+            raise ValueError(explain("q", f"at least {self.layout.num_tokens} rows, those of the nodes", rows))
         _, left = checks.resolve_window(True, window_size)
-        layout = replace(self.layout.to(q.device), num_tokens=len(q))
+        layout = replace(self.layout.to(q.device), num_tokens=rows)
         options = dict(sliding_window=None if left < 0 else left + 1, softcap=softcap, sinks=sinks)
         return shared_prompt_attention(q, k, v, layout, softmax_scale=softmax_scale, **options)
 

@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ....host import int64s, ints, runs, to_device
+from ....host import int64s, runs, to_device
 from ....layout import SharedPromptLayout
 
 
@@ -122,7 +122,7 @@ def _tails(lens: tuple[int, ...], parents: tuple[int, ...], pad: int, width: int
     uses = Counter(source for source, _ in pairs)
     own_rows = runs(places, [length for length, _ in segments])
     host = [[copy for _, copy in pairs], [source for source, _ in pairs], uses, uses.values()]
-    own, copies, copied, sources, counts = to_device([own_rows, *map(int64s, host)], (), device)
+    own, copies, copied, sources, counts = to_device([own_rows, *map(int64s, host)], device)
     return Tails(own, copies, copied, sources, counts, place)
 
 
@@ -162,7 +162,7 @@ def _levels(lens: tuple[int, ...], parents: tuple[int, ...], pad: int, device: t
     order = None
     if ordered != segments:
         rows = runs([begins[index] for index in ordered], [lens[index] for index in ordered])
-        order = to_device([rows], (), device)[0]
+        order = to_device([rows], device)[0]
     return Levels(order, sum(lens) + pad, tuple(levels))
 
 
@@ -196,8 +196,8 @@ def _level(
         long["order"] = int64s(index for chosen in alike.values() for index in chosen)
     if len(buckets) > 1 or padded > sum(lens):
         long["places"] = runs(firsts, lens)
-    host = ints([0, *accumulate(lens)], torch.int32)
-    *tensors, cu_seqlens = to_device([*long.values()], [host], device)
+    host = int64s([0, *accumulate(lens)])
+    *tensors, cu_seqlens = to_device([*long.values(), host], device)
     moved = dict.fromkeys(("parents", "children", "order", "places")) | dict(zip(long, tensors))
     end = begin + sum(lens)
-    return Level(begin, end, cu_seqlens, host, buckets=tuple(buckets), has_children=has_children, **moved)
+    return Level(begin, end, cu_seqlens.int(), host.int(), buckets=tuple(buckets), has_children=has_children, **moved)
