@@ -19,11 +19,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import bench_tree
 import pandas as pd
 
-PRESETS = ("shared", "responses", "causal", "heads", "options")
-SHAPES = [*(f"--preset={name}" for name in PRESETS), "--shape", *bench_tree.PRESETS["trees"]]
+SHAPES = [f"--preset={name}" for name in ("shared", "responses", "causal", "heads", "options", "trees")]
 MODES = {"forward": 1.01, "backward": 1.01, "both": 1.01, "deterministic": 1.03}  # and the ratio that is marked
 
 

@@ -15,7 +15,7 @@ bench kernel-deterministic bench_kernel 90 --impls =dualkv_sm90_deterministic =c
     --shape 28x4Kx2K 28x16Kx2K 16-groups-of-8x256x131-2048 --rounds 3
 bench kernel-shared bench_kernel 240 --impls =cudnn_flex =flex_fa4 =fa4_replicated --shape 28x16Kx2K 16x8Kx131-2048 \
     32x8Kx32-256 16-groups-of-8x256x131-2048 28x4Kx2K 32x5059x131-2048
-bench tree bench_tree 220 --impls =cudnn_flex =flex_fa4 fa4_gathered fa4_flattened --shape tree-branched tree-comb \
+bench tree bench_kernel 220 --impls =cudnn_flex =flex_fa4 fa4_gathered fa4_flattened --shape tree-branched tree-comb \
     tree-balanced_d4 tree-agentic_wide tree-agentic
 bench layer bench_layer 90 --impls =cudnn_flex =flex_fa4 =fa4_replicated --shape 16x8Kx131-2048
 bench stream bench_stream 300 --impls =cudnn_flex =flex_fa4

@@ -62,7 +62,7 @@ FAMILIES = {
             num_local_experts=32, num_experts_per_tok=4, sliding_window=128, max_position_embeddings=131072
         ),
         # sdpa has no sinks, and eager attention keeps every score; transformers names FlashAttention-4 for this model.
-        stock=("flash_attention_4", "flex_attention"),
+        stock=("flash_attention_4",),
         sequences=2,
         largest_difference=0.5,
     ),
@@ -70,7 +70,6 @@ FAMILIES = {
         34, 2560, 10240, heads=8, kv_heads=4, head_dim=256, vocab=262208, tied=True,
         model_type="gemma3_text",
         options=dict(sliding_window=1024, query_pre_attn_scalar=256),
-        stock=("sdpa", "flex_attention"),  # transformers takes sdpa, which computes all pairs of a window's mask
     ),
     "qwen3.5-4b": FamilyModel(
         32, 2560, 9216, heads=16, kv_heads=4, head_dim=256, vocab=248320, tied=True,

@@ -47,7 +47,10 @@ def load(paths: list[Path]) -> pd.DataFrame:
         facts["attention_of_verl"] = header.get("attention_of_verl")
         facts["versions"] = ", ".join(f"{key} {value}" for key, value in header.get("versions", {}).items())
         optional = dict.fromkeys(("oom", "error", "skipped", "peak_gib"))
-        frames.append(pd.DataFrame([{**optional, **row} for row in rows]).assign(**facts, file=path.stem))
+        frame = pd.DataFrame([{**optional, **row} for row in rows]).assign(**facts, file=path.stem)
+        if facts["benchmark"] == "kernel":
+            frame.loc[frame["shape"].str.startswith("tree-"), "benchmark"] = "tree"
+        frames.append(frame)
     return pd.concat(frames, ignore_index=True)
 
 

@@ -7,7 +7,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -106,13 +105,9 @@ def own_kernels() -> str:
     Raises:
         RuntimeError: there are no compiled kernels.
     """
-    from flash_attn_dualkv import build_info
+    from flash_attn_dualkv import explain_plan
 
-    build = build_info()
-    if not build["compiled"]:
-        raise RuntimeError(f"expected compiled kernels, got {build['compiled_error']}")
-    is_hopper = torch.cuda.get_device_capability()[0] == 9 and os.environ.get("DUALKV_KERNELS") != "sm80"
-    return "sm90" if is_hopper and "sm90" in build["head_dims"] else "sm80"
+    return explain_plan(num_heads=1, num_kv_heads=1, head_dim=128, rows=1).family
 
 
 def ours(kernels: str | None) -> Implementation:

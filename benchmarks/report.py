@@ -48,7 +48,6 @@ LABELS = {
     "prefix_grouper": "prefix_grouper, FlashAttention-2",
     "cudnn_replicated": "cuDNN, prompt replicated",
     "stock_flash_attention_4_replicated": "stock model on FlashAttention-4, prompt replicated",
-    "stock_flex_attention_replicated": "stock model on FlexAttention, prompt replicated",
     "stock_sdpa_replicated": "stock model on SDPA, prompt replicated",
 }
 # The plot and the table of the README: shapes of each benchmark, and peers.

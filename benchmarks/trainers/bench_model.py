@@ -44,9 +44,9 @@ from peers import Implementation, layer_implementations
 from shapes import Shape
 
 PEER = "benchmark_peer"  # transformers takes a name with "flash" in it for that of a package
-ROW_TILE = 128  # lengths of padded sequences are multiples of it, as FlexAttention's blocks are
+ROW_TILE = 128  # lengths of padded sequences are multiples of it
 # Attention of stock models, and the key of ``PACKAGES`` that it needs.
-STOCK: dict[str, str | None] = {"eager": None, "sdpa": None, "flash_attention_4": "fa4", "flex_attention": None}
+STOCK: dict[str, str | None] = {"eager": None, "sdpa": None, "flash_attention_4": "fa4"}
 
 
 Step = tuple[Callable[[], Tensor], Tensor]  # log-probabilities of one micro-batch, and which of all these are
@@ -193,13 +193,12 @@ def scored_rows(shape: Shape, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first_copy(rows, shape.packed_tokens + 1)[before[which]], targets[which], which
 
 
-def padded_batches(shape: Shape, device: torch.device, has_one_length: bool) -> list[tuple[list[int], int]]:
+def padded_batches(shape: Shape, device: torch.device) -> list[tuple[list[int], int]]:
     """Leaves from the longest sequence to the shortest, as many at a time as the family says, and their length."""
     assert isinstance(shape.model, FamilyModel)
     leaves, size = sorted(shape.leaves, key=lambda leaf: -shape.ends[leaf]), shape.model.sequences
     chosen = [leaves[begin : begin + size] for begin in range(0, len(leaves), size)]
-    longest = [shape.ends[(leaves if has_one_length else one)[0]] for one in chosen]
-    return [(one, -(-length // ROW_TILE) * ROW_TILE) for one, length in zip(chosen, longest)]
+    return [(one, -(-shape.ends[one[0]] // ROW_TILE) * ROW_TILE) for one in chosen]
 
 
 class StepRun(LayerRun):
@@ -260,9 +259,7 @@ def implementations(kernels: str | None) -> list[Implementation]:
     ours, *others = layer_implementations(kernels)
     found = [ours, *(one.only(lambda shape: not of_family(shape), "measured on Qwen3") for one in others)]
     for name, package in STOCK.items():
-        # FlexAttention compiles anew for other lengths, minutes for each kind of layer.
-        arrange = partial(padded_batches, has_one_length=name == "flex_attention")
-        impl = Implementation(f"stock_{name}_replicated", arrange, package=package)
+        impl = Implementation(f"stock_{name}_replicated", padded_batches, package=package)
         found.append(impl.only(partial(of_family, attention=name), "measured on families that have it"))
     return found
 

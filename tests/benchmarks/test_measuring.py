@@ -15,7 +15,6 @@ import bench_kernel
 import bench_layer
 import bench_model
 import bench_stream
-import bench_tree
 import command
 import compare_builds
 import measure
@@ -118,8 +117,11 @@ def test_times_of_micro_batches_are_added(monkeypatch: pytest.MonkeyPatch, packa
 @pytest.mark.parametrize(
     ("module", "arguments", "peers_of"),
     [
-        (bench_kernel, ["--impls", "replicated"], {"4x96x24-H4-Hk2-d16": ["fa4_replicated"]}),
-        (bench_tree, [], {"tree-tiny-H4-Hk2-d16": [*TREE_PEERS, "cudnn_flex"]}),
+        (
+            bench_kernel,
+            ["--impls", "fa4"],
+            {"4x96x24-H4-Hk2-d16": ["fa4_replicated"], "tree-tiny-H4-Hk2-d16": TREE_PEERS},
+        ),
         (bench_layer, ["--impls", "fa4"], {"tiny-3x70x1-90": ["fa4_replicated"], "tiny-tree-tiny": TREE_PEERS}),
         (bench_model, ["--shape", "tiny-3x70x1-90"], {"tiny-3x70x1-90": ["fa4_replicated", "cudnn_flex"]}),
     ],
@@ -243,8 +245,7 @@ def test_builds_are_compared(capfd: pytest.CaptureFixture[str]) -> None:
 def test_on_the_gpu(kind: str) -> None:
     """All but FlexAttention, whose compilation takes longer than all of these."""
     kernels = peers.own_kernels()
-    module: Any = {"kernel": bench_kernel, "tree": bench_tree, "layer": bench_layer}.get(kind)
-    module = module or bench_model
+    module: Any = {"layer": bench_layer, "model": bench_model}.get(kind, bench_kernel)
     nodes = shapes.TREES["tiny"]() if kind == "tree" else nodes_of([(1000, (131, 700, 64))])
     shape = Shape(kind, tuple((17 * length, parent) for length, parent in nodes))
     if kind in ("layer", "model"):

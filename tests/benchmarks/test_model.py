@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -95,63 +93,11 @@ def test_all_compute_the_same_step(shape: Shape, packages: None) -> None:
 @pytest.mark.parametrize("shape", [*FAMILY_SHAPES, IMAGES], ids=lambda shape: shape.name)
 def test_other_models_compute_the_same_step(shape: Shape) -> None:
     """Ours and the stock model's micro-batches: log-probabilities, and the sum of all gradients."""
-    assert len(bench_model.padded_batches(shape, CPU, False)) == (1 if shape is IMAGES else 3)
+    assert len(bench_model.padded_batches(shape, CPU)) == (1 if shape is IMAGES else 3)
     (expected, *all_expected), (got, *all_got) = step_outcomes(shape, dtype=torch.float32)
     assert (got - expected).abs().max() <= 1e-4 * expected.std()
     whole, other = (torch.cat([one.flatten() for one in gradients]) for gradients in (all_expected, all_got))
     assert (other - whole).norm() <= 1e-4 * whole.norm()
-
-
-@pytest.mark.skipif("gpt_oss" not in CONFIG_MAPPING, reason="this transformers has no gpt-oss")
-@pytest.mark.parametrize("is_wrong", [False, True])
-def test_gpt_oss_on_flash_attention_4(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What transformers tells FlashAttention-4 of windows and sinks, by a stand-in of its signatures."""
-    import fake_fa4
-    from transformers import PreTrainedModel, modeling_flash_attention_utils
-
-    known = getattr(modeling_flash_attention_utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {})
-    if 4 not in known:
-        pytest.skip("this transformers does not know FlashAttention-4")
-    monkeypatch.setitem(known, 4, {**known[4], "general_availability_check": lambda: True})
-    monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True)
-    monkeypatch.setitem(sys.modules, "flash_attn", fake_fa4)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", fake_fa4)
-    called: list[dict[str, Any]] = []
-
-    @functools.wraps(fake_fa4.flash_attn_func)
-    def call(*args: Any, **options: Any) -> Any:
-        called.append(options)
-        return function(*args, **options)
-
-    function = fake_fa4.flash_attn_func
-    monkeypatch.setattr(fake_fa4, "flash_attn_func", call)
-    model = replace(tiny("gpt-oss-20b"), stock=("eager", "flash_attention_4"))
-    shape = replace(parse("5x70x1-90"), model=model)
-    if is_wrong:  # a micro-batch is missing
-        batches = bench_model.padded_batches
-        monkeypatch.setattr(bench_model, "padded_batches", lambda *args, **options: batches(*args, **options)[1:])
-    found = [replace(one, package=None) for one in bench_model.implementations(None) if not one.refuses(shape)]
-    assert [one.name for one in found[1:]] == ["stock_eager_replicated", "stock_flash_attention_4_replicated"]
-    config = measure.Config(CPU, rounds=1, target_ms=1.0, warm_ms=0.0)
-    run = bench_model.StepRun(shape, found, config, measure.Matmul(config))
-    run.run()
-    errors = [row.get("error", "") for row in run.rows]
-    assert errors[:2] == ["", ""] and all(("output differs" in one) == is_wrong for one in errors[2:])
-    if is_wrong:
-        return
-    assert all(row["ms"] and row["rel_diff"] < 1e-4 for row in run.rows)
-    assert {tuple(one.get("window_size", ())) for one in called} == {(), (19, 19)}
-    assert all(one["causal"] and len(one["learnable_sink"]) == 4 for one in called)
-
-
-def test_one_length_for_what_compiles() -> None:
-    """FlexAttention sees one length, other attentions that of a micro-batch."""
-    shape = parse("gpt-oss-20b-16x8Kx131-2048")
-    flex, others = (bench_model.padded_batches(shape, CPU, has_one_length) for has_one_length in (True, False))
-    longest = max(shape.replicated_lengths)
-    assert {length for _, length in flex} == {-(-longest // 128) * 128} and len({length for _, length in others}) > 4
-    assert [leaves for leaves, _ in flex] == [leaves for leaves, _ in others]
-    assert all(length >= max(shape.ends[leaf] for leaf in leaves) for leaves, length in others)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].model_type in CONFIG_MAPPING])

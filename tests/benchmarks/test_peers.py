@@ -151,26 +151,6 @@ def test_packages_and_labels() -> None:
         assert {one.name for one in found} <= {*report.LABELS, "stock_eager_replicated"}
 
 
-@pytest.mark.parametrize(
-    ("built", "capability", "asked", "expected"),
-    [
-        ("sm80", 9, "", "sm80"),
-        ("sm80 sm90", 9, "", "sm90"),
-        ("sm80 sm90", 9, "sm80", "sm80"),
-        ("sm80 sm90", 12, "", "sm80"),
-    ],
-)
-def test_own_kernels(built: str, capability: int, asked: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    build: dict[str, Any] = {"compiled": True, "head_dims": dict.fromkeys(built.split())}
-    monkeypatch.setattr("flash_attn_dualkv.build_info", lambda: build)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
-    monkeypatch.setenv("DUALKV_KERNELS", asked)
-    assert peers.own_kernels() == expected
-    build |= {"compiled": False, "compiled_error": "broken library"}
-    with pytest.raises(RuntimeError, match="got broken library"):
-        peers.own_kernels()
-
-
 class FusedNorm(torch.autograd.Function):
     """RMSNorm that keeps what the fused kernel keeps: its input, its weight, one statistic per row."""
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import bench_kernel
 import bench_model
-import bench_tree
 import bench_trl
 import measure
 import pytest
@@ -122,7 +121,7 @@ def test_pages_and_plots(tmp_path: Path) -> None:
     files = {
         "kernel": kernel_result(),
         "kernel-older": kernel_result("28x4Kx2K", 2.0, **OLDER),
-        "tree": result(bench_tree, "tree-comb", {report.OURS: 1.0, "fa4_gathered": {"skipped": "left out"}}),
+        "tree": result(bench_kernel, "tree-comb", {report.OURS: 1.0, "fa4_gathered": {"skipped": "left out"}}),
         "model": result(bench_model, "16x8Kx131-2048", {report.OURS: 1000.0, "cudnn_flex": 995.0}),
         "stream": stream_result(),
     }

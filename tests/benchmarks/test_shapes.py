@@ -10,7 +10,6 @@ from typing import Any
 import bench_kernel
 import bench_layer
 import bench_model
-import bench_tree
 import packing
 import pytest
 import report
@@ -76,7 +75,7 @@ def test_names_of_shapes(name: str, title: str, nodes: Any, heads: tuple[int, ..
 
 
 def test_presets_parse_and_nonsense_does_not() -> None:
-    for module in (bench_kernel, bench_tree, bench_layer, bench_model):
+    for module in (bench_kernel, bench_layer, bench_model):
         assert all(shapes.parse(name).name == name for names in module.PRESETS.values() for name in names)
     assert all(shapes.parse(name) for names in report.HEADLINE.values() for name in names)
     for name in ("4x5", "causal-4x5x6", "4x5x6-d", "8-groups-of-4x5", "U(1,2)", "L6-16x8Kx131-2048"):

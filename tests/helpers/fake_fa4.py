@@ -6,8 +6,6 @@ Arguments that nobody here passes are left out, so that one more is an error.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -54,11 +52,3 @@ def flash_attn_varlen_func(
     options = softmax_scale or q.shape[2] ** -0.5, causal, window_size, learnable_sink, softcap
     parts = zip(q.split(sizes[0]), k.split(sizes[1]), v.split(sizes[1]))
     return torch.cat([one_sequence(*part, *options) for part in parts]), None
-
-
-def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
-    """(B, S, H, d) each; the options of flash_attn_varlen_func."""
-    cu = torch.arange(len(q) + 1, dtype=torch.int32) * q.shape[1]
-    flat = (one.flatten(0, 1) for one in (q, k, v))
-    out, _ = flash_attn_varlen_func(*flat, cu, cu, q.shape[1], q.shape[1], **options)
-    return out.unflatten(0, q.shape[:2]), None
