@@ -13,14 +13,6 @@ from torch import Tensor
 from . import checks, ops
 from .calls import make_options
 from .nodes import mean_keys_of_longest
-from .packed_attention import flash_attn_tree_varlen_func, shared_prompt_attention
-
-__all__ = [
-    "flash_attn_dualkv_varlen_func",
-    "flash_attn_tree_varlen_func",
-    "flash_attn_varlen_func",
-    "shared_prompt_attention",
-]
 
 _SHARED_NAMES = ("q", "k_context", "v_context", "k_decoded", "v_decoded")
 _PLAIN_NAMES = ("q", "k", "v")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import reprlib
 from collections.abc import Hashable, Iterable, Sequence, Sized
 from typing import Any, TypeVar
@@ -33,6 +34,10 @@ CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _WITHOUT_OPERATORS = (torch.uint16, torch.uint32, torch.uint64)
+_SPELLINGS = {
+    **dict.fromkeys(("", "0", "false", "no", "off"), False),
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+}
 # Iterable, but not a list of samples: their elements have no order, or are no samples.
 _NOT_LISTS = (str, bytes, bytearray, dict, set, frozenset)
 
@@ -183,6 +188,20 @@ def device(value: Any) -> torch.device:
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise SharedPromptError(explain("device", f"one of {torch.cuda.device_count()} visible GPUs", chosen))
     return chosen
+
+
+def environment_flag(name: str) -> bool:
+    """A switch in the environment, off where it is not set."""
+    text = os.environ.get(name)
+    return False if text is None else spelled_flag(f"the environment's {name}", text)
+
+
+def spelled_flag(name: str, text: str) -> bool:
+    """A bool in one of its usual spellings."""
+    value = _SPELLINGS.get(text.strip().lower())
+    if value is None:
+        raise ValueError(explain(name, "1 or 0 (true, false, yes, no, on, off)", repr(text)))
+    return value
 
 
 # --- tensors and options of attention ---

@@ -24,9 +24,16 @@ from torch import Tensor
 
 from ._version import __version__
 from .calls import BackwardCall, ForwardCall, Options, inputs_of
-from .checks import CUDA_DTYPES, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, PORTABLE_HEAD_DIM, explain, is_kernel_softcap
+from .checks import (
+    CUDA_DTYPES,
+    HEAD_DIM_MULTIPLE,
+    MAX_HEAD_DIM,
+    PORTABLE_HEAD_DIM,
+    environment_flag,
+    explain,
+    is_kernel_softcap,
+)
 from .decode.calls import DecodeCall, Limits, Step
-from .environment import environment_flag
 from .nodes import COLUMNS
 
 LIBRARY = Path(__file__).with_name("libdualkv.so")

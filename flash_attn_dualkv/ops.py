@@ -27,12 +27,10 @@ from torch.autograd.function import FunctionCtx
 from . import checks, kernels, reference
 from . import nodes as tables
 from .calls import AnyCall, BackwardCall, ForwardCall, Options, check_call, inputs_of, pack, schema, unpack
-from .environment import environment_flag
+from .checks import environment_flag
 
 Results = tuple[Tensor, Tensor]
 Result = TypeVar("Result")
-
-DIFFERENTIABLE_ONCE = "flash_attn_dualkv is differentiable once: its gradients cannot be differentiated again"
 
 
 library = torch.library.Library("flash_attn_dualkv", "DEF")
@@ -286,16 +284,16 @@ def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, 
     return rows.sum(1).neg().to(sinks.dtype)
 
 
-class _Gradient(torch.autograd.Function):
-    """`backward` under create_graph=True: its results have a history, which cannot be followed."""
+class DifferentiableOnce(torch.autograd.Function):
+    """Gradients under create_graph=True: they have a history, which cannot be followed."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(_below(backward, _BACKWARD, BackwardCall(*arguments)))
+    def forward(ctx: FunctionCtx, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if one is None else one.view_as(one) for one in gradients)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *_: Any) -> Any:
-        raise RuntimeError(DIFFERENTIABLE_ONCE)
+        raise RuntimeError("flash_attn_dualkv is differentiable once: its gradients cannot be differentiated again")
 
 
 def _forward_autograd(call: ForwardCall) -> Results:
@@ -307,9 +305,11 @@ def _forward_autograd(call: ForwardCall) -> Results:
 
 
 def _backward_autograd(call: BackwardCall) -> list[Tensor]:
+    gradients = _below(backward, _BACKWARD, call)
     if requires_grad(call[:-1]):
-        return list(_Gradient.apply(*call))
-    return _below(backward, _BACKWARD, call)
+        anchor = next(one for one in call[:-1] if one is not None and one.requires_grad)
+        return list(DifferentiableOnce.apply(anchor, *gradients))
+    return gradients
 
 
 library.impl("forward", unpacking(ForwardCall, checking(_forward_autograd)), "Autograd")

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import kernels, ops
-from ..checks import explain
-from ..environment import environment_flag
+from ..checks import environment_flag, explain
 from . import reference
 from .calls import (
     DecodeCall,

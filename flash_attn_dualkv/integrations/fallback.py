@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..checks import CUDA_DTYPES, explain
-from ..environment import spelled_flag
+from ..checks import CUDA_DTYPES, explain, spelled_flag
 from .transformers.support import kernels_lack
 
 PREFIX = "shared_prompt"  # of options in configurations, and of metrics

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..checks import explain
-from ..ops import DIFFERENTIABLE_ONCE
+from ..ops import DifferentiableOnce
 
 # Logits that exist at once: 512 MiB in float32, with what is computed from them two to three times.
 LOGIT_ELEMENTS = 2**27
@@ -112,7 +112,7 @@ class _ChunkedScores(torch.autograd.Function):
             gradients = _ChunkedScores._gradients(ctx, d_logps, d_entropy)
         if torch.is_grad_enabled():  # create_graph=True
             anchor = next(one for one in (ctx.saved_tensors[1], *ctx.parameters) if one.requires_grad)
-            gradients = _DifferentiableOnce.apply(anchor, *gradients)
+            gradients = DifferentiableOnce.apply(anchor, *gradients)
         return None, None, *gradients
 
     @staticmethod
@@ -144,18 +144,6 @@ class _ChunkedScores(torch.autograd.Function):
                 d_hidden[chunk] = found[-1]
         results = iter(sums)
         return d_hidden, *(next(results).rounded() if needed else None for needed in needs_parameter)
-
-
-class _DifferentiableOnce(torch.autograd.Function):
-    """Gradients under create_graph=True: they have a history, which cannot be followed."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if one is None else one.view_as(one) for one in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(DIFFERENTIABLE_ONCE)
 
 
 class _Waiting:

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[2] / PACKAGE
 LAYERS = (
     ("_version", "errors"),
     ("checks", "predict", "_command"),
-    ("calls", "environment", "host"),
+    ("calls", "host"),
     ("decode.calls",),
     ("nodes",),
     ("reference", "kernels"),

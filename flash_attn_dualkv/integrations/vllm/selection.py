@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from ...environment import environment_flag
+from ...checks import environment_flag
 from ...errors import SharedPromptError
 from ..replacing import replace_once
 from .log import say_once
