@@ -82,8 +82,19 @@ PLAN_ROWS: list[Row] = [
 @parametrize(PLAN_ROWS)
 def test_plans(change: Change, error: type[Exception], name: str, got: str) -> None:
     arguments = plan_arguments()
-    assert SharedPrefixPlan(**arguments).exact == "split"
+    SharedPrefixPlan(**arguments)
     check_raises(SharedPrefixPlan, arguments | change(arguments), error, name, got)
+
+
+@pytest.mark.parametrize(("exact", "kv_heads", "pages", "split_keys"), [
+    (None, 1, 4, 1024), (None, 2, 4, 1024), (None, 4, 4, 0), ("split", 4, 2048, 1024), ("split", 4, 2049, 1025),
+    ("trainer", 1, 2049, 0),
+])  # fmt: skip
+def test_modes(exact: str | None, kv_heads: int, pages: int, split_keys: int) -> None:
+    """The default is by the model's shape; splits are of 1K keys, or of a 32nd of the most that a request may have."""
+    arguments = plan_arguments() | {"num_kv_heads": kv_heads, "max_pages_per_request": pages, "exact": exact}
+    plan = SharedPrefixPlan(**arguments)
+    assert plan.exact == ("split" if split_keys else "trainer") and plan.limits.split_keys == split_keys
 
 
 def int_rows(name: str) -> list[Row]:
@@ -317,7 +328,7 @@ def test_library_gets_the_step(library: Library) -> None:
         assert plan[:5] == (step.block_table.data_ptr(), 3, 2, 2, 3 if ragged else 2)
         optional = [0 if one is None else one.data_ptr() for one in step[2:6]]
         assert plan[5:10] == (step.seqlens.data_ptr(), *optional) and all(optional) == ragged
-        assert plan[10:] == (3, 6, 5, 16, 4, 2, 16, step.memory.data_ptr())  # type: ignore[union-attr]
+        assert plan[10:] == (*step.limits, step.memory.data_ptr())  # type: ignore[union-attr]
 
 
 def test_library_gets_the_layer(library: Library) -> None:
@@ -389,7 +400,8 @@ def test_the_struct_of_the_library() -> None:
     body = header[: header.index("} DualkvDecodePlan;")].rpartition("typedef struct {")[2]
     declarations = re.sub(r"//.*", "", body).split(";")
     names = [re.sub(r".*[ *]", "", one.strip()) for line in declarations for one in line.split(",") if one.strip()]
-    sizes = ["max_requests", "max_queries", "num_pages", "page_size", "num_heads", "num_kv_heads", "head_dim"]
+    sizes = ["max_requests", "max_keys", "max_queries", "num_pages", "page_size", "num_heads", "num_kv_heads"]
+    sizes += ["head_dim", "split_keys"]
     step = ["block_table", "table_stride", "requests", "columns", "queries", "seqlens", "cu_seqlens_q", "boundaries"]
     step += ["parents", "shared_pages"]
     assert names == [*step, *sizes, "memory"] and list(call_of().step.limits._fields) == sizes

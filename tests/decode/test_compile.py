@@ -43,7 +43,7 @@ def test_operators_check_their_arguments() -> None:
     arguments = [*operator_arguments(step, None)]
     with pytest.raises(ValueError, match="^q: expected shape"):
         torch.ops.flash_attn_dualkv.decode(step.q[1:], *arguments[1:])
-    arguments[-3] = 3
+    arguments[-4] = 3
     for operator, given in (("decode", arguments), ("decode_plan", arguments[8:])):
         with pytest.raises(ValueError, match="^num_kv_heads: expected a number that divides 3, got 2"):
             getattr(torch.ops.flash_attn_dualkv, operator)(*given)

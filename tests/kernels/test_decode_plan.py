@@ -131,7 +131,7 @@ def test_deep_forests(count: int, heads: int, fits: bool, split: int) -> None:
     limits = limits_for(requests, (heads, 1), 64, split_keys=128 * split)
     found = Plan(limits, count + 1).update(requests)
     check_lists(requests, found, heads, split)
-    assert any(item.q_pos == BRANCH for item in found.shared) == (fits or split > 0 and count < 256)
+    assert any(item.q_pos == BRANCH for item in found.shared) == (fits or (split > 0 and count < 256))
     assert fits or split or found.shared == found.alone
 
 
