@@ -104,7 +104,7 @@ SHARED_GRADIENT_SHAPES = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("head_dim", "heads"), SHARED_GRADIENT_SHAPES)
 def test_shared_context_gradient(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    """Data on which sums in 16 bits fail the rule (test_oracle.py shows that they do)."""
+    """Data on which sums in 16 bits fail the rule: a mutant has such."""
     options = dict(head_dim=head_dim, heads=heads, dtype=dtype, device=DEVICE)
     batch = one_large_advantage(64, decoded=64, context=150, **options)
     oracle.check(batch, *results_of_all_kernels(batch))
