@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 
 import oracle
 import pytest
 import torch
 from groups import (
-    COST_CAP,
     Batch,
     Case,
     Results,
     build,
-    cost,
     covering_array,
     one_large_advantage,
     random_case,
@@ -64,19 +61,6 @@ def check_case(case: Case) -> None:
 
 @pytest.mark.parametrize("case", sized((*covering_array(), *LARGE_CASES)), ids=lambda case: case.id)
 def test_every_pair_of_values(case: Case) -> None:
-    check_case(case)
-
-
-def wide_cases() -> Iterator[Case]:
-    """Every fifth case with heads wider than 256, where its cost allows."""
-    for index, case in enumerate(covering_array()[::5]):
-        wide = replace(case, head_dim=(512, 320)[index % 2])
-        if cost(asdict(wide)) <= COST_CAP:
-            yield wide
-
-
-@pytest.mark.parametrize("case", sized(tuple(wide_cases())), ids=lambda case: case.id)
-def test_wide_heads(case: Case) -> None:
     check_case(case)
 
 
