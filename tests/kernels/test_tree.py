@@ -19,7 +19,7 @@ from launches import (
 )
 from shared_prompts import GROUPS, inputs_of, layout_of, two_calls
 from torch import Tensor
-from tree_cases import Tree, offsets_and_parents, paths_of
+from tree_cases import Tree, offsets_and_parents, path_to, paths_of
 from tree_runs import ALL, MANY_KEYS, PAD, TREES, Variant, check_accuracy, check_errors, data, exact, run
 
 from flash_attn_dualkv import flash_attn_tree_varlen_func, shared_prompt_attention
@@ -190,9 +190,7 @@ def test_bits_of_a_row_depend_on_its_path_alone(variant: Variant, options: Optio
     more = {} if variant == ALL else {"window_size": (variant.window, 0), "softcap": variant.softcap}
     parents = tree[1]
     for leaf in range(len(parents)):
-        chain = [leaf]
-        while parents[chain[0]] >= 0:
-            chain.insert(0, parents[chain[0]])
+        chain = path_to(leaf, parents)
         rows = torch.tensor(paths_of(tree)[leaf], device=DEVICE, dtype=torch.int64)
         own = offsets_and_parents(([tree[0][one] for one in chain], [*range(-1, len(chain) - 1)]), DEVICE)
         q, k, v = (one[rows] for one in (inputs.q, inputs.k, inputs.v))
