@@ -9,13 +9,10 @@ import pickle
 
 import pytest
 import torch
+from samples import assert_same_batch
 from torch import Tensor
 
 from flash_attn_dualkv import PackedBatch, pack_shared_prompts, shared_prompt_attention
-
-
-def all_tensors(batch: PackedBatch) -> list[Tensor]:
-    return [one for one in (*vars(batch).values(), batch.layout.nodes) if isinstance(one, Tensor)]
 
 
 @pytest.mark.parametrize("how", ["pickle", "save", "deepcopy"])
@@ -32,10 +29,8 @@ def test_copies(how: str) -> None:
         torch.save(batch, stream)
         stream.seek(0)
         other = torch.load(stream, weights_only=False)
-    assert other.layout.is_like(batch.layout) and other.tree == batch.tree
-    for one, two in zip(all_tensors(batch), all_tensors(other), strict=True):
-        assert torch.equal(one, two) and one.dtype == two.dtype
-    size = sum(one.nbytes for one in all_tensors(batch))
+    assert_same_batch(other, batch)
+    size = sum(one.nbytes for one in (*vars(batch).values(), batch.layout.nodes) if isinstance(one, Tensor))
     assert stream.tell() < 1.5 * size + 20_000
 
 
@@ -49,8 +44,7 @@ def test_batches_of_a_data_loader() -> None:
 
     loader = torch.utils.data.DataLoader(Batches(), batch_size=None, num_workers=1)
     for index, batch in enumerate(loader):
-        expected = Batches()[index]
-        assert all(torch.equal(*pair) for pair in zip(all_tensors(batch), all_tensors(expected), strict=True))
+        assert_same_batch(batch, Batches()[index])
 
 
 def test_writing_to_a_tensor_of_a_batch_does_not_spoil_the_others() -> None:

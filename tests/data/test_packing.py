@@ -31,7 +31,6 @@ from flash_attn_dualkv import (
 # One prompt at a distance, a strict prefix of another, a single token, an empty response; 0 is a token like others.
 PROMPTS = [[5, 0, 7], [5, 0], [5, 0, 7], [3], [5, 0, 7, 0], [3]]
 RESPONSES = [[1, 2], [3], [], [4, 5, 6], [0, 0], [9]]
-DISTINCT = 4
 
 
 # --- the packed row against the samples ----------------------------------------------------------------------------
@@ -64,26 +63,6 @@ def test_round_trip(lists: tuple[Lists, Lists], boundary: Any, limit: int | None
     copies = [prompts.count(list(one)) for one in distinct]
     assert batch.layout.num_groups == sum(-(-count // (limit or count)) for count in copies)
     assert multiple is None or (batch.layout.num_tokens % multiple == 0 and batch.layout.pad < multiple)
-
-
-def test_values_by_hand() -> None:
-    """One group in which every number can be read."""
-    batch = pack_shared_prompts([[11, 12, 13], [11, 12, 13]], [[21, 22], [31]])
-    assert batch.input_ids.tolist() == [11, 12, 13, 21, 22, 13, 31]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 2, 3]
-    assert batch.labels.tolist() == [-100, -100, 21, 22, -100, 31, -100]
-    assert batch.token_index.tolist() == [2, 3, 5]
-    assert batch.multiplicity.tolist() == [2, 2, 1, 1, 1, 1, 1]
-    layout = batch.layout
-    nodes = [[0, 2, 0, 0, 2, 0, -1, 3], [2, 3, 2, 2, 3, 2, 0, 2], [5, 2, 2, 5, 2, 2, 0, 3]]
-    assert layout.nodes.tolist() == nodes and layout.nodes.dtype == torch.int32
-    assert (layout.node_lens, layout.node_parents) == ((2, 3, 2), (-1, 0, 0))
-    assert (layout.max_sequence, layout.depth, layout.num_nodes) == (5, 2, 3)
-    gathered = pack_shared_prompts([[11, 12, 13], [11, 12, 13]], [[21, 22], [31]], boundary="gather")
-    assert gathered.input_ids.tolist() == [11, 12, 13, 21, 22, 31]
-    assert gathered.token_index.tolist() == [2, 3, 2]
-    assert gathered.targets.tolist() == [21, 22, 31]
-    assert gathered.row_labels.tolist() == [-100, -100, 21, 22, -100, -100]
 
 
 # --- padded and jagged batches -------------------------------------------------------------------------------------

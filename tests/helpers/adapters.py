@@ -59,8 +59,14 @@ def _xlora(base: Any, folder: Path) -> Any:
     return peft.get_peft_model(base, peft.XLoraConfig(task_type="CAUSAL_LM", **options))
 
 
-# By the names that users know. Kinds of PEFT that are not here are tried with the options that most of them have.
+# Those that need no options of their own, by the names that users know.
+PLAIN_KINDS = (
+    "Cartridge", "DeLoRA", "GLoRA", "HiRA", "Lily", "LoHa", "LoKr", "MiSS", "PEANuT", "Prefix tuning",
+    "Prompt tuning", "PSOFT", "PVeRA", "RandLoRA", "SHiRA", "SuperTuning", "TinyLoRA", "UniLoRA", "VeRA",
+)  # fmt: skip
+# By those names, too. Kinds of PEFT that are not here are tried with the options that most of them have.
 KINDS: dict[str, Kind] = {
+    **{name: Kind(name.upper().replace(" ", "_")) for name in PLAIN_KINDS},
     "LoRA": Kind("LORA"),
     "LoRA of embedding and head": Kind("LORA", dict(target_modules=["embed_tokens", "q_proj", "lm_head"])),
     "LoRA with biases": Kind("LORA", dict(lora_bias=True)),
@@ -99,47 +105,28 @@ KINDS: dict[str, Kind] = {
     "BOFT": Kind("BOFT", dict(boft_block_size=4)),
     "BOFT with boft_dropout": Kind("BOFT", dict(boft_block_size=4, boft_dropout=0.5)),
     "C3A": Kind("C3A", dict(block_size=8)),
-    "Cartridge": Kind("CARTRIDGE"),
     "CPT": Kind("CPT", dict(cpt_token_ids=[3, 4, 5], cpt_mask=[1] * 3, cpt_tokens_type_mask=[1] * 3)),
-    "DeLoRA": Kind("DELORA"),
     "DeLoRA with module_dropout": Kind("DELORA", dict(module_dropout=0.5)),
     "FourierFT": Kind("FOURIERFT", dict(n_frequency=20)),
     "FRoD": Kind("FROD", dict(progressbar=False)),
-    "GLoRA": Kind("GLORA"),
     "GraLoRA": Kind("GRALORA", dict(gralora_k=2, hybrid_r=2)),
-    "HiRA": Kind("HIRA"),
     "IA3": Kind("IA3", dict(feedforward_modules=["down_proj"])),
-    "Lily": Kind("LILY"),
     "LN tuning": Kind("LN_TUNING", dict(target_modules=["input_layernorm", "norm"])),
-    "LoHa": Kind("LOHA"),
     "LoHa with rank_dropout": Kind("LOHA", dict(rank_dropout=0.5)),
-    "LoKr": Kind("LOKR"),
     "LoKr with module_dropout": Kind("LOKR", dict(module_dropout=0.5)),
-    "MiSS": Kind("MISS"),
     "MiSS (bat)": Kind("MISS", dict(init_weights="bat")),
     "Multitask prompt tuning": Kind("MULTITASK_PROMPT_TUNING", dict(num_tasks=2)),
     "OFT": Kind("OFT", dict(r=0, oft_block_size=4)),
     "OFT with module_dropout": Kind("OFT", dict(r=0, oft_block_size=4, module_dropout=0.5)),
     "OSF": Kind("OSF", dict(effective_rank=4)),
     "P-tuning": Kind("P_TUNING", dict(encoder_hidden_size=16)),
-    "PEANuT": Kind("PEANUT"),
     "Poly": Kind("POLY", dict(n_tasks=2)),
-    "Prefix tuning": Kind("PREFIX_TUNING"),
-    "Prompt tuning": Kind("PROMPT_TUNING"),
-    "PSOFT": Kind("PSOFT"),
-    "PVeRA": Kind("PVERA"),
-    "RandLoRA": Kind("RANDLORA"),
     "RoAd": Kind("ROAD", dict(group_size=8)),
     "Shadow": Kind("SHADOW", dict(target_modules=None, shadow_dropout=0.0)),
-    "SHiRA": Kind("SHIRA"),
-    "SuperTuning": Kind("SUPERTUNING"),
-    "TinyLoRA": Kind("TINYLORA"),
     "Trainable tokens": Kind(
         "TRAINABLE_TOKENS", dict(target_modules=["embed_tokens"], token_indices=[5, 6, 7, 8, 9, 10, 11])
     ),
-    "UniLoRA": Kind("UNILORA"),
     "VB-LoRA": Kind("VBLORA", dict(num_vectors=8, vector_length=8, topk=2)),
-    "VeRA": Kind("VERA"),
     "WaveFT": Kind("WAVEFT", dict(n_frequency=20)),
 }  # fmt: skip
 _KNOWN = {kind.peft_type for kind in KINDS.values()}

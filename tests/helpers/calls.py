@@ -21,7 +21,6 @@ from flash_attn_dualkv import (
     shared_prompt_attention,
 )
 
-NAMES = ("q", "k_context", "v_context", "k_decoded", "v_decoded")
 TWO_GROUPS = (Group(5, ((3, 3), (0, 0), (4, 4), (5, 0))), Group(9, ((6, 2), (2, 5))))
 ONE_GROUP = (Group(7, ((3, 3), (4, 6))),)
 NOTHING = (Group(0, ()),)
@@ -49,10 +48,6 @@ def options_of(batch: Batch) -> dict[str, Any]:
 
 def leaves_of(batch: Batch) -> list[Tensor]:
     return [one.detach().clone().requires_grad_() for one in batch.inputs]
-
-
-def attend(batch: Batch, inputs: Any, **options: Any) -> Any:
-    return flash_attn_dualkv_varlen_func(*inputs, **options_of(batch) | options)
 
 
 def assert_close(actual: Tensor | None, expected: Tensor | None) -> None:

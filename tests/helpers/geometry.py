@@ -23,7 +23,7 @@ class Record(ctypes.Structure):
     """Mirror of the shim's Record."""
 
     NAMES = (
-        "steps", "masked_steps", "empty_steps", "needless_masks", "wrong_unmasked", "out_of_range",
+        "steps", "empty_steps", "needless_masks", "wrong_unmasked", "out_of_range",
         "blind_tiles", "wrong_order", "endless", "border_tiles", "wrong_borders",
         "ranges", "bad_parts", "short_parts", "wrong_own_rows", "wrong_key_rows",
     )  # fmt: skip

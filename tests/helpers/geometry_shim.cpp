@@ -14,7 +14,7 @@ namespace {
 
 struct Record {
   uint8_t* seen;  // (heads, q_rows, key_rows + decoded_rows): how often each pair was visible
-  int64_t steps, masked_steps, empty_steps, needless_masks, wrong_unmasked, out_of_range;
+  int64_t steps, empty_steps, needless_masks, wrong_unmasked, out_of_range;
   int64_t blind_tiles, wrong_order, endless;           // of walks along a path
   int64_t border_tiles, wrong_borders;                 // of those that gather
   int64_t ranges, bad_parts, short_parts, wrong_own_rows, wrong_key_rows;  // of walks over queries
@@ -53,7 +53,6 @@ void forward_step(const Problem& p, Record& r, const QueryTile& q, const KvStep&
   const KvTile tile = step.tile;
   const bool masked = needs_mask(step, q.q_pos);
   ++r.steps;
-  r.masked_steps += masked;
   if (!inside(p, tile)) {
     ++r.out_of_range;
     return;
@@ -191,7 +190,6 @@ void gather(const Problem& p, Record& r) {
 void backward_step(const Problem& p, Record& r, const QueryWalk& walk) {
   const bool masked = needs_mask(walk.tile, walk.range, walk.m_block, p.block_m, p.block_n);
   ++r.steps;
-  r.masked_steps += masked;
   int64_t visible = 0;
   int own_rows = 0;
   const int first_row = walk.m_block * p.block_m, end_row = first_row + p.block_m;

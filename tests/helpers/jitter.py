@@ -25,7 +25,6 @@ CASES: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
     "trees": ("tests/kernels/test_tree.py", "test_results_repeat_bit_for_bit", None),
     "packs": ("tests/kernels/test_tree.py", "test_packs_repeat_bit_for_bit", (64, 128)),
     "decode": ("tests/kernels/test_decode.py", "test_results_repeat_bit_for_bit", (64, 128, 256)),
-    "mla": ("tests/kernels/test_tree.py", "test_mla_repeats_bit_for_bit", (192,)),
 }
 FLAGS = {"NVCC_APPEND_FLAGS": "-DDUALKV_JITTER"}
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from tree_cases import paths_of
 
 from flash_attn_dualkv import PackedBatch, SharedPromptLayout, unpack_logprobs, unpack_to_jagged
 from flash_attn_dualkv.nodes import Node, tree_nodes
@@ -97,11 +98,7 @@ def trains(sequences: Lists, masks: Lists | None) -> Lists:
 
 def paths(batch: PackedBatch) -> list[list[int]]:
     """The rows of the path of each node, from the root to the node's last row."""
-    bounds = batch.cu_seqlens.tolist()
-    rows: list[list[int]] = []
-    for (begin, end), parent in zip(pairwise(bounds), batch.parents.tolist()):
-        rows.append([*(rows[parent] if parent >= 0 else []), *range(begin, end)])
-    return rows
+    return paths_of((batch.cu_seqlens.diff().tolist(), batch.parents.tolist()))
 
 
 def rows_of(batch: PackedBatch) -> list[list[int]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -33,11 +34,21 @@ def paths_of(tree: Tree) -> list[list[int]]:
     return paths
 
 
-def visible(tree: Tree, rows: int) -> tuple[Tensor, Tensor]:
-    """(rows, rows) bool: which rows see which; and (rows,) logical positions."""
+def path_to(node: int, parents: Sequence[int]) -> list[int]:
+    """The nodes from the root to a node, whose parents may stand anywhere."""
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def visible(tree: Tree, rows: int, begins: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """(rows, rows) bool: which rows see which; and (rows,) logical positions. `begins`: of nodes that lie anywhere."""
+    begins = [*accumulate(tree[0], initial=0)] if begins is None else begins
     sees = torch.zeros(rows, rows, dtype=torch.bool)
     positions = torch.zeros(rows, dtype=torch.int64)
-    for path, length in zip(paths_of(tree), tree[0]):
+    for node, length in enumerate(tree[0]):
+        path = [row for one in path_to(node, tree[1]) for row in range(begins[one], begins[one] + tree[0][one])]
         for at in range(len(path) - length, len(path)):
             sees[path[at], path[: at + 1]] = True
             positions[path[at]] = at

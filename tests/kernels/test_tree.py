@@ -9,20 +9,20 @@ import oracle
 import pytest
 import torch
 from launches import (
+    CONFIGURATIONS,
     DEVICE,
     GPU_MARKS,
     REPEATS,
-    configurations,
     counted_launches,
     needs_gpu,
     poison_free_memory,
 )
-from shared_prompts import GROUPS, Inputs, inputs_of, layout_of, two_calls
+from shared_prompts import GROUPS, inputs_of, layout_of, two_calls
 from torch import Tensor
-from tree_cases import Tree, offsets_and_parents, paths_of
-from tree_runs import ALL, PAD, TREES, Variant, check_accuracy, check_errors, data, exact, plain, run
+from tree_cases import Tree, offsets_and_parents, path_to, paths_of
+from tree_runs import ALL, MANY_KEYS, PAD, TREES, Variant, check_accuracy, check_errors, data, exact, run
 
-from flash_attn_dualkv import SharedPromptLayout, flash_attn_tree_varlen_func, shared_prompt_attention
+from flash_attn_dualkv import flash_attn_tree_varlen_func, shared_prompt_attention
 
 pytestmark = [*GPU_MARKS, pytest.mark.usefixtures("kernels")]
 
@@ -41,7 +41,14 @@ PACKED = [
 MLA = [
     dict(head_dim=192, head_dim_v=128, heads=heads, dtype=torch.bfloat16, device=DEVICE) for heads in ((4, 4), (8, 2))
 ]
-of_mla = pytest.mark.parametrize("options", MLA, ids=lambda one: "d{head_dim}-H{heads[0]}-{heads[1]}".format(**one))
+
+
+def id_of(options: Options) -> str:
+    dims = "-".join(str(options[one]) for one in ("head_dim", "head_dim_v") if one in options)
+    return f"d{dims}-H{options['heads'][0]}-{options['heads'][1]}-{options['dtype']}"
+
+
+configurations = pytest.mark.parametrize("options", [*CONFIGURATIONS, *MLA], ids=id_of)
 
 
 @configurations
@@ -53,10 +60,9 @@ def test_accuracy(name: str, options: Options) -> None:
 of_narrow_tiles = pytest.mark.parametrize(("head_dim", "heads"), [(64, (4, 1)), (128, (4, 1)), (128, (3, 3))])
 
 
-def narrow_data(tree: Tree, **options: Any) -> tuple[SharedPromptLayout, Inputs, int]:
-    """With as much padding as makes the rows many; and the padding."""
-    pad = max(PAD, 1024 - sum(tree[0]))
-    return *data(tree, pad, dtype=torch.bfloat16, **options), pad
+def narrow(name: str, head_dim: int, heads: tuple[int, int]) -> Options:
+    """Of data with as much padding as makes the rows many."""
+    return dict(head_dim=head_dim, heads=heads, dtype=torch.bfloat16, pad=max(PAD, 1024 - sum(TREES[name][0])))
 
 
 @pytest.mark.parametrize("variant", [ALL, Variant(softcap=30.0), Variant(causal=False)], ids=["", "softcap", "all"])
@@ -65,24 +71,11 @@ def narrow_data(tree: Tree, **options: Any) -> tuple[SharedPromptLayout, Inputs,
 @pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
 def test_narrow_tiles(kernels: str, name: str, head_dim: int, heads: tuple[int, int], variant: Variant) -> None:
     """Of many rows with few keys each, dQ is made of narrow tiles; a caller may call any number few."""
-    tree, few = TREES[name], 1
-    layout, inputs, pad = narrow_data(tree, head_dim=head_dim, heads=heads)
     with counted_launches() as counts:
-        results = run(inputs, layout.nodes, variant=variant, mean_keys=few)
+        results = check_accuracy(TREES[name], narrow(name, head_dim, heads), variant, mean_keys=1)
     assert "dualkv_sm90_backward_dq_narrow" in counts
-    expected = exact(inputs, layout.nodes, variant)
-    of_torch = plain(inputs, layout.nodes, variant)
-    for found in (results, run(inputs, layout.nodes, deterministic=True, variant=variant, mean_keys=few)):
-        for key in ("dq", "dk", "dv"):
-            error = (found[key].double() - expected[key]).norm() / expected[key].norm()
-            assert error <= oracle.FROBENIUS_BOUND[torch.bfloat16], f"{key}: {error:.3g}"
-            assert not found[key][-pad:].any() and found[key].equal(results[key])
-        problems = [
-            problem
-            for key, value in of_torch.items()
-            for problem in oracle.violations(key, found[key], value, expected[key], torch.bfloat16)
-        ]
-        assert not problems, "; ".join(problems)
+    for key, one in results[False].items():
+        oracle.assert_bits_equal(key, one, results[True][key])
 
 
 @configurations
@@ -145,40 +138,45 @@ def spoilt_by(tree: Tree, node: int, tokens: int) -> tuple[Tensor, Tensor]:
     return below, above
 
 
-def check_nan_in_longest_child(tree: Tree, layout: SharedPromptLayout, inputs: Inputs, **options: Any) -> None:
-    """Rows of other paths, and the keys of nodes that are not above it, have numbers. `options` are those of `run`."""
-    node = max(range(len(tree[0])), key=lambda one: (tree[1][one] >= 0) * tree[0][one])
-    begin = sum(tree[0][:node])
-    for one in (inputs.q, inputs.k, inputs.v, inputs.dout):
-        one[begin : begin + tree[0][node]] = float("nan")
-    below, above = spoilt_by(tree, node, layout.num_tokens)
-    found = run(inputs, layout.nodes, **options)
-    assert bool(found["out"][begin : begin + tree[0][node]].isnan().all())
-    for key, spoilt in (("out", below), ("dq", below), ("dk", above), ("dv", above)):
-        assert bool(found[key][(~spoilt).to(DEVICE)].isfinite().all()), key
+def check_nan(tree: Tree, options: Options, mean_keys: int = MANY_KEYS) -> None:
+    """Rows of other paths keep their bits, but for dQ that is added in any order; so do keys of nodes not above it."""
+    layout, inputs = data(tree, **options)
+    expected = {mode: run(inputs, layout.nodes, mode, mean_keys=mean_keys) for mode in (False, True)}
+    begin = 0
+    for node, length in enumerate(tree[0]):
+        rows = slice(begin, begin + length)
+        begin += length
+        if length == 0 or node % max(1, len(tree[0]) // 6):
+            continue
+        poisoned = inputs._replace(**{key: getattr(inputs, key).clone() for key in ("q", "k", "v", "dout")})
+        for one in (poisoned.q, poisoned.k, poisoned.v, poisoned.dout):
+            one[rows] = float("nan")
+        below, above = spoilt_by(tree, node, layout.num_tokens)
+        for mode, right in expected.items():
+            found = run(poisoned, layout.nodes, mode, mean_keys=mean_keys)
+            assert bool(found["out"][rows].isnan().any())
+            for key, spoilt in (("out", below), ("dq", below), ("dk", above), ("dv", above)):
+                kept = (~spoilt).to(DEVICE)
+                if key == "dq" and not mode:
+                    torch.testing.assert_close(found[key][kept], right[key][kept], rtol=2**-7, atol=1e-4)
+                else:
+                    oracle.assert_bits_equal(f"{key} of node {node}", found[key][kept], right[key][kept])
+            kept = (~below).to(DEVICE)
+            oracle.assert_bits_equal("lse", found["lse"][:, kept], right["lse"][:, kept])
 
 
-@of_mla
-@pytest.mark.parametrize("name", REPEATED)
-def test_mla_repeats_bit_for_bit(name: str, options: Options) -> None:
-    check_repeats(TREES[name], options)
-
-
-@of_mla
-@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-@pytest.mark.parametrize("name", ["deep", "forest"])
-def test_nan_in_a_node_of_mla(name: str, deterministic: bool, options: Options) -> None:
-    layout, inputs = data(TREES[name], **options)
-    check_nan_in_longest_child(TREES[name], layout, inputs, deterministic=deterministic)
+@configurations
+@trees
+def test_nan_in_a_node_stays_below_it(name: str, options: Options) -> None:
+    check_nan(TREES[name], options)
 
 
 @of_narrow_tiles
 @pytest.mark.parametrize("name", ["deep", "borders", "forest"])
 @pytest.mark.parametrize("kernels", ["sm90"], indirect=True)
 def test_nan_in_a_node_of_narrow_tiles(kernels: str, name: str, head_dim: int, heads: tuple[int, int]) -> None:
-    layout, inputs, _ = narrow_data(TREES[name], head_dim=head_dim, heads=heads)
     with counted_launches() as counts:
-        check_nan_in_longest_child(TREES[name], layout, inputs, mean_keys=1)
+        check_nan(TREES[name], narrow(name, head_dim, heads), mean_keys=1)
     assert "dualkv_sm90_backward_dq_narrow" in counts
 
 
@@ -192,45 +190,13 @@ def test_bits_of_a_row_depend_on_its_path_alone(variant: Variant, options: Optio
     more = {} if variant == ALL else {"window_size": (variant.window, 0), "softcap": variant.softcap}
     parents = tree[1]
     for leaf in range(len(parents)):
-        chain = [leaf]
-        while parents[chain[0]] >= 0:
-            chain.insert(0, parents[chain[0]])
+        chain = path_to(leaf, parents)
         rows = torch.tensor(paths_of(tree)[leaf], device=DEVICE, dtype=torch.int64)
         own = offsets_and_parents(([tree[0][one] for one in chain], [*range(-1, len(chain) - 1)]), DEVICE)
         q, k, v = (one[rows] for one in (inputs.q, inputs.k, inputs.v))
         out, lse = flash_attn_tree_varlen_func(q, k, v, *own, **more, return_lse=True)
         oracle.assert_bits_equal(f"out of node {leaf}", out, whole["out"][rows])
         oracle.assert_bits_equal(f"lse of node {leaf}", lse, whole["lse"][:, rows])
-
-
-@configurations
-@trees
-def test_nan_in_a_node_stays_below_it(name: str, options: Options) -> None:
-    """Rows of other paths keep their bits, but for dQ that is added in any order; so do keys of nodes not above it."""
-    tree = TREES[name]
-    layout, inputs = data(tree, **options)
-    expected = {mode: run(inputs, layout.nodes, deterministic=mode) for mode in (False, True)}
-    begin = 0
-    for node, length in enumerate(tree[0]):
-        rows = slice(begin, begin + length)
-        begin += length
-        if length == 0 or node % max(1, len(tree[0]) // 6):
-            continue
-        poisoned = inputs._replace(**{key: getattr(inputs, key).clone() for key in ("q", "k", "v", "dout")})
-        for one in (poisoned.q, poisoned.k, poisoned.v, poisoned.dout):
-            one[rows] = float("nan")
-        below, above = spoilt_by(tree, node, layout.num_tokens)
-        for mode, right in expected.items():
-            found = run(poisoned, layout.nodes, deterministic=mode)
-            assert bool(found["out"][rows].isnan().any())
-            for key, spoilt in (("out", below), ("dq", below), ("dk", above), ("dv", above)):
-                kept = (~spoilt).to(DEVICE)
-                if key == "dq" and not mode:
-                    torch.testing.assert_close(found[key][kept], right[key][kept], rtol=2**-7, atol=1e-4)
-                else:
-                    oracle.assert_bits_equal(f"{key} of node {node}", found[key][kept], right[key][kept])
-            kept = (~below).to(DEVICE)
-            oracle.assert_bits_equal("lse", found["lse"][:, kept], right["lse"][:, kept])
 
 
 @configurations

@@ -33,15 +33,11 @@ def quiet(inputs: Inputs) -> Inputs:
     return inputs._replace(q=0.05 * inputs.q)
 
 
-def check(name: str, options: Options, variant: Variant, make: Any = lambda inputs: inputs) -> None:
-    check_accuracy(TREES[name], options, variant, make)
-
-
 @configurations
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windows(window: int, options: Options) -> None:
     for name in ("borders", "comb", "forest"):
-        check(name, options, Variant(window))
+        check_accuracy(TREES[name], options, Variant(window))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -49,7 +45,7 @@ def test_windows(window: int, options: Options) -> None:
 def test_short_windows_of_many_heads(window: int, head_dim: int) -> None:
     """Tiles of few queries: at d = 64 they see so few keys that the kernels take narrow tiles, one or two of them."""
     for name in ("borders", "comb"):
-        check(name, {"heads": (16, 2), "head_dim": head_dim, "dtype": torch.bfloat16}, Variant(window))
+        check_accuracy(TREES[name], {"heads": (16, 2), "head_dim": head_dim, "dtype": torch.bfloat16}, Variant(window))
 
 
 @needs_gpu
@@ -71,8 +67,8 @@ def test_instances_for_long_and_for_short_nodes_agree(kernels: str, dtype: torch
 @configurations
 @pytest.mark.parametrize("softcap", SOFTCAPS)
 def test_softcaps(softcap: float, options: Options) -> None:
-    check("deep", options, Variant(softcap=softcap), loud)
-    check("forest", options, Variant(70, softcap), loud)
+    check_accuracy(TREES["deep"], options, Variant(softcap=softcap), loud)
+    check_accuracy(TREES["forest"], options, Variant(70, softcap), loud)
 
 
 @configurations
@@ -98,9 +94,9 @@ def test_values_of_another_width(head_dim: int, head_dim_v: int, dtype: torch.dt
     """Nothing is read or written beyond either; split tiles and packs of heads too."""
     options = {"head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": dtype}
     for heads, name in (((8, 2), "deep"), ((4, 4), "forest"), ((16, 1), "bush")):
-        check(name, options | {"heads": heads}, Variant())
-    check("forest", options | {"heads": (6, 2)}, Variant(70, 30.0), loud)
-    check("forest", options | {"heads": (6, 2)}, Variant(70, 0.05), quiet)
+        check_accuracy(TREES[name], options | {"heads": heads}, Variant())
+    check_accuracy(TREES["forest"], options | {"heads": (6, 2)}, Variant(70, 30.0), loud)
+    check_accuracy(TREES["forest"], options | {"heads": (6, 2)}, Variant(70, 0.05), quiet)
 
 
 VARIANTS_OF_LONG_NODES = [Variant(), Variant(causal=False), Variant(700), Variant(1300), Variant(1300, 30.0)]

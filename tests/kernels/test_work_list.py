@@ -150,17 +150,6 @@ def test_long_shapes(shim: ctypes.CDLL) -> None:
     }
 
 
-def test_tiles_that_nobody_sees_come_last(shim: ctypes.CDLL) -> None:
-    """They write zeros: items of no step, in the last class."""
-    unseen = [(0, 0, 0, 0, 100, 0, -1, 2), (0, 40, 10, 100, 50, 100, 0, 2)]  # queries at positions 10 to 49
-    nodes = np.array([*unseen, (40, 4, 12, 150, 16, 0, -1, 3)], np.int32)
-    tables = Tables(nodes, 44, 166)
-    made = check_backward(shim, tables, tables.problem(True, (16, 16), kv_heads=2))
-    steps = made.items[:, 3].tolist()
-    assert all(steps[:5]) and steps[5:] == [0] * (3 + 4)
-    assert made.items[5:, 4].tolist() == [-1] * 7
-
-
 def test_there_are_slots_for_all_parts(shim: ctypes.CDLL) -> None:
     """Short parts are left out until the slots suffice: in the last case they would not."""
     with_responses, alone = packed_prompts([16 * 40], [[16 * 10] * 8]), packed_prompts([16 * 60], [[0]])

@@ -144,6 +144,81 @@ def test_an_error_is_a_sentence_and_no_traceback(checkout):
     assert "Traceback" not in result.stderr
 
 
+# --- types ----------------------------------------------------------------------------------------------------------
+
+SCRIPT = """\
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+from flash_attn_dualkv import (
+    PackedBatch,
+    build_info,
+    flash_attn_dualkv_varlen_func,
+    flash_attn_tree_varlen_func,
+    flash_attn_varlen_func,
+    group_by_prompt,
+    pack_shared_prompts,
+    unpack_logprobs,
+)
+from flash_attn_dualkv.integrations.transformers import register, shared_prompt_forward
+
+
+def step(model: torch.nn.Module, prompts: list[Tensor], responses: list[list[int]], flag: bool) -> Tensor:
+    register(fallback="eager")
+    batch = pack_shared_prompts(prompts, responses, group_ids=[1, "two"], boundary="gather")
+    assert_type(batch, PackedBatch)
+    assert_type(shared_prompt_forward(model, batch), tuple[Tensor, Tensor | None])
+    assert_type(shared_prompt_forward(model, batch, with_entropy=flag), tuple[Tensor, Tensor | None])
+    logps, entropy = shared_prompt_forward(model, batch, with_entropy=True)
+    assert_type(group_by_prompt(prompts), list[list[int]])
+    return unpack_logprobs(logps - entropy, batch, width=128)
+
+
+q = torch.zeros(4, 2, 8)
+assert_type(flash_attn_varlen_func(q, q, q, q, q, 4, 4), Tensor)
+assert_type(flash_attn_varlen_func(q, q, q, q, q, 4, 4, return_attn_probs=True), tuple[Tensor, Tensor, None])
+assert_type(flash_attn_dualkv_varlen_func(q, q, q, q, q, q, q, 4, 4, 4), Tensor)
+assert_type(flash_attn_dualkv_varlen_func(q, q, q, q, q, q, q, 4, 4, 4, return_lse=True), tuple[Tensor, Tensor])
+assert_type(flash_attn_tree_varlen_func(q, q, q, q, q), Tensor)
+assert_type(flash_attn_tree_varlen_func(q, q, q, q, q, return_lse=True, mean_keys=4), tuple[Tensor, Tensor])
+assert_type(build_info()["compiled"], bool)
+"""
+MISTAKES = {
+    "pack_shared_prompts([[1]], [[2]], pad_to=8)": "call-arg",
+    'pack_shared_prompts([[1]], [[2]], boundary="both")': "arg-type",
+    'shared_prompt_forward(torch.nn.Linear(1, 1), step, with_entropy="no")': "call-overload",
+    'build_info()["version_of_it"]': "typeddict-item",
+}
+# transformers is not typed as a whole, and would take mypy half a minute; the compilers of torch as long as all else.
+CONFIG = """\
+[mypy]
+strict = True
+[mypy-transformers.*,torch._inductor.*,torch._dynamo.*,torch.distributed.*,torch.fx.*,torch.onnx.*,torch.ao.*,sympy.*]
+follow_imports = skip
+ignore_missing_imports = True
+"""
+
+
+def test_a_type_checker_sees_what_a_users_script_calls(checkout, tmp_path):
+    """mypy --strict against an editable installation; another one has the same files, and py.typed."""
+    pytest.importorskip("mypy")
+    python = tmp_path / "environment/bin/python"
+    assert run_python(tmp_path, "-m", "venv", "--without-pip", "environment").returncode == 0
+    (packages,) = tmp_path.glob("environment/lib/python*/site-packages")
+    (packages / "torch.pth").write_text(sysconfig.get_path("purelib"))  # not what lies in there editable
+    options = ["install", "--no-build-isolation", "--no-deps", "-q", "-e"]
+    result = run_python(checkout, "-m", "pip", "--python", str(python), *options, ".", DUALKV_PURE_PYTHON="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    (tmp_path / "script.py").write_text(SCRIPT + "\n".join(MISTAKES))
+    (tmp_path / "mypy.ini").write_text(CONFIG)
+    found = run_python(tmp_path, "-m", "mypy", "--python-executable", str(python), "script.py").stdout.splitlines()
+    errors = [line for line in found if "error:" in line]
+    assert len(errors) == len(MISTAKES), found
+    for line, code in zip(errors, MISTAKES.values()):
+        assert f"[{code}]" in line, found
+
+
 # --- the product ------------------------------------------------------------------------------------------------------
 
 

@@ -372,7 +372,7 @@ TREE_VALUE_ROWS: list[Row] = [
         "no depth-first order",
         lambda _: {"cu_seqlens": offsets(0, 1, 2, 3, 4), "parents": offsets(-1, 0, 0, 1)},
         ValueError,
-        "parents[3]: expected a node on the path to node 2 (depth-first order)",
+        "parents[3]",
         "1",
     ),
 ]
@@ -388,11 +388,7 @@ def test_values(
         function, make = flash_attn_tree_varlen_func, tree_arguments
     arguments = make(device, torch.bfloat16)
     changed = {key: value.to(device) for key, value in change(arguments).items()}
-    with pytest.raises(error) as caught:
-        function(**arguments | changed)
-    head, _, tail = str(caught.value).partition(", got ")
-    assert head.startswith(name)
-    assert got in tail
+    check_raises(function, arguments | changed, error, name, got)
 
 
 # What is wrong with a table that an operator gets: (row, column, value).

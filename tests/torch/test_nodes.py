@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Node tables: their columns for every kind of call, what `checked_nodes` accepts, and the time that they take."""
+"""Node tables of trees and their layouts: columns, errors, and the time that they take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from core_time import least_time
-from groups import cumulative
 from hypothesis import given, settings
 from samples import check_layout
 from shared_prompts import layout_of
@@ -17,34 +16,6 @@ from tree_cases import DEEP, Tree, offsets_and_parents, paths_of, random_tree, t
 from flash_attn_dualkv import SharedPromptLayout
 from flash_attn_dualkv import nodes as tables
 from flash_attn_dualkv.errors import SharedPromptError
-
-
-def test_columns_of_contexts_and_sequences() -> None:
-    contexts = torch.tensor([1, 5, 5, 8], dtype=torch.int32)
-    owned = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
-    q, decoded = cumulative([3, 6, 2], start=4), cumulative([3, 1, 5])
-    nodes = tables.sequence_nodes(q, decoded, contexts, owned, 9)
-    assert nodes.dtype == torch.int32 and nodes.is_contiguous()
-    assert nodes[:, 1:].tolist() == [
-        [0, 0, 1, 4, 0, -1, 3],
-        [3, 4, 9, 3, 4, 0, 2],
-        [6, -1, 12, 1, 4, 0, 3],
-        [0, 0, 5, 0, 0, -1, 4],
-        [0, 0, 5, 3, 0, -1, 6],
-        [2, 6, 13, 5, 3, 4, 6],
-    ]
-    assert nodes[[1, 2, 5], 0].tolist() == [4, 7, 13]
-    one = tables.sequence_nodes(q, decoded, None, None, 6)
-    assert one[:, 1:].tolist() == [
-        [0, 0, 0, 6, 0, -1, 4],
-        [3, 6, 6, 3, 6, 0, 2],
-        [6, 1, 9, 1, 6, 0, 3],
-        [2, 9, 10, 5, 6, 0, 4],
-    ]
-    plain = [[4, 3, 0, 0, 3, 0, -1, 1], [7, 6, -5, 3, 1, 0, -1, 2], [13, 2, 3, 4, 5, 0, -1, 3]]
-    assert tables.sequence_nodes(q, decoded, None, None, None).tolist() == plain
-    for table, rows in ((nodes, (9, 9)), (one, (6, 9)), (torch.tensor(plain, dtype=torch.int32), (9, None))):
-        assert [*map(list, tables.checked_nodes(table, 15, *rows))] == table.tolist()
 
 
 @settings(deadline=None, max_examples=60)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from tree_cases import check, inputs, offsets_and_parents
+from tree_cases import check, inputs, offsets_and_parents, path_to, visible
 
 from flash_attn_dualkv import flash_attn_tree_varlen_func, ops
 from flash_attn_dualkv.integrations import trees
@@ -42,16 +42,10 @@ def _depth_first(parents: list[int], top: int = -1) -> list[int]:
     return [one for child in children for one in (child, *_depth_first(parents, child))]
 
 
-def visible(tree: Trees, rows: int) -> Tensor:
+def mask_of(tree: Trees, rows: int) -> Tensor:
     """(rows, rows): which row sees which."""
-    mask = torch.zeros(rows, rows, dtype=torch.bool)
-    for begin, length, parent in zip(*tree):
-        own = slice(begin, begin + length)
-        mask[own, own] = torch.ones(length, length, dtype=torch.bool).tril()
-        while parent >= 0:
-            mask[own, tree[0][parent] : tree[0][parent] + tree[1][parent]] = True
-            parent = tree[2][parent]
-    return mask
+    begins, *nodes = tree
+    return visible((nodes[0], nodes[1]), rows, begins)[0]
 
 
 @HYPOTHESIS
@@ -59,7 +53,7 @@ def visible(tree: Trees, rows: int) -> Tensor:
 def test_megatron(tree: Trees, pad: int, scale: float | None) -> None:
     rows = sum(tree[1]) + pad
     given_tensors = inputs(rows)
-    mask = visible(tree, rows)
+    mask = mask_of(tree, rows)
     for tables in (tree, [torch.tensor(one) for one in tree]):
         out = trees.flash_composed_forest_attention_fused(*(one[0] for one in given_tensors), *tables, scale)
         check(out[None], given_tensors, mask, scale)
@@ -71,7 +65,7 @@ def test_nodes_are_read_where_they_are(tree: Trees, pad: int) -> None:
     forest = trees.Forest(*tree)
     assert forest.layout.num_tokens == sum(tree[1])
     given_tensors = inputs(sum(tree[1]) + pad)
-    check(forest.attend(*given_tensors), given_tensors, visible(tree, sum(tree[1]) + pad), None)
+    check(forest.attend(*given_tensors), given_tensors, mask_of(tree, sum(tree[1]) + pad), None)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +99,7 @@ def test_areal(tree: Trees, pad: int, factor: int) -> None:
     """Rows behind the nodes see nothing, as in AReaL's empty trees, or themselves, as its padding does."""
     tree = [factor * one for one in tree[0]], [factor * one for one in tree[1]], tree[2]
     rows = sum(tree[1]) + pad
-    mask = visible(tree, rows)
+    mask = mask_of(tree, rows)
     for padded in (mask, mask | torch.eye(rows, dtype=torch.bool)):
         given_tensors = inputs(rows)
         transposed = [one.transpose(1, 2) for one in given_tensors]
@@ -119,18 +113,13 @@ def test_automodel(tree: Trees, shuffler: Any) -> None:
     order = sorted(range(len(tree[0])), key=lambda node: (tree[0][node], tree[1][node]))  # of the packed row
     place = {node: at for at, node in enumerate(order)}
     lens = [tree[1][node] for node in order]
-    sample_paths = []
-    for node in range(len(order)):
-        path = [node]
-        while tree[2][path[0]] >= 0:
-            path.insert(0, tree[2][path[0]])
-        sample_paths.append([place[one] for one in path])
+    sample_paths = [[place[one] for one in path_to(node, tree[2])] for node in range(len(order))]
     shuffler.shuffle(sample_paths)
     forest, ranges = trees.prefix_tree(lens, sample_paths)
     ends = [0, *accumulate(lens)]
     assert ranges == [[[ends[one], ends[one + 1]] for one in path] for path in sample_paths]
     given_tensors = inputs(sum(lens))
-    check(forest.attend(*given_tensors, 0.5), given_tensors, visible(tree, sum(lens)), 0.5)
+    check(forest.attend(*given_tensors, 0.5), given_tensors, mask_of(tree, sum(lens)), 0.5)
 
 
 @HYPOTHESIS
@@ -138,7 +127,7 @@ def test_automodel(tree: Trees, shuffler: Any) -> None:
 def test_the_kernels_are_told_the_mean_of_keys(tree: Trees, moved: bool) -> None:
     """By every function, whatever order the nodes are given in; padding counts for nothing."""
     rows = sum(tree[1])
-    mask = visible(tree, rows)
+    mask = mask_of(tree, rows)
     if moved:  # children in front of what they continue
         tree = [rows - begin - length for begin, length in zip(*tree[:2])], *tree[1:]
     given_tensors = [torch.nn.functional.pad(one.detach(), (0, 0, 0, 0, 0, 2)) for one in inputs(rows)]

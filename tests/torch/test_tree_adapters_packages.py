@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from tree_cases import check, inputs
+from tree_cases import check, inputs, path_to
 
 from flash_attn_dualkv.integrations import trees
 
@@ -109,12 +109,7 @@ def test_trees_of_automodel(seed: int, mask_spec: Any) -> None:
     parents = [draw.randrange(-1, node) for node in range(8)]
     order = draw.sample(range(8), 8)  # where they lie in the row
     lens = [draw.randrange(5) for _ in parents]
-    paths = []
-    for node in range(8):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        paths.append([order[one] for one in path])
+    paths = [[order[one] for one in path_to(node, parents)] for node in range(8)]
     spec, expected = mask_spec.prefix_tree(lens, paths)
     forest, ranges = trees.prefix_tree(lens, paths)
     assert ranges == expected

@@ -203,7 +203,7 @@ def test_compiled_model():
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1)
     torch._dynamo.reset()
     expected = call(model, position_ids=BATCH.position_ids[None]).logits
-    compiled = torch.compile(model, backend="eager", dynamic=True)
+    compiled = torch.compile(model, backend="eager")
     dualkv.install_layout_hook(compiled)
     with torch.no_grad(), dualkv.expect_shared_prompt(BATCH.layout, 1):
         got = call(compiled, position_ids=BATCH.position_ids[None]).logits

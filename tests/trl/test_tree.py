@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -128,18 +126,6 @@ def test_a_model_as_the_trainer_runs_it(name: str, checkpointing: bool, hook: No
     assert len(builds) == 1
     check_equal(logps, expected, 5e-6)
     check_gradients(gradients(model), gradients(twin), 5e-6)
-
-
-def test_what_was_read_ends_with_its_micro_batch(hook: None) -> None:
-    packed = pack(TREES["one level"])
-    q = torch.randn(1, 2, len(packed["input_ids"]), 8)
-    before = len(trees._forests)
-    packing.tree_attention(None, q, q, q, None, **tree_kwargs(packed))
-    assert len(trees._forests) == before + 1
-    alive = weakref.ref(packed["tree_cu_seqlens_q"])
-    del packed
-    gc.collect()
-    assert alive() is None and len(trees._forests) == before
 
 
 @pytest.mark.parametrize("head_dim", [12, 520])
