@@ -215,7 +215,7 @@ def pack_jagged(
     begin, end = (int(offsets[at]) for at in (0, -1))
     largest = samples.largest_token("input_ids", samples.extremes(tokens[begin:end]))
     response_lens = [total - length for total, length in zip(totals, lengths)]
-    given_images = Images.of(images, len(nested))
+    given_images = Images.of(images, len(totals))
     groups = given_images.divide(samples.group(tokens, offsets.tolist(), lengths, labels), labels)
     by_token = named("row_values", row_values)
     rows = {name: samples.jagged_rows(name, one, values)[..., begin:end] for name, one in by_token.items()}

@@ -27,6 +27,7 @@ TOKENS = BATCH.layout.num_tokens
 IDS = torch.tensor([[5, 6, 7, 1], [5, 6, 7, 2], [0, 8, 9, 3]])
 MODEL = tiny_model("llama")
 TREE = api.group_by_prefix(PROMPTS, min_shared=1)
+IMAGES = {"pixel_values": [torch.ones(2, 4), torch.ones(2, 4), None]}
 TREE_BATCH = api.pack_prefix_tree(PROMPTS, min_shared=1)
 
 
@@ -84,7 +85,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             prompts=PROMPTS, responses=RESPONSES, group_ids=[0, 0, 1], boundary="gather",
             max_responses_per_group=2, pad_to_multiple_of=4, device="cpu",
             row_values={"height": [torch.arange(len(p) + len(r)) for p, r in zip(PROMPTS, RESPONSES)]},
-            group_values={"uid": ["a", "a", "b"]},
+            group_values={"uid": ["a", "a", "b"]}, images=IMAGES,
         ),
     ),
     "pack_prefix_tree": (
@@ -111,17 +112,17 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         api.pack_padded,
         dict(
             input_ids=IDS, attention_mask=(IDS > 0).long(), prompt_length=[3, 3, 1], group_ids=[0, 0, 1],
-            row_values={"height": IDS[None]}, group_values={"uid": ["a", "a", "b"]},
+            row_values={"height": IDS[None]}, group_values={"uid": ["a", "a", "b"]}, images=IMAGES,
         ),
     ),
     "pack_jagged": (
         api.pack_jagged,
         dict(
             input_ids=ragged(), prompt_lens=[2, 2], group_ids=[0, 0], row_values={"height": ragged()},
-            group_values={"uid": ["a", "a"]},
+            group_values={"uid": ["a", "a"]}, images={"pixel_values": [torch.ones(2, 4)] * 2},
         ),
     ),
-    "group_by_prompt": (api.group_by_prompt, dict(prompts=PROMPTS, group_ids=[0, 0, 1])),
+    "group_by_prompt": (api.group_by_prompt, dict(prompts=PROMPTS, group_ids=[0, 0, 1], images=IMAGES)),
     "split_by_token_budget": (
         api.split_by_token_budget, dict(groups=[[0, 1], [2]], **LENS, max_tokens=9, dp_group=None),
     ),
@@ -156,6 +157,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         dualkv.shared_prompt_forward,
         dict(model=MODEL, batch=BATCH, temperature=1.0, with_entropy=False, self_check=True),
     ),
+    "row_inputs": (dualkv.row_inputs, dict(model=MODEL, batch=BATCH)),
     "install_layout_hook": (
         lambda model, self_check: dualkv.install_layout_hook(model, self_check=self_check).remove(),
         dict(model=MODEL, self_check=True),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from geometry import shim_fixture
 from node_tables import Tables, comb, joined, packed_prompts, random_parents, tree_tables
-from shapes import balanced
+from shapes import TREES
 from work_lists import backward_list, forward_list
 
 shim = shim_fixture("work_list")
@@ -34,7 +34,7 @@ def forest(*trees: Tables) -> Tables:
 
 
 COMB, CHAIN = comb(1024, [128] * 64, 256), comb(800, [800] * 39, 64)
-BALANCED = tree_tables(*zip(*balanced(1024, 512, 5)))
+BALANCED = tree_tables(*zip(*TREES["balanced_d4"]()))
 SHAPES = {
     "comb": COMB,
     "bush": packed_prompts([2048], [[64] * 5000]),

@@ -21,7 +21,7 @@ LAYERS = {
     "dispatch.h": {"core", "params.h", "decode_params.h"},
 }
 # Files with launches, which check and register them.
-LAUNCHES = re.compile(r"sm\d+/launch\.h|sm90/tensor_map\.cpp|kernels/\w+\.cu|dispatch\.cpp")
+LAUNCHES = re.compile(r"sm\d+/launch\.h|sm90/tensor_map\.cpp|kernels/\w+\.cu|kernels/early_launch\.h|dispatch\.cpp")
 
 
 def layer(path: str) -> str:

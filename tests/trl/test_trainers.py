@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -344,12 +345,13 @@ def test_the_page_has_all_options_reasons_and_metrics() -> None:
 def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The same rollouts and rewards in both runs and a table in the end; the benchmark makes one file of them."""
 
-    def in_this_process(command: list[Any], check: bool) -> None:
+    def in_this_process(command: list[Any], check: bool, timeout: float) -> None:
         with monkeypatch.context() as patch, tiny_trl.quiet():
             patch.setattr(sys, "argv", list(map(str, command[1:])))
             runpy.run_path(sys.argv[0], run_name="__main__")
 
-    monkeypatch.setattr(bench_trl, "subprocess", SimpleNamespace(run=in_this_process))
+    errors = {name: getattr(subprocess, name) for name in ("TimeoutExpired", "CalledProcessError")}
+    monkeypatch.setattr(bench_trl, "subprocess", SimpleNamespace(run=in_this_process, **errors))
     where = ["--out", str(tmp_path), "--name", "run", "--commit", "abc"]
     assert bench_trl.main([*where, "--", "--steps", "3", "--preset", "cpu"]) == 0
     result = json.loads((tmp_path / "run.json").read_text())

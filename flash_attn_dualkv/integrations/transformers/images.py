@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ... import checks
 from ...checks import describe, explain
 from ...data.batch import PackedBatch
 from ...errors import SharedPromptError, SharedPromptUnsupportedError
@@ -88,6 +89,7 @@ def row_inputs(model: nn.Module, batch: PackedBatch) -> dict[str, Any]:
         SharedPromptError: images of a model that is not exact with them; images that do not fit the placeholders of
             their prompts; placeholders outside of prompts.
     """
+    checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
     causal_lm = causal_lm_of(model)
     ids, layout = batch.input_ids, batch.layout
     positions = batch.row_values.get("position_ids")
