@@ -21,6 +21,7 @@ from bench_cases import packages as packages
 from bench_cases import several_micro_batches as several_micro_batches
 from models import FAMILIES, VISION, FamilyModel
 from shapes import Shape, nodes_of, parse
+from tiny_models import VERSION
 from transformers import CONFIG_MAPPING
 
 TWO_GROUPS = Shape("two groups", nodes_of([(50, (20, 31)), (64, (64,))]), 4, 2, 16, model=shapes.ALL_MODELS["tiny"])
@@ -43,7 +44,11 @@ def tiny(name: str) -> FamilyModel:
         rope, tower = dict(rope_type="default", mrope_section=[4, 2, 2]), dict(depth=2, hidden_size=16, num_heads=2)
         tower |= dict(intermediate_size=16, patch_size=2, out_hidden_size=48, num_position_embeddings=16)
         sizes |= dict(vision=dict(tower, deepstack_visual_indexes=[0]), places=(3, 20), grid=(1, 4, 8))
-        return replace(family, **{"sequences": 3, **sizes}, options=dict(rope_parameters=rope))
+        return replace(
+            family,
+            **{"sequences": 3, **sizes},
+            options={"rope_parameters" if VERSION >= (5, 0) else "rope_scaling": rope},
+        )
     options = {**family.options, **{key: value for key, value in small.items() if key in family.options}}
     return replace(family, **{"sequences": 2, **sizes}, options=options)
 
