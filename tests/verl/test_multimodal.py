@@ -113,9 +113,7 @@ def text(name: str, model: Model, *overrides: str, **settings: Any) -> Case:
 EQUAL = [
     text("Qwen3-VL", QWEN3_VL),
     text("Qwen3-VL, dynamic, several prompts", QWEN3_VL, tokens=150, batch=UNEQUAL),
-    text("Qwen3-VL, v0, fsdp1", QWEN3_VL, trainer="v0", engine="fsdp"),
     text("Qwen3-VL, rounded up", QWEN3_VL, *ROUNDED),
-    text("Qwen3-VL, LoRA", QWEN3_VL, *LORA),
     # Padded in verl: packed rows need flash-attn in the first, and mix neighbours in the others.
     text("Qwen2.5-VL", QWEN2_5_VL, PADDED),
     text("Qwen3.5", QWEN3_5, PADDED),
@@ -132,8 +130,7 @@ STRETCHED = text("positions that differ", QWEN3_VL, extra="stretched")
 ALONE = text("nothing to share in Qwen3.5", QWEN3_5, batch=Batch(prompts=8, responses=1))
 PICTURES = [
     text("pictures, dynamic", QWEN3_VL, extra="pictures", tokens=150, batch=MIXED),
-    text("pictures, fixed", QWEN3_VL, extra="pictures", micro=4, batch=MIXED),
-    text("pictures, all in one", QWEN3_VL, extra="pictures", micro=16, batch=MIXED),
+    # Texts are among their samples.
     text("pictures, v0, fsdp1", QWEN3_VL, extra="pictures", trainer="v0", engine="fsdp", micro=16, batch=MIXED),
     text("pictures, LoRA", QWEN3_VL, *LORA, extra="pictures", micro=16, batch=MIXED),
     text("pictures, Qwen2.5-VL", QWEN2_5_VL, PADDED, extra="pictures", micro=16, batch=MIXED),
