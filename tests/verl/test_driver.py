@@ -48,16 +48,23 @@ def trainer(**override_config: Any) -> Any:
 
 
 def v1(**override_config: Any) -> tuple[list[str], dict[str, Any]]:
+    keys = [f"{uid}_0_{index}" for index, uid in enumerate(UIDS)]
+    found, metrics = v1_keys(keys, PROMPTS, RESPONSES, **override_config)
+    return [key.rsplit("_", 2)[0] for key in found], metrics
+
+
+def v1_keys(
+    keys: list[str], prompts: list[int], responses: list[int], **override_config: Any
+) -> tuple[list[str], dict[str, Any]]:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     from verl.utils.transferqueue_utils import KVBatchMeta
 
-    tags = [{"prompt_len": p, "response_len": r, "seq_len": p + r} for p, r in zip(PROMPTS, RESPONSES)]
-    keys = [f"{uid}_0_{index}" for index, uid in enumerate(UIDS)]
+    tags = [{"prompt_len": p, "response_len": r, "seq_len": p + r} for p, r in zip(prompts, responses)]
     batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
     metrics: dict[str, Any] = {}
     found = PPOTrainer._balance_batch(trainer(**override_config), batch, metrics)
     assert sorted(found.keys) == sorted(keys)
-    return [key.rsplit("_", 2)[0] for key in found.keys], metrics
+    return found.keys, metrics
 
 
 def v0(**override_config: Any) -> tuple[list[str], dict[str, Any]]:
@@ -101,6 +108,9 @@ def test_steps_of_agents_stay_together() -> None:
     uids = [f"uid{index // 6}" for index in range(18)]
     sessions = [str(index // 3 % 2) for index in range(18)]
     assert partitions(prompts, responses, uids, 3, sessions) == [[*range(at, at + 6)] for at in (0, 6, 12)]
+    keys = [f"uid_{index // 6}_{index // 3 % 2}_{index % 3}" for index in range(12)]
+    found, _ = v1_keys(keys, [*prompts[:6], *(10, 40, 80) * 2], responses[:12])
+    assert [{key.rsplit("_", 2)[0] for key in part} for part in (found[:6], found[6:])] == [{"uid_1"}, {"uid_0"}]
     tree, ids = expected_tree(prompts[:6], responses[:6], uids[:6], sessions[:6])
     assert set(ids) == {("uid0", 10)}
     assert tree.node_lens == (9, 6, 10, 10, 6, 10, 10) and tree.node_parents == (-1, 0, 1, 2, 0, 4, 5)
