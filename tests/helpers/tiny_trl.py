@@ -201,9 +201,7 @@ def batch(
     return ids, mask, right
 
 
-def compare(
-    stock: Any, ours: Any, ids: Tensor, mask: Tensor, width: int, gradient: float = GRADIENT, **options: Any
-) -> None:
+def compare(stock: Any, ours: Any, ids: Tensor, mask: Tensor, width: int, **options: Any) -> None:
     """Values and gradients of one call, with losses that weigh every token differently."""
     weights = torch.rand((2, len(ids), width), generator=torch.Generator().manual_seed(2))
     found = []
@@ -216,7 +214,7 @@ def compare(
     assert got_logps.shape == (len(ids), width)
     check_equal(got_logps, logps, VALUE)
     check_equal(got_entropies, entropies, VALUE)
-    check_gradients(got, expected, gradient)
+    check_gradients(got, expected, GRADIENT)
     with torch.no_grad():
         again, nothing, aux_loss = score(ours, ids, mask, width, **options)
     assert torch.equal(again, got_logps) and nothing is aux_loss is None
