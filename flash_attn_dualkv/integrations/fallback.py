@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import checks
 from ..checks import CUDA_DTYPES, explain, spelled_flag
+from ..data.pack import MIN_SHARED
 from .transformers.support import kernels_lack
 
 PREFIX = "shared_prompt"  # of options in configurations, and of metrics
@@ -32,6 +33,8 @@ class Options(NamedTuple):
             differ by more than rounding, sharing is switched off on all ranks.
         self_check: before the first call in each mode and with each set of active adapters a pair
             of short sequences is tried, as in `shared_prompt_forward`.
+        min_shared: the fewest tokens that a node behind the prompts must save, and all of them
+            together; None: prompts alone are shared. See `turns.deeper_tree`.
     """
 
     enabled: bool = True
@@ -39,6 +42,7 @@ class Options(NamedTuple):
     max_responses_per_group: int | None = None
     verify_first_steps: int = 0
     self_check: bool = True
+    min_shared: int | None = MIN_SHARED
 
     @staticmethod
     def checked(settings: Mapping[str, tuple[str, Any]]) -> Options:
@@ -46,9 +50,10 @@ class Options(NamedTuple):
         readers: dict[str, Any] = {
             "enabled": checks.flag,
             "min_dedup_ratio": checks.number,
-            "max_responses_per_group": lambda name, value: None if value is None else checks.integer(name, value, 1),
+            "max_responses_per_group": _count_or_none,
             "verify_first_steps": lambda name, value: checks.integer(name, value, 0),
             "self_check": checks.flag,
+            "min_shared": _count_or_none,
         }
         return Options(**{option: readers[option](name, value) for option, (name, value) in settings.items()})
 
@@ -79,13 +84,17 @@ class Options(NamedTuple):
         )
 
 
+def _count_or_none(name: str, value: Any) -> int | None:
+    return None if value is None else checks.integer(name, value, 1)
+
+
 def _spelled(option: str, name: str, value: Any) -> Any:
     """The value of an option that may be given as text; what it cannot be stays text, which is refused."""
     if not isinstance(value, str):
         return value
     if option in ("enabled", "self_check"):
         return spelled_flag(name, value)
-    if option == "max_responses_per_group" and not value:
+    if option in ("max_responses_per_group", "min_shared") and not value:
         return None
     with suppress(ValueError):
         return float(value) if option == "min_dedup_ratio" else int(value)

@@ -94,6 +94,37 @@ class Unusual(Batch):
         return sample._replace(others=others)
 
 
+@dataclass(frozen=True)
+class Turns(Batch):
+    """Rollouts of agents, of each prompt `responses`: steps that the later ones begin with, the last step tried again
+    from its middle on, and the transcript of all turns.
+    """
+
+    def samples(self, vocabulary: int) -> list[Sample]:
+        source = torch.Generator().manual_seed(1)
+
+        def tokens(count: int) -> torch.Tensor:
+            return torch.randint(vocabulary, (count,), generator=source)
+
+        found: list[Sample] = []
+        for index in range(self.prompts):
+            prompt = context = tokens(self.prompt_tokens - 5 * index)
+            steps = []
+            for turn in range(self.responses - 2):
+                steps.append((context, tokens(self.response_tokens - 3 * turn)))
+                context = torch.cat((*steps[-1], tokens(6)))  # what a tool has answered
+            context, last = steps[-1]
+            steps.append((context, torch.cat((last[:5], tokens(9)))))
+            steps.append((prompt, torch.cat((context, last))[len(prompt) :]))
+            for context, response in steps:
+                mask = (torch.rand(len(response), generator=source) < self.trained).long()
+                mask[-1] = 1
+                advantage = float(torch.randn((), generator=source))
+                found.append(Sample(f"prompt{index}", context, response, mask, advantage))
+        order = torch.randperm(len(found), generator=source) if self.shuffled else range(len(found))
+        return [found[at] for at in order]
+
+
 def case(name: str, *overrides: str, updates: int = 2, **settings: Any) -> Case:
     if "micro" not in settings:
         settings.setdefault("tokens", 200)

@@ -28,6 +28,8 @@ FOLDER = Path(fallback.__file__).parent
         ({"shared_prompt_min_dedup_ratio": "1.5"}, {}, Options(min_dedup_ratio=1.5)),
         ({"shared_prompt_max_responses_per_group": ""}, {"MAX_RESPONSES_PER_GROUP": "4"}, Options()),
         ({}, {"MAX_RESPONSES_PER_GROUP": "4", "SELF_CHECK": "0"}, Options(max_responses_per_group=4, self_check=False)),
+        ({"shared_prompt_min_shared": "16"}, {"MIN_SHARED": ""}, Options(min_shared=16)),
+        ({}, {"MIN_SHARED": ""}, Options(min_shared=None)),
         ({"shared_prompt_enabled": True}, {"ENABLED": "0"}, Options()),
     ],
 )
@@ -46,6 +48,7 @@ def test_options_as_text(settings: Any, environment: Any, expected: Options, mon
         ("max_responses_per_group", "0", "an int >= 1, got 0"),
         ("verify_first_steps", -1, "an int >= 0, got -1"),
         ("self_check", 1, "a bool, got 1"),
+        ("min_shared", 0, "an int >= 1, got 0"),
     ],
 )
 def test_wrong_options(option: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -335,7 +335,7 @@ def test_the_page_has_all_options_reasons_and_metrics() -> None:
         for one in inspect.signature(shared.SharedPromptMixin.__init__).parameters.values()
         if one.kind is inspect.Parameter.KEYWORD_ONLY
     ]
-    assert len(options) == 4
+    assert len(options) == 5
     for name in (*options, *sharing.TRL_REASONS):
         assert f"| `{name}` |" in page
     for name in ("dedup_ratio", "tokens", "tokens_saved", "fallbacks", "fallbacks/<reason>", "logp_difference"):

@@ -19,7 +19,7 @@ from verl.utils.flops_counter import FlopsCounter
 
 import flash_attn_dualkv.integrations.verl as plugin
 from flash_attn_dualkv import pack_shared_prompts
-from flash_attn_dualkv.integrations.verl.balance import partitions
+from flash_attn_dualkv.integrations.verl.balance import expected_tree, partitions
 from flash_attn_dualkv.integrations.verl.micro_batches import (
     Lengths,
     grouped_micro_batches,
@@ -48,16 +48,23 @@ def trainer(**override_config: Any) -> Any:
 
 
 def v1(**override_config: Any) -> tuple[list[str], dict[str, Any]]:
+    keys = [f"{uid}_0_{index}" for index, uid in enumerate(UIDS)]
+    found, metrics = v1_keys(keys, PROMPTS, RESPONSES, **override_config)
+    return [key.rsplit("_", 2)[0] for key in found], metrics
+
+
+def v1_keys(
+    keys: list[str], prompts: list[int], responses: list[int], **override_config: Any
+) -> tuple[list[str], dict[str, Any]]:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     from verl.utils.transferqueue_utils import KVBatchMeta
 
-    tags = [{"prompt_len": p, "response_len": r, "seq_len": p + r} for p, r in zip(PROMPTS, RESPONSES)]
-    keys = [f"{uid}_0_{index}" for index, uid in enumerate(UIDS)]
+    tags = [{"prompt_len": p, "response_len": r, "seq_len": p + r} for p, r in zip(prompts, responses)]
     batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
     metrics: dict[str, Any] = {}
     found = PPOTrainer._balance_batch(trainer(**override_config), batch, metrics)
     assert sorted(found.keys) == sorted(keys)
-    return [key.rsplit("_", 2)[0] for key in found.keys], metrics
+    return found.keys, metrics
 
 
 def v0(**override_config: Any) -> tuple[list[str], dict[str, Any]]:
@@ -92,6 +99,26 @@ def test_prompts_stay_in_the_order_of_the_batch() -> None:
     for part in partitions(PROMPTS, RESPONSES, UIDS, 2):
         assert [UIDS[index] for index in part] == sorted(UIDS[index] for index in part)
         assert part[:4] == sorted(part[:4]) and part[4:] == sorted(part[4:])
+
+
+def test_steps_of_agents_stay_together() -> None:
+    """Where a step has room for the one before, their tokens count once; a rollout that starts anew has its own."""
+    steps = [(10, 5), (20, 5), (30, 5)]  # prompt, response
+    prompts, responses = ([step[at] for _ in range(6) for step in steps] for at in (0, 1))
+    uids = [f"uid{index // 6}" for index in range(18)]
+    sessions = [str(index // 3 % 2) for index in range(18)]
+    assert partitions(prompts, responses, uids, 3, sessions) == [[*range(at, at + 6)] for at in (0, 6, 12)]
+    keys = [f"uid_{index // 6}_{index // 3 % 2}_{index % 3}" for index in range(12)]
+    found, _ = v1_keys(keys, [*prompts[:6], *(10, 40, 80) * 2], responses[:12])
+    assert [{key.rsplit("_", 2)[0] for key in part} for part in (found[:6], found[6:])] == [{"uid_1"}, {"uid_0"}]
+    tree, ids = expected_tree(prompts[:6], responses[:6], uids[:6], sessions[:6])
+    assert set(ids) == {("uid0", 10)}
+    assert tree.node_lens == (9, 6, 10, 10, 6, 10, 10) and tree.node_parents == (-1, 0, 1, 2, 0, 4, 5)
+    assert tree.leaves == (1, 2, 3, 4, 5, 6)
+    prompts[2] = 24  # the last step has forgotten a part of the one before
+    tree, ids = expected_tree(prompts[:3], responses[:3], uids[:3], sessions[:3])
+    assert ids == [("uid0", 10), ("uid0", 10), ("uid0", 24)]
+    assert tree.node_lens == (9, 6, 10, 23, 6)
 
 
 @pytest.mark.parametrize("balance", [v1, v0])

@@ -31,6 +31,7 @@ from ..transformers.first_use import FirstUseError, check_first_use
 from ..transformers.images import images_of_samples, row_inputs, towers_without_layout
 from ..transformers.structure import backbone_name, causal_lm_of
 from ..transformers.support import check_attention, is_mark_of_text, num_mixing_layers, text_config
+from ..turns import deeper_tree, pack_deeper
 
 logger = get_logger(__name__)
 
@@ -170,17 +171,24 @@ class SharedForward:
         is_odd[:, 1:] |= is_scored[:, :-1] & is_prompt[:, 1:]
         if is_odd.any():
             raise Refused("samples", "the tokens that are scored are not one completion at the end of each sample")
-        most = self.sharing.options.max_responses_per_group
+        options = self.sharing.options
         try:
             images = images_of_samples(self.causal_lm, ids, attention_mask, {name: inputs[name] for name in media})
         except SharedPromptError as error:
             raise Refused("multimodal", str(error)) from None
         try:
+            most = options.max_responses_per_group
             batch = pack_padded(ids, attention_mask, is_prompt.sum(1), max_responses_per_group=most, images=images)
         except SharedPromptError as error:
             raise Refused("samples", str(error)) from None
-        if batch.dedup_ratio < self.sharing.options.min_dedup_ratio:
-            least = self.sharing.options.min_dedup_ratio
+        if not images:
+            begins = attention_mask.argmax(1).tolist()  # of tokens that stand together
+            sequences = [row[at : at + length] for row, at, length in zip(ids, begins, batch.sequence_lens)]
+            tree = deeper_tree(sequences, sum(batch.tree.node_lens), options)
+            if tree is not None:
+                batch = pack_deeper(sequences, batch.prompt_lens, tree.borders)
+        if batch.dedup_ratio < options.min_dedup_ratio:
+            least = options.min_dedup_ratio
             message = f"{batch.dedup_ratio:.3f} is below min_dedup_ratio={least} (larger micro-batches share more)"
             raise Refused("dedup_ratio", message)
         passed_on = {name: inputs[name] for name in _PASSED_ON if name in inputs}
@@ -219,7 +227,7 @@ class SharedForward:
         """TRL's output for the packed row."""
         config = self.causal_lm.config
         wants_router = row.get("output_router_logits") or getattr(text_config(config), "output_router_logits", 0)
-        inputs = {**row, "shift_labels": batch.labels[None]}
+        inputs = {**row, "shift_labels": batch.row_labels[None]}
         without_mask: Any = nullcontext()
         if wants_router:
             # The loss that balances experts is a mean over tokens, weighted by its mask.

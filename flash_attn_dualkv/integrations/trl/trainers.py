@@ -11,6 +11,7 @@ from torch import Tensor
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
 from ...checks import explain
+from ...data.pack import MIN_SHARED
 from ...errors import SharedPromptError
 from ..fallback import PREFIX, TRL_REASONS, Options, Refusal, Verification, difference, savings, worst_of_ranks
 from .regroup import keep_siblings_together
@@ -39,7 +40,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
     """Put before a trainer of TRL: `class MyTrainer(SharedPromptMixin, MyGRPOTrainer)`.
 
     Args:
-        min_dedup_ratio, max_responses_per_group, self_check: see `fallback.Options`.
+        min_dedup_ratio, max_responses_per_group, self_check, min_shared: see `fallback.Options`.
         verify_first_steps: as there, of the policy's forwards; log-probabilities are compared.
 
     Everything else is the trainer's.
@@ -55,6 +56,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
         max_responses_per_group: int | None = None,
         verify_first_steps: int = 0,
         self_check: bool = True,
+        min_shared: int | None = MIN_SHARED,
         **kwargs: Any,
     ) -> None:
         given = dict(
@@ -62,6 +64,7 @@ class SharedPromptMixin(SiblingsTogetherMixin):
             max_responses_per_group=max_responses_per_group,
             verify_first_steps=verify_first_steps,
             self_check=self_check,
+            min_shared=min_shared,
         )
         self._sharing_options = Options.checked({name: (name, value) for name, value in given.items()})
         self._verification = Verification(verify_first_steps, "policy")

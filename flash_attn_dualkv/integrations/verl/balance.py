@@ -7,12 +7,13 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from ...data.balance import balance
+from ...data.prefix_tree import PrefixTree
 from ...data.samples import groups_of
 from ..fallback import Options
 from ..replacing import replace_once
@@ -21,24 +22,82 @@ from ..replacing import replace_once
 TOKEN_COST = 16384.0
 
 
-def partitions(prompts: Sequence[int], responses: Sequence[int], uids: Sequence[str], ranks: int) -> list[list[int]]:
-    """Equally many samples a rank, groups together, prompts in the order of the batch."""
-    # Samples that only fill up a batch may have another prompt under the same uid.
-    ids = [(uid, prompt) for uid, prompt in zip(uids, prompts)]
-    parts = balance(groups_of(ids), list(prompts), list(responses), ranks, token_cost=TOKEN_COST)
+def partitions(
+    prompts: Sequence[int],
+    responses: Sequence[int],
+    uids: Sequence[str],
+    ranks: int,
+    sessions: Sequence[str] | None = None,
+) -> list[list[int]]:
+    """Equally many samples a rank, what shares a prompt together, prompts in the order of the batch.
+
+    Args:
+        prompts, responses: tokens of each sample.
+        uids: of the prompts that rollouts begin with.
+        ranks: how many lists to make.
+        sessions: of rollouts, which may have several samples: the steps of an agent. None: one each.
+    """
+    tree, ids = expected_tree(prompts, responses, uids, sessions or range(len(uids)))
+    parts = balance(tree, num_ranks=ranks, token_cost=TOKEN_COST)
     # These begin with what is most expensive, and a rank's mini-batches are cut from its list: the
     # first would have all long prompts.
     first = {one: index for index, one in reversed(list(enumerate(ids)))}
     return [sorted(part, key=lambda index: (first[ids[index]], index)) for part in parts]
 
 
+def expected_tree(
+    prompts: Sequence[int], responses: Sequence[int], uids: Sequence[str], sessions: Sequence[Hashable]
+) -> tuple[PrefixTree, list[tuple[str, int]]]:
+    """What samples should share by their lengths alone; and of each the prompt that its rollout began with.
+
+    Tokens are on other machines. A step that has room in its prompt for the step before it is taken to begin with that,
+    any other one for a rollout of its own.
+    """
+    ids = list(zip(uids, prompts))  # samples that only fill up a batch may have another prompt under the same uid
+    totals = list(map(int.__add__, prompts, responses))
+    above: dict[int, int] = {}  # the step before
+    last: dict[tuple[str, Hashable], int] = {}
+    for index in sorted(range(len(uids)), key=totals.__getitem__):
+        before = last.get((uids[index], sessions[index]))
+        if before is not None and prompts[index] >= totals[before]:
+            above[index], ids[index] = before, ids[before]
+        last[uids[index], sessions[index]] = index
+    below = {before: index for index, before in above.items()}
+    lens: list[int] = []
+    parents: list[int] = []
+    leaves = [-1] * len(uids)
+    for members in groups_of(ids):
+        root = len(lens)
+        lens.append(ids[members[0]][1] - 1)
+        parents.append(-1)
+        for head in members:
+            if head in above:
+                continue
+            chain = [head]
+            while chain[-1] in below:
+                chain.append(below[chain[-1]])
+            parent, end = root, lens[root]
+            for step in chain:
+                lens.append(totals[step] - end)
+                parents.append(parent)
+                parent = leaves[step] = len(lens) - 1
+                end = totals[step]
+    return PrefixTree(tuple(lens), tuple(parents), tuple(leaves), tuple(totals), "replicate"), ids
+
+
 def _order(
-    prompts: list[int], responses: list[int], uids: list[str], ranks: int, metrics: dict[str, Any], prefix: str
+    prompts: list[int],
+    responses: list[int],
+    uids: list[str],
+    sessions: list[str] | None,
+    ranks: int,
+    metrics: dict[str, Any],
+    prefix: str,
 ) -> list[int]:
     """The samples rank by rank; notes in verl's metrics how even that is."""
     from verl.utils.seqlen_balancing import log_seqlen_unbalance  # seconds, in every worker
 
-    chosen = partitions(prompts, responses, uids, ranks)
+    chosen = partitions(prompts, responses, uids, ranks, sessions)
     totals = list(map(int.__add__, prompts, responses))
     metrics.update(log_seqlen_unbalance(seqlen_list=totals, partitions=chosen, prefix=prefix))
     return [index for part in chosen for index in part]
@@ -54,12 +113,13 @@ def _balance_v1(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         # Fills up the batch, and asks the workers how many ranks there are.
         batch = stock(self, batch, metrics, logging_prefix, *args, **kwargs)
-        uids = [key.rsplit("_", 2)[0] for key in batch.keys]  # of {uid}_{session}_{index}
+        uids, sessions, _ = map(list, zip(*(key.rsplit("_", 2) for key in batch.keys)))
         if not _is_on(self) or len(set(uids)) == len(uids):
             return batch
         prompts, totals = ([int(tag[name]) for tag in batch.tags] for name in ("prompt_len", "seq_len"))
         ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-        batch.reorder(_order(prompts, list(map(int.__sub__, totals, prompts)), uids, ranks, metrics, logging_prefix))
+        responses = list(map(int.__sub__, totals, prompts))
+        batch.reorder(_order(prompts, responses, uids, sessions, ranks, metrics, logging_prefix))
         return batch
 
     return _balance_batch
@@ -80,7 +140,7 @@ def _balance_v0(stock: Callable[..., Any]) -> Callable[..., Any]:
         mask, columns = batch.batch["attention_mask"], batch.batch["prompts"].shape[1]
         prompts, responses = mask[:, :columns].sum(1).tolist(), mask[:, columns:].sum(1).tolist()
         ranks = self._get_dp_size(self.actor_rollout_wg, "actor")
-        batch.reorder(torch.tensor(_order(prompts, responses, uids, ranks, metrics, logging_prefix)))
+        batch.reorder(torch.tensor(_order(prompts, responses, uids, None, ranks, metrics, logging_prefix)))
 
     return _balance_batch
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +15,19 @@ from verl.utils import tensordict_utils as tu
 from ...checks import explain
 from ...data.batch import PackedBatch
 from ...data.pack import group_by_prompt, pack_jagged
+from ...data.prefix_tree import PrefixTree
 from ...data.samples import position_rows
-from ...data.split import largest_of_ranks, on_equal_terms, split_by_token_budget
+from ...data.split import below, largest_of_ranks, on_equal_terms, split_by_token_budget
 from ...errors import SharedPromptError
 from ...host import offsets_of, take
 from ...layout import SharedPromptLayout
 from ..fallback import Options
 from ..transformers.support import is_mark_of_text
+from ..turns import deeper_tree, pack_deeper
+
+# In a micro-batch whose tokens were counted: where the nodes begin in each of its samples, as those of
+# their whole mini-batch do; nothing where prompts alone are shared.
+BORDERS = "shared_prompt_borders"
 
 
 class Lengths(NamedTuple):
@@ -158,14 +163,7 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
         SharedPromptError: images of prompts that do not fit these, or positions that differ where they are equal.
     """
     images = images_of(micro_batch)
-    batch = pack_jagged(
-        micro_batch["input_ids"],
-        prompt_lengths(micro_batch),
-        pad_to_multiple_of=multiple,
-        max_responses_per_group=options.max_responses_per_group,
-        row_values={"position_ids": micro_batch["position_ids"]} if images else None,
-        images=images,
-    )
+    batch = _packed(micro_batch, multiple, options, images)
     offsets = torch.tensor([0, batch.layout.num_tokens], device=batch.input_ids.device)
     positions = batch.row_values.get("position_ids", batch.position_ids)
     if not images and micro_batch["position_ids"].dim() == 3:  # the model's own form, all rows of it alike
@@ -180,7 +178,7 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
     flags = {}
     for name in micro_batch.keys():  # noqa: SIM118, of tensors that are no mapping
         value = tu.get(micro_batch, name)
-        if not isinstance(value, (Tensor, TensorDict, list)):
+        if name != BORDERS and not isinstance(value, (Tensor, TensorDict, list)):
             flags[name] = value
     temperature = micro_batch["temperature"]
     flags["temperature"] = float(temperature.reshape(-1)[0]) if isinstance(temperature, Tensor) else temperature
@@ -193,6 +191,35 @@ def pack_micro_batch(micro_batch: TensorDict, multiple: int, options: Options, s
         ids = torch.nested.nested_tensor_from_jagged(batch.input_ids[batch.token_index], ends)
         scored = tu.get_tensordict({"input_ids": ids, **_teacher_of(micro_batch, batch.jagged_index, ends)}, flags)
     return Plan(batch, layout, tu.get_tensordict(row, flags), scored)
+
+
+def _packed(
+    micro_batch: TensorDict, multiple: int, options: Options, images: dict[str, list[Tensor | None]]
+) -> PackedBatch:
+    """By the borders that the micro-batch has, else by what is best for it alone."""
+    borders = tu.get_non_tensor_data(micro_batch, BORDERS, None)
+    sequences = micro_batch["input_ids"].unbind()
+    if not borders:
+        batch = pack_jagged(
+            micro_batch["input_ids"],
+            prompt_lengths(micro_batch),
+            pad_to_multiple_of=multiple,
+            max_responses_per_group=options.max_responses_per_group,
+            row_values={"position_ids": micro_batch["position_ids"]} if images else None,
+            images=images,
+        )
+        tree = None
+        if borders is None and _goes_deeper(micro_batch):
+            tree = deeper_tree(sequences, sum(batch.tree.node_lens), options)
+        if tree is None:
+            return batch
+        borders = tree.borders
+    return pack_deeper(sequences, Lengths.of(micro_batch).prompts, borders, multiple)
+
+
+def _goes_deeper(data: TensorDict) -> bool:
+    """Whether samples may share more than prompts. Not with images, nor where a teacher has scored each sample."""
+    return "teacher_logprobs" not in data and not samples_with_media(data)
 
 
 def _teacher_of(micro_batch: TensorDict, index: Tensor, offsets: Tensor) -> dict[str, Tensor]:
@@ -228,13 +255,20 @@ def grouped_micro_batches(
     """
     groups: list[list[int]] = []
     singles = [[index] for index in apart]
+    tree: PrefixTree | None = None
     wants = False
     lengths = Lengths.of(data) if reason is None else Lengths([], [])
     if reason is None:
-        groups = _groups(data, lengths, options, set(apart))
+        sequences = [*data["input_ids"].cpu().unbind()]
+        prompts = [whole[:count] for whole, count in zip(sequences, lengths.prompts)]
+        groups = _groups(prompts, images_of(data), options, set(apart))
         shared = [index for group in groups for index in group]
         responses = sum(lengths.responses[index] for index in shared)
         rows = sum(lengths.prompts[group[0]] - 1 for group in groups) + responses + len(shared)
+        if not apart and _goes_deeper(data):
+            tree = deeper_tree(sequences, rows, options)
+        if tree is not None:
+            groups, rows = below(tree, tree.roots), sum(tree.node_lens)
         wants = sum(lengths.prompts[index] for index in shared) + responses >= options.min_dedup_ratio * rows
     if not tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
         if not wants:
@@ -252,6 +286,8 @@ def grouped_micro_batches(
     budget = int(data["max_token_len_per_gpu"]) * tu.get_non_tensor_data(data, "sp_size", 1)
 
     def fill() -> tuple[list[list[int]], list[list[int]]]:
+        if tree is not None:
+            return split_by_token_budget(tree, max_tokens=budget), groups
         parts = [split_by_token_budget(some, *lengths, budget) for some in (groups, singles)]
         return parts[0] + parts[1], groups + singles
 
@@ -263,17 +299,19 @@ def grouped_micro_batches(
             "ppo_infer_max_token_len_per_gpu), times the sequence-parallel ranks"
         )
         raise ValueError(f"{settings}, must hold the longest sequence: {error}") from None
-    return Grouped([tu.index_select_tensor_dict(data, part) for part in parts], parts, None, budget)
+    micro_batches = [tu.index_select_tensor_dict(data, part) for part in parts]
+    for micro_batch, part in zip(micro_batches, parts):
+        borders = () if tree is None else tuple(tree.borders[index] for index in part)
+        tu.assign_non_tensor(micro_batch, **{BORDERS: borders})
+    return Grouped(micro_batches, parts, None, budget)
 
 
-def _groups(data: TensorDict, lengths: Lengths, options: Options, apart: Container[int]) -> list[list[int]]:
+def _groups(
+    prompts: list[Tensor], given: dict[str, list[Tensor | None]], options: Options, apart: Container[int]
+) -> list[list[int]]:
     """The samples of each prompt but those that are apart, at most so many in one list."""
-    tokens = data["input_ids"].values().cpu()
-    begins = accumulate(map(int.__add__, lengths.prompts, lengths.responses), initial=0)
-    prompts = [tokens[begin : begin + count] for (begin, _), count in zip(pairwise(begins), lengths.prompts)]
     images = {
-        name: [None if index in apart else one for index, one in enumerate(values)]
-        for name, values in images_of(data).items()
+        name: [None if index in apart else one for index, one in enumerate(values)] for name, values in given.items()
     }
     groups = [[index for index in group if index not in apart] for group in group_by_prompt(prompts, images=images)]
     groups = [group for group in groups if group]

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What completions share behind their prompts in TRL's trainers: turns, branches, steps that later ones begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_trl
+import torch
+import trl
+from hybrid_models import HYBRIDS, KINDS, hybrid_model
+from tiny_models import tiny_model
+from tiny_trl import StockInGroups, batch, check_runs, compare, model_on_disk, score, shared, train, trainer
+from torch import Tensor
+
+from flash_attn_dualkv import group_by_prefix
+
+pytestmark = pytest.mark.usefixtures("restored_registry")
+GRPO = shared.SharedPromptGRPOTrainer
+LEAST = 4  # tokens that a node must save here
+
+
+def rollouts(prompts: int = 2) -> list[tuple[list[int], list[int]]]:
+    """(prompt, completion) of three steps of a dialogue, the last one tried again, and all of it in one completion."""
+    source = torch.Generator().manual_seed(6)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(3, 90, (count,), generator=source).tolist()
+
+    found = []
+    for index in range(prompts):
+        prompt = context = tokens(30 - 5 * index)
+        for turn in range(3):
+            found.append((context, tokens(14 - 2 * turn)))
+            context = [*context, *found[-1][1], *tokens(5)]  # what a tool has answered
+        context, last = found[-1]
+        found += [(context, last[:4] + tokens(6)), (prompt, [*context, *last][len(prompt) :])]
+    return found
+
+
+def padded(samples: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, int]:
+    """input_ids, attention_mask and the width of the completions, as TRL pads them."""
+    left, right = (max(len(one[side]) for one in samples) for side in (0, 1))
+    ids, mask = torch.zeros((2, len(samples), left + right), dtype=torch.int64)
+    for row, (prompt, completion) in enumerate(samples):
+        span = slice(left - len(prompt), left + len(completion))
+        ids[row, span] = torch.tensor([*prompt, *completion])
+        mask[row, span] = 1
+    return ids, mask, right
+
+
+def tokens_run(made: Any) -> int:
+    return int(made._sharing.take(torch.device("cpu"))[2])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "mixtral", *KINDS[:1]])
+def test_dialogues(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token of the tree is run once, every completion is scored at its own rows."""
+    make = hybrid_model if family in HYBRIDS else tiny_model
+    stock, ours = (
+        trainer(kind, make(family, dtype=torch.float32, attention="sdpa"), tmp_path, arguments=arguments)
+        for kind, arguments in ((trl.GRPOTrainer, {}), (GRPO, dict(min_shared=LEAST)))
+    )
+    samples = rollouts()
+    if family in HYBRIDS:  # a state that is carried over many tokens rounds gradients a little more
+        monkeypatch.setattr(tiny_trl, "GRADIENT", 2e-5)
+    compare(stock, ours, *padded(samples))
+    assert not ours._sharing.tally.fallbacks
+    tree = group_by_prefix([[*p, *c] for p, c in samples], boundary="replicate", min_shared=LEAST)
+    assert tokens_run(ours) == 2 * sum(tree.node_lens)  # with gradients, and once more without
+
+
+def test_prompts_alone(tmp_path: Path) -> None:
+    """With nothing to gain behind them, or where that is switched off, the row is the one of prompts."""
+    path = model_on_disk(tmp_path)
+    call = batch([(30, [5, 9, 7]), (20, [4, 8])])
+    whole = int(call[1].sum())
+    prompts = whole - 2 * 30 - 20 + 3 + 2 - 1 - 1  # a copy of the last prompt token before each completion
+    for arguments in ({}, dict(min_shared=LEAST), dict(min_shared=None)):
+        made = trainer(GRPO, path, tmp_path, arguments=arguments)
+        score(made, *call)
+        assert tokens_run(made) == prompts
+    samples = rollouts()
+    rows = sum(len(p) + len(c) for p, c in samples)
+    for arguments in (dict(min_shared=None), dict(min_shared=LEAST, max_responses_per_group=2), dict(min_shared=600)):
+        made = trainer(GRPO, path, tmp_path, arguments={"min_dedup_ratio": 1.0, **arguments})
+        compare(trainer(trl.GRPOTrainer, path, tmp_path), made, *padded(samples))
+        assert 0.7 * rows < tokens_run(made) / 2 < rows
+
+
+def agent(prompts: list[str], made: Any) -> dict[str, Any]:
+    """Rollouts of three turns, of which the first two are alike in half of a prompt's completions."""
+    source = torch.Generator().manual_seed(7 + made.state.global_step)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(3, 90, (count,), generator=source).tolist()
+
+    ids = made.processing_class(prompts)["input_ids"]
+    completions, masks = [], []
+    begins: dict[tuple[str, int], list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        begin = begins.setdefault((prompt, index % 2), tokens(16))
+        completions.append(begin + tokens(3 + index % 4))
+        masks.append([1] * 6 + [0] * 4 + [1] * (len(completions[-1]) - 10))  # a tool's answer between turns
+    return dict(prompt_ids=ids, completion_ids=completions, logprobs=None, env_mask=masks)
+
+
+def test_training_on_turns(tmp_path: Path) -> None:
+    """As the stock trainer does on rollouts whose turns are alike, with the answers of tools between them."""
+    path = model_on_disk(tmp_path)
+    config = dict(max_completion_length=32, beta=0.1, num_iterations=2)
+    arguments = dict(rollout_func=agent)
+    expected = train(trainer(StockInGroups, path, tmp_path, arguments=arguments, **config))
+    got = train(trainer(GRPO, path, tmp_path, arguments={**arguments, "min_shared": LEAST}, **config))
+    alone = train(trainer(GRPO, path, tmp_path, arguments={**arguments, "min_shared": None}, **config))
+    check_runs(got, expected)
+    check_runs(alone, expected)
+    assert sum(got.metric("fallbacks")) == 0
+    for one, other in zip(got.metric("dedup_ratio"), alone.metric("dedup_ratio")):
+        assert one > 1.2 * other

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Rollouts of agents in verl: what is shared behind prompts, beside verl's own engines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed: see docs/verl.md")
+
+import torch
+import verl_rig
+from verl.utils import tensordict_utils as tu
+from verl_inputs import Case, Found, Model, worker_input
+from verl_runs import ACTOR, ENVIRONMENT, MODEL, Turns, case, check_shared, run_beside
+
+from flash_attn_dualkv import group_by_prefix
+from flash_attn_dualkv.integrations.verl import Options
+from flash_attn_dualkv.integrations.verl.micro_batches import grouped_micro_batches, pack_micro_batch
+
+TURNS = Turns(prompts=2, responses=6, prompt_tokens=48, response_tokens=24, trained=0.7, shuffled=True)
+SHORT_NODES = f"{MODEL}.shared_prompt_min_shared=4"
+# verl patches the model's class, for as long as the process lives: of no other case.
+FUSED: dict[str, Any] = dict(engine="fsdp", model=Model("qwen2"))
+ONE_RANK = [
+    case("dynamic", tokens=2000, batch=TURNS, updates=3),
+    case("short nodes", SHORT_NODES, tokens=2000, batch=TURNS),
+    case("over the budget", SHORT_NODES, tokens=250, batch=TURNS),
+    case("dynamic, v0", SHORT_NODES, tokens=300, batch=TURNS, trainer="v0"),
+    case("fixed", SHORT_NODES, micro=6, batch=TURNS),
+    case("LoRA", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16", SHORT_NODES,
+         tokens=300, batch=TURNS),
+    case("two optimizer steps", SHORT_NODES, tokens=2000, batch=TURNS, minis=2),
+    case("entropy, KL and a fused head", f"{ACTOR}.entropy_coeff=0.1", f"{ACTOR}.use_kl_loss=True",
+         "actor_rollout_ref.model.use_fused_kernels=True", SHORT_NODES, tokens=2000, batch=TURNS, **FUSED),
+    case("padded row", SHORT_NODES, f"{ACTOR}.pad_to_length=True", f"{ACTOR}.fsdp_config.pad_to_length_bucket=64",
+         tokens=300, batch=TURNS),
+    case("critic", "+critic.model.override_config.shared_prompt_min_shared=4", role="critic", tokens=300, batch=TURNS),
+]  # fmt: skip
+PROMPTS_ALONE = [
+    case("prompts alone", f"{MODEL}.shared_prompt_min_shared=", tokens=2000, batch=TURNS),
+    case("at most three of a prompt", f"{MODEL}.shared_prompt_max_responses_per_group=3", tokens=2000, batch=TURNS),
+]
+TWO_RANKS = [
+    case("2 ranks", SHORT_NODES, tokens=250, batch=TURNS),
+    case("Ulysses", SHORT_NODES, sp=2, tokens=200, batch=TURNS),
+]
+
+
+def ours(one: Case) -> Case:
+    balance = "groups" if one.balance == "lengths" else "none"
+    return replace(one, name=f"ours, {one.name}", shares=True, balance=balance)
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, Found]:
+    cases = [*ONE_RANK, *PROMPTS_ALONE]
+    return run_beside(cases, [*map(ours, cases)])
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> dict[str, Found]:
+    return verl_rig.run([*TWO_RANKS, *map(ours, TWO_RANKS)], 2, ENVIRONMENT, timeout_s=400.0)
+
+
+@pytest.mark.parametrize("name", [one.name for one in ONE_RANK])
+def test_one_rank(one_rank: dict[str, Found], name: str) -> None:
+    check_shared(one_rank[name], one_rank[f"ours, {name}"], 1.8)
+
+
+@pytest.mark.parametrize("name", [one.name for one in TWO_RANKS])
+def test_two_ranks(two_ranks: dict[str, Found], name: str) -> None:
+    check_shared(two_ranks[name], two_ranks[f"ours, {name}"], 1.8)
+
+
+@pytest.mark.parametrize("name", [one.name for one in PROMPTS_ALONE])
+def test_prompts_alone(one_rank: dict[str, Found], name: str) -> None:
+    check_shared(one_rank[name], one_rank[f"ours, {name}"], 1.0)
+
+
+@pytest.mark.parametrize(("name", "least"), [("dynamic", 64), ("short nodes", 4)])
+def test_what_is_run(one_rank: dict[str, Found], name: str, least: int) -> None:
+    """Each token of the tree once."""
+    whole = [torch.cat((one.prompt, one.response)) for one in TURNS.samples(512)]
+    tree = group_by_prefix(whole, boundary="replicate", min_shared=least)
+    found = one_rank[f"ours, {name}"]
+    for one in (*found.infer_metrics, *found.metrics):
+        assert one["shared_prompt/executed_tokens"] == sum(tree.node_lens)
+        assert one["shared_prompt/dedup_ratio"] == sum(map(len, whole)) / sum(tree.node_lens)
+
+
+def mini_batch(**settings: Any) -> Any:
+    return worker_input(TURNS.samples(512), {}, "v1", **settings)
+
+
+@pytest.mark.parametrize("budget", [150, 200, 300, 1000])
+def test_budgets_hold(budget: int) -> None:
+    """Of packed rows, when each micro-batch is packed; the nodes of a sample begin where they do in the whole tree."""
+    options = Options(min_shared=4)
+    data = mini_batch(use_dynamic_bsz=True, max_token_len_per_gpu=budget)
+    whole = group_by_prefix([*data["input_ids"].unbind()], boundary="replicate", min_shared=4)
+    found = grouped_micro_batches(data, None, options, None)
+    assert found is not None and found.indices is not None
+    assert sorted(index for part in found.indices for index in part) == [*range(12)]
+    assert (len(found.indices) == 1) == (budget == 1000)
+    for micro_batch, part in zip(found.micro_batches, found.indices, strict=True):
+        plan = pack_micro_batch(micro_batch, 1, options, scored_rows=True)
+        assert plan.layout.num_tokens <= budget
+        assert plan.batch.tree.borders == tuple(whole.borders[index] for index in part)
+        assert plan.scored is not None and len(plan.scored["input_ids"].values()) == len(plan.batch.targets)
+
+
+@pytest.mark.parametrize("what", ["images", "teacher"])
+def test_what_is_of_a_sample_alone(what: str) -> None:
+    """A teacher has scored each sample by itself: they share prompts alone, whose tokens have no loss."""
+    data = mini_batch(use_dynamic_bsz=True, max_token_len_per_gpu=2000)
+    if what == "teacher":
+        data["teacher_logprobs"] = tu.nested_tensor_from_tensor_list(
+            [torch.zeros(len(one)) for one in data["input_ids"]]
+        )
+        data["teacher_ids"] = data["input_ids"]
+    else:
+        data["multi_modal_inputs"] = tu.get_tensordict(
+            {"multi_modal_inputs": [{"pixel_values": torch.ones(1, 2)}] * 12}, {}
+        )["multi_modal_inputs"]
+    found = grouped_micro_batches(data, None, Options(min_shared=4), None)
+    assert found is not None
+    (micro_batch,) = found.micro_batches
+    assert pack_micro_batch(micro_batch, 1, Options(min_shared=4)).layout.depth == 2
+    assert pack_micro_batch(data, 1, Options(min_shared=4)).layout.depth == 2
