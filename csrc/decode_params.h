@@ -76,8 +76,8 @@ struct DecodeProgress {
   int branches;  // room for them
 };
 
-// The states of a row, one for each split: between its items, and at its end. A row's slot is row of
-// q * num_heads + head.
+// The states of a row, one for each split: between its items, and at its end. A row's slot is row
+// of q * num_heads + head.
 struct DecodeStates {
   float* out;         // (slots, per_row, head dim): not normalised, in the order of a thread's registers
   float* statistics;  // (slots, per_row, 8): four partial sums, the maximum, three unused

@@ -63,7 +63,8 @@ TRAINERS = {
     "grpo": (trl.GRPOConfig, trl.GRPOTrainer, SharedPromptGRPOTrainer),
     "rloo": (trl.RLOOConfig, trl.RLOOTrainer, SharedPromptRLOOTrainer),
 }
-# Of rollouts: transformers' generate, its continuous batching, that on this package; vLLM, and that on this package.
+# Rollouts by transformers' generate, by its continuous batching and that on this package, by vLLM
+# and that on this package.
 ROLLOUTS = ("generate", "batching", "decode", "vllm", "vllm-decode")
 
 

@@ -42,17 +42,17 @@ struct alignas(16) DecodeItem {
   int split;        // of its rows, which it begins, goes on with, or ends; -1: they have one
 };
 
-// Where the states of a request's rows reset: at every `tiles`-th tile from position 0 on up to the
-// last whole tile before the cut, there, and at every `tiles`-th tile from the cut on. The tile that
-// the cut divides belongs to the first split behind it.
+// Where the states of a request's rows reset: at every `tiles`-th tile from position 0 on up to
+// the last whole tile before the cut, there, and at every `tiles`-th tile from the cut on. The tile
+// that the cut divides belongs to the first split behind it.
 struct DecodeSplits {
   int tiles;  // of a split; 0: nothing is divided
 
   DUALKV_HD bool divide() const { return tiles > 0; }
-  // Of rows whose cut has so many whole tiles before it.
+  // Splits before the cut, which has so many whole tiles before it, and behind it.
   DUALKV_HD int low(int whole_tiles) const { return ceil_div(whole_tiles, tiles); }
   DUALKV_HD int own(int own_tiles) const { return max_int(ceil_div(own_tiles, tiles), 1); }
-  // Of a walk over tiles [first, end) before the cut.
+  // Splits that a walk over tiles [first, end) before the cut has a part in.
   DUALKV_HD int between(int first, int end) const { return end > first ? low(end) - first / tiles : 0; }
   DUALKV_HD bool begin_at(int tile) const { return tile % tiles == 0; }
 };

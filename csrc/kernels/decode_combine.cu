@@ -11,7 +11,8 @@ namespace {
 
 constexpr int kWarps = 4;
 
-// First column of the pair at a place of a state. Pairs that a thread moves together are neighbours.
+// First column of the pair at a place of a state. Pairs that a thread moves together are
+// neighbours.
 template <int kPairs>
 __device__ __forceinline__ int column_of(int pair) {
   constexpr int kBlock = 4 * kPairs;  // of a quad

@@ -74,7 +74,7 @@ struct DecodeOrder {
     return (total >> kShift) + padding <= a.lists.shared_capacity;
   }
 
-  // Row tiles of a piece are neighbours in the list, so that one of them finds its keys in the cache.
+  // Row tiles of a piece are neighbours in the list, so that all but one find keys in the cache.
   __device__ DecodeItem shared_item(int index) const {
     const int place = place_of(shared_begins, index), unit = in_order[place], tiles = row_tiles(unit);
     const int number = items_of(unit) - 1 - (index - shared_begins[place]);  // the longest walk of a leaf first

@@ -35,7 +35,8 @@ struct DecodePlanArgs {
 constexpr int kMostRequests = 4096;
 constexpr int kForestInts = 18;  // numbers of each request of a forest
 
-// Fills the lists. Three launches, one where parents are given, that overlap where the GPU can, no synchronisation, capturable.
+// Fills the lists. Three launches, one where parents are given, that overlap where the GPU can;
+// no synchronisation, capturable.
 void plan_decode(const DecodePlanArgs& args, cudaStream_t stream);
 
 }  // namespace dualkv

@@ -13,9 +13,9 @@ from ..checks import explain
 from .calls import Limits, Step, check_limits, check_step, check_table
 from .operators import make_plan
 
-SPLIT_KV_HEADS = 2  # with so few, prompts keep less than half of the GPU's blocks busy
-# Keys of a split, at least, and the most splits of a request, which bound the memory of its states. Reading and writing
-# the states of 64 rows is 6% of the traffic of 1K keys.
+SPLIT_KV_HEADS = 2  # with so few, a walk of 8K keys takes longer than memory does
+# Keys of a split, at least, and the most splits of a request, which bound the memory of its
+# states. Reading and writing the states of 64 rows is 6% of the traffic of 1K keys.
 SPLIT_KEYS, MOST_SPLITS = 1024, 32
 
 
