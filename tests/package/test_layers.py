@@ -27,7 +27,7 @@ LAYERS = (
     ("data",),
     ("integrations.lm_head", "integrations.replacing", "integrations.trees", "integrations.ulysses"),
     ("integrations.transformers",),
-    ("integrations.fallback",),
+    ("integrations.fallback", "integrations.turns"),
     ("integrations.trl", "integrations.verl", "integrations.vllm"),
     ("", "demo"),
 )
