@@ -181,7 +181,7 @@ class Record(transformers.TrainerCallback):
         self._path.write_text(json.dumps(found, indent=1))
 
 
-# Of each step, by their names in files and in the trainer's log.
+# Numbers of each step, by their names in files and in the trainer's log.
 LOGGED = {
     "rewards": "reward",
     "grad_norms": "grad_norm",
@@ -202,15 +202,16 @@ def rollout_settings(options: argparse.Namespace) -> dict[str, Any]:
             "vllm_max_model_length": options.prompt + options.completion + 1,
             "generation_kwargs": {"ignore_eos": True},
         }
-    # Pages for all samples by themselves: as many keys can stock batching read in a step, shared or not.
+    # Pages for all samples by themselves: as many keys can stock batching read in a step, shared
+    # or not.
     pages = options.prompts * options.responses * -(-(options.prompt + options.completion) // options.page)
     is_old = "page_size" not in transformers.ContinuousBatchingConfig.__dataclass_fields__
     batching = {"block_size" if is_old else "page_size": options.page, "num_blocks": pages}
     return {
         "use_transformers_continuous_batching": options.rollouts != "generate",
         "transformers_continuous_batching_config": {**batching, "max_batch_tokens": 2 * options.prompt},
-        # Continuous batching knows no least length, and to suppress the token that ends a completion is a copy from
-        # the host, which no CUDA graph captures: no token does.
+        # Continuous batching knows no least length, and to suppress the token that ends a
+        # completion is a copy from the host, which no CUDA graph captures: no token does.
         "generation_kwargs": {"min_new_tokens": options.completion}
         if options.rollouts == "generate"
         else {"eos_token_id": -1},

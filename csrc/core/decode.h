@@ -39,7 +39,7 @@ struct alignas(16) DecodeItem {
   int waits;        // branch whose items hand over the states of these rows; -1: they start empty
   int arrivals;     // how many items do, of each KV head
   int signals;      // branch that goes on with these rows; -1: tile 0 was the last, or there is none
-  int split;        // of its rows, which it begins, goes on with, or ends; -1: they have one
+  int split;        // which one of its rows it begins, goes on with, or ends; -1: they have one
 };
 
 // Where the states of a request's rows reset: at every `tiles`-th tile from position 0 on up to

@@ -54,7 +54,7 @@ class Images(NamedTuple):
         return sorted(parts)
 
     def _alike(self, members: list[int], places: list[int]) -> list[list[int]]:
-        """Of the members at these places those with equal images; all of them then have the tensors of the first."""
+        """Members at these places by equal images; all of a part then have the tensors of its first."""
         parts: list[list[int]] = []
         for index in (members[place] for place in places):
             part = next((one for one in parts if self._are_equal(one[0], index)), None)

@@ -163,7 +163,8 @@ def check_step(step: Step, device: torch.device, most_columns: int = MAX_ROWS) -
         if getattr(step, name) is not None:
             check_ints(name, getattr(step, name), (requests,), "the requests of block_table", device)
     if (step.parents is None) != (step.shared_pages is None):
-        raise ValueError(explain("parents", "both this and shared_pages, or neither", "one of them"))
+        got = "shared_pages alone" if step.parents is None else "parents alone"
+        raise ValueError(explain("parents", "both this and shared_pages, or neither", got))
     checks.integer("num_queries", step.queries, 0, limits.max_queries)
     if step.cu_seqlens_q is None and step.queries != requests:
         expected = f"{requests} (one query for each request, as cu_seqlens_q is not given)"

@@ -264,9 +264,13 @@ def _lengths(cache_seqlens: Any, table: Tensor, page_size: int, added: int) -> T
 
 
 def _plan(q: Tensor, k_cache: Tensor, table: Tensor) -> SharedPrefixPlan:
-    """A plan for one call."""
+    """A plan for one call.
+
+    In the trainer's mode for any model: splits depend on the table's width, which is the batch's.
+    """
     (batch, queries, heads, head_dim), (pages, page_size, kv_heads, _) = q.shape, k_cache.shape
     return SharedPrefixPlan(
         max(batch, 1), max(table.shape[1], 1), num_pages=pages, max_queries=max(batch * queries, 1),
         page_size=page_size, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, device=q.device,
+        exact="trainer",
     )  # fmt: skip

@@ -126,7 +126,7 @@ UPDATE_ROWS: list[Row] = [
     ("too many columns", alter("block_table", lambda t: t.repeat(1, 3)), ValueError, "block_table", "6"),
     ("too many requests", alter("block_table", lambda t: t.repeat(2, 1)), ValueError, "block_table", "4"),
     *(row for name in OFFSETS for row in int_rows(name)),
-    ("alone", replace_by("shared_pages", None), ValueError, "parents: expected both", "one of them"),
+    ("alone", replace_by("shared_pages", None), ValueError, "parents: expected both", "parents alone"),
     ("missing", replace_by("seqlens", None), TypeError, "seqlens", "NoneType"),
     ("above max_queries", replace_by("num_queries", 7), ValueError, "num_queries", "7"),
     ("negative", replace_by("num_queries", -1), ValueError, "num_queries", "-1"),

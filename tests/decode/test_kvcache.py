@@ -12,6 +12,7 @@ from forests import Forest, forest, ints
 from torch import Tensor
 
 from flash_attn_dualkv import SharedPrefixPlan, append_kv, flash_attn_with_kvcache
+from flash_attn_dualkv.decode import kvcache
 
 # Of FlashAttention 2.8, before what is our own.
 PUBLISHED = (
@@ -112,6 +113,13 @@ def test_cache_that_is_not_paged() -> None:
     full = flash_attn_with_kvcache(caches.q[:, :1], caches.k_cache, caches.v_cache)
     same = flash_attn_with_kvcache(caches.q[:, :1], caches.k_cache, caches.v_cache, cache_seqlens=32)
     assert torch.equal(full, same)
+
+
+def test_bits_without_a_plan_do_not_depend_on_the_table() -> None:
+    """A plan of its own divides no walk: places would be by the table's width, which is the batch's."""
+    caches = Caches(True)
+    plan = kvcache._plan(caches.q, caches.k_cache, caches.block_table)
+    assert plan.limits.num_kv_heads == 2 and plan.exact == "trainer"
 
 
 def test_with_a_plan() -> None:

@@ -264,8 +264,8 @@ class _SharedPrompts:
     def micro_batches(self, data: TensorDict, dp_group: Any, stock: Callable[[], Any]) -> Any:
         """Micro-batches and their samples' indices, as verl's function gives them."""
         self.budget = None
-        # Images that are not shared get micro-batches of their own where towers run on texts as well:
-        # elsewhere a rank with images would wait for one without.
+        # Images that are not shared get micro-batches of their own where towers run on texts as
+        # well: elsewhere a rank with images would wait for one without.
         apart = samples_with_media(data) if self.runs_towers_on_text else []
         if self._takes_images(data):
             apart = samples_with_late_images(data, placeholders_of(self.stock_module.config))

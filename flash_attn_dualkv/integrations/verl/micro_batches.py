@@ -25,8 +25,8 @@ from ..fallback import Options
 from ..transformers.support import is_mark_of_text
 from ..turns import deeper_tree, pack_deeper
 
-# In a micro-batch whose tokens were counted: where the nodes begin in each of its samples, as those of
-# their whole mini-batch do; nothing where prompts alone are shared.
+# Where nodes begin in each sample of a micro-batch whose tokens were counted, as those of its whole
+# mini-batch do; nothing where prompts alone are shared.
 BORDERS = "shared_prompt_borders"
 
 

@@ -81,7 +81,8 @@ class SharedPrefixMetadataBuilder(FlashAttentionMetadataBuilder):
         shared = self._sharing.begin(common, not self._is_capturing) if reason is None else None
         if shared is None:
             return super().build(common_prefix_len, common, fast_build)
-        # FlashAttention's own schedule is for prompts alone, but the first step is when it looks for windows.
+        # FlashAttention's own schedule is for prompts alone, but it looks for windows in the first
+        # step.
         is_first = getattr(self, "aot_sliding_window", None) is None
         metadata = super().build(0, common, fast_build=not is_first)
         setattr(metadata, _SHARED, shared)

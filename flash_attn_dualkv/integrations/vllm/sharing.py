@@ -65,7 +65,8 @@ class Sharing:
         reads_all = any(one.impl.sliding_window[0] < 0 for one in layers.values())  # windows are read for each request
         self.statistics = Statistics(settings.log_interval * reads_all, f"{len(layers)} layers")
         self._layers = layers
-        # Made with the first step: memory that vLLM gives to builders loses its contents when an engine sleeps.
+        # Made with the first step: memory that vLLM gives to builders loses its contents when an
+        # engine sleeps.
         self._plan: SharedPrefixPlan | None = None
         self._cuts = torch.empty(0, dtype=torch.int32, device=device)  # where requests are cut, which all steps read
         self._known = np.full(geometry.max_requests, _NOWHERE, dtype=np.int32)  # what it holds
