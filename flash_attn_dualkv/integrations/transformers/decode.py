@@ -299,6 +299,10 @@ class Rollout:
         cuts = torch.tensor([one - SHIFTS[_boundary] for one in lengths], dtype=torch.int32)
         if self._cuts.is_cuda:
             cuts = cuts.pin_memory()
+        if stream is not None:
+            # Without CUDA graphs transformers 5.17 writes a step's inputs on another stream, and does
+            # not wait for them: on a busy GPU the step would begin with parts of the last one's.
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             self._cuts[: len(states)].copy_(cuts, non_blocking=True)
 
