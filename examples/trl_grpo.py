@@ -155,6 +155,8 @@ class Clock(transformers.TrainerCallback):
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self._seconds.clear()
+        # Continuous batching takes what memory it finds free for its pages, and fails if that is not enough.
+        torch.cuda.empty_cache()
         self._begin = self._now()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
