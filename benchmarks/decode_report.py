@@ -11,6 +11,7 @@ from pages import COLORS, ResultError, filled, load, markdown, number, save
 OURS = "dualkv"
 LABELS = {
     OURS: "this library",
+    "dualkv_split": "this library, divided walks",
     "dualkv_step": "this library and its plan",
     "fa3": "FlashAttention-3, siblings adjacent",
     "fa3_splits": "FlashAttention-3, splits of its choice",
