@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from command import RESULTS, Result, gpu_folder, parser_of
 from measure import Row
-from verl_inputs import Batch, Case, Found, Model
+from verl_inputs import Batch, Case, Found, Model, TreeBatch
 from verl_rig import run
 
 FOLDER = RESULTS / "trainers" / "verl"
@@ -98,11 +98,20 @@ PRESETS: dict[str, tuple[str, Batch, list[Setting]]] = {
     ),
     "steps": ("Qwen3-0.6B", SHORT, [OWN(4), OWN(8), PLUGIN(8)]),
     "accuracy": ("Qwen3-0.6B", SHORT, [OWN(2, fp32=True), OWN(4), OWN(8), PLUGIN(4), PLUGIN(8)]),
+    "turns": ("Qwen3-1.7B", TreeBatch.of("agentic"), [OWN(tokens=TOKENS), PLUGIN(tokens=TOKENS)]),
+    "turns-accuracy": (
+        "Qwen3-0.6B",
+        TreeBatch.of("agentic_wide"),
+        [OWN(1, fp32=True), OWN(1), OWN(tokens=16384), PLUGIN(13), PLUGIN(tokens=16384)],
+    ),
+    "tiny-turns": ("tiny", TreeBatch.of("tiny"), [OWN(1, fp32=True), PLUGIN(tokens=200)]),
     "tiny": ("tiny", Batch(), [OWN(4, fp32=True), OWN(tokens=200), OWN(4), PLUGIN(tokens=200), PLUGIN(4)]),
 }
+# Presets whose log-probabilities are compared with those of verl in fp32.
+ACCURACY = ("accuracy", "turns-accuracy")
 # Models whose calls take long: a few samples of each rank warm up, calls run once, and one worker, whose weights stay
 # as they are, runs all micro-batches.
-LARGE = ("paper-8b", "moe")
+LARGE = ("paper-8b", "moe", "turns")
 
 
 def case_of(preset: str, setting: Setting, gpus: int, is_cpu: bool) -> Case:
@@ -165,7 +174,8 @@ def measure(options: argparse.Namespace) -> Path:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() and not options.cpu else "cpu"
     name = "-".join([gpu_folder(gpu), *options.preset])
     result = Result(options, FOLDER, name, gpu, gpus=options.gpus, attention_of_verl=options.attention)
-    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    here = Path(__file__).parent
+    paths = os.pathsep.join(filter(None, [str(here), str(here.parent), os.environ.get("PYTHONPATH")]))
     found = run([case for case, *_ in cases], options.gpus, {"PYTHONPATH": paths}, options.limit_s)
     rows: list[Row] = []
     bases: dict[str, torch.Tensor] = {}

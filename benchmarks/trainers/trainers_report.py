@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 from bench_trl import LABELS
-from bench_verl import LARGE, PRESETS, WHO
+from bench_verl import ACCURACY, LARGE, PRESETS, WHO
 from pages import COLORS, ResultError, filled, load, markdown, number, read, save
 from vllm_report import rollouts_of_vllm
 
@@ -53,12 +53,12 @@ def render(folder: Path) -> list[Path]:
     rows = rows.assign(rank=rank).sort_values("rank", kind="stable")
     verl, ours = (rows[rows["who"] == who] for who in WHO)
     pairs = verl.merge(ours, on=keys, suffixes=("", "_ours"))
-    exact, page, short = rows[rows["preset"] == "accuracy"], folder / "README.md", folder / "headline.md"
+    exact, page, short = rows[rows["preset"].isin(ACCURACY)], folder / "README.md", folder / "headline.md"
     parts = {
         "attention": " ".join(rows["attention_of_verl"].unique()),
         "large": " and ".join(PRESETS[one][0].partition(",")[0] for one in LARGE),
-        "tables": timings(rows[~rows["preset"].isin(("steps", "accuracy"))], pairs),
-        "accuracy": setup_name(exact.iloc[0]) if len(exact) else "",
+        "tables": timings(rows[~rows["preset"].isin(("steps", *ACCURACY))], pairs),
+        "accuracy": "; ".join(map(setup_name, exact.drop_duplicates("preset").itertuples())),
         "differences": differences(rows[rows["log_prob_max_difference"] > 0]),
         "steps": steps(rows[rows["preset"] == "steps"], folder / "steps.png"),
         "files": "\n".join(files),
@@ -98,6 +98,8 @@ def shape_of(batch: dict[str, Any]) -> str:
 
 
 def setup_name(row: Any) -> str:
+    if tree := row.batch.get("tree"):
+        return f"{row.model}, {row.batch['responses']} rollouts of the tree {tree}, {counted(row.gpus, 'GPU')}"
     found = f"{row.model}, {shape_of(row.batch)}, from {row.batch['shortest']:.2f}"
     return f"{found}, {counted(row.batch['prompts'], 'prompt')}, {counted(row.gpus, 'GPU')}"
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from shapes import parse
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -113,6 +114,31 @@ class Batch:
         if not self.shuffled:
             return found
         return [found[i] for i in torch.randperm(len(found), generator=source)]
+
+
+@dataclass(frozen=True)
+class TreeBatch(Batch):
+    """Rollouts of agents that branch: a sample for each leaf of a tree of shapes.py, whose root is their prompt."""
+
+    tree: str = "tiny"
+
+    @classmethod
+    def of(cls, tree: str) -> TreeBatch:
+        shape = parse(f"tree-{tree}")
+        longest = max(shape.ends) - shape.nodes[0][0]
+        return cls(1, len(shape.leaves), shape.nodes[0][0], longest, shortest=1.0, tree=tree)
+
+    def samples(self, vocabulary: int) -> list[Sample]:
+        source = torch.Generator().manual_seed(0)
+        shape = parse(f"tree-{self.tree}")
+        tokens = [torch.randint(vocabulary, (length,), generator=source) for length, _ in shape.nodes]
+        found = []
+        for leaf in shape.leaves:
+            root, *turns = shape.paths[leaf]
+            response = torch.cat([tokens[one] for one in turns])
+            advantage = float(torch.randn((), generator=source))
+            found.append(Sample("prompt0", tokens[root], response, torch.ones_like(response), advantage))
+        return found
 
 
 @dataclass(frozen=True)
