@@ -95,8 +95,27 @@ class PackedBatch(SeparatelyPickled):
     @untraced
     def row_index(self) -> Tensor:
         """(sum L,) int64, the row of every token of every sequence."""
-        spans = Spans(*to_device([*Spans.of(self.tree)], self.input_ids.device))
-        return spans.rows(torch.arange(sum(self.sequence_lens), device=self.input_ids.device))
+        return self.rows_of(torch.arange(sum(self.sequence_lens), device=self.input_ids.device))
+
+    @untraced
+    def rows_of(self, tokens: Tensor) -> Tensor:
+        """The rows of some tokens.
+
+        Args:
+            tokens: (n,) int64 on the batch's device, their places among the tokens of all sequences.
+
+        Returns:
+            (n,) int64, on the same device.
+        """
+        return Spans(*to_device([*Spans.of(self.tree)], self.input_ids.device)).rows(tokens)
+
+    @cached_property
+    def last_rows(self) -> Tensor:
+        """(B,) int64, the row of the last token of each sequence; SharedPromptError if one has none."""
+        if 0 in self.sequence_lens:
+            got = f"sequence {self.sequence_lens.index(0)} without any"
+            raise SharedPromptError(explain("sequences", "at least one token in each", got))
+        return self.rows_of(self.jagged_offsets[1:] - 1)
 
     @cached_property
     def multiplicity(self) -> Tensor:

@@ -98,6 +98,35 @@ class PrefixTree:
             for leaf, length in zip(self.leaves, self.sequence_lens)
         )
 
+    def part(self, chosen: Sequence[int]) -> PrefixTree:
+        """The tree of some of the sequences, in this order: the nodes on their paths, cut behind the last token of all.
+
+        Nodes begin where they begin here, so that a node may have a single child.
+        """
+        lens = [-1] * len(self.node_lens)  # of the nodes that are kept
+        lowest: list[int] = []  # of each sequence the node with its last token
+        for index in chosen:
+            node, length = self.leaves[index], self.sequence_lens[index]
+            # A sequence may end before the path does.
+            while node >= 0 and self.begins[node] >= length:
+                node = self.node_parents[node]
+            lowest.append(node)
+            while node >= 0:
+                held = min(self.node_lens[node], length - self.begins[node])
+                if lens[node] >= held:  # and the nodes above are whole
+                    break
+                lens[node] = held
+                node = self.node_parents[node]
+        kept = [node for node, length in enumerate(lens) if length >= 0]
+        places = {node: place for place, node in enumerate(kept)} | {-1: -1}
+        return PrefixTree(
+            tuple(lens[node] for node in kept),
+            tuple(places[self.node_parents[node]] for node in kept),
+            tuple(places[node] for node in lowest),
+            tuple(self.sequence_lens[index] for index in chosen),
+            self.boundary,
+        )
+
     @cached_property
     def sources(self) -> tuple[int, ...]:
         """(n,) a sequence that has all tokens of each node."""

@@ -25,9 +25,7 @@ import transformers
 import trl
 from datasets import Dataset
 from tiny_models import check_equal, check_gradients, gradients
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tiny_tokenizer import tokenizer
 
 # The parts that tests look into; `shared` is what users import.
 shared = importlib.import_module("flash_attn_dualkv.integrations.trl")
@@ -38,14 +36,6 @@ PROMPTS = (5, 19, 13, 7)  # words in each
 
 class StockInGroups(parts.SiblingsTogetherMixin, trl.GRPOTrainer):
     """Stock forwards in the micro-batches that sharing trainers have: rounding is the only difference left."""
-
-
-def tokenizer() -> Any:
-    words = ["<pad>", "<bos>", "<eos>", *map(str, range(3, VOCABULARY))]
-    inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
-    inner.pre_tokenizer = WhitespaceSplit()
-    special = dict(pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **special)
 
 
 def prompts() -> Dataset:

@@ -14,7 +14,7 @@ layout (generate, evaluation, padded batches) the same model attends as a stock 
 
 from .attention import register, wrap
 from .decode import register_decode, unregister_decode
-from .forward import shared_prompt_forward
+from .forward import shared_prompt_forward, shared_prompt_logits
 from .guard import expect_shared_prompt
 from .hook import install_layout_hook
 from .images import row_inputs
@@ -28,6 +28,7 @@ __all__ = [
     "register_decode",
     "row_inputs",
     "shared_prompt_forward",
+    "shared_prompt_logits",
     "unregister_decode",
     "wrap",
 ]

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor, nn
 
 from ... import checks
@@ -27,6 +28,9 @@ from .guard import expect_shared_prompt
 from .images import row_inputs, towers_without_layout
 from .structure import backbone_name, causal_lm_of, is_elsewhere, lock_of, replaced_forward
 from .support import check_attention, check_supported, num_mixing_layers, text_config
+
+Head = Callable[[Tensor], Tensor]  # (m, D) -> (m, vocabulary)
+Score = Callable[[Head, Tensor, int], tuple[Tensor, ...]]  # of a head, (n, D), and the rows of a chunk
 
 # Attributes of modules whose parameters FSDP 1 and 2 gather.
 _FSDP_UNIT = ("_fsdp_wrapped_module", "set_reshard_after_forward")
@@ -86,6 +90,64 @@ def shared_prompt_forward(
     checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
     temperature = checks.number("temperature", temperature)
     checks.flag("with_entropy", with_entropy)
+
+    def score(head: Head, hidden: Tensor, rows: int) -> tuple[Tensor, ...]:
+        targets = batch.targets.to(hidden.device)
+        return score_in_chunks(head, hidden, targets, rows=rows, temperature=temperature, with_entropy=with_entropy)
+
+    logps, entropy = _scored(model, batch, batch.token_index, score, self_check)
+    return logps, entropy if with_entropy else None
+
+
+@torch.no_grad()
+def shared_prompt_logits(
+    model: nn.Module,
+    batch: PackedBatch,
+    rows: Tensor,
+    reduce: Callable[[Tensor, slice], tuple[Tensor, ...]],
+    *,
+    self_check: bool = True,
+) -> tuple[Tensor, ...]:
+    """What a function makes of the logits of some rows, a chunk of them at a time; without gradients.
+
+    For scores that `shared_prompt_forward` does not give: whether a token is the most likely one, a teacher's top k.
+
+    Args:
+        model, batch, self_check: as of `shared_prompt_forward`.
+        rows: (n,) int64 on the batch's device, in any order and any of them several times: `batch.token_index` (of the
+            scored tokens), `batch.last_rows`, `batch.rows_of(tokens)`.
+        reduce: of the logits (m, vocabulary) of rows[at], and of the slice `at`, makes tensors whose first dimension is
+            m. It may change the logits.
+
+    Returns:
+        These tensors for all n rows, on the device of `rows`.
+
+    Raises:
+        SharedPromptError: as of `shared_prompt_forward`; rows that are no int64 of one dimension, or elsewhere.
+        SharedPromptLayoutError: as there.
+    """
+    checks.instance("batch", batch, PackedBatch, " (of pack_shared_prompts)")
+    checked_rows(rows, batch)
+
+    def score(head: Head, hidden: Tensor, rows: int) -> tuple[Tensor, ...]:
+        begins = range(0, max(1, len(hidden)), rows)
+        parts = [reduce(head(hidden[at : at + rows]), slice(at, at + rows)) for at in begins]
+        return tuple(map(torch.cat, zip(*parts)))
+
+    return _scored(model, batch, rows, score, self_check)
+
+
+def checked_rows(rows: Any, batch: PackedBatch) -> Tensor:
+    """(n,) int64 on the batch's device. Values are not looked at, which would wait for a GPU."""
+    checks.integers("rows", rows, 1)
+    if rows.dtype != torch.int64 or rows.device != batch.input_ids.device:
+        expected = f"int64 on {batch.input_ids.device} (as the batch)"
+        raise SharedPromptError(explain("rows", expected, f"{rows.dtype} on {rows.device}"))
+    return rows
+
+
+def _scored(model: nn.Module, batch: PackedBatch, rows: Tensor, score: Score, self_check: bool) -> tuple[Tensor, ...]:
+    """score(head, hidden states of these rows, rows of a chunk), from a forward of the model."""
     checks.flag("self_check", self_check)
     causal_lm = causal_lm_of(model)
     with lock_of(causal_lm):
@@ -93,13 +155,13 @@ def shared_prompt_forward(
         check_first_use(causal_lm, batch.input_ids.device, model=model, self_check=self_check)
         _check_vocabulary(causal_lm, batch)
         inputs = row_inputs(causal_lm, batch)
-        scorer = _Scorer(causal_lm, backbone, batch, temperature, with_entropy)
+        scorer = _Scorer(causal_lm, backbone, rows, score)
         expected = expect_shared_prompt(batch.layout, num_mixing_layers(causal_lm))
         with expected, towers_without_layout(causal_lm, batch), replaced_forward(causal_lm, scorer) as call:
-            # Through the outermost module, so that wrappers see one forward with the
-            # log-probabilities as its output.
-            logps, entropy = call(model, inputs)
-    return logps, entropy if with_entropy else None
+            # Through the outermost module, so that wrappers see one forward with the scores as its
+            # output.
+            scores: tuple[Tensor, ...] = call(model, inputs)
+    return scores
 
 
 def _check_model(causal_lm: Any) -> str:
@@ -130,22 +192,21 @@ def _check_vocabulary(causal_lm: Any, batch: PackedBatch) -> None:
 
 @dataclass(frozen=True)
 class _Scorer:
-    """Takes the place of a causal LM's forward during one `shared_prompt_forward`."""
+    """Takes the place of a causal LM's forward while one packed batch is scored."""
 
     causal_lm: Any
     backbone: str
-    batch: PackedBatch
-    temperature: float
-    with_entropy: bool
+    rows: Tensor  # (n,) whose hidden states are scored
+    score: Score
 
     def __call__(self, stock: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
-        """The model's inputs -> log-probabilities and entropies, (sum R,) each."""
+        """The model's inputs -> what is scored, (n, ...) each."""
         output = self._run_backbone(stock, inputs)
         # One gather for all rows: one per chunk would have a backward as large as the whole pack.
         states = output.last_hidden_state[0]
         # Layers may lie on several devices; the last of them says where the scores are computed.
-        here, token_index = states.device, self.batch.token_index
-        hidden = states.index_select(0, token_index.to(here))
+        here = states.device
+        hidden = states.index_select(0, self.rows.to(here))
         rows = rows_of_a_chunk(text_config(self.causal_lm.config).vocab_size)
         gathered = gathered_modules(self.causal_lm, self.backbone)
 
@@ -159,14 +220,8 @@ class _Scorer:
                 result: Tensor = stock(**inputs).logits[0].to(here)
             return result
 
-        targets = self.batch.targets.to(here)
-
-        def score(hidden: Tensor) -> tuple[Tensor, Tensor]:
-            options: dict[str, Any] = dict(temperature=self.temperature, with_entropy=self.with_entropy)
-            return score_in_chunks(logits, hidden, targets, rows=rows, **options)
-
-        logps, entropy = score_gathered(gathered, score, hidden)
-        return logps.to(token_index.device), entropy.to(token_index.device)
+        scores = score_gathered(gathered, lambda hidden: self.score(logits, hidden, rows), hidden)
+        return tuple(one.to(self.rows.device) for one in scores)
 
     def _run_backbone(self, stock: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """The backbone's output, from a stock forward whose head sees a single row."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
-Score = Callable[[Tensor], tuple[Tensor, Tensor]]
+Score = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 def gathered_modules(causal_lm: nn.Module, backbone: str) -> list[nn.Module]:
@@ -31,7 +31,7 @@ def head_modules(causal_lm: nn.Module, backbone: str) -> list[nn.Module]:
     return [*dict.fromkeys(module for child in outside for module in child.modules())]
 
 
-def score_gathered(modules: Sequence[nn.Module], score: Score, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def score_gathered(modules: Sequence[nn.Module], score: Score, hidden: Tensor) -> tuple[Tensor, ...]:
     """score(hidden), with the parameters of the modules gathered in forward and backward."""
     for module in modules:
         score = _Around(module, score)
@@ -50,8 +50,8 @@ class _Around(nn.Module):
                 if _gathers(hook):  # as it runs for its own module
                     getattr(self, name)[key] = lambda _, *arguments, hook=hook: hook(module, *arguments)
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        scores: tuple[Tensor, Tensor] = self.__dict__["function"](hidden)
+    def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        scores: tuple[Tensor, ...] = self.__dict__["function"](hidden)
         return scores
 
 
